@@ -223,7 +223,7 @@ class Target(_Strict, frozen=True, kw_only=True):
 
     `fallback` are the targets that an app tries next where this one cannot run; the last, "cpu", is ONNX Runtime's own
     provider, which also runs the files of the others where no bundle was built for it. `socs` gives the values of the
-    parameter `soc_model` their names.
+    parameter `soc_model` their names. `float_rewrites` put operators that its provider alone has into what stays float.
     """
 
     name: str
@@ -242,6 +242,7 @@ class Target(_Strict, frozen=True, kw_only=True):
     thresholds: Thresholds
     fallback: tuple[str, ...] = ("cpu",)
     socs: dict[str, str] = {}
+    float_rewrites: tuple[str, ...] = ()
     settings: dict[str, str] = {}
     folder: Path = Path()
 

@@ -132,7 +132,11 @@ class Exported:
             scores = self.add("MatMul", [self.add("Mul", [query, scale]), self.add("Mul", [turned, scale])])
         else:
             scores = self.add("Div", [self.add("MatMul", [query, turned]), self.constant(size**0.5)])
-        mixed = self.add("MatMul", [self.add("Softmax", [self.add("Add", [scores, mask])], axis=-1), value])
+        chances = self.add("Softmax", [self.add("Add", [scores, mask])], axis=-1)
+        if self.is_dynamo:
+            # PyTorch 2.15: rows that a mask hides whole become 0.
+            chances = self.add("Where", [self.add("IsNaN", [chances]), self.constant(0), chances])
+        mixed = self.add("MatMul", [chances, value])
         joined = self.add("Transpose", [mixed], perm=[0, 2, 1, 3])
         flat = self.add("Reshape", [joined, self.constant([1, TOKENS, WIDTH], "int64")])
         return self.linear(flat, WIDTH, WIDTH)

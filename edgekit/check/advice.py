@@ -199,6 +199,8 @@ def _find_fatal(case: Case) -> Iterator[Finding]:
 # What each rewrite of `edgekit prepare` does, by its id.
 _REWRITTEN: Mapping[str, str] = {
     "drop-copies": "remove {count} of Identity or Dropout, which only hand on their input",
+    "idle-nan-guard": "remove {count} of Where and IsNaN around a Softmax that is never NaN",
+    "idle-add": "remove {count} of Add that add zeros",
     "sum-to-add": "write {count} of Sum as Add, which is the same",
     "resize-empty-inputs": "leave out the empty tensors for roi or scales of {count} of Resize: they crash a provider",
     "trailing-inputs": "leave out the empty names at the end of the inputs of {count}",
@@ -227,6 +229,7 @@ _REWRITTEN: Mapping[str, str] = {
     "split-gelu": "write {count} of Gelu with Erf",
     "split-tanh-gelu": "write {count} of Gelu with Tanh",
     "clip-to-min-max": "write {count} of Clip as Max and Min, which is the same",
+    "join-attention": "write the parts of {count} of attention as one node",
     "unsigned-weights": "store the int8 weights of {count} as uint8 with a zero point of 128, which is the same",
 }
 

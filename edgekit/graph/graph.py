@@ -131,10 +131,16 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def array(self, name: str) -> Array | None:
         """Returns the value of a small constant, or None if it is no constant, is big, or lies in another file."""
         tensor = self.constants.get(name)
-        if tensor is None or self.is_external(name) or not is_small(tensor):
+        return self.inline(name) if tensor is not None and is_small(tensor) else None
+
+    def inline(self, name: str) -> Array | None:
+        """Returns the value of a constant that lies in the graph, of any size; None for what does not."""
+        tensor = self.constants.get(name)
+        if tensor is None or self.is_external(name):
             return None
         try:
             return read_array(tensor, self.folder)
+        # The data of large constants may have been left out.
         except (ValueError, TypeError):
             return None
 

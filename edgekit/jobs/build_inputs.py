@@ -28,11 +28,12 @@ from edgekit.jobs.prepare import list_versions
 from edgekit.machine import describe_machine
 from edgekit.model.model import Model, find_integer_ops, read_proto
 from edgekit.model.outputs import StatedOutput, check_outputs
+from edgekit.model.skim import skim_model
 from edgekit.model.state import State
 from edgekit.model.tensors import Array, Tensors
 from edgekit.prepare import ready_model
 from edgekit.prepare.buckets import BucketModels, choose_dims, prepare_buckets
-from edgekit.prepare.fix import SPELLINGS, Fix, FixedModel, list_asked
+from edgekit.prepare.fix import SPELLINGS, Fix, FixedModel, apply_rewrites, list_asked
 from edgekit.progress import Budget, Progress, Stopwatch
 from edgekit.quantize import Calibration, calibrate_model
 from edgekit.quantize.accuracy.predict import FloatReference
@@ -342,10 +343,12 @@ def fix_inputs(inputs: BuildInputs, target: Target, job: BuildJob, notes: list[s
     if inputs.is_quantized or not job.recipe.fix:
         return inputs
     # Asked before gigabytes are written: most models have nothing to gain.
-    asked = list_asked(target)
-    if not asked and SPELLINGS.keys().isdisjoint(advice.id for advice in check_model(prepared, target).advice):
+    stays_float = not job.plans_for(target, inputs.floats)
+    asked = list_asked(target, stays_float=stays_float)
+    finds = asked and apply_rewrites(skim_model(prepared.path), asked)
+    if not finds and SPELLINGS.keys().isdisjoint(advice.id for advice in check_model(prepared, target).advice):
         return inputs
-    better, gain = fix_for_target(prepared, folder / prepared.path.name, target)
+    better, gain = fix_for_target(prepared, folder / prepared.path.name, target, stays_float=stays_float)
     known = {fix.id for fix in inputs.fixes}
     fixes = tuple(fix for fix in better.fixes if fix.id not in known)
     if not fixes or (gain.after == gain.before and not {fix.id for fix in fixes} & {*asked}):
@@ -353,7 +356,7 @@ def fix_inputs(inputs: BuildInputs, target: Target, job: BuildJob, notes: list[s
     rewrites = ", ".join(f"{fix.id} ({len(fix.nodes)} nodes)" for fix in fixes)
     notes.append(f"rewritten for it: {rewrites}; {_describe(gain.before)} before, {_describe(gain.after)} now")
     calibration = inputs.calibration
-    if target.name not in inputs.floats and choose_precision(target, job.recipe.precision) in INTEGERS:
+    if not stays_float:
         name = f"{target.name}-calibration"
         calibration = _calibrate(better.model, inputs.samples, inputs.outputs, job, name)
     reference = FloatReference(better.model, inputs.samples.calibration, inputs.outputs)

@@ -104,8 +104,12 @@ def _prepare(source: Model, work: Path, recipe: Recipe, *, observe: bool) -> tup
         return sketch_unloaded(source, out, recipe.dims), error.message
 
 
-def fix_for_target(prepared: Model, out: Path, target: Target) -> tuple[FixedModel, TargetGain]:
+def fix_for_target(
+    prepared: Model, out: Path, target: Target, *, stays_float: bool = False
+) -> tuple[FixedModel, TargetGain]:
     """Writes a prepared model to `out` with the rewrites for every provider and those that gain something on a target.
+
+    With those too that the target asks for, of which some are for a model that `stays_float` alone.
 
     After each round the model is checked again, for one rewrite can make room for the next.
 
@@ -115,8 +119,9 @@ def fix_for_target(prepared: Model, out: Path, target: Target) -> tuple[FixedMod
     """
     before = after = check_model(prepared, target)
     fixes: list[Fix] = []
+    asked = list_asked(target, stays_float=stays_float)
     for _ in range(_FIX_ROUNDS):
-        fixed = fix_model(prepared, out, {*FIXES, *list_asked(target), *(advice.id for advice in after.advice)})
+        fixed = fix_model(prepared, out, {*FIXES, *asked, *(advice.id for advice in after.advice)})
         prepared, after = fixed.model, check_model(fixed.model, target)
         fixes += fixed.fixes
         if not fixed.fixes:

@@ -165,9 +165,8 @@ def _fuse(
     """Returns the prepared model with its transformer patterns fused, where that is wanted, and what that came to."""
     if options.fuse is None:
         return prepared, None
-    fused = fuse_transformer(source, options.fuse, work / "fused.onnx")
-    changed = prepare(fused.model, work / "fused-prepared.onnx")
-    equality = compare_onnx(prepared, changed, samples)
+    fused = fuse_transformer(source, options.fuse, work / "fused.onnx", prepare)
+    equality = compare_onnx(prepared, fused.model, samples)
     # Fusions go by pattern: whether the model still computes the same is measured.
     if not equality.passed:
         raise ModelError(
@@ -181,7 +180,7 @@ def _fuse(
         nodes_after=fused.nodes_after,
         equality=equality,
     )
-    return changed, fusion
+    return fused.model, fusion
 
 
 def _lighten(model: Model, options: ConvertOptions, samples: Samples | None, work: Path) -> WeightOnlyModel | None:

@@ -21,8 +21,11 @@ from edgekit.prepare.rewrites import (
     flatten_to_reshape,
     gemm_to_matmul,
     hard_swish,
+    idle_add,
+    idle_nan_guard,
     idle_relu,
     index_to_int32,
+    join_attention,
     join_gelu,
     join_rms_norm,
     matmul_to_2d,
@@ -50,6 +53,8 @@ from edgekit.target import Target
 Rewrite = Callable[[onnx.GraphProto, int], tuple[str, ...]]
 
 FIXES: Mapping[str, Rewrite] = {
+    idle_nan_guard.FIX_ID: idle_nan_guard.drop_nan_guards,
+    idle_add.FIX_ID: idle_add.drop_idle_adds,
     copies.FIX_ID: copies.drop_copies,
     sum_to_add.FIX_ID: sum_to_add.rewrite_sums,
     resize_inputs.FIX_ID: resize_inputs.leave_out_empty_inputs,
@@ -62,6 +67,8 @@ FIXES: Mapping[str, Rewrite] = {
     join_gelu.FIX_ID: join_gelu.join_gelus,
 }
 """Rewrites that every provider is well served by."""
+
+_SHAPELESS = FIXES.keys() - {idle_add.FIX_ID, idle_nan_guard.FIX_ID}
 
 SPELLINGS: Mapping[str, Rewrite] = {
     index_to_int32.FIX_ID: index_to_int32.narrow_indices,
@@ -89,18 +96,25 @@ SPELLINGS: Mapping[str, Rewrite] = {
 }
 """Rewrites that some providers are served by and others not: for a target, those that check finds a gain in."""
 
-ASKED: Mapping[str, Rewrite] = {gemm_to_matmul.FIX_ID: gemm_to_matmul.write_matmuls}
-"""Rewrites that gain nothing in the float graph, and that a way of quantizing asks for (`list_asked`)."""
+ASKED: Mapping[str, Rewrite] = {
+    gemm_to_matmul.FIX_ID: gemm_to_matmul.write_matmuls,
+    join_attention.FIX_ID: join_attention.join_attentions,
+}
+"""Rewrites that gain no node, and that a target asks for (`list_asked`)."""
 
 REWRITES: Mapping[str, Rewrite] = {**FIXES, **SPELLINGS, **ASKED}
 """Each changes a graph in place and returns the names of the nodes it changed; they run in this order."""
 
 
-def list_asked(target: Target) -> tuple[str, ...]:
-    """Returns the rewrites that a target's way of quantizing asks for, whatever check finds of the float model."""
+def list_asked(target: Target, *, stays_float: bool = False) -> tuple[str, ...]:
+    """Returns the rewrites that a target asks for, whatever check finds of the float model.
+
+    A way of quantizing asks for some; others join what would be quantized in parts, so they are for a model that
+    `stays_float`.
+    """
     blocks = any(types.weight_block for types in target.quantization.precisions.values())
     # A product keeps its weights in blocks in three dimensions alone.
-    return (gemm_to_matmul.FIX_ID,) if blocks else ()
+    return (*((gemm_to_matmul.FIX_ID,) if blocks else ()), *(target.float_rewrites if stays_float else ()))
 
 
 class Fix(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,14 +171,14 @@ def apply_rewrites(proto: onnx.ModelProto, ids: Collection[str]) -> tuple[Fix, .
     for name, rewrite in REWRITES.items():
         if name not in ids:
             continue
-        if name not in FIXES:
+        if name not in _SHAPELESS:
             infer_values(proto)
         nodes = tuple(node for graph in iterate_graphs(proto.graph) for node in rewrite(graph, opset))
         if nodes:
             fixes.append(Fix(id=name, nodes=nodes))
+            # What a node written for several leaves behind, ONNX Runtime would keep, and the next rewrite would see.
+            drop_idle_nodes(proto.graph)
     if fixes:
-        # What a node written for several leaves behind, ONNX Runtime would keep.
-        drop_idle_nodes(proto.graph)
         import_contrib(proto)
     made = {output for node in proto.graph.node for output in node.output}
     kept = [value for value in proto.graph.value_info if value.name in known and value.name in made]

@@ -50,16 +50,20 @@ def make_block(path: Path) -> Model:
     return load_model(path)
 
 
+def keep(model: Model, _: Path) -> Model:
+    return model
+
+
 def test_patterns_are_fused_and_counted(tmp_path: Path) -> None:
     model = make_block(tmp_path / "m.onnx")
-    fused = fuse_transformer(model, FuseOptions(), tmp_path / "f.onnx")
+    fused = fuse_transformer(model, FuseOptions(), tmp_path / "f.onnx", keep)
     assert fused.fused == {"BiasGelu": 1, "SkipLayerNormalization": 1}
     assert (fused.nodes_before, fused.nodes_after) == (11, 4)
     sample = {"x": np.random.default_rng(1).standard_normal((2, 4, 16)).astype(np.float32)}
     plain = SessionSettings(level=Level.DISABLED)
     wanted, got = (CpuSession(item.path, plain).run(sample)["y"] for item in (model, fused.model))
     assert np.allclose(wanted, got, atol=1e-5)
-    again = fuse_transformer(model, FuseOptions(), tmp_path / "g.onnx")
+    again = fuse_transformer(model, FuseOptions(), tmp_path / "g.onnx", keep)
     assert again.model.sha256 == fused.model.sha256
 
 
@@ -77,10 +81,10 @@ def test_convert_fuses_and_compares(tmp_path: Path) -> None:
 def test_nothing_to_fuse_and_an_unknown_family_are_refused(tmp_path: Path) -> None:
     model = make_block(tmp_path / "m.onnx")
     with pytest.raises(UsageError, match=r"no --model-type 'brt'.*bert"):
-        fuse_transformer(model, FuseOptions(model_type="brt"), tmp_path / "f.onnx")
+        fuse_transformer(model, FuseOptions(model_type="brt"), tmp_path / "f.onnx", keep)
     proto = onnx.load(str(model.path))
     del proto.graph.node[2:]
     proto.graph.output[0].name = "a1"
     onnx.save(proto, str(tmp_path / "n.onnx"))
     with pytest.raises(ModelError, match="no pattern of 'bert' was found"):
-        fuse_transformer(load_model(tmp_path / "n.onnx"), FuseOptions(), tmp_path / "f.onnx")
+        fuse_transformer(load_model(tmp_path / "n.onnx"), FuseOptions(), tmp_path / "f.onnx", keep)

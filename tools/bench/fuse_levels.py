@@ -27,6 +27,7 @@ from edgekit.bench.latency import compare_rounds
 from edgekit.data.random_samples import draw_samples
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array, Tensors
+from edgekit.prepare.clean import prepare_model
 from edgekit.prepare.transformer import FuseOptions, fuse_transformer
 
 LEVELS = (Level.DISABLED, Level.BASIC, Level.EXTENDED, Level.ALL)
@@ -84,7 +85,10 @@ def _open(name: str, folder: Path) -> tuple[Model, Tensors]:
 
 
 def _open_ways(source: Model, family: str, folder: Path) -> Iterator[Way]:
-    fused = fuse_transformer(source, FuseOptions(model_type=family), folder / "fused.onnx").model
+    options = FuseOptions(model_type=family)
+    fused = fuse_transformer(
+        source, options, folder / "fused.onnx", lambda model, out: prepare_model(model, out, {})
+    ).model
     for name, model in (("as it is", source), ("fused", fused)):
         for level in LEVELS:
             saved = folder / "saved.onnx"

@@ -90,7 +90,8 @@ def _remake(inputs: BuildInputs, making: Making, target: Target, work: Path) -> 
     """Returns a prepared model of another size as the largest was made."""
     model = inputs.prepared
     if making.is_rewritten:
-        model = fix_for_target(model, work / "rewritten" / model.path.name, target)[0].model
+        rewritten = work / "rewritten" / model.path.name
+        model = fix_for_target(model, rewritten, target, stays_float=making.plan is None)[0].model
     if inputs.is_quantized and target.quantization.unsigned_ops:
         return fix_model(model, work / "unsigned.onnx", [unsigned_weights.FIX_ID]).model
     if making.plan is None or not isinstance(inputs.calibration, Calibration):

@@ -1,0 +1,188 @@
+"""Attention as exporters take it apart becomes one node for the CPU, and guards and masks that do nothing go."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from exported_models import EXPORTED, STYLES, draw_inputs
+from prepare_models import make_inputs, make_model, op_names, run_model
+
+from edgekit.jobs.check import fix_for_target
+from edgekit.model.model import Model
+from edgekit.prepare.fix import fix_model, ready_model
+from edgekit.target import load_target
+
+# Two heads of four numbers, five rows that ask three: what stands between the marks is what each case changes.
+ROWS = (
+    "g (float[1,5,8] q, float[1,3,8] k, float[1,3,8] v) => (float[1,5,8] y) <int64[4] s = {1,-1,2,4}, "
+    "int64[3] j = {1,5,8}, float h = {0.5}, float z = {0}, float[1,1,5,3] m = {0,-9,0,1,1,1,-9,0,0,0,0,0,2,-9,-9}, "
+    "float[3,1] w = {1,2,3}, float[1,3] r = {0,-9,1}, float t = {0.25}> "
+    "{ a = Reshape(q, s) b = Reshape(k, s) c = Reshape(v, s) qh = Transpose<perm=[0,2,1,3]>(a) "
+    "vh = Transpose<perm=[0,2,1,3]>(c) "
+)
+END = "o = MatMul(p, vh) x = Transpose<perm=[0,2,1,3]>(o) y = Reshape(x, j) }"
+TURNED = "kt = Transpose<perm=[0,2,3,1]>(b) "
+TWICE = "kh = Transpose<perm=[0,2,1,3]>(b) kt = Transpose<perm=[0,1,3,2]>(kh) "
+SOFT = "p = Softmax<axis=-1>(u) "
+JOINED = {
+    "one transpose, no mask": TURNED + "s0 = MatMul(qh, kt) u = Mul(s0, h) " + SOFT,
+    "both scaled": TWICE + "q2 = Mul(qh, h) k2 = Mul(kt, t) s0 = MatMul(q2, k2) u = Add(s0, m) " + SOFT,
+    "divided, mask first": TURNED + "s0 = MatMul(qh, kt) s1 = Div(s0, h) u = Add(m, s1) " + SOFT,
+    "one row of two axes as mask": TURNED + "s1 = MatMul(qh, kt) u = Add(s1, r) " + SOFT,
+    "not of rows": "kh = Transpose<perm=[0,2,1,3]>(b) kr = Relu(kh) kt = Transpose<perm=[0,1,3,2]>(kr) qr = Relu(qh) "
+    "u = MatMul(qr, kt) " + SOFT,
+    "keys that come turned": TURNED + "kr = Relu(kt) u = MatMul(qh, kr) " + SOFT,
+    "guarded": TURNED
+    + "s1 = MatMul(qh, kt) u = Add(s1, m) c0 = Softmax<axis=-1>(u) n = IsNaN(c0) p = Where(n, z, c0) ",
+}
+APART = {
+    "another axis": TURNED + "u = MatMul(qh, kt) p = Softmax<axis=1>(u) ",
+    "scores by rows": TURNED + "s0 = MatMul(qh, kt) u = Mul(s0, m) " + SOFT,
+    "no product": TURNED + "s0 = MatMul(qh, kt) s1 = Relu(s0) u = Add(s1, m) " + SOFT,
+    "another guard": TURNED + "u = MatMul(qh, kt) c0 = Softmax<axis=-1>(u) n = IsNaN(c0) p = Where(n, h, c0) ",
+    "read twice": TURNED + "u = MatMul(qh, kt) p = Softmax<axis=-1>(u) x2 = Identity(p) ",
+}
+
+
+@pytest.mark.parametrize("case", JOINED)
+def test_attention_becomes_one_node(tmp_path: Path, case: str) -> None:
+    model = make_model(ROWS + JOINED[case] + END, tmp_path / "m.onnx")
+    fixed = fix_model(model, tmp_path / "out.onnx", ["join-attention"])
+    counts = Counter(op_names(fixed.model.path))
+    assert counts["MultiHeadAttention"] == 1
+    assert counts["Softmax"] == counts["MatMul"] == 0
+    inputs = make_inputs(model, 1)
+    expected, got = (run_model(path, inputs)["y"] for path in (model.path, fixed.model.path))
+    assert np.allclose(expected, got, rtol=0, atol=1e-5 * float(np.abs(expected).max()))
+
+
+@pytest.mark.parametrize("case", APART)
+def test_what_is_nearly_attention_stays(tmp_path: Path, case: str) -> None:
+    text = ROWS + APART[case] + END
+    if case == "read twice":
+        text = text.replace("=> (float[1,5,8] y)", "=> (float[1,5,8] y, float[1,2,5,3] x2)")
+    assert fix_model(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx", ["join-attention"]).fixes == ()
+
+
+def test_attention_of_doubles_stays(tmp_path: Path) -> None:
+    text = (ROWS + JOINED["one transpose, no mask"] + END).replace("float", "double")
+    model = make_model(text, tmp_path / "m.onnx")
+    assert fix_model(model, tmp_path / "out.onnx", ["join-attention"]).fixes == ()
+
+
+def test_keys_that_several_texts_share_stay_apart(tmp_path: Path) -> None:
+    text = (ROWS + JOINED["one transpose, no mask"] + END).replace("[1,5,8]", "[2,5,8]").replace("{1,5,8}", "{2,5,8}")
+    text = text.replace("int64[4] s =", "int64[4] e = {2,5,2,4}, int64[4] s =").replace(
+        "Reshape(q, s)", "Reshape(q, e)"
+    )
+    model = make_model(text, tmp_path / "m.onnx")
+    assert fix_model(model, tmp_path / "out.onnx", ["join-attention"]).fixes == ()
+
+
+def test_rows_that_a_mask_hides_whole_stay_zero(tmp_path: Path) -> None:
+    text = ROWS.replace("float[1,5,8] q,", "float[1,5,8] q, float[1,1,5,3] f,") + JOINED["guarded"] + END
+    model = make_model(text.replace("Add(s1, m)", "Add(s1, f)"), tmp_path / "m.onnx")
+    fixed = fix_model(model, tmp_path / "out.onnx", ["join-attention"])
+    inputs = make_inputs(model, 1)
+    inputs["f"][0, 0, 2] = -np.inf
+    expected, got = (run_model(path, inputs)["y"] for path in (model.path, fixed.model.path))
+    assert not got[0, 2].any()
+    assert np.allclose(expected, got, atol=1e-5)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_the_cpu_gets_the_attention_of_exporters_whole_where_it_stays_float(
+    tmp_path: Path, name: str, style: str
+) -> None:
+    model = EXPORTED[name](tmp_path / "m.onnx", style)
+    ready, target = ready_model(model, tmp_path, {}).model, load_target("cpu")
+    fixed, _ = fix_for_target(ready, tmp_path / "float.onnx", target, stays_float=True)
+    assert op_names(fixed.model.path).count("MultiHeadAttention") == 1
+    assert "Softmax" not in op_names(fixed.model.path)
+    # BERT's mask could be fed as minus infinity: its guard goes behind the attention.
+    assert ("IsNaN" in op_names(fixed.model.path)) == (name == "bert" and style.startswith("dynamo"))
+    quantized, _ = fix_for_target(ready, tmp_path / "int8.onnx", target)
+    assert "Softmax" in op_names(quantized.model.path)
+    inputs = draw_inputs(model)
+    expected, got = (next(iter(run_model(path, inputs).values())) for path in (model.path, fixed.model.path))
+    assert np.allclose(expected, got, rtol=0, atol=1e-5 * float(np.abs(expected).max()))
+
+
+# -1000 stands for minus infinity, for which the text of a graph has no word.
+GUARD = (
+    "g (float[2,3] x, bool[2,3] k, float[2,3] f) => (float[2,3] y) <float z = {0}, float l = {-3.4e38}, "
+    "float u = {100}, float[3,3] x1 = {1,0,0,0,1,0,0,0,1}, float none = {-1000}, "
+    "float[2,3] some = {0,-1000,0,0,0,-1000}, float[2,3] whole = {0,-1000,0,-1000,-1000,-1000}> "
+    "{ BODY c = Softmax<axis=-1>(s) n = IsNaN(c) y = Where(n, z, c) }"
+)
+IDLE = {
+    "no mask": "s = MatMul(x, x1)",
+    "the lowest number by a mask": "m = Where(k, z, l) a = MatMul(x, x1) s = Add(a, m)",
+    "a product of a flag and a small number": "b = Cast<to=1>(k) m = Mul(b, u) a = MatMul(x, x1) s = Add(m, a)",
+    "some places": "a = MatMul(x, x1) s = Add(a, some)",
+}
+NEEDED = {
+    "what is fed": "a = MatMul(x, x1) s = Add(a, f)",
+    "the lowest number twice": "m = Where(k, z, l) a = Add(m, m) b = MatMul(x, x1) s = Add(a, b)",
+    "minus infinity by a mask": "m = Where(k, z, none) a = MatMul(x, x1) s = Add(a, m)",
+    "a product of a flag and the lowest": "b = Cast<to=1>(k) m = Mul(b, l) a = MatMul(x, x1) s = Add(a, m)",
+    "a whole row": "a = MatMul(x, x1) s = Add(a, whole)",
+    "a logarithm": "a = MatMul(x, x1) s = Log(a)",
+}
+
+
+def make_guarded(body: str, path: Path) -> Model:
+    model = make_model(GUARD.replace("BODY", body), path)
+    proto = onnx.load(str(path))
+    for tensor in proto.graph.initializer:
+        value = onnx.numpy_helper.to_array(tensor)
+        tensor.CopyFrom(
+            onnx.numpy_helper.from_array(np.where(value == -1000, -np.inf, value).astype(np.float32), tensor.name)
+        )
+    onnx.save(proto, str(path))
+    return model
+
+
+@pytest.mark.parametrize(("cases", "goes"), [(IDLE, True), (NEEDED, False)])
+def test_a_guard_goes_where_no_row_can_be_hidden_whole(tmp_path: Path, cases: dict[str, str], goes: bool) -> None:
+    for case, body in cases.items():
+        model = make_guarded(body, tmp_path / "m.onnx")
+        fixed = fix_model(model, tmp_path / "out.onnx", ["idle-nan-guard"])
+        assert ("IsNaN" not in op_names(fixed.model.path)) == goes, case
+        inputs = make_inputs(model, 2)
+        expected, got = (run_model(path, inputs)["y"] for path in (model.path, fixed.model.path))
+        assert np.array_equal(expected, got), case
+
+
+def test_a_guard_of_something_else_stays(tmp_path: Path) -> None:
+    for old, new in (
+        ("Where(n, z, c)", "Where(n, u, c)"),
+        ("Where(n, z, c)", "Where(n, z, x)"),
+        ("IsNaN(c)", "IsInf(c)"),
+    ):
+        text = GUARD.replace("BODY", "s = MatMul(x, x1)").replace(old, new)
+        model = make_model(text, tmp_path / "m.onnx")
+        assert fix_model(model, tmp_path / "out.onnx", ["idle-nan-guard"]).fixes == ()
+
+
+@pytest.mark.parametrize(
+    ("zeros", "goes"),
+    [
+        ("float[1,3] o = {0,0,0}", True),
+        ("float o = {0}", True),
+        ("float[1,3] o = {0,0,1}", False),
+        ("float[3] o = {0,0,0}", False),
+        ("float[1,2,3] o = {0,0,0,0,0,0}", False),
+        ("float[2,1] o = {0,0}", True),
+    ],
+)
+def test_an_add_of_zeros_goes_unless_it_is_a_bias_or_widens(tmp_path: Path, zeros: str, goes: bool) -> None:
+    shape = "float[1,2,3]" if "[1,2,3]" in zeros else "float[2,3]"
+    model = make_model(f"g (float[2,3] x) => ({shape} y) <{zeros}> {{ a = Neg(x) y = Add(o, a) }}", tmp_path / "m.onnx")
+    fixed = fix_model(model, tmp_path / "out.onnx", ["idle-add"])
+    assert ("Add" not in op_names(fixed.model.path)) == goes
+    inputs = make_inputs(model)
+    assert np.array_equal(run_model(model.path, inputs)["y"], run_model(fixed.model.path, inputs)["y"])
