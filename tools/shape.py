@@ -90,11 +90,11 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("check",),
     ),
     "prepare": (
-        ("buckets",),
+        ("buckets", "transformer"),
         ("fix",),
         ("clean",),
         ("basic",),
-        ("half", "transformer"),
+        ("half",),
         ("change_interface", "opset", "shapes"),
         ("_ort_transformers", "interface", "lower", "rewrites", "tidy", "weights"),
     ),
