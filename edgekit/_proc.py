@@ -28,6 +28,14 @@ _JOIN_S = 1.0
 _RUNNING: set[int] = set()
 
 
+class ChildSetting(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a child runs: its folder, what is added to the caller's environment, and whether it has one core alone."""
+
+    cwd: Path | None = None
+    env: Mapping[str, str] | None = None
+    one_core: bool = False
+
+
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
     """How a child process ended.
 
@@ -75,9 +83,8 @@ def run_process(
         DeviceError: the program cannot be started.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        child = _start(argv, (subprocess.DEVNULL, out, err), cwd, env)
-        if one_core:
-            _keep_to_one_core(child.pid)
+        setting = ChildSetting(cwd=cwd, env=env, one_core=one_core)
+        child = _start(argv, (subprocess.DEVNULL, out, err), setting)
         status, timed_out, peak = _wait(child, timeout_s)
         return Finished(
             argv=tuple(argv),
@@ -95,20 +102,20 @@ def stream_process(
     timeout_s: float,
     feed: Iterable[bytes],
     take: Callable[[io.BufferedReader], None],
-    cwd: Path | None = None,
-    env: Mapping[str, str] | None = None,
+    setting: ChildSetting | None = None,
 ) -> Finished:
     """Runs a child process with a flow into and a flow out of it, and returns how it ended, its stdout as "".
 
     `feed` is written to its standard input while `take` reads its standard output. A child that takes no more input is
-    no error. When `take` returns before the end, or the time is up, the child and its children are ended.
+    no error. When `take` returns before the end, or the time is up, the child and its children are ended. The threads
+    of a child that has one core are kept there as by `run_process`.
 
     Raises:
         DeviceError: the program cannot be started.
         EdgekitError: what `feed` or `take` raised.
     """
     deadline = time.monotonic() + timeout_s
-    child = _start(argv, (subprocess.PIPE, subprocess.PIPE, subprocess.PIPE), cwd, env)
+    child = _start(argv, (subprocess.PIPE, subprocess.PIPE, subprocess.PIPE), setting or ChildSetting())
     wrong: list[BaseException] = []
     words = bytearray()
     threads = [
@@ -195,8 +202,7 @@ def _keep_tail(pipe: IO[bytes], words: bytearray) -> None:
 def _start(
     argv: Sequence[str],
     streams: tuple[int | IO[bytes], int | IO[bytes], int | IO[bytes]],
-    cwd: Path | None,
-    env: Mapping[str, str] | None,
+    setting: ChildSetting,
 ) -> subprocess.Popen[bytes]:
     stdin, stdout, stderr = streams
     try:
@@ -205,14 +211,16 @@ def _start(
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,
-            cwd=cwd,
-            env={**os.environ, **(env or {})},
+            cwd=setting.cwd,
+            env={**os.environ, **(setting.env or {})},
             # A group of its own: emulators and node start children, and all must end with the one that edgekit knows.
             start_new_session=True,
         )
     except OSError as error:
         raise DeviceError(f"cannot start '{argv[0]}': {error.strerror}", hint="edgekit doctor") from error
     _RUNNING.add(child.pid)
+    if setting.one_core:
+        _keep_to_one_core(child.pid)
     if (
         child.stdin is not None and fcntl is not None and hasattr(fcntl, "F_SETPIPE_SZ")
     ):  # Linux: fewer, larger messages

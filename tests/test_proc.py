@@ -1,12 +1,13 @@
 """Child processes: how they end is a finding."""
 
+import io
 import os
 import sys
 import time
 
 import pytest
 
-from edgekit._proc import run_process
+from edgekit._proc import ChildSetting, run_process, stream_process
 from edgekit.errors import DeviceError
 
 
@@ -42,6 +43,14 @@ def test_a_child_may_be_kept_to_one_core() -> None:
     argv = [sys.executable, "-c", "import os; print(len(os.sched_getaffinity(0)))"]
     cores = [run_process(argv, timeout_s=30, one_core=one_core).stdout.strip() for one_core in (True, False)]
     assert cores == ["1", str(len(os.sched_getaffinity(0)))]
+    said: list[bytes] = []
+
+    def take(stream: io.BufferedReader) -> None:
+        said.append(stream.read())
+
+    # A session that is held over pipes, too.
+    stream_process(argv, timeout_s=30, feed=[], take=take, setting=ChildSetting(one_core=True))
+    assert said == [b"1\n"]
 
 
 def test_a_program_that_is_not_there_is_an_error() -> None:

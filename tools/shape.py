@@ -58,7 +58,7 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("integers",),
         ("check",),
         ("advice", "origin", "ort_opinion", "recommend"),
-        ("placement", "report"),
+        ("open_work", "placement", "report"),
         ("macs", "rules", "trace", "what_if"),
     ),
     "convert": (

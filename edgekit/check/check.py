@@ -6,6 +6,7 @@ import msgspec
 
 from edgekit.check.advice import give_advice
 from edgekit.check.macs import count_bytes, count_macs, value_bytes
+from edgekit.check.open_work import choose_sizes, count_open, count_unsized
 from edgekit.check.placement import Placement, place_units
 from edgekit.check.report import CheckedNode, CheckReport
 from edgekit.check.rules.kinds import Forms, Rule
@@ -46,7 +47,7 @@ def check_model(model: Model, target: Target) -> CheckReport:
     name_nodes(proto.graph)
     widen_constants(proto.graph)
     proto = infer_model(proto)
-    graph = view_model(proto)
+    sizes, graph = choose_sizes(proto.graph), count_open(view_model(proto))
 
     def recheck(changed: Graph, version: int) -> tuple[CheckedNode, ...]:
         return check_graph(changed, book, settings, opset=version)
@@ -64,6 +65,8 @@ def check_model(model: Model, target: Target) -> CheckReport:
         crossings=crossings,
         crossing_bytes=crossing_bytes,
         wants_whole=target.session.config.get("session.disable_cpu_ep_fallback") == "1",
+        counted_at=sizes or msgspec.UNSET,
+        unsized_nodes=count_unsized(graph) if sizes else msgspec.UNSET,
     )
 
 
@@ -75,7 +78,7 @@ def check_graph(graph: Graph, book: RuleBook, settings: Mapping[str, str], *, op
     # Not a refusal node by node: outside of what the layout change knows, NNAPI and XNNPACK are skipped with a warning.
     if not provider.opset_min <= opset <= provider.opset_max:
         blocked = f"the model's opset {opset} is outside {provider.opset_min} to {provider.opset_max}"
-    return tuple(_check_nodes(graph, _Judge(book=book, settings=known), blocked))
+    return tuple(_check_nodes(count_open(graph), _Judge(book=book, settings=known), blocked))
 
 
 class _Judge(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ def has_unknown_work(graph: Graph, node: Node) -> bool:
     """Returns True for a node that multiplies, if a dimension that its work rests on is unknown."""
     if node.op_type not in _COUNTERS:
         return False
-    shapes = (graph.value(name).shape for name in (*node.input[:2], *node.output[:1]) if name)
+    shapes = (graph.value(name).sizes for name in (*node.input[:2], *node.output[:1]) if name)
     return any(shape is None or None in shape for shape in shapes)
 
 
@@ -38,7 +38,7 @@ def value_bytes(value: Value) -> int:
 
 
 def _dims(graph: Graph, node: Node, position: int) -> tuple[int, ...]:
-    shape = graph.value(node.input[position]).shape if node.has_input(position) else None
+    shape = graph.value(node.input[position]).sizes if node.has_input(position) else None
     return tuple(1 if dim is None else dim for dim in shape or ())
 
 

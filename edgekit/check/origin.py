@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from edgekit.check.macs import count_bytes, count_macs
+from edgekit.check.open_work import count_open
 from edgekit.check.report import CheckedNode, CheckReport, ModelNode
 from edgekit.check.trace import Trace, trace_nodes
 from edgekit.graph.graph import infer_graph, read_graph
@@ -28,6 +29,8 @@ class TracedNode(msgspec.Struct, frozen=True, kw_only=True):
 def trace_model(source: Model, prepared: Model, dims: Mapping[str, int]) -> tuple[TracedNode, ...]:
     """Returns each node of a model, bodies included, with what became of it when it was prepared with `dims`.
 
+    Work is counted at the sizes of `count_open` where a dimension has no number.
+
     Raises:
         ModelError: a model file is gone or unreadable.
     """
@@ -36,7 +39,7 @@ def trace_model(source: Model, prepared: Model, dims: Mapping[str, int]) -> tupl
     merge_domains(proto)
     drop_initializer_inputs(proto.graph)
     name_nodes(proto.graph)
-    fix_dims(proto.graph, dims)
+    fix_dims(proto.graph, dims, may_stay_open=True)
     return tuple(
         TracedNode(
             name=node.name,
@@ -46,7 +49,7 @@ def trace_model(source: Model, prepared: Model, dims: Mapping[str, int]) -> tupl
             bytes=count_bytes(graph, node),
             trace=trace,
         )
-        for graph, node, trace in trace_nodes(infer_graph(proto), read_graph(prepared))
+        for graph, node, trace in trace_nodes(count_open(infer_graph(proto)), read_graph(prepared))
     )
 
 

@@ -91,7 +91,9 @@ class CheckReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
     checked graph once, in graph order, a body's nodes after the node that has it; Constant nodes are left out because
     ONNX Runtime turns them into initializers. `crossings` counts the values that cross between the provider and the
     CPU, `crossing_bytes` their bytes. `model_nodes` holds each node of the model as the user has it, where that is
-    known. `wants_whole` says that the session is made without the CPU.
+    known. `wants_whole` says that the session is made without the CPU. Where inputs have open dimensions, `counted_at`
+    holds the sizes that stand for them in MACs and bytes, and `unsized_nodes` counts the nodes that multiply and whose
+    work is not known even then.
     """
 
     target: str
@@ -105,6 +107,8 @@ class CheckReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
     crossing_bytes: int = 0
     model_nodes: tuple[ModelNode, ...] = ()
     wants_whole: bool = False
+    counted_at: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
+    unsized_nodes: int | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def nodes(self) -> int:

@@ -11,13 +11,13 @@ _INTEGERS = {"int8": onnx.TensorProto.INT8, "uint8": onnx.TensorProto.UINT8}
 
 
 def with_fixed_dims(graph: Graph, size: int = 1) -> Graph:
-    """Returns the graph with every unknown dimension of a known rank being `size`."""
+    """Returns the graph with every unknown dimension of a known rank as it is counted, or being `size`."""
     return msgspec.structs.replace(
         graph,
         values={
             name: value
-            if value.shape is None
-            else Value(dtype=value.dtype, shape=tuple(size if dim is None else dim for dim in value.shape))
+            if value.sizes is None
+            else Value(dtype=value.dtype, shape=tuple(size if dim is None else dim for dim in value.sizes))
             for name, value in graph.values.items()
         },
     )
@@ -26,7 +26,7 @@ def with_fixed_dims(graph: Graph, size: int = 1) -> Graph:
 def with_activations(graph: Graph, old: str, new: str, *, weights: bool) -> Graph:
     """Returns the graph with 8-bit activations of another sign, and with weights of that sign too if asked."""
     values = {
-        name: Value(dtype=new, shape=value.shape) if value.dtype == old else value
+        name: msgspec.structs.replace(value, dtype=new) if value.dtype == old else value
         for name, value in graph.values.items()
     }
     constants, zeros = dict(graph.constants), _activation_zeros(graph)
@@ -62,5 +62,5 @@ def without_quantization(graph: Graph) -> Graph:
         if name in constants:
             constants[name] = onnx.TensorProto(name=name, dims=constants[name].dims, data_type=onnx.TensorProto.FLOAT)
         else:
-            values[name] = Value(dtype="float32", shape=graph.value(name).shape)
+            values[name] = msgspec.structs.replace(graph.value(name), dtype="float32")
     return index_nodes(msgspec.structs.replace(graph, constants=constants, values=values), kept)

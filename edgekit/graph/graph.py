@@ -22,10 +22,14 @@ _LISTS = (onnx.AttributeProto.INTS, onnx.AttributeProto.FLOATS, onnx.AttributePr
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True):
-    """The element type (numpy's name) and shape of a value; None where shape inference does not know."""
+    """The element type (numpy's name) and shape of a value; None where shape inference does not know.
+
+    `counted` is the shape at the sizes with which work is counted, where inputs have open dimensions.
+    """
 
     dtype: str | None = None
     shape: Shape | None = None
+    counted: Shape | None = None
 
     @property
     def is_static(self) -> bool:
@@ -38,9 +42,14 @@ class Value(msgspec.Struct, frozen=True, kw_only=True):
         return cast("tuple[int, ...]", self.shape) if self.is_static else None
 
     @property
+    def sizes(self) -> Shape | None:
+        """The shape that work is counted with."""
+        return self.shape if self.counted is None else self.counted
+
+    @property
     def elements(self) -> int:
         """How many elements it has, unknown dimensions counted as one; 0 if not even the rank is known."""
-        return int(np.prod([1 if dim is None else dim for dim in self.shape])) if self.shape is not None else 0
+        return int(np.prod([1 if dim is None else dim for dim in self.sizes])) if self.sizes is not None else 0
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True, eq=False):

@@ -9,10 +9,12 @@ import msgspec
 from edgekit._files import work_folder
 from edgekit.check.check import check_model
 from edgekit.check.integers import explain_no_gain
+from edgekit.check.open_work import count_open, demands_sizes
 from edgekit.check.origin import tell_of_model, trace_model
 from edgekit.check.ort_opinion import ask_ort_checker
 from edgekit.check.recommend import recommend_target
 from edgekit.check.report import CheckReport, Verdict
+from edgekit.check.rules.rulebook import load_rules
 from edgekit.devices.observe import NotObserved, Observed, observe_target
 from edgekit.errors import ModelError, RuntimeRefusal
 from edgekit.graph.graph import read_graph
@@ -56,6 +58,8 @@ def check_targets(
     With `observe` the real provider of each target is asked as well, where one can run here; the evidence of such a
     report is that of the device. With `compare_ort` ONNX Runtime's own checker is asked about the model as it is given.
 
+    Dimensions without a number stay open where no target's rules demand sizes.
+
     A model that ONNX Runtime cannot load is judged as it is; then the summary says so and counts as a refusal.
 
     Raises:
@@ -68,9 +72,10 @@ def check_targets(
     floats: dict[str, str] = {}
     with work_folder() as work:
         progress("prepare the model")
-        prepared, refusal = _prepare(source, work, recipe, observe=observe)
+        is_free = not any(_demands_sizes(target) for target in targets)
+        prepared, refusal = _prepare(source, work, recipe, observe=observe, is_free=is_free)
         # Once for all targets: what became of the nodes does not depend on them.
-        traced, graph = trace_model(source, prepared, recipe.dims), read_graph(prepared)
+        traced, graph = trace_model(source, prepared, recipe.dims), count_open(read_graph(prepared))
         for target in targets:
             progress(f"check {target.name}")
             report = tell_of_model(check_model(prepared, target), traced)
@@ -94,14 +99,19 @@ def check_targets(
     )
 
 
-def _prepare(source: Model, work: Path, recipe: Recipe, *, observe: bool) -> tuple[Model, str | None]:
+def _demands_sizes(target: Target) -> bool:
+    return demands_sizes(load_rules(target), {**target.session.provider_options, **target.settings})
+
+
+def _prepare(source: Model, work: Path, recipe: Recipe, *, observe: bool, is_free: bool) -> tuple[Model, str | None]:
     """Returns what a provider would be shown, or the model as it is and why ONNX Runtime refuses it."""
     out = work / f"{source.name}.onnx"
+    # A real provider needs the weights; the rules do not.
+    write = prepare_model if observe else sketch_model
     try:
-        # A real provider needs the weights; the rules do not.
-        return (prepare_model if observe else sketch_model)(source, out, recipe.dims), None
+        return write(source, out, recipe.dims, may_stay_open=is_free), None
     except (ModelError, RuntimeRefusal) as error:
-        return sketch_unloaded(source, out, recipe.dims), error.message
+        return sketch_unloaded(source, out, recipe.dims, may_stay_open=is_free), error.message
 
 
 def fix_for_target(

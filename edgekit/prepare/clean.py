@@ -96,7 +96,7 @@ def freeze_model(model: Model, out: Path, constants: Mapping[str, float]) -> Mod
     return msgspec.structs.replace(save_proto(proto, out), custom_ops=model.custom_ops)
 
 
-def sketch_model(model: Model, out: Path, dims: Mapping[str, int]) -> Model:
+def sketch_model(model: Model, out: Path, dims: Mapping[str, int], *, may_stay_open: bool = False) -> Model:
     """Writes what `prepare_model` writes, but without the numbers of large weights: a graph to judge, not to run.
 
     Weights whose numbers decide what the graph becomes are kept.
@@ -109,10 +109,10 @@ def sketch_model(model: Model, out: Path, dims: Mapping[str, int]) -> Model:
     """
     proto = skim_weights(model.path)
     if proto is None and works_outside(model):
-        return prepare_model(model, out, dims)
+        return prepare_model(model, out, dims, may_stay_open=may_stay_open)
     proto = proto or read_proto(model)
     _clean_interface(proto, (), {})
-    fix_dims(proto.graph, dims)
+    fix_dims(proto.graph, dims, may_stay_open=may_stay_open)
     origin, chosen = _copy_texts(proto), choose_opset(proto, None)
     lower_ir_version(proto, chosen)
     shells = strip_weights(proto)
@@ -126,7 +126,7 @@ def sketch_model(model: Model, out: Path, dims: Mapping[str, int]) -> Model:
     return load_model(out, custom_ops=model.custom_ops)
 
 
-def sketch_unloaded(model: Model, out: Path, dims: Mapping[str, int]) -> Model:
+def sketch_unloaded(model: Model, out: Path, dims: Mapping[str, int], *, may_stay_open: bool = False) -> Model:
     """Writes the graph of a model that ONNX Runtime cannot load: dimensions fixed and nodes named, else as it is.
 
     Raises:
@@ -135,7 +135,7 @@ def sketch_unloaded(model: Model, out: Path, dims: Mapping[str, int]) -> Model:
     """
     proto = skim_model(model.path)
     _clean_interface(proto, (), {})
-    fix_dims(proto.graph, dims)
+    fix_dims(proto.graph, dims, may_stay_open=may_stay_open)
     for tensor in proto.graph.initializer:
         tensor.ClearField("external_data")
         tensor.ClearField("data_location")

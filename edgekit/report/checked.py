@@ -86,6 +86,7 @@ def describe_fates(report: CheckReport) -> str:
 
 def list_check_remarks(report: CheckReport, seen: Observed | NotObserved | None = None) -> Iterator[str]:
     """Yields what a verdict rests on beside the nodes not taken, worst first, and what the real provider did."""
+    yield from describe_open(report)
     for node in report.node_list:
         if node.fatal:
             yield f"fatal: {node.op} '{node.name}' makes the provider refuse the whole session"
@@ -93,6 +94,21 @@ def list_check_remarks(report: CheckReport, seen: Observed | NotObserved | None 
     yield from list_remarks(report)
     if seen is not None:
         yield from list_observed(seen)
+
+
+def describe_open(report: CheckReport) -> Iterator[str]:
+    """Yields at which sizes work was counted, where dimensions are open, and of how many nodes it is not known."""
+    if report.counted_at is msgspec.UNSET:
+        return
+    sizes = ", ".join(f"{name}={size}" for name, size in report.counted_at.items())
+    yield f"open dimensions: work is counted at {sizes}; --dim NAME=INT says what it is at a size of yours"
+    if report.unsized_nodes:
+        what = (
+            "the work of 1 node that multiplies is"
+            if report.unsized_nodes == 1
+            else (f"the work of {report.unsized_nodes} nodes that multiply is")
+        )
+        yield f"{what} not known even there: each size that is not counts as 1, and shares are no more than that"
 
 
 def list_remarks(report: CheckReport) -> Iterator[str]:

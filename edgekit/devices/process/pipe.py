@@ -5,14 +5,14 @@ what is wrong with it ends the run: the first line that is wrong is the failure,
 """
 
 import select
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
 
 import msgspec
 
-from edgekit._proc import Finished, stream_process
+from edgekit._proc import ChildSetting, Finished, stream_process
 from edgekit.devices.device import DeviceRun, Job
 from edgekit.devices.process.child import (
     Runner,
@@ -62,13 +62,12 @@ def run_over(
     work: Path,
     *,
     runner: Runner,
-    cwd: Path | None = None,
-    env: Mapping[str, str] | None = None,
+    setting: ChildSetting | None = None,
 ) -> DeviceRun:
     """Runs a job with the command `program` of the machine that a link leads to.
 
     `far` is the job with paths of that machine. Samples are streamed: neither side holds more than a few in memory.
-    Outputs are kept in the folder `work`. `cwd` and `env` are for the command of the link itself. The run ends when
+    Outputs are kept in the folder `work`. The `setting` is for the command of the link itself. The run ends when
     `job.timeout_s` is over, and so does the program there, because its stdin and stdout are closed.
 
     Raises:
@@ -81,8 +80,7 @@ def run_over(
         timeout_s=job.timeout_s,
         feed=_messages(answer, far, job),
         take=partial(_receive, answer, job, work / "out"),
-        cwd=cwd,
-        env=env,
+        setting=setting,
     )
     outputs, _ = open_outputs(work / "out", job.outputs, runner.device)
     reason = _find_failure(answer, finished, job, far.repeat)

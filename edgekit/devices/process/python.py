@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from edgekit._proc import run_process
+from edgekit._proc import ChildSetting, run_process
 from edgekit.devices.device import DeviceRun, Job
 from edgekit.devices.process.child import ORT_RUNNER, Runner, collect_run
 from edgekit.devices.process.exchange import FarJob, write_job
@@ -24,14 +24,16 @@ def run_python(
 ) -> DeviceRun:
     """Runs a job in a child, which `emulator` executes if it is given.
 
-    `env` is added to the child's environment. With `one_core` all threads of a child that reads a folder share a core.
+    `env` is added to the child's environment. With `one_core` all of the child's threads share a core.
     """
     # -P keeps the program's own folder out of sys.path: its neighbours would stand in for modules of the same names.
     argv = [*emulator, sys.executable, "-P", str(ORT_RUNNER)]
     if job.answered is not None:
         # Samples that are not known yet cannot lie in a folder.
         link = LocalLink(name=runner.device, folder=work, inside=str(work))
-        return run_over(link, [*argv, "--pipe"], job, far, work, runner=runner, cwd=work, env=env)
+        argv.append("--pipe")
+        setting = ChildSetting(cwd=work, env=env, one_core=one_core)
+        return run_over(link, argv, job, far, work, runner=runner, setting=setting)
     write_job(work, far, job.samples)
     # No pipes: this process would compete for the cores while runs are timed.
     finished = run_process([*argv, str(work)], timeout_s=job.timeout_s, cwd=work, env=env, one_core=one_core)

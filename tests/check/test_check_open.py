@@ -1,0 +1,90 @@
+"""Open dimensions in `check`: they stay open where a provider takes them; work is counted at sizes that are told."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from check_models import check_file
+from tiny_models import parse_model
+
+from edgekit.cli.main import run_command
+
+HEAD = '<ir_version: 8, opset_import: ["" : 17]> '
+PICTURE = (
+    "g (float[batch,3,height,width] x) => (float[N,5,h,w] y) <float[8,3,3,3] a = {{{}}}, float[5,8,3,3] b = {{{}}}>"
+    "{{ c = Conv<pads=[1,1,1,1], strides=[2,2]>(x, a)  y = Conv<pads=[1,1,1,1], strides=[2,2]>(c, b) }}"
+).format(",".join(["1"] * 216), ",".join(["1"] * 360))
+# What sizes of 224 give: 112 x 112 and 56 x 56 places.
+PICTURE_MACS = [112 * 112 * 8 * 27, 56 * 56 * 5 * 72]
+CACHE = (
+    "g (float[batch,1,sequence,4] x, float[batch,2,total,4] k) => (float[batch,2,sequence,4] y)"
+    "{ t = Transpose<perm=[0,1,3,2]>(k)  z = MatMul(x, t)  y = MatMul(z, k) }"
+)
+HIDDEN = (
+    "g (float[n,4] x, float[4,4] w) => (float[m,4] y) {"
+    " axis = Constant<value_ints=[1]>()  four = Constant<value_ints=[1,4]>()"
+    " i = NonZero(x)  t = Transpose(i)  r = GatherND(x, t)  u = Unsqueeze(r, axis)  e = Expand(u, four)"
+    " y = MatMul(e, w) }"
+)
+
+
+def check_json(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    assert run_command(["check", *words, "--json"]) in {0, 1}
+    return json.loads(capsys.readouterr().out)["targets"]
+
+
+def test_sides_stay_open_on_the_cpu_and_convs_are_counted_at_a_size_that_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(parse_model(HEAD + PICTURE, tmp_path / "p.onnx"))
+    report = check_json(capsys, model, "--target", "cpu")["cpu"]
+    assert (report["counted_at"], report["unsized_nodes"]) == ({"batch": 1, "height": 224, "width": 224}, 0)
+    assert [node["macs"] for node in report["node_list"]] == PICTURE_MACS
+    assert [node["macs"] for node in report["model_nodes"]] == PICTURE_MACS
+    assert run_command(["check", model, "--target", "cpu", "--dim", "height=64"]) == 0
+    said = capsys.readouterr().out
+    assert "- open dimensions: work is counted at batch=1, width=128; --dim NAME=INT says" in said
+    fixed = check_json(capsys, model, "--target", "cpu", "--shape", "x=1,3,64,64")["cpu"]
+    assert "counted_at" not in fixed
+
+
+@pytest.mark.parametrize(
+    ("targets", "asks"),
+    [(["xnnpack", "webgpu", "cpu"], False), (["nnapi"], True), (["coreml"], True), (["cpu", "qnn"], True)],
+)
+def test_sizes_are_asked_for_where_a_provider_takes_nothing_without(
+    targets: list[str], asks: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(parse_model(HEAD + PICTURE, tmp_path / "p.onnx"))
+    words = [word for target in targets for word in ("--target", target)]
+    assert (run_command(["check", model, *words]) == 2) == asks
+    assert ("--dim batch=INT --dim height=INT --dim width=INT" in capsys.readouterr().err) == asks
+
+
+def test_a_formula_is_counted_as_it_follows(tmp_path: Path) -> None:
+    path = parse_model(HEAD + CACHE, tmp_path / "c.onnx")
+    proto = onnx.load(str(path))
+    # The text form has no formulas.
+    proto.graph.input[1].type.tensor_type.shape.dim[2].dim_param = "past + sequence"
+    onnx.save(proto, str(path))
+    report = check_file(path, "cpu")
+    assert report.counted_at == {"batch": 1, "sequence": 128, "past": 128}
+    assert [node.macs for node in report.node_list] == [0, *[2 * 128 * 256 * 4] * 2]
+
+
+def test_what_no_size_tells_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = parse_model(HEAD + HIDDEN, tmp_path / "n.onnx")
+    report = check_file(model, "cpu")
+    assert report.unsized_nodes == 1
+    assert [node.macs for node in report.node_list if node.op == "MatMul"] == [4 * 4]
+    assert run_command(["check", str(model), "--target", "cpu"]) == 0
+    assert "- the work of 1 node that multiplies is not known even there" in capsys.readouterr().out
+
+
+def test_what_fixed_sizes_would_gain_is_counted_at_the_same_sizes(tmp_path: Path) -> None:
+    report = check_file(parse_model(HEAD + PICTURE, tmp_path / "p.onnx"), "xnnpack")
+    assert report.verdict == "no"
+    (advice,) = report.advice
+    assert (advice.gain_nodes, advice.gain_macs) == (2, sum(PICTURE_MACS))
