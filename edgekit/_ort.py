@@ -61,7 +61,9 @@ class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     `threads` work on one run, 0 for as many as there are cores. Runs that do not wait for each other take fewer CPU
     seconds with one thread each, side by side (`machine.map_in_order`). Without an `arena` memory is given back as soon
-    as a tensor is gone: for sessions with many large outputs, which are copied. With `in_order` a node that is ready
+    as a tensor is gone: for sessions with many large outputs, which are copied. With `one_block` a run that follows
+    another gets one block for all that it needs, as by default: it is quicker where nodes are small, and what the first
+    run and the blocks of runs side by side take is held at once. With `in_order` a node that is ready
     runs before those behind it in the file; else ONNX Runtime goes back from each output in turn, and holds what the
     others need until it comes to them.
     """
@@ -71,6 +73,7 @@ class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):
     disabled_optimizers: tuple[str, ...] = ()
     threads: int = 0
     arena: bool = True
+    one_block: bool = True
     in_order: bool = False
     save_to: Path | None = None
     libraries: tuple[Path, ...] = ()
@@ -165,6 +168,7 @@ def _session_options(settings: SessionSettings) -> Any:
     # Refusals come as exceptions; the same words on stderr would stand between the lines of progress.
     options.log_severity_level = 4
     options.intra_op_num_threads, options.enable_cpu_mem_arena = settings.threads, settings.arena
+    options.enable_mem_pattern = settings.one_block
     # Threads that wait for work in a loop cost as many CPU seconds as the work itself, most of all beside others.
     for key, value in {"session.intra_op.allow_spinning": "0", **settings.config}.items():
         options.add_session_config_entry(key, value)

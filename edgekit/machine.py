@@ -124,13 +124,17 @@ def _run_ahead(
             break
         ahead.append((item, pool.submit(function, item)))
         if len(ahead) > at_once:
-            first, future = ahead.popleft()
-            yield first, future.result()
+            yield _take_first(ahead)
     while ahead:
-        first, future = ahead.popleft()
-        yield first, future.result()
+        yield _take_first(ahead)
     if failure is not None:
         raise failure
+
+
+def _take_first(ahead: deque[tuple[Item, Future[Result]]]) -> tuple[Item, Result]:
+    # In a frame of its own: a generator that waits would hold each result until it gives the next.
+    item, future = ahead.popleft()
+    return item, future.result()
 
 
 def _name_cpu() -> str:

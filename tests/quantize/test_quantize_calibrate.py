@@ -12,6 +12,7 @@ from edgekit.errors import DataError, ModelError, UsageError
 from edgekit.model.model import Model
 from edgekit.model.tensors import Array
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize.calibration.array_file import ArrayFile
 from edgekit.quantize.calibration.calibrate import MEASURED_SAMPLES
 from edgekit.quantize.calibration.moments import open_moments
 from edgekit.quantize.ranges.methods import PERCENTS, PLAIN_METHODS, RANGE_METHODS, tail_error
@@ -232,3 +233,31 @@ def test_channels_of_one_tensor_on_two_axes_have_extremes_of_their_own(tmp_path:
     for name in ("nnapi", "qnn", "xnnpack", "cpu"):
         plan = plan_quantization(model, calibration, load_target(name), "int8")
         quantize_model(model, plan, calibration, tmp_path / f"{name}.onnx")
+
+
+def test_layers_that_multiply_the_same_share_its_moments_in_memory_that_rests(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,8,6] x) => (float[1,8,5] y, float[1,8,4] z) {
+      left = MatMul(x, a) z = MatMul(x, b) y = MatMul(left, c) }"""
+    model = make_model(text, tmp_path / "m.onnx", {"a": (6, 3), "b": (6, 4), "c": (3, 5)})
+    calibrate_model(model, random_samples(model, 9), work=tmp_path / "calibration")
+    assert (tmp_path / "calibration/sums.data").stat().st_size
+    with open_moments(tmp_path / "calibration/moments.npz") as stored:
+        one, two, three = (stored(f"n{index}_MatMul") for index in range(3))
+    assert one is not None
+    assert two is not None
+    assert three is not None
+    assert np.array_equal(one.blocks, two.blocks)
+    assert one.count == two.count
+    assert three.blocks.shape == (1, 3, 3)
+
+
+def test_an_array_in_a_file_keeps_what_was_written_while_it_rests(tmp_path: Path) -> None:
+    file = ArrayFile(tmp_path / "arrays")
+    first, none, second = (file.zeros(shape, np.float32) for shape in ((3, 5000), (0, 4), (2, 2)))
+    first.values += 2
+    second.values[1, 1] = 7
+    for each in (first, none, second):
+        each.rest()
+    assert (first.values == 2).all()
+    assert second.values.tolist() == [[0, 0], [0, 7]]
+    assert none.values.shape == (0, 4)

@@ -190,7 +190,7 @@ def make_moment(folder: Path, node: str = "gemm") -> InputMoments:
     moment = InputMoments(
         count=50, mean=mean, spread=np.full((1, 4), 6, np.float32), low=mean[0] - 3, high=mean[0] + 3, blocks=blocks
     )
-    save_moments(folder / "moments.npz", {node: moment})
+    save_moments(folder / "moments.npz", [((node,), moment)])
     return moment
 
 
@@ -277,7 +277,7 @@ def test_weights_of_inputs_that_never_fired_are_rounded_to_the_nearest(
         count=len(seen), mean=seen.mean(axis=0)[None], spread=np.ptp(seen, axis=0)[None], low=seen.min(axis=0),
         high=seen.max(axis=0), blocks=(seen.T @ seen / len(seen))[None].astype(np.float32),
     )  # fmt: skip
-    save_moments(tmp_path / "moments.npz", {"gemm": moments})
+    save_moments(tmp_path / "moments.npz", [(("gemm",), moments)])
     some = np.zeros(5, np.float32)
     proto = make_gemm(
         FLOAT.replace("BIAS", ", b").replace("4] x", "32] x").replace("2] y", "5] y"), {"w": matrix, "b": some}

@@ -129,3 +129,12 @@ def test_samples_are_dealt_to_the_parts_in_turn_over_calls_and_restarts() -> Non
     assert whole.freeze().parts.sum(axis=1).tolist() == [4 * 40, 4 * 40, *[3 * 40] * (PARTS - 2)]
     assert not parts.restore(whole.state().astype(np.int64))
     assert whole.freeze().sample_error(26, 26) == 0
+
+
+def test_more_values_than_half_the_memory_can_count_are_counted() -> None:
+    collector, other = HistogramCollector(), HistogramCollector()
+    for _ in range(2):
+        collector.add(np.full((1, 70_000), 1.0, np.float32))
+        other.restore(collector.state())
+        assert other.freeze().counts.tolist() == collector.freeze().counts.tolist()
+    assert collector.freeze().parts[:3].sum(axis=1).tolist() == [70_000, 70_000, 0]

@@ -34,6 +34,7 @@ _GUESSED_FROM = 4
 _DECODED_FROM = 16
 # What the float model gave is kept up to so much, and computed anew beyond: a choice.
 _MOST_KEPT_BYTES = 64 << 20
+_SETTINGS = SessionSettings(threads=1, one_block=False)
 LABELS = "labels"
 """The source of a drop that was measured."""
 AP = "mean AP of detections"
@@ -151,7 +152,9 @@ class FloatReference:
         Raises:
             RuntimeRefusal: ONNX Runtime refuses a model.
         """
-        integer = CpuSession(quantized.path, SessionSettings(threads=1))
+        self._answer_ahead()
+        self._close()
+        integer = CpuSession(quantized.path, _SETTINGS)
 
         def run(sample: tuple[int, Tensors]) -> Pair:
             return Pair(expected=self._run(*sample), found=integer.run(sample[1]))
@@ -161,6 +164,21 @@ class FloatReference:
         for (index, _), pair in map_in_order(run, self._read(self.indices)):
             self._keep(index, pair.expected)
             yield pair
+        self._close()
+
+    def _answer_ahead(self) -> None:
+        """Runs the float model over all samples and closes it, before another is open, where its answers can be kept.
+
+        How large they are those say that are known.
+        """
+        missing = [index for index in self.indices if index not in self._known]
+        each = max((_count_bytes(answers) for answers in self._known.values()), default=math.inf)
+        if missing and each * len(missing) <= self._room:
+            session = self._open()
+            for (index, _), answers in map_in_order(lambda sample: session.run(sample[1]), self._read(missing)):
+                self._keep(index, answers)
+
+    def _close(self) -> None:
         if self._known.keys() >= {*self.indices}:
             self._session = None
 
@@ -176,7 +194,7 @@ class FloatReference:
         return zip(indices, select_samples(self._samples, indices), strict=False)
 
     def _open(self) -> CpuSession:
-        self._session = self._session or CpuSession(self._model.path, SessionSettings(threads=1))
+        self._session = self._session or CpuSession(self._model.path, _SETTINGS)
         return self._session
 
     def _run(self, index: int, sample: Tensors) -> Tensors:
@@ -190,7 +208,7 @@ class FloatReference:
         return few
 
     def _keep(self, index: int, answers: Tensors) -> None:
-        size = sum(value.nbytes for value in answers.values())
+        size = _count_bytes(answers)
         if index not in self._known and size <= self._room:
             self._room -= size
             # What ONNX Runtime returns keeps the memory of its whole session.
@@ -271,6 +289,10 @@ class Likeness:
         losses = [part.judge(records) for part, records in zip(self._parts, self._records, strict=True)]
         worst = max(range(len(losses)), key=lambda index: losses[index].estimate)
         return _with_loss(prediction, losses[worst], self._parts[worst])
+
+
+def _count_bytes(answers: Tensors) -> int:
+    return sum(value.nbytes for value in answers.values())
 
 
 def _shapes(outputs: Tensors) -> dict[str, tuple[int, ...]]:

@@ -34,6 +34,9 @@ The share cut off at an end by percentile-99.9 is then known to 0.009 points (`t
 tools/bench/calibrate_ratio.py.
 """
 
+# Values picked from so many tensors are joined: of all together they would be in memory twice. Chosen by hand.
+_PICKED_TOGETHER = 16
+
 # Operators whose output is as long as the data say (ONNX operators of these names).
 _SHAPED_BY_DATA = frozenset({"Compress", "NonMaxSuppression", "NonZero", "Unique"})
 # How many channels ONNX Runtime lays side by side in its blocked layout, NCHWc: 16 with AVX-512, 8 or 4 elsewhere
@@ -63,8 +66,8 @@ class InstrumentedGraph(msgspec.Struct, frozen=True, kw_only=True):
     tensors of the vector of picked values with the number of values of each. `bounds` holds what operators alone say.
     `aliases` maps a tensor before a Relu or Clip to the one after it. `scores` names tensors before a Softmax, of which
     the lowest value that counts is measured too. `sums` names tensors whose sum is there to catch NaN, which ONNX
-    Runtime's minimum and maximum skip. `patches` says how to read those of each layer from its own output, named
-    PATCHES and its node; `channel_axes` is by node too.
+    Runtime's minimum and maximum skip. `patches` says how to read those of layers from an output, named PATCHES and the
+    node of the first of them: queries, keys and values multiply the same. `channel_axes` is by node too.
     """
 
     proto: onnx.ModelProto
@@ -75,7 +78,7 @@ class InstrumentedGraph(msgspec.Struct, frozen=True, kw_only=True):
     sums: tuple[str, ...]
     scores: tuple[str, ...]
     picks: tuple[tuple[str, int], ...]
-    patches: tuple[tuple[Layer, PatchIndices], ...]
+    patches: tuple[tuple[tuple[Layer, ...], PatchIndices], ...]
     bounds: dict[str, tuple[float | None, float | None]]
     aliases: dict[str, str]
 
@@ -106,7 +109,8 @@ def instrument_graph(
     builder.concat(SUMS, [builder.reduce("ReduceSum", name) for name in sums])
     picks = {name: min(picked, _count_pickable(graph, name)) for name in names}
     picks = {name: count for name, count in picks.items() if count}
-    builder.concat(PICKS, [builder.pick(name, count) for name, count in picks.items()])
+    for output, part in pick_outputs(len(picks)):
+        builder.concat(output, [builder.pick(name, count) for name, count in list(picks.items())[part]])
     read = [layer for layer in layers if graph.is_float(layer.source) and layer.source not in unsized]
     patches = tuple(builder.patches(read, patch_samples)) if patch_samples else ()
     builder.measure_early()
@@ -123,6 +127,12 @@ def instrument_graph(
         aliases=aliases,
         proto=builder.proto,
     )
+
+
+def pick_outputs(tensors: int) -> Iterator[tuple[str, slice]]:
+    """Yields the outputs with picked values of so many tensors, and which of these each has."""
+    for start in range(0, tensors, _PICKED_TOGETHER):
+        yield f"{PICKS}.{start}", slice(start, min(start + _PICKED_TOGETHER, tensors))
 
 
 def picked_values(samples: int) -> int:
@@ -231,18 +241,20 @@ class _Builder:
         # Of single values ONNX Runtime's Gather copies each by a call of memcpy, GatherElements by an assignment.
         return self._node("GatherElements", [self._flatten(name), positions], axis=0)
 
-    def patches(self, layers: Collection[Layer], samples: int) -> Iterator[tuple[Layer, PatchIndices]]:
-        """Adds an output with patches of the input of each layer where sizes are known, and yields where these lie."""
-        for layer in layers:
-            where = locate_patches(self._graph, layer, patches_per_sample(layer, samples))
-            if where is None:
-                continue
+    def patches(self, layers: Collection[Layer], samples: int) -> Iterator[tuple[tuple[Layer, ...], PatchIndices]]:
+        """Adds outputs with patches of the inputs of layers where sizes are known, and yields where these lie."""
+        found = [(layer, locate_patches(self._graph, layer, patches_per_sample(layer, samples))) for layer in layers]
+        alike: dict[object, list[tuple[Layer, PatchIndices]]] = {}
+        for layer, where in found:
+            if where is not None:
+                alike.setdefault(where.key(layer), []).append((layer, where))
+        for (layer, where), *others in alike.values():
             name = self._gather_open(layer.source, where.open_rows) if where.open_rows else layer.source
             for axis, indices in where.gathers:
                 name = self._node("Gather", [name, self._constant(f"{layer.node}.edgekit.{axis}", indices)], axis=axis)
             self.proto.graph.node.append(helper.make_node("Identity", [name], [PATCHES + layer.node]))
             self.proto.graph.output.append(onnx.ValueInfoProto(name=PATCHES + layer.node))
-            yield layer, where
+            yield (layer, *(other for other, _ in others)), where
 
     def _gather_open(self, name: str, count: int) -> str:
         """Returns rows of a tensor with another number of them in each sample, where `spread_positions` puts them."""

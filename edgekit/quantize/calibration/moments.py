@@ -6,7 +6,8 @@ output error, up to a factor (GPTQ, E. Frantar et al., arXiv:2210.17323), and E[
 
 import contextlib
 import math
-from collections.abc import Generator, Mapping, Sequence
+import zipfile
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,7 @@ import numpy as np
 
 from edgekit.errors import UsageError
 from edgekit.model.tensors import HEADERS, Array
+from edgekit.quantize.calibration.array_file import ArrayFile
 from edgekit.quantize.graph.layers import Layer, PatchIndices, expand_channel_factors
 
 BUDGET_BYTES = 96 << 20
@@ -46,25 +48,34 @@ class InputMoments(msgspec.Struct, frozen=True, kw_only=True):
 class MomentCollector:
     """Sums up the moments of one layer, a sample at a time."""
 
-    def __init__(self, layer: Layer, patches: PatchIndices, size: int) -> None:
+    def __init__(self, layer: Layer, patches: PatchIndices, size: int, file: ArrayFile) -> None:
         self._layer, self._patches, self._size = layer, patches, size
         # Sums over thousands of patches lose digits in float32, but second moments in float64 would take twice the
         # memory: only means, which bias correction subtracts, are summed in it.
         self._sum = np.zeros((layer.groups, layer.inputs))
-        self._products = np.zeros((layer.groups * (layer.inputs // size), size, size), np.float32)
-        self._pending: list[Array] = []
+        # They are touched once in some samples: meanwhile no memory is held for them.
+        self._products = file.zeros((layer.groups * (layer.inputs // size), size, size), np.float32)
+        self._file, self._pending, self._filled = file, file.zeros((0, layer.inputs * layer.groups), np.float32), 0
         self._count = np.zeros((), np.int64)
 
     def arrays(self) -> dict[str, Array]:
         """Returns the sums themselves, settled: what is written into them is gone on from."""
         self._flush()
-        return {"count": self._count, "sum": self._sum, "products": self._products}
+        return {"count": self._count, "sum": self._sum, "products": self._products.values}
 
     def add(self, values: Array) -> None:
         """Takes in what was gathered from one sample."""
-        self._pending.append(self._patches.patches(values))
-        if sum(map(len, self._pending)) >= _FLUSH_ROWS:
+        rows = self._patches.patches(values)
+        start, stop = self._filled, self._filled + len(rows)
+        if stop > len(self._pending.values):
+            grown = self._file.zeros((max(stop, _FLUSH_ROWS + len(rows)), rows.shape[1]), np.float32)
+            grown.values[:start] = self._pending.values[:start]
+            self._pending = grown
+        self._pending.values[start:stop] = rows
+        self._filled = stop
+        if stop >= _FLUSH_ROWS:
             self._flush()
+        self._pending.rest()
 
     def freeze(self, lows: Array, highs: Array) -> InputMoments:
         """Returns the moments of everything added, given the extremes of the source: one a channel, or one for all."""
@@ -80,18 +91,24 @@ class MomentCollector:
             spread=np.repeat(spread, taps).reshape(self._sum.shape).astype(np.float32),
             low=lows.astype(np.float32),
             high=highs.astype(np.float32),
-            blocks=self._products / np.float32(count),
+            blocks=self._divide_products(count),
         )
 
+    def _divide_products(self, count: int) -> Array:
+        divided = self._products.values / np.float32(count)
+        self._products.rest()
+        return divided
+
     def _flush(self) -> None:
-        if not self._pending:
+        if not self._filled:
             return
-        rows = np.concatenate(self._pending).reshape(-1, self._layer.groups, self._layer.inputs)
-        self._pending = []
+        rows = self._pending.values[: self._filled].reshape(-1, self._layer.groups, self._layer.inputs)
+        self._filled = 0
         self._count += len(rows)
         self._sum += rows.sum(axis=0, dtype=np.float64)
         parts = np.ascontiguousarray(rows.reshape(len(rows), -1, self._size).transpose(1, 0, 2))
-        self._products += np.swapaxes(parts, 1, 2) @ parts
+        self._products.values += np.swapaxes(parts, 1, 2) @ parts
+        self._products.rest()
 
 
 def scale_moments(moments: InputMoments, layer: Layer, factors: Array) -> InputMoments:
@@ -125,13 +142,24 @@ def patches_per_sample(layer: Layer, samples: int) -> int:
     return int(np.clip(-(-wanted // max(1, samples)), 1, 64))
 
 
-def save_moments(path: Path, moments: Mapping[str, InputMoments]) -> None:
-    """Writes moments by node to an .npz file."""
-    arrays = {"nodes": np.array(list(moments), np.str_), "counts": np.array([its.count for its in moments.values()])}
-    for index, its in enumerate(moments.values()):
-        arrays |= {f"{index}.{field}": getattr(its, field) for field in _FIELDS}
-    with path.open("wb") as file:
-        np.savez(file, allow_pickle=False, **arrays)
+def save_moments(path: Path, moments: Iterable[tuple[Sequence[str], InputMoments]]) -> None:
+    """Writes moments, each with the nodes of the layers that it is of, one by one to an .npz file."""
+    places: dict[str, int] = {}
+    counts: list[int] = []
+    with zipfile.ZipFile(path, "w") as archive:
+
+        def write(name: str, array: Array) -> None:
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, array, allow_pickle=False)
+
+        for nodes, its in moments:
+            places |= dict.fromkeys(nodes, len(counts))
+            for field in _FIELDS:
+                write(f"{len(counts)}.{field}", getattr(its, field))
+            counts.append(its.count)
+        write("nodes", np.array(list(places), np.str_))
+        write("places", np.array(list(places.values()), np.int64))
+        write("counts", np.array(counts, np.int64))
 
 
 class StoredMoments:
@@ -140,7 +168,8 @@ class StoredMoments:
     def __init__(self, archive: Mapping[str, Array]) -> None:
         with HEADERS:
             self._archive, self._counts = archive, archive["counts"]
-            self._indices = {node: index for index, node in enumerate(archive["nodes"].tolist())}
+            nodes, places = (archive[name].tolist() for name in ("nodes", "places"))
+            self._indices: dict[str, int] = dict(zip(nodes, places, strict=True))
 
     def __call__(self, node: str) -> InputMoments | None:
         """Returns the moments of a node, None if there are none."""

@@ -127,7 +127,7 @@ def measure_samples(task: CalibrationTask, progress: Progress) -> Measurements:
 
 def _key(task: CalibrationTask, whole: InstrumentedGraph) -> str:
     """Returns a digest of what a calibration depends on, but for the samples, whose digests are in its files."""
-    layers = [(layer.node, layer.groups, layer.inputs) for layer, _ in whole.patches]
+    layers = [(layer.node, layer.groups, layer.inputs) for layers, _ in whole.patches for layer in layers]
     facts = {
         "model": task.model.sha256,
         "versions": (version("edgekit-onnx"), VERSION, platform.machine()),
@@ -159,7 +159,7 @@ def _resume(task: CalibrationTask, whole: InstrumentedGraph, cache: CalibrationC
 
 
 def _begin(task: CalibrationTask, whole: InstrumentedGraph, cache: CalibrationCache) -> Measurements:
-    statistics, held_out = ActivationStatistics(whole), HeldOut(len(task.indices), task.compared)
+    statistics, held_out = ActivationStatistics(whole, task.work), HeldOut(len(task.indices), task.compared)
     return Measurements(task=task, cache=cache, instrumented=whole, statistics=statistics, held_out=held_out, seen={})
 
 
@@ -202,20 +202,23 @@ def _pass(run: Measurements, indices: Sequence[int], *, learning: bool) -> Itera
     todo = [index for index in indices if index not in run.seen]
     if not todo:
         return
-    settings = SessionSettings(threads=1, in_order=True)
+    # Three samples are held at a time: an arena would keep what the largest tensors of each took.
+    settings = SessionSettings(threads=1, in_order=True, arena=False)
     session = CpuSession(task.work / "instrumented.onnx", settings, subject=task.model.path.name)
 
-    def run_one(sample: Tensors) -> tuple[bytes, Tensors | RuntimeRefusal]:
-        digest = digest_sample(sample)
+    def run_one(indexed: tuple[int, Tensors]) -> tuple[bytes, Tensors | RuntimeRefusal]:
+        digest = digest_sample(indexed[1])
         try:
-            return digest, session.run(sample)
+            return digest, session.run(indexed[1])
         except RuntimeRefusal as error:
             return digest, error
 
     began = told = time.monotonic()
-    runs = map_in_order(run_one, select_samples(task.samples, todo))
-    for done, (index, (sample, (digest, values))) in enumerate(zip(todo, runs, strict=False)):
-        now = time.monotonic()
+    known = len(run.seen)
+    # No `zip` or `enumerate` around the runs, which would hold what it gave last until it gives the next.
+    indexed = zip(todo, select_samples(task.samples, todo), strict=False)
+    for (index, sample), (digest, values) in map_in_order(run_one, indexed):
+        now, done = time.monotonic(), len(run.seen) - known
         if done and now >= told + _PROGRESS_SECONDS:
             left, told = (now - began) / done * (task.samples.count - len(run.seen)), now
             run.cache.tell(f"calibrate: {len(run.seen)} of {task.samples.count} samples, about {left:.0f} s left")
@@ -238,6 +241,7 @@ def _pass(run: Measurements, indices: Sequence[int], *, learning: bool) -> Itera
             )
         run.statistics.add(values, learn=not (learning and run.held_out.offer(len(run.seen), sample, values)))
         run.seen[index] = digest
+        del values
         yield
 
 

@@ -1,33 +1,49 @@
 """Statistics of activations over the samples: extremes, histograms and moments, in memory that does not grow."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from edgekit.model.tensors import Array, Tensors
-from edgekit.quantize.calibration.instrument import HIGHS, LOWS, PATCHES, PICKS, SCORES, InstrumentedGraph, TensorAxis
+from edgekit.quantize.calibration.array_file import ArrayFile
+from edgekit.quantize.calibration.instrument import (
+    HIGHS,
+    LOWS,
+    PATCHES,
+    SCORES,
+    InstrumentedGraph,
+    TensorAxis,
+    pick_outputs,
+)
 from edgekit.quantize.calibration.moments import InputMoments, MomentCollector, block_sizes
 from edgekit.quantize.graph.attention_masks import is_masked
 from edgekit.quantize.ranges.histogram import Histogram, HistogramCollector
 from edgekit.quantize.ranges.methods import TensorRange
 
-# Picked values of so many samples, or of so many bytes, are counted together: numpy's cost per call is then small.
-# Chosen by hand.
-_FLUSH_SAMPLES, _FLUSH_BYTES = 32, 24 << 20
+# Picked values of so many samples are counted together: numpy's cost per call is then small. Of so many bytes of them
+# memory is held at a time. Both chosen by hand.
+_FLUSH_SAMPLES, _HELD_BYTES = 8, 8 << 20
 
 
 class ActivationStatistics:
-    """Sums up what an instrumented graph returns, a sample at a time."""
+    """Sums up what an instrumented graph returns, a sample at a time; moments lie in a file of the folder `work`."""
 
-    def __init__(self, instrumented: InstrumentedGraph) -> None:
+    def __init__(self, instrumented: InstrumentedGraph, work: Path) -> None:
         self._instrumented = instrumented
         self._lows, self._highs = _Extremes(instrumented.lows, np.minimum), _Extremes(instrumented.highs, np.maximum)
         self._scores = _Extremes(tuple(((name, None), 1) for name in instrumented.scores), np.minimum)
+        file = ArrayFile(work / "sums.data")
         self._collectors = [HistogramCollector() for _ in instrumented.picks]
-        self._pending: list[Array] = []
-        self._layers = [layer for layer, _ in instrumented.patches]
-        sizes = block_sizes(self._layers)
-        self._moments = [MomentCollector(layer, its, sizes[layer.node]) for layer, its in instrumented.patches]
+        self._pick_outputs = tuple(pick_outputs(len(instrumented.picks)))
+        self._ends = np.cumsum([0, *(count for _, count in instrumented.picks)])
+        self._picked = file.zeros((_FLUSH_SAMPLES, int(self._ends[-1])), np.float32)
+        self._pending = 0
+        self._layers = [layers for layers, _ in instrumented.patches]
+        sizes = block_sizes([layer for layers in self._layers for layer in layers])
+        self._moments = [
+            MomentCollector(layers[0], its, sizes[layers[0].node], file) for layers, its in instrumented.patches
+        ]
 
     def fits(self, values: Tensors) -> bool:
         """Returns False where ONNX Runtime gave a tensor more or fewer channels than the graph says."""
@@ -39,12 +55,15 @@ class ActivationStatistics:
         self._lows.add(values.get(LOWS))
         self._highs.add(values.get(HIGHS))
         self._scores.add(values.get(SCORES))
-        if PICKS in values:
-            # What ONNX Runtime returns is a part of its arena, which would have to grow.
-            self._pending.append(values[PICKS].copy())
-        if len(self._pending) == _FLUSH_SAMPLES or sum(each.nbytes for each in self._pending) >= _FLUSH_BYTES:
+        picked = {output: part for output, part in self._pick_outputs if output in values}
+        for output, part in picked.items():
+            self._picked.values[self._pending, self._ends[part.start] : self._ends[part.stop]] = values[output]
+        if picked:
+            self._picked.rest()
+            self._pending += 1
+        if self._pending == _FLUSH_SAMPLES:
             self._flush()
-        for layer, moments in zip(self._layers, self._moments, strict=True):
+        for (layer, *_), moments in zip(self._layers, self._moments, strict=True):
             if learn and PATCHES + layer.node in values:
                 moments.add(values[PATCHES + layer.node])
 
@@ -118,12 +137,13 @@ class ActivationStatistics:
         """Returns how far a share read from a histogram may be from that over all samples, for the worst tensor."""
         return max((each.sample_error(measured, samples) for each in self.histograms().values()), default=0.0)
 
-    def moments(self) -> dict[str, InputMoments]:
-        """Returns the moments of each layer's input by the layer's node."""
+    def moments(self) -> Iterator[tuple[tuple[str, ...], InputMoments]]:
+        """Yields the moments of what layers read, with the nodes of these layers."""
         extremes = self._channel_extremes()
         axes = self._instrumented.channel_axes
-        named = zip(self._layers, self._moments, strict=True)
-        return {layer.node: moments.freeze(*extremes[layer.source, axes[layer.node]]) for layer, moments in named}
+        for layers, moments in zip(self._layers, self._moments, strict=True):
+            first = layers[0]
+            yield tuple(layer.node for layer in layers), moments.freeze(*extremes[first.source, axes[first.node]])
 
     def _channel_extremes(self) -> dict[TensorAxis, tuple[Array, Array]]:
         """Returns the lowest and highest value of each channel, on each axis that has channels for a layer."""
@@ -146,11 +166,16 @@ class ActivationStatistics:
     def _flush(self) -> None:
         if not self._pending:
             return
-        ends = np.cumsum([count for _, count in self._instrumented.picks])
-        each = (np.split(values, ends[:-1]) for values in self._pending)
-        for collector, *parts in zip(self._collectors, *each, strict=True):
-            collector.add(np.stack(parts))
-        self._pending = []
+        held = 0
+        for collector, start, stop in zip(self._collectors, self._ends, self._ends[1:], strict=False):
+            values = np.ascontiguousarray(self._picked.values[: self._pending, start:stop])
+            collector.add(values)
+            held += values.nbytes
+            if held > _HELD_BYTES:
+                self._picked.rest()
+                held = 0
+        self._picked.rest()
+        self._pending = 0
 
 
 class _Extremes:

@@ -58,6 +58,14 @@ class PatchIndices(msgspec.Struct, frozen=True, kw_only=True):
     positions: tuple[int, ...] = ()
     inside: tuple[Array, ...] = ()
 
+    def key(self, layer: Layer) -> tuple[object, ...]:
+        """Returns what is equal for layers that multiply the same patches."""
+        gathers = tuple((axis, indices.tobytes()) for axis, indices in self.gathers)
+        inside = tuple(each.tobytes() for each in self.inside)
+        return (
+            layer.source, layer.groups, layer.inputs, gathers, self.open_rows, self.kernel, self.positions, inside
+        )  # fmt: skip
+
     def cut(self, value: Array) -> Array:
         """Returns the patches [P, V] of a whole tensor."""
         if self.open_rows:

@@ -18,7 +18,7 @@ def open_graph(proto: onnx.ModelProto, folder: Path, *, keep_float_weights: bool
     """Returns a session for a graph in memory, whose external weights lie in `folder`."""
     source, config = proto.SerializeToString(), external_config(folder)
     disabled = (OPTIMIZER,) if keep_float_weights else ()
-    settings = SessionSettings(threads=1, config={**_PRECISE, **config}, disabled_optimizers=disabled)
+    settings = SessionSettings(threads=1, one_block=False, config={**_PRECISE, **config}, disabled_optimizers=disabled)
     try:
         return CpuSession(source, settings)
     except RuntimeRefusal:

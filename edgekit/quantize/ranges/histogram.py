@@ -15,6 +15,9 @@ PARTS = 8
 # The 99.5 % quantile of Student's t with PARTS - 1 degrees of freedom.
 _T_99 = 3.4995
 
+# What a count may be in half the memory: the samples of a calibration give a part less.
+_MOST_NARROW = int(np.iinfo(np.uint16).max)
+
 
 class Histogram(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of values at bin centres; bins without a value are left out.
@@ -56,7 +59,7 @@ class HistogramCollector:
 
     def __init__(self) -> None:
         self._exponent = -126
-        self._counts = np.zeros((PARTS, 2 * HALF_BINS), np.int32)
+        self._counts = np.zeros((PARTS, 2 * HALF_BINS), np.uint16)
         self._zeros = np.zeros(PARTS, np.int32)
 
     def add(self, values: Array) -> None:
@@ -66,6 +69,9 @@ class HistogramCollector:
         magnitude = max(float(values.max()), -float(values.min()))
         ordinal = int(self._counts.sum() + self._zeros.sum()) // values.shape[1]
         parts = (ordinal + np.arange(len(values))) % PARTS
+        # All values of a part may fall into one bin.
+        if -(-(ordinal + len(values)) // PARTS) * values.shape[1] > _MOST_NARROW:
+            self._counts = self._counts.astype(np.int32)
         zeros = values.shape[1] - np.count_nonzero(values, axis=1)
         np.add.at(self._zeros, parts, zeros.astype(np.int32))
         if not magnitude:
@@ -75,8 +81,9 @@ class HistogramCollector:
         scaled = values.astype(np.float64 if self._exponent > 0 else values.dtype) * 2.0**-self._exponent
         bins = np.floor(scaled, out=scaled).astype(np.intp)
         bins += (parts * 2 * HALF_BINS + HALF_BINS)[:, None]
-        self._counts += np.bincount(bins.reshape(-1), minlength=self._counts.size).reshape(PARTS, -1).astype(np.int32)
-        np.subtract.at(self._counts[:, HALF_BINS], parts, zeros.astype(np.int32))
+        found = np.bincount(bins.reshape(-1), minlength=self._counts.size).reshape(PARTS, -1)
+        self._counts += found.astype(self._counts.dtype)
+        np.subtract.at(self._counts[:, HALF_BINS], parts, zeros.astype(self._counts.dtype))
 
     def state(self) -> Array:
         """Returns everything counted as int32 [1 + PARTS (1 + bins)]: the exponent of the width, zeros, bins."""
@@ -88,7 +95,9 @@ class HistogramCollector:
         if not fits or state[1:].min() < 0 or not -126 <= state[0] <= 128:
             return False
         self._exponent, self._zeros = int(state[0]), state[1 : 1 + PARTS].copy()
-        self._counts = state[1 + PARTS :].reshape(PARTS, -1).copy()
+        counts = state[1 + PARTS :].reshape(PARTS, -1)
+        fits_narrow = (counts.sum(axis=1) + self._zeros).max() <= _MOST_NARROW
+        self._counts = counts.astype(np.uint16 if fits_narrow else np.int32)
         return True
 
     def freeze(self) -> Histogram:
@@ -107,6 +116,6 @@ class HistogramCollector:
         if not self._counts.any():
             self._exponent = max(self._exponent, needed)
         while self._exponent < needed:
-            merged = self._counts.reshape(PARTS, -1, 2).sum(axis=2, dtype=np.int32)
+            merged = self._counts.reshape(PARTS, -1, 2).sum(axis=2, dtype=self._counts.dtype)
             self._counts = np.pad(merged, ((0, 0), (HALF_BINS // 2, HALF_BINS // 2)))
             self._exponent += 1

@@ -1,0 +1,46 @@
+"""Arrays that lie in a file, so that no memory is held for them while nobody looks at them."""
+
+import math
+import mmap
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgekit.model.tensors import Array
+
+
+class FileArray:
+    """An array whose `values` lie in a file: `rest` gives back the memory that they take, until they are read again."""
+
+    def __init__(self, mapping: mmap.mmap, shape: Sequence[int], dtype: Any) -> None:
+        self._mapping = mapping
+        self.values: Array = np.frombuffer(mapping, dtype, math.prod(shape)).reshape(shape)
+
+    def rest(self) -> None:
+        """Gives memory back, where the system can: the file holds what was written."""
+        # Linux alone says that pages of a shared mapping are written to the file and not lost (madvise(2)).
+        if sys.platform == "linux":
+            self._mapping.madvise(mmap.MADV_DONTNEED)
+
+
+class ArrayFile:
+    """A file that arrays lie in, made with the first of them."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._size_bytes = 0
+
+    def zeros(self, shape: Sequence[int], dtype: Any) -> FileArray:
+        """Returns an array of zeros.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        step, length = mmap.ALLOCATIONGRANULARITY, max(1, math.prod(shape)) * np.dtype(dtype).itemsize
+        start, self._size_bytes = self._size_bytes, self._size_bytes + -(-length // step) * step
+        with self._path.open("r+b" if start else "w+b") as file:
+            file.truncate(self._size_bytes)
+            return FileArray(mmap.mmap(file.fileno(), length, offset=start), shape, dtype)
