@@ -114,7 +114,7 @@ def convert_for(
         prepare = partial(_prepare, recipe=recipe, targets=targets)
         prepared = prepare(source, work / "prepared.onnx")
         samples = _load_samples(options.data, prepared)
-        floating, fusion = _fuse(source, prepared, options, samples, prepare, work)
+        floating, fusion = _fuse(source, prepared, _choose_fusions(options.fuse, targets), samples, prepare, work)
         small = _lighten(floating, options, samples, work)
         current = floating if small is None else small.model
         if options.qoperator:
@@ -154,18 +154,24 @@ def _prepare(source: Model, out: Path, recipe: Recipe, targets: Sequence[Target]
     return prepare_model(source, out, recipe.dims, may_stay_open=takes_any_size(targets))
 
 
+def _choose_fusions(options: FuseOptions | None, targets: Sequence[Target]) -> FuseOptions | None:
+    """Returns how to fuse: for GPUs all that there is."""
+    for_cpu = all(target.name == "cpu" for target in targets)
+    return None if options is None else msgspec.structs.replace(options, for_cpu=for_cpu)
+
+
 def _fuse(
     source: Model,
     prepared: Model,
-    options: ConvertOptions,
+    options: FuseOptions | None,
     samples: Samples | None,
     prepare: Callable[[Model, Path], Model],
     work: Path,
 ) -> tuple[Model, Fusion | None]:
     """Returns the prepared model with its transformer patterns fused, where that is wanted, and what that came to."""
-    if options.fuse is None:
+    if options is None:
         return prepared, None
-    fused = fuse_transformer(source, options.fuse, work / "fused.onnx", prepare)
+    fused = fuse_transformer(source, options, work / "fused.onnx", prepare)
     equality = compare_onnx(prepared, fused.model, samples)
     # Fusions go by pattern: whether the model still computes the same is measured.
     if not equality.passed:

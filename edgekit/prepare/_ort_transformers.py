@@ -17,19 +17,29 @@ def list_families() -> tuple[str, ...]:
     return tuple(sorted(_load_optimizer().MODEL_TYPES))
 
 
-def fuse_nodes(path: Path, model_type: str, heads: int, hidden: int) -> tuple[onnx.ModelProto, dict[str, int]]:
+# Slower on the CPU than their parts, and less exact: tools/bench/fuse_levels.py. Attention is joined elsewhere.
+_SLOW_ON_CPU = ("enable_attention", "enable_skip_layer_norm", "enable_bias_skip_layer_norm", "enable_bias_gelu")
+
+
+def fuse_nodes(
+    path: Path, model_type: str, heads: int, hidden: int, *, for_cpu: bool
+) -> tuple[onnx.ModelProto, dict[str, int]]:
     """Returns a model with its transformer patterns fused, and how many nodes of each fused operator it has now.
 
-    `heads` and `hidden` of 0 are found out from the graph.
+    `heads` and `hidden` of 0 are found out from the graph. What the CPU provider has slow kernels for is left out
+    where it is `for_cpu`.
 
     Raises:
         ModelError: the optimizer cannot handle the model.
     """
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
-    optimize = _load_optimizer().optimize_model
+    optimizer = _load_optimizer()
+    chosen = optimizer.FusionOptions(model_type)
+    for name in _SLOW_ON_CPU if for_cpu else ():
+        setattr(chosen, name, False)
     try:
-        fused: Any = optimize(str(path), model_type, num_heads=heads, hidden_size=hidden, opt_level=0)
+        fused: Any = optimizer.optimize_model(str(path), model_type, heads, hidden, chosen, opt_level=0)
         counts = {str(name): int(count) for name, count in fused.get_fused_operator_statistics().items() if count}
         return cast("onnx.ModelProto", fused.model), counts
     except _FAILURES as error:

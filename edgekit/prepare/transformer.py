@@ -20,11 +20,15 @@ _JOINS = (idle_nan_guard.FIX_ID, idle_add.FIX_ID, copies.FIX_ID, join_attention.
 
 
 class FuseOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The family of the transformer, its attention heads and its hidden size; 0 where they are to be found out."""
+    """The family of the transformer, its attention heads and its hidden size; 0 where they are to be found out.
+
+    `for_cpu` leaves out what the CPU provider computes slower fused than in parts.
+    """
 
     model_type: str = "bert"
     heads: int = 0
     hidden: int = 0
+    for_cpu: bool = True
 
 
 class FusedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +59,7 @@ def fuse_transformer(
         hint = suggest_name(options.model_type, families)
         raise UsageError(f"there is no --model-type '{options.model_type}'", hint=hint)
     before = read_proto(model, weights=False)
-    fused, _ = fuse_nodes(model.path, options.model_type, options.heads, options.hidden)
+    fused, _ = fuse_nodes(model.path, options.model_type, options.heads, options.hidden, for_cpu=options.for_cpu)
     lower_ir_version(fused, read_opset(fused))
     written = save_proto(fused, out.with_name(f"{out.stem}-exported.onnx"))
     prepared = prepare(

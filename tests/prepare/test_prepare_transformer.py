@@ -56,14 +56,14 @@ def keep(model: Model, _: Path) -> Model:
 
 def test_patterns_are_fused_and_counted(tmp_path: Path) -> None:
     model = make_block(tmp_path / "m.onnx")
-    fused = fuse_transformer(model, FuseOptions(), tmp_path / "f.onnx", keep)
+    fused = fuse_transformer(model, FuseOptions(for_cpu=False), tmp_path / "f.onnx", keep)
     assert fused.fused == {"BiasGelu": 1, "SkipLayerNormalization": 1}
     assert (fused.nodes_before, fused.nodes_after) == (11, 4)
     sample = {"x": np.random.default_rng(1).standard_normal((2, 4, 16)).astype(np.float32)}
     plain = SessionSettings(level=Level.DISABLED)
     wanted, got = (CpuSession(item.path, plain).run(sample)["y"] for item in (model, fused.model))
     assert np.allclose(wanted, got, atol=1e-5)
-    again = fuse_transformer(model, FuseOptions(), tmp_path / "g.onnx", keep)
+    again = fuse_transformer(model, FuseOptions(for_cpu=False), tmp_path / "g.onnx", keep)
     assert again.model.sha256 == fused.model.sha256
 
 
@@ -72,9 +72,10 @@ def test_convert_fuses_and_compares(tmp_path: Path) -> None:
     options = ConvertOptions(fuse=FuseOptions())
     report = convert_for(tmp_path / "m.onnx", tmp_path / "out", Recipe(targets=(), dims={"batch": 1}), options)
     assert report.fusion is not None
-    assert report.fusion.fused == {"BiasGelu": 1, "SkipLayerNormalization": 1}
+    # On the CPU the fused normalisation takes longer than its parts.
+    assert report.fusion.fused == {"Gelu": 1}
     assert report.fusion.equality.passed
-    assert report.census["full"]["SkipLayerNormalization"] == 1
+    assert report.census["full"]["Gelu"] == 1
     assert all(found.passed for found in report.equality.values())
 
 
