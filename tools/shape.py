@@ -51,7 +51,7 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("opening",),
         ("group",),
         ("pipeline", "readme", "settle"),
-        ("crops", "weights"),
+        ("crops", "text", "weights"),
         ("wiring",),
     ),
     "check": (

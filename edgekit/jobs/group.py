@@ -23,8 +23,9 @@ from edgekit.model.model import Model, load_model
 from edgekit.package.board import GROUP_PROGRAMS
 from edgekit.plain import to_json
 from edgekit.prepare import ready_model
+from edgekit.prepare.shapes.unset import find_unset
 from edgekit.progress import Progress, say_nothing
-from edgekit.recipe import Data, Recipe, load_targets
+from edgekit.recipe import Data, Recipe, load_targets, takes_any_size
 from edgekit.report.grouped import GroupBuild, GroupTarget
 from edgekit.report.summary import BuildReport
 from edgekit.target import Form, Target
@@ -69,7 +70,7 @@ def build_group(
     start, say, recipe = time.monotonic(), progress or say_nothing, recipe or Recipe()
     file, targets = read_group_file(path), load_targets(recipe)
     with work_folder() as work, staged_entries(out) as staging:
-        group = _open_members(path, file, work)
+        group = _open_members(path, file, work, is_free=takes_any_size(targets))
         say(f"run the float models of {file.name}")
         sets = _read_samples(group, file, data, recipe)
         samples = run_float(group, sets, file.metric, work / "samples")
@@ -97,15 +98,18 @@ def build_group(
     return report
 
 
-def _open_members(path: Path, file: GroupFile, work: Path) -> FloatGroup:
-    """Returns the models of a group, and its wiring written out.
+def _open_members(path: Path, file: GroupFile, work: Path, *, is_free: bool) -> FloatGroup:
+    """Returns the models of a group, and its wiring written out; dimensions without a size stay open where they may.
 
     Raises:
         UsageError: the wiring does not fit the models.
         ModelError: a model cannot be read.
     """
     models = {name: load_model(path.parent / member.model) for name, member in file.members.items()}
-    interfaces = {name: _prepare(model, file.members[name], work / "ready" / name) for name, model in models.items()}
+    interfaces = {
+        name: _prepare(name, model, file.members[name], work / "ready" / name, is_free=is_free)
+        for name, model in models.items()
+    }
     wiring = settle_wiring(file.wiring, interfaces)
     fault = find_fault(wiring, interfaces)
     if fault is not None:
@@ -119,8 +123,16 @@ def _open_members(path: Path, file: GroupFile, work: Path) -> FloatGroup:
     return FloatGroup(wiring=wiring, interfaces=interfaces, models=models)
 
 
-def _prepare(model: Model, member: MemberFile, folder: Path) -> Interface:
-    ready = ready_model(model, folder, member.dims).model
+def _prepare(name: str, model: Model, member: MemberFile, folder: Path, *, is_free: bool) -> Interface:
+    try:
+        ready = ready_model(model, folder, member.dims, may_stay_open=is_free).model
+    except UsageError as error:
+        hint = error.hint
+        # There is no such option here.
+        if "--dim" in (hint or ""):
+            sizes = ", ".join(f'"{dim}" = SIZE' for dim in sorted(find_unset(model.inputs, member.dims)))
+            hint = f"dims = {{ {sizes} }} in [members.{name}]; for cpu alone they stay open"
+        raise UsageError(f"member '{name}': {error.message}", hint=hint) from error
     return describe_interface(ready.inputs, ready.outputs)
 
 

@@ -1,13 +1,14 @@
 """A `group.toml`: which models belong together, what feeds what, and by which metric the whole is judged."""
 
+import re
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
-from edgekit.bundle.group.wiring import MOST_MEMBERS, Stage, Tokens, Wiring
+from edgekit.bundle.group.wiring import MOST_MEMBERS, Crop, Stage, Text, Tokens, Wiring
 from edgekit.bundle.manifest.names import find_fault
-from edgekit.errors import UsageError
+from edgekit.errors import UsageError, suggest_name
 from edgekit.plain import read_toml
 from edgekit.recipe import PrecisionChoice
 from edgekit.target import TaskLimit
@@ -39,6 +40,9 @@ class GroupFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return Wiring(stages=self.stages, tokens=self.tokens)
 
 
+_TABLES = (GroupFile, MemberFile, Stage, Text, Crop, Tokens, TaskLimit)
+
+
 def read_group_file(path: Path) -> GroupFile:
     """Reads a `group.toml`; the name of a group without one is that of the file.
 
@@ -50,10 +54,17 @@ def read_group_file(path: Path) -> GroupFile:
     except OSError as error:
         raise UsageError(f"cannot read '{path}': {error.strerror}", hint="a group is a .toml file") from error
     except msgspec.DecodeError as error:
-        keys = ", ".join(GroupFile.__struct_fields__)
-        raise UsageError(f"'{path}' is malformed: {error}", hint=f"the keys are {keys}") from error
+        raise UsageError(f"'{path}' is malformed: {error}", hint=_suggest_key(str(error))) from error
     found = msgspec.structs.replace(found, name=found.name or path.stem)
     fault = "has a folder in it" if "/" in found.name else find_fault(found.name)
     if fault is not None:
         raise UsageError(f"the name {found.name[:99]!r} in '{path}' {fault}", hint='name = "speech"')
     return found
+
+
+def _suggest_key(said: str) -> str:
+    """Returns a hint for what is wrong in a file: the key that may be meant, of any table, or those of the file."""
+    unknown = re.search(r"unknown field `([^`]*)`", said)
+    if unknown is None:
+        return f"the keys are {', '.join(GroupFile.__struct_fields__)}"
+    return suggest_name(unknown[1], {key for table in _TABLES for key in table.__struct_fields__})

@@ -104,7 +104,8 @@ class _Runner:
         """Writes what the members are given within the block."""
         with contextlib.ExitStack() as opened:
             self._recorders = {
-                name: _Recorder(opened.enter_context(writing_rows(find(name))), limit) for name in self._sessions
+                name: _Recorder(opened.enter_context(writing_rows(find(name), ragged=True)), limit)
+                for name in self._sessions
             }
             yield
 

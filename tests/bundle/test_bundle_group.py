@@ -322,6 +322,13 @@ def test_an_altered_group_is_refused(copied: Path, change: Callable[[dict[str, A
         open_group(copied)
 
 
+def test_a_folder_of_another_kind_names_what_opens_it(copied: Path, refused: Callable[..., str]) -> None:
+    assert f"it holds a group of models: edgekit group verify '{copied}'" in refused("verify", str(copied))
+    assert "it holds talk: name one of them" in refused("group", "verify", str(copied.parent))
+    member = str(copied / "members" / "decode")
+    assert f"it holds one model: edgekit verify '{member}'" in refused("group", "verify", member)
+
+
 def test_an_altered_file_of_a_group_is_refused(copied: Path) -> None:
     (weights,) = copied.glob("models/weights-*.data")
     data = bytearray(weights.read_bytes())

@@ -9,22 +9,27 @@ import msgspec
 import numpy as np
 
 from edgekit.bundle.group.crops import cut_boxes
-from edgekit.bundle.group.wiring import CHOSEN, DATA, Crop, Interface, Stage, Text, Tokens, Wiring, split_source
+from edgekit.bundle.group.text import begin_state, count_read, fill_text, find_length
+from edgekit.bundle.group.wiring import CHOSEN, DATA, Crop, Interface, Stage, Tokens, Wiring, split_source
 from edgekit.errors import DataError
-from edgekit.model.state import feed_back, first_state
-from edgekit.model.tensors import Array, Tensors, TensorSpec
+from edgekit.model.state import feed_back
+from edgekit.model.tensors import Array, Tensors
 
 Run = Callable[[str, Sequence[Tensors]], Sequence[Tensors]]
 """Runs a member on some inputs and returns as many outputs."""
 
 
 class _Track(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a sample is: its inputs, what stages gave, its tokens, and what was chosen of them."""
+    """How far a sample is: its inputs, what stages gave, its tokens, and what was chosen of them.
+
+    `read` says how many of the tokens each stage with text has read.
+    """
 
     given: Tensors
     made: Mapping[str, Tensors] = {}
     tokens: tuple[int, ...] = ()
     chosen: tuple[int, ...] = ()
+    read: Mapping[str, int] = {}
 
 
 def run_pipeline(
@@ -39,13 +44,13 @@ def run_pipeline(
     """
     tracks = [_Track(given=sample, tokens=_begin(wiring.tokens, sample)) for sample in samples]
     for stage in wiring.stages:
-        specs = members[stage.run].inputs
+        mine = members[stage.run]
         if stage.crop is not None:
-            tracks = _run_boxes(stage, stage.crop, specs, tracks, run)
+            tracks = _run_boxes(stage, stage.crop, mine, tracks, run)
         elif stage.repeat:
-            tracks = _run_loop(stage, wiring.tokens, specs, tracks, run)
+            tracks = _run_loop(stage, wiring.tokens, mine, tracks, run)
         else:
-            inputs = [_fill(stage, wiring.tokens, specs, track, {}) for track in tracks]
+            inputs = [_fill(stage, wiring.tokens, mine, track, {}) for track in tracks]
             outputs = run(stage.run, inputs)
             tracks = [_take(stage, *pair) for pair in zip(tracks, outputs, strict=True)]
     return [_conclude(wiring, track) for track in tracks]
@@ -70,42 +75,45 @@ def _conclude(wiring: Wiring, track: _Track) -> dict[str, Array]:
     return {CHOSEN: np.array(chosen, np.int64)}
 
 
-def _run_loop(
-    stage: Stage, tokens: Tokens | None, specs: Mapping[str, TensorSpec], tracks: Sequence[_Track], run: Run
-) -> list[_Track]:
+def _run_loop(stage: Stage, tokens: Tokens | None, mine: Interface, tracks: Sequence[_Track], run: Run) -> list[_Track]:
     found, states = list(tracks), [dict[str, Array]() for _ in tracks]
-    while active := [place for place, track in enumerate(found) if _goes_on(stage, tokens, specs, track)]:
-        given = [_fill(stage, tokens, specs, found[place], states[place]) for place in active]
+    while active := [place for place, track in enumerate(found) if _goes_on(stage, tokens, mine, track)]:
+        given = [_fill(stage, tokens, mine, found[place], states[place]) for place in active]
         for place, inputs, outputs in zip(active, given, run(stage.run, given), strict=True):
             found[place] = _take(stage, found[place], outputs)
             states[place] = {
-                name: feed_back(specs[name], inputs[name], outputs[output]) for name, output in stage.state.items()
+                name: feed_back(mine.inputs[name], inputs[name], outputs[output])
+                for name, output in stage.state.items()
             }
     return found
 
 
-def _goes_on(stage: Stage, tokens: Tokens | None, specs: Mapping[str, TensorSpec], track: _Track) -> bool:
+def _goes_on(stage: Stage, tokens: Tokens | None, mine: Interface, track: _Track) -> bool:
     if tokens is None or stage.text is None or len(track.chosen) >= tokens.most:
         return False
     # Without a cache the whole text has to fit in.
-    if stage.text.align != "right" and len(track.tokens) > _length(specs[stage.text.input]):
+    length = find_length(mine.inputs[stage.text.input], mine, _feed(stage, mine, track))
+    if stage.text.align != "right" and length is not None and len(track.tokens) > length:
         return False
     return not track.chosen or track.chosen[-1] != tokens.end
 
 
-def _fill(
-    stage: Stage, tokens: Tokens | None, specs: Mapping[str, TensorSpec], track: _Track, state: Tensors
-) -> dict[str, Array]:
-    inputs: dict[str, Array] = {}
-    for name, source in stage.feeds.items():
-        value = _read(source, track)
+def _fill(stage: Stage, tokens: Tokens | None, mine: Interface, track: _Track, state: Tensors) -> dict[str, Array]:
+    inputs = {**_feed(stage, mine, track), **state}
+    if stage.text is None or tokens is None:
+        return inputs
+    read = count_read(stage, track.read)
+    return {**inputs, **fill_text(stage.text, tokens, stage, mine, track.tokens, read, inputs)}
+
+
+def _feed(stage: Stage, mine: Interface, track: _Track) -> dict[str, Array]:
+    """Returns the inputs that sources fill, and the state as it begins."""
+    inputs = {name: _read(source, track) for name, source in stage.feeds.items()}
+    for name in stage.state:
+        begun = begin_state(mine.inputs[name])
         # What begins a state is as long as its stage made it: the window takes its last rows.
-        inputs[name] = feed_back(specs[name], first_state(specs[name]), value) if name in stage.state else value
-    for name in stage.state.keys() - stage.feeds.keys():
-        inputs[name] = first_state(specs[name])
-    if stage.text is not None and tokens is not None:
-        inputs |= _fill_text(stage.text, tokens, specs, track.tokens)
-    return {**inputs, **state}
+        inputs[name] = feed_back(mine.inputs[name], begun, inputs[name]) if name in inputs else begun
+    return inputs
 
 
 def _read(source: str, track: _Track) -> Array:
@@ -113,38 +121,11 @@ def _read(source: str, track: _Track) -> Array:
     return track.given[tensor] if owner == DATA else track.made[owner][tensor]
 
 
-def _fill_text(text: Text, tokens: Tokens, specs: Mapping[str, TensorSpec], known: tuple[int, ...]) -> dict[str, Array]:
-    is_right = text.align == "right"
-    window = known[-_length(specs[text.input]) :] if is_right else known[: _length(specs[text.input])]
-    first = len(known) - len(window) if is_right else 0
-    inputs = {text.input: _place(specs[text.input], window, tokens.pad, is_right=is_right)}
-    if text.positions:
-        counted = range(first, first + len(window))
-        inputs[text.positions] = _place(specs[text.positions], counted, 0, is_right=is_right)
-    if text.mask:
-        ones = [1] * min(len(known), _length(specs[text.mask]))
-        inputs[text.mask] = _place(specs[text.mask], ones, 0, is_right=is_right)
-    return inputs
-
-
-def _length(spec: TensorSpec) -> int:
-    # A wiring without fault has static inputs of at least one axis for text.
-    size = (spec.shape or (0,))[-1]
-    return size if isinstance(size, int) else 0
-
-
-def _place(spec: TensorSpec, values: Sequence[int], pad: int, *, is_right: bool) -> Array:
-    array = np.full(tuple(int(dim or 0) for dim in spec.shape or ()), pad, np.dtype(spec.dtype))
-    length = array.shape[-1]
-    places = slice(length - len(values), length) if is_right else slice(0, len(values))
-    array[..., places] = list(values)
-    return array
-
-
 def _take(stage: Stage, track: _Track, outputs: Tensors) -> _Track:
     track = msgspec.structs.replace(track, made={**track.made, stage.run: outputs})
     if stage.text is None:
         return track
+    track = msgspec.structs.replace(track, read={**track.read, stage.run: len(track.tokens)})
     rows = _rows(stage.run, stage.text.scores, outputs)
     # One row is that of the last token; of many it stands where the token does.
     row = -1 if stage.text.align == "right" or len(rows) == 1 else min(len(track.tokens), len(rows)) - 1
@@ -152,15 +133,15 @@ def _take(stage: Stage, track: _Track, outputs: Tensors) -> _Track:
     return msgspec.structs.replace(track, tokens=(*track.tokens, token), chosen=(*track.chosen, token))
 
 
-def _run_boxes(
-    stage: Stage, crop: Crop, specs: Mapping[str, TensorSpec], tracks: Sequence[_Track], run: Run
-) -> list[_Track]:
+def _run_boxes(stage: Stage, crop: Crop, mine: Interface, tracks: Sequence[_Track], run: Run) -> list[_Track]:
     cut = [
-        cut_boxes(crop, specs[crop.input], *(_read(source, track) for source in (crop.image, crop.boxes, crop.scores)))
+        cut_boxes(
+            crop, mine.inputs[crop.input], *(_read(source, track) for source in (crop.image, crop.boxes, crop.scores))
+        )
         for track in tracks
     ]
     given = [
-        {**_fill(stage, None, specs, track, {}), crop.input: picture}
+        {**_feed(stage, mine, track), crop.input: picture}
         for track, pictures in zip(tracks, cut, strict=True)
         for picture in pictures
     ]

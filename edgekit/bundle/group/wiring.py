@@ -239,12 +239,21 @@ def _judge_outputs(stage: Stage, mine: Interface) -> Iterator[Fault]:
             yield f"chooses by '{name[:99]}', which is no output", suggest_name(name, mine.outputs)
     for name in _list_roles(stage):
         spec = mine.inputs.get(name)
-        if spec is not None and not (spec.is_static and spec.shape and 0 not in spec.shape):
+        if spec is not None and not _can_fill(spec, is_text=stage.crop is None):
             yield f"cannot fill [{spec}]", "give its dimensions sizes: dims = { NAME = 64 }"
         elif spec is not None and name in _numbers(stage) and spec.dtype not in _WHOLE:
             yield f"cannot write numbers of tokens into [{spec}]", f"it takes {' or '.join(_WHOLE)}"
         elif spec is not None and spec.dtype == "string":
             yield f"cannot fill [{spec}]", "it takes numbers"
+
+
+def _can_fill(spec: TensorSpec, *, is_text: bool) -> bool:
+    """Returns True if the sizes of an input are known but for the samples and, of text, the length."""
+    known = list(spec.shape or (0,))
+    # Of one axis alone the length is all.
+    known = known[1:] if len(known) > 1 and not isinstance(known[0], int) else known
+    known = known[:-1] if is_text and not isinstance(known[-1], int) else known
+    return all(isinstance(dim, int) and dim > 0 for dim in known)
 
 
 def _numbers(stage: Stage) -> tuple[str, ...]:

@@ -8,6 +8,12 @@ from edgekit.bundle.manifest.manifest import MAX_MANIFEST_BYTES, BundledFile
 from edgekit.bundle.manifest.names import find_clash, find_fault
 from edgekit.errors import BundleError
 
+# What a folder is, by the file that names all others, and what opens it.
+_KINDS = {
+    "manifest.json": "one model: edgekit verify",
+    "group.json": "a group of models: edgekit group verify",
+}
+
 
 def read_bounded(folder: Path, name: str) -> bytes:
     """Returns the bytes of a manifest or index in a folder; of one that is too large, enough to see that.
@@ -82,4 +88,13 @@ def _check_names(folder: Path, files: Iterable[str], beside: Collection[str]) ->
 def _check_regular(path: Path, name: str, folder: Path) -> None:
     if path.is_symlink() or not path.is_file():
         reason = "is a link or no regular file" if path.is_symlink() or path.exists() else "is missing"
-        raise BundleError(f"{name[:200]!r} of bundle '{folder}' {reason}", hint="build the bundle again")
+        raise BundleError(f"{name[:200]!r} of bundle '{folder}' {reason}", hint=_find_next_step(name, folder))
+
+
+def _find_next_step(name: str, folder: Path) -> str:
+    """Returns what to do where a file is not there: there may be a folder of another kind, or of several bundles."""
+    for other, what in _KINDS.items():
+        if name in _KINDS and other != name and (folder / other).is_file():
+            return f"it holds {what} '{folder}'"
+    inside = sorted(path.parent.name for path in folder.glob(f"*/{name}")) if name in _KINDS else []
+    return f"it holds {', '.join(inside[:8])}: name one of them" if inside else "build the bundle again"

@@ -32,7 +32,10 @@ class Group:
         self._group: dict[str, Any] = json.loads((folder / "group.json").read_bytes())
         self._wiring, self._tokens = self._group["wiring"], self._group["wiring"]["tokens"]
         self._inputs: dict[str, dict[str, Any]] = {}
+        self._outputs: dict[str, dict[str, Any]] = {}
         self._sessions: dict[str, Any] = {}
+        # How many tokens each stage with text has read.
+        self._read: dict[str, int] = {}
         for name, member in self._group["members"].items():
             manifest = json.loads((folder / "members" / name / "manifest.json").read_bytes())
             variant = {key: manifest[key] for key in _KEYS}
@@ -44,12 +47,13 @@ class Group:
                 files = {member["model_file"]: next(iter(files.values()))}
             variant |= {"name": name, "model": member["model_file"], "files": files}
             self._inputs[name] = {spec["name"]: spec for spec in manifest["inputs"]}
+            self._outputs[name] = {spec["name"]: spec for spec in manifest["outputs"]}
             self._sessions[name] = _loader.open_session(variant, folder, on_cpu=on_cpu, plugin=plugin)
 
     def run(self, inputs: Tensors) -> Tensors:
         """Returns what was chosen, or the outputs of the last stage; `inputs` are those of the group."""
         made: dict[str, Tensors] = {"data": inputs}
-        tokens = self._begin(inputs)
+        tokens, self._read = self._begin(inputs), {}
         first, chosen = len(tokens), list[int]()
         for stage in self._wiring["stages"]:
             if stage["crop"]:
@@ -73,17 +77,16 @@ class Group:
 
     def _run_loop(self, stage: dict[str, Any], made: dict[str, Tensors], tokens: list[int], first: int) -> None:
         specs, state = self._inputs[stage["run"]], Tensors()
-        room = specs[stage["text"]["input"]]["shape"][-1]
+        room = _find_length(specs, stage["text"]["input"], self._feed(stage, made))
         while len(tokens) - first < self._tokens["most"]:
-            if (len(tokens) > first and tokens[-1] == self._tokens["end"]) or (
-                stage["text"]["align"] != "right" and len(tokens) > room
-            ):
+            is_full = stage["text"]["align"] != "right" and room is not None and len(tokens) > room
+            if is_full or (len(tokens) > first and tokens[-1] == self._tokens["end"]):
                 return
             given = self._fill(stage, made, tokens, state)
             outputs = self._call(stage["run"], given)
             self._choose(stage, outputs, tokens)
             state = {
-                name: _loader.feed_back(specs[name]["shape"], given[name], outputs[output])
+                name: _feed_back(specs[name]["shape"], given[name], outputs[output])
                 for name, output in stage["state"].items()
             }
 
@@ -95,31 +98,63 @@ class Group:
         return dict(zip(names, self._sessions[member].run(names, inputs), strict=True))
 
     def _fill(self, stage: dict[str, Any], made: dict[str, Tensors], tokens: list[int], state: Tensors) -> Tensors:
-        specs, inputs = self._inputs[stage["run"]], Tensors()
-        for name, source in stage["feeds"].items():
-            inputs[name] = _read(source, made)
-        for name in stage["state"]:
-            zeros = np.zeros(specs[name]["shape"], specs[name]["dtype"])
-            inputs[name] = _loader.feed_back(specs[name]["shape"], zeros, inputs.get(name, zeros))
-        if stage["text"]:
-            inputs |= self._fill_text(stage["text"], specs, tokens)
-        return {**inputs, **state}
+        inputs = {**self._feed(stage, made), **state}
+        return {**inputs, **self._fill_text(stage, tokens, inputs)} if stage["text"] else inputs
 
-    def _fill_text(self, text: dict[str, Any], specs: dict[str, Any], tokens: list[int]) -> Tensors:
-        is_right, size = text["align"] == "right", specs[text["input"]]["shape"][-1]
-        window = tokens[-size:] if is_right else tokens[:size]
+    def _feed(self, stage: dict[str, Any], made: dict[str, Tensors]) -> Tensors:
+        """Returns the inputs that sources fill, and the state as it begins."""
+        specs = self._inputs[stage["run"]]
+        inputs = {name: _read(source, made) for name, source in stage["feeds"].items()}
+        for name in stage["state"]:
+            # One sample, whose open dimensions hold nothing yet.
+            sizes = [size if isinstance(size, int) else int(not axis) for axis, size in enumerate(specs[name]["shape"])]
+            zeros = np.zeros(sizes, specs[name]["dtype"])
+            inputs[name] = _feed_back(specs[name]["shape"], zeros, inputs.get(name, zeros))
+        return inputs
+
+    def _fill_text(self, stage: dict[str, Any], tokens: list[int], given: Tensors) -> Tensors:
+        text, specs = stage["text"], self._inputs[stage["run"]]
+        is_right, length = text["align"] == "right", _find_length(specs, text["input"], given)
+        # An open input takes what is new; one of a fixed size is filled up, or takes the newest.
+        window = (
+            tokens[-length:]
+            if length and is_right
+            else tokens[:length]
+            if length
+            else tokens[self._count_read(stage) :]
+        )
+        size = length or len(window)
         first = len(tokens) - len(window) if is_right else 0
-        inputs = {text["input"]: _place(specs[text["input"]], window, self._tokens["pad"], is_right=is_right)}
+        inputs = {text["input"]: _place(specs[text["input"]], window, size, self._tokens["pad"], is_right=is_right)}
         if text["positions"]:
             counted = [*range(first, first + len(window))]
-            inputs[text["positions"]] = _place(specs[text["positions"]], counted, 0, is_right=is_right)
+            inputs[text["positions"]] = _place(specs[text["positions"]], counted, size, 0, is_right=is_right)
         if text["mask"]:
-            ones = [1] * min(len(tokens), specs[text["mask"]]["shape"][-1])
-            inputs[text["mask"]] = _place(specs[text["mask"]], ones, 0, is_right=is_right)
+            held = self._count_held(stage, given, len(tokens) - size)
+            most = _find_length(specs, text["mask"], given) or held + size
+            ones = [1] * min(len(tokens), most)
+            inputs[text["mask"]] = _place(specs[text["mask"]], ones, most, 0, is_right=is_right)
         return inputs
+
+    def _count_read(self, stage: dict[str, Any]) -> int:
+        """Returns how many tokens the state of a stage holds: those that it read, or that who began its state did."""
+        if not stage["state"]:
+            return 0
+        sources = [stage["feeds"][name].partition(".")[0] for name in stage["state"] if name in stage["feeds"]]
+        return self._read.get(stage["run"]) or max((self._read.get(source, 0) for source in sources), default=0)
+
+    def _count_held(self, stage: dict[str, Any], given: Tensors, default: int) -> int:
+        """Returns the rows in the state of a stage, on the axis on which it grows."""
+        specs, made = self._inputs[stage["run"]], self._outputs[stage["run"]]
+        for name, output in stage["state"].items():
+            for axis, (size, new) in enumerate(zip(specs[name]["shape"], made[output]["shape"], strict=False)):
+                if axis and not isinstance(size, int) and size != new:
+                    return int(given[name].shape[axis])
+        return default
 
     def _choose(self, stage: dict[str, Any], outputs: Tensors, tokens: list[int]) -> None:
         if stage["text"]:
+            self._read[stage["run"]] = len(tokens)
             scores = outputs[stage["text"]["scores"]]
             rows = scores.reshape(-1, scores.shape[-1])
             is_last = stage["text"]["align"] == "right" or len(rows) == 1
@@ -141,9 +176,26 @@ def _read(source: str, made: dict[str, Tensors]) -> Any:
     return made[member][tensor]
 
 
-def _place(spec: dict[str, Any], values: list[int], pad: int, *, is_right: bool) -> Any:
-    array = np.full(spec["shape"], pad, spec["dtype"])
-    length = array.shape[-1]
+def _feed_back(shape: list[Any], held: Any, output: Any) -> Any:
+    """Returns the input of the next run; on an open axis the output counts as it is."""
+    pairs = zip(shape, output.shape, strict=True)
+    return _loader.feed_back([size if isinstance(size, int) else made for size, made in pairs], held, output)
+
+
+def _find_length(specs: dict[str, Any], name: str, given: Tensors) -> int | None:
+    """Returns how many tokens an input takes, None where any number: its own size, or that of its name elsewhere."""
+    size = specs[name]["shape"][-1]
+    if not isinstance(size, str):
+        return size if size is None else int(size)
+    for other, value in given.items():
+        if size in specs[other]["shape"]:
+            return int(value.shape[specs[other]["shape"].index(size)])
+    return None
+
+
+def _place(spec: dict[str, Any], values: list[int], length: int, pad: int, *, is_right: bool) -> Any:
+    sizes = [size if isinstance(size, int) else 1 for size in spec["shape"][:-1]]
+    array = np.full([*sizes, length], pad, spec["dtype"])
     array[..., slice(length - len(values), length) if is_right else slice(0, len(values))] = values
     return array
 
