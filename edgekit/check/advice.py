@@ -229,6 +229,7 @@ _REWRITTEN: Mapping[str, str] = {
     "split-gelu": "write {count} of Gelu with Erf",
     "split-tanh-gelu": "write {count} of Gelu with Tanh",
     "clip-to-min-max": "write {count} of Clip as Max and Min, which is the same",
+    "join-rotary": "write the parts of {count} of rotary embeddings as one node",
     "join-attention": "write the parts of {count} of attention as one node",
     "unsigned-weights": "store the int8 weights of {count} as uint8 with a zero point of 128, which is the same",
 }

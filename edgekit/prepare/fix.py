@@ -28,6 +28,7 @@ from edgekit.prepare.rewrites import (
     join_attention,
     join_gelu,
     join_rms_norm,
+    join_rotary,
     matmul_to_2d,
     pad_reflect,
     plain_gather,
@@ -98,6 +99,7 @@ SPELLINGS: Mapping[str, Rewrite] = {
 
 ASKED: Mapping[str, Rewrite] = {
     gemm_to_matmul.FIX_ID: gemm_to_matmul.write_matmuls,
+    join_rotary.FIX_ID: join_rotary.join_rotaries,
     join_attention.FIX_ID: join_attention.join_attentions,
 }
 """Rewrites that gain no node, and that a target asks for (`list_asked`)."""

@@ -13,10 +13,10 @@ from edgekit.model.model import Model, iterate_graphs, read_proto, save_proto
 from edgekit.prepare._ort_transformers import fuse_nodes, list_families
 from edgekit.prepare.fix import fix_model
 from edgekit.prepare.opset import lower_ir_version, read_opset
-from edgekit.prepare.rewrites import copies, idle_add, idle_nan_guard, join_attention
+from edgekit.prepare.rewrites import copies, idle_add, idle_nan_guard, join_attention, join_rotary
 
 # The optimizer knows attention as exporters wrote it some years ago, and finds none in what PyTorch 2.15 writes.
-_JOINS = (idle_nan_guard.FIX_ID, idle_add.FIX_ID, copies.FIX_ID, join_attention.FIX_ID)
+_JOINS = (idle_nan_guard.FIX_ID, idle_add.FIX_ID, copies.FIX_ID, join_rotary.FIX_ID, join_attention.FIX_ID)
 
 
 class FuseOptions(msgspec.Struct, frozen=True, kw_only=True):

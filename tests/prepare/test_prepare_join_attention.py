@@ -1,4 +1,4 @@
-"""Attention as exporters take it apart becomes one node for the CPU, and guards and masks that do nothing go."""
+"""Attention and rotary embeddings become one node each for the CPU, and guards and masks that do nothing go."""
 
 from collections import Counter
 from pathlib import Path
@@ -102,6 +102,7 @@ def test_the_cpu_gets_the_attention_of_exporters_whole_where_it_stays_float(
     fixed, _ = fix_for_target(ready, tmp_path / "float.onnx", target, stays_float=True)
     assert op_names(fixed.model.path).count("MultiHeadAttention") == 1
     assert "Softmax" not in op_names(fixed.model.path)
+    assert op_names(fixed.model.path).count("RotaryEmbedding") == (2 if name == "llama" else 0)
     # BERT's mask could be fed as minus infinity: its guard goes behind the attention.
     assert ("IsNaN" in op_names(fixed.model.path)) == (name == "bert" and style.startswith("dynamo"))
     quantized, _ = fix_for_target(ready, tmp_path / "int8.onnx", target)
@@ -186,3 +187,56 @@ def test_an_add_of_zeros_goes_unless_it_is_a_bias_or_widens(tmp_path: Path, zero
     assert ("Add" not in op_names(fixed.model.path)) == goes
     inputs = make_inputs(model)
     assert np.array_equal(run_model(model.path, inputs)["y"], run_model(fixed.model.path, inputs)["y"])
+
+
+ROTARY = (
+    "g (float[1,2,3,4] x, int64[1,3] p, float[1,1,3,4] fed) => (float[1,2,3,4] y) <int64[1] a = {0}, int64[1] h = {2}, "
+    "int64[1] e = {4}, int64[1] d = {3}, int64[1] o = {1}, int64[1] t = {2}, float[1,1,2] w = {1, 0.01}, "
+    "float[1,1,3,4] c = {1,2,1,2,3,4,3,4,5,6,5,6}, float[3,4] s = {1,2,1,2,3,4,3,4,5,6,5,6}, "
+    "float[1,1,3,4] uneven = {1,2,1,2,3,4,3,4,5,6,5,7}> "
+    "{ x1 = Slice(x, a, h, d) x2 = Slice(x, h, e, d) n = Neg(x2) r = Concat<axis=-1>(n, x1) BODY }"
+)
+TURNS = {
+    "constants": "u = Mul(x, c) v = Mul(r, s) y = Add(u, v)",
+    "the other way round": "u = Mul(c, x) v = Mul(s, r) y = Add(v, u)",
+    "split": "k1, k2 = Split<axis=3>(x) m = Neg(k2) g = Concat<axis=3>(m, k1) u = Mul(x, c) v = Mul(g, s) y = Add(u, v)",
+    "computed": "q = Unsqueeze(p, t) f = Cast<to=1>(q) g = Mul(f, w) k = Concat<axis=-1>(g, g) ck = Cos(k) sk = Sin(k) "
+    "c1 = Unsqueeze(ck, o) s1 = Unsqueeze(sk, o) u = Mul(x, c1) v = Mul(r, s1) y = Add(u, v)",
+}
+NO_TURNS = {
+    "halves that differ": "u = Mul(x, uneven) v = Mul(r, s) y = Add(u, v)",
+    "a table that is fed": "u = Mul(x, c) v = Mul(r, fed) y = Add(u, v)",
+    "not the same": "z = Neg(x) u = Mul(z, c) v = Mul(r, s) y = Add(u, v)",
+    "not negated": "r2 = Concat<axis=-1>(x2, x1) u = Mul(x, c) v = Mul(r2, s) y = Add(u, v)",
+    "first half first": "r2 = Concat<axis=-1>(n, x2) u = Mul(x, c) v = Mul(r2, s) y = Add(u, v)",
+    "a difference": "u = Mul(x, c) v = Mul(r, s) y = Sub(u, v)",
+    "two angles": "q = Unsqueeze(p, t) f = Cast<to=1>(q) g = Mul(f, w) g2 = Neg(g) k = Concat<axis=-1>(g, g2) "
+    "ck = Cos(k) c1 = Unsqueeze(ck, o) u = Mul(x, c1) v = Mul(r, s) y = Add(u, v)",
+}
+
+
+@pytest.mark.parametrize("case", TURNS)
+def test_a_rotary_embedding_becomes_one_node(tmp_path: Path, case: str) -> None:
+    model = make_model(ROTARY.replace("BODY", TURNS[case]), tmp_path / "m.onnx")
+    fixed = fix_model(model, tmp_path / "out.onnx", ["join-rotary"])
+    assert op_names(fixed.model.path).count("RotaryEmbedding") == 1
+    assert {"Neg", "Add"}.isdisjoint(op_names(fixed.model.path))
+    inputs = make_inputs(model, 1)
+    expected, got = (run_model(path, inputs)["y"] for path in (model.path, fixed.model.path))
+    assert np.allclose(expected, got, rtol=0, atol=1e-6 * float(np.abs(expected).max()))
+
+
+@pytest.mark.parametrize("case", NO_TURNS)
+def test_what_is_nearly_a_rotary_embedding_stays(tmp_path: Path, case: str) -> None:
+    model = make_model(ROTARY.replace("BODY", NO_TURNS[case]), tmp_path / "m.onnx")
+    assert fix_model(model, tmp_path / "out.onnx", ["join-rotary"]).fixes == ()
+
+
+def test_tables_of_rotary_embeddings_are_cut_once(tmp_path: Path) -> None:
+    body = (
+        TURNS["computed"] + " x3 = Slice(y, a, h, d) x4 = Slice(y, h, e, d) n2 = Neg(x4) r2 = Concat<axis=-1>(n2, x3) "
+    )
+    body += "u2 = Mul(y, c1) v2 = Mul(r2, s1) y2 = Add(u2, v2)"
+    text = ROTARY.replace("BODY", body).replace("=> (float[1,2,3,4] y)", "=> (float[1,2,3,4] y2)")
+    fixed = fix_model(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx", ["join-rotary"])
+    assert Counter(op_names(fixed.model.path))["RotaryEmbedding"] == Counter(op_names(fixed.model.path))["Slice"] == 2

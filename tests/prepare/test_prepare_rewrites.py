@@ -294,6 +294,7 @@ def test_every_rewrite_is_tested() -> None:
         "idle-add",
         "idle-nan-guard",
         "join-attention",
+        "join-rotary",
         "sum-to-add",
         "resize-empty-inputs",
         "idle-relu",
