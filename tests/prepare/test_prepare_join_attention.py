@@ -199,7 +199,8 @@ ROTARY = (
 TURNS = {
     "constants": "u = Mul(x, c) v = Mul(r, s) y = Add(u, v)",
     "the other way round": "u = Mul(c, x) v = Mul(s, r) y = Add(v, u)",
-    "split": "k1, k2 = Split<axis=3>(x) m = Neg(k2) g = Concat<axis=3>(m, k1) u = Mul(x, c) v = Mul(g, s) y = Add(u, v)",
+    "split": "x3, x4 = Split<axis=3>(x) m = Neg(x4) g = Concat<axis=3>(m, x3) "
+    "u = Mul(x, c) v = Mul(g, s) y = Add(u, v)",
     "computed": "q = Unsqueeze(p, t) f = Cast<to=1>(q) g = Mul(f, w) k = Concat<axis=-1>(g, g) ck = Cos(k) sk = Sin(k) "
     "c1 = Unsqueeze(ck, o) s1 = Unsqueeze(sk, o) u = Mul(x, c1) v = Mul(r, s1) y = Add(u, v)",
 }
