@@ -17,8 +17,9 @@ def say_nothing(_step: str) -> None:
 class StageTime(msgspec.Struct, frozen=True, kw_only=True):
     """What a stage took: seconds of the clock, and of all cores with those of ended child processes.
 
-    `target` is the one that it was for, "" where all share it. Bundles are verified beside the building of the next: in
-    the seconds of "verify" only this was done, and its CPU seconds fall in other stages too.
+    `target` is the one that it was for, "" where all share it. Bundles are written and verified beside the planning of
+    the next: in the seconds of "verify" only this was done ("write" where none is verified), and its CPU seconds fall
+    in other stages too.
     """
 
     stage: str

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -63,24 +64,43 @@ def run_together(calls: Sequence[Callable[[], _T]], *, at_once: int | None = Non
 
 
 @contextlib.contextmanager
-def running_behind(call: Callable[[_Item], _T], at_once: int) -> Generator[Callable[[_Item], Future[_T]]]:
+def running_behind(call: Callable[[_Item], _T], at_once: int, more: int) -> Generator[Callable[[_Item], Future[_T]]]:
     """Yields what makes a call for an item in a thread while the block goes on; that ends when all have returned.
 
-    When one raises, or the block does, the child processes of all are ended, and calls that wait are not made.
+    So many calls are made at once beside the block, and `more` when it has ended, in the order of the items. When one
+    raises, or the block does, the child processes of all are ended, and calls that wait are not made.
     """
-    futures: list[Future[_T]] = []
-    with ThreadPoolExecutor(max_workers=at_once) as pool:
+    futures, waiting = list[Future[_T]](), deque[tuple[Future[_T], _Item]]()
+
+    def make_next() -> None:
+        with contextlib.suppress(IndexError):
+            future, item = waiting.popleft()
+            if future.set_running_or_notify_cancel():
+                _settle(future, functools.partial(call, item))
+
+    with ThreadPoolExecutor(at_once) as pool, ThreadPoolExecutor(more) as others:
 
         def begin(item: _Item) -> Future[_T]:
-            futures.append(pool.submit(call, item))
+            futures.append(Future())
+            waiting.append((futures[-1], item))
+            pool.submit(make_next)
             return futures[-1]
 
         try:
             yield begin
+            for _ in tuple(waiting):
+                others.submit(make_next)
+            _finish(futures)
         except BaseException:
             _end(futures)
             raise
-        _finish(futures)
+
+
+def _settle(future: Future[_T], call: Callable[[], _T]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:  # noqa: BLE001 - it is raised again by who asks for the result
+        future.set_exception(error)
 
 
 def is_remote(device: Device) -> bool:

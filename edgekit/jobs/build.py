@@ -6,18 +6,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from threading import Lock
 
 import msgspec
 
 from edgekit._files import staged_entries, work_folder, write_file
-from edgekit.bundle.golden.golden import read_inputs
+from edgekit.bundle.golden.golden import KnownOutputs, read_inputs
 from edgekit.data.data_check import warn_if_few
+from edgekit.devices.android.android import NNAPI
 from edgekit.devices.parallel import running_behind
 from edgekit.devices.register import DeviceChoice
 from edgekit.errors import EdgekitError
-from edgekit.jobs.build_inputs import BuildInputs, BuildJob, read_build_inputs
+from edgekit.jobs.build_inputs import BuildInputs, BuildJob, calibrate_inputs, read_build_inputs
 from edgekit.jobs.prepare import list_versions
-from edgekit.jobs.target_bundle import BuiltBundle, make_bundle
+from edgekit.jobs.target_bundle import BuiltBundle, ReadyBundle, ready_bundle, write_ready
 from edgekit.machine import own_peak_bytes, release_memory
 from edgekit.model.model import Model, load_model
 from edgekit.model.state import State
@@ -36,9 +38,19 @@ from edgekit.verify.report import VerifyReport
 from edgekit.verify.run import verify_bundle
 from edgekit.verify.saved import write_report
 
-# Planning keeps a core busy already. With two at once a build for four targets takes a tenth less time and a third more
-# memory: 32.9 s and 896 MB in place of 36.8 s and 660 MB (`tools/bench/build_zoo.py`).
-_VERIFIED_AT_ONCE = 1
+# Planning keeps a core busy already, and needs the memory that another emulator would have: two bundles are written and
+# verified at once when nothing is left to plan.
+_BESIDE = 1
+_MORE_AFTERWARDS = 1
+# A thousand classes of 8,000 samples: a choice.
+_MOST_KEPT_BYTES = 32 << 20
+
+
+class _Finished(msgspec.Struct, frozen=True, kw_only=True):
+    """A bundle that was written, or why it was not, and what verifying it found."""
+
+    built: BuiltBundle | EdgekitError
+    report: VerifyReport | None = None
 
 
 def build(
@@ -81,7 +93,7 @@ def build(
             watch=watch,
         )
         inputs = read_build_inputs(_freeze(given, job), data, job)
-        built, reports = _build_all(inputs, job, verify=verify)
+        inputs, built, reports = _build_all(inputs, job, verify=verify)
         report = _sum_up(inputs, job, built, reports, verified=verify, out=out, start=start)
         write_file(staging / "report.json", to_json(report).encode())
         write_file(staging / "report.html", render_build(report, _draw_worst(built, reports)).encode())
@@ -149,39 +161,61 @@ def _draw_worst(
 
 def _build_all(
     inputs: BuildInputs, job: BuildJob, *, verify: bool
-) -> tuple[list[BuiltBundle | EdgekitError], dict[str, VerifyReport]]:
-    """Returns what was built for each target, and what verifying the bundles found: each while the next is built.
+) -> tuple[BuildInputs, list[BuiltBundle | EdgekitError], dict[str, VerifyReport]]:
+    """Returns what was built for each target, and what verifying the bundles found.
 
-    Targets for which nothing is planned come first, so that emulators, which mostly keep one core busy, start early;
-    then those whose vendor's library is simulated, which takes longest.
+    Each is written and verified while the next is planned. Targets for which nothing is planned come first, before
+    anything is calibrated, so that emulators, which mostly keep one core busy, start early. The inputs come back
+    calibrated, where that was wanted.
     """
-    built: dict[str, BuiltBundle | EdgekitError] = {}
-    verified: dict[str, Future[VerifyReport]] = {}
-    order = sorted(job.targets, key=lambda target: (job.plans_for(target, inputs.floats), not _is_simulated(target)))
-    with running_behind(partial(_verify, job=job), _VERIFIED_AT_ONCE) as begin:
+    failed: dict[str, EdgekitError] = {}
+    finished: dict[str, Future[_Finished]] = {}
+    order = sorted(job.targets, key=lambda target: (job.plans_for(target, inputs.floats), *_rank(target)))
+    finish = partial(_finish, job=job, verify=verify, writing=Lock())
+    with running_behind(finish, _BESIDE, _MORE_AFTERWARDS) as begin:
         for waiting, target in zip(range(len(order), 0, -1), order, strict=True):
-            result = built[target.name] = _build_target(inputs, target, job.share_time(waiting))
+            if job.plans_for(target, inputs.floats):
+                inputs = calibrate_inputs(inputs, job)
+            made = _ready_target(inputs, target, job.share_time(waiting))
             # What has been freed would stay with this process while emulators need it.
             release_memory()
-            if verify and isinstance(result, BuiltBundle):
-                verified[target.name] = begin(result)
-        if verify:
-            job.watch.begin("verify")
-    return [built[target.name] for target in job.targets], {name: each.result() for name, each in verified.items()}
+            if isinstance(made, ReadyBundle):
+                finished[target.name] = begin(made)
+            else:
+                failed[target.name] = made
+        job.watch.begin("verify" if verify else "write")
+    ends = {name: each.result() for name, each in finished.items()}
+    built = {**failed, **{name: end.built for name, end in ends.items()}}
+    reports = {name: end.report for name, end in ends.items() if end.report is not None}
+    return inputs, [built[target.name] for target in job.targets], reports
 
 
-def _is_simulated(target: Target) -> bool:
-    """Returns True if a context is verified: what a vendor's library loads, and here only with its simulator."""
-    return any(planned.form == "context" for planned in target.verification)
+def _rank(target: Target) -> tuple[bool, bool]:
+    """Returns what puts targets with a plan into the order in which both cores have the most to do.
+
+    What is verified quickly comes first. What a vendor's simulator verifies, on one core, comes before what is computed
+    for NNAPI, on two devices at once.
+    """
+    return target.provider == NNAPI, any(planned.form == "context" for planned in target.verification)
 
 
-def _build_target(inputs: BuildInputs, target: Target, job: BuildJob) -> BuiltBundle | EdgekitError:
+def _ready_target(inputs: BuildInputs, target: Target, job: BuildJob) -> ReadyBundle | EdgekitError:
     job.watch.begin("quantize", target.name)
     job.progress(f"build for {target.name}")
     try:
-        return make_bundle(inputs, target, job, job.work / target.name)
+        return ready_bundle(inputs, target, job, job.work / target.name)
     except EdgekitError as error:
         return error
+
+
+def _finish(ready: ReadyBundle, job: BuildJob, *, verify: bool, writing: Lock) -> _Finished:
+    try:
+        # Comparing layers takes the most memory of a build: one bundle at a time.
+        with writing:
+            built = write_ready(ready)
+    except EdgekitError as error:
+        return _Finished(built=error)
+    return _Finished(built=built, report=_verify(built, job) if verify else None)
 
 
 def _verify(result: BuiltBundle, job: BuildJob) -> VerifyReport:
@@ -189,7 +223,9 @@ def _verify(result: BuiltBundle, job: BuildJob) -> VerifyReport:
     float_model = result.models["prepare"].path
     task = result.target.thresholds.task
     report = verify_bundle(result.bundle, devices, task=task, float_model=float_model, progress=job.progress)
-    report = attribute_loss(result.bundle, report, result.models)
+    # The float model is the same for most targets.
+    known = job.known.setdefault(result.models["prepare"].sha256, KnownOutputs(room_bytes=_MOST_KEPT_BYTES))
+    report = attribute_loss(result.bundle, report, result.models, {"prepare": known})
     # Verifications follow each other in one process: what one has freed is given back before the next begins.
     release_memory()
     write_report(result.bundle, report)

@@ -54,7 +54,7 @@ class BuildJob(msgspec.Struct, frozen=True, kw_only=True):
     """What a build was asked for, and where it works: `work` is gone afterwards, `staging` becomes the result.
 
     `end` is when planning ends, by `time.monotonic()`. `origin` is the sha256 of the model file as it was given. The
-    `watch` tells what each stage takes.
+    `watch` tells what each stage takes; `known` is what models gave for golden samples, by their sha256.
     """
 
     recipe: Recipe
@@ -67,6 +67,7 @@ class BuildJob(msgspec.Struct, frozen=True, kw_only=True):
     memo: Memo = msgspec.field(default_factory=Memo)
     end: float = math.inf
     watch: Stopwatch = msgspec.field(default_factory=Stopwatch)
+    known: dict[str, KnownOutputs] = {}
 
     def begin(self, stage: str, words: str) -> None:
         """Begins a stage that all targets share, and says so."""
@@ -78,10 +79,6 @@ class BuildJob(msgspec.Struct, frozen=True, kw_only=True):
         now = time.monotonic()
         budget = Budget(end=now + (self.end - now) / targets, progress=self.progress)
         return msgspec.structs.replace(self, memo=msgspec.structs.replace(self.memo, budget=budget))
-
-    def wants_integers(self, floats: Container[str]) -> bool:
-        """Returns True if any of the targets is to be quantized, `floats` left out."""
-        return any(self.plans_for(target, floats) for target in self.targets)
 
     def plans_for(self, target: Target, floats: Container[str]) -> bool:
         """Returns True if a target is to be quantized."""
@@ -103,7 +100,7 @@ class BucketInputs(msgspec.Struct, frozen=True, kw_only=True):
 class BuildInputs(msgspec.Struct, frozen=True, kw_only=True):
     """The model made ready, its samples split, and what the float model makes of the golden ones.
 
-    `calibration` is None where nothing is to be quantized, and an error where no node can be quantized. By the
+    `calibration` is None until a target is to be quantized, and an error where no node can be quantized. By the
     `reference` plans are judged. `floats` says for each target that takes more of the model in float why it is not
     quantized.
     """
@@ -125,7 +122,7 @@ class BuildInputs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_build_inputs(source: Model, data: Data, job: BuildJob) -> BuildInputs:
-    """Returns a model made ready, its samples and its calibration, and what the float model gives.
+    """Returns a model made ready, its samples, and what the float model gives; nothing is calibrated yet.
 
     Raises:
         EdgekitError: the model, the data or the recipe is wrong.
@@ -154,8 +151,6 @@ def read_build_inputs(source: Model, data: Data, job: BuildJob) -> BuildInputs:
     golden = _make_golden(source, prepared, samples, job)
     recorded = _open_recorded(data, golden, source, job)
     buckets = None if sized is None else _run_unpadded(source, sized, samples, recorded, job)
-    wanted = not is_quantized and job.wants_integers(floats)
-    job.watch.begin("calibrate")
     return BuildInputs(
         source=source,
         prepared=prepared,
@@ -165,14 +160,28 @@ def read_build_inputs(source: Model, data: Data, job: BuildJob) -> BuildInputs:
         state=sequences.state,
         samples=samples,
         golden=golden,
-        # Once for all targets: ranges and statistics are of the float model, whatever is made of them.
-        calibration=_calibrate(prepared, samples, outputs, job, "calibration") if wanted else None,
+        calibration=None,
         reference=FloatReference(prepared, samples.calibration, outputs),
         preprocess=data.preprocess,
         recorded=recorded,
         floats=floats,
         buckets=buckets,
     )
+
+
+def calibrate_inputs(inputs: BuildInputs, job: BuildJob) -> BuildInputs:
+    """Returns the inputs with a calibration, unless that is known or the model is in integers already.
+
+    Once for all targets: ranges and statistics are of the float model, whatever is made of them.
+
+    Raises:
+        EdgekitError: the model cannot be calibrated with these samples.
+    """
+    if inputs.is_quantized or inputs.calibration is not None:
+        return inputs
+    job.watch.begin("calibrate")
+    calibration = _calibrate(inputs.prepared, inputs.samples, inputs.outputs, job, "calibration")
+    return msgspec.structs.replace(inputs, calibration=calibration)
 
 
 def _prepare(source: Model, job: BuildJob) -> tuple[FixedModel, BucketModels | None]:

@@ -43,6 +43,17 @@ class BuiltBundle(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...]
 
 
+class ReadyBundle(msgspec.Struct, frozen=True, kw_only=True):
+    """What goes into a bundle, all but its layers, and the models that it was made from; `folder` is where it goes."""
+
+    contents: Contents
+    prepared: Model
+    converted: ConvertedModel
+    quantized: QuantizedModel | None
+    notes: tuple[str, ...]
+    folder: Path
+
+
 class _Made(msgspec.Struct, frozen=True, kw_only=True):
     """A model for a target, before it is halved or converted; `quantized` and `plan` say how it was quantized."""
 
@@ -54,8 +65,8 @@ class _Made(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...]
 
 
-def make_bundle(inputs: BuildInputs, target: Target, job: BuildJob, work: Path) -> BuiltBundle:
-    """Makes and writes the bundle of one target.
+def ready_bundle(inputs: BuildInputs, target: Target, job: BuildJob, work: Path) -> ReadyBundle:
+    """Makes what goes into the bundle of one target.
 
     Raises:
         EdgekitError: the model cannot be made for this target.
@@ -64,30 +75,42 @@ def make_bundle(inputs: BuildInputs, target: Target, job: BuildJob, work: Path) 
     given, (inputs, made) = inputs, _make_model(inputs, target, job, work)
     notes, quantized = [*made.notes], made.quantized
     deployed = deploy_model(made.model, made.precision, made.check, inputs, target, job, work, notes)
-    target, converted = deployed.target, deployed.converted
     making = Making(precision=made.precision, is_rewritten=inputs is not given, plan=made.plan)
     sized = make_sizes(deployed, making, inputs, job, work, notes)
-    job.watch.begin("write", target.name)
     contents = _collect(inputs, deployed, quantized, job)
-    contents = msgspec.structs.replace(contents, layers=_compare_layers(inputs, converted, quantized))
     if sized is not None and inputs.buckets is not None:
         unpadded = inputs.buckets.unpadded
         contents = msgspec.structs.replace(
             contents, files={"onnx": sized.files}, buckets=sized.buckets, unpadded=unpadded
         )
-    models: dict[Step, Model] = {"prepare": inputs.prepared}
-    if quantized is not None:
-        models["quantize"] = quantized.model
-    bundle = write_bundle(contents, job.staging / f"{inputs.source.name}-{target.name}")
-    notes += _tell_open(bundle.manifest.open_dims or {})
-    return BuiltBundle(
-        bundle=bundle,
-        target=target,
-        check=deployed.check,
-        models=models,
-        converted=converted,
+    return ReadyBundle(
+        contents=contents,
+        prepared=inputs.prepared,
+        converted=deployed.converted,
         quantized=quantized,
         notes=tuple(notes),
+        folder=job.staging / f"{inputs.source.name}-{target.name}",
+    )
+
+
+def write_ready(ready: ReadyBundle) -> BuiltBundle:
+    """Compares the layers of a bundle with the float model's, and writes it.
+
+    Raises:
+        EdgekitError: it cannot be written.
+    """
+    models: dict[Step, Model] = {"prepare": ready.prepared}
+    if ready.quantized is not None:
+        models["quantize"] = ready.quantized.model
+    bundle = write_bundle(msgspec.structs.replace(ready.contents, layers=_compare_layers(ready)), ready.folder)
+    return BuiltBundle(
+        bundle=bundle,
+        target=ready.contents.target,
+        check=ready.contents.check,
+        models=models,
+        converted=ready.converted,
+        quantized=ready.quantized,
+        notes=(*ready.notes, *_tell_open(bundle.manifest.open_dims or {})),
     )
 
 
@@ -184,14 +207,14 @@ def _collect(inputs: BuildInputs, deployed: Deployed, quantized: QuantizedModel 
     )
 
 
-def _compare_layers(inputs: BuildInputs, converted: ConvertedModel, quantized: QuantizedModel | None) -> bytes:
-    names, prepared = converted.files.get("onnx"), inputs.prepared
-    deployed = None if quantized is None else quantized.model
+def _compare_layers(ready: ReadyBundle) -> bytes:
+    names, prepared = ready.converted.files.get("onnx"), ready.prepared
+    deployed = None if ready.quantized is None else ready.quantized.model
     if names:
-        deployed = load_model(converted.folder / names[0], custom_ops=prepared.custom_ops)
+        deployed = load_model(ready.converted.folder / names[0], custom_ops=prepared.custom_ops)
     # Layers take the most memory of a build, while emulators run: what planning has freed goes back first.
     release_memory()
-    evidence = encode_evidence(compare_with_float(prepared, deployed, inputs.golden))
+    evidence = encode_evidence(compare_with_float(prepared, deployed, ready.contents.golden))
     release_memory()
     return evidence
 

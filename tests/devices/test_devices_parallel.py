@@ -107,7 +107,7 @@ def test_what_runs_behind_a_block_ends_where_one_raises(who: str) -> None:
         program = f"import time; time.sleep({seconds})"
         ended.append(run_process([sys.executable, "-c", program], timeout_s=60).ending)
 
-    with pytest.raises(DeviceError, match="unplugged"), running_behind(work, 2) as begin:
+    with pytest.raises(DeviceError, match="unplugged"), running_behind(work, 2, 1) as begin:
         begin(60.0)
         if who == "call":
             begin(0.0)
@@ -120,11 +120,28 @@ def test_what_runs_behind_a_block_ends_where_one_raises(who: str) -> None:
 
 def test_the_block_goes_on_while_calls_are_made_behind_it() -> None:
     done = threading.Event()
-    with running_behind(done.wait, 1) as begin:
+    with running_behind(done.wait, 1, 1) as begin:
         found = begin(20.0)
         assert not found.done()
         done.set()
     assert found.result()
+
+
+def test_more_calls_are_made_at_once_when_the_block_has_ended() -> None:
+    begun: list[int] = []
+    both = threading.Barrier(2)
+
+    def work(item: int) -> int:
+        begun.append(item)
+        # One call alone waits in vain, and the barrier breaks.
+        both.wait(20.0)
+        return item
+
+    with running_behind(work, 1, 1) as begin:
+        found = [begin(item) for item in range(4)]
+        time.sleep(0.1)
+        assert begun == [0]
+    assert [each.result() for each in found] == sorted(begun) == [0, 1, 2, 3]
 
 
 def test_an_interrupt_leaves_no_child(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """A build, end to end, on the demo model and on models that are hard."""
 
+import itertools
 import json
-import pickle
 import subprocess
 import sys
 import sysconfig
@@ -25,7 +25,6 @@ from edgekit.jobs.build import build
 from edgekit.jobs.check import check_targets
 from edgekit.jobs.quantize import quantize_for
 from edgekit.model.model import load_model
-from edgekit.plain import to_plain
 from edgekit.recipe import Data, Recipe
 from edgekit.report.summary import BuildReport
 from edgekit.target import Precision, find_group, load_target
@@ -37,19 +36,52 @@ TARGETS = ("nnapi", "coreml", "qnn", "xnnpack")
 DEMO_DATA = Data(source=str(CALIBRATION), evaluation=str(EVALUATION), labels=LABELS)
 
 
+class Made(msgspec.Struct, frozen=True, kw_only=True):
+    """How `edgekit demo` ended, from the wheel in an environment of its own, and where that has edgekit from."""
+
+    status: int
+    stdout: str
+    stderr: str
+    place: str
+    source: str
+
+
 @pytest.fixture(scope="module")
-def demo(make_once: Callable[[str, Callable[[Path], None]], Path]) -> BuildReport:
+def made(built_wheel: Path, make_once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
     for name, target in (("qnn-htp-sim", "qnn"), ("android", "xnnpack"), ("android:x86_64", "nnapi")):
         missing = find_device(name, load_target(target)).find_missing()
         if missing is not None:
             pytest.skip(f"{missing.reason}; to run it: {missing.command}")
 
     def fill(folder: Path) -> None:
-        report = build(MODEL, DEMO_DATA, folder / "out", Recipe(targets=TARGETS))
-        (folder / "report.pickle").write_bytes(pickle.dumps(report))
+        place = folder / "env"
+        venv.create(place, symlinks=True)
+        uv = [sys.executable, "-m", "uv", "pip", "install", "--no-deps", "--offline", "--no-cache", "--python"]
+        subprocess.run([*uv, str(place / "bin/python"), str(built_wheel)], check=True, capture_output=True)
+        # What edgekit depends on is that of this environment; the checkout itself, an editable install, stays hidden.
+        (site,) = place.glob("lib/python*/site-packages")
+        (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+        asked = "import edgekit; print(edgekit.__file__)"
+        where = subprocess.run([place / "bin/python", "-c", asked], cwd=folder, capture_output=True, check=True)
+        command = [str(place / "bin/edgekit"), "demo", "-q", "--json", "--out", "out"]
+        run = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        told = Made(
+            status=run.returncode,
+            stdout=run.stdout,
+            stderr=run.stderr,
+            place=str(place),
+            source=where.stdout.decode().strip(),
+        )
+        (folder / "made.json").write_bytes(msgspec.json.encode(told))
 
-    made = make_once("demo-on-targets", fill)
-    report: BuildReport = pickle.loads((made / "report.pickle").read_bytes())  # noqa: S301 - our own, of this run
+    return make_once("demo-on-targets", fill)
+
+
+@pytest.fixture(scope="module")
+def demo(made: Path) -> BuildReport:
+    """The demo as the wheel built it."""
+    text = (made / "out" / "report.json").read_bytes()
+    report = msgspec.json.decode(text, type=BuildReport, dec_hook=lambda kind, value: kind(value))
     # The folder was moved to its place when it was whole.
     bundles = tuple(
         msgspec.structs.replace(bundle, path=bundle.path and made / "out" / bundle.path.name)
@@ -131,11 +163,12 @@ def test_the_report_is_the_json_beside_it(demo: BuildReport) -> None:
 
 
 def test_the_seconds_of_a_build_are_those_of_its_stages(demo: BuildReport) -> None:
-    shared = [(name, "") for name in ("prepare", "samples", "float model", "calibrate")]
-    # First the targets for which nothing is planned, then those that a simulator verifies.
-    order = sorted(TARGETS, key=lambda target: (target != "coreml", target != "qnn"))
-    own = [(name, target) for target in order for name in ("quantize", "convert", "write")]
-    assert [(stage.stage, stage.target) for stage in demo.stages] == [*shared, *own, ("verify", "")]
+    # First the target for which nothing is planned, then those that are verified more and more slowly.
+    shared, last = [(name, "") for name in ("prepare", "samples", "float model")], [("verify", "")]
+    coreml, *own = ([("quantize", name), ("convert", name)] for name in ("coreml", "xnnpack", "qnn", "nnapi"))
+    assert [(stage.stage, stage.target) for stage in demo.stages] == [
+        *shared, *coreml, ("calibrate", ""), *itertools.chain(*own), *last
+    ]  # fmt: skip
     assert sum(stage.seconds for stage in demo.stages) == pytest.approx(demo.seconds, abs=0.5)
     # Emulators are processes of their own, which count.
     assert demo.stages[-1].cpu_seconds > 0.5
@@ -151,25 +184,14 @@ def test_every_bundle_opens_and_verifies_again(demo: BuildReport) -> None:
 
 
 def test_the_wheel_runs_the_demo_in_an_environment_of_its_own_and_gives_the_same_bytes(
-    demo: BuildReport, built_wheel: Path, tmp_path: Path
+    made: Path, demo: BuildReport, tmp_path: Path
 ) -> None:
-    place = tmp_path / "env"
-    venv.create(place, symlinks=True)
-    uv = [sys.executable, "-m", "uv", "pip", "install", "--no-deps", "--offline", "--no-cache", "--python"]
-    subprocess.run([*uv, str(place / "bin/python"), str(built_wheel)], check=True, capture_output=True)
-    # What edgekit depends on is that of this environment; the checkout itself, an editable install, stays hidden.
-    (site,) = place.glob("lib/python*/site-packages")
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
-    asked = "import edgekit; print(edgekit.__file__)"
-    where = subprocess.run(
-        [place / "bin/python", "-c", asked], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert Path(where.stdout.strip()).is_relative_to(place)
-    command = [str(place / "bin/edgekit"), "demo", "-q", "--json", "--out", "elsewhere"]
-    made = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert made.returncode == 0, made.stderr
-    files = {bundle.target: bundle.files for bundle in demo.bundles}
-    assert {bundle["target"]: bundle["files"] for bundle in json.loads(made.stdout)["bundles"]} == to_plain(files)
+    told = msgspec.json.decode((made / "made.json").read_bytes(), type=Made)
+    assert told.status == 0, told.stderr
+    assert Path(told.source).is_relative_to(told.place)
+    assert json.loads(told.stdout) == json.loads(demo.report.with_suffix(".json").read_text())
+    here = build(MODEL, DEMO_DATA, tmp_path / "here", Recipe(targets=TARGETS), verify=False)
+    assert [bundle.files for bundle in here.bundles] == [bundle.files for bundle in demo.bundles]
 
 
 def test_thresholds_that_are_not_reached_fail(small: tuple[Path, Data], tmp_path: Path, nnapi: str) -> None:

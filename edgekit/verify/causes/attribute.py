@@ -7,7 +7,7 @@ import msgspec
 
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.bundle.folder import Bundle
-from edgekit.bundle.golden.golden import read_classes, read_inputs, read_outputs
+from edgekit.bundle.golden.golden import KnownOutputs, read_classes, read_inputs, read_outputs
 from edgekit.data.samples import Samples, keep_small, select_samples
 from edgekit.errors import RuntimeRefusal
 from edgekit.evidence import Evidence
@@ -31,13 +31,15 @@ class _Question(msgspec.Struct, frozen=True, kw_only=True):
     output: str
 
 
-def attribute_loss(bundle: Bundle, report: VerifyReport, models: Mapping[Step, Model]) -> VerifyReport:
+def attribute_loss(
+    bundle: Bundle, report: VerifyReport, models: Mapping[Step, Model], known: Mapping[Step, KnownOutputs] | None = None
+) -> VerifyReport:
     """Returns the report with the loss of the best run split over the steps that led to it.
 
     `models` holds the models that the bundle was made from, under "prepare" and "quantize"; they run here with every
     optimisation off, on the samples of that run. The bundle's file of ORT format runs on this machine's CPU provider
-    as the step "convert". The figures are those of the output that lost most. A report without a measured run is
-    returned as it is.
+    as the step "convert". What models gave before is `known`, to which the rest is added. The figures are those of the
+    output that lost most. A report without a measured run is returned as it is.
     """
     run = min((run for run in report.runs if _worst_output(run)), key=_rank, default=None)
     if run is None:
@@ -46,7 +48,7 @@ def attribute_loss(bundle: Bundle, report: VerifyReport, models: Mapping[Step, M
     steps: list[AttributionStep] = []
     refusals: list[str] = []
     for step, session in _open_steps(bundle, run, models, refusals):
-        got = _run_samples(session, question.inputs)
+        got = _run_samples(session, question.inputs, (known or {}).get(step))
         found = next(item for item in compare_outputs(question.reference, got) if item.name == question.output)
         accuracy = None if question.labels is None else measure_accuracy(question.reference, got, question.labels)
         steps.append(_describe(step, found, None if accuracy is None else accuracy.got))
@@ -147,12 +149,12 @@ def _open_steps(
     steps: tuple[Step, ...] = ("prepare", "quantize")
     for step in steps:
         if step in models:
-            yield step, CpuSession(models[step].path, SessionSettings(level=Level.DISABLED))
+            yield step, CpuSession(models[step].path, SessionSettings(level=Level.DISABLED, threads=1))
     converted = _find_converted(bundle, run)
     if converted is None:
         return
     try:
-        session = CpuSession(converted, SessionSettings(config=dict(bundle.manifest.session_config)))
+        session = CpuSession(converted, SessionSettings(config=dict(bundle.manifest.session_config), threads=1))
     except RuntimeRefusal as error:
         reason = error.message.replace(f"{converted.parent}/", "")
         refusals.append(f"the step 'convert' is not part of the attribution: {reason}")
@@ -168,12 +170,12 @@ def _find_converted(bundle: Bundle, run: RunReport) -> Path | None:
     return None if chosen is None else bundle.folder / chosen
 
 
-def _run_samples(session: CpuSession, inputs: Samples) -> Samples:
+def _run_samples(session: CpuSession, inputs: Samples, known: KnownOutputs | None) -> Samples:
     """Returns what a session makes of samples, kept where that is little: it is read more than once."""
 
     def read() -> Iterator[Tensors]:
         for sample in inputs:
-            yield session.run(sample)
+            yield session.run(sample) if known is None else known.run(session, sample)
 
     return keep_small(Samples(source=inputs.source, count=inputs.count, read=read))
 

@@ -13,6 +13,7 @@ from edgekit.convert.ort_form import OrtOptions, Style, load_settings
 from edgekit.data.npz import read_rows
 from edgekit.data.samples import select_samples
 from edgekit.errors import EdgekitError, RuntimeRefusal
+from edgekit.machine import release_memory
 from edgekit.model.tensors import Array, Tensors
 from edgekit.target import Form
 
@@ -38,15 +39,12 @@ def list_broken_forms(bundle: Bundle) -> Iterator[str]:
         yield f"the self-test cannot be read: {error.message}; build again"
         return
     for form in forms:
-        path = bundle.find_model(form)
-        try:
-            session = CpuSession(path, choose_settings(bundle, form, path))
-            rows = [session.run(sample) for sample in inputs]
-        except RuntimeRefusal:
-            continue
-        fault = _find_order(bundle, session.output_names) or _find_fault(bundle, expected, rows)
+        fault = _try_form(bundle, form, inputs, expected)
         if fault:
-            yield f"'{path.name}' does not pass the bundle's self-test on this machine: {fault}; build again"
+            name = bundle.find_model(form).name
+            yield f"'{name}' does not pass the bundle's self-test on this machine: {fault}; build again"
+    # Devices run meanwhile, and need the memory that sessions had.
+    release_memory()
 
 
 def describe_untested(bundle: Bundle) -> str:
@@ -62,6 +60,17 @@ def choose_settings(bundle: Bundle, form: Form, path: Path) -> SessionSettings:
     if form not in styles or path.suffix != ".ort":
         return SessionSettings(level=Level.DISABLED)
     return load_settings(OrtOptions(style=styles[form], cpu=read_target(bundle).conversion.cpu))
+
+
+def _try_form(bundle: Bundle, form: Form, inputs: Sequence[Tensors], expected: Sequence[Tensors]) -> str:
+    """Returns what is wrong with what a form gives, "" where that is nothing or this machine cannot open it."""
+    path = bundle.find_model(form)
+    try:
+        session = CpuSession(path, choose_settings(bundle, form, path))
+        rows = [session.run(sample) for sample in inputs]
+    except RuntimeRefusal:
+        return ""
+    return _find_order(bundle, session.output_names) or _find_fault(bundle, expected, rows)
 
 
 def _find_order(bundle: Bundle, names: Sequence[str]) -> str:
