@@ -189,6 +189,7 @@ def _describe_group(app: App, cell: Cell, target: GroupTarget, folder: Path) -> 
         sha256="" if target.path is None else open_group(target.path).sha256,
         report=(folder / "report.json").relative_to(app.out).as_posix(),
         precision=cell.recipe.precision,
+        size_before=sum((cell.path.parent / name).stat().st_size for name in _list_beside(cell.path)),
         size_after=target.size_bytes,
         evidence=""
         if target.verify is None

@@ -1,5 +1,6 @@
 """What goes into a store and comes out of it: the inputs of a cell, and its results, each one archive."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from edgekit.app.result import CellResult, read_result, write_result
 from edgekit.app.store import Store
 from edgekit.bundle.archive import Limits, list_files, unpack_archive, write_archive
 from edgekit.bundle.folder import open_bundle
+from edgekit.bundle.group.group import open_group
 from edgekit.bundle.manifest.manifest import encode_json
 from edgekit.errors import BundleError, DataError
 from edgekit.plain import to_json
@@ -38,12 +40,12 @@ def send_parcel(paths: tuple[Path, ...], store: Store, digests: Digests) -> Parc
     """Puts files, or a folder with all that is in it, into a store if they are not there, and returns what to ask for.
 
     Raises:
-        EdgekitError: they cannot be read, or the store cannot be written.
+        EdgekitError: they cannot be read, lie outside the folder of the first, or the store cannot be written.
     """
     first, entries = paths[0], dict[str, Path]()
     for path in paths:
         inner = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-        entries |= {file.relative_to(first.parent).as_posix(): file for file in inner}
+        entries |= {_name_beside(file, first): file for file in inner}
     digest = _digest(entries, digests)
     if not store.has(_name_inputs(digest)):
         with work_folder() as work:
@@ -110,22 +112,33 @@ def _settle(app: App, cell: Cell, key: str, folder: Path) -> CellResult:
     if result is None or result.key != key:
         raise DataError("the results of another cell", hint="they are made again")
     here, name = cell_folder(app, cell), Path(result.bundle).name
-    if open_bundle(folder / name).sha256 != result.sha256:
+    opened = open_group(folder / name) if cell.is_group else open_bundle(folder / name)
+    if opened.sha256 != result.sha256:
         raise DataError("the bundle of another cell", hint="they are made again")
-    placed = here.relative_to(app.out).as_posix()
+    placed, page = here.relative_to(app.out).as_posix(), Path(result.report).name
     result = msgspec.structs.replace(
-        result, model=cell.model, target=cell.target, bundle=f"{placed}/{name}", report=f"{placed}/report.html"
+        result, model=cell.model, target=cell.target, bundle=f"{placed}/{name}", report=f"{placed}/{page}"
     )
     write_result(folder, result)
     told: dict[str, Any] = msgspec.json.decode((folder / _REPORT).read_bytes())
-    told["report"] = str(here / "report.html")
-    told["bundles"][0]["path"] = str(here / name)
+    told["targets" if cell.is_group else "bundles"][0]["path"] = str(here / name)
+    if not cell.is_group:
+        told["report"] = str(here / page)
     write_file(folder / _REPORT, to_json(told).encode())
     return result
 
 
 def _digest(entries: Mapping[str, Path], digests: Digests) -> str:
     return digest_bytes(encode_json({name: digests.digest(path) for name, path in entries.items()}))
+
+
+def _name_beside(file: Path, first: Path) -> str:
+    # By the words of the paths alone: what lies there may be a link.
+    name = Path(os.path.relpath(file, first.parent)).as_posix()
+    if name.startswith("../"):
+        words = f"'{file}' lies outside of the folder of '{first.name}', and a store has only what is inside"
+        raise DataError(words, hint="put it there, or run without --scheduler")
+    return name
 
 
 def _name_inputs(digest: str) -> str:

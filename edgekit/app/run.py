@@ -41,7 +41,7 @@ def run_app(
     `only` names cells (`model/target`), models or targets; the others stay as they are and out of the report. A cell is
     finished and kept when it is done: a run that is interrupted goes on where it was. With `again` nothing is kept.
     `spread` builds cells elsewhere; `bare` is for them: cells alone, without packages and reports. What `store` holds
-    is taken from there, and what is built here goes there. Groups are always built here.
+    is taken from there, and what is built here goes there.
 
     Raises:
         UsageError: `only` names nothing.
@@ -56,10 +56,10 @@ def run_app(
             forget_cell(app, cell)
     found = {cell.name: find_kept(app, cell, digests) for cell in cells}
     if store is not None and not again:
-        lost = [cell for cell in cells if found[cell.name] is None and not cell.is_group]
+        lost = [cell for cell in cells if found[cell.name] is None]
         found |= {cell.name: _find_stored(app, cell, digests, store) for cell in lost}
     waiting = [cell for cell in cells if found[cell.name] is None]
-    elsewhere = _spread_out(waiting, spread)
+    elsewhere = iter([None] * len(waiting)) if spread is None else spread(waiting)
     for cell in waiting:
         found[cell.name] = next(elsewhere) or _build(app, cell, digests, store, progress)
     results = tuple(result for result in found.values() if result is not None)
@@ -78,14 +78,6 @@ def run_app(
     return report
 
 
-def _spread_out(cells: Sequence[Cell], spread: Spread | None) -> Iterator[CellResult | None]:
-    """Yields for each cell what was found elsewhere, None for what is to be built here: every group is."""
-    singles = [cell for cell in cells if not cell.is_group]
-    made = iter([None] * len(singles)) if spread is None else spread(singles)
-    for cell in cells:
-        yield None if cell.is_group else next(made)
-
-
 def list_watched(app: App) -> Iterator[Path]:
     """Yields the files and folders that a run depends on."""
     yield app.path
@@ -98,7 +90,7 @@ def list_watched(app: App) -> Iterator[Path]:
 
 def _build(app: App, cell: Cell, digests: Digests, store: Store | None, progress: Progress) -> CellResult:
     result = build_cell(app, cell, digests, progress)
-    if store is not None and result.bundle and not cell.is_group:
+    if store is not None and result.bundle:
         publish_cell(app, cell, result.key, store)
     return result
 

@@ -288,6 +288,9 @@ sign = "release.pem"
     (tmp_path / "edgekit.toml").write_text(text)
     first = _run(tmp_path / "edgekit.toml", capsys)
     assert (first["cells"][0]["state"], first["cells"][0]["verdict"]) == ("built", "pass")
+    sizes = [(tmp_path / name).stat().st_size for name in ("prefill.onnx", "decode.onnx")]
+    # What both have is stored once.
+    assert sum(sizes) == first["cells"][0]["size_before"] > first["cells"][0]["size_after"]
     assert first["packages"][0]["bundles"] == ["talk-cpu"]
     with opened_group(tmp_path / "build" / first["packages"][0]["path"], key=tmp_path / "release.pem.pub") as group:
         assert group.sha256 == first["cells"][0]["sha256"]

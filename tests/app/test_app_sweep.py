@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from group_models import make_talk
 from tiny_models import parse_model
 
 from edgekit.app import keys
@@ -22,6 +23,7 @@ from edgekit.app.result import AppReport
 from edgekit.app.run import run_app
 from edgekit.app.spread import run_anywhere, spread_processes
 from edgekit.app.store import open_store
+from edgekit.bundle.group.group import open_group
 from edgekit.cli.main import run_command
 from edgekit.errors import UsageError
 from edgekit.progress import say_nothing
@@ -52,6 +54,17 @@ def folder(tmp_path: Path) -> Path:
     np.savez(tmp_path / "samples.npz", x=np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32))
     (tmp_path / "edgekit.toml").write_text(TEXT)
     return tmp_path
+
+
+GROUP = """
+[groups.talk]
+path = "talk.toml"
+data = { source = "talk.npz" }
+[targets.cpu]
+precision = "fp32"
+[verify]
+enabled = false
+"""
 
 
 def _app(folder: Path, **sweep: Any) -> App:
@@ -188,6 +201,28 @@ def test_a_worker_that_is_killed_loses_nothing_that_was_finished(folder: Path) -
     done = [event["key"] for _, event in events if event["what"] == "done"]
     assert sorted(done) == sorted(cell.key for cell in report.cells)
     assert events[-1][1] == {**events[-2][1], "what": "done", "seconds": events[-1][1]["seconds"]}
+
+
+@pytest.mark.slow
+def test_a_group_is_built_by_a_worker_and_taken_from_the_store(tmp_path: Path, cluster: Any) -> None:
+    folder, other = tmp_path / "app", tmp_path / "other"
+    folder.mkdir()
+    make_talk(folder, samples=4)
+    (folder / "edgekit.toml").write_text(GROUP)
+    shutil.copytree(folder, other)
+    (cell,) = run_anywhere(_app(folder, scheduler=cluster.scheduler_address, store=str(tmp_path / "store"))).cells
+    assert (cell.state, [event["what"] for _, event in _events(cluster)]) == ("built", ["begin", "done"])
+    assert open_group(folder / "build" / cell.bundle).sha256 == cell.sha256
+    (other / "edgekit.toml").write_text(GROUP.replace("groups.talk", "groups.said"))
+    (kept,) = run_anywhere(_app(other, store=str(tmp_path / "store"))).cells
+    assert (kept.state, kept.sha256, kept.report) == ("kept", cell.sha256, "said/cpu/report.json")
+    told = json.loads((other / "build" / kept.report).read_bytes())
+    assert told["targets"][0]["path"] == str(other / "build" / kept.bundle)
+    # A store has the folder of the group alone.
+    text = (folder / "talk.toml").read_text()
+    (folder / "talk.toml").write_text(text.replace("decode.onnx", "../other/decode.onnx"))
+    (lost,) = run_anywhere(_app(folder, scheduler=cluster.scheduler_address)).cells
+    assert "decode.onnx' lies outside of the folder of 'talk.toml'" in lost.headline
 
 
 @pytest.mark.slow
