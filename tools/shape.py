@@ -119,7 +119,7 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("accuracy",),
         ("ranges",),
         ("_ort_quantizer",),
-        ("_ort_model", "graph"),
+        ("_ort_model", "effort", "graph"),
     ),
     "report": (
         ("grouped", "junit", "markdown", "pages"),

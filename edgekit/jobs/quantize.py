@@ -24,7 +24,7 @@ from edgekit.model.outputs import StatedOutput, check_outputs
 from edgekit.prepare import Fix, ready_model
 from edgekit.progress import Budget, Progress, say_nothing
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization
-from edgekit.quantize.accuracy.predict import MOST_SAMPLES, FloatReference, Prediction
+from edgekit.quantize.accuracy.predict import FloatReference, Prediction
 from edgekit.quantize.apply import QuantizedModel
 from edgekit.quantize.calibration.cache import CacheSettings
 from edgekit.quantize.check_plan import read_plan, require_origin, require_plan
@@ -84,7 +84,7 @@ class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
 class _Job(msgspec.Struct, frozen=True, kw_only=True):
     """A model prepared for one target, and samples that were judged: all that is known before anything is measured.
 
-    `given` is the plan of a file.
+    `given` is the plan of a file; over `measured` samples it is told what a plan costs.
     """
 
     source: Model
@@ -99,6 +99,7 @@ class _Job(msgspec.Struct, frozen=True, kw_only=True):
     max_drop: float | None
     narrow: bool
     measure: Callable[[Model], Prediction]
+    measured: int
     work: Path
     budget: Budget
 
@@ -197,7 +198,7 @@ def _open_job(model: Path, data: Data, recipe: Recipe, how: QuantizeOptions, wor
     # Before the calibration, which takes the most time.
     labels = _read_labels(data.labels, limit, every, samples)
     samples = sequences.unroll(samples, "calibration")
-    most = MOST_SAMPLES if labels is None else MOST_LABELLED
+    most = None if labels is None else MOST_LABELLED
     reference = FloatReference(fixed.model, samples, outputs, most=most)
     measure = reference.predict_drop
     if labels is not None:
@@ -218,6 +219,7 @@ def _open_job(model: Path, data: Data, recipe: Recipe, how: QuantizeOptions, wor
         max_drop=recipe.max_drop,
         narrow=recipe.float_constants == "auto",
         measure=measure,
+        measured=len(reference.indices),
         work=work,
         budget=budget,
     )
@@ -312,8 +314,8 @@ def _find_plan(job: _Job, search: Search, method: str, state: State | None) -> t
 def _open_search(job: _Job, how: QuantizeOptions) -> Search:
     began = time.monotonic()
     calibration = _calibrate(job, how)
-    # What was planned is written and measured, which runs both models over about as many samples.
-    budget = job.budget.keep_back(time.monotonic() - began)
+    # What was planned is written and measured: running both models over a sample takes about as long as calibrating it.
+    budget = job.budget.keep_back((time.monotonic() - began) * job.measured / job.samples.count)
     return Search(
         model=job.prepared,
         calibration=calibration,

@@ -21,6 +21,7 @@ from edgekit.quantize.accuracy.listed import DetectionList, find_list
 from edgekit.quantize.accuracy.loss import MEASURES, Loss, lasting_reach
 from edgekit.quantize.accuracy.output_kinds import Reading, read_output_kinds
 from edgekit.quantize.accuracy.sqnr import ratio_db
+from edgekit.quantize.effort import find_effort
 
 MOST_SAMPLES = 256
 """So many tell half a point, which is one changed answer of 200; more cost time."""
@@ -111,7 +112,8 @@ def predict_drop(
 class FloatReference:
     """What a float model gives for samples, to hold quantized models against: it runs once for all of them.
 
-    `outputs` states what outputs are, which is guessed of the others. At most `most` samples count, spread evenly.
+    `outputs` states what outputs are, which is guessed of the others. At most `most` samples count, spread evenly; by
+    default MOST_SAMPLES, and of a large model fewer (`find_effort`).
     """
 
     def __init__(
@@ -120,10 +122,13 @@ class FloatReference:
         samples: Samples,
         outputs: Mapping[str, StatedOutput] | None = None,
         *,
-        most: int = MOST_SAMPLES,
+        most: int | None = None,
     ) -> None:
         self._model, self._samples, self._outputs = model, samples, outputs or {}
-        self.indices = spread_indices(samples.count, most)
+        # Without weights, which the session holds already.
+        self._graph = read_graph(model)
+        affordable = find_effort(self._graph, samples.count).predicting or MOST_SAMPLES
+        self.indices = spread_indices(samples.count, most or affordable)
         self._session: CpuSession | None = None
         self._known: dict[int, Tensors] = {}
         self._room = _MOST_KEPT_BYTES
@@ -186,8 +191,7 @@ class FloatReference:
     def parts(self) -> tuple["Part", ...]:
         """What counts of the outputs, and how, from what the float model gives for a few samples."""
         few = self._run_few(_GUESSED_FROM)
-        # Without weights, which the session holds already.
-        readings = read_output_kinds(read_graph(self._model), few, self._outputs)
+        readings = read_output_kinds(self._graph, few, self._outputs)
         return _choose_parts(readings, self._find_head(few[0]), _shapes(few[0]))
 
     def _read(self, indices: Sequence[int]) -> Iterator[tuple[int, Tensors]]:

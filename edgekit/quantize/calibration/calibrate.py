@@ -20,6 +20,7 @@ from edgekit.quantize.calibration.instrument import picked_values
 from edgekit.quantize.calibration.moments import save_moments
 from edgekit.quantize.calibration.passes import CalibrationTask, Measurements, measure_samples
 from edgekit.quantize.calibration.statistics import ActivationStatistics
+from edgekit.quantize.effort import find_effort
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.graph.float_graph import float_activations, read_aside, read_float_graph, set_weights_aside
 from edgekit.quantize.ranges.histogram import HistogramCollector
@@ -119,7 +120,7 @@ def calibrate_model(
         is_exact=found.is_exact,
         sample_error=found.statistics.sample_error(len(task.indices), len(found.seen)),
         known=found.known,
-        notes=(*found.cache.notes, *(found.held_out.describe_loss() if fitting else ())),
+        notes=(*found.cache.notes, *(_describe_judges(graph, found) if fitting else ())),
         ranges=_choose_ranges(graph, found.instrumented.aliases, found.statistics, methods, outputs or {}),
         statistics=str(work) if fitting else "",
         outputs=dict(outputs or {}),
@@ -134,6 +135,11 @@ def open_float_graph(model: Model, calibration: Calibration) -> Graph:
     """
     is_its = calibration.statistics and calibration.model_sha256 == model.sha256
     return (read_aside(Path(calibration.statistics)) if is_its else None) or read_float_graph(model)
+
+
+def _describe_judges(graph: Graph, found: Measurements) -> tuple[str, ...]:
+    effort = find_effort(graph, len(found.seen))
+    return (*found.held_out.describe_loss(), *effort.describe(len(found.held_out.positions())))
 
 
 def _save_statistics(work: Path, samples: Samples, found: Measurements) -> None:

@@ -27,6 +27,7 @@ from edgekit.quantize.mixed_precision.candidates import (
     best_quick_db,
     choose_ranges,
     judge_draft,
+    learn_roundings,
     sort_candidates,
 )
 from edgekit.quantize.mixed_precision.relief import (
@@ -148,6 +149,11 @@ def _plan_best(subject: _Subject) -> QuantPlan:
         candidate for each in (plain, equalized, through_silu) if each is not None for candidate in each.candidates
     ]
     lead = prefer_draft(chosen, through_silu, _SILU_DB)
+    if plain.draft.effort.is_bounded:
+        learned = learn_roundings(lead.draft, lead.candidates, subject.memo)
+        judged += [candidate for candidate in learned if candidate not in lead.candidates]
+        chosen = lead = msgspec.structs.replace(lead, candidates=learned)
+        through_silu = None
     best = _finish(subject, lead)
     tried = best.tried
     # What relief costs may be more than what the products cost: then the other draft is relieved too.
@@ -163,15 +169,20 @@ def prefer_draft(first: Judged, second: Judged | None, least_gain_db: float) -> 
     return second if second is not None and second.best_db > first.best_db + least_gain_db else first
 
 
-def _judge(subject: _Subject, factors: Mapping[str, tuple[float, ...]], floor_db: float = -math.inf) -> Judged:
-    """Returns the draft with channels scaled by factors, judged."""
+def _judge(
+    subject: _Subject,
+    factors: Mapping[str, tuple[float, ...]],
+    floor_db: float = -math.inf,
+    method: str | None = None,
+) -> Judged:
+    """Returns the draft with channels scaled by factors, judged; `floor_db` and `method` are those of `judge_draft`."""
     graph = equalize_graph(subject.graph, factors)
     calibration = adapt_ranges(graph, equalize_calibration(subject.graph, subject.calibration, factors))
     plan = draft_plan(subject.model, graph, calibration, subject.target, subject.precision)
     plan = msgspec.structs.replace(plan, factors=dict(factors))
     draft = Draft(graph=graph, calibration=calibration, plan=plan)
     draft = spare_enlarged(draft, widens=subject.target.widens(subject.precision))
-    return Judged(draft=draft, candidates=judge_draft(draft, subject.memo, floor_db=floor_db))
+    return Judged(draft=draft, candidates=judge_draft(draft, subject.memo, floor_db=floor_db, method=method))
 
 
 def _equalize(subject: _Subject, plain: Judged, *, reached: Judged, through_silu: bool) -> Judged | None:
@@ -185,7 +196,8 @@ def _equalize(subject: _Subject, plain: Judged, *, reached: Judged, through_silu
     factors = choose_factors(subject.graph, subject.pairs, plan.axes.keys(), through_silu=through_silu)
     if not factors or (through_silu and not scales_silu(subject.graph, factors)):
         return None
-    return _judge(subject, factors, best_quick_db(reached.candidates) - _HOPELESS_DB)
+    method = reached.candidates[0].method if plain.draft.effort.is_bounded else None
+    return _judge(subject, factors, best_quick_db(reached.candidates) - _HOPELESS_DB, method)
 
 
 def _finish(subject: _Subject, judged: Judged) -> Finished:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
@@ -13,6 +14,7 @@ from edgekit.graph.graph import Graph
 from edgekit.progress import NO_LIMIT, Budget
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.calibration.decided_logits import find_decisions
+from edgekit.quantize.effort import Effort, find_effort
 from edgekit.quantize.graph.compared_tensors import ComparedTensor, find_compared_tensors
 from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.mixed_precision.score import FEW_SAMPLES, Closeness, judge_candidate, judge_grids
@@ -62,7 +64,7 @@ class Memo(msgspec.Struct, frozen=True, kw_only=True):
     budget: Budget = msgspec.field(default_factory=Budget)
 
 
-class Draft(msgspec.Struct, frozen=True, kw_only=True):
+class Draft(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """A graph to quantize, what calibration says of it, and a plan for it."""
 
     graph: Graph
@@ -78,6 +80,11 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
     def compared(self) -> tuple[ComparedTensor, ...]:
         """The tensors by which candidates are judged."""
         return find_compared_tensors(self.graph, self.calibration.outputs)
+
+    @cached_property
+    def effort(self) -> Effort:
+        """How much may be spent on planning it."""
+        return find_effort(self.graph, self.calibration.samples)
 
     def choose(self, method: str, rounding: Rounding) -> "Draft":
         """Returns the draft with the ranges of a method and a rounding."""
@@ -116,24 +123,45 @@ def best_quick_db(judged: Sequence[Candidate]) -> float:
     return max(candidate.sqnr_db for candidate in judged if candidate.rounding in _QUICK)
 
 
-def judge_draft(draft: Draft, memo: Memo, *, floor_db: float = -math.inf) -> tuple[Candidate, ...]:
+def judge_draft(
+    draft: Draft, memo: Memo, *, floor_db: float = -math.inf, method: str | None = None
+) -> tuple[Candidate, ...]:
     """Returns the candidates of a draft, best first: plain minmax, and the roundings of the best range method.
 
-    Range methods are compared while weights are float. Rounding with second moments takes its time, so it is tried
-    only where rounded weights cost something, where the model is poor without it or small, and not below `floor_db`.
+    Range methods are compared while weights are float; with a `method` none are. Rounding with second moments takes its
+    time, so it is tried only where rounded weights cost something, where the model is poor without it or small, and not
+    below `floor_db`; with bounded effort it is left to `learn_roundings`.
 
     Raises:
         UsageError: the statistics are gone.
     """
     draft = draft.use_unsigned()
-    key = digest_draft(draft, floor_db)
+    key = f"{digest_draft(draft, floor_db)}.{method or ''}"
     if key in memo.judged:
         return memo.judged[key]
-    judged = sort_candidates(list(_judge_all(draft, floor_db, memo.budget)))
+    found = _judge_all(draft, floor_db, memo.budget) if method is None else _judge_quickly(draft, method, memo.budget)
+    judged = sort_candidates(list(found))
     # What was cut short would be taken for all that there is by a target with more time.
     if not memo.budget.left_out:
         memo.judged[key] = judged
     return judged
+
+
+def learn_roundings(draft: Draft, judged: Sequence[Candidate], memo: Memo) -> tuple[Candidate, ...]:
+    """Returns the candidates of a draft, best first, with those whose roundings learn from samples where that may gain.
+
+    Raises:
+        UsageError: the statistics are gone.
+    """
+    draft, method = draft.use_unsigned().choose(judged[0].method, "nearest"), judged[0].method
+    if not read_layers(draft.graph) or judged[0].rounding not in _QUICK:
+        return tuple(judged)
+    placed = place_draft(draft)
+    unrounded_db = _judge_ranges(draft, (method,), memo.budget, placed)[method].ratio_db
+    tried = [each for each in judged if each.method == method]
+    if unrounded_db - tried[0].sqnr_db < _WORTH_MOMENTS_DB and not draft.plan.bits:
+        return tuple(judged)
+    return sort_candidates([*judged, *_judge_learned(draft, unrounded_db, tried, memo.budget, placed)])
 
 
 def choose_again(draft: Draft, memo: Memo) -> QuantPlan:
@@ -262,8 +290,15 @@ def _judge_all(draft: Draft, floor_db: float, budget: Budget) -> Iterator[Candid
     weights, has_layers = count_weights(draft.graph), bool(read_layers(draft.graph))
     tried = list(_judge_roundings(chosen, _QUICK if has_layers else _QUICK[:1], budget, placed))
     yield from tried
+    if draft.effort.is_bounded:
+        return
     if has_layers and needs_moments(max(entry.sqnr_db for entry in tried), ranges[best].ratio_db, floor_db, weights):
         yield from _judge_learned(chosen, ranges[best].ratio_db, tried, budget, placed)
+
+
+def _judge_quickly(draft: Draft, method: str, budget: Budget) -> Iterator[Candidate]:
+    has_layers = bool(read_layers(draft.graph))
+    yield from _judge_roundings(draft.choose(method, "nearest"), _QUICK if has_layers else _QUICK[:1], budget)
 
 
 def _judge_learned(
@@ -318,7 +353,9 @@ def _judge_ranges(
     names = free_grids(stripped, grids[methods[0]])
     fed = {method: {name: found[name] for name in names} for method, found in grids.items()}
     decisions = find_decisions(draft.graph, draft.calibration)
-    return judge_grids(stripped, draft.compared, draft.statistics, fed, decisions, most=most)
+    return judge_grids(
+        stripped, draft.compared, draft.statistics, fed, decisions, most=draft.effort.limit(most), few=draft.effort.few
+    )
 
 
 def _judge_roundings(
@@ -339,7 +376,7 @@ def _judge_roundings(
             continue
         plan = msgspec.structs.replace(draft.plan, rounding=rounding)
         qdq = round_weights(placed, draft.graph, plan, draft.statistics)
-        ratio = judge_candidate(qdq, draft.compared, draft.statistics, most=most)
+        ratio = judge_candidate(qdq, draft.compared, draft.statistics, most=draft.effort.limit(most))
         yield Candidate(
             method=plan.method,
             rounding=rounding,

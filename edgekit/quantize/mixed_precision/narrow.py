@@ -14,6 +14,7 @@ from edgekit.graph.graph import Graph
 from edgekit.model.model import Model
 from edgekit.prepare.weights.narrow_constants import narrow_constants
 from edgekit.quantize.calibration.calibrate import Calibration
+from edgekit.quantize.effort import find_effort
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.mixed_precision.candidates import FAITHFUL_DB
 from edgekit.quantize.mixed_precision.score import FEW_SAMPLES, has_held_out, judge_candidate
@@ -49,12 +50,14 @@ def store_narrow(model: Model, plan: QuantPlan, calibration: Calibration, reache
     reached = max([candidate.sqnr_db for candidate in plan.judged], default=FAITHFUL_DB)
     least = max(reached, reached_db or -math.inf) - 10 * math.log10(10 ** (MOST_LOST_DB / 10) - 1)
 
+    most = find_effort(graph, calibration.samples).limit(FEW_SAMPLES)
+
     def judge(bits: Mapping[str, int]) -> float:
         proto = onnx.ModelProto()
         proto.CopyFrom(graph.model)
         bring_in(proto.graph, graph.folder, bits.keys())
         narrow_constants(proto.graph, bits)
-        return judge_candidate(proto, compared, statistics, keep_float_weights=True, most=FEW_SAMPLES)
+        return judge_candidate(proto, compared, statistics, keep_float_weights=True, most=most)
 
     chosen: dict[str, _Bits] = {}
     ratio = math.inf

@@ -36,6 +36,7 @@ GOOD_DB = 30.0
 _FEW_RELIEVED = 8
 # So many tensors are ranked at once: few, which most models need, and then those that the steps behind take.
 _RANKED = (_FEW_RELIEVED, 40, 80)
+_STEPS, _MOST_VALUES = 255, "percentile-99.9"
 _RELIEF = "more tensors out of 8 bits"
 _TINY = 1e-30
 
@@ -194,7 +195,10 @@ def _rank_tensors(draft: Draft, memo: Memo, count: int) -> dict[str, float]:
         return memo.ranked[key]
     unsigned = draft.use_unsigned()
     qdq = build_qdq(draft.graph, unsigned.plan, draft.statistics, "the candidate")
-    errors = rank_activations(draft.graph, qdq, draft.compared, draft.statistics, memo.budget, worst=worst)
+    errors = rank_activations(
+        draft.graph, qdq, draft.compared, draft.statistics, memo.budget,
+        worst=worst, most=draft.effort.ranking, weights=_guess_noise(draft),
+    )  # fmt: skip
     # A tensor that only a Relu or Clip reads leaves 8 bits with what that makes: they are one step of a schedule.
     folded = folded_activations(draft.graph)
     noise: dict[str, float] = {}
@@ -204,3 +208,14 @@ def _rank_tensors(draft: Draft, memo: Memo, count: int) -> dict[str, float]:
     if not memo.budget.left_out:
         memo.ranked[key] = noise
     return noise
+
+
+def _guess_noise(draft: Draft) -> dict[str, float]:
+    """Returns about how large the noise of each activation is beside itself: large where few steps hold most values."""
+    plan, ranges = draft.plan, draft.calibration.ranges
+    guesses: dict[str, float] = {}
+    for name, span in ranges.get(_MOST_VALUES, ranges["minmax"]).items():
+        whole = plan.ranges[name]
+        scale = plan.grids[name].scale if name in plan.grids else (whole.high - whole.low) / _STEPS
+        guesses[name] = min(1.0, scale / max(span.high - span.low, _TINY))
+    return guesses

@@ -22,6 +22,8 @@ FEW_SAMPLES = 4
 """After so many held-out samples what is clearly behind is not judged any more: a choice, for the time."""
 # Behind by so much is clear, and so is less where the difference is four times its standard error: choices.
 _CLEARLY_DB, _SURELY_DB, _SURE_ERRORS = 1.0, 0.3, 4.0
+# What nobody notices: 2 % of the noise power.
+_EVEN_DB = 0.1
 _TINY = float(np.finfo(np.float64).tiny)
 # A hundred times the signal, the -20 dB of `ratio_db`: what has another size is no worse.
 _MOST = 100.0
@@ -93,12 +95,14 @@ def judge_grids(
     decisions: Mapping[str, int] | None = None,
     *,
     most: int | None = None,
+    few: int | None = None,
 ) -> dict[str, Closeness]:
     """Returns how near each of several grids comes, which are fed to a graph with float weights.
 
     They are judged by all held-out samples, or the first `most`. `decisions` holds the axis of the classes of those
     tensors that decide. What is clearly worse after a few held-out samples, and changes no fewer decisions, is judged
-    by these alone: by how much it is worse there.
+    by these alone: by how much it is worse there. A stated `few` also judge alone where the others are as good as each
+    other by them.
 
     Raises:
         UsageError: the statistics are gone.
@@ -114,12 +118,14 @@ def judge_grids(
         return {name: tally.judge() for name, tally in tallies.items() if name not in behind}
 
     held = islice(read_held_out(statistics), most)
-    for part in (islice(held, FEW_SAMPLES), held):
+    for part in (islice(held, few or FEW_SAMPLES), held):
         tasks = ((name, *pair) for pair in part for name in grids if name not in behind)
         for (name, _, expected), found in map_in_order(run, tasks):
             tallies[name].add(names, expected, found)
         if not behind:
             behind = find_behind(rate())
+        if few is not None and is_even(rate()):
+            break
     ratios = rate()
     best = max(ratios.values(), key=lambda each: each.ratio_db)
     return ratios | {
@@ -132,6 +138,12 @@ def find_behind(judged: Mapping[str, Closeness]) -> dict[str, float]:
     """Returns by how much those are behind that are worse than the best for sure (`Closeness.is_behind`)."""
     best = max(judged.values(), key=lambda each: each.ratio_db)
     return {name: best.ratio_db - each.ratio_db for name, each in judged.items() if each.is_behind(best)}
+
+
+def is_even(judged: Mapping[str, Closeness]) -> bool:
+    """Returns True if it does not matter which of several is taken: all are about as near and change as much."""
+    ratios = [each.ratio_db for each in judged.values()]
+    return max(ratios) - min(ratios) < _EVEN_DB and len({each.changed for each in judged.values()}) == 1
 
 
 class _Tally:

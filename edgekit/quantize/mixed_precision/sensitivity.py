@@ -1,7 +1,9 @@
 """Sensitivity: what each activation does to the outputs when it alone is quantized."""
 
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -21,6 +23,7 @@ from edgekit.quantize.calibration.held_out import read_held_out
 from edgekit.quantize.graph.compared_tensors import ComparedTensor, find_compared_tensors
 from edgekit.quantize.graph.sessions import open_graph
 from edgekit.quantize.mixed_precision.score import has_held_out, powers_of
+from edgekit.quantize.mixed_precision.suffixes import cut_suffixes
 from edgekit.quantize.mixed_precision.variants import SWITCHES, switch_activations
 from edgekit.quantize.plan import QuantPlan
 from edgekit.quantize.qdq.build import build_qdq, plan_graph
@@ -30,6 +33,10 @@ _SAMPLES, _FEWER_SAMPLES = 6, 4
 # Into how many spans activations are parted at first, and how many spans are judged at most for each that is looked
 # for: tools/bench/ranking.py shows how well what is found agrees with judging each activation.
 _FIRST_SPANS, _SPANS_EACH = 16, 7
+# How many of a graph's last parts have a session of their own where runs are bounded: a choice.
+_PARTS = 3
+# What is left of a noise at least where a part seems to have made it all.
+_LEAST_LEFT = 0.01
 _TINY = float(np.finfo(np.float64).tiny)
 _RANKING = "the ranking of some activations"
 _Pair = tuple[Tensors, Tensors]
@@ -59,33 +66,61 @@ def rank_plan(model: Model, plan: QuantPlan, calibration: Calibration) -> tuple[
     return rank_activations(graph, build_qdq(graph, plan, statistics, model.path.name), compared, statistics)
 
 
-def search_spans(count: int, judge: Callable[[Sequence[range]], Sequence[float]], worst: int) -> list[float]:
+def search_spans(
+    count: int,
+    judge: Callable[[Sequence[range]], Sequence[float]],
+    worst: int,
+    *,
+    most: int | None = None,
+    guesses: Sequence[float] | None = None,
+) -> list[float]:
     """Returns for each of `count` things in a row its ratio in dB, found by judging spans of them together.
 
     What several things do adds up, so that a span with much noise is halved before one with little, until the `worst`
-    things are alone, or seven times as many spans were judged. What is not alone has its share of its span's noise.
+    things are alone, or seven times as many spans were judged, or `most`. What is not alone has its share of its span's
+    noise. With `guesses` of the noise of each thing these decide where spans begin and where they are halved, so that
+    what is bad is soon alone, and one half is judged: the other has the rest of the noise.
     """
-    most = _SPANS_EACH * worst
+    most = _SPANS_EACH * worst if most is None else min(_SPANS_EACH * worst, most)
+    mass = np.cumsum([0.0, *(guesses or [1.0] * count)])
+
+    def cut(target: float) -> int:
+        return int(np.searchsorted(mass, target, side="right")) - 1
+
     # Where there are few, each is judged alone: what two do may also cancel.
-    ends = np.linspace(0, count, (count if count <= most else _FIRST_SPANS) + 1).astype(int).tolist()
-    first = [range(*pair) for pair in pairwise(ends)]
-    spans = [(ratio, span.start, span.stop) for span, ratio in zip(first, judge(first), strict=False)]
+    parts = (
+        [*range(count + 1)]
+        if count <= most
+        else [cut(at) for at in np.linspace(0, mass[-1], _FIRST_SPANS + 1).tolist()]
+    )
+    first = [range(*pair) for pair in pairwise(dict.fromkeys(parts))]
+    spans = [(ratio, span.start, span.stop, True) for span, ratio in zip(first, judge(first), strict=False)]
     heapify(spans)
-    judged, alone = len(spans), list[tuple[float, int, int]]()
+    judged, alone = len(spans), list[tuple[float, int, int, bool]]()
     while spans and len(alone) < worst and judged < most:
-        ratio, start, stop = heappop(spans)
-        if stop - start == 1:
-            alone.append((ratio, start, stop))
+        ratio, start, stop, is_judged = heappop(spans)
+        middle = min(max(cut((mass[start] + mass[stop]) / 2), start + 1), stop - 1)
+        if stop - start == 1 and is_judged:
+            alone.append((ratio, start, stop, True))
             continue
-        middle = (start + stop) // 2
-        halves = (range(start, middle), range(middle, stop))
-        for half, its in zip(halves, judge(halves), strict=False):
-            heappush(spans, (its, half.start, half.stop))
-        judged += len(halves)
+        halves = [range(start, middle), range(middle, stop)] if stop - start > 1 else [range(start, stop)]
+        seen = halves[:1] if guesses else halves
+        found = [*judge(seen)]
+        judged += len(seen)
+        if len(found) < len(halves) and found:
+            found.append(_subtract(ratio, found[0]))
+        for half, its in zip(halves, found, strict=False):
+            heappush(spans, (its, half.start, half.stop, half in seen))
     ratios = [np.inf] * count
-    for ratio, start, stop in (*alone, *spans):
+    for ratio, start, stop, _ in (*alone, *spans):
         ratios[start:stop] = [ratio + 10 * float(np.log10(stop - start))] * (stop - start)
     return ratios
+
+
+def _subtract(ratio_db: float, part_db: float) -> float:
+    """Returns the ratio of the rest of something, given that of the whole and that of a part."""
+    left = 10 ** (-ratio_db / 10) - 10 ** (-part_db / 10)
+    return -10 * math.log10(max(left, 10 ** (-ratio_db / 10) * _LEAST_LEFT))
 
 
 def rank_activations(
@@ -96,22 +131,31 @@ def rank_activations(
     budget: Budget = NO_LIMIT,
     *,
     worst: int | None = None,
+    most: int | None = None,
+    weights: Mapping[str, float] | None = None,
 ) -> tuple[TensorError, ...]:
     """Returns each quantized activation with what it alone does to the outputs, the most harmful first.
 
     With `worst` only so many are looked for, among spans of activations that are quantized together (`search_spans`),
-    and judged by themselves; the others follow with their share of what their span does. What the budget leaves no time
-    for comes last.
+    and judged by themselves; the others follow with their share of what their span does. That takes `most` runs where
+    they are bounded; `weights` are then guesses of what each activation does. What the budget leaves no time for comes
+    last.
 
     Raises:
         UsageError: the statistics are gone.
     """
-    held = [pair for _, pair in zip(range(_SAMPLES), read_held_out(statistics), strict=False)]
-    switched = _Switched(graph, qdq, compared, budget)
+    held: list[_Pair] = [pair for _, pair in zip(range(_SAMPLES), read_held_out(statistics), strict=False)]
+    switched = _Switched(graph, qdq, compared, budget, parts=0 if most is None else _PARTS)
     names = switched.names
     ratios, chosen = [np.inf] * len(names), list(range(len(names)))
+    if worst is not None and most is not None:
+        guesses, few = _add_even([(weights or {}).get(name, 0.0) for name in names]), held[:1]
+        ratios = search_spans(
+            len(names), lambda spans: [*switched.judge(spans, few)], worst, most=most, guesses=guesses
+        )
+        chosen = []
     # Few activations are judged by all samples in no more runs.
-    if worst is not None and len(names) * len(held) > (_SPANS_EACH + _FEWER_SAMPLES) * worst:
+    elif worst is not None and len(names) * len(held) > (_SPANS_EACH + _FEWER_SAMPLES) * worst:
         few = switched.find_noisiest(held)[: max(1, _SPANS_EACH * worst // len(names))]
         ratios = search_spans(len(names), lambda spans: [*switched.judge(spans, few)], worst)
         chosen, held = sorted(chosen, key=lambda index: ratios[index])[:worst], held[:_FEWER_SAMPLES]
@@ -123,8 +167,17 @@ def rank_activations(
     return tuple(sorted(errors, key=lambda error: error.sqnr_db))
 
 
+def _add_even(guesses: Sequence[float]) -> list[float]:
+    """Returns weights of which guesses are a half: they may be wrong."""
+    total = max(sum(guesses), _TINY)
+    return [each / total + 1 / len(guesses) for each in guesses]
+
+
 class _Switched:
-    """The one session that serves all: it holds a switch for each activation."""
+    """The sessions that serve all: they hold a switch for each activation.
+
+    With `parts` those of the graph's last parts run where everything before them is float anyhow.
+    """
 
     def __init__(
         self,
@@ -132,18 +185,32 @@ class _Switched:
         qdq: onnx.ModelProto,
         compared: Sequence[ComparedTensor],
         budget: Budget,
+        *,
+        parts: int = 0,
     ) -> None:
         proto, self.names = switch_activations(qdq, graph)
         switched = {name: f"{name}.edgekit.switched" for name in self.names}
         self._shown = {each: switched.get(each.tensor, each.tensor) for each in compared}
+        self._outputs = tuple(dict.fromkeys(self._shown.values()))
         del proto.graph.output[:]
-        proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in dict.fromkeys(self._shown.values()))
+        proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in self._outputs)
+        places = {name: index for index, node in enumerate(proto.graph.node) for name in node.output}
+        self._places = [places[switched[name]] for name in self.names]
+        suffixes = [*cut_suffixes(proto, parts, partial(_measure_bytes, graph))]
+        self._fed = dict.fromkeys(name for each in suffixes for name in each.fed)
+        proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in self._fed)
         self._session = open_graph(proto, graph.folder, keep_float_weights=False)
+        self._parts = [(each, open_graph(each.proto, graph.folder, keep_float_weights=False)) for each in suffixes]
+        self._known: dict[int, Tensors] = {}
         self._budget = budget
 
     def judge(self, spans: Sequence[range], pairs: Sequence[_Pair]) -> Iterator[float]:
         """Yields the ratio in dB of each span of activations that are quantized, while there is time."""
         began = time.monotonic()
+        for pair in pairs if self._fed else ():
+            if id(pair) not in self._known:
+                off = {**pair[0], SWITCHES: np.zeros(len(self.names), bool)}
+                self._known[id(pair)] = self._session.run(off, [*self._fed])
 
         def rate(span: range) -> float:
             powers = np.sum([self._measure(span, pair) for pair in pairs], axis=0)
@@ -163,5 +230,14 @@ class _Switched:
     def _measure(self, span: range, pair: _Pair) -> Array:
         switches = np.zeros(len(self.names), bool)
         switches[span.start : span.stop] = True
-        found = self._session.run({**pair[0], SWITCHES: switches})
+        start = min(self._places[span.start : span.stop])
+        part, session = next((each for each in reversed(self._parts) if each[0].start <= start), (None, self._session))
+        fed = {name: self._known[id(pair)][name] for name in part.fed} if part is not None else {}
+        found = session.run({**pair[0], **fed, SWITCHES: switches}, self._outputs)
         return np.stack([powers_of(each, pair[1][each.tensor], found[name]) for each, name in self._shown.items()])
+
+
+def _measure_bytes(graph: Graph, name: str) -> int | None:
+    source = name.removesuffix(".edgekit.switched")
+    is_sized = graph.is_float(source) and None not in (graph.dims(source) or (None,))
+    return 4 * graph.value(source).elements if is_sized else None

@@ -8,7 +8,7 @@ from onnx import helper, numpy_helper
 
 from edgekit.graph.graph import Graph
 from edgekit.graph.rewrite import copy_fields, set_nodes
-from edgekit.model.model import find_reads
+from edgekit.model.model import find_reads, order_nodes
 from edgekit.model.tensors import Array
 from edgekit.prepare.tidy import import_contrib
 
@@ -86,6 +86,8 @@ def switch_activations(qdq: onnx.ModelProto, graph: Graph) -> tuple[onnx.ModelPr
     for index, name in enumerate(names):
         proto.graph.initializer.append(numpy_helper.from_array(np.array(index), f"{name}.edgekit.index"))
         proto.graph.node.extend(_switch(name, sites[name]))
+    nodes = order_nodes(proto.graph)
+    set_nodes(proto.graph, nodes)
     proto.graph.input.append(helper.make_tensor_value_info(SWITCHES, onnx.TensorProto.BOOL, [len(names)]))
     import_contrib(proto)
     return proto, names
@@ -138,14 +140,18 @@ def _dequantize(node: onnx.NodeProto, stored: Mapping[str, onnx.TensorProto]) ->
 
 
 def _switch(name: str, site: onnx.NodeProto) -> list[onnx.NodeProto]:
-    integers, rounded, switch = (f"{name}.edgekit.{part}" for part in ("integers", "rounded", "switch"))
+    """Returns an If between an activation through Q and DQ and as it is: a Where would compute both and read all."""
+    integers, rounded, plain, switch = (f"{name}.edgekit.{part}" for part in ("integers", "rounded", "plain", "switch"))
     parameters = list(site.input[1:])
-    return [
+    through = [
         helper.make_node("QuantizeLinear", [name, *parameters], [integers], domain=site.domain),
         helper.make_node("DequantizeLinear", [integers, *parameters], [rounded], domain=site.domain),
-        helper.make_node("Gather", [SWITCHES, f"{name}.edgekit.index"], [switch]),
-        helper.make_node("Where", [switch, rounded, name], [f"{name}.edgekit.switched"]),
     ]
+    choice = helper.make_node("If", [switch], [f"{name}.edgekit.switched"])
+    for branch, nodes in (("then", through), ("else", [helper.make_node("Identity", [name], [plain])])):
+        body = helper.make_graph(nodes, branch, [], [onnx.ValueInfoProto(name=nodes[-1].output[0])])
+        choice.attribute.append(helper.make_attribute(f"{branch}_branch", body))
+    return [helper.make_node("Gather", [SWITCHES, f"{name}.edgekit.index"], [switch]), choice]
 
 
 def _copy_bare(proto: onnx.ModelProto) -> onnx.ModelProto:

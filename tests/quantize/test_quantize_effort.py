@@ -1,0 +1,123 @@
+"""Planning a large model takes a number of runs that its size and its samples bound."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import parser
+from quantize_models import random_samples
+
+from edgekit._ort import CpuSession, SessionSettings
+from edgekit.graph.graph import view_model
+from edgekit.model.model import Model
+from edgekit.model.tensors import Array, Tensors
+from edgekit.quantize import calibrate_model, plan_quantization
+from edgekit.quantize.accuracy.predict import FloatReference
+from edgekit.quantize.effort import Effort, find_effort
+from edgekit.quantize.graph.float_graph import read_float_graph
+from edgekit.quantize.mixed_precision.score import Closeness, is_even
+from edgekit.quantize.mixed_precision.sensitivity import search_spans
+from edgekit.quantize.mixed_precision.suffixes import cut_suffixes
+from edgekit.target import load_target
+
+_SETTINGS = SessionSettings()
+
+
+def _product(rows: int) -> onnx.ModelProto:
+    text = f"""<ir_version: 8, opset_import: ["" : 17]>
+      g (float[{rows},1000] x, float[1000,1000] w) => (float[{rows},1000] y) {{ y = MatMul(x, w) }}"""
+    return parser.parse_model(text)
+
+
+@pytest.mark.parametrize(
+    ("rows", "samples", "runs"),
+    [(3_000, 32, None), (5_000, 8, 193), (5_000, 120, 240), (50_000, 8, 48), (50_000, 32, 64), (50_000, 999, 256)],
+)
+def test_what_a_run_takes_and_how_many_samples_there_are_bound_the_runs(
+    rows: int, samples: int, runs: int | None
+) -> None:
+    effort = find_effort(view_model(_product(rows), Path()), samples)
+    assert (effort.runs, effort.work) == (runs, rows * 1_000_000 + 32 * rows * 1_000)
+    assert effort.is_bounded == (runs is not None)
+
+
+def test_a_note_says_that_not_all_that_was_held_out_judges() -> None:
+    assert Effort(work=10**9).describe(16) == ()
+    assert Effort(work=10**10, runs=240, predicting=40).describe(10) == ()
+    (note,) = Effort(work=10**10, runs=100, predicting=40).describe(16)
+    assert note == "4 of 16 held-out samples judge the plans: a run takes 10.0 G"
+
+
+@pytest.fixture
+def bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every model is a large one, which has the least of runs."""
+    monkeypatch.setattr("edgekit.quantize.effort._LARGE", 0)
+    monkeypatch.setattr("edgekit.quantize.effort._FREE", 0)
+
+
+@pytest.mark.usefixtures("bounded")
+def test_with_a_bound_planning_takes_no_more_than_twice_as_many_runs(
+    net: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = calibrate_model(net, random_samples(net, count=24), work=tmp_path / "work")
+    assert any("2 of 8 held-out samples judge" in note for note in measured.notes)
+    runs, run = list[int](), CpuSession.run
+
+    def count(session: CpuSession, inputs: Tensors, outputs: Sequence[str] | None = None) -> dict[str, Array]:
+        runs.append(1)
+        return run(session, inputs, outputs)
+
+    monkeypatch.setattr(CpuSession, "run", count)
+    plan = plan_quantization(net, measured, load_target("nnapi"), "int8", method="best")
+    assert 0 < sum(runs) <= 2 * 48
+    assert plan.judged[0].sqnr_db > 20
+
+
+@pytest.mark.usefixtures("bounded")
+def test_with_a_bound_a_drop_is_told_over_fewer_samples(net: Model) -> None:
+    assert len(FloatReference(net, random_samples(net, count=12)).indices) == 8
+    assert len(FloatReference(net, random_samples(net, count=96)).indices) == 32
+    assert len(FloatReference(net, random_samples(net, count=96), most=96).indices) == 96
+
+
+def test_guesses_find_the_worst_in_half_of_the_runs() -> None:
+    noise, judged = np.full(141, 1e-6), list[int]()
+    noise[[99, 30, 70]] = 1.0, 0.1, 0.01
+
+    def judge(spans: Sequence[range]) -> list[float]:
+        judged.append(len(spans))
+        return [float(-10 * np.log10(noise[span.start : span.stop].sum())) for span in spans]
+
+    ratios = search_spans(141, judge, worst=3, most=28, guesses=[0.01 if each > 1e-3 else 1e-4 for each in noise])
+    assert np.argsort(ratios)[:3].tolist() == [99, 30, 70]
+    assert [ratios[index] for index in (99, 30, 70)] == pytest.approx([0, 10, 20], abs=0.01)
+    assert sum(judged) <= 28
+    # Guesses that are wrong cost runs, but what was judged decides.
+    judged.clear()
+    ratios = search_spans(141, judge, worst=3, guesses=[1.0 if index < 9 else 0.01 for index in range(141)])
+    assert np.argsort(ratios)[:1].tolist() == [99]
+
+
+def test_the_last_part_of_a_graph_gives_what_the_whole_gives(net: Model) -> None:
+    graph = read_float_graph(net)
+    (suffix,) = cut_suffixes(graph.model, 1, lambda name: 4 * graph.value(name).elements)
+    assert 0 < len(suffix.proto.graph.node) < len(graph.model.graph.node)
+    sample = next(iter(random_samples(net)))
+    whole = onnx.ModelProto()
+    whole.CopyFrom(graph.model)
+    whole.graph.output.extend(onnx.ValueInfoProto(name=name) for name in suffix.fed)
+    every = CpuSession(whole.SerializeToString(), _SETTINGS).run(sample)
+    fed = {name: every[name] for name in suffix.fed}
+    found = CpuSession(suffix.proto.SerializeToString(), _SETTINGS).run({**sample, **fed})
+    assert np.allclose(found["y"], every["y"], atol=1e-6)
+    # What is too large to keep for each sample is cut nowhere.
+    assert not [*cut_suffixes(graph.model, 1, lambda _: None)]
+
+
+def test_methods_that_are_as_good_as_each_other_are_judged_no_further() -> None:
+    near = {"minmax": Closeness(ratio_db=30.0), "mse": Closeness(ratio_db=30.05)}
+    assert is_even(near)
+    assert not is_even({**near, "entropy": Closeness(ratio_db=29.9)})
+    assert not is_even({"minmax": Closeness(ratio_db=30.0, changed=0.1), "mse": Closeness(ratio_db=30.0, changed=0.0)})
