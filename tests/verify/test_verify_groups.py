@@ -1,5 +1,6 @@
 """Groups verified end to end: an honest device passes, one that is wrong, or stops on the way, fails."""
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -17,12 +18,14 @@ from edgekit.bundle.sign import make_key
 from edgekit.cli.main import run_command
 from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun, Job
+from edgekit.devices.find import find_device
 from edgekit.errors import BundleError, DeviceError
 from edgekit.jobs.group import build_group
 from edgekit.jobs.release import Allowed, sign_verified
 from edgekit.model.tensors import Tensors
 from edgekit.recipe import Data, Recipe
 from edgekit.report.grouped import GroupBuild, describe_group
+from edgekit.target import load_target
 from edgekit.verify.groups import GroupReport, verify_group
 
 
@@ -95,8 +98,19 @@ def test_a_group_that_ran_nowhere_is_not_proven(speech: Group) -> None:
 
 
 @pytest.mark.slow
-def test_a_group_passes_on_this_machine(speech: Group) -> None:
-    assert run_command(["group", "verify", str(speech.folder), "--require", "host", "-q"]) == 0
+def test_a_group_passes_in_qnns_simulator(tmp_path: Path) -> None:
+    missing = find_device("qnn-htp-sim", load_target("qnn")).find_missing()
+    if missing is not None:
+        pytest.skip(f"{missing.reason}: {missing.command}")
+    path, source = make_speech(tmp_path, samples=4), str(tmp_path / "speech.npz")
+    data = Data(source=source, evaluation=source, labels=tmp_path / "speech.txt")
+    build_group(path, data, tmp_path / "out", Recipe(targets=("qnn",), forms=("onnx",)), verify=False)
+    folder = tmp_path / "out" / "speech-qnn"
+    assert run_command(["group", "verify", str(folder), "--require", "qnn-htp-sim", "-q"]) == 0
+    (whole,) = json.loads((folder / VERIFY).read_bytes())["runs"]
+    assert (whole["evidence"], whole["task"]["got"], whole["runs"]["encoder"]) == ("simulator", 1.0, 1)
+    # As many turns of one session as the longest text has tokens.
+    assert whole["runs"]["decoder"] > 2
 
 
 @pytest.fixture
