@@ -62,7 +62,11 @@ def _read(path: Path, location: str) -> onnx.ModelProto:
     except OSError as error:
         raise ModelError(f"cannot read '{path}': {error.strerror}", hint="give the path of an .onnx file") from error
     except (DecodeError, ValueError, IndexError, KeyError) as error:
-        raise ModelError(f"'{path}' is not an ONNX model, or is cut off", hint="export it again") from error
+        # What lists several models is no model.
+        hint = (
+            "edgekit group takes a .toml, edgekit run an edgekit.toml" if path.suffix == ".toml" else "export it again"
+        )
+        raise ModelError(f"'{path}' is not an ONNX model, or is cut off", hint=hint) from error
 
 
 def _skim(data: mmap.mmap, kind: str, span: tuple[int, int], depth: int, location: str) -> Iterator[bytes]:

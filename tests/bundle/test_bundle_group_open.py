@@ -61,6 +61,7 @@ def test_a_target_that_wants_sizes_names_the_member(tmp_path: Path, refused: Cal
     assert 'dims = { "batch" = SIZE, "new" = SIZE, "past" = SIZE } in [members.decode]' in said
     text = (tmp_path / "talk.toml").read_text()
     (tmp_path / "talk.toml").write_text(text.replace("repeat = true", "repeats = true"))
+    assert "edgekit group takes a .toml" in refused("check", "talk.toml")
     assert "did you mean 'repeat'?" in refused("group", "build", "talk.toml", "--data", "talk.npz", "--out", "o")
 
 
