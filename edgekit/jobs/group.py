@@ -1,7 +1,7 @@
 """From the models of a group to a verified folder for each target."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.bundle.group.group import GroupContents, write_group
 from edgekit.bundle.group.settle import settle_wiring
 from edgekit.bundle.group.weights import find_equal_weights, share_weights
-from edgekit.bundle.group.wiring import Interface, describe_interface, find_fault, list_data
+from edgekit.bundle.group.wiring import Interface, describe_interface, find_fault, list_data, split_source
 from edgekit.data.split import SampleSets, read_sample_sets
 from edgekit.devices.register import DeviceChoice
 from edgekit.errors import EdgekitError, UsageError
@@ -48,6 +48,7 @@ class _Job(msgspec.Struct, frozen=True, kw_only=True):
     out: Path
     verify: bool
     progress: Progress
+    notes: tuple[str, ...] = ()
 
 
 def build_group(
@@ -84,6 +85,7 @@ def build_group(
             out=out,
             verify=verify,
             progress=say,
+            notes=tuple(_tell_cut(group, sets)),
         )
         built = _build_members(job)
         report = GroupBuild(
@@ -147,6 +149,19 @@ def _read_samples(group: FloatGroup, file: GroupFile, data: Data, recipe: Recipe
     )
 
 
+def _tell_cut(group: FloatGroup, sets: SampleSets) -> Iterator[str]:
+    """Yields a note where samples begin with more tokens than the first stage with text takes."""
+    tokens = group.wiring.tokens
+    run, text = next(((stage.run, stage.text) for stage in group.wiring.stages if stage.text), ("", None))
+    if tokens is None or text is None or not isinstance(tokens.start, str):
+        return
+    length, name = (group.interfaces[run].inputs[text.input].shape or (None,))[-1], split_source(tokens.start)[1]
+    given = (sample[name].size for samples in (sets.calibration, sets.evaluation) for sample in samples)
+    cut = sum(size > length for size in given) if isinstance(length, int) else 0
+    if cut:
+        yield f"{cut} samples begin with more tokens than the {length} that '{run}' takes: what is more is left out"
+
+
 def _build_members(job: _Job) -> dict[str, tuple[Path, BuildReport]]:
     """Returns for each member where its bundles lie, and what is known of them."""
     shares = find_equal_weights(tuple(job.group.models.values())) > 0
@@ -173,7 +188,7 @@ def _tell(progress: Progress, name: str, step: str) -> None:
 
 def _finish(target: Target, built: Mapping[str, tuple[Path, BuildReport]], job: _Job) -> GroupTarget:
     """Writes the group of one target, and verifies it."""
-    bundles, notes = dict[str, Bundle](), list[str]()
+    bundles, notes = dict[str, Bundle](), list(job.notes)
     for name, (folder, report) in built.items():
         summary = next(bundle for bundle in report.bundles if bundle.target == target.name)
         if summary.path is None:

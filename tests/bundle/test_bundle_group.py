@@ -195,17 +195,23 @@ def test_boxes_are_cut_out_from_left_to_right() -> None:
         cut_boxes(crop, wanted, image, boxes[..., :3], boxes[..., 0])
 
 
-def build_into(folder: Path, make: Callable[[Path], Path], **files: str) -> None:
+def build_into(folder: Path, make: Callable[[Path], Path], **files: str) -> tuple[str, ...]:
+    """Builds a group for the CPU, and returns the notes."""
     path = make(folder)
     source = str(folder / files["data"])
     data = Data(source=source, evaluation=source, labels=folder / files["labels"] if "labels" in files else None)
     report = build_group(path, data, folder / "out", Recipe(targets=("cpu",), precision="fp32"), verify=False)
     assert report.targets[0].failure is None
+    return report.targets[0].notes
 
 
 @pytest.fixture(scope="module")
 def talk(make_once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
-    return make_once("talk", lambda folder: build_into(folder, make_talk, data="talk.npz")) / "out" / "talk-cpu"
+
+    def fill(folder: Path) -> None:
+        build_into(folder, make_talk, data="talk.npz")
+
+    return make_once("talk", fill) / "out" / "talk-cpu"
 
 
 @pytest.fixture(scope="module")
@@ -267,9 +273,10 @@ def test_a_member_is_a_bundle_of_its_own(talk: Path, tmp_path: Path) -> None:
     assert "decode.onnx" in (bundle.folder / "app" / "ModelSession.kt").read_text()
 
 
-def test_weights_beside_a_model_are_shared_too(tmp_path: Path) -> None:
+def test_weights_beside_a_model_are_shared_too_and_texts_that_do_not_fit_are_told(tmp_path: Path) -> None:
     def make(folder: Path) -> Path:
         path = make_talk(folder, samples=4)
+        np.savez(folder / "talk.npz", prompt=np.ones((4, 1, 9), np.int64))
         proto = onnx.load(str(folder / "decode.onnx"))
         proto.graph.initializer.add().CopyFrom(onnx.numpy_helper.from_array(np.ones(600, np.float32), "alone"))
         proto.graph.node.add().CopyFrom(onnx.helper.make_node("Identity", ["alone"], ["more"]))
@@ -279,7 +286,8 @@ def test_weights_beside_a_model_are_shared_too(tmp_path: Path) -> None:
         )
         return path
 
-    build_into(tmp_path, make, data="talk.npz")
+    notes = build_into(tmp_path, make, data="talk.npz")
+    assert "8 samples begin with more tokens than the 6 that 'prefill' takes: what is more is left out" in notes
     group = open_group(tmp_path / "out" / "talk-cpu")
     names = group.manifests["decode"].forms["onnx"]
     session = onnxruntime.InferenceSession(str(group.folder / group.manifest.members["decode"].model_file))
