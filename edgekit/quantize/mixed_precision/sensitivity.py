@@ -88,11 +88,8 @@ def search_spans(
         return int(np.searchsorted(mass, target, side="right")) - 1
 
     # Where there are few, each is judged alone: what two do may also cancel.
-    parts = (
-        [*range(count + 1)]
-        if count <= most
-        else [cut(at) for at in np.linspace(0, mass[-1], _FIRST_SPANS + 1).tolist()]
-    )
+    targets = [mass[-1] * index / _FIRST_SPANS for index in range(_FIRST_SPANS + 1)]
+    parts = [*range(count + 1)] if count <= most else [cut(target) for target in targets]
     first = [range(*pair) for pair in pairwise(dict.fromkeys(parts))]
     spans = [(ratio, span.start, span.stop, True) for span, ratio in zip(first, judge(first), strict=False)]
     heapify(spans)
