@@ -13,6 +13,7 @@ from edgekit.errors import ModelError
 from edgekit.graph.graph import Graph, Node, infer_graph
 from edgekit.model.model import iterate_graphs
 from edgekit.prepare.fix import REWRITES
+from edgekit.prepare.interface import drop_idle_nodes
 from edgekit.prepare.opset import DEFAULT_OPSET, convert_opset, read_opset
 
 Recheck = Callable[[Graph, int], Sequence[CheckedNode]]
@@ -128,6 +129,7 @@ def _find_rewrite(id_: str) -> Callable[[Case], Iterator[Finding]]:
         # is light.
         nodes = tuple(name for graph in iterate_graphs(copy.graph) for name in REWRITES[id_](graph, opset))
         if nodes:
+            drop_idle_nodes(copy.graph)
             yield Finding(nodes=nodes, changed=infer_graph(copy))
 
     return find
@@ -224,6 +226,8 @@ _REWRITTEN: Mapping[str, str] = {
     "split-skip-norm": "write {count} of Skip(Simplified)LayerNormalization as Add and the norm",
     "split-layer-norm": "write {count} of LayerNormalization as means, differences and a root",
     "flat-expand": "give {count} of Expand fewer axes, between Reshapes, which is the same",
+    "expand-to-concat": "write {count} of Expand as a Concat of copies, which is the same",
+    "neg-to-mul": "write {count} of Neg as a product with -1, which is the same",
     "exact-gelu": "write {count} of Gelu with Tanh as the exact one, at most 4.8e-4 apart",
     "split-rms-norm": "write {count} of RMS normalisation as a mean of squares and a root",
     "split-gelu": "write {count} of Gelu with Erf",

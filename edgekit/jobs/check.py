@@ -21,7 +21,7 @@ from edgekit.graph.graph import read_graph
 from edgekit.model.model import Model, load_model
 from edgekit.plain import to_plain
 from edgekit.prepare.clean import prepare_model, sketch_model, sketch_unloaded
-from edgekit.prepare.fix import FIXES, Fix, FixedModel, fix_model, list_asked
+from edgekit.prepare.fix import FIXES, JOINS, Fix, FixedModel, fix_model, list_asked
 from edgekit.progress import Progress, say_nothing
 from edgekit.recipe import Recipe, load_targets
 from edgekit.report.checked import CheckSummary, describe_recommendation
@@ -130,8 +130,10 @@ def fix_for_target(
     before = after = check_model(prepared, target)
     fixes: list[Fix] = []
     asked = list_asked(target, stays_float=stays_float)
-    for _ in range(_FIX_ROUNDS):
-        fixed = fix_model(prepared, out, {*FIXES, *asked, *(advice.id for advice in after.advice)})
+    for turn in range(_FIX_ROUNDS):
+        # What was joined at first is not joined again: it may have been taken apart since, for this target.
+        plain = FIXES.keys() - JOINS if turn else FIXES
+        fixed = fix_model(prepared, out, {*plain, *asked, *(advice.id for advice in after.advice)})
         prepared, after = fixed.model, check_model(fixed.model, target)
         fixes += fixed.fixes
         if not fixed.fixes:

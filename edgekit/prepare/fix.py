@@ -17,6 +17,7 @@ from edgekit.prepare.rewrites import (
     clip_to_relu,
     copies,
     exact_gelu,
+    expand_to_concat,
     flat_expand,
     flatten_to_reshape,
     gemm_to_matmul,
@@ -30,6 +31,7 @@ from edgekit.prepare.rewrites import (
     join_rms_norm,
     join_rotary,
     matmul_to_2d,
+    neg_to_mul,
     pad_reflect,
     plain_gather,
     plain_gemm,
@@ -69,6 +71,9 @@ FIXES: Mapping[str, Rewrite] = {
 }
 """Rewrites that every provider is well served by."""
 
+JOINS = frozenset({join_rms_norm.FIX_ID, join_gelu.FIX_ID})
+"""Those of them that other rewrites undo for a target which lacks what they write."""
+
 _SHAPELESS = FIXES.keys() - {idle_add.FIX_ID, idle_nan_guard.FIX_ID}
 
 SPELLINGS: Mapping[str, Rewrite] = {
@@ -80,6 +85,9 @@ SPELLINGS: Mapping[str, Rewrite] = {
     hard_swish.JOIN_ID: hard_swish.join_hard_swishes,
     hard_swish.SPLIT_ID: hard_swish.split_hard_swishes,
     flat_expand.FIX_ID: flat_expand.flatten_expands,
+    # Of few axes: a Concat has as many as the Expand that it stands for.
+    expand_to_concat.FIX_ID: expand_to_concat.write_concats,
+    neg_to_mul.FIX_ID: neg_to_mul.write_products,
     # What ONNX Runtime's optimizers fuse, before what that becomes.
     split_embed_norm.FIX_ID: split_embed_norm.split_embed_norms,
     split_attention.FIX_ID: split_attention.split_attentions,

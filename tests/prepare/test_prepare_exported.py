@@ -61,6 +61,18 @@ def test_qnn_takes_every_node(tmp_path: Path, name: str, style: str) -> None:
     assert [node.name for node in report.node_list if not node.taken] == []
 
 
+@pytest.mark.parametrize("style", STYLES)
+def test_coreml_and_nnapi_take_a_decoder_in_one_part(tmp_path: Path, style: str) -> None:
+    ready = ready_model(EXPORTED["llama"](tmp_path / "m.onnx", style), tmp_path, {}).model
+    for name, left in (("coreml", set[str]()), ("nnapi", {"Gather"})):
+        target = load_target(name)
+        fixed, _ = fix_for_target(ready, tmp_path / f"{name}.onnx", target)
+        report = check_model(fixed.model, target)
+        # NNAPI wants constant indices: embeddings stay with the CPU.
+        assert {node.op for node in report.node_list if not node.taken} == left
+        assert report.partitions == 1
+
+
 def explain(model: Model, name: str, precision: Precision) -> str | None:
     target = load_target(name)
     return explain_no_gain(read_graph(model), target, precision, partial(check_model, model, target))

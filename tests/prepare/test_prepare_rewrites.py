@@ -77,6 +77,10 @@ WITH = {
         "<int64[1] a = {2}, int64[5] s = {1,2,3,4,3}, int64[4] t = {1,6,4,3}> "
         "{ b = Unsqueeze(x, a) c = Expand(b, s) y = Reshape(c, t) }"
     ),
+    "expand-to-concat": (
+        "g (float[2,1,3] x) => (float[2,4,3] y) <int64[3] s = {2,4,1}> { a = Relu(x) y = Expand(a, s) }"
+    ),
+    "neg-to-mul": "g (float[2,9] x) => (float[2,9] y) { a = Relu(x) y = Neg(a) }",
     "join-gelu": (
         "g (float[2,9] x) => (float[2,9] y) <float r = {1.41421356}, float o = {1}, float h = {0.5}> "
         "{ a = Div(x, r) b = Erf(a) c = Add(b, o) d = Mul(x, c) y = Mul(d, h) }"
@@ -134,6 +138,12 @@ WITHOUT = {
         "g (int32[1,2] i) => (float[1,2,3] y, int32[1] m) <float[4,3] w = {1,2,3,4,5,6,7,8,9,10,11,12}, "
         "float[3] g = {1,2,3}> { y, m = com.microsoft.EmbedLayerNormalization(i, , w, w, , g, ) }"
     ),
+    "expand-to-concat": (
+        "g (float[1,1,3] x, float[1,3] z, float[1,2] t) => (float[2,4,3] y, float[1,1,3] u, float[17,2] v) "
+        "<int64[3] s = {2,4,3}, int64[3] p = {1,1,3}, int64[2] m = {17,2}> "
+        "{ y = Expand(x, s) u = Expand(z, p) v = Expand(t, m) }"
+    ),
+    "neg-to-mul": "g (int32[2,9] x) => (int32[2,9] y) { y = Neg(x) }",
     "flat-expand": "g (float[1,4,3] x) => (float[2,4,3] y) <int64[3] s = {2,4,3}> { y = Expand(x, s) }",
     "join-gelu": (
         "g (float[2,9] x) => (float[2,9] y) <float r = {1.41421356}, float o = {1}, float h = {0.25}> "

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import onnx
 
 from edgekit.graph.graph import Graph, Node
-from edgekit.graph.match import mean_of, quotient_of, root_of, square_of, vector_beside
+from edgekit.graph.match import made_by, mean_of, quotient_of, root_of, square_of, vector_beside
 from edgekit.graph.rewrite import Writer, replace_nodes
 
 FIX_ID = "join-rms-norm"
@@ -29,10 +29,18 @@ def _join(graph: Graph, node: Node, opset: int) -> Sequence[onnx.NodeProto] | No
         return None
     if square_of(graph, mean_of(graph, root[0]) or "") != quotient[0] or not _is_float(graph, quotient[0]):
         return None
+    if _is_centred(graph, quotient[0]):
+        return None
     writer = Writer(graph=graph, node=node)
     op = "RMSNormalization" if opset >= _SINCE else "SimplifiedLayerNormalization"
     writer.add(op, [quotient[0], scaled[1]], axis=-1, epsilon=root[1])
     return writer.nodes
+
+
+def _is_centred(graph: Graph, name: str) -> bool:
+    """Returns True for x - mean(x): that is a layer normalisation, taken apart for who has neither."""
+    node = made_by(graph, name, "Sub")
+    return node is not None and mean_of(graph, node.input[1]) == node.input[0]
 
 
 def _is_float(graph: Graph, name: str) -> bool:
