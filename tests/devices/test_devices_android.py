@@ -221,6 +221,7 @@ def test_the_feature_level_is_that_of_the_release(api: int, level: int) -> None:
 def test_the_device_can_be_believed(name: str) -> None:
     test = try_device(present(name))
     assert [check for check in test.checks if not check.passed] == []
+    assert len(test.checks) == 5
     assert test.versions["onnxruntime"]
 
 

@@ -5,6 +5,7 @@ import platform
 import re
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -19,6 +20,7 @@ from edgekit.devices.android.phone import CORES, DEFAULT_CORE, find_core, write_
 from edgekit.devices.device import DeviceRun, Job, Missing
 from edgekit.devices.process.child import Runner, describe_job, refuse_run, require_device
 from edgekit.devices.process.exchange import FarJob
+from edgekit.devices.process.halves import can_halve, run_in_halves
 from edgekit.devices.process.link import LocalLink
 from edgekit.devices.process.pipe import run_over
 from edgekit.evidence import Evidence
@@ -34,6 +36,8 @@ _DEFAULT_API = "34"
 _INSTALL = "edgekit devices install android"
 _POOL = "intra_op_num_threads"
 _CPU_ONLY = "NNAPI_FLAG_CPU_ONLY"
+# What reference kernels do in four seconds. A second process of them takes half a second to start.
+MOST_MACS = 10e9
 
 
 class Android(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,9 +95,15 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
         provider = job.target.provider
         if installed is None or provider not in {*installed.providers, CPU_PROVIDER}:
             return refuse_run(runner, f"'{installed.archive if installed else ''}' was built without {provider}")
+        if provider == NNAPI and can_halve(job) and _count_macs(job) > MOST_MACS:
+            return run_in_halves(job, work, partial(self._run, installed=installed))
+        return self._run(job, work, installed)
+
+    def _run(self, job: Job, work: Path, installed: Installed) -> DeviceRun:
+        runner = Runner(device=self.name, evidence=self.evidence)
         far = self._describe_job(job, installed)
         # A network that is only looked at need not be computed.
-        is_computed = provider == NNAPI and job.samples.count > 0
+        is_computed = job.target.provider == NNAPI and job.samples.count > 0
         with computing(work / "nnapi", job.timeout_s) if is_computed else contextlib.nullcontext(Service()) as service:
             enter = self._enter(job, work, service)
             link = LocalLink(name=self.name, folder=work, inside=str(work), enter=enter)
@@ -185,6 +195,10 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
                 f"NNAPI's driver refuses {sum(left.values())} of {sum(facts.operations.values())} operations, which its"
                 f" reference kernels on the phone's CPU ran: {counts}"
             )
+
+
+def _count_macs(job: Job) -> int:
+    return job.samples.count * sum(node.macs for node in job.check.node_list)
 
 
 def find_android_versions() -> dict[str, str]:
