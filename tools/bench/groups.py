@@ -1,6 +1,7 @@
 """A group at true size: Whisper's encoder and decoder with drawn weights, built and run for 16 tokens end to end.
 
     python tools/bench/groups.py FOLDER [--target cpu] [--precision fp32] [--width 384] [--depth 4] [--device host]
+                                 [--samples 16]
 
 It says the CPU seconds of the build and of the verification, and what the metric found. Weights are drawn: what counts
 is that the whole runs, its time and memory, not the text.
@@ -42,8 +43,8 @@ text = { input = "ids", scores = "logits" }
 """
 
 
-def write_models(folder: Path, depth: int, width: int) -> Path:
-    """Writes models, four samples and the wiring, and returns the last."""
+def write_models(folder: Path, depth: int, width: int, samples: int) -> Path:
+    """Writes models, samples to calibrate with, four to verify with, and the wiring, and returns the last."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, made in (("encoder", speech_encoder(depth, width)), ("decoder", speech_decoder(depth, width))):
         proto = made.net.to_onnx()
@@ -52,9 +53,15 @@ def write_models(folder: Path, depth: int, width: int) -> Path:
             next(each for each in proto.graph.input if each.name == "ids").type.tensor_type.elem_type = 7
         onnx.save(proto, str(folder / f"{name}.onnx"))
     rng = np.random.default_rng(0)
-    np.savez(folder / "sound.npz", mel=rng.normal(size=(4, 1, 80, 3000)).astype(np.float32))
+    for name, count in (("test", 4), ("sound", samples)):
+        np.savez(folder / f"{name}.npz", mel=rng.normal(size=(count, 1, 80, 3000)).astype(np.float32))
     (folder / "whisper.toml").write_text(_WIRING)
     return folder / "whisper.toml"
+
+
+def tell(step: str) -> None:
+    """Prints a step, and how many CPU seconds were taken before it."""
+    print(f"{sum(os.times()[:4]):.0f} CPU-s, load {os.getloadavg()[0]:.0f}: {step}", flush=True)
 
 
 def main() -> None:
@@ -66,12 +73,13 @@ def main() -> None:
     parser.add_argument("--device", default="host")
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--samples", type=int, default=16, help="to calibrate with")
     given = parser.parse_args()
-    path = write_models(given.folder, given.depth, given.width)
-    sound, before = str(given.folder / "sound.npz"), sum(os.times()[:4])
+    path = write_models(given.folder, given.depth, given.width, given.samples)
+    sound, test, before = str(given.folder / "sound.npz"), str(given.folder / "test.npz"), sum(os.times()[:4])
     recipe = Recipe(targets=(given.target,), precision=given.precision)
-    data, out = Data(source=sound, evaluation=sound), given.folder / "out"
-    report = build_group(path, data, out, recipe, verify=False, progress=print)
+    data, out = Data(source=sound, evaluation=test), given.folder / "out"
+    report = build_group(path, data, out, recipe, verify=False, progress=tell)
     (target,) = report.targets
     built = sum(os.times()[:4])
     print(
@@ -79,7 +87,7 @@ def main() -> None:
     )
     if target.failure is None:
         choice = DeviceChoice(names=(given.device,))
-        found = verify_group(open_group(out / f"whisper-{given.target}"), choosing(choice), progress=print)
+        found = verify_group(open_group(out / f"whisper-{given.target}"), choosing(choice), progress=tell)
         print(*describe_group(found), sep="\n")
         print(f"verify: {sum(os.times()[:4]) - built:.0f} CPU-s: {found.verdict}")
     print(f"peak: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3:.0f} MB")
