@@ -39,7 +39,6 @@ from edgekit.quantize import Calibration, calibrate_model
 from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.calibration.cache import CacheSettings, CalibrationCache, open_cache
 from edgekit.quantize.calibration.checkpoint import Checkpoint
-from edgekit.quantize.graph.float_graph import refuse_huge
 from edgekit.quantize.mixed_precision.candidates import Memo
 from edgekit.recipe import Data, Recipe, choose_precision, takes_any_size
 from edgekit.target import INTEGERS, Target, TaskLimit
@@ -331,8 +330,6 @@ def _calibrate(
     if job.cache is not None:
         cache = CacheSettings(folder=job.cache, digests=samples.facts.digests)
     try:
-        hint = "build it with --precision fp32; edgekit quantize MODEL --method minmax compares none"
-        refuse_huge(prepared.path.name, prepared.size_bytes, "plans are compared", hint)
         return calibrate_model(
             prepared, samples.calibration, work=work, cache=cache, outputs=outputs, progress=job.progress
         )

@@ -19,7 +19,7 @@ from edgekit.data.split import load_sequences
 from edgekit.errors import UsageError
 from edgekit.graph.graph import read_graph
 from edgekit.machine import own_peak_bytes, release_memory
-from edgekit.model.model import Model, load_model, measure_files, move_data
+from edgekit.model.model import Model, load_model, move_data
 from edgekit.model.outputs import StatedOutput, check_outputs
 from edgekit.prepare import Fix, ready_model
 from edgekit.progress import Budget, Progress, say_nothing
@@ -28,7 +28,6 @@ from edgekit.quantize.accuracy.predict import FloatReference, Prediction
 from edgekit.quantize.apply import QuantizedModel
 from edgekit.quantize.calibration.cache import CacheSettings
 from edgekit.quantize.check_plan import read_plan, require_origin, require_plan
-from edgekit.quantize.graph.float_graph import refuse_huge
 from edgekit.quantize.mixed_precision.candidates import Memo
 from edgekit.quantize.mixed_precision.goal_search import (
     Search,
@@ -172,20 +171,9 @@ def plan_for(
     return plan
 
 
-def _open_plan(model: Path, recipe: Recipe, how: QuantizeOptions) -> QuantPlan | None:
-    """Returns the plan of the file that is named, None where none is; refuses a model too large to compare plans."""
-    plan = how.read_plan()
-    searches = plan is None and (how.method in _OPEN_METHODS or recipe.max_drop is not None)
-    if searches or how.layers:
-        hint = "--method minmax compares none; or build it with --precision fp32"
-        # Before gigabytes are read: by the sizes of the files alone.
-        refuse_huge(model.name, measure_files(model), "plans are compared", hint)
-    return plan
-
-
 def _open_job(model: Path, data: Data, recipe: Recipe, how: QuantizeOptions, work: Path, budget: Budget) -> _Job:
     target = _one_target(recipe)
-    plan = _open_plan(model, recipe, how)
+    plan = how.read_plan()
     precision = _choose_integers(target, recipe, plan)
     source = load_model(model)
     fixed = ready_model(source, work, recipe.dims, may_stay_open=takes_any_size((target,)))

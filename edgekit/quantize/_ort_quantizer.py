@@ -10,7 +10,6 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 import onnx
-from onnx import numpy_helper
 from onnxruntime.quantization import QuantType
 from onnxruntime.quantization.calibrate import CalibrationMethod, TensorData, TensorsData
 from onnxruntime.quantization.execution_providers.qnn import get_qnn_qdq_config
@@ -167,21 +166,34 @@ def _quantize_weights(graph: onnx.GraphProto, weights: Mapping[str, onnx.TensorP
     rounding = {
         node.output[0]: node for node in graph.node if node.op_type == "QuantizeLinear" and node.input[0] in stored
     }
+    rounded: dict[str, onnx.TensorProto] = {}
     for node in graph.node:
         made = rounding.get(node.input[0]) if node.op_type == "DequantizeLinear" else None
         if made is None:
             continue
         quantized = f"{made.input[0]}_quantized"
-        if quantized not in stored:
+        if quantized not in stored and quantized not in rounded:
             axis = next((item.i for item in made.attribute if item.name == "axis"), 1)
             weight, scale, zero = (read_array(stored[each], folder) for each in made.input)
-            stored[quantized] = numpy_helper.from_array(_round_weight(weight, scale, zero, axis), quantized)
+            # In its place from the start: a list that is written anew would hold each twice.
+            rounded[quantized] = graph.initializer.add()
+            _fill(rounded[quantized], quantized, _round_weight(weight, scale, zero, axis))
         node.input[0] = quantized
     kept = [node for node in graph.node if node.output[0] not in rounding]
     set_nodes(graph, kept)
     read = find_reads(graph)
-    del graph.initializer[:]
-    graph.initializer.extend(tensor for name, tensor in stored.items() if name in read)
+    for index in reversed(range(len(graph.initializer))):
+        name = graph.initializer[index].name
+        if name not in read:
+            del graph.initializer[index]
+        elif name in weights:
+            graph.initializer[index].CopyFrom(weights[name])
+
+
+def _fill(tensor: onnx.TensorProto, name: str, values: Array) -> None:
+    tensor.name, tensor.data_type = name, onnx.helper.np_dtype_to_tensor_dtype(values.dtype)
+    tensor.dims.extend(values.shape)
+    tensor.raw_data = values.tobytes()
 
 
 def _round_weight(weight: Array, scale: Array, zero: Array, axis: int) -> Array:

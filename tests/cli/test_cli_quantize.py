@@ -183,35 +183,13 @@ def test_a_disk_that_is_full_is_told_in_one_line(most_bytes: int, folder: Path, 
     assert not list(tmp_path.glob(".edgekit-*"))
 
 
-def test_no_plans_of_a_model_of_3_gb_are_compared_and_it_is_refused_before_work_starts(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_plans_of_a_model_beyond_2_gb_are_compared_and_its_weights_lie_beside_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    proto = onnx.load(str(folder / "m.onnx"))
-    (weight,) = (tensor for tensor in proto.graph.initializer if tensor.name == "u")
-    weight.ClearField("raw_data")
-    weight.data_location = onnx.TensorProto.EXTERNAL
-    weight.external_data.add(key="location", value="w.bin")
-    with (tmp_path / "w.bin").open("wb") as stream:
-        stream.truncate(3 << 30)
-    onnx.save(proto, str(tmp_path / "m.onnx"))
-    assert quantize(tmp_path, data=f"{folder}/d.npz", out=tmp_path / "q.onnx") == 2
-    message = capsys.readouterr().err
-    assert "has 3.2 GB; plans are compared up to 2.1 GB" in message
-    assert "--method minmax" in message
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.onnx", "w.bin"]
-
-
-def test_a_large_model_is_quantized_by_a_method_that_compares_no_plans(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert quantize(folder, "--method", "minmax", out=tmp_path / "whole.onnx") == 0
-    for module in ("edgekit.model.model", "edgekit.quantize.graph.float_graph"):
-        monkeypatch.setattr(f"{module}.MOST_INLINE_BYTES", 1000)
-    for refused in (["--method", "best"], ["--max-drop", "1"], ["--method", "minmax", "--html", tmp_path / "r.html"]):
-        assert quantize(folder, *refused, out=tmp_path / "q.onnx") == 2
-    assert quantize(folder, "--method", "minmax", out=tmp_path / "q.onnx") == 0
+    assert quantize(folder, out=tmp_path / "whole.onnx") == 0
+    monkeypatch.setattr("edgekit.model.model.MOST_INLINE_BYTES", 1000)
+    assert quantize(folder, out=tmp_path / "q.onnx") == 0
     whole, apart = onnx.load(str(tmp_path / "whole.onnx")), onnx.load(str(tmp_path / "q.onnx"))
     assert [tensor.raw_data for tensor in whole.graph.initializer] == [
         tensor.raw_data for tensor in apart.graph.initializer
     ]
-    assert capsys.readouterr().err.count("plans are compared up to") == 3

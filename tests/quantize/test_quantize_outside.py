@@ -16,7 +16,9 @@ from edgekit.quantize import _ort_quantizer as door
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.calibration.calibrate import open_float_graph
 from edgekit.quantize.calibration.instrument import instrument_graph
-from edgekit.quantize.graph.float_graph import read_float_graph
+from edgekit.quantize.equalization.equalize import equalize_graph
+from edgekit.quantize.graph.float_graph import read_float_graph, set_weights_aside
+from edgekit.quantize.graph.sessions import open_graph
 from edgekit.quantize.mixed_precision.variants import strip_weights
 from edgekit.quantize.qdq.build import place_plan
 from edgekit.target import load_target
@@ -69,6 +71,41 @@ def test_planning_reads_the_graph_that_was_calibrated_and_another_models_anew(mo
     assert np.array_equal(read_array(table, graph.folder), read_float_graph(model).weight("table"))
     other = make_model(NET.replace("Relu", "Tanh"), tmp_path / "other.onnx", SHAPES)
     assert {node.op_type for node in open_float_graph(other, calibration).nodes} >= {"Tanh"}
+
+
+def test_a_session_whose_weights_were_written_to_a_file_gives_the_same_and_the_file_is_gone(
+    model: Model, tmp_path: Path
+) -> None:
+    graph = read_float_graph(model)
+    sample = {"u": np.random.default_rng(3).standard_normal((4, 256), np.float32)}
+    found = [
+        open_graph(graph.model, tmp_path, keep_float_weights=True, large_bytes=most).run(sample)["y"]
+        for most in (0, 1 << 30)
+    ]
+    assert np.array_equal(found[0], found[1])
+    assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]
+
+
+def test_scaled_weights_are_written_beside_those_set_aside_once_and_are_the_same(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4,256] x) => (float[1,4,256] z) {
+      n = LayerNormalization<axis=-1>(x, gain, shift) a = MatMul(n, w1) r = Relu(a) y = MatMul(r, w2) z = Add(y, x) }"""
+    model = make_model(text, tmp_path / "m.onnx", {"gain": (256,), "shift": (256,), "w1": (256, 256), "w2": (256, 256)})
+    inline, work = read_float_graph(model), tmp_path / "work"
+    work.mkdir()
+    aside = set_weights_aside(read_float_graph(model), work)
+    factors = {"n": tuple((2.0 ** np.random.default_rng(0).integers(-6, 6, 256)).tolist()), "r": (0.5, 4.0) * 128}
+    plain, written, again = (equalize_graph(each, factors, work) for each in (inline, aside, aside))
+    files = sorted(path.name for path in work.glob("scaled-*"))
+    assert sorted(Path(name).suffix for name in files) == [".data", ".onnx"]
+    names = [tensor.name for tensor in plain.proto.initializer]
+    assert [tensor.name for tensor in written.proto.initializer] == names
+    for name in names:
+        assert np.array_equal(plain.weight(name), written.weight(name))
+        assert np.array_equal(plain.weight(name), again.weight(name))
+    places = {place.file for tensor in written.proto.initializer if (place := read_place(tensor))}
+    assert len(places) == 1
+    assert places <= set(files)
+    assert not any(read_place(tensor) for tensor in plain.proto.initializer)
 
 
 def test_what_stands_in_for_quantized_weights_leaves_nothing_to_compute_in_vain(model: Model, tmp_path: Path) -> None:

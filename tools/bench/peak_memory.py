@@ -3,6 +3,8 @@
 With `--residual` each pair is added to what a LayerNormalization before it reads, as transformers are, so that a signal
 reaches the end, and the bundle is verified too.
 
+`--table` measures plain `quantize`, which compares plans, of a table of words of so many MB before two such pairs.
+
 `--net NAME` measures plain `quantize` of a net of architectures.py instead, with `--samples` of them.
 
 A model is a chain of hidden layers of so many MB; above 2 GB its weights lie in a file beside it. Each command is a
@@ -27,8 +29,11 @@ from architectures import ARCHITECTURES
 from onnx import TensorProto, helper, numpy_helper
 from quantize_ratio import write_model
 
+from edgekit.model.external import DataPlace, point_to
+
 WIDTH, HIDDEN = 1024, 4096
 LAYER_MB = 2 * WIDTH * HIDDEN * 4 / 1e6
+TABLE_ROWS, WORDS = 4096, 16
 INT4 = ("--weights", "int4", "--target", "cpu")
 SIZES_MB = (90, 400, 1600, 3000)
 SPARE_BYTES = 200_000_000
@@ -79,6 +84,55 @@ def make_chain(path: Path, size_mb: int, *, residual: bool) -> None:
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), str(path))
     if not external:
         data.unlink()
+
+
+def make_table(path: Path, size_mb: int) -> None:
+    """Writes a table of words with two residual pairs behind it, whose weights lie in a file beside the graph."""
+    rng, rows = np.random.default_rng(0), max(1, round(size_mb * 1e6 / (4 * WIDTH * TABLE_ROWS))) * TABLE_ROWS
+    # Channels of unequal size behind the first normalization: they are equalized.
+    weights = [
+        numpy_helper.from_array(np.exp(1.5 * rng.standard_normal(WIDTH)).astype(np.float32), "gain0"),
+        numpy_helper.from_array(np.ones(WIDTH, np.float32), "gain1"),
+    ]
+    nodes, x = [helper.make_node("Gather", ["table", "ids"], ["rows"], name="lookup")], "rows"
+    with path.with_name(f"{path.name}.data").open("wb") as file:
+
+        def store(name: str, dims: tuple[int, int], least: int) -> None:
+            weight, start = TensorProto(name=name, data_type=TensorProto.FLOAT, dims=dims), file.tell()
+            for _ in range(0, dims[0], least):
+                part = rng.standard_normal((least, dims[1]), np.float32) / np.float32(dims[0] ** 0.5)
+                file.write(part.tobytes())
+            point_to(weight, DataPlace(Path(file.name).name, start, file.tell() - start))
+            weights.append(weight)
+
+        store("table", (rows, WIDTH), TABLE_ROWS)
+        for index in range(2):
+            nodes.append(helper.make_node("LayerNormalization", [x, f"gain{index}"], [f"norm{index}"]))
+            store(f"up{index}", (WIDTH, HIDDEN), WIDTH)
+            store(f"down{index}", (HIDDEN, WIDTH), HIDDEN)
+            nodes.append(helper.make_node("MatMul", [f"norm{index}", f"up{index}"], [f"wide{index}"]))
+            nodes.append(helper.make_node("Relu", [f"wide{index}"], [f"relu{index}"]))
+            nodes.append(helper.make_node("MatMul", [f"relu{index}", f"down{index}"], [f"narrow{index}"]))
+            nodes.append(helper.make_node("Add", [x, f"narrow{index}"], [f"sum{index}"]))
+            x = f"sum{index}"
+    nodes.append(helper.make_node("LayerNormalization", [x, "gain1"], ["y"], name="last"))
+    for index, node in enumerate(nodes):
+        node.name = node.name or f"{node.op_type}{index}"
+    ids = helper.make_tensor_value_info("ids", TensorProto.INT64, [1, WORDS])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, WORDS, WIDTH])
+    graph = helper.make_graph(nodes, "table", [ids], [y], weights)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), str(path))
+
+
+def measure_table(size_mb: int, samples: int, limit_bytes: int | None) -> bool:
+    """Prints a line for plain `quantize` of a large table; returns True if it stays within its share."""
+    with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_FOLDER")) as folder:
+        model, data = Path(folder) / "model.onnx", f"{folder}/data.npz"
+        subprocess.run([sys.executable, __file__, "--make-table", str(model), str(size_mb)], check=True)
+        size = sum(path.stat().st_size for path in Path(folder).iterdir())
+        np.savez(data, ids=np.random.default_rng(1).integers(0, TABLE_ROWS, (samples, WORDS)))
+        given = ["quantize", str(model), "--target", "cpu", "--data", data, "--out", f"{folder}/int8.onnx", "-q"]
+        return show("quantize", given, size, limit_bytes)
 
 
 def list_commands(model: Path) -> dict[str, list[str]]:
@@ -155,6 +209,9 @@ def main() -> int:
     if sys.argv[1:2] in (["--make"], ["--make-residual"]):
         make_chain(Path(sys.argv[2]), int(sys.argv[3]), residual=sys.argv[1] == "--make-residual")
         return 0
+    if sys.argv[1:2] == ["--make-table"]:
+        make_table(Path(sys.argv[2]), int(sys.argv[3]))
+        return 0
     if sys.argv[1:2] == ["--make-net"]:
         write_model(ARCHITECTURES[sys.argv[3]](), Path(sys.argv[2]), int(sys.argv[4]))
         return 0
@@ -163,13 +220,16 @@ def main() -> int:
     parser.add_argument("--limit", type=float, help="GB of private memory that a command may have")
     parser.add_argument("--only", action="append", default=[], choices=sorted(SHARES))
     parser.add_argument("--net", action="append", default=[], choices=sorted(ARCHITECTURES))
+    parser.add_argument("--table", action="store_true", help="plain `quantize` of a table of words")
     parser.add_argument("--residual", action="store_true", help="a chain that adds, and verify")
     parser.add_argument("--samples", type=int, default=32, help="that calibrate and verify")
     options = parser.parse_args()
     limit = None if options.limit is None else int(options.limit * 1e9)
     # All are measured, also behind one that takes too much.
     within = [measure_net(name, options.samples, limit) for name in options.net]
-    if not options.net:
+    if options.table:
+        within = [measure_table(size, options.samples, limit) for size in options.sizes]
+    elif not options.net:
         within = [measure_model(size, limit, options) for size in options.sizes]
     return 0 if all(within) else 1
 

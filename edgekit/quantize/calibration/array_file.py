@@ -2,6 +2,7 @@
 
 import math
 import mmap
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,5 +43,9 @@ class ArrayFile:
         step, length = mmap.ALLOCATIONGRANULARITY, max(1, math.prod(shape)) * np.dtype(dtype).itemsize
         start, self._size_bytes = self._size_bytes, self._size_bytes + -(-length // step) * step
         with self._path.open("r+b" if start else "w+b") as file:
-            file.truncate(self._size_bytes)
+            # Where a disk is full, a page that is written to without having been reserved ends the process.
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), start, self._size_bytes - start)
+            else:
+                file.truncate(self._size_bytes)
             return FileArray(mmap.mmap(file.fileno(), length, offset=start), shape, dtype)

@@ -23,7 +23,7 @@ from edgekit.quantize.ranges.methods import TensorRange
 
 # Picked values of so many samples are counted together: numpy's cost per call is then small. Of so many bytes of them
 # memory is held at a time. Both chosen by hand.
-_FLUSH_SAMPLES, _HELD_BYTES = 8, 8 << 20
+_FLUSH_SAMPLES, _HELD_BYTES = 8, 2 << 20
 
 
 class ActivationStatistics:
@@ -58,9 +58,8 @@ class ActivationStatistics:
         picked = {output: part for output, part in self._pick_outputs if output in values}
         for output, part in picked.items():
             self._picked.values[self._pending, self._ends[part.start] : self._ends[part.stop]] = values[output]
-        if picked:
             self._picked.rest()
-            self._pending += 1
+        self._pending += bool(picked)
         if self._pending == _FLUSH_SAMPLES:
             self._flush()
         for (layer, *_), moments in zip(self._layers, self._moments, strict=True):

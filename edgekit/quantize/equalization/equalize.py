@@ -12,23 +12,22 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import onnx
-from onnx import numpy_helper
 
+from edgekit._files import digest_bytes, write_file
 from edgekit.errors import UsageError
 from edgekit.graph.graph import Graph, view_model
-from edgekit.model.model import drop_unread, rename_tensors
 from edgekit.model.scaling import NOTE, SUFFIX, write_powers
 from edgekit.model.tensors import Array
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.equalization.channel_ranges import ChannelRange, read_channel_ranges
+from edgekit.quantize.equalization.constants import TINY, ScaledConstants, along
 from edgekit.quantize.equalization.pairs import (
     EqualizationPair,
-    ScaledConstant,
     find_channel_source,
     find_equalization_pairs,
 )
 from edgekit.quantize.equalization.silu import LEAST_RATIO, RESTORED, restore_sigmoid_inputs, saturation_of
-from edgekit.quantize.graph.layers import expand_channel_factors, read_layers
+from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.ranges.methods import TensorRange, snap_range
 
 # A layer between two pairs is rescaled by both, so one pass undoes a part of the other. The paper repeats until nothing
@@ -39,9 +38,6 @@ _PASSES, _PASSES_PER_CHANNEL = 4, 2
 # A channel, or its weights, smaller than this share of the largest counts as so large: else one that is dead would get
 # a factor without bound. Chosen by hand; 2^-13 is below any step of 8 bits.
 _LEAST_SHARE = 1e-4
-_TINY = float(np.finfo(np.float32).tiny)
-# Operators whose weights share a scale where they have none a channel.
-_ONE_SCALE_OPS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 MeasuredPairs = Sequence[tuple[EqualizationPair, Mapping[str, ChannelRange]]]
 """Pairs with the ranges of the channels of their tensors."""
 # A channel below a Clip's end may grow up to this share of it: samples do not show all. Chosen by hand.
@@ -97,7 +93,7 @@ def _equalize(
     unscaled: Collection[str],
 ) -> dict[str, Array]:
     """Returns the factors of the channels of each pair, which are 1 before the sigmoids that are to stay `unscaled`."""
-    constants = _Constants(graph)
+    constants = ScaledConstants(graph)
     total = {name: np.ones(len(magnitude)) for name, magnitude in magnitudes.items()}
     # Once for all passes: a channel that never fires would be as small as ever after each, and grow with every one.
     least = {name: np.maximum(each, _LEAST_SHARE * each.max()) for name, each in magnitudes.items()}
@@ -114,16 +110,24 @@ def _equalize(
     return total
 
 
-def equalize_graph(graph: Graph, factors: Mapping[str, tuple[float, ...]]) -> Graph:
+def equalize_graph(graph: Graph, factors: Mapping[str, tuple[float, ...]], work: Path | None = None) -> Graph:
     """Returns a graph with scaled channels, whose tensors have new names; the same graph where there are no factors.
+
+    Where the graph's weights lie in the folder `work`, the scaled ones are written there, layer by layer, and read
+    again where the same is asked for.
 
     Raises:
         UsageError: a factor is of no tensor that can be scaled, or no power of two.
     """
     if not factors:
         return graph
+    kept = None
+    if work is not None and graph.folder == work:
+        kept = work / f"scaled-{digest_bytes(msgspec.json.encode(dict(factors), order='sorted'))[:24]}.onnx"
+        if kept.is_file():
+            return _view_file(kept)
     pairs = {pair.tensor: pair for pair in find_equalization_pairs(graph)}
-    constants, renamed, powers = _Constants(graph), dict[str, str](), dict[str, str]()
+    constants, renamed, powers = ScaledConstants(graph), dict[str, str](), dict[str, str]()
     sigmoids: dict[str, Array] = {}
     for name, its in factors.items():
         values, pair = np.asarray(its), pairs.get(name)
@@ -137,11 +141,15 @@ def equalize_graph(graph: Graph, factors: Mapping[str, tuple[float, ...]]) -> Gr
             powers[step.tensor] = write_powers(part)
             if step.sigmoid and (part != 1).any():
                 rank = len(graph.dims(step.tensor)) or -pair.axis
-                sigmoids[step.sigmoid] = _along(part, pair.axis, rank)
-    proto = constants.write(renamed)
+                sigmoids[step.sigmoid] = along(part, pair.axis, rank)
+    proto = constants.write(renamed, None if kept is None else work)
     restore_sigmoid_inputs(proto, sigmoids)
     proto.metadata_props.add(key=NOTE, value=msgspec.json.encode(powers, order="sorted").decode())
-    return view_model(proto, graph.folder)
+    if kept is None:
+        return view_model(proto, graph.folder)
+    # Protobuf keeps the memory of fields that were cleared; only a new message is without it.
+    write_file(kept, proto.SerializeToString())
+    return _view_file(kept)
 
 
 def equalize_calibration(
@@ -192,11 +200,11 @@ def scaled_layers(graph: Graph, factors: Mapping[str, tuple[float, ...]]) -> dic
 def _magnitude(pair: EqualizationPair, ranges: Mapping[str, ChannelRange]) -> Array:
     """Returns how far each channel reaches; before a slope that is a share of the tensor there, if that is larger."""
     own = ranges[pair.tensor].magnitude()
-    share = own / max(float(own.max()), _TINY)
+    share = own / max(float(own.max()), TINY)
     for step in (step for step in pair.steps if step.sigmoid or (step.negative_only and (step.slope != 1).any())):
         before = ranges[step.tensor].magnitude()
         part = slice(*step.part)
-        share[part] = np.maximum(share[part], before / max(float(before.max()), _TINY))
+        share[part] = np.maximum(share[part], before / max(float(before.max()), TINY))
     return np.asarray(share * own.max())
 
 
@@ -224,6 +232,10 @@ def balance_channels(magnitude: Array, made_by: Array, read_by: Array | None, ce
     return np.where(full, 1.0, np.minimum(_round_to_power(factors / anchor), limit))
 
 
+def _view_file(path: Path) -> Graph:
+    return view_model(onnx.load(str(path), load_external_data=False), path.parent)
+
+
 def _round_to_power(values: Array) -> Array:
     return np.asarray(2 ** np.rint(np.log2(values)))
 
@@ -231,82 +243,3 @@ def _round_to_power(values: Array) -> Array:
 def _are_powers(values: Array) -> bool:
     mantissas, exponents = np.frexp(values)
     return bool((mantissas == 0.5).all() and (np.abs(exponents) < 40).all())
-
-
-def _along(values: Array, axis: int, rank: int) -> Array:
-    """Returns a vector in a shape that lies along one axis, counted from the end, of a tensor of this rank."""
-    return values.reshape([-1 if place == axis else 1 for place in range(-rank, 0)])
-
-
-class _Constants:
-    """The constants of a graph while they are scaled, by node and input."""
-
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
-        self._nodes = {node.name: node for node in graph.nodes}
-        self._values: dict[tuple[str, int], Array] = {}
-
-    def scale(self, pair: EqualizationPair, factors: Array) -> None:
-        for constant in pair.constants:
-            value = self._get(constant.node, constant.index)
-            its = factors[slice(*constant.part)].astype(np.float32)
-            self._values[constant.node, constant.index] = value * _along(its, constant.axis, value.ndim)
-        for layer in pair.consumers:
-            value = self._get(layer.node, 1)
-            matrix = layer.to_matrix(value) / expand_channel_factors(layer, factors).astype(np.float32)
-            self._values[layer.node, 1] = layer.from_matrix(matrix, value.shape)
-
-    def find_sharing(self, pair: EqualizationPair, per_channel: Collection[str]) -> list[ScaledConstant]:
-        """Returns the weights that make a pair's channels and get one scale together."""
-        return [
-            each
-            for each in pair.constants
-            if each.index == 1
-            and (node := self._nodes[each.node]).op_type in _ONE_SCALE_OPS
-            and node.input[1] not in per_channel
-        ]
-
-    def producer_sizes(self, pair: EqualizationPair, per_channel: Collection[str]) -> Array:
-        """Returns the largest weight that makes each channel, as a share of the largest of all that share its scale."""
-        sizes = np.zeros(pair.channels)
-        for constant in self.find_sharing(pair, per_channel):
-            value = np.abs(self._get(constant.node, constant.index))
-            others = tuple(axis for axis in range(value.ndim) if axis != value.ndim + constant.axis)
-            sizes[slice(*constant.part)] = value.max(axis=others) / max(float(value.max()), _TINY)
-        return sizes
-
-    def consumer_sizes(self, pair: EqualizationPair, per_channel: Collection[str]) -> Array | None:
-        """Returns the largest weight that reads each channel, as a share of the largest that shares its scale.
-
-        None where each channel is read by weights with a scale of their own.
-        """
-        sizes = np.zeros(pair.channels)
-        for layer in pair.consumers:
-            matrix = np.abs(layer.to_matrix(self._get(layer.node, 1)))
-            alone = layer.weight in per_channel
-            if alone and layer.groups == pair.channels:
-                continue
-            matrix = matrix / np.maximum(matrix.max(axis=2, keepdims=True) if alone else matrix.max(), _TINY)
-            sizes = np.maximum(sizes, matrix.max(axis=1).reshape(pair.channels, -1).max(axis=1))
-        return sizes if sizes.any() else None
-
-    def write(self, renamed: Mapping[str, str]) -> onnx.ModelProto:
-        """Returns the graph with the scaled constants under names of their own, and tensors renamed."""
-        proto = onnx.ModelProto()
-        proto.CopyFrom(self._graph.model)
-        changed: dict[str, dict[int, Array]] = {}
-        for (name, index), value in self._values.items():
-            changed.setdefault(name, {})[index] = value
-        for node in proto.graph.node:
-            for index, value in changed.get(node.name, {}).items():
-                name = f"{node.input[index]}{SUFFIX}.{node.name}"
-                proto.graph.initializer.append(numpy_helper.from_array(value, name))
-                node.input[index] = name
-        rename_tensors(proto.graph, renamed)
-        drop_unread(proto.graph)
-        return proto
-
-    def _get(self, node: str, index: int) -> Array:
-        if (node, index) not in self._values:
-            self._values[node, index] = self._graph.weight(self._nodes[node].input[index]).astype(np.float32)
-        return self._values[node, index]

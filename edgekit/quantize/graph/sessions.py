@@ -1,6 +1,8 @@
 """Sessions of graphs that are in memory."""
 
-from collections.abc import Mapping
+import contextlib
+import tempfile
+from collections.abc import Generator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -8,15 +10,41 @@ import onnx
 
 from edgekit._ort import CpuSession, SessionSettings, external_config
 from edgekit.errors import RuntimeRefusal
+from edgekit.graph.rewrite import copy_fields
+from edgekit.machine import release_memory
+from edgekit.model.external import PAGE_BYTES, DataPlace, point_to
+from edgekit.model.model import count_weight_bytes
+from edgekit.model.skim import MAX_DATA_BYTES
 from edgekit.prepare.weights.float_weights import OPTIMIZER
 
 # Pairs of u8 x s8 products are added in 16 bits on x64 without VNNI, where they saturate: the judge must not.
 _PRECISE: Mapping[str, str] = {"session.x64quantprecision": "1"}
+# From so many bytes of weights on a session maps them from a file: the bytes of a protobuf would be held three times
+# while it is made. Chosen by hand.
+_LARGE_BYTES = 16 << 20
 
 
-def open_graph(proto: onnx.ModelProto, folder: Path, *, keep_float_weights: bool) -> CpuSession:
-    """Returns a session for a graph in memory, whose external weights lie in `folder`."""
-    source, config = proto.SerializeToString(), external_config(folder)
+def open_graph(
+    proto: onnx.ModelProto, folder: Path, *, keep_float_weights: bool, large_bytes: int = _LARGE_BYTES
+) -> CpuSession:
+    """Returns a session for a graph in memory, whose external weights lie in `folder`.
+
+    From `large_bytes` of weights on its own are written there too, for the session alone.
+
+    Raises:
+        RuntimeRefusal: ONNX Runtime refuses the graph.
+        OSError: the folder cannot be written.
+    """
+    if count_weight_bytes(proto) < large_bytes:
+        return _open(proto.SerializeToString(), folder, keep_float_weights=keep_float_weights)
+    with _weights_outside(proto, folder) as source:
+        # What quantizers left behind lies in the heap between what is still in use.
+        release_memory()
+        return _open(source, folder, keep_float_weights=keep_float_weights)
+
+
+def _open(source: bytes, folder: Path, *, keep_float_weights: bool) -> CpuSession:
+    config = external_config(folder)
     disabled = (OPTIMIZER,) if keep_float_weights else ()
     settings = SessionSettings(threads=1, one_block=False, config={**_PRECISE, **config}, disabled_optimizers=disabled)
     try:
@@ -24,3 +52,28 @@ def open_graph(proto: onnx.ModelProto, folder: Path, *, keep_float_weights: bool
     except RuntimeRefusal:
         # ONNX Runtime 1.31 trips over weights that share a zero point when the key is set.
         return CpuSession(source, msgspec.structs.replace(settings, config=config))
+
+
+@contextlib.contextmanager
+def _weights_outside(proto: onnx.ModelProto, folder: Path) -> Generator[bytes]:
+    """Yields the bytes of a model whose large weights lie in a file of a folder, which is gone afterwards."""
+    copy = onnx.ModelProto()
+    copy_fields(proto, copy, {"graph"})
+    copy_fields(proto.graph, copy.graph, {"initializer"})
+    with tempfile.NamedTemporaryFile(dir=folder, prefix="session-", suffix=".data", delete=False) as out:
+        path = Path(out.name)
+        for tensor in proto.graph.initializer:
+            data = tensor.raw_data  # each reading of the field is a copy
+            if len(data) <= MAX_DATA_BYTES:
+                copy.graph.initializer.append(tensor)
+                continue
+            out.write(bytes(-out.tell() % PAGE_BYTES))
+            shell = copy.graph.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+            point_to(shell, DataPlace(path.name, out.tell(), len(data)))
+            out.write(data)
+    try:
+        yield copy.SerializeToString()
+    finally:
+        # A session has mapped the file; Windows keeps it then, until the work folder goes.
+        with contextlib.suppress(PermissionError):
+            path.unlink()

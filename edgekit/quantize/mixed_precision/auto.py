@@ -176,7 +176,7 @@ def _judge(
     method: str | None = None,
 ) -> Judged:
     """Returns the draft with channels scaled by factors, judged; `floor_db` and `method` are those of `judge_draft`."""
-    graph = equalize_graph(subject.graph, factors)
+    graph = equalize_graph(subject.graph, factors, Path(subject.calibration.statistics))
     calibration = adapt_ranges(graph, equalize_calibration(subject.graph, subject.calibration, factors))
     plan = draft_plan(subject.model, graph, calibration, subject.target, subject.precision)
     plan = msgspec.structs.replace(plan, factors=dict(factors))

@@ -29,7 +29,7 @@ def plan_graph(model: Model, plan: QuantPlan, calibration: Calibration) -> Graph
         ModelError: the model is quantized already, or older than opset 13.
         UsageError: the plan is not of this model.
     """
-    return equalize_graph(open_float_graph(model, calibration), plan.factors)
+    return equalize_graph(open_float_graph(model, calibration), plan.factors, Path(calibration.statistics))
 
 
 def plan_calibration(model: Model, plan: QuantPlan, calibration: Calibration) -> Calibration:

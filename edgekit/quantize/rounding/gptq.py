@@ -74,10 +74,9 @@ def find_step(matrix: Array, limit: int = LIMIT) -> float | None:
     The least integer that a grid may have, -128 of 8 bits, lies one step outside: to cut the few weights there errs
     less than another grid for all.
     """
-    flat = np.abs(matrix).reshape(-1).astype(np.float64)
-    if np.unique(flat[:_LOOKED_AT]).size > limit + 2:
+    if np.unique(np.abs(matrix.flat[:_LOOKED_AT])).size > limit + 2:
         return None
-    values = np.unique(flat)
+    values = np.unique(np.abs(matrix)).astype(np.float64)
     gaps = np.diff(values, prepend=0.0)
     gaps = gaps[gaps > _OFF_GRID * values[-1] / (limit + 1)]
     for part in range(1, _APART + 1) if gaps.size else ():

@@ -45,6 +45,9 @@ coordinate descent (`round_comq`). qronos: layer by layer for what reaches each 
 """
 
 
+_ERRORS_AT_ONCE = 1 << 20
+
+
 def round_qdq_weights(
     qdq: onnx.ModelProto,
     graph: Graph,
@@ -132,15 +135,24 @@ def _correct_layer(
         rounded = round_nearest(matrix, find_scale(matrix), place.limit)
     else:
         rounded = _round_with_moments(layer, matrix, moments, place, find_scale, rounding)
-    # E[W x] - E[Wq x]: the error that every output of the channel has.
-    mean_error = ((matrix.astype(np.float64) - rounded.values) * moments.mean[:, None]).sum(axis=2)
     corrected = {
         "integers": layer.from_matrix(rounded.integers, weight.shape),
         "scale": rounded.scale.reshape(-1),
-        "bias": bias + mean_error.reshape(-1),
+        "bias": bias + _mean_error(matrix, rounded, moments.mean).reshape(-1),
     }
     remember(statistics, key.hexdigest()[:24], corrected)
     return corrected
+
+
+def _mean_error(matrix: Array, rounded: Rounded, mean: Array) -> Array:
+    """Returns E[W x] - E[Wq x], the error [groups, outputs] that every output of a channel has."""
+    errors, rows = np.empty(matrix.shape[:2]), max(1, _ERRORS_AT_ONCE // matrix.shape[2])
+    # Part by part: in double precision all of a large layer takes twice its memory for each step.
+    for start in range(0, matrix.shape[1], rows):
+        part = slice(start, start + rows)
+        stored = Rounded(integers=rounded.integers[:, part], scale=rounded.scale[:, part])
+        errors[:, part] = ((matrix[:, part].astype(np.float64) - stored.values) * mean[:, None]).sum(axis=2)
+    return errors
 
 
 def _round_plainly(graph: Graph, layer: Layer, place: QdqLayer) -> dict[str, Array]:
