@@ -17,7 +17,7 @@ from edgekit.quantize.calibration.decided_logits import find_decisions
 from edgekit.quantize.effort import Effort, find_effort
 from edgekit.quantize.graph.compared_tensors import ComparedTensor, find_compared_tensors
 from edgekit.quantize.graph.layers import read_layers
-from edgekit.quantize.mixed_precision.score import FEW_SAMPLES, Closeness, judge_candidate, judge_grids
+from edgekit.quantize.mixed_precision.score import FEW_SAMPLES, Closeness, is_even, judge_candidate, judge_grids
 from edgekit.quantize.mixed_precision.variants import free_grids, strip_weights
 from edgekit.quantize.plan import Candidate, QuantPlan, is_relievable
 from edgekit.quantize.qdq.build import find_plan_grids, place_plan, round_weights
@@ -36,6 +36,8 @@ _WORTH_MOMENTS_DB = 0.5
 _MUCH_DB, _SOME_DB = 1.0, 0.1
 # A model so far off needs every tenth, whatever it takes.
 _POOR_DB = 20.0
+# No rounding of weights mends such a model: relief rounds once more.
+_BROKEN_DB = 10.0
 # With so few weights it takes a tenth of a second, and is tried on all but faithful models: over eight draws of its
 # samples kws comes 0.5 dB nearer on samples that it has not seen. Chosen by hand.
 _QUICK_WEIGHTS = 1 << 18
@@ -154,7 +156,8 @@ def learn_roundings(draft: Draft, judged: Sequence[Candidate], memo: Memo) -> tu
         UsageError: the statistics are gone.
     """
     draft, method = draft.use_unsigned().choose(judged[0].method, "nearest"), judged[0].method
-    if not read_layers(draft.graph) or judged[0].rounding not in _QUICK:
+    is_broken = judged[0].sqnr_db < _BROKEN_DB and is_relievable(draft.plan)
+    if is_broken or not read_layers(draft.graph) or judged[0].rounding not in _QUICK:
         return tuple(judged)
     placed = place_draft(draft)
     unrounded_db = _judge_ranges(draft, (method,), memo.budget, placed)[method].ratio_db
@@ -284,7 +287,8 @@ def _judge_all(draft: Draft, floor_db: float, budget: Budget) -> Iterator[Candid
     chosen = draft.choose(best, "nearest")
     # Plain minmax is among the candidates, so that what is chosen is never worse on these samples.
     if best != "minmax":
-        if "minmax" in _change_fewest(ranges):
+        is_settled = draft.effort.is_bounded and is_even(ranges)
+        if "minmax" in _change_fewest(ranges) and not is_settled:
             yield from _judge_roundings(plain, ("nearest",), budget, placed)
         placed = place_draft(chosen)
     weights, has_layers = count_weights(draft.graph), bool(read_layers(draft.graph))
