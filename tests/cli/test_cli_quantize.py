@@ -183,7 +183,7 @@ def test_a_disk_that_is_full_is_told_in_one_line(most_bytes: int, folder: Path, 
     assert not list(tmp_path.glob(".edgekit-*"))
 
 
-def test_plans_of_a_model_beyond_2_gb_are_compared_and_its_weights_lie_beside_it(
+def test_plans_of_a_model_beyond_the_limit_of_a_protobuf_are_compared_and_weights_are_the_same(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert quantize(folder, out=tmp_path / "whole.onnx") == 0
