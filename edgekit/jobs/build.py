@@ -193,10 +193,10 @@ def _build_all(
 def _rank(target: Target) -> tuple[bool, bool]:
     """Returns what puts targets with a plan into the order in which both cores have the most to do.
 
-    What is verified quickly comes first. What a vendor's simulator verifies, on one core, comes before what is computed
-    for NNAPI, on two devices at once.
+    What a vendor's simulator verifies, which keeps one core busy for the longest, comes first: the others are planned
+    beside it. What is computed for NNAPI, on two devices at once, comes last.
     """
-    return target.provider == NNAPI, any(planned.form == "context" for planned in target.verification)
+    return target.provider == NNAPI, not any(planned.form == "context" for planned in target.verification)
 
 
 def _ready_target(inputs: BuildInputs, target: Target, job: BuildJob) -> ReadyBundle | EdgekitError:
