@@ -171,7 +171,7 @@ def test_the_report_is_the_json_beside_it(demo: BuildReport) -> None:
 def test_the_seconds_of_a_build_are_those_of_its_stages(demo: BuildReport) -> None:
     # First the target for which nothing is planned, then those that are verified more and more slowly.
     shared, last = [(name, "") for name in ("prepare", "samples", "float model")], [("verify", "")]
-    coreml, *own = ([("quantize", name), ("convert", name)] for name in ("coreml", "xnnpack", "qnn", "nnapi"))
+    coreml, *own = ([("quantize", name), ("convert", name)] for name in ("coreml", "qnn", "xnnpack", "nnapi"))
     assert [(stage.stage, stage.target) for stage in demo.stages] == [
         *shared, *coreml, ("calibrate", ""), *itertools.chain(*own), *last
     ]  # fmt: skip
