@@ -223,6 +223,15 @@ def view_model(proto: onnx.ModelProto, folder: Path = Path()) -> Graph:
     return _View(proto, folder).graph(proto.graph, None)
 
 
+def view_file(path: Path) -> Graph:
+    """Returns the main graph of a file of ours, with the types and shapes that it holds; weights beside it stay there.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    return view_model(onnx.load(str(path), load_external_data=False), path.parent)
+
+
 def view_part(graph: onnx.GraphProto, opset: int = 1, folder: Path = Path()) -> Graph:
     """Returns a graph alone, of a model of this opset if that counts, with the types and shapes that it holds."""
     model = onnx.ModelProto(ir_version=onnx.IR_VERSION, opset_import=[onnx.OperatorSetIdProto(version=opset)])

@@ -75,7 +75,12 @@ def ready_bundle(inputs: BuildInputs, target: Target, job: BuildJob, work: Path)
     given, (inputs, made) = inputs, _make_model(inputs, target, job, work)
     notes, quantized = [*made.notes], made.quantized
     deployed = deploy_model(made.model, made.precision, made.check, inputs, target, job, work, notes)
-    making = Making(precision=made.precision, is_rewritten=inputs is not given, plan=made.plan)
+    making = Making(
+        precision=made.precision,
+        is_rewritten=inputs is not given,
+        stays_float=not job.plans_for(target, inputs.floats),
+        plan=made.plan,
+    )
     sized = make_sizes(deployed, making, inputs, job, work, notes)
     contents = _collect(inputs, deployed, quantized, job)
     if sized is not None and inputs.buckets is not None:

@@ -5,7 +5,7 @@ The words are those of onnx.proto: `location` is relative to the model's folder;
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import numpy as np
@@ -15,6 +15,12 @@ PAGE_BYTES = 4096
 """Large weights begin a page, so that ONNX Runtime can map them (onnx's external_data_helper aligns for that too)."""
 LEAST_BYTES = 1024
 """Weights up to this size stay inside: shape inference and constant folding read them, and cannot from other files."""
+
+
+def begin_page(out: IO[bytes]) -> int:
+    """Fills a file up to the next page, and returns where that begins: what is written there can be mapped."""
+    out.write(bytes(-out.tell() % PAGE_BYTES))
+    return out.tell()
 
 
 class DataPlace(msgspec.Struct, frozen=True):

@@ -21,10 +21,8 @@ def list_families() -> tuple[str, ...]:
 _SLOW_ON_CPU = ("enable_attention", "enable_skip_layer_norm", "enable_bias_skip_layer_norm", "enable_bias_gelu")
 
 
-def fuse_nodes(
-    path: Path, model_type: str, heads: int, hidden: int, *, for_cpu: bool
-) -> tuple[onnx.ModelProto, dict[str, int]]:
-    """Returns a model with its transformer patterns fused, and how many nodes of each fused operator it has now.
+def fuse_nodes(path: Path, model_type: str, heads: int, hidden: int, *, for_cpu: bool) -> onnx.ModelProto:
+    """Returns a model with its transformer patterns fused.
 
     `heads` and `hidden` of 0 are found out from the graph. What the CPU provider has slow kernels for is left out
     where it is `for_cpu`.
@@ -40,8 +38,7 @@ def fuse_nodes(
         setattr(chosen, name, False)
     try:
         fused: Any = optimizer.optimize_model(str(path), model_type, heads, hidden, chosen, opt_level=0)
-        counts = {str(name): int(count) for name, count in fused.get_fused_operator_statistics().items() if count}
-        return cast("onnx.ModelProto", fused.model), counts
+        return cast("onnx.ModelProto", fused.model)
     except _FAILURES as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(

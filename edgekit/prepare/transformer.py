@@ -16,7 +16,7 @@ from edgekit.prepare.opset import lower_ir_version, read_opset
 from edgekit.prepare.rewrites import copies, idle_add, idle_nan_guard, join_attention, join_rotary
 
 # The optimizer knows attention as exporters wrote it some years ago, and finds none in what PyTorch 2.15 writes.
-_JOINS = (idle_nan_guard.FIX_ID, idle_add.FIX_ID, copies.FIX_ID, join_rotary.FIX_ID, join_attention.FIX_ID)
+_PARTS_OF_ATTENTION = (idle_nan_guard.FIX_ID, idle_add.FIX_ID, copies.FIX_ID, join_rotary.FIX_ID, join_attention.FIX_ID)
 
 
 class FuseOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,13 +59,13 @@ def fuse_transformer(
         hint = suggest_name(options.model_type, families)
         raise UsageError(f"there is no --model-type '{options.model_type}'", hint=hint)
     before = read_proto(model, weights=False)
-    fused, _ = fuse_nodes(model.path, options.model_type, options.heads, options.hidden, for_cpu=options.for_cpu)
+    fused = fuse_nodes(model.path, options.model_type, options.heads, options.hidden, for_cpu=options.for_cpu)
     lower_ir_version(fused, read_opset(fused))
     written = save_proto(fused, out.with_name(f"{out.stem}-exported.onnx"))
     prepared = prepare(
         msgspec.structs.replace(written, custom_ops=model.custom_ops), out.with_name(f"{out.stem}-prepared.onnx")
     )
-    joined = fix_model(prepared, out, _JOINS).model
+    joined = fix_model(prepared, out, _PARTS_OF_ATTENTION).model
     new = _count_contrib(read_proto(joined, weights=False)) - _count_contrib(before)
     if not new:
         raise ModelError(

@@ -27,10 +27,14 @@ _SAMPLES = 8
 
 
 class Making(msgspec.Struct, frozen=True, kw_only=True):
-    """How the model of the largest size was made: rewritten for its target or not, quantized by a plan or not."""
+    """How the model of the largest size was made: rewritten for its target or not, quantized by a plan or not.
+
+    `stays_float` says for what it was rewritten; a model that then could not be quantized has no plan either.
+    """
 
     precision: Precision
     is_rewritten: bool
+    stays_float: bool
     plan: QuantPlan | None
 
 
@@ -91,7 +95,7 @@ def _remake(inputs: BuildInputs, making: Making, target: Target, work: Path) -> 
     model = inputs.prepared
     if making.is_rewritten:
         rewritten = work / "rewritten" / model.path.name
-        model = fix_for_target(model, rewritten, target, stays_float=making.plan is None)[0].model
+        model = fix_for_target(model, rewritten, target, stays_float=making.stays_float)[0].model
     if inputs.is_quantized and target.quantization.unsigned_ops:
         return fix_model(model, work / "unsigned.onnx", [unsigned_weights.FIX_ID]).model
     if making.plan is None or not isinstance(inputs.calibration, Calibration):

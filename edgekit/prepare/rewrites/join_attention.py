@@ -153,18 +153,21 @@ def _find_rows(writer: Writer, name: str, perm: tuple[int, ...], part: str) -> s
 
 def _find_key_rows(writer: Writer, turned: str) -> str:
     """Returns the rows that turned keys were cut from, by one Transpose or by two; "" as `_find_rows` does."""
-    node = made_by(writer.graph, _skip_idle(writer.graph, turned), "Transpose")
-    if node is None or node.entries("perm") != _TURN:
-        return _find_rows(writer, turned, _TURN_APART, "key")
-    return _find_rows(writer, node.input[0], _SWAP_HEADS, "key")
+    keys = _unturn(writer.graph, turned)
+    if keys:
+        return _find_rows(writer, keys, _SWAP_HEADS, "key")
+    return _find_rows(writer, turned, _TURN_APART, "key")
 
 
 def _find_keys(writer: Writer, turned: str) -> str:
     """Returns the keys [batch, heads, rows, size], turned back if the model has them turned alone."""
-    node = made_by(writer.graph, _skip_idle(writer.graph, turned), "Transpose")
-    if node is not None and node.entries("perm") == _TURN:
-        return node.input[0]
-    return writer.add("Transpose", [turned], "keys", perm=_TURN)
+    return _unturn(writer.graph, turned) or writer.add("Transpose", [turned], "keys", perm=_TURN)
+
+
+def _unturn(graph: Graph, turned: str) -> str:
+    """Returns the keys in heads behind a Transpose of their last two axes; "" where there is none."""
+    node = made_by(graph, _skip_idle(graph, turned), "Transpose")
+    return node.input[0] if node is not None and node.entries("perm") == _TURN else ""
 
 
 def _skip_idle(graph: Graph, name: str) -> str:

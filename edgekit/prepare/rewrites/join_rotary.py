@@ -88,12 +88,9 @@ def _find_half(graph: Graph, name: str) -> tuple[str, int] | None:
         return None
     if node.op_type == "Split":
         return (node.input[0], node.output.index(name)) if node.integer("axis", 0) in {-1, 3} else None
-    numbers = [graph.number(each) for each in (*node.input[1:4], *node.input[4:5])]
-    if len(numbers) < 3 or numbers[2] not in {-1, 3} or numbers[3:] not in ([], [1]):
-        return None
-    starts = {0: 0, half: 1, -half: 1}
-    start = numbers[0]
-    return (node.input[0], starts[int(start)]) if start is not None and int(start) in starts else None
+    start, _, axis, step = (graph.number(node.input[at]) if at < len(node.input) else 1 for at in range(1, 5))
+    place = {0: 0, half: 1, -half: 1}.get(int(start)) if start is not None else None
+    return (node.input[0], place) if place is not None and axis in {-1, 3} and step == 1 else None
 
 
 def _has_equal_halves(graph: Graph, name: str, shape: tuple[int, ...]) -> bool:

@@ -8,7 +8,7 @@ import onnx
 
 from edgekit._files import move_file, replacing_file, work_folder, write_file
 from edgekit.errors import ModelError
-from edgekit.model.external import LEAST_BYTES, PAGE_BYTES, DataPlace, point_to, read_place, read_words
+from edgekit.model.external import LEAST_BYTES, DataPlace, begin_page, point_to, read_place, read_words
 from edgekit.model.model import MOST_INLINE_BYTES, Model, iterate_graphs, load_model, read_proto
 from edgekit.prepare.weights.inline import write_inline
 
@@ -87,8 +87,7 @@ def spill_data(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
         for tensor in proto.graph.initializer:
             data = tensor.raw_data
             if len(data) > LEAST_BYTES:
-                out.write(bytes(-out.tell() % PAGE_BYTES))
-                point_to(tensor, DataPlace(path.name, out.tell(), len(data)))
+                point_to(tensor, DataPlace(path.name, begin_page(out), len(data)))
                 out.write(data)
     # Protobuf keeps the memory of fields that were cleared; only a new message is without it.
     return onnx.ModelProto.FromString(proto.SerializeToString())
@@ -103,8 +102,7 @@ def gather_data(proto: onnx.ModelProto, folder: Path, path: Path) -> None:
     starts: dict[str, int] = {}
     with path.open("wb") as out:
         for name in sorted({place.file for _, place in places}):
-            out.write(bytes(-out.tell() % PAGE_BYTES))
-            starts[name] = out.tell()
+            starts[name] = begin_page(out)
             with (folder / name).open("rb") as file:
                 shutil.copyfileobj(file, out, 1 << 20)
     for tensor, place in places:

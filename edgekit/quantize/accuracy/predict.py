@@ -9,7 +9,7 @@ import numpy as np
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.data.samples import Samples, select_samples, spread_indices
-from edgekit.graph.graph import read_graph
+from edgekit.graph.graph import Graph, read_graph
 from edgekit.machine import map_in_order
 from edgekit.model.model import Model
 from edgekit.model.outputs import StatedOutput
@@ -124,14 +124,21 @@ class FloatReference:
         *,
         most: int | None = None,
     ) -> None:
-        self._model, self._samples, self._outputs = model, samples, outputs or {}
-        # Without weights, which the session holds already.
-        self._graph = read_graph(model)
-        affordable = find_effort(self._graph, samples.count).predicting or MOST_SAMPLES
-        self.indices = spread_indices(samples.count, most or affordable)
+        self._model, self._samples, self._outputs, self._most = model, samples, outputs or {}, most
         self._session: CpuSession | None = None
         self._known: dict[int, Tensors] = {}
         self._room = _MOST_KEPT_BYTES
+
+    @cached_property
+    def indices(self) -> Sequence[int]:
+        """The samples that count."""
+        most = self._most or find_effort(self._graph, self._samples.count).predicting or MOST_SAMPLES
+        return spread_indices(self._samples.count, most)
+
+    @cached_property
+    def _graph(self) -> Graph:
+        # Without weights, which the session holds already; not read for what stays float.
+        return read_graph(self._model)
 
     def predict_drop(self, quantized: Model) -> Prediction:
         """Returns what a quantized model will cost.

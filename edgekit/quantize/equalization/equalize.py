@@ -11,11 +11,10 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import onnx
 
 from edgekit._files import digest_bytes, write_file
 from edgekit.errors import UsageError
-from edgekit.graph.graph import Graph, view_model
+from edgekit.graph.graph import Graph, view_file, view_model
 from edgekit.model.scaling import NOTE, SUFFIX, write_powers
 from edgekit.model.tensors import Array
 from edgekit.quantize.calibration.calibrate import Calibration
@@ -125,7 +124,7 @@ def equalize_graph(graph: Graph, factors: Mapping[str, tuple[float, ...]], work:
     if work is not None and graph.folder == work:
         kept = work / f"scaled-{digest_bytes(msgspec.json.encode(dict(factors), order='sorted'))[:24]}.onnx"
         if kept.is_file():
-            return _view_file(kept)
+            return view_file(kept)
     pairs = {pair.tensor: pair for pair in find_equalization_pairs(graph)}
     constants, renamed, powers = ScaledConstants(graph), dict[str, str](), dict[str, str]()
     sigmoids: dict[str, Array] = {}
@@ -149,7 +148,7 @@ def equalize_graph(graph: Graph, factors: Mapping[str, tuple[float, ...]], work:
         return view_model(proto, graph.folder)
     # Protobuf keeps the memory of fields that were cleared; only a new message is without it.
     write_file(kept, proto.SerializeToString())
-    return _view_file(kept)
+    return view_file(kept)
 
 
 def equalize_calibration(
@@ -230,10 +229,6 @@ def balance_channels(magnitude: Array, made_by: Array, read_by: Array | None, ce
     anchor = np.exp(np.log(factors[full]).mean()) if full.any() else (magnitude * factors).max() / magnitude.max()
     limit = 2 ** np.floor(np.log2(_CEILING_SHARE * ceiling / magnitude))
     return np.where(full, 1.0, np.minimum(_round_to_power(factors / anchor), limit))
-
-
-def _view_file(path: Path) -> Graph:
-    return view_model(onnx.load(str(path), load_external_data=False), path.parent)
 
 
 def _round_to_power(values: Array) -> Array:

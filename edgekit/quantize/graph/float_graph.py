@@ -11,10 +11,10 @@ from onnx import numpy_helper
 from edgekit._files import read_chunks
 from edgekit.errors import ModelError
 from edgekit.graph.constants import bring_in, lift_constants, read_array
-from edgekit.graph.graph import Graph, Node, view_model
+from edgekit.graph.graph import Graph, Node, view_file, view_model
 from edgekit.graph.inference import infer_model
 from edgekit.graph.rewrite import set_nodes
-from edgekit.model.external import PAGE_BYTES, DataPlace, point_to, read_place
+from edgekit.model.external import DataPlace, begin_page, point_to, read_place
 from edgekit.model.model import MOST_INLINE_BYTES, Model, find_integer_ops
 from edgekit.model.outside import read_outside
 from edgekit.model.skim import MAX_DATA_BYTES
@@ -80,13 +80,13 @@ def set_weights_aside(graph: Graph, folder: Path) -> Graph:
             move_weight(tensor, graph.folder, out)
     # Protobuf keeps the memory of fields that were cleared; only a new message is without it.
     path.write_bytes(graph.model.SerializeToString())
-    return view_model(onnx.load(str(path), load_external_data=False), folder)
+    return view_file(path)
 
 
 def read_aside(folder: Path) -> Graph | None:
     """Returns the graph that `set_weights_aside` left in a folder, None where there is none."""
     path = folder / _ASIDE_NAME
-    return view_model(onnx.load(str(path), load_external_data=False), folder) if path.is_file() else None
+    return view_file(path) if path.is_file() else None
 
 
 def move_weight(tensor: onnx.TensorProto, folder: Path, out: IO[bytes]) -> None:
@@ -95,8 +95,7 @@ def move_weight(tensor: onnx.TensorProto, folder: Path, out: IO[bytes]) -> None:
     length = place.length if place is not None else len(tensor.raw_data)
     if length <= MAX_DATA_BYTES:
         return
-    out.write(bytes(-out.tell() % PAGE_BYTES))
-    start = out.tell()
+    start = begin_page(out)
     if place is None:
         out.write(tensor.raw_data)
     else:

@@ -12,7 +12,7 @@ from edgekit._ort import CpuSession, SessionSettings, external_config
 from edgekit.errors import RuntimeRefusal
 from edgekit.graph.rewrite import copy_fields
 from edgekit.machine import release_memory
-from edgekit.model.external import PAGE_BYTES, DataPlace, point_to
+from edgekit.model.external import DataPlace, begin_page, point_to
 from edgekit.model.model import count_weight_bytes
 from edgekit.model.skim import MAX_DATA_BYTES
 from edgekit.prepare.weights.float_weights import OPTIMIZER
@@ -67,9 +67,8 @@ def _weights_outside(proto: onnx.ModelProto, folder: Path) -> Generator[bytes]:
             if len(data) <= MAX_DATA_BYTES:
                 copy.graph.initializer.append(tensor)
                 continue
-            out.write(bytes(-out.tell() % PAGE_BYTES))
             shell = copy.graph.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
-            point_to(shell, DataPlace(path.name, out.tell(), len(data)))
+            point_to(shell, DataPlace(path.name, begin_page(out), len(data)))
             out.write(data)
     try:
         yield copy.SerializeToString()
