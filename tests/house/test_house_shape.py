@@ -1,5 +1,8 @@
-"""The gate on the house's shape says no to a broken tree; `make check` asks it of this one."""
+"""The gates on the shape of the code say no to a broken tree; `make check` asks them of this one."""
 
+import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tools" / "bench")]
 
 from mutation import TESTS, list_mutations  # noqa: E402
-from shape import find_breaks  # noqa: E402
+from shape import find_banned_names, measure_shape  # noqa: E402
 
 
 def test_the_mutation_bench_knows_its_modules_and_their_tests() -> None:
@@ -36,35 +39,54 @@ def test_mutations_are_slips_and_leave_words_and_seeds_alone() -> None:
     }  # fmt: skip
 
 
-def test_circles_and_crowds_in_a_folder_are_named(tmp_path: Path) -> None:
-    folder = tmp_path / "edgekit" / "model"
-    folder.mkdir(parents=True)
-    for index in range(13):
-        (folder / f"m{index}.py").write_text(f"from edgekit.model.m{(index + 1) % 2} import x\n" if index < 2 else "")
-    found = "\n".join(find_breaks(tmp_path))
-    assert "a circle of imports, m0 -> m1 -> m0" in found or "a circle of imports, m1 -> m0 -> m1" in found
-    assert "13 modules, at most 12" in found
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the package whose modules a test may change."""
+    root = tmp_path_factory.mktemp("tree")
+    shutil.copytree(ROOT / "edgekit", root / "edgekit", ignore=shutil.ignore_patterns("__pycache__", "*.npz", "*.onnx"))
+    shutil.copy(ROOT / "pyproject.toml", root)
+    return root
 
 
 @pytest.mark.parametrize(
     ("file", "source", "message"),
     [
-        ("model/model.py", "from edgekit.jobs.build import x", "does not point down"),
-        ("check/macs.py", "from edgekit.quantize.plan import x", "does not point down"),
-        ("quantize/graph/layers.py", "from edgekit.quantize.plan import x", "does not point down"),
-        ("quantize/graph/layers.py", "from edgekit.quantize.soups import x", "'soups' has no floor in 'quantize'"),
-        ("quantize/graph/layers.py", "from edgekit.convert._tables import x", "is the inside of another room"),
-        ("check/macs.py", "import onnxruntime", "only edgekit/_ort.py"),
-        ("model/model.py", "import subprocess", "only edgekit/_proc.py"),
-        ("model/model.py", "def f():\n    import json", "not at the top"),
-        ("model/model.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING: pass", "no TYPE_CHECKING"),
-        ("utils.py", "", "excludes nothing"),
-        ("model/model.py", "x = 1\n" * 401, "401 lines"),
-        ("model/model.py", "def f():\n" + "    x = 1\n" * 50, "f has 51 lines"),
+        ("model/model.py", "from edgekit.jobs.build import x", "edgekit.model is not allowed to import edgekit.jobs"),
+        (
+            "check/macs.py",
+            "from edgekit.quantize.plan import x",
+            "edgekit.check is not allowed to import edgekit.quantize",
+        ),
+        ("model/tensors.py", "from edgekit.model.model import x", ".tensors -> .model"),
+        ("check/macs.py", "import onnxruntime", "edgekit is not allowed to import onnxruntime"),
+        ("model/model.py", "import subprocess", "edgekit is not allowed to import subprocess"),
+        ("soups.py", "", "soups"),
     ],
 )
-def test_a_break_is_named(tmp_path: Path, file: str, source: str, message: str) -> None:
-    path = tmp_path / "edgekit" / file
-    path.parent.mkdir(parents=True)
-    path.write_text(source)
-    assert message in "\n".join(find_breaks(tmp_path))
+def test_an_import_that_points_up_is_named(tree: Path, file: str, source: str, message: str) -> None:
+    path = tree / "edgekit" / file
+    before = path.read_text() if path.exists() else None
+    path.write_text(f"{source}\n{before or ''}")
+    try:
+        command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
+        environment = {**os.environ, "PYTHONPATH": str(tree), "COLUMNS": "200"}
+        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
+    finally:
+        path.unlink() if before is None else path.write_text(before)
+    assert done.returncode == 1
+    assert message in done.stdout
+
+
+def test_code_is_counted_without_comments_and_docstrings(tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text(
+        '"""Docs\n\nof three lines."""\n\nfrom a import (\n    b,\n)\n\n\n# why\n'
+        'def once():\n    """Docs."""\n    return b\n\n\ndef twice():\n    return once()\n\n\nTABLE = [twice, twice]\n'
+    )
+    shape = measure_shape(tmp_path)
+    assert (shape.modules, shape.code_lines, shape.import_lines) == (1, 8, 3)
+    assert (shape.functions, shape.called_once) == (2, 1)
+
+
+def test_a_module_named_by_nothing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "utils.py").touch()
+    assert "excludes nothing" in find_banned_names(tmp_path)[0]
