@@ -84,7 +84,7 @@ def write_ort_form(source: Source, folder: Path, options: OrtOptions) -> Written
     return Written(
         files=(path.name,),
         census=count_ops(nodes),
-        fates=trace_fusions(skim_model(source.model.path).graph, nodes),
+        fates=trace_fusions(skim_model(source.model.path).graph, nodes).fates,
         unfused=unfused,
         equality=equality,
         host_traits=describe_traits(skim_model(source.origin.path).graph, graph.nodes),

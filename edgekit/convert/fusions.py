@@ -1,8 +1,13 @@
-"""What became of each node of a model: kept, fused into another, or folded away."""
+"""What became of each node of a model: kept, fused into another, taken out, or folded away.
+
+Names of nodes say little, since ONNX Runtime hands them on as it likes. Names of tensors last: whatever computes a
+tensor now does the work of the nodes that led to it. Both graphs are cut at the tensors that they share, and what lies
+between the same cuts computes the same.
+"""
 
 import collections
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 import msgspec
 import onnx
@@ -10,17 +15,26 @@ import onnx
 from edgekit.convert.ort_format.report import OrtNode
 
 FOLDED = "folded"
-"""What became of a node whose result is a constant, or is read by nobody, in the converted file."""
+"""What became of a node whose result is a constant, or is read by nobody, in the converted graph."""
+GONE = "gone"
+"""What became of a node that no other one stands for: whoever read its result reads its input, or took its work in."""
 
 _TOKEN = re.compile(r"_token_\d+$")
 _INSERTED = re.compile(r"^(InsertedPrecisionFreeCast_)+")
-_MOST_LAYOUT_NODES = 4
+_NCHWC = "com.microsoft.nchwc."
 # What ONNX Runtime puts around a node that it gives another layout or type.
 _LAYOUT_OPS = frozenset({"Transpose", "ReorderOutput", "ReorderInput", "Cast"})
+_MOST_NAMED = 6
+# A Conv, its activation, its Q node.
+_MOST_FOLLOWED = 2
+# These compute nothing: nobody stands for them.
+_IDLE_OPS = frozenset({"Dropout", "Identity"})
+# A convolution does not do the work of these: it was given the layout that they made.
+_MOVES = frozenset({"Flatten", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 
 
 class OpFusion(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of the nodes of one operator: `became` counts them by the operator that computes their result now."""
+    """What became of the nodes of one operator: `became` counts them by the operator that does their work now."""
 
     op: str
     count: int
@@ -33,60 +47,176 @@ class OpFusion(msgspec.Struct, frozen=True, kw_only=True):
         return ", ".join(parts)
 
 
-def trace_fusions(source: onnx.GraphProto, nodes: Sequence[OrtNode]) -> tuple[OpFusion, ...]:
-    """Returns what became of the nodes of the main graph, by operator, most frequent first.
+class FusedKind(msgspec.Struct, frozen=True, kw_only=True):
+    """A kind of fusion: these operators, in the order of the graph, became one node of `into`, so many times."""
 
-    A node is found again by its name, which ONNX Runtime keeps or lengthens by `_token_N`, or by the tensor it gives.
-    Where both are gone, the node that gives the next tensor on the way to the outputs has taken it in.
-    """
-    named = {_TOKEN.sub("", node.name): node for node in nodes if node.name}
-    # Reversed, so that of two nodes that end up with one name, the first in the order of the graph stays.
-    makers = {_INSERTED.sub("", name): node for node in reversed(nodes) for name in node.outputs}
-    readers: dict[str, list[onnx.NodeProto]] = collections.defaultdict(list)
-    for node in source.node:
-        for name in node.input:
-            readers[name].append(node)
-    given = {node.name for node in source.node}
-    fates: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    for node in source.node:
-        found = named.get(node.name) or _find_maker(node, makers, readers, given)
-        fates[_qualified(node)][found.op.rpartition(".")[2] if found else FOLDED] += 1
-    ranked = sorted(fates.items(), key=lambda item: (-item[1].total(), item[0]))
-    return tuple(OpFusion(op=op, count=count.total(), became=_by_frequency(count)) for op, count in ranked)
+    ops: tuple[str, ...]
+    into: str
+    count: int
 
 
-def _find_maker(
-    node: onnx.NodeProto,
-    makers: Mapping[str, OrtNode],
-    readers: Mapping[str, Sequence[onnx.NodeProto]],
-    given: Iterable[str],
-) -> OrtNode | None:
-    seen: set[str] = set()
-    waiting = collections.deque(name for name in node.output if name)
+class Fusions(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of the nodes of a graph, by operator, and the kinds of fusion; both most frequent first."""
+
+    fates: tuple[OpFusion, ...]
+    kinds: tuple[FusedKind, ...]
+
+
+class _Region(msgspec.Struct, frozen=True, kw_only=True):
+    """Nodes of the source and of the result between the same tensors, each the one that ends it first."""
+
+    sources: tuple[OrtNode, ...]
+    results: tuple[OrtNode, ...]
+
+
+def trace_fusions(source: onnx.GraphProto, nodes: Sequence[OrtNode]) -> Fusions:
+    """Returns what became of the nodes of the main graph of `source` in a graph of these `nodes`."""
+    given = as_nodes(source)
+    fates: dict[int, str] = {}
+    kinds: collections.Counter[tuple[tuple[str, ...], str]] = collections.Counter()
+    for region in _cut_regions(given, nodes, _find_constants(source)):
+        found = _judge_region(region)
+        for index, fate in found.items():
+            # A node whose result several read is what the first of them says, unless that one only skips it.
+            if fates.get(index, GONE) == GONE:
+                fates[index] = fate
+        last = _short(region.results[0])
+        into = [given[index].op for index in sorted(found) if found[index] == last]
+        if len(into) > 1:
+            kinds[tuple(into), last] += 1
+    counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for node in given:
+        counts[node.op][fates.get(node.index, FOLDED)] += 1
+    ranked = sorted(counts.items(), key=lambda item: (-item[1].total(), item[0]))
+    return Fusions(
+        fates=tuple(OpFusion(op=op, count=count.total(), became=_by_frequency(count)) for op, count in ranked),
+        kinds=tuple(
+            FusedKind(ops=ops, into=into, count=count)
+            for (ops, into), count in sorted(kinds.items(), key=lambda item: (-item[1], item[0]))
+        ),
+    )
+
+
+def as_nodes(graph: onnx.GraphProto) -> tuple[OrtNode, ...]:
+    """Returns the nodes of an ONNX graph as those of an ORT-format file, with their places as indices."""
+    return tuple(
+        OrtNode(
+            index=index,
+            name=node.name,
+            op=f"{node.domain}.{node.op_type}" if node.domain not in {"", "ai.onnx"} else node.op_type,
+            inputs=tuple(node.input),
+            outputs=tuple(node.output),
+        )
+        for index, node in enumerate(graph.node)
+    )
+
+
+def _judge_region(region: _Region) -> dict[int, str]:
+    """Returns what became of each node of a region: the node of its own operator, else whatever is new there."""
+    left = list(region.results)
+    fates = {node.index: GONE for node in region.sources if node.op in _IDLE_OPS}
+    for node in region.sources:
+        same = next((one for one in left if _bare(one.op) == _bare(node.op)), None)
+        if same is not None:
+            left.remove(same)
+            fates[node.index] = _short(same)
+    names = [_short(one) for one in reversed(left) if _bare(one.op) not in _LAYOUT_OPS | _MOVES]
+    if names:
+        rest = " + ".join(names) if len(names) <= _MOST_NAMED else f"{len(names)} nodes"
+    else:
+        # All that is there was there before. Where the last node kept its operator, the others went; else the last
+        # result comes from the node before it, which does its work too: Conv and BatchNormalization became Conv.
+        last = next((one for one in region.results if _bare(one.op) not in _LAYOUT_OPS), region.results[0])
+        rest = GONE if region.sources[0].index in fates else _short(last)
+    gone = _MOVES if rest.endswith("Conv") else frozenset[str]()
+    return {node.index: fates.get(node.index, GONE if node.op in gone else rest) for node in region.sources}
+
+
+def _cut_regions(given: Sequence[OrtNode], nodes: Sequence[OrtNode], constants: Container[str]) -> Iterator[_Region]:
+    """Yields the regions between tensors that both graphs have; constants and what follows from them are in none."""
+    before = {name: node for node in given for name in node.outputs if name and name not in constants}
+    now = {name: node for node in nodes for name in node.outputs if name}
+    same = _match_tensors(given, nodes)
+    makers: dict[str, OrtNode] = {}
+    # A layout or a type that ONNX Runtime puts in gives a tensor its name back: what computes it counts.
+    for node in sorted(nodes, key=lambda node: _bare(node.op) in _LAYOUT_OPS):
+        for name in node.outputs:
+            if name in same:
+                makers.setdefault(same[name], node)
+    alive = frozenset(same.values())
+    for end in given:
+        last = [makers[name] for name in end.outputs if name in makers and name in before]
+        if last:
+            results = {id(node): node for one in last for node in _walk_back(one, now, same)}
+            yield _Region(sources=_walk_back(end, before, alive), results=tuple(results.values()))
+
+
+def _walk_back(end: OrtNode, makers: Mapping[str, OrtNode], cuts: Container[str]) -> tuple[OrtNode, ...]:
+    """Returns a node and those before it, up to the tensors of `cuts`."""
+    found = {id(end): end}
+    waiting = collections.deque([end])
     while waiting:
-        name = waiting.popleft()
-        if name in makers:
-            return _look_through(makers[name], makers, given)
-        if name not in seen:
-            seen.add(name)
-            # The tensor is gone: whoever read it was fused with its maker, so what that reader gives is looked for
-            # next.
-            waiting.extend(made for reader in readers.get(name, ()) for made in reader.output if made)
-    return None
+        for name in waiting.popleft().inputs:
+            maker = None if name in cuts else makers.get(name)
+            if maker is not None and id(maker) not in found:
+                found[id(maker)] = maker
+                waiting.append(maker)
+    return tuple(found.values())
 
 
-def _look_through(node: OrtNode, makers: Mapping[str, OrtNode], given: Iterable[str]) -> OrtNode:
-    """Returns the node that computes what a node of ONNX Runtime's own only lays out anew."""
-    for _ in range(_MOST_LAYOUT_NODES):
-        behind = makers.get(_INSERTED.sub("", node.inputs[0])) if node.inputs else None
-        if behind is None or node.op.rpartition(".")[2] not in _LAYOUT_OPS or node.name in given:
+def _match_tensors(given: Sequence[OrtNode], nodes: Sequence[OrtNode]) -> dict[str, str]:
+    """Returns which tensor of the source each tensor of the result is, in whatever layout or type."""
+    names = {name for node in given for name in (*node.inputs, *node.outputs) if name}
+    same = {name: name for node in nodes for name in (*node.inputs, *node.outputs) if name in names}
+    named = {node.name: node.outputs[0] for node in given if node.name and node.outputs}
+    readers: dict[str, list[OrtNode]] = collections.defaultdict(list)
+    for reader in given:
+        for name in reader.inputs:
+            readers[name].append(reader)
+    for node in nodes:
+        for name in node.outputs:
+            blocked = node.op.startswith(_NCHWC) and node.name.endswith("_nchwc")
+            # A blocked node is called after its tensor (nchwc_transformer.cc); others get names with a token, of their
+            # tensor or of themselves.
+            plain = _INSERTED.sub("", node.name.removesuffix("_nchwc") if blocked else name)
+            origin = plain if plain in names else _TOKEN.sub("", plain)
+            origin = origin if origin in names else named.get(origin, "")
+            if origin and name not in same:
+                same[name] = _follow_name(node, origin, readers)
+    return same
+
+
+def _follow_name(node: OrtNode, tensor: str, readers: Mapping[str, Sequence[OrtNode]]) -> str:
+    """Returns what a node gives that is called after a tensor before it: its Add and its Q node came in later."""
+    blocked_sum = node.op == f"{_NCHWC}Conv" and len(node.inputs) > 3
+    last = {"Add", "Sum"} if blocked_sum else {"QuantizeLinear"} if _bare(node.op).startswith("QLinear") else set[str]()
+    found = tensor
+    for _ in range(_MOST_FOLLOWED if last else 0):
+        after = readers[found]
+        if len(after) != 1:
             break
-        node = behind
-    return node
+        found = after[0].outputs[0]
+        if after[0].op in last:
+            return found
+    return tensor
 
 
-def _qualified(node: onnx.NodeProto) -> str:
-    return f"{node.domain}.{node.op_type}" if node.domain else node.op_type
+def _find_constants(graph: onnx.GraphProto) -> frozenset[str]:
+    constants = {tensor.name for tensor in graph.initializer}
+    for node in graph.node:
+        # A node with a body may read tensors that are not among its inputs.
+        is_plain = not any(attribute.HasField("g") for attribute in node.attribute)
+        if is_plain and all(name in constants for name in node.input if name):
+            constants |= set(node.output)
+    return frozenset(constants)
+
+
+def _bare(op: str) -> str:
+    return op.rpartition(".")[2]
+
+
+def _short(node: OrtNode) -> str:
+    return node.op.removeprefix("com.microsoft.")
 
 
 def _by_frequency(count: collections.Counter[str]) -> dict[str, int]:

@@ -257,16 +257,6 @@ def test_drawn_inputs_are_the_same_each_time_and_fit() -> None:
     assert draw_samples((TensorSpec(name="q", dtype="sequence", shape=None),)) is None
 
 
-@pytest.mark.parametrize(("between", "op"), [("", "QLinearConv"), ("Relu", "FusedConv")])
-def test_the_fate_of_each_operator_is_told(tmp_path: Path, between: str, op: str) -> None:
-    model = make_qdq(tmp_path / "m.onnx", between=between)
-    converted = convert_model(model, all_forms(), tmp_path / "out")
-    for form in ("full", "runtime"):
-        fates = {fate.op: fate for fate in converted.fates[form]}
-        assert fates["Conv"].sentence == f"2 of 2 Conv are {op}"
-        assert not between or fates["Relu"].became == {op: 2}
-
-
 def test_what_comes_from_this_machine_is_told(tmp_path: Path) -> None:
     nodes = [
         helper.make_node("Exp", ["c"], ["e"]),

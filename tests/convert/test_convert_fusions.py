@@ -1,0 +1,107 @@
+"""What became of the nodes: claims are held against what the file holds, on tiny models and on those of the zoo."""
+
+import collections
+from pathlib import Path
+
+import numpy as np
+import pytest
+from convert_models import ARM, RUNTIME, ZOO, all_forms, make_qdq, save_graph, write_form
+from demo_paths import MODEL
+from onnx import helper
+
+from edgekit.convert.convert import convert_model
+from edgekit.convert.fusions import Fusions, trace_fusions
+from edgekit.convert.ort_form import OrtOptions
+from edgekit.convert.ort_format.census import replay_saved
+from edgekit.convert.ort_format.report import OrtNode, read_graph
+from edgekit.model.model import load_model
+from edgekit.model.skim import skim_model
+
+X64 = OrtOptions(style="full", cpu="x64")
+# Each node of these comes from one node of a model and from no other.
+_HEAVY = ("Conv", "MatMul", "Gemm", "Pool")
+
+
+def trace(model: Path, folder: Path, options: OrtOptions) -> tuple[Fusions, tuple[OrtNode, ...]]:
+    write_form(load_model(model), folder / "m.ort", options)
+    nodes = replay_saved(read_graph(folder / "m.ort"))
+    return trace_fusions(skim_model(model).graph, nodes), nodes
+
+
+def find_false_claims(found: Fusions, nodes: tuple[OrtNode, ...]) -> list[str]:
+    """Returns the operators of which more or fewer are claimed than the file holds, and those that it has not."""
+    held = collections.Counter(node.op.removeprefix("com.microsoft.") for node in nodes)
+    claimed: collections.Counter[str] = collections.Counter()
+    absent = [name for fate in found.fates for name in fate.became if name not in {*held, "folded", "gone"}]
+    for fate in found.fates:
+        for name, count in fate.became.items():
+            if any(word in fate.op for word in _HEAVY):
+                claimed[name] += count
+    wrong = [name for name in held if any(word in name for word in _HEAVY) and claimed[name] != held[name]]
+    return [*absent, *wrong]
+
+
+@pytest.mark.parametrize("options", [ARM, RUNTIME, X64], ids=["arm", "runtime", "x64"])
+@pytest.mark.parametrize(
+    "name", ["fastestdet", "mobilenetv2_1.0_224_ptq_qdq", "ppocr_cls_mbv3", "squeezenet1.1_fp32", "ultraface_rfb320"]
+)
+@pytest.mark.skipif(not ZOO.is_dir(), reason="needs ../shared/zoo")
+def test_no_claim_about_a_real_model_is_false(name: str, options: OrtOptions, tmp_path: Path) -> None:
+    assert find_false_claims(*trace(ZOO / f"models/{name}.onnx", tmp_path, options)) == []
+
+
+def test_a_blocked_convolution_is_named_as_such(tmp_path: Path) -> None:
+    found, nodes = trace(MODEL, tmp_path, X64)
+    fates = {fate.op: fate for fate in found.fates}
+    if any("nchwc" in node.op for node in nodes):
+        assert fates["Conv"].sentence == "31 of 31 Conv are nchwc.Conv"
+        assert fates["Clip"].sentence == "21 of 21 Clip are nchwc.Conv"
+        assert fates["GlobalAveragePool"].became == {"nchwc.GlobalAveragePool": 1}
+    assert find_false_claims(found, nodes) == []
+
+
+def test_a_false_claim_is_seen(tmp_path: Path) -> None:
+    found, nodes = trace(MODEL, tmp_path, ARM)
+    assert find_false_claims(found, nodes) == []
+    one_less = tuple(node for node in nodes if node.op != "Gemm")
+    assert find_false_claims(found, one_less) == ["Gemm"]
+
+
+def test_names_of_nodes_do_not_decide(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    weights = {"w": rng.standard_normal((8, 3, 3, 3)).astype(np.float32)}
+    weights |= {name: np.ones(8, np.float32) for name in ("scale", "bias", "mean", "var")}
+    nodes = [
+        # Called after each other: only what they compute tells them apart.
+        helper.make_node("Identity", ["x"], ["i"], name="norm"),
+        helper.make_node("Conv", ["i", "w"], ["c"], name="relu"),
+        helper.make_node("BatchNormalization", ["c", "scale", "bias", "mean", "var"], ["n"], name="conv"),
+        helper.make_node("Relu", ["n"], ["r"], name="idle"),
+        helper.make_node("Exp", ["scale"], ["e"], name="exp"),
+        helper.make_node("ReduceMean", ["e"], ["m"], name="reduce"),
+        helper.make_node("Add", ["r", "m"], ["y"], name="add"),
+    ]
+    model = save_graph(tmp_path / "m.onnx", nodes, weights, {"x": [1, 3, 8, 8], "y": [1, 8, 6, 6]})
+    found, _ = trace(model.path, tmp_path, ARM)
+    assert {fate.op: fate.became for fate in found.fates} == {
+        "Add": {"Add": 1},
+        "BatchNormalization": {"FusedConv": 1},
+        "Conv": {"FusedConv": 1},
+        "Exp": {"folded": 1},
+        "Identity": {"gone": 1},
+        "ReduceMean": {"folded": 1},
+        "Relu": {"FusedConv": 1},
+    }
+    assert [(kind.ops, kind.into, kind.count) for kind in found.kinds] == [
+        (("Conv", "BatchNormalization", "Relu"), "FusedConv", 1)
+    ]
+
+
+@pytest.mark.parametrize(("between", "op"), [("", "QLinearConv"), ("Relu", "FusedConv")])
+def test_the_fate_of_each_operator_is_told(tmp_path: Path, between: str, op: str) -> None:
+    model = make_qdq(tmp_path / "m.onnx", between=between)
+    converted = convert_model(model, all_forms(), tmp_path / "out")
+    for form in ("full", "runtime"):
+        fates = {fate.op: fate for fate in converted.fates[form]}
+        assert fates["Conv"].sentence == f"2 of 2 Conv are {op}"
+        assert not between or fates["Relu"].became == {op: 2}
