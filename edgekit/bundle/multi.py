@@ -165,14 +165,6 @@ def open_index(path: Path, *, key: Path | None = None) -> MultiBundle:
     return MultiBundle(folder=path, index=index, sha256=digests[INDEX], digests=digests, attested=attested)
 
 
-def find_file(multi: MultiBundle, variant: Variant, name: str) -> Path | None:
-    """Returns where a file of a variant lies, which may be among the shared ones; None where the variant has none."""
-    folder = multi.folder / variant.folder
-    manifest = decode_manifest(read_bounded(folder, MANIFEST), str(folder / MANIFEST))
-    place = _places(manifest, set(multi.index.shared)).get(name)
-    return None if place is None else multi.folder / place
-
-
 def extract_variant(multi: MultiBundle, target: str, out: Path) -> Bundle:
     """Writes the bundle of one target, as it was before it was joined, into the folder `out` and opens it.
 

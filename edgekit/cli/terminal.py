@@ -11,7 +11,7 @@ from edgekit.jobs.release import Doubt
 from edgekit.report import text
 from edgekit.report.summary import BuildReport
 from edgekit.verify.facts import Located
-from edgekit.verify.layers.outliers import judge_layers
+from edgekit.verify.layers.comparison import explain_layers
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.two_models import ModelComparison
 
@@ -73,7 +73,7 @@ def show_comparison(report: ModelComparison) -> None:
     if report.layers:
         print_table(text.table_layers(report.layers))
         show_line(f"first bad layer: {report.first_bad_layer or 'none'}")
-        for line in judge_layers(report.layers):
+        for line in explain_layers(report.layers):
             show_line(f"- {line}")
     if report.failure is not None:
         show_line(f"the device failed: {report.failure}")

@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from edgekit.bundle.folder import LAYERS, MANIFEST, VERIFY, Bundle
+from edgekit.bundle.folder import MANIFEST, VERIFY, Bundle
 from edgekit.bundle.group.group import GROUP, Group, open_group
 from edgekit.bundle.group.opening import is_group, sign_group
-from edgekit.bundle.multi import MultiBundle, find_bundles, find_file, join_bundles
+from edgekit.bundle.multi import MultiBundle, find_bundles, join_bundles
 from edgekit.bundle.opening import SignedBundle, open_any, sign_bundle
 from edgekit.bundle.statement import AttestedOutput, AttestedRun, TestResult, list_subjects
 from edgekit.devices.android.installed import find_app_runtime
@@ -19,8 +19,6 @@ from edgekit.package.contents import Extra
 from edgekit.package.package import Kind, PackageReport, package_bundles, package_group
 from edgekit.package.variant import UNNAMED, Names
 from edgekit.verify.groups import GroupReport
-from edgekit.verify.layers.evidence import read_evidence_file
-from edgekit.verify.layers.outliers import judge_layers
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run_report import RunReport
 from edgekit.verify.saved import read_facts, read_report
@@ -109,7 +107,7 @@ def package_verified(
 
 
 class _Released(msgspec.Struct, frozen=True, kw_only=True):
-    """A bundle that is to go: where it lies, its name in reports, its digest, its manifest, and its layers if any.
+    """A bundle that is to go: where it lies, its name in reports, its digest and its manifest.
 
     `report` is that of its last verification, None where there is none that can be read.
     """
@@ -118,7 +116,6 @@ class _Released(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     sha256: str
     manifest: str
-    layers: Path | None
     report: VerifyReport | None
 
 
@@ -141,7 +138,6 @@ def _list_bundles(found: Bundle | MultiBundle) -> list[_Released]:
             name=f"{found.index.name}-{variant.target}",
             sha256=variant.manifest.sha256,
             manifest=f"{variant.folder}/{MANIFEST}",
-            layers=find_file(found, variant, LAYERS),
             report=_read_report(found.folder / variant.folder),
         )
         for variant in found.index.variants
@@ -154,7 +150,6 @@ def _place(bundle: Bundle) -> _Released:
         name=f"{bundle.manifest.name}-{bundle.manifest.target}",
         sha256=bundle.sha256,
         manifest=MANIFEST,
-        layers=bundle.folder / LAYERS if LAYERS in bundle.manifest.files else None,
         report=_read_report(bundle.folder),
     )
 
@@ -199,7 +194,6 @@ def _list_members(group: Group, report: GroupReport | None) -> list[_Released]:
             name=f"{group.manifest.name}-{group.manifest.target}/{name}",
             sha256=group.manifest.members[name].manifest.sha256,
             manifest=f"members/{name}/{MANIFEST}",
-            layers=group.find_file(name, LAYERS),
             report=None if report is None else report.members.get(name),
         )
         for name in group.manifests
@@ -300,8 +294,6 @@ def _find_fault(bundle: _Released) -> str | None:
     # The evidence lies beside the manifest and is not covered by it: it counts only for the manifest that it names.
     if report.bundle_sha256 != bundle.sha256:
         return "was verified before it became what it is now"
-    if bundle.layers is not None and judge_layers(read_evidence_file(bundle.layers).layers):
-        return "has a layer that is not the float model's, whatever its verify.json says"
     return "did not pass its verification" if report.verdict == "fail" else None
 
 

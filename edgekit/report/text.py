@@ -20,8 +20,7 @@ from edgekit.report.tables import format_bytes, format_count, make_table
 from edgekit.target import Target, TaskLimit
 from edgekit.verify.drift import describe_state
 from edgekit.verify.facts import BucketReport, FileReport, Located, SizesReport
-from edgekit.verify.layers.comparison import LayerReport
-from edgekit.verify.layers.outliers import judge_layers
+from edgekit.verify.layers.comparison import LayerReport, explain_layers
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run_report import RunReport
 from edgekit.verify.tasks.scores import TaskReport, describe_difference, format_score, judge_task
@@ -81,6 +80,7 @@ def list_verify_remarks(report: VerifyReport) -> Iterator[str]:
     if report.runs and not any(run.observes_placement or run.provider == CPU_PROVIDER for run in report.runs):
         yield f"no run observed what {report.runs[0].provider} takes: its placement is predicted"
     yield from report.differences
+    yield from explain_layers(report.layers)
     yield from report.notes
     yield from map(str, report.skipped)
 
@@ -253,7 +253,7 @@ def list_comparison_remarks(report: ModelComparison) -> Iterator[str]:
     """Yields what was taken for what, the metric, what stands out among the layers, and why a device failed."""
     yield from (f"taken for '{mine}' by its place: '{theirs}'" for theirs, mine in report.renamed.items())
     yield from list_task(report.task, report.task_limit)
-    yield from judge_layers(report.layers)
+    yield from explain_layers(report.layers)
     if report.failure is not None:
         yield f"the device failed: {report.failure}"
 

@@ -11,7 +11,6 @@ from edgekit.evidence import Evidence, Judgement, Verdict, worst_verdict
 from edgekit.plain import Shown
 from edgekit.target import Thresholds
 from edgekit.verify.layers.comparison import LayerReport
-from edgekit.verify.layers.outliers import judge_layers
 from edgekit.verify.run_report import RunReport
 
 Step = Literal["prepare", "quantize", "convert", "provider", "device"]
@@ -163,7 +162,7 @@ class VerifyReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
             share = self.size_bytes / max(1, self.source_size_bytes)
             found.append(f"the model has {share:.0%} of the float model's size, more than {most:.0%}")
         absent = _judge_required(self.required, self.runs, self.skipped)
-        return (*found, *absent, *judge_layers(self.layers), *self.alterations, *self.regressions)
+        return (*found, *absent, *self.alterations, *self.regressions)
 
     @property
     def evidence(self) -> Evidence | None:

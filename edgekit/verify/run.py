@@ -38,8 +38,8 @@ from edgekit.verify.devices.open_sizes import compare_sizes
 from edgekit.verify.devices.placement import describe_hidden, describe_unmatched, find_gap
 from edgekit.verify.drift import StateReport
 from edgekit.verify.facts import Located, SizesReport
+from edgekit.verify.layers.comparison import name_first_bad
 from edgekit.verify.layers.evidence import read_evidence
-from edgekit.verify.layers.outliers import name_first_bad
 from edgekit.verify.metrics.dependence import compare_device_outputs
 from edgekit.verify.metrics.listed import describe_lists, describe_unlisted, hold_lists
 from edgekit.verify.metrics.outputs import OutputReport, judge_output

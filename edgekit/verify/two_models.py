@@ -22,8 +22,7 @@ from edgekit.plain import Shown
 from edgekit.target import Target, TaskLimit
 from edgekit.verify.devices.device_layers import find_device_layer
 from edgekit.verify.facts import Located
-from edgekit.verify.layers.comparison import LayerReport, compare_layers
-from edgekit.verify.layers.outliers import name_first_bad
+from edgekit.verify.layers.comparison import LayerReport, compare_layers, name_first_bad
 from edgekit.verify.matching.trace import adapt_sample
 from edgekit.verify.metrics.compare import compare_outputs, mark_reordered
 from edgekit.verify.metrics.dependence import compare_device_outputs
@@ -61,9 +60,9 @@ class ModelComparison(Shown, msgspec.Struct, frozen=True, kw_only=True):
         return name_first_bad(self.layers)
 
     def judge(self, min_sqnr_db: float | None) -> Verdict:
-        """Returns whether the outputs are comparable, finite and not below this ratio; metric and layers good."""
+        """Returns whether the outputs are comparable, finite and not below this ratio, and the metric good."""
         is_near = bool(self.outputs) and all(output_reaches(output, min_sqnr_db) for output in self.outputs)
-        if self.failure is not None or self.first_bad_layer is not None or not is_near:
+        if self.failure is not None or not is_near:
             return "fail"
         return judge_task(self.task, self.task_limit).verdict
 

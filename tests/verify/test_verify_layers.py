@@ -12,8 +12,7 @@ from verify_models import LAYERS, break_layer, make_images, quantize, save_netwo
 from edgekit.data.samples import Samples
 from edgekit.errors import ModelError, UsageError
 from edgekit.model.model import Model, load_model
-from edgekit.verify.layers.comparison import compare_layers
-from edgekit.verify.layers.outliers import find_first_bad
+from edgekit.verify.layers.comparison import compare_layers, find_first_bad
 from edgekit.verify.two_models import compare_models
 
 
@@ -50,11 +49,6 @@ def test_errors_pile_up_but_own_errors_do_not(models: tuple[Model, Model]) -> No
     assert deep.sqnr_db < deep.own_sqnr_db - 3
 
 
-def flip_bit(weight: np.ndarray) -> np.ndarray:
-    weight.view(np.uint8).reshape(-1)[100] ^= 0x80
-    return weight
-
-
 def swap_channels(weight: np.ndarray) -> np.ndarray:
     weight[[2, 3]] = weight[[3, 2]]
     return weight
@@ -67,7 +61,6 @@ def swap_channels(weight: np.ndarray) -> np.ndarray:
         pytest.param(lambda weight: weight // 2, id="scale"),
         pytest.param(lambda weight: weight.transpose(0, 1, 3, 2), id="transposed"),
         pytest.param(swap_channels, id="swapped channels"),
-        pytest.param(flip_bit, id="flipped bit"),
     ],
 )
 def test_the_broken_layer_is_named(

@@ -14,8 +14,7 @@ from edgekit.model.model import Model, load_model
 from edgekit.model.scaling import NOTE, SUFFIX, read_scaling, scale_channels, write_powers
 from edgekit.model.tensors import Array
 from edgekit.quantize.weight_only.fp16 import convert_to_fp16
-from edgekit.verify.layers.comparison import LayerReport, compare_layers
-from edgekit.verify.layers.outliers import find_first_bad, judge_layers
+from edgekit.verify.layers.comparison import LayerReport, compare_layers, explain_layers, find_first_bad
 from edgekit.verify.layers.overflows import settle_infinities
 from edgekit.verify.two_models import compare_models
 
@@ -71,18 +70,9 @@ def swap_channels(weight: Array) -> Array:
     return weight
 
 
-def flip(bit: int) -> Callable[[Array], Array]:
-    def change(weight: Array) -> Array:
-        flat = weight.reshape(-1).view(np.dtype(f"u{weight.dtype.itemsize}"))
-        flat[100] ^= flat.dtype.type(1 << bit)
-        return weight
-
-    return change
-
-
 @pytest.mark.parametrize("form", ["fp32", "fp16"])
 def test_a_clean_float_deployment_has_no_outlier(floats: dict[str, Model], form: str) -> None:
-    assert judge_layers(compare_layers(floats["fp32"], floats[form], make_images())) == ()
+    assert explain_layers(compare_layers(floats["fp32"], floats[form], make_images())) == ()
 
 
 @pytest.mark.parametrize("form", ["fp32", "fp16"])
@@ -93,8 +83,6 @@ def test_a_clean_float_deployment_has_no_outlier(floats: dict[str, Model], form:
         pytest.param(lambda weight: (weight * 2).astype(weight.dtype), id="scale"),
         pytest.param(lambda weight: weight.transpose(0, 1, 3, 2), id="transposed"),
         pytest.param(swap_channels, id="swapped channels"),
-        pytest.param(flip(14), id="high bit"),
-        pytest.param(flip(5), id="low bit"),
     ],
 )
 def test_the_broken_layer_of_a_float_deployment_is_named(
@@ -118,7 +106,7 @@ def test_renamed_nodes_and_tensors_are_matched_by_their_order(models: tuple[Mode
     renamed = compare_layers(models[0], rename(models[1], tmp_path / "renamed.onnx"), make_images())
     assert [layer.tensor for layer in renamed] == [layer.tensor for layer in plain]
     assert [layer.own_sqnr_db for layer in renamed] == [layer.own_sqnr_db for layer in plain]
-    broken = break_layer(models[1], tmp_path / "broken.onnx", "conv3", flip(6))
+    broken = break_layer(models[1], tmp_path / "broken.onnx", "conv3", swap_channels)
     bad = find_first_bad(compare_layers(models[0], rename(broken, tmp_path / "other.onnx"), make_images()))
     assert bad is not None
     assert bad.tensor == "r3"
@@ -135,12 +123,13 @@ def test_inputs_and_outputs_without_a_common_name_go_by_their_places(
     assert not plain.renamed
 
 
-def test_a_comparison_says_no_to_a_layer_that_stands_out(models: tuple[Model, Model], tmp_path: Path) -> None:
-    broken = break_layer(models[1], tmp_path / "broken.onnx", "conv2", flip(6))
+def test_a_layer_that_stands_out_explains_and_decides_nothing(models: tuple[Model, Model], tmp_path: Path) -> None:
+    broken = break_layer(models[1], tmp_path / "broken.onnx", "conv2", swap_channels)
     clean, wrong = (compare_models(models[0], model, make_images(), layers=True) for model in (models[1], broken))
     assert clean.reaches(None)
     assert wrong.first_bad_layer == "conv2"
-    assert not wrong.reaches(None)
+    assert wrong.reaches(None)
+    assert not wrong.reaches(60.0)
 
 
 def test_every_reader_of_a_rounded_tensor_is_looked_at(models: tuple[Model, Model], tmp_path: Path) -> None:
@@ -176,23 +165,23 @@ LAYER = LayerReport(
         ({"channel_steps": (4.0, 0.3), "jumps": True}, False),
         ({"offset_steps": 1.0}, True),
         ({"offset_steps": 1.0, "rounding_steps": (0.0, 0.7)}, False),
-        ({"weight_steps": 64.0}, True),
         ({"own_sqnr_db": None, "own_bias": None}, True),
-        ({"arithmetic": "half", "own_sqnr_db": None, "own_bias": None, "overflows": True}, False),
+        ({"arithmetic": "half", "own_sqnr_db": None, "own_bias": None, "overflows": True}, True),
         ({"arithmetic": "half", "channel_steps": (1.2, 0.1)}, True),
         ({"arithmetic": None, "channel_steps": (9.4, 0.3)}, False),
     ],
 )
 def test_what_stands_out(changes: dict[str, object], is_bad: bool) -> None:
-    said = judge_layers([msgspec.structs.replace(LAYER, **changes), LAYER])
+    said = explain_layers([msgspec.structs.replace(LAYER, **changes), LAYER])
     assert bool(said) is is_bad
-    assert all("layer 'a' (Conv) does not compute what the float model does" in line for line in said)
+    assert all("layer 'a' (Conv) is the first whose result is not the float model's" in line for line in said)
 
 
-def test_an_overflow_counts_where_the_end_suffers() -> None:
+def test_an_overflow_counts_where_no_other_layer_stands_out() -> None:
     over = msgspec.structs.replace(LAYER, own_sqnr_db=None, own_bias=None, overflows=True, arithmetic="half")
-    end = msgspec.structs.replace(LAYER, name="end", sqnr_db=3.0)
-    assert find_first_bad([over, end]) is over
+    other = msgspec.structs.replace(LAYER, name="other", offset_steps=3.0)
+    assert find_first_bad([over, LAYER]) is over
+    assert find_first_bad([over, other]) is other
 
 
 def test_masks_are_no_overflow() -> None:
@@ -220,7 +209,7 @@ def test_scaled_channels_are_told_from_broken_ones(models: tuple[Model, Model], 
     scaled = load_model(tmp_path / "scaled.onnx")
     layers = compare_layers(models[0], scaled, make_images())
     assert "r1" in {layer.tensor for layer in layers}
-    assert judge_layers(layers) == ()
+    assert explain_layers(layers) == ()
     wrong = change_float(scaled, tmp_path / "wrong.onnx", "conv1", lambda weight: (weight * 2).astype(weight.dtype))
     bad = find_first_bad(compare_layers(models[0], wrong, make_images()))
     assert bad is not None

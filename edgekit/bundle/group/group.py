@@ -88,11 +88,6 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         listed = _expect(self.manifest, self.manifests)
         return {GROUP: self.sha256, **{place: entry.sha256 for place, entry in listed.items()}}
 
-    def find_file(self, member: str, name: str) -> Path | None:
-        """Returns where a file of a member lies, None if it has no such file."""
-        place = _places(member, self.manifests[member], self.manifest.shared).get(name)
-        return None if place is None else self.folder / place
-
     @property
     def golden(self) -> Golden:
         """The golden samples of the whole, with what the float models make of them and their labels."""

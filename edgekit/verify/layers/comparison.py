@@ -1,5 +1,9 @@
-"""Comparing two models layer by layer: the accumulated error of each, and the error that each makes itself."""
+"""Comparing two models layer by layer: the accumulated error of each, and the error that each makes itself.
 
+What stands out explains why a model does not do what the float model does. It is no verdict: outputs decide.
+"""
+
+import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -7,22 +11,26 @@ import numpy as np
 
 from edgekit.data.samples import Samples
 from edgekit.errors import ModelError
-from edgekit.graph.graph import Graph
-from edgekit.model.model import Model
+from edgekit.graph.graph import Graph, view_model
+from edgekit.model.model import Model, read_proto
 from edgekit.model.scaling import read_scaling, scale_channels
 from edgekit.model.tensors import Array, Tensors
-from edgekit.verify.layers.attributes import find_altered
-from edgekit.verify.layers.biases import find_mismatched_scales
 from edgekit.verify.layers.isolate import IsolatedLayers, isolate_layers
 from edgekit.verify.layers.overflows import HALF_MAX, Size, measure_size, settle_infinities
-from edgekit.verify.layers.subgraphs import InnerNode, find_inner_differences
-from edgekit.verify.layers.weights import Initializers, WeightFacts, measure_weights
 from edgekit.verify.matching.grids import Grid, StepErrors, add_steps, find_grids, follow_moves, measure_steps
 from edgekit.verify.matching.match import MatchedTensor, match_tensors
+from edgekit.verify.matching.order import DEQUANTIZE
 from edgekit.verify.matching.regions import ROUNDING, Arithmetic, Region, find_regions
 from edgekit.verify.matching.trace import adapt_sample, open_traced
 from edgekit.verify.metrics import tensor_metrics as metrics
 from edgekit.verify.metrics.tensor_metrics import ErrorSums
+
+_FAR_CHANNEL: Mapping[Arithmetic, float] = {"float": 0.5, "half": 1.0, "int8": 2.5, "int4": 16.0}
+_FAR_OFFSET: Mapping[Arithmetic, float] = {"float": 0.25, "half": 0.5, "int8": 0.5, "int4": 4.0}
+"""How many steps of 8 bits the worst channel of a layer's own result, and all of it, may be off before it stands out.
+Measured by tools/bench/seeded_faults.py: a zero point off by one is 1.0, two swapped channels are 28 and more."""
+# Of a normal distribution 6 values in 100,000 lie beyond four deviations: a model has some thousand channels.
+_SIGMAS = 4.0
 
 
 class LayerReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,8 +38,7 @@ class LayerReport(msgspec.Struct, frozen=True, kw_only=True):
 
     `sqnr_db` and `max_abs` measure the error that has accumulated there; `own_sqnr_db` that of this layer alone, run on
     A's values. `own_bias` is the share of that error's energy that is a constant offset, which a wrong zero point
-    makes large. `weight_steps` is the distance in steps of the worst single weight from its float weight, None where
-    the layer has none; otherwise None stands for values that are not finite. `offset_steps` (the mean) and
+    makes large. None stands for values that are not finite. `offset_steps` (the mean) and
     `channel_steps` (the root of the mean square of the worst channel and of the middle one) tell how many steps the
     layer's own result lies from the float values rounded to its grid, where it has one; a step is that of an 8-bit
     grid, or a 255th of the range of the values. `arithmetic` is the coarsest that computes the layer,
@@ -39,8 +46,6 @@ class LayerReport(msgspec.Struct, frozen=True, kw_only=True):
     values lie beyond half precision there, where that is what B computes in. `name` and `op` are those of B's node,
     `tensor` is the name in A.
     `rounding_steps` is what rounding weights and result may be expected to cost a channel of it, and all of it.
-    `altered` says in words how the operator is not A's, whatever its result, and `unfit` which scale of B does not fit
-    the others; "" where nothing is known against it.
     """
 
     name: str
@@ -50,7 +55,6 @@ class LayerReport(msgspec.Struct, frozen=True, kw_only=True):
     max_abs: float | None
     own_sqnr_db: float | None
     own_bias: float | None
-    weight_steps: float | None = None
     offset_steps: float | None = None
     channel_steps: tuple[float, float] | None = None
     arithmetic: Arithmetic | None = None
@@ -59,8 +63,6 @@ class LayerReport(msgspec.Struct, frozen=True, kw_only=True):
     overflows: bool = False
     rounding_steps: tuple[float, float] | None = None
     non_finite: int = 0
-    altered: str = ""
-    unfit: str = ""
 
 
 class _Sums(msgspec.Struct):
@@ -74,12 +76,10 @@ class _Sums(msgspec.Struct):
 
 
 class _Seen(msgspec.Struct, kw_only=True):
-    """What the samples showed: the tensors that both models compute, and of these the floats that can be compared."""
+    """What the samples showed: the float tensors that both models compute, and how far these lie apart."""
 
-    every: tuple[MatchedTensor, ...]
     matched: tuple[MatchedTensor, ...]
     regions: dict[str, Region] = {}
-    altered: dict[str, str] = {}
     sums: dict[str, _Sums] = {}
 
 
@@ -93,35 +93,67 @@ def compare_layers(a: Model, b: Model, samples: Samples) -> tuple[LayerReport, .
         ModelError: no float tensor of `b` bears the name of one of `a`.
         UsageError: the samples do not fit a model.
     """
-    floats, stored = Initializers(a), Initializers(b)
+    protos = read_proto(a, weights=False), read_proto(b, weights=False)
+    graphs = view_model(protos[0], a.path.parent), view_model(protos[1], b.path.parent)
     grids = find_grids(b)
-    # Sessions and tensors are gone before the weights are read.
-    seen = _run_samples(floats, stored, samples, grids)
-    every, sums, altered = seen.every, seen.sums, seen.altered
-    inner = find_inner_differences(floats, stored, every)
-    if not sums and not altered:
+    seen = _run_samples((a, b), graphs, samples, (grids, read_scaling(protos[1])))
+    if not seen.sums:
         raise ModelError(f"'{b.path}' and '{a.path}' have no layer in common", hint="compare models of one origin")
-    weights, unfit = measure_weights(floats, stored, seen.matched, seen.regions), find_mismatched_scales(stored)
-    layers = (
-        msgspec.structs.replace(
-            _report(item, sums.get(item.tensor, _Sums()), seen.regions.get(item.tensor, Region()), grids, weights),
-            altered=altered.get(item.tensor, ""),
-            unfit=unfit.get(item.raw_b) or unfit.get(item.layer, ""),
-        )
-        for item in every
-        if item.tensor in sums or item.tensor in altered or item.tensor in inner
+    return tuple(
+        _report(item, seen.sums[item.tensor], seen.regions[item.tensor], grids, graphs[1]) for item in seen.matched
     )
-    return tuple(_look_inside(layer, inner.get(layer.tensor)) for layer in layers)
+
+
+def find_first_bad(layers: Sequence[LayerReport]) -> LayerReport | None:
+    """Returns the first layer that stands out, None if none does.
+
+    A layer stands out if its own result is not finite, or a channel of it lies farther from the float values, rounded
+    to its grid, than `_FAR_CHANNEL`, or all of it farther than `_FAR_OFFSET`: rounding and clipping are then no excuse.
+    Where Q nodes inside the layer could not be told apart, each is granted as much again. One that overflows because
+    the float model's own values lie beyond half precision counts where no other stands out.
+    """
+    bad = [layer for layer in layers if describe_layer(layer)]
+    return next((layer for layer in bad if not layer.overflows), next(iter(bad), None))
+
+
+def explain_layers(layers: Sequence[LayerReport]) -> tuple[str, ...]:
+    """Returns a sentence about the first layer that stands out, nothing where none does."""
+    bad = find_first_bad(layers)
+    if bad is None:
+        return ()
+    return (f"layer '{bad.name}' ({bad.op}) is the first whose result is not the float model's: {describe_layer(bad)}",)
+
+
+def name_first_bad(layers: Sequence[LayerReport]) -> str | None:
+    """Returns the name of the first layer that stands out, None if none does."""
+    layer = find_first_bad(layers)
+    return None if layer is None else layer.name
+
+
+def describe_layer(layer: LayerReport) -> str:
+    """Returns in words how a layer stands out, "" if it does not."""
+    if layer.own_sqnr_db is None:
+        return "its result is not finite, although what it was given is"
+    if layer.arithmetic is None or layer.jumps or layer.channel_steps is None or layer.offset_steps is None:
+        return ""
+    granted, (worst, middle) = 1 + layer.roundings, layer.channel_steps
+    of_channel, of_all = layer.rounding_steps or (0.0, 0.0)
+    if worst > granted * _FAR_CHANNEL[layer.arithmetic] + _SIGMAS * of_channel:
+        return f"given the same values, a channel of its result is {worst:.1f} steps off (the middle one {middle:.2f})"
+    if layer.offset_steps > granted * _FAR_OFFSET[layer.arithmetic] + of_all:
+        return f"given the same values, its result is {layer.offset_steps:.2f} steps off on the whole"
+    return ""
 
 
 def _run_samples(
-    floats: Initializers, stored: Initializers, samples: Samples, grids: Mapping[str, Grid | None]
+    models: tuple[Model, Model],
+    graphs: tuple[Graph, Graph],
+    samples: Samples,
+    told: tuple[Mapping[str, Grid | None], Mapping[str, Array]],
 ) -> _Seen:
-    """Runs both models, and each layer alone, on every sample."""
-    a, b = floats.model, stored.model
-    graphs, scaling = (floats.graph, stored.graph), read_scaling(stored.proto)
-    every = match_tensors(*graphs)
-    seen = _Seen(every=every, matched=every)
+    """Runs both models, and each layer alone, on every sample; `told` are B's grids and factors."""
+    (a, b), every, (grids, scaling) = models, match_tensors(*graphs), told
+    seen = _Seen(matched=every)
     traced_a = open_traced(a, [tensor.in_a for tensor in every])
     traced_b = open_traced(b, [tensor.in_b for tensor in every])
     isolated: IsolatedLayers | None = None
@@ -132,15 +164,10 @@ def _run_samples(
         scaled = {item.in_a: scaling[item.raw_b] for item in seen.matched if item.raw_b in scaling}
         wanted = {**wanted, **{name: scale_channels(wanted[name], factors) for name, factors in scaled.items()}}
         if isolated is None:
-            # A sequence or a map came back as its parts, under other names.
-            seen.every = tuple(item for item in every if item.in_a in wanted and item.in_b in found)
-            seen.matched = _keep_comparable(seen.every, wanted, found)
-            seen.altered = find_altered(floats, stored, seen.every, sample) | _find_resized(
-                seen.every, seen.matched, graphs, (wanted, found)
-            )
+            seen.matched = _keep_comparable(every, wanted, found)
             seen.regions = find_regions(*graphs, seen.matched)
             isolated = isolate_layers(
-                (a, b), seen.matched, (wanted, found), seen.regions, (follow_moves(grids, graphs[1]), scaling)
+                models, seen.matched, (wanted, found), seen.regions, (follow_moves(grids, graphs[1]), scaling)
             )
         reference, own = isolated.run(sample, wanted, found)
         _add_results(seen.sums, seen.matched, seen.regions, grids, (wanted, found, reference, own))
@@ -149,14 +176,6 @@ def _run_samples(
     for sample in samples:
         add(sample)
     return seen
-
-
-def _look_inside(layer: LayerReport, inner: InnerNode | None) -> LayerReport:
-    """Returns the layer, or where one of its subgraphs holds a node that is not A's that node in its place."""
-    if inner is None:
-        return layer
-    words = f"{inner.words} (inside '{layer.name}')"
-    return msgspec.structs.replace(layer, name=inner.name, op=inner.op, altered=words)
 
 
 def _add_results(
@@ -198,45 +217,40 @@ def _widen(value: Array) -> Array:
     return value.astype(np.float64, copy=False)
 
 
-def _keep_comparable(matched: Sequence[MatchedTensor], wanted: Tensors, found: Tensors) -> tuple[MatchedTensor, ...]:
+def _keep_comparable(every: Sequence[MatchedTensor], wanted: Tensors, found: Tensors) -> tuple[MatchedTensor, ...]:
+    """Returns the tensors that are floats of one shape on both sides; a sequence or a map came back as its parts."""
     return tuple(
         item
-        for item in matched
-        if wanted[item.in_a].dtype.kind == found[item.in_b].dtype.kind == "f"
+        for item in every
+        if item.in_a in wanted
+        and item.in_b in found
+        and wanted[item.in_a].dtype.kind == found[item.in_b].dtype.kind == "f"
         and wanted[item.in_a].shape == found[item.in_b].shape
         and wanted[item.in_a].size
     )
 
 
-def _find_resized(
-    every: Sequence[MatchedTensor],
-    comparable: Sequence[MatchedTensor],
-    graphs: tuple[Graph, Graph],
-    values: tuple[Tensors, Tensors],
-) -> dict[str, str]:
-    """Returns, in words, the first tensor that has another number of elements than in A, if that is no accident.
+def _measure_noise(graph: Graph, region: Region) -> float:
+    """Returns what rounding the weights adds to the results of a region, a root of the mean square for inputs of one.
 
-    A layout may change the shape. Where operators decide by values how much they give, rounding may change the size.
+    It is scale * sqrt(terms / 12), as of independent errors that are uniform within a step (Widrow and Kollar 2008), of
+    the channel with the largest scale.
     """
-    for item in every:
-        wanted, found = values[0][item.in_a], values[1][item.in_b]
-        if wanted.size == found.size or not wanted.size or not found.size:
-            continue
-        region = find_regions(*graphs, [*comparable, item])[item.tensor]
-        if region.reads and not region.jumps:
-            return {item.tensor: f"its result has the shape {found.shape}, in the float model {wanted.shape}"}
-        return {}
-    return {}
+    noises: list[float] = []
+    for node in (graph.producers[name] for name in region.results):
+        by_row = node.op_type == "Conv" or bool(node.integer("transB", 0))
+        for weight in (graph.producers.get(name) for name in node.input):
+            if weight is None or weight.op_type != DEQUANTIZE or weight.input[0] not in graph.constants:
+                continue
+            dims, scale = graph.constants[weight.input[0]].dims, graph.array(weight.input[1])
+            terms = math.prod(dims) / max(1, dims[0 if by_row else -1]) if len(dims) > 1 else 0.0
+            noises.append(0.0 if scale is None else float(scale.max(initial=0.0)) * math.sqrt(terms / 12.0))
+    return math.hypot(*noises)
 
 
 def _report(
-    item: MatchedTensor,
-    sums: _Sums,
-    region: Region,
-    grids: Mapping[str, Grid | None],
-    weights: Mapping[str, WeightFacts],
+    item: MatchedTensor, sums: _Sums, region: Region, grids: Mapping[str, Grid | None], graph: Graph
 ) -> LayerReport:
-    facts = weights.get(item.tensor, WeightFacts())
     found, own, moved, grid = sums.found, sums.own, sums.steps, grids.get(item.raw_b)
     is_whole = own is not None and not own.non_finite
     layer = LayerReport(
@@ -247,7 +261,6 @@ def _report(
         max_abs=None if found is None or found.non_finite else found.max_abs,
         own_sqnr_db=metrics.sqnr_db([own]) if own is not None and is_whole else None,
         own_bias=metrics.bias_share([own]) if own is not None and is_whole else None,
-        weight_steps=facts.steps,
         arithmetic=region.arithmetic,
         roundings=region.roundings,
         jumps=region.jumps,
@@ -262,5 +275,5 @@ def _report(
         layer,
         offset_steps=moved.measure_offset(step),
         channel_steps=moved.measure_channels(step),
-        rounding_steps=moved.expect_rounding(step, facts.noise * sums.size),
+        rounding_steps=moved.expect_rounding(step, _measure_noise(graph, region) * sums.size),
     )

@@ -1,10 +1,8 @@
 """What the layers of a bundle's model were found to compute when it was built: measured once, digested with the rest.
 
 The float model is gone when a bundle is verified, so that its layers cannot be compared again. What was found lies
-under the manifest's digests, and a verdict that rests on it changes with the bundle alone.
+under the manifest's digests. It explains what the outputs show, and is no part of the verdict.
 """
-
-from pathlib import Path
 
 import msgspec
 
@@ -61,15 +59,7 @@ def read_evidence(bundle: Bundle) -> LayerEvidence:
     """
     if LAYERS not in bundle.manifest.files:
         return LayerEvidence(note=f"no layer was held against the float model's: the bundle has no {LAYERS}")
-    return read_evidence_file(bundle.folder / LAYERS)
-
-
-def read_evidence_file(path: Path) -> LayerEvidence:
-    """Returns what was found, from a file whose digest was checked.
-
-    Raises:
-        BundleError: the file is malformed.
-    """
+    path = bundle.folder / LAYERS
     try:
         return msgspec.json.decode(path.read_bytes(), type=LayerEvidence)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
