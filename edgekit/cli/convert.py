@@ -1,23 +1,27 @@
 """`edgekit convert`."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
+from edgekit._ort import Level
 from edgekit.cli import convert_options, options
 from edgekit.cli.convert_options import FormOptions
 from edgekit.cli.main import YES
-from edgekit.cli.screen import show_json, show_line, showing_progress
+from edgekit.cli.screen import print_table, show_json, show_line, showing_progress
 from edgekit.convert.context import ContextOptions
 from edgekit.convert.equality import Equality
+from edgekit.convert.levels import LevelModel
 from edgekit.devices.packages import CoreMlFiles
 from edgekit.jobs.convert import ConvertOptions, ConvertReport, CoreMlOptions, convert_for
 from edgekit.prepare.transformer import FuseOptions
 from edgekit.quantize.weight_only.convert import WeightOnlyOptions
 from edgekit.recipe import Recipe
-from edgekit.report.tables import format_bytes
+from edgekit.report.tables import format_bytes, make_table
 from edgekit.target import Form
 
+_FEW_PARTS = 4
 # Operators whose fate tells nothing by itself.
 _PLUMBING = frozenset({"QuantizeLinear", "DequantizeLinear", "Constant"})
 
@@ -67,6 +71,7 @@ def command(
     Example:
       edgekit convert model.onnx --target nnapi --out converted
       edgekit convert model.onnx --target coreml --mlpackage --cache --out converted
+      edgekit convert model.onnx --onnx --level basic --level extended --out levels
     """
     recipe = Recipe(
         targets=() if target is None else (target,),
@@ -77,6 +82,7 @@ def command(
         ort=forms.ort,
         styles=forms.styles,
         with_onnx=forms.with_onnx,
+        levels=forms.levels,
         context=context,
         coreml=coreml,
         fuse=fuse,
@@ -105,6 +111,8 @@ def _show_conversion(report: ConvertReport) -> None:
         show_line(f"{report.weights.form}: the weights of {len(report.weights.changed)} nodes, {sizes}")
         for note in report.weights.notes:
             show_line(f"- {note}")
+    if report.levels:
+        _show_levels(report)
     if report.quantized:
         show_line(f"quantized already ({report.quantized}): taken as it is")
     if report.coreml is not None:
@@ -112,6 +120,39 @@ def _show_conversion(report: ConvertReport) -> None:
     if report.compatibility:
         show_line(f"compatibility: {report.compatibility}")
     show_line(f"why: {report.reason}")
+
+
+def _show_levels(report: ConvertReport) -> None:
+    """Prints what each level makes of the model, beside the model without optimization."""
+    table = make_table("level", "nodes", "fusions and casts that went", "size", "load", "p50", "time of none's")
+    for row in report.levels:
+        interval = "" if row.interval is None else f" (95 %: {row.interval[0]:.2f} to {row.interval[1]:.2f})"
+        table.add_row(
+            "none" if row.level == Level.DISABLED else row.level.value,
+            str(row.nodes),
+            ", ".join(_describe_fusions(row)) or "-",
+            format_bytes(row.size_bytes),
+            "-" if row.load_ms is None else f"{row.load_ms:.1f} ms",
+            "-" if row.median_ms is None else f"{row.median_ms:.3g} ms",
+            "-" if row.ratio is None else f"{row.ratio:.2f}{interval}",
+        )
+    print_table(table)
+    for row in report.levels:
+        if (report.out / row.file).is_file():
+            equality = "" if row.equality is None else f": {_describe_equality(row.equality)}"
+            show_line(f"{report.out / row.file}{equality}")
+            if row.warning:
+                show_line(f"- {row.level.value}: {row.warning}")
+
+
+def _describe_fusions(row: LevelModel) -> Iterator[str]:
+    for kind in row.kinds:
+        # Short patterns are known by their parts, long ones by what they became: LayerNormalization, Gelu.
+        parts = "+".join(kind.ops)
+        pattern = f"{parts} -> {kind.into}" if len(kind.ops) <= _FEW_PARTS else f"{kind.into} of {len(kind.ops)} nodes"
+        yield f"{kind.count} {pattern}"
+    if row.casts_gone:
+        yield f"{abs(row.casts_gone)} Cast {'gone' if row.casts_gone > 0 else 'more'}"
 
 
 def _show_coreml(files: CoreMlFiles, out: Path) -> None:

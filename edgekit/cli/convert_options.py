@@ -42,30 +42,51 @@ class _RoundingChoice(click.Choice[BlockRounding]):
 
 
 class FormOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The files that are asked for where no target says which: in ORT format as `ort` and `styles` say, and ONNX."""
+    """The files that are asked for where no target says which: in ORT format as `ort` and `styles` say, and ONNX.
+
+    With `levels` the ONNX files are what ONNX Runtime makes at each.
+    """
 
     ort: OrtOptions
     styles: tuple[Style, ...]
     with_onnx: bool
+    levels: tuple[Level, ...] = ()
 
 
 def forms(function: Command) -> Command:
     """Adds the options of the files without a target, which become the argument `forms`."""
 
     @click.option("--style", type=click.Choice(sorted(_STYLES)), help="Default: both.")
-    @click.option("--level", type=click.Choice([level.value for level in Level]), help="Default: all.")
+    @click.option(
+        "--level",
+        "levels",
+        type=click.Choice([level.value for level in Level]),
+        multiple=True,
+        help="Default: all. With --onnx, several: the optimized model of each.",
+    )
     @click.option("--cpu", type=click.Choice(_CPUS), help="The CPU whose kernels the file is for. Default: arm.")
-    @click.option("--onnx", "with_onnx", is_flag=True, help="Write the ONNX model too.")
+    @click.option(
+        "--onnx", "with_onnx", is_flag=True, help="Write the ONNX model too; with --level, the optimized one."
+    )
     @functools.wraps(function)
     def command(
-        *, style: str | None, level: str | None, cpu: Cpu | None, with_onnx: bool, target: str | None, **rest: Any
+        *, style: str | None, levels: tuple[str, ...], cpu: Cpu | None, with_onnx: bool, target: str | None, **rest: Any
     ) -> int:
-        given = {"--style": style, "--level": level, "--cpu": cpu}
+        given = {"--style": style, "--level": levels, "--cpu": cpu}
         named = [name for name, value in given.items() if value]
         if target is not None and (named or with_onnx):
             _check_settled(load_target(target), named, _STYLES[style] if style else (), with_onnx=with_onnx)
-        ort = OrtOptions(style="full", cpu=cpu or "arm", level=Level(level or "all"))
-        chosen = FormOptions(ort=ort, styles=_STYLES[style or "both"], with_onnx=with_onnx)
+        if len(levels) > 1 and (style or not with_onnx):
+            raise UsageError(
+                "a file in ORT format has one level, and several were given",
+                hint="give one --level, or leave --style out and add --onnx",
+            )
+        chosen = FormOptions(
+            ort=OrtOptions(style="full", cpu=cpu or "arm", level=Level(levels[0] if levels else "all")),
+            styles=() if levels and with_onnx and not style else _STYLES[style or "both"],
+            with_onnx=with_onnx and not levels,
+            levels=tuple(map(Level, levels)) if with_onnx else (),
+        )
         return function(forms=chosen, target=target, **rest)
 
     return command

@@ -80,10 +80,14 @@ def trace_fusions(source: onnx.GraphProto, nodes: Sequence[OrtNode]) -> Fusions:
             # A node whose result several read is what the first of them says, unless that one only skips it.
             if fates.get(index, GONE) == GONE:
                 fates[index] = fate
-        last = _short(region.results[0])
-        into = [given[index].op for index in sorted(found) if found[index] == last]
-        if len(into) > 1:
-            kinds[tuple(into), last] += 1
+        for name, count in collections.Counter(map(_short, region.results)).items():
+            # A cast is no part of a pattern: those that went are counted by themselves.
+            members = [given[index].op for index in sorted(found) if found[index] == name]
+            into = tuple(op for op in members if op != "Cast")
+            # Where names of tensors are lost in between, a region holds the same pattern several times.
+            times = count if all(into.count(op) % count == 0 for op in into) else 1
+            if len(into) > times:
+                kinds[into[: len(into) // times], name] += times
     counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for node in given:
         counts[node.op][fates.get(node.index, FOLDED)] += 1
@@ -122,7 +126,8 @@ def _judge_region(region: _Region) -> dict[int, str]:
             fates[node.index] = _short(same)
     names = [_short(one) for one in reversed(left) if _bare(one.op) not in _LAYOUT_OPS | _MOVES]
     if names:
-        rest = " + ".join(names) if len(names) <= _MOST_NAMED else f"{len(names)} nodes"
+        unique = tuple(dict.fromkeys(names))
+        rest = " + ".join(unique) if len(unique) <= _MOST_NAMED else f"{len(names)} nodes"
     else:
         # All that is there was there before. Where the last node kept its operator, the others went; else the last
         # result comes from the node before it, which does its work too: Conv and BatchNormalization became Conv.

@@ -12,12 +12,23 @@ from edgekit.convert.context import DEFAULT_CONTEXT, ContextOptions
 from edgekit.convert.convert import ConvertedFiles, ConvertedModel, convert_model, convert_styles
 from edgekit.convert.equality import Equality, compare_onnx
 from edgekit.convert.forms import ORT_FILES
+from edgekit.convert.levels import LevelModel
 from edgekit.convert.ort_form import OrtOptions, Style, refuse_size
 from edgekit.data.samples import Samples, load_samples
 from edgekit.devices.packages import CoreMlFiles, write_coreml
 from edgekit.errors import ModelError, UsageError
-from edgekit.model.model import Model, QuantizedForm, find_quantized_form, load_model, measure_files, read_proto
+from edgekit.jobs.levels import optimize_levels
+from edgekit.model.model import (
+    Model,
+    QuantizedForm,
+    find_quantized_form,
+    load_model,
+    measure_files,
+    read_proto,
+    save_proto,
+)
 from edgekit.prepare.clean import prepare_model
+from edgekit.prepare.shapes.dims import fix_dims
 from edgekit.prepare.transformer import FuseOptions, fuse_transformer
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize.qdq.qoperator import write_qoperator
@@ -39,6 +50,7 @@ class CoreMlOptions(msgspec.Struct, frozen=True, kw_only=True):
 class ConvertOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How to convert. Without a target, `styles` are written as `ort` says, and the ONNX form too `with_onnx`.
 
+    For each of the `levels` the model that ONNX Runtime makes at it is written, in ONNX.
     Transformer patterns are fused first as `fuse` says, then weights are made smaller as `weights` says; with
     `qoperator` a QDQ model gets integer operators in place of Q and DQ nodes.
     `data` holds the inputs on which each file runs against its source, which it does not unless `checked`.
@@ -47,6 +59,7 @@ class ConvertOptions(msgspec.Struct, frozen=True, kw_only=True):
     ort: OrtOptions = OrtOptions(style="full", cpu="arm", level=Level.ALL)
     styles: tuple[Style, ...] = ("full", "runtime")
     with_onnx: bool = False
+    levels: tuple[Level, ...] = ()
     context: ContextOptions = DEFAULT_CONTEXT
     coreml: CoreMlOptions = CoreMlOptions()
     fuse: FuseOptions | None = None
@@ -85,12 +98,14 @@ class ConvertReport(ConvertedFiles, frozen=True, kw_only=True):
     """The files written from a model into a folder.
 
     `quantized` is how the model was quantized before, empty for a float one: its integers pass through as they are.
+    `levels` has the model at each level that was asked for, behind the one without optimization.
     `coreml` is what the Core ML provider wrote, where it was asked to.
     """
 
     model: str
     out: Path
     quantized: QuantizedForm
+    levels: tuple[LevelModel, ...]
     fusion: Fusion | None
     weights: SmallWeights | None
     coreml: CoreMlFiles | None
@@ -133,7 +148,24 @@ def convert_for(
                 current, staging, options.ort, forms, origin=source, samples=samples, checked=options.checked
             )
         coreml = _write_coreml(converted, targets, options.coreml, progress)
-    return msgspec.structs.replace(_report(source, out, converted, fusion, small), coreml=coreml)
+        levels: tuple[LevelModel, ...] = ()
+        if options.levels:
+            progress("optimize and time each level")
+            # As an app would give it to a session: what preparing does is part of what the levels do.
+            given = _fix_given(source, recipe, work) if current is prepared else current
+            levels = optimize_levels(
+                given, options.levels, options.ort.cpu, staging, work, samples, checked=options.checked
+            )
+    return msgspec.structs.replace(_report(source, out, converted, fusion, small), coreml=coreml, levels=levels)
+
+
+def _fix_given(source: Model, recipe: Recipe, work: Path) -> Model:
+    """Returns a model as it was given, with the dimensions that were named."""
+    if not recipe.dims:
+        return source
+    proto = read_proto(source)
+    fix_dims(proto.graph, recipe.dims, may_stay_open=True)
+    return msgspec.structs.replace(save_proto(proto, work / "given.onnx"), custom_ops=source.custom_ops)
 
 
 def _write_coreml(
@@ -216,6 +248,7 @@ def _report(
         model=source.name,
         out=out,
         quantized=find_quantized_form(read_proto(source, weights=False)),
+        levels=(),
         fusion=fusion,
         weights=None
         if small is None

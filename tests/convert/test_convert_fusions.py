@@ -1,19 +1,25 @@
 """What became of the nodes: claims are held against what the file holds, on tiny models and on those of the zoo."""
 
 import collections
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from convert_models import ARM, RUNTIME, ZOO, all_forms, make_qdq, save_graph, write_form
 from demo_paths import MODEL
-from onnx import helper
+from onnx import TensorProto, helper
 
+from edgekit._ort import Level, SessionSettings, optimize_graph
 from edgekit.convert.convert import convert_model
 from edgekit.convert.fusions import Fusions, trace_fusions
+from edgekit.convert.levels import write_level
 from edgekit.convert.ort_form import OrtOptions
 from edgekit.convert.ort_format.census import replay_saved
 from edgekit.convert.ort_format.report import OrtNode, read_graph
+from edgekit.jobs.levels import optimize_levels
 from edgekit.model.model import load_model
 from edgekit.model.skim import skim_model
 
@@ -105,3 +111,63 @@ def test_the_fate_of_each_operator_is_told(tmp_path: Path, between: str, op: str
         fates = {fate.op: fate for fate in converted.fates[form]}
         assert fates["Conv"].sentence == f"2 of 2 Conv are {op}"
         assert not between or fates["Relu"].became == {op: 2}
+
+
+def test_each_level_is_a_file_with_fewer_nodes_and_named_fusions(tmp_path: Path) -> None:
+    wanted = (Level.BASIC, Level.EXTENDED, Level.ALL)
+    # A BatchNormalization becomes part of its Conv at the basic level, a Relu at the extended one.
+    rng = np.random.default_rng(0)
+    weights = {"w": rng.standard_normal((8, 3, 3, 3)).astype(np.float32)}
+    weights |= {name: np.ones(8, np.float32) for name in ("scale", "bias", "mean", "var")}
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["c"], name="conv"),
+        helper.make_node("BatchNormalization", ["c", "scale", "bias", "mean", "var"], ["n"], name="norm"),
+        helper.make_node("Cast", ["n"], ["half"], name="half", to=TensorProto.FLOAT),
+        helper.make_node("Relu", ["half"], ["y"], name="relu"),
+    ]
+    model = save_graph(tmp_path / "m.onnx", nodes, weights, {"x": [1, 3, 8, 8], "y": [1, 8, 6, 6]})
+    out, work = tmp_path / "out", tmp_path / "work"
+    out.mkdir()
+    work.mkdir()
+    rows = optimize_levels(model, wanted, "arm", out, work, None, checked=True)
+    assert [(row.level.value, row.nodes, row.casts_gone) for row in rows] == [
+        ("disabled", 4, 0), ("basic", 2, 1), ("extended", 1, 1), ("all", 1, 1),
+    ]  # fmt: skip
+    kinds = [[(kind.ops, kind.into) for kind in row.kinds] for row in rows]
+    assert kinds[:2] == [[], [(("Conv", "BatchNormalization"), "Conv")]]
+    assert kinds[2] == [(("Conv", "BatchNormalization", "Relu"), "FusedConv")]
+    assert {path.name for path in out.iterdir()} == {f"model.{level.value}.onnx" for level in wanted}
+    for row in rows[1:]:
+        assert row.equality is not None
+        assert row.equality.passed
+        assert len(onnx.load(out / row.file).graph.node) == row.nodes
+        assert (row.median_ms or 0) > 0 < (row.ratio or 0)
+
+
+@pytest.mark.skipif(not ZOO.is_dir(), reason="needs ../shared/zoo")
+def test_the_optimized_file_is_the_one_that_onnx_runtime_writes(tmp_path: Path) -> None:
+    model = load_model(ZOO / "models/fastestdet.onnx")
+    row = write_level(model, Level.ALL, "x64", tmp_path, checked=False)
+    optimize_graph(model.path, tmp_path / "own.onnx", SessionSettings(level=Level.ALL, threads=1))
+    own, ours = onnx.load(tmp_path / "own.onnx").graph, onnx.load(tmp_path / row.file).graph
+    assert collections.Counter(node.op_type for node in own.node) == collections.Counter(
+        node.op_type for node in ours.node
+    )
+    assert bool(row.warning) == any(node.domain.endswith("nchwc") for node in own.node)
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", _WRITE_LEVEL, str(model.path), str(tmp_path)], check=True, capture_output=True
+        ).stdout
+        for _ in range(3)
+    }
+    assert digests == {f"{row.sha256}\n".encode()}
+
+
+_WRITE_LEVEL = """
+import sys
+from pathlib import Path
+from edgekit._ort import Level
+from edgekit.convert.levels import write_level
+from edgekit.model.model import load_model
+print(write_level(load_model(Path(sys.argv[1])), Level.ALL, "x64", Path(sys.argv[2]), checked=False).sha256)
+"""

@@ -1,0 +1,122 @@
+"""The graph that ONNX Runtime makes at each optimization level, as an ONNX file that any session loads."""
+
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import onnx
+
+from edgekit._files import digest_file
+from edgekit._ort import Level, optimize_graph
+from edgekit.convert.equality import Equality, compare_with_source
+from edgekit.convert.fusions import FusedKind, as_nodes, trace_fusions
+from edgekit.convert.ort_form import Cpu, OrtOptions, session_settings
+from edgekit.data.samples import Samples
+from edgekit.errors import ModelError
+from edgekit.model.model import Model, order_nodes
+from edgekit.model.skim import skim_model
+
+MAX_BYTES = 2**31 - (64 << 20)
+"""A larger model is refused: ONNX Runtime writes the optimized one whole, and protobuf ends at 2 GB."""
+_LAYOUT_LEVELS = frozenset({Level.LAYOUT, Level.ALL})
+OF_THIS_MACHINE = "layouts of this machine's CPU are in it: load it on the same kind of CPU only"
+
+
+class LevelModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A model as ONNX Runtime optimizes it at a level.
+
+    `nodes` are those of the main graph, `kinds` the fusions that made them, most frequent first, `casts_gone` how many
+    Cast nodes are fewer than in the model as it was given (negative: more), and `inserted` the nodes of operators that
+    ONNX Runtime alone has, by operator. `warning` says why the file is not for every machine, "" where it is.
+    `median_ms` is a run on this machine with one thread, and `ratio` that time over the one without optimization; None
+    where nothing was timed.
+    """
+
+    level: Level
+    file: str
+    nodes: int
+    kinds: tuple[FusedKind, ...]
+    casts_gone: int
+    inserted: dict[str, int]
+    size_bytes: int
+    sha256: str
+    warning: str = ""
+    equality: Equality | None = None
+    load_ms: float | None = None
+    median_ms: float | None = None
+    ratio: float | None = None
+    interval: tuple[float, float] | None = None
+
+
+def write_level(
+    model: Model, level: Level, cpu: Cpu, folder: Path, samples: Samples | None = None, *, checked: bool = True
+) -> LevelModel:
+    """Writes what ONNX Runtime makes of a model at a level into a folder, as `model.LEVEL.onnx`, the same bytes again.
+
+    Args:
+        model: the model as a session would be given it.
+        level: how far it is optimized.
+        cpu: the CPU that will run it: for "arm" it gets no blocked layouts, which only x64 has.
+        folder: where the file goes.
+        samples: what the file and the model run on, to be compared; inputs drawn at random where there are none.
+        checked: whether they run at all.
+
+    Raises:
+        ModelError: the model is too large, or the file gives other results than the model.
+        RuntimeRefusal: ONNX Runtime refuses the model.
+    """
+    if model.size_bytes > MAX_BYTES:
+        raise ModelError(
+            f"'{model.path}' has {model.size_bytes / 1e9:.1f} GB, and an optimized ONNX file ends at 2 GB",
+            hint="leave --level out: --onnx then writes the model with its external data",
+        )
+    options = OrtOptions(style="full", cpu=cpu, level=level)
+    settings = session_settings(options, level, model)
+    path = folder / f"model.{level.value}.onnx"
+    optimize_graph(model.path, path, msgspec.structs.replace(settings, libraries=model.custom_ops))
+    proto = onnx.load(str(path))
+    _settle_reorders(proto.graph)
+    path.write_bytes(proto.SerializeToString(deterministic=True))
+    equality = compare_with_source(model, path, options, samples) if checked else None
+    if equality is not None and not equality.passed:
+        raise ModelError(
+            f"'{path.name}' gives other results than its source: error {equality.error:.2g}, at most"
+            f" {equality.tolerance:g} is allowed",
+            hint="choose a lower --level, and report the model to ONNX Runtime",
+        )
+    return describe_level(model, path, level, equality)
+
+
+def describe_level(model: Model, path: Path, level: Level, equality: Equality | None = None) -> LevelModel:
+    """Returns what an optimized file holds beside the model that it was made of."""
+    before, after = skim_model(model.path).graph, skim_model(path).graph
+    casts = Counter(node.op_type for node in before.node)["Cast"] - Counter(node.op_type for node in after.node)["Cast"]
+    own = Counter(node.op_type for node in after.node if node.domain not in {"", "ai.onnx", "ai.onnx.ml"})
+    blocked = any(node.domain.endswith("nchwc") or node.op_type.startswith("Nhwc") for node in after.node)
+    return LevelModel(
+        level=level,
+        file=path.name,
+        nodes=len(after.node),
+        kinds=trace_fusions(before, as_nodes(after)).kinds,
+        casts_gone=casts,
+        inserted=dict(sorted(own.items())),
+        size_bytes=path.stat().st_size,
+        sha256=digest_file(path),
+        warning=OF_THIS_MACHINE if blocked and level in _LAYOUT_LEVELS else "",
+        equality=equality,
+    )
+
+
+def _settle_reorders(graph: onnx.GraphProto) -> None:
+    """Gives the nodes that turn blocked layouts back names and places by what they give, in place.
+
+    ONNX Runtime adds them in the order of a hash table that is seeded anew in each process.
+    """
+    for node in graph.node:
+        if node.op_type == "ReorderOutput":
+            node.name = f"ReorderOutput_{node.output[0]}"
+    nodes = sorted(graph.node, key=lambda node: next(filter(None, node.output), ""))
+    if any(node.op_type == "ReorderOutput" for node in nodes):
+        ordered = order_nodes(onnx.GraphProto(node=nodes))
+        del graph.node[:]
+        graph.node.extend(ordered)
