@@ -64,6 +64,22 @@ def count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def count_physical_cores() -> int:
+    """Returns how many cores this process may use, those that share an execution unit counted once (hyper-threads)."""
+    if not hasattr(os, "sched_getaffinity"):
+        return count_cores()
+    return len({_read_topology(cpu) for cpu in os.sched_getaffinity(0)})
+
+
+def _read_topology(cpu: int) -> tuple[str, str]:
+    folder = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
+    try:
+        return (folder / "physical_package_id").read_text(), (folder / "core_id").read_text()
+    except OSError:
+        # A system that does not tell: each is taken for a core of its own.
+        return "", str(cpu)
+
+
 def single_blas_thread() -> AbstractContextManager[object]:
     """Returns a context in which numpy's products of matrices take one thread each.
 

@@ -91,7 +91,13 @@ def _bench_device(subject: Subject, effort: Effort, progress: Progress, device: 
     )
     try:
         job = effort.apply(subject.job_for(device))
-        run = msgspec.structs.replace(run, provider=job.target.provider, model_bytes=_measure(job.model))
+        run = msgspec.structs.replace(
+            run,
+            provider=job.target.provider,
+            model_bytes=_measure(job.model),
+            inter_threads=job.inter_threads,
+            parallel=job.parallel,
+        )
         if effort.queue is not None:
             queue = msgspec.structs.replace(effort.queue, rows=subject.rows)
             return _describe(run, (run_queue(device, job, effort, queue),), job)

@@ -38,13 +38,16 @@ class Effort(msgspec.Struct, frozen=True, kw_only=True):
     """How much to run.
 
     `runs` says how often; where it is None, until the median is known to PRECISION or `seconds` a device are over.
-    `threads` of 0 lets ONNX Runtime choose, or what the bundle was tuned to. `concurrency` runs are made at once in one
-    session; with `io_binding` inputs are bound and outputs written where those of the run before lie.
+    `threads` of 0 lets ONNX Runtime choose, or what the bundle was tuned to; so does `inter_threads`, which run nodes
+    side by side where the execution is `parallel` (None: as the bundle was tuned). `concurrency` runs are made at once
+    in one session; with `io_binding` inputs are bound and outputs written where those of the run before lie.
     """
 
     runs: int | None = None
     seconds: float = 20.0
     threads: int = 0
+    inter_threads: int = 0
+    parallel: bool | None = None
     concurrency: int = 1
     io_binding: bool = False
     queue: Queue | None = None
@@ -54,6 +57,8 @@ class Effort(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(
             job,
             threads=self.threads or job.threads,
+            inter_threads=self.inter_threads or job.inter_threads,
+            parallel=job.parallel if self.parallel is None else self.parallel,
             concurrency=self.concurrency,
             io_binding=self.io_binding or job.io_binding,
         )

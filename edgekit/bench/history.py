@@ -143,7 +143,8 @@ def _name_way(run: BenchRun) -> tuple[str, str]:
     parts = {"batch": run.batch, "at once": run.concurrency, "threads": run.threads, "IO binding": int(run.io_binding)}
     usual = {"batch": 1, "at once": 1, "threads": 0, "IO binding": 0}
     told = [f"{name} {value}" for name, value in parts.items() if value != usual[name]]
-    return run.device, ", ".join([*told, *([f"queue {run.queue}"] if run.queue else [])])
+    queue = f"queue {run.queue}" if run.queue else ""
+    return run.device, ", ".join(filter(None, [*told, run.execution, queue]))
 
 
 def _name_machine() -> str:

@@ -16,9 +16,10 @@ class BenchRun(msgspec.Struct, frozen=True, kw_only=True):
     "200/s, 5 ms", times are those from a request to its answer; at most `batch` were run at once, when the first had
     waited so long, or when they were "full". `load_ms` and `first_ms` are the cold start: making the
     session, and its first run; `warmup` runs were left out until the times were steady. `model_bytes` counts the files
-    that were loaded. `threads` of 0 means that ONNX Runtime chose. `energy_mj` are the millijoules a sample
-    that all packages of the processor used, whoever ran on them, where the system tells. `warnings` say why the figures
-    are worth less than they look. The figures are 0 where `failure` says that the device failed.
+    that were loaded. `threads` and `inter_threads` of 0 mean that ONNX Runtime chose; the latter count where nodes ran
+    in `parallel`. `energy_mj` are the millijoules a sample that all packages of the processor used, whoever ran on
+    them, where the system tells. `warnings` say why the figures are worth less than they look. The figures are 0 where
+    `failure` says that the device failed.
     """
 
     device: str
@@ -47,9 +48,16 @@ class BenchRun(msgspec.Struct, frozen=True, kw_only=True):
     warmup: int = 0
     iterations: int = 0
     threads: int = 0
+    inter_threads: int = 0
+    parallel: bool = False
     versions: dict[str, str] = {}
     warnings: tuple[str, ...] = ()
     failure: str | None = None
+
+    @property
+    def execution(self) -> str:
+        """How nodes are executed, in words; "" where one follows the other."""
+        return "" if not self.parallel else f"parallel, {self.inter_threads or 'ORT chooses how many'} at once"
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):

@@ -56,6 +56,16 @@ def _read_queue(_context: click.Context, _parameter: click.Parameter, value: str
 @limit("--seconds", "seconds", click.FloatRange(0.1, 3600), "At most X seconds a device (20).")
 @options.THREADS
 @click.option(
+    "--inter-op-threads",
+    type=click.IntRange(0, 256),
+    default=0,
+    metavar="N",
+    help="Nodes at once in parallel execution.",
+)
+@click.option(
+    "--execution-mode", type=click.Choice(["sequential", "parallel"]), help="Default: sequential, or as tuned."
+)
+@click.option(
     "--against", type=click.Path(path_type=Path), metavar="OTHER", help="Run OTHER in rounds interleaved with SUBJECT."
 )
 @options.SESSION_TARGET
@@ -93,6 +103,8 @@ def command(
     runs: int | None,
     seconds: float | None,
     threads: int,
+    inter_op_threads: int,
+    execution_mode: str | None,
     against: Path | None,
     target: str | None,
     batches: tuple[int, ...],
@@ -122,7 +134,16 @@ def command(
     Exit code 0: something was timed, and nothing failed or is too slow. 1: not so. 2: the usage or an input is wrong.
     """
     choice = DeviceChoice(names=names, file=on_file, settings=options.parse_assignments(settings, "--set"))
-    effort = Effort(runs=runs, seconds=seconds or Effort().seconds, threads=threads, io_binding=io_binding)
+    if inter_op_threads and execution_mode == "sequential":
+        raise UsageError("--inter-op-threads run nodes side by side", hint="give --execution-mode parallel")
+    effort = Effort(
+        runs=runs,
+        seconds=seconds or Effort().seconds,
+        threads=threads,
+        inter_threads=inter_op_threads,
+        parallel=True if inter_op_threads else None if execution_mode is None else execution_mode == "parallel",
+        io_binding=io_binding,
+    )
     efforts = _list_efforts(effort, concurrency, batches, queues)
     opening = Opening(target=target, data=data, dims=options.parse_dims(dims))
     openings = [msgspec.structs.replace(opening, batch=batch) for batch in ((1,) if queues else batches or (None,))]

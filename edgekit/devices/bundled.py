@@ -13,7 +13,7 @@ from edgekit.bundle.manifest.tuned import MachineClass, SessionSetting, class_of
 from edgekit.data.samples import Samples
 from edgekit.devices.device import LEAST_SAMPLES, Device, Job
 from edgekit.devices.labelled import address_of, kind_of
-from edgekit.machine import count_cores
+from edgekit.machine import count_cores, count_physical_cores
 from edgekit.model.tensors import TensorSpec
 from edgekit.target import Form, Verification
 
@@ -89,6 +89,11 @@ def count_device_cores(device: Device, versions: Mapping[str, str]) -> int:
         return count_cores()
     kind = read_class(versions)
     return 0 if kind is None else kind.cores
+
+
+def count_device_units(device: Device, versions: Mapping[str, str]) -> int:
+    """Returns how many physical cores a device has, which is what ONNX Runtime takes by default; 0 if not known."""
+    return count_physical_cores() if kind_of(device) not in ELSEWHERE else count_device_cores(device, versions)
 
 
 def find_tuned(manifest: Manifest, device: Device) -> SessionSetting | None:

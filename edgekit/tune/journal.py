@@ -1,5 +1,6 @@
 """Rounds as they were taken, kept in a file, so that a search that was cut off goes on where it was."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
@@ -44,7 +45,8 @@ class Journal:
         path: Path | None = None,
         key: Mapping[str, str] | None = None,
     ) -> None:
-        self._measure, self._budget_s, self._path = measure, budget_s, path
+        self._measure, self._path = measure, path
+        self.budget_s = budget_s
         self._key = {**(key or {}), "version": f"edgekit {version('edgekit-onnx')}, onnxruntime {VERSION}"}
         self._kept: tuple[Round, ...] = () if path is None else _read(path, self._key)
         self.rounds: list[Round] = []
@@ -59,16 +61,21 @@ class Journal:
         """How many sessions were measured."""
         return sum(len(one.measured) for one in self.rounds)
 
-    def take(self, entrants: Sequence[Entrant], *, reserve: int = 0) -> Sequence[Measured] | None:
+    def take(
+        self, entrants: Sequence[Entrant], *, reserve: int = 0, until_s: float = math.inf
+    ) -> Sequence[Measured] | None:
         """Measures each entrant once, in an order that is turned round each time; None where the time is over.
 
-        Time for `reserve` more measurements is left for what comes after.
+        Time for `reserve` more measurements is left for what comes after, and none is taken that would end behind
+        `until_s` seconds.
         """
         number = len(self.rounds)
         if number < len(self._kept) and self._kept[number].entrants == tuple(entrants):
             self.rounds.append(self._kept[number])
             return self._kept[number].measured
-        if not self._has_time(len(entrants) + reserve):
+        if not self._ends_before(self.budget_s, len(entrants) + reserve) or not self._ends_before(
+            until_s, len(entrants)
+        ):
             return None
         began = time.monotonic()
         places = list(range(len(entrants)))
@@ -81,9 +88,9 @@ class Journal:
             write_file(self._path, msgspec.json.encode(_Stored(key=self._key, rounds=tuple(self.rounds))))
         return measured
 
-    def _has_time(self, count: int) -> bool:
+    def _ends_before(self, limit_s: float, count: int) -> bool:
         each = self.seconds / self.measurements if self.rounds else 0.0
-        return self.seconds + each * count <= self._budget_s
+        return self.seconds + each * count <= limit_s
 
 
 def _read(path: Path, key: Mapping[str, str]) -> tuple[Round, ...]:

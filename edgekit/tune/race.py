@@ -57,7 +57,9 @@ def race(group: str, holder: Entrant, challengers: Sequence[Entrant], take: Take
     known = {name: _mean(found) for name, found in ratios.items() if found and name not in out}
     empty = Decision(group=group, holder=holder.name, screened=known)
     if failure or not living:
-        return msgspec.structs.replace(empty, reason=failure or _explain_none(out, known))
+        best = min(known, key=lambda name: known[name], default=None)
+        so_far = "" if failure != TIME_OVER or best is None else f": so far '{best}' at {known[best]:.3f} was the best"
+        return msgspec.structs.replace(empty, reason=failure + so_far or _explain_none(out, known))
     return _decide(empty, holder, living[0], take, goal)
 
 

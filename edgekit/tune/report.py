@@ -87,9 +87,10 @@ class TuneReport(msgspec.Struct, frozen=True, kw_only=True):
     """What a search found on a device.
 
     `chosen` are the settings that were decided for; `final` compares them with the defaults in fresh rounds: where its
-    interval does not lie below 1 nothing is claimed, and `chosen` are the defaults. `seconds` is the time of all
-    measurements, also of those of a run before that was cut off. `busy` is how many programs wanted a core before and
-    after, on the average of a minute, None where that is not known. `applied` says what was written where.
+    interval does not lie below 1 nothing is claimed, and `chosen` are the defaults. `seconds` of `budget_s` is the time
+    of all measurements, also of those of a run before that was cut off. `busy` is how many programs wanted a
+    core before and after, on the average of a minute, None where that is not known. `applied` says what was written
+    where.
     """
 
     subject: str
@@ -105,6 +106,7 @@ class TuneReport(msgspec.Struct, frozen=True, kw_only=True):
     levels: tuple[LevelRow, ...] = ()
     tried: tuple[TriedSetting, ...] = ()
     seconds: float = 0.0
+    budget_s: float = 0.0
     measurements: int = 0
     busy: tuple[float, float] | None = None
     cores: int = 0

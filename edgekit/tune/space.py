@@ -75,7 +75,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 class Circumstances(msgspec.Struct, frozen=True, kw_only=True):
     """What the search space depends on.
 
-    `files` are the other files of the model, `cores` those of the device, 0 where they are not known; `branches` says
+    `files` are the other files of the model, `cores` those of the device and `physical` how many of them share no
+    execution unit, 0 where they are not known; `branches` says
     that the graph has nodes which could run side by side, `free_batch` that the first axes of its inputs are free;
     `asked` is what the target asks for already.
     """
@@ -84,6 +85,7 @@ class Circumstances(msgspec.Struct, frozen=True, kw_only=True):
     provider: str
     files: tuple[str, ...] = ()
     cores: int = 0
+    physical: int = 0
     branches: bool = True
     free_batch: bool = False
     asked: Session = Session()
@@ -164,7 +166,7 @@ PROVIDER_CHANGES: Mapping[str, tuple[Change, ...]] = {
 
 
 def list_groups(given: Circumstances) -> Iterator[Group]:
-    """Yields the groups in the order in which they are raced: what changes the graph before what runs it."""
+    """Yields the groups in the order of the races: what ONNX Runtime's guide to tuning names first comes first."""
     for group in _list_all(given):
         changes = tuple(change for change in group.changes if not _is_asked(change, given.asked))
         if changes:
@@ -179,15 +181,16 @@ def _is_asked(change: Change, asked: Session) -> bool:
 
 
 def _list_all(given: Circumstances) -> Iterator[Group]:
+    units = given.physical or given.cores or _CORES
+    yield Group(name="threads", changes=tuple(_list_threads(units, given.cores or _CORES)))
+    if given.branches and given.goal not in {"load", "memory"}:
+        yield Group(name="execution", changes=tuple(_list_parallel(units)))
     if given.files:
         yield Group(name="file", changes=tuple(Change(name=f"file {name}", file=name) for name in given.files))
     yield LEVELS
     options = tuple(_fitting(PROVIDER_CHANGES.get(given.provider, ()), given.cores))
     if options:
         yield Group(name=PROVIDER_OPTIONS, changes=options, apart=True)
-    yield Group(name="threads", changes=tuple(_list_threads(given.cores)))
-    if given.branches and given.goal not in {"load", "memory"}:
-        yield Group(name="execution", changes=tuple(_list_parallel(given.cores)))
     counting = _SWITCHES_THAT_COUNT.get(given.goal)
     kept = tuple(change for change in SWITCHES.changes if counting is None or change.name in counting)
     yield msgspec.structs.replace(SWITCHES, changes=kept)
@@ -202,20 +205,27 @@ def _fitting(changes: Iterable[Change], cores: int) -> Iterator[Change]:
             yield change
 
 
-def _list_threads(cores: int) -> Iterator[Change]:
-    """Yields thread counts below that of the cores, which is the default, each with and without spinning."""
+def _list_threads(units: int, cores: int) -> Iterator[Change]:
+    """Yields thread counts beside the default, which is a thread a physical core: all logical cores, then halves."""
     yield Change(name="no spinning", config={_SPIN: "0"})
-    for count in (1, 2, 4, 8, 16):
-        if count < (cores or _CORES):
-            yield Change(name=f"{count} thread{'s' if count > 1 else ''}", threads=count)
-            if count > 1:
-                yield Change(name=f"{count} threads, no spinning", threads=count, config={_SPIN: "0"})
+    halves = (units >> shift for shift in range(1, units.bit_length()))
+    for count in (*([cores] if cores > units else []), *halves):
+        yield Change(name=f"{count} thread{'s' if count > 1 else ''}", threads=count)
+        if count > 1:
+            yield Change(name=f"{count} threads, no spinning", threads=count, config={_SPIN: "0"})
 
 
-def _list_parallel(cores: int) -> Iterator[Change]:
+def _list_parallel(units: int) -> Iterator[Change]:
+    """Yields parallel execution as ONNX Runtime chooses, and with the physical cores shared out among nodes."""
     yield Change(name="parallel", parallel=True)
-    if cores != 1:
-        yield Change(name="parallel, 2 by 1 threads", parallel=True, inter_threads=2, threads=1)
+    for shift in range(1, units.bit_length()):
+        nodes = 1 << shift
+        yield Change(
+            name=f"parallel, {nodes} by {units // nodes} threads",
+            parallel=True,
+            inter_threads=nodes,
+            threads=units // nodes,
+        )
 
 
 def _list_calls(given: Circumstances) -> Iterator[Change]:

@@ -16,7 +16,7 @@ from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.bundle.golden.golden import read_inputs, read_outputs
 from edgekit.bundle.manifest.tuned import SessionSetting, TunedSession, TuningEvidence
 from edgekit.data.samples import select_samples
-from edgekit.devices.bundled import OF_THIS_MACHINE, count_device_cores, find_class, read_class
+from edgekit.devices.bundled import OF_THIS_MACHINE, count_device_cores, count_device_units, find_class, read_class
 from edgekit.devices.device import Device, DeviceRun, Job
 from edgekit.devices.labelled import address_of
 from edgekit.devices.placed import count_nodes
@@ -32,7 +32,7 @@ from edgekit.tune.front import mark_front, sum_up
 from edgekit.tune.journal import Journal
 from edgekit.tune.levels import list_levels
 from edgekit.tune.measure import GATE, Course, hold_outputs, measure
-from edgekit.tune.race import LEAST_GAIN, compare_fresh, race
+from edgekit.tune.race import LEAST_GAIN, TIME_OVER, compare_fresh, race
 from edgekit.tune.report import Decision, Entrant, TuneReport
 from edgekit.tune.space import LEVELS, Change, Circumstances, Goal, Group, list_groups
 
@@ -115,6 +115,7 @@ def _prepare(
         provider=_find_provider(first.run, job),
         files=tuple(name for name in opened if name),
         cores=count_device_cores(device, first.run.versions),
+        physical=count_device_units(device, first.run.versions),
         branches=has_branches(job),
         free_batch=bool(batches),
         asked=job.target.session,
@@ -154,14 +155,26 @@ def _choose_gate(bundle: Bundle | None, min_sqnr_db: float | None) -> Thresholds
 
 def _search(search: _Search) -> TuneReport:
     """Races each group, and then what was chosen against the defaults."""
+    groups = list(list_groups(search.given))
     held, decisions = DEFAULTS, list[Decision]()
-    for group in list_groups(search.given):
+    for group in groups:
         held, made = _race_group(search, held, group)
         decisions += made
+    if held == DEFAULTS:
+        # What was kept for the last comparison is not needed for it: it decides what was not, in the same order.
+        for group in groups:
+            late = [one for one in decisions if one.group == group.name and one.reason.startswith(TIME_OVER)]
+            if late and held == DEFAULTS:
+                held, made = _race_group(search, held, group, last=True)
+                decisions = [*(one for one in decisions if one not in late), *made]
     final: Ratio | str | None = None
     if held != DEFAULTS:
         search.progress(f"race '{held.name}' against the defaults")
         final = compare_fresh(DEFAULTS, held, search.journal.take, search.given.goal)
+        taken = [one for one in decisions if one.taken]
+        if final == TIME_OVER and len(taken) == 1:
+            # One change beside the defaults was held against them already, in fresh rounds that did not choose it.
+            final = taken[0].ratio
     lost = _refuse(search, held, final)
     return TuneReport(
         subject=search.subject.name,
@@ -173,13 +186,26 @@ def _search(search: _Search) -> TuneReport:
         chosen=DEFAULTS if lost else held,
         final=None if isinstance(final, str) else final,
         decisions=tuple(decisions),
-        notes=(*search.notes, *([f"'{held.name}' is not chosen: {lost}"] if lost else [])),
+        notes=(
+            *search.notes,
+            *(
+                []
+                if search.given.branches
+                else ["parallel execution is not raced: no two nodes could run side by side"]
+            ),
+            *([f"'{held.name}' is not chosen: {lost}"] if lost else []),
+        ),
     )
 
 
-def _race_group(search: _Search, held: Entrant, group: Group) -> tuple[Entrant, list[Decision]]:
-    """Returns what is held after a group: one of its changes at most, or one after another where they are apart."""
-    take = partial(search.journal.take, reserve=2 * ROUNDS)
+def _race_group(search: _Search, held: Entrant, group: Group, *, last: bool = False) -> tuple[Entrant, list[Decision]]:
+    """Returns what is held after a group: one of its changes at most, or one after another where they are apart.
+
+    Half of what is left goes to those behind it, and time is kept for the last comparison, unless it is the `last`.
+    """
+    journal = search.journal
+    free_s = max(0.0, journal.budget_s - journal.seconds)
+    take = journal.take if last else partial(journal.take, reserve=2 * ROUNDS, until_s=journal.seconds + free_s / 2)
     changes, decisions = list(group.changes), list[Decision]()
     while changes:
         search.progress(f"race {group.name}: {len(changes)} beside '{held.name}'")
@@ -250,6 +276,7 @@ def _describe(found: TuneReport, search: _Search, work: Path) -> TuneReport:
         tried=mark_front(tuple(tried.values())),
         levels=tuple(list_levels(search.course.job_for(held), by_level, work / "levels")),
         seconds=search.journal.seconds,
+        budget_s=search.journal.budget_s,
         measurements=search.journal.measurements,
         cores=search.given.cores,
         versions=dict(sorted(search.first.run.versions.items())),

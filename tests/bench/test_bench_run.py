@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 from bundle_models import make_bundle
+from demo_paths import MODEL
 from tiny_models import parse_model
 
 from edgekit._ort import CpuSession, SessionSettings
@@ -18,6 +19,7 @@ from edgekit.bench.blocks import Effort
 from edgekit.bench.interleaved import ROUNDS
 from edgekit.bench.subject import Opening, open_subject
 from edgekit.bench.thermal import find_energy
+from edgekit.cli.main import run_command
 from edgekit.devices.device import DeviceRun, DeviceState, Job, Missing
 from edgekit.devices.far import ort_runner
 from edgekit.devices.local.host import Host
@@ -298,3 +300,14 @@ def test_several_runs_at_once_are_counted_by_what_gets_done(tmp_path: Path) -> N
 def test_bound_outputs_are_those_of_each_run(tmp_path: Path) -> None:
     (run,) = bench_on(matmul_model(tmp_path / "m.onnx", 64), HOST, [Effort(runs=10, io_binding=True)]).runs
     assert (run.failure, run.io_binding, run.iterations) == (None, True, 10)
+
+
+def test_the_execution_is_told_to_the_session_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bench", str(MODEL), "--on", "host", "--runs", "3", "-q"]
+    assert run_command([*arguments, "--execution-mode", "parallel", "--inter-op-threads", "2", "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert (run["parallel"], run["inter_threads"]) == (True, 2)
+    assert run_command([*arguments, "--inter-op-threads", "2"]) == 0
+    assert "parallel, 2 at once" in capsys.readouterr().out
+    assert run_command([*arguments, "--execution-mode", "sequential", "--inter-op-threads", "2"]) == 2
+    assert "give --execution-mode parallel" in capsys.readouterr().err

@@ -185,8 +185,13 @@ def names_of(given: Circumstances) -> dict[str, list[str]]:
 
 def test_the_space_fits_goal_provider_and_machine() -> None:
     plain = names_of(Circumstances(goal="latency", provider="CPUExecutionProvider", cores=2, branches=False))
-    assert list(plain) == ["optimization level", "threads", "switches"]
+    assert list(plain) == ["threads", "optimization level", "switches"]
     assert plain["threads"] == ["no spinning", "1 thread"]
+    # From the physical cores, which are the default, to all logical ones and to halves; then both pools share them.
+    twice = names_of(Circumstances(goal="latency", provider="CPUExecutionProvider", cores=8, physical=4))
+    assert list(twice)[:2] == ["threads", "execution"]
+    assert [name for name in twice["threads"] if "no spin" not in name] == ["8 threads", "2 threads", "1 thread"]
+    assert twice["execution"] == ["parallel", "parallel, 2 by 2 threads", "parallel, 4 by 1 threads"]
     assert "IO binding" in plain["switches"]
     small = names_of(Circumstances(goal="memory", provider="CPUExecutionProvider", cores=4))
     assert "IO binding" not in small["switches"]
@@ -211,3 +216,22 @@ def test_changes_add_up_and_know_what_they_touch() -> None:
     assert change.apply(held) == SessionSetting(config={"a": "1", "b": "0"}, level=Level.BASIC, threads=2)
     assert change.touches == {"threads", "b"}
     assert all(one.touches for one in SWITCHES.changes)
+
+
+def test_a_race_leaves_time_for_those_behind_it() -> None:
+    journal = Journal(lambda _: Measured(median_ms=1.0), 60.0)
+    journal.take(entrants("a"))
+    assert journal.take(entrants("a"), until_s=0.0) is None
+    assert journal.take(entrants("a"), until_s=60.0) is not None
+
+
+def test_what_was_seen_when_the_time_was_over_is_told() -> None:
+    journal = Journal(lambda one: Measured(median_ms=2.0 if one.name == "a" else 1.0), 60.0)
+    rounds = 2
+
+    def take(racing: Sequence[Entrant]) -> Sequence[Measured] | None:
+        return journal.take(racing) if len(journal.rounds) < rounds - 1 else None
+
+    (holder, challenger) = entrants("a", "b")
+    found = race("x", holder, [challenger], take, "latency")
+    assert found.reason == "the time was over before it was decided: so far 'b' at 0.500 was the best"

@@ -10,7 +10,7 @@ from edgekit.report.tables import make_table
 
 _BAD, _UNKNOWN = "red", "yellow"
 _NOTHING = ("-",) * 7
-_HEADINGS = {"batch": "batch", "concurrency": "at once", "queue": "queue"}
+_HEADINGS = {"batch": "batch", "concurrency": "at once", "queue": "queue", "execution": "execution"}
 
 
 def table_bench(report: BenchReport) -> Table:

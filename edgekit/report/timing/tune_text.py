@@ -24,6 +24,8 @@ _DEFAULT = SessionSetting()
 _CLOCKLESS = frozenset({Evidence.SIMULATOR})
 # Beyond this share of the cores others take time from what is measured.
 _BUSY = 0.5
+# A budget of which that much was used is used.
+_USED = 0.9
 
 
 def headline_tuning(report: TuneReport) -> str:
@@ -114,6 +116,15 @@ def describe_setting(entrant: Entrant) -> Iterator[str]:
     yield from (f"{key} = {value}" for key, value in {**setting.config, **setting.provider_options}.items())
 
 
+def _explain_rest(report: TuneReport) -> str:
+    """Returns why time of the budget is left, "" where hardly any is."""
+    if report.seconds > _USED * report.budget_s:
+        return ""
+    if any("time was over" in one.reason for one in report.decisions):
+        return ": what is left is less than another round, with what the last comparison needs, would take"
+    return ": every race was decided before"
+
+
 def list_tuning_remarks(report: TuneReport) -> Iterator[str]:
     """Yields what the result is made of and worth: settings, evidence, load, time, and what was written."""
     if report.chosen != report.defaults:
@@ -135,7 +146,8 @@ def list_tuning_remarks(report: TuneReport) -> Iterator[str]:
                 "others used this machine: ratios hold for it as it was, and more threads or spinning may pay on a"
                 " quiet one"
             )
-    yield f"{report.measurements} sessions were measured in {report.seconds:.0f} s"
+    used = f"{report.seconds:.0f} of {report.budget_s:.0f} s"
+    yield f"{report.measurements} sessions were measured in {used}{_explain_rest(report)}"
     if report.applied:
         yield f"written: {report.applied}"
 
