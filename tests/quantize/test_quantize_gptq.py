@@ -186,10 +186,12 @@ def make_moment(folder: Path, node: str = "gemm") -> InputMoments:
     mean = np.array([[2.0, -1.0, 0.5, 3.0]], np.float32)
     mix = np.array([[1, 0.9, 0, 0], [0, 0.4, 0, 0], [0, 0, 2, 1.5], [0, 0, 0, 1]])
     parts = np.split(np.random.default_rng(0).normal(size=(50, 4)) @ mix + mean, 2, axis=1)
-    blocks = np.stack([part.T @ part / 50 for part in parts]).astype(np.float32)
+    covariance = np.stack([part.T @ part / 50 for part in parts])
+    covariance -= (mean.reshape(2, 2, 1) * mean.reshape(2, 1, 2)).astype(np.float64)
     moment = InputMoments(
-        count=50, mean=mean, spread=np.full((1, 4), 6, np.float32), low=mean[0] - 3, high=mean[0] + 3, blocks=blocks
-    )
+        count=50, mean=mean, spread=np.full((1, 4), 6, np.float32), low=mean[0] - 3, high=mean[0] + 3,
+        covariance=covariance.astype(np.float32),
+    )  # fmt: skip
     save_moments(folder / "moments.npz", [((node,), moment)])
     return moment
 
@@ -246,8 +248,7 @@ def test_the_mean_error_of_rounded_weights_goes_into_the_bias(tmp_path: Path, pe
 @pytest.mark.parametrize("bias", [True, False])
 def test_weights_are_rounded_with_the_moments_of_their_inputs(tmp_path: Path, rounding: Rounding, bias: bool) -> None:
     moment = make_moment(tmp_path)
-    mean = moment.mean.reshape(2, 2, 1) if bias else np.zeros((2, 2, 1))
-    blocks = shrink_moment(moment.blocks.astype(np.float64) - mean * np.swapaxes(mean, 1, 2), 50)
+    blocks = shrink_moment(moment.second_moment(centred=bias), 50)
     blocks = add_spread(blocks, np.full((2, 2), 6.0), 50)
     pieces, noise = MATRIX.reshape(1, 2, 2, 2).transpose(0, 2, 1, 3)[0], 0.05**2 / 12 if rounding == "refit" else 0.0
     fitted = refit_weights(pieces, blocks, noise) if rounding == "refit" else pieces
@@ -275,7 +276,7 @@ def test_weights_of_inputs_that_never_fired_are_rounded_to_the_nearest(
     matrix[:, 3] = 2.5
     moments = InputMoments(
         count=len(seen), mean=seen.mean(axis=0)[None], spread=np.ptp(seen, axis=0)[None], low=seen.min(axis=0),
-        high=seen.max(axis=0), blocks=(seen.T @ seen / len(seen))[None].astype(np.float32),
+        high=seen.max(axis=0), covariance=np.cov(seen.T, bias=True)[None].astype(np.float32),
     )  # fmt: skip
     save_moments(tmp_path / "moments.npz", [(("gemm",), moments)])
     some = np.zeros(5, np.float32)

@@ -219,7 +219,7 @@ def test_blocks_of_zeros_stay_zero() -> None:
     inputs = rng.standard_normal((500, 70)).astype(np.float32)
     moments = InputMoments(
         count=500, mean=inputs.mean(axis=0)[None], spread=np.ptp(inputs, axis=0)[None], low=inputs.min(axis=0),
-        high=inputs.max(axis=0), blocks=(inputs.T @ inputs / 500)[None],
+        high=inputs.max(axis=0), covariance=np.cov(inputs.T, bias=True)[None].astype(np.float32),
     )  # fmt: skip
     values, scales = round_blocks(weight, moments, BlockForm(bits=4, block=32))
     assert (values.shape, scales.shape) == ((5, 3, 32), (5, 3))

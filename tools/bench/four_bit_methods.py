@@ -107,8 +107,7 @@ def try_blocks(draft: Draft, *, lpbq: bool) -> Tried:
 
 def _round_blocks(layer: Layer, matrix: Array, moments: InputMoments, form: BlockForm) -> Array:
     if layer.bias is not None:
-        mean = moments.mean.reshape(-1, moments.blocks.shape[-1], 1)
-        moments = msgspec.structs.replace(moments, blocks=moments.blocks - mean * np.swapaxes(mean, 1, 2))
+        moments = msgspec.structs.replace(moments, mean=np.zeros_like(moments.mean))
     values, scales = round_blocks(matrix[0].T, moments, form)
     return ((values.astype(np.float32) - 8) * scales[..., None]).reshape(len(values), -1)[None, :, : layer.inputs]
 

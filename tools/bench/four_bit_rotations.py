@@ -46,7 +46,7 @@ def scale_streams(proto: onnx.ModelProto, graph: Graph, statistics: Path, expone
             moments = read(norm.readers[0].name)
             if moments is None:
                 continue
-            energy = np.diagonal(moments.blocks, axis1=1, axis2=2).reshape(-1).astype(np.float64)
+            energy = moments.energy().reshape(-1)
             factors = np.maximum(energy, 1e-6 * energy.max()) ** (exponent / 2)
             factors /= np.exp(np.log(factors).mean())
             weights.set(norm.gain, weights.get(norm.gain) / factors)

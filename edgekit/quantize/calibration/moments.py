@@ -2,6 +2,7 @@
 
 They are what rounding with second-order information needs of the data: E[xx'] is the Hessian of a layer's squared
 output error, up to a factor (GPTQ, E. Frantar et al., arXiv:2210.17323), and E[x] what bias correction multiplies.
+Where a bias takes the mean error, the covariance E[xx'] - E[x]E[x]' counts instead.
 """
 
 import contextlib
@@ -25,16 +26,16 @@ shows the memory of a calibration."""
 _BLOCK_SIZES = (1152, 576, 288, 144)
 # Patches wait until there are so many: products of a few rows are slow. Chosen by hand.
 _FLUSH_ROWS = 256
-_FIELDS = ("mean", "spread", "low", "high", "blocks")
+_FIELDS = ("mean", "spread", "low", "high", "covariance")
 
 
 class InputMoments(msgspec.Struct, frozen=True, kw_only=True):
-    """The statistics of a layer's input patches: `count` of them, mean [groups, inputs], E[xx'] in diagonal blocks.
+    """The statistics of a layer's input patches: `count` of them, mean [groups, inputs], covariance in diagonal blocks.
 
     `spread` [groups, inputs] is the highest less the lowest value of each input over every place of every sample, not
     only over the patches: an input that seldom fires shows there. `low` and `high` [channels] are these values.
-    `blocks` has shape [groups x pieces, size, size]; where there is more than one piece, the inputs are cut into as
-    many parts of `size` and what one part has to do with another is left out.
+    `covariance` has shape [groups x pieces, size, size]; where there is more than one piece, the inputs are cut into
+    as many parts of `size` and what one part has to do with another is left out.
     """
 
     count: int
@@ -42,7 +43,25 @@ class InputMoments(msgspec.Struct, frozen=True, kw_only=True):
     spread: Array
     low: Array
     high: Array
-    blocks: Array
+    covariance: Array
+
+    @property
+    def size(self) -> int:
+        """How many inputs a block of the second moment has."""
+        return int(self.covariance.shape[-1])
+
+    def second_moment(self, *, centred: bool = False) -> Array:
+        """Returns E[xx'], or the covariance where it is to be `centred`, in float64 [groups x pieces, size, size]."""
+        covariance = self.covariance.astype(np.float64)
+        if centred:
+            return covariance
+        mean = self.mean.reshape(-1, self.size).astype(np.float64)
+        return covariance + mean[:, :, None] * mean[:, None, :]
+
+    def energy(self) -> Array:
+        """Returns E[x^2] of each input, float64 [groups, inputs]."""
+        variance = np.diagonal(self.covariance, axis1=1, axis2=2).reshape(self.mean.shape)
+        return variance + self.mean.astype(np.float64) ** 2
 
 
 class MomentCollector:
@@ -53,6 +72,9 @@ class MomentCollector:
         # Sums over thousands of patches lose digits in float32, but second moments in float64 would take twice the
         # memory: only means, which bias correction subtracts, are summed in it.
         self._sum = np.zeros((layer.groups, layer.inputs))
+        # Products are those of what is left beside the mean of the first patches: E[xx'] - E[x]E[x]' in float32 would
+        # be all rounding, and seldom positive definite, where an input hardly varies beside its mean.
+        self._shift = np.zeros((layer.groups, layer.inputs), np.float32)
         # They are touched once in some samples: meanwhile no memory is held for them.
         self._products = file.zeros((layer.groups * (layer.inputs // size), size, size), np.float32)
         self._file, self._pending, self._filled = file, file.zeros((0, layer.inputs * layer.groups), np.float32), 0
@@ -61,7 +83,7 @@ class MomentCollector:
     def arrays(self) -> dict[str, Array]:
         """Returns the sums themselves, settled: what is written into them is gone on from."""
         self._flush()
-        return {"count": self._count, "sum": self._sum, "products": self._products.values}
+        return {"count": self._count, "sum": self._sum, "shift": self._shift, "products": self._products.values}
 
     def add(self, values: Array) -> None:
         """Takes in what was gathered from one sample."""
@@ -91,21 +113,29 @@ class MomentCollector:
             spread=np.repeat(spread, taps).reshape(self._sum.shape).astype(np.float32),
             low=lows.astype(np.float32),
             high=highs.astype(np.float32),
-            blocks=self._divide_products(count),
+            covariance=self._centre_products(count),
         )
 
-    def _divide_products(self, count: int) -> Array:
-        divided = self._products.values / np.float32(count)
+    def _centre_products(self, count: int) -> Array:
+        centred = self._products.values / np.float32(count)
         self._products.rest()
-        return divided
+        left = (self._sum / count - self._shift).astype(np.float32).reshape(-1, self._size)
+        for block, mean in zip(centred, left, strict=True):
+            block -= np.outer(mean, mean)
+        # Rounding may still leave less than nothing where an input never varies.
+        np.einsum("gii->gi", centred)[...] = np.maximum(np.diagonal(centred, axis1=1, axis2=2), 0)
+        return centred
 
     def _flush(self) -> None:
         if not self._filled:
             return
         rows = self._pending.values[: self._filled].reshape(-1, self._layer.groups, self._layer.inputs)
         self._filled = 0
+        if not self._count:
+            self._shift[...] = rows.mean(axis=0, dtype=np.float64)
         self._count += len(rows)
         self._sum += rows.sum(axis=0, dtype=np.float64)
+        rows = rows - self._shift
         parts = np.ascontiguousarray(rows.reshape(len(rows), -1, self._size).transpose(1, 0, 2))
         self._products.values += np.swapaxes(parts, 1, 2) @ parts
         self._products.rest()
@@ -114,14 +144,14 @@ class MomentCollector:
 def scale_moments(moments: InputMoments, layer: Layer, factors: Array) -> InputMoments:
     """Returns the moments of a layer's input once its channels are multiplied by factors."""
     scale = expand_channel_factors(layer, factors)[:, 0].astype(np.float32)
-    pieces = scale.reshape(len(moments.blocks), -1)
+    pieces = scale.reshape(-1, moments.size)
     return msgspec.structs.replace(
         moments,
         mean=moments.mean * scale,
         spread=moments.spread * scale,
         low=moments.low * factors.astype(np.float32),
         high=moments.high * factors.astype(np.float32),
-        blocks=moments.blocks * pieces[:, :, None] * pieces[:, None, :],
+        covariance=moments.covariance * pieces[:, :, None] * pieces[:, None, :],
     )
 
 

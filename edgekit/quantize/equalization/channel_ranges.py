@@ -114,12 +114,10 @@ def _estimate_floor(graph: Graph, step: Step, stored: StoredMoments, seen: Mappi
     matrix = layer.to_matrix(graph.weight(layer.weight).astype(np.float64))
     bias = graph.weight(layer.bias).astype(np.float64) if layer.bias else 0.0
     mean = (matrix * moments.mean[:, None]).sum(axis=2).reshape(-1)
-    # For y = W x the variance of y is W E[xx'] W' - (W E[x])^2, a sum over the blocks of x that are kept.
-    size = moments.blocks.shape[-1]
-    weights = matrix.reshape(layer.groups, layer.outputs, -1, size)
-    blocks = moments.blocks.reshape(layer.groups, -1, size, size).astype(np.float64)
-    means = (weights * moments.mean.reshape(layer.groups, 1, -1, size)).sum(axis=3)
-    weights = weights.transpose(0, 2, 1, 3)
-    power = ((weights @ blocks) * weights).sum(axis=3) - means.transpose(0, 2, 1) ** 2
+    # For y = W x the variance of y is W C W' with C the covariance of x, a sum over the blocks of x that are kept.
+    size = moments.size
+    weights = matrix.reshape(layer.groups, layer.outputs, -1, size).transpose(0, 2, 1, 3)
+    blocks = moments.covariance.reshape(layer.groups, -1, size, size).astype(np.float64)
+    power = ((weights @ blocks) * weights).sum(axis=3)
     deviation = np.sqrt(np.maximum(power.sum(axis=1), 0.0)).reshape(-1)
     return np.asarray(np.maximum(mean + bias - _MOST_DEVIATIONS * deviation, lowest))

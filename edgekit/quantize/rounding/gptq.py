@@ -3,6 +3,8 @@
 Pure numpy over matrices [groups, outputs, inputs] and second moments [groups, inputs, inputs].
 """
 
+import contextlib
+
 import msgspec
 import numpy as np
 
@@ -20,6 +22,8 @@ FOUR_LIMIT = 7
 _ROWS, _BLOCK = 8, 64
 # GPTQ, "Cholesky Reformulation": 1 % of the mean of the diagonal.
 _DAMPING = 0.01
+# What is added where float32 leaves that not positive definite; the whole mean bounds any matrix of correlations.
+_MORE_DAMPING = (0.0, 0.1, 1.0)
 # The second moment of an input that never fired, beside the others; and where all are 0. Cholesky needs it above 0.
 _DEAD, _LEAST = 1e-6, 1e-30
 # How far a weight may lie from a grid that it was put on before float32, in steps; how many steps may lie between two
@@ -193,9 +197,19 @@ def round_gptq(matrix: Array, moment: Array, scale: Array, noise: float = 0.0, l
 
 
 def _inverse_factor(hessian: Array) -> Array:
-    """Returns the upper triangular U with U'U = inverse of `hessian`, from a Cholesky factor in reversed order."""
+    """Returns the upper triangular U with U'U = inverse of `hessian`, from a Cholesky factor in reversed order.
+
+    Raises:
+        LinAlgError: no damping makes it positive definite, so it holds no numbers.
+    """
     # GPTQ inverts first and factors then. With J the reversal of order, J H J = L L' gives U = J inv(L) J at once.
-    lower = np.linalg.cholesky(hessian[:, ::-1, ::-1])
+    energy = np.diagonal(hessian, axis1=1, axis2=2).mean(axis=1, keepdims=True)
+    for damping in _MORE_DAMPING:
+        with contextlib.suppress(np.linalg.LinAlgError):
+            lower = np.linalg.cholesky(_add_to_diagonal(hessian, damping * energy)[:, ::-1, ::-1])
+            break
+    else:
+        raise np.linalg.LinAlgError("the second moment of a layer's input holds no numbers")
     return np.ascontiguousarray(_invert_lower(lower)[:, ::-1, ::-1])
 
 

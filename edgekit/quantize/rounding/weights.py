@@ -169,8 +169,7 @@ def _round_plainly(graph: Graph, layer: Layer, place: QdqLayer) -> dict[str, Arr
 def _scale_finder(place: QdqLayer, floor: Array, moments: InputMoments) -> Callable[[Array], Array]:
     if not place.has_four_bits:
         return partial(weight_scale, per_channel=place.per_channel, floor=floor, limit=place.limit)
-    energy = np.diagonal(moments.blocks, axis1=1, axis2=2).reshape(moments.mean.shape)
-    return partial(search_scale, energy=energy, floor=floor)
+    return partial(search_scale, energy=moments.energy(), floor=floor)
 
 
 def _round_with_moments(
@@ -182,12 +181,8 @@ def _round_with_moments(
     rounding: Rounding,
 ) -> Rounded:
     refit = rounding == "refit"
-    blocks = moments.blocks.astype(np.float64)
-    size = blocks.shape[-1]
-    if layer.bias is not None:
-        # The bias takes the mean error, so only what varies is left to err: the covariance counts.
-        mean = moments.mean.reshape(-1, size, 1)
-        blocks = blocks - mean * np.swapaxes(mean, 1, 2)
+    # The bias takes the mean error, so only what varies is left to err.
+    blocks, size = moments.second_moment(centred=layer.bias is not None), moments.size
     spread = moments.spread.reshape(-1, size)
     still = find_still(blocks, spread)
     blocks = free_still(add_spread(shrink_moment(blocks, moments.count), spread, moments.count), still)

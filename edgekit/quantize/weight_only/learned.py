@@ -61,13 +61,12 @@ def round_blocks(weight: Array, moments: InputMoments, form: BlockForm, *, is_ta
     is, the error of each number counts beside that of the output, as much as an input of mean energy makes it count.
     """
     depth, block = weight.shape[0], form.block
-    energy = np.diagonal(moments.blocks, axis1=1, axis2=2).reshape(-1)
-    scales = _search_scales(weight, energy, form)
+    scales = _search_scales(weight, moments.energy().reshape(-1), form)
     each = np.repeat(scales, block, axis=1)[:, :depth]
     # Blocks of zeros have a scale of 0, by which nothing is divided: what they hold is worth nothing.
     each = np.where(each, each, np.float32(1e-30))
-    size = moments.blocks.shape[-1]
-    kept = shrink_moment(moments.blocks.astype(np.float64), moments.count)
+    size = moments.size
+    kept = shrink_moment(moments.second_moment(), moments.count)
     kept = add_spread(kept, moments.spread.reshape(-1, size), moments.count)
     if is_table:
         kept = kept + np.eye(size) * np.diagonal(kept, axis1=1, axis2=2).mean()
