@@ -64,6 +64,11 @@ class MissingExtraError(EdgekitError):
     """An optional package is not installed."""
 
 
+FAILURES: tuple[type[Exception], ...] = (ArithmeticError, ValueError, ModelError, RuntimeRefusal, DeviceError)
+"""What a step that can be left out may end in: numbers that it cannot work with (numpy's LinAlgError is a ValueError),
+or a model that ONNX Runtime, or a device, refuses. What the user must mend is not among them."""
+
+
 def suggest_name(word: str, valid: Iterable[str]) -> str:
     """Returns a hint for a misspelled word: the nearest valid name, or the list of all of them."""
     names = sorted(valid)

@@ -4,10 +4,14 @@ import math
 import os
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 
+from edgekit.errors import FAILURES, quote_error
+
 Progress = Callable[[str], None]
+_Made = TypeVar("_Made")
 
 
 def say_nothing(_step: str) -> None:
@@ -55,11 +59,15 @@ def _cpu_seconds() -> float:
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
-    """The time of a search: when it ends by `time.monotonic()`, and what was left out because it had ended."""
+    """The time of a search: when it ends by `time.monotonic()`, and what was left out because it had ended.
+
+    `failed` says of steps that could be left out why they were. Where work is shared, so is what failed of it.
+    """
 
     end: float = math.inf
     progress: Progress = say_nothing
     left_out: list[str] = []
+    failed: dict[str, str] = {}
 
     def allows(self, step: str) -> bool:
         """Returns True while there is time for a step; else the step is among those left out."""
@@ -68,6 +76,17 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
         if step not in self.left_out:
             self.left_out.append(step)
         return False
+
+    def attempt(self, step: str, make: Callable[[], _Made]) -> _Made | None:
+        """Returns what an optional step makes, None where it fails: then the step is among the failed, with its reason.
+
+        Every improvement goes through here, since each may meet numbers, or make a model, that nobody has seen.
+        """
+        try:
+            return make()
+        except FAILURES as error:
+            self.failed.setdefault(step, quote_error(error))
+            return None
 
     def keep_back(self, seconds: float) -> "Budget":
         """Returns the budget with so much less time, for what follows it; what is left out stands in both."""

@@ -76,7 +76,9 @@ class BuildJob(msgspec.Struct, frozen=True, kw_only=True):
     def share_time(self, targets: int) -> "BuildJob":
         """Returns the job with the time of the next target: what is left, by the number of targets left."""
         now = time.monotonic()
-        budget = Budget(end=now + (self.end - now) / targets, progress=self.progress)
+        # What was judged is shared between targets, and so is what of it failed.
+        failed = self.memo.budget.failed
+        budget = Budget(end=now + (self.end - now) / targets, progress=self.progress, failed=failed)
         return msgspec.structs.replace(self, memo=msgspec.structs.replace(self.memo, budget=budget))
 
     def plans_for(self, target: Target, floats: Container[str]) -> bool:

@@ -150,6 +150,7 @@ def quantize_for(
         goal_note="" if searched is None else searched.note,
         layers=layers,
         left_out=tuple(job.budget.left_out),
+        failed=dict(job.budget.failed),
         seconds=round(time.monotonic() - start, 2),
         peak_rss_bytes=own_peak_bytes(with_child=True),
     )
@@ -285,7 +286,8 @@ def _choose_plan(job: _Job, search: Search, method: str, state: State | None) ->
     if not job.narrow:
         return plan, searched
     reached = None if searched is None else searched.chosen.prediction.sqnr_db
-    return store_narrow(job.prepared, plan, search.calibration, reached), searched
+    store = partial(store_narrow, job.prepared, plan, search.calibration, reached)
+    return job.budget.attempt("large constants in 8 or 16 bits", store) or plan, searched
 
 
 def _find_plan(job: _Job, search: Search, method: str, state: State | None) -> tuple[QuantPlan, Searched | None]:

@@ -42,6 +42,7 @@ def describe_quantization(report: QuantizeReport) -> Iterator[str]:
         yield f"- {tried.method}, {tried.rounding}{more}: {tried.sqnr_db:.1f} dB on held-out samples"
     if report.left_out:
         yield f"the time budget ended; left out: {', '.join(report.left_out)}"
+    yield from (f"left out, since it failed: {step} ({why})" for step, why in report.failed.items())
     seen = report.calibration
     if seen.sample_error and seen.tail_errors:
         share = f"{100 * seen.sample_error:.2g} % of a tensor's values"

@@ -154,7 +154,8 @@ class QuantizeReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
     constant that stays float, the largest first; `narrow` are those in 8 or 16 bits. `predicted` is what it will
     cost. `trials` are those of a search, in order; `max_drop` is its goal in points. `met` says whether the chosen one
     reaches it, None where no goal was set, and `goal_note` what that leaves out. `layers` are the quantized
-    activations, in graph order, where they were asked for. `left_out` is what the time budget left no time for.
+    activations, in graph order, where they were asked for. `left_out` is what the time budget left no time for,
+    `failed` says of other steps why they were left out.
     """
 
     model: str
@@ -179,6 +180,7 @@ class QuantizeReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
     goal_note: str
     layers: tuple[ActivationReport, ...]
     left_out: tuple[str, ...] = ()
+    failed: dict[str, str] = {}
     seconds: float
     peak_rss_bytes: int
 

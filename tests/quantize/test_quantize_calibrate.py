@@ -246,9 +246,9 @@ def test_layers_that_multiply_the_same_share_its_moments_in_memory_that_rests(tm
     assert one is not None
     assert two is not None
     assert three is not None
-    assert np.array_equal(one.blocks, two.blocks)
+    assert np.array_equal(one.covariance, two.covariance)
     assert one.count == two.count
-    assert three.blocks.shape == (1, 3, 3)
+    assert three.covariance.shape == (1, 3, 3)
 
 
 def test_an_array_in_a_file_keeps_what_was_written_while_it_rests(tmp_path: Path) -> None:

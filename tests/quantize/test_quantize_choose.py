@@ -47,6 +47,21 @@ def test_auto_is_never_worse_than_minmax_on_held_out_samples(net: Model, many: C
     assert scores[plan.method, plan.rounding] == max(scores.values()) >= scores["minmax", "nearest"]
 
 
+def test_a_rounding_that_meets_no_numbers_is_left_out_with_its_reason(net: Model, many: Calibration) -> None:
+    path = Path(many.statistics) / "moments.npz"
+    with np.load(path) as archive:
+        arrays = {name: archive[name] for name in archive.files}
+    spoilt = {
+        name: np.full_like(each, np.nan) if name.endswith("covariance") else each for name, each in arrays.items()
+    }
+    np.savez(path, allow_pickle=False, **spoilt)
+    memo = Memo()
+    plan = plan_quantization(net, many, load_target("nnapi"), "int8", memo=memo)
+    assert {entry.rounding for entry in plan.judged} == {"nearest", "bias"}
+    assert memo.budget.failed.keys() == {"rounding gptq", "rounding refit"}
+    assert "holds no numbers" in memo.budget.failed["rounding gptq"]
+
+
 def test_targets_that_differ_in_sign_share_the_judgement(net: Model, many: Calibration) -> None:
     memo = Memo()
     nnapi, xnnpack = (

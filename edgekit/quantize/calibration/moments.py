@@ -120,8 +120,8 @@ class MomentCollector:
         centred = self._products.values / np.float32(count)
         self._products.rest()
         left = (self._sum / count - self._shift).astype(np.float32).reshape(-1, self._size)
-        for block, mean in zip(centred, left, strict=True):
-            block -= np.outer(mean, mean)
+        for place, mean in enumerate(left):
+            centred[place] -= np.outer(mean, mean)
         # Rounding may still leave less than nothing where an input never varies.
         np.einsum("gii->gi", centred)[...] = np.maximum(np.diagonal(centred, axis1=1, axis2=2), 0)
         return centred

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import msgspec
@@ -136,15 +136,19 @@ def plan_quantization(
         model=model, graph=graph, calibration=calibration, target=target, precision=precision, method=method,
         relieve=relieve, memo=memo,
     )  # fmt: skip
-    return _plan_best(subject)
+    # What judges the candidates is a session of each: without one there is the plan that needs no judge.
+    best = memo.budget.attempt("range methods and roundings", partial(_plan_best, subject))
+    return choose_ranges(plan, calibration, "minmax", "bias") if best is None else best
 
 
 def _plan_best(subject: _Subject) -> QuantPlan:
     """Returns the best plan of three drafts: as it is, equalized, and equalized through SiLU too."""
-    plain = _judge(subject, {})
-    equalized = _equalize(subject, plain, reached=plain, through_silu=False)
+    plain, attempt = _judge(subject, {}), subject.memo.budget.attempt
+    equalized = attempt("equalized channels", partial(_equalize, subject, plain, reached=plain, through_silu=False))
     chosen = prefer_draft(plain, equalized, NOTABLE_DB)
-    through_silu = _equalize(subject, plain, reached=chosen, through_silu=True)
+    through_silu = attempt(
+        "channels equalized through SiLU", partial(_equalize, subject, plain, reached=chosen, through_silu=True)
+    )
     judged = [
         candidate for each in (plain, equalized, through_silu) if each is not None for candidate in each.candidates
     ]
@@ -203,7 +207,8 @@ def _equalize(subject: _Subject, plain: Judged, *, reached: Judged, through_silu
 def _finish(subject: _Subject, judged: Judged) -> Finished:
     lead = judged.candidates[0]
     draft = judged.draft.choose(lead.method, lead.rounding)
-    plan, kept = keep_eight(draft, lead, subject.memo.budget)
+    budget = subject.memo.budget
+    plan, kept = budget.attempt("weights kept at 8 bits", partial(keep_eight, draft, lead, budget)) or (draft.plan, ())
     lead = max((lead, *kept), key=lambda candidate: candidate.sqnr_db)
     draft = msgspec.structs.replace(draft, plan=plan)
     thorough = subject.method == "best"
@@ -212,5 +217,6 @@ def _finish(subject: _Subject, judged: Judged) -> Finished:
         return Finished(plan=draft.plan, ratio_db=lead.sqnr_db, tried=kept)
     widens = subject.target.widens(subject.precision)
     schedule = choose_schedule(lead.sqnr_db, widens=widens, thorough=thorough)
-    plan, tried = relieve_plan(draft, lead, schedule, subject.memo, widens=widens)
+    relieve = partial(relieve_plan, draft, lead, schedule, subject.memo, widens=widens)
+    plan, tried = subject.memo.budget.attempt("tensors out of 8 bits", relieve) or (draft.plan, ())
     return Finished(plan=plan, ratio_db=max(candidate.sqnr_db for candidate in (lead, *tried)), tried=(*kept, *tried))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import msgspec
@@ -11,7 +11,7 @@ import onnx
 from edgekit._files import digest_bytes
 from edgekit.errors import UsageError, suggest_name
 from edgekit.graph.graph import Graph
-from edgekit.progress import NO_LIMIT, Budget
+from edgekit.progress import Budget
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.calibration.decided_logits import find_decisions
 from edgekit.quantize.effort import Effort, find_effort
@@ -193,15 +193,21 @@ def _find_best(draft: Draft, budget: Budget) -> tuple[str, Rounding]:
     chosen = draft.choose(best, draft.plan.rounding)
     placed = placed if best == present else place_draft(chosen)
     tried = list(_judge_roundings(chosen, ("bias",), budget, placed, most=FEW_SAMPLES))
+    if not tried:
+        return best, draft.plan.rounding
     if needs_moments(tried[0].sqnr_db, ranges[best].ratio_db, -math.inf, count_weights(draft.graph)):
         tried += _judge_learned(chosen, ranges[best].ratio_db, tried, budget, placed, most=FEW_SAMPLES)
     return best, max(tried, key=lambda candidate: candidate.sqnr_db).rounding
 
 
 def judge_plan(draft: Draft) -> Candidate:
-    """Returns how near a draft comes with the ranges and the rounding that its plan has."""
-    (found,) = _judge_roundings(draft.use_unsigned(), (draft.plan.rounding,), NO_LIMIT)
-    return found
+    """Returns how near a draft comes with the ranges and the rounding that its plan has.
+
+    Raises:
+        RuntimeRefusal: ONNX Runtime makes no session of it.
+    """
+    draft = draft.use_unsigned()
+    return _judge_rounding(draft, draft.plan.rounding, place_draft(draft))
 
 
 def count_weights(graph: Graph) -> int:
@@ -324,9 +330,10 @@ def _judge_learned(
     first, second = _FEW_BITS if draft.plan.bits else _SLOW
     if not budget.allows(f"rounding {first}"):
         return
-    (found,) = _judge_roundings(draft, (first,), budget, placed, most=most)
-    yield found
-    if (both or draft.plan.bits or found.sqnr_db > quick_db + _SOME_DB) and budget.allows(f"rounding {second}"):
+    found = list(_judge_roundings(draft, (first,), budget, placed, most=most))
+    yield from found
+    gains = any(each.sqnr_db > quick_db + _SOME_DB for each in found)
+    if (both or draft.plan.bits or gains) and budget.allows(f"rounding {second}"):
         yield from _judge_roundings(draft, (second,), budget, placed, most=most)
 
 
@@ -372,22 +379,31 @@ def _judge_roundings(
 ) -> Iterator[Candidate]:
     """Yields the candidates of a draft: of the first rounding, and of the others while there is time.
 
-    `placed` holds the draft with Q and DQ nodes if they were placed before; the first `most` held-out samples judge.
+    Any but the nearest point may fail, and is left out then. `placed` holds the draft with Q and DQ nodes if they were
+    placed before; the first `most` held-out samples judge.
     """
     placed = placed or place_draft(draft)
     for rounding in roundings:
-        if rounding != roundings[0] and not budget.allows(f"rounding {rounding}"):
+        step = f"rounding {rounding}"
+        if rounding != roundings[0] and not budget.allows(step):
             continue
-        plan = msgspec.structs.replace(draft.plan, rounding=rounding)
-        qdq = round_weights(placed, draft.graph, plan, draft.statistics)
-        ratio = judge_candidate(qdq, draft.compared, draft.statistics, most=draft.effort.limit(most))
-        yield Candidate(
-            method=plan.method,
-            rounding=rounding,
-            relieved=(),
-            sqnr_db=round(ratio, 3),
-            equalized=bool(plan.factors),
-        )
+        judge = partial(_judge_rounding, draft, rounding, placed, most=most)
+        found = judge() if rounding == "nearest" else budget.attempt(step, judge)
+        if found is not None:
+            yield found
+
+
+def _judge_rounding(draft: Draft, rounding: Rounding, placed: onnx.ModelProto, *, most: int | None = None) -> Candidate:
+    plan = msgspec.structs.replace(draft.plan, rounding=rounding)
+    qdq = round_weights(placed, draft.graph, plan, draft.statistics)
+    ratio = judge_candidate(qdq, draft.compared, draft.statistics, most=draft.effort.limit(most))
+    return Candidate(
+        method=plan.method,
+        rounding=rounding,
+        relieved=(),
+        sqnr_db=round(ratio, 3),
+        equalized=bool(plan.factors),
+    )
 
 
 def place_draft(draft: Draft) -> onnx.ModelProto:

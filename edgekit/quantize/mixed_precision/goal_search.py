@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -157,7 +158,9 @@ def plan_sparingly(search: Search) -> tuple[QuantPlan, Searched | None]:
     if is_good and not makes_images(open_float_graph(search.model, search.calibration), search.calibration.outputs):
         return first, None
     goal = _Goal(max_drop=PLAIN_DROP, reliefs=_PLAIN_RELIEFS, least_integer=_PLAIN_INTEGER)
-    trials = _try_sparingly(search, goal, first)
+    trials = search.memo.budget.attempt("measuring the plan", partial(_try_sparingly, search, goal, first))
+    if trials is None:
+        return first, None
     least = min(trials, key=_drop)
     if least.prediction.drop_estimate is None:
         chosen = next((trial for trial in trials if trial.prediction.meets(PLAIN_DROP)), trials[0])
@@ -283,7 +286,10 @@ def _try_sparingly(search: Search, goal: _Goal, first: QuantPlan) -> list[Trial]
     plain = attempts.run(0)
     if plain is None or not counts or attempts.is_enough(plain) or not search.memo.budget.allows(_MORE):
         return attempts.trials
-    shares = weigh_relief(search.model, search.calibration, first, counts, search.memo)
+    weigh = partial(weigh_relief, search.model, search.calibration, first, counts, search.memo)
+    shares = search.memo.budget.attempt("plans with more tensors out of 8 bits", weigh)
+    if shares is None:
+        return attempts.trials
     hopeful = [count for count in counts if count == counts[-1] or goal.may_meet(plain.prediction, shares[count])]
     for count in hopeful:
         trial = attempts.run(count)
@@ -335,14 +341,19 @@ class _Attempts:
         began = time.monotonic()
         trial = self._known.get(step)
         if trial is None:
-            plan = _plan_step(search, self.trials, count) if count else self._first or _plan_first(search)
-            trial = None if plan is None else _try_plan(search, step, plan)
+            attempt = partial(self._try, step, count)
+            trial = search.memo.budget.attempt(f"the plan '{step}'", attempt) if count else attempt()
         self._spent.append(time.monotonic() - began)
         least = self._goal.least_integer * self.found[0].integer_macs if self.found else 0.0
         if trial is None or trial.integer_macs < least:
             return None
         self.found[count] = trial
         return trial
+
+    def _try(self, step: str, count: int) -> Trial | None:
+        search = self._search
+        plan = _plan_step(search, self.trials, count) if count else self._first or _plan_first(search)
+        return None if plan is None else _try_plan(search, step, plan)
 
     def is_enough(self, trial: Trial) -> bool:
         """Returns True if a trial meets the goal and leaves the target no less work than the first did."""

@@ -207,7 +207,9 @@ def _inverse_factor(hessian: Array) -> Array:
     for damping in _MORE_DAMPING:
         with contextlib.suppress(np.linalg.LinAlgError):
             lower = np.linalg.cholesky(_add_to_diagonal(hessian, damping * energy)[:, ::-1, ::-1])
-            break
+            # LAPACK does not notice every NaN.
+            if np.isfinite(lower).all():
+                break
     else:
         raise np.linalg.LinAlgError("the second moment of a layer's input holds no numbers")
     return np.ascontiguousarray(_invert_lower(lower)[:, ::-1, ::-1])
