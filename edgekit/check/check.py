@@ -8,12 +8,13 @@ from edgekit.check.advice import give_advice
 from edgekit.check.macs import count_bytes, count_macs, value_bytes
 from edgekit.check.open_work import choose_sizes, count_open, count_unsized
 from edgekit.check.placement import Placement, place_units
+from edgekit.check.propagation import propagate_quantization
 from edgekit.check.report import CheckedNode, CheckReport
 from edgekit.check.rules.kinds import Forms, Rule
 from edgekit.check.rules.rulebook import Op, RuleBook, derive_settings, load_rules
 from edgekit.check.rules.rules import judge_rule
 from edgekit.check.rules.subject import Subject
-from edgekit.check.rules.units import SELECTORS, Selector, Unit, group_units, unit_of_each
+from edgekit.check.rules.units import SELECTORS, Selector, Unit, group_units
 from edgekit.evidence import Evidence
 from edgekit.graph.graph import Graph, Node, view_model
 from edgekit.graph.inference import infer_model
@@ -160,18 +161,23 @@ def _check_nodes(graph: Graph, judge: _Judge, blocked: str | None) -> list[Check
     book = judge.book
     table: dict[str, Selector] = {**SELECTORS, **book.units.add}
     selectors: dict[str, Selector] = {op: name for op, name in table.items() if op not in book.units.without}
-    # Older versions of ONNX Runtime leave an activation before the Q outside of the unit (targets/xnnpack/NOTES.md:
-    # observed in 1.16).
-    clips = int(judge.settings["ort_minor"]) >= book.units.clip_from_ort_minor
-    units = group_units(graph, selectors if book.units.qdq else None, absorb_clips=clips)
+    minor = int(judge.settings["ort_minor"])
+    # Judged is what a provider is shown, and told is what is in the file.
+    shown = propagate_quantization(graph)
+    units = group_units(
+        shown,
+        selectors if book.units.qdq else None,
+        absorb_clips=minor >= book.units.clip_from_ort_minor,
+        fits_bias=minor >= book.units.bias_from_ort_minor,
+    )
     refusals = [
         (Refusal(reason=blocked, fatal=book.provider.alone),)
         if blocked
-        else (*judge.find_refusals(graph, unit), *_body_refusals(unit, judge))
+        else (*judge.find_refusals(shown, unit), *_body_refusals(unit, judge))
         for unit in units
     ]
-    placement = place_units(graph, units, [not found for found in refusals], book.placing)
-    return _list_nodes(graph, units, refusals, placement, judge, blocked)
+    placement = place_units(shown, units, [not found for found in refusals], book.placing)
+    return _list_nodes(graph, shown, units, refusals, placement, judge, blocked)
 
 
 def _body_refusals(unit: Unit, judge: _Judge) -> tuple[Refusal, ...]:
@@ -185,35 +191,33 @@ def _body_refusals(unit: Unit, judge: _Judge) -> tuple[Refusal, ...]:
 
 
 def _list_nodes(
-    graph: Graph, units: Sequence[Unit], refusals: Sequence[tuple[Refusal, ...]], placement: Placement, judge: _Judge,
-    blocked: str | None,
+    graph: Graph, shown: Graph, units: Sequence[Unit], refusals: Sequence[tuple[Refusal, ...]], placement: Placement,
+    judge: _Judge, blocked: str | None,
 ) -> list[CheckedNode]:  # fmt: skip
-    owners = unit_of_each(units)
+    owners = {shown.nodes[member].name: at for at, unit in enumerate(units) for member in unit.members}
     listed: list[CheckedNode] = []
     for node in graph.nodes:
-        mine = owners[node.index]
-        # A DQ may be a member of several units; it is taken only where all of them are.
-        places = [placement.partitions[at] for at in mine]
-        taken = None not in places
-        found = {refusal.reason: refusal for at in mine for refusal in refusals[at]}
-        reasons = (*found, *(placement.reasons[at] for at in mine if at in placement.reasons))
-        unit = units[mine[0]]
-        remarks = judge.find_remarks(graph, unit) if taken and unit.node.index == node.index else ()
+        at = owners[node.name]
+        unit, partition = units[at], placement.partitions[at]
+        taken, alone = partition is not None, unit.node.name == node.name
+        reasons = [refusal.reason for refusal in refusals[at]]
+        reasons += [placement.reasons[at]] if at in placement.reasons else []
+        remarks = judge.find_remarks(shown, unit) if taken and alone else ()
         listed.append(
             CheckedNode(
                 name=node.name,
                 op=node.op_type,
                 domain=node.domain or "ai.onnx",
                 taken=taken,
-                reasons=() if taken else tuple(dict.fromkeys(_for_member(why, unit, node.index) for why in reasons)),
+                reasons=() if taken else tuple(dict.fromkeys(_for_member(why, unit, alone=alone) for why in reasons)),
                 macs=count_macs(graph, node),
                 bytes=count_bytes(graph, node),
-                partition=places[0] if taken else None,
-                grouped=unit.node.index != node.index,
-                risks=judge.find_risks(graph, unit, taken=taken) if taken or unit.node.index == node.index else (),
+                partition=partition,
+                grouped=not alone,
+                risks=judge.find_risks(shown, unit, taken=taken) if taken or alone else (),
                 remarks=remarks,
-                integers=taken and not remarks and _is_integer(unit, node),
-                fatal=any(at in placement.broken or _are_fatal(refusals[at]) for at in mine),
+                integers=taken and alone and not remarks and _is_integer(unit),
+                fatal=at in placement.broken or _are_fatal(refusals[at]),
                 reads=tuple(dict.fromkeys(maker.name for maker in _makers(graph, node))),
             )
         )
@@ -230,17 +234,17 @@ def _are_fatal(refusals: Sequence[Refusal]) -> bool:
     return bool(refusals)
 
 
-def _is_integer(unit: Unit, node: Node) -> bool:
+def _is_integer(unit: Unit) -> bool:
     quantized = any(operand.is_quantized for operand in unit.inputs)
-    return quantized and unit.node.index == node.index and node.op_type not in {"QuantizeLinear", "DequantizeLinear"}
+    return quantized and unit.node.op_type not in {"QuantizeLinear", "DequantizeLinear"}
 
 
 def _makers(graph: Graph, node: Node) -> Iterator[Node]:
     return (graph.producers[name] for name in node.input if name in graph.producers)
 
 
-def _for_member(reason: str, unit: Unit, index: int) -> str:
-    return reason if index == unit.node.index else f"the {unit.node.op_type} of its unit is not taken: {reason}"
+def _for_member(reason: str, unit: Unit, *, alone: bool) -> str:
+    return reason if alone else f"the {unit.node.op_type} of its unit is not taken: {reason}"
 
 
 def _check_body(body: Graph, parent: CheckedNode, judge: _Judge, blocked: str | None) -> list[CheckedNode]:

@@ -83,24 +83,16 @@ def _followers(graph: Graph, units: Sequence[Unit]) -> list[tuple[int, ...]]:
     owners = unit_of_each(units)
     found: list[tuple[int, ...]] = []
     for at, unit in enumerate(units):
+        # A dict and no set: the order of followers decides the order of the queue, and so which partition a unit gets.
         edges = {
-            owner: None
+            owners[consumer.index]: None
             for member in unit.members
             for name in graph.nodes[member].output
             for consumer in graph.consumers.get(name, ())
-            for owner in owners.get(consumer.index, ())
-            # A dict and no set: the order of followers decides the order of the queue, and so which partition a unit
-            # gets.
-            if owner != at and _feeds(graph, unit, at, member, owners)
         }
+        edges.pop(at, None)
         found.append(tuple(edges))
     return found
-
-
-def _feeds(graph: Graph, unit: Unit, at: int, member: int, owners: dict[int, tuple[int, ...]]) -> bool:
-    """A DQ that several units share is a copy in each of them, so it feeds none of the others."""
-    shared = graph.nodes[member].op_type == "DequantizeLinear" and unit.is_qdq and member != unit.node.index
-    return not shared or owners[member] == (at,)
 
 
 def _groups(followers: Sequence[tuple[int, ...]], able: Sequence[bool]) -> list[list[int]]:

@@ -49,11 +49,13 @@ class Provider(_Strict, frozen=True, kw_only=True):
 class Units(_Strict, frozen=True, kw_only=True):
     """How it groups Q and DQ nodes: `qdq` False means not at all; `without` and `add` change ORT's own table.
 
-    `clip_from_ort_minor` is the ORT since which a unit absorbs an activation that its Q makes redundant.
+    `clip_from_ort_minor` is the ORT since which a unit absorbs an activation that its Q makes redundant,
+    `bias_from_ort_minor` the one since which a Conv is none whose bias has another scale than input times weight.
     """
 
     qdq: bool
     clip_from_ort_minor: int = 0
+    bias_from_ort_minor: int = 27
     without: tuple[str, ...] = ()
     add: dict[str, Selector] = {}
 

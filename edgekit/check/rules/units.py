@@ -62,6 +62,8 @@ _UNQUANTIZED_OUTPUT = ("gemm", "compare")
 _DQ_COUNTS: dict[Selector, int] = {
     "drop": 1, "drop_dq": 1, "unary": 1, "split": 1, "topk": 1, "matmul": 2, "where": 2, "first": 1,
 }  # fmt: skip
+# Relative; ONNX Runtime's since 1.27 (pull request 28229).
+_BIAS_TOLERANCE = 0.01
 # An operator of somebody's own may bear the name of one in the table, and is none of it.
 _GROUP_DOMAINS = ("", "com.microsoft")
 
@@ -83,11 +85,7 @@ class Operand(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Unit(msgspec.Struct, frozen=True, kw_only=True):
-    """A node alone, or a node with the DQ, Q and redundant activation around it; members are node positions.
-
-    A DQ with several consumers is a member of several units, because ORT gives each unit a DQ of its own
-    (EnsureUniqueDQForNodeUnit).
-    """
+    """A node alone, or a node with the DQ, Q and redundant activation around it; members are node positions."""
 
     node: Node
     members: tuple[int, ...]
@@ -121,19 +119,21 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def group_units(
-    graph: Graph, selectors: Mapping[str, Selector] | None, *, absorb_clips: bool = True
+    graph: Graph, selectors: Mapping[str, Selector] | None, *, absorb_clips: bool = True, fits_bias: bool = True
 ) -> tuple[Unit, ...]:
     """Returns the units of a graph in the order of their target nodes; with no selectors each node is one.
 
-    `absorb_clips` lets a unit hold an activation that its Q makes redundant.
+    Each node that reads a DQ has one of its own there, as ONNX Runtime sees to it (`propagate_quantization`).
+    `absorb_clips` lets a unit hold an activation that its Q makes redundant, `fits_bias` wants
+    the scale of a Conv's bias to be the product of input's and weight's.
     """
     grouped: dict[int, Unit] = {}
     for node in graph.nodes if selectors is not None else ():
         selector = selectors.get(node.op_type) if selectors is not None else None
         unit = _group(graph, node, selector, absorb_clips=absorb_clips) if selector is not None else None
-        if unit is not None:
+        if unit is not None and not (fits_bias and selector == "conv" and _has_other_bias(graph, unit)):
             grouped[node.index] = unit
-    inside = _claimed_nodes(graph, grouped)
+    inside = {member for target, unit in grouped.items() for member in unit.members if member != target}
     return tuple(
         grouped.get(node.index) or single_unit(graph, node) for node in graph.nodes if node.index not in inside
     )
@@ -146,22 +146,6 @@ def single_unit(graph: Graph, node: Node) -> Unit:
         tuple(_operand(graph, name) for name in node.output),
     )
     return Unit(node=node, members=(node.index,), inputs=inputs, outputs=outputs)
-
-
-def _claimed_nodes(graph: Graph, grouped: Mapping[int, Unit]) -> set[int]:
-    """Returns the members of units that are no unit of their own: not a DQ that others read too."""
-    readers: dict[int, set[int]] = {}
-    for target, unit in grouped.items():
-        for member in unit.members:
-            if member != target:
-                readers.setdefault(member, set()).add(target)
-    claimed = set(readers)
-    for member, targets in readers.items():
-        node = graph.nodes[member]
-        if node.op_type == "DequantizeLinear" and {reader.index for reader in graph.readers(node.output[0])} - targets:
-            # Another node reads the DQ in float, so that it also runs by itself.
-            claimed.discard(member)
-    return claimed
 
 
 class _Surround(msgspec.Struct, frozen=True, kw_only=True):
@@ -251,6 +235,24 @@ def _dtypes_fit(selector: Selector, dtypes: Sequence[str | None], results: Seque
         (selector == "batchnorm" and len(dtypes) < 3),
     )
     return not any(refused)
+
+
+def _has_other_bias(graph: Graph, unit: Unit) -> bool:
+    """Returns True where the scale of a bias is not the product of input's and weight's (CheckConvBiasScale)."""
+    if not unit.has_input(2):
+        return False
+    names = [operand.scale or "" for operand in unit.inputs]
+    if any(name not in graph.constants for name in names):
+        return True
+    scales = [graph.array(name) for name in names]
+    if any(scale is None for scale in scales):
+        # Too many to have been read: then every builder writes the product.
+        return False
+    x, w, b = (np.atleast_1d(np.asarray(scale, np.float64)) for scale in scales)
+    product = x * w
+    if b.size not in {1, product.size}:
+        return True
+    return bool((np.abs(b - product) > _BIAS_TOLERANCE * np.abs(product)).any())
 
 
 def _covers_outputs(graph: Graph, node: Node, around: _Surround) -> bool:
@@ -391,10 +393,6 @@ def _linear_operands(graph: Graph, node: Node) -> tuple[tuple[Operand, ...], tup
     return None
 
 
-def unit_of_each(units: Iterable[Unit]) -> dict[int, tuple[int, ...]]:
-    """Returns for each node position the positions of the units it is a member of."""
-    found: dict[int, list[int]] = {}
-    for position, unit in enumerate(units):
-        for member in unit.members:
-            found.setdefault(member, []).append(position)
-    return {member: tuple(positions) for member, positions in found.items()}
+def unit_of_each(units: Iterable[Unit]) -> dict[int, int]:
+    """Returns for each node position the position of the unit that it is a member of."""
+    return {member: at for at, unit in enumerate(units) for member in unit.members}

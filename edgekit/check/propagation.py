@@ -1,0 +1,243 @@
+"""The Q and DQ nodes that ONNX Runtime adds to a graph before it asks a provider what it takes.
+
+Its level 1 carries quantization through operators that only move numbers, so that each of them becomes a unit
+(core/optimizer/qdq_transformer/qdq_propagation.cc, run by every session of level basic and above). A provider is shown
+that graph, and not the one in the file.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+import onnx
+
+from edgekit.graph.graph import Graph, Node, Value, index_nodes
+
+_Q, _DQ = "QuantizeLinear", "DequantizeLinear"
+
+# The versions are ONNX Runtime's own list (CanNodePropagate, 1.29 to 1.31): a newer one is not propagated through.
+_MOVING: Mapping[str, tuple[int, ...]] = {
+    "MaxPool": (12,),
+    "Reshape": (5, 13, 14, 19),
+    "Transpose": (1, 13),
+    "Squeeze": (1, 11, 13),
+    "Unsqueeze": (1, 11, 13),
+    "Slice": (1, 10, 11, 13),
+}
+
+# As often as ONNX Runtime repeats the optimisers of a level (InferenceSession, max_num_graph_transformation_steps).
+_ROUNDS = 10
+
+
+def propagate_quantization(graph: Graph) -> Graph:
+    """Returns the graph with what ONNX Runtime adds before it places nodes; the same graph where that is nothing.
+
+    Nodes of the given graph keep their names and their order; bodies stay as they are.
+    """
+    if not any(node.op_type == _DQ for node in graph.nodes):
+        return graph
+    draft = _Draft(graph)
+    for _ in range(_ROUNDS):
+        before = len(draft.parts)
+        for part in tuple(draft.parts):
+            if part.op == _DQ:
+                draft.make_unique(part)
+        for part in tuple(draft.parts):
+            if part.op == _Q and _has_scalars(graph, part.like):
+                draft.carry_back(part)
+        for part in tuple(draft.parts):
+            if part.op == _DQ and _has_scalars(graph, part.like):
+                draft.carry_on(part)
+        if len(draft.parts) == before:
+            break
+    return draft.finish()
+
+
+def _is_moving(node: Node) -> bool:
+    return not node.domain and node.since in _MOVING.get(node.op_type, ())
+
+
+def _has_scalars(graph: Graph, node: Node) -> bool:
+    """Returns True for a Q or DQ whose parameters are constants of one element each."""
+    if node.op_type not in {_Q, _DQ}:
+        return False
+    names = [name for name in node.input[1:3] if name]
+    return bool(names) and all(name in graph.constants and graph.value(name).shape in {(), (1,)} for name in names)
+
+
+class _Part(msgspec.Struct, kw_only=True, eq=False):
+    """A node as it will be; `like` is itself in the given graph, or the Q or DQ whose parameters an added one has."""
+
+    op: str
+    name: str
+    like: Node
+    input: list[str]
+    output: list[str]
+
+
+class _Edge(msgspec.Struct, frozen=True, kw_only=True):
+    """A value on its way to a node, at one of its inputs; None where it leaves the graph."""
+
+    value: str
+    reader: _Part | None
+    at: int = 0
+
+
+class _Draft:
+    """A graph in change."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self.parts = [
+            _Part(op=node.op_type, name=node.name, like=node, input=list(node.input), output=list(node.output))
+            for node in graph.nodes
+        ]
+        self._makers = {name: part for part in self.parts for name in part.output if name}
+        self._edges: dict[str, list[_Edge]] = {}
+        for part in self.parts:
+            for at, name in enumerate(part.input):
+                self._edges.setdefault(name, []).append(_Edge(value=name, reader=part, at=at))
+        self._values: dict[str, Value] = {}
+        self._taken = {*graph.values, *graph.constants, *(part.name for part in self.parts)}
+
+    def make_unique(self, dq: _Part) -> None:
+        """Gives each node that reads a DQ one of its own; the first keeps the DQ that is there, where it can.
+
+        ONNX Runtime does this for every session (ensure_unique_dq_for_node_unit.cc).
+        """
+        name = dq.output[0]
+        edges = tuple(self._edges.get(name, ()))
+        stays = name in self._graph.outputs or name in self._graph.captured
+        for edge in edges if stays else edges[1:]:
+            result = self._name(f"{name}/duplicated", self._value(name), self._value(name).dtype)
+            copy = self._add(_DQ, f"{dq.name}/duplicated", dq, dq.input, result, before=edge.reader)
+            self._redirect(edge, copy.output[0])
+
+    def carry_back(self, quantizer: _Part) -> None:
+        """Puts a Q and a DQ before each operator that moves numbers on the way back from a Q."""
+        edge = self._edge_before(quantizer)
+        while edge is not None and (edge := self._moved_before(edge)) is not None:
+            maker = self._makers.get(edge.value)
+            if maker is not None and maker.op == _DQ:
+                return
+            edge = self._insert([edge], quantizer)
+
+    def carry_on(self, quantizer: _Part) -> None:
+        """Puts a Q and DQs behind each operator that moves numbers on the way on from a DQ that one node reads."""
+        first = self._edges_after(quantizer)
+        ahead = [self._moved_after(first[0])] if len(first) == 1 and first[0].reader is not None else []
+        while ahead:
+            edges = ahead.pop()
+            for edge in edges:
+                # A value that leaves the graph keeps its name, which what made it has no more: it is told from there.
+                follow = self._moved_after(edge)
+                if follow:
+                    ahead.append(follow)
+            if edges:
+                self._insert(edges, quantizer)
+
+    def finish(self) -> Graph:
+        """Returns the graph with what was added."""
+        if len(self.parts) == len(self._graph.nodes):
+            return self._graph
+        nodes = [
+            msgspec.structs.replace(
+                part.like,
+                index=index,
+                op_type=part.op,
+                name=part.name,
+                input=tuple(part.input),
+                output=tuple(part.output),
+                proto=part.like.proto if part.name == part.like.name else onnx.NodeProto(),
+            )
+            for index, part in enumerate(self.parts)
+        ]
+        return index_nodes(msgspec.structs.replace(self._graph, values={**self._graph.values, **self._values}), nodes)
+
+    def _edge_before(self, part: _Part) -> _Edge | None:
+        """Returns the edge to a node's first input, None where others read that value too or it leaves the graph."""
+        name = part.input[0]
+        if name not in self._makers:
+            known = name in self._graph.inputs or name in self._graph.constants
+            return _Edge(value=name, reader=part) if known and name not in self._graph.captured else None
+        return _Edge(value=name, reader=part) if self._is_read_once(name) else None
+
+    def _is_read_once(self, name: str) -> bool:
+        outside = name in self._graph.outputs or name in self._graph.captured
+        return len(self._edges.get(name, ())) == 1 and not outside
+
+    def _moved_before(self, edge: _Edge) -> _Edge | None:
+        maker = self._makers.get(edge.value)
+        return self._edge_before(maker) if maker is not None and _is_moving(maker.like) else None
+
+    def _edges_after(self, part: _Part) -> list[_Edge]:
+        name = part.output[0]
+        leaving = [_Edge(value=name, reader=None)] if name in self._graph.outputs else []
+        return [] if name in self._graph.captured else [*self._edges.get(name, ()), *leaving]
+
+    def _moved_after(self, edge: _Edge) -> list[_Edge]:
+        if edge.reader is None or not _is_moving(edge.reader.like):
+            return []
+        after = self._edges_after(edge.reader)
+        return [] if any(each.reader is not None and each.reader.op == _Q for each in after) else after
+
+    def _insert(self, edges: Sequence[_Edge], like: _Part) -> _Edge:
+        """Puts a Q and a DQ for each edge between a value and its readers; returns the edge from the value to the Q."""
+        base, parameters = edges[0].value, like.input[1:]
+        value = self._value(base)
+        quantized = self._name(f"{base}_q_to_dq", value, self._dtype(like))
+        leaves = any(edge.reader is None for edge in edges)
+        source = self._rename(base, value) if leaves else base
+        first = self._add(_Q, f"{base}_q", like, [source, *parameters], quantized, before=edges[0].reader)
+        for edge in edges:
+            result = base if edge.reader is None else self._name(f"{base}_post_dq", value, value.dtype)
+            self._add(_DQ, f"{base}_dq", like, [quantized, *parameters], result, before=edge.reader)
+            self._redirect(edge, result)
+        return _Edge(value=source, reader=first)
+
+    def _redirect(self, edge: _Edge, result: str) -> None:
+        if edge.reader is not None:
+            edge.reader.input[edge.at] = result
+            self._edges[edge.value].remove(edge)
+            self._edges[result] = [_Edge(value=result, reader=edge.reader, at=edge.at)]
+
+    def _value(self, name: str) -> Value:
+        return self._values.get(name) or self._graph.value(name)
+
+    def _rename(self, base: str, value: Value) -> str:
+        maker = self._makers.pop(base)
+        source = self._name(f"{base}_pre_q", value, value.dtype)
+        maker.output[maker.output.index(base)] = source
+        self._makers[source] = maker
+        return source
+
+    def _dtype(self, like: _Part) -> str | None:
+        zero = like.like.input[2] if like.like.has_input(2) else ""
+        return self._graph.value(zero).dtype if zero else "uint8"
+
+    def _name(self, wanted: str, value: Value, dtype: str | None) -> str:
+        name = self._free(wanted)
+        self._values[name] = msgspec.structs.replace(value, dtype=dtype)
+        return name
+
+    def _free(self, wanted: str) -> str:
+        name = next(each for each in _numbered(wanted) if each not in self._taken)
+        self._taken.add(name)
+        return name
+
+    def _add(
+        self, op: str, name: str, like: _Part, inputs: Sequence[str], output: str, *, before: _Part | None
+    ) -> _Part:
+        part = _Part(op=op, name=self._free(name), like=like.like, input=list(inputs), output=[output])
+        self.parts.insert(len(self.parts) if before is None else self.parts.index(before), part)
+        self._makers[output] = part
+        for at, each in enumerate(inputs):
+            self._edges.setdefault(each, []).append(_Edge(value=each, reader=part, at=at))
+        return part
+
+
+def _numbered(name: str) -> Iterator[str]:
+    yield name
+    count = 1
+    while True:
+        yield f"{name}_{count}"
+        count += 1
