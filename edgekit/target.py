@@ -47,7 +47,6 @@ class IntegerTypes(_Strict, frozen=True, kw_only=True):
     activation: Literal["uint8", "int8", "uint16"] | None = None
     weight_bits: Literal[4, 8] | None = None
     weight_block: Literal[0, 16, 32, 64, 128] | None = None
-    per_channel_ops: tuple[str, ...] | None = None
 
 
 class Quantization(_Strict, frozen=True, kw_only=True):

@@ -123,7 +123,7 @@ def _odd_nodes(plan: QuantPlan, graph: Graph) -> Iterator[_Complaint]:
 
 def _odd_ranges(plan: QuantPlan, own: QuantPlan, target: Target) -> Iterator[_Complaint]:
     for tables in (plan.ranges, plan.wide, plan.grids):
-        for name in sorted(set(tables) - set(own.ranges)):
+        for name in sorted(set(tables) - set(own.ranges) - set(own.wide)):
             yield f"has numbers for '{name}', which is no float tensor of it", suggest_name(name, own.ranges)
     missing = next((name for name in own.ranges if name not in plan.ranges), None)
     if missing is not None:

@@ -1,5 +1,6 @@
 """What quantizing a model for a target will do, as plain data that can be read before anything runs."""
 
+import math
 from collections.abc import Collection, Iterator
 from typing import Literal
 
@@ -26,6 +27,7 @@ _FOLLOWERS = frozenset(
     }
 )  # fmt: skip
 
+_RECURRENT = frozenset({"GRU", "LSTM", "RNN"})
 # Floats that no provider quantizes.
 _OTHER_FLOATS = {"float16": "float16", "float64": "double precision", "bfloat16": "bfloat16"}
 
@@ -150,7 +152,7 @@ def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Tar
         bits=_bits(graph, rules, axes),
         block=rules.weight_block if rules.weight_bits == 4 else 0,
         float_nodes=float_nodes,
-        wide=_wide_tensors(graph, set(high_precision) - {node.name for node in float_nodes}, exact) if widens else {},
+        wide=_wide_tensors(graph, set(high_precision), {node.name for node in float_nodes}, exact) if widens else {},
         judged=(),
     )
     if not quantizes_any(graph, plan):
@@ -211,11 +213,22 @@ def _float_nodes(
             yield FloatNode(name=node.name, op=node.op_type, reason="a control-flow body reads its input or output")
 
 
-def _wide_tensors(graph: Graph, nodes: set[str], exact: dict[str, TensorRange]) -> dict[str, TensorRange]:
-    """Returns the float activations that some nodes read or make, in graph order, with their range."""
-    members = [node for node in graph.nodes if node.name in nodes]
+def _wide_tensors(
+    graph: Graph, nodes: set[str], floats: set[str], exact: dict[str, TensorRange]
+) -> dict[str, TensorRange]:
+    """Returns the float activations that some nodes read or make, in graph order, with their range.
+
+    So are the constants of recurrent nodes: ORT's QNN rules take these for activations, with one scale for all gates,
+    and what 8 bits round off the states of a step is added up over all steps.
+    """
+    members = [node for node in graph.nodes if node.name in nodes - floats]
     touched = {name for node in members for name in (*node.input, *node.output)}
-    return {name: exact[name] for name in float_activations(graph) if name in touched and name in exact}
+    wide = {name: exact[name] for name in float_activations(graph) if name in touched and name in exact}
+    recurrent = [node for node in graph.nodes if node.op_type in _RECURRENT and node.name not in floats]
+    for name in (name for node in recurrent for name in node.input if graph.is_float_constant(name)):
+        values = graph.constant(name)
+        wide[name] = TensorRange(low=float(values.min()), high=float(values.max()))
+    return wide
 
 
 def _grids(graph: Graph, scheme: str, activation: str, op_types: tuple[str, ...]) -> dict[str, Grid]:
@@ -237,7 +250,9 @@ def _axes(graph: Graph, rules: Quantization) -> dict[str, int]:
     for node in graph.nodes:
         if node.op_type in rules.per_channel_ops and len(node.input) > 1:
             axis = _channel_axis(graph, node)
-            if axis is not None and graph.readers(node.input[1]) == (node,):
+            # For a single number times such a weight the HTP never finishes the graph (targets/qnn/NOTES.md).
+            is_single = math.prod(graph.static_shape(node.input[0]) or (0,)) == 1
+            if axis is not None and not is_single and graph.readers(node.input[1]) == (node,):
                 axes[node.input[1]] = axis
     return axes
 
@@ -259,7 +274,7 @@ def _channel_axis(graph: Graph, node: Node) -> int | None:
     """Returns the output-channel axis of a weighted node's constant weight, None where a scale per channel cannot be.
 
     A grouped ConvTranspose shares an axis between groups, so its int32 bias could not follow the weight's scales, and
-    ONNX Runtime's quantizer fails on a Gemm with a bias of two dimensions.
+    ONNX Runtime's quantizer fails on a Gemm whose bias is not a number for each column.
     """
     weight = graph.constants.get(node.input[1])
     if weight is None or weight.data_type != onnx.TensorProto.FLOAT:
@@ -270,8 +285,7 @@ def _channel_axis(graph: Graph, node: Node) -> int | None:
     if node.op_type == "ConvTranspose":
         return 1 if attributes.get("group", 1) == 1 else None
     if node.op_type == "Gemm":
+        axis = 0 if attributes.get("transB", 0) else 1
         bias = graph.constants.get(node.input[2]) if len(node.input) > 2 else None
-        if bias is not None and len(bias.dims) > 1:
-            return None
-        return 0 if attributes.get("transB", 0) else 1
+        return axis if bias is None or list(bias.dims) == [weight.dims[axis]] else None
     return 1 if node.op_type == "MatMul" and len(weight.dims) == 2 else None

@@ -246,6 +246,31 @@ def test_only_a_constant_weight_of_one_layer_gets_a_scale_per_channel(
     assert draft(tmp_path, "cpu", text, {"w": (8, 8)}, weight_symmetric=False).axes == {}
 
 
+@pytest.mark.parametrize("bias", [(), (1,), (1, 4), (4,)])
+def test_a_gemm_has_a_scale_per_channel_if_its_bias_is_a_number_for_each(tmp_path: Path, bias: tuple[int, ...]) -> None:
+    text = "(float[2,8] x) => (float[2,4] y) { y = Gemm<transB=1>(x, w, b) }"
+    assert draft(tmp_path, "qnn", text, {"w": (4, 8), "b": bias}).axes == ({"w": 0} if bias == (4,) else {})
+
+
+def test_a_single_number_times_a_weight_has_one_scale(tmp_path: Path) -> None:
+    one, two = (f"(float[{rows},1] x) => (float[{rows},4] y) {{ y = MatMul(x, w) }}" for rows in (1, 2))
+    assert draft(tmp_path, "qnn", one, {"w": (1, 4)}).axes == {}
+    assert draft(tmp_path, "qnn", two, {"w": (1, 4)}).axes == {"w": 1}
+
+
+@pytest.mark.parametrize(
+    ("target", "precision", "wide"),
+    [("qnn", "int8", {"w", "r", "b"}), ("qnn", "int16", set[str]()), ("cpu", "int8", set[str]())],
+)
+def test_constants_of_recurrent_nodes_get_16_bits_where_activations_have_8(
+    tmp_path: Path, target: str, precision: Precision, wide: set[str]
+) -> None:
+    text = """(float[5,1,3] x) => (float[5,1,1,2] z) {
+      a = Neg(x) m = Mul(a, a) y = LSTM<hidden_size=2>(m, w, r, b) z = Neg(y) }"""
+    plan = draft(tmp_path, target, text, {"w": (1, 8, 3), "r": (1, 8, 2), "b": (1, 16)}, precision=precision)
+    assert set(plan.wide) == wide
+
+
 @pytest.mark.parametrize(
     ("target", "precision", "rules", "zero"),
     [

@@ -21,6 +21,7 @@ class Net:
         self.arrays: dict[str, Array] = {}
         self.trained: set[str] = set()
         self.inputs: dict[str, tuple[int, ...]] = {}
+        self.kinds: dict[str, int] = {}
         self.outputs: dict[str, tuple[int, ...]] = {}
         self.rng = np.random.default_rng(seed)
 
@@ -82,7 +83,10 @@ class Net:
         graph = helper.make_graph(
             [*(held if constant_nodes else []), *self.nodes],
             self.name,
-            [helper.make_tensor_value_info(name, float32, [batch, *shape]) for name, shape in self.inputs.items()],
+            [
+                helper.make_tensor_value_info(name, self.kinds.get(name, float32), [batch, *shape])
+                for name, shape in self.inputs.items()
+            ],
             [helper.make_tensor_value_info(name, float32, [batch, *shape]) for name, shape in self.outputs.items()],
             [] if constant_nodes else tensors,
         )

@@ -213,6 +213,24 @@ def _gru(arguments: list[Any], attributes: dict[str, Any]) -> Any:
     return jnp.stack([ways[0], *(way[::-1] for way in ways[1:])], axis=1)
 
 
+def _lstm(arguments: list[Any], attributes: dict[str, Any]) -> Any:
+    """Runs an LSTM over x [T,N,C] from zeros to [T,1,N,H]; gates are in ONNX's order: input, output, forget, cell."""
+    x, (weight,), (state,), (bias,) = arguments
+    size = attributes["hidden_size"]
+    read = x @ weight.T + bias[: 4 * size] + bias[4 * size :]
+
+    def step(before: Any, now: Any) -> Any:
+        kept, cell = before
+        found = now + kept @ state.T
+        take, give, keep = (jax.nn.sigmoid(part) for part in jnp.split(found[:, : 3 * size], 3, axis=1))
+        cell = keep * cell + take * jnp.tanh(found[:, 3 * size :])
+        kept = give * jnp.tanh(cell)
+        return (kept, cell), kept
+
+    start = jnp.zeros((x.shape[1], size))
+    return lax.scan(step, (start, start), read)[1][:, None]
+
+
 _OPERATORS: dict[str, Callable[[list[Any], dict[str, Any]], Any]] = {
     "Add": lambda x, _a: x[0] + x[1],
     "Clip": lambda x, _a: jnp.clip(x[0], x[1], x[2]),
@@ -225,6 +243,7 @@ _OPERATORS: dict[str, Callable[[list[Any], dict[str, Any]], Any]] = {
     "Exp": lambda x, _a: jnp.exp(x[0]),
     "Gather": lambda x, a: jnp.take(x[0], x[1], axis=a["axis"]),
     "GRU": _gru,
+    "LSTM": _lstm,
     "Gemm": lambda x, _a: x[0] @ x[1].T + x[2],
     "GlobalAveragePool": lambda x, _a: x[0].mean((2, 3), keepdims=True),
     "HardSigmoid": lambda x, a: jnp.clip(a["alpha"] * x[0] + a["beta"], 0, 1),

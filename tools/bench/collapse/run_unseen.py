@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unseen"))
 from row_state import add_state_option, resume_rows
 from second_data import SECOND_SCORES
 from second_nets import SECOND
+from third_nets import THIRD, THIRD_SCORES
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.check.check import check_model
@@ -46,8 +47,8 @@ TARGETS = ("cpu", "qnn", "nnapi", "nnapi:api_level=28", "xnnpack")
 CALIBRATE, EVALUATE = 1, 2
 ALLOWED = {True: 0.1, False: 0.5}
 """How much a net may lose: decibels, or points."""
-FAMILIES = UNSEEN | SECOND
-SCORES = FIRST_SCORES | SECOND_SCORES
+FAMILIES = UNSEEN | SECOND | THIRD
+SCORES = FIRST_SCORES | SECOND_SCORES | THIRD_SCORES
 _FOLDS, _STUDENT = 10, 2.26
 """Parts of the samples, and Student's t of one less."""
 
