@@ -226,7 +226,7 @@ def _wide_tensors(
     wide = {name: exact[name] for name in float_activations(graph) if name in touched and name in exact}
     recurrent = [node for node in graph.nodes if node.op_type in _RECURRENT and node.name not in floats]
     for name in (name for node in recurrent for name in node.input if graph.is_float_constant(name)):
-        values = graph.constant(name)
+        values = graph.weight(name)
         wide[name] = TensorRange(low=float(values.min()), high=float(values.max()))
     return wide
 

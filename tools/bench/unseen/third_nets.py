@@ -234,7 +234,7 @@ def find_neighbours(rows: list[Tensors]) -> Array:
     vectors = np.concatenate([row["embedding"] for row in rows])
     likeness = vectors @ vectors.T
     np.fill_diagonal(likeness, -np.inf)
-    return likeness.argmax(1)
+    return np.asarray(likeness.argmax(1))
 
 
 def _score_neighbours(rows: list[Tensors], classes: Any) -> float:
