@@ -56,11 +56,16 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
         return self.status == 0 and not self.timed_out
 
     @property
+    def crashed(self) -> bool:
+        """True if a signal ended the child before its time was up."""
+        return self.status < 0 and not self.timed_out
+
+    @property
     def ending(self) -> str:
         """How it ended, in words."""
         if self.timed_out:
             return "ran out of time"
-        if self.status < 0:
+        if self.crashed:
             return f"was ended by {signal.Signals(-self.status).name}"
         return f"ended with exit code {self.status}"
 

@@ -8,7 +8,7 @@ from edgekit.cli import options
 from edgekit.cli.main import NO, YES
 from edgekit.cli.screen import show_json, show_line, showing_progress
 from edgekit.cli.terminal import show_devices, show_self_test
-from edgekit.devices.find import find_device, install_device, list_devices
+from edgekit.devices.find import find_device, install_device, list_devices, serve_device
 from edgekit.devices.local.offered import list_offered
 from edgekit.devices.plain import plain_target
 from edgekit.devices.self_test import try_device
@@ -62,12 +62,11 @@ def install_command(name: str, library: Path | None, framework: Path | None, vol
 @options.JSON
 @options.verbosity
 def test_command(name: str, as_json: bool, volume: int) -> int:
-    """Try the device NAME with a model whose outputs are known, and with two on which it must say no.
+    """Try each provider of the device NAME with a model whose outputs are known, and with two on which it must say no.
 
     Exit code 0: everything went as it must. 1: not so, or the device is not here. 2: there is no such device.
     """
-    device = find_device(name, plain_target(name))
     with showing_progress(volume) as progress:
-        test = try_device(device, progress)
+        test = try_device(serve_device(name), progress)
     show_json(test) if as_json else show_self_test(test)
     return YES if test.passed else NO

@@ -102,7 +102,8 @@ class DeviceRun(msgspec.Struct, frozen=True, kw_only=True):
     `outputs` reads from the work folder that the run was given, so it is valid as long as that folder. `placement`
     lists the nodes of the session as the provider saw them; `placement_source` says who observed it. `failure` is None
     when every sample ran; otherwise it says in one line what the device did instead, and `outputs` holds what came back
-    until then. `notes` tell what was done differently from an app on the target, a line each. `elapsed_ms` holds for
+    until then. `crashed` says that the program of an emulator died: that is no word of the device, and proves nothing
+    of the model. `notes` tell what was done differently from an app on the target, a line each. `elapsed_ms` holds for
     each sample how long its runs took together, where several ran at once. `stopped_early` says that the time was over
     before the last sample; what came back is whole. `cpu_features`, and the state before the first and after the last
     sample, are known from devices with edgekit's runner. `log` holds the last words of a run that failed, as the
@@ -122,6 +123,7 @@ class DeviceRun(msgspec.Struct, frozen=True, kw_only=True):
     peak_rss_bytes: int
     versions: Mapping[str, str]
     failure: str | None
+    crashed: bool = False
     notes: tuple[str, ...] = ()
     stopped_early: bool = False
     cpu_features: tuple[str, ...] = ()
@@ -134,9 +136,10 @@ class DeviceRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A device, and whether it can run here: `reason` and `command` are those of `Missing`, empty where it can.
+    """A device, and whether it can run here: `reason` and `command` are those of `Missing`, empty where nothing lacks.
 
-    `versions` names what runs models in it, ONNX Runtime first, as far as it is here.
+    One that can run some of its providers is available, and `reason` names another. `versions` names what runs models
+    in it, ONNX Runtime first, as far as it is here.
     """
 
     name: str

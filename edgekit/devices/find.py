@@ -11,7 +11,7 @@ from edgekit.devices.android.android import PROVIDERS as ANDROID
 from edgekit.devices.android.installed import find_installed, install_android
 from edgekit.devices.android.phone import read_phones
 from edgekit.devices.android.settings import vary_android
-from edgekit.devices.device import Device, DeviceStatus
+from edgekit.devices.device import Device, DeviceStatus, Missing
 from edgekit.devices.emulators.arm64 import CPUS, Arm64, find_arm64_versions, install_arm64
 from edgekit.devices.emulators.qnn_sim import ARCH_SOCS, QnnSimulator, find_qnn_versions
 from edgekit.devices.emulators.qnn_sim import PROVIDER as QNN
@@ -27,6 +27,7 @@ from edgekit.devices.local.host import Host, OlderHost
 from edgekit.devices.local.native import Arm64Native, HostNative
 from edgekit.devices.local.offered import find_provider_versions
 from edgekit.devices.local.provider import LocalProvider, provider_devices
+from edgekit.devices.plain import serve_targets
 from edgekit.devices.remote.adb import AdbDevice
 from edgekit.devices.remote.address import check_host, check_serial
 from edgekit.devices.remote.ssh import SshDevice
@@ -111,6 +112,15 @@ def find_device(name: str, target: Target) -> Device:
     return _rate(device, target)
 
 
+def serve_device(name: str) -> tuple[tuple[Device, Target], ...]:
+    """Returns a device once for each target whose provider it serves, with that target.
+
+    Raises:
+        UsageError: there is no such device.
+    """
+    return tuple((find_device(name, target), target) for target in serve_targets(name))
+
+
 def vary_device(device: Device, settings: Mapping[str, str], target: Target) -> Sequence[Device] | None:
     """Returns a device as settings want it, or several where they name several CPUs; None where it has no settings.
 
@@ -160,7 +170,7 @@ def install_device(
     if framework is not None and not isinstance(device, IosSimulator):
         raise UsageError(f"'{name}' takes no --framework", hint="edgekit devices install ios-sim --framework FOLDER")
     if isinstance(device, Android):
-        _install_android(device, progress, library)
+        _install_android(progress, library)
         return
     if isinstance(device, IosSimulator):
         _install_ios(progress, framework)
@@ -178,9 +188,9 @@ def install_device(
         progress(f"'{name}' is installed")
 
 
-def _install_android(device: Android, progress: Progress, library: Path | None) -> None:
+def _install_android(progress: Progress, library: Path | None) -> None:
     installed = find_installed()
-    if library is not None or installed is None or not installed.is_pinned or device.abi not in installed.abis:
+    if library is not None or installed is None or not (installed.is_pinned and installed.is_current):
         installed = install_android(progress, library)
     progress(
         f"ONNX Runtime {installed.version} of {installed.archive} for {', '.join(installed.abis)}"
@@ -190,7 +200,7 @@ def _install_android(device: Android, progress: Progress, library: Path | None) 
 
 def _install_ios(progress: Progress, framework: Path | None) -> None:
     installed = find_ios()
-    if framework is not None or installed is None or not installed.is_pinned:
+    if framework is not None or installed is None or not (installed.is_pinned and installed.is_current):
         installed = install_ios(progress, framework)
     progress(f"ONNX Runtime {installed.version} of {installed.framework} for the iOS simulator")
 
@@ -248,14 +258,17 @@ def _has_own_line(name: str) -> bool:
 
 def _describe_status(name: str) -> DeviceStatus:
     device = _DEVICES[name]
-    missing = device.find_missing()
+    found = {target.name: rated.find_missing() for rated, target in serve_device(name)}
+    lacking = {target: missing for target, missing in found.items() if missing is not None}
+    available = len(lacking) < len(found)
+    target, missing = next(iter(lacking.items()), ("", Missing(reason="", command=None)))
     return DeviceStatus(
         name=name,
         evidence=device.evidence,
-        available=missing is None,
-        reason="" if missing is None else missing.reason,
-        command="" if missing is None or missing.command is None else missing.command,
-        versions={} if missing is not None else _find_versions(name, device),
+        available=available,
+        reason=f"not for {target}: {missing.reason}" if available and lacking else missing.reason,
+        command=missing.command or "",
+        versions=_find_versions(name, device) if available else {},
     )
 
 

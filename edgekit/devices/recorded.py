@@ -65,6 +65,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     failure: _Line | None
     notes: tuple[_Line, ...]
     stopped_early: bool
+    crashed: bool = False
     turns: Count = 0
     turns_sha256: _Sha256 | None = None
 

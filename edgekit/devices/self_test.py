@@ -1,6 +1,6 @@
 """Whether a device can be believed: a model whose outputs are known without it, and models on which it must say no."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -12,13 +12,12 @@ from edgekit._files import work_folder
 from edgekit.check.report import CheckReport
 from edgekit.data.samples import Samples
 from edgekit.devices.device import Device, DeviceRun, Job
-from edgekit.devices.labelled import address_of
-from edgekit.devices.plain import plain_target
 from edgekit.errors import EdgekitError
 from edgekit.evidence import Evidence
 from edgekit.model.model import load_model, save_proto
 from edgekit.model.tensors import Array, Tensors
 from edgekit.progress import Progress, say_nothing
+from edgekit.target import Target
 
 TOLERANCE = 5e-3
 """How far a half-precision convolution of these sizes may lie from the exact one, as a share of the largest output."""
@@ -47,39 +46,43 @@ class SelfTest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def passed(self) -> bool:
-        """True if everything that was tried went as it must."""
-        return bool(self.checks) and all(check.passed for check in self.checks)
+        """True if every provider of the device was tried, and everything went as it must."""
+        return bool(self.checks) and self.skipped is None and all(check.passed for check in self.checks)
 
 
-def try_device(device: Device, progress: Progress | None = None) -> SelfTest:
+def try_device(served: Sequence[tuple[Device, Target]], progress: Progress | None = None) -> SelfTest:
     """Returns what a device makes of a small convolution, of the same one altered, and of a model that nobody can run.
 
+    `served` holds the device once for each target whose provider it runs: each is tried, and what one lacks is said.
     The expected outputs are numpy's, not ONNX Runtime's. The last two are the negative control: a device that gives the
     known outputs for the altered model, or anything for the impossible one, does not run what it is given.
     """
-    test = SelfTest(device=device.name, evidence=device.evidence)
-    missing = device.find_missing()
-    if missing is not None:
-        return msgspec.structs.replace(test, skipped=missing.reason, command=missing.command)
     tell = progress or say_nothing
-    checks: list[SelfCheck] = []
-    versions: dict[str, str] = {}
-    for name, make, judge in _TRIALS:
-        tell(f"{name} on {device.name}")
-        with work_folder() as work:
+    test = SelfTest(device=served[0][0].name, evidence=served[0][0].evidence)
+    for device, target in served:
+        missing = device.find_missing()
+        if missing is not None:
+            test = msgspec.structs.replace(test, skipped=missing.reason, command=missing.command)
+            continue
+        label = f"{target.name}: " if len(served) > 1 else ""
+        for name, make, judge in _TRIALS:
+            tell(f"{label}{name} on {device.name}")
             try:
-                run = _run(device, make(), work)
-                checks += judge(run, device)
-                versions |= run.versions
+                with work_folder() as work:
+                    run = _run(device, target, make(), work)
+                    checks, versions = tuple(judge(run, device, target)), run.versions
             except EdgekitError as error:
-                checks.append(SelfCheck(name=name, passed=False, detail=error.message))
-    return msgspec.structs.replace(test, checks=tuple(checks), versions=dict(sorted(versions.items())))
+                checks, versions = (SelfCheck(name=name, passed=False, detail=error.message),), {}
+            named = (msgspec.structs.replace(check, name=label + check.name) for check in checks)
+            test = msgspec.structs.replace(
+                test, checks=(*test.checks, *named), versions=dict(sorted({**test.versions, **versions}.items()))
+            )
+    return test
 
 
-def _run(device: Device, proto: onnx.ModelProto, work: Path) -> DeviceRun:
+def _run(device: Device, target: Target, proto: onnx.ModelProto, work: Path) -> DeviceRun:
     (work / "run").mkdir()
     model = load_model(save_proto(proto, work / "self-test.onnx").path)
-    target = plain_target(address_of(device))
     check = CheckReport(
         target=target.name,
         model=model.name,
@@ -106,14 +109,13 @@ def _run(device: Device, proto: onnx.ModelProto, work: Path) -> DeviceRun:
     )
 
 
-def _judge_outputs(run: DeviceRun, device: Device) -> Iterator[SelfCheck]:
+def _judge_outputs(run: DeviceRun, device: Device, target: Target) -> Iterator[SelfCheck]:
     if run.failure is not None:
         yield SelfCheck(name="outputs", passed=False, detail=run.failure)
         return
     error = _error(run)
     yield SelfCheck(name="outputs", passed=error <= TOLERANCE, detail=f"largest error {error:.2g} of the range")
-    provider = plain_target(address_of(device)).provider
-    taken = [node.op for node in run.placement if node.provider == provider and "Conv" in node.op]
+    taken = [node.op for node in run.placement if node.provider == target.provider and "Conv" in node.op]
     seen = ", ".join(sorted({f"{node.op} on {node.provider}" for node in run.placement})) or "no node"
     is_seen = run.placement_source != "predicted" or device.evidence is Evidence.EMULATED
     yield SelfCheck(name="placement", passed=bool(taken) and is_seen, detail=f"{seen} ({run.placement_source})")
@@ -121,14 +123,14 @@ def _judge_outputs(run: DeviceRun, device: Device) -> Iterator[SelfCheck]:
     yield SelfCheck(name="times", passed=is_timed, detail=f"{len(run.latency_ms)} for {run.outputs.count} samples")
 
 
-def _judge_altered(run: DeviceRun, _device: Device) -> Iterator[SelfCheck]:
+def _judge_altered(run: DeviceRun, _device: Device, _target: Target) -> Iterator[SelfCheck]:
     error = _error(run) if run.failure is None else 0.0
     detail = run.failure or f"largest error {error:.2g} of the range"
     # Ten times what rounding can do: the control must fail for what was altered, not for precision.
     yield SelfCheck(name="an altered weight is noticed", passed=error > 10 * TOLERANCE, detail=detail)
 
 
-def _judge_impossible(run: DeviceRun, _device: Device) -> Iterator[SelfCheck]:
+def _judge_impossible(run: DeviceRun, _device: Device, _target: Target) -> Iterator[SelfCheck]:
     passed = run.failure is not None and run.outputs.count == 0
     detail = run.failure or f"it gave {run.outputs.count} outputs"
     yield SelfCheck(name="a model that cannot run is refused", passed=passed, detail=detail[:200])
@@ -195,7 +197,7 @@ def _make_model(weights: Array) -> onnx.ModelProto:
     return helper.make_model(graph, ir_version=9, opset_imports=[helper.make_opsetid("", 17)])
 
 
-_Judge = Callable[[DeviceRun, Device], Iterator[SelfCheck]]
+_Judge = Callable[[DeviceRun, Device, Target], Iterator[SelfCheck]]
 _TRIALS: tuple[tuple[str, Callable[[], onnx.ModelProto], _Judge], ...] = (
     ("a convolution", _known_model, _judge_outputs),
     ("an altered convolution", _altered_model, _judge_altered),

@@ -49,7 +49,7 @@ class FileReport(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a model file that a run did not open, opened on the same device as an app would.
 
     `provider_nodes` counts the nodes that each provider took, `outputs` tell how far a few samples lay from the float
-    model, and `failure` says why there are none.
+    model, and `failure` says why there are none; with `crashed` an emulator's program died.
     """
 
     file: str
@@ -58,12 +58,14 @@ class FileReport(msgspec.Struct, frozen=True, kw_only=True):
     load_ms: float = 0.0
     outputs: tuple[OutputReport, ...] = ()
     failure: str | None = None
+    crashed: bool = False
 
 
 class BucketReport(msgspec.Struct, frozen=True, kw_only=True):
     """What became of samples that were filled up to one size: `outputs` are held against those of the samples alone.
 
-    `lengths` are those of the samples that ran, none where none did; `failure` says why there are no figures.
+    `lengths` are those of the samples that ran, none where none did; `failure` says why there are no figures;
+    with `crashed` an emulator's program died.
     """
 
     size: int
@@ -72,6 +74,7 @@ class BucketReport(msgspec.Struct, frozen=True, kw_only=True):
     provider_nodes: dict[str, int] = {}
     outputs: tuple[OutputReport, ...] = ()
     failure: str | None = None
+    crashed: bool = False
 
 
 class SizesReport(msgspec.Struct, frozen=True, kw_only=True):

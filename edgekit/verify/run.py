@@ -299,6 +299,7 @@ def _measure_run(trial: _Trial, asked: _Asked) -> RunReport:
         versions=dict(sorted(run.versions.items())),
         thresholds=bundle.manifest.thresholds,
         failure=run.failure,
+        crashed=run.crashed,
         notes=(*run.notes, *_list_notes(trial, asked), *((hidden,) if hidden else ()), *excused),
         log=run.log,
         outputs_sha256="" if run.failure is not None else _digest_outputs(run),

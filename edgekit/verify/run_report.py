@@ -43,9 +43,10 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
 
     `provider` is the one that the target promises, `provider_nodes` counts the nodes that each provider took, as
     observed by `placement_source`. `failure` is the device's own word for a run that did not come to its end, `log` the
-    last words of its program then, and `notes` what it did otherwise than an app on the target. `task` is a metric that
-    needs labels. `reference_cost` is that of the run that latency and memory are held against, None where there is
-    none: then they are not judged. `outputs_sha256` is of everything that came back, "" where not all of it did.
+    last words of its program then, `crashed` tells that an emulator's program died, and `notes` what it did otherwise
+    than an app on the target. `task` is a metric that needs labels. `reference_cost` is that of the run which latency
+    and memory are held against, None where there is none: then they are not judged. `outputs_sha256` is of everything
+    that came back, "" where not all of it did.
     `located` tells of the layers as the device computes them, None where they were not looked at; `gap` of what ran on
     the CPU although the provider was predicted to take it, None where that is not known. `files` tells of the model
     files that the bundle ships beside the one that ran, where the device is the runtime that an app links. `stand_in`
@@ -71,6 +72,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
     thresholds: Thresholds
     failure: str | None
+    crashed: bool = False
     notes: tuple[str, ...] = ()
     findings: tuple[str, ...] = ()
     traps: tuple[str, ...] = ()
@@ -101,6 +103,8 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def gates(self) -> tuple[Gate, ...]:
         """What the run is judged by, each with the reasons why it does not pass there."""
+        if self.crashed:
+            return (Gate(name="run", unproven=_judge_end(self)),)
         outputs = (
             Gate(
                 name="output",
@@ -127,19 +131,28 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
             _gate_state(self.state, self.thresholds) if self.state else None,
         )
         sizes = (self._judge_size(size, self.sizes) for size in self.sizes.sizes) if self.sizes else ()
-        files = (self._excuse("file", _judge_file(file, self), file.file) for file in self.files)
+        files = (self._excuse("file", _judge_file(file, self), file.file, crashed=file.crashed) for file in self.files)
         return (self._excuse("run", _judge_end(self)), *outputs, *filter(None, others), *sizes, *files)
 
     def _judge_size(self, size: BucketReport, sizes: SizesReport) -> Gate:
         subject = f"{sizes.dim}={size.size}"
         if not size.lengths:
             return Gate(name="size", subject=subject, unproven=(f"no sample ran with {subject}",))
-        failures = tuple(f"with {subject}, {line}" for line in _judge_size(size, self))
-        return Gate(name="size", subject=subject, failures=failures)
+        found = tuple(f"with {subject}, {line}" for line in _judge_size(size, self))
+        if size.crashed:
+            return Gate(name="size", subject=subject, unproven=found)
+        return Gate(name="size", subject=subject, failures=found)
 
-    def _excuse(self, name: Literal["run", "placement", "file"], found: tuple[str, ...], subject: str = "") -> Gate:
-        """Returns a gate that an emulator which is too old cannot fail: what it refuses, newer ones may take."""
-        if self.outdated:
+    def _excuse(
+        self,
+        name: Literal["run", "placement", "file"],
+        found: tuple[str, ...],
+        subject: str = "",
+        *,
+        crashed: bool = False,
+    ) -> Gate:
+        """Returns a gate that an emulator cannot fail if it died or is too old: newer ones may take what it refuses."""
+        if self.outdated or crashed:
             return Gate(name=name, subject=subject, unproven=found)
         return Gate(name=name, subject=subject, failures=found)
 
@@ -181,7 +194,8 @@ def _gate_state(state: StateReport, thresholds: Thresholds) -> Gate:
 
 def _judge_end(run: RunReport) -> tuple[str, ...]:
     if run.failure is not None:
-        return (f"the device failed: {run.failure}",)
+        who = "the emulator crashed, which proves nothing" if run.crashed else "the device failed"
+        return (f"{who}: {run.failure}",)
     if not any(output.elements != 0 for output in run.outputs):
         return ("nothing was compared" + (": every output is empty" if run.outputs else ""),)
     return ()

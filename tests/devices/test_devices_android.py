@@ -1,6 +1,7 @@
 """The archive for Android: what is taken out of it, what is refused, and what its libraries do in their process."""
 
 import shutil
+import struct
 import subprocess
 import zipfile
 from collections.abc import Callable
@@ -14,13 +15,13 @@ from test_devices_android_abi import Built, build_checks
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, SessionSettings
 from edgekit.devices.android.android import NNAPI, XNNPACK, Android
-from edgekit.devices.android.archive import LIBRARY, unpack_libraries
+from edgekit.devices.android.archive import LIBRARY, MACHINES, unpack_libraries
 from edgekit.devices.android.elf import read_library
 from edgekit.devices.android.installed import Installed, device_folder, find_installed
 from edgekit.devices.android.nnapi.service import find_feature_level
 from edgekit.devices.android.stand_in import link_runner
-from edgekit.devices.find import find_device, install_device, list_devices
-from edgekit.devices.local.runner import runner_sources
+from edgekit.devices.find import find_device, install_device, list_devices, serve_device
+from edgekit.devices.local.runner import PROGRAM, runner_sources
 from edgekit.devices.observe import observe_placement
 from edgekit.devices.self_test import try_device
 from edgekit.errors import DeviceError, EdgekitError, UsageError
@@ -184,8 +185,9 @@ def test_a_provider_that_the_archive_lacks_is_a_refusal(
 def test_what_was_built_from_other_sources_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path))
     facts = Installed(
-        archive="a", sha256="", version="1.29.0", providers=(), abis=("x86_64",), libraries=(), sources="other"
-    )
+        archive="a", sha256="", version="1.29.0", providers=(), abis=("x86_64",), libraries=(), sources="other",
+        compilers={},
+    )  # fmt: skip
     device_folder().mkdir(parents=True)
     (device_folder() / "device.json").write_bytes(msgspec.json.encode(facts))
     assert find_installed() is None
@@ -219,9 +221,10 @@ def test_the_feature_level_is_that_of_the_release(api: int, level: int) -> None:
 
 @pytest.mark.parametrize("name", ["android", "android:x86_64"])
 def test_the_device_can_be_believed(name: str) -> None:
-    test = try_device(present(name))
+    present(name, "nnapi")
+    test = try_device(serve_device(name))
     assert [check for check in test.checks if not check.passed] == []
-    assert len(test.checks) == 5
+    assert [check.name.partition(":")[0] for check in test.checks] == ["xnnpack"] * 5 + ["nnapi"] * 5
     assert test.versions["onnxruntime"]
 
 
@@ -249,8 +252,40 @@ def test_nnapi_s_own_partitioner_answers(api: str, tmp_path: Path, work: Path) -
 def test_xnnpack_s_crash_on_a_node_without_inputs_is_named(tmp_path: Path, work: Path) -> None:
     body = "(float[1,4,8,8] x) => (float[1,4,8,8] y) { r = RandomUniform<shape=[1,4,8,8]>() y = Add(x, r) }"
     model = text_model(tmp_path / "r.onnx", body)
+    present("android")
     run = present("android:x86_64").run_job(make_job(model, "xnnpack"), work)
     assert "RandomUniform 'n0' has no input: there XNNPACK's provider for x86-64 crashes" in str(run.failure)
+    assert str(run.failure).endswith("; 'android' runs it")
+    assert run.crashed
+
+
+def test_a_crash_is_a_failure_where_the_library_for_another_cpu_crashes_too(
+    tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    present("android")
+    crashing = tmp_path / "cache" / "android"
+    for abi in MACHINES:
+        (crashing / abi).mkdir(parents=True)
+        (crashing / abi / LIBRARY).symlink_to(device_folder() / abi / LIBRARY)
+    program = bytearray((device_folder() / "arm64-v8a" / PROGRAM).read_bytes())
+    # The first instruction is none.
+    program[0x18:0x20] = struct.pack("<Q", 0)
+    (crashing / "arm64-v8a" / PROGRAM).write_bytes(program)
+    shutil.copy(device_folder() / "device.json", crashing)
+    healthy = device_folder() / "x86_64" / PROGRAM
+    monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path / "cache"))
+    other = crashing / "x86_64" / PROGRAM
+    other.symlink_to(healthy)
+    (crashing / "arm64-v8a" / PROGRAM).chmod(0o755)
+    job = make_job(float_conv(tmp_path / "f.onnx"), "xnnpack")
+    first = present("android").run_job(job, work)
+    assert (first.crashed, str(first.failure).rpartition("; ")[2]) == (True, "'android:x86_64' runs it")
+    other.unlink()
+    other.write_text("#!/bin/sh\nkill -SEGV $$\n")
+    other.chmod(0o755)
+    (work / "second").mkdir()
+    second = present("android").run_job(job, work / "second")
+    assert (second.crashed, str(second.failure).rpartition("; ")[2]) == (False, "'android:x86_64' crashes too")
 
 
 def test_xnnpack_computes_the_same_with_any_threads(tmp_path: Path, work: Path) -> None:

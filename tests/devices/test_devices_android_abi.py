@@ -1,6 +1,7 @@
 """Each function whose interface is another in Android's C library: it is right, and without its stand-in it is not."""
 
 import re
+import shutil
 import struct
 import subprocess
 from collections.abc import Callable, Collection
@@ -13,8 +14,8 @@ from far_root.keeper import require
 from edgekit.devices.android.android import find_emulator
 from edgekit.devices.android.archive import MACHINES
 from edgekit.devices.android.elf import read_library
-from edgekit.devices.android.stand_in import android_sources, list_stand_ins, write_imports
-from edgekit.devices.release.compilers import Compiler, find_compiler
+from edgekit.devices.android.stand_in import android_sources, link_runner, list_stand_ins, write_imports
+from edgekit.devices.release.compilers import Compiler, find_zig, is_made_by, list_compilers
 
 pytestmark = pytest.mark.slow
 
@@ -65,10 +66,13 @@ class Built(msgspec.Struct, frozen=True, kw_only=True):
             )  # fmt: skip
 
 
-def build_checks(abi: str, make_once: Callable[[str, Callable[[Path], None]], Path]) -> Built:
-    compiler, emulator = find_compiler(MACHINES[abi]), find_emulator(abi)
+def build_checks(abi: str, make_once: Callable[[str, Callable[[Path], None]], Path], name: str = "gcc") -> Built:
+    emulator = find_emulator(abi)
     if emulator is None:
         require("qemu-aarch64-static", "qemu-user-static")
+    compiler = next((found for found in list_compilers(MACHINES[abi]) if found.name == name), None)
+    if compiler is None and name == "zig":
+        pytest.skip("ziglang is not installed: pip install ziglang==0.17.1")
     if compiler is None:
         require("aarch64-linux-gnu-gcc", "g++-aarch64-linux-gnu")
     assert compiler is not None
@@ -83,7 +87,7 @@ def build_checks(abi: str, make_once: Callable[[str, Callable[[Path], None]], Pa
         out = ["-Wl,--hash-style=gnu", "-o", str(folder / "libchecks.so"), str(ABI_SOURCES / "checks.c")]
         subprocess.run([*compiler.c, *flags, *out], check=True)
 
-    folder = make_once(f"android-abi-{abi}", fill)
+    folder = make_once(f"android-abi-{abi}-{name}", fill)
     library = folder / "libchecks.so"
     return Built(
         compiler=compiler,
@@ -94,9 +98,10 @@ def build_checks(abi: str, make_once: Callable[[str, Callable[[Path], None]], Pa
     )
 
 
-@pytest.fixture(scope="session", params=sorted(MACHINES))
+@pytest.fixture(scope="session", params=[("arm64-v8a", "gcc"), ("arm64-v8a", "zig"), ("x86_64", "gcc")], ids="-".join)
 def built(request: pytest.FixtureRequest, make_once: Callable[[str, Callable[[Path], None]], Path]) -> Built:
-    return build_checks(request.param, make_once)
+    abi, name = request.param
+    return build_checks(abi, make_once, name)
 
 
 @pytest.fixture(scope="session")
@@ -136,11 +141,39 @@ def fails_without(name: str, built: Built, work: Path) -> bool:
         return True
 
 
-def test_a_stack_guard_has_its_place_on_arm(built_for_arm: Built, tmp_path: Path) -> None:
+@pytest.mark.parametrize("compiler", ["gcc", "zig"])
+def test_a_stack_guard_has_its_place_on_arm(
+    compiler: str, make_once: Callable[[str, Callable[[Path], None]], Path], tmp_path: Path
+) -> None:
     """Code for Android reads it 40 bytes behind the thread pointer, where no thread variable may lie."""
-    assert built_for_arm.link(tmp_path)
-    data = (tmp_path / "checks").read_bytes()
+    built = build_checks("arm64-v8a", make_once, compiler)
+    (tmp_path / "device").mkdir()
+    objects = tuple(Path(shutil.copy(path, tmp_path / "device")) for path in built.objects)
+    # As the device links it, which leaves out what nobody uses.
+    link_runner(built.compiler, objects, built.imports, tmp_path / "device" / "checks", name="checks")
+    data = (tmp_path / "device" / "checks").read_bytes()
     (start,), (size, count) = struct.unpack_from("<Q", data, 32), struct.unpack_from("<HH", data, 54)
     headers = [struct.unpack_from("<IIQQQQQQ", data, start + size * index) for index in range(count)]
     (alignment,) = (header[7] for header in headers if header[0] == THREAD_VARIABLES)
     assert alignment >= 64
+    if compiler == "gcc":  # glibc itself does not start with what follows
+        return
+    # The loader looks for itself: a program that was linked otherwise says so, and does not crash.
+    place = start + size * next(index for index, header in enumerate(headers) if header[0] == THREAD_VARIABLES)
+    spoilt = bytearray(data)
+    struct.pack_into("<Q", spoilt, place + 48, 8)
+    (tmp_path / "device" / "checks").write_bytes(spoilt)
+    run = built.run("getpid", tmp_path / "device")
+    assert (run.returncode, run.stderr) == (2, "this program was linked without Android's thread slots\n")
+
+
+def test_a_program_is_current_while_the_compiler_is_the_one_that_made_it() -> None:
+    zig, (first, *_) = find_zig("x86_64"), list_compilers("x86_64")
+    made = {"x86_64": first.describe()}
+    assert re.search(r"^(gcc|zig) \S.*\d", made["x86_64"])
+    assert is_made_by(made, {"x86_64": first})
+    assert is_made_by(made, {"x86_64": None})
+    assert not is_made_by({"x86_64": made["x86_64"] + ".1"}, {"x86_64": first})
+    assert not is_made_by({}, {"x86_64": first})
+    if zig is not None and zig != first:
+        assert not is_made_by(made, {"x86_64": zig})

@@ -42,6 +42,33 @@ def test_a_crash_is_named_with_the_last_words(tmp_path: Path, work: Path) -> Non
     assert run.failure == "the child process was ended by SIGSEGV: the end"
 
 
+@pytest.mark.parametrize(
+    ("program", "emulates", "crashed"),
+    [
+        ("os.kill(os.getpid(), 11)", True, True),
+        ("os.kill(os.getpid(), 11)", False, False),
+        ("time.sleep(60)", True, False),
+        ("raise SystemExit(3)", True, False),
+        ("os.replace('refused.json', 'run.json'); os.kill(os.getpid(), 11)", True, False),
+    ],
+    ids=["died", "no emulator", "hung", "ended", "refused, then died"],
+)
+def test_only_an_emulator_whose_program_died_has_crashed(
+    tmp_path: Path, work: Path, program: str, emulates: bool, crashed: bool
+) -> None:
+    refused = msgspec.json.encode(
+        {"status": "refused", "message": "no", "load_ms": 0, "latency_ms": [], "peak_rss_bytes": 1, "versions": {},
+         "placement": [], "placement_source": "session"}
+    )  # fmt: skip
+    (work / "refused.json").write_bytes(refused)
+    argv = [sys.executable, "-c", f"import os, time; {program}"]
+    finished = run_process(argv, timeout_s=20 if "sleep" not in program else 1, cwd=work)
+    runner = Runner(device="emulator", evidence=Evidence.SIMULATOR, emulates=emulates)
+    run = collect_run(runner, make_job(float_conv(tmp_path / "f.onnx"), "nnapi"), finished, work)
+    assert run.failure is not None
+    assert run.crashed is crashed
+
+
 def test_a_crash_in_the_middle_keeps_what_came_back(tmp_path: Path, work: Path) -> None:
     model = float_conv(tmp_path / "f.onnx")
     Host().run_job(make_job(model, "nnapi"), work)

@@ -11,7 +11,7 @@ import pytest
 from devices_models import float_conv, make_job, text_model
 
 from edgekit._ort import CpuSession, SessionSettings
-from edgekit.devices.find import find_device, install_device, list_devices
+from edgekit.devices.find import find_device, install_device, list_devices, serve_device
 from edgekit.devices.ios.framework import open_framework
 from edgekit.devices.ios.installed import Installed, device_folder, find_installed
 from edgekit.devices.ios.ios import IosSimulator
@@ -137,7 +137,7 @@ def test_names_are_those_of_this_machine_unless_something_stands_for_them() -> N
 
 def test_what_was_built_from_other_sources_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path))
-    facts = Installed(framework="a", sha256="", version="1.29.0", sources="other")
+    facts = Installed(framework="a", sha256="", version="1.29.0", sources="other", compiler="")
     device_folder().mkdir(parents=True)
     (device_folder() / "device.json").write_bytes(msgspec.json.encode(facts))
     assert find_installed() is None
@@ -281,5 +281,6 @@ def test_the_older_format_is_observed_all_the_same(tmp_path: Path) -> None:
 
 
 def test_the_device_can_be_believed() -> None:
-    test = try_device(present())
+    present()
+    test = try_device(serve_device("ios-sim"))
     assert [check for check in test.checks if not check.passed] == []

@@ -12,7 +12,7 @@ from devices_models import float_conv, make_job
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.device import Job
-from edgekit.devices.find import device_names, find_device, list_devices
+from edgekit.devices.find import device_names, find_device, list_devices, serve_device
 from edgekit.devices.local import offered
 from edgekit.devices.local.offered import PROVIDERS, Found, ask_provider, find_missing_provider, list_offered
 from edgekit.devices.local.provider import check_options
@@ -136,7 +136,7 @@ def test_openvino_runs_here_and_says_what_it_finds() -> None:
     (found,) = (one for one in list_offered() if one.device == "openvino")
     assert found.failure == ""
     assert found.hardware[0].startswith("cpu: ")
-    test = try_device(find_device("openvino", plain_target("openvino")))
+    test = try_device(serve_device("openvino"))
     assert [check.name for check in test.checks if not check.passed] == []
 
 

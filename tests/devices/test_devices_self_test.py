@@ -8,10 +8,10 @@ import pytest
 
 from edgekit.data.samples import Samples
 from edgekit.devices.device import Device, DeviceRun, Job, Missing
-from edgekit.devices.find import find_device
+from edgekit.devices.find import serve_device
 from edgekit.devices.local.host import Host
 from edgekit.devices.plain import plain_target
-from edgekit.devices.self_test import try_device
+from edgekit.devices.self_test import SelfTest, try_device
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import Tensors
 
@@ -20,13 +20,16 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("name", ["host", "emulated", "qnn-htp-sim", "arm64"])
 def test_every_emulator_that_is_here_passes(name: str) -> None:
-    device = find_device(name, plain_target(name))
-    if (missing := device.find_missing()) is not None:
-        pytest.skip(f"{name}: {missing.reason}: {missing.command}")
-    test = try_device(device)
+    test = try_device(serve_device(name))
+    if test.skipped is not None:
+        pytest.skip(f"{name}: {test.skipped}: {test.command}")
     assert [(check.name, check.detail) for check in test.checks if not check.passed] == []
     assert len(test.checks) == 5
     assert test.versions
+
+
+def try_alone(device: Device) -> SelfTest:
+    return try_device([(device, plain_target("host"))])
 
 
 class Liar(Host, frozen=True, kw_only=True):
@@ -73,14 +76,14 @@ class Remembering(Host, frozen=True, kw_only=True):
     ],
 )  # fmt: skip
 def test_a_liar_fails_the_check_that_looks_for_it(lie: str, check: str) -> None:
-    test = try_device(Liar(lie=lie))
+    test = try_alone(Liar(lie=lie))
     assert not test.passed
     assert check in [tried.name for tried in test.checks if not tried.passed]
 
 
 def test_a_device_that_does_not_run_what_it_is_given_fails_the_negative_control() -> None:
     device = Remembering(first=[])
-    test = try_device(device)
+    test = try_alone(device)
     device.first[0].unlink()
     assert {check.name for check in test.checks if not check.passed} == {
         "an altered weight is noticed", "a model that cannot run is refused",
@@ -94,10 +97,10 @@ def test_a_device_that_is_not_there_is_not_tried() -> None:
         def find_missing(self) -> Missing | None:
             return Missing(reason="unplugged", command="plug it in")
 
-    test = try_device(Absent())
+    test = try_alone(Absent())
     assert (test.passed, test.skipped, test.command, test.checks) == (False, "unplugged", "plug it in", ())
 
 
 def test_a_device_is_told_apart_by_name_only() -> None:
     device: Device = Host()
-    assert try_device(device).evidence is Evidence.EMULATED
+    assert try_alone(device).evidence is Evidence.EMULATED

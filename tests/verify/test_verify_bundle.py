@@ -23,6 +23,7 @@ from edgekit.model.tensors import Tensors
 from edgekit.plain import to_json
 from edgekit.target import Form, TaskLimit, Verification
 from edgekit.verify.causes.attribute import keep_attribution, share_loss
+from edgekit.verify.facts import BucketReport, FileReport, SizesReport
 from edgekit.verify.report import AttributionStep, VerifyReport, recheck_report, require_devices
 from edgekit.verify.run import verify_bundle
 from edgekit.verify.saved import read_known, read_report, write_report
@@ -77,6 +78,25 @@ def test_a_device_that_lies_fails(bundle: Bundle, device: InProcess, reason: str
     report = verify_bundle(bundle, [device])
     assert not report.passed
     assert reason in " / ".join(report.runs[0].failures)
+
+
+def test_an_emulator_that_crashed_proves_nothing(bundle: Bundle) -> None:
+    """What came back until then is no word against the bundle either."""
+    died = InProcess(failure="was ended by SIGSEGV", crashed=True, lie=lambda rows: rows[:2], nodes=0)
+    report = verify_bundle(bundle, [died])
+    assert report.verdict == "not proven"
+    assert report.runs[0].unproven == ("the emulator crashed, which proves nothing: was ended by SIGSEGV",)
+    assert verify_bundle(bundle, [died, InProcess(lie=change_all(lambda y: y * 0))]).verdict == "fail"
+
+
+def test_a_crash_on_another_file_or_size_proves_nothing_of_it(bundle: Bundle) -> None:
+    (run,) = verify_bundle(bundle, [InProcess()]).runs
+    for crashed, verdict in ((False, "fail"), (True, "not proven")):
+        file = FileReport(file="model.ort", form="full", failure="was ended by SIGSEGV", crashed=crashed)
+        size = BucketReport(size=8, file="model.onnx", lengths=(8,), failure="was ended by SIGSEGV", crashed=crashed)
+        sizes = SizesReport(dim="n", filled=(), sizes=(size,))
+        assert msgspec.structs.replace(run, files=(file,)).verdict == verdict
+        assert msgspec.structs.replace(run, sizes=sizes).verdict == verdict
 
 
 def test_emulated_arithmetic_claims_no_provider(bundle: Bundle) -> None:

@@ -34,6 +34,7 @@ class InProcess(msgspec.Struct, frozen=True, kw_only=True):
     provider: str | None = None
     missing: Missing | None = None
     failure: str | None = None
+    crashed: bool = False
     nodes: int | None = None
     stopped_early: bool = False
 
@@ -62,6 +63,7 @@ class InProcess(msgspec.Struct, frozen=True, kw_only=True):
             peak_rss_bytes=1,
             versions={"onnxruntime": "1.31.1"},
             failure=self.failure,
+            crashed=self.crashed,
             stopped_early=self.stopped_early,
         )
 

@@ -46,10 +46,6 @@ static unsigned library_count;
 static char message[PATH_MAX + 512];
 static bool has_message;
 
-/* The word at 40 bytes behind the thread pointer is the stack guard of code for Android on Arm. A thread variable of
- * this alignment moves the first one of this program behind it, as Android's own programs have it. */
-_Thread_local _Alignas(64) char thread_slots_of_bionic[64];
-
 /* Libraries of the system that have no file here; what is asked of them stands in `imports`. */
 static const char *const system_names[] = {"libandroid.so", "libc.so", "libdl.so", "liblog.so", "libm.so"};
 static char system_library;
@@ -240,7 +236,28 @@ static void protect_relocated(const struct library *library) {
   }
 }
 
+#if defined(__aarch64__)
+/* The word at 40 bytes behind the thread pointer is the stack guard of code for Android on Arm. A thread variable of
+ * this alignment moves the first one of this program behind it, as Android's own programs have it. */
+static _Thread_local _Alignas(64) volatile char thread_slots_of_bionic[64];
+#endif
+
+/* Returns whether no thread variable of this program lies in Android's slots. The one above is written here because a
+ * linker that drops what nobody uses, as zig's does, drops the alignment with it; then the stack guard changes while
+ * functions run, and they end the process. */
+static bool has_thread_slots(void) {
+#if defined(__aarch64__)
+  thread_slots_of_bionic[0] = 0;
+  const Elf64_Phdr *header = (const Elf64_Phdr *)getauxval(AT_PHDR);
+  for (unsigned long left = getauxval(AT_PHNUM); left > 0; left--, header++) {
+    if (header->p_type == PT_TLS) return header->p_align >= sizeof thread_slots_of_bionic;
+  }
+#endif
+  return true;
+}
+
 static struct library *load(const char *path) {
+  if (!has_thread_slots()) return fail("this program was linked without Android's thread slots");
   if (library_count == MOST_LIBRARIES) return fail("too many libraries are open");
   struct library *library = &libraries[library_count];
   struct dynamic dynamic = {0};

@@ -91,16 +91,30 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
         """
         require_device(self.name, self.find_missing())
         installed = find_installed()
-        runner = Runner(device=self.name, evidence=self.evidence)
         provider = job.target.provider
         if installed is None or provider not in {*installed.providers, CPU_PROVIDER}:
+            runner = Runner(device=self.name, evidence=self.evidence)
             return refuse_run(runner, f"'{installed.archive if installed else ''}' was built without {provider}")
         if provider == NNAPI and can_halve(job) and _count_macs(job) > MOST_MACS:
-            return run_in_halves(job, work, partial(self._run, installed=installed))
-        return self._run(job, work, installed)
+            run = run_in_halves(job, work, partial(self._run, installed=installed))
+        else:
+            run = self._run(job, work, installed)
+        return self._try_elsewhere(run, job, work, installed) if run.crashed else run
+
+    def _try_elsewhere(self, run: DeviceRun, job: Job, work: Path, installed: Installed) -> DeviceRun:
+        """Returns a run that crashed, with what the library for the other ABI did: only if both crash is it the job."""
+        other = msgspec.structs.replace(self, cpu=DEFAULT_CORE if self.abi == X86_64 else X86_64, phone="")
+        # What a job asks step by step was answered once already.
+        if job.answered is not None or other.find_missing() is not None:
+            return run
+        folder = work / "elsewhere"
+        folder.mkdir()
+        second = other._run(job, folder, installed)  # noqa: SLF001 - another of this class
+        said = "crashes too" if second.crashed else f"says: {second.failure}" if second.failure else "runs it"
+        return msgspec.structs.replace(run, failure=f"{run.failure}; '{other.name}' {said}", crashed=not second.crashed)
 
     def _run(self, job: Job, work: Path, installed: Installed) -> DeviceRun:
-        runner = Runner(device=self.name, evidence=self.evidence)
+        runner = Runner(device=self.name, evidence=self.evidence, emulates=True)
         far = self._describe_job(job, installed)
         # A network that is only looked at need not be computed.
         is_computed = job.target.provider == NNAPI and job.samples.count > 0

@@ -18,7 +18,7 @@ from edgekit.devices.android.archive import (
 from edgekit.devices.android.stand_in import android_sources, compile_runner, link_runner
 from edgekit.devices.local.runner import PROGRAM, runner_sources
 from edgekit.devices.process.cache import cache_folder
-from edgekit.devices.release.compilers import Compiler, find_compiler
+from edgekit.devices.release.compilers import find_compiler, is_made_by
 from edgekit.errors import DeviceError
 from edgekit.progress import Progress
 
@@ -33,7 +33,7 @@ class Installed(msgspec.Struct, frozen=True, kw_only=True):
     """What is installed: of which archive, with which version and providers, for which ABIs.
 
     `abis` are those that run here, `libraries` all that the archive holds. `sources` is the digest of the sources that
-    its programs were built from.
+    its programs were built from, `compilers` tell for each ABI what built them.
     """
 
     archive: str
@@ -43,11 +43,17 @@ class Installed(msgspec.Struct, frozen=True, kw_only=True):
     abis: tuple[str, ...]
     libraries: tuple[NativeLibrary, ...]
     sources: str
+    compilers: dict[str, str]
 
     @property
     def is_pinned(self) -> bool:
         """True for the archive that edgekit fetches itself."""
         return self.sha256 == ARCHIVE_SHA256
+
+    @property
+    def is_current(self) -> bool:
+        """True if the compilers that are here now would build the same programs, and no more of them."""
+        return is_made_by(self.compilers, {abi: find_compiler(machine) for abi, machine in MACHINES.items()})
 
     def find_program(self, abi: str) -> Path:
         """Returns the program for an ABI."""
@@ -100,7 +106,8 @@ def install_android(progress: Progress, library: Path | None = None) -> Installe
             progress("fetching ONNX Runtime for Android with npm: 150 MB")
         archive = library or fetch_archive(work)
         found = unpack_libraries(archive, staging)
-        built = [ort for ort in found if _build(ort, staging / ort.abi, work, archive.name, progress)]
+        compilers = {ort.abi: _build(ort, staging / ort.abi, work, archive.name, progress) for ort in found}
+        built = [ort for ort in found if compilers[ort.abi]]
         if not built:
             raise DeviceError("there is no compiler for Android's stand-in", hint=_COMPILERS[MACHINES[found[0].abi]])
         facts = Installed(
@@ -111,6 +118,7 @@ def install_android(progress: Progress, library: Path | None = None) -> Installe
             abis=tuple(ort.abi for ort in built),
             libraries=list_native_libraries(archive),
             sources=_digest_sources(),
+            compilers=compilers,
         )
         write_file(staging / _FACTS, msgspec.json.encode(facts))
     return facts
@@ -121,17 +129,17 @@ def explain_compiler(abi: str) -> str:
     return _COMPILERS[MACHINES[abi]]
 
 
-def _build(ort: OrtLibrary, folder: Path, work: Path, name: str, progress: Progress) -> bool:
-    """Builds the program beside a library, and returns False where there is no compiler for it."""
-    compiler: Compiler | None = find_compiler(MACHINES[ort.abi])
+def _build(ort: OrtLibrary, folder: Path, work: Path, name: str, progress: Progress) -> str:
+    """Builds the program beside a library and returns what compiled it, "" where there is no compiler for it."""
+    compiler = find_compiler(MACHINES[ort.abi])
     if compiler is None:
         progress(f"{ort.abi} is left out: there is no compiler for it; {explain_compiler(ort.abi)}")
-        return False
-    zig = " with zig, which compiles its C++ library first: minutes" if "ziglang" in compiler.c else ""
-    progress(f"compiling the stand-in for Android on {ort.abi}{zig}")
+        return ""
+    slow = ", which compiles its C++ library first: minutes" if compiler.name == "zig" else ""
+    progress(f"compiling the stand-in for Android on {ort.abi} with {compiler.name}{slow}")
     objects = compile_runner(compiler, work / ort.abi)
     link_runner(compiler, objects, ort.elf.imports, folder / PROGRAM, name=name)
-    return True
+    return compiler.describe()
 
 
 def _digest_sources() -> str:

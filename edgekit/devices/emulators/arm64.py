@@ -77,7 +77,7 @@ class Arm64(msgspec.Struct, frozen=True, kw_only=True):
             DeviceError: qemu or the Debian root is missing.
         """
         require_device(self.name, self.find_missing())
-        runner = Runner(device=self.name, evidence=self.evidence)
+        runner = Runner(device=self.name, evidence=self.evidence, emulates=True)
         root = arm64_root()
         with folder_in_arm64(root) as folder:
             inside = f"/jobs/{folder.name}"

@@ -66,7 +66,7 @@ class QnnSimulator(msgspec.Struct, frozen=True, kw_only=True):
         """
         require_device(self.name, self.find_missing())
         options = provider_options(job.target.session.provider_options, self.arch)
-        runner = Runner(device=self.name, evidence=self.evidence)
+        runner = Runner(device=self.name, evidence=self.evidence, emulates=True)
         if job.model.suffix == ".ort":
             return refuse_run(runner, f"'{job.model.name}' is in ORT format, which {PROVIDER} never takes")
         # Qualcomm's library ends the process on a tensor without elements. Its shapes are fixed: one sample tells.

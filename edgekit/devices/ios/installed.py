@@ -11,7 +11,7 @@ from edgekit.devices.ios.framework import OBJECT, PINNED_SHA256, fetch_framework
 from edgekit.devices.ios.stand_in import compile_runner, ios_sources, link_runner
 from edgekit.devices.local.runner import PROGRAM, runner_sources
 from edgekit.devices.process.cache import cache_folder
-from edgekit.devices.release.compilers import find_zig
+from edgekit.devices.release.compilers import find_zig, is_made_by
 from edgekit.errors import DeviceError
 from edgekit.progress import Progress
 
@@ -20,17 +20,26 @@ _MACHINE = "x86_64"
 
 
 class Installed(msgspec.Struct, frozen=True, kw_only=True):
-    """What is installed: of which framework and version; `sources` is the digest of what its program was built from."""
+    """What is installed: of which framework and version.
+
+    `sources` is the digest of what its program was built from, `compiler` what built it.
+    """
 
     framework: str
     sha256: str
     version: str
     sources: str
+    compiler: str
 
     @property
     def is_pinned(self) -> bool:
         """True for the framework that edgekit fetches itself."""
         return self.sha256 == PINNED_SHA256
+
+    @property
+    def is_current(self) -> bool:
+        """True if the compiler that is here now would build the same program."""
+        return is_made_by({_MACHINE: self.compiler}, {_MACHINE: find_zig(_MACHINE)})
 
     @property
     def program(self) -> Path:
@@ -86,7 +95,13 @@ def install_ios(progress: Progress, framework: Path | None = None) -> Installed:
         progress("compiling the stand-in for iOS with zig, which at first compiles its C++ library: minutes")
         objects = compile_runner(compiler, work / "objects")
         link_runner(compiler, objects, found.imports, staging / PROGRAM, name=found.name)
-        facts = Installed(framework=found.name, sha256=found.sha256, version=found.version, sources=_digest_sources())
+        facts = Installed(
+            framework=found.name,
+            sha256=found.sha256,
+            version=found.version,
+            sources=_digest_sources(),
+            compiler=compiler.describe(),
+        )
         write_file(staging / _FACTS, msgspec.json.encode(facts))
     return facts
 

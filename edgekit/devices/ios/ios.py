@@ -72,7 +72,7 @@ class IosSimulator(msgspec.Struct, frozen=True, kw_only=True):
         """
         require_device(self.name, self.find_missing() if job.samples.count else self._find_absent())
         installed = find_installed()
-        runner = Runner(device=self.name, evidence=self.evidence)
+        runner = Runner(device=self.name, evidence=self.evidence, emulates=True)
         provider = job.target.provider
         if installed is None or provider not in {PROVIDER, CPU_PROVIDER}:
             return refuse_run(runner, f"'{self.name}' runs {PROVIDER}, not {provider}")

@@ -56,7 +56,7 @@ class Arm64Native(msgspec.Struct, frozen=True, kw_only=True):
         with folder_in_arm64(root) as folder:
             enter = tuple(enter_arm64(root, Arm64().cpu))
             link = LocalLink(name=self.name, folder=folder, inside=f"/jobs/{folder.name}", enter=enter)
-            runner = Runner(device=self.name, evidence=self.evidence)
+            runner = Runner(device=self.name, evidence=self.evidence, emulates=True)
             return run_native(link, runner, "linux-arm64", job, work, threads=thread_count())
 
 

@@ -36,10 +36,14 @@ _NOTHING = FarRun(
 
 
 class Runner(msgspec.Struct, frozen=True, kw_only=True):
-    """The device that a child process stands for."""
+    """The device that a child process stands for; it `emulates` one where it runs a program or a CPU of another kind.
+
+    Where such a child dies, the emulator may be at fault.
+    """
 
     device: str
     evidence: Evidence
+    emulates: bool = False
 
 
 def require_device(name: str, missing: Missing | None) -> None:
@@ -121,7 +125,16 @@ def collect_run(runner: Runner, job: Job, finished: Finished, work: Path) -> Dev
     shortage = find_shortage(outputs.count, far, job.samples.count, job.repeat)
     failure = wrong or _failure(far, finished) or malformed or shortage
     run = judge_run(runner, job, far, outputs, failure, job.repeat, trace=find_trace(work / TRACE, job))
-    return msgspec.structs.replace(run, log=describe_log(finished)) if failure else run
+    return add_ending(run, runner, far, finished)
+
+
+def add_ending(run: DeviceRun, runner: Runner, far: FarRun | None, finished: Finished) -> DeviceRun:
+    """Returns a run that failed with the last words of its program, and whether that was an emulator which died."""
+    if run.failure is None:
+        return run
+    # A session that was refused is an answer, however its program ended then.
+    crashed = runner.emulates and finished.crashed and (far is None or far.status != "refused")
+    return msgspec.structs.replace(run, log=describe_log(finished), crashed=crashed)
 
 
 def find_trace(file: Path, job: Job) -> Path | None:
@@ -193,10 +206,10 @@ def _read_placement(far: FarRun, model: Path) -> tuple[PlacedNode, ...]:
 
 
 def _failure(far: FarRun, finished: Finished) -> str:
+    if far.status == "refused" and not finished.timed_out:
+        return describe_refusal(far)
     if not finished.succeeded:
         return f"the child process {finished.ending}{last_words(finished.stderr)}"
-    if far.status == "refused":
-        return describe_refusal(far)
     return "" if far.status in {"done", "stopped"} else "the child process ended before its work was done"
 
 

@@ -44,6 +44,7 @@ def run_in_halves(job: Job, work: Path, run: Callable[[Job, Path], DeviceRun]) -
         latency_ms=tuple(each for each in chain(*zip_longest(even.latency_ms, odd.latency_ms)) if each is not None),
         peak_rss_bytes=max(even.peak_rss_bytes, odd.peak_rss_bytes),
         failure=even.failure or odd.failure,
+        crashed=even.crashed if even.failure else odd.crashed,
         stopped_early=stopped,
         notes=(*(note for note in even.notes if note not in told), *(describe_stop(count, job) if stopped else ())),
         log=even.log or odd.log,

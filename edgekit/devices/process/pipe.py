@@ -16,7 +16,7 @@ from edgekit._proc import ChildSetting, Finished, stream_process
 from edgekit.devices.device import DeviceRun, Job
 from edgekit.devices.process.child import (
     Runner,
-    describe_log,
+    add_ending,
     describe_refusal,
     find_shortage,
     find_trace,
@@ -86,7 +86,7 @@ def run_over(
     reason = _find_failure(answer, finished, job, far.repeat)
     failure = reason and f"'{link.name}' {_describe_step(answer, job)}: {reason}"
     run = judge_run(runner, job, answer.run, outputs, failure, far.repeat, trace=find_trace(work / "out" / TRACE, job))
-    return msgspec.structs.replace(run, log=describe_log(finished)) if failure else run
+    return add_ending(run, runner, answer.run, finished)
 
 
 def _messages(answer: _Answer, far: FarJob, job: Job) -> Iterator[bytes]:

@@ -100,7 +100,9 @@ def _run_sizes(
             continue
         outputs = () if done.failure else _compare(buckets, whole, done.outputs, mine, bucket.size, selected=True)
         nodes = count_nodes(done, sized)
-        yield msgspec.structs.replace(report, outputs=outputs, provider_nodes=nodes, failure=done.failure)
+        yield msgspec.structs.replace(
+            report, outputs=outputs, provider_nodes=nodes, failure=done.failure, crashed=done.crashed
+        )
     largest = buckets.sizes[-1]
     outputs = _compare(buckets, whole, run.outputs, rows, largest.size, selected=True)
     yield BucketReport(size=largest.size, file=largest.file, lengths=_reach(buckets, rows), outputs=outputs)

@@ -64,4 +64,5 @@ def try_model_files(
             load_ms=run.load_ms,
             outputs=excuse(hold_lists(outputs, bundle, reference, run.outputs), run.outputs, bundle, samples),
             failure=run.failure,
+            crashed=run.crashed,
         )
