@@ -22,6 +22,8 @@ def command(out: Path, as_json: bool, volume: int) -> int:
     \b
     Example:
       edgekit demo --out build/demo
+
+    Exit code 0: none failed; the table says what is not proven on this machine. 1: one failed.
     """
     recipe = Recipe(targets=("nnapi", "coreml", "qnn", "xnnpack"))
     with as_file(files("edgekit") / "demo") as folder, showing_progress(volume) as progress:
@@ -32,4 +34,4 @@ def command(out: Path, as_json: bool, volume: int) -> int:
         )
         report = build(folder / "digits_mobilenet.onnx", data, out, recipe, progress=progress)
     show_json(report) if as_json else show_build(report)
-    return options.exit_code(report.verdict)
+    return options.exit_code(report.verdict, accept_unproven=True)

@@ -6,7 +6,6 @@ from typing import cast
 from rich.table import Table
 from rich.text import Text
 
-from edgekit._ort import CPU_PROVIDER
 from edgekit.convert.ort_format.report import OrtFileReport
 from edgekit.devices.device import DeviceStatus
 from edgekit.devices.local.offered import OfferedProvider
@@ -76,9 +75,6 @@ def list_verify_remarks(report: VerifyReport) -> Iterator[str]:
         yield from () if run.sizes is None else (f"{run.device}: {_describe_sizes(run.sizes)}",)
         yield from (f"{run.device}: {_describe_file(file)}" for file in run.files if file.failure is None)
         yield from () if run.located is None else (f"{run.device}: {line}" for line in list_located(run.located))
-    # The CPU provider takes every node: there is no placement to observe.
-    if report.runs and not any(run.observes_placement or run.provider == CPU_PROVIDER for run in report.runs):
-        yield f"no run observed what {report.runs[0].provider} takes: its placement is predicted"
     yield from report.differences
     yield from explain_layers(report.layers)
     yield from report.notes

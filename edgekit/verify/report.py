@@ -5,6 +5,7 @@ from typing import Literal
 
 import msgspec
 
+from edgekit._ort import CPU_PROVIDER
 from edgekit.bench.latency import Latency
 from edgekit.devices.device import SkippedDevice
 from edgekit.evidence import Evidence, Judgement, Verdict, worst_verdict
@@ -68,10 +69,11 @@ class DeviceFigures(msgspec.Struct, frozen=True, kw_only=True):
 class VerifyReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
     """Whether a bundle does on its devices what the float model does.
 
-    It passes if at least one device ran, every device that ran passed, and the provider takes enough of the work to be
-    worth its while; a skipped device proves nothing. Where nothing speaks against it and something was left open, or
-    no device ran, it is not proven. `taken_macs` is the predicted share of that work. The sizes are
-    those of the file that an app loads and of the float model. `bundle_sha256` is the digest of the bundle's manifest.
+    It passes if at least one device ran the target's provider, every device that ran passed, and the provider takes
+    enough of the work to be worth its while; a skipped device proves nothing. Where nothing speaks against it and
+    something was left open, or no device ran that provider, it is not proven. `taken_macs` is the predicted share of
+    that work. The sizes are those of the file that an app loads and of the float model. `bundle_sha256` is the digest
+    of the bundle's manifest.
     `layers` are those of the quantized model against the float one, where both were at hand.
     `attributed_device` is the device of the run that the attribution explains. `ancestry` holds the sha256 of model and
     data, `regressions` what is worse than in the last good run of the same model and target. `machine` describes the
@@ -145,7 +147,13 @@ class VerifyReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
     @property
     def unproven(self) -> tuple[str, ...]:
         """Why nothing can be said of the bundle as a whole, one line each; what was left open of a run stands there."""
-        return () if self.runs else ("no device ran, so nothing is proven",)
+        if not self.runs:
+            return ("no device ran, so nothing is proven",)
+        # The CPU provider takes every node, which needs no observer; another may take none, or compute otherwise.
+        if any(run.observes_placement or run.provider == CPU_PROVIDER for run in self.runs):
+            return ()
+        run = self.runs[0]
+        return (f"no run used {run.provider}: {run.device} ({run.evidence}) shows what the file computes elsewhere",)
 
     @property
     def failures(self) -> tuple[str, ...]:

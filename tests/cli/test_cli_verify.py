@@ -185,8 +185,8 @@ def test_the_gate_reaches_the_metric_and_what_is_not_proven_is_exit_code_3(
 def test_a_share_that_is_named_grants_no_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = {"name": "y", "samples": 8, "cosine": 1.0, "sqnr_db": 50.0, "top1_agreement": 0.875}
     limits = {"min_cosine": 0.9, "min_top1_agreement": 0.9, "min_sqnr_db": 20.0, "granted_samples": 1}
-    run = {"device": "host", "evidence": "emulated", "provider": "P", "form": "onnx", "samples": 8, "load_ms": 1.0}
-    run |= {"provider_nodes": {}, "placement_source": "predicted", "outputs": [output], "accuracy": None}
+    run = {"device": "host", "evidence": "same-ep", "provider": "P", "form": "onnx", "samples": 8, "load_ms": 1.0}
+    run |= {"provider_nodes": {"P": 1}, "placement_source": "profile", "outputs": [output], "accuracy": None}
     run |= {"latency_ms": None, "peak_rss_bytes": 1, "versions": {}, "thresholds": limits, "failure": None}
     facts = tmp_path / "verify.json"
     facts.write_text(json.dumps({"bundle": "b", "target": "t", "runs": [run], "skipped": []}))

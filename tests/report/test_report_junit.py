@@ -22,10 +22,10 @@ CLEANED = "</testcase><script>alert(1)</script>\"'&]]>[31m"
 GOOD = RunReport(
     device="emulated",
     evidence=Evidence.EMULATED,
-    provider="P",
+    provider=CPU_PROVIDER,
     form="onnx",
     samples=8,
-    provider_nodes={"P": 3},
+    provider_nodes={CPU_PROVIDER: 3},
     placement_source="predicted",
     outputs=(OutputReport(name="y", samples=8, max_abs=0.1, cosine=0.999, sqnr_db=30.0, top1_agreement=1.0),),
     accuracy=None,
@@ -122,6 +122,7 @@ def test_what_else_a_run_is_judged_by_is_a_case() -> None:
     run = msgspec.structs.replace(
         GOOD,
         evidence=Evidence.DEVICE,
+        provider="P",
         provider_nodes={CPU_PROVIDER: 3},
         placement_source="session",
         thresholds=msgspec.structs.replace(GOOD.thresholds, task=limit, max_latency_ratio=1.1),

@@ -6,6 +6,7 @@ import msgspec
 from rich.console import Console
 
 import edgekit
+from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.device import SkippedDevice
 from edgekit.evidence import Evidence
 from edgekit.progress import StageTime
@@ -26,10 +27,10 @@ def _run(sqnr_db: float) -> RunReport:
     return RunReport(
         device="emulated",
         evidence=Evidence.EMULATED,
-        provider="P",
+        provider=CPU_PROVIDER,
         form="onnx",
         samples=8,
-        provider_nodes={"P": 3},
+        provider_nodes={CPU_PROVIDER: 3},
         placement_source="predicted",
         outputs=(
             OutputReport(name=HOSTILE, samples=8, max_abs=0.1, cosine=0.999, sqnr_db=sqnr_db, top1_agreement=0.875),

@@ -99,8 +99,13 @@ def test_a_crash_on_another_file_or_size_proves_nothing_of_it(bundle: Bundle) ->
         assert msgspec.structs.replace(run, sizes=sizes).verdict == verdict
 
 
-def test_emulated_arithmetic_claims_no_provider(bundle: Bundle) -> None:
-    assert verify_bundle(bundle, [InProcess(evidence=Evidence.EMULATED, nodes=0)]).passed
+def test_a_bundle_whose_provider_no_device_ran_is_not_proven(bundle: Bundle) -> None:
+    emulated = InProcess(evidence=Evidence.EMULATED, nodes=0)
+    report = verify_bundle(bundle, [emulated])
+    assert (report.verdict, report.runs[0].verdict) == ("not proven", "pass")
+    (said,) = report.unproven
+    assert said.startswith("no run used NnapiExecutionProvider: ")
+    assert verify_bundle(bundle, [emulated, InProcess()]).passed
 
 
 def test_a_skipped_device_is_no_pass(bundle: Bundle) -> None:
