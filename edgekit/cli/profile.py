@@ -30,12 +30,17 @@ from edgekit.report.timing import profile_text as text
 @click.option("--against", type=click.Path(path_type=Path), metavar="OTHER", help="Say why OTHER is slower or faster.")
 @options.SESSION_TARGET
 @click.option("--runs", type=click.IntRange(1, 1000), metavar="N", help="Watch N runs in each of three rounds.")
-@limit("--seconds", "seconds", click.FloatRange(0.1, 3600), "At most about X seconds a subject (10).")
+@limit("--seconds", "seconds", click.FloatRange(0.1, 3600), "Begin nothing after X seconds (10).")
 @options.THREADS
 @options.DIM
 @options.FIRST_SAMPLE
 @click.option("--top", type=click.IntRange(1, 10_000), default=15, metavar="N", help="Show N rows of each table (15).")
-@click.option("--trace", type=click.Path(path_type=Path), metavar="FILE", help="Write the runs for Perfetto (.json).")
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write the runs for Perfetto; ONNX Runtime's own file goes beside it, FILE.ort.json.",
+)
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write an HTML page as well.")
 @click.option("--no-roofline", is_flag=True, help="Do not measure what the machine reaches.")
 @click.option("--probe-again", is_flag=True, help="Measure again what the machine reaches.")
@@ -78,13 +83,21 @@ def command(
         raise UsageError("--probe-again measures what --no-roofline leaves out", hint="give one of them")
     choice = DeviceChoice(names=names, file=on_file, settings=options.parse_assignments(settings, "--set"))
     watching = Watching(
-        runs=runs, seconds=seconds or 10.0, threads=threads, roofline=not no_roofline, probe_again=probe_again
+        runs=runs,
+        seconds=seconds,
+        threads=threads,
+        roofline=not no_roofline,
+        probe_again=probe_again,
+        raw=trace is not None,
     )
     opening = Opening(target=target, data=data, dims=options.parse_dims(dims))
     with showing_progress(volume) as progress:
         found = profile_on(subject, choice, watching, opening, against=against, progress=progress)
     if trace is not None:
         write_file(trace, encode_chrome(found.profiled))
+        for number, one in enumerate(found.profiled):
+            if one.raw:
+                write_file(trace.with_suffix(f".ort{number or ''}.json"), one.raw)
     if html is not None:
         write_file(html, render_profile(found).encode())
     show_json(found.report) if as_json else show_profile(found.report, top)
@@ -98,6 +111,8 @@ def show_profile(report: ProfileReport, top: int) -> None:
         if profile.failure is None:
             print_table(text.table_operators(profile, top))
             print_table(text.table_nodes(profile, top))
+            if profile.memory:
+                print_table(text.table_memory(profile))
             if profile.npu:
                 print_table(text.table_npu(profile, top))
             for remark in text.list_profile_remarks(profile):

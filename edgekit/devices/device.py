@@ -96,6 +96,10 @@ class DeviceState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     energy_uj: Mapping[str, int] = {}
 
 
+Phase = Literal["start", "session", "first run", "all runs"]
+"""What a program has done: started, made the session, run once, run all."""
+
+
 class DeviceRun(msgspec.Struct, frozen=True, kw_only=True):
     """What came back from a device.
 
@@ -109,7 +113,8 @@ class DeviceRun(msgspec.Struct, frozen=True, kw_only=True):
     sample, are known from devices with edgekit's runner. `log` holds the last words of a run that failed, as the
     device's program said them, without what could steer a terminal. `waited_ms` is how long the device was waited for
     where the run was recorded elsewhere, else 0. `trace` is the file of the profiler in the work folder, as it came
-    back: nobody has read it yet; `npu_trace` is that of an NPU's own profiler, likewise.
+    back: nobody has read it yet; `npu_trace` is that of an NPU's own profiler, likewise. `memory` holds the bytes
+    that are resident behind each phase and the most that were until then, empty where the device does not tell.
     """
 
     device: str
@@ -133,6 +138,7 @@ class DeviceRun(msgspec.Struct, frozen=True, kw_only=True):
     waited_ms: float = 0.0
     trace: Path | None = None
     npu_trace: Path | None = None
+    memory: Mapping[Phase, tuple[int, int]] = {}
 
 
 class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,8 +1,11 @@
 """One subject on one device: rounds of runs with and without the profiler, and what they say."""
 
-from collections.abc import Iterator
+import math
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
+from typing import get_args
 
 import msgspec
 import numpy as np
@@ -12,7 +15,8 @@ from edgekit._ort import CPU_PROVIDER
 from edgekit.bench.blocks import FIRST_RUNS, count_fitting
 from edgekit.bench.latency import compare_rounds, find_steady
 from edgekit.bench.subject import Subject
-from edgekit.devices.device import Device, DeviceRun, Job
+from edgekit.data.samples import Samples
+from edgekit.devices.device import Device, DeviceRun, Job, Phase
 from edgekit.errors import DeviceError, EdgekitError
 from edgekit.evidence import Evidence
 from edgekit.graph.graph import Graph, read_graph
@@ -21,7 +25,7 @@ from edgekit.profile.advice import give_advice
 from edgekit.profile.events import Execution, Trace, read_trace
 from edgekit.profile.nodes import choose_runs, hold_against, list_nodes, list_operators, list_sources, list_unasked
 from edgekit.profile.npu import Cycles, list_npu, read_npu
-from edgekit.profile.report import DISTURBED, DeviceProfile, Roof
+from edgekit.profile.report import DISTURBED, DeviceProfile, PhaseMemory, Roof
 from edgekit.profile.roofline import find_roof
 from edgekit.progress import Progress
 
@@ -32,36 +36,56 @@ ROUNDS = 3
 _MOST_EVENTS = 60_000
 # The sum of the kernels lies that near the run, or the report says so.
 _COVERED = 0.95
+_SECONDS = 10.0
+_LONGEST_S = 3600.0
 
 
 class Watching(msgspec.Struct, frozen=True, kw_only=True):
-    """How much to run: `runs` in each round, else as many as fit into `seconds`; `threads` of 0 lets ORT choose.
+    """How much to run: `runs` in each round, else as many as fit into the time; `threads` of 0 lets ORT choose.
 
-    Without `roofline` no probe is run; with `probe_again` also where the machine was measured before.
+    What begins, begins within `seconds` (None: 10, or without end where the runs are counted): where a session takes
+    longer to start there are fewer rounds, at least the first one. Without `roofline` no probe is run; with
+    `probe_again` also where the machine was measured before. With `raw` the profiler's own file is kept.
     """
 
     runs: int | None = None
-    seconds: float = 20.0
+    seconds: float | None = None
     threads: int = 0
     roofline: bool = True
     probe_again: bool = False
+    raw: bool = False
+
+    @property
+    def limit_s(self) -> float:
+        """The seconds after which nothing begins."""
+        return self.seconds or (_SECONDS if self.runs is None else math.inf)
 
 
 class Taken(msgspec.Struct, frozen=True, kw_only=True):
-    """What rounds on a device gave: the median times of both kinds of round, the traces, the last run, and NPU's."""
+    """What rounds on a device gave: the median times of both kinds of round, the traces, the last run, and NPU's.
+
+    `plain` and `bare` are runs without the profiler, and without an arena, where there was time for them.
+    """
 
     rounds: tuple[tuple[float, float], ...]
     traces: tuple[Trace, ...]
     last: DeviceRun
     npu: tuple[Cycles, ...] = ()
+    plain: DeviceRun | None = None
+    bare: DeviceRun | None = None
+    raw: bytes = b""
 
 
 class Profiled(msgspec.Struct, frozen=True, kw_only=True):
-    """A profile, the runs that it was made of, for time lines and trace files, and the model's graph, if it has one."""
+    """A profile, the runs that it was made of, for time lines and trace files, and the model's graph, if it has one.
+
+    `raw` is the last file of ONNX Runtime's profiler as it came, where it was to be kept.
+    """
 
     profile: DeviceProfile
     executions: tuple[Execution, ...] = ()
     graph: Graph | None = None
+    raw: bytes = b""
 
 
 def profile_subject(subject: Subject, device: Device, watching: Watching, progress: Progress) -> Profiled:
@@ -76,8 +100,9 @@ def profile_subject(subject: Subject, device: Device, watching: Watching, progre
     )
     try:
         job = msgspec.structs.replace(subject.job_for(device), threads=watching.threads)
-        taken = _take_rounds(device, job, watching)
-        roof, lack = _find_roof(device, watching, progress) if watching.roofline else (None, "")
+        clock = _Clock(watching.limit_s)
+        taken = _take_rounds(device, job, watching, clock)
+        roof, lack = _find_roof(device, watching, clock, progress) if watching.roofline else (None, "")
         found = _describe(msgspec.structs.replace(empty, provider=job.target.provider), job, taken, roof)
         return _add_warning(found, lack) if lack else found
     except EdgekitError as error:
@@ -87,39 +112,82 @@ def profile_subject(subject: Subject, device: Device, watching: Watching, progre
         return Profiled(profile=msgspec.structs.replace(empty, failure=failure))
 
 
-def _take_rounds(device: Device, job: Job, watching: Watching) -> Taken:
-    pilot = _run(device, job, 3)
-    guess_ms = max(1e-3, median(pilot.latency_ms[1:]))
-    fitting = count_fitting(watching.seconds / (2 * ROUNDS), guess_ms)
-    events = max(1, _MOST_EVENTS // max(1, len(pilot.placement)))
-    runs = watching.runs or max(2, min(FIRST_RUNS, fitting, events))
+class _Clock:
+    """What is left of the seconds that were asked for."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left_s(self) -> float:
+        return self._end - time.monotonic()
+
+
+def _take_rounds(device: Device, job: Job, watching: Watching, clock: _Clock) -> Taken:
+    began = time.monotonic()
+    with work_folder() as work:
+        first = _run(device, msgspec.structs.replace(job, trace=True), 3, work, clock)
+        traces, npu, raw = [_read(device, first)], [*_read_cycles(first)], _read_raw(first, watching)
+    guess_ms = max(1e-3, median(first.latency_ms[1:] or first.latency_ms))
+    # A session is started for each half of a round: what that takes beside its runs counts, too.
+    start_s = max(0.0, time.monotonic() - began - sum(first.latency_ms) / 1e3)
+    count = int(max(0.0, min(ROUNDS, clock.left_s / (2 * (start_s + 3 * guess_ms / 1e3)))))
+    each_s = min(_SECONDS, clock.left_s / max(1, 2 * count) - start_s)
+    events = max(1, _MOST_EVENTS // max(1, len(first.placement)))
+    runs = watching.runs or max(2, min(FIRST_RUNS, count_fitting(max(0.0, each_s), guess_ms), events))
     times: list[dict[bool, float]] = []
-    traces: list[Trace] = []
-    npu: list[Cycles] = []
-    last = pilot
-    for number in range(ROUNDS):
+    last, plain = first, None
+    for number in range(count):
         times.append({})
         # The one that is first in a round is second in the next, so that neither always finds the device rested.
         for traced in (False, True) if number % 2 == 0 else (True, False):
             with work_folder() as work:
                 last = _run(device, msgspec.structs.replace(job, trace=traced), runs + 1, work)
                 if traced:
-                    traces.append(_read(device, last))
-                    npu += read_npu(last.npu_trace) if last.npu_trace else ()
+                    # Of the first few runs hardly one is steady: they count where there are no others.
+                    traces = [*(traces if number else ()), _read(device, last)]
+                    npu += _read_cycles(last)
+                    raw = _read_raw(last, watching)
+                else:
+                    plain = plain or last
             steady = last.latency_ms[find_steady(last.latency_ms, len(last.latency_ms) // 2) :]
             times[-1][traced] = median(steady)
-    rounds = tuple((both[False], both[True]) for both in times)
-    return Taken(rounds=rounds, traces=tuple(traces), last=last, npu=tuple(npu))
+    bare = None
+    if plain is not None and plain.memory and clock.left_s > start_s:
+        with work_folder() as work:
+            bare = _run(device, msgspec.structs.replace(job, arena=False, trace=False), 3, work)
+    return Taken(
+        rounds=tuple((both[False], both[True]) for both in times),
+        traces=tuple(traces),
+        last=last,
+        npu=tuple(npu),
+        plain=plain,
+        bare=bare,
+        raw=raw,
+    )
 
 
-def _run(device: Device, job: Job, runs: int, work: Path | None = None) -> DeviceRun:
-    if work is None:
-        with work_folder() as folder:
-            return _run(device, job, runs, folder)
-    run = device.run_job(msgspec.structs.replace(job, repeat=runs), work)
+def _run(device: Device, job: Job, runs: int, work: Path, clock: _Clock | None = None) -> DeviceRun:
+    """Returns so many runs of a sample, with a clock fewer where the time is over before, at least one."""
+    asked = msgspec.structs.replace(job, repeat=runs)
+    if clock is not None:
+        (sample,) = list(job.samples)
+        again = Samples(source=job.samples.source, count=runs, read=lambda: iter([sample] * runs))
+        asked = msgspec.structs.replace(
+            job, samples=again, least_samples=1, budget_s=min(_LONGEST_S, max(0.0, clock.left_s))
+        )
+    run = device.run_job(asked, work)
     if run.failure is not None:
         raise DeviceError(run.failure, hint=f"edgekit devices test {device.name}")
     return run
+
+
+def _read_cycles(run: DeviceRun) -> Sequence[Cycles]:
+    return read_npu(run.npu_trace) if run.npu_trace else ()
+
+
+def _read_raw(run: DeviceRun, watching: Watching) -> bytes:
+    return run.trace.read_bytes() if watching.raw and run.trace is not None else b""
 
 
 def _read(device: Device, run: DeviceRun) -> Trace:
@@ -139,10 +207,12 @@ def _add_warning(found: Profiled, warning: str) -> Profiled:
     return msgspec.structs.replace(found, profile=profile)
 
 
-def _find_roof(device: Device, watching: Watching, progress: Progress) -> tuple[Roof | None, str]:
+def _find_roof(device: Device, watching: Watching, clock: _Clock, progress: Progress) -> tuple[Roof | None, str]:
     """Returns what a device reaches, or why that is not known: a provider need not take the kernels of the probe."""
 
     def run(job: Job, work: Path) -> DeviceRun:
+        if clock.left_s <= 0:
+            raise DeviceError("the time was over", hint="give more --seconds")
         progress(f"measure what {device.name} reaches")
         work.mkdir(parents=True, exist_ok=True)
         return device.run_job(job, work)
@@ -169,8 +239,10 @@ def _describe(empty: DeviceProfile, job: Job, taken: Taken, roof: Roof | None) -
         runs=len(kept),
         run_ms=float(np.mean([run.duration_us for run in kept])) / 1e3,
         nodes_ms=sum(node.self_ms for node in nodes),
-        plain_ms=median(plain for plain, _ in taken.rounds),
-        overhead=compare_rounds(taken.rounds),
+        # Where there was time for the profiler alone, its runs are all that is known.
+        plain_ms=median([plain for plain, _ in taken.rounds] or taken.last.latency_ms),
+        overhead=compare_rounds(taken.rounds) if len(taken.rounds) > 1 else None,
+        memory=_list_memory(taken),
         load_ms=taken.last.load_ms,
         make_ms=taken.traces[-1].make_ms,
         operators=list_operators(nodes),
@@ -181,7 +253,22 @@ def _describe(empty: DeviceProfile, job: Job, taken: Taken, roof: Roof | None) -
     )
     advice = () if model is None else give_advice(model, job.target, nodes)
     done = msgspec.structs.replace(found, warnings=tuple(_warn(found, taken)), advice=advice)
-    return Profiled(profile=done, executions=kept, graph=graph)
+    return Profiled(profile=done, executions=kept, graph=graph, raw=taken.raw)
+
+
+def _list_memory(taken: Taken) -> tuple[PhaseMemory, ...]:
+    """Returns what is held behind each phase of a session, with an arena and without."""
+    held, bare = (taken.plain or taken.last).memory, {} if taken.bare is None else taken.bare.memory
+    return tuple(
+        PhaseMemory(
+            phase=phase,
+            resident_bytes=resident,
+            peak_bytes=peak,
+            bare_bytes=bare[phase][0] if phase in bare else None,
+            bare_peak_bytes=bare[phase][1] if phase in bare else None,
+        )
+        for phase, (resident, peak) in sorted(held.items(), key=lambda item: get_args(Phase).index(item[0]))
+    )
 
 
 def _warn(found: DeviceProfile, taken: Taken) -> Iterator[str]:
@@ -190,6 +277,11 @@ def _warn(found: DeviceProfile, taken: Taken) -> Iterator[str]:
         yield f"this is not the device's time ({found.evidence.value}: {found.evidence.meaning})"
     if found.provider != CPU_PROVIDER and not any(node.provider == found.provider for node in found.nodes):
         yield f"silent fallback: {found.provider} took no node"
+    if len(taken.rounds) < ROUNDS:
+        yield (
+            f"{len(taken.rounds)} of {ROUNDS} rounds fitted into the time: a session takes long to start and run here"
+            " (--seconds)"
+        )
     if found.overhead is not None and found.overhead.value > DISTURBED and found.overhead.interval[0] > 1:
         yield (
             f"the profiler makes these runs {found.overhead.value:.2g} times as long, most of it between the kernels:"

@@ -93,6 +93,7 @@ def _make_node(calls: Sequence[Step], runs: int, whole_us: int, sources: Mapping
         integers=computes_integers(first),
         spread=any(step.spread for step in calls),
         kind=_KINDS.get(first.op, ""),
+        max_ms=max(step.self_us for step in calls) / 1e3,
     )
 
 
@@ -132,6 +133,8 @@ def list_operators(nodes: Sequence[NodeTime]) -> tuple[OperatorTime, ...]:
             share=sum(node.share for node in members),
             macs=sum(node.macs for node in members),
             bytes=sum(node.bytes for node in members),
+            average_ms=sum(node.self_ms for node in members) / max(1e-9, sum(node.calls for node in members)),
+            max_ms=max(node.max_ms for node in members),
         )
         for (op, provider), members in groups.items()
     ]

@@ -65,7 +65,7 @@ def profile_on(
 
 
 def _compare_times(a: Subject, b: Subject, device: Device, watching: Watching, progress: Progress) -> Ratio | None:
-    effort = Effort(runs=watching.runs, seconds=watching.seconds, threads=watching.threads)
+    effort = Effort(runs=watching.runs, seconds=min(watching.limit_s, Effort().seconds), threads=watching.threads)
     return compare_on(a, b, device, effort, progress).ratio
 
 

@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 from edgekit.bench.latency import Ratio
-from edgekit.devices.device import SkippedDevice
+from edgekit.devices.device import Phase, SkippedDevice
 from edgekit.evidence import Evidence
 
 Kind = Literal["", "quantize and dequantize", "casts", "reorders", "transposes", "copies between providers"]
@@ -35,7 +35,8 @@ class NodeTime(msgspec.Struct, frozen=True, kw_only=True):
     """A kernel of the session: milliseconds a run, and what it did in them.
 
     `source` names the node of the model that it comes from, "" where ONNX Runtime put it in. `calls` are those of one
-    run, `self_ms` leaves out the kernels that ran inside it, and `share` is that of the sum over all nodes. `macs` and
+    run, `self_ms` leaves out the kernels that ran inside it, `max_ms` is its longest call, and `share` is that of the
+    sum over all nodes. `macs` and
     `bytes` are those of one run. `roof_share` says how close it comes to what the machine reaches: in multiplications
     or in memory, whichever is closer; None where there is no probe. `spread` says that it gave work to other threads.
     """
@@ -59,10 +60,14 @@ class NodeTime(msgspec.Struct, frozen=True, kw_only=True):
     kind: Kind = ""
     roof_share: float | None = None
     bound: Bound = ""
+    max_ms: float = 0.0
 
 
 class OperatorTime(msgspec.Struct, frozen=True, kw_only=True):
-    """All kernels of one operator: how many nodes and calls, and their time a run."""
+    """All kernels of one operator: how many nodes and calls, and their time a run.
+
+    `average_ms` and `max_ms` are those of one call.
+    """
 
     op: str
     provider: str
@@ -72,6 +77,21 @@ class OperatorTime(msgspec.Struct, frozen=True, kw_only=True):
     share: float
     macs: int
     bytes: int
+    average_ms: float = 0.0
+    max_ms: float = 0.0
+
+
+class PhaseMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """What the process of a session holds behind a phase, and the most that it held until then, in bytes.
+
+    `bare_bytes` and `bare_peak_bytes` are those of a session without an arena, None where none was measured.
+    """
+
+    phase: Phase
+    resident_bytes: int
+    peak_bytes: int
+    bare_bytes: int | None = None
+    bare_peak_bytes: int | None = None
 
 
 class Unasked(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,7 +138,8 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     `plain_ms` is the median of runs without the profiler, and `overhead` how much longer runs with it take, from
     interleaved rounds. `load_ms` is how long the session took to make, with the profiler, `make_ms` the part of it
     after the model was read. `advice` names changes to the model that touch expensive nodes. Times are 0 where
-    `failure` says why there are none. `npu` are the operations inside a kernel of an NPU, where its provider tells.
+    `failure` says why there are none. `memory` is what the process holds, phase by phase. `npu` are the
+    operations inside a kernel of an NPU, where its provider tells.
     """
 
     subject: str
@@ -138,6 +159,7 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[NodeTime, ...] = ()
     unasked: tuple[Unasked, ...] = ()
     npu: tuple[NpuTime, ...] = ()
+    memory: tuple[PhaseMemory, ...] = ()
     roof: Roof | None = None
     advice: tuple[Cause, ...] = ()
     warnings: tuple[str, ...] = ()

@@ -166,7 +166,8 @@ def _search(search: _Search) -> TuneReport:
             late = [one for one in decisions if one.group == group.name and one.reason.startswith(TIME_OVER)]
             if late and held == DEFAULTS:
                 held, made = _race_group(search, held, group, last=True)
-                decisions = [*(one for one in decisions if one not in late), *made]
+                place = decisions.index(late[0])
+                decisions[place : place + 1] = made
     final: Ratio | str | None = None
     if held != DEFAULTS:
         search.progress(f"race '{held.name}' against the defaults")

@@ -1,12 +1,15 @@
 """Profiles of real sessions: what runs is found, added up, compared, drawn; what cannot be is one line."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from demo_paths import MODEL
 from devices_models import float_conv, qdq_conv
 from far_root.keeper import require
 from tiny_models import parse_model
@@ -85,6 +88,44 @@ def test_a_profile_names_every_kernel_and_adds_up(
     page = html.read_text()
     assert "default-src 'none'" in page
     assert page.count("<script>") == 1
+
+
+# As in https://onnxruntime.ai/docs/performance/tune-performance/profiling-tools.html and the notebooks that follow it.
+_SCRIPT = """
+import collections, json, sys
+total = collections.Counter()
+for event in json.load(open(sys.argv[1])):
+    if event["cat"] == "Node" and event["name"].endswith("_kernel_time"):
+        total[event["args"]["op_name"]] += event["dur"]
+print(json.dumps(total))
+"""
+
+
+def test_the_profiler_s_own_file_lies_beside_ours_for_scripts_of_the_guides(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "t.json"
+    arguments = [str(MODEL), "--on", "host", "--runs", "5", "--no-roofline", "--trace", str(trace)]
+    (found,) = profile(arguments, capsys)["profiles"]
+    own = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, str(tmp_path / "t.ort.json")], check=True, capture_output=True
+    ).stdout
+    operators = {one["op"]: one for one in found["operators"]}
+    assert json.loads(own).keys() == operators.keys()
+    for one in operators.values():
+        assert one["average_ms"] == pytest.approx(one["self_ms"] / one["calls"])
+        assert one["average_ms"] <= one["max_ms"]
+    assert [phase["phase"] for phase in found["memory"]] == ["start", "session", "first run", "all runs"]
+    peaks = [phase["peak_bytes"] for phase in found["memory"]]
+    assert peaks == sorted(peaks)
+    assert all(phase["bare_bytes"] for phase in found["memory"])
+
+
+def test_a_session_that_outlasts_the_time_is_watched_once(capsys: pytest.CaptureFixture[str]) -> None:
+    (found,) = profile([str(MODEL), "--on", "host", "--seconds", "0.1", "--no-roofline"], capsys)["profiles"]
+    assert found["overhead"] is None
+    assert found["nodes"]
+    assert any("0 of 3 rounds fitted into the time" in warning for warning in found["warnings"])
 
 
 def test_two_models_are_held_against_each_other(

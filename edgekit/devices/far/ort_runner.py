@@ -98,6 +98,7 @@ def _new_run(job: Json) -> Json:
         "latency_ms": [],
         "elapsed_ms": [],
         "peak_rss_bytes": 0,
+        "memory": {"start": _read_memory()},
         "before": read_state(),
         "versions": {"onnxruntime": ort.__version__, "python": platform.python_version()},
         "placement": [],
@@ -138,6 +139,7 @@ def _run_samples(
     start = time.perf_counter()
     session = _open_session(folder, job)
     run["load_ms"] = (time.perf_counter() - start) * 1e3
+    run["memory"]["session"] = _read_memory()
     if not job["profile"]:
         run["placement"] = _assigned_nodes(session)
     started()
@@ -187,6 +189,8 @@ def _run_repeatedly(session: Any, inputs: dict[str, Array], job: Json, run: Json
             start = time.perf_counter()
             read = call()
             run["latency_ms"].append((time.perf_counter() - start) * 1e3)
+            if len(run["latency_ms"]) == 1:
+                run["memory"]["first run"] = _read_memory()
             _end_profile(session, job, run)
         return read()
 
@@ -348,7 +352,8 @@ def _encode(name: str, value: Any) -> tuple[str, bytes]:
 
 
 def _finish_run(run: Json) -> bytes:
-    return json.dumps({**run, "after": read_state(), "peak_rss_bytes": _peak_rss_bytes()}).encode()
+    run["memory"]["all runs"] = _read_memory()
+    return json.dumps({**run, "after": read_state(), "peak_rss_bytes": run["memory"]["all runs"][1]}).encode()
 
 
 def read_state(system: Path = Path("/sys")) -> Json:
@@ -379,17 +384,17 @@ def _write_whole(path: Path, data: bytes) -> None:
     part.replace(path)
 
 
-def _peak_rss_bytes() -> int:
-    """Reads VmHWM where there is a /proc: ru_maxrss also counts the parent before the exec."""
+def _read_memory() -> tuple[int, int]:
+    """Reads what is resident and the most that was, from /proc where there is one: ru_maxrss counts the parent too."""
     if (status := Path("/proc/self/status")).is_file():
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
+        lines = (line.split() for line in status.read_text().splitlines())
+        found = {words[0]: int(words[1]) * 1024 for words in lines if words and words[0] in {"VmRSS:", "VmHWM:"}}
+        return found.get("VmRSS:", 0), found.get("VmHWM:", 0)
     if resource is None:
-        return 0
+        return 0, 0
     unit = 1 if sys.platform == "darwin" else 1024
     peak: int = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak * unit
+    return 0, peak * unit
 
 
 def _one_line(error: Exception) -> str:

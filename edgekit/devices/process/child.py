@@ -122,7 +122,7 @@ def collect_run(runner: Runner, job: Job, finished: Finished, work: Path) -> Dev
     except DeviceError as error:
         far, wrong = _NOTHING, error.message if finished.succeeded else ""
     outputs, malformed = open_outputs(work / "out", job.outputs, runner.device)
-    shortage = find_shortage(outputs.count, far, job.samples.count, job.repeat)
+    shortage = find_shortage(outputs.count, far, job, job.samples.count, job.repeat)
     failure = wrong or _failure(far, finished) or malformed or shortage
     run = judge_run(runner, job, far, outputs, failure, job.repeat, trace=find_trace(work / TRACE, job))
     return add_ending(run, runner, far, finished)
@@ -175,6 +175,7 @@ def judge_run(
         before=far.before,
         after=far.after,
         trace=trace,
+        memory=far.memory,
     )
 
 
@@ -218,9 +219,10 @@ def describe_refusal(far: FarRun) -> str:
     return f"refused: {_clean_line(far.message)[:400]}"
 
 
-def find_shortage(count: int, far: FarRun, wanted: int, repeat: int = 1) -> str | None:
+def find_shortage(count: int, far: FarRun, job: Job, wanted: int, repeat: int) -> str | None:
     """Returns what is wrong with the number of samples and times that came back, None where it is right."""
-    due = range(min(LEAST_SAMPLES, wanted), wanted + 1) if far.status == "stopped" else (wanted,)
+    least = min(LEAST_SAMPLES, job.least_samples, wanted)
+    due = range(least, wanted + 1) if far.status == "stopped" else (wanted,)
     if count in due and count * repeat == len(far.latency_ms):
         return None
     return f"{count} of {wanted} samples came back, with {len(far.latency_ms)} times"

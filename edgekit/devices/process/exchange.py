@@ -21,7 +21,7 @@ import numpy as np
 from edgekit._files import open_regular, read_chunks, write_file, write_new
 from edgekit._ort import Level
 from edgekit.data.samples import Samples
-from edgekit.devices.device import LEAST_SAMPLES, DeviceState, Queue
+from edgekit.devices.device import LEAST_SAMPLES, DeviceState, Phase, Queue
 from edgekit.errors import DeviceError
 from edgekit.model.tensors import DTYPES, Array, Tensors, TensorSpec, shape_matches
 
@@ -101,7 +101,8 @@ class FarRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     `status` stays "running" when the program died, and is "stopped" when the time was over before the last sample.
     `placed_whole` names a provider that took every node where the far side learned no more than that. `latency_ms` has
     one time a sample, or as many as the job said in `repeat`; `elapsed_ms` the time of all of a sample together, where
-    several ran at once. So many `trace_bytes` follow the line with it.
+    several ran at once. So many `trace_bytes` follow the line with it. `memory` holds the bytes that are
+    resident behind each phase, and the most that were until then, where the program tells.
     """
 
     status: Literal["running", "done", "stopped", "refused"]
@@ -118,6 +119,7 @@ class FarRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     before: DeviceState | None = None
     after: DeviceState | None = None
     trace_bytes: Count = 0
+    memory: dict[Phase, tuple[Count, Count]] = {}
 
 
 class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -150,7 +150,7 @@ def _find_failure(answer: _Answer, finished: Finished, job: Job, repeat: int) ->
         return f"the program {finished.ending}{last_words(finished.stderr)}"
     if far is None or far.status == "running":
         return f"the program ended before its work was done{last_words(finished.stderr)}"
-    return find_shortage(answer.count, far, answer.sent if job.answered else job.samples.count, repeat)
+    return find_shortage(answer.count, far, job, answer.sent if job.answered else job.samples.count, repeat)
 
 
 def _describe_step(answer: _Answer, job: Job) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
+from edgekit._ort import CPU_PROVIDER
 from edgekit.profile.report import Cause, DeviceProfile, NodeTime, ProfileComparison, ProfileReport
 from edgekit.report.tables import format_bytes, format_count, make_table
 
@@ -31,7 +32,9 @@ def headline_profile(profile: DeviceProfile) -> str:
 
 def table_operators(profile: DeviceProfile, most: int) -> Table:
     """Returns the operators as a table, the most expensive first."""
-    table = make_table("operator", "provider", "nodes", "calls", "self", "share", "GMAC/s", "GB/s")
+    table = make_table(
+        "operator", "provider", "nodes", "calls", "total", "average", "maximum", "share", "GMAC/s", "GB/s"
+    )
     for one in profile.operators[:most]:
         table.add_row(
             one.op,
@@ -39,9 +42,25 @@ def table_operators(profile: DeviceProfile, most: int) -> Table:
             str(one.nodes),
             f"{one.calls:g}",
             f"{one.self_ms:.3g} ms",
+            f"{one.average_ms:.3g} ms",
+            f"{one.max_ms:.3g} ms",
             f"{one.share:.1%}",
             _rate(one.macs, one.self_ms),
             _rate(one.bytes, one.self_ms),
+        )
+    return table
+
+
+def table_memory(profile: DeviceProfile) -> Table:
+    """Returns what the process holds behind each phase, with the arena and without it."""
+    table = make_table("memory behind", "held", "peak", "held without arena", "peak without arena")
+    for one in profile.memory:
+        bare = (one.bare_bytes, one.bare_peak_bytes)
+        table.add_row(
+            one.phase,
+            format_bytes(one.resident_bytes),
+            format_bytes(one.peak_bytes),
+            *("-" if size is None else format_bytes(size) for size in bare),
         )
     return table
 
@@ -96,6 +115,9 @@ def list_profile_remarks(profile: DeviceProfile) -> Iterator[str]:
 
 def describe_unasked(profile: DeviceProfile) -> Iterator[str]:
     """Yields what kernels cost that no formula of the model asks for, a line a kind."""
+    copies = "copies between providers"
+    if profile.provider != CPU_PROVIDER and all(one.kind != copies for one in profile.unasked):
+        yield f"{copies}: none (no Memcpy kernel ran)"
     for one in profile.unasked:
         inserted = f", {one.inserted} of them put in by ONNX Runtime" if one.inserted else ""
         yield f"{one.kind}: {one.self_ms:.3g} ms ({one.share:.1%}) in {one.nodes} kernels{inserted}"
