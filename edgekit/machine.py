@@ -5,6 +5,7 @@ import gc
 import importlib
 import os
 import platform
+import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -30,6 +31,9 @@ _CPU_INFO = Path("/proc/cpuinfo")
 # Each piece of work at a time needs memory of its own: chosen by hand.
 _MOST_AT_ONCE = 4
 
+VNNI = re.compile(r"\b(avx512_?vnni|avx_vnni)\b")
+"""Found in the flags of an x86 CPU that multiplies 8 bits into 32."""
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -43,6 +47,12 @@ def describe_machine() -> dict[str, str]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
     }
+
+
+def read_cpu_flags() -> str:
+    """Returns the flags of this machine's x86 CPU, "" where there are none."""
+    lines = _CPU_INFO.read_text(errors="replace").splitlines() if _CPU_INFO.is_file() else []
+    return next((line for line in lines if line.startswith("flags")), "")
 
 
 def peak_bytes(usage: Any) -> int:

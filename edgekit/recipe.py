@@ -8,9 +8,10 @@ import msgspec
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit.data.images import Preprocess
-from edgekit.errors import UsageError
+from edgekit.errors import UsageError, suggest_name
 from edgekit.model.outputs import OutputKind, StatedOutput
 from edgekit.model.state import State
+from edgekit.model.tensors import TensorSpec
 from edgekit.plain import read_toml
 from edgekit.target import Form, Precision, Target, TaskLimit, Thresholds, find_group, load_target
 
@@ -149,8 +150,38 @@ def load_targets(recipe: Recipe) -> tuple[Target, ...]:
 
 
 def takes_any_size(targets: Sequence[Target]) -> bool:
-    """Returns True if dimensions may stay open for all targets: ONNX Runtime's own provider takes any size."""
-    return all(target.provider == CPU_PROVIDER for target in targets)
+    """Returns True if dimensions may stay open for all targets.
+
+    ONNX Runtime's own provider takes any size, and others those between the profiles that they are given.
+    """
+    return all(target.provider == CPU_PROVIDER or target.profiles for target in targets)
+
+
+def refuse_profiles(targets: Sequence[Target], inputs: Sequence[TensorSpec]) -> None:
+    """Refuses shape profiles that do not say of each input with open dimensions, and of no other, what fits its shape.
+
+    Raises:
+        UsageError: an input is missing or unknown, or a shape has another rank or another size where one is fixed.
+    """
+    open_inputs = {spec.name: spec for spec in inputs if not spec.is_static}
+    for target in (target for target in targets if target.profiles):
+        names, words = target.profiles[0].keys(), ", ".join(target.shape_profiles or ())
+        if absent := sorted(open_inputs.keys() - names):
+            raise UsageError(f"the profiles of '{target.name}' lack input '{absent[0]}'", hint=f"add it to {words}")
+        for name, shape in ((name, shape) for profile in target.profiles for name, shape in profile.items()):
+            known = next((spec for spec in inputs if spec.name == name), None)
+            if known is None:
+                raise UsageError(
+                    f"the profiles of '{target.name}' name '{name}', which is no input",
+                    hint=suggest_name(name, [spec.name for spec in inputs]),
+                )
+            fixed = known.shape or shape
+            if len(fixed) != len(shape) or any(map(_differs, fixed, shape)):
+                raise UsageError(f"the profile {name}:{'x'.join(map(str, shape))} does not fit {known}", hint=words)
+
+
+def _differs(known: int | str | None, given: int) -> bool:
+    return isinstance(known, int) and known != given
 
 
 def choose_precision(target: Target, wanted: PrecisionChoice) -> Precision:

@@ -1,5 +1,7 @@
 """A target: data read from `targets/<name>/`, with its parameters set."""
 
+import itertools
+import operator
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -111,15 +113,25 @@ class Platform(_Strict, frozen=True, kw_only=True):
     provider_options: dict[str, str] = {}
 
 
+class ChainedProvider(_Strict, frozen=True, kw_only=True):
+    """A provider that a session is given behind the target's own, with its options."""
+
+    provider: str
+    provider_options: dict[str, str] = {}
+
+
 class Session(_Strict, frozen=True, kw_only=True):
     """What an app must pass when it makes a session; `{name}` in a value stands for a parameter of the target.
 
+    An option whose value is then empty is left out, and the provider's own default counts. `chain` holds
+    other providers, in the order in which they get what the target's leaves, before the CPU.
     `platforms` holds the operating systems that have the provider, by name: android, ios, linux, macos, windows.
     """
 
     provider_options: dict[str, str] = {}
     config: dict[str, str] = {}
     platforms: dict[str, Platform] = {}
+    chain: tuple[ChainedProvider, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Verification(_Strict, frozen=True, kw_only=True):
@@ -223,6 +235,8 @@ class Target(_Strict, frozen=True, kw_only=True):
     `fallback` are the targets that an app tries next where this one cannot run; the last, "cpu", is ONNX Runtime's own
     provider, which also runs the files of the others where no bundle was built for it. `socs` gives the values of the
     parameter `soc_model` their names. `float_rewrites` put operators that its provider alone has into what stays float.
+    `shape_profiles` names the parameters that hold the smallest, the usual and the largest shapes of inputs: where they
+    are set, dimensions may stay open.
     """
 
     name: str
@@ -242,6 +256,7 @@ class Target(_Strict, frozen=True, kw_only=True):
     fallback: tuple[str, ...] = ("cpu",)
     socs: dict[str, str] = {}
     float_rewrites: tuple[str, ...] = ()
+    shape_profiles: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
     settings: dict[str, str] = {}
     folder: Path = Path()
 
@@ -254,6 +269,12 @@ class Target(_Strict, frozen=True, kw_only=True):
     def is_for_phones(self) -> bool:
         """True if a phone's operating system has the provider."""
         return not {"android", "ios"}.isdisjoint(self.session.platforms)
+
+    @property
+    def profiles(self) -> tuple[dict[str, tuple[int, ...]], ...]:
+        """The smallest, the usual and the largest shape of each input that is named there; () where none is set."""
+        given = [self.settings.get(name, "") for name in self.shape_profiles or ()]
+        return tuple(_read_shapes(text) for text in given) if any(given) else ()
 
     def widens(self, precision: Precision) -> bool:
         """Returns True if activations that 8 bits hurt may get 16 in a precision that has 8 for the others."""
@@ -301,10 +322,12 @@ def load_target(name: str, settings: Mapping[str, str] | None = None) -> Target:
             chosen[other] = its
     chosen |= given
     target = _vary(msgspec.structs.replace(target, settings=chosen, folder=folder))
+    _refuse_profiles(target)
     session = Session(
         provider_options=_fill(target.session.provider_options, chosen),
         config=_fill(target.session.config, chosen),
         platforms={name: _fill_platform(target, name, chosen) for name in target.session.platforms},
+        chain=tuple(_fill_chained(each, chosen) for each in target.session.chain or ()) or msgspec.UNSET,
     )
     minimum_ort = target.minimum_ort.format_map(chosen)
     return msgspec.structs.replace(target, session=session, minimum_ort=minimum_ort)
@@ -353,7 +376,7 @@ def _find_folder(name: str) -> Path:
     path = Path(name)
     if path.is_dir():
         return path
-    raise UsageError(f"there is no target '{name}'", hint=suggest_name(name, (*target_names(), *_GROUPS)))
+    raise UsageError(f"there is no target '{name}'", hint=suggest_name(name, (*target_names(), *_GROUPS, "auto")))
 
 
 def _check_setting(target: Target, key: str, value: str) -> str:
@@ -370,6 +393,26 @@ def _check_setting(target: Target, key: str, value: str) -> str:
             top = "" if high is None else f" to {high}"
             raise UsageError(f"'{value}' is no {key} of '{target.name}'", hint=f"a whole number from {low}{top}")
     return value
+
+
+def _read_shapes(text: str) -> dict[str, tuple[int, ...]]:
+    pairs = (entry.rpartition(":") for entry in text.split(",") if entry)
+    return {name: tuple(map(int, shape.split("x"))) for name, _, shape in pairs}
+
+
+def _refuse_profiles(target: Target) -> None:
+    """Refuses profiles that are not whole: all of them name the same inputs, and no size falls from one to the next."""
+    shapes = target.profiles
+    names = ", ".join(target.shape_profiles or ())
+    for one, other in itertools.pairwise(shapes):
+        for name in one.keys() | other.keys():
+            low, high = one.get(name), other.get(name)
+            if low is None or high is None or len(low) != len(high) or any(map(operator.gt, low, high)):
+                said = " to ".join(str(each.get(name)) for each in shapes)
+                raise UsageError(
+                    f"the profiles of input '{name}' do not rise: {said}",
+                    hint=f"{names}: shapes of as many axes for the same inputs, none smaller than in the one before",
+                )
 
 
 _VARIED = tuple(name for name in Variant.__struct_fields__ if name not in {"when", "provider_options"})
@@ -395,5 +438,10 @@ def _fill_platform(target: Target, name: str, settings: Mapping[str, str]) -> Pl
     )
 
 
+def _fill_chained(chained: ChainedProvider, settings: Mapping[str, str]) -> ChainedProvider:
+    return msgspec.structs.replace(chained, provider_options=_fill(chained.provider_options, settings))
+
+
 def _fill(entries: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:
-    return {key: value.format_map(settings) for key, value in entries.items()}
+    filled = {key: value.format_map(settings) for key, value in entries.items()}
+    return {key: value for key, value in filled.items() if value}

@@ -21,7 +21,13 @@ from edgekit.recipe import PRECISIONS, PrecisionChoice
 @click.option(
     "--golden", type=click.Path(path_type=Path), metavar="DIR", help="An earlier build: take its float reference."
 )
-@click.option("--target", "targets", multiple=True, metavar="NAME", help="A target, its folder, or all (the default).")
+@click.option(
+    "--target",
+    "targets",
+    multiple=True,
+    metavar="NAME",
+    help="A target, its folder, all (the default), pc, or auto: what this machine runs.",
+)
 @options.SET
 @options.DIM_OR_BUCKETS
 @options.SHAPE

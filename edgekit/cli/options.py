@@ -46,7 +46,7 @@ TARGETS = click.option(
     multiple=True,
     default=("all",),
     metavar="NAME",
-    help="A target, its folder, or those of phones and boards (all), or of PCs (pc).",
+    help="A target, its folder, or those of phones and boards (all), of PCs (pc), or of this machine (auto).",
 )
 TARGET = click.option("--target", required=True, metavar="NAME", help="A target or its folder.")
 SET = click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="A parameter of the target.")

@@ -15,6 +15,7 @@ from edgekit.bundle.golden.golden import KnownOutputs, read_inputs
 from edgekit.data.data_check import warn_if_few
 from edgekit.devices.android.android import NNAPI
 from edgekit.devices.parallel import running_behind
+from edgekit.devices.plain import choose_here
 from edgekit.devices.register import DeviceChoice
 from edgekit.errors import EdgekitError
 from edgekit.jobs.build_inputs import BuildInputs, BuildJob, calibrate_inputs, read_build_inputs
@@ -76,7 +77,7 @@ def build(
     """
     start, watch = time.monotonic(), Stopwatch()
     watch.begin("prepare")
-    recipe, progress = recipe or Recipe(), progress or say_nothing
+    recipe, progress = choose_here(recipe or Recipe()), progress or say_nothing
     targets, given = load_targets(recipe), load_model(model)
     # Everything is made beside and moved at the end: a build that fails or is interrupted leaves `out` as it was.
     with work_folder() as work, staged_entries(out) as staging:

@@ -40,7 +40,7 @@ from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.calibration.cache import CacheSettings, CalibrationCache, open_cache
 from edgekit.quantize.calibration.checkpoint import Checkpoint
 from edgekit.quantize.mixed_precision.candidates import Memo
-from edgekit.recipe import Data, Recipe, choose_precision, takes_any_size
+from edgekit.recipe import Data, Recipe, choose_precision, refuse_profiles, takes_any_size
 from edgekit.target import INTEGERS, Target, TaskLimit
 from edgekit.verify.tasks.accuracy import check_class_labels
 from edgekit.verify.tasks.tasks import find_metric
@@ -188,6 +188,7 @@ def calibrate_inputs(inputs: BuildInputs, job: BuildJob) -> BuildInputs:
 def _prepare(source: Model, job: BuildJob) -> tuple[FixedModel, BucketModels | None]:
     job.progress("prepare the model")
     recipe = job.recipe
+    refuse_profiles(job.targets, source.inputs)
     dims = choose_dims(recipe.dims, recipe.buckets, recipe.pad)
     is_free = not recipe.buckets and takes_any_size(job.targets)
     fixed = ready_model(source, job.work, dims, may_stay_open=is_free)

@@ -16,6 +16,7 @@ from edgekit.check.recommend import recommend_target
 from edgekit.check.report import CheckReport, Verdict
 from edgekit.check.rules.rulebook import load_rules
 from edgekit.devices.observe import NotObserved, Observed, observe_target
+from edgekit.devices.plain import choose_here
 from edgekit.errors import ModelError, RuntimeRefusal
 from edgekit.graph.graph import read_graph
 from edgekit.model.model import Model, load_model
@@ -23,7 +24,7 @@ from edgekit.plain import to_plain
 from edgekit.prepare.clean import prepare_model, sketch_model, sketch_unloaded
 from edgekit.prepare.fix import FIXES, JOINS, Fix, FixedModel, fix_model, list_asked
 from edgekit.progress import Progress, say_nothing
-from edgekit.recipe import Recipe, load_targets
+from edgekit.recipe import Recipe, load_targets, refuse_profiles
 from edgekit.report.checked import CheckSummary, describe_recommendation
 from edgekit.target import Target
 
@@ -66,7 +67,9 @@ def check_targets(
         EdgekitError: the model or the recipe is wrong.
     """
     progress = progress or say_nothing
+    recipe = choose_here(recipe)
     targets, source = load_targets(recipe), load_model(model)
+    refuse_profiles(targets, source.inputs)
     reports: dict[str, CheckReport] = {}
     observed: dict[str, Observed | NotObserved] = {}
     floats: dict[str, str] = {}

@@ -25,6 +25,7 @@ from edgekit.data.samples import select_samples
 from edgekit.errors import BundleError, UsageError
 from edgekit.model.tensors import Tensors, TensorSpec, shape_matches
 from edgekit.package.contents import Cut
+from edgekit.target import ChainedProvider
 
 # GraphOptimizationLevel of onnxruntime_c_api.h.
 _LEVELS = {Level.DISABLED: 0, Level.BASIC: 1, Level.EXTENDED: 2, Level.LAYOUT: 3, Level.ALL: 99}
@@ -95,6 +96,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     precision: str
     provider: str
     provider_options: dict[str, str]
+    chain: tuple[ChainedProvider, ...]
     session_config: dict[str, str]
     minimum_ort: str
     model: str
@@ -288,6 +290,7 @@ def _describe(bundle: Bundle, cut: Cut, name: str, platform: str) -> Variant:
         precision=manifest.precision,
         provider=manifest.provider,
         provider_options=dict(sorted(options.items())),
+        chain=manifest.chain or (),
         session_config=dict(sorted(manifest.session_config.items())),
         minimum_ort=manifest.minimum_ort,
         model=manifest.model_file,

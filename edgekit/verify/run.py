@@ -22,14 +22,14 @@ from edgekit.devices.placed import count_nodes
 from edgekit.devices.recorded import is_recorded
 from edgekit.errors import EdgekitError
 from edgekit.evidence import Evidence
-from edgekit.machine import describe_machine
+from edgekit.machine import describe_machine, read_cpu_flags
 from edgekit.progress import Progress, say_nothing
 from edgekit.target import Form, TaskLimit, Verification
 from edgekit.verify.causes.forms import TESTED_FORMS, describe_untested, list_broken_forms
 from edgekit.verify.causes.honesty import describe_older, describe_outdated, find_replay, find_sameness, find_version
 from edgekit.verify.causes.own_model import describe_excused, excuse_outputs, find_own_half_values
 from edgekit.verify.causes.suspects import find_suspects
-from edgekit.verify.causes.traps import find_ignored_optimisations, find_input_mistake, list_traps, read_cpu_flags
+from edgekit.verify.causes.traps import find_ignored_optimisations, find_input_mistake, list_traps
 from edgekit.verify.devices.apart import Held, describe_apart, hold_outputs
 from edgekit.verify.devices.buckets import Unfilled, run_buckets
 from edgekit.verify.devices.device_layers import look_at_layers

@@ -15,7 +15,7 @@ from edgekit.model.listed import ListColumns
 from edgekit.model.state import State, find_fault
 from edgekit.model.tensors import TensorSpec
 from edgekit.recipe import Licence
-from edgekit.target import Form, Platform, Precision, Thresholds, Verification
+from edgekit.target import ChainedProvider, Form, Platform, Precision, Thresholds, Verification
 
 UNPADDED = "golden/unpadded.npz"
 """What the float model makes of the golden samples as long as they were, in a bundle with buckets."""
@@ -141,7 +141,8 @@ class Manifest(_Strict, frozen=True, kw_only=True):
     of the next step, and how many golden samples make a sequence; a model without state has none. `buckets`
     are sizes of one dimension, with a model for each: the files of all of them stand under the form. `tuned` are
     settings that were found to be better on some machines: the first whose class is that of the machine counts.
-    `listed` says where outputs list detections, whose rows have no place of their own.
+    `listed` says where outputs list detections, whose rows have no place of their own. `chain` holds the providers that
+    a session is given between `provider` and the CPU, in this order, each with its options.
     """
 
     # A version to come is refused, not guessed at: what it adds may change what the rest means.
@@ -181,6 +182,7 @@ class Manifest(_Strict, frozen=True, kw_only=True):
     tuned: tuple[TunedSession, ...] | msgspec.UnsetType = msgspec.UNSET
     open_dims: dict[str, tuple[int, ...]] | msgspec.UnsetType = msgspec.UNSET
     listed: ListColumns | msgspec.UnsetType = msgspec.UNSET
+    chain: tuple[ChainedProvider, ...] | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def steps(self) -> int:

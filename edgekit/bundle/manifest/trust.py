@@ -186,6 +186,7 @@ _TOLD: Mapping[str, Callable[[Target], object]] = {
     "provider": lambda target: target.provider,
     "provider_options": lambda target: target.session.provider_options,
     "session_config": lambda target: target.session.config,
+    "chain": lambda target: target.session.chain,
     "platforms": lambda target: target.session.platforms,
     "minimum_ort": lambda target: target.minimum_ort,
     "thresholds": lambda target: target.thresholds,
@@ -206,6 +207,9 @@ def check_requests(manifest: Manifest, source: str) -> None:
     _check_words(manifest.session_config, _SESSION, "session_config", source)
     options = PROVIDER_OPTIONS.get(manifest.provider)
     _check_words(manifest.provider_options, options, "provider_options", source)
+    for chained in manifest.chain or ():
+        _check_words({chained.provider: ""}, dict.fromkeys(PROVIDER_OPTIONS, ""), "chain", source)
+        _check_words(chained.provider_options, PROVIDER_OPTIONS[chained.provider], "chain", source)
     for index, tuned in enumerate(manifest.tuned or ()):
         place = f"tuned[{index}].setting"
         _check_words(tuned.setting.config, _SESSION, f"{place}.config", source)

@@ -258,7 +258,8 @@ def _open_session(folder: Path, job: Json) -> Any:
     if not job["profile"]:
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     provider = job["provider"]
-    providers: Any = [_CPU] if provider == _CPU else [(provider, job["provider_options"]), _CPU]
+    chain = [(each["provider"], each["provider_options"]) for each in (job, *job.get("chain", ()))]
+    providers: Any = [_CPU] if provider == _CPU else [*chain, _CPU]
     if job["library"] or job.get("preload"):
         # Beside this file, as the queue is.
         prepare = runpy.run_path(str(Path(__file__).with_name("ort_provider.py")))["prepare_provider"]

@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, distributions, version
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -34,7 +35,8 @@ class Provider(msgspec.Struct, frozen=True, kw_only=True):
     of the package `onnxruntime`. Of that one the files `parts` are loaded when a session is made, and a session without
     them runs on the CPU: `needs` is the command that brings what they need. A provider that runs only on certain
     `systems` names them as `sys.platform` does. `hardware` are the kinds of device that may be asked for by name.
-    `cpu_vendor` is the PCI number of the only vendor whose CPUs the plug-in lists, though it computes on others: 0 for
+    A provider of one maker's GPUs names in `drivers` the files under /dev of their drivers on Linux, any of which is
+    there where such a GPU is. `cpu_vendor` is the PCI number of the only vendor whose CPUs the plug-in lists, though it computes on others: 0 for
     all. `find_environment` says what is set for the process that runs a model. `evidence` is what a run on it is worth.
     """
 
@@ -45,6 +47,7 @@ class Provider(msgspec.Struct, frozen=True, kw_only=True):
     needs: str = ""
     systems: tuple[str, ...] = ()
     hardware: tuple[Hardware, ...] = ()
+    drivers: tuple[str, ...] = ()
     cpu_vendor: int = 0
     find_environment: Callable[[], Mapping[str, str]] = dict
     evidence: Evidence = Evidence.DEVICE
@@ -55,6 +58,8 @@ class Provider(msgspec.Struct, frozen=True, kw_only=True):
         return self.package.partition("==")[0]
 
 
+# A PC's, WSL's and Jetsons'.
+_NVIDIA = ("nvidiactl", "dxg", "nvhost-gpu", "nvgpu")
 _CUDA = "pip install onnxruntime-gpu[cuda,cudnn], and NVIDIA's driver"
 PROVIDERS: Mapping[str, Provider] = {
     "openvino": Provider(
@@ -81,6 +86,7 @@ PROVIDERS: Mapping[str, Provider] = {
         parts=("providers_cuda",),
         needs=_CUDA,
         systems=("linux", "win32"),
+        drivers=_NVIDIA,
     ),
     "host:tensorrt": Provider(
         name="TensorrtExecutionProvider",
@@ -88,6 +94,7 @@ PROVIDERS: Mapping[str, Provider] = {
         parts=("providers_cuda", "providers_tensorrt"),
         needs=f"{_CUDA}; TensorRT 10 on the path of libraries: pip install tensorrt",
         systems=("linux", "win32"),
+        drivers=_NVIDIA,
     ),
     "host:tensorrt-rtx": Provider(
         name="NvTensorRTRTXExecutionProvider",
@@ -102,6 +109,7 @@ PROVIDERS: Mapping[str, Provider] = {
         parts=("providers_migraphx",),
         needs="AMD's ROCm with MIGraphX: apt-get install migraphx",
         systems=("linux",),
+        drivers=("kfd",),
     ),
     "host:vitisai": Provider(
         name="VitisAIExecutionProvider",
@@ -217,6 +225,8 @@ def _find_lacking(device: str, hardware: str) -> Missing | None:
     if found.failure:
         # ONNX Runtime itself says nothing then and takes the CPU.
         return Missing(reason=f"{row.name} cannot be loaded: {found.failure}", command=row.needs or None)
+    if row.drivers and sys.platform == "linux" and not any(Path("/dev", name).exists() for name in row.drivers):
+        return Missing(reason=f"this machine has no GPU that {row.name} computes on", command=row.needs or None)
     kinds = [one.kind for one in found.devices]
     if row.module and (hardware not in kinds if hardware else not kinds):
         seen = f": it has {', '.join(kinds)}" if kinds else ""
@@ -224,6 +234,15 @@ def _find_lacking(device: str, hardware: str) -> Missing | None:
             reason=f"{row.name} finds no {hardware or 'device'} on this machine{seen}", command=row.needs or None
         )
     return None
+
+
+def is_accelerated(device: str) -> bool:
+    """Returns True if a provider that can be used here finds more than a CPU, or the CPU that it is made for."""
+    row = PROVIDERS[device]
+    if not row.module:
+        return True
+    found = ask_provider(device)
+    return any(one.kind != "cpu" for one in found.devices) or (bool(row.cpu_vendor) and not found.told)
 
 
 def find_provider_versions(device: str) -> dict[str, str]:

@@ -77,6 +77,7 @@ def describe_job(job: Job, *, provider: str = CPU_PROVIDER) -> FarJob:
         model=str(job.model.resolve()),
         provider=provider,
         provider_options=session.provider_options if provider == job.target.provider else {},
+        chain=(session.chain or ()) if provider == job.target.provider else (),
         session_config=config,
         level=job.level,
         threads=job.threads,

@@ -24,6 +24,7 @@ from edgekit.data.samples import Samples
 from edgekit.devices.device import LEAST_SAMPLES, DeviceState, Phase, Queue
 from edgekit.errors import DeviceError
 from edgekit.model.tensors import DTYPES, Array, Tensors, TensorSpec, shape_matches
+from edgekit.target import ChainedProvider
 
 # Bounds for what comes back, before it is parsed or kept: numpy's own limit was 32 axes until 2.0.
 MAX_HEADER_BYTES = 1 << 20
@@ -45,6 +46,7 @@ Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=8.64e7)]
 class FarJob(msgspec.Struct, frozen=True, kw_only=True):
     """What a far-side program is told; paths are as that program sees them.
 
+    `chain` holds other providers, which get what `provider` leaves, before the CPU does.
     `library` is a plug-in provider's library, "" for providers that are built in; of its devices the first is taken
     that is of the kind `hardware` (cpu, gpu or npu, "" for any), and while it looks for them every CPU is said to be of
     `cpu_vendor` (a PCI number, 0 for what it is). With `preload` libraries of CUDA that wheels brought are loaded
@@ -66,6 +68,7 @@ class FarJob(msgspec.Struct, frozen=True, kw_only=True):
     cpu_vendor: int = 0
     preload: bool = False
     provider_options: dict[str, str] = {}
+    chain: tuple[ChainedProvider, ...] = ()
     session_config: dict[str, str] = {}
     level: Level = Level.ALL
     threads: int = 0

@@ -15,12 +15,12 @@ from edgekit.devices.device import DeviceRun
 from edgekit.devices.emulators.qnn_sim import ARCH_SOCS
 from edgekit.errors import EdgekitError
 from edgekit.evidence import Evidence
+from edgekit.machine import VNNI
 from edgekit.model.model import load_model, read_proto
 from edgekit.model.tensors import Array, Tensors, is_numeric
 from edgekit.verify.matching.order import DEQUANTIZE, QUANTIZE
 from edgekit.verify.metrics import tensor_metrics as metrics
 
-_VNNI = re.compile(r"\b(avx512_?vnni|avx_vnni)\b")
 _SOCS: Mapping[str, str] = {soc: arch for arch, soc in ARCH_SOCS.items()}
 # As in `suspects`: what is left once a mistake is undone is a quantized model's error, and much less than before.
 _FIT_DB, _GAIN_DB, _SAMPLES = 20.0, 15.0, 3
@@ -37,15 +37,6 @@ def list_traps(bundle: Bundle, run: DeviceRun, model: Path, cpu_flags: str) -> I
     """
     yield from _find_saturation(run, model, cpu_flags)
     yield from _find_other_htp(bundle, run)
-
-
-def read_cpu_flags() -> str:
-    """Returns the flags of this machine's x86 CPU, "" where there are none."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return ""
-    return next((line for line in lines if line.startswith("flags")), "")
 
 
 def find_ignored_optimisations(run: DeviceRun, wanted: Mapping[str, str]) -> str | None:
@@ -94,7 +85,7 @@ def _find_saturation(run: DeviceRun, model: Path, cpu_flags: str) -> Iterator[st
     own = run.evidence in {Evidence.EMULATED, Evidence.SAME_EP, Evidence.SIMULATOR}
     on_host = own and not run.device.startswith("arm64")
     older = run.device == "host:haswell"
-    if not (older or (cpu_flags and not _VNNI.search(cpu_flags))) or not on_host or not may_saturate(model):
+    if not (older or (cpu_flags and not VNNI.search(cpu_flags))) or not on_host or not may_saturate(model):
         return
     where = "the emulated CPU" if older else "this machine's CPU"
     yield (

@@ -140,7 +140,8 @@ def _choose_providers(variant: Variant, options: Any, *, on_cpu: bool, plugin: s
         raise LoaderError(f"this onnxruntime was built without {name}, which '{variant['name']}' is for")
     if name == "XnnpackExecutionProvider":
         options.intra_op_num_threads = 1  # XNNPACK has its own threads
-    return {"providers": [(name, given), "CPUExecutionProvider"]}
+    chain = [(each["provider"], each["provider_options"]) for each in variant["chain"]]
+    return {"providers": [(name, given), *chain, "CPUExecutionProvider"]}
 
 
 def _find_plugin(module: str) -> str:
