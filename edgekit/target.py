@@ -405,7 +405,7 @@ def _refuse_profiles(target: Target) -> None:
     shapes = target.profiles
     names = ", ".join(target.shape_profiles or ())
     for one, other in itertools.pairwise(shapes):
-        for name in one.keys() | other.keys():
+        for name in sorted(one.keys() | other.keys()):
             low, high = one.get(name), other.get(name)
             if low is None or high is None or len(low) != len(high) or any(map(operator.gt, low, high)):
                 said = " to ".join(str(each.get(name)) for each in shapes)

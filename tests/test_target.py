@@ -8,7 +8,9 @@ import pytest
 
 import edgekit.target
 from edgekit.errors import TargetError, UsageError
-from edgekit.target import load_target, read_version, target_names
+from edgekit.model.tensors import TensorSpec
+from edgekit.recipe import refuse_profiles, takes_any_size
+from edgekit.target import Target, load_target, read_version, target_names
 
 ROOT = Path(__file__).parent.parent
 
@@ -106,7 +108,62 @@ def test_versions_compare_by_number() -> None:
 
 @pytest.mark.parametrize("value", ["../x", "x", "x:1x", "x:1x3,", "x:1x3 y:1"])
 def test_a_value_that_does_not_fit_its_form_is_refused(value: str) -> None:
-    assert load_target("tensorrt", {"profile_min": "x:1x3,y.1:8"}).session.provider_options["trt_profile_min_shapes"]
+    whole = dict.fromkeys(("profile_min", "profile_opt", "profile_max"), "x:1x3,y.1:8")
+    assert load_target("tensorrt", whole).session.provider_options["trt_profile_min_shapes"] == "x:1x3,y.1:8"
     with pytest.raises(UsageError, match="is no profile_min of 'tensorrt'") as caught:
         load_target("tensorrt", {"profile_min": value})
     assert "as input:1x3x224x224" in caught.value.hint
+
+
+def test_options_of_nvidia_are_settings_and_an_empty_one_is_left_to_the_provider() -> None:
+    cuda = load_target("cuda").session.provider_options
+    assert {"device_id", "arena_extend_strategy", "cudnn_conv_algo_search", "enable_cuda_graph"} <= cuda.keys()
+    assert "gpu_mem_limit" not in cuda
+    asked = {
+        "device_id": "1",
+        "gpu_mem_limit": "2147483648",
+        "max_workspace_size": "1073741824",
+        "min_subgraph_size": "5",
+    }
+    session = load_target("tensorrt", asked).session
+    assert session.provider_options["trt_max_workspace_size"] == "1073741824"
+    assert session.provider_options["trt_min_subgraph_size"] == "5"
+    assert not any(name.startswith("trt_profile") for name in session.provider_options)
+    # What TensorRT leaves goes to CUDA, on the same GPU and within the same memory.
+    (behind,) = session.chain or ()
+    assert behind.provider == "CUDAExecutionProvider"
+    assert behind.provider_options == {"device_id": "1", "gpu_mem_limit": "2147483648"}
+    for name, value in (("gpu_mem_limit", "0"), ("gpu_mem_limit", "2GB"), ("device_id", "-1")):
+        with pytest.raises(UsageError, match=f"is no {name}"):
+            load_target("cuda", {name: value})
+
+
+@pytest.mark.parametrize(
+    ("least", "usual", "most"),
+    [("", "x:1", "x:2"), ("x:2", "x:1", "x:3"), ("x:1", "x:1x1", "x:1"), ("x:1", "y:1", "x:1")],
+)
+def test_profiles_that_do_not_rise_are_refused(least: str, usual: str, most: str) -> None:
+    with pytest.raises(UsageError, match="of input 'x' do not rise"):
+        load_target("tensorrt", {"profile_min": least, "profile_opt": usual, "profile_max": most})
+
+
+def test_profiles_say_of_each_open_input_what_fits_its_shape() -> None:
+    inputs = (
+        TensorSpec(name="x", dtype="float32", shape=("n", 3)),
+        TensorSpec(name="k", dtype="float32", shape=(4,)),
+    )
+    allowed = _profiled("x:1x3", "x:4x3", "x:8x3")
+    refuse_profiles([allowed, load_target("cpu")], inputs)
+    assert takes_any_size([allowed, load_target("cpu")])
+    assert not takes_any_size([load_target("tensorrt")])
+    for shape, message in (
+        ("k:4", "lack input 'x'"),
+        ("x:1x4", "does not fit"),
+        ("x:1x3,z:1", "'z', which is no input"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            refuse_profiles([_profiled(shape, shape, shape)], inputs)
+
+
+def _profiled(least: str, usual: str, most: str) -> Target:
+    return load_target("tensorrt", {"profile_min": least, "profile_opt": usual, "profile_max": most})

@@ -220,7 +220,11 @@ def _read_json(bundle: Bundle, name: str, kind: type[_Value]) -> _Value:
 
 
 def _describe_target(target: Target) -> dict[str, object]:
-    return {key: value for key, value in msgspec.structs.asdict(target).items() if key != "folder"}
+    return {
+        key: value
+        for key, value in msgspec.structs.asdict(target).items()
+        if key != "folder" and value is not msgspec.UNSET
+    }
 
 
 def _raise_minimum(contents: Contents) -> Target:

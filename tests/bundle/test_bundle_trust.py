@@ -196,3 +196,24 @@ def test_a_bundle_names_no_file_to_tensorrt(tmp_path: Path, key: str, value: str
     forge(folder, *set_session(key, value, place="provider_options"))
     with pytest.raises(BundleError, match=f"'{key}' in provider_options .*{why}"):
         open_bundle(folder)
+
+
+@pytest.mark.parametrize(
+    ("chained", "message"),
+    [
+        ({"provider": "OtherExecutionProvider", "provider_options": {}}, "'OtherExecutionProvider' in chain"),
+        (
+            {"provider": "CUDAExecutionProvider", "provider_options": {"user_compute_stream": "1"}},
+            "'user_compute_stream' in chain .*is not for a bundle to set",
+        ),
+    ],
+)
+def test_what_stands_behind_the_provider_is_held_to_the_same(
+    tmp_path: Path, chained: dict[str, Any], message: str
+) -> None:
+    folder = make_bundle(tmp_path, target="tensorrt").folder
+    (behind,) = open_bundle(folder).manifest.chain or ()
+    assert (behind.provider, behind.provider_options) == ("CUDAExecutionProvider", {"device_id": "0"})
+    forge(folder, lambda said: said.update(chain=[chained]), lambda told: told["session"].update(chain=[chained]))
+    with pytest.raises(BundleError, match=message):
+        open_bundle(folder)

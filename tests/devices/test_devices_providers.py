@@ -14,14 +14,22 @@ from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.device import Job
 from edgekit.devices.find import device_names, find_device, list_devices, serve_device
 from edgekit.devices.local import offered
-from edgekit.devices.local.offered import PROVIDERS, Found, ask_provider, find_missing_provider, list_offered
-from edgekit.devices.local.provider import check_options
-from edgekit.devices.plain import plain_target
+from edgekit.devices.local.offered import (
+    PROVIDERS,
+    Found,
+    FoundDevice,
+    ask_provider,
+    find_missing_provider,
+    list_offered,
+)
+from edgekit.devices.local.provider import LocalProvider, check_options
+from edgekit.devices.plain import choose_here, plain_target
 from edgekit.devices.process.child import FAR, Runner, describe_job
 from edgekit.devices.process.python import run_python
 from edgekit.devices.self_test import try_device
 from edgekit.errors import DeviceError, TargetError, UsageError
 from edgekit.evidence import Evidence
+from edgekit.recipe import Recipe
 from edgekit.target import load_target
 
 CUDA = "CUDAExecutionProvider"
@@ -146,3 +154,36 @@ def test_hardware_that_openvino_does_not_find_is_named() -> None:
     missing = find_missing_provider("openvino", "npu")
     assert (missing is None) == ("npu" in kinds)
     assert missing is None or "finds no npu on this machine: it has cpu" in missing.reason
+
+
+def test_this_machine_is_never_told_to_use_a_gpu_that_it_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(offered, "AVAILABLE_PROVIDERS", (CUDA, "TensorrtExecutionProvider", CPU_PROVIDER))
+    # CUDA's libraries load without a GPU, as they do in a container.
+    monkeypatch.setattr(offered, "ask_provider", lambda _: Found())
+    monkeypatch.setattr(offered, "_DEV", tmp_path)
+    here = choose_here(Recipe(targets=("auto", "qnn")))
+    assert {"cpu", "qnn"} <= {*here.targets}
+    assert not {"cuda", "tensorrt", "directml", "coreml"} & {*here.targets}
+    missing = find_missing_provider("host:cuda", "")
+    assert missing is not None
+    assert missing.reason == f"this machine has no GPU that {CUDA} computes on"
+    (tmp_path / "nvidiactl").touch()
+    assert {"cpu", "cuda", "tensorrt"} <= {*choose_here(Recipe(targets=("auto",))).targets}
+
+
+def test_a_processor_that_stands_for_a_gpu_is_no_hardware_to_recommend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalProvider, "find_missing", lambda _: None)
+    for kind, chosen in (("cpu", False), ("gpu", True)):
+        found = Found(devices=(FoundDevice(kind=kind, name="x", version="1"),))
+        monkeypatch.setattr(offered, "ask_provider", lambda _, found=found: found)
+        targets = choose_here(Recipe(targets=("auto",))).targets
+        # OpenVINO is made for Intel's CPUs; SwiftShader plays the GPU for WebGPU.
+        assert ("webgpu" in targets, "openvino" in targets) == (chosen, True)
+
+
+def test_the_cpu_of_this_machine_is_chosen_unless_another_is_named() -> None:
+    assert choose_here(Recipe(targets=("auto",))).settings["arch"] in load_target("cpu").parameters["arch"].choices
+    named = Recipe(targets=("auto",), settings={"arch": "arm64"})
+    assert choose_here(named).settings == {"arch": "arm64"}
+    assert choose_here(Recipe(targets=("cpu",))) == Recipe(targets=("cpu",))

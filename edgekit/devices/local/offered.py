@@ -22,6 +22,7 @@ from edgekit.evidence import Evidence
 OPENVINO = "OpenVINOExecutionProvider"
 Hardware = Literal["cpu", "gpu", "npu"]
 
+_DEV = Path("/dev")
 _PROGRAM = FAR / "ort_provider.py"
 _TIMEOUT_S = 60.0
 _INTEL = 0x8086
@@ -36,8 +37,9 @@ class Provider(msgspec.Struct, frozen=True, kw_only=True):
     them runs on the CPU: `needs` is the command that brings what they need. A provider that runs only on certain
     `systems` names them as `sys.platform` does. `hardware` are the kinds of device that may be asked for by name.
     A provider of one maker's GPUs names in `drivers` the files under /dev of their drivers on Linux, any of which is
-    there where such a GPU is. `cpu_vendor` is the PCI number of the only vendor whose CPUs the plug-in lists, though it computes on others: 0 for
-    all. `find_environment` says what is set for the process that runs a model. `evidence` is what a run on it is worth.
+    there where such a GPU is. `cpu_vendor` is the PCI number of the only vendor whose CPUs the plug-in lists, though it
+    computes on others: 0 for all. `find_environment` says what is set for the process that runs a model. `evidence` is
+    what a run on it is worth.
     """
 
     name: str
@@ -225,7 +227,7 @@ def _find_lacking(device: str, hardware: str) -> Missing | None:
     if found.failure:
         # ONNX Runtime itself says nothing then and takes the CPU.
         return Missing(reason=f"{row.name} cannot be loaded: {found.failure}", command=row.needs or None)
-    if row.drivers and sys.platform == "linux" and not any(Path("/dev", name).exists() for name in row.drivers):
+    if row.drivers and sys.platform == "linux" and not any((_DEV / name).exists() for name in row.drivers):
         return Missing(reason=f"this machine has no GPU that {row.name} computes on", command=row.needs or None)
     kinds = [one.kind for one in found.devices]
     if row.module and (hardware not in kinds if hardware else not kinds):
