@@ -53,7 +53,8 @@ def test_joined_targets_are_opened_from_an_archive(build: Path, capsys: pytest.C
     again = run_json(capsys, *join, str(build / "folder"))
     assert joined["sha256"] == again["sha256"]
     assert run_command(["verify", archive, "--key", public, "--files-only"]) == 0
-    assert run_command(["verify", archive, "--key", public, "--target", "coreml", "--on", "emulated", "--accept-unproven"]) == 0
+    emulated = ["--target", "coreml", "--on", "emulated", "--accept-unproven"]
+    assert run_command(["verify", archive, "--key", public, *emulated]) == 0
     assert run_command(["verify", archive, "--on", "emulated"]) == 2
     assert "--target coreml or cpu" in capsys.readouterr().err
     data = bytearray(Path(archive).read_bytes())
