@@ -1,16 +1,9 @@
-"""The targets that fit a device or this machine where the user named none."""
-
-import platform
+"""The target that a bare model is opened as: that of a device with one provider, else the CPU provider as it is."""
 
 import msgspec
 
-from edgekit._ort import CPU_PROVIDER
-from edgekit.devices.find import find_device
-from edgekit.devices.local.offered import PROVIDERS, is_accelerated
-from edgekit.evidence import Evidence
-from edgekit.machine import VNNI, read_cpu_flags
-from edgekit.recipe import Recipe
-from edgekit.target import Session, Target, load_target, target_names
+from edgekit.devices.local.offered import PROVIDERS
+from edgekit.target import Session, Target, load_target
 
 _TARGETS = {
     "qnn-htp-sim": ("qnn",),
@@ -19,8 +12,6 @@ _TARGETS = {
     "ios-sim": ("coreml",),
     "openvino": ("openvino",),
 }
-AUTO = "auto"
-"""Stands for the targets whose provider and hardware this machine has."""
 
 
 def plain_target(device: str) -> Target:
@@ -42,31 +33,3 @@ def serve_targets(device: str) -> tuple[Target, ...]:
 def cpu_target() -> Target:
     """Returns the target `cpu` for a float model that is opened with no option at all."""
     return msgspec.structs.replace(load_target("cpu"), precisions=("fp32",), session=Session())
-
-
-def choose_here(recipe: Recipe) -> Recipe:
-    """Returns a recipe in which the target "auto" is what this machine runs, and `cpu` is built for its CPU."""
-    if AUTO not in recipe.targets:
-        return recipe
-    here = [name for name in target_names() if _runs_here(load_target(name))]
-    targets = [name for given in recipe.targets for name in (here if given == AUTO else [given])]
-    settings = {"arch": _name_arch(), **recipe.settings}
-    return msgspec.structs.replace(recipe, targets=tuple(dict.fromkeys(targets)), settings=settings)
-
-
-def _runs_here(target: Target) -> bool:
-    """Returns True for `cpu`, and for a target whose own provider is installed here with hardware to compute on."""
-    if target.provider == CPU_PROVIDER:
-        return True
-    device = find_device(target.verification[0].device, target)
-    if device.find_missing() is not None:
-        return False
-    # Simulators and emulators are no hardware of this machine.
-    return is_accelerated(device.name) if device.name in PROVIDERS else device.evidence is Evidence.DEVICE
-
-
-def _name_arch() -> str:
-    """Returns the value of `arch` of the target `cpu` that this machine's CPU is."""
-    if platform.machine().lower() in {"arm64", "aarch64"}:
-        return "arm64"
-    return "x64-vnni" if VNNI.search(read_cpu_flags()) else "x64"

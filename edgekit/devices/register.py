@@ -1,21 +1,30 @@
-"""Several devices at once: those named one by one, and those that a `devices.toml` lists."""
+"""Which devices and targets are meant: those named one by one, those of a `devices.toml`, and what this machine is."""
 
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, cast
 
 import msgspec
 
+from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.device import Device
 from edgekit.devices.find import find_device, refuse_remote, vary_device
 from edgekit.devices.labelled import Labelled, address_of
+from edgekit.devices.local.offered import PROVIDERS, is_accelerated
 from edgekit.errors import UsageError, suggest_name
+from edgekit.evidence import Evidence
+from edgekit.machine import VNNI, read_cpu_flags
 from edgekit.plain import read_toml
-from edgekit.target import Target
+from edgekit.recipe import Recipe
+from edgekit.target import Target, load_target, target_names
 
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 # The name stands in reports, file names and XML: letters, digits and a few marks.
 _Label = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][\w .:@+-]{0,63}$")]
+
+# Stands for the targets whose provider and hardware this machine has.
+_AUTO = "auto"
 
 
 class DeviceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -170,3 +179,31 @@ def _check_keys(path: Path, tree: Mapping[str, object]) -> None:
 
 def _form() -> str:
     return f"[[device]] with {', '.join(ListedDevice.__struct_fields__)}"
+
+
+def choose_here(recipe: Recipe) -> Recipe:
+    """Returns a recipe in which the target "auto" is what this machine runs, and `cpu` is built for its CPU."""
+    if _AUTO not in recipe.targets:
+        return recipe
+    here = [name for name in target_names() if _runs_here(load_target(name))]
+    targets = [name for given in recipe.targets for name in (here if given == _AUTO else [given])]
+    settings = {"arch": _name_arch(), **recipe.settings}
+    return msgspec.structs.replace(recipe, targets=tuple(dict.fromkeys(targets)), settings=settings)
+
+
+def _runs_here(target: Target) -> bool:
+    """Returns True for `cpu`, and for a target whose own provider is installed here with hardware to compute on."""
+    if target.provider == CPU_PROVIDER:
+        return True
+    device = find_device(target.verification[0].device, target)
+    if device.find_missing() is not None:
+        return False
+    # Simulators and emulators are no hardware of this machine.
+    return is_accelerated(device.name) if device.name in PROVIDERS else device.evidence is Evidence.DEVICE
+
+
+def _name_arch() -> str:
+    """Returns the value of `arch` of the target `cpu` that this machine's CPU is."""
+    if platform.machine().lower() in {"arm64", "aarch64"}:
+        return "arm64"
+    return "x64-vnni" if VNNI.search(read_cpu_flags()) else "x64"

@@ -15,8 +15,7 @@ from edgekit.bundle.golden.golden import KnownOutputs, read_inputs
 from edgekit.data.data_check import warn_if_few
 from edgekit.devices.android.android import NNAPI
 from edgekit.devices.parallel import running_behind
-from edgekit.devices.plain import choose_here
-from edgekit.devices.register import DeviceChoice
+from edgekit.devices.register import DeviceChoice, choose_here
 from edgekit.errors import EdgekitError
 from edgekit.jobs.build_inputs import BuildInputs, BuildJob, calibrate_inputs, read_build_inputs
 from edgekit.jobs.prepare import list_versions

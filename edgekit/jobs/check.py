@@ -16,7 +16,7 @@ from edgekit.check.recommend import recommend_target
 from edgekit.check.report import CheckReport, Verdict
 from edgekit.check.rules.rulebook import load_rules
 from edgekit.devices.observe import NotObserved, Observed, observe_target
-from edgekit.devices.plain import choose_here
+from edgekit.devices.register import choose_here
 from edgekit.errors import ModelError, RuntimeRefusal
 from edgekit.graph.graph import read_graph
 from edgekit.model.model import Model, load_model

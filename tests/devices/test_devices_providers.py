@@ -23,9 +23,10 @@ from edgekit.devices.local.offered import (
     list_offered,
 )
 from edgekit.devices.local.provider import LocalProvider, check_options
-from edgekit.devices.plain import choose_here, plain_target
+from edgekit.devices.plain import plain_target
 from edgekit.devices.process.child import FAR, Runner, describe_job
 from edgekit.devices.process.python import run_python
+from edgekit.devices.register import choose_here
 from edgekit.devices.self_test import try_device
 from edgekit.errors import DeviceError, TargetError, UsageError
 from edgekit.evidence import Evidence
