@@ -1,4 +1,4 @@
-"""Runs the benches of a group, or all: `python tools/bench/run.py [accuracy|speed|verify|sweep|stories|bytes]...`.
+"""Runs the benches of a group, or all: `python tools/bench/run.py [accuracy|bytes|corpus|speed|...]...`.
 
 `--list` shows what each proves. A bench that fails does not stop the others; the exit code is 1 if one did.
 """
@@ -57,6 +57,7 @@ BENCHES = (
     Bench("verify", "coreml_values.py", "each operation of ML Programs gives what coremltools infers of it"),
     Bench("verify", "coreml_zoo.py", "models of the zoo pass on Core ML's provider, computed as it writes them"),
     Bench("verify", "verify_overhead.py", "what judging adds to running"),
+    Bench("corpus", "../corpus/corpus.py bench", "verdicts on networks of strangers against an oracle without gates"),
     Bench("sweep", "sweep.py", "200 cells on 3 Dask workers, 10 of them killed: each result once, each the same byte"),
     Bench("stories", "stories.py", "three users, from edgekit init to a package that their project compiles and runs"),
     Bench("bytes", "reproducible.py 20", "the same bundles whatever the folder, user, cores or hash seed"),

@@ -80,15 +80,11 @@ class Net(msgspec.Struct, frozen=True, kw_only=True):
     """A network of the corpus: its folder holds model.onnx, calib.npz, eval.npz and held.npz."""
 
     name: str
+    folder: Path
     answers: Answers
-    held_out: bool
+    held_out: bool = False
     dims: Mapping[str, int] = {}
     freeze: Mapping[str, float] = {}
-
-    @property
-    def folder(self) -> Path:
-        """Where it lies."""
-        return NETS / self.name
 
 
 def read_specs() -> tuple[list[Spec], list[Packaged]]:
@@ -107,12 +103,20 @@ def list_nets() -> list[Net]:
     """Returns each network of the table: an architecture is one as each exporter writes it."""
     specs, packaged = read_specs()
     nets = [
-        Net(name=each.name, answers=each.answers, held_out=each.held_out, dims=each.dims, freeze=each.freeze)
+        Net(
+            name=each.name,
+            folder=NETS / each.name,
+            answers=each.answers,
+            held_out=each.held_out,
+            dims=each.dims,
+            freeze=each.freeze,
+        )
         for each in packaged
     ]
     for spec in specs:
         for exporter in spec.exporters:
             dims = {"dynamo": {}, "torchscript": {"batch": 1}}[exporter]
             name = f"{spec.name}-{exporter}"
-            nets.append(Net(name=name, answers=spec.answers, held_out=spec.held_out, dims=dims))
+            net = Net(name=name, folder=NETS / name, answers=spec.answers, held_out=spec.held_out, dims=dims)
+            nets.append(net)
     return nets
