@@ -17,7 +17,7 @@ def list_families() -> tuple[str, ...]:
     return tuple(sorted(_load_optimizer().MODEL_TYPES))
 
 
-# Slower on the CPU than their parts, and less exact: tools/bench/fuse_levels.py. Attention is joined elsewhere.
+# Slower on the CPU than their parts, and less exact (docs/reference/measured.md). Attention is joined elsewhere.
 _SLOW_ON_CPU = ("enable_attention", "enable_skip_layer_norm", "enable_bias_skip_layer_norm", "enable_bias_gelu")
 
 

@@ -1,9 +1,8 @@
 """Holds the AP that detectors are expected to lose, without labels, against what labels show, over good and bad plans.
 
-    python tools/bench/detector_drop.py [DETECTOR]... [--cache ~/.cache/edgekit/collapse] [--folder DIR] [--state DIR]
+    python tools/bench/detector_drop.py [DETECTOR]... [--cache ~/.cache/edgekit/collapse] [--state DIR]
 
-Detectors: FastestDet on COCO photographs (../shared/zoo), the YOLOX of ddddocr (PyPI) on letters drawn here, so
-that boxes are known, and small nets that are trained (run_collapse.py, run_unseen.py). Each is quantized by the
+Detectors: FastestDet on COCO photographs (../shared/zoo) and small nets that are trained (run_collapse.py, run_unseen.py). Each is quantized by the
 plans of predict_coverage.py. "spread" is what R2 of the raw numbers falls by, by which detectors were judged before.
 `held` says that a detector was not looked at while the estimate was made. Exit code 1: among plans that lose at most
 five points the estimate misses by more than half a point on average, or its interval holds the truth in less than 90 %.
@@ -19,7 +18,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from held_real import SOURCES, captchas, fetch
 from predict_coverage import bad_plans
 from row_state import add_state_option, resume_rows
 from zoo_tasks import load_task
@@ -133,19 +131,6 @@ def _zoo_detector(name: str) -> Detector:
     return Detector(path=task.model, calibration=task.calibration, scored=task.scored, score=score, dims=task.dims)
 
 
-def _letters(name: str, folder: Path) -> Detector:
-    source = SOURCES[name]
-    (calibrate, _), (scored, labels) = captchas(0), captchas(1)
-    decode = source.decode or (lambda row: row)
-
-    def score(rows: list[Tensors]) -> float:
-        return mean_ap([decode(row) for row in rows], labels)
-
-    return Detector(
-        path=fetch(source, folder), calibration=calibrate, scored=scored, score=score, dims=source.dims
-    )  # fmt: skip
-
-
 def mean_ap(rows: list[Tensors], labels: Any) -> float:
     """Returns the mean AP of boxes, scores and classes, image by image, over IoU 0.50 to 0.95, a share."""
     records = [
@@ -155,7 +140,7 @@ def mean_ap(rows: list[Tensors], labels: Any) -> float:
     return prepare_map(records)(np.ones(len(records), np.int64))
 
 
-def find_detectors(cache: Path, folder: Path) -> Mapping[str, tuple[bool, Callable[[], Detector]]]:
+def find_detectors(cache: Path) -> Mapping[str, tuple[bool, Callable[[], Detector]]]:
     """Returns how to make each detector, and whether it was held out."""
     return {
         "silu_detector": (False, lambda: _small_net("silu_detector", cache)),
@@ -164,7 +149,6 @@ def find_detectors(cache: Path, folder: Path) -> Mapping[str, tuple[bool, Callab
         "centernet": (False, lambda: _centre_net(cache)),
         "ssd_like": (True, lambda: _small_net("ssd_like", cache)),
         "bins_like": (True, lambda: _small_net("bins_like", cache)),
-        "ddddocr": (True, lambda: _letters("ddddocr", folder)),
     }
 
 
@@ -244,10 +228,9 @@ def main() -> int:
     parser.add_argument("detectors", nargs="*")
     parser.add_argument("--target", default="nnapi")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache/edgekit/collapse")
-    parser.add_argument("--folder", type=Path, default=Path("build") / "held-real")
     add_state_option(parser)
     args = parser.parse_args()
-    detectors, cases = find_detectors(args.cache, args.folder), list[Case]()
+    detectors, cases = find_detectors(args.cache), list[Case]()
     for name in args.detectors or detectors:
         make = functools.partial(_bench, name, *detectors[name], args.target)
         for case in resume_rows(args.state, f"detector_drop {name} {args.target}", Case, make):

@@ -22,26 +22,18 @@ class Bench(NamedTuple):
 
 BENCHES = (
     Bench("accuracy", "four_bits.py", "weights of 8 and 4 bits on QNN against ONNX Runtime's own, 12 models"),
-    Bench("accuracy", "four_bit_methods.py", "roundings, AWQ, rotations and blocks of 4 bits held against each other"),
-    Bench(
-        "accuracy", "range_mix.py", "ranges chosen tensor by tensor against one method, on samples that chose nothing"
-    ),
     Bench("accuracy", "quantize_zoo.py", "INT8 of real models against 24 settings of ONNX Runtime's quantizer"),
     Bench("accuracy", "collapse/run_collapse.py", "nets that stock quantization ruins come back"),
     Bench("accuracy", "collapse/run_unseen.py", "families that no rule was made from: drop and estimate in plain mode"),
-    Bench("accuracy", "qat_drop.py", "a net that learned to be quantized loses at most 0.4 points in plain mode"),
     Bench("accuracy", "predict_coverage.py", "the interval of the estimated drop holds the true one"),
     Bench("accuracy", "interval_coverage.py --state build/interval-coverage", "and no more often than 98 times of 100"),
     Bench("accuracy", "detector_drop.py", "the AP that detectors are expected to lose against what labels show"),
     Bench("speed", "check_speed.py", "check against ONNX Runtime's usability checker"),
-    Bench("speed", "graph_speed.py", "the one view of a graph: seconds and memory; beside onnx-ir with --ir"),
     Bench("speed", "build_zoo.py", "seconds and memory of a build for four targets"),
     Bench("speed", "quantize_ratio.py", "plain quantize costs at most 3 times ONNX Runtime's quantize_static"),
     Bench("speed", "quantize_ratio.py --growth", "and grows with the nodes, not with their square"),
     Bench("speed", "calibrate_ratio.py", "calibration against plain inference over the same samples"),
-    Bench("speed", "block_speed.py", "what blocks of 4-bit weights cost on the CPU, by size and accuracy level"),
     Bench("speed", "quoted_numbers.py", "INT8's 2 to 3 times, the levels' 1.3 to 2, fp16, batch, threads: on this CPU"),
-    Bench("speed", "search_time.py", "a search for a goal that cannot be met ends"),
     Bench("speed", "convert_speed.py", "both ORT styles against ONNX Runtime's converter"),
     Bench("speed", "peak_memory.py", "models of 90 MB to 3 GB are prepared, checked and made smaller in little memory"),
     Bench(
@@ -55,7 +47,6 @@ BENCHES = (
     Bench("verify", "zoo_alarms.py", "and of real models on all devices of their targets"),
     Bench("verify", "litert_nets.py", "whole nets on NNAPI give what LiteRT gives for the same network, within a step"),
     Bench("verify", "coreml_values.py", "each operation of ML Programs gives what coremltools infers of it"),
-    Bench("verify", "coreml_zoo.py", "models of the zoo pass on Core ML's provider, computed as it writes them"),
     Bench("verify", "verify_overhead.py", "what judging adds to running"),
     Bench("corpus", "../corpus/corpus.py bench", "verdicts on networks of strangers against an oracle without gates"),
     Bench("sweep", "sweep.py", "200 cells on 3 Dask workers, 10 of them killed: each result once, each the same byte"),

@@ -33,7 +33,7 @@ _MOST_STEPS = 512
 # Three axes whose last has so many or fewer are corners of boxes.
 _BOX = 4
 # What tells raw scores from other numbers where no Softmax, Sigmoid or ArgMax does. All are choices by hand: they
-# tell the outputs of the zoo and of tools/bench/held_real.py apart, where each was added for a net that was misread.
+# tell the outputs of the zoo and of models from packages apart, where each was added for a net that was misread.
 # Of a map the mean of the largest probability, were the values logits: features show less.
 _LEAST_CONFIDENCE = 0.6
 # How much larger than the smallest the mean size of the largest channel of a map may be: boxes in pixels are more.

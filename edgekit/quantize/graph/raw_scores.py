@@ -18,7 +18,7 @@ FLOOR = -8.0
 _SHAPE_OPS = frozenset({"Concat", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 # What tells scores from numbers that are predicted (depths, distances), by values alone: they reach below the first,
 # where 8 bits would suffer, and not above the second, and at most this share of them lies above zero (of BlazeFace's
-# 896 anchors a few). Chosen by hand on the detectors of tools/bench/quantize_zoo.py and held_real.py.
+# 896 anchors a few). Chosen by hand on the detectors of tools/bench/quantize_zoo.py.
 _LOWEST_BELOW, _HIGHEST_UP_TO = -20.0, 20.0
 _MOST_POSITIVE = 0.05
 

@@ -31,7 +31,7 @@ from edgekit.quantize.qdq.build import build_qdq, plan_graph
 # By how many held-out samples activations are ranked where all are and where only the worst are: choices, for the time.
 _SAMPLES, _FEWER_SAMPLES = 6, 4
 # Into how many spans activations are parted at first, and how many spans are judged at most for each that is looked
-# for: tools/bench/ranking.py shows how well what is found agrees with judging each activation.
+# for: at 808c56d tools/bench/ranking.py showed how well what is found agrees with judging each activation.
 _FIRST_SPANS, _SPANS_EACH = 16, 7
 # How many of a graph's last parts have a session of their own where runs are bounded: a choice.
 _PARTS = 3
