@@ -8,6 +8,8 @@ from edgekit.model.model import Model, read_proto
 from edgekit.prepare.weights.external import write_beside
 
 ONNX_FILE = "model.onnx"
+STAMP = "edgekit.source_sha256"
+"""The entry of a file's metadata that holds the sha256 of the model whose graph it has."""
 
 
 def write_stamped(model: Model, folder: Path) -> Model:
@@ -18,6 +20,6 @@ def write_stamped(model: Model, folder: Path) -> Model:
     """
     proto = read_proto(model, weights=False)
     stamps = {entry.key: entry.value for entry in proto.metadata_props}
-    stamps |= {"edgekit.source_sha256": model.sha256, "COREML_CACHE_KEY": model.sha256[:32]}
+    stamps |= {STAMP: model.sha256, "COREML_CACHE_KEY": model.sha256[:32]}
     onnx.helper.set_model_props(proto, dict(sorted(stamps.items())))
     return write_beside(proto, model, folder / ONNX_FILE)

@@ -1,8 +1,10 @@
 """From a model to verified bundles: the only module that knows the order of the stages."""
 
 import math
+import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -16,10 +18,10 @@ from edgekit.data.data_check import warn_if_few
 from edgekit.devices.android.android import NNAPI
 from edgekit.devices.parallel import running_behind
 from edgekit.devices.register import DeviceChoice, choose_here
-from edgekit.errors import EdgekitError
+from edgekit.errors import EdgekitError, ModelError, quote_error
 from edgekit.jobs.build_inputs import BuildInputs, BuildJob, calibrate_inputs, read_build_inputs
 from edgekit.jobs.prepare import list_versions
-from edgekit.jobs.target_bundle import BuiltBundle, ReadyBundle, ready_bundle, write_ready
+from edgekit.jobs.target_bundle import BuiltBundle, ReadyBundle, ready_bundles, write_ready
 from edgekit.machine import own_peak_bytes, release_memory
 from edgekit.model.model import Model, load_model
 from edgekit.model.state import State
@@ -47,10 +49,23 @@ _MOST_KEPT_BYTES = 32 << 20
 
 
 class _Finished(msgspec.Struct, frozen=True, kw_only=True):
-    """A bundle that was written, or why it was not, and what verifying it found."""
+    """A bundle that was written, or why it was not, and what verifying it found.
+
+    `refusal` says why the target's own runtime made no session of it, "" where it did or was not asked.
+    """
 
     built: BuiltBundle | EdgekitError
     report: VerifyReport | None = None
+
+    @property
+    def refusal(self) -> str:
+        """Why a device made no session; one that died said nothing of itself, not even its ONNX Runtime."""
+        runs = () if self.report is None else self.report.runs
+        refused = (run for run in runs if run.failure is not None and not run.load_ms and "onnxruntime" in run.versions)
+        return next((run.failure or "" for run in refused), "")
+
+
+_Ladder = Generator[ReadyBundle, str]
 
 
 def build(
@@ -170,13 +185,15 @@ def _build_all(
     """
     failed: dict[str, EdgekitError] = {}
     finished: dict[str, Future[_Finished]] = {}
+    ladders: dict[str, _Ladder] = {}
     order = sorted(job.targets, key=lambda target: (job.plans_for(target, inputs.floats), *_rank(target)))
     finish = partial(_finish, job=job, verify=verify, writing=Lock())
     with running_behind(finish, _BESIDE, _MORE_AFTERWARDS) as begin:
         for waiting, target in zip(range(len(order), 0, -1), order, strict=True):
             if job.plans_for(target, inputs.floats):
                 inputs = calibrate_inputs(inputs, job)
-            made = _ready_target(inputs, target, job.share_time(waiting))
+            ladders[target.name] = ready_bundles(inputs, target, job.share_time(waiting), job.work / target.name)
+            made = _ready_target(ladders[target.name], target, job)
             # What has been freed would stay with this process while emulators need it.
             release_memory()
             if isinstance(made, ReadyBundle):
@@ -184,7 +201,8 @@ def _build_all(
             else:
                 failed[target.name] = made
         job.watch.begin("verify" if verify else "write")
-    ends = {name: each.result() for name, each in finished.items()}
+    targets = {target.name: target for target in job.targets}
+    ends = {name: _step_down(each.result(), ladders[name], targets[name], job) for name, each in finished.items()}
     built = {**failed, **{name: end.built for name, end in ends.items()}}
     reports = {name: end.report for name, end in ends.items() if end.report is not None}
     return inputs, [built[target.name] for target in job.targets], reports
@@ -199,23 +217,58 @@ def _rank(target: Target) -> tuple[bool, bool]:
     return target.provider == NNAPI, not any(planned.form == "context" for planned in target.verification)
 
 
-def _ready_target(inputs: BuildInputs, target: Target, job: BuildJob) -> ReadyBundle | EdgekitError:
+def _ready_target(ladder: _Ladder, target: Target, job: BuildJob, refusal: str = "") -> ReadyBundle | EdgekitError:
+    """Returns the best bundle of a target, or the next one where a device refused what came before."""
     job.watch.begin("quantize", target.name)
     job.progress(f"build for {target.name}")
     try:
-        return ready_bundle(inputs, target, job, job.work / target.name)
+        return ladder.send(refusal) if refusal else next(ladder)
     except EdgekitError as error:
         return error
+    except Exception as error:  # noqa: BLE001 - a fault of ours in one target must leave the others whole
+        return _report_fault(error, target, job)
+
+
+def _step_down(end: _Finished, ladder: _Ladder, target: Target, job: BuildJob) -> _Finished:
+    """Returns a bundle of which the devices make a session, or why there is none."""
+    while end.refusal and isinstance(end.built, BuiltBundle):
+        shutil.rmtree(end.built.bundle.folder)
+        ready = _ready_target(ladder, target, job, end.refusal)
+        if isinstance(ready, EdgekitError):
+            return _Finished(built=ready)
+        end = _finish(ready, job, verify=True, writing=Lock())
+    return end
 
 
 def _finish(ready: ReadyBundle, job: BuildJob, *, verify: bool, writing: Lock) -> _Finished:
+    target = ready.contents.target
     try:
         # Comparing layers takes the most memory of a build: one bundle at a time.
         with writing:
             built = write_ready(ready)
     except EdgekitError as error:
         return _Finished(built=error)
-    return _Finished(built=built, report=_verify(built, job) if verify else None)
+    except Exception as error:  # noqa: BLE001 - as above
+        return _Finished(built=_report_fault(error, target, job))
+    try:
+        return _Finished(built=built, report=_verify(built, job) if verify else None)
+    except EdgekitError:
+        raise
+    except Exception as error:  # noqa: BLE001 - as above; the bundle is whole, and stays not verified
+        note = f"it was not verified: {_report_fault(error, target, job)}"
+        return _Finished(built=msgspec.structs.replace(built, notes=(*built.notes, note)))
+
+
+def _report_fault(error: Exception, target: Target, job: BuildJob) -> EdgekitError:
+    """Writes what is needed to mend a fault of edgekit's own beside the bundles, and returns what to tell of it."""
+    name = f"fault-{target.name}.txt"
+    facts = {"target": target.name, "settings": target.settings, "model sha256": job.origin, **list_versions()}
+    lines = [*(f"{key}: {value}" for key, value in facts.items()), "", *traceback.format_exception(error)]
+    write_file(job.staging / name, "\n".join(lines).encode())
+    return ModelError(
+        f"edgekit ended in a fault of its own, {type(error).__name__}: {quote_error(error)}",
+        hint=f"send '{name}' of this build to its makers: it holds no weights and no data",
+    )
 
 
 def _verify(result: BuiltBundle, job: BuildJob) -> VerifyReport:

@@ -103,7 +103,7 @@ class BuildInputs(msgspec.Struct, frozen=True, kw_only=True):
 
     `calibration` is None until a target is to be quantized, and an error where no node can be quantized. By the
     `reference` plans are judged. `floats` says for each target that takes more of the model in float why it is not
-    quantized.
+    quantized. `gain` tells of the rewrites for a target, where `prepared` has any.
     """
 
     source: Model
@@ -120,6 +120,7 @@ class BuildInputs(msgspec.Struct, frozen=True, kw_only=True):
     recorded: Mapping[str, Recorded]
     floats: Mapping[str, str]
     buckets: BucketInputs | None = None
+    gain: str = ""
 
 
 def read_build_inputs(source: Model, data: Data, job: BuildJob) -> BuildInputs:
@@ -181,7 +182,7 @@ def calibrate_inputs(inputs: BuildInputs, job: BuildJob) -> BuildInputs:
     if inputs.is_quantized or inputs.calibration is not None:
         return inputs
     job.watch.begin("calibrate")
-    calibration = _calibrate(inputs.prepared, inputs.samples, inputs.outputs, job, "calibration")
+    calibration = _calibrate(inputs.prepared, inputs.samples, inputs.outputs, job, job.work / "calibration")
     return msgspec.structs.replace(inputs, calibration=calibration)
 
 
@@ -327,9 +328,9 @@ def _find_metric(data: Data, job: BuildJob) -> TaskLimit | None:
 
 
 def _calibrate(
-    prepared: Model, samples: SampleSets, outputs: dict[str, StatedOutput], job: BuildJob, name: str
+    prepared: Model, samples: SampleSets, outputs: dict[str, StatedOutput], job: BuildJob, work: Path
 ) -> Calibration | ModelError:
-    work, cache = job.work / name, None
+    cache = None
     if job.cache is not None:
         cache = CacheSettings(folder=job.cache, digests=samples.facts.digests)
     try:
@@ -340,19 +341,18 @@ def _calibrate(
         return error
 
 
-def fix_inputs(inputs: BuildInputs, target: Target, job: BuildJob, notes: list[str]) -> BuildInputs:
-    """Returns the inputs with the rewrites by which a target takes more, calibrated anew, if there are any.
+def fix_inputs(inputs: BuildInputs, target: Target, job: BuildJob, folder: Path, *, stays_float: bool) -> BuildInputs:
+    """Returns the inputs with the rewrites by which a target takes more, if there are any; `gain` tells of them.
 
-    `notes` says what was rewritten, and what that gains.
+    What does not stay float is calibrated anew. The rewritten model goes into `folder`.
 
     Raises:
         EdgekitError: the rewritten model cannot be calibrated.
     """
-    prepared, folder = inputs.prepared, job.work / f"{target.name}-fixed"
+    prepared = inputs.prepared
     if inputs.is_quantized or not job.recipe.fix:
         return inputs
     # Asked before gigabytes are written: most models have nothing to gain.
-    stays_float = not job.plans_for(target, inputs.floats)
     asked = list_asked(target, stays_float=stays_float)
     finds = asked and apply_rewrites(skim_model(prepared.path), asked)
     if not finds and SPELLINGS.keys().isdisjoint(advice.id for advice in check_model(prepared, target).advice):
@@ -363,15 +363,18 @@ def fix_inputs(inputs: BuildInputs, target: Target, job: BuildJob, notes: list[s
     if not fixes or (gain.after == gain.before and not {fix.id for fix in fixes} & {*asked}):
         return inputs
     rewrites = ", ".join(f"{fix.id} ({len(fix.nodes)} nodes)" for fix in fixes)
-    notes.append(f"rewritten for it: {rewrites}; {_describe(gain.before)} before, {_describe(gain.after)} now")
     calibration = inputs.calibration
     if not stays_float:
-        name = f"{target.name}-calibration"
-        calibration = _calibrate(better.model, inputs.samples, inputs.outputs, job, name)
+        calibration = _calibrate(better.model, inputs.samples, inputs.outputs, job, folder / "calibration")
     reference = FloatReference(better.model, inputs.samples.calibration, inputs.outputs)
     fixes = (*inputs.fixes, *fixes)
     return msgspec.structs.replace(
-        inputs, prepared=better.model, fixes=fixes, calibration=calibration, reference=reference
+        inputs,
+        prepared=better.model,
+        fixes=fixes,
+        calibration=calibration,
+        reference=reference,
+        gain=f"rewritten for it: {rewrites}; {_describe(gain.before)} before, {_describe(gain.after)} now",
     )
 
 

@@ -1,7 +1,12 @@
-"""One target's bundle from the prepared model: quantized or halved, checked, converted, written."""
+"""One target's bundle from the prepared model: quantized or halved, checked, converted, written.
 
-from collections.abc import Mapping, Sequence
+What is expected not to start is never shipped: a ladder goes down from the best way to make a model to plain float.
+"""
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -9,26 +14,39 @@ from edgekit.bundle.describe import Contents
 from edgekit.bundle.folder import Bundle, write_bundle
 from edgekit.bundle.manifest.manifest import Ancestry
 from edgekit.check.check import check_model
-from edgekit.check.report import CheckReport
+from edgekit.check.report import CheckedNode, CheckReport
 from edgekit.convert.convert import ConvertedModel
-from edgekit.errors import DataError, ModelError
+from edgekit.convert.onnx_form import STAMP
+from edgekit.errors import FAILURES, DataError, EdgekitError, ModelError, quote_error
+from edgekit.graph.graph import read_graph
 from edgekit.jobs.build_inputs import BuildInputs, BuildJob, fix_inputs
-from edgekit.jobs.forms.deploy import Deployed, deploy_model, fall_back
+from edgekit.jobs.forms.deploy import Deployed, deploy_model
 from edgekit.jobs.forms.sizes import Making, make_sizes
 from edgekit.jobs.prepare import list_versions
 from edgekit.machine import release_memory
-from edgekit.model.model import Model, load_model
+from edgekit.model.model import Model, load_model, read_proto
 from edgekit.prepare.fix import fix_model
 from edgekit.prepare.rewrites import unsigned_weights
 from edgekit.quantize import Calibration, QuantizedModel, QuantPlan
-from edgekit.quantize.mixed_precision.goal_search import Search, plan_sparingly, search_quantization, write_chosen
+from edgekit.quantize.mixed_precision.candidates import choose_ranges
+from edgekit.quantize.mixed_precision.goal_search import (
+    Search,
+    Searched,
+    plan_sparingly,
+    search_quantization,
+    write_chosen,
+)
 from edgekit.quantize.mixed_precision.narrow import store_narrow
+from edgekit.quantize.plan import FloatNode, NarrowConstants
 from edgekit.recipe import choose_precision
 from edgekit.report.quantization_text import describe_narrow
 from edgekit.target import INTEGERS, Precision, Target
 from edgekit.verify.layers.evidence import compare_with_float, encode_evidence
 from edgekit.verify.metrics.listed import read_list
 from edgekit.verify.report import Step
+
+# One node that stays in float may make another one stop the session: a bound.
+_MOST_KEPT = 4
 
 
 class BuiltBundle(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +59,19 @@ class BuiltBundle(msgspec.Struct, frozen=True, kw_only=True):
     converted: ConvertedModel
     quantized: QuantizedModel | None
     notes: tuple[str, ...]
+
+
+class Way(msgspec.Struct, frozen=True, kw_only=True):
+    """How the model of a target is made: a rung of the ladder that `ready_bundles` goes down.
+
+    `kept` are the nodes that stay float because they would stop the session. Of the "best" plan "wide" leaves out the
+    narrow constants, and "plain" all that only improves it: exact ranges, and each weight at the nearest point.
+    """
+
+    precision: Precision
+    is_rewritten: bool = True
+    kept: tuple[str, ...] = ()
+    plan: Literal["best", "wide", "plain"] = "best"
 
 
 class ReadyBundle(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +88,6 @@ class ReadyBundle(msgspec.Struct, frozen=True, kw_only=True):
 class _Made(msgspec.Struct, frozen=True, kw_only=True):
     """A model for a target, before it is halved or converted; `quantized` and `plan` say how it was quantized."""
 
-    precision: Precision
     model: Model
     quantized: QuantizedModel | None
     plan: QuantPlan | None
@@ -65,37 +95,220 @@ class _Made(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...]
 
 
-def ready_bundle(inputs: BuildInputs, target: Target, job: BuildJob, work: Path) -> ReadyBundle:
-    """Makes what goes into the bundle of one target.
+class _Planned(msgspec.Struct, frozen=True, kw_only=True):
+    search: Search
+    plan: QuantPlan
+    searched: Searched | None
+    notes: tuple[str, ...]
+
+
+class _NoSessionError(ModelError):
+    """The rules expect that the provider makes no session, because of the `nodes`."""
+
+    def __init__(self, way: Way, target: Target, nodes: Sequence[CheckedNode]) -> None:
+        first = next((node for node in nodes if node.reasons and not node.is_quantizer), nodes[0])
+        why = first.reasons[0] if first.reasons else "it is part of what the provider refuses"
+        super().__init__(
+            f"no session of the {way.precision} model starts on {target.name}, {len(nodes)} nodes stop it:"
+            f" {first.op} '{first.name}': {why}",
+            hint="leave --precision out, and one that starts is chosen; edgekit check lists the nodes",
+        )
+        self.stopping = tuple(node.name for node in nodes if not node.is_quantizer)
+
+
+def ready_bundles(inputs: BuildInputs, target: Target, job: BuildJob, work: Path) -> Generator[ReadyBundle, str]:
+    """Yields what goes into the bundle of one target: the best that is expected to start, by the target's rules.
+
+    Where a device makes no session of it, send why: then the next best comes. First the rewrites for the target go,
+    then nodes that stop the session stay in float, then all goes that only improves a plan; last comes the next
+    precision, unless the user named one. A note tells what was given up, and the first reason.
 
     Raises:
-        EdgekitError: the model cannot be made for this target.
+        EdgekitError: nothing that starts can be made for this target.
     """
     work.mkdir()
-    given, (inputs, made) = inputs, _make_model(inputs, target, job, work)
-    notes, quantized = [*made.notes], made.quantized
-    deployed = deploy_model(made.model, made.precision, made.check, inputs, target, job, work, notes)
-    making = Making(
-        precision=made.precision,
-        is_rewritten=inputs is not given,
-        stays_float=not job.plans_for(target, inputs.floats),
-        plan=made.plan,
-    )
-    sized = make_sizes(deployed, making, inputs, job, work, notes)
-    contents = _collect(inputs, deployed, quantized, job)
-    if sized is not None and inputs.buckets is not None:
-        unpadded = inputs.buckets.unpadded
-        contents = msgspec.structs.replace(
-            contents, files={"onnx": sized.files}, buckets=sized.buckets, unpadded=unpadded
+    ladder = _Ladder(inputs, target, job, work)
+    first, why, last = None, "", None
+    for turn, way in enumerate(ladder.ways()):
+        first = first or way
+        try:
+            ready = ladder.make(way, work / str(turn))
+        except FAILURES as error:
+            ladder.failed, last = error, error
+            why = why or (error.message if isinstance(error, EdgekitError) else quote_error(error))
+            continue
+        told = (f"{_describe_loss(first, way)}, because {why}",) if why else ()
+        refused = yield msgspec.structs.replace(ready, notes=(*told, *ready.notes))
+        ladder.failed = last = ModelError(
+            f"'{target.name}' makes no session of the {way.precision} model: {refused}",
+            hint="edgekit check --observe MODEL asks the provider about each node",
         )
-    return ReadyBundle(
-        contents=contents,
-        prepared=inputs.prepared,
-        converted=deployed.converted,
-        quantized=quantized,
-        notes=tuple(notes),
-        folder=job.staging / f"{inputs.source.name}-{target.name}",
-    )
+        why = why or last.message
+    if isinstance(last, EdgekitError):
+        raise last
+    raise ModelError(f"no model can be made for '{target.name}': {why}", hint="build for its fallback") from last
+
+
+def _describe_loss(first: Way, way: Way) -> str:
+    """Returns what was given up from one way to another."""
+    lost = [f"built as {way.precision}"] if way.precision != first.precision else []
+    lost += ["left as it is"] if first.is_rewritten and not way.is_rewritten else []
+    if way.kept:
+        lost.append(f"{len(way.kept)} nodes stay in float ({', '.join(way.kept[:3])})")
+    plans = {"wide": "constants keep 32 bits", "plain": "quantized with exact ranges and plain rounding"}
+    return ", ".join([*lost, *([plans[way.plan]] if way.plan in plans else [])])
+
+
+class _Ladder:
+    """Ways to make a target's model, from the best down, and what they share; `failed` is why the last one did."""
+
+    def __init__(self, inputs: BuildInputs, target: Target, job: BuildJob, work: Path) -> None:
+        self._inputs, self._target, self._job, self._work = inputs, target, job, work
+        self._fixed: dict[bool, BuildInputs] = {}
+        self._plans: dict[bool, _Planned] = {}
+        self.failed: Exception | None = None
+
+    def ways(self) -> Iterator[Way]:
+        """Yields the ways; which one comes next depends on why the last one failed."""
+        for precision in self._list_precisions():
+            way = Way(precision=precision)
+            yield way
+            stopping = self._stopping()
+            if self._fixed.get(precision not in INTEGERS, self._inputs) is not self._inputs:
+                yield msgspec.structs.replace(way, is_rewritten=False)
+            if precision not in INTEGERS or self._inputs.is_quantized:
+                continue
+            for _ in range(_MOST_KEPT):
+                if not stopping:
+                    break
+                way = msgspec.structs.replace(way, kept=(*way.kept, *stopping))
+                yield way
+                stopping = tuple(name for name in self._stopping() if name not in way.kept)
+            planned = self._plans.get(way.is_rewritten)
+            if isinstance(self.failed, _NoSessionError) or planned is None:
+                continue
+            if planned.plan.narrow.bits:
+                yield msgspec.structs.replace(way, plan="wide")
+            yield msgspec.structs.replace(way, plan="plain")
+
+    def make(self, way: Way, work: Path) -> ReadyBundle:
+        """Returns what one way leads to.
+
+        Raises:
+            EdgekitError: it leads to nothing, or to what makes no session.
+        """
+        target, job = self._target, self._job
+        work.mkdir()
+        inputs = self._fix(way)
+        made = self._make_model(way, inputs, work)
+        # The rules of a model in half precision are asked of what is halved.
+        if way.precision != "fp16":
+            self._refuse(way, made.check)
+        notes = [*((inputs.gain,) if inputs.gain else ()), *made.notes]
+        deployed = deploy_model(made.model, way.precision, made.check, inputs, target, job, work, notes)
+        self._refuse(way, deployed.check)
+        making = Making(precision=way.precision, is_rewritten=inputs is not self._inputs, plan=made.plan)
+        sized = make_sizes(deployed, making, inputs, job, work, notes)
+        contents = _collect(inputs, way.precision, deployed, made.quantized, job)
+        if sized is not None and inputs.buckets is not None:
+            unpadded = inputs.buckets.unpadded
+            contents = msgspec.structs.replace(
+                contents, files={"onnx": sized.files}, buckets=sized.buckets, unpadded=unpadded
+            )
+        return ReadyBundle(
+            contents=msgspec.structs.replace(contents, check=_check_shipped(contents)),
+            prepared=inputs.prepared,
+            converted=deployed.converted,
+            quantized=made.quantized,
+            notes=tuple(notes),
+            folder=job.staging / f"{inputs.source.name}-{target.name}",
+        )
+
+    def _list_precisions(self) -> Sequence[Precision]:
+        """Returns the precisions that may be built, in the order in which they are tried."""
+        target, wanted = self._target, choose_precision(self._target, self._job.recipe.precision)
+        if self._inputs.is_quantized:
+            return ("int8",)
+        if target.name in self._inputs.floats:
+            return ("fp32",)
+        # A precision that the user asked for is never exchanged for another.
+        lower = [each for each in target.precisions if each not in INTEGERS and each != wanted]
+        return (wanted, *lower) if self._job.recipe.precision == "auto" else (wanted,)
+
+    def _stopping(self) -> tuple[str, ...]:
+        return self.failed.stopping if isinstance(self.failed, _NoSessionError) else ()
+
+    def _refuse(self, way: Way, check: CheckReport) -> None:
+        fatal = [node for node in check.node_list if node.fatal]
+        if fatal:
+            raise _NoSessionError(way, self._target, fatal)
+
+    def _fix(self, way: Way) -> BuildInputs:
+        stays_float = way.precision not in INTEGERS
+        if not way.is_rewritten:
+            return self._inputs
+        if stays_float not in self._fixed:
+            folder = self._work / ("fixed-float" if stays_float else "fixed")
+            rewrite = partial(fix_inputs, self._inputs, self._target, self._job, folder, stays_float=stays_float)
+            fixed = self._job.memo.budget.attempt(f"rewrites for {self._target.name}", rewrite)
+            self._fixed[stays_float] = self._inputs if fixed is None else fixed
+        return self._fixed[stays_float]
+
+    def _make_model(self, way: Way, inputs: BuildInputs, work: Path) -> _Made:
+        """Returns the model in integers where the way has these, else as it was prepared."""
+        target, notes = self._target, list[str]()
+        model, quantized, plan = inputs.prepared, None, None
+        if inputs.is_quantized:
+            notes.append("the model is quantized already: taken as it is")
+            model = _store_unsigned(model, target, work / "unsigned.onnx", notes)
+        elif target.name in inputs.floats:
+            notes.append(f"built as fp32: {inputs.floats[target.name]}")
+        elif way.precision in INTEGERS:
+            planned = self._plan(way, inputs)
+            plan = _change_plan(planned.plan, way, inputs)
+            quantized = write_chosen(planned.search, plan, planned.searched, work / "quantized.onnx")
+            model = quantized.model
+            notes += [
+                *planned.notes,
+                *(f"left out, since it failed: {step} ({why})" for step, why in self._job.memo.budget.failed.items()),
+            ]
+            notes += [f"large constants in float: {describe_narrow(plan.narrow)}"] if plan.narrow.bits else []
+        check = check_model(model, target)
+        return _Made(model=model, quantized=quantized, plan=plan, check=check, notes=tuple(notes))
+
+    def _plan(self, way: Way, inputs: BuildInputs) -> _Planned:
+        if way.is_rewritten not in self._plans:
+            work = self._work / ("plans" if way.is_rewritten else "plans-unrewritten")
+            work.mkdir()
+            self._plans[way.is_rewritten] = _plan(inputs, self._target, way.precision, self._job, work)
+        return self._plans[way.is_rewritten]
+
+
+def _change_plan(plan: QuantPlan, way: Way, inputs: BuildInputs) -> QuantPlan:
+    """Returns a plan as a way has it, with less than the best."""
+    if way.plan != "best":
+        plan = msgspec.structs.replace(plan, narrow=NarrowConstants())
+    if way.plan == "plain" and isinstance(inputs.calibration, Calibration):
+        plan = choose_ranges(msgspec.structs.replace(plan, factors={}), inputs.calibration, "minmax", "nearest")
+    floats = {node.name: node for node in plan.float_nodes}
+    for node in read_graph(inputs.prepared).nodes if way.kept else ():
+        if node.name in way.kept:
+            reason = "in integers it would stop the session"
+            floats.setdefault(node.name, FloatNode(name=node.name, op=node.op_type, reason=reason))
+    return msgspec.structs.replace(plan, float_nodes=tuple(floats.values()))
+
+
+def _check_shipped(contents: Contents) -> CheckReport:
+    """Returns the check of the ONNX file that is shipped, by its digest."""
+    files, check = contents.files.get("onnx"), contents.check
+    if not files:
+        return check
+    shipped = load_model(files[0], custom_ops=contents.source.custom_ops)
+    stamps = {entry.key: entry.value for entry in read_proto(shipped, weights=False).metadata_props}
+    # A file that is stamped as the checked one has its graph.
+    if stamps.get(STAMP) != check.sha256:
+        check = check_model(shipped, contents.target)
+    return msgspec.structs.replace(check, model=shipped.path.name, sha256=shipped.sha256)
 
 
 def write_ready(ready: ReadyBundle) -> BuiltBundle:
@@ -127,53 +340,6 @@ def _tell_open(sizes: Mapping[str, Sequence[int]]) -> Sequence[str]:
     return (f"any size may be passed where a dimension stays open; golden samples have: {known}",)
 
 
-def _make_model(inputs: BuildInputs, target: Target, job: BuildJob, work: Path) -> tuple[BuildInputs, _Made]:
-    """Returns the model for a target, and what it was made of: the graph rewritten for it, unless that is refused."""
-    gained = list[str]()
-    fixed = fix_inputs(inputs, target, job, gained)
-    made = _quantize_inputs(fixed, target, job, work)
-    # What the float graph gains may end in a quantized one that makes no session.
-    if fixed is not inputs and _is_refused(made.check):
-        plain = _quantize_inputs(inputs, target, job, work)
-        if not _is_refused(plain.check):
-            gained, fixed, made = ["left as it is: rewritten for it, it would make no session"], inputs, plain
-    return fixed, msgspec.structs.replace(made, notes=(*gained, *made.notes, *_tell_refusal(made.check)))
-
-
-def _tell_refusal(check: CheckReport) -> Sequence[str]:
-    """Returns why no session of the model is expected, in words that ONNX Runtime's refusal lacks."""
-    fatal = [node for node in check.node_list if node.fatal and not node.is_quantizer and node.reasons]
-    if not fatal:
-        return ()
-    first = f"{fatal[0].op} '{fatal[0].name}': {fatal[0].reasons[0]}"
-    return (f"no session of it is expected, {len(fatal)} nodes stop it: {first}",)
-
-
-def _is_refused(check: CheckReport) -> bool:
-    return any(node.fatal for node in check.node_list)
-
-
-def _quantize_inputs(inputs: BuildInputs, target: Target, job: BuildJob, work: Path) -> _Made:
-    """Returns the model in integers where the target wants these, else as it was prepared."""
-    precision, notes = choose_precision(target, job.recipe.precision), list[str]()
-    model, quantized, plan = inputs.prepared, None, None
-    if inputs.is_quantized:
-        precision = "int8"
-        notes.append("the model is quantized already: taken as it is")
-        model = _store_unsigned(model, target, work / "unsigned.onnx", notes)
-    elif target.name in inputs.floats:
-        precision = "fp32"
-        notes.append(f"built as fp32: {inputs.floats[target.name]}")
-    elif precision in INTEGERS:
-        try:
-            quantized, plan = _quantize(inputs, target, precision, job, notes)
-            model = quantized.model
-        except ModelError as error:
-            precision = fall_back(error, target, job, notes)
-    check = check_model(model, target)
-    return _Made(precision=precision, model=model, quantized=quantized, plan=plan, check=check, notes=tuple(notes))
-
-
 def _store_unsigned(model: Model, target: Target, out: Path, notes: list[str]) -> Model:
     """Returns a quantized model with its weights in the types that the target takes, the same values."""
     if not target.quantization.unsigned_ops:
@@ -186,12 +352,14 @@ def _store_unsigned(model: Model, target: Target, out: Path, notes: list[str]) -
     return fixed.model
 
 
-def _collect(inputs: BuildInputs, deployed: Deployed, quantized: QuantizedModel | None, job: BuildJob) -> Contents:
+def _collect(
+    inputs: BuildInputs, precision: Precision, deployed: Deployed, quantized: QuantizedModel | None, job: BuildJob
+) -> Contents:
     target, converted, listed = deployed.target, deployed.converted, read_list(inputs.golden)
     return Contents(
         source=inputs.source,
         target=target,
-        precision=deployed.precision,
+        precision=precision,
         files={form: tuple(converted.folder / name for name in names) for form, names in converted.files.items()},
         golden=inputs.golden,
         check=deployed.check,
@@ -224,12 +392,10 @@ def _compare_layers(ready: ReadyBundle) -> bytes:
     return evidence
 
 
-def _quantize(
-    inputs: BuildInputs, target: Target, precision: Precision, job: BuildJob, notes: list[str]
-) -> tuple[QuantizedModel, QuantPlan]:
+def _plan(inputs: BuildInputs, target: Target, precision: Precision, job: BuildJob, work: Path) -> _Planned:
     if not isinstance(inputs.calibration, Calibration):
         raise inputs.calibration or DataError("there is no calibration", hint="give --data")
-    work, max_drop = job.work / target.name, job.recipe.max_drop
+    max_drop, notes = job.recipe.max_drop, list[str]()
     search = Search(
         model=inputs.prepared,
         calibration=inputs.calibration,
@@ -251,6 +417,6 @@ def _quantize(
         notes.append(f"the time budget ended before {', '.join(job.memo.budget.left_out)} were tried")
     if job.recipe.float_constants == "auto":
         reached = None if searched is None else searched.chosen.prediction.sqnr_db
-        plan = store_narrow(search.model, plan, search.calibration, reached)
-        notes += [f"large constants in float: {describe_narrow(plan.narrow)}"] if plan.narrow.bits else []
-    return write_chosen(search, plan, searched, work / "quantized.onnx"), plan
+        store = partial(store_narrow, search.model, plan, search.calibration, reached)
+        plan = job.memo.budget.attempt("large constants in 8 or 16 bits", store) or plan
+    return _Planned(search=search, plan=plan, searched=searched, notes=tuple(notes))

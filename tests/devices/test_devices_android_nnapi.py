@@ -191,6 +191,17 @@ def test_grids_that_differ_are_joined_on_that_of_the_output() -> None:
     assert got.tolist() == [1, 2, 3, 4, 0, 1, 2, 4]
 
 
+def test_an_operation_of_one_version_is_computed_beside_signed_integers() -> None:
+    if not can_compute():
+        pytest.skip("ai-edge-litert is missing: pip install ai-edge-litert==2.3.0")
+    kind = OperandType.TENSOR_QUANT8_ASYMM_SIGNED
+    operands = (tensor(kind, 1, 4, scale=0.5), tensor(kind, 4, size=4, scale=0.25), tensor(kind, 1, 4, scale=0.5))
+    computer = Computer()
+    computer.take_network(network_of(71, operands), np.array([1, 2, 4, 4], np.int8).tobytes())
+    got = np.frombuffer(computer.run(0, np.array([-8, -8, -8, 8], np.int8).tobytes()), np.int8)
+    assert got.tolist() == [-2, -4, -8, 8]
+
+
 @pytest.mark.parametrize(
     ("code", "words"), [(16, "NNAPI's operation LSTM is not computed here"), (1000, "operation of number 1000")]
 )

@@ -10,7 +10,7 @@ from edgekit.bundle.golden.golden import read_inputs
 from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport
 from edgekit.convert.convert import ConvertedModel, convert_model
-from edgekit.errors import EdgekitError, MissingExtraError, ModelError, RuntimeRefusal
+from edgekit.errors import MissingExtraError
 from edgekit.jobs.build_inputs import BuildInputs, BuildJob
 from edgekit.jobs.forms.half_model import halve_model
 from edgekit.model.model import Model, read_proto
@@ -19,9 +19,8 @@ from edgekit.target import Precision, Target
 
 
 class Deployed(msgspec.Struct, frozen=True, kw_only=True):
-    """A model in the forms that a target loads; precision, target and check are as they became on the way."""
+    """A model in the forms that a target loads; target and check are as they became on the way."""
 
-    precision: Precision
     target: Target
     check: CheckReport
     converted: ConvertedModel
@@ -39,33 +38,21 @@ def deploy_model(
 ) -> Deployed:
     """Halves a model where its precision is fp16, and converts it to the forms that the target loads.
 
-    `notes` says what became otherwise than was asked for.
+    `notes` says what was done on the way.
 
     Raises:
         EdgekitError: the model cannot be halved or converted.
     """
     ort_source: Model | None = None
     if precision == "fp16":
-        try:
-            # Files in ORT format are made of the float model: around each node of a half one ONNX Runtime bakes casts.
-            ort_source, model = model, halve_model(model, check, target, inputs.golden, work / "half.onnx", notes)
-            check = check_model(model, target)
-        except (ModelError, RuntimeRefusal) as error:
-            precision = fall_back(error, target, job, notes)
+        # Files in ORT format are made of the float model: around each node of a half one ONNX Runtime bakes casts.
+        ort_source, model = model, halve_model(model, check, target, inputs.golden, work / "half.onnx", notes)
+        check = check_model(model, target)
     target, told = keep_float_weights(target, read_proto(model, weights=False).graph)
     notes += told
     job.watch.begin("convert", target.name)
     converted = _convert(_converter(model, ort_source, inputs, work / "converted"), target, notes)
-    return Deployed(precision=precision, target=target, check=check, converted=converted)
-
-
-def fall_back(error: EdgekitError, target: Target, job: BuildJob, notes: list[str]) -> Precision:
-    """Returns fp32 where the precision was left to edgekit, and says why in `notes`; raises the error otherwise."""
-    # A precision that the user asked for is never exchanged for another.
-    if job.recipe.precision != "auto" or "fp32" not in target.precisions:
-        raise error
-    notes.append(f"built as fp32, because {error.message}")
-    return "fp32"
+    return Deployed(target=target, check=check, converted=converted)
 
 
 def _converter(model: Model, ort_source: Model | None, inputs: BuildInputs, out: Path) -> Callable[..., ConvertedModel]:

@@ -12,7 +12,6 @@ from edgekit.bundle.manifest.buckets import Bucket, Buckets
 from edgekit.check.check import check_model
 from edgekit.data.padding import pad_samples
 from edgekit.data.samples import select_samples, spread_indices
-from edgekit.errors import ModelError
 from edgekit.jobs.build_inputs import BucketInputs, BuildInputs, BuildJob
 from edgekit.jobs.check import fix_for_target
 from edgekit.jobs.forms.deploy import Deployed, deploy_model
@@ -27,14 +26,10 @@ _SAMPLES = 8
 
 
 class Making(msgspec.Struct, frozen=True, kw_only=True):
-    """How the model of the largest size was made: rewritten for its target or not, quantized by a plan or not.
-
-    `stays_float` says for what it was rewritten; a model that then could not be quantized has no plan either.
-    """
+    """How the model of the largest size was made: rewritten for its target or not, quantized by a plan or not."""
 
     precision: Precision
     is_rewritten: bool
-    stays_float: bool
     plan: QuantPlan | None
 
 
@@ -66,12 +61,6 @@ def make_sizes(
         model = _remake(mine, making, deployed.target, folder)
         check = check_model(model, deployed.target)
         made = deploy_model(model, making.precision, check, mine, deployed.target, job, folder, told)
-        if made.precision != deployed.precision:
-            raise ModelError(
-                f"at {sized.models.padding.dim}={size} the model is {made.precision}, at the largest size"
-                f" {deployed.precision}",
-                hint=f"build it with --precision {made.precision}",
-            )
         notes += [f"{sized.models.padding.dim}={size}: {line}" for line in told if line not in notes]
         models[size] = _load(made, inputs)
     return _share(models, sized, inputs.source.name, work / "shared", notes)
@@ -95,7 +84,7 @@ def _remake(inputs: BuildInputs, making: Making, target: Target, work: Path) -> 
     model = inputs.prepared
     if making.is_rewritten:
         rewritten = work / "rewritten" / model.path.name
-        model = fix_for_target(model, rewritten, target, stays_float=making.stays_float)[0].model
+        model = fix_for_target(model, rewritten, target, stays_float=making.plan is None)[0].model
     if inputs.is_quantized and target.quantization.unsigned_ops:
         return fix_model(model, work / "unsigned.onnx", [unsigned_weights.FIX_ID]).model
     if making.plan is None or not isinstance(inputs.calibration, Calibration):

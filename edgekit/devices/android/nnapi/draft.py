@@ -22,7 +22,8 @@ from edgekit.model.tensors import Array
 INSTALL_LITERT = "pip install ai-edge-litert==2.3.0"
 """The command that installs what computes the models."""
 
-# Versions that say what is used: weights per channel, zero points of weights. All others are the latest known.
+# Versions that say what is used: weights per channel, zero points of weights. Of all others LiteRT's kernels have the
+# first, and look at the types of tensors, not at the version: PRELU has no other.
 _VERSIONS = {"CONV_2D": 5, "DEPTHWISE_CONV_2D": 6, "FULLY_CONNECTED": 7, "RESHAPE": 1, "CAST": 1}
 
 
@@ -158,7 +159,7 @@ class Draft:
         code = self.schema.OperatorCodeT()
         code.builtinCode = getattr(self.schema.BuiltinOperator, name)
         code.deprecatedBuiltinCode = min(code.builtinCode, 127)
-        code.version = _VERSIONS.get(name, 2 if self.is_signed else 1)
+        code.version = _VERSIONS.get(name, 1)
         self.codes.append(code)
         operator = self.schema.OperatorT()
         operator.opcodeIndex = len(self.codes) - 1
