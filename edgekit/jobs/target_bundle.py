@@ -105,13 +105,13 @@ class _Planned(msgspec.Struct, frozen=True, kw_only=True):
 class _NoSessionError(ModelError):
     """The rules expect that the provider makes no session, because of the `nodes`."""
 
-    def __init__(self, way: Way, target: Target, nodes: Sequence[CheckedNode]) -> None:
+    def __init__(self, way: Way, target: Target, nodes: Sequence[CheckedNode], *, hint: str) -> None:
         first = next((node for node in nodes if node.reasons and not node.is_quantizer), nodes[0])
         why = first.reasons[0] if first.reasons else "it is part of what the provider refuses"
         super().__init__(
             f"no session of the {way.precision} model starts on {target.name}, {len(nodes)} nodes stop it:"
             f" {first.op} '{first.name}': {why}",
-            hint="leave --precision out, and one that starts is chosen; edgekit check lists the nodes",
+            hint=hint,
         )
         self.stopping = tuple(node.name for node in nodes if not node.is_quantizer)
 
@@ -240,8 +240,14 @@ class _Ladder:
 
     def _refuse(self, way: Way, check: CheckReport) -> None:
         fatal = [node for node in check.node_list if node.fatal]
-        if fatal:
-            raise _NoSessionError(way, self._target, fatal)
+        if not fatal:
+            return
+        hint = f"edgekit check --target {self._target.name} lists the nodes"
+        if self._inputs.is_quantized:
+            hint = "give the float model: what would stop the session stays in float then"
+        elif self._job.recipe.precision != "auto":
+            hint = f"leave --precision out, and one that starts is chosen; {hint}"
+        raise _NoSessionError(way, self._target, fatal, hint=hint)
 
     def _fix(self, way: Way) -> BuildInputs:
         stays_float = way.precision not in INTEGERS

@@ -1,5 +1,7 @@
-"""A build rewrites the graph for a target where that target then takes more, and only there."""
+"""A build rewrites the graph for a target where it then takes more, and ships only what is expected to start."""
 
+import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ from edgekit.cli.main import run_command
 from edgekit.jobs.build import build
 from edgekit.recipe import Data, Recipe
 from edgekit.report.summary import BuildReport, BundleSummary
+from edgekit.target import Precision, load_target
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +43,7 @@ def _make(text: str, tmp_path: Path) -> tuple[Path, Data]:
     rng = np.random.default_rng(3)
     path = parse_model(text, tmp_path / "swishing.onnx")
     proto = onnx.load(path)
-    for name, shape in {"u": (8, 4, 3, 3), "v": (8, 8, 3, 3), "w": (8, 5)}.items():
+    for name, shape in {"u": (8, 4, 3, 3), "t": (8, 20, 1, 1), "v": (8, 8, 3, 3), "w": (8, 5)}.items():
         proto.graph.initializer.append(numpy_helper.from_array(0.3 * rng.normal(size=shape).astype(np.float32), name))
     onnx.save(proto, path)
     np.savez(tmp_path / "data.npz", x=rng.normal(size=(24, 4, 8, 8)).astype(np.float32))
@@ -92,3 +95,61 @@ def test_a_graph_is_left_as_it_is_where_the_rewritten_one_would_make_no_session(
     assert not any("pad-reflect" in note for note in bundle.notes)
     assert bundle.check is not None
     assert bundle.check.verdict != "no"
+
+
+# A Concat of a partition that reads an input from outside of it, which NNAPI claims in integers and then refuses.
+JOINED = """
+<ir_version: 8, opset_import: ["" : 17]> g (float[1,4,8,8] x) => (float[1,5] y)
+{ a = Conv<pads=[1,1,1,1]>(x, u)  r = Relu(a)  e = Erf(r)  j = Concat<axis=1>(r, e, x)  s = Conv(j, t)
+  b = Conv<pads=[1,1,1,1]>(s, v)  p = GlobalAveragePool(b)  f = Flatten(p)  y = Gemm(f, w) }
+"""
+
+# A float Pad that names axes, which NNAPI claims and then makes no session of; a quantized one it leaves to the CPU.
+NAMED = """
+<ir_version: 8, opset_import: ["" : 18]> g (float[1,4,8,8] x) => (float[1,5] y)
+<int64[4] pads = {1,1,1,1}, float zero = {0}, int64[2] axes = {2,3}>
+{ q = Pad(x, pads, zero, axes)  a = Conv(q, u)  r = Relu(a)  b = Conv<pads=[1,1,1,1]>(r, v)
+  p = GlobalAveragePool(b)  f = Flatten(p)  y = Gemm(f, w) }
+"""
+
+
+@pytest.mark.parametrize("precision", ["auto", "int8"])
+def test_what_would_stop_the_session_stays_in_float(tmp_path: Path, precision: Precision) -> None:
+    recipe = Recipe(targets=("nnapi",), precision=precision)
+    bundle = _find(build(*_make(JOINED, tmp_path), tmp_path / "out", recipe, verify=False), "nnapi")
+    assert bundle.notes[0].startswith(
+        "1 nodes stay in float (Concat_j), because no session of the int8 model starts on nnapi"
+    )
+    assert bundle.check is not None
+    assert (bundle.precision, bundle.check.is_refused) == ("int8", False)
+    assert bundle.check.sha256 == bundle.files["model.onnx"]
+
+
+def test_a_precision_that_was_asked_for_and_does_not_start_is_not_shipped_nor_exchanged(tmp_path: Path) -> None:
+    report = build(
+        *_make(NAMED, tmp_path), tmp_path / "out", Recipe(targets=("nnapi", "cpu"), precision="fp32"), verify=False
+    )
+    refused, whole = _find(report, "nnapi"), _find(report, "cpu")
+    assert (refused.path, refused.verdict) == (None, "fail")
+    assert "no session of the fp32 model starts on nnapi, 1 nodes stop it: Pad 'Pad_q'" in str(refused.failure)
+    assert "leave --precision out" in str(refused.failure)
+    assert whole.path is not None
+    assert not (tmp_path / "out" / "swishing-nnapi").exists()
+
+
+def test_a_fault_of_ours_leaves_the_other_targets_whole_and_a_file_to_send(
+    swishing: tuple[Path, Data], tmp_path: Path
+) -> None:
+    odd = tmp_path / "odd"
+    shutil.copytree(load_target("nnapi").folder, odd)
+    rules = odd / "rules.toml"
+    # A version without its second number is a mistake that nothing looks for.
+    rules.write_text(re.sub(r'^ort = ".*"$', 'ort = "1"', rules.read_text(), count=1, flags=re.MULTILINE))
+    (odd / "target.toml").write_text((odd / "target.toml").read_text().replace('name = "nnapi"', 'name = "odd"'))
+    report = build(*swishing, tmp_path / "out", Recipe(targets=(str(odd), "cpu")), verify=False)
+    assert (_find(report, "odd").path, report.verdict) == (None, "fail")
+    assert "fault of its own, IndexError" in str(_find(report, "odd").failure)
+    assert (tmp_path / "out" / "swishing-cpu" / "manifest.json").is_file()
+    told = (tmp_path / "out" / "fault-odd.txt").read_text()
+    assert "Traceback" in told
+    assert "onnxruntime: " in told

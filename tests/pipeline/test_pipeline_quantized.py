@@ -34,7 +34,7 @@ def test_weights_of_a_gemm_become_unsigned_where_nnapi_then_takes_it(
     assert {numpy_helper.to_array(tensor).dtype.name for tensor in tensors if list(tensor.dims) == [4, 3]} == {stored}
 
 
-def test_a_build_says_why_no_session_is_expected(tmp_path: Path) -> None:
+def test_a_quantized_model_of_which_no_session_starts_is_not_shipped(tmp_path: Path) -> None:
     text = (
         '<ir_version: 8, opset_import: ["" : 17]> g (float[1,2,4,4] x) => (float[1,2,4,4] y)'
         " <int8[2,2,1,1] w = {1,2,3,4}, float s = {0.1}, float[1] t = {0.1}, int8 z = {0}>"
@@ -45,7 +45,8 @@ def test_a_build_says_why_no_session_is_expected(tmp_path: Path) -> None:
     np.savez(tmp_path / "data.npz", x=np.random.default_rng(0).normal(size=(8, 2, 4, 4)).astype(np.float32))
     data = Data(source=str(tmp_path / "data.npz"))
     (bundle,) = build(model, data, tmp_path / "out", Recipe(targets=("xnnpack",)), verify=False).bundles
-    told = next(
-        note for note in bundle.notes if note.startswith("no session of it is expected, 1 nodes stop it: ConvTr")
-    )
+    assert bundle.path is None
+    told = str(bundle.failure)
+    assert told.startswith("no session of the int8 model starts on xnnpack, 1 nodes stop it: ConvTr")
     assert "must be a scalar" in told
+    assert "give the float model" in told
