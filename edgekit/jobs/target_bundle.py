@@ -106,14 +106,16 @@ class _NoSessionError(ModelError):
     """The rules expect that the provider makes no session, because of the `nodes`."""
 
     def __init__(self, way: Way, target: Target, nodes: Sequence[CheckedNode], *, hint: str) -> None:
-        first = next((node for node in nodes if node.reasons and not node.is_quantizer), nodes[0])
+        # The Q and DQ nodes of its unit are as fatal as a node, and say no more.
+        nodes = [node for node in nodes if not node.is_quantizer] or nodes
+        first = next((node for node in nodes if node.reasons), nodes[0])
         why = first.reasons[0] if first.reasons else "it is part of what the provider refuses"
         super().__init__(
             f"no session of the {way.precision} model starts on {target.name}, {len(nodes)} nodes stop it:"
             f" {first.op} '{first.name}': {why}",
             hint=hint,
         )
-        self.stopping = tuple(node.name for node in nodes if not node.is_quantizer)
+        self.stopping = tuple(node.name for node in nodes)
 
 
 def ready_bundles(inputs: BuildInputs, target: Target, job: BuildJob, work: Path) -> Generator[ReadyBundle, str]:
