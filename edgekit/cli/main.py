@@ -24,36 +24,49 @@ _MOST_LETTERS = 2000
 YES, NO, WRONG, UNPROVEN, INTERRUPTED = 0, 1, 2, 3, 130
 """Exit codes: the answer is yes; it is no; the usage or an input is wrong; neither yes nor no is proven; Ctrl-C."""
 
-COMMANDS = {
-    "bench": "Time a bundle or a model on devices, or two of them in interleaved rounds.",
-    "build": "Make a verified bundle of a model for each target.",
-    "check": "Say node by node what each target would take, why not, and what to do.",
-    "compare": "Say how far one model lies from another, and in which layer it begins.",
-    "completion": "Print what a shell needs to complete commands and options.",
-    "convert": "Write the files that a runtime loads: ORT format, full or runtime style.",
-    "demo": "Build and verify four bundles of the demo model.",
-    "devices": "List, install or test what can run a bundle here.",
-    "diff": "Say what is different between two versions of a bundle, or of a model.",
-    "doctor": "Say what this machine has, what it lacks, and how to get it.",
-    "group": "Build or verify several models that belong together, as encoder and decoder.",
-    "init": "Write an edgekit.toml for a model.",
-    "inspect": "Print what a model contains, or where its bytes are.",
-    "join": "Put bundles of several targets into one, and what they share once.",
-    "operators": "Write or compare the operators config of a custom ONNX Runtime build.",
-    "package": "Pack bundles for an app: AAR, Swift package, zip, tar, or ORT's own model package.",
-    "profile": "Say where the time of a run goes, kernel by kernel, and why one model is slower than another.",
-    "prepare": "Fix shapes and clean the graph, as a provider will see it.",
-    "quantize": "Make a static INT8 model for a target.",
-    "runner": "Build the program that runs a model on a phone or a board.",
-    "run": "Build, verify and pack what an edgekit.toml names, where something changed.",
-    "runs": "List, show or compare the verifications in a history.",
-    "schema": "Print the JSON Schema of edgekit.toml, and with --json every command with its options.",
-    "sign": "Sign a bundle, so that tampering with any byte is found.",
-    "targets": "List the targets, or show one.",
-    "tune": "Find what a session should be told: levels, threads, memory, provider options.",
-    "verify": "Run a bundle on devices and compare with the float model.",
+GROUPS = {
+    "Start here": {
+        "build": "Make a verified bundle of a model for each target.",
+        "check": "Say node by node what each target would take, why not, and what to do.",
+        "verify": "Run a bundle on devices and compare with the float model.",
+        "package": "Pack bundles for an app: AAR, Swift package, zip, tar, or ORT's own model package.",
+    },
+    "Look at a model": {
+        "inspect": "Print what a model contains, or where its bytes are.",
+        "targets": "List the targets, or show one.",
+        "compare": "Say how far one model lies from another, and in which layer it begins.",
+        "diff": "Say what is different between two versions of a bundle, or of a model.",
+    },
+    "One step of a build": {
+        "prepare": "Fix shapes and clean the graph, as a provider will see it.",
+        "quantize": "Make a static INT8 model for a target.",
+        "convert": "Write the files that a runtime loads: ORT format, full or runtime style.",
+        "operators": "Write or compare the operators config of a custom ONNX Runtime build.",
+    },
+    "Time and settings": {
+        "bench": "Time a bundle or a model on devices, or two of them in interleaved rounds.",
+        "profile": "Say where the time of a run goes, kernel by kernel, and why one model is slower than another.",
+        "tune": "Find what a session should be told: levels, threads, memory, provider options.",
+    },
+    "Many models": {
+        "init": "Write an edgekit.toml for a model.",
+        "run": "Build, verify and pack what an edgekit.toml names, where something changed.",
+        "runs": "List, show or compare the verifications in a history.",
+        "group": "Build or verify several models that belong together, as encoder and decoder.",
+        "join": "Put bundles of several targets into one, and what they share once.",
+        "sign": "Sign a bundle, so that tampering with any byte is found.",
+    },
+    "This machine and its devices": {
+        "doctor": "Say what this machine has, what it lacks, and how to get it.",
+        "devices": "List, install or test what can run a bundle here.",
+        "runner": "Build the program that runs a model on a phone or a board.",
+        "demo": "Build and verify four bundles of the demo model.",
+        "completion": "Print what a shell needs to complete commands and options.",
+        "schema": "Print the JSON Schema of edgekit.toml, and with --json every command with its options.",
+    },
 }
-"""Every command and its one line of help; `edgekit.cli.<name>` holds it, imported when it is used."""
+"""Every command with its one line, under its heading in `edgekit --help`; `edgekit.cli.<name>` holds the command."""
+COMMANDS = {name: line for commands in GROUPS.values() for name, line in commands.items()}
 
 
 class _LazyGroup(click.Group):
@@ -82,8 +95,10 @@ class _LazyGroup(click.Group):
         return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
-        with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+        width = max(map(len, COMMANDS))
+        for heading, commands in GROUPS.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name.ljust(width), line) for name, line in commands.items()])
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
