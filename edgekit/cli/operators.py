@@ -14,7 +14,9 @@ from edgekit.errors import UsageError
 @click.command(short_help="Write or compare the operators config of a custom ONNX Runtime build.")
 @click.argument("models", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Write the config of a build for MODELS.")
-@click.option("--types", is_flag=True, help="Limit the element types too; the build is smaller still.")
+@click.option(
+    "--types", is_flag=True, help="Limit each operator to the types of its nodes too; the build is smaller still."
+)
 @click.option("--compare", type=click.Path(path_type=Path), metavar="CONFIG", help="What a build lacks for MODELS.")
 @options.JSON
 def command(models: tuple[Path, ...], out: Path | None, types: bool, compare: Path | None, as_json: bool) -> int:
@@ -24,15 +26,17 @@ def command(models: tuple[Path, ...], out: Path | None, types: bool, compare: Pa
     Example:
       edgekit operators converted/*.ort --types --out required.config
     """
-    if types and out is None:
-        raise UsageError("--types says what to write", hint="add --out FILE")
+    if types and out is None and compare is not None:
+        raise UsageError(
+            "--types says what to list or to write", hint="leave it out: --compare looks at types by itself"
+        )
     if out is not None:
         write_operators(models, out, types=types)
     lacking = {str(model): find_lacking(model, compare) for model in models} if compare else {}
     if as_json:
-        show_json({"operators": list_operators(models), "out": out, "lacking": lacking})
+        show_json({"operators": list_operators(models, types=types), "out": out, "lacking": lacking})
     elif not compare and out is None:
-        for line in list_operators(models):
+        for line in list_operators(models, types=types):
             show_line(line)
     for model, names in () if as_json else lacking.items():
         show_line(f"{model}: {'lacks ' + ', '.join(names) if names else 'has all it needs'}")

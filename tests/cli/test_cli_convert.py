@@ -91,7 +91,7 @@ def test_operators_of_a_build_are_written_listed_and_compared(
     assert "com.microsoft:FusedConv:1" in report["lacking"][full]
     assert run_command(["operators", full]) == 0
     assert "com.microsoft;1;FusedConv" in capsys.readouterr().out
-    assert run_command(["operators", full, "--types"]) == 2
+    assert run_command(["operators", full, "--types", "--compare", config]) == 2
 
 
 def make_huge(tmp_path: Path, width: int) -> None:

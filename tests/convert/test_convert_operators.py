@@ -1,13 +1,16 @@
 """Operator configs: deterministic, without paths, accepted by ONNX Runtime's own parser."""
 
+import importlib
 from pathlib import Path
+from typing import Any
 
 import pytest
-from convert_models import ARM, RUNTIME, make_float, make_qdq, write_form
+from convert_models import ARM, RUNTIME, ZOO, make_float, make_qdq, write_form
 from onnxruntime.tools.reduced_build_config_parser import parse_config
 
 from edgekit.convert.ort_format.operators import find_lacking, read_operators, write_operators
 from edgekit.errors import ModelError, UsageError
+from edgekit.model.model import load_model
 
 
 def write_pair(folder: Path) -> tuple[Path, Path]:
@@ -40,7 +43,46 @@ def test_the_order_and_the_folder_of_models_leave_no_trace(tmp_path: Path, types
     content = (tmp_path / "one.config").read_text()
     assert content == (tmp_path / "two.config").read_text()
     assert str(tmp_path) not in content
-    assert ("!globally_allowed_types;float,int8_t,uint8_t\n" in content) is types
+    # What saved optimisations bring has no limit: no node tells its types.
+    assert ("QLinearConv{" in content) is False
+    assert ('Conv{"inputs": {"0": ["float"]}}' in content) is types
+
+
+@pytest.mark.parametrize(
+    "name", ["fastestdet", "kws_dscnn_int8_qdq", "silero_vad_micro_transformer", "mnist_cnn_pytorch"]
+)
+@pytest.mark.skipif(not ZOO.is_dir(), reason="needs ../shared/zoo")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of ONNX Runtime's tool
+def test_types_are_those_of_onnx_runtime_s_own_tool(name: str, tmp_path: Path) -> None:
+    write_form(load_model(ZOO / f"models/{name}.onnx"), tmp_path / "m.ort", ARM)
+    own: Any = importlib.import_module("onnxruntime.tools.ort_format_model")
+    own.create_config_from_models([tmp_path / "m.ort"], tmp_path / "own.config", True)
+    write_operators([tmp_path / "m.ort"], tmp_path / "ours.config", types=True)
+
+    def lines(path: Path) -> list[str]:
+        return [line for line in path.read_text().splitlines() if not line.startswith("#")]
+
+    assert lines(tmp_path / "ours.config") == lines(tmp_path / "own.config")
+    assert any("{" in line for line in lines(tmp_path / "ours.config"))
+    _, types = parse_config(str(tmp_path / "ours.config"), True)
+    assert types.get_cpp_entries()
+    assert find_lacking(tmp_path / "m.ort", tmp_path / "ours.config") == ()
+
+
+def test_a_type_that_a_build_lacks_is_named(tmp_path: Path) -> None:
+    quantized, floating = write_pair(tmp_path)
+    write_operators([floating, quantized], tmp_path / "ops.config", types=True)
+    assert find_lacking(floating, tmp_path / "ops.config") == ()
+    limited = (
+        (tmp_path / "ops.config")
+        .read_text()
+        .replace('Mul{"inputs": {"0": ["float"]}}', 'Mul{"inputs": {"0": ["double"]}}')
+    )
+    (tmp_path / "other.config").write_text(limited)
+    assert find_lacking(floating, tmp_path / "other.config") == ("ai.onnx:Mul (input 0 float)",)
+    (tmp_path / "bad.config").write_text('ai.onnx;11;Conv{"inputs": 3}\n')
+    with pytest.raises(UsageError, match="limits an operator in no known way"):
+        find_lacking(floating, tmp_path / "bad.config")
 
 
 def test_what_a_build_lacks_is_named(tmp_path: Path) -> None:

@@ -8,21 +8,33 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from edgekit._files import write_file
+from edgekit.convert.ort_format._ort_types import list_type_entries
 from edgekit.convert.ort_format.report import inspect_ort
 from edgekit.errors import UsageError
 
 _HEADER = "# For ONNX Runtime's build.sh --minimal_build extended --include_ops_by_config\n"
+_TYPED_HEADER = "# With --enable_reduced_operator_type_support each operator has kernels for these types only.\n"
 _MAIN_DOMAIN = "ai.onnx"
 _ALL = "!no_ops_specified_means_all_ops_are_required"
-# What the config calls an element type; integers are called as in C++.
-_TYPES = {
-    "float32": "float", "float64": "double", "float16": "MLFloat16", "bfloat16": "BFloat16", "string": "std::string",
-    "bool": "bool",
-}  # fmt: skip
+# What follows an operator: JSON of two levels at most.
+_LIMIT = re.compile(r"\{(?:[^{}]|\{[^{}]*\})*\}")
+_TYPED = re.compile(rf"(\w+)\s*({_LIMIT.pattern})")
+_HINT = "give a file that edgekit operators wrote"
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    inputs: dict[str, list[str]] = {}
+    outputs: dict[str, list[str]] = {}
+    custom: list[list[str]] = []
+
 
 Operators = dict[tuple[str, int], frozenset[str]]
 """Operators by domain and opset."""
+Types = dict[tuple[str, str], frozenset[str]]
+"""What operators, by domain and name, are limited to, such as `input 0 float`; one that is not in it has all types."""
 
 
 def write_operators(models: Sequence[Path], out: Path, *, types: bool = False) -> None:
@@ -34,21 +46,21 @@ def write_operators(models: Sequence[Path], out: Path, *, types: bool = False) -
     Args:
         models: ORT-format files.
         out: where the config goes.
-        types: allows the element types that occur in the models, and no others, which makes the build smaller still.
+        types: limits each operator to the types that its nodes have, which makes the build smaller still.
 
     Raises:
         UsageError: no file is given.
         ModelError: a file is damaged, or no ORT-format file.
     """
-    lines = list_operators(models)
-    if types:
-        used = sorted({_TYPES.get(name, f"{name}_t") for model in models for name in inspect_ort(model).types})
-        lines = (f"!globally_allowed_types;{','.join(used)}", *lines)
-    write_file(out, (_HEADER + "".join(f"{line}\n" for line in lines)).encode())
+    lines = list_operators(models, types=types)
+    header = _HEADER + (_TYPED_HEADER if types else "")
+    write_file(out, (header + "".join(f"{line}\n" for line in lines)).encode())
 
 
-def list_operators(models: Sequence[Path]) -> tuple[str, ...]:
+def list_operators(models: Sequence[Path], *, types: bool = False) -> tuple[str, ...]:
     """Returns the lines of a config, `domain;opset;Operator,Operator`, for every one of these ORT-format files.
+
+    With `types` each operator is followed by what its kernel is limited to, as JSON.
 
     Raises:
         UsageError: no file is given.
@@ -56,8 +68,28 @@ def list_operators(models: Sequence[Path]) -> tuple[str, ...]:
     """
     if not models:
         raise UsageError("there is no model to write a config for", hint="give one .ort file or more")
-    operators = _group_kernels(kernel for model in models for kernel in inspect_ort(model).kernels)
-    return tuple(f"{domain};{opset};{','.join(sorted(names))}" for (domain, opset), names in sorted(operators.items()))
+    reports = [inspect_ort(model) for model in models]
+    operators = _group_kernels(kernel for report in reports for kernel in report.kernels)
+    # A kernel that saved optimisations bring needs types that no node tells.
+    produced = {name for report in reports for name in report.saved_optimizations}
+    entries = list_type_entries(models) if types else {}
+    limits = {key: entry for key, entry in entries.items() if _full_name(*key) not in produced}
+    return tuple(
+        f"{domain};{opset};{','.join(name + limits.get((domain, name), '') for name in sorted(names))}"
+        for (domain, opset), names in sorted(operators.items())
+    )
+
+
+def read_text(path: Path) -> str:
+    """Returns the text of a config.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read the config '{path}'", hint=_HINT) from error
 
 
 def read_operators(path: Path) -> Operators | None:
@@ -66,15 +98,12 @@ def read_operators(path: Path) -> Operators | None:
     Raises:
         UsageError: the file is missing, or no config.
     """
-    try:
-        lines = [line.strip() for line in path.read_text().splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read the config '{path}'", hint="give a file that edgekit operators wrote") from error
+    lines = [line.strip() for line in read_text(path).splitlines()]
     named: defaultdict[tuple[str, int], set[str]] = defaultdict(set)
     for number, line in enumerate(lines, start=1):
         if not line or line.startswith(("#", "!")):
             continue
-        match = re.fullmatch(r"([\w.]+);(\d+(?:,\d+)*);(.*)", re.sub(r"\{.*?\}\}|\{.*?\}", "", line))
+        match = re.fullmatch(r"([\w.]+);(\d+(?:,\d+)*);(.*)", _LIMIT.sub("", line))
         if match is None:
             raise UsageError(
                 f"line {number} of '{path}' is no line of a config", hint="a line is `domain;opset;Operator,Operator`"
@@ -86,8 +115,34 @@ def read_operators(path: Path) -> Operators | None:
     return {key: frozenset(names) for key, names in named.items()}
 
 
+def read_limits(path: Path) -> Types:
+    """Returns what a config limits operators to.
+
+    Raises:
+        UsageError: the file is missing, or what it says of types is no JSON of a config.
+    """
+    limits: Types = {}
+    for line in read_text(path).splitlines():
+        domain = line.partition(";")[0].strip()
+        for match in () if line.startswith(("#", "!")) else _TYPED.finditer(line):
+            limits[domain, match[1]] = limits.get((domain, match[1]), frozenset()) | _read_entry(match[2], path)
+    return limits
+
+
+def _read_entry(entry: str, path: Path) -> frozenset[str]:
+    try:
+        found = msgspec.json.decode(entry, type=_Entry)
+    except msgspec.DecodeError as error:
+        raise UsageError(f"'{path}' limits an operator in no known way: {entry[:80]}", hint=_HINT) from error
+    sides = (("input", found.inputs), ("output", found.outputs))
+    named = {f"{side} {place} {name}" for side, places in sides for place, names in places.items() for name in names}
+    return frozenset(named | {" ".join(types) for types in found.custom})
+
+
 def find_lacking(model: Path, config: Path) -> tuple[str, ...]:
-    """Returns the operators, as `domain:operator:opset`, that an ORT-format file needs and a build's config has not.
+    """Returns what an ORT-format file needs and a build's config has not: operators, as `domain:operator:opset`.
+
+    Where the config limits types, those that a kernel would lack are named, too: `domain:operator (input 0 double)`.
 
     Raises:
         UsageError: the config cannot be read.
@@ -96,12 +151,29 @@ def find_lacking(model: Path, config: Path) -> tuple[str, ...]:
     built = read_operators(config)
     if built is None:
         return ()
-    needed = _group_kernels(inspect_ort(model).kernels)
-    return tuple(
+    report, limits = inspect_ort(model), read_limits(config)
+    needed = _group_kernels(report.kernels)
+    lacking = [
         f"{domain}:{name}:{opset}"
         for (domain, opset), names in sorted(needed.items())
         for name in sorted(names - built.get((domain, opset), frozenset()))
-    )
+    ]
+    for (domain, name), entry in list_type_entries([model]).items() if limits else ():
+        missing = _read_entry(entry, config) - limits.get((domain, name), frozenset())
+        if (domain, name) in limits and missing:
+            lacking.append(f"{domain}:{name} ({', '.join(sorted(missing))})")
+    # Nodes do not tell which types of a produced operator are needed: a limit on it may be one too many.
+    lacking += [
+        f"{domain}:{name} (all types: it comes with saved optimisations)"
+        for domain, name in sorted(limits)
+        if _full_name(domain, name) in report.saved_optimizations
+    ]
+    return tuple(lacking)
+
+
+def _full_name(domain: str, name: str) -> str:
+    """Returns an operator as reports name it: with its domain unless that is ONNX's own."""
+    return name if domain == _MAIN_DOMAIN else f"{domain}.{name}"
 
 
 def _group_kernels(kernels: Iterable[str]) -> Operators:
