@@ -6,10 +6,14 @@
     python tools/placement_agreement.py --target coreml --source node --work DIR --set model_format=NeuralNetwork
     python tools/placement_agreement.py --target coreml --source generated --work DIR --option MLComputeUnits=CPUOnly
 
+    python tools/placement_agreement.py --target nnapi --shipped BUNDLES --shipped MORE_BUNDLES --work DIR
+
 QNN is asked through the plug-in provider of onnxruntime-qnn, one child process for each model; XNNPACK and NNAPI in
 Android's own binary of ONNX Runtime (`edgekit devices install android`), that for x86-64, which places alike; Core ML
 in the library for the iOS simulator (`edgekit devices install ios-sim`); OpenVINO and WebGPU through their plug-ins on
 this machine.
+With --shipped asked about are the files that `build` wrote for the target: quantized, halved, mixed, as they lie in
+the bundles below a folder (those of `make bench GROUP=corpus`, and any others), each with its own target's settings.
 Models and observations stay in DIR: a second run is quick. Agreement counts the nodes of models whose session could be
 made. A DQ whose name the change of the layout gave to another place is counted apart: the provider took a DQ of that
 name, and left what the model's DQ feeds. Sessions that fail are counted apart too, against the nodes that check calls
@@ -33,6 +37,7 @@ from placement_models import SEEDS, write_models
 from edgekit._files import work_folder
 from edgekit._ort import CPU_PROVIDER
 from edgekit._proc import run_process
+from edgekit.bundle.folder import Bundle, open_bundle, read_target
 from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport
 from edgekit.devices.find import find_device
@@ -49,6 +54,7 @@ from edgekit.target import Target, load_target
 
 _TIMEOUT_S = 120.0
 # Which share of the nodes must agree.
+_SHIPPED = 0.999
 _LEAST = {"coreml": 0.998, "nnapi": 0.998, "openvino": 0.995, "qnn": 0.99, "webgpu": 0.995, "xnnpack": 0.998}
 # The device that asks the provider of a target in its own child process.
 _DEVICES = {"coreml": "ios-sim", "openvino": "openvino", "webgpu": "webgpu"}
@@ -89,18 +95,37 @@ def main() -> int:
     target = _give_options(target, dict(pair.split("=", 1) for pair in options.option))
     tally = Tally()
     for path in write_models(options.source, options.work / "models", range(*options.seeds)):
-        if options.known and not _holds_known(path, target):
-            continue
-        seen = _observe(path, target, options.work)
-        model = load_model(path)
-        _compare(check_model(model, target), seen, tally, read_graph(model))
-    return _print_tally(tally, _LEAST[target.name])
+        if not options.known or _holds_known(path, target):
+            _measure(path, target, options.work, tally)
+    for bundle in _find_shipped(options.shipped, options.target):
+        model = bundle.folder / bundle.manifest.forms["onnx"][0]
+        _measure(
+            model, load_target(options.target, read_target(bundle).settings), options.work, tally, bundle.folder.name
+        )
+    return _print_tally(tally, _SHIPPED if options.shipped else _LEAST[target.name])
+
+
+def _find_shipped(folders: list[Path], target: str) -> Iterator[Bundle]:
+    """Yields the bundles of a target below some folders that hold a model as an ONNX file."""
+    for folder in folders:
+        for file in sorted(folder.rglob("manifest.json")):
+            bundle = open_bundle(file.parent)
+            if bundle.manifest.target == target and "onnx" in bundle.manifest.forms:
+                yield bundle
+
+
+def _measure(path: Path, target: Target, work: Path, tally: Tally, name: str = "") -> None:
+    seen = _observe(path, target, work, name or path.stem)
+    model = load_model(path)
+    report = check_model(model, target)
+    _compare(msgspec.structs.replace(report, model=name or report.model), seen, tally, read_graph(model))
 
 
 def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", choices=sorted(_LEAST), default="qnn")
     parser.add_argument("--source", action="append", choices=["generated", "node", "quantized", "real"], default=[])
+    parser.add_argument("--shipped", action="append", type=Path, default=[], metavar="DIR", help="bundles lie below it")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="of the provider")
     parser.add_argument("--seeds", nargs=2, type=int, default=(SEEDS.start, SEEDS.stop), metavar=("FROM", "TO"))
@@ -130,9 +155,9 @@ def _holds_known(path: Path, target: Target) -> bool:
     return any(node.op_type in known for node in onnx.load(str(path), load_external_data=False).graph.node)
 
 
-def _observe(path: Path, target: Target, work: Path) -> ObservedPlacement:
+def _observe(path: Path, target: Target, work: Path, name: str) -> ObservedPlacement:
     settings = "-".join((*target.settings.values(), *target.session.provider_options.values())) or "default"
-    kept = work / "observed" / f"{target.name}-{settings}" / path.parent.name / f"{path.stem}.json"
+    kept = work / "observed" / f"{target.name}-{settings}" / path.parent.name / f"{name}.json"
     if not kept.exists():
         kept.parent.mkdir(parents=True, exist_ok=True)
         seen = observe_qnn(path, target) if target.name == "qnn" else observe_release(path, target)

@@ -144,7 +144,7 @@ def _find_dims(case: Case) -> Iterator[Finding]:
 def _find_float(case: Case) -> Iterator[Finding]:
     quantizers = case.refused("QuantizeLinear", "no builder") + case.refused("DequantizeLinear", "no builder")
     # A provider that forms units knows quantization, and refuses these for another reason.
-    if quantizers and not any(node.grouped for node in case.nodes if node.is_quantizer):
+    if quantizers and not any(node.unit for node in case.nodes if node.is_quantizer):
         yield Finding(nodes=quantizers, changed=without_quantization(case.graph))
 
 

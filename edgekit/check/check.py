@@ -213,7 +213,7 @@ def _list_nodes(
                 macs=count_macs(graph, node),
                 bytes=count_bytes(graph, node),
                 partition=partition,
-                grouped=not alone,
+                unit=None if alone else unit.node.name,
                 risks=judge.find_risks(shown, unit, taken=taken) if taken or alone else (),
                 remarks=remarks,
                 integers=taken and alone and not remarks and _is_integer(unit),

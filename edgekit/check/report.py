@@ -20,11 +20,11 @@ CROSSING_SHARE = 0.5
 class CheckedNode(msgspec.Struct, frozen=True, kw_only=True):
     """A node of the model, whether the provider takes it, and if not every reason why.
 
-    `grouped` is True for a Q or DQ node that belongs to the QDQ group of another node. `partition` counts from 0 and is
-    None for nodes not taken. `macs` are multiply-accumulates of one inference, `bytes` those of the computed values
-    it reads and writes. `fatal` means that the provider claims it and then refuses the whole session because of it,
-    `risks` say why it may. `reads` names the nodes that make its inputs. `integers` means that it is taken and computes
-    in 8 or 16 bits; `remarks` say how it runs instead where that could be expected.
+    `unit` names the operator of the QDQ group that a Q, a DQ or a redundant activation belongs to. `partition` counts
+    from 0 and is None for nodes not taken. `macs` are multiply-accumulates of one inference, `bytes` those of the
+    computed values it reads and writes. `fatal` means that the provider claims it and then refuses the whole session
+    because of it, `risks` say why it may. `reads` names the nodes that make its inputs. `integers` means that it is
+    taken and computes in 8 or 16 bits; `remarks` say how it runs instead where that could be expected.
     """
 
     name: str
@@ -35,7 +35,7 @@ class CheckedNode(msgspec.Struct, frozen=True, kw_only=True):
     macs: int
     bytes: int
     partition: int | None
-    grouped: bool = False
+    unit: str | None = None
     fatal: bool = False
     risks: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()

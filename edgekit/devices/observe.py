@@ -178,8 +178,13 @@ def compare_placement(report: CheckReport, placement: ObservedPlacement, device:
 
 
 def match_nodes(report: CheckReport, providers: Mapping[str, str]) -> tuple[tuple[CheckedNode, bool], ...]:
-    """Returns the checked nodes that a session still had, each with whether a provider other than the CPU took it."""
-    return tuple((node, providers[node.name] != CPU_PROVIDER) for node in report.node_list if node.name in providers)
+    """Returns the checked nodes that a session still had, each with whether a provider other than the CPU took it.
+
+    What belongs to the unit of an operator is where that operator is: a change of the layout makes its Q and DQ anew,
+    and may give their names to others.
+    """
+    places = ((node, providers.get(node.unit or node.name)) for node in report.node_list)
+    return tuple((node, place != CPU_PROVIDER) for node, place in places if place is not None)
 
 
 def observe_placement(model: Model, target: Target, device: Device, *, samples: int = 1) -> ObservedPlacement:
@@ -196,7 +201,7 @@ def observe_placement(model: Model, target: Target, device: Device, *, samples: 
     job = describe_job(model, target, samples=0 if target.provider in _PLACED_AT_LOAD else samples)
     is_xnnpack = target.provider == android.XNNPACK
     if target.provider in _UNFUSED:
-        job = msgspec.structs.replace(job, level=Level.DISABLED)
+        job = msgspec.structs.replace(job, level=Level.BASIC if is_xnnpack else Level.DISABLED)
     with work_folder() as work:
         run = device.run_job(job, work)
     providers = {node.name: node.provider for node in run.placement}

@@ -8,7 +8,7 @@ from edgekit._ort import CPU_PROVIDER
 from edgekit.check.report import CheckedNode, CheckReport
 from edgekit.devices.android.android import XNNPACK
 from edgekit.devices.device import DeviceRun, Job
-from edgekit.graph.graph import Node, read_graph
+from edgekit.graph.graph import read_graph
 from edgekit.model.model import Model
 from edgekit.target import Target
 
@@ -47,22 +47,13 @@ def goes_unnamed(node: CheckedNode, target: Target) -> bool:
 def add_unnamed(model: Model, providers: Mapping[str, str]) -> dict[str, str]:
     """Returns the place of every node of a model on XNNPACK, from a session without fusions: see `goes_unnamed`.
 
-    A Transpose that is on neither side was cancelled when the layout changed; it is left out with the Q and DQ around
-    it.
+    A Transpose, Q or DQ that is on neither side was cancelled or made anew when the layout changed; it is left out.
     """
-    graph = read_graph(model)
-    gone = {node.index for node in graph.nodes if node.op_type == "Transpose" and node.name not in providers}
-
-    def is_gone(node: Node) -> bool:
-        if node.index in gone or node.op_type not in {"QuantizeLinear", "DequantizeLinear"}:
-            return node.index in gone
-        beside = [graph.producers.get(node.input[0]), *graph.consumers.get(node.output[0], ())]
-        return any(other and other.index in gone for other in beside)
-
+    gone = {"Transpose", "QuantizeLinear", "DequantizeLinear"}
     return {
         node.name: providers.get(node.name, XNNPACK)
-        for node in graph.nodes
-        if node.name in providers or not is_gone(node)
+        for node in read_graph(model).nodes
+        if node.name in providers or node.op_type not in gone
     }
 
 

@@ -263,5 +263,5 @@ def test_an_activation_joins_its_unit_from_a_version_of_onnx_runtime_on(minor: s
     nodes = check_graph(
         graph, msgspec.structs.replace(book, units=units), {**target.settings, "ort": f"1.{minor}.0"}, opset=17
     )
-    assert [node.grouped for node in nodes] == ([True, False, True, True] if whole else [False] * 4)
+    assert [node.unit is not None for node in nodes] == ([True, False, True, True] if whole else [False] * 4)
     assert not any(node.integers for node in nodes if node.op == "Relu")

@@ -97,9 +97,7 @@ def test_a_model_that_cannot_be_loaded_is_told_of_all_the_same(
 
 
 def _node(name: str = "n", **fields: object) -> CheckedNode:
-    node = CheckedNode(
-        name=name, op="Conv", domain="ai.onnx", taken=True, reasons=(), macs=10, bytes=10, partition=0, grouped=False
-    )
+    node = CheckedNode(name=name, op="Conv", domain="ai.onnx", taken=True, reasons=(), macs=10, bytes=10, partition=0)
     return msgspec.structs.replace(node, **fields)
 
 
