@@ -135,8 +135,8 @@ def _describe(app: App, cell: Cell, report: BuildReport) -> CellResult:
         precision=bundle.precision or "",
         size_before=bundle.size_before,
         size_after=bundle.size_after,
-        taken_macs=0.0 if bundle.check is None else bundle.check.taken_macs,
-        partitions=0 if bundle.check is None else bundle.check.partitions,
+        taken_macs=0.0 if bundle.placed is None else bundle.placed.taken_macs,
+        partitions=0 if bundle.placed is None else bundle.placed.partitions,
         agreement=describe_agreement(bundle.verify),
         evidence=describe_evidence(bundle.verify),
     )

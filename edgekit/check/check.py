@@ -66,6 +66,7 @@ def check_model(model: Model, target: Target) -> CheckReport:
         crossings=crossings,
         crossing_bytes=crossing_bytes,
         wants_whole=target.session.config.get("session.disable_cpu_ep_fallback") == "1",
+        style=book.placing.style,
         counted_at=sizes or msgspec.UNSET,
         unsized_nodes=count_unsized(graph) if sizes else msgspec.UNSET,
     )

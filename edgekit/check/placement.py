@@ -2,10 +2,11 @@
 
 import heapq
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
 
+from edgekit.check.report import CheckedNode, CheckReport, Disagreement, Placed
 from edgekit.check.rules.rulebook import Placing
 from edgekit.check.rules.units import Unit, unit_of_each
 from edgekit.graph.graph import Graph, Node
@@ -129,6 +130,50 @@ def _groups(followers: Sequence[tuple[int, ...]], able: Sequence[bool]) -> list[
             if waiting[target] == 0:
                 ready.append(target)
     return [found for found in (*groups, group) if found]
+
+
+def place_observed(report: CheckReport, places: Mapping[str, bool], *, device: str, evidence: str) -> Placed:
+    """Returns where a device's provider put the nodes of a checked model, beside which the report is the prediction.
+
+    `places` says of nodes by name whether the provider took them; the others are where they were predicted to be.
+    """
+    taken = {node.name for node in report.node_list if places.get(node.name, node.taken)}
+    nodes = tuple(msgspec.structs.replace(node, taken=node.name in taken) for node in report.node_list)
+    # Of the nodes alone waves cannot be told exactly, since groups that a provider gave back are in none of them: what
+    # the difference makes is added to what the prediction counts.
+    more = _count_pieces(nodes) - _count_pieces(report.node_list) if report.style == "wave" else 0
+    return Placed(
+        evidence=evidence,
+        device=device,
+        nodes=report.nodes,
+        taken=len(taken),
+        partitions=max(min(1, len(taken)), report.partitions + more),
+        taken_macs=msgspec.structs.replace(report, node_list=nodes).taken_macs,
+        disagreements=tuple(
+            Disagreement(name=node.name, op=node.op, predicted=node.taken, observed=not node.taken)
+            for node in report.node_list
+            if (node.name in taken) != node.taken
+        ),
+    )
+
+
+def _count_pieces(nodes: Sequence[CheckedNode]) -> int:
+    named = {node.name: node for node in nodes}
+    owners = {node.name: node.unit or node.name for node in nodes}
+    units = {owner: at for at, owner in enumerate(dict.fromkeys(owners.values()))}
+    followers: list[dict[int, None]] = [{} for _ in units]
+    for node in nodes:
+        for name in node.reads:
+            made = named.get(name)
+            # A DQ of another unit has a copy in this one, which follows what that DQ reads.
+            is_copied = (
+                made is not None and made.op == "DequantizeLinear" and made.unit not in {None, owners[node.name]}
+            )
+            for source in made.reads if made is not None and is_copied else (name,):
+                if source in owners and owners[source] != owners[node.name]:
+                    followers[units[owners[source]]][units[owners[node.name]]] = None
+    able = [owner in named and named[owner].taken for owner in units]
+    return len(_groups([tuple(each) for each in followers], able))
 
 
 def _drop_reason(graph: Graph, group: Sequence[Unit], placing: Placing) -> str | None:

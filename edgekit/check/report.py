@@ -84,6 +84,32 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[str, ...] = ()
 
 
+class Disagreement(msgspec.Struct, frozen=True, kw_only=True):
+    """A node that check and the provider place differently: True where it is taken."""
+
+    name: str
+    op: str
+    predicted: bool
+    observed: bool
+
+
+class Placed(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the nodes of a model are, and how that is known: the one value that tables, pages and packages tell.
+
+    `evidence` is "predicted" for rules, else that of the device whose provider was seen. `partitions` counts the pieces
+    that the provider has, `taken_macs` is their share of the work, 0 to 1. `disagreements` are the nodes that the
+    provider placed otherwise than the rules said, from which rules are mended.
+    """
+
+    evidence: str
+    device: str = ""
+    nodes: int
+    taken: int
+    partitions: int
+    taken_macs: float
+    disagreements: tuple[Disagreement, ...] = ()
+
+
 class CheckReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
     """The predicted placement of a model on a target.
 
@@ -91,9 +117,9 @@ class CheckReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
     checked graph once, in graph order, a body's nodes after the node that has it; Constant nodes are left out because
     ONNX Runtime turns them into initializers. `crossings` counts the values that cross between the provider and the
     CPU, `crossing_bytes` their bytes. `model_nodes` holds each node of the model as the user has it, where that is
-    known. `wants_whole` says that the session is made without the CPU. Where inputs have open dimensions, `counted_at`
-    holds the sizes that stand for them in MACs and bytes, and `unsized_nodes` counts the nodes that multiply and whose
-    work is not known even then.
+    known. `wants_whole` says that the session is made without the CPU, `style` whether the provider takes waves of
+    nodes or each by itself. Where inputs have open dimensions, `counted_at` holds the sizes that stand for them in MACs
+    and bytes, and `unsized_nodes` counts the nodes that multiply and whose work is not known even then.
     """
 
     target: str
@@ -107,6 +133,7 @@ class CheckReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
     crossing_bytes: int = 0
     model_nodes: tuple[ModelNode, ...] = ()
     wants_whole: bool = False
+    style: Literal["wave", "node"] = "wave"
     counted_at: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
     unsized_nodes: int | msgspec.UnsetType = msgspec.UNSET
 
@@ -124,6 +151,17 @@ class CheckReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
     def partitions(self) -> int:
         """How many pieces the provider would get."""
         return len({node.partition for node in self.node_list if node.partition is not None})
+
+    @property
+    def placed(self) -> Placed:
+        """Where the nodes are predicted to be."""
+        return Placed(
+            evidence="predicted",
+            nodes=self.nodes,
+            taken=self.taken,
+            partitions=self.partitions,
+            taken_macs=self.taken_macs,
+        )
 
     @property
     def taken_macs(self) -> float:

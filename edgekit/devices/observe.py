@@ -1,14 +1,12 @@
 """Asking a real provider where it puts each node of a model, and comparing that with what check predicts."""
 
-from collections.abc import Mapping
-
 import msgspec
 import numpy as np
 
 from edgekit._files import work_folder
 from edgekit._ort import CPU_PROVIDER, Level
 from edgekit.check.check import check_model
-from edgekit.check.report import CheckedNode, CheckReport
+from edgekit.check.report import CheckReport, Disagreement
 from edgekit.convert.cpu_kernels import find_integer_nodes
 from edgekit.data.samples import Samples
 from edgekit.devices.android import android
@@ -18,7 +16,7 @@ from edgekit.devices.find import find_device
 from edgekit.devices.ios.ios import IosSimulator
 from edgekit.devices.local import coreml
 from edgekit.devices.local.offered import OPENVINO, PROVIDERS
-from edgekit.devices.placed import add_unnamed, name_as_model
+from edgekit.devices.placed import add_unnamed, match_nodes, name_as_model
 from edgekit.errors import DeviceError, MissingExtraError, ModelError, RuntimeRefusal
 from edgekit.evidence import Evidence
 from edgekit.graph.graph import read_graph
@@ -45,15 +43,6 @@ _PLACED_AT_LOAD = frozenset({android.NNAPI, coreml.PROVIDER})
 _UNFUSED = frozenset({android.XNNPACK, _WEBGPU})
 
 _MAX_SAMPLE_ELEMENTS = 1 << 27
-
-
-class Disagreement(msgspec.Struct, frozen=True, kw_only=True):
-    """A node that check and the provider place differently: True where it is taken."""
-
-    name: str
-    op: str
-    predicted: bool
-    observed: bool
 
 
 class ObservedPlacement(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,16 +164,6 @@ def compare_placement(report: CheckReport, placement: ObservedPlacement, device:
         failure=placement.failure,
         notes=placement.notes,
     )
-
-
-def match_nodes(report: CheckReport, providers: Mapping[str, str]) -> tuple[tuple[CheckedNode, bool], ...]:
-    """Returns the checked nodes that a session still had, each with whether a provider other than the CPU took it.
-
-    What belongs to the unit of an operator is where that operator is: a change of the layout makes its Q and DQ anew,
-    and may give their names to others.
-    """
-    places = ((node, providers.get(node.unit or node.name)) for node in report.node_list)
-    return tuple((node, place != CPU_PROVIDER) for node, place in places if place is not None)
 
 
 def observe_placement(model: Model, target: Target, device: Device, *, samples: int = 1) -> ObservedPlacement:

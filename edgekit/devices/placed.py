@@ -35,6 +35,16 @@ def name_as_model(providers: Mapping[str, str], names: Collection[str]) -> dict[
     return added | dict(providers)
 
 
+def match_nodes(report: CheckReport, providers: Mapping[str, str]) -> tuple[tuple[CheckedNode, bool], ...]:
+    """Returns the checked nodes that a session still had, each with whether a provider other than the CPU took it.
+
+    What belongs to the unit of an operator is where that operator is: a change of the layout makes its Q and DQ anew,
+    and may give their names to others.
+    """
+    places = ((node, providers.get(node.unit or node.name)) for node in report.node_list)
+    return tuple((node, place != CPU_PROVIDER) for node, place in places if place is not None)
+
+
 def goes_unnamed(node: CheckedNode, target: Target) -> bool:
     """Returns True for a float node that XNNPACK takes alone, which a session does not name.
 

@@ -8,8 +8,8 @@ from rich.table import Table
 
 from edgekit.check.ort_opinion import OrtOpinions, explain_difference, find_opinion
 from edgekit.check.recommend import Recommendation
-from edgekit.check.report import Advice, CheckReport
-from edgekit.devices.observe import Disagreement, NotObserved, Observed
+from edgekit.check.report import Advice, CheckReport, Disagreement, Placed
+from edgekit.devices.observe import NotObserved, Observed
 from edgekit.report.tables import format_bytes, format_count, make_table
 
 _MOST_NAMES = 3
@@ -44,8 +44,9 @@ def describe_check(report: CheckReport) -> str:
     integers = f", {report.integer_macs:.0%} in integers" if report.integer_macs else ""
     crossing = f"{report.crossings} crossings of {format_bytes(report.crossing_bytes)}"
     return (
-        f"{report.target}: {report.verdict}; {describe_taken(report)}{integers} and {report.taken_bytes:.0%} of bytes"
-        f" in {report.partitions} partitions, {crossing} ({report.evidence}{settings})"
+        f"{report.target}: {report.verdict}; {describe_taken(report.placed)}{integers} and"
+        f" {report.taken_bytes:.0%} of bytes in {report.partitions} partitions, {crossing}"
+        f" ({report.evidence}{settings})"
     )
 
 
@@ -176,6 +177,19 @@ def describe_work(report: CheckReport) -> str:
     return f"{report.taken_macs:.0%} of {unit}"
 
 
-def describe_taken(check: CheckReport | None) -> str:
+def describe_taken(placed: Placed | None) -> str:
     """Returns how many nodes a provider takes, and the share of the work."""
-    return "-" if check is None else f"{check.taken}/{check.nodes} ({check.taken_macs:.0%} of MACs)"
+    return "-" if placed is None else f"{placed.taken}/{placed.nodes} ({placed.taken_macs:.0%} of MACs)"
+
+
+def describe_surprises(placed: Placed | None) -> Iterator[str]:
+    """Yields in one line what a provider placed otherwise than predicted; nothing where all is as it was said."""
+    if placed is None or not placed.disagreements:
+        return
+    found = placed.disagreements
+    before = placed.taken + sum(each.predicted for each in found) - sum(each.observed for each in found)
+    first = f"{found[0].op} '{found[0].name}' {describe_disagreement(found[0])}"
+    yield (
+        f"{placed.device}: {placed.taken} of {placed.nodes} nodes are taken in {placed.partitions} pieces, {before} were"
+        f" predicted: {first}" + (f", and {len(found) - 1} more" if len(found) > 1 else "")
+    )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgekit.check.report import CheckReport
+from edgekit.check.report import CheckReport, Placed
 from edgekit.evidence import Verdict, worst_verdict
 from edgekit.plain import Shown
 from edgekit.progress import StageTime
@@ -42,6 +42,12 @@ class BundleSummary(msgspec.Struct, frozen=True, kw_only=True):
     census: dict[str, dict[str, int]] = {}
     check: CheckReport | None = None
     verify: VerifyReport | None = None
+
+    @property
+    def placed(self) -> Placed | None:
+        """Where the nodes are: as a device's provider showed, else as predicted; None where there is no bundle."""
+        seen = None if self.verify is None else self.verify.placed
+        return seen or (None if self.check is None else self.check.placed)
 
     @property
     def verdict(self) -> Verdict:

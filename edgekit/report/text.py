@@ -13,7 +13,7 @@ from edgekit.devices.self_test import SelfTest
 from edgekit.evidence import Verdict
 from edgekit.inspect.inspect import OnnxReport
 from edgekit.plain import to_plain
-from edgekit.report.checked import describe_taken
+from edgekit.report.checked import describe_surprises, describe_taken
 from edgekit.report.summary import BuildReport, BundleSummary
 from edgekit.report.tables import format_bytes, format_count, make_table
 from edgekit.target import Target, TaskLimit
@@ -36,8 +36,8 @@ def table_build(report: BuildReport) -> Table:
         table.add_row(
             bundle.target,
             bundle.precision or "-",
-            describe_taken(bundle.check),
-            "-" if bundle.check is None else f"{bundle.check.partitions}, {bundle.check.crossings} crossings",
+            describe_taken(bundle.placed),
+            "-" if bundle.placed is None else f"{bundle.placed.partitions}, {bundle.placed.evidence}",
             describe_size(bundle),
             describe_agreement(bundle.verify),
             describe_evidence(bundle.verify),
@@ -66,6 +66,7 @@ def list_verify_remarks(report: VerifyReport) -> Iterator[str]:
     """Yields each failure, each note of a run, and each skipped device with the command that installs it."""
     yield from report.failures
     yield from report.unproven
+    yield from describe_surprises(report.placed)
     for run in report.runs:
         yield from (f"{run.device}: {line}" for line in list_metric(run))
         yield from (f"{run.device}: {failure}" for failure in run.failures)

@@ -4,6 +4,7 @@ from typing import Literal
 
 import msgspec
 
+from edgekit.check.report import Placed
 from edgekit.evidence import Evidence
 from edgekit.verify.layers.comparison import LayerReport
 from edgekit.verify.metrics.outputs import OutputReport
@@ -48,13 +49,15 @@ class PlacementGap(msgspec.Struct, frozen=True, kw_only=True):
 class FileReport(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a model file that a run did not open, opened on the same device as an app would.
 
-    `provider_nodes` counts the nodes that each provider took, `outputs` tell how far a few samples lay from the float
-    model, and `failure` says why there are none; with `crashed` an emulator's program died.
+    `provider_nodes` counts the nodes that each provider took, `placed` says which, None where that is not known,
+    `outputs` tell how far a few samples lay from the float model, and `failure` says why there are none; with `crashed`
+    an emulator's program died.
     """
 
     file: str
     form: str
     provider_nodes: dict[str, int] = {}
+    placed: Placed | None = None
     load_ms: float = 0.0
     outputs: tuple[OutputReport, ...] = ()
     failure: str | None = None

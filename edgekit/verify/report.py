@@ -7,6 +7,7 @@ import msgspec
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit.bench.latency import Latency
+from edgekit.check.report import Placed
 from edgekit.devices.device import SkippedDevice
 from edgekit.evidence import Evidence, Judgement, Verdict, worst_verdict
 from edgekit.plain import Shown
@@ -112,6 +113,14 @@ class VerifyReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
         for run in self.runs:
             first.setdefault(run.outputs_sha256, run.device)
         return tuple(_describe_device(run, first) for run in self.runs)
+
+    @property
+    def placed(self) -> Placed | None:
+        """Where the target's own provider put the nodes, by the best evidence there is; None where none told."""
+        order = [kind.value for kind in Evidence]
+        # A session of an ORT file does not name what its provider compiled; that of the ONNX file beside it does.
+        told = (placed for run in self.runs for placed in (run.placed, *(file.placed for file in run.files)))
+        return min(filter(None, told), key=lambda placed: order.index(placed.evidence), default=None)
 
     @property
     def comparison(self) -> tuple[DeviceFigures, ...]:

@@ -35,7 +35,7 @@ from edgekit.verify.devices.buckets import Unfilled, run_buckets
 from edgekit.verify.devices.device_layers import look_at_layers
 from edgekit.verify.devices.model_files import try_model_files
 from edgekit.verify.devices.open_sizes import compare_sizes
-from edgekit.verify.devices.placement import describe_hidden, describe_unmatched, find_gap
+from edgekit.verify.devices.placement import describe_hidden, describe_unmatched, find_gap, find_placed
 from edgekit.verify.drift import StateReport
 from edgekit.verify.facts import Located, SizesReport
 from edgekit.verify.layers.comparison import name_first_bad
@@ -287,6 +287,7 @@ def _measure_run(trial: _Trial, asked: _Asked) -> RunReport:
         provider_nodes=count_nodes(run, trial.job),
         placement_source=run.placement_source,
         gap=gap,
+        placed=find_placed(run, trial.job),
         outputs=outputs,
         accuracy=None
         if classes is None

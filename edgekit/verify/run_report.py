@@ -8,6 +8,7 @@ import msgspec
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit.bench.latency import Latency
+from edgekit.check.report import Placed
 from edgekit.data.samples import spread_sequences
 from edgekit.evidence import Evidence, Judgement, Verdict
 from edgekit.target import Thresholds
@@ -48,8 +49,9 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     and memory are held against, None where there is none: then they are not judged. `outputs_sha256` is of everything
     that came back, "" where not all of it did.
     `located` tells of the layers as the device computes them, None where they were not looked at; `gap` of what ran on
-    the CPU although the provider was predicted to take it, None where that is not known. `files` tells of the model
-    files that the bundle ships beside the one that ran, where the device is the runtime that an app links. `stand_in`
+    the CPU although the provider was predicted to take it, and `placed` where all nodes are, None where that is not
+    known. `files` tells of the model files that the bundle ships beside the one that ran, where the device is the
+    runtime that an app links. `stand_in`
     holds the metric of a device that is faster, where this one ran only some of the labelled samples. `outdated` says
     that the ONNX Runtime of an emulator is older than the bundle asks for, "" where it is not: what it does not take
     then says nothing of an app. `steps` is how many samples make a sequence, and `state` tells of sequences with the
@@ -82,6 +84,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     outputs_sha256: str = ""
     located: Located | None = None
     gap: PlacementGap | None = None
+    placed: Placed | None = None
     planned_samples: int = 0
     files: tuple[FileReport, ...] = ()
     stand_in: StandIn | None = None

@@ -10,10 +10,10 @@ from demo_paths import MODEL
 from tiny_models import parse_model
 
 from edgekit.check.recommend import recommend_target
-from edgekit.check.report import Advice, CheckedNode, CheckReport
+from edgekit.check.report import Advice, CheckedNode, CheckReport, Disagreement
 from edgekit.cli.main import run_command
 from edgekit.devices.find import find_device
-from edgekit.devices.observe import Disagreement, NotObserved, Observed
+from edgekit.devices.observe import NotObserved, Observed
 from edgekit.evidence import Evidence
 from edgekit.report.checked import CheckSummary, describe_recommendation, list_check_remarks
 from edgekit.report.pages.check_page import render_check

@@ -97,7 +97,6 @@ def make_job(
             macs=0,
             bytes=0,
             partition=0,
-            grouped=False,
         )
         for node in onnx.load(str(path)).graph.node
     )

@@ -13,7 +13,8 @@ from edgekit.check.check import check_model
 from edgekit.devices.find import find_device
 from edgekit.devices.local import swiftshader
 from edgekit.devices.local.swiftshader import find_swiftshader
-from edgekit.devices.observe import describe_job, match_nodes, observe_placement
+from edgekit.devices.observe import describe_job, observe_placement
+from edgekit.devices.placed import match_nodes
 from edgekit.model.model import Model, load_model
 from edgekit.target import load_target
 

@@ -19,6 +19,7 @@ from edgekit.devices.placed import count_nodes
 from edgekit.devices.recorded import is_recorded
 from edgekit.errors import EdgekitError
 from edgekit.target import Form, Verification
+from edgekit.verify.devices.placement import find_placed
 from edgekit.verify.facts import FileReport
 from edgekit.verify.metrics.dependence import compare_device_outputs
 from edgekit.verify.metrics.listed import hold_lists
@@ -61,6 +62,7 @@ def try_model_files(
             file=job.model.name,
             form=form,
             provider_nodes=count_nodes(run, job),
+            placed=find_placed(run, job),
             load_ms=run.load_ms,
             outputs=excuse(hold_lists(outputs, bundle, reference, run.outputs), run.outputs, bundle, samples),
             failure=run.failure,

@@ -4,9 +4,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from edgekit._ort import CPU_PROVIDER
-from edgekit.check.report import CheckedNode, CheckReport
+from edgekit.check.placement import place_observed
+from edgekit.check.report import CheckedNode, CheckReport, Placed
 from edgekit.devices.device import DeviceRun, Job, PlacedNode
-from edgekit.devices.placed import FAMILIES, find_lost, goes_unnamed, name_as_model
+from edgekit.devices.placed import FAMILIES, find_lost, goes_unnamed, match_nodes, name_as_model
 from edgekit.model.skim import skim_model
 from edgekit.verify.facts import OBSERVING, PlacementGap
 
@@ -24,7 +25,7 @@ def find_gap(run: DeviceRun, job: Job) -> PlacementGap | None:
     which an optimiser renamed is not overlooked. Nodes that only round do not count. None where another provider ran,
     no placement was observed, or no model predicts it.
     """
-    if run.evidence not in OBSERVING or run.placement_source == "predicted" or not run.placement:
+    if run.evidence not in OBSERVING or _is_silent(run):
         return None
     check = job.check
     names = {node.name for node in check.node_list}
@@ -39,6 +40,26 @@ def find_gap(run: DeviceRun, job: Job) -> PlacementGap | None:
         nodes=tuple(node.name for node in lost[:_MOST_NAMES]),
         hidden=0 if _holds_compiled(run, job) else _count_hidden(check, run.placement, places.keys() & names),
     )
+
+
+def find_placed(run: DeviceRun, job: Job) -> Placed | None:
+    """Returns where the provider put the nodes of the model, None where it was not observed.
+
+    A node that the session tells nothing of, since it was fused into another or renamed, is where it was predicted.
+    """
+    if run.failure is not None or run.evidence not in OBSERVING or _is_silent(run) or _holds_compiled(run, job):
+        return None
+    if job.target.provider == CPU_PROVIDER:
+        return None
+    names = {node.name for node in job.check.node_list}
+    named = name_as_model({node.name: node.provider for node in run.placement}, names)
+    places = {node.name: taken for node, taken in match_nodes(job.check, named)}
+    places |= dict.fromkeys((node.name for node in find_lost(run, job.check)), False)
+    return place_observed(job.check, places, device=run.device, evidence=run.evidence.value)
+
+
+def _is_silent(run: DeviceRun) -> bool:
+    return run.placement_source == "predicted" or not run.placement
 
 
 def describe_hidden(gap: PlacementGap | None) -> str | None:
