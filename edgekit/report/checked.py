@@ -190,6 +190,6 @@ def describe_surprises(placed: Placed | None) -> Iterator[str]:
     before = placed.taken + sum(each.predicted for each in found) - sum(each.observed for each in found)
     first = f"{found[0].op} '{found[0].name}' {describe_disagreement(found[0])}"
     yield (
-        f"{placed.device}: {placed.taken} of {placed.nodes} nodes are taken in {placed.partitions} pieces, {before} were"
-        f" predicted: {first}" + (f", and {len(found) - 1} more" if len(found) > 1 else "")
+        f"{placed.device}: {placed.taken} of {placed.nodes} nodes are taken in {placed.partitions} pieces,"
+        f" {before} were predicted: {first}" + (f", and {len(found) - 1} more" if len(found) > 1 else "")
     )
