@@ -1,5 +1,6 @@
 """`edgekit compare`."""
 
+import platform
 from pathlib import Path
 
 import click
@@ -8,27 +9,39 @@ import msgspec
 from edgekit._files import require_place, write_file
 from edgekit.cli import options
 from edgekit.cli.limits import DROP, METRIC, limit
-from edgekit.cli.screen import show_json, showing_progress
+from edgekit.cli.main import YES
+from edgekit.cli.screen import print_table, show_json, show_line, showing_progress
 from edgekit.cli.terminal import show_comparison
+from edgekit.convert.ort_form import Cpu
 from edgekit.data.data_check import refusing_bad
 from edgekit.data.images import load_preprocess
 from edgekit.data.samples import Samples, limit_samples, load_samples
 from edgekit.devices.find import find_device
 from edgekit.errors import UsageError
+from edgekit.jobs.formats import FormatReport, compare_formats
 from edgekit.model.model import Model, load_model
-from edgekit.recipe import load_metric
+from edgekit.recipe import Recipe, load_metric
 from edgekit.report.pages.charts import draw_outputs
 from edgekit.report.pages.html import render_comparison
+from edgekit.report.tables import format_bytes, make_table
 from edgekit.target import TaskLimit, load_target
 from edgekit.verify.two_models import ModelComparison, add_task, compare_models, compare_on_device
+
+# Beyond this nothing but the sign of zero differs.
+_EQUAL_DB = 200.0
 
 
 @click.command(short_help="Say how far one model lies from another, and in which layer it begins.")
 @click.argument("a", type=click.Path(path_type=Path))
-@click.argument("b", type=click.Path(path_type=Path))
+@click.argument("b", required=False, type=click.Path(path_type=Path))
 @options.DATA
 @options.PREPROCESS
 @options.SAMPLES
+@click.option("--formats", is_flag=True, help="In place of B: what each quantization format makes of A, in one table.")
+@click.option(
+    "--cpu", type=click.Choice(["arm", "x64"]), help="With --formats: whose kernels. Default: this machine's."
+)
+@options.DIM
 @click.option("--layers", is_flag=True, help="Compare layer by layer, through Q and DQ nodes.")
 @limit("--min-sqnr", "min_sqnr", click.FloatRange(-200, 200), "Say no below this signal-to-noise ratio in dB.")
 @click.option("--on", "device", metavar="DEVICE", help="Run B on this device; --layers then compares its layers.")
@@ -43,10 +56,13 @@ from edgekit.verify.two_models import ModelComparison, add_task, compare_models,
 @options.verbosity
 def command(
     a: Path,
-    b: Path,
+    b: Path | None,
     data: str,
     preprocess: Path | None,
     samples: int | None,
+    formats: bool,
+    cpu: Cpu | None,
+    dims: tuple[str, ...],
     layers: bool,
     min_sqnr: float | None,
     device: str | None,
@@ -66,11 +82,24 @@ def command(
     Example:
       edgekit compare model.onnx quantized.onnx --data samples.npz --layers --min-sqnr 20 --html compare.html
       edgekit compare model.onnx quantized.onnx --data samples.npz --layers --on qnn-htp-sim --target qnn
+      edgekit compare model.onnx --formats --data samples.npz
 
     Exit code 1: an output cannot be compared, is not finite, or lies below --min-sqnr; the metric fell too far; or with
     --layers a layer does not compute what A's does, beyond rounding. 3: there are too few samples to tell whether the
     metric fell too far; --accept-unproven makes 0 of that.
     """
+    if b is None or formats or cpu or dims:
+        others = (b, layers, min_sqnr, device, target, metric, labels, max_metric_drop, custom_ops, html)
+        if not formats or any(one not in (None, False, ()) for one in others):
+            raise UsageError(
+                "give a second model, or --formats with --data, --preprocess, --samples, --cpu and --dim alone",
+                hint="edgekit compare MODEL --formats --data DATA",
+            )
+        recipe = Recipe(dims=options.parse_dims(dims), samples=samples)
+        with showing_progress(volume) as progress:
+            found = compare_formats(a, options.read_data(data, preprocess), recipe, cpu or _own_cpu(), progress)
+        show_json(found) if as_json else _show_formats(found)
+        return YES
     if (metric is None) != (labels is None) or (max_metric_drop is not None and metric is None):
         raise UsageError("--metric, with or without --max-metric-drop, goes with --labels", hint="give both")
     _check_places(target, device, html)
@@ -88,6 +117,32 @@ def command(
         write_file(html, _render(report, chosen, min_sqnr))
     show_json(report) if as_json else show_comparison(report)
     return options.exit_code(report.judge(min_sqnr), accept_unproven=accept_unproven)
+
+
+def _own_cpu() -> Cpu:
+    return "arm" if platform.machine().lower() in {"arm64", "aarch64"} else "x64"
+
+
+def _show_formats(report: FormatReport) -> None:
+    """Prints the formats of a model side by side."""
+    table = make_table("format", "size", "SQNR", "same first class", "load", "p50", "time of float's")
+    for row in report.rows:
+        if row.note:
+            table.add_row(row.name, "-", row.note)
+            continue
+        interval = "" if row.interval is None else f" (95 %: {row.interval[0]:.2f} to {row.interval[1]:.2f})"
+        table.add_row(
+            row.name,
+            format_bytes(row.size_bytes),
+            "-" if row.sqnr_db is None else "equal" if row.sqnr_db >= _EQUAL_DB else f"{row.sqnr_db:.1f} dB",
+            "-" if row.agreement is None else f"{row.agreement:.1%}",
+            "-" if row.load_ms is None else f"{row.load_ms:.1f} ms",
+            "-" if row.median_ms is None else f"{row.median_ms:.3g} ms",
+            "-" if row.ratio is None else f"{row.ratio:.2f}{interval}",
+        )
+    print_table(table)
+    same = "others" if report.apart else "the same"
+    show_line(f"- ranges from {report.calibrated} samples, judged by {report.judged} ({same}), kernels of {report.cpu}")
 
 
 def _compare(

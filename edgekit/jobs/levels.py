@@ -21,8 +21,17 @@ from edgekit.model.tensors import Tensors
 _ROUNDS = 8
 # A round of a session is that long, and has a run at least.
 _ROUND_S = 0.02
-# All files are held at once, to be timed in turns.
-_MOST_BYTES = 300_000_000
+MOST_TIMED_BYTES = 300_000_000
+"""All files are held at once, to be timed in turns."""
+
+
+class TimedFile(msgspec.Struct, frozen=True, kw_only=True):
+    """What loading a file and a run of it take in ms, and the time of a run over that of the first file, with 95 %."""
+
+    load_ms: float
+    median_ms: float
+    ratio: float | None
+    interval: tuple[float, float] | None
 
 
 def optimize_levels(
@@ -39,42 +48,47 @@ def optimize_levels(
     folders = {level: out if level in levels else work for level in wanted}
     rows = [write_level(model, level, cpu, folders[level], samples, checked=checked) for level in wanted]
     chosen = choose_samples(model, samples)
-    if chosen is None or model.size_bytes > _MOST_BYTES:
+    if chosen is None or model.size_bytes > MOST_TIMED_BYTES:
         return tuple(rows)
-    paths = {row.level: folders[row.level] / row.file for row in rows}
-    return _time_rows(rows, paths, model, next(iter(chosen)))
-
-
-def _time_rows(
-    rows: Sequence[LevelModel], paths: Mapping[Level, Path], model: Model, sample: Tensors
-) -> tuple[LevelModel, ...]:
-    """Returns rows with what loading and a run take, in rounds that are turned round, so that all are hit alike."""
     # The files are what they are: a session must not optimize them further.
     settings = SessionSettings(level=Level.DISABLED, threads=1, libraries=model.custom_ops)
-    sessions, load_ms, counts = dict[Level, CpuSession](), dict[Level, float](), dict[Level, int]()
+    paths = {row.level.value: folders[row.level] / row.file for row in rows}
     try:
-        for level, path in paths.items():
-            began = time.perf_counter()
-            sessions[level] = CpuSession(path, settings)
-            load_ms[level] = 1e3 * (time.perf_counter() - began)
-            sessions[level].run(sample)
-            counts[level] = max(1, int(_ROUND_S / max(1e-6, _time_runs(sessions[level], sample, 1))))
+        times = time_in_turns(paths, settings, next(iter(chosen)))
     except RuntimeRefusal:
         # A model may refuse inputs that were drawn at random.
         return tuple(rows)
-    rounds: list[dict[Level, float]] = []
+    return tuple(msgspec.structs.replace(row, **msgspec.structs.asdict(times[row.level.value])) for row in rows)
+
+
+def time_in_turns(paths: Mapping[str, Path], settings: SessionSettings, sample: Tensors) -> dict[str, TimedFile]:
+    """Returns what loading and a run of each file take, in rounds that are turned round, so that all are hit alike.
+
+    Raises:
+        RuntimeRefusal: ONNX Runtime does not load or run a file.
+    """
+    sessions, load_ms, counts = dict[str, CpuSession](), dict[str, float](), dict[str, int]()
+    for name, path in paths.items():
+        began = time.perf_counter()
+        sessions[name] = CpuSession(path, settings)
+        load_ms[name] = 1e3 * (time.perf_counter() - began)
+        sessions[name].run(sample)
+        counts[name] = max(1, int(_ROUND_S / max(1e-6, _time_runs(sessions[name], sample, 1))))
+    rounds: list[dict[str, float]] = []
     for number in range(_ROUNDS):
         order = list(sessions) if number % 2 == 0 else list(sessions)[::-1]
-        rounds.append({level: _time_runs(sessions[level], sample, counts[level]) for level in order})
-    return tuple(_add_times(row, rounds, load_ms[row.level]) for row in rows)
-
-
-def _add_times(row: LevelModel, rounds: Sequence[Mapping[Level, float]], load_ms: float) -> LevelModel:
-    timed = msgspec.structs.replace(row, load_ms=load_ms, median_ms=1e3 * median(times[row.level] for times in rounds))
-    if row.level == Level.DISABLED:
-        return timed
-    found = compare_rounds([(times[Level.DISABLED], times[row.level]) for times in rounds])
-    return msgspec.structs.replace(timed, ratio=found.value, interval=found.interval)
+        rounds.append({name: _time_runs(sessions[name], sample, counts[name]) for name in order})
+    first = next(iter(paths))
+    found: dict[str, TimedFile] = {}
+    for name in paths:
+        ratio = None if name == first else compare_rounds([(times[first], times[name]) for times in rounds])
+        found[name] = TimedFile(
+            load_ms=load_ms[name],
+            median_ms=1e3 * median(times[name] for times in rounds),
+            ratio=None if ratio is None else ratio.value,
+            interval=None if ratio is None else ratio.interval,
+        )
+    return found
 
 
 def _time_runs(session: CpuSession, sample: Tensors, count: int) -> float:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import get_args
@@ -258,7 +258,8 @@ def _describe(empty: DeviceProfile, job: Job, taken: Taken, roof: Roof | None) -
 
 def _list_memory(taken: Taken) -> tuple[PhaseMemory, ...]:
     """Returns what is held behind each phase of a session, with an arena and without."""
-    held, bare = (taken.plain or taken.last).memory, {} if taken.bare is None else taken.bare.memory
+    held = (taken.plain or taken.last).memory
+    bare: Mapping[Phase, tuple[int, int]] = {} if taken.bare is None else taken.bare.memory
     return tuple(
         PhaseMemory(
             phase=phase,

@@ -214,8 +214,10 @@ def _round_weight(weight: Array, scale: Array, zero: Array, axis: int) -> Array:
     return rounded
 
 
-def quantize_dynamically(proto: onnx.ModelProto, kept: Sequence[str], subject: str) -> onnx.ModelProto:
-    """Returns a model whose weights are int8 per channel, and whose activations are quantized at each run.
+def quantize_dynamically(
+    proto: onnx.ModelProto, kept: Sequence[str], subject: str, *, per_channel: bool = True
+) -> onnx.ModelProto:
+    """Returns a model whose weights are int8, per channel or not, and whose activations are quantized at each run.
 
     Raises:
         ModelError: ORT's quantizer refuses the model.
@@ -225,7 +227,7 @@ def quantize_dynamically(proto: onnx.ModelProto, kept: Sequence[str], subject: s
     with _asking_ort(subject):
         quantizer: Any = ONNXQuantizer(
             copy,
-            True,  # noqa: FBT003 - per_channel
+            per_channel,
             False,  # noqa: FBT003 - reduce_range
             QuantizationMode.IntegerOps,
             False,  # noqa: FBT003 - static

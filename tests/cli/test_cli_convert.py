@@ -5,13 +5,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 from demo_paths import CALIBRATION, MODEL
 
 from edgekit.cli.main import run_command
 from edgekit.jobs.convert import ConvertOptions, _refuse_large
+from edgekit.model.model import load_model
 from edgekit.quantize.weight_only.convert import WeightOnlyOptions
+
+ZOO = Path(__file__).parents[3] / "shared/zoo"
 
 
 def _json(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> Any:
@@ -130,3 +134,40 @@ def test_a_model_of_gigabytes_is_refused_before_it_is_read(
 def test_what_weights_of_4_bits_bring_below_2_gb_is_not_refused_for_its_float_size(tmp_path: Path) -> None:
     make_huge(tmp_path, 28_000)
     _refuse_large(tmp_path / "m.onnx", (), ConvertOptions(weights=WeightOnlyOptions(form="int4")))
+
+
+def test_quantization_formats_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["compare", str(MODEL), "--formats", "--data", str(CALIBRATION), "--samples", "16"]
+    report = _json([*arguments, "--cpu", "x64"], capsys)
+    assert (report["calibrated"], report["judged"], report["apart"]) == (8, 8, True)
+    rows = {row["name"]: row for row in report["rows"]}
+    assert list(rows) == ["float"] + [
+        f"{form}, {grain}"
+        for grain in ("per channel", "per tensor")
+        for form in ("QDQ, static", "QOperator, static", "QOperator, dynamic")
+    ]
+    for name, row in rows.items():
+        assert row["median_ms"] > 0
+        assert (row["ratio"] is None) == (name == "float")
+        assert 0.9 <= row["agreement"] <= 1.0
+    channel, tensor = (rows[f"QDQ, static, {grain}"] for grain in ("per channel", "per tensor"))
+    assert channel["size_bytes"] > tensor["size_bytes"] < rows["float"]["size_bytes"] / 2
+    # A scale for each channel costs bytes and brings accuracy; both forms of one grain compute the same.
+    assert channel["sqnr_db"] > tensor["sqnr_db"] > 15
+    assert rows["QOperator, static, per channel"]["sqnr_db"] == pytest.approx(channel["sqnr_db"], abs=2)
+    assert run_command([*arguments[:2], "--data", str(CALIBRATION)]) == 2
+    assert run_command([*arguments, "--layers"]) == 2
+    assert "give a second model, or --formats" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not ZOO.is_dir(), reason="needs ../shared/zoo")
+def test_a_format_that_a_real_model_cannot_have_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = ZOO / "models/squeezenet1.1_fp32.onnx"
+    (spec,) = load_model(model).inputs
+    shape = [size if isinstance(size, int) else 1 for size in spec.shape or ()]
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / "x.npz", **{spec.name: rng.standard_normal((2, *shape[1:])).astype(np.float32)})
+    report = _json(["compare", str(model), "--formats", "--data", str(tmp_path / "x.npz")], capsys)
+    rows = {row["name"]: row for row in report["rows"]}
+    assert "has no MatMul, LSTM, Attention or Gather" in rows["QOperator, dynamic, per channel"]["note"]
+    assert rows["QDQ, static, per channel"]["size_bytes"] < rows["float"]["size_bytes"] / 3

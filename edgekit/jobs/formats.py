@@ -1,0 +1,168 @@
+"""Quantization formats side by side: what each costs in accuracy, and what it brings in time and size, in one table."""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from edgekit._files import work_folder
+from edgekit._ort import CpuSession, SessionSettings
+from edgekit.convert.ort_form import Cpu
+from edgekit.data.samples import Samples, limit_samples, load_samples, select_samples
+from edgekit.errors import EdgekitError, ModelError
+from edgekit.jobs.levels import MOST_TIMED_BYTES, time_in_turns
+from edgekit.model.model import Model, load_model, read_proto, save_proto
+from edgekit.prepare.clean import prepare_model
+from edgekit.progress import Progress, say_nothing
+from edgekit.quantize._ort_quantizer import quantize_dynamically
+from edgekit.quantize.apply import quantize_model
+from edgekit.quantize.calibration.calibrate import Calibration, calibrate_model, open_float_graph
+from edgekit.quantize.plan import QuantPlan, draft_plan
+from edgekit.quantize.qdq.qoperator import write_qoperator
+from edgekit.recipe import Data, Recipe
+from edgekit.target import load_target
+from edgekit.verify.metrics.compare import compare_outputs
+
+# From so many samples on those that judge are others than those that calibrate.
+_FEW = 8
+_FLOAT = "float"
+
+
+class FormatRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A format: its size, what it loses beside the float model, and what a run takes on this machine with one thread.
+
+    `sqnr_db` is that of the output that lies farthest, `agreement` the least share of samples on which the largest
+    entry of an output stays where it was, None where no output lists classes. `ratio` is the time over the float
+    model's, with 95 % confidence. `note` says why there is no such format of the model, "" where there is.
+    """
+
+    name: str
+    size_bytes: int = 0
+    sqnr_db: float | None = None
+    agreement: float | None = None
+    load_ms: float | None = None
+    median_ms: float | None = None
+    ratio: float | None = None
+    interval: tuple[float, float] | None = None
+    note: str = ""
+
+
+class FormatReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The formats of a model, the float one first; `judged` samples say what is lost, `calibrated` set the ranges.
+
+    They are `apart` where there are enough: what judges has set no range.
+    """
+
+    model: str
+    cpu: Cpu
+    calibrated: int
+    judged: int
+    apart: bool
+    rows: tuple[FormatRow, ...]
+
+
+def compare_formats(
+    model: Path, data: Data, recipe: Recipe, cpu: Cpu, progress: Progress | None = None
+) -> FormatReport:
+    """Returns what formats make of a float model: QDQ and QOperator, static and dynamic, per tensor and per channel.
+
+    Ranges are the least and the greatest value of each activation, so that formats differ in nothing else.
+
+    Raises:
+        EdgekitError: the model or the data is wrong, or ONNX Runtime refuses the float model.
+    """
+    progress = progress or say_nothing
+    with work_folder() as work:
+        prepared = prepare_model(load_model(model), work / "prepared.onnx", recipe.dims, may_stay_open=True)
+        every = limit_samples(load_samples(data.source, prepared.inputs, data.preprocess), recipe.samples)
+        # Where there are enough, each second one judges, and the others calibrate.
+        apart = every.count >= _FEW
+        calibrating = select_samples(every, range(0, every.count, 2)) if apart else every
+        judging = select_samples(every, range(1, every.count, 2)) if apart else every
+        progress("calibrate")
+        calibration = calibrate_model(prepared, calibrating, work=work / "calibration", methods=("minmax",))
+        target = load_target("cpu")
+        plan = draft_plan(prepared, open_float_graph(prepared, calibration), calibration, target, "int8")
+        files: dict[str, Path] = {_FLOAT: prepared.path}
+        notes: dict[str, str] = {}
+        for name, write in _list_writers(prepared, plan, calibration, cpu, work):
+            progress(f"write {name}")
+            try:
+                files[name] = write().path
+            except EdgekitError as error:
+                notes[name] = error.message
+        progress("run and time each")
+        rows = _measure(files, prepared, judging)
+    return FormatReport(
+        model=prepared.name,
+        cpu=cpu,
+        calibrated=calibrating.count,
+        judged=judging.count,
+        apart=apart,
+        rows=(*rows, *(FormatRow(name=name, note=note) for name, note in notes.items())),
+    )
+
+
+def _list_writers(
+    model: Model, plan: QuantPlan, calibration: Calibration, cpu: Cpu, work: Path
+) -> Iterator[tuple[str, Callable[[], Model]]]:
+    """Yields what writes each format; one in QOperator form is made of the QDQ model before it."""
+    for grain, chosen in (("per channel", plan), ("per tensor", msgspec.structs.replace(plan, axes={}, bits={}))):
+        stem = grain.replace(" ", "-")
+        qdq = work / f"qdq-{stem}.onnx"
+        yield f"QDQ, static, {grain}", partial(_write_static, model, chosen, calibration, qdq)
+        yield f"QOperator, static, {grain}", partial(_write_operators, qdq, work / f"qop-{stem}.onnx", cpu)
+        yield (
+            f"QOperator, dynamic, {grain}",
+            partial(_write_dynamic, model, work / f"dynamic-{stem}.onnx", per_channel=chosen is plan),
+        )
+
+
+def _write_static(model: Model, plan: QuantPlan, calibration: Calibration, out: Path) -> Model:
+    return quantize_model(model, plan, calibration, out).model
+
+
+def _write_operators(qdq: Path, out: Path, cpu: Cpu) -> Model:
+    return write_qoperator(load_model(qdq), out, cpu).model
+
+
+def _write_dynamic(model: Model, out: Path, *, per_channel: bool) -> Model:
+    proto = read_proto(model)
+    written = save_proto(quantize_dynamically(proto, (), model.path.name, per_channel=per_channel), out)
+    if len(read_proto(written, weights=False).graph.node) == len(proto.graph.node):
+        raise ModelError(
+            f"'{model.name}' has no MatMul, LSTM, Attention or Gather with weights, and ONNX Runtime's CPU provider"
+            " runs no other operator with int8 weights dynamically",
+            hint="static formats take it",
+        )
+    return written
+
+
+def _measure(files: Mapping[str, Path], model: Model, samples: Samples) -> list[FormatRow]:
+    # As an app would run them: Q and DQ nodes become integer kernels.
+    settings = SessionSettings(threads=1, libraries=model.custom_ops)
+    wanted = _run(files[_FLOAT], settings, samples)
+    rows = [_judge(name, path, wanted, _run(path, settings, samples)) for name, path in files.items()]
+    if model.size_bytes > MOST_TIMED_BYTES:
+        return rows
+    times = time_in_turns(files, settings, next(iter(samples)))
+    return [msgspec.structs.replace(row, **msgspec.structs.asdict(times[row.name])) for row in rows]
+
+
+def _run(path: Path, settings: SessionSettings, samples: Samples) -> Samples:
+    session = CpuSession(path, settings)
+    outputs = [session.run(sample) for sample in samples]
+    return Samples(source=path.name, count=len(outputs), read=lambda: iter(outputs))
+
+
+def _judge(name: str, path: Path, wanted: Samples, got: Samples) -> FormatRow:
+    reports = compare_outputs(wanted, got)
+    ratios = [report.sqnr_db for report in reports if report.sqnr_db is not None]
+    shares = [report.top1_agreement for report in reports if report.top1_agreement is not None]
+    return FormatRow(
+        name=name,
+        size_bytes=path.stat().st_size,
+        sqnr_db=min(ratios, default=None),
+        agreement=min(shares, default=None),
+    )
