@@ -14,7 +14,7 @@ from edgekit.bundle.describe import Contents
 from edgekit.bundle.folder import Bundle, write_bundle
 from edgekit.bundle.manifest.manifest import Ancestry
 from edgekit.check.check import check_model
-from edgekit.check.report import CheckedNode, CheckReport
+from edgekit.check.report import CheckReport
 from edgekit.convert.convert import ConvertedModel
 from edgekit.convert.onnx_form import STAMP
 from edgekit.errors import FAILURES, DataError, EdgekitError, ModelError, quote_error
@@ -103,9 +103,10 @@ class _Planned(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _NoSessionError(ModelError):
-    """The rules expect that the provider makes no session, because of the `nodes`."""
+    """The rules expect that the provider makes no session, because of the `stopping` nodes; it takes none of `left`."""
 
-    def __init__(self, way: Way, target: Target, nodes: Sequence[CheckedNode], *, hint: str) -> None:
+    def __init__(self, way: Way, target: Target, check: CheckReport, *, hint: str) -> None:
+        nodes = [node for node in check.node_list if node.fatal]
         # The Q and DQ nodes of its unit are as fatal as a node, and say no more.
         nodes = [node for node in nodes if not node.is_quantizer] or nodes
         first = next((node for node in nodes if node.reasons), nodes[0])
@@ -115,7 +116,8 @@ class _NoSessionError(ModelError):
             f" {first.op} '{first.name}': {why}",
             hint=hint,
         )
-        self.stopping = tuple(node.name for node in nodes)
+        self.stopping = {node.name for node in nodes}
+        self.left = {node.name for node in check.node_list if not node.taken}
 
 
 def ready_bundles(inputs: BuildInputs, target: Target, job: BuildJob, work: Path) -> Generator[ReadyBundle, str]:
@@ -175,18 +177,19 @@ class _Ladder:
         for precision in self._list_precisions():
             way = Way(precision=precision)
             yield way
-            stopping = self._stopping()
+            stop = self.failed
             if self._fixed.get(precision not in INTEGERS, self._inputs) is not self._inputs:
                 yield msgspec.structs.replace(way, is_rewritten=False)
             if precision not in INTEGERS or self._inputs.is_quantized:
                 continue
-            for _ in range(_MOST_KEPT):
-                if not stopping:
-                    break
-                way = msgspec.structs.replace(way, kept=(*way.kept, *stopping))
-                yield way
-                stopping = tuple(name for name in self._stopping() if name not in way.kept)
             planned = self._plans.get(way.is_rewritten)
+            for _ in range(_MOST_KEPT):
+                more = self._keep_more(way, stop) if isinstance(stop, _NoSessionError) else ()
+                if not more:
+                    break
+                way = msgspec.structs.replace(way, kept=(*way.kept, *more))
+                yield way
+                stop = self.failed
             if isinstance(self.failed, _NoSessionError) or planned is None:
                 continue
             if planned.plan.narrow.bits:
@@ -237,19 +240,32 @@ class _Ladder:
         lower = [each for each in target.precisions if each not in INTEGERS and each != wanted]
         return (wanted, *lower) if self._job.recipe.precision == "auto" else (wanted,)
 
-    def _stopping(self) -> tuple[str, ...]:
-        return self.failed.stopping if isinstance(self.failed, _NoSessionError) else ()
+    def _keep_more(self, way: Way, stop: _NoSessionError) -> tuple[str, ...]:
+        """Returns the nodes that stay in float too, so that no unit of Q and DQ is left around what stops the session.
+
+        A unit needs all its inputs quantized: what the provider leaves to the CPU is the first to make one in float.
+        """
+        graph = read_graph(self._fix(way).prepared)
+        floats = {node.name for node in self._plans[way.is_rewritten].plan.float_nodes}
+        stopping = [node for node in graph.nodes if node.name in stop.stopping]
+        names = {node.name for node in stopping}
+        makers = {graph.producers[name].name for node in stopping for name in node.input if name in graph.producers}
+        readers = {node.name for each in stopping for name in each.output for node in graph.readers(name)}
+        for wider in (names | makers & stop.left, names | makers, names | makers | readers):
+            more = wider - floats - {*way.kept}
+            if more:
+                return tuple(node.name for node in graph.nodes if node.name in more)
+        return ()
 
     def _refuse(self, way: Way, check: CheckReport) -> None:
-        fatal = [node for node in check.node_list if node.fatal]
-        if not fatal:
+        if not check.is_refused:
             return
         hint = f"edgekit check --target {self._target.name} lists the nodes"
         if self._inputs.is_quantized:
             hint = "give the float model: what would stop the session stays in float then"
         elif self._job.recipe.precision != "auto":
             hint = f"leave --precision out, and one that starts is chosen; {hint}"
-        raise _NoSessionError(way, self._target, fatal, hint=hint)
+        raise _NoSessionError(way, self._target, check, hint=hint)
 
     def _fix(self, way: Way) -> BuildInputs:
         stays_float = way.precision not in INTEGERS
