@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from edgekit._files import digest_file
-from edgekit._ort import CPU_PROVIDER
+from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
 from edgekit.bench.batch import cut_rows, find_free, stack_samples
 from edgekit.bundle.folder import open_bundle, read_target
 from edgekit.bundle.golden.golden import read_inputs
@@ -24,6 +24,7 @@ from edgekit.devices.process.child import REPLAY_SAVED
 from edgekit.errors import DataError, UsageError
 from edgekit.model.model import load_model
 from edgekit.model.tensors import TensorSpec
+from edgekit.prepare.opset import lower_model
 from edgekit.prepare.shapes.unset import find_unset, size_inputs
 from edgekit.target import Form, Target, load_target
 
@@ -82,7 +83,7 @@ def open_subject(path: Path, work: Path, opening: Opening) -> Subject:
         return _open_bundle(path, work, opening)
     if opening.dims and opening.data is not None:
         raise UsageError("--dim means nothing beside --data", hint="the samples have their sizes: leave one out")
-    return _open_model(path, opening)
+    return _open_model(path, work, opening)
 
 
 def _open_bundle(path: Path, work: Path, opening: Opening) -> Subject:
@@ -114,10 +115,13 @@ def _planned_device(target: Target) -> str:
     return next((planned.device for planned in target.verification), "host")
 
 
-def _open_model(path: Path, opening: Opening) -> Subject:
+def _open_model(path: Path, work: Path, opening: Opening) -> Subject:
+    if path.suffix != ".ort":
+        path = lower_model(load_model(path), work / "lowered").path
     target = None if opening.target is None else load_target(opening.target)
     inputs, outputs = _read_interface(path)
     sample = stack_samples(_read_samples(path, inputs, opening), inputs, opening.batch)
+    outputs = _flatten_outputs(path, outputs, sample)
 
     def target_for(name: str) -> Target:
         return target or plain_target(name)
@@ -163,6 +167,19 @@ def _describe_unset(inputs: tuple[TensorSpec, ...], opening: Opening) -> Iterato
     if unset:
         names = ", ".join(f"'{name}'" for name in sorted(unset))
         yield f"without a --dim, {names} ran with the size 1"
+
+
+def _flatten_outputs(path: Path, outputs: tuple[TensorSpec, ...], sample: Samples) -> tuple[TensorSpec, ...]:
+    """Returns outputs as devices give them: a map or sequence, as ZipMap makes, as the tensors that one run shows."""
+    if all(spec.is_tensor for spec in outputs):
+        return outputs
+    given = CpuSession(path, SessionSettings(level=Level.DISABLED)).run(next(iter(sample)))
+    flat = (
+        TensorSpec(name=name, dtype="string" if value.dtype == object else str(value.dtype), shape=(None,) * value.ndim)
+        for name, value in given.items()
+    )
+    known = {spec.name: spec for spec in outputs}
+    return tuple(known.get(spec.name, spec) for spec in flat)
 
 
 def _read_interface(path: Path) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from edgekit._files import require_place, write_file
+from edgekit._files import require_place, work_folder, write_file
 from edgekit.cli import options
 from edgekit.cli.limits import DROP, METRIC, limit
 from edgekit.cli.main import YES
@@ -20,6 +20,7 @@ from edgekit.devices.find import find_device
 from edgekit.errors import UsageError
 from edgekit.jobs.formats import FormatReport, compare_formats
 from edgekit.model.model import Model, load_model
+from edgekit.prepare.opset import lower_model
 from edgekit.recipe import Recipe, load_metric
 from edgekit.report.pages.charts import draw_outputs
 from edgekit.report.pages.html import render_comparison
@@ -107,7 +108,8 @@ def command(
     given = load_samples(data, first.inputs, load_preprocess(preprocess) if preprocess else None)
     chosen = refusing_bad(limit_samples(given, samples))
     second = load_model(b, custom_ops=custom_ops)
-    with showing_progress(volume) as progress:
+    with work_folder() as work, showing_progress(volume) as progress:
+        first, second = lower_model(first, work / "a"), lower_model(second, work / "b")
         progress(f"compare on {chosen.count} samples")
         report = _compare(first, second, chosen, device, target, layers=layers)
         if metric is not None and labels is not None:

@@ -27,6 +27,7 @@ from edgekit.model.model import Model, load_model
 from edgekit.model.state import State
 from edgekit.plain import to_json
 from edgekit.prepare.clean import freeze_model
+from edgekit.prepare.opset import lower_model
 from edgekit.progress import Progress, Stopwatch, say_nothing
 from edgekit.quantize import Calibration
 from edgekit.recipe import Data, Recipe, load_targets
@@ -107,7 +108,7 @@ def build(
             end=end,
             watch=watch,
         )
-        inputs = read_build_inputs(_freeze(given, job), data, job)
+        inputs = read_build_inputs(_freeze(lower_model(given, work / "lowered"), job), data, job)
         inputs, built, reports = _build_all(inputs, job, verify=verify)
         report = _sum_up(inputs, job, built, reports, verified=verify, out=out, start=start)
         write_file(staging / "report.json", to_json(report).encode())

@@ -22,6 +22,7 @@ from edgekit.machine import own_peak_bytes, release_memory
 from edgekit.model.model import Model, load_model, move_data
 from edgekit.model.outputs import StatedOutput, check_outputs
 from edgekit.prepare import Fix, ready_model
+from edgekit.prepare.opset import lower_model
 from edgekit.progress import Budget, Progress, say_nothing
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization
 from edgekit.quantize.accuracy.predict import FloatReference, Prediction
@@ -176,7 +177,7 @@ def _open_job(model: Path, data: Data, recipe: Recipe, how: QuantizeOptions, wor
     target = _one_target(recipe)
     plan = how.read_plan()
     precision = _choose_integers(target, recipe, plan)
-    source = load_model(model)
+    source = lower_model(load_model(model), work / "lowered")
     fixed = ready_model(source, work, recipe.dims, may_stay_open=takes_any_size((target,)))
     if reason := explain_no_gain(read_graph(fixed.model), target, precision, partial(check_model, fixed.model, target)):
         budget.progress(reason)

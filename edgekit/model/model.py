@@ -16,11 +16,8 @@ from edgekit.model.external import list_files, read_place
 from edgekit.model.skim import point_into, skim_model
 from edgekit.model.soundness import find_flaw, find_strange_text, find_torn_tensor
 from edgekit.model.tensors import TensorSpec
+from edgekit.model.versions import READS
 
-MAX_OPSET = 26
-"""The newest ai.onnx opset that ONNX Runtime 1.31 supports officially (its own error message says so)."""
-MAX_IR_VERSION = 13
-"""The newest IR version that ONNX Runtime 1.31 loads (its own error message says so)."""
 QuantizedForm = Literal["", "qdq", "qoperator", "dynamic", "weights"]
 # Sizes in protobuf are signed 32-bit numbers (https://protobuf.dev/programming-guides/proto-limits).
 MAX_PROTOBUF_BYTES = 2**31 - 1
@@ -342,12 +339,12 @@ def _check_versions(path: Path, ir_version: int, opsets: dict[str, int]) -> None
     if opset > newest:
         raise ModelError(
             f"'{path}' has opset {opset}, newer than {newest}, the newest that onnx {onnx.__version__} knows",
-            hint=f"export it with opset {MAX_OPSET} or lower",
+            hint=f"export it with opset {READS[-1].opset} or lower, which ONNX Runtime {READS[-1].since} reads",
         )
     if ir_version > onnx.IR_VERSION:
         raise ModelError(
             f"'{path}' has IR version {ir_version}, newer than {onnx.IR_VERSION}, the newest that onnx knows",
-            hint=f"save it with ir_version={MAX_IR_VERSION} or lower",
+            hint=f"save it with ir_version={READS[-1].ir_version} or lower",
         )
 
 

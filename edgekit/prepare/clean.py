@@ -7,11 +7,11 @@ import msgspec
 import onnx
 
 from edgekit._files import replacing_file
-from edgekit.model.model import MAX_OPSET, Model, list_names, load_model, move_data, read_proto, save_proto
+from edgekit.model.model import Model, list_names, load_model, move_data, read_proto, save_proto
 from edgekit.model.skim import point_into, skim_model
 from edgekit.prepare.basic import keeps_external, optimize_basic, works_outside
 from edgekit.prepare.interface import drop_idle_nodes, freeze_inputs, keep_outputs
-from edgekit.prepare.opset import choose_opset, convert_opset, lower_ir_version, read_opset
+from edgekit.prepare.opset import MAX_OPSET, choose_opset, convert_opset, lower_ir_version, read_opset
 from edgekit.prepare.shapes.dims import fix_dims
 from edgekit.prepare.shapes.infer import infer_outputs
 from edgekit.prepare.tidy import (

@@ -1,16 +1,24 @@
 """Changing the version of the operator set."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
+import msgspec
 import onnx
 from onnx import shape_inference, version_converter
 
+from edgekit._ort import VERSION
 from edgekit.errors import ModelError, UsageError, quote_error
 from edgekit.graph.contrib import ORT_DOMAIN, ORT_OWN
-from edgekit.model.model import MAX_IR_VERSION, MAX_OPSET, iterate_graphs
+from edgekit.model.model import Model, iterate_graphs, read_proto, save_proto
+from edgekit.model.versions import find_reader, reads_of
 from edgekit.prepare.lower import find_newer_ops, lower_imports
 from edgekit.prepare.weights.large import put_weights, weights_aside
 
+MAX_OPSET = reads_of(VERSION).opset
+"""The newest opset of ai.onnx that this ONNX Runtime supports officially (its own error message says so)."""
+MAX_IR_VERSION = reads_of(VERSION).ir_version
+"""The newest IR version that this ONNX Runtime loads (its own error message says so)."""
 OLDEST_OPSET = 13
 """Q and DQ nodes have scales per channel from opset 13 on."""
 DEFAULT_OPSET = 17
@@ -82,6 +90,32 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     put_weights(converted.graph, weights)
     _put_back(converted)
     return converted
+
+
+def lower_model(model: Model, folder: Path) -> Model:
+    """Returns a model that this ONNX Runtime reads: itself, or one of a lower IR version and opset, kept in `folder`.
+
+    Raises:
+        ModelError: an operator has no form in an opset that this ONNX Runtime reads.
+        OutputError: `folder` cannot be written.
+    """
+    opset = model.opsets.get("ai.onnx", 1)
+    if model.ir_version <= MAX_IR_VERSION and opset <= MAX_OPSET:
+        return model
+    proto = read_proto(model)
+    try:
+        proto = convert_opset(proto, min(opset, MAX_OPSET))
+    except ModelError as error:
+        newer = find_reader(model.ir_version, opset)
+        reader = f"ONNX Runtime {newer} reads it as it is" if newer else "no ONNX Runtime that was tried reads it"
+        raise ModelError(
+            f"'{model.path}' has opset {opset}, and ONNX Runtime {VERSION} reads up to {MAX_OPSET}: {error.message}",
+            hint=f"{error.hint}; {reader}",
+        ) from error
+    lower_ir_version(proto, min(opset, MAX_OPSET))
+    folder.mkdir(parents=True, exist_ok=True)
+    lowered = save_proto(proto, folder / model.path.name)
+    return msgspec.structs.replace(lowered, name=model.name, custom_ops=model.custom_ops)
 
 
 def lower_ir_version(proto: onnx.ModelProto, opset: int) -> None:

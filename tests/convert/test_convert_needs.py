@@ -2,15 +2,19 @@
 
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 from onnx import helper
 from tiny_models import parse_model
 
 from edgekit._ort import VERSION
+from edgekit.cli.main import run_command
 from edgekit.convert.needs import find_needed_ort
 from edgekit.convert.ort_form import OrtOptions, write_ort
+from edgekit.errors import ModelError
 from edgekit.model.model import load_model
+from edgekit.prepare.opset import MAX_IR_VERSION, MAX_OPSET, lower_model
 
 
 def relu_of(path: Path, ir_version: int, opset: int, domain: str = "") -> Path:
@@ -46,3 +50,38 @@ def test_the_newest_of_several_files_counts_and_opsets_of_other_domains_do_not(t
     assert find_needed_ort(files[:1]) == ""
     assert find_needed_ort(files) == find_needed_ort(reversed(files)) == "1.22.0"
     assert find_needed_ort([]) == ""
+
+
+@pytest.mark.parametrize(("ir_version", "opset"), [(14, 17), (13, 28)])
+def test_what_is_newer_than_this_onnxruntime_is_lowered_by_every_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ir_version: int, opset: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = relu_of(tmp_path / "m.onnx", ir_version, opset).read_bytes()
+    np.savez("d.npz", x=np.ones((8, 1, 3), np.float32))
+    lowered = lower_model(load_model(Path("m.onnx")), tmp_path / "lowered")
+    assert (lowered.ir_version <= MAX_IR_VERSION, lowered.opsets["ai.onnx"]) == (True, min(opset, MAX_OPSET))
+    # Once lowered, it is left as it is.
+    assert lower_model(lowered, tmp_path / "again") is lowered
+    build = ["build", "m.onnx", "--data", "d.npz", "--target", "cpu", "--no-verify", "--out", "out", "-q"]
+    commands = (
+        ["check", "m.onnx", "--target", "cpu"],
+        build,
+        ["bench", "m.onnx", "--runs", "1", "-q"],
+        ["compare", "m.onnx", "m.onnx", "--data", "d.npz", "-q"],
+    )
+    for command in commands:
+        assert run_command(command) == 0, (command, capsys.readouterr())
+    assert Path("m.onnx").read_bytes() == given
+
+
+def test_what_cannot_be_lowered_names_the_onnxruntime_that_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgekit.prepare.opset.MAX_OPSET", 19)
+    text = '<ir_version: 10, opset_import: ["" : 20]> g (float[1,3] x) => (float[1,3] y) { y = Gelu(x) }'
+    model = load_model(parse_model(text, tmp_path / "m.onnx"))
+    with pytest.raises(ModelError, match=r"has opset 20, and ONNX Runtime .* reads up to 19: .*Gelu") as caught:
+        lower_model(model, tmp_path / "lowered")
+    assert "ONNX Runtime 1.19.0 reads it as it is" in caught.value.hint
+    assert not (tmp_path / "lowered").exists()

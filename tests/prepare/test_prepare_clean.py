@@ -10,9 +10,10 @@ from prepare_models import ZOO, make_inputs, make_model, op_names, run_model
 
 from edgekit._ort import Level
 from edgekit.errors import ModelError, RuntimeRefusal, UsageError
-from edgekit.model.model import MAX_IR_VERSION, MAX_OPSET, Model, load_model
+from edgekit.model.model import Model, load_model
 from edgekit.prepare.clean import prepare_model
 from edgekit.prepare.half import guard_half, strip_casts
+from edgekit.prepare.opset import MAX_IR_VERSION, MAX_OPSET
 
 CONV = (
     "g (float[1,1,4,4] x, float[1,1,3,3] w, float[1] b) => (float[1,1,2,2] y) "
