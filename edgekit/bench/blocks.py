@@ -7,7 +7,7 @@ from statistics import median
 import msgspec
 
 from edgekit._files import work_folder
-from edgekit.bench.latency import count_needed, find_steady
+from edgekit.bench.latency import count_needed, find_impossible_time, find_steady
 from edgekit.data.samples import Samples
 from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job, Queue
 from edgekit.devices.labelled import address_of, kind_of
@@ -185,6 +185,8 @@ def _run(device: Device, job: Job, *, slices: int, repeat: int, seconds: float) 
         outputs = next(iter(run.outputs), None)
     if run.failure is not None:
         raise DeviceError(run.failure, hint=f"edgekit devices test {device.name}")
+    if impossible := find_impossible_time((*run.latency_ms, *run.elapsed_ms)):
+        raise DeviceError(f"'{device.name}' cannot be timed: {impossible}", hint=f"edgekit devices test {device.name}")
     return run, outputs or {}
 
 

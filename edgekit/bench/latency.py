@@ -125,6 +125,12 @@ def find_steady(latency_ms: Sequence[float], most: int) -> int:
     return min(most, max(1, int(np.argmin(errors)) * _BATCH))
 
 
+def find_impossible_time(times_ms: Sequence[float]) -> str | None:
+    """Returns in words which of the times that a device gives is none at all: NaN, infinite or negative."""
+    wrong = next(((run, time) for run, time in enumerate(times_ms, 1) if not 0.0 <= time < math.inf), None)
+    return None if wrong is None else f"it says that run {wrong[0]} took {wrong[1]:g} ms, which is no time"
+
+
 def find_false_times(latency_ms: Sequence[float], elapsed_ms: float) -> str | None:
     """Returns in words why times of one run each cannot be, None where they can.
 

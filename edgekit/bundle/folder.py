@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 import msgspec
@@ -30,7 +30,8 @@ from edgekit.bundle.snippets import NOTES, render_snippets
 from edgekit.bundle.statement import SIGNATURE, TestResult, check_subjects
 from edgekit.check.report import CheckReport
 from edgekit.convert.needs import find_needed_ort
-from edgekit.errors import BundleError, OutputError
+from edgekit.errors import BundleError, ModelError, OutputError
+from edgekit.model.model import list_external
 from edgekit.target import Form, Target, read_version
 
 MANIFEST, CHECK, TARGET, LAYERS, VERIFY, GOLDEN, APP = (
@@ -170,6 +171,7 @@ def open_bundle(path: Path, *, key: Path | None = None) -> Bundle:
     check_requests(manifest, str(path / MANIFEST))
     # Every file, whether it will be used or not: what is allowed to lie in a bundle is exactly what was signed.
     check_files(path, manifest.files, UNLISTED)
+    _check_named(path, manifest)
     attested = None if statement is None else statement.predicate
     bundle = Bundle(folder=path, manifest=manifest, sha256=digest_bytes(data), attested=attested)
     if statement is not None:
@@ -177,6 +179,23 @@ def open_bundle(path: Path, *, key: Path | None = None) -> Bundle:
     said = decode_plain(data, str(path / MANIFEST))
     check_same(manifest, said, read_target(bundle), str(path / MANIFEST))
     return bundle
+
+
+def _check_named(path: Path, manifest: Manifest) -> None:
+    """Refuses a model that names a file which is none of the bundle's: ONNX Runtime would open it."""
+    for name in manifest.files:
+        if not name.endswith(".onnx"):
+            continue
+        try:
+            beside = list_external(path / name)
+        except ModelError as error:
+            raise BundleError(f"a model of the bundle is not safe: {error.message}", hint=error.hint) from error
+        folder = PurePosixPath(name).parent
+        if strange := next((each for each in beside if str(folder / each) not in manifest.files), None):
+            raise BundleError(
+                f"'{name}' of bundle '{path}' names {strange!r}, which the manifest does not list",
+                hint="build the bundle again",
+            )
 
 
 def regain_bundle(manifest: bytes, files: Mapping[str, Path], out: Path) -> Bundle:

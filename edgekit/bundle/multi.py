@@ -1,7 +1,7 @@
 """Several targets in one folder: what they share is stored once, and an index says which to take where."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -117,8 +117,8 @@ def join_bundles(bundles: Sequence[Bundle], out: Path) -> MultiBundle:
     _check_joinable(bundles)
     # The order of arguments must not show in the bytes.
     bundles = sorted(bundles, key=lambda bundle: bundle.manifest.target)
-    counts = Counter(digest for bundle in bundles for digest in set(_sharable(bundle.manifest).values()))
-    shared = {digest for digest, count in counts.items() if count > 1}
+    index = _make_index([(bundle.manifest, bundle.manifest_file) for bundle in bundles])
+    shared = set(index.shared)
     # What is there is replaced; only what this wrote before may be.
     if out.is_dir() and any(out.iterdir()) and not (out / INDEX).is_file():
         raise OutputError(f"'{out}' is a folder with other files", hint="give the name of a new folder")
@@ -131,7 +131,6 @@ def join_bundles(bundles: Sequence[Bundle], out: Path) -> MultiBundle:
                 source = bundle.folder / name
                 if source.is_file() and not source.is_symlink():
                     copy_once(source, folder / name)
-        index = _make_index(bundles, shared)
         data = encode_json(index)
         write_file(staging / INDEX, data)
     digests = {INDEX: digest_bytes(data)}
@@ -154,9 +153,14 @@ def open_index(path: Path, *, key: Path | None = None) -> MultiBundle:
     raw = decode_plain(data, source)
     index = convert_strictly(raw, Index, source)
     check_canonical(raw, data, source)
-    expected: dict[str, BundledFile] = {}
-    for variant in index.variants:
-        expected.update(_expect(path, variant, index))
+    manifests = [(_read_manifest(path, variant), variant.manifest) for variant in index.variants]
+    # What the index says follows from the manifests: made again, it needs no belief.
+    if not manifests or index != _make_index(manifests):
+        raise BundleError(f"'{source}' contradicts the manifests of its variants", hint="join the bundles again")
+    expected = {f"{variant.folder}/{MANIFEST}": variant.manifest for variant in index.variants}
+    for manifest, _ in manifests:
+        places = _places(manifest, set(index.shared))
+        expected |= {places[name]: entry for name, entry in manifest.files.items()}
     check_files(path, expected, {INDEX, SIGNATURE, *(f"{variant.folder}/{VERIFY}" for variant in index.variants)})
     digests = {INDEX: digest_bytes(data), **{name: entry.sha256 for name, entry in expected.items()}}
     attested = None if statement is None else statement.predicate
@@ -220,20 +224,28 @@ def _check_joinable(bundles: Sequence[Bundle]) -> None:
         raise UsageError("the bundles are of different models", hint="join the bundles of one edgekit build")
 
 
-def _make_index(bundles: Sequence[Bundle], shared: set[str]) -> Index:
-    ordered = sorted(bundles, key=_rank)
-    entries = {entry.sha256: entry for bundle in bundles for entry in bundle.manifest.files.values()}
+def _make_index(manifests: Sequence[tuple[Manifest, BundledFile]]) -> Index:
+    """Returns the index of variants with these manifests, each once and of one model; each stands beside its file."""
+    ordered = sorted({manifest.target: (manifest, file) for manifest, file in manifests}.values(), key=_rank)
+    counts = Counter(digest for manifest, _ in ordered for digest in set(_sharable(manifest).values()))
+    entries = {entry.sha256: entry for manifest, _ in ordered for entry in manifest.files.values()}
+    shared = sorted(digest for digest, count in counts.items() if count > 1)
+    first = manifests[0][0]
     return Index(
-        name=bundles[0].manifest.name,
-        source=bundles[0].manifest.ancestry.source,
-        variants=tuple(_describe_variant(bundle.manifest, bundle.manifest_file, shared) for bundle in ordered),
-        shared={digest: entries[digest] for digest in sorted(shared)},
+        name=first.name,
+        source=first.ancestry.source,
+        variants=tuple(
+            _describe_variant(manifest, file, set(shared))
+            for manifest, file in ordered
+            if manifest.ancestry.source == first.ancestry.source
+        ),
+        shared={digest: entries[digest] for digest in shared},
     )
 
 
-def _rank(bundle: Bundle) -> tuple[int, str]:
-    provider = bundle.manifest.provider
-    return (PREFERENCE.index(provider) if provider in PREFERENCE else len(PREFERENCE), bundle.manifest.target)
+def _rank(described: tuple[Manifest, BundledFile]) -> tuple[int, str]:
+    provider, target = described[0].provider, described[0].target
+    return (PREFERENCE.index(provider) if provider in PREFERENCE else len(PREFERENCE), target)
 
 
 def _describe_variant(manifest: Manifest, file: BundledFile, shared: set[str]) -> Variant:
@@ -267,8 +279,8 @@ def _places(manifest: Manifest, shared: set[str]) -> dict[str, str]:
     }
 
 
-def _expect(path: Path, variant: Variant, index: Index) -> Mapping[str, BundledFile]:
-    """Returns every file of a variant that must be there, by its place."""
+def _read_manifest(path: Path, variant: Variant) -> Manifest:
+    """Returns the manifest of a variant, if it is the one that the index speaks of."""
     # Before it is opened: the index is not believed in where it points.
     if variant.folder != f"{_VARIANTS}/{variant.target}" or "/" in variant.target or find_fault(variant.target):
         raise BundleError(f"'{path / INDEX}' has no safe folder for {variant.target[:99]!r}", hint="fetch it again")
@@ -278,10 +290,4 @@ def _expect(path: Path, variant: Variant, index: Index) -> Mapping[str, BundledF
         raise BundleError(
             f"'{name}' of '{path}' was altered: its sha256 is not that of the index", hint="fetch it again"
         )
-    manifest = decode_manifest(data, f"{path}/{name}")
-    shared = set(index.shared)
-    # What the index says beyond the manifests follows from them: recomputed, it needs no belief.
-    if variant != _describe_variant(manifest, variant.manifest, shared):
-        raise BundleError(f"'{path / INDEX}' contradicts '{name}'", hint="build the bundles again")
-    places = _places(manifest, shared)
-    return {name: variant.manifest, **{places[file]: entry for file, entry in manifest.files.items()}}
+    return decode_manifest(data, f"{path}/{name}")

@@ -10,6 +10,9 @@ from edgekit.data.samples import Samples
 from edgekit.errors import DataError
 from edgekit.model.tensors import DTYPES, Array, Tensors, TensorSpec
 
+MOST_AXES = 64
+"""How many dimensions numpy's arrays have at most."""
+
 _UNSET_DIM = 1
 # A gibibyte of float32: more than any model takes at a time on what edgekit is for.
 _MOST_VALUES = 1 << 28
@@ -21,12 +24,18 @@ def draw_samples(inputs: tuple[TensorSpec, ...], count: int = 1) -> Samples | No
     Floats are normal, integers 0 or 1 (they are indices more often than not), strings a letter.
 
     Raises:
-        DataError: an input is so large that nothing could hold it.
+        DataError: an input is so large that nothing could hold it, or has more dimensions than numpy knows.
     """
     if not all(spec.is_tensor and spec.shape is not None for spec in inputs):
         return None
 
     for spec in inputs:
+        axes = len(spec.shape or ())
+        if axes > MOST_AXES:
+            raise DataError(
+                f"input '{spec.name}' has {axes} dimensions, numpy has {MOST_AXES} at most",
+                hint="merge dimensions that always stand together, by a Reshape in the model",
+            )
         count_values = math.prod(dim for dim in spec.shape or () if isinstance(dim, int))
         if count_values > _MOST_VALUES:
             raise DataError(

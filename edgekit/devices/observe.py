@@ -8,6 +8,7 @@ from edgekit._ort import CPU_PROVIDER, Level
 from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport, Disagreement
 from edgekit.convert.cpu_kernels import find_integer_nodes
+from edgekit.data.random_samples import MOST_AXES
 from edgekit.data.samples import Samples
 from edgekit.devices.android import android
 from edgekit.devices.device import Device, Job
@@ -216,7 +217,11 @@ def draw_samples(model: Model, count: int) -> Samples:
     Whole numbers are 0 or 1, which are valid as an index almost everywhere.
     """
     fits = all(
-        spec.is_static and spec.is_tensor and _count_elements(spec) <= _MAX_SAMPLE_ELEMENTS for spec in model.inputs
+        spec.is_static
+        and spec.is_tensor
+        and len(spec.shape or ()) <= MOST_AXES
+        and _count_elements(spec) <= _MAX_SAMPLE_ELEMENTS
+        for spec in model.inputs
     )
     rng = np.random.default_rng(0)
     drawn: list[Tensors] = [{spec.name: _draw(rng, spec) for spec in model.inputs} for _ in range(count if fits else 0)]

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -32,9 +33,9 @@ _INTEGER_OPS = frozenset({"QuantizeLinear", "DynamicQuantizeLinear", "ConvIntege
 class Model(msgspec.Struct, frozen=True, kw_only=True):
     """An ONNX file, its digest, and the facts that every stage needs.
 
-    `sha256` covers the file and, in the order of their names, its external data files. `inputs` leaves out
-    initializers. `size_bytes` counts external data. `node_count` counts the nodes of the main graph. `custom_ops` are
-    the libraries whose operators it uses.
+    `sha256` covers the file and, in the order of their names, the files beside it that it names (`external_files`):
+    external data, and what a provider compiled. `inputs` leaves out initializers. `size_bytes` counts those files.
+    `node_count` counts the nodes of the main graph. `custom_ops` are the libraries whose operators it uses.
     """
 
     path: Path
@@ -68,9 +69,7 @@ def load_model(path: Path, *, custom_ops: Sequence[Path] = ()) -> Model:
             raise UsageError(f"there is no custom-op library '{library}'", hint="give the path of a .so file")
     proto = _parse(path)
     _check_rules(path, proto)
-    external = tuple(sorted(set(_external_files(proto))))
-    for name in external:
-        _check_external(path, name)
+    external = _find_external(path, proto)
     opsets = {entry.domain or _MAIN_DOMAIN: entry.version for entry in proto.opset_import}
     _check_versions(path, proto.ir_version, opsets)
     initializers = {tensor.name for tensor in proto.graph.initializer}
@@ -95,10 +94,16 @@ def measure_files(path: Path) -> int:
     Raises:
         ModelError: the file cannot be read, or refers to external data that is missing or outside its folder.
     """
-    external = set(_external_files(_parse(path)))
-    for name in external:
-        _check_external(path, name)
-    return path.stat().st_size + sum((path.parent / name).stat().st_size for name in external)
+    return path.stat().st_size + sum((path.parent / name).stat().st_size for name in list_external(path))
+
+
+def list_external(path: Path) -> tuple[str, ...]:
+    """Returns the files beside an ONNX model that it names, sorted, without reading them.
+
+    Raises:
+        ModelError: the file cannot be read, or names a file that is missing or outside its folder.
+    """
+    return _find_external(path, _parse(path))
 
 
 def read_proto(model: Model, *, weights: bool = True) -> onnx.ModelProto:
@@ -348,22 +353,38 @@ def _check_versions(path: Path, ir_version: int, opsets: dict[str, int]) -> None
         )
 
 
+def _find_external(path: Path, proto: onnx.ModelProto) -> tuple[str, ...]:
+    external = tuple(sorted(set(_external_files(proto))))
+    for name in external:
+        try:
+            file = safe_join(path.parent, name)
+        except BundleError as error:
+            raise ModelError(
+                f"'{path}' refers to external data {name[:200]!r} outside its folder", hint="do not trust this model"
+            ) from error
+        if not file.is_file():
+            raise ModelError(f"'{path}' needs external data '{name}', which is missing", hint=f"put it at '{file}'")
+    return external
+
+
 def _external_files(proto: onnx.ModelProto) -> Iterator[str]:
-    for graph in iterate_graphs(proto.graph):
+    bodies = (onnx.GraphProto(node=function.node) for function in proto.functions)
+    for graph in itertools.chain.from_iterable(map(iterate_graphs, (proto.graph, *bodies))):
         yield from list_files(graph.initializer)
+        yield from list_files(part for each in graph.sparse_initializer for part in (each.values, each.indices))
         for node in graph.node:
-            yield from list_files(attribute.t for attribute in node.attribute if attribute.HasField("t"))
+            yield from _list_node_files(node)
 
 
-def _check_external(path: Path, name: str) -> None:
-    try:
-        file = safe_join(path.parent, name)
-    except BundleError as error:
-        raise ModelError(
-            f"'{path}' refers to external data '{name}' outside its folder", hint="do not trust this model"
-        ) from error
-    if not file.is_file():
-        raise ModelError(f"'{path}' needs external data '{name}', which is missing", hint=f"put it at '{file}'")
+def _list_node_files(node: onnx.NodeProto) -> Iterator[str]:
+    values = {attribute.name: attribute for attribute in node.attribute}
+    for attribute in node.attribute:
+        yield from list_files((attribute.t, *attribute.tensors))
+    # What a provider compiled (onnxruntime.ai/docs/execution-providers/EP-Context-Design.html): embed_mode 1, the
+    # default, keeps it in the node itself, 0 in the file that the node names.
+    if node.op_type == "EPContext" and "embed_mode" in values and values["embed_mode"].i == 0:
+        # What is no text becomes a name with backslashes, which is refused like any other that is not safe.
+        yield values["ep_cache_context"].s.decode(errors="backslashreplace") if "ep_cache_context" in values else ""
 
 
 def _digest(path: Path, external: tuple[str, ...]) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from edgekit._files import work_folder
-from edgekit.bench.latency import describe_drift, find_false_times, summarize_latency
+from edgekit.bench.latency import describe_drift, find_false_times, find_impossible_time, summarize_latency
 from edgekit.bundle.folder import Bundle
 from edgekit.bundle.golden.golden import Golden, read_classes, read_inputs, read_labels, read_outputs
 from edgekit.bundle.manifest.trust import bundled_task
@@ -25,7 +25,7 @@ from edgekit.evidence import Evidence
 from edgekit.machine import describe_machine, read_cpu_flags
 from edgekit.progress import Progress, say_nothing
 from edgekit.target import Form, TaskLimit, Verification
-from edgekit.verify.causes.forms import TESTED_FORMS, describe_untested, list_broken_forms
+from edgekit.verify.causes.forms import TESTED_FORMS, describe_untested, find_other_model, list_broken_forms
 from edgekit.verify.causes.honesty import describe_older, describe_outdated, find_replay, find_sameness, find_version
 from edgekit.verify.causes.own_model import describe_excused, excuse_outputs, find_own_half_values
 from edgekit.verify.causes.suspects import find_suspects
@@ -91,7 +91,12 @@ class _Trial(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def false_times(self) -> str | None:
         """Why the times of the device are not believed, None where they are."""
-        return find_false_times(self.run.latency_ms, self.elapsed_ms)
+        return self.impossible_time or find_false_times(self.run.latency_ms, self.elapsed_ms)
+
+    @property
+    def impossible_time(self) -> str | None:
+        """Which time is none at all, None where all are some."""
+        return find_impossible_time((*self.run.latency_ms, self.run.load_ms))
 
 
 class _Done(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,7 +151,8 @@ def verify_bundle(
         needs_placement=manifest.thresholds.needs_placement,
         ancestry=dict(ancestry or {}),
         machine=describe_machine(),
-        alterations=broken,
+        # What a provider took on a device counts before what the rules say of it.
+        alterations=(*broken, *(() if any(run.observes_placement for run in runs) else find_other_model(bundle))),
         layers=evidence.layers,
         first_bad_layer=name_first_bad(evidence.layers),
         notes=tuple(filter(None, (evidence.note, describe_untested(bundle)))),
@@ -333,6 +339,8 @@ def _name_wrong(outputs: Sequence[OutputReport], trial: _Trial) -> list[str]:
 
 def _list_findings(trial: _Trial, asked: _Asked) -> Iterator[str]:
     """Yields what fails a run whatever its figures: it did not do what it seems to have done."""
+    if trial.impossible_time:
+        yield trial.impossible_time
     older = describe_older(trial.run, trial.bundle.manifest.minimum_ort)
     yield from () if older is None else (older,)
     unmatched = describe_unmatched(trial.run, trial.job)
@@ -350,7 +358,7 @@ def _list_findings(trial: _Trial, asked: _Asked) -> Iterator[str]:
 
 def _list_notes(trial: _Trial, asked: _Asked) -> Iterator[str]:
     """Yields what a reader of the figures should know; the times of an emulator mean nothing."""
-    latency = summarize_latency(trial.run.latency_ms)
+    latency = None if trial.impossible_time else summarize_latency(trial.run.latency_ms)
     if trial.false_times:
         yield trial.false_times
     elif latency is not None and latency.drift is not None and trial.run.evidence is Evidence.DEVICE:

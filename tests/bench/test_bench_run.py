@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,7 @@ from tiny_models import parse_model
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.bench.bench import bench_on, bench_subjects
-from edgekit.bench.blocks import Effort
+from edgekit.bench.blocks import Effort, run_block
 from edgekit.bench.interleaved import ROUNDS
 from edgekit.bench.subject import Opening, open_subject
 from edgekit.bench.thermal import find_energy
@@ -24,7 +25,7 @@ from edgekit.devices.device import DeviceRun, DeviceState, Job, Missing
 from edgekit.devices.far import ort_runner
 from edgekit.devices.local.host import Host
 from edgekit.devices.register import DeviceChoice
-from edgekit.errors import BundleError, UsageError
+from edgekit.errors import BundleError, DeviceError, UsageError
 from edgekit.evidence import Evidence
 from edgekit.plain import to_json
 from edgekit.target import load_target
@@ -71,6 +72,22 @@ class Phone(Host, frozen=True, kw_only=True):
             )
         )
         return msgspec.structs.replace(run, latency_ms=times, before=before, after=self.after, failure=self.failure)
+
+
+def test_a_device_whose_times_are_none_is_not_timed(tmp_path: Path) -> None:
+    job = open_subject(matmul_model(tmp_path / "m.onnx", 8), tmp_path, Opening()).job_for(Phone())
+    with pytest.raises(DeviceError, match="'adb:1' cannot be timed: it says that run 1 took nan ms, which is no time"):
+        run_block(Phone(scale=math.nan), job, 8, 1.0, 1.0)
+
+
+def test_an_input_of_more_dimensions_than_numpy_has_is_refused(tmp_path: Path, refused: Callable[..., str]) -> None:
+    shape = ",".join("1" * 65)
+    parse_model(
+        f'<ir_version: 8, opset_import: ["" : 17]> g (float[{shape}] x) => (float[{shape}] y) {{ y = Relu(x) }}',
+        tmp_path / "m.onnx",
+    )
+    for command in ("bench", "profile"):
+        assert "input 'x' has 65 dimensions, numpy has 64 at most" in refused(command, "m.onnx")
 
 
 def test_a_model_is_timed_on_this_machine(tmp_path: Path) -> None:

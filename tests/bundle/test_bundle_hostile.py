@@ -4,8 +4,10 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import onnx
 from bundle_models import make_bundle
 
+from edgekit._files import digest_bytes
 from edgekit.bundle.manifest.manifest import encode_json
 from edgekit.cli.main import run_command
 
@@ -17,6 +19,24 @@ def test_a_bundle_whose_input_has_no_shape(refused: Callable[..., str], tmp_path
     (folder / "manifest.json").write_bytes(encode_json(manifest))
     for kind in ("aar", "swiftpm", "ort-package", "tar"):
         refused("package", str(folder), "--as", kind, "--allow-failed", "--out", "out")
+
+
+def test_a_model_that_names_a_file_outside_the_bundle(refused: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"of somebody else")
+    folder = make_bundle(tmp_path).folder
+    proto = onnx.load(str(folder / "tiny.onnx"))
+    context = onnx.helper.make_node(
+        "EPContext", ["x"], ["z"], domain="com.microsoft", embed_mode=0, ep_cache_context="../secret"
+    )
+    proto.graph.node.append(context)
+    proto.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
+    onnx.save(proto, str(folder / "tiny.onnx"))
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    data = (folder / "tiny.onnx").read_bytes()
+    manifest["files"]["tiny.onnx"] = {"sha256": digest_bytes(data), "size_bytes": len(data)}
+    (folder / "manifest.json").write_bytes(encode_json(manifest))
+    for command in (["verify", "--files-only"], ["verify", "--on", "host"], ["bench"]):
+        assert "'../secret' outside its folder" in refused(command[0], str(folder), *command[1:])
 
 
 def test_joining_never_takes_the_place_of_another_folder(refused: Callable[..., str], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -91,13 +92,26 @@ def test_one_signature_covers_every_variant(folder: Path, tmp_path: Path) -> Non
         path.write_bytes(data)
 
 
-def _change_index(**fields: object) -> Callable[[Path], object]:
+def _edit_index(edit: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
     def change(folder: Path) -> None:
         raw = json.loads((folder / "index.json").read_bytes())
-        raw["variants"][0].update(fields)
+        edit(raw)
         (folder / "index.json").write_bytes(encode_json(raw))
 
     return change
+
+
+def _change_index(**fields: object) -> Callable[[Path], object]:
+    return _edit_index(lambda raw: raw["variants"][0].update(fields))
+
+
+def _drop_variants(folder: Path) -> None:
+    """Leaves one variant with its folder: what it shared with the others is shared no more."""
+    _edit_index(lambda raw: raw["variants"].__delitem__(slice(1, None)))(folder)
+    (kept,) = json.loads((folder / "index.json").read_bytes())["variants"]
+    for other in (folder / "variants").iterdir():
+        if other.name != kept["target"]:
+            shutil.rmtree(other)
 
 
 @pytest.mark.parametrize(
@@ -110,10 +124,17 @@ def _change_index(**fields: object) -> Callable[[Path], object]:
         pytest.param(_change_index(target="../x", folder="variants/../x"), "no safe folder", id="target climbs"),
         pytest.param(_change_index(target="a/b", folder="variants/a/b"), "no safe folder", id="nested"),
         pytest.param(_change_index(model_file="variants/x"), "contradicts", id="other model"),
+        pytest.param(_edit_index(lambda raw: next(iter(raw["shared"].values())).update(sha256="0" * 64)), "contradicts",
+                     id="other digest of a shared file"),
+        pytest.param(_edit_index(lambda raw: raw["shared"].clear()), "contradicts", id="nothing shared"),
+        pytest.param(_edit_index(lambda raw: raw["variants"].append(raw["variants"][0])), "contradicts", id="twice"),
+        pytest.param(_edit_index(lambda raw: raw["variants"].reverse()), "contradicts", id="other order"),
+        pytest.param(_edit_index(lambda raw: raw["variants"].clear()), "contradicts", id="no variant"),
+        pytest.param(_drop_variants, "contradicts", id="a variant less"),
         pytest.param(_change_index(more=1), "malformed", id="unknown key"),
         pytest.param(lambda f: (f / "index.json").write_bytes(b"[" * 10_000), "malformed", id="deep"),
     ],
-)
+)  # fmt: skip
 def test_a_damaged_folder_is_refused(folder: Path, damage: Callable[[Path], object], message: str) -> None:
     damage(folder)
     with pytest.raises(BundleError, match=message), opened_any(folder):

@@ -1,6 +1,7 @@
 """The runner with a plug-in provider, contexts, and the way to an Android build."""
 
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -18,7 +19,7 @@ from edgekit.devices.local.runner import LIBRARY, PROGRAM, build_runner, find_mi
 from edgekit.devices.process.child import Runner, describe_job
 from edgekit.devices.process.link import LocalLink, list_model_files
 from edgekit.devices.process.pipe import run_over
-from edgekit.errors import BundleError, UsageError
+from edgekit.errors import BundleError, ModelError, UsageError
 from edgekit.evidence import Evidence
 from edgekit.model.model import load_model
 from edgekit.target import load_target
@@ -64,16 +65,47 @@ def test_qualcomms_simulator_gives_the_same_bits(tmp_path: Path, work: Path, for
         assert mine["y"].tobytes() == other["y"].tobytes()
 
 
-def test_the_files_of_a_context_are_named_by_its_nodes(tmp_path: Path) -> None:
+def save_context(folder: Path, name: str | bytes) -> Path:
+    """A model of two contexts, the first of which lies in a file of that name."""
     beside = onnx.helper.make_node(
-        "EPContext", ["x"], ["y"], domain="com.microsoft", embed_mode=0, ep_cache_context="c.bin", main_context=1
+        "EPContext", ["x"], ["y"], domain="com.microsoft", embed_mode=0, ep_cache_context=name, main_context=1
     )
     inside = onnx.helper.make_node("EPContext", ["y"], ["z"], domain="com.microsoft", embed_mode=1, main_context=1)
     values = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in "xz"]
     graph = onnx.helper.make_graph([beside, inside], "g", values[:1], values[1:])
     opsets = [onnx.helper.make_opsetid("", 17), onnx.helper.make_opsetid("com.microsoft", 1)]
-    onnx.save(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=9), str(tmp_path / "m.onnx"))
-    assert list(list_model_files(tmp_path / "m.onnx")) == ["m.onnx", "c.bin"]
+    onnx.save(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=9), str(folder / "m.onnx"))
+    return folder / "m.onnx"
+
+
+def test_the_files_of_a_context_are_named_by_its_nodes(tmp_path: Path) -> None:
+    (tmp_path / "c.bin").write_bytes(b"compiled")
+    assert list(list_model_files(save_context(tmp_path, "c.bin"))) == ["m.onnx", "c.bin"]
+    before = load_model(tmp_path / "m.onnx")
+    (tmp_path / "c.bin").write_bytes(b"otherwise")
+    assert load_model(tmp_path / "m.onnx").sha256 != before.sha256
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("../secret", "refers to external data '../secret' outside its folder"),
+        ("/etc/passwd", "outside its folder"),
+        (b"a\0b", r"'a\x00b' outside its folder"),
+        (b"\xff\xfe", "outside its folder"),
+        ("", "outside its folder"),
+        ("none.bin", "needs external data 'none.bin', which is missing"),
+    ],
+)
+def test_a_context_outside_its_folder_is_refused_by_every_command(
+    tmp_path: Path, refused: Callable[..., str], name: str | bytes, words: str
+) -> None:
+    (tmp_path.parent / "secret").write_bytes(b"of somebody else")
+    model = save_context(tmp_path, name)
+    for command in ("bench", "profile", "check", "inspect"):
+        assert words in refused(command, str(model))
+    with pytest.raises(ModelError, match="external data"):
+        list_model_files(model)
 
 
 @pytest.fixture

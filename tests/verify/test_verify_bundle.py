@@ -89,6 +89,30 @@ def test_an_emulator_that_crashed_proves_nothing(bundle: Bundle) -> None:
     assert verify_bundle(bundle, [died, InProcess(lie=change_all(lambda y: y * 0))]).verdict == "fail"
 
 
+@pytest.mark.parametrize("time", [float("nan"), float("inf"), -1.0])
+def test_a_time_that_is_none_fails(bundle: Bundle, time: float) -> None:
+    (run,) = verify_bundle(bundle, [InProcess(times=(1.0, time))]).runs
+    assert run.verdict == "fail"
+    assert f"it says that run 2 took {time:g} ms, which is no time" in run.failures
+    assert run.latency_ms is None
+
+
+def test_a_model_for_another_provider_fails_where_only_the_cpu_ran(tmp_path: Path) -> None:
+    """Its outputs are right on the CPU. XNNPACK takes the MatMul that is promised, and no Einsum."""
+    contents = make_contents(tmp_path, target="xnnpack")
+    honest = write_bundle(contents, tmp_path / "honest")
+    proto = onnx.load(str(contents.source.path))
+    del proto.graph.node[0]
+    proto.graph.node.insert(0, helper.make_node("Einsum", ["x", "w"], ["xw"], name="mul", equation="ij,jk->ik"))
+    onnx.save(proto, str(tmp_path / "other.onnx"))
+    swapped = msgspec.structs.replace(contents, files={"onnx": (tmp_path / "other.onnx",)})
+    other = write_bundle(swapped, tmp_path / "other")
+    assert verify_bundle(honest, [Host()]).verdict == "pass"
+    report = verify_bundle(other, [Host()])
+    assert report.verdict == "fail"
+    assert "'other.onnx' is another model than promised: XnnpackExecutionProvider takes 0%" in report.alterations[0]
+
+
 def test_a_crash_on_another_file_or_size_proves_nothing_of_it(bundle: Bundle) -> None:
     (run,) = verify_bundle(bundle, [InProcess()]).runs
     for crashed, verdict in ((False, "fail"), (True, "not proven")):

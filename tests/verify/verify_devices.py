@@ -25,7 +25,8 @@ def tell_truth(outputs: list[Tensors]) -> list[Tensors]:
 class InProcess(msgspec.Struct, frozen=True, kw_only=True):
     """Runs the model here, says of each node where it was predicted, and passes the outputs through `lie`.
 
-    With `nodes` it reports so many that do no work, with `provider` that this one took every node.
+    With `times` it gives these. With `nodes` it reports so many that do no work, with `provider` that it took every
+    node.
     """
 
     name: str = "emulated"
@@ -35,6 +36,7 @@ class InProcess(msgspec.Struct, frozen=True, kw_only=True):
     missing: Missing | None = None
     failure: str | None = None
     crashed: bool = False
+    times: tuple[float, ...] = ()
     nodes: int | None = None
     stopped_early: bool = False
 
@@ -59,7 +61,7 @@ class InProcess(msgspec.Struct, frozen=True, kw_only=True):
             placement=nodes,
             placement_source="session",
             load_ms=1.0,
-            latency_ms=tuple(times),
+            latency_ms=self.times or tuple(times),
             peak_rss_bytes=1,
             versions={"onnxruntime": "1.31.1"},
             failure=self.failure,

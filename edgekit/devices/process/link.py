@@ -7,7 +7,7 @@ import contextlib
 import functools
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -15,7 +15,7 @@ import msgspec
 
 from edgekit._files import digest_bytes, digest_file, safe_join, staged_folder
 from edgekit.devices.device import Missing
-from edgekit.model.model import Model, load_model, read_proto
+from edgekit.model.model import list_external
 
 
 class Link(Protocol):
@@ -113,25 +113,10 @@ def list_model_files(model: Path) -> dict[str, Path]:
     """Returns the files of a model by the names they must have beside each other: itself, and what it refers to.
 
     Raises:
-        ModelError: the file is no model.
+        ModelError: the file is no model, or names a file that is missing or outside its folder.
     """
-    names = [model.name]
-    if model.suffix == ".onnx":
-        facts = load_model(model)
-        names += [*facts.external_files, *_context_files(facts)]
-    return {name: model.parent / name for name in names}
-
-
-def _context_files(model: Model) -> Iterator[str]:
-    """Yields the files in which a provider keeps what it compiled, where that is not in the model itself.
-
-    Attributes of EPContext: https://onnxruntime.ai/docs/execution-providers/EP-Context-Design.html
-    """
-    for node in read_proto(model, weights=False).graph.node:
-        values = {attribute.name: attribute for attribute in node.attribute}
-        # embed_mode 1, the default, keeps the compiled graph in the node itself.
-        if node.op_type == "EPContext" and "embed_mode" in values and values["embed_mode"].i == 0:
-            yield values["ep_cache_context"].s.decode()
+    beside = list_external(model) if model.suffix == ".onnx" else ()
+    return {name: model.parent / name for name in (model.name, *beside)}
 
 
 def _link_or_copy(source: Path, target: Path) -> None:

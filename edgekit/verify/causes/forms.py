@@ -5,17 +5,19 @@ from pathlib import Path
 
 import numpy as np
 
-from edgekit._ort import CpuSession, Level, SessionSettings
+from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
 from edgekit.bundle.folder import GOLDEN, Bundle, read_target
 from edgekit.bundle.golden.expected import EXPECTED
 from edgekit.bundle.golden.golden import read_inputs
+from edgekit.check.check import check_model
 from edgekit.convert.ort_form import OrtOptions, Style, load_settings
 from edgekit.data.npz import read_rows
 from edgekit.data.samples import select_samples
-from edgekit.errors import EdgekitError, RuntimeRefusal
+from edgekit.errors import EdgekitError, ModelError, RuntimeRefusal, TargetError, UsageError
 from edgekit.machine import release_memory
+from edgekit.model.model import load_model
 from edgekit.model.tensors import Array, Tensors
-from edgekit.target import Form
+from edgekit.target import Form, load_target
 
 TESTED_FORMS: tuple[Form, ...] = ("onnx", "full", "runtime")
 """Forms of a model that this machine can run."""
@@ -45,6 +47,30 @@ def list_broken_forms(bundle: Bundle) -> Iterator[str]:
             yield f"'{name}' does not pass the bundle's self-test on this machine: {fault}; build again"
     # Devices run meanwhile, and need the memory that sessions had.
     release_memory()
+
+
+def find_other_model(bundle: Bundle) -> tuple[str, ...]:
+    """Returns in words that the bundle's ONNX file is made for another target than its manifest says, if it is.
+
+    On the CPU a model for another provider gives good outputs too. The target's rules say of the file itself how much
+    of its work the provider takes: clearly less than the manifest promises is another model, by the limit of work that
+    may be lost on a device. The rules are those of edgekit's own targets, a bundle carries none.
+    """
+    manifest = bundle.manifest
+    if "onnx" not in manifest.forms or manifest.provider == CPU_PROVIDER or not manifest.placement.taken_macs:
+        return ()
+    path = bundle.find_model("onnx")
+    try:
+        taken = check_model(load_model(path), load_target(manifest.target, manifest.settings)).taken_macs
+    except (TargetError, UsageError):
+        return ()
+    except ModelError as error:
+        return (f"'{path.name}' cannot be read: {error.message}",)
+    promised = manifest.placement.taken_macs
+    if taken >= promised - manifest.thresholds.max_lost_share:
+        return ()
+    reason = f"{manifest.provider} takes {taken:.0%} of its work by the rules of '{manifest.target}'"
+    return (f"'{path.name}' is another model than promised: {reason}, not {promised:.0%}; build again",)
 
 
 def describe_untested(bundle: Bundle) -> str:
