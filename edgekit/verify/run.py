@@ -1,5 +1,6 @@
 """Running a bundle on devices and judging what comes back."""
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ import msgspec
 from edgekit._files import work_folder
 from edgekit.bench.latency import describe_drift, find_false_times, find_impossible_time, summarize_latency
 from edgekit.bundle.folder import Bundle
-from edgekit.bundle.golden.golden import Golden, read_classes, read_inputs, read_labels, read_outputs
+from edgekit.bundle.golden.golden import Golden, KnownOutputs, read_classes, read_inputs, read_labels, read_outputs
 from edgekit.bundle.manifest.trust import bundled_task
 from edgekit.bundle.snapshot import snapshot_bundle
 from edgekit.data.data_check import digest_samples
@@ -25,9 +26,21 @@ from edgekit.evidence import Evidence
 from edgekit.machine import describe_machine, read_cpu_flags
 from edgekit.progress import Progress, say_nothing
 from edgekit.target import Form, TaskLimit, Verification
-from edgekit.verify.causes.forms import TESTED_FORMS, describe_untested, find_other_model, list_broken_forms
-from edgekit.verify.causes.honesty import describe_older, describe_outdated, find_replay, find_sameness, find_version
-from edgekit.verify.causes.own_model import describe_excused, excuse_outputs, find_own_half_values
+from edgekit.verify.causes.forms import (
+    TESTED_FORMS,
+    describe_untested,
+    find_other_model,
+    find_self_test_fault,
+    list_broken_forms,
+)
+from edgekit.verify.causes.own_model import (
+    describe_older,
+    describe_outdated,
+    find_half_values,
+    find_sameness,
+    find_version,
+    run_own_model,
+)
 from edgekit.verify.causes.suspects import find_suspects
 from edgekit.verify.causes.traps import find_ignored_optimisations, find_input_mistake, list_traps
 from edgekit.verify.devices.apart import Held, describe_apart, hold_outputs
@@ -40,7 +53,8 @@ from edgekit.verify.drift import StateReport
 from edgekit.verify.facts import Located, SizesReport
 from edgekit.verify.layers.comparison import name_first_bad
 from edgekit.verify.layers.evidence import read_evidence
-from edgekit.verify.metrics.dependence import compare_device_outputs
+from edgekit.verify.metrics.compare import compare_outputs
+from edgekit.verify.metrics.fidelity import find_unfaithful
 from edgekit.verify.metrics.listed import describe_lists, describe_unlisted, hold_lists
 from edgekit.verify.metrics.outputs import OutputReport, judge_output
 from edgekit.verify.report import VerifyReport
@@ -51,12 +65,16 @@ from edgekit.verify.tasks.accuracy import measure_accuracy
 from edgekit.verify.tasks.scores import TaskReport
 from edgekit.verify.tasks.tasks import measure_task
 
+# What the own model gives is kept, because several devices run the same samples.
+_MOST_KEPT_BYTES = 32 << 20
+
 
 class _Asked(msgspec.Struct, frozen=True, kw_only=True):
     given: Golden | Unfilled | None
     task: TaskLimit | None
     float_model: Path | None
     layers: bool
+    known: KnownOutputs
 
     @property
     def golden(self) -> Golden | None:
@@ -82,6 +100,8 @@ class _Trial(msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[int, ...]
     reference: Samples
     elapsed_ms: float
+    own: Samples | None
+    notes: tuple[str, ...]
 
     @property
     def inputs(self) -> Samples:
@@ -134,7 +154,13 @@ def verify_bundle(
     """
     manifest, evidence = bundle.manifest, read_evidence(bundle)
     present, skipped = find_present(devices)
-    asked = _Asked(given=golden, task=task or bundled_task(manifest), float_model=float_model, layers=layers)
+    asked = _Asked(
+        given=golden,
+        task=task or bundled_task(manifest),
+        float_model=float_model,
+        layers=layers,
+        known=KnownOutputs(room_bytes=_MOST_KEPT_BYTES),
+    )
     runs, broken, held = _run_devices(bundle, present, asked, progress or say_nothing) if present else ((), (), ())
     return VerifyReport(
         bundle=f"{manifest.name}-{manifest.target}",
@@ -200,6 +226,10 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> _Done:
         elapsed_ms = 1000.0 * (time.monotonic() - begun)
         if run.stopped_early and run.outputs.count >= min(LEAST_SAMPLES, len(rows)):
             rows = rows[: run.outputs.count]
+        if run.failure is None:
+            own, notes = run_own_model(bundle, plan.form, select_samples(job.samples, range(len(rows))), asked.known)
+        else:
+            own, notes = None, ()
         trial = _Trial(
             bundle=bundle,
             golden=golden,
@@ -209,6 +239,8 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> _Done:
             rows=rows,
             reference=keep_small(select_samples(read_outputs(golden), rows)),
             elapsed_ms=run.waited_ms or elapsed_ms,
+            own=own,
+            notes=notes,
         )
         report = _measure_run(trial, asked)
         report = msgspec.structs.replace(
@@ -217,7 +249,7 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> _Done:
             located=_look_inside(trial, device, report.outputs, asked, work / "layers"),
             state=_run_steps(trial, device, work / "steps"),
             sizes=_run_sizes(trial, device, asked, work / "sizes"),
-            files=tuple(try_model_files(bundle, device, plan, golden, excuse_outputs, work / "files")),
+            files=tuple(try_model_files(bundle, device, plan, golden, work / "files")),
         )
         # A run whose outputs were not digested is not whole.
         if not report.outputs_sha256:
@@ -280,7 +312,7 @@ def _measure_run(trial: _Trial, asked: _Asked) -> RunReport:
     latency = None if trial.false_times else summarize_latency(run.latency_ms)
     classes = read_classes(trial.golden)
     gap = find_gap(run, trial.job)
-    hidden, (outputs, excused) = describe_hidden(gap), _compare(trial)
+    hidden, outputs = describe_hidden(gap), _compare(trial)
     return RunReport(
         device=run.device,
         evidence=run.evidence,
@@ -307,7 +339,7 @@ def _measure_run(trial: _Trial, asked: _Asked) -> RunReport:
         thresholds=bundle.manifest.thresholds,
         failure=run.failure,
         crashed=run.crashed,
-        notes=(*run.notes, *_list_notes(trial, asked), *((hidden,) if hidden else ()), *excused),
+        notes=(*run.notes, *_list_notes(trial, asked), *((hidden,) if hidden else ()), *describe_lists(outputs)),
         log=run.log,
         outputs_sha256="" if run.failure is not None else _digest_outputs(run),
     )
@@ -321,16 +353,19 @@ def _measure_task(trial: _Trial, asked: _Asked) -> TaskReport | None:
     return msgspec.structs.replace(found, labelled=len(labels))
 
 
-def _compare(trial: _Trial) -> tuple[tuple[OutputReport, ...], tuple[str, ...]]:
-    """Returns the comparison of the outputs, with a suspect for those that fail, and notes of what the model does."""
-    manifest, plain = trial.bundle.manifest, compare_device_outputs(trial.reference, trial.run.outputs)
-    listed = hold_lists(plain, trial.bundle, trial.reference, trial.run.outputs)
-    outputs = excuse_outputs(listed, trial.run.outputs, trial.bundle, trial.inputs)
+def _compare(trial: _Trial) -> tuple[OutputReport, ...]:
+    """Returns the outputs beside the float model's, in `mismatch` what else than the own model's output came back.
+
+    Those that fail have a suspect where a usual mistake explains them.
+    """
+    got, reference = trial.run.outputs, trial.reference
+    plain = hold_lists(compare_outputs(reference, got), trial.bundle, reference, got)
+    untrue = {} if trial.own is None else find_unfaithful(trial.own, reference, got)
+    outputs = [msgspec.structs.replace(output, mismatch=output.mismatch or untrue.get(output.name)) for output in plain]
     failing = _name_wrong(outputs, trial)
-    is_half = manifest.precision == "fp16"
-    suspects = find_suspects(trial.reference, trial.run.outputs, failing, is_half=is_half) if failing else {}
-    named = tuple(msgspec.structs.replace(output, suspect=suspects.get(output.name)) for output in outputs)
-    return named, (*describe_excused(listed, outputs), *describe_lists(outputs))
+    is_half = trial.bundle.manifest.precision == "fp16"
+    suspects = find_suspects(reference, got, failing, is_half=is_half) if failing else {}
+    return tuple(msgspec.structs.replace(output, suspect=suspects.get(output.name)) for output in outputs)
 
 
 def _name_wrong(outputs: Sequence[OutputReport], trial: _Trial) -> list[str]:
@@ -349,11 +384,10 @@ def _list_findings(trial: _Trial, asked: _Asked) -> Iterator[str]:
     if trial.plan.form == "runtime":
         ignored = find_ignored_optimisations(trial.run, trial.bundle.manifest.session_config)
         yield from () if ignored is None else (ignored,)
-    # Files of ORT format beside an fp16 model are made of the float32 model, and may give its outputs.
-    is_float = trial.bundle.manifest.precision == "fp16" and trial.job.model.suffix == ".ort"
-    if trial.run.failure is None and asked.golden is None and not is_float:
-        replay = find_replay(trial.bundle, trial.rows, trial.reference, trial.run.outputs)
-        yield from () if replay is None else (replay,)
+    if trial.run.failure is None and asked.golden is None:
+        yield from find_self_test_fault(trial.bundle, trial.rows, trial.run.outputs)
+    if not all(math.isfinite(value) for value in trial.run.latency_ms):
+        yield "its times are no numbers"
 
 
 def _list_notes(trial: _Trial, asked: _Asked) -> Iterator[str]:
@@ -373,8 +407,9 @@ def _list_notes(trial: _Trial, asked: _Asked) -> Iterator[str]:
         yield f"it stopped after {done} of {planned} samples: only these were compared"
     if trial.bundle.manifest.buckets and asked.golden is not None and asked.unfilled is None:
         yield "samples of your own run in the largest size alone: the others were not judged"
+    yield from trial.notes
     if trial.bundle.manifest.precision != "fp16":
-        yield from find_own_half_values(trial.reference, trial.run.outputs, trial.bundle, trial.inputs)
+        yield from find_half_values(trial.own or trial.reference, trial.run.outputs)
 
 
 def _list_causes(trial: _Trial, outputs: Sequence[OutputReport], asked: _Asked) -> Iterator[str]:

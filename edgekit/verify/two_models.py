@@ -25,7 +25,6 @@ from edgekit.verify.facts import Located
 from edgekit.verify.layers.comparison import LayerReport, compare_layers, name_first_bad
 from edgekit.verify.matching.trace import adapt_sample
 from edgekit.verify.metrics.compare import compare_outputs, mark_reordered
-from edgekit.verify.metrics.dependence import compare_device_outputs
 from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.tasks.scores import TaskReport, judge_task
 from edgekit.verify.tasks.tasks import find_metric, measure_task
@@ -130,7 +129,7 @@ def compare_on_device(
         (work / "run").mkdir()
         run = device.run_job(job, work / "run")
         wanted = _run_model(a, samples, {})
-        outputs = _compare_places(a, b, {}, compare_device_outputs(wanted, run.outputs))
+        outputs = _compare_places(a, b, {}, compare_outputs(wanted, run.outputs))
         located = find_device_layer(device, job, work / "layers") if layers else None
     return ModelComparison(
         a=a.name,

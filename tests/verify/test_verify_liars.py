@@ -1,5 +1,6 @@
 """Every kind of lying device that we know of, against the whole of verify: it fails, or the report tells of it."""
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,26 @@ def other_model(case: Case) -> InProcess:
     return InProcess(lie=lambda _: run_model(case.other, read_golden(case)))
 
 
+def exchange(rows: list[Tensors]) -> list[Tensors]:
+    order = [1, 0, *range(2, CLASSES)]
+    return [{**row, "y": row["y"][:, order]} for row in rows]
+
+
+def stick(rows: list[Tensors]) -> list[Tensors]:
+    mean = np.mean([row["y"][0, 3] for row in rows])
+    stuck = [row["y"].copy() for row in rows]
+    for y in stuck:
+        y[0, 3] = mean
+    return [{**row, "y": y} for row, y in zip(rows, stuck, strict=True)]
+
+
+def leak(rows: list[Tensors]) -> list[Tensors]:
+    return [
+        {name: row[name] * np.float32(0.9) + before[name] * np.float32(0.1) for name in row}
+        for row, before in zip(rows, [rows[0], *rows[:-1]], strict=True)
+    ]
+
+
 def swap(rows: list[Tensors]) -> list[Tensors]:
     return [{"y": row["z"], "z": row["y"]} for row in rows]
 
@@ -203,6 +224,10 @@ def softmax(value: Array) -> Array:
 FAILS: dict[str, tuple[Callable[[Case], InProcess], str]] = {
     "another model ran": (other_model, "below"),
     "the reference, to the bit": (replay_float(0.0), "float model's to the bit"),
+    "two classes swapped in every sample": (lying(exchange), "has its elements in another order"),
+    "a class stuck at its mean": (lying(stick), "has element 3 the same for every sample"),
+    "a tenth of the sample before": (lying(leak), "of the sample before"),
+    "times that are no numbers": (telling(latency_ms=(math.nan,) * COUNT), "its times are no numbers"),
     "the float model, on other kernels": (replay_float(1e-6), "dB nearer to the float model's"),
     "answers recorded from golden samples": (recorded, "below"),
     "the self-test's answers, and nothing else": (

@@ -12,7 +12,7 @@ from edgekit.bundle.golden.golden import read_inputs
 from edgekit.check.check import check_model
 from edgekit.convert.ort_form import OrtOptions, Style, load_settings
 from edgekit.data.npz import read_rows
-from edgekit.data.samples import select_samples
+from edgekit.data.samples import Samples, select_samples
 from edgekit.errors import EdgekitError, ModelError, RuntimeRefusal, TargetError, UsageError
 from edgekit.machine import release_memory
 from edgekit.model.model import load_model
@@ -71,6 +71,23 @@ def find_other_model(bundle: Bundle) -> tuple[str, ...]:
         return ()
     reason = f"{manifest.provider} takes {taken:.0%} of its work by the rules of '{manifest.target}'"
     return (f"'{path.name}' is another model than promised: {reason}, not {promised:.0%}; build again",)
+
+
+def find_self_test_fault(bundle: Bundle, rows: Sequence[int], got: Samples) -> Iterator[str]:
+    """Yields why the loader of an app that runs on this device fails the bundle's self-test: the loader's own rule.
+
+    `rows` are the golden samples that ran, in order; of the self-test's samples those count that are among them. Every
+    number may lie as far from what the bundle expects as the manifest says (`edgekit_loader.run_self_test`).
+    """
+    places = {choice.row: place for place, choice in enumerate(bundle.manifest.golden.chosen)}
+    try:
+        expected = list(read_rows(bundle.folder / GOLDEN / EXPECTED)) if places else []
+        pairs = [(expected[places[row]], found) for row, found in zip(rows, got, strict=False) if row in places]
+    except (EdgekitError, IndexError):
+        return
+    fault = _find_fault(bundle, [pair[0] for pair in pairs], [pair[1] for pair in pairs])
+    if fault:
+        yield f"an app's self-test fails there: {fault}"
 
 
 def describe_untested(bundle: Bundle) -> str:

@@ -20,7 +20,7 @@ from edgekit.devices.placed import count_nodes
 from edgekit.devices.recorded import is_recorded
 from edgekit.errors import DataError, EdgekitError
 from edgekit.verify.facts import BucketReport, SizesReport
-from edgekit.verify.metrics.dependence import compare_device_outputs
+from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.outputs import OutputReport
 
 
@@ -139,4 +139,4 @@ def _compare(
     """Compares what came back at a size, cut to the lengths of the samples; `selected` where it is of `rows` alone."""
     made = got if selected else select_samples(got, rows)
     lengths = [buckets.lengths[row] for row in rows]
-    return compare_device_outputs(select_samples(whole, rows), cut_samples(buckets.padding, made, lengths, size))
+    return compare_outputs(select_samples(whole, rows), cut_samples(buckets.padding, made, lengths, size))

@@ -4,14 +4,14 @@ An app may open any file that a bundle ships, not only the one that the manifest
 runtime that an app links, a file that it does not open there is not evidence of anything, and should not be shipped.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from edgekit.bundle.folder import Bundle
 from edgekit.bundle.golden.golden import Golden, read_inputs, read_outputs
-from edgekit.data.samples import Samples, select_samples, spread_indices
+from edgekit.data.samples import select_samples, spread_indices
 from edgekit.devices.bundled import make_job
 from edgekit.devices.device import LEAST_SAMPLES, Device
 from edgekit.devices.labelled import kind_of
@@ -21,11 +21,8 @@ from edgekit.errors import EdgekitError
 from edgekit.target import Form, Verification
 from edgekit.verify.devices.placement import find_placed
 from edgekit.verify.facts import FileReport
-from edgekit.verify.metrics.dependence import compare_device_outputs
+from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.listed import hold_lists
-from edgekit.verify.metrics.outputs import OutputReport
-
-Excuse = Callable[[Sequence[OutputReport], Samples, Bundle, Samples], tuple[OutputReport, ...]]
 
 LINKED_RUNTIMES = frozenset({"android", "ios-sim"})
 """Kinds of devices that are the runtime which an app links."""
@@ -39,12 +36,9 @@ def list_other_forms(bundle: Bundle, device: Device, plan: Verification) -> tupl
 
 
 def try_model_files(
-    bundle: Bundle, device: Device, plan: Verification, golden: Golden, excuse: Excuse, work: Path
+    bundle: Bundle, device: Device, plan: Verification, golden: Golden, work: Path
 ) -> Iterator[FileReport]:
-    """Yields what becomes of each other model file on a device, with the fewest samples that it runs.
-
-    `excuse` takes from the reports, of what came back for samples, that which is not the device's doing.
-    """
+    """Yields what becomes of each other model file on a device, with the fewest samples that it runs."""
     rows = spread_indices(golden.samples, min(LEAST_SAMPLES, plan.samples))
     samples = select_samples(read_inputs(golden), rows)
     reference = select_samples(read_outputs(golden), rows)
@@ -57,14 +51,14 @@ def try_model_files(
         except EdgekitError as error:
             yield FileReport(file=job.model.name, form=form, failure=error.message)
             continue
-        outputs = compare_device_outputs(reference, run.outputs) if run.failure is None else ()
+        outputs = compare_outputs(reference, run.outputs) if run.failure is None else ()
         yield FileReport(
             file=job.model.name,
             form=form,
             provider_nodes=count_nodes(run, job),
             placed=find_placed(run, job),
             load_ms=run.load_ms,
-            outputs=excuse(hold_lists(outputs, bundle, reference, run.outputs), run.outputs, bundle, samples),
+            outputs=hold_lists(outputs, bundle, reference, run.outputs),
             failure=run.failure,
             crashed=run.crashed,
         )

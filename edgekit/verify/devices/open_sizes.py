@@ -6,7 +6,7 @@ from edgekit.bundle.manifest.manifest import Manifest
 from edgekit.bundle.manifest.open_dims import list_open
 from edgekit.data.samples import Samples, select_samples
 from edgekit.verify.facts import BucketReport, SizesReport
-from edgekit.verify.metrics.dependence import compare_device_outputs
+from edgekit.verify.metrics.compare import compare_outputs
 
 _MOST_GROUPS = 3
 # Of fewer samples one that quantization happens to hurt decides: a choice.
@@ -31,7 +31,7 @@ def compare_sizes(manifest: Manifest, inputs: Samples, reference: Samples, got: 
             size=max(sizes[row] for row in rows),
             file=manifest.model_file,
             lengths=tuple(sizes[row] for row in rows),
-            outputs=compare_device_outputs(select_samples(reference, rows), select_samples(got, rows)),
+            outputs=compare_outputs(select_samples(reference, rows), select_samples(got, rows)),
         )
         for rows in groups
     )

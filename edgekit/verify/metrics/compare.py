@@ -9,13 +9,12 @@ import numpy as np
 from edgekit.data.samples import Samples
 from edgekit.data.wilson import wilson_interval
 from edgekit.errors import EdgekitError
-from edgekit.model.tensors import Array, Tensors, is_numeric
+from edgekit.model.tensors import Array, Tensors
 from edgekit.verify.metrics import tensor_metrics as metrics
 from edgekit.verify.metrics.agreement import mean_iou
 from edgekit.verify.metrics.answers import Answers, count_changes, find_answers
 from edgekit.verify.metrics.intervals import bootstrap_sqnr
 from edgekit.verify.metrics.outputs import OutputReport
-from edgekit.verify.metrics.sketch import Floats, sketch_samples
 from edgekit.verify.metrics.tensor_metrics import SampleErrors
 
 _BLOCK_BYTES, _BLOCK_SAMPLES = 1 << 18, 256
@@ -31,53 +30,31 @@ class _Pair(msgspec.Struct, frozen=True, kw_only=True):
     found: Tensors | None
 
 
-class MeasuredSample(msgspec.Struct, frozen=True, kw_only=True):
-    """One output of one sample: its errors, or why there are none; and where it lies among the other samples.
+class _Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """One output of one sample: its errors, or why there are none; and what both sides say.
 
-    `shapes` are those of both sides, the second None where nothing came back. `stale_energy` is the error against the
-    reference of the sample before, `reference_step` and `got_step` how far each side moved since that sample; all None
-    for the first sample. `sketches` are those of reference and output, `answers` what both say.
+    `shapes` are those of both sides, the second None where nothing came back.
     """
 
     errors: SampleErrors | None
     mismatch: str | None
     shapes: tuple[tuple[int, ...], tuple[int, ...] | None]
-    stale_energy: float | None = None
-    reference_step: float | None = None
-    got_step: float | None = None
-    sketches: tuple[Floats, Floats] | None = None
     answers: Answers | None = None
 
 
-class MeasuredOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """How far an output lies from its reference, over all samples and in each."""
-
-    report: OutputReport
-    samples: tuple[MeasuredSample, ...]
-
-
 def compare_outputs(reference: Samples, got: Samples) -> tuple[OutputReport, ...]:
-    """Returns how far every output of `reference` is met by `got`, over all samples; see `measure_outputs`."""
-    return tuple(output.report for output in measure_outputs(reference, got))
-
-
-def measure_outputs(reference: Samples, got: Samples) -> tuple[MeasuredOutput, ...]:
-    """Returns how far every output of `reference` is met by `got`, over all samples and in each.
+    """Returns how far every output of `reference` is met by `got`, over all samples.
 
     What cannot be compared (a missing output, another shape or dtype, too few samples, a file that is cut off) is told
     in `OutputReport.mismatch` and fails; it is never left out.
     """
-    measured: dict[str, list[MeasuredSample]] = {}
+    measured: dict[str, list[_Measured]] = {}
     troubles: list[str] = []
-    last: _Pair | None = None
     for block in _stack_blocks(_pair(reference, got, troubles)):
         for name in dict.fromkeys(name for pair in block for name in pair.wanted):
-            measured.setdefault(name, []).extend(_measure(name, block, last))
-        last = block[-1]
+            measured.setdefault(name, []).extend(_measure(name, block))
     trouble = troubles[0] if troubles else None
-    return tuple(
-        MeasuredOutput(report=_report(name, rows, trouble), samples=tuple(rows)) for name, rows in measured.items()
-    )
+    return tuple(_report(name, rows, trouble) for name, rows in measured.items())
 
 
 def mark_reordered(
@@ -133,16 +110,15 @@ def _take(others: Iterator[Tensors], troubles: list[str]) -> Tensors | None:
         return None
 
 
-def _measure(name: str, block: Sequence[_Pair], last: _Pair | None) -> Iterator[MeasuredSample]:
-    """Yields what is found of one output in each sample of a block; `last` is the sample before it."""
+def _measure(name: str, block: Sequence[_Pair]) -> Iterator[_Measured]:
+    """Yields what is found of one output in each sample of a block."""
     came = [pair for pair in block if name in pair.wanted and pair.found is not None]
     for form, group in itertools.groupby(came, lambda pair: _find_form(name, pair)):
         pairs = list(group)
         if isinstance(form, str):
             yield from (_describe_mismatch(name, pair) for pair in pairs)
         else:
-            yield from _measure_alike(*_stack(name, pairs), _find_before(name, last))
-        last = pairs[-1]
+            yield from _measure_alike(*_stack(name, pairs))
 
 
 def _find_form(name: str, pair: _Pair) -> tuple[tuple[int, ...], str] | str:
@@ -151,9 +127,9 @@ def _find_form(name: str, pair: _Pair) -> tuple[tuple[int, ...], str] | str:
     return _find_mismatch(wanted, (pair.found or {}).get(name), pair.index) or (wanted.shape, wanted.dtype.str)
 
 
-def _describe_mismatch(name: str, pair: _Pair) -> MeasuredSample:
+def _describe_mismatch(name: str, pair: _Pair) -> _Measured:
     wanted, found = pair.wanted[name], (pair.found or {}).get(name)
-    return MeasuredSample(
+    return _Measured(
         errors=None,
         mismatch=_find_mismatch(wanted, found, pair.index),
         shapes=(wanted.shape, None if found is None else found.shape),
@@ -164,48 +140,11 @@ def _stack(name: str, pairs: Sequence[_Pair]) -> tuple[Array, Array]:
     return np.stack([pair.wanted[name] for pair in pairs]), np.stack([(pair.found or {})[name] for pair in pairs])
 
 
-def _find_before(name: str, last: _Pair | None) -> tuple[Array, Array] | None:
-    if last is None or last.found is None or name not in last.found or name not in last.wanted:
-        return None
-    return last.wanted[name], last.found[name]
-
-
-def _measure_alike(wanted: Array, found: Array, before: tuple[Array, Array] | None) -> Iterator[MeasuredSample]:
-    """Yields what is found of samples of one shape and type; `before` is the sample before them."""
-    shape = wanted.shape[1:]
-    errors = metrics.measure_samples(wanted, found)
-    none: list[None] = [None] * len(errors)
-    steps = zip(*_measure_steps(wanted, found, before), strict=True)
-    sketches = zip(sketch_samples(wanted), sketch_samples(found), strict=True) if is_numeric(wanted) else none
-    answers = find_answers(wanted, found, errors)
-    for sample, (stale, reference_step, got_step), sketch, answer in zip(errors, steps, sketches, answers, strict=True):
-        yield MeasuredSample(
-            errors=sample,
-            mismatch=None,
-            shapes=(shape, shape),
-            stale_energy=stale,
-            reference_step=reference_step,
-            got_step=got_step,
-            sketches=None if sample.non_finite else sketch,
-            answers=answer,
-        )
-
-
-def _measure_steps(
-    wanted: Array, found: Array, before: tuple[Array, Array] | None
-) -> tuple[list[float | None], list[float | None], list[float | None]]:
-    """Returns for each sample how far what came back, and each side, lies from the sample before."""
-    sides = ((wanted, found), (wanted, wanted), (found, found))
-    if before is None:
-        first: list[float | None] = [None, None, None]
-    else:
-        starts = ((before[0], found[0]), (before[0], wanted[0]), (before[1], found[0]))
-        first = [metrics.distance_energy(*pair) for pair in starts]
-    stale, reference, got = (
-        [energy, *metrics.distance_energies(left[:-1], right[1:])]
-        for energy, (left, right) in zip(first, sides, strict=True)
-    )
-    return stale, reference, got
+def _measure_alike(wanted: Array, found: Array) -> Iterator[_Measured]:
+    """Yields what is found of samples of one shape and type."""
+    shape, errors = wanted.shape[1:], metrics.measure_samples(wanted, found)
+    for sample, answer in zip(errors, find_answers(wanted, found, errors), strict=True):
+        yield _Measured(errors=sample, mismatch=None, shapes=(shape, shape), answers=answer)
 
 
 def _find_mismatch(wanted: Array, found: Array | None, index: int) -> str | None:
@@ -218,7 +157,7 @@ def _find_mismatch(wanted: Array, found: Array | None, index: int) -> str | None
     return None
 
 
-def _report(name: str, rows: Sequence[MeasuredSample], trouble: str | None) -> OutputReport:
+def _report(name: str, rows: Sequence[_Measured], trouble: str | None) -> OutputReport:
     errors = [row.errors for row in rows if row.errors is not None]
     agreement = _agree_in_shape(rows)
     unexcused = [row for row in rows if row.mismatch and not (agreement and row.shapes[1] not in {None, row.shapes[0]})]
@@ -247,13 +186,13 @@ def _report(name: str, rows: Sequence[MeasuredSample], trouble: str | None) -> O
     return _place_worst(msgspec.structs.replace(_measure_all(facts, errors), changes=changes), rows, worst)
 
 
-def _place_worst(facts: OutputReport, rows: Sequence[MeasuredSample], worst: int) -> OutputReport:
+def _place_worst(facts: OutputReport, rows: Sequence[_Measured], worst: int) -> OutputReport:
     """Returns the facts with the worst of the samples that could be measured."""
     index, row, errors = [(index, row, row.errors) for index, row in enumerate(rows) if row.errors is not None][worst]
     return msgspec.structs.replace(facts, worst_sample=index, worst_position=errors.position, worst_answers=row.answers)
 
 
-def _agree_in_shape(rows: Sequence[MeasuredSample]) -> float | None:
+def _agree_in_shape(rows: Sequence[_Measured]) -> float | None:
     """Returns the share of samples with the shape of the reference, None where the shape does not depend on the data.
 
     It does where it changes from sample to sample on either side.

@@ -1,0 +1,318 @@
+"""Whether a device computes what the bundle's own model computes on this machine: whose values are those that came?
+
+An honest device runs the same weights, and errs by the rounding of its own kernels: noise, whose size differs by orders
+of magnitude between devices that are all honest (18 to 140 dB below the values on those of the zoo). So its size is
+left to the limits and to the self-test's tolerance, and its form is judged here: each accusation holds what came back
+against another origin (another sample, another element, a constant, the float model), and is made only where that fits
+much better, and where chance would fit as well in less than `CHANCE` of honest outputs.
+tests/verify/test_verify_false_alarms.py counts how often.
+"""
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from edgekit.data.samples import Samples
+from edgekit.errors import EdgekitError
+from edgekit.model.tensors import Array, is_numeric
+from edgekit.verify.metrics.sketch import sketch_samples
+from edgekit.verify.metrics.tensor_metrics import decibels
+
+Floats = npt.NDArray[np.float64]
+
+CHANCE, _CHANCE_DEVIATES = 1e-4, 3.72
+"""How often chance may accuse an honest output, and the same as a normal deviate: a tenth of one run in a thousand."""
+# Larger outputs are looked at in 16 sums of theirs; more samples tell no more.
+_MOST_ELEMENTS, _MOST_SAMPLES = 4096, 256
+# Another origin that lies at half the distance (a quarter of the energy) is clearly nearer; 20 dB are no other kernels.
+_CLOSER, _MUCH_CLOSER = 4.0, 100.0
+# An error below half of what samples lie apart does not hide whose output it is.
+_LEAST_MOVE = 0.25
+# What moves by less than 20 dB below its energy may be answered by a constant, and by 25 dB hidden by rounding.
+_STILL, _STEADY = 100.0, 300.0
+# Values of one output that should be equal are, to this share.
+_SAME = 1e-5
+_LEAST_CORRELATION, _HONEST_CORRELATION = 0.3, 0.7
+"""What varies correlates by 0.7 (the root of a half) where as much noise as signal varies: less is no device that
+follows its inputs. Below 0.3 no number of samples makes it one."""
+# Honest devices of the zoo seem to leak 0.024 of the sample before at most, where samples are much alike.
+_LEAST_LEAK, _LEAST_STEPS = 0.05, 6
+# Where values saturate, a mistaken sample is exactly another's: no match counts for more than 20 dB.
+_NEAREST = 0.01
+# An element matters if it moves by a twentieth of the largest value.
+_LEAST_REACH = 0.05
+# So many values of a sample at most err on their own: they come from the same layers.
+_MOST_VALUES = 16
+# How far probabilities may add up to something else than one: 10,000 roundings of float32, and of fp16 a few.
+_SHARES = 1e-3
+
+
+class Sides(msgspec.Struct, frozen=True, kw_only=True):
+    """One output in three forms, a sample a row: of the own model, of the float model, and of the device.
+
+    A row holds the elements, or where there are too many of them a sketch of 16 sums, from which distances follow.
+    """
+
+    own: Floats
+    reference: Floats
+    got: Floats
+    is_whole: bool
+
+
+def find_unfaithful(own: Samples, reference: Samples, got: Samples) -> dict[str, str]:
+    """Returns, by output, in words what else than the own model's output came back; honest outputs are not in it.
+
+    All three hold the same samples: what the bundle's own model, the float model and the device make of them. What is
+    missing, not finite or of another shape is told by the figures, and not looked at here.
+    """
+    found = {name: describe_origin(sides) for name, sides in _read_sides(own, reference, got).items()}
+    return {name: words for name, words in found.items() if words}
+
+
+def describe_origin(sides: Sides) -> str | None:
+    """Returns in words where an output came from, if not from the bundle's own model, else None."""
+    own, got = sides.own, sides.got
+    replay = find_replay(sides)
+    if replay is not None or len(own) < 2:
+        return replay
+    signal, error = _energy(own), _energy(got - own)
+    if _energy(np.diff(own, axis=0)) > signal / _STILL and not np.diff(got, axis=0).any():
+        # Two samples may saturate alike, and a grid may be too coarse for what moves.
+        return "is the same for every sample" if len(own) > 2 and _is_beyond_steps(own, got) else None
+    words = find_leak(own, got) or find_permutation(own, got)
+    if words is None and sides.is_whole:
+        words = find_swapped(own, got) or find_stuck(own, got)
+    # Where the figures are bad, a model that drowns in noise correlates no more than a device that lies.
+    return words if words or error * _CLOSER >= signal else find_independence(own, got, signal)
+
+
+def find_replay(sides: Sides) -> str | None:
+    """Returns the words for outputs that are the float model's, where the bundle's own model gives others.
+
+    Kernels differ by much less than rounding costs, so that an honest device seldom lies 20 dB nearer to the float
+    model than the bundle's model does. Few values may lie there by chance.
+    """
+    apart, near = _energy(sides.own - sides.reference), _energy(sides.got - sides.reference)
+    if not 0.0 < apart < math.inf or not near * _MUCH_CLOSER < apart:
+        return None
+    if near == 0.0:
+        return "is the float model's to the bit, and the bundle's own model does not give it: another model ran"
+    free = min(_count_free(sides.own - sides.reference, sides.reference), _MOST_VALUES * len(sides.own))
+    if measure_chance(near, apart, free) >= CHANCE:
+        return None
+    return (
+        f"lies {decibels(apart, near):.0f} dB nearer to the float model's than the bundle's own model does:"
+        " the float model ran in its place, or the reference was replayed"
+    )
+
+
+def find_leak(own: Floats, got: Floats) -> str | None:
+    """Returns the words for outputs that hold a share of the sample before, None where they do not.
+
+    The error of each sample is a share of the sample before, by least squares with what the sample itself and the mean
+    of all explain taken out: a device that scales or shifts leaks nothing. How sure the share is follows from the
+    samples, each taken as one draw (Liang and Zeger 1986), and is held against Student's distribution, generously.
+    """
+    if len(own) <= _LEAST_STEPS:
+        return None
+    mean = own.mean(axis=0)
+    plain = np.stack([own[1:] - mean, np.broadcast_to(mean, own[1:].shape)], axis=-1)
+    before, error = own[:-1] - mean, (got - own)[1:]
+    basis = np.linalg.qr(plain.reshape(-1, 2))[0]
+    left, rest = (
+        (value.reshape(-1) - basis @ (basis.T @ value.reshape(-1))).reshape(value.shape) for value in (before, error)
+    )
+    energy = _energy(left)
+    # What is much like the sample itself tells nothing of the one before.
+    if energy <= _SAME * _energy(before) or not energy:
+        return None
+    share = float(np.vdot(left, rest)) / energy
+    draws = np.einsum("ij,ij->i", left, rest - share * left)
+    deviation, freedom = math.sqrt(float(draws @ draws)) / energy, len(draws) - 3
+    if share < _LEAST_LEAK or share < deviation * _CHANCE_DEVIATES * (1.0 + 20.0 / freedom):
+        return None
+    return "follows the sample before, not its own" if share > 0.5 else f"holds {share:.0%} of the sample before"
+
+
+def find_permutation(own: Floats, got: Floats) -> str | None:
+    """Returns the words for outputs that came back for other samples than they belong to, None where they did not.
+
+    A sample has moved if what came back for it lies four times nearer (in energy) to the own output of another one, and
+    farther from its own than half of what samples lie apart. Only closed cycles of moved samples count: an error that
+    all samples share moves them in one direction. The output of an honest device that errs far falls anywhere, and
+    where samples lie on a line some of them is always near: a match tells the more, the nearer it is beside the second
+    nearest (Lowe 2004), and the more directions there are.
+    """
+    count = len(own)
+    if count < 2:
+        return None
+    apart = _energy(_centre(own)) / count
+    error = np.square(got - own).sum(axis=1)
+    nearest, chances, dims = np.arange(count), np.ones(count), count_dimensions(own)
+    for index in np.flatnonzero(error > _LEAST_MOVE * apart):
+        distances = np.square(own - got[index]).sum(axis=1)
+        first, second = np.sort(distances)[:2]
+        if first * _CLOSER < error[index]:
+            nearest[index] = int(distances.argmin())
+            # No match tells more than one of all pairs of samples would by chance: classes that saturate coincide.
+            chances[index] = max(measure_chance(first, second, dims), 1.0 / count**2)
+    moved = _list_cycles(nearest.tolist())
+    if not moved or float(np.prod(chances[moved])) >= CHANCE:
+        return None
+    return f"came back for other samples: that of sample {moved[0]} belongs to sample {nearest[moved[0]]}"
+
+
+def find_swapped(own: Floats, got: Floats) -> str | None:
+    """Returns the words for elements, such as classes, that came back in another order in every sample, else None.
+
+    As `find_permutation`, with an element in place of a sample. The chance of a match is raised to half the number of
+    samples that carry the difference (participation ratio), and counts for each pair of elements that there is.
+    """
+    ours, theirs = own.T, got.T
+    count, error = len(ours), np.square(got - own).sum(axis=0)
+    apart = _energy(_centre(own)) / count
+    nearest, chances = np.arange(count), np.ones(count)
+    for index in np.flatnonzero(error > _LEAST_MOVE * apart):
+        distances = np.square(ours - theirs[index]).sum(axis=1)
+        place = int(distances.argmin())
+        if distances[place] * _CLOSER < error[index]:
+            nearest[index] = place
+            ratio = max(float(distances[place]) / float(error[index]), _NEAREST)
+            chances[index] = ratio ** (_count_carriers(ours[index] - ours[place]) / 2.0)
+    moved = _list_cycles(nearest.tolist())
+    if not moved or float(np.prod(chances[moved])) * count**2 >= CHANCE:
+        return None
+    return f"has its elements in another order: what belongs to {nearest[moved[0]]} came back as {moved[0]}"
+
+
+def find_stuck(own: Floats, got: Floats) -> str | None:
+    """Returns the words for an element that is one number in every sample, where the own model's moves, else None.
+
+    It must err more than twice as much as any other: where a sample is mistaken, what one class loses another gains.
+    """
+    error = np.square(got - own).sum(axis=0)
+    worst = int(error.argmax())
+    others = float(np.delete(error, worst).max(initial=0.0))
+    is_constant = float(np.ptp(got[:, worst])) <= _SAME * float(np.abs(got).max())
+    moves = float(np.ptp(own[:, worst])) > _LEAST_REACH * float(np.abs(own).max())
+    if len(own) < 3 or len(error) < 2 or not is_constant or not moves or error[worst] <= 2.0 * others:
+        return None
+    return f"has element {worst} the same for every sample"
+
+
+def find_independence(own: Floats, got: Floats, energy: float) -> str | None:
+    """Returns the words for outputs that vary otherwise than the inputs make them, None where they do not.
+
+    `energy` is that of all of the own model's outputs. What varies from sample to sample on both sides must correlate,
+    unless it is too little to be told from rounding. How far a correlation of few values may lie from the true one is
+    told by Fisher's transformation (Fisher 1915), atanh(r) with a deviation of 1 / sqrt(n - 3).
+    """
+    wanted, found = _centre(own), _centre(got)
+    varying = _energy(wanted)
+    size = math.sqrt(varying * _energy(found))
+    values = 1.0 + (len(own) - 1) * min(count_dimensions(own), count_dimensions(got))
+    if varying * _STEADY < energy or size == 0.0 or values <= 4.0:
+        return None
+    correlation = float(np.vdot(wanted, found)) / size
+    least = math.tanh(math.atanh(_HONEST_CORRELATION) - _CHANCE_DEVIATES / math.sqrt(values - 3.0))
+    if correlation >= min(least, _LEAST_CORRELATION):
+        return None
+    return f"does not follow its inputs: what varies from sample to sample correlates by {correlation:.2f} only"
+
+
+def count_dimensions(rows: Floats) -> float:
+    """Returns in how many directions the rows vary, at least one: (sum of variances)^2 / sum of their squares.
+
+    The participation ratio of the eigenvalues of the covariance matrix (Gao et al. 2017): one where all variance lies
+    along a line, however many values there are.
+    """
+    centred = _centre(rows)
+    # Both products have the same eigenvalues: the smaller one is taken.
+    covariance = centred @ centred.T if len(centred) < centred.shape[1] else centred.T @ centred
+    squares = _energy(covariance)
+    return max(1.0, float(np.trace(covariance)) ** 2 / squares) if squares > 0.0 else 1.0
+
+
+def measure_chance(near: float, far: float, dims: float) -> float:
+    """Returns how likely a point falls that near by chance: the share of a ball's volume within a smaller radius.
+
+    Both are energies, squares of the radius.
+    """
+    return (near / far) ** (dims / 2.0) if far > 0.0 else 1.0
+
+
+def _read_sides(own: Samples, reference: Samples, got: Samples) -> dict[str, Sides]:
+    rows: dict[str, list[tuple[Array, Array, Array]]] = {}
+    try:
+        for _, mine, wanted, found in zip(range(_MOST_SAMPLES), own, reference, got, strict=False):
+            for name, value in mine.items():
+                exact, came = wanted.get(name), found.get(name)
+                if exact is None or came is None or not value.shape == exact.shape == came.shape:
+                    continue
+                if value.size and all(map(is_numeric, (value, exact, came))):
+                    rows.setdefault(name, []).append((value, exact, came))
+    except EdgekitError:
+        return {}
+    stacked = {name: _stack(triples) for name, triples in rows.items()}
+    return {name: sides for name, sides in stacked.items() if sides is not None}
+
+
+def _stack(triples: Sequence[tuple[Array, Array, Array]]) -> Sides | None:
+    size = triples[0][0].size
+    if any(mine.size != size or not all(np.isfinite(side).all() for side in (mine, *rest)) for mine, *rest in triples):
+        return None
+    is_whole = size <= _MOST_ELEMENTS
+    own, reference, got = (
+        np.stack([side.reshape(-1).astype(np.float64) for side in sides])
+        if is_whole
+        else sketch_samples(np.stack(sides))
+        for sides in zip(*triples, strict=True)
+    )
+    return Sides(own=own, reference=reference, got=got, is_whole=is_whole)
+
+
+def _is_beyond_steps(own: Floats, got: Floats) -> bool:
+    """Returns True if what is the same lies farther from the own model's output than a step or two of its grid."""
+    gaps = np.diff(np.unique(own))
+    step = float(gaps[gaps > _SAME * float(np.abs(own).max())].min(initial=math.inf))
+    return float(np.abs(got - own).max()) > 2.0 * step if math.isfinite(step) else True
+
+
+def _count_free(error: Floats, reference: Floats) -> float:
+    """Returns how many errors of the bundle's own model carry its distance, at least one, and may go their own way.
+
+    Of probabilities, which add up to one, one follows from the others.
+    """
+    shared = (reference.min(axis=1) >= 0.0) & (np.abs(reference.sum(axis=1) - 1.0) < _SHARES)
+    bound = float(shared.sum()) if reference.shape[1] > 1 else 0.0
+    return max(1.0, _count_carriers(error.reshape(-1)) * (1.0 - bound / error.size))
+
+
+def _count_carriers(values: Floats) -> float:
+    """Returns how many of the values carry their energy: (sum of squares)^2 / sum of their squares."""
+    squares = np.square(values)
+    total = float(np.square(squares).sum())
+    return float(squares.sum()) ** 2 / total if total > 0.0 else 1.0
+
+
+def _centre(rows: Floats) -> Floats:
+    return np.asarray(rows - rows.mean(axis=0), dtype=np.float64)
+
+
+def _energy(values: Floats) -> float:
+    return float(np.vdot(values, values))
+
+
+def _list_cycles(nearest: Sequence[int]) -> list[int]:
+    """Returns the places that one comes back to by going from each to its nearest, others than those at home."""
+    moved: list[int] = []
+    for start in range(len(nearest)):
+        place, steps = nearest[start], 1
+        while place != start and steps <= len(nearest) and nearest[place] != place:
+            place, steps = nearest[place], steps + 1
+        if place == start and nearest[start] != start:
+            moved.append(start)
+    return moved
