@@ -73,6 +73,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     recorded: Recorded | None = None
     layers: bytes | None = None
     listed: ListColumns | None = None
+    numbers: tuple[str, ...] = ()
 
 
 def describe_contents(contents: Contents, golden: GoldenFacts, files: dict[str, BundledFile], check: str) -> Manifest:
@@ -125,6 +126,7 @@ def describe_contents(contents: Contents, golden: GoldenFacts, files: dict[str, 
         buckets=contents.buckets or msgspec.UNSET,
         open_dims=measure_open(contents.golden.inputs, read_inputs(contents.golden)) or msgspec.UNSET,
         listed=contents.listed or msgspec.UNSET,
+        numbers=contents.numbers or msgspec.UNSET,
     )
 
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from rich.text import Text
+
 from edgekit.bundle.statement import TestResult
 from edgekit.cli.screen import print_table, show_line, show_lines
 from edgekit.devices.device import DeviceStatus
@@ -40,6 +42,8 @@ def describe_attested(result: TestResult) -> str:
 
 def show_verify(report: VerifyReport) -> None:
     """Prints a verification: the table, each failure, each device that was skipped."""
+    if report.chance:
+        print_table(Text(report.chance, "bold"))
     print_table(text.table_verify(report))
     if report.comparison:
         print_table(text.table_device_figures(report))

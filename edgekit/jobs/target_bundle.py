@@ -12,11 +12,13 @@ import msgspec
 
 from edgekit.bundle.describe import Contents
 from edgekit.bundle.folder import Bundle, write_bundle
+from edgekit.bundle.golden.golden import read_outputs
 from edgekit.bundle.manifest.manifest import Ancestry
 from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport
 from edgekit.convert.convert import ConvertedModel
 from edgekit.convert.onnx_form import STAMP
+from edgekit.data.samples import select_samples, spread_indices
 from edgekit.errors import FAILURES, DataError, EdgekitError, ModelError, quote_error
 from edgekit.graph.graph import read_graph
 from edgekit.jobs.build_inputs import BuildInputs, BuildJob, fix_inputs
@@ -25,9 +27,11 @@ from edgekit.jobs.forms.sizes import Making, make_sizes
 from edgekit.jobs.prepare import list_versions
 from edgekit.machine import release_memory
 from edgekit.model.model import Model, load_model, read_proto
+from edgekit.model.tensors import ranks_classes
 from edgekit.prepare.fix import fix_model
 from edgekit.prepare.rewrites import unsigned_weights
 from edgekit.quantize import Calibration, QuantizedModel, QuantPlan
+from edgekit.quantize.accuracy.output_kinds import read_output_kinds
 from edgekit.quantize.mixed_precision.candidates import choose_ranges
 from edgekit.quantize.mixed_precision.goal_search import (
     Search,
@@ -47,6 +51,8 @@ from edgekit.verify.report import Step
 
 # One node that stays in float may make another one stop the session: a bound.
 _MOST_KEPT = 4
+# So many golden samples tell what an output is.
+_READ_FROM = 16
 
 
 class BuiltBundle(msgspec.Struct, frozen=True, kw_only=True):
@@ -401,7 +407,19 @@ def _collect(
         recorded=inputs.recorded.get(target.name),
         # What is stated of an output is what it is.
         listed=None if listed is None or listed.outputs & inputs.outputs.keys() else listed.columns,
+        numbers=tuple(_list_numbers(inputs)),
     )
+
+
+def _list_numbers(inputs: BuildInputs) -> Iterator[str]:
+    """Yields the vectors whose largest entry names no class: those that are stated so, and embeddings of length one."""
+    rows = spread_indices(inputs.golden.samples, _READ_FROM)
+    outputs = list(select_samples(read_outputs(inputs.golden), rows))
+    readings = read_output_kinds(read_graph(inputs.prepared), outputs, inputs.outputs)
+    for name, reading in readings.items():
+        is_stated = name in inputs.outputs and reading.kind == "values"
+        if (is_stated or reading.kind == "embedding") and ranks_classes(outputs[0][name]):
+            yield name
 
 
 def _compare_layers(ready: ReadyBundle) -> bytes:

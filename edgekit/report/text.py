@@ -22,6 +22,7 @@ from edgekit.verify.facts import BucketReport, FileReport, Located, SizesReport
 from edgekit.verify.layers.comparison import LayerReport, explain_layers
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run_report import RunReport
+from edgekit.verify.tasks.accuracy import describe_accuracy
 from edgekit.verify.tasks.scores import TaskReport, describe_difference, format_score, judge_task
 from edgekit.verify.two_models import ModelComparison
 
@@ -65,7 +66,7 @@ def describe_remarks(bundle: BundleSummary) -> Iterator[str]:
 def list_verify_remarks(report: VerifyReport) -> Iterator[str]:
     """Yields each failure, each note of a run, and each skipped device with the command that installs it."""
     yield from report.failures
-    yield from report.unproven
+    yield from (line for line in report.unproven if line != report.chance)
     yield from describe_surprises(report.placed)
     for run in report.runs:
         yield from (f"{run.device}: {line}" for line in list_metric(run))
@@ -101,9 +102,14 @@ def _describe_file(file: FileReport) -> str:
 
 def table_verify(report: VerifyReport) -> Table:
     """Returns a verification as a table: a row an output of each run."""
-    table = make_table("device", "evidence", "output", "cosine", "SQNR", "top-1", "ms", "result")
+    table = make_table("device", "evidence", "output", "cosine", "SQNR", "agreement", "ms", "result")
+    is_labelled = any(run.accuracy is not None for run in report.runs)
+    if is_labelled:
+        table.add_column("accuracy: float -> here, points", overflow="fold")
     for run in report.runs:
         for output in run.outputs:
+            own = run.accuracy if run.accuracy is not None and run.accuracy.output == output.name else None
+            accuracy = (describe_accuracy(own) if own else "-",) if is_labelled else ()
             table.add_row(
                 run.device,
                 run.evidence.value,
@@ -113,6 +119,7 @@ def table_verify(report: VerifyReport) -> Table:
                 _number(output.top1_agreement, "{:.1%}"),
                 _number(run.latency_ms.median if run.latency_ms else None, "{:.1f}"),
                 _verdict(run.verdict),
+                *accuracy,
             )
     for skip in report.skipped:
         table.add_row(skip.device, "-", "-", "-", "-", "-", "-", Text("skipped", _UNKNOWN))
@@ -144,7 +151,7 @@ def list_metric(run: RunReport) -> Iterator[str]:
 
 def table_device_figures(report: VerifyReport) -> Table:
     """Returns the devices of a verification side by side: a row a device."""
-    table = make_table("device", "SQNR", "top-1", "accuracy", "median", "p95", "p99", "nodes", "memory", "outputs")
+    table = make_table("device", "SQNR", "agreement", "accuracy", "median", "p95", "p99", "nodes", "memory", "outputs")
     for figures in report.comparison:
         latency = figures.latency_ms
         table.add_row(
@@ -289,7 +296,7 @@ def describe_agreement(verify: VerifyReport | None) -> str:
     sqnr = [output.sqnr_db for output in by_rows if output.sqnr_db is not None]
     # The worst of all runs and outputs: a summary that takes the mean would hide the device that fails.
     parts = [f"{min(lists):.1%} of detections"] if lists else []
-    parts += [f"{min(top1):.1%} top-1"] if top1 else []
+    parts += [f"{min(top1):.1%} agree"] if top1 else []
     parts += [f"{min(sqnr):.1f} dB"] if sqnr else []
     return ", ".join(parts) or "-"
 

@@ -80,7 +80,8 @@ class VerifyReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
     data, `regressions` what is worse than in the last good run of the same model and target. `machine` describes the
     one that edgekit ran on, where emulators and simulators ran too. `alterations` say what in the bundle's model is not
     as it was built, `notes` what was left out, and why. `required` names the devices that had to run. `differences` say
-    how far apart devices of one kind lie, which differ in their CPU.
+    how far apart devices of one kind lie, which differ in their CPU. `chance` says that the float model guesses the
+    labels no better than chance does, "" where that is not so: then nothing is proven, however well a device agrees.
     """
 
     bundle: str
@@ -106,6 +107,7 @@ class VerifyReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
     differences: tuple[str, ...] = ()
+    chance: str = ""
 
     def list_figures(self) -> tuple[DeviceFigures, ...]:
         """Returns the devices that ran, in their order, each with its worst figures."""
@@ -156,13 +158,15 @@ class VerifyReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
     @property
     def unproven(self) -> tuple[str, ...]:
         """Why nothing can be said of the bundle as a whole, one line each; what was left open of a run stands there."""
+        guessed = (self.chance,) if self.chance else ()
         if not self.runs:
-            return ("no device ran, so nothing is proven",)
+            return (*guessed, "no device ran, so nothing is proven")
         # The CPU provider takes every node, which needs no observer; another may take none, or compute otherwise.
         if any(run.observes_placement or run.provider == CPU_PROVIDER for run in self.runs):
-            return ()
+            return guessed
         run = self.runs[0]
-        return (f"no run used {run.provider}: {run.device} ({run.evidence}) shows what the file computes elsewhere",)
+        unused = f"no run used {run.provider}: {run.device} ({run.evidence}) shows what the file computes elsewhere"
+        return (*guessed, unused)
 
     @property
     def failures(self) -> tuple[str, ...]:

@@ -56,12 +56,12 @@ from edgekit.verify.layers.evidence import read_evidence
 from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.fidelity import find_unfaithful
 from edgekit.verify.metrics.listed import describe_lists, describe_unlisted, hold_lists
-from edgekit.verify.metrics.outputs import OutputReport, judge_output
+from edgekit.verify.metrics.outputs import OutputReport, judge_output, read_as_numbers
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run_report import RunReport
 from edgekit.verify.stand_in import Scored, add_stand_ins, score_run
 from edgekit.verify.stepping import run_sequences
-from edgekit.verify.tasks.accuracy import measure_accuracy
+from edgekit.verify.tasks.accuracy import describe_chance, measure_accuracy
 from edgekit.verify.tasks.scores import TaskReport
 from edgekit.verify.tasks.tasks import measure_task
 
@@ -167,6 +167,7 @@ def verify_bundle(
         target=manifest.target,
         runs=runs,
         skipped=skipped,
+        chance=describe_chance(asked.golden or bundle.golden),
         taken_macs=manifest.placement.taken_macs,
         min_taken_macs=manifest.thresholds.min_taken_macs,
         bundle_sha256=bundle.sha256,
@@ -359,7 +360,9 @@ def _compare(trial: _Trial) -> tuple[OutputReport, ...]:
     Those that fail have a suspect where a usual mistake explains them.
     """
     got, reference = trial.run.outputs, trial.reference
-    plain = hold_lists(compare_outputs(reference, got), trial.bundle, reference, got)
+    numbers = trial.bundle.manifest.numbers or ()
+    read = [read_as_numbers(each) if each.name in numbers else each for each in compare_outputs(reference, got)]
+    plain = hold_lists(read, trial.bundle, reference, got)
     untrue = {} if trial.own is None else find_unfaithful(trial.own, reference, got)
     outputs = [msgspec.structs.replace(output, mismatch=output.mismatch or untrue.get(output.name)) for output in plain]
     failing = _name_wrong(outputs, trial)

@@ -176,7 +176,7 @@ def _app() -> AppReport:
     cell = CellResult(
         model=LONG, target="nnapi", key="a" * 64, state="built", verdict="pass", headline="1 of 1 bundle passed.",
         bundle=f"{LONG}/nnapi/{LONG}-nnapi", sha256="b" * 64, report=f"{LONG}/nnapi/report.html", precision="int8",
-        size_before=14_000_000, size_after=3_600_000, taken_macs=0.98, partitions=3, agreement="100.0% top-1, 43.8 dB",
+        size_before=14_000_000, size_after=3_600_000, taken_macs=0.98, partitions=3, agreement="100.0% agree, 43.8 dB",
         evidence="same-binary (android), same-ep (android:x86_64)",
     )  # fmt: skip
     failed = fail_cell(Cell(model=LONG, target="qnn", path=Path(), data=Data(source=""), recipe=Recipe()), LONG * 3)
@@ -286,7 +286,7 @@ def test_the_answers_of_the_worst_sample_and_what_became_what() -> None:
 def test_the_first_sentence_is_the_verdict_and_its_reason() -> None:
     assert (
         headline_verify(_report(GOOD))
-        == "It does what the float model does on emulated: at worst 100.0% top-1, 30.0 dB."
+        == "It does what the float model does on emulated: at worst 100.0% agree, 30.0 dB."
     )
     assert headline_verify(_report(GOOD, BAD)).startswith("It fails: arm64: output 'y' has cosine 0.999")
     assert headline_verify(_report()).startswith("Nothing ran")

@@ -131,7 +131,7 @@ def test_remarks_tell_failures_skips_and_rewrites() -> None:
 
 
 def test_the_worst_run_is_shown() -> None:
-    assert describe_agreement(_verify(_run(30.0), _run(10.0))) == "87.5% top-1, 10.0 dB"
+    assert describe_agreement(_verify(_run(30.0), _run(10.0))) == "87.5% agree, 10.0 dB"
     assert describe_agreement(None) == "-"
     assert [format_bytes(size) for size in (0, 999, 1000, 2_500_000, 3_000_000_000_000)] == [
         "0 B",

@@ -10,7 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 from verify_devices import InProcess, Lie, from_list
 
 from edgekit.bundle.folder import Bundle, open_bundle
-from edgekit.bundle.golden.golden import Golden, KnownOutputs, make_golden
+from edgekit.bundle.golden.golden import Golden, KnownOutputs, make_golden, read_outputs
 from edgekit.data.samples import Samples
 from edgekit.jobs.build import build
 from edgekit.model.model import Model, load_model
@@ -106,3 +106,32 @@ def test_the_first_file_that_runs_here_is_the_own_model(bundle: Bundle) -> None:
     )
     assert np.array_equal(run_own(bundle, samples)[0]["y"], second[0]["y"])
     assert not none
+
+
+def test_what_a_recipe_states_to_be_values_is_judged_as_no_classifier(bundle: Bundle, tmp_path: Path) -> None:
+    """The two numbers change places in the order of their size, which is no class that became another."""
+    source, data = bundle.folder.parents[1] / "line.onnx", bundle.folder.parents[1] / "data.npz"
+    recipe = Recipe(targets=("nnapi",), outputs={"y": "values"})
+    build(source, Data(source=str(data)), tmp_path / "out", recipe, verify=False)
+    stated = open_bundle(tmp_path / "out" / "line-nnapi")
+    assert (bundle.manifest.numbers, stated.manifest.numbers) == (msgspec.UNSET, ("y",))
+    plain, judged = (verify_bundle(each, [InProcess()]).runs[0].outputs[0] for each in (bundle, stated))
+    assert plain.top1_agreement is not None
+    assert (judged.top1_agreement, judged.changes, judged.sqnr_db) == (None, (), plain.sqnr_db)
+
+
+@pytest.mark.parametrize(("shift", "verdict"), [(0, "pass"), (1, "not proven")])
+def test_a_float_model_that_is_no_better_than_chance_proves_nothing(
+    bundle: Bundle, tmp_path: Path, shift: int, verdict: str
+) -> None:
+    model = load_model(bundle.folder.parents[1] / "line.onnx")
+    rows = np.random.default_rng(3).uniform(-1, 1, size=(30, 1, 2)).astype(np.float32)
+    samples = from_list([{"x": row} for row in rows])
+    (tmp_path / "plain").mkdir()
+    classes = [int(row["y"].argmax()) for row in read_outputs(make_golden(model, samples, tmp_path / "plain"))]
+    labels = [(label + shift) % 2 for label in classes]
+    report = verify_bundle(bundle, [InProcess()], golden=make_golden(model, samples, tmp_path, labels=labels))
+    assert report.verdict == verdict
+    assert all("no better than chance among 2 classes" in line for line in report.unproven)
+    assert report.runs[0].accuracy is not None
+    assert report.runs[0].accuracy.reference == 1 - shift

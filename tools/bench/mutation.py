@@ -42,8 +42,8 @@ TESTS = {
     "verify/tasks/scores.py": "verify/test_verify_gate.py verify/test_verify_tasks.py",
     "verify/metrics/intervals.py": "verify/test_verify_gate.py verify/test_verify_metrics.py",
     "verify/metrics/outputs.py": "verify/test_verify_gate.py verify/test_verify_compare.py",
-    "verify/metrics/dependence.py": "verify/test_verify_honesty.py",
-    "verify/causes/honesty.py": "verify/test_verify_honesty.py",
+    "verify/metrics/fidelity.py": "verify/test_verify_honesty.py",
+    "verify/causes/own_model.py": "verify/test_verify_honesty.py",
     "verify/causes/own_model.py": "verify/test_verify_own_model.py",
     "verify/causes/suspects.py": "verify/test_verify_suspects.py",
     "verify/devices/placement.py": "verify/test_verify_placement.py --deselect=tests/verify/"

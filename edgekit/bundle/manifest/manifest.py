@@ -141,7 +141,8 @@ class Manifest(_Strict, frozen=True, kw_only=True):
     of the next step, and how many golden samples make a sequence; a model without state has none. `buckets`
     are sizes of one dimension, with a model for each: the files of all of them stand under the form. `tuned` are
     settings that were found to be better on some machines: the first whose class is that of the machine counts.
-    `listed` says where outputs list detections, whose rows have no place of their own. `chain` holds the providers that
+    `listed` says where outputs list detections, whose rows have no place of their own, and `numbers` names vectors that
+    hold numbers, such as an embedding, so that their largest entry is no class. `chain` holds the providers that
     a session is given between `provider` and the CPU, in this order, each with its options.
     """
 
@@ -183,6 +184,7 @@ class Manifest(_Strict, frozen=True, kw_only=True):
     open_dims: dict[str, tuple[int, ...]] | msgspec.UnsetType = msgspec.UNSET
     listed: ListColumns | msgspec.UnsetType = msgspec.UNSET
     chain: tuple[ChainedProvider, ...] | msgspec.UnsetType = msgspec.UNSET
+    numbers: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def steps(self) -> int:

@@ -39,7 +39,7 @@ _LEAST_CORRELATION, _HONEST_CORRELATION = 0.3, 0.7
 """What varies correlates by 0.7 (the root of a half) where as much noise as signal varies: less is no device that
 follows its inputs. Below 0.3 no number of samples makes it one."""
 # Honest devices of the zoo seem to leak 0.024 of the sample before at most, where samples are much alike.
-_LEAST_LEAK, _LEAST_STEPS = 0.05, 6
+_LEAST_LEAK, _LEAST_STEPS = 0.05, 5
 # Where values saturate, a mistaken sample is exactly another's: no match counts for more than 20 dB.
 _NEAREST = 0.01
 # An element matters if it moves by a twentieth of the largest value.

@@ -65,6 +65,13 @@ class OutputReport(msgspec.Struct, frozen=True, kw_only=True):
     suspect: str | None = None
 
 
+def read_as_numbers(output: OutputReport) -> OutputReport:
+    """Returns the report of an output whose largest entry names no class: nothing is ranked, the ratios count."""
+    return msgspec.structs.replace(
+        output, top1_agreement=None, top1_interval=None, top5_agreement=None, worst_answers=None, changes=()
+    )
+
+
 def judge_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...]:
     """Returns every reason why the figures of an output do not reach the thresholds, one line each."""
     name = f"output '{output.name}'"
