@@ -43,8 +43,7 @@ TESTS = {
     "verify/metrics/intervals.py": "verify/test_verify_gate.py verify/test_verify_metrics.py",
     "verify/metrics/outputs.py": "verify/test_verify_gate.py verify/test_verify_compare.py",
     "verify/metrics/fidelity.py": "verify/test_verify_honesty.py",
-    "verify/causes/own_model.py": "verify/test_verify_honesty.py",
-    "verify/causes/own_model.py": "verify/test_verify_own_model.py",
+    "verify/causes/own_model.py": "verify/test_verify_own_model.py verify/test_verify_honesty.py",
     "verify/causes/suspects.py": "verify/test_verify_suspects.py",
     "verify/devices/placement.py": "verify/test_verify_placement.py --deselect=tests/verify/"
     "test_verify_placement.py::test_layers_that_fall_back_fail_the_run",
