@@ -227,7 +227,7 @@ FAILS: dict[str, tuple[Callable[[Case], InProcess], str]] = {
     "two classes swapped in every sample": (lying(exchange), "has its elements in another order"),
     "a class stuck at its mean": (lying(stick), "has element 3 the same for every sample"),
     "a tenth of the sample before": (lying(leak), "of the sample before"),
-    "times that are no numbers": (telling(latency_ms=(math.nan,) * COUNT), "its times are no numbers"),
+    "times that are no numbers": (telling(latency_ms=(math.nan,) * COUNT), "which is no time"),
     "the float model, on other kernels": (replay_float(1e-6), "dB nearer to the float model's"),
     "answers recorded from golden samples": (recorded, "below"),
     "the self-test's answers, and nothing else": (
