@@ -33,8 +33,7 @@ from edgekit.quantize.mixed_precision.candidates import Memo
 from edgekit.quantize.mixed_precision.goal_search import (
     Search,
     Searched,
-    plan_sparingly,
-    search_quantization,
+    find_plan,
     write_chosen,
 )
 from edgekit.quantize.mixed_precision.narrow import store_narrow
@@ -96,6 +95,7 @@ class _Job(msgspec.Struct, frozen=True, kw_only=True):
     facts: SampleFacts
     target: Target
     precision: Precision
+    may_widen: bool
     max_drop: float | None
     narrow: bool
     measure: Callable[[Model], Prediction]
@@ -149,6 +149,7 @@ def quantize_for(
         max_drop=job.max_drop,
         met=searched.met if searched is not None and job.max_drop is not None else None,
         goal_note="" if searched is None else searched.note,
+        advice="" if searched is None else searched.advice,
         layers=layers,
         left_out=tuple(job.budget.left_out),
         failed=dict(job.budget.failed),
@@ -206,6 +207,7 @@ def _open_job(model: Path, data: Data, recipe: Recipe, how: QuantizeOptions, wor
         facts=facts,
         target=target,
         precision=precision,
+        may_widen=recipe.precision == "auto",
         max_drop=recipe.max_drop,
         narrow=recipe.float_constants == "auto",
         measure=measure,
@@ -283,23 +285,16 @@ def _choose_plan(job: _Job, search: Search, method: str, state: State | None) ->
     if job.given is not None:
         require_plan(job.given, job.prepared, search.calibration, job.target)
         return job.given, None
-    plan, searched = _find_plan(job, search, method, state)
-    if not job.narrow:
-        return plan, searched
-    reached = None if searched is None else searched.chosen.prediction.sqnr_db
-    store = partial(store_narrow, job.prepared, plan, search.calibration, reached)
-    return job.budget.attempt("large constants in 8 or 16 bits", store) or plan, searched
-
-
-def _find_plan(job: _Job, search: Search, method: str, state: State | None) -> tuple[QuantPlan, Searched | None]:
-    if job.max_drop is not None:
-        searched = search_quantization(search, job.max_drop / 100, state)
-        return searched.chosen.plan, searched
-    if method == "auto":
-        return plan_sparingly(search)
-    return plan_quantization(
+    if job.max_drop is not None or method == "auto":
+        goal = None if job.max_drop is None else job.max_drop / 100
+        return find_plan(search, max_drop=goal, narrow=job.narrow, state=state)
+    plan = plan_quantization(
         job.prepared, search.calibration, job.target, job.precision, method=method, memo=search.memo
-    ), None
+    )
+    if not job.narrow:
+        return plan, None
+    store = partial(store_narrow, job.prepared, plan, search.calibration)
+    return job.budget.attempt("large constants in 8 or 16 bits", store) or plan, None
 
 
 def _open_search(job: _Job, how: QuantizeOptions) -> Search:
@@ -316,6 +311,7 @@ def _open_search(job: _Job, how: QuantizeOptions) -> Search:
         work=job.work,
         memo=Memo(budget=budget),
         progress=job.budget.progress,
+        may_widen=job.may_widen,
     )
 
 

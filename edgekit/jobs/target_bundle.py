@@ -33,17 +33,10 @@ from edgekit.prepare.rewrites import unsigned_weights
 from edgekit.quantize import Calibration, QuantizedModel, QuantPlan
 from edgekit.quantize.accuracy.output_kinds import read_output_kinds
 from edgekit.quantize.mixed_precision.candidates import choose_ranges
-from edgekit.quantize.mixed_precision.goal_search import (
-    Search,
-    Searched,
-    plan_sparingly,
-    search_quantization,
-    write_chosen,
-)
-from edgekit.quantize.mixed_precision.narrow import store_narrow
+from edgekit.quantize.mixed_precision.goal_search import Search, Searched, find_plan, write_chosen
 from edgekit.quantize.plan import FloatNode, NarrowConstants
 from edgekit.recipe import choose_precision
-from edgekit.report.quantization_text import describe_narrow
+from edgekit.report.quantization_text import describe_narrow, describe_prediction
 from edgekit.target import INTEGERS, Precision, Target
 from edgekit.verify.layers.evidence import compare_with_float, encode_evidence
 from edgekit.verify.metrics.listed import read_list
@@ -216,11 +209,12 @@ class _Ladder:
         if way.precision != "fp16":
             self._refuse(way, made.check)
         notes = [*((inputs.gain,) if inputs.gain else ()), *made.notes]
-        deployed = deploy_model(made.model, way.precision, made.check, inputs, target, job, work, notes)
+        precision = way.precision if made.plan is None else made.plan.precision
+        deployed = deploy_model(made.model, precision, made.check, inputs, target, job, work, notes)
         self._refuse(way, deployed.check)
-        making = Making(precision=way.precision, is_rewritten=inputs is not self._inputs, plan=made.plan)
+        making = Making(precision=precision, is_rewritten=inputs is not self._inputs, plan=made.plan)
         sized = make_sizes(deployed, making, inputs, job, work, notes)
-        contents = _collect(inputs, way.precision, deployed, made.quantized, job)
+        contents = _collect(inputs, precision, deployed, made.quantized, job)
         if sized is not None and inputs.buckets is not None:
             unpadded = inputs.buckets.unpadded
             contents = msgspec.structs.replace(
@@ -447,18 +441,16 @@ def _plan(inputs: BuildInputs, target: Target, precision: Precision, job: BuildJ
         work=work,
         memo=job.memo,
         progress=job.progress,
+        may_widen=job.recipe.precision == "auto",
     )
-    if max_drop is None:
-        plan, searched = plan_sparingly(search)
-    else:
-        searched = search_quantization(search, max_drop / 100)
-        plan = searched.chosen.plan
-        if not searched.met:
-            notes.append(f"no plan is expected to drop at most {max_drop:g} points; this is the best")
+    plan, searched = find_plan(
+        search, max_drop=None if max_drop is None else max_drop / 100, narrow=job.recipe.float_constants == "auto"
+    )
+    if searched is not None and max_drop is not None and not searched.met:
+        notes.append(f"no plan is expected to drop at most {max_drop:g} points; this is the best")
+    if searched is not None:
+        predicted, advice = searched.chosen.prediction, searched.advice
+        notes += [f"expected: {describe_prediction(predicted)}", advice] if advice else []
     if job.memo.budget.left_out:
         notes.append(f"the time budget ended before {', '.join(job.memo.budget.left_out)} were tried")
-    if job.recipe.float_constants == "auto":
-        reached = None if searched is None else searched.chosen.prediction.sqnr_db
-        store = partial(store_narrow, search.model, plan, search.calibration, reached)
-        plan = job.memo.budget.attempt("large constants in 8 or 16 bits", store) or plan
     return _Planned(search=search, plan=plan, searched=searched, notes=tuple(notes))

@@ -22,6 +22,8 @@ def describe_quantization(report: QuantizeReport) -> Iterator[str]:
     yield f"{report.out}: {kept}; {size}"
     yield from _describe_floats(report)
     yield f"expected: {describe_prediction(report.predicted)}"
+    if report.advice:
+        yield f"much is lost; {report.advice}"
     wanted, samples = wanted_samples(report.predicted), report.predicted.samples
     if wanted is not None:
         more = "only --labels would tell more" if math.isinf(wanted) else f"about {wanted:g} would do"
@@ -30,7 +32,7 @@ def describe_quantization(report: QuantizeReport) -> Iterator[str]:
     if report.max_drop is not None:
         yield f"the goal of {report.max_drop:g} points is {'met' if report.met else 'not met by any plan'}{note}:"
     elif report.trials:
-        yield "with all in 8 bits more would be lost than the plain mode lets pass:"
+        yield "plans that were measured:"
     for trial in report.trials:
         drop = "no classes" if trial.drop_estimate is None else f"drop {100 * trial.drop_estimate:.2f} points"
         work = f"{100 * trial.taken_macs:.1f} % of the work on the target, {100 * trial.integer_macs:.1f} % in integers"

@@ -159,9 +159,9 @@ class QuantizeReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
     `fixes` counts the nodes that each automatic rewrite changed before. `float_constants` holds the bytes of each
     constant that stays float, the largest first; `narrow` are those in 8 or 16 bits. `predicted` is what it will
     cost. `trials` are those of a search, in order; `max_drop` is its goal in points. `met` says whether the chosen one
-    reaches it, None where no goal was set, and `goal_note` what that leaves out. `layers` are the quantized
-    activations, in graph order, where they were asked for. `left_out` is what the time budget left no time for,
-    `failed` says of other steps why they were left out.
+    reaches it, None where no goal was set, and `goal_note` what that leaves out; `advice` says what would lose less
+    where more than 2 points are lost. `layers` are the quantized activations, in graph order, where they were asked
+    for. `left_out` is what the time budget left no time for, `failed` says of other steps why they were left out.
     """
 
     model: str
@@ -184,6 +184,7 @@ class QuantizeReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
     max_drop: float | None
     met: bool | None
     goal_note: str
+    advice: str = ""
     layers: tuple[ActivationReport, ...]
     left_out: tuple[str, ...] = ()
     failed: dict[str, str] = {}

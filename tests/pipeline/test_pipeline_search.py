@@ -67,7 +67,8 @@ def test_where_none_meets_the_goal_one_in_integers_is_taken_if_it_is_hardly_wors
 def test_a_search_stops_at_the_first_plan_that_is_good_enough(small: tuple[Path, Data], tmp_path: Path) -> None:
     recipe = msgspec.structs.replace(RECIPE, max_drop=20.0)
     report = quantize_for(*small, tmp_path / "q.onnx", recipe, QuantizeOptions(state=tmp_path / "state.json"))
-    assert (report.met, [entry.step for entry in report.trials]) == (True, ["all"])
+    assert report.met
+    assert {entry.step for entry in report.trials} == {"all", "minmax"}
     assert report.predicted.drop_estimate is not None
     assert report.predicted.drop_estimate <= 0.2
 

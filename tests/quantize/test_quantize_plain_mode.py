@@ -16,13 +16,14 @@ from edgekit.quantize.accuracy.predict import LABELS, Prediction
 from edgekit.quantize.mixed_precision.candidates import Memo
 from edgekit.quantize.mixed_precision.goal_search import (
     Search,
+    find_plan,
     has_collapsed,
     plan_sparingly,
     search_quantization,
     write_chosen,
 )
 from edgekit.quantize.mixed_precision.search_state import open_state
-from edgekit.target import load_target
+from edgekit.target import Target, load_target
 
 COLLAPSING = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,32] x) => (float[1,32] y) {
   h = MatMul(x, w) c = Mul(h, h) d = Mul(c, c) e = Mul(d, d) f = MatMul(e, v) y = Tanh(f) }"""
@@ -126,6 +127,12 @@ def test_a_search_takes_a_collapsed_model_as_far_as_its_ratio_asks_where_less_do
     assert state.trials == found.trials
 
 
+def with_one_scale(name: str) -> Target:
+    target = load_target(name)
+    rules = msgspec.structs.replace(target.quantization, per_channel_ops=())
+    return msgspec.structs.replace(target, quantization=rules)
+
+
 # The worst tensor makes 93 % of the noise, the worst three 98 %.
 @pytest.mark.parametrize(
     ("drops", "tried"),
@@ -150,7 +157,7 @@ def test_only_what_may_be_enough_is_tried(
         return told(drops[steps[-1]], 25.0)(quantized)
 
     search = Search(
-        model=model, calibration=calibration, target=load_target("qnn"), precision="int8",
+        model=model, calibration=calibration, target=with_one_scale("qnn"), precision="int8",
         measure=measure, work=tmp_path,
     )  # fmt: skip
     _, searched = plan_sparingly(search)
@@ -199,3 +206,61 @@ def test_vectors_of_length_one_of_which_none_are_alike_count_by_half() -> None:
     assert 0.05 < whole.estimate < 0.3
     assert half.estimate == pytest.approx(whole.estimate * (1 + whole.estimate) / 2, rel=0.3)
     assert half.interval[0] < 0 < half.estimate < half.interval[1]
+
+
+@pytest.mark.parametrize(
+    ("drops", "chosen", "met"),
+    [
+        ({"all": 0.04, "minmax": 0.004}, "minmax", True),
+        ({"all": 0.004, "minmax": 0.003}, "minmax", True),
+        ({"all": 0.004, "minmax": 0.005}, "all", True),
+        ({"all": 0.0009}, "all", True),
+    ],
+    ids=["far better", "a little better", "worse", "nothing to gain"],
+)
+def test_plain_minmax_is_taken_where_it_loses_less(
+    collapsing: tuple[Model, Calibration], tmp_path: Path, drops: dict[str, float], chosen: str, *, met: bool
+) -> None:
+    model, calibration = collapsing
+    steps: list[str] = []
+
+    def measure(quantized: Model) -> Prediction:
+        steps.append(quantized.path.stem)
+        return told(drops.get(steps[-1], 0.05), 25.0)(quantized)
+
+    search = Search(
+        model=model, calibration=calibration, target=load_target("qnn"), precision="int8",
+        measure=measure, work=tmp_path,
+    )  # fmt: skip
+    plan, searched = find_plan(search, max_drop=None, narrow=True)
+    assert searched is not None
+    assert (searched.chosen.step, searched.met) == (chosen, met)
+    assert drops.keys() <= set(steps)
+    assert ("minmax" in steps) == ("minmax" in drops)
+    assert (plan.method, plan.rounding) == ("minmax", "nearest") or chosen != "minmax"
+
+
+def test_a_plan_that_loses_much_says_what_16_bits_would_lose(
+    collapsing: tuple[Model, Calibration], tmp_path: Path
+) -> None:
+    model, calibration = collapsing
+
+    def measure(quantized: Model) -> Prediction:
+        return told(0.001 if quantized.path.stem == "int16" else 0.1, 12.0)(quantized)
+
+    search = Search(
+        model=model, calibration=calibration, target=load_target("qnn"), precision="int8",
+        measure=measure, work=tmp_path, may_widen=True,
+    )  # fmt: skip
+    plan, searched = find_plan(search, max_drop=None, narrow=False)
+    assert searched is not None
+    assert plan.precision == "int8"
+    assert searched.advice.startswith("--precision int16: 0.10 points are lost, ")
+    plan, searched = find_plan(search, max_drop=0.005, narrow=False)
+    assert searched is not None
+    assert (plan.precision, searched.met, searched.chosen.step) == ("int16", True, "int16")
+    asked = msgspec.structs.replace(search, may_widen=False)
+    plan, searched = find_plan(asked, max_drop=0.005, narrow=False)
+    assert searched is not None
+    assert (plan.precision, searched.met) == ("int8", False)
+    assert searched.advice

@@ -26,7 +26,7 @@ WHITES = (1.0, 255.0)
 """The value of white, of floats and of bytes."""
 # What the brightest pixel of a few images may be of white, overshoots of a net that sharpens among them: a choice.
 _LEAST_WHITE, _MOST_WHITE = 0.2, 1.5
-# More along an axis are places rather than classes: a choice.
+# More along an axis are places rather than classes, unless they add up to one: a choice.
 _MOST_CLASSES = 8192
 # More places are no steps of one answer, but boxes or pixels in a row: a choice.
 _MOST_STEPS = 512
@@ -220,7 +220,7 @@ def _guess_classes(values: Sequence[Array], squash: str) -> Iterator[Reading]:
             yield reading
         return
     for axis in range(first.ndim):
-        if 1 < first.shape[axis] <= _MOST_CLASSES and first.size > first.shape[axis]:
+        if 1 < first.shape[axis] < first.size:
             rows = [np.moveaxis(value, axis, 0).astype(np.float64) for value in values]
             # A log-softmax adds up to one too, once its exponential is taken.
             if all(_is_distribution(row) or _is_distribution(np.exp(np.minimum(row, 1))) for row in rows):

@@ -141,6 +141,22 @@ def plan_quantization(
     return choose_ranges(plan, calibration, "minmax", "bias") if best is None else best
 
 
+def plan_minmax(model: Model, calibration: Calibration, target: Target, plan: QuantPlan) -> QuantPlan:
+    """Returns plain minmax with the tensors and nodes out of 8 bits that another plan of the same model has.
+
+    Raises:
+        ModelError: no node of the model can be quantized.
+    """
+    graph, exact = open_float_graph(model, calibration), calibration.ranges["minmax"]
+    draft = draft_plan(model, graph, calibration, target, plan.precision)
+    names, known = {node.name for node in graph.nodes}, {node.name for node in draft.float_nodes}
+    added = tuple(node for node in plan.float_nodes if node.name in names - known)
+    wide = {name: exact[name] for name in plan.wide if name in exact and name not in draft.wide}
+    return msgspec.structs.replace(
+        draft, float_nodes=(*draft.float_nodes, *added), wide=draft.wide | wide, bits=plan.bits, judged=plan.judged
+    )
+
+
 def _plan_best(subject: _Subject) -> QuantPlan:
     """Returns the best plan of three drafts: as it is, equalized, and equalized through SiLU too."""
     plain, attempt = _judge(subject, {}), subject.memo.budget.attempt

@@ -17,12 +17,13 @@ from edgekit.quantize.accuracy.predict import FAITHFUL_DB, LABELS, Prediction
 from edgekit.quantize.apply import QuantizedModel, quantize_model
 from edgekit.quantize.calibration.calibrate import Calibration, open_float_graph
 from edgekit.quantize.calibration.image_headroom import makes_images
-from edgekit.quantize.mixed_precision.auto import plan_quantization
+from edgekit.quantize.mixed_precision.auto import plan_minmax, plan_quantization
 from edgekit.quantize.mixed_precision.candidates import Memo
+from edgekit.quantize.mixed_precision.narrow import store_narrow
 from edgekit.quantize.mixed_precision.relief import COLLAPSED_DB, GOOD_DB, relieve_step, weigh_relief
 from edgekit.quantize.mixed_precision.search_state import State, Trial
 from edgekit.quantize.plan import QuantPlan, is_relievable
-from edgekit.target import Precision, Target
+from edgekit.target import INTEGERS, Precision, Target
 
 PLAIN_DROP = 0.005
 """A drop that the plain mode does not mind: half a point, or of 36 dB 0.18 dB."""
@@ -34,6 +35,10 @@ _PLAIN_INTEGER = 0.75
 # What more tensors out of 8 bits must save: without it the SiLU detector of tools/bench/collapse kept nine nodes in
 # float for 0.1 points.
 _WORTH = 0.002
+# What nobody minds, and what a user is told of: a tenth of a point, and two.
+_TOLD_APART, _MUCH = 0.001, 0.02
+# How many tensors leave 8 bits for the advice.
+_MANY = 20
 # Shares of work that differ by less are the same.
 _SAME_SHARE = 0.005
 _HALF = 0.5
@@ -47,7 +52,8 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be quantized, and `measure`, which says what a quantized model of it loses.
 
     `work` is a folder for intermediate files. The `memo` may be shared with other targets, and says how long the search
-    may take. `tried` holds what was written there, by the step that it was tried in.
+    may take. `tried` holds what was written there, by the step that it was tried in. With `may_widen` nobody asked for
+    this very precision: where no plan of it meets a goal, one with 16 bits for all activations may.
     """
 
     model: Model
@@ -58,7 +64,16 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     work: Path
     memo: Memo = msgspec.field(default_factory=Memo)
     progress: Progress = say_nothing
+    may_widen: bool = False
     tried: dict[str, tuple[QuantPlan, QuantizedModel]] = {}
+
+    @property
+    def wider(self) -> Precision | None:
+        """The precision with 16 bits for all activations, None where the target has none."""
+        at = self.target.quantization.at
+        wide = (each for each in self.target.precisions if each in INTEGERS and at(each).activation == "uint16")
+        few = at(self.precision).weight_bits
+        return next((each for each in wide if self.relievable and at(each).weight_bits == few), None)
 
     @property
     def relievable(self) -> bool:
@@ -67,12 +82,16 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Searched(msgspec.Struct, frozen=True, kw_only=True):
-    """What a search found: every trial in order, and the one that was chosen; `note` says what `met` leaves out."""
+    """What a search found: every trial in order, and the one that was chosen; `note` says what `met` leaves out.
+
+    `advice` says what would lose less where much is lost, with the figure that was measured.
+    """
 
     trials: tuple[Trial, ...]
     chosen: Trial
     met: bool
     note: str = ""
+    advice: str = ""
 
 
 class _Goal(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,6 +122,92 @@ class _Goal(msgspec.Struct, frozen=True, kw_only=True):
             return prediction.sqnr_db - 10 * math.log10(left) >= FAITHFUL_DB - _NEAR_DB
         # A drop falls no faster than the power of the noise.
         return prediction.drop_estimate * left <= _NEAR * self.max_drop
+
+
+def find_plan(
+    search: Search, *, max_drop: float | None, narrow: bool, state: State | None = None
+) -> tuple[QuantPlan, Searched | None]:
+    """Returns the plan to write: that of `search_quantization`, or without `max_drop` (a share) of `plan_sparingly`.
+
+    It is held against plain minmax with the same nodes, by what the outputs decide over the samples that tell a drop,
+    and the better one is taken. With `narrow` the large constants that stay float get 8 or 16 bits before the last
+    judgement, which is of the file that is written. Where more than 2 points are lost, `advice` says what would help.
+
+    Raises:
+        ModelError: no node of the model can be quantized.
+    """
+    goal = PLAIN_DROP if max_drop is None else max_drop
+    if max_drop is None:
+        plan, searched = plan_sparingly(search)
+    else:
+        searched = search_quantization(search, max_drop, state)
+        plan = searched.chosen.plan
+    if searched is not None:
+        searched = _hold_against_minmax(search, searched, goal)
+        searched = _try_wider(search, searched, goal, adopts=max_drop is not None and search.may_widen)
+        plan = searched.chosen.plan
+    if not narrow:
+        return plan, searched
+    reached = None if searched is None else searched.chosen.prediction.sqnr_db
+    store = partial(store_narrow, search.model, plan, search.calibration, reached)
+    narrowed = search.memo.budget.attempt("large constants in 8 or 16 bits", store)
+    if narrowed is None or not narrowed.narrow.bits or searched is None:
+        return narrowed or plan, searched
+    chosen = _try_plan(search, f"{searched.chosen.step}, narrow", narrowed)
+    if searched.met and not chosen.prediction.meets(goal) and searched.chosen.prediction.meets(goal):
+        return plan, searched
+    return narrowed, msgspec.structs.replace(searched, chosen=chosen)
+
+
+def _hold_against_minmax(search: Search, searched: Searched, max_drop: float) -> Searched:
+    """Returns what was searched with plain minmax beside it, chosen where that loses less."""
+    chosen = searched.chosen
+    # Minmax cannot be better by more than what is lost.
+    if chosen.prediction.meets(_TOLD_APART):
+        return searched
+    plain = plan_minmax(search.model, search.calibration, search.target, chosen.plan)
+    if plain == chosen.plan or not search.memo.budget.allows("plain minmax"):
+        return searched
+    trial = search.memo.budget.attempt("plain minmax", partial(_try_plan, search, "minmax", plain))
+    if trial is None:
+        return searched
+    searched = msgspec.structs.replace(searched, trials=(*searched.trials, trial))
+    if _drop(trial) >= _drop(chosen):
+        return searched
+    return msgspec.structs.replace(searched, chosen=trial, met=searched.met or trial.prediction.meets(max_drop))
+
+
+def _try_wider(search: Search, searched: Searched, max_drop: float, *, adopts: bool) -> Searched:
+    """Returns what was searched with 16 bits for all activations beside it, or with many tensors out of 8 bits.
+
+    It is tried where much is lost, and chosen where it `adopts` what meets a goal that no other plan met.
+    """
+    chosen, wider = searched.chosen, search.wider
+    misses = adopts and not searched.met and wider is not None
+    is_lost = not chosen.prediction.meets(_MUCH) and chosen.prediction.sqnr_db < FAITHFUL_DB
+    if not (misses or is_lost) or not search.memo.budget.allows(_MORE):
+        return searched
+    step = wider or f"relieve {_MANY}"
+    trial = search.memo.budget.attempt(step, partial(_plan_wider, search, searched, step))
+    if trial is None or _drop(trial) >= _drop(chosen):
+        return searched
+    searched = msgspec.structs.replace(searched, trials=(*searched.trials, trial))
+    if misses and trial.prediction.meets(max_drop):
+        return msgspec.structs.replace(searched, chosen=trial, met=True, note=f"with {wider}, no other plan does")
+    lost = trial.prediction.drop_estimate
+    figure = f"{trial.prediction.sqnr_db:.1f} dB" if lost is None else f"{100 * lost:.2f} points are lost"
+    size, before = search.tried[trial.step][1].size_after, search.tried[chosen.step][1].size_after
+    what = f"--precision {wider}" if wider else f"{_MANY} tensors out of 8 bits, as --max-drop tries it"
+    cost = f"{size / before:.2f} times the bytes, {100 * trial.integer_macs:.0f} % of the work in integers"
+    return msgspec.structs.replace(searched, advice=f"{what}: {figure}, {cost}")
+
+
+def _plan_wider(search: Search, searched: Searched, step: str) -> Trial | None:
+    if search.wider is None:
+        plan = _plan_step(search, searched.trials, _MANY)
+        return None if plan is None else _try_plan(search, step, plan)
+    plan = plan_quantization(search.model, search.calibration, search.target, search.wider, memo=search.memo)
+    return _try_plan(search, step, plan)
 
 
 def search_quantization(search: Search, max_drop: float, state: State | None = None) -> Searched:

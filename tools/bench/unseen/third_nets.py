@@ -79,9 +79,8 @@ def say(part: int) -> tuple[Array, Array]:
 
 
 def _normalise(net: Net, x: str, width: int, spread: float = 0.0) -> str:
-    name, gains = f"ln{len(net.arrays)}", np.exp(net.rng.normal(0, spread, width))
-    gains[: 2 if spread else 0] *= 4
-    gain = net.constant(gains, name, trained=True)
+    name = f"ln{len(net.arrays)}"
+    gain = net.constant(np.exp(net.rng.normal(0, spread, width)), name, trained=True)
     shift = net.constant(np.zeros(width), f"{name}.shift", trained=True)
     return net.add("LayerNormalization", [x, gain, shift], axis=-1, epsilon=1e-6)
 
@@ -101,13 +100,13 @@ def _attend(net: Net, x: str, length: int, width: int, heads: int) -> str:
     joined = net.add(
         "Reshape", [net.add("Transpose", [mixed], perm=[0, 2, 1, 3]), net.constant(np.array([0, length, width]))]
     )
-    return net.linear(joined, width, width)
+    return net.linear(joined, width, width, gain=0.03)
 
 
 def _transform(net: Net, x: str, length: int, width: int, heads: int, spread: float) -> str:
     """Adds a block of BERT: each part behind its sum is normalised."""
     x = _normalise(net, net.add("Add", [x, _attend(net, x, length, width, heads)]), width, spread)
-    inside = net.linear(_gelu(net, net.linear(x, width, 3 * width)), 3 * width, width)
+    inside = net.linear(_gelu(net, net.linear(x, width, 3 * width)), 3 * width, width, gain=0.03)
     return _normalise(net, net.add("Add", [x, inside]), width, spread)
 
 
@@ -182,7 +181,7 @@ def make_speaker() -> Net:
 
 
 def make_sentences() -> Net:
-    """Returns a sentence encoder after MiniLM: words, four blocks whose normalisations have large gains, the mean."""
+    """Returns a sentence encoder after MiniLM: words, four blocks, the mean."""
     net, width = Net("sentence_bert", 17, seed=203), 96
     net.inputs["words"], net.kinds["words"] = (LENGTH,), onnx.TensorProto.INT64
     words = net.rng.normal(0, 0.5, (WORDS, width))
@@ -191,9 +190,9 @@ def make_sentences() -> Net:
         words[topic] += net.rng.normal(0, 0.5, width)
     table = net.constant(words, "table", trained=True)
     place = net.constant(net.rng.normal(0, 0.1, (1, LENGTH, width)), "places", trained=True)
-    x = _normalise(net, net.add("Add", [net.add("Gather", [table, "words"], axis=0), place]), width, 0.3)
-    for spread in (0.3, 0.3, 0.3, 0.0):
-        x = _transform(net, x, LENGTH, width, 4, spread)
+    x = _normalise(net, net.add("Add", [net.add("Gather", [table, "words"], axis=0), place]), width, 0.2)
+    for _ in range(4):
+        x = _transform(net, x, LENGTH, width, 4, 0.2)
     x = net.add("ReduceMean", [x], axes=[1], keepdims=0)
     net.outputs[_unite(net, x, 1)] = (width,)
     return _tell_apart(net, "words", say(TRAIN), width, 150, 7e-4)
