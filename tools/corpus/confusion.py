@@ -4,12 +4,12 @@ A network is a process of its own, and what was found of it a line of CORPUS/run
 goes on where it was.
 """
 
-import json
 import resource
 import shutil
 import subprocess
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -20,18 +20,27 @@ import msgspec
 from oracle import DEVICES, State, Truth, ask_oracle
 from table import CORPUS, Net
 
-from edgekit.errors import EdgekitError
+from edgekit.errors import BundleError, EdgekitError
+from edgekit.jobs.build import build
+from edgekit.recipe import Data, Recipe
+from edgekit.report.summary import BundleSummary
 
 Verdict = Literal["pass", "fail", "not proven", "no bundle", "traceback"]
 MOST_CPU_S = 120.0
+# What a provider takes of the nodes where it may be called idle.
+_IDLE = 0.75
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One target of one network: what edgekit said, its first reason, and the truth where there is a bundle."""
+    """One target of one network: what edgekit said, its first reason, and the truth where there is a bundle.
+
+    `idle` says that the verdict blames the provider for taking less of the work than the target asks for.
+    """
 
     target: str
     verdict: Verdict
     reason: str = ""
+    idle: bool = False
     precision: str = ""
     truth: Truth | None = None
 
@@ -45,6 +54,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         """True where edgekit said the contrary of the truth; what is open, or not proven, contradicts nothing."""
         if self.verdict == "pass":
             return self.state in {"wrong", "does not start"}
+        if self.verdict == "fail" and self.idle and self.truth and (self.truth.taken or 0) < _IDLE:
+            return False
         return self.verdict == "traceback" or (self.verdict == "fail" and self.state == "right")
 
 
@@ -59,67 +70,50 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     failure: str = ""
 
 
-def judge_net(net: Net, targets: Sequence[str], out: Path, timeout_s: float) -> Row:
+def judge_net(net: Net, targets: Sequence[str], out: Path) -> Row:
     """Builds one network and asks the oracle about each bundle."""
-    command = [sys.executable, "-m", "edgekit", "build", str(net.folder / "model.onnx"), "--quiet", "--json"]
-    command += ["--data", str(net.folder / "calib.npz"), "--eval", str(net.folder / "eval.npz"), "--out", str(out)]
-    command += [word for target in targets for word in ("--target", target)]
-    command += [word for name, size in net.dims.items() for word in ("--dim", f"{name}={size}")]
-    command += [word for name, value in net.freeze.items() for word in ("--freeze", f"{name}={value:g}")]
-    begun, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    recipe = Recipe(targets=tuple(targets), dims=dict(net.dims), freeze=dict(net.freeze))
+    data = Data(source=str(net.folder / "calib.npz"), evaluation=str(net.folder / "eval.npz"))
+    begun, before = time.monotonic(), _used_cpu_s()
+    built, ended, reason = tuple[BundleSummary, ...](), tuple[Verdict, ...](), ""
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s)
-        code, said, complaint = ended.returncode, ended.stdout, ended.stderr.strip()
-    except subprocess.TimeoutExpired:
-        code, said, complaint = -1, "", f"the build took more than {timeout_s:.0f} s"
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    findings = tuple[Finding, ...]()
-    if said.startswith("{") and code in {0, 1, 3}:
-        findings = tuple(_judge_bundle(bundle, net) for bundle in json.loads(said)["bundles"])
-    elif code >= 0:
-        refused: Verdict = "no bundle" if code == 2 else "traceback"
-        line = complaint.splitlines()[-1] if complaint else f"exit code {code}"
-        findings = tuple(Finding(target=target, verdict=refused, reason=line[:300]) for target in targets)
-    return Row(
-        net=net.name,
-        held_out=net.held_out,
-        findings=findings,
-        cpu_s=round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1),
-        wall_s=round(time.monotonic() - begun, 1),
-        failure="" if findings else complaint[-300:],
-    )
-
-
-def _judge_bundle(bundle: dict[str, object], net: Net) -> Finding:
-    target = str(bundle["target"])
-    if bundle["path"] is None:
-        return Finding(target=target, verdict="no bundle", reason=str(bundle["failure"])[:300])
-    summary = msgspec.convert(bundle, _Built, strict=False)
-    try:
-        truth = ask_oracle(Path(str(bundle["path"])), net)
+        built = build(net.folder / "model.onnx", data, out, recipe).bundles
     except EdgekitError as error:
-        truth = Truth(state="does not start", failure=str(error))
-    reasons = [failure for run in summary.verify.runs for failure in (*run.failures, *run.doubts)]
-    reason = next(iter((*summary.verify.failures, *reasons)), "")
-    return Finding(
-        target=target, verdict=summary.verdict, reason=reason[:300], precision=summary.precision, truth=truth
+        ended, reason = ("no bundle",), error.message
+    except Exception:  # noqa: BLE001 - what a user would see as a traceback is what is looked for
+        ended, reason = ("traceback",), traceback.format_exc().strip()[-300:]
+    cpu_s, wall_s = _used_cpu_s() - before, time.monotonic() - begun
+    findings = [judge_bundle(bundle, net) for bundle in built]
+    findings += [Finding(target=target, verdict=verdict, reason=reason) for verdict in ended for target in targets]
+    return Row(
+        net=net.name, held_out=net.held_out, findings=tuple(findings), cpu_s=round(cpu_s, 1), wall_s=round(wall_s, 1)
     )
 
 
-class _Run(msgspec.Struct, frozen=True):
-    failures: tuple[str, ...] = ()
-    doubts: tuple[str, ...] = ()
+def _used_cpu_s() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
 
 
-class _Verify(msgspec.Struct, frozen=True):
-    failures: tuple[str, ...] = ()
-    runs: tuple[_Run, ...] = ()
-
-
-class _Built(msgspec.Struct, frozen=True):
-    verdict: Verdict
-    precision: str
-    verify: _Verify = _Verify()
+def judge_bundle(bundle: BundleSummary, net: Net) -> Finding:
+    """Returns what edgekit said of one target, and why, beside the truth."""
+    if bundle.path is None:
+        return Finding(target=bundle.target, verdict="no bundle", reason=bundle.failure or "")
+    try:
+        truth = ask_oracle(bundle.path, net)
+    except BundleError as error:
+        truth = Truth(state="does not start", failure=error.message)
+    failures, report = list[str](), bundle.verify
+    if report is not None:
+        failures = [failure for run in report.runs for failure in run.failures] + list(report.failures)
+    return Finding(
+        target=bundle.target,
+        verdict=bundle.verdict,
+        reason=next(iter(failures), ""),
+        idle=report is not None and not any(run.failures for run in report.runs) and bool(report.failures),
+        precision=bundle.precision or "",
+        truth=truth,
+    )
 
 
 def run_corpus(nets: Sequence[Net], targets: Sequence[str], label: str, jobs: int, timeout_s: float) -> Iterator[Row]:
@@ -143,12 +137,17 @@ def _judge_apart(net: Net, targets: Sequence[str], label: str, timeout_s: float)
     shutil.rmtree(out, ignore_errors=True)
     # Others of this machine go first.
     command = ["nice", "-n", "10", sys.executable, str(Path(__file__).with_name("corpus.py")), "judge", net.name]
-    command += ["--out", str(out), "--targets", ",".join(targets), "--timeout", str(timeout_s)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    if ended.returncode:
-        # The oracle itself broke: that is said as such, and no verdict of edgekit's.
-        return Row(net=net.name, held_out=net.held_out, findings=(), cpu_s=0, wall_s=0, failure=ended.stderr[-300:])
-    return msgspec.json.decode(ended.stdout, type=Row)
+    command += ["--out", str(out), "--targets", ",".join(targets)]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        failure = f"it took more than {timeout_s:.0f} s"
+    except subprocess.CalledProcessError as error:
+        # The oracle broke, or the process died: that is said as such, and no verdict of edgekit's.
+        failure = error.stderr[-300:]
+    else:
+        return msgspec.json.decode(ended.stdout, type=Row)
+    return Row(net=net.name, held_out=net.held_out, findings=(), cpu_s=0, wall_s=0, failure=failure)
 
 
 def read_rows(label: str) -> list[Row]:

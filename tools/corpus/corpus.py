@@ -14,7 +14,6 @@ import argparse
 import subprocess
 import sys
 from pathlib import Path
-from zlib import crc32
 
 import msgspec
 from confusion import MOST_CPU_S, Row, format_matrix, judge_net, read_rows, run_corpus
@@ -33,7 +32,7 @@ def main() -> int:
     parser.add_argument("--held-out", action="store_true", help="also those that nobody looks at before the end")
     parser.add_argument("--targets", default=",".join(DEVICES))
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--timeout", type=float, default=3600.0, metavar="SECONDS", help="of one build")
+    parser.add_argument("--timeout", type=float, default=3600.0, metavar="SECONDS", help="for one network")
     parser.add_argument("--most", type=int, default=0, help="networks of this run")
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -45,7 +44,7 @@ def main() -> int:
         return report(read_rows(options.name))
     if options.action == "judge":
         (net,) = [net for net in list_nets() if net.name == options.name]
-        row = judge_net(net, options.targets.split(","), options.out, options.timeout)
+        row = judge_net(net, options.targets.split(","), options.out)
         print(msgspec.json.encode(row).decode())
         return 0
     return bench(options)
@@ -58,8 +57,8 @@ def bench(options: argparse.Namespace) -> int:
     if not nets:
         print("there are no such networks yet: python tools/corpus/corpus.py make")
         return 2
-    # In an order that mixes libraries and exporters: a run that was stopped is a fair sample.
-    nets = sorted(nets, key=lambda net: crc32(net.name.encode()))[: options.most or None]
+    # The small ones first: a run that is stopped has seen many.
+    nets = sorted(nets, key=lambda net: (net.folder / "model.onnx").stat().st_size)[: options.most or None]
     rows = list[Row]()
     label = options.label or _read_commit()
     for row in run_corpus(nets, options.targets.split(","), label, options.jobs, options.timeout):
