@@ -5,7 +5,7 @@ WORKERS := -n auto --dist worksteal
 SECONDS ?= 1800
 SEED ?= 1
 
-.PHONY: demo wheel test test-fast check lint mypy pyright shape docs bench mutants fuzz lock format clean
+.PHONY: demo wheel test test-fast check lint mypy pyright shape docs bench mutants fuzz versions lock format clean
 
 demo: .venv/demo.stamp  ## build and verify four bundles of the demo model
 	tools/install_emulators.sh
@@ -53,6 +53,9 @@ mutants: .venv/dev.stamp  ## does a test notice a slip in a judge, a gate or the
 fuzz: .venv/dev.stamp  ## hostile input to every command for SECONDS, then broken links: make fuzz SECONDS=3600 SEED=2
 	$(BIN)/python tools/fuzz/fuzz.py --seconds $(SECONDS) --seed $(SEED)
 	$(PYTEST) --hypothesis-profile=fuzz -m 'fuzz or faults'
+
+versions: .venv/dev.stamp  ## the suite's part that asks ONNX Runtime, against each tested version: make versions VERSIONS=1.33.0
+	tools/try_versions.sh $(VERSIONS)
 
 lock: .venv/dev.stamp  ## pin and hash what pyproject.toml asks for
 	PATH="$(CURDIR)/$(BIN):$$PATH" tools/lock.sh

@@ -3,6 +3,7 @@
 import contextlib
 import enum
 import importlib
+import re
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +20,8 @@ _state: Any = importlib.import_module("onnxruntime.capi.onnxruntime_pybind11_sta
 VERSION: str = _ort.__version__
 AVAILABLE_PROVIDERS: tuple[str, ...] = tuple(cast("Any", _ort).get_available_providers())
 """The providers that this ONNX Runtime was built with; what they need to run may be missing."""
+TESTED_VERSIONS = ("1.31.1", "1.32.0")
+"""The versions of ONNX Runtime that `make versions` was run with; the first is the one that is locked."""
 CPU_PROVIDER = "CPUExecutionProvider"
 
 REFUSALS: tuple[type[Exception], ...] = tuple(
@@ -35,6 +38,15 @@ REFUSALS: tuple[type[Exception], ...] = tuple(
 _TRANSLATED: tuple[type[Exception], ...] = (
     *REFUSALS, UnicodeDecodeError, IndexError, MemoryError, OverflowError, RuntimeError, ValueError
 )  # fmt: skip
+
+
+def describe_untested(version: str = VERSION) -> str | None:
+    """Returns the warning about a version of ONNX Runtime that is newer than each that was tested, None for others."""
+    numbers = [tuple(map(int, re.findall(r"\d+", each)[:2])) for each in (version, *TESTED_VERSIONS)]
+    if numbers[0] <= max(numbers[1:]):
+        return None
+    tested = f"{TESTED_VERSIONS[0]} to {TESTED_VERSIONS[-1]}"
+    return f"edgekit was tested with ONNX Runtime {tested}, and this is {version}: its results may differ"
 
 
 class Level(enum.StrEnum):

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from tiny_models import parse_model
 
-from edgekit._ort import REFUSALS, CpuSession, Level, SessionSettings, translated
+from edgekit._ort import REFUSALS, CpuSession, Level, SessionSettings, describe_untested, translated
+from edgekit.cli.main import run_command
 from edgekit.errors import RuntimeRefusal
 
 
@@ -42,3 +43,21 @@ def test_a_message_that_is_no_text_is_a_refusal_too(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(RuntimeRefusal, match=r"m\.onnx"):
         CpuSession(path, SessionSettings())
+
+
+@pytest.mark.parametrize(
+    ("version", "is_told"),
+    [("1.31.1", False), ("1.32.0", False), ("1.32.7", False), ("1.30.0", False), ("1.33.0", True), ("2.0.0rc1", True)],
+)
+def test_a_version_is_warned_of_that_is_newer_than_each_that_was_tested(version: str, is_told: bool) -> None:
+    warning = describe_untested(version)
+    assert (warning is not None) is is_told
+    assert warning is None or warning.endswith(f"and this is {version}: its results may differ")
+
+
+def test_a_command_warns_of_an_untested_version(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("edgekit._ort.TESTED_VERSIONS", ("1.20.0",))
+    assert run_command(["doctor", "--json"]) == 0
+    assert capsys.readouterr().err.startswith("edgekit: warning: edgekit was tested with ONNX Runtime 1.20.0")

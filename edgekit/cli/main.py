@@ -91,6 +91,7 @@ class _LazyGroup(click.Group):
             raise click.UsageError(f"there is no command '{name}' ({hint})", ctx)
         found = super().resolve_command(ctx, args)
         if found[1] is not None and not {"-h", "--help"} & set(args):
+            _warn_of_version(args)
             _take_defaults(ctx, name, found[1], args)
         return found
 
@@ -117,6 +118,14 @@ def group(config: Path | None) -> None:
     Example:
       edgekit build model.onnx --data samples.npz --out bundles
     """
+
+
+def _warn_of_version(args: list[str]) -> None:
+    """Says where ONNX Runtime is newer than what edgekit was tested with; only commands that need it have loaded it."""
+    ort = sys.modules.get("edgekit._ort")
+    warning = None if ort is None or {"-q", "--quiet"} & set(args) else ort.describe_untested()
+    if warning is not None:
+        click.echo(f"edgekit: warning: {warning}", err=True)
 
 
 def _take_defaults(context: click.Context, name: str, command: click.Command, args: list[str]) -> None:
