@@ -104,9 +104,9 @@ def main() -> int:
 def _find_shipped(folders: list[Path], target: str) -> Iterator[Bundle]:
     """Yields the bundles of a target below some folders that hold a model as an ONNX file."""
     for folder in folders:
-        for file in sorted(folder.rglob("manifest.json")):
+        for file in sorted(folder.rglob(f"*-{target}/manifest.json")):
             bundle = open_bundle(file.parent)
-            if bundle.manifest.target == target and "onnx" in bundle.manifest.forms:
+            if "onnx" in bundle.manifest.forms:
                 yield bundle
 
 

@@ -21,6 +21,7 @@ from edgekit.report.pages.check_page import render_check
 @options.SET
 @options.DIM
 @options.SHAPE
+@options.FREEZE
 @click.option("--observe", is_flag=True, help="Ask the real provider too, where one can run here.")
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write an HTML page as well.")
 @click.option("--compare-ort", is_flag=True, help="Say what ONNX Runtime's own checker says, and why that differs.")
@@ -32,6 +33,7 @@ def command(
     settings: tuple[str, ...],
     dims: tuple[str, ...],
     shapes: tuple[str, ...],
+    constants: tuple[str, ...],
     observe: bool,
     html: Path | None,
     compare_ort: bool,
@@ -45,12 +47,16 @@ def command(
       edgekit check model.onnx --target nnapi --set api_level=31 --dim batch=1
       edgekit check model.onnx --target qnn --observe --html check.html
 
+    The verdict is that of the model as prepare and build make it; what a target takes of the file as it is stands
+    below it.
+
     Exit code 0: no target's verdict is "no". 1: one is, or the vendor's own code refused the model.
     """
     recipe = Recipe(
         targets=targets,
         settings=options.parse_assignments(settings, "--set"),
         dims=options.parse_sizes(dims, shapes, model),
+        freeze=options.parse_numbers(constants, "--freeze"),
     )
     with showing_progress(volume) as progress:
         summary = check_targets(model, recipe, progress, observe=observe, compare_ort=compare_ort)
@@ -66,6 +72,8 @@ def show_checks(summary: CheckSummary) -> None:
         show_line(checked.describe_check(report))
         if report.taken < report.nodes:
             print_table(checked.table_check(report))
+        for line in checked.describe_as_is(report, summary.as_is.get(name)):
+            show_line(f"- {line}")
         for remark in checked.list_check_remarks(report, summary.observed.get(name)):
             show_line(f"- {remark}")
         for advice in report.advice:

@@ -19,7 +19,7 @@ from edgekit.target import load_target
 @options.SHAPE
 @click.option("--opset", type=int, metavar="N", help="Convert to this opset, up or down.")
 @click.option("--outputs", metavar="A,B", help="Keep these outputs only, and what they need.")
-@click.option("--freeze", "constants", multiple=True, metavar="INPUT=NUMBER", help="Make an input a constant.")
+@options.FREEZE
 @click.option("--rename", "renames", multiple=True, metavar="OLD=NEW", help="Rename an input or an output.")
 @click.option("--layout", "layouts", multiple=True, metavar="INPUT=nhwc", help="How the app holds an input's axes.")
 @click.option(

@@ -13,7 +13,7 @@ from edgekit.check.open_work import count_open, demands_sizes
 from edgekit.check.origin import tell_of_model, trace_model
 from edgekit.check.ort_opinion import ask_ort_checker
 from edgekit.check.recommend import recommend_target
-from edgekit.check.report import CheckReport, Verdict
+from edgekit.check.report import CheckReport, Placed, Verdict
 from edgekit.check.rules.rulebook import load_rules
 from edgekit.devices.observe import NotObserved, Observed, observe_target
 from edgekit.devices.register import choose_here
@@ -21,7 +21,7 @@ from edgekit.errors import ModelError, RuntimeRefusal
 from edgekit.graph.graph import read_graph
 from edgekit.model.model import Model, load_model
 from edgekit.plain import to_plain
-from edgekit.prepare.clean import prepare_model, sketch_model, sketch_unloaded
+from edgekit.prepare.clean import freeze_model, prepare_model, show_model, sketch_model, sketch_unloaded
 from edgekit.prepare.fix import FIXES, JOINS, Fix, FixedModel, fix_model, list_asked
 from edgekit.progress import Progress, say_nothing
 from edgekit.recipe import Recipe, load_targets, refuse_profiles
@@ -59,6 +59,9 @@ def check_targets(
     With `observe` the real provider of each target is asked as well, where one can run here; the evidence of such a
     report is that of the device. With `compare_ort` ONNX Runtime's own checker is asked about the model as it is given.
 
+    Beside what a target takes of the prepared model the summary says what it takes of the file as it is: with the
+    inputs, the opset and the open dimensions that it has, and without the recipe's `freeze`.
+
     Dimensions without a number stay open where no target's rules demand sizes.
 
     A model that ONNX Runtime cannot load is judged as it is; then the summary says so and counts as a refusal.
@@ -73,15 +76,21 @@ def check_targets(
     reports: dict[str, CheckReport] = {}
     observed: dict[str, Observed | NotObserved] = {}
     floats: dict[str, str] = {}
+    as_is: dict[str, Placed] = {}
     with work_folder() as work:
         progress("prepare the model")
         is_free = not any(_demands_sizes(target) for target in targets)
+        shown = _show(source, work)
+        if recipe.freeze:
+            source = freeze_model(source, work / "frozen.onnx", recipe.freeze)
         prepared, refusal = _prepare(source, work, recipe, observe=observe, is_free=is_free)
         # Once for all targets: what became of the nodes does not depend on them.
         traced, graph = trace_model(source, prepared, recipe.dims), count_open(read_graph(prepared))
         for target in targets:
             progress(f"check {target.name}")
             report = tell_of_model(check_model(prepared, target), traced)
+            if shown is not None:
+                as_is[target.name] = check_model(shown, target).placed
             if observe:
                 progress(f"observe {target.name}")
                 seen = observed[target.name] = observe_target(prepared, target)
@@ -97,6 +106,7 @@ def check_targets(
         targets=reports,
         recommended=recommend_target(reports, {target.name: target for target in targets}, refused, floats),
         observed=observed,
+        as_is=as_is,
         ort=ask_ort_checker(model) if compare_ort else None,
         refusal=refusal,
     )
@@ -104,6 +114,14 @@ def check_targets(
 
 def _demands_sizes(target: Target) -> bool:
     return demands_sizes(load_rules(target), {**target.session.provider_options, **target.settings})
+
+
+def _show(source: Model, work: Path) -> Model | None:
+    """Returns what a session shows to a provider of the file as it is, None where there is no session of it."""
+    try:
+        return show_model(source, work / "shown.onnx")
+    except (ModelError, RuntimeRefusal):
+        return None
 
 
 def _prepare(source: Model, work: Path, recipe: Recipe, *, observe: bool, is_free: bool) -> tuple[Model, str | None]:
@@ -159,6 +177,8 @@ def _sum_up(report: CheckReport) -> TargetShare:
 def describe_checks(summary: CheckSummary) -> dict[str, Any]:
     """Returns a check as its JSON document: what was observed stands in the target's own object."""
     targets = to_plain(summary.targets)
+    for name, placed in summary.as_is.items():
+        targets[name]["as_is"] = to_plain(placed)
     for name, seen in summary.observed.items():
         targets[name]["observed"] = to_plain(seen) if isinstance(seen, Observed) else None
         if isinstance(seen, NotObserved):

@@ -26,6 +26,9 @@ from edgekit.prepare.weights.inline import write_inline
 from edgekit.prepare.weights.large import put_weights
 from edgekit.prepare.weights.stripped import skim_weights, strip_weights
 
+# Before this version of ONNX every initializer had to be listed among the inputs, and was a constant all the same.
+_OVERRIDING = 4
+
 
 def prepare_model(
     model: Model,
@@ -120,6 +123,34 @@ def sketch_model(model: Model, out: Path, dims: Mapping[str, int], *, may_stay_o
         if chosen < read_opset(proto) <= MAX_OPSET:
             proto = optimize_basic(proto, model, temporary.with_name("first.onnx"), model.path.parent)
         proto = optimize_basic(convert_opset(proto, chosen), model, temporary, model.path.parent)
+        put_weights(proto.graph, shells)
+        _tidy(proto, origin)
+        _write(proto, model, temporary, out)
+    return load_model(out, custom_ops=model.custom_ops)
+
+
+def show_model(model: Model, out: Path) -> Model:
+    """Writes the graph that a session shows to a provider which opens the file as it is, without large weights.
+
+    Nothing of it is changed but by ONNX Runtime's own basic level: inputs, open dimensions and the opset stay, and what
+    is an input beside its initializer is no constant.
+
+    Raises:
+        RuntimeRefusal: ONNX Runtime cannot load the model.
+        OutputError: `out` cannot be written.
+    """
+    proto = skim_weights(model.path) or _read_graph(model)
+    if proto.ir_version < _OVERRIDING:
+        drop_initializer_inputs(proto.graph)
+        proto.ir_version = _OVERRIDING
+    # A caller may give another value for them: to a session they are inputs and nothing else.
+    fed = {value.name for value in proto.graph.input}
+    constants = [tensor for tensor in proto.graph.initializer if tensor.name not in fed]
+    del proto.graph.initializer[:]
+    proto.graph.initializer.extend(constants)
+    origin, shells = _copy_texts(proto), strip_weights(proto)
+    with replacing_file(out) as temporary:
+        proto = optimize_basic(proto, model, temporary, model.path.parent)
         put_weights(proto.graph, shells)
         _tidy(proto, origin)
         _write(proto, model, temporary, out)

@@ -18,6 +18,7 @@ _MOST_NAMES = 3
 class CheckSummary(msgspec.Struct, frozen=True, kw_only=True):
     """A model checked against several targets and which of them to use.
 
+    `targets` tell of the prepared model, `as_is` of the file as it is, by target, where a session of it can be made.
     `observed` says what real providers did with it, `ort` what ONNX Runtime's own checker says of it, where asked.
     `refusal` is why ONNX Runtime cannot load it, on any target.
     """
@@ -27,6 +28,7 @@ class CheckSummary(msgspec.Struct, frozen=True, kw_only=True):
     targets: dict[str, CheckReport]
     recommended: Recommendation
     observed: dict[str, Observed | NotObserved] = {}
+    as_is: dict[str, Placed] = {}
     ort: OrtOpinions | None = None
     refusal: str | None = None
 
@@ -46,8 +48,20 @@ def describe_check(report: CheckReport) -> str:
     return (
         f"{report.target}: {report.verdict}; {describe_taken(report.placed)}{integers} and"
         f" {report.taken_bytes:.0%} of bytes in {report.partitions} partitions, {crossing}"
-        f" ({report.evidence}{settings})"
+        f" (predicted{settings})"
     )
+
+
+def describe_as_is(report: CheckReport, placed: Placed | None) -> Iterator[str]:
+    """Yields what a provider takes of the file as it is, where that is less or more than of the prepared model."""
+    prepared = report.placed
+    if placed is not None and (placed.taken, placed.nodes, placed.partitions) != (
+        prepared.taken, prepared.nodes, prepared.partitions
+    ):  # fmt: skip
+        yield (
+            f"the file as it is: {describe_taken(placed)} in {placed.partitions} partitions; what stands here it has"
+            " once edgekit prepare or build made it ready"
+        )
 
 
 def table_check(report: CheckReport) -> Table:

@@ -200,3 +200,34 @@ def test_nodes_that_are_left_for_one_reason_are_one_row(tmp_path: Path, capsys: 
     assert "e1, e2, e3 and 2 more" in shown
     assert "e4" not in shown
     assert "first" in shown
+
+
+def _overridable(path: Path, ir_version: int) -> Path:
+    """A Conv whose weight is an input too, as older exporters write it."""
+    text = (
+        f'<ir_version: {ir_version}, opset_import: ["" : 9]> g (float[1,2,8,8] x, float[2,2,1,1] w)'
+        " => (float[1,2,8,8] y) <float[2,2,1,1] w = {1, 2, 3, 4}> { c = Conv(x, w) r = Relu(c) y = Sigmoid(r) }"
+    )
+    return parse_model(text, path)
+
+
+@pytest.mark.parametrize(("ir_version", "taken"), [(3, 3), (6, 2)])
+def test_the_file_as_it_is_is_told_beside_what_prepare_makes_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ir_version: int, taken: int
+) -> None:
+    model = str(_overridable(tmp_path / "m.onnx", ir_version))
+    found = _json([model, "--target", "nnapi"], capsys)["targets"]["nnapi"]
+    # From IR version 4 on a caller may give another weight, and NNAPI wants a constant.
+    assert (found["taken"], found["as_is"]["taken"]) == (3, taken)
+    assert run_command(["check", model, "--target", "nnapi"]) == 0
+    told = capsys.readouterr().out
+    assert ("the file as it is: 2/3" in told) is (taken == 2)
+
+
+def test_an_input_can_be_frozen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[2,4] x, float[4,3] w) => (float[2,3] y) { y = MatMul(x, w) }'
+    )
+    model = str(parse_model(text, tmp_path / "m.onnx"))
+    found = _json([model, "--target", "xnnpack", "--freeze", "w=1"], capsys)["targets"]["xnnpack"]
+    assert (found["taken"], found["as_is"]["taken"]) == (1, 0)

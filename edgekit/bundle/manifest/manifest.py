@@ -99,7 +99,10 @@ class ProviderShare(_Strict, frozen=True, kw_only=True):
 
 
 class Placement(_Strict, frozen=True, kw_only=True):
-    """How many nodes the provider is expected to take, in how many pieces, and their share of the work.
+    """How many nodes the provider is expected to take, in how many pieces, and their share of the work: a prediction.
+
+    What a device's provider took stands in `verify.json` (`placed`): the manifest is made before a device runs, and its
+    digest must not depend on which devices were at hand.
 
     `providers` says the same by provider, the CPU included. `node_list` is the sha256 of `check.json`, which lists the
     nodes one by one.
