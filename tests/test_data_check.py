@@ -82,3 +82,36 @@ def test_inputs_of_unlike_reach_are_suspicious() -> None:
     (warning,) = check_samples(Samples(source="test data", count=40, read=read)).warnings
     assert warning.startswith("input 'a' reaches ")
     assert "input 'b' " in warning
+
+
+def pictures(count: int, channels: int = 3) -> Array:
+    """Smooth pictures: sums along both axes of random numbers, of which neighbours are alike."""
+    drawn = np.random.default_rng(1).normal(size=(count, 1, channels, 24, 24))
+    summed = drawn.cumsum(-1).cumsum(-2)
+    return np.asarray(summed / np.abs(summed).max(), np.float32)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_noise_in_place_of_pictures_is_named(channels: int) -> None:
+    assert check_samples(samples_of(*pictures(8, channels))).warnings == ()
+    drawn = np.random.default_rng(0).random((8, 1, channels, 24, 24)).astype(np.float32)
+    (warning,) = check_samples(samples_of(*drawn)).warnings
+    assert warning.startswith("input 'x' is noise: neighbours are no more alike than random numbers")
+    # A picture under noise of its own strength is a picture.
+    assert check_samples(samples_of(*(pictures(8, channels) + 0.2 * drawn))).warnings == ()
+
+
+def test_pictures_that_were_reshaped_and_not_transposed_are_named() -> None:
+    planes = pictures(8)
+    transposed = planes.transpose(0, 1, 3, 4, 2)
+    (warning,) = check_samples(samples_of(*transposed.reshape(planes.shape))).warnings
+    assert "repeats every third value in a row, as NHWC pictures do" in warning
+
+
+def test_noise_in_place_of_sound_is_named_and_features_have_no_order() -> None:
+    rng = np.random.default_rng(2)
+    drawn = rng.normal(size=(8, 1, 4000)).astype(np.float32)
+    (warning,) = check_samples(samples_of(*drawn)).warnings
+    assert "is noise" in warning
+    assert check_samples(samples_of(*(drawn[..., 1:] + drawn[..., :-1]))).warnings == ()
+    assert check_samples(samples_of(*drawn[..., :500])).warnings == ()
