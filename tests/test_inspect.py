@@ -7,7 +7,8 @@ from rich.console import Console
 from tiny_models import parse_model
 
 from edgekit.cli.main import run_command
-from edgekit.inspect.inspect import OnnxReport, inspect_model
+from edgekit.inspect.inspect import OnnxReport, inspect_model, list_fixed_axes
+from edgekit.model.tensors import TensorSpec
 from edgekit.report.tables import format_count
 from edgekit.report.text import table_contents
 
@@ -49,3 +50,20 @@ def test_the_table_says_what_to_do(any_batch: Path, capsys: pytest.CaptureFixtur
 )
 def test_counts_are_for_people(count: int, shown: str) -> None:
     assert format_count(count) == shown
+
+
+def test_axes_that_an_export_fixed_are_named_with_what_opens_them() -> None:
+    def spec(name: str, dtype: str, *shape: int | str) -> TensorSpec:
+        return TensorSpec(name=name, dtype=dtype, shape=shape)
+
+    image, tokens = spec("image", "float32", 1, 3, 8, 8), spec("input_ids", "int64", 1, 128)
+    first, second = list_fixed_axes((image, tokens), "pytorch")
+    assert "axis 0 (batch) at 1, fixed by the export" in first
+    assert "dynamic_axes={'image': {0: 'batch'}}), or dynamic_shapes={'image': {0: 'batch'}} with dynamo=True" in first
+    assert "axis 0 (batch) at 1 and axis 1 (sequence) at 128" in second
+    assert "{'input_ids': {0: 'batch', 1: 'sequence'}}" in second
+    assert "initial_types" in list_fixed_axes((image,), "skl2onnx")[0]
+    assert "its exporter's dynamic axes" in list_fixed_axes((image,), "")[0]
+    # What is open, a length of one number, and rows that are no batch of one are left alone.
+    free = (spec("x", "float32", "N", 3), spec("rate", "int64", 1), spec("table", "float32", 50, 4))
+    assert list_fixed_axes(free, "pytorch") == ()

@@ -22,7 +22,7 @@ def cut_rows(inputs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
     if not free:
         raise UsageError(
             "--batch means nothing here: no input has a dynamic first axis",
-            hint="export the model with a free batch, or leave --batch out",
+            hint="edgekit inspect MODEL says how its exporter opens it; or leave --batch out",
         )
     return tuple(
         msgspec.structs.replace(spec, shape=(1, *(spec.shape or ())[1:])) if spec.name in free else spec

@@ -42,7 +42,8 @@ class OnnxReport(msgspec.Struct, frozen=True, kw_only=True):
     when the nodes of the main graph run in their order and each value is freed after its last use; values of unknown
     shape count as nothing. `quantized` says how the model is quantized, empty for a float one. `custom_ops` are
     operators that neither ONNX nor ONNX Runtime defines, as `domain.operator`; `runs` is None unless libraries for them
-    were given: then it says whether ONNX Runtime loads the model with these.
+    were given: then it says whether ONNX Runtime loads the model with these. `fixed_axes` says which axes the exporter
+    fixed that an app may want open, and how they are opened.
     """
 
     name: str
@@ -68,6 +69,41 @@ class OnnxReport(msgspec.Struct, frozen=True, kw_only=True):
     has_control_flow: bool
     external_files: tuple[str, ...]
     metadata: dict[str, str]
+    fixed_axes: tuple[str, ...] = ()
+
+
+# How an exporter, by the name that it writes into the file, is told to leave an axis open; `{axes}` is a dict.
+_OPENED = {
+    "pytorch": "torch.onnx.export(..., dynamic_axes={axes}), or dynamic_shapes={axes} with dynamo=True",
+    "tf2onnx": "a tf.TensorSpec in input_signature with None in these places: {axes}",
+    "skl2onnx": "initial_types with None in these places: {axes}",
+}
+
+
+def list_fixed_axes(inputs: Sequence[TensorSpec], producer: str) -> tuple[str, ...]:
+    """Returns a line for each input whose batch or sequence the exporter fixed, with the argument that opens it.
+
+    A first axis of 1 is the one row of the exporter's example, where the input has further axes; the second axis of
+    integers of rank 2, which are tokens, is that example's length. Phones want sizes that are fixed; servers do not.
+    """
+    return tuple(_describe_axes(spec, axes, producer) for spec in inputs if (axes := _find_fixed(spec)))
+
+
+def _find_fixed(spec: TensorSpec) -> dict[int, str]:
+    shape = spec.shape or ()
+    batch = {0: "batch"} if len(shape) > 1 and shape[0] == 1 else {}
+    is_tokens = len(shape) == 2 and spec.dtype in {"int32", "int64"}
+    length = {1: "sequence"} if is_tokens and isinstance(shape[1], int) and shape[1] > 1 else {}
+    return {**batch, **length}
+
+
+def _describe_axes(spec: TensorSpec, axes: Mapping[int, str], producer: str) -> str:
+    shape, named = spec.shape or (), repr({spec.name: dict(axes)})
+    fixed = " and ".join(f"axis {axis} ({name}) at {shape[axis]}" for axis, name in axes.items())
+    told = next(
+        (how for name, how in _OPENED.items() if name in producer.lower()), "its exporter's dynamic axes, {axes}"
+    )
+    return f"input '{spec.name}' has {fixed}, fixed by the export: {told.replace('{axes}', named)} leaves it open"
 
 
 def inspect_model(
@@ -120,6 +156,7 @@ def _inspect_onnx(path: Path, custom_ops: Sequence[Path], dims: Mapping[str, int
         has_control_flow=len(graphs) > 1,
         external_files=model.external_files,
         metadata={entry.key: entry.value for entry in proto.metadata_props},
+        fixed_axes=list_fixed_axes(model.inputs, proto.producer_name),
     )
 
 

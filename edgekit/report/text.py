@@ -221,7 +221,7 @@ def table_contents(report: OnnxReport | OrtFileReport) -> Table:
     # By the plain form, so that the table and --json have the same facts in the same order.
     for name, value in to_plain(report).items():
         shown = "yes" if value is True else "no" if value is False else value
-        if name in {"inputs", "outputs"}:
+        if name in {"inputs", "outputs", "fixed_axes"}:
             shown = "\n".join(str(spec) for spec in getattr(report, name))
         elif isinstance(shown, dict):
             shown = ", ".join(f"{key} {item}" for key, item in cast("dict[str, object]", shown).items())
