@@ -1,6 +1,6 @@
 """Does each file of a bundle compute what the bundle was built to compute: its self-test, on this machine."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +8,7 @@ import numpy as np
 from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
 from edgekit.bundle.folder import GOLDEN, Bundle, read_target
 from edgekit.bundle.golden.expected import EXPECTED
-from edgekit.bundle.golden.golden import read_inputs
+from edgekit.bundle.golden.golden import read_inputs, read_outputs
 from edgekit.check.check import check_model
 from edgekit.convert.ort_form import OrtOptions, Style, load_settings
 from edgekit.data.npz import read_rows
@@ -21,14 +21,17 @@ from edgekit.target import Form, load_target
 
 TESTED_FORMS: tuple[Form, ...] = ("onnx", "full", "runtime")
 """Forms of a model that this machine can run."""
+# Kernels of another CPU differ by 2 % of the largest number; a file may be off again as far as the model was.
+_SHARE, _ERROR_FACTOR = 0.02, 2.0
 
 
 def list_broken_forms(bundle: Bundle) -> Iterator[str]:
     """Yields, in words, each model file whose outputs for the self-test's samples lie beyond the self-test's tolerance.
 
-    Devices run one form, apps may open another. The tolerance is the manifest's (`edgekit.bundle.golden.expected`):
-    twice what the model was off at the build, so that a file of float32 beside one of fp16 lies within it. A form that
-    this machine cannot open, and a bundle without a self-test, are not judged.
+    Devices run one form, apps may open another. The tolerance is the manifest's (`edgekit.bundle.golden.expected`)
+    without what it grants to the arithmetic of other devices: twice what the model was off at the build, so that a file
+    of float32 beside one of fp16 lies within it. A form that this machine cannot open, and a bundle without a
+    self-test, are not judged.
     """
     chosen = [choice.row for choice in bundle.manifest.golden.chosen]
     forms: list[Form] = [form for form in TESTED_FORMS if form in bundle.manifest.forms]
@@ -37,11 +40,12 @@ def list_broken_forms(bundle: Bundle) -> Iterator[str]:
     try:
         expected = list(read_rows(bundle.folder / GOLDEN / EXPECTED))
         inputs = list(select_samples(read_inputs(bundle.golden), chosen))
+        limits = _limit_here(bundle, expected, list(select_samples(read_outputs(bundle.golden), chosen)))
     except EdgekitError as error:
         yield f"the self-test cannot be read: {error.message}; build again"
         return
     for form in forms:
-        fault = _try_form(bundle, form, inputs, expected)
+        fault = _try_form(bundle, form, inputs, expected, limits)
         if fault:
             name = bundle.find_model(form).name
             yield f"'{name}' does not pass the bundle's self-test on this machine: {fault}; build again"
@@ -85,7 +89,7 @@ def find_self_test_fault(bundle: Bundle, rows: Sequence[int], got: Samples) -> I
         pairs = [(expected[places[row]], found) for row, found in zip(rows, got, strict=False) if row in places]
     except (EdgekitError, IndexError):
         return
-    fault = _find_fault(bundle, [pair[0] for pair in pairs], [pair[1] for pair in pairs])
+    fault = _find_fault(bundle.manifest.golden.tolerance, [pair[0] for pair in pairs], [pair[1] for pair in pairs])
     if fault:
         yield f"an app's self-test fails there: {fault}"
 
@@ -105,7 +109,13 @@ def choose_settings(bundle: Bundle, form: Form, path: Path) -> SessionSettings:
     return load_settings(OrtOptions(style=styles[form], cpu=read_target(bundle).conversion.cpu))
 
 
-def _try_form(bundle: Bundle, form: Form, inputs: Sequence[Tensors], expected: Sequence[Tensors]) -> str:
+def _try_form(
+    bundle: Bundle,
+    form: Form,
+    inputs: Sequence[Tensors],
+    expected: Sequence[Tensors],
+    limits: Mapping[str, float],
+) -> str:
     """Returns what is wrong with what a form gives, "" where that is nothing or this machine cannot open it."""
     path = bundle.find_model(form)
     try:
@@ -113,7 +123,18 @@ def _try_form(bundle: Bundle, form: Form, inputs: Sequence[Tensors], expected: S
         rows = [session.run(sample) for sample in inputs]
     except RuntimeRefusal:
         return ""
-    return _find_order(bundle, session.output_names) or _find_fault(bundle, expected, rows)
+    return _find_order(bundle, session.output_names) or _find_fault(limits, expected, rows)
+
+
+def _limit_here(bundle: Bundle, expected: Sequence[Tensors], reference: Sequence[Tensors]) -> dict[str, float]:
+    """Returns how far each output may lie from what this kind of machine gave at the build."""
+    limits: dict[str, float] = {}
+    for name, tolerance in bundle.manifest.golden.tolerance.items():
+        pairs = [(own[name], wanted[name]) for own, wanted in zip(expected, reference, strict=True) if name in own]
+        off = max((float(np.abs(own - wanted).max(initial=0.0)) for own, wanted in pairs), default=0.0)
+        size = max((float(np.abs(own).max(initial=0.0)) for own, _ in pairs), default=0.0)
+        limits[name] = min(tolerance, max(_ERROR_FACTOR * off, _SHARE * size)) if off or size else tolerance
+    return limits
 
 
 def _find_order(bundle: Bundle, names: Sequence[str]) -> str:
@@ -123,11 +144,11 @@ def _find_order(bundle: Bundle, names: Sequence[str]) -> str:
     return f"its outputs are in the order {', '.join(names)}, in the manifest {', '.join(wanted)}"
 
 
-def _find_fault(bundle: Bundle, expected: Sequence[Tensors], rows: Sequence[Tensors]) -> str:
+def _find_fault(limits: Mapping[str, float], expected: Sequence[Tensors], rows: Sequence[Tensors]) -> str:
     """Returns which output is farther from what was expected than its tolerance, "" if none is."""
     if len(expected) != len(rows):
         return f"it expects {len(expected)} samples, the manifest names {len(rows)}"
-    for name, tolerance in bundle.manifest.golden.tolerance.items():
+    for name, tolerance in limits.items():
         for wanted, found in zip(expected, rows, strict=True):
             if name in wanted and not _is_near(wanted[name], found.get(name), tolerance):
                 return f"output '{name}' is farther than {tolerance:g} from what the bundle expects"

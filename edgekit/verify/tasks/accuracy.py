@@ -66,7 +66,8 @@ def describe_chance(golden: Golden) -> str:
     """
     labels = read_classes(golden)
     outputs = read_outputs(golden)
-    value = next((value for value in next(iter(outputs), dict[str, Array]()).values() if ranks_classes(value)), None)
+    first = next(iter(outputs), dict[str, Array]())
+    value = next((value for value in first.values() if ranks_classes(value)), None)
     found = None if labels is None else measure_accuracy(outputs, outputs, labels)
     if found is None or value is None:
         return ""
