@@ -12,7 +12,7 @@ from edgekit.convert.ort_format.canonical import canonicalize_file
 from edgekit.errors import ModelError
 from edgekit.model.model import Model
 from edgekit.model.skim import skim_model
-from edgekit.prepare.weights.float_weights import OPTIMIZER, find_float_weights
+from edgekit.prepare.weights.float_weights import find_harmful
 
 REPLAY = {"session.enable_saved_runtime_optimizations": "1"}
 """The session entry without which ONNX Runtime 1.31 ignores what the runtime style saved (its PR 32077)."""
@@ -80,8 +80,7 @@ def session_settings(options: OrtOptions, level: Level, source: Model) -> Sessio
     # lacks.
     disabled = () if options.cpu == "x64" else ("NchwcTransformer",)
     with contextlib.suppress(ModelError):  # a file that cannot be read is refused when it is opened
-        if find_float_weights(skim_model(source.path).graph):
-            disabled = (*disabled, OPTIMIZER)
+        disabled = (*disabled, *find_harmful(skim_model(source.path).graph))
     return SessionSettings(level=level, config=_config(options), disabled_optimizers=disabled, threads=1)
 
 

@@ -6,11 +6,12 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper
+from onnx import numpy_helper, parser
 from tiny_models import parse_model
 
 from edgekit._ort import CpuSession, SessionSettings
-from edgekit.prepare.weights.float_weights import KEEP_FLOAT_WEIGHTS, find_float_weights, keep_float_weights
+from edgekit.errors import RuntimeRefusal
+from edgekit.prepare.weights.float_weights import KEEP_FLOAT_WEIGHTS, disable_harmful, find_float_weights
 from edgekit.target import load_target
 
 HEAD = (
@@ -59,8 +60,28 @@ def test_what_a_target_switches_off_itself_stays_off(tmp_path: Path) -> None:
     ((key, optimizer),) = KEEP_FLOAT_WEIGHTS.items()
     session = msgspec.structs.replace(target.session, config={key: "ConstantFolding"})
     target = msgspec.structs.replace(target, session=session)
-    config = keep_float_weights(target, onnx.load(str(path)).graph)[0].session.config
+    config = disable_harmful(target, onnx.load(str(path)).graph)[0].session.config
     assert config[key] == f"ConstantFolding;{optimizer}"
     sample = {"x": np.random.default_rng(1).normal(0, 1, (1, 4, 4, 4)).astype(np.float32)}
     got = CpuSession(path, SessionSettings(config=config)).run(sample)["y"]
     np.testing.assert_array_equal(got, run(path, kept=True))
+
+
+SHRINKING = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4,8,8] x) => (float[1,4,5,5] y)
+  <float s = {0.05}, uint8 z = {128}, int8 t = {0}, int64[4] sizes = {1,4,5,5}, int8[4,4,1,1] w = {WEIGHTS}>
+  { q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z) v = DequantizeLinear(w, s, t) c = Conv(d, v)
+    e = QuantizeLinear(c, s, z) f = DequantizeLinear(e, s, z) r = Resize<mode="cubic">(f, , , sizes)
+    g = QuantizeLinear(r, s, z) h = DequantizeLinear(g, s, z) i = DequantizeLinear(w, s, t) j = Conv(h, i)
+    k = QuantizeLinear(j, s, z) y = DequantizeLinear(k, s, z) }""".replace("WEIGHTS", ",".join(map(str, range(16))))
+
+
+def test_a_cubic_resize_between_integers_runs_where_its_layout_stays(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    onnx.save(parser.parse_model(SHRINKING), str(path))
+    sample = {"x": np.random.default_rng(1).normal(0, 1, (1, 4, 8, 8)).astype(np.float32)}
+    with pytest.raises(RuntimeRefusal, match="Cubic"):
+        CpuSession(path, SessionSettings()).run(sample)
+    target, told = disable_harmful(load_target("cpu", {}), onnx.load(str(path)).graph)
+    got = CpuSession(path, SessionSettings(config=target.session.config)).run(sample)["y"]
+    assert got.shape == (1, 4, 5, 5)
+    assert "1 cubic Resize nodes" in told[0]

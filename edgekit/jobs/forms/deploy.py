@@ -14,7 +14,7 @@ from edgekit.errors import MissingExtraError
 from edgekit.jobs.build_inputs import BuildInputs, BuildJob
 from edgekit.jobs.forms.half_model import halve_model
 from edgekit.model.model import Model, read_proto
-from edgekit.prepare.weights.float_weights import keep_float_weights
+from edgekit.prepare.weights.float_weights import disable_harmful
 from edgekit.target import Precision, Target
 
 
@@ -48,7 +48,7 @@ def deploy_model(
         # Files in ORT format are made of the float model: around each node of a half one ONNX Runtime bakes casts.
         ort_source, model = model, halve_model(model, check, target, inputs.golden, work / "half.onnx", notes)
         check = check_model(model, target)
-    target, told = keep_float_weights(target, read_proto(model, weights=False).graph)
+    target, told = disable_harmful(target, read_proto(model, weights=False).graph)
     notes += told
     job.watch.begin("convert", target.name)
     converted = _convert(_converter(model, ort_source, inputs, work / "converted"), target, notes)

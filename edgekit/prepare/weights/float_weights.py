@@ -1,4 +1,4 @@
-"""Float weights between Q and DQ nodes, which ONNX Runtime rounds to 8 bits per tensor unless it is told not to."""
+"""ONNX Runtime's optimizers that some quantized graphs must not meet: one rounds float weights, one turns a Resize."""
 
 from collections.abc import Mapping
 
@@ -9,6 +9,7 @@ from edgekit.graph.graph import Graph, Node, view_part
 from edgekit.target import Target
 
 OPTIMIZER = "WeightBiasQuantization"
+LAYOUT = "NhwcTransformer"
 _DISABLED = "optimization.disable_specified_optimizers"
 KEEP_FLOAT_WEIGHTS: Mapping[str, str] = {_DISABLED: OPTIMIZER}
 """The session entry that switches this off; without it the results are wrong and nothing says so."""
@@ -45,20 +46,45 @@ def find_float_weights(graph: onnx.GraphProto) -> tuple[str, ...]:
     )
 
 
-def keep_float_weights(target: Target, graph: onnx.GraphProto) -> tuple[Target, tuple[str, ...]]:
-    """Returns a target whose session keeps such weights where the graph has any, and what to tell of it."""
-    found = find_float_weights(graph)
+def find_cubics(graph: onnx.GraphProto) -> tuple[str, ...]:
+    """Returns the names of the cubic Resize nodes of a quantized graph, in graph order.
+
+    Behind an integer convolution, which it has in NHWC, ONNX Runtime moves the Transpose past them; their kernel then
+    refuses to make a map smaller (`ScalesValidation` of core/providers/cpu/tensor/upsamplebase.h).
+    """
+    if not any(node.op_type == "QuantizeLinear" for node in graph.node):
+        return ()
+    resizes = (node for node in graph.node if node.op_type == "Resize")
+    return tuple(node.name for node in resizes if any(item.s == b"cubic" for item in node.attribute))
+
+
+def find_harmful(graph: onnx.GraphProto) -> dict[str, tuple[str, ...]]:
+    """Returns the optimizers that a graph must not meet, and the nodes because of which."""
+    found = {OPTIMIZER: find_float_weights(graph), LAYOUT: find_cubics(graph)}
+    return {name: nodes for name, nodes in found.items() if nodes}
+
+
+_REASONS = {
+    OPTIMIZER: "{} layers keep float weights between Q and DQ nodes ({}): ONNX Runtime would round them to 8 bits per"
+    " tensor",
+    LAYOUT: "{} cubic Resize nodes ({}) stand between integers: ONNX Runtime would give them NHWC, which they refuse",
+}
+
+
+def disable_harmful(target: Target, graph: onnx.GraphProto) -> tuple[Target, tuple[str, ...]]:
+    """Returns a target whose session does without the optimizers that harm a graph, and what to tell of it."""
+    found = find_harmful(graph)
     if not found:
         return target, ()
     off = target.session.config.get(_DISABLED, "").split(";")
-    value = ";".join([*(name for name in off if name not in {"", OPTIMIZER}), OPTIMIZER])
+    value = ";".join([*(name for name in off if name and name not in found), *found])
     session = msgspec.structs.replace(target.session, config={**target.session.config, _DISABLED: value})
-    named = ", ".join(f"'{name}'" for name in found[:3])
     told = (
-        f"{len(found)} layers keep float weights between Q and DQ nodes ({named}): ONNX Runtime would round them to 8"
-        f" bits per tensor, so the session needs {_DISABLED} = {value}"
+        _REASONS[name].format(len(nodes), ", ".join(f"'{each}'" for each in nodes[:3]))
+        + f", so the session needs {_DISABLED} = {value}"
+        for name, nodes in found.items()
     )
-    return msgspec.structs.replace(target, session=session), (told,)
+    return msgspec.structs.replace(target, session=session), tuple(told)
 
 
 def _has_one_scale(node: Node | None, graph: Graph) -> bool:

@@ -13,7 +13,9 @@ from edgekit.graph.graph import Graph, read_graph
 from edgekit.machine import map_in_order
 from edgekit.model.model import Model
 from edgekit.model.outputs import StatedOutput
+from edgekit.model.skim import skim_model
 from edgekit.model.tensors import Array, Tensors
+from edgekit.prepare.weights.float_weights import LAYOUT, find_cubics
 from edgekit.quantize.accuracy.detections import estimate_drop, record_detections
 from edgekit.quantize.accuracy.head_search import find_head, find_image, may_be_head
 from edgekit.quantize.accuracy.heads import Head
@@ -166,7 +168,8 @@ class FloatReference:
         """
         self._answer_ahead()
         self._close()
-        integer = CpuSession(quantized.path, _SETTINGS)
+        harmful = (LAYOUT,) if find_cubics(skim_model(quantized.path).graph) else ()
+        integer = CpuSession(quantized.path, msgspec.structs.replace(_SETTINGS, disabled_optimizers=harmful))
 
         def run(sample: tuple[int, Tensors]) -> Pair:
             return Pair(expected=self._run(*sample), found=integer.run(sample[1]))

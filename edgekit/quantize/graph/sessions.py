@@ -15,7 +15,7 @@ from edgekit.machine import release_memory
 from edgekit.model.external import DataPlace, begin_page, point_to
 from edgekit.model.model import count_weight_bytes
 from edgekit.model.skim import MAX_DATA_BYTES
-from edgekit.prepare.weights.float_weights import OPTIMIZER
+from edgekit.prepare.weights.float_weights import LAYOUT, OPTIMIZER, find_cubics
 
 # Pairs of u8 x s8 products are added in 16 bits on x64 without VNNI, where they saturate: the judge must not.
 _PRECISE: Mapping[str, str] = {"session.x64quantprecision": "1"}
@@ -35,17 +35,17 @@ def open_graph(
         RuntimeRefusal: ONNX Runtime refuses the graph.
         OSError: the folder cannot be written.
     """
+    disabled = (*((OPTIMIZER,) if keep_float_weights else ()), *((LAYOUT,) if find_cubics(proto.graph) else ()))
     if count_weight_bytes(proto) < large_bytes:
-        return _open(proto.SerializeToString(), folder, keep_float_weights=keep_float_weights)
+        return _open(proto.SerializeToString(), folder, disabled)
     with _weights_outside(proto, folder) as source:
         # What quantizers left behind lies in the heap between what is still in use.
         release_memory()
-        return _open(source, folder, keep_float_weights=keep_float_weights)
+        return _open(source, folder, disabled)
 
 
-def _open(source: bytes, folder: Path, *, keep_float_weights: bool) -> CpuSession:
+def _open(source: bytes, folder: Path, disabled: tuple[str, ...]) -> CpuSession:
     config = external_config(folder)
-    disabled = (OPTIMIZER,) if keep_float_weights else ()
     settings = SessionSettings(threads=1, one_block=False, config={**_PRECISE, **config}, disabled_optimizers=disabled)
     try:
         return CpuSession(source, settings)
