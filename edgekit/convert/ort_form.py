@@ -79,19 +79,25 @@ def session_settings(options: OrtOptions, level: Level, source: Model) -> Sessio
     # The blocked layout exists on x64 alone: a file for Arm that was written on x64 would hold operators that Arm
     # lacks.
     disabled = () if options.cpu == "x64" else ("NchwcTransformer",)
-    with contextlib.suppress(ModelError):  # a file that cannot be read is refused when it is opened
-        disabled = (*disabled, *find_harmful(skim_model(source.path).graph))
+    disabled = (*disabled, *_list_harmful(source))
     return SessionSettings(level=level, config=_config(options), disabled_optimizers=disabled, threads=1)
 
 
-def load_settings(options: OrtOptions) -> SessionSettings:
-    """Returns how to open a converted file as an app would."""
-    return SessionSettings(config={**_config(options), **REPLAY}, threads=1)
+def load_settings(options: OrtOptions, source: Model | None = None) -> SessionSettings:
+    """Returns how to open what a source was converted to as an app would."""
+    disabled = () if source is None else _list_harmful(source)
+    return SessionSettings(config={**_config(options), **REPLAY}, disabled_optimizers=disabled, threads=1)
+
+
+def _list_harmful(source: Model) -> tuple[str, ...]:
+    with contextlib.suppress(ModelError):  # a file that cannot be read is refused when it is opened
+        return tuple(find_harmful(skim_model(source.path).graph))
+    return ()
 
 
 def _load_mapped(path: Path, options: OrtOptions, model: Model) -> None:
     """Loads a file as an app would, with its weights where they lie: its graph and kernels are what can be refused."""
-    settings = load_settings(options)
+    settings = load_settings(options, model)
     # Mapped, so that loading to see whether it loads does not hold the weights a second time.
     mapped = {"session.use_memory_mapped_ort_model": "1", "session.use_ort_model_bytes_for_initializers": "1"}
     config = {**settings.config, **mapped}

@@ -10,8 +10,8 @@ from edgekit.target import Target
 
 OPTIMIZER = "WeightBiasQuantization"
 LAYOUT = "NhwcTransformer"
-_DISABLED = "optimization.disable_specified_optimizers"
-KEEP_FLOAT_WEIGHTS: Mapping[str, str] = {_DISABLED: OPTIMIZER}
+DISABLED = "optimization.disable_specified_optimizers"
+KEEP_FLOAT_WEIGHTS: Mapping[str, str] = {DISABLED: OPTIMIZER}
 """The session entry that switches this off; without it the results are wrong and nothing says so."""
 
 _WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm"})
@@ -76,12 +76,12 @@ def disable_harmful(target: Target, graph: onnx.GraphProto) -> tuple[Target, tup
     found = find_harmful(graph)
     if not found:
         return target, ()
-    off = target.session.config.get(_DISABLED, "").split(";")
+    off = target.session.config.get(DISABLED, "").split(";")
     value = ";".join([*(name for name in off if name and name not in found), *found])
-    session = msgspec.structs.replace(target.session, config={**target.session.config, _DISABLED: value})
+    session = msgspec.structs.replace(target.session, config={**target.session.config, DISABLED: value})
     told = (
         _REASONS[name].format(len(nodes), ", ".join(f"'{each}'" for each in nodes[:3]))
-        + f", so the session needs {_DISABLED} = {value}"
+        + f", so the session needs {DISABLED} = {value}"
         for name, nodes in found.items()
     )
     return msgspec.structs.replace(target, session=session), tuple(told)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
@@ -17,6 +18,7 @@ from edgekit.errors import EdgekitError, ModelError, RuntimeRefusal, TargetError
 from edgekit.machine import release_memory
 from edgekit.model.model import load_model
 from edgekit.model.tensors import Array, Tensors
+from edgekit.prepare.weights.float_weights import DISABLED
 from edgekit.target import Form, load_target
 
 TESTED_FORMS: tuple[Form, ...] = ("onnx", "full", "runtime")
@@ -106,7 +108,10 @@ def choose_settings(bundle: Bundle, form: Form, path: Path) -> SessionSettings:
     styles: dict[Form, Style] = {"full": "full", "runtime": "runtime"}
     if form not in styles or path.suffix != ".ort":
         return SessionSettings(level=Level.DISABLED)
-    return load_settings(OrtOptions(style=styles[form], cpu=read_target(bundle).conversion.cpu))
+    settings = load_settings(OrtOptions(style=styles[form], cpu=read_target(bundle).conversion.cpu))
+    asked = bundle.manifest.session_config
+    config = settings.config | ({DISABLED: asked[DISABLED]} if DISABLED in asked else {})
+    return msgspec.structs.replace(settings, config=config)
 
 
 def _try_form(
