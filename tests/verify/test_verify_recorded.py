@@ -102,7 +102,7 @@ def lie(kind: str, bundle: Bundle, path: Path, out: Path) -> Path:
         ("more", "holds 10000 outputs of"),
         ("cut off", "ends early"),
         ("goes on", "goes on after its last output"),
-        ("replay", "the reference was replayed"),
+        ("replay", "is the float model's to the bit"),
         ("placement", "its placement is not whole"),
     ],
 )
@@ -110,7 +110,7 @@ def test_a_file_that_lies_fails(kind: str, words: str, bundle: Bundle, exported:
     report = judge(bundle, lie(kind, bundle, exported, tmp_path / "lie.run"))
     assert not report.passed
     (run,) = report.runs
-    assert words in " ".join((run.failure or "", *run.findings))
+    assert words in " ".join((run.failure or "", *run.failures))
 
 
 def test_wrong_outputs_with_their_right_digest_fail_by_the_limits(

@@ -104,13 +104,13 @@ def test_a_device_whose_state_drifts_fails(bundle: Bundle, factor: float, said: 
     assert "state" in gates
     assert any(said in line for line in run.failures), run.failures
     if factor < 1.1:
-        assert gates == {"state"}  # step by step, nothing else is wrong with it
+        assert gates == {"session", "state"}  # 1 % is more than the self-test of a float32 model grants
         assert run.state is not None
         drift = run.state.drift[0]
         # The more steps, the more its error adds up.
         assert drift.fed_back[1] > drift.fed_back[3] > drift.fed_back[7]  # type: ignore[operator]
         loose = msgspec.structs.replace(run.thresholds, max_drift_db=None)
-        assert msgspec.structs.replace(run, thresholds=loose).passed
+        assert msgspec.structs.replace(run, thresholds=loose, findings=()).passed
 
 
 @pytest.mark.parametrize(("turns", "said"), [(0, "it is asleep"), (3, "1 of 2 samples came back")])
