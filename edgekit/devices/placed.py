@@ -18,6 +18,9 @@ _TOKEN = re.compile(r"_token_\d+$")
 # What XNNPACK fuses into the operator before, and never takes alone; so do optimisers of the CPU.
 _FUSED = frozenset({"Clip", "Relu"})
 
+# What XNNPACK has kernels for (onnxruntime/core/providers/xnnpack/xnnpack_execution_provider.cc).
+_XNNPACK_OPS = _FUSED | {"AveragePool", "Conv", "ConvTranspose", "Gemm", "MatMul", "MaxPool", "Resize", "Softmax"}
+
 FAMILIES: Mapping[str, str] = {
     "Conv": "Conv", "FusedConv": "Conv", "QLinearConv": "Conv", "ConvInteger": "Conv", "NhwcFusedConv": "Conv",
     "ConvTranspose": "ConvTranspose", "QLinearConvTranspose": "ConvTranspose",
@@ -57,14 +60,11 @@ def goes_unnamed(node: CheckedNode, target: Target) -> bool:
 def add_unnamed(model: Model, providers: Mapping[str, str]) -> dict[str, str]:
     """Returns the place of every node of a model on XNNPACK, from a session without fusions: see `goes_unnamed`.
 
-    A Transpose, Q or DQ that is on neither side was cancelled or made anew when the layout changed; it is left out.
+    Of what is on neither side only XNNPACK's own operators can be there; all else was cancelled, made anew, or written
+    as other operators, as a HardSwish is that has no kernel.
     """
-    gone = {"Transpose", "QuantizeLinear", "DequantizeLinear"}
-    return {
-        node.name: providers.get(node.name, XNNPACK)
-        for node in read_graph(model).nodes
-        if node.name in providers or node.op_type not in gone
-    }
+    places = {node.name: XNNPACK for node in read_graph(model).nodes if node.op_type in _XNNPACK_OPS}
+    return {**places, **providers}
 
 
 def count_nodes(run: DeviceRun, job: Job) -> dict[str, int]:

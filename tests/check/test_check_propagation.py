@@ -126,6 +126,10 @@ AVERAGE = (
 HALF_SUM = (
     "g (float16[1,4,8,8] x) => (float16[1,1,8,8] y) <int64[1] a = {1}> { [r] r = Relu(x) [m] y = ReduceSum(r, a) }"
 )
+HALF_NORM = (
+    "g (float16[1,2,4,4] x) => (float16[1,2,4,4] y) <float16[2] s = {1, 2}> { [r] r = Relu(x)"
+    " [n] n = BatchNormalization(r, s, s, s, s) [y] y = Sigmoid(n) }"
+)
 CASES = {
     **{f"nnapi: {name}": ("nnapi", _smallest(*case)) for name, case in SMALLEST.items()},
     "nnapi: a bias of its own scale": ("nnapi", _conv("uint8", 0.0005)),
@@ -134,6 +138,7 @@ CASES = {
     "xnnpack: a bias that fits": ("xnnpack", _conv("int8", 0.001)),
     "xnnpack: a quantized AveragePool": ("xnnpack", AVERAGE),
     "coreml: a ReduceSum in fp16": ("coreml", HALF_SUM),
+    "coreml: a BatchNormalization in fp16": ("coreml", HALF_NORM),
 }
 
 
