@@ -205,6 +205,38 @@ def _cut(value: Any, length: int, size: int, cut: dict[str, Any]) -> Any:
     return np.ascontiguousarray(value)
 
 
+class Warm:
+    """Runs a session as a server should: one session for all requests, warmed up before the first, outputs bound.
+
+    Outputs are written where those of the run before lie, as long as the shapes of the inputs stay: copy what outlives
+    the next run. A batch of another size is bound anew. Threads may share the session, each with a Warm of its own.
+    Tensors of text cannot be bound, and outputs whose shape depends on the values need `session.run`.
+    """
+
+    def __init__(self, session: Any, inputs: dict[str, Any]) -> None:
+        """`inputs` is a sample: its run chooses kernels and plans memory, which no request should wait for."""
+        self._session, self._binding = session, session.io_binding()
+        self._names = [output.name for output in session.get_outputs()]
+        self._shapes: dict[str, Any] = {}
+        self.run(inputs)
+
+    def run(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Returns the outputs for inputs, which may be a batch where the bundle leaves its first axis open."""
+        shapes = {name: value.shape for name, value in inputs.items()}
+        for name, value in inputs.items():
+            self._binding.bind_cpu_input(name, np.ascontiguousarray(value))
+        if shapes != self._shapes:
+            for name in self._names:
+                self._binding.bind_output(name)
+        self._session.run_with_iobinding(self._binding)
+        made = self._binding.get_outputs()
+        if shapes != self._shapes:
+            for name, value in zip(self._names, made, strict=True):
+                self._binding.bind_ortvalue_output(name, value)
+            self._shapes = shapes
+        return {name: value.numpy() for name, value in zip(self._names, made, strict=True)}
+
+
 class Stepper:
     """Runs a model with state, as a KV cache, step by step: what a step gives of it goes into the next.
 
