@@ -21,7 +21,7 @@ VERSION: str = _ort.__version__
 AVAILABLE_PROVIDERS: tuple[str, ...] = tuple(cast("Any", _ort).get_available_providers())
 """The providers that this ONNX Runtime was built with; what they need to run may be missing."""
 TESTED_VERSIONS = ("1.31.1", "1.32.0")
-"""The versions of ONNX Runtime that `make versions` was run with; the first is the one that is locked."""
+"""The versions of ONNX Runtime that were tried: docs/reference/measured.md says what differs; the first is locked."""
 CPU_PROVIDER = "CPUExecutionProvider"
 
 REFUSALS: tuple[type[Exception], ...] = tuple(
