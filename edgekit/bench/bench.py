@@ -10,10 +10,9 @@ from edgekit._files import work_folder
 from edgekit._ort import CPU_PROVIDER
 from edgekit.bench.blocks import PRECISION, Block, Effort, join_times, run_enough, run_queue
 from edgekit.bench.interleaved import compare_on
-from edgekit.bench.latency import describe_drift, find_drift, median_interval
+from edgekit.bench.latency import describe_change, describe_drift, find_drift, find_energy, median_interval
 from edgekit.bench.report import BenchReport, BenchRun
 from edgekit.bench.subject import Opening, Subject, open_subject
-from edgekit.bench.thermal import describe_change, find_energy
 from edgekit.devices.device import Device, Job, find_present
 from edgekit.devices.parallel import run_each
 from edgekit.devices.placed import count_nodes

@@ -9,9 +9,16 @@ from edgekit._files import digest_file, move_file, work_folder
 from edgekit._ort import VERSION, Level
 from edgekit.convert.context import DEFAULT_CONTEXT, ContextOptions, require_compiler
 from edgekit.convert.equality import Equality
-from edgekit.convert.forms import ORT_FILES, Source, Written, write_context_form, write_onnx_form, write_ort_form
+from edgekit.convert.forms import (
+    ORT_FILES,
+    Source,
+    Written,
+    write_context_form,
+    write_onnx_form,
+    write_ort_form,
+    write_stamped,
+)
 from edgekit.convert.fusions import OpFusion
-from edgekit.convert.onnx_form import write_stamped
 from edgekit.convert.ort_form import OrtOptions, refuse_large
 from edgekit.convert.ort_format.canonical import CANONICAL_VERSION
 from edgekit.convert.ort_format.census import UnfusedNode

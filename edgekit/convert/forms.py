@@ -1,23 +1,96 @@
-"""Writing one form of a model, and what has to be known of the file."""
+"""Writing one form of a model, and what has to be known of the file: also what comes from the machine that wrote it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import onnx
 
 from edgekit._ort import Level
 from edgekit.convert.context import ContextOptions, compile_context, shorten_name
 from edgekit.convert.equality import Equality, compare_with_source
 from edgekit.convert.fusions import OpFusion, trace_fusions
-from edgekit.convert.host_traits import describe_traits
 from edgekit.convert.ort_form import OrtOptions, Style, write_ort
 from edgekit.convert.ort_format.census import UnfusedNode, count_ops, find_unfused, replay_saved
-from edgekit.convert.ort_format.report import read_graph
+from edgekit.convert.ort_format.report import OrtNode, read_graph
 from edgekit.data.samples import Samples
 from edgekit.errors import ModelError
-from edgekit.model.model import Model
+from edgekit.model.model import Model, iterate_graphs, read_proto
 from edgekit.model.skim import skim_model
+from edgekit.prepare.weights.external import write_beside
 from edgekit.target import Target
+
+ONNX_FILE = "model.onnx"
+STAMP = "edgekit.source_sha256"
+"""The entry of a file's metadata that holds the sha256 of the model whose graph it has."""
+
+
+def write_stamped(model: Model, folder: Path) -> Model:
+    """Writes a model, stamped, into a folder and returns it.
+
+    Its metadata names the file it came from by sha256, also as Core ML's cache key: that provider keeps compiled models
+    under the key and never compares them with the file (ORT's `coreml_execution_provider`, `ModelCacheDirectory`).
+    """
+    proto = read_proto(model, weights=False)
+    stamps = {entry.key: entry.value for entry in proto.metadata_props}
+    stamps |= {STAMP: model.sha256, "COREML_CACHE_KEY": model.sha256[:32]}
+    onnx.helper.set_model_props(proto, dict(sorted(stamps.items())))
+    return write_beside(proto, model, folder / ONNX_FILE)
+
+
+# What gives the same bits on every machine: moves of data, comparisons, and the arithmetic that IEEE 754 rounds.
+_EXACT_OPS = frozenset({
+    "Abs", "Add", "And", "ArgMax", "ArgMin", "Cast", "CastLike", "Ceil", "Clip", "Compress", "Concat", "Constant",
+    "ConstantOfShape", "DepthToSpace", "DequantizeLinear", "Div", "Equal", "Expand", "EyeLike", "Flatten", "Floor",
+    "Gather", "GatherElements", "GatherND", "Greater", "GreaterOrEqual", "Identity", "Less", "LessOrEqual", "Max",
+    "Min", "Mul", "Neg", "NonZero", "Not", "OneHot", "Or", "Pad", "QuantizeLinear", "Range", "Reciprocal", "Relu",
+    "Reshape", "Round", "Scatter", "ScatterElements", "ScatterND", "Shape", "Sign", "Size", "Slice", "SpaceToDepth",
+    "Split", "Sqrt", "Squeeze", "Sub", "Tile", "TopK", "Transpose", "Trilu", "Unsqueeze", "Where", "Xor",
+})  # fmt: skip
+
+
+def find_folded(source: onnx.GraphProto) -> tuple[str, ...]:
+    """Returns the operators that compute constants with float kernels whose last bits differ between CPUs, sorted."""
+    constants: set[str] = set()
+    found: set[str] = set()
+    for graph in iterate_graphs(source):
+        constants |= {tensor.name for tensor in graph.initializer}
+        for node in graph.node:
+            if all(name in constants for name in node.input if name) and not node.domain:
+                # Whatever follows from constants alone is folded when the file is written, with this CPU's kernels.
+                constants |= set(node.output)
+                if node.op_type not in _EXACT_OPS and any(node.input):
+                    found.add(node.op_type)
+    return tuple(sorted(found))
+
+
+def describe_traits(source: onnx.GraphProto, nodes: Sequence[OrtNode]) -> tuple[str, ...]:
+    """Returns a sentence for each reason why another kind of CPU could give other bytes; none if it would not.
+
+    `source` is the model before its constants were folded, `nodes` are those of the converted file.
+    """
+    ops = {node.op for node in nodes}
+    traits: list[str] = []
+    if folded := find_folded(source):
+        traits.append(f"constants were computed by this CPU's float kernels: {', '.join(folded)}")
+    if _has_half(source):
+        traits.append("fp16 nodes: which casts are baked in depends on the fp16 kernels of this ONNX Runtime build")
+    if any(op.startswith("com.microsoft.nchwc.") for op in ops):
+        traits.append("blocked layouts (NCHWc) exist on x64 only")
+    if "com.microsoft.NhwcFusedConv" in ops:
+        traits.append("NhwcFusedConv is made, and loads, on an Arm CPU with SME only")
+    return tuple(traits)
+
+
+def _has_half(source: onnx.GraphProto) -> bool:
+    half = onnx.TensorProto.FLOAT16
+    return any(
+        any(tensor.data_type == half for tensor in graph.initializer)
+        or any(value.type.tensor_type.elem_type == half for value in (*graph.input, *graph.value_info, *graph.output))
+        or any(node.op_type == "Cast" and any(item.i == half for item in node.attribute) for node in graph.node)
+        for graph in iterate_graphs(source)
+    )
+
 
 ORT_FILES: Mapping[Style, str] = {"full": "model.ort", "runtime": "model.runtime.ort"}
 """The name of the file of each style."""

@@ -17,7 +17,7 @@ from edgekit.bundle.manifest.manifest import Ancestry
 from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport
 from edgekit.convert.convert import ConvertedModel
-from edgekit.convert.onnx_form import STAMP
+from edgekit.convert.forms import STAMP
 from edgekit.data.samples import select_samples, spread_indices
 from edgekit.errors import FAILURES, DataError, EdgekitError, ModelError, quote_error
 from edgekit.graph.graph import read_graph

@@ -11,7 +11,7 @@ import msgspec
 
 from edgekit.profile.events import Execution, Step
 from edgekit.profile.measure import Profiled
-from edgekit.profile.work import count_work
+from edgekit.profile.nodes import count_work
 
 _RUNS = 0
 

@@ -13,9 +13,8 @@ from edgekit.bench.subject import Opening, Subject, open_subject
 from edgekit.devices.device import Device, find_present
 from edgekit.devices.parallel import run_each
 from edgekit.devices.register import DeviceChoice, choose_devices
-from edgekit.profile.causes import find_causes, make_contest
+from edgekit.profile.causes import Side, find_causes, make_contest, pair_layers
 from edgekit.profile.measure import Profiled, Watching, profile_subject
-from edgekit.profile.pairs import Side, pair_layers
 from edgekit.profile.report import LayerPair, ProfileComparison, ProfileReport
 from edgekit.progress import Progress, say_nothing
 

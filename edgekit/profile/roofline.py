@@ -19,8 +19,8 @@ from edgekit.errors import DeviceError, OutputError
 from edgekit.machine import describe_machine
 from edgekit.model.tensors import Array, Tensors, TensorSpec
 from edgekit.profile.events import Step, read_trace
+from edgekit.profile.nodes import count_work
 from edgekit.profile.report import Roof
-from edgekit.profile.work import count_work
 
 # A product of 512 x 512 is large enough for MLAS's best kernels and blocks, and takes 3 ms at 40 GMAC/s. 8 Mi floats
 # read and as many written are 64 MiB: more than the last cache of phones, boards and most PCs.

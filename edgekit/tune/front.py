@@ -1,12 +1,48 @@
-"""What was measured of each setting, summed up, and the front of those that no other one beats everywhere."""
+"""What was measured, summed up: each setting, the front of those that no other one beats, and each level's graph."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from statistics import median
 
 import msgspec
 
-from edgekit.tune.journal import Round
-from edgekit.tune.report import Entrant, Measured, TriedSetting
+from edgekit._ort import CPU_PROVIDER, Level, SessionSettings, optimize_graph
+from edgekit.convert.levels import describe_level
+from edgekit.devices.device import Job
+from edgekit.errors import EdgekitError
+from edgekit.model.model import load_model
+from edgekit.tune.race import Round
+from edgekit.tune.report import Entrant, LevelRow, Measured, TriedSetting
+
+# A level is written to be counted: gigabytes of weights are not written five times for that.
+_MOST_BYTES = 500_000_000
+
+
+def list_levels(job: Job, tried: Mapping[Level, TriedSetting], work: Path) -> Iterator[LevelRow]:
+    """Yields a row for each level that was measured; nodes are those that the CPU provider of this machine runs."""
+    work.mkdir()
+    for level, found in tried.items():
+        nodes, fused = _count(job, level, work / f"{level.value}.onnx")
+        yield LevelRow(
+            level=level.value,
+            nodes=nodes,
+            fused=fused,
+            load_ms=None if found.fault else found.load_ms,
+            median_ms=None if found.fault else found.median_ms,
+        )
+
+
+def _count(job: Job, level: Level, out: Path) -> tuple[int | None, dict[str, int]]:
+    small = job.model.suffix == ".onnx" and job.model.stat().st_size < _MOST_BYTES
+    if job.target.provider != CPU_PROVIDER or not small:
+        return None, {}
+    try:
+        optimize_graph(job.model, out, SessionSettings(level=level, config=dict(job.target.session.config)))
+        row = describe_level(load_model(job.model), out, level)
+    except EdgekitError:
+        return None, {}
+    return row.nodes, row.inserted
+
 
 # Outputs that are nearer to the reference than that are equal for any use: rounding of float32 lies at 100 dB and more.
 _SAME_DB = 90.0

@@ -28,11 +28,9 @@ from edgekit.progress import Progress, say_nothing
 from edgekit.target import Thresholds
 from edgekit.tune.apply import apply_setting, require_bundle
 from edgekit.tune.files import has_branches, make_jobs, open_batches, open_files
-from edgekit.tune.front import mark_front, sum_up
-from edgekit.tune.journal import Journal
-from edgekit.tune.levels import list_levels
+from edgekit.tune.front import list_levels, mark_front, sum_up
 from edgekit.tune.measure import GATE, Course, hold_outputs, measure
-from edgekit.tune.race import LEAST_GAIN, TIME_OVER, compare_fresh, race
+from edgekit.tune.race import LEAST_GAIN, TIME_OVER, Journal, compare_fresh, race
 from edgekit.tune.report import Decision, Entrant, TuneReport
 from edgekit.tune.space import LEVELS, Change, Circumstances, Goal, Group, list_groups
 

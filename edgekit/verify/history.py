@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgekit.bench.history_file import has_table, opened_history, prepare_table, require_folder, require_history
+from edgekit.bench.history import has_table, opened_history, prepare_table, require_folder, require_history
 from edgekit.errors import DataError, UsageError
 from edgekit.evidence import Evidence, Verdict
 from edgekit.plain import to_json

@@ -18,8 +18,8 @@ from edgekit._ort import CpuSession, SessionSettings
 from edgekit.bench.bench import bench_on, bench_subjects
 from edgekit.bench.blocks import Effort, run_block
 from edgekit.bench.interleaved import ROUNDS
+from edgekit.bench.latency import find_energy
 from edgekit.bench.subject import Opening, open_subject
-from edgekit.bench.thermal import find_energy
 from edgekit.cli.main import run_command
 from edgekit.devices.device import DeviceRun, DeviceState, Job, Missing
 from edgekit.devices.far import ort_runner

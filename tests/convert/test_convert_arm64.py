@@ -9,7 +9,7 @@ from arm64_saver import MISSING, convert_on_arm64
 from convert_models import ARM, RUNTIME, make_float, make_qdq, save_graph, write_form
 from onnx import helper
 
-from edgekit.convert.host_traits import describe_traits
+from edgekit.convert.forms import describe_traits
 from edgekit.convert.ort_form import OrtOptions
 
 pytestmark = [

@@ -11,7 +11,7 @@ from onnx import helper, parser
 
 from edgekit.convert.convert import convert_model
 from edgekit.convert.equality import MAX_SAMPLES, Equality, compare_onnx, compare_with_source
-from edgekit.convert.host_traits import describe_traits, find_folded
+from edgekit.convert.forms import describe_traits, find_folded
 from edgekit.convert.ort_form import OrtOptions
 from edgekit.convert.ort_format.layout import write_tables
 from edgekit.convert.ort_format.report import read_graph

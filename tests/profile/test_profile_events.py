@@ -7,7 +7,7 @@ import pytest
 
 from edgekit.errors import DeviceError
 from edgekit.profile.events import Step, Tensor, decode_trace
-from edgekit.profile.work import count_work
+from edgekit.profile.nodes import count_work
 
 
 def node(name: str, op: str, start: int, length: int, tid: int = 1, **facts: Any) -> dict[str, Any]:

@@ -25,9 +25,8 @@ from edgekit.evidence import Evidence
 from edgekit.graph.graph import read_graph
 from edgekit.model.model import load_model
 from edgekit.profile.advice import give_advice
-from edgekit.profile.causes import find_causes, find_islands, make_contest
+from edgekit.profile.causes import Side, find_causes, find_islands, make_contest, pair_layers
 from edgekit.profile.nodes import find_source, hold_against, list_sources
-from edgekit.profile.pairs import Side, pair_layers
 from edgekit.profile.report import DeviceProfile, NodeTime, Roof, Unasked
 from edgekit.profile.roofline import find_roof
 from edgekit.report.pages.profile_charts import describe_node, split_area

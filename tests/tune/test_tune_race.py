@@ -14,9 +14,8 @@ from edgekit.data.samples import Samples
 from edgekit.errors import UsageError
 from edgekit.target import Session
 from edgekit.tune.front import mark_front, sum_up
-from edgekit.tune.journal import Journal
 from edgekit.tune.measure import GATE, hold_outputs
-from edgekit.tune.race import LEAST_GAIN, TIME_OVER, compare_fresh, race
+from edgekit.tune.race import LEAST_GAIN, TIME_OVER, Journal, compare_fresh, race
 from edgekit.tune.report import Entrant, Measured, TriedSetting
 from edgekit.tune.space import SWITCHES, Change, Circumstances, list_groups
 
