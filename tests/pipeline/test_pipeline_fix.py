@@ -1,5 +1,6 @@
 """A build rewrites the graph for a target where it then takes more, and ships only what is expected to start."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -12,7 +13,8 @@ from tiny_models import parse_model
 
 from edgekit.cli.main import run_command
 from edgekit.jobs.build import build
-from edgekit.recipe import Data, Recipe
+from edgekit.prepare.fix import REWRITES, apply_rewrites
+from edgekit.recipe import Data, PrecisionChoice, Recipe
 from edgekit.report.summary import BuildReport, BundleSummary
 from edgekit.target import Precision, load_target
 
@@ -101,6 +103,23 @@ def test_a_graph_is_left_as_it_is_where_the_rewritten_one_would_make_no_session(
     assert not any("pad-reflect" in note for note in bundle.notes)
     assert bundle.check is not None
     assert bundle.check.verdict != "no"
+
+
+@pytest.mark.parametrize(("text", "precision"), [(NET, "auto"), (MIRRORED, "auto"), (MIRRORED, "fp32")])
+def test_what_is_told_is_of_the_file_that_is_shipped(tmp_path: Path, text: str, precision: PrecisionChoice) -> None:
+    recipe = Recipe(targets=("nnapi",), precision=precision)
+    bundle = _find(build(*_make(text, tmp_path), tmp_path / "out", recipe, verify=False), "nnapi")
+    assert bundle.path is not None
+    # Rewrites change what they are given, so the nodes are listed first.
+    shipped = onnx.load(str(bundle.path / "model.onnx"))
+    names = {node.name for node in shipped.graph.node}
+    told = {name for name in REWRITES if any(f"{name} (" in note for note in bundle.notes)}
+    assert told or "left as it is" in bundle.notes[0]
+    # A rewrite that was told finds nothing more to do there.
+    assert not {fix.id for fix in apply_rewrites(shipped, told)}
+    checked = json.loads((bundle.path / "check.json").read_text())
+    assert checked["sha256"] == bundle.files["model.onnx"]
+    assert {node["name"] for node in checked["node_list"]} == names
 
 
 # A Concat that reads what NNAPI leaves to the CPU, as those of a U-Net do: in integers it is claimed, and then refused.
