@@ -96,7 +96,9 @@ MEASURES: Mapping[Answers, tuple[Callable[[Array, Array], float], float, float]]
 
 
 def ask_oracle(folder: Path, net: Net) -> Truth:
-    """Runs a bundle's file in the library that apps link, and holds its first output against the float model's.
+    """Runs a bundle's file in the library that apps link, and holds its outputs against the float model's.
+
+    The first output is what the network answers, others are values; the truth is that of the worst.
 
     Raises:
         BundleError: the bundle cannot be opened.
@@ -110,14 +112,19 @@ def ask_oracle(folder: Path, net: Net) -> Truth:
         run = device.run_job(msgspec.structs.replace(job, budget_s=_BUDGET_S), work)
         if run.failure is not None:
             return Truth(state="does not start", failure=run.failure)
-        got = [next(iter(row.values())) for row in run.outputs]
-    truth = judge(net.answers, run_float(net, len(got)), np.stack(got))
+        rows = list(run.outputs)
+    wanted = run_float(net, len(rows))
+    truths = [
+        judge("values" if index else net.answers, wanted[name], np.stack([row[name] for row in rows]))
+        for index, name in enumerate(wanted)
+    ]
+    truth = max(truths, key=lambda truth: ("right", "open", "wrong").index(truth.state))
     taken = np.mean([node.provider != CPU_PROVIDER for node in run.placement]) if run.placement else None
     return msgspec.structs.replace(truth, taken=None if taken is None else round(float(taken), 3))
 
 
-def run_float(net: Net, count: int) -> Array:
-    """Returns what stock ONNX Runtime makes of the first samples, stacked."""
+def run_float(net: Net, count: int) -> dict[str, Array]:
+    """Returns what stock ONNX Runtime makes of the first samples, stacked, by output."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     session = onnxruntime.InferenceSession(str(net.folder / "model.onnx"), options, providers=["CPUExecutionProvider"])
@@ -128,7 +135,9 @@ def run_float(net: Net, count: int) -> Array:
     }
     with np.load(net.folder / "held.npz") as held:
         rows = [{name: held[name][index] for name in held.files} for index in range(count)]
-    return np.stack([session.run(None, {**row, **frozen})[0] for row in rows])
+    answers = [session.run(None, {**row, **frozen}) for row in rows]
+    names = [output.name for output in session.get_outputs()]
+    return {name: np.stack(values) for name, values in zip(names, zip(*answers, strict=True), strict=True)}
 
 
 def judge(answers: Answers, wanted: Array, got: Array) -> Truth:
