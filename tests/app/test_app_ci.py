@@ -35,7 +35,8 @@ def _run(script: str, folder: Path, **values: str) -> subprocess.CompletedProces
 def _write_app(folder: Path, limit: str = "") -> None:
     write_small_net(folder / "m.onnx", folder / "m.npz")
     (folder / "edgekit.toml").write_text(
-        f'[models.m]\npath = "m.onnx"\n[models.m.data]\nsource = "m.npz"\nsamples = 8\n[targets.coreml]\n{limit}\n'
+        '[models.m]\npath = "m.onnx"\n[models.m.data]\nsource = "m.npz"\nsamples = 8\n'
+        f"[verify]\naccept_unproven = true\n[targets.coreml]\n{limit}\n"
     )
 
 
