@@ -28,7 +28,7 @@ def test_the_peak_of_memory_has_the_unit_of_the_system(monkeypatch: pytest.Monke
     assert peak_bytes(SimpleNamespace(ru_maxrss=5000)) == 5000 * unit
     assert own_peak_bytes() == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     monkeypatch.setattr(ort_runner, "Path", lambda _: Path("/nowhere"))
-    assert ort_runner._peak_rss_bytes() == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    assert ort_runner._read_memory()[1] == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def test_a_child_is_counted_with_its_parent() -> None:

@@ -50,7 +50,7 @@ def measure_shape(folder: Path) -> Shape:
     lines = {path: _code_lines(tree) for path, tree in trees.items()}
     nodes = [node for tree in trees.values() for node in ast.walk(tree)]
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    reads = Counter(node.id if isinstance(node, ast.Name) else node.attr for node in nodes if _is_read(node))
+    reads = Counter(name for node in nodes if (name := _read_name(node)))
     return Shape(
         modules=len(trees),
         median_module_lines=median(path.read_bytes().count(b"\n") for path in trees) if trees else 0,
@@ -68,8 +68,10 @@ def find_banned_names(folder: Path) -> list[str]:
     return [f"{path}: a module named '{path.stem}' excludes nothing; name what it owns" for path in paths]
 
 
-def _is_read(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load)
+def _read_name(node: ast.AST) -> str:
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+        return node.id
+    return node.attr if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) else ""
 
 
 def _length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

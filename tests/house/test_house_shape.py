@@ -68,7 +68,7 @@ def test_an_import_that_points_up_is_named(tree: Path, file: str, source: str, m
     before = path.read_text() if path.exists() else None
     path.write_text(f"{source}\n{before or ''}")
     try:
-        command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
+        command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
         environment = {**os.environ, "PYTHONPATH": str(tree), "COLUMNS": "200"}
         done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
     finally:

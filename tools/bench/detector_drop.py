@@ -2,10 +2,11 @@
 
     python tools/bench/detector_drop.py [DETECTOR]... [--cache ~/.cache/edgekit/collapse] [--state DIR]
 
-Detectors: FastestDet on COCO photographs (../shared/zoo) and small nets that are trained (run_collapse.py, run_unseen.py). Each is quantized by the
-plans of predict_coverage.py. "spread" is what R2 of the raw numbers falls by, by which detectors were judged before.
-`held` says that a detector was not looked at while the estimate was made. Exit code 1: among plans that lose at most
-five points the estimate misses by more than half a point on average, or its interval holds the truth in less than 90 %.
+Detectors: FastestDet on COCO photographs (../shared/zoo) and small nets that are trained (run_collapse.py,
+run_unseen.py). Each is quantized by the plans of predict_coverage.py. "spread" is what R2 of the raw numbers falls
+by, by which detectors were judged before. `held` says that a detector was not looked at while the estimate was made.
+Exit code 1: among plans that lose at most five points the estimate misses by more than half a point on average, or
+its interval holds the truth in less than 90 %.
 """
 
 import argparse
