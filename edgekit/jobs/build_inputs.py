@@ -23,17 +23,16 @@ from edgekit.data.samples import Samples
 from edgekit.data.split import SampleSets, Sequences, read_sample_sets
 from edgekit.errors import DataError, ModelError, UsageError
 from edgekit.graph.graph import read_graph
-from edgekit.jobs.check import TargetShare, fix_for_target
+from edgekit.jobs.check import gain_on_target
 from edgekit.jobs.prepare import list_versions
 from edgekit.machine import describe_machine
 from edgekit.model.model import Model, find_integer_ops, read_proto
 from edgekit.model.outputs import StatedOutput, check_outputs
-from edgekit.model.skim import skim_model
 from edgekit.model.state import State
 from edgekit.model.tensors import Array, Tensors
 from edgekit.prepare import ready_model
 from edgekit.prepare.buckets import BucketModels, choose_dims, prepare_buckets
-from edgekit.prepare.fix import SPELLINGS, Fix, FixedModel, apply_rewrites, list_asked
+from edgekit.prepare.fix import Fix, FixedModel
 from edgekit.progress import Budget, Progress, Stopwatch
 from edgekit.quantize import Calibration, calibrate_model
 from edgekit.quantize.accuracy.predict import FloatReference
@@ -349,34 +348,22 @@ def fix_inputs(inputs: BuildInputs, target: Target, job: BuildJob, folder: Path,
     Raises:
         EdgekitError: the rewritten model cannot be calibrated.
     """
-    prepared = inputs.prepared
     if inputs.is_quantized or not job.recipe.fix:
         return inputs
-    # Asked before gigabytes are written: most models have nothing to gain.
-    asked = list_asked(target, stays_float=stays_float)
-    finds = asked and apply_rewrites(skim_model(prepared.path), asked)
-    if not finds and SPELLINGS.keys().isdisjoint(advice.id for advice in check_model(prepared, target).advice):
-        return inputs
-    better, gain = fix_for_target(prepared, folder / prepared.path.name, target, stays_float=stays_float)
     known = {fix.id for fix in inputs.fixes}
-    fixes = tuple(fix for fix in better.fixes if fix.id not in known)
-    if not fixes or (gain.after == gain.before and not {fix.id for fix in fixes} & {*asked}):
+    found = gain_on_target(inputs.prepared, folder, target, stays_float=stays_float, known=known)
+    if found is None:
         return inputs
-    rewrites = ", ".join(f"{fix.id} ({len(fix.nodes)} nodes)" for fix in fixes)
+    better, gain = found
     calibration = inputs.calibration
     if not stays_float:
         calibration = _calibrate(better.model, inputs.samples, inputs.outputs, job, folder / "calibration")
     reference = FloatReference(better.model, inputs.samples.calibration, inputs.outputs)
-    fixes = (*inputs.fixes, *fixes)
     return msgspec.structs.replace(
         inputs,
         prepared=better.model,
-        fixes=fixes,
+        fixes=(*inputs.fixes, *better.fixes),
         calibration=calibration,
         reference=reference,
-        gain=f"rewritten for it: {rewrites}; {_describe(gain.before)} before, {_describe(gain.after)} now",
+        gain=gain,
     )
-
-
-def _describe(share: TargetShare) -> str:
-    return f"{share.taken} of {share.nodes} nodes in {share.partitions} partitions"

@@ -1,5 +1,6 @@
 """Checking a model as the user has it against targets, and rewriting it for one."""
 
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ from edgekit.devices.register import choose_here
 from edgekit.errors import ModelError, RuntimeRefusal
 from edgekit.graph.graph import read_graph
 from edgekit.model.model import Model, load_model
+from edgekit.model.skim import skim_model
 from edgekit.plain import to_plain
 from edgekit.prepare.clean import freeze_model, prepare_model, show_model, sketch_model, sketch_unloaded
-from edgekit.prepare.fix import FIXES, JOINS, Fix, FixedModel, fix_model, list_asked
+from edgekit.prepare.fix import FIXES, JOINS, SPELLINGS, Fix, FixedModel, apply_rewrites, fix_model, list_asked
 from edgekit.progress import Progress, say_nothing
 from edgekit.recipe import Recipe, load_targets, refuse_profiles
 from edgekit.report.checked import CheckSummary, describe_recommendation
@@ -161,6 +163,36 @@ def fix_for_target(
             break
     gain = TargetGain(target=target.name, before=_sum_up(before), after=_sum_up(after))
     return FixedModel(model=prepared, fixes=tuple(fixes)), gain
+
+
+def gain_on_target(
+    prepared: Model, folder: Path, target: Target, *, stays_float: bool, known: Collection[str] = ()
+) -> tuple[FixedModel, str] | None:
+    """Returns a prepared model rewritten so that a target takes more of it, in `folder`, and a line that tells it.
+
+    None where the rewrites that are not `known` gain nothing.
+
+    Raises:
+        OutputError: `folder` cannot be written.
+        TargetError: the target's rules are missing or malformed.
+    """
+    # Asked before gigabytes are written: most models have nothing to gain.
+    asked = list_asked(target, stays_float=stays_float)
+    finds = asked and apply_rewrites(skim_model(prepared.path), asked)
+    if not finds and SPELLINGS.keys().isdisjoint(advice.id for advice in check_model(prepared, target).advice):
+        return None
+    better, gain = fix_for_target(prepared, folder / prepared.path.name, target, stays_float=stays_float)
+    fixes = tuple(fix for fix in better.fixes if fix.id not in known)
+    if not fixes or (gain.after == gain.before and not {fix.id for fix in fixes} & {*asked}):
+        return None
+    rewrites = ", ".join(f"{fix.id} ({len(fix.nodes)} nodes)" for fix in fixes)
+    told = f"rewritten for it: {rewrites}; {describe_share(gain.before)} before, {describe_share(gain.after)} now"
+    return msgspec.structs.replace(better, fixes=fixes), told
+
+
+def describe_share(share: TargetShare | CheckReport) -> str:
+    """Returns how much of a model a target takes, in words."""
+    return f"{share.taken} of {share.nodes} nodes in {share.partitions} partitions"
 
 
 def _sum_up(report: CheckReport) -> TargetShare:

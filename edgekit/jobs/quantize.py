@@ -12,16 +12,19 @@ from edgekit._files import digest_bytes, digest_file, replacing_file, require_ap
 from edgekit.bundle.golden.sequences import plan_sequences
 from edgekit.check.check import check_model
 from edgekit.check.integers import explain_no_gain
+from edgekit.check.report import CheckReport
 from edgekit.data.data_check import SampleFacts, check_samples, warn_if_few
 from edgekit.data.labels import Label, read_task_labels
 from edgekit.data.samples import Samples, limit_samples
 from edgekit.data.split import load_sequences
 from edgekit.errors import UsageError
 from edgekit.graph.graph import read_graph
+from edgekit.jobs.check import describe_share, gain_on_target
 from edgekit.machine import own_peak_bytes, release_memory
 from edgekit.model.model import Model, load_model, move_data
 from edgekit.model.outputs import StatedOutput, check_outputs
 from edgekit.prepare import Fix, ready_model
+from edgekit.prepare.fix import FixedModel
 from edgekit.prepare.opset import lower_model
 from edgekit.progress import Budget, Progress, say_nothing
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization
@@ -126,7 +129,7 @@ def quantize_for(
         require_apart([out], [job.source.path, *(job.source.path.parent / name for name in job.source.external_files)])
         state, search = _open_state(job, how.state, data.labels, recipe.metric), _open_search(job, how)
         plan, searched = _choose_plan(job, search, how.method, state)
-        quantized, predicted = _write_model(job, search, plan, searched, out)
+        quantized, predicted, check = _write_model(job, search, plan, searched, out)
         layers = _measure_layers(job, search.calibration, plan) if how.layers else ()
     return QuantizeReport(
         model=job.source.name,
@@ -144,6 +147,9 @@ def quantize_for(
         quantized_nodes=quantized.quantized_nodes,
         float_nodes=quantized.float_nodes,
         predicted=predicted,
+        taken=describe_share(check),
+        taken_macs=round(check.taken_macs, 4),
+        refused=check.is_refused,
         steps=plan.judged,
         trials=describe_trials(searched, goal=job.max_drop is not None),
         max_drop=job.max_drop,
@@ -180,6 +186,13 @@ def _open_job(model: Path, data: Data, recipe: Recipe, how: QuantizeOptions, wor
     precision = _choose_integers(target, recipe, plan)
     source = lower_model(load_model(model), work / "lowered")
     fixed = ready_model(source, work, recipe.dims, may_stay_open=takes_any_size((target,)))
+    if recipe.fix:
+        known = {fix.id for fix in fixed.fixes}
+        rewrite = partial(gain_on_target, fixed.model, work / "fixed", target, stays_float=False, known=known)
+        gained = budget.attempt(f"rewrites for {target.name}", rewrite)
+        if gained is not None:
+            fixed = FixedModel(model=gained[0].model, fixes=(*fixed.fixes, *gained[0].fixes))
+            budget.progress(gained[1])
     if reason := explain_no_gain(read_graph(fixed.model), target, precision, partial(check_model, fixed.model, target)):
         budget.progress(reason)
     outputs = check_outputs(recipe.outputs, fixed.model)
@@ -317,8 +330,8 @@ def _open_search(job: _Job, how: QuantizeOptions) -> Search:
 
 def _write_model(
     job: _Job, search: Search, plan: QuantPlan, searched: Searched | None, out: Path
-) -> tuple[QuantizedModel, Prediction]:
-    """Returns the model, written to `out` as soon as it is whole, and what it is expected to cost."""
+) -> tuple[QuantizedModel, Prediction, CheckReport]:
+    """Returns the model, written to `out` once it is whole, what it is expected to cost, and what is taken of it."""
     with replacing_file(out) as temporary:
         job.budget.progress("quantize")
         quantized = write_chosen(search, plan, searched, temporary)
@@ -328,9 +341,10 @@ def _write_model(
         if not measured:
             job.budget.progress("measure")
         predicted = searched.chosen.prediction if searched is not None and measured else job.measure(quantized.model)
+        check = check_model(quantized.model, job.target)
         # Weights beyond 2 GB lie beside the model, under the name that stands in it.
         move_data(temporary, out)
-    return quantized, predicted
+    return quantized, predicted, check
 
 
 def _measure_layers(job: _Job, calibration: Calibration, plan: QuantPlan) -> tuple[ActivationReport, ...]:

@@ -22,6 +22,8 @@ def describe_quantization(report: QuantizeReport) -> Iterator[str]:
     yield f"{report.out}: {kept}; {size}"
     yield from _describe_floats(report)
     yield f"expected: {describe_prediction(report.predicted)}"
+    share = f"{report.target} takes {report.taken} of it, {100 * report.taken_macs:.1f} % of the work"
+    yield f"{share}; no session of it is expected" if report.refused else share
     if report.advice:
         yield f"much is lost; {report.advice}"
     wanted, samples = wanted_samples(report.predicted), report.predicted.samples

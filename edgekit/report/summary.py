@@ -160,7 +160,9 @@ class QuantizeReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
     constant that stays float, the largest first; `narrow` are those in 8 or 16 bits. `predicted` is what it will
     cost. `trials` are those of a search, in order; `max_drop` is its goal in points. `met` says whether the chosen one
     reaches it, None where no goal was set, and `goal_note` what that leaves out; `advice` says what would lose less
-    where more than 2 points are lost. `layers` are the quantized activations, in graph order, where they were asked
+    where more than 2 points are lost. `taken` is how much of the file
+    the target's rules take, `taken_macs` the share of the work; `refused` says that no session of it is expected.
+    `layers` are the quantized activations, in graph order, where they were asked
     for. `left_out` is what the time budget left no time for, `failed` says of other steps why they were left out.
     """
 
@@ -179,6 +181,9 @@ class QuantizeReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
     quantized_nodes: int
     float_nodes: tuple[FloatNode, ...]
     predicted: Prediction
+    taken: str = ""
+    taken_macs: float = 1.0
+    refused: bool = False
     steps: tuple[Candidate, ...]
     trials: tuple[TrialReport, ...]
     max_drop: float | None

@@ -5,6 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import onnx
 import pytest
@@ -13,6 +14,7 @@ from tiny_models import parse_model
 
 from edgekit.cli.main import run_command
 from edgekit.jobs.build import build
+from edgekit.jobs.quantize import quantize_for
 from edgekit.prepare.fix import REWRITES, apply_rewrites
 from edgekit.recipe import Data, PrecisionChoice, Recipe
 from edgekit.report.summary import BuildReport, BundleSummary
@@ -178,3 +180,19 @@ def test_a_fault_of_ours_leaves_the_other_targets_whole_and_a_file_to_send(
     told = (tmp_path / "out" / "fault-odd.txt").read_text()
     assert "Traceback" in told
     assert "onnxruntime: " in told
+
+
+def test_quantize_writes_what_the_target_takes_as_build_does(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4,8,8] x) => (float[1,5] y)
+      <float z = {0.044715}, float r = {0.7978846}, float one = {1}, float half = {0.5}, float cube = {3}>
+      { a = Conv<pads=[1,1,1,1]>(x, u) p = Pow(a, cube) q = Mul(p, z) s = Add(a, q) c = Mul(s, r) d = Tanh(c)
+        e = Add(d, one) f = Mul(a, e) h = Mul(f, half) b = Conv<pads=[1,1,1,1]>(h, v) m = GlobalAveragePool(b)
+        l = Flatten(m) y = Gemm(l, w) }"""
+    path, data = _make(text, tmp_path)
+    recipe = Recipe(targets=("qnn",))
+    report = quantize_for(path, data, tmp_path / "q.onnx", recipe)
+    assert (report.taken_macs, report.refused) == (1.0, False)
+    assert report.taken.endswith("in 1 partitions")
+    assert "FastGelu" not in {node.op_type for node in onnx.load(tmp_path / "q.onnx").graph.node}
+    as_it_is = quantize_for(path, data, tmp_path / "plain.onnx", msgspec.structs.replace(recipe, fix=False))
+    assert not as_it_is.taken.endswith("in 1 partitions")
