@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgekit._files import copy_file
+from edgekit._files import copy_file, move_file
 from edgekit.bundle.golden.golden import Golden, make_golden
 from edgekit.bundle.group.weights import share_models
 from edgekit.bundle.manifest.buckets import Bucket, Buckets
@@ -98,9 +98,9 @@ def _share(models: Mapping[int, Model], sized: BucketInputs, name: str, work: Pa
     names = {size: name if size == largest else f"{name}-{size}" for size in models}
     # Each under a name of its own, also where nothing is shared: the files of all sizes lie in one folder.
     shared = share_models({names[size]: model for size, model in models.items()}, work)
-    of_each = {
-        size: shared.files.get(names[size]) or _rename(model, names[size], work) for size, model in models.items()
-    }
+    made = {size: shared.files.get(names[size]) or _rename(model, names[size], work) for size, model in models.items()}
+    # In one folder, as in the bundle: a model loads where its weights lie beside it.
+    of_each = {size: tuple(_gather(path, work, work / "together") for path in paths) for size, paths in made.items()}
     files = tuple(dict.fromkeys(path for paths in of_each.values() for path in paths))
     whole = sum(path.stat().st_size for path in files)
     alone = sum(path.stat().st_size for paths in of_each.values() for path in paths)
@@ -115,6 +115,15 @@ def _share(models: Mapping[int, Model], sized: BucketInputs, name: str, work: Pa
         lengths=sized.lengths,
     )
     return Sized(files=files, buckets=buckets)
+
+
+def _gather(path: Path, work: Path, folder: Path) -> Path:
+    """Brings a file into a folder: those made in `work` are moved, others copied, each once."""
+    place = folder / path.name
+    if not place.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        (move_file if path.is_relative_to(work) else copy_file)(path, place)
+    return place
 
 
 def _rename(model: Model, name: str, work: Path) -> tuple[Path, ...]:
