@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
+from edgekit.quantize.accuracy.loss import MEASURES
 from edgekit.quantize.accuracy.predict import Prediction, wanted_samples
 from edgekit.quantize.plan import NarrowConstants
 from edgekit.report.summary import QuantizeReport
@@ -85,6 +86,9 @@ def describe_prediction(predicted: Prediction) -> str:
     same = "" if predicted.top1_agreement is None else f", {100 * predicted.top1_agreement:.1f} % of decisions the same"
     known = "" if predicted.got is None else f" from {predicted.reference:.4g} to {predicted.got:.4g},"
     low, high = (100 * end for end in predicted.drop_interval or (math.nan, math.nan))
+    if predicted.measure == MEASURES["values"].name:
+        lost = f"{100 * predicted.drop_estimate:.2f} % ({low:.2f} to {high:.2f})"
+        return f"{ratio}; the outputs decide nothing that is known, and their spread (R2) falls by {lost}"
     ends = "too few samples for an interval" if predicted.drop_interval is None else f"{low:.2f} to {high:.2f}"
     return (
         f"{ratio}{same}; {predicted.measure} down{known} by {100 * predicted.drop_estimate:.2f} points"

@@ -21,6 +21,8 @@ RAW = HEAD + " => (float[1,5,16,16] y) { l = Conv(x, w) y = Identity(l) }"
 TAILS = {
     "raw": RAW,
     "softmax": HEAD + " => (float[1,5,16,16] y) { l = Conv(x, w) y = Softmax<axis=1>(l) }",
+    "bias": HEAD + " => (float[1,5,16,16] y) { l = Conv(x, w) s = Add(l, b) y = Softmax<axis=1>(s) }",
+    "sum": HEAD + " => (float[1,5,16,16] y) { l = Conv(x, w) s = Add(l, x) y = Softmax<axis=1>(s) }",
     "labels": HEAD + " => (int64[1,1,16,16] y) { l = Conv(x, w) y = ArgMax<axis=1>(l) }",
     "pooled": HEAD + " => (float[1,5] y) { l = Conv(x, w) p = GlobalAveragePool(l) f = Flatten(p) y = Softmax(f) }",
     "sigmoid": HEAD + " => (float[1,5,16,16] y) { l = Conv(x, w) y = Sigmoid(l) }",
@@ -43,13 +45,22 @@ def scenes(count: int = 24) -> list[Array]:
 
 def calibrated(text: str, folder: Path) -> tuple[Model, Calibration]:
     eye = np.eye(5, dtype=np.float32).reshape(5, 5, 1, 1)
-    model = make_model(text, folder / "m.onnx", constants={"w": eye})
+    model = make_model(text, folder / "m.onnx", constants={"w": eye, "b": np.full((5, 1, 1), 0.5, np.float32)})
     return model, calibrate_model(model, make_samples([{"x": image} for image in scenes()]), work=folder / "work")
 
 
 @pytest.mark.parametrize(
     ("tail", "kept"),
-    [("raw", True), ("softmax", True), ("labels", True), ("pooled", False), ("sigmoid", True), ("odds", False)],
+    [
+        ("raw", True),
+        ("softmax", True),
+        ("bias", True),
+        ("sum", False),
+        ("labels", True),
+        ("pooled", False),
+        ("sigmoid", True),
+        ("odds", False),
+    ],
 )
 def test_logits_of_places_reach_as_high_as_was_seen(tail: str, kept: bool, tmp_path: Path) -> None:
     model, calibration = calibrated(TAILS[tail], tmp_path)

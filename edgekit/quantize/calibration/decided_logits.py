@@ -80,7 +80,7 @@ def find_decisions(graph: Graph, calibration: Calibration) -> dict[str, int]:
 def _find_logits(graph: Graph, calibration: Calibration) -> Iterator[str]:
     """Yields the tensors with ranges that hold logits of many decisions, of which the first counts."""
     for name in find_decisions(graph, calibration):
-        yield from _trace_orderly(graph, name)
+        yield from _trace_sums(graph, name)
 
 
 def _find_scores(graph: Graph, calibration: Calibration) -> Iterator[str]:
@@ -93,7 +93,7 @@ def _find_scores(graph: Graph, calibration: Calibration) -> Iterator[str]:
         maker = graph.producers.get(source)
         if maker is not None and maker.op_type == "Sigmoid" and len(graph.dims(name)) > 2:
             yield from _trace_orderly(graph, name)
-            yield from _trace_orderly(graph, maker.input[0])
+            yield from _trace_sums(graph, maker.input[0])
 
 
 def _read_few(calibration: Calibration) -> list[Tensors]:
@@ -107,3 +107,15 @@ def _trace_orderly(graph: Graph, name: str) -> Iterator[str]:
     while name in graph.producers and graph.producers[name].op_type in _ORDERLY:
         name = graph.producers[name].input[0]
         yield name
+
+
+def _trace_sums(graph: Graph, name: str) -> Iterator[str]:
+    """Yields what `_trace_orderly` does, and goes on before the addition of a bias: what is cut there is alike too."""
+    waiting = [name]
+    while waiting:
+        path = list(_trace_orderly(graph, waiting.pop()))
+        yield from path
+        maker = graph.producers.get(path[-1])
+        if maker is not None and maker.op_type == "Add":
+            terms = [each for each in maker.input if each not in graph.constants]
+            waiting = terms if len(terms) == 1 else []

@@ -172,7 +172,10 @@ def _hold_against_minmax(search: Search, searched: Searched, max_drop: float) ->
     if trial is None:
         return searched
     searched = msgspec.structs.replace(searched, trials=(*searched.trials, trial))
-    if _drop(trial) >= _drop(chosen):
+    # Between drops that nobody tells apart, of a few changed decisions, the ratio decides.
+    gain = _drop(chosen) - _drop(trial)
+    is_nearer = trial.prediction.sqnr_db > chosen.prediction.sqnr_db
+    if gain < -_TOLD_APART or (gain <= _TOLD_APART and not is_nearer):
         return searched
     return msgspec.structs.replace(searched, chosen=trial, met=searched.met or trial.prediction.meets(max_drop))
 
