@@ -127,8 +127,10 @@ def run_corpus(nets: Sequence[Net], targets: Sequence[str], label: str, jobs: in
         work = [pool.submit(_judge_apart, net, targets, label, timeout_s) for net in nets if net.name not in done]
         for each in as_completed(work):
             row = each.result()
-            with kept.open("ab") as file:
-                file.write(msgspec.json.encode(row) + b"\n")
+            # What broke or took too long is tried again by the next run.
+            if not row.failure:
+                with kept.open("ab") as file:
+                    file.write(msgspec.json.encode(row) + b"\n")
             yield row
 
 

@@ -21,6 +21,9 @@ from make import list_made, make_corpus
 from oracle import DEVICES
 from table import list_nets
 
+from edgekit.devices.find import find_device
+from edgekit.target import load_target
+
 
 def main() -> int:
     """Runs what the first word asks for."""
@@ -57,11 +60,16 @@ def bench(options: argparse.Namespace) -> int:
     if not nets:
         print("there are no such networks yet: python tools/corpus/corpus.py make")
         return 2
+    targets = options.targets.split(",")
+    for target in targets:
+        if missing := find_device(DEVICES[target], load_target(target)).find_missing():
+            print(f"'{DEVICES[target]}' cannot run here: {missing.reason} ({missing.command})")
+            return 2
     # The small ones first: a run that is stopped has seen many.
     nets = sorted(nets, key=lambda net: (net.folder / "model.onnx").stat().st_size)[: options.most or None]
     rows = list[Row]()
     label = options.label or _read_commit()
-    for row in run_corpus(nets, options.targets.split(","), label, options.jobs, options.timeout):
+    for row in run_corpus(nets, targets, label, options.jobs, options.timeout):
         rows.append(row)
         said = ", ".join(f"{each.target} {each.verdict}/{each.state}" for each in row.findings) or row.failure
         print(f"{len(rows)}/{len(nets)} {row.net}: {said}; {row.cpu_s:.0f} CPU s", file=sys.stderr, flush=True)

@@ -27,7 +27,7 @@ _PHOTOS = (
                                             "grass", "page")),
 )  # fmt: skip
 # What calibrates, what edgekit verifies with, what the oracle alone sees: samples each, and the seed that draws them.
-_SETS = {"calib": (16, 1), "eval": (16, 2), "held": (24, 3)}
+_SETS = {"calib": (16, 1), "eval": (16, 2), "held": (48, 3)}
 
 
 def make_corpus(only: str = "") -> Iterator[str]:
