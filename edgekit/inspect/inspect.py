@@ -93,7 +93,7 @@ def _find_fixed(spec: TensorSpec) -> dict[int, str]:
     shape = spec.shape or ()
     batch = {0: "batch"} if len(shape) > 1 and shape[0] == 1 else {}
     is_tokens = len(shape) == 2 and spec.dtype in {"int32", "int64"}
-    length = {1: "sequence"} if is_tokens and isinstance(shape[1], int) and shape[1] > 1 else {}
+    length = {1: "sequence"} if is_tokens and any(isinstance(size, int) and size > 1 for size in shape[1:]) else {}
     return {**batch, **length}
 
 

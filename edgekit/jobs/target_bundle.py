@@ -237,7 +237,7 @@ class _Ladder:
         if target.name in self._inputs.floats:
             return ("fp32",)
         # A precision that the user asked for is never exchanged for another.
-        lower = [each for each in target.precisions if each not in INTEGERS and each != wanted]
+        lower: list[Precision] = [each for each in target.precisions if each not in INTEGERS and each != wanted]
         return (wanted, *lower) if self._job.recipe.precision == "auto" else (wanted,)
 
     def _keep_more(self, way: Way, stop: _NoSessionError) -> tuple[str, ...]:

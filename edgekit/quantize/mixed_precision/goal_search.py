@@ -71,9 +71,11 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     def wider(self) -> Precision | None:
         """The precision with 16 bits for all activations, None where the target has none."""
         at = self.target.quantization.at
-        wide = (each for each in self.target.precisions if each in INTEGERS and at(each).activation == "uint16")
         few = at(self.precision).weight_bits
-        return next((each for each in wide if self.relievable and at(each).weight_bits == few), None)
+        for wide in self.target.precisions if self.relievable else ():
+            if wide in INTEGERS and at(wide).activation == "uint16" and at(wide).weight_bits == few:
+                return wide
+        return None
 
     @property
     def relievable(self) -> bool:
