@@ -262,11 +262,14 @@ def test_a_plan_that_loses_much_says_what_16_bits_would_lose(
     plan, searched = find_plan(search, max_drop=0.005, narrow=False)
     assert searched is not None
     assert (plan.precision, searched.met, searched.chosen.step) == ("int16", True, "int16")
-    asked = msgspec.structs.replace(search, may_widen=False)
-    plan, searched = find_plan(asked, max_drop=0.005, narrow=False)
-    assert searched is not None
-    assert (plan.precision, searched.met) == ("int8", False)
-    assert searched.advice
+    for _ in range(2):
+        # The second search knows all steps, and has none of their files.
+        asked = msgspec.structs.replace(search, may_widen=False, tried={})
+        state = open_state(tmp_path / "state.json", model, "samples", search.target, "int8", {})
+        plan, searched = find_plan(asked, max_drop=0.005, narrow=False, state=state)
+        assert searched is not None
+        assert (plan.precision, searched.met) == ("int8", False)
+        assert searched.advice
 
 
 @pytest.mark.parametrize("target", ["qnn", "xnnpack"])

@@ -175,9 +175,9 @@ def _hold_against_minmax(search: Search, searched: Searched, max_drop: float) ->
         return searched
     searched = msgspec.structs.replace(searched, trials=(*searched.trials, trial))
     # Between drops that nobody tells apart, of a few changed decisions, the ratio decides.
-    gain = _drop(chosen) - _drop(trial)
+    gain, misses = _drop(chosen) - _drop(trial), not trial.prediction.meets(max_drop)
     is_nearer = trial.prediction.sqnr_db > chosen.prediction.sqnr_db
-    if gain < -_TOLD_APART or (gain <= _TOLD_APART and not is_nearer):
+    if gain < -_TOLD_APART or (gain <= _TOLD_APART and (misses or not is_nearer)):
         return searched
     return msgspec.structs.replace(searched, chosen=trial, met=searched.met or trial.prediction.meets(max_drop))
 
@@ -189,7 +189,8 @@ def _try_wider(search: Search, searched: Searched, max_drop: float, *, adopts: b
     """
     chosen, wider = searched.chosen, search.wider
     misses = adopts and not searched.met and wider is not None
-    is_lost = not chosen.prediction.meets(_MUCH) and chosen.prediction.sqnr_db < FAITHFUL_DB
+    told, ratio_db = chosen.prediction.drop_estimate, chosen.prediction.sqnr_db
+    is_lost = ratio_db < COLLAPSED_DB if told is None else told > _MUCH
     if not (misses or is_lost) or not search.memo.budget.allows(_MORE):
         return searched
     step = wider or f"relieve {_MANY}"
@@ -201,9 +202,8 @@ def _try_wider(search: Search, searched: Searched, max_drop: float, *, adopts: b
         return msgspec.structs.replace(searched, chosen=trial, met=True, note=f"with {wider}, no other plan does")
     lost = trial.prediction.drop_estimate
     figure = f"{trial.prediction.sqnr_db:.1f} dB" if lost is None else f"{100 * lost:.2f} points are lost"
-    size, before = search.tried[trial.step][1].size_after, search.tried[chosen.step][1].size_after
     what = f"--precision {wider}" if wider else f"{_MANY} tensors out of 8 bits, as --max-drop tries it"
-    cost = f"{size / before:.2f} times the bytes, {100 * trial.integer_macs:.0f} % of the work in integers"
+    cost = f"{search.tried[step][1].size_after / 1e3:.0f} kB, {100 * trial.integer_macs:.0f} % of the work in integers"
     return msgspec.structs.replace(searched, advice=f"{what}: {figure}, {cost}")
 
 

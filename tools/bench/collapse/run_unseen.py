@@ -40,7 +40,7 @@ from edgekit.model.tensors import Array, Tensors
 from edgekit.prepare import ready_model
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, quantize_model
 from edgekit.quantize.accuracy.predict import FloatReference, Prediction
-from edgekit.quantize.mixed_precision.goal_search import Search, plan_sparingly
+from edgekit.quantize.mixed_precision.goal_search import Search, find_plan
 from edgekit.target import Target
 
 TARGETS = ("cpu", "qnn", "nnapi", "nnapi:api_level=28", "xnnpack")
@@ -160,7 +160,7 @@ def _plan(
         model=model, calibration=calibration, target=target, precision="int8", work=work,
         measure=FloatReference(model, samples).predict_drop,
     )  # fmt: skip
-    plan, searched = plan_sparingly(search)
+    plan, searched = find_plan(search, max_drop=None, narrow=False)
     if searched is not None:
         return plan, searched.chosen.prediction
     return plan, search.measure(quantize_model(model, plan, calibration, work / "plain.onnx").model)
