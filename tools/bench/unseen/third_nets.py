@@ -21,7 +21,7 @@ HALVES = 100
 STEPS, _GLYPH, _HIGH = 24, 12, 16
 FRAMES, BANDS = 60, 32
 WORDS, LENGTH = 3000, 24
-_COUNTS = (8000, 256, 600)
+_COUNTS, _VOICES = (8000, 256, 600), (6000, 128, 300)
 
 
 @functools.cache
@@ -44,7 +44,7 @@ def write_glyphs(part: int) -> tuple[Array, Array]:
 @functools.cache
 def speak(part: int) -> tuple[Array, Array]:
     """Returns logarithms of spectra [N,60,32] of voices, and the speaker of each; each part has its own speakers."""
-    rng, count = np.random.default_rng(2100 + part), _COUNTS[part] // 2
+    rng, count = np.random.default_rng(2100 + part), _VOICES[part]
     speakers = 300 if part == TRAIN else count // 4
     bands, who = np.arange(BANDS), rng.integers(0, speakers, count)
     lows = rng.uniform(3, 28, (speakers, 4))
