@@ -1,13 +1,11 @@
 """The work of a graph whose inputs have open dimensions: counted at sizes that stand for them, and that are told."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import msgspec
 import onnx
 
 from edgekit.check.macs import has_unknown_work
-from edgekit.check.rules.kinds import Static
-from edgekit.check.rules.rulebook import RuleBook
 from edgekit.errors import UsageError
 from edgekit.graph.graph import Graph, infer_graph
 from edgekit.prepare.shapes.derived_dims import formula_names
@@ -16,17 +14,6 @@ from edgekit.prepare.shapes.dims import DynamicDim, find_dynamic_dims, fix_dims
 # One sample; a side of a picture, which nets halve five times and more; a length, as of a text.
 _SAMPLES, _SIDE, _LENGTH = 1, 224, 128
 _PICTURE_RANK = 4
-
-
-def demands_sizes(book: RuleBook, settings: Mapping[str, str]) -> bool:
-    """Returns True if a provider takes no node of which a dimension is open, under these settings."""
-    return any(
-        isinstance(rule, Static)
-        and not rule.at
-        and not rule.dims
-        and all(settings.get(name) in allowed for name, allowed in rule.when.settings.items())
-        for rule in book.provider.rules
-    )
 
 
 def choose_sizes(graph: onnx.GraphProto) -> dict[str, int]:

@@ -10,12 +10,11 @@ import msgspec
 from edgekit._files import work_folder
 from edgekit.check.check import check_model
 from edgekit.check.integers import explain_no_gain
-from edgekit.check.open_work import count_open, demands_sizes
+from edgekit.check.open_work import count_open
 from edgekit.check.origin import tell_of_model, trace_model
 from edgekit.check.ort_opinion import ask_ort_checker
 from edgekit.check.recommend import recommend_target
 from edgekit.check.report import CheckReport, Placed, Verdict
-from edgekit.check.rules.rulebook import load_rules
 from edgekit.devices.observe import NotObserved, Observed, observe_target
 from edgekit.devices.register import choose_here
 from edgekit.errors import ModelError, RuntimeRefusal
@@ -64,7 +63,7 @@ def check_targets(
     Beside what a target takes of the prepared model the summary says what it takes of the file as it is: with the
     inputs, the opset and the open dimensions that it has, and without the recipe's `freeze`.
 
-    Dimensions without a number stay open where no target's rules demand sizes.
+    Dimensions without a number stay open: a target whose rules demand sizes takes none of what they reach.
 
     A model that ONNX Runtime cannot load is judged as it is; then the summary says so and counts as a refusal.
 
@@ -81,11 +80,10 @@ def check_targets(
     as_is: dict[str, Placed] = {}
     with work_folder() as work:
         progress("prepare the model")
-        is_free = not any(_demands_sizes(target) for target in targets)
         shown = _show(source, work)
         if recipe.freeze:
             source = freeze_model(source, work / "frozen.onnx", recipe.freeze)
-        prepared, refusal = _prepare(source, work, recipe, observe=observe, is_free=is_free)
+        prepared, refusal = _prepare(source, work, recipe, observe=observe)
         # Once for all targets: what became of the nodes does not depend on them.
         traced, graph = trace_model(source, prepared, recipe.dims), count_open(read_graph(prepared))
         for target in targets:
@@ -114,10 +112,6 @@ def check_targets(
     )
 
 
-def _demands_sizes(target: Target) -> bool:
-    return demands_sizes(load_rules(target), {**target.session.provider_options, **target.settings})
-
-
 def _show(source: Model, work: Path) -> Model | None:
     """Returns what a session shows to a provider of the file as it is, None where there is no session of it."""
     try:
@@ -126,15 +120,15 @@ def _show(source: Model, work: Path) -> Model | None:
         return None
 
 
-def _prepare(source: Model, work: Path, recipe: Recipe, *, observe: bool, is_free: bool) -> tuple[Model, str | None]:
+def _prepare(source: Model, work: Path, recipe: Recipe, *, observe: bool) -> tuple[Model, str | None]:
     """Returns what a provider would be shown, or the model as it is and why ONNX Runtime refuses it."""
     out = work / f"{source.name}.onnx"
     # A real provider needs the weights; the rules do not.
     write = prepare_model if observe else sketch_model
     try:
-        return write(source, out, recipe.dims, may_stay_open=is_free), None
+        return write(source, out, recipe.dims, may_stay_open=True), None
     except (ModelError, RuntimeRefusal) as error:
-        return sketch_unloaded(source, out, recipe.dims, may_stay_open=is_free), error.message
+        return sketch_unloaded(source, out, recipe.dims, may_stay_open=True), error.message
 
 
 def fix_for_target(

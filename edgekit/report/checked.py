@@ -116,7 +116,8 @@ def describe_open(report: CheckReport) -> Iterator[str]:
     if report.counted_at is msgspec.UNSET:
         return
     sizes = ", ".join(f"{name}={size}" for name, size in report.counted_at.items())
-    yield f"open dimensions: work is counted at {sizes}; --dim NAME=INT says what it is at a size of yours"
+    options = " ".join(f"--dim {name}=INT" for name in report.counted_at)
+    yield f"open dimensions: work is counted at {sizes}; {options} says what is taken once they have sizes of yours"
     if report.unsized_nodes:
         what = (
             "the work of 1 node that multiplies is"
