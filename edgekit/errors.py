@@ -52,6 +52,10 @@ class DeviceError(EdgekitError):
     """A device, an emulator or a child process is missing, died or timed out."""
 
 
+class CrashError(DeviceError):
+    """An emulator's program died, which is no word of the device and proves nothing."""
+
+
 class BundleError(EdgekitError):
     """A bundle is incomplete, altered or unsafe."""
 

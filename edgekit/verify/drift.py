@@ -41,7 +41,8 @@ class StateReport(msgspec.Struct, frozen=True, kw_only=True):
     """What a device made of whole sequences, each step with the state that it had made itself.
 
     `outputs` hold the figures of what the app reads: outputs that are state are left out, unless all are. `drift` has
-    an entry for each output of numbers. `failure` says why there are no figures, None where there are.
+    an entry for each output of numbers. `failure` says why there are no figures, None where there are;
+    with `crashed` an emulator's program died.
     """
 
     sequences: int
@@ -49,6 +50,7 @@ class StateReport(msgspec.Struct, frozen=True, kw_only=True):
     outputs: tuple[OutputReport, ...] = ()
     drift: tuple[Drift, ...] = ()
     failure: str | None = None
+    crashed: bool = False
 
     @property
     def read(self) -> tuple[Drift, ...]:
@@ -60,7 +62,8 @@ class StateReport(msgspec.Struct, frozen=True, kw_only=True):
 def judge_state(report: StateReport, thresholds: Thresholds) -> Iterator[str]:
     """Yields why a device does not keep its state well enough, a line each."""
     if report.failure is not None:
-        yield f"step by step the device failed: {report.failure}"
+        if not report.crashed:
+            yield f"step by step the device failed: {report.failure}"
         return
     if report.sequences and not report.outputs:
         yield "step by step nothing was compared"
@@ -80,6 +83,8 @@ def judge_state(report: StateReport, thresholds: Thresholds) -> Iterator[str]:
 
 def doubt_state(report: StateReport) -> Iterator[str]:
     """Yields why nothing can be told of the state that a device keeps."""
+    if report.crashed:
+        yield f"step by step the emulator crashed, which proves nothing: {report.failure}"
     if not report.sequences:
         yield f"it stopped before one sequence of {report.steps} steps was whole: what its own state costs is not known"
 

@@ -21,7 +21,7 @@ from edgekit.devices.device import Device
 from edgekit.devices.parallel import run_each
 from edgekit.devices.process.held import Turn, hold_session
 from edgekit.devices.register import DeviceChoice
-from edgekit.errors import BundleError, DeviceError, EdgekitError
+from edgekit.errors import BundleError, CrashError, DeviceError, EdgekitError
 from edgekit.evidence import Evidence, Judgement, Verdict, worst_verdict
 from edgekit.model.tensors import Tensors
 from edgekit.plain import Shown, to_json
@@ -37,7 +37,7 @@ from edgekit.verify.tasks.tasks import measure_task
 class GroupRun(msgspec.Struct, frozen=True, kw_only=True):
     """What one device made of whole samples: the metric of the task, and how often each member ran.
 
-    `failure` says what stopped it, None where it came to the end.
+    `failure` says what stopped it, None where it came to the end; with `crashed` an emulator's program died.
     """
 
     device: str
@@ -47,10 +47,13 @@ class GroupRun(msgspec.Struct, frozen=True, kw_only=True):
     task: TaskReport | None
     limit: TaskLimit
     failure: str | None = None
+    crashed: bool = False
 
     @property
     def judgement(self) -> Judgement:
         """Whether the run keeps the metric's limit, with a line for each reason why not."""
+        if self.crashed:
+            return Judgement(unproven=(f"the emulator crashed, which proves nothing: {self.failure}",))
         if self.failure is not None:
             return Judgement(failures=(f"the group did not run to its end: {self.failure}",))
         return judge_task(self.task, self.limit)
@@ -177,7 +180,8 @@ class _Runner:
             got = _keep(results, self._device.name)
             task = measure_task(manifest.metric, reference, got, [labels[row] for row in rows])
         except EdgekitError as error:
-            return msgspec.structs.replace(found, failure=str(error), runs=self._runs)
+            crashed = isinstance(error, CrashError)
+            return msgspec.structs.replace(found, failure=str(error), crashed=crashed, runs=self._runs)
         return msgspec.structs.replace(found, task=msgspec.structs.replace(task, labelled=len(labels)), runs=self._runs)
 
     def _run_member(self, name: str, samples: Sequence[Tensors]) -> Sequence[Tensors]:
@@ -189,7 +193,7 @@ class _Runner:
                 self._open = name, self._sessions.enter_context(self._hold(name, len(samples)))
             return self._open[1](samples)
         except DeviceError as error:
-            raise DeviceError(f"member '{name}': {error.message}", hint="see how it does by itself") from error
+            raise type(error)(f"member '{name}': {error.message}", hint="see how it does by itself") from error
 
     def _hold(self, name: str, count: int) -> AbstractContextManager[Turn]:
         tokens = self._group.manifest.wiring.tokens

@@ -15,7 +15,7 @@ from edgekit.bundle.golden.rows import write_rows
 from edgekit.data.samples import Samples, load_samples, select_samples
 from edgekit.devices.device import Device, Job
 from edgekit.devices.process.held import hold_session
-from edgekit.errors import EdgekitError
+from edgekit.errors import CrashError, EdgekitError
 from edgekit.model.state import State, run_steps
 from edgekit.model.tensors import Tensors
 from edgekit.verify.drift import StateReport, measure_drift, outputs_to_judge
@@ -35,7 +35,7 @@ def run_sequences(
     try:
         fed_back = _step(device, job, state, golden, sequences, work)
     except EdgekitError as error:
-        return msgspec.structs.replace(found, failure=error.message)
+        return msgspec.structs.replace(found, failure=error.message, crashed=isinstance(error, CrashError))
     reports = compare_outputs(reference, fed_back)
     names = [spec.name for spec in golden.outputs]
     return msgspec.structs.replace(

@@ -65,6 +65,17 @@ class Tired(InProcess, frozen=True, kw_only=True):
         return super().run_job(tiring if work.name.startswith("decoder-") else job, work)
 
 
+class Dying(InProcess, frozen=True, kw_only=True):
+    """Runs single models, and dies within a text."""
+
+    def run_job(self, job: Job, work: Path) -> DeviceRun:
+        if not work.name.startswith("decoder-"):
+            return super().run_job(job, work)
+        first = Samples(source="", count=job.samples.count, read=lambda: islice(job.samples, 60))
+        run = super().run_job(msgspec.structs.replace(job, samples=first), work)
+        return msgspec.structs.replace(run, failure="was ended by SIGSEGV", crashed=True)
+
+
 def run(group: Group, device: InProcess) -> GroupReport:
     return verify_group(group, lambda _: [device])
 
@@ -90,6 +101,14 @@ def test_a_device_that_stops_within_a_text_fails(speech: Group) -> None:
     assert {member.verdict for member in report.members.values()} == {"pass"}
     assert report.verdict == "fail"
     assert "the battery is empty" in report.runs[0].judgement.failures[0]
+
+
+def test_an_emulator_that_crashes_within_a_text_proves_nothing(speech: Group) -> None:
+    report = run(speech, Dying())
+    assert {member.verdict for member in report.members.values()} == {"pass"}
+    assert report.verdict == "not proven"
+    (doubt,) = report.runs[0].judgement.unproven
+    assert "the emulator crashed, which proves nothing: member 'decoder': was ended by SIGSEGV" in doubt
 
 
 def test_a_group_that_ran_nowhere_is_not_proven(speech: Group) -> None:

@@ -63,13 +63,14 @@ class Stumbling(InProcess, frozen=True, kw_only=True):
     """Runs all samples of a verification, and once it is called step by step no more than so many turns."""
 
     turns: int
+    dies: bool = False
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:
         if job.answered is None:
             return super().run_job(job, work)
         first = Samples(source="it", count=self.turns, read=lambda: islice(job.samples, self.turns))
         run = super().run_job(msgspec.structs.replace(job, samples=first), work)
-        return run if self.turns else msgspec.structs.replace(run, failure="it is asleep")
+        return run if self.turns else msgspec.structs.replace(run, failure="it is asleep", crashed=self.dies)
 
 
 def test_golden_samples_are_whole_sequences_with_the_float_models_state(bundle: Bundle) -> None:
@@ -117,6 +118,12 @@ def test_a_device_whose_state_drifts_fails(bundle: Bundle, factor: float, said: 
 def test_a_device_that_cannot_step_fails(bundle: Bundle, turns: int, said: str) -> None:
     (run,) = verify_bundle(bundle, [Stumbling(turns=turns)]).runs
     assert any(f"step by step the device failed: {said}" in line for line in run.failures)
+
+
+def test_an_emulator_that_crashed_step_by_step_proves_nothing(bundle: Bundle) -> None:
+    report = verify_bundle(bundle, [Stumbling(turns=0, dies=True)])
+    assert (report.verdict, report.runs[0].failures) == ("not proven", ())
+    assert report.runs[0].unproven == ("step by step the emulator crashed, which proves nothing: it is asleep",)
 
 
 def test_a_device_that_stops_within_the_first_sequence_is_not_proven(bundle: Bundle) -> None:

@@ -15,7 +15,7 @@ import msgspec
 
 from edgekit.data.samples import Samples
 from edgekit.devices.device import Device, DeviceRun, Job
-from edgekit.errors import DeviceError
+from edgekit.errors import CrashError, DeviceError
 from edgekit.model.tensors import Tensors
 
 _WAITS_FOR_PIPES = os.name != "nt"
@@ -100,9 +100,9 @@ class _Session:
         self.end()
         if self._wrong:
             raise self._wrong[0]
-        failure = self._runs[0].failure if self._runs else "it does not come to its end"
-        if failure is not None:
-            raise DeviceError(failure, hint="see its log")
+        if not self._runs:
+            raise DeviceError("it does not come to its end", hint="see its log")
+        _refuse_failed(self._runs[0])
 
     def end(self) -> None:
         """Ends the session, so that nothing is written into its folder any more."""
@@ -125,6 +125,7 @@ def hold_session(device: Device, job: Job, work: Path) -> Generator[Turn]:
     Files go into the empty folder `work`. On Windows, where nobody can wait for a pipe, each turn is a run of its own.
 
     Raises:
+        CrashError: the program of an emulator died.
         DeviceError: the device failed, or gave other than one answer for each sample.
     """
     # No turn may stop early: what follows needs what every sample gave.
@@ -145,11 +146,15 @@ def _run_alone(device: Device, job: Job, samples: Sequence[Tensors], work: Path)
     work.mkdir(parents=True)
     turn = Samples(source=job.samples.source, count=len(samples), read=lambda: iter(samples))
     run = device.run_job(msgspec.structs.replace(job, samples=turn), work)
-    if run.failure is not None:
-        raise DeviceError(run.failure, hint="see its log")
+    _refuse_failed(run)
     if run.outputs.count != len(samples):
         raise _explain(run.outputs.count, len(samples))
     return list(run.outputs)
+
+
+def _refuse_failed(run: DeviceRun) -> None:
+    if run.failure is not None:
+        raise (CrashError if run.crashed else DeviceError)(run.failure, hint="see its log")
 
 
 def _explain(got: int, wanted: int) -> DeviceError:
