@@ -80,6 +80,8 @@ def show_checks(summary: CheckSummary) -> None:
             show_line(f"- {checked.describe_advice(advice)}")
     if summary.refusal is not None:
         show_line(f"refused on any target: {summary.refusal}; judged without what ONNX Runtime does to a graph")
+    for line in summary.fixed_axes:
+        show_line(f"fixed axis: {line}")
     fates = checked.describe_fates(next(iter(summary.targets.values())))
     if fates:
         show_line(fates)

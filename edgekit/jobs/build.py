@@ -20,6 +20,7 @@ from edgekit.devices.parallel import running_behind
 from edgekit.devices.register import DeviceChoice, choose_here
 from edgekit.errors import EdgekitError, ModelError, quote_error
 from edgekit.jobs.build_inputs import BuildInputs, BuildJob, calibrate_inputs, read_build_inputs
+from edgekit.jobs.check import find_neglected_axes
 from edgekit.jobs.prepare import list_versions
 from edgekit.jobs.target_bundle import BuiltBundle, ReadyBundle, ready_bundles, write_ready
 from edgekit.machine import own_peak_bytes, release_memory
@@ -132,6 +133,7 @@ def _sum_up(
         verified=verified,
         calibration_samples=inputs.samples.calibration.count,
         data_warnings=_list_doubts(inputs),
+        fixed_axes=find_neglected_axes(inputs.source, job.targets),
         golden_samples=inputs.golden.samples,
         fixes={fix.id: len(fix.nodes) for fix in inputs.fixes},
         bundles=tuple(_summarize(inputs.source, *each, reports, out) for each in zip(job.targets, built, strict=True)),

@@ -1,6 +1,6 @@
 """Checking a model as the user has it against targets, and rewriting it for one."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from edgekit._files import work_folder
+from edgekit._ort import CPU_PROVIDER
 from edgekit.check.check import check_model
 from edgekit.check.integers import explain_no_gain
 from edgekit.check.open_work import count_open
@@ -19,7 +20,8 @@ from edgekit.devices.observe import NotObserved, Observed, observe_target
 from edgekit.devices.register import choose_here
 from edgekit.errors import ModelError, RuntimeRefusal
 from edgekit.graph.graph import read_graph
-from edgekit.model.model import Model, load_model
+from edgekit.inspect.inspect import list_fixed_axes
+from edgekit.model.model import Model, load_model, read_proto
 from edgekit.model.skim import skim_model
 from edgekit.plain import to_plain
 from edgekit.prepare.clean import freeze_model, prepare_model, show_model, sketch_model, sketch_unloaded
@@ -109,7 +111,15 @@ def check_targets(
         as_is=as_is,
         ort=ask_ort_checker(model) if compare_ort else None,
         refusal=refusal,
+        fixed_axes=find_neglected_axes(source, targets),
     )
+
+
+def find_neglected_axes(source: Model, targets: Sequence[Target]) -> tuple[str, ...]:
+    """Returns a line for each input whose batch or sequence the export fixed, where no target is of phones alone."""
+    if any(each.is_for_phones and each.provider != CPU_PROVIDER for each in targets):
+        return ()
+    return list_fixed_axes(source.inputs, read_proto(source, weights=False).producer_name)
 
 
 def _show(source: Model, work: Path) -> Model | None:
@@ -216,5 +226,6 @@ def describe_checks(summary: CheckSummary) -> dict[str, Any]:
         "recommendation": describe_recommendation(summary.recommended, summary.targets),
         "recommended": to_plain(summary.recommended),
         "refusal": summary.refusal,
+        "fixed_axes": list(summary.fixed_axes),
     }
     return document if summary.ort is None else {**document, "ort_checker": to_plain(summary.ort)}

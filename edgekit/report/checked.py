@@ -20,7 +20,8 @@ class CheckSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     `targets` tell of the prepared model, `as_is` of the file as it is, by target, where a session of it can be made.
     `observed` says what real providers did with it, `ort` what ONNX Runtime's own checker says of it, where asked.
-    `refusal` is why ONNX Runtime cannot load it, on any target.
+    `refusal` is why ONNX Runtime cannot load it, on any target. `fixed_axes` tell which axes the export fixed, and how
+    they are opened, where no target wants fixed sizes.
     """
 
     model: str
@@ -31,6 +32,7 @@ class CheckSummary(msgspec.Struct, frozen=True, kw_only=True):
     as_is: dict[str, Placed] = {}
     ort: OrtOpinions | None = None
     refusal: str | None = None
+    fixed_axes: tuple[str, ...] = ()
 
     @property
     def is_refused(self) -> bool:

@@ -66,8 +66,9 @@ class BuildReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
     """A whole build.
 
     `fixes` counts the nodes that each automatic rewrite changed before anything else. `peak_rss_bytes` is the peak of
-    this process plus that of its largest child. `data_warnings` tell what looks wrong with the samples. `verified`
-    tells whether verification was asked for. `stages` says where the `seconds` went, in the order of the work.
+    this process plus that of its largest child. `data_warnings` tell what looks wrong with the samples,
+    `fixed_axes` which axes the export fixed that no target wants fixed. `verified` tells whether verification was asked
+    for. `stages` says where the `seconds` went, in the order of the work.
     """
 
     model: str
@@ -75,6 +76,7 @@ class BuildReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
     verified: bool
     calibration_samples: int
     data_warnings: tuple[str, ...] = ()
+    fixed_axes: tuple[str, ...] = ()
     golden_samples: int
     fixes: dict[str, int]
     bundles: tuple[BundleSummary, ...]

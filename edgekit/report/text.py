@@ -51,7 +51,8 @@ def list_remarks(report: BuildReport) -> list[str]:
     """Returns, target by target, what failed, what was skipped and what was decided; then doubts about samples."""
     fixes = [f"rewritten before the check: {name} ({count} nodes)" for name, count in report.fixes.items()]
     remarks = [f"{bundle.target}: {remark}" for bundle in report.bundles for remark in describe_remarks(bundle)]
-    return [*remarks, *(f"samples: {warning}" for warning in report.data_warnings), *fixes]
+    axes = [f"fixed axis: {line}" for line in report.fixed_axes]
+    return [*remarks, *(f"samples: {warning}" for warning in report.data_warnings), *axes, *fixes]
 
 
 def describe_remarks(bundle: BundleSummary) -> Iterator[str]:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 from check_models import check_file
@@ -87,3 +88,22 @@ def test_what_fixed_sizes_would_gain_is_counted_at_the_same_sizes(tmp_path: Path
     assert report.verdict == "no"
     (advice,) = report.advice
     assert (advice.gain_nodes, advice.gain_macs) == (2, sum(PICTURE_MACS))
+
+
+@pytest.mark.parametrize(("target", "size", "told"), [("cpu", "1", True), ("cpu", "N", False), ("nnapi", "1", False)])
+def test_a_batch_that_the_export_fixed_is_told_where_no_phone_wants_it(
+    target: str, size: str, told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = parse_model(HEAD + f"g (float[{size},4] x) => (float[{size},4] y) {{ y = Relu(x) }}", tmp_path / "p.onnx")
+    proto = onnx.load(path)
+    proto.producer_name = "pytorch"
+    onnx.save(proto, path)
+    np.savez(tmp_path / "d.npz", x=np.random.default_rng(0).normal(size=(8, 1, 4)).astype(np.float32))
+    line = "dynamic_axes={'x': {0: 'batch'}}"
+    run_command(["check", str(path), "--target", target])
+    assert (line in capsys.readouterr().out) is told
+    run_command(["check", str(path), "--target", target, "--json"])
+    assert any(line in each for each in json.loads(capsys.readouterr().out)["fixed_axes"]) is told
+    build = ["--data", str(tmp_path / "d.npz"), "--no-verify", "--precision", "fp32", "--out", str(tmp_path / "out")]
+    run_command(["build", str(path), "--target", target, *build])
+    assert (line in capsys.readouterr().out) is told
