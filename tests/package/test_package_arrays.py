@@ -10,12 +10,15 @@ import stepped_models
 from android_parts import find_runtime
 from package_loaders import find_library, join_jars, require_program, run_program
 from package_maven import ORT, fetch_jar
+from tiny_models import parse_model
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.bundle.archive import unpack_archive
 from edgekit.bundle.folder import Bundle, open_bundle
+from edgekit.jobs.build import build
 from edgekit.model.tensors import Array, Tensors
 from edgekit.package.package import package_bundles
+from edgekit.recipe import Data, Recipe
 
 FAR = Path(__file__).parent / "far"
 Make = Callable[[str, Callable[[Path], object]], Path]
@@ -32,9 +35,21 @@ def stepped(make_once: Make) -> Bundle:
 
 
 @pytest.fixture(scope="module")
-def board(sized: Bundle, stepped: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def batches(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """A bundle for the CPU whose first axis is open."""
+    folder = tmp_path_factory.mktemp("batches")
+    text = "g (float[N,4] x) => (float[N,4] y, float[N,4] z) { y = Softmax(x)  z = Mul(x, x) }"
+    path = parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}', folder / "batches.onnx")
+    np.savez(folder / "d.npz", x=np.random.default_rng(0).normal(size=(8, 1, 4)).astype(np.float32))
+    recipe = Recipe(targets=("cpu",), precision="fp32")
+    build(path, Data(source=str(folder / "d.npz")), folder / "out", recipe, verify=False)
+    return open_bundle(folder / "out" / "batches-cpu")
+
+
+@pytest.fixture(scope="module")
+def board(sized: Bundle, stepped: Bundle, batches: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("arrays")
-    package_bundles([sized.folder, stepped.folder], "tar", folder / "both.tar")
+    package_bundles([sized.folder, stepped.folder, batches.folder], "tar", folder / "both.tar")
     unpack_archive(folder / "both.tar", folder / "both")
     return folder / "both"
 
@@ -106,6 +121,18 @@ def test_the_cpp_loader_feeds_state_back(program: list[str | Path], stepped: Bun
     code, shown = run_program([*program, "steps", "5"])
     assert code == 0, shown
     hold_together(read_arrays(shown), run_stepped(stepped, 5))
+
+
+def test_the_cpp_loader_keeps_a_session_warm_for_batches_of_any_size(
+    program: list[str | Path], batches: Bundle
+) -> None:
+    code, shown = run_program([*program, "warm", "3"])
+    assert code == 0, shown
+    session = CpuSession(batches.find_model("onnx"), SessionSettings())
+    samples = [
+        (np.arange(rows * 4, dtype=np.float32) + first).reshape(rows, 4) for rows in (1, 1, 3, 3, 1) for first in (1, 2)
+    ]
+    hold_together(read_arrays(shown), [session.run({"x": sample}) for sample in samples])
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
-// Runs a bundle with sizes and one with state, and prints what comes out:
-//   run_arrays LIBONNXRUNTIME BUNDLES sizes LENGTH | steps COUNT
+// Runs a bundle with sizes, one with state or one for batches, and prints what comes out:
+//   run_arrays LIBONNXRUNTIME BUNDLES sizes LENGTH | steps COUNT | warm COUNT
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -48,6 +48,13 @@ int main(int, char** argv) {
         edgekit::Stepper stepper(ort, session, variant);
         for (std::size_t step = 0; step < count; ++step)
           Print(stepper.Run({{"x", Make<float>("float32", {1, 4}, 4, static_cast<float>(step), 1)}}));
+      }
+      if (std::strcmp(argv[3], "warm") == 0 && variant.name == "batches-cpu") {
+        const edgekit::Session session = edgekit::OpenSession(ort, variant, folder);
+        edgekit::Warm warm(ort, session, variant, {{"x", Make<float>("float32", {1, 4}, 4, 0, 1)}});
+        for (const std::int64_t rows : {std::int64_t{1}, std::int64_t{1}, number, number, std::int64_t{1}})
+          for (const float first : {1.0f, 2.0f})
+            Print(warm.Run({{"x", Make<float>("float32", {rows, 4}, static_cast<std::size_t>(rows) * 4, first, 1)}}));
       }
     } catch (const edgekit::Error& error) {
       std::printf("refused: %s\n", error.what());

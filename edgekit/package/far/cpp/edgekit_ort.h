@@ -13,8 +13,10 @@
 #include <string>
 #include <utility>
 
+struct OrtAllocator;
 struct OrtEnv;
 struct OrtEpDevice;
+struct OrtIoBinding;
 struct OrtMemoryInfo;
 struct OrtSession;
 struct OrtSessionOptions;
@@ -50,6 +52,8 @@ enum class Slot : std::size_t {
   kGetTensorShapeElementCount = 64,
   kGetTensorTypeAndShape = 65,
   kCreateCpuMemoryInfo = 69,
+  kAllocatorFree = 76,
+  kGetAllocatorWithDefaultOptions = 78,
   kReleaseEnv = 92,
   kReleaseStatus = 93,
   kReleaseMemoryInfo = 94,
@@ -58,6 +62,13 @@ enum class Slot : std::size_t {
   kReleaseTensorTypeAndShapeInfo = 99,
   kReleaseSessionOptions = 100,
   kAddSessionConfigEntry = 130,
+  kRunWithBinding = 133,
+  kCreateIoBinding = 134,
+  kReleaseIoBinding = 135,
+  kBindInput = 136,
+  kBindOutput = 137,
+  kBindOutputToDevice = 138,
+  kGetBoundOutputValues = 140,
   kSessionOptionsAppendExecutionProvider = 216,
   kRegisterExecutionProviderLibrary = 301,
   kGetEpDevices = 303,

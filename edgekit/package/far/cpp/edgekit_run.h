@@ -1,7 +1,11 @@
-// Runs bundles on arrays: samples of any length in the smallest model that takes them, and models with state.
+// Runs bundles on arrays: samples of any length in the smallest model that takes them, requests of a server, and models
+// with state.
 //
 //   edgekit::Sizes sizes(ort, variant, folder);
 //   edgekit::Arrays outputs = sizes.Run({{"input_ids", ids}, {"attention_mask", mask}});
+//
+//   edgekit::Warm warm(ort, session, variant, sample);  // for a server
+//   edgekit::Arrays outputs = warm.Run(batch);
 //
 //   edgekit::Stepper stepper(ort, session, variant);
 //   edgekit::Arrays outputs = stepper.Run({{"input", chunk}});
@@ -73,6 +77,15 @@ inline void CheckArray(const std::string& name, const Array& array, const Tensor
     throw Error("input '" + name + "' is no " + tensor.dtype + " of " + std::to_string(tensor.shape.size()) + " axes");
 }
 
+// Returns the tensor of an input, which lies in the array's own memory.
+inline Value MakeInput(const Ort& ort, const MemoryInfo& memory, const Tensor& tensor, const Arrays& inputs) {
+  const auto found = inputs.find(tensor.name);
+  if (found == inputs.end()) throw Error("input '" + tensor.name + "' is missing");
+  const Array& array = found->second;
+  CheckArray(tensor.name, array, tensor);
+  return MakeTensor(ort, memory, {tensor.name, array.dtype, array.shape}, array.bytes.data(), 0);
+}
+
 inline Array ReadArray(const Ort& ort, const Value& value, const std::string& dtype) {
   ShapeInfo info(ort);
   int found = 0;
@@ -101,12 +114,8 @@ inline Arrays RunArrays(const Ort& ort, const Session& session, const Variant& v
   std::vector<Value> fed;
   std::vector<const OrtValue*> fed_handles;
   for (const Tensor& tensor : variant.inputs) {
-    const auto found = inputs.find(tensor.name);
-    if (found == inputs.end()) throw Error("input '" + tensor.name + "' is missing");
-    const Array& array = found->second;
-    internal::CheckArray(tensor.name, array, tensor);
     input_names.push_back(tensor.name.c_str());
-    fed.push_back(internal::MakeTensor(ort, memory, {tensor.name, array.dtype, array.shape}, array.bytes.data(), 0));
+    fed.push_back(internal::MakeInput(ort, memory, tensor, inputs));
     fed_handles.push_back(fed.back().get());
   }
   for (const Tensor& tensor : variant.outputs) output_names.push_back(tensor.name.c_str());
@@ -123,6 +132,77 @@ inline Arrays RunArrays(const Ort& ort, const Session& session, const Variant& v
     outputs[variant.outputs[i].name] = internal::ReadArray(ort, got[i], variant.outputs[i].dtype);
   return outputs;
 }
+
+// Runs a session as a server should: one session for all requests, warmed up before the first, outputs bound. They are
+// written where those of the run before lie as long as the shapes of the inputs stay; a batch of another size is bound
+// anew. Threads may share the session, each with a Warm of its own. Outputs whose shape depends on the values need
+// RunArrays.
+class Warm {
+ public:
+  // `sample` is run once: that chooses kernels and plans memory, which no request should wait for.
+  Warm(const Ort& ort, const Session& session, const Variant& variant, const Arrays& sample)
+      : ort_(ort), session_(session), variant_(variant), memory_(ort), binding_(ort) {
+    ort.Do(Slot::kCreateCpuMemoryInfo, 0, 0, memory_.out());
+    ort.Do(Slot::kCreateIoBinding, session.get(), binding_.out());
+    Run(sample);
+  }
+
+  // Returns the outputs for inputs, which may be a batch where the bundle leaves its first axis open.
+  Arrays Run(const Arrays& inputs) {
+    std::vector<Value> fed;
+    std::vector<std::vector<std::int64_t>> shapes;
+    for (const Tensor& tensor : variant_.inputs) {
+      fed.push_back(internal::MakeInput(ort_, memory_, tensor, inputs));
+      shapes.push_back(inputs.at(tensor.name).shape);
+      ort_.Do(Slot::kBindInput, binding_.get(), tensor.name.c_str(), static_cast<const OrtValue*>(fed.back().get()));
+    }
+    const bool is_new = shapes != shapes_;
+    if (is_new) {
+      // No output of the old shapes may stay bound if this run fails.
+      shapes_.clear();
+      made_.clear();
+      for (const Tensor& tensor : variant_.outputs)
+        ort_.Do(Slot::kBindOutputToDevice, binding_.get(), tensor.name.c_str(),
+                static_cast<const OrtMemoryInfo*>(memory_.get()));
+    }
+    ort_.Do(Slot::kRunWithBinding, session_.get(), static_cast<const void*>(nullptr),
+            static_cast<const OrtIoBinding*>(binding_.get()));
+    if (is_new) {
+      TakeOutputs();
+      shapes_ = std::move(shapes);
+    }
+    Arrays outputs;
+    for (std::size_t i = 0; i < made_.size(); ++i)
+      outputs[variant_.outputs[i].name] = internal::ReadArray(ort_, made_[i], variant_.outputs[i].dtype);
+    return outputs;
+  }
+
+ private:
+  // Keeps the outputs that the run made, and has the next run write there.
+  void TakeOutputs() {
+    OrtAllocator* allocator = nullptr;
+    OrtValue** values = nullptr;
+    std::size_t count = 0;
+    ort_.Do(Slot::kGetAllocatorWithDefaultOptions, &allocator);
+    ort_.Do(Slot::kGetBoundOutputValues, static_cast<const OrtIoBinding*>(binding_.get()), allocator, &values, &count);
+    for (std::size_t i = 0; i < count; ++i) {
+      made_.emplace_back(ort_);
+      *made_.back().out() = values[i];
+    }
+    ort_.Do(Slot::kAllocatorFree, allocator, static_cast<void*>(values));
+    for (std::size_t i = 0; i < count; ++i)
+      ort_.Do(Slot::kBindOutput, binding_.get(), variant_.outputs[i].name.c_str(),
+              static_cast<const OrtValue*>(made_[i].get()));
+  }
+
+  const Ort& ort_;
+  const Session& session_;
+  const Variant& variant_;
+  internal::MemoryInfo memory_;
+  Owned<OrtIoBinding, Slot::kReleaseIoBinding> binding_;
+  std::vector<Value> made_;
+  std::vector<std::vector<std::int64_t>> shapes_;
+};
 
 // Runs samples of any length with a bundle that has models of several: each in the smallest that takes it. Inputs are
 // filled at their end up to that size, and outputs cut back. A session is opened when it is first needed.
