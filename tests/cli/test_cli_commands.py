@@ -45,7 +45,7 @@ def test_every_command_has_help_with_an_example(name: str, capsys: pytest.Captur
 
 
 def test_build_and_verify_answer_in_json(bundles: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = _json(["verify", str(bundles / "digits_mobilenet-nnapi"), "--on", "host"], capsys)
+    report = _json(["verify", str(bundles / "digits_mobilenet-cpu"), "--on", "host"], capsys)
     assert {"bundle", "target", "passed", "runs", "attribution", "first_bad_layer"} <= report.keys()
     run = report["runs"][0]
     keys = {"device", "evidence", "passed", "provider_nodes", "outputs", "latency_ms", "thresholds", "failures"}

@@ -23,7 +23,7 @@ WITH_DATA = ["--data", str(EVALUATION), "--reference", str(MODEL), "--samples", 
 
 @pytest.fixture
 def built(demo_bundles: Path) -> Path:
-    return demo_bundles / "digits_mobilenet-nnapi"
+    return demo_bundles / "digits_mobilenet-cpu"
 
 
 @pytest.fixture
@@ -245,7 +245,7 @@ def test_a_metric_is_shown_on_both_sides_and_gates(
 def test_markdown_says_the_verdict(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "summary.md"
     _verify([str(bundle), "--on", "host", "--markdown", str(page)], capsys)
-    assert page.read_text().startswith("### \N{WHITE HEAVY CHECK MARK} digits\\_mobilenet-nnapi: pass\n")
+    assert page.read_text().startswith("### \N{WHITE HEAVY CHECK MARK} digits\\_mobilenet-cpu: pass\n")
     _verify([str(bundle), "--on", "host", "--min-sqnr", "90", "--markdown", str(page)], capsys, code=1)
     assert "below 90 dB" in page.read_text()
     assert "| **fail** |" in page.read_text()
@@ -260,7 +260,7 @@ def test_the_history_is_kept_listed_shown_and_compared(
     assert run_command(["runs", "list", *history, "--json"]) == 0
     assert [run["id"] for run in json.loads(capsys.readouterr().out)["runs"]] == [1, 2]
     assert run_command(["runs", "show", "2", *history]) == 0
-    assert "digits_mobilenet-nnapi: pass" in capsys.readouterr().out
+    assert "digits_mobilenet-cpu: pass" in capsys.readouterr().out
     assert run_command(["runs", "diff", "1", "2", *history]) == 0
     assert "nothing became worse" in capsys.readouterr().out
     for missing in ("3", "9" * 30):
