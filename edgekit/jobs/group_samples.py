@@ -18,6 +18,7 @@ from edgekit.data.split import SampleSets
 from edgekit.errors import UsageError
 from edgekit.model.model import Model
 from edgekit.model.tensors import Array, Tensors
+from edgekit.prepare.opset import lower_model
 from edgekit.target import TaskLimit
 from edgekit.verify.tasks.decoders import decode_text
 from edgekit.verify.tasks.tasks import find_metric
@@ -58,9 +59,10 @@ def run_float(group: FloatGroup, sets: SampleSets, metric: TaskLimit, folder: Pa
     Raises:
         UsageError: the metric needs labels, and there are none.
         DataError: a sample cannot run, or a member is never run.
+        ModelError: a model has a newer opset than this ONNX Runtime, and no form in an older one.
         RuntimeRefusal: ONNX Runtime cannot run a model.
     """
-    runner = _Runner(group)
+    runner = _Runner(group, folder / "lowered")
     found = GroupSamples(golden=Golden(folder=folder, samples=0, inputs=(), outputs=(), has_labels=True), folder=folder)
     with runner.recording(found.find_calibration, _CALIBRATION):
         for _ in runner.run(sets.calibration):
@@ -91,11 +93,13 @@ def _say(result: Tensors, metric: TaskLimit) -> str:
 class _Runner:
     """The float models, unoptimized as the reference of a bundle is, and who writes down what they are given."""
 
-    def __init__(self, group: FloatGroup) -> None:
+    def __init__(self, group: FloatGroup, folder: Path) -> None:
         self._group = group
+        # A member of a newer IR version or opset is lowered here as its own build does it.
+        models = {name: lower_model(model, folder / name) for name, model in group.models.items()}
         self._sessions = {
             name: CpuSession(model.path, SessionSettings(level=Level.DISABLED, libraries=model.custom_ops))
-            for name, model in group.models.items()
+            for name, model in models.items()
         }
         self._recorders: dict[str, _Recorder] = {}
 

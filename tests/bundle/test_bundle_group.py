@@ -1,5 +1,6 @@
 """Groups of models: the wiring is settled and judged, the pipeline does what an app would, the folder is checked."""
 
+import hashlib
 import json
 import shutil
 import subprocess
@@ -28,6 +29,7 @@ from edgekit.errors import BundleError, DataError
 from edgekit.jobs.group import build_group
 from edgekit.model.model import load_model
 from edgekit.model.tensors import Tensors, TensorSpec
+from edgekit.prepare.opset import MAX_IR_VERSION, MAX_OPSET, read_opset
 from edgekit.recipe import Data, Recipe
 
 
@@ -355,6 +357,26 @@ def test_models_that_share_nothing_keep_their_forms(digits: Path) -> None:
     group: Group = open_group(digits)
     assert {manifest.form for manifest in group.manifests.values()} == {"full"}
     assert not list(group.folder.glob("models"))
+
+
+def test_members_newer_than_this_onnxruntime_are_lowered(tmp_path: Path) -> None:
+    path = make_digits(tmp_path)
+    for name, ir_version, opset in (
+        ("detector", MAX_IR_VERSION + 1, 17),
+        ("classifier", MAX_IR_VERSION, MAX_OPSET + 1),
+    ):
+        proto = onnx.load(tmp_path / f"{name}.onnx")
+        proto.ir_version, proto.opset_import[0].version = ir_version, opset
+        onnx.save(proto, tmp_path / f"{name}.onnx")
+    data = Data(
+        source=str(tmp_path / "digits.npz"), labels=tmp_path / "digits.txt", evaluation=str(tmp_path / "digits.npz")
+    )
+    report = build_group(path, data, tmp_path / "out", Recipe(targets=("cpu",), precision="fp32"), verify=False)
+    assert report.targets[0].failure is None
+    assert report.members["detector"] == hashlib.sha256((tmp_path / "detector.onnx").read_bytes()).hexdigest()
+    shipped = [onnx.load(file) for file in (tmp_path / "out" / "digits-cpu").rglob("*.onnx")]
+    assert shipped
+    assert all(proto.ir_version <= MAX_IR_VERSION and read_opset(proto) <= MAX_OPSET for proto in shipped)
 
 
 def test_a_metric_is_wanted_where_nothing_is_chosen(tmp_path: Path, refused: Callable[..., str]) -> None:
