@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
+from edgekit._ort import VERSION
 from edgekit.check.advice import give_advice
 from edgekit.check.macs import count_bytes, count_macs, value_bytes
 from edgekit.check.open_work import choose_sizes, count_open, count_unsized
@@ -20,6 +21,7 @@ from edgekit.graph.graph import Graph, Node, view_model
 from edgekit.graph.inference import infer_model
 from edgekit.model.model import Model
 from edgekit.model.skim import skim_model
+from edgekit.model.versions import reads_of
 from edgekit.prepare.tidy import name_nodes
 from edgekit.prepare.weights.narrow_constants import widen_constants
 from edgekit.target import Target
@@ -72,14 +74,20 @@ def check_model(model: Model, target: Target) -> CheckReport:
     )
 
 
-def check_graph(graph: Graph, book: RuleBook, settings: Mapping[str, str], *, opset: int) -> tuple[CheckedNode, ...]:
-    """Returns the nodes of a graph with their placement, each node's bodies right after it."""
+def check_graph(
+    graph: Graph, book: RuleBook, settings: Mapping[str, str], *, opset: int, runtime: str = VERSION
+) -> tuple[CheckedNode, ...]:
+    """Returns the nodes of a graph with their placement, each node's bodies right after it.
+
+    What a newer `runtime` reads, a list of an older one's kernels does not refuse: it knows nothing of it.
+    """
     known = derive_settings(book, dict(settings))
     provider = book.provider
     blocked = None
+    newest = max(provider.opset_max, reads_of(runtime).opset if provider.alone else 0)
     # Not a refusal node by node: outside of what the layout change knows, NNAPI and XNNPACK are skipped with a warning.
-    if not provider.opset_min <= opset <= provider.opset_max:
-        blocked = f"the model's opset {opset} is outside {provider.opset_min} to {provider.opset_max}"
+    if not provider.opset_min <= opset <= newest:
+        blocked = f"the model's opset {opset} is outside {provider.opset_min} to {newest}"
     return tuple(_check_nodes(count_open(graph), _Judge(book=book, settings=known), blocked))
 
 
@@ -97,6 +105,8 @@ class _Judge(msgspec.Struct, frozen=True, kw_only=True):
     def find_refusals(self, graph: Graph, unit: Unit) -> tuple[Refusal, ...]:
         """Returns every reason why the rules refuse a unit, none if they do not."""
         book, node = self.book, unit.node
+        if self._is_unknown(node):
+            return ()
         ops, alone = self._find_ops(node), book.provider.alone
         if not ops:
             what = "kernel" if alone else "builder"
@@ -123,6 +133,11 @@ class _Judge(msgspec.Struct, frozen=True, kw_only=True):
         domain = node.domain or "ai.onnx"
         return [op for op in self.book.op if node.op_type in op.types and _names_domain(op, self.book, domain)]
 
+    def _is_unknown(self, node: Node) -> bool:
+        """Returns True for an operator of ONNX that is newer than the list of all kernels that there are."""
+        provider = self.book.provider
+        return provider.alone and node.domain in {"", "ai.onnx"} and node.since > provider.opset_max
+
     def _list_rules(self, ops: Sequence[Op]) -> list[Rule]:
         rules: list[Rule] = [*self.book.provider.rules]
         for op in ops:
@@ -135,7 +150,13 @@ class _Judge(msgspec.Struct, frozen=True, kw_only=True):
         """Returns why the session may fail although the provider claims the unit, or since it claims it late."""
         subject = Subject(graph=graph, unit=unit, settings=self.settings)
         rules = self.book.provider.risks if taken else self.book.provider.late_risks
-        found = (judge_rule(rule, subject) for rule in rules)
+        found = [judge_rule(rule, subject) for rule in rules]
+        if taken and self._is_unknown(node := unit.node):
+            name, ort = self.book.provider.name, self.book.provider.ort
+            found.append(
+                f"{node.op_type} of opset {node.since} is newer than the kernels of {name} that are known, those of"
+                f" ONNX Runtime {ort}: prepare --opset {self.book.provider.opset_max} lowers it where it can be"
+            )
         return tuple(risk for risk in found if risk)
 
 

@@ -118,6 +118,26 @@ def test_work_counts_and_not_nodes() -> None:
     assert nodes[0].bytes == (2 * 64 * 56 * 56 + 64 * 64 * 9) * 4
 
 
+@pytest.mark.parametrize(
+    ("opset", "op", "runtime", "taken", "known"),
+    [
+        (28, "Relu", "1.32.0", True, True),
+        (28, "Celu", "1.32.0", True, False),
+        (26, "Celu", "1.32.0", True, True),
+        (28, "Relu", "1.31.1", False, True),
+        (29, "Relu", "1.32.0", False, True),
+    ],
+)
+def test_a_list_of_kernels_speaks_for_the_opsets_that_it_was_made_of(
+    opset: int, op: str, runtime: str, taken: bool, known: bool
+) -> None:
+    cpu, proto = load_target("cpu"), onnx.ModelProto()
+    proto.CopyFrom(RELU)
+    proto.opset_import[0].version, proto.graph.node[0].op_type = min(opset, 28), op
+    (node,) = check_graph(infer_graph(proto), load_rules(cpu), cpu.settings, opset=opset, runtime=runtime)
+    assert (node.taken, node.fatal, not node.risks) == (taken, not taken, known), (node.reasons, node.risks)
+
+
 @pytest.mark.parametrize(("opset", "inside"), [(12, False), (13, True), (17, True), (18, False)])
 def test_a_model_is_judged_from_the_first_opset_to_the_last(opset: int, *, inside: bool) -> None:
     book = load_rules(load_target("nnapi"))
