@@ -21,6 +21,7 @@ from edgekit.report.summary import BuildReport, BundleSummary
 from edgekit.target import Precision, load_target
 
 pytestmark = pytest.mark.slow
+ZOO = Path(__file__).parents[3] / "shared/zoo"
 
 NET = """
 <ir_version: 8, opset_import: ["" : 17]> g (float[1,4,8,8] x) => (float[1,5] y)
@@ -111,17 +112,37 @@ def test_a_graph_is_left_as_it_is_where_the_rewritten_one_would_make_no_session(
 def test_what_is_told_is_of_the_file_that_is_shipped(tmp_path: Path, text: str, precision: PrecisionChoice) -> None:
     recipe = Recipe(targets=("nnapi",), precision=precision)
     bundle = _find(build(*_make(text, tmp_path), tmp_path / "out", recipe, verify=False), "nnapi")
+    assert _told(bundle) or "left as it is" in bundle.notes[0]
+
+
+@pytest.mark.parametrize("name", ["kws_dscnn_float", "vww_96_float"])
+def test_what_is_told_is_of_the_file_that_is_shipped_for_trained_nets_too(tmp_path: Path, name: str) -> None:
+    model = ZOO / f"models/{name}.onnx"
+    if not model.is_file():
+        pytest.skip(f"needs ../shared/zoo/models/{name}.onnx")
+    (given,) = onnx.load(model).graph.input
+    batch, *shape = given.type.tensor_type.shape.dim
+    values = np.random.default_rng(3).normal(size=(8, *(dim.dim_value for dim in shape)))
+    np.savez(tmp_path / "data.npz", **{given.name: values.astype(np.float32)})
+    recipe = Recipe(targets=("nnapi", "coreml"), dims={batch.dim_param: 1})
+    report = build(model, Data(source=str(tmp_path / "data.npz")), tmp_path / "out", recipe, verify=False)
+    for target in recipe.targets:
+        _told(_find(report, target))
+
+
+def _told(bundle: BundleSummary) -> set[str]:
+    """Returns the rewrites that notes tell, and holds notes and `check.json` against the bytes that are shipped."""
     assert bundle.path is not None
     # Rewrites change what they are given, so the nodes are listed first.
     shipped = onnx.load(str(bundle.path / "model.onnx"))
     names = {node.name for node in shipped.graph.node}
     told = {name for name in REWRITES if any(f"{name} (" in note for note in bundle.notes)}
-    assert told or "left as it is" in bundle.notes[0]
     # A rewrite that was told finds nothing more to do there.
     assert not {fix.id for fix in apply_rewrites(shipped, told)}
     checked = json.loads((bundle.path / "check.json").read_text())
     assert checked["sha256"] == bundle.files["model.onnx"]
     assert {node["name"] for node in checked["node_list"]} == names
+    return told
 
 
 # A Concat that reads what NNAPI leaves to the CPU, as those of a U-Net do: in integers it is claimed, and then refused.
