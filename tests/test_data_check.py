@@ -108,6 +108,18 @@ def test_pictures_that_were_reshaped_and_not_transposed_are_named() -> None:
     assert "repeats every third value in a row, as NHWC pictures do" in warning
 
 
+def test_gray_pictures_for_a_model_of_colors_are_named() -> None:
+    gray = pictures(8, 1)
+    (warning,) = check_samples(samples_of(*gray.repeat(3, 2))).warnings
+    assert warning.startswith("input 'x' holds gray pictures alone")
+    # Each channel normalised by its own mean and deviation, as of ImageNet, is gray all the same.
+    scale, shift = (np.array(row, np.float32)[:, None, None] for row in ([4.37, 4.46, 4.44], [2.12, 2.04, 1.8]))
+    assert check_samples(samples_of(*(gray * scale - shift))).warnings == (warning,)
+    assert check_samples(samples_of(*gray, *gray[:, :, :, ::-1])).warnings == ()
+    # One picture in colors is enough.
+    assert check_samples(samples_of(*gray.repeat(3, 2), pictures(9)[8])).warnings == ()
+
+
 def test_noise_in_place_of_sound_is_named_and_features_have_no_order() -> None:
     rng = np.random.default_rng(2)
     drawn = rng.normal(size=(8, 1, 4000)).astype(np.float32)

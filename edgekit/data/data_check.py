@@ -26,6 +26,8 @@ _CHANCE = 5.0
 # Shorter rows are features, which have no order.
 _LEAST_ROW = 1000
 _LEAST_SIDE = 8
+# Between two channels, each beside its own spread: gray that was normalised in float32 stays far below, colors far above.
+_GRAY = 0.02
 
 
 class SampleFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,6 +120,8 @@ class _Input:
         # By lag, over all samples: the correlation of a value with the one so many places on in its row.
         self._alike = {1: 0.0, 3: 0.0}
         self._below = 0.0
+        # Of the pictures with three channels, whether a channel told anything that the first does not.
+        self._colored: list[bool] = []
 
     def add(self, value: Array) -> None:
         if value.dtype.kind != "f" or not value.size:
@@ -142,6 +146,10 @@ class _Input:
         power = float((centred * centred).sum()) / value.size
         if not np.isfinite(power) or power <= 0:
             return
+        if is_picture and value.shape[1] == 3:
+            spread = np.maximum(centred.std((1, 2), keepdims=True), np.finfo(np.float32).tiny)
+            channels = (centred / spread).reshape(value.shape)
+            self._colored.append(bool(np.abs(channels - channels[:, :1]).max() > _GRAY))
         self._values += value.size
         for lag in self._alike:
             self._alike[lag] += float((centred[..., lag:] * centred[..., :-lag]).sum()) / power
@@ -188,6 +196,11 @@ class _Input:
             yield f"input '{name}' is one number throughout in {some}, first in sample {self._constant[0]}"
         if self.order():
             yield f"input '{name}' {self.order()}: ranges and plans that are made from it hold for nothing else"
+        if self._colored and not any(self._colored):
+            yield (
+                f"input '{name}' holds gray pictures alone, in each of which the three channels are one: what the model"
+                " makes of colors is not seen"
+            )
         if self.raw():
             yield f"input '{name}' holds {self.raw()}: check that this model wants them unnormalised"
         reach = np.maximum(np.abs(self._lows), np.abs(self._highs))
