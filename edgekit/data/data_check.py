@@ -26,7 +26,7 @@ _CHANCE = 5.0
 # Shorter rows are features, which have no order.
 _LEAST_ROW = 1000
 _LEAST_SIDE = 8
-# Between two channels, each beside its own spread: gray that was normalised in float32 stays far below, colors far above.
+# Between two channels, each beside its own spread: gray that was normalised in float32 stays far below it.
 _GRAY = 0.02
 
 
