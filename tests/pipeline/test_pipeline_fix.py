@@ -123,7 +123,7 @@ def test_what_is_told_is_of_the_file_that_is_shipped_for_trained_nets_too(tmp_pa
     (given,) = onnx.load(model).graph.input
     batch, *shape = given.type.tensor_type.shape.dim
     values = np.random.default_rng(3).normal(size=(8, *(dim.dim_value for dim in shape)))
-    np.savez(tmp_path / "data.npz", **{given.name: values.astype(np.float32)})
+    np.savez(tmp_path / "data.npz", allow_pickle=False, **{given.name: values.astype(np.float32)})
     recipe = Recipe(targets=("nnapi", "coreml"), dims={batch.dim_param: 1})
     report = build(model, Data(source=str(tmp_path / "data.npz")), tmp_path / "out", recipe, verify=False)
     for target in recipe.targets:
