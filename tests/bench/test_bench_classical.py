@@ -1,10 +1,15 @@
 """Pipelines as skl2onnx writes them: text and numbers go in, a map of classes for each row comes out."""
 
 import json
+import os
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 
@@ -67,3 +72,48 @@ def test_maps_are_profiled_converted_and_compared(
     weights.floats[0] = -3.0
     onnx.save(other, "other.onnx")
     assert run_command(["compare", pipeline.name, "other.onnx", "--data", "rows.npz", "--min-sqnr", "40"]) == 1
+
+
+def test_what_the_page_of_times_says_times_scikit_learn_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    linear = pytest.importorskip("sklearn.linear_model", reason="pip install scikit-learn")
+    joblib = pytest.importorskip("joblib")
+    monkeypatch.chdir(tmp_path)
+    rows = np.random.default_rng(0).normal(size=(256, 1, 20)).astype(np.float32)
+    np.savez("rows.npz", x=rows)
+    model = linear.LogisticRegression().fit(rows[:, 0], rows[:, 0].argmax(1) % 3)
+    joblib.dump(model, "classifier.joblib")
+    node = helper.make_node(
+        "LinearClassifier", ["x"], ["label", "scores"], domain="ai.onnx.ml", classlabels_ints=[0, 1, 2],
+        coefficients=model.coef_.ravel().tolist(), intercepts=model.intercept_.tolist(), post_transform="SOFTMAX",
+    )  # fmt: skip
+    graph = helper.make_graph(
+        [node],
+        "classifier",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 20])],
+        [
+            helper.make_tensor_value_info("label", TensorProto.INT64, ["N"]),
+            helper.make_tensor_value_info("scores", TensorProto.FLOAT, ["N", 3]),
+        ],
+    )
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("ai.onnx.ml", 3)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), "classifier.onnx")
+    # What is timed is one and the same computation.
+    (scores,) = onnxruntime.InferenceSession("classifier.onnx").run(["scores"], {"x": rows[:, 0]})
+    np.testing.assert_allclose(scores, model.predict_proba(rows[:, 0]), atol=1e-5)
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "time.md").read_text()
+    block = page.split("edgekit bench classifier.onnx", 1)[1].split("```", 1)[0].replace("\\\n", " ")
+    bench, timeit = block.splitlines()
+    assert run_command(["bench", "classifier.onnx", *shlex.split(bench), "--runs", "20", "--json"]) == 0
+    assert [run["batch"] for run in json.loads(capsys.readouterr().out)["runs"]] == [1, 256]
+    threads, _, *words = shlex.split(timeit)
+    variable, _, count = threads.partition("=")
+    said = subprocess.run(
+        [sys.executable, *words[:2], "-n", "5", *words[2:]],
+        env={**os.environ, variable: count},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "best of 5" in said.stdout
