@@ -94,7 +94,7 @@ def measure_files(path: Path) -> int:
     Raises:
         ModelError: the file cannot be read, or refers to external data that is missing or outside its folder.
     """
-    return path.stat().st_size + sum((path.parent / name).stat().st_size for name in list_external(path))
+    return sum((path.parent / name).stat().st_size for name in (path.name, *list_external(path)))
 
 
 def list_external(path: Path) -> tuple[str, ...]:
