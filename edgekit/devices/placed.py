@@ -61,10 +61,14 @@ def add_unnamed(model: Model, providers: Mapping[str, str]) -> dict[str, str]:
     """Returns the place of every node of a model on XNNPACK, from a session without fusions: see `goes_unnamed`.
 
     Of what is on neither side only XNNPACK's own operators can be there; all else was cancelled, made anew, or written
-    as other operators, as a HardSwish is that has no kernel.
+    as other operators, as a HardSwish is that has no kernel. What the session has and the model has not, such as a
+    Transpose that the layout needs, is left out.
     """
-    places = {node.name: XNNPACK for node in read_graph(model).nodes if node.op_type in _XNNPACK_OPS}
-    return {**places, **providers}
+    return {
+        node.name: providers.get(node.name, XNNPACK)
+        for node in read_graph(model).nodes
+        if node.name in providers or node.op_type in _XNNPACK_OPS
+    }
 
 
 def count_nodes(run: DeviceRun, job: Job) -> dict[str, int]:
