@@ -119,6 +119,13 @@ def test_options_of_nvidia_are_settings_and_an_empty_one_is_left_to_the_provider
     cuda = load_target("cuda").session.provider_options
     assert {"device_id", "arena_extend_strategy", "cudnn_conv_algo_search", "enable_cuda_graph"} <= cuda.keys()
     assert "gpu_mem_limit" not in cuda
+    chosen = {
+        "device_id": "2",
+        "gpu_mem_limit": "1024",
+        "arena_extend_strategy": "kSameAsRequested",
+        "enable_cuda_graph": "1",
+    }
+    assert load_target("cuda", chosen).session.provider_options.items() >= chosen.items()
     asked = {
         "device_id": "1",
         "gpu_mem_limit": "2147483648",

@@ -90,7 +90,9 @@ def test_every_parameter_has_a_case() -> None:
         ("qnn", "blocks"),
         ("openvino", "precision_hint"),
     }
-    # What these set is told to the provider, and changes no placement that the rules tell.
+    # What these set is told to the provider, and changes no placement that the rules tell (test_target.py).
+    told = ("tf32", "cudnn_search", "device_id", "gpu_mem_limit", "arena_extend_strategy", "enable_cuda_graph")
+    tested |= {("cuda", name) for name in told}
     tested |= {(name, parameter) for name in _PC_ONLY for parameter in load_target(name).parameters}
     tested |= {("cuda", parameter) for parameter in load_target("cuda").parameters.keys() - {"layout"}}
     known = {(name, parameter) for name in target_names() for parameter in load_target(name).parameters}

@@ -57,14 +57,20 @@ def test_a_phone_races_and_says_what_kind_it_is(adb: Adb, tmp_path: Path, host_r
     bundle = make_bundle(tmp_path, target="cpu").folder
     with far_side(arm=False, adb=True) as far, adb.connected(far) as serial:
         report = tune(bundle, f"adb:{serial}", host_runner)
+        device = AdbDevice(serial=serial, runner=host_runner.program, library=host_runner.library)
+        job = make_job(float_conv(tmp_path / "f.onnx"), "cpu", noise_samples(1))
+        run = device.run_job(set_job(job, SessionSetting(level=Level.DISABLED)), tmp_path)
         assert far.left_running() == []
         assert not [name for name in far.files() if "part-" in name or "run-" in name]
     assert report.evidence is Evidence.DEVICE
     assert report.machine == MachineClass(system="android", machine="x86_64", cores=count_cores())
     assert report.cores == count_cores()
     tried = {one.entrant.name: one for one in report.tried}
-    assert tried.keys() >= {"defaults", "basic", "disabled"}
+    # Threads are raced first, and the first round is taken however little time there is.
+    assert tried.keys() >= {"defaults", "no spinning"}
     assert all(one.fault is None and (one.sqnr_db or 0) > 100 for one in tried.values())
+    # Unoptimised, the Relu is a node of its own.
+    assert (run.failure, {node.op for node in run.placement}) == (None, {"Conv", "Relu"})
 
 
 def test_a_phone_without_space_is_one_line(adb: Adb, tmp_path: Path, host_runner: NativeRunner) -> None:

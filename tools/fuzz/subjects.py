@@ -184,7 +184,8 @@ def _run_commands(folder: Path) -> None:
     history = f"{made}/history.sqlite"
     for _ in range(2):
         _edgekit("verify", f"{bundles}/net-cpu", "--on", "host", "--history", history)
-    _edgekit("verify", f"{bundles}/net-nnapi", "--on", "host", "--history", history)
+    # The host runs no NNAPI: what its run shows is not proven.
+    _edgekit("verify", f"{bundles}/net-nnapi", "--on", "host", "--history", history, "--accept-unproven")
     shutil.copy(bundles / "net-cpu/verify.json", folder / "made/verify.json")
     _edgekit("sign", "--new-key", f"{made}/key.pem")
     _edgekit("sign", f"{bundles}/net-cpu", "--key", f"{made}/key.pem")
