@@ -7,6 +7,7 @@ EdgekitError
  ├── TargetError     a target folder or a target parameter that is wrong
  ├── RuntimeRefusal  ONNX Runtime refused a model or a run
  ├── DeviceError     a device, an emulator or a child process that is missing, died or timed out
+ │    └── CrashError   a program that ended by a signal
  ├── BundleError     a bundle that is incomplete, altered or unsafe
  ├── OutputError     a place that cannot be written
  └── MissingExtraError  an optional package that is not installed
