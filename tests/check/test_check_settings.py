@@ -94,7 +94,6 @@ def test_every_parameter_has_a_case() -> None:
     told = ("tf32", "cudnn_search", "device_id", "gpu_mem_limit", "arena_extend_strategy", "enable_cuda_graph")
     tested |= {("cuda", name) for name in told}
     tested |= {(name, parameter) for name in _PC_ONLY for parameter in load_target(name).parameters}
-    tested |= {("cuda", parameter) for parameter in load_target("cuda").parameters.keys() - {"layout"}}
     known = {(name, parameter) for name in target_names() for parameter in load_target(name).parameters}
     assert known == tested
 

@@ -189,9 +189,9 @@ def _run_commands(folder: Path) -> None:
     shutil.copy(bundles / "net-cpu/verify.json", folder / "made/verify.json")
     _edgekit("sign", "--new-key", f"{made}/key.pem")
     _edgekit("sign", f"{bundles}/net-cpu", "--key", f"{made}/key.pem")
-    _edgekit("join", str(bundles), "--out", str(folder / "joined"))
+    _edgekit("join", str(bundles), "--accept-unproven", "--out", str(folder / "joined"))
     for suffix in ("zip", "tar"):
-        _edgekit("join", str(bundles), "--out", f"{made}/joined.{suffix}")
+        _edgekit("join", str(bundles), "--accept-unproven", "--out", f"{made}/joined.{suffix}")
         _edgekit("package", f"{bundles}/net-cpu", "--as", suffix, "--out", f"{made}/packed.{suffix}")
 
 
