@@ -2,8 +2,8 @@ from edgekit.app.config import load_app as load_app
 from edgekit.app.run import run_app as run_app
 from edgekit.bundle.folder import Bundle as Bundle
 from edgekit.bundle.folder import open_bundle as open_bundle
-from edgekit.bundle.golden.golden import Golden as Golden
-from edgekit.bundle.golden.golden import make_golden as make_golden
+from edgekit.bundle.golden import Golden as Golden
+from edgekit.bundle.golden import make_golden as make_golden
 from edgekit.check.check import check_model as check_model
 from edgekit.check.report import CheckReport as CheckReport
 from edgekit.convert.convert import ConvertedModel as ConvertedModel

@@ -12,8 +12,8 @@ import msgspec
 import onnxruntime as _ort
 
 from edgekit.errors import ModelError, RuntimeRefusal
-from edgekit.model.outside import keeps_inside
-from edgekit.model.skim import point_into
+from edgekit.model.external import point_into
+from edgekit.model.model import keeps_inside
 from edgekit.model.tensors import Array, Tensors, flatten_value
 
 _state: Any = importlib.import_module("onnxruntime.capi.onnxruntime_pybind11_state")

@@ -11,7 +11,7 @@ from onnx.backend.test import loader
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.errors import ModelError
-from edgekit.model.skim import point_into, skim_model
+from edgekit.model.external import point_into, skim_model
 
 LIGHT = Path(loader.DATA_DIR) / "light"
 

@@ -16,22 +16,22 @@ import edgekit
 from edgekit.app.config import AppTable
 from edgekit.bench.report import BenchReport
 from edgekit.bundle.group.group import GroupManifest
-from edgekit.bundle.manifest.manifest import Manifest
-from edgekit.bundle.statement import Statement
+from edgekit.bundle.manifest import Manifest
+from edgekit.bundle.sign import Statement
 from edgekit.check.report import CheckReport
 from edgekit.cli.main import group
 from edgekit.data.images import Preprocess
-from edgekit.devices.android.nnapi.driver import Driver
+from edgekit.devices.android.nnapi.network import Driver
 from edgekit.devices.register import ListedDevice
 from edgekit.inspect.diff import Delta
 from edgekit.jobs.convert import ConvertReport
-from edgekit.jobs.group_file import GroupFile
+from edgekit.jobs.group import GroupFile
 from edgekit.jobs.prepare import PrepareReport
 from edgekit.profile.report import ProfileReport
 from edgekit.quantize.plan import QuantPlan
 from edgekit.recipe import Recipe
-from edgekit.report.grouped import GroupBuild
 from edgekit.report.summary import BuildReport, QuantizeReport
+from edgekit.report.tables import GroupBuild
 from edgekit.target import Target, TaskLimit
 from edgekit.tune.report import TuneReport
 from edgekit.verify.groups import GroupReport

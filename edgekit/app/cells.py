@@ -9,23 +9,20 @@ import msgspec
 
 from edgekit._files import digest_file, write_file
 from edgekit.app.config import App, Cell, choose_for
-from edgekit.app.keys import Digests, make_key
-from edgekit.app.parcels import cell_folder
-from edgekit.app.result import RESULT, CellResult, fail_cell, read_result, write_result
+from edgekit.app.result import RESULT, CellResult, Digests, fail_cell, make_key, read_result, write_result
+from edgekit.app.store import cell_folder
 from edgekit.bundle.folder import MANIFEST, open_bundle
 from edgekit.bundle.group.group import GROUP, open_group
 from edgekit.errors import EdgekitError
 from edgekit.jobs.build import build
-from edgekit.jobs.group import build_group
-from edgekit.jobs.group_file import read_group_file
+from edgekit.jobs.group import build_group, read_group_file
 from edgekit.model.model import load_model
 from edgekit.plain import to_json
 from edgekit.progress import Progress
-from edgekit.report.grouped import GroupTarget, headline_group
-from edgekit.report.headline import headline_build
 from edgekit.report.pages.html import render_build
 from edgekit.report.summary import BuildReport
-from edgekit.report.text import describe_agreement, describe_evidence
+from edgekit.report.tables import GroupTarget, headline_group
+from edgekit.report.text import describe_agreement, describe_evidence, headline_build
 from edgekit.verify.groups import choosing, verify_group
 from edgekit.verify.on_devices import verify_on
 from edgekit.verify.report import require_devices

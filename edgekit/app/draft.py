@@ -9,7 +9,7 @@ import msgspec
 from PIL import Image
 
 from edgekit._files import work_folder
-from edgekit.app.positions import FILE
+from edgekit.app.config import FILE
 from edgekit.data.images import SUFFIXES, Preprocess
 from edgekit.data.samples import refuse_endless
 from edgekit.errors import DataError, UsageError

@@ -9,9 +9,8 @@ from edgekit._files import digest_bytes, staged_entries, write_file
 from edgekit.app.config import App, KeyTable, PackageTable
 from edgekit.app.result import CellResult, PackageResult
 from edgekit.bundle.folder import MANIFEST, open_bundle
-from edgekit.bundle.group.group import GROUP
-from edgekit.bundle.group.opening import is_group
-from edgekit.bundle.manifest.manifest import encode_json
+from edgekit.bundle.group.group import GROUP, is_group
+from edgekit.bundle.manifest import encode_json
 from edgekit.bundle.sign import check_signature, require_private_key
 from edgekit.errors import BundleError, EdgekitError, UsageError
 from edgekit.jobs.release import Allowed, package_verified, sign_verified

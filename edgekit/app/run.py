@@ -9,16 +9,13 @@ import msgspec
 from edgekit._files import write_file
 from edgekit.app.cells import build_cell, find_kept, find_key, forget_cell
 from edgekit.app.config import App, Cell, list_cells
-from edgekit.app.keys import STORE, Digests
 from edgekit.app.packages import pack_all, require_keys, sign_all
-from edgekit.app.parcels import fetch_cell, publish_cell
-from edgekit.app.result import AppReport, CellResult, render_app
-from edgekit.app.store import Store
+from edgekit.app.result import STORE, AppReport, CellResult, Digests, render_app
+from edgekit.app.store import Store, fetch_cell, publish_cell
 from edgekit.errors import DataError, EdgekitError, UsageError, suggest_name
 from edgekit.plain import to_json
 from edgekit.progress import Progress, say_nothing
-from edgekit.report.junit import render_junit
-from edgekit.report.markdown import render_markdown
+from edgekit.report.ci import render_junit, render_markdown
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.saved import read_report
 

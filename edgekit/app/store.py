@@ -1,14 +1,27 @@
-"""Where machines share what runs need and find: a folder, or any place that fsspec opens (S3, GCS, HTTP)."""
+"""Where machines share what runs need and find, and what they put there.
+
+A store is a folder, or any place that fsspec opens (S3, GCS, HTTP). The inputs of a cell and its results go there, each
+as one archive.
+"""
 
 import importlib
+import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
-from edgekit._files import replacing_file, writing
-from edgekit.errors import DeviceError, MissingExtraError, UsageError, quote_error
+from edgekit._files import digest_bytes, replacing_file, staged_entries, work_folder, write_file, writing
+from edgekit.app.config import App, Cell
+from edgekit.app.result import CellResult, Digests, read_result, write_result
+from edgekit.bundle.archive import Limits, list_files, unpack_archive, write_archive
+from edgekit.bundle.folder import open_bundle
+from edgekit.bundle.group.group import open_group
+from edgekit.bundle.manifest import encode_json
+from edgekit.errors import BundleError, DataError, DeviceError, MissingExtraError, UsageError, quote_error
+from edgekit.plain import to_json
 
 _FILE = "file://"
 
@@ -128,3 +141,129 @@ def open_store(place: str) -> Store:
             f"cannot open store '{place}': {quote_error(error)}", hint="a folder, or a URL that fsspec opens"
         ) from error
     return RemoteStore(url=place, files=files, root=str(root).rstrip("/"))
+
+
+# An archive of our own: what came out of a cell is as large as its model, and is stored, not deflated.
+_LIMITS = Limits(files=1_000_000, size_bytes=1 << 40)
+_REPORT = "report.json"
+
+
+class Parcel(msgspec.Struct, frozen=True, kw_only=True):
+    """Files in a store that lie side by side: the digest of their names and contents, and the name of the first."""
+
+    sha256: str
+    name: str
+
+
+def cell_folder(app: App, cell: Cell) -> Path:
+    """Returns where the results of a cell lie."""
+    return app.out / cell.model / cell.target
+
+
+def send_parcel(paths: tuple[Path, ...], store: Store, digests: Digests) -> Parcel:
+    """Puts files, or a folder with all that is in it, into a store if they are not there, and returns what to ask for.
+
+    Raises:
+        EdgekitError: they cannot be read, lie outside the folder of the first, or the store cannot be written.
+    """
+    first, entries = paths[0], dict[str, Path]()
+    for path in paths:
+        inner = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+        entries |= {_name_beside(file, first): file for file in inner}
+    digest = _digest(entries, digests)
+    if not store.has(_name_inputs(digest)):
+        with work_folder() as work:
+            write_archive(entries, work / "inputs.tar", "tar")
+            store.put(_name_inputs(digest), work / "inputs.tar")
+    return Parcel(sha256=digest, name=first.name)
+
+
+def receive_parcel(parcel: Parcel, store: Store, place: Path) -> Path:
+    """Returns the first file of a parcel, or its folder, unpacked below `place` if it is not there yet.
+
+    Raises:
+        DataError: the store does not hold it, or something else under its name.
+    """
+    if not (place / parcel.sha256).is_dir():
+        with work_folder() as work, staged_entries(place) as staging:
+            if not store.get(_name_inputs(parcel.sha256), work / "inputs.tar"):
+                raise DataError(f"store '{store.place}' has lost '{parcel.name}'", hint="run again")
+            unpack_archive(work / "inputs.tar", staging / parcel.sha256, _LIMITS)
+            found = _digest(list_files(staging / parcel.sha256), Digests(work / "digests"))
+            if found != parcel.sha256:
+                raise DataError(f"store '{store.place}' holds another '{parcel.name}'", hint="empty it, then run again")
+    return place / parcel.sha256 / parcel.name
+
+
+def publish_cell(app: App, cell: Cell, key: str, store: Store) -> None:
+    """Puts the results of a cell into a store, as one object: they are there whole or not at all.
+
+    Raises:
+        EdgekitError: the store cannot be written.
+    """
+    with work_folder() as work:
+        write_archive(list_files(cell_folder(app, cell)), work / "cell.tar", "tar")
+        store.put(name_cell(key), work / "cell.tar")
+
+
+def fetch_cell(app: App, cell: Cell, key: str, store: Store) -> CellResult | None:
+    """Returns what a store holds for a key, its files now in the folder of the cell; None if it holds nothing sound.
+
+    Raises:
+        DeviceError: the store cannot be asked.
+        OutputError: the folder cannot be written.
+    """
+    with work_folder() as work:
+        if not store.get(name_cell(key), work / "cell.tar"):
+            return None
+        try:
+            with staged_entries(app.out / cell.model) as staging:
+                unpack_archive(work / "cell.tar", staging / cell.target, _LIMITS)
+                return _settle(app, cell, key, staging / cell.target)
+        except (BundleError, DataError, msgspec.MsgspecError, LookupError, TypeError):
+            # Damaged: it is made again, and then replaces what lies there.
+            return None
+
+
+def name_cell(key: str) -> str:
+    """Returns the object that holds the results of a key."""
+    return f"cells/{key[:2]}/{key}.tar"
+
+
+def _settle(app: App, cell: Cell, key: str, folder: Path) -> CellResult:
+    """Lets results that were made elsewhere, perhaps for a cell of another name, tell where they lie now."""
+    result = read_result(folder)
+    if result is None or result.key != key:
+        raise DataError("the results of another cell", hint="they are made again")
+    here, name = cell_folder(app, cell), Path(result.bundle).name
+    opened = open_group(folder / name) if cell.is_group else open_bundle(folder / name)
+    if opened.sha256 != result.sha256:
+        raise DataError("the bundle of another cell", hint="they are made again")
+    placed, page = here.relative_to(app.out).as_posix(), Path(result.report).name
+    result = msgspec.structs.replace(
+        result, model=cell.model, target=cell.target, bundle=f"{placed}/{name}", report=f"{placed}/{page}"
+    )
+    write_result(folder, result)
+    told: dict[str, Any] = msgspec.json.decode((folder / _REPORT).read_bytes())
+    told["targets" if cell.is_group else "bundles"][0]["path"] = str(here / name)
+    if not cell.is_group:
+        told["report"] = str(here / page)
+    write_file(folder / _REPORT, to_json(told).encode())
+    return result
+
+
+def _digest(entries: Mapping[str, Path], digests: Digests) -> str:
+    return digest_bytes(encode_json({name: digests.digest(path) for name, path in entries.items()}))
+
+
+def _name_beside(file: Path, first: Path) -> str:
+    # By the words of the paths alone: what lies there may be a link.
+    name = Path(os.path.relpath(file, first.parent)).as_posix()
+    if name.startswith("../"):
+        words = f"'{file}' lies outside of the folder of '{first.name}', and a store has only what is inside"
+        raise DataError(words, hint="put it there, or run without --scheduler")
+    return name
+
+
+def _name_inputs(digest: str) -> str:
+    return f"inputs/{digest[:2]}/{digest}.tar"

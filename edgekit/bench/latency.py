@@ -1,4 +1,4 @@
-"""What a series of run times says: its figures, how sure they are, and whether the device changed under way."""
+"""What a series of run times says: its figures, how sure they are, and whether the device got warmer meanwhile."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

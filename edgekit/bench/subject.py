@@ -9,14 +9,12 @@ import numpy as np
 
 from edgekit._files import digest_file
 from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
-from edgekit.bundle.folder import open_bundle, read_target
-from edgekit.bundle.golden.golden import read_inputs
-from edgekit.bundle.snapshot import snapshot_bundle
+from edgekit.bundle.folder import open_bundle, read_target, snapshot_bundle
+from edgekit.bundle.golden import read_inputs
 from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport
 from edgekit.convert.ort_format.report import read_interface
-from edgekit.data.random_samples import draw_samples
-from edgekit.data.samples import Samples, load_samples
+from edgekit.data.samples import Samples, draw_samples, load_samples
 from edgekit.devices.bundled import find_tuned, make_job, plan_run, set_job
 from edgekit.devices.device import Device, Job
 from edgekit.devices.labelled import address_of
@@ -26,8 +24,7 @@ from edgekit.errors import DataError, UsageError
 from edgekit.model.model import load_model
 from edgekit.model.tensors import TensorSpec
 from edgekit.prepare.opset import lower_model
-from edgekit.prepare.shapes.derived_dims import formula_names
-from edgekit.prepare.shapes.unset import find_unset, size_inputs
+from edgekit.prepare.shapes import find_unset, formula_names, size_inputs
 from edgekit.target import Form, Target, load_target
 
 

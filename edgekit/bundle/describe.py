@@ -10,11 +10,11 @@ import numpy as np
 import onnx
 
 from edgekit._ort import CPU_PROVIDER
-from edgekit.bundle.golden.golden import Golden, read_inputs, read_outputs
-from edgekit.bundle.golden.recorded import Recorded
-from edgekit.bundle.manifest.buckets import Buckets
-from edgekit.bundle.manifest.manifest import (
+from edgekit.bundle.expected import Recorded
+from edgekit.bundle.golden import Golden, read_inputs, read_outputs
+from edgekit.bundle.manifest import (
     Ancestry,
+    Buckets,
     BundledFile,
     BundledTensor,
     GoldenFacts,
@@ -23,15 +23,15 @@ from edgekit.bundle.manifest.manifest import (
     Provenance,
     ProviderShare,
     Tested,
+    measure_open,
 )
-from edgekit.bundle.manifest.open_dims import measure_open
 from edgekit.check.report import CheckReport
 from edgekit.convert.ort_format.canonical import CANONICAL_VERSION
 from edgekit.data.images import Preprocess
 from edgekit.data.samples import Samples
 from edgekit.errors import BundleError
-from edgekit.model.listed import ListColumns
 from edgekit.model.model import Model, read_proto
+from edgekit.model.outputs import ListColumns
 from edgekit.model.state import State
 from edgekit.model.tensors import TensorSpec
 from edgekit.recipe import Recipe, TensorNotes

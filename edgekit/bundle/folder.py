@@ -1,19 +1,32 @@
-"""Writing a bundle and opening one: what is opened is exactly what was written, or it is refused."""
+"""Writing a bundle and opening one: what is opened is exactly what was written, or it is refused.
 
+What runs is what the manifest covers: the files are copied, and the copy is what was digested.
+"""
+
+import hashlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 import msgspec
 
-from edgekit._files import copy_once, digest_bytes, digest_file, replacing_file, staged_folder, write_file
+from edgekit._files import (
+    copy_once,
+    digest_bytes,
+    digest_file,
+    open_regular,
+    replacing_file,
+    safe_join,
+    staged_folder,
+    write_file,
+    write_new,
+)
+from edgekit.bundle.checks import check_files, check_requests, check_same, find_fault, iterate_files, read_bounded
 from edgekit.bundle.describe import Contents, describe_contents
-from edgekit.bundle.golden.expected import write_expected
-from edgekit.bundle.golden.golden import Golden
-from edgekit.bundle.golden.recorded import adopt_expected
-from edgekit.bundle.manifest.checks import check_files, iterate_files, read_bounded
-from edgekit.bundle.manifest.manifest import (
+from edgekit.bundle.expected import EXPECTED, adopt_expected, write_expected
+from edgekit.bundle.golden import Golden
+from edgekit.bundle.manifest import (
     UNPADDED,
     BundledFile,
     GoldenFacts,
@@ -22,14 +35,10 @@ from edgekit.bundle.manifest.manifest import (
     decode_plain,
     encode_json,
 )
-from edgekit.bundle.manifest.names import find_fault
-from edgekit.bundle.manifest.trust import check_requests, check_same
-from edgekit.bundle.readme import README, render_readme
-from edgekit.bundle.sign import check_signature
-from edgekit.bundle.snippets import NOTES, render_snippets
-from edgekit.bundle.statement import SIGNATURE, TestResult, check_subjects
+from edgekit.bundle.sign import SIGNATURE, TestResult, check_signature, check_subjects
+from edgekit.bundle.snippets import NOTES, README, render_readme, render_snippets
 from edgekit.check.report import CheckReport
-from edgekit.convert.needs import find_needed_ort
+from edgekit.convert.forms import find_needed_ort
 from edgekit.errors import BundleError, ModelError, OutputError
 from edgekit.model.model import list_external
 from edgekit.target import Form, Target, read_version
@@ -294,3 +303,52 @@ def _digest_files(folder: Path) -> dict[str, BundledFile]:
         for name, path in iterate_files(folder)
         if name not in UNLISTED
     }
+
+
+_CHUNK_BYTES = 1 << 20
+
+
+def snapshot_bundle(bundle: Bundle, forms: Iterable[Form], out: Path) -> Bundle:
+    """Copies the model files of some forms, the golden samples and what is known of model and target into `out`.
+
+    Each file is digested as it is copied, so that a bundle which is altered after it was opened is refused, and what is
+    altered later is not what runs.
+
+    Raises:
+        BundleError: the bundle has no such form, or a file is not what the manifest says.
+        OutputError: the folder cannot be written.
+    """
+    for name in dict.fromkeys(_list_files(bundle, forms)):
+        write_new(out / name, _read_checked(bundle, name))
+    return msgspec.structs.replace(bundle, folder=out)
+
+
+def _list_files(bundle: Bundle, forms: Iterable[Form]) -> Iterator[str]:
+    for form in forms:
+        bundle.find_model(form)
+        yield from bundle.manifest.forms[form]
+    for file in bundle.golden.files:
+        yield file.relative_to(bundle.folder).as_posix()
+    yield from (
+        name for name in (f"{GOLDEN}/{EXPECTED}", UNPADDED, LAYERS, CHECK, TARGET) if name in bundle.manifest.files
+    )
+
+
+def _read_checked(bundle: Bundle, name: str) -> Iterator[bytes]:
+    """Yields a file in chunks; raises a BundleError at its end, if not before, where it is not what was digested."""
+    entry = bundle.manifest.files.get(name)
+    digest = hashlib.sha256()
+    try:
+        # Opened without following links, and read once: what is digested is what is copied.
+        with open_regular(safe_join(bundle.folder, name)) as source:
+            # A file that grows while it is read ends at one chunk too many, and fails by its digest.
+            while entry and source.tell() <= entry.size_bytes and (chunk := source.read(_CHUNK_BYTES)):
+                digest.update(chunk)
+                yield chunk
+    except OSError as error:
+        reason = f"cannot read {name!r} of bundle '{bundle.folder}': {error.strerror}"
+        raise BundleError(reason, hint="build the bundle again") from error
+    if entry is None or digest.hexdigest() != entry.sha256:
+        raise BundleError(
+            f"{name!r} of bundle '{bundle.folder}' was altered after it was opened", hint="build the bundle again"
+        )

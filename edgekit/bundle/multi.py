@@ -9,9 +9,9 @@ import msgspec
 
 from edgekit._files import copy_once, digest_bytes, staged_folder, write_file
 from edgekit._ort import CPU_PROVIDER
+from edgekit.bundle.checks import check_files, find_fault, read_bounded
 from edgekit.bundle.folder import MANIFEST, VERIFY, Bundle, open_bundle, regain_bundle
-from edgekit.bundle.manifest.checks import check_files, read_bounded
-from edgekit.bundle.manifest.manifest import (
+from edgekit.bundle.manifest import (
     BundledFile,
     Manifest,
     check_canonical,
@@ -20,9 +20,7 @@ from edgekit.bundle.manifest.manifest import (
     decode_plain,
     encode_json,
 )
-from edgekit.bundle.manifest.names import find_fault
-from edgekit.bundle.sign import check_signature
-from edgekit.bundle.statement import SIGNATURE, TestResult, check_subjects
+from edgekit.bundle.sign import SIGNATURE, TestResult, check_signature, check_subjects
 from edgekit.errors import BundleError, OutputError, UsageError, suggest_name
 from edgekit.target import read_version
 

@@ -8,11 +8,10 @@ import msgspec
 
 from edgekit._files import work_folder
 from edgekit.bundle.archive import opened_folder
+from edgekit.bundle.expected import Recorded
 from edgekit.bundle.folder import Bundle, open_bundle
-from edgekit.bundle.golden.recorded import Recorded
 from edgekit.bundle.multi import INDEX, MultiBundle, extract_variant, open_index
-from edgekit.bundle.sign import sign_files
-from edgekit.bundle.statement import TestResult
+from edgekit.bundle.sign import TestResult, sign_files
 from edgekit.errors import BundleError, UsageError
 
 

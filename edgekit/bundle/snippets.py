@@ -1,15 +1,71 @@
-"""Code an app team can paste: rendered from the target's templates with exactly what the manifest requires."""
+"""What the developer of an app reads and pastes: dependencies, code and a README, rendered from the manifest."""
 
 from collections.abc import Mapping
 from pathlib import Path
 
 import jinja2
+import msgspec
 from jinja2.sandbox import SandboxedEnvironment
 
-from edgekit.bundle.manifest.manifest import Manifest
+from edgekit._ort import CPU_PROVIDER
+from edgekit.bundle.manifest import Manifest
 from edgekit.errors import TargetError
+from edgekit.evidence import Evidence
 from edgekit.model.tensors import TensorSpec
-from edgekit.target import Target
+from edgekit.target import Target, read_version
+
+
+class Dependency(msgspec.Struct, frozen=True, kw_only=True):
+    """A Maven artifact; `runtime` is True for one that only the running app needs."""
+
+    group: str
+    artifact: str
+    version: str
+    runtime: bool = False
+
+    @property
+    def notation(self) -> str:
+        """As Gradle writes it."""
+        return f"{self.group}:{self.artifact}:{self.version}"
+
+
+ANDROID_RELEASE = "1.29.0"
+"""The ONNX Runtime in the archive for Android that edgekit fetches, and so the one that has verified bundles."""
+
+SWIFT_PACKAGE = "https://github.com/microsoft/onnxruntime-swift-package-manager"
+"""ONNX Runtime for SwiftPM, by Microsoft; its product is `onnxruntime`."""
+
+# By provider: group, artifact, its name in the manifest's `versions`, and the version that this edgekit knows.
+_PLUGINS = {
+    "QNNExecutionProvider": (
+        ("com.qualcomm.qti", "onnxruntime-android-qnn", "onnxruntime-qnn", "2.7.0"),
+        ("com.qualcomm.qti", "qnn-runtime", "qairt", "2.51.0"),
+    ),
+}
+
+
+def choose_android_release(minimum_ort: str) -> str:
+    """Returns the version of `onnxruntime-android` for a bundle: the one that edgekit runs, or the newer one it needs.
+
+    What made the bundle is a wheel for desktops, and not each of those versions has an archive for Android.
+    """
+    return max(ANDROID_RELEASE, minimum_ort, key=read_version)
+
+
+def list_android_dependencies(provider: str, versions: Mapping[str, str], ort: str) -> tuple[Dependency, ...]:
+    """Returns what an Android app needs for a provider: ONNX Runtime of version `ort`, and what goes with it.
+
+    `versions` are those that the bundle was made with.
+    """
+    own = Dependency(group="com.microsoft.onnxruntime", artifact="onnxruntime-android", version=ort)
+    return (
+        own,
+        *(
+            Dependency(group=group, artifact=artifact, version=versions.get(key, known), runtime=True)
+            for group, artifact, key, known in _PLUGINS.get(provider, ())
+        ),
+    )
+
 
 NOTES = "notes.md"
 """What a target says of itself, for the README of its bundles."""
@@ -105,3 +161,49 @@ def make_environment(folder: Path) -> SandboxedEnvironment:
 
 def _dims(spec: TensorSpec) -> str:
     return ", ".join("depends on the data" if dim is None else plain(str(dim)) for dim in spec.shape or ())
+
+
+README = "README.md"
+LEVELS: dict[str, Evidence] = {
+    "android": Evidence.SAME_BINARY,
+    "android:x86_64": Evidence.SAME_EP,
+    "arm64": Evidence.SAME_ARCH,
+    "coreml": Evidence.DEVICE,
+    "emulated": Evidence.EMULATED,
+    "host": Evidence.EMULATED,
+    "host:cuda": Evidence.DEVICE,
+    "host:directml": Evidence.DEVICE,
+    "host:tensorrt": Evidence.DEVICE,
+    "ios-sim": Evidence.SAME_EP,
+    "openvino": Evidence.SAME_EP,
+    "qnn-htp-sim": Evidence.SIMULATOR,
+    "webgpu": Evidence.SAME_EP,
+}
+"""How good the evidence of the devices is that targets name."""
+
+_TEMPLATES = Path(__file__).parent / "templates"
+
+
+def render_readme(target: Target, manifest: Manifest, notes: str, snippets: Mapping[str, str]) -> str:
+    """Returns the README; `notes` is what the target says of itself, `snippets` are the files of `app/`.
+
+    It holds nothing that differs from run to run: figures stand in `verify.json`.
+    """
+    template = make_environment(_TEMPLATES).get_template("README.md.j2")
+    release = choose_android_release(manifest.minimum_ort)
+    dependencies = list_android_dependencies(manifest.provider, manifest.versions, release)
+    return template.render(
+        manifest=manifest,
+        title=target.title,
+        notes=notes.strip(),
+        snippets=sorted(snippets),
+        interface=describe_interface(manifest),
+        dependencies=dependencies,
+        swift_package=SWIFT_PACKAGE,
+        evidence=[(entry.device, *_level(entry.device, manifest)) for entry in manifest.verification],
+    )
+
+
+def _level(device: str, manifest: Manifest) -> tuple[str, str]:
+    level = Evidence.SAME_EP if manifest.provider == CPU_PROVIDER else LEVELS.get(device)
+    return (level.value, level.meaning) if level else ("by device", "see verify.json")

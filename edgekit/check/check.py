@@ -6,24 +6,22 @@ import msgspec
 
 from edgekit._ort import VERSION
 from edgekit.check.advice import give_advice
-from edgekit.check.macs import count_bytes, count_macs, value_bytes
-from edgekit.check.open_work import choose_sizes, count_open, count_unsized
+from edgekit.check.macs import choose_sizes, count_bytes, count_macs, count_open, count_unsized, value_bytes
 from edgekit.check.placement import Placement, place_units
 from edgekit.check.propagation import propagate_quantization
 from edgekit.check.report import CheckedNode, CheckReport
 from edgekit.check.rules.kinds import Forms, Rule
 from edgekit.check.rules.rulebook import Op, RuleBook, derive_settings, load_rules
-from edgekit.check.rules.rules import judge_rule
-from edgekit.check.rules.subject import Subject
+from edgekit.check.rules.rules import Subject, judge_rule
 from edgekit.check.rules.units import SELECTORS, Selector, Unit, group_units
 from edgekit.evidence import Evidence
 from edgekit.graph.graph import Graph, Node, view_model
 from edgekit.graph.inference import infer_model
+from edgekit.model.external import skim_model
 from edgekit.model.model import Model
-from edgekit.model.skim import skim_model
 from edgekit.model.versions import reads_of
+from edgekit.prepare.constants import widen_constants
 from edgekit.prepare.tidy import name_nodes
-from edgekit.prepare.weights.narrow_constants import widen_constants
 from edgekit.target import Target
 
 

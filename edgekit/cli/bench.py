@@ -21,9 +21,8 @@ from edgekit.devices.device import Queue
 from edgekit.devices.register import DeviceChoice
 from edgekit.errors import UsageError
 from edgekit.plain import to_json
-from edgekit.report.markdown import render_bench_markdown
-from edgekit.report.timing.bench_series import list_series
-from edgekit.report.timing.bench_text import list_bench_remarks, table_bench
+from edgekit.report.ci import render_bench_markdown
+from edgekit.report.timing import list_bench_remarks, list_series, table_bench
 
 _MOST = 65536
 _WAIT_MS = 5.0

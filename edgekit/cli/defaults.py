@@ -7,7 +7,7 @@ from typing import Any, cast
 import click
 import msgspec
 
-from edgekit.app.positions import Place, refuse_at
+from edgekit.app.config import Place, refuse_at
 from edgekit.cli.main import COMMANDS, group
 from edgekit.errors import UsageError, suggest_name
 from edgekit.plain import read_toml

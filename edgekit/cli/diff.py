@@ -8,7 +8,7 @@ from edgekit.cli import options
 from edgekit.cli.main import NO, YES
 from edgekit.cli.screen import show_json, show_lines
 from edgekit.inspect.diff import Delta, compare_versions
-from edgekit.report import changes
+from edgekit.report import tables
 
 _FILE = click.Path(path_type=Path)
 
@@ -36,4 +36,4 @@ def command(old: Path, new: Path, target: str | None, as_json: bool) -> int:
 
 def _show_delta(delta: Delta) -> None:
     """Prints what is different between two versions, a line each."""
-    show_lines(changes.list_changes(delta))
+    show_lines(tables.list_changes(delta))

@@ -7,7 +7,7 @@ from edgekit.cli.main import YES
 from edgekit.cli.screen import show_json, show_line
 from edgekit.cli.terminal import show_devices
 from edgekit.devices.find import list_devices
-from edgekit.devices.local.offered import list_offered
+from edgekit.devices.local.provider import list_offered
 from edgekit.jobs.prepare import list_versions
 
 

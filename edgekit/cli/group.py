@@ -4,13 +4,13 @@ from pathlib import Path
 
 import click
 
-from edgekit.bundle.group.opening import opened_group
+from edgekit.bundle.group.group import opened_group
 from edgekit.cli import options
 from edgekit.cli.screen import show_json, show_line, show_lines, showing_progress
 from edgekit.devices.register import DeviceChoice
 from edgekit.jobs.group import build_group
 from edgekit.recipe import PRECISIONS, PrecisionChoice
-from edgekit.report.grouped import describe_group, describe_group_build
+from edgekit.report.tables import describe_group, describe_group_build
 from edgekit.verify.groups import choosing, verify_group
 
 _FILE = click.Path(path_type=Path)

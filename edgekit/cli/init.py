@@ -5,8 +5,8 @@ from pathlib import Path
 import click
 
 from edgekit._files import write_file
+from edgekit.app.config import FILE
 from edgekit.app.draft import draft_app
-from edgekit.app.positions import FILE
 from edgekit.cli import options
 from edgekit.cli.main import YES
 from edgekit.cli.schema import describe_file

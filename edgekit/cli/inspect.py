@@ -10,7 +10,7 @@ from edgekit.cli.screen import print_table, show_json
 from edgekit.convert.ort_format.report import OrtFileReport
 from edgekit.inspect.inspect import OnnxReport, inspect_model
 from edgekit.inspect.sizes import SizeReport, measure_sizes
-from edgekit.report import changes, text
+from edgekit.report import tables, text
 
 
 @click.command(short_help="Print what a model contains, or where its bytes are.")
@@ -43,6 +43,6 @@ def _show_contents(report: OnnxReport | OrtFileReport) -> None:
 
 def _show_sizes(report: SizeReport) -> None:
     """Prints where the bytes of a bundle or model are."""
-    print_table(changes.table_files(report))
+    print_table(tables.table_files(report))
     if report.layers:
-        print_table(changes.table_layer_sizes(report))
+        print_table(tables.table_layer_sizes(report))

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 import click
 import msgspec
 
-from edgekit.bundle.manifest.manifest import Manifest
-from edgekit.bundle.manifest.trust import bundled_task
+from edgekit.bundle.checks import bundled_task
+from edgekit.bundle.manifest import Manifest
 from edgekit.cli.options import Option
 from edgekit.recipe import load_metric
 from edgekit.target import TaskLimit, Thresholds

@@ -16,7 +16,7 @@ from edgekit.errors import UsageError, suggest_name
 from edgekit.evidence import Verdict
 from edgekit.model.model import Model, load_model
 from edgekit.model.state import MOST_STEPS, State
-from edgekit.prepare.change_interface import LAYOUTS, Layout
+from edgekit.prepare.interface import LAYOUTS, Layout
 from edgekit.recipe import Data, Recipe, load_recipe
 
 _F = TypeVar("_F", bound=Callable[..., Any])

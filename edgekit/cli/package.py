@@ -9,11 +9,10 @@ from edgekit.cli.main import YES
 from edgekit.cli.screen import print_table, show_json, show_line, show_lines
 from edgekit.cli.terminal import show_doubts
 from edgekit.jobs.release import Allowed, package_verified
-from edgekit.package.contents import parse_extras
 from edgekit.package.package import FORMS, Kind
-from edgekit.package.variant import Names
+from edgekit.package.variant import Names, parse_extras
 from edgekit.plain import to_plain
-from edgekit.report.packaged import list_size_remarks, table_sizes
+from edgekit.report.tables import list_size_remarks, table_sizes
 
 
 @click.command(short_help="Pack bundles for an app: AAR, Swift package, zip, tar, or ORT's own model package.")

@@ -9,7 +9,7 @@ from edgekit.cli.main import YES
 from edgekit.cli.screen import show_json, show_line, showing_progress
 from edgekit.jobs.prepare import PrepareOptions, PrepareReport, prepare_for
 from edgekit.model.model import load_model
-from edgekit.prepare.change_interface import InterfaceChanges
+from edgekit.prepare.interface import InterfaceChanges
 from edgekit.target import load_target
 
 

@@ -16,8 +16,8 @@ from edgekit.profile.chrome import encode_chrome
 from edgekit.profile.measure import Watching
 from edgekit.profile.profile import profile_on
 from edgekit.profile.report import ProfileReport
+from edgekit.report import timing as text
 from edgekit.report.pages.profile_page import render_profile
-from edgekit.report.timing import profile_text as text
 
 
 @click.command(
@@ -118,7 +118,7 @@ def show_profile(report: ProfileReport, top: int) -> None:
             for remark in text.list_profile_remarks(profile):
                 show_line(f"- {remark}")
     if report.comparison is not None:
-        show_line(text.describe_comparison(report.comparison))
+        show_line(text.describe_profiles(report.comparison))
         for cause in report.comparison.causes:
             show_line(f"- {text.describe_cause(cause)}")
         if report.comparison.pairs:

@@ -13,9 +13,9 @@ from edgekit.cli.main import NO, YES
 from edgekit.cli.screen import show_json, show_lines, showing_progress
 from edgekit.errors import UsageError
 from edgekit.jobs.quantize import QuantizeOptions, plan_for, quantize_for
-from edgekit.quantize.ranges.methods import METHODS
+from edgekit.quantize.ranges import METHODS
 from edgekit.recipe import INTEGER_PRECISIONS, PrecisionChoice, load_metric
-from edgekit.report.quantization_text import describe_quantization
+from edgekit.report.quantized import describe_quantization
 from edgekit.report.summary import QuantizeReport
 from edgekit.target import TaskLimit
 

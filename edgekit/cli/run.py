@@ -6,8 +6,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from edgekit.app.config import App, load_app
-from edgekit.app.positions import FILE
+from edgekit.app.config import FILE, App, load_app
 from edgekit.app.result import AppReport, headline_app
 from edgekit.app.run import list_watched
 from edgekit.app.spread import run_anywhere

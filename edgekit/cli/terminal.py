@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from edgekit.bundle.statement import TestResult
+from edgekit.bundle.sign import TestResult
 from edgekit.cli.screen import print_table, show_line, show_lines
 from edgekit.devices.device import DeviceStatus
-from edgekit.devices.local.offered import OfferedProvider
+from edgekit.devices.local.provider import OfferedProvider
 from edgekit.devices.self_test import SelfTest
 from edgekit.jobs.release import Doubt
 from edgekit.report import text

@@ -11,8 +11,8 @@ from edgekit.cli.limits import limit
 from edgekit.cli.main import YES
 from edgekit.cli.screen import print_table, show_json, show_line, showing_progress
 from edgekit.devices.register import DeviceChoice
+from edgekit.report import timing as text
 from edgekit.report.pages.tune_page import render_tuning
-from edgekit.report.timing import tune_text as text
 from edgekit.tune.report import TuneReport
 from edgekit.tune.space import GOALS, Goal
 from edgekit.tune.tune import Tuning, tune_on

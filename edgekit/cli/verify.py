@@ -21,8 +21,7 @@ from edgekit.devices.register import DeviceChoice
 from edgekit.errors import UsageError
 from edgekit.progress import Progress
 from edgekit.recipe import Data
-from edgekit.report.junit import render_junit
-from edgekit.report.markdown import render_markdown
+from edgekit.report.ci import render_junit, render_markdown
 from edgekit.report.pages.charts import Picture, draw_worst
 from edgekit.report.pages.html import render_verify
 from edgekit.verify.history import compare_with_baseline, find_last_good, record_report

@@ -13,14 +13,12 @@ from edgekit._ort import CpuSession, Level, SessionSettings, external_config
 from edgekit.convert.ort_form import OrtOptions, load_settings, session_settings
 from edgekit.convert.ort_format.layout import write_tables
 from edgekit.convert.ort_format.tables import Record, open_tables, records, table, text, texts
-from edgekit.data.random_samples import draw_samples
-from edgekit.data.samples import Samples, limit_samples, select_samples
+from edgekit.data.samples import Samples, draw_samples, limit_samples, select_samples
 from edgekit.errors import RuntimeRefusal, UsageError
-from edgekit.model.model import Model, iterate_graphs
-from edgekit.model.outside import read_outside
-from edgekit.model.skim import skim_model
+from edgekit.model.external import skim_model
+from edgekit.model.model import Model, iterate_graphs, read_outside
 from edgekit.model.tensors import Array, TensorSpec
-from edgekit.prepare.shapes.unset import find_unset, size_inputs
+from edgekit.prepare.shapes import find_unset, size_inputs
 
 FLOAT_TOLERANCE = 1e-4
 HALF_TOLERANCE = 1e-2

@@ -1,24 +1,87 @@
-"""Writing one form of a model, and what has to be known of the file: also what comes from the machine that wrote it."""
+"""Writing one form of a model, and what has to be known of the file.
 
-from collections.abc import Mapping, Sequence
+To be known are: which ONNX Runtime it needs, what in it comes from the machine that converted it, and which nodes of a
+quantized model the CPU provider runs in integers.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 import onnx
 
-from edgekit._ort import Level
+from edgekit._files import work_folder
+from edgekit._ort import VERSION, Level, SessionSettings, optimize_graph
 from edgekit.convert.context import ContextOptions, compile_context, shorten_name
 from edgekit.convert.equality import Equality, compare_with_source
 from edgekit.convert.fusions import OpFusion, trace_fusions
 from edgekit.convert.ort_form import OrtOptions, Style, write_ort
 from edgekit.convert.ort_format.census import UnfusedNode, count_ops, find_unfused, replay_saved
-from edgekit.convert.ort_format.report import OrtNode, read_graph
+from edgekit.convert.ort_format.report import OrtNode, inspect_ort, read_graph
 from edgekit.data.samples import Samples
 from edgekit.errors import ModelError
+from edgekit.model.external import skim_model
 from edgekit.model.model import Model, iterate_graphs, read_proto
-from edgekit.model.skim import skim_model
-from edgekit.prepare.weights.external import write_beside
-from edgekit.target import Target
+from edgekit.model.versions import READS, find_reader
+from edgekit.prepare.external import write_beside
+from edgekit.target import Target, read_version
+
+
+def find_needed_ort(files: Iterable[Path]) -> str:
+    """Returns the oldest ONNX Runtime that reads all of these files, "" where the oldest that was tried does, 1.19.
+
+    ORT-format files are of version 6, which has been read since 1.15.
+
+    Raises:
+        ModelError: a file is damaged.
+    """
+    # What no table knows was read by the ONNX Runtime that made the file.
+    needed = [find_reader(*_read_versions(path)) or VERSION for path in files]
+    newest = max(needed, key=read_version, default="")
+    return "" if newest == READS[0].since else newest
+
+
+def _read_versions(path: Path) -> tuple[int, int]:
+    """Returns the IR version of a file and its opset of ai.onnx."""
+    if path.suffix == ".ort":
+        report = inspect_ort(path)
+        return report.ir_version, report.opsets.get("ai.onnx", 0)
+    model = skim_model(path)
+    return model.ir_version, max((entry.version for entry in model.opset_import if not entry.domain), default=0)
+
+
+_INTEGER = re.compile(r"QLinear|QGemm|MatMulInteger|ConvInteger|DynamicQuantize")
+_QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")
+
+
+def find_integer_nodes(model: Model, *, signed: bool) -> dict[str, bool]:
+    """Returns for each node that a session still has, but Q and DQ, whether it computes on integers.
+
+    `signed` asks for the kernels of Arm, which take signed activations, instead of those of x64; the same graph is made
+    on either. Nodes that only move values are among the first if no DQ makes what they read.
+
+    Raises:
+        RuntimeRefusal: ONNX Runtime makes no session of the model.
+    """
+    settings = SessionSettings(
+        level=Level.EXTENDED, config={"session.qdqisint8allowed": "1" if signed else "0"}, threads=1,
+        libraries=model.custom_ops,
+    )  # fmt: skip
+    with work_folder() as work:
+        optimize_graph(model.path, work / "optimized.onnx", settings)
+        graph = onnx.load(str(work / "optimized.onnx"), load_external_data=False).graph
+    makers = {name: node.op_type for node in graph.node for name in node.output}
+    return {
+        node.name: bool(_INTEGER.match(node.op_type)) or not any(_is_float(name, makers) for name in node.input)
+        for node in graph.node
+        if node.op_type not in _QUANTIZERS
+    }
+
+
+def _is_float(name: str, makers: dict[str, str]) -> bool:
+    return makers.get(name) == "DequantizeLinear"
+
 
 ONNX_FILE = "model.onnx"
 STAMP = "edgekit.source_sha256"

@@ -13,8 +13,8 @@ from edgekit.convert.fusions import FusedKind, as_nodes, trace_fusions
 from edgekit.convert.ort_form import Cpu, OrtOptions, session_settings
 from edgekit.data.samples import Samples
 from edgekit.errors import ModelError
+from edgekit.model.external import skim_model
 from edgekit.model.model import Model, order_nodes
-from edgekit.model.skim import skim_model
 
 MAX_BYTES = 2**31 - (64 << 20)
 """A larger model is refused: ONNX Runtime writes the optimized one whole, and protobuf ends at 2 GB."""

@@ -10,9 +10,9 @@ from edgekit._files import replacing_file
 from edgekit._ort import CpuSession, Level, SessionSettings, optimize_graph
 from edgekit.convert.ort_format.canonical import canonicalize_file
 from edgekit.errors import ModelError
+from edgekit.model.external import skim_model
 from edgekit.model.model import Model
-from edgekit.model.skim import skim_model
-from edgekit.prepare.weights.float_weights import find_harmful
+from edgekit.prepare.constants import find_harmful
 
 REPLAY = {"session.enable_saved_runtime_optimizations": "1"}
 """The session entry without which ONNX Runtime 1.31 ignores what the runtime style saved (its PR 32077)."""

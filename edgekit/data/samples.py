@@ -1,6 +1,14 @@
-"""Where sample inputs come from: they are streamed, one sample at a time."""
+"""Where sample inputs come from: they are streamed, one sample at a time.
 
+A function of the user's own may give them (`module:function`, named on the command line or in a recipe, never by a
+bundle), and a model that came without samples gets random ones, the same at each call.
+"""
+
+import importlib
+import math
 import re
+import sys
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +21,26 @@ from google.protobuf.message import DecodeError
 
 from edgekit.data.images import SUFFIXES, Preprocess, read_image
 from edgekit.data.npz import MALFORMED, count_rows, open_npy, read_rows
-from edgekit.data.user_code import load_function
-from edgekit.errors import DataError, quote_error, suggest_name
+from edgekit.errors import DataError, UsageError, quote_error, suggest_name
 from edgekit.model.tensors import DTYPES, HEADERS, Array, Tensors, TensorSpec, shape_matches
+
+
+def load_function(source: str, what: str) -> Callable[..., Any]:
+    """Returns the function that `module:function` names; modules of the working folder are found, after installed ones.
+
+    Raises:
+        UsageError: the module cannot be imported, or has no such function; `what` says what it was wanted for.
+    """
+    module, _, name = source.partition(":")
+    if "" not in sys.path:
+        sys.path.append("")  # last, so that no file of the working folder stands in for an installed module
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    except Exception as error:  # importing runs the user's own code
+        message = f"cannot load {what} '{source}': {quote_error(error)}"
+        raise UsageError(message, hint="module:function, importable from here") from error
+    return found
+
 
 _MOST_KEPT_BYTES = 32 << 20
 _FORMS_HINT = "DATA is a .npz, a folder of .npz, .npy or images, ONNX test_data_set folders, or module:function"
@@ -343,3 +368,55 @@ def _only_input(inputs: Sequence[TensorSpec], path: Path) -> str:
 def _natural_key(path: Path) -> list[tuple[int, str]]:
     # Numbers by value: sample 10 comes after sample 9.
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", str(path)) if part]
+
+
+MOST_AXES = 64
+"""How many dimensions numpy's arrays have at most."""
+
+_UNSET_DIM = 1
+# A gibibyte of float32: more than any model takes at a time on what edgekit is for.
+_MOST_VALUES = 1 << 28
+
+
+def draw_samples(inputs: tuple[TensorSpec, ...], count: int = 1) -> Samples | None:
+    """Returns samples for inputs that are tensors, or None if one is not; an unknown dimension gets the size 1.
+
+    Floats are normal, integers 0 or 1 (they are indices more often than not), strings a letter.
+
+    Raises:
+        DataError: an input is so large that nothing could hold it, or has more dimensions than numpy knows.
+    """
+    if not all(spec.is_tensor and spec.shape is not None for spec in inputs):
+        return None
+
+    for spec in inputs:
+        axes = len(spec.shape or ())
+        if axes > MOST_AXES:
+            raise DataError(
+                f"input '{spec.name}' has {axes} dimensions, numpy has {MOST_AXES} at most",
+                hint="merge dimensions that always stand together, by a Reshape in the model",
+            )
+        count_values = math.prod(dim for dim in spec.shape or () if isinstance(dim, int))
+        if count_values > _MOST_VALUES:
+            raise DataError(
+                f"input '{spec.name}' has {count_values} values, too many to draw", hint="give it smaller dimensions"
+            )
+
+    def read() -> Iterator[Tensors]:
+        for index in range(count):
+            yield {spec.name: _draw(spec, index) for spec in inputs}
+
+    return Samples(source="drawn at random", count=count, read=read)
+
+
+def _draw(spec: TensorSpec, index: int) -> Array:
+    # Seeded by the name of the input, so that a model with one more input gives the others the same numbers; crc32, as
+    # `hash` differs from process to process.
+    rng = np.random.default_rng([zlib.crc32(spec.name.encode()), index])
+    shape = [dim if isinstance(dim, int) else _UNSET_DIM for dim in spec.shape or ()]
+    if spec.dtype == "string":
+        return np.full(shape, "a", object)
+    dtype = np.dtype(DTYPES[spec.dtype])
+    if dtype.kind == "f":
+        return np.asarray(rng.standard_normal(shape, np.float32)).astype(dtype)
+    return rng.integers(0, 2, shape).astype(dtype)

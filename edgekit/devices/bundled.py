@@ -8,8 +8,7 @@ from collections.abc import Mapping
 import msgspec
 
 from edgekit.bundle.folder import Bundle, read_check, read_target
-from edgekit.bundle.manifest.manifest import Manifest
-from edgekit.bundle.manifest.tuned import MachineClass, SessionSetting, class_of_this_machine
+from edgekit.bundle.manifest import MachineClass, Manifest, SessionSetting, class_of_this_machine
 from edgekit.data.samples import Samples
 from edgekit.devices.device import LEAST_SAMPLES, Device, Job
 from edgekit.devices.labelled import address_of, kind_of

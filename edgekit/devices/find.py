@@ -6,11 +6,17 @@ from pathlib import Path
 import msgspec
 
 from edgekit._ort import CPU_PROVIDER, VERSION
-from edgekit.devices.android.android import NNAPI, X86_64, XNNPACK, Android, find_android_versions
+from edgekit.devices.android.android import (
+    NNAPI,
+    X86_64,
+    XNNPACK,
+    Android,
+    find_android_versions,
+    read_phones,
+    vary_android,
+)
 from edgekit.devices.android.android import PROVIDERS as ANDROID
 from edgekit.devices.android.installed import find_installed, install_android
-from edgekit.devices.android.phone import read_phones
-from edgekit.devices.android.settings import vary_android
 from edgekit.devices.device import Device, DeviceStatus, Missing
 from edgekit.devices.emulators.arm64 import CPUS, Arm64, find_arm64_versions, install_arm64
 from edgekit.devices.emulators.qnn_sim import ARCH_SOCS, QnnSimulator, find_qnn_versions
@@ -20,16 +26,13 @@ from edgekit.devices.ios.installed import install_ios
 from edgekit.devices.ios.ios import ML_PROGRAM, IosSimulator, find_ios_versions
 from edgekit.devices.ios.ios import NAME as IOS_SIMULATOR
 from edgekit.devices.ios.ios import PROVIDERS as IOS
-from edgekit.devices.local.coreml import PROVIDER as COREML
-from edgekit.devices.local.coreml import UNITS, CoreMl
 from edgekit.devices.local.emulated import Emulated
-from edgekit.devices.local.host import Host, OlderHost
-from edgekit.devices.local.native import Arm64Native, HostNative
-from edgekit.devices.local.offered import find_provider_versions
-from edgekit.devices.local.provider import LocalProvider, provider_devices
+from edgekit.devices.local.host import PROVIDER as COREML
+from edgekit.devices.local.host import UNITS, Arm64Native, CoreMl, Host, HostNative, OlderHost
+from edgekit.devices.local.provider import LocalProvider, find_provider_versions, provider_devices
 from edgekit.devices.plain import serve_targets
 from edgekit.devices.remote.adb import AdbDevice
-from edgekit.devices.remote.address import check_host, check_serial
+from edgekit.devices.remote.remote import check_host, check_serial
 from edgekit.devices.remote.ssh import SshDevice
 from edgekit.errors import UsageError, suggest_name
 from edgekit.evidence import Evidence

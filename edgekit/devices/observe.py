@@ -7,16 +7,15 @@ from edgekit._files import work_folder
 from edgekit._ort import CPU_PROVIDER, Level
 from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport, Disagreement
-from edgekit.convert.cpu_kernels import find_integer_nodes
-from edgekit.data.random_samples import MOST_AXES
-from edgekit.data.samples import Samples
+from edgekit.convert.forms import find_integer_nodes
+from edgekit.data.samples import MOST_AXES, Samples
 from edgekit.devices.android import android
 from edgekit.devices.device import Device, Job
 from edgekit.devices.emulators import qnn_sim
 from edgekit.devices.find import find_device
 from edgekit.devices.ios.ios import IosSimulator
-from edgekit.devices.local import coreml
-from edgekit.devices.local.offered import OPENVINO, PROVIDERS
+from edgekit.devices.local import host
+from edgekit.devices.local.provider import OPENVINO, PROVIDERS
 from edgekit.devices.placed import add_unnamed, match_nodes, name_as_model
 from edgekit.errors import DeviceError, MissingExtraError, ModelError, RuntimeRefusal
 from edgekit.evidence import Evidence
@@ -32,13 +31,13 @@ _ORACLES = {
     qnn_sim.PROVIDER: ("qnn-htp-sim",),
     android.NNAPI: ("android", "android:x86_64"),
     android.XNNPACK: ("android", "android:x86_64"),
-    coreml.PROVIDER: ("coreml", "ios-sim"),
+    host.PROVIDER: ("coreml", "ios-sim"),
     OPENVINO: ("openvino",),
     _WEBGPU: ("webgpu",),
 }
 
 # What they take is built, and loaded, with the session.
-_PLACED_AT_LOAD = frozenset({android.NNAPI, coreml.PROVIDER})
+_PLACED_AT_LOAD = frozenset({android.NNAPI, host.PROVIDER})
 
 # Their sessions fuse and rename what the CPU keeps, or what they took.
 _UNFUSED = frozenset({android.XNNPACK, _WEBGPU})

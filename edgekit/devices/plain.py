@@ -2,7 +2,7 @@
 
 import msgspec
 
-from edgekit.devices.local.offered import PROVIDERS
+from edgekit.devices.local.provider import PROVIDERS
 from edgekit.target import Session, Target, load_target
 
 _TARGETS = {

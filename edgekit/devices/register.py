@@ -11,7 +11,7 @@ from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.device import Device
 from edgekit.devices.find import find_device, refuse_remote, vary_device
 from edgekit.devices.labelled import Labelled, address_of
-from edgekit.devices.local.offered import PROVIDERS, is_accelerated
+from edgekit.devices.local.provider import PROVIDERS, is_accelerated
 from edgekit.errors import UsageError, suggest_name
 from edgekit.evidence import Evidence
 from edgekit.machine import VNNI, read_cpu_flags

@@ -11,8 +11,8 @@ import onnx
 
 from edgekit.graph.constants import MAIN_DOMAINS, is_small, list_constants, read_array, read_constant
 from edgekit.graph.inference import infer_model
+from edgekit.model.external import skim_model
 from edgekit.model.model import Model, tensor_dtype
-from edgekit.model.skim import skim_model
 from edgekit.model.tensors import Array
 
 Shape = tuple[int | None, ...]

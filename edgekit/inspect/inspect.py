@@ -17,6 +17,7 @@ from edgekit.graph.constants import list_constants
 from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.graph import Graph, read_graph, view_model
 from edgekit.graph.inference import infer_model
+from edgekit.model.external import skim_model
 from edgekit.model.model import (
     Model,
     QuantizedForm,
@@ -26,9 +27,8 @@ from edgekit.model.model import (
     read_proto,
     tensor_dtype,
 )
-from edgekit.model.skim import skim_model
 from edgekit.model.tensors import TensorSpec
-from edgekit.prepare.shapes.dims import fix_dims
+from edgekit.prepare.shapes import fix_dims
 
 _KNOWN_DOMAINS = frozenset({"", "ai.onnx", "ai.onnx.ml", ORT_DOMAIN, "com.microsoft.nchwc"})
 

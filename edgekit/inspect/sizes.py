@@ -7,8 +7,8 @@ import msgspec
 import onnx
 
 from edgekit._files import digest_bytes
+from edgekit.bundle.checks import iterate_files
 from edgekit.bundle.folder import Bundle
-from edgekit.bundle.manifest.checks import iterate_files
 from edgekit.bundle.multi import MultiBundle
 from edgekit.bundle.opening import opened_any
 from edgekit.check.macs import count_macs

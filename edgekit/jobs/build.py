@@ -13,7 +13,7 @@ from threading import Lock
 import msgspec
 
 from edgekit._files import staged_entries, work_folder, write_file
-from edgekit.bundle.golden.golden import KnownOutputs, read_inputs
+from edgekit.bundle.golden import KnownOutputs, read_inputs
 from edgekit.data.data_check import warn_if_few
 from edgekit.devices.android.android import NNAPI
 from edgekit.devices.parallel import running_behind

@@ -9,10 +9,9 @@ from pathlib import Path
 import msgspec
 
 from edgekit._files import digest_bytes
-from edgekit.bundle.golden.golden import OUTPUTS, Golden, KnownOutputs, make_golden
-from edgekit.bundle.golden.recorded import Recorded, adopt_reference, adopt_unpadded
-from edgekit.bundle.golden.sequences import plan_sequences
-from edgekit.bundle.manifest.open_dims import list_open, open_specs
+from edgekit.bundle.expected import Recorded, adopt_reference, adopt_unpadded
+from edgekit.bundle.golden import OUTPUTS, Golden, KnownOutputs, make_golden, plan_sequences
+from edgekit.bundle.manifest import list_open, open_specs
 from edgekit.bundle.opening import open_recorded
 from edgekit.check.check import check_model
 from edgekit.check.integers import explain_no_gain
@@ -36,12 +35,11 @@ from edgekit.prepare.fix import Fix, FixedModel
 from edgekit.progress import Budget, Progress, Stopwatch
 from edgekit.quantize import Calibration, calibrate_model
 from edgekit.quantize.accuracy.predict import FloatReference
-from edgekit.quantize.calibration.cache import CacheSettings, CalibrationCache, open_cache
-from edgekit.quantize.calibration.checkpoint import Checkpoint
+from edgekit.quantize.calibration.store import CacheSettings, CalibrationCache, Checkpoint, open_cache
 from edgekit.quantize.mixed_precision.candidates import Memo
 from edgekit.recipe import Data, Recipe, choose_precision, refuse_profiles, takes_any_size
 from edgekit.target import INTEGERS, Target, TaskLimit
-from edgekit.verify.tasks.accuracy import check_class_labels
+from edgekit.verify.tasks.scores import check_class_labels
 from edgekit.verify.tasks.tasks import find_metric
 
 # A thousand classes of 10,000 samples, and fields of scores of a few hundred.

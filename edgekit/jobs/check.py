@@ -11,18 +11,16 @@ from edgekit._files import work_folder
 from edgekit._ort import CPU_PROVIDER
 from edgekit.check.check import check_model
 from edgekit.check.integers import explain_no_gain
-from edgekit.check.open_work import count_open
-from edgekit.check.origin import tell_of_model, trace_model
-from edgekit.check.ort_opinion import ask_ort_checker
-from edgekit.check.recommend import recommend_target
-from edgekit.check.report import CheckReport, Placed, Verdict
+from edgekit.check.macs import count_open
+from edgekit.check.recommend import ask_ort_checker, recommend_target
+from edgekit.check.report import CheckReport, Placed, Verdict, tell_of_model, trace_model
 from edgekit.devices.observe import NotObserved, Observed, observe_target
 from edgekit.devices.register import choose_here
 from edgekit.errors import ModelError, RuntimeRefusal
 from edgekit.graph.graph import read_graph
 from edgekit.inspect.inspect import list_fixed_axes
+from edgekit.model.external import skim_model
 from edgekit.model.model import Model, load_model, read_proto
-from edgekit.model.skim import skim_model
 from edgekit.plain import to_plain
 from edgekit.prepare.clean import freeze_model, prepare_model, show_model, sketch_model, sketch_unloaded
 from edgekit.prepare.fix import FIXES, JOINS, SPELLINGS, Fix, FixedModel, apply_rewrites, fix_model, list_asked

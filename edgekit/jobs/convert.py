@@ -28,10 +28,10 @@ from edgekit.model.model import (
     save_proto,
 )
 from edgekit.prepare.clean import prepare_model
-from edgekit.prepare.shapes.dims import fix_dims
+from edgekit.prepare.shapes import fix_dims
 from edgekit.prepare.transformer import FuseOptions, fuse_transformer
 from edgekit.progress import Progress, say_nothing
-from edgekit.quantize.qdq.qoperator import write_qoperator
+from edgekit.quantize.qdq import write_qoperator
 from edgekit.quantize.weight_only.convert import WeightForm, WeightOnlyModel, WeightOnlyOptions, compress_weights
 from edgekit.recipe import Data, Recipe, load_targets, takes_any_size
 from edgekit.target import Form, Target

@@ -19,7 +19,7 @@ from edgekit.quantize._ort_quantizer import quantize_dynamically
 from edgekit.quantize.apply import quantize_model
 from edgekit.quantize.calibration.calibrate import Calibration, calibrate_model, open_float_graph
 from edgekit.quantize.plan import QuantPlan, draft_plan
-from edgekit.quantize.qdq.qoperator import write_qoperator
+from edgekit.quantize.qdq import write_qoperator
 from edgekit.recipe import Data, Recipe
 from edgekit.target import load_target
 from edgekit.verify.metrics.compare import compare_outputs

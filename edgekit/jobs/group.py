@@ -1,36 +1,244 @@
-"""From the models of a group to a verified folder for each target."""
+"""From the models of a group to a verified folder for each target.
 
+A `group.toml` says which models belong together and what feeds what. The float models run end to end once: that gives
+the golden samples, and what each member is calibrated with.
+"""
+
+import contextlib
+import math
+import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
 from edgekit._files import staged_entries, work_folder, write_file
+from edgekit._ort import CpuSession, Level, SessionSettings
+from edgekit.bundle.checks import find_fault as find_name_fault
 from edgekit.bundle.folder import Bundle, open_bundle
+from edgekit.bundle.golden import INPUTS, OUTPUTS, Golden, Rows, write_labels, write_rows, writing_rows
 from edgekit.bundle.group.group import GroupContents, write_group
-from edgekit.bundle.group.settle import settle_wiring
+from edgekit.bundle.group.pipeline import run_pipeline
 from edgekit.bundle.group.weights import find_equal_weights, share_weights
-from edgekit.bundle.group.wiring import Interface, describe_interface, find_fault, list_data, split_source
+from edgekit.bundle.group.wiring import (
+    MOST_MEMBERS,
+    Crop,
+    Interface,
+    Stage,
+    Text,
+    Tokens,
+    Wiring,
+    describe_interface,
+    find_fault,
+    list_data,
+    settle_wiring,
+    split_source,
+)
+from edgekit.data.labels import Label
+from edgekit.data.samples import Samples
 from edgekit.data.split import SampleSets, read_sample_sets
 from edgekit.devices.register import DeviceChoice
-from edgekit.errors import EdgekitError, UsageError
+from edgekit.errors import EdgekitError, UsageError, suggest_name
 from edgekit.jobs.build import build
-from edgekit.jobs.group_file import DEFAULT_METRIC, GroupFile, MemberFile, read_group_file
-from edgekit.jobs.group_samples import FloatGroup, GroupSamples, run_float
 from edgekit.model.model import Model, load_model
-from edgekit.package.board import GROUP_PROGRAMS
-from edgekit.plain import to_json
+from edgekit.model.tensors import Array, Tensors
+from edgekit.package.formats import GROUP_PROGRAMS
+from edgekit.plain import read_toml, to_json
 from edgekit.prepare import ready_model
-from edgekit.prepare.shapes.unset import find_unset
+from edgekit.prepare.opset import lower_model
+from edgekit.prepare.shapes import find_unset
 from edgekit.progress import Progress, say_nothing
-from edgekit.recipe import Data, Recipe, load_targets, takes_any_size
-from edgekit.report.grouped import GroupBuild, GroupTarget
+from edgekit.recipe import Data, PrecisionChoice, Recipe, load_targets, takes_any_size
 from edgekit.report.summary import BuildReport
-from edgekit.target import Form, Target
+from edgekit.report.tables import GroupBuild, GroupTarget
+from edgekit.target import Form, Target, TaskLimit
 from edgekit.verify.groups import choosing, verify_group
-from edgekit.verify.tasks.tasks import find_metric
+from edgekit.verify.tasks.tasks import decode_text, find_metric
+
+DEFAULT_METRIC = TaskLimit(name="exact-match", decoder="strings", max_drop=5.0, gate="estimate")
+"""How many results are exactly those of the float models, where a group states no metric."""
+
+
+class MemberFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model of the group, seen from the file; `dims` gives its dynamic dimensions their sizes."""
+
+    model: str
+    dims: dict[str, int] = {}
+    precision: PrecisionChoice | None = None
+
+
+class GroupFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a `group.toml` says; what `stages` leave out is found by names."""
+
+    members: Annotated[dict[str, MemberFile], msgspec.Meta(min_length=1, max_length=MOST_MEMBERS)]
+    stages: Annotated[tuple[Stage, ...], msgspec.Meta(min_length=1, max_length=MOST_MEMBERS)]
+    tokens: Tokens | None = None
+    metric: TaskLimit = DEFAULT_METRIC
+    name: str = ""
+
+    @property
+    def wiring(self) -> Wiring:
+        """The stages and tokens as they stand in the file."""
+        return Wiring(stages=self.stages, tokens=self.tokens)
+
+
+_TABLES = (GroupFile, MemberFile, Stage, Text, Crop, Tokens, TaskLimit)
+
+
+def read_group_file(path: Path) -> GroupFile:
+    """Reads a `group.toml`; the name of a group without one is that of the file.
+
+    Raises:
+        UsageError: the file cannot be read, is malformed, has an unknown key, or a name that is no file's.
+    """
+    try:
+        found = read_toml(path, GroupFile)
+    except OSError as error:
+        raise UsageError(f"cannot read '{path}': {error.strerror}", hint="a group is a .toml file") from error
+    except msgspec.DecodeError as error:
+        raise UsageError(f"'{path}' is malformed: {error}", hint=_suggest_key(str(error))) from error
+    found = msgspec.structs.replace(found, name=found.name or path.stem)
+    fault = "has a folder in it" if "/" in found.name else find_name_fault(found.name)
+    if fault is not None:
+        raise UsageError(f"the name {found.name[:99]!r} in '{path}' {fault}", hint='name = "speech"')
+    return found
+
+
+def _suggest_key(said: str) -> str:
+    """Returns a hint for what is wrong in a file: the key that may be meant, of any table, or those of the file."""
+    unknown = re.search(r"unknown field `([^`]*)`", said)
+    if unknown is None:
+        return f"the keys are {', '.join(GroupFile.__struct_fields__)}"
+    return suggest_name(unknown[1], {key for table in _TABLES for key in table.__struct_fields__})
+
+
+_CALIBRATION, _EVALUATION = 256, 64
+# Of the first sample, before it is known how often a loop goes round.
+_AT_FIRST = 8
+
+
+class FloatGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """The members of a group as they were given, and how they are put together."""
+
+    wiring: Wiring
+    interfaces: Mapping[str, Interface]
+    models: Mapping[str, Model]
+
+
+class GroupSamples(msgspec.Struct, frozen=True, kw_only=True):
+    """The golden samples of the whole; for each member, in a folder of its name, what it ran with."""
+
+    golden: Golden
+    folder: Path
+
+    def find_calibration(self, member: str) -> Path:
+        """Returns the samples that a member is calibrated with."""
+        return self.folder / member / "calibration.npz"
+
+    def find_evaluation(self, member: str) -> Path:
+        """Returns the samples that a member is verified with."""
+        return self.folder / member / "evaluation.npz"
+
+
+def run_float(group: FloatGroup, sets: SampleSets, metric: TaskLimit, folder: Path) -> GroupSamples:
+    """Runs every sample through the group, and keeps what each member is given, spread over samples and runs.
+
+    Without labels, those of the golden samples are what the float models make of them.
+
+    Raises:
+        UsageError: the metric needs labels, and there are none.
+        DataError: a sample cannot run, or a member is never run.
+        ModelError: a model has a newer opset than this ONNX Runtime, and no form in an older one.
+        RuntimeRefusal: ONNX Runtime cannot run a model.
+    """
+    runner = _Runner(group, folder / "lowered")
+    found = GroupSamples(golden=Golden(folder=folder, samples=0, inputs=(), outputs=(), has_labels=True), folder=folder)
+    with runner.recording(found.find_calibration, _CALIBRATION):
+        for _ in runner.run(sets.calibration):
+            pass
+    labels = None if sets.labels is None else list(sets.labels)
+    made: list[Label] = []
+    golden = folder / "golden"
+    with runner.recording(found.find_evaluation, _EVALUATION), writing_rows(golden / OUTPUTS, ragged=True) as outputs:
+        for result in runner.run(sets.evaluation):
+            outputs.append(result)
+            if labels is None:
+                made.append(_say(result, metric))
+    inputs, count = write_rows(golden / INPUTS, sets.evaluation, ragged=True)
+    write_labels(golden, labels or made)
+    return msgspec.structs.replace(
+        found,
+        golden=Golden(folder=golden, samples=count, inputs=inputs, outputs=outputs.specs, has_labels=True),
+    )
+
+
+def _say(result: Tensors, metric: TaskLimit) -> str:
+    if find_metric(metric).labels != "text":
+        raise UsageError(f"metric '{metric.name}' needs labels", hint="give --eval DATA with --labels FILE")
+    output = metric.output or next(iter(result))
+    return decode_text(result[output], metric)
+
+
+class _Runner:
+    """The float models, unoptimized as the reference of a bundle is, and who writes down what they are given."""
+
+    def __init__(self, group: FloatGroup, folder: Path) -> None:
+        self._group = group
+        # A member of a newer IR version or opset is lowered here as its own build does it.
+        models = {name: lower_model(model, folder / name) for name, model in group.models.items()}
+        self._sessions = {
+            name: CpuSession(model.path, SessionSettings(level=Level.DISABLED, libraries=model.custom_ops))
+            for name, model in models.items()
+        }
+        self._recorders: dict[str, _Recorder] = {}
+
+    @contextlib.contextmanager
+    def recording(self, find: Callable[[str], Path], limit: int) -> Generator[None]:
+        """Writes what the members are given within the block."""
+        with contextlib.ExitStack() as opened:
+            self._recorders = {
+                name: _Recorder(opened.enter_context(writing_rows(find(name), ragged=True)), limit)
+                for name in self._sessions
+            }
+            yield
+
+    def run(self, samples: Samples) -> Iterator[dict[str, Array]]:
+        """Yields the result of each sample."""
+        for place, sample in enumerate(samples):
+            for recorder in self._recorders.values():
+                recorder.begin(place, samples.count)
+            yield from run_pipeline(self._group.wiring, self._group.interfaces, [sample], self._run_member)
+
+    def _run_member(self, name: str, samples: Sequence[Tensors]) -> list[Tensors]:
+        for sample in samples:
+            self._recorders[name].take(sample)
+        return [self._sessions[name].run(sample) for sample in samples]
+
+
+class _Recorder:
+    """Keeps about so many of a member's runs as its limit, from every sample and from early and late in each."""
+
+    def __init__(self, rows: Rows, limit: int) -> None:
+        self._rows, self._limit = rows, limit
+        self._calls, self._place, self._stride = 0, 0, 1
+
+    def begin(self, place: int, count: int) -> None:
+        """Tells that a sample begins, of so many."""
+        if place == 1:
+            # As many runs as the first sample had, the others may have too.
+            self._stride = max(1, math.ceil(self._calls * count / self._limit))
+        self._place, self._calls = place, 0
+
+    def take(self, sample: Tensors) -> None:
+        """Takes what a run is given, and keeps it if it is its turn."""
+        is_full = self._rows.count >= (_AT_FIRST if not self._place else 2 * self._limit)
+        if not is_full and (self._calls + self._place) % self._stride == 0:
+            self._rows.append(sample)
+        self._calls += 1
+
 
 # A file in ORT format has its weights inside, where no other can use them.
 _SHARING: tuple[Form, ...] = ("context", "onnx")

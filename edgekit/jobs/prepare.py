@@ -11,9 +11,9 @@ from edgekit.data.images import Preprocess
 from edgekit.jobs.check import TargetGain, fix_for_target
 from edgekit.model.model import Model
 from edgekit.prepare import Fix, fix_model
-from edgekit.prepare.change_interface import InterfaceChanges, change_interface, remaining_preprocess
 from edgekit.prepare.clean import prepare_model
-from edgekit.prepare.weights.external import place_weights, refuse_inline
+from edgekit.prepare.external import place_weights, refuse_inline
+from edgekit.prepare.interface import InterfaceChanges, change_interface, remaining_preprocess
 from edgekit.progress import Progress, say_nothing
 from edgekit.target import Target
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from edgekit._files import digest_bytes, digest_file, replacing_file, require_apart, require_place, work_folder
-from edgekit.bundle.golden.sequences import plan_sequences
+from edgekit.bundle.golden import plan_sequences
 from edgekit.check.check import check_model
 from edgekit.check.integers import explain_no_gain
 from edgekit.check.report import CheckReport
@@ -30,27 +30,26 @@ from edgekit.progress import Budget, Progress, say_nothing
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization
 from edgekit.quantize.accuracy.predict import FloatReference, Prediction
 from edgekit.quantize.apply import QuantizedModel
-from edgekit.quantize.calibration.cache import CacheSettings
+from edgekit.quantize.calibration.store import CacheSettings
 from edgekit.quantize.check_plan import read_plan, require_origin, require_plan
-from edgekit.quantize.mixed_precision.candidates import Memo
+from edgekit.quantize.mixed_precision.candidates import Memo, store_narrow
 from edgekit.quantize.mixed_precision.goal_search import (
     Search,
     Searched,
+    State,
     find_plan,
+    open_state,
     write_chosen,
 )
-from edgekit.quantize.mixed_precision.narrow import store_narrow
-from edgekit.quantize.mixed_precision.search_state import State, open_state
 from edgekit.quantize.mixed_precision.sensitivity import rank_plan
-from edgekit.quantize.qdq.build import plan_calibration
-from edgekit.quantize.ranges.methods import AUTO_METHODS, PLAIN_METHODS
+from edgekit.quantize.qdq import plan_calibration
+from edgekit.quantize.ranges import AUTO_METHODS, PLAIN_METHODS
 from edgekit.recipe import Data, Recipe, choose_precision, load_targets, takes_any_size
 from edgekit.report.quantized import describe_calibration, describe_layers, describe_trials
 from edgekit.report.summary import ActivationReport, QuantizeReport
 from edgekit.target import INTEGERS, Precision, Target, TaskLimit
-from edgekit.verify.tasks.drop import MOST_SAMPLES as MOST_LABELLED
-from edgekit.verify.tasks.drop import TOP1, measure_drop_from
-from edgekit.verify.tasks.tasks import find_metric
+from edgekit.verify.tasks.tasks import MOST_SAMPLES as MOST_LABELLED
+from edgekit.verify.tasks.tasks import TOP1, find_metric, measure_drop_from
 
 # Methods that choose a range method by what they measure.
 _OPEN_METHODS = frozenset({"auto", "best"})

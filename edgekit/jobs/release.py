@@ -7,17 +7,15 @@ from typing import Any, Literal
 import msgspec
 
 from edgekit.bundle.folder import MANIFEST, VERIFY, Bundle
-from edgekit.bundle.group.group import GROUP, Group, open_group
-from edgekit.bundle.group.opening import is_group, sign_group
+from edgekit.bundle.group.group import GROUP, Group, is_group, open_group, sign_group
 from edgekit.bundle.multi import MultiBundle, find_bundles, join_bundles
 from edgekit.bundle.opening import SignedBundle, open_any, sign_bundle
-from edgekit.bundle.statement import AttestedOutput, AttestedRun, TestResult, list_subjects
+from edgekit.bundle.sign import AttestedOutput, AttestedRun, TestResult, list_subjects
 from edgekit.devices.android.installed import find_app_runtime
 from edgekit.errors import BundleError, DataError, UsageError
 from edgekit.evidence import Verdict, worst_verdict
-from edgekit.package.contents import Extra
 from edgekit.package.package import Kind, PackageReport, package_bundles, package_group
-from edgekit.package.variant import UNNAMED, Names
+from edgekit.package.variant import UNNAMED, Extra, Names
 from edgekit.verify.groups import GroupReport
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run_report import RunReport

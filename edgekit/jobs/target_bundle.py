@@ -12,8 +12,8 @@ import msgspec
 
 from edgekit.bundle.describe import Contents
 from edgekit.bundle.folder import Bundle, write_bundle
-from edgekit.bundle.golden.golden import read_outputs
-from edgekit.bundle.manifest.manifest import Ancestry
+from edgekit.bundle.golden import read_outputs
+from edgekit.bundle.manifest import Ancestry
 from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport
 from edgekit.convert.convert import ConvertedModel
@@ -22,8 +22,7 @@ from edgekit.data.samples import select_samples, spread_indices
 from edgekit.errors import FAILURES, DataError, EdgekitError, ModelError, quote_error
 from edgekit.graph.graph import read_graph
 from edgekit.jobs.build_inputs import BuildInputs, BuildJob, fix_inputs
-from edgekit.jobs.forms.deploy import Deployed, deploy_model
-from edgekit.jobs.forms.sizes import Making, make_sizes
+from edgekit.jobs.forms import Deployed, Making, deploy_model, make_sizes
 from edgekit.jobs.prepare import list_versions
 from edgekit.machine import release_memory
 from edgekit.model.model import Model, load_model, read_proto
@@ -36,9 +35,9 @@ from edgekit.quantize.mixed_precision.candidates import choose_ranges
 from edgekit.quantize.mixed_precision.goal_search import Search, Searched, find_plan, write_chosen
 from edgekit.quantize.plan import FloatNode, NarrowConstants
 from edgekit.recipe import choose_precision
-from edgekit.report.quantization_text import describe_narrow, describe_prediction
+from edgekit.report.quantized import describe_narrow, describe_prediction
 from edgekit.target import INTEGERS, Precision, Target
-from edgekit.verify.layers.evidence import compare_with_float, encode_evidence
+from edgekit.verify.layers.comparison import compare_with_float, encode_evidence
 from edgekit.verify.metrics.listed import read_list
 from edgekit.verify.report import Step
 

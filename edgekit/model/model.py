@@ -1,4 +1,4 @@
-"""A model file and the facts read from it."""
+"""A model file and the facts read from it; large weights stay in their files."""
 
 import functools
 import hashlib
@@ -13,8 +13,7 @@ from google.protobuf.message import DecodeError
 
 from edgekit._files import digest_file, move_file, safe_join, writing
 from edgekit.errors import BundleError, ModelError, UsageError
-from edgekit.model.external import list_files, read_place
-from edgekit.model.skim import point_into, skim_model
+from edgekit.model.external import list_files, point_into, read_place, skim_model
 from edgekit.model.soundness import find_flaw, find_strange_text, find_torn_tensor
 from edgekit.model.tensors import TensorSpec
 from edgekit.model.versions import READS
@@ -412,3 +411,18 @@ def _dimension(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
     if kind == "dim_value":
         return dim.dim_value if dim.dim_value >= 0 else None
     return dim.dim_param or None
+
+
+def read_outside(model: Model) -> onnx.ModelProto:
+    """Returns the protobuf of a model whose large weights stay in files of its folder: its own, or those beside it.
+
+    Raises:
+        ModelError: the file is gone or unreadable, or weights are cut off.
+    """
+    is_inside = keeps_inside(model.path) and not model.external_files
+    return point_into(model.path) if is_inside else read_proto(model, weights=False)
+
+
+def keeps_inside(path: Path) -> bool:
+    """Returns True for a model in ONNX's format that is so large that most of it are weights inside."""
+    return path.suffix == ".onnx" and path.is_file() and path.stat().st_size >= LARGE_BYTES

@@ -1,6 +1,7 @@
-"""Bundles into one package: which kinds there are, which providers each can hold, and writing it."""
+"""Bundles put into one package: which kinds there are, which providers each can hold, and what a package weighs."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import zipfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -11,27 +12,55 @@ from edgekit.app_runtime import AppRuntime
 from edgekit.bundle.archive import write_archive
 from edgekit.bundle.folder import MANIFEST, Bundle, open_bundle
 from edgekit.bundle.group.group import Group
-from edgekit.bundle.statement import SIGNATURE
+from edgekit.bundle.sign import SIGNATURE
 from edgekit.errors import BundleError, OutputError, UsageError
-from edgekit.package.aar import collect_aar, report_store
-from edgekit.package.board import collect_board
-from edgekit.package.contents import Extra, cut_bundles
-from edgekit.package.ort_package import collect_ort_package
-from edgekit.package.sizes import measure_entries, measure_models
-from edgekit.package.store import StoreReport
-from edgekit.package.swiftpm import collect_swiftpm
+from edgekit.package.formats import (
+    StoreReport,
+    collect_aar,
+    collect_board,
+    collect_ort_package,
+    collect_swiftpm,
+    report_store,
+)
 from edgekit.package.variant import (
     UNNAMED,
+    Extra,
     Identity,
     Names,
     Part,
     Variant,
     Workplace,
+    cut_bundles,
     describe_variants,
     identify,
     sort_bundles,
 )
 from edgekit.target import read_version
+
+
+def measure_entries(entries: Mapping[str, Path | bytes]) -> dict[str, int]:
+    """Returns the bytes of every file, and of what is in an AAR, below `aar/`: an app gets that file by file."""
+    sizes: dict[str, int] = {}
+    for name, source in sorted(entries.items()):
+        if isinstance(source, Path) and name.endswith(".aar"):
+            with zipfile.ZipFile(source) as archive:
+                sizes |= {f"aar/{entry.filename}": entry.file_size for entry in archive.infolist()}
+        else:
+            sizes[name] = len(source) if isinstance(source, bytes) else source.stat().st_size
+    return sizes
+
+
+def measure_models(parts: Sequence[Part]) -> int:
+    """Returns the bytes of the model files of a package, each content once."""
+    return sum({digest: size for part in parts for digest, size in _list_models(part)}.values())
+
+
+def _list_models(part: Part) -> Iterator[tuple[str, int]]:
+    """Yields digest and size of each model file that goes along."""
+    files = part.variant.files
+    names = {name for names in part.bundle.manifest.forms.values() for name in names}
+    yield from ((files[name].sha256, files[name].size_bytes) for name in sorted(names & files.keys()))
+
 
 Kind = Literal["aar", "ort-package", "swiftpm", "tar", "zip"]
 Collect = Callable[[Sequence[Part], Identity, Workplace], Mapping[str, Path | bytes]]

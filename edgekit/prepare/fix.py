@@ -6,109 +6,83 @@ from pathlib import Path
 import msgspec
 import onnx
 
+from edgekit.model.external import point_into
 from edgekit.model.model import Model, iterate_graphs, read_proto
-from edgekit.model.skim import point_into
 from edgekit.prepare.basic import works_outside
 from edgekit.prepare.clean import prepare_model
+from edgekit.prepare.external import save_graph
 from edgekit.prepare.interface import drop_idle_nodes
 from edgekit.prepare.opset import read_opset
 from edgekit.prepare.rewrites import (
-    clip_to_min_max,
-    clip_to_relu,
-    copies,
-    exact_gelu,
-    expand_to_concat,
-    flat_expand,
-    flatten_to_reshape,
-    gemm_to_matmul,
-    hard_swish,
-    idle_add,
-    idle_nan_guard,
-    idle_relu,
-    index_to_int32,
+    activations,
+    idle,
     join_attention,
-    join_gelu,
-    join_rms_norm,
-    join_rotary,
-    matmul_to_2d,
-    neg_to_mul,
-    pad_reflect,
-    plain_gather,
-    plain_gemm,
-    plain_reshape,
-    resize_inputs,
+    layout,
+    norms,
+    products,
     split_attention,
-    split_bias_gelu,
-    split_embed_norm,
-    split_gelu,
-    split_grouped_attention,
-    split_layer_norm,
-    split_skip_norm,
-    sum_to_add,
-    trailing_inputs,
     unsigned_weights,
 )
-from edgekit.prepare.shapes.infer import infer_values
+from edgekit.prepare.shapes import infer_values
 from edgekit.prepare.tidy import import_contrib, merge_domains, name_nodes
-from edgekit.prepare.weights.external import save_graph
 from edgekit.target import Target
 
 Rewrite = Callable[[onnx.GraphProto, int], tuple[str, ...]]
 
 FIXES: Mapping[str, Rewrite] = {
-    idle_nan_guard.FIX_ID: idle_nan_guard.drop_nan_guards,
-    idle_add.FIX_ID: idle_add.drop_idle_adds,
-    copies.FIX_ID: copies.drop_copies,
-    sum_to_add.FIX_ID: sum_to_add.rewrite_sums,
-    resize_inputs.FIX_ID: resize_inputs.leave_out_empty_inputs,
-    trailing_inputs.FIX_ID: trailing_inputs.drop_trailing_inputs,
-    idle_relu.FIX_ID: idle_relu.drop_idle_relus,
-    clip_to_relu.FIX_ID: clip_to_relu.write_relus,
-    flatten_to_reshape.FIX_ID: flatten_to_reshape.write_flattens,
-    plain_reshape.FIX_ID: plain_reshape.write_plain_reshapes,
-    join_rms_norm.FIX_ID: join_rms_norm.join_rms_norms,
-    join_gelu.FIX_ID: join_gelu.join_gelus,
+    idle.IDLE_NAN_GUARD: idle.drop_nan_guards,
+    idle.IDLE_ADD: idle.drop_idle_adds,
+    idle.COPIES: idle.drop_copies,
+    products.SUM_TO_ADD: products.rewrite_sums,
+    idle.RESIZE_INPUTS: idle.leave_out_empty_inputs,
+    idle.TRAILING_INPUTS: idle.drop_trailing_inputs,
+    idle.IDLE_RELU: idle.drop_idle_relus,
+    activations.CLIP_TO_RELU: activations.write_relus,
+    layout.FLATTEN_TO_RESHAPE: layout.write_flattens,
+    layout.PLAIN_RESHAPE: layout.write_plain_reshapes,
+    norms.JOIN_RMS_NORM: norms.join_rms_norms,
+    activations.JOIN_GELU: activations.join_gelus,
 }
 """Rewrites that every provider is well served by."""
 
-JOINS = frozenset({join_rms_norm.FIX_ID, join_gelu.FIX_ID})
+JOINS = frozenset({norms.JOIN_RMS_NORM, activations.JOIN_GELU})
 """Those of them that other rewrites undo for a target which lacks what they write."""
 
-_SHAPELESS = FIXES.keys() - {idle_add.FIX_ID, idle_nan_guard.FIX_ID}
+_SHAPELESS = FIXES.keys() - {idle.IDLE_ADD, idle.IDLE_NAN_GUARD}
 
 SPELLINGS: Mapping[str, Rewrite] = {
-    index_to_int32.FIX_ID: index_to_int32.narrow_indices,
-    plain_gather.FIX_ID: plain_gather.write_plain_gathers,
-    pad_reflect.FIX_ID: pad_reflect.write_mirrors,
-    plain_gemm.FIX_ID: plain_gemm.write_plain_gemms,
-    matmul_to_2d.FIX_ID: matmul_to_2d.flatten_matmuls,
-    hard_swish.JOIN_ID: hard_swish.join_hard_swishes,
-    hard_swish.SPLIT_ID: hard_swish.split_hard_swishes,
-    flat_expand.FIX_ID: flat_expand.flatten_expands,
+    layout.INDEX_TO_INT32: layout.narrow_indices,
+    layout.PLAIN_GATHER: layout.write_plain_gathers,
+    layout.PAD_REFLECT: layout.write_mirrors,
+    products.PLAIN_GEMM: products.write_plain_gemms,
+    products.MATMUL_TO_2D: products.flatten_matmuls,
+    activations.JOIN_HARD_SWISH: activations.join_hard_swishes,
+    activations.SPLIT_HARD_SWISH: activations.split_hard_swishes,
+    layout.FLAT_EXPAND: layout.flatten_expands,
     # Of few axes: a Concat has as many as the Expand that it stands for.
-    expand_to_concat.FIX_ID: expand_to_concat.write_concats,
-    neg_to_mul.FIX_ID: neg_to_mul.write_products,
+    layout.EXPAND_TO_CONCAT: layout.write_concats,
+    products.NEG_TO_MUL: products.write_products,
     # What ONNX Runtime's optimizers fuse, before what that becomes.
-    split_embed_norm.FIX_ID: split_embed_norm.split_embed_norms,
-    split_attention.FIX_ID: split_attention.split_attentions,
-    split_bias_gelu.FIX_ID: split_bias_gelu.split_bias_gelus,
-    split_grouped_attention.FIX_ID: split_grouped_attention.split_grouped_attentions,
-    split_skip_norm.FIX_ID: split_skip_norm.split_skip_norms,
-    split_layer_norm.FIX_ID: split_layer_norm.split_layer_norms,
-    split_layer_norm.RMS_ID: split_layer_norm.split_rms_norms,
+    norms.SPLIT_EMBED_NORM: norms.split_embed_norms,
+    split_attention.SPLIT_ATTENTION: split_attention.split_attentions,
+    activations.SPLIT_BIAS_GELU: activations.split_bias_gelus,
+    split_attention.SPLIT_GROUPED_ATTENTION: split_attention.split_grouped_attentions,
+    norms.SPLIT_SKIP_NORM: norms.split_skip_norms,
+    norms.SPLIT_LAYER_NORM: norms.split_layer_norms,
+    norms.RMS_ID: norms.split_rms_norms,
     # Before the formula is: who takes an exact Gelu needs no parts.
-    exact_gelu.FIX_ID: exact_gelu.write_exact_gelus,
-    split_gelu.FIX_ID: split_gelu.split_gelus,
-    split_gelu.TANH_ID: split_gelu.split_tanh_gelus,
-    clip_to_min_max.FIX_ID: clip_to_min_max.write_min_max,
+    activations.EXACT_GELU: activations.write_exact_gelus,
+    activations.SPLIT_GELU: activations.split_gelus,
+    activations.TANH_ID: activations.split_tanh_gelus,
+    activations.CLIP_TO_MIN_MAX: activations.write_min_max,
     unsigned_weights.FIX_ID: unsigned_weights.write_unsigned_weights,
 }
 """Rewrites that some providers are served by and others not: for a target, those that check finds a gain in."""
 
 ASKED: Mapping[str, Rewrite] = {
-    gemm_to_matmul.FIX_ID: gemm_to_matmul.write_matmuls,
-    join_rotary.FIX_ID: join_rotary.join_rotaries,
-    join_attention.FIX_ID: join_attention.join_attentions,
+    products.GEMM_TO_MATMUL: products.write_matmuls,
+    join_attention.JOIN_ROTARY: join_attention.join_rotaries,
+    join_attention.JOIN_ATTENTION: join_attention.join_attentions,
 }
 """Rewrites that gain no node, and that a target asks for (`list_asked`)."""
 
@@ -124,7 +98,7 @@ def list_asked(target: Target, *, stays_float: bool = False) -> tuple[str, ...]:
     """
     blocks = any(types.weight_block for types in target.quantization.precisions.values())
     # A product keeps its weights in blocks in three dimensions alone.
-    return (*((gemm_to_matmul.FIX_ID,) if blocks else ()), *(target.float_rewrites if stays_float else ()))
+    return (*((products.GEMM_TO_MATMUL,) if blocks else ()), *(target.float_rewrites if stays_float else ()))
 
 
 class Fix(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,14 +1,24 @@
-"""Changing what goes into a model and what comes out: outputs left out, inputs frozen."""
+"""Changing what goes into a model and what comes out.
 
-from collections.abc import Collection, Mapping
+Outputs are left out, inputs frozen, and a model gets the inputs that an app has: pixels as they are, another layout,
+other names.
+"""
 
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
+from edgekit.data.images import Preprocess
 from edgekit.errors import UsageError, suggest_name
 from edgekit.graph.rewrite import set_nodes
-from edgekit.model.model import drop_unread, iterate_reads
+from edgekit.model.model import Model, drop_unread, iterate_reads, list_names, read_proto, rename_tensors
+from edgekit.prepare.external import save_graph
+from edgekit.prepare.tidy import name_nodes
 
 
 def keep_outputs(graph: onnx.GraphProto, names: Collection[str]) -> None:
@@ -66,3 +76,157 @@ def _fill(value: onnx.ValueInfoProto, number: float) -> onnx.TensorProto:
     if dtype.kind in "iub" and not np.all(filled == number):
         raise UsageError(f"input '{value.name}' of {dtype} cannot hold {number}", hint="give a number of its type")
     return numpy_helper.from_array(filled, value.name)
+
+
+Layout = Literal["nchw", "nhwc"]
+LAYOUTS: Mapping[str, Layout] = {"nchw": "nchw", "nhwc": "nhwc"}
+_FLOATS = {TensorProto.FLOAT: np.float32, TensorProto.FLOAT16: np.float16}
+_CHANNELS = frozenset({1, 3, 4})
+# What is added to the name of an input for the tensor that takes its place inside.
+_INNER = "/edgekit"
+
+
+class InterfaceChanges(msgspec.Struct, frozen=True, kw_only=True):
+    """What an app wants otherwise, by the names that the model has.
+
+    `preprocess` moves the normalisation of images into the model: (v * scale - mean) / std, from uint8. It may name its
+    input, which is found where one input only can be an image. `layouts` says how the app holds the axes of an input.
+    `renames` are made last.
+    """
+
+    preprocess: Preprocess | None = None
+    image_input: str = ""
+    layouts: Mapping[str, Layout] = {}
+    renames: Mapping[str, str] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing is to be changed."""
+        return self.preprocess is None and not self.layouts and not self.renames
+
+
+def change_interface(model: Model, out: Path, changes: InterfaceChanges) -> Model:
+    """Writes a prepared model to `out` with the inputs and names that an app wants, and returns it.
+
+    Raises:
+        UsageError: a name does not exist or is taken, or an input cannot be changed so.
+        OutputError: `out` cannot be written.
+    """
+    if changes.is_empty and model.path == out:
+        return model
+    proto = read_proto(model, weights=False)
+    _refuse_unknown(proto.graph, changes)
+    if changes.preprocess is not None:
+        _embed_preprocess(proto.graph, changes.preprocess, changes.image_input)
+    for name, layout in changes.layouts.items():
+        _change_layout(proto.graph, name, layout)
+    _rename(proto.graph, changes.renames)
+    name_nodes(proto.graph)
+    return save_graph(proto, model, out)
+
+
+def remaining_preprocess(preprocess: Preprocess) -> Preprocess:
+    """Returns what an app still does to an image once its normalisation is in the model."""
+    return msgspec.structs.replace(preprocess, scale=1.0, mean=(0.0,), std=(1.0,), dtype="uint8")
+
+
+def _refuse_unknown(graph: onnx.GraphProto, changes: InterfaceChanges) -> None:
+    inputs = [value.name for value in graph.input]
+    outputs = [value.name for value in graph.output]
+    wanted = (*changes.layouts, *((changes.image_input,) if changes.image_input else ()))
+    for name in wanted:
+        if name not in inputs:
+            raise UsageError(f"the model has no input '{name}'", hint=suggest_name(name, inputs))
+    for name in changes.renames:
+        if name not in (*inputs, *outputs):
+            raise UsageError(f"the model has no input or output '{name}'", hint=suggest_name(name, (*inputs, *outputs)))
+
+
+def _embed_preprocess(graph: onnx.GraphProto, preprocess: Preprocess, name: str) -> None:
+    value = _find_image(graph, name)
+    elem_type = value.type.tensor_type.elem_type
+    shape = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
+    axis = 1 if preprocess.layout == "NCHW" else len(shape) - 1
+    channels = 1 if preprocess.color == "L" else 3
+    if shape[axis] != channels:
+        raise UsageError(
+            f"input '{value.name}' has {shape[axis]} channels on axis {axis}, the preprocessing {channels}",
+            hint="mend layout and color in the preprocessing file",
+        )
+    if preprocess.dtype not in {"float32", "float16"}:
+        raise UsageError(f"a preprocessing to {preprocess.dtype} normalises nothing", hint="embed one to float32")
+    value.type.tensor_type.elem_type = TensorProto.UINT8
+    steps: list[tuple[str, tuple[float, ...]]] = [
+        ("Mul", (preprocess.scale,)), ("Sub", preprocess.mean), ("Div", preprocess.std),
+    ]  # fmt: skip
+    kept = [(op, numbers) for op, numbers in steps if any(number != (op != "Sub") for number in numbers)]
+    inner = _stand_behind(graph, value.name)
+    names = [f"{inner}/{op.lower()}" for op in ("Cast", *(op for op, _ in kept))]
+    ends = [*names[:-1], inner]
+    nodes = [helper.make_node("Cast", [value.name], [ends[0]], name=names[0], to=TensorProto.FLOAT)]
+    for index, (op, numbers) in enumerate(kept, start=1):
+        constant = np.asarray(numbers, np.float32).reshape([-1] + [1] * (len(shape) - 1 - axis))
+        graph.initializer.append(numpy_helper.from_array(constant, f"{names[index]}/by"))
+        nodes.append(helper.make_node(op, [ends[index - 1], f"{names[index]}/by"], [ends[index]], name=names[index]))
+    if elem_type == TensorProto.FLOAT16:
+        nodes[-1].output[0] = f"{inner}/float32"
+        nodes.append(helper.make_node("Cast", [f"{inner}/float32"], [inner], name=f"{inner}/half", to=elem_type))
+    _put_first(graph, nodes)
+
+
+def _find_image(graph: onnx.GraphProto, name: str) -> onnx.ValueInfoProto:
+    images = [value for value in graph.input if _is_image(value) and name in {"", value.name}]
+    if len(images) != 1:
+        names = ", ".join(f"'{value.name}'" for value in (images or graph.input))
+        found = "has several inputs that can be an image" if images else "has no float input of rank 4 for an image"
+        raise UsageError(f"the model {found}: {names}", hint="name it: --embed-preprocess INPUT=FILE.toml")
+    return images[0]
+
+
+def _is_image(value: onnx.ValueInfoProto) -> bool:
+    tensor = value.type.tensor_type
+    return tensor.elem_type in _FLOATS and len(tensor.shape.dim) == 4
+
+
+def _change_layout(graph: onnx.GraphProto, name: str, layout: Layout) -> None:
+    """Lets a caller pass an input with its channels last ("nhwc") or second ("nchw"), where the model has the other."""
+    value = next(value for value in graph.input if value.name == name)
+    dims = list(value.type.tensor_type.shape.dim)
+    rank = len(dims)
+    if not value.type.HasField("tensor_type") or rank < 3:
+        raise UsageError(f"input '{name}' has rank {rank}, too few axes for a layout", hint="rank 3 or more")
+    has, other = (dims[-1], dims[1]) if layout == "nhwc" else (dims[1], dims[-1])
+    if has.dim_value in _CHANNELS and other.dim_value not in _CHANNELS:
+        sizes = [dim.dim_value for dim in dims]
+        raise UsageError(f"input '{name}' of shape {sizes} is {layout} already", hint="leave --layout out for it")
+    last = [0, *range(2, rank), 1]
+    first = [0, rank - 1, *range(1, rank - 1)]
+    given = [onnx.TensorShapeProto.Dimension() for _ in dims]
+    for place, axis in enumerate(last if layout == "nhwc" else first):
+        given[place].CopyFrom(dims[axis])
+    inner = _stand_behind(graph, name)
+    del value.type.tensor_type.shape.dim[:]
+    value.type.tensor_type.shape.dim.extend(given)
+    back = first if layout == "nhwc" else last
+    _put_first(graph, [helper.make_node("Transpose", [name], [inner], name=f"{inner}/transpose", perm=back)])
+
+
+def _stand_behind(graph: onnx.GraphProto, name: str) -> str:
+    """Lets everything that reads an input read another tensor, and returns its name, which nothing makes yet."""
+    taken = list_names(graph)
+    inner = next(free for count in range(len(taken) + 1) if (free := f"{name}{_INNER}{count or ''}") not in taken)
+    rename_tensors(graph, {name: inner}, skip_inputs=True)
+    return inner
+
+
+def _rename(graph: onnx.GraphProto, renames: Mapping[str, str]) -> None:
+    kept = list_names(graph) - renames.keys()
+    for old, new in renames.items():
+        if new in kept or not new or list(renames.values()).count(new) > 1:
+            raise UsageError(f"'{old}' cannot be called '{new}', a name that is taken", hint="choose another name")
+    rename_tensors(graph, renames)
+
+
+def _put_first(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:
+    rest = list(graph.node)
+    set_nodes(graph, [*nodes, *rest])

@@ -1,8 +1,14 @@
-"""Fusing what transformers are made of: attention, layer normalisation, GELU, embeddings."""
+"""Fusing what transformers are made of: attention, layer normalisation, GELU, embeddings.
 
+ONNX Runtime's transformer optimizer does it; only this module imports that.
+"""
+
+import importlib
+import logging
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import onnx
@@ -10,13 +16,63 @@ import onnx
 from edgekit.errors import ModelError, UsageError, suggest_name
 from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.model.model import Model, iterate_graphs, read_proto, save_proto
-from edgekit.prepare._ort_transformers import fuse_nodes, list_families
 from edgekit.prepare.fix import fix_model
 from edgekit.prepare.opset import lower_ir_version, read_opset
-from edgekit.prepare.rewrites import copies, idle_add, idle_nan_guard, join_attention, join_rotary
+from edgekit.prepare.rewrites import idle, join_attention
+
+_FAILURES = (ValueError, TypeError, AssertionError, KeyError, IndexError, AttributeError, RuntimeError)
+
+
+def list_families() -> tuple[str, ...]:
+    """Returns the families of transformers that it has fusions for."""
+    return tuple(sorted(_load_optimizer().MODEL_TYPES))
+
+
+# Slower on the CPU than their parts, and less exact (docs/reference/measured.md). Attention is joined elsewhere.
+_SLOW_ON_CPU = ("enable_attention", "enable_skip_layer_norm", "enable_bias_skip_layer_norm", "enable_bias_gelu")
+
+
+def fuse_nodes(path: Path, model_type: str, heads: int, hidden: int, *, for_cpu: bool) -> onnx.ModelProto:
+    """Returns a model with its transformer patterns fused.
+
+    `heads` and `hidden` of 0 are found out from the graph. What the CPU provider has slow kernels for is left out
+    where it is `for_cpu`.
+
+    Raises:
+        ModelError: the optimizer cannot handle the model.
+    """
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    optimizer = _load_optimizer()
+    chosen = optimizer.FusionOptions(model_type)
+    for name in _SLOW_ON_CPU if for_cpu else ():
+        setattr(chosen, name, False)
+    try:
+        fused: Any = optimizer.optimize_model(str(path), model_type, heads, hidden, chosen, opt_level=0)
+        return cast("onnx.ModelProto", fused.model)
+    except _FAILURES as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelError(
+            f"ONNX Runtime's transformer optimizer fails on '{path.name}': {first[:300]}",
+            hint="name another --model-type, or leave --fuse out",
+        ) from error
+    finally:
+        logging.disable(disabled)
+
+
+def _load_optimizer() -> Any:
+    """Returns the module when it is needed: with sympy it takes half a second, which most commands need not wait."""
+    return importlib.import_module("onnxruntime.transformers.optimizer")
+
 
 # The optimizer knows attention as exporters wrote it some years ago, and finds none in what PyTorch 2.15 writes.
-_PARTS_OF_ATTENTION = (idle_nan_guard.FIX_ID, idle_add.FIX_ID, copies.FIX_ID, join_rotary.FIX_ID, join_attention.FIX_ID)
+_PARTS_OF_ATTENTION = (
+    idle.IDLE_NAN_GUARD,
+    idle.IDLE_ADD,
+    idle.COPIES,
+    join_attention.JOIN_ROTARY,
+    join_attention.JOIN_ATTENTION,
+)
 
 
 class FuseOptions(msgspec.Struct, frozen=True, kw_only=True):

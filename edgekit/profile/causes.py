@@ -1,4 +1,4 @@
-"""Why one session is slower than another: layers paired through the matching of `compare`, and what sets them apart."""
+"""Why one session is slower than another that computes the same: kernels of equal values are paired, then compared."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -6,8 +6,7 @@ import msgspec
 
 from edgekit.graph.graph import Graph
 from edgekit.profile.report import DISTURBED, Cause, DeviceProfile, Kind, LayerPair, NodeTime
-from edgekit.verify.matching.match import match_tensors
-from edgekit.verify.matching.order import sort_nodes
+from edgekit.verify.matching.match import match_tensors, sort_nodes
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):

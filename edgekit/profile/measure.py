@@ -1,8 +1,14 @@
-"""One subject on one device: rounds of runs with and without the profiler, and what they say."""
+"""One subject on one device: rounds of runs with and without the profiler, and what the times say.
 
+QNN's own profiler tells of the operations inside its one kernel. Advice says what `prepare --fix` and `check` would do
+about the nodes that cost the most.
+"""
+
+import csv
 import math
+import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import get_args
@@ -10,24 +16,180 @@ from typing import get_args
 import msgspec
 import numpy as np
 
-from edgekit._files import work_folder
+from edgekit._files import open_regular, work_folder
 from edgekit._ort import CPU_PROVIDER
 from edgekit.bench.blocks import FIRST_RUNS, count_fitting
 from edgekit.bench.latency import compare_rounds, find_steady
 from edgekit.bench.subject import Subject
+from edgekit.check.check import check_model
 from edgekit.data.samples import Samples
 from edgekit.devices.device import Device, DeviceRun, Job, Phase
+from edgekit.devices.process.child import MAX_LOG, printable
 from edgekit.errors import DeviceError, EdgekitError
 from edgekit.evidence import Evidence
 from edgekit.graph.graph import Graph, read_graph
-from edgekit.model.model import load_model
-from edgekit.profile.advice import give_advice
+from edgekit.model.external import skim_model
+from edgekit.model.model import Model, load_model
+from edgekit.prepare.fix import FIXES, apply_rewrites
+from edgekit.prepare.tidy import merge_domains, name_nodes
 from edgekit.profile.events import Execution, Trace, read_trace
-from edgekit.profile.nodes import choose_runs, hold_against, list_nodes, list_operators, list_sources, list_unasked
-from edgekit.profile.npu import Cycles, list_npu, read_npu
-from edgekit.profile.report import DISTURBED, DeviceProfile, PhaseMemory, Roof
+from edgekit.profile.nodes import (
+    Source,
+    choose_runs,
+    find_source,
+    hold_against,
+    list_nodes,
+    list_operators,
+    list_sources,
+    list_unasked,
+)
+from edgekit.profile.report import DISTURBED, Cause, DeviceProfile, NodeTime, NpuTime, PhaseMemory, Roof
 from edgekit.profile.roofline import find_roof
 from edgekit.progress import Progress
+from edgekit.target import Target, load_target, target_names
+
+_WORTH = 0.01
+
+
+def give_advice(model: Model, target: Target, nodes: Sequence[NodeTime]) -> tuple[Cause, ...]:
+    """Returns the changes to a model that touch nodes worth a hundredth of the time or more, the largest part first.
+
+    Those are the rewrites that serve every provider, and what `check` advises for a target with a provider of its own.
+
+    Raises:
+        EdgekitError: the model cannot be read, or the target's rules.
+    """
+    found = [*_list_fixes(model, nodes), *_list_checks(model, target, nodes)]
+    whole = sum(node.self_ms for node in nodes)
+    worth = [cause for cause in found if cause.milliseconds >= _WORTH * whole]
+    return tuple(sorted(worth, key=lambda cause: -cause.milliseconds))
+
+
+def _list_fixes(model: Model, nodes: Sequence[NodeTime]) -> Iterator[Cause]:
+    proto = skim_model(model.path)
+    merge_domains(proto)
+    name_nodes(proto.graph)
+    for fix in apply_rewrites(proto, tuple(FIXES)):
+        yield _name_cause(
+            nodes,
+            fix.nodes,
+            rule=fix.id,
+            message=f"'{fix.id}' of prepare changes {len(fix.nodes)} nodes that take",
+            advice=f"edgekit prepare {model.path.name} --fix --out FILE",
+        )
+
+
+def _list_checks(model: Model, target: Target, nodes: Sequence[NodeTime]) -> Iterator[Cause]:
+    ruled = _find_rules(target)
+    if target.provider == CPU_PROVIDER or ruled is None:
+        return
+    for advice in check_model(model, ruled).advice:
+        yield _name_cause(
+            nodes,
+            advice.nodes,
+            rule=advice.id,
+            message=f"{advice.message} ({advice.subject}): elsewhere run",
+            advice=f"edgekit check {model.path.name} --target {target.name}",
+        )
+
+
+def _find_rules(target: Target) -> Target | None:
+    """Returns a target with its rules: that of a bundle has no folder, but is mostly one that edgekit ships."""
+    if target.folder != Path():
+        return target
+    if target.name not in target_names():
+        return None
+    return msgspec.structs.replace(target, folder=load_target(target.name).folder)
+
+
+def _name_cause(nodes: Sequence[NodeTime], names: Iterable[str], *, rule: str, message: str, advice: str) -> Cause:
+    """Returns a cause that is about the nodes with these names in the model: its message ends in their time."""
+    wanted = frozenset(names)
+    touched = [node for node in nodes if node.source in wanted]
+    milliseconds = sum(node.self_ms for node in touched)
+    return Cause(
+        id=rule,
+        message=f"{message} {milliseconds:.3g} ms",
+        milliseconds=milliseconds,
+        advice=advice,
+        nodes=tuple(node.name for node in touched),
+    )
+
+
+# Half a kilobyte a node and run, and no more runs than the profile makes.
+_MOST_BYTES = 1 << 26
+_EVENT = re.compile(r"(?P<name>.*?):?\s?OpId_(?P<number>\d{1,9}) \(cycles\)")
+
+Cycles = Mapping[str, int]
+"""What each operation of a run took, by its name, in the order in which they stand."""
+
+
+class _Header(msgspec.Struct, frozen=True):
+    message: int
+    time: int
+    unit: int
+    event: int
+
+
+def read_npu(path: Path) -> tuple[Cycles, ...]:
+    """Returns what the operations took in each run, in order.
+
+    Raises:
+        DeviceError: it cannot be read, or is no such file.
+    """
+    try:
+        with open_regular(path) as stream:
+            data = stream.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise DeviceError(f"cannot read '{path.name}': {error.strerror}", hint="--on host profiles the CPU") from error
+    if len(data) > _MOST_BYTES:
+        raise DeviceError(f"QNN's profile is larger than {_MOST_BYTES} bytes", hint="profile fewer runs: --runs 5")
+    try:
+        rows = list(csv.reader(data.decode().splitlines()))
+        return tuple(_list_runs(rows))
+    except (UnicodeDecodeError, csv.Error, ValueError) as error:
+        hint = "another onnxruntime-qnn may write another form: edgekit doctor"
+        raise DeviceError(f"QNN's profile is malformed: {printable(str(error))}", hint=hint) from error
+
+
+def list_npu(runs: Sequence[Cycles], sources: Mapping[str, Source]) -> tuple[NpuTime, ...]:
+    """Returns the operations with their median cycles, the most expensive first; the first run is no part of it."""
+    steady = runs[1:] or runs
+    names = dict.fromkeys(name for run in steady for name in run)
+    found = {name: [run[name] for run in steady if name in run] for name in names}
+    middle = {name: median(cycles) for name, cycles in found.items()}
+    whole = sum(middle.values())
+    times = (
+        NpuTime(
+            name=name,
+            source=find_source(name, sources).node,
+            cycles=cycles,
+            share=cycles / whole if whole else 0.0,
+            spread=(max(found[name]) - min(found[name])) / cycles if cycles else 0.0,
+        )
+        for name, cycles in middle.items()
+    )
+    return tuple(sorted(times, key=lambda one: -one.cycles))
+
+
+def _list_runs(rows: Sequence[Sequence[str]]) -> Iterator[Cycles]:
+    if not rows:
+        return
+    header = _Header(*(rows[0].index(name) for name in ("Message", "Time", "Unit of Measurement", "Event Identifier")))
+    cycles: dict[str, int] = {}
+    for row in rows[1:]:
+        if len(row) < len(rows[0]):
+            raise ValueError("a line has too few columns")
+        found = _EVENT.fullmatch(row[header.event])
+        if row[header.message] == "NODE" and row[header.unit] == "CYCLES" and found:
+            # Nodes of one name are told apart by QNN's number.
+            name = printable(found["name"], MAX_LOG)
+            name = f"{name} ({found['number']})" if name in cycles else name
+            cycles[name] = min(int(row[header.time]), 1 << 53)
+        elif row[header.message] == "EXECUTE" and cycles:
+            yield cycles
+            cycles = {}
+
 
 # Two degrees of freedom: enough to say that the profiler costs little, in half a dozen sessions.
 ROUNDS = 3

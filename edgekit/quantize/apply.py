@@ -10,13 +10,11 @@ from edgekit.errors import DataError, ModelError
 from edgekit.graph.constants import bring_in
 from edgekit.graph.graph import Graph
 from edgekit.model.model import Model, save_proto
+from edgekit.prepare.constants import find_float_weights, find_narrow, narrow_constants
 from edgekit.prepare.rewrites.unsigned_weights import store_unsigned
-from edgekit.prepare.weights.float_weights import find_float_weights
-from edgekit.prepare.weights.narrow_constants import find_narrow, narrow_constants
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.plan import FloatNode, QuantPlan
-from edgekit.quantize.qdq.build import build_qdq, plan_graph
-from edgekit.quantize.qdq.compact import compact_qdq
+from edgekit.quantize.qdq import build_qdq, compact_qdq, plan_graph
 
 _FLOATS = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE})
 

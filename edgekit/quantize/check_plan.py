@@ -11,10 +11,10 @@ from edgekit.errors import UsageError, suggest_name
 from edgekit.graph.graph import Graph
 from edgekit.model.model import Model
 from edgekit.quantize.calibration.calibrate import Calibration
-from edgekit.quantize.mixed_precision.narrow import find_float_constants
+from edgekit.quantize.mixed_precision.candidates import find_float_constants
 from edgekit.quantize.plan import QuantPlan, draft_plan
-from edgekit.quantize.qdq.build import plan_calibration, plan_graph
-from edgekit.quantize.ranges.methods import RANGE_METHODS, TensorRange
+from edgekit.quantize.qdq import plan_calibration, plan_graph
+from edgekit.quantize.ranges import RANGE_METHODS, TensorRange
 from edgekit.target import Target
 
 MAX_PLAN_BYTES = 1 << 26

@@ -15,8 +15,8 @@ from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.graph.float_graph import float_activations
 from edgekit.quantize.graph.float_regions import find_float_regions, find_high_precision_regions, find_infinite_tensors
 from edgekit.quantize.graph.layers import read_layers
-from edgekit.quantize.ranges.methods import TensorRange
-from edgekit.quantize.rounding.weights import Rounding
+from edgekit.quantize.ranges import TensorRange
+from edgekit.quantize.rounding import Rounding
 from edgekit.target import INTEGERS, Precision, Quantization, Target
 
 # Operators that ORT's general rules quantize only behind what is quantized (QDQDirect8BitOp and its like).

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 from rich.table import Table
 
-from edgekit.check.ort_opinion import OrtOpinions, explain_difference, find_opinion
-from edgekit.check.recommend import Recommendation
+from edgekit.check.recommend import OrtOpinions, Recommendation, explain_difference, find_opinion
 from edgekit.check.report import Advice, CheckReport, Disagreement, Placed
 from edgekit.devices.observe import NotObserved, Observed
 from edgekit.report.tables import format_bytes, format_count, make_table

@@ -1,7 +1,19 @@
-"""What every report shares: an empty table, and sizes for people."""
+"""Tables of a terminal: sizes, differences, packages and groups of models; and what every table shares."""
 
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+
+from edgekit.evidence import Verdict, worst_verdict
+from edgekit.inspect.diff import Delta
+from edgekit.inspect.sizes import SizeReport
+from edgekit.package.package import PackageReport
+from edgekit.plain import Shown
+from edgekit.verify.groups import GroupReport, GroupRun
+from edgekit.verify.tasks.scores import describe_difference, format_score
 
 
 def make_table(*columns: str) -> Table:
@@ -31,3 +43,200 @@ def _scale(value: float, units: tuple[str, ...]) -> tuple[float, str]:
             return value, unit
         value /= 1000
     return value, units[-1]
+
+
+_MOST_ROWS = 25
+
+
+def table_files(report: SizeReport) -> Table:
+    """Returns the files of a bundle or model as a table, largest first."""
+    table = Table("file", "bytes", "share", box=SIMPLE_HEAD)
+    for file in report.files:
+        table.add_row(file.name, f"{file.size_bytes:,}", _share(file.size_bytes, report.size_bytes))
+    table.add_row("all", f"{report.size_bytes:,}", "")
+    return table
+
+
+def table_layer_sizes(report: SizeReport) -> Table:
+    """Returns the largest layers of a model as a table, and what is left."""
+    total = sum(layer.weight_bytes for layer in report.layers) + report.other_bytes
+    table = Table(f"layer of {report.model}", "operator", "weight bytes", "share", "MACs", box=SIMPLE_HEAD)
+    heavy = [layer for layer in report.layers if layer.weight_bytes]
+    for layer in heavy[:_MOST_ROWS]:
+        macs = "-" if layer.macs is None else f"{layer.macs:,}"
+        table.add_row(layer.name, layer.op, f"{layer.weight_bytes:,}", _share(layer.weight_bytes, total), macs)
+    rest = heavy[_MOST_ROWS:]
+    if rest:
+        size_bytes = sum(layer.weight_bytes for layer in rest)
+        table.add_row(f"{len(rest)} more (all with --json)", "", f"{size_bytes:,}", _share(size_bytes, total), "")
+    table.add_row("the graph itself", "", f"{report.other_bytes:,}", _share(report.other_bytes, total), "")
+    return table
+
+
+def list_changes(delta: Delta) -> Iterator[str]:
+    """Yields what is different, a line each, and last how many bytes it makes."""
+    yield from (f"file {file.name}: {_size(file.old_bytes, file.new_bytes)}" for file in delta.files)
+    yield from (f"{fact.key}: {_move(fact.old, fact.new)}" for fact in delta.facts)
+    yield from (f"placement {fact.key}: {_move(fact.old, fact.new)}" for fact in delta.placement)
+    nodes = [f"node {node.name} ({node.op}): {_place(node.old)} -> {_place(node.new)}" for node in delta.nodes]
+    layers = [
+        f"layer {layer.name} ({_move(layer.old_op, layer.new_op)}): {_size(layer.old_bytes, layer.new_bytes)}"
+        for layer in delta.layers
+    ]
+    for lines in (nodes, layers):
+        yield from lines[:_MOST_ROWS]
+        if len(lines) > _MOST_ROWS:
+            yield f"... and {len(lines) - _MOST_ROWS} more (all with --json)"
+    for figure in delta.accuracy:
+        yield f"accuracy {figure.device}, {figure.output}, {figure.measure}: {_move(figure.old, figure.new)}"
+    if delta.is_same:
+        yield f"the same to the byte: {delta.new_bytes:,} bytes"
+        return
+    update = f"{delta.update_bytes:,} bytes to fetch for who has the old one"
+    yield f"size: {_move(delta.old_bytes, delta.new_bytes)} bytes ({delta.new_bytes - delta.old_bytes:+,}), {update}"
+
+
+def _size(old: int | None, new: int | None) -> str:
+    return f"other content, {_word(old)} bytes" if old == new else f"{_move(old, new)} bytes"
+
+
+def _move(old: object, new: object) -> str:
+    return _word(old) if old == new else f"{_word(old)} -> {_word(new)}"
+
+
+def _word(value: object) -> str:
+    match value:
+        case None:
+            return "absent"
+        case bool() | str():
+            return str(value)
+        case int():
+            return f"{value:,}"
+        case float():
+            return f"{value:.6g}"
+        case _:
+            text = str(value)
+            return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _place(taken: bool | None) -> str:  # noqa: FBT001 - it is the fact itself
+    return {None: "absent", True: "provider", False: "CPU"}[taken]
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else "-"
+
+
+def table_sizes(report: PackageReport) -> Table:
+    """Returns the files of a package as a table, largest first."""
+    table = make_table("file", "bytes", "share")
+    ranked = sorted(report.sizes.items(), key=lambda pair: (-pair[1], pair[0]))
+    for name, size_bytes in ranked[:_MOST_ROWS]:
+        table.add_row(name, f"{size_bytes:,}", _share_of_package(size_bytes, report))
+    rest = ranked[_MOST_ROWS:]
+    if rest:
+        left = sum(size_bytes for _, size_bytes in rest)
+        table.add_row(f"{len(rest)} smaller files", f"{left:,}", _share_of_package(left, report))
+    table.add_row("all", f"{report.size_bytes:,}", "")
+    return table
+
+
+def list_size_remarks(report: PackageReport) -> Iterator[str]:
+    """Yields what the package weighs, and a warning where that is mostly no model."""
+    rest = report.size_bytes - report.model_bytes
+    yield f"models {format_bytes(report.model_bytes)}, all else {format_bytes(rest)}"
+    if report.outweighs:
+        largest = max(report.sizes, key=lambda name: report.sizes[name])
+        yield (
+            f"warning: what is no model weighs {rest / max(1, report.model_bytes):.1f} times as much as the models;"
+            f" the largest file is '{largest}'"
+        )
+
+
+def _share_of_package(size_bytes: int, report: PackageReport) -> str:
+    return f"{size_bytes / report.size_bytes:.1%}"
+
+
+class GroupTarget(msgspec.Struct, frozen=True, kw_only=True):
+    """A group for one target; `failure` says why there is none.
+
+    `notes` are those of the members' builds. `shared_bytes` are weights that several members use and the folder has
+    once, `size_bytes` all model files that an app loads, with these counted once.
+    """
+
+    target: str
+    path: Path | None = None
+    failure: str | None = None
+    notes: tuple[str, ...] = ()
+    size_bytes: int = 0
+    shared_bytes: int = 0
+    verify: GroupReport | None = None
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the group was made and passed; one that was not verified is not proven."""
+        if self.path is None:
+            return "fail"
+        return "not proven" if self.verify is None else self.verify.verdict
+
+
+class GroupBuild(Shown, msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a group: the sha256 of its models, the samples it was made and judged with, and each target."""
+
+    group: str
+    members: dict[str, str]
+    calibration_samples: int
+    golden_samples: int
+    targets: tuple[GroupTarget, ...]
+    seconds: float
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst of the targets'."""
+        return worst_verdict(target.verdict for target in self.targets)
+
+
+def describe_group_build(report: GroupBuild) -> Iterator[str]:
+    """Yields the lines of a group's build."""
+    yield f"{report.group}: {', '.join(report.members)}; {report.golden_samples} samples judge the whole"
+    for target in report.targets:
+        if target.path is None:
+            yield f"- {target.target}: {target.failure}"
+            continue
+        shared = f", {format_bytes(target.shared_bytes)} of them shared" if target.shared_bytes else ""
+        yield f"{target.path}: {format_bytes(target.size_bytes)}{shared}: {target.verdict}"
+        yield from () if target.verify is None else describe_group(target.verify)
+        yield from (f"- {note}" for note in target.notes)
+
+
+def headline_group(target: GroupTarget) -> str:
+    """Returns in a sentence what became of a group on a target."""
+    if target.path is None:
+        return f"It cannot be built: {target.failure}."
+    if target.verify is None or not target.verify.runs:
+        return "It ran nowhere."
+    bad = next((run for run in target.verify.runs if run.verdict != "pass"), target.verify.runs[0])
+    weak = next((name for name, member in target.verify.members.items() if member.verdict != "pass"), None)
+    member = "" if weak is None else f"; {weak} by itself: {target.verify.members[weak].verdict}"
+    return f"{bad.device}: {_describe_metric(bad)}: {bad.verdict}{member}."
+
+
+def describe_group(report: GroupReport) -> Iterator[str]:
+    """Yields the lines of a group's verification: each device with the whole, and each member."""
+    for run in report.runs:
+        yield f"  {run.device} ({run.evidence}): {_describe_metric(run)}: {run.verdict}"
+        yield from (f"  - {line}" for line in (*run.judgement.failures, *run.judgement.unproven))
+    for name, member in report.members.items():
+        yield f"  {name} by itself: {member.verdict}"
+        yield from (f"  - {line}" for line in (*member.failures, *member.unproven))
+        for found in member.runs:
+            yield from (f"  - {found.device}: {line}" for line in (*found.failures, *found.unproven))
+        yield from (f"  - {skip.device} did not run: {skip.reason}" for skip in member.skipped)
+
+
+def _describe_metric(run: GroupRun) -> str:
+    calls = ", ".join(f"{name} {count}" for name, count in run.runs.items())
+    if run.task is None:
+        return f"{run.samples} samples, runs: {calls}"
+    scores = f"{format_score(run.task, run.task.got)}, float {format_score(run.task, run.task.reference)}"
+    return f"{run.task.name} {scores}, {describe_difference(run.task)} points, {run.samples} samples, runs: {calls}"

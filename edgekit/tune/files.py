@@ -1,19 +1,24 @@
-"""The files that may race: those that a bundle holds, the ORT form of a bare model, and others that the user names."""
+"""The files that may race, what each optimization level makes of a graph, and writing what was found into a bundle."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
+from edgekit._files import write_file
 from edgekit._ort import CPU_PROVIDER
 from edgekit.bench.subject import Opening, Subject, open_subject
-from edgekit.bundle.folder import open_bundle
+from edgekit.bundle.checks import check_requests
+from edgekit.bundle.folder import MANIFEST, open_bundle
+from edgekit.bundle.manifest import Manifest, TunedSession, encode_json
+from edgekit.bundle.multi import INDEX
+from edgekit.bundle.sign import SIGNATURE
 from edgekit.convert.convert import convert_styles
 from edgekit.convert.ort_form import OrtOptions
 from edgekit.devices.bundled import set_job
 from edgekit.devices.device import Device, Job
 from edgekit.devices.local.runner import host_abi
-from edgekit.errors import EdgekitError, UsageError
+from edgekit.errors import BundleError, EdgekitError, UsageError
 from edgekit.model.model import load_model, read_proto
 from edgekit.tune.report import Entrant
 
@@ -110,3 +115,44 @@ def _write_ort(path: Path, folder: Path) -> Path:
     options = OrtOptions(style="full", cpu="arm" if host_abi() == "linux-arm64" else "x64")
     made = convert_styles(load_model(path), folder, options, ("full",), checked=False)
     return folder / made.files["full"][0]
+
+
+def require_bundle(path: Path) -> None:
+    """Refuses what no setting can be written into, before anything is measured.
+
+    Raises:
+        BundleError: it is no folder with a manifest, or a part of a folder of several targets.
+    """
+    if not path.is_dir():
+        raise BundleError(f"--apply writes into a bundle, and '{path}' is none", hint="build one, or leave --apply out")
+    # The index names the digest of each manifest: changing one would break the others' folder.
+    index = next((parent / INDEX for parent in path.resolve().parents[:2] if (parent / INDEX).is_file()), None)
+    if index is not None:
+        raise BundleError(
+            f"'{path}' belongs to '{index}'", hint="tune the bundle before you join it: edgekit join comes after"
+        )
+
+
+def apply_setting(path: Path, tuned: TunedSession) -> str:
+    """Writes a setting into a bundle's manifest in the place of one for the same machines; returns what was done.
+
+    Raises:
+        BundleError: the bundle is not whole, or the setting is not for a bundle to pass.
+        OutputError: the folder cannot be written.
+    """
+    bundle = open_bundle(path)
+    others = [one for one in bundle.manifest.tuned or () if one.machine != tuned.machine]
+    # The narrower class first: the first that holds is taken.
+    ordered = sorted((*others, tuned), key=lambda one: (one.machine.system, one.machine.machine, -one.machine.cores))
+    return _write(path, msgspec.structs.replace(bundle.manifest, tuned=tuple(ordered)), str(path / MANIFEST))
+
+
+def _write(path: Path, manifest: Manifest, source: str) -> str:
+    check_requests(manifest, source)
+    signed = (path / SIGNATURE).exists()
+    # The signature goes first: cut here, the bundle is unsigned and whole, and never signed for other content.
+    (path / SIGNATURE).unlink(missing_ok=True)
+    write_file(path / MANIFEST, encode_json(manifest))
+    return f"'{source}'" + (
+        "; its signature was of the bundle before and is gone: edgekit sign signs it again" if signed else ""
+    )

@@ -3,7 +3,7 @@
 import msgspec
 
 from edgekit.bench.latency import Ratio
-from edgekit.bundle.manifest.tuned import MachineClass, SessionSetting
+from edgekit.bundle.manifest import MachineClass, SessionSetting
 from edgekit.evidence import Evidence
 from edgekit.tune.space import Goal
 

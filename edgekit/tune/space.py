@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from edgekit._ort import Level
-from edgekit.bundle.manifest.tuned import SessionSetting
+from edgekit.bundle.manifest import SessionSetting
 from edgekit.target import Session
 
 Goal = Literal["latency", "p99", "throughput", "memory", "load"]

@@ -13,8 +13,8 @@ from edgekit.bench.interleaved import ROUNDS
 from edgekit.bench.latency import Ratio
 from edgekit.bench.subject import Opening, Subject
 from edgekit.bundle.folder import Bundle, open_bundle
-from edgekit.bundle.golden.golden import read_inputs, read_outputs
-from edgekit.bundle.manifest.tuned import SessionSetting, TunedSession, TuningEvidence
+from edgekit.bundle.golden import read_inputs, read_outputs
+from edgekit.bundle.manifest import SessionSetting, TunedSession, TuningEvidence
 from edgekit.data.samples import select_samples
 from edgekit.devices.bundled import OF_THIS_MACHINE, count_device_cores, count_device_units, find_class, read_class
 from edgekit.devices.device import Device, DeviceRun, Job
@@ -26,11 +26,9 @@ from edgekit.errors import UsageError
 from edgekit.evidence import Evidence
 from edgekit.progress import Progress, say_nothing
 from edgekit.target import Thresholds
-from edgekit.tune.apply import apply_setting, require_bundle
-from edgekit.tune.files import has_branches, make_jobs, open_batches, open_files
+from edgekit.tune.files import apply_setting, has_branches, make_jobs, open_batches, open_files, require_bundle
 from edgekit.tune.front import list_levels, mark_front, sum_up
-from edgekit.tune.measure import GATE, Course, hold_outputs, measure
-from edgekit.tune.race import LEAST_GAIN, TIME_OVER, Journal, compare_fresh, race
+from edgekit.tune.race import GATE, LEAST_GAIN, TIME_OVER, Course, Journal, compare_fresh, hold_outputs, measure, race
 from edgekit.tune.report import Decision, Entrant, TuneReport
 from edgekit.tune.space import LEVELS, Change, Circumstances, Goal, Group, list_groups
 

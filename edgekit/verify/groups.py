@@ -10,11 +10,10 @@ from pathlib import Path
 import msgspec
 
 from edgekit._files import work_folder, write_file
-from edgekit.bundle.folder import VERIFY, Bundle, read_target
-from edgekit.bundle.golden.golden import read_inputs, read_labels, read_outputs
+from edgekit.bundle.folder import VERIFY, Bundle, read_target, snapshot_bundle
+from edgekit.bundle.golden import read_inputs, read_labels, read_outputs
 from edgekit.bundle.group.group import Group, extract_member
 from edgekit.bundle.group.pipeline import run_pipeline
-from edgekit.bundle.snapshot import snapshot_bundle
 from edgekit.data.samples import Samples, select_samples, spread_indices
 from edgekit.devices.bundled import make_job, plan_run
 from edgekit.devices.device import Device

@@ -6,10 +6,9 @@ from pathlib import Path
 import msgspec
 
 from edgekit._files import digest_file, work_folder
+from edgekit.bundle.checks import bundled_task
 from edgekit.bundle.folder import GOLDEN, Bundle, read_target
-from edgekit.bundle.golden.golden import INPUTS, Golden, make_golden, read_inputs, read_outputs
-from edgekit.bundle.golden.sequences import plan_sequences
-from edgekit.bundle.manifest.trust import bundled_task
+from edgekit.bundle.golden import INPUTS, Golden, make_golden, plan_sequences, read_inputs, read_outputs
 from edgekit.bundle.sign import require_private_key
 from edgekit.data.data_check import refusing_bad
 from edgekit.data.labels import read_task_labels
@@ -31,7 +30,7 @@ from edgekit.verify.devices.buckets import Unfilled
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run import verify_bundle
 from edgekit.verify.saved import read_known, write_report
-from edgekit.verify.tasks.accuracy import check_class_labels
+from edgekit.verify.tasks.scores import check_class_labels
 from edgekit.verify.tasks.tasks import find_metric
 
 _INPUTS = f"{GOLDEN}/{INPUTS}"

@@ -8,10 +8,9 @@ import msgspec
 
 from edgekit._files import work_folder
 from edgekit.bench.latency import describe_drift, find_false_times, find_impossible_time, summarize_latency
-from edgekit.bundle.folder import Bundle
-from edgekit.bundle.golden.golden import Golden, KnownOutputs, read_classes, read_inputs, read_labels, read_outputs
-from edgekit.bundle.manifest.trust import bundled_task
-from edgekit.bundle.snapshot import snapshot_bundle
+from edgekit.bundle.checks import bundled_task
+from edgekit.bundle.folder import Bundle, snapshot_bundle
+from edgekit.bundle.golden import Golden, KnownOutputs, read_classes, read_inputs, read_labels, read_outputs
 from edgekit.data.data_check import digest_samples
 from edgekit.data.samples import Samples, keep_small, select_samples, spread_sequences
 from edgekit.devices.bundled import find_tuned, make_job, plan_run, set_job
@@ -42,16 +41,13 @@ from edgekit.verify.causes.own_model import (
 )
 from edgekit.verify.causes.suspects import find_suspects
 from edgekit.verify.causes.traps import find_ignored_optimisations, find_input_mistake, list_traps
-from edgekit.verify.devices.apart import Held, describe_apart, hold_outputs
-from edgekit.verify.devices.buckets import Unfilled, run_buckets
+from edgekit.verify.devices.buckets import Held, Unfilled, compare_sizes, describe_apart, hold_outputs, run_buckets
 from edgekit.verify.devices.device_layers import look_at_layers
 from edgekit.verify.devices.model_files import try_model_files
-from edgekit.verify.devices.open_sizes import compare_sizes
 from edgekit.verify.devices.placement import describe_hidden, describe_unmatched, find_gap, find_placed
 from edgekit.verify.drift import StateReport
 from edgekit.verify.facts import Located, SizesReport
-from edgekit.verify.layers.comparison import name_first_bad
-from edgekit.verify.layers.evidence import read_evidence
+from edgekit.verify.layers.comparison import name_first_bad, read_evidence
 from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.fidelity import find_unfaithful
 from edgekit.verify.metrics.listed import describe_lists, describe_unlisted, hold_lists
@@ -60,8 +56,7 @@ from edgekit.verify.report import VerifyReport
 from edgekit.verify.run_report import RunReport
 from edgekit.verify.stand_in import Scored, add_stand_ins, score_run
 from edgekit.verify.stepping import run_sequences
-from edgekit.verify.tasks.accuracy import describe_chance, measure_accuracy
-from edgekit.verify.tasks.scores import TaskReport
+from edgekit.verify.tasks.scores import TaskReport, describe_chance, measure_accuracy
 from edgekit.verify.tasks.tasks import measure_task
 
 # What the own model gives is kept, because several devices run the same samples.

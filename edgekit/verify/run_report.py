@@ -24,8 +24,7 @@ from edgekit.verify.facts import (
     StandIn,
 )
 from edgekit.verify.metrics.outputs import OutputReport, doubt_output, judge_output
-from edgekit.verify.tasks.accuracy import Accuracy
-from edgekit.verify.tasks.scores import TaskReport, judge_task
+from edgekit.verify.tasks.scores import Accuracy, TaskReport, judge_task
 
 # So many times the share of the work that may be lost, the share of the nodes may: most of them do little.
 _LOST_NODES = 4.0

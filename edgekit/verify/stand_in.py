@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from edgekit.bundle.folder import Bundle
-from edgekit.bundle.golden.golden import Golden, read_inputs, read_labels, read_outputs
+from edgekit.bundle.golden import Golden, read_inputs, read_labels, read_outputs
 from edgekit.data.labels import Label
 from edgekit.data.samples import Samples, select_samples
 from edgekit.devices.bundled import make_job

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgekit.bundle.golden.golden import Golden
-from edgekit.bundle.golden.rows import write_rows
+from edgekit.bundle.golden import Golden, write_rows
 from edgekit.data.samples import Samples, load_samples, select_samples
 from edgekit.devices.device import Device, Job
 from edgekit.devices.process.held import hold_session

@@ -10,8 +10,7 @@ from demo_paths import CALIBRATION, MODEL
 from PIL import Image
 from tiny_models import parse_model
 
-from edgekit.app.config import list_cells, load_app
-from edgekit.app.positions import find_position
+from edgekit.app.config import find_position, list_cells, load_app
 from edgekit.cli.main import COMMANDS, run_command
 from edgekit.cli.schema import describe_file
 from edgekit.errors import UsageError

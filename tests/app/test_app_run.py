@@ -18,11 +18,10 @@ from group_models import make_talk
 from tiny_models import parse_model, write_small_net
 
 from edgekit.app.config import list_cells, load_app
-from edgekit.app.keys import STORE, Digests, make_key
-from edgekit.app.result import RESULT, headline_app, render_app
+from edgekit.app.result import RESULT, STORE, Digests, headline_app, make_key, render_app
 from edgekit.app.run import run_app
 from edgekit.bundle.folder import open_bundle
-from edgekit.bundle.group.opening import opened_group
+from edgekit.bundle.group.group import opened_group
 from edgekit.bundle.sign import make_key as make_pair
 from edgekit.cli.main import run_command
 from edgekit.errors import UsageError

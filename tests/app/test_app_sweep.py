@@ -16,12 +16,11 @@ import pytest
 from group_models import make_talk
 from tiny_models import parse_model
 
-from edgekit.app import keys
-from edgekit.app.cluster import TOPIC, list_slots
+from edgekit.app import result
 from edgekit.app.config import App, SweepTable, load_app
 from edgekit.app.result import AppReport
 from edgekit.app.run import run_app
-from edgekit.app.spread import run_anywhere, spread_processes
+from edgekit.app.spread import TOPIC, list_slots, run_anywhere, spread_processes
 from edgekit.app.store import open_store
 from edgekit.bundle.group.group import open_group
 from edgekit.cli.main import run_command
@@ -95,7 +94,7 @@ def test_a_store_that_cannot_be_used_is_one_line(
 ) -> None:
     with pytest.raises(UsageError, match="cannot open store 'nowhere://x'"):
         open_store("nowhere://x")
-    monkeypatch.setattr("edgekit.app.cluster._CONNECT_S", 1)
+    monkeypatch.setattr("edgekit.app.spread._CONNECT_S", 1)
     assert run_command(["run", str(folder / "edgekit.toml"), "--scheduler", "tcp://127.0.0.1:1"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("edgekit: error: no scheduler answers at 'tcp://127.0.0.1:1'")
@@ -227,7 +226,7 @@ def test_a_group_is_built_by_a_worker_and_taken_from_the_store(tmp_path: Path, c
 
 @pytest.mark.slow
 def test_a_worker_of_another_version_says_so(folder: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = keys.make_key
+    honest = result.make_key
     # The one call of the client comes first; what a worker would make then has another key.
     calls = iter([False] * 4)
     monkeypatch.setattr("edgekit.app.cells.make_key", lambda *words: honest(*words) + "x" * next(calls, True))

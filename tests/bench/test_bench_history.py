@@ -12,8 +12,7 @@ from edgekit.bench.report import BenchReport, BenchRun
 from edgekit.cli.main import run_command
 from edgekit.errors import DataError, OutputError
 from edgekit.evidence import Evidence
-from edgekit.report.timing.bench_series import list_series
-from edgekit.report.timing.bench_text import list_bench_remarks
+from edgekit.report.timing import list_bench_remarks, list_series
 from edgekit.verify.history import list_runs
 
 RUN = BenchRun(

@@ -9,9 +9,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from edgekit.bundle.describe import Contents
 from edgekit.bundle.folder import Bundle, write_bundle
-from edgekit.bundle.golden.golden import make_golden
-from edgekit.bundle.manifest.manifest import Ancestry
-from edgekit.bundle.statement import TestResult
+from edgekit.bundle.golden import make_golden
+from edgekit.bundle.manifest import Ancestry
+from edgekit.bundle.sign import TestResult
 from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport
 from edgekit.data.samples import Samples

@@ -11,7 +11,7 @@ import pytest
 from edgekit._files import digest_file
 from edgekit._proc import run_process
 from edgekit.bundle.archive import KINDS, Kind, Limits, list_files, unpack_archive, write_archive
-from edgekit.bundle.manifest.names import find_clash, find_fault
+from edgekit.bundle.checks import find_clash, find_fault
 from edgekit.errors import BundleError, OutputError
 
 ENTRIES: Mapping[str, bytes] = {

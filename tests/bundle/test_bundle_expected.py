@@ -5,8 +5,8 @@ import numpy as np
 from bundle_models import make_bundle, make_contents
 from onnx import load, numpy_helper, save
 
+from edgekit.bundle.expected import write_expected
 from edgekit.bundle.folder import Bundle, write_bundle
-from edgekit.bundle.golden.expected import write_expected
 from edgekit.model.model import load_model
 
 

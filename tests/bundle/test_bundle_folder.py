@@ -10,9 +10,9 @@ import pytest
 from bundle_models import make_bundle, make_contents
 
 from edgekit._files import digest_file
+from edgekit.bundle.checks import check_files
 from edgekit.bundle.folder import Bundle, open_bundle, read_check, read_target, write_bundle
-from edgekit.bundle.manifest.checks import check_files
-from edgekit.bundle.manifest.manifest import BundledFile
+from edgekit.bundle.manifest import BundledFile
 from edgekit.errors import BundleError, OutputError
 from edgekit.target import load_target
 

@@ -8,8 +8,7 @@ from bundle_models import make_samples, make_scenes, save_classifier, save_detec
 from onnx import TensorProto, helper
 
 from edgekit._ort import CpuSession, Level, SessionSettings
-from edgekit.bundle.golden.golden import make_golden, read_inputs, read_labels, read_outputs
-from edgekit.bundle.golden.rows import write_rows
+from edgekit.bundle.golden import make_golden, read_inputs, read_labels, read_outputs, write_rows
 from edgekit.data.npz import read_rows
 from edgekit.data.samples import Samples
 from edgekit.errors import DataError, ModelError

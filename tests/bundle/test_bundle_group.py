@@ -17,14 +17,12 @@ import pytest
 from group_models import make_digits, make_talk, talk_on
 from tiny_models import parse_model
 
-from edgekit.bundle.golden.golden import read_inputs, read_outputs
-from edgekit.bundle.group.crops import cut_boxes
+from edgekit.bundle.golden import read_inputs, read_outputs
 from edgekit.bundle.group.group import GROUP, Group, extract_member, open_group
-from edgekit.bundle.group.pipeline import run_pipeline
-from edgekit.bundle.group.settle import settle_wiring
+from edgekit.bundle.group.pipeline import cut_boxes, run_pipeline
 from edgekit.bundle.group.weights import find_equal_weights
-from edgekit.bundle.group.wiring import CHOSEN, Crop, Interface, Wiring, describe_interface, find_fault
-from edgekit.bundle.manifest.manifest import encode_json
+from edgekit.bundle.group.wiring import CHOSEN, Crop, Interface, Wiring, describe_interface, find_fault, settle_wiring
+from edgekit.bundle.manifest import encode_json
 from edgekit.errors import BundleError, DataError
 from edgekit.jobs.group import build_group
 from edgekit.model.model import load_model

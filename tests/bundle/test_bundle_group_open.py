@@ -12,11 +12,10 @@ import onnx
 import pytest
 from group_models import make_talk, talk_on
 
-from edgekit.bundle.golden.golden import read_inputs, read_outputs
+from edgekit.bundle.golden import read_inputs, read_outputs
 from edgekit.bundle.group.group import open_group
 from edgekit.bundle.group.pipeline import run_pipeline
-from edgekit.bundle.group.settle import settle_wiring
-from edgekit.bundle.group.wiring import CHOSEN, Interface, Wiring, describe_interface, find_fault
+from edgekit.bundle.group.wiring import CHOSEN, Interface, Wiring, describe_interface, find_fault, settle_wiring
 from edgekit.jobs.group import build_group
 from edgekit.model.tensors import Tensors, TensorSpec
 from edgekit.recipe import Data, Recipe

@@ -8,7 +8,7 @@ import onnx
 from bundle_models import make_bundle
 
 from edgekit._files import digest_bytes
-from edgekit.bundle.manifest.manifest import encode_json
+from edgekit.bundle.manifest import encode_json
 from edgekit.cli.main import run_command
 
 

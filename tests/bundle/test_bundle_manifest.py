@@ -8,10 +8,9 @@ import pytest
 from bundle_models import make_bundle, make_contents
 
 from edgekit._files import digest_file
+from edgekit.bundle.checks import read_bounded
 from edgekit.bundle.folder import open_bundle, write_bundle
-from edgekit.bundle.manifest.checks import read_bounded
-from edgekit.bundle.manifest.manifest import MAX_MANIFEST_BYTES, decode_manifest, encode_json
-from edgekit.bundle.manifest.schema import render_schemas
+from edgekit.bundle.manifest import MAX_MANIFEST_BYTES, decode_manifest, encode_json, render_schemas
 from edgekit.data.images import Preprocess
 from edgekit.errors import BundleError
 from edgekit.recipe import Licence, Recipe, TensorNotes

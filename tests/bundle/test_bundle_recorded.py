@@ -8,11 +8,10 @@ from bundle_models import make_bundle, make_contents, save_classifier
 
 from edgekit._files import digest_file
 from edgekit.bundle.describe import Contents
+from edgekit.bundle.expected import Recorded, adopt_reference
 from edgekit.bundle.folder import Bundle, open_bundle, write_bundle
-from edgekit.bundle.golden.golden import read_outputs
-from edgekit.bundle.golden.recorded import Recorded, adopt_reference
-from edgekit.bundle.golden.rows import write_rows
-from edgekit.bundle.manifest.manifest import BundledFile, encode_json
+from edgekit.bundle.golden import read_outputs, write_rows
+from edgekit.bundle.manifest import BundledFile, encode_json
 from edgekit.bundle.opening import open_recorded
 from edgekit.errors import UsageError
 

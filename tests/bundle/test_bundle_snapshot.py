@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from bundle_models import make_bundle
 
-from edgekit.bundle.folder import Bundle, open_bundle, read_target
-from edgekit.bundle.golden.golden import read_inputs
-from edgekit.bundle.snapshot import snapshot_bundle
+from edgekit.bundle.folder import Bundle, open_bundle, read_target, snapshot_bundle
+from edgekit.bundle.golden import read_inputs
 from edgekit.errors import BundleError
 
 

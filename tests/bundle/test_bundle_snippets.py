@@ -6,8 +6,7 @@ import pytest
 from bundle_models import make_bundle, make_contents
 
 from edgekit.bundle.folder import write_bundle
-from edgekit.bundle.readme import LEVELS
-from edgekit.bundle.snippets import quote_cpp, quote_kotlin, quote_swift, render_snippets
+from edgekit.bundle.snippets import LEVELS, quote_cpp, quote_kotlin, quote_swift, render_snippets
 from edgekit.devices.find import find_device
 from edgekit.errors import TargetError
 from edgekit.evidence import Evidence

@@ -11,7 +11,7 @@ from bundle_models import make_bundle, make_contents
 
 from edgekit._files import digest_file
 from edgekit.bundle.folder import open_bundle, read_target, write_bundle
-from edgekit.bundle.manifest.manifest import encode_json
+from edgekit.bundle.manifest import encode_json
 from edgekit.bundle.multi import join_bundles, open_index
 from edgekit.cli.main import run_command
 from edgekit.devices.register import DeviceChoice

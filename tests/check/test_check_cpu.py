@@ -7,7 +7,7 @@ from check_models import check_file, check_text, conv_net, quantized_net
 from onnxruntime.quantization import QuantType
 from tiny_models import parse_model
 
-from edgekit.convert.cpu_kernels import find_integer_nodes
+from edgekit.convert.forms import find_integer_nodes
 from edgekit.devices.observe import Observed, observe_target
 from edgekit.jobs.check import check_targets
 from edgekit.model.model import load_model

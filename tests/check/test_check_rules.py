@@ -10,8 +10,7 @@ from check_models import check_text, why_not
 from onnx import parser
 
 from edgekit.check.rules.kinds import Forms, Never, Rule, When
-from edgekit.check.rules.rules import JUDGES, judge_rule, meets
-from edgekit.check.rules.subject import Subject
+from edgekit.check.rules.rules import JUDGES, Subject, judge_rule, meets
 from edgekit.check.rules.units import group_units
 from edgekit.graph.graph import infer_graph
 

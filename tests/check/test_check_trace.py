@@ -7,8 +7,7 @@ from check_models import conv_net
 from tiny_models import parse_model
 
 from edgekit.check.check import check_model
-from edgekit.check.origin import tell_of_model, trace_model
-from edgekit.check.report import ModelNode
+from edgekit.check.report import ModelNode, tell_of_model, trace_model
 from edgekit.cli.main import run_command
 from edgekit.model.model import load_model
 from edgekit.prepare.clean import prepare_model

@@ -17,8 +17,7 @@ from edgekit.convert.ort_form import OrtOptions
 from edgekit.convert.ort_format import canonical, layout
 from edgekit.convert.ort_format.canonical import canonicalize_file, is_canonical, sort_tables
 from edgekit.convert.ort_format.report import inspect_ort
-from edgekit.convert.ort_format.schema import ROOT, SCHEMA, UNIONS
-from edgekit.convert.ort_format.tables import Record, Value, number, open_tables, records, table
+from edgekit.convert.ort_format.tables import ROOT, SCHEMA, UNIONS, Record, Value, number, open_tables, records, table
 from edgekit.errors import ModelError
 from edgekit.model.model import Model
 

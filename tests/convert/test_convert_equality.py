@@ -16,7 +16,7 @@ from edgekit.convert.ort_form import OrtOptions
 from edgekit.convert.ort_format.layout import write_tables
 from edgekit.convert.ort_format.report import read_graph
 from edgekit.convert.ort_format.tables import open_tables, records, table
-from edgekit.data.random_samples import draw_samples
+from edgekit.data.samples import draw_samples
 from edgekit.errors import RuntimeRefusal
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array, TensorSpec

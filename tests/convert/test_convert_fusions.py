@@ -20,8 +20,8 @@ from edgekit.convert.ort_form import OrtOptions
 from edgekit.convert.ort_format.census import replay_saved
 from edgekit.convert.ort_format.report import OrtNode, read_graph
 from edgekit.jobs.levels import optimize_levels
+from edgekit.model.external import skim_model
 from edgekit.model.model import load_model
-from edgekit.model.skim import skim_model
 
 X64 = OrtOptions(style="full", cpu="x64")
 # Each node of these comes from one node of a model and from no other.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from edgekit.devices.remote.address import check_host, check_serial
+from edgekit.devices.remote.remote import check_host, check_serial
 from edgekit.errors import UsageError
 
 HOSTILE = [

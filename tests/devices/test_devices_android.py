@@ -15,11 +15,9 @@ from test_devices_android_abi import Built, build_checks
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, SessionSettings
 from edgekit.devices.android.android import NNAPI, XNNPACK, Android
-from edgekit.devices.android.archive import LIBRARY, MACHINES, unpack_libraries
-from edgekit.devices.android.elf import read_library
-from edgekit.devices.android.installed import Installed, device_folder, find_installed
-from edgekit.devices.android.nnapi.service import find_feature_level
-from edgekit.devices.android.stand_in import link_runner
+from edgekit.devices.android.archive import LIBRARY, MACHINES, read_library, unpack_libraries
+from edgekit.devices.android.installed import Installed, device_folder, find_installed, link_runner
+from edgekit.devices.android.nnapi.compute import find_feature_level
 from edgekit.devices.find import find_device, install_device, list_devices, serve_device
 from edgekit.devices.local.runner import PROGRAM, runner_sources
 from edgekit.devices.observe import observe_placement

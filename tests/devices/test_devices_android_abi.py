@@ -12,10 +12,9 @@ import pytest
 from far_root.keeper import require
 
 from edgekit.devices.android.android import find_emulator
-from edgekit.devices.android.archive import MACHINES
-from edgekit.devices.android.elf import read_library
-from edgekit.devices.android.stand_in import android_sources, link_runner, list_stand_ins, write_imports
-from edgekit.devices.release.compilers import Compiler, find_zig, is_made_by, list_compilers
+from edgekit.devices.android.archive import MACHINES, read_library
+from edgekit.devices.android.installed import android_sources, link_runner, list_stand_ins, write_imports
+from edgekit.devices.release import Compiler, find_zig, is_made_by, list_compilers
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from devices_models import float_conv, make_job, text_model
 
 from edgekit.check.check import check_model
 from edgekit.devices.android.android import NNAPI, Android
-from edgekit.devices.android.nnapi.driver import Driver
+from edgekit.devices.android.nnapi.network import Driver
 from edgekit.devices.find import find_device
 from edgekit.devices.observe import Observed, compare_placement, observe_placement, observe_target
 from edgekit.model.model import load_model

@@ -14,15 +14,14 @@ from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
 from edgekit.data.samples import Samples
 from edgekit.devices.android.android import NNAPI
 from edgekit.devices.android.installed import find_installed
-from edgekit.devices.android.nnapi.compute import Computer, serve
+from edgekit.devices.android.nnapi.compute import Computer, can_compute, serve
 from edgekit.devices.android.nnapi.network import Network, Operand, OperandType, Operation, split_constants
-from edgekit.devices.android.nnapi.service import can_compute
 from edgekit.devices.device import DeviceRun
 from edgekit.devices.find import find_device
 from edgekit.devices.process.child import Runner, describe_job
 from edgekit.devices.process.link import LocalLink
 from edgekit.devices.process.pipe import run_over
-from edgekit.devices.release.serving import END
+from edgekit.devices.release import END
 from edgekit.errors import DeviceError
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import Array, Tensors

@@ -14,8 +14,7 @@ from edgekit.convert.ort_form import OrtOptions, write_ort
 from edgekit.data.samples import Samples
 from edgekit.devices.android.android import NNAPI, X86_64, Android
 from edgekit.devices.android.nnapi.compute import Computer
-from edgekit.devices.android.nnapi.driver import Driver
-from edgekit.devices.android.nnapi.network import OperandType
+from edgekit.devices.android.nnapi.network import Driver, OperandType
 from edgekit.devices.device import DeviceRun
 from edgekit.errors import DeviceError
 from edgekit.evidence import Evidence

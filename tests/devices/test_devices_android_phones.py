@@ -8,9 +8,8 @@ from devices_models import float_conv, make_job, qdq_conv
 from test_devices_android import present
 
 from edgekit.cli.main import run_command
-from edgekit.devices.android.android import Android
-from edgekit.devices.android.nnapi.driver import Driver, read_driver
-from edgekit.devices.android.phone import DEFAULT_CORE, find_core, read_phones, write_phone
+from edgekit.devices.android.android import DEFAULT_CORE, Android, find_core, read_phones, write_phone
+from edgekit.devices.android.nnapi.network import Driver, read_driver
 from edgekit.devices.find import find_device, vary_device
 from edgekit.devices.register import DeviceChoice, choose_devices
 from edgekit.errors import UsageError

@@ -10,8 +10,8 @@ from edgekit.devices.labelled import Labelled
 from edgekit.devices.plain import plain_target
 from edgekit.devices.process.cache import find_installed, installing
 from edgekit.devices.process.child import FAR
-from edgekit.devices.process.node import find_node
 from edgekit.devices.register import DeviceChoice, choose_devices
+from edgekit.devices.release import find_node
 from edgekit.devices.remote.adb import AdbDevice
 from edgekit.devices.remote.ssh import SshDevice
 from edgekit.errors import DeviceError, UsageError

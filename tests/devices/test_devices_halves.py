@@ -12,8 +12,7 @@ from devices_models import make_job, qdq_conv
 from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun, Job
 from edgekit.devices.find import find_device
-from edgekit.devices.process.child import describe_stop
-from edgekit.devices.process.halves import can_halve, run_in_halves
+from edgekit.devices.process.child import can_halve, describe_stop, run_in_halves
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import Tensors
 from edgekit.target import load_target

@@ -12,11 +12,16 @@ from devices_models import float_conv, make_job, text_model
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.devices.find import find_device, install_device, list_devices, serve_device
-from edgekit.devices.ios.framework import open_framework
-from edgekit.devices.ios.installed import Installed, device_folder, find_installed
+from edgekit.devices.ios.installed import (
+    Installed,
+    device_folder,
+    find_installed,
+    list_stand_ins,
+    open_framework,
+    place_import,
+)
 from edgekit.devices.ios.ios import IosSimulator
-from edgekit.devices.ios.stand_in import list_stand_ins, place_import
-from edgekit.devices.local.coreml import PROVIDER
+from edgekit.devices.local.host import PROVIDER
 from edgekit.devices.observe import Observed, observe_placement, observe_target
 from edgekit.devices.self_test import try_device
 from edgekit.errors import DeviceError, EdgekitError, UsageError

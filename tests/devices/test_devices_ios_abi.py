@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from edgekit.devices.ios.framework import list_imports
+from edgekit.devices.ios.installed import compile_command, list_imports, list_sources, write_imports
 from edgekit.devices.ios.ios import IosSimulator
-from edgekit.devices.ios.stand_in import compile_command, list_sources, write_imports
-from edgekit.devices.release.compilers import Compiler, find_zig
-from edgekit.devices.release.program import compile_sources, link_program, write_table
+from edgekit.devices.release import Compiler, compile_sources, find_zig, link_program, write_table
 
 pytestmark = pytest.mark.slow
 

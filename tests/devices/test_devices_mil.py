@@ -12,11 +12,10 @@ from mil_programs import blob, constant, named, operation, scaled, write_package
 from onnx import helper
 
 from edgekit._ort import CpuSession, SessionSettings
-from edgekit.devices.ios.mil.arguments import Arguments
 from edgekit.devices.ios.mil.compute import OPERATIONS, UnknownOperationError, compute_program, require_known
-from edgekit.devices.ios.mil.program import UnknownProgramError, read_package, read_program
+from edgekit.devices.ios.mil.operations import Arguments
+from edgekit.devices.ios.mil.program import UnknownProgramError, read_message, read_package, read_program
 from edgekit.devices.ios.mil.serve import serve
-from edgekit.devices.ios.mil.wire import read_message
 from edgekit.model.tensors import Array
 
 X = np.random.default_rng(1).standard_normal((2, 4)).astype(np.float32)

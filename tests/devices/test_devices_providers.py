@@ -13,19 +13,20 @@ from devices_models import float_conv, make_job
 from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.device import Job
 from edgekit.devices.find import device_names, find_device, list_devices, serve_device
-from edgekit.devices.local import offered
-from edgekit.devices.local.offered import (
+from edgekit.devices.local import provider
+from edgekit.devices.local.provider import (
     PROVIDERS,
     Found,
     FoundDevice,
+    LocalProvider,
     ask_provider,
+    check_options,
     find_missing_provider,
     list_offered,
 )
-from edgekit.devices.local.provider import LocalProvider, check_options
 from edgekit.devices.plain import plain_target
 from edgekit.devices.process.child import FAR, Runner, describe_job
-from edgekit.devices.process.python import run_python
+from edgekit.devices.process.pipe import run_python
 from edgekit.devices.register import choose_here
 from edgekit.devices.self_test import try_device
 from edgekit.errors import DeviceError, TargetError, UsageError
@@ -50,8 +51,8 @@ def job(tmp_path: Path) -> Job:
 @pytest.fixture
 def built_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """An ONNX Runtime that says it was built with CUDA, as onnxruntime-gpu does, whose library is not there."""
-    monkeypatch.setattr(offered, "AVAILABLE_PROVIDERS", (CUDA, CPU_PROVIDER))
-    monkeypatch.setattr(offered, "ask_provider", ask_provider.__wrapped__)
+    monkeypatch.setattr(provider, "AVAILABLE_PROVIDERS", (CUDA, CPU_PROVIDER))
+    monkeypatch.setattr(provider, "ask_provider", ask_provider.__wrapped__)
     monkeypatch.setattr(sys, "platform", "linux")
 
 
@@ -121,7 +122,7 @@ def test_a_session_that_has_the_cpu_alone_is_a_failed_run(job: Job, tmp_path: Pa
 
 def test_a_provider_that_dies_while_it_is_asked_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("import os; os.abort()")
-    monkeypatch.setattr(offered, "_PROGRAM", tmp_path / "program.py")
+    monkeypatch.setattr(provider, "_PROGRAM", tmp_path / "program.py")
     assert "was ended by SIGABRT" in ask_provider.__wrapped__("host:cuda").failure
     (tmp_path / "program.py").write_text("print('{')")
     assert ask_provider.__wrapped__("host:cuda") == Found(failure="the process that asks it gave no answer")
@@ -159,10 +160,10 @@ def test_hardware_that_openvino_does_not_find_is_named() -> None:
 
 def test_this_machine_is_never_told_to_use_a_gpu_that_it_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(offered, "AVAILABLE_PROVIDERS", (CUDA, "TensorrtExecutionProvider", CPU_PROVIDER))
+    monkeypatch.setattr(provider, "AVAILABLE_PROVIDERS", (CUDA, "TensorrtExecutionProvider", CPU_PROVIDER))
     # CUDA's libraries load without a GPU, as they do in a container.
-    monkeypatch.setattr(offered, "ask_provider", lambda _: Found())
-    monkeypatch.setattr(offered, "_DEV", tmp_path)
+    monkeypatch.setattr(provider, "ask_provider", lambda _: Found())
+    monkeypatch.setattr(provider, "_DEV", tmp_path)
     here = choose_here(Recipe(targets=("auto", "qnn")))
     assert {"cpu", "qnn"} <= {*here.targets}
     assert not {"cuda", "tensorrt", "directml", "coreml"} & {*here.targets}
@@ -177,7 +178,7 @@ def test_a_processor_that_stands_for_a_gpu_is_no_hardware_to_recommend(monkeypat
     monkeypatch.setattr(LocalProvider, "find_missing", lambda _: None)
     for kind, chosen in (("cpu", False), ("gpu", True)):
         found = Found(devices=(FoundDevice(kind=kind, name="x", version="1"),))
-        monkeypatch.setattr(offered, "ask_provider", lambda _, found=found: found)
+        monkeypatch.setattr(provider, "ask_provider", lambda _, found=found: found)
         targets = choose_here(Recipe(targets=("auto",))).targets
         # OpenVINO is made for Intel's CPUs; SwiftShader plays the GPU for WebGPU.
         assert ("webgpu" in targets, "openvino" in targets) == (chosen, True)

@@ -14,8 +14,8 @@ from test_devices_native import require_runner
 
 from edgekit._files import digest_file
 from edgekit._ort import CpuSession, Level, SessionSettings
-from edgekit.bundle.golden.rows import write_rows
-from edgekit.bundle.manifest.manifest import encode_json
+from edgekit.bundle.golden import write_rows
+from edgekit.bundle.manifest import encode_json
 from edgekit.devices.local.runner import host_abi
 from edgekit.model.tensors import DTYPES, Array
 

@@ -11,8 +11,8 @@ from tiny_models import parse_model
 from edgekit._ort import CPU_PROVIDER, CpuSession, SessionSettings
 from edgekit.check.check import check_model
 from edgekit.devices.find import find_device
-from edgekit.devices.local import swiftshader
-from edgekit.devices.local.swiftshader import find_swiftshader
+from edgekit.devices.local import provider
+from edgekit.devices.local.provider import find_swiftshader
 from edgekit.devices.observe import describe_job, observe_placement
 from edgekit.devices.placed import match_nodes
 from edgekit.model.model import Model, load_model
@@ -58,7 +58,7 @@ def test_it_computes_what_the_cpu_does(model: Model, tmp_path: Path) -> None:
 
 
 def test_without_a_driver_nothing_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swiftshader, "_FOLDERS", (tmp_path,))
+    monkeypatch.setattr(provider, "_FOLDERS", (tmp_path,))
     find_swiftshader.cache_clear()
     try:
         assert find_swiftshader() == {}

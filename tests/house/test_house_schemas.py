@@ -1,6 +1,6 @@
 """The JSON Schemas in the package are those of the code."""
 
-from edgekit.bundle.manifest.schema import render_schemas, schema_folder
+from edgekit.bundle.manifest import render_schemas, schema_folder
 
 
 def test_the_published_schemas_are_current() -> None:

@@ -8,7 +8,7 @@ from demo_paths import MODEL
 from tiny_models import parse_model
 
 from edgekit.check.check import check_model
-from edgekit.check.ort_opinion import ask_ort_checker, explain_difference, find_opinion
+from edgekit.check.recommend import ask_ort_checker, explain_difference, find_opinion
 from edgekit.cli.main import run_command
 from edgekit.model.model import load_model
 from edgekit.target import load_target

@@ -12,12 +12,16 @@ import pytest
 from package_loaders import run_program
 
 from edgekit.app_runtime import AppRuntime
-from edgekit.devices.android.android import find_emulator
-from edgekit.devices.android.elf import read_library
-from edgekit.devices.android.installed import device_folder, find_app_runtime, find_installed
-from edgekit.devices.android.phone import DEFAULT_CORE, find_core, write_phone
-from edgekit.devices.android.stand_in import android_sources, write_imports
-from edgekit.devices.release.compilers import Compiler, find_compiler
+from edgekit.devices.android.android import DEFAULT_CORE, find_core, find_emulator, write_phone
+from edgekit.devices.android.archive import read_library
+from edgekit.devices.android.installed import (
+    android_sources,
+    device_folder,
+    find_app_runtime,
+    find_installed,
+    write_imports,
+)
+from edgekit.devices.release import Compiler, find_compiler
 
 HERE = Path(__file__).parent
 LIBRARY, BINDING = "libonnxruntime.so", "libonnxruntime4j_jni.so"

@@ -25,8 +25,8 @@ from edgekit.bundle.archive import list_files, unpack_archive
 from edgekit.bundle.folder import open_bundle
 from edgekit.devices.process.cache import cache_folder
 from edgekit.errors import UsageError
+from edgekit.package.formats import StoreReport
 from edgekit.package.package import package_bundles
-from edgekit.package.store import StoreReport
 from edgekit.package.variant import Names
 
 pytestmark = pytest.mark.slow

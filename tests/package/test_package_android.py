@@ -24,14 +24,14 @@ from package_maven import ANDROID, KOTLIN_MAIN, fetch_jar, fetch_kotlin
 
 from edgekit.bundle.archive import unpack_archive
 from edgekit.bundle.folder import open_bundle
-from edgekit.devices.android.nnapi.service import computing
-from edgekit.package import aar
+from edgekit.devices.android.nnapi.compute import computing
+from edgekit.package import formats
 from edgekit.package.package import package_bundles
 
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
-LOADER = Path(aar.__file__).parent / "far" / "cpp"
+LOADER = Path(formats.__file__).parent / "far" / "cpp"
 RENAMED = {
     "SessionOptionsAppendExecutionProviderV2": "SessionOptionsAppendExecutionProvider_V2",
     "EpDeviceEpName": "EpDevice_EpName",

@@ -18,21 +18,14 @@ from package_loaders import QNN, XNNPACK, find_library, find_qnn, flip_byte, req
 from edgekit._ort import Level
 from edgekit.bundle.archive import unpack_archive
 from edgekit.bundle.folder import open_bundle
-from edgekit.bundle.manifest.tuned import (
-    MachineClass,
-    SessionSetting,
-    TunedSession,
-    TuningEvidence,
-    class_of_this_machine,
-)
+from edgekit.bundle.manifest import MachineClass, SessionSetting, TunedSession, TuningEvidence, class_of_this_machine
 from edgekit.bundle.opening import sign_bundle
-from edgekit.bundle.sign import make_key
-from edgekit.bundle.statement import TestResult
+from edgekit.bundle.sign import TestResult, make_key
 from edgekit.errors import BundleError, UsageError
 from edgekit.evidence import Evidence
-from edgekit.package.contents import Extra, parse_extras
 from edgekit.package.package import package_bundles
-from edgekit.tune.apply import apply_setting
+from edgekit.package.variant import Extra, parse_extras
+from edgekit.tune.files import apply_setting
 
 pytestmark = pytest.mark.slow
 

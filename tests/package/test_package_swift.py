@@ -9,12 +9,12 @@ from package_loaders import QNN, XNNPACK
 
 from edgekit.bundle.archive import list_files
 from edgekit.bundle.folder import open_bundle
-from edgekit.bundle.manifest.tuned import MachineClass, SessionSetting, TunedSession, TuningEvidence
+from edgekit.bundle.manifest import MachineClass, SessionSetting, TunedSession, TuningEvidence
 from edgekit.errors import OutputError, UsageError
 from edgekit.evidence import Evidence
 from edgekit.package.package import package_bundles
 from edgekit.package.variant import Names
-from edgekit.tune.apply import apply_setting
+from edgekit.tune.files import apply_setting
 
 pytestmark = pytest.mark.slow
 

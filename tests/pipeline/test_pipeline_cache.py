@@ -21,7 +21,7 @@ from edgekit.errors import DataError, OutputError
 from edgekit.jobs.build import build
 from edgekit.jobs.quantize import QuantizeOptions, quantize_for
 from edgekit.quantize.calibration import passes
-from edgekit.quantize.calibration.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from edgekit.quantize.calibration.store import Checkpoint, read_checkpoint, write_checkpoint
 from edgekit.recipe import Data, Recipe
 from edgekit.report.summary import QuantizeReport
 

@@ -11,7 +11,7 @@ from tiny_models import parse_model
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.bundle.folder import open_bundle
 from edgekit.jobs.build import build
-from edgekit.prepare.weights.float_weights import KEEP_FLOAT_WEIGHTS
+from edgekit.prepare.constants import KEEP_FLOAT_WEIGHTS
 from edgekit.recipe import Data, Recipe
 
 TEXT = (

@@ -7,7 +7,7 @@ import pytest
 from demo_paths import CALIBRATION, MODEL
 
 from edgekit.devices.find import find_device
-from edgekit.devices.local.offered import OPENVINO
+from edgekit.devices.local.provider import OPENVINO
 from edgekit.jobs.build import build
 from edgekit.recipe import Data, PrecisionChoice, Recipe, load_targets
 from edgekit.target import find_group, load_target, target_names

@@ -11,8 +11,7 @@ from edgekit.data.samples import Samples
 from edgekit.jobs.build import build
 from edgekit.model.model import load_model
 from edgekit.recipe import Data, Recipe
-from edgekit.verify.layers.lossy import find_lossy
-from edgekit.verify.layers.overflows import find_overflows
+from edgekit.verify.layers.overflows import find_lossy, find_overflows
 
 # The front end of a voice detector: powers of a spectrum by 2 ** 20, and then their logarithm or root.
 TEXT = (

@@ -11,8 +11,8 @@ from prepare_models import ZOO, make_inputs, make_model, op_names, run_model
 from edgekit._ort import Level
 from edgekit.errors import ModelError, RuntimeRefusal, UsageError
 from edgekit.model.model import Model, load_model
+from edgekit.prepare.basic import guard_half, strip_casts
 from edgekit.prepare.clean import prepare_model
-from edgekit.prepare.half import guard_half, strip_casts
 from edgekit.prepare.opset import MAX_IR_VERSION, MAX_OPSET
 
 CONV = (

@@ -9,8 +9,7 @@ from prepare_models import make_model
 from edgekit.errors import UsageError
 from edgekit.model.model import load_model
 from edgekit.prepare.clean import prepare_model
-from edgekit.prepare.shapes.derived_dims import derive_dim, solve_dim
-from edgekit.prepare.shapes.dims import find_dynamic_dims
+from edgekit.prepare.shapes import derive_dim, find_dynamic_dims, solve_dim
 
 TWO = "g (float[N,S] x, float[?,S] z) => (float[A,B] y, float[N,S] w) { y = Concat<axis = 0>(x, z)  w = Abs(x) }"
 

@@ -11,7 +11,7 @@ from tiny_models import parse_model
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.errors import RuntimeRefusal
-from edgekit.prepare.weights.float_weights import KEEP_FLOAT_WEIGHTS, disable_harmful, find_float_weights
+from edgekit.prepare.constants import KEEP_FLOAT_WEIGHTS, disable_harmful, find_float_weights
 from edgekit.target import load_target
 
 HEAD = (

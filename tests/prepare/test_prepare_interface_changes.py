@@ -14,9 +14,9 @@ from edgekit.errors import ModelError, UsageError
 from edgekit.jobs.prepare import PrepareOptions, prepare_for
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array
-from edgekit.prepare.change_interface import InterfaceChanges, change_interface, remaining_preprocess
 from edgekit.prepare.clean import prepare_model
-from edgekit.prepare.weights.external import place_weights, refuse_inline
+from edgekit.prepare.external import place_weights, refuse_inline
+from edgekit.prepare.interface import InterfaceChanges, change_interface, remaining_preprocess
 
 IMAGENET = Preprocess(size=(6, 4), mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 

@@ -8,12 +8,12 @@ import pytest
 from onnx import helper, numpy_helper
 from prepare_models import run_model
 
+from edgekit.model.external import point_into
 from edgekit.model.model import Model, load_model
-from edgekit.model.skim import point_into
 from edgekit.prepare import basic
 from edgekit.prepare.clean import prepare_model, sketch_model
+from edgekit.prepare.external import write_inline
 from edgekit.prepare.fix import fix_model
-from edgekit.prepare.weights.inline import write_inline
 
 
 def make_layers(path: Path, *, external: bool = False) -> Model:

@@ -11,8 +11,8 @@ from edgekit.devices.find import find_device
 from edgekit.errors import DeviceError
 from edgekit.graph.graph import read_graph
 from edgekit.model.model import load_model
+from edgekit.profile.measure import list_npu, read_npu
 from edgekit.profile.nodes import list_sources
-from edgekit.profile.npu import list_npu, read_npu
 from edgekit.target import load_target
 
 pytestmark = pytest.mark.slow

@@ -24,13 +24,13 @@ from edgekit.errors import DeviceError
 from edgekit.evidence import Evidence
 from edgekit.graph.graph import read_graph
 from edgekit.model.model import load_model
-from edgekit.profile.advice import give_advice
 from edgekit.profile.causes import Side, find_causes, find_islands, make_contest, pair_layers
+from edgekit.profile.measure import give_advice
 from edgekit.profile.nodes import find_source, hold_against, list_sources
 from edgekit.profile.report import DeviceProfile, NodeTime, Roof, Unasked
 from edgekit.profile.roofline import find_roof
-from edgekit.report.pages.profile_charts import describe_node, split_area
-from edgekit.report.timing.profile_text import headline_profile
+from edgekit.report.pages.profile_page import describe_node, split_area
+from edgekit.report.timing import headline_profile
 from edgekit.target import load_target
 
 pytestmark = pytest.mark.slow

@@ -12,10 +12,10 @@ from edgekit.errors import DataError, ModelError, UsageError
 from edgekit.model.model import Model
 from edgekit.model.tensors import Array
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
-from edgekit.quantize.calibration.array_file import ArrayFile
 from edgekit.quantize.calibration.calibrate import MEASURED_SAMPLES
 from edgekit.quantize.calibration.moments import open_moments
-from edgekit.quantize.ranges.methods import PERCENTS, PLAIN_METHODS, RANGE_METHODS, tail_error
+from edgekit.quantize.calibration.store import ArrayFile
+from edgekit.quantize.ranges import PERCENTS, PLAIN_METHODS, RANGE_METHODS, tail_error
 from edgekit.target import load_target
 
 

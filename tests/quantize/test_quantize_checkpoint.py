@@ -8,7 +8,7 @@ import numpy as np
 
 from edgekit.errors import DataError
 from edgekit.model.tensors import Array
-from edgekit.quantize.calibration.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from edgekit.quantize.calibration.store import Checkpoint, read_checkpoint, write_checkpoint
 
 ARRAYS: dict[str, Array] = {
     "floats": np.arange(12, dtype=np.float32).reshape(3, 4),

@@ -23,12 +23,11 @@ from edgekit.quantize.mixed_precision.candidates import (
     prefer_method,
 )
 from edgekit.quantize.mixed_precision.relief import choose_schedule, relieve_step
-from edgekit.quantize.mixed_precision.score import Closeness, judge_candidate, judge_grids
-from edgekit.quantize.mixed_precision.variants import free_grids, strip_weights
+from edgekit.quantize.mixed_precision.score import Closeness, free_grids, judge_candidate, judge_grids, strip_weights
 from edgekit.quantize.plan import Candidate, FloatNode, draft_plan
-from edgekit.quantize.qdq.build import build_qdq, find_plan_grids, place_plan
-from edgekit.quantize.ranges.methods import TensorRange
-from edgekit.quantize.rounding.weights import Rounding
+from edgekit.quantize.qdq import build_qdq, find_plan_grids, place_plan
+from edgekit.quantize.ranges import TensorRange
+from edgekit.quantize.rounding import Rounding
 from edgekit.target import Precision, load_target
 
 NARROW = (

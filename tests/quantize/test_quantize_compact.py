@@ -3,7 +3,7 @@ import onnx
 from onnx import parser
 
 from edgekit._ort import CpuSession, Level, SessionSettings
-from edgekit.quantize.qdq.compact import compact_qdq
+from edgekit.quantize.qdq import compact_qdq
 
 TEXT = """
 <ir_version: 8, opset_import: ["" : 17]>

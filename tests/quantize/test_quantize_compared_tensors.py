@@ -7,7 +7,7 @@ from onnx import numpy_helper, parser
 from quantize_models import make_model
 
 from edgekit.model.external import DataPlace, point_to
-from edgekit.quantize.accuracy.sqnr import join_ratios, ratio_db
+from edgekit.quantize.accuracy.loss import join_ratios, ratio_db
 from edgekit.quantize.calibration import held_out
 from edgekit.quantize.calibration.held_out import HeldOut, save_held_out
 from edgekit.quantize.graph.compared_tensors import ComparedTensor, find_compared_tensors

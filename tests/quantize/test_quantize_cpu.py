@@ -11,7 +11,7 @@ from quantize_models import dequantized_constants, make_model, make_samples
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit._proc import run_process
-from edgekit.convert.cpu_kernels import find_integer_nodes
+from edgekit.convert.forms import find_integer_nodes
 from edgekit.data.samples import Samples
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array, Tensors

@@ -6,7 +6,7 @@ from quantize_models import make_model, make_samples
 
 from edgekit.model.outputs import StatedOutput
 from edgekit.model.tensors import Array, Tensors
-from edgekit.quantize.accuracy import box_codes
+from edgekit.quantize.accuracy import heads
 from edgekit.quantize.accuracy.detections import estimate_drop, record_detections
 from edgekit.quantize.accuracy.head_search import find_head, find_image, may_be_head
 from edgekit.quantize.accuracy.heads import Head
@@ -105,14 +105,14 @@ def test_a_head_is_decoded_to_the_boxes_that_it_codes(code: str) -> None:
     assert (chances.max(axis=1) > 0.4).tolist() == (shown.max(axis=1) > 0.4).tolist()
 
 
-@pytest.mark.parametrize("code", box_codes.CODES)
+@pytest.mark.parametrize("code", heads.CODES)
 def test_what_shows_nothing_has_no_boxes(code: str) -> None:
-    grid = box_codes.Grid(levels=(box_codes.Level(anchors=3, height=2, width=2),) * 3, image=(SIDE, SIDE))
+    grid = heads.Grid(levels=(heads.Level(anchors=3, height=2, width=2),) * 3, image=(SIDE, SIDE))
     values = np.ones((36, 4 * 8 if code == "binned distances" else 4))
-    whole = box_codes.decode_boxes(code, values, grid)
+    whole = heads.decode_boxes(code, values, grid)
     some, none = np.array([35, 3]), np.array([], np.int64)
-    assert np.array_equal(box_codes.decode_boxes(code, values[some], grid, some), whole[some])
-    assert box_codes.decode_boxes(code, values[none], grid, none).shape == (0, 4)
+    assert np.array_equal(heads.decode_boxes(code, values[some], grid, some), whole[some])
+    assert heads.decode_boxes(code, values[none], grid, none).shape == (0, 4)
 
 
 def test_a_background_is_no_class() -> None:

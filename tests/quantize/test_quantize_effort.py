@@ -18,8 +18,7 @@ from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.effort import Effort, find_effort
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.mixed_precision.score import Closeness, is_even
-from edgekit.quantize.mixed_precision.sensitivity import search_spans
-from edgekit.quantize.mixed_precision.suffixes import cut_suffixes
+from edgekit.quantize.mixed_precision.sensitivity import cut_suffixes, search_spans
 from edgekit.target import load_target
 
 _SETTINGS = SessionSettings()

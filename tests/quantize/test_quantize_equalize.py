@@ -26,10 +26,9 @@ from edgekit.quantize.equalization.equalize import (
     measure_pairs,
     scales_silu,
 )
-from edgekit.quantize.equalization.pairs import find_equalization_pairs
-from edgekit.quantize.equalization.silu import RESTORED, clip_silu_tails
+from edgekit.quantize.equalization.pairs import RESTORED, clip_silu_tails, find_equalization_pairs
 from edgekit.quantize.graph.float_graph import float_activations, read_float_graph
-from edgekit.quantize.ranges.methods import TensorRange
+from edgekit.quantize.ranges import TensorRange
 from edgekit.recipe import Data, Recipe
 from edgekit.target import Precision, Target, load_target
 

@@ -16,8 +16,7 @@ from edgekit.model.model import Model
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.graph.float_graph import read_float_graph
-from edgekit.quantize.ranges.methods import TensorRange
-from edgekit.quantize.ranges.shared import share_ranges, shared_tensors
+from edgekit.quantize.ranges import TensorRange, share_ranges, shared_tensors
 from edgekit.target import load_target
 
 pytestmark = pytest.mark.slow

@@ -16,13 +16,22 @@ from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array
 from edgekit.progress import Budget
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
-from edgekit.quantize.calibration.fitted import read_fitted
-from edgekit.quantize.calibration.held_out import read_held_out
+from edgekit.quantize.calibration.held_out import read_fitted, read_held_out
 from edgekit.quantize.check_plan import require_plan
+from edgekit.quantize.gptq import (
+    FOUR_LIMIT,
+    Rounded,
+    lowest,
+    pack_int4,
+    round_comq,
+    round_gptq,
+    round_nearest,
+    search_scale,
+    weight_scale,
+)
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.mixed_precision.candidates import Draft, place_draft
-from edgekit.quantize.mixed_precision.score import judge_candidate
-from edgekit.quantize.mixed_precision.weight_bits import (
+from edgekit.quantize.mixed_precision.relief import (
     ENOUGH_DB,
     WeightError,
     choose_kept,
@@ -30,12 +39,10 @@ from edgekit.quantize.mixed_precision.weight_bits import (
     rank_weights,
     scale_errors,
 )
+from edgekit.quantize.mixed_precision.score import judge_candidate
 from edgekit.quantize.plan import Candidate, draft_plan
-from edgekit.quantize.qdq.build import round_weights
-from edgekit.quantize.rounding.comq import round_comq
-from edgekit.quantize.rounding.four_bits import pack_int4, search_scale
-from edgekit.quantize.rounding.gptq import FOUR_LIMIT, Rounded, lowest, round_gptq, round_nearest, weight_scale
-from edgekit.quantize.rounding.weights import Rounding
+from edgekit.quantize.qdq import round_weights
+from edgekit.quantize.rounding import Rounding
 from edgekit.target import Precision, load_target
 
 

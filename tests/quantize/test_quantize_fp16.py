@@ -10,7 +10,7 @@ from tiny_models import parse_model
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.model.model import load_model, read_proto
 from edgekit.prepare import prepare_model
-from edgekit.quantize.weight_only.fp16 import convert_to_fp16
+from edgekit.quantize.weight_only.convert import convert_to_fp16
 
 SAMPLE = {"image": np.random.default_rng(0).random((1, 1, 32, 32), dtype=np.float32)}
 

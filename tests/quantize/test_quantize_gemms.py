@@ -10,7 +10,7 @@ from quantize_models import random_samples
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.convert.convert import convert_model
-from edgekit.convert.cpu_kernels import find_integer_nodes
+from edgekit.convert.forms import find_integer_nodes
 from edgekit.model.model import Model, save_proto
 from edgekit.prepare import prepare_model
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model

@@ -12,7 +12,7 @@ from onnx import numpy_helper, parser
 from edgekit.graph.graph import view_model
 from edgekit.model.tensors import HEADERS, Array
 from edgekit.quantize.calibration.moments import InputMoments, open_moments, save_moments
-from edgekit.quantize.rounding.gptq import (
+from edgekit.quantize.gptq import (
     FOUR_LIMIT,
     LIMIT,
     REDUCED_LIMIT,
@@ -26,7 +26,7 @@ from edgekit.quantize.rounding.gptq import (
     shrink_moment,
     weight_scale,
 )
-from edgekit.quantize.rounding.weights import Rounding, round_qdq_weights
+from edgekit.quantize.rounding import Rounding, round_qdq_weights
 
 
 def correlated(groups: int, size: int, seed: int = 0) -> Array:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from edgekit.data.samples import spread_indices
-from edgekit.quantize.ranges.histogram import PARTS, Histogram, HistogramCollector
+from edgekit.quantize.ranges import PARTS, Histogram, HistogramCollector
 
 floats = npst.arrays(np.float32, st.integers(1, 60), elements=st.floats(-1e6, 1e6, width=32))
 

@@ -12,7 +12,7 @@ from edgekit.model.model import Model
 from edgekit.model.tensors import Tensors
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.detections import estimate_drop, record_detections
-from edgekit.quantize.accuracy.listed import DetectionList, find_list
+from edgekit.quantize.accuracy.head_search import DetectionList, find_list
 from edgekit.quantize.graph.compared_tensors import ComparedTensor, find_compared_tensors
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.graph.float_regions import find_float_regions

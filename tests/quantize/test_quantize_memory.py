@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edgekit.quantize.rounding.memory import recall, remember
+from edgekit.quantize.rounding import recall, remember
 
 
 def test_what_was_kept_is_found_under_its_key_alone(tmp_path: Path) -> None:

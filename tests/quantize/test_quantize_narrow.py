@@ -14,11 +14,11 @@ from edgekit.check.check import check_model
 from edgekit.errors import UsageError
 from edgekit.model.model import Model
 from edgekit.model.tensors import Array
-from edgekit.prepare.weights.narrow_constants import find_narrow, narrow_constants, round_by_channel, widen_constants
+from edgekit.prepare.constants import find_narrow, narrow_constants, round_by_channel, widen_constants
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.check_plan import require_plan
 from edgekit.quantize.graph.float_graph import read_float_graph
-from edgekit.quantize.mixed_precision.narrow import find_float_constants, store_narrow
+from edgekit.quantize.mixed_precision.candidates import find_float_constants, store_narrow
 from edgekit.quantize.plan import FloatNode, NarrowConstants
 from edgekit.target import load_target
 

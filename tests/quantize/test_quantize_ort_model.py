@@ -19,8 +19,8 @@ from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quant
 from edgekit.quantize import _ort_quantizer as door
 from edgekit.quantize._ort_model import ChannelQuantizer
 from edgekit.quantize.graph.float_graph import read_float_graph
-from edgekit.quantize.mixed_precision.variants import free_grids
-from edgekit.quantize.qdq.build import find_plan_grids, place_plan
+from edgekit.quantize.mixed_precision.score import free_grids
+from edgekit.quantize.qdq import find_plan_grids, place_plan
 from edgekit.target import load_target
 
 # A value read twice by one node and by several, a bias shared by two layers, Relu and Clip that ORT folds, outputs in

@@ -19,8 +19,8 @@ from edgekit.quantize.calibration.instrument import instrument_graph
 from edgekit.quantize.equalization.equalize import equalize_graph
 from edgekit.quantize.graph.float_graph import read_float_graph, set_weights_aside
 from edgekit.quantize.graph.sessions import open_graph
-from edgekit.quantize.mixed_precision.variants import strip_weights
-from edgekit.quantize.qdq.build import place_plan
+from edgekit.quantize.mixed_precision.score import strip_weights
+from edgekit.quantize.qdq import place_plan
 from edgekit.target import load_target
 
 # A table that is looked up, two layers with a bias, and a weight transposed in a Gemm whose bias is computed.
@@ -53,7 +53,7 @@ def test_weights_inside_a_large_file_are_never_read_whole_and_give_the_same_byte
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, plain_weight = _quantize(model, tmp_path / "plain"), read_float_graph(model).weight("w1")
-    monkeypatch.setattr("edgekit.model.outside.LARGE_BYTES", 0)
+    monkeypatch.setattr("edgekit.model.model.LARGE_BYTES", 0)
     graph = read_float_graph(model)
     places = [place for tensor in graph.proto.initializer if (place := read_place(tensor))]
     # The transposed one was made anew.
@@ -137,7 +137,7 @@ def test_a_large_model_in_a_session_gives_the_same_and_one_that_is_cut_off_is_re
 ) -> None:
     sample = {"u": np.ones((4, 256), np.float32)}
     plain = CpuSession(model.path, SessionSettings()).run(sample)["y"]
-    monkeypatch.setattr("edgekit.model.outside.LARGE_BYTES", 0)
+    monkeypatch.setattr("edgekit.model.model.LARGE_BYTES", 0)
     assert np.array_equal(CpuSession(model.path, SessionSettings()).run(sample)["y"], plain)
     with model.path.open("ab") as file:
         file.truncate(model.path.stat().st_size - 1)

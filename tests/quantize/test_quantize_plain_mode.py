@@ -20,11 +20,11 @@ from edgekit.quantize.mixed_precision.goal_search import (
     Search,
     find_plan,
     has_collapsed,
+    open_state,
     plan_sparingly,
     search_quantization,
     write_chosen,
 )
-from edgekit.quantize.mixed_precision.search_state import open_state
 from edgekit.target import Target, load_target
 
 COLLAPSING = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,32] x) => (float[1,32] y) {

@@ -13,7 +13,7 @@ from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quant
 from edgekit.quantize.graph.float_graph import float_activations, read_float_graph
 from edgekit.quantize.mixed_precision.relief import relieve_tensors
 from edgekit.quantize.plan import draft_plan
-from edgekit.quantize.ranges.methods import TensorRange
+from edgekit.quantize.ranges import TensorRange
 from edgekit.target import Precision, load_target
 
 

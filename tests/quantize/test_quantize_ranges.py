@@ -6,18 +6,24 @@ from quantize_models import make_model
 
 from edgekit.model.tensors import Array
 from edgekit.quantize.graph.float_graph import read_float_graph
-from edgekit.quantize.ranges.entropy import divergences, find_entropy_threshold, least_divergent_cut
-from edgekit.quantize.ranges.histogram import Histogram, HistogramCollector
-from edgekit.quantize.ranges.methods import (
+from edgekit.quantize.ranges import (
+    Histogram,
+    HistogramCollector,
     TensorRange,
+    divergences,
     entropy_range,
+    find_entropy_threshold,
+    find_nonlinearities,
+    least_divergent_cut,
+    match_nonlinearity,
     mse_range,
     percentile_range,
     quantization_error,
+    saturation_of,
+    sigmoid,
     snap_range,
     tail_error,
 )
-from edgekit.quantize.ranges.nonlinearities import find_nonlinearities, match_nonlinearity, saturation_of, sigmoid
 
 
 def histogram_of(values: Array) -> Histogram:

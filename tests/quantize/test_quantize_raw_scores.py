@@ -7,8 +7,8 @@ from edgekit._ort import CpuSession, SessionSettings
 from edgekit.data.samples import Samples
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.predict import predict_drop
+from edgekit.quantize.graph.compared_tensors import FLOOR, are_raw_scores, find_raw_scores, find_sources
 from edgekit.quantize.graph.float_graph import read_float_graph
-from edgekit.quantize.graph.raw_scores import FLOOR, are_raw_scores, find_raw_scores, find_sources
 from edgekit.target import load_target
 
 HEAD = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,64] near, float[1,64] far)

@@ -8,8 +8,8 @@ from quantize_models import make_model, make_samples
 
 from edgekit.model.outputs import StatedOutput
 from edgekit.model.tensors import Array
+from edgekit.quantize.accuracy.loss import Retrieval, judge_retrieval
 from edgekit.quantize.accuracy.predict import Prediction, predict_drop
-from edgekit.quantize.accuracy.retrieval import Retrieval, judge_retrieval
 
 MEASURE = "retrieval (mean AP of neighbours)"
 

@@ -10,9 +10,9 @@ from edgekit.model.model import Model
 from edgekit.quantize import calibrate_model, plan_quantization
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.graph.float_graph import read_float_graph
+from edgekit.quantize.mixed_precision.score import SWITCHES, switch_activations
 from edgekit.quantize.mixed_precision.sensitivity import rank_activations, rank_plan, search_spans
-from edgekit.quantize.mixed_precision.variants import SWITCHES, switch_activations
-from edgekit.quantize.qdq.build import build_qdq
+from edgekit.quantize.qdq import build_qdq
 from edgekit.target import load_target
 
 WEIGHTS_ONLY = SessionSettings(level=Level.DISABLED)

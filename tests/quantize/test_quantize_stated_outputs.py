@@ -16,8 +16,8 @@ from edgekit.model.outputs import OutputKind, StatedOutput, check_outputs
 from edgekit.quantize import calibrate_model
 from edgekit.quantize.accuracy.predict import predict_drop
 from edgekit.quantize.calibration.image_headroom import add_image_headroom
+from edgekit.quantize.graph.compared_tensors import FLOOR
 from edgekit.quantize.graph.float_graph import read_float_graph
-from edgekit.quantize.graph.raw_scores import FLOOR
 from edgekit.recipe import load_recipe
 
 

@@ -15,8 +15,8 @@ from edgekit.model.model import Model, find_quantized_form, load_model, read_pro
 from edgekit.model.tensors import Array
 from edgekit.prepare import prepare_model
 from edgekit.quantize.calibration.moments import InputMoments
-from edgekit.quantize.qdq.qoperator import write_qoperator
-from edgekit.quantize.weight_only.blocks import BlockForm, pack_weights, quantize_blocks
+from edgekit.quantize.qdq import write_qoperator
+from edgekit.quantize.weight_only.blocks import BlockForm, pack_weights, quantize_blocks, round_blocks
 from edgekit.quantize.weight_only.convert import (
     BLOCK_ROUNDINGS,
     WEIGHT_FORMS,
@@ -25,7 +25,6 @@ from edgekit.quantize.weight_only.convert import (
     WeightOnlyOptions,
     compress_weights,
 )
-from edgekit.quantize.weight_only.learned import round_blocks
 
 
 def make_perceptron(path: Path) -> Model:

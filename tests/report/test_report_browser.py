@@ -23,11 +23,10 @@ from edgekit.jobs.quantize import QuantizeOptions, quantize_for
 from edgekit.model.model import load_model
 from edgekit.recipe import Data, Recipe
 from edgekit.report.checked import CheckSummary
-from edgekit.report.headline import describe_verified, headline_build, headline_verify
 from edgekit.report.pages.charts import Picture, describe_answers, draw_image, draw_worst, place_bars, share_out
-from edgekit.report.pages.check_page import render_check
+from edgekit.report.pages.check_page import draw_strip, render_check
 from edgekit.report.pages.html import render_build, render_comparison, render_quantization, render_verify
-from edgekit.report.pages.strip import draw_strip
+from edgekit.report.text import describe_verified, headline_build, headline_verify
 from edgekit.target import load_target
 from edgekit.verify.causes.attribute import share_loss
 from edgekit.verify.facts import Located

@@ -10,7 +10,7 @@ import pytest
 from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.device import SkippedDevice
 from edgekit.evidence import Evidence
-from edgekit.report.junit import render_junit
+from edgekit.report.ci import render_junit
 from edgekit.report.pages.html import render_verify
 from edgekit.target import TaskLimit, Thresholds
 from edgekit.verify.metrics.outputs import OutputReport

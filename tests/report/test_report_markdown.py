@@ -4,7 +4,7 @@ from test_report_junit import BAD, DEAD, GOOD, HOSTILE, _hostile, _report
 
 from edgekit.bench.report import BenchReport, BenchRun
 from edgekit.evidence import Evidence
-from edgekit.report.markdown import render_bench_markdown, render_markdown
+from edgekit.report.ci import render_bench_markdown, render_markdown
 
 
 def test_each_output_is_a_row_and_each_reason_a_line() -> None:

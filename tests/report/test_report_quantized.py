@@ -10,7 +10,7 @@ from tiny_models import parse_model
 from edgekit.jobs.quantize import quantize_for
 from edgekit.quantize.plan import FloatNode
 from edgekit.recipe import Data, Recipe
-from edgekit.report.quantization_text import describe_quantization
+from edgekit.report.quantized import describe_quantization
 from edgekit.report.summary import QuantizeReport
 
 SPECTRUM = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,64] x) => (float[1,16] y)

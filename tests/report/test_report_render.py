@@ -10,8 +10,8 @@ from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.device import SkippedDevice
 from edgekit.evidence import Evidence
 from edgekit.progress import StageTime
+from edgekit.report.pages.check_page import draw_stages
 from edgekit.report.pages.html import render_build
-from edgekit.report.pages.strip import draw_stages
 from edgekit.report.summary import BuildReport, BundleSummary
 from edgekit.report.tables import format_bytes
 from edgekit.report.text import describe_agreement, list_remarks, table_build

@@ -16,8 +16,8 @@ from far_root.keeper import far_side
 
 from edgekit._ort import Level
 from edgekit.bench.subject import Opening
-from edgekit.bundle.manifest import trust
-from edgekit.bundle.manifest.tuned import MachineClass, SessionSetting
+from edgekit.bundle import checks
+from edgekit.bundle.manifest import MachineClass, SessionSetting
 from edgekit.devices.bundled import count_device_cores, read_class, set_job
 from edgekit.devices.device import Device
 from edgekit.devices.find import find_device
@@ -29,9 +29,9 @@ from edgekit.devices.remote.ssh import SshDevice
 from edgekit.errors import DeviceError
 from edgekit.evidence import Evidence
 from edgekit.machine import count_cores
-from edgekit.report.timing.tune_text import list_tuning_remarks
+from edgekit.report.timing import list_tuning_remarks
 from edgekit.target import load_target
-from edgekit.tune.measure import GATE, Course, measure
+from edgekit.tune.race import GATE, Course, measure
 from edgekit.tune.report import Decision, Entrant, TuneReport
 from edgekit.tune.space import PROVIDER_CHANGES, PROVIDER_OPTIONS
 from edgekit.tune.tune import Tuning, tune_on
@@ -116,7 +116,7 @@ def test_a_phone_that_goes_away_ends_the_search_in_one_line(
 def test_what_is_raced_of_a_provider_is_what_a_bundle_may_say() -> None:
     for provider, changes in PROVIDER_CHANGES.items():
         words = ((key, value) for change in changes for key, value in change.provider_options.items())
-        assert [key for key, value in words if not re.fullmatch(trust.PROVIDER_OPTIONS[provider][key], value)] == []
+        assert [key for key, value in words if not re.fullmatch(checks.PROVIDER_OPTIONS[provider][key], value)] == []
 
 
 def test_the_simulator_is_told_the_options_of_the_npu(tmp_path: Path) -> None:

@@ -9,13 +9,12 @@ import pytest
 
 from edgekit._ort import Level
 from edgekit.bench.interleaved import ROUNDS
-from edgekit.bundle.manifest.tuned import SessionSetting
+from edgekit.bundle.manifest import SessionSetting
 from edgekit.data.samples import Samples
 from edgekit.errors import UsageError
 from edgekit.target import Session
 from edgekit.tune.front import mark_front, sum_up
-from edgekit.tune.measure import GATE, hold_outputs
-from edgekit.tune.race import LEAST_GAIN, TIME_OVER, Journal, compare_fresh, race
+from edgekit.tune.race import GATE, LEAST_GAIN, TIME_OVER, Journal, compare_fresh, hold_outputs, race
 from edgekit.tune.report import Entrant, Measured, TriedSetting
 from edgekit.tune.space import SWITCHES, Change, Circumstances, list_groups
 

@@ -14,13 +14,13 @@ from edgekit._ort import Level
 from edgekit.bench.blocks import Effort
 from edgekit.bench.subject import Opening, open_subject
 from edgekit.bundle.folder import Bundle, open_bundle
-from edgekit.bundle.manifest.manifest import encode_json
-from edgekit.bundle.manifest.tuned import (
+from edgekit.bundle.manifest import (
     MachineClass,
     SessionSetting,
     TunedSession,
     TuningEvidence,
     class_of_this_machine,
+    encode_json,
 )
 from edgekit.bundle.multi import join_bundles
 from edgekit.bundle.opening import sign_bundle
@@ -35,8 +35,7 @@ from edgekit.evidence import Evidence
 from edgekit.profile.events import read_trace
 from edgekit.report.pages.tune_page import draw_front, render_tuning
 from edgekit.target import load_target
-from edgekit.tune.apply import apply_setting, require_bundle
-from edgekit.tune.files import has_branches
+from edgekit.tune.files import apply_setting, has_branches, require_bundle
 from edgekit.tune.report import Entrant, TriedSetting, TuneReport
 
 pytestmark = pytest.mark.slow

@@ -11,8 +11,8 @@ from verify_models import break_layer, make_images, quantize
 
 from edgekit.bundle.describe import Contents
 from edgekit.bundle.folder import Bundle, write_bundle
-from edgekit.bundle.golden.golden import Golden, KnownOutputs, make_golden
-from edgekit.bundle.manifest.manifest import Ancestry
+from edgekit.bundle.golden import Golden, KnownOutputs, make_golden
+from edgekit.bundle.manifest import Ancestry
 from edgekit.evidence import Evidence
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Tensors
@@ -21,7 +21,7 @@ from edgekit.report.pages.html import render_verify
 from edgekit.report.text import list_verify_remarks
 from edgekit.target import load_target
 from edgekit.verify.causes.attribute import attribute_loss, share_loss
-from edgekit.verify.layers.evidence import compare_with_float, encode_evidence
+from edgekit.verify.layers.comparison import compare_with_float, encode_evidence
 from edgekit.verify.report import AttributionStep, Step
 from edgekit.verify.run import verify_bundle
 

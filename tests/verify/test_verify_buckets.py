@@ -15,7 +15,7 @@ from verify_devices import InProcess
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.bundle.archive import unpack_archive
 from edgekit.bundle.folder import Bundle, open_bundle
-from edgekit.bundle.manifest.manifest import UNPADDED, decode_manifest, encode_json
+from edgekit.bundle.manifest import UNPADDED, decode_manifest, encode_json
 from edgekit.bundle.multi import extract_variant, join_bundles
 from edgekit.cli.main import run_command
 from edgekit.data.samples import Samples

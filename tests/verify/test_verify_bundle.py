@@ -11,7 +11,7 @@ from onnx import TensorProto, helper
 from verify_devices import CPU_PROVIDER, Absent, InProcess, Lie
 
 from edgekit.bundle.folder import Bundle, open_bundle, write_bundle
-from edgekit.bundle.golden.golden import make_golden, read_labels
+from edgekit.bundle.golden import make_golden, read_labels
 from edgekit.data.labels import Boxes
 from edgekit.devices.bundled import plan_run
 from edgekit.devices.device import DeviceRun, Job, Missing

@@ -11,8 +11,7 @@ from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.data.npz import read_rows
 from edgekit.devices.find import find_device
 from edgekit.model.tensors import Tensors
-from edgekit.package.contents import cut_bundles
-from edgekit.package.variant import describe_variants
+from edgekit.package.variant import cut_bundles, describe_variants
 from edgekit.prepare.clean import prepare_model
 from edgekit.quantize.calibration.calibrate import calibrate_model
 from edgekit.report.pages.html import render_verify

@@ -18,8 +18,7 @@ from edgekit.devices.find import find_device
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Tensors
 from edgekit.target import Precision, load_target
-from edgekit.verify.devices.device_layers import find_device_layer
-from edgekit.verify.devices.probes import plan_probes
+from edgekit.verify.devices.device_layers import find_device_layer, plan_probes
 from edgekit.verify.facts import Located
 from edgekit.verify.run import verify_bundle
 

@@ -10,14 +10,13 @@ from bundle_models import make_bundle, make_contents
 from verify_devices import InProcess
 
 from edgekit.bundle.folder import LAYERS, VERIFY, Bundle, open_bundle, write_bundle
-from edgekit.bundle.manifest.manifest import encode_json
+from edgekit.bundle.manifest import encode_json
 from edgekit.bundle.multi import extract_variant, join_bundles
 from edgekit.errors import BundleError
 from edgekit.inspect.diff import compare_versions
 from edgekit.report.text import list_verify_remarks
 from edgekit.verify.causes.attribute import keep_attribution
-from edgekit.verify.layers.comparison import LayerReport
-from edgekit.verify.layers.evidence import LayerEvidence, encode_evidence, read_evidence
+from edgekit.verify.layers.comparison import LayerEvidence, LayerReport, encode_evidence, read_evidence
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run import verify_bundle
 from edgekit.verify.saved import read_known, write_report

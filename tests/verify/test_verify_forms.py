@@ -14,7 +14,7 @@ from verify_models import make_images, save_network
 
 from edgekit._files import digest_file
 from edgekit.bundle.folder import MANIFEST, open_bundle
-from edgekit.bundle.manifest.manifest import encode_json
+from edgekit.bundle.manifest import encode_json
 from edgekit.errors import BundleError
 from edgekit.jobs.build import build
 from edgekit.model.tensors import Array

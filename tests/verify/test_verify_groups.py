@@ -12,8 +12,7 @@ from group_models import make_speech
 from verify_devices import InProcess
 
 from edgekit.bundle.folder import VERIFY
-from edgekit.bundle.group.group import Group, open_group
-from edgekit.bundle.group.opening import opened_group
+from edgekit.bundle.group.group import Group, open_group, opened_group
 from edgekit.bundle.sign import make_key
 from edgekit.cli.main import run_command
 from edgekit.data.samples import Samples
@@ -24,7 +23,7 @@ from edgekit.jobs.group import build_group
 from edgekit.jobs.release import Allowed, sign_verified
 from edgekit.model.tensors import Tensors
 from edgekit.recipe import Data, Recipe
-from edgekit.report.grouped import GroupBuild, describe_group
+from edgekit.report.tables import GroupBuild, describe_group
 from edgekit.target import load_target
 from edgekit.verify.groups import GroupReport, verify_group
 

@@ -12,7 +12,7 @@ from verify_models import make_images, save_network
 
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.bundle.folder import Bundle, open_bundle
-from edgekit.bundle.golden.golden import make_golden, read_outputs
+from edgekit.bundle.golden import make_golden, read_outputs
 from edgekit.data.samples import Samples
 from edgekit.jobs.build import build
 from edgekit.model.model import load_model

@@ -13,9 +13,9 @@ from onnx import TensorProto, helper, numpy_helper
 from verify_devices import CPU_PROVIDER, Absent, InProcess, Lie, from_list
 
 from edgekit._ort import CpuSession, Level, SessionSettings
+from edgekit.bundle.expected import EXPECTED
 from edgekit.bundle.folder import GOLDEN, Bundle, open_bundle
-from edgekit.bundle.golden.expected import EXPECTED
-from edgekit.bundle.golden.golden import Golden, make_golden, read_inputs, read_outputs
+from edgekit.bundle.golden import Golden, make_golden, read_inputs, read_outputs
 from edgekit.data.npz import read_rows
 from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun, Job, PlacedNode

@@ -12,9 +12,9 @@ from verify_devices import InProcess, Lie
 
 from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.jobs.build import build
-from edgekit.model.listed import Column, ListColumns
+from edgekit.model.outputs import Column, ListColumns
 from edgekit.model.tensors import Array, Tensors
-from edgekit.quantize.accuracy.listed import DetectionList
+from edgekit.quantize.accuracy.head_search import DetectionList
 from edgekit.recipe import Data, Recipe
 from edgekit.target import Thresholds
 from edgekit.verify.metrics.listed import weigh_detections

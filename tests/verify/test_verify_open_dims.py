@@ -16,7 +16,7 @@ from verify_devices import InProcess
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.bundle.archive import unpack_archive
 from edgekit.bundle.folder import Bundle, open_bundle
-from edgekit.bundle.manifest.manifest import decode_manifest, encode_json
+from edgekit.bundle.manifest import decode_manifest, encode_json
 from edgekit.cli.main import run_command
 from edgekit.devices.register import DeviceChoice
 from edgekit.errors import BundleError, UsageError

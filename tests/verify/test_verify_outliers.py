@@ -13,7 +13,7 @@ from verify_models import break_layer, make_images, quantize, save_network
 from edgekit.model.model import Model, load_model
 from edgekit.model.scaling import NOTE, SUFFIX, read_scaling, scale_channels, write_powers
 from edgekit.model.tensors import Array
-from edgekit.quantize.weight_only.fp16 import convert_to_fp16
+from edgekit.quantize.weight_only.convert import convert_to_fp16
 from edgekit.verify.layers.comparison import LayerReport, compare_layers, explain_layers, find_first_bad
 from edgekit.verify.layers.overflows import settle_infinities
 from edgekit.verify.two_models import compare_models

@@ -10,7 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 from verify_devices import InProcess, Lie, from_list
 
 from edgekit.bundle.folder import Bundle, open_bundle
-from edgekit.bundle.golden.golden import Golden, KnownOutputs, make_golden, read_outputs
+from edgekit.bundle.golden import Golden, KnownOutputs, make_golden, read_outputs
 from edgekit.data.samples import Samples
 from edgekit.jobs.build import build
 from edgekit.model.model import Model, load_model

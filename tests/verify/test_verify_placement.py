@@ -15,7 +15,7 @@ from verify_devices import CPU_PROVIDER, Altering, InProcess
 from verify_models import make_images, save_network
 
 from edgekit.bundle.folder import Bundle, open_bundle, read_check, write_bundle
-from edgekit.bundle.golden.golden import make_golden
+from edgekit.bundle.golden import make_golden
 from edgekit.check.report import CheckedNode, CheckReport
 from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun, Job, PlacedNode

@@ -10,7 +10,7 @@ import pytest
 from stepped_models import make
 
 from edgekit.bundle.folder import Bundle, open_bundle
-from edgekit.bundle.golden.golden import read_outputs
+from edgekit.bundle.golden import read_outputs
 from edgekit.bundle.sign import make_key
 from edgekit.cli.main import run_command
 from edgekit.data.data_check import digest_samples

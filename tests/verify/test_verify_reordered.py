@@ -10,7 +10,7 @@ from onnx import TensorProto, helper
 from verify_devices import InProcess
 
 from edgekit.bundle.folder import write_bundle
-from edgekit.bundle.golden.golden import make_golden
+from edgekit.bundle.golden import make_golden
 from edgekit.check.check import check_model
 from edgekit.model.model import Model, load_model
 from edgekit.target import load_target

@@ -10,7 +10,7 @@ from bundle_models import make_contents, make_samples
 from verify_devices import InProcess, Lie
 
 from edgekit.bundle.folder import Bundle, write_bundle
-from edgekit.bundle.golden.golden import make_golden, read_outputs
+from edgekit.bundle.golden import make_golden, read_outputs
 from edgekit.data.labels import Label
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import Tensors

@@ -18,8 +18,8 @@ from verify_devices import InProcess, from_list
 import edgekit
 from edgekit.bundle.archive import unpack_archive
 from edgekit.bundle.folder import Bundle, open_bundle
-from edgekit.bundle.golden.golden import read_inputs, read_outputs
-from edgekit.bundle.manifest.manifest import Manifest, decode_manifest, encode_json
+from edgekit.bundle.golden import read_inputs, read_outputs
+from edgekit.bundle.manifest import Manifest, decode_manifest, encode_json
 from edgekit.cli.main import run_command
 from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun, Job

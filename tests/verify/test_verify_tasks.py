@@ -13,14 +13,19 @@ import pytest
 from bundle_models import make_samples, save_classifier
 from verify_devices import from_list
 
-from edgekit.bundle.golden.golden import make_golden
+from edgekit.bundle.golden import make_golden
 from edgekit.data.labels import FOLDERS, Boxes, Label, read_task_labels
 from edgekit.data.samples import Samples
 from edgekit.errors import DataError, EdgekitError, UsageError
 from edgekit.model.tensors import Array, Tensors
 from edgekit.target import TaskLimit
-from edgekit.verify.tasks.accuracy import check_class_labels, measure_accuracy
-from edgekit.verify.tasks.scores import TaskReport, describe_difference, judge_task
+from edgekit.verify.tasks.scores import (
+    TaskReport,
+    check_class_labels,
+    describe_difference,
+    judge_task,
+    measure_accuracy,
+)
 from edgekit.verify.tasks.tasks import METRICS, measure_task
 
 

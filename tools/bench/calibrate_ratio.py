@@ -28,7 +28,7 @@ from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Tensors
 from edgekit.prepare import ready_model
 from edgekit.quantize import calibrate_model
-from edgekit.quantize.ranges.methods import AUTO_METHODS
+from edgekit.quantize.ranges import AUTO_METHODS
 
 ZOO = Path(__file__).parents[3] / "shared/zoo/models"
 LIGHT = Path(onnx.__file__).parent / "backend/test/data/light"

@@ -19,7 +19,7 @@ import onnx
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.convert import OrtOptions, write_ort
-from edgekit.data.random_samples import draw_samples
+from edgekit.data.samples import draw_samples
 from edgekit.errors import EdgekitError
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array

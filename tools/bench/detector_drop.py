@@ -32,7 +32,7 @@ from edgekit.prepare.clean import prepare_model
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.predict import Prediction, predict_drop
 from edgekit.target import load_target
-from edgekit.verify.tasks.detection import Detections, prepare_map
+from edgekit.verify.tasks.tasks import Detections, prepare_map
 
 sys.path.insert(0, str(Path(__file__).parent / "collapse"))
 _SMALL = 0.05

@@ -27,7 +27,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from edgekit._ort import CPU_PROVIDER, VERSION, CpuSession, Level, SessionSettings
 from edgekit.bundle.folder import Bundle, open_bundle, read_target
-from edgekit.bundle.golden.golden import make_golden
+from edgekit.bundle.golden import make_golden
 from edgekit.data.samples import Samples
 from edgekit.devices.device import Device, DeviceRun, Job, Missing, PlacedNode
 from edgekit.devices.find import find_device

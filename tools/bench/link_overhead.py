@@ -30,7 +30,7 @@ from far_root.keeper import far_side  # noqa: E402
 
 from edgekit._ort import CPU_PROVIDER  # noqa: E402
 from edgekit.devices.device import Device, Job  # noqa: E402
-from edgekit.devices.local.native import HostNative  # noqa: E402
+from edgekit.devices.local.host import HostNative  # noqa: E402
 from edgekit.devices.local.runner import build_runner, host_abi  # noqa: E402
 from edgekit.devices.remote.adb import AdbDevice  # noqa: E402
 from edgekit.devices.remote.ssh import SshDevice  # noqa: E402

@@ -45,45 +45,41 @@ TESTS = {
     "verify/metrics/fidelity.py": "verify/test_verify_honesty.py",
     "verify/causes/own_model.py": "verify/test_verify_own_model.py verify/test_verify_honesty.py",
     "verify/causes/suspects.py": "verify/test_verify_suspects.py",
-    "verify/devices/placement.py": "verify/test_verify_placement.py --deselect=tests/verify/"
-    "test_verify_placement.py::test_layers_that_fall_back_fail_the_run",
+    "verify/devices/placement.py": (
+        "verify/test_verify_placement.py "
+        "--deselect=tests/verify/test_verify_placement.py::test_layers_that_fall_back_fail_the_run"
+    ),
     "verify/history.py": "verify/test_verify_history.py",
     "verify/devices/bisect.py": "verify/test_verify_bisect.py",
-    "verify/tasks/drop.py": "quantize/test_quantize_predict.py",
-    "verify/tasks/accuracy.py": "verify/test_verify_tasks.py",
+    "verify/tasks/tasks.py": "quantize/test_quantize_predict.py",
     "bundle/opening.py": "bundle/test_bundle_sign.py bundle/test_bundle_archive.py bundle/test_bundle_multi.py",
     "bundle/sign.py": "bundle/test_bundle_sign.py",
-    "bundle/statement.py": "bundle/test_bundle_sign.py",
-    "bundle/manifest/checks.py": "bundle/test_bundle_manifest.py bundle/test_bundle_folder.py",
+    "bundle/checks.py": "bundle/test_bundle_manifest.py bundle/test_bundle_folder.py",
     "quantize/plan.py": "quantize/test_quantize_plan.py",
-    "quantize/mixed_precision/auto.py": "quantize/test_quantize_choose.py"
-    " quantize/test_quantize_equalize.py::test_unequal_channels_come_back"
-    " quantize/test_quantize_equalize.py::test_unequal_channels_before_a_sigmoid_come_back_in_8_bits",
+    "quantize/mixed_precision/auto.py": (
+        "quantize/test_quantize_choose.py "
+        "quantize/test_quantize_equalize.py::test_unequal_channels_come_back "
+        "quantize/test_quantize_equalize.py::test_unequal_channels_before_a_sigmoid_come_back_in_8_bits"
+    ),
     "quantize/mixed_precision/candidates.py": "quantize/test_quantize_choose.py",
     "quantize/mixed_precision/relief.py": "quantize/test_quantize_choose.py quantize/test_quantize_relief.py",
-    "quantize/ranges/methods.py": "quantize/test_quantize_ranges.py",
-    "quantize/ranges/nonlinearities.py": "quantize/test_quantize_ranges.py",
-    "quantize/ranges/entropy.py": "quantize/test_quantize_ranges.py",
-    "quantize/ranges/histogram.py": "quantize/test_quantize_histogram.py",
-    "quantize/equalization/equalize.py": "quantize/test_quantize_equalize.py"
-    " --deselect=tests/quantize/test_quantize_equalize.py::test_the_command",
-    "quantize/rounding/gptq.py": "quantize/test_quantize_gptq.py",
-    "quantize/rounding/weights.py": "quantize/test_quantize_gptq.py",
-    "quantize/rounding/places.py": "quantize/test_quantize_gptq.py",
-    "quantize/rounding/comq.py": "quantize/test_quantize_four_bits.py",
-    "quantize/rounding/in_order.py": "quantize/test_quantize_four_bits.py",
+    "quantize/ranges.py": "quantize/test_quantize_ranges.py quantize/test_quantize_histogram.py",
+    "quantize/equalization/equalize.py": (
+        "quantize/test_quantize_equalize.py --deselect=tests/quantize/test_quantize_equalize.py::test_the_command"
+    ),
+    "quantize/gptq.py": "quantize/test_quantize_gptq.py quantize/test_quantize_four_bits.py",
+    "quantize/rounding.py": "quantize/test_quantize_gptq.py quantize/test_quantize_four_bits.py",
     "quantize/graph/compared_tensors.py": "quantize/test_quantize_compared_tensors.py",
     "quantize/mixed_precision/score.py": "quantize/test_quantize_compared_tensors.py",
-    "quantize/accuracy/sqnr.py": "quantize/test_quantize_compared_tensors.py",
-    "quantize/accuracy/loss.py": "quantize/test_quantize_predict.py",
+    "quantize/accuracy/loss.py": "quantize/test_quantize_compared_tensors.py quantize/test_quantize_predict.py",
     "check/rules/rules.py": "check/test_check_rules.py check/test_check_rulebook.py",
     "check/report.py": "check/test_check_verdicts.py",
     "check/check.py": "check/test_check_verdicts.py check/test_check_placement.py check/test_check_units.py",
     "convert/ort_format/canonical.py": "convert/test_convert_canonical.py",
     "convert/equality.py": "convert/test_convert_equality.py",
-    "prepare/rewrites/hard_swish.py": "prepare/test_prepare_rewrites.py",
-    "devices/local/half.py": "devices/test_devices_emulated.py",
-    "prepare/half.py": "prepare/test_prepare_clean.py",
+    "prepare/rewrites/activations.py": "prepare/test_prepare_rewrites.py",
+    "devices/local/emulated.py": "devices/test_devices_emulated.py",
+    "prepare/basic.py": "prepare/test_prepare_clean.py",
 }
 """Judges, gates and numerics of `edgekit/`, each with the tests of `tests/` that are to hold it, fastest first."""
 

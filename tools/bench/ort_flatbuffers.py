@@ -17,8 +17,19 @@ import flatbuffers
 
 from edgekit.convert.ort_format.canonical import sort_tables
 from edgekit.convert.ort_format.layout import write_tables
-from edgekit.convert.ort_format.schema import NUMBER_SIZES, ROOT, SCHEMA, UNIONS, Field
-from edgekit.convert.ort_format.tables import Record, Value, number, open_tables, records, table
+from edgekit.convert.ort_format.tables import (
+    NUMBER_SIZES,
+    ROOT,
+    SCHEMA,
+    UNIONS,
+    Field,
+    Record,
+    Value,
+    number,
+    open_tables,
+    records,
+    table,
+)
 from edgekit.machine import own_peak_bytes
 
 

@@ -33,9 +33,9 @@ from edgekit.model.model import Model, load_model
 from edgekit.prepare.clean import prepare_model
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.predict import MOST_SAMPLES, Prediction, predict_drop
-from edgekit.quantize.ranges.methods import TensorRange
+from edgekit.quantize.ranges import TensorRange
 from edgekit.target import TaskLimit, load_target
-from edgekit.verify.tasks.drop import measure_drop
+from edgekit.verify.tasks.tasks import measure_drop
 
 CLASSIFIERS = tuple(name for name in TASKS if name not in {"superres_core_224", "fastestdet", "silero_vad"})
 _COUNTED = ("same", "other", "bare")

@@ -26,7 +26,7 @@ from row_state import add_state_option, resume_rows
 from zoo_tasks import ZOO
 
 from edgekit._ort import CpuSession, SessionSettings
-from edgekit.data.random_samples import draw_samples
+from edgekit.data.samples import draw_samples
 from edgekit.errors import EdgekitError
 from edgekit.jobs.quantize import quantize_for
 from edgekit.model.model import load_model

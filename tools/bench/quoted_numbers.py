@@ -35,7 +35,7 @@ from row_state import add_state_option, resume_rows
 
 from edgekit._ort import Level, SessionSettings, optimize_graph
 from edgekit.bench.latency import Ratio, compare_rounds
-from edgekit.data.random_samples import draw_samples
+from edgekit.data.samples import draw_samples
 from edgekit.machine import describe_machine
 from edgekit.model.model import load_model
 from edgekit.model.tensors import Tensors

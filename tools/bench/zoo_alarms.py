@@ -19,7 +19,7 @@ from build_zoo import DIMS, ZOO
 from false_alarms import MOST_SHARE, list_accusations
 
 from edgekit.bundle.folder import open_bundle, read_target
-from edgekit.bundle.golden.golden import make_golden
+from edgekit.bundle.golden import make_golden
 from edgekit.data.samples import load_samples, select_samples
 from edgekit.devices.register import DeviceChoice
 from edgekit.errors import EdgekitError

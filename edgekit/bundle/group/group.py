@@ -1,23 +1,26 @@
-"""The one folder of a group: the bundle of each member, what they share once, and what feeds what.
+"""The one folder of a group of models: the bundle of each member, what they share once, and what feeds what.
 
 `group.json` names everything in it. A file that several members have lies in `shared/` under its sha256; a model with
-weights beside it lies with them in `models/`, where several models may use the same.
+weights beside it lies with them in `models/`, where several models may use the same. A group is opened and signed as a
+folder, or as the archive that it was packed into; its README tells the developer of an app which graph runs when.
 """
 
+import contextlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 
 from edgekit._files import copy_once, digest_bytes, digest_file, staged_folder, write_file
+from edgekit.bundle.archive import opened_folder
+from edgekit.bundle.checks import check_files, read_bounded
+from edgekit.bundle.checks import find_fault as find_name_fault
 from edgekit.bundle.folder import APP, GOLDEN, MANIFEST, VERIFY, Bundle, regain_bundle
-from edgekit.bundle.golden.golden import Golden
-from edgekit.bundle.group.readme import render_group_readme
-from edgekit.bundle.group.wiring import MOST_MEMBERS, Interface, Wiring, describe_interface, find_fault
-from edgekit.bundle.manifest.checks import check_files, read_bounded
-from edgekit.bundle.manifest.manifest import (
+from edgekit.bundle.golden import Golden
+from edgekit.bundle.group.wiring import MOST_MEMBERS, Interface, Stage, Tokens, Wiring, describe_interface, find_fault
+from edgekit.bundle.manifest import (
     BundledFile,
     Manifest,
     check_canonical,
@@ -26,13 +29,68 @@ from edgekit.bundle.manifest.manifest import (
     decode_plain,
     encode_json,
 )
-from edgekit.bundle.manifest.names import find_fault as find_name_fault
-from edgekit.bundle.readme import README
-from edgekit.bundle.sign import check_signature
-from edgekit.bundle.statement import SIGNATURE, TestResult, check_subjects
+from edgekit.bundle.sign import SIGNATURE, TestResult, check_signature, check_subjects, sign_files
+from edgekit.bundle.snippets import README, plain
 from edgekit.errors import BundleError, UsageError
 from edgekit.model.tensors import TensorSpec
 from edgekit.target import TaskLimit
+
+_WINDOWS = (
+    "What is longer than the input that it feeds gives its last rows; the rows of what is shorter are appended to the"
+    " input, whose oldest go."
+)
+
+
+def render_group_readme(name: str, target: str, wiring: Wiring, models: Mapping[str, str]) -> str:
+    """Returns the README; `models` names the file to load of each member."""
+    lines = [
+        f"# {plain(name)} for {plain(target)}",
+        "",
+        "Made by edgekit. Each folder in `members/` has the manifest of one graph; `group.json` says what feeds what.",
+        *(_tell_tokens(wiring.tokens) if wiring.tokens else ()),
+        *([_WINDOWS] if any(stage.state for stage in wiring.stages) else []),
+    ]
+    for number, stage in enumerate(wiring.stages, 1):
+        lines += ["", f"## {number}. {plain(stage.run)}", "", f"Load `{plain(models[stage.run])}`. {_tell_turn(stage)}"]
+        lines += [
+            "",
+            "| input | is fed by |",
+            "|---|---|",
+            *(f"| `{plain(a)}` | {b} |" for a, b in _tell_inputs(stage)),
+        ]
+    return "\n".join((*lines, ""))
+
+
+def _tell_tokens(tokens: Tokens) -> Iterator[str]:
+    start = f"`{plain(tokens.start)}`" if isinstance(tokens.start, str) else ", ".join(map(str, tokens.start))
+    end = "" if tokens.end is None else f", or until token {tokens.end}"
+    yield f"A text begins with the tokens {start} and goes on for at most {tokens.most} more{end}."
+
+
+def _tell_turn(stage: Stage) -> str:
+    if stage.crop is not None:
+        return f"It runs once for each box; the largest of `{plain(stage.crop.result)}` is the class."
+    turn = "It runs until the text ends" if stage.repeat else "It runs once"
+    return f"{turn}; the largest of `{plain(stage.text.scores)}` is the next token." if stage.text else f"{turn}."
+
+
+def _tell_inputs(stage: Stage) -> Iterator[tuple[str, str]]:
+    if stage.text is not None:
+        side = stage.text.align or "left"
+        yield stage.text.input, f"the tokens, at the {side}"
+        if stage.text.mask:
+            yield stage.text.mask, "1 where a token stands or stood, else 0"
+        if stage.text.positions:
+            yield stage.text.positions, "the position of each token, from 0"
+    if stage.crop is not None:
+        crop = stage.crop
+        yield crop.input, f"the box cut out of `{plain(crop.image)}` and resized; boxes from `{plain(crop.boxes)}`"
+    for name, source in sorted(stage.feeds.items()):
+        later = f", then `{plain(stage.state[name])}` of the run before" if name in stage.state else ""
+        yield name, f"`{plain(source)}`{later}"
+    for name in sorted(stage.state.keys() - stage.feeds.keys()):
+        yield name, f"zeros, then `{plain(stage.state[name])}` of the run before"
+
 
 GROUP = "group.json"
 _MEMBERS, _MODELS, _SHARED = "members", "models", "shared"
@@ -287,3 +345,35 @@ def _check_places(manifests: Mapping[str, Manifest], shared: Mapping[str, object
             digest = manifest.files[name].sha256
             if taken.setdefault(place, digest) != digest:
                 raise UsageError(f"two members have a file '{name}'", hint="give the models of a group different names")
+
+
+def is_group(path: Path) -> bool:
+    """Returns True for the folder of a group."""
+    return (path / GROUP).is_file()
+
+
+@contextlib.contextmanager
+def opened_group(path: Path, *, key: Path | None = None) -> Generator[Group]:
+    """Yields a group, checked to the byte; with `key` only one that its private half signed.
+
+    An archive is unpacked into a folder that is gone after the block: what is written into such a group is lost.
+
+    Raises:
+        BundleError: it is no group, was altered, is not safe to open, or is not signed with the key.
+        UsageError: the key cannot be read.
+    """
+    with opened_folder(path) as folder:
+        yield open_group(folder, key=key)
+
+
+def sign_group(folder: Path, key: Path, result: TestResult) -> str:
+    """Checks the folder of a group, signs its files with what was verified of them, and returns the id of the key.
+
+    Raises:
+        BundleError: the group is not whole, or is an archive.
+        UsageError: the key cannot be read, or is no Ed25519 private key.
+        OutputError: the folder cannot be written.
+    """
+    if folder.is_file():
+        raise BundleError(f"'{folder}' is a file", hint="sign the group's folder, then pack it")
+    return sign_files(folder, open_group(folder).digests, result, key)

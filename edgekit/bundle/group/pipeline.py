@@ -1,6 +1,8 @@
-"""A group run from its inputs to its result, whatever runs the members: the one loop, for float model and device.
+"""A group run from its inputs to its result, whatever runs the members: one loop for float model and device.
 
-All samples go side by side: a device is started once for each stage, and once for each token.
+All samples go side by side: a device is started once for each stage, and once for each token. Between the stages boxes
+of a picture are cut out and resized, as an app does it between detector and classifier, and tokens are written into the
+inputs of a stage: at the left or right of what has a fixed size, alone where the size is open.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -8,12 +10,129 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 import numpy as np
 
-from edgekit.bundle.group.crops import cut_boxes
-from edgekit.bundle.group.text import begin_state, count_read, fill_text, find_length
-from edgekit.bundle.group.wiring import CHOSEN, DATA, Crop, Interface, Stage, Tokens, Wiring, split_source
+from edgekit.bundle.group.wiring import CHOSEN, DATA, Crop, Interface, Stage, Text, Tokens, Wiring, split_source
 from edgekit.errors import DataError
-from edgekit.model.state import feed_back
-from edgekit.model.tensors import Array, Tensors
+from edgekit.model.state import feed_back, first_state
+from edgekit.model.tensors import Array, Tensors, TensorSpec
+
+
+def cut_boxes(crop: Crop, spec: TensorSpec, image: Array, boxes: Array, scores: Array) -> list[Array]:
+    """Returns a picture of the input's shape and type for each of the best boxes, from left to right.
+
+    `image` is [1, C, H, W], `boxes` [..., N, 4] and `scores` [..., N].
+
+    Raises:
+        DataError: the three are of other shapes.
+    """
+    corners, ranked = boxes.reshape(-1, boxes.shape[-1]) if boxes.ndim else boxes, scores.reshape(-1)
+    if image.ndim != 4 or corners.ndim != 2 or corners.shape[1] != 4 or len(corners) != ranked.size:
+        shapes = f"image {list(image.shape)}, boxes {list(boxes.shape)}, scores {list(scores.shape)}"
+        raise DataError(f"no boxes can be cut out of {shapes}", hint="they are [1,C,H,W], [...,N,4] and [...,N]")
+    if spec.shape is None or len(spec.shape) != 4 or spec.shape[1] != image.shape[1]:
+        raise DataError(f"a picture {list(image.shape)} is none for [{spec}]", hint="as many channels, [1,C,H,W]")
+    if crop.units == "shares":
+        height, width = image.shape[2:]
+        corners = corners * np.array([width, height, width, height])
+    found = [place for place in np.argsort(-ranked, kind="stable") if ranked[place] >= crop.least]
+    kept = [corners[place].astype(np.float64) for place in found if _has_area(corners[place])][: crop.most]
+    size = int(spec.shape[2] or 1), int(spec.shape[3] or 1)
+    return [_resize(image, box, size).astype(spec.dtype) for box in sorted(kept, key=tuple)]
+
+
+def _has_area(box: Array) -> bool:
+    return bool(np.isfinite(box).all() and box[2] > box[0] and box[3] > box[1])
+
+
+def _resize(image: Array, box: Array, size: tuple[int, int]) -> Array:
+    """Returns the box resized (bilinear, half-pixel centres); beyond the picture's edge its last row goes on."""
+    left, top, right, bottom = box
+    ys = top + (np.arange(size[0]) + 0.5) * (bottom - top) / size[0] - 0.5
+    xs = left + (np.arange(size[1]) + 0.5) * (right - left) / size[1] - 0.5
+    rows = _blend(image.astype(np.float64), ys, axis=2)
+    return _blend(rows, xs, axis=3)
+
+
+def _blend(values: Array, places: Array, axis: int) -> Array:
+    last = values.shape[axis] - 1
+    places = np.clip(places, 0, last)
+    low = np.floor(places).astype(np.int64)
+    shape = [1] * values.ndim
+    shape[axis] = -1
+    share = (places - low).reshape(shape)
+    high = np.minimum(low + 1, last)
+    return np.asarray(values.take(low, axis) * (1 - share) + values.take(high, axis) * share)
+
+
+def fill_text(
+    text: Text, tokens: Tokens, stage: Stage, mine: Interface, known: Sequence[int], read: int, given: Tensors
+) -> dict[str, Array]:
+    """Returns the inputs by which a stage reads text; `given` are its other inputs, `read` the tokens in its state."""
+    is_right, spec = text.align == "right", mine.inputs[text.input]
+    length = find_length(spec, mine, given)
+    # An open input takes what is new; one of a fixed size is filled up, or takes the newest.
+    window = known[read:] if length is None else known[-length:] if is_right else known[:length]
+    size = len(window) if length is None else length
+    first = len(known) - len(window) if is_right else 0
+    inputs = {text.input: _place(spec, window, size, tokens.pad, is_right=is_right)}
+    if text.positions:
+        counted = range(first, first + len(window))
+        inputs[text.positions] = _place(mine.inputs[text.positions], counted, size, 0, is_right=is_right)
+    if text.mask:
+        mask = mine.inputs[text.mask]
+        most = find_length(mask, mine, given) or _count_held(stage, mine, given, len(known) - size) + size
+        ones = [1] * min(len(known), most)
+        inputs[text.mask] = _place(mask, ones, most, 0, is_right=is_right)
+    return inputs
+
+
+def find_length(spec: TensorSpec, mine: Interface, given: Tensors) -> int | None:
+    """Returns how many tokens an input for text takes, None where any number: its own size, or that of its name."""
+    size = (spec.shape or (0,))[-1]
+    if not isinstance(size, str):
+        return size
+    named = {
+        dim: value.shape[axis]
+        for name, value in given.items()
+        for axis, dim in enumerate(mine.inputs[name].shape or ())
+        if isinstance(dim, str)
+    }
+    return named.get(size)
+
+
+def begin_state(spec: TensorSpec) -> Array:
+    """Returns the state that nothing begins: zeros, of one sample, whose open dimensions hold nothing yet."""
+    shape = spec.shape
+    if shape and not isinstance(shape[0], int):
+        shape = (1, *shape[1:])
+    return first_state(msgspec.structs.replace(spec, shape=shape))
+
+
+def count_read(stage: Stage, read: Mapping[str, int]) -> int:
+    """Returns how many tokens the state of a stage holds: those that it read, or that who began its state did."""
+    if not stage.state:
+        return 0
+    sources = (stage.feeds[name].partition(".")[0] for name in stage.state if name in stage.feeds)
+    return read.get(stage.run) or max((read.get(owner, 0) for owner in sources), default=0)
+
+
+def _count_held(stage: Stage, mine: Interface, given: Tensors, default: int) -> int:
+    """Returns the rows in the state of a stage, on the axis on which it grows; pads that began it are among them."""
+    for name, output in stage.state.items():
+        pairs = zip(mine.inputs[name].shape or (), mine.outputs[output].shape or (), strict=False)
+        for axis, (size, made) in enumerate(pairs):
+            # An open size that the output does not repeat; who listens keeps the length of what is heard.
+            if axis and not isinstance(size, int) and size != made:
+                return int(given[name].shape[axis])
+    return default
+
+
+def _place(spec: TensorSpec, values: Sequence[int], length: int, pad: int, *, is_right: bool) -> Array:
+    sizes = [dim if isinstance(dim, int) else 1 for dim in (spec.shape or ())[:-1]]
+    array = np.full((*sizes, length), pad, np.dtype(spec.dtype))
+    places = slice(length - len(values), length) if is_right else slice(0, len(values))
+    array[..., places] = list(values)
+    return array
+
 
 Run = Callable[[str, Sequence[Tensors]], Sequence[Tensors]]
 """Runs a member on some inputs and returns as many outputs."""

@@ -18,8 +18,11 @@ from typing import cast
 
 from edgekit._files import replacing_file, work_folder
 from edgekit.convert.ort_format.layout import write_tables
-from edgekit.convert.ort_format.schema import ROOT, SCHEMA, UNIONS, Field
 from edgekit.convert.ort_format.tables import (
+    ROOT,
+    SCHEMA,
+    UNIONS,
+    Field,
     Record,
     TableFile,
     Value,

@@ -11,8 +11,7 @@ from typing import BinaryIO, TypeAlias, cast
 
 import msgspec
 
-from edgekit.convert.ort_format.schema import NUMBER_SIZES, ROOT, SCHEMA, UNIONS, Field
-from edgekit.convert.ort_format.tables import IDENTIFIER, Record, number
+from edgekit.convert.ort_format.tables import IDENTIFIER, NUMBER_SIZES, ROOT, SCHEMA, UNIONS, Field, Record, number
 from edgekit.errors import ModelError
 
 _MAX_BYTES = 2**31 - 1

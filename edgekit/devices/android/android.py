@@ -1,31 +1,140 @@
-"""Android's binary of ONNX Runtime in a process of this machine: natively for x86-64, under qemu for Arm."""
+"""Android's binary of ONNX Runtime in a process of this machine: natively, or on an emulated Arm CPU.
+
+`--set` names a core or a phone, whose CPU a process under qemu is shown: /proc/cpuinfo and the flags of AT_HWCAP.
+"""
 
 import contextlib
+import functools
 import platform
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
+from edgekit._files import write_file
 from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.android.archive import MACHINES
 from edgekit.devices.android.installed import Installed, explain_compiler, find_installed
-from edgekit.devices.android.nnapi.draft import INSTALL_LITERT
-from edgekit.devices.android.nnapi.driver import Driver
-from edgekit.devices.android.nnapi.service import Service, can_compute, computing, find_feature_level
-from edgekit.devices.android.phone import CORES, DEFAULT_CORE, find_core, write_phone
+from edgekit.devices.android.nnapi.compute import Service, can_compute, computing, find_feature_level
+from edgekit.devices.android.nnapi.network import Driver, read_driver
+from edgekit.devices.android.nnapi.tflite import INSTALL_LITERT
 from edgekit.devices.device import DeviceRun, Job, Missing
-from edgekit.devices.process.child import Runner, describe_job, refuse_run, require_device
+from edgekit.devices.process.child import Runner, can_halve, describe_job, refuse_run, require_device, run_in_halves
 from edgekit.devices.process.exchange import FarJob
-from edgekit.devices.process.halves import can_halve, run_in_halves
 from edgekit.devices.process.link import LocalLink
 from edgekit.devices.process.pipe import run_over
+from edgekit.errors import UsageError, suggest_name
 from edgekit.evidence import Evidence
 from edgekit.graph.graph import read_graph
 from edgekit.model.model import load_model
+
+_T = TypeVar("_T")
+
+CORES = 4
+"""How many cores the phone has; apps give ONNX Runtime that many threads at most."""
+
+DEFAULT_CORE = "cortex-a76"
+"""What a phone has unless said: Armv8.2 with dot products and half precision, as most since 2019."""
+
+_TABLE = Path(__file__).parent / "phones.toml"
+# The bits of AT_HWCAP and AT_HWCAP2 from the first on: Linux, arch/arm64/include/uapi/asm/hwcap.h.
+_HWCAP = """
+fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm jscvt fcma lrcpc dcpop sha3 sm3 sm4
+asimddp sha512 sve asimdfhm dit uscat ilrcpc flagm ssbs sb paca pacg
+"""
+_HWCAP2 = """
+dcpodp sve2 sveaes svepmull svebitperm svesha3 svesm4 flagm2 frint svei8mm svef32mm svef64mm svebf16 i8mm bf16 dgh rng
+bti mte
+"""
+
+
+class Core(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A core: the fields of its MIDR_EL1, its features as Linux names them, and the CPU of qemu that has them all."""
+
+    part: int
+    qemu: str
+    features: str
+    implementer: int = 0x41
+    variant: int = 0
+    revision: int = 0
+    source: str = ""
+
+    @property
+    def hwcaps(self) -> tuple[int, int]:
+        """AT_HWCAP and AT_HWCAP2 for these features."""
+        known = set(self.features.split())
+        words = [
+            sum(1 << bit for bit, name in enumerate(names.split()) if name in known) for names in (_HWCAP, _HWCAP2)
+        ]
+        return words[0], words[1]
+
+
+class Phone(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A phone, and the names of the kinds of cores that it has, the big ones first."""
+
+    title: str
+    cores: tuple[str, ...]
+    source: str
+
+
+class Phones(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The table of cores and phones, with what its sources are called."""
+
+    sources: dict[str, str]
+    cores: dict[str, Core]
+    phones: dict[str, Phone]
+
+
+@functools.cache
+def read_phones() -> Phones:
+    """Returns the table."""
+    return msgspec.toml.decode(_TABLE.read_bytes(), type=Phones)
+
+
+def find_core(name: str) -> Core:
+    """Returns a core by its name.
+
+    Raises:
+        UsageError: there is no such core.
+    """
+    return _find(name, read_phones().cores, f"cpu '{name}' for 'android'")
+
+
+def find_phone(name: str) -> Phone:
+    """Returns a phone by its name.
+
+    Raises:
+        UsageError: there is no such phone.
+    """
+    return _find(name, read_phones().phones, f"phone '{name}'")
+
+
+def _find(name: str, table: Mapping[str, _T], what: str) -> _T:
+    if name not in table:
+        raise UsageError(f"there is no {what}", hint=suggest_name(name, table))
+    return table[name]
+
+
+def write_phone(core: Core, root: Path) -> None:
+    """Writes the files that describe a phone of that core below `root`, as `/proc` and `/sys` of the phone.
+
+    Raises:
+        OutputError: the folder cannot be written.
+    """
+    lines = "".join(
+        f"processor\t: {index}\nBogoMIPS\t: 38.40\nFeatures\t: {core.features}\n"
+        f"CPU implementer\t: {core.implementer:#04x}\nCPU architecture: 8\nCPU variant\t: {core.variant:#x}\n"
+        f"CPU part\t: {core.part:#05x}\nCPU revision\t: {core.revision}\n\n"
+        for index in range(CORES)
+    )
+    write_file(root / "proc" / "cpuinfo", lines.encode())
+    for name in ("possible", "present", "online"):
+        write_file(root / "sys" / "devices" / "system" / "cpu" / name, f"0-{CORES - 1}\n".encode())
+
 
 NNAPI = "NnapiExecutionProvider"
 XNNPACK = "XnnpackExecutionProvider"
@@ -229,3 +338,42 @@ def find_emulator(abi: str) -> tuple[str, ...] | None:
         return None
     found = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
     return None if found is None else (found,)
+
+
+SETTINGS = {
+    "cpu": "a core of Arm, or several with commas between them: each runs",
+    "phone": "a phone of phones.toml: each kind of its cores runs",
+    "driver": "a .toml file with what the NNAPI driver refuses",
+}
+"""The settings of the device, each with what it is."""
+
+
+def vary_android(device: Android, settings: Mapping[str, str], provider: str) -> tuple[Android, ...]:
+    """Returns the device as the settings want it, one for each kind of core that they name.
+
+    Raises:
+        UsageError: there is no such setting, core, phone or driver file, or it means nothing for this device or for
+            the target's provider.
+    """
+    for name in settings:
+        if name not in SETTINGS:
+            raise UsageError(f"device 'android' has no setting '{name}'", hint=suggest_name(name, SETTINGS))
+    if "cpu" in settings and "phone" in settings:
+        raise UsageError("--set cpu and --set phone both name the CPU", hint="give one of them")
+    if device.cpu == X86_64 and (named := next((name for name in ("cpu", "phone") if name in settings), None)):
+        raise UsageError(
+            f"--set {named} means nothing for '{device.name}'", hint="--on android is the one with a phone"
+        )
+    if "driver" in settings:
+        if provider != NNAPI:
+            raise UsageError(f"--set driver means nothing for {provider}", hint="drivers stand behind NNAPI only")
+        device = msgspec.structs.replace(device, driver=read_driver(Path(settings["driver"])))
+    if "phone" in settings:
+        name = settings["phone"]
+        return tuple(msgspec.structs.replace(device, phone=name, cpu=core) for core in find_phone(name).cores)
+    if "cpu" in settings:
+        cores = [core.strip() for core in settings["cpu"].split(",")]
+        for core in cores:
+            find_core(core)
+        return tuple(msgspec.structs.replace(device, cpu=core) for core in dict.fromkeys(cores))
+    return (device,)

@@ -1,5 +1,10 @@
-"""What is installed of the Android device, and installing it: an archive's libraries, and a program for each."""
+"""What is installed of the Android device, and installing it.
 
+An archive is installed, and the program that stands in for an Android process.
+"""
+
+import re
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,12 +20,74 @@ from edgekit.devices.android.archive import (
     list_native_libraries,
     unpack_libraries,
 )
-from edgekit.devices.android.stand_in import android_sources, compile_runner, link_runner
 from edgekit.devices.local.runner import PROGRAM, runner_sources
 from edgekit.devices.process.cache import cache_folder
-from edgekit.devices.release.compilers import find_compiler, is_made_by
+from edgekit.devices.release import Compiler, compile_sources, find_compiler, is_made_by, link_program, write_table
 from edgekit.errors import DeviceError
 from edgekit.progress import Progress
+
+_DEFINED = re.compile(r"^[\w ]*?[ *](?:bionic_(\w+)|(ANeuralNetworks\w+))(?:\(|\[| =)", re.MULTILINE)
+
+
+def android_sources() -> Path:
+    """Returns the folder of the sources of the loader and of what stands in for bionic."""
+    shipped = Path(__file__).parents[2] / "_android"
+    return shipped if shipped.is_dir() else Path(__file__).parents[3] / "tools" / "android"
+
+
+def list_stand_ins() -> dict[str, str]:
+    """Returns the functions that the sources define in the place of Android's: their symbols by the names there."""
+    own: dict[str, str] = {}
+    for source in sorted(android_sources().glob("*.c")):
+        for bionic, neural in _DEFINED.findall(source.read_text()):
+            own[bionic or neural] = f"bionic_{bionic}" if bionic else neural
+    return own
+
+
+def write_imports(imports: Collection[str], path: Path, *, without: Collection[str] = ()) -> None:
+    """Writes the table of what a library may import: of each name the stand-in, else the C library's own.
+
+    NNAPI's functions are in it too, which are found by name at run time. `without` leaves stand-ins out, for trying
+    what they are good for.
+
+    Raises:
+        OutputError: the folder cannot be written.
+    """
+    own = list_stand_ins()
+    found_by_name = {name for name in own if name.startswith(("ANeuralNetworks", "ASharedMemory"))}
+    places = {name: name if name in without else own.get(name, name) for name in {*imports, *found_by_name}}
+    write_table("imports.h", places, path)
+
+
+def compile_runner(compiler: Compiler, objects: Path) -> tuple[Path, ...]:
+    """Returns what the runner and the loader compile to in the folder `objects`; no archive is needed for it.
+
+    Raises:
+        DeviceError: the compiler fails.
+    """
+    # The runner tells which features the CPU has: those of the phone, as the library sees them.
+    cpp = ["-std=c++17", "-Os", "-fvisibility=hidden", "-ffunction-sections", "-Dgetauxval=bionic_getauxval"]
+    c = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-fno-builtin"]
+    jobs = [([*compiler.cpp, *cpp], source) for source in sorted((runner_sources() / "src").glob("*.cpp"))]
+    jobs += [([*compiler.c, *c], source) for source in sorted(android_sources().glob("*.c"))]
+    return compile_sources(jobs, objects)
+
+
+def link_runner(
+    compiler: Compiler, objects: Sequence[Path], imports: Collection[str], program: Path, *, name: str
+) -> None:
+    """Links the program for the imports of a library, of which `name` says in an error whose they are.
+
+    Raises:
+        DeviceError: the library imports what nothing here stands for, or the linker fails.
+    """
+    table = objects[0].parent / "imports.c"
+    write_imports(imports, table)
+    compiled = compile_sources([([*compiler.c, f"-I{android_sources()}"], table)], table.parent)
+    link_program(
+        [*compiler.cpp, "-Os", "-static", "-s", "-o", str(program), *map(str, (*objects, *compiled)), "-pthread"], name
+    )
+
 
 _FACTS = "device.json"
 _COMPILERS = {

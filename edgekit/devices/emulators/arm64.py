@@ -28,7 +28,7 @@ from edgekit.devices.process.pipe import run_over
 from edgekit.errors import DeviceError, EdgekitError
 from edgekit.evidence import Evidence
 from edgekit.model.model import MOST_INLINE_BYTES, load_model, read_proto
-from edgekit.prepare.weights.inline import write_inline
+from edgekit.prepare.external import write_inline
 from edgekit.progress import Progress
 
 CPUS = ("cortex-a76", "cortex-a72")

@@ -10,15 +10,15 @@ from pathlib import Path
 import msgspec
 
 from edgekit._ort import VERSION
-from edgekit.bundle.manifest.trust import PROVIDER_OPTIONS
+from edgekit.bundle.checks import PROVIDER_OPTIONS
 from edgekit.convert.context import HTP_SOCS, INSTALL_QNN
 from edgekit.devices.device import DeviceRun, Job, Missing
 from edgekit.devices.process.child import Runner, describe_job, refuse_run, require_device
 from edgekit.devices.process.exchange import FarJob
-from edgekit.devices.process.python import run_python
+from edgekit.devices.process.pipe import run_python
 from edgekit.errors import MissingExtraError, TargetError, UsageError, suggest_name
 from edgekit.evidence import Evidence
-from edgekit.model.skim import skim_model
+from edgekit.model.external import skim_model
 
 PROVIDER = "QNNExecutionProvider"
 ARCH_SOCS: Mapping[str, str] = {f"v{arch}": soc for arch, soc in HTP_SOCS.items()}

@@ -1,19 +1,262 @@
-"""What is installed of the device `ios-sim`, and installing it: a framework's object, and the program that opens it."""
+"""What is installed of the device `ios-sim`, and installing it: a framework's object, and the program that opens it.
+
+The framework for Apple's systems (`.xcframework`) is the pinned one, or one that the user names.
+"""
 
 import platform
+import plistlib
+import re
+import struct
 import sys
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from edgekit._files import digest_bytes, digest_file, one_at_a_time, staged_folder, work_folder, write_file
-from edgekit.devices.ios.framework import OBJECT, PINNED_SHA256, fetch_framework, open_framework, write_object
-from edgekit.devices.ios.stand_in import compile_runner, ios_sources, link_runner
 from edgekit.devices.local.runner import PROGRAM, runner_sources
 from edgekit.devices.process.cache import cache_folder
-from edgekit.devices.release.compilers import find_zig, is_made_by
-from edgekit.errors import DeviceError
+from edgekit.devices.release import (
+    Compiler,
+    compile_sources,
+    fetch_members,
+    find_zig,
+    is_made_by,
+    link_program,
+    write_table,
+)
+from edgekit.errors import DeviceError, UsageError
 from edgekit.progress import Progress
+
+# In C and C++, what stands for NAME of Apple's is darwin_NAME; a use is found like a definition, and means the same.
+_DEFINED = re.compile(r"\bdarwin_(\w+)")
+# In their own words: structures of this side.
+_NO_STAND_INS = frozenset({"stat_", "utsname_"})
+_CLASS = "OBJC_CLASS_$_"
+_NO_SANITIZER = "-fno-sanitize=undefined"
+"""What zig adds unless told; Apple's code was not compiled for it."""
+
+
+def ios_sources() -> Path:
+    """Returns the folder of the sources of the loader and of what stands in for Apple's libraries."""
+    shipped = Path(__file__).parents[2] / "_ios"
+    return shipped if shipped.is_dir() else Path(__file__).parents[3] / "tools" / "ios"
+
+
+def list_sources() -> tuple[Path, ...]:
+    """Returns what is compiled of them."""
+    return tuple(sorted((*ios_sources().glob("*.c"), *ios_sources().glob("*.cpp"))))
+
+
+def list_stand_ins() -> frozenset[str]:
+    """Returns the names for which the sources define something in the place of Apple's."""
+    return frozenset(name for source in list_sources() for name in _DEFINED.findall(source.read_text()))
+
+
+def place_import(name: str, own: Collection[str]) -> str:
+    """Returns the symbol that stands for an import, which has Apple's underscore in front.
+
+    What follows a `$` chooses a variant of a function. All classes of Objective-C are one, which answers nothing.
+    """
+    bare = name.removeprefix("_")
+    if bare.startswith(_CLASS):
+        return "apple_object"
+    bare = bare.partition("$")[0]
+    return f"darwin_{bare}" if bare in own else bare
+
+
+def write_imports(imports: Collection[str], path: Path, *, without: Collection[str] = ()) -> None:
+    """Writes the table of what an object may import; `without` leaves stand-ins out, for trying what they are good for.
+
+    Raises:
+        OutputError: the folder cannot be written.
+    """
+    own = list_stand_ins() - set(without)
+    write_table("image.h", {name: place_import(name, own) for name in imports}, path)
+
+
+def compile_runner(compiler: Compiler, objects: Path) -> tuple[Path, ...]:
+    """Returns what the runner and the loader compile to in the folder `objects`; no framework is needed for it.
+
+    Raises:
+        DeviceError: the compiler fails.
+    """
+    runner = [*compiler.cpp, "-std=c++17", "-Os", "-fvisibility=hidden", "-ffunction-sections", _NO_SANITIZER]
+    jobs = [(runner, source) for source in sorted((runner_sources() / "src").glob("*.cpp"))]
+    jobs += [(compile_command(compiler, source), source) for source in list_sources()]
+    return compile_sources(jobs, objects)
+
+
+def compile_command(compiler: Compiler, source: Path) -> list[str]:
+    """Returns the beginning of the command that compiles a source of the loader."""
+    words = compiler.c if source.suffix == ".c" else compiler.cpp
+    standard = ["-std=gnu11", "-fno-builtin"] if source.suffix == ".c" else ["-std=c++17"]
+    return [*words, *standard, "-O2", "-Wall", "-Wextra", "-Werror", _NO_SANITIZER, f"-I{ios_sources()}"]
+
+
+def link_runner(
+    compiler: Compiler, objects: Sequence[Path], imports: Collection[str], program: Path, *, name: str
+) -> None:
+    """Links the program for the imports of an object, of which `name` says in an error whose they are.
+
+    Raises:
+        DeviceError: the object imports what nothing here stands for, or the linker fails.
+    """
+    table = objects[0].parent / "imports.c"
+    write_imports(imports, table)
+    compiled = compile_sources([(compile_command(compiler, table), table)], table.parent)
+    argv = [*compiler.cpp, "-O2", "-static", "-s", _NO_SANITIZER, "-o", str(program)]
+    link_program([*argv, *map(str, (*objects, *compiled)), "-pthread"], name)
+
+
+PINNED_SHA256 = "7bba75ff2cae219ee24cf499bc63ed48299f4a672ac10ee6f33319bd81af96da"
+PINNED_VERSION = "1.29.0"
+OBJECT = "onnxruntime.o"
+PINNED_NAME = "onnxruntime.xcframework"
+
+_SLICE = "ios-arm64_x86_64-simulator/onnxruntime.framework"
+_MEMBER = f"package/Plugins/iOS~/{PINNED_NAME}/{_SLICE}/onnxruntime"
+_HINT = "give ONNX Runtime's own onnxruntime.xcframework, onnxruntime-c-VERSION.zip unpacked"
+_CPU_X86_64 = 0x01000007
+_FAT, _OBJECT = b"\xca\xfe\xba\xbe", b"\xcf\xfa\xed\xfe"
+_ARCHIVE = b"!<arch>\n"
+_MEMBER_HEAD = 60
+_LC_SYMTAB = 2
+_KIND_MASK, _EXTERNAL = 0x0E, 0x01
+_OLDEST = (1, 24)
+"""Since then a session says which provider took which node."""
+
+
+class Framework(msgspec.Struct, frozen=True, kw_only=True):
+    """The library of a framework for the simulator: `data` is its object for x86-64, `imports` what that asks for."""
+
+    name: str
+    sha256: str
+    version: str
+    imports: tuple[str, ...]
+    data: bytes
+
+
+def fetch_framework(folder: Path) -> Framework:
+    """Returns the pinned framework, taken out of its package with npm into `folder`.
+
+    Raises:
+        DeviceError: npm is missing or fails, or what it fetched is not what is pinned.
+        OutputError: the folder cannot be written.
+    """
+    (path,) = fetch_members(folder, {_MEMBER: PINNED_SHA256}, instead="--framework onnxruntime.xcframework")
+    return _read_library(path, PINNED_NAME, PINNED_VERSION)
+
+
+def open_framework(folder: Path) -> Framework:
+    """Returns the framework in a folder `NAME.xcframework`.
+
+    Raises:
+        UsageError: there is no such folder.
+        DeviceError: it holds no library for the simulator, one that is damaged, or one that is too old.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"there is no folder '{folder}'", hint="--framework onnxruntime.xcframework")
+    library = folder / _SLICE / "onnxruntime"
+    if not library.is_file():
+        raise DeviceError(f"'{folder.name}' holds no {_SLICE}/onnxruntime", hint=_HINT)
+    try:
+        facts = plistlib.loads((library.parent / "Info.plist").read_bytes())
+        version = str(facts["CFBundleShortVersionString"])
+    except (OSError, KeyError, ValueError, TypeError) as error:
+        raise DeviceError(f"'{folder.name}' does not say its version: {error}", hint=_HINT) from error
+    return _read_library(library, folder.name, version)
+
+
+def _read_library(path: Path, name: str, version: str) -> Framework:
+    numbers = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)", version)
+    if numbers is None or (int(numbers[1]), int(numbers[2])) < _OLDEST:
+        raise DeviceError(f"'{name}' is ONNX Runtime {version[:40]!r}", hint=f"{_OLDEST[0]}.{_OLDEST[1]} is the oldest")
+    data = path.read_bytes()
+    try:
+        found = _find_object(_find_cpu(data))
+        imports = list_imports(found)
+    except (struct.error, ValueError, IndexError) as error:
+        raise DeviceError(f"the library of '{name}' is damaged: {error}", hint=_HINT) from error
+    return Framework(name=name, sha256=digest_bytes(data), version=version, imports=imports, data=found)
+
+
+def write_object(framework: Framework, folder: Path) -> None:
+    """Writes the object into a folder, under the name that the device looks for.
+
+    Raises:
+        OutputError: the folder cannot be written.
+    """
+    write_file(folder / OBJECT, framework.data)
+
+
+def _find_cpu(data: bytes) -> bytes:
+    """Returns the part of a universal file for x86-64; a file for one CPU is that part itself."""
+    if data[:4] != _FAT:
+        return data
+    (count,) = struct.unpack_from(">I", data, 4)
+    for index in range(count):
+        cpu, _, offset, size, _ = struct.unpack_from(">5I", data, 8 + 20 * index)
+        if cpu == _CPU_X86_64:
+            if offset + size > len(data):
+                raise ValueError("it is cut off")
+            return data[offset : offset + size]
+    raise ValueError("it has no part for x86-64")
+
+
+def _find_object(archive: bytes) -> bytes:
+    """Returns the only object of an archive; ONNX Runtime links all of its own into one beforehand."""
+    if archive[: len(_ARCHIVE)] != _ARCHIVE:
+        raise ValueError("it is no static library")
+    objects = [data for data in _list_members(archive) if data[:4] == _OBJECT]
+    if len(objects) != 1:
+        raise ValueError(f"it has {len(objects)} objects where one was expected")
+    return objects[0]
+
+
+def _list_members(archive: bytes) -> Iterator[bytes]:
+    at = len(_ARCHIVE)
+    while at + _MEMBER_HEAD <= len(archive):
+        head = archive[at : at + _MEMBER_HEAD]
+        size = int(head[48:58])
+        start = at + _MEMBER_HEAD
+        if size < 0 or start + size > len(archive):
+            raise ValueError("it is cut off")
+        # BSD writes a long name before the data, and counts it in the size.
+        skipped = int(head[3:16]) if head[:3] == b"#1/" else 0
+        yield archive[start + skipped : start + size]
+        at = start + size + size % 2
+
+
+def list_imports(data: bytes) -> tuple[str, ...]:
+    """Returns the names that an object leaves to others, as they stand there: with an underscore in front.
+
+    Raises:
+        ValueError: it is no object for x86-64, or damaged.
+    """
+    cpu, kind, commands = struct.unpack_from("<4xI4xII", data)
+    if (cpu, kind) != (_CPU_X86_64, 1):
+        raise ValueError("its object is not for x86-64")
+    at = 32
+    for _ in range(commands):
+        command, size = struct.unpack_from("<II", data, at)
+        if command == _LC_SYMTAB:
+            return _read_symbols(data, *struct.unpack_from("<4I", data, at + 8))
+        at += size
+    raise ValueError("its object has no symbols")
+
+
+def _read_symbols(data: bytes, offset: int, count: int, names_at: int, names_size: int) -> tuple[str, ...]:
+    names = data[names_at : names_at + names_size]
+    table = data[offset : offset + 16 * count]
+    found = {
+        names[name : names.index(b"\0", name)].decode()
+        for name, kind, value in struct.iter_unpack("<IB3xQ", table)
+        # Of no section, external, and of no size: what has one is a variable that several objects share.
+        if kind & _KIND_MASK == 0 and kind & _EXTERNAL and value == 0
+    }
+    return tuple(sorted(found))
+
 
 _FACTS = "device.json"
 _MACHINE = "x86_64"

@@ -11,12 +11,12 @@ from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.device import DeviceRun, Job, Missing
 from edgekit.devices.ios.installed import Installed, explain_machine, find_installed
 from edgekit.devices.ios.mil.serve import Facts
-from edgekit.devices.local.coreml import PROVIDER, provider_options
+from edgekit.devices.local.host import PROVIDER, provider_options
 from edgekit.devices.process.child import Runner, describe_job, refuse_run, require_device
 from edgekit.devices.process.exchange import FarJob
 from edgekit.devices.process.link import LocalLink
 from edgekit.devices.process.pipe import run_over
-from edgekit.devices.release.serving import Served, serving
+from edgekit.devices.release import Served, serving
 from edgekit.evidence import Evidence
 
 NAME = "ios-sim"

@@ -1,24 +1,325 @@
-"""A provider of this machine as a device: the same class for each row of `offered.PROVIDERS`."""
+"""The execution providers that a PC may have beside the CPU's, as data, and each of them as a device.
 
-from collections.abc import Mapping
+SwiftShader, a Vulkan driver that computes on the CPU, stands in for the GPU that a machine has not.
+"""
+
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
-from edgekit._ort import CPU_PROVIDER
-from edgekit.bundle.manifest.trust import PROVIDER_OPTIONS
+from edgekit._ort import AVAILABLE_PROVIDERS, CPU_PROVIDER, VERSION
+from edgekit._proc import run_process
+from edgekit.bundle.checks import PROVIDER_OPTIONS
 from edgekit.devices.device import DeviceRun, Job, Missing
-from edgekit.devices.local.offered import (
-    PROVIDERS,
-    ask_provider,
-    find_library,
-    find_missing_provider,
-    find_provider_versions,
-)
-from edgekit.devices.process.child import Runner, describe_job, require_device
-from edgekit.devices.process.python import run_python
-from edgekit.errors import TargetError, suggest_name
+from edgekit.devices.process.child import FAR, Runner, describe_job, last_words, printable, require_device
+from edgekit.devices.process.pipe import run_python
+from edgekit.errors import MissingExtraError, TargetError, suggest_name
 from edgekit.evidence import Evidence
+
+# Where Debian's and Ubuntu's Chromium put it, with a Vulkan loader of its own.
+_FOLDERS = (Path("/usr/lib/chromium"), Path("/usr/lib/chromium-browser"))
+_DRIVER = "vk_swiftshader_icd.json"
+_LOADER = "libvulkan.so.1"
+_SYSTEMS = tuple(f"{place}/{_LOADER}" for place in ("lib", "lib/*-linux-gnu", "lib64", "local/lib"))
+
+
+@functools.cache
+def find_swiftshader() -> Mapping[str, str]:
+    """Returns the environment of WebGPU's provider on SwiftShader; it is empty where there is a GPU, or no driver."""
+    if sys.platform != "linux" or any(Path("/dev/dri").glob("renderD*")) or Path("/dev/nvidia0").exists():
+        return {}
+    folder = next((one for one in _FOLDERS if (one / _DRIVER).is_file()), None)
+    if folder is None:
+        return {}
+    found = {"VK_ICD_FILENAMES": str(folder / _DRIVER), "ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER": "1"}
+    # Dawn opens the loader by its name alone. Not ctypes.util.find_library: it starts ldconfig, and then a compiler.
+    if not any(any(Path("/usr").glob(place)) for place in _SYSTEMS) and (folder / _LOADER).is_file():
+        found["LD_LIBRARY_PATH"] = str(folder)
+    return found
+
+
+OPENVINO = "OpenVINOExecutionProvider"
+Hardware = Literal["cpu", "gpu", "npu"]
+
+_DEV = Path("/dev")
+_PROGRAM = FAR / "ort_provider.py"
+_TIMEOUT_S = 60.0
+_INTEL = 0x8086
+
+
+class Provider(msgspec.Struct, frozen=True, kw_only=True):
+    """How a provider comes to this machine, and what it needs here.
+
+    `name` is ONNX Runtime's. `package` is what pip installs: a plug-in wheel, whose `module` says where the library
+    lies (`get_library_path()`), or without a `module` a build of ONNX Runtime that has the provider built in, in place
+    of the package `onnxruntime`. Of that one the files `parts` are loaded when a session is made, and a session without
+    them runs on the CPU: `needs` is the command that brings what they need. A provider that runs only on certain
+    `systems` names them as `sys.platform` does. `hardware` are the kinds of device that may be asked for by name.
+    A provider of one maker's GPUs names in `drivers` the files under /dev of their drivers on Linux, any of which is
+    there where such a GPU is. `cpu_vendor` is the PCI number of the only vendor whose CPUs the plug-in lists, though it
+    computes on others: 0 for all. `find_environment` says what is set for the process that runs a model. `evidence` is
+    what a run on it is worth.
+    """
+
+    name: str
+    package: str
+    module: str = ""
+    parts: tuple[str, ...] = ()
+    needs: str = ""
+    systems: tuple[str, ...] = ()
+    hardware: tuple[Hardware, ...] = ()
+    drivers: tuple[str, ...] = ()
+    cpu_vendor: int = 0
+    find_environment: Callable[[], Mapping[str, str]] = dict
+    evidence: Evidence = Evidence.DEVICE
+
+    @property
+    def distribution(self) -> str:
+        """The package's name without its version."""
+        return self.package.partition("==")[0]
+
+
+# A PC's, WSL's and Jetsons'.
+_NVIDIA = ("nvidiactl", "dxg", "nvhost-gpu", "nvgpu")
+_CUDA = "pip install onnxruntime-gpu[cuda,cudnn], and NVIDIA's driver"
+PROVIDERS: Mapping[str, Provider] = {
+    "openvino": Provider(
+        name=OPENVINO,
+        package="onnxruntime-ep-openvino==1.8.1",
+        module="onnxruntime_ep_openvino",
+        systems=("linux", "win32"),
+        hardware=("cpu", "gpu", "npu"),
+        cpu_vendor=_INTEL,
+        evidence=Evidence.SAME_EP,
+    ),
+    "webgpu": Provider(
+        name="WebGpuExecutionProvider",
+        package="onnxruntime-ep-webgpu==0.4.0",
+        module="onnxruntime_ep_webgpu",
+        needs="a GPU's driver, or without a GPU: apt-get install chromium-common libvulkan1",
+        hardware=("cpu", "gpu"),
+        find_environment=find_swiftshader,
+        evidence=Evidence.SAME_EP,
+    ),
+    "host:cuda": Provider(
+        name="CUDAExecutionProvider",
+        package="onnxruntime-gpu",
+        parts=("providers_cuda",),
+        needs=_CUDA,
+        systems=("linux", "win32"),
+        drivers=_NVIDIA,
+    ),
+    "host:tensorrt": Provider(
+        name="TensorrtExecutionProvider",
+        package="onnxruntime-gpu",
+        parts=("providers_cuda", "providers_tensorrt"),
+        needs=f"{_CUDA}; TensorRT 10 on the path of libraries: pip install tensorrt",
+        systems=("linux", "win32"),
+        drivers=_NVIDIA,
+    ),
+    "host:tensorrt-rtx": Provider(
+        name="NvTensorRTRTXExecutionProvider",
+        package="onnxruntime-ep-nv-tensorrt-rtx-cu12==0.5.0",
+        module="onnxruntime_ep_nv_tensorrt_rtx",
+        systems=("linux", "win32"),
+    ),
+    "host:directml": Provider(name="DmlExecutionProvider", package="onnxruntime-directml", systems=("win32",)),
+    "host:migraphx": Provider(
+        name="MIGraphXExecutionProvider",
+        package="onnxruntime-migraphx",
+        parts=("providers_migraphx",),
+        needs="AMD's ROCm with MIGraphX: apt-get install migraphx",
+        systems=("linux",),
+        drivers=("kfd",),
+    ),
+    "host:vitisai": Provider(
+        name="VitisAIExecutionProvider",
+        package="onnxruntime-vitisai",
+        parts=("providers_vitisai",),
+        needs="AMD's Ryzen AI software",
+        systems=("win32",),
+    ),
+}
+"""The providers of this machine by the name of their device; another is a row here."""
+
+
+# What is installed beside these has a device of its own.
+_OTHERS = {CPU_PROVIDER: "host", "CoreMLExecutionProvider": "coreml"}
+_OTHER_WHEELS = {"onnxruntime-qnn": ("QNNExecutionProvider", "qnn-htp-sim")}
+
+
+class FoundDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Hardware that a provider finds here, and the provider's own version where it tells one."""
+
+    kind: str
+    name: str
+    version: str
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a provider says of this machine; `failure` is why it cannot be used.
+
+    `told` says that it lists a CPU only because it was told that the CPU is of the one vendor that it lists.
+    """
+
+    devices: tuple[FoundDevice, ...] = ()
+    failure: str = ""
+    told: bool = False
+
+
+class OfferedProvider(msgspec.Struct, frozen=True, kw_only=True):
+    """A provider that an installed package offers.
+
+    `source` is that package with its version, `hardware` what the provider finds here, `device` the name for `--on`,
+    "" where no device runs it alone. `failure` is why it cannot be used as it is.
+    """
+
+    provider: str
+    source: str
+    hardware: tuple[str, ...] = ()
+    device: str = ""
+    failure: str = ""
+
+
+@functools.cache
+def ask_provider(device: str) -> Found:
+    """Returns what the provider of a device of PROVIDERS finds here, asked once in a process of its own.
+
+    Raises:
+        MissingExtraError: its wheel is installed, and cannot be imported.
+    """
+    row = PROVIDERS[device]
+    asked = {
+        "provider": row.name,
+        "library": find_library(row),
+        "cpu_vendor": row.cpu_vendor,
+        "parts": [_name_part(part) for part in row.parts],
+    }
+    # -P keeps the program's own folder out of sys.path, whose modules would stand in for others.
+    argv = [sys.executable, "-P", str(_PROGRAM), msgspec.json.encode(asked).decode()]
+    finished = run_process(argv, timeout_s=_TIMEOUT_S, env=row.find_environment())
+    if not finished.succeeded:
+        return Found(failure=f"the process that asks it {finished.ending}{last_words(finished.stderr)}")
+    try:
+        found = msgspec.json.decode(finished.stdout.strip().splitlines()[-1], type=Found)
+    except (IndexError, msgspec.DecodeError):
+        return Found(failure="the process that asks it gave no answer")
+    return msgspec.structs.replace(found, failure=printable(found.failure, 400))
+
+
+def find_library(row: Provider) -> str:
+    """Returns where a plug-in provider's library lies, "" for a provider that is built in.
+
+    Raises:
+        MissingExtraError: the wheel cannot be imported, or its library is gone.
+    """
+    if not row.module:
+        return ""
+    try:
+        return str(importlib.import_module(row.module).get_library_path())
+    except (ImportError, OSError, AttributeError) as error:
+        message = f"the wheel {row.distribution} cannot be used: {error}"
+        raise MissingExtraError(message, hint=f"pip install --force-reinstall {row.package}") from error
+
+
+def find_missing_provider(device: str, hardware: str) -> Missing | None:
+    """Returns why the provider of a device cannot be used here on some hardware ("" for any), None where it can."""
+    row = PROVIDERS[device]
+    if row.systems and sys.platform not in row.systems:
+        names = " and ".join({"linux": "Linux", "win32": "Windows"}[system] for system in row.systems)
+        return Missing(reason=f"{row.name} runs only on {names}", command=None)
+    if row.module and importlib.util.find_spec(row.module) is None:
+        return Missing(reason=f"the wheel {row.distribution} is not installed", command=f"pip install {row.package}")
+    if not row.module and row.name not in AVAILABLE_PROVIDERS:
+        command = f"pip uninstall -y onnxruntime && pip install {row.package}"
+        return Missing(reason=f"onnxruntime {VERSION} here was built without {row.name}", command=command)
+    return _find_lacking(device, hardware)
+
+
+def _find_lacking(device: str, hardware: str) -> Missing | None:
+    """Returns what a provider that is installed lacks: a library that it loads, or hardware."""
+    row = PROVIDERS[device]
+    try:
+        found = ask_provider(device)
+    except MissingExtraError as error:
+        return Missing(reason=error.message, command=error.hint)
+    if found.failure:
+        # ONNX Runtime itself says nothing then and takes the CPU.
+        return Missing(reason=f"{row.name} cannot be loaded: {found.failure}", command=row.needs or None)
+    if row.drivers and sys.platform == "linux" and not any((_DEV / name).exists() for name in row.drivers):
+        return Missing(reason=f"this machine has no GPU that {row.name} computes on", command=row.needs or None)
+    kinds = [one.kind for one in found.devices]
+    if row.module and (hardware not in kinds if hardware else not kinds):
+        seen = f": it has {', '.join(kinds)}" if kinds else ""
+        return Missing(
+            reason=f"{row.name} finds no {hardware or 'device'} on this machine{seen}", command=row.needs or None
+        )
+    return None
+
+
+def is_accelerated(device: str) -> bool:
+    """Returns True if a provider that can be used here finds more than a CPU, or the CPU that it is made for."""
+    row = PROVIDERS[device]
+    if not row.module:
+        return True
+    found = ask_provider(device)
+    return any(one.kind != "cpu" for one in found.devices) or (bool(row.cpu_vendor) and not found.told)
+
+
+def find_provider_versions(device: str) -> dict[str, str]:
+    """Returns the versions of ONNX Runtime and of the package that brings the provider of a device."""
+    row = PROVIDERS[device]
+    try:
+        return {"onnxruntime": VERSION, row.distribution: version(row.distribution)}
+    except PackageNotFoundError:  # a build of somebody's own
+        return {"onnxruntime": VERSION}
+
+
+def list_offered() -> tuple[OfferedProvider, ...]:
+    """Returns every provider that the installed ONNX Runtime and plug-in wheels offer, with what each finds here."""
+    own = {row.name: device for device, row in PROVIDERS.items() if not row.module}
+    built_in = (
+        OfferedProvider(
+            provider=name,
+            source=f"onnxruntime {VERSION}",
+            device=own.get(name) or _OTHERS.get(name, ""),
+            failure=_find_failure(own.get(name, "")),
+        )
+        for name in AVAILABLE_PROVIDERS
+    )
+    plugins = {row.distribution: (row.name, device) for device, row in PROVIDERS.items() if row.module}
+    wheels = {str(found.metadata["Name"]): found.version for found in distributions()}
+    known = {**plugins, **_OTHER_WHEELS}
+    named = sorted(name for name in wheels if name in known or name.startswith("onnxruntime-ep-"))
+    return (*built_in, *(_describe_wheel(f"{name} {wheels[name]}", *known.get(name, ("-", ""))) for name in named))
+
+
+def _describe_wheel(source: str, provider: str, device: str) -> OfferedProvider:
+    offered = OfferedProvider(provider=provider, source=source, device=device)
+    if device not in PROVIDERS:
+        return offered if device else msgspec.structs.replace(offered, failure="edgekit has no device for this wheel")
+    if failure := _find_failure(device):
+        return msgspec.structs.replace(offered, failure=failure)
+    found = tuple(f"{one.kind}: {one.name}" for one in ask_provider(device).devices)
+    return msgspec.structs.replace(offered, hardware=found)
+
+
+def _find_failure(device: str) -> str:
+    missing = find_missing_provider(device, "") if device else None
+    return missing.reason if missing else ""
+
+
+def _name_part(part: str) -> str:
+    """Returns the file name of a part of ONNX Runtime on this system."""
+    return f"onnxruntime_{part}.dll" if sys.platform == "win32" else f"libonnxruntime_{part}.so"
+
 
 _NAMED_NODES = 8
 

@@ -1,22 +1,24 @@
-"""Runs a job through a link, on a program that reads samples from its stdin and writes tensors to its stdout.
+"""Runs a job on a program that reads samples from its stdin and writes tensors to its stdout.
 
-Nothing but the files of the job is ever stored on the other side. What comes back is checked while it is read, and
-what is wrong with it ends the run: the first line that is wrong is the failure, with the device and the step.
+The program lies behind a link to another machine, or is the onnxruntime of this Python in a child process.
 """
 
 import select
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
 
 import msgspec
 
-from edgekit._proc import ChildSetting, Finished, stream_process
+from edgekit._proc import ChildSetting, Finished, run_process, stream_process
 from edgekit.devices.device import DeviceRun, Job
 from edgekit.devices.process.child import (
+    ORT_RUNNER,
     Runner,
     add_ending,
+    collect_run,
     describe_refusal,
     find_shortage,
     find_trace,
@@ -35,8 +37,9 @@ from edgekit.devices.process.exchange import (
     receive_tensors,
     receive_trace,
     tensors_name,
+    write_job,
 )
-from edgekit.devices.process.link import Link
+from edgekit.devices.process.link import Link, LocalLink
 from edgekit.errors import DeviceError
 
 
@@ -157,3 +160,31 @@ def _describe_step(answer: _Answer, job: Job) -> str:
     if answer.count == job.samples.count:
         return "after the last sample"
     return f"at sample {answer.count + 1} of {job.samples.count}" if answer.count else "before the first outputs"
+
+
+def run_python(
+    runner: Runner,
+    job: Job,
+    far: FarJob,
+    work: Path,
+    emulator: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    *,
+    one_core: bool = False,
+) -> DeviceRun:
+    """Runs a job in a child, which `emulator` executes if it is given.
+
+    `env` is added to the child's environment. With `one_core` all of the child's threads share a core.
+    """
+    # -P keeps the program's own folder out of sys.path: its neighbours would stand in for modules of the same names.
+    argv = [*emulator, sys.executable, "-P", str(ORT_RUNNER)]
+    if job.answered is not None:
+        # Samples that are not known yet cannot lie in a folder.
+        link = LocalLink(name=runner.device, folder=work, inside=str(work))
+        argv.append("--pipe")
+        setting = ChildSetting(cwd=work, env=env, one_core=one_core)
+        return run_over(link, argv, job, far, work, runner=runner, setting=setting)
+    write_job(work, far, job.samples)
+    # No pipes: this process would compete for the cores while runs are timed.
+    finished = run_process([*argv, str(work)], timeout_s=job.timeout_s, cwd=work, env=env, one_core=one_core)
+    return collect_run(runner, job, finished, work)

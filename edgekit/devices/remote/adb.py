@@ -14,8 +14,14 @@ from edgekit._proc import Finished, run_process
 from edgekit.devices.device import DeviceRun, Job, Missing
 from edgekit.devices.local.runner import ABIS, find_missing_runner
 from edgekit.devices.process.child import require_device
-from edgekit.devices.remote.address import is_serial
-from edgekit.devices.remote.remote import SLOWEST_BYTES_PER_S, STEP_S, RemoteOptions, native_program, run_remote
+from edgekit.devices.remote.remote import (
+    SLOWEST_BYTES_PER_S,
+    STEP_S,
+    RemoteOptions,
+    is_serial,
+    native_program,
+    run_remote,
+)
 from edgekit.devices.remote.store import (
     COUNT_CORES,
     ask,

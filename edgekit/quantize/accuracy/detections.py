@@ -16,7 +16,7 @@ import numpy as np
 from edgekit.data.wilson import Z95
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.accuracy.heads import overlap_boxes
-from edgekit.quantize.accuracy.soften import soften
+from edgekit.quantize.accuracy.loss import soften
 
 _THRESHOLDS = np.linspace(0.5, 0.95, 10)
 # As COCO counts: at most so many of an image; what scores less is noise and costs time.

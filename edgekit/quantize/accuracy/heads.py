@@ -1,13 +1,224 @@
-"""How the raw head of a detector is read: where boxes and scores lie in the outputs, and how they become detections."""
+"""How the raw head of a detector is read: where boxes and scores lie in the outputs, and how boxes are coded.
 
+The codes of the usual heads are here, and the grids of places that they count from.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import ClassVar
 
 import msgspec
 import numpy as np
 
 from edgekit.model.tensors import Array, Tensors
-from edgekit.quantize.accuracy.box_codes import Grid, decode_boxes
-from edgekit.quantize.ranges.nonlinearities import sigmoid, softmax
+from edgekit.quantize.ranges import sigmoid, softmax
+
+BINS = (8, 16, 17, 32)
+"""How many bins a distance to a side may have, of which a softmax makes a mean (X. Li et al., arXiv:2006.04388)."""
+_STRIDES = ((8, 16, 32), (8, 16), (16, 32), (8, 16, 32, 64), (8, 16, 32, 64, 128), (4, 8, 16, 32), (8,), (16,), (32,))
+_MOST_ANCHORS = 9
+# BlazeFace counts the places of its levels by anchors: two at each of the first and six of the second.
+_UNEVEN = (((8, 2), (16, 6)), ((16, 2), (32, 6)), ((8, 2), (16, 2), (32, 6)))
+# Widths and heights in pixels of YOLOv3 to YOLOv7 for COCO, level by level. Those of another model make all boxes of a
+# place too large or too small alike, which hardly changes how much two of them overlap.
+_ANCHORS = (((10, 13), (16, 30), (33, 23)), ((30, 61), (62, 45), (59, 119)), ((116, 90), (156, 198), (373, 326)))
+# exp(10) times a stride is past all images.
+_LARGEST_POWER = 10.0
+
+
+class Level(msgspec.Struct, frozen=True, kw_only=True):
+    """One level of places: so many anchors at each of height x width; `anchors_first` is the order of the rows."""
+
+    anchors: int
+    height: int
+    width: int
+    anchors_first: bool = False
+
+
+class Grid(msgspec.Struct, frozen=True, kw_only=True):
+    """The levels of a head, in the order of its rows, and height and width of the image."""
+
+    levels: tuple[Level, ...]
+    image: tuple[int, int]
+
+
+class _Places(msgspec.Struct, frozen=True, kw_only=True):
+    """Of each row its column and line, the size of a cell in pixels, and its anchor, all float64 [rows, 2]."""
+
+    corner: Array
+    cell: Array
+    anchor: Array
+    image: Array
+
+    def take(self, rows: Array) -> "_Places":
+        return _Places(corner=self.corner[rows], cell=self.cell[rows], anchor=self.anchor[rows], image=self.image)
+
+
+def lay_grids(
+    columns: tuple[int, ...], rows: int, sides: tuple[tuple[int, int, int], ...], image: tuple[int, int]
+) -> Iterator[tuple[str, Grid | None]]:
+    """Yields the codes that so many columns, of outputs side by side, and rows allow, with grids.
+
+    `sides` are anchors, height and width of each level, where the layout tells them; else grids are guessed by the
+    number of rows.
+    """
+    # Whoever decodes boxes in the graph joins them to a table; numbers of a map, such as heat, may look like boxes.
+    if columns == (4,) and not sides:
+        yield from ((code, None) for code in sorted(EXPLICIT))
+    grids = [_as_grid(sides, image)] if sides else list(_guess_grids(rows, image))
+    for grid in grids:
+        has_anchors = len(grid.levels) == len(_ANCHORS) and all(level.anchors == 3 for level in grid.levels)
+        for code in _CODES_BY_COLUMNS.get(columns, _BINNED):
+            if has_anchors or code not in _ANCHORED:
+                yield code, grid
+
+
+def decode_boxes(code: str, values: Array, grid: Grid | None, rows: Array | None = None) -> Array:
+    """Returns the corners of boxes (left, top, right, bottom), float64 [rows, 4], in the units of the graph.
+
+    `values` are those of all rows of the grid, or of the `rows` that are given.
+    """
+    if grid is None:
+        return EXPLICIT[code](values)
+    places = _find_places(grid)
+    return CODES[code](values, places if rows is None else places.take(rows))
+
+
+def _as_grid(sides: tuple[tuple[int, int, int], ...], image: tuple[int, int]) -> Grid:
+    levels = tuple(
+        Level(anchors=count, height=height, width=width, anchors_first=True) for count, height, width in sides
+    )
+    return Grid(levels=levels, image=image)
+
+
+def _guess_grids(rows: int, image: tuple[int, int]) -> Iterator[Grid]:
+    for strides in _STRIDES:
+        sides = [(-(-image[0] // stride), -(-image[1] // stride)) for stride in strides]
+        count, left = divmod(rows, sum(height * width for height, width in sides))
+        if left or not 1 <= count <= _MOST_ANCHORS:
+            continue
+        for first in (False, True) if count > 1 else (False,):
+            levels = tuple(
+                Level(anchors=count, height=height, width=width, anchors_first=first) for height, width in sides
+            )
+            yield Grid(levels=levels, image=image)
+    for uneven in _UNEVEN:
+        levels = tuple(Level(anchors=n, height=-(-image[0] // s), width=-(-image[1] // s)) for s, n in uneven)
+        if sum(level.anchors * level.height * level.width for level in levels) == rows:
+            yield Grid(levels=levels, image=image)
+
+
+@lru_cache(maxsize=64)
+def _find_places(grid: Grid) -> _Places:
+    corners, cells, anchors = list[Array](), list[Array](), list[Array]()
+    for index, level in enumerate(grid.levels):
+        shape = (level.height, level.width, level.anchors)
+        line, column, number = np.indices(shape)
+        if level.anchors_first:
+            line, column, number = (np.moveaxis(value, -1, 0) for value in (line, column, number))
+        cell = np.array([grid.image[1] / level.width, grid.image[0] / level.height])
+        corners.append(np.stack([column.ravel(), line.ravel()], axis=1))
+        cells.append(np.broadcast_to(cell, corners[-1].shape))
+        known = index < len(_ANCHORS) and level.anchors == len(_ANCHORS[index])
+        sizes = np.array(_ANCHORS[index], np.float64) if known else np.broadcast_to(cell, (level.anchors, 2))
+        anchors.append(sizes[number.ravel()])
+    return _Places(
+        corner=np.concatenate(corners).astype(np.float64),
+        cell=np.concatenate(cells),
+        anchor=np.concatenate(anchors),
+        image=np.array(grid.image[::-1], np.float64),
+    )
+
+
+def _corners(middle: Array, size: Array) -> Array:
+    return np.concatenate([middle - size / 2, middle + size / 2], axis=1)
+
+
+def _powers(values: Array) -> Array:
+    return np.asarray(np.exp(np.clip(values, -_LARGEST_POWER, _LARGEST_POWER)))
+
+
+def _decode_yolox(values: Array, at: _Places) -> Array:
+    """Z. Ge et al., arXiv:2107.08430."""
+    return _corners((values[:, :2] + at.corner) * at.cell, _powers(values[:, 2:]) * at.cell)
+
+
+def _decode_yolov3(values: Array, at: _Places) -> Array:
+    """J. Redmon and A. Farhadi, arXiv:1804.02767."""
+    return _corners((sigmoid(values[:, :2]) + at.corner) * at.cell, _powers(values[:, 2:]) * at.anchor)
+
+
+def _decode_yolov5(values: Array, at: _Places) -> Array:
+    """The head of ultralytics/yolov5, and of YOLOv7."""
+    shares = sigmoid(values)
+    return _corners((2 * shares[:, :2] - 0.5 + at.corner) * at.cell, (2 * shares[:, 2:]) ** 2 * at.anchor)
+
+
+def _decode_shares(values: Array, at: _Places) -> Array:
+    """The head of dog-qiuqiu/FastestDet: within a cell by a tanh, the size as a share of the image."""
+    return _corners((np.tanh(values[:, :2]) + at.corner) * at.cell, sigmoid(values[:, 2:]) * at.image)
+
+
+def _decode_distances(values: Array, at: _Places) -> Array:
+    """Distances to the four sides in cells (Z. Tian et al., "FCOS", arXiv:1904.01355)."""
+    middle = (at.corner + 0.5) * at.cell
+    return np.concatenate([middle - values[:, :2] * at.cell, middle + values[:, 2:] * at.cell], axis=1)
+
+
+def _decode_pixel_distances(values: Array, at: _Places) -> Array:
+    middle = (at.corner + 0.5) * at.cell
+    return np.concatenate([middle - values[:, :2], middle + values[:, 2:]], axis=1)
+
+
+def _decode_offsets(values: Array, at: _Places) -> Array:
+    """Middle and size in pixels, from the middle of the cell (V. Bazarevsky et al., "BlazeFace", arXiv:1907.05047)."""
+    return _corners((at.corner + 0.5) * at.cell + values[:, :2], values[:, 2:])
+
+
+def _decode_centres(values: Array, at: _Places) -> Array:
+    """Shifts and sizes in cells, from the corner of the cell (X. Zhou et al., "CenterNet", arXiv:1904.07850)."""
+    return _corners((at.corner + values[:, :2]) * at.cell, np.maximum(values[:, 2:], 0) * at.cell)
+
+
+def _decode_centre_pixels(values: Array, at: _Places) -> Array:
+    return _corners((at.corner + values[:, :2]) * at.cell, np.maximum(values[:, 2:], 0))
+
+
+def _decode_bins(values: Array, at: _Places) -> Array:
+    """Distances in cells as means over bins (X. Li et al., arXiv:2006.04388)."""
+    bins = values.reshape(len(values), 4, values.shape[1] // 4)
+    return _decode_distances(softmax(bins) @ np.arange(bins.shape[-1], dtype=np.float64), at)
+
+
+EXPLICIT: Mapping[str, Callable[[Array], Array]] = {
+    "corners": lambda values: values,
+    "middle and size": lambda values: _corners(values[:, :2], values[:, 2:]),
+}
+"""Codes of graphs that decode themselves. Whether x or y comes first is no matter for overlaps."""
+
+CODES: Mapping[str, Callable[[Array, _Places], Array]] = {
+    "yolox": _decode_yolox,
+    "yolov3": _decode_yolov3,
+    "yolov5": _decode_yolov5,
+    "shares": _decode_shares,
+    "distances": _decode_distances,
+    "pixel distances": _decode_pixel_distances,
+    "offsets": _decode_offsets,
+    "binned distances": _decode_bins,
+    "centres": _decode_centres,
+    "centres and pixels": _decode_centre_pixels,
+}
+"""Codes of raw heads, by what they are called here."""
+_ANCHORED = frozenset({"yolov3", "yolov5"})
+_BINNED = ("binned distances",)
+CENTRED = ("centres", "centres and pixels")
+"""Codes of heads whose scores are a map with a peak at the middle of each object."""
+_CODES_BY_COLUMNS: Mapping[tuple[int, ...], tuple[str, ...]] = {
+    (4,): tuple(code for code in CODES if code not in {*_BINNED, *CENTRED}),
+    (2, 2): CENTRED,
+}
+"""Which codes there are for columns of outputs side by side; others are bins."""
+
 
 # What tells boxes from other numbers: so many are in order, they lie in more than one corner, and half of them are
 # larger than 2 of 640 pixels either way. Shares of an image may reach past it.

@@ -9,8 +9,8 @@ import numpy as np
 from edgekit.graph.graph import Graph
 from edgekit.model.outputs import StatedOutput
 from edgekit.model.tensors import Array, Tensors, ranks_classes
-from edgekit.quantize.graph.raw_scores import are_raw_scores, list_raw_scores
-from edgekit.quantize.ranges.nonlinearities import sigmoid, softmax
+from edgekit.quantize.graph.compared_tensors import are_raw_scores, list_raw_scores
+from edgekit.quantize.ranges import sigmoid, softmax
 
 MeasuredKind = Literal["classes", "map", "sequence", "labels", "image", "embedding", "values"]
 

@@ -11,18 +11,16 @@ from edgekit._ort import CpuSession, SessionSettings
 from edgekit.data.samples import Samples, select_samples, spread_indices
 from edgekit.graph.graph import Graph, read_graph
 from edgekit.machine import map_in_order
+from edgekit.model.external import skim_model
 from edgekit.model.model import Model
 from edgekit.model.outputs import StatedOutput
-from edgekit.model.skim import skim_model
 from edgekit.model.tensors import Array, Tensors
-from edgekit.prepare.weights.float_weights import LAYOUT, find_cubics
+from edgekit.prepare.constants import LAYOUT, find_cubics
 from edgekit.quantize.accuracy.detections import estimate_drop, record_detections
-from edgekit.quantize.accuracy.head_search import find_head, find_image, may_be_head
+from edgekit.quantize.accuracy.head_search import DetectionList, find_head, find_image, find_list, may_be_head
 from edgekit.quantize.accuracy.heads import Head
-from edgekit.quantize.accuracy.listed import DetectionList, find_list
-from edgekit.quantize.accuracy.loss import MEASURES, Loss, lasting_reach
+from edgekit.quantize.accuracy.loss import MEASURES, Loss, lasting_reach, ratio_db
 from edgekit.quantize.accuracy.output_kinds import Reading, read_output_kinds
-from edgekit.quantize.accuracy.sqnr import ratio_db
 from edgekit.quantize.effort import find_effort
 
 MOST_SAMPLES = 256

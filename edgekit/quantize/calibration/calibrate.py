@@ -13,27 +13,27 @@ from edgekit.machine import single_blas_thread
 from edgekit.model.model import Model
 from edgekit.model.outputs import StatedOutput
 from edgekit.progress import Progress, say_nothing
-from edgekit.quantize.calibration.cache import CacheSettings
-from edgekit.quantize.calibration.fitted import save_fitted
-from edgekit.quantize.calibration.held_out import save_held_out
+from edgekit.quantize.calibration.held_out import save_fitted, save_held_out
 from edgekit.quantize.calibration.instrument import picked_values
 from edgekit.quantize.calibration.moments import save_moments
 from edgekit.quantize.calibration.passes import CalibrationTask, Measurements, measure_samples
 from edgekit.quantize.calibration.statistics import ActivationStatistics
+from edgekit.quantize.calibration.store import CacheSettings
 from edgekit.quantize.effort import find_effort
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.graph.float_graph import float_activations, read_aside, read_float_graph, set_weights_aside
-from edgekit.quantize.ranges.histogram import HistogramCollector
-from edgekit.quantize.ranges.methods import (
+from edgekit.quantize.ranges import (
     AUTO_METHODS,
     METHODS,
     PLAIN_METHODS,
     RANGE_METHODS,
+    HistogramCollector,
     TensorRange,
     TensorStatistics,
+    find_nonlinearities,
+    match_nonlinearity,
     snap_range,
 )
-from edgekit.quantize.ranges.nonlinearities import find_nonlinearities, match_nonlinearity
 
 MEASURED_SAMPLES = 64
 """From how many samples histograms and moments come, held-out ones among them.

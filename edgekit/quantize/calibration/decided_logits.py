@@ -10,7 +10,7 @@ from edgekit.quantize.accuracy.output_kinds import read_output_kinds
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.calibration.held_out import read_held_out
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
-from edgekit.quantize.ranges.methods import TensorRange, snap_range
+from edgekit.quantize.ranges import TensorRange, snap_range
 
 # What may lie between logits and the output without another value being first.
 _ORDERLY = frozenset({"Flatten", "Identity", "Reshape", "Resize", "Squeeze", "Transpose", "Unsqueeze", "Upsample"})

@@ -6,7 +6,7 @@ from edgekit.graph.graph import Graph
 from edgekit.model.outputs import StatedOutput
 from edgekit.quantize.accuracy.output_kinds import WHITES, may_be_image
 from edgekit.quantize.calibration.calibrate import Calibration
-from edgekit.quantize.ranges.methods import TensorRange, snap_range
+from edgekit.quantize.ranges import TensorRange, snap_range
 
 # Samples whose brightest pixel is less than 1 / 1.25 of white are no photographs (or of another scale), and a range
 # wider by more than a quarter loses a third of a bit; chosen by hand, tests/quantize/test_quantize_image_headroom.py.

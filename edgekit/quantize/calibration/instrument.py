@@ -12,8 +12,14 @@ from edgekit.graph.graph import Graph
 from edgekit.graph.rewrite import set_nodes
 from edgekit.model.tensors import Array
 from edgekit.quantize.calibration.moments import patches_per_sample
-from edgekit.quantize.graph.attention_masks import MASK_VALUE, AttentionScores, find_attention_scores
-from edgekit.quantize.graph.float_graph import float_activations, folded_activations, known_bounds
+from edgekit.quantize.graph.float_graph import (
+    MASK_VALUE,
+    AttentionScores,
+    find_attention_scores,
+    float_activations,
+    folded_activations,
+    known_bounds,
+)
 from edgekit.quantize.graph.float_regions import find_infinite_tensors
 from edgekit.quantize.graph.layers import (
     Layer,

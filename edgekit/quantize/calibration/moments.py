@@ -16,7 +16,7 @@ import numpy as np
 
 from edgekit.errors import UsageError
 from edgekit.model.tensors import HEADERS, Array
-from edgekit.quantize.calibration.array_file import ArrayFile
+from edgekit.quantize.calibration.store import ArrayFile
 from edgekit.quantize.graph.layers import Layer, PatchIndices, expand_channel_factors
 
 BUDGET_BYTES = 96 << 20

@@ -21,11 +21,10 @@ from edgekit.machine import map_in_order, release_memory
 from edgekit.model.model import Model, write_proto
 from edgekit.model.tensors import Array, Tensors
 from edgekit.progress import Progress
-from edgekit.quantize.calibration.cache import CacheSettings, CalibrationCache, open_cache
-from edgekit.quantize.calibration.checkpoint import Checkpoint
 from edgekit.quantize.calibration.held_out import LEAST_BYTES, HeldOut
 from edgekit.quantize.calibration.instrument import HIGHS, LOWS, SCORES, InstrumentedGraph, instrument_graph
 from edgekit.quantize.calibration.statistics import ActivationStatistics
+from edgekit.quantize.calibration.store import CacheSettings, CalibrationCache, Checkpoint, open_cache
 from edgekit.quantize.graph.float_graph import float_activations
 from edgekit.quantize.graph.float_regions import find_infinite_tensors
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 
 from edgekit.model.tensors import Array, Tensors
-from edgekit.quantize.calibration.array_file import ArrayFile
 from edgekit.quantize.calibration.instrument import (
     HIGHS,
     LOWS,
@@ -17,9 +16,9 @@ from edgekit.quantize.calibration.instrument import (
     pick_outputs,
 )
 from edgekit.quantize.calibration.moments import InputMoments, MomentCollector, block_sizes
-from edgekit.quantize.graph.attention_masks import is_masked
-from edgekit.quantize.ranges.histogram import Histogram, HistogramCollector
-from edgekit.quantize.ranges.methods import TensorRange
+from edgekit.quantize.calibration.store import ArrayFile
+from edgekit.quantize.graph.float_graph import is_masked
+from edgekit.quantize.ranges import Histogram, HistogramCollector, TensorRange
 
 # Picked values of so many samples are counted together: numpy's cost per call is then small. Of so many bytes of them
 # memory is held at a time. Both chosen by hand.

@@ -1,9 +1,15 @@
-"""What calibration, planning and rounding need to know of a float graph."""
+"""What calibration, planning and rounding need to know of a float graph.
 
-from collections.abc import Iterator, Mapping
+Names that collide with those that quantizing adds are changed, a Gemm with a computed bias becomes the MatMul and the
+Add that it is, and attention masks are known, so that their large negative numbers stretch no range.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+import msgspec
 import numpy as np
 import onnx
 from onnx import numpy_helper
@@ -11,18 +17,191 @@ from onnx import numpy_helper
 from edgekit._files import read_chunks
 from edgekit.errors import ModelError
 from edgekit.graph.constants import bring_in, lift_constants, read_array
-from edgekit.graph.graph import Graph, Node, view_file, view_model
+from edgekit.graph.graph import Graph, Node, view_file, view_model, view_part
 from edgekit.graph.inference import infer_model
-from edgekit.graph.rewrite import set_nodes
-from edgekit.model.external import DataPlace, begin_page, point_to, read_place
-from edgekit.model.model import MOST_INLINE_BYTES, Model, find_integer_ops
-from edgekit.model.outside import read_outside
-from edgekit.model.skim import MAX_DATA_BYTES
+from edgekit.graph.rewrite import FLOATS, Writer, replace_nodes, set_nodes
+from edgekit.model.external import MAX_DATA_BYTES, DataPlace, begin_page, point_to, read_place
+from edgekit.model.model import (
+    MOST_INLINE_BYTES,
+    Model,
+    drop_unread,
+    find_integer_ops,
+    list_names,
+    read_outside,
+    rename_tensors,
+)
 from edgekit.model.tensors import Array
 from edgekit.prepare.tidy import drop_initializer_inputs
-from edgekit.quantize.graph.attention_masks import clamp_masks
-from edgekit.quantize.graph.gemms import split_gemms
-from edgekit.quantize.graph.names import avoid_name_collisions
+
+# What ONNX Runtime's quantizer puts behind the name of a tensor (onnxruntime/quantization/quant_utils.py). Where a name
+# is taken it adds nothing (ONNXModel.add_initializer): a model's own `x_scale` would be read as the scale of `x`.
+_ORT_SUFFIX = re.compile(r"_(scale|zero_point|quantized|convert|QuantizeLinear|DequantizeLinear)(_|$)")
+_OURS = "edgekit."  # what calibration's own tensors begin with
+
+
+def avoid_name_collisions(proto: onnx.ModelProto, subject: str) -> None:
+    """Renames inner tensors whose names would be given to others, in place: `x_scale` where there is an `x`.
+
+    Inputs and outputs keep their names; then the other of the two tensors gets a new one.
+
+    Raises:
+        ModelError: both are inputs or outputs.
+    """
+    names = list_names(proto.graph)
+    kept = {value.name for value in (*proto.graph.input, *proto.graph.output)}
+    renamed: dict[str, str] = {}
+    for name in sorted(names):
+        stem = next(
+            (name[: match.start()] for match in _ORT_SUFFIX.finditer(name) if name[: match.start()] in names), None
+        )
+        if stem is None and not name.startswith(_OURS):
+            continue
+        other = next((each for each in (name, stem) if each is not None and each not in kept), None)
+        if other is None:
+            raise ModelError(
+                f"quantizing '{subject}' would give the name of '{name}' to what it makes of '{stem or name}'",
+                hint=f"rename it: edgekit prepare MODEL --rename {name}=NEW --out FILE",
+            )
+        renamed.setdefault(other, _free_name(other, names))
+    if renamed:
+        rename_tensors(proto.graph, renamed)
+
+
+def _free_name(name: str, names: set[str]) -> str:
+    new = f"own.{name}" if name.startswith(_OURS) else f"{name}.own"
+    while new in names:
+        new += ".own"
+    return new
+
+
+_OPSET = 13  # the lowest that is quantized
+
+
+def split_gemms(graph: onnx.GraphProto, folder: Path = Path()) -> tuple[str, ...]:
+    """Makes a MatMul and an Add of each Gemm whose bias is computed, in place, and returns the names of the nodes.
+
+    ONNX Runtime writes such a Gemm where the products of a recurrent cell are added (MatMulAddFusion). Its integer
+    Gemm adds a constant of 32 bits alone, so between Q and DQ nodes it would stay float
+    (`qdq_transformer/selectors_actions/qdq_selectors.cc`, GemmNodeGroupSelector).
+    """
+    split = replace_nodes(graph, _OPSET, {"Gemm"}, _expand, folder)
+    if split:
+        drop_unread(graph)
+    return split
+
+
+def _expand(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
+    if not node.has_input(2) or node.input[2] in graph.constants:
+        return None
+    dtype = next((kind for name in node.input if (kind := graph.value(name).dtype)), None)
+    alpha, beta = (float(node.attributes.get(name, 1.0)) for name in ("alpha", "beta"))
+    # A graph may hold no type of an inner tensor, which only factors need.
+    if dtype not in FLOATS and (alpha, beta) != (1.0, 1.0):
+        return None
+    writer = Writer(graph=graph, node=node)
+    left, right, bias = node.input
+    if node.integer("transA", 0):
+        left = writer.add("Transpose", [left], "left", perm=[1, 0])
+    if node.integer("transB", 0):
+        right = _transpose(graph, writer, right)
+    if alpha != 1:
+        left = writer.add("Mul", [left, writer.constant("alpha", alpha, str(dtype))], "scaled")
+    if beta != 1:
+        bias = writer.add("Mul", [bias, writer.constant("beta", beta, str(dtype))], "bias")
+    writer.add("Add", [writer.add("MatMul", [left, right], "product"), bias])
+    product, total = writer.nodes[-2:]
+    # The node with the weight is the one that is known by the name.
+    product.name, total.name = total.name, f"{total.name}/sum"
+    return writer.nodes
+
+
+def _transpose(graph: Graph, writer: Writer, name: str) -> str:
+    """Returns the transposed matrix: a weight has to stay a constant."""
+    value = graph.constant(name)
+    if value is None:
+        return writer.add("Transpose", [name], "right", perm=[1, 0])
+    return writer.constant("weight", np.ascontiguousarray(value.T), value.dtype.name)
+
+
+MASK_VALUE = -1e4
+"""What masks are raised to: a Softmax makes 0 of it beside any score, and float16 holds it (to -65504)."""
+
+# exp(-12) is 6e-6: beside 8 bits, whose step is 1/256, even a thousand such scores are nothing. A bias may be added to
+# scores that differ by more than that, so it gets more. Chosen by hand;
+# tests/quantize/test_quantize_attention_masks.py shows the effect.
+SCORE_MARGIN, BIAS_MARGIN = 12.0, 32.0
+"""How far below the highest score of a row scores still count, and how far below the highest bias biases do."""
+
+# What may lie between a mask and a Softmax: shapes and types of it, and how it meets the scores.
+_SHAPE_OPS = frozenset({"Reshape", "Unsqueeze", "Squeeze", "Identity", "Expand", "Cast"})
+_MASKING_OPS = frozenset({"Add", "Where", "Mul", "Sub"})
+# Exporters put up to about ten nodes (Unsqueeze, Cast, Sub, Mul, Where ...) between a mask and its Softmax.
+_MOST_STEPS = 12
+
+
+class AttentionScores(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor whose rows a Softmax over the last axis reads; what lies `margin` below a row's highest still counts."""
+
+    tensor: str
+    margin: float
+
+
+def clamp_masks(graph: onnx.GraphProto, folder: Path = Path()) -> None:
+    """Raises constants below MASK_VALUE that become masks before a Softmax, minus infinity among them, to MASK_VALUE.
+
+    Masks are added to scores, chosen instead of them, or are a product of 0 or 1 and such a constant. External data lie
+    in `folder`.
+    """
+    view, made = view_part(graph, folder=folder), set[str]()
+    for node in _masking_nodes(view):
+        for index, name in enumerate(node.input):
+            value = view.constant(name) if view.is_float_constant(name) else None
+            if value is None or not _is_mask(value):
+                continue
+            clamped = f"{name}.edgekit.bounded"
+            if clamped not in made:
+                made.add(clamped)
+                clamped_value = np.maximum(value, np.float32(MASK_VALUE))
+                graph.initializer.append(numpy_helper.from_array(clamped_value, clamped))
+            node.proto.input[index] = clamped
+
+
+def find_attention_scores(graph: Graph) -> tuple[AttentionScores, ...]:
+    """Returns what may be masked scores: what a Softmax over the last axis reads, and what is added to become that."""
+    found: dict[str, float] = {}
+    front = [
+        (node.input[0], SCORE_MARGIN)
+        for node in graph.nodes
+        if node.op_type == "Softmax" and node.integer("axis", -1) in {-1, len(graph.dims(node.input[0])) - 1}
+    ]
+    for _ in range(_MOST_STEPS):
+        found.update((name, max(margin, found.get(name, 0.0))) for name, margin in front)
+        makers = [(graph.producers[name], margin) for name, margin in front if name in graph.producers]
+        front = [(node.input[0], margin) for node, margin in makers if node.op_type in _SHAPE_OPS]
+        front += [(name, BIAS_MARGIN) for node, _ in makers if node.op_type == "Add" for name in node.input]
+    return tuple(AttentionScores(tensor=name, margin=margin) for name, margin in found.items())
+
+
+def is_masked(low: float, high: float, lowest_counting: float) -> bool:
+    """Returns True if the lowest value lies farther below the lowest that counts than that lies below the highest."""
+    return low < lowest_counting - (max(high, 0.0) - min(lowest_counting, 0.0))
+
+
+def _is_mask(value: Array) -> bool:
+    return bool((value < MASK_VALUE).any()) and not np.isnan(value).any() and bool(value.max() < -MASK_VALUE)
+
+
+def _masking_nodes(graph: Graph) -> Iterator[Node]:
+    """Yields the nodes through which a mask may reach a Softmax, the nearest first."""
+    reached: set[Node] = set()
+    front = [node.input[0] for node in graph.nodes if node.op_type == "Softmax"]
+    for _ in range(_MOST_STEPS):
+        nodes = dict.fromkeys(graph.producers[name] for name in front if name in graph.producers)
+        new = [node for node in nodes if node not in reached]
+        reached.update(new)
+        yield from (node for node in new if node.op_type in _MASKING_OPS)
+        front = [name for node in new if node.op_type in _MASKING_OPS | _SHAPE_OPS for name in node.input]
+
 
 MINIMUM_OPSET = 13
 """Q and DQ nodes take an axis (per-channel weights) from opset 13 on."""

@@ -12,10 +12,9 @@ from edgekit._ort import CpuSession, SessionSettings, external_config
 from edgekit.errors import RuntimeRefusal
 from edgekit.graph.rewrite import copy_fields
 from edgekit.machine import release_memory
-from edgekit.model.external import DataPlace, begin_page, point_to
+from edgekit.model.external import MAX_DATA_BYTES, DataPlace, begin_page, point_to
 from edgekit.model.model import count_weight_bytes
-from edgekit.model.skim import MAX_DATA_BYTES
-from edgekit.prepare.weights.float_weights import LAYOUT, OPTIMIZER, find_cubics
+from edgekit.prepare.constants import LAYOUT, OPTIMIZER, find_cubics
 
 # Pairs of u8 x s8 products are added in 16 bits on x64 without VNNI, where they saturate: the judge must not.
 _PRECISE: Mapping[str, str] = {"session.x64quantprecision": "1"}

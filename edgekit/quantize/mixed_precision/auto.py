@@ -35,11 +35,11 @@ from edgekit.quantize.mixed_precision.relief import (
     GOOD_DB,
     adapt_ranges,
     choose_schedule,
+    keep_eight,
     relieve_plan,
     spare_enlarged,
 )
 from edgekit.quantize.mixed_precision.score import has_held_out
-from edgekit.quantize.mixed_precision.weight_bits import keep_eight
 from edgekit.quantize.plan import Candidate, QuantPlan, draft_plan, is_relievable
 from edgekit.target import Precision, Target
 

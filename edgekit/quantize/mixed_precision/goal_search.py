@@ -1,16 +1,22 @@
-"""The search for a plan: from the cheapest to dearer ones, until the expected drop is small enough."""
+"""The search for a plan: from the cheapest to dearer ones, until the expected drop meets the goal.
+
+What was tried is kept in a file, so that a search that was interrupted goes on.
+"""
 
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 
-from edgekit._files import copy_file
+from edgekit._files import copy_file, digest_bytes, open_regular, require_place, write_file
+from edgekit._ort import VERSION
 from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport
+from edgekit.errors import UsageError
 from edgekit.model.model import Model
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize.accuracy.predict import FAITHFUL_DB, LABELS, Prediction
@@ -18,12 +24,95 @@ from edgekit.quantize.apply import QuantizedModel, quantize_model
 from edgekit.quantize.calibration.calibrate import Calibration, open_float_graph
 from edgekit.quantize.calibration.image_headroom import makes_images
 from edgekit.quantize.mixed_precision.auto import plan_minmax, plan_quantization
-from edgekit.quantize.mixed_precision.candidates import Memo
-from edgekit.quantize.mixed_precision.narrow import store_narrow
+from edgekit.quantize.mixed_precision.candidates import Memo, store_narrow
 from edgekit.quantize.mixed_precision.relief import COLLAPSED_DB, GOOD_DB, relieve_step, weigh_relief
-from edgekit.quantize.mixed_precision.search_state import State, Trial
 from edgekit.quantize.plan import QuantPlan, is_relievable
 from edgekit.target import INTEGERS, Precision, Target
+
+MAX_STATE_BYTES = 1 << 28
+"""What is larger was not written here: a plan has about 100 bytes a tensor, and a search tries 7."""
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One plan that was tried: how it was made, what it costs, and the share of work that the target takes of it.
+
+    `integer_macs` is the share of the work that is done in integers, 1.0 if everything is.
+    """
+
+    step: str
+    plan: QuantPlan
+    prediction: Prediction
+    taken_macs: float
+    integer_macs: float = 1.0
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True):
+    """What a search that was interrupted had tried, the file where it is kept, and what it was a search for."""
+
+    path: Path
+    key: dict[str, str]
+    trials: tuple[Trial, ...]
+
+    def write(self, trials: Sequence[Trial]) -> None:
+        """Writes what was tried so far."""
+        stored = _Stored(key=self.key, trials=tuple(trials), sha256=_digest(trials))
+        write_file(self.path, msgspec.json.encode(stored, order="sorted"))
+
+
+class _Stored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the file of a state holds; `sha256` is that of the trials."""
+
+    key: dict[str, str]
+    trials: tuple[Trial, ...]
+    sha256: str
+
+
+def open_state(
+    path: Path, model: Model, samples_sha256: str, target: Target, precision: Precision, facts: Mapping[str, str]
+) -> State:
+    """Returns what the file of a state holds for this search, nothing where there is none yet.
+
+    `facts` says what else a search depends on, such as the labels by which the drop is measured.
+
+    Raises:
+        UsageError: the file holds no state, was changed, or is of another search.
+        OutputError: it cannot be written.
+    """
+    key = {
+        "model": model.sha256,
+        "samples": samples_sha256,
+        "target": target.name,
+        "precision": precision,
+        "settings": ",".join(f"{name}={value}" for name, value in sorted(target.settings.items())),
+        **facts,
+        "version": f"edgekit {version('edgekit-onnx')}, onnxruntime {VERSION}",
+    }
+    require_place(path)
+    if not path.exists():
+        return State(path=path, key=key, trials=())
+    hint = f"remove '{path}' or name another file"
+    stored = _read_stored(path, hint)
+    other = [name for name in key if stored.key.get(name) != key[name]]
+    if other:
+        raise UsageError(f"'{path}' is of a search for another {' and '.join(other)}", hint=hint)
+    if stored.sha256 != _digest(stored.trials):
+        raise UsageError(f"'{path}' was changed after it was written", hint=hint)
+    return State(path=path, key=key, trials=stored.trials)
+
+
+def _read_stored(path: Path, hint: str) -> _Stored:
+    try:
+        with open_regular(path) as stream:
+            return msgspec.json.decode(stream.read(MAX_STATE_BYTES), type=_Stored)
+    except OSError as error:
+        raise UsageError(f"cannot read the state '{path}': {error.strerror}", hint=hint) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"'{path}' is no state of a search: {error}", hint=hint) from error
+
+
+def _digest(trials: Sequence[Trial]) -> str:
+    return digest_bytes(msgspec.json.encode(tuple(trials), order="sorted"))
+
 
 PLAIN_DROP = 0.005
 """A drop that the plain mode does not mind: half a point, or of 36 dB 0.18 dB."""

@@ -1,22 +1,101 @@
-"""Weights alone in fewer bits: fp16, dynamic INT8, and 8 or 4 bits in blocks."""
+"""Weights alone in fewer bits: fp16, dynamic INT8, and 8 or 4 bits in blocks.
 
-from collections.abc import Callable
+Blocks that look wrong are named: those of zeros alone, and those whose values are no numbers.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 import msgspec
+import numpy as np
 import onnx
+from onnx import helper, numpy_helper
 
 from edgekit._files import work_folder
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.data.samples import Samples
 from edgekit.errors import ModelError, UsageError, suggest_name
 from edgekit.model.model import Model, find_quantized_form, read_proto, save_proto
+from edgekit.model.tensors import Array
+from edgekit.prepare.tidy import name_nodes
 from edgekit.quantize._ort_quantizer import quantize_dynamically
-from edgekit.quantize.weight_only.blocks import BlockForm, pack_weights
-from edgekit.quantize.weight_only.fp16 import convert_to_fp16
-from edgekit.quantize.weight_only.learned import learn_blocks
-from edgekit.quantize.weight_only.lint import lint_blocks
+from edgekit.quantize.weight_only._ort_float16 import convert_floats
+from edgekit.quantize.weight_only.blocks import BlockForm, learn_blocks, pack_weights
+
+# Of weights that are spread as usual a few per cent lie at an end: a choice.
+_CLIPPED_SHARE = 0.25
+# Which input holds the weights.
+_WEIGHTS = {"MatMulNBits": 1, "GatherBlockQuantized": 0}
+
+
+def lint_blocks(graph: onnx.GraphProto) -> Iterator[str]:
+    """Yields a line for each node with symmetric 4-bit weights that has blocks of zeros or clipped ones.
+
+    A block is clipped where more than a quarter of its values lie at an end of the range. A table is told of by the
+    MatMulNBits that reads it too, if there is one.
+    """
+    stored = {tensor.name: tensor for tensor in graph.initializer}
+    for node in graph.node:
+        place = _WEIGHTS.get(node.op_type)
+        bits = next((helper.get_attribute_value(item) for item in node.attribute if item.name == "bits"), 4)
+        if place is None or bits != 4 or any(node.input[3:4]):
+            continue
+        names = (node.input[place], node.input[2])
+        if any(name not in stored for name in names):
+            continue
+        packed, scales = (numpy_helper.to_array(stored[name]) for name in names)
+        flat = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), scales.size // len(packed), -1)
+        yield from _lint(node.name, flat, scales.reshape(flat.shape[:2]), "column" if place else "row")
+
+
+def _lint(name: str, flat: Array, scales: Array, line: str) -> Iterator[str]:
+    empty = (flat == 8).all(axis=2) | (scales == 0)
+    clipped = ~empty & (((flat == 0) | (flat == 15)).mean(axis=2) > _CLIPPED_SHARE)
+    for what, found in (("hold zeros alone", empty), ("are clipped", clipped)):
+        if found.any():
+            column, block = np.argwhere(found)[0]
+            first = f"the first is block {block} of {line} {column}"
+            yield f"node '{name}': {np.count_nonzero(found)} of {found.size} blocks {what}; {first}"
+
+
+MAX_HALF = 65504.0
+"""The largest finite float16 (IEEE 754-2008, binary16)."""
+
+
+class Fp16Model(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that computes in float16, and the weights whose values float16 cannot hold, which were clamped."""
+
+    model: Model
+    clamped: tuple[str, ...]
+
+
+def convert_to_fp16(model: Model, kept: Sequence[str], out: Path) -> Fp16Model:
+    """Writes the fp16 form of a prepared float32 model; inputs and outputs stay float32, and so do the `kept` nodes.
+
+    Keep the nodes that the provider leaves to the CPU, which has few fp16 kernels.
+
+    Raises:
+        ModelError: the model cannot be converted.
+        RuntimeRefusal: ONNX Runtime does not load the result.
+    """
+    proto = read_proto(model)
+    converted = convert_floats(proto, kept, model.path.name)
+    name_nodes(converted.graph)
+    written = save_proto(converted, out)
+    # A graph that ONNX Runtime does not take is refused here, without the time that its optimizers need.
+    CpuSession(written.path, SessionSettings(level=Level.DISABLED))
+    return Fp16Model(model=written, clamped=_clamped(proto, converted))
+
+
+def _clamped(before: onnx.ModelProto, after: onnx.ModelProto) -> tuple[str, ...]:
+    halves = {tensor.name for tensor in after.graph.initializer if tensor.data_type == onnx.TensorProto.FLOAT16}
+    return tuple(
+        tensor.name
+        for tensor in before.graph.initializer
+        if tensor.name in halves and (np.abs(numpy_helper.to_array(tensor)) > MAX_HALF).any()
+    )
+
 
 WeightForm = Literal["fp16", "dynamic-int8", "int8", "int4"]
 WEIGHT_FORMS: tuple[WeightForm, ...] = ("fp16", "dynamic-int8", "int8", "int4")

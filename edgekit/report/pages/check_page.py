@@ -1,8 +1,14 @@
-"""A check as one HTML page."""
+"""A check as one HTML page: the graph as a strip of who takes which stretch, and as a drawing of its blocks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, groupby
+from typing import Literal
 
+import msgspec
+
+from edgekit.check.report import CheckedNode, CheckReport
 from edgekit.evidence import Evidence
+from edgekit.progress import StageTime
 from edgekit.report.checked import (
     CheckSummary,
     describe_advice,
@@ -14,10 +20,201 @@ from edgekit.report.checked import (
     list_ort_opinions,
     list_remarks,
 )
-from edgekit.report.pages.drawing import draw_blocks
 from edgekit.report.pages.pages import make_page
-from edgekit.report.pages.strip import draw_strip
 from edgekit.report.tables import format_bytes
+
+_MOST_STRETCHES = 200
+
+
+class Stretch(msgspec.Struct, frozen=True, kw_only=True):
+    """What follows each other and goes to one place: where it begins and how wide it is, in percent of all.
+
+    Partitions that follow each other are told apart by `odd`.
+    """
+
+    place: Literal["taken", "left", "fatal"]
+    odd: bool
+    left: float
+    width: float
+    title: str
+
+
+def draw_stages(stages: Sequence[StageTime]) -> tuple[Stretch, ...]:
+    """Returns the stages of a build one after the other, each as wide as its share of the seconds."""
+    ends = list(accumulate((stage.seconds for stage in stages), initial=0.0))
+    total = ends[-1] or 1.0
+    return tuple(
+        Stretch(
+            place="taken",
+            odd=bool(index % 2),
+            left=100 * start / total,
+            width=100 * stage.seconds / total,
+            title=f"{stage.stage}{f' for {stage.target}' if stage.target else ''}: {stage.seconds:.1f} s",
+        )
+        for index, (start, stage) in enumerate(zip(ends, stages, strict=False))
+    )
+
+
+def draw_strip(report: CheckReport) -> tuple[Stretch, ...]:
+    """Returns the stretches of a graph in its order; of more than 200 short ones neighbours are drawn as one."""
+    nodes = report.node_list
+    stretches = [list(group) for _, group in groupby(nodes, key=lambda node: (node.partition, node.fatal))]
+    if len(stretches) > _MOST_STRETCHES:
+        size = -(-len(nodes) // _MOST_STRETCHES)
+        stretches = [list(nodes[start : start + size]) for start in range(0, len(nodes), size)]
+    return tuple(_draw(stretches, len(nodes)))
+
+
+def _draw(stretches: Sequence[Sequence[CheckedNode]], total: int) -> Iterator[Stretch]:
+    start = 0
+    for nodes in stretches:
+        left = next((node for node in nodes if not node.taken), None)
+        first = nodes[0] if left is None else left
+        partition = first.partition
+        where = "the session fails" if first.fatal else "CPU" if partition is None else f"partition {partition}"
+        yield Stretch(
+            place="fatal" if first.fatal else "left" if left is not None else "taken",
+            odd=bool((partition or 0) % 2),
+            left=100 * start / total,
+            width=100 * len(nodes) / total,
+            title=f"{where}: {len(nodes)} nodes, from {nodes[0].op} {nodes[0].name}",
+        )
+        start += len(nodes)
+
+
+Place = Literal["taken", "left", "fatal"]
+
+CHIP_WIDTH = 150
+_PITCH_X, _PITCH_Y, _CHIP_HEIGHT, _MARGIN = 164, 40, 26, 8
+# About a screen of chips; longer blocks are closed until somebody opens them.
+_OPEN_NODES = 60
+# A browser lays out every chip, seen or not.
+_MAX_NODES = 5000
+_MAX_SHOWN = 22
+
+
+class Chip(msgspec.Struct, frozen=True, kw_only=True):
+    """A node in a block: where its left upper corner lies, in pixels, and what to say of it, a line each."""
+
+    x: int
+    y: int
+    place: Place
+    label: str
+    lines: tuple[str, ...]
+
+
+class Block(msgspec.Struct, frozen=True, kw_only=True):
+    """Nodes that follow each other and go to one place; `edges` is an SVG path between its chips."""
+
+    place: Place
+    summary: str
+    is_open: bool
+    width: int
+    height: int
+    chips: tuple[Chip, ...]
+    edges: str
+
+
+def draw_blocks(report: CheckReport) -> Iterator[Block]:
+    """Yields the blocks of a report in the order of the graph; at most 5000 nodes are drawn."""
+    total = sum(node.macs for node in report.node_list)
+    shown = report.node_list[:_MAX_NODES]
+    every_open = len(shown) <= _OPEN_NODES
+    # In the order of the graph, where a partition may come back after others: then it has several blocks.
+    for _, members in groupby(shown, key=lambda node: (node.partition, node.fatal)):
+        nodes = tuple(members)
+        yield _draw_block(nodes, total, is_open=every_open or (not nodes[0].taken and len(nodes) <= _OPEN_NODES))
+
+
+def _draw_block(nodes: Sequence[CheckedNode], total: int, *, is_open: bool) -> Block:
+    spots = _find_spots(nodes)
+    rows = max(y for _, y in spots.values()) + 1
+    columns = max(x for x, _ in spots.values()) + 1
+    return Block(
+        place=_place(nodes[0]),
+        summary=_summarize(nodes, total),
+        is_open=is_open,
+        width=columns * _PITCH_X + 2 * _MARGIN,
+        height=rows * _PITCH_Y + 2 * _MARGIN,
+        chips=tuple(
+            Chip(
+                x=spots[at][0] * _PITCH_X + _MARGIN,
+                y=spots[at][1] * _PITCH_Y + _MARGIN,
+                place=_place(node),
+                label=node.op if len(node.op) <= _MAX_SHOWN else f"{node.op[: _MAX_SHOWN - 1]}…",
+                lines=tuple(_describe(node)),
+            )
+            for at, node in enumerate(nodes)
+        ),
+        edges=" ".join(_draw_edges(nodes, spots)),
+    )
+
+
+def _find_spots(nodes: Sequence[CheckedNode]) -> dict[int, tuple[int, int]]:
+    """Returns the column and row of each node: a row below all that it reads, the first free column of that row."""
+    rows: dict[str, int] = {}
+    used: dict[int, int] = {}
+    spots: dict[int, tuple[int, int]] = {}
+    for at, node in enumerate(nodes):
+        # What is read from other blocks has no place here, and pushes nothing down.
+        row = max((rows[name] + 1 for name in node.reads if name in rows), default=0)
+        rows[node.name] = row
+        spots[at] = (used.get(row, 0), row)
+        used[row] = used.get(row, 0) + 1
+    return spots
+
+
+def _draw_edges(nodes: Sequence[CheckedNode], spots: dict[int, tuple[int, int]]) -> Iterator[str]:
+    position = {node.name: at for at, node in enumerate(nodes)}
+    for at, node in enumerate(nodes):
+        for name in node.reads:
+            if name in position:
+                x1, y1 = _centre(spots[position[name]], bottom=True)
+                x2, y2 = _centre(spots[at], bottom=False)
+                middle = (y1 + y2) // 2
+                yield f"M{x1} {y1}C{x1} {middle} {x2} {middle} {x2} {y2}"
+
+
+def _centre(spot: tuple[int, int], *, bottom: bool) -> tuple[int, int]:
+    x = spot[0] * _PITCH_X + _MARGIN + CHIP_WIDTH // 2
+    return x, spot[1] * _PITCH_Y + _MARGIN + (_CHIP_HEIGHT if bottom else 0)
+
+
+def _place(node: CheckedNode) -> Place:
+    return "fatal" if node.fatal else "taken" if node.taken else "left"
+
+
+def _summarize(nodes: Sequence[CheckedNode], total: int) -> str:
+    first = nodes[0]
+    place = (
+        "the session fails here"
+        if first.fatal
+        else f"partition {first.partition}"
+        if first.partition is not None
+        else "left to the CPU"
+    )
+    work = f", {sum(node.macs for node in nodes) / total:.1%} of MACs" if total else ""
+    ops = ", ".join(_count_ops(nodes))
+    return f"{place}: {len(nodes)} node{'s' if len(nodes) > 1 else ''}{work} ({ops})"
+
+
+def _count_ops(nodes: Iterable[CheckedNode]) -> Iterator[str]:
+    counts: dict[str, int] = {}
+    for node in nodes:
+        counts[node.op] = counts.get(node.op, 0) + 1
+    ranked = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
+    yield from (f"{count} {op}" for op, count in ranked[:4])
+    if len(ranked) > 4:
+        yield "…"
+
+
+def _describe(node: CheckedNode) -> Iterator[str]:
+    yield f"{node.op} {node.name}"
+    yield f"{node.macs:,} MACs, {node.bytes:,} bytes"
+    yield "taken" if node.taken else "makes the session fail" if node.fatal else "left to the CPU"
+    yield from node.reasons
+    yield from (f"risk: {risk}" for risk in node.risks)
+
 
 _FILTERS: Mapping[str, Callable[..., object]] = {
     "bytes": format_bytes,

@@ -1,15 +1,20 @@
 """Profiles as an HTML page: time line, treemap and roofline of each, and what sets two apart."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
 
 from edgekit.evidence import Evidence
+from edgekit.profile.measure import Profiled
 from edgekit.profile.profile import ProfileRun
+from edgekit.profile.report import DeviceProfile, NodeTime
 from edgekit.report.pages.pages import make_page
-from edgekit.report.pages.profile_charts import HUES, draw_roof, draw_treemap, list_spans, number_hues
 from edgekit.report.tables import format_bytes, format_count
-from edgekit.report.timing.profile_text import (
+from edgekit.report.timing import (
     describe_cause,
-    describe_comparison,
     describe_shapes,
     headline_profile,
     list_profile_remarks,
@@ -17,6 +22,203 @@ from edgekit.report.timing.profile_text import (
     rank_nodes,
     short_provider,
 )
+from edgekit.report.timing import describe_profiles as describe_comparison
+
+WIDTH, HEIGHT = 1000.0, 320.0
+MOST_SPANS = 100_000
+"""So many kernels the time line shows; more would make the page slow to load."""
+
+HUES = (
+    "#2f6fde",
+    "#d9822b",
+    "#14804a",
+    "#8f4fd1",
+    "#c22f3d",
+    "#0f8a9d",
+    "#a88b00",
+    "#d0448f",
+    "#6b7a2f",
+    "#5b6b9b",
+    "#9b5b3b",
+    "#7d8894",
+)
+# Boxes below that share of the time could not be seen: they are drawn as one.
+_LEAST = 0.001
+_LETTER, _LINE = 6.2, 16.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 60.0, 985.0, 14.0, 290.0
+
+
+class Box(msgspec.Struct, frozen=True, kw_only=True):
+    """A node in the treemap: its place in a picture of 1000 by 320, its colour by operator, and what to say of it."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    hue: int
+    label: str
+    title: str
+
+
+class Dot(msgspec.Struct, frozen=True, kw_only=True):
+    """A node beside the roof: how much it multiplies a byte, and how fast."""
+
+    x: float
+    y: float
+    radius: float
+    integers: bool
+    title: str
+
+
+class RoofChart(msgspec.Struct, frozen=True, kw_only=True):
+    """The roofs as lines of points, the nodes, and the powers of ten at both axes."""
+
+    float_roof: str
+    integer_roof: str
+    dots: tuple[Dot, ...]
+    columns: tuple[tuple[float, str], ...]
+    rows: tuple[tuple[float, str], ...]
+
+
+def number_hues(profile: DeviceProfile) -> dict[str, int]:
+    """Returns a colour for each operator: the first ones by time have their own, the last is that of all others."""
+    ops = dict.fromkeys(one.op for one in profile.operators)
+    return {op: min(index, len(HUES) - 1) for index, op in enumerate(ops)}
+
+
+def draw_treemap(profile: DeviceProfile) -> tuple[Box, ...]:
+    """Returns a box a node, those of an operator together; areas are times."""
+    hues = number_hues(profile)
+    groups: dict[str, list[NodeTime]] = defaultdict(list)
+    for node in rank_nodes(profile):
+        groups[node.op].append(node)
+    ranked = sorted(groups, key=lambda op: -sum(node.share for node in groups[op]))
+    weights = [sum(node.share for node in groups[op]) for op in ranked]
+    return tuple(
+        box
+        for op, area in zip(ranked, split_area(weights, (0.0, 0.0, WIDTH, HEIGHT)), strict=True)
+        for box in _fill(groups[op], area, hues[op])
+    )
+
+
+def _fill(nodes: Sequence[NodeTime], area: tuple[float, float, float, float], hue: int) -> Iterator[Box]:
+    seen = [node for node in nodes if node.share >= _LEAST]
+    rest = nodes[len(seen) :]
+    weights = [node.share for node in seen] + ([sum(node.share for node in rest)] if rest else [])
+    for index, (x, y, width, height) in enumerate(split_area(weights, area)):
+        node = seen[index] if index < len(seen) else None
+        label = nodes[0].op if width > _LETTER * len(nodes[0].op) and height > _LINE else ""
+        said = f"{len(rest)} more {nodes[0].op}" if node is None else describe_node(node)
+        yield Box(
+            x=round(x, 1), y=round(y, 1), width=round(width, 1), height=round(height, 1), hue=hue, label=label,
+            title=said,
+        )  # fmt: skip
+
+
+def describe_node(node: NodeTime) -> str:
+    """Returns what a picture says of a kernel."""
+    rate = f", {node.gmacs_per_s:.3g} GMAC/s" if node.macs else ""
+    roof = "" if node.roof_share is None else f", {min(node.roof_share, 1):.0%} of the roof"
+    return (
+        f"{node.op} {node.source or node.name} ({short_provider(node.provider)}): {node.self_ms:.3g} ms,"
+        f" {node.share:.1%}{rate}, {node.gbytes_per_s:.3g} GB/s{roof}; {describe_shapes(node.inputs)} ->"
+        f" {describe_shapes(node.outputs)}"
+    )
+
+
+def split_area(
+    weights: Sequence[float], area: tuple[float, float, float, float]
+) -> list[tuple[float, float, float, float]]:
+    """Returns an area cut in parts as large as the weights: in halves of like weight, across the longer side."""
+    whole = sum(weights)
+    if len(weights) <= 1 or whole <= 0:
+        return [area] * len(weights)
+    half, at = 0.0, 0
+    while at < len(weights) - 1 and (at == 0 or half + weights[at] / 2 < whole / 2):
+        half += weights[at]
+        at += 1
+    x, y, width, height = area
+    share = half / whole
+    if width >= height:
+        first, second = (x, y, width * share, height), (x + width * share, y, width * (1 - share), height)
+    else:
+        first, second = (x, y, width, height * share), (x, y + height * share, width, height * (1 - share))
+    return [*split_area(weights[:at], first), *split_area(weights[at:], second)]
+
+
+def draw_roof(profile: DeviceProfile) -> RoofChart | None:
+    """Returns the nodes that multiply beside what the machine reaches, None where there is no probe or no such node."""
+    roof = profile.roof
+    nodes = [node for node in profile.nodes if node.macs and node.bytes and node.gmacs_per_s > 0]
+    if roof is None or not nodes:
+        return None
+    intensities = [node.macs / node.bytes for node in nodes]
+    low_x, high_x = _decades([*intensities, roof.float_gmacs / roof.gbytes, roof.integer_gmacs / roof.gbytes])
+    low_y, high_y = _decades([*(node.gmacs_per_s for node in nodes), roof.float_gmacs, roof.integer_gmacs])
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = (math.log10(x) - low_x) / (high_x - low_x)
+        up = (math.log10(y) - low_y) / (high_y - low_y)
+        clipped = min(max(up, 0.0), 1.0)
+        return round(_LEFT + across * (_RIGHT - _LEFT), 1), round(_BOTTOM - clipped * (_BOTTOM - _TOP), 1)
+
+    def line(peak: float) -> str:
+        ridge = peak / roof.gbytes
+        start = max(10.0**low_x, 10.0**low_y / roof.gbytes)
+        points = [(start, start * roof.gbytes), (ridge, peak), (10.0**high_x, peak)]
+        return " ".join(",".join(map(str, place(*point))) for point in points)
+
+    dots = tuple(
+        Dot(x=at[0], y=at[1], radius=round(3 + 14 * math.sqrt(node.share), 1), integers=node.integers,
+            title=describe_node(node))
+        for node, intensity in zip(nodes, intensities, strict=True)
+        for at in [place(intensity, node.gmacs_per_s)]
+    )  # fmt: skip
+    return RoofChart(
+        float_roof=line(roof.float_gmacs),
+        integer_roof=line(roof.integer_gmacs),
+        dots=dots,
+        columns=tuple((place(10.0**power, 1.0)[0], f"{10.0**power:g}") for power in range(low_x, high_x + 1)),
+        rows=tuple((place(1.0, 10.0**power)[1], f"{10.0**power:g}") for power in range(low_y, high_y + 1)),
+    )
+
+
+def _decades(values: Sequence[float]) -> tuple[int, int]:
+    low = math.floor(math.log10(min(values)))
+    return low, max(low + 1, math.ceil(math.log10(max(values))))
+
+
+def list_spans(profiled: Profiled) -> dict[str, Any]:
+    """Returns the runs for the script of the time line: kernels as four numbers each, one after another.
+
+    The numbers are the place in `names`, the start and the length in microseconds, and the row. Rows are threads, each
+    with as many as its kernels lie inside each other.
+    """
+    hues = number_hues(profiled.profile)
+    places: dict[tuple[str, str], int] = {}
+    rows: dict[tuple[int, int], int] = {}
+    spans: list[int] = []
+    start, runs = 0, 0
+    for run in profiled.executions:
+        if len(spans) // 4 + len(run.steps) > MOST_SPANS and runs:
+            break
+        # Each session has threads of its own: those of the same order share a row.
+        threads: dict[int, int] = {}
+        for step in run.steps[:MOST_SPANS]:
+            thread = threads.setdefault(step.thread, len(threads))
+            row = rows.setdefault((thread, step.depth), len(rows))
+            name = places.setdefault((step.op, step.name), len(places))
+            spans += (name, step.start_us - run.start_us + start, step.duration_us, row)
+        start, runs = start + run.duration_us, runs + 1
+    return {
+        "names": [f"{op} {name}" for op, name in places],
+        "hues": [HUES[hues.get(op, -1)] for op, _ in places],
+        "spans": spans,
+        "rows": max(1, len(rows)),
+        "end": max(1, start),
+        "runs": runs,
+    }
+
 
 _FILTERS: Mapping[str, Callable[..., object]] = {
     "headline": headline_profile,

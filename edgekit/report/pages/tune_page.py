@@ -8,7 +8,7 @@ import msgspec
 from edgekit.evidence import Evidence
 from edgekit.report.pages.pages import make_page
 from edgekit.report.tables import format_bytes
-from edgekit.report.timing.tune_text import (
+from edgekit.report.timing import (
     describe_fused,
     describe_nearness,
     describe_ratio,

@@ -7,7 +7,7 @@ import msgspec
 
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.bundle.folder import Bundle
-from edgekit.bundle.golden.golden import KnownOutputs, read_classes, read_inputs, read_outputs
+from edgekit.bundle.golden import KnownOutputs, read_classes, read_inputs, read_outputs
 from edgekit.data.samples import Samples, keep_small, select_samples
 from edgekit.errors import RuntimeRefusal
 from edgekit.evidence import Evidence
@@ -17,7 +17,7 @@ from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.report import AttributionStep, Step, VerifyReport
 from edgekit.verify.run_report import RunReport
-from edgekit.verify.tasks.accuracy import measure_accuracy
+from edgekit.verify.tasks.scores import measure_accuracy
 
 _HISTORY = (
     "the steps of the attribution that did not run now are those of the bundle's verify.json, which no digest covers"

@@ -7,9 +7,9 @@ import msgspec
 import numpy as np
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
+from edgekit.bundle.expected import EXPECTED
 from edgekit.bundle.folder import GOLDEN, Bundle, read_target
-from edgekit.bundle.golden.expected import EXPECTED
-from edgekit.bundle.golden.golden import read_inputs, read_outputs
+from edgekit.bundle.golden import read_inputs, read_outputs
 from edgekit.check.check import check_model
 from edgekit.convert.ort_form import OrtOptions, Style, load_settings
 from edgekit.data.npz import read_rows
@@ -18,7 +18,7 @@ from edgekit.errors import EdgekitError, ModelError, RuntimeRefusal, TargetError
 from edgekit.machine import release_memory
 from edgekit.model.model import load_model
 from edgekit.model.tensors import Array, Tensors
-from edgekit.prepare.weights.float_weights import DISABLED
+from edgekit.prepare.constants import DISABLED
 from edgekit.target import Form, load_target
 
 TESTED_FORMS: tuple[Form, ...] = ("onnx", "full", "runtime")
@@ -30,7 +30,7 @@ _SHARE, _ERROR_FACTOR = 0.02, 2.0
 def list_broken_forms(bundle: Bundle) -> Iterator[str]:
     """Yields, in words, each model file whose outputs for the self-test's samples lie beyond the self-test's tolerance.
 
-    Devices run one form, apps may open another. The tolerance is the manifest's (`edgekit.bundle.golden.expected`)
+    Devices run one form, apps may open another. The tolerance is the manifest's (`edgekit.bundle.expected`)
     without what it grants to the arithmetic of other devices: twice what the model was off at the build, so that a file
     of float32 beside one of fp16 lies within it. A form that this machine cannot open, and a bundle without a
     self-test, are not judged.

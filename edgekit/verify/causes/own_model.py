@@ -7,7 +7,7 @@ import numpy as np
 
 from edgekit._ort import CpuSession
 from edgekit.bundle.folder import Bundle
-from edgekit.bundle.golden.golden import KnownOutputs
+from edgekit.bundle.golden import KnownOutputs
 from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun
 from edgekit.errors import EdgekitError

@@ -7,10 +7,10 @@ import numpy as np
 from edgekit.data.samples import Samples
 from edgekit.errors import EdgekitError
 from edgekit.model.tensors import Tensors, is_numeric
-from edgekit.quantize.ranges.nonlinearities import softmax
+from edgekit.quantize.ranges import softmax
 from edgekit.verify.layers.overflows import HALF_MAX
 from edgekit.verify.metrics import tensor_metrics as metrics
-from edgekit.verify.metrics.agreement import Floats
+from edgekit.verify.metrics.tensor_metrics import Floats
 
 # How much better an undone mistake must fit than what came back, to be named.
 _GAIN_DB = 15.0

@@ -18,7 +18,7 @@ from edgekit.evidence import Evidence
 from edgekit.machine import VNNI
 from edgekit.model.model import load_model, read_proto
 from edgekit.model.tensors import Array, Tensors, is_numeric
-from edgekit.verify.matching.order import DEQUANTIZE, QUANTIZE
+from edgekit.verify.matching.match import DEQUANTIZE, QUANTIZE
 from edgekit.verify.metrics import tensor_metrics as metrics
 
 _SOCS: Mapping[str, str] = {soc: arch for arch, soc in ARCH_SOCS.items()}

@@ -1,7 +1,6 @@
-"""Each size of a bundle with buckets on a device, with samples filled up to it, against what they give as they are.
+"""A bundle judged by size: each bucket, and each open dimension.
 
-The float model ran each sample at its own length. What a device makes of the filled one is cut back and held against
-that: so a model in which what fills a sample changes what comes out fails, whoever runs it.
+How far two devices of one kind lie apart, which differ in their CPU alone, is told too.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,18 +9,70 @@ from pathlib import Path
 import msgspec
 
 from edgekit.bundle.folder import Bundle
-from edgekit.bundle.golden.golden import Golden, read_outputs
-from edgekit.bundle.manifest.buckets import Bucket, Buckets
-from edgekit.bundle.manifest.manifest import UNPADDED
+from edgekit.bundle.golden import Golden, read_outputs
+from edgekit.bundle.manifest import UNPADDED, Bucket, Buckets, Manifest, list_open
 from edgekit.data.padding import crop_samples, cut_samples, free_axes
 from edgekit.data.samples import Samples, load_samples, select_samples
 from edgekit.devices.device import Device, DeviceRun, Job
 from edgekit.devices.placed import count_nodes
 from edgekit.devices.recorded import is_recorded
 from edgekit.errors import DataError, EdgekitError
+from edgekit.model.tensors import Tensors
 from edgekit.verify.facts import BucketReport, SizesReport
 from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.outputs import OutputReport
+
+_MOST_BYTES = 32 << 20
+
+
+class Held(msgspec.Struct, frozen=True, kw_only=True):
+    """What a device gave, kept in memory: outputs by the index of the golden sample.
+
+    Only those of one `kind` are compared: the device without its variant, and the file that it ran.
+    """
+
+    device: str
+    kind: str
+    rows: dict[int, Tensors]
+
+
+def hold_outputs(device: str, kind: str, indices: Sequence[int], outputs: Samples) -> Held | None:
+    """Returns the outputs of a device for the golden samples of these indices, None where they are large."""
+    rows: dict[int, Tensors] = {}
+    size_bytes = 0
+    for index, row in zip(indices, outputs, strict=False):
+        size_bytes += sum(value.nbytes for value in row.values())
+        if size_bytes > _MOST_BYTES:
+            return None
+        rows[index] = row
+    return Held(device=device, kind=kind, rows=rows)
+
+
+def describe_apart(held: Sequence[Held]) -> Iterator[str]:
+    """Yields, for each device whose numbers are not those of the first of its kind, how far apart they lie."""
+    first: dict[str, Held] = {}
+    for other in held:
+        one = first.setdefault(other.kind, other)
+        shared = sorted(one.rows.keys() & other.rows.keys())
+        if one is other or not shared:
+            continue
+        for output in compare_outputs(_take(one, shared), _take(other, shared)):
+            if distance := _describe_distance(output):
+                names = f"{other.device} and {one.device}"
+                yield f"{names} give different numbers: '{output.name}' differs {distance}; each is judged by itself"
+
+
+def _take(held: Held, indices: Sequence[int]) -> Samples:
+    return Samples(source=held.device, count=len(indices), read=lambda: (held.rows[index] for index in indices))
+
+
+def _describe_distance(output: OutputReport) -> str:
+    """Returns how far apart two outputs lie, empty where they are equal."""
+    if output.exact_match is not None and output.exact_match < 1:
+        return f"in {1 - output.exact_match:.2%} of its elements"
+    if output.max_abs:
+        return f"by at most {output.max_abs:.3g}" + ("" if output.sqnr_db is None else f", {output.sqnr_db:.1f} dB")
+    return ""
 
 
 class Unfilled(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,3 +191,59 @@ def _compare(
     made = got if selected else select_samples(got, rows)
     lengths = [buckets.lengths[row] for row in rows]
     return compare_outputs(select_samples(whole, rows), cut_samples(buckets.padding, made, lengths, size))
+
+
+_MOST_GROUPS = 3
+# Of fewer samples one that quantization happens to hurt decides: a choice.
+_LEAST_SAMPLES = 4
+
+
+def compare_sizes(manifest: Manifest, inputs: Samples, reference: Samples, got: Samples) -> SizesReport | None:
+    """Returns how far samples of small, middle and large sizes of an open dimension lie from the float model.
+
+    It is the dimension of which the samples have most sizes; None where there is none, or too few samples to compare
+    groups of them.
+    """
+    found = _measure_most(manifest, inputs)
+    if found is None:
+        return None
+    dim, sizes = found
+    groups = list(_group(sizes))
+    if len(groups) < 2:
+        return None
+    reports = tuple(
+        BucketReport(
+            size=max(sizes[row] for row in rows),
+            file=manifest.model_file,
+            lengths=tuple(sizes[row] for row in rows),
+            outputs=compare_outputs(select_samples(reference, rows), select_samples(got, rows)),
+        )
+        for rows in groups
+    )
+    return SizesReport(dim=dim, filled=(), sizes=reports)
+
+
+def _measure_most(manifest: Manifest, inputs: Samples) -> tuple[str, list[int]] | None:
+    """Returns the open dimension of which samples have most sizes, and that of each."""
+    places = {name: (tensor, axis) for name, tensor, axis in list_open(manifest.inputs)}
+    if not places:
+        return None
+    shapes = [{name: value.shape for name, value in sample.items()} for sample in inputs]
+    sizes = {name: [shape[tensor][axis] for shape in shapes] for name, (tensor, axis) in places.items()}
+    name = max(sizes, key=lambda each: len(set(sizes[each])))
+    return name, sizes[name]
+
+
+def _group(sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Yields the positions of samples, those of like sizes together: one size is never in two groups."""
+    wanted = max(_LEAST_SAMPLES, -(-len(sizes) // _MOST_GROUPS))
+    group: list[int] = []
+    left = len(sizes)
+    for size in sorted(set(sizes)):
+        group += [row for row, its in enumerate(sizes) if its == size]
+        rest = left - len(group)
+        if len(group) >= wanted and (rest >= _LEAST_SAMPLES or rest == 0):
+            yield sorted(group)
+            left, group = rest, []
+    if group:
+        yield sorted(group)

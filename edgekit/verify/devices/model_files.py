@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from edgekit.bundle.folder import Bundle
-from edgekit.bundle.golden.golden import Golden, read_inputs, read_outputs
+from edgekit.bundle.golden import Golden, read_inputs, read_outputs
 from edgekit.data.samples import select_samples, spread_indices
 from edgekit.devices.bundled import make_job
 from edgekit.devices.device import LEAST_SAMPLES, Device

@@ -8,7 +8,7 @@ from edgekit.check.placement import place_observed
 from edgekit.check.report import CheckedNode, CheckReport, Placed
 from edgekit.devices.device import DeviceRun, Job, PlacedNode
 from edgekit.devices.placed import FAMILIES, find_lost, goes_unnamed, match_nodes, name_as_model
-from edgekit.model.skim import skim_model
+from edgekit.model.external import skim_model
 from edgekit.verify.facts import OBSERVING, PlacementGap
 
 _MOST_NAMES = 20

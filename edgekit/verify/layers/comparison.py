@@ -1,6 +1,7 @@
-"""Comparing two models layer by layer: the accumulated error of each, and the error that each makes itself.
+"""Comparing two models layer by layer: the accumulated error of each, and what each adds by itself.
 
-What stands out explains why a model does not do what the float model does. It is no verdict: outputs decide.
+A layer by itself is fed with what it would read if all before it were right. What was found when a bundle was built
+lies in the bundle, for the float model is gone when it is verified.
 """
 
 import math
@@ -9,21 +10,97 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from edgekit.data.samples import Samples
-from edgekit.errors import ModelError
+from edgekit._ort import CpuSession
+from edgekit.bundle.folder import LAYERS, Bundle
+from edgekit.bundle.golden import Golden, read_inputs
+from edgekit.bundle.manifest import encode_json
+from edgekit.data.samples import Samples, select_samples, spread_indices
+from edgekit.errors import BundleError, ModelError, RuntimeRefusal
 from edgekit.graph.graph import Graph, view_model
 from edgekit.model.model import Model, read_proto
 from edgekit.model.scaling import read_scaling, scale_channels
 from edgekit.model.tensors import Array, Tensors
-from edgekit.verify.layers.isolate import IsolatedLayers, isolate_layers
 from edgekit.verify.layers.overflows import HALF_MAX, Size, measure_size, settle_infinities
-from edgekit.verify.matching.grids import Grid, StepErrors, add_steps, find_grids, follow_moves, measure_steps
-from edgekit.verify.matching.match import MatchedTensor, match_tensors
-from edgekit.verify.matching.order import DEQUANTIZE
-from edgekit.verify.matching.regions import ROUNDING, Arithmetic, Region, find_regions
-from edgekit.verify.matching.trace import adapt_sample, open_traced
+from edgekit.verify.matching.grids import (
+    ROUNDING,
+    Arithmetic,
+    Grid,
+    Region,
+    StepErrors,
+    add_steps,
+    find_grids,
+    find_regions,
+    follow_moves,
+    measure_steps,
+)
+from edgekit.verify.matching.match import DEQUANTIZE, MatchedTensor, match_tensors
+from edgekit.verify.matching.trace import ISOLATED_PREFIX, adapt_sample, open_isolated, open_traced
 from edgekit.verify.metrics import tensor_metrics as metrics
 from edgekit.verify.metrics.tensor_metrics import ErrorSums
+
+
+class IsolatedLayers(msgspec.Struct, frozen=True, kw_only=True):
+    """Both models with every matched tensor as an input; that of A is only opened where it is needed."""
+
+    models: tuple[Model, Model]
+    matched: Sequence[MatchedTensor]
+    grids: Mapping[str, Grid | None]
+    scaling: Mapping[str, Array]
+    of_a: CpuSession | None
+    of_b: CpuSession
+
+    def scale(self, values: Tensors, sign: int = 1) -> dict[str, Array]:
+        """Returns A's tensors by their names, with the channels scaled as B's are, or with -1 back again."""
+        factors = {item.in_a: self.scaling[item.raw_b] ** sign for item in self.matched if item.raw_b in self.scaling}
+        return {name: scale_channels(value, factors[name]) if name in factors else value
+                for name, value in values.items()}  # fmt: skip
+
+    def run(self, sample: Tensors, wanted: Tensors, found: Tensors) -> tuple[Tensors, Tensors]:
+        """Returns what A's layers and B's make of A's values, scaled as in B; `wanted` are these, `found` B's.
+
+        Where B rounds tensors inside a layer that A does not have, both are given values rounded to B's grid: that
+        rounding is not the layer's.
+        """
+        values = {item.tensor: wanted[item.in_a] for item in self.matched}
+        reference = wanted
+        if self.of_a is not None:
+            values = {item.tensor: self._round(item, values[item.tensor]) for item in self.matched}
+            plain = self.scale({item.in_a: values[item.tensor] for item in self.matched}, -1)
+            feed = {
+                ISOLATED_PREFIX + item.tensor: plain[item.in_a].astype(wanted[item.in_a].dtype) for item in self.matched
+            }
+            reference = self.scale(self.of_a.run({**adapt_sample(sample, self.models[0]), **feed}))
+        feed = {ISOLATED_PREFIX + item.tensor: _cast(values[item.tensor], found[item.in_b]) for item in self.matched}
+        return reference, self.of_b.run({**adapt_sample(sample, self.models[1]), **feed})
+
+    def _round(self, item: MatchedTensor, value: Array) -> Array:
+        grid = self.grids.get(item.raw_b)
+        return value if grid is None else grid.round_values(value).astype(value.dtype)
+
+
+def isolate_layers(
+    models: tuple[Model, Model],
+    matched: Sequence[MatchedTensor],
+    values: tuple[Tensors, Tensors],
+    regions: Mapping[str, Region],
+    told: tuple[Mapping[str, Grid | None], Mapping[str, Array]],
+) -> IsolatedLayers:
+    """Returns the isolated of two models; `values` are one sample's, for their types, `told` B's grids and scaling."""
+    of_a = None
+    if any(region.roundings for region in regions.values()):
+        mirrored = [
+            msgspec.structs.replace(item, raw_b=item.tensor, in_b=item.in_a, copies_in_b=frozenset({item.in_a}))
+            for item in matched
+        ]
+        of_a = open_isolated(models[0], mirrored, {item.tensor: values[0][item.in_a].dtype for item in matched})
+    of_b = open_isolated(models[1], matched, {item.tensor: values[1][item.in_b].dtype for item in matched})
+    return IsolatedLayers(models=models, matched=matched, grids=told[0], scaling=told[1], of_a=of_a, of_b=of_b)
+
+
+def _cast(wanted: Array, found: Array) -> Array:
+    with np.errstate(over="ignore"):
+        return wanted.astype(found.dtype)
+
 
 _FAR_CHANNEL: Mapping[Arithmetic, float] = {"float": 0.5, "half": 1.0, "int8": 2.5, "int4": 16.0}
 _FAR_OFFSET: Mapping[Arithmetic, float] = {"float": 0.25, "half": 0.5, "int8": 0.5, "int4": 4.0}
@@ -277,3 +354,55 @@ def _report(
         channel_steps=moved.measure_channels(step),
         rounding_steps=moved.expect_rounding(step, _measure_noise(graph, region) * sums.size),
     )
+
+
+# As many as tools/bench/seeded_faults.py looks at for its figures.
+_SAMPLES = 4
+
+
+class LayerEvidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The layers of a bundle's model against the float model's; `note` says why they were not compared."""
+
+    layers: tuple[LayerReport, ...] = ()
+    note: str = ""
+
+
+def compare_with_float(prepared: Model, deployed: Model | None, golden: Golden) -> LayerEvidence:
+    """Returns how the layers of the model that goes into a bundle compare with those of the float model.
+
+    `deployed` is None for a bundle without an ONNX file.
+    """
+    if deployed is None:
+        return LayerEvidence(note="the layers were not compared: the bundle holds no ONNX file")
+    try:
+        return LayerEvidence(layers=compare_layers(prepared, deployed, spread_golden(golden)))
+    except (ModelError, RuntimeRefusal) as error:
+        reason = error.message
+        for model in (prepared, deployed):
+            reason = reason.replace(f"{model.path.parent}/", "")
+        return LayerEvidence(note=f"the layers were not compared with the float model's: {reason}")
+
+
+def spread_golden(golden: Golden, count: int = _SAMPLES) -> Samples:
+    """Returns the few samples, spread over all, on which the tensors inside a model are looked at."""
+    return select_samples(read_inputs(golden), spread_indices(golden.samples, count))
+
+
+def encode_evidence(evidence: LayerEvidence) -> bytes:
+    """Returns what goes into a bundle."""
+    return encode_json(evidence)
+
+
+def read_evidence(bundle: Bundle) -> LayerEvidence:
+    """Returns what was found when the bundle was built, and a note where nothing was kept of it.
+
+    Raises:
+        BundleError: the file is malformed.
+    """
+    if LAYERS not in bundle.manifest.files:
+        return LayerEvidence(note=f"no layer was held against the float model's: the bundle has no {LAYERS}")
+    path = bundle.folder / LAYERS
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=LayerEvidence)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BundleError(f"'{path}' is malformed: {error}", hint="build the bundle again") from error

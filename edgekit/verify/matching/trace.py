@@ -8,11 +8,9 @@ import onnx
 
 from edgekit._ort import CpuSession, Level, SessionSettings, external_config
 from edgekit.errors import UsageError
-from edgekit.model.model import Model
-from edgekit.model.outside import read_outside
+from edgekit.model.model import Model, read_outside
 from edgekit.model.tensors import DTYPES, Array, Tensors
-from edgekit.verify.matching.match import MatchedTensor
-from edgekit.verify.matching.order import QUANTIZE
+from edgekit.verify.matching.match import QUANTIZE, MatchedTensor
 
 ISOLATED_PREFIX = "edgekit.isolated:"
 

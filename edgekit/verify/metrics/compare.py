@@ -11,11 +11,9 @@ from edgekit.data.wilson import wilson_interval
 from edgekit.errors import EdgekitError
 from edgekit.model.tensors import Array, Tensors
 from edgekit.verify.metrics import tensor_metrics as metrics
-from edgekit.verify.metrics.agreement import mean_iou
-from edgekit.verify.metrics.answers import Answers, count_changes, find_answers
 from edgekit.verify.metrics.intervals import bootstrap_sqnr
-from edgekit.verify.metrics.outputs import OutputReport
-from edgekit.verify.metrics.tensor_metrics import SampleErrors
+from edgekit.verify.metrics.outputs import Answers, OutputReport, count_changes, find_answers
+from edgekit.verify.metrics.tensor_metrics import SampleErrors, mean_iou
 
 _BLOCK_BYTES, _BLOCK_SAMPLES = 1 << 18, 256
 """Small samples are measured many at once, because a call of numpy costs more than their sums; large ones singly, so

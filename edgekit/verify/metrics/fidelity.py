@@ -18,8 +18,7 @@ import numpy.typing as npt
 from edgekit.data.samples import Samples
 from edgekit.errors import EdgekitError
 from edgekit.model.tensors import Array, is_numeric
-from edgekit.verify.metrics.sketch import sketch_samples
-from edgekit.verify.metrics.tensor_metrics import decibels
+from edgekit.verify.metrics.tensor_metrics import decibels, sketch_samples
 
 Floats = npt.NDArray[np.float64]
 

@@ -6,12 +6,11 @@ import msgspec
 import numpy as np
 
 from edgekit.bundle.folder import Bundle
-from edgekit.bundle.golden.golden import Golden, read_inputs, read_outputs
+from edgekit.bundle.golden import Golden, read_inputs, read_outputs
 from edgekit.data.samples import Samples, select_samples, spread_indices
 from edgekit.model.tensors import Tensors
-from edgekit.quantize.accuracy.head_search import find_image
+from edgekit.quantize.accuracy.head_search import DetectionList, find_image, find_list
 from edgekit.quantize.accuracy.heads import overlap_boxes
-from edgekit.quantize.accuracy.listed import DetectionList, find_list
 from edgekit.verify.metrics.intervals import bootstrap_share
 from edgekit.verify.metrics.outputs import OutputReport
 

@@ -1,5 +1,12 @@
-"""Metrics of the task: what a labelled sample is worth, on the float model and on a device, and how sure that is."""
+"""Metrics of the task: what a labelled sample is worth, on the float model and on the bundle's.
 
+Accuracy, detection as COCO counts it, text by the decoders that a metric names, language models by the tokens they
+foresee. Packages that only some metrics need are imported when such a metric is asked for.
+"""
+
+import contextlib
+import importlib
+import io
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,20 +15,250 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from edgekit.data.labels import Label, LabelKind
-from edgekit.data.samples import Samples
-from edgekit.data.user_code import load_function
+from edgekit.data.labels import Boxes, Label, LabelKind
+from edgekit.data.samples import Samples, load_function
 from edgekit.errors import DataError, EdgekitError, MissingExtraError, UsageError, quote_error, suggest_name
+from edgekit.model.model import Model
+from edgekit.model.outputs import StatedOutput
 from edgekit.model.tensors import Array, Tensors, ranks_classes
+from edgekit.quantize.accuracy.predict import LABELS, FloatReference, Likeness, Prediction
 from edgekit.target import TaskLimit
 from edgekit.verify.metrics.intervals import bootstrap_pairs, interval_of_pairs
 from edgekit.verify.metrics.tensor_metrics import DB_LIMIT, decibels
-from edgekit.verify.tasks.decoders import decode_text
-from edgekit.verify.tasks.detection import Weights, prepare_map, read_detections
-from edgekit.verify.tasks.extras import import_extra
-from edgekit.verify.tasks.language import prepare_perplexity, read_next_tokens, read_token_losses
 from edgekit.verify.tasks.scores import TaskReport, Unit
+
+
+def decode_text(value: Array, limit: TaskLimit) -> str:
+    """Returns the text that an output stands for.
+
+    Raises:
+        UsageError: there is no such decoder.
+        DataError: the output is nothing that the decoder reads.
+    """
+    name = limit.decoder or ("strings" if value.dtype.kind in "UO" else "ctc-greedy")
+    decode = DECODERS.get(name)
+    if decode is None:
+        raise UsageError(f"there is no decoder '{name}'", hint=suggest_name(name, DECODERS))
+    return decode(value, limit)
+
+
+def decode_strings(value: Array, _limit: TaskLimit) -> str:
+    """Returns the strings of an output, joined by spaces."""
+    return " ".join(str(item) for item in value.flat)
+
+
+def decode_ctc(value: Array, limit: TaskLimit) -> str:
+    """Returns the best path of a [time, classes] output: the best class a step, repeats joined, blanks dropped.
+
+    Graves et al. 2006, "Connectionist temporal classification", section 3.2 (best path decoding). Axes of one are left
+    out. `blank` of the limit is the class that stands for nothing, counted from the end where it is negative.
+    """
+    dims = [dim for dim in value.shape if dim != 1]
+    if len(dims) != 2 or value.dtype.kind != "f":
+        raise DataError(f"ctc-greedy cannot read {value.dtype}{list(value.shape)}", hint="it reads [time, classes]")
+    classes = dims[1]
+    scores, blank = value.reshape(dims), limit.blank % classes
+    path = scores.argmax(axis=1)
+    first = np.concatenate([[True], path[1:] != path[:-1]])
+    return _spell([int(step) for step in path[first & (path != blank)]], limit, blank, classes)
+
+
+def decode_indices(value: Array, limit: TaskLimit) -> str:
+    """Returns the letters of the alphabet at the indices that an output holds."""
+    if value.dtype.kind not in "iu":
+        raise DataError(f"the decoder 'indices' cannot read {value.dtype}", hint="it reads whole numbers")
+    return _spell([int(item) for item in value.flat], limit, None, len(limit.alphabet))
+
+
+def _spell(places: list[int], limit: TaskLimit, blank: int | None, classes: int) -> str:
+    """Returns the letters of classes; the alphabet has a letter a class, or one for each but the blank."""
+    letters = list(limit.alphabet)
+    if blank is not None and len(letters) == classes - 1:
+        letters.insert(blank, "")
+    if len(letters) != classes or any(not 0 <= place < classes for place in places):
+        raise DataError(
+            f"an alphabet of {len(limit.alphabet)} letters does not fit {classes} classes",
+            hint="alphabet has one letter a class, with or without the blank",
+        )
+    return "".join(letters[place] for place in places)
+
+
+DECODERS: dict[str, Callable[[Array, TaskLimit], str]] = {
+    "strings": decode_strings,
+    "ctc-greedy": decode_ctc,
+    "indices": decode_indices,
+}
+
+
+# Packages that are called otherwise than their module.
+_PACKAGES = {"sklearn": "scikit-learn"}
+
+
+def import_extra(module: str, metric: str) -> Any:
+    """Returns a module of the extra `metrics`.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        wanted = _PACKAGES.get(package, package)
+        raise MissingExtraError(f"metric {metric} needs {package}", hint=f"pip install {wanted}") from error
+
+
+Weights = npt.NDArray[np.int64]
+
+
+class Detections(msgspec.Struct, frozen=True, kw_only=True):
+    """What is in one image, and what was found there: boxes as [left, top, right, bottom], scores and classes."""
+
+    label: Boxes
+    boxes: Array
+    scores: Array
+    classes: Array
+
+
+def read_detections(outputs: Tensors, label: Boxes, limit: TaskLimit) -> Detections:
+    """Returns the detections of one sample: the outputs named `boxes,scores,classes`, or as the limit names them.
+
+    Raises:
+        DataError: there are no such outputs, or their sizes do not fit.
+    """
+    names = (limit.output or "boxes,scores,classes").split(",")
+    if len(names) != 3 or any(name not in outputs for name in names):
+        raise DataError(
+            f"map needs three outputs, {limit.output or 'boxes,scores,classes'}; there are {', '.join(outputs)}",
+            hint='name them: output = "BOXES,SCORES,CLASSES", or write a module:function',
+        )
+    boxes, scores, classes = (np.asarray(outputs[name], dtype=np.float64) for name in names)
+    count = scores.size
+    if boxes.size != 4 * count or classes.size != count:
+        raise DataError(f"{boxes.size} coordinates, {count} scores and {classes.size} classes do not fit", hint="")
+    return Detections(label=label, boxes=boxes.reshape(-1, 4), scores=scores.reshape(-1), classes=classes.reshape(-1))
+
+
+def prepare_map(records: Sequence[Detections]) -> Callable[[Weights], float]:
+    """Returns a function of how often each image counts that gives the mean AP over IoU 0.50 to 0.95.
+
+    Computed by pycocotools (Lin et al. 2014, "Microsoft COCO"): over the classes that occur in the labels, 0 to 1.
+
+    Raises:
+        MissingExtraError: pycocotools is not installed.
+    """
+    coco = import_extra("pycocotools.coco", "'map'").COCO
+    evaluate = import_extra("pycocotools.cocoeval", "'map'").COCOeval
+    with contextlib.redirect_stdout(io.StringIO()):
+        truth = coco()
+        truth.dataset = _describe_truth(records)
+        truth.createIndex()
+        if not any(record.scores.size for record in records):
+            return lambda _weights: 0.0
+        evaluation = evaluate(truth, truth.loadRes(_describe_found(records)), "bbox")
+        evaluation.evaluate()
+    every, images = list(evaluation.evalImgs), len(records)
+
+    def score(weights: Weights) -> float:
+        drawn = np.repeat(np.arange(images), weights)
+        evaluation.evalImgs = [every[start + image] for start in range(0, len(every), images) for image in drawn]
+        with contextlib.redirect_stdout(io.StringIO()):
+            evaluation.accumulate()
+        precision = evaluation.eval["precision"][:, :, :, 0, -1]
+        known = precision[precision > -1]
+        return float(known.mean()) if known.size else 0.0
+
+    return score
+
+
+def _describe_truth(records: Sequence[Detections]) -> dict[str, Any]:
+    objects = [
+        (image, box, name)
+        for image, record in enumerate(records)
+        for box, name in zip(record.label.boxes, record.label.classes, strict=True)
+    ]
+    return {
+        "images": [{"id": image} for image in range(len(records))],
+        "categories": [{"id": name} for name in sorted({name for _, _, name in objects})],
+        "annotations": [
+            {
+                "id": number,
+                "image_id": image,
+                "category_id": name,
+                "bbox": _as_size(box),
+                "area": (box[2] - box[0]) * (box[3] - box[1]),
+                "iscrowd": 0,
+            }
+            for number, (image, box, name) in enumerate(objects, start=1)
+        ],
+    }
+
+
+def _describe_found(records: Sequence[Detections]) -> list[dict[str, Any]]:
+    return [
+        {"image_id": image, "category_id": int(name), "bbox": _as_size(box), "score": float(score)}
+        for image, record in enumerate(records)
+        for box, score, name in zip(record.boxes, record.scores, record.classes, strict=True)
+    ]
+
+
+def _as_size(box: Sequence[float] | Array) -> list[float]:
+    left, top, right, bottom = (float(edge) for edge in box)
+    return [left, top, right - left, bottom - top]
+
+
+def read_token_losses(scores: Array, label: Array) -> tuple[float, float]:
+    """Returns the sum of -log p of the tokens of a text and how many there are, from scores [..., tokens, words].
+
+    `label` holds the token that each position is to foresee; a negative one does not count.
+
+    Raises:
+        DataError: the scores do not fit the label, or a token is no word of theirs.
+    """
+    chosen, wanted = _match(scores, label)
+    chosen = chosen.astype(np.float64)
+    highest = chosen.max(axis=1, initial=-np.inf)
+    spread = np.log(np.exp(chosen - highest[:, None]).sum(axis=1)) + highest
+    return float((spread - chosen[np.arange(len(wanted)), wanted]).sum()), float(len(wanted))
+
+
+def read_next_tokens(scores: Array, label: Array) -> tuple[float, float]:
+    """Returns for how many tokens of a text the best score is theirs, and how many there are.
+
+    Raises:
+        DataError: the scores do not fit the label, or a token is no word of theirs.
+    """
+    chosen, wanted = _match(scores, label)
+    hits = chosen.argmax(axis=1) == wanted if len(wanted) else np.zeros(0)
+    return float(np.count_nonzero(hits)), float(len(wanted))
+
+
+def prepare_perplexity(records: Sequence[tuple[float, float]]) -> Callable[[Weights], float]:
+    """Returns the scorer of the perplexity: e to the mean of -log p over all tokens."""
+    table = np.array(records, dtype=np.float64).reshape(-1, 2)
+
+    def score(weights: Weights) -> float:
+        losses, tokens = weights @ table
+        return float(np.exp(min(losses / tokens, 700.0))) if tokens else 1.0
+
+    return score
+
+
+def _match(scores: Array, label: Array) -> tuple[Array, Array]:
+    """Returns the scores [tokens, words] of the positions that count, and the tokens there."""
+    wanted = np.asarray(label).reshape(-1)
+    words = scores.shape[-1] if scores.ndim > 1 else 0
+    if wanted.dtype.kind not in "iu" or not words or scores.size != wanted.size * words:
+        raise DataError(
+            f"scores {list(scores.shape)} do not fit a text of {wanted.size} tokens", hint="a token for each position"
+        )
+    counted = wanted >= 0
+    if wanted.max(initial=0) >= words:
+        raise DataError(f"token {wanted.max()} is no word of {words}", hint="tokens count from 0")
+    return scores.reshape(-1, words)[counted], wanted[counted].astype(np.int64)
+
 
 LEAST_FOR_INTERVAL = 30
 """Fewer samples than this say too little about their own spread for a bootstrap (percentile intervals of 20 normal
@@ -359,3 +596,69 @@ def _as_fraction(value: Any) -> tuple[float, float]:
     except (TypeError, ValueError) as error:
         raise DataError(f"the metric's own function gave {value!r}", hint=_GIVES) from error
     raise DataError(f"the metric's own function gave {value!r}", hint=_GIVES)
+
+
+MOST_SAMPLES = 1024
+"""Where the models agree on so many, 0.2 points of doubt are left to each side (Agresti and Min 2005)."""
+TOP1 = TaskLimit(name="top1")
+"""What labels are taken to be for where nobody says it."""
+
+
+def measure_drop(
+    model: Model,
+    quantized: Model,
+    samples: Samples,
+    labels: Sequence[Label],
+    limit: TaskLimit = TOP1,
+    outputs: Mapping[str, StatedOutput] | None = None,
+) -> Prediction:
+    """Runs both models over at most MOST_SAMPLES labelled samples, spread evenly, and returns the true drop.
+
+    A drop of what lies between 0 and 1 is in shares of one, another one in shares of the float model's own figure.
+    Outputs of the quantized model that the metric cannot read have lost everything. `outputs` states what outputs are.
+
+    Raises:
+        UsageError: there is no such metric or decoder.
+        DataError: the outputs of the float model or the labels are nothing that the metric reads.
+        MissingExtraError: the metric needs a package that is not installed.
+        RuntimeRefusal: ONNX Runtime refuses a model.
+    """
+    return measure_drop_from(FloatReference(model, samples, outputs, most=MOST_SAMPLES), quantized, labels, limit)
+
+
+def measure_drop_from(
+    reference: FloatReference, quantized: Model, labels: Sequence[Label], limit: TaskLimit = TOP1
+) -> Prediction:
+    """Returns the true drop against a float model that is held against several; else as `measure_drop`."""
+    likeness, mine, theirs = Likeness(reference.parts), list[Any](), list[Any]()
+    kept = [labels[index] for index in reference.indices]
+    for pair, label in zip(reference.run_pairs(quantized), kept, strict=True):
+        likeness.add(pair)
+        mine.append(read_record(limit, pair.expected, label))
+        try:
+            theirs.append(read_record(limit, pair.found, label))
+        except DataError:
+            return _with_all_lost(likeness.predict(), limit)
+    return _with_drop(likeness.predict(), compare_records(limit, mine, theirs))
+
+
+def _with_drop(prediction: Prediction, report: TaskReport) -> Prediction:
+    got = report.reference if report.got is None else report.got
+    sign = 1.0 if report.higher_is_better else -1.0
+    scale = 1.0 if report.unit == "share" or report.reference <= 0 else report.reference
+    ends = None if report.interval is None else [round(-sign * end / scale, 6) for end in report.interval]
+    return msgspec.structs.replace(
+        prediction,
+        measure=report.name,
+        drop_estimate=round(sign * (report.reference - got) / scale, 6),
+        drop_interval=None if ends is None else (min(ends), max(ends)),
+        source=LABELS,
+        reference=round(report.reference, 6),
+        got=round(got, 6),
+    )
+
+
+def _with_all_lost(prediction: Prediction, limit: TaskLimit) -> Prediction:
+    return msgspec.structs.replace(
+        prediction, measure=limit.name, drop_estimate=1.0, drop_interval=(1.0, 1.0), source=LABELS
+    )

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from edgekit.model.tensors import Array
-from edgekit.verify.tasks.detection import Detections, prepare_map
+from edgekit.verify.tasks.tasks import Detections, prepare_map
 
 _LEAST_SCORE, _SAME_OBJECT, _MOST_BOXES = 0.02, 0.5, 50
 

@@ -9,7 +9,7 @@ from collapse_score import score_masks
 from unseen_data import MOST_DIGITS, SIDE
 
 from edgekit.model.tensors import Array, Tensors
-from edgekit.verify.tasks.detection import Detections, prepare_map
+from edgekit.verify.tasks.tasks import Detections, prepare_map
 
 CELL = 4
 """Pixels of a cell of maps, along a side."""

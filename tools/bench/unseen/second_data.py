@@ -10,7 +10,7 @@ from PIL import Image
 from unseen_data import PARTS, SIDE
 
 from edgekit.model.tensors import Array, Tensors
-from edgekit.verify.tasks.detection import Detections, prepare_map
+from edgekit.verify.tasks.tasks import Detections, prepare_map
 
 FRAMES, BANDS = 40, 32
 TEMPLATE = 32

@@ -1,11 +1,41 @@
-"""A network as NNAPI is given it: operands, and operations by their numbers in Android's NeuralNetworksTypes.h."""
+"""A network as NNAPI is given it: operands, and operations by their numbers; and what a phone's driver takes of it."""
 
+import re
+from collections.abc import Mapping
 from enum import IntEnum
+from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import numpy as np
 
+from edgekit.errors import UsageError, suggest_name
 from edgekit.model.tensors import Array
+from edgekit.plain import read_toml
+
+NAMES = dict(enumerate((
+    "ADD", "AVERAGE_POOL_2D", "CONCATENATION", "CONV_2D", "DEPTHWISE_CONV_2D", "DEPTH_TO_SPACE", "DEQUANTIZE",
+    "EMBEDDING_LOOKUP", "FLOOR", "FULLY_CONNECTED", "HASHTABLE_LOOKUP", "L2_NORMALIZATION", "L2_POOL_2D",
+    "LOCAL_RESPONSE_NORMALIZATION", "LOGISTIC", "LSH_PROJECTION", "LSTM", "MAX_POOL_2D", "MUL", "RELU", "RELU1",
+    "RELU6", "RESHAPE", "RESIZE_BILINEAR", "RNN", "SOFTMAX", "SPACE_TO_DEPTH", "SVDF", "TANH", "BATCH_TO_SPACE_ND",
+    "DIV", "MEAN", "PAD", "SPACE_TO_BATCH_ND", "SQUEEZE", "STRIDED_SLICE", "SUB", "TRANSPOSE", "ABS", "ARGMAX",
+    "ARGMIN", "AXIS_ALIGNED_BBOX_TRANSFORM", "BIDIRECTIONAL_SEQUENCE_LSTM", "BIDIRECTIONAL_SEQUENCE_RNN",
+    "BOX_WITH_NMS_LIMIT", "CAST", "CHANNEL_SHUFFLE", "DETECTION_POSTPROCESSING", "EQUAL", "EXP", "EXPAND_DIMS",
+    "GATHER", "GENERATE_PROPOSALS", "GREATER", "GREATER_EQUAL", "GROUPED_CONV_2D", "HEATMAP_MAX_KEYPOINT",
+    "INSTANCE_NORMALIZATION", "LESS", "LESS_EQUAL", "LOG", "LOGICAL_AND", "LOGICAL_NOT", "LOGICAL_OR", "LOG_SOFTMAX",
+    "MAXIMUM", "MINIMUM", "NEG", "NOT_EQUAL", "PAD_V2", "POW", "PRELU", "QUANTIZE", "QUANTIZED_16BIT_LSTM",
+    "RANDOM_MULTINOMIAL", "REDUCE_ALL", "REDUCE_ANY", "REDUCE_MAX", "REDUCE_MIN", "REDUCE_PROD", "REDUCE_SUM",
+    "ROI_ALIGN", "ROI_POOLING", "RSQRT", "SELECT", "SIN", "SLICE", "SPLIT", "SQRT", "TILE", "TOPK_V2",
+    "TRANSPOSE_CONV_2D", "UNIDIRECTIONAL_SEQUENCE_LSTM", "UNIDIRECTIONAL_SEQUENCE_RNN", "RESIZE_NEAREST_NEIGHBOR",
+    "QUANTIZED_LSTM", "IF", "WHILE", "ELU", "HARD_SWISH", "FILL", "RANK", "BATCH_MATMUL", "PACK", "MIRROR_PAD",
+    "REVERSE",
+)))  # fmt: skip
+NUMBERS = {name: number for number, name in NAMES.items()}
+
+
+def name_operation(number: int) -> str:
+    """Returns the name of an operation, or that it has none."""
+    return NAMES.get(number, f"of number {number}")
 
 
 class OperandType(IntEnum):
@@ -108,3 +138,66 @@ def split_constants(network: Network, data: bytes) -> Constants:
             values[place] = np.frombuffer(data[at : at + operand.size], dtype).reshape(operand.shape or (-1,))
             at += operand.size
     return Constants(values)
+
+
+_FEATURE_LEVELS = frozenset({27, 28, 29, 30, 31, 1_000_006, 1_000_007, 1_000_008})
+# What TFLite and ONNX call an operation whose name NNAPI spells otherwise.
+_OTHER_NAMES = {
+    "SIGMOID": "LOGISTIC", "CONV": "CONV_2D", "GEMM": "FULLY_CONNECTED", "PADV2": "PAD_V2", "RELU_N1_TO_1": "RELU1",
+    "ARG_MAX": "ARGMAX", "ARG_MIN": "ARGMIN", "SUM": "REDUCE_SUM",
+}  # fmt: skip
+
+
+class Driver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A driver: the operations that it refuses, by NNAPI's names, and the feature level that it reports.
+
+    What it refuses, NNAPI gives to its reference kernels on the CPU. A `feature_level` of None is that of the phone.
+    """
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^[\w.:+-]{1,64}$")] = "edgekit-accelerator"
+    refused: tuple[str, ...] = ()
+    feature_level: int | None = None
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers of the operations that it refuses, sorted."""
+        return tuple(sorted(NUMBERS[name] for name in self.refused))
+
+
+def read_driver(path: Path) -> Driver:
+    """Returns the driver of a file.
+
+    Raises:
+        UsageError: the file cannot be read or is malformed, or names what is no operation or feature level of NNAPI.
+    """
+    try:
+        tree = read_toml(path, dict[str, object])
+        _check_keys(path, tree)
+        driver = msgspec.convert(tree, type=Driver)
+    except OSError as error:
+        raise UsageError(f"cannot read '{path}': {error.strerror}", hint="--set driver=FILE.toml") from error
+    except msgspec.DecodeError as error:
+        raise UsageError(f"'{path}' is malformed: {error}", hint='for example refused = ["SOFTMAX"]') from error
+    for name in driver.refused:
+        if name not in NUMBERS:
+            raise UsageError(f"'{path}' refuses '{name}', which is no operation of NNAPI", hint=_suggest(name))
+    if driver.feature_level not in {None, *_FEATURE_LEVELS}:
+        levels = ", ".join(map(str, sorted(_FEATURE_LEVELS)))
+        raise UsageError(f"'{path}' has no feature level of NNAPI: {driver.feature_level}", hint=f"one of {levels}")
+    return driver
+
+
+def _check_keys(path: Path, tree: Mapping[str, object]) -> None:
+    for key in tree:
+        if key not in Driver.__struct_fields__:
+            hint = suggest_name(key, Driver.__struct_fields__)
+            raise UsageError(f"'{path}' has the unknown key '{key}'", hint=hint)
+
+
+def _suggest(name: str) -> str:
+    """Returns the name that NNAPI has for what TFLite or ONNX call so, else the nearest."""
+    upper = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).upper()
+    if upper in _OTHER_NAMES:
+        return f"did you mean '{_OTHER_NAMES[upper]}'?"
+    near = suggest_name(upper, NUMBERS)
+    return near if near.startswith("did") else "the names are those of NeuralNetworksTypes.h, as CONV_2D"

@@ -1,18 +1,369 @@
-"""Writes a network of NNAPI as a TFLite model, whose operations have the same meaning and mostly the same numbers.
+"""Writes a network of NNAPI as a TFLite model, whose operations have the same numbers and the same meaning."""
 
-NNAPI's reference path on the CPU runs TFLite's reference kernels, so this is the same arithmetic.
-"""
-
+import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import flatbuffers
 import msgspec
 import numpy as np
 
-from edgekit.devices.android.nnapi.draft import Draft
-from edgekit.devices.android.nnapi.network import Constants, Network, Operand
-from edgekit.devices.android.nnapi.operations import name_operation
-from edgekit.devices.android.nnapi.windows import is_nchw, write_conv, write_in_nhwc, write_pool
-from edgekit.errors import DeviceError
+from edgekit.devices.android.nnapi.network import Constants, Network, Operand, OperandType, name_operation
+from edgekit.errors import DeviceError, MissingExtraError
+from edgekit.model.tensors import Array
+
+INSTALL_LITERT = "pip install ai-edge-litert==2.3.0"
+"""The command that installs what computes the models."""
+
+# Versions that say what is used: weights per channel, zero points of weights. Of all others LiteRT's kernels have the
+# first, and look at the types of tensors, not at the version: PRELU has no other.
+_VERSIONS = {"CONV_2D": 5, "DEPTHWISE_CONV_2D": 6, "FULLY_CONNECTED": 7, "RESHAPE": 1, "CAST": 1}
+
+
+class Draft:
+    """A model as far as it is written: tensors for the operands of a network, and operators of TFLite on them."""
+
+    def __init__(self, network: Network, constants: Constants) -> None:
+        try:
+            from ai_edge_litert import schema_py_generated  # noqa: PLC0415 - an optional extra
+        except ImportError as error:
+            raise MissingExtraError("ai-edge-litert is not installed", hint=INSTALL_LITERT) from error
+        self.schema: Any = schema_py_generated
+        self.operands = network.operands
+        self.network = network
+        self.constants = constants
+        kinds = {operand.type for operand in network.operands}
+        self.is_signed = bool(
+            kinds & {OperandType.TENSOR_QUANT8_SYMM_PER_CHANNEL, OperandType.TENSOR_QUANT8_ASYMM_SIGNED}
+        )
+        self.buffers = [self.schema.BufferT()]
+        self.tensors: list[Any] = []
+        self.places: dict[int, int] = {}
+        self.codes: list[Any] = []
+        self.operators: list[Any] = []
+        # What comes with a run is no constant, and so not rounded yet.
+        self.inputs = [self.tensor(place) for place in network.inputs]
+        if network.relaxed:
+            for place in network.inputs:
+                self.places[place] = self._round(self.places[place])
+
+    def add(self, name: str, inputs: Sequence[int], outputs: Sequence[int], options: str = "", **fields: Any) -> None:
+        """Adds one operator of TFLite on operands of NNAPI."""
+        read = [-1 if self.is_left_out(place) else self.tensor(place) for place in inputs]
+        made = [self.tensor(place) for place in outputs]
+        given = [self._twin(tensor) if self.network.relaxed else tensor for tensor in made]
+        self._operate(name, read, given, options, **fields)
+        for full, tensor in zip(given, made, strict=True):
+            if full != tensor:
+                self._round(full, tensor)
+
+    def is_left_out(self, place: int) -> bool:
+        """Returns True for an optional operand that is not given."""
+        return self.operands[place].size == 0
+
+    def tensor(self, place: int) -> int:
+        """Returns the tensor of an operand."""
+        if place not in self.places:
+            self.places[place] = self.new_tensor(self.operands[place], self.constants.values.get(place))
+        return self.places[place]
+
+    def new_tensor(self, operand: Operand, value: Array | None) -> int:
+        """Adds a tensor for an operand, with its value where it is constant."""
+        turned = operand.type == OperandType.TENSOR_QUANT8_ASYMM and self.is_signed
+        tensor = self._describe(operand.shape, self.element_type(operand, is_turned=turned))
+        if value is not None:
+            held = (value.astype(np.int16) - 128).astype(np.int8) if turned else value
+            if self.network.relaxed and operand.type == OperandType.TENSOR_FLOAT32:
+                with np.errstate(over="ignore"):
+                    held = value.astype(np.float16).astype(np.float32)
+            buffer = self.schema.BufferT()
+            buffer.data = np.frombuffer(held.tobytes(), np.uint8)
+            self.buffers.append(buffer)
+            tensor.buffer = len(self.buffers) - 1
+        scales = operand.channel_scales or ((operand.scale,) if operand.scale else ())
+        if scales:
+            quantization = self.schema.QuantizationParametersT()
+            quantization.scale = list(scales)
+            quantization.zeroPoint = [operand.zero_point - (128 if turned else 0)] * len(scales)
+            quantization.quantizedDimension = operand.channel_dimension
+            tensor.quantization = quantization
+        return len(self.tensors) - 1
+
+    def element_type(self, operand: Operand, *, is_turned: bool) -> int:
+        """Returns TFLite's number for the elements of an operand."""
+        names = {
+            OperandType.TENSOR_FLOAT32: "FLOAT32", OperandType.TENSOR_INT32: "INT32", OperandType.FLOAT32: "FLOAT32",
+            OperandType.TENSOR_QUANT8_ASYMM: "INT8" if is_turned else "UINT8", OperandType.INT32: "INT32",
+            OperandType.TENSOR_QUANT8_SYMM_PER_CHANNEL: "INT8", OperandType.TENSOR_QUANT8_ASYMM_SIGNED: "INT8",
+            OperandType.TENSOR_BOOL8: "BOOL", OperandType.TENSOR_FLOAT16: "FLOAT16",
+        }  # fmt: skip
+        kind = OperandType(operand.type)
+        if kind not in names:
+            raise DeviceError(f"NNAPI's operands of kind {kind.name} are not computed here", hint="use another device")
+        return int(getattr(self.schema.TensorType, names[kind]))
+
+    def constant(self, value: Array) -> int:
+        """Adds a constant operand of int32 that NNAPI does not have, and returns its place."""
+        operand = Operand(
+            type=OperandType.TENSOR_INT32, shape=value.shape, scale=0.0, zero_point=0, size=value.nbytes,
+            channel_dimension=0, channel_scales=(),
+        )  # fmt: skip
+        place = self.place(operand)
+        self.places[place] = self.new_tensor(operand, value.astype(np.int32))
+        return place
+
+    def place(self, operand: Operand) -> int:
+        """Adds an operand that NNAPI does not have, and returns its place."""
+        self.operands = (*self.operands, operand)
+        return len(self.operands) - 1
+
+    def like(self, place: int, shape: tuple[int, ...]) -> int:
+        """Adds an operand of the type and the grid of another, and returns its place."""
+        return self.place(msgspec.structs.replace(self.operands[place], shape=shape, size=-1))
+
+    def transpose(self, source: int, order: Sequence[int], target: int | None = None) -> int:
+        """Adds a transposition, to a new operand where no target is given, and returns where its result is."""
+        shape = self.operands[source].shape
+        made = self.like(source, tuple(shape[axis] for axis in order)) if target is None else target
+        self.add("TRANSPOSE", (source, self.constant(np.array(order, np.int32))), (made,), "TransposeOptions")
+        return made
+
+    def finish(self) -> bytes:
+        """Returns the whole model."""
+        graph = self.schema.SubGraphT()
+        graph.inputs = self.inputs
+        graph.outputs = [self.tensor(place) for place in self.network.outputs]
+        graph.tensors, graph.operators = self.tensors, self.operators
+        model = self.schema.ModelT()
+        model.version = 3
+        model.operatorCodes, model.subgraphs, model.buffers = self.codes, [graph], self.buffers
+        builder: Any = flatbuffers.Builder(1 << 16)
+        builder.Finish(model.Pack(builder), b"TFL3")
+        return bytes(builder.Output())
+
+    def _describe(self, shape: Sequence[int], kind: int) -> Any:
+        tensor = self.schema.TensorT()
+        tensor.shape, tensor.type = list(shape), kind
+        tensor.name = f"t{len(self.tensors)}".encode()
+        self.tensors.append(tensor)
+        return tensor
+
+    def _operate(self, name: str, inputs: Sequence[int], outputs: Sequence[int], options: str, **fields: Any) -> None:
+        code = self.schema.OperatorCodeT()
+        code.builtinCode = getattr(self.schema.BuiltinOperator, name)
+        code.deprecatedBuiltinCode = min(code.builtinCode, 127)
+        code.version = _VERSIONS.get(name, 1)
+        self.codes.append(code)
+        operator = self.schema.OperatorT()
+        operator.opcodeIndex = len(self.codes) - 1
+        operator.inputs, operator.outputs = list(inputs), list(outputs)
+        if options:
+            operator.builtinOptionsType = getattr(self.schema.BuiltinOptions, options)
+            operator.builtinOptions = getattr(self.schema, f"{options}T")()
+            for key, value in fields.items():
+                setattr(operator.builtinOptions, key, value)
+        self.operators.append(operator)
+
+    def _twin(self, tensor: int) -> int:
+        """Returns a tensor for what an operation gives before it is rounded; of what is not float32, itself."""
+        described = self.tensors[tensor]
+        if described.type != self.schema.TensorType.FLOAT32:
+            return tensor
+        self._describe(described.shape, described.type)
+        return len(self.tensors) - 1
+
+    def _round(self, source: int, target: int | None = None) -> int:
+        """Adds the way through half precision and back, and returns the tensor at its end."""
+        twin = self._twin(source)
+        if twin == source:
+            return source
+        half = self.schema.TensorType.FLOAT16
+        self._describe(self.tensors[source].shape, half)
+        places = (source, len(self.tensors) - 1, twin if target is None else target)
+        for start, end in itertools.pairwise(places):
+            self._operate("CAST", (start,), (end,), "CastOptions")
+        return places[-1]
+
+
+_SAME, _VALID = 0, 1
+_TO_NHWC, _TO_NCHW = (0, 2, 3, 1), (0, 3, 1, 2)
+_DEPTHWISE, _GROUPED = 4, 55
+_POOLS = {1: "AVERAGE_POOL_2D", 12: "L2_POOL_2D", 17: "MAX_POOL_2D"}
+
+Pads = tuple[int, ...] | int
+"""Pads left, right, top, bottom, or a scheme of TFLite."""
+
+
+class _Window(msgspec.Struct, frozen=True, kw_only=True):
+    """What a kernel covers along one axis, and by how much it moves."""
+
+    extent: int
+    stride: int
+
+
+class _Piece(msgspec.Struct, frozen=True, kw_only=True):
+    """A run of outputs along an axis whose windows have one extent: the inputs from `start` on that they cover."""
+
+    start: int
+    size: int
+    extent: int
+    outputs: int
+
+
+def write_conv(draft: Draft, code: int, inputs: Sequence[int], outputs: Sequence[int]) -> None:
+    """Writes a convolution: plain, depthwise or grouped."""
+    count = 4 if code in {_DEPTHWISE, _GROUPED} else 3
+    pads, rest = _take_padding(draft, inputs[3:], count=count, flag=5 if code == _DEPTHWISE else 4)
+    width, height = (draft.constants.whole(place) for place in rest[:2])
+    fields: dict[str, Any] = {"strideW": width, "strideH": height}
+    if code == _DEPTHWISE:
+        fields["depthMultiplier"] = draft.constants.whole(rest[2])
+    fields["fusedActivationFunction"] = draft.constants.whole(rest[count - 1])
+    dilations = tuple(draft.constants.whole(place) for place in rest[count + 1 : count + 3]) or (1, 1)
+    fields |= {"dilationWFactor": dilations[0], "dilationHFactor": dilations[1]}
+    kernel = draft.operands[inputs[1]].shape[1:3]
+    extents = [(kernel[axis] - 1) * dilations[1 - axis] + 1 for axis in (0, 1)]
+    windows = (_Window(extent=extents[0], stride=height), _Window(extent=extents[1], stride=width))
+    # TFLite's CONV_2D counts its groups from the channels of its filter.
+    name, kind = ("DEPTHWISE_CONV_2D", "DepthwiseConv2DOptions") if code == _DEPTHWISE else ("CONV_2D", "Conv2DOptions")
+
+    def write(source: int, target: int) -> None:
+        scheme = _choose_padding(draft, pads, source, target, windows)
+        if scheme is None and not isinstance(pads, int):
+            scheme, source = _VALID, _pad(draft, source, pads)
+        draft.add(name, (source, *inputs[1:3]), (target,), kind, padding=scheme, **fields)
+
+    write_in_nhwc(draft, inputs[0], outputs[0], write, from_nchw=is_nchw(draft, rest, count))
+
+
+def write_pool(draft: Draft, code: int, inputs: Sequence[int], outputs: Sequence[int]) -> None:
+    """Writes a pooling; a window that hangs over the border counts what lies inside, as NNAPI's does."""
+    pads, rest = _take_padding(draft, inputs[1:], count=5, flag=6)
+    width, height, kernel_width, kernel_height, activation = (draft.constants.whole(place) for place in rest[:5])
+    windows = (_Window(extent=kernel_height, stride=height), _Window(extent=kernel_width, stride=width))
+
+    def pool(source: int, target: int, scheme: int, extents: tuple[int, int]) -> None:
+        draft.add(
+            _POOLS[code], (source,), (target,), "Pool2DOptions", padding=scheme, strideW=width, strideH=height,
+            filterHeight=extents[0], filterWidth=extents[1], fusedActivationFunction=activation,
+        )  # fmt: skip
+
+    def write(source: int, target: int) -> None:
+        scheme = _choose_padding(draft, pads, source, target, windows)
+        if scheme is not None:
+            pool(source, target, scheme, (kernel_height, kernel_width))
+        elif not isinstance(pads, int):
+            _pool_in_pieces(draft, source, target, _cut_both(draft, pads, source, target, windows), pool)
+
+    write_in_nhwc(draft, inputs[0], outputs[0], write, from_nchw=is_nchw(draft, rest, 5))
+
+
+def is_nchw(draft: Draft, places: Sequence[int], at: int) -> bool:
+    """Returns True if the operand at a place is there and says that tensors lie in NCHW."""
+    return len(places) > at and bool(draft.constants.whole(places[at]))
+
+
+def write_in_nhwc(
+    draft: Draft, source: int, target: int, write: Callable[[int, int], None], *, from_nchw: bool
+) -> None:
+    """Writes an operation of one tensor where TFLite has its tensors: of NCHW it is turned before and behind."""
+    if not from_nchw:
+        write(source, target)
+        return
+    shape = draft.operands[target].shape
+    made = draft.like(target, tuple(shape[axis] for axis in _TO_NHWC))
+    write(draft.transpose(source, _TO_NHWC), made)
+    draft.transpose(made, _TO_NCHW, target)
+
+
+def _take_padding(draft: Draft, places: Sequence[int], *, count: int, flag: int) -> tuple[Pads, list[int]]:
+    """Returns four explicit pads or TFLite's scheme, and the numbers that follow.
+
+    With `count` numbers behind the padding it is explicit, unless the one at `flag` is the layout of the implicit form.
+    """
+    explicit = len(places) >= count + 4
+    if explicit and draft.operands[places[flag]].type == OperandType.BOOL:
+        explicit = False
+    if explicit:
+        return tuple(draft.constants.whole(place) for place in places[:4]), list(places[4:])
+    return {1: _SAME, 2: _VALID}[draft.constants.whole(places[0])], list(places[1:])
+
+
+def _choose_padding(draft: Draft, pads: Pads, source: int, target: int, windows: Sequence[_Window]) -> int | None:
+    """Returns TFLite's scheme for pads, None where there is none; `windows` are those of height and width."""
+    if isinstance(pads, int):
+        return pads
+    if not any(pads):
+        return _VALID
+    wanted: list[int] = []
+    for axis, window in zip((1, 2), windows, strict=True):
+        size, out = draft.operands[source].shape[axis], draft.operands[target].shape[axis]
+        # SAME fixes how many outputs there are, too.
+        if out != -(-size // window.stride):
+            return None
+        total = max((out - 1) * window.stride + window.extent - size, 0)
+        wanted = [total // 2, total - total // 2, *wanted]
+    return _SAME if tuple(wanted) == pads else None
+
+
+def _pad(draft: Draft, source: int, pads: Sequence[int]) -> int:
+    """Adds a border of zeros around height and width, and returns the operand that has it."""
+    left, right, top, bottom = pads
+    batch, height, width, channels = draft.operands[source].shape
+    border = draft.constant(np.array([[0, 0], [top, bottom], [left, right], [0, 0]], np.int32))
+    place = draft.like(source, (batch, height + top + bottom, width + left + right, channels))
+    draft.add("PAD", (source, border), (place,), "PadOptions")
+    return place
+
+
+def _cut_both(
+    draft: Draft, pads: Sequence[int], source: int, target: int, windows: Sequence[_Window]
+) -> tuple[list[_Piece], list[_Piece]]:
+    sizes, outputs = draft.operands[source].shape, draft.operands[target].shape
+    rows = _cut(sizes[1], outputs[1], windows[0], pads[2])
+    return rows, _cut(sizes[2], outputs[2], windows[1], pads[0])
+
+
+def _cut(size: int, outputs: int, window: _Window, before: int) -> list[_Piece]:
+    """Returns an axis cut so that each piece is a pooling without pads: the whole windows, and each that hangs over."""
+    pieces: list[_Piece] = []
+    for index in range(outputs):
+        low = index * window.stride - before
+        start, end = max(low, 0), min(low + window.extent, size)
+        if end <= start:
+            raise DeviceError("pooling over nothing but pads is not computed here", hint="use smaller pads")
+        if pieces and end - start == pieces[-1].extent == window.extent:
+            last = pieces.pop()
+            pieces.append(msgspec.structs.replace(last, size=end - last.start, outputs=last.outputs + 1))
+        else:
+            pieces.append(_Piece(start=start, size=end - start, extent=end - start, outputs=1))
+    return pieces
+
+
+def _pool_in_pieces(
+    draft: Draft,
+    source: int,
+    target: int,
+    pieces: tuple[list[_Piece], list[_Piece]],
+    pool: Callable[[int, int, int, tuple[int, int]], None],
+) -> None:
+    """Pools each piece with the kernel that TFLite has, which is exact in integers too, and joins them."""
+    batch, channels = draft.operands[source].shape[0], draft.operands[source].shape[3]
+    width = draft.operands[target].shape[2]
+    bands: list[int] = []
+    for row in pieces[0]:
+        cells: list[int] = []
+        for column in pieces[1]:
+            part = draft.like(source, (batch, row.size, column.size, channels))
+            begin = draft.constant(np.array([0, row.start, column.start, 0], np.int32))
+            size = draft.constant(np.array([batch, row.size, column.size, channels], np.int32))
+            draft.add("SLICE", (source, begin, size), (part,), "SliceOptions")
+            cells.append(draft.like(target, (batch, row.outputs, column.outputs, channels)))
+            pool(part, cells[-1], _VALID, (row.extent, column.extent))
+        bands.append(draft.like(target, (batch, row.outputs, width, channels)))
+        draft.add("CONCATENATION", cells, (bands[-1],), "ConcatenationOptions", axis=2)
+    draft.add("CONCATENATION", bands, (target,), "ConcatenationOptions", axis=1)
+
 
 # Operations whose inputs, the first so many, mean the same in TFLite.
 _PLAIN: dict[int, tuple[str, str, int]] = {

@@ -8,13 +8,9 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from edgekit.devices.ios.mil.arguments import Arguments, as_computed
-from edgekit.devices.ios.mil.elementwise import ELEMENTWISE
-from edgekit.devices.ios.mil.layout import LAYOUT
+from edgekit.devices.ios.mil.operations import ELEMENTWISE, LAYOUT, REDUCTIONS, Arguments, as_computed
 from edgekit.devices.ios.mil.program import Operation, Program, Result, Value
-from edgekit.devices.ios.mil.reductions import REDUCTIONS
-from edgekit.devices.ios.mil.resizing import RESIZING
-from edgekit.devices.ios.mil.windows import WINDOWS
+from edgekit.devices.ios.mil.windows import RESIZING, WINDOWS
 from edgekit.model.tensors import Array, Tensors
 
 OPERATIONS: Mapping[str, Callable[[Arguments], Array | tuple[Array, ...]]] = {

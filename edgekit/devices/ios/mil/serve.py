@@ -15,7 +15,7 @@ import numpy as np
 
 from edgekit.devices.ios.mil.compute import compute_program, require_known
 from edgekit.devices.ios.mil.program import Program, Result, read_package
-from edgekit.devices.release.serving import open_pipes
+from edgekit.devices.release import open_pipes
 from edgekit.machine import single_blas_thread
 from edgekit.model.tensors import Array
 

@@ -1,0 +1,565 @@
+"""The manifest of a bundle: what is in it, how an app must open it, and where it came from.
+
+Beside the manifest itself stand its parts: sizes of one dimension that each have a model (buckets), dimensions that an
+app chooses (open dimensions), settings found by a search (tuned), older schema versions, and the published JSON
+Schemas.
+"""
+
+import platform
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, cast
+
+import msgspec
+
+from edgekit._ort import Level
+from edgekit.data.images import Preprocess
+from edgekit.data.padding import Padding
+from edgekit.errors import BundleError, quote_error
+from edgekit.evidence import Evidence
+from edgekit.machine import count_cores
+from edgekit.model.outputs import ListColumns
+from edgekit.model.state import State, find_fault
+from edgekit.model.tensors import Tensors, TensorSpec
+from edgekit.recipe import Licence
+from edgekit.target import ChainedProvider, Form, Platform, Precision, Thresholds, Verification
+
+_Table = dict[str, Any]
+
+_TENSOR: _Table = {"layout": "", "value_range": None, "preprocessing": None, "postprocessing": None}
+_GOLDEN: _Table = {"chosen": [], "tolerance": {}, "expected_from": ""}
+
+
+def migrate_manifest(raw: Any) -> Any:
+    """Returns a manifest of version 1 as one of version 2, and anything else as it is.
+
+    What version 1 did not say is said to be unknown. What is malformed stays so, and is found by whoever reads it.
+    """
+    table = _table(raw)
+    if table.get("schema_version") != 1:
+        return raw
+    versions, files = _table(table.get("versions")), _table(table.get("files"))
+    placement: _Table = {"providers": {}, "node_list": _table(files.get("check.json")).get("sha256", "")}
+    added: _Table = {
+        "platforms": {},
+        "tested": {"onnxruntime": versions.get("onnxruntime", ""), "qairt": versions.get("qairt"), "socs": []},
+        "canonical_form": 1 if {"full", "runtime"} & _table(table.get("forms")).keys() else None,
+        "provenance": {"command": "", "recipe": {}},
+        "licence": {},
+        "fallback": [],
+        "evidence": "verify.json",
+    }
+    return {
+        **added,
+        **table,
+        "schema_version": 2,
+        "inputs": _widen(table.get("inputs")),
+        "outputs": _widen(table.get("outputs")),
+        "golden": _merge(_GOLDEN, table.get("golden")),
+        "placement": _merge(placement, table.get("placement")),
+    }
+
+
+def _widen(tensors: Any) -> Any:
+    return [_merge(_TENSOR, item) for item in cast("Sequence[Any]", tensors)] if isinstance(tensors, list) else tensors
+
+
+def _merge(defaults: _Table, value: Any) -> Any:
+    return {**defaults, **_table(value)} if isinstance(value, dict) else value
+
+
+def _table(value: Any) -> _Table:
+    return cast("_Table", value) if isinstance(value, dict) else {}
+
+
+_MOST_BUCKETS = 64
+
+
+class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A size, and the file of the model that has it."""
+
+    size: int
+    file: str
+
+
+class Buckets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The models of a bundle by the size of one dimension, the smallest first; the last is the bundle's own.
+
+    `padding` says which axes have that size, and what inputs are filled with. `lengths` are those of the golden samples
+    before they were filled: `golden/unpadded.npz` holds what the float model makes of them as they were.
+    """
+
+    padding: Padding
+    sizes: tuple[Bucket, ...]
+    lengths: tuple[int, ...]
+
+    def choose(self, length: int) -> Bucket | None:
+        """Returns the smallest bucket that takes a sample of some length, None where none does."""
+        return next((bucket for bucket in self.sizes if bucket.size >= length), None)
+
+
+def find_bucket_fault(
+    buckets: Buckets,
+    files: Sequence[str],
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    samples: int,
+) -> str | None:
+    """Returns what is wrong with buckets in a manifest, None where nothing is.
+
+    `files` are those of the bundle's model, the one of the largest bucket first.
+    """
+    sizes, names, padding = (
+        [each.size for each in buckets.sizes],
+        [each.file for each in buckets.sizes],
+        buckets.padding,
+    )
+    if not 0 < len(sizes) <= _MOST_BUCKETS or sizes != sorted(set(sizes)) or sizes[0] < 1:
+        return "are not in order"
+    if names[-1] != files[0] or len(set(names)) < len(names) or not set(names) <= set(files):
+        return "name files that are not those of the model"
+    if not padding.inputs or padding.values.keys() != padding.inputs.keys():
+        return "do not say which inputs are filled, and with what"
+    # Nothing fills text.
+    numbers = [spec for spec in inputs if spec.is_tensor and spec.dtype != "string"]
+    filled, cut = _find_sizes(padding.inputs, numbers), _find_sizes(padding.outputs, outputs)
+    if any(size != sizes[-1] for size in filled) or any(size is None for size in cut):
+        return f"fill axes that do not have the size {sizes[-1]}, or cut axes that are not there"
+    if len(buckets.lengths) != samples or not all(1 <= length <= sizes[-1] for length in buckets.lengths):
+        return "do not hold the lengths of the golden samples"
+    return None
+
+
+def _find_sizes(axes: Mapping[str, Sequence[int]], tensors: Sequence[TensorSpec]) -> Iterator[int | None]:
+    """Yields the size of each axis; None for one that is not there, or of no fixed size."""
+    shapes = {spec.name: spec.shape or () for spec in tensors}
+    for name, places in axes.items():
+        shape = shapes.get(name, ())
+        for axis in places or (-1,):
+            size = shape[axis] if 0 <= axis < len(shape) else None
+            yield size if isinstance(size, int) else None
+
+
+_MOST_DIMS = 64
+
+
+def open_specs(known: Sequence[TensorSpec], stated: Sequence[TensorSpec], names: Iterable[str]) -> list[TensorSpec]:
+    """Returns the tensors of golden samples with every dimension open that a model leaves open, whatever they had.
+
+    `stated` are the model's own inputs or outputs. Of the names of its dimensions those of `names` are kept.
+    """
+    shapes, kept = {spec.name: spec.shape for spec in stated}, frozenset(names)
+
+    def join(sizes: Sequence[int | str | None], dims: Sequence[int | str | None]) -> Iterator[int | str | None]:
+        for size, dim in zip(sizes, dims, strict=True):
+            yield size if isinstance(dim, int) else dim if dim in kept else None
+
+    def free(spec: TensorSpec) -> TensorSpec:
+        sizes, dims = spec.shape, shapes.get(spec.name)
+        if sizes is None or dims is None or len(sizes) != len(dims):
+            return spec
+        return TensorSpec(name=spec.name, dtype=spec.dtype, shape=tuple(join(sizes, dims)))
+
+    return [free(spec) for spec in known]
+
+
+def list_open(inputs: Iterable[TensorSpec]) -> Iterator[tuple[str, str, int]]:
+    """Yields each dimension of inputs without a number, by what `--dim` calls it, and its input and axis."""
+    for spec in inputs:
+        for axis, dim in enumerate(spec.shape or ()):
+            if not isinstance(dim, int):
+                yield dim or f"{spec.name}:{axis}", spec.name, axis
+
+
+def measure_open(inputs: Sequence[TensorSpec], samples: Iterable[Tensors]) -> dict[str, tuple[int, ...]]:
+    """Returns the sizes that samples have of each open dimension, the least first."""
+    places = tuple(list_open(inputs))
+    found: dict[str, set[int]] = {name: set() for name, _, _ in places}
+    for sample in samples if places else ():
+        for name, tensor, axis in places:
+            found[name].add(sample[tensor].shape[axis])
+    return {name: tuple(sorted(sizes)) for name, sizes in found.items()}
+
+
+def find_open_dim_fault(sizes: Mapping[str, Sequence[int]], inputs: Sequence[TensorSpec], samples: int) -> str | None:
+    """Returns what is wrong with the open dimensions that a manifest states, None where nothing is."""
+    if not 0 < len(sizes) <= _MOST_DIMS or set(sizes) != {name for name, _, _ in list_open(inputs)}:
+        return "are not those that its inputs leave without a number"
+    # A dimension of one name may have other sizes in another input, which ONNX Runtime only warns of.
+    most = samples * max(1, len(inputs))
+    for each in sizes.values():
+        if not 0 < len(each) <= most or list(each) != sorted(set(each)) or each[0] < 0:
+            return "have sizes that are not in order"
+    return None
+
+
+_Threads = Annotated[int, msgspec.Meta(ge=0, le=1024)]
+_AtLeastOne = Annotated[int, msgspec.Meta(ge=1, le=1024)]
+_Word = Annotated[str, msgspec.Meta(max_length=200)]
+_Positive = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class SessionSetting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a session is told, and how it is called; each default is ONNX Runtime's own.
+
+    `form` is that of the bundle to load, "" for the manifest's. `threads` and `inter_threads` of 0 let ONNX Runtime
+    choose. `config` and `provider_options` are added to those of the target, or take their place.
+    """
+
+    form: _Word = ""
+    level: Level = Level.ALL
+    threads: _Threads = 0
+    inter_threads: _Threads = 0
+    parallel: bool = False
+    arena: bool = True
+    memory_pattern: bool = True
+    io_binding: bool = False
+    concurrency: _AtLeastOne = 1
+    config: dict[str, str] = {}
+    provider_options: dict[str, str] = {}
+
+
+class MachineClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The machines for which a setting holds: what a loader can find out of its own without asking anyone.
+
+    `system` and `machine` are those of `uname`, in lower case; `cores` are those that the process may use, 0 for any.
+    """
+
+    system: _Word
+    machine: _Word
+    cores: _Threads = 0
+
+    def holds(self, other: "MachineClass") -> bool:
+        """Returns True if a machine of this class is `other`."""
+        same = (self.system, self.machine) == (other.system, other.machine)
+        return same and self.cores in {0, other.cores}
+
+
+class TuningEvidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Why a setting is there: how many times the cost of the defaults it has, with 95 %, in so many fresh rounds."""
+
+    goal: _Word
+    device: _Word
+    evidence: Evidence
+    ratio: _Positive
+    interval: tuple[_Positive, _Positive]
+    rounds: int
+    changes: tuple[_Word, ...]
+    versions: dict[str, str]
+
+
+class TunedSession(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A setting, the machines that it is for, and the evidence."""
+
+    machine: MachineClass
+    setting: SessionSetting
+    evidence: TuningEvidence
+
+
+def class_of_this_machine() -> MachineClass:
+    """Returns the class of the machine that runs this."""
+    return MachineClass(system=platform.system().lower(), machine=platform.machine().lower(), cores=count_cores())
+
+
+UNPADDED = "golden/unpadded.npz"
+"""What the float model makes of the golden samples as long as they were, in a bundle with buckets."""
+
+# An upper bound for what is decoded in memory before anything is known of it.
+MAX_MANIFEST_BYTES = 16 << 20
+
+
+_Value = TypeVar("_Value")
+
+
+class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class BundledFile(_Strict, frozen=True, kw_only=True):
+    """Digest and size of a file in the bundle."""
+
+    sha256: str
+    size_bytes: int
+
+
+class BundledTensor(TensorSpec, frozen=True, kw_only=True):
+    """An input or output with what an app must know to fill or read it.
+
+    `layout` names the axes ("NCHW"), empty where it is not known. `value_range` are the least and the largest number in
+    the golden samples, None for text. `preprocessing` makes an input of what the app has, `postprocessing` says what
+    an output means; both come from the recipe or from `--preprocess`.
+    """
+
+    layout: str
+    value_range: tuple[float, float] | None
+    preprocessing: Preprocess | str | None
+    postprocessing: str | None
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Its name, type and shape alone."""
+        return TensorSpec(name=self.name, dtype=self.dtype, shape=self.shape)
+
+
+class ChosenSample(_Strict, frozen=True, kw_only=True):
+    """A golden sample of the self-test: its row in the golden files, and why it was chosen."""
+
+    row: int
+    reason: Literal["typical", "extreme", "worst-error"]
+
+
+class GoldenFacts(_Strict, frozen=True, kw_only=True):
+    """The golden samples, and the self-test that a device runs on a few of them.
+
+    Row i of `golden/expected.npz` is what the model in the bundle should give for sample `chosen[i]`. A device passes
+    if no number of output `name` is further from it than `tolerance[name]`; outputs that are no floating point numbers
+    have no tolerance and are not judged. `expected_from` says what computed them.
+    """
+
+    samples: int
+    has_labels: bool
+    chosen: tuple[ChosenSample, ...]
+    tolerance: dict[str, float]
+    expected_from: str
+
+
+class Ancestry(_Strict, frozen=True, kw_only=True):
+    """The sha256 of everything that the bundle was made from; `quantized` is None for a float model.
+
+    `data` is the digest of the calibration samples' content, None where none were used.
+    """
+
+    source: str
+    prepared: str
+    quantized: str | None
+    data: str | None
+
+
+class ProviderShare(_Strict, frozen=True, kw_only=True):
+    """How many nodes a provider is expected to run, and their multiply-accumulates."""
+
+    nodes: int
+    macs: int
+
+
+class Placement(_Strict, frozen=True, kw_only=True):
+    """How many nodes the provider is expected to take, in how many pieces, and their share of the work: a prediction.
+
+    What a device's provider took stands in `verify.json` (`placed`): the manifest is made before a device runs, and its
+    digest must not depend on which devices were at hand.
+
+    `providers` says the same by provider, the CPU included. `node_list` is the sha256 of `check.json`, which lists the
+    nodes one by one.
+    """
+
+    nodes: int
+    taken: int
+    partitions: int
+    taken_macs: float
+    providers: dict[str, ProviderShare]
+    node_list: str
+
+
+class Tested(_Strict, frozen=True, kw_only=True):
+    """What the bundle was made with: ONNX Runtime, and Qualcomm's QAIRT and SoCs where a context was compiled."""
+
+    onnxruntime: str
+    qairt: str | None
+    socs: tuple[str, ...]
+
+
+class Provenance(_Strict, frozen=True, kw_only=True):
+    """How to make it again: the command without paths, and the recipe with every default written out."""
+
+    command: str
+    recipe: dict[str, Any]
+
+
+class Manifest(_Strict, frozen=True, kw_only=True):
+    """Everything an app or a device needs to know, without times, paths or host names.
+
+    `forms` names the files of each form of the model, the one to load first; `form` is the one an app should load.
+    `inputs` and `outputs` have the shapes of one sample; dimensions of inputs that an app may choose have a name or
+    null there, and `open_dims` the sizes that golden samples have of them. `files` covers every file of the bundle but
+    the manifest itself, its signature, and the `evidence` (accuracy and latency as they were measured, with device and
+    environment), which differs from run to run. `platforms` says per operating system what an app needs and passes.
+    `fallback` are the targets, or "cpu", to try next where this one cannot run. `canonical_form` is the version of
+    edgekit's layout of ORT-format files, None without such a file. `state` says which outputs an app passes as inputs
+    of the next step, and how many golden samples make a sequence; a model without state has none. `buckets`
+    are sizes of one dimension, with a model for each: the files of all of them stand under the form. `tuned` are
+    settings that were found to be better on some machines: the first whose class is that of the machine counts.
+    `listed` says where outputs list detections, whose rows have no place of their own, and `numbers` names vectors that
+    hold numbers, such as an embedding, so that their largest entry is no class. `chain` holds the providers that
+    a session is given between `provider` and the CPU, in this order, each with its options.
+    """
+
+    # A version to come is refused, not guessed at: what it adds may change what the rest means.
+    schema_version: Literal[2] = 2
+    name: str
+    target: str
+    settings: dict[str, str]
+    precision: Precision
+    provider: str
+    provider_options: dict[str, str]
+    session_config: dict[str, str]
+    minimum_ort: str
+    runtime: str
+    form: Form
+    forms: dict[Form, tuple[str, ...]]
+    files: dict[str, BundledFile]
+    inputs: tuple[BundledTensor, ...]
+    outputs: tuple[BundledTensor, ...]
+    golden: GoldenFacts
+    placement: Placement
+    thresholds: Thresholds
+    verification: tuple[Verification, ...]
+    ancestry: Ancestry
+    versions: dict[str, str]
+    source_size_bytes: int
+    model_size_bytes: int
+    platforms: dict[str, Platform]
+    tested: Tested
+    canonical_form: int | None
+    provenance: Provenance
+    licence: Licence
+    fallback: tuple[str, ...]
+    evidence: Literal["verify.json"] = "verify.json"
+    # Not written where there is none: bundles keep the bytes that they had before.
+    state: State | msgspec.UnsetType = msgspec.UNSET
+    buckets: Buckets | msgspec.UnsetType = msgspec.UNSET
+    tuned: tuple[TunedSession, ...] | msgspec.UnsetType = msgspec.UNSET
+    open_dims: dict[str, tuple[int, ...]] | msgspec.UnsetType = msgspec.UNSET
+    listed: ListColumns | msgspec.UnsetType = msgspec.UNSET
+    chain: tuple[ChainedProvider, ...] | msgspec.UnsetType = msgspec.UNSET
+    numbers: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def steps(self) -> int:
+        """How many golden samples, one after another, make a sequence."""
+        return self.state.steps if self.state else 1
+
+    @property
+    def model_file(self) -> str:
+        """The file that an app should load."""
+        return self.forms[self.form][0]
+
+
+def encode_json(value: object) -> bytes:
+    """Returns canonical JSON: sorted keys, two spaces, a newline at the end; the same value gives the same bytes."""
+    # Indented, so that a diff of two bundles is read line by line; numbers are the shortest that read back the same.
+    return msgspec.json.format(msgspec.json.encode(value, order="sorted"), indent=2) + b"\n"
+
+
+def decode_manifest(data: bytes, source: str) -> Manifest:
+    """Returns a manifest, read strictly: an unknown, missing or ill-typed key is an error that names it.
+
+    A manifest of an older schema version becomes one of today. The bytes must be those that edgekit writes: another
+    order, a key that comes twice or other white space is an alteration, because readers would not agree on it.
+
+    Raises:
+        BundleError: the manifest is malformed, not canonical, of an unknown schema version, or contradicts itself.
+    """
+    raw = decode_plain(data, source)
+    manifest = convert_strictly(migrate_manifest(raw), Manifest, source)
+    # Readers disagree on keys that come twice (RFC 8259, 4): the signature would cover two meanings.
+    check_canonical(raw, data, source)
+    for form in (manifest.form, *manifest.forms):
+        if not manifest.forms.get(form):
+            raise BundleError(f"'{source}' names no file for form '{form}'", hint="build the bundle again")
+    for name in (name for names in manifest.forms.values() for name in names):
+        if name not in manifest.files:
+            raise BundleError(f"'{source}' does not list the model file {name[:200]!r}", hint="build the bundle again")
+    _check_state(manifest, source)
+    _check_buckets(manifest, source)
+    _check_open_dims(manifest, source)
+    return manifest
+
+
+def _check_state(manifest: Manifest, source: str) -> None:
+    if not manifest.state:
+        return
+    fault = find_fault(manifest.state, manifest.inputs, manifest.outputs)
+    if fault is None and manifest.golden.samples % manifest.steps:
+        fault = f"has {manifest.steps} steps, and {manifest.golden.samples} golden samples make no whole sequences", ""
+    if fault is not None:
+        raise BundleError(f"the state in '{source}' {fault[0]}", hint="build the bundle again")
+
+
+def _check_buckets(manifest: Manifest, source: str) -> None:
+    if not manifest.buckets:
+        return
+    files, samples = manifest.forms[manifest.form], manifest.golden.samples
+    fault = find_bucket_fault(manifest.buckets, files, manifest.inputs, manifest.outputs, samples)
+    if fault is None and manifest.steps > 1:
+        fault = "are of a model with state, whose steps they cannot run"
+    if fault is None and UNPADDED not in manifest.files:
+        fault = f"lack '{UNPADDED}'"
+    if fault is not None:
+        raise BundleError(f"the buckets in '{source}' {fault}", hint="build the bundle again")
+
+
+def _check_open_dims(manifest: Manifest, source: str) -> None:
+    if manifest.open_dims is msgspec.UNSET:
+        return
+    fault = find_open_dim_fault(manifest.open_dims, manifest.inputs, manifest.golden.samples)
+    if fault is None and manifest.buckets:
+        fault = "stand beside buckets"
+    if fault is not None:
+        raise BundleError(f"the open dimensions in '{source}' {fault}", hint="build the bundle again")
+
+
+def decode_plain(data: bytes, source: str) -> Any:
+    """Returns JSON of at most 16 MiB as plain data.
+
+    Raises:
+        BundleError: it is too large, too deep, or no JSON.
+    """
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise BundleError(f"'{source}' is larger than {MAX_MANIFEST_BYTES} bytes", hint="edgekit did not write it")
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise BundleError(f"'{source}' is malformed: {quote_error(error)}", hint="build the bundle again") from error
+
+
+def check_canonical(raw: Any, data: bytes, source: str) -> None:
+    """Refuses JSON that is not to the byte what `encode_json` makes of its content.
+
+    Raises:
+        BundleError: it is another spelling of the same content.
+    """
+    if encode_json(raw) != data:
+        raise BundleError(
+            f"'{source}' was altered: it is not spelt as edgekit writes it", hint="build the bundle again"
+        )
+
+
+def convert_strictly(raw: Any, kind: type[_Value], source: str) -> _Value:
+    """Returns plain data as a value of a kind.
+
+    Raises:
+        BundleError: a key is unknown, missing or ill-typed.
+    """
+    try:
+        return msgspec.convert(raw, kind)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise BundleError(f"'{source}' is malformed: {quote_error(error)}", hint="build the bundle again") from error
+
+
+_TITLES: Mapping[str, tuple[type, str]] = {
+    "manifest.schema.json": (Manifest, "edgekit bundle manifest, schema version 2"),
+}
+_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def render_schemas() -> dict[str, bytes]:
+    """Returns the text of each schema by the name of its file beside this module."""
+    return {
+        name: encode_json({"$schema": _DIALECT, "title": title, **msgspec.json.schema(kind)})
+        for name, (kind, title) in _TITLES.items()
+    }
+
+
+def schema_folder() -> Path:
+    """Returns the folder that the schemas are published in."""
+    return Path(__file__).parent

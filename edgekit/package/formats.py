@@ -1,0 +1,391 @@
+"""The forms of a package: Android archive, Swift package, archive for Linux boards, ONNX Runtime's model package.
+
+Loaders in C++, Java and Swift are compiled with the manifests as source code. What an app store checks of an app is
+checked as far as its libraries are at hand.
+"""
+
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from edgekit._files import digest_bytes
+from edgekit._proc import run_process
+from edgekit.app_runtime import AppRuntime, NativeLibrary
+from edgekit.bundle.archive import list_files, write_archive
+from edgekit.bundle.checks import read_bounded
+from edgekit.bundle.folder import Bundle
+from edgekit.bundle.manifest import encode_json
+from edgekit.bundle.sign import SIGNATURE
+from edgekit.bundle.snippets import SWIFT_PACKAGE, Dependency, list_android_dependencies, make_environment
+from edgekit.errors import MissingExtraError, UsageError
+from edgekit.model.external import skim_model
+from edgekit.package.variant import Identity, Part, Variant, Workplace, list_entries
+from edgekit.target import read_version
+
+PAGE_BYTES = 16 << 10
+"""The size of pages that Google Play asks 64-bit libraries to be aligned to, since November 2025."""
+
+_NARROW = {"armeabi-v7a": "arm64-v8a", "x86": "x86_64"}
+"""The ABIs of 32 bits, each with its twin of 64 bits, which Google Play asks for beside it."""
+
+
+class StoreReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What an app store looks at in what a package brings into an app.
+
+    `archive` is ONNX Runtime's, of `version`, on which the package depends; the bundles need `minimum_ort` or newer.
+    `unseen` are dependencies with libraries that are not at hand.
+    """
+
+    archive: str
+    archive_sha256: str
+    version: str
+    minimum_ort: str
+    libraries: tuple[NativeLibrary, ...]
+    unseen: tuple[str, ...]
+
+    @property
+    def abis(self) -> tuple[str, ...]:
+        """The ABIs that the archive has libraries for, sorted."""
+        return tuple(sorted({library.abi for library in self.libraries}))
+
+    @property
+    def complaints(self) -> tuple[str, ...]:
+        """What Google Play refuses, a line each (developer.android.com: page sizes, 64-bit architectures)."""
+        unaligned = (
+            f"'jni/{library.abi}/{library.name}' of '{self.archive}' is aligned to {library.alignment} bytes and not"
+            " to 16 KB"
+            for library in self.libraries
+            if library.abi not in _NARROW and library.alignment % PAGE_BYTES
+        )
+        lonely = (
+            f"'{self.archive}' has libraries for {abi} and none for {_NARROW[abi]}"
+            for abi in self.abis
+            if abi in _NARROW and _NARROW[abi] not in self.abis
+        )
+        return (*unaligned, *lonely)
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What there is to say, a line each."""
+        aligned = f"all {len(self.libraries)} libraries are aligned to 16 KB, for {', '.join(self.abis)}"
+        return (
+            f"ONNX Runtime {self.version} of '{self.archive}'; the bundles need {self.minimum_ort} or newer",
+            *(f"Google Play refuses: {complaint}" for complaint in self.complaints),
+            *(() if self.complaints else (f"Google Play: {aligned}",)),
+            *(f"not looked into, as it is not at hand: {name}" for name in self.unseen),
+        )
+
+    @property
+    def passed(self) -> bool:
+        """True if there is nothing that Google Play refuses."""
+        return not self.complaints
+
+
+_TEMPLATES = Path(__file__).parent / "templates"
+
+
+def render_table(template: str, variants: Sequence[Variant], **values: object) -> bytes:
+    """Returns a file of `templates/` filled with bundles; the same bundles give the same bytes.
+
+    Templates see `variants` and `values`, and filters that write a string literal: `cpp`, `java`, `kotlin`, `swift`.
+    """
+    environment = make_environment(_TEMPLATES)
+    environment.filters["java"] = quote_java
+    return environment.get_template(template).render(variants=variants, **values).encode()
+
+
+def quote_java(text: str) -> str:
+    """Returns a Java string literal; javac reads Unicode escapes before anything else, so controls are octal."""
+    return '"' + "".join(_java_character(character) for character in text) + '"'
+
+
+def _java_character(character: str) -> str:
+    if character in '"\\':
+        return f"\\{character}"
+    if " " <= character <= "~":
+        return character
+    # Three octal digits reach up to \377.
+    if ord(character) < 256:
+        return f"\\{ord(character):03o}"
+    # Java's strings are UTF-16: a letter beyond the first plane is two escapes.
+    units = character.encode("utf-16-be", "surrogatepass").hex()
+    return "".join(f"\\u{units[i : i + 4]}" for i in range(0, len(units), 4))
+
+
+_JAVA = Path(__file__).parent / "far" / "java"
+_STAND_IN = b"package edgekit.loader;"
+# The API level from which Microsoft's onnxruntime-android runs.
+_OLDEST_API = 24
+
+
+def collect_aar(parts: Sequence[Part], identity: Identity, workplace: Workplace) -> Mapping[str, Path | bytes]:
+    """Returns the files of a Maven repository with one artifact: the archive, its POM, the loader's source.
+
+    The loader's classes get a Java package of their own, so that an app can hold two such archives. They are compiled
+    against the classes of the app's own ONNX Runtime, and against declarations of the five methods of Android that
+    they call, which are in no archive that edgekit could fetch.
+
+    Raises:
+        MissingExtraError: there is no Java compiler.
+        UsageError: the archive of ONNX Runtime has no classes, or the loader cannot be compiled against them.
+    """
+    work, runtime = workplace.folder, _require_runtime(workplace)
+    variants = [part.variant for part in parts]
+    package = f"{identity.group}.{re.sub('[^a-z0-9_]', '_', identity.name.lower())}"
+    values = {
+        "identity": identity,
+        "package": package,
+        "assets": package,
+        "minimum_api": max([_OLDEST_API, *(_api_level(part.bundle) for part in parts)]),
+        "dependencies": _merge_dependencies(variants, runtime),
+        "store": report_store(variants, runtime),
+    }
+    sources = _list_sources(variants, package, values)
+    write_archive(_compile(sources, runtime, work), work / "classes.jar", "zip")
+    write_archive(sources, work / "sources.jar", "zip")
+    contents: dict[str, Path | bytes] = {
+        "AndroidManifest.xml": render_table("AndroidManifest.xml.j2", variants, **values),
+        "META-INF/com/android/build/gradle/aar-metadata.properties": b"aarFormatVersion=1.0\naarMetadataVersion=1.0\n",
+        # Part of the archive's format, empty as there are no resources.
+        "R.txt": b"",
+        "classes.jar": work / "classes.jar",
+        # ONNX Runtime's native code looks classes up by name: R8 would rename or drop them.
+        "proguard.txt": b"-keep class ai.onnxruntime.** { *; }\n",
+    }
+    for part in parts:
+        contents.update(list_entries(part, f"assets/{package}"))
+    write_archive(contents, work / "library.aar", "zip")
+    place = f"{identity.group.replace('.', '/')}/{identity.name}/{identity.version}/{identity.name}-{identity.version}"
+    return {
+        f"{place}.aar": work / "library.aar",
+        f"{place}.pom": render_table("pom.xml.j2", variants, **values),
+        f"{place}-sources.jar": work / "sources.jar",
+        "README.md": render_table("aar.md.j2", variants, **values),
+    }
+
+
+def _list_sources(variants: Sequence[Variant], package: str, values: Mapping[str, object]) -> dict[str, Path | bytes]:
+    folder = package.replace(".", "/")
+    sources: dict[str, Path | bytes] = {
+        f"{folder}/{name}": path.read_bytes().replace(_STAND_IN, f"package {package};".encode(), 1)
+        for name, path in list_files(_JAVA / "loader").items()
+    }
+    sources[f"{folder}/Bundles.java"] = render_table("Bundles.java.j2", variants, **values)
+    return sources
+
+
+def _compile(sources: Mapping[str, Path | bytes], runtime: AppRuntime, work: Path) -> dict[str, Path | bytes]:
+    """Compiles for Java 8, which every Android build takes; the same compiler gives the same bytes."""
+    for name, source in sources.items():
+        place = work / "java" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(source if isinstance(source, bytes) else source.read_bytes())
+    (work / "classes").mkdir()
+    brief = ("-J-XX:TieredStopAtLevel=1", "-J-XX:+UseSerialGC")  # the optimizing compiler costs more than it saves here
+    argv = [_find_javac(), *brief, "--release", "8", "-Xlint:-options", "-encoding", "UTF-8", "-proc:none"]
+    argv += ["-implicit:none", "-classpath", str(runtime.classes), "-sourcepath", str(_JAVA / "platform")]
+    argv += ["-d", str(work / "classes")]
+    done = run_process([*argv, *(str(work / "java" / name) for name in sorted(sources))], timeout_s=300)
+    if not done.succeeded:
+        raise UsageError(
+            f"the loader does not fit the classes of '{runtime.archive}', ONNX Runtime {runtime.version}:"
+            f" {_first_error(done.stderr)}",
+            hint="edgekit devices install android --library FILE.aar, of another version",
+        )
+    return dict(list_files(work / "classes"))
+
+
+def _first_error(said: str) -> str:
+    return next((line.partition("error: ")[2] for line in said.splitlines() if "error: " in line), said[-300:])
+
+
+def _require_runtime(workplace: Workplace) -> AppRuntime:
+    runtime = workplace.runtime
+    if runtime is None or not runtime.classes.is_file():
+        raise UsageError(
+            f"'{runtime.archive if runtime else 'no archive'}' holds no classes.jar to compile the loader against",
+            hint="edgekit devices install android",
+        )
+    return runtime
+
+
+def _find_javac() -> str:
+    home = os.environ.get("JAVA_HOME", "")
+    found = shutil.which(str(Path(home) / "bin" / "javac")) if home else None
+    found = found or shutil.which("javac")
+    if found is None:
+        raise MissingExtraError(
+            "an AAR holds compiled Java, and there is no javac here", hint="apt-get install openjdk-17-jdk-headless"
+        )
+    return found
+
+
+def _api_level(bundle: Bundle) -> int:
+    level = bundle.manifest.settings.get("api_level", "")
+    return int(level) if level.isdigit() else _OLDEST_API
+
+
+def report_store(variants: Sequence[Variant], runtime: AppRuntime) -> StoreReport:
+    """Returns what an app store checks of an app with these bundles and this ONNX Runtime."""
+    _, *others = _merge_dependencies(variants, runtime)
+    return StoreReport(
+        archive=runtime.archive,
+        archive_sha256=runtime.sha256,
+        version=runtime.version,
+        minimum_ort=max((variant.minimum_ort for variant in variants), key=read_version),
+        libraries=runtime.libraries,
+        unseen=tuple(dependency.notation for dependency in others),
+    )
+
+
+def _merge_dependencies(variants: Sequence[Variant], runtime: AppRuntime) -> list[Dependency]:
+    """Returns what the bundles need together: the ONNX Runtime of the archive first, and others as new as one needs."""
+    merged: dict[str, Dependency] = {}
+    for variant in variants:
+        for needed in list_android_dependencies(variant.provider, variant.versions, runtime.version):
+            known = merged.get(needed.artifact)
+            # The newest, as Gradle itself takes the newest of several.
+            if known is None or read_version(needed.version) > read_version(known.version):
+                merged[needed.artifact] = needed
+    return list(merged.values())
+
+
+_SWIFT = Path(__file__).parent / "far" / "swift"
+# iOS 15 has Core ML 5; newer ones are asked for by the target's settings.
+_OLDEST_IOS = "15"
+
+
+def collect_swiftpm(parts: Sequence[Part], identity: Identity, _work: Workplace) -> Mapping[str, Path | bytes]:
+    """Returns the files of a Swift package: `Package.swift`, sources, and the bundles under `Resources/`."""
+    module = "".join(word[:1].upper() + word[1:] for word in re.split(r"[^A-Za-z0-9]+", identity.name))
+    variants = [part.variant for part in parts]
+    versions = [part.bundle.manifest.settings.get("ios", _OLDEST_IOS) for part in parts]
+    values = {
+        "identity": identity,
+        "module": module,
+        # One package has one deployment target: the highest that a bundle in it asks for.
+        "minimum_ios": max(versions, key=lambda text: int(text) if text.isdigit() else 0) + ".0",
+        "minimum_ort": max((variant.minimum_ort for variant in variants), key=read_version),
+        "swift_package": SWIFT_PACKAGE,
+    }
+    sources = f"Sources/{module}"
+    entries: dict[str, Path | bytes] = {f"{sources}/{name}": path for name, path in list_files(_SWIFT).items()}
+    entries[f"{sources}/Bundles.swift"] = render_table("Bundles.swift.j2", variants, **values)
+    entries["Package.swift"] = render_table("Package.swift.j2", variants, **values)
+    entries["README.md"] = render_table("swift.md.j2", variants, **values)
+    for part in parts:
+        entries.update(list_entries(part, f"{sources}/Resources"))
+    return entries
+
+
+BUNDLES = "bundles"
+_FAR = Path(__file__).parent / "far"
+GROUP_PROGRAMS = (_FAR / "group" / "edgekit_group.py", _FAR / "python" / "edgekit_loader.py")
+"""What runs a group of models in Python: the first as a program, beside the second."""
+
+
+def collect_board(parts: Sequence[Part], identity: Identity, _work: Workplace) -> Mapping[str, Path | bytes]:
+    """Returns the files of a package for a board by name: `bundles/`, `cpp/`, `python/` and a README."""
+    entries: dict[str, Path | bytes] = {}
+    variants = [part.variant for part in parts]
+    for part in parts:
+        entries.update(list_entries(part, BUNDLES))
+    for language in ("cpp", "python"):
+        sources = list_files(_FAR / language)
+        entries.update({f"{language}/{name}": path for name, path in sources.items() if "__pycache__" not in name})
+    entries["cpp/edgekit_bundles.h"] = render_table("edgekit_bundles.h.j2", variants)
+    entries["python/edgekit_bundles.json"] = encode_json([msgspec.to_builtins(variant) for variant in variants])
+    entries["README.md"] = render_table("board.md.j2", variants, identity=identity)
+    return entries
+
+
+_COMPATIBILITY = "ep_compatibility_info."
+_SHAREABLE = ("golden/",)
+
+
+def collect_ort_package(parts: Sequence[Part], identity: Identity, _work: Workplace) -> Mapping[str, Path | bytes]:
+    """Returns the files of a model package: `manifest.json`, `<name>/component.json`, and a folder for each variant.
+
+    A file that several bundles hold, such as the golden inputs, lies once in `shared_assets/sha256-<hex>/`. What each
+    file of a bundle is called, its sha256 and where it lies stands in the variant's `additional_metadata`.
+    """
+    # By name and digest: an asset keeps the file name that loaders ask for.
+    counts = Counter(key for part in parts for key in _keys(part.bundle, part.variant))
+    shared = {key for key, count in counts.items() if count > 1}
+    entries: dict[str, Path | bytes] = {}
+    described: dict[str, object] = {}
+    for part in parts:
+        bundle, variant = part.bundle, part.variant
+        places: dict[str, str] = {}
+        for name, file in variant.files.items():
+            asset = _asset(name, file.sha256) if (name, file.sha256) in shared else None
+            places[name] = name if asset is None else f"sha256:{asset}/{Path(name).name}"
+            folder = f"{identity.name}/{variant.name}/{name}" if asset is None else _asset_path(asset, name)
+            entries[folder] = part.cut.files[name]
+        if (bundle.folder / SIGNATURE).exists():
+            entries[f"{identity.name}/{variant.name}/{SIGNATURE}"] = read_bounded(bundle.folder, SIGNATURE)
+        described[variant.name] = _describe(bundle, variant, places)
+    entries[f"{identity.name}/component.json"] = encode_json({"component_name": identity.name, "variants": described})
+    entries["manifest.json"] = encode_json(
+        {
+            "schema_version": "1.0",
+            "package_name": identity.name,
+            "package_version": identity.version,
+            # Everything lies in the folder, by relative paths.
+            "layout": "portable",
+            "components": {identity.name: identity.name},
+            "additional_metadata": {"producer": "edgekit"},
+        }
+    )
+    return entries
+
+
+def _keys(bundle: Bundle, variant: Variant) -> list[tuple[str, str]]:
+    """Returns what a bundle may share: golden files, and model forms of one file, which names no other."""
+    # A model with weights beside it names them by their place: it cannot move to the shared folder alone.
+    alone = {names[0] for names in bundle.manifest.forms.values() if len(names) == 1}
+    return [(name, file.sha256) for name, file in variant.files.items() if name in alone or name.startswith(_SHAREABLE)]
+
+
+def _asset(name: str, sha256: str) -> str:
+    """Returns the digest of a folder that holds one file, as ONNX Runtime computes it."""
+    return digest_bytes(f"{sha256}  {Path(name).name}\n".encode())
+
+
+def _asset_path(asset: str, name: str) -> str:
+    return f"shared_assets/sha256-{asset}/{Path(name).name}"
+
+
+def _describe(bundle: Bundle, variant: Variant, places: Mapping[str, str]) -> dict[str, object]:
+    info: dict[str, object] = {"model_file": places[variant.model], "session_options": variant.session_config}
+    if variant.provider_options:
+        info["provider_options"] = variant.provider_options
+    described: dict[str, object] = {
+        "variant_directory": variant.name,
+        "ep": variant.provider,
+        "executor_info": {"ort": info},
+        "additional_metadata": {
+            "minimum_ort": variant.minimum_ort,
+            "precision": variant.precision,
+            "target": variant.target,
+            "files": {
+                name: {"path": places[name], "sha256": file.sha256, "size_bytes": file.size_bytes}
+                for name, file in variant.files.items()
+            },
+        },
+    }
+    compatibility = _read_compatibility(bundle.folder / variant.model, variant.provider)
+    return {**described, "compatibility_string": compatibility} if compatibility else described
+
+
+def _read_compatibility(model: Path, provider: str) -> str:
+    """Returns what a compiled model says of the devices it is for, "" for any other model."""
+    if model.suffix != ".onnx":
+        return ""
+    properties = skim_model(model).metadata_props
+    return next((entry.value for entry in properties if entry.key == f"{_COMPATIBILITY}{provider}"), "")

@@ -1,0 +1,190 @@
+"""Constants of nodes that stay float.
+
+They are kept float where ONNX Runtime would round them, or stored as integers with a scale a channel, which a Cast and
+a Mul widen.
+"""
+
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from edgekit.graph.graph import Graph, Node, view_part
+from edgekit.graph.rewrite import set_nodes
+from edgekit.model.model import list_names
+from edgekit.model.tensors import Array
+from edgekit.target import Target
+
+OPTIMIZER = "WeightBiasQuantization"
+LAYOUT = "NhwcTransformer"
+DISABLED = "optimization.disable_specified_optimizers"
+KEEP_FLOAT_WEIGHTS: Mapping[str, str] = {DISABLED: OPTIMIZER}
+"""The session entry that switches this off; without it the results are wrong and nothing says so."""
+
+_WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm"})
+_PASSED = frozenset({"Relu", "Clip"})
+
+
+def find_float_weights(graph: onnx.GraphProto) -> tuple[str, ...]:
+    """Returns the names of the nodes whose float weights ONNX Runtime would round, in graph order.
+
+    Those are layers that read a DQ of one scale, have a constant float weight, and feed a Q alone, directly or through
+    Relu and Clip (core/optimizer/qdq_transformer/weight_bias_quantization.cc).
+    """
+    view = view_part(graph)
+
+    def feeds_quantizer(node: Node) -> bool:
+        while len(node.output) == 1 and node.output[0] not in view.outputs:
+            following = view.consumers.get(node.output[0], ())
+            if len(following) != 1:
+                return False
+            node = following[0]
+            if node.op_type not in _PASSED:
+                return node.op_type == "QuantizeLinear"
+        return False
+
+    return tuple(
+        node.proto.name
+        for node in view.nodes
+        if node.op_type in _WEIGHTED
+        and view.is_float_constant(node.input[1])
+        and _has_one_scale(view.producers.get(node.input[0]), view)
+        and feeds_quantizer(node)
+    )
+
+
+def find_cubics(graph: onnx.GraphProto) -> tuple[str, ...]:
+    """Returns the names of the cubic Resize nodes of a quantized graph, in graph order.
+
+    Behind an integer convolution, which it has in NHWC, ONNX Runtime moves the Transpose past them; their kernel then
+    refuses to make a map smaller (`ScalesValidation` of core/providers/cpu/tensor/upsamplebase.h).
+    """
+    if not any(node.op_type == "QuantizeLinear" for node in graph.node):
+        return ()
+    resizes = (node for node in graph.node if node.op_type == "Resize")
+    return tuple(node.name for node in resizes if any(item.s == b"cubic" for item in node.attribute))
+
+
+def find_harmful(graph: onnx.GraphProto) -> dict[str, tuple[str, ...]]:
+    """Returns the optimizers that a graph must not meet, and the nodes because of which."""
+    found = {OPTIMIZER: find_float_weights(graph), LAYOUT: find_cubics(graph)}
+    return {name: nodes for name, nodes in found.items() if nodes}
+
+
+_REASONS = {
+    OPTIMIZER: "{} layers keep float weights between Q and DQ nodes ({}): ONNX Runtime would round them to 8 bits per"
+    " tensor",
+    LAYOUT: "{} cubic Resize nodes ({}) stand between integers: ONNX Runtime would give them NHWC, which they refuse",
+}
+
+
+def disable_harmful(target: Target, graph: onnx.GraphProto) -> tuple[Target, tuple[str, ...]]:
+    """Returns a target whose session does without the optimizers that harm a graph, and what to tell of it."""
+    found = find_harmful(graph)
+    if not found:
+        return target, ()
+    off = target.session.config.get(DISABLED, "").split(";")
+    value = ";".join([*(name for name in off if name and name not in found), *found])
+    session = msgspec.structs.replace(target.session, config={**target.session.config, DISABLED: value})
+    told = (
+        _REASONS[name].format(len(nodes), ", ".join(f"'{each}'" for each in nodes[:3]))
+        + f", so the session needs {DISABLED} = {value}"
+        for name, nodes in found.items()
+    )
+    return msgspec.structs.replace(target, session=session), tuple(told)
+
+
+def _has_one_scale(node: Node | None, graph: Graph) -> bool:
+    if node is None or node.op_type != "DequantizeLinear":
+        return False
+    scale = graph.constants.get(node.input[1])
+    # A scale that is computed may be one number: it is taken for one, since rounding in silence is worse than a key too
+    # many.
+    return scale is None or list(scale.dims) in ([], [1])
+
+
+_FLOAT = onnx.TensorProto.FLOAT
+_MOST: Mapping[int, int] = {8: 127, 16: 32767}
+_INTEGERS = frozenset({onnx.TensorProto.INT8, onnx.TensorProto.INT16})
+# Scales are no more than this share of the numbers: else a vector would get one for each.
+_MOST_SCALES = 1 / 16
+
+
+class Narrow(msgspec.Struct, frozen=True, kw_only=True):
+    """The names of the constants and of the two nodes that stand for a float one."""
+
+    integers: str
+    scales: str
+    cast: str
+    mul: str
+
+
+def narrow_constants(graph: onnx.GraphProto, bits: Mapping[str, int]) -> None:
+    """Stores float initializers in 8 or 16 bits, in place; what is read keeps its name."""
+    taken = {*list_names(graph), *(node.name for node in graph.node)}
+    added: list[onnx.NodeProto] = []
+    for tensor in [tensor for tensor in graph.initializer if tensor.name in bits]:
+        whole = tensor.name
+        prefix = whole
+        while {f"{prefix}_{part}" for part in ("integers", "scales", "counts")} & taken:
+            prefix += "_"
+        integers, scales, counts = (f"{prefix}_{part}" for part in ("integers", "scales", "counts"))
+        values, scale = round_by_channel(numpy_helper.to_array(tensor), bits[whole])
+        tensor.CopyFrom(numpy_helper.from_array(values, integers))
+        graph.initializer.append(numpy_helper.from_array(scale, scales))
+        added.append(helper.make_node("Cast", [integers], [counts], name=counts, to=_FLOAT))
+        added.append(helper.make_node("Mul", [counts, scales], [whole], name=integers))
+    if added:
+        set_nodes(graph, [*added, *graph.node])
+
+
+def round_by_channel(values: Array, bits: int) -> tuple[Array, Array]:
+    """Returns integers of the shape of `values`, and float32 scales for the axis on which they err least.
+
+    The scales have the rank of the values, so that a product of both is what the integers stand for.
+    """
+    axes = [axis for axis, size in enumerate(values.shape) if 1 < size <= values.size * _MOST_SCALES]
+    every = tuple(range(values.ndim))
+    found: list[tuple[float, Array, Array]] = []
+    for others in [tuple(each for each in every if each != axis) for axis in axes] or [every]:
+        scales = (np.abs(values).max(axis=others, keepdims=True) / np.float32(_MOST[bits])).astype(np.float32)
+        scales = np.maximum(scales, np.finfo(np.float32).tiny)
+        integers = np.rint(values / scales).astype(np.dtype(f"int{bits}"))
+        found.append((float(np.square(integers * scales - values, dtype=np.float64).sum()), integers, scales))
+    _, integers, scales = min(found, key=lambda each: each[0])
+    return integers, scales
+
+
+def find_narrow(graph: onnx.GraphProto) -> dict[str, Narrow]:
+    """Returns what stands for each float constant that is stored so, by the name that is read."""
+    fed = {value.name for value in graph.input}
+    types = {tensor.name: tensor.data_type for tensor in graph.initializer if tensor.name not in fed}
+    casts = {
+        node.output[0]: node
+        for node in graph.node
+        if node.op_type == "Cast" and types.get(node.input[0]) in _INTEGERS and _casts_to(node) == _FLOAT
+    }
+    return {
+        node.output[0]: Narrow(
+            integers=casts[node.input[0]].input[0], scales=node.input[1], cast=node.input[0], mul=node.output[0]
+        )
+        for node in graph.node
+        if node.op_type == "Mul" and node.input[0] in casts and types.get(node.input[1]) == _FLOAT
+    }
+
+
+def _casts_to(node: onnx.NodeProto) -> int | None:
+    return next((attribute.i for attribute in node.attribute if attribute.name == "to"), None)
+
+
+def widen_constants(graph: onnx.GraphProto) -> None:
+    """Makes float initializers without data of what is stored so, in place: as a session does before providers look."""
+    found = find_narrow(graph)
+    shapes = {tensor.name: tensor.dims for tensor in graph.initializer}
+    for whole, narrow in found.items():
+        graph.initializer.add(name=whole, data_type=_FLOAT, dims=shapes[narrow.integers])
+    made = {name for narrow in found.values() for name in (narrow.cast, narrow.mul)}
+    if made:
+        set_nodes(graph, [node for node in graph.node if made.isdisjoint(node.output)])

@@ -1,0 +1,186 @@
+"""Nodes that do nothing, and inputs that say nothing: both are left out."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx
+
+from edgekit.graph.graph import Graph, Node, view_part
+from edgekit.graph.match import add_up_huge, made_by
+from edgekit.graph.rewrite import Writer, replace_nodes, set_nodes
+from edgekit.model.tensors import Array
+
+IDLE_ADD = "idle-add"
+
+
+def drop_idle_adds(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
+    """Writes each Add of zeros that give the other operand no other shape as Identity, in place.
+
+    Returns the names of the nodes. A zero below zero loses its sign, and nothing else changes.
+    """
+    return replace_nodes(graph, opset, {"Add"}, _drop)
+
+
+def _drop(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
+    for value, added in (node.input, node.input[::-1]):
+        shape, zeros = graph.value(value).shape, graph.inline(added)
+        # With a bias, be it zero, MatMul becomes a Gemm, which more providers take.
+        if zeros is None or zeros.ndim == 1 or value in graph.constants or shape is None or zeros.any():
+            continue
+        own = shape[::-1]
+        if zeros.ndim > len(own) or any(size not in {1, own[at]} for at, size in enumerate(zeros.shape[::-1])):
+            continue
+        writer = Writer(graph=graph, node=node)
+        writer.add("Identity", [value])
+        return writer.nodes
+    return None
+
+
+IDLE_NAN_GUARD = "idle-nan-guard"
+
+
+def drop_nan_guards(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
+    """Writes each Where(IsNaN(p), 0, p) of a Softmax that cannot be NaN as that Softmax, in place.
+
+    Returns the names of the Where nodes. Products of finite numbers are taken to be finite.
+    """
+    return replace_nodes(graph, opset, {"Where"}, _unguard)
+
+
+def find_guarded(graph: Graph, node: Node) -> Node | None:
+    """Returns the Softmax whose NaN a Where replaces by 0, if nothing else reads it."""
+    asked, softmax = made_by(graph, node.input[0], "IsNaN"), made_by(graph, node.input[2], "Softmax")
+    if asked is None or softmax is None or asked.input[0] != softmax.output[0] or graph.number(node.input[1]) != 0:
+        return None
+    # A zero of more axes would give the result more axes.
+    if len(graph.value(node.input[1]).shape or ()) > 1 or softmax.output[0] in graph.outputs | graph.captured:
+        return None
+    return softmax if set(graph.readers(softmax.output[0])) == {asked, node} else None
+
+
+def _unguard(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
+    softmax = find_guarded(graph, node)
+    if softmax is None or not _has_finite_rows(graph, softmax):
+        return None
+    plain = onnx.NodeProto()
+    plain.CopyFrom(softmax.proto)
+    plain.output[0] = node.output[0]
+    return (plain,)
+
+
+def _has_finite_rows(graph: Graph, softmax: Node) -> bool:
+    """Returns True if at least one score of each row is finite, and none is infinity or NaN."""
+    scores, axis = softmax.input[0], softmax.integer("axis", -1)
+    if add_up_huge(graph, scores) in {0, 1}:
+        return True
+    added = made_by(graph, scores, "Add")
+    for score, mask in (added.input, added.input[::-1]) if added is not None else ():
+        array = graph.inline(mask)
+        if array is not None and array.ndim == len(graph.value(scores).shape or ()) and _leaves_some(array, axis):
+            return add_up_huge(graph, score) == 0
+    return False
+
+
+def _leaves_some(mask: Array, axis: int) -> bool:
+    """Returns True if a mask of 0 and minus infinity hides no whole row."""
+    hides = np.isneginf(mask)
+    return bool(np.isfinite(mask[~hides]).all() and not hides.all(axis=axis).any())
+
+
+IDLE_RELU = "idle-relu"
+
+
+def drop_idle_relus(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
+    """Removes each Relu that only such Q nodes read, in place, and returns the names of the nodes."""
+    view = view_part(graph, opset)
+    dropped: dict[str, str] = {}
+    for node in view.nodes:
+        quantizers = view.readers(node.output[0]) if node.op_type == "Relu" and not node.domain else ()
+        hidden = node.output[0] in view.outputs
+        if not quantizers or hidden or not all(_cuts_at_zero(view, quantizer) for quantizer in quantizers):
+            continue
+        for quantizer in quantizers:
+            quantizer.proto.input[0] = node.input[0]
+        dropped[node.output[0]] = node.proto.name
+    set_nodes(graph, [node for node in graph.node if not node.output or node.output[0] not in dropped])
+    return tuple(dropped.values())
+
+
+def _cuts_at_zero(graph: Graph, node: Node) -> bool:
+    if node.op_type != "QuantizeLinear":
+        return False
+    if not node.has_input(2):
+        # Without a zero point the type is uint8 and the zero point 0, unless opset 21's attribute says otherwise.
+        return "output_dtype" not in node.attributes
+    zero = graph.array(node.input[2])
+    return zero is not None and zero.dtype.kind in "iu" and bool(np.all(zero == np.iinfo(zero.dtype).min))
+
+
+COPIES = "drop-copies"
+
+
+def drop_copies(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
+    """Removes each Identity, and each Dropout whose mask nothing reads, in place; returns the names of the nodes.
+
+    One that makes an output of the graph stays, and so does one that a body reads, or that trains.
+    """
+    view = view_part(graph, opset)
+    dropped = [node for node in view.nodes if _only_copies(view, node)]
+    source = {node.output[0]: node.input[0] for node in dropped}
+    kept = [node for node in graph.node if not node.output or node.output[0] not in source]
+    for node in kept:
+        for at, name in enumerate(node.input):
+            while name in source:
+                name = source[name]  # noqa: PLW2901 - follows a chain of copies
+            node.input[at] = name
+    if dropped:
+        set_nodes(graph, kept)
+    return tuple(sorted({node.proto.name for node in dropped}))
+
+
+def _only_copies(graph: Graph, node: Node) -> bool:
+    if node.domain or node.op_type not in {"Identity", "Dropout"} or not node.input[0] or not node.output[0]:
+        return False
+    hidden = graph.outputs | graph.captured
+    if node.output[0] in hidden or any(name in graph.consumers or name in hidden for name in node.output[1:] if name):
+        return False
+    trains = graph.array(node.input[2]) if node.has_input(2) else np.False_
+    return trains is not None and not trains
+
+
+TRAILING_INPUTS = "trailing-inputs"
+
+
+def drop_trailing_inputs(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:  # noqa: ARG001 - the signature of a fix
+    """Leaves out the empty names at the end of each node's inputs, in place, and returns the names of the nodes."""
+    changed: list[str] = []
+    for node in graph.node:
+        if node.input and not node.input[-1]:
+            while node.input and not node.input[-1]:
+                del node.input[-1]
+            changed.append(node.name)
+    return tuple(changed)
+
+
+RESIZE_INPUTS = "resize-empty-inputs"
+_ROI, _SCALES = 1, 2
+
+
+def leave_out_empty_inputs(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
+    """Gives no name to the empty `roi` and `scales` of each Resize, in place, and returns the names of the nodes.
+
+    Both are optional from opset 13 on.
+    """
+    if opset < 13:
+        return ()
+    empty = {tensor.name for tensor in graph.initializer if list(tensor.dims) == [0]}
+    changed: list[str] = []
+    for node in graph.node:
+        if node.op_type != "Resize" or node.domain:
+            continue
+        found = [at for at in (_ROI, _SCALES) if at < len(node.input) and node.input[at] in empty]
+        for at in found:
+            node.input[at] = ""
+        if found:
+            changed.append(node.name)
+    return tuple(changed)

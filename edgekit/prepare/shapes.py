@@ -1,0 +1,354 @@
+"""Dimensions fixed, derived and inferred.
+
+A dimension's name may be a formula of others, such as `2*batch` or `floor(height/2)`. What no one asked for gets the
+size 1, and what follows from it its own.
+"""
+
+import ast
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
+
+import msgspec
+import onnx
+from onnx import TensorProto, helper
+
+from edgekit.errors import UsageError, suggest_name
+from edgekit.graph.inference import infer_model
+from edgekit.model.tensors import HEADERS, TensorSpec
+
+
+def _floor(value: Fraction) -> Fraction:
+    return Fraction(math.floor(value))
+
+
+def _ceil(value: Fraction) -> Fraction:
+    return Fraction(math.ceil(value))
+
+
+def _ceil_div(left: Fraction, right: Fraction) -> Fraction:
+    return _ceil(left / right)
+
+
+def _floor_div(left: Fraction, right: Fraction) -> Fraction:
+    return _floor(left / right)
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction:
+    # A formula is a stranger's: without bounds, s0**999999999 would be computed, and powers of powers.
+    if exponent.denominator != 1 or not 0 <= exponent <= _MAX_EXPONENT or abs(base) > _MAX_BASE:
+        raise ValueError(f"{base} to the power of {exponent}")
+    return base**exponent.numerator
+
+
+_MAX_EXPONENT, _MAX_BASE = 8, 2**31
+_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: _floor_div,
+    ast.Mod: operator.mod,
+    ast.Pow: _power,
+}
+# What sympy and torch.utils._sympy write, in upper or lower case: exporters print their formulas.
+_FUNCTIONS: dict[str, Callable[..., Fraction]] = {
+    "ceil": _ceil,
+    "ceildiv": _ceil_div,
+    "ceiling": _ceil,
+    "ceiltoint": _ceil,
+    "cleandiv": operator.truediv,
+    "floor": _floor,
+    "floordiv": _floor_div,
+    "floortoint": _floor,
+    "inttruediv": operator.truediv,
+    "max": max,
+    "min": min,
+    "mod": operator.mod,
+    "pow": _power,
+    "powbynatural": _power,
+    "pythonmod": operator.mod,
+    # Towards zero, which is down: sizes are not negative.
+    "trunctoint": _floor,
+}
+_MAX_LENGTH = 200
+
+
+def derive_dim(formula: str, sizes: Mapping[str, int]) -> int | None:
+    """Returns what a formula comes to, or None if it is none, has names without a number, or is no whole number."""
+    tree = _parse(formula)
+    if tree is None:
+        return None
+    try:
+        value = _evaluate(tree, {name: Fraction(size) for name, size in sizes.items()})
+    except (ValueError, KeyError, ZeroDivisionError, TypeError):
+        return None
+    return value.numerator if value.denominator == 1 else None
+
+
+def solve_dim(formula: str, value: int, sizes: Mapping[str, int]) -> tuple[str, int] | None:
+    """Returns the one name of a formula that has no number, with the number that makes the formula come to `value`.
+
+    None if there is not exactly one such name, or the formula is not linear in it, or the number is not whole.
+    """
+    tree = _parse(formula)
+    unknown = sorted(_names(tree) - sizes.keys()) if tree is not None else []
+    if tree is None or len(unknown) != 1:
+        return None
+    known = {name: Fraction(size) for name, size in sizes.items()}
+    try:
+        at_0, at_1, at_2 = (_evaluate(tree, {**known, unknown[0]: Fraction(number)}) for number in (0, 1, 2))
+        slope = at_1 - at_0
+        if at_2 - at_1 != slope:
+            return None
+        solved = (value - at_0) / slope
+        fits = solved.denominator == 1 and _evaluate(tree, {**known, unknown[0]: solved}) == value
+    except (ValueError, KeyError, ZeroDivisionError, TypeError):
+        return None
+    return (unknown[0], solved.numerator) if fits else None
+
+
+def formula_names(formula: str) -> set[str]:
+    """Returns the names in a formula, none if it is none."""
+    tree = _parse(formula)
+    return set() if tree is None else _names(tree)
+
+
+def _parse(formula: str) -> ast.expr | None:
+    if len(formula) > _MAX_LENGTH:
+        return None
+    try:
+        with HEADERS:
+            tree = ast.parse(formula.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    return tree if isinstance(tree, ast.BinOp | ast.Call) else None
+
+
+def _names(tree: ast.expr) -> set[str]:
+    functions = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in functions}
+
+
+def _evaluate(tree: ast.expr, sizes: Mapping[str, Fraction]) -> Fraction:
+    match tree:
+        case ast.Name(id=name):
+            return sizes[name]
+        case ast.Constant(value=int() as number):
+            return Fraction(number)
+        case ast.UnaryOp(op=ast.USub(), operand=inner):
+            return -_evaluate(inner, sizes)
+        case ast.BinOp(left=left, op=sign, right=right):
+            return _OPERATORS[type(sign)](_evaluate(left, sizes), _evaluate(right, sizes))
+        case ast.Call(func=ast.Name(id=name), args=[_, *_] as arguments, keywords=[]):
+            return _FUNCTIONS[name.lower()](*(_evaluate(argument, sizes) for argument in arguments))
+        case _:
+            raise ValueError(ast.dump(tree))
+
+
+_MAX_DIM = 2**31
+
+
+class DynamicDim(msgspec.Struct, frozen=True, kw_only=True):
+    """A dimension of an input that has no number.
+
+    `name` is what `--dim` calls it: its own name, or `INPUT:AXIS` where it has none.
+    """
+
+    input: str
+    axis: int
+    name: str
+
+
+def find_dynamic_dims(graph: onnx.GraphProto) -> tuple[DynamicDim, ...]:
+    """Returns the input dimensions without a number, in the order of inputs and axes; initializers are no inputs."""
+    return tuple(
+        DynamicDim(input=value.name, axis=axis, name=dim.dim_param or f"{value.name}:{axis}")
+        for value in _real_inputs(graph)
+        for axis, dim in enumerate(value.type.tensor_type.shape.dim)
+        if not _is_known(dim)
+    )
+
+
+def fix_dims(graph: onnx.GraphProto, dims: Mapping[str, int], *, may_stay_open: bool = False) -> None:
+    """Gives each dynamic dimension its number, wherever its name stands, in place.
+
+    A key is the name of a dimension or `INPUT:AXIS`. An input without a rank gets one from `INPUT:0`, `INPUT:1` and so
+    on. A dimension that is called by a formula, such as `2*batch`, follows from the names in it, and the last name from
+    the formula. Shapes that follow from the inputs' are dropped, so that they are inferred again. What gets no number
+    stays open where it may.
+
+    Raises:
+        UsageError: a key that names nothing, a number that is no size, a number that contradicts the model or another
+            key, or a dynamic dimension that got no number.
+    """
+    for key, size in dims.items():
+        if not 0 <= size <= _MAX_DIM:
+            raise UsageError(f"'{key}={size}' is no size of a dimension", hint="a whole number from 0 to 2147483648")
+    for value in _real_inputs(graph):
+        _give_rank(value, dims, may_stay_open=may_stay_open)
+    sizes = _resolve_keys(graph, dims)
+    sizes |= _derive_formulas(graph, sizes)
+    if not may_stay_open:
+        _refuse_missing(graph, sizes)
+    for value in (*graph.input, *graph.output):
+        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
+            _set_dim(dim, sizes.get(dim.dim_param or f"{value.name}:{axis}"))
+    del graph.value_info[:]
+
+
+def _real_inputs(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
+    initializers = {tensor.name for tensor in graph.initializer}
+    return (value for value in graph.input if value.name not in initializers)
+
+
+def _is_known(dim: onnx.TensorShapeProto.Dimension) -> bool:
+    return dim.HasField("dim_value") and dim.dim_value >= 0
+
+
+def _give_rank(value: onnx.ValueInfoProto, dims: Mapping[str, int], *, may_stay_open: bool) -> None:
+    tensor = value.type.tensor_type
+    if not value.type.HasField("tensor_type") or tensor.HasField("shape"):
+        return
+    rank = next(axis for axis in range(len(dims) + 1) if f"{value.name}:{axis}" not in dims)
+    if rank == 0 and may_stay_open:
+        return
+    if rank == 0:
+        raise UsageError(
+            f"input '{value.name}' has no rank, so its whole shape is needed",
+            hint=f"add --dim {value.name}:0=INT --dim {value.name}:1=INT and so on, one for each axis",
+        )
+    for _ in range(rank):
+        tensor.shape.dim.add()
+
+
+def _resolve_keys(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str, int]:
+    """Returns the number of each dynamic dimension by its name, having turned `INPUT:AXIS` into names."""
+    known = {
+        f"{value.name}:{axis}": dim
+        for value in _real_inputs(graph)
+        for axis, dim in enumerate(value.type.tensor_type.shape.dim)
+    }
+    names = {dim.name for dim in find_dynamic_dims(graph)}
+    names |= {part for name in names for part in formula_names(name)}
+    sizes: dict[str, int] = {}
+    for key, size in dims.items():
+        dim = known.get(key)
+        if key not in names and dim is None:
+            raise UsageError(f"the model has no dynamic dimension '{key}'", hint=suggest_name(key, names))
+        if dim is not None and _is_known(dim) and dim.dim_value != size:
+            raise UsageError(f"'{key}={size}' contradicts the model", hint=f"it is fixed at {dim.dim_value} there")
+        name = dim.dim_param or key if dim is not None else key
+        if sizes.setdefault(name, size) != size:
+            raise UsageError(f"'{name}' is given both {sizes[name]} and {size}", hint="give it one number")
+    return sizes
+
+
+def _derive_formulas(graph: onnx.GraphProto, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Returns the numbers that follow from others: formulas from their names, and a name from a formula."""
+    derived = dict(sizes)
+    for formula in sizes:
+        solved = solve_dim(formula, sizes[formula], derived)
+        if solved is not None:
+            derived.setdefault(*solved)
+    for name in sorted({dim.name for dim in find_dynamic_dims(graph)}):
+        size = derive_dim(name, derived)
+        if size is not None and derived.setdefault(name, size) != size:
+            raise UsageError(
+                f"'{name}' is given as {derived[name]} and comes to {size}", hint="leave one of the numbers out"
+            )
+    for name, size in derived.items():
+        if not 0 <= size <= _MAX_DIM:
+            raise UsageError(f"dimension '{name}' comes to {size}", hint="give other numbers to the names in it")
+    return derived
+
+
+def _refuse_missing(graph: onnx.GraphProto, sizes: Mapping[str, int]) -> None:
+    missing: dict[str, DynamicDim] = {}
+    for dim in find_dynamic_dims(graph):
+        # A formula follows from the names in it: it is asked for only where these have numbers, and it comes to none.
+        for name in sorted(formula_names(dim.name) - sizes.keys()) or [dim.name]:
+            if dim.name not in sizes:
+                missing.setdefault(name, dim)
+    if not missing:
+        return
+    places = ", ".join(f"'{name}' (axis {dim.axis} of input '{dim.input}')" for name, dim in missing.items())
+    options = " ".join(f"--dim {name}=INT" for name in missing)
+    noun = "a dynamic dimension" if len(missing) == 1 else "dynamic dimensions"
+    raise UsageError(f"the model has {noun} without a number: {places}", hint=f"add {options}")
+
+
+def _set_dim(dim: onnx.TensorShapeProto.Dimension, size: int | None) -> None:
+    if size is not None:
+        dim.dim_value = size
+
+
+def infer_types(proto: onnx.ModelProto) -> dict[str, int]:
+    """Returns the element type of each tensor of the main graph, by name, as far as it can be inferred."""
+    inferred = infer_model(proto).graph
+    types = {tensor.name: tensor.data_type for tensor in proto.graph.initializer}
+    types |= {
+        value.name: value.type.tensor_type.elem_type
+        for value in (*inferred.input, *inferred.value_info, *inferred.output)
+    }
+    return types
+
+
+def infer_outputs(proto: onnx.ModelProto) -> None:
+    """Gives the graph's outputs the shapes that follow from the inputs', where they are known, in place."""
+    unknown = [value for value in proto.graph.output if _is_tensor(value) and not _is_static(value)]
+    if not unknown:
+        return
+    for value in unknown:
+        value.type.tensor_type.ClearField("shape")
+    shapes = {value.name: value.type.tensor_type for value in infer_model(proto).graph.output}
+    for value in unknown:
+        if shapes[value.name].HasField("shape"):
+            value.type.tensor_type.shape.CopyFrom(shapes[value.name].shape)
+
+
+def infer_values(proto: onnx.ModelProto) -> None:
+    """Gives the values of the main graph the types and shapes that can be inferred, in place."""
+    inferred = infer_model(proto).graph.value_info
+    values = [value for value in inferred if value.type.HasField("tensor_type")]
+    del proto.graph.value_info[:]
+    proto.graph.value_info.extend(values)
+
+
+def _is_tensor(value: onnx.ValueInfoProto) -> bool:
+    return value.type.HasField("tensor_type")
+
+
+def _is_static(value: onnx.ValueInfoProto) -> bool:
+    tensor = value.type.tensor_type
+    return tensor.HasField("shape") and all(dim.HasField("dim_value") for dim in tensor.shape.dim)
+
+
+_UNSET_DIM = 1
+
+
+def size_inputs(inputs: Sequence[TensorSpec], dims: Mapping[str, int]) -> tuple[TensorSpec, ...]:
+    """Returns inputs with a number for each dimension: that of `dims`, what follows from it, or 1.
+
+    Raises:
+        UsageError: a name or a size in `dims` is wrong.
+    """
+    graph = _make_graph(inputs)
+    fix_dims(graph, {**dict.fromkeys(find_unset(inputs, dims), _UNSET_DIM), **dims})
+    shapes = {value.name: tuple(dim.dim_value for dim in value.type.tensor_type.shape.dim) for value in graph.input}
+    return tuple(msgspec.structs.replace(spec, shape=shapes.get(spec.name, spec.shape)) for spec in inputs)
+
+
+def find_unset(inputs: Sequence[TensorSpec], dims: Mapping[str, int]) -> set[str]:
+    """Returns the dynamic dimensions that need a number and have none in `dims`; of a formula, the names in it."""
+    dynamic = find_dynamic_dims(_make_graph(inputs))
+    left = [dim.name for dim in dynamic if not {dim.name, f"{dim.input}:{dim.axis}"} & dims.keys()]
+    return {name for dim in left for name in formula_names(dim) or {dim}} - dims.keys()
+
+
+def _make_graph(inputs: Sequence[TensorSpec]) -> onnx.GraphProto:
+    tensors = [spec for spec in inputs if spec.is_tensor and spec.shape is not None]
+    # The element type plays no part: only the dimensions are read.
+    values = [helper.make_tensor_value_info(spec.name, TensorProto.FLOAT, spec.shape) for spec in tensors]
+    return helper.make_graph([], "inputs", values, [])

@@ -1,1 +1,0 @@
-"""Dimensions fixed, derived and inferred."""

@@ -1,0 +1,193 @@
+"""Weights kept out of the way of graph optimization.
+
+Large ones are taken out while a tool that copies the whole model works on it, and left out where nothing looks at their
+numbers. Operators that ONNX Runtime's CPU provider has no kernel for have a stand-in while it optimises the graph.
+"""
+
+import contextlib
+import math
+from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
+
+import onnx
+from onnx import helper, numpy_helper
+
+from edgekit.graph.graph import Graph, Node, view_part
+from edgekit.model.external import LEAST_BYTES, skim_model
+from edgekit.model.model import iterate_graphs
+
+
+@contextlib.contextmanager
+def weights_aside(proto: onnx.ModelProto) -> Generator[list[onnx.TensorProto]]:
+    """Yields the large initializers of the main graph, for which inputs stand in inside the block, in place.
+
+    Small ones stay: tools read shapes and axes from them.
+    """
+    graph = proto.graph
+    large = [tensor for tensor in graph.initializer if _is_large(tensor)]
+    small = [tensor for tensor in graph.initializer if not _is_large(tensor)]
+    del graph.initializer[:]
+    graph.initializer.extend(small)
+    graph.input.extend(
+        onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims) for tensor in large
+    )
+    try:
+        yield large
+    finally:
+        put_weights(graph, large)
+
+
+def put_weights(graph: onnx.GraphProto, weights: list[onnx.TensorProto]) -> None:
+    """Puts initializers back in place of the inputs that stand in for them."""
+    names = {tensor.name for tensor in weights}
+    inputs = [value for value in graph.input if value.name not in names]
+    del graph.input[:]
+    graph.input.extend(inputs)
+    graph.initializer.extend(weights)
+
+
+def _is_large(tensor: onnx.TensorProto) -> bool:
+    return tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.ByteSize() > LEAST_BYTES
+
+
+_LEAST_ELEMENTS = 1 << 15
+_WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
+_FOLDED_INTO = frozenset({"BatchNormalization", "Add", "Mul", "Sub", "Div", "Pad"})
+
+
+def skim_weights(path: Path) -> onnx.ModelProto | None:
+    """Returns a model without its large weights, or None where the numbers of one that was left out are looked at."""
+    proto = skim_model(path)
+    absent = {tensor.name for tensor in proto.graph.initializer if _is_absent(tensor)}
+    inner = any(_is_absent(tensor) for tensor in _inner_tensors(proto.graph))
+    return proto if not inner and absent <= set(_find_weights(proto.graph)) else None
+
+
+def strip_weights(proto: onnx.ModelProto) -> list[onnx.TensorProto]:
+    """Puts inputs in the place of large weights, in place, and returns shells of these: names, types and shapes.
+
+    A weight that ConstantOfShape would make counts as one.
+    """
+    graph = proto.graph
+    _share_equal(graph)
+    shells = [_shell(name, kind, dims) for name, (kind, dims) in _find_weights(graph).items()]
+    names = {shell.name for shell in shells}
+    tensors = [tensor for tensor in graph.initializer if tensor.name not in names]
+    nodes = [node for node in graph.node if not names.issuperset(node.output)]
+    del graph.initializer[:], graph.node[:]
+    graph.initializer.extend(tensors)
+    graph.node.extend(nodes)
+    graph.input.extend(helper.make_tensor_value_info(shell.name, shell.data_type, shell.dims) for shell in shells)
+    return shells
+
+
+def _share_equal(graph: onnx.GraphProto) -> None:
+    """Lets equal ConstantOfShape nodes be one, in place: ONNX Runtime merges what computes with equal weights."""
+    shapes = {
+        tensor.name: (tuple(tensor.dims), numpy_helper.to_array(tensor).tobytes()) for tensor in _shapes_of(graph)
+    }
+    first: dict[object, str] = {}
+    same: dict[str, str] = {}
+    for node in graph.node:
+        if node.op_type == "ConstantOfShape" and node.input and node.input[0] in shapes:
+            value = tuple(attribute.SerializeToString(deterministic=True) for attribute in node.attribute)
+            same[node.output[0]] = first.setdefault((shapes[node.input[0]], value), node.output[0])
+    for node in graph.node:
+        node.input[:] = [same.get(name, name) for name in node.input]
+
+
+def _shapes_of(graph: onnx.GraphProto) -> list[onnx.TensorProto]:
+    names = {name for node in graph.node if node.op_type == "ConstantOfShape" for name in node.input}
+    found = [tensor for tensor in graph.initializer if tensor.name in names]
+    return [tensor for tensor in found if tensor.data_location != onnx.TensorProto.EXTERNAL]
+
+
+def _find_weights(graph: onnx.GraphProto) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Returns the type and shape of each large weight whose numbers no rewrite looks at."""
+    made = dict(_made_constants(graph))
+    made |= {tensor.name: (tensor.data_type, tuple(tensor.dims)) for tensor in graph.initializer}
+    view = view_part(graph)
+    hidden = view.outputs | view.captured
+    return {
+        name: what
+        for name, what in made.items()
+        if math.prod(what[1]) >= _LEAST_ELEMENTS
+        and name not in hidden
+        and view.readers(name)
+        and all(_only_multiplies(view, node, name) for node in view.readers(name))
+    }
+
+
+def _only_multiplies(graph: Graph, node: Node, name: str) -> bool:
+    # As the first operand, or as the bias, a rewrite may look at its numbers.
+    if node.op_type not in _WEIGHTED or node.domain or node.input.index(name) != 1 or name in node.input[2:]:
+        return False
+    followers = graph.readers(node.output[0])
+    convolves = node.op_type in {"Conv", "ConvTranspose"}
+    return not convolves or not any(follower.op_type in _FOLDED_INTO for follower in followers)
+
+
+def _made_constants(graph: onnx.GraphProto) -> list[tuple[str, tuple[int, tuple[int, ...]]]]:
+    shapes = {tensor.name: tensor for tensor in _shapes_of(graph)}
+    found: list[tuple[str, tuple[int, tuple[int, ...]]]] = []
+    for node in graph.node:
+        shape = shapes.get(node.input[0]) if node.op_type == "ConstantOfShape" and node.input else None
+        if shape is None or shape.data_type != onnx.TensorProto.INT64:
+            continue
+        # Without a value the operator gives float32 zeros; 1 is FLOAT.
+        value = next((attribute.t.data_type for attribute in node.attribute if attribute.name == "value"), 1)
+        dims = numpy_helper.to_array(shape).reshape(-1).tolist()
+        found.append((node.output[0], (value, tuple(int(dim) for dim in dims))))
+    return found
+
+
+def _inner_tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    for part in iterate_graphs(graph):
+        if part is not graph:
+            yield from part.initializer
+        for node in part.node:
+            yield from (attribute.t for attribute in node.attribute if attribute.HasField("t"))
+
+
+def _is_absent(tensor: onnx.TensorProto) -> bool:
+    if tensor.data_location == onnx.TensorProto.EXTERNAL:
+        return True
+    fields = ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data", "string_data")
+    return math.prod(tensor.dims) > 0 and not any(getattr(tensor, field) for field in fields)
+
+
+def _shell(name: str, kind: int, dims: Sequence[int]) -> onnx.TensorProto:
+    return onnx.TensorProto(name=name, data_type=kind, dims=dims)
+
+
+# Operators that change each element by itself, and the attribute that tells their stand-ins apart.
+_ALPHAS = {"HardSwish": 2.0, "Mish": 3.0, "Swish": 4.0}
+# It has a kernel, keeps type and shape, and no rule of the basic level knows it.
+_STAND_IN = "Celu"
+
+
+def put_stand_ins(graph: onnx.GraphProto) -> dict[str, onnx.NodeProto]:
+    """Puts a stand-in for each such node, in place, and returns the nodes by name; names must be unique."""
+    replaced: dict[str, onnx.NodeProto] = {}
+    for part in iterate_graphs(graph):
+        for node in part.node:
+            if node.op_type in _ALPHAS and not node.domain:
+                replaced[node.name] = onnx.NodeProto()
+                replaced[node.name].CopyFrom(node)
+                del node.attribute[:]
+                node.attribute.append(helper.make_attribute("alpha", _ALPHAS[node.op_type]))
+                node.op_type = _STAND_IN
+    return replaced
+
+
+def restore_nodes(graph: onnx.GraphProto, replaced: dict[str, onnx.NodeProto]) -> bool:
+    """Puts the nodes back where their stand-ins are, in place; returns False if one was folded or merged away."""
+    restored = 0
+    for part in iterate_graphs(graph):
+        for node in part.node:
+            if node.op_type == _STAND_IN and node.name in replaced:
+                node.op_type = replaced[node.name].op_type
+                del node.attribute[:]
+                node.attribute.extend(replaced[node.name].attribute)
+                restored += 1
+    return restored == len(replaced)

@@ -1,0 +1,271 @@
+"""The folder where a calibration is kept while it runs, and the files in it.
+
+A calibration that was killed goes on from its checkpoints. Large arrays lie in files, so that no memory is held for
+them while nobody looks.
+"""
+
+import contextlib
+import hashlib
+import math
+import mmap
+import os
+import re
+import shutil
+import struct
+import sys
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+import numpy as np
+
+from edgekit._files import STRICT_FLAGS, open_regular, replacing_file, try_lock
+from edgekit.errors import DataError, OutputError
+from edgekit.model.tensors import Array
+from edgekit.progress import Progress
+
+
+class FileArray:
+    """An array whose `values` lie in a file: `rest` gives back the memory that they take, until they are read again."""
+
+    def __init__(self, mapping: mmap.mmap, shape: Sequence[int], dtype: Any) -> None:
+        self._mapping = mapping
+        self.values: Array = np.frombuffer(mapping, dtype, math.prod(shape)).reshape(shape)
+
+    def rest(self) -> None:
+        """Gives memory back, where the system can: the file holds what was written."""
+        # Linux alone says that pages of a shared mapping are written to the file and not lost (madvise(2)).
+        if sys.platform == "linux":
+            self._mapping.madvise(mmap.MADV_DONTNEED)
+
+
+class ArrayFile:
+    """A file that arrays lie in, made with the first of them."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._size_bytes = 0
+
+    def zeros(self, shape: Sequence[int], dtype: Any) -> FileArray:
+        """Returns an array of zeros.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        step, length = mmap.ALLOCATIONGRANULARITY, max(1, math.prod(shape)) * np.dtype(dtype).itemsize
+        start, self._size_bytes = self._size_bytes, self._size_bytes + -(-length // step) * step
+        with self._path.open("r+b" if start else "w+b") as file:
+            # Where a disk is full, a page that is written to without having been reserved ends the process.
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), start, self._size_bytes - start)
+            else:
+                file.truncate(self._size_bytes)
+            return FileArray(mmap.mmap(file.fileno(), length, offset=start), shape, dtype)
+
+
+# A format of our own: magic, length of the header, header, arrays, sha256 of all before. Nothing is used before that is
+# right, arrays take no more memory than the file has, and none is copied. An .npz promises none of these.
+_MAGIC = b"edgekit calibration 1\n"
+_LENGTH = struct.Struct("<Q")
+_DIGEST_BYTES = 32
+# Plain numbers, little endian where that matters: no objects, no structures.
+_DTYPE = re.compile(r"\|[biu]1|<[iuf][248]")
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """The samples taken in, by their position, with the sha256 of each, and the arrays that sum them up."""
+
+    seen: dict[int, bytes]
+    arrays: dict[str, Array]
+
+
+class _ArrayHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def size_bytes(self) -> int:
+        return int(self.dtype[2:]) * math.prod(self.shape)
+
+
+class _Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    key: str
+    seen: dict[int, bytes]
+    arrays: tuple[_ArrayHeader, ...]
+
+
+def write_checkpoint(path: Path, key: str, checkpoint: Checkpoint) -> None:
+    """Writes a checkpoint whole or not at all; its last 32 bytes are the sha256 of all before.
+
+    Raises:
+        OutputError: the folder cannot be written, or is full.
+    """
+    headers = tuple(
+        _ArrayHeader(name=name, dtype=array.dtype.str, shape=array.shape) for name, array in checkpoint.arrays.items()
+    )
+    header = msgspec.msgpack.encode(_Header(key=key, seen=checkpoint.seen, arrays=headers))
+    parts: list[bytes | memoryview] = [_MAGIC, _LENGTH.pack(len(header)), header]
+    parts += [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in checkpoint.arrays.values()]
+    with replacing_file(path) as temporary:
+        try:
+            digest = hashlib.sha256()
+            with temporary.open("xb") as file:
+                for part in parts:
+                    digest.update(part)
+                    file.write(part)
+                file.write(digest.digest())
+        except OSError as error:
+            raise OutputError(f"cannot write '{path}': {error.strerror}", hint="give a --cache with space") from error
+
+
+def read_checkpoint(path: Path, key: str, most_bytes: int) -> Checkpoint | None:
+    """Returns what a file holds, None if there is none; it is read once, and used only if its sha256 is right.
+
+    Arrays are views of what was read: they hold all of it in memory.
+
+    Raises:
+        DataError: the file is damaged, cut off, of something else, or larger than `most_bytes`.
+    """
+    try:
+        with open_regular(path) as file:
+            return _read(file, path, key, most_bytes)
+    except FileNotFoundError:
+        return None
+    except (OSError, EOFError, ValueError, msgspec.DecodeError) as error:
+        raise _refusal(path, str(error) or "it is cut off") from error
+
+
+def _read(file: IO[bytes], path: Path, key: str, most_bytes: int) -> Checkpoint:
+    size_bytes = file.seek(0, 2)
+    file.seek(0)
+    if size_bytes > most_bytes:
+        raise _refusal(path, f"it has {size_bytes} bytes, a calibration of this model {most_bytes} at most")
+    data = np.fromfile(file, np.uint8, size_bytes)
+    body, start = data[:-_DIGEST_BYTES], len(_MAGIC) + _LENGTH.size
+    if body[: len(_MAGIC)].tobytes() != _MAGIC:
+        raise _refusal(path, "it is no calibration of this edgekit")
+    if len(body) < start or hashlib.sha256(body.data).digest() != data[-_DIGEST_BYTES:].tobytes():
+        raise _refusal(path, "its sha256 is wrong")
+    (length,) = _LENGTH.unpack(body[len(_MAGIC) : start].tobytes())
+    header = msgspec.msgpack.decode(body[start : start + length].tobytes(), type=_Header)
+    start += length
+    _check_arrays(header, path, len(body) - start)
+    arrays: dict[str, Array] = {}
+    for its in header.arrays:
+        arrays[its.name] = body[start : start + its.size_bytes()].view(its.dtype).reshape(its.shape)
+        start += its.size_bytes()
+    if header.key != key:
+        raise _refusal(path, "it is of another model, other settings or another version")
+    return Checkpoint(seen=header.seen, arrays=arrays)
+
+
+def _check_arrays(header: _Header, path: Path, left_bytes: int) -> None:
+    for its in header.arrays:
+        if not _DTYPE.fullmatch(its.dtype) or any(size < 0 for size in its.shape):
+            raise _refusal(path, f"it holds an array of {its.dtype[:20]!r}")
+    if sum(its.size_bytes() for its in header.arrays) != left_bytes:
+        raise EOFError
+
+
+def _refusal(path: Path, reason: str) -> DataError:
+    return DataError(f"'{path}' is not used: {reason}", hint="it is measured again")
+
+
+# Writing checkpoints takes at most one part in so many of the time: what is lost when a run is killed is then 20 times
+# what one write takes, or 0.2 s. Chosen by hand; tools/bench/calibrate_ratio.py measures without a cache.
+_WRITING_SHARE = 20
+_LEAST_SECONDS = 0.2
+
+
+class CacheSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Where to keep a calibration, and the sha256 of each sample in order, as `check_samples` returns them."""
+
+    folder: Path
+    digests: tuple[bytes, ...]
+
+
+class CalibrationCache:
+    """Reads and writes the parts of one calibration; without a folder it does nothing.
+
+    `notes` says what was wrong with them.
+    """
+
+    def __init__(self, folder: Path | None, key: str, progress: Progress) -> None:
+        self._folder, self._key, self._progress = folder, key, progress
+        self._next = time.monotonic() + _LEAST_SECONDS
+        self.notes: list[str] = []
+
+    def load(self, part: str, digests: Mapping[int, bytes] | None, most_bytes: int) -> Checkpoint | None:
+        """Returns what is kept of samples with these digests at their positions, None if there is none.
+
+        Without `digests` it is for the caller to look at those that are `seen`.
+        """
+        if self._folder is None:
+            return None
+        try:
+            found = read_checkpoint(self._folder / part, self._key, most_bytes)
+        except DataError as error:
+            self.note(error.message)
+            return None
+        seen = {} if found is None or digests is None else found.seen
+        if digests is not None and any(digests.get(index) != digest for index, digest in seen.items()):
+            self.note(f"'{self._folder / part}' is not used: it is of other samples")
+            return None
+        return found
+
+    def save(self, part: str, seen: Mapping[int, bytes], arrays: Callable[[], dict[str, Array]], *, now: bool) -> None:
+        """Writes a part if it is time to, or if it must be `now`; where that fails, nothing is kept any more."""
+        began = time.monotonic()
+        if self._folder is None or not (now or began >= self._next):
+            return
+        try:
+            write_checkpoint(self._folder / part, self._key, Checkpoint(seen=dict(seen), arrays=arrays()))
+        except OutputError as error:
+            self.note(f"the calibration is not kept: {error.message}")
+            self._folder = None
+        ended = time.monotonic()
+        self._next = ended + max(_LEAST_SECONDS, _WRITING_SHARE * (ended - began))
+
+    def tell(self, text: str) -> None:
+        """Says how far it is."""
+        self._progress(text)
+
+    def note(self, text: str) -> None:
+        """Says what is wrong, now and in the report."""
+        self.notes.append(text)
+        self._progress(text)
+
+
+@contextlib.contextmanager
+def open_cache(
+    settings: CacheSettings | None, key: str, progress: Progress, kind: str = "calibration"
+) -> Generator[CalibrationCache]:
+    """Yields the cache of the calibration (or of another `kind`) with a key; one that another run has open is left.
+
+    Raises:
+        OutputError: the folder cannot be made.
+    """
+    if settings is None:
+        yield CalibrationCache(None, key, progress)
+        return
+    folder = settings.folder / f"{kind}-{key[:32]}"
+    try:
+        settings.folder.mkdir(parents=True, exist_ok=True)
+        # Its owner's alone: the samples held out to judge by are in it.
+        folder.mkdir(mode=0o700, exist_ok=True)
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | STRICT_FLAGS, 0o600)
+    except OSError as error:
+        raise OutputError(f"cannot write '{folder}': {error.strerror}", hint="give another --cache") from error
+    try:
+        cache = CalibrationCache(folder, key, progress)
+        if try_lock(lock):
+            for left in folder.glob(".edgekit-*"):
+                shutil.rmtree(left, ignore_errors=True)
+        else:
+            cache = CalibrationCache(None, key, progress)
+            cache.note(f"another run has '{folder}' open, or this system has no locks: this one keeps nothing")
+        yield cache
+    finally:
+        os.close(lock)

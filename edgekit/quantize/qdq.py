@@ -1,0 +1,408 @@
+"""The quantized graph written: Q and DQ nodes, compact forms, QOperator form.
+
+ONNX Runtime's quantizer places the nodes, then better integers go into the weights. Products whose weights of 4 bits
+lie in blocks stand between Q and DQ of 16 bits. What a file can do without is left out.
+"""
+
+import hashlib
+import string
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from itertools import count
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import onnx
+from onnx import defs, helper
+
+from edgekit._ort import Level, SessionSettings, optimize_graph
+from edgekit.errors import ModelError
+from edgekit.graph.graph import Graph
+from edgekit.graph.rewrite import set_nodes
+from edgekit.model.model import (
+    Model,
+    drop_unread,
+    iterate_graphs,
+    list_names,
+    load_model,
+    order_nodes,
+    read_contents,
+    read_proto,
+)
+from edgekit.model.tensors import Array
+from edgekit.prepare.tidy import import_contrib, name_nodes, restore_stamps, sort_values
+from edgekit.quantize._ort_quantizer import QdqRequest, find_grids, place_qdq
+from edgekit.quantize.calibration.calibrate import Calibration, open_float_graph
+from edgekit.quantize.calibration.moments import StoredMoments, open_moments, scale_moments
+from edgekit.quantize.equalization.equalize import equalize_calibration, equalize_graph, scaled_layers
+from edgekit.quantize.gptq import LIMIT, REDUCED_LIMIT
+from edgekit.quantize.graph.layers import Layer, read_layers
+from edgekit.quantize.plan import QuantPlan
+from edgekit.quantize.ranges import share_ranges, shared_tensors
+from edgekit.quantize.rounding import recall, remember, round_qdq_weights
+from edgekit.quantize.weight_only.blocks import BlockForm, Blocks, quantize_blocks, round_blocks, write_product
+
+# The provider leaves a MatMulNBits of another rank to the CPU (targets/qnn/rules.toml).
+_RANK = 3
+# Those that look at each weight alone; the others learn from the moments of the layer's input.
+_PLAIN = frozenset({"nearest", "bias"})
+
+
+def store_blocks(
+    qdq: onnx.ModelProto,
+    graph: Graph,
+    plan: QuantPlan,
+    statistics: Path,
+    factors: Mapping[str, tuple[float, ...]],
+) -> None:
+    """Makes each MatMul [., ., K] whose weight [K, N] has 4 bits a MatMulNBits; `qdq`, the QDQ form, is changed.
+
+    Weights are rounded from their float values, with scales that LPBQ can hold: to the nearest, or by `round_blocks`
+    where the plan's rounding learns from samples.
+
+    Args:
+        qdq: the QDQ form of `graph`, whose nodes keep their names.
+        graph: the float graph.
+        plan: says which weights have 4 bits, and how many share a scale.
+        statistics: the folder of a calibration's statistics.
+        factors: holds by layer those that the channels of its input were multiplied by since the calibration.
+
+    Raises:
+        UsageError: the calibration's statistics are gone.
+    """
+    form = BlockForm(bits=4, block=plan.block, lpbq=True)
+    layers = {layer.node: layer for layer in read_layers(graph) if layer.op == "MatMul" and layer.weight in plan.bits}
+    found = list(_find_products(qdq.graph, graph, layers))
+    if not found:
+        return
+    with open_moments(statistics / "moments.npz") as stored:
+        for node, layer in found:
+            weight = graph.weight(layer.weight)
+            blocks = None if plan.rounding in _PLAIN else _learn(layer, weight, form, stored, statistics, factors)
+            blocks = blocks or quantize_blocks(weight, form.bits, form.block, lpbq=True)
+            write_product(qdq.graph, node, layer.weight, blocks, form, len(weight))
+    _drop_idle(qdq.graph)
+    drop_unread(qdq.graph)
+    import_contrib(qdq)
+
+
+def _find_products(
+    qdq: onnx.GraphProto, graph: Graph, layers: Mapping[str, Layer]
+) -> Iterator[tuple[onnx.NodeProto, Layer]]:
+    made = {name for node in qdq.node for name in node.output}
+    for node in qdq.node:
+        layer = layers.get(node.name)
+        # A node that was left in float reads its weight as it is.
+        if layer is None or node.op_type != "MatMul" or node.input[1] not in made:
+            continue
+        shape = graph.value(layer.source).shape
+        if shape is not None and len(shape) == _RANK:
+            yield node, layer
+
+
+def _learn(
+    layer: Layer,
+    weight: Array,
+    form: BlockForm,
+    stored: StoredMoments,
+    statistics: Path,
+    factors: Mapping[str, tuple[float, ...]],
+) -> Blocks | None:
+    """Returns the blocks of a weight by its layer's moments, remembered; None where it has none."""
+    key = hashlib.sha256(f"blocks {form.block}:{layer.node}:{factors.get(layer.node)}".encode())
+    key.update(np.ascontiguousarray(weight).tobytes())
+    if known := recall(statistics, key.hexdigest()[:24]):
+        return known["values"], known["scales"]
+    moments = stored(layer.node)
+    if moments is None:
+        return None
+    if layer.node in factors:
+        moments = scale_moments(moments, layer, np.asarray(factors[layer.node]))
+    values, scales = round_blocks(weight, moments, form)
+    remember(statistics, key.hexdigest()[:24], {"values": values, "scales": scales})
+    return values, scales
+
+
+def _drop_idle(graph: onnx.GraphProto) -> None:
+    """Drops the DequantizeLinear nodes of weights that nobody reads any more."""
+    read = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
+    kept = [node for node in graph.node if node.op_type != "DequantizeLinear" or node.output[0] in read]
+    set_nodes(graph, kept)
+
+
+# Operators with a grid of their own that the range of their group replaces: a provider that takes a Concat with one
+# scale alone takes its Sigmoid with any. A Softmax keeps its.
+_REPLACEABLE_GRIDS = frozenset({"Sigmoid"})
+
+
+def plan_graph(model: Model, plan: QuantPlan, calibration: Calibration) -> Graph:
+    """Returns the float graph of a model, which was calibrated, with the channels of tensors scaled as planned.
+
+    Raises:
+        ModelError: the model is quantized already, or older than opset 13.
+        UsageError: the plan is not of this model.
+    """
+    return equalize_graph(open_float_graph(model, calibration), plan.factors, Path(calibration.statistics))
+
+
+def plan_calibration(model: Model, plan: QuantPlan, calibration: Calibration) -> Calibration:
+    """Returns what the calibration of a model says of the graph that a plan quantizes.
+
+    Raises:
+        UsageError: the calibration's statistics are gone.
+    """
+    graph = open_float_graph(model, calibration)
+    return equalize_calibration(graph, calibration, plan.factors) if plan.factors else calibration
+
+
+def build_qdq(graph: Graph, plan: QuantPlan, statistics: Path, subject: str) -> onnx.ModelProto:
+    """Returns the QDQ form of a float graph as planned, rounded with the statistics of a calibration.
+
+    Raises:
+        ModelError: ORT's quantizer refuses the model.
+        UsageError: the statistics are gone.
+    """
+    return round_weights(place_plan(graph, plan, subject), graph, plan, statistics)
+
+
+def place_plan(graph: Graph, plan: QuantPlan, subject: str) -> onnx.ModelProto:
+    """Returns the QDQ form of a float graph with every weight rounded to the nearest.
+
+    Raises:
+        ModelError: ORT's quantizer refuses the model.
+    """
+    placed = place_qdq(graph.model, _request(plan, graph), subject, graph.folder)
+    _feed_floats(placed.graph, {node.name for node in plan.float_nodes})
+    nodes = order_nodes(placed.graph)
+    set_nodes(placed.graph, nodes)
+    return placed
+
+
+def find_plan_grids(graph: Graph, plan: QuantPlan, subject: str) -> dict[str, Array]:
+    """Returns scales and zero points of activations, by their names in the placed graph of any plan with other ranges.
+
+    Raises:
+        ModelError: ORT's quantizer refuses the model.
+    """
+    return find_grids(graph.model, _request(plan, graph), subject, graph.folder)
+
+
+def round_weights(placed: onnx.ModelProto, graph: Graph, plan: QuantPlan, statistics: Path) -> onnx.ModelProto:
+    """Returns a placed graph with its weights rounded as planned.
+
+    Raises:
+        UsageError: the statistics are gone.
+    """
+    qdq = onnx.ModelProto()
+    qdq.CopyFrom(placed)
+    scaled = scaled_layers(graph, plan.factors)
+    round_qdq_weights(qdq, graph, statistics, plan.rounding, scaled, _limit(plan), plan.bits)
+    if plan.block:
+        store_blocks(qdq, graph, plan, statistics, scaled)
+    return qdq
+
+
+def _limit(plan: QuantPlan) -> int:
+    return REDUCED_LIMIT if plan.reduce_range else LIMIT
+
+
+def _request(plan: QuantPlan, graph: Graph) -> QdqRequest:
+    ranges, grids = plan.ranges, plan.grids
+    if plan.shared_ops:
+        floats = {node.name for node in plan.float_nodes}
+        shared = shared_tensors(graph, plan.shared_ops, floats)
+        ranges = share_ranges(graph, ranges, plan.shared_ops, floats)
+        freed = {name for name in shared & grids.keys() if graph.producers[name].op_type in _REPLACEABLE_GRIDS}
+        grids = {name: grid for name, grid in grids.items() if name not in freed}
+    return QdqRequest(
+        scheme=plan.scheme,
+        activation=plan.activation,
+        weight="int8" if plan.weight_symmetric else plan.weight,
+        activation_symmetric=plan.activation_symmetric,
+        weight_symmetric=plan.weight_symmetric,
+        op_types=plan.op_types,
+        excluded=tuple(node.name for node in plan.float_nodes),
+        ranges={name: (span.low, span.high) for name, span in ranges.items()},
+        grids=grids,
+        weight_limit=_limit(plan),
+        axes=plan.axes,
+        wide={name: (span.low, span.high) for name, span in plan.wide.items()},
+        contrib=bool(plan.bits),
+        float_bias=plan.float_bias,
+    )
+
+
+def _feed_floats(graph: onnx.GraphProto, kept: set[str]) -> None:
+    """Lets nodes kept float read float tensors that no quantized node makes as they are, not through Q and DQ."""
+    # ONNX Runtime's quantizer puts Q and DQ on every tensor that a quantized node reads too. A float Conv behind such a
+    # DQ and before a Q would get its weights quantized per tensor when a session is made: WeightBiasQuantization, on by
+    # default (onnxruntime/core/optimizer/qdq_transformer/weight_bias_quantization.cc).
+    producers = {name: node for node in graph.node for name in node.output}
+    for node in graph.node:
+        if node.name not in kept:
+            continue
+        for index, name in enumerate(node.input):
+            source = _float_source(producers, name)
+            if source != name and (source not in producers or producers[source].name in kept):
+                node.input[index] = source
+
+
+def _float_source(producers: dict[str, onnx.NodeProto], name: str) -> str:
+    dequantize = producers.get(name)
+    if dequantize is None or dequantize.op_type != "DequantizeLinear":
+        return name
+    quantize = producers.get(dequantize.input[0])
+    return quantize.input[0] if quantize is not None and quantize.op_type == "QuantizeLinear" else name
+
+
+_QUANTIZERS = frozenset({"QuantizeLinear", "DequantizeLinear"})
+_LETTERS = string.ascii_letters
+_DIGITS = _LETTERS + string.digits
+# What a Conv does where an attribute is absent (ONNX operator Conv), which its schema says in words only.
+_CONV_DEFAULTS: Mapping[str, int] = {"dilations": 1, "strides": 1, "pads": 0}
+
+
+def compact_qdq(proto: onnx.ModelProto) -> None:
+    """Shortens a QDQ model in place; every activation and every node of the user's keeps its name.
+
+    New names are given to the outputs of Q and DQ nodes, to these nodes themselves, and to the constants that only
+    they read. Activations share equal scales and zero points, biases of one length their zero point. Types of
+    intermediate tensors follow from the graph, and attributes that say what holds without them are left out. On a
+    MobileNetV2 this is a twelfth of the file.
+    """
+    graph = proto.graph
+    del graph.value_info[:]
+    _drop_defaults(proto)
+    _share_constants(graph)
+    tensors, nodes = _short_names(graph), _free_names({node.name for node in graph.node})
+    for node in graph.node:
+        if node.op_type in _QUANTIZERS:
+            node.name = next(nodes)
+        for field in (node.input, node.output):
+            for index, name in enumerate(field):
+                field[index] = tensors.get(name, name)
+    for tensor in graph.initializer:
+        tensor.name = tensors.get(tensor.name, tensor.name)
+
+
+def _drop_defaults(proto: onnx.ModelProto) -> None:
+    opsets = {entry.domain: entry.version for entry in proto.opset_import}
+    version = opsets.get("", opsets.get("ai.onnx", 1))
+    for node in proto.graph.node:
+        node.ClearField("doc_string")
+        if node.domain in {"", "ai.onnx"} and defs.has(node.op_type):
+            schema = defs.get_schema(node.op_type, version)
+            kept = [item for item in node.attribute if not _is_default(node.op_type, item, schema)]
+            del node.attribute[:]
+            node.attribute.extend(kept)
+
+
+def _is_default(op: str, attribute: onnx.AttributeProto, schema: defs.OpSchema) -> bool:
+    if op == "Conv" and attribute.name in _CONV_DEFAULTS:
+        return set(attribute.ints) == {_CONV_DEFAULTS[attribute.name]}
+    known = schema.attributes.get(attribute.name)
+    if known is None or not known.default_value.name or attribute.type != known.default_value.type:
+        return False
+    return bool(helper.get_attribute_value(attribute) == helper.get_attribute_value(known.default_value))
+
+
+def _share_constants(graph: onnx.GraphProto) -> None:
+    stored = {tensor.name: tensor for tensor in graph.initializer}
+    kept: dict[tuple[int, bytes], str] = {}
+    for node in graph.node:
+        if node.op_type not in _QUANTIZERS:
+            continue
+        # int32, biases, has no zero point but 0 (ONNX operator DequantizeLinear), so one serves all of a length. int8,
+        # weights, shares none: with `session.x64quantprecision` ONNX Runtime 1.31 makes both uint8
+        # (avx2_weight_s8_to_u8.cc) and cannot load a model where weights share a zero point. Nor may one be left out:
+        # what ONNX Runtime then saves in runtime style it cannot load, or computes wrongly.
+        first = 1
+        if node.input[0] in stored:
+            first = 2 if stored[node.input[0]].data_type == onnx.TensorProto.INT32 else len(node.input)
+        for place in range(first, len(node.input)):
+            constant = stored.get(node.input[place])
+            if constant is not None:
+                node.input[place] = kept.setdefault((place, read_contents(constant)), constant.name)
+    drop_unread(graph)
+    zeros = {node.input[2] for node in graph.node if node.op_type in _QUANTIZERS and len(node.input) > 2}
+    for tensor in graph.initializer:
+        if tensor.name in zeros and tensor.data_type == onnx.TensorProto.INT32 and not any(tensor.raw_data):
+            # As a protobuf's varints zeros have a byte each, in raw_data four.
+            size = len(tensor.raw_data) // 4
+            tensor.ClearField("raw_data")
+            tensor.int32_data.extend([0] * size)
+
+
+def _short_names(graph: onnx.GraphProto) -> Mapping[str, str]:
+    """Returns new names of the tensors that quantizers make and of the constants that only they read."""
+    quantizers = [node for node in graph.node if node.op_type in _QUANTIZERS]
+    others = [node for node in graph.node if node.op_type not in _QUANTIZERS]
+    kept = {name for node in others for name in node.output}
+    kept |= {value.name for value in (*graph.input, *graph.output)}
+    kept |= {name for part in iterate_graphs(graph) if part is not graph for name in list_names(part)}
+    made = {name for node in quantizers for name in node.output} - kept
+    read = {name for node in others for name in node.input}
+    constants = [tensor.name for tensor in graph.initializer if tensor.name not in kept | read]
+    return dict(zip((*constants, *sorted(made)), _free_names(list_names(graph)), strict=False))
+
+
+def _free_names(taken: set[str]) -> Iterator[str]:
+    """Yields names of a letter and as few letters and digits as there are, but for those taken."""
+    for number in count():
+        rest, name = number // len(_LETTERS), _LETTERS[number % len(_LETTERS)]
+        while rest:
+            rest, last = divmod(rest - 1, len(_DIGITS))
+            name += _DIGITS[last]
+        if name not in taken:
+            yield name
+
+
+# What else ONNX Runtime does at its extended level (onnxruntime/core/optimizer/graph_transformer_utils.cc).
+_OTHER_FUSIONS = (
+    "AttentionFusion", "BiasDropoutFusion", "BiasGeluFusion", "BiasSoftmaxFusion", "ConvActivationFusion",
+    "DynamicQuantizeMatMulFusion", "EmbedLayerNormFusion", "FastGeluFusion", "GatherSliceToSplitFusion",
+    "GatherToSliceFusion", "GemmActivationFusion", "GeluApproximation", "GeluFusionL2", "LayerNormFusionL2",
+    "MatMulActivationFusion", "MatMulIntegerToFloatFusion", "MatMulScaleFusion", "MatmulTransposeFusion",
+    "QuickGeluFusion", "SimplifiedLayerNormFusion", "SkipLayerNormFusion",
+)  # fmt: skip
+
+
+class QOperatorModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A model in QOperator form, and how many integer operators it has of each kind."""
+
+    model: Model
+    operators: dict[str, int]
+
+
+def write_qoperator(model: Model, out: Path, cpu: str) -> QOperatorModel:
+    """Writes the QOperator form of a prepared QDQ model to `out`, with its scales, zero points and weights unchanged.
+
+    Raises:
+        ModelError: no node of the model stands between DQ and Q nodes that ONNX Runtime has an integer operator for.
+        RuntimeRefusal: ONNX Runtime cannot load the model.
+    """
+    # Prepacked weights are laid out for this machine's kernels. Where int8 is not allowed, ONNX Runtime makes uint8 of
+    # activations (QDQS8ToU8Transformer): an x64's products are of u8 and s8, an Arm's of s8 and s8.
+    settings = SessionSettings(
+        level=Level.EXTENDED,
+        config={"session.disable_prepacking": "1", "session.qdqisint8allowed": "1" if cpu == "arm" else "0"},
+        disabled_optimizers=_OTHER_FUSIONS,
+        threads=1,
+        libraries=model.custom_ops,
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    optimize_graph(model.path, out, settings)
+    proto = onnx.load(str(out))
+    name_nodes(proto.graph)
+    restore_stamps(proto, read_proto(model, weights=False))
+    sort_values(proto.graph)
+    ops = [node.op_type for node in proto.graph.node]
+    counts = Counter(op for op in ops if op.startswith("QLinear") or op in {"QGemm", "MatMulIntegerToFloat"})
+    if not counts:
+        raise ModelError(
+            f"no node of '{model.name}' became an integer operator on {cpu}", hint="give a QDQ model: edgekit quantize"
+        )
+    out.write_bytes(proto.SerializeToString(deterministic=True))
+    written = load_model(out, custom_ops=model.custom_ops)
+    return QOperatorModel(model=written, operators=dict(sorted(counts.items())))

@@ -1,1 +1,0 @@
-"""The quantized graph written: Q and DQ nodes, compact forms, QOperator form."""

@@ -1,0 +1,488 @@
+"""From statistics to ranges: minmax, percentile, mse, entropy.
+
+A range says which part of an activation its integers span. Histograms grow with their data and do not depend on its
+order. Where a nonlinearity alone reads a tensor, errors count behind it; what an operator joins has one range where a
+provider takes it only so.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cache
+
+import msgspec
+import numpy as np
+
+from edgekit.graph.graph import Graph, Node
+from edgekit.model.outputs import StatedOutput
+from edgekit.model.tensors import Array
+from edgekit.quantize.graph.compared_tensors import FLOOR, are_raw_scores, find_raw_scores, find_sources
+from edgekit.quantize.graph.float_graph import range_source
+
+# On either side of zero. ONNX Runtime has as many in all (PercentileCalibrater in its quantization/calibrate.py).
+HALF_BINS = 2048
+PARTS = 8
+"""Into how many parts the samples of a histogram are dealt in turn, to see how much they differ; chosen by hand."""
+
+# The 99.5 % quantile of Student's t with PARTS - 1 degrees of freedom.
+_T_99 = 3.4995
+
+# What a count may be in half the memory: the samples of a calibration give a part less.
+_MOST_NARROW = int(np.iinfo(np.uint16).max)
+
+
+class Histogram(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts of values at bin centres; bins without a value are left out.
+
+    `centers` rise and have shape [B], `counts` too; exact zeros have a bin of their own. `parts` [PARTS, B] says from
+    which part of the samples the values come.
+    """
+
+    centers: Array
+    counts: Array
+    parts: Array
+
+    @property
+    def total(self) -> int:
+        """How many values were counted."""
+        return int(self.counts.sum())
+
+    def sample_error(self, measured: int, samples: int) -> float:
+        """Returns how far a share read from here may be from that over all `samples`, of which `measured` were counted.
+
+        This is the largest half-width, over all values, of the 99 % interval of Student's t for the share of what lies
+        below a value, from how much it differs between the parts, less what is certain because the samples are a part
+        of all (W. Cochran, "Sampling Techniques", 1977, 2.7). 99 % at each value leave about 95 % for all together.
+        """
+        sizes = self.parts.sum(axis=1)
+        if measured >= samples or not sizes.all():
+            return 0.0 if measured >= samples else 1.0
+        shares = np.cumsum(self.parts, axis=1) / sizes[:, None]
+        spread = float(shares.std(axis=0, ddof=1).max())
+        return _T_99 * spread * math.sqrt((1 - measured / samples) / PARTS)
+
+
+class HistogramCollector:
+    """Counts values in bins of a power-of-two width, which doubles when a value falls outside.
+
+    Bins begin at multiples of their width, so doubling merges pairs exactly and the order of the values is of no
+    matter. The width ends between 1/2048 and 1/1024 of the largest magnitude.
+    """
+
+    def __init__(self) -> None:
+        self._exponent = -126
+        self._counts = np.zeros((PARTS, 2 * HALF_BINS), np.uint16)
+        self._zeros = np.zeros(PARTS, np.int32)
+
+    def add(self, values: Array) -> None:
+        """Counts finite floats [samples, values]; the samples are dealt to the parts in turn, from call to call."""
+        if not values.size:
+            return
+        magnitude = max(float(values.max()), -float(values.min()))
+        ordinal = int(self._counts.sum() + self._zeros.sum()) // values.shape[1]
+        parts = (ordinal + np.arange(len(values))) % PARTS
+        # All values of a part may fall into one bin.
+        if -(-(ordinal + len(values)) // PARTS) * values.shape[1] > _MOST_NARROW:
+            self._counts = self._counts.astype(np.int32)
+        zeros = values.shape[1] - np.count_nonzero(values, axis=1)
+        np.add.at(self._zeros, parts, zeros.astype(np.int32))
+        if not magnitude:
+            return
+        self._widen(magnitude)
+        # Wide bins: in float32 a small negative value would underflow to -0, and be counted on the other side of zero.
+        scaled = values.astype(np.float64 if self._exponent > 0 else values.dtype) * 2.0**-self._exponent
+        bins = np.floor(scaled, out=scaled).astype(np.intp)
+        bins += (parts * 2 * HALF_BINS + HALF_BINS)[:, None]
+        found = np.bincount(bins.reshape(-1), minlength=self._counts.size).reshape(PARTS, -1)
+        self._counts += found.astype(self._counts.dtype)
+        np.subtract.at(self._counts[:, HALF_BINS], parts, zeros.astype(self._counts.dtype))
+
+    def state(self) -> Array:
+        """Returns everything counted as int32 [1 + PARTS (1 + bins)]: the exponent of the width, zeros, bins."""
+        return np.concatenate([[np.int32(self._exponent)], self._zeros, self._counts.reshape(-1)])
+
+    def restore(self, state: Array) -> bool:
+        """Goes on from a state; returns False, and does nothing, if it is none."""
+        fits = state.shape == (1 + PARTS * (1 + 2 * HALF_BINS),) and state.dtype == np.int32
+        if not fits or state[1:].min() < 0 or not -126 <= state[0] <= 128:
+            return False
+        self._exponent, self._zeros = int(state[0]), state[1 : 1 + PARTS].copy()
+        counts = state[1 + PARTS :].reshape(PARTS, -1)
+        fits_narrow = (counts.sum(axis=1) + self._zeros).max() <= _MOST_NARROW
+        self._counts = counts.astype(np.uint16 if fits_narrow else np.int32)
+        return True
+
+    def freeze(self) -> Histogram:
+        """Returns the histogram of everything counted."""
+        used = np.flatnonzero(self._counts.any(axis=0))
+        centers = (used - HALF_BINS + 0.5) * 2.0**self._exponent
+        parts = self._counts[:, used].astype(np.int64)
+        if self._zeros.any():
+            at = int(np.searchsorted(centers, 0.0))
+            centers, parts = np.insert(centers, at, 0.0), np.insert(parts, at, self._zeros, axis=1)
+        return Histogram(centers=centers, counts=parts.sum(axis=0), parts=parts)
+
+    def _widen(self, magnitude: float) -> None:
+        # 2^-126 is the least normal float32.
+        needed = max(-126, math.frexp(magnitude)[1] - (HALF_BINS.bit_length() - 1))
+        if not self._counts.any():
+            self._exponent = max(self._exponent, needed)
+        while self._exponent < needed:
+            merged = self._counts.reshape(PARTS, -1, 2).sum(axis=2, dtype=self._counts.dtype)
+            self._counts = np.pad(merged, ((0, 0), (HALF_BINS // 2, HALF_BINS // 2)))
+            self._exponent += 1
+
+
+# As in the paper; ONNX Runtime's EntropyCalibrater begins with 128 (onnxruntime/quantization/calibrate.py).
+_BINS = 2048
+
+
+def find_entropy_threshold(low: float, high: float, histogram: Histogram) -> float:
+    """Returns the magnitude to clip at whose quantized values diverge least from the float ones (Kullback-Leibler).
+
+    Magnitudes lie in 2048 bins; every cut-off from the number of levels upward is tried at once (S. Migacz, "8-bit
+    inference with TensorRT", GTC 2017).
+    """
+    top = max(-low, high)
+    # Every range holds zero exactly, and the zeros of a Relu would outweigh all else.
+    kept = histogram.centers != 0
+    if top <= 0 or not kept.any():
+        return top
+    bins = np.minimum((np.abs(histogram.centers[kept]) * (_BINS / top)).astype(np.int64), _BINS - 1)
+    counts = np.bincount(bins, weights=histogram.counts[kept].astype(np.float64), minlength=_BINS)
+    return least_divergent_cut(counts, 128 if low < 0 < high else 256) * top / _BINS
+
+
+def least_divergent_cut(counts: Array, levels: int) -> int:
+    """Returns how many bins to keep so that they, quantized to `levels` groups, say most about all of them."""
+    return levels + int(np.argmin(divergences(counts, levels)))
+
+
+def divergences(counts: Array, levels: int) -> Array:
+    """Returns the divergence of each cut-off from `levels` bins on, times the sum of all counts."""
+    # P holds the counts below a cut-off, with all above it in the last bin; Q has in each used bin of a group the mean
+    # of the group's used bins, without what was above. ONNX Runtime (get_entropy_threshold in calibrate.py) and the
+    # paper build both anew for each cut-off, thousands of loops of Python. But the sum of p log(p / q) splits: p log p
+    # over bins comes from running sums, and log q is one number a group, so a cut-off is one row of a matrix.
+    cuts = np.arange(levels, _BINS + 1)
+    total = counts.sum()
+    logs = counts * np.log(np.maximum(counts, 1))
+    before, before_logs, before_used = (np.concatenate([[0.0], np.cumsum(part)]) for part in (counts, logs, counts > 0))
+    masses, used = (_sums_of_runs(sums, -(-_BINS // levels)) for sums in (before, before_used))
+    means = np.log(np.maximum(masses, 1) / np.maximum(used, 1))
+    groups, kept = _group_runs(levels), before[cuts]
+    cut_off, last = total - kept, counts[cuts - 1]
+    heavy = last + cut_off
+    own = before_logs[cuts] - logs[cuts - 1] + heavy * np.log(np.maximum(heavy, 1)) - total * np.log(total)
+    of_groups = (masses * means).reshape(-1)[groups].sum(axis=1) + cut_off * means.reshape(-1)[groups[:, -1]]
+    divergence = own - of_groups + total * np.log(np.maximum(kept, 1))
+    # Q is 0 where P is not: nothing is said about what was cut off.
+    divergence[(last == 0) & (cut_off > 0)] = np.inf
+    return np.asarray(divergence)
+
+
+def _sums_of_runs(before: Array, longest: int) -> Array:
+    """Returns the sums of 0 to `longest` bins from each bin on, [longest + 1, bins + 1], from the sums before each."""
+    ends = np.arange(longest + 1)[:, None] + np.arange(_BINS + 1)
+    return np.asarray(before[np.minimum(ends, _BINS)] - before)
+
+
+@cache
+def _group_runs(levels: int) -> Array:
+    """Returns for each cut-off from `levels` bins on where each of its groups stands among flattened sums of runs."""
+    # There are a hundred thousand groups and more, but few runs: taking their logarithms once is what makes this fast.
+    bounds = np.arange(levels, _BINS + 1)[:, None] * np.arange(levels + 1) // levels
+    return np.asarray(np.diff(bounds, axis=1) * (_BINS + 1) + bounds[:, :-1])
+
+
+Nonlinearity = Callable[[Array], Array]
+"""What the graph computes from a tensor at once, elementwise."""
+
+# One sixth is a rounded number in files.
+_CLOSE = 1e-5
+
+
+def sigmoid(values: Array) -> Array:
+    """Returns the sigmoid of values, which does not overflow."""
+    return np.asarray(1 / (1 + np.exp(-np.clip(values, -80, 80))))
+
+
+def softmax(values: Array, axis: int | None = -1) -> Array:
+    """Returns the softmax of values along an axis, or of all where that is None, which does not overflow."""
+    powers = np.exp(values - values.max(axis=axis, keepdims=True))
+    return np.asarray(powers / powers.sum(axis=axis, keepdims=True))
+
+
+def _raw_score(values: Array) -> Array:
+    """What an app makes of a raw score; it counts only where the values look like scores."""
+    return sigmoid(values)
+
+
+def _stated_score(values: Array) -> Array:
+    """What an app makes of what is stated to be a raw score, whatever its values look like."""
+    return sigmoid(values)
+
+
+def _hard_swish(values: Array) -> Array:
+    return values * np.clip(values / 6 + 0.5, 0, 1)
+
+
+def _silu(values: Array) -> Array:
+    return values * sigmoid(values)
+
+
+_BY_OP: dict[str, Nonlinearity] = {"Sigmoid": sigmoid, "Tanh": np.tanh, "HardSwish": _hard_swish}
+# Where a function does not change any more, or by less than a step of 8 bits: 3e-4, 7e-4, 0 and 3e-3.
+_SATURATION: dict[Nonlinearity, tuple[float, float]] = {
+    sigmoid: (-8.0, 8.0),
+    _raw_score: (FLOOR, math.inf),
+    _stated_score: (FLOOR, math.inf),
+    np.tanh: (-4.0, 4.0),
+    _hard_swish: (-3.0, math.inf),
+    _silu: (-8.0, math.inf),
+}
+
+
+def saturation_of(reader: Nonlinearity | None) -> tuple[float, float]:
+    """Returns between which values a function changes."""
+    return _SATURATION.get(reader, (-math.inf, math.inf)) if reader else (-math.inf, math.inf)
+
+
+def find_nonlinearities(graph: Graph, outputs: Mapping[str, StatedOutput]) -> dict[str, Nonlinearity]:
+    """Returns the tensors that only an elementwise function reads, such as x * sigmoid(x), with that function."""
+    raw_scores = find_raw_scores(graph, outputs)
+    readers: dict[str, Nonlinearity] = dict.fromkeys(find_sources(graph, raw_scores), _raw_score)
+    readers |= dict.fromkeys(find_sources(graph, raw_scores & outputs.keys()), _stated_score)
+    hidden = graph.outputs | graph.captured | graph.constants.keys()
+    for name in (name for name in graph.consumers if name not in hidden):
+        nodes = graph.readers(name)
+        ops = sorted(node.op_type for node in nodes)
+        if len(ops) == 1 and ops[0] in _BY_OP:
+            readers[name] = _BY_OP[ops[0]]
+        elif len(ops) == 2 and "Mul" in ops:
+            readers.update((name, reader) for reader in _find_silu(graph, name, nodes))
+    return readers
+
+
+def match_nonlinearity(reader: Nonlinearity | None, histogram: Histogram) -> Nonlinearity | None:
+    """Returns what is done with values like these: raw scores are told by what they are, besides where they go."""
+    return None if reader is _raw_score and not are_raw_scores(histogram.centers, histogram.counts) else reader
+
+
+def _find_silu(graph: Graph, name: str, nodes: tuple[Node, ...]) -> Iterator[Nonlinearity]:
+    """Yields SiLU or HardSwish where two nodes begin it: one is the product, the other leads to it by itself."""
+    for product, first in (nodes, nodes[::-1]):
+        steps: list[Node] = []
+        node = first
+        while node is not product:
+            steps.append(node)
+            readers = graph.readers(node.output[0])
+            node = readers[0] if len(readers) == 1 else product
+        if steps and set(product.input) == {name, steps[-1].output[0]}:
+            if [step.op_type for step in steps] == ["Sigmoid"]:
+                yield _silu
+            elif _is_hard_sigmoid(graph, steps):
+                yield _hard_swish
+
+
+def _is_hard_sigmoid(graph: Graph, steps: list[Node]) -> bool:
+    """Returns True for Clip(x + 3, 0, 6), scaled or not, and for HardSigmoid with a slope of one sixth."""
+    ops = [step.op_type for step in steps]
+    if ops == ["HardSigmoid"]:
+        alpha = float(steps[0].attributes.get("alpha", 0.2))
+        return math.isclose(alpha, 1 / 6, abs_tol=_CLOSE)
+    if ops[:2] != ["Add", "Clip"] or not set(ops[2:]) <= {"Mul", "Div"}:
+        return False
+    constants = [graph.constant(name) for step in steps[:2] for name in step.input]
+    return [value.item() for value in constants if value is not None and value.size == 1] == [3.0, 0.0, 6.0]
+
+
+LEVELS = 255
+"""Steps between the lowest and the highest of 256 integers."""
+_LARGEST = float(np.finfo(np.float32).max)
+# From the whole range to a fiftieth of it; chosen by hand.
+_FACTORS = np.linspace(1.0, 0.02, 50).tolist()
+
+
+class TensorRange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The lowest and highest value that the integers of a tensor stand for, before zero is made exact."""
+
+    low: float
+    high: float
+
+
+class TensorStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """What was seen of a tensor: its lowest and highest value, their means over the samples, and a histogram."""
+
+    exact: TensorRange
+    mean: TensorRange
+    histogram: Histogram
+
+
+def snap_range(exact: TensorRange) -> TensorRange:
+    """Returns a range with both ends rounded to 9 significant bits, which moves them by half a step of 255 at most."""
+    # CPUs differ in the last bits of a sum, since their kernels add in other orders; the scale that follows, and so the
+    # bytes of the quantized model, should not.
+    return TensorRange(low=_snap(exact.low), high=_snap(exact.high))
+
+
+def _snap(value: float) -> float:
+    mantissa, exponent = math.frexp(value)
+    return float(np.clip(math.ldexp(round(mantissa * 512), exponent - 9), -_LARGEST, _LARGEST))
+
+
+def percentile_range(
+    exact: TensorRange, histogram: Histogram, percent: float, reader: Nonlinearity | None = None
+) -> TensorRange:
+    """Returns the range that holds `percent` of the values, the rest cut off in equal parts at both ends.
+
+    What lies where `reader` is saturated, such as HardSwish below -3, is cut off too.
+    """
+    if not histogram.total:
+        return exact
+    # Bins are at most 1/1024 of the largest magnitude wide, a quarter of a step of 8 bits over all: their centres are
+    # near enough.
+    cumulative = np.cumsum(histogram.counts) / histogram.total
+    tail = (100 - percent) / 200
+    low = histogram.centers[int(np.searchsorted(cumulative, tail))]
+    high = histogram.centers[min(int(np.searchsorted(cumulative, 1 - tail)), len(cumulative) - 1)]
+    exact = _clip_saturated(exact, reader)
+    return TensorRange(low=max(exact.low, float(low)), high=min(exact.high, float(high)))
+
+
+def _clip_saturated(exact: TensorRange, reader: Nonlinearity | None) -> TensorRange:
+    least, most = saturation_of(reader)
+    return TensorRange(low=min(max(exact.low, least), most), high=max(min(exact.high, most), least))
+
+
+def tail_error(percent: float, values: int) -> float:
+    """Returns how far what is cut off at an end may be from the share wanted, with 95 % certainty, from so many values.
+
+    This is the normal bound for values drawn at random; those picked one from each of equal parts of a tensor are
+    never worse (W. Cochran, "Sampling Techniques", 1977, 5.6).
+    """
+    tail = (100 - percent) / 200
+    return 1.96 * math.sqrt(tail * (1 - tail) / max(1, values))
+
+
+def mse_range(exact: TensorRange, histogram: Histogram, reader: Nonlinearity | None = None) -> TensorRange:
+    """Returns the range with the least mean squared rounding and clipping error at 8 bits, after `reader`.
+
+    Both ends shrink together over 50 factors, then each by itself (a search as of OMSE, Y. Choukroun et al.,
+    arXiv:1902.06822, for two ends).
+    """
+    if not histogram.total or exact.high <= exact.low:
+        return exact
+    exact = _clip_saturated(exact, reader)
+
+    def best(candidates: list[tuple[float, float]]) -> tuple[float, float]:
+        return min(candidates, key=lambda ends: quantization_error(ends[0], ends[1], histogram, reader))
+
+    low, high = best([(exact.low * factor, exact.high * factor) for factor in _FACTORS])
+    if exact.low < 0:
+        low, high = best([(low, high), *((exact.low * factor, high) for factor in _FACTORS)])
+    if exact.high > 0:
+        low, high = best([(low, high), *((low, exact.high * factor) for factor in _FACTORS)])
+    return TensorRange(low=low, high=high)
+
+
+def quantization_error(low: float, high: float, histogram: Histogram, reader: Nonlinearity | None = None) -> float:
+    """Returns the summed squared error, after `reader`, of 8-bit integers over [low, high] made to include zero."""
+    low, high = min(low, 0.0), max(high, 0.0)
+    step = (high - low) / LEVELS
+    values = histogram.centers
+    if step > 0:
+        zero = round(-low / step)
+        rounded = np.rint(values / step)
+        np.maximum(rounded, -zero, out=rounded)
+        np.minimum(rounded, LEVELS - zero, out=rounded)
+        rounded *= step
+    else:
+        rounded = np.zeros_like(values)
+    error = rounded - values if reader is None else reader(rounded) - reader(values)
+    return float(np.dot(histogram.counts, error * error))
+
+
+def entropy_range(exact: TensorRange, histogram: Histogram) -> TensorRange:
+    """Returns the range, alike to both sides of zero, whose quantized values diverge least from the float ones."""
+    most = find_entropy_threshold(exact.low, exact.high, histogram)
+    return TensorRange(low=max(exact.low, -most), high=min(exact.high, most))
+
+
+PLAIN_METHODS = ("minmax", "moving-average")
+"""The range methods that need no histogram."""
+
+# A thousandth and a ten-thousandth of the values: those cut off are about 4 and 0.4 of the 4096 picked from a sample.
+PERCENTS = {"percentile-99.99": 99.99, "percentile-99.9": 99.9}
+
+AUTO_METHODS = ("minmax", "mse", *PERCENTS)
+"""The range methods that are judged against each other.
+
+No one wins on every net of tools/bench/quantize_zoo.py. Entropy is left out: it collapses on ReLU nets.
+"""
+
+RANGE_METHODS: dict[str, Callable[[TensorStatistics, Nonlinearity | None], TensorRange]] = {
+    "minmax": lambda seen, _reader: seen.exact,
+    "moving-average": lambda seen, _reader: seen.mean,
+    "mse": lambda seen, reader: mse_range(seen.exact, seen.histogram, reader),
+    "entropy": lambda seen, _reader: entropy_range(seen.exact, seen.histogram),
+    "percentile-99.99": lambda seen, reader: percentile_range(seen.exact, seen.histogram, 99.99, reader),
+    "percentile-99.9": lambda seen, reader: percentile_range(seen.exact, seen.histogram, 99.9, reader),
+}
+"""Every range method, by the name that plans and options use. "moving-average" is the mean over the samples of each
+tensor's lowest and highest value: a moving average without decay, so that the order of the samples is of no matter."""
+
+METHODS = ("auto", "best", *RANGE_METHODS)
+"""What a user may ask for."""
+
+
+# ORT's quantizer passes the scale of the input on through these too (QDQDirect8BitOp in
+# onnxruntime/quantization/registry.py).
+_PASSING = frozenset({"AveragePool", "Resize"})
+
+
+def share_ranges(
+    graph: Graph, ranges: Mapping[str, TensorRange], ops: Collection[str], floats: Collection[str] = ()
+) -> dict[str, TensorRange]:
+    """Returns the ranges with one range for the inputs and output of each node of these operators but `floats`.
+
+    It covers those of all of them, and of what only moves values before and after them; a tensor that two such nodes
+    read joins theirs.
+    """
+    groups = _join(graph, ops, floats)
+    leaders = {name: groups.get(_find_source(graph, name), name) for name in ranges}
+    joined: dict[str, TensorRange] = {}
+    for name, own in ranges.items():
+        others = joined.get(leaders[name], own)
+        joined[leaders[name]] = TensorRange(low=min(others.low, own.low), high=max(others.high, own.high))
+    return {name: joined[leader] for name, leader in leaders.items()}
+
+
+def shared_tensors(graph: Graph, ops: Collection[str], floats: Collection[str] = ()) -> frozenset[str]:
+    """Returns the tensors whose range is that of a group, by the name of what gives them their range."""
+    return frozenset(_join(graph, ops, floats))
+
+
+def _find_source(graph: Graph, name: str) -> str:
+    """Returns the tensor that gives a tensor its scale."""
+    while True:
+        name = range_source(graph, name)
+        if name not in graph.producers or graph.producers[name].op_type not in _PASSING:
+            return name
+        name = graph.producers[name].input[0]
+
+
+def _join(graph: Graph, ops: Collection[str], floats: Collection[str]) -> dict[str, str]:
+    """Returns the leader of the group of each tensor that such a node reads or makes (union-find)."""
+    leaders: dict[str, str] = {}
+
+    def find(name: str) -> str:
+        while leaders.setdefault(name, name) != name:
+            name = leaders[name]
+        return name
+
+    for node in graph.nodes:
+        if node.op_type in ops and node.name not in floats:
+            names = [name for name in (*node.output[:1], *node.input) if graph.is_float(name)]
+            roots = [find(_find_source(graph, name)) for name in names if name not in graph.constants]
+            leaders.update((root, roots[0]) for root in roots)
+    return {name: find(name) for name in list(leaders)}

@@ -1,1 +1,0 @@
-"""From statistics to ranges: minmax, percentile, mse, entropy."""

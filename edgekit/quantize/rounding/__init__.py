@@ -1,1 +1,0 @@
-"""Weights rounded: bias correction, least squares, GPTQ."""

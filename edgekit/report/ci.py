@@ -1,0 +1,205 @@
+"""Verifications and benchmarks for CI: JUnit XML, which every CI system shows, and Markdown for a pull request."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from xml.etree import ElementTree as ET
+
+from edgekit.bench.report import BenchReport, BenchRun
+from edgekit.devices.device import SkippedDevice
+from edgekit.evidence import Verdict
+from edgekit.report.text import list_verify_remarks
+from edgekit.report.timing import list_bench_remarks
+from edgekit.verify.metrics.outputs import OutputReport
+from edgekit.verify.report import VerifyReport
+from edgekit.verify.run_report import RunReport
+from edgekit.verify.tasks.scores import describe_difference, format_score
+
+# What XML 1.0 forbids (its production 2, Char) or discourages: control characters, surrogates, non-characters.
+_CONTROL = re.compile("[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def render_junit(reports: Sequence[VerifyReport], *, accept_unproven: bool = False) -> bytes:
+    """Returns verifications as JUnit XML: a suite a target, and in it a case for each output of each device.
+
+    What else a run is judged by is a case too: that it came to its end, the metric, placement, costs. It has a failure
+    exactly where a report does not pass: what speaks against the bundle as a whole is a case of its own, and so is that
+    no device ran, because CI takes a suite of nothing but skipped cases for a success. What is not proven is a failure
+    of the type "not proven"; with `accept_unproven` it is a case that was skipped. The form is that of Jenkins
+    (`jenkins-junit.xsd`), which GitLab, GitHub's actions and Azure read too.
+    """
+    suites = [_describe_report(report, accepts=accept_unproven) for report in reports]
+    counts = {name: str(sum(int(suite.get(name, "0")) for suite in suites)) for name in ("tests", "failures", "errors")}
+    root = _element("testsuites", name="edgekit verify", **counts)
+    root.extend(suites)
+    ET.indent(root)
+    data: bytes = ET.tostring(root, encoding="utf-8", xml_declaration=True)
+    return data + b"\n"
+
+
+def _describe_report(report: VerifyReport, *, accepts: bool) -> ET.Element:
+    cases = [case for run in report.runs for case in _describe_run(report.bundle, run, accepts=accepts)]
+    cases += [_describe_skip(report.bundle, skip) for skip in report.skipped]
+    bundle = _element("testcase", name="the bundle as a whole", classname=report.bundle, time="0")
+    _judge(bundle, report.failures, report.unproven, accepts=accepts)
+    cases.append(bundle)
+    failed, skipped = (sum(case.find(tag) is not None for case in cases) for tag in ("failure", "skipped"))
+    counts = {"tests": str(len(cases)), "failures": str(failed), "errors": "0", "skipped": str(skipped)}
+    suite = _element("testsuite", name=report.bundle, **counts)
+    suite.extend(cases)
+    return suite
+
+
+def _describe_run(bundle: str, run: RunReport, *, accepts: bool) -> Iterator[ET.Element]:
+    """Yields a case for each thing that a run is judged by; what explains a failure stands in the first that fails."""
+    outputs = {output.name: output for output in run.outputs}
+    explanations = run.explanations
+    for gate in run.gates:
+        seconds = _count_seconds(run) if gate.name == "run" else 0.0
+        name = f"{gate.name} {gate.subject}" if gate.subject else gate.name
+        case = _element("testcase", name=name, classname=f"{bundle}.{run.device}", time=f"{seconds:.3f}")
+        # The explanations are of the run, and stand once: with the first gate that fails.
+        _judge(case, (*gate.failures, *explanations) if gate.failures else (), gate.unproven, accepts=accepts)
+        explanations = () if gate.failures else explanations
+        if gate.name == "run":
+            facts = [f"evidence: {run.evidence}, {run.evidence.meaning}", f"samples: {run.samples}", *run.notes]
+            case.append(_text("system-out", "\n".join(facts)))
+        elif gate.name == "output":
+            case.append(_text("system-out", _describe_output(outputs[gate.subject])))
+        elif gate.name == "placement":
+            counts = ", ".join(f"{provider} {count}" for provider, count in run.provider_nodes.items()) or "unknown"
+            case.append(_text("system-out", f"{counts} ({run.placement_source})"))
+        if gate.name == "run" and run.log:
+            case.append(_text("system-err", run.log))
+        yield case
+
+
+def _count_seconds(run: RunReport) -> float:
+    median = 0.0 if run.latency_ms is None else run.latency_ms.median
+    # An estimate from the median: the time of each sample is not kept.
+    return (run.load_ms + median * run.samples) / 1e3
+
+
+def _describe_output(output: OutputReport) -> str:
+    figures = {"cosine": output.cosine, "SQNR dB": output.sqnr_db, "top-1 agreement": output.top1_agreement}
+    figures |= {"exact match": output.exact_match, "IoU": output.iou, "detection agreement": output.detection_agreement}
+    known = ", ".join(f"{name} {value:.5g}" for name, value in figures.items() if value is not None)
+    return f"output '{output.name}' over {output.samples} samples: {known or 'not measured'}"
+
+
+def _describe_skip(bundle: str, skip: SkippedDevice) -> ET.Element:
+    case = _element("testcase", name="run", classname=f"{bundle}.{skip.device}", time="0")
+    advice = f"; to run it: {skip.command}" if skip.command else ""
+    case.append(_element("skipped", message=skip.reason + advice))
+    return case
+
+
+def _judge(case: ET.Element, failures: Sequence[str], unproven: Sequence[str], *, accepts: bool) -> None:
+    """Says in a case why it failed, else why it is not proven: as a failure too, or as skipped where it is accepted."""
+    if unproven and not failures and accepts:
+        case.append(_element("skipped", message=f"not proven: {unproven[0]}"))
+    elif failures or unproven:
+        lines = (*failures, *(f"not proven: {line}" for line in unproven))
+        failure = _element("failure", message=lines[0], type="verify" if failures else "not proven")
+        failure.text = _clean_xml("\n".join(lines))
+        case.append(failure)
+
+
+def _text(tag: str, text: str) -> ET.Element:
+    element = _element(tag)
+    element.text = _clean_xml(text)
+    return element
+
+
+def _element(tag: str, **attributes: str) -> ET.Element:
+    return ET.Element(tag, {name: _clean_xml(value) for name, value in attributes.items()})
+
+
+def _clean_xml(text: str) -> str:
+    return _CONTROL.sub("", text)
+
+
+# GitHub takes a mebibyte of summary from a step, and a person reads far less.
+_MOST_REMARKS = 30
+_SIGNS: Mapping[Verdict, str] = {"pass": "✅", "fail": "❌", "not proven": "❔"}
+
+
+def render_markdown(reports: Sequence[VerifyReport]) -> str:
+    """Returns verifications as GitHub's Markdown: a line a verdict, a table of outputs, and what failed and why."""
+    return "\n".join(line for report in reports for line in _describe(report)) + "\n"
+
+
+def render_bench_markdown(report: BenchReport) -> str:
+    """Returns times as GitHub's Markdown: a table of devices and ways to run, and then comparisons and warnings."""
+    return "\n".join(_describe_bench(report)) + "\n"
+
+
+def _describe_bench(report: BenchReport) -> Iterator[str]:
+    against = "" if report.against is None else f" against {_escape(report.against)}"
+    yield f"### {_SIGNS['pass' if report.succeeded else 'fail']} {_escape(report.subject)}{against}"
+    yield ""
+    if report.runs:
+        yield "| device | evidence | batch | at once | p50 ms | 95 % | p95 | p99 | per second | load ms | memory |"
+        yield "|---|---|--:|--:|--:|---|--:|--:|--:|--:|--:|"
+        yield from (_describe_times(run) for run in report.runs)
+        yield ""
+    remarks = list(list_bench_remarks(report))
+    yield from (f"- {_escape(remark)}" for remark in remarks[:_MOST_REMARKS])
+    if len(remarks) > _MOST_REMARKS:
+        yield f"- and {len(remarks) - _MOST_REMARKS} more"
+    yield ""
+
+
+def _describe_times(run: BenchRun) -> str:
+    way = (_escape(run.device), run.evidence.value, str(run.batch), str(run.concurrency))
+    if run.failure is not None:
+        return f"| {' | '.join((*way, '**failed**', *('-' for _ in range(6))))} |"
+    low, high = run.interval_ms
+    times = (f"{run.median_ms:.3g}", f"{low:.3g} to {high:.3g}", f"{run.p95_ms:.3g}", f"{run.p99_ms:.3g}")
+    rest = (f"{run.throughput_per_s:.3g}", f"{run.load_ms:.0f}", f"{run.peak_rss_bytes / 1e6:.0f} MB")
+    return f"| {' | '.join((*way, *times, *rest))} |"
+
+
+def _describe(report: VerifyReport) -> Iterator[str]:
+    yield f"### {_SIGNS[report.verdict]} {_escape(report.bundle)}: {report.verdict if report.runs else 'nothing ran'}"
+    yield ""
+    if report.runs:
+        yield "| device | evidence | output | cosine | SQNR dB | top-1 | result |"
+        yield "|---|---|---|--:|--:|--:|---|"
+        for run in report.runs:
+            for output in run.outputs:
+                yield _describe_row(run, output)
+            if not run.outputs:
+                yield f"| {_escape(run.device)} | {run.evidence.value} | - | - | - | - | {run.verdict} |"
+        yield ""
+    for run in report.runs:
+        task = run.settled_task
+        if task is not None:
+            values = f"float {format_score(task, task.reference)}, here {format_score(task, task.got)}"
+            yield f"- {_escape(run.device)}: {_escape(task.name)} {values}, {describe_difference(task)} points"
+    remarks = list(list_verify_remarks(report))
+    yield from (f"- {_escape(remark)}" for remark in remarks[:_MOST_REMARKS])
+    if len(remarks) > _MOST_REMARKS:
+        yield f"- and {len(remarks) - _MOST_REMARKS} more"
+    if report.advice:
+        yield f"- {_escape(report.advice)}"
+    yield ""
+
+
+def _describe_row(run: RunReport, output: OutputReport) -> str:
+    top1 = output.top1_agreement if output.top1_agreement is not None else output.exact_match
+    figures = (_number(output.cosine, "{:.5f}"), _number(output.sqnr_db, "{:.1f}"), _number(top1, "{:.1%}"))
+    verdict = "pass" if run.passed else f"**{run.verdict}**"
+    cells = (_escape(run.device), run.evidence.value, _escape(output.name), *figures, verdict)
+    return f"| {' | '.join(cells)} |"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _escape(text: str) -> str:
+    """Returns a line in which no letter means anything to Markdown or HTML."""
+    line = " ".join(text.split())
+    # The ampersand first: the entities that follow begin with one.
+    line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return "".join(f"\\{letter}" if letter in "\\`*_{}[]()#!|~" else letter for letter in line if letter.isprintable())

@@ -1,1 +1,0 @@
-"""Times for people: benchmarks and profiles as tables."""
