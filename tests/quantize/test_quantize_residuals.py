@@ -9,6 +9,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.model import external
+from edgekit.model import model as model_file
 from edgekit.model.model import Model, load_model, read_proto
 from edgekit.model.tensors import Array
 from edgekit.prepare import prepare_model
@@ -94,7 +95,7 @@ def test_what_came_from_external_data_loads_where_weights_inside_are_mapped(
     model = make_residuals(tmp_path / "m.onnx", draw_weights())
     onnx.save(read_proto(model), str(tmp_path / "e.onnx"), save_as_external_data=True, location="e.data")
     # As of 64 MB and more, and of weights of 128 kB and more.
-    monkeypatch.setattr(model, "LARGE_BYTES", 1)
+    monkeypatch.setattr(model_file, "LARGE_BYTES", 1)
     monkeypatch.setattr(external, "MAX_DATA_BYTES", 1000)
     options = WeightOnlyOptions(form="int4", kept=("down0", "up1"))
     light = compress_weights(load_model(tmp_path / "e.onnx"), options, tmp_path / "c.onnx")

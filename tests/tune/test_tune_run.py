@@ -136,7 +136,9 @@ def test_tune_keeps_its_contract(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert report["levels"][0]["nodes"] > 0
     assert {one["entrant"]["name"] for one in report["tried"]} >= {"defaults", "1 thread"}
     assert len(report["levels"]) == len({row["level"] for row in report["levels"]})
-    assert report["seconds"] <= report["budget_s"] == 2.0 or report["measurements"] < 20
+    # No measurement begins after the budget; the last one ends a moment later.
+    assert report["budget_s"] == 2.0
+    assert report["seconds"] <= 2.2 or report["measurements"] < 20
     # What was not decided says so, and nothing is claimed.
     assert any("time was over" in one["reason"] for one in report["decisions"])
     assert "<script src" not in page.read_text()
