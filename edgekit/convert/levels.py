@@ -14,7 +14,7 @@ from edgekit.convert.ort_form import Cpu, OrtOptions, session_settings
 from edgekit.data.samples import Samples
 from edgekit.errors import ModelError
 from edgekit.model.external import skim_model
-from edgekit.model.model import Model, order_nodes
+from edgekit.model.model import Model, keep_used_opsets, order_nodes
 
 MAX_BYTES = 2**31 - (64 << 20)
 """A larger model is refused: ONNX Runtime writes the optimized one whole, and protobuf ends at 2 GB."""
@@ -76,6 +76,7 @@ def write_level(
     optimize_graph(model.path, path, msgspec.structs.replace(settings, libraries=model.custom_ops))
     proto = onnx.load(str(path))
     _settle_reorders(proto.graph)
+    keep_used_opsets(proto)
     path.write_bytes(proto.SerializeToString(deterministic=True))
     equality = compare_with_source(model, path, options, samples) if checked else None
     if equality is not None and not equality.passed:

@@ -226,6 +226,19 @@ def iterate_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
                     yield from iterate_graphs(body)
 
 
+def keep_used_opsets(proto: onnx.ModelProto) -> None:
+    """Drops, in place, the opsets of domains that no node has, and sorts the others by domain; "ai.onnx" becomes "".
+
+    ONNX Runtime writes every domain that its process knows into a model that it optimizes: its own, and those of
+    custom operators that any earlier session of the process loaded.
+    """
+    used = {"", *(node.domain for graph in iterate_graphs(proto.graph) for node in graph.node)}
+    opsets = {"" if entry.domain == _MAIN_DOMAIN else entry.domain: entry.version for entry in proto.opset_import}
+    opsets.setdefault("", 17)
+    del proto.opset_import[:]
+    proto.opset_import.extend(onnx.helper.make_opsetid(name, opsets[name]) for name in sorted(used & set(opsets)))
+
+
 def iterate_reads(node: onnx.NodeProto) -> Iterator[str]:
     """Yields what a node reads, and what its bodies do."""
     yield from filter(None, node.input)

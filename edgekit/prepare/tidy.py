@@ -7,7 +7,7 @@ import onnx
 from google.protobuf.message import Message
 
 from edgekit.graph.contrib import ORT_DOMAIN
-from edgekit.model.model import iterate_graphs, rename_tensors
+from edgekit.model.model import iterate_graphs, keep_used_opsets, rename_tensors
 
 _MessageT = TypeVar("_MessageT", bound=Message)
 
@@ -71,11 +71,8 @@ def rename_made(graph: onnx.GraphProto, given: Collection[str]) -> None:
 
 
 def restore_stamps(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:
-    """Puts back the origin's metadata and texts, and drops the opsets that ONNX Runtime adds unasked, in place."""
-    used = {_domain(node.domain) for part in iterate_graphs(proto.graph) for node in part.node} | {""}
-    opsets = {_domain(entry.domain): entry.version for entry in proto.opset_import}
-    opsets.setdefault("", 17)
-    _replace(proto.opset_import, [onnx.helper.make_opsetid(name, opsets[name]) for name in sorted(used & set(opsets))])
+    """Puts back the origin's metadata and texts, and drops the opsets that no node needs, in place."""
+    keep_used_opsets(proto)
     _replace(proto.metadata_props, list(origin.metadata_props))
     proto.producer_name = origin.producer_name
     proto.producer_version = origin.producer_version

@@ -6,12 +6,14 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
-from convert_models import all_forms
+from convert_models import ARM, all_forms, write_form
+from demo_paths import MODEL
 from onnx import helper
 
-from edgekit._ort import CpuSession, SessionSettings
+from edgekit._ort import CpuSession, Level, SessionSettings, optimize_graph
 from edgekit.check.check import check_model
 from edgekit.convert.convert import convert_model
+from edgekit.convert.levels import write_level
 from edgekit.convert.ort_format.report import inspect_ort
 from edgekit.data.samples import Samples
 from edgekit.devices.device import Job
@@ -95,3 +97,17 @@ def test_the_host_device_loads_the_library(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         run = Host().run_job(msgspec.structs.replace(job, custom_ops=custom_ops), tmp_path / name)
         assert (run.failure is None) is (name == "with"), run.failure
+
+
+def test_operators_that_another_model_loaded_leave_no_trace(tmp_path: Path) -> None:
+    CpuSession(make_inverse(tmp_path / "inverse.onnx").path, SessionSettings(libraries=(LIBRARY,)))
+    model = load_model(MODEL)
+    optimize_graph(model.path, tmp_path / "own.onnx", SessionSettings())
+    assert DOMAIN in {entry.domain for entry in onnx.load(tmp_path / "own.onnx").opset_import}
+    write_form(model, tmp_path / "model.ort", ARM)
+    domains = set(inspect_ort(tmp_path / "model.ort").opsets)
+    assert "com.microsoft" in domains
+    assert DOMAIN not in domains
+    row = write_level(model, Level.EXTENDED, "arm", tmp_path, checked=False)
+    nodes = onnx.load(tmp_path / row.file)
+    assert {entry.domain for entry in nodes.opset_import} == {node.domain for node in nodes.graph.node}

@@ -39,7 +39,8 @@ def make_corpus(only: str = "") -> Iterator[str]:
         rows = [{**msgspec.to_builtins(spec), "name": spec.name, "shape": spec.shape} for spec in missing]
         command = [str(PYTHON), str(HERE / "far" / "export.py"), str(NETS)]
         said = subprocess.run(command, input=json.dumps(rows), stdout=subprocess.PIPE, text=True, check=False).stdout
-        ended = [json.loads(line) for line in said.splitlines()]
+        # Ultralytics greets on standard output where it is imported for the first time.
+        ended = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
         yield from (f"{row['name']}: {row['failure']}" for row in ended if "failure" in row)
     for each in packaged:
         if only in each.name:

@@ -63,6 +63,25 @@ _TYPES: Mapping[str, Mapping[str, tuple[tuple[int, int], ...]]] = {
 }
 
 
+# What ONNX Runtime 1.31 registers itself. Level 1 and saved optimizations may add nodes of these when a file is loaded.
+_OWN_DOMAINS = frozenset({
+    "", "ai.onnx", "ai.onnx.ml", "ai.onnx.training", "ai.onnx.preview", "ai.onnx.preview.training", "com.microsoft",
+    "com.microsoft.experimental", "com.microsoft.nchwc", "org.pytorch.aten",
+})  # fmt: skip
+
+
+def drop_foreign_opsets(root: Record) -> None:
+    """Drops, in place, the opsets of custom operators that no node of the model has.
+
+    ONNX Runtime writes each domain that its process knows, those among them that an earlier session loaded for another
+    model.
+    """
+    model = table(root, "model")
+    nodes = (node for graph in iterate_graphs(table(model, "graph")) for node in records(graph, "nodes"))
+    kept = _OWN_DOMAINS | {text(node, "domain") for node in nodes}
+    model["opset_import"] = [entry for entry in records(model, "opset_import") if text(entry, "domain") in kept]
+
+
 def mend_saved(root: Record) -> None:
     """Writes, in place, the operator into each saved action that lacks it."""
     model = table(root, "model")
@@ -193,6 +212,7 @@ def canonicalize_file(path: Path) -> None:
         _refuse_unknown(file, path)
         # Before sorting: what is written in must take its place in the order, too.
         mend_saved(file.root)
+        drop_foreign_opsets(file.root)
         root = sort_tables(file.root, ROOT)
         with replacing_file(path) as temporary:
             write_tables(root, temporary)
