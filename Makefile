@@ -44,7 +44,7 @@ shape:
 docs: .venv/docs.stamp  ## build the documentation into build/docs; nothing in it is fetched from elsewhere
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-bench: .venv/dev.stamp .venv/train.stamp  ## figures of the docs, as ratios against stock ONNX Runtime: make bench GROUP=speed
+bench: .venv/dev.stamp  ## figures of the docs, as ratios against stock ONNX Runtime: make bench GROUP=speed
 	$(BIN)/python tools/bench/run.py $(GROUP)
 
 mutants: .venv/dev.stamp  ## does a test notice a slip in a judge, a gate or the numerics?

@@ -1,24 +1,17 @@
-"""A whole net on NNAPI, as Android's ONNX Runtime builds it, against LiteRT on the same net written directly.
+"""A whole net on NNAPI, as Android's ONNX Runtime builds it, against LiteRT on the same net written directly."""
 
-`tools/bench/litert_nets.py` does it for real nets.
-"""
-
-import sys
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
 from demo_paths import EVALUATION
+from litert_nets import compare_net, cut_middle, run_on_litert
 from onnx import numpy_helper
 from test_devices_android_nnapi import require_device
 
 from edgekit.graph.graph import read_graph
 from edgekit.model.model import load_model
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools/bench"))
-
-from litert_nets import compare_net, cut_middle, run_on_litert
 
 pytestmark = pytest.mark.slow
 

@@ -1,20 +1,16 @@
-"""ML Programs: each operation against the values that coremltools infers, by the bench's own judge and cases."""
+"""ML Programs: each operation against the values that coremltools infers: coreml_values.py has the cases."""
 
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
+import coreml_values
 import numpy as np
 import pytest
+from coreml_values import ROWS, compare, compute, list_cases, summarize
 from test_devices_mil import CASES
 
 from edgekit.devices.ios.mil.compute import OPERATIONS
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools/bench"))
-
-import coreml_values
-from coreml_values import ROWS, compare, compute, list_cases, summarize
 
 
 def test_every_operation_is_held_against_coremltools_or_onnx() -> None:

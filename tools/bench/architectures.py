@@ -4,18 +4,14 @@ Weights are drawn so that values keep their size from layer to layer.
 """
 
 import itertools
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 
 import msgspec
 import numpy as np
+from net import Net
 
 from edgekit.model.tensors import Array
-
-sys.path.append(str(Path(__file__).parent / "collapse"))
-from collapse_net import Net
 
 Inputs = Callable[[np.random.Generator], dict[str, Array]]
 

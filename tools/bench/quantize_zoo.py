@@ -3,7 +3,7 @@
     python tools/bench/quantize_zoo.py [MODEL]... [--targets nnapi,nnapi:api_level=28] [--json FILE] [--no-ort]
         [--state DIR]
 
-MODEL may also be a net of `four_bit_nets.py`, scored on thousands of samples. What scores a model never calibrates it.
+What scores a model never calibrates it.
 `edgekit` is the automatic mode, `--max-drop 0.5`, without labels; `ORT` the best of all of ONNX Runtime's settings,
 picked by the very score that is printed, which favours it: so the interval of 95 % of that difference is one that holds
 for all settings at once. Two verdicts a row: `drop` is "ok" where at most
@@ -17,7 +17,6 @@ only that is filled. Returns 1 where a verdict is no.
 import argparse
 import contextlib
 import functools
-import importlib
 import json
 import subprocess
 import sys
@@ -48,7 +47,6 @@ from edgekit.verify.tasks.scores import TaskReport
 from edgekit.verify.tasks.tasks import find_metric, measure_task
 
 MAX_DROP = 0.5
-_SCORED = 16_000
 _Stock = tuple[str, list[Tensors], int]
 """The best setting, its outputs, and among how many it was picked."""
 
@@ -102,15 +100,6 @@ def read_target_name(target: str) -> tuple[str, dict[str, str]]:
     return name, dict([setting.split("=", 1)]) if setting else {}
 
 
-def find_task(name: str) -> ZooTask:
-    """Returns a model of the zoo, or a net of `four_bit_nets.py` with thousands of labelled samples."""
-    if name in TASKS:
-        return load_task(name)
-    trained = importlib.import_module("four_bit_nets")  # needs jax
-    task: ZooTask = trained.load_net(name, trained.CACHE, scored=_SCORED)
-    return task
-
-
 def score_outputs(task: ZooTask, path: Path, model: Model) -> list[Tensors]:
     """Returns what a model gives for each scored sample, decoded."""
     session = CpuSession(path, SessionSettings())
@@ -158,7 +147,7 @@ def best_of_ort(task: ZooTask, model: Model, samples: Samples, work: Path, state
 
 def bench_model(name: str, targets: tuple[str, ...], *, with_ort: bool, state: Path | None = None) -> Iterator[Row]:
     """Yields a row for each target."""
-    task = find_task(name)
+    task = load_task(name)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         write_calibration(task, work / "calib.npz")
@@ -255,7 +244,7 @@ def _in_child(name: str, target: str, args: argparse.Namespace) -> Iterator[Row]
     command += ["--state", str(args.state)] if args.state else []
     done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
     if done.returncode:
-        yield _failed(find_task(name), target or "all", f"the process ended with {done.returncode}")
+        yield _failed(load_task(name), target or "all", f"the process ended with {done.returncode}")
     for line in done.stdout.decode().splitlines():
         yield msgspec.json.decode(line, type=Row)
 

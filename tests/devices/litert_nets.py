@@ -1,14 +1,9 @@
-"""Whole quantized nets on NNAPI, as Android's ONNX Runtime builds them, against LiteRT on the same net.
+"""A quantized net on NNAPI, as Android's ONNX Runtime builds it, against LiteRT on the same net.
 
-    python tools/bench/litert_nets.py [NAME]... [--samples 8]
-
-Each net of the zoo is built for `nnapi`, its model cut to what lies between the first Q and the last DQ node, and run
-twice: on the device `android:x86_64`, and as a TFLite model that is written here from the Q and DQ nodes and shares
-nothing with what stands behind NNAPI. Exit code 1: an output differs by more than a step of its grid.
+The model is cut to what lies between the first Q and the last DQ node, and run twice: on the device `android:x86_64`,
+and as a TFLite model that is written here from the Q and DQ nodes and shares nothing with what stands behind NNAPI.
 """
 
-import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -16,26 +11,17 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import onnx
 from onnx import numpy_helper
-from zoo_tasks import ZOO, load_task, write_calibration
 
-from edgekit._files import work_folder
 from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
 from edgekit.check.check import check_model
 from edgekit.data.samples import Samples
 from edgekit.devices.device import Job
 from edgekit.devices.find import find_device
 from edgekit.graph.graph import Graph, Node, read_graph
-from edgekit.jobs.build import build
 from edgekit.model.model import load_model
 from edgekit.model.tensors import Array, Tensors
-from edgekit.recipe import Data, Recipe
 from edgekit.target import load_target
 
-NETS = (
-    "kws_dscnn_float", "mnist_cnn_pytorch", "mnist8_cntk", "vww_96_float", "mobilenetv2_1.0_224_fp32",
-    "squeezenet1.1_fp32",
-)  # fmt: skip
-_CALIBRATES = 32
 _MIDDLE = "middle.onnx"
 _PLAIN = SessionSettings(level=Level.DISABLED)
 _NHWC, _NCHW = (0, 2, 3, 1), (0, 3, 1, 2)
@@ -128,33 +114,6 @@ class _Writer:
         builder: Any = flatbuffers.Builder(1 << 20)
         builder.Finish(self.model.Pack(builder), b"TFL3")
         return bytes(builder.Output())
-
-
-def main() -> int:
-    """Prints how far the two runs of each net lie apart."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(NETS))
-    parser.add_argument("--samples", type=int, default=8)
-    options = parser.parse_args()
-    return max(_compare_built(name, options.samples) for name in options.names or NETS)
-
-
-def _compare_built(name: str, samples: int) -> int:
-    task = load_task(name)
-    with work_folder() as work:
-        write_calibration(task, work / "data.npz")
-        recipe = Recipe(targets=("nnapi",), dims=task.dims, samples=_CALIBRATES)
-        data = Data(source=str(work / "data.npz"))
-        (built,) = build(ZOO / "models" / f"{name}.onnx", data, work / "out", recipe, verify=False).bundles
-        if built.path is None:
-            raise SystemExit(f"{name}: {built.failure}")
-        rows = [{key: value[at] for key, value in task.scored.items()} for at in range(samples)]
-        found = compare_net(built.path / "model.onnx", rows, work)
-    left = f"; on the CPU: {', '.join(found.left)}" if found.left else ""
-    print(
-        f"{name}: {found.different} of {found.values} values differ, by {found.steps} steps at most{left}", flush=True
-    )
-    return 0 if found.steps <= 1 else 1
 
 
 def compare_net(path: Path, rows: Sequence[Tensors], work: Path) -> Outcome:
@@ -369,7 +328,3 @@ _UNITS = {
     "Gemm": _write_gemm, "GlobalAveragePool": _write_pool, "MaxPool": _write_pool, "Reshape": _write_reshape,
     "Softmax": _write_softmax,
 }  # fmt: skip
-
-
-if __name__ == "__main__":
-    sys.exit(main())

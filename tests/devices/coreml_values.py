@@ -1,6 +1,6 @@
 """edgekit's arithmetic of ML Programs against the values that coremltools infers, operation by operation.
 
-    python tools/bench/coreml_values.py [--opset iOS17]
+    python tests/devices/coreml_values.py [--opset iOS17]
 
 coremltools computes an operation whose parameters are all known while it converts a model (`value_inference` in its
 mil/ops/defs): Apple's own formulas, in NumPy. Parameters that a case leaves out take the default of each side, so the
