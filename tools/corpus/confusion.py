@@ -4,6 +4,7 @@ A network is a process of its own, and what was found of it a line of CORPUS/run
 goes on where it was.
 """
 
+import json
 import resource
 import shutil
 import subprocess
@@ -17,11 +18,13 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+import onnx
 from oracle import DEVICES, State, Truth, ask_oracle
 from table import CORPUS, Net
 
 from edgekit.errors import BundleError, EdgekitError
 from edgekit.jobs.build import build
+from edgekit.prepare.fix import REWRITES, apply_rewrites
 from edgekit.recipe import Data, Recipe
 from edgekit.report.summary import BundleSummary
 
@@ -34,7 +37,8 @@ _IDLE = 0.75
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """One target of one network: what edgekit said, its first reason, and the truth where there is a bundle.
 
-    `idle` says that the verdict blames the provider for taking less of the work than the target asks for.
+    `idle` says that the verdict blames the provider for taking less of the work than the target asks for. `untrue` are
+    facts that notes or `check.json` tell and that the shipped file contradicts.
     """
 
     target: str
@@ -42,6 +46,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     idle: bool = False
     precision: str = ""
+    untrue: tuple[str, ...] = ()
     truth: Truth | None = None
 
     @property
@@ -112,8 +117,27 @@ def judge_bundle(bundle: BundleSummary, net: Net) -> Finding:
         reason=next(iter(failures), ""),
         idle=report is not None and not any(run.failures for run in report.runs) and bool(report.failures),
         precision=bundle.precision or "",
+        untrue=tuple(find_untrue(bundle, bundle.path)),
         truth=truth,
     )
+
+
+def find_untrue(bundle: BundleSummary, folder: Path) -> Iterator[str]:
+    """Yields what is told of a bundle's ONNX file and is not so: a rewrite not made, a check of other bytes."""
+    path = folder / "model.onnx"
+    if not path.is_file():
+        return
+    # Rewrites change what they are given, so the nodes are listed first.
+    shipped = onnx.load(str(path), load_external_data=False)
+    names = {node.name for node in shipped.graph.node}
+    told = {name for name in REWRITES if any(f"{name} (" in note for note in bundle.notes)}
+    # A rewrite that was made finds nothing more to do.
+    yield from (f"{fix.id} finds more to do" for fix in apply_rewrites(shipped, told))
+    checked = json.loads((folder / "check.json").read_text())
+    if checked["sha256"] != bundle.files["model.onnx"]:
+        yield "check.json is of another file"
+    if {node["name"] for node in checked["node_list"]} != names:
+        yield "check.json lists other nodes"
 
 
 def run_corpus(nets: Sequence[Net], targets: Sequence[str], label: str, jobs: int, timeout_s: float) -> Iterator[Row]:
@@ -184,4 +208,6 @@ def format_matrix(rows: Sequence[Row]) -> Iterator[str]:
     for row, finding in wrong:
         seen = finding.truth.failure or f"agreement {finding.truth.agreement}" if finding.truth else "not run"
         yield f"WRONG {row.net} {finding.target}: {finding.verdict}, truth {finding.state} ({seen}): {finding.reason}"
+    for row, finding in found:
+        yield from (f"UNTRUE {row.net} {finding.target}: {fact}" for fact in finding.untrue)
     yield from (f"NO REPORT {row.net}: {row.failure}" for row in rows if row.failure)

