@@ -20,12 +20,13 @@ from edgekit.devices.device import Device, Job
 from edgekit.devices.labelled import address_of
 from edgekit.devices.plain import plain_target
 from edgekit.devices.process.child import REPLAY_SAVED
+from edgekit.devices.register import load_target_here
 from edgekit.errors import DataError, UsageError
 from edgekit.model.model import load_model
 from edgekit.model.tensors import TensorSpec
 from edgekit.prepare.opset import lower_model
 from edgekit.prepare.shapes import find_unset, formula_names, size_inputs
-from edgekit.target import Form, Target, load_target
+from edgekit.target import Form, Target
 
 
 def cut_rows(inputs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
@@ -159,7 +160,7 @@ def _planned_device(target: Target) -> str:
 def _open_model(path: Path, work: Path, opening: Opening) -> Subject:
     if path.suffix != ".ort":
         path = lower_model(load_model(path), work / "lowered").path
-    target = None if opening.target is None else load_target(opening.target)
+    target = None if opening.target is None else load_target_here(opening.target)
     inputs, outputs = _read_interface(path)
     sample = stack_samples(_read_samples(path, inputs, opening), inputs, opening.batch)
     outputs = _flatten_outputs(path, outputs, sample)

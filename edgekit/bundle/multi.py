@@ -26,6 +26,8 @@ from edgekit.target import read_version
 
 INDEX = "index.json"
 PREFERENCE = (
+    "TensorrtExecutionProvider",
+    "CUDAExecutionProvider",
     "QNNExecutionProvider",
     "CoreMLExecutionProvider",
     "XnnpackExecutionProvider",

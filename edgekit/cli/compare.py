@@ -17,6 +17,7 @@ from edgekit.data.data_check import refusing_bad
 from edgekit.data.images import load_preprocess
 from edgekit.data.samples import Samples, limit_samples, load_samples
 from edgekit.devices.find import find_device
+from edgekit.devices.register import load_target_here
 from edgekit.errors import UsageError
 from edgekit.jobs.formats import FormatReport, compare_formats
 from edgekit.model.model import Model, load_model
@@ -25,7 +26,7 @@ from edgekit.recipe import Recipe, load_metric
 from edgekit.report.pages.charts import draw_outputs
 from edgekit.report.pages.html import render_comparison
 from edgekit.report.tables import format_bytes, make_table
-from edgekit.target import TaskLimit, load_target
+from edgekit.target import TaskLimit
 from edgekit.verify.two_models import ModelComparison, add_task, compare_models, compare_on_device
 
 # Beyond this nothing but the sign of zero differs.
@@ -46,7 +47,7 @@ _EQUAL_DB = 200.0
 @click.option("--layers", is_flag=True, help="Compare layer by layer, through Q and DQ nodes.")
 @limit("--min-sqnr", "min_sqnr", click.FloatRange(-200, 200), "Say no below this signal-to-noise ratio in dB.")
 @click.option("--on", "device", metavar="DEVICE", help="Run B on this device; --layers then compares its layers.")
-@click.option("--target", metavar="NAME", help="How the device opens B. Default: nnapi.")
+@click.option("--target", metavar="NAME", help="How the device opens B; auto: as this machine. Default: nnapi.")
 @METRIC
 @click.option("--labels", type=click.Path(path_type=Path), metavar="FILE", help="The label of each sample.")
 @DROP
@@ -152,7 +153,7 @@ def _compare(
 ) -> ModelComparison:
     if device is None:
         return compare_models(first, second, samples, layers=layers)
-    opens = load_target(target or "nnapi")
+    opens = load_target_here(target or "nnapi")
     return compare_on_device(first, second, samples, find_device(device, opens), opens, layers=layers)
 
 

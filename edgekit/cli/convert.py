@@ -28,7 +28,9 @@ _PLUMBING = frozenset({"QuantizeLinear", "DequantizeLinear", "Constant"})
 
 @click.command(short_help="Write the files that a runtime loads: ORT format, full or runtime style.")
 @options.MODEL
-@click.option("--target", metavar="NAME", help="Write what this target loads; it settles style, level and CPU.")
+@click.option(
+    "--target", metavar="NAME", help="Write what this target loads; it settles style, level and CPU. Or auto."
+)
 @options.SET
 @options.DIM
 @convert_options.forms

@@ -11,6 +11,7 @@ from edgekit._ort import Level
 from edgekit.cli.options import split_names
 from edgekit.convert.context import DEFAULT_CONTEXT, ContextOptions
 from edgekit.convert.ort_form import Cpu, OrtOptions, Style
+from edgekit.devices.register import load_target_here
 from edgekit.errors import UsageError
 from edgekit.jobs.convert import CoreMlOptions
 from edgekit.prepare.transformer import FuseOptions
@@ -21,7 +22,7 @@ from edgekit.quantize.weight_only.convert import (
     WeightForm,
     WeightOnlyOptions,
 )
-from edgekit.target import Target, load_target
+from edgekit.target import Target
 
 Command = Callable[..., int]
 
@@ -75,7 +76,7 @@ def forms(function: Command) -> Command:
         given = {"--style": style, "--level": levels, "--cpu": cpu}
         named = [name for name, value in given.items() if value]
         if target is not None and (named or with_onnx):
-            _check_settled(load_target(target), named, _STYLES[style] if style else (), with_onnx=with_onnx)
+            _check_settled(load_target_here(target), named, _STYLES[style] if style else (), with_onnx=with_onnx)
         if len(levels) > 1 and (style or not with_onnx):
             raise UsageError(
                 "a file in ORT format has one level, and several were given",

@@ -35,7 +35,9 @@ def command() -> None:
 @options.PREPROCESS
 @click.option("--eval", "evaluation", metavar="DATA", help="Samples to verify with; else some of --data are kept back.")
 @click.option("--labels", type=_FILE, metavar="FILE", help="What the whole should give for each --eval sample.")
-@click.option("--target", "targets", multiple=True, metavar="NAME", help="A target, its folder, or all (the default).")
+@click.option(
+    "--target", "targets", multiple=True, metavar="NAME", help="A target, its folder, all (the default), or auto."
+)
 @options.SET
 @click.option("--precision", type=click.Choice(PRECISIONS, case_sensitive=False), help="Default: auto.")
 @options.SAMPLES

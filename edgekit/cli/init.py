@@ -11,9 +11,11 @@ from edgekit.cli import options
 from edgekit.cli.main import YES
 from edgekit.cli.schema import describe_file
 from edgekit.cli.screen import show_line
+from edgekit.devices.register import choose_here
 from edgekit.errors import UsageError
 from edgekit.package.package import FORMS, Kind
 from edgekit.plain import to_json
+from edgekit.recipe import Recipe
 
 
 @click.command(short_help="Write an edgekit.toml for a model.")
@@ -42,7 +44,14 @@ def command(
     """
     if out.exists():
         raise UsageError(f"'{out}' is there already", hint="remove it, or give another --out")
-    draft = draft_app(model, out.parent, data=data, images=images, targets=targets, package=package)
+    draft = draft_app(
+        model,
+        out.parent,
+        data=data,
+        images=images,
+        targets=choose_here(Recipe(targets=targets)).targets,
+        package=package,
+    )
     write_file(out, draft.text.encode())
     # Beside it: editors find it by the first line, without a network.
     write_file(out.parent / "edgekit.schema.json", to_json(describe_file()).encode())

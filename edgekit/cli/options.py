@@ -48,7 +48,7 @@ TARGETS = click.option(
     metavar="NAME",
     help="A target, its folder, or those of phones and boards (all), of PCs (pc), or of this machine (auto).",
 )
-TARGET = click.option("--target", required=True, metavar="NAME", help="A target or its folder.")
+TARGET = click.option("--target", required=True, metavar="NAME", help="A target, its folder, or this machine's (auto).")
 SET = click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="A parameter of the target.")
 DEVICE_SET = click.option(
     "--set", "settings", multiple=True, metavar="NAME=VALUE", help="A setting of the device android, as phone=pixel-6."
@@ -102,7 +102,11 @@ CUSTOM_OPS = click.option(
 THREADS = click.option(
     "--threads", type=click.IntRange(0, 256), default=0, metavar="N", help="Threads; 0: ONNX Runtime chooses."
 )
-SESSION_TARGET = click.option("--target", metavar="NAME", help="Open a model with this target's session options.")
+SESSION_TARGET = click.option(
+    "--target",
+    metavar="NAME",
+    help="Open a model with the session options of this target, or of this machine's (auto).",
+)
 FIRST_SAMPLE = click.option(
     "--data", metavar="DATA", help="Take the first sample from here; else a golden or a random one."
 )

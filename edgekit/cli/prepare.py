@@ -7,10 +7,10 @@ import click
 from edgekit.cli import options
 from edgekit.cli.main import YES
 from edgekit.cli.screen import show_json, show_line, showing_progress
+from edgekit.devices.register import load_target_here
 from edgekit.jobs.prepare import PrepareOptions, PrepareReport, prepare_for
 from edgekit.model.model import load_model
 from edgekit.prepare.interface import InterfaceChanges
-from edgekit.target import load_target
 
 
 @click.command(short_help="Fix shapes and clean the graph, as a provider will see it.")
@@ -83,7 +83,7 @@ def command(
         changes=changes,
         fix=fix,
         external=external,
-        target=None if target is None else load_target(target, options.parse_assignments(settings, "--set")),
+        target=None if target is None else load_target_here(target, options.parse_assignments(settings, "--set")),
     )
     with showing_progress(volume) as progress:
         report = prepare_for(source, out, wanted, progress)

@@ -16,7 +16,7 @@ from edgekit.errors import UsageError, suggest_name
 from edgekit.evidence import Evidence
 from edgekit.machine import VNNI, read_cpu_flags
 from edgekit.plain import read_toml
-from edgekit.recipe import Recipe
+from edgekit.recipe import Recipe, load_targets
 from edgekit.target import Target, load_target, target_names
 
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
@@ -181,14 +181,26 @@ def _form() -> str:
     return f"[[device]] with {', '.join(ListedDevice.__struct_fields__)}"
 
 
-def choose_here(recipe: Recipe) -> Recipe:
-    """Returns a recipe in which the target "auto" is what this machine runs, and `cpu` is built for its CPU."""
+def choose_here(recipe: Recipe, *, alone: bool = False) -> Recipe:
+    """Returns a recipe in which the target "auto" is what this machine runs, and `cpu` is built for its CPU.
+
+    With `alone` it is one target: the one that has the most others here to fall back to, as TensorRT before CUDA.
+    """
     if _AUTO not in recipe.targets:
         return recipe
-    here = [name for name in target_names() if _runs_here(load_target(name))]
-    targets = [name for given in recipe.targets for name in (here if given == _AUTO else [given])]
-    settings = {"arch": _name_arch(), **recipe.settings}
+    here = [target for target in map(load_target, target_names()) if _runs_here(target)]
+    if alone:
+        here = [max(here, key=lambda target: len(target.fallback))]
+    found = [target.name for target in here]
+    targets = [name for given in recipe.targets for name in (found if given == _AUTO else [given])]
+    settings = {"arch": _name_arch(), **recipe.settings} if "cpu" in targets else recipe.settings
     return msgspec.structs.replace(recipe, targets=tuple(dict.fromkeys(targets)), settings=settings)
+
+
+def load_target_here(name: str, settings: Mapping[str, str] | None = None) -> Target:
+    """Returns a target as `load_target` does; "auto" is the one that this machine should use, made for its CPU."""
+    recipe = choose_here(Recipe(targets=(name,), settings=dict(settings or {})), alone=True)
+    return load_targets(recipe)[0] if name == _AUTO else load_target(name, settings)
 
 
 def _runs_here(target: Target) -> bool:

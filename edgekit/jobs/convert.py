@@ -16,6 +16,7 @@ from edgekit.convert.levels import LevelModel
 from edgekit.convert.ort_form import OrtOptions, Style, refuse_size
 from edgekit.data.samples import Samples, load_samples
 from edgekit.devices.packages import CoreMlFiles, write_coreml
+from edgekit.devices.register import choose_here
 from edgekit.errors import ModelError, UsageError
 from edgekit.jobs.levels import optimize_levels
 from edgekit.model.model import (
@@ -121,7 +122,7 @@ def convert_for(
             than its source.
     """
     progress = progress or say_nothing
-    targets = load_targets(recipe)
+    targets = load_targets(choose_here(recipe, alone=True))
     _refuse_large(model, targets, options)
     source = load_model(model, custom_ops=options.custom_ops)
     with work_folder() as work, staged_entries(out) as staging:

@@ -40,7 +40,7 @@ from edgekit.bundle.group.wiring import (
 from edgekit.data.labels import Label
 from edgekit.data.samples import Samples
 from edgekit.data.split import SampleSets, read_sample_sets
-from edgekit.devices.register import DeviceChoice
+from edgekit.devices.register import DeviceChoice, choose_here
 from edgekit.errors import EdgekitError, UsageError, suggest_name
 from edgekit.jobs.build import build
 from edgekit.model.model import Model, load_model
@@ -277,7 +277,7 @@ def build_group(
         EdgekitError: the file, a model, the data or the recipe is wrong; then `out` is as it was.
     """
     start, say, recipe = time.monotonic(), progress or say_nothing, recipe or Recipe()
-    file, targets = read_group_file(path), load_targets(recipe)
+    file, targets = read_group_file(path), load_targets(choose_here(recipe))
     with work_folder() as work, staged_entries(out) as staging:
         group = _open_members(path, file, work, is_free=takes_any_size(targets))
         say(f"run the float models of {file.name}")

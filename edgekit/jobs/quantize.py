@@ -17,6 +17,7 @@ from edgekit.data.data_check import SampleFacts, check_samples, warn_if_few
 from edgekit.data.labels import Label, read_task_labels
 from edgekit.data.samples import Samples, limit_samples
 from edgekit.data.split import load_sequences
+from edgekit.devices.register import choose_here
 from edgekit.errors import UsageError
 from edgekit.graph.graph import read_graph
 from edgekit.jobs.check import describe_share, gain_on_target
@@ -230,7 +231,7 @@ def _open_job(model: Path, data: Data, recipe: Recipe, how: QuantizeOptions, wor
 
 
 def _one_target(recipe: Recipe) -> Target:
-    targets = load_targets(recipe)
+    targets = load_targets(choose_here(recipe, alone=True))
     if len(targets) != 1:
         names = ", ".join(target.name for target in targets)
         raise UsageError("a model is quantized for one target at a time", hint=f"name one of {names}")

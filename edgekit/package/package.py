@@ -85,9 +85,11 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
 _BOARD = frozenset(
     {
         "CPUExecutionProvider",
+        "CUDAExecutionProvider",
         "CoreMLExecutionProvider",
         "OpenVINOExecutionProvider",
         "QNNExecutionProvider",
+        "TensorrtExecutionProvider",
         "WebGpuExecutionProvider",
         "XnnpackExecutionProvider",
     }

@@ -46,6 +46,12 @@ class _Arguments(msgspec.Struct):
     activation_size: str = "0"
     parameter_size: str = "0"
     output_size: str = "0"
+    # What the arena of the kernel's provider had behind it, from ONNX Runtime 1.31 on.
+    mem_arena_held: str = ""
+    mem_arena_held_delta: str = ""
+    mem_bytes_in_use: str = ""
+    mem_in_use_delta: str = ""
+    mem_in_use_peak: str = ""
     # An empty text in builds without statistics of threads, as those for Android.
     thread_scheduling_stats: _Threads | str | None = None
 
@@ -91,12 +97,25 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     spread: bool
 
 
+class Arena(msgspec.Struct, frozen=True, kw_only=True):
+    """What an arena held of the system's memory, and the most in use of it since the session began, in bytes."""
+
+    held_bytes: int
+    peak_bytes: int
+
+
 class Execution(msgspec.Struct, frozen=True, kw_only=True):
-    """A run of the session, in microseconds from the start of the profiler, and the kernels in it by their start."""
+    """A run of the session, in microseconds from the start of the profiler, and the kernels in it by their start.
+
+    `arena` is what the largest arena had come to behind it, `arena_before` in front of its first kernel; None from
+    builds of ONNX Runtime that do not tell.
+    """
 
     start_us: int
     duration_us: int
     steps: tuple[Step, ...]
+    arena_before: Arena | None = None
+    arena: Arena | None = None
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,15 +165,42 @@ def _list_executions(events: Sequence[_Event]) -> Iterator[Execution]:
     runs = sorted((event for event in events if (event.cat, event.name) == (_SESSION, _RUN)), key=attrgetter("ts"))
     kernels = [event for event in events if event.cat == _NODE and event.name.endswith(KERNEL)]
     by_run: list[list[Step]] = [[] for _ in runs]
+    arenas: list[list[tuple[Arena, Arena]]] = [[] for _ in runs]
     starts = [run.ts for run in runs]
+    for event in sorted(kernels, key=attrgetter("ts")):
+        at, arena = bisect_right(starts, event.ts) - 1, _read_arena(event.args)
+        if at >= 0 and arena is not None:
+            arenas[at].append(arena)
     for step in _nest(kernels):
         at = bisect_right(starts, step.start_us) - 1
         # Kernels outside all runs belong to none: constants are folded while the session is made.
         if at >= 0 and step.start_us <= runs[at].ts + runs[at].dur:
             by_run[at].append(step)
-    for run, steps in zip(runs, by_run, strict=True):
+    for run, steps, told in zip(runs, by_run, arenas, strict=True):
         ordered = tuple(sorted(steps, key=lambda step: (step.start_us, step.depth)))
-        yield Execution(start_us=run.ts, duration_us=run.dur, steps=ordered)
+        yield Execution(
+            start_us=run.ts,
+            duration_us=run.dur,
+            steps=ordered,
+            arena_before=told[0][0] if told else None,
+            arena=max((after for _, after in told), key=attrgetter("held_bytes", "peak_bytes"), default=None),
+        )
+
+
+def _read_arena(told: _Arguments) -> tuple[Arena, Arena] | None:
+    """Returns the arena before a kernel and behind it, None where ONNX Runtime does not tell."""
+    words = (told.mem_arena_held, told.mem_arena_held_delta, told.mem_bytes_in_use, told.mem_in_use_delta)
+    if not told.mem_in_use_peak:
+        return None
+    held, held_more, used, used_more = map(_read_count, words)
+    before = Arena(held_bytes=max(0, held - held_more), peak_bytes=max(0, used - used_more))
+    return before, Arena(held_bytes=held, peak_bytes=_read_count(told.mem_in_use_peak))
+
+
+def _read_count(text: str) -> int:
+    """Returns a number that the profiler wrote as text; 0 for one that it cannot have written."""
+    digits = text.removeprefix("-")
+    return int(text) if digits.isascii() and digits.isdecimal() and len(digits) < 16 else 0
 
 
 def _nest(kernels: Sequence[_Event]) -> Iterator[Step]:
@@ -194,7 +240,7 @@ def _make_step(event: _Event, within: int, depth: int) -> Step:
         depth=depth,
         inputs=_read_tensors(arguments.input_type_shape),
         outputs=_read_tensors(arguments.output_type_shape),
-        bytes=sum(int(size) for size in sizes if size.isascii() and size.isdecimal() and len(size) < 16),
+        bytes=sum(max(0, _read_count(size)) for size in sizes),
         spread=isinstance(threads, _Threads) and bool(threads.main_thread.block_size),
     )
 

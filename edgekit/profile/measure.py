@@ -419,9 +419,12 @@ def _describe(empty: DeviceProfile, job: Job, taken: Taken, roof: Roof | None) -
 
 
 def _list_memory(taken: Taken) -> tuple[PhaseMemory, ...]:
-    """Returns what is held behind each phase of a session, with an arena and without."""
+    """Returns what is held behind each phase of a session, with an arena and without, and by the arena itself."""
     held = (taken.plain or taken.last).memory
     bare: Mapping[Phase, tuple[int, int]] = {} if taken.bare is None else taken.bare.memory
+    runs = taken.traces[-1].executions
+    told = {"session": runs[0].arena_before, "first run": runs[0].arena, "all runs": runs[-1].arena} if runs else {}
+    arenas = {phase: arena for phase, arena in told.items() if arena is not None}
     return tuple(
         PhaseMemory(
             phase=phase,
@@ -429,6 +432,8 @@ def _list_memory(taken: Taken) -> tuple[PhaseMemory, ...]:
             peak_bytes=peak,
             bare_bytes=bare[phase][0] if phase in bare else None,
             bare_peak_bytes=bare[phase][1] if phase in bare else None,
+            arena_bytes=arenas[phase].held_bytes if phase in arenas else None,
+            arena_peak_bytes=arenas[phase].peak_bytes if phase in arenas else None,
         )
         for phase, (resident, peak) in sorted(held.items(), key=lambda item: get_args(Phase).index(item[0]))
     )

@@ -85,6 +85,8 @@ class PhaseMemory(msgspec.Struct, frozen=True, kw_only=True):
     """What the process of a session holds behind a phase, and the most that it held until then, in bytes.
 
     `bare_bytes` and `bare_peak_bytes` are those of a session without an arena, None where none was measured.
+    `arena_bytes` is what the arena held, `arena_peak_bytes` the most of it that was in use: None where ONNX Runtime's
+    profiler does not tell, as before 1.31.
     """
 
     phase: Phase
@@ -92,6 +94,8 @@ class PhaseMemory(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: int
     bare_bytes: int | None = None
     bare_peak_bytes: int | None = None
+    arena_bytes: int | None = None
+    arena_peak_bytes: int | None = None
 
 
 class Unasked(msgspec.Struct, frozen=True, kw_only=True):

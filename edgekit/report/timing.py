@@ -154,10 +154,12 @@ def table_operators(profile: DeviceProfile, most: int) -> Table:
 
 
 def table_memory(profile: DeviceProfile) -> Table:
-    """Returns what the process holds behind each phase, with the arena and without it."""
-    table = make_table("memory behind", "held", "peak", "held without arena", "peak without arena")
+    """Returns what the process holds behind each phase, with the arena and without it, and what the arena holds."""
+    table = make_table(
+        "memory behind", "held", "peak", "held without arena", "peak without arena", "arena holds", "most in use there"
+    )
     for one in profile.memory:
-        bare = (one.bare_bytes, one.bare_peak_bytes)
+        bare = (one.bare_bytes, one.bare_peak_bytes, one.arena_bytes, one.arena_peak_bytes)
         table.add_row(
             one.phase,
             format_bytes(one.resident_bytes),

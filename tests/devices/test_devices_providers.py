@@ -27,7 +27,7 @@ from edgekit.devices.local.provider import (
 from edgekit.devices.plain import plain_target
 from edgekit.devices.process.child import FAR, Runner, describe_job
 from edgekit.devices.process.pipe import run_python
-from edgekit.devices.register import choose_here
+from edgekit.devices.register import choose_here, load_target_here
 from edgekit.devices.self_test import try_device
 from edgekit.errors import DeviceError, TargetError, UsageError
 from edgekit.evidence import Evidence
@@ -172,6 +172,10 @@ def test_this_machine_is_never_told_to_use_a_gpu_that_it_lacks(monkeypatch: pyte
     assert missing.reason == f"this machine has no GPU that {CUDA} computes on"
     (tmp_path / "nvidiactl").touch()
     assert {"cpu", "cuda", "tensorrt"} <= {*choose_here(Recipe(targets=("auto",))).targets}
+    # Where one target is wanted it is the one that has the others behind it.
+    assert choose_here(Recipe(targets=("auto",)), alone=True).targets == ("tensorrt",)
+    assert load_target_here("auto").name == "tensorrt"
+    assert load_target_here("cuda").name == "cuda"
 
 
 def test_a_processor_that_stands_for_a_gpu_is_no_hardware_to_recommend(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,8 @@ LOADER = Path(formats.__file__).parent / "far" / "cpp"
 RENAMED = {
     "SessionOptionsAppendExecutionProviderV2": "SessionOptionsAppendExecutionProvider_V2",
     "EpDeviceEpName": "EpDevice_EpName",
+    "AppendCUDA": "SessionOptionsAppendExecutionProvider_CUDA_V2",
+    "AppendTensorRT": "SessionOptionsAppendExecutionProvider_TensorRT_V2",
 }
 WARNINGS = ("-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror")
 TAKEN = re.compile(r"number of nodes supported by NNAPI: (\d+)")

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+from android_parts import android_headers
 from package_loaders import QNN, XNNPACK, find_library, find_qnn, flip_byte, require_program, run_program
+from tiny_models import parse_model
 
 from edgekit._ort import Level
 from edgekit.bundle.archive import unpack_archive
@@ -23,8 +26,10 @@ from edgekit.bundle.opening import sign_bundle
 from edgekit.bundle.sign import TestResult, make_key
 from edgekit.errors import BundleError, UsageError
 from edgekit.evidence import Evidence
+from edgekit.jobs.build import build
 from edgekit.package.package import package_bundles
 from edgekit.package.variant import Extra, parse_extras
+from edgekit.recipe import Data, Recipe
 from edgekit.tune.files import apply_setting
 
 pytestmark = pytest.mark.slow
@@ -277,6 +282,41 @@ def test_without_its_provider_option_the_npu_cannot_be_opened(damaged: Path) -> 
     code, shown = run_program([sys.executable, _loader(damaged), "--plugin", find_qnn()])
     assert code == 1
     assert "not opened" in shown
+
+
+def test_the_cpp_loader_gives_a_session_every_provider_of_the_chain_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_program("g++", "g++")
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,8] x) => (float[1,8] y) { y = Relu(x) }'
+    model = parse_model(text, tmp_path / "m.onnx")
+    np.savez(tmp_path / "x.npz", x=np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32))
+    told = {"device_id": "1", "gpu_mem_limit": "1073741824", "max_workspace_size": "65536"}
+    recipe = Recipe(targets=("tensorrt",), precision="fp32", settings=told)
+    build(model, Data(source=str(tmp_path / "x.npz")), tmp_path / "built", recipe, verify=False)
+    package_bundles((tmp_path / "built",), "tar", tmp_path / "p.tar")
+    unpack_archive(tmp_path / "p.tar", tmp_path / "p")
+    run, recorder = tmp_path / "run", tmp_path / "recorder.so"
+    headers = ("-isystem", android_headers())
+    for command in (
+        ["g++", *WARNINGS, "-I", tmp_path / "p" / "cpp", tmp_path / "p" / "cpp" / "main.cc", "-o", run, "-ldl"],
+        ["g++", "-std=c++17", "-shared", "-fPIC", *headers, HERE / "far" / "record_nvidia.cc", "-o", recorder, "-ldl"],
+    ):
+        code, shown = run_program(command)
+        assert code == 0, shown
+    # The real library, built without a GPU, must be asked for the first provider, and refuse.
+    code, shown = run_program([run, find_library(), tmp_path / "p" / "bundles"])
+    assert (code, "not opened: TensorRT execution provider is not enabled in this build" in shown) == (1, True), shown
+    monkeypatch.setenv("REAL_ORT", str(find_library()))
+    code, shown = run_program([run, recorder, tmp_path / "p" / "bundles"])
+    assert code == 0, shown
+    *first, then, behind, limit, last, passed = shown.splitlines()
+    assert {"option device_id=1", "option trt_max_workspace_size=65536"} <= {*first}
+    assert (then, last) == ("then TensorRT", "then CUDA")
+    assert (behind, limit) == ("option device_id=1", "option gpu_mem_limit=1073741824")
+    assert "self-test passed with" in passed
+    code, shown = run_program([run, recorder, tmp_path / "p" / "bundles", "--cpu"])
+    assert (code, "then " in shown) == (0, False), shown
 
 
 def _loader(package: Path) -> Path:

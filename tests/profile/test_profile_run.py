@@ -118,6 +118,10 @@ def test_the_profiler_s_own_file_lies_beside_ours_for_scripts_of_the_guides(
     peaks = [phase["peak_bytes"] for phase in found["memory"]]
     assert peaks == sorted(peaks)
     assert all(phase["bare_bytes"] for phase in found["memory"])
+    start, session, *runs = found["memory"]
+    assert start["arena_bytes"] is None
+    assert session["arena_bytes"] < runs[0]["arena_bytes"] <= runs[1]["arena_bytes"]
+    assert all(0 < phase["arena_peak_bytes"] <= phase["arena_bytes"] for phase in runs)
 
 
 def test_a_session_that_outlasts_the_time_is_watched_once(capsys: pytest.CaptureFixture[str]) -> None:

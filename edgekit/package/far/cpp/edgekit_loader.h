@@ -100,28 +100,44 @@ inline std::vector<const OrtEpDevice*> FindDevices(const Ort& ort, const std::st
 
 using Pairs = std::vector<std::pair<std::string, std::string>>;
 
-inline void AddPlugin(const Ort& ort, OrtSessionOptions* options, const Variant& variant, const std::string& library,
-                      const Pairs& pairs) {
-  if (FindDevices(ort, variant.provider).empty()) {
-    if (library.empty()) throw Error("give the library of " + variant.provider);
-    ort.Do(Slot::kRegisterExecutionProviderLibrary, ort.env(), variant.provider.c_str(), library.c_str());
+inline void AddPlugin(const Ort& ort, OrtSessionOptions* options, const std::string& provider,
+                      const std::string& library, const Pairs& pairs) {
+  if (FindDevices(ort, provider).empty()) {
+    if (library.empty()) throw Error("give the library of " + provider);
+    ort.Do(Slot::kRegisterExecutionProviderLibrary, ort.env(), provider.c_str(), library.c_str());
   }
-  const std::vector<const OrtEpDevice*> devices = FindDevices(ort, variant.provider);
-  if (devices.empty()) throw Error("this machine has no device that " + variant.provider + " can use");
+  const std::vector<const OrtEpDevice*> devices = FindDevices(ort, provider);
+  if (devices.empty()) throw Error("this machine has no device that " + provider + " can use");
   const Options given(pairs);
   ort.Do(Slot::kSessionOptionsAppendExecutionProviderV2, options, ort.env(), devices.data(), std::size_t{1},
          given.keys.data(), given.values.data(), given.keys.size());
 }
 
-inline void AddProvider(const Ort& ort, OrtSessionOptions* options, const Variant& variant, const OpenOptions& how,
-                        const Pairs& pairs) {
-  if (how.on_cpu || variant.provider == "CPUExecutionProvider") return;
-  if (variant.provider == "QNNExecutionProvider" || variant.provider == "OpenVINOExecutionProvider" ||
-      variant.provider == "WebGpuExecutionProvider")
-    return AddPlugin(ort, options, variant, how.plugin, pairs);
-  const bool xnnpack = variant.provider == "XnnpackExecutionProvider";
-  if (!xnnpack && variant.provider != "CoreMLExecutionProvider")
-    throw Error("this loader does not know " + variant.provider);
+// CUDA and TensorRT take their options in a struct of their own.
+template <typename Given, Slot kCreate, Slot kUpdate, Slot kAppend, Slot kRelease>
+void AddNvidia(const Ort& ort, OrtSessionOptions* options, const Pairs& pairs) {
+  Owned<Given, kRelease> given(ort);
+  ort.Do(kCreate, given.out());
+  const Options words(pairs);
+  ort.Do(kUpdate, given.get(), words.keys.data(), words.values.data(), words.keys.size());
+  ort.Do(kAppend, options, static_cast<const Given*>(given.get()));
+}
+
+inline void AddProvider(const Ort& ort, OrtSessionOptions* options, const std::string& provider, const Pairs& pairs,
+                        const std::string& plugin) {
+  if (provider == "CPUExecutionProvider") return;
+  if (provider == "QNNExecutionProvider" || provider == "OpenVINOExecutionProvider" ||
+      provider == "WebGpuExecutionProvider")
+    return AddPlugin(ort, options, provider, plugin, pairs);
+  if (provider == "TensorrtExecutionProvider")
+    return AddNvidia<OrtTensorRTProviderOptionsV2, Slot::kCreateTensorRTProviderOptions,
+                     Slot::kUpdateTensorRTProviderOptions, Slot::kAppendTensorRT,
+                     Slot::kReleaseTensorRTProviderOptions>(ort, options, pairs);
+  if (provider == "CUDAExecutionProvider")
+    return AddNvidia<OrtCUDAProviderOptionsV2, Slot::kCreateCUDAProviderOptions, Slot::kUpdateCUDAProviderOptions,
+                     Slot::kAppendCUDA, Slot::kReleaseCUDAProviderOptions>(ort, options, pairs);
+  const bool xnnpack = provider == "XnnpackExecutionProvider";
+  if (!xnnpack && provider != "CoreMLExecutionProvider") throw Error("this loader does not know " + provider);
   if (xnnpack) ort.Do(Slot::kSetIntraOpNumThreads, options, 1);  // XNNPACK has its own threads
   const Options given(pairs);
   ort.Do(Slot::kSessionOptionsAppendExecutionProvider, options, xnnpack ? "XNNPACK" : "CoreML", given.keys.data(),
@@ -154,8 +170,12 @@ inline Session OpenSession(const Ort& ort, const Variant& variant, const std::st
   for (const auto& [key, value] : tuned != nullptr ? tuned->session_config : variant.session_config)
     if (!how.on_cpu || key != "session.disable_cpu_ep_fallback")
       ort.Do(Slot::kAddSessionConfigEntry, options.get(), key.c_str(), value.c_str());
-  internal::AddProvider(ort, options.get(), variant, how,
-                        tuned != nullptr ? tuned->provider_options : variant.provider_options);
+  if (!how.on_cpu) {
+    internal::AddProvider(ort, options.get(), variant.provider,
+                          tuned != nullptr ? tuned->provider_options : variant.provider_options, how.plugin);
+    for (const Chained& behind : variant.chain)
+      internal::AddProvider(ort, options.get(), behind.provider, behind.provider_options, how.plugin);
+  }
   if (tuned != nullptr) internal::Apply(ort, options.get(), *tuned);
   Session session(ort);
   const std::string path = folder + "/" + (how.model.empty() ? variant.model : how.model);

@@ -14,6 +14,7 @@
 #include <utility>
 
 struct OrtAllocator;
+struct OrtCUDAProviderOptionsV2;
 struct OrtEnv;
 struct OrtEpDevice;
 struct OrtIoBinding;
@@ -21,6 +22,7 @@ struct OrtMemoryInfo;
 struct OrtSession;
 struct OrtSessionOptions;
 struct OrtStatus;
+struct OrtTensorRTProviderOptionsV2;
 struct OrtTensorTypeAndShapeInfo;
 struct OrtValue;
 
@@ -69,6 +71,14 @@ enum class Slot : std::size_t {
   kBindOutput = 137,
   kBindOutputToDevice = 138,
   kGetBoundOutputValues = 140,
+  kAppendTensorRT = 170,
+  kCreateTensorRTProviderOptions = 171,
+  kUpdateTensorRTProviderOptions = 172,
+  kReleaseTensorRTProviderOptions = 174,
+  kAppendCUDA = 204,
+  kCreateCUDAProviderOptions = 205,
+  kUpdateCUDAProviderOptions = 206,
+  kReleaseCUDAProviderOptions = 208,
   kSessionOptionsAppendExecutionProvider = 216,
   kRegisterExecutionProviderLibrary = 301,
   kGetEpDevices = 303,

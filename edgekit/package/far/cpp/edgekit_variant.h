@@ -46,10 +46,17 @@ struct Tuned {
   std::vector<std::pair<std::string, std::string>> session_config;
 };
 
+// A provider that gets what those before it left.
+struct Chained {
+  std::string provider;
+  std::vector<std::pair<std::string, std::string>> provider_options;
+};
+
 struct Variant {
   std::string name;  // the bundle's folder
   std::string provider;
   std::vector<std::pair<std::string, std::string>> provider_options;
+  std::vector<Chained> chain;  // between the provider and the CPU
   std::vector<std::pair<std::string, std::string>> session_config;
   std::string minimum_ort;
   std::string model;
