@@ -32,13 +32,15 @@ def run_app(
     spread: Spread | None = None,
     store: Store | None = None,
     progress: Progress | None = None,
+    landed: Progress = say_nothing,
 ) -> AppReport:
     """Builds the cells of an app that are not up to date, and writes packages and one report of all.
 
-    `only` names cells (`model/target`), models or targets; the others stay as they are and out of the report. A cell is
-    finished and kept when it is done: a run that is interrupted goes on where it was. With `again` nothing is kept.
-    `spread` builds cells elsewhere; `bare` is for them: cells alone, without packages and reports. What `store` holds
-    is taken from there, and what is built here goes there.
+    `only` names cells (`model/target`), models or targets. It is those that are returned; the report that is written
+    has the others as an earlier run left them, and packages where every cell is up to date. A cell is finished and kept
+    when it is done: a run that is interrupted goes on where it was. With `again` nothing is kept. `spread` builds cells
+    elsewhere; `bare` is for them: cells alone, without packages and reports. What `store` holds is taken from there,
+    and what is built here goes there. `progress` is told each step, `landed` each cell that was built.
 
     Raises:
         UsageError: `only` names nothing.
@@ -47,7 +49,8 @@ def run_app(
     start, progress = time.monotonic(), progress or say_nothing
     if not bare:
         require_keys(app)
-    cells, digests = _choose(list_cells(app), only), Digests(app.out / STORE)
+    every, digests = list_cells(app), Digests(app.out / STORE)
+    cells = _choose(every, only)
     if again:
         for cell in cells:
             forget_cell(app, cell)
@@ -57,22 +60,29 @@ def run_app(
         found |= {cell.name: _find_stored(app, cell, digests, store) for cell in lost}
     waiting = [cell for cell in cells if found[cell.name] is None]
     elsewhere = iter([None] * len(waiting)) if spread is None else spread(waiting)
-    for cell in waiting:
-        found[cell.name] = next(elsewhere) or _build(app, cell, digests, store, progress)
+    began = time.monotonic()
+    for number, cell in enumerate(waiting, 1):
+        result = next(elsewhere) or _build(app, cell, digests, store, progress)
+        found[cell.name] = result
+        left_s = (time.monotonic() - began) / number * (len(waiting) - number)
+        left = f", about {left_s:.0f} s left" if number < len(waiting) else ""
+        landed(f"{number} of {len(waiting)}: {cell.name}: {result.verdict}, {result.seconds:.0f} s{left}")
     results = tuple(result for result in found.values() if result is not None)
+    beside = {cell.name: found.get(cell.name) or find_kept(app, cell, digests) for cell in every if not bare}
     digests.save()
     if not bare:
         sign_all(app, results)
-    report = AppReport(
+    whole = AppReport(
         app=app.path.name,
         out=app.out,
-        cells=results,
-        packages=() if only or bare else pack_all(app, results),
+        cells=tuple(result for result in beside.values() if result is not None),
+        packages=() if bare or None in beside.values() else pack_all(app, tuple(filter(None, beside.values()))),
         seconds=round(time.monotonic() - start, 2),
     )
-    if not bare:
-        _write_reports(app, report)
-    return report
+    if bare:
+        return msgspec.structs.replace(whole, cells=results)
+    _write_reports(app, whole)
+    return msgspec.structs.replace(whole, cells=results, packages=()) if only else whole
 
 
 def list_watched(app: App) -> Iterator[Path]:

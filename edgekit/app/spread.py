@@ -234,7 +234,13 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 def run_anywhere(
-    app: App, *, only: Sequence[str] = (), again: bool = False, bare: bool = False, progress: Progress | None = None
+    app: App,
+    *,
+    only: Sequence[str] = (),
+    again: bool = False,
+    bare: bool = False,
+    progress: Progress | None = None,
+    landed: Progress = say_nothing,
 ) -> AppReport:
     """Runs an app as `run_app`, with the workers, the scheduler and the store of its `[sweep]`.
 
@@ -253,7 +259,7 @@ def run_anywhere(
         spread = spread_cluster(app, sweep.scheduler, store, progress, again=again)
     elif sweep.workers > 1:
         spread = spread_processes(app, sweep.workers, progress, store=place)
-    return run_app(app, only=only, again=again, bare=bare, spread=spread, store=store, progress=progress)
+    return run_app(app, only=only, again=again, bare=bare, spread=spread, store=store, progress=progress, landed=landed)
 
 
 def spread_processes(app: App, workers: int, progress: Progress, *, store: str | None = None) -> Spread:

@@ -1,6 +1,7 @@
 """`edgekit run`."""
 
 import time
+from functools import partial
 from pathlib import Path
 
 import click
@@ -13,6 +14,7 @@ from edgekit.app.spread import run_anywhere
 from edgekit.cli import options
 from edgekit.cli.defaults import check_defaults
 from edgekit.cli.screen import print_table, show_json, show_line, showing_progress
+from edgekit.progress import say_nothing
 from edgekit.report.tables import format_bytes, make_table
 
 
@@ -50,7 +52,7 @@ def command(
     """Build, verify and pack what FILE names, where something changed since the last run.
 
     Results lie in its `out` folder: bundles, packages, report.html, report.json, junit.xml and summary.md. Each bundle
-    is kept as soon as it is done.
+    is kept as soon as it is done, and told in a line on stderr. With --only the report keeps the others as they were.
 
     \b
     Example:
@@ -67,7 +69,8 @@ def command(
         seen = _stamp(app)
         app = _choose_place(app, workers, scheduler, store, bare=bare)
         with showing_progress(volume) as progress:
-            report = run_anywhere(app, only=only, again=again, bare=bare, progress=progress)
+            landed = say_nothing if volume < 0 else partial(show_line, aside=True)
+            report = run_anywhere(app, only=only, again=again, bare=bare, progress=progress, landed=landed)
         show_json(report) if as_json else show_run(report)
         if not watch:
             accepts = accept_unproven or app.table.verify.accept_unproven

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import tarfile
@@ -83,9 +84,16 @@ def test_what_did_not_change_is_kept(app: Path, capsys: pytest.CaptureFixture[st
     assert _states(_run(app, capsys)) == {"digits/cpu": "kept", "digits/coreml": "built"}
     # A bundle that was altered or lost is made again, to the same bytes.
     shutil.rmtree(bundle)
-    third = _run(app, capsys, "--only", "cpu")
+    assert run_command(["run", str(app), "--only", "cpu", "--json"]) == 0
+    said, told = capsys.readouterr()
+    third = json.loads(said)
+    assert re.fullmatch(r"1 of 1: digits/cpu: pass, \d+ s\n", told)
     assert _states(third) == {"digits/cpu": "built"}
     assert third["cells"][0]["sha256"] == first["cells"][0]["sha256"]
+    # What was not asked for stays in the report that is written, and the package is that of all.
+    written = json.loads((out / "report.json").read_bytes())
+    assert _states(written) == {"digits/cpu": "built", "digits/coreml": "kept"}
+    assert [package["kind"] for package in written["packages"]] == ["tar"]
 
 
 def test_one_report_and_junit_tell_of_all(app: Path, capsys: pytest.CaptureFixture[str]) -> None:
