@@ -87,4 +87,5 @@ def show_checks(summary: CheckSummary) -> None:
         show_line(fates)
     for line in checked.list_ort_opinions(summary.ort, summary.targets) if summary.ort is not None else ():
         show_line(line)
+    show_line(checked.describe_runtimes(summary.minimum_ort))
     show_line(f"recommendation: {checked.describe_recommendation(summary.recommended, summary.targets)}")

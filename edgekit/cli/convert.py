@@ -44,6 +44,9 @@ _PLUMBING = frozenset({"QuantizeLinear", "DequantizeLinear", "Constant"})
     "--data", metavar="DATA", help="Inputs to run each file on, and to learn roundings from. Default: drawn at random."
 )
 @options.PREPROCESS
+@click.option(
+    "--ort", "runtime", default="", metavar="1.22.0", help="The oldest ONNX Runtime that will load it; lower or refuse."
+)
 @click.option("--check/--no-check", "checked", default=True, help="Run each .ort file against its source.")
 @click.option("--out", required=True, type=click.Path(path_type=Path), metavar="DIR", help="Where the files go.")
 @options.JSON
@@ -62,6 +65,7 @@ def command(
     custom_ops: tuple[Path, ...],
     data: str | None,
     preprocess: Path | None,
+    runtime: str,
     checked: bool,
     out: Path,
     as_json: bool,
@@ -93,6 +97,7 @@ def command(
         custom_ops=custom_ops,
         data=options.parse_data(data, preprocess),
         checked=checked,
+        runtime=options.read_release(runtime),
     )
     with showing_progress(volume) as progress:
         report = convert_for(model, out, recipe, wanted, progress)
@@ -121,6 +126,8 @@ def _show_conversion(report: ConvertReport) -> None:
         _show_coreml(report.coreml, report.out)
     if report.compatibility:
         show_line(f"compatibility: {report.compatibility}")
+    if report.minimum_ort:
+        show_line(f"loads from ONNX Runtime {report.minimum_ort} on")
     show_line(f"why: {report.reason}")
 
 

@@ -16,8 +16,10 @@ from edgekit.errors import UsageError, suggest_name
 from edgekit.evidence import Verdict
 from edgekit.model.model import Model, load_model
 from edgekit.model.state import MOST_STEPS, State
+from edgekit.model.versions import READS
 from edgekit.prepare.interface import LAYOUTS, Layout
 from edgekit.recipe import Data, Recipe, load_recipe
+from edgekit.target import read_version
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 Option = Callable[[_F], _F]
@@ -283,6 +285,20 @@ def parse_embedded(given: str | None) -> tuple[str, Preprocess | None]:
     if not equals or Path(given).exists():
         return "", load_preprocess(Path(given))
     return name, load_preprocess(Path(file))
+
+
+def read_release(text: str) -> str:
+    """Returns the version of an ONNX Runtime, or "" where none was named.
+
+    Raises:
+        UsageError: it is no version, or an older one than was tried.
+    """
+    oldest = READS[0].since
+    if text and (not re.fullmatch(r"\d+(\.\d+){1,2}", text) or read_version(text) < read_version(oldest)):
+        raise UsageError(
+            f"--ort '{text}' is no ONNX Runtime that was tried", hint=f"for example --ort {oldest}, or newer"
+        )
+    return text
 
 
 def split_names(names: str | None) -> tuple[str, ...]:

@@ -29,9 +29,7 @@ from edgekit.target import Target, read_version
 
 
 def find_needed_ort(files: Iterable[Path]) -> str:
-    """Returns the oldest ONNX Runtime that reads all of these files, "" where the oldest that was tried does, 1.19.
-
-    ORT-format files are of version 6, which has been read since 1.15.
+    """Returns the oldest ONNX Runtime that reads all of these files, "" where the oldest that was tried does.
 
     Raises:
         ModelError: a file is damaged.
@@ -42,13 +40,13 @@ def find_needed_ort(files: Iterable[Path]) -> str:
     return "" if newest == READS[0].since else newest
 
 
-def _read_versions(path: Path) -> tuple[int, int]:
-    """Returns the IR version of a file and its opset of ai.onnx."""
+def _read_versions(path: Path) -> tuple[int, int, int]:
+    """Returns the IR version of a file, its opset of ai.onnx, and the version of its ORT format or 0."""
     if path.suffix == ".ort":
         report = inspect_ort(path)
-        return report.ir_version, report.opsets.get("ai.onnx", 0)
+        return report.ir_version, report.opsets.get("ai.onnx", 0), int(report.format_version)
     model = skim_model(path)
-    return model.ir_version, max((entry.version for entry in model.opset_import if not entry.domain), default=0)
+    return model.ir_version, max((entry.version for entry in model.opset_import if not entry.domain), default=0), 0
 
 
 _INTEGER = re.compile(r"QLinear|QGemm|MatMulInteger|ConvInteger|DynamicQuantize")

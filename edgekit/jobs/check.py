@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from edgekit._files import work_folder
-from edgekit._ort import CPU_PROVIDER
+from edgekit._ort import CPU_PROVIDER, VERSION
 from edgekit.check.check import check_model
 from edgekit.check.integers import explain_no_gain
 from edgekit.check.macs import count_open
@@ -21,13 +21,14 @@ from edgekit.graph.graph import read_graph
 from edgekit.inspect.inspect import list_fixed_axes
 from edgekit.model.external import skim_model
 from edgekit.model.model import Model, load_model, read_proto
+from edgekit.model.versions import find_reader
 from edgekit.plain import to_plain
 from edgekit.prepare.clean import freeze_model, prepare_model, show_model, sketch_model, sketch_unloaded
 from edgekit.prepare.fix import FIXES, JOINS, SPELLINGS, Fix, FixedModel, apply_rewrites, fix_model, list_asked
 from edgekit.progress import Progress, say_nothing
 from edgekit.recipe import Recipe, load_targets, refuse_profiles
 from edgekit.report.checked import CheckSummary, describe_recommendation
-from edgekit.target import Target
+from edgekit.target import Target, read_version
 
 # A bound, as two rewrites could undo each other for ever; it also ends as soon as a round changes nothing.
 _FIX_ROUNDS = 4
@@ -99,6 +100,7 @@ def check_targets(
             reports[target.name] = report
             if reason := explain_no_gain(graph, target, target.precision, partial(reports.__getitem__, target.name)):
                 floats[target.name] = reason
+    reader = find_reader(prepared.ir_version, prepared.opsets.get("ai.onnx", 1)) or VERSION
     refused = [name for name, seen in observed.items() if isinstance(seen, Observed) and seen.refused]
     return CheckSummary(
         model=source.name,
@@ -110,6 +112,7 @@ def check_targets(
         ort=ask_ort_checker(model) if compare_ort else None,
         refusal=refusal,
         fixed_axes=find_neglected_axes(source, targets),
+        minimum_ort={target.name: max(target.minimum_ort, reader, key=read_version) for target in targets},
     )
 
 
@@ -211,6 +214,8 @@ def _sum_up(report: CheckReport) -> TargetShare:
 def describe_checks(summary: CheckSummary) -> dict[str, Any]:
     """Returns a check as its JSON document: what was observed stands in the target's own object."""
     targets = to_plain(summary.targets)
+    for name, version in summary.minimum_ort.items():
+        targets[name]["minimum_ort"] = version
     for name, placed in summary.as_is.items():
         targets[name]["as_is"] = to_plain(placed)
     for name, seen in summary.observed.items():

@@ -1,17 +1,17 @@
 """One conversion, from a model as the user has it: it is prepared, changed where that is wanted, and converted."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from edgekit._files import staged_entries, work_folder
-from edgekit._ort import Level
+from edgekit._ort import VERSION, Level
 from edgekit.convert.context import DEFAULT_CONTEXT, ContextOptions
 from edgekit.convert.convert import ConvertedFiles, ConvertedModel, convert_model, convert_styles
 from edgekit.convert.equality import Equality, compare_onnx
-from edgekit.convert.forms import ORT_FILES
+from edgekit.convert.forms import ORT_FILES, find_needed_ort
 from edgekit.convert.levels import LevelModel
 from edgekit.convert.ort_form import OrtOptions, Style, refuse_size
 from edgekit.data.samples import Samples, load_samples
@@ -28,14 +28,16 @@ from edgekit.model.model import (
     read_proto,
     save_proto,
 )
+from edgekit.model.versions import READS
 from edgekit.prepare.clean import prepare_model
+from edgekit.prepare.opset import lower_model
 from edgekit.prepare.shapes import fix_dims
 from edgekit.prepare.transformer import FuseOptions, fuse_transformer
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize.qdq import write_qoperator
 from edgekit.quantize.weight_only.convert import WeightForm, WeightOnlyModel, WeightOnlyOptions, compress_weights
 from edgekit.recipe import Data, Recipe, load_targets, takes_any_size
-from edgekit.target import Form, Target
+from edgekit.target import Form, Target, read_version
 
 # What weights of a form have at least of the size of float ones; what is written is judged when it is.
 _LEAST_SHARES: dict[WeightForm, float] = {"fp16": 1 / 2, "dynamic-int8": 1 / 4, "int8": 1 / 4, "int4": 1 / 8}
@@ -54,7 +56,8 @@ class ConvertOptions(msgspec.Struct, frozen=True, kw_only=True):
     For each of the `levels` the model that ONNX Runtime makes at it is written, in ONNX.
     Transformer patterns are fused first as `fuse` says, then weights are made smaller as `weights` says; with
     `qoperator` a QDQ model gets integer operators in place of Q and DQ nodes.
-    `data` holds the inputs on which each file runs against its source, which it does not unless `checked`.
+    `data` holds the inputs on which each file runs against its source, which it does not unless `checked`. `runtime` is
+    the oldest ONNX Runtime that is to load the files, "" for any that can.
     """
 
     ort: OrtOptions = OrtOptions(style="full", cpu="arm", level=Level.ALL)
@@ -69,6 +72,7 @@ class ConvertOptions(msgspec.Struct, frozen=True, kw_only=True):
     custom_ops: tuple[Path, ...] = ()
     data: Data | None = None
     checked: bool = True
+    runtime: str = ""
 
 
 class Fusion(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,7 +104,8 @@ class ConvertReport(ConvertedFiles, frozen=True, kw_only=True):
 
     `quantized` is how the model was quantized before, empty for a float one: its integers pass through as they are.
     `levels` has the model at each level that was asked for, behind the one without optimization.
-    `coreml` is what the Core ML provider wrote, where it was asked to.
+    `coreml` is what the Core ML provider wrote, where it was asked to. `minimum_ort` is the oldest ONNX Runtime that
+    reads the files, "" where the oldest that was tried does.
     """
 
     model: str
@@ -110,6 +115,7 @@ class ConvertReport(ConvertedFiles, frozen=True, kw_only=True):
     fusion: Fusion | None
     weights: SmallWeights | None
     coreml: CoreMlFiles | None
+    minimum_ort: str
 
 
 def convert_for(
@@ -126,6 +132,7 @@ def convert_for(
     _refuse_large(model, targets, options)
     source = load_model(model, custom_ops=options.custom_ops)
     with work_folder() as work, staged_entries(out) as staging:
+        source = lower_model(source, work / "lowered", options.runtime or VERSION)
         progress("prepare the model")
         prepare = partial(_prepare, recipe=recipe, targets=targets)
         prepared = prepare(source, work / "prepared.onnx")
@@ -157,7 +164,32 @@ def convert_for(
             levels = optimize_levels(
                 given, options.levels, options.ort.cpu, staging, work, samples, checked=options.checked
             )
-    return msgspec.structs.replace(_report(source, out, converted, fusion, small), coreml=coreml, levels=levels)
+        # The row of no optimization stands beside those that were asked for, without a file of its own.
+        written = [row.file for row in levels if (staging / row.file).exists()]
+        files: dict[str, Sequence[str]] = {**converted.files, **{file: (file,) for file in written}}
+        minimum_ort = _find_minimum(staging, files, targets, options.runtime)
+        report = _report(source, out, converted, fusion, small)
+    return msgspec.structs.replace(report, coreml=coreml, levels=levels, minimum_ort=minimum_ort)
+
+
+def _find_minimum(folder: Path, files: Mapping[str, Sequence[str]], targets: Sequence[Target], runtime: str) -> str:
+    """Returns the oldest ONNX Runtime that reads the files, and of which the target's provider is known.
+
+    Raises:
+        UsageError: it is newer than `runtime`.
+    """
+    models = {
+        form: [folder / name for name in names if name.endswith((".onnx", ".ort"))] for form, names in files.items()
+    }
+    needs = {form: find_needed_ort(paths) for form, paths in models.items()}
+    needs |= {f"target '{target.name}'": target.minimum_ort for target in targets}
+    most = max(needs, key=lambda name: read_version(needs[name]))
+    if runtime and read_version(needs[most] or READS[0].since) > read_version(runtime):
+        raise UsageError(
+            f"{most} needs ONNX Runtime {needs[most] or READS[0].since}, and --ort says {runtime}",
+            hint="give --onnx with a --level for the ONNX form alone, or a newer ONNX Runtime",
+        )
+    return needs[most]
 
 
 def _fix_given(source: Model, recipe: Recipe, work: Path) -> Model:
@@ -262,5 +294,6 @@ def _report(
             notes=small.notes,
         ),
         coreml=None,
+        minimum_ort="",
         **{name: getattr(converted, name) for name in ConvertedFiles.__struct_fields__},
     )

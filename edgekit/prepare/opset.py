@@ -139,41 +139,41 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     return converted
 
 
-def lower_model(model: Model, folder: Path) -> Model:
-    """Returns a model that this ONNX Runtime reads: itself, or one of a lower IR version and opset, kept in `folder`.
+def lower_model(model: Model, folder: Path, runtime: str = VERSION) -> Model:
+    """Returns a model that an ONNX Runtime reads: itself, or one of a lower IR version and opset, kept in `folder`.
 
     Raises:
         ModelError: an operator has no form in an opset that this ONNX Runtime reads.
         OutputError: `folder` cannot be written.
     """
-    opset = model.opsets.get("ai.onnx", 1)
-    if model.ir_version <= MAX_IR_VERSION and opset <= MAX_OPSET:
+    opset, reads = model.opsets.get("ai.onnx", 1), reads_of(runtime)
+    if model.ir_version <= reads.ir_version and opset <= reads.opset:
         return model
     proto = read_proto(model)
     try:
-        proto = convert_opset(proto, min(opset, MAX_OPSET))
+        proto = convert_opset(proto, min(opset, reads.opset))
     except ModelError as error:
         newer = find_reader(model.ir_version, opset)
         reader = f"ONNX Runtime {newer} reads it as it is" if newer else "no ONNX Runtime that was tried reads it"
         raise ModelError(
-            f"'{model.path}' has opset {opset}, and ONNX Runtime {VERSION} reads up to {MAX_OPSET}: {error.message}",
+            f"'{model.path}' has opset {opset}, and ONNX Runtime {runtime} reads up to {reads.opset}: {error.message}",
             hint=f"{error.hint}; {reader}",
         ) from error
-    lower_ir_version(proto, min(opset, MAX_OPSET))
+    lower_ir_version(proto, min(opset, reads.opset), reads.ir_version)
     folder.mkdir(parents=True, exist_ok=True)
     lowered = save_proto(proto, folder / model.path.name)
     return msgspec.structs.replace(lowered, name=model.name, custom_ops=model.custom_ops)
 
 
-def lower_ir_version(proto: onnx.ModelProto, opset: int) -> None:
+def lower_ir_version(proto: onnx.ModelProto, opset: int, newest: int = MAX_IR_VERSION) -> None:
     """Sets an IR version that old runtimes take too, as far as the opset and the element types allow, in place.
 
-    IR version 9 belongs to the opsets up to 20. None is newer than ONNX Runtime's. Below 8 it is raised: version 3
-    wants initializers among the inputs.
+    IR version 9 belongs to the opsets up to 20. None is newer than the `newest` that ONNX Runtime reads.
+    Below 8 it is raised: version 3 wants initializers among the inputs.
     """
     if proto.ir_version > _PORTABLE_IR_VERSION and opset <= 20 and not _uses_new_types(proto):
         proto.ir_version = _PORTABLE_IR_VERSION
-    proto.ir_version = min(max(proto.ir_version, 8), MAX_IR_VERSION)
+    proto.ir_version = min(max(proto.ir_version, 8), newest)
 
 
 def _put_aside(proto: onnx.ModelProto, opset: int) -> None:

@@ -10,6 +10,7 @@ from edgekit.check.recommend import OrtOpinions, Recommendation, explain_differe
 from edgekit.check.report import Advice, CheckReport, Disagreement, Placed
 from edgekit.devices.observe import NotObserved, Observed
 from edgekit.report.tables import format_bytes, format_count, make_table
+from edgekit.target import read_version
 
 _MOST_NAMES = 3
 
@@ -20,7 +21,8 @@ class CheckSummary(msgspec.Struct, frozen=True, kw_only=True):
     `targets` tell of the prepared model, `as_is` of the file as it is, by target, where a session of it can be made.
     `observed` says what real providers did with it, `ort` what ONNX Runtime's own checker says of it, where asked.
     `refusal` is why ONNX Runtime cannot load it, on any target. `fixed_axes` tell which axes the export fixed, and how
-    they are opened, where no target wants fixed sizes.
+    they are opened, where no target wants fixed sizes. `minimum_ort` is by target the oldest ONNX Runtime on the device
+    that reads the model as it is shipped, and of which the provider is known.
     """
 
     model: str
@@ -32,6 +34,7 @@ class CheckSummary(msgspec.Struct, frozen=True, kw_only=True):
     ort: OrtOpinions | None = None
     refusal: str | None = None
     fixed_axes: tuple[str, ...] = ()
+    minimum_ort: dict[str, str] = {}
 
     @property
     def is_refused(self) -> bool:
@@ -39,6 +42,14 @@ class CheckSummary(msgspec.Struct, frozen=True, kw_only=True):
         # What the vendor's own code does outweighs what rules predict.
         refused = any(isinstance(seen, Observed) and seen.refused for seen in self.observed.values())
         return self.refusal is not None or refused or any(report.verdict == "no" for report in self.targets.values())
+
+
+def describe_runtimes(minimum_ort: Mapping[str, str]) -> str:
+    """Returns by target the oldest ONNX Runtime that may load the model on a device, in one line."""
+    versions = sorted({*minimum_ort.values()}, key=read_version)
+    named = {version: [name for name, its in minimum_ort.items() if its == version] for version in versions}
+    said = "; ".join(f"{version} or newer for {', '.join(names)}" for version, names in named.items())
+    return f"ONNX Runtime on the device: {said}"
 
 
 def describe_check(report: CheckReport) -> str:

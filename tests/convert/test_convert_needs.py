@@ -28,7 +28,7 @@ def relu_of(path: Path, ir_version: int, opset: int, domain: str = "") -> Path:
 
 
 def test_a_file_of_ort_format_tells_it_too(tmp_path: Path) -> None:
-    for opset, needed in ((17, ""), (22, "1.22.0")):
+    for opset, needed in ((17, "1.18.0"), (22, "1.22.0")):
         source = load_model(relu_of(tmp_path / f"{opset}.onnx", 10, opset))
         write_ort(source, tmp_path / f"{opset}.ort", OrtOptions(style="runtime", cpu="arm"))
         assert find_needed_ort([tmp_path / f"{opset}.ort"]) == needed
@@ -36,7 +36,7 @@ def test_a_file_of_ort_format_tells_it_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("ir_version", "opset", "needed"),
-    [(8, 17, ""), (10, 21, ""), (10, 22, "1.22.0"), (11, 21, "1.23.0"), (12, 17, "1.24.0"),
+    [(8, 17, ""), (9, 20, "1.17.0"), (10, 21, "1.18.0"), (10, 22, "1.22.0"), (11, 21, "1.23.0"), (12, 17, "1.24.0"),
      (13, 26, "1.26.0"), (14, 17, "1.32.0"), (8, 28, "1.32.0"), (99, 17, VERSION)],
 )  # fmt: skip
 def test_a_newer_ir_version_or_opset_needs_a_newer_onnxruntime(
@@ -75,13 +75,35 @@ def test_what_is_newer_than_this_onnxruntime_is_lowered_by_every_command(
     assert Path("m.onnx").read_bytes() == given
 
 
-def test_what_cannot_be_lowered_names_the_onnxruntime_that_reads_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("edgekit.prepare.opset.MAX_OPSET", 19)
+def test_what_cannot_be_lowered_names_the_onnxruntime_that_reads_it(tmp_path: Path) -> None:
     text = '<ir_version: 10, opset_import: ["" : 20]> g (float[1,3] x) => (float[1,3] y) { y = Gelu(x) }'
     model = load_model(parse_model(text, tmp_path / "m.onnx"))
-    with pytest.raises(ModelError, match=r"has opset 20, and ONNX Runtime .* reads up to 19: .*Gelu") as caught:
-        lower_model(model, tmp_path / "lowered")
-    assert "ONNX Runtime 1.19.0 reads it as it is" in caught.value.hint
+    with pytest.raises(ModelError, match=r"has opset 20, and ONNX Runtime 1.16.3 reads up to 19: .*Gelu") as caught:
+        lower_model(model, tmp_path / "lowered", "1.16.3")
+    assert "ONNX Runtime 1.18.0 reads it as it is" in caught.value.hint
     assert not (tmp_path / "lowered").exists()
+
+
+def test_convert_lowers_to_the_onnxruntime_of_a_device_and_refuses_a_format_that_it_does_not_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, out = str(relu_of(tmp_path / "m.onnx", 11, 22)), tmp_path / "out"
+    assert run_command(["convert", model, "--ort", "1.18.0", "--onnx", "--out", str(out)]) == 0
+    assert "loads from ONNX Runtime 1.18.0 on" in capsys.readouterr().out
+    assert all(file.suffix in {".ort", ".onnx"} for file in out.iterdir())
+    assert find_needed_ort(out.iterdir()) == "1.18.0"
+    lowered = onnx.load(out / "model.onnx")
+    assert (lowered.ir_version <= 10, lowered.opset_import[0].version) == (True, 21)
+    for version, words in (("1.15.1", "full needs ONNX Runtime 1.1"), ("1.2", "no ONNX Runtime that was tried")):
+        assert run_command(["convert", model, "--ort", version, "--out", str(tmp_path / "no")]) == 2
+        assert words in capsys.readouterr().err
+    assert not (tmp_path / "no").exists()
+    assert run_command(["convert", model, "--ort", "1.28.0", "--target", "nnapi", "--out", str(tmp_path / "no")]) == 2
+    assert "target 'nnapi' needs ONNX Runtime 1.29.0, and --ort says 1.28.0" in capsys.readouterr().err
+
+
+def test_check_says_which_onnxruntime_the_device_must_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(relu_of(tmp_path / "m.onnx", 8, 26))
+    assert run_command(["check", model, "--target", "qnn", "--target", "directml"]) in {0, 1}
+    shown = capsys.readouterr().out
+    assert "ONNX Runtime on the device: 1.26.0 or newer for qnn, directml" in shown

@@ -29,7 +29,7 @@ def test_the_report_holds_the_facts(tmp_path: Path) -> None:
     write_form(make_qdq(tmp_path / "m.onnx"), tmp_path / "m.ort", RUNTIME)
     report = inspect_ort(tmp_path / "m.ort")
     assert (report.format_version, report.ir_version, report.opsets["ai.onnx"]) == ("6", 8, 17)
-    assert (report.writer, report.canonical_form) == ("ONNX Runtime 1.15 or newer", 1)
+    assert (report.writer, report.canonical_form) == ("ONNX Runtime 1.16 or newer", 1)
     assert (report.inputs, report.outputs, report.metadata) == (("x",), ("y",), {"author": "me"})
     assert (report.ops["Conv"], report.nodes) == (2, sum(report.ops.values()))
     assert report.saved_optimizations == {"QLinearConv": 2}

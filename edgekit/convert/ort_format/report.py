@@ -57,11 +57,12 @@ def _dim(value: Record) -> int | str | None:
 ABSENT_NODE = 0xFFFFFFFF
 """The node index that a saved optimisation writes where it has no node (ORT's kEmptyNodeIndex)."""
 
-# ORT's `core/flatbuffers/schema/README.md`: version 5 brought the kernel type strings, version 6 the float8 types.
+# ORT's `core/flatbuffers/schema/README.md`: version 5 brought the kernel type strings, version 6 the float8 types. Who
+# writes 6 was measured (model/versions.py).
 _WRITERS = {
     "4": "ONNX Runtime 1.12 or older",
-    "5": "ONNX Runtime 1.13 or 1.14",
-    "6": "ONNX Runtime 1.15 or newer",
+    "5": "ONNX Runtime 1.13 to 1.15",
+    "6": "ONNX Runtime 1.16 or newer",
 }
 
 
