@@ -1,9 +1,10 @@
 """A first `edgekit.toml` for a model: what the model can tell is asked of it, and what is guessed is marked as such."""
 
+import contextlib
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from PIL import Image
@@ -26,6 +27,7 @@ _STEP = 32
 _USUAL_SIDE = 224
 _NO_PACKAGE = ("\n# [packages.app]", '# as = "aar"  # or swiftpm, tar, zip, ort-package')
 _WHOLE = frozenset({"int32", "int64"})
+_Side = Annotated[int, msgspec.Meta(ge=1, le=1 << 14)]
 
 
 class Draft(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,11 +51,14 @@ def draft_app(
     data: str | None,
     images: Path | None,
     targets: Sequence[str],
+    labels: Path | None = None,
     package: Kind | None = None,
+    beside: str = "",
 ) -> Draft:
     """Returns an `edgekit.toml` for a model, its data and some targets; paths in it are relative to `folder`.
 
-    It packs the bundles as `package`, if that is given.
+    It packs the bundles as `package`, if that is given. Where `beside` is the text of such a file, the model is added
+    at its end, for the targets that it has.
 
     Raises:
         EdgekitError: the model cannot be read, or there is no image, or a target that does not exist.
@@ -65,9 +70,12 @@ def draft_app(
     if unknown is not None:
         raise UsageError(f"there is no target '{unknown}'", hint=f"targets: {', '.join(target_names())}")
     source = load_model(model)
-    dims, remarks = _guess_dims(source, images), list[str]()
+    told = _read_metadata(source)
+    dims, remarks = _guess_dims(source, images, told), list[str]()
     frozen = list(_find_frozen(source, dims))
     preprocess = None if images is None else _guess_preprocess(source, images, {entry.name for entry in frozen}, dims)
+    if preprocess is not None:
+        preprocess = msgspec.structs.replace(preprocess, **told.preprocess)
     remarks += [
         f"freezing '{entry.name}' at {entry.value} leaves {entry.after} of {entry.before} nodes" for entry in frozen
     ]
@@ -75,14 +83,70 @@ def draft_app(
     if preprocess is not None:
         remarks.append(
             f"images are taken as {preprocess.layout}, {preprocess.size[0]} x {preprocess.size[1]}, {preprocess.color},"
-            f" {preprocess.dtype}: hold that against how the model was trained"
+            f" {preprocess.dtype}{', in a frame' if preprocess.letterbox is not None else ''}:"
+            " hold that against how the model was trained"
         )
-    lines = _write(source, folder, data, images, dims=dims, frozen=frozen, preprocess=preprocess, targets=targets)
-    packed = ("\n[packages.app]", f'as = "{package}"') if package else _NO_PACKAGE
+    lines = list(
+        _write_model(source, folder, data, images, dims=dims, frozen=frozen, preprocess=preprocess, labels=labels)
+    )
+    if beside:
+        return Draft(text="\n".join([beside.rstrip("\n"), *lines]) + "\n", remarks=tuple(remarks))
+    lines = [*_HEAD, *lines, *_write_targets(targets, labels)]
+    named = ("\n[packages.app]", f"model = {_quote(source.name)}", f'as = "{package}"')
+    packed = named if package else _NO_PACKAGE
     return Draft(text="\n".join([*lines, *packed]) + "\n", remarks=tuple(remarks))
 
 
-def _write(
+class _Metadata(msgspec.Struct, frozen=True, kw_only=True):
+    """What an exporter wrote into a model.
+
+    `side` is that of an image in pixels, `stride` what sides are a multiple of, `preprocess` keys of a preprocessing.
+    """
+
+    side: int | None = None
+    stride: int
+    preprocess: dict[str, Any] = {}
+
+
+def _read_metadata(model: Model) -> _Metadata:
+    """Returns what is understood of a model's metadata: `imgsz`, `stride`, `task`, `mean` and `std`.
+
+    The first three are those of Ultralytics (docs.ultralytics.com/modes/export), whose detectors, but not classifiers,
+    are trained on images in a grey frame. What is no such value is passed over.
+    """
+    found = {entry.key: entry.value for entry in read_proto(model, weights=False).metadata_props}
+    preprocess: dict[str, Any] = {}
+    for key in ("mean", "std"):
+        with contextlib.suppress(msgspec.DecodeError):
+            preprocess[key] = msgspec.json.decode(found.get(key, ""), type=tuple[float, float, float])
+    if found.get("task") in {"detect", "segment", "pose", "obb"}:
+        preprocess |= {"letterbox": 114, "resize": None}
+    side, stride = None, _STEP
+    with contextlib.suppress(msgspec.DecodeError):
+        sides = msgspec.json.decode(found.get("imgsz", ""), type=tuple[_Side, _Side])
+        side = sides[0] if sides[0] == sides[1] else None
+    with contextlib.suppress(msgspec.DecodeError):
+        stride = msgspec.json.decode(found.get("stride", ""), type=_Side)
+    return _Metadata(side=side, stride=stride, preprocess=preprocess)
+
+
+_HEAD = (
+    "#:schema edgekit.schema.json",
+    f"# {FILE}: `edgekit run` builds, verifies and packs what stands here, where something changed.",
+    "version = 1",
+)
+
+
+def _write_targets(targets: Sequence[str], labels: Path | None) -> Iterator[str]:
+    for target in targets:
+        yield f"\n[targets.{target}]"
+    yield "\n[gates]"
+    yield "# max_drop = 1.0  # answers that may change, in percent"
+    if labels is not None:
+        yield '# metric = { name = "top1", at_least = 0.9 }  # what the task needs, whatever the float model reaches'
+
+
+def _write_model(
     source: Model,
     folder: Path,
     data: str | None,
@@ -91,12 +155,9 @@ def _write(
     dims: Mapping[str, int],
     frozen: Sequence[_Frozen],
     preprocess: Preprocess | None,
-    targets: Sequence[str],
+    labels: Path | None,
 ) -> Iterator[str]:
     name = _quote_key(source.name)
-    yield "#:schema edgekit.schema.json"
-    yield f"# {FILE}: `edgekit run` builds, verifies and packs what stands here, where something changed."
-    yield "version = 1"
     yield f"\n[models.{name}]"
     yield f"path = {_quote(_relate(source.path, folder))}"
     if dims:
@@ -108,22 +169,21 @@ def _write(
     yield f"\n[models.{name}.data]"
     yield f"source = {_quote(_relate(images, folder) if images is not None else str(data))}"
     yield '# evaluation = "..."  # samples to verify with; else some of these are kept back'
-    yield '# labels = "..."      # the class of each of them'
+    if labels is None:
+        yield '# labels = "..."      # the class of each of them'
+    else:
+        yield f"labels = {_quote(_relate(labels, folder))}"
     if preprocess is not None:
         yield f"\n[models.{name}.data.preprocess]  # guessed: hold it against how the model was trained"
         for key, value in msgspec.to_builtins(preprocess).items():
             if value is not None:
                 yield f"{key} = {_write_value(value)}"
-    for target in targets:
-        yield f"\n[targets.{target}]"
-    yield "\n[gates]"
-    yield "# max_drop = 1.0  # answers that may change, in percent"
 
 
-def _guess_dims(model: Model, images: Path | None) -> dict[str, int]:
+def _guess_dims(model: Model, images: Path | None, told: _Metadata) -> dict[str, int]:
     """Returns a size for each dynamic dimension: one for the batch, the images' own for theirs, else one."""
     sizes: dict[str, int] = {}
-    side = None if images is None else _guess_side(images)
+    side = told.side or (None if images is None else _guess_side(images, told.stride))
     for spec in model.inputs:
         for axis, dim in enumerate(spec.shape or ()):
             if not isinstance(dim, int):
@@ -139,9 +199,9 @@ def _find_planes(spec: TensorSpec) -> tuple[int, ...]:
     return (1, 2) if spec.shape[3] in {1, 3} else (2, 3)
 
 
-def _guess_side(folder: Path) -> int:
+def _guess_side(folder: Path, step: int) -> int:
     shorter = [min(size) for size in _read_sizes(folder)]
-    return max(_STEP, min(_USUAL_SIDE * 2, round(statistics.median(shorter) / _STEP) * _STEP))
+    return max(step, min(_USUAL_SIDE * 2, round(statistics.median(shorter) / step) * step))
 
 
 def _read_sizes(folder: Path) -> Iterator[tuple[int, int]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from edgekit._files import digest_bytes, staged_entries, write_file
-from edgekit.app.config import App, KeyTable, PackageTable
+from edgekit.app.config import App, KeyTable
 from edgekit.app.result import CellResult, PackageResult
 from edgekit.bundle.folder import MANIFEST, open_bundle
 from edgekit.bundle.group.group import GROUP, is_group
@@ -15,7 +15,7 @@ from edgekit.bundle.sign import check_signature, require_private_key
 from edgekit.errors import BundleError, EdgekitError, UsageError
 from edgekit.jobs.release import Allowed, package_verified, sign_verified
 from edgekit.package.package import FORMS
-from edgekit.package.variant import Names, sort_bundles
+from edgekit.package.variant import Names, name_package, sort_bundles
 
 _FOLDER, _KEPT = "packages", "packages.json"
 
@@ -90,7 +90,7 @@ def _pack(app: App, name: str, cells: Sequence[CellResult], known: PackageResult
             folders = [found.folder for found in fitting if not providers or found.manifest.provider in providers]
         if not folders:
             return msgspec.structs.replace(result, failure=f"no bundle of {model} passed that a {table.kind} can hold")
-        return _write(app, result, table, folders)
+        return _write(app, result, model, folders)
     except EdgekitError as error:
         return msgspec.structs.replace(result, failure=str(error))
 
@@ -101,9 +101,12 @@ def _require_one(group: str, folders: Sequence[Path]) -> None:
         raise UsageError(words, hint='say which: targets = ["NAME"]')
 
 
-def _write(app: App, result: PackageResult, table: PackageTable, folders: Sequence[Path]) -> PackageResult:
+def _write(app: App, result: PackageResult, model: str, folders: Sequence[Path]) -> PackageResult:
+    table = app.table.packages[result.name]
     suffix = f".{FORMS[table.kind].archive}" if FORMS[table.kind].archive else ""
-    names = Names(name=table.name, group=table.group, version=table.version)
+    # A group goes under its own name.
+    name = table.name or ("" if model in app.table.groups else name_package(model))
+    names = Names(name=name, group=table.group, version=table.version)
     allowed = Allowed(unproven=app.table.verify.accept_unproven, failed=table.allow_failed)
     keys = None if app.table.keys is None else _public(app, app.table.keys)
     with staged_entries(app.out / _FOLDER) as staging:

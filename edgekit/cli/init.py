@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from edgekit._files import write_file
-from edgekit.app.config import FILE
+from edgekit.app.config import FILE, load_app
 from edgekit.app.draft import draft_app
 from edgekit.cli import options
 from edgekit.cli.main import YES
@@ -13,6 +13,7 @@ from edgekit.cli.schema import describe_file
 from edgekit.cli.screen import show_line
 from edgekit.devices.register import choose_here
 from edgekit.errors import UsageError
+from edgekit.model.model import load_model
 from edgekit.package.package import FORMS, Kind
 from edgekit.plain import to_json
 from edgekit.recipe import Recipe
@@ -22,6 +23,7 @@ from edgekit.recipe import Recipe
 @options.MODEL
 @click.option("--images", type=click.Path(path_type=Path), metavar="DIR", help="A folder of images to feed it.")
 @click.option("--data", metavar="DATA", help="Sample inputs: .npz, folder, or module:function.")
+@click.option("--labels", type=click.Path(path_type=Path), metavar="FILE", help="The class of each evaluation sample.")
 @click.option("--target", "targets", multiple=True, default=("nnapi", "xnnpack"), metavar="NAME", show_default=True)
 @click.option("--as", "package", type=click.Choice(sorted(FORMS)), help="Pack the bundles as this kind of package.")
 @click.option("--out", default=FILE, type=click.Path(path_type=Path), metavar="FILE", show_default=True)
@@ -29,28 +31,34 @@ def command(
     model: Path,
     images: Path | None,
     data: str | None,
+    labels: Path | None,
     targets: tuple[str, ...],
     package: Kind | None,
     out: Path,
 ) -> int:
     """Write an edgekit.toml for MODEL, with what the model can tell and guesses that are marked as such.
 
+    A file that is there gets the model added, for the targets and packages that it has.
+
     \b
     Example:
       edgekit init model.onnx --images photos --target nnapi --target xnnpack --as aar
       edgekit run
 
-    Exit code 0: written. 2: an input is wrong, or the file is there already.
+    Exit code 0: written. 2: an input is wrong, or the file has the model already.
     """
-    if out.exists():
-        raise UsageError(f"'{out}' is there already", hint="remove it, or give another --out")
+    known = load_app(out) if out.exists() else None
+    if known is not None and load_model(model).name in known.table.models:
+        raise UsageError(f"'{out}' has this model already", hint="change it there, or give another --out")
     draft = draft_app(
         model,
         out.parent,
         data=data,
         images=images,
+        labels=labels,
         targets=choose_here(Recipe(targets=targets)).targets,
         package=package,
+        beside="" if known is None else out.read_text(),
     )
     write_file(out, draft.text.encode())
     # Beside it: editors find it by the first line, without a network.

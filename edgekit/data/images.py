@@ -34,13 +34,15 @@ _UPRIGHT = {
 class Preprocess(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """From an image file to a tensor: resize the shorter side, crop the centre, order, scale, normalise.
 
-    `size` is [width, height] of the tensor. With `resize` the shorter side is scaled to it and the centre is cropped,
-    otherwise the image is stretched to `size`. A value v becomes (v * scale - mean) / std, per channel in the order of
-    `color`.
+    `size` is [width, height] of the tensor. With `resize` the shorter side is scaled to it and the centre is cropped;
+    with `letterbox` the whole image is scaled to fit, in the centre of a frame of this grey (0 to 255; YOLO models are
+    trained with 114); otherwise the image is stretched to `size`. A value v becomes (v * scale - mean) / std, per
+    channel in the order of `color`.
     """
 
     size: tuple[int, int]
     resize: int | None = None
+    letterbox: int | None = None
     resample: Literal["nearest", "bilinear", "bicubic", "lanczos"] = "bilinear"
     color: Literal["RGB", "BGR", "L"] = "RGB"
     layout: Literal["NCHW", "NHWC"] = "NCHW"
@@ -64,6 +66,10 @@ def load_preprocess(path: Path) -> Preprocess:
         keys = ", ".join(Preprocess.__struct_fields__)
         raise DataError(f"'{path}' is malformed: {error}", hint=f"the keys are {keys}") from error
     sizes = (*preprocess.size, *(() if preprocess.resize is None else (preprocess.resize,)))
+    if preprocess.letterbox is not None and (preprocess.resize is not None or not 0 <= preprocess.letterbox <= 255):
+        raise DataError(
+            f"'{path}': letterbox is a grey from 0 to 255, and goes without resize", hint="letterbox = 114 suits YOLO"
+        )
     numbers = (preprocess.scale, *preprocess.mean, *preprocess.std)
     if not all(0 < size <= _MOST_SIDE for size in sizes) or not all(map(math.isfinite, numbers)):
         raise DataError(
@@ -111,6 +117,12 @@ def _turn_upright(image: Image.Image, file: Image.Image) -> Image.Image:
 def _resize(image: Image.Image, preprocess: Preprocess) -> Image.Image:
     width, height = preprocess.size
     method = Image.Resampling[preprocess.resample.upper()]
+    if preprocess.letterbox is not None:
+        factor = min(width / image.width, height / image.height)
+        image = image.resize((max(1, round(image.width * factor)), max(1, round(image.height * factor))), method)
+        frame = Image.new(image.mode, (width, height), (preprocess.letterbox,) * len(image.getbands()))
+        frame.paste(image, ((width - image.width) // 2, (height - image.height) // 2))
+        return frame
     if preprocess.resize is None:
         return image.resize((width, height), method)
     factor = preprocess.resize / min(image.size)

@@ -263,7 +263,7 @@ def identify(bundles: Sequence[Bundle], names: Names, extras: Collection[str] = 
     made = digest_bytes("".join((*(bundle.sha256 for bundle in bundles), *sorted(extras))).encode())[:12]
     identity = Identity(
         group=names.group or "edgekit.models",
-        name=names.name or clean_name(bundles[0].manifest.name).lower(),
+        name=names.name or name_package(bundles[0].manifest.name),
         version=names.version or f"1.0.0-{made}",
     )
     for option, value, pattern, example in (
@@ -320,6 +320,12 @@ def sort_bundles(bundles: Sequence[Bundle]) -> tuple[Bundle, ...]:
 def clean_name(text: str) -> str:
     """Returns a name of ASCII letters, digits, `.`, `_` and `-` that begins with a letter or digit."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._") or "model"
+
+
+def name_package(model: str) -> str:
+    """Returns what a package of a model is called: Maven and Swift want a letter first, so `320n` is `model-320n`."""
+    name = clean_name(model).lower()[:90]
+    return name if name[0].isalpha() else f"model-{name}"
 
 
 def _list_inputs(bundle: Bundle) -> tuple[TensorSpec, ...]:

@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 
 import jsonschema
+import msgspec
 import numpy as np
+import onnx
 import pytest
 from demo_paths import CALIBRATION, MODEL
 from PIL import Image
@@ -13,8 +15,10 @@ from tiny_models import parse_model
 from edgekit.app.config import find_position, list_cells, load_app
 from edgekit.cli.main import COMMANDS, run_command
 from edgekit.cli.schema import describe_file
+from edgekit.data.images import read_image
 from edgekit.errors import UsageError
 from edgekit.model.state import State
+from edgekit.package.variant import name_package
 from edgekit.plain import to_plain
 
 GOOD = f"""#:schema edgekit.schema.json
@@ -139,7 +143,42 @@ def test_init_asks_the_model_and_says_what_it_guessed(tmp_path: Path, capsys: py
     assert load_app(tmp_path / "packed.toml").table.packages["app"].kind == "tar"
     assert (tmp_path / "edgekit.schema.json").is_file()
     assert run_command([*words, "--out", str(tmp_path / "edgekit.toml")]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "has this model already" in capsys.readouterr().err
     assert run_command(["init", str(tmp_path / "net.onnx"), "--out", str(tmp_path / "no.toml")]) == 2
     assert run_command([*words, "--target", "pnnapi", "--out", str(tmp_path / "no.toml")]) == 2
     assert not (tmp_path / "no.toml").exists()
+
+
+def test_init_reads_what_the_exporter_wrote_and_adds_a_model(tmp_path: Path) -> None:
+    text = (
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,h,w] images) => (float[1,3,h,w] y) {y = Relu(images)}'
+    )
+    told = {"imgsz": "[320, 320]", "stride": "32", "task": "detect", "mean": "[0.5, 0.5, 0.5]", "std": "nonsense"}
+    for name, facts in (("320n", told), ("other", {"imgsz": "[320, 99999999]", "task": "classify"})):
+        proto = onnx.parser.parse_model(text)
+        onnx.helper.set_model_props(proto, facts)
+        onnx.save(proto, str(tmp_path / f"{name}.onnx"))
+    (tmp_path / "photos").mkdir()
+    Image.fromarray(np.full((50, 100, 3), 255, np.uint8)).save(tmp_path / "photos" / "a.png")
+    (tmp_path / "labels.txt").write_text("0\n")
+    out = ["--images", str(tmp_path / "photos"), "--target", "cpu", "--out", str(tmp_path / "edgekit.toml")]
+    labels = ["--labels", str(tmp_path / "labels.txt")]
+    assert run_command(["init", str(tmp_path / "320n.onnx"), *out, *labels, "--as", "tar"]) == 0
+    assert "at_least" in (tmp_path / "edgekit.toml").read_text()
+    assert run_command(["init", str(tmp_path / "other.onnx"), *out]) == 0
+    first, second = list_cells(load_app(tmp_path / "edgekit.toml"))
+    assert (first.model, second.model) == ("320n", "other")
+    assert (first.recipe.dims, second.recipe.dims) == ({"h": 320, "w": 320}, {"h": 64, "w": 64})
+    assert first.data.labels == tmp_path / "labels.txt"
+    boxed, cut = first.data.preprocess, second.data.preprocess
+    assert boxed is not None
+    assert cut is not None
+    assert (boxed.letterbox, boxed.resize, boxed.mean, boxed.std) == (114, None, (0.5, 0.5, 0.5), (1.0,))
+    assert (cut.letterbox, cut.resize) == (None, 64)
+    # A white picture, twice as wide as high, lies in the middle of a grey frame.
+    image = read_image(tmp_path / "photos" / "a.png", msgspec.structs.replace(boxed, mean=(0.0,), scale=1.0))
+    assert image.shape == (3, 320, 320)
+    assert (image[:, 80:240] == 255).all()
+    assert (image[:, :80] == 114).all()
+    assert (image[:, 240:] == 114).all()
+    assert name_package("320n") == "model-320n"
