@@ -7,6 +7,8 @@ The names of the interface are loaded when they are used, so that `edgekit --hel
 import importlib
 import os
 
+from edgekit.plain import Shown
+
 # ONNX Runtime 1.29 and later upload usage events unless this is set before it is loaded (its PR 27379).
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
@@ -51,6 +53,14 @@ _HOMES = {
 }
 
 __all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def _draw_page(report: object) -> str:
+    # Imported when a cell ends with a report: only notebooks ask for pages.
+    return str(importlib.import_module("edgekit.report.pages.notebook").draw(report))
+
+
+Shown.draw_page = _draw_page
 
 
 def __getattr__(name: str) -> object:

@@ -40,9 +40,11 @@ Result = TypeVar("Result")
 
 def describe_machine() -> dict[str, str]:
     """Returns the operating system, the processor and its cores, and Python's version; no name of host or user."""
+    lines = _CPU_INFO.read_text(errors="replace").splitlines() if _CPU_INFO.is_file() else []
+    found = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     return {
         "cores": str(os.cpu_count() or 1),
-        "cpu": _name_cpu(),
+        "cpu": found or platform.processor() or "unknown",
         "machine": platform.machine(),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
@@ -161,9 +163,3 @@ def _take_first(ahead: deque[tuple[Item, Future[Result]]]) -> tuple[Item, Result
     # In a frame of its own: a generator that waits would hold each result until it gives the next.
     item, future = ahead.popleft()
     return item, future.result()
-
-
-def _name_cpu() -> str:
-    lines = _CPU_INFO.read_text(errors="replace").splitlines() if _CPU_INFO.is_file() else []
-    found = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return found or platform.processor() or "unknown"

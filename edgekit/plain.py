@@ -2,11 +2,10 @@
 
 import errno
 import functools
-import importlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import msgspec
 
@@ -17,13 +16,13 @@ _SHELL_PIPES = Path("/dev/fd")
 
 
 class Shown:
-    """A report that a notebook shows as its page, where a cell ends with it."""
+    """A report that a notebook shows as its page, where a cell ends with it; `draw_page` says what draws it."""
 
     __slots__ = ()
+    draw_page: ClassVar[Callable[[object], str]] = repr
 
     def _repr_html_(self) -> str:
-        # By its name: pages lie above the reports that they draw, and only notebooks ask.
-        return str(importlib.import_module("edgekit.report.pages.notebook").draw(self))
+        return type(self).draw_page(self)
 
 
 def read_toml(path: Path, kind: type[_T]) -> _T:

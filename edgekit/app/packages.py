@@ -83,7 +83,9 @@ def _pack(app: App, name: str, cells: Sequence[CellResult], known: PackageResult
     folders = [app.out / cell.bundle for cell in good]
     try:
         if model in app.table.groups:
-            _require_one(model, folders)
+            if len(folders) != 1:
+                words = f"an archive holds the group {model} for one target, and {len(folders)} may go"
+                raise UsageError(words, hint='say which: targets = ["NAME"]')
         elif not table.targets:
             # As of a build's folder: those that fit, the NPU first. Named ones keep the order of the file.
             fitting = sort_bundles([open_bundle(folder) for folder in folders])
@@ -93,12 +95,6 @@ def _pack(app: App, name: str, cells: Sequence[CellResult], known: PackageResult
         return _write(app, result, model, folders)
     except EdgekitError as error:
         return msgspec.structs.replace(result, failure=str(error))
-
-
-def _require_one(group: str, folders: Sequence[Path]) -> None:
-    if len(folders) != 1:
-        words = f"an archive holds the group {group} for one target, and {len(folders)} may go"
-        raise UsageError(words, hint='say which: targets = ["NAME"]')
 
 
 def _write(app: App, result: PackageResult, model: str, folders: Sequence[Path]) -> PackageResult:

@@ -121,6 +121,10 @@ def _describe(empty: BenchRun, blocks: Sequence[Block], job: Job) -> BenchRun:
     series, last = np.asarray(join_times(blocks), dtype=np.float64), blocks[-1].run
     counts = count_nodes(last, job)
     median, p90, p95, p99 = (float(value) for value in np.percentile(series, [50.0, 90.0, 95.0, 99.0]))
+    # The millijoules for a sample: of all runs, with those of warming up and the making of the session.
+    used = [find_energy(block.run.before, block.run.after) for block in blocks]
+    runs = sum(len(block.run.latency_ms) for block in blocks)
+    known = [joules for joules in used if joules is not None]
     run = msgspec.structs.replace(
         empty,
         provider_nodes=counts,
@@ -137,7 +141,7 @@ def _describe(empty: BenchRun, blocks: Sequence[Block], job: Job) -> BenchRun:
         load_ms=last.load_ms,
         first_ms=blocks[0].first_ms,
         peak_rss_bytes=last.peak_rss_bytes,
-        energy_mj=_find_energy(blocks, empty.batch),
+        energy_mj=1e3 * sum(known) / (runs * empty.batch) if len(known) == len(used) and runs else None,
         warmup=blocks[-1].warmup,
         iterations=len(series),
         versions=dict(sorted(last.versions.items())),
@@ -148,14 +152,6 @@ def _describe(empty: BenchRun, blocks: Sequence[Block], job: Job) -> BenchRun:
         provider=empty.provider if counts.get(empty.provider) else CPU_PROVIDER,
         warnings=tuple(_list_warnings(run, empty.provider, blocks)),
     )
-
-
-def _find_energy(blocks: Sequence[Block], batch: int) -> float | None:
-    """Returns the millijoules for a sample: of all runs, with those of warming up and the making of the session."""
-    used = [find_energy(block.run.before, block.run.after) for block in blocks]
-    runs = sum(len(block.run.latency_ms) for block in blocks)
-    known = [joules for joules in used if joules is not None]
-    return 1e3 * sum(known) / (runs * batch) if len(known) == len(used) and runs else None
 
 
 def _list_warnings(run: BenchRun, provider: str, blocks: Sequence[Block]) -> Iterator[str]:

@@ -178,7 +178,9 @@ def run_block(device: Device, job: Job, runs: int, seconds: float, guess_ms: flo
 
 def _run(device: Device, job: Job, *, slices: int, repeat: int, seconds: float) -> tuple[DeviceRun, Tensors]:
     """Returns a run, and the outputs of its first slice, which are those of every slice."""
-    samples = _repeat(job.samples, slices)
+    # One sample over and over: what varies is then the device and not the data.
+    only = list(job.samples)[:1]
+    samples = Samples(source=job.samples.source, count=slices, read=lambda: iter(only * slices))
     sliced = msgspec.structs.replace(job, samples=samples, repeat=repeat, budget_s=seconds)
     with work_folder() as work:
         run = device.run_job(sliced, work)
@@ -188,12 +190,6 @@ def _run(device: Device, job: Job, *, slices: int, repeat: int, seconds: float) 
     if impossible := find_impossible_time((*run.latency_ms, *run.elapsed_ms)):
         raise DeviceError(f"'{device.name}' cannot be timed: {impossible}", hint=f"edgekit devices test {device.name}")
     return run, outputs or {}
-
-
-def _repeat(samples: Samples, times: int) -> Samples:
-    # One sample over and over: what varies is then the device and not the data.
-    only = list(samples)[:1]
-    return Samples(source=samples.source, count=times, read=lambda: iter(only * times))
 
 
 def join_times(blocks: Sequence[Block]) -> tuple[float, ...]:

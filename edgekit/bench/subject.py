@@ -147,14 +147,10 @@ def _open_bundle(path: Path, work: Path, opening: Opening) -> Subject:
         name=path.resolve().name,
         target_for=lambda _: chosen,
         job_for=job_for,
-        default_device=_planned_device(chosen),
+        default_device=next((planned.device for planned in chosen.verification), "host"),
         batch=opening.batch or 1,
         rows=tuple(sorted(find_free(inputs))),
     )
-
-
-def _planned_device(target: Target) -> str:
-    return next((planned.device for planned in target.verification), "host")
 
 
 def _open_model(path: Path, work: Path, opening: Opening) -> Subject:

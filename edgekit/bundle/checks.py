@@ -423,15 +423,12 @@ def _check_words(given: Mapping[str, str], allowed: Mapping[str, str] | None, pl
     """Holds keys and values against what is allowed; a provider that is not known here takes plain values only."""
     for key, value in given.items():
         if allowed is not None and key not in allowed:
+            names = list(allowed)
             raise BundleError(
-                f"{key[:99]!r} in {place} of '{source}' is not for a bundle to set", hint=_suggest(key, allowed)
+                f"{key[:99]!r} in {place} of '{source}' is not for a bundle to set",
+                hint=suggest_name(key, names) if names else "leave it out: this provider takes no options",
             )
         if not re.fullmatch(_PLAIN if allowed is None else allowed[key], value):
             raise BundleError(
                 f"{key!r} in {place} of '{source}' cannot be {value[:99]!r}", hint="build the bundle again"
             )
-
-
-def _suggest(key: str, allowed: Iterable[str]) -> str:
-    names = list(allowed)
-    return suggest_name(key, names) if names else "leave it out: this provider takes no options"

@@ -132,7 +132,9 @@ def describe_contents(contents: Contents, golden: GoldenFacts, files: dict[str, 
 
 def _describe_inputs(contents: Contents) -> tuple[BundledTensor, ...]:
     ranges = _measure_ranges(read_inputs(contents.golden))
-    fed = _channel_second(contents.source)
+    # The inputs that an operator reads whose second axis is the channel: ONNX defines it so for these.
+    graph: onnx.GraphProto = read_proto(contents.source, weights=False).graph
+    fed = frozenset(node.input[0] for node in graph.node if node.op_type in _CHANNEL_SECOND and node.input)
 
     def describe(spec: TensorSpec) -> BundledTensor:
         notes, given = contents.recipe.tensors.get(spec.name, TensorNotes()), contents.preprocess
@@ -177,12 +179,6 @@ def _measure_ranges(samples: Samples) -> dict[str, tuple[float, float]]:
             known = ranges.get(name, (low, high))
             ranges[name] = (min(low, known[0]), max(high, known[1]))
     return ranges
-
-
-def _channel_second(model: Model) -> frozenset[str]:
-    """Returns the inputs that an operator reads whose second axis is the channel: ONNX defines it so for these."""
-    graph: onnx.GraphProto = read_proto(model, weights=False).graph
-    return frozenset(node.input[0] for node in graph.node if node.op_type in _CHANNEL_SECOND and node.input)
 
 
 def _describe_placement(check: CheckReport, target: Target, node_list: str) -> Placement:

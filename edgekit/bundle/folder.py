@@ -111,7 +111,12 @@ def write_bundle(contents: Contents, out: Path) -> Bundle:
         OutputError: the folder cannot be written, a name is not safe everywhere, or two files want the same one.
     """
     _copy_models(contents.files, out)
-    contents = msgspec.structs.replace(contents, target=_raise_minimum(contents))
+    # The target with an ONNX Runtime that reads every file: those of a newer opset need a newer one.
+    target = contents.target
+    needed = find_needed_ort(path for paths in contents.files.values() for path in paths if path.suffix in _MODELS)
+    contents = msgspec.structs.replace(
+        contents, target=msgspec.structs.replace(target, minimum_ort=max(target.minimum_ort, needed, key=read_version))
+    )
     for file in contents.golden.files:
         _copy_file(file, out / GOLDEN / file.name)
     if contents.unpadded is not None:
@@ -253,13 +258,6 @@ def _describe_target(target: Target) -> dict[str, object]:
         for key, value in msgspec.structs.asdict(target).items()
         if key != "folder" and value is not msgspec.UNSET
     }
-
-
-def _raise_minimum(contents: Contents) -> Target:
-    """Returns the target with an ONNX Runtime that reads every file: those of a newer opset need a newer one."""
-    target = contents.target
-    needed = find_needed_ort(path for paths in contents.files.values() for path in paths if path.suffix in _MODELS)
-    return msgspec.structs.replace(target, minimum_ort=max(target.minimum_ort, needed, key=read_version))
 
 
 def _make_self_test(contents: Contents, out: Path) -> GoldenFacts:

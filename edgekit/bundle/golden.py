@@ -148,7 +148,13 @@ class _Column:
         self._check(value, index, is_text=is_text)
         self._shapes.append(value.shape)
         if is_text:
-            self._words.append(_as_text(value, self._name))
+            text = value.astype(np.str_)
+            # numpy's text drops null characters at the end: what could not be read back is refused.
+            if not np.array_equal(text.astype(object), value.astype(object)):
+                raise DataError(
+                    f"'{self._name}' holds strings that end in a null character", hint="leave this output out"
+                )
+            self._words.append(text)
             return
         if self._file is None:
             # In a file until the count is known: a header of an `.npy` holds the number of rows, and comes first.
@@ -199,14 +205,6 @@ def _pack(archive: zipfile.ZipFile, name: str, header: bytes, content: bytes | P
 
 def _name_dtype(dtype: np.dtype[Any]) -> str:
     return "string" if dtype.kind == "U" else dtype.name
-
-
-def _as_text(value: Array, name: str) -> Array:
-    text = value.astype(np.str_)
-    # numpy's text drops null characters at the end: what could not be read back is refused.
-    if not np.array_equal(text.astype(object), value.astype(object)):
-        raise DataError(f"'{name}' holds strings that end in a null character", hint="leave this output out")
-    return text
 
 
 def _header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:

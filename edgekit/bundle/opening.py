@@ -52,7 +52,12 @@ def opened_bundle(path: Path, *, key: Path | None = None, target: str | None = N
     """
     with opened_any(path, key=key) as found, work_folder() as work:
         if isinstance(found, MultiBundle):
-            chosen = _choose_target(found, target, path)
+            names = [variant.target for variant in found.index.variants]
+            if target is None and len(names) != 1:
+                raise UsageError(
+                    f"'{path}' holds several targets", hint=f"choose one: --target {' or '.join(sorted(names))}"
+                )
+            chosen = target or names[0]
             yield extract_variant(found, chosen, work / chosen)
             return
         if target not in {None, found.manifest.target}:
@@ -105,10 +110,3 @@ def _find_root(unpacked: Path) -> Path:
     """Returns the folder that holds the manifest: the archive's own root, or the one folder in it."""
     entries = list(unpacked.iterdir())
     return entries[0] if len(entries) == 1 and entries[0].is_dir() else unpacked
-
-
-def _choose_target(multi: MultiBundle, target: str | None, path: Path) -> str:
-    names = [variant.target for variant in multi.index.variants]
-    if target is None and len(names) != 1:
-        raise UsageError(f"'{path}' holds several targets", hint=f"choose one: --target {' or '.join(sorted(names))}")
-    return target or names[0]

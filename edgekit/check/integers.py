@@ -22,20 +22,18 @@ def explain_no_gain(graph: Graph, target: Target, precision: Precision, check: C
     """
     if precision not in INTEGERS or find_integer_ops(graph.model):
         return None
-    most = _most_in_integers(graph, load_rules(target), f"qdq-{target.quantization.activation}")
+    # The share of the multiply-accumulates in nodes whose operator the provider has in integers; 1 if none.
+    book = load_rules(target)
+    form = f"qdq-{target.quantization.activation}"
+    counts = [(count_macs(graph, node), node) for node in graph.nodes]
+    total = sum(macs for macs, _ in counts)
+    most = sum(macs for macs, node in counts if macs and _has_form(node, book, form)) / total if total else 1.0
     if most >= target.thresholds.min_taken_macs:
         return None
     taken = check().taken_macs
     if taken <= most:
         return None
     return f"{target.name} takes at most {most:.0%} of this model's work in {precision}, and {taken:.0%} in float"
-
-
-def _most_in_integers(graph: Graph, book: RuleBook, form: str) -> float:
-    """Returns the share of the multiply-accumulates in nodes whose operator the provider has in integers; 1 if none."""
-    counts = [(count_macs(graph, node), node) for node in graph.nodes]
-    total = sum(macs for macs, _ in counts)
-    return sum(macs for macs, node in counts if macs and _has_form(node, book, form)) / total if total else 1.0
 
 
 def _has_form(node: Node, book: RuleBook, form: str) -> bool:

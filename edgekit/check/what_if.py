@@ -29,7 +29,9 @@ def with_activations(graph: Graph, old: str, new: str, *, weights: bool) -> Grap
         name: msgspec.structs.replace(value, dtype=new) if value.dtype == old else value
         for name, value in graph.values.items()
     }
-    constants, zeros = dict(graph.constants), _activation_zeros(graph)
+    quantizers = [node for node in graph.nodes if node.op_type in {"QuantizeLinear", "DequantizeLinear"}]
+    constants = dict(graph.constants)
+    zeros = {node.input[2] for node in quantizers if node.has_input(2) and node.input[0] not in constants}
     for name, tensor in graph.constants.items():
         array = graph.array(name) if tensor.data_type == _INTEGERS[old] else None
         if array is not None and name in zeros:
@@ -40,11 +42,6 @@ def with_activations(graph: Graph, old: str, new: str, *, weights: bool) -> Grap
             # Rules look at the type of weights and not at their numbers, which stay away.
             constants[name] = onnx.TensorProto(name=name, dims=tensor.dims, data_type=_INTEGERS[new])
     return msgspec.structs.replace(graph, values=values, constants=constants)
-
-
-def _activation_zeros(graph: Graph) -> set[str]:
-    quantizers = [node for node in graph.nodes if node.op_type in {"QuantizeLinear", "DequantizeLinear"}]
-    return {node.input[2] for node in quantizers if node.has_input(2) and node.input[0] not in graph.constants}
 
 
 def without_quantization(graph: Graph) -> Graph:

@@ -91,7 +91,12 @@ class _LazyGroup(click.Group):
             raise click.UsageError(f"there is no command '{name}' ({hint})", ctx)
         found = super().resolve_command(ctx, args)
         if found[1] is not None and not {"-h", "--help"} & set(args):
-            _warn_of_version(args)
+            # Says where ONNX Runtime is newer than what edgekit was tested with; only commands that need it have loaded
+            # it.
+            ort = sys.modules.get("edgekit._ort")
+            warning = None if ort is None or {"-q", "--quiet"} & set(args) else ort.describe_untested()
+            if warning is not None:
+                click.echo(f"edgekit: warning: {warning}", err=True)
             _take_defaults(ctx, name, found[1], args)
         return found
 
@@ -118,14 +123,6 @@ def group(config: Path | None) -> None:
     Example:
       edgekit build model.onnx --data samples.npz --out bundles
     """
-
-
-def _warn_of_version(args: list[str]) -> None:
-    """Says where ONNX Runtime is newer than what edgekit was tested with; only commands that need it have loaded it."""
-    ort = sys.modules.get("edgekit._ort")
-    warning = None if ort is None or {"-q", "--quiet"} & set(args) else ort.describe_untested()
-    if warning is not None:
-        click.echo(f"edgekit: warning: {warning}", err=True)
 
 
 def _take_defaults(context: click.Context, name: str, command: click.Command, args: list[str]) -> None:
@@ -178,7 +175,10 @@ def run_command(arguments: list[str]) -> int:
         click.echo(error.format_message(), err=True)
         return WRONG
     except click.ClickException as error:
-        return _complain(_usage_message(error))
+        message = error.format_message()
+        context = error.ctx if isinstance(error, click.UsageError) else None
+        # click's parser knows no command where an option lacks its value.
+        return _complain(f"{message} (see '{context.command_path if context else 'edgekit'} --help')")
     except (click.Abort, KeyboardInterrupt):
         click.echo("edgekit: interrupted; nothing half-written is left", err=True)
         return INTERRUPTED
@@ -208,10 +208,3 @@ def _complain(message: str) -> int:
         shown = f"{shown[:_MOST_LETTERS]} ... {shown[-300:]}"
     click.echo(escape_controls(f"edgekit: error: {shown}"), err=True)
     return WRONG
-
-
-def _usage_message(error: click.ClickException) -> str:
-    message = error.format_message()
-    context = error.ctx if isinstance(error, click.UsageError) else None
-    # click's parser knows no command where an option lacks its value.
-    return f"{message} (see '{context.command_path if context else 'edgekit'} --help')"

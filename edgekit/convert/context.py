@@ -110,7 +110,8 @@ def compile_context(
         _run_child(job, folder, timeout_s)
     for job in singles or [whole]:
         _run_child({**job, "load": True}, folder, timeout_s)
-    compatibility = _read_compatibility(folder / CONTEXT_FILE)
+    props = onnx.load(str(folder / CONTEXT_FILE), load_external_data=False).metadata_props
+    compatibility = next((entry.value for entry in props if entry.key == _COMPATIBILITY), "")
     _check_compatibility(compatibility, options)
     data = sorted(path.name for path in folder.glob(f"{Path(CONTEXT_FILE).stem}*.bin"))
     return Context(files=(CONTEXT_FILE, *data), compatibility=compatibility, versions=versions)
@@ -186,8 +187,3 @@ def _failure(child: Finished, options: Mapping[str, str]) -> DeviceError | Runti
 def shorten_name(name: str) -> str:
     """Returns the name of a node as a message quotes it: some converters write a whole path for each fused layer."""
     return name if len(name) <= _NAME_LENGTH else f"{name[:_NAME_LENGTH]}..."
-
-
-def _read_compatibility(path: Path) -> str:
-    props = onnx.load(str(path), load_external_data=False).metadata_props
-    return next((entry.value for entry in props if entry.key == _COMPATIBILITY), "")

@@ -146,17 +146,15 @@ def _compare(
         if samples.count > 1:
             # Dimensions that are open need not all fit together in one size.
             return _compare(facts, one, other, select_samples(samples, [0]), drawn=True)
-        return msgspec.structs.replace(facts, skipped=_explain_refusal(refusal))
+        # Why nothing was compared, without the path of a temporary file.
+        reason = refusal.message.partition("': ")[2] or refusal.message
+        return msgspec.structs.replace(
+            facts, skipped=f"the source does not run on inputs drawn at random, so give --data: {reason[:160]}"
+        )
     got = _run(*other, samples, source.custom_ops)
     errors = [_measure(left[name], right.get(name)) for left, right in zip(wanted, got, strict=True) for name in left]
     equal = all(error is None for error in errors)
     return msgspec.structs.replace(facts, samples=samples.count, bit_equal=equal, error=_worst(errors))
-
-
-def _explain_refusal(refusal: RuntimeRefusal) -> str:
-    """Returns why nothing was compared, without the path of a temporary file."""
-    reason = refusal.message.partition("': ")[2] or refusal.message
-    return f"the source does not run on inputs drawn at random, so give --data: {reason[:160]}"
 
 
 def _choose_tolerance(graph: onnx.GraphProto, ops: set[str]) -> float:

@@ -71,14 +71,11 @@ def find_integer_nodes(model: Model, *, signed: bool) -> dict[str, bool]:
         graph = onnx.load(str(work / "optimized.onnx"), load_external_data=False).graph
     makers = {name: node.op_type for node in graph.node for name in node.output}
     return {
-        node.name: bool(_INTEGER.match(node.op_type)) or not any(_is_float(name, makers) for name in node.input)
+        node.name: bool(_INTEGER.match(node.op_type))
+        or not any(makers.get(name) == "DequantizeLinear" for name in node.input)
         for node in graph.node
         if node.op_type not in _QUANTIZERS
     }
-
-
-def _is_float(name: str, makers: dict[str, str]) -> bool:
-    return makers.get(name) == "DequantizeLinear"
 
 
 ONNX_FILE = "model.onnx"

@@ -49,7 +49,12 @@ def write_ort(model: Model, out: Path, options: OrtOptions) -> None:
     with replacing_file(out) as temporary:
         optimize_graph(model.path, temporary, _write_settings(options, model))
         canonicalize_file(temporary)
-        _load_mapped(temporary, options, model)
+        # Loads a file as an app would, with its weights where they lie: its graph and kernels are what can be refused.
+        settings = load_settings(options, model)
+        # Mapped, so that loading to see whether it loads does not hold the weights a second time.
+        mapped = {"session.use_memory_mapped_ort_model": "1", "session.use_ort_model_bytes_for_initializers": "1"}
+        config = {**settings.config, **mapped}
+        CpuSession(temporary, msgspec.structs.replace(settings, config=config, libraries=model.custom_ops))
 
 
 def refuse_large(model: Model) -> None:
@@ -93,15 +98,6 @@ def _list_harmful(source: Model) -> tuple[str, ...]:
     with contextlib.suppress(ModelError):  # a file that cannot be read is refused when it is opened
         return tuple(find_harmful(skim_model(source.path).graph))
     return ()
-
-
-def _load_mapped(path: Path, options: OrtOptions, model: Model) -> None:
-    """Loads a file as an app would, with its weights where they lie: its graph and kernels are what can be refused."""
-    settings = load_settings(options, model)
-    # Mapped, so that loading to see whether it loads does not hold the weights a second time.
-    mapped = {"session.use_memory_mapped_ort_model": "1", "session.use_ort_model_bytes_for_initializers": "1"}
-    config = {**settings.config, **mapped}
-    CpuSession(path, msgspec.structs.replace(settings, config=config, libraries=model.custom_ops))
 
 
 def _write_settings(options: OrtOptions, model: Model) -> SessionSettings:

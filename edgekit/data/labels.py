@@ -39,7 +39,12 @@ def read_labels(path: Path, samples: Samples) -> tuple[int, ...]:
         DataError: the file cannot be read, holds no whole numbers, or has another number of classes than samples.
     """
     if path == FOLDERS and samples.class_names:
-        return _number_folders(samples.class_names)
+        names = samples.class_names
+        if all(name.isascii() and name.isdigit() for name in names):
+            return tuple(int(name) for name in names)
+        # In the order of names, as torchvision's ImageFolder numbers classes.
+        order = {name: place for place, name in enumerate(sorted(set(names)))}
+        return tuple(order[name] for name in names)
     try:
         values = open_npy(path) if path.suffix == ".npy" else np.loadtxt(path, np.int64, ndmin=1)
     except OSError as error:
@@ -80,14 +85,6 @@ def read_task_labels(path: Path, kind: LabelKind, samples: Samples) -> Sequence[
             f"'{path}' has {len(labels)} labels for {samples.count} samples of '{samples.source}'", hint=_HINTS[kind]
         )
     return labels
-
-
-def _number_folders(names: Sequence[str]) -> tuple[int, ...]:
-    if all(name.isascii() and name.isdigit() for name in names):
-        return tuple(int(name) for name in names)
-    # In the order of names, as torchvision's ImageFolder numbers classes.
-    order = {name: place for place, name in enumerate(sorted(set(names)))}
-    return tuple(order[name] for name in names)
 
 
 def _guess_kind(path: Path) -> LabelKind:

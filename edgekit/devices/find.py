@@ -112,7 +112,14 @@ def find_device(name: str, target: Target) -> Device:
             f"'{name}' runs {providers}, and target '{target.name}' uses {target.provider}",
             hint=f"devices of this target: {', '.join(_fitting_names(target))}",
         )
-    return _rate(device, target)
+    # A device with its evidence for a target: what runs the CPU provider is the provider of `cpu` itself.
+    if isinstance(device, Android):
+        return msgspec.structs.replace(device, computes=target.provider == NNAPI)
+    if isinstance(device, IosSimulator):
+        return msgspec.structs.replace(device, model_format=target.settings.get("model_format", ML_PROGRAM))
+    if target.provider != CPU_PROVIDER or not isinstance(device, (Host, HostNative, OlderHost, Arm64, Arm64Native)):
+        return device
+    return msgspec.structs.replace(device, evidence=Evidence.SAME_EP)
 
 
 def serve_device(name: str) -> tuple[tuple[Device, Target], ...]:
@@ -176,7 +183,10 @@ def install_device(
         _install_android(progress, library)
         return
     if isinstance(device, IosSimulator):
-        _install_ios(progress, framework)
+        installed = find_ios()
+        if framework is not None or installed is None or not (installed.is_pinned and installed.is_current):
+            installed = install_ios(progress, framework)
+        progress(f"ONNX Runtime {installed.version} of {installed.framework} for the iOS simulator")
         return
     missing = device.find_missing()
     install = _INSTALLERS.get(name.partition(":")[0])
@@ -199,24 +209,6 @@ def _install_android(progress: Progress, library: Path | None) -> None:
         f"ONNX Runtime {installed.version} of {installed.archive} for {', '.join(installed.abis)}"
         f" with {', '.join(installed.providers)}"
     )
-
-
-def _install_ios(progress: Progress, framework: Path | None) -> None:
-    installed = find_ios()
-    if framework is not None or installed is None or not (installed.is_pinned and installed.is_current):
-        installed = install_ios(progress, framework)
-    progress(f"ONNX Runtime {installed.version} of {installed.framework} for the iOS simulator")
-
-
-def _rate(device: Device, target: Target) -> Device:
-    """Returns a device with its evidence for a target: what runs the CPU provider is the provider of `cpu` itself."""
-    if isinstance(device, Android):
-        return msgspec.structs.replace(device, computes=target.provider == NNAPI)
-    if isinstance(device, IosSimulator):
-        return msgspec.structs.replace(device, model_format=target.settings.get("model_format", ML_PROGRAM))
-    if target.provider != CPU_PROVIDER or not isinstance(device, (Host, HostNative, OlderHost, Arm64, Arm64Native)):
-        return device
-    return msgspec.structs.replace(device, evidence=Evidence.SAME_EP)
 
 
 def _known_device(name: str) -> Device:

@@ -219,7 +219,7 @@ def draw_samples(model: Model, count: int) -> Samples:
         spec.is_static
         and spec.is_tensor
         and len(spec.shape or ()) <= MOST_AXES
-        and _count_elements(spec) <= _MAX_SAMPLE_ELEMENTS
+        and int(np.prod(_fixed_shape(spec), dtype=object)) <= _MAX_SAMPLE_ELEMENTS
         for spec in model.inputs
     )
     rng = np.random.default_rng(0)
@@ -234,10 +234,6 @@ def _draw(rng: np.random.Generator, spec: TensorSpec) -> Array:
     if spec.dtype.startswith("float"):
         return rng.standard_normal(shape, dtype=np.float32).astype(spec.dtype)
     return rng.integers(0, 2, shape).astype(spec.dtype)
-
-
-def _count_elements(spec: TensorSpec) -> int:
-    return int(np.prod(_fixed_shape(spec), dtype=object))
 
 
 def _fixed_shape(spec: TensorSpec) -> tuple[int, ...]:

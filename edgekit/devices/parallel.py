@@ -147,10 +147,6 @@ def _end(futures: Sequence[Future[_T]]) -> None:
 
 @functools.cache
 def _slots() -> BoundedSemaphore:
-    return BoundedSemaphore(count_slots(os.cpu_count() or 1, _free_bytes()))
-
-
-def _free_bytes() -> int | None:
     lines = _MEMORY.read_text().splitlines() if _MEMORY.is_file() else []
     available = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
-    return None if available is None else int(available) * 1024
+    return BoundedSemaphore(count_slots(os.cpu_count() or 1, None if available is None else int(available) * 1024))

@@ -181,7 +181,13 @@ def make_sizes(
     for size, prepared in sized.models.smaller.items():
         folder = work / f"size-{size}"
         told = list[str]()
-        mine = msgspec.structs.replace(inputs, prepared=prepared, golden=_make_golden(inputs, sized, size, folder))
+        # Some of the golden samples that fit into a size, filled up to it.
+        fitting = [row for row, length in enumerate(sized.lengths) if length <= size]
+        rows = [fitting[place] for place in spread_indices(len(fitting), _SAMPLES)]
+        samples = pad_samples(sized.models.padding, select_samples(sized.given, rows), size)
+        mine = msgspec.structs.replace(
+            inputs, prepared=prepared, golden=make_golden(inputs.source, samples, folder / "golden")
+        )
         model = _remake(mine, making, deployed.target, folder)
         check = check_model(model, deployed.target)
         made = deploy_model(model, making.precision, check, mine, deployed.target, job, folder, told)
@@ -193,14 +199,6 @@ def make_sizes(
 def _load(deployed: Deployed, inputs: BuildInputs) -> Model:
     converted = deployed.converted
     return load_model(converted.folder / converted.files["onnx"][0], custom_ops=inputs.prepared.custom_ops)
-
-
-def _make_golden(inputs: BuildInputs, sized: BucketInputs, size: int, work: Path) -> Golden:
-    """Returns some of the golden samples that fit into a size, filled up to it."""
-    fitting = [row for row, length in enumerate(sized.lengths) if length <= size]
-    rows = [fitting[place] for place in spread_indices(len(fitting), _SAMPLES)]
-    samples = pad_samples(sized.models.padding, select_samples(sized.given, rows), size)
-    return make_golden(inputs.source, samples, work / "golden")
 
 
 def _remake(inputs: BuildInputs, making: Making, target: Target, work: Path) -> Model:

@@ -166,20 +166,16 @@ def run_float(group: FloatGroup, sets: SampleSets, metric: TaskLimit, folder: Pa
         for result in runner.run(sets.evaluation):
             outputs.append(result)
             if labels is None:
-                made.append(_say(result, metric))
+                if find_metric(metric).labels != "text":
+                    raise UsageError(f"metric '{metric.name}' needs labels", hint="give --eval DATA with --labels FILE")
+                output = metric.output or next(iter(result))
+                made.append(decode_text(result[output], metric))
     inputs, count = write_rows(golden / INPUTS, sets.evaluation, ragged=True)
     write_labels(golden, labels or made)
     return msgspec.structs.replace(
         found,
         golden=Golden(folder=golden, samples=count, inputs=inputs, outputs=outputs.specs, has_labels=True),
     )
-
-
-def _say(result: Tensors, metric: TaskLimit) -> str:
-    if find_metric(metric).labels != "text":
-        raise UsageError(f"metric '{metric.name}' needs labels", hint="give --eval DATA with --labels FILE")
-    output = metric.output or next(iter(result))
-    return decode_text(result[output], metric)
 
 
 class _Runner:

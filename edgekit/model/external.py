@@ -170,18 +170,14 @@ def _skim(data: mmap.mmap, kind: str, span: tuple[int, int], depth: int, locatio
             yield data[start:at]
         # External data are raw bytes (onnx.proto): other fields of data have another encoding, and stay in the message.
         elif location and kind == "tensor" and field == _RAW_DATA:
-            place = _external_fields(location, body, size)
+            # The fields of a tensor that say where its data lie.
+            tensor = onnx.TensorProto()
+            point_to(tensor, DataPlace(location, body, size))
+            place = tensor.SerializeToString()
         elif location:
             yield data[start:at]
     # Last, where it wins: tensors that were loaded from external data say that their data lie in the message.
     yield place
-
-
-def _external_fields(location: str, offset: int, length: int) -> bytes:
-    """Returns the fields of a tensor that say where its data lie."""
-    tensor = onnx.TensorProto()
-    point_to(tensor, DataPlace(location, offset, length))
-    return tensor.SerializeToString()
 
 
 def _skip_scalar(data: mmap.mmap, at: int, wire: int) -> int:

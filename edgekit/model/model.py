@@ -67,7 +67,12 @@ def load_model(path: Path, *, custom_ops: Sequence[Path] = ()) -> Model:
         if not library.is_file():
             raise UsageError(f"there is no custom-op library '{library}'", hint="give the path of a .so file")
     proto = _parse(path)
-    _check_rules(path, proto)
+    # Refuses names that are no text, which protobuf hands out as bytes that fit nowhere, and what ONNX's rules do.
+    strange = find_strange_text(proto)
+    if strange is not None:
+        raise ModelError(f"'{path}' has the name {strange[:80]!r}, which is no UTF-8", hint="export the model again")
+    if flaw := find_flaw(proto):
+        raise ModelError(f"'{path}' is no sound model: {flaw}", hint="export it again")
     external = _find_external(path, proto)
     opsets = {entry.domain or _MAIN_DOMAIN: entry.version for entry in proto.opset_import}
     _check_versions(path, proto.ir_version, opsets)
@@ -339,15 +344,6 @@ def _parse(path: Path) -> onnx.ModelProto:
     if not proto.graph.node and not proto.graph.output:
         raise ModelError(f"'{path}' holds no ONNX graph", hint="give the path of an .onnx file")
     return proto
-
-
-def _check_rules(path: Path, proto: onnx.ModelProto) -> None:
-    """Refuses names that are no text, which protobuf hands out as bytes that fit nowhere, and what ONNX's rules do."""
-    strange = find_strange_text(proto)
-    if strange is not None:
-        raise ModelError(f"'{path}' has the name {strange[:80]!r}, which is no UTF-8", hint="export the model again")
-    if flaw := find_flaw(proto):
-        raise ModelError(f"'{path}' is no sound model: {flaw}", hint="export it again")
 
 
 def _check_versions(path: Path, ir_version: int, opsets: dict[str, int]) -> None:

@@ -230,12 +230,10 @@ def _check_node(node: onnx.NodeProto, where: str, opsets: Mapping[str, int]) -> 
         yield from _CHECKS[node.op_type](node, where, given)
     # onnx's inference of shapes does not come to an end on what is no equation.
     yield from (
-        f"{where} has an equation that is none" for name in given if name == "equation" and _is_odd(given[name])
+        f"{where} has an equation that is none"
+        for name in given
+        if name == "equation" and _EQUATION.fullmatch(given[name].s) is None
     )
-
-
-def _is_odd(equation: onnx.AttributeProto) -> bool:
-    return _EQUATION.fullmatch(equation.s) is None
 
 
 def _check_loop(node: onnx.NodeProto, where: str, given: Mapping[str, onnx.AttributeProto]) -> Iterator[str]:

@@ -323,7 +323,10 @@ def collect_ort_package(parts: Sequence[Part], identity: Identity, _work: Workpl
         bundle, variant = part.bundle, part.variant
         places: dict[str, str] = {}
         for name, file in variant.files.items():
-            asset = _asset(name, file.sha256) if (name, file.sha256) in shared else None
+            # The digest of a folder that holds one file, as ONNX Runtime computes it.
+            asset = (
+                digest_bytes(f"{file.sha256}  {Path(name).name}\n".encode()) if (name, file.sha256) in shared else None
+            )
             places[name] = name if asset is None else f"sha256:{asset}/{Path(name).name}"
             folder = f"{identity.name}/{variant.name}/{name}" if asset is None else _asset_path(asset, name)
             entries[folder] = part.cut.files[name]
@@ -350,11 +353,6 @@ def _keys(bundle: Bundle, variant: Variant) -> list[tuple[str, str]]:
     # A model with weights beside it names them by their place: it cannot move to the shared folder alone.
     alone = {names[0] for names in bundle.manifest.forms.values() if len(names) == 1}
     return [(name, file.sha256) for name, file in variant.files.items() if name in alone or name.startswith(_SHAREABLE)]
-
-
-def _asset(name: str, sha256: str) -> str:
-    """Returns the digest of a folder that holds one file, as ONNX Runtime computes it."""
-    return digest_bytes(f"{sha256}  {Path(name).name}\n".encode())
 
 
 def _asset_path(asset: str, name: str) -> str:

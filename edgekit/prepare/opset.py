@@ -25,13 +25,6 @@ def find_newer_ops(proto: onnx.ModelProto, own: int, opset: int) -> tuple[str, .
     return tuple(sorted({node.op_type for node in nodes if not _means_the_same(node, own, opset)}))
 
 
-def lower_imports(proto: onnx.ModelProto, opset: int) -> None:
-    """Imports the older opset in place of the model's own, in place."""
-    for entry in proto.opset_import:
-        if not entry.domain:
-            entry.version = opset
-
-
 def _means_the_same(node: onnx.NodeProto, own: int, opset: int) -> bool:
     """Returns True if the operator has the same inputs, outputs and defaults in both opsets.
 
@@ -98,9 +91,13 @@ def choose_opset(proto: onnx.ModelProto, wanted: int | None) -> int:
     own = read_opset(proto)
     if wanted is not None:
         return wanted
-    lifted = own < OLDEST_OPSET and _uses_main_domain(proto)
+    lifted = own < OLDEST_OPSET and any(not node.domain for node in _iterate_nodes(proto))
     # ONNX Runtime writes a LayerNormalization in parts as one node, where the opset has it.
-    normed = own < _LAYER_NORM_SINCE and (_has_parted_norms(proto.graph) or _has_fused_norms(proto.graph))
+    # True if a graph holds a norm that ONNX Runtime's optimizers fused.
+    normed = own < _LAYER_NORM_SINCE and (
+        _has_parted_norms(proto.graph)
+        or any(node.op_type in _FUSED_NORMS and node.domain in {"", ORT_DOMAIN} for node in proto.graph.node)
+    )
     return DEFAULT_OPSET if lifted or normed else min(own, MAX_OPSET)
 
 
@@ -121,7 +118,10 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
         )
     newer = find_newer_ops(proto, own, opset) if opset < own else ()
     if opset < own and not newer:
-        lower_imports(proto, opset)
+        # Imports the older opset in place of the model's own, in place.
+        for entry in proto.opset_import:
+            if not entry.domain:
+                entry.version = opset
         return proto
     with weights_aside(proto) as weights:
         _put_aside(proto, own)
@@ -199,10 +199,6 @@ def _iterate_nodes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
     return (node for graph in iterate_graphs(proto.graph) for node in graph.node)
 
 
-def _uses_main_domain(proto: onnx.ModelProto) -> bool:
-    return any(not node.domain for node in _iterate_nodes(proto))
-
-
 def _uses_new_types(proto: onnx.ModelProto) -> bool:
     # The newest element type of IR version 9 (onnx.proto's history of IR_VERSION).
     newest = onnx.TensorProto.FLOAT8E5M2FNUZ
@@ -215,11 +211,6 @@ def _element_types(graph: onnx.GraphProto) -> Iterator[int]:
     for node in graph.node:
         yield from (attribute.t.data_type for attribute in node.attribute)
         yield from (attribute.i for attribute in node.attribute if attribute.name == "to")
-
-
-def _has_fused_norms(graph: onnx.GraphProto) -> bool:
-    """Returns True if a graph holds a norm that ONNX Runtime's optimizers fused."""
-    return any(node.op_type in _FUSED_NORMS and node.domain in {"", ORT_DOMAIN} for node in graph.node)
 
 
 def _has_parted_norms(graph: onnx.GraphProto) -> bool:

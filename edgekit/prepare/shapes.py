@@ -297,7 +297,7 @@ def infer_types(proto: onnx.ModelProto) -> dict[str, int]:
 
 def infer_outputs(proto: onnx.ModelProto) -> None:
     """Gives the graph's outputs the shapes that follow from the inputs', where they are known, in place."""
-    unknown = [value for value in proto.graph.output if _is_tensor(value) and not _is_static(value)]
+    unknown = [value for value in proto.graph.output if value.type.HasField("tensor_type") and not _is_static(value)]
     if not unknown:
         return
     for value in unknown:
@@ -314,10 +314,6 @@ def infer_values(proto: onnx.ModelProto) -> None:
     values = [value for value in inferred if value.type.HasField("tensor_type")]
     del proto.graph.value_info[:]
     proto.graph.value_info.extend(values)
-
-
-def _is_tensor(value: onnx.ValueInfoProto) -> bool:
-    return value.type.HasField("tensor_type")
 
 
 def _is_static(value: onnx.ValueInfoProto) -> bool:

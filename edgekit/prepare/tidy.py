@@ -55,7 +55,11 @@ def name_nodes(graph: onnx.GraphProto) -> None:
             # Not a running number: a node in front would rename all behind it, and reports of two versions could not be
             # compared.
             stem = node.name or f"{node.op_type}_{next(filter(None, node.output), '')}"
-            node.name = _free_name(stem, taken, counts)
+            name = stem
+            while name in taken:
+                counts[stem] = counts.get(stem, 0) + 1
+                name = f"{stem}_{counts[stem]}"
+            node.name = name
             taken.add(node.name)
         seen.add(node.name)
 
@@ -91,14 +95,6 @@ def _replace(field: MutableSequence[_MessageT], values: Iterable[_MessageT]) -> 
     kept = list(values)
     del field[:]
     field.extend(kept)
-
-
-def _free_name(stem: str, taken: set[str], counts: dict[str, int]) -> str:
-    name = stem
-    while name in taken:
-        counts[stem] = counts.get(stem, 0) + 1
-        name = f"{stem}_{counts[stem]}"
-    return name
 
 
 def _domain(domain: str) -> str:

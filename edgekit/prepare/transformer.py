@@ -23,11 +23,6 @@ from edgekit.prepare.rewrites import idle, join_attention
 _FAILURES = (ValueError, TypeError, AssertionError, KeyError, IndexError, AttributeError, RuntimeError)
 
 
-def list_families() -> tuple[str, ...]:
-    """Returns the families of transformers that it has fusions for."""
-    return tuple(sorted(_load_optimizer().MODEL_TYPES))
-
-
 # Slower on the CPU than their parts, and less exact (docs/reference/measured.md). Attention is joined elsewhere.
 _SLOW_ON_CPU = ("enable_attention", "enable_skip_layer_norm", "enable_bias_skip_layer_norm", "enable_bias_gelu")
 
@@ -110,7 +105,8 @@ def fuse_transformer(
         UsageError: there is no such family.
         ModelError: the optimizer cannot handle the model, or nothing was found to fuse.
     """
-    families = list_families()
+    # The families of transformers that it has fusions for.
+    families = tuple(sorted(_load_optimizer().MODEL_TYPES))
     if options.model_type not in families:
         hint = suggest_name(options.model_type, families)
         raise UsageError(f"there is no --model-type '{options.model_type}'", hint=hint)

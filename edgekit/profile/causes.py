@@ -175,17 +175,13 @@ def find_islands(nodes: Iterable[NodeTime], graph: Graph) -> tuple[NodeTime, ...
     found: list[NodeTime] = []
     for node in nodes:
         own = by_name.get(node.source)
-        if own is None or node.kind or node.integers or not _is_float(node):
+        if own is None or node.kind or node.integers or not (bool(node.inputs) and node.inputs[0].startswith("float[")):
             continue
         reads = any((maker := graph.producers.get(name)) and maker.op_type == _DEQUANTIZE for name in own.input[:1])
         gives = [reader.op_type for name in own.output for reader in graph.consumers.get(name, ())]
         if reads and gives and all(op == _QUANTIZE for op in gives):
             found.append(node)
     return tuple(found)
-
-
-def _is_float(node: NodeTime) -> bool:
-    return bool(node.inputs) and node.inputs[0].startswith("float[")
 
 
 def _slow_integers(contest: Contest) -> Iterator[Cause]:

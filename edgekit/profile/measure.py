@@ -461,7 +461,9 @@ def _warn(found: DeviceProfile, taken: Taken) -> Iterator[str]:
             f" lies between them, {found.between_us:.1f} us for each, where ONNX Runtime hands over from one to the"
             " next, or another program had the core"
         )
-    if found.roof is not None and (fast := _beyond(found)):
+    if found.roof is not None and (
+        fast := sum(node.bound == "compute" and (node.roof_share or 0.0) > 1.1 for node in found.nodes)
+    ):
         yield (
             f"{fast} kernels are faster than the probe: the machine was busy when that ran, or a cache holds their"
             " data; --probe-again measures it anew"
@@ -472,7 +474,3 @@ def _warn(found: DeviceProfile, taken: Taken) -> Iterator[str]:
             " run and says nothing of a phone; which operations there are, does"
         )
     yield from taken.last.notes
-
-
-def _beyond(found: DeviceProfile) -> int:
-    return sum(node.bound == "compute" and (node.roof_share or 0.0) > 1.1 for node in found.nodes)

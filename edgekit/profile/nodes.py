@@ -33,11 +33,6 @@ def multiplies(step: Step) -> bool:
     return step.op in _COUNTERS
 
 
-def computes_integers(step: Step) -> bool:
-    """Returns True for a kernel that multiplies integers."""
-    return bool(step.inputs) and step.inputs[0].dtype in _INTEGERS
-
-
 def _elements(tensor: Tensor) -> int:
     return prod(tensor.shape)
 
@@ -192,7 +187,7 @@ def _make_node(calls: Sequence[Step], runs: int, whole_us: int, sources: Mapping
         bytes=size // runs,
         gmacs_per_s=macs / seconds / 1e9 if seconds else 0.0,
         gbytes_per_s=size / seconds / 1e9 if seconds else 0.0,
-        integers=computes_integers(first),
+        integers=bool(first.inputs) and first.inputs[0].dtype in _INTEGERS,
         spread=any(step.spread for step in calls),
         kind=_KINDS.get(first.op, ""),
         max_ms=max(step.self_us for step in calls) / 1e3,

@@ -167,7 +167,11 @@ def _describe(report: VerifyReport) -> Iterator[str]:
         yield "|---|---|---|--:|--:|--:|---|"
         for run in report.runs:
             for output in run.outputs:
-                yield _describe_row(run, output)
+                top1 = output.top1_agreement if output.top1_agreement is not None else output.exact_match
+                figures = (_number(output.cosine, "{:.5f}"), _number(output.sqnr_db, "{:.1f}"), _number(top1, "{:.1%}"))
+                verdict = "pass" if run.passed else f"**{run.verdict}**"
+                cells = (_escape(run.device), run.evidence.value, _escape(output.name), *figures, verdict)
+                yield f"| {' | '.join(cells)} |"
             if not run.outputs:
                 yield f"| {_escape(run.device)} | {run.evidence.value} | - | - | - | - | {run.verdict} |"
         yield ""
@@ -183,14 +187,6 @@ def _describe(report: VerifyReport) -> Iterator[str]:
     if report.advice:
         yield f"- {_escape(report.advice)}"
     yield ""
-
-
-def _describe_row(run: RunReport, output: OutputReport) -> str:
-    top1 = output.top1_agreement if output.top1_agreement is not None else output.exact_match
-    figures = (_number(output.cosine, "{:.5f}"), _number(output.sqnr_db, "{:.1f}"), _number(top1, "{:.1%}"))
-    verdict = "pass" if run.passed else f"**{run.verdict}**"
-    cells = (_escape(run.device), run.evidence.value, _escape(output.name), *figures, verdict)
-    return f"| {' | '.join(cells)} |"
 
 
 def _number(value: float | None, form: str) -> str:

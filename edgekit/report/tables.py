@@ -11,7 +11,6 @@ from edgekit.evidence import Verdict, worst_verdict
 from edgekit.inspect.diff import Delta
 from edgekit.inspect.sizes import SizeReport
 from edgekit.package.package import PackageReport
-from edgekit.plain import Shown
 from edgekit.verify.groups import GroupReport, GroupRun
 from edgekit.verify.tasks.scores import describe_difference, format_score
 
@@ -180,7 +179,7 @@ class GroupTarget(msgspec.Struct, frozen=True, kw_only=True):
         return "not proven" if self.verify is None else self.verify.verdict
 
 
-class GroupBuild(Shown, msgspec.Struct, frozen=True, kw_only=True):
+class GroupBuild(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a group: the sha256 of its models, the samples it was made and judged with, and each target."""
 
     group: str

@@ -50,7 +50,11 @@ def open_files(
                 found[form] = open_subject(path, work / form, msgspec.structs.replace(opening, form=form))
     elif _can_convert(path, first, device):
         try:
-            found[ORT_FORM] = open_subject(_write_ort(path, work / "ort"), work / "ort", opening)
+            folder = work / "ort"
+            # For this machine alone, so with the layouts that its CPU wants.
+            options = OrtOptions(style="full", cpu="arm" if host_abi() == "linux-arm64" else "x64")
+            made = convert_styles(load_model(path), folder, options, ("full",), checked=False)
+            found[ORT_FORM] = open_subject(folder / made.files["full"][0], work / "ort", opening)
         except EdgekitError as error:
             notes.append(f"no {ORT_FORM} in the race: {error.message}")
     for candidate in candidates:
@@ -108,13 +112,6 @@ def has_branches(job: Job) -> bool:
 def _can_convert(path: Path, subject: Subject, device: Device) -> bool:
     is_plain = subject.job_for(device).target.provider == CPU_PROVIDER and device.name.startswith("host")
     return path.suffix == ".onnx" and is_plain and path.stat().st_size < _CHEAP_BYTES
-
-
-def _write_ort(path: Path, folder: Path) -> Path:
-    # For this machine alone, so with the layouts that its CPU wants.
-    options = OrtOptions(style="full", cpu="arm" if host_abi() == "linux-arm64" else "x64")
-    made = convert_styles(load_model(path), folder, options, ("full",), checked=False)
-    return folder / made.files["full"][0]
 
 
 def require_bundle(path: Path) -> None:

@@ -23,7 +23,7 @@ from edgekit.devices.register import DeviceChoice
 from edgekit.errors import BundleError, CrashError, DeviceError, EdgekitError
 from edgekit.evidence import Evidence, Judgement, Verdict, worst_verdict
 from edgekit.model.tensors import Tensors
-from edgekit.plain import Shown, to_json
+from edgekit.plain import to_json
 from edgekit.progress import Progress, say_nothing
 from edgekit.target import TaskLimit
 from edgekit.verify.on_devices import find_devices
@@ -63,7 +63,7 @@ class GroupRun(msgspec.Struct, frozen=True, kw_only=True):
         return self.judgement.verdict
 
 
-class GroupReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
+class GroupReport(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a group does on its devices what the float models do: each member by itself, and all of them together.
 
     It passes if every member does, and every device that ran keeps the metric.

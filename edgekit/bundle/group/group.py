@@ -197,7 +197,10 @@ def write_group(contents: GroupContents, bundles: Mapping[str, Bundle], out: Pat
     if len(targets) != 1:
         named = ", ".join(sorted(targets))
         raise UsageError("the members of a group are for one target", hint=f"these are for {named}")
-    shared = _find_shared(manifests)
+    entries = {entry.sha256: entry for manifest in manifests.values() for entry in manifest.files.values()}
+    held = ({entry.sha256 for entry in manifest.files.values()} for manifest in manifests.values())
+    counts = Counter(digest for digests in held for digest in digests)
+    shared = {digest: entries[digest] for digest in sorted(counts) if counts[digest] > 1}
     _check_places(manifests, shared)
     with staged_folder(out) as staging:
         for name, bundle in bundles.items():
@@ -314,13 +317,6 @@ def _expect(group: GroupManifest, manifests: Mapping[str, Manifest]) -> dict[str
         expected[f"{_MEMBERS}/{name}/{MANIFEST}"] = group.members[name].manifest
         expected |= {place: manifest.files[file] for file, place in _places(name, manifest, group.shared).items()}
     return expected
-
-
-def _find_shared(manifests: Mapping[str, Manifest]) -> dict[str, BundledFile]:
-    entries = {entry.sha256: entry for manifest in manifests.values() for entry in manifest.files.values()}
-    held = ({entry.sha256 for entry in manifest.files.values()} for manifest in manifests.values())
-    counts = Counter(digest for digests in held for digest in digests)
-    return {digest: entries[digest] for digest in sorted(counts) if counts[digest] > 1}
 
 
 def _places(member: str, manifest: Manifest, shared: Mapping[str, object]) -> dict[str, str]:

@@ -187,7 +187,12 @@ def _look_around(graph: Graph, node: Node, *, absorb_clips: bool) -> _Surround |
     dqs = ((at, _producer(graph, name, "DequantizeLinear")) for at, name in enumerate(node.input))
     before = {at: dq for at, dq in dqs if dq is not None}
     clip = _redundant_candidate(graph, node) if absorb_clips and before else None
-    after = _quantizers(graph, clip or node)
+    after = [
+        (position, reader)
+        for position, name in enumerate((clip or node).output)
+        for reader in graph.consumers.get(name, ())
+        if reader.op_type == "QuantizeLinear" and reader.input[0] == name and reader.has_input(1)
+    ]
     if clip is not None and (len(after) != 1 or not _is_redundant(graph, clip, after[0][1])):
         return None
     return _Surround(before=before, after=after, clip=clip)
@@ -267,15 +272,6 @@ def _covers_outputs(graph: Graph, node: Node, around: _Surround) -> bool:
 def _producer(graph: Graph, name: str, op: str) -> Node | None:
     node = graph.producers.get(name)
     return node if node is not None and node.op_type == op and node.has_input(1) else None
-
-
-def _quantizers(graph: Graph, node: Node) -> list[tuple[int, Node]]:
-    return [
-        (position, reader)
-        for position, name in enumerate(node.output)
-        for reader in graph.consumers.get(name, ())
-        if reader.op_type == "QuantizeLinear" and reader.input[0] == name and reader.has_input(1)
-    ]
 
 
 def _redundant_candidate(graph: Graph, node: Node) -> Node | None:

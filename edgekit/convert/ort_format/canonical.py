@@ -97,7 +97,11 @@ def mend_saved(root: Record) -> None:
                     op = find_op(saved, opset)
                     saved["produced_op_ids"] = [op.encode()]
                     produced.add(op)
-    _add_types(root, produced)
+    known = cast("list[Record]", table(root, "kernel_type_str_resolver").get("op_kernel_type_str_args", []))
+    present = {text(entry, "op_id") for entry in known}
+    # A minimal build looks kernels up by these entries; an operator without one is "not found" although it is linked
+    # in.
+    known.extend(_describe_types(op) for op in sorted(produced - present))
 
 
 def _is_main(entry: Record) -> bool:
@@ -117,14 +121,6 @@ def _split(_saved: Record, opset: int) -> str:
 
 # The operator that an action produces, by the action's name and the model's opset.
 _PRODUCED: Mapping[str, Callable[[Record, int], str]] = {"MatMul": _matmul, "dropSplitQDQ": _split}
-
-
-def _add_types(root: Record, ops: set[str]) -> None:
-    known = cast("list[Record]", table(root, "kernel_type_str_resolver").get("op_kernel_type_str_args", []))
-    present = {text(entry, "op_id") for entry in known}
-    # A minimal build looks kernels up by these entries; an operator without one is "not found" although it is linked
-    # in.
-    known.extend(_describe_types(op) for op in sorted(ops - present))
 
 
 def _describe_types(op: str) -> Record:

@@ -61,7 +61,10 @@ def write_tables(root: Record, path: Path) -> None:
     strings, cursor = _place_strings(blocks, cursor)
     for blob in blobs:
         cursor += 4
-        cursor += -cursor % _blob_alignment(len(blob.data))
+        size = len(blob.data)
+        # Weights are used where they lie (session.use_ort_model_bytes_for_initializers), and kernels load 64 bytes at a
+        # time.
+        cursor += -cursor % (64 if size >= 64 else 16 if size >= 16 else 8)
         blob.start = cursor
         cursor += len(blob.data)
     if cursor > _MAX_BYTES:
@@ -132,7 +135,10 @@ def _shape_table(kind: str, present: frozenset[str]) -> _Shape:
     fields = [(slot, field) for slot, field in enumerate(SCHEMA[kind]) if field.name in present]
     offsets, size, align = _place_fields(fields)
     placed = tuple((offsets[slot], field) for slot, field in fields)
-    return _Shape(fields=placed, size=size, align=align, vtable=_make_vtable(offsets, size))
+    slots = [offsets.get(slot, 0) for slot in range(max(offsets, default=-1) + 1)]
+    # A vtable is its own size, the table's size, and an offset a slot; slots behind the last one present are left out.
+    vtable = struct.pack(f"<{2 + len(slots)}H", 4 + 2 * len(slots), size, *slots)
+    return _Shape(fields=placed, size=size, align=align, vtable=vtable + bytes(-len(vtable) % 4))
 
 
 def _place_fields(fields: list[tuple[int, Field]]) -> tuple[dict[int, int], int, int]:
@@ -159,13 +165,6 @@ def _place_fields(fields: list[tuple[int, Field]]) -> tuple[dict[int, int], int,
     return offsets, cursor + -cursor % 4, 8 if eights else 4
 
 
-def _make_vtable(offsets: dict[int, int], size: int) -> bytes:
-    slots = [offsets.get(slot, 0) for slot in range(max(offsets, default=-1) + 1)]
-    # A vtable is its own size, the table's size, and an offset a slot; slots behind the last one present are left out.
-    vtable = struct.pack(f"<{2 + len(slots)}H", 4 + 2 * len(slots), size, *slots)
-    return vtable + bytes(-len(vtable) % 4)
-
-
 def _place_vtables(blocks: list[_Block]) -> dict[bytes, int]:
     cursor = _HEADER_BYTES
     places: dict[bytes, int] = {}
@@ -183,12 +182,6 @@ def _place_strings(blocks: list[_Block], cursor: int) -> tuple[dict[bytes, int],
         cursor += 4 + len(string) + 1
         cursor += -cursor % 4
     return places, cursor
-
-
-def _blob_alignment(size: int) -> int:
-    # Weights are used where they lie (session.use_ort_model_bytes_for_initializers), and kernels load 64 bytes at a
-    # time.
-    return 64 if size >= 64 else 16 if size >= 16 else 8
 
 
 def _write_all(

@@ -141,7 +141,11 @@ def _run_samples(
     run["load_ms"] = (time.perf_counter() - start) * 1e3
     run["memory"]["session"] = _read_memory()
     if not job["profile"]:
-        run["placement"] = _assigned_nodes(session)
+        run["placement"] = [
+            {"name": node.name, "op": node.op_type, "domain": node.domain, "provider": part.ep_name}
+            for part in session.get_provider_graph_assignment_info()
+            for node in part.get_nodes()
+        ]
     started()
     status = _serve_samples(session, job, run, samples, keep)
     if job.get("trace"):
@@ -269,14 +273,6 @@ def _open_session(folder: Path, job: Json) -> Any:
     if provider not in session.get_providers():
         raise RuntimeError(f"asked for {provider}, and the session has {', '.join(session.get_providers())} alone")
     return session
-
-
-def _assigned_nodes(session: Any) -> list[Json]:
-    return [
-        {"name": node.name, "op": node.op_type, "domain": node.domain, "provider": part.ep_name}
-        for part in session.get_provider_graph_assignment_info()
-        for node in part.get_nodes()
-    ]
 
 
 def _profiled_nodes(file: Path) -> list[Json]:

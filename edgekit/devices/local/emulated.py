@@ -62,7 +62,13 @@ def round_to_half(proto: onnx.ModelProto, taken: Collection[str], types: Mapping
             rounding.nodes.append(node)
     set_nodes(graph, rounding.nodes)
     graph.initializer.extend(rounding.added)
-    _drop_unused(graph, weights)
+    # Removes weights that have a rounded copy; in a file of IR version 3 they are graph inputs as well.
+    unused = set(weights).difference(find_reads(graph))
+    tensors = [tensor for tensor in graph.initializer if tensor.name not in unused]
+    inputs = [value for value in graph.input if value.name not in unused]
+    del graph.initializer[:], graph.input[:]
+    graph.initializer.extend(tensors)
+    graph.input.extend(inputs)
 
 
 def find_float_types(proto: onnx.ModelProto) -> dict[str, int]:
@@ -125,16 +131,6 @@ def _add_source(rounding: _Rounding, name: str) -> str:
 
 def _cast(source: str, target: str, kind: int) -> onnx.NodeProto:
     return helper.make_node("Cast", [source], [target], f"{target}/cast", to=kind)
-
-
-def _drop_unused(graph: onnx.GraphProto, weights: Collection[str]) -> None:
-    """Removes weights that have a rounded copy; in a file of IR version 3 they are graph inputs as well."""
-    unused = set(weights).difference(find_reads(graph))
-    tensors = [tensor for tensor in graph.initializer if tensor.name not in unused]
-    inputs = [value for value in graph.input if value.name not in unused]
-    del graph.initializer[:], graph.input[:]
-    graph.initializer.extend(tensors)
-    graph.input.extend(inputs)
 
 
 class Emulated(msgspec.Struct, frozen=True, kw_only=True):

@@ -142,7 +142,11 @@ def add_ending(run: DeviceRun, runner: Runner, far: FarRun | None, finished: Fin
         return run
     # A session that was refused is an answer, however its program ended then.
     crashed = runner.emulates and finished.crashed and (far is None or far.status != "refused")
-    return msgspec.structs.replace(run, log=describe_log(finished), crashed=crashed)
+    # The last lines that a program wrote, without what could steer a terminal.
+    text = f"{finished.stdout[-MAX_LOG:]}\n{finished.stderr[-MAX_LOG:]}"
+    return msgspec.structs.replace(
+        run, log="\n".join(line for raw in text.splitlines() if (line := _clean_line(raw)))[-MAX_LOG:], crashed=crashed
+    )
 
 
 def find_trace(file: Path, job: Job) -> Path | None:
@@ -234,12 +238,6 @@ def find_shortage(count: int, far: FarRun, job: Job, wanted: int, repeat: int) -
     if count in due and count * repeat == len(far.latency_ms):
         return None
     return f"{count} of {wanted} samples came back, with {len(far.latency_ms)} times"
-
-
-def describe_log(finished: Finished) -> str:
-    """Returns the last lines that a program wrote, without what could steer a terminal."""
-    text = f"{finished.stdout[-MAX_LOG:]}\n{finished.stderr[-MAX_LOG:]}"
-    return "\n".join(line for raw in text.splitlines() if (line := _clean_line(raw)))[-MAX_LOG:]
 
 
 def last_words(stderr: str) -> str:

@@ -300,17 +300,15 @@ def _decode_header(line: bytes, path: Path, specs: Sequence[TensorSpec]) -> list
         entries = msgspec.json.decode(line, type=list[_Entry])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _malformed(path, f"its header is wrong: {error}") from error
-    _check_names(path, [entry.name for entry in entries], [spec.name for spec in specs])
+    got = [entry.name for entry in entries]
+    wanted = [spec.name for spec in specs]
+    # Sorted lists and not sets, so that a name which comes twice is seen.
+    if sorted(got) != sorted(wanted):
+        raise _malformed(path, f"it holds {_quoted(got)}, the model gives {_quoted(wanted)}")
     by_name = {spec.name: spec for spec in specs}
     for entry in entries:
         _check_entry(path, entry, by_name[entry.name])
     return entries
-
-
-def _check_names(path: Path, got: Sequence[str], wanted: Sequence[str]) -> None:
-    # Sorted lists and not sets, so that a name which comes twice is seen.
-    if sorted(got) != sorted(wanted):
-        raise _malformed(path, f"it holds {_quoted(got)}, the model gives {_quoted(wanted)}")
 
 
 def _check_entry(path: Path, entry: _Entry, spec: TensorSpec) -> None:

@@ -105,7 +105,8 @@ def _receive(answer: _Answer, job: Job, folder: Path, stream: BufferedReader) ->
         while first := _peek(stream):
             # A message begins with the list of its tensors, the last line with an object: one byte tells them apart.
             if first == b"{":
-                answer.run = decode_run(_read_line(stream))
+                line = stream.readline(MAX_RESULT_BYTES + 1)
+                answer.run = decode_run(line if line.endswith(b"\n") or len(line) > MAX_RESULT_BYTES else b"")
                 if job.trace and answer.run.trace_bytes:
                     receive_trace(stream, folder / TRACE, answer.run.trace_bytes)
                 if _peek(stream):
@@ -121,22 +122,13 @@ def _receive(answer: _Answer, job: Job, folder: Path, stream: BufferedReader) ->
                 job.answered(read_tensors(file, job.outputs))
     except DeviceError as error:
         answer.wrong = error.message
-        answer.cut = _has_ended(stream)
+        # True if nothing will come any more, without waiting for what may come.
+        # At the end of a pipe `select` says that it can be read, and reading gives nothing.
+        answer.cut = bool(select.select([stream.fileno()], [], [], 0)[0]) and not _peek(stream)
 
 
 def _peek(stream: BufferedReader) -> bytes:
     return stream.peek(1)[:1]
-
-
-def _has_ended(stream: BufferedReader) -> bool:
-    """Returns True if nothing will come any more, without waiting for what may come."""
-    # At the end of a pipe `select` says that it can be read, and reading gives nothing.
-    return bool(select.select([stream.fileno()], [], [], 0)[0]) and not _peek(stream)
-
-
-def _read_line(stream: BufferedReader) -> bytes:
-    line = stream.readline(MAX_RESULT_BYTES + 1)
-    return line if line.endswith(b"\n") or len(line) > MAX_RESULT_BYTES else b""
 
 
 def _find_failure(answer: _Answer, finished: Finished, job: Job, repeat: int) -> str | None:

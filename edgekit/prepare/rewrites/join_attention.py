@@ -75,7 +75,11 @@ def _join_attention(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None
     # Both in rows, or both in heads: the kernel knows no third form.
     pair = [_find_key_rows(writer, found.turned), _find_rows(writer, found.value, _SWAP_HEADS, "value")]
     if not all(pair):
-        pair = [_find_keys(writer, found.turned), found.value]
+        # The keys [batch, heads, rows, size], turned back if the model has them turned alone.
+        pair = [
+            _unturn(writer.graph, found.turned) or writer.add("Transpose", [found.turned], "keys", perm=_TURN),
+            found.value,
+        ]
     inputs = [query, *pair, "", "", mask] if mask else [query, *pair]
     mixed = writer.add(
         "MultiHeadAttention", inputs, "attention", domain=ORT_DOMAIN, num_heads=sizes.heads, scale=found.scale
@@ -159,11 +163,6 @@ def _find_key_rows(writer: Writer, turned: str) -> str:
     if keys:
         return _find_rows(writer, keys, _SWAP_HEADS, "key")
     return _find_rows(writer, turned, _TURN_APART, "key")
-
-
-def _find_keys(writer: Writer, turned: str) -> str:
-    """Returns the keys [batch, heads, rows, size], turned back if the model has them turned alone."""
-    return _unturn(writer.graph, turned) or writer.add("Transpose", [turned], "keys", perm=_TURN)
 
 
 def _unturn(graph: Graph, turned: str) -> str:

@@ -333,8 +333,13 @@ def _split_grouped_attention(graph: Graph, node: Node) -> Sequence[onnx.NodeProt
     last = case.reshape(node.input[_LENGTHS], "last", [heads.batch, 1, 1, 1])
     column, row = _find_places(case, last)
     if case.turned:
-        turns = _find_turns(case, row)
-        query, key = _rotate(case, query, "query", turns), _rotate(case, key, "key", turns)
+        # Cosines and sines of each token as [batch, 1, tokens, half of what is turned].
+        rows = case.reshape(input_of(case.node, _POSITIONS) or row, "turns", [-1, 1, case.heads.tokens])
+        cos, sin = (
+            case.writer.add("Gather", [case.node.input[at], rows], part, axis=0)
+            for at, part in ((_COS, "cos"), (_SIN, "sin"))
+        )
+        query, key = (_rotate(case, given, part, (cos, sin)) for given, part in ((query, "query"), (key, "key")))
     key, value = (case.publish(_remember(case, new, at, last, row), at) for at, new in ((1, key), (2, value)))
     case.attend(
         (query, key, value), real(node, "scale"), [_mask(case, last, column), *filter(None, [input_of(node, _BIAS)])]
@@ -404,16 +409,6 @@ def _find_places(case: _Case, last: str) -> tuple[str, str]:
         return column, row
     start = case.writer.add("Sub", [last, case.writer.constant("before", tokens - 1, "int32")], "start")
     return case.writer.add("Add", [start, column], "places"), case.writer.add("Add", [start, row], "places_row")
-
-
-def _find_turns(case: _Case, places: str) -> tuple[str, str]:
-    """Returns cosines and sines of each token as [batch, 1, tokens, half of what is turned]."""
-    rows = case.reshape(input_of(case.node, _POSITIONS) or places, "turns", [-1, 1, case.heads.tokens])
-    cos, sin = (
-        case.writer.add("Gather", [case.node.input[at], rows], part, axis=0)
-        for at, part in ((_COS, "cos"), (_SIN, "sin"))
-    )
-    return cos, sin
 
 
 def _rotate(case: _Case, x: str, part: str, turns: tuple[str, str]) -> str:

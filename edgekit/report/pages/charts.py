@@ -116,7 +116,10 @@ def place_layers(layers: Sequence[LayerReport], located: Located | None = None) 
 
     The bad layer is that which `located` names, or else the first that stands out.
     """
-    shown = _choose_layers(layers, _MOST_LAYERS if located is None else _MOST_LOCATED)
+    most = _MOST_LAYERS if located is None else _MOST_LOCATED
+    ranked = sorted(range(len(layers)), key=lambda index: _height(layers[index].own_sqnr_db), reverse=True)
+    kept = {*ranked[:_MOST_WORST], *spread_indices(len(layers), most - _MOST_WORST)}
+    shown = [layers[index] for index in sorted(range(len(layers)) if len(layers) <= most else kept)]
     named = None if located is None else next((layer for layer in layers if layer.name == located.layer), None)
     bad = find_first_bad(layers) if located is None else named
     # One layer alone stands at the left.
@@ -132,12 +135,6 @@ def place_layers(layers: Sequence[LayerReport], located: Located | None = None) 
         for index, layer in enumerate(shown)
     )
     return Chart(points=points, grid=tuple(GridLine(y=_height(db), db=db) for db in (0, 20, 40, 60, 80)))
-
-
-def _choose_layers(layers: Sequence[LayerReport], most: int) -> list[LayerReport]:
-    ranked = sorted(range(len(layers)), key=lambda index: _height(layers[index].own_sqnr_db), reverse=True)
-    kept = {*ranked[:_MOST_WORST], *spread_indices(len(layers), most - _MOST_WORST)}
-    return [layers[index] for index in sorted(range(len(layers)) if len(layers) <= most else kept)]
 
 
 def draw_worst(inputs: Samples, report: VerifyReport) -> tuple[Picture, ...]:

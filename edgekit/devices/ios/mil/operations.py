@@ -113,13 +113,11 @@ def _gelu(given: Arguments) -> Array:
     return np.asarray(0.5 * x * (1 + erf(x / math.sqrt(2))))
 
 
-def _along_channels(alpha: Array, x: Array) -> Array:
-    return alpha.reshape(-1, *[1] * (x.ndim - 2)) if alpha.ndim == 1 and x.ndim > 2 else alpha
-
-
 def _prelu(given: Arguments) -> Array:
     x = given.tensor("x")
-    return np.where(x >= 0, x, x * _along_channels(given.tensor("alpha"), x))
+    alpha = given.tensor("alpha")
+    per_channel = alpha.ndim == 1 and x.ndim > 2
+    return np.where(x >= 0, x, x * (alpha.reshape(-1, *[1] * (x.ndim - 2)) if per_channel else alpha))
 
 
 def _leaky_relu(given: Arguments) -> Array:

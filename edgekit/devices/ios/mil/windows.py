@@ -175,19 +175,15 @@ def _list_views(padded: Array, window: Window, counts: tuple[int, ...]) -> Itera
         yield place, padded[:, :, *cuts]
 
 
-def _count_steps(padded: Array, window: Window) -> tuple[int, ...]:
-    return tuple(
-        (extent - span) // stride + 1
-        for extent, span, stride in zip(padded.shape[2:], window.spans, window.strides, strict=True)
-    )
-
-
 def convolve(given: Arguments) -> Array:
     """Computes `conv`: `x` [N, C, ...], `weight` [K, C/groups, ...]."""
     x, weight, groups = given.tensor("x"), given.tensor("weight"), given.whole("groups", 1)
     window = read_window(given, weight.shape[2:], x.shape[2:])
     padded = _pad(x, window, 0)
-    counts = _count_steps(padded, window)
+    counts = tuple(
+        (extent - span) // stride + 1
+        for extent, span, stride in zip(padded.shape[2:], window.spans, window.strides, strict=True)
+    )
     if groups == x.shape[1] == weight.shape[0]:
         out = np.zeros((x.shape[0], weight.shape[0], *counts), np.float32)
         for place, view in _list_views(padded, window, counts):
