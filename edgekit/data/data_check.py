@@ -1,6 +1,7 @@
 """Sample inputs judged before any work starts: what is refused, and what is only suspicious."""
 
 import hashlib
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
@@ -23,6 +24,8 @@ _SOUND = 32768.0
 # Of independent numbers the correlation of neighbours lies within 1 / sqrt(n) of 0; so many times that is no chance
 # (6e-7 of all sets), and pictures and sound lie far above it.
 _CHANCE = 5.0
+# The same as a probability, for two sets of samples of which one lies wholly beyond the other.
+_UNLIKELY = 6e-7
 # Shorter rows are features, which have no order.
 _LEAST_ROW = 1000
 _LEAST_SIDE = 8
@@ -60,10 +63,11 @@ def refusing_bad(samples: Samples) -> Samples:
     return msgspec.structs.replace(samples, read=read)
 
 
-def check_samples(samples: Samples, *, computed: Collection[str] = ()) -> SampleFacts:
+def check_samples(samples: Samples, *, computed: Collection[str] = (), golden: Samples | None = None) -> SampleFacts:
     """Reads every sample once, refuses NaN and infinity, and returns what was seen.
 
-    Of inputs that were `computed`, as state is, nothing is suspicious.
+    They are held against each other and against what pictures and sound look like; against `golden` ones of another
+    source, too, with which the model is verified. Of inputs that were `computed`, as state is, nothing is suspicious.
 
     Raises:
         DataError: a sample has a value that is not finite, does not fit, or there are fewer than were promised.
@@ -80,7 +84,12 @@ def check_samples(samples: Samples, *, computed: Collection[str] = ()) -> Sample
     _check_count(len(contents), samples)
     cut = (f"{samples.batches} batches were cut into {samples.count} samples",) if samples.batches else ()
     doubts = (line for name, seen in inputs.items() for line in seen.doubts(name))
-    warnings = (*cut, *_repeated(contents), *doubts, *_unlike(inputs))
+    others = dict[str, _Input]()
+    for sample in () if golden is None else refusing_bad(golden):
+        for name in inputs.keys() & sample.keys():
+            others.setdefault(name, _Input()).add(sample[name])
+    apart = (line for name in sorted(others) for line in inputs[name].differences(name, others[name]))
+    warnings = (*cut, *_repeated(contents), *doubts, *_unlike(inputs), *apart)
     return SampleFacts(sha256=digest.hexdigest(), count=len(contents), digests=tuple(contents), warnings=warnings)
 
 
@@ -111,8 +120,9 @@ class _Input:
     """What one input was over the samples."""
 
     def __init__(self) -> None:
-        self._lows: list[float] = []
-        self._highs: list[float] = []
+        self.measures: dict[str, list[float]] = {"smallest value": [], "largest value": [], "mean": [], "spread": []}
+        self._lows, self._highs = self.measures["smallest value"], self.measures["largest value"]
+        self._is_float = True
         self._constant: list[int] = []
         self._whole = True
         self._rank = 0
@@ -120,11 +130,15 @@ class _Input:
         # By lag, over all samples: the correlation of a value with the one so many places on in its row.
         self._alike = {1: 0.0, 3: 0.0}
         self._below = 0.0
+        # Of NHWC pictures, how much more alike those are that lie a row of one channel apart than those of a whole row.
+        self._folded = 0.0
         # Of the pictures with three channels, whether a channel told anything that the first does not.
         self._colored: list[bool] = []
 
     def add(self, value: Array) -> None:
-        if value.dtype.kind != "f" or not value.size:
+        self._is_float = self._is_float and value.dtype.kind == "f"
+        # Other whole numbers are tokens, lengths and classes, of which neighbours tell nothing.
+        if not value.size or not (value.dtype.kind == "f" or (value.dtype.itemsize == 1 and value.ndim == 4)):
             return
         low, high = float(value.min()), float(value.max())
         if low == high and value.size > 1:
@@ -133,12 +147,17 @@ class _Input:
             self._correlate(value)
         self._lows.append(low)
         self._highs.append(high)
+        self.measures["mean"].append(float(value.mean(dtype=np.float64)))
+        self.measures["spread"].append(float(value.std(dtype=np.float64)))
         self._rank = max(self._rank, value.ndim)
         self._whole = self._whole and max(-low, high) <= _SOUND and bool((value == np.rint(value)).all())
 
     def _correlate(self, value: Array) -> None:
         """Adds how much neighbours are alike in a picture of planes or a long row, each weighed by its size."""
         is_picture = value.ndim == 4 and value.shape[1] in {1, 3} and min(value.shape[2:]) >= _LEAST_SIDE
+        if not is_picture and value.ndim == 4 and value.shape[3] in {1, 3} and min(value.shape[1:3]) >= _LEAST_SIDE:
+            self._fold(value)
+            value, is_picture = value.transpose(0, 3, 1, 2), True
         if not is_picture and not (value.ndim in {2, 3} and value.shape[-1] >= _LEAST_ROW):
             return
         planes = value.reshape(-1, *value.shape[2:]) if is_picture else value.reshape(-1, 1, value.shape[-1])
@@ -155,6 +174,15 @@ class _Input:
             self._alike[lag] += float((centred[..., lag:] * centred[..., :-lag]).sum()) / power
         self._below += float((centred[:, 1:] * centred[:, :-1]).sum()) / power
 
+    def _fold(self, value: Array) -> None:
+        """Adds how an NHWC picture looks read in NCHW, where a row of pixels is a third as long."""
+        flat, width = value.reshape(-1).astype(np.float64), value.shape[2]
+        flat -= flat.mean()
+        power = float((flat * flat).sum()) / value.size
+        if value.shape[3] == 3 and np.isfinite(power) and power > 0:
+            near, far = (float((flat[lag:] * flat[:-lag]).sum()) for lag in (width, 3 * width))
+            self._folded += (near - far) / power
+
     def order(self) -> str:
         """Returns what is wrong with the order of the values in pictures or sound, "" where nothing is."""
         if not self._values:
@@ -168,6 +196,8 @@ class _Input:
             return (
                 "repeats every third value in a row, as NHWC pictures do that were reshaped and not transposed to NCHW"
             )
+        if self._folded / self._values > chance:
+            return "has three rows of pixels in each, as NCHW pictures do that were reshaped and not transposed to NHWC"
         return ""
 
     def usual_reach(self) -> float:
@@ -177,6 +207,11 @@ class _Input:
     def raw(self) -> str:
         """Returns what raw data the values look like, "" where they look normalised."""
         low, high = min(self._lows), max(self._highs)
+        if not self._is_float:
+            scaled = bool(self._colored) and 0 <= low < high <= 1
+            return (
+                "nothing but 0 and 1, as pixels do that were scaled before they became whole numbers" if scaled else ""
+            )
         in_bytes = _PIXELS[0] <= low and high <= _PIXELS[1]
         # Up to 1 they may be a mask, a one-hot code, or pixels that were scaled.
         if in_bytes and self._whole and high > 1:
@@ -187,6 +222,23 @@ class _Input:
         if self._whole and low < 0 and max(-low, high) > _PIXELS[1]:
             return f"whole numbers from {low:g} to {high:g}, as raw 16-bit sound does"
         return ""
+
+    def differences(self, name: str, golden: "_Input") -> Iterator[str]:
+        """Yields the first measure by which every sample lies beyond all golden ones.
+
+        Of two sets drawn alike one lies wholly beyond the other in 2 of all the orders that they may have.
+        """
+        count = len(self._lows)
+        if 2 * len(self.measures) / math.comb(count + len(golden.measures["mean"]), count) > _UNLIKELY:
+            return
+        for what, mine in self.measures.items():
+            theirs = golden.measures[what]
+            if max(mine) < min(theirs) or min(mine) > max(theirs):
+                yield (
+                    f"input '{name}' has a {what} of {min(mine):g} to {max(mine):g} in the samples to calibrate with"
+                    f" and of {min(theirs):g} to {max(theirs):g} in the golden ones: make both as the app does"
+                )
+                return
 
     def doubts(self, name: str) -> Iterator[str]:
         if not self._lows:
@@ -202,11 +254,11 @@ class _Input:
                 " makes of colors is not seen"
             )
         if self.raw():
-            yield f"input '{name}' holds {self.raw()}: check that this model wants them unnormalised"
+            yield f"input '{name}' holds {self.raw()}: check that this model wants them so"
         reach = np.maximum(np.abs(self._lows), np.abs(self._highs))
         usual, farthest = float(np.median(reach)), int(np.argmax(reach))
         # Against the median, which the far sample itself does not move.
-        if reach[farthest] > _FAR * usual > 0:
+        if self._is_float and reach[farthest] > _FAR * usual > 0:
             yield (
                 f"sample {farthest} reaches {reach[farthest]:g} in input '{name}', half of them no more than {usual:g}:"
                 " it stretches every range"

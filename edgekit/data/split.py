@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgekit.data.data_check import SampleFacts, check_samples, refusing_bad
+from edgekit.data.data_check import FEW_SAMPLES, SampleFacts, check_samples, refusing_bad
 from edgekit.data.images import Preprocess
 from edgekit.data.labels import Label, LabelKind, read_task_labels
 from edgekit.data.samples import Samples, limit_samples, load_samples, select_samples, spread_sequences
@@ -77,10 +77,13 @@ def read_sample_sets(
         samples, held_out = _hold_out(samples, steps)
     else:
         held_out = load_sequences(evaluation, inputs, sequences.state, preprocess, idle=idle)
-    samples = sequences.unroll(limit_samples(samples, most, steps), "calibration")
+    limited = limit_samples(samples, most, steps)
+    samples = sequences.unroll(limited, "calibration")
+    # What was held out is of the same source, and what was filled or has state is no longer as the data hold it.
+    golden = limit_samples(held_out, FEW_SAMPLES, steps) if evaluation is not None and samples is limited else None
     return SampleSets(
         calibration=samples,
-        facts=check_samples(samples, computed=sequences.computed),
+        facts=check_samples(samples, computed=sequences.computed, golden=golden),
         evaluation=refusing_bad(sequences.unroll(held_out, "evaluation")),
         given=held_out,
         labels=None if labels is None else read_task_labels(*labels, held_out),
