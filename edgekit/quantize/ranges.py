@@ -13,9 +13,7 @@ import msgspec
 import numpy as np
 
 from edgekit.graph.graph import Graph, Node
-from edgekit.model.outputs import StatedOutput
 from edgekit.model.tensors import Array
-from edgekit.quantize.graph.compared_tensors import FLOOR, are_raw_scores, find_raw_scores, find_sources
 from edgekit.quantize.graph.float_graph import range_source
 
 # On either side of zero. ONNX Runtime has as many in all (PercentileCalibrater in its quantization/calibrate.py).
@@ -212,16 +210,6 @@ def softmax(values: Array, axis: int | None = -1) -> Array:
     return np.asarray(powers / powers.sum(axis=axis, keepdims=True))
 
 
-def _raw_score(values: Array) -> Array:
-    """What an app makes of a raw score; it counts only where the values look like scores."""
-    return sigmoid(values)
-
-
-def _stated_score(values: Array) -> Array:
-    """What an app makes of what is stated to be a raw score, whatever its values look like."""
-    return sigmoid(values)
-
-
 def _hard_swish(values: Array) -> Array:
     return values * np.clip(values / 6 + 0.5, 0, 1)
 
@@ -234,8 +222,6 @@ _BY_OP: dict[str, Nonlinearity] = {"Sigmoid": sigmoid, "Tanh": np.tanh, "HardSwi
 # Where a function does not change any more, or by less than a step of 8 bits: 3e-4, 7e-4, 0 and 3e-3.
 _SATURATION: dict[Nonlinearity, tuple[float, float]] = {
     sigmoid: (-8.0, 8.0),
-    _raw_score: (FLOOR, math.inf),
-    _stated_score: (FLOOR, math.inf),
     np.tanh: (-4.0, 4.0),
     _hard_swish: (-3.0, math.inf),
     _silu: (-8.0, math.inf),
@@ -247,11 +233,9 @@ def saturation_of(reader: Nonlinearity | None) -> tuple[float, float]:
     return _SATURATION.get(reader, (-math.inf, math.inf)) if reader else (-math.inf, math.inf)
 
 
-def find_nonlinearities(graph: Graph, outputs: Mapping[str, StatedOutput]) -> dict[str, Nonlinearity]:
+def find_nonlinearities(graph: Graph) -> dict[str, Nonlinearity]:
     """Returns the tensors that only an elementwise function reads, such as x * sigmoid(x), with that function."""
-    raw_scores = find_raw_scores(graph, outputs)
-    readers: dict[str, Nonlinearity] = dict.fromkeys(find_sources(graph, raw_scores), _raw_score)
-    readers |= dict.fromkeys(find_sources(graph, raw_scores & outputs.keys()), _stated_score)
+    readers: dict[str, Nonlinearity] = {}
     hidden = graph.outputs | graph.captured | graph.constants.keys()
     for name in (name for name in graph.consumers if name not in hidden):
         nodes = graph.readers(name)
@@ -261,11 +245,6 @@ def find_nonlinearities(graph: Graph, outputs: Mapping[str, StatedOutput]) -> di
         elif len(ops) == 2 and "Mul" in ops:
             readers.update((name, reader) for reader in _find_silu(graph, name, nodes))
     return readers
-
-
-def match_nonlinearity(reader: Nonlinearity | None, histogram: Histogram) -> Nonlinearity | None:
-    """Returns what is done with values like these: raw scores are told by what they are, besides where they go."""
-    return None if reader is _raw_score and not are_raw_scores(histogram.centers, histogram.counts) else reader
 
 
 def _find_silu(graph: Graph, name: str, nodes: tuple[Node, ...]) -> Iterator[Nonlinearity]:

@@ -12,7 +12,8 @@ from edgekit.quantize.calibration import held_out
 from edgekit.quantize.calibration.held_out import HeldOut, save_held_out
 from edgekit.quantize.graph.compared_tensors import ComparedTensor, find_compared_tensors
 from edgekit.quantize.graph.float_graph import read_float_graph
-from edgekit.quantize.mixed_precision.score import has_held_out, judge_candidate, powers_of
+from edgekit.quantize.mixed_precision.score import has_held_out, judge_candidate
+from edgekit.quantize.objective import measure_loss
 
 
 def test_logits_are_judged_not_probabilities(tmp_path: Path) -> None:
@@ -127,43 +128,36 @@ def test_outputs_of_less_than_32_values_are_judged_with_what_their_layer_reads(
     assert [(point.tensor, point.reader) for point in points] == [("y", ""), ("h", "n1_MatMul")][: len(features)]
 
 
-def test_powers_are_those_of_the_part_and_above_the_floor_of_scores() -> None:
+def test_numbers_lose_their_noise_of_the_part() -> None:
     wanted, found = np.array([[3.0, 4.0, 100.0]]), np.array([3.0, 6.0, 0.0])
     point = ComparedTensor(tensor="y", reader="", centred=False, part=(1, 0, 2))
-    assert powers_of(point, wanted, found).tolist() == [25.0, 4.0]
+    assert measure_loss(point, wanted, found).tolist() == [25.0, 4.0]
     whole = msgspec.structs.replace(point, part=None)
-    assert powers_of(whole, wanted, found).tolist() == [10025.0, 10004.0]
-    assert powers_of(whole, wanted, found[:2]).tolist() == [1.0, np.inf]
+    assert measure_loss(whole, wanted, found).tolist() == [10025.0, 10004.0]
+    assert measure_loss(whole, wanted, found[:2]).tolist() == [1.0, np.inf]
     centred = msgspec.structs.replace(whole, centred=True)
-    assert powers_of(centred, np.array([[1.0, 3.0]]), np.array([0.0, 6.0])).tolist() == [2.0, 8.0]
+    assert measure_loss(centred, np.array([[1.0, 3.0]]), np.array([0.0, 6.0])).tolist() == [2.0, 8.0]
     rows = np.array([[1.0, 3.0], [10.0, 20.0]])
-    assert powers_of(centred, rows, rows + np.array([[5.0], [7.0]])).tolist() == [52.0, 0.0]
-    scores, others = np.array([[-50.0, -30.0, -9.0, 1.0] * 8]), np.array([[-90.0, -7.0, -8.0, 2.0] * 8])
-    column = msgspec.structs.replace(whole, is_raw_score=True)
-    spread = scores - 10 * (scores > 0)  # never above zero
-    assert powers_of(column, spread, others).tolist() == [8 * 4 * 64.0, 8 * (0 + 1 + 0 + 100.0)]
-    assert powers_of(column, scores, others)[0] > 8 * 3000
-    stated = msgspec.structs.replace(column, is_stated=True)
-    assert powers_of(stated, scores, others).tolist() == [8 * (3 * 64 + 1.0), 8 * (0 + 1 + 0 + 1.0)]
+    assert measure_loss(centred, rows, rows + np.array([[5.0], [7.0]])).tolist() == [52.0, 0.0]
 
 
 def test_ratio_is_20_db_for_a_tenth() -> None:
     point, ones = ComparedTensor(tensor="y", reader="", centred=False), np.ones(10)
-    assert ratio_db(*powers_of(point, ones, ones * 1.1)) == pytest.approx(20)
-    assert ratio_db(*powers_of(point, ones, ones)) == 80
-    assert ratio_db(*powers_of(point, ones, ones * np.nan)) == -20
+    assert ratio_db(*measure_loss(point, ones, ones * 1.1)) == pytest.approx(20)
+    assert ratio_db(*measure_loss(point, ones, ones)) == 80
+    assert ratio_db(*measure_loss(point, ones, ones * np.nan)) == -20
 
 
 def test_what_is_silent_or_empty_in_both_has_lost_nothing() -> None:
     point = ComparedTensor(tensor="y", reader="", centred=False)
     for same in (np.zeros(10), np.zeros((2, 0))):
-        assert ratio_db(*powers_of(point, same, same)) == 80
-    assert ratio_db(*powers_of(point, np.zeros(10), np.ones(10))) == -20
+        assert ratio_db(*measure_loss(point, same, same)) == 80
+    assert ratio_db(*measure_loss(point, np.zeros(10), np.ones(10))) == -20
 
 
 def test_shift_of_all_logits_is_no_error() -> None:
     point = ComparedTensor(tensor="z", reader="n", centred=True)
-    assert ratio_db(*powers_of(point, np.arange(4.0), np.arange(4.0) + 5)) == 80
+    assert ratio_db(*measure_loss(point, np.arange(4.0), np.arange(4.0) + 5)) == 80
 
 
 def test_several_ratios_stand_for_their_mean_noise() -> None:

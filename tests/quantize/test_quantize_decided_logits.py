@@ -1,4 +1,4 @@
-"""Logits of maps and sequences keep their highest values, whatever a range method cuts elsewhere."""
+"""Ranges of logits and scores that decide follow from what their decisions lose, whatever a method cuts elsewhere."""
 
 from pathlib import Path
 
@@ -12,8 +12,8 @@ from edgekit.model.model import Model
 from edgekit.model.outputs import StatedOutput
 from edgekit.model.tensors import Array
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
-from edgekit.quantize.calibration.decided_logits import find_enlarged, keep_winners
 from edgekit.quantize.graph.float_graph import read_float_graph
+from edgekit.quantize.objective import find_enlarged, fit_ranges
 from edgekit.target import load_target
 
 HEAD = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,5,16,16] x)'
@@ -62,12 +62,15 @@ def calibrated(text: str, folder: Path) -> tuple[Model, Calibration]:
         ("odds", False),
     ],
 )
-def test_logits_of_places_reach_as_high_as_was_seen(tail: str, kept: bool, tmp_path: Path) -> None:
+def test_no_place_that_is_sure_is_cut(tail: str, kept: bool, tmp_path: Path) -> None:
     model, calibration = calibrated(TAILS[tail], tmp_path)
-    before, after = calibration.ranges, keep_winners(read_float_graph(model), calibration).ranges
+    before, after = calibration.ranges, fit_ranges(read_float_graph(model), calibration).ranges
     assert before[METHOD]["l"].high < 8 < before["minmax"]["l"].high
-    assert after[METHOD]["l"].high == before["minmax" if kept else METHOD]["l"].high
-    assert after[METHOD]["l"].low == pytest.approx(before[METHOD]["l"].low, rel=0.01)
+    # Behind a sigmoid 11 and 14 are the same, among logits of classes they are not.
+    if kept:
+        assert after[METHOD]["l"].high >= (11 if tail == "sigmoid" else before["minmax"]["l"].high)
+    else:
+        assert after[METHOD]["l"] == before[METHOD]["l"]
     assert after[METHOD]["x"] == before[METHOD]["x"]
     assert after["minmax"] == before["minmax"]
 
@@ -76,18 +79,18 @@ def test_logits_of_places_reach_as_high_as_was_seen(tail: str, kept: bool, tmp_p
 def test_what_is_stated_to_be_values_may_be_cut(tail: str, tmp_path: Path) -> None:
     model, calibration = calibrated(TAILS[tail], tmp_path)
     stated = msgspec.structs.replace(calibration, outputs={"y": StatedOutput(kind="values")})
-    assert keep_winners(read_float_graph(model), stated) == stated
+    assert fit_ranges(read_float_graph(model), stated) == stated
 
 
 def test_without_held_out_samples_no_logits_are_known(tmp_path: Path) -> None:
     model, calibration = calibrated(RAW, tmp_path)
     nothing = msgspec.structs.replace(calibration, statistics="")
-    assert keep_winners(read_float_graph(model), nothing) == nothing
+    assert fit_ranges(read_float_graph(model), nothing) == nothing
 
 
 def test_the_rare_class_wins_where_it_did(tmp_path: Path) -> None:
     model, calibration = calibrated(RAW, tmp_path)
-    kept = keep_winners(read_float_graph(model), calibration)
+    kept = fit_ranges(read_float_graph(model), calibration)
     target, image = load_target("cpu"), scenes()[0]
     for own, winner in ((calibration, 3), (kept, 4)):
         # What is read is as wide as what is made, so that only the logits differ.

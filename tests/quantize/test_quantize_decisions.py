@@ -1,4 +1,4 @@
-"""Range methods of maps: what their outputs decide comes before the power of their errors."""
+"""The objective: what outputs decide counts, and not the power of their errors."""
 
 from pathlib import Path
 
@@ -11,41 +11,54 @@ from edgekit._ort import CpuSession, SessionSettings
 from edgekit.model.model import Model
 from edgekit.model.outputs import StatedOutput
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization, quantize_model
-from edgekit.quantize.mixed_precision.candidates import prefer_method
+from edgekit.quantize.accuracy.loss import ratio_db
+from edgekit.quantize.graph.compared_tensors import ComparedTensor
 from edgekit.quantize.mixed_precision.score import Closeness, find_behind
+from edgekit.quantize.objective import measure_classes, measure_loss, measure_scores
+from edgekit.quantize.ranges import softmax
 from edgekit.target import load_target
 
 
-@pytest.mark.parametrize(
-    ("minmax", "mse", "present", "best"),
-    [
-        ((30.0, 0.04), (10.0, 0.01), None, "mse"),
-        ((30.0, 0.04), (10.0, 0.01), "minmax", "mse"),
-        ((30.0, 0.0105), (30.2, 0.01), None, "minmax"),  # about as few, about as near: a tie is minmax's
-        ((30.0, 0.0105), (31.0, 0.01), None, "mse"),
-        ((30.0, 0.0), (20.0, 0.0001), "mse", "minmax"),
-        ((20.0, 0.0), (20.2, 0.0), "mse", "mse"),
-    ],
-)
-def test_methods_that_change_fewer_decisions_come_first(
-    minmax: tuple[float, float], mse: tuple[float, float], present: str | None, best: str
-) -> None:
-    judged = {
-        "minmax": Closeness(ratio_db=minmax[0], changed=minmax[1]),
-        "mse": Closeness(ratio_db=mse[0], changed=mse[1]),
-    }
-    assert prefer_method(judged, present) == best
+def test_small_errors_lose_what_chances_diverge() -> None:
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 2, (50, 4))
+    others = logits + 0.02 * rng.normal(size=logits.shape)
+    chances, theirs = (softmax(each) for each in (logits, others))
+    diverged = (chances * np.log(chances / theirs)).sum(axis=1)
+    _, lost = measure_classes(logits, others)
+    assert 2 * lost.sum() == pytest.approx(diverged.sum(), rel=0.02)
 
 
-def test_what_is_worse_but_changes_fewer_decisions_is_judged_to_the_end() -> None:
-    judged = {
-        "minmax": Closeness(ratio_db=30.0, changed=0.04),
-        "mse": Closeness(ratio_db=28.0, changed=0.04),
-        "percentile-99.9": Closeness(ratio_db=10.0, changed=0.01),
-    }
-    assert find_behind(judged) == {"mse": 2.0}
-    undecided = {"minmax": Closeness(ratio_db=30.0), "mse": Closeness(ratio_db=28.0)}
-    assert find_behind(undecided) == {"mse": 2.0}
+def test_however_sure_a_model_is_a_decision_lost_is_one_decision() -> None:
+    for margin in (20.0, 500.0):
+        told, lost = measure_classes(np.array([[margin, 0.0], [0.0, margin]]), np.array([[0.0, margin], [0.0, margin]]))
+        assert (told, lost.tolist()) == (pytest.approx(1.0, rel=1e-3), pytest.approx([2.0, 0.0], rel=1e-3))
+
+
+def test_sure_places_bear_more_and_ties_are_dear() -> None:
+    sure = np.array([[30.0, 10.0, 0.0]] * 8 + [[0.0, 10.0, 30.0]] * 8)
+    _, moved = measure_classes(sure, sure * 0.8)
+    _, tied = measure_classes(sure, np.minimum(sure, 10.0))
+    assert moved.max() < 1e-4
+    assert tied.min() == pytest.approx(2 - 2**0.5, rel=1e-3)
+
+
+def test_scores_far_below_zero_lose_nothing_and_what_is_shown_does() -> None:
+    scores = np.array([[-300.0]] * 60 + [[2.0]] * 4)
+    told, lost = measure_scores(scores, np.where(scores < 0, -12.0, scores))
+    assert lost.sum() < 1e-3 * told
+    _, lost = measure_scores(scores, np.minimum(scores, 0.0))
+    assert lost.sum() > 0.05 * told
+
+
+def test_temperature_takes_divergence_to_the_ratio_of_logits() -> None:
+    # The limit of a high temperature is the ratio of logits less their mean, by which single decisions are judged.
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(4000, 5))
+    others = logits + 0.1 * rng.normal(size=logits.shape)
+    told, lost = measure_classes(logits / 100, others / 100)
+    centred = ComparedTensor(tensor="y", reader="", centred=True)
+    assert ratio_db(told, lost.sum()) == pytest.approx(ratio_db(*measure_loss(centred, logits, others)), abs=0.05)
 
 
 @pytest.fixture
@@ -72,7 +85,6 @@ def test_a_method_that_keeps_decisions_wins_over_one_that_keeps_power(
     by_power = msgspec.structs.replace(calibration, outputs={"y": StatedOutput(kind="values")})
     other = plan_quantization(model, by_power, target, "int8", relieve=False)
     assert (plan.method.split("-")[0], other.method) == ("percentile", "mse")
-    assert {each.method for each in plan.judged} == {plan.method}
 
     def changed(chosen: QuantPlan) -> float:
         path = quantize_model(model, chosen, calibration, tmp_path / "q.onnx").model.path

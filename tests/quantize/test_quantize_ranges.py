@@ -15,7 +15,6 @@ from edgekit.quantize.ranges import (
     find_entropy_threshold,
     find_nonlinearities,
     least_divergent_cut,
-    match_nonlinearity,
     mse_range,
     percentile_range,
     quantization_error,
@@ -114,7 +113,7 @@ def test_silu_gives_up_the_negative_tail() -> None:
 def test_silu_is_found_in_the_graph(tmp_path: Path) -> None:
     text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y) {
       a = Neg(x) s = Sigmoid(a) m = Mul(a, s) t = Tanh(m) y = Mul(t, x) }"""
-    readers = find_nonlinearities(read_float_graph(make_model(text, tmp_path / "m.onnx")), {})
+    readers = find_nonlinearities(read_float_graph(make_model(text, tmp_path / "m.onnx")))
     assert set(readers) == {"a", "m"}
     assert readers["a"](np.array([2.0])) == pytest.approx(2 / (1 + np.exp(-2)))
 
@@ -133,7 +132,7 @@ def test_what_hard_swish_makes_zero_gets_no_steps(tmp_path: Path, body: str) -> 
     text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y)
       <float[1] three = {{3}}, float zero = {{0}}, float six = {{6}}, float sixth = {{0.16666667}},
        float eighteen = {{18}}> {{ a = Neg(x) {body} }}"""
-    reader = find_nonlinearities(read_float_graph(make_model(text, tmp_path / "m.onnx")), {})["a"]
+    reader = find_nonlinearities(read_float_graph(make_model(text, tmp_path / "m.onnx")))["a"]
     assert reader(np.array([-4.0, 1.0])) == pytest.approx([0, 4 / 6])
     values = np.random.default_rng(0).normal(size=100_000) * 20
     assert percentile_range(whole(values), histogram_of(values), 99.9, reader).low == -3
@@ -161,7 +160,7 @@ def test_a_product_with_something_else_is_read_as_it_is(tmp_path: Path, body: st
     text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y)
       <float two = {{2}}, float three = {{3}}, float[4] threes = {{3, 3, 3, 2}},
        float zero = {{0}}, float six = {{6}}> {{ a = Neg(x) {body} }}"""
-    assert "a" not in find_nonlinearities(read_float_graph(make_model(text, tmp_path / "m.onnx")), {})
+    assert "a" not in find_nonlinearities(read_float_graph(make_model(text, tmp_path / "m.onnx")))
 
 
 def test_constant_zero_tensor_keeps_its_range() -> None:
@@ -240,20 +239,10 @@ def test_entropy_counts_magnitudes_without_zeros(low: float, high: float, levels
 )  # fmt: skip
 def test_where_a_function_does_not_change_any_more(tmp_path: Path, node: str, least: float, most: float) -> None:
     text = f'<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y) {{ a = Neg(x) {node} }}'
-    function = find_nonlinearities(read_float_graph(make_model(text, tmp_path / "m.onnx")), {})["a"]
+    function = find_nonlinearities(read_float_graph(make_model(text, tmp_path / "m.onnx")))["a"]
     assert saturation_of(function) == (least, most)
     assert saturation_of(None) == (-np.inf, np.inf)
     far = np.array([least - 1.0, least - 9.0])
     assert function(far) == pytest.approx(function(np.array([least, least])), abs=4e-3)
     if most < np.inf:
         assert function(-far) == pytest.approx(function(np.array([most, most])), abs=4e-3)
-
-
-def test_raw_scores_are_read_as_such_only_where_their_values_are(tmp_path: Path) -> None:
-    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,64,1] x, float[1,64,4] b)
-      => (float[1,64,1] y, float[1,64,4] boxes) { a = Neg(x) y = Identity(a) boxes = Neg(b) }"""
-    reader = find_nonlinearities(read_float_graph(make_model(text, tmp_path / "m.onnx")), {})["y"]
-    far, near = histogram_of(np.linspace(-900, -5, 100)), histogram_of(np.linspace(-9, 9, 100))
-    assert match_nonlinearity(reader, far) is reader
-    assert match_nonlinearity(reader, near) is None
-    assert (match_nonlinearity(sigmoid, near), match_nonlinearity(None, near)) == (sigmoid, None)

@@ -5,11 +5,15 @@ from quantize_models import make_model, make_samples
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.data.samples import Samples
+from edgekit.model.tensors import Tensors
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.predict import predict_drop
-from edgekit.quantize.graph.compared_tensors import FLOOR, are_raw_scores, find_raw_scores, find_sources
+from edgekit.quantize.graph.compared_tensors import are_raw_scores
 from edgekit.quantize.graph.float_graph import read_float_graph
+from edgekit.quantize.objective import find_objective, find_sources, fit_ranges
 from edgekit.target import load_target
+
+FLOOR = -8.0
 
 HEAD = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,64] near, float[1,64] far)
   => (float[1,64,1] y, float[1,64,4] boxes)
@@ -20,7 +24,7 @@ HEAD = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,64] near, float[1,
 def objects(count: int, *, reach: float) -> Samples:
     """Something is where `far` is zero, at 3 % of the places; elsewhere scores lie down to -reach."""
     rng = np.random.default_rng(0)
-    rows = []
+    rows = list[Tensors]()
     for _ in range(count):
         near = rng.normal(size=(1, 64)).astype(np.float32)
         far = (rng.uniform(0.2, 1, (1, 64)) * reach * (rng.random((1, 64)) > 0.03)).astype(np.float32)
@@ -31,10 +35,11 @@ def objects(count: int, *, reach: float) -> Samples:
 def test_raw_scores_of_boxes_get_their_bits_where_a_sigmoid_tells_them_apart(tmp_path: Path) -> None:
     model = make_model(HEAD, tmp_path / "m.onnx", {"wb": (64, 256)})
     samples, graph = objects(48, reach=3000), read_float_graph(model)
-    assert find_sources(graph, find_raw_scores(graph, {})) == {"s", "y"}
     calibration = calibrate_model(model, samples, work=tmp_path / "work")
+    scores = next(each for each in find_objective(graph, calibration) if each.family == "scores")
+    assert find_sources(graph, scores) == {"s", "y"}
     plan = plan_quantization(model, calibration, load_target("qnn"), "int8")
-    assert plan.ranges["y"].low == FLOOR
+    assert 5 * FLOOR < plan.ranges["y"].low < FLOOR / 2
     assert calibration.ranges["minmax"]["y"].low < -2000
     quantized = quantize_model(model, plan, calibration, tmp_path / "q.onnx").model
     for sample in samples:
@@ -50,7 +55,7 @@ def test_raw_scores_of_boxes_get_their_bits_where_a_sigmoid_tells_them_apart(tmp
 def test_numbers_that_are_predicted_keep_their_range(tmp_path: Path) -> None:
     model = make_model(HEAD, tmp_path / "m.onnx", {"wb": (64, 256)})
     calibration = calibrate_model(model, objects(24, reach=10), work=tmp_path / "work")
-    for ranges in calibration.ranges.values():
+    for ranges in fit_ranges(read_float_graph(model), calibration).ranges.values():
         assert ranges["y"].low < FLOOR
     rng = np.random.default_rng(0)
     assert not are_raw_scores(rng.normal(size=1000) * 30)

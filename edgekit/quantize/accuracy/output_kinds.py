@@ -26,7 +26,7 @@ WHITES = (1.0, 255.0)
 """The value of white, of floats and of bytes."""
 # What the brightest pixel of a few images may be of white, overshoots of a net that sharpens among them: a choice.
 _LEAST_WHITE, _MOST_WHITE = 0.2, 1.5
-# More along an axis are places rather than classes, unless they add up to one: a choice.
+# More along an axis are places rather than classes, unless they add up to one or the last weights make so many.
 _MOST_CLASSES = 8192
 # More places are no steps of one answer, but boxes or pixels in a row: a choice.
 _MOST_STEPS = 512
@@ -149,7 +149,8 @@ def _guess_reading(graph: Graph, name: str, values: Sequence[Array], *, is_raw_s
     if first.dtype.kind in "iu" and squash == "ArgMax":
         yield Reading(kind="labels")
     elif first.dtype.kind == "f" and first.size and all(np.isfinite(value).all() for value in values):
-        scores = _guess_raw_scores(values, squash) if is_raw_score else _guess_classes(values, squash)
+        made = _count_made(graph, name)
+        scores = _guess_raw_scores(values, squash) if is_raw_score else _guess_classes(values, squash, made)
         yield next(scores, None) or _read_numbers(values)
 
 
@@ -204,7 +205,21 @@ def _guess_raw_scores(values: Sequence[Array], squash: str) -> Iterator[Reading]
         yield Reading(kind="values", axis=axis)
 
 
-def _guess_classes(values: Sequence[Array], squash: str) -> Iterator[Reading]:
+def _count_made(graph: Graph, name: str) -> int:
+    """Returns how many numbers the last layer's weights make at each place, 0 where no layer makes an output."""
+    while name in graph.producers:
+        node = graph.producers[name]
+        terms = [each for each in node.input if each not in graph.constants]
+        if node.op_type in {"Conv", "Gemm", "MatMul"} and node.input[1] in graph.constants:
+            is_first = node.op_type == "Conv" or node.integer("transB", 0)
+            return graph.constants[node.input[1]].dims[0 if is_first else -1]
+        if node.op_type not in _SHAPE_OPS | {"Add"} or len(terms) != 1:
+            return 0
+        name = terms[0]
+    return 0
+
+
+def _guess_classes(values: Sequence[Array], squash: str, made: int) -> Iterator[Reading]:
     """Yields readings as classes or a map of classes, the likeliest first, if there are any."""
     first = values[0]
     kept = "Sigmoid" if squash == "Sigmoid" else ""
@@ -228,10 +243,10 @@ def _guess_classes(values: Sequence[Array], squash: str) -> Iterator[Reading]:
     if kept and first.ndim >= 3 and 1 in first.shape[1:]:
         yield Reading(kind="map", axis=1 + first.shape[1:].index(1), squash=kept)
     elif not squash:
-        yield from _guess_logits(values)
+        yield from _guess_logits(values, made)
 
 
-def _guess_logits(values: Sequence[Array]) -> Iterator[Reading]:
+def _guess_logits(values: Sequence[Array], made: int) -> Iterator[Reading]:
     first = values[0]
     axes: tuple[int, ...] = ()
     if first.ndim == 4 and min(first.shape[1], first.shape[3]) not in IMAGE_CHANNELS:
@@ -240,7 +255,7 @@ def _guess_logits(values: Sequence[Array]) -> Iterator[Reading]:
         axes = (2, 1) if first.shape[1] > _BOX else (2,)
     # Classes may lie on either axis: values decide between them, and hardly between steps. Before steps they must be
     # as even along these, else columns of a table, such as boxes in pixels, would be steps.
-    even = tuple(axis for axis in axes if _is_even(values, axis))
+    even = tuple(axis for axis in axes if _is_even(values, axis, max(_MOST_CLASSES, made)))
     readings = [Reading(kind="map", axis=axis) for axis in even if axis in axes[:1] or even == axes]
     confidences = {reading: _confidence(values, reading) for reading in readings}
     best = max(readings, key=lambda reading: confidences[reading], default=None)
@@ -259,11 +274,11 @@ def _map_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
     return axes if shape[2] == 1 else axes[:1]
 
 
-def _is_even(values: Sequence[Array], axis: int) -> bool:
-    """Returns True if the entries of an axis may be classes: not too many, and of about one size."""
+def _is_even(values: Sequence[Array], axis: int, most: int) -> bool:
+    """Returns True if the entries of an axis may be classes: at most so many, and of about one size."""
     size = values[0].shape[axis]
     means = np.mean([np.abs(np.moveaxis(value, axis, 0).reshape(size, -1)).mean(axis=1) for value in values], axis=0)
-    return 1 < size <= _MOST_CLASSES and float(means.max()) <= _MOST_UNEVEN * float(means.min())
+    return 1 < size <= most and float(means.max()) <= _MOST_UNEVEN * float(means.min())
 
 
 def _least_confidence(classes: int) -> float:

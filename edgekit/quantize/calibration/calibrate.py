@@ -31,7 +31,6 @@ from edgekit.quantize.ranges import (
     TensorRange,
     TensorStatistics,
     find_nonlinearities,
-    match_nonlinearity,
     snap_range,
 )
 
@@ -121,7 +120,7 @@ def calibrate_model(
         sample_error=found.statistics.sample_error(len(task.indices), len(found.seen)),
         known=found.known,
         notes=(*found.cache.notes, *(_describe_judges(graph, found) if fitting else ())),
-        ranges=_choose_ranges(graph, found.instrumented.aliases, found.statistics, methods, outputs or {}),
+        ranges=_choose_ranges(graph, found.instrumented.aliases, found.statistics, methods),
         statistics=str(work) if fitting else "",
         outputs=dict(outputs or {}),
     )
@@ -186,7 +185,6 @@ def _choose_ranges(
     aliases: dict[str, str],
     statistics: ActivationStatistics,
     methods: Sequence[str],
-    outputs: Mapping[str, StatedOutput],
 ) -> dict[str, dict[str, TensorRange]]:
     # What a mask hides before a Softmax is in the histogram too: for such scores no method looks at one.
     masked, empty = statistics.masked(), HistogramCollector().freeze()
@@ -196,10 +194,7 @@ def _choose_ranges(
         name: TensorStatistics(exact=its, mean=mean[name], histogram=histograms.get(name, empty))
         for name, its in exact.items()
     }
-    readers = {
-        name: match_nonlinearity(reader, histograms.get(name, empty))
-        for name, reader in find_nonlinearities(graph, outputs).items()
-    }
+    readers = find_nonlinearities(graph)
     ranges: dict[str, dict[str, TensorRange]] = {}
     for method in methods:
         chosen = {name: RANGE_METHODS[method](its, readers.get(name)) for name, its in seen.items()}

@@ -1,24 +1,17 @@
-"""Which tensors stand for the outputs of a graph where two models are compared.
-
-Raw scores of what is shown, one number beside each of many boxes, are compared behind the sigmoid that the app applies.
-"""
+"""Which tensors stand for the outputs of a graph where two models are compared, and what tells raw scores."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
+from typing import Literal
 
 import msgspec
 import numpy as np
 
 from edgekit.graph.graph import Graph, Node
-from edgekit.model.outputs import StatedOutput
 from edgekit.model.tensors import Array
 from edgekit.quantize.graph.float_regions import find_infinite_tensors, find_list_sources
 
-FLOOR = -8.0
-"""Scores below it are all the same: a sigmoid makes less than 4e-4 of them."""
-
-_MOVING_OPS = frozenset({"Concat", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 # What tells scores from numbers that are predicted (depths, distances), by values alone: they reach below the first,
 # where 8 bits would suffer, and not above the second, and at most this share of them lies above zero (of BlazeFace's
 # 896 anchors a few). Chosen by hand on the detectors of tools/bench/quantize_zoo.py.
@@ -34,29 +27,6 @@ def list_raw_scores(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
         for name, shape in shapes.items()
         if len(shape) > 1 and shape[-1] == 1 < max(shape) and shape[:-1] in tables
     )
-
-
-def find_raw_scores(graph: Graph, outputs: Mapping[str, StatedOutput]) -> frozenset[str]:
-    """Returns the float outputs that are stated to be raw scores, or have their shape as far as shapes are known."""
-    names = list_raw_scores({name: graph.static_shape(name) or () for name in graph.outputs}) - outputs.keys()
-    names |= {name for name, stated in outputs.items() if stated.kind == "scores"}
-    return frozenset(name for name in names if graph.is_float(name))
-
-
-def find_sources(graph: Graph, names: Collection[str]) -> frozenset[str]:
-    """Returns the tensors whose values go to some outputs, unchanged, and nowhere else."""
-    found: set[str] = set()
-    waiting = sorted(names)
-    while waiting:
-        name = waiting.pop()
-        readers = graph.readers(name)
-        if name in graph.constants or not all(found.issuperset(node.output) for node in readers):
-            continue
-        found.add(name)
-        maker = graph.producers.get(name)
-        if maker is not None and maker.op_type in _MOVING_OPS:
-            waiting += [source for source in maker.input if graph.is_float(source)]
-    return frozenset(found)
 
 
 def are_raw_scores(values: Array, counts: Array | None = None) -> bool:
@@ -86,30 +56,25 @@ class ComparedTensor(msgspec.Struct, frozen=True, kw_only=True):
     Behind a Softmax errors of the logits vanish or explode with confidence, so what counts are the logits, less their
     mean where only differences count (`centred`). Where they are few, their errors are mostly luck, so what the last
     layer with weights reads is compared too. Of a tensor put together from parts along an axis, such as boxes and
-    scores, `part` (axis, start, stop) is one of them: the largest would hide what happens to the others. What an app
-    puts through a sigmoid (`is_raw_score`) is compared no farther down than that tells apart, if its values look so or
-    that `is_stated`.
+    scores, `part` (axis, start, stop) is one of them: the largest would hide what happens to the others. `family` says
+    which distribution it holds the logits of ("" for numbers), along the `axis` of its classes
+    (`edgekit.quantize.objective`).
     """
 
     tensor: str
     reader: str
     centred: bool
     part: tuple[int, int, int] | None = None
-    is_raw_score: bool = False
-    is_stated: bool = False
+    family: Literal["", "classes", "scores"] = ""
+    axis: int = 0
 
 
-def find_compared_tensors(
-    graph: Graph, outputs: Mapping[str, StatedOutput] | None = None
-) -> tuple[ComparedTensor, ...]:
-    """Returns the float tensors that stand for the outputs of a graph, of which `outputs` states what they are."""
+def find_compared_tensors(graph: Graph) -> tuple[ComparedTensor, ...]:
+    """Returns the float tensors that stand for the outputs of a graph."""
     found: list[ComparedTensor] = []
-    infinite, raw_scores = find_infinite_tensors(graph), find_raw_scores(graph, outputs or {})
+    infinite = find_infinite_tensors(graph)
     for value in graph.proto.output:
-        for traced in _trace_output(graph, value.name):
-            compared = msgspec.structs.replace(
-                traced, is_raw_score=value.name in raw_scores, is_stated=value.name in (outputs or {})
-            )
+        for compared in _trace_output(graph, value.name):
             if graph.is_float(compared.tensor) and compared.tensor not in infinite:
                 found += [*_split(graph, compared), *_find_features(graph, compared.tensor)]
     return tuple(dict.fromkeys(found))

@@ -20,7 +20,6 @@ from edgekit.quantize.equalization.equalize import (
 )
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.mixed_precision.candidates import (
-    FAITHFUL_DB,
     NOTABLE_DB,
     Draft,
     Memo,
@@ -40,6 +39,7 @@ from edgekit.quantize.mixed_precision.relief import (
     spare_enlarged,
 )
 from edgekit.quantize.mixed_precision.score import has_held_out
+from edgekit.quantize.objective import FAITHFUL_DB
 from edgekit.quantize.plan import Candidate, QuantPlan, draft_plan, is_relievable
 from edgekit.target import Precision, Target
 

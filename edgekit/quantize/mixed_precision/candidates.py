@@ -21,9 +21,8 @@ from edgekit.model.model import Model
 from edgekit.prepare.constants import narrow_constants
 from edgekit.progress import Budget
 from edgekit.quantize.calibration.calibrate import Calibration
-from edgekit.quantize.calibration.decided_logits import find_decisions
 from edgekit.quantize.effort import Effort, find_effort
-from edgekit.quantize.graph.compared_tensors import ComparedTensor, find_compared_tensors
+from edgekit.quantize.graph.compared_tensors import ComparedTensor
 from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.mixed_precision.score import (
     FEW_SAMPLES,
@@ -35,6 +34,7 @@ from edgekit.quantize.mixed_precision.score import (
     judge_grids,
     strip_weights,
 )
+from edgekit.quantize.objective import FAITHFUL_DB, find_objective
 from edgekit.quantize.plan import Candidate, NarrowConstants, QuantPlan, is_relievable
 from edgekit.quantize.qdq import find_plan_grids, place_plan, plan_graph, round_weights
 from edgekit.quantize.ranges import AUTO_METHODS, METHODS, PERCENTS
@@ -42,8 +42,6 @@ from edgekit.quantize.rounding import Rounding
 
 NOTABLE_DB = 0.3
 """What a change must gain: a choice, 7 % of the noise power."""
-FAITHFUL_DB = 40.0
-"""From this ratio on, where the error is 1 % of the signal, plain rounding is enough, and no channel is equalized."""
 # Rounding with second moments makes up for what rounded weights cost, and a little of what activations do. On ten nets
 # of the zoo and of tools/bench/architectures.py it gained 0.35 dB at most where rounded weights cost no more than that.
 _WORTH_MOMENTS_DB = 0.5
@@ -57,8 +55,6 @@ _BROKEN_DB = 10.0
 # With so few weights it takes a tenth of a second, and is tried on all but faithful models: over eight draws of its
 # samples kws comes 0.5 dB nearer on samples that it has not seen. Chosen by hand.
 _QUICK_WEIGHTS = 1 << 18
-# About as few decisions change: a tenth more, or one of 10,000. Both by hand.
-_ABOUT, _HARDLY = 1.1, 1e-4
 # Cutting off tails makes the other steps finer, which 16 bits have no need of.
 _METHODS_16 = ("minmax",)
 # What "mse" cuts differs from tensor to tensor.
@@ -94,10 +90,10 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """The folder with the moments and the held-out samples."""
         return Path(self.calibration.statistics)
 
-    @property
+    @cached_property
     def compared(self) -> tuple[ComparedTensor, ...]:
         """The tensors by which candidates are judged."""
-        return find_compared_tensors(self.graph, self.calibration.outputs)
+        return find_objective(self.graph, self.calibration)
 
     @cached_property
     def effort(self) -> Effort:
@@ -237,27 +233,16 @@ def prefer_method(judged: Mapping[str, Closeness], present: str | None = None) -
     Of those that samples do not tell apart the one that cuts least is the best: what is cut are the rarest values, of
     which few samples show too little (the rule of one standard error, L. Breiman et al., "Classification and Regression
     Trees", 1984, 3.4.3).
-
-    Where outputs decide places or steps the methods count that change about the fewest decisions, and among these the
-    ratio, where minmax is the present one: the power of logits is that of places that are sure, whatever method.
     """
     if present is not None and present not in judged:
         return present
-    near = _change_fewest(judged)
-    best = _cut_least(near, max(near, key=lambda method: near[method].ratio_db))
-    kept = "minmax" if present is None and near[best].changed is not None else present
-    return kept if kept in near and near[best].ratio_db <= near[kept].ratio_db + NOTABLE_DB else best
+    best = _cut_least(judged, max(judged, key=lambda method: judged[method].ratio_db))
+    return present if present and judged[best].ratio_db <= judged[present].ratio_db + NOTABLE_DB else best
 
 
 def _cut_least(judged: Mapping[str, Closeness], best: str) -> str:
     less = _LESS_CUT[: _LESS_CUT.index(best)] if best in _LESS_CUT else _LESS_CUT[:1]
     return next((each for each in less if each in judged and judged[each].ties(judged[best])), best)
-
-
-def _change_fewest(judged: Mapping[str, Closeness]) -> dict[str, Closeness]:
-    least = min((each.changed for each in judged.values() if each.changed is not None), default=0.0)
-    most = _ABOUT * least + _HARDLY
-    return {method: each for method, each in judged.items() if (each.changed or 0.0) <= most}
 
 
 def digest_draft(draft: Draft, floor_db: float) -> str:
@@ -310,7 +295,7 @@ def _judge_all(draft: Draft, floor_db: float, budget: Budget) -> Iterator[Candid
     # Plain minmax is among the candidates, so that what is chosen is never worse on these samples.
     if best != "minmax":
         is_settled = draft.effort.is_bounded and is_even(ranges)
-        if "minmax" in _change_fewest(ranges) and not is_settled:
+        if not is_settled:
             yield from _judge_roundings(plain, ("nearest",), budget, placed)
         placed = place_draft(chosen)
     weights, has_layers = count_weights(draft.graph), bool(read_layers(draft.graph))
@@ -379,9 +364,8 @@ def _judge_ranges(
     grids = {method: find_plan_grids(draft.graph, plan, "the candidate") for method, plan in plans.items()}
     names = free_grids(stripped, grids[methods[0]])
     fed = {method: {name: found[name] for name in names} for method, found in grids.items()}
-    decisions = find_decisions(draft.graph, draft.calibration)
     return judge_grids(
-        stripped, draft.compared, draft.statistics, fed, decisions, most=draft.effort.limit(most), few=draft.effort.few
+        stripped, draft.compared, draft.statistics, fed, most=draft.effort.limit(most), few=draft.effort.few
     )
 
 
@@ -454,7 +438,7 @@ def store_narrow(model: Model, plan: QuantPlan, calibration: Calibration, reache
     """
     graph = plan_graph(model, plan, calibration)
     sizes = dict(sorted(find_float_constants(graph, plan), key=lambda item: -item[1]))
-    compared, statistics = find_compared_tensors(graph, calibration.outputs), Path(calibration.statistics)
+    compared, statistics = find_objective(graph, calibration), Path(calibration.statistics)
     if not (sizes and compared and calibration.statistics and has_held_out(statistics)):
         return plan
     reached = max([candidate.sqnr_db for candidate in plan.judged], default=FAITHFUL_DB)

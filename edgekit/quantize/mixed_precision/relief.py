@@ -16,7 +16,6 @@ from edgekit.model.tensors import Array
 from edgekit.progress import Budget
 from edgekit.quantize.accuracy.loss import join_ratios, ratio_db
 from edgekit.quantize.calibration.calibrate import Calibration
-from edgekit.quantize.calibration.decided_logits import find_enlarged, keep_winners
 from edgekit.quantize.calibration.held_out import read_held_out
 from edgekit.quantize.calibration.image_headroom import add_image_headroom, makes_images
 from edgekit.quantize.equalization.pairs import clip_silu_tails
@@ -25,7 +24,6 @@ from edgekit.quantize.graph.float_regions import find_before_activation
 from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.graph.sessions import open_graph
 from edgekit.quantize.mixed_precision.candidates import (
-    FAITHFUL_DB,
     Draft,
     Memo,
     choose_again,
@@ -33,8 +31,9 @@ from edgekit.quantize.mixed_precision.candidates import (
     judge_plan,
     place_draft,
 )
-from edgekit.quantize.mixed_precision.score import SWITCHES, judge_candidate, powers_of, switch_weights
+from edgekit.quantize.mixed_precision.score import SWITCHES, judge_candidate, switch_weights
 from edgekit.quantize.mixed_precision.sensitivity import rank_activations
+from edgekit.quantize.objective import FAITHFUL_DB, find_enlarged, fit_ranges, measure_loss
 from edgekit.quantize.plan import Candidate, FloatNode, QuantPlan, is_relievable, quantizes_any
 from edgekit.quantize.qdq import build_qdq, plan_calibration, plan_graph, round_weights
 from edgekit.quantize.ranges import AUTO_METHODS
@@ -162,7 +161,7 @@ def _open_draft(model: Model, calibration: Calibration, plan: QuantPlan) -> Draf
 
 def adapt_ranges(graph: Graph, calibration: Calibration) -> Calibration:
     """Returns a calibration without what no reader notices, and with what wins and what other samples may show."""
-    return clip_silu_tails(graph, add_image_headroom(graph, keep_winners(graph, calibration)))
+    return clip_silu_tails(graph, add_image_headroom(graph, fit_ranges(graph, calibration)))
 
 
 def spare_enlarged(draft: Draft, *, widens: bool) -> Draft:
@@ -363,7 +362,7 @@ def rank_weights(draft: Draft, placed: onnx.ModelProto) -> tuple[WeightError, ..
     for index, layer in enumerate(layers):
         powers = np.zeros((len(draft.compared), 2))
         for before, after in zip(plain, run(index), strict=True):
-            powers += [powers_of(each, before[each.tensor], after[each.tensor]) for each in draft.compared]
+            powers += [measure_loss(each, before[each.tensor], after[each.tensor]) for each in draft.compared]
         noise = 10 ** (-join_ratios([ratio_db(*power) for power in powers]) / 10)
         size = layer.groups * layer.outputs * layer.inputs
         found.append(WeightError(name=layer.weight, size=size, noise=noise))

@@ -22,8 +22,9 @@ from edgekit.model.tensors import Array, Tensors
 from edgekit.prepare.tidy import import_contrib
 from edgekit.quantize.accuracy.loss import join_ratios, ratio_db
 from edgekit.quantize.calibration.held_out import read_held_out
-from edgekit.quantize.graph.compared_tensors import FLOOR, ComparedTensor, are_raw_scores
+from edgekit.quantize.graph.compared_tensors import ComparedTensor
 from edgekit.quantize.graph.sessions import open_graph
+from edgekit.quantize.objective import measure_loss
 
 SWITCHES = "edgekit.switches"
 """The input that says which activations are quantized."""
@@ -193,13 +194,12 @@ _MOST = 100.0
 
 
 class Closeness(msgspec.Struct, frozen=True, kw_only=True):
-    """The signal-to-noise ratio of what is compared, and the share of decisions that changed, None where none are.
+    """How near what is compared comes, in dB: what outputs tell over what of it is lost.
 
-    `noise` is what each sample adds to the noise, () where not all samples were judged.
+    `noise` is what each sample adds to the loss, () where not all samples were judged.
     """
 
     ratio_db: float
-    changed: float | None = None
     noise: tuple[float, ...] = ()
 
     def ties(self, best: "Closeness") -> bool:
@@ -209,11 +209,10 @@ class Closeness(msgspec.Struct, frozen=True, kw_only=True):
         return self._gap_errors(best) <= 1
 
     def is_behind(self, best: "Closeness") -> bool:
-        """Returns True if it is clearly worse than the best, or surely by less, and changes no fewer decisions."""
+        """Returns True if it is clearly worse than the best, or surely by less."""
         behind_db = best.ratio_db - self.ratio_db
         surely = len(self.noise) == len(best.noise) > 1 and self._gap_errors(best) > _SURE_ERRORS
-        is_worse = behind_db > _CLEARLY_DB or (surely and behind_db > _SURELY_DB)
-        return is_worse and (self.changed or 0.0) >= (best.changed or 0.0)
+        return behind_db > _CLEARLY_DB or (surely and behind_db > _SURELY_DB)
 
     def _gap_errors(self, best: "Closeness") -> float:
         """Returns by how many standard errors of the difference it has more noise than the best."""
@@ -255,23 +254,21 @@ def judge_grids(
     compared: tuple[ComparedTensor, ...],
     statistics: Path,
     grids: Mapping[str, Tensors],
-    decisions: Mapping[str, int] | None = None,
     *,
     most: int | None = None,
     few: int | None = None,
 ) -> dict[str, Closeness]:
     """Returns how near each of several grids comes, which are fed to a graph with float weights.
 
-    They are judged by all held-out samples, or the first `most`. `decisions` holds the axis of the classes of those
-    tensors that decide. What is clearly worse after a few held-out samples, and changes no fewer decisions, is judged
-    by these alone: by how much it is worse there. A stated `few` also judge alone where the others are as good as each
-    other by them.
+    They are judged by all held-out samples, or the first `most`. What is clearly worse after a few held-out samples is
+    judged by these alone: by how much it is worse there. A stated `few` also judge alone where the others are as good
+    as each other by them.
 
     Raises:
         UsageError: the statistics are gone.
     """
     session, names = _open_compared(qdq, compared, statistics, keep_float_weights=True)
-    tallies = {name: _Tally(compared, decisions or {}) for name in grids}
+    tallies = {name: _Tally() for name in grids}
     behind = dict[str, float]()
 
     def run(task: tuple[str, Tensors, Tensors]) -> Tensors:
@@ -291,10 +288,7 @@ def judge_grids(
             break
     ratios = rate()
     best = max(ratios.values(), key=lambda each: each.ratio_db)
-    return ratios | {
-        name: Closeness(ratio_db=best.ratio_db - lag, changed=None if best.changed is None else 1.0)
-        for name, lag in behind.items()
-    }
+    return ratios | {name: Closeness(ratio_db=best.ratio_db - lag) for name, lag in behind.items()}
 
 
 def find_behind(judged: Mapping[str, Closeness]) -> dict[str, float]:
@@ -304,34 +298,25 @@ def find_behind(judged: Mapping[str, Closeness]) -> dict[str, float]:
 
 
 def is_even(judged: Mapping[str, Closeness]) -> bool:
-    """Returns True if it does not matter which of several is taken: all are about as near and change as much."""
+    """Returns True if it does not matter which of several is taken: all are about as near."""
     ratios = [each.ratio_db for each in judged.values()]
-    return max(ratios) - min(ratios) < _EVEN_DB and len({each.changed for each in judged.values()}) == 1
+    return max(ratios) - min(ratios) < _EVEN_DB
 
 
 class _Tally:
-    """Adds up powers, and decisions that changed, sample by sample."""
+    """Adds up what is told and lost, sample by sample."""
 
-    def __init__(self, compared: Sequence[ComparedTensor], decisions: Mapping[str, int]) -> None:
-        self._decisions = {each: decisions[each.tensor] for each in compared if each.tensor in decisions}
+    def __init__(self) -> None:
         self._powers = list[Array]()
-        self._changed = self._decided = 0
 
     def add(self, names: Mapping[ComparedTensor, str], expected: Tensors, found: Tensors) -> None:
         self._powers.append(_all_powers(names, expected, found))
-        for each, axis in self._decisions.items():
-            one, two = expected[each.tensor], found[names[each]]
-            decided = one.argmax(axis)
-            same = decided == two.reshape(one.shape).argmax(axis) if one.size == two.size else np.zeros(decided.shape)
-            self._decided += decided.size
-            self._changed += decided.size - int(np.count_nonzero(same))
 
     def judge(self) -> Closeness:
         powers = np.stack(self._powers)
         signal = np.maximum(powers[:, :, 0].sum(axis=0), _TINY)
         return Closeness(
             ratio_db=join_ratios([ratio_db(*power) for power in powers.sum(axis=0)]),
-            changed=self._changed / self._decided if self._decided else None,
             noise=tuple(np.minimum(powers[:, :, 1] / signal, _MOST).mean(axis=1).tolist()),
         )
 
@@ -354,25 +339,7 @@ def _open_compared(
 
 
 def _all_powers(names: Mapping[ComparedTensor, str], expected: Tensors, found: Tensors) -> Array:
-    return np.stack([powers_of(each, expected[each.tensor], found[name]) for each, name in names.items()])
-
-
-def powers_of(compared: ComparedTensor, expected: Array, found: Array) -> Array:
-    """Returns the power of a tensor of the float model and that of the difference, float64 [2].
-
-    Where the values decide how many there are and quantizing changed that, the difference is infinite.
-    """
-    if expected.size != found.size:
-        return np.array([1.0, np.inf])
-    one, two = expected.astype(np.float64), found.astype(np.float64).reshape(expected.shape)
-    if compared.part is not None:
-        axis, start, stop = compared.part
-        one, two = (np.take(value, range(start, stop), axis) for value in (one, two))
-    if compared.is_raw_score and (compared.is_stated or are_raw_scores(one)):
-        one, two = np.maximum(one, FLOOR), np.maximum(two, FLOOR)
-    if compared.centred:
-        one, two = one - one.mean(axis=-1, keepdims=True), two - two.mean(axis=-1, keepdims=True)
-    return np.array([(one**2).sum(), ((one - two) ** 2).sum()])
+    return np.stack([measure_loss(each, expected[each.tensor], found[name]) for each, name in names.items()])
 
 
 def has_held_out(statistics: Path) -> bool:

@@ -25,9 +25,10 @@ from edgekit.progress import NO_LIMIT, Budget
 from edgekit.quantize.accuracy.loss import join_ratios, ratio_db
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.calibration.held_out import read_held_out
-from edgekit.quantize.graph.compared_tensors import ComparedTensor, find_compared_tensors
+from edgekit.quantize.graph.compared_tensors import ComparedTensor
 from edgekit.quantize.graph.sessions import open_graph
-from edgekit.quantize.mixed_precision.score import SWITCHES, has_held_out, powers_of, switch_activations
+from edgekit.quantize.mixed_precision.score import SWITCHES, has_held_out, switch_activations
+from edgekit.quantize.objective import find_objective, measure_loss
 from edgekit.quantize.plan import QuantPlan
 from edgekit.quantize.qdq import build_qdq, plan_graph
 
@@ -122,7 +123,7 @@ def rank_plan(model: Model, plan: QuantPlan, calibration: Calibration) -> tuple[
         UsageError: the statistics are gone.
     """
     graph, statistics = plan_graph(model, plan, calibration), Path(calibration.statistics)
-    compared = find_compared_tensors(graph, calibration.outputs)
+    compared = find_objective(graph, calibration)
     if not has_held_out(statistics) or not compared:
         return ()
     return rank_activations(graph, build_qdq(graph, plan, statistics, model.path.name), compared, statistics)
@@ -293,7 +294,7 @@ class _Switched:
         part, session = next((each for each in reversed(self._parts) if each[0].start <= start), (None, self._session))
         fed = {name: self._known[id(pair)][name] for name in part.fed} if part is not None else {}
         found = session.run({**pair[0], **fed, SWITCHES: switches}, self._outputs)
-        return np.stack([powers_of(each, pair[1][each.tensor], found[name]) for each, name in self._shown.items()])
+        return np.stack([measure_loss(each, pair[1][each.tensor], found[name]) for each, name in self._shown.items()])
 
 
 def _measure_bytes(graph: Graph, name: str) -> int | None:
