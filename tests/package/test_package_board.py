@@ -6,6 +6,7 @@
 import importlib.util
 import json
 import platform
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -315,8 +316,12 @@ def test_the_cpp_loader_gives_a_session_every_provider_of_the_chain_in_order(
     assert (then, last) == ("then TensorRT", "then CUDA")
     assert (behind, limit) == ("option device_id=1", "option gpu_mem_limit=1073741824")
     assert "self-test passed with" in passed
-    code, shown = run_program([run, recorder, tmp_path / "p" / "bundles", "--cpu"])
+    code, shown = run_program([run, recorder, tmp_path / "p" / "bundles", "--cpu", "--time", "3"])
     assert (code, "then " in shown) == (0, False), shown
+    found = re.search(r"CPU time of a request: (\S+) ms warm, (\S+) ms run, (\S+) ms with a session", shown)
+    assert found is not None, shown
+    # Making a session takes many times as long as one Relu, warm or not.
+    assert float(found[3]) > 3 * max(float(found[1]), float(found[2]))
 
 
 def _loader(package: Path) -> Path:
