@@ -7,8 +7,9 @@ import msgspec
 import numpy as np
 import pytest
 from collapsing_models import DETECTOR, SEGMENTATION, SEPARABLE, draw_samples, make_collapsing
-from quantize_models import make_model, random_samples
+from quantize_models import conv_net, make_model, make_samples, random_samples
 
+from edgekit.data.samples import Samples
 from edgekit.model.model import Model, load_model
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.loss import MEASURES
@@ -291,3 +292,62 @@ def test_what_is_written_never_loses_more_than_plain_minmax(text: str, target: s
     assert plain.drop_estimate is not None
     assert written.drop_estimate <= plain.drop_estimate + 0.001
     assert searched is None or written == searched.chosen.prediction
+
+
+READER = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,12,24] x) => (float[1,12,9000] y) {
+  h = MatMul(x, eye) l = MatMul(h, w) y = Add(l, b) }"""
+ENCODER = """<ir_version: 8, opset_import: ["" : 17]> g (float[10,1,16] x) => (float[1,16] y)
+  <int64[1] last = {-1}, int64[1] end = {10}, int64[1] zero = {0}, int64[1] one = {1}> {
+  s = LSTM<hidden_size=16>(x, w, r, b) q = Squeeze(s, one) t = Slice(q, last, end, zero) v = Squeeze(t, zero)
+  p = MatMul(v, proj) n = ReduceL2<axes=[1], keepdims=1>(p) y = Div(p, n) }"""
+
+
+def draw_reader(folder: Path) -> tuple[Model, Samples]:
+    """A line reader whose last weights make 9,000 raw logits a step, of which one is sure."""
+    rng = np.random.default_rng(3)
+    glyphs = rng.normal(size=(24, 9000)).astype(np.float32)
+    glyphs *= rng.uniform(0.8, 1.2, 9000).astype(np.float32) / np.linalg.norm(glyphs, axis=0)
+    constants = {"eye": np.eye(24, dtype=np.float32), "w": glyphs, "b": np.zeros(9000, np.float32)}
+    lines = [glyphs[:, rng.integers(0, 9000, 12)].T * rng.uniform(25, 60, (12, 1)) for _ in range(24)]
+    rows = [{"x": (line + rng.normal(0, 0.3, line.shape)).astype(np.float32)[None]} for line in lines]
+    return make_model(READER, folder / "m.onnx", constants=constants), make_samples(rows)
+
+
+def draw_encoder(folder: Path) -> tuple[Model, Samples]:
+    """A recurrent encoder of unit vectors."""
+    model = make_model(ENCODER, folder / "m.onnx", {"w": (1, 64, 16), "r": (1, 64, 16), "b": (1, 128), "proj": (16, 16)})
+    return model, random_samples(model, count=24)
+
+
+def draw_classifier(folder: Path) -> tuple[Model, Samples]:
+    """A small CNN, whose plan comes nearer than 30 dB."""
+    model = conv_net(folder)
+    return model, random_samples(model, count=24)
+
+
+@pytest.mark.parametrize("target", ["qnn", "xnnpack"])
+@pytest.mark.parametrize("draw", [draw_reader, draw_encoder, draw_classifier])
+def test_readers_encoders_and_faithful_plans_are_measured_and_never_worse_than_minmax(
+    draw: Callable[[Path], tuple[Model, Samples]], target: str, tmp_path: Path
+) -> None:
+    model, samples = draw(tmp_path)
+    calibration = calibrate_model(model, samples, work=tmp_path / "work")
+    measure = FloatReference(model, samples).predict_drop
+    search = Search(
+        model=model, calibration=calibration, target=load_target(target), precision="int8", measure=measure,
+        work=tmp_path,
+    )  # fmt: skip
+    plan, searched = find_plan(search, max_drop=None, narrow=True)
+    assert searched is not None
+    written = measure(write_chosen(search, plan, searched, tmp_path / "written.onnx").model)
+    assert written == searched.chosen.prediction
+    stock = plan_minmax(model, calibration, search.target, plan)
+    plain = measure(quantize_model(model, stock, calibration, tmp_path / "stock.onnx").model)
+    assert written.drop_estimate is not None
+    assert plain.drop_estimate is not None
+    assert written.drop_estimate <= plain.drop_estimate + 0.001
+    if draw is draw_reader:
+        # Winners that are cut tie, and no line would be left.
+        assert written.measure == MEASURES["sequence"].name
+        assert written.top1_agreement is not None
+        assert written.top1_agreement > 0.9

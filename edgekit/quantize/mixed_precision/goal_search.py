@@ -21,11 +21,10 @@ from edgekit.model.model import Model
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize.accuracy.predict import FAITHFUL_DB, LABELS, Prediction
 from edgekit.quantize.apply import QuantizedModel, quantize_model
-from edgekit.quantize.calibration.calibrate import Calibration, open_float_graph
-from edgekit.quantize.calibration.image_headroom import makes_images
+from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.mixed_precision.auto import plan_minmax, plan_quantization
-from edgekit.quantize.mixed_precision.candidates import Memo, store_narrow
-from edgekit.quantize.mixed_precision.relief import COLLAPSED_DB, GOOD_DB, relieve_step, weigh_relief
+from edgekit.quantize.mixed_precision.candidates import MOST_LOST_DB, Memo, store_narrow
+from edgekit.quantize.mixed_precision.relief import COLLAPSED_DB, relieve_step, weigh_relief
 from edgekit.quantize.plan import QuantPlan, is_relievable
 from edgekit.target import INTEGERS, Precision, Target
 
@@ -244,17 +243,20 @@ def find_plan(
     narrowed = search.memo.budget.attempt("large constants in 8 or 16 bits", store)
     if narrowed is None or not narrowed.narrow.bits or searched is None:
         return narrowed or plan, searched
-    chosen = _try_plan(search, f"{searched.chosen.step}, narrow", narrowed)
-    if searched.met and not chosen.prediction.meets(goal) and searched.chosen.prediction.meets(goal):
+    chosen, wide = _try_plan(search, f"{searched.chosen.step}, narrow", narrowed), searched.chosen
+    misses = searched.met and not chosen.prediction.meets(goal) and wide.prediction.meets(goal)
+    if misses or _drop(chosen) > _drop(wide) + (
+        _TOLD_APART if wide.prediction.drop_estimate is not None else MOST_LOST_DB
+    ):
         return plan, searched
     return narrowed, msgspec.structs.replace(searched, chosen=chosen)
 
 
 def _hold_against_minmax(search: Search, searched: Searched, max_drop: float) -> Searched:
     """Returns what was searched with plain minmax beside it, chosen where that loses less."""
-    chosen = searched.chosen
+    chosen, told = searched.chosen, searched.chosen.prediction.drop_estimate
     # Minmax cannot be better by more than what is lost.
-    if chosen.prediction.meets(_TOLD_APART):
+    if told is not None and told <= _TOLD_APART:
         return searched
     plain = plan_minmax(search.model, search.calibration, search.target, chosen.plan)
     if plain == chosen.plan or not search.memo.budget.allows("plain minmax"):
@@ -335,9 +337,8 @@ def plan_sparingly(search: Search) -> tuple[QuantPlan, Searched | None]:
     Then the 1, 3 and 8 tensors that hurt most leave 8 bits, as long as three quarters of the work stay in integers, and
     the fewest of them are used that reach PLAIN_DROP, or come within 0.2 points of the least drop. A model that has
     collapsed by its ratio is treated so only if that is enough; else tensors leave 8 bits until its ratio is a good
-    one, whatever share of the work that takes, and the search begins there. What was tried is None where the drop need
-    not be measured: outputs that are no images come within 30 dB of the float model's, or few samples leave nothing to
-    judge by.
+    one, whatever share of the work that takes, and the search begins there. What was tried is None where few samples
+    leave nothing to judge by, or no time.
 
     Raises:
         ModelError: no node of the model can be quantized.
@@ -351,10 +352,7 @@ def plan_sparingly(search: Search) -> tuple[QuantPlan, Searched | None]:
             if spared.met:
                 return spared.chosen.plan, spared
         first = _plan_first(search)
-    if not (search.memo.budget.allows(_MORE) and first.judged and is_relievable(first)):
-        return first, None
-    is_good = first.judged[0].sqnr_db >= GOOD_DB
-    if is_good and not makes_images(open_float_graph(search.model, search.calibration), search.calibration.outputs):
+    if not (search.memo.budget.allows(_MORE) and first.judged):
         return first, None
     goal = _Goal(max_drop=PLAIN_DROP, reliefs=_PLAIN_RELIEFS, least_integer=_PLAIN_INTEGER)
     trials = search.memo.budget.attempt("measuring the plan", partial(_try_sparingly, search, goal, first))
