@@ -11,6 +11,7 @@ from quantize_models import conv_net, make_model, make_samples, random_samples
 
 from edgekit.data.samples import Samples
 from edgekit.model.model import Model, load_model
+from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.loss import MEASURES
 from edgekit.quantize.accuracy.output_kinds import MeasuredKind, Reading
@@ -305,17 +306,21 @@ ENCODER = """<ir_version: 8, opset_import: ["" : 17]> g (float[10,1,16] x) => (f
 def draw_reader(folder: Path) -> tuple[Model, Samples]:
     """A line reader whose last weights make 9,000 raw logits a step, of which one is sure."""
     rng = np.random.default_rng(3)
-    glyphs = rng.normal(size=(24, 9000)).astype(np.float32)
+    glyphs: Array = rng.normal(size=(24, 9000)).astype(np.float32)
     glyphs *= rng.uniform(0.8, 1.2, 9000).astype(np.float32) / np.linalg.norm(glyphs, axis=0)
     constants = {"eye": np.eye(24, dtype=np.float32), "w": glyphs, "b": np.zeros(9000, np.float32)}
-    lines = [glyphs[:, rng.integers(0, 9000, 12)].T * rng.uniform(25, 60, (12, 1)) for _ in range(24)]
-    rows = [{"x": (line + rng.normal(0, 0.3, line.shape)).astype(np.float32)[None]} for line in lines]
+    rows = list[Tensors]()
+    for _ in range(24):
+        line: Array = glyphs[:, rng.integers(0, 9000, 12)].T * rng.uniform(25, 60, (12, 1))
+        rows.append({"x": (line + rng.normal(0, 0.3, line.shape)).astype(np.float32)[None]})
     return make_model(READER, folder / "m.onnx", constants=constants), make_samples(rows)
 
 
 def draw_encoder(folder: Path) -> tuple[Model, Samples]:
     """A recurrent encoder of unit vectors."""
-    model = make_model(ENCODER, folder / "m.onnx", {"w": (1, 64, 16), "r": (1, 64, 16), "b": (1, 128), "proj": (16, 16)})
+    model = make_model(
+        ENCODER, folder / "m.onnx", {"w": (1, 64, 16), "r": (1, 64, 16), "b": (1, 128), "proj": (16, 16)}
+    )
     return model, random_samples(model, count=24)
 
 
