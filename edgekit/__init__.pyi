@@ -13,7 +13,9 @@ from edgekit.data.samples import load_samples as load_samples
 from edgekit.devices.find import find_device as find_device
 from edgekit.errors import EdgekitError as EdgekitError
 from edgekit.evidence import Evidence as Evidence
+from edgekit.forecasts.forecast import ForecastReport as ForecastReport
 from edgekit.jobs.build import build as build
+from edgekit.jobs.forecast import forecast as forecast
 from edgekit.model.model import Model as Model
 from edgekit.model.model import load_model as load_model
 from edgekit.plain import to_json as to_json

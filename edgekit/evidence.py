@@ -17,6 +17,7 @@ class Evidence(enum.StrEnum):
     SAME_ARCH = "same-arch"
     EMULATED = "emulated"
     PREDICTED = "predicted"
+    FORECAST = "forecast"
 
     @property
     def meaning(self) -> str:
@@ -37,6 +38,7 @@ _MEANINGS = {
     Evidence.SAME_ARCH: "ran on the same CPU architecture with another execution provider",
     Evidence.EMULATED: "our arithmetic imitates the target",
     Evidence.PREDICTED: "rules only, nothing ran",
+    Evidence.FORECAST: "drawn from what other networks took on such devices, nothing ran",
 }
 
 

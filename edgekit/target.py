@@ -291,7 +291,7 @@ _GROUPS = ("all", "pc")
 
 def target_names() -> tuple[str, ...]:
     """Returns the names of the targets that edgekit ships, sorted."""
-    return tuple(sorted(path.parent.name for path in _targets_folder().glob("*/target.toml")))
+    return tuple(sorted(path.parent.name for path in targets_folder().glob("*/target.toml")))
 
 
 def find_group(name: str) -> tuple[str, ...]:
@@ -338,7 +338,7 @@ def _read_target(folder: Path) -> Target:
     try:
         return read_toml(file, Target)
     except msgspec.DecodeError as error:
-        raise TargetError(f"'{file}' is malformed: {error}", hint=f"compare it with '{_targets_folder()}'") from error
+        raise TargetError(f"'{file}' is malformed: {error}", hint=f"compare it with '{targets_folder()}'") from error
     except OSError as error:
         raise TargetError(
             f"cannot read '{file}': {error.strerror}", hint="a target is a folder with target.toml"
@@ -348,8 +348,8 @@ def _read_target(folder: Path) -> Target:
 def _refuse_unusable(target: Target, folder: Path) -> None:
     """Refuses forms that the target says are of no use, or for targets of one's own what those of its provider say."""
     told = dict(target.conversion.unusable)
-    if folder.parent != _targets_folder():
-        shipped = (_read_target(_targets_folder() / name) for name in target_names())
+    if folder.parent != targets_folder():
+        shipped = (_read_target(targets_folder() / name) for name in target_names())
         told |= {
             form: why
             for one in shipped
@@ -365,14 +365,15 @@ def _refuse_unusable(target: Target, folder: Path) -> None:
             )
 
 
-def _targets_folder() -> Path:
+def targets_folder() -> Path:
+    """Returns the folder that holds the targets edgekit ships, and the data about their devices."""
     shipped = Path(__file__).parent / "_targets"
     return shipped if shipped.is_dir() else Path(__file__).parent.parent / "targets"
 
 
 def _find_folder(name: str) -> Path:
     if name in target_names():
-        return _targets_folder() / name
+        return targets_folder() / name
     path = Path(name)
     if path.is_dir():
         return path

@@ -44,6 +44,7 @@ GROUPS = {
         "operators": "Write or compare the operators config of a custom ONNX Runtime build.",
     },
     "Time and settings": {
+        "forecast": "Say how long a model would take on which phone, with an interval, before anyone owns one.",
         "bench": "Time a bundle or a model on devices, or two of them in interleaved rounds.",
         "profile": "Say where the time of a run goes, kernel by kernel, and why one model is slower than another.",
         "tune": "Find what a session should be told: levels, threads, memory, provider options.",

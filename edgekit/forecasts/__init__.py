@@ -1,0 +1,1 @@
+"""How long a model will take on which phone, from what other networks took there."""

@@ -1,0 +1,168 @@
+"""The work of a graph by kind, as an NPU that computes in blocks of channels sees it; from shapes alone."""
+
+from collections.abc import Mapping
+from math import prod
+from typing import Literal, get_args
+
+import msgspec
+import onnx
+
+from edgekit.check.macs import count_macs, count_unsized
+from edgekit.graph.graph import Graph, Node, infer_graph
+from edgekit.prepare.fix import FIXES, apply_rewrites
+from edgekit.prepare.rewrites.activations import JOIN_HARD_SWISH
+
+Kind = Literal["matrix", "attention", "vector", "curve", "move", "weights", "spill", "outside", "nodes"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+# Hexagon's matrix unit multiplies tiles of 32 by 32 channels, and its memory holds pictures in blocks of 32 channels
+# (Qualcomm's HTP layouts): a channel more than 32 costs as much as 64.
+_BLOCK = 32
+# Vector memory of the flagships since the 8 Gen 1; a value that does not fit goes to DRAM and comes back.
+_VTCM_BYTES = 8 << 20
+# A Reshape of fewer elements is told, not done.
+_SMALL = 1 << 12
+
+# What costs nothing: it is told to the next operator, or done once.
+_FREE = frozenset(
+    {"QuantizeLinear", "DequantizeLinear", "Identity", "Dropout", "Flatten", "Squeeze", "Unsqueeze", "Reshape",
+     "Constant", "ConstantOfShape", "Shape", "Cast"}
+)  # fmt: skip
+# What a convolution or a product does as it writes.
+_FUSED = frozenset({"Relu", "Clip"})
+_PRODUCTS = frozenset({"Conv", "FusedConv", "ConvTranspose", "Gemm", "MatMul", "Add"})
+_RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
+_CONVS = frozenset({"Conv", "FusedConv", "ConvTranspose", "QLinearConv", "ConvInteger"})
+# Functions that are not linear, and sums over an axis: element for element dearer than an addition.
+_CURVES = frozenset(
+    {"Sigmoid", "Tanh", "Erf", "Exp", "Log", "Sqrt", "Pow", "HardSigmoid", "HardSwish", "Gelu", "Elu", "Softplus",
+     "Mish", "Sin", "Cos", "Div", "Reciprocal", "LeakyRelu", "PRelu", "Swish", "Celu", "Selu", "Softmax", "LogSoftmax",
+     "LayerNormalization", "InstanceNormalization", "GroupNormalization", "LpNormalization", "RMSNormalization",
+     "SimplifiedLayerNormalization", "SkipLayerNormalization", "TopK", "ArgMax", "ArgMin", "CumSum",
+     "NonMaxSuppression"}
+)  # fmt: skip
+_MOVES = frozenset(
+    {"Concat", "Slice", "Split", "Pad", "Expand", "Tile", "Where", "Transpose", "DepthToSpace", "SpaceToDepth",
+     "Gather", "GatherElements", "GatherND", "ScatterND", "ScatterElements", "Resize", "Upsample", "GridSample",
+     "Reshape"}
+)  # fmt: skip
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """What a network does in one inference, by kind, and its multiply-accumulates.
+
+    Of `matrix` (convolutions and products with weights) and `attention` (products of two computed values)
+    multiply-accumulates with channels rounded up to blocks of 32. Of `vector` (sums, depthwise convolutions, at their
+    multiply-accumulates), `curve` (functions that are not linear, norms, pools) and `move` (copies in another order)
+    elements, in blocks of channels. `weights` and `outside` (inputs and outputs) are elements, `spill` elements of
+    values larger than the vector memory in 16 bits, `nodes` the operators that are left to run. `unsized` counts nodes
+    of unknown size, `recurrent` layers that run step by step.
+    """
+
+    kinds: dict[Kind, float]
+    macs: int
+    unsized: int = 0
+    recurrent: int = 0
+
+
+def join_graph(model: onnx.ModelProto) -> Graph:
+    """Returns a prepared graph with what one operator of an NPU does in one node: Gelu, HardSwish, RMS norm.
+
+    The model is changed in place.
+    """
+    apply_rewrites(model, {*FIXES, JOIN_HARD_SWISH})
+    return infer_graph(model)
+
+
+def measure_work(graph: Graph) -> Work:
+    """Returns the work of a graph, that of a quantized one as if it were float."""
+    kinds: dict[Kind, float] = dict.fromkeys(KINDS, 0.0)
+    macs = recurrent = 0
+    for node in graph.nodes:
+        count = count_macs(graph, node)
+        macs += count
+        if _is_free(graph, node):
+            continue
+        recurrent += node.op_type in _RECURRENT
+        made = sum(_blocks(graph, name) for name in node.output if name)
+        kinds["nodes"] += 1
+        kinds["spill"] += made if 2 * made > _VTCM_BYTES else 0
+        kind, amount = _weigh(graph, node, count, made)
+        kinds[kind] += amount
+    kinds["weights"] = sum(prod(tensor.dims) for tensor in graph.constants.values() if len(tensor.dims) > 1)
+    kinds["outside"] = sum(graph.value(name).elements for name in (*graph.fed, *sorted(graph.outputs)))
+    return Work(kinds=kinds, macs=macs, unsized=count_unsized(graph), recurrent=recurrent)
+
+
+def _is_free(graph: Graph, node: Node) -> bool:
+    computed = any(_source(graph, name) not in graph.constants for name in node.input if name)
+    if not computed:
+        return True
+    if node.op_type == "Reshape":
+        return not _cuts(graph, node)
+    if node.op_type in _FUSED:
+        maker = graph.producers.get(_source(graph, node.input[0]))
+        return maker is not None and maker.op_type in _PRODUCTS
+    return node.op_type in _FREE
+
+
+def _cuts(graph: Graph, node: Node) -> bool:
+    """Returns True for a Reshape that cuts the innermost axis anew, so that blocks of channels are written anew."""
+    before, after = graph.value(node.input[0]).sizes, graph.value(node.output[0])
+    if not before or not after.sizes:
+        return False
+    return before[-1] != after.sizes[-1] and after.elements > _SMALL
+
+
+def _source(graph: Graph, name: str) -> str:
+    """Returns what a value is but for quantizing and dequantizing."""
+    maker = graph.producers.get(name)
+    while maker is not None and maker.op_type in {"QuantizeLinear", "DequantizeLinear"}:
+        name = maker.input[0]
+        maker = graph.producers.get(name)
+    return name
+
+
+def _weigh(graph: Graph, node: Node, macs: int, made: float) -> tuple[Kind, float]:
+    """Returns the kind of a node and how much of it there is; `made` is what it writes."""
+    if macs:
+        return _weigh_product(graph, node, macs)
+    if node.op_type in _CURVES or node.op_type.startswith("Reduce") or "Pool" in node.op_type:
+        return "curve", max(made, _blocks(graph, node.input[0]))
+    return ("move" if node.op_type in _MOVES else "vector"), made
+
+
+def _weigh_product(graph: Graph, node: Node, macs: int) -> tuple[Kind, float]:
+    weight = _source(graph, node.input[1]) if node.has_input(1) else ""
+    sizes = [size or 1 for size in graph.value(weight).sizes or ()]
+    if node.op_type in _CONVS and len(sizes) >= 3:
+        group = max(1, node.integer("group", 1))
+        turned = node.op_type == "ConvTranspose"
+        inside, outside = (sizes[0] // group, sizes[1]) if turned else (sizes[1], sizes[0] // group)
+        # One channel in, one out: the vector unit does it.
+        if inside == 1 and group > 1:
+            return "vector", macs * _padding(group * outside)
+        return "matrix", macs * _padding(inside) * _padding(outside)
+    shape = [size or 1 for size in graph.value(node.output[0]).sizes or ()] or [1]
+    padded = macs * _padding(shape[-1]) * _padding(macs / prod(shape))
+    computed = weight not in graph.constants and node.op_type not in _RECURRENT
+    return ("attention" if computed else "matrix"), padded
+
+
+def _blocks(graph: Graph, name: str) -> float:
+    """Returns the elements of a value in blocks of channels, which are the second or the last axis."""
+    value = graph.value(name)
+    sizes = [size or 1 for size in value.sizes or ()]
+    if len(sizes) < 3:
+        return value.elements
+    return value.elements * min(_padding(sizes[-1]), _padding(sizes[1]))
+
+
+def _padding(channels: float) -> float:
+    """Returns by what the work grows where channels come in whole blocks."""
+    return -(-channels // _BLOCK) * _BLOCK / channels if channels > 0 else 1.0
+
+
+def list_amounts(kinds: Mapping[Kind, float]) -> list[float]:
+    """Returns the amounts in the order of `KINDS`, and 1 for what every inference costs."""
+    return [*(kinds.get(kind, 0.0) for kind in KINDS), 1.0]

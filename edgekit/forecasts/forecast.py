@@ -1,0 +1,298 @@
+"""Forecasts of a network for devices and precisions, corrected by times that are known, and what they say to do."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from edgekit.errors import UsageError, suggest_name
+from edgekit.evidence import Evidence
+from edgekit.forecasts.features import Work
+from edgekit.forecasts.model import Bits, CpuFit, Fitted, load_fitted, rank_networks, split_time, sum_memory
+from edgekit.forecasts.table import Phone, load_table
+from edgekit.plain import Shown
+
+BITS: tuple[Bits, ...] = ("float", "w8a8", "w8a16")
+_NEAREST = 3
+# Of families left out the farthest took 88 times what was forecast (YOLOv9 in w8a8): past that a time is of something
+# else.
+_FARTHEST_OFF = 100.0
+_NO_FLOAT = "its NPU computes no floats"
+
+
+class KnownTime(msgspec.Struct, frozen=True, kw_only=True):
+    """A time that was measured: on a device, in a precision, in ms; `source` says by whom."""
+
+    device: str
+    precision: Bits
+    ms: float
+    source: str = "given"
+
+
+class Neighbour(msgspec.Struct, frozen=True, kw_only=True):
+    """A measured network that is like this one, and its time on the same device in the same precision."""
+
+    network: str
+    distance: float
+    ms: float | None
+
+
+class Placing(msgspec.Struct, frozen=True, kw_only=True):
+    """What the rules say of the provider: the nodes it takes, its partitions, and why nodes stay on the CPU."""
+
+    nodes: int
+    taken: int
+    partitions: int
+    crossing_bytes: int
+    cpu_ops: dict[str, int] = {}
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def left(self) -> int:
+        """How many nodes run on the CPU."""
+        return self.nodes - self.taken
+
+
+class DeviceForecast(msgspec.Struct, frozen=True, kw_only=True):
+    """What is forecast for a device in a precision; times in ms, memory in MB, None where there is no ground for it.
+
+    80 % of networks of families that took no part lie between `low_ms` and `high_ms`. `basis` is "networks" for what
+    others took, "measured" for a time that was given for this very device, "recalibrated" for one moved from another.
+    `note` says why there is no figure, or what widens it.
+    """
+
+    device: str
+    chipset: str
+    soc_model: int | None
+    htp: int | None
+    precision: Bits
+    ms: float | None = None
+    low_ms: float | None = None
+    high_ms: float | None = None
+    basis: str = "networks"
+    placing: Placing | None = None
+    memory_mb: float | None = None
+    low_mb: float | None = None
+    high_mb: float | None = None
+    nearest: tuple[Neighbour, ...] = ()
+    note: str = ""
+
+
+class ForecastReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
+    """A forecast of a model for devices: a level of evidence below everything that ran.
+
+    `distance` is how far the nearest measured network lies, by precision; `unlike` holds those in which none is near.
+    `ground` names where the figures come from.
+    """
+
+    model: str
+    sha256: str
+    evidence: str = Evidence.FORECAST.value
+    macs: int
+    weights: int
+    nodes: int
+    work: dict[str, float]
+    rows: tuple[DeviceForecast, ...]
+    known: tuple[KnownTime, ...] = ()
+    distance: dict[Bits, float] = {}
+    unlike: tuple[Bits, ...] = ()
+    remarks: tuple[str, ...] = ()
+    ground: str = ""
+    max_ms: float | None = None
+
+    @property
+    def too_slow(self) -> tuple[str, ...]:
+        """The devices on which no precision is forecast to keep `max_ms`, of those that have a forecast."""
+        limit = self.max_ms
+        if limit is None:
+            return ()
+        best: dict[str, float] = {}
+        for row in self.rows:
+            if row.ms is not None:
+                best[row.device] = min(row.ms, best.get(row.device, math.inf))
+        return tuple(device for device, ms in best.items() if ms > limit)
+
+    @property
+    def unproven(self) -> tuple[str, ...]:
+        """The devices that have no forecast, where a limit is set, or whose interval crosses it."""
+        limit = self.max_ms
+        if limit is None:
+            return ()
+        sure = {row.device for row in self.rows if row.high_ms is not None and row.high_ms <= limit}
+        every = dict.fromkeys(row.device for row in self.rows)
+        return tuple(device for device in every if device not in sure and device not in self.too_slow)
+
+
+def read_precisions(text: str) -> tuple[Bits, ...]:
+    """Returns the precisions that a list with commas names; int8 and int16 are other names of w8a8 and w8a16.
+
+    Raises:
+        UsageError: there is no such precision, or none was measured.
+    """
+    names: dict[str, Bits] = {**{word: word for word in BITS}, "fp16": "float", "int8": "w8a8", "int16": "w8a16"}
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    for word in words:
+        if word not in names:
+            raise UsageError(f"no times were measured in the precision '{word}'", hint=suggest_name(word, names))
+    if not words:
+        raise UsageError("no precision is named", hint=f"valid: {', '.join(BITS)}")
+    return tuple(dict.fromkeys(names[word] for word in words))
+
+
+def choose_phones() -> tuple[Phone, ...]:
+    """Returns a measured device for each chip that was measured in some precision, by name."""
+    fitted, _ = load_fitted()
+    measured = {name for each in fitted.precisions.values() for name in each.devices}
+    found: dict[tuple[int, float], Phone] = {}
+    for phone in load_table().devices:
+        # Names of one chip have the same factor.
+        factor = next(
+            (each.devices[phone.name] for each in fitted.precisions.values() if phone.name in each.devices), 0
+        )
+        if phone.name in measured:
+            key = (phone.soc_model, factor)
+            if key not in found or _rank(phone) < _rank(found[key]):
+                found[key] = phone
+    return tuple(sorted(found.values(), key=lambda phone: phone.name))
+
+
+def _rank(phone: Phone) -> tuple[bool, str]:
+    return phone.form != "Phone", phone.name
+
+
+def forecast_work(
+    work: Work,
+    phones: Sequence[Phone],
+    precisions: Sequence[Bits],
+    known: Sequence[KnownTime],
+    placings: Mapping[str, Placing],
+) -> tuple[tuple[DeviceForecast, ...], dict[Bits, float]]:
+    """Returns what is forecast for devices, and how far the nearest measured network lies, by precision.
+
+    `placings` holds what the rules say for each device.
+
+    Raises:
+        UsageError: a known time cannot be of this network.
+    """
+    rows: list[DeviceForecast] = []
+    distances: dict[Bits, float] = {}
+    for precision in precisions:
+        estimate = _Estimate(work, precision, known)
+        distances[precision] = estimate.distance
+        rows += [estimate.forecast(phone, placings.get(phone.name)) for phone in phones]
+    # Precisions side by side.
+    order = {phone.name: at for at, phone in enumerate(phones)}
+    return tuple(sorted(rows, key=lambda row: order[row.device])), distances
+
+
+class _Estimate:
+    """The forecast of a network in one precision, for any device."""
+
+    def __init__(self, work: Work, precision: Bits, known: Sequence[KnownTime]) -> None:
+        self.model, self.networks = load_fitted()
+        self.table = load_table()
+        self.work, self.known = work, known
+        self.precision: Bits = precision
+        self.fitted: Fitted = self.model.precisions[precision]
+        self.ranked = rank_networks(self.fitted, work.kinds, self.networks)
+        self.distance = next(iter(self.ranked.values()))
+        self.log_ms = math.log(float(split_time(self.fitted.coefficients, work.kinds).sum()))
+        self.moved, self.left = self._calibrate()
+
+    def _calibrate(self) -> tuple[float | None, float]:
+        """Returns what known times say of the network on the reference device, and what this leaves open."""
+        found: list[tuple[float, float]] = []
+        for time in self.known:
+            own = self.model.precisions[time.precision]
+            device = find_measured(time.device, own)
+            if device is None:
+                raise UsageError(
+                    f"no network was measured on '{time.device}' in {time.precision}",
+                    hint=f"a time on one of these moves the forecast: {', '.join(sorted(own.devices)[:6])}, ...",
+                )
+            effect = math.log(time.ms) - own.devices[device]
+            guess = float(split_time(own.coefficients, self.work.kinds).sum())
+            if abs(effect - math.log(guess)) > math.log(_FARTHEST_OFF):
+                forecast = guess * math.exp(own.devices[device])
+                raise UsageError(
+                    f"{time.ms:g} ms on {time.device} cannot be of this network: {forecast:.3g} ms are forecast, and no"
+                    f" network is further off than {_FARTHEST_OFF:g} times",
+                    hint="give the time of one inference, with its unit: 1.9ms",
+                )
+            shift, spread = (0.0, 0.0) if time.precision == self.precision else self.fitted.over[time.precision]
+            found.append((effect + shift, spread))
+        if not found:
+            return None, 0.0
+        # Those in the same precision alone, where there are some: between precisions more stays open.
+        least = min(spread for _, spread in found)
+        best = [effect for effect, spread in found if spread == least]
+        return float(np.mean(best)), least
+
+    def forecast(self, phone: Phone, placing: Placing | None) -> DeviceForecast:
+        """Returns the forecast for a device."""
+        row = DeviceForecast(
+            device=phone.name, chipset=phone.chipset, soc_model=phone.soc_model, htp=phone.htp,
+            precision=self.precision, placing=placing,
+        )  # fmt: skip
+        device = find_measured(phone.name, self.fitted)
+        if device is None:
+            lacks = self.precision == "float" and not phone.fp16
+            return msgspec.structs.replace(row, note=_NO_FLOAT if lacks else "no network was measured on its chip so")
+        own = next((t for t in self.known if t.device == phone.name and t.precision == self.precision), None)
+        if own is not None:
+            # What a phone's runs spread by is not known here.
+            row = msgspec.structs.replace(row, ms=own.ms, low_ms=own.ms, high_ms=own.ms, basis="measured")
+        else:
+            row = self._add_time(row, device, placing)
+        return self._add_memory(msgspec.structs.replace(row, nearest=self._list_nearest(device)), device)
+
+    def _add_time(self, row: DeviceForecast, device: str, placing: Placing | None) -> DeviceForecast:
+        fitted = self.fitted
+        middle = (self.log_ms if self.moved is None else self.moved) + fitted.devices[device]
+        if self.moved is None:
+            low, high = fitted.low * (1 + self.distance), fitted.high * (1 + self.distance)
+        else:
+            # What is left between devices and between precisions adds up as errors that know nothing of each other do.
+            high = math.hypot(fitted.spread[device], self.left)
+            low = -high
+        cpu = self._find_cpu(placing)
+        if cpu is not None and self.moved is None:
+            middle, low, high = (
+                middle + cpu.middle, -math.hypot(low, cpu.low - cpu.middle), math.hypot(high, cpu.high - cpu.middle)
+            )  # fmt: skip
+        basis = "networks" if self.moved is None else "recalibrated"
+        ms, low_ms, high_ms = (float(f"{math.exp(value):.4g}") for value in (middle, middle + low, middle + high))
+        note = f"{placing.left} of {placing.nodes} nodes on the CPU" if cpu is not None and placing is not None else ""
+        return msgspec.structs.replace(row, ms=ms, low_ms=low_ms, high_ms=high_ms, basis=basis, note=note)
+
+    def _find_cpu(self, placing: Placing | None) -> CpuFit | None:
+        layers = 0 if placing is None else placing.left
+        return next((each for each in reversed(self.model.cpu_layers) if layers >= each.least), None)
+
+    def _list_nearest(self, device: str) -> tuple[Neighbour, ...]:
+        found: list[Neighbour] = []
+        for name, distance in self.ranked.items():
+            row = self.table.find_rows(self.table.find_key(name), self.precision).get(device)
+            if row is not None:
+                found.append(Neighbour(network=name, distance=round(distance, 3), ms=row.ms))
+            if len(found) == _NEAREST:
+                break
+        return tuple(found)
+
+    def _add_memory(self, row: DeviceForecast, device: str) -> DeviceForecast:
+        fit = self.model.memory[self.precision].get(device)
+        if fit is None:
+            return row
+        mb = sum_memory(fit, self.work.kinds)
+        low, high = (round(mb * math.exp(value), 1) for value in (fit.low, fit.high))
+        return msgspec.structs.replace(row, memory_mb=round(mb, 1), low_mb=low, high_mb=high)
+
+
+def find_measured(name: str, fitted: Fitted) -> str | None:
+    """Returns the measured device that has the chip of a device, itself if it was measured; None where none has."""
+    if name in fitted.devices:
+        return name
+    phones = {phone.name: phone for phone in load_table().devices}
+    chip = phones[name].chipset
+    return next((each for each in fitted.devices if phones[each].chipset == chip), None)

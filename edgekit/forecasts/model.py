@@ -1,0 +1,124 @@
+"""The forecast itself: a sum over kinds of work, a factor for the device, and an interval from families left out.
+
+    log ms(network, device) = log sum_k c_k * work_k(network) + d(device)
+
+The coefficients are fitted by `tools/forecast/fit.py`; here they are only multiplied.
+"""
+
+import functools
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from edgekit.forecasts.features import Kind, list_amounts
+from edgekit.forecasts.table import FOLDER
+from edgekit.model.tensors import Array
+from edgekit.target import targets_folder
+
+Bits = Literal["float", "w8a8", "w8a16"]
+
+
+class Fitted(msgspec.Struct, frozen=True, kw_only=True):
+    """What was fitted for a precision.
+
+    `coefficients` are milliseconds for each amount of `KINDS` and for every inference, on the reference device;
+    `devices` the logarithm of each device's factor. `low` and `high` are the quantiles 0.1 and 0.9 of the logarithm of
+    measured over forecast time in families left out, over 1 + distance; `farthest` the largest distance among them.
+    `spread` is, by device, the quantile 0.8 of what a time that is known on another device leaves open, and `over` that
+    between precisions: the median of the logarithm of this one's time over another's, and the quantile 0.8 around it.
+    """
+
+    coefficients: tuple[float, ...]
+    devices: dict[str, float]
+    low: float
+    high: float
+    farthest: float
+    spread: dict[str, float]
+    over: dict[Bits, tuple[float, float]] = {}
+
+
+class KnownNetwork(msgspec.Struct, frozen=True, kw_only=True):
+    """A measured network whose graph is known: its family, and its work by kind."""
+
+    family: str
+    macs: int
+    kinds: dict[Kind, float]
+
+
+class MemoryFit(msgspec.Struct, frozen=True, kw_only=True):
+    """Peak memory on a device: MB for each weight, spilled and outside element, and for every session.
+
+    `low` and `high` are the quantiles 0.1 and 0.9 of the logarithm of measured over forecast memory.
+    """
+
+    coefficients: tuple[float, ...]
+    low: float
+    high: float
+
+
+class CpuFit(msgspec.Struct, frozen=True, kw_only=True):
+    """By what `least` layers on the CPU and more lengthen a run: logarithms, the quantiles 0.1, 0.5 and 0.9."""
+
+    least: int
+    low: float
+    middle: float
+    high: float
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a forecast needs: what was fitted for each precision, and the memory by precision and device."""
+
+    reference: str
+    cpu_layers: tuple[CpuFit, ...]
+    precisions: dict[Bits, Fitted]
+    memory: dict[Bits, dict[str, MemoryFit]]
+
+
+@functools.lru_cache(maxsize=1)
+def load_fitted() -> tuple[Model, dict[str, KnownNetwork]]:
+    """Returns what was fitted, and the networks that it was fitted to."""
+    folder = targets_folder() / FOLDER
+    return (
+        msgspec.json.decode((folder / "model.json").read_bytes(), type=Model),
+        read_networks(folder / "networks.json"),
+    )
+
+
+def read_networks(path: Path) -> dict[str, KnownNetwork]:
+    """Returns the networks whose graphs are known."""
+    return msgspec.json.decode(path.read_bytes(), type=dict[str, KnownNetwork])
+
+
+def split_time(coefficients: Iterable[float], kinds: Mapping[Kind, float]) -> Array:
+    """Returns the milliseconds of each kind of work on the reference device, last those of every inference."""
+    return np.array(list(coefficients)) * np.array(list_amounts(kinds))
+
+
+def measure_distance(one: Array, other: Array) -> float:
+    """Returns how unlike two networks are, from their milliseconds by kind.
+
+    It is half the sum of the differences of their shares (0 to 1), and the orders of magnitude between their times.
+    """
+    shares = float(np.abs(one / one.sum() - other / other.sum()).sum()) / 2
+    return shares + abs(math.log10(float(one.sum()) / float(other.sum())))
+
+
+def rank_networks(fitted: Fitted, kinds: Mapping[Kind, float], known: Mapping[str, KnownNetwork]) -> dict[str, float]:
+    """Returns the distance of a network to each that is known, nearest first."""
+    own = split_time(fitted.coefficients, kinds)
+    far = {name: measure_distance(own, split_time(fitted.coefficients, net.kinds)) for name, net in known.items()}
+    return dict(sorted(far.items(), key=lambda pair: pair[1]))
+
+
+def sum_memory(fit: MemoryFit, kinds: Mapping[Kind, float]) -> float:
+    """Returns the peak memory in MB."""
+    amounts = np.array([*(kinds.get(kind, 0.0) for kind in MEMORY_KINDS), 1.0])
+    return max(1.0, float(np.array(fit.coefficients) @ amounts))
+
+
+MEMORY_KINDS: tuple[Kind, ...] = ("weights", "spill", "outside")
+"""What peak memory is a sum of, beside a constant."""

@@ -1,0 +1,205 @@
+"""Forecasting a model or a bundle as the user has it, for phones that nobody needs to own."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import onnx
+
+from edgekit._files import work_folder
+from edgekit.bundle.folder import open_bundle
+from edgekit.check.check import check_graph, count_crossings
+from edgekit.check.report import CheckedNode
+from edgekit.check.rules.rulebook import load_rules
+from edgekit.errors import UsageError
+from edgekit.forecasts.features import Work, join_graph, measure_work
+from edgekit.forecasts.forecast import (
+    BITS,
+    DeviceForecast,
+    ForecastReport,
+    KnownTime,
+    Placing,
+    choose_phones,
+    forecast_work,
+    read_precisions,
+)
+from edgekit.forecasts.model import Bits, load_fitted
+from edgekit.forecasts.table import Phone, find_phone, load_table
+from edgekit.graph.graph import Graph, view_model
+from edgekit.graph.inference import infer_model
+from edgekit.model.external import skim_model
+from edgekit.model.model import load_model
+from edgekit.prepare.clean import sketch_model
+from edgekit.prepare.tidy import name_nodes
+from edgekit.target import Precision, load_target
+
+_BITS_OF: Mapping[Precision, Bits] = {"int8": "w8a8", "int16": "w8a16", "fp16": "float", "fp32": "float"}
+# Makers of which no free measurements were found, by words in the names of what has their chips, and the target whose
+# rules say at least what the NPU would be given.
+_NO_GROUND: tuple[tuple[str, str, str], ...] = (
+    ("Apple's Neural Engine", "coreml", r"apple|iphone|ipad|\bmac|\b[am]1\d?\b|neural engine"),
+    ("Google's Tensor", "nnapi", r"tensor|pixel ([6-9]|1\d)"),
+    ("MediaTek's APU", "nnapi", r"mediatek|dimensity|helio|\bmt\d{4}"),
+    ("Samsung's Exynos", "nnapi", r"exynos"),
+)  # fmt: skip
+_UNITS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
+
+
+def forecast(
+    subject: Path | str,
+    devices: Sequence[str] = (),
+    precisions: Sequence[Bits] | None = None,
+    measured: Sequence[KnownTime] = (),
+    *,
+    dims: Mapping[str, int] | None = None,
+    every: bool = False,
+    max_ms: float | None = None,
+) -> ForecastReport:
+    """Returns how long a model, or a bundle's, is forecast to take on devices with a Hexagon NPU; nothing runs.
+
+    Args:
+        subject: a model file, or the folder of a bundle, whose precision then counts.
+        devices: their names, or a part that one chip has; without any, one device of each chip that was measured.
+        precisions: of "float", "w8a8" and "w8a16"; without any, all three, or that of the bundle.
+        measured: times of this very network that are known; they move the forecast for every device.
+        dims: a number for each dynamic dimension of the inputs.
+        every: all devices that are known by name.
+        max_ms: a limit that the report holds the devices against.
+
+    Raises:
+        UsageError: a device, precision or dimension that does not exist, or a time that cannot be of this network.
+        ModelError: the model cannot be read, or its work cannot be counted.
+        BundleError: the bundle is incomplete, altered, or has no model in ONNX form.
+    """
+    subject = Path(subject)
+    path, bits = _open(subject)
+    chosen: tuple[Bits, ...] = tuple(precisions or ((bits,) if bits else BITS))
+    others = {name: maker for name in devices if (maker := _find_other(name)) is not None}
+    named = tuple(dict.fromkeys(name for name in devices if name not in others))
+    phones = load_table().devices if every else () if others and not named else choose_phones()
+    phones = tuple(dict.fromkeys(find_phone(name) for name in named)) if named and not every else phones
+    source = load_model(path)
+    with work_folder() as work:
+        sketch = sketch_model(source, work / "sketch.onnx", dims or {})
+        proto = infer_model(skim_model(sketch.path))
+    name_nodes(proto.graph)
+    graph = view_model(proto)
+    placings = {phone.name: placing for phone, placing in _place_all(graph, phones)}
+    joined = onnx.ModelProto()
+    joined.CopyFrom(proto)
+    counted = measure_work(join_graph(joined))
+    if counted.unsized:
+        raise UsageError(
+            f"the work of '{subject}' cannot be counted: {counted.unsized} nodes multiply values of unknown size",
+            hint="give every size with --dim or --shape, or make shapes static with edgekit prepare",
+        )
+    rows, distances = forecast_work(counted, phones, chosen, measured, placings)
+    rows += tuple(
+        _tell_other(name, maker, target, graph, bit) for name, (maker, target) in others.items() for bit in chosen
+    )
+    unlike: tuple[Bits, ...] = tuple(
+        bit for bit, far in distances.items() if far > load_fitted()[0].precisions[bit].farthest
+    )
+    table = load_table()
+    return ForecastReport(
+        model=source.name,
+        sha256=source.sha256,
+        macs=counted.macs,
+        weights=round(counted.kinds["weights"]),
+        nodes=round(counted.kinds["nodes"]),
+        work={kind: float(round(amount)) for kind, amount in counted.kinds.items()},
+        rows=rows,
+        known=tuple(measured),
+        distance={bit: round(far, 3) for bit, far in distances.items()},
+        unlike=unlike,
+        remarks=tuple(_list_remarks(counted, unlike, measured)),
+        ground=f"{table.package} {table.version}, {table.licence}, {table.source}",
+        max_ms=max_ms,
+    )
+
+
+def parse_measured(text: str, precisions: Sequence[Bits]) -> KnownTime:
+    """Returns what `DEVICE[:PRECISION]=TIME` says, such as `Galaxy S25:w8a8=1.9ms`; without a precision it is float's.
+
+    Raises:
+        UsageError: it is malformed, the device is unknown, or the time is no time.
+    """
+    name, sign, time = text.rpartition("=")
+    device, _, word = name.partition(":")
+    found = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(us|ms|s)\s*", time)
+    ms = float(found[1]) * _UNITS[found[2]] if found else math.nan
+    if not sign or not device or not ms > 0:
+        raise UsageError(f"--measured {text} is no time on a device", hint='as in --measured "Galaxy S25=1.9ms"')
+    alone = precisions[0] if len(precisions) == 1 else "float"
+    return KnownTime(device=find_phone(device).name, precision=read_precisions(word)[0] if word else alone, ms=ms)
+
+
+def _open(subject: Path) -> tuple[Path, Bits | None]:
+    """Returns the model file of a subject, and the precision that a bundle has."""
+    if not subject.is_dir():
+        return subject, None
+    bundle = open_bundle(subject)
+    precision = bundle.manifest.precision
+    if precision not in _BITS_OF:
+        raise UsageError(
+            f"bundle '{subject}' is in {precision}, in which no network was measured",
+            hint="forecast the float model, or a bundle in int8 or int16",
+        )
+    return bundle.find_model("onnx"), _BITS_OF[precision]
+
+
+def _find_other(name: str) -> tuple[str, str] | None:
+    found = ((maker, target) for maker, target, words in _NO_GROUND if re.search(words, name.casefold()))
+    return next(found, None)
+
+
+def _place_all(graph: Graph, phones: Sequence[Phone]) -> list[tuple[Phone, Placing]]:
+    """Returns what the rules of QNN say for each phone; one with an HTP that they do not know is as the next older."""
+    known = sorted(map(int, load_target("qnn").parameters["htp_arch"].choices))
+    arches = {phone.name: max((arch for arch in known if arch <= phone.htp), default=known[0]) for phone in phones}
+    placed = {arch: _place(graph, "qnn", {"htp_arch": str(arch)}) for arch in sorted(set(arches.values()))}
+    return [(phone, placed[arches[phone.name]]) for phone in phones]
+
+
+def _place(graph: Graph, name: str, settings: Mapping[str, str]) -> Placing:
+    target = load_target(name, settings)
+    options = {**target.session.provider_options, **target.settings}
+    nodes = check_graph(graph, load_rules(target), options, opset=graph.opset)
+    left = [node for node in nodes if not node.taken]
+    return Placing(
+        nodes=len(nodes),
+        taken=len(nodes) - len(left),
+        partitions=len({node.partition for node in nodes if node.partition is not None}),
+        crossing_bytes=count_crossings(graph, nodes)[1],
+        cpu_ops=_count_ops(left),
+        reasons=tuple(dict.fromkeys(reason for node in left for reason in node.reasons[:1]))[:5],
+    )
+
+
+def _count_ops(nodes: Sequence[CheckedNode]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for node in nodes:
+        counts[node.op] = counts.get(node.op, 0) + 1
+    return dict(sorted(counts.items(), key=lambda pair: -pair[1]))
+
+
+def _tell_other(name: str, maker: str, target: str, graph: Graph, precision: Bits) -> DeviceForecast:
+    return DeviceForecast(
+        device=name, chipset=maker, soc_model=None, htp=None, precision=precision, placing=_place(graph, target, {}),
+        basis="none", note=f"no free measurements of {maker} were found: only what {target} takes is told",
+    )  # fmt: skip
+
+
+def _list_remarks(work: Work, unlike: Sequence[Bits], measured: Sequence[KnownTime]) -> list[str]:
+    remarks: list[str] = []
+    if unlike:
+        remarks.append(
+            f"no measured network is like this one in {', '.join(unlike)}: it lies further off than any that the"
+            " forecast was tried on, so that even the wide interval promises nothing"
+        )
+    if work.recurrent:
+        remarks.append(f"{work.recurrent} recurrent layers run step by step on an NPU, which was not learned from")
+    moved = "moved the forecast of every device"
+    remarks += [f"{time.ms:g} ms on {time.device} in {time.precision} ({time.source}) {moved}" for time in measured]
+    return remarks

@@ -1,0 +1,94 @@
+"""A forecast as text: the table of devices, what to choose, and what to know of the figures."""
+
+from collections.abc import Iterator
+
+from rich.table import Table
+
+from edgekit.forecasts.forecast import BITS, DeviceForecast, ForecastReport
+from edgekit.report.tables import format_count, make_table
+
+# Closer than this two forecasts are the same: what the table's own precisions are told apart by.
+_CLEAR = 1.1
+
+
+def headline_forecast(report: ForecastReport) -> str:
+    """Returns what was forecast, and how good that is, in a line."""
+    return (
+        f"{report.model}: {format_count(report.macs)} multiply-accumulates, {format_count(report.weights)} weights,"
+        f" {report.nodes} operators; {report.evidence}: drawn from other networks, nothing ran"
+    )
+
+
+def table_forecast(report: ForecastReport) -> Table:
+    """Returns the devices as a table: time with the interval of 80 %, what stays on the CPU, memory, likes."""
+    table = make_table(
+        "device", "SoC", "precision", "ms", "80 % between", "on the CPU", "memory MB", "most like it (ms)"
+    )
+    before = ""
+    for row in report.rows:
+        name = "" if row.device == before else row.device
+        before = row.device
+        soc = "" if row.soc_model is None or not name else f"{row.soc_model} v{row.htp}"
+        table.add_row(
+            name, soc, row.precision, describe_time(row), describe_interval(row), describe_cpu(row),
+            "-" if row.memory_mb is None else f"{row.memory_mb:.0f} ({row.low_mb:.0f} to {row.high_mb:.0f})",
+            ", ".join(f"{near.network} {near.ms:.3g}" for near in row.nearest[:2]),
+        )  # fmt: skip
+    return table
+
+
+def describe_time(row: DeviceForecast) -> str:
+    """Returns the milliseconds, or why there are none."""
+    if row.ms is None:
+        return row.note
+    return f"{row.ms:.3g}" + {"measured": " (given)", "recalibrated": " (moved)"}.get(row.basis, "")
+
+
+def describe_interval(row: DeviceForecast) -> str:
+    """Returns the interval of 80 %."""
+    return "-" if row.low_ms is None or row.high_ms is None else f"{row.low_ms:.3g} to {row.high_ms:.3g}"
+
+
+def describe_cpu(row: DeviceForecast) -> str:
+    """Returns how many nodes the rules leave to the CPU, and the operators they are."""
+    placing = row.placing
+    if placing is None or not placing.left:
+        return "none"
+    ops = ", ".join(f"{count} {op}" for op, count in list(placing.cpu_ops.items())[:3])
+    return f"{placing.left} of {placing.nodes} in {placing.partitions} partitions: {ops}"
+
+
+def list_forecast_remarks(report: ForecastReport) -> Iterator[str]:
+    """Yields what to choose, why nodes stay on the CPU, and what the figures rest on, a line each."""
+    yield from list_choices(report)
+    reasons = dict.fromkeys(reason for row in report.rows if row.placing for reason in row.placing.reasons)
+    yield from (f"left to the CPU: {reason}" for reason in list(reasons)[:5])
+    yield from report.remarks
+    if report.max_ms is not None:
+        if report.too_slow:
+            yield f"slower than {report.max_ms:g} ms: {', '.join(report.too_slow)}"
+        if report.unproven:
+            yield f"not proven to keep {report.max_ms:g} ms: {', '.join(report.unproven)}"
+    yield f"the figures come from {report.ground}"
+
+
+def list_choices(report: ForecastReport) -> Iterator[str]:
+    """Yields which precision is forecast to be the fastest, devices of one answer in a line."""
+    found: dict[str, list[str]] = {}
+    for device in dict.fromkeys(row.device for row in report.rows):
+        rows = {row.precision: row.ms for row in report.rows if row.device == device and row.ms is not None}
+        if len(rows) > 1:
+            found.setdefault(_choose(rows), []).append(device)
+    for answer, devices in found.items():
+        yield f"{answer}: {', '.join(devices)}"
+
+
+def _choose(rows: dict[str, float]) -> str:
+    """Returns what is the fastest, in the order of precisions where two are the same."""
+    fastest = min(rows.values())
+    same = [bits for bits in BITS if bits in rows and rows[bits] <= fastest * _CLEAR]
+    if same == ["float"]:
+        return "float is forecast to be the fastest, so quantizing would cost time"
+    if "float" in same:
+        return "quantizing is forecast to gain less than a tenth"
+    return f"{' and '.join(same)} forecast to be the fastest"

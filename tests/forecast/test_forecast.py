@@ -1,0 +1,190 @@
+"""The forecast: what it counts, what moves it, when it refuses, and what it was worth on families left out."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import onnx
+import pytest
+from demo_paths import MODEL
+from onnx import numpy_helper
+from tiny_models import parse_model
+
+from edgekit.cli.main import run_command
+from edgekit.errors import UsageError
+from edgekit.evidence import Evidence
+from edgekit.forecasts.features import join_graph, measure_work
+from edgekit.forecasts.forecast import KnownTime
+from edgekit.forecasts.model import load_fitted, split_time
+from edgekit.forecasts.table import find_phone, load_table
+from edgekit.graph.inference import infer_model
+from edgekit.jobs.forecast import forecast, parse_measured
+from edgekit.report.pages.forecast_page import draw_devices, render_forecast
+
+
+def _conv(path: Path, channels: int, *, size: str = "56") -> Path:
+    parse_model(
+        f'<ir_version: 8, opset_import: ["" : 17]> g (float[1,{channels},{size},{size}] x) => (float[1,{channels},'
+        f"{size},{size}] y) {{ a = Conv<pads=[1,1,1,1]>(x, w)  y = Relu(a) }}",
+        path,
+    )
+    proto = onnx.load(path)
+    weights = np.random.default_rng(0).normal(size=(channels, channels, 3, 3)).astype(np.float32)
+    proto.graph.initializer.append(numpy_helper.from_array(weights, "w"))
+    onnx.save(proto, path)
+    return path
+
+
+def test_work_counts_channels_in_blocks_of_32(tmp_path: Path) -> None:
+    work = measure_work(join_graph(infer_model(onnx.load(_conv(tmp_path / "a.onnx", 48)))))
+    assert work.macs == 56 * 56 * 48 * 48 * 9
+    assert work.kinds["matrix"] == 56 * 56 * 64 * 64 * 9
+    # The Relu is done as the convolution writes.
+    assert (work.kinds["nodes"], work.kinds["vector"]) == (1, 0)
+    assert work.kinds["outside"] == 2 * 56 * 56 * 48
+
+
+def test_a_known_network_is_forecast_near_its_time_and_itself_is_the_nearest() -> None:
+    model, networks = load_fitted()
+    fitted = model.precisions["float"]
+    measured = load_table().find_rows(load_table().find_key("resnet50"), "float")["Samsung Galaxy S25"].ms
+    assert float(split_time(fitted.coefficients, networks["resnet50"].kinds).sum()) == pytest.approx(measured, rel=0.5)
+
+
+def test_the_evidence_is_below_everything(tmp_path: Path) -> None:
+    report = forecast(_conv(tmp_path / "a.onnx", 32), ["Galaxy S24"])
+    assert report.evidence == Evidence.FORECAST.value
+    assert all(one.is_at_least(Evidence.FORECAST) for one in Evidence)
+    for row in report.rows:
+        assert row.low_ms is not None
+        assert row.ms is not None
+        assert row.high_ms is not None
+        assert row.low_ms < row.ms < row.high_ms
+
+
+def test_one_time_moves_every_other_device_and_narrows_it(tmp_path: Path) -> None:
+    path, phones = _conv(tmp_path / "a.onnx", 64), ["Galaxy S24", "Galaxy S25"]
+    before = forecast(path, phones, ["float"]).rows
+    assert before[1].ms is not None
+    known = KnownTime(device=before[1].device, precision="float", ms=3 * before[1].ms)
+    after = forecast(path, phones, ["float"], [known]).rows
+    assert after[1].basis == "measured"
+    assert after[1].ms == known.ms
+    assert after[0].basis == "recalibrated"
+    # The ratio of the two devices is what it was: log ms = model + device.
+    assert after[0].ms == pytest.approx(3 * (before[0].ms or 0), rel=1e-3)
+    widths = [(row.high_ms or 0) / (row.low_ms or 1) for row in (before[0], after[0])]
+    assert widths[1] < widths[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("Galaxy S25", "no time"), ("Galaxy S25=-1ms", "no time"), ("Galaxy S25=nanms", "no time"),
+        ("Galaxy S25=1e9ms", "no time"), ("=1ms", "no time"), ("Galaxy S25=1.9", "no time"),
+        ("Galxy S25=1ms", "Galaxy S25"), ("Galaxy S25:w7=1ms", "w8a8"),
+    ],
+)  # fmt: skip
+def test_hostile_times_are_refused(text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        parse_measured(text, ("float",))
+
+
+def test_a_time_of_another_network_is_refused(tmp_path: Path) -> None:
+    known = parse_measured("Galaxy S25=5s", ("float",))
+    with pytest.raises(UsageError, match="cannot be of this network"):
+        forecast(_conv(tmp_path / "a.onnx", 32), ["Galaxy S24"], ["float"], [known])
+
+
+def test_open_sizes_are_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = _conv(tmp_path / "a.onnx", 32, size="n")
+    assert run_command(["forecast", str(path)]) == 2
+    assert "--dim n=" in capsys.readouterr().err
+    assert run_command(["forecast", str(path), "--dim", "n=56", "--device", "S24", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][0]["ms"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--device", "Galxy S24"], "Samsung Galaxy S24"), (["--device", "8 Elite"], "several devices"),
+        (["--precision", "w8a32"], "did you mean"), (["--all", "--device", "S24"], "contradict"),
+        (["--max-ms", "nan"], "no number"),
+    ],
+)  # fmt: skip
+def test_wrong_words_are_answered_with_near_ones(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["forecast", str(MODEL), *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_limit_is_kept_missed_or_not_proven(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["forecast", str(MODEL), "--device", "Galaxy S24", "--precision", "w8a8", "--json"]
+    assert run_command(command) == 0
+    row = json.loads(capsys.readouterr().out)["rows"][0]
+    limits = {row["high_ms"] * 2: 0, row["low_ms"] / 2: 1, (row["ms"] + row["high_ms"]) / 2: 3}
+    for limit, code in limits.items():
+        assert run_command([*command, "--max-ms", str(limit)]) == code
+
+
+def test_makers_without_measurements_get_no_figure(tmp_path: Path) -> None:
+    report = forecast(_conv(tmp_path / "a.onnx", 32), ["iPhone 17", "Pixel 9", "Dimensity 9400"], ["float"])
+    assert [row.ms for row in report.rows] == [None] * 3
+    assert "Neural Engine" in report.rows[0].note
+    assert report.rows[0].placing is not None
+    assert report.rows[0].placing.taken
+
+
+def test_a_chip_that_computes_no_floats_has_none(tmp_path: Path) -> None:
+    rows = forecast(_conv(tmp_path / "a.onnx", 32), ["RB3 Gen 2"]).rows
+    assert [row.ms is None for row in rows] == [True, False, False]
+    assert rows[0].note == "its NPU computes no floats"
+
+
+def test_a_network_unlike_all_is_told_and_its_interval_is_wide(tmp_path: Path) -> None:
+    path = parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[1,64,4096,4096] x) => (float[1,64,4096,4096] y)'
+        "{ a = Exp(x) b = Sin(a) y = Exp(b) }",
+        tmp_path / "a.onnx",
+    )
+    report = forecast(path, ["Galaxy S24"], ["float"])
+    assert report.unlike == ("float",)
+    row, near = report.rows[0], forecast(_conv(tmp_path / "b.onnx", 64), ["Galaxy S24"], ["float"]).rows[0]
+    assert (row.high_ms or 0) / (row.low_ms or 1) > 2 * (near.high_ms or 0) / (near.low_ms or 1)
+
+
+def test_nodes_on_the_cpu_are_named_and_widen_the_interval(tmp_path: Path) -> None:
+    body = "a = Exp(x) y = CumSum(a, k)"
+    path = parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[1,8,32,32] x) => (float[1,8,32,32] y)'
+        f" <int64 k = {{2}}> {{ {body} }}",
+        tmp_path / "a.onnx",
+    )
+    row = forecast(path, ["Galaxy S24"], ["float"]).rows[0]
+    assert row.placing is not None
+    assert row.placing.left == sum(row.placing.cpu_ops.values())
+
+
+def test_phones_are_found_by_what_people_call_them() -> None:
+    names = {"Galaxy S24": 57, "rb3 gen 2": 93, "Galaxy S22 Ultra": 36, "Snapdragon 8 Gen 3": 57}
+    assert {name: find_phone(name).soc_model for name in names} == names
+
+
+def test_the_data_say_where_they_come_from() -> None:
+    table = load_table()
+    assert (table.package, table.version, table.licence) == ("qai-hub-models", "0.65.0", "BSD-3-Clause")
+    assert "Redistributions in binary form must reproduce" in table.notice
+    rows = (row for one in table.rows.values() for two in one.values() for three in two.values() for row in three)
+    assert sum(1 for _ in rows) == 14683
+
+
+def test_the_page_draws_each_device_and_escapes(tmp_path: Path) -> None:
+    report = forecast(_conv(tmp_path / "a.onnx", 32), ["Galaxy S24", "Galaxy S25"])
+    picture = draw_devices(report)
+    assert picture is not None
+    assert [len(lane.spans) for lane in picture.lanes] == [3, 3]
+    assert all(span.left <= span.mark <= span.right for lane in picture.lanes for span in lane.spans)
+    page = render_forecast(msgspec.structs.replace(report, model="<script>alert(1)</script>"))
+    assert "<script>alert(1)" not in page

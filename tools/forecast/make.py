@@ -1,0 +1,109 @@
+"""Makes targets/forecast/measured.json.xz anew from the package that its figures come from.
+
+    python -m pip download --no-deps qai-hub-models==0.65.0 -d WHEELS
+    python tools/forecast/make.py WHEELS/qai_hub_models-0.65.0-py3-none-any.whl
+
+Only networks that the file already has are opened: others are kept out of it, to judge the forecast with. The columns
+are those of `MeasuredRow` in edgekit/forecasts/table.py.
+"""
+
+import json
+import lzma
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+HERE = Path(__file__).parent
+OUT = HERE.parent.parent / "targets" / "forecast" / "measured.json.xz"
+_PACKAGE, _VERSION = "qai-hub-models", "0.65.0"
+# Not Qualcomm's own runtime for speech.
+_RUNTIMES = ("onnx", "precompiled_qnn_onnx", "qnn_context_binary", "qnn_dlc", "tflite")
+
+
+def read_devices(wheel: zipfile.ZipFile) -> list[dict[str, Any]]:
+    """Returns the devices with a Hexagon NPU of which the package says the HTP version."""
+    told = yaml.safe_load(wheel.read("qai_hub_models/devices_and_chipsets.yaml"))
+    listed: list[dict[str, Any]] = []
+    for name, device in sorted(told["devices"].items()):
+        chip = told["chipsets"].get(device["chipset"], {})
+        if chip.get("htp_version"):
+            listed.append(
+                {
+                    "name": name,
+                    "chipset": device["chipset"],
+                    "marketing": chip["marketing_name"],
+                    "form": device["form_factor"],
+                    "htp": chip["htp_version"],
+                    "soc_model": chip["soc_model"],
+                    "fp16": bool(chip.get("supports_fp16")),
+                    "weight_sharing": bool(chip.get("supports_weight_sharing")),
+                }
+            )
+    return listed
+
+
+def read_network(wheel: zipfile.ZipFile, model: str, devices: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns what the package says of a model, and its rows by component, precision and runtime."""
+    folder = f"qai_hub_models/models/{model}"
+    about = yaml.safe_load(wheel.read(f"{folder}/manifest.yaml"))
+    details = {key: str(value) for key, value in (about.get("technical_details") or {}).items()}
+    known = {
+        "use_case": about.get("use_case", ""),
+        "source": str(about.get("source_repo") or "").removeprefix("https://"),
+        "resolution": details.get("Input resolution", ""),
+        "parameters": details.get("Number of parameters", ""),
+    }
+    rows: dict[str, Any] = {}
+    perf = yaml.safe_load(wheel.read(f"{folder}/perf.yaml"))
+    for precision, components in perf["precisions"].items():
+        for component, told in components["components"].items():
+            for device, runtimes in told.get("performance_metrics", {}).items():
+                for runtime, row in runtimes.items():
+                    if device in devices and runtime in _RUNTIMES and row.get("inference_time_milliseconds"):
+                        at = rows.setdefault(component, {}).setdefault(precision, {}).setdefault(runtime, [])
+                        layers, memory = row.get("layer_counts") or {}, row.get("estimated_peak_memory_range_mb") or {}
+                        at.append(
+                            [
+                                devices.index(device),
+                                row["inference_time_milliseconds"],
+                                row.get("primary_compute_unit", ""),
+                                *(layers.get(unit, 0) for unit in ("total", "gpu", "cpu")),
+                                *(memory.get(end, 0) for end in ("min", "max")),
+                            ]
+                        )
+    return known, rows
+
+
+def write(path: Path, table: object) -> None:
+    """Writes a value as JSON in xz, the same bytes each time."""
+    path.write_bytes(lzma.compress(json.dumps(table, separators=(",", ":")).encode(), preset=9))
+
+
+def main() -> None:
+    """Makes the file, and says how many rows it has."""
+    kept = json.loads(lzma.decompress(OUT.read_bytes()))["networks"]
+    with zipfile.ZipFile(sys.argv[1]) as wheel:
+        devices = read_devices(wheel)
+        names = [device["name"] for device in devices]
+        read = {model: read_network(wheel, model, names) for model in sorted(kept)}
+        licence = wheel.read(f"qai_hub_models-{_VERSION}.dist-info/licenses/LICENSE").decode()
+    table = {
+        "source": "https://pypi.org/project/qai-hub-models/",
+        "package": _PACKAGE,
+        "version": _VERSION,
+        "licence": "BSD-3-Clause",
+        "notice": licence,
+        "devices": devices,
+        "networks": {model: known for model, (known, _) in read.items()},
+        "rows": {f"{model}/{part}": rows for model, (_, parts) in read.items() for part, rows in parts.items()},
+    }
+    write(OUT, table)
+    count = sum(len(each) for one in table["rows"].values() for two in one.values() for each in two.values())
+    print(f"{count} rows, {len(names)} devices, {len(kept)} networks, {OUT.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()
