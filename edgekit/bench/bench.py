@@ -8,8 +8,7 @@ import numpy as np
 
 from edgekit._files import work_folder
 from edgekit._ort import CPU_PROVIDER
-from edgekit.bench.blocks import PRECISION, Block, Effort, join_times, run_enough, run_queue
-from edgekit.bench.interleaved import compare_on
+from edgekit.bench.blocks import PRECISION, Block, Effort, compare_on, join_times, run_enough, run_queue
 from edgekit.bench.latency import describe_change, describe_drift, find_drift, find_energy, median_interval
 from edgekit.bench.report import BenchReport, BenchRun
 from edgekit.bench.subject import Opening, Subject, open_subject

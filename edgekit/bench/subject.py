@@ -18,7 +18,7 @@ from edgekit.data.samples import Samples, draw_samples, load_samples
 from edgekit.devices.bundled import find_tuned, make_job, plan_run, set_job
 from edgekit.devices.device import Device, Job
 from edgekit.devices.labelled import address_of
-from edgekit.devices.plain import plain_target
+from edgekit.devices.local.provider import plain_target
 from edgekit.devices.process.child import REPLAY_SAVED
 from edgekit.devices.register import load_target_here
 from edgekit.errors import DataError, UsageError

@@ -18,10 +18,9 @@ from edgekit.evidence import Evidence
 from edgekit.graph.graph import Graph, Node, view_model
 from edgekit.graph.inference import infer_model
 from edgekit.model.external import skim_model
-from edgekit.model.model import Model
-from edgekit.model.versions import reads_of
+from edgekit.model.model import Model, reads_of
+from edgekit.prepare.basic import name_nodes
 from edgekit.prepare.constants import widen_constants
-from edgekit.prepare.tidy import name_nodes
 from edgekit.target import Target
 
 

@@ -15,8 +15,8 @@ from edgekit.graph.graph import infer_graph, read_graph
 from edgekit.model.external import skim_model
 from edgekit.model.model import Model
 from edgekit.plain import Shown
+from edgekit.prepare.basic import drop_initializer_inputs, merge_domains, name_nodes
 from edgekit.prepare.shapes import fix_dims
-from edgekit.prepare.tidy import drop_initializer_inputs, merge_domains, name_nodes
 
 Verdict = Literal["yes", "maybe", "no"]
 

@@ -9,8 +9,7 @@ from edgekit.cli.main import NO, YES
 from edgekit.cli.screen import show_json, show_line, showing_progress
 from edgekit.cli.terminal import show_devices, show_self_test
 from edgekit.devices.find import find_device, install_device, list_devices, serve_device
-from edgekit.devices.local.provider import list_offered
-from edgekit.devices.plain import plain_target
+from edgekit.devices.local.provider import list_offered, plain_target
 from edgekit.devices.self_test import try_device
 from edgekit.target import load_target
 

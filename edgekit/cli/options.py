@@ -14,9 +14,8 @@ from edgekit.cli.main import NO, UNPROVEN, YES
 from edgekit.data.images import Preprocess, load_preprocess
 from edgekit.errors import UsageError, suggest_name
 from edgekit.evidence import Verdict
-from edgekit.model.model import Model, load_model
+from edgekit.model.model import READS, Model, load_model
 from edgekit.model.state import MOST_STEPS, State
-from edgekit.model.versions import READS
 from edgekit.prepare.interface import LAYOUTS, Layout
 from edgekit.recipe import Data, Recipe, load_recipe
 from edgekit.target import read_version

@@ -12,9 +12,8 @@ from edgekit.cli.main import NO, YES
 from edgekit.cli.screen import print_table, show_json, show_line, showing_progress
 from edgekit.devices.register import DeviceChoice
 from edgekit.errors import UsageError
-from edgekit.profile.chrome import encode_chrome
 from edgekit.profile.measure import Watching
-from edgekit.profile.profile import profile_on
+from edgekit.profile.profile import encode_chrome, profile_on
 from edgekit.profile.report import ProfileReport
 from edgekit.report import timing as text
 from edgekit.report.pages.profile_page import render_profile

@@ -15,8 +15,8 @@ from edgekit.errors import UsageError
 from edgekit.jobs.quantize import QuantizeOptions, plan_for, quantize_for
 from edgekit.quantize.ranges import METHODS
 from edgekit.recipe import INTEGER_PRECISIONS, PrecisionChoice, load_metric
-from edgekit.report.quantized import describe_quantization
 from edgekit.report.summary import QuantizeReport
+from edgekit.report.tables import describe_quantization
 from edgekit.target import TaskLimit
 
 # Options, those that have no meaning beside them, and why.

@@ -10,7 +10,7 @@ import msgspec
 
 from edgekit._files import require_place, write_file
 from edgekit.bundle.folder import Bundle
-from edgekit.bundle.opening import opened_any, opened_bundle
+from edgekit.bundle.multi import opened_any, opened_bundle
 from edgekit.cli import options
 from edgekit.cli.limits import Limits, taking_limits
 from edgekit.cli.main import YES

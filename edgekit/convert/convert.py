@@ -21,7 +21,7 @@ from edgekit.convert.forms import (
 from edgekit.convert.fusions import OpFusion
 from edgekit.convert.ort_form import OrtOptions, refuse_large
 from edgekit.convert.ort_format.canonical import CANONICAL_VERSION
-from edgekit.convert.ort_format.census import UnfusedNode
+from edgekit.convert.ort_format.report import UnfusedNode
 from edgekit.data.samples import Samples
 from edgekit.model.model import Model
 from edgekit.target import Form, Target

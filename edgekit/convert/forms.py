@@ -17,13 +17,19 @@ from edgekit.convert.context import ContextOptions, compile_context, shorten_nam
 from edgekit.convert.equality import Equality, compare_with_source
 from edgekit.convert.fusions import OpFusion, trace_fusions
 from edgekit.convert.ort_form import OrtOptions, Style, write_ort
-from edgekit.convert.ort_format.census import UnfusedNode, count_ops, find_unfused, replay_saved
-from edgekit.convert.ort_format.report import OrtNode, inspect_ort, read_graph
+from edgekit.convert.ort_format.report import (
+    OrtNode,
+    UnfusedNode,
+    count_ops,
+    find_unfused,
+    inspect_ort,
+    read_graph,
+    replay_saved,
+)
 from edgekit.data.samples import Samples
 from edgekit.errors import ModelError
 from edgekit.model.external import skim_model
-from edgekit.model.model import Model, iterate_graphs, read_proto
-from edgekit.model.versions import READS, find_reader
+from edgekit.model.model import READS, Model, find_reader, iterate_graphs, read_proto
 from edgekit.prepare.external import write_beside
 from edgekit.target import Target, read_version
 

@@ -29,8 +29,7 @@ from edgekit.devices.ios.ios import PROVIDERS as IOS
 from edgekit.devices.local.emulated import Emulated
 from edgekit.devices.local.host import PROVIDER as COREML
 from edgekit.devices.local.host import UNITS, Arm64Native, CoreMl, Host, HostNative, OlderHost
-from edgekit.devices.local.provider import LocalProvider, find_provider_versions, provider_devices
-from edgekit.devices.plain import serve_targets
+from edgekit.devices.local.provider import LocalProvider, find_provider_versions, provider_devices, serve_targets
 from edgekit.devices.remote.adb import AdbDevice
 from edgekit.devices.remote.remote import check_host, check_serial
 from edgekit.devices.remote.ssh import SshDevice

@@ -8,7 +8,7 @@ import msgspec
 
 from edgekit._files import digest_file
 from edgekit.bundle.folder import Bundle, read_check
-from edgekit.bundle.opening import opened_bundle
+from edgekit.bundle.multi import opened_bundle
 from edgekit.check.report import CheckReport
 from edgekit.errors import UsageError
 from edgekit.inspect.inspect import inspect_model

@@ -9,8 +9,7 @@ import onnx
 from edgekit._files import digest_bytes
 from edgekit.bundle.checks import iterate_files
 from edgekit.bundle.folder import Bundle
-from edgekit.bundle.multi import MultiBundle
-from edgekit.bundle.opening import opened_any
+from edgekit.bundle.multi import MultiBundle, opened_any
 from edgekit.check.macs import count_macs
 from edgekit.convert.ort_format.tables import iterate_graphs as iterate_ort_graphs
 from edgekit.convert.ort_format.tables import open_tables, records, table, text, texts

@@ -12,9 +12,9 @@ from edgekit._files import digest_bytes
 from edgekit.bundle.expected import Recorded, adopt_reference, adopt_unpadded
 from edgekit.bundle.golden import OUTPUTS, Golden, KnownOutputs, make_golden, plan_sequences
 from edgekit.bundle.manifest import list_open, open_specs
-from edgekit.bundle.opening import open_recorded
+from edgekit.bundle.multi import open_recorded
 from edgekit.check.check import check_model
-from edgekit.check.integers import explain_no_gain
+from edgekit.check.recommend import explain_no_gain
 from edgekit.data.images import Preprocess
 from edgekit.data.labels import LabelKind
 from edgekit.data.padding import free_axes, pad_samples
@@ -30,8 +30,7 @@ from edgekit.model.outputs import StatedOutput, check_outputs
 from edgekit.model.state import State
 from edgekit.model.tensors import Array, Tensors
 from edgekit.prepare import ready_model
-from edgekit.prepare.buckets import BucketModels, choose_dims, prepare_buckets
-from edgekit.prepare.fix import Fix, FixedModel
+from edgekit.prepare.fix import BucketModels, Fix, FixedModel, choose_dims, prepare_buckets
 from edgekit.progress import Budget, Progress, Stopwatch
 from edgekit.quantize import Calibration, calibrate_model
 from edgekit.quantize.accuracy.predict import FloatReference

@@ -10,9 +10,8 @@ import msgspec
 from edgekit._files import work_folder
 from edgekit._ort import CPU_PROVIDER, VERSION
 from edgekit.check.check import check_model
-from edgekit.check.integers import explain_no_gain
 from edgekit.check.macs import count_open
-from edgekit.check.recommend import ask_ort_checker, recommend_target
+from edgekit.check.recommend import ask_ort_checker, explain_no_gain, recommend_target
 from edgekit.check.report import CheckReport, Placed, Verdict, tell_of_model, trace_model
 from edgekit.devices.observe import NotObserved, Observed, observe_target
 from edgekit.devices.register import choose_here
@@ -20,8 +19,7 @@ from edgekit.errors import ModelError, RuntimeRefusal
 from edgekit.graph.graph import read_graph
 from edgekit.inspect.inspect import list_fixed_axes
 from edgekit.model.external import skim_model
-from edgekit.model.model import Model, load_model, read_proto
-from edgekit.model.versions import find_reader
+from edgekit.model.model import Model, find_reader, load_model, read_proto
 from edgekit.plain import to_plain
 from edgekit.prepare.clean import freeze_model, prepare_model, show_model, sketch_model, sketch_unloaded
 from edgekit.prepare.fix import FIXES, JOINS, SPELLINGS, Fix, FixedModel, apply_rewrites, fix_model, list_asked

@@ -18,8 +18,9 @@ from edgekit.data.samples import Samples, load_samples
 from edgekit.devices.packages import CoreMlFiles, write_coreml
 from edgekit.devices.register import choose_here
 from edgekit.errors import ModelError, UsageError
-from edgekit.jobs.levels import optimize_levels
+from edgekit.jobs.formats import optimize_levels
 from edgekit.model.model import (
+    READS,
     Model,
     QuantizedForm,
     find_quantized_form,
@@ -28,7 +29,6 @@ from edgekit.model.model import (
     read_proto,
     save_proto,
 )
-from edgekit.model.versions import READS
 from edgekit.prepare.clean import prepare_model
 from edgekit.prepare.opset import lower_model
 from edgekit.prepare.shapes import fix_dims

@@ -11,7 +11,7 @@ import msgspec
 from edgekit._files import digest_bytes, digest_file, replacing_file, require_apart, require_place, work_folder
 from edgekit.bundle.golden import plan_sequences
 from edgekit.check.check import check_model
-from edgekit.check.integers import explain_no_gain
+from edgekit.check.recommend import explain_no_gain
 from edgekit.check.report import CheckReport
 from edgekit.data.data_check import SampleFacts, check_samples, warn_if_few
 from edgekit.data.labels import Label, read_task_labels
@@ -46,8 +46,8 @@ from edgekit.quantize.mixed_precision.sensitivity import rank_plan
 from edgekit.quantize.qdq import plan_calibration
 from edgekit.quantize.ranges import AUTO_METHODS, PLAIN_METHODS
 from edgekit.recipe import Data, Recipe, choose_precision, load_targets, takes_any_size
-from edgekit.report.quantized import describe_calibration, describe_layers, describe_trials
 from edgekit.report.summary import ActivationReport, QuantizeReport
+from edgekit.report.tables import describe_calibration, describe_layers, describe_trials
 from edgekit.target import INTEGERS, Precision, Target, TaskLimit
 from edgekit.verify.tasks.tasks import MOST_SAMPLES as MOST_LABELLED
 from edgekit.verify.tasks.tasks import TOP1, find_metric, measure_drop_from

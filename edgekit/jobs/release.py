@@ -8,8 +8,7 @@ import msgspec
 
 from edgekit.bundle.folder import MANIFEST, VERIFY, Bundle
 from edgekit.bundle.group.group import GROUP, Group, is_group, open_group, sign_group
-from edgekit.bundle.multi import MultiBundle, find_bundles, join_bundles
-from edgekit.bundle.opening import SignedBundle, open_any, sign_bundle
+from edgekit.bundle.multi import MultiBundle, SignedBundle, find_bundles, join_bundles, open_any, sign_bundle
 from edgekit.bundle.sign import AttestedOutput, AttestedRun, TestResult, list_subjects
 from edgekit.devices.android.installed import find_app_runtime
 from edgekit.errors import BundleError, DataError, UsageError

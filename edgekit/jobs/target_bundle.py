@@ -35,7 +35,7 @@ from edgekit.quantize.mixed_precision.candidates import choose_ranges
 from edgekit.quantize.mixed_precision.goal_search import Search, Searched, find_plan, write_chosen
 from edgekit.quantize.plan import FloatNode, NarrowConstants
 from edgekit.recipe import choose_precision
-from edgekit.report.quantized import describe_narrow, describe_prediction
+from edgekit.report.tables import describe_narrow, describe_prediction
 from edgekit.target import INTEGERS, Precision, Target
 from edgekit.verify.layers.comparison import compare_with_float, encode_evidence
 from edgekit.verify.metrics.listed import read_list

@@ -9,20 +9,22 @@ import onnx
 from edgekit._files import replacing_file
 from edgekit.model.external import point_into, skim_model
 from edgekit.model.model import Model, list_names, load_model, move_data, read_proto, save_proto
-from edgekit.prepare.basic import keeps_external, optimize_basic, works_outside
+from edgekit.prepare.basic import (
+    drop_initializer_inputs,
+    keeps_external,
+    merge_domains,
+    name_nodes,
+    optimize_basic,
+    rename_made,
+    restore_stamps,
+    sort_values,
+    works_outside,
+)
 from edgekit.prepare.external import write_inline
 from edgekit.prepare.interface import drop_idle_nodes, freeze_inputs, keep_outputs
 from edgekit.prepare.opset import MAX_OPSET, choose_opset, convert_opset, lower_ir_version, read_opset
 from edgekit.prepare.shapes import fix_dims, infer_outputs
 from edgekit.prepare.stripped import put_weights, skim_weights, strip_weights
-from edgekit.prepare.tidy import (
-    drop_initializer_inputs,
-    merge_domains,
-    name_nodes,
-    rename_made,
-    restore_stamps,
-    sort_values,
-)
 
 # Before this version of ONNX every initializer had to be listed among the inputs, and was a constant all the same.
 _OVERRIDING = 4

@@ -17,8 +17,8 @@ from edgekit.data.images import Preprocess
 from edgekit.errors import UsageError, suggest_name
 from edgekit.graph.rewrite import set_nodes
 from edgekit.model.model import Model, drop_unread, iterate_reads, list_names, read_proto, rename_tensors
+from edgekit.prepare.basic import name_nodes
 from edgekit.prepare.external import save_graph
-from edgekit.prepare.tidy import name_nodes
 
 
 def keep_outputs(graph: onnx.GraphProto, names: Collection[str]) -> None:

@@ -14,8 +14,7 @@ from onnx import defs, shape_inference, version_converter
 from edgekit._ort import VERSION
 from edgekit.errors import ModelError, UsageError, quote_error
 from edgekit.graph.contrib import ORT_DOMAIN, ORT_OWN
-from edgekit.model.model import Model, iterate_graphs, read_proto, save_proto
-from edgekit.model.versions import find_reader, reads_of
+from edgekit.model.model import Model, find_reader, iterate_graphs, read_proto, reads_of, save_proto
 from edgekit.prepare.stripped import put_weights, weights_aside
 
 

@@ -30,8 +30,8 @@ from edgekit.evidence import Evidence
 from edgekit.graph.graph import Graph, read_graph
 from edgekit.model.external import skim_model
 from edgekit.model.model import Model, load_model
+from edgekit.prepare.basic import merge_domains, name_nodes
 from edgekit.prepare.fix import FIXES, apply_rewrites
-from edgekit.prepare.tidy import merge_domains, name_nodes
 from edgekit.profile.events import Execution, Trace, read_trace
 from edgekit.profile.nodes import (
     Source,

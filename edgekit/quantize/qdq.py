@@ -31,7 +31,7 @@ from edgekit.model.model import (
     read_proto,
 )
 from edgekit.model.tensors import Array
-from edgekit.prepare.tidy import import_contrib, name_nodes, restore_stamps, sort_values
+from edgekit.prepare.basic import import_contrib, name_nodes, restore_stamps, sort_values
 from edgekit.quantize._ort_quantizer import QdqRequest, find_grids, place_qdq
 from edgekit.quantize.calibration.calibrate import Calibration, open_float_graph
 from edgekit.quantize.calibration.moments import StoredMoments, open_moments, scale_moments

@@ -14,8 +14,7 @@ import numpy as np
 
 from edgekit._files import open_regular, require_place, write_file
 from edgekit._ort import VERSION
-from edgekit.bench.blocks import Block, run_block
-from edgekit.bench.interleaved import ROUNDS
+from edgekit.bench.blocks import ROUNDS, Block, run_block
 from edgekit.bench.latency import Ratio, compare_rounds
 from edgekit.data.samples import Samples
 from edgekit.devices.device import Device, Job

@@ -8,8 +8,7 @@ import msgspec
 
 from edgekit._files import work_folder
 from edgekit._ort import CPU_PROVIDER
-from edgekit.bench.blocks import Block, Effort, guess_time, run_block
-from edgekit.bench.interleaved import ROUNDS
+from edgekit.bench.blocks import ROUNDS, Block, Effort, guess_time, run_block
 from edgekit.bench.latency import Ratio
 from edgekit.bench.subject import Opening, Subject
 from edgekit.bundle.folder import Bundle, open_bundle

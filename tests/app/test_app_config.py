@@ -150,9 +150,7 @@ def test_init_asks_the_model_and_says_what_it_guessed(tmp_path: Path, capsys: py
 
 
 def test_init_reads_what_the_exporter_wrote_and_adds_a_model(tmp_path: Path) -> None:
-    text = (
-        '<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,h,w] images) => (float[1,3,h,w] y) {y = Relu(images)}'
-    )
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,h,w] images) => (float[1,3,h,w] y) {y = Relu(images)}'
     told = {"imgsz": "[320, 320]", "stride": "32", "task": "detect", "mean": "[0.5, 0.5, 0.5]", "std": "nonsense"}
     for name, facts in (("320n", told), ("other", {"imgsz": "[320, 99999999]", "task": "classify"})):
         proto = onnx.parser.parse_model(text)

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from edgekit.bundle.archive import Limits, list_files, unpack_archive, write_archive
 from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.bundle.manifest import encode_json
-from edgekit.bundle.multi import MultiBundle, join_bundles
-from edgekit.bundle.opening import open_any, opened_any, sign_bundle
+from edgekit.bundle.multi import MultiBundle, join_bundles, open_any, opened_any, sign_bundle
 from edgekit.bundle.sign import make_key
 from edgekit.errors import BundleError
 

@@ -11,8 +11,16 @@ from bundle_models import PASSED, make_contents
 from edgekit.bundle.archive import KINDS, list_files, write_archive
 from edgekit.bundle.folder import Bundle, open_bundle, write_bundle
 from edgekit.bundle.manifest import encode_json
-from edgekit.bundle.multi import Index, choose_variant, extract_variant, join_bundles, open_index
-from edgekit.bundle.opening import opened_any, opened_bundle, sign_bundle
+from edgekit.bundle.multi import (
+    Index,
+    choose_variant,
+    extract_variant,
+    join_bundles,
+    open_index,
+    opened_any,
+    opened_bundle,
+    sign_bundle,
+)
 from edgekit.bundle.sign import make_key
 from edgekit.errors import BundleError, UsageError
 from edgekit.target import find_group, load_target

@@ -12,7 +12,7 @@ from edgekit.bundle.expected import Recorded, adopt_reference
 from edgekit.bundle.folder import Bundle, open_bundle, write_bundle
 from edgekit.bundle.golden import read_outputs, write_rows
 from edgekit.bundle.manifest import BundledFile, encode_json
-from edgekit.bundle.opening import open_recorded
+from edgekit.bundle.multi import open_recorded
 from edgekit.errors import UsageError
 
 

@@ -17,8 +17,7 @@ from edgekit._proc import run_process
 from edgekit.bundle.archive import KINDS, Kind, list_files, write_archive
 from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.bundle.manifest import encode_json
-from edgekit.bundle.multi import join_bundles, open_index
-from edgekit.bundle.opening import open_recorded, opened_any, opened_bundle, sign_bundle
+from edgekit.bundle.multi import join_bundles, open_index, open_recorded, opened_any, opened_bundle, sign_bundle
 from edgekit.bundle.sign import make_key, sign_files
 from edgekit.errors import BundleError, MissingExtraError, OutputError, UsageError
 

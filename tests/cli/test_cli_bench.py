@@ -36,7 +36,7 @@ def test_bench_keeps_its_contract(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bench_compares_in_turns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edgekit.bench.interleaved.ROUNDS", 4)
+    monkeypatch.setattr("edgekit.bench.blocks.ROUNDS", 4)
     file = tmp_path / "bench.md"
     assert run_command([*BENCH, "--against", str(MODEL), "--seconds", "2", "--markdown", str(file)]) == 0
     assert "B (" in capsys.readouterr().out

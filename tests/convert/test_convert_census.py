@@ -13,8 +13,7 @@ from convert_models import ARM, RUNTIME, all_forms, make_float, make_qdq, write_
 
 from edgekit.convert.convert import convert_model
 from edgekit.convert.ort_form import OrtOptions
-from edgekit.convert.ort_format.census import count_ops, find_unfused, replay_saved
-from edgekit.convert.ort_format.report import read_graph
+from edgekit.convert.ort_format.report import count_ops, find_unfused, read_graph, replay_saved
 from edgekit.errors import ModelError
 from edgekit.target import load_target
 

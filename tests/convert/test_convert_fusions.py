@@ -17,9 +17,8 @@ from edgekit.convert.convert import convert_model
 from edgekit.convert.fusions import Fusions, trace_fusions
 from edgekit.convert.levels import write_level
 from edgekit.convert.ort_form import OrtOptions
-from edgekit.convert.ort_format.census import replay_saved
-from edgekit.convert.ort_format.report import OrtNode, read_graph
-from edgekit.jobs.levels import optimize_levels
+from edgekit.convert.ort_format.report import OrtNode, read_graph, replay_saved
+from edgekit.jobs.formats import optimize_levels
 from edgekit.model.external import skim_model
 from edgekit.model.model import load_model
 

@@ -7,7 +7,7 @@ import pytest
 from edgekit._ort import VERSION
 from edgekit.devices.find import device_names, find_device, install_device, list_devices
 from edgekit.devices.labelled import Labelled
-from edgekit.devices.plain import plain_target
+from edgekit.devices.local.provider import plain_target
 from edgekit.devices.process.cache import find_installed, installing
 from edgekit.devices.process.child import FAR
 from edgekit.devices.register import DeviceChoice, choose_devices

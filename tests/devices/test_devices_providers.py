@@ -23,8 +23,8 @@ from edgekit.devices.local.provider import (
     check_options,
     find_missing_provider,
     list_offered,
+    plain_target,
 )
-from edgekit.devices.plain import plain_target
 from edgekit.devices.process.child import FAR, Runner, describe_job
 from edgekit.devices.process.pipe import run_python
 from edgekit.devices.register import choose_here, load_target_here

@@ -10,7 +10,7 @@ from edgekit.data.samples import Samples
 from edgekit.devices.device import Device, DeviceRun, Job, Missing
 from edgekit.devices.find import serve_device
 from edgekit.devices.local.host import Host
-from edgekit.devices.plain import plain_target
+from edgekit.devices.local.provider import plain_target
 from edgekit.devices.self_test import SelfTest, try_device
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import Tensors

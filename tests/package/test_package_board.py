@@ -23,7 +23,7 @@ from edgekit._ort import Level
 from edgekit.bundle.archive import unpack_archive
 from edgekit.bundle.folder import open_bundle
 from edgekit.bundle.manifest import MachineClass, SessionSetting, TunedSession, TuningEvidence, class_of_this_machine
-from edgekit.bundle.opening import sign_bundle
+from edgekit.bundle.multi import sign_bundle
 from edgekit.bundle.sign import TestResult, make_key
 from edgekit.errors import BundleError, UsageError
 from edgekit.evidence import Evidence

@@ -11,7 +11,7 @@ from exported_models import EXPORTED, STYLES, draw_inputs, export_genai
 from prepare_models import make_model, op_names, run_model
 
 from edgekit.check.check import check_model
-from edgekit.check.integers import explain_no_gain
+from edgekit.check.recommend import explain_no_gain
 from edgekit.graph.graph import read_graph
 from edgekit.jobs.check import fix_for_target
 from edgekit.model.model import Model

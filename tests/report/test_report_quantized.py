@@ -10,8 +10,8 @@ from tiny_models import parse_model
 from edgekit.jobs.quantize import quantize_for
 from edgekit.quantize.plan import FloatNode
 from edgekit.recipe import Data, Recipe
-from edgekit.report.quantized import describe_quantization
 from edgekit.report.summary import QuantizeReport
+from edgekit.report.tables import describe_quantization
 
 SPECTRUM = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,64] x) => (float[1,16] y)
   <float[64,64] dft = {DFT}, float[64,16] w = {W}, float eps = {1e-6}> {

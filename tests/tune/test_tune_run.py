@@ -23,8 +23,7 @@ from edgekit.bundle.manifest import (
     class_of_this_machine,
     encode_json,
 )
-from edgekit.bundle.multi import join_bundles
-from edgekit.bundle.opening import sign_bundle
+from edgekit.bundle.multi import join_bundles, sign_bundle
 from edgekit.bundle.sign import make_key
 from edgekit.cli.main import run_command
 from edgekit.devices.bundled import find_tuned, set_job

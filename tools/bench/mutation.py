@@ -52,7 +52,7 @@ TESTS = {
     "verify/history.py": "verify/test_verify_history.py",
     "verify/devices/bisect.py": "verify/test_verify_bisect.py",
     "verify/tasks/tasks.py": "quantize/test_quantize_predict.py",
-    "bundle/opening.py": "bundle/test_bundle_sign.py bundle/test_bundle_archive.py bundle/test_bundle_multi.py",
+    "bundle/multi.py": "bundle/test_bundle_sign.py bundle/test_bundle_archive.py bundle/test_bundle_multi.py",
     "bundle/sign.py": "bundle/test_bundle_sign.py",
     "bundle/checks.py": "bundle/test_bundle_manifest.py bundle/test_bundle_folder.py",
     "quantize/plan.py": "quantize/test_quantize_plan.py",

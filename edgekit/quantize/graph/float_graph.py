@@ -31,7 +31,7 @@ from edgekit.model.model import (
     rename_tensors,
 )
 from edgekit.model.tensors import Array
-from edgekit.prepare.tidy import drop_initializer_inputs
+from edgekit.prepare.basic import drop_initializer_inputs
 
 # What ONNX Runtime's quantizer puts behind the name of a tensor (onnxruntime/quantization/quant_utils.py). Where a name
 # is taken it adds nothing (ONNXModel.add_initializer): a model's own `x_scale` would be read as the scale of `x`.

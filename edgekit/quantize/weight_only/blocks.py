@@ -19,7 +19,7 @@ from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.rewrite import set_nodes
 from edgekit.model.model import Model, drop_unread
 from edgekit.model.tensors import Array
-from edgekit.prepare.tidy import import_contrib
+from edgekit.prepare.basic import import_contrib
 from edgekit.quantize.calibration.calibrate import calibrate_model
 from edgekit.quantize.calibration.moments import InputMoments, open_moments
 from edgekit.quantize.gptq import add_spread, join_pieces, round_comq, shrink_moment, split_pieces

@@ -13,9 +13,8 @@ from edgekit.report.checked import describe_taken
 from edgekit.report.pages.charts import Picture, place_bars, place_layers
 from edgekit.report.pages.check_page import draw_stages, draw_strip
 from edgekit.report.pages.pages import make_page
-from edgekit.report.quantized import describe_prediction
 from edgekit.report.summary import ActivationReport, BuildReport, QuantizeReport
-from edgekit.report.tables import format_bytes
+from edgekit.report.tables import describe_prediction, format_bytes
 from edgekit.report.text import (
     describe_agreement,
     describe_evidence,
