@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgekit._files import digest_bytes, digest_file, one_at_a_time, staged_folder, work_folder, write_file
+from edgekit._files import digest_file, one_at_a_time, staged_folder, work_folder, write_file
 from edgekit.app_runtime import AppRuntime, NativeLibrary
 from edgekit.devices.android.archive import (
     ARCHIVE_SHA256,
@@ -20,8 +20,8 @@ from edgekit.devices.android.archive import (
     list_native_libraries,
     unpack_libraries,
 )
-from edgekit.devices.local.runner import PROGRAM, runner_sources
-from edgekit.devices.process.cache import cache_folder
+from edgekit.devices.local.runner import PROGRAM, digest_sources, runner_sources
+from edgekit.devices.process.cache import FACTS, Built, cache_folder, read_facts
 from edgekit.devices.release import Compiler, compile_sources, find_compiler, is_made_by, link_program, write_table
 from edgekit.errors import DeviceError
 from edgekit.progress import Progress
@@ -89,18 +89,17 @@ def link_runner(
     )
 
 
-_FACTS = "device.json"
 _COMPILERS = {
     "aarch64": "apt-get install g++-aarch64-linux-gnu, or pip install ziglang",
     "x86_64": "apt-get install g++, or pip install ziglang",
 }
 
 
-class Installed(msgspec.Struct, frozen=True, kw_only=True):
+class Installed(Built, frozen=True, kw_only=True):
     """What is installed: of which archive, with which version and providers, for which ABIs.
 
-    `abis` are those that run here, `libraries` all that the archive holds. `sources` is the digest of the sources that
-    its programs were built from, `compilers` tell for each ABI what built them.
+    `abis` are those that run here, `libraries` all that the archive holds. `compilers` tell for each ABI what
+    built its program.
     """
 
     archive: str
@@ -109,7 +108,6 @@ class Installed(msgspec.Struct, frozen=True, kw_only=True):
     providers: tuple[str, ...]
     abis: tuple[str, ...]
     libraries: tuple[NativeLibrary, ...]
-    sources: str
     compilers: dict[str, str]
 
     @property
@@ -138,11 +136,7 @@ def device_folder() -> Path:
 
 def find_installed() -> Installed | None:
     """Returns what is installed and was built from exactly these sources, or None."""
-    try:
-        facts = msgspec.json.decode((device_folder() / _FACTS).read_bytes(), type=Installed)
-    except (OSError, msgspec.DecodeError):
-        return None
-    return facts if facts.sources == _digest_sources() else None
+    return read_facts(device_folder(), Installed, digest_sources(android_sources()))
 
 
 def find_app_runtime() -> AppRuntime | None:
@@ -184,10 +178,10 @@ def install_android(progress: Progress, library: Path | None = None) -> Installe
             providers=built[0].providers,
             abis=tuple(ort.abi for ort in built),
             libraries=list_native_libraries(archive),
-            sources=_digest_sources(),
+            sources=digest_sources(android_sources()),
             compilers=compilers,
         )
-        write_file(staging / _FACTS, msgspec.json.encode(facts))
+        write_file(staging / FACTS, msgspec.json.encode(facts))
     return facts
 
 
@@ -207,8 +201,3 @@ def _build(ort: OrtLibrary, folder: Path, work: Path, name: str, progress: Progr
     objects = compile_runner(compiler, work / ort.abi)
     link_runner(compiler, objects, ort.elf.imports, folder / PROGRAM, name=name)
     return compiler.describe()
-
-
-def _digest_sources() -> str:
-    files = [*runner_sources().rglob("*.cpp"), *runner_sources().rglob("*.h"), *android_sources().iterdir()]
-    return digest_bytes("\n".join(sorted(f"{path.name} {digest_file(path)}" for path in files)).encode())

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from edgekit._files import digest_bytes, digest_file, one_at_a_time, staged_folder, work_folder, write_file
-from edgekit.devices.local.runner import PROGRAM, runner_sources
-from edgekit.devices.process.cache import cache_folder
+from edgekit._files import digest_bytes, one_at_a_time, staged_folder, work_folder, write_file
+from edgekit.devices.local.runner import PROGRAM, digest_sources, runner_sources
+from edgekit.devices.process.cache import FACTS, Built, cache_folder, read_facts
 from edgekit.devices.release import (
     Compiler,
     compile_sources,
@@ -258,20 +258,18 @@ def _read_symbols(data: bytes, offset: int, count: int, names_at: int, names_siz
     return tuple(sorted(found))
 
 
-_FACTS = "device.json"
 _MACHINE = "x86_64"
 
 
-class Installed(msgspec.Struct, frozen=True, kw_only=True):
+class Installed(Built, frozen=True, kw_only=True):
     """What is installed: of which framework and version.
 
-    `sources` is the digest of what its program was built from, `compiler` what built it.
+    `compiler` is what built its program.
     """
 
     framework: str
     sha256: str
     version: str
-    sources: str
     compiler: str
 
     @property
@@ -302,11 +300,7 @@ def device_folder() -> Path:
 
 def find_installed() -> Installed | None:
     """Returns what is installed and was built from exactly these sources, or None."""
-    try:
-        facts = msgspec.json.decode((device_folder() / _FACTS).read_bytes(), type=Installed)
-    except (OSError, msgspec.DecodeError):
-        return None
-    return facts if facts.sources == _digest_sources() else None
+    return read_facts(device_folder(), Installed, digest_sources(ios_sources()))
 
 
 def explain_machine() -> str | None:
@@ -342,13 +336,8 @@ def install_ios(progress: Progress, framework: Path | None = None) -> Installed:
             framework=found.name,
             sha256=found.sha256,
             version=found.version,
-            sources=_digest_sources(),
+            sources=digest_sources(ios_sources()),
             compiler=compiler.describe(),
         )
-        write_file(staging / _FACTS, msgspec.json.encode(facts))
+        write_file(staging / FACTS, msgspec.json.encode(facts))
     return facts
-
-
-def _digest_sources() -> str:
-    files = [*runner_sources().rglob("*.cpp"), *runner_sources().rglob("*.h"), *ios_sources().iterdir()]
-    return digest_bytes("\n".join(sorted(f"{path.name} {digest_file(path)}" for path in files)).encode())

@@ -160,6 +160,12 @@ def runner_sources() -> Path:
     return shipped if shipped.is_dir() else Path(__file__).parents[3] / "tools" / "runner"
 
 
+def digest_sources(folder: Path) -> str:
+    """Returns the digest of the sources of an emulator: those of a folder, and of the runner that is linked to them."""
+    files = [*runner_sources().rglob("*.cpp"), *runner_sources().rglob("*.h"), *folder.iterdir()]
+    return digest_bytes("\n".join(sorted(f"{path.name} {digest_file(path)}" for path in files)).encode())
+
+
 def _known_abi(abi: str) -> Abi:
     if abi not in ABIS:
         raise UsageError(f"there is no kind of machine '{abi}'", hint=suggest_name(abi, ABIS))
