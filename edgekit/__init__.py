@@ -7,8 +7,6 @@ The names of the interface are loaded when they are used, so that `edgekit --hel
 import importlib
 import os
 
-from edgekit.plain import Shown
-
 # ONNX Runtime 1.29 and later upload usage events unless this is set before it is loaded (its PR 27379).
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
@@ -57,18 +55,16 @@ _HOMES = {
 __all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
-def _draw_page(report: object) -> str:
-    # Imported when a cell ends with a report: only notebooks ask for pages.
-    return str(importlib.import_module("edgekit.report.pages.notebook").draw(report))
-
-
-Shown.draw_page = _draw_page
-
-
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'edgekit' has no attribute '{name}'")
+    # Reports lie below the pages that draw them: whoever takes them from here may end a notebook's cell with one.
+    importlib.import_module("edgekit.plain").Shown.draw_page = _draw_page
     return getattr(importlib.import_module(f"edgekit.{_HOMES[name]}"), name)
+
+
+def _draw_page(report: object) -> str:
+    return str(importlib.import_module("edgekit.report.pages.notebook").draw(report))
 
 
 def __dir__() -> list[str]:
