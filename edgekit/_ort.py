@@ -167,6 +167,11 @@ def _leave_weights(model: Path | bytes) -> tuple[Path | bytes, dict[str, str]]:
 def _hint(message: str) -> str:
     if "Opset" in message or "opset" in message:
         return "lower the opset: edgekit prepare MODEL --opset 21 --out FILE"
+    if "construct locale" in message:
+        return (
+            "StringNormalizer wants a locale that this machine lacks, and a device may lack it too: apt-get install"
+            " locales && locale-gen en_US.UTF-8, or lower the text before the model: TfidfVectorizer(lowercase=False)"
+        )
     if "NOT_IMPLEMENTED" in message:
         return "the model uses an operator that this ONNX Runtime does not have"
     if "serialization failed" in message:

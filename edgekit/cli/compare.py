@@ -86,9 +86,9 @@ def command(
       edgekit compare model.onnx quantized.onnx --data samples.npz --layers --on qnn-htp-sim --target qnn
       edgekit compare model.onnx --formats --data samples.npz
 
-    Exit code 1: an output cannot be compared, is not finite, or lies below --min-sqnr; the metric fell too far; or with
-    --layers a layer does not compute what A's does, beyond rounding. 3: there are too few samples to tell whether the
-    metric fell too far; --accept-unproven makes 0 of that.
+    Exit code 1: an output cannot be compared, is not finite, lies below --min-sqnr, or of whole numbers has none equal;
+    the metric fell too far; or with --layers a layer does not compute what A's does, beyond rounding. 3: there are too
+    few samples to tell whether the metric fell too far; --accept-unproven makes 0 of that.
     """
     if b is None or formats or cpu or dims:
         others = (b, layers, min_sqnr, device, target, metric, labels, max_metric_drop, custom_ops, html)

@@ -239,7 +239,7 @@ def table_contents(report: OnnxReport | OrtFileReport) -> Table:
 
 def table_outputs(report: ModelComparison) -> Table:
     """Returns a comparison of two models as a table: a row an output."""
-    table = make_table("output", "cosine", "SQNR", "max error", "top-1", "remark")
+    table = make_table("output", "cosine", "SQNR", "max error", "top-1", "equal", "remark")
     for output in report.outputs:
         remark = output.mismatch or (f"{output.non_finite} values are not finite" if output.non_finite else "")
         table.add_row(
@@ -248,6 +248,7 @@ def table_outputs(report: ModelComparison) -> Table:
             _number(output.sqnr_db, "{:.1f} dB"),
             _number(output.max_abs, "{:.4g}"),
             _number(output.top1_agreement, "{:.1%}"),
+            _number(output.exact_match, "{:.1%}"),
             remark,
         )
     return table

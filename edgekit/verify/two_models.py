@@ -59,7 +59,7 @@ class ModelComparison(Shown, msgspec.Struct, frozen=True, kw_only=True):
         return name_first_bad(self.layers)
 
     def judge(self, min_sqnr_db: float | None) -> Verdict:
-        """Returns whether the outputs are comparable, finite and not below this ratio, and the metric good."""
+        """Returns whether the outputs are comparable, near enough, and the metric good."""
         is_near = bool(self.outputs) and all(output_reaches(output, min_sqnr_db) for output in self.outputs)
         if self.failure is not None or not is_near:
             return "fail"
@@ -71,10 +71,10 @@ class ModelComparison(Shown, msgspec.Struct, frozen=True, kw_only=True):
 
 
 def output_reaches(output: OutputReport, min_sqnr_db: float | None) -> bool:
-    """Returns True if an output can be compared, is finite and not below this ratio."""
+    """Returns True if an output can be compared, is finite and not below this ratio, nor whole numbers all unequal."""
     least = -math.inf if min_sqnr_db is None else min_sqnr_db
     is_below = output.sqnr_db is not None and output.sqnr_db < least
-    return not (output.mismatch or output.non_finite or is_below)
+    return not (output.mismatch or output.non_finite or is_below or output.exact_match == 0)
 
 
 def compare_models(a: Model, b: Model, samples: Samples, *, layers: bool = False) -> ModelComparison:

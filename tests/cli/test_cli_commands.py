@@ -250,3 +250,18 @@ def test_quantize_says_what_to_do_for_a_target_without_integers(
 
 def test_an_option_without_its_value_names_the_next_step(refused: Callable[..., str]) -> None:
     assert "Option '--out' requires an argument. (see 'edgekit --help')" in refused("join", "a", "--out")
+
+
+def test_compare_shows_labels_and_says_no_where_none_is_equal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for op in ("ArgMax", "ArgMin"):
+        text = f"g (float[1,8] x) => (int64[1] label) {{ label = {op}<axis = 1, keepdims = 0>(x) }}"
+        parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}', tmp_path / f"{op}.onnx")
+    np.savez(tmp_path / "x.npz", x=np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32))
+    data = ["--data", str(tmp_path / "x.npz")]
+    first, second = str(tmp_path / "ArgMax.onnx"), str(tmp_path / "ArgMin.onnx")
+    assert run_command(["compare", first, first, *data]) == 0
+    assert "100.0%" in capsys.readouterr().out
+    assert run_command(["compare", first, second, *data]) == 1
+    assert "0.0%" in capsys.readouterr().out
