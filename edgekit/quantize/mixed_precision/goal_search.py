@@ -19,6 +19,7 @@ from edgekit.check.report import CheckReport
 from edgekit.errors import UsageError
 from edgekit.model.model import Model
 from edgekit.progress import Progress, say_nothing
+from edgekit.quantize.accuracy.loss import MEASURES
 from edgekit.quantize.accuracy.predict import FAITHFUL_DB, LABELS, Prediction
 from edgekit.quantize.apply import QuantizedModel, quantize_model
 from edgekit.quantize.calibration.calibrate import Calibration
@@ -281,7 +282,7 @@ def _try_wider(search: Search, searched: Searched, max_drop: float, *, adopts: b
     chosen, wider = searched.chosen, search.wider
     misses = adopts and not searched.met and wider is not None
     told, ratio_db = chosen.prediction.drop_estimate, chosen.prediction.sqnr_db
-    is_lost = ratio_db < COLLAPSED_DB if told is None else told > _MUCH
+    is_lost = ratio_db < COLLAPSED_DB if told is None else told > _MUCH and not _is_near(chosen.prediction)
     if not (misses or is_lost) or not search.memo.budget.allows(_MORE):
         return searched
     step = wider or f"relieve {_MANY}"
@@ -365,6 +366,11 @@ def plan_sparingly(search: Search) -> tuple[QuantPlan, Searched | None]:
         enough = max(PLAIN_DROP, _drop(least) + _WORTH)
         chosen = next(trial for trial in trials if _drop(trial) <= enough)
     return chosen.plan, Searched(trials=tuple(trials), chosen=chosen, met=True)
+
+
+def _is_near(prediction: Prediction) -> bool:
+    """Returns True for numbers that come near, of which nothing known is decided: what spread counts nobody says."""
+    return prediction.measure == MEASURES["values"].name and prediction.sqnr_db >= FAITHFUL_DB
 
 
 def write_chosen(search: Search, plan: QuantPlan, searched: Searched | None, out: Path) -> QuantizedModel:
@@ -481,7 +487,8 @@ def _try_sparingly(search: Search, goal: _Goal, first: QuantPlan) -> list[Trial]
     counts = goal.reliefs if search.relievable else ()
     attempts = _Attempts(search, goal, 1 + len(counts), first=first)
     plain = attempts.run(0)
-    if plain is None or not counts or attempts.is_enough(plain) or not search.memo.budget.allows(_MORE):
+    is_enough = plain is None or attempts.is_enough(plain) or _is_near(plain.prediction)
+    if plain is None or is_enough or not counts or not search.memo.budget.allows(_MORE):
         return attempts.trials
     weigh = partial(weigh_relief, search.model, search.calibration, first, counts, search.memo)
     shares = search.memo.budget.attempt("plans with more tensors out of 8 bits", weigh)
