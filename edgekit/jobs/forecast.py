@@ -30,8 +30,8 @@ from edgekit.graph.graph import Graph, view_model
 from edgekit.graph.inference import infer_model
 from edgekit.model.external import skim_model
 from edgekit.model.model import load_model
+from edgekit.prepare.basic import name_nodes
 from edgekit.prepare.clean import sketch_model
-from edgekit.prepare.tidy import name_nodes
 from edgekit.target import Precision, load_target
 
 _BITS_OF: Mapping[Precision, Bits] = {"int8": "w8a8", "int16": "w8a16", "fp16": "float", "fp32": "float"}
