@@ -41,7 +41,7 @@ shape:
 	@$(BIN)/lint-imports
 	@$(BIN)/python tools/shape.py
 
-docs: .venv/docs.stamp  ## build the documentation into build/docs; nothing in it is fetched from elsewhere
+docs: .venv/docs.stamp tools/docs/node_modules/.package-lock.json  ## build the documentation into build/docs; nothing in it is fetched from elsewhere
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: .venv/dev.stamp  ## figures of the docs, as ratios against stock ONNX Runtime: make bench GROUP=speed

@@ -1,6 +1,7 @@
 """Lets `mkdocs build` add the pages that are made from the code; mkdocs.yml names this file in `hooks`."""
 
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,3 +27,23 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:  # noqa: ARG001 - mkdocs' signature
     """Puts the tables of a target where its page asks for them."""
     return _TARGET.sub(lambda found: render_target(found[1]), markdown)
+
+
+# Browsers give a page that is opened from the file system no worker, in which the search would run: this stands in.
+_SHIM = Path(__file__).parent / "docs/node_modules/iframe-worker/shim/index.js"
+_SHIM_URL, _SHIM_PLACE = "https://unpkg.com/iframe-worker/shim", "assets/javascripts/iframe-worker.js"
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:  # noqa: ARG001 - mkdocs' signature
+    """Takes from beside the pages what Material's offline plugin would fetch from elsewhere."""
+    return output.replace(_SHIM_URL, "../" * page.url.count("/") + _SHIM_PLACE)
+
+
+def on_post_template(output_content: str, template_name: str, config: Any) -> str:  # noqa: ARG001 - mkdocs' signature
+    """Does the same for pages without text of their own."""
+    return output_content.replace(_SHIM_URL, f"/{_SHIM_PLACE}")
+
+
+def on_post_build(config: Any) -> None:
+    """Puts it beside the pages."""
+    shutil.copy(_SHIM, Path(config["site_dir"]) / _SHIM_PLACE)
