@@ -1,5 +1,6 @@
 """Commands in the pages: those that are marked run, all others are at least commands of edgekit with their options."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -39,6 +40,33 @@ def _parse(command: click.Command, name: str, arguments: list[str]) -> None:
         found = command.get_command(click.Context(command), arguments[0])
         assert found is not None, f"{name} {arguments[0]}"
         _parse(found, f"{name} {arguments[0]}", arguments[1:])
+
+
+def _unknown(text: str) -> list[str]:
+    """What sentences and tables of a page name, in backticks, that is no command or has no such option."""
+    return [line for line in re.findall(r"(?<!`)`(edgekit [a-z][^`]*)`", text) if not _is_known(line)]
+
+
+def _is_known(line: str) -> bool:
+    command: click.Command = group
+    for word in line.split()[1:]:
+        if isinstance(command, click.Group) and word.islower() and not word.startswith("-"):
+            inner = command.get_command(click.Context(command), word)
+            if inner is None:
+                return False
+            command = inner
+    options = {name for one in command.params for name in one.opts} | {"--help", "--version"}
+    return all(option in options for option in re.findall(r"(?<![\w-])--[a-z][a-z-]*", line))
+
+
+@pytest.mark.parametrize("name", ALL_PAGES)
+def test_commands_named_in_sentences_and_tables_are_there(name: str) -> None:
+    assert _unknown(ALL_PAGES[name]) == []
+
+
+def test_a_sentence_with_a_command_that_is_not_there_is_found() -> None:
+    text = "`edgekit bild model.onnx`, `edgekit build --tagret nnapi` and `edgekit build MODEL --target nnapi`"
+    assert _unknown(text) == ["edgekit bild model.onnx", "edgekit build --tagret nnapi"]
 
 
 @pytest.mark.parametrize(
