@@ -241,7 +241,8 @@ def _keep_forms(target: Target, wanted: Collection[Form], buckets: Collection[st
 
 def _change_limits(target: Target, changes: Mapping[str, Any]) -> Thresholds:
     try:
-        return msgspec.convert(msgspec.to_builtins(target.thresholds) | dict(changes), Thresholds)
+        named = {"named": sorted(changes)} if changes else {}
+        return msgspec.convert(msgspec.to_builtins(target.thresholds) | dict(changes) | named, Thresholds)
     except msgspec.ValidationError as error:
         limits = ", ".join(Thresholds.__struct_fields__)
         raise UsageError(

@@ -178,12 +178,16 @@ _Ratio = Annotated[float, msgspec.Meta(gt=0)]
 class Thresholds(_Strict, frozen=True, kw_only=True):
     """What a run must reach to pass, over all samples, output by output.
 
-    `min_top1_agreement` counts for outputs that rank classes; `granted_samples` more may disagree, because few samples
-    know a share only roughly. `max_cpu_nodes` limits the nodes that a provider left to the CPU; None sets no limit.
-    `min_taken_macs` is the least share of the multiply-accumulates that the provider must take for the target to be
-    worth its while.
+    `min_top1_agreement` is the least share of decisions that agree (classes, places of a map, steps of a sequence,
+    detections); of classes `granted_samples` more may disagree. `min_agreement` is the least share of what varies in
+    values and images, and of how vectors resemble each other. Where a figure is below its limit, and chance may make it
+    so, nothing is proven. `min_cosine` and `min_sqnr_db` count where it is not known what an output is for, and where
+    the user named them, which `named` says.
 
-    With `gate = "bound"` the signal-to-noise ratio and the top-1 agreement must hold at the lower end of their
+    `max_cpu_nodes` limits the nodes that a provider left to the CPU; None sets no limit. `min_taken_macs` is the least
+    share of the multiply-accumulates that the provider must take for the target to be worth its while.
+
+    With `gate = "bound"` an agreement, and a signal-to-noise ratio that counts, must hold at the lower end of its
     interval of 95 %, and no sample is granted: few samples then do not pass by luck. The targets' own limits look at
     the figures, because an emulator runs too few samples to prove 90 %. `max_latency_ratio` and `max_memory_ratio` are
     relative to a reference run on the same device; `max_size_bytes` and `max_size_share` (of the float model) limit
@@ -209,6 +213,8 @@ class Thresholds(_Strict, frozen=True, kw_only=True):
     needs_placement: bool = False
     max_drift_db: Annotated[float, msgspec.Meta(ge=0, le=400)] | None = 12.0
     task: TaskLimit | None = None
+    min_agreement: _Share = 0.9
+    named: tuple[str, ...] = ()
 
 
 class Variant(_Strict, frozen=True, kw_only=True):

@@ -31,7 +31,7 @@ from edgekit.data.images import Preprocess
 from edgekit.data.samples import Samples
 from edgekit.errors import BundleError
 from edgekit.model.model import Model, read_proto
-from edgekit.model.outputs import ListColumns
+from edgekit.model.outputs import ListColumns, Reading
 from edgekit.model.state import State
 from edgekit.model.tensors import TensorSpec
 from edgekit.recipe import Recipe, TensorNotes
@@ -73,7 +73,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     recorded: Recorded | None = None
     layers: bytes | None = None
     listed: ListColumns | None = None
-    numbers: tuple[str, ...] = ()
+    readings: Mapping[str, Reading] = {}
 
 
 def describe_contents(contents: Contents, golden: GoldenFacts, files: dict[str, BundledFile], check: str) -> Manifest:
@@ -126,7 +126,7 @@ def describe_contents(contents: Contents, golden: GoldenFacts, files: dict[str, 
         buckets=contents.buckets or msgspec.UNSET,
         open_dims=measure_open(contents.golden.inputs, read_inputs(contents.golden)) or msgspec.UNSET,
         listed=contents.listed or msgspec.UNSET,
-        numbers=contents.numbers or msgspec.UNSET,
+        readings=dict(contents.readings) or msgspec.UNSET,
     )
 
 

@@ -18,7 +18,7 @@ from edgekit.data.padding import Padding
 from edgekit.errors import BundleError, quote_error
 from edgekit.evidence import Evidence
 from edgekit.machine import count_cores
-from edgekit.model.outputs import ListColumns
+from edgekit.model.outputs import ListColumns, Reading
 from edgekit.model.state import State, find_fault
 from edgekit.model.tensors import Tensors, TensorSpec
 from edgekit.recipe import Licence
@@ -34,8 +34,13 @@ def migrate_manifest(raw: Any) -> Any:
     """Returns a manifest of version 1 as one of version 2, and anything else as it is.
 
     What version 1 did not say is said to be unknown. What is malformed stays so, and is found by whoever reads it.
+    Before `readings` there were `numbers`, the names of vectors without classes.
     """
     table = _table(raw)
+    numbers = table.get("numbers")
+    if isinstance(numbers, list):
+        rest = {key: value for key, value in table.items() if key != "numbers"}
+        return rest | {"readings": {str(name): {"kind": "values"} for name in cast("list[Any]", numbers)}}
     if table.get("schema_version") != 1:
         return raw
     versions, files = _table(table.get("versions")), _table(table.get("files"))
@@ -388,9 +393,9 @@ class Manifest(_Strict, frozen=True, kw_only=True):
     of the next step, and how many golden samples make a sequence; a model without state has none. `buckets`
     are sizes of one dimension, with a model for each: the files of all of them stand under the form. `tuned` are
     settings that were found to be better on some machines: the first whose class is that of the machine counts.
-    `listed` says where outputs list detections, whose rows have no place of their own, and `numbers` names vectors that
-    hold numbers, such as an embedding, so that their largest entry is no class. `chain` holds the providers that
-    a session is given between `provider` and the CPU, in this order, each with its options.
+    `listed` says where outputs list detections, whose rows have no place of their own, and `readings` what each
+    output is for, by which every judge holds it against the float model's. `chain` holds the providers that a session
+    is given between `provider` and the CPU, in this order, each with its options.
     """
 
     # A version to come is refused, not guessed at: what it adds may change what the rest means.
@@ -431,7 +436,7 @@ class Manifest(_Strict, frozen=True, kw_only=True):
     open_dims: dict[str, tuple[int, ...]] | msgspec.UnsetType = msgspec.UNSET
     listed: ListColumns | msgspec.UnsetType = msgspec.UNSET
     chain: tuple[ChainedProvider, ...] | msgspec.UnsetType = msgspec.UNSET
-    numbers: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+    readings: dict[str, Reading] | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def steps(self) -> int:

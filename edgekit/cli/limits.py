@@ -53,7 +53,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             # The samples that may differ were granted for the target's own share.
             given["granted_samples"] = 0
         task = thresholds.task if self.metric is None else load_metric(self.metric)
-        return msgspec.structs.replace(thresholds, task=self._limit(task), **given)
+        named = tuple(dict.fromkeys((*thresholds.named, *given)))
+        return msgspec.structs.replace(thresholds, task=self._limit(task), **given, named=named)
 
     def _limit(self, task: TaskLimit | None) -> TaskLimit | None:
         given = {"max_drop": self.max_metric_drop, "min_share": self.min_metric_share, "gate": self.gate}

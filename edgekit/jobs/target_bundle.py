@@ -26,7 +26,7 @@ from edgekit.jobs.forms import Deployed, Making, deploy_model, make_sizes
 from edgekit.jobs.prepare import list_versions
 from edgekit.machine import release_memory
 from edgekit.model.model import Model, load_model, read_proto
-from edgekit.model.tensors import ranks_classes
+from edgekit.model.outputs import Reading
 from edgekit.prepare.fix import fix_model
 from edgekit.prepare.rewrites import unsigned_weights
 from edgekit.quantize import Calibration, QuantizedModel, QuantPlan
@@ -400,19 +400,15 @@ def _collect(
         recorded=inputs.recorded.get(target.name),
         # What is stated of an output is what it is.
         listed=None if listed is None or listed.outputs & inputs.outputs.keys() else listed.columns,
-        numbers=tuple(_list_numbers(inputs)),
+        readings=_read_outputs(inputs),
     )
 
 
-def _list_numbers(inputs: BuildInputs) -> Iterator[str]:
-    """Yields the vectors whose largest entry names no class: those that are stated so, and embeddings of length one."""
+def _read_outputs(inputs: BuildInputs) -> Mapping[str, Reading]:
+    """Returns what the outputs are for, from what the float model gives for some golden samples."""
     rows = spread_indices(inputs.golden.samples, _READ_FROM)
     outputs = list(select_samples(read_outputs(inputs.golden), rows))
-    readings = read_output_kinds(read_graph(inputs.prepared), outputs, inputs.outputs)
-    for name, reading in readings.items():
-        is_stated = name in inputs.outputs and reading.kind == "values"
-        if (is_stated or reading.kind == "embedding") and ranks_classes(outputs[0][name]):
-            yield name
+    return read_output_kinds(read_graph(inputs.prepared), outputs, inputs.outputs)
 
 
 def _compare_layers(ready: ReadyBundle) -> bytes:

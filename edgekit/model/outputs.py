@@ -41,6 +41,25 @@ one answer, such as letters of a word. labels: the decisions themselves.
 image: a picture. values: numbers, such as boxes or an embedding. scores: raw ones; the app has the sigmoid."""
 
 
+MeasuredKind = Literal["classes", "map", "sequence", "labels", "image", "embedding", "values"]
+
+
+class Reading(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How an output is read: its kind, the axis of its classes, and what squashes it ("" for nothing).
+
+    "classes" are the scores of one decision, "map" those of many (pixels, boxes), "sequence" those of steps that make
+    one answer, "labels" the decisions themselves, made by an ArgMax, "embedding" a vector whose neighbours are asked
+    for. Of values it is the axis of the channels, which is the shortest. `other` is what the output may be as well,
+    where neither the graph nor its values tell, and nothing is stated; "" where it is clear.
+    """
+
+    kind: MeasuredKind
+    axis: int = 0
+    squash: str = ""
+    other: MeasuredKind | Literal[""] = ""
+    other_axis: int = 0
+
+
 class StatedOutput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What an output is, and the axis of its classes or channels, where it has one and that is not told."""
 

@@ -413,7 +413,7 @@ def _describe(bundle: Bundle, cut: Cut, name: str, platform: str) -> Variant:
             min_cosine=manifest.thresholds.min_cosine,
             min_sqnr_db=manifest.thresholds.min_sqnr_db,
             # A loader has one limit for all outputs: where vectors hold numbers, no class of theirs is asked for.
-            min_top1_agreement=0.0 if manifest.numbers else manifest.thresholds.min_top1_agreement,
+            min_top1_agreement=0.0 if _has_numbers(manifest) else manifest.thresholds.min_top1_agreement,
             # Two classes that lie close may change places within the tolerance, which judges these few samples.
             granted_samples=cut.samples if cut.reference == "expected" else manifest.thresholds.granted_samples,
         ),
@@ -424,6 +424,11 @@ def _describe(bundle: Bundle, cut: Cut, name: str, platform: str) -> Variant:
         buckets=_describe_buckets(manifest.buckets, manifest.inputs) if manifest.buckets else None,
         tuned=tuple(_list_tuned(manifest, options)),
     )
+
+
+def _has_numbers(manifest: Manifest) -> bool:
+    kinds = [reading.kind for reading in (manifest.readings or {}).values()]
+    return any(kind in {"values", "embedding"} for kind in kinds)
 
 
 def _describe_buckets(buckets: Buckets, inputs: Sequence[TensorSpec]) -> VariantBuckets:

@@ -9,6 +9,7 @@ from edgekit.devices.device import SkippedDevice
 from edgekit.evidence import Verdict
 from edgekit.report.text import list_verify_remarks
 from edgekit.report.timing import list_bench_remarks
+from edgekit.verify.metrics.agreement import SHARED
 from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run_report import RunReport
@@ -81,7 +82,8 @@ def _count_seconds(run: RunReport) -> float:
 
 def _describe_output(output: OutputReport) -> str:
     figures = {"cosine": output.cosine, "SQNR dB": output.sqnr_db, "top-1 agreement": output.top1_agreement}
-    figures |= {"exact match": output.exact_match, "IoU": output.iou, "detection agreement": output.detection_agreement}
+    figures |= {"exact match": output.exact_match, "IoU": output.iou}
+    figures |= {SHARED[each.of]: each.share for each in output.agreements if each.of != "classes"}
     known = ", ".join(f"{name} {value:.5g}" for name, value in figures.items() if value is not None)
     return f"output '{output.name}' over {output.samples} samples: {known or 'not measured'}"
 
@@ -167,7 +169,7 @@ def _describe(report: VerifyReport) -> Iterator[str]:
         yield "|---|---|---|--:|--:|--:|---|"
         for run in report.runs:
             for output in run.outputs:
-                top1 = output.top1_agreement if output.top1_agreement is not None else output.exact_match
+                top1 = output.exact_match if output.agreed is None else output.agreed
                 figures = (_number(output.cosine, "{:.5f}"), _number(output.sqnr_db, "{:.1f}"), _number(top1, "{:.1%}"))
                 verdict = "pass" if run.passed else f"**{run.verdict}**"
                 cells = (_escape(run.device), run.evidence.value, _escape(output.name), *figures, verdict)

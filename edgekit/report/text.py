@@ -116,7 +116,7 @@ def table_verify(report: VerifyReport) -> Table:
                 output.name,
                 _number(output.cosine, "{:.5f}"),
                 _number(output.sqnr_db, "{:.1f} dB"),
-                _number(output.top1_agreement, "{:.1%}"),
+                _number(output.agreed, "{:.1%}"),
                 _number(run.latency_ms.median if run.latency_ms else None, "{:.1f}"),
                 _verdict(run.verdict),
                 *accuracy,
@@ -291,9 +291,9 @@ def describe_size(bundle: BundleSummary) -> str:
 def describe_agreement(verify: VerifyReport | None) -> str:
     """Returns how far the worst run agrees with the float model: in detections, top-1 of classes, SQNR of the rest."""
     outputs = [] if verify is None else [output for run in verify.runs for output in run.outputs]
-    lists = [output.detection_agreement for output in outputs if output.detection_agreement is not None]
-    by_rows = [output for output in outputs if output.detection_agreement is None]
-    top1 = [output.top1_agreement for output in by_rows if output.top1_agreement is not None]
+    lists = [each.share for output in outputs for each in output.agreements if each.of == "detections"]
+    by_rows = [output for output in outputs if not any(each.of == "detections" for each in output.agreements)]
+    top1 = [output.agreed for output in by_rows if output.agreed is not None]
     sqnr = [output.sqnr_db for output in by_rows if output.sqnr_db is not None]
     # The worst of all runs and outputs: a summary that takes the mean would hide the device that fails.
     parts = [f"{min(lists):.1%} of detections"] if lists else []

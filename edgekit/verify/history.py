@@ -204,14 +204,18 @@ def _compare_output(device: str, before: OutputReport, now: OutputReport | None)
     if now is None:
         yield f"{name} is gone"
         return
+    shared = {each.of: each.share for each in now.agreements}
     by_rows = (
         ("SQNR", before.sqnr_db, before.sqnr_interval_db, now.sqnr_db, _SQNR_SLACK_DB, " dB"),
         ("top-1 agreement", before.top1_agreement, before.top1_interval, now.top1_agreement, 0.0, ""),
         ("exact match", before.exact_match, None, now.exact_match, 0.0, ""),
     )
-    agreement = now.detection_agreement
-    lists = (("detection agreement", before.detection_agreement, before.detection_interval, agreement, 0.0, ""),)
-    for label, old, interval, new, slack, unit in by_rows if agreement is None else lists:
+    lists = tuple(
+        ("detection agreement", each.share, each.interval, shared.get(each.of), 0.0, "")
+        for each in before.agreements
+        if each.of == "detections"
+    )
+    for label, old, interval, new, slack, unit in lists or by_rows:
         if old is None:
             continue
         least = old - slack if interval is None else min(interval[0], old - slack)

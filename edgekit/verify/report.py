@@ -194,7 +194,7 @@ class VerifyReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
 
 def _describe_device(run: RunReport, first: Mapping[str, str]) -> DeviceFigures:
     sqnr = [output.sqnr_db for output in run.outputs if output.sqnr_db is not None]
-    top1 = [output.top1_agreement for output in run.outputs if output.top1_agreement is not None]
+    top1 = [output.agreed for output in run.outputs if output.agreed is not None]
     origin = first[run.outputs_sha256] if run.outputs_sha256 else run.device
     return DeviceFigures(
         device=run.device,

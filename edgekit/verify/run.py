@@ -51,7 +51,7 @@ from edgekit.verify.layers.comparison import name_first_bad, read_evidence
 from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.fidelity import find_unfaithful
 from edgekit.verify.metrics.listed import describe_lists, describe_unlisted, hold_lists
-from edgekit.verify.metrics.outputs import OutputReport, judge_output, read_as_numbers
+from edgekit.verify.metrics.outputs import OutputReport, judge_output
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run_report import RunReport
 from edgekit.verify.stand_in import Scored, add_stand_ins, score_run
@@ -262,7 +262,8 @@ def _run_steps(trial: _Trial, device: Device, work: Path) -> StateReport | None:
     if not whole:
         return StateReport(sequences=0, steps=steps)
     reference, given = (select_samples(samples, range(whole)) for samples in (trial.reference, trial.run.outputs))
-    return run_sequences(device, trial.job, state, trial.golden, reference, given, work)
+    readings = trial.bundle.manifest.readings or {}
+    return run_sequences(device, trial.job, state, trial.golden, reference, given, work, readings=readings)
 
 
 def _run_sizes(trial: _Trial, device: Device, asked: _Asked, work: Path) -> SizesReport | None:
@@ -354,8 +355,7 @@ def _compare(trial: _Trial) -> tuple[OutputReport, ...]:
     Those that fail have a suspect where a usual mistake explains them.
     """
     got, reference = trial.run.outputs, trial.reference
-    numbers = trial.bundle.manifest.numbers or ()
-    read = [read_as_numbers(each) if each.name in numbers else each for each in compare_outputs(reference, got)]
+    read = compare_outputs(reference, got, trial.bundle.manifest.readings or {})
     plain = hold_lists(read, trial.bundle, reference, got)
     untrue = {} if trial.own is None else find_unfaithful(trial.own, reference, got)
     outputs = [msgspec.structs.replace(output, mismatch=output.mismatch or untrue.get(output.name)) for output in plain]

@@ -143,7 +143,10 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
         found = tuple(f"with {subject}, {line}" for line in _judge_size(size, self))
         if size.crashed:
             return Gate(name="size", subject=subject, unproven=found)
-        return Gate(name="size", subject=subject, failures=found)
+        doubts = (line for output in size.outputs for line in doubt_output(output, self.thresholds))
+        return Gate(
+            name="size", subject=subject, failures=found, unproven=tuple(f"with {subject}, {line}" for line in doubts)
+        )
 
     def _excuse(
         self,

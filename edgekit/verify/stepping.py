@@ -4,7 +4,7 @@ What comes back is fed back here: no device has to know of state, and none can s
 session, as in an app, and all sequences go side by side.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from edgekit.data.samples import Samples, load_samples, select_samples
 from edgekit.devices.device import Device, Job
 from edgekit.devices.process.held import hold_session
 from edgekit.errors import CrashError, EdgekitError
+from edgekit.model.outputs import Reading
 from edgekit.model.state import State, run_steps
 from edgekit.model.tensors import Tensors
 from edgekit.verify.drift import StateReport, measure_drift, outputs_to_judge
@@ -22,12 +23,20 @@ from edgekit.verify.metrics.compare import compare_outputs
 
 
 def run_sequences(
-    device: Device, job: Job, state: State, golden: Golden, reference: Samples, given: Samples, work: Path
+    device: Device,
+    job: Job,
+    state: State,
+    golden: Golden,
+    reference: Samples,
+    given: Samples,
+    work: Path,
+    *,
+    readings: Mapping[str, Reading],
 ) -> StateReport:
     """Runs the samples of a job as sequences and returns how far they drift.
 
     `reference` is what the float model gives for them, and `given` what the device made of them with its state; both
-    hold whole sequences.
+    hold whole sequences. `readings` say what outputs are for.
     """
     sequences = reference.count // state.steps
     found = StateReport(sequences=sequences, steps=state.steps)
@@ -35,7 +44,7 @@ def run_sequences(
         fed_back = _step(device, job, state, golden, sequences, work)
     except EdgekitError as error:
         return msgspec.structs.replace(found, failure=error.message, crashed=isinstance(error, CrashError))
-    reports = compare_outputs(reference, fed_back)
+    reports = compare_outputs(reference, fed_back, readings)
     names = [spec.name for spec in golden.outputs]
     return msgspec.structs.replace(
         found,

@@ -180,7 +180,7 @@ def test_what_is_not_proven_is_released_where_somebody_says_so(
     assert attested["result"] == "WARNED"  # type: ignore[index]
     assert len(attested["edgekit_allowed"]) == 1  # type: ignore[index]
     # What failed is not let through by it.
-    report["runs"][0]["outputs"][0]["cosine"] = 0.1
+    report["runs"][0]["outputs"][0]["agreements"][0]["share"] = 0.1
     (bundle / "verify.json").write_text(json.dumps(report))
     for command in release(bundle, tmp_path, build / "key"):
         assert run_command([*command, "--accept-unproven"]) == 2
@@ -194,7 +194,7 @@ def test_what_failed_or_was_altered_since_is_not_released(
     shutil.copytree(build / "out" / "digits_mobilenet-cpu", bundle)
     assert run_command(["verify", str(bundle), "--on", "host"]) == 0
     report = json.loads((bundle / "verify.json").read_bytes())
-    report["runs"][0]["outputs"][0]["cosine"] = 0.1
+    report["runs"][0]["outputs"][0]["agreements"][0]["share"] = 0.1
     (bundle / "verify.json").write_text(json.dumps(report))
     command = release(bundle, tmp_path, build / "key")[0]
     assert run_command(command) == 2

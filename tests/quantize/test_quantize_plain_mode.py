@@ -11,10 +11,10 @@ from quantize_models import conv_net, make_model, make_samples, random_samples
 
 from edgekit.data.samples import Samples
 from edgekit.model.model import Model, load_model
+from edgekit.model.outputs import MeasuredKind, Reading
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.loss import MEASURES
-from edgekit.quantize.accuracy.output_kinds import MeasuredKind, Reading
 from edgekit.quantize.accuracy.predict import LABELS, FloatReference, Prediction
 from edgekit.quantize.mixed_precision.auto import plan_minmax
 from edgekit.quantize.mixed_precision.candidates import Memo

@@ -11,10 +11,10 @@ from quantize_models import make_model, make_samples
 from edgekit.data.samples import Samples
 from edgekit.data.wilson import wilson_interval
 from edgekit.model.model import Model
-from edgekit.model.outputs import StatedOutput
+from edgekit.model.outputs import Reading, StatedOutput
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.accuracy.loss import MEASURES
-from edgekit.quantize.accuracy.output_kinds import Reading, read_output_kinds
+from edgekit.quantize.accuracy.output_kinds import read_output_kinds
 from edgekit.quantize.accuracy.predict import FloatReference, Prediction, predict_drop, wanted_samples
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.target import TaskLimit

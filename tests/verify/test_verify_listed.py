@@ -17,6 +17,7 @@ from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.accuracy.head_search import DetectionList
 from edgekit.recipe import Data, Recipe
 from edgekit.target import Thresholds
+from edgekit.verify.metrics.agreement import Agreement
 from edgekit.verify.metrics.listed import weigh_detections
 from edgekit.verify.metrics.outputs import OutputReport, doubt_output, judge_output
 from edgekit.verify.run import verify_bundle
@@ -77,8 +78,8 @@ def test_an_honest_list_passes_though_row_by_row_it_would_not(bundle: Bundle) ->
     assert run.passed, (run.failures, run.unproven)
     assert output.sqnr_db is not None
     assert output.sqnr_db < run.thresholds.min_sqnr_db
-    assert output.detection_agreement is not None
-    assert output.detection_agreement > 0.9
+    (shared,) = output.agreements
+    assert (shared.of, shared.share > 0.9) == ("detections", True)
     assert any("compare row by row, and are not judged" in note for note in run.notes)
 
 
@@ -117,7 +118,7 @@ def test_a_bundle_that_calls_other_columns_a_list_fails_and_is_judged_row_by_row
     stated = msgspec.structs.replace(bundle, manifest=msgspec.structs.replace(bundle.manifest, listed=listed))
     (run,) = verify_bundle(stated, [InProcess()]).runs
     assert any("the manifest says that y list detections" in line for line in run.failures)
-    assert any("has SQNR" in line for line in run.failures)
+    assert any("has share of the variance" in line for line in run.failures)
 
 
 def test_what_a_list_holds_beside_its_detections_has_to_be_the_same() -> None:
@@ -129,12 +130,15 @@ def test_what_a_list_holds_beside_its_detections_has_to_be_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("agreement", "low", "fails", "doubts"), [(0.89, 0.8, 1, 0), (0.95, 0.8, 0, 1), (0.95, 0.91, 0, 0)]
+    ("agreement", "low", "high", "fails", "doubts"),
+    [(0.85, 0.8, 0.89, 1, 0), (0.89, 0.8, 1, 0, 1), (0.95, 0.8, 1, 0, 1), (0.95, 0.91, 1, 0, 0)],
 )
-def test_agreement_of_detections_is_the_gate(agreement: float, low: float, fails: int, doubts: int) -> None:
+def test_agreement_of_detections_is_the_gate(
+    agreement: float, low: float, high: float, fails: int, doubts: int
+) -> None:
     limits = Thresholds(min_cosine=0.99, min_top1_agreement=0.9, min_sqnr_db=30, granted_samples=1, gate="bound")
     report = OutputReport(
         name="y", samples=8, cosine=0.9, sqnr_db=7.0, sqnr_interval_db=(6.0, 8.0), exact_match=0.1,
-        detection_agreement=agreement, detection_interval=(low, 1.0),
+            agreements=(Agreement(of="detections", share=agreement, interval=(low, high)),),
     )  # fmt: skip
     assert (len(judge_output(report, limits)), len(doubt_output(report, limits))) == (fails, doubts)

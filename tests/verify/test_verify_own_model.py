@@ -14,6 +14,7 @@ from edgekit.bundle.golden import Golden, KnownOutputs, make_golden, read_output
 from edgekit.data.samples import Samples
 from edgekit.jobs.build import build
 from edgekit.model.model import Model, load_model
+from edgekit.model.outputs import Reading
 from edgekit.model.tensors import Tensors
 from edgekit.recipe import Data, Recipe
 from edgekit.target import Form
@@ -114,10 +115,13 @@ def test_what_a_recipe_states_to_be_values_is_judged_as_no_classifier(bundle: Bu
     recipe = Recipe(targets=("nnapi",), outputs={"y": "values"})
     build(source, Data(source=str(data)), tmp_path / "out", recipe, verify=False)
     stated = open_bundle(tmp_path / "out" / "line-nnapi")
-    assert (bundle.manifest.numbers, stated.manifest.numbers) == (msgspec.UNSET, ("y",))
-    plain, judged = (verify_bundle(each, [InProcess()]).runs[0].outputs[0] for each in (bundle, stated))
+    assert [reading.kind for reading in (stated.manifest.readings or {}).values()] == ["values"]
+    ranked = msgspec.structs.replace(bundle.manifest, readings={"y": Reading(kind="classes", axis=1)})
+    classes = msgspec.structs.replace(bundle, manifest=ranked)
+    plain, judged = (verify_bundle(each, [InProcess()]).runs[0].outputs[0] for each in (classes, stated))
     assert plain.top1_agreement is not None
     assert (judged.top1_agreement, judged.changes, judged.sqnr_db) == (None, (), plain.sqnr_db)
+    assert [[each.of for each in one.agreements] for one in (plain, judged)] == [["classes"], ["variance", "energy"]]
 
 
 @pytest.mark.parametrize(("shift", "verdict"), [(0, "pass"), (1, "not proven")])

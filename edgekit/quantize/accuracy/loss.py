@@ -11,14 +11,9 @@ import msgspec
 import numpy as np
 
 from edgekit.data.wilson import Z95, wilson_interval
+from edgekit.model.outputs import MeasuredKind, Reading
 from edgekit.model.tensors import Array
-from edgekit.quantize.accuracy.output_kinds import (
-    IMAGE_CHANNELS,
-    MeasuredKind,
-    Reading,
-    read_decisions,
-    read_probabilities,
-)
+from edgekit.quantize.accuracy.output_kinds import IMAGE_CHANNELS, read_decisions, read_probabilities
 
 # Past -20 dB nothing is left of a signal, past 80 dB float32 itself errs: one such output must not decide a mean.
 _WORST_DB, _BEST_DB = -20.0, 80.0

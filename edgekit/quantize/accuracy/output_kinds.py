@@ -1,18 +1,16 @@
 """Which kind an output is: as stated, else as its values and the graph tell it."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
 
 from edgekit.graph.graph import Graph
-from edgekit.model.outputs import StatedOutput
+from edgekit.model.outputs import Reading, StatedOutput
 from edgekit.model.tensors import Array, Tensors, ranks_classes
+from edgekit.quantize.accuracy.readouts import count_words, find_origins, find_readout
 from edgekit.quantize.graph.compared_tensors import are_raw_scores, list_raw_scores
 from edgekit.quantize.ranges import sigmoid, softmax
-
-MeasuredKind = Literal["classes", "map", "sequence", "labels", "image", "embedding", "values"]
 
 _SHAPE_OPS = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Cast", "Resize"})
 _SQUASHING_OPS = frozenset({"Softmax", "LogSoftmax", "Sigmoid", "ArgMax"})
@@ -48,19 +46,6 @@ _SAME_SHAPE = 0.1
 _MANY_CLASSES = 100
 
 
-class Reading(msgspec.Struct, frozen=True, kw_only=True):
-    """How an output is read: its kind, the axis of its classes, and what squashes it ("" for nothing).
-
-    "classes" are the scores of one decision, "map" those of many (pixels, boxes), "sequence" those of steps that make
-    one answer, "labels" the decisions themselves, made by an ArgMax. Of values it is the axis of the channels, which is
-    the shortest.
-    """
-
-    kind: MeasuredKind
-    axis: int = 0
-    squash: str = ""
-
-
 def read_output_kinds(
     graph: Graph, outputs: Sequence[Tensors], stated: Mapping[str, StatedOutput]
 ) -> dict[str, Reading]:
@@ -77,8 +62,10 @@ def read_output_kinds(
         if any(value.shape != first.shape for value in values):
             continue
         guess = next(_guess_reading(graph, name, values, is_raw_score=name in raw_scores), None)
-        if guess is not None and guess.kind == "map" and _is_sequence(name, guess, outputs[0]):
+        if guess is not None and guess.kind == "map" and _is_sequence(name, guess.axis, guess.squash, outputs[0]):
             guess = msgspec.structs.replace(guess, kind="sequence")
+        if guess is not None and guess.other == "map" and _is_sequence(name, guess.other_axis, "", outputs[0]):
+            guess = _read_steps(graph, name, guess)
         reading = _read_stated(graph, name, first, stated[name], guess) if name in stated else guess
         if reading is not None:
             found[name] = reading
@@ -149,30 +136,52 @@ def _guess_reading(graph: Graph, name: str, values: Sequence[Array], *, is_raw_s
     if first.dtype.kind in "iu" and squash == "ArgMax":
         yield Reading(kind="labels")
     elif first.dtype.kind == "f" and first.size and all(np.isfinite(value).all() for value in values):
-        made = _count_made(graph, name)
-        scores = _guess_raw_scores(values, squash) if is_raw_score else _guess_classes(values, squash, made)
-        yield next(scores, None) or _read_numbers(values)
+        scores = _guess_raw_scores(values, squash) if is_raw_score else _guess_classes(graph, name, values, squash)
+        yield next(scores, None) or _read_numbers(graph, name, values)
 
 
-def _is_sequence(name: str, reading: Reading, outputs: Tensors) -> bool:
+def _is_sequence(name: str, axis: int, squash: str, outputs: Tensors) -> bool:
     """Returns True for one decision at each of some steps, where no other output has a row for each, as boxes do.
 
     It has three axes: PyTorch's CTC heads give [steps, 1, classes] or [1, classes, steps], most others
     [1, steps, classes]; or four, where a height of one is left, [1, classes, 1, steps].
     """
     shape = outputs[name].shape
-    steps = outputs[name].size // shape[reading.axis]
+    steps = outputs[name].size // shape[axis]
     others = [value.shape for other, value in outputs.items() if other != name]
     is_alone = not any(steps in shape for shape in others)
     in_a_row = 1 in shape if len(shape) == 3 else len(shape) == 4 and shape.count(1) == 2
-    return in_a_row and not reading.squash and 1 < steps <= _MOST_STEPS and is_alone
+    return in_a_row and not squash and 1 < steps <= _MOST_STEPS and is_alone
 
 
-def _read_numbers(values: Sequence[Array]) -> Reading:
-    first = values[0]
+def _read_steps(graph: Graph, name: str, reading: Reading) -> Reading:
+    """Returns how steps are read that may be decisions: where they rank the words of the input, they are next words."""
+    if graph.dims(name)[reading.other_axis] in count_words(graph):
+        return Reading(kind="sequence", axis=reading.other_axis)
+    return msgspec.structs.replace(reading, other="sequence")
+
+
+def _read_numbers(graph: Graph, name: str, values: Sequence[Array]) -> Reading:
+    """Returns how numbers are read that are not known to decide anything, with what they may be as well.
+
+    What a linear layer makes may be raw scores of classes, such as next words, as sure as the net is of them; and a
+    vector of numbers that have weights of their own may be one whose neighbours are asked for.
+    """
+    first, origins = values[0], find_origins(graph, name)
     if first.shape[:1] == (1,) and may_be_image(first.shape) and _are_pixels(values):
         return Reading(kind="image")
-    return Reading(kind="embedding" if _are_unit(values) else "values", axis=_find_channels(first))
+    if _are_unit(values):
+        return Reading(kind="embedding", axis=_find_channels(first))
+    reading = Reading(kind="values", axis=_find_channels(first))
+    if len(origins) != first.ndim:
+        return reading
+    made = [axis for axis, origin in enumerate(origins) if origin == "weights" and first.shape[axis] > 1]
+    if ranks_classes(first) and made and first.size >= _LEAST_EMBEDDING:
+        return msgspec.structs.replace(reading, other="embedding")
+    is_plain = find_readout(graph, name) in {"biased", "projected"}
+    if len(made) == 1 and is_plain and first.shape[made[0]] > _BOX and not may_be_image(first.shape):
+        return msgspec.structs.replace(reading, other="map", other_axis=made[0])
+    return reading
 
 
 def _are_unit(values: Sequence[Array]) -> bool:
@@ -205,23 +214,14 @@ def _guess_raw_scores(values: Sequence[Array], squash: str) -> Iterator[Reading]
         yield Reading(kind="values", axis=axis)
 
 
-def _count_made(graph: Graph, name: str) -> int:
-    """Returns how many numbers the last layer's weights make at each place, 0 where no layer makes an output."""
-    while name in graph.producers:
-        node = graph.producers[name]
-        terms = [each for each in node.input if each not in graph.constants]
-        if node.op_type in {"Conv", "Gemm", "MatMul"} and node.input[1] in graph.constants:
-            is_first = node.op_type == "Conv" or node.integer("transB", 0)
-            return graph.constants[node.input[1]].dims[0 if is_first else -1]
-        if node.op_type not in _SHAPE_OPS | {"Add"} or len(terms) != 1:
-            return 0
-        name = terms[0]
-    return 0
+def _guess_classes(graph: Graph, name: str, values: Sequence[Array], squash: str) -> Iterator[Reading]:
+    """Yields readings as classes or a map of classes, the likeliest first, if there are any.
 
-
-def _guess_classes(values: Sequence[Array], squash: str, made: int) -> Iterator[Reading]:
-    """Yields readings as classes or a map of classes, the likeliest first, if there are any."""
-    first = values[0]
+    Classes have weights of their own, so that an axis of places is none of theirs; and nothing but a Softmax or a
+    Sigmoid stands behind the layer that makes their scores. A layer without a bias may as well project a vector.
+    """
+    first, origins = values[0], find_origins(graph, name)
+    places = {axis for axis, origin in enumerate(origins) if origin == "places" and first.shape[axis] > 1}
     kept = "Sigmoid" if squash == "Sigmoid" else ""
     if first.size == 1:
         if kept:
@@ -230,9 +230,12 @@ def _guess_classes(values: Sequence[Array], squash: str, made: int) -> Iterator[
     if ranks_classes(first):
         reading = Reading(kind="classes", axis=int(np.argmax(first.shape)), squash=kept)
         is_chance = bool(squash) or all(_is_distribution(value.reshape(-1, 1)) for value in values)
-        is_ranking = is_chance or not (_is_one_shape(values) or _is_rating(values))
-        if is_ranking and _confidence(values, reading) > _least_confidence(first.size):
-            yield reading
+        readout = "unknown" if is_chance else find_readout(graph, name)
+        is_ranking = is_chance or not (readout == "shaped" or _is_one_shape(values) or _is_rating(values))
+        is_sure = is_ranking and _confidence(values, reading) > _least_confidence(first.size)
+        if is_sure and reading.axis not in places:
+            is_either = readout == "projected" and first.size >= _LEAST_EMBEDDING
+            yield msgspec.structs.replace(reading, other="embedding") if is_either else reading
         return
     for axis in range(first.ndim):
         if 1 < first.shape[axis] < first.size:
@@ -242,11 +245,12 @@ def _guess_classes(values: Sequence[Array], squash: str, made: int) -> Iterator[
                 yield Reading(kind="map", axis=axis)
     if kept and first.ndim >= 3 and 1 in first.shape[1:]:
         yield Reading(kind="map", axis=1 + first.shape[1:].index(1), squash=kept)
-    elif not squash:
-        yield from _guess_logits(values, made)
+    elif not squash and (readout := find_readout(graph, name)) != "shaped":
+        made = {axis for axis, origin in enumerate(origins) if origin == "weights" and readout != "unknown"}
+        yield from (reading for reading in _guess_logits(values, made) if reading.axis not in places)
 
 
-def _guess_logits(values: Sequence[Array], made: int) -> Iterator[Reading]:
+def _guess_logits(values: Sequence[Array], made: Collection[int]) -> Iterator[Reading]:
     first = values[0]
     axes: tuple[int, ...] = ()
     if first.ndim == 4 and min(first.shape[1], first.shape[3]) not in IMAGE_CHANNELS:
@@ -255,7 +259,7 @@ def _guess_logits(values: Sequence[Array], made: int) -> Iterator[Reading]:
         axes = (2, 1) if first.shape[1] > _BOX else (2,)
     # Classes may lie on either axis: values decide between them, and hardly between steps. Before steps they must be
     # as even along these, else columns of a table, such as boxes in pixels, would be steps.
-    even = tuple(axis for axis in axes if _is_even(values, axis, max(_MOST_CLASSES, made)))
+    even = tuple(axis for axis in axes if _is_even(values, axis, is_made=axis in made))
     readings = [Reading(kind="map", axis=axis) for axis in even if axis in axes[:1] or even == axes]
     confidences = {reading: _confidence(values, reading) for reading in readings}
     best = max(readings, key=lambda reading: confidences[reading], default=None)
@@ -274,11 +278,12 @@ def _map_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
     return axes if shape[2] == 1 else axes[:1]
 
 
-def _is_even(values: Sequence[Array], axis: int, most: int) -> bool:
-    """Returns True if the entries of an axis may be classes: at most so many, and of about one size."""
+def _is_even(values: Sequence[Array], axis: int, *, is_made: bool) -> bool:
+    """Returns True if the entries of an axis may be classes: made by weights or not too many, and of about one size."""
     size = values[0].shape[axis]
     means = np.mean([np.abs(np.moveaxis(value, axis, 0).reshape(size, -1)).mean(axis=1) for value in values], axis=0)
-    return 1 < size <= most and float(means.max()) <= _MOST_UNEVEN * float(means.min())
+    is_likely = size > 1 and (is_made or size <= _MOST_CLASSES)
+    return is_likely and float(means.max()) <= _MOST_UNEVEN * float(means.min())
 
 
 def _least_confidence(classes: int) -> float:

@@ -13,14 +13,14 @@ from edgekit.graph.graph import Graph, read_graph
 from edgekit.machine import map_in_order
 from edgekit.model.external import skim_model
 from edgekit.model.model import Model
-from edgekit.model.outputs import StatedOutput
+from edgekit.model.outputs import Reading, StatedOutput
 from edgekit.model.tensors import Array, Tensors
 from edgekit.prepare.constants import LAYOUT, find_cubics
 from edgekit.quantize.accuracy.detections import estimate_drop, record_detections
 from edgekit.quantize.accuracy.head_search import DetectionList, find_head, find_image, find_list, may_be_head
 from edgekit.quantize.accuracy.heads import Head
 from edgekit.quantize.accuracy.loss import MEASURES, Loss, lasting_reach, ratio_db
-from edgekit.quantize.accuracy.output_kinds import Reading, read_output_kinds
+from edgekit.quantize.accuracy.output_kinds import read_output_kinds
 from edgekit.quantize.effort import find_effort
 
 MOST_SAMPLES = 256

@@ -3,7 +3,7 @@
 How far two devices of one kind lie apart, which differ in their CPU alone, is told too.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,6 +17,7 @@ from edgekit.devices.device import Device, DeviceRun, Job
 from edgekit.devices.placed import count_nodes
 from edgekit.devices.recorded import is_recorded
 from edgekit.errors import DataError, EdgekitError
+from edgekit.model.outputs import Reading
 from edgekit.model.tensors import Tensors
 from edgekit.verify.facts import BucketReport, SizesReport
 from edgekit.verify.metrics.compare import compare_outputs
@@ -111,10 +112,11 @@ def run_buckets(
     else:
         whole, filled = unfilled.outputs, read_outputs(unfilled.golden)
         buckets = msgspec.structs.replace(buckets, lengths=unfilled.lengths)
+    readings = bundle.manifest.readings or {}
     return SizesReport(
         dim=buckets.padding.dim,
-        filled=_compare(buckets, whole, filled, rows, buckets.sizes[-1].size),
-        sizes=tuple(_run_sizes(bundle.folder, buckets, device, job, run, rows, whole, work)),
+        filled=_compare(buckets, whole, filled, rows, buckets.sizes[-1].size, readings),
+        sizes=tuple(_run_sizes(bundle, buckets, device, job, run, rows, whole, work)),
     )
 
 
@@ -128,7 +130,7 @@ def _read_unpadded(golden: Golden, buckets: Buckets) -> Samples:
 
 
 def _run_sizes(
-    folder: Path,
+    bundle: Bundle,
     buckets: Buckets,
     device: Device,
     job: Job,
@@ -137,6 +139,7 @@ def _run_sizes(
     whole: Samples,
     work: Path,
 ) -> Iterator[BucketReport]:
+    folder, readings = bundle.folder, bundle.manifest.readings or {}
     for bucket in buckets.sizes[:-1]:
         mine = _choose_rows(buckets, bucket, rows)
         report = BucketReport(size=bucket.size, file=bucket.file, lengths=_reach(buckets, mine))
@@ -149,13 +152,14 @@ def _run_sizes(
         except EdgekitError as error:
             yield msgspec.structs.replace(report, failure=error.message)
             continue
-        outputs = () if done.failure else _compare(buckets, whole, done.outputs, mine, bucket.size, selected=True)
+        made = None if done.failure else done.outputs
+        outputs = () if made is None else _compare(buckets, whole, made, mine, bucket.size, readings, selected=True)
         nodes = count_nodes(done, sized)
         yield msgspec.structs.replace(
             report, outputs=outputs, provider_nodes=nodes, failure=done.failure, crashed=done.crashed
         )
     largest = buckets.sizes[-1]
-    outputs = _compare(buckets, whole, run.outputs, rows, largest.size, selected=True)
+    outputs = _compare(buckets, whole, run.outputs, rows, largest.size, readings, selected=True)
     yield BucketReport(size=largest.size, file=largest.file, lengths=_reach(buckets, rows), outputs=outputs)
 
 
@@ -185,12 +189,20 @@ def _reach(buckets: Buckets, rows: Sequence[int]) -> tuple[int, ...]:
 
 
 def _compare(
-    buckets: Buckets, whole: Samples, got: Samples, rows: Sequence[int], size: int, *, selected: bool = False
+    buckets: Buckets,
+    whole: Samples,
+    got: Samples,
+    rows: Sequence[int],
+    size: int,
+    readings: Mapping[str, Reading],
+    *,
+    selected: bool = False,
 ) -> tuple[OutputReport, ...]:
     """Compares what came back at a size, cut to the lengths of the samples; `selected` where it is of `rows` alone."""
     made = got if selected else select_samples(got, rows)
     lengths = [buckets.lengths[row] for row in rows]
-    return compare_outputs(select_samples(whole, rows), cut_samples(buckets.padding, made, lengths, size))
+    cut = cut_samples(buckets.padding, made, lengths, size)
+    return compare_outputs(select_samples(whole, rows), cut, readings)
 
 
 _MOST_GROUPS = 3
@@ -216,7 +228,9 @@ def compare_sizes(manifest: Manifest, inputs: Samples, reference: Samples, got: 
             size=max(sizes[row] for row in rows),
             file=manifest.model_file,
             lengths=tuple(sizes[row] for row in rows),
-            outputs=compare_outputs(select_samples(reference, rows), select_samples(got, rows)),
+            outputs=compare_outputs(
+                select_samples(reference, rows), select_samples(got, rows), manifest.readings or {}
+            ),
         )
         for rows in groups
     )

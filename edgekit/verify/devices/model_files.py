@@ -51,7 +51,7 @@ def try_model_files(
         except EdgekitError as error:
             yield FileReport(file=job.model.name, form=form, failure=error.message)
             continue
-        outputs = compare_outputs(reference, run.outputs) if run.failure is None else ()
+        outputs = compare_outputs(reference, run.outputs, bundle.manifest.readings or {}) if run.failure is None else ()
         yield FileReport(
             file=job.model.name,
             form=form,

@@ -1,7 +1,7 @@
 """Comparing the outputs of two runs, sample by sample, in memory that does not grow with their number."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -9,8 +9,10 @@ import numpy as np
 from edgekit.data.samples import Samples
 from edgekit.data.wilson import wilson_interval
 from edgekit.errors import EdgekitError
+from edgekit.model.outputs import Reading
 from edgekit.model.tensors import Array, Tensors
 from edgekit.verify.metrics import tensor_metrics as metrics
+from edgekit.verify.metrics.agreement import Agreement, measure_agreement
 from edgekit.verify.metrics.intervals import bootstrap_sqnr
 from edgekit.verify.metrics.outputs import Answers, OutputReport, count_changes, find_answers
 from edgekit.verify.metrics.tensor_metrics import SampleErrors, mean_iou
@@ -40,8 +42,13 @@ class _Measured(msgspec.Struct, frozen=True, kw_only=True):
     answers: Answers | None = None
 
 
-def compare_outputs(reference: Samples, got: Samples) -> tuple[OutputReport, ...]:
+def compare_outputs(
+    reference: Samples, got: Samples, readings: Mapping[str, Reading] | None = None
+) -> tuple[OutputReport, ...]:
     """Returns how far every output of `reference` is met by `got`, over all samples.
+
+    `readings` say what outputs are for: then each has the share of that which both sides have in common, and nothing is
+    ranked in those that rank no classes.
 
     What cannot be compared (a missing output, another shape or dtype, too few samples, a file that is cut off) is told
     in `OutputReport.mismatch` and fails; it is never left out.
@@ -52,7 +59,23 @@ def compare_outputs(reference: Samples, got: Samples) -> tuple[OutputReport, ...
         for name in dict.fromkeys(name for pair in block for name in pair.wanted):
             measured.setdefault(name, []).extend(_measure(name, block))
     trouble = troubles[0] if troubles else None
-    return tuple(_report(name, rows, trouble) for name, rows in measured.items())
+    reports = tuple(_report(name, rows, trouble) for name, rows in measured.items())
+    if not readings:
+        return reports
+    shared = measure_agreement(reference, got, {each: readings[each] for each in measured if each in readings})
+    return tuple(_read(report, readings.get(report.name), shared.get(report.name, ())) for report in reports)
+
+
+def _read(report: OutputReport, reading: Reading | None, shared: tuple[Agreement, ...]) -> OutputReport:
+    """Returns the report of an output with what is shared; where its largest entry names no class, nothing is ranked.
+
+    An output that lacks samples, or has others than the reference, is told of by the rest of its figures.
+    """
+    if reading is not None and reading.kind not in {"classes", "labels"}:
+        report = msgspec.structs.replace(
+            report, top1_agreement=None, top1_interval=None, top5_agreement=None, worst_answers=None, changes=()
+        )
+    return msgspec.structs.replace(report, agreements=shared) if report.samples and not report.non_finite else report
 
 
 def mark_reordered(

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from edgekit.data.samples import Samples
 from edgekit.errors import EdgekitError
 from edgekit.model.tensors import Array, is_numeric
+from edgekit.verify.metrics.intervals import bootstrap_share
 from edgekit.verify.metrics.tensor_metrics import decibels, sketch_samples
 
 Floats = npt.NDArray[np.float64]
@@ -43,6 +44,8 @@ _LEAST_LEAK, _LEAST_STEPS = 0.05, 5
 _NEAREST = 0.01
 # An element matters if it moves by a twentieth of the largest value.
 _LEAST_REACH = 0.05
+# Of the energy, as of the variance that values must keep beside the float model's (`Thresholds.min_agreement`).
+_LEAST_KEPT = 0.9
 # So many values of a sample at most err on their own: they come from the same layers.
 _MOST_VALUES = 16
 # How far probabilities may add up to something else than one: 10,000 roundings of float32, and of fp16 a few.
@@ -67,7 +70,8 @@ def find_unfaithful(own: Samples, reference: Samples, got: Samples) -> dict[str,
     All three hold the same samples: what the bundle's own model, the float model and the device make of them. What is
     missing, not finite or of another shape is told by the figures, and not looked at here.
     """
-    found = {name: describe_origin(sides) for name, sides in _read_sides(own, reference, got).items()}
+    every = _read_sides(own, reference, got).items()
+    found = {name: describe_origin(sides) or find_distance(sides) for name, sides in every}
     return {name: words for name, words in found.items() if words}
 
 
@@ -86,6 +90,20 @@ def describe_origin(sides: Sides) -> str | None:
         words = find_swapped(own, got) or find_stuck(own, got)
     # Where the figures are bad, a model that drowns in noise correlates no more than a device that lies.
     return words if words or error * _CLOSER >= signal else find_independence(own, got, signal)
+
+
+def find_distance(sides: Sides) -> str | None:
+    """Returns the words for outputs that are clearly not the own model's, None for what rounding may make of these.
+
+    Less than nine tenths of their energy is left, beyond chance, and they lie farther from the own model's than these
+    from the float model's: all that the arithmetic cost the model on the way.
+    """
+    error, own = (np.square(side).sum(axis=1) for side in (sides.got - sides.own, sides.own))
+    share, interval = bootstrap_share(np.stack([own - error, own], axis=1))
+    highest = share if interval is None else interval[1]
+    if highest >= _LEAST_KEPT or error.sum() <= _energy(sides.own - sides.reference):
+        return None
+    return f"lies {decibels(float(own.sum()), float(error.sum())):.1f} dB from what the bundle's own model gives here"
 
 
 def find_replay(sides: Sides) -> str | None:

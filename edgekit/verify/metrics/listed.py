@@ -11,6 +11,7 @@ from edgekit.data.samples import Samples, select_samples, spread_indices
 from edgekit.model.tensors import Tensors
 from edgekit.quantize.accuracy.head_search import DetectionList, find_image, find_list
 from edgekit.quantize.accuracy.heads import overlap_boxes
+from edgekit.verify.metrics.agreement import Agreement
 from edgekit.verify.metrics.intervals import bootstrap_share
 from edgekit.verify.metrics.outputs import OutputReport
 
@@ -50,12 +51,12 @@ def describe_unlisted(bundle: Bundle) -> Iterator[str]:
 def describe_lists(outputs: Sequence[OutputReport]) -> Iterator[str]:
     """Yields what is judged of outputs that list detections, and what is not."""
     for output in outputs:
-        share, ends = output.detection_agreement, output.detection_interval
-        if share is not None:
+        for shared in (each for each in output.agreements if each.of == "detections"):
+            ends = shared.interval
             doubt = "" if ends is None else f" ({ends[0]:.1%} to {ends[1]:.1%} at 95 %)"
             yield (
-                f"output '{output.name}' lists detections, of which {share:.1%} agree{doubt}: its other figures compare"
-                " row by row, and are not judged"
+                f"output '{output.name}' lists detections, of which {shared.share:.1%} agree{doubt}: its other figures"
+                " compare row by row, and are not judged"
             )
 
 
@@ -70,11 +71,10 @@ def hold_lists(
     ):
         return tuple(outputs)
     shares = np.array([weigh_detections(listed, *pair) for pair in zip(reference, got, strict=False)])
-    agreement, interval = bootstrap_share(shares)
+    share, interval = bootstrap_share(shares)
+    shared = Agreement(of="detections", share=share, interval=interval, samples=len(shares))
     return tuple(
-        msgspec.structs.replace(output, detection_agreement=agreement, detection_interval=interval)
-        if output.name in listed.outputs
-        else output
+        msgspec.structs.replace(output, agreements=(shared,)) if output.name in listed.outputs else output
         for output in outputs
     )
 

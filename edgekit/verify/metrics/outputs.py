@@ -4,14 +4,16 @@ An answer is what both sides say in a sample: the class where an output ranks cl
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated
 
 import msgspec
 import numpy as np
 
+from edgekit.model.outputs import OutputKind
 from edgekit.model.tensors import Array
 from edgekit.target import Thresholds
+from edgekit.verify.metrics.agreement import SHARED, Agreement, Of
 from edgekit.verify.metrics.intervals import describe_enough, find_enough, find_enough_hits
 from edgekit.verify.metrics.tensor_metrics import DB_LIMIT, SampleErrors
 
@@ -92,10 +94,10 @@ class OutputReport(msgspec.Struct, frozen=True, kw_only=True):
     samples; an output that is empty on the float model in every sample has none and proves nothing. Decibels are
     clamped to plus and minus 200. `worst_sample` is the sample of the largest error, or the first that is not finite,
     `worst_position` the flat index in it, `worst_answers` what both sides say there; `changes` count which class became
-    which other one. `detection_agreement` is that of the detections which the output lists, alone or with others: where
-    there is one, no figure that compares row by row is judged. `mismatch` says in words why the output cannot be
-    compared, or what is wrong with it beyond its distance, None if nothing is; `suspect` names a usual mistake that
-    explains what came back.
+    which other one. `agreements` say what the two sides share of what the output is for, by each of its readings: where
+    there is one, that is judged, and of a list of detections no figure compares row by row. `mismatch` says in words
+    why the output cannot be compared, or what is wrong with it beyond its distance, None if nothing is; `suspect` names
+    a usual mistake that explains what came back.
     """
 
     name: str
@@ -117,8 +119,7 @@ class OutputReport(msgspec.Struct, frozen=True, kw_only=True):
     exact_match: Share | None = None
     iou: Share | None = None
     shape_agreement: Share | None = None
-    detection_agreement: Share | None = None
-    detection_interval: tuple[Share, Share] | None = None
+    agreements: tuple[Agreement, ...] = ()
     non_finite: Count = 0
     reference_non_finite: Count = 0
     worst_sample: Count | None = None
@@ -128,12 +129,14 @@ class OutputReport(msgspec.Struct, frozen=True, kw_only=True):
     mismatch: str | None = None
     suspect: str | None = None
 
+    @property
+    def agreed(self) -> float | None:
+        """What the two sides share of what the output is for, None where that is not known and nothing is ranked."""
+        return self.agreements[0].share if self.agreements else self.top1_agreement
 
-def read_as_numbers(output: OutputReport) -> OutputReport:
-    """Returns the report of an output whose largest entry names no class: nothing is ranked, the ratios count."""
-    return msgspec.structs.replace(
-        output, top1_agreement=None, top1_interval=None, top5_agreement=None, worst_answers=None, changes=()
-    )
+
+_STATED: Mapping[Of, OutputKind] = {"classes": "classes", "places": "map", "steps": "sequence", "letters": "sequence"}
+_MEASURED: frozenset[Of] = frozenset({"neighbours", "variance", "energy"})
 
 
 def judge_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...]:
@@ -150,21 +153,14 @@ def judge_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...
             + (f": it {output.suspect}" if output.suspect else ""),
         )
     judged = [f"{name} {output.mismatch}"] if output.mismatch else []
-    granted = _count_granted(thresholds) / output.samples
-    shaped = thresholds.min_top1_agreement - granted * (output.shape_agreement or 0.0)
-    by_rows = (
-        ("cosine", output.cosine, thresholds.min_cosine, ""),
-        ("SQNR", output.sqnr_db, thresholds.min_sqnr_db, " dB"),
-        ("top-1 agreement", output.top1_agreement, thresholds.min_top1_agreement - granted, ""),
-        ("exact match", output.exact_match, thresholds.min_top1_agreement, ""),
-    )
-    for label, value, least, unit in (
-        *(by_rows if output.detection_agreement is None else ()),
-        ("shape agreement", output.shape_agreement, shaped, ""),
-        ("detection agreement", output.detection_agreement, thresholds.min_top1_agreement, ""),
-    ):
+    for label, value, least, unit in _list_limits(output, thresholds):
         if value is not None and not value >= least - 1e-12:
             judged.append(f"{name} has {label} {format_near(value, least)}{unit}, below {least:.12g}{unit}")
+    limits = [(each, _least(each, thresholds)) for each in output.agreements]
+    # No reading accepts it, and for one of them it is no chance.
+    missed = [each.is_below(least) for each, least in limits if each.share < least - 1e-12]
+    if len(missed) == len(limits) and any(missed):
+        judged.extend(f"{name} has {_describe(each, least)}" for each, least in limits)
     if not judged and output.elements != 0 and output.cosine is None and output.exact_match is None:
         judged.append(f"{name} was not measured")
     if judged and output.suspect:
@@ -173,28 +169,87 @@ def judge_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...
 
 
 def doubt_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...]:
-    """Returns why figures that reach the thresholds prove nothing, one line each: with `gate = "bound"` alone."""
-    if thresholds.gate != "bound" or not output.samples or output.non_finite:
+    """Returns why figures that do not fail prove nothing, one line each.
+
+    Chance may make an agreement that is below its limit; an output that is read in two ways may agree in one of them;
+    and with `gate = "bound"` the lower end of an interval counts.
+    """
+    if not output.samples or output.non_finite or judge_output(output, thresholds):
         return ()
-    found: list[str] = []
-    share = thresholds.min_top1_agreement
-    by_rows = (
-        ("SQNR", output.sqnr_db, output.sqnr_interval_db, thresholds.min_sqnr_db, " dB"),
-        ("top-1 agreement", output.top1_agreement, output.top1_interval, share, ""),
-    )
-    listed = (("detection agreement", output.detection_agreement, output.detection_interval, share, ""),)
-    for label, value, interval, least, unit in by_rows if output.detection_agreement is None else listed:
-        if value is None or interval is None or value < least - 1e-12 or interval[0] >= least - 1e-12:
-            continue
-        worst = f"{format_near(interval[0], least)}{unit}, below {least:.12g}{unit}"
-        by_width = find_enough(output.samples, value - interval[0], value - least)
-        by_hits = label == "top-1 agreement"
-        enough = describe_enough(find_enough_hits(output.samples, value, least) if by_hits else by_width)
-        found.append(
-            f"output '{output.name}' has {label} {value:.4g}{unit}, and with {output.samples} samples it could be"
-            f" {worst}{enough}"
+    is_bound, found = thresholds.gate == "bound", list[str]()
+    if is_bound and output.sqnr_db is not None and output.sqnr_interval_db is not None:
+        least, low = thresholds.min_sqnr_db, output.sqnr_interval_db[0]
+        if (not output.agreements or "min_sqnr_db" in thresholds.named) and low < least - 1e-12:
+            enough = find_enough(output.samples, output.sqnr_db - low, output.sqnr_db - least)
+            found.append(_doubt(output, "SQNR", output.sqnr_db, low, least, " dB", describe_enough(enough)))
+    shared = output.agreements
+    if not shared and output.top1_agreement is not None:
+        share, ends = output.top1_agreement, output.top1_interval
+        shared = (Agreement(of="classes", share=share, interval=ends, samples=output.samples),)
+    limits = [(each, _least(each, thresholds)) for each in shared]
+    missed = [(each, least) for each, least in limits if each.share < least - 1e-12]
+    if len(missed) < len(limits) and any(each.is_below(least) for each, least in missed):
+        others = ", ".join(
+            f"{SHARED[each.of]} {each.share:.4g}" for each, least in limits if (each, least) not in missed
         )
+        hint = (
+            "samples that differ more would tell"
+            if {each.of for each, _ in limits} <= {"variance", "energy"}
+            else f"state what it is, [outputs] {output.name} = {_name_kinds(each for each, _ in limits)}"
+        )
+        lines = "; ".join(_describe(*each) for each in missed)
+        return (*found, f"output '{output.name}' has {others}, but {lines}: {hint}")
+    for each, least in limits:
+        low = each.share if each.interval is None else each.interval[0]
+        if each.share >= least - 1e-12 and (not is_bound or low >= least - 1e-12):
+            continue
+        by_width = find_enough(output.samples, each.share - low, each.share - least)
+        enough = find_enough_hits(output.samples, each.share, least) if each.of == "classes" else by_width
+        found.append(_doubt(output, SHARED[each.of], each.share, low, least, "", describe_enough(enough)))
     return tuple(found)
+
+
+def _name_kinds(agreements: Iterable[Agreement]) -> str:
+    """Returns the kinds between which whoever made the model may decide."""
+    return " or ".join(f'"{kind}"' for kind in dict.fromkeys(_STATED.get(each.of, "values") for each in agreements))
+
+
+def _list_limits(output: OutputReport, thresholds: Thresholds) -> Iterator[tuple[str, float | None, float, str]]:
+    """Yields figures with their limits: those that the user named, and where no reading tells more, all of them."""
+    is_read = bool(output.agreements)
+    share, granted = thresholds.min_top1_agreement, _count_granted(thresholds) / output.samples
+    if not is_read or ("min_cosine" in thresholds.named and not _lists(output)):
+        yield "cosine", output.cosine, thresholds.min_cosine, ""
+    if not is_read or ("min_sqnr_db" in thresholds.named and not _lists(output)):
+        yield "SQNR", output.sqnr_db, thresholds.min_sqnr_db, " dB"
+    if not is_read:
+        yield "top-1 agreement", output.top1_agreement, share - granted, ""
+        yield "exact match", output.exact_match, share, ""
+    yield "shape agreement", output.shape_agreement, share - granted * (output.shape_agreement or 0.0), ""
+
+
+def _lists(output: OutputReport) -> bool:
+    return any(each.of == "detections" for each in output.agreements)
+
+
+def _least(agreement: Agreement, thresholds: Thresholds) -> float:
+    """Returns the limit of a share."""
+    if agreement.of in _MEASURED:
+        return thresholds.min_agreement
+    granted = _count_granted(thresholds) / agreement.samples if agreement.of == "classes" else 0.0
+    return thresholds.min_top1_agreement - granted
+
+
+def _describe(agreement: Agreement, least: float) -> str:
+    return f"{SHARED[agreement.of]} {format_near(agreement.share, least)}, below {least:.12g}"
+
+
+def _doubt(output: OutputReport, label: str, value: float, low: float, least: float, unit: str, enough: str) -> str:
+    worst = f"{format_near(low, least)}{unit}, below {least:.12g}{unit}"
+    return (
+        f"output '{output.name}' has {label} {value:.4g}{unit}, and with {output.samples} samples it could be"
+        f" {worst}{enough}"
+    )
 
 
 def _count_granted(thresholds: Thresholds) -> int:

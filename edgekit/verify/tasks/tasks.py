@@ -25,6 +25,7 @@ from edgekit.model.outputs import StatedOutput
 from edgekit.model.tensors import Array, Tensors, ranks_classes
 from edgekit.quantize.accuracy.predict import LABELS, FloatReference, Likeness, Prediction
 from edgekit.target import TaskLimit
+from edgekit.verify.metrics.agreement import count_edits
 from edgekit.verify.metrics.intervals import bootstrap_pairs, interval_of_pairs
 from edgekit.verify.metrics.tensor_metrics import DB_LIMIT, decibels
 from edgekit.verify.tasks.scores import TaskReport, Unit
@@ -418,13 +419,7 @@ def read_exact(outputs: Tensors, label: str, limit: TaskLimit) -> tuple[float, f
 def read_edits(outputs: Tensors, label: str, limit: TaskLimit) -> tuple[float, float]:
     """Returns the edit distance (Levenshtein 1966) of the decoded text to the label, and the label's length."""
     text = decode_text(find_output(outputs, limit, lambda _: True), limit)
-    row = np.arange(len(label) + 1)
-    places = np.arange(len(label) + 1)
-    letters = np.array(list(label), dtype=np.str_)
-    for index, letter in enumerate(text, start=1):
-        changed = np.minimum(row[1:] + 1, row[:-1] + (letters != letter))
-        row = np.minimum.accumulate(np.concatenate([[index], changed]) - places) + places
-    return float(row[-1]), float(len(label))
+    return float(count_edits(label, text)), float(len(label))
 
 
 def read_word_errors(outputs: Tensors, label: str, limit: TaskLimit, *, letters: bool) -> tuple[float, float]:

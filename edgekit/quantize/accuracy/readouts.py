@@ -1,0 +1,156 @@
+"""Which axis of an output is made by weights, and whether a linear layer makes its numbers: what a graph tells of it.
+
+A class has weights of its own: the axis of classes is that of a linear layer's outputs. An axis that comes from the
+input, such as frames of a sound or pixels, holds places, and what follows a normalization or a Tanh is no score.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from edgekit.graph.graph import Graph, Node
+
+Origin = Literal["weights", "places", "unknown"]
+Readout = Literal["biased", "projected", "shaped", "unknown"]
+"""What makes an output: a layer with weights, with a bias for each entry or without; what else shapes its numbers, such
+as a Tanh or a normalization; or nothing that the graph tells of."""
+
+_LINEAR = frozenset({"Gemm", "MatMul", "Conv", "ConvTranspose", "FusedGemm", "FusedConv", "FusedMatMul"})
+_PASSING = frozenset({"QuantizeLinear", "DequantizeLinear", "Identity", "Cast", "Dropout"})
+_ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div"})
+_MOVING = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose"})
+_POOLS = frozenset({"AveragePool", "GlobalAveragePool", "MaxPool", "GlobalMaxPool"})
+_REDUCING = frozenset({"ReduceMean", "ReduceSum", "ReduceMax"})
+# What may stand between the scores of classes and the layer that makes them: SqueezeNet pools behind a Relu.
+_BEHIND_SCORES = (
+    _PASSING | _MOVING | _POOLS | frozenset({"ReduceMean", "Relu", "Clip", "Neg", "Resize", "Slice", "Gather"})
+)
+_CLASSIFIERS = frozenset({"LinearClassifier", "SVMClassifier", "TreeEnsembleClassifier"})
+# Of one tensor, entry by entry: places and order stay.
+_SAME_SHAPE = (
+    _PASSING
+    | _POOLS
+    | frozenset({
+        "Relu", "Clip", "LeakyRelu", "PRelu", "Elu", "Gelu", "HardSigmoid", "HardSwish", "Sigmoid", "Softmax",
+        "LogSoftmax", "Softplus", "Tanh", "Exp", "Log", "Sqrt", "Pow", "Neg", "Abs", "Erf", "Resize", "Upsample", "Pad",
+        "BatchNormalization", "InstanceNormalization", "LayerNormalization", "LpNormalization", "Slice",
+    })
+)  # fmt: skip
+# What follows the last layer with weights is a few nodes: more is a loop of a hostile file.
+_MOST_NODES = 200
+
+
+def find_readout(graph: Graph, name: str) -> Readout:
+    """Returns what makes an output, looking behind what only moves, pools, cuts or scales numbers."""
+    has_bias = False
+    for _ in range(_MOST_NODES):
+        node = graph.producers.get(name)
+        if node is None:
+            return "unknown"
+        if node.op_type in _CLASSIFIERS:
+            return "biased"
+        if _is_linear(graph, node):
+            return "biased" if has_bias or (node.op_type != "MatMul" and node.has_input(2)) else "projected"
+        inputs = [each for each in node.input if not _is_constant(graph, each)]
+        if node.op_type not in _BEHIND_SCORES | _ARITHMETIC or not inputs or len(inputs) > 1:
+            break
+        has_bias = has_bias or node.op_type == "Add"
+        name = inputs[0]
+    return "shaped"
+
+
+def find_origins(graph: Graph, name: str) -> tuple[Origin, ...]:
+    """Returns for each axis of a tensor whether weights or the places of an input make its entries; () if unknown."""
+    return _trace(graph, name, _MOST_NODES)
+
+
+def count_words(graph: Graph) -> frozenset[int]:
+    """Returns how many rows the tables have in which inputs look up rows, such as embeddings of words."""
+    tables = (graph.constants.get(node.input[0]) for node in graph.nodes if node.op_type == "Gather")
+    return frozenset(table.dims[0] for table in tables if table is not None and len(table.dims) == 2)
+
+
+def _trace(graph: Graph, name: str, room: int) -> tuple[Origin, ...]:
+    node, shape = graph.producers.get(name), graph.dims(name)
+    unknown: tuple[Origin, ...] = ("unknown",) * len(shape)
+    if node is None or not room or not shape:
+        return unknown
+    if _is_linear(graph, node):
+        made = 1 if node.op_type.endswith(("Conv", "ConvTranspose")) else len(shape) - 1
+        axes: list[Origin] = ["weights" if axis == made else "places" for axis in range(len(shape))]
+        return tuple(axes)
+    inputs = [each for each in node.input if each and not _is_constant(graph, each)]
+    sides = [(graph.dims(each), _trace(graph, each, room // max(1, len(inputs)) - 1)) for each in inputs[:2]]
+    found: Sequence[Origin] | None = None
+    if not sides:
+        return unknown
+    source, origins = sides[0]
+    if node.op_type in _ARITHMETIC | {"Concat", "Max", "Min", "Where", "Sum"}:
+        found = [_join(sides, axis - len(shape)) for axis in range(len(shape))]
+    elif node.op_type in _SAME_SHAPE:
+        found = origins
+    elif node.op_type == "Transpose":
+        order = node.entries("perm") or tuple(reversed(range(len(shape))))
+        found = [origins[axis] for axis in order] if len(order) == len(origins) else None
+    elif node.op_type in _MOVING | _REDUCING | {"ArgMax", "Gather", "Split"}:
+        found = _match(source, shape, origins, is_moved=node.op_type in _MOVING)
+    return tuple(found) if found is not None and len(found) == len(shape) else unknown
+
+
+def _join(sides: Sequence[tuple[Sequence[int | None], tuple[Origin, ...]]], axis: int) -> Origin:
+    """Returns what makes an axis, counted from the end, of what is put together: weights where they do on one side."""
+    found: set[Origin] = {origins[axis] for dims, origins in sides if -axis <= len(dims) and dims[axis] != 1}
+    if len(found) == 1:
+        return found.pop()
+    return "weights" if found == {"weights", "places"} else "unknown"
+
+
+def _match(
+    source: Sequence[int | None], shape: Sequence[int | None], origins: Sequence[Origin], *, is_moved: bool
+) -> list[Origin] | None:
+    """Returns the origins of axes behind a change of shape: what is split of an axis has its origin.
+
+    None where sizes are not known; what is joined of weights and places is no class any more.
+    """
+    before = [(size, origin) for size, origin in zip(source, origins, strict=True) if size != 1]
+    found: list[Origin] = []
+    joined: list[Origin] = []
+    left = 1
+    for size in shape:
+        if size is None:
+            return None
+        if size == 1:
+            found.append("places")
+            continue
+        if left == 1:
+            joined.clear()
+        # Where axes went, those that stay keep their order and size; else sizes multiply to the same.
+        while before and (left % size if is_moved else left != size):
+            length, made = before.pop(0)
+            if length is None:
+                return None
+            left = left * length if is_moved else length
+            joined.append(made)
+        if left % size:
+            return None
+        left = left // size if is_moved else 1
+        # Axes that went leave nothing to what comes behind them.
+        if not joined or (is_moved and len(set(joined)) > 1):
+            joined.append("places")
+        found.append(joined[-1])
+    return found
+
+
+def _is_linear(graph: Graph, node: Node) -> bool:
+    return node.op_type in _LINEAR and len(node.input) > 1 and _is_constant(graph, node.input[1])
+
+
+def _is_constant(graph: Graph, name: str) -> bool:
+    """Returns True for what the file holds, in integers or transposed too."""
+    for _ in range(_MOST_NODES):
+        if not name or name in graph.constants:
+            return True
+        node = graph.producers.get(name)
+        if node is None or node.op_type not in _PASSING | {"Transpose", "Reshape"} or not node.input:
+            return node is not None and node.op_type == "Constant"
+        name = node.input[0]
+    return False

@@ -1,0 +1,243 @@
+"""Whether two runs say the same, by what each output is for: a share of one, whatever the kind, and its interval.
+
+| kind | what is shared |
+|---|---|
+| classes, map, labels | decisions: of samples, of places, of entries |
+| sequence | steps; or letters, by their edit distance, where most steps are the blank of CTC |
+| embedding | how samples resemble each other: the correlation of the cosines of all pairs (Kriegeskorte et al. 2008) |
+| | of a vector of the float model with another of its own, or of the other side |
+| values, image | the variance between samples (R2), and the energy, which an offset that all samples share is part of |
+
+An output that may be of two kinds has a figure for each. All stand beside one limit: what is more than nine tenths the
+same by every reading passes, what is less by every reading fails, and where readings disagree nothing is proven.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from math import comb
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+
+from edgekit.data.samples import Samples
+from edgekit.data.wilson import wilson_interval
+from edgekit.errors import EdgekitError
+from edgekit.model.outputs import MeasuredKind, Reading
+from edgekit.model.tensors import Array, Tensors, is_numeric
+from edgekit.quantize.accuracy.output_kinds import read_decisions
+from edgekit.verify.metrics.intervals import bootstrap_share
+
+_Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Of = Literal["classes", "places", "steps", "letters", "labels", "neighbours", "variance", "energy", "detections"]
+"""What is shared."""
+SHARED: Mapping[Of, str] = {
+    "classes": "top-1 agreement", "places": "agreement of places", "steps": "agreement of steps",
+    "letters": "agreement of letters", "labels": "agreement of labels", "detections": "detection agreement",
+    "neighbours": "agreement of neighbours", "variance": "share of the variance", "energy": "share of the energy",
+}  # fmt: skip
+"""What a share is called."""
+
+_DECIDING: Mapping[MeasuredKind, Of] = {"classes": "classes", "map": "places", "sequence": "steps", "labels": "labels"}
+# Draws of pairs, which cost the square of the samples; and fewer samples than this have too few pairs.
+_PAIR_DRAWS, _LEAST_VECTORS = 200, 4
+# Below this share of the energy float32 itself moves: nothing varies.
+_STILL = 1e-10
+# A failure is an accusation: chance makes it in less than this many honest runs (a side of 95 %).
+_DOUBT = 0.025
+
+
+class Agreement(msgspec.Struct, frozen=True, kw_only=True):
+    """The share of something that two runs have in common, and its interval of 95 %, None for a single sample."""
+
+    of: Of
+    share: _Share
+    interval: tuple[_Share, _Share] | None = None
+    samples: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+    def is_below(self, least: float) -> bool:
+        """Returns True if so little is no chance of these samples, were the true share `least`.
+
+        Shares of samples are held against the binomial distribution itself (Clopper and Pearson 1934), because few
+        samples are far from normal; others against their interval.
+        """
+        if self.of != "classes" or not self.samples:
+            return (self.share if self.interval is None else self.interval[1]) < least - 1e-12
+        total, hits = self.samples, round(self.share * self.samples)
+        return sum(comb(total, n) * least**n * (1 - least) ** (total - n) for n in range(hits + 1)) < _DOUBT
+
+
+def measure_agreement(
+    reference: Samples, got: Samples, readings: Mapping[str, Reading]
+) -> dict[str, tuple[Agreement, ...]]:
+    """Returns for each output that can be read what two runs share, by each of its readings.
+
+    What is missing, of another shape or not finite is told by other figures, and has no agreement.
+    """
+    found: dict[str, tuple[Agreement, ...]] = {}
+    for name, reading in readings.items():
+        measures = tuple(_list_measures(reading))
+        try:
+            pairs = _Pairs(name, reference, got)
+            shared = [each for measure in measures for each in measure(pairs)]
+        except (EdgekitError, _UnlikeError):
+            continue
+        if shared:
+            found[name] = tuple(shared)
+    return found
+
+
+def count_edits(label: Sequence[object], found: Sequence[object]) -> int:
+    """Returns how many entries to insert, delete or exchange make one of the other (Levenshtein 1966)."""
+    places, wanted = np.arange(len(label) + 1), np.array(list(label))
+    row = places
+    for index, entry in enumerate(found, start=1):
+        changed = np.minimum(row[1:] + 1, row[:-1] + (wanted != entry))
+        row = np.minimum.accumulate(np.concatenate([[index], changed]) - places) + places
+    return int(row[-1])
+
+
+class _UnlikeError(Exception):
+    """The two sides cannot be compared."""
+
+
+class _Pairs:
+    """Both sides of an output, sample by sample, as often as they are read."""
+
+    def __init__(self, name: str, reference: Samples, got: Samples) -> None:
+        self._name, self._reference, self._got = name, reference, got
+
+    def __iter__(self) -> Iterator[tuple[Array, Array]]:
+        for wanted, found in zip(self._reference, self._got, strict=False):
+            one, other = (_take(side, self._name) for side in (wanted, found))
+            if one.shape != other.shape or not one.size:
+                raise _UnlikeError
+            yield one, other
+
+
+def _take(side: Tensors, name: str) -> Array:
+    value = side.get(name)
+    if value is None or value.dtype.kind not in "biuf" or not np.isfinite(value).all():
+        raise _UnlikeError
+    return value
+
+
+def _list_measures(reading: Reading) -> Iterator[Callable[[_Pairs], Iterator[Agreement]]]:
+    other = Reading(kind=reading.other, axis=reading.other_axis) if reading.other else None
+    for each in filter(None, (reading, other)):
+        if each.kind in _DECIDING:
+            yield lambda pairs, each=each: _share_decisions(pairs, each)
+        elif each.kind == "embedding":
+            yield _share_neighbours
+        else:
+            yield _share_values
+
+
+def _share_decisions(pairs: _Pairs, reading: Reading) -> Iterator[Agreement]:
+    rows = list[tuple[float, float]]()
+    of = _DECIDING[reading.kind]
+    for wanted, found in pairs:
+        if not -wanted.ndim <= reading.axis < wanted.ndim:
+            raise _UnlikeError
+        before, after = read_decisions(wanted, reading), read_decisions(found, reading)
+        if of == "classes":
+            # Of classes that share the first place any may be named.
+            rows.append((float(_is_first(wanted, before, after)), 1.0))
+            continue
+        blank = _find_blank(before) if of in {"steps", "letters"} else None
+        if blank is None:
+            rows.append((float((before == after).sum()), float(before.size)))
+        else:
+            of = "letters"
+            one, other = (_spell(side, blank) for side in (before, after))
+            size = max(len(one), len(other))
+            rows.append((float(size - count_edits(one, other)), float(size)))
+    if not rows:
+        return
+    share, interval = bootstrap_share(np.array(rows))
+    if of == "classes":
+        interval = wilson_interval(int(sum(hits for hits, _ in rows)), len(rows))
+    yield Agreement(of=of, share=share, interval=interval, samples=len(rows))
+
+
+def _is_first(wanted: Array, before: Array, after: Array) -> bool:
+    flat = wanted.reshape(-1)
+    if flat.size == 1:
+        return bool(before[0] == after[0])
+    return bool(flat[after[0]] >= flat[before[0]])
+
+
+def _find_blank(steps: Array) -> int | None:
+    """Returns the class of most steps, which is the blank of CTC (A. Graves et al., 2006), None where none is."""
+    counts = np.bincount(steps)
+    return int(counts.argmax()) if 2 * counts.max() > len(steps) else None
+
+
+def _spell(steps: Array, blank: int) -> list[int]:
+    kept = [int(steps[0]), *(int(now) for before, now in pairwise(steps) if now != before)]
+    return [each for each in kept if each != blank]
+
+
+def _share_values(pairs: _Pairs) -> Iterator[Agreement]:
+    total, count, shapes = np.zeros(()), 0, set[tuple[int, ...]]()
+    for wanted, _ in pairs:
+        if not is_numeric(wanted):
+            raise _UnlikeError
+        shapes.add(wanted.shape)
+        count += 1
+        total = total + wanted.astype(np.float64) if len(shapes) == 1 else np.zeros(())
+    if not count:
+        return
+    mean = total / count
+    rows = [
+        (_energy(found - wanted.astype(np.float64)), _energy(wanted - mean), _energy(wanted)) for wanted, found in pairs
+    ]
+    error, varying, energy = np.array(rows).T
+    if not np.isfinite([error, energy]).all():
+        raise _UnlikeError
+    kept: list[tuple[Of, Array]] = [("energy", energy)]
+    # What a single sample says varies from nothing, and samples of several sizes have no mean.
+    if count > 1 and len(shapes) == 1 and varying.sum() > _STILL * energy.sum():
+        kept.insert(0, ("variance", varying))
+    for of, size in kept:
+        share, interval = bootstrap_share(np.stack([size - error, size], axis=1))
+        yield Agreement(of=of, share=share, interval=interval, samples=count)
+
+
+def _share_neighbours(pairs: _Pairs) -> Iterator[Agreement]:
+    sides = [(wanted.reshape(-1).astype(np.float64), found.reshape(-1).astype(np.float64)) for wanted, found in pairs]
+    if len(sides) < _LEAST_VECTORS:
+        return
+    if len({wanted.size for wanted, _ in sides}) > 1:
+        raise _UnlikeError
+    gallery, queries = (_directions(np.stack(side)) for side in zip(*sides, strict=True))
+    # An app's gallery may hold what the float model gave: what turns all vectors alike finds nothing in it.
+    wanted, found = np.asarray(gallery @ gallery.T), np.asarray(gallery @ queries.T)
+    rng, count = np.random.default_rng(0), len(sides)
+    draws = [_correlate(wanted, found, rng.integers(0, count, count)) for _ in range(_PAIR_DRAWS)]
+    low, high = np.percentile(draws, [2.5, 97.5])
+    share = _correlate(wanted, found, np.arange(count))
+    yield Agreement(of="neighbours", share=share, interval=(float(low), float(high)), samples=count)
+
+
+def _directions(rows: Array) -> Array:
+    return np.asarray(rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12))
+
+
+def _correlate(wanted: Array, found: Array, drawn: Array) -> float:
+    """Returns how cosines of pairs correlate, 0 to 1, of samples that were drawn; a sample is no pair with itself."""
+    first, second = (drawn[index] for index in np.triu_indices(len(drawn), 1))
+    kept = first != second
+    one, other = (side[first[kept], second[kept]] for side in (wanted, found))
+    if np.array_equal(one, other):
+        return 1.0
+    one, other = one - one.mean(), other - other.mean()
+    size = math.sqrt(_energy(one) * _energy(other))
+    return min(1.0, max(0.0, float(np.einsum("i,i->", one, other)) / size)) if size else 0.0
+
+
+def _energy(values: Array) -> float:
+    flat = np.asarray(values, np.float64).reshape(-1)
+    # Not np.dot: the threads of BLAS fight with those of a waiting session.
+    return float(np.einsum("i,i->", flat, flat))
