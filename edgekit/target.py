@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from edgekit.errors import TargetError, UsageError, suggest_name
+from edgekit.phones import find_phone, read_phones
 from edgekit.plain import read_toml
 
 Precision = Literal["int8", "int16", "w4a16", "w4a8", "fp16", "fp32"]
@@ -27,7 +28,8 @@ class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class Parameter(_Strict, frozen=True, kw_only=True):
     """A property of the device that changes placement or conversion, such as its SoC or API level.
 
-    `implies` gives other parameters the values that a value of this one stands for. `pattern` is matched whole.
+    `implies` gives other parameters the values that a value of this one stands for. `pattern` is matched whole. `names`
+    is a file of devices: a value is then a device's name, or a part that one chip has, and stands for its chip.
     """
 
     description: str
@@ -36,6 +38,7 @@ class Parameter(_Strict, frozen=True, kw_only=True):
     pattern: str = ""
     minimum: int | None = None
     maximum: int | None = None
+    names: str = ""
     implies: dict[str, dict[str, str]] = {}
 
 
@@ -316,12 +319,15 @@ def load_target(name: str, settings: Mapping[str, str] | None = None) -> Target:
     """
     folder = _find_folder(name)
     target = _read_target(folder)
-    chosen = {key: parameter.default for key, parameter in target.parameters.items()}
+    chosen = {key: parameter.default for key, parameter in target.parameters.items() if not parameter.names}
     _refuse_unusable(target, folder)
-    given = {key: _check_setting(target, key, value) for key, value in (settings or {}).items()}
+    named = _name_settings(target, folder, settings or {})
+    given = {key: _check_setting(target, key, value) for key, value in named.items()}
     for key, value in given.items():
         for other, its in target.parameters[key].implies.get(value, {}).items():
-            if given.get(other, its) != its:
+            # A SoC has one architecture, and an architecture many SoCs: given together the SoC says which.
+            back = target.parameters[other].implies.get(given.get(other, ""), {}).get(key)
+            if given.get(other, its) != its and back != value:
                 raise UsageError(
                     f"'{key}={value}' contradicts '{other}={given[other]}'", hint=f"{key} {value} means {other} {its}"
                 )
@@ -384,6 +390,27 @@ def _find_folder(name: str) -> Path:
     if path.is_dir():
         return path
     raise UsageError(f"there is no target '{name}'", hint=suggest_name(name, (*target_names(), *_GROUPS, "auto")))
+
+
+def _name_settings(target: Target, folder: Path, settings: Mapping[str, str]) -> dict[str, str]:
+    """Returns settings with the chip of a device in place of its name."""
+    plain = dict(settings)
+    for key, parameter in target.parameters.items():
+        if not parameter.names or key not in plain:
+            continue
+        phone = find_phone(plain.pop(key), read_phones(folder / parameter.names))
+        stands_for = {"soc_model": str(phone.soc_model), "htp_arch": str(phone.htp)}
+        if str(phone.htp) not in target.parameters["htp_arch"].choices:
+            raise UsageError(
+                f"{phone.name} has HTP v{phone.htp}, which {target.provider} does not run on",
+                hint="it begins with v68: build for xnnpack or cpu there",
+            )
+        for other, its in stands_for.items():
+            if plain.setdefault(other, its) != its:
+                raise UsageError(
+                    f"'{other}={plain[other]}' contradicts '{key}={phone.name}'", hint=f"its {other} is {its}"
+                )
+    return plain
 
 
 def _check_setting(target: Target, key: str, value: str) -> str:

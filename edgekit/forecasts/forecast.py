@@ -10,7 +10,8 @@ from edgekit.errors import UsageError, suggest_name
 from edgekit.evidence import Evidence
 from edgekit.forecasts.features import Work
 from edgekit.forecasts.model import Bits, CpuFit, Fitted, load_fitted, rank_networks, split_time, sum_memory
-from edgekit.forecasts.table import Phone, load_table
+from edgekit.forecasts.table import load_phones, load_table
+from edgekit.phones import Phone
 from edgekit.plain import Shown
 
 BITS: tuple[Bits, ...] = ("float", "w8a8", "w8a16")
@@ -145,7 +146,7 @@ def choose_phones() -> tuple[Phone, ...]:
     fitted, _ = load_fitted()
     measured = {name for each in fitted.precisions.values() for name in each.devices}
     found: dict[tuple[int, float], Phone] = {}
-    for phone in load_table().devices:
+    for phone in load_phones():
         # Names of one chip have the same factor.
         factor = next(
             (each.devices[phone.name] for each in fitted.precisions.values() if phone.name in each.devices), 0
@@ -293,6 +294,6 @@ def find_measured(name: str, fitted: Fitted) -> str | None:
     """Returns the measured device that has the chip of a device, itself if it was measured; None where none has."""
     if name in fitted.devices:
         return name
-    phones = {phone.name: phone for phone in load_table().devices}
+    phones = {phone.name: phone for phone in load_phones()}
     chip = phones[name].chipset
     return next((each for each in fitted.devices if phones[each].chipset == chip), None)

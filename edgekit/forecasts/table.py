@@ -1,37 +1,20 @@
-"""What was measured: devices by the names that people know, and networks with their times on them.
+"""What was measured: networks with their times on devices.
 
 The figures are those of the package qai-hub-models (BSD-3-Clause); `tools/forecast/make.py` makes the file.
 """
 
 import functools
 import lzma
-from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
 
-from edgekit.errors import UsageError
+from edgekit.phones import Phone, read_phones
 from edgekit.target import targets_folder
 
 Runtime = Literal["onnx", "precompiled_qnn_onnx", "qnn_context_binary", "qnn_dlc", "tflite"]
 FOLDER = "forecast"
-
-
-class Phone(msgspec.Struct, frozen=True, kw_only=True):
-    """A device with a Hexagon NPU: its name, its chip, and what a QNN session must be told of it.
-
-    `htp` is the version of the HTP, `soc_model` Qualcomm's number of the SoC. Without `fp16` it computes no floats.
-    """
-
-    name: str
-    chipset: str
-    marketing: str
-    form: str
-    htp: int
-    soc_model: int
-    fp16: bool
-    weight_sharing: bool
 
 
 class MeasuredRow(msgspec.Struct, frozen=True, array_like=True):
@@ -67,7 +50,7 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     licence: str
     notice: str
-    devices: tuple[Phone, ...]
+    devices: tuple[str, ...]
     networks: dict[str, Network]
     rows: dict[str, dict[str, dict[Runtime, tuple[MeasuredRow, ...]]]]
 
@@ -79,7 +62,7 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
     def find_rows(self, network: str, precision: str) -> Mapping[str, MeasuredRow]:
         """Returns what a network took as ONNX Runtime runs it, by device; none where it was not measured so."""
         rows = self.rows.get(network, {}).get(precision, {}).get("onnx", ())
-        return {self.devices[row.device].name: row for row in rows}
+        return {self.devices[row.device]: row for row in rows}
 
 
 @functools.lru_cache(maxsize=1)
@@ -89,39 +72,7 @@ def load_table() -> Table:
     return msgspec.json.decode(lzma.decompress(packed), type=Table)
 
 
-def find_phone(name: str, phones: Iterable[Phone] | None = None) -> Phone:
-    """Returns the device of a name; a part of the name does where only one chip has it: "Galaxy S24", "RB3 Gen 2".
-
-    Raises:
-        UsageError: there is none of this name, or it stands for several chips.
-    """
-    known = tuple(load_table().devices if phones is None else phones)
-    words = name.casefold().split()
-    exact = [phone for phone in known if phone.name.casefold() == " ".join(words)]
-    # The shortest of those that have the words: "Galaxy S24" is not the S24 Ultra.
-    found = exact or sorted((phone for phone in known if _has(phone, words)), key=lambda phone: len(phone.name))
-    if not found:
-        raise UsageError(f"no device '{name}' is known", hint=f"near it: {', '.join(_near(name, known))}")
-    if len({phone.chipset for phone in found}) > 1 and not _begins(found, len(words)):
-        names = ", ".join(phone.name for phone in found[:6])
-        raise UsageError(f"'{name}' stands for several devices", hint=f"name one of them: {names}")
-    return found[0]
-
-
-def _has(phone: Phone, words: Iterable[str]) -> bool:
-    own = {*phone.name.casefold().split(), *phone.marketing.casefold().replace("®", "").replace("™", "").split()}
-    wanted = list(words)
-    return bool(wanted) and all(word in own for word in wanted)
-
-
-def _begins(found: list[Phone], words: int) -> bool:
-    """Returns True if the first adds at most a maker's name or a kind to the words, and the others more."""
-    first, second = (len(phone.name.split()) for phone in found[:2])
-    return first < second and first <= words + 1
-
-
-def _near(name: str, known: Iterable[Phone]) -> list[str]:
-    names = {phone.name.casefold(): phone.name for phone in known}
-    short = {low.removeprefix("samsung ").removeprefix("snapdragon "): full for low, full in names.items()}
-    close = get_close_matches(name.casefold(), {**names, **short}, n=3, cutoff=0.4)
-    return list(dict.fromkeys({**names, **short}[each] for each in close)) or sorted(names.values())[:3]
+@functools.lru_cache(maxsize=1)
+def load_phones() -> tuple[Phone, ...]:
+    """Returns the devices that are known by name."""
+    return read_phones(targets_folder() / "qnn" / "phones.json")

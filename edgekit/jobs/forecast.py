@@ -25,11 +25,12 @@ from edgekit.forecasts.forecast import (
     read_precisions,
 )
 from edgekit.forecasts.model import Bits, load_fitted
-from edgekit.forecasts.table import Phone, find_phone, load_table
+from edgekit.forecasts.table import load_phones, load_table
 from edgekit.graph.graph import Graph, view_model
 from edgekit.graph.inference import infer_model
 from edgekit.model.external import skim_model
 from edgekit.model.model import load_model
+from edgekit.phones import Phone, find_phone
 from edgekit.prepare.basic import name_nodes
 from edgekit.prepare.clean import sketch_model
 from edgekit.target import Precision, load_target
@@ -77,8 +78,8 @@ def forecast(
     chosen: tuple[Bits, ...] = tuple(precisions or ((bits,) if bits else BITS))
     others = {name: maker for name in devices if (maker := _find_other(name)) is not None}
     named = tuple(dict.fromkeys(name for name in devices if name not in others))
-    phones = load_table().devices if every else () if others and not named else choose_phones()
-    phones = tuple(dict.fromkeys(find_phone(name) for name in named)) if named and not every else phones
+    phones = load_phones() if every else () if others and not named else choose_phones()
+    phones = tuple(dict.fromkeys(find_phone(name, load_phones()) for name in named)) if named and not every else phones
     source = load_model(path)
     with work_folder() as work:
         sketch = sketch_model(source, work / "sketch.onnx", dims or {})
@@ -132,7 +133,9 @@ def parse_measured(text: str, precisions: Sequence[Bits]) -> KnownTime:
     if not sign or not device or not ms > 0:
         raise UsageError(f"--measured {text} is no time on a device", hint='as in --measured "Galaxy S25=1.9ms"')
     alone = precisions[0] if len(precisions) == 1 else "float"
-    return KnownTime(device=find_phone(device).name, precision=read_precisions(word)[0] if word else alone, ms=ms)
+    return KnownTime(
+        device=find_phone(device, load_phones()).name, precision=read_precisions(word)[0] if word else alone, ms=ms
+    )
 
 
 def _open(subject: Path) -> tuple[Path, Bits | None]:

@@ -12,6 +12,7 @@ from edgekit.devices.local.provider import OfferedProvider
 from edgekit.devices.self_test import SelfTest
 from edgekit.evidence import Verdict
 from edgekit.inspect.inspect import OnnxReport
+from edgekit.phones import read_phones
 from edgekit.plain import to_plain
 from edgekit.report.checked import describe_surprises, describe_taken
 from edgekit.report.summary import BuildReport, BundleSummary
@@ -183,7 +184,9 @@ def table_parameters(target: Target) -> Table:
     table = make_table("--set", "value", "allowed", "what it is")
     for name, parameter in target.parameters.items():
         allowed = ", ".join(parameter.choices) or f"{parameter.minimum} to {parameter.maximum}"
-        table.add_row(name, target.settings[name], allowed, parameter.description)
+        if parameter.names:
+            allowed = ", ".join(phone.name for phone in read_phones(target.folder / parameter.names))
+        table.add_row(name, target.settings.get(name, ""), allowed, parameter.description)
     return table
 
 

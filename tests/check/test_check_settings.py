@@ -46,6 +46,13 @@ CASES = [
     ("qnn", {"htp_arch": "69"}, {"htp_arch": "73"}, WIDE, "input 1 is uint16"),
     ("qnn", {"soc_model": "30"}, {"soc_model": "69"}, "g (float[2,4] x) => (float[2,4] y) { y = Elu(x) }", "v68"),
     (
+        "qnn",
+        {"phone": "Galaxy S21"},
+        {"phone": "Galaxy S25"},
+        "g (float[2,4] x) => (float[2,4] y) { y = Elu(x) }",
+        "v68",
+    ),
+    (
         "xnnpack",
         {"ort": "1.16.3"},
         {"ort": "1.21.0"},

@@ -17,10 +17,12 @@ from edgekit.evidence import Evidence
 from edgekit.forecasts.features import join_graph, measure_work
 from edgekit.forecasts.forecast import KnownTime
 from edgekit.forecasts.model import load_fitted, split_time
-from edgekit.forecasts.table import find_phone, load_table
+from edgekit.forecasts.table import load_phones, load_table
 from edgekit.graph.inference import infer_model
 from edgekit.jobs.forecast import forecast, parse_measured
+from edgekit.phones import find_phone
 from edgekit.report.pages.forecast_page import draw_devices, render_forecast
+from edgekit.target import load_target
 
 
 def _conv(path: Path, channels: int, *, size: str = "56") -> Path:
@@ -169,7 +171,7 @@ def test_nodes_on_the_cpu_are_named_and_widen_the_interval(tmp_path: Path) -> No
 
 def test_phones_are_found_by_what_people_call_them() -> None:
     names = {"Galaxy S24": 57, "rb3 gen 2": 93, "Galaxy S22 Ultra": 36, "Snapdragon 8 Gen 3": 57}
-    assert {name: find_phone(name).soc_model for name in names} == names
+    assert {name: find_phone(name, load_phones()).soc_model for name in names} == names
 
 
 def test_the_data_say_where_they_come_from() -> None:
@@ -188,3 +190,26 @@ def test_the_page_draws_each_device_and_escapes(tmp_path: Path) -> None:
     assert all(span.left <= span.mark <= span.right for lane in picture.lanes for span in lane.spans)
     page = render_forecast(msgspec.structs.replace(report, model="<script>alert(1)</script>"))
     assert "<script>alert(1)" not in page
+
+
+def test_a_phone_stands_for_its_chip_in_qnn() -> None:
+    target = load_target("qnn", {"phone": "Galaxy S24"})
+    assert target.settings == load_target("qnn", {"soc_model": "57"}).settings
+    assert load_target("qnn", {"phone": "rb3 gen 2"}).settings["soc_model"] == "93"
+    # What a bundle keeps builds it again.
+    again = load_target("qnn", {"phone": "Snapdragon X Elite"}).settings
+    assert load_target("qnn", again).settings == again
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"phone": "Galxy S24"}, "near it: Samsung Galaxy S24"),
+        ({"phone": "Pixel 3"}, "begins with v68"),
+        ({"phone": "Galaxy S24", "soc_model": "69"}, "its soc_model is 57"),
+    ],
+)
+def test_a_phone_that_does_not_fit_is_refused(settings: dict[str, str], said: str) -> None:
+    with pytest.raises(UsageError) as error:
+        load_target("qnn", settings)
+    assert said in str(error.value)

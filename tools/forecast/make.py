@@ -1,10 +1,10 @@
-"""Makes targets/forecast/measured.json.xz anew from the package that its figures come from.
+"""Makes targets/forecast/measured.json.xz and targets/qnn/phones.json anew from the package that they come from.
 
     python -m pip download --no-deps qai-hub-models==0.65.0 -d WHEELS
     python tools/forecast/make.py WHEELS/qai_hub_models-0.65.0-py3-none-any.whl
 
 Only networks that the file already has are opened: others are kept out of it, to judge the forecast with. The columns
-are those of `MeasuredRow` in edgekit/forecasts/table.py.
+are those of `MeasuredRow` in edgekit/forecasts/table.py, of the phones those of `Phone` in edgekit/phones.py.
 """
 
 import json
@@ -17,7 +17,8 @@ from typing import Any
 import yaml
 
 HERE = Path(__file__).parent
-OUT = HERE.parent.parent / "targets" / "forecast" / "measured.json.xz"
+TARGETS = HERE.parent.parent / "targets"
+OUT, PHONES = TARGETS / "forecast" / "measured.json.xz", TARGETS / "qnn" / "phones.json"
 _PACKAGE, _VERSION = "qai-hub-models", "0.65.0"
 # Not Qualcomm's own runtime for speech.
 _RUNTIMES = ("onnx", "precompiled_qnn_onnx", "qnn_context_binary", "qnn_dlc", "tflite")
@@ -96,11 +97,14 @@ def main() -> None:
         "version": _VERSION,
         "licence": "BSD-3-Clause",
         "notice": licence,
-        "devices": devices,
+        "devices": names,
         "networks": {model: known for model, (known, _) in read.items()},
         "rows": {f"{model}/{part}": rows for model, (_, parts) in read.items() for part, rows in parts.items()},
     }
     write(OUT, table)
+    head = {key: table[key] for key in ("source", "package", "version", "licence")}
+    lines = ",\n".join(f"  {json.dumps(device, ensure_ascii=False)}" for device in devices)
+    PHONES.write_text(json.dumps(head)[:-1] + f', "phones": [\n{lines}\n]}}\n')
     count = sum(len(each) for one in table["rows"].values() for two in one.values() for each in two.values())
     print(f"{count} rows, {len(names)} devices, {len(kept)} networks, {OUT.stat().st_size} bytes")
 

@@ -1,0 +1,77 @@
+"""Devices with a Hexagon NPU by the names that people know, and what a QNN session must be told of each."""
+
+import functools
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+
+import msgspec
+
+from edgekit.errors import UsageError
+
+
+class Phone(msgspec.Struct, frozen=True, kw_only=True):
+    """A device with a Hexagon NPU: its name, its chip, and what a QNN session must be told of it.
+
+    `htp` is the version of the HTP, `soc_model` Qualcomm's number of the SoC. Without `fp16` it computes no floats.
+    """
+
+    name: str
+    chipset: str
+    marketing: str
+    form: str
+    htp: int
+    soc_model: int
+    fp16: bool
+    weight_sharing: bool
+
+
+class _PhoneList(msgspec.Struct, frozen=True, kw_only=True):
+    source: str
+    package: str
+    version: str
+    licence: str
+    phones: tuple[Phone, ...]
+
+
+@functools.lru_cache(maxsize=4)
+def read_phones(file: Path) -> tuple[Phone, ...]:
+    """Returns the devices of a file, by name."""
+    return msgspec.json.decode(file.read_bytes(), type=_PhoneList).phones
+
+
+def find_phone(name: str, known: Sequence[Phone]) -> Phone:
+    """Returns the device of a name; a part of the name does where only one chip has it: "Galaxy S24", "RB3 Gen 2".
+
+    Raises:
+        UsageError: there is none of this name, or it stands for several chips.
+    """
+    words = name.casefold().split()
+    exact = [phone for phone in known if phone.name.casefold() == " ".join(words)]
+    # The shortest of those that have the words: "Galaxy S24" is not the S24 Ultra.
+    found = exact or sorted((phone for phone in known if _has(phone, words)), key=lambda phone: len(phone.name))
+    if not found:
+        raise UsageError(f"no device '{name}' is known", hint=f"near it: {', '.join(_near(name, known))}")
+    if len({phone.chipset for phone in found}) > 1 and not _begins(found, len(words)):
+        names = ", ".join(phone.name for phone in found[:6])
+        raise UsageError(f"'{name}' stands for several devices", hint=f"name one of them: {names}")
+    return found[0]
+
+
+def _has(phone: Phone, words: Iterable[str]) -> bool:
+    own = {*phone.name.casefold().split(), *phone.marketing.casefold().replace("®", "").replace("™", "").split()}
+    wanted = list(words)
+    return bool(wanted) and all(word in own for word in wanted)
+
+
+def _begins(found: list[Phone], words: int) -> bool:
+    """Returns True if the first adds at most a maker's name or a kind to the words, and the others more."""
+    first, second = (len(phone.name.split()) for phone in found[:2])
+    return first < second and first <= words + 1
+
+
+def _near(name: str, known: Iterable[Phone]) -> list[str]:
+    names = {phone.name.casefold(): phone.name for phone in known}
+    short = {low.removeprefix("samsung ").removeprefix("snapdragon "): full for low, full in names.items()}
+    close = get_close_matches(name.casefold(), {**names, **short}, n=3, cutoff=0.4)
+    return list(dict.fromkeys({**names, **short}[each] for each in close)) or sorted(names.values())[:3]
