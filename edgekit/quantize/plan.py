@@ -265,7 +265,9 @@ def _bits(graph: Graph, rules: Quantization, axes: Collection[str]) -> dict[str,
     if rules.weight_bits == 8:
         return {}
     layers = (
-        layer for layer in read_layers(graph) if layer.weight in axes and (layer.outputs > 1 or layer.groups == 1)
+        layer
+        for layer in read_layers(graph)
+        if layer.weight in axes and layer.op != "ConvTranspose" and (layer.outputs > 1 or layer.groups == 1)
     )
     return {layer.weight: rules.weight_bits for layer in layers}
 

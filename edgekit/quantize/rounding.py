@@ -47,7 +47,7 @@ from edgekit.quantize.gptq import (
     split_pieces,
     weight_scale,
 )
-from edgekit.quantize.graph.layers import Layer, locate_patches, read_layers
+from edgekit.quantize.graph.layers import LAYER_OPS, Layer, locate_patches, read_layers
 from edgekit.quantize.graph.sessions import open_graph
 
 
@@ -130,7 +130,7 @@ def _find_layers(graph: onnx.GraphProto, initializers: dict[str, onnx.TensorProt
     """Returns the layers whose input, weight and bias if any come from DQ nodes, with a symmetric int8 weight."""
     dequantized = {node.output[0]: node for node in graph.node if node.op_type == "DequantizeLinear"}
     found: dict[str, QdqLayer] = {}
-    for node in (node for node in graph.node if node.op_type in {"Conv", "Gemm", "MatMul"}):
+    for node in (node for node in graph.node if node.op_type in LAYER_OPS):
         source, weight, bias, *_ = (*(dequantized.get(name) for name in node.input), None)
         if source is None or weight is None:
             continue

@@ -19,6 +19,13 @@ CASES = {
     "depthwise": ("Conv<kernel_shape=[3,3], pads=[1,1,1,1], group=4>", (4, 1, 3, 3), (1, 4, 7, 7)),
     "grouped": ("Conv<kernel_shape=[1,1], group=2>", (6, 2, 1, 1), (1, 4, 7, 7)),
     "one dimension": ("Conv<kernel_shape=[5], pads=[2,2]>", (6, 4, 5), (1, 4, 20)),
+    "transposed": ("ConvTranspose<kernel_shape=[2,2], strides=[2,2]>", (4, 6, 2, 2), (1, 4, 5, 6)),
+    "transposed, padded": (
+        "ConvTranspose<kernel_shape=[4,3], strides=[2,3], pads=[1,0,1,2], output_padding=[1,0]>",
+        (4, 6, 4, 3),
+        (1, 4, 5, 6),
+    ),
+    "transposed, dilated": ("ConvTranspose<kernel_shape=[3], dilations=[2], pads=[1,1]>", (4, 6, 3), (1, 4, 9)),
     "gemm": ("Gemm", (4, 6), (3, 4)),
     "gemm transposed": ("Gemm<transB=1>", (6, 4), (3, 4)),
     "matmul": ("MatMul", (4, 6), (2, 5, 4)),
@@ -50,7 +57,7 @@ def test_matrix_times_patches_is_what_the_layer_computes(case: str, tmp_path: Pa
     weight = graph.constant("w")
     assert weight is not None
     expected = CpuSession(model.path, SessionSettings()).run({"x": value})["y"]
-    if layer.op == "Conv":
+    if layer.op in {"Conv", "ConvTranspose"}:
         expected = np.moveaxis(expected, 1, -1)
     found = layer_outputs(layer, gather(where, value), weight)
     assert np.allclose(found, expected.reshape(found.shape), atol=1e-5)

@@ -219,7 +219,10 @@ def find_equalization_pairs(graph: Graph) -> tuple[EqualizationPair, ...]:
     """Returns the pairs of a graph, in graph order: of no tensor that is compared, none before a layer in float."""
     floats = find_float_regions(graph)
     layers: dict[str, list[Layer]] = {}
-    for layer in (layer for layer in read_layers(graph) if layer.node not in floats):
+    for layer in read_layers(graph):
+        # No factors are known of the inputs of a ConvTranspose, which its weights have on another axis.
+        if layer.node in floats or layer.op == "ConvTranspose":
+            continue
         layers.setdefault(find_channel_source(graph, layer), []).append(layer)
     compared = {each.tensor for each in find_compared_tensors(graph)}
     pairs = (_find_pair(graph, name, tuple(consumers)) for name, consumers in layers.items())

@@ -9,11 +9,16 @@ import onnx
 from edgekit.graph.graph import Graph, Node
 from edgekit.model.tensors import Array
 
+_CONVOLUTIONS = frozenset({"Conv", "ConvTranspose"})
+LAYER_OPS = _CONVOLUTIONS | {"Gemm", "MatMul"}
+"""Operators whose constant weights are rounded with what is known of their inputs."""
+
 
 class Layer(msgspec.Struct, frozen=True, kw_only=True):
-    """A Conv, Gemm or MatMul: for each group a matrix [outputs, inputs] times a patch of the tensor `source`.
+    """A Conv, ConvTranspose, Gemm or MatMul: for each group a matrix [outputs, inputs] times a patch of `source`.
 
-    `groups` x `outputs` channels are made from `groups` x `inputs` values. `bias` is None where there is none.
+    `groups` x `outputs` channels are made from `groups` x `inputs` values. `bias` is None where there is none. A patch
+    of a ConvTranspose (of one group) has what each tap of the kernel reads for a place of the output, or 0.
     """
 
     node: str
@@ -29,18 +34,18 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     def channel_axis(self, graph: Graph) -> int | None:
         """Returns the axis of the source that the weight sums over, None where its size is not known."""
         shape = graph.dims(self.source)
-        axis = 1 if self.op == "Conv" else len(shape) - 1
+        axis = 1 if self.op in _CONVOLUTIONS else len(shape) - 1
         return axis if len(shape) > 1 and shape[axis] else None
 
     def to_matrix(self, weight: Array) -> Array:
         """Returns the weight as float [groups, outputs, inputs]."""
-        matrix = weight.T if self.transposed else weight
+        matrix = weight.swapaxes(0, 1) if self.transposed else weight
         return matrix.reshape(self.groups, self.outputs, self.inputs)
 
     def from_matrix(self, matrix: Array, shape: tuple[int, ...]) -> Array:
         """Returns a matrix in the shape of the weight."""
         if self.transposed:
-            return np.ascontiguousarray(matrix.reshape(shape[::-1]).T)
+            return np.ascontiguousarray(matrix.reshape(shape[1], shape[0], *shape[2:]).swapaxes(0, 1))
         return matrix.reshape(shape)
 
 
@@ -98,7 +103,7 @@ def read_layers(graph: Graph) -> tuple[Layer, ...]:
 def locate_patches(graph: Graph, layer: Layer, count: int) -> PatchIndices | None:
     """Returns where about `count` patches lie, spread over where a layer works; None where sizes are not known."""
     shape = graph.dims(layer.source)
-    if layer.op != "Conv":
+    if layer.op not in _CONVOLUTIONS:
         if len(shape) < 2:
             return None
         if shape[-2] is None:
@@ -132,7 +137,7 @@ def spread_parts(count: int) -> Array:
 
 def read_layer(graph: Graph, node: Node) -> Layer | None:
     """Returns the layer that a node is if its weight is constant and its alone, None of another node."""
-    if node.op_type not in {"Conv", "Gemm", "MatMul"} or node.domain not in {"", "ai.onnx"}:
+    if node.op_type not in LAYER_OPS or node.domain not in {"", "ai.onnx"}:
         return None
     weight = graph.constants.get(node.input[1])
     alone = graph.readers(node.input[1]) == (node,) and node.input[1] not in graph.captured | graph.outputs
@@ -144,7 +149,10 @@ def read_layer(graph: Graph, node: Node) -> Layer | None:
         return None
     groups, transposed = int(numbers.get("group", 1)), node.op_type != "Conv" and not numbers.get("transB", 0)
     plain = all(numbers.get(name, 1) == 1 for name in ("alpha", "beta")) and not numbers.get("transA", 0)
-    if node.op_type != "Conv" and (not plain or len(weight.dims) != 2):
+    if node.op_type not in _CONVOLUTIONS and (not plain or len(weight.dims) != 2):
+        return None
+    sized_else = numbers.get("auto_pad", "NOTSET") != "NOTSET" or numbers.get("output_shape")
+    if node.op_type == "ConvTranspose" and (groups > 1 or sized_else):
         return None
     outputs = weight.dims[1 if transposed else 0]
     return Layer(
@@ -160,16 +168,21 @@ def _own_vector(graph: Graph, name: str) -> bool:
 
 def _locate_conv_patches(graph: Graph, layer: Layer, spatial: tuple[int, ...], count: int) -> PatchIndices:
     kernel = tuple(graph.constants[layer.weight].dims[2:])
-    stride, dilation, begin, sizes = _conv_geometry(graph.readers(layer.weight)[0], spatial, kernel)
-    wanted = count
+    node, wanted = graph.readers(layer.weight)[0], count
+    stride, dilation, begin, sizes = _conv_geometry(node, spatial, kernel)
     gathers: list[tuple[int, Array]] = []
     inside: list[Array] = []
     for axis, size in enumerate(sizes):
         # About as many positions along each axis: what a short one cannot give, the others do.
         positions = spread_positions(size, round(wanted ** (1 / (len(sizes) - axis))))
         wanted = max(1, -(-wanted // len(positions)))
-        taps = positions[:, None] * stride[axis] + np.arange(kernel[axis])[None] * dilation[axis] - begin[axis]
-        inside.append((taps >= 0) & (taps < spatial[axis]))
+        reach = np.arange(kernel[axis])[None] * dilation[axis]
+        if layer.op == "ConvTranspose":
+            # It is a Conv of its input with stride - 1 zeros between any two places, which it need not write.
+            taps, left = np.divmod(positions[:, None] + begin[axis] - reach, stride[axis])
+        else:
+            taps, left = positions[:, None] * stride[axis] + reach - begin[axis], 0
+        inside.append((taps >= 0) & (taps < spatial[axis]) & (left == 0))
         gathers.append((axis + 2, np.clip(taps, 0, spatial[axis] - 1).reshape(-1)))
     counts = tuple(map(len, inside))
     return PatchIndices(gathers=tuple(gathers), kernel=kernel, positions=counts, inside=tuple(inside))
@@ -178,7 +191,7 @@ def _locate_conv_patches(graph: Graph, layer: Layer, spatial: tuple[int, ...], c
 def _conv_geometry(
     node: Node, spatial: tuple[int, ...], kernel: tuple[int, ...]
 ) -> tuple[Array, Array, Array, tuple[int, ...]]:
-    """Returns stride, dilation, padding before and output size of each spatial axis (ONNX operator Conv)."""
+    """Returns stride, dilation, padding before and output size of each spatial axis (ONNX: Conv, ConvTranspose)."""
     lists, auto = node.attributes, node.attributes.get("auto_pad", "NOTSET")
     rank = len(kernel)
     stride, dilation = np.array(lists.get("strides") or [1] * rank), np.array(lists.get("dilations") or [1] * rank)
@@ -190,4 +203,6 @@ def _conv_geometry(
         pads = np.array((lists.get("pads") or [0] * 2 * rank) if auto == "NOTSET" else [0] * 2 * rank)
         begin, total = pads[:rank], pads[:rank] + pads[rank:]
     sizes = (size + total - reach) // stride + 1
+    if node.op_type == "ConvTranspose":
+        sizes = (size - 1) * stride + reach - total + np.array(lists.get("output_padding") or [0] * rank)
     return stride, dilation, begin, tuple(int(value) for value in sizes)

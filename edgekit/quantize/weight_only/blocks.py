@@ -306,7 +306,7 @@ def learn_blocks(
     hint = "leave --data out: weights are rounded to the nearest"
     refuse_huge(model.path.name, model.size_bytes, "weights are rounded by samples", hint)
     graph = read_float_graph(model)
-    layers = {layer.node: layer for layer in read_layers(graph) if layer.op != "Conv"}
+    layers = {layer.node: layer for layer in read_layers(graph) if layer.op in {"Gemm", "MatMul"}}
     calibrate_model(model, samples, work=work, methods=PLAIN_METHODS)
     with open_moments(work / "moments.npz") as stored:
 
