@@ -6,6 +6,7 @@ The names of the interface are loaded when they are used, so that `edgekit --hel
 
 import importlib
 import os
+from types import FunctionType
 
 # ONNX Runtime 1.29 and later upload usage events unless this is set before it is loaded (its PR 27379).
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -41,6 +42,7 @@ _HOMES = {
     "load_target": "target",
     "make_golden": "bundle.golden",
     "open_bundle": "bundle.folder",
+    "package_bundles": "package.package",
     "plan_quantization": "quantize",
     "prepare_model": "prepare.clean",
     "quantize_model": "quantize",
@@ -60,7 +62,8 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'edgekit' has no attribute '{name}'")
     # Reports lie below the pages that draw them: whoever takes them from here may end a notebook's cell with one.
     importlib.import_module("edgekit.plain").Shown.draw_page = _draw_page
-    return getattr(importlib.import_module(f"edgekit.{_HOMES[name]}"), name)
+    found = getattr(importlib.import_module(f"edgekit.{_HOMES[name]}"), name)
+    return importlib.import_module("edgekit.facade").check_kinds(found) if isinstance(found, FunctionType) else found
 
 
 def _draw_page(report: object) -> str:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from edgekit.errors import BundleError, OutputError
+from edgekit.errors import BundleError, OutputError, UsageError
 from edgekit.machine import find_module
 
 fcntl = find_module("fcntl")
@@ -21,6 +21,22 @@ STRICT_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | get
 """Flags of `os.open` by which no link is followed and no pipe waited for, where the system has them."""
 
 _CHUNK_BYTES = 1 << 20
+
+
+AnyPath = str | os.PathLike[str]
+"""A path as users of the interface write it."""
+
+
+def as_path(given: AnyPath) -> Path:
+    """Returns a path that a user of the interface gave.
+
+    Raises:
+        UsageError: it is no path.
+    """
+    try:
+        return Path(given)
+    except TypeError as error:
+        raise UsageError(f"{given!r:.100} is no path", hint="give a str or a pathlib.Path") from error
 
 
 def digest_file(path: Path) -> str:

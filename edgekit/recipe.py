@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from edgekit._files import AnyPath, as_path
 from edgekit._ort import CPU_PROVIDER
 from edgekit.data.images import Preprocess
 from edgekit.errors import UsageError, suggest_name
@@ -40,6 +41,13 @@ class Data(msgspec.Struct, frozen=True, kw_only=True):
     labels: Path | None = None
     preprocess: Preprocess | None = None
     golden: Path | None = None
+
+    def __post_init__(self) -> None:
+        # Users of the interface write any path as text or as a Path.
+        for name, kind in (("source", str), ("evaluation", str), ("labels", Path), ("golden", Path)):
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, kind):
+                msgspec.structs.force_setattr(self, name, kind(as_path(given)))
 
 
 class Licence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,12 +107,13 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     float_constants: Literal["auto", "float32"] = "auto"
 
 
-def load_recipe(path: Path) -> Recipe:
+def load_recipe(path: AnyPath) -> Recipe:
     """Reads a recipe file.
 
     Raises:
         UsageError: the file cannot be read, is malformed, or has an unknown key.
     """
+    path = as_path(path)
     try:
         return read_toml(path, Recipe)
     except OSError as error:

@@ -310,7 +310,7 @@ def find_group(name: str) -> tuple[str, ...]:
     return tuple(known for known in target_names() if load_target(known).is_for_phones == (name == "all"))
 
 
-def load_target(name: str, settings: Mapping[str, str] | None = None) -> Target:
+def load_target(name: str, settings: Mapping[str, str | float] | None = None) -> Target:
     """Returns a target by name or by the path of its folder, with parameters set.
 
     Raises:
@@ -321,7 +321,7 @@ def load_target(name: str, settings: Mapping[str, str] | None = None) -> Target:
     target = _read_target(folder)
     chosen = {key: parameter.default for key, parameter in target.parameters.items() if not parameter.names}
     _refuse_unusable(target, folder)
-    named = _name_settings(target, folder, settings or {})
+    named = _name_settings(target, folder, {key: str(value) for key, value in (settings or {}).items()})
     given = {key: _check_setting(target, key, value) for key, value in named.items()}
     for key, value in given.items():
         for other, its in target.parameters[key].implies.get(value, {}).items():

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 
+from edgekit._files import AnyPath, as_path
 from edgekit.data.images import Preprocess, load_preprocess
 from edgekit.devices.register import DeviceChoice, DeviceEntry, ListedDevice, resolve_device
 from edgekit.errors import UsageError, suggest_name
@@ -296,13 +297,14 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.model}/{self.target}"
 
 
-def load_app(path: Path) -> App:
+def load_app(path: AnyPath) -> App:
     """Reads an `edgekit.toml`.
 
     Raises:
         UsageError: it cannot be read, is malformed, has an unknown key, or names what is not there; with line and
             column.
     """
+    path = as_path(path)
     try:
         raw = read_toml(path, dict[str, Any])
         text = path.read_text()

@@ -12,6 +12,8 @@ from typing import TypeVar
 import msgspec
 
 from edgekit._files import (
+    AnyPath,
+    as_path,
     copy_once,
     digest_bytes,
     digest_file,
@@ -168,7 +170,7 @@ def _conclude(draft: Manifest, target: Target, out: Path) -> Bundle:
     return Bundle(folder=out, manifest=manifest, sha256=digest_bytes(data))
 
 
-def open_bundle(path: Path, *, key: Path | None = None) -> Bundle:
+def open_bundle(path: AnyPath, *, key: AnyPath | None = None) -> Bundle:
     """Opens a bundle after checking every file in it against the manifest, and with a public key its signature.
 
     Raises:
@@ -176,6 +178,7 @@ def open_bundle(path: Path, *, key: Path | None = None) -> Bundle:
             file is missing, altered, unlisted, a link, or bears an unsafe name; with `key`, the manifest is not signed
             with its private half.
     """
+    path, key = as_path(path), None if key is None else as_path(key)
     if not path.is_dir():
         raise BundleError(f"there is no bundle '{path}'", hint="give the folder that holds manifest.json")
     data = read_bounded(path, MANIFEST)

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from edgekit._files import copy_into, replacing_file, work_folder, write_file
+from edgekit._files import AnyPath, as_path, copy_into, replacing_file, work_folder, write_file
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.data.data_check import digest_sample
 from edgekit.data.labels import Boxes, Label
@@ -277,7 +277,7 @@ class KnownOutputs(msgspec.Struct, kw_only=True):
 def make_golden(
     model: Model,
     samples: Samples,
-    out: Path,
+    out: AnyPath,
     *,
     labels: Sequence[Label] | None = None,
     at_once: int = 1,
@@ -295,6 +295,7 @@ def make_golden(
         DataError: an output changes its rank from sample to sample, or there are more or fewer labels than samples.
         RuntimeRefusal: ONNX Runtime cannot run the model.
     """
+    out = as_path(out)
     for spec in model.outputs:
         if spec.dtype not in DTYPES and spec.dtype not in _FLATTENED:
             raise ModelError(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgekit._files import digest_file, move_file, work_folder
+from edgekit._files import AnyPath, as_path, digest_file, move_file, work_folder
 from edgekit._ort import VERSION, Level
 from edgekit.convert.context import DEFAULT_CONTEXT, ContextOptions, require_compiler
 from edgekit.convert.equality import Equality
@@ -65,7 +65,7 @@ class ConvertedModel(ConvertedFiles, frozen=True, kw_only=True):
 def convert_model(
     model: Model,
     target: Target,
-    out: Path,
+    out: AnyPath,
     *,
     ort_source: Model | None = None,
     origin: Model | None = None,
@@ -94,6 +94,7 @@ def convert_model(
         DeviceError: QNN's compiler crashed or ran out of time.
         OutputError: `out` cannot be written.
     """
+    out = as_path(out)
     forms = target.conversion.forms
     if _ORT_FORMS & set(forms):
         refuse_large(ort_source or model)

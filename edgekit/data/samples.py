@@ -19,6 +19,7 @@ import onnx
 import onnx.numpy_helper
 from google.protobuf.message import DecodeError
 
+from edgekit._files import AnyPath, as_path
 from edgekit.data.images import SUFFIXES, Preprocess, read_image
 from edgekit.data.npz import MALFORMED, count_rows, open_npy, read_rows
 from edgekit.errors import DataError, UsageError, quote_error, suggest_name
@@ -67,7 +68,7 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_samples(
-    source: str,
+    source: AnyPath,
     inputs: Sequence[TensorSpec],
     preprocess: Preprocess | None = None,
     *,
@@ -84,6 +85,8 @@ def load_samples(
         DataError: the source does not exist, has an unknown form, or does not fit the inputs.
         UsageError: `module:function` names nothing that can be imported.
     """
+    # The name `module:function` is no path, and stays as it is.
+    source = source if isinstance(source, str) else str(as_path(source))
     other = next((spec for spec in inputs if not spec.is_tensor), None)
     if other is not None:
         raise DataError(

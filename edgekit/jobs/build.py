@@ -12,7 +12,7 @@ from threading import Lock
 
 import msgspec
 
-from edgekit._files import staged_entries, work_folder, write_file
+from edgekit._files import AnyPath, as_path, staged_entries, work_folder, write_file
 from edgekit.bundle.golden import KnownOutputs, read_inputs
 from edgekit.data.data_check import warn_if_few
 from edgekit.devices.android.android import NNAPI
@@ -71,13 +71,13 @@ _Ladder = Generator[ReadyBundle, str]
 
 
 def build(
-    model: Path,
+    model: AnyPath,
     data: Data,
-    out: Path,
+    out: AnyPath,
     recipe: Recipe | None = None,
     *,
     verify: bool = True,
-    cache: Path | None = None,
+    cache: AnyPath | None = None,
     time_budget_s: float | None = None,
     progress: Progress | None = None,
 ) -> BuildReport:
@@ -91,6 +91,7 @@ def build(
     Raises:
         EdgekitError: the model, the data, the recipe or `out` is wrong; then `out` is as it was.
     """
+    model, out, cache = as_path(model), as_path(out), None if cache is None else as_path(cache)
     start, watch = time.monotonic(), Stopwatch()
     watch.begin("prepare")
     recipe, progress = choose_here(recipe or Recipe()), progress or say_nothing

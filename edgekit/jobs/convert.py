@@ -166,7 +166,7 @@ def convert_for(
             )
         # The row of no optimization stands beside those that were asked for, without a file of its own.
         written = [row.file for row in levels if (staging / row.file).exists()]
-        files: dict[str, Sequence[str]] = {**converted.files, **{file: (file,) for file in written}}
+        files = {str(form): names for form, names in converted.files.items()} | {file: (file,) for file in written}
         minimum_ort = _find_minimum(staging, files, targets, options.runtime)
         report = _report(source, out, converted, fusion, small)
     return msgspec.structs.replace(report, coreml=coreml, levels=levels, minimum_ort=minimum_ort)

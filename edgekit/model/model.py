@@ -12,7 +12,7 @@ import msgspec
 import onnx
 from google.protobuf.message import DecodeError
 
-from edgekit._files import digest_file, move_file, safe_join, writing
+from edgekit._files import AnyPath, as_path, digest_file, move_file, safe_join, writing
 from edgekit.errors import BundleError, ModelError, UsageError
 from edgekit.model.external import list_files, point_into, read_place, skim_model
 from edgekit.model.soundness import find_flaw, find_strange_text, find_torn_tensor
@@ -102,7 +102,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
         return all(spec.is_static for spec in self.inputs)
 
 
-def load_model(path: Path, *, custom_ops: Sequence[Path] = ()) -> Model:
+def load_model(path: AnyPath, *, custom_ops: Sequence[AnyPath] = ()) -> Model:
     """Reads the facts of an ONNX model; weights are digested, not loaded. `custom_ops` are libraries it needs to run.
 
     Raises:
@@ -110,7 +110,8 @@ def load_model(path: Path, *, custom_ops: Sequence[Path] = ()) -> Model:
         ModelError: the file is missing, empty, truncated, no ONNX model, too new, breaks ONNX's rules, or refers to
             external data that is missing or outside its folder.
     """
-    for library in custom_ops:
+    path, libraries = as_path(path), [as_path(library) for library in custom_ops]
+    for library in libraries:
         if not library.is_file():
             raise UsageError(f"there is no custom-op library '{library}'", hint="give the path of a .so file")
     proto = _parse(path)
@@ -135,7 +136,7 @@ def load_model(path: Path, *, custom_ops: Sequence[Path] = ()) -> Model:
         outputs=tuple(_spec(value) for value in proto.graph.output),
         node_count=len(proto.graph.node),
         external_files=external,
-        custom_ops=tuple(library.absolute() for library in custom_ops),
+        custom_ops=tuple(library.absolute() for library in libraries),
     )
 
 

@@ -7,13 +7,22 @@ from typing import Literal
 
 import msgspec
 
-from edgekit._files import copy_into, digest_bytes, digest_file, staged_entries, work_folder, write_file
+from edgekit._files import (
+    AnyPath,
+    as_path,
+    copy_into,
+    digest_bytes,
+    digest_file,
+    staged_entries,
+    work_folder,
+    write_file,
+)
 from edgekit.app_runtime import AppRuntime
 from edgekit.bundle.archive import write_archive
 from edgekit.bundle.folder import MANIFEST, Bundle, open_bundle
 from edgekit.bundle.group.group import Group
 from edgekit.bundle.sign import SIGNATURE
-from edgekit.errors import BundleError, OutputError, UsageError
+from edgekit.errors import BundleError, OutputError, UsageError, suggest_name
 from edgekit.package.formats import (
     StoreReport,
     collect_aar,
@@ -150,12 +159,12 @@ class PackageReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def package_bundles(
-    paths: Sequence[Path],
+    paths: Sequence[AnyPath],
     kind: Kind,
-    out: Path,
+    out: AnyPath,
     *,
     names: Names = UNNAMED,
-    key: Path | None = None,
+    key: AnyPath | None = None,
     extras: tuple[Extra, ...] = (),
     runtime: AppRuntime | None = None,
     accept: Callable[[Sequence[Bundle]], None] = lambda _bundles: None,
@@ -176,10 +185,13 @@ def package_bundles(
         MissingExtraError: a compiler that this kind of package needs is not installed.
         OutputError: `out` cannot be written, or is a folder that holds something already.
     """
+    if kind not in FORMS:
+        raise UsageError(f"there is no package of kind '{kind}'", hint=suggest_name(kind, FORMS))
+    places, out, key = [as_path(path) for path in paths], as_path(out), None if key is None else as_path(key)
     form = FORMS[kind]
     made_for = _require_runtime(kind, runtime) if form.needs_runtime else None
     # Opened first, so that nothing is written of a bundle that was altered.
-    bundles, left_out = _choose(paths, key, lambda bundle: _find_misfit(bundle, kind, made_for))
+    bundles, left_out = _choose(places, key, lambda bundle: _find_misfit(bundle, kind, made_for))
     accept(bundles)
     identity = identify(bundles, names, extras)
     with work_folder() as work:

@@ -2,11 +2,12 @@
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 import onnx
 
-from edgekit._files import replacing_file
+from edgekit._files import AnyPath, as_path, replacing_file
 from edgekit.model.external import point_into, skim_model
 from edgekit.model.model import Model, list_names, load_model, move_data, read_proto, save_proto
 from edgekit.prepare.basic import (
@@ -32,8 +33,8 @@ _OVERRIDING = 4
 
 def prepare_model(
     model: Model,
-    out: Path,
-    dims: Mapping[str, int],
+    out: AnyPath,
+    dims: Mapping[str, int] = MappingProxyType({}),
     *,
     opset: int | None = None,
     outputs: Collection[str] = (),
@@ -62,6 +63,7 @@ def prepare_model(
         RuntimeRefusal: ONNX Runtime cannot load the model.
         OutputError: `out` cannot be written.
     """
+    out = as_path(out)
     proto, folder = _read_graph(model), model.path.parent
     _clean_interface(proto, outputs, constants or {})
     if not (folds_first := bool(constants) or _has_branches(proto)):

@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import onnx
 
+from edgekit._files import AnyPath, as_path
 from edgekit.errors import DataError, ModelError
 from edgekit.graph.constants import bring_in
 from edgekit.graph.graph import Graph
@@ -33,7 +34,7 @@ class QuantizedModel(msgspec.Struct, frozen=True, kw_only=True):
     float_constants: dict[str, int]
 
 
-def quantize_model(model: Model, plan: QuantPlan, calibration: Calibration, out: Path) -> QuantizedModel:
+def quantize_model(model: Model, plan: QuantPlan, calibration: Calibration, out: AnyPath) -> QuantizedModel:
     """Writes the QDQ form of a prepared float model to the file `out`; same input, same bytes.
 
     The calibration is that which the plan was made with, or another of the same samples.
@@ -43,6 +44,7 @@ def quantize_model(model: Model, plan: QuantPlan, calibration: Calibration, out:
         ModelError: ORT's quantizer refuses the model, or left no node or a wrong node quantized.
         UsageError: the calibration's statistics are gone.
     """
+    out = as_path(out)
     if plan.model_sha256 != model.sha256:
         raise DataError(f"the plan is not of '{model.path.name}'", hint="plan the quantization of this model")
     if plan.samples_sha256 != calibration.samples_sha256:

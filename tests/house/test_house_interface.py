@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny_models import write_small_net
 
 import edgekit
 
@@ -44,3 +45,33 @@ def test_errors_are_one_tree_and_carry_a_hint() -> None:
     names = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
     assert names[0] == "EdgekitError"
     assert all(name in (ast.get_docstring(tree) or "") for name in names)
+
+
+def test_paths_are_text_and_settings_numbers_from_end_to_end(tmp_path: Path) -> None:
+    model, data = str(tmp_path / "m.onnx"), str(tmp_path / "d.npz")
+    write_small_net(Path(model), Path(data))
+    loaded = edgekit.load_model(model)
+    prepared = edgekit.prepare_model(loaded, str(tmp_path / "p.onnx"))
+    assert edgekit.load_target("nnapi", {"api_level": 31}).settings["api_level"] == "31"
+    assert edgekit.load_samples(Path(data), prepared.inputs).count == 32
+    given = edgekit.Data(source=tmp_path / "d.npz", labels=None, golden=str(tmp_path))  # type: ignore[arg-type]
+    assert (given.source, given.golden) == (data, tmp_path)
+    recipe = edgekit.Recipe(targets=("cpu",), precision="fp32")
+    edgekit.build(model, edgekit.Data(source=data), str(tmp_path / "out"), recipe, verify=False)
+    bundle = edgekit.open_bundle(str(tmp_path / "out" / "m-cpu"))
+    assert bundle.manifest.target == "cpu"
+    report = edgekit.package_bundles([str(bundle.folder)], "tar", str(tmp_path / "p.tar"))
+    assert Path(report.out).is_file()
+
+
+def test_what_is_of_another_kind_is_refused_in_one_line_that_says_what_makes_one(tmp_path: Path) -> None:
+    for call, words in (
+        (lambda: edgekit.load_model(7), "7 is no path"),  # type: ignore[arg-type]
+        (lambda: edgekit.prepare_model("m.onnx", "p.onnx"), "prepare_model wants a Model as 'model', and was given 'm"),  # type: ignore[arg-type]
+        (lambda: edgekit.build("m.onnx", "d.npz", tmp_path), "build wants a Data as 'data'"),  # type: ignore[arg-type]
+        (lambda: edgekit.build("m.onnx", edgekit.Data(source="d"), tmp_path, "r.toml"), "build wants a Recipe"),  # type: ignore[arg-type]
+        (lambda: edgekit.package_bundles([tmp_path], "rar", "p.rar"), "no package of kind 'rar'"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(edgekit.EdgekitError, match=words) as caught:
+            call()
+        assert caught.value.hint

@@ -9,6 +9,7 @@ import platform
 import re
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -299,10 +300,11 @@ def test_the_cpp_loader_gives_a_session_every_provider_of_the_chain_in_order(
     unpack_archive(tmp_path / "p.tar", tmp_path / "p")
     run, recorder = tmp_path / "run", tmp_path / "recorder.so"
     headers = ("-isystem", android_headers())
-    for command in (
+    commands: tuple[Sequence[str | Path], ...] = (
         ["g++", *WARNINGS, "-I", tmp_path / "p" / "cpp", tmp_path / "p" / "cpp" / "main.cc", "-o", run, "-ldl"],
         ["g++", "-std=c++17", "-shared", "-fPIC", *headers, HERE / "far" / "record_nvidia.cc", "-o", recorder, "-ldl"],
-    ):
+    )
+    for command in commands:
         code, shown = run_program(command)
         assert code == 0, shown
     # The real library, built without a GPU, must be asked for the first provider, and refuse.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgekit._files import digest_bytes
+from edgekit._files import AnyPath, as_path, digest_bytes
 from edgekit.data.samples import Samples, spread_indices
 from edgekit.errors import DataError, UsageError, suggest_name
 from edgekit.graph.graph import Graph
@@ -79,7 +79,7 @@ def calibrate_model(
     model: Model,
     samples: Samples,
     *,
-    work: Path,
+    work: AnyPath,
     methods: Sequence[str] = AUTO_METHODS,
     fitting: bool = True,
     cache: CacheSettings | None = None,
@@ -100,6 +100,7 @@ def calibrate_model(
         ModelError: the model is quantized already, is older than opset 13, or has no float activation.
         OutputError: the cache cannot be written.
     """
+    work = as_path(work)
     methods = _check_methods(methods)
     work.mkdir(parents=True, exist_ok=True)
     graph = set_weights_aside(read_float_graph(model), work)

@@ -1,0 +1,43 @@
+"""What a name of the interface is given is of the kind that it wants, or one line says so."""
+
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from edgekit.errors import UsageError
+
+
+def check_kinds(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that refuses text where it wants one of edgekit's values, such as a Model or a Target.
+
+    Without it the error would come from inside, and name an attribute that the caller never asked for.
+    """
+    signature, hints = inspect.signature(function), typing.get_type_hints(function)
+    kinds = {name: found for name in signature.parameters if (found := _list_kinds(hints.get(name)))}
+
+    @functools.wraps(function)
+    def checked(*given: Any, **named: Any) -> Any:
+        for name, value in signature.bind(*given, **named).arguments.items():
+            wanted = kinds.get(name, ())
+            if wanted and not isinstance(value, wanted):
+                kind = wanted[0].__name__
+                raise UsageError(
+                    f"{function.__name__} wants a {kind} as '{name}', and was given {value!r:.60}",
+                    hint=f"what makes one: help(edgekit.{kind})",
+                )
+        return function(*given, **named)
+
+    return checked
+
+
+def _list_kinds(hint: Any) -> tuple[type, ...]:
+    """Returns the classes that a parameter may be of, none where it may be something else than a value of edgekit."""
+    members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    structs = [one for one in members if isinstance(one, type) and issubclass(one, msgspec.Struct)]
+    others = [one for one in members if one not in structs and one is not types.NoneType]
+    return () if others or not structs else (*structs, *(one for one in members if one is types.NoneType))
