@@ -99,8 +99,8 @@ def _trace(graph: Graph, name: str, room: int) -> tuple[Origin, ...]:
 def _join(sides: Sequence[tuple[Sequence[int | None], tuple[Origin, ...]]], axis: int) -> Origin:
     """Returns what makes an axis, counted from the end, of what is put together: weights where they do on one side."""
     found: set[Origin] = {origins[axis] for dims, origins in sides if -axis <= len(dims) and dims[axis] != 1}
-    if len(found) == 1:
-        return found.pop()
+    if len(found) < 2:
+        return found.pop() if found else "places"
     return "weights" if found == {"weights", "places"} else "unknown"
 
 
@@ -111,7 +111,8 @@ def _match(
 
     None where sizes are not known; what is joined of weights and places is no class any more.
     """
-    before = [(size, origin) for size, origin in zip(source, origins, strict=True) if size != 1]
+    pairs = zip(source, origins, strict=True)
+    before: list[tuple[int | None, Origin]] = [(size, origin) for size, origin in pairs if size != 1]
     found: list[Origin] = []
     joined: list[Origin] = []
     left = 1

@@ -135,26 +135,23 @@ def _list_measures(reading: Reading) -> Iterator[Callable[[_Pairs], Iterator[Agr
 
 
 def _share_decisions(pairs: _Pairs, reading: Reading) -> Iterator[Agreement]:
-    rows = list[tuple[float, float]]()
+    rows, answers = list[tuple[float, float]](), list[tuple[Array, Array]]()
     of = _DECIDING[reading.kind]
     for wanted, found in pairs:
         if not -wanted.ndim <= reading.axis < wanted.ndim:
             raise _UnlikeError
         before, after = read_decisions(wanted, reading), read_decisions(found, reading)
-        if of == "classes":
-            # Of classes that share the first place any may be named.
-            rows.append((float(_is_first(wanted, before, after)), 1.0))
-            continue
-        blank = _find_blank(before) if of in {"steps", "letters"} else None
-        if blank is None:
-            rows.append((float((before == after).sum()), float(before.size)))
-        else:
-            of = "letters"
-            one, other = (_spell(side, blank) for side in (before, after))
-            size = max(len(one), len(other))
-            rows.append((float(size - count_edits(one, other)), float(size)))
+        if of == "steps":
+            answers.append((before, after))
+        # Of classes that share the first place any may be named.
+        is_same = _is_first(wanted, before, after) if of == "classes" else before == after
+        rows.append((float(np.sum(is_same)), float(before.size)))
     if not rows:
         return
+    if answers and (blank := _find_blank(np.concatenate([before for before, _ in answers]))) is not None:
+        of, spelt = "letters", [(_spell(before, blank), _spell(after, blank)) for before, after in answers]
+        sizes = [(max(map(len, pair)), count_edits(*pair)) for pair in spelt]
+        rows = [(float(size - edits), float(size)) for size, edits in sizes]
     share, interval = bootstrap_share(np.array(rows))
     if of == "classes":
         interval = wilson_interval(int(sum(hits for hits, _ in rows)), len(rows))
@@ -163,9 +160,7 @@ def _share_decisions(pairs: _Pairs, reading: Reading) -> Iterator[Agreement]:
 
 def _is_first(wanted: Array, before: Array, after: Array) -> bool:
     flat = wanted.reshape(-1)
-    if flat.size == 1:
-        return bool(before[0] == after[0])
-    return bool(flat[after[0]] >= flat[before[0]])
+    return bool(before[0] == after[0] or (flat.size > 1 and flat[after[0]] >= flat[before[0]]))
 
 
 def _find_blank(steps: Array) -> int | None:
