@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
@@ -69,6 +69,13 @@ class TensorNotes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     postprocessing: str | None = None
 
 
+class ForecastGoal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Phones and boards that a build is forecast for, by name, and the most milliseconds that it may take there."""
+
+    devices: tuple[str, ...]
+    max_ms: Annotated[float, msgspec.Meta(gt=0)] | None = None
+
+
 class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How to build bundles of a model.
 
@@ -84,6 +91,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     `forms` are those that a bundle may hold, of the ones that a target loads; all of them where it is empty.
     `float_constants` says how large constants of nodes that stay float are stored: "auto" is in 8 or 16 bits
     where held-out outputs lose no more than 0.1 dB by it.
+    `forecast` names phones and boards for which a line says how long the model would take there, and may limit it.
     `licence` and `tensors` (notes by the name of an input or output) go into the manifest as they stand.
     """
 
@@ -105,6 +113,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     state: State | None = None
     forms: tuple[Form, ...] = ()
     float_constants: Literal["auto", "float32"] = "auto"
+    # Not written where there is none: bundles keep the bytes that they had before.
+    forecast: ForecastGoal | msgspec.UnsetType = msgspec.UNSET
 
 
 def load_recipe(path: AnyPath) -> Recipe:

@@ -213,6 +213,8 @@ def _describe_provenance(contents: Contents) -> Provenance:
         recipe,
         targets=(target.name,),
         settings=target.settings,
+        # It changes nothing of what is built.
+        forecast=msgspec.UNSET,
         thresholds={name: value for name, value in recipe.thresholds.items() if name == target.name},
     )
     words = ["edgekit", "build", contents.source.path.name, "--data", "DATA", "--target", target.name]

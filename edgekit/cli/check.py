@@ -6,12 +6,12 @@ import click
 
 from edgekit._files import write_file
 from edgekit.cli import options
-from edgekit.cli.main import NO, YES
+from edgekit.cli.main import NO, UNPROVEN, YES
 from edgekit.cli.screen import print_table, show_json, show_line, showing_progress
 from edgekit.jobs.check import check_targets, describe_checks
-from edgekit.recipe import Recipe
 from edgekit.report import checked
 from edgekit.report.checked import CheckSummary
+from edgekit.report.forecasts import describe_forecast
 from edgekit.report.pages.check_page import render_check
 
 
@@ -22,6 +22,7 @@ from edgekit.report.pages.check_page import render_check
 @options.DIM
 @options.SHAPE
 @options.FREEZE
+@click.option("--recipe", type=click.Path(path_type=Path), metavar="FILE", help="These options in a .toml file.")
 @click.option("--observe", is_flag=True, help="Ask the real provider too, where one can run here.")
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write an HTML page as well.")
 @click.option("--compare-ort", is_flag=True, help="Say what ONNX Runtime's own checker says, and why that differs.")
@@ -34,6 +35,7 @@ def command(
     dims: tuple[str, ...],
     shapes: tuple[str, ...],
     constants: tuple[str, ...],
+    recipe: Path | None,
     observe: bool,
     html: Path | None,
     compare_ort: bool,
@@ -50,20 +52,24 @@ def command(
     The verdict is that of the model as prepare and build make it; what a target takes of the file as it is stands
     below it.
 
-    Exit code 0: no target's verdict is "no". 1: one is, or the vendor's own code refused the model.
+    Exit code 0: no target's verdict is "no". 1: one is, the vendor's own code refused the model, or a phone of the
+    recipe's [forecast] is forecast to miss its limit. 3: none of these, but a forecast does not prove its limit.
     """
-    recipe = Recipe(
-        targets=targets,
-        settings=options.parse_assignments(settings, "--set"),
-        dims=options.parse_sizes(dims, shapes, model),
-        freeze=options.parse_numbers(constants, "--freeze"),
-    )
+    tables = {
+        "settings": options.parse_assignments(settings, "--set"),
+        "dims": options.parse_sizes(dims, shapes, model),
+        "freeze": options.parse_numbers(constants, "--freeze"),
+    }
+    chosen = options.choose_recipe(recipe, tables, {"targets": targets}, None)
     with showing_progress(volume) as progress:
-        summary = check_targets(model, recipe, progress, observe=observe, compare_ort=compare_ort)
+        summary = check_targets(model, chosen, progress, observe=observe, compare_ort=compare_ort)
     if html is not None:
         write_file(html, render_check(summary).encode())
     show_json(describe_checks(summary)) if as_json else show_checks(summary)
-    return NO if summary.is_refused else YES
+    if summary.forecast is not None and not as_json:
+        show_line(describe_forecast(summary.forecast))
+    kept = "pass" if summary.forecast is None else summary.forecast.verdict
+    return NO if summary.is_refused or kept == "fail" else YES if kept == "pass" else UNPROVEN
 
 
 def show_checks(summary: CheckSummary) -> None:

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from edgekit.errors import UsageError, suggest_name
-from edgekit.evidence import Evidence
+from edgekit.evidence import Evidence, Verdict
 from edgekit.forecasts.features import Work
 from edgekit.forecasts.model import Bits, CpuFit, Fitted, load_fitted, rank_networks, split_time, sum_memory
 from edgekit.forecasts.table import load_phones, load_table
@@ -101,6 +101,11 @@ class ForecastReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
     remarks: tuple[str, ...] = ()
     ground: str = ""
     max_ms: float | None = None
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether `max_ms` is kept: a forecast proves it where the whole interval does."""
+        return "fail" if self.too_slow else "not proven" if self.unproven else "pass"
 
     @property
     def too_slow(self) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from edgekit.devices.register import DeviceChoice, choose_here
 from edgekit.errors import EdgekitError, ModelError, quote_error
 from edgekit.jobs.build_inputs import BuildInputs, BuildJob, calibrate_inputs, read_build_inputs
 from edgekit.jobs.check import find_neglected_axes
+from edgekit.jobs.forecast import forecast_goal
 from edgekit.jobs.prepare import list_versions
 from edgekit.jobs.target_bundle import BuiltBundle, ReadyBundle, ready_bundles, write_ready
 from edgekit.machine import own_peak_bytes, release_memory
@@ -96,6 +97,8 @@ def build(
     watch.begin("prepare")
     recipe, progress = choose_here(recipe or Recipe()), progress or say_nothing
     targets, given = load_targets(recipe), load_model(model)
+    # First: a device that is misspelled must not be found out after all the work.
+    told = forecast_goal(model, recipe, targets)
     # Everything is made beside and moved at the end: a build that fails or is interrupted leaves `out` as it was.
     with work_folder() as work, staged_entries(out) as staging:
         end = start + (time_budget_s or math.inf)
@@ -113,6 +116,7 @@ def build(
         inputs = read_build_inputs(_freeze(lower_model(given, work / "lowered"), job), data, job)
         inputs, built, reports = _build_all(inputs, job, verify=verify)
         report = _sum_up(inputs, job, built, reports, verified=verify, out=out, start=start)
+        report = msgspec.structs.replace(report, forecast=told)
         write_file(staging / "report.json", to_json(report).encode())
         write_file(staging / "report.html", render_build(report, _draw_worst(built, reports)).encode())
     return report

@@ -18,6 +18,7 @@ from edgekit.devices.register import choose_here
 from edgekit.errors import ModelError, RuntimeRefusal
 from edgekit.graph.graph import read_graph
 from edgekit.inspect.inspect import list_fixed_axes
+from edgekit.jobs.forecast import forecast_goal
 from edgekit.model.external import skim_model
 from edgekit.model.model import Model, find_reader, load_model, read_proto
 from edgekit.plain import to_plain
@@ -110,6 +111,7 @@ def check_targets(
         ort=ask_ort_checker(model) if compare_ort else None,
         refusal=refusal,
         fixed_axes=find_neglected_axes(source, targets),
+        forecast=forecast_goal(model, recipe, targets),
         minimum_ort={target.name: max(target.minimum_ort, reader, key=read_version) for target in targets},
     )
 
@@ -228,5 +230,6 @@ def describe_checks(summary: CheckSummary) -> dict[str, Any]:
         "recommended": to_plain(summary.recommended),
         "refusal": summary.refusal,
         "fixed_axes": list(summary.fixed_axes),
+        "forecast": to_plain(summary.forecast),
     }
     return document if summary.ort is None else {**document, "ort_checker": to_plain(summary.ort)}

@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 import onnx
 
 from edgekit._files import work_folder
@@ -33,7 +34,8 @@ from edgekit.model.model import load_model
 from edgekit.phones import Phone, find_phone
 from edgekit.prepare.basic import name_nodes
 from edgekit.prepare.clean import sketch_model
-from edgekit.target import Precision, load_target
+from edgekit.recipe import Recipe, choose_precision
+from edgekit.target import Precision, Target, load_target
 
 _BITS_OF: Mapping[Precision, Bits] = {"int8": "w8a8", "int16": "w8a16", "fp16": "float", "fp32": "float"}
 # Makers of which no free measurements were found, by words in the names of what has their chips, and the target whose
@@ -118,6 +120,20 @@ def forecast(
         ground=f"{table.package} {table.version}, {table.licence}, {table.source}",
         max_ms=max_ms,
     )
+
+
+def forecast_goal(model: Path, recipe: Recipe, targets: Sequence[Target]) -> ForecastReport | None:
+    """Returns the forecast that a recipe asks for, in the precision that QNN is built in; None where it asks for none.
+
+    Raises:
+        EdgekitError: as `forecast` does.
+    """
+    if recipe.forecast is msgspec.UNSET:
+        return None
+    built: list[Precision] = [choose_precision(each, recipe.precision) for each in targets if each.name == "qnn"]
+    bits: tuple[Bits, ...] = tuple(dict.fromkeys(_BITS_OF[precision] for precision in built if precision in _BITS_OF))
+    goal = recipe.forecast
+    return forecast(model, goal.devices, bits or BITS, dims=recipe.dims, max_ms=goal.max_ms)
 
 
 def parse_measured(text: str, precisions: Sequence[Bits]) -> KnownTime:

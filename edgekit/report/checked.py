@@ -9,6 +9,7 @@ from rich.table import Table
 from edgekit.check.recommend import OrtOpinions, Recommendation, explain_difference, find_opinion
 from edgekit.check.report import Advice, CheckReport, Disagreement, Placed
 from edgekit.devices.observe import NotObserved, Observed
+from edgekit.forecasts.forecast import ForecastReport
 from edgekit.report.tables import format_bytes, format_count, make_table
 from edgekit.target import read_version
 
@@ -22,7 +23,8 @@ class CheckSummary(msgspec.Struct, frozen=True, kw_only=True):
     `observed` says what real providers did with it, `ort` what ONNX Runtime's own checker says of it, where asked.
     `refusal` is why ONNX Runtime cannot load it, on any target. `fixed_axes` tell which axes the export fixed, and how
     they are opened, where no target wants fixed sizes. `minimum_ort` is by target the oldest ONNX Runtime on the device
-    that reads the model as it is shipped, and of which the provider is known.
+    that reads the model as it is shipped, and of which the provider is known. `forecast` is for the phones that the
+    recipe names.
     """
 
     model: str
@@ -35,6 +37,7 @@ class CheckSummary(msgspec.Struct, frozen=True, kw_only=True):
     refusal: str | None = None
     fixed_axes: tuple[str, ...] = ()
     minimum_ort: dict[str, str] = {}
+    forecast: ForecastReport | None = None
 
     @property
     def is_refused(self) -> bool:

@@ -58,6 +58,18 @@ def describe_cpu(row: DeviceForecast) -> str:
     return f"{placing.left} of {placing.nodes} in {placing.partitions} partitions: {ops}"
 
 
+def describe_forecast(report: ForecastReport) -> str:
+    """Returns the forecast of each device in one line, and which of them miss the limit."""
+    rows = (row for row in report.rows)
+    said = "; ".join(
+        f"{row.device} {row.note}" if row.ms is None else
+        f"{row.device} {row.precision} {row.ms:.3g} ms ({describe_interval(row)})"
+        for row in rows
+    )  # fmt: skip
+    limit = "" if report.max_ms is None else f"; at most {report.max_ms:g} ms: {report.verdict}"
+    return f"forecast, nothing ran there: {said}{limit}"
+
+
 def list_forecast_remarks(report: ForecastReport) -> Iterator[str]:
     """Yields what to choose, why nodes stay on the CPU, and what the figures rest on, a line each."""
     yield from list_choices(report)

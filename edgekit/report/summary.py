@@ -6,6 +6,7 @@ import msgspec
 
 from edgekit.check.report import CheckReport, Placed
 from edgekit.evidence import Verdict, worst_verdict
+from edgekit.forecasts.forecast import ForecastReport
 from edgekit.plain import Shown
 from edgekit.progress import StageTime
 from edgekit.quantize import Candidate, FloatNode
@@ -68,7 +69,8 @@ class BuildReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
     `fixes` counts the nodes that each automatic rewrite changed before anything else. `peak_rss_bytes` is the peak of
     this process plus that of its largest child. `data_warnings` tell what looks wrong with the samples,
     `fixed_axes` which axes the export fixed that no target wants fixed. `verified` tells whether verification was asked
-    for. `stages` says where the `seconds` went, in the order of the work.
+    for. `forecast` is for the phones that the recipe names. `stages` says where the `seconds` went, in the order of the
+    work.
     """
 
     model: str
@@ -85,13 +87,15 @@ class BuildReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
     peak_rss_bytes: int
     versions: dict[str, str]
     report: Path
+    forecast: ForecastReport | None = None
 
     @property
     def verdict(self) -> Verdict:
-        """Whether every bundle was made and, if verification was asked for, passed it."""
+        """Whether every bundle was made and, if verification was asked for, passed it, and the forecast its limit."""
+        goal: Verdict = "pass" if self.forecast is None else self.forecast.verdict
         if not self.verified:
-            return "fail" if any(bundle.path is None for bundle in self.bundles) else "pass"
-        return worst_verdict(bundle.verdict for bundle in self.bundles)
+            return worst_verdict(("fail" if any(bundle.path is None for bundle in self.bundles) else "pass", goal))
+        return worst_verdict((*(bundle.verdict for bundle in self.bundles), goal))
 
     @property
     def passed(self) -> bool:

@@ -15,6 +15,7 @@ from edgekit.inspect.inspect import OnnxReport
 from edgekit.phones import read_phones
 from edgekit.plain import to_plain
 from edgekit.report.checked import describe_surprises, describe_taken
+from edgekit.report.forecasts import describe_forecast
 from edgekit.report.summary import BuildReport, BundleSummary
 from edgekit.report.tables import format_bytes, format_count, make_table
 from edgekit.target import Target, TaskLimit
@@ -52,7 +53,8 @@ def list_remarks(report: BuildReport) -> list[str]:
     fixes = [f"rewritten before the check: {name} ({count} nodes)" for name, count in report.fixes.items()]
     remarks = [f"{bundle.target}: {remark}" for bundle in report.bundles for remark in describe_remarks(bundle)]
     axes = [f"fixed axis: {line}" for line in report.fixed_axes]
-    return [*remarks, *(f"samples: {warning}" for warning in report.data_warnings), *axes, *fixes]
+    told = [] if report.forecast is None else [describe_forecast(report.forecast)]
+    return [*told, *remarks, *(f"samples: {warning}" for warning in report.data_warnings), *axes, *fixes]
 
 
 def describe_remarks(bundle: BundleSummary) -> Iterator[str]:

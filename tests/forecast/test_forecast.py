@@ -9,7 +9,7 @@ import onnx
 import pytest
 from demo_paths import MODEL
 from onnx import numpy_helper
-from tiny_models import parse_model
+from tiny_models import parse_model, write_small_net
 
 from edgekit.cli.main import run_command
 from edgekit.errors import UsageError
@@ -213,3 +213,32 @@ def test_a_phone_that_does_not_fit_is_refused(settings: dict[str, str], said: st
     with pytest.raises(UsageError) as error:
         load_target("qnn", settings)
     assert said in str(error.value)
+
+
+def _recipe(path: Path, devices: str, more: str = "") -> Path:
+    path.write_text(f'targets = ["qnn"]\n[forecast]\ndevices = ["{devices}"]\n{more}')
+    return path
+
+
+def test_a_check_tells_the_forecast_of_its_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    check = ["check", str(MODEL), "--recipe"]
+    assert run_command([*check, str(_recipe(tmp_path / "a.toml", "Galaxy S24"))]) == 0
+    assert "forecast, nothing ran there: Samsung Galaxy S24 w8a8" in capsys.readouterr().out
+    assert run_command([*check, str(_recipe(tmp_path / "b.toml", "Galaxy S24", "max_ms = 0.0001"))]) == 1
+    assert run_command([*check, str(_recipe(tmp_path / "c.toml", "Pixel 4", "max_ms = 1"))]) == 3
+    assert run_command([*check, str(_recipe(tmp_path / "d.toml", "Galxy S24"))]) == 2
+    assert run_command([*check, str(_recipe(tmp_path / "e.toml", "Galaxy S24", "max_ms = -1"))]) == 2
+
+
+def test_a_build_holds_the_forecast_against_its_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, samples = tmp_path / "net.onnx", tmp_path / "samples.npz"
+    write_small_net(model, samples)
+    recipe = tmp_path / "a.toml"
+    recipe.write_text('targets = ["cpu"]\nprecision = "fp32"\n[forecast]\ndevices = ["S24"]\nmax_ms = 0.0001\n')
+    command = ["build", str(model), "--data", str(samples), "--recipe", str(recipe), "--no-verify", "--json"]
+    assert run_command([*command, "--out", str(tmp_path / "out")]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert (told["verdict"], told["forecast"]["too_slow"]) == ("fail", ["Samsung Galaxy S24"])
+    recipe.write_text('targets = ["cpu"]\n[forecast]\ndevices = ["Galxy S24"]\n')
+    assert run_command([*command, "--out", str(tmp_path / "other")]) == 2
+    assert not (tmp_path / "other").exists()
