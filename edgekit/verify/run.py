@@ -48,10 +48,11 @@ from edgekit.verify.devices.placement import describe_hidden, describe_unmatched
 from edgekit.verify.drift import StateReport
 from edgekit.verify.facts import Located, SizesReport
 from edgekit.verify.layers.comparison import name_first_bad, read_evidence
+from edgekit.verify.metrics.agreement import Agreement, measure_agreement
 from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.fidelity import find_unfaithful
 from edgekit.verify.metrics.listed import describe_lists, describe_unlisted, hold_lists
-from edgekit.verify.metrics.outputs import OutputReport, judge_output
+from edgekit.verify.metrics.outputs import OutputReport, describe_settled, doubt_output, judge_output
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run_report import RunReport
 from edgekit.verify.stand_in import Scored, add_stand_ins, score_run
@@ -308,7 +309,7 @@ def _measure_run(trial: _Trial, asked: _Asked) -> RunReport:
     latency = None if trial.false_times else summarize_latency(run.latency_ms)
     classes = read_classes(trial.golden)
     gap = find_gap(run, trial.job)
-    hidden, outputs = describe_hidden(gap), _compare(trial)
+    hidden, outputs = describe_hidden(gap), _compare(trial, asked)
     return RunReport(
         device=run.device,
         evidence=run.evidence,
@@ -335,7 +336,13 @@ def _measure_run(trial: _Trial, asked: _Asked) -> RunReport:
         thresholds=bundle.manifest.thresholds,
         failure=run.failure,
         crashed=run.crashed,
-        notes=(*run.notes, *_list_notes(trial, asked), *((hidden,) if hidden else ()), *describe_lists(outputs)),
+        notes=(
+            *run.notes,
+            *_list_notes(trial, asked),
+            *((hidden,) if hidden else ()),
+            *describe_lists(outputs),
+            *describe_settled(outputs),
+        ),
         log=run.log,
         outputs_sha256="" if run.failure is not None else _digest_outputs(run),
     )
@@ -349,20 +356,41 @@ def _measure_task(trial: _Trial, asked: _Asked) -> TaskReport | None:
     return msgspec.structs.replace(found, labelled=len(labels))
 
 
-def _compare(trial: _Trial) -> tuple[OutputReport, ...]:
+def _compare(trial: _Trial, asked: _Asked) -> tuple[OutputReport, ...]:
     """Returns the outputs beside the float model's, in `mismatch` what else than the own model's output came back.
 
     Those that fail have a suspect where a usual mistake explains them.
     """
     got, reference = trial.run.outputs, trial.reference
     read = compare_outputs(reference, got, trial.bundle.manifest.readings or {})
-    plain = hold_lists(read, trial.bundle, reference, got)
+    plain = tuple(_settle_few(hold_lists(read, trial.bundle, reference, got), trial, asked))
     untrue = {} if trial.own is None else find_unfaithful(trial.own, reference, got)
     outputs = [msgspec.structs.replace(output, mismatch=output.mismatch or untrue.get(output.name)) for output in plain]
     failing = _name_wrong(outputs, trial)
     is_half = trial.bundle.manifest.precision == "fp16"
     suspects = find_suspects(reference, got, failing, is_half=is_half) if failing else {}
     return tuple(msgspec.structs.replace(output, suspect=suspects.get(output.name)) for output in outputs)
+
+
+def _settle_few(outputs: Sequence[OutputReport], trial: _Trial, asked: _Asked) -> Iterator[OutputReport]:
+    """Yields the reports; where few samples leave open what a device decides, by all golden ones.
+
+    It must decide as the own model does on each that it ran: then what that decides on the others is the device's too.
+    """
+    manifest, done = trial.bundle.manifest, len(trial.rows)
+    doubtful = {each.name for each in outputs if each.agreements and doubt_output(each, manifest.thresholds)}
+    readings = {name: each for name, each in (manifest.readings or {}).items() if name in doubtful}
+    if trial.own is None or done == trial.golden.samples or not readings:
+        yield from outputs
+        return
+    same = measure_agreement(trial.own, trial.run.outputs, readings)
+    readings = {name: readings[name] for name, shared in same.items() if all(each.share == 1 for each in shared)}
+    whole: dict[str, tuple[Agreement, ...]] = {}
+    if readings:
+        own, _ = run_own_model(trial.bundle, trial.plan.form, read_inputs(trial.golden), asked.known)
+        whole = {} if own is None else measure_agreement(read_outputs(trial.golden), own, readings)
+    for output in outputs:
+        yield msgspec.structs.replace(output, agreements=whole.get(output.name, output.agreements))
 
 
 def _name_wrong(outputs: Sequence[OutputReport], trial: _Trial) -> list[str]:

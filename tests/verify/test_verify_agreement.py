@@ -21,7 +21,8 @@ WORDS = STEPS + np.float32(6) * np.eye(10, dtype=np.float32)[0] * (RNG.random((3
 
 
 def compare(rows: Array, got: Array, reading: Reading) -> OutputReport:
-    (report,) = compare_outputs(*(from_list([{"y": row} for row in side]) for side in (rows, got)), {"y": reading})
+    wanted, found = (from_list([{"y": row} for row in side]) for side in (rows, got))
+    (report,) = compare_outputs(wanted, found, {"y": reading})
     return report
 
 

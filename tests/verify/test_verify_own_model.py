@@ -139,3 +139,21 @@ def test_a_float_model_that_is_no_better_than_chance_proves_nothing(
     assert all("no better than chance among 2 classes" in line for line in report.unproven)
     assert report.runs[0].accuracy is not None
     assert report.runs[0].accuracy.reference == 1 - shift
+
+
+@pytest.mark.parametrize(("shift", "verdict"), [(0, "pass"), (1, "not proven")])
+def test_what_few_samples_leave_open_all_golden_ones_tell(bundle: Bundle, shift: int, verdict: str) -> None:
+    """Of a device that stops early, and decides as the own model on each sample that it ran."""
+
+    def stop(rows: list[Tensors]) -> list[Tensors]:
+        return [{"y": row["y"] if place or not shift else row["y"][:, ::-1]} for place, row in enumerate(rows[:4])]
+
+    limits = msgspec.structs.replace(bundle.manifest.thresholds, gate="bound", min_top1_agreement=0.6)
+    readings = {"y": Reading(kind="classes", axis=1)}
+    manifest = msgspec.structs.replace(bundle.manifest, thresholds=limits, readings=readings)
+    strict = msgspec.structs.replace(bundle, manifest=manifest)
+    (run,) = verify_bundle(strict, [InProcess(lie=stop, stopped_early=True)]).runs
+    (shared,) = run.outputs[0].agreements
+    assert (shared.samples, run.outputs[0].samples) == (4 if shift else bundle.golden.samples, 4)
+    assert any("what that decides on" in note for note in run.notes) is not bool(shift)
+    assert ("not proven" if run.gates[1].unproven else "pass") == verdict

@@ -44,13 +44,15 @@ from edgekit.data.samples import Samples, limit_samples, select_samples, spread_
 from edgekit.devices.device import DeviceRun, Job, Missing, PlacedNode
 from edgekit.errors import RuntimeRefusal
 from edgekit.evidence import Evidence
+from edgekit.graph.graph import read_graph
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Tensors
+from edgekit.quantize.accuracy.output_kinds import read_output_kinds
 from edgekit.target import Target
 from edgekit.verify.devices.bisect import locate_on_device
 from edgekit.verify.layers.comparison import compare_layers, find_first_bad
 from edgekit.verify.metrics.compare import compare_outputs
-from edgekit.verify.metrics.outputs import judge_output
+from edgekit.verify.metrics.outputs import doubt_output, judge_output
 
 DEFAULT = (
     "kws_dscnn_float", "mnist_cnn_pytorch", "vww_96_float", "squeezenet1.1_fp32", "superres_core_224",
@@ -111,10 +113,14 @@ def count_changed(clean: Sequence[Tensors], got: Sequence[Tensors]) -> float:
     return sum(changed) / len(changed)
 
 
-def judge(reference: Sequence[Tensors], got: Sequence[Tensors], target: Target) -> list[str]:
-    """Returns what the target's limits say against the outputs."""
-    reports = compare_outputs(listed(reference), listed(got))
-    return [line for report in reports for line in judge_output(report, target.thresholds)]
+def judge(
+    subject: Subject, reference: Sequence[Tensors], got: Sequence[Tensors], target: Target, *, doubts: bool = False
+) -> list[str]:
+    """Returns what the target's limits say against the outputs, with `doubts` also why nothing is proven."""
+    readings = read_output_kinds(read_graph(subject.prepared), reference[:16], {})
+    reports = compare_outputs(listed(reference), listed(got), readings)
+    judges = (judge_output, doubt_output) if doubts else (judge_output,)
+    return [line for report in reports for each in judges for line in each(report, target.thresholds)]
 
 
 def names_layer(found: str | None, fault: Seeded, proto: onnx.ModelProto) -> bool:
@@ -140,7 +146,7 @@ def measure_model(
     clean, target = deploy(subject, form, work)
     few = select_samples(subject.judge, spread_indices(subject.judge.count, 4))
     reference, right = run_all(subject.prepared, subject.judge), run_all(clean, subject.judge)
-    said = judge(reference, right, target)
+    said = judge(subject, reference, right, target)
     known = f"{subject.name} {form}"
     yield Answer(question="clean", kind="none", right=not said, words=f"{known}: {' / '.join(said)}")
     for fault, proto in seed_faults(clean, faults, layers):
@@ -159,7 +165,7 @@ def measure_model(
             yield Answer(question="layer", kind=fault.kind, right=is_named, words=text)
         changed = count_changed(right, got)
         if changed >= 0.15 and subject.name != "superres_core_224":
-            noticed = bool(judge(reference, got, target))
+            noticed = bool(judge(subject, reference, got, target, doubts=True))
             text = f"{words}: {changed:.0%} of the classes change ({moved:.0f} dB)"
             yield Answer(question="gate", kind=fault.kind, right=noticed, words=text)
         if form == "int8" and fault.kind in FAULTS:

@@ -209,6 +209,17 @@ def doubt_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...
     return tuple(found)
 
 
+def describe_settled(outputs: Iterable[OutputReport]) -> Iterator[str]:
+    """Yields for which outputs more samples tell than the device ran."""
+    for output in outputs:
+        count = max((each.samples for each in output.agreements), default=0)
+        if count > output.samples:
+            yield (
+                f"output '{output.name}' decides on all {output.samples} samples as the bundle's own model does here:"
+                f" what that decides on {count} is judged"
+            )
+
+
 def _name_kinds(agreements: Iterable[Agreement]) -> str:
     """Returns the kinds between which whoever made the model may decide."""
     return " or ".join(f'"{kind}"' for kind in dict.fromkeys(_STATED.get(each.of, "values") for each in agreements))
@@ -245,10 +256,10 @@ def _describe(agreement: Agreement, least: float) -> str:
 
 
 def _doubt(output: OutputReport, label: str, value: float, low: float, least: float, unit: str, enough: str) -> str:
+    samples = max((output.samples, *(each.samples for each in output.agreements)))
     worst = f"{format_near(low, least)}{unit}, below {least:.12g}{unit}"
     return (
-        f"output '{output.name}' has {label} {value:.4g}{unit}, and with {output.samples} samples it could be"
-        f" {worst}{enough}"
+        f"output '{output.name}' has {label} {value:.4g}{unit}, and with {samples} samples it could be {worst}{enough}"
     )
 
 
