@@ -58,7 +58,7 @@ GROUPS = {
         "sign": "Sign a bundle, so that tampering with any byte is found.",
     },
     "This machine and its devices": {
-        "doctor": "Say what this machine has, what it lacks, and how to get it.",
+        "doctor": "Say what this machine, or a phone, has, what it lacks, and how to get it.",
         "devices": "List, install or test what can run a bundle here.",
         "runner": "Build the program that runs a model on a phone or a board.",
         "demo": "Build and verify four bundles of the demo model.",

@@ -1,0 +1,200 @@
+"""What an app would meet on a phone behind adb: its chip, libraries and drivers, and what would refuse a session there.
+
+The signs of each refusal, and how it is mended, are a table that can be read from top to bottom (`_SIGNS`).
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+from edgekit.devices.process.child import require_device
+from edgekit.devices.remote.adb import AdbLink
+from edgekit.devices.remote.store import ask, one_line
+from edgekit.errors import DeviceError
+from edgekit.target import load_target
+
+Level = Literal["fault", "warning"]
+
+_PROPERTIES = {
+    "abi": "ro.product.cpu.abi", "model": "ro.product.model", "android": "ro.build.version.release",
+    "api_level": "ro.build.version.sdk", "soc": "ro.soc.model", "maker": "ro.soc.manufacturer",
+    "platform": "ro.board.platform",
+}  # fmt: skip
+# Vendors' libraries that an app may load, and where Android keeps them.
+_RPC = "libcdsprpc.so"
+_PUBLIC = "/vendor/etc/public.libraries.txt"
+_LOOKS = f"""
+echo "page_size=$(getconf PAGE_SIZE 2>/dev/null)"
+echo "soc_id=$(cat /sys/devices/soc0/soc_id 2>/dev/null)"
+for f in /vendor/lib64/{_RPC} /system/vendor/lib64/{_RPC}; do [ -e $f ] && echo "rpc=$f" && break; done
+[ -e {_PUBLIC} ] && echo "lists=1" && grep -q '^{_RPC}' {_PUBLIC} && echo "public=1"
+for f in /dev/fastrpc-cdsp /dev/fastrpc-cdsp-secure /dev/adsprpc-smd; do \
+[ -e $f ] && echo "rpc_device=$f" && break; done
+echo "skels=$(ls /vendor/lib/rfsa/adsp /vendor/dsp/cdsp /data/local/tmp/edgekit 2>/dev/null \
+| grep -o 'libQnnHtpV[0-9]*Skel.so' | sort -u | tr '\\n' ' ')"
+for f in /apex/com.android.neuralnetworks/lib64/libneuralnetworks.so /system/lib64/libneuralnetworks.so; do \
+[ -e $f ] && echo "nnapi=$f" && break; done
+echo "nnapi_drivers=$(ls /vendor/etc/vintf/manifest 2>/dev/null | grep -i neuralnetworks | tr '\\n' ' ')"
+"""
+
+
+class PhoneFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a phone says of itself; "" for what it does not tell.
+
+    `htp` is the architecture of its NPU and `soc_model` the number that QNN has for its chip, where edgekit knows it.
+    `rpc` is the library that reaches the NPU, `public` tells whether apps may load it, `rpc_device` what it opens.
+    `skels` are the NPU's own halves of QNN that lie there, `nnapi_drivers` the vendors' drivers of NNAPI.
+    """
+
+    abi: str = ""
+    model: str = ""
+    android: str = ""
+    api_level: str = ""
+    soc: str = ""
+    maker: str = ""
+    platform: str = ""
+    page_size: str = ""
+    soc_id: str = ""
+    rpc: str = ""
+    lists: str = ""
+    public: str = ""
+    rpc_device: str = ""
+    skels: str = ""
+    nnapi: str = ""
+    nnapi_drivers: str = ""
+    soc_model: str = ""
+    htp: str = ""
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """What would go wrong in an app there: how it looks, why, and what to do."""
+
+    id: str
+    level: Level
+    symptom: str
+    cause: str
+    fix: str
+
+
+class PhoneReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A phone examined: what it is, and what would refuse a session there."""
+
+    device: str
+    facts: PhoneFacts
+    findings: tuple[Finding, ...]
+
+
+class _Sign(msgspec.Struct, frozen=True):
+    id: str
+    level: Level
+    shows: Callable[[PhoneFacts], bool]
+    symptom: str
+    cause: str
+    fix: str
+
+
+def _is_qualcomm(facts: PhoneFacts) -> bool:
+    # Old phones do not say who made the chip; Qualcomm's kernels number it.
+    return facts.maker.upper() in {"QTI", "QUALCOMM"} or (not facts.maker and bool(facts.soc_id))
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
+
+
+_MANIFEST = f'<uses-native-library android:name="{_RPC}" android:required="false"/>'
+_SIGNS: tuple[_Sign, ...] = (
+    _Sign(
+        "abi", "fault", lambda f: f.abi != "arm64-v8a", "the app's libraries are not found",
+        "its ABI is '{abi}', and the libraries of QNN are for arm64-v8a alone", "build for cpu or xnnpack there",
+    ),
+    _Sign(
+        "pages", "warning", lambda f: _number(f.page_size) > 4096, "a library is refused as it is loaded (dlopen)",
+        "its pages have {page_size} bytes, and a library aligned to 4,096 does not fit them",
+        "link every library with -Wl,-z,max-page-size=16384, as NDK r28 does by itself",
+    ),
+    _Sign(
+        "chip", "fault", lambda f: not _is_qualcomm(f), "QNN creates no device",
+        "its chip is '{soc}' of '{maker}', not Qualcomm's", "use a bundle for nnapi, xnnpack or cpu there",
+    ),
+    _Sign(
+        "rpc", "fault", lambda f: _is_qualcomm(f) and not f.rpc, "QNN creates no device",
+        f"{_RPC}, which reaches the NPU, is not there", "the system image lacks it: use xnnpack or cpu there",
+    ),
+    _Sign(
+        "rpc-public", "fault", lambda f: bool(f.rpc and f.lists) and not f.public, "QNN creates no device in an app",
+        f"{_PUBLIC} does not list {_RPC}, so that an app may not load it", "use xnnpack or cpu there",
+    ),
+    _Sign(
+        "rpc-manifest", "warning", lambda f: bool(f.public) and _number(f.api_level) >= 31,
+        "QNN creates no device in an app, though a program of adb's user reaches the NPU",
+        "since Android 12 an app loads a vendor's library only if its manifest asks for it",
+        f"in AndroidManifest.xml: {_MANIFEST}",
+    ),
+    _Sign(
+        "rpc-device", "fault", lambda f: bool(f.rpc) and not f.rpc_device, "QNN creates no device",
+        "the kernel offers no way to the NPU (/dev/fastrpc-cdsp)", "use xnnpack or cpu there",
+    ),
+    _Sign(
+        "old-npu", "fault", lambda f: 0 < _number(f.htp) < 68, "everything runs on the CPU, and nothing says so",
+        "its NPU is v{htp}, and QNN's HTP backend begins with v68", "use xnnpack or cpu there",
+    ),
+    _Sign(
+        "skel", "warning", lambda f: bool(f.htp) and f"V{f.htp}Skel" not in f.skels,
+        "QNN creates no device: the skel is not found",
+        "libQnnHtpV{htp}Skel.so lies in no folder of the system: an app must bring it",
+        "put libQnnHtpV{htp}Skel.so and libQnnHtpV{htp}Stub.so into jniLibs/arm64-v8a, and ADSP_LIBRARY_PATH on it",
+    ),
+    _Sign(
+        "nnapi", "warning", lambda f: _number(f.api_level) < 27 or not f.nnapi, "NNAPI cannot be loaded",
+        "Android API {api_level} has no libneuralnetworks.so where apps look", "build for xnnpack or cpu there",
+    ),
+    _Sign(
+        "nnapi-driver", "warning", lambda f: bool(f.nnapi) and not f.nnapi_drivers,
+        "NNAPI runs everything on the CPU, and nothing says so",
+        "no vendor's driver is registered: nnapi-reference alone is left",
+        "use xnnpack there, or refuse the CPU: NNAPI_FLAG_CPU_DISABLED",
+    ),
+)  # fmt: skip
+
+
+def examine_phone(link: AdbLink) -> PhoneReport:
+    """Returns what a phone is, and what would refuse a session of an app there.
+
+    Raises:
+        DeviceError: adb does not reach it, or it does not answer.
+    """
+    require_device(link.name, link.find_missing())
+    script = "\n".join(f'echo "{key}=$(getprop {name})"' for key, name in _PROPERTIES.items())
+    # What the last look finds is no exit code of the whole.
+    said = ask(link, f"{script}\n{_LOOKS}\ntrue", step="examining it")
+    facts = read_facts(said)
+    if not facts.abi:
+        raise DeviceError(f"'{link.name}' does not tell its ABI", hint="is it an Android? getprop must work there")
+    return PhoneReport(device=link.name, facts=facts, findings=judge_facts(facts))
+
+
+def read_facts(said: str) -> PhoneFacts:
+    """Returns what the script's lines say, each name once; whatever else a shell writes is not looked at."""
+    known = set(PhoneFacts.__struct_fields__) - {"soc_model", "htp"}
+    pairs = (line.partition("=") for line in said.splitlines())
+    told = {name: one_line(value)[:200] for name, _, value in pairs if name in known}
+    target = load_target("qnn")
+    numbers = {name.casefold(): number for number, name in target.socs.items()}
+    soc_model = numbers.get(told.get("soc", "").casefold(), "")
+    htp = target.parameters["soc_model"].implies.get(soc_model, {}).get("htp_arch", "")
+    return PhoneFacts(**told, soc_model=soc_model, htp=htp)
+
+
+def judge_facts(facts: PhoneFacts) -> tuple[Finding, ...]:
+    """Returns what would go wrong on a phone, faults first."""
+    values = {name: getattr(facts, name) or "unknown" for name in facts.__struct_fields__}
+    found = [
+        Finding(
+            id=sign.id, level=sign.level, symptom=sign.symptom, cause=sign.cause.format_map(values),
+            fix=sign.fix.format_map(values),
+        )
+        for sign in _SIGNS if sign.shows(facts)
+    ]  # fmt: skip
+    return tuple(sorted(found, key=lambda finding: finding.level != "fault"))
