@@ -74,8 +74,8 @@ def _is_free(dim: int | str | None) -> bool:
 class Opening(msgspec.Struct, frozen=True, kw_only=True):
     """How a subject is opened: a model with the session options of a target, and with which sample.
 
-    The sample is that of `data`, else a golden one of a bundle, else drawn, with the sizes that `dims` gives
-    to dynamic dimensions. `batch` stacks so many; None leaves the sample as it is. `form` is that of a
+    The sample is that of `data`, which must fit the sizes that `dims` gives to dynamic dimensions, else a golden one of
+    a bundle, else drawn with these sizes. `batch` stacks so many; None leaves the sample as it is. `form` is that of a
     bundle to open, None for the one that is planned on the device; with `tuned` it is opened as it was tuned for this
     kind of machine.
     """
@@ -111,8 +111,8 @@ def open_subject(path: Path, work: Path, opening: Opening) -> Subject:
     its own. Its files are copied into `work`, and their digests checked.
 
     Raises:
-        UsageError: a bundle was given together with a target, dims where the sample has its sizes already or do not fit
-            it, or a batch where no first axis is dynamic.
+        UsageError: a bundle was given together with a target or dims, a dimension does not exist or is the batch that
+            was given too, or a batch where no first axis is dynamic.
         BundleError: the bundle is incomplete or altered.
         ModelError: the model cannot be read.
         DataError: the data does not fit the model.
@@ -123,8 +123,6 @@ def open_subject(path: Path, work: Path, opening: Opening) -> Subject:
         if opening.dims:
             raise UsageError("--dim means nothing for a bundle", hint="its golden samples have their sizes")
         return _open_bundle(path, work, opening)
-    if opening.dims and opening.data is not None:
-        raise UsageError("--dim means nothing beside --data", hint="the samples have their sizes: leave one out")
     return _open_model(path, work, opening)
 
 
@@ -192,8 +190,14 @@ def _open_model(path: Path, work: Path, opening: Opening) -> Subject:
 
 def _read_samples(path: Path, inputs: tuple[TensorSpec, ...], opening: Opening) -> Samples:
     wanted = inputs if opening.batch is None else cut_rows(inputs)
+    if opening.batch is not None:
+        first = {
+            str(spec.shape[0] or f"{spec.name}:0") for spec in inputs if spec.shape and spec.name in find_free(inputs)
+        }
+        for name in sorted(first & opening.dims.keys()):
+            raise UsageError(f"--batch says the size of '{name}'", hint=f"leave --dim {name}={opening.dims[name]} out")
     if opening.data is not None:
-        return load_samples(opening.data, wanted)
+        return load_samples(opening.data, size_inputs(wanted, opening.dims, may_stay_open=True))
     samples = draw_samples(size_inputs(wanted, opening.dims), opening.batch or 1)
     if samples is None:
         raise DataError(f"no sample can be drawn for '{path.name}'", hint="give one: --data FILE.npz")

@@ -22,6 +22,7 @@ from edgekit.errors import UsageError
 from edgekit.jobs.formats import FormatReport, compare_formats
 from edgekit.model.model import Model, load_model
 from edgekit.prepare.opset import lower_model
+from edgekit.prepare.shapes import size_inputs
 from edgekit.recipe import Recipe, load_metric
 from edgekit.report.pages.charts import draw_outputs
 from edgekit.report.pages.html import render_comparison
@@ -90,7 +91,7 @@ def command(
     the metric fell too far; or with --layers a layer does not compute what A's does, beyond rounding. 3: there are too
     few samples to tell whether the metric fell too far; --accept-unproven makes 0 of that.
     """
-    if b is None or formats or cpu or dims:
+    if b is None or formats or cpu:
         others = (b, layers, min_sqnr, device, target, metric, labels, max_metric_drop, custom_ops, html)
         if not formats or any(one not in (None, False, ()) for one in others):
             raise UsageError(
@@ -106,7 +107,8 @@ def command(
         raise UsageError("--metric, with or without --max-metric-drop, goes with --labels", hint="give both")
     _check_places(target, device, html)
     first = load_model(a, custom_ops=custom_ops)
-    given = load_samples(data, first.inputs, load_preprocess(preprocess) if preprocess else None)
+    inputs = size_inputs(first.inputs, options.parse_dims(dims), may_stay_open=True)
+    given = load_samples(data, inputs, load_preprocess(preprocess) if preprocess else None)
     chosen = refusing_bad(limit_samples(given, samples))
     second = load_model(b, custom_ops=custom_ops)
     with work_folder() as work, showing_progress(volume) as progress:

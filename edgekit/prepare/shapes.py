@@ -324,16 +324,30 @@ def _is_static(value: onnx.ValueInfoProto) -> bool:
 _UNSET_DIM = 1
 
 
-def size_inputs(inputs: Sequence[TensorSpec], dims: Mapping[str, int]) -> tuple[TensorSpec, ...]:
+def size_inputs(
+    inputs: Sequence[TensorSpec], dims: Mapping[str, int], *, may_stay_open: bool = False
+) -> tuple[TensorSpec, ...]:
     """Returns inputs with a number for each dimension: that of `dims`, what follows from it, or 1.
+
+    Where they `may_stay_open`, those that nothing is said of stay as they are.
 
     Raises:
         UsageError: a name or a size in `dims` is wrong.
     """
     graph = _make_graph(inputs)
-    fix_dims(graph, {**dict.fromkeys(find_unset(inputs, dims), _UNSET_DIM), **dims})
-    shapes = {value.name: tuple(dim.dim_value for dim in value.type.tensor_type.shape.dim) for value in graph.input}
-    return tuple(msgspec.structs.replace(spec, shape=shapes.get(spec.name, spec.shape)) for spec in inputs)
+    unset = set[str]() if may_stay_open else find_unset(inputs, dims)
+    fix_dims(graph, {**dict.fromkeys(unset, _UNSET_DIM), **dims}, may_stay_open=may_stay_open)
+    shapes = {value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim] for value in graph.input}
+
+    def fill(spec: TensorSpec) -> tuple[int | str | None, ...] | None:
+        sizes = shapes.get(spec.name)
+        if sizes is None or spec.shape is None:
+            return spec.shape
+        return tuple(
+            known if isinstance(known, int) else size or known for size, known in zip(sizes, spec.shape, strict=True)
+        )
+
+    return tuple(msgspec.structs.replace(spec, shape=fill(spec)) for spec in inputs)
 
 
 def find_unset(inputs: Sequence[TensorSpec], dims: Mapping[str, int]) -> set[str]:

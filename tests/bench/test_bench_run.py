@@ -274,9 +274,8 @@ def test_each_batch_is_one_run_of_so_many_samples(tmp_path: Path, data: bool) ->
 @pytest.mark.parametrize(
     ("opening", "message"),
     [
-        (Opening(batch=2, dims={"N": 2}), "no dynamic dimension 'N'"),
+        (Opening(batch=2, dims={"N": 2}), "--batch says the size of 'N'"),
         (Opening(dims={"M": 2}), "no dynamic dimension 'M'"),
-        (Opening(dims={"N": 2}, data="d.npz"), "--dim means nothing beside --data"),
     ],
 )
 def test_sizes_that_contradict_are_refused(tmp_path: Path, opening: Opening, message: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -265,3 +266,35 @@ def test_compare_shows_labels_and_says_no_where_none_is_equal(
     assert "100.0%" in capsys.readouterr().out
     assert run_command(["compare", first, second, *data]) == 1
     assert "0.0%" in capsys.readouterr().out
+
+
+def test_a_dimension_means_the_same_beside_data_in_every_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Samples of that size are taken, others are refused by their shape, and a name that is none by its name."""
+    monkeypatch.chdir(tmp_path)
+    text = "g (float[1,T] x) => (float[1,4] y) <float[4] w = {1, 2, 3, 4}> { s = ReduceSum(x)  y = Mul(s, w) }"
+    parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}', tmp_path / "m.onnx")
+    np.savez("d.npz", x=np.random.default_rng(0).normal(size=(8, 1, 6)).astype(np.float32))
+    ways = {
+        "bench": ["--runs", "1"],
+        "build": ["--target", "cpu", "--precision", "fp32", "--no-verify", "--out", "built"],
+        "compare": ["m.onnx"],
+        "convert": ["--out", "converted"],
+        "profile": ["--runs", "1", "--no-roofline"],
+        "tune": ["--time-budget", "0.1s"],
+    }
+    takers = {name for name in COMMANDS if _takes(name, "--dim", "--data")}
+    # What quantizes has no node to quantize here, and tests of its own for sizes.
+    assert takers == {*ways, "quantize"}
+    for name, way in ways.items():
+        for dims, code in ((["T=6"], 0), (["T=5"], 2), (["Q=6"], 2)):
+            given = [name, "m.onnx", *way, "--data", "d.npz", *(word for dim in dims for word in ("--dim", dim))]
+            assert run_command(given) == code, (given, capsys.readouterr().err)
+            if code:
+                assert re.search(r"\[1, ?1?,? ?6\]|1x6|'Q'|x'", capsys.readouterr().err), given
+
+
+def _takes(name: str, *options: str) -> bool:
+    command = group.get_command(click.Context(group), name)
+    return command is not None and {*options} <= {word for one in command.params for word in one.opts}
