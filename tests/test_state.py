@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from edgekit.errors import UsageError
-from edgekit.model.state import State, feed_back, first_state, match_state, run_steps, settle_state
+from edgekit.model.state import State, feed_back, first_state, match_state, resolve_state, run_steps
 from edgekit.model.tensors import Tensors, TensorSpec
 
 
@@ -107,10 +107,10 @@ def test_a_state_that_does_not_fit_is_refused(state: State, said: str) -> None:
     takes = [spec("x", 2, 8), spec("h", 1, 4), spec("c", 1, 4)]
     gives = [spec("y", 2, 8), spec("new_h", 1, 4), spec("new_c", 1, 4)]
     with pytest.raises(UsageError, match=said):
-        settle_state(state, takes, gives)
+        resolve_state(state, takes, gives)
 
 
 def test_steps_of_a_model_without_state_are_refused() -> None:
     with pytest.raises(UsageError, match="no output of the model feeds an input") as error:
-        settle_state(State(steps=2), [spec("x", 4)], [spec("y", 4)])
+        resolve_state(State(steps=2), [spec("x", 4)], [spec("y", 4)])
     assert "y" in (error.value.hint or "")

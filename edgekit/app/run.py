@@ -19,7 +19,7 @@ from edgekit.report.ci import render_junit, render_markdown
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.saved import read_report
 
-Spread = Callable[[Sequence[Cell]], Iterator[CellResult | None]]
+BuildElsewhere = Callable[[Sequence[Cell]], Iterator[CellResult | None]]
 """What builds several cells, and yields for each, in their order, what was found; None: build it here."""
 
 
@@ -29,7 +29,7 @@ def run_app(
     only: Sequence[str] = (),
     again: bool = False,
     bare: bool = False,
-    spread: Spread | None = None,
+    elsewhere: BuildElsewhere | None = None,
     store: Store | None = None,
     progress: Progress | None = None,
     landed: Progress = say_nothing,
@@ -38,9 +38,9 @@ def run_app(
 
     `only` names cells (`model/target`), models or targets. It is those that are returned; the report that is written
     has the others as an earlier run left them, and packages where every cell is up to date. A cell is finished and kept
-    when it is done: a run that is interrupted goes on where it was. With `again` nothing is kept. `spread` builds cells
-    elsewhere; `bare` is for them: cells alone, without packages and reports. What `store` holds is taken from there,
-    and what is built here goes there. `progress` is told each step, `landed` each cell that was built.
+    when it is done: a run that is interrupted goes on where it was. With `again` nothing is kept. `elsewhere` builds
+    cells in other processes, with `bare`: cells alone, without packages and reports. What `store` holds is taken
+    from there, and what is built here goes there. `progress` is told each step, `landed` each cell that was built.
 
     Raises:
         UsageError: `only` names nothing.
@@ -59,10 +59,10 @@ def run_app(
         lost = [cell for cell in cells if found[cell.name] is None]
         found |= {cell.name: _find_stored(app, cell, digests, store) for cell in lost}
     waiting = [cell for cell in cells if found[cell.name] is None]
-    elsewhere = iter([None] * len(waiting)) if spread is None else spread(waiting)
+    built = iter([None] * len(waiting)) if elsewhere is None else elsewhere(waiting)
     began = time.monotonic()
     for number, cell in enumerate(waiting, 1):
-        result = next(elsewhere) or _build(app, cell, digests, store, progress)
+        result = next(built) or _build(app, cell, digests, store, progress)
         found[cell.name] = result
         left_s = (time.monotonic() - began) / number * (len(waiting) - number)
         left = f", about {left_s:.0f} s left" if number < len(waiting) else ""

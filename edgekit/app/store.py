@@ -148,7 +148,7 @@ _LIMITS = Limits(files=1_000_000, size_bytes=1 << 40)
 _REPORT = "report.json"
 
 
-class Parcel(msgspec.Struct, frozen=True, kw_only=True):
+class StoredFiles(msgspec.Struct, frozen=True, kw_only=True):
     """Files in a store that lie side by side: the digest of their names and contents, and the name of the first."""
 
     sha256: str
@@ -160,7 +160,7 @@ def cell_folder(app: App, cell: Cell) -> Path:
     return app.out / cell.model / cell.target
 
 
-def send_parcel(paths: tuple[Path, ...], store: Store, digests: Digests) -> Parcel:
+def store_files(paths: tuple[Path, ...], store: Store, digests: Digests) -> StoredFiles:
     """Puts files, or a folder with all that is in it, into a store if they are not there, and returns what to ask for.
 
     Raises:
@@ -175,24 +175,24 @@ def send_parcel(paths: tuple[Path, ...], store: Store, digests: Digests) -> Parc
         with work_folder() as work:
             write_archive(entries, work / "inputs.tar", "tar")
             store.put(_name_inputs(digest), work / "inputs.tar")
-    return Parcel(sha256=digest, name=first.name)
+    return StoredFiles(sha256=digest, name=first.name)
 
 
-def receive_parcel(parcel: Parcel, store: Store, place: Path) -> Path:
-    """Returns the first file of a parcel, or its folder, unpacked below `place` if it is not there yet.
+def fetch_files(files: StoredFiles, store: Store, place: Path) -> Path:
+    """Returns the first of these files, or its folder, unpacked below `place` if it is not there yet.
 
     Raises:
         DataError: the store does not hold it, or something else under its name.
     """
-    if not (place / parcel.sha256).is_dir():
+    if not (place / files.sha256).is_dir():
         with work_folder() as work, staged_entries(place) as staging:
-            if not store.get(_name_inputs(parcel.sha256), work / "inputs.tar"):
-                raise DataError(f"store '{store.place}' has lost '{parcel.name}'", hint="run again")
-            unpack_archive(work / "inputs.tar", staging / parcel.sha256, _LIMITS)
-            found = _digest(list_files(staging / parcel.sha256), Digests(work / "digests"))
-            if found != parcel.sha256:
-                raise DataError(f"store '{store.place}' holds another '{parcel.name}'", hint="empty it, then run again")
-    return place / parcel.sha256 / parcel.name
+            if not store.get(_name_inputs(files.sha256), work / "inputs.tar"):
+                raise DataError(f"store '{store.place}' has lost '{files.name}'", hint="run again")
+            unpack_archive(work / "inputs.tar", staging / files.sha256, _LIMITS)
+            found = _digest(list_files(staging / files.sha256), Digests(work / "digests"))
+            if found != files.sha256:
+                raise DataError(f"store '{store.place}' holds another '{files.name}'", hint="empty it, then run again")
+    return place / files.sha256 / files.name
 
 
 def publish_cell(app: App, cell: Cell, key: str, store: Store) -> None:
@@ -219,7 +219,7 @@ def fetch_cell(app: App, cell: Cell, key: str, store: Store) -> CellResult | Non
         try:
             with staged_entries(app.out / cell.model) as staging:
                 unpack_archive(work / "cell.tar", staging / cell.target, _LIMITS)
-                return _settle(app, cell, key, staging / cell.target)
+                return _adopt(app, cell, key, staging / cell.target)
         except (BundleError, DataError, msgspec.MsgspecError, LookupError, TypeError):
             # Damaged: it is made again, and then replaces what lies there.
             return None
@@ -230,7 +230,7 @@ def name_cell(key: str) -> str:
     return f"cells/{key[:2]}/{key}.tar"
 
 
-def _settle(app: App, cell: Cell, key: str, folder: Path) -> CellResult:
+def _adopt(app: App, cell: Cell, key: str, folder: Path) -> CellResult:
     """Lets results that were made elsewhere, perhaps for a cell of another name, tell where they lie now."""
     result = read_result(folder)
     if result is None or result.key != key:

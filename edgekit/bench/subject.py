@@ -17,8 +17,8 @@ from edgekit.convert.ort_format.report import read_interface
 from edgekit.data.samples import Samples, draw_samples, load_samples
 from edgekit.devices.bundled import find_tuned, make_job, plan_run, set_job
 from edgekit.devices.device import Device, Job
-from edgekit.devices.labelled import address_of
-from edgekit.devices.local.provider import plain_target
+from edgekit.devices.local.provider import default_target
+from edgekit.devices.named import address_of
 from edgekit.devices.process.child import REPLAY_SAVED
 from edgekit.devices.register import load_target_here
 from edgekit.errors import DataError, UsageError
@@ -160,7 +160,7 @@ def _open_model(path: Path, work: Path, opening: Opening) -> Subject:
     outputs = _flatten_outputs(path, outputs, sample)
 
     def target_for(name: str) -> Target:
-        return target or plain_target(name)
+        return target or default_target(name)
 
     def job_for(device: Device) -> Job:
         chosen = target_for(address_of(device))

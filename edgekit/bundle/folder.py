@@ -33,8 +33,8 @@ from edgekit.bundle.manifest import (
     BundledFile,
     GoldenFacts,
     Manifest,
+    decode_json,
     decode_manifest,
-    decode_plain,
     encode_json,
 )
 from edgekit.bundle.sign import SIGNATURE, TestResult, check_signature, check_subjects
@@ -193,7 +193,7 @@ def open_bundle(path: AnyPath, *, key: AnyPath | None = None) -> Bundle:
     bundle = Bundle(folder=path, manifest=manifest, sha256=digest_bytes(data), attested=attested)
     if statement is not None:
         check_subjects(statement, bundle.digests, path)
-    said = decode_plain(data, str(path / MANIFEST))
+    said = decode_json(data, str(path / MANIFEST))
     check_same(manifest, said, read_target(bundle), str(path / MANIFEST))
     return bundle
 

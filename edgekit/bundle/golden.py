@@ -29,7 +29,7 @@ from edgekit.data.samples import Samples, load_samples
 from edgekit.data.split import Sequences
 from edgekit.errors import DataError, ModelError
 from edgekit.model.model import Model
-from edgekit.model.state import State, run_steps, settle_state
+from edgekit.model.state import State, resolve_state, run_steps
 from edgekit.model.tensors import DTYPES, HEADERS, Array, Tensors, TensorSpec
 
 # The first moment that a zip can hold (APPNOTE.TXT, 4.4.6).
@@ -436,7 +436,7 @@ def plan_sequences(
     Raises:
         UsageError: the state that is given does not fit the model.
     """
-    state = settle_state(given, inputs, outputs)
+    state = resolve_state(given, inputs, outputs)
 
     def unroll(samples: Samples, name: str) -> Samples:
         return unroll_samples(model, samples, state, inputs, work / f"{name}.steps.npz")

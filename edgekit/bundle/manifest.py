@@ -464,7 +464,7 @@ def decode_manifest(data: bytes, source: str) -> Manifest:
     Raises:
         BundleError: the manifest is malformed, not canonical, of an unknown schema version, or contradicts itself.
     """
-    raw = decode_plain(data, source)
+    raw = decode_json(data, source)
     manifest = convert_strictly(migrate_manifest(raw), Manifest, source)
     # Readers disagree on keys that come twice (RFC 8259, 4): the signature would cover two meanings.
     check_canonical(raw, data, source)
@@ -513,7 +513,7 @@ def _check_open_dims(manifest: Manifest, source: str) -> None:
         raise BundleError(f"the open dimensions in '{source}' {fault}", hint="build the bundle again")
 
 
-def decode_plain(data: bytes, source: str) -> Any:
+def decode_json(data: bytes, source: str) -> Any:
     """Returns JSON of at most 16 MiB as plain data.
 
     Raises:

@@ -19,8 +19,8 @@ from edgekit.bundle.manifest import (
     Manifest,
     check_canonical,
     convert_strictly,
+    decode_json,
     decode_manifest,
-    decode_plain,
     encode_json,
 )
 from edgekit.bundle.sign import SIGNATURE, TestResult, check_signature, check_subjects, sign_files
@@ -153,7 +153,7 @@ def open_index(path: Path, *, key: Path | None = None) -> MultiBundle:
     data = read_bounded(path, INDEX)
     statement = None if key is None else check_signature(data, INDEX, path, key)
     source = str(path / INDEX)
-    raw = decode_plain(data, source)
+    raw = decode_json(data, source)
     index = convert_strictly(raw, Index, source)
     check_canonical(raw, data, source)
     manifests = [(_read_manifest(path, variant), variant.manifest) for variant in index.variants]

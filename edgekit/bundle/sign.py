@@ -13,7 +13,7 @@ import msgspec
 
 from edgekit._files import digest_bytes, write_file, write_new
 from edgekit.bundle.checks import read_bounded
-from edgekit.bundle.manifest import check_canonical, convert_strictly, decode_plain, encode_json
+from edgekit.bundle.manifest import check_canonical, convert_strictly, decode_json, encode_json
 from edgekit.errors import BundleError, MissingExtraError, OutputError, UsageError
 
 SIGNATURE = "signature.json"
@@ -142,7 +142,7 @@ def read_envelope(folder: Path) -> Envelope:
     if not os.path.lexists(place):
         raise BundleError(f"'{folder}' is not signed", hint=f"sign it: {_SIGN}")
     data = read_bounded(folder, SIGNATURE)
-    raw = decode_plain(data, str(place))
+    raw = decode_json(data, str(place))
     if isinstance(raw, dict) and "algorithm" in raw:
         raise BundleError(f"'{place}' has the form of an earlier edgekit", hint=f"sign it again: {_SIGN}")
     envelope = convert_strictly(raw, Envelope, str(place))
@@ -157,7 +157,7 @@ def read_statement(payload: bytes, folder: Path) -> Statement:
         BundleError: it is no statement as edgekit writes them.
     """
     source = f"{folder / SIGNATURE} (payload)"
-    raw = decode_plain(payload, source)
+    raw = decode_json(payload, source)
     statement = convert_strictly(raw, Statement, source)
     # Readers disagree on keys that come twice: one of them would not see what was signed.
     check_canonical(raw, payload, source)

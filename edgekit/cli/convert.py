@@ -87,7 +87,7 @@ def forms(function: Command) -> Command:
         given = {"--style": style, "--level": levels, "--cpu": cpu}
         named = [name for name, value in given.items() if value]
         if target is not None and (named or with_onnx):
-            _check_settled(load_target_here(target), named, _STYLES[style] if style else (), with_onnx=with_onnx)
+            _refuse_fixed_options(load_target_here(target), named, _STYLES[style] if style else (), with_onnx=with_onnx)
         if len(levels) > 1 and (style or not with_onnx):
             raise UsageError(
                 "a file in ORT format has one level, and several were given",
@@ -191,7 +191,7 @@ def weights(function: Command) -> Command:
     return command
 
 
-def _check_settled(target: Target, named: Sequence[str], styles: tuple[Style, ...], *, with_onnx: bool) -> None:
+def _refuse_fixed_options(target: Target, named: Sequence[str], styles: tuple[Style, ...], *, with_onnx: bool) -> None:
     """Refuses options that a target settles; an ONNX form that it loads may be asked for, and is written anyway."""
     forms = ", ".join(target.conversion.forms)
     for style in styles:

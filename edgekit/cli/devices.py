@@ -9,7 +9,7 @@ from edgekit.cli.main import NO, YES
 from edgekit.cli.screen import show_json, show_line, showing_progress
 from edgekit.cli.terminal import show_devices, show_self_test
 from edgekit.devices.find import find_device, install_device, list_devices, serve_device
-from edgekit.devices.local.provider import list_offered, plain_target
+from edgekit.devices.local.provider import default_target, list_offered
 from edgekit.devices.self_test import try_device
 from edgekit.target import load_target
 
@@ -51,7 +51,7 @@ def install_command(name: str, library: Path | None, framework: Path | None, vol
     """Install what the device NAME needs into your cache."""
     with showing_progress(volume) as progress:
         install_device(name, progress, library=library, framework=framework)
-    missing = find_device(name, plain_target(name)).find_missing()
+    missing = find_device(name, default_target(name)).find_missing()
     show_line(f"'{name}' can run" if missing is None else f"'{name}' is installed, but {missing.reason}")
     return YES
 

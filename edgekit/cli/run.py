@@ -10,7 +10,7 @@ import msgspec
 from edgekit.app.config import FILE, App, load_app
 from edgekit.app.result import AppReport, headline_app
 from edgekit.app.run import list_watched
-from edgekit.app.spread import run_anywhere
+from edgekit.app.workers import run_anywhere
 from edgekit.cli import options
 from edgekit.cli.defaults import check_defaults
 from edgekit.cli.screen import print_table, show_json, show_line, showing_progress

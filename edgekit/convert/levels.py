@@ -75,7 +75,7 @@ def write_level(
     path = folder / f"model.{level.value}.onnx"
     optimize_graph(model.path, path, msgspec.structs.replace(settings, libraries=model.custom_ops))
     proto = onnx.load(str(path))
-    _settle_reorders(proto.graph)
+    _name_reorders(proto.graph)
     keep_used_opsets(proto)
     path.write_bytes(proto.SerializeToString(deterministic=True))
     equality = compare_with_source(model, path, options, samples) if checked else None
@@ -108,7 +108,7 @@ def describe_level(model: Model, path: Path, level: Level, equality: Equality | 
     )
 
 
-def _settle_reorders(graph: onnx.GraphProto) -> None:
+def _name_reorders(graph: onnx.GraphProto) -> None:
     """Gives the nodes that turn blocked layouts back names and places by what they give, in place.
 
     ONNX Runtime adds them in the order of a hash table that is seeded anew in each process.

@@ -11,7 +11,7 @@ from edgekit.bundle.folder import Bundle, read_check, read_target
 from edgekit.bundle.manifest import MachineClass, Manifest, SessionSetting, class_of_this_machine
 from edgekit.data.samples import Samples
 from edgekit.devices.device import LEAST_SAMPLES, Device, Job
-from edgekit.devices.labelled import address_of, kind_of
+from edgekit.devices.named import address_of, kind_of
 from edgekit.machine import count_cores, count_physical_cores
 from edgekit.model.tensors import TensorSpec
 from edgekit.target import Form, Verification

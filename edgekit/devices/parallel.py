@@ -13,7 +13,7 @@ from typing import TypeVar
 from edgekit._files import digest_bytes, one_at_a_time
 from edgekit._proc import end_children
 from edgekit.devices.device import Device
-from edgekit.devices.labelled import address_of, kind_of
+from edgekit.devices.named import address_of, kind_of
 from edgekit.devices.process.cache import cache_folder
 
 _Item = TypeVar("_Item")
@@ -76,7 +76,7 @@ def running_behind(call: Callable[[_Item], _T], at_once: int, more: int) -> Gene
         with contextlib.suppress(IndexError):
             future, item = waiting.popleft()
             if future.set_running_or_notify_cancel():
-                _settle(future, functools.partial(call, item))
+                _complete(future, functools.partial(call, item))
 
     with ThreadPoolExecutor(at_once) as pool, ThreadPoolExecutor(more) as others:
 
@@ -96,7 +96,7 @@ def running_behind(call: Callable[[_Item], _T], at_once: int, more: int) -> Gene
             raise
 
 
-def _settle(future: Future[_T], call: Callable[[], _T]) -> None:
+def _complete(future: Future[_T], call: Callable[[], _T]) -> None:
     try:
         future.set_result(call())
     except BaseException as error:  # noqa: BLE001 - it is raised again by who asks for the result

@@ -10,8 +10,8 @@ import msgspec
 from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.device import Device
 from edgekit.devices.find import find_device, refuse_remote, vary_device
-from edgekit.devices.labelled import Labelled, address_of
 from edgekit.devices.local.provider import PROVIDERS, is_accelerated
+from edgekit.devices.named import NamedDevice, address_of
 from edgekit.errors import UsageError, suggest_name
 from edgekit.evidence import Evidence
 from edgekit.machine import VNNI, read_cpu_flags
@@ -161,7 +161,9 @@ def _label(entry: ListedDevice, name: str, device: Device) -> Device:
                 f"'{key}' of device '{entry.name}' means nothing for '{entry.device}'", hint="leave it out"
             )
     adapted = cast("Device", msgspec.structs.replace(cast("msgspec.Struct", device), **changes))
-    return Labelled(label=name, device=adapted, timeout_s=entry.timeout_s, budget_s=entry.budget_s, place=entry.labgrid)
+    return NamedDevice(
+        label=name, device=adapted, timeout_s=entry.timeout_s, budget_s=entry.budget_s, place=entry.labgrid
+    )
 
 
 def _check_keys(path: Path, tree: Mapping[str, object]) -> None:

@@ -34,7 +34,7 @@ from edgekit.bundle.group.wiring import (
     describe_interface,
     find_fault,
     list_data,
-    settle_wiring,
+    resolve_wiring,
     split_source,
 )
 from edgekit.data.labels import Label
@@ -316,7 +316,7 @@ def _open_members(path: Path, file: GroupFile, work: Path, *, is_free: bool) -> 
         name: _prepare(name, model, file.members[name], work / "ready" / name, is_free=is_free)
         for name, model in models.items()
     }
-    wiring = settle_wiring(file.wiring, interfaces)
+    wiring = resolve_wiring(file.wiring, interfaces)
     fault = find_fault(wiring, interfaces)
     if fault is not None:
         raise UsageError(f"'{path}' {fault[0]}", hint=fault[1])

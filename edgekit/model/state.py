@@ -59,7 +59,7 @@ def match_state(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> 
     return {name: output for name, output in found.items() if takers[output] == 1}
 
 
-def settle_state(given: State | None, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> State:
+def resolve_state(given: State | None, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> State:
     """Returns the state of a model: what is stated of it, with the feeds found by name where none are stated.
 
     Raises:

@@ -17,7 +17,7 @@ from edgekit.bundle.manifest import SessionSetting, TunedSession, TuningEvidence
 from edgekit.data.samples import select_samples
 from edgekit.devices.bundled import OF_THIS_MACHINE, count_device_cores, count_device_units, find_class, read_class
 from edgekit.devices.device import Device, DeviceRun, Job
-from edgekit.devices.labelled import address_of
+from edgekit.devices.named import address_of
 from edgekit.devices.placed import count_nodes
 from edgekit.devices.process.child import require_device
 from edgekit.devices.register import DeviceChoice, choose_devices

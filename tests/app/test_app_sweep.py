@@ -20,8 +20,8 @@ from edgekit.app import result
 from edgekit.app.config import App, SweepTable, load_app
 from edgekit.app.result import AppReport
 from edgekit.app.run import run_app
-from edgekit.app.spread import TOPIC, list_slots, run_anywhere, spread_processes
 from edgekit.app.store import open_store
+from edgekit.app.workers import TOPIC, list_slots, run_anywhere, use_processes
 from edgekit.bundle.group.group import open_group
 from edgekit.cli.main import run_command
 from edgekit.errors import UsageError
@@ -94,7 +94,7 @@ def test_a_store_that_cannot_be_used_is_one_line(
 ) -> None:
     with pytest.raises(UsageError, match="cannot open store 'nowhere://x'"):
         open_store("nowhere://x")
-    monkeypatch.setattr("edgekit.app.spread._CONNECT_S", 1)
+    monkeypatch.setattr("edgekit.app.workers._CONNECT_S", 1)
     assert run_command(["run", str(folder / "edgekit.toml"), "--scheduler", "tcp://127.0.0.1:1"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("edgekit: error: no scheduler answers at 'tcp://127.0.0.1:1'")
@@ -134,10 +134,10 @@ def test_a_cell_that_kills_its_process_fails_alone(
     first, second = TEXT.split("[models.two]")
     (folder / "edgekit.toml").write_text(first + "[models.two]" + second.replace("samples.npz", "deadly:make"))
     # Both in one process, and once more the one that was not finished.
-    monkeypatch.setattr("edgekit.app.spread._SHARES", 1)
-    monkeypatch.setattr("edgekit.app.spread._TRIES", 1)
+    monkeypatch.setattr("edgekit.app.workers._SHARES", 1)
+    monkeypatch.setattr("edgekit.app.workers._TRIES", 1)
     app = _app(folder)
-    one, two = run_app(app, spread=spread_processes(app, 1, say_nothing)).cells
+    one, two = run_app(app, elsewhere=use_processes(app, 1, say_nothing)).cells
     assert (one.state, one.verdict) == ("built", "pass")
     assert two.headline.startswith("Its process died 1 times: ")
 

@@ -21,7 +21,7 @@ from edgekit.bundle.golden import read_inputs, read_outputs
 from edgekit.bundle.group.group import GROUP, Group, extract_member, open_group
 from edgekit.bundle.group.pipeline import cut_boxes, run_pipeline
 from edgekit.bundle.group.weights import find_equal_weights
-from edgekit.bundle.group.wiring import CHOSEN, Crop, Interface, Wiring, describe_interface, find_fault, settle_wiring
+from edgekit.bundle.group.wiring import CHOSEN, Crop, Interface, Wiring, describe_interface, find_fault, resolve_wiring
 from edgekit.bundle.manifest import encode_json
 from edgekit.errors import BundleError, DataError
 from edgekit.jobs.group import build_group
@@ -56,7 +56,7 @@ TALK = ({"run": "prefill", "text": TEXT}, {"run": "decode", "repeat": True, "tex
 
 
 def test_a_wiring_is_settled_by_names() -> None:
-    wiring = settle_wiring(wire(*TALK, tokens={"start": [1]}), talk_members())
+    wiring = resolve_wiring(wire(*TALK, tokens={"start": [1]}), talk_members())
     decode = wiring.stages[1]
     assert decode.feeds == {"past.key": "prefill.present.key", "past.value": "prefill.present.value"}
     assert decode.state == {"past.key": "present.key", "past.value": "present.value"}
@@ -66,7 +66,7 @@ def test_a_wiring_is_settled_by_names() -> None:
 
 def test_what_stands_in_a_wiring_is_left() -> None:
     stated = {**TALK[1], "feeds": {"past.key": "data.k"}, "state": {"past.key": "present.key"}}
-    wiring = settle_wiring(wire(TALK[0], stated, tokens={"start": [1]}), talk_members())
+    wiring = resolve_wiring(wire(TALK[0], stated, tokens={"start": [1]}), talk_members())
     assert wiring.stages[1].feeds["past.key"] == "data.k"
     assert wiring.stages[1].state == {"past.key": "present.key"}
 
@@ -145,7 +145,7 @@ def test_a_wiring_is_bounded(wrong: dict[str, Any]) -> None:
 
 def test_text_without_a_cache_is_read_from_the_left_until_it_is_full() -> None:
     members = {"m": describe_interface([spec("ids", 1, 3, dtype="int64")], [spec("logits", 1, 3, 9)])}
-    wiring = settle_wiring(
+    wiring = resolve_wiring(
         wire({"run": "m", "repeat": True, "text": TEXT}, tokens={"start": [4], "end": 8, "pad": 7}), members
     )
     seen: list[list[int]] = []
@@ -166,7 +166,7 @@ def test_text_without_a_cache_is_read_from_the_left_until_it_is_full() -> None:
 def test_the_end_token_ends_one_text_and_not_its_neighbour() -> None:
     members = {"m": describe_interface([spec("ids", 1, 1, dtype="int64")], [spec("logits", 1, 4)])}
     stage = {"run": "m", "repeat": True, "text": {**TEXT, "align": "right"}}
-    wiring = settle_wiring(wire(stage, tokens={"start": "data.first", "end": 3, "most": 5}), members)
+    wiring = resolve_wiring(wire(stage, tokens={"start": "data.first", "end": 3, "most": 5}), members)
     counts: list[int] = []
 
     def run(_: str, samples: Sequence[Tensors]) -> list[Tensors]:

@@ -15,7 +15,7 @@ from group_models import make_talk, talk_on
 from edgekit.bundle.golden import read_inputs, read_outputs
 from edgekit.bundle.group.group import open_group
 from edgekit.bundle.group.pipeline import run_pipeline
-from edgekit.bundle.group.wiring import CHOSEN, Interface, Wiring, describe_interface, find_fault, settle_wiring
+from edgekit.bundle.group.wiring import CHOSEN, Interface, Wiring, describe_interface, find_fault, resolve_wiring
 from edgekit.jobs.group import build_group
 from edgekit.model.tensors import Tensors, TensorSpec
 from edgekit.recipe import Data, Recipe
@@ -71,7 +71,7 @@ def spec(name: str, *shape: int | str | None, dtype: str = "int64") -> TensorSpe
 def run(stage: Mapping[str, Any], mine: Interface, data: Tensors) -> list[dict[str, list[Any]]]:
     """Returns what a stage that says 5, 6, 7 is given each time."""
     raw = {"stages": [{"run": "m", "repeat": True, **stage}], "tokens": {"start": [3, 4], "most": 3}}
-    wiring = settle_wiring(msgspec.convert(raw, Wiring), {"m": mine})
+    wiring = resolve_wiring(msgspec.convert(raw, Wiring), {"m": mine})
     assert find_fault(wiring, {"m": mine}) is None
     seen: list[dict[str, list[Any]]] = []
 
@@ -115,6 +115,6 @@ def test_without_state_the_text_is_as_long_as_it_is_or_as_an_input_of_that_name(
 def test_text_has_no_other_open_axis(shape: tuple[int | str, ...]) -> None:
     mine = describe_interface([spec("ids", *shape)], [LOGITS])
     raw = {"stages": [{"run": "m", "text": {"input": "ids", "scores": "logits"}}], "tokens": {"start": [1]}}
-    fault = find_fault(settle_wiring(msgspec.convert(raw, Wiring), {"m": mine}), {"m": mine})
+    fault = find_fault(resolve_wiring(msgspec.convert(raw, Wiring), {"m": mine}), {"m": mine})
     assert fault is not None
     assert "cannot fill" in fault[0]

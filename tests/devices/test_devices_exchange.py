@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from edgekit.data.samples import Samples
-from edgekit.devices.process.exchange import FarJob, open_outputs, read_run, read_tensors, write_job, write_tensors
+from edgekit.devices.process.exchange import RunnerJob, open_outputs, read_run, read_tensors, write_job, write_tensors
 from edgekit.errors import DeviceError
 from edgekit.model.tensors import DTYPES, Array, TensorSpec
 
@@ -130,7 +130,7 @@ def test_a_run_that_is_no_run_is_refused(tmp_path: Path, text: str) -> None:
 
 def test_a_job_is_streamed(tmp_path: Path) -> None:
     rows = ({"x": np.full((1, 2), index, np.float32)} for index in range(3))
-    write_job(tmp_path, FarJob(model="m", provider="p", samples=3), Samples(source="s", count=3, read=lambda: rows))
+    write_job(tmp_path, RunnerJob(model="m", provider="p", samples=3), Samples(source="s", count=3, read=lambda: rows))
     spec = TensorSpec(name="x", dtype="float32", shape=(1, 2))
     assert read_tensors(tmp_path / "in/00002.tensors", [spec])["x"].tolist() == [[2.0, 2.0]]
     assert json.loads((tmp_path / "job.json").read_text())["samples"] == 3

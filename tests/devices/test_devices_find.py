@@ -6,8 +6,8 @@ import pytest
 
 from edgekit._ort import VERSION
 from edgekit.devices.find import device_names, find_device, install_device, list_devices
-from edgekit.devices.labelled import Labelled
-from edgekit.devices.local.provider import plain_target
+from edgekit.devices.local.provider import default_target
+from edgekit.devices.named import NamedDevice
 from edgekit.devices.process.cache import find_installed, installing
 from edgekit.devices.process.child import FAR
 from edgekit.devices.register import DeviceChoice, choose_devices
@@ -61,7 +61,7 @@ def test_every_device_that_a_target_names_exists(target: str) -> None:
 
 def test_every_name_finds_its_device() -> None:
     for name in device_names():
-        assert find_device(name, plain_target(name)).name.partition(":")[0] == name.partition(":")[0]
+        assert find_device(name, default_target(name)).name.partition(":")[0] == name.partition(":")[0]
 
 
 @pytest.mark.usefixtures("empty_cache")
@@ -183,6 +183,6 @@ def test_a_file_gives_a_remote_device_its_runner_and_library(tmp_path: Path) -> 
     (tmp_path / "d.toml").write_text(text)
     target = load_target("xnnpack")
     (device,) = choose_devices(DeviceChoice(file=tmp_path / "d.toml"), lambda _: target, default=())
-    assert isinstance(device, Labelled)
+    assert isinstance(device, NamedDevice)
     wanted = AdbDevice(serial="R5CT", runner=tmp_path / "r", library=tmp_path / "l.so", provider="CPUExecutionProvider")
     assert device.device == wanted

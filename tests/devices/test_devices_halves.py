@@ -12,7 +12,7 @@ from devices_models import make_job, qdq_conv
 from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun, Job
 from edgekit.devices.find import find_device
-from edgekit.devices.process.child import can_halve, describe_stop, run_in_halves
+from edgekit.devices.process.child import can_halve, describe_stop, run_in_two_calls
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import Tensors
 from edgekit.target import load_target
@@ -51,7 +51,7 @@ def run_some(job: Job, most: int, failure: str | None = None) -> DeviceRun:
 
 @pytest.mark.parametrize("count", [8, 9])
 def test_samples_and_times_keep_their_order(count: int, tmp_path: Path) -> None:
-    run = run_in_halves(job_of(tmp_path, count), tmp_path, lambda half, _: run_some(half, count))
+    run = run_in_two_calls(job_of(tmp_path, count), tmp_path, lambda half, _: run_some(half, count))
     values = [float(sample["x"][0]) for sample in run.outputs]
     assert (values, run.latency_ms, run.outputs.count) == ([*range(count)], tuple(range(count)), count)
     assert (run.failure, run.stopped_early, run.notes) == (None, False, ("known",))
@@ -67,7 +67,7 @@ def test_the_outputs_end_at_the_first_that_is_missing(
         return run_some(half, mine, failure if mine < 5 else None)
 
     job = job_of(tmp_path, 10)
-    run = run_in_halves(job, tmp_path, run_half)
+    run = run_in_two_calls(job, tmp_path, run_half)
     assert [float(sample["x"][0]) for sample in run.outputs] == [*range(whole)]
     assert (run.failure, run.stopped_early) == (failure, failure is None)
     assert run.notes == ("known", *(() if failure else describe_stop(whole, job)))

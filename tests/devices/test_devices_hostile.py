@@ -17,7 +17,7 @@ from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun, Job
 from edgekit.devices.find import find_device
 from edgekit.devices.process.child import ORT_RUNNER, Runner, collect_run, judge_run, printable
-from edgekit.devices.process.exchange import FarRun, read_run
+from edgekit.devices.process.exchange import RunnerResult, read_run
 from edgekit.errors import DeviceError, EdgekitError
 from edgekit.evidence import Evidence
 from edgekit.model.model import load_model
@@ -137,7 +137,7 @@ def test_a_device_cannot_have_taken_nodes_of_a_file_without_any(tmp_path: Path, 
     job = msgspec.structs.replace(
         make_job(tmp_path / "f.onnx", "nnapi", [{"x": np.zeros((1, 4, 8, 8), np.float32)}]), model=tmp_path / "f.ort"
     )
-    far = msgspec.json.decode(json.dumps(whole), type=FarRun)
+    far = msgspec.json.decode(json.dumps(whole), type=RunnerResult)
     outputs = Samples(source="liar", count=0, read=lambda: iter(()))
     assert judge_run(Runner(device="liar", evidence=Evidence.DEVICE), job, far, outputs, None).placement == ()
 

@@ -21,9 +21,9 @@ from edgekit.devices.local.provider import (
     LocalProvider,
     ask_provider,
     check_options,
+    default_target,
     find_missing_provider,
     list_offered,
-    plain_target,
 )
 from edgekit.devices.process.child import FAR, Runner, describe_job
 from edgekit.devices.process.pipe import run_python
@@ -45,7 +45,7 @@ needs_openvino = pytest.mark.skipif(
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
     job = make_job(float_conv(tmp_path / "conv.onnx"), "cpu")
-    return msgspec.structs.replace(job, target=plain_target("host:cuda"))
+    return msgspec.structs.replace(job, target=default_target("host:cuda"))
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def built_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_row_of_the_table_is_a_device_that_runs_its_provider() -> None:
     for name, row in PROVIDERS.items():
         assert name in device_names()
-        assert plain_target(name).provider == row.name
+        assert default_target(name).provider == row.name
         assert bool(row.module) != bool(row.parts or row.systems == ("win32",)), "a plug-in, or built in"
     with pytest.raises(UsageError, match=f"'host:cuda' runs {CUDA}, and target 'qnn' uses"):
         find_device("host:cuda", load_target("qnn"))
@@ -67,7 +67,7 @@ def test_every_row_of_the_table_is_a_device_that_runs_its_provider() -> None:
 
 def test_a_kind_of_hardware_is_a_device_of_its_own_in_no_line_of_its_own() -> None:
     assert {"openvino:cpu", "openvino:gpu", "openvino:npu"} <= set(device_names())
-    assert find_device("openvino:npu", plain_target("openvino:npu")).evidence is Evidence.DEVICE
+    assert find_device("openvino:npu", default_target("openvino:npu")).evidence is Evidence.DEVICE
     listed = {status.name for status in list_devices()}
     assert {"openvino", "host:cuda", "host:directml"} <= listed
     assert "openvino:gpu" not in listed

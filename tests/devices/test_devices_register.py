@@ -7,8 +7,8 @@ import pytest
 from devices_models import float_conv, make_job
 
 from edgekit.devices.device import DeviceRun, Job
-from edgekit.devices.labelled import Labelled, address_of, kind_of
 from edgekit.devices.local.host import Host
+from edgekit.devices.named import NamedDevice, address_of, kind_of
 from edgekit.devices.register import DeviceChoice, choose_devices, read_devices
 from edgekit.errors import UsageError
 from edgekit.target import Target, load_target
@@ -43,7 +43,7 @@ def test_a_listed_device_bears_its_name_and_keeps_its_limits(tmp_path: Path, wor
             jobs.append(job)
             return Host.run_job(self, job, work)
 
-    device = Labelled(label="desk", device=Watched(), timeout_s=30.0, budget_s=2.0)
+    device = NamedDevice(label="desk", device=Watched(), timeout_s=30.0, budget_s=2.0)
     run = device.run_job(make_job(float_conv(tmp_path / "f.onnx"), "nnapi"), work)
     assert (run.device, run.failure, kind_of(device)) == ("desk", None, "host")
     assert (jobs[0].timeout_s, jobs[0].budget_s) == (30.0, 2.0)

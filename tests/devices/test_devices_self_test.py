@@ -10,7 +10,7 @@ from edgekit.data.samples import Samples
 from edgekit.devices.device import Device, DeviceRun, Job, Missing
 from edgekit.devices.find import serve_device
 from edgekit.devices.local.host import Host
-from edgekit.devices.local.provider import plain_target
+from edgekit.devices.local.provider import default_target
 from edgekit.devices.self_test import SelfTest, try_device
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import Tensors
@@ -29,7 +29,7 @@ def test_every_emulator_that_is_here_passes(name: str) -> None:
 
 
 def try_alone(device: Device) -> SelfTest:
-    return try_device([(device, plain_target("host"))])
+    return try_device([(device, default_target("host"))])
 
 
 class Liar(Host, frozen=True, kw_only=True):

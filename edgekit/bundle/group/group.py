@@ -25,8 +25,8 @@ from edgekit.bundle.manifest import (
     Manifest,
     check_canonical,
     convert_strictly,
+    decode_json,
     decode_manifest,
-    decode_plain,
     encode_json,
 )
 from edgekit.bundle.sign import SIGNATURE, TestResult, check_signature, check_subjects, sign_files
@@ -245,7 +245,7 @@ def open_group(path: Path, *, key: Path | None = None) -> Group:
     # The signature first: nothing is decoded whose signer is not known.
     statement = None if key is None else check_signature(data, GROUP, path, key)
     source = str(path / GROUP)
-    raw = decode_plain(data, source)
+    raw = decode_json(data, source)
     group = convert_strictly(raw, GroupManifest, source)
     check_canonical(raw, data, source)
     manifests = {name: _read_member(path, name, member, group) for name, member in group.members.items()}

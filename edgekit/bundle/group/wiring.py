@@ -276,7 +276,7 @@ def _is_same(spec: TensorSpec, made: TensorSpec) -> bool:
     return not any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in pairs)
 
 
-def settle_wiring(wiring: Wiring, members: Mapping[str, Interface]) -> Wiring:
+def resolve_wiring(wiring: Wiring, members: Mapping[str, Interface]) -> Wiring:
     """Returns the wiring with every source written out; what stands in it is left as it is.
 
     An input that nothing fills is fed by the output of its name of the nearest stage before it, else by one that
@@ -286,12 +286,12 @@ def settle_wiring(wiring: Wiring, members: Mapping[str, Interface]) -> Wiring:
     stages: list[Stage] = []
     for stage in wiring.stages:
         mine = members.get(stage.run)
-        stages.append(stage if mine is None else _settle_stage(stage, mine, stages, members))
+        stages.append(stage if mine is None else _resolve_stage(stage, mine, stages, members))
     align: Literal["left", "right"] = "right" if any(stage.state for stage in stages) else "left"
     return msgspec.structs.replace(wiring, stages=tuple(_align(stage, align) for stage in stages))
 
 
-def _settle_stage(stage: Stage, mine: Interface, before: Sequence[Stage], members: Mapping[str, Interface]) -> Stage:
+def _resolve_stage(stage: Stage, mine: Interface, before: Sequence[Stage], members: Mapping[str, Interface]) -> Stage:
     state = dict(stage.state)
     if stage.repeat and not state:
         state = match_state(list(mine.inputs.values()), list(mine.outputs.values()))

@@ -23,8 +23,8 @@ from edgekit.devices.android.nnapi.compute import Service, can_compute, computin
 from edgekit.devices.android.nnapi.network import Driver, read_driver
 from edgekit.devices.android.nnapi.tflite import INSTALL_LITERT
 from edgekit.devices.device import DeviceRun, Job, Missing
-from edgekit.devices.process.child import Runner, can_halve, describe_job, refuse_run, require_device, run_in_halves
-from edgekit.devices.process.exchange import FarJob
+from edgekit.devices.process.child import Runner, can_halve, describe_job, refuse_run, require_device, run_in_two_calls
+from edgekit.devices.process.exchange import RunnerJob
 from edgekit.devices.process.link import LocalLink
 from edgekit.devices.process.pipe import run_over
 from edgekit.errors import UsageError, suggest_name
@@ -205,7 +205,7 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
             runner = Runner(device=self.name, evidence=self.evidence)
             return refuse_run(runner, f"'{installed.archive if installed else ''}' was built without {provider}")
         if provider == NNAPI and can_halve(job) and _count_macs(job) > MOST_MACS:
-            run = run_in_halves(job, work, partial(self._run, installed=installed))
+            run = run_in_two_calls(job, work, partial(self._run, installed=installed))
         else:
             run = self._run(job, work, installed)
         return self._try_elsewhere(run, job, work, installed) if run.crashed else run
@@ -238,7 +238,7 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
             notes=(*run.notes, *self._list_notes(run, job, far, service)),
         )
 
-    def _describe_job(self, job: Job, installed: Installed) -> FarJob:
+    def _describe_job(self, job: Job, installed: Installed) -> RunnerJob:
         provider = job.target.provider
         platform = job.target.session.platforms.get("android")
         far = describe_job(job, provider=provider)
@@ -297,7 +297,7 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
         where = f"{bare.op_type} '{bare.name}' has no input"
         return f"; {where}: there XNNPACK's provider for x86-64 crashes, and the one for Arm does not: --on android"
 
-    def _list_notes(self, run: DeviceRun, job: Job, far: FarJob, service: Service) -> Iterator[str]:
+    def _list_notes(self, run: DeviceRun, job: Job, far: RunnerJob, service: Service) -> Iterator[str]:
         """Yields what the phone was, and what was done otherwise than on one."""
         if self.abi != X86_64 and run.cpu_features:
             yield f"the phone's CPU: {self.cpu}, with {', '.join(run.cpu_features)}"

@@ -14,7 +14,7 @@ from edgekit.bundle.checks import PROVIDER_OPTIONS
 from edgekit.convert.context import HTP_SOCS, INSTALL_QNN
 from edgekit.devices.device import DeviceRun, Job, Missing
 from edgekit.devices.process.child import Runner, describe_job, refuse_run, require_device
-from edgekit.devices.process.exchange import FarJob
+from edgekit.devices.process.exchange import RunnerJob
 from edgekit.devices.process.pipe import run_python
 from edgekit.errors import MissingExtraError, TargetError, UsageError, suggest_name
 from edgekit.evidence import Evidence
@@ -117,7 +117,7 @@ def provider_options(options: Mapping[str, str], arch: str = "") -> dict[str, st
     return {**kept, "backend_type": "htp", "soc_model": soc}
 
 
-def _run_watched(runner: Runner, job: Job, far: FarJob, folder: Path, *, one_core: bool = False) -> DeviceRun:
+def _run_watched(runner: Runner, job: Job, far: RunnerJob, folder: Path, *, one_core: bool = False) -> DeviceRun:
     """Returns a run in a folder of its own; where a profile is asked for, QNN's own one too, of its operations."""
     folder.mkdir()
     if not job.trace:
@@ -129,7 +129,7 @@ def _run_watched(runner: Runner, job: Job, far: FarJob, folder: Path, *, one_cor
     return msgspec.structs.replace(run, npu_trace=file if file.is_file() else None)
 
 
-def _run_with_cpu(runner: Runner, job: Job, far: FarJob, work: Path) -> DeviceRun:
+def _run_with_cpu(runner: Runner, job: Job, far: RunnerJob, work: Path) -> DeviceRun:
     config = {key: value for key, value in far.session_config.items() if key != _FALLBACK}
     run = _run_watched(runner, job, msgspec.structs.replace(far, session_config=config), work / "fallback")
     left = [node.name or node.op for node in run.placement if node.provider != PROVIDER]

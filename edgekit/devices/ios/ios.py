@@ -13,7 +13,7 @@ from edgekit.devices.ios.installed import Installed, explain_machine, find_insta
 from edgekit.devices.ios.mil.serve import Facts
 from edgekit.devices.local.host import PROVIDER, provider_options
 from edgekit.devices.process.child import Runner, describe_job, refuse_run, require_device
-from edgekit.devices.process.exchange import FarJob
+from edgekit.devices.process.exchange import RunnerJob
 from edgekit.devices.process.link import LocalLink
 from edgekit.devices.process.pipe import run_over
 from edgekit.devices.release import Served, serving
@@ -91,7 +91,7 @@ class IosSimulator(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def _describe_job(job: Job, installed: Installed, cache: Path | None) -> FarJob:
+def _describe_job(job: Job, installed: Installed, cache: Path | None) -> RunnerJob:
     platform = job.target.session.platforms.get("ios")
     far = describe_job(job, provider=job.target.provider)
     options = dict(far.provider_options if platform is None else platform.provider_options)

@@ -15,7 +15,7 @@ from edgekit.devices.emulators.arm64 import Arm64, arm64_root, enter_arm64, fold
 from edgekit.devices.local.runner import LIBRARY, PROGRAM, NativeRunner, find_missing_runner, find_runner, host_abi
 from edgekit.devices.process.cache import cache_folder
 from edgekit.devices.process.child import Runner, describe_job, refuse_run, require_device
-from edgekit.devices.process.exchange import FarJob
+from edgekit.devices.process.exchange import RunnerJob
 from edgekit.devices.process.link import Link, LocalLink, digest_files, list_model_files
 from edgekit.devices.process.pipe import run_over, run_python
 from edgekit.errors import EdgekitError, TargetError, UsageError, suggest_name
@@ -189,7 +189,7 @@ class CoreMl(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(run, versions={**run.versions, "macos": platform.mac_ver()[0]})
 
 
-def coreml_job(job: Job, units: str = "") -> FarJob:
+def coreml_job(job: Job, units: str = "") -> RunnerJob:
     """Returns the far-side job that opens a model in the Core ML provider, with a cache of its own.
 
     The provider never notices that a cached model is stale, so that the cache folder is named by the digest of the

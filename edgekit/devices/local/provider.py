@@ -421,7 +421,7 @@ _TARGETS = {
 }
 
 
-def plain_target(device: str) -> Target:
+def default_target(device: str) -> Target:
     """Returns the target that a device, such as `arm64` or `host:cuda`, opens a model as when none was named."""
     return serve_targets(device)[0]
 

@@ -13,7 +13,7 @@ from edgekit._ort import CPU_PROVIDER
 from edgekit._proc import Finished
 from edgekit.data.samples import Samples, select_samples
 from edgekit.devices.device import LEAST_SAMPLES, DeviceRun, Job, Missing, PlacedNode
-from edgekit.devices.process.exchange import TRACE, FarJob, FarRun, open_outputs, read_run
+from edgekit.devices.process.exchange import TRACE, RunnerJob, RunnerResult, open_outputs, read_run
 from edgekit.errors import DeviceError, ModelError
 from edgekit.evidence import Evidence
 from edgekit.machine import count_cores, map_in_order
@@ -30,7 +30,7 @@ MAX_LOG = 8192
 _MOST_VERSIONS = 32
 
 # What a far side that wrote nothing has said: it was started, and no more is known.
-_NOTHING = FarRun(
+_NOTHING = RunnerResult(
     status="running",
     message="",
     load_ms=0.0,
@@ -64,7 +64,7 @@ def require_device(name: str, missing: Missing | None) -> None:
         raise DeviceError(f"'{name}' cannot run here: {missing.reason}", hint=hint)
 
 
-def describe_job(job: Job, *, provider: str = CPU_PROVIDER) -> FarJob:
+def describe_job(job: Job, *, provider: str = CPU_PROVIDER) -> RunnerJob:
     """Returns the far-side job that opens the model as an app on the target would, on a provider.
 
     Options are those of the target where the provider is the target's. On the CPU provider nothing can fall back to
@@ -79,7 +79,7 @@ def describe_job(job: Job, *, provider: str = CPU_PROVIDER) -> FarJob:
     # far.
     if not job.digests_hold:
         config.pop(REPLAY_SAVED, None)
-    return FarJob(
+    return RunnerJob(
         # Absolute, as the child works in a folder of its own.
         model=str(job.model.resolve()),
         provider=provider,
@@ -136,7 +136,7 @@ def collect_run(runner: Runner, job: Job, finished: Finished, work: Path) -> Dev
     return add_ending(run, runner, far, finished)
 
 
-def add_ending(run: DeviceRun, runner: Runner, far: FarRun | None, finished: Finished) -> DeviceRun:
+def add_ending(run: DeviceRun, runner: Runner, far: RunnerResult | None, finished: Finished) -> DeviceRun:
     """Returns a run that failed with the last words of its program, and whether that was an emulator which died."""
     if run.failure is None:
         return run
@@ -157,7 +157,7 @@ def find_trace(file: Path, job: Job) -> Path | None:
 def judge_run(
     runner: Runner,
     job: Job,
-    far: FarRun | None,
+    far: RunnerResult | None,
     outputs: Samples,
     failure: str | None,
     repeat: int = 1,
@@ -196,7 +196,7 @@ def describe_stop(count: int, job: Job) -> tuple[str, ...]:
     return (f"stopped after {count} of {job.samples.count} samples, because {job.budget_s:g} s were over",)
 
 
-def _read_placement(far: FarRun, model: Path) -> tuple[PlacedNode, ...]:
+def _read_placement(far: RunnerResult, model: Path) -> tuple[PlacedNode, ...]:
     # The program saw only that one provider took everything: the nodes are those of the file.
     if far.placed_whole:
         try:
@@ -218,7 +218,7 @@ def _read_placement(far: FarRun, model: Path) -> tuple[PlacedNode, ...]:
     )
 
 
-def _failure(far: FarRun, finished: Finished) -> str:
+def _failure(far: RunnerResult, finished: Finished) -> str:
     if far.status == "refused" and not finished.timed_out:
         return describe_refusal(far)
     if not finished.succeeded:
@@ -226,12 +226,12 @@ def _failure(far: FarRun, finished: Finished) -> str:
     return "" if far.status in {"done", "stopped"} else "the child process ended before its work was done"
 
 
-def describe_refusal(far: FarRun) -> str:
+def describe_refusal(far: RunnerResult) -> str:
     """Returns in one line why the far side did not do its work."""
     return f"refused: {_clean_line(far.message)[:400]}"
 
 
-def find_shortage(count: int, far: FarRun, job: Job, wanted: int, repeat: int) -> str | None:
+def find_shortage(count: int, far: RunnerResult, job: Job, wanted: int, repeat: int) -> str | None:
     """Returns what is wrong with the number of samples and times that came back, None where it is right."""
     least = min(LEAST_SAMPLES, job.least_samples, wanted)
     due = range(least, wanted + 1) if far.status == "stopped" else (wanted,)
@@ -262,7 +262,7 @@ def can_halve(job: Job) -> bool:
     return is_plain and job.samples.count >= 2 * job.least_samples and count_cores() > 1
 
 
-def run_in_halves(job: Job, work: Path, run: Callable[[Job, Path], DeviceRun]) -> DeviceRun:
+def run_in_two_calls(job: Job, work: Path, run: Callable[[Job, Path], DeviceRun]) -> DeviceRun:
     """Runs every other sample of a job in a call of its own, at once, and returns both as one run.
 
     Where a half stops early or fails, the outputs are those up to the first sample that is missing.

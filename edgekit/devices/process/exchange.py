@@ -43,8 +43,8 @@ Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=8.64e7)]
 """A day is the longest time limit that a device may get, so nothing in a run has taken longer."""
 
 
-class FarJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What a far-side program is told; paths are as that program sees them.
+class RunnerJob(msgspec.Struct, frozen=True, kw_only=True):
+    """What the program that runs a model beside the device is asked to do; paths are as that program sees them.
 
     `chain` holds other providers, which get what `provider` leaves, before the CPU does.
     `library` is a plug-in provider's library, "" for providers that are built in; of its devices the first is taken
@@ -89,8 +89,8 @@ class FarJob(msgspec.Struct, frozen=True, kw_only=True):
     queue: Queue | None = None
 
 
-class FarNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A node and the provider that ran it, as the far side saw them."""
+class RunnerNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A node and the provider that ran it, as the program beside the device saw them."""
 
     name: str
     op: str
@@ -98,8 +98,8 @@ class FarNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     provider: str
 
 
-class FarRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a far-side program says of its run.
+class RunnerResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the program that runs a model beside the device says of its run.
 
     `status` stays "running" when the program died, and is "stopped" when the time was over before the last sample.
     `placed_whole` names a provider that took every node where the far side learned no more than that. `latency_ms` has
@@ -115,7 +115,7 @@ class FarRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     elapsed_ms: tuple[Milliseconds, ...] = ()
     peak_rss_bytes: Count
     versions: dict[str, str]
-    placement: tuple[FarNode, ...]
+    placement: tuple[RunnerNode, ...]
     placement_source: Literal["session", "profile", "log"]
     placed_whole: str = ""
     cpu_features: tuple[str, ...] = ()
@@ -132,7 +132,7 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     size_bytes: Count
 
 
-def write_job(folder: Path, job: FarJob, samples: Samples) -> None:
+def write_job(folder: Path, job: RunnerJob, samples: Samples) -> None:
     """Writes a job and its samples into a folder, one sample in memory at a time.
 
     Raises:
@@ -143,7 +143,7 @@ def write_job(folder: Path, job: FarJob, samples: Samples) -> None:
     write_file(folder / "job.json", msgspec.json.encode(job))
 
 
-def read_run(folder: Path) -> FarRun:
+def read_run(folder: Path) -> RunnerResult:
     """Returns what the far side says of its run.
 
     Raises:
@@ -153,7 +153,7 @@ def read_run(folder: Path) -> FarRun:
         return decode_run(stream.read(MAX_RESULT_BYTES + 1))
 
 
-def decode_run(data: bytes) -> FarRun:
+def decode_run(data: bytes) -> RunnerResult:
     """Returns what the far side says of its run.
 
     Raises:
@@ -162,7 +162,7 @@ def decode_run(data: bytes) -> FarRun:
     if len(data) > MAX_RESULT_BYTES:
         raise _malformed(Path(_RUN), f"it is larger than {MAX_RESULT_BYTES} bytes")
     try:
-        return msgspec.json.decode(data, type=FarRun)
+        return msgspec.json.decode(data, type=RunnerResult)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _malformed(Path(_RUN), str(error)) from error
 

@@ -28,8 +28,8 @@ from edgekit.devices.process.child import (
 from edgekit.devices.process.exchange import (
     MAX_RESULT_BYTES,
     TRACE,
-    FarJob,
-    FarRun,
+    RunnerJob,
+    RunnerResult,
     decode_run,
     encode_tensors,
     open_outputs,
@@ -52,7 +52,7 @@ class _Answer(msgspec.Struct, kw_only=True):
 
     sent: int = 0
     count: int = 0
-    run: FarRun | None = None
+    run: RunnerResult | None = None
     wrong: str = ""
     cut: bool = False
 
@@ -61,7 +61,7 @@ def run_over(
     link: Link,
     program: Sequence[str],
     job: Job,
-    far: FarJob,
+    far: RunnerJob,
     work: Path,
     *,
     runner: Runner,
@@ -92,7 +92,7 @@ def run_over(
     return add_ending(run, runner, answer.run, finished)
 
 
-def _messages(answer: _Answer, far: FarJob, job: Job) -> Iterator[bytes]:
+def _messages(answer: _Answer, far: RunnerJob, job: Job) -> Iterator[bytes]:
     yield msgspec.json.encode(far) + b"\n"
     for sample in job.samples:
         answer.sent += 1
@@ -157,7 +157,7 @@ def _describe_step(answer: _Answer, job: Job) -> str:
 def run_python(
     runner: Runner,
     job: Job,
-    far: FarJob,
+    far: RunnerJob,
     work: Path,
     emulator: Sequence[str] = (),
     env: Mapping[str, str] | None = None,

@@ -17,7 +17,7 @@ from edgekit.data.samples import limit_samples
 from edgekit.devices.device import Device, DeviceRun, Job
 from edgekit.devices.ios.ios import NAME
 from edgekit.devices.ios.mil.program import Operation
-from edgekit.devices.labelled import kind_of
+from edgekit.devices.named import kind_of
 from edgekit.devices.packages import match_operations
 from edgekit.errors import EdgekitError
 from edgekit.graph.constants import lift_constants

@@ -14,7 +14,7 @@ from edgekit.bundle.golden import Golden, read_inputs, read_outputs
 from edgekit.data.samples import select_samples, spread_indices
 from edgekit.devices.bundled import make_job
 from edgekit.devices.device import LEAST_SAMPLES, Device
-from edgekit.devices.labelled import kind_of
+from edgekit.devices.named import kind_of
 from edgekit.devices.placed import count_nodes
 from edgekit.devices.recorded import is_recorded
 from edgekit.errors import EdgekitError

@@ -18,17 +18,17 @@ from edgekit._proc import Finished, run_process
 from edgekit.app.cells import CACHE, build_cell, find_key, forget_cell
 from edgekit.app.config import App, AppTable, Cell
 from edgekit.app.result import RESULT, STORE, AppReport, CellResult, Digests, fail_cell, list_inputs, read_result
-from edgekit.app.run import Spread, run_app
+from edgekit.app.run import BuildElsewhere, run_app
 from edgekit.app.store import (
-    Parcel,
     Store,
+    StoredFiles,
     cell_folder,
     fetch_cell,
+    fetch_files,
     name_cell,
     open_store,
     publish_cell,
-    receive_parcel,
-    send_parcel,
+    store_files,
 )
 from edgekit.devices.parallel import REMOTE, run_together
 from edgekit.errors import DeviceError, EdgekitError, MissingExtraError, quote_error
@@ -46,26 +46,26 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
     app: App
     cell: Cell
-    inputs: dict[str, Parcel]
+    inputs: dict[str, StoredFiles]
     key: str
     store: str
     devices: tuple[str, ...]
     again: bool
 
 
-def spread_cluster(app: App, scheduler: str, store: Store, progress: Progress, *, again: bool = False) -> Spread:
+def use_cluster(app: App, scheduler: str, store: Store, progress: Progress, *, again: bool = False) -> BuildElsewhere:
     """Returns what builds cells on the workers that a scheduler has, for example `tcp://10.0.0.1:8786`.
 
     A finished cell lies in the store, so that no worker and no scheduler that dies loses it, and none builds it again
     (but with `again`). A cell that is verified on phones or boards runs only on workers whose resources list them
     (`dask worker --resources "adb:SERIAL=1"`), and one cell at a time has each of them.
 
-    The `Spread` raises:
+    The `BuildElsewhere` raises:
         MissingExtraError: Dask distributed is not installed.
         DeviceError: there is no scheduler, or it has gone.
     """
 
-    def spread(cells: Sequence[Cell]) -> Iterator[CellResult]:
+    def build(cells: Sequence[Cell]) -> Iterator[CellResult]:
         if not cells:
             return
         digests = Digests(app.out / STORE)
@@ -85,7 +85,7 @@ def spread_cluster(app: App, scheduler: str, store: Store, progress: Progress, *
                 progress(f"{len(found)} of {len(cells)} cells, the last one {cell.name}")
         yield from (found[cell.name] for cell in cells)
 
-    return spread
+    return build
 
 
 def fill_order(order: Order) -> CellResult | None:
@@ -112,7 +112,7 @@ def _fill(order: Order) -> CellResult | None:
     distributed = importlib.import_module("distributed")
     worker, store = distributed.get_worker(), open_store(order.store)
     place = Path(worker.local_directory) / "edgekit"
-    cell = _place(order.cell, {what: receive_parcel(each, store, place) for what, each in order.inputs.items()})
+    cell = _place(order.cell, {what: fetch_files(each, store, place) for what, each in order.inputs.items()})
     # A folder of its own: another app may have a cell of this name. The calibration serves them all.
     app = msgspec.structs.replace(order.app, path=place / order.key / "edgekit.toml")
     digests = Digests(place / "digests.json")
@@ -169,7 +169,7 @@ def _make_order(app: App, cell: Cell, store: Store, digests: Digests, *, again: 
     lean = AppTable(
         models={}, targets={}, verify=table.verify, devices=table.devices, time_budget_s=table.time_budget_s
     )
-    inputs = {what: send_parcel(paths, store, digests) for what, paths in list_inputs(cell, beside).items()}
+    inputs = {what: store_files(paths, store, digests) for what, paths in list_inputs(cell, beside).items()}
     return Order(
         app=App(path=Path(app.path.name), table=lean),
         cell=cell,
@@ -254,29 +254,31 @@ def run_anywhere(
     elif place is None and sweep.scheduler is not None:
         place = str(app.out.absolute() / SHARED)
     store = None if place is None else open_store(place)
-    spread: Spread | None = None
+    elsewhere: BuildElsewhere | None = None
     if sweep.scheduler is not None and store is not None:
-        spread = spread_cluster(app, sweep.scheduler, store, progress, again=again)
+        elsewhere = use_cluster(app, sweep.scheduler, store, progress, again=again)
     elif sweep.workers > 1:
-        spread = spread_processes(app, sweep.workers, progress, store=place)
-    return run_app(app, only=only, again=again, bare=bare, spread=spread, store=store, progress=progress, landed=landed)
+        elsewhere = use_processes(app, sweep.workers, progress, store=place)
+    return run_app(
+        app, only=only, again=again, bare=bare, elsewhere=elsewhere, store=store, progress=progress, landed=landed
+    )
 
 
-def spread_processes(app: App, workers: int, progress: Progress, *, store: str | None = None) -> Spread:
+def use_processes(app: App, workers: int, progress: Progress, *, store: str | None = None) -> BuildElsewhere:
     """Returns what builds cells in so many processes at a time, each some cells one after the other.
 
     A process that is killed, or dies of a native library, loses nothing that was finished. The others of its cells are
     built in processes of their own, which are started again, three times in all.
     """
 
-    def spread(cells: Sequence[Cell]) -> Iterator[CellResult | None]:
+    def build(cells: Sequence[Cell]) -> Iterator[CellResult | None]:
         size = max(1, min(_SHARE, len(cells) // (workers * _SHARES)))
         shares = [cells[start : start + size] for start in range(0, len(cells), size)]
         build = partial(_build_share, app, progress=progress, store=store)
         for found in run_together([partial(build, share) for share in shares], at_once=workers):
             yield from found
 
-    return spread
+    return build
 
 
 def _build_share(app: App, cells: Sequence[Cell], *, progress: Progress, store: str | None) -> list[CellResult]:

@@ -69,7 +69,7 @@ def _quote(done: Finished) -> str:
     return lines[-1].removeprefix(f"{_CLIENT}: ") if lines else done.ending
 
 
-class Labelled(msgspec.Struct, frozen=True, kw_only=True):
+class NamedDevice(msgspec.Struct, frozen=True, kw_only=True):
     """A device as `devices.toml` lists it: reports call it `label`; limits of None are those of the job.
 
     A `place` of Labgrid is held while it runs.
@@ -113,7 +113,7 @@ class Labelled(msgspec.Struct, frozen=True, kw_only=True):
 
 def address_of(device: Device) -> str:
     """Returns what a device is, whatever the user calls it, for example `adb:SERIAL` or `arm64`."""
-    return device.device.name if isinstance(device, Labelled) else device.name
+    return device.device.name if isinstance(device, NamedDevice) else device.name
 
 
 def kind_of(device: Device) -> str:
