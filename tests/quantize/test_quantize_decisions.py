@@ -98,10 +98,6 @@ def test_a_method_that_keeps_decisions_wins_over_one_that_keeps_power(
     assert changed(plan) < changed(other) / 2
 
 
-def test_what_is_behind_in_every_sample_alike_is_judged_no_further_and_what_varies_is() -> None:
-    best = Closeness(ratio_db=30.0, noise=(1.0e-3, 1.1e-3, 0.9e-3, 1.0e-3))
-    steady = Closeness(ratio_db=29.5, noise=(1.12e-3, 1.23e-3, 1.01e-3, 1.12e-3))
-    varying = Closeness(ratio_db=29.5, noise=(1.4e-3, 0.9e-3, 1.3e-3, 0.9e-3))
-    nearly = Closeness(ratio_db=29.8, noise=(1.05e-3, 1.15e-3, 0.95e-3, 1.05e-3))
-    judged = {"best": best, "steady": steady, "varying": varying, "nearly": nearly}
-    assert find_behind(judged) == {"steady": 0.5}
+def test_what_is_clearly_behind_is_judged_no_further() -> None:
+    judged = {"best": Closeness(ratio_db=30.0), "near": Closeness(ratio_db=29.1), "far": Closeness(ratio_db=28.5)}
+    assert find_behind(judged) == {"far": 1.5}

@@ -10,11 +10,7 @@ from edgekit.quantize.ranges import (
     Histogram,
     HistogramCollector,
     TensorRange,
-    divergences,
-    entropy_range,
-    find_entropy_threshold,
     find_nonlinearities,
-    least_divergent_cut,
     mse_range,
     percentile_range,
     quantization_error,
@@ -166,68 +162,6 @@ def test_a_product_with_something_else_is_read_as_it_is(tmp_path: Path, body: st
 def test_constant_zero_tensor_keeps_its_range() -> None:
     zero = TensorRange(low=0.0, high=0.0)
     assert mse_range(zero, histogram_of(np.zeros(10))) == zero
-
-
-def slow_divergence(counts: Array, keep: int, levels: int) -> float:
-    """The Kullback-Leibler divergence as the TensorRT talk tells it, bin by bin."""
-    clipped = counts[:keep].copy()
-    clipped[-1] += counts[keep:].sum()
-    coarse = np.zeros(keep)
-    for level in range(levels):
-        group = slice(keep * level // levels, keep * (level + 1) // levels)
-        used = counts[:keep][group] > 0
-        if used.any():
-            coarse[group] = used * (counts[:keep][group].sum() / used.sum())
-    p, q = clipped / clipped.sum(), coarse / coarse.sum()
-    if ((p > 0) & (q == 0)).any():
-        return float("inf")
-    return float(sum(a * np.log(a / b) for a, b in zip(p, q, strict=True) if a > 0))
-
-
-@pytest.mark.parametrize("levels", [128, 256])
-def test_entropy_finds_the_cut_that_a_plain_loop_finds(levels: int) -> None:
-    values = np.abs(np.random.default_rng(levels).laplace(size=30_000))
-    counts = np.histogram(values, bins=2048)[0].astype(np.float64)
-    found = least_divergent_cut(counts, levels)
-    others = [keep for keep in (*range(levels, 2049, 60), *range(found - 9, found + 9)) if keep != found]
-    least = min(slow_divergence(counts, keep, levels) for keep in others)
-    assert slow_divergence(counts, found, levels) <= least + 1e-12
-    assert found < 2048
-
-
-@pytest.mark.parametrize("levels", [128, 256])
-@pytest.mark.parametrize("tail", [0, 1, 7])
-def test_each_divergence_is_that_of_a_plain_loop(levels: int, tail: int) -> None:
-    rng = np.random.default_rng(tail)
-    counts = (rng.random(2048) < 0.1) * rng.integers(1, 4, 2048) * 1.0
-    counts[:levels] = 0
-    counts[3] = 1.0
-    counts[-9:] = 0
-    counts[-1] = tail
-    found = divergences(counts, levels) / counts.sum()
-    for keep in (levels, *rng.integers(levels, 2048, 20), *(np.flatnonzero(counts)[1:20] + 1), 2047, 2048):
-        assert found[keep - levels] == pytest.approx(slow_divergence(counts, keep, levels), rel=1e-9)
-
-
-def test_entropy_clips_a_tail_and_is_not_minmax() -> None:
-    values = np.random.default_rng(0).laplace(size=200_000)
-    span = entropy_range(whole(values), histogram_of(values))
-    assert span.high < 0.9 * values.max()
-    assert span.low == pytest.approx(-span.high)
-    assert entropy_range(whole(values), histogram_of(np.append(values, np.zeros(90_000)))) == span
-    assert entropy_range(whole(np.zeros(9)), histogram_of(np.zeros(9))) == whole(np.zeros(9))
-
-
-@pytest.mark.parametrize(("low", "high", "levels"), [(-2.0, 8.0, 128), (0.0, 8.0, 256), (-8.0, 0.0, 256)])
-def test_entropy_counts_magnitudes_without_zeros(low: float, high: float, levels: int) -> None:
-    values = np.abs(np.random.default_rng(0).laplace(size=20_000)).clip(0, 8)
-    seen = histogram_of(np.append(values, np.zeros(90_000)))
-    kept = seen.centers != 0
-    centers = seen.centers[kept].clip(0, 8)
-    counts = np.histogram(centers, bins=2048, range=(0, 8), weights=seen.counts[kept])[0].astype(np.float64)
-    assert find_entropy_threshold(low, high, seen) == pytest.approx(least_divergent_cut(counts, levels) * 8 / 2048)
-    assert find_entropy_threshold(0.0, 0.0, seen) == 0
-    assert find_entropy_threshold(0.0, 8.0, few_values((0.0, 9), (8.0, 100))) == 8
 
 
 @pytest.mark.parametrize(

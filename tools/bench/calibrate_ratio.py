@@ -33,7 +33,7 @@ from edgekit.quantize.ranges import AUTO_METHODS
 ZOO = Path(__file__).parents[3] / "shared/zoo/models"
 LIGHT = Path(onnx.__file__).parent / "backend/test/data/light"
 MODELS = ((str(LIGHT / "light_resnet50.onnx"),), (str(ZOO / "mobilenetv2_1.0_224_fp32.onnx"), "N=1"))
-METHODS = ("minmax", "mse", "percentile-99.99", "entropy", "auto")
+METHODS = ("minmax", "mse", "percentile-99.99", "auto")
 
 
 def random_images(model: Model, count: int) -> Samples:

@@ -45,9 +45,6 @@ NOTABLE_DB = 0.3
 # Rounding with second moments makes up for what rounded weights cost, and a little of what activations do. On ten nets
 # of the zoo and of tools/bench/architectures.py it gained 0.35 dB at most where rounded weights cost no more than that.
 _WORTH_MOMENTS_DB = 0.5
-# What rounding must cost for a second way of it, where the first gained less than a little: on the zoo and on
-# tools/bench/architectures.py it gained something only where rounded weights cost more. Both by hand.
-_MUCH_DB, _SOME_DB = 1.0, 0.1
 # A model so far off needs every tenth, whatever it takes.
 _POOR_DB = 20.0
 # No rounding of weights mends such a model: relief rounds once more.
@@ -176,7 +173,7 @@ def learn_roundings(draft: Draft, judged: Sequence[Candidate], memo: Memo) -> tu
     tried = [each for each in judged if each.method == method]
     if unrounded_db - tried[0].sqnr_db < _WORTH_MOMENTS_DB and not draft.plan.bits:
         return tuple(judged)
-    return sort_candidates([*judged, *_judge_learned(draft, unrounded_db, tried, memo.budget, placed)])
+    return sort_candidates([*judged, *_judge_learned(draft, tried, memo.budget, placed)])
 
 
 def choose_again(draft: Draft, memo: Memo) -> QuantPlan:
@@ -208,7 +205,7 @@ def _find_best(draft: Draft, budget: Budget) -> tuple[str, Rounding]:
     if not tried:
         return best, draft.plan.rounding
     if needs_moments(tried[0].sqnr_db, ranges[best].ratio_db, -math.inf, count_weights(draft.graph)):
-        tried += _judge_learned(chosen, ranges[best].ratio_db, tried, budget, placed, most=FEW_SAMPLES)
+        tried += _judge_learned(chosen, tried, budget, placed, most=FEW_SAMPLES)
     return best, max(tried, key=lambda candidate: candidate.sqnr_db).rounding
 
 
@@ -304,7 +301,7 @@ def _judge_all(draft: Draft, floor_db: float, budget: Budget) -> Iterator[Candid
     if draft.effort.is_bounded:
         return
     if has_layers and needs_moments(max(entry.sqnr_db for entry in tried), ranges[best].ratio_db, floor_db, weights):
-        yield from _judge_learned(chosen, ranges[best].ratio_db, tried, budget, placed)
+        yield from _judge_learned(chosen, tried, budget, placed)
 
 
 def _judge_quickly(draft: Draft, method: str, budget: Budget) -> Iterator[Candidate]:
@@ -313,29 +310,20 @@ def _judge_quickly(draft: Draft, method: str, budget: Budget) -> Iterator[Candid
 
 
 def _judge_learned(
-    draft: Draft,
-    unrounded_db: float,
-    tried: Sequence[Candidate],
-    budget: Budget,
-    placed: onnx.ModelProto,
-    *,
-    most: int | None = None,
+    draft: Draft, tried: Sequence[Candidate], budget: Budget, placed: onnx.ModelProto, *, most: int | None = None
 ) -> Iterator[Candidate]:
     """Yields the candidates of a draft whose roundings learn from samples; `tried` are those of quick ones.
 
-    A second way takes its time again: where the first gains nothing it is tried only if rounding costs much, or the
-    model is poor or small.
+    A second way takes its time again: where the first gains nothing it is not tried, but for 4 bits.
     """
-    quick_db = max(each.sqnr_db for each in tried)
-    both = unrounded_db - quick_db > _MUCH_DB or quick_db < _POOR_DB or count_weights(draft.graph) <= _QUICK_WEIGHTS
-    first, second = _FEW_BITS if draft.plan.bits else _SLOW
-    if not budget.allows(f"rounding {first}"):
-        return
-    found = list(_judge_roundings(draft, (first,), budget, placed, most=most))
-    yield from found
-    gains = any(each.sqnr_db > quick_db + _SOME_DB for each in found)
-    if (both or draft.plan.bits or gains) and budget.allows(f"rounding {second}"):
-        yield from _judge_roundings(draft, (second,), budget, placed, most=most)
+    for rounding in _FEW_BITS if draft.plan.bits else _SLOW:
+        if not budget.allows(f"rounding {rounding}"):
+            continue
+        found = list(_judge_roundings(draft, (rounding,), budget, placed, most=most))
+        yield from found
+        quick_db = max(each.sqnr_db for each in tried)
+        if not draft.plan.bits and found and all(each.sqnr_db <= quick_db for each in found):
+            return
 
 
 def needs_moments(reached_db: float, unrounded_db: float, floor_db: float, weights: int) -> bool:

@@ -184,8 +184,8 @@ def _copy(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 FEW_SAMPLES = 4
 """After so many held-out samples what is clearly behind is not judged any more: a choice, for the time."""
-# Behind by so much is clear, and so is less where the difference is four times its standard error: choices.
-_CLEARLY_DB, _SURELY_DB, _SURE_ERRORS = 1.0, 0.3, 4.0
+# Behind by so much is clear: a choice.
+_CLEARLY_DB = 1.0
 # What nobody notices: 2 % of the noise power.
 _EVEN_DB = 0.1
 _TINY = float(np.finfo(np.float64).tiny)
@@ -207,12 +207,6 @@ class Closeness(msgspec.Struct, frozen=True, kw_only=True):
         if not len(self.noise) == len(best.noise) > 1:
             return False
         return self._gap_errors(best) <= 1
-
-    def is_behind(self, best: "Closeness") -> bool:
-        """Returns True if it is clearly worse than the best, or surely by less."""
-        behind_db = best.ratio_db - self.ratio_db
-        surely = len(self.noise) == len(best.noise) > 1 and self._gap_errors(best) > _SURE_ERRORS
-        return behind_db > _CLEARLY_DB or (surely and behind_db > _SURELY_DB)
 
     def _gap_errors(self, best: "Closeness") -> float:
         """Returns by how many standard errors of the difference it has more noise than the best."""
@@ -292,9 +286,9 @@ def judge_grids(
 
 
 def find_behind(judged: Mapping[str, Closeness]) -> dict[str, float]:
-    """Returns by how much those are behind that are worse than the best for sure (`Closeness.is_behind`)."""
-    best = max(judged.values(), key=lambda each: each.ratio_db)
-    return {name: best.ratio_db - each.ratio_db for name, each in judged.items() if each.is_behind(best)}
+    """Returns by how much those are behind that are clearly worse than the best."""
+    best = max(each.ratio_db for each in judged.values())
+    return {name: best - each.ratio_db for name, each in judged.items() if best - each.ratio_db > _CLEARLY_DB}
 
 
 def is_even(judged: Mapping[str, Closeness]) -> bool:
