@@ -1,6 +1,6 @@
 """What was measured: networks with their times on devices.
 
-The figures are those of the package qai-hub-models (BSD-3-Clause); `tools/forecast/make.py` makes the file.
+The figures are those of the package qai-hub-models (BSD-3-Clause); `tools/forecast/make_table.py` makes the file.
 """
 
 import functools

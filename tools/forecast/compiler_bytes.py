@@ -42,7 +42,12 @@ os._exit(0)  # the library's threads would keep the process
 def count_bytes(name: str) -> dict[str, Any] | None:
     """Returns the bytes that the compiler plans to move in a network, and how many operations it makes of it."""
     with work_folder() as work:
-        here = [str(features.PYTHON), str(features.HERE / "far/export.py"), str(features.HERE / "nets.toml"), str(work)]
+        here = [
+            str(features.PYTHON),
+            str(features.HERE / "far/export_nets.py"),
+            str(features.HERE / "nets.toml"),
+            str(work),
+        ]
         subprocess.run([*here, name], stdout=subprocess.DEVNULL, check=True)
         exported = work / f"{name.replace('/', '+')}.onnx"
         if not exported.is_file():

@@ -37,7 +37,7 @@ def find_graph(name: str) -> Path | None:
         return KEPT / file
     KEPT.mkdir(parents=True, exist_ok=True)
     with work_folder() as work:
-        command = [str(PYTHON), str(HERE / "far" / "export.py"), str(HERE / "nets.toml"), str(work), name]
+        command = [str(PYTHON), str(HERE / "far" / "export_nets.py"), str(HERE / "nets.toml"), str(work), name]
         said = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout)
         if "failure" in said:
             print(f"{name}: {said['failure']}")

@@ -1,7 +1,7 @@
 """Makes targets/forecast/measured.json.xz and targets/qnn/phones.json anew from the package that they come from.
 
     python -m pip download --no-deps qai-hub-models==0.65.0 -d WHEELS
-    python tools/forecast/make.py WHEELS/qai_hub_models-0.65.0-py3-none-any.whl
+    python tools/forecast/make_table.py WHEELS/qai_hub_models-0.65.0-py3-none-any.whl
 
 Only networks that the file already has are opened: others are kept out of it, to judge the forecast with. The columns
 are those of `MeasuredRow` in edgekit/forecasts/table.py, of the phones those of `Phone` in edgekit/phones.py.
@@ -91,7 +91,7 @@ def main() -> None:
         names = [device["name"] for device in devices]
         read = {model: read_network(wheel, model, names) for model in sorted(kept)}
         licence = wheel.read(f"qai_hub_models-{_VERSION}.dist-info/licenses/LICENSE").decode()
-    table = {
+    table: dict[str, Any] = {
         "source": "https://pypi.org/project/qai-hub-models/",
         "package": _PACKAGE,
         "version": _VERSION,
@@ -102,6 +102,9 @@ def main() -> None:
         "rows": {f"{model}/{part}": rows for model, (_, parts) in read.items() for part, rows in parts.items()},
     }
     write(OUT, table)
+    OUT.with_name("LICENSE").write_text(
+        f"measured.json.xz, and ../qnn/phones.json, are facts out of {_PACKAGE} {_VERSION}:\n\n{licence}"
+    )
     head = {key: table[key] for key in ("source", "package", "version", "licence")}
     lines = ",\n".join(f"  {json.dumps(device, ensure_ascii=False)}" for device in devices)
     PHONES.write_text(json.dumps(head)[:-1] + f', "phones": [\n{lines}\n]}}\n')

@@ -1,6 +1,6 @@
 """Writes networks of the table as ONNX files: run by the Python of the corpus, which has PyTorch.
 
-    export.py NETS.toml FOLDER NAME...
+    export_nets.py NETS.toml FOLDER NAME...
 
 Weights are random, at the resolution that the table was measured with. What packages do not have and what is short is
 built here, after the papers. Constant weights would be merged by a compiler, so they are drawn.
