@@ -37,10 +37,10 @@ def migrate_manifest(raw: Any) -> Any:
     Before `readings` there were `numbers`, the names of vectors without classes.
     """
     table = _table(raw)
-    numbers = table.get("numbers")
-    if isinstance(numbers, list):
+    if isinstance(table.get("numbers"), list):
+        names: list[Any] = table["numbers"]
         rest = {key: value for key, value in table.items() if key != "numbers"}
-        return rest | {"readings": {str(name): {"kind": "values"} for name in cast("list[Any]", numbers)}}
+        return rest | {"readings": {str(name): {"kind": "values"} for name in names}}
     if table.get("schema_version") != 1:
         return raw
     versions, files = _table(table.get("versions")), _table(table.get("files"))

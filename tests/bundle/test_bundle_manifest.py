@@ -77,6 +77,15 @@ def test_a_bundle_of_version_1_stays_open(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [0, 3, "1", None])
+def test_vectors_of_numbers_of_an_earlier_manifest_are_values(tmp_path: Path) -> None:
+    manifest: dict[str, Any] = json.loads((make_bundle(tmp_path).folder / "manifest.json").read_bytes())
+    manifest.pop("readings", None)
+    read = decode_manifest(encode_json(manifest | {"numbers": ["y"]}), "manifest.json")
+    assert {name: reading.kind for name, reading in (read.readings or {}).items()} == {"y": "values"}
+    with pytest.raises(BundleError, match="numbers"):
+        decode_manifest(encode_json(manifest | {"numbers": 3}), "manifest.json")
+
+
 def test_other_versions_are_refused(version: object) -> None:
     with pytest.raises(BundleError, match="malformed"):
         decode_manifest(encode_json({**json.loads(V1), "schema_version": version}), "other")

@@ -71,7 +71,8 @@ def count_words(graph: Graph) -> frozenset[int]:
 
 def _trace(graph: Graph, name: str, room: int) -> tuple[Origin, ...]:
     node, shape = graph.producers.get(name), graph.dims(name)
-    unknown: tuple[Origin, ...] = ("unknown",) * len(shape)
+    nothing: list[Origin] = ["unknown" for _ in shape]
+    unknown = tuple(nothing)
     if node is None or not room or not shape:
         return unknown
     if _is_linear(graph, node):

@@ -14,6 +14,7 @@ same by every reading passes, what is less by every reading fails, and where rea
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from math import comb
 from typing import Annotated, Literal
@@ -42,6 +43,8 @@ SHARED: Mapping[Of, str] = {
 _DECIDING: Mapping[MeasuredKind, Of] = {"classes": "classes", "map": "places", "sequence": "steps", "labels": "labels"}
 # Draws of pairs, which cost the square of the samples; and fewer samples than this have too few pairs.
 _PAIR_DRAWS, _LEAST_VECTORS = 200, 4
+# Edits of longer answers cost the square of their letters: there steps count.
+_MOST_LETTERS = 4096
 # Below this share of the energy float32 itself moves: nothing varies.
 _STILL = 1e-10
 # A failure is an accusation: chance makes it in less than this many honest runs (a side of 95 %).
@@ -127,14 +130,14 @@ def _list_measures(reading: Reading) -> Iterator[Callable[[_Pairs], Iterator[Agr
     other = Reading(kind=reading.other, axis=reading.other_axis) if reading.other else None
     for each in filter(None, (reading, other)):
         if each.kind in _DECIDING:
-            yield lambda pairs, each=each: _share_decisions(pairs, each)
+            yield partial(_share_decisions, each)
         elif each.kind == "embedding":
             yield _share_neighbours
         else:
             yield _share_values
 
 
-def _share_decisions(pairs: _Pairs, reading: Reading) -> Iterator[Agreement]:
+def _share_decisions(reading: Reading, pairs: _Pairs) -> Iterator[Agreement]:
     rows, answers = list[tuple[float, float]](), list[tuple[Array, Array]]()
     of = _DECIDING[reading.kind]
     for wanted, found in pairs:
@@ -149,9 +152,10 @@ def _share_decisions(pairs: _Pairs, reading: Reading) -> Iterator[Agreement]:
     if not rows:
         return
     if answers and (blank := _find_blank(np.concatenate([before for before, _ in answers]))) is not None:
-        of, spelt = "letters", [(_spell(before, blank), _spell(after, blank)) for before, after in answers]
-        sizes = [(max(map(len, pair)), count_edits(*pair)) for pair in spelt]
-        rows = [(float(size - edits), float(size)) for size, edits in sizes]
+        spelt = [(_spell(before, blank), _spell(after, blank)) for before, after in answers]
+        if max(len(one) for pair in spelt for one in pair) <= _MOST_LETTERS:
+            of, sizes = "letters", [(max(map(len, pair)), count_edits(*pair)) for pair in spelt]
+            rows = [(float(size - edits), float(size)) for size, edits in sizes]
     share, interval = bootstrap_share(np.array(rows))
     if of == "classes":
         interval = wilson_interval(int(sum(hits for hits, _ in rows)), len(rows))
