@@ -76,7 +76,6 @@ def test_a_bundle_of_version_1_stays_open(tmp_path: Path) -> None:
     assert bundle.sha256 == digest_file(folder / "manifest.json")
 
 
-@pytest.mark.parametrize("version", [0, 3, "1", None])
 def test_vectors_of_numbers_of_an_earlier_manifest_are_values(tmp_path: Path) -> None:
     manifest: dict[str, Any] = json.loads((make_bundle(tmp_path).folder / "manifest.json").read_bytes())
     manifest.pop("readings", None)
@@ -86,6 +85,7 @@ def test_vectors_of_numbers_of_an_earlier_manifest_are_values(tmp_path: Path) ->
         decode_manifest(encode_json(manifest | {"numbers": 3}), "manifest.json")
 
 
+@pytest.mark.parametrize("version", [0, 3, "1", None])
 def test_other_versions_are_refused(version: object) -> None:
     with pytest.raises(BundleError, match="malformed"):
         decode_manifest(encode_json({**json.loads(V1), "schema_version": version}), "other")
