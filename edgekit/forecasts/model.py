@@ -95,7 +95,7 @@ def read_networks(path: Path) -> dict[str, KnownNetwork]:
 
 def split_time(coefficients: Iterable[float], kinds: Mapping[Kind, float]) -> Array:
     """Returns the milliseconds of each kind of work on the reference device, last those of every inference."""
-    return np.array(list(coefficients)) * np.array(list_amounts(kinds))
+    return np.asarray(np.array(list(coefficients)) * np.array(list_amounts(kinds)))
 
 
 def measure_distance(one: Array, other: Array) -> float:

@@ -31,9 +31,9 @@ from edgekit.prepare.fix import fix_model
 from edgekit.prepare.rewrites import unsigned_weights
 from edgekit.quantize import Calibration, QuantizedModel, QuantPlan
 from edgekit.quantize.accuracy.output_kinds import read_output_kinds
-from edgekit.quantize.mixed_precision.candidates import choose_ranges
+from edgekit.quantize.calibration.calibrate import open_float_graph
 from edgekit.quantize.mixed_precision.goal_search import Search, Searched, find_plan, write_chosen
-from edgekit.quantize.plan import FloatNode, NarrowConstants
+from edgekit.quantize.plan import FloatNode, NarrowConstants, draft_plan
 from edgekit.recipe import choose_precision
 from edgekit.report.tables import describe_narrow, describe_prediction
 from edgekit.target import INTEGERS, Precision, Target
@@ -288,7 +288,7 @@ class _Ladder:
             notes.append(f"built as fp32: {inputs.floats[target.name]}")
         elif way.precision in INTEGERS:
             planned = self._plan(way, inputs)
-            plan = _change_plan(planned.plan, way, inputs)
+            plan = change_plan(planned.plan, way, inputs.prepared, inputs.calibration, target)
             quantized = write_chosen(planned.search, plan, planned.searched, work / "quantized.onnx")
             model = quantized.model
             notes += [
@@ -307,14 +307,18 @@ class _Ladder:
         return self._plans[way.is_rewritten]
 
 
-def _change_plan(plan: QuantPlan, way: Way, inputs: BuildInputs) -> QuantPlan:
+def change_plan(
+    plan: QuantPlan, way: Way, prepared: Model, calibration: Calibration | ModelError | None, target: Target
+) -> QuantPlan:
     """Returns a plan as a way has it, with less than the best."""
     if way.plan != "best":
         plan = msgspec.structs.replace(plan, narrow=NarrowConstants())
-    if way.plan == "plain" and isinstance(inputs.calibration, Calibration):
-        plan = choose_ranges(msgspec.structs.replace(plan, factors={}), inputs.calibration, "minmax", "nearest")
+    if way.plan == "plain" and isinstance(calibration, Calibration):
+        # Drafted anew: equalized weights that layers share have other names, by which channels and bits are planned.
+        draft = draft_plan(prepared, open_float_graph(prepared, calibration), calibration, target, plan.precision)
+        plan = msgspec.structs.replace(draft, float_nodes=plan.float_nodes, wide=plan.wide)
     floats = {node.name: node for node in plan.float_nodes}
-    for node in read_graph(inputs.prepared).nodes if way.kept else ():
+    for node in read_graph(prepared).nodes if way.kept else ():
         if node.name in way.kept:
             reason = "in integers it would stop the session"
             floats.setdefault(node.name, FloatNode(name=node.name, op=node.op_type, reason=reason))

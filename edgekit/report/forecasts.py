@@ -1,10 +1,11 @@
 """A forecast as text: the table of devices, what to choose, and what to know of the figures."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from rich.table import Table
 
 from edgekit.forecasts.forecast import BITS, DeviceForecast, ForecastReport
+from edgekit.forecasts.model import Bits
 from edgekit.report.tables import format_count, make_table
 
 # Closer than this two forecasts are the same: what the table's own precisions are told apart by.
@@ -95,7 +96,7 @@ def list_choices(report: ForecastReport) -> Iterator[str]:
         yield f"{answer}: {', '.join(devices)}"
 
 
-def _choose(rows: dict[str, float]) -> str:
+def _choose(rows: Mapping[Bits, float]) -> str:
     """Returns what is the fastest, in the order of precisions where two are the same."""
     fastest = min(rows.values())
     same = [bits for bits in BITS if bits in rows and rows[bits] <= fastest * _CLEAR]

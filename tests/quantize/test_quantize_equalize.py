@@ -15,6 +15,7 @@ from edgekit._ort import CpuSession, SessionSettings
 from edgekit.errors import UsageError
 from edgekit.graph.graph import Graph
 from edgekit.jobs.quantize import QuantizeOptions, plan_for, quantize_for
+from edgekit.jobs.target_bundle import Way, change_plan
 from edgekit.model.model import Model, load_model, save_proto
 from edgekit.model.outputs import StatedOutput
 from edgekit.model.tensors import Array
@@ -387,3 +388,22 @@ def test_low_values_that_silu_turns_to_nothing_get_no_integers(tmp_path: Path) -
         assert spans["a"].high == calibration.ranges[method]["a"].high
         assert spans["b"] == calibration.ranges[method]["b"]
     assert seen["a"].low < -20
+
+
+def test_a_plain_plan_knows_nothing_of_equalized_weights(tmp_path: Path) -> None:
+    model = make_model(NET_OF_TWO, tmp_path / "m.onnx", {"w": (8, 8, 3, 3), "v": (8, 8, 3, 3)})
+    calibration = calibrate_model(model, random_samples(model), work=tmp_path)
+    target = load_target("xnnpack")
+    best = plan_quantization(model, calibration, target, "int8", method="minmax")
+    # As layers that share a weight leave it behind once they are equalized: each has one of its own.
+    shared = msgspec.structs.replace(best, axes={"w_equalized.first": 0, "v": 0}, factors={"first": (2.0,) * 8})
+    plain = change_plan(shared, Way(precision="int8", plan="plain"), model, calibration, target)
+    assert plain.axes.keys() == {"w", "v"}
+    assert not plain.factors
+    assert quantize_model(model, plain, calibration, tmp_path / "q.onnx").quantized_nodes > 0
+
+
+NET_OF_TWO = """
+<ir_version: 8, opset_import: ["" : 17]> g (float[1,8,8,8] x) => (float[1,8,4,4] y)
+{ a = Conv(x, w) b = Relu(a) y = Conv(b, v) }
+"""

@@ -98,7 +98,7 @@ def _find_archive(package: str) -> str:
     with urllib.request.urlopen(f"https://pypi.org/pypi/{name}/json") as answer:
         files = json.load(answer)["releases"][version]
     best = min(files, key=lambda file: file["packagetype"] != "bdist_wheel")
-    return urllib.parse.urljoin(f"https://pypi.org/simple/{name}/", best["url"])
+    return str(urllib.parse.urljoin(f"https://pypi.org/simple/{name}/", best["url"]))
 
 
 def _is_written(spec: Spec) -> bool:

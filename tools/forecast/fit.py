@@ -89,7 +89,7 @@ def fit(amounts: Array, logs: Array, prior: Array | None = None) -> Array:
         ratio = np.maximum(scaled @ found, 1e-9) / ms
         # Iterative weights: so weighted, the square of the error is the root of its logarithm.
         weights = np.sqrt(np.maximum(np.abs(np.log(ratio)), 0.1) ** 0.5 / np.maximum((ratio - 1) ** 2, 0.01))
-    return found / scale
+    return np.asarray(found / scale)
 
 
 Fit = Callable[[set[str]], Array]
