@@ -89,7 +89,8 @@ def list_choices(report: ForecastReport) -> Iterator[str]:
     """Yields which precision is forecast to be the fastest, devices of one answer in a line."""
     found: dict[str, list[str]] = {}
     for device in dict.fromkeys(row.device for row in report.rows):
-        rows = {row.precision: row.ms for row in report.rows if row.device == device and row.ms is not None}
+        own = [row for row in report.rows if row.device == device]
+        rows: dict[Bits, float] = {row.precision: row.ms for row in own if row.ms is not None}
         if len(rows) > 1:
             found.setdefault(_choose(rows), []).append(device)
     for answer, devices in found.items():
