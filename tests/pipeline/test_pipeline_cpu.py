@@ -45,7 +45,8 @@ def small(tmp_path: Path) -> tuple[Path, Data, Recipe]:
     onnx.save(proto, str(path))
     np.savez(tmp_path / "x.npz", x=rng.uniform(0.3, 1, size=(24, 1, 8, 8, 8)).astype(np.float32))
     data = Data(source=str(tmp_path / "x.npz"), evaluation=str(tmp_path / "x.npz"))
-    return path, data, Recipe(targets=("cpu",), thresholds={"cpu": {"min_sqnr_db": 30.0}})
+    limits = {"cpu": {"min_sqnr_db": 30.0}}
+    return path, data, Recipe(targets=("cpu",), thresholds=limits, outputs={"y": "values"})
 
 
 def test_a_bundle_for_any_x64_passes_without_vnni(small: tuple[Path, Data, Recipe], tmp_path: Path) -> None:

@@ -145,6 +145,22 @@ def _check(case: Case) -> list[str]:
     return [model, "--target", case.target(), *case.dims(), *_settings(case), *more]
 
 
+def _forecast(case: Case) -> list[str]:
+    case.writes.add("forecast.html")
+    return [
+        case.rng.choice((case.model, case.bundle))(),
+        *case.option(0.5, "--device", "Galaxy S24", "galaxy", "iPhone 15", "", "S2\u00e4"),
+        *case.option(0.3, "--precision", "float", "w8a8,w8a16", "int3", ","),
+        *case.option(
+            0.5, "--measured", "Galaxy S25=1.9ms", "Galaxy S25:w8a8=1us", "x", "Galaxy S25=nans", "S24=-1ms", "=1s"
+        ),
+        *case.option(0.3, "--max-ms", "5", "0", "inf", "nan"),
+        *case.some(0.2, "--html", "forecast.html"),
+        *case.some(0.2, "--all"),
+        *case.dims(),
+    ]
+
+
 def _settings(case: Case) -> list[str]:
     return case.option(0.2, "--set", "api_level=31", "arch=x64", "htp_arch=73", "api_level=-1", "x=y", "layout=NHWC")
 
@@ -421,6 +437,7 @@ def _nothing(case: Case) -> list[str]:
 PLANS: tuple[tuple[str, float, Callable[[Case], list[str]]], ...] = (
     ("inspect", 14, _inspect),
     ("check", 10, _check),
+    ("forecast", 3, _forecast),
     ("prepare", 8, _prepare),
     ("quantize", 4, _quantize),
     ("convert", 6, _convert),
