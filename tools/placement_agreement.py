@@ -95,9 +95,9 @@ def main() -> int:
             _measure(path, target, options.work, tally)
     for bundle in _find_shipped(options.shipped, options.target):
         model = bundle.folder / bundle.manifest.forms["onnx"][0]
-        _measure(
-            model, load_target(options.target, read_target(bundle).settings), options.work, tally, bundle.folder.name
-        )
+        # Bundles of several builds have the same names.
+        name = f"{bundle.folder.parent.name}-{bundle.folder.name}"
+        _measure(model, load_target(options.target, read_target(bundle).settings), options.work, tally, name)
     return _print_tally(tally, _SHIPPED if options.shipped else _LEAST[target.name])
 
 

@@ -52,7 +52,7 @@ def _read_queue(_context: click.Context, _parameter: click.Parameter, value: str
 @options.ON_FILE
 @options.DEVICE_SET
 @click.option("--runs", type=click.IntRange(1, 100_000), metavar="N", help="Time N runs, whatever the spread.")
-@limit("--seconds", "seconds", click.FloatRange(0.1, 3600), "Run at most X seconds a device (20), sessions that open not counted.")
+@limit("--seconds", "seconds", click.FloatRange(0.1, 3600), "Run at most X seconds a device (20).")
 @options.THREADS
 @click.option(
     "--inter-op-threads",

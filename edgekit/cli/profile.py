@@ -29,7 +29,7 @@ from edgekit.report.pages.profile_page import render_profile
 @click.option("--against", type=click.Path(path_type=Path), metavar="OTHER", help="Say why OTHER is slower or faster.")
 @options.SESSION_TARGET
 @click.option("--runs", type=click.IntRange(1, 1000), metavar="N", help="Watch N runs in each of three rounds.")
-@limit("--seconds", "seconds", click.FloatRange(0.1, 3600), "Begin nothing after X seconds (10); with --against eight rounds share them.")
+@limit("--seconds", "seconds", click.FloatRange(0.1, 3600), "Begin nothing after X seconds (10).")
 @options.THREADS
 @options.DIM
 @options.FIRST_SAMPLE
