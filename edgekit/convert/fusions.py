@@ -178,6 +178,9 @@ def _match_tensors(given: Sequence[OrtNode], nodes: Sequence[OrtNode]) -> dict[s
     for reader in given:
         for name in reader.inputs:
             readers[name].append(reader)
+    # What its own node still makes is no other tensor: a fusion calls what it makes alike each time, and numbers them.
+    before = {name: node.name for node in given for name in node.outputs}
+    kept = {name for node in nodes for name in node.outputs if node.name and before.get(name) == node.name}
     for node in nodes:
         for name in node.outputs:
             blocked = node.op.startswith(_NCHWC) and node.name.endswith("_nchwc")
@@ -186,6 +189,7 @@ def _match_tensors(given: Sequence[OrtNode], nodes: Sequence[OrtNode]) -> dict[s
             plain = _INSERTED.sub("", node.name.removesuffix("_nchwc") if blocked else name)
             origin = plain if plain in names else _TOKEN.sub("", plain)
             origin = origin if origin in names else named.get(origin, "")
+            origin = "" if origin != plain and origin in kept else origin
             if origin and name not in same:
                 same[name] = _follow_name(node, origin, readers)
     return same

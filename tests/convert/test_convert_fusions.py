@@ -170,3 +170,23 @@ from edgekit.convert.levels import write_level
 from edgekit.model.model import load_model
 print(write_level(load_model(Path(sys.argv[1])), Level.ALL, "x64", Path(sys.argv[2]), checked=False).sha256)
 """
+
+
+def test_what_a_fusion_calls_alike_each_time_is_not_the_same_tensor(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    weights = {name: rng.standard_normal((8, 8)).astype(np.float32) for name in ("v", "w")}
+    weights |= {name: np.ones(8, np.float32) for name in ("b", "c")}
+    weights |= {"flat": np.array([4, 8]), "deep": np.array([1, 4, 8])}
+    # As an earlier optimization left the first pair: ONNX Runtime calls what it makes of the second by the same names.
+    nodes = [
+        helper.make_node("Reshape", ["x", "flat"], ["gemm_input_reshape_arg"], name="gemm_input_reshape"),
+        helper.make_node("Gemm", ["gemm_input_reshape_arg", "v", "b"], ["gemm_output_reshape_arg"], name="first"),
+        helper.make_node("Reshape", ["gemm_output_reshape_arg", "deep"], ["h"], name="gemm_output_reshape"),
+        helper.make_node("Relu", ["h"], ["r"], name="relu"),
+        helper.make_node("MatMul", ["r", "w"], ["m"], name="second"),
+        helper.make_node("Add", ["m", "c"], ["y"], name="add"),
+    ]
+    model = save_graph(tmp_path / "m.onnx", nodes, weights, {"x": [1, 4, 8], "y": [1, 4, 8]})
+    fates = {fate.op: fate.became for fate in trace(model.path, tmp_path, X64)[0].fates}
+    assert fates["MatMul"] == {"Gemm": 1}
+    assert fates["Add"] == {"Gemm": 1}
