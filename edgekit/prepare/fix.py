@@ -41,6 +41,7 @@ FIXES: Mapping[str, Rewrite] = {
     activations.CLIP_TO_RELU: activations.write_relus,
     layout.FLATTEN_TO_RESHAPE: layout.write_flattens,
     layout.PLAIN_RESHAPE: layout.write_plain_reshapes,
+    layout.GATHER_TO_RESHAPE: layout.reshape_gathers,
     norms.JOIN_RMS_NORM: norms.join_rms_norms,
     activations.JOIN_GELU: activations.join_gelus,
 }
@@ -49,7 +50,7 @@ FIXES: Mapping[str, Rewrite] = {
 JOINS = frozenset({norms.JOIN_RMS_NORM, activations.JOIN_GELU})
 """Those of them that other rewrites undo for a target which lacks what they write."""
 
-_SHAPELESS = FIXES.keys() - {idle.IDLE_ADD, idle.IDLE_NAN_GUARD}
+_SHAPELESS = FIXES.keys() - {idle.IDLE_ADD, idle.IDLE_NAN_GUARD, layout.GATHER_TO_RESHAPE}
 
 SPELLINGS: Mapping[str, Rewrite] = {
     layout.INDEX_TO_INT32: layout.narrow_indices,

@@ -19,6 +19,10 @@ WITH = {
     "index-to-int32": (
         "g (float[100,3] x, int32[2] i) => (float[2,3] y) { w = Cast<to=7>(i) y = Gather<axis=0>(x, w) }"
     ),
+    "gather-to-reshape": (
+        "g (float[4,3] x) => (float[4,3,1] y, float[1,4,1,3] z) <int64[3,1] i = {0, 1, -1}, int64[1,4,1] k = {0, 1, 2, 3}> "
+        "{ y = Gather<axis=-1>(x, i) z = Gather(x, k) }"
+    ),
     "plain-gather": (
         "g (float[3,4] x) => (float[2,4] y, float[1,1,1,2] z, float[3,4] e, float[1,2,1,1,4] f) "
         "<float h = {0.1}, int32[2] i = {2, 0}, int64[1,1,1,2,2] p = {1, 3, 0, 0}, int64[1,2,1,1,1] q = {2, 0}, "
@@ -103,6 +107,11 @@ WITHOUT = {
     "trailing-inputs": "g (float[2,3] x) => (float[2,3] y) <float high = {0.5}> { y = Clip(x, , high) }",
     "clip-to-relu": "g (float[2,3] x) => (float[2,3] y) <float low = {0}, float six = {6}> { y = Clip(x, low, six) }",
     "index-to-int32": "g (float[5,3] x, int32[2] i) => (float[2,3] y) { y = Gather<axis=0>(x, i) }",
+    "gather-to-reshape": (
+        "g (float[4,3] x, int64[4] r, float[N,3] u) => (float[4,2] y, float[4,3] z, float[4,3] w, float[3,3] t) "
+        "<int64[2] i = {0, 1}, int64[4] k = {0, 2, 1, 3}, int64[3] m = {0, 1, 2}> "
+        "{ y = Gather<axis=1>(x, i) z = Gather(x, k) w = Gather(x, r) t = Gather(u, m) }"
+    ),
     "plain-gather": "g (int32[5,3] x, int32[2] i) => (int32[2,3] y) { y = Gather<axis=0>(x, i) }",
     "pad-reflect": (
         "g (float[1,2,5,4] x, int64[8] p) => (float[A,B,C,D] y, float[1,2,6,4] z) <int64[8] q = {0,0,1,0,0,0,0,0}> "

@@ -171,6 +171,31 @@ def _read_rows(graph: Graph, node: Node) -> np.ndarray | None:
     return None if graph.value(node.output[0]).static_shape is None else indices.reshape(-1, indices.shape[-1])
 
 
+GATHER_TO_RESHAPE = "gather-to-reshape"
+
+
+def reshape_gathers(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
+    """Makes a Reshape of each Gather whose constant indices count through the whole axis, in place.
+
+    PyTorch's dynamo exporter writes `as_strided` so: a flat tensor of 64, gathered by 0 to 63 in the shape [1,64,1,1].
+    QNN's compiler dies of it (SIGABRT) before a Transpose or a Conv. Returns the names of the nodes.
+    """
+    return replace_nodes(graph, opset, {"Gather"}, _gather_to_reshape) if opset >= 5 else ()
+
+
+def _gather_to_reshape(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
+    sizes, indices = graph.value(node.input[0]).static_shape, graph.array(node.input[1])
+    if not sizes or 0 in sizes or indices is None:
+        return None
+    axis = node.integer("axis", 0) % len(sizes)
+    if not np.array_equal(np.where(indices < 0, indices + sizes[axis], indices).ravel(), np.arange(sizes[axis])):
+        return None
+    shape = (*sizes[:axis], *indices.shape, *sizes[axis + 1 :])
+    writer = Writer(graph=graph, node=node)
+    writer.add("Reshape", [node.input[0], writer.constant("shape", shape, "int64")])
+    return writer.nodes
+
+
 PAD_REFLECT = "pad-reflect"
 
 
