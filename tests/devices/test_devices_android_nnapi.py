@@ -47,7 +47,10 @@ FLOAT_OPERATIONS = {
     "concat": "Concat<axis=1>(x, x2)", "transpose": "Transpose<perm=[0,2,3,1]>(x)", "reshape": "Reshape(x, shape)",
     "gemm": "Gemm<transB=1>(flat, g, h)", "matmul": "MatMul(flat, m)", "mean": "ReduceMean<axes=[2,3]>(x)",
     "pad": "Pad(x, border)", "slice": "Slice(x, starts, ends, axes)", "clip": "Clip(x, zero, six)",
-    "squeeze": "Squeeze(pooled, last)", "flatten": "Flatten(x)", "lrn": "LRN<size=3, alpha=0.1, beta=0.7>(x)",
+    "squeeze": "Squeeze(pooled, last)", "flatten": "Flatten(x)",
+    # An axis of size 1 that no Squeeze named stays.
+    "kept": "Transpose<perm=[2,1,0]>(narrow)",
+    "lrn": "LRN<size=3, alpha=0.1, beta=0.7>(x)",
     "space": "DepthToSpace<blocksize=2, mode=\"DCR\">(x)",
     "resize": "Resize<mode=\"linear\", coordinate_transformation_mode=\"half_pixel\">(x, , twice)",
     "nearest": (
@@ -94,10 +97,17 @@ def float_model(path: Path) -> Path:
         "int64[2] shape = {1, 256}, int64[8] border = {0,0,1,1,0,0,2,1}, int64[2] starts = {1, 2},"
         f"float[4,2,3,3] w2 = {{{numbers(4, 2, 3, 3)}}}, float[4] h4 = {{{numbers(4)}}},"
         "float[4] one4 = {1.0, 0.5, 2.0, 1.5}, int64[1] first = {0},"
-        "int64[2] ends = {7, 8}, int64[2] axes = {2, 3}, int64[2] last = {2, 3}, int64[2] picked = {2, 0}"
+        "int64[2] ends = {7, 8}, int64[2] axes = {2, 3}, int64[2] last = {2, 3}, int64[1] end = {3},"
+        "int64[2] picked = {2, 0}"
     )
     nodes = [f"y_{name} = {text}" for name, text in FLOAT_OPERATIONS.items()]
-    nodes = ["flat = Flatten(x)", "positive = Exp(x2)", "pooled = GlobalAveragePool(x)", *nodes]
+    nodes = [
+        "flat = Flatten(x)",
+        "positive = Exp(x2)",
+        "pooled = GlobalAveragePool(x)",
+        "narrow = Squeeze(pooled, end)",
+        *nodes,
+    ]
     outputs = ", ".join(f"float y_{name}" for name in FLOAT_OPERATIONS)
     body = f"(float[1,4,8,8] x, float[1,4,8,8] x2) => ({outputs}) <{constants}> {{ {' '.join(nodes)} }}"
     return declare_shapes(text_model(path, body, opset=13))

@@ -370,7 +370,7 @@ _PLAIN: dict[int, tuple[str, str, int]] = {
     6: ("DEQUANTIZE", "DequantizeOptions", 1), 8: ("FLOOR", "", 1),
     11: ("L2_NORMALIZATION", "L2NormOptions", 1), 14: ("LOGISTIC", "", 1), 19: ("RELU", "", 1),
     20: ("RELU_N1_TO_1", "", 1), 21: ("RELU6", "", 1), 22: ("RESHAPE", "ReshapeOptions", 2), 28: ("TANH", "", 1),
-    32: ("PAD", "PadOptions", 2), 34: ("SQUEEZE", "SqueezeOptions", 1), 37: ("TRANSPOSE", "TransposeOptions", 2),
+    32: ("PAD", "PadOptions", 2), 37: ("TRANSPOSE", "TransposeOptions", 2),
     38: ("ABS", "AbsOptions", 1), 45: ("CAST", "CastOptions", 1), 49: ("EXP", "ExpOptions", 1), 60: ("LOG", "", 1),
     65: ("MAXIMUM", "MaximumMinimumOptions", 2), 66: ("MINIMUM", "MaximumMinimumOptions", 2),
     67: ("NEG", "NegOptions", 1), 69: ("PADV2", "PadV2Options", 3), 70: ("POW", "PowOptions", 2),
@@ -502,6 +502,12 @@ def _write_slice(draft: Draft, _code: int, inputs: Sequence[int], outputs: Seque
     draft.add("STRIDED_SLICE", inputs[:4], outputs, "StridedSliceOptions", **masks)
 
 
+def _write_squeeze(draft: Draft, _code: int, inputs: Sequence[int], outputs: Sequence[int]) -> None:
+    # Without axes, LiteRT as NNAPI drops every axis of size 1.
+    axes = [axis for place in inputs[1:] for axis in draft.constants.values.get(place, np.array([], np.int32)).tolist()]
+    draft.add("SQUEEZE", inputs[:1], outputs, "SqueezeOptions", squeezeDims=axes)
+
+
 def _write_gather(draft: Draft, _code: int, inputs: Sequence[int], outputs: Sequence[int]) -> None:
     axis = draft.constants.whole(inputs[1])
     draft.add("GATHER", (inputs[0], inputs[2]), outputs, "GatherOptions", axis=axis)
@@ -529,6 +535,7 @@ def _write_matmul(draft: Draft, _code: int, inputs: Sequence[int], outputs: Sequ
 
 _WRITERS: dict[int, Callable[[Draft, int, Sequence[int], Sequence[int]], None]] = {
     1: write_pool, 2: _write_concat, 3: write_conv, 4: write_conv, 5: _write_space, 9: _write_dense, 12: write_pool,
-    13: _write_norm, 17: write_pool, 23: _write_resize, 25: _write_softmax, 35: _write_slice, 39: _write_argmax,
-    40: _write_argmax, 51: _write_gather, 55: write_conv, 87: _write_split, 94: _write_resize, 102: _write_matmul,
+    13: _write_norm, 17: write_pool, 23: _write_resize, 25: _write_softmax, 34: _write_squeeze, 35: _write_slice,
+    39: _write_argmax, 40: _write_argmax, 51: _write_gather, 55: write_conv, 87: _write_split, 94: _write_resize,
+    102: _write_matmul,
 }  # fmt: skip
