@@ -270,6 +270,7 @@ _REWRITTEN: Mapping[str, str] = {
     "flatten-to-reshape": "write {count} of Flatten as Reshape, which is the same",
     "plain-reshape": "leave allowzero out of {count} of Reshape: their shapes hold no 0, so it changes nothing",
     "gather-to-reshape": "write {count} of Gather by all indices in order as Reshape, which is the same",
+    "gather-from-start": "count constant indices of {count} of Gather from the start, which is the same",
     "index-to-int32": "give {count} of Gather 32-bit indices, which is the same",
     "plain-gather": "gather 32-bit integers in place of bools, by few axes: {count}, which is the same",
     "pad-reflect": "write {count} of Pad with mode reflect as slices and Concat, which is the same",

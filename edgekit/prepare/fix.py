@@ -42,6 +42,7 @@ FIXES: Mapping[str, Rewrite] = {
     layout.FLATTEN_TO_RESHAPE: layout.write_flattens,
     layout.PLAIN_RESHAPE: layout.write_plain_reshapes,
     layout.GATHER_TO_RESHAPE: layout.reshape_gathers,
+    layout.GATHER_FROM_START: layout.count_from_start,
     norms.JOIN_RMS_NORM: norms.join_rms_norms,
     activations.JOIN_GELU: activations.join_gelus,
 }
@@ -50,7 +51,9 @@ FIXES: Mapping[str, Rewrite] = {
 JOINS = frozenset({norms.JOIN_RMS_NORM, activations.JOIN_GELU})
 """Those of them that other rewrites undo for a target which lacks what they write."""
 
-_SHAPELESS = FIXES.keys() - {idle.IDLE_ADD, idle.IDLE_NAN_GUARD, layout.GATHER_TO_RESHAPE}
+_SHAPELESS = FIXES.keys() - {
+    idle.IDLE_ADD, idle.IDLE_NAN_GUARD, layout.GATHER_TO_RESHAPE, layout.GATHER_FROM_START
+}  # fmt: skip
 
 SPELLINGS: Mapping[str, Rewrite] = {
     layout.INDEX_TO_INT32: layout.narrow_indices,

@@ -23,6 +23,10 @@ WITH = {
         "g (float[4,3] x) => (float[4,3,1] y, float[1,4,1,3] z) <int64[3,1] i = {0, 1, -1}, int64[1,4,1] k = {0, 1, 2, 3}> "
         "{ y = Gather<axis=-1>(x, i) z = Gather(x, k) }"
     ),
+    "gather-from-start": (
+        "g (float[4,3] x) => (float[4] y, float[2,3] z) <int64 i = {-1}, int32[2] k = {-3, 2}> "
+        "{ y = Gather<axis=-1>(x, i) z = Gather(x, k) }"
+    ),
     "plain-gather": (
         "g (float[3,4] x) => (float[2,4] y, float[1,1,1,2] z, float[3,4] e, float[1,2,1,1,4] f) "
         "<float h = {0.1}, int32[2] i = {2, 0}, int64[1,1,1,2,2] p = {1, 3, 0, 0}, int64[1,2,1,1,1] q = {2, 0}, "
@@ -111,6 +115,10 @@ WITHOUT = {
         "g (float[4,3] x, int64[4] r, float[N,3] u) => (float[4,2] y, float[4,3] z, float[4,3] w, float[3,3] t) "
         "<int64[2] i = {0, 1}, int64[4] k = {0, 2, 1, 3}, int64[3] m = {0, 1, 2}> "
         "{ y = Gather<axis=1>(x, i) z = Gather(x, k) w = Gather(x, r) t = Gather(u, m) }"
+    ),
+    "gather-from-start": (
+        "g (float[4,3] x, int64[4] r, float[N,3] u) => (float[4] y, float[4,3] z, float[1,3] t) "
+        "<int64 i = {1}, int64[1] m = {-1}> { y = Gather<axis=1>(x, i) z = Gather(x, r) t = Gather(u, m) }"
     ),
     "plain-gather": "g (int32[5,3] x, int32[2] i) => (int32[2,3] y) { y = Gather<axis=0>(x, i) }",
     "pad-reflect": (

@@ -196,6 +196,28 @@ def _gather_to_reshape(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | N
     return writer.nodes
 
 
+GATHER_FROM_START = "gather-from-start"
+
+
+def count_from_start(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
+    """Writes constant indices of Gather that count from the end as those that count from the start, in place.
+
+    NNAPI's GATHER has no negative ones: its provider takes the node, and the run fails. Returns the names of the nodes.
+    """
+    return replace_nodes(graph, opset, {"Gather"}, _gather_from_start)
+
+
+def _gather_from_start(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
+    sizes, indices = graph.value(node.input[0]).static_shape, graph.array(node.input[1])
+    if not sizes or indices is None or indices.min(initial=0) >= 0:
+        return None
+    size = sizes[node.integer("axis", 0) % len(sizes)]
+    writer = Writer(graph=graph, node=node)
+    counted = writer.constant("indices", np.where(indices < 0, indices + size, indices), indices.dtype.name)
+    writer.add("Gather", [node.input[0], counted], **node.attributes)
+    return writer.nodes
+
+
 PAD_REFLECT = "pad-reflect"
 
 
