@@ -66,3 +66,22 @@ def test_all_products_of_a_recurrent_cell_are_integer(tmp_path: Path) -> None:
     seen = find_integer_nodes(quantized.model, signed=True)
     assert (sum(seen.values()), len(seen)) == (3, 3)
     convert_model(quantized.model, target, tmp_path / "converted")
+
+
+SHARED = """<ir_version: 8, opset_import: ["" : 17]> g (float[8,8] x, float[8,16] s) => (float[8,16] y, float[8,16] z) {
+  [first] a = Gemm(x, w, k) [second] y = Gemm(a, u, k) [sum] z = Add(s, k) }"""
+
+
+def test_a_bias_that_nodes_share_has_a_scale_for_each(tmp_path: Path) -> None:
+    model = make_model(SHARED, tmp_path / "m.onnx")
+    target, calibration = load_target("cpu"), calibrate_model(model, random_samples(model), work=tmp_path / "work")
+    plan = plan_quantization(model, calibration, target, "int8", method="minmax")
+    quantized = quantize_model(model, plan, calibration, tmp_path / "q.onnx")
+    # Had a Gemm the sum's 8 bits, or the other's scale, ONNX Runtime would compute it in float.
+    seen = find_integer_nodes(quantized.model, signed=True)
+    assert (sum(seen.values()), len(seen)) == (3, 3)
+    convert_model(quantized.model, target, tmp_path / "converted")
+    sample = next(iter(random_samples(model)))
+    exact, got = (CpuSession(each.path, SessionSettings()).run(sample) for each in (model, quantized.model))
+    for name, value in exact.items():
+        np.testing.assert_allclose(got[name], value, atol=0.05 * float(np.abs(value).max()))

@@ -5,6 +5,7 @@ Add that it is, and attention masks are known, so that their large negative numb
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -208,6 +209,7 @@ MINIMUM_OPSET = 13
 
 # The graph whose weights are set aside; these lie beside it.
 _ASIDE_NAME = "float.onnx"
+_WITH_BIAS = frozenset({"Conv", "ConvTranspose", "Gemm"})
 # Operators whose output has the scale of their input (onnxruntime/quantization/operators/direct_q8.py and others).
 _MOVEMENT = frozenset(
     {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "MaxPool", "Split", "Gather"}
@@ -226,6 +228,7 @@ def read_float_graph(model: Model) -> Graph:
     lift_constants(proto.graph)
     _fold_dequantized_weights(proto.graph, folder)
     split_gemms(proto.graph, folder)
+    _separate_biases(proto.graph)
     avoid_name_collisions(proto, model.path.name)
     clamp_masks(proto.graph, folder)
     _spell_defaults(proto.graph)
@@ -368,6 +371,25 @@ def _fold_dequantized_weights(graph: onnx.GraphProto, folder: Path) -> None:
         else:
             kept.append(node)
     set_nodes(graph, kept)
+
+
+def _separate_biases(graph: onnx.GraphProto) -> None:
+    """Gives each Conv and Gemm a bias that it alone reads: as int32 it has the scale of that node's input and weight.
+
+    ALBERT's layers share theirs, and exporters keep one of equal tensors. Where an Add reads one too, it would get that
+    Add's 8 bits, and ONNX Runtime leaves such a Gemm in float.
+    """
+    readers = Counter(name for node in graph.node for name in node.input)
+    stored, names = {tensor.name: tensor for tensor in graph.initializer}, list_names(graph)
+    for node in graph.node:
+        bias = node.input[2] if node.op_type in _WITH_BIAS and len(node.input) > 2 else ""
+        if bias not in stored or readers[bias] == 1:
+            continue
+        readers[bias] -= 1
+        copy = graph.initializer.add()
+        copy.CopyFrom(stored[bias])
+        copy.name = node.input[2] = _free_name(bias, names)
+        names.add(copy.name)
 
 
 def _spell_defaults(graph: onnx.GraphProto) -> None:
