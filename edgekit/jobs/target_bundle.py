@@ -253,7 +253,7 @@ class _Ladder:
             names = {node.name for node in ring}
             makers = {graph.producers[name].name for node in ring for name in node.input if name in graph.producers}
             readers = {node.name for each in ring for name in each.output for node in graph.readers(name)}
-            for wider in (names, names | makers & stop.left, names | makers, names | makers | readers):
+            for wider in (names | makers & stop.left, names | makers, names | makers | readers):
                 more = wider - floats - {*way.kept}
                 if more:
                     return tuple(node.name for node in graph.nodes if node.name in more)

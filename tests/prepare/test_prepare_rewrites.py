@@ -20,8 +20,8 @@ WITH = {
         "g (float[100,3] x, int32[2] i) => (float[2,3] y) { w = Cast<to=7>(i) y = Gather<axis=0>(x, w) }"
     ),
     "gather-to-reshape": (
-        "g (float[4,3] x) => (float[4,3,1] y, float[1,4,1,3] z) <int64[3,1] i = {0, 1, -1}, int64[1,4,1] k = {0, 1, 2, 3}> "
-        "{ y = Gather<axis=-1>(x, i) z = Gather(x, k) }"
+        "g (float[4,3] x) => (float[4,3,1] y, float[1,4,1,3] z) <int64[3,1] i = {0, 1, -1}, "
+        "int64[1,4,1] k = {0, 1, 2, 3}> { y = Gather<axis=-1>(x, i) z = Gather(x, k) }"
     ),
     "gather-from-start": (
         "g (float[4,3] x) => (float[4] y, float[2,3] z) <int64 i = {-1}, int32[2] k = {-3, 2}> "
