@@ -25,7 +25,7 @@ _MOST_IMAGES = 64
 # Networks for images halve their size five times: what is no multiple of 32 does not divide.
 _STEP = 32
 _USUAL_SIDE = 224
-_NO_PACKAGE = ("\n# [packages.app]", '# as = "aar"  # or swiftpm, tar, zip, ort-package')
+_NO_PACKAGE = ("\n# [packages.app]", '# as = "aar"  # or swiftpm, react-native, tar, zip, ort-package')
 _WHOLE = frozenset({"int32", "int64"})
 _Side = Annotated[int, msgspec.Meta(ge=1, le=1 << 14)]
 

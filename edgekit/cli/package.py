@@ -15,7 +15,7 @@ from edgekit.plain import to_plain
 from edgekit.report.tables import list_size_remarks, table_sizes
 
 
-@click.command(short_help="Pack bundles for an app: AAR, Swift package, zip, tar, or ORT's own model package.")
+@click.command(short_help="Pack bundles for an app: AAR, Swift or npm package, zip, tar, or ORT's own model package.")
 @click.argument("bundles", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--as", "kind", required=True, type=click.Choice(sorted(FORMS)), help="What kind of package.")
 @click.option("--out", required=True, type=click.Path(path_type=Path), metavar="PATH", help="A file, or a new folder.")
@@ -74,8 +74,7 @@ def command(
     print_table(table_sizes(report))
     for left in report.left_out:
         show_line(f"left out: {left.path}: {left.reason}")
-    if report.store is not None:
-        show_lines(report.store.remarks)
+    show_lines(report.remarks if report.store is None else report.store.remarks)
     show_lines(list_size_remarks(report))
     show_line(f"{report.out} (sha256 {report.sha256})")
     return YES

@@ -1,7 +1,7 @@
 """Bundles put into one package: which kinds there are, which providers each can hold, and what a package weighs."""
 
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +21,7 @@ from edgekit.app_runtime import AppRuntime
 from edgekit.bundle.archive import write_archive
 from edgekit.bundle.folder import MANIFEST, Bundle, open_bundle
 from edgekit.bundle.group.group import Group
+from edgekit.bundle.manifest import Manifest
 from edgekit.bundle.sign import SIGNATURE
 from edgekit.errors import BundleError, OutputError, UsageError, suggest_name
 from edgekit.package.formats import (
@@ -31,6 +32,7 @@ from edgekit.package.formats import (
     collect_swiftpm,
     report_store,
 )
+from edgekit.package.react_native import PROVIDERS, collect_react_native, find_untold, list_remarks
 from edgekit.package.variant import (
     UNNAMED,
     Extra,
@@ -71,7 +73,7 @@ def _list_models(part: Part) -> Iterator[tuple[str, int]]:
     yield from ((files[name].sha256, files[name].size_bytes) for name in sorted(names & files.keys()))
 
 
-Kind = Literal["aar", "ort-package", "swiftpm", "tar", "zip"]
+Kind = Literal["aar", "ort-package", "react-native", "swiftpm", "tar", "zip"]
 Collect = Callable[[Sequence[Part], Identity, Workplace], Mapping[str, Path | bytes]]
 
 
@@ -80,7 +82,7 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
 
     `platform` names the operating system whose provider options the app passes, "" for those of every system.
     `needs_runtime` is True where the package is made for one archive of ONNX Runtime, `shares` where bundles have
-    their golden samples in common.
+    their golden samples in common. `refuse` says why it cannot hold a bundle of these providers, `remark` what to say.
     """
 
     collect: Collect
@@ -89,6 +91,8 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     archive: Literal["zip", "tar"] | None
     needs_runtime: bool = False
     shares: bool = True
+    refuse: Callable[[Manifest], str | None] = lambda _manifest: None
+    remark: Callable[[Sequence[Variant]], Iterable[str]] = lambda _variants: ()
 
 
 _BOARD = frozenset(
@@ -113,6 +117,14 @@ _APPLE = frozenset({"CPUExecutionProvider", "CoreMLExecutionProvider", "XnnpackE
 FORMS: dict[Kind, Form] = {
     "aar": Form(collect=collect_aar, platform="android", providers=_ANDROID, archive=None, needs_runtime=True),
     "ort-package": Form(collect=collect_ort_package, platform="", providers=frozenset(), archive=None, shares=False),
+    "react-native": Form(
+        collect=collect_react_native,
+        platform="",
+        providers=PROVIDERS,
+        archive=None,
+        refuse=find_untold,
+        remark=list_remarks,
+    ),
     "swiftpm": Form(collect=collect_swiftpm, platform="ios", providers=_APPLE, archive=None),
     "tar": Form(collect=collect_board, platform="linux", providers=_BOARD, archive="tar"),
     "zip": Form(collect=collect_board, platform="linux", providers=_BOARD, archive="zip"),
@@ -130,7 +142,8 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
 class PackageReport(msgspec.Struct, frozen=True, kw_only=True):
     """What was packed: the bundles in the order in which an app tries them, and the files of the package.
 
-    `store` is what an app store checks, None where the package brings no shared library into an app.
+    `store` is what an app store checks, None where the package brings no shared library into an app; `remarks` are what
+    there is to say of such a package, a line each.
 
     `sizes` are the bytes of every file, those in an AAR named one by one, and `model_bytes` those of the models among
     them. `sha256` is that of the archive; for a folder it is that of the lines `sha256  name`, sorted by name, as
@@ -146,6 +159,7 @@ class PackageReport(msgspec.Struct, frozen=True, kw_only=True):
     sizes: dict[str, int]
     model_bytes: int
     store: StoreReport | None = None
+    remarks: tuple[str, ...] = ()
 
     @property
     def size_bytes(self) -> int:
@@ -210,6 +224,7 @@ def package_bundles(
             sizes=sizes,
             model_bytes=measure_models(parts),
             store=None if made_for is None else report_store(variants, made_for),
+            remarks=tuple(form.remark(variants)),
         )
 
 
@@ -296,7 +311,7 @@ def _find_misfit(bundle: Bundle, kind: Kind, runtime: AppRuntime | None) -> str 
         return f"{provider} cannot be used from a package of kind {kind}"
     if runtime is not None and read_version(runtime.version) < read_version(least):
         return f"it needs ONNX Runtime {least}, and '{runtime.archive}' holds {runtime.version}"
-    return None
+    return FORMS[kind].refuse(bundle.manifest)
 
 
 def _write_folder(entries: Mapping[str, Path | bytes], out: Path) -> None:

@@ -17,7 +17,7 @@ def test_a_bundle_whose_input_has_no_shape(refused: Callable[..., str], tmp_path
     manifest = json.loads((folder / "manifest.json").read_bytes())
     manifest["inputs"][0]["shape"] = None
     (folder / "manifest.json").write_bytes(encode_json(manifest))
-    for kind in ("aar", "swiftpm", "ort-package", "tar"):
+    for kind in ("aar", "swiftpm", "react-native", "ort-package", "tar"):
         refused("package", str(folder), "--as", kind, "--allow-failed", "--out", "out")
 
 

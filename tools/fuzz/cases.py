@@ -329,7 +329,7 @@ def _profile(case: Case) -> list[str]:
 
 
 def _package(case: Case) -> list[str]:
-    kinds = ("aar", "ort-package", "swiftpm", "tar", "zip")
+    kinds = ("aar", "ort-package", "react-native", "swiftpm", "tar", "zip")
     more = [*case.option(0.1, "--name", "x", "../x", "é"), *case.option(0.1, "--group", "a.b", "..", "x<y")]
     more += [*case.option(0.1, "--package-version", "1.0", "x y"), *case.some(0.3, "--allow-failed")]
     more += [*case.file(0.1, "--key", "made/key.pem.pub"), *case.some(0.2, "--accept-unproven")]
