@@ -32,8 +32,10 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     crashes: bool = False
 
 
-def check_model(model: Model, target: Target) -> CheckReport:
-    """Returns the predicted placement of a prepared model on a target.
+def check_model(model: Model, target: Target, *, advises: bool = True) -> CheckReport:
+    """Returns the predicted placement of a prepared model on a target, with advice on how it would take more.
+
+    For advice each change is made and checked, which takes longer than all the rest.
 
     Raises:
         TargetError: the target's `rules.toml` is missing or malformed.
@@ -61,7 +63,7 @@ def check_model(model: Model, target: Target) -> CheckReport:
         evidence=Evidence.PREDICTED.value,
         settings=dict(target.settings),
         node_list=nodes,
-        advice=give_advice(proto, graph, nodes, recheck, splits=book.placing.style == "wave"),
+        advice=give_advice(proto, graph, nodes, recheck, splits=book.placing.style == "wave") if advises else (),
         crossings=crossings,
         crossing_bytes=crossing_bytes,
         wants_whole=target.session.config.get("session.disable_cpu_ep_fallback") == "1",

@@ -237,14 +237,14 @@ def test_second_moments_are_tried_above_a_floor_and_judged_once(net: Model, many
 @pytest.mark.parametrize(
     ("reached", "unrounded", "floor", "weights", "needed"),
     [
-        (19.9, 19.9, -9.0, 1_000_000, True),
+        (5.0, 5.5, -9.0, 1_000_000, False),  # better integers bring back no more than rounding cost
         (20.0, 20.5, -9.0, 1_000_000, False),
         (20.0, 20.6, -9.0, 1_000_000, True),
         (20.0, 50.0, 20.0, 1_000_000, True),
         (20.0, 50.0, 20.1, 1_000_000, False),
         (39.9, 39.9, -9.0, 200_000, True),
-        (40.0, 40.3, -9.0, 200_000, False),
-        (40.0, 40.4, -9.0, 200_000, True),
+        (40.0, 40.5, -9.0, 200_000, False),
+        (40.0, 40.6, -9.0, 200_000, True),
         (39.9, 39.9, 40.0, 200_000, False),
     ],
 )

@@ -27,6 +27,7 @@ from edgekit.quantize.mixed_precision.goal_search import (
     search_quantization,
     write_chosen,
 )
+from edgekit.quantize.mixed_precision.relief import LEAST_GAIN_DB, bound_relief, rise_db
 from edgekit.target import Target, load_target
 
 COLLAPSING = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,32] x) => (float[1,32] y) {
@@ -168,6 +169,30 @@ def test_only_what_may_be_enough_is_tried(
     assert steps[: len(tried)] == tried
     assert searched is not None
     assert searched.chosen.step == tried[-1]
+
+
+def test_where_no_few_tensors_make_the_noise_none_leave_8_bits(tmp_path: Path) -> None:
+    branches = 12
+    terms = "".join(f"h{i} = MatMul(x, w{i}) t{i} = Tanh(h{i}) " for i in range(branches))
+    sums = ", ".join(f"t{i}" for i in range(branches))
+    head = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,16] x) => (float[1,192] y)'
+    weights = {f"w{i}": (16, 16) for i in range(branches)}
+    model = make_model(f"{head} {{ {terms} y = Concat<axis=1>({sums}) }}", tmp_path / "m.onnx", weights)
+    calibration = calibrate_model(model, random_samples(model, count=24), work=tmp_path / "work")
+    search = Search(
+        model=model, calibration=calibration, target=load_target("cpu"), precision="int8",
+        measure=told(0.3, 25.0), work=tmp_path,
+    )  # fmt: skip
+    _, searched = plan_sparingly(search)
+    assert searched is not None
+    assert [trial.step for trial in searched.trials] == ["all"]
+
+
+def test_the_worst_tensors_take_no_more_noise_than_is_theirs() -> None:
+    assert bound_relief([6.0, 3.0, 1.0], 1) == 0.6
+    assert bound_relief([], 1) == 0.0
+    assert rise_db(0.9) == pytest.approx(10.0)
+    assert rise_db(bound_relief([1.0] * 40, 8)) < LEAST_GAIN_DB < rise_db(bound_relief([1.0] * 40, 9))
 
 
 def test_what_was_tried_is_not_quantized_again_and_another_plan_is(

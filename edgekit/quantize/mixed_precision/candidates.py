@@ -45,8 +45,6 @@ NOTABLE_DB = 0.3
 # Rounding with second moments makes up for what rounded weights cost, and a little of what activations do. On ten nets
 # of the zoo and of tools/bench/architectures.py it gained 0.35 dB at most where rounded weights cost no more than that.
 _WORTH_MOMENTS_DB = 0.5
-# A model so far off needs every tenth, whatever it takes.
-_POOR_DB = 20.0
 # No rounding of weights mends such a model: relief rounds once more.
 _BROKEN_DB = 10.0
 # With so few weights it takes a tenth of a second, and is tried on all but faithful models: over eight draws of its
@@ -329,12 +327,11 @@ def _judge_learned(
 def needs_moments(reached_db: float, unrounded_db: float, floor_db: float, weights: int) -> bool:
     """Returns True if rounding so many weights with second moments may gain something on what quick roundings reached.
 
-    It may where rounded weights cost something beside float ones, or where the model is poor as it is, or not faithful
-    and small, and is not worth its time below a floor.
+    Better integers bring back no more than rounded weights cost beside float ones. Of few weights that is tried anyhow,
+    as far as the model is not faithful. Below a floor nothing is.
     """
-    is_quick = weights <= _QUICK_WEIGHTS
-    cost_db, enough_db = (NOTABLE_DB, FAITHFUL_DB) if is_quick else (_WORTH_MOMENTS_DB, _POOR_DB)
-    return floor_db <= reached_db < max(unrounded_db - cost_db, enough_db)
+    is_quick = weights <= _QUICK_WEIGHTS and reached_db < FAITHFUL_DB
+    return reached_db >= floor_db and (is_quick or unrounded_db - reached_db > _WORTH_MOMENTS_DB)
 
 
 def _judge_ranges(

@@ -25,7 +25,7 @@ from edgekit.quantize.apply import QuantizedModel, quantize_model
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.mixed_precision.auto import plan_minmax, plan_quantization
 from edgekit.quantize.mixed_precision.candidates import MOST_LOST_DB, Memo, store_narrow
-from edgekit.quantize.mixed_precision.relief import COLLAPSED_DB, relieve_step, weigh_relief
+from edgekit.quantize.mixed_precision.relief import COLLAPSED_DB, LEAST_GAIN_DB, relieve_step, rise_db, weigh_relief
 from edgekit.quantize.plan import QuantPlan, is_relievable
 from edgekit.target import INTEGERS, Precision, Target
 
@@ -133,7 +133,6 @@ _SAME_SHARE = 0.005
 _HALF = 0.5
 # How far a forecast of a drop or a ratio may be off: choices, wide enough that a step which is skipped would fail.
 _NEAR, _NEAR_DB = 2.0, 2.0
-_TINY = 1e-30
 _MORE = "plans with more tensors out of 8 bits"
 
 
@@ -188,13 +187,15 @@ class Searched(msgspec.Struct, frozen=True, kw_only=True):
 class _Goal(msgspec.Struct, frozen=True, kw_only=True):
     """A drop of at most `max_drop` (a share).
 
-    `reliefs` are the counts of tensors that may leave 8 bits. No plan is used that leaves less than the share
-    `least_integer` of the first one's work in integers. Of a plan below `sure_db` as much less is to be expected as its
-    noise is larger than there; what labels measured is what it is.
+    `reliefs` are the counts of tensors that may leave 8 bits. What does not meet the goal is used only where it gains
+    `least_gain_db`. No plan is used that leaves less than the share `least_integer` of the first one's work in
+    integers. Of a plan below `sure_db` as much less is to be expected as its noise is larger than there; what labels
+    measured is what it is.
     """
 
     max_drop: float
     reliefs: tuple[int, ...] = _RELIEFS
+    least_gain_db: float = math.inf
     least_integer: float = 0.0
     sure_db: float = -math.inf
 
@@ -208,11 +209,10 @@ class _Goal(msgspec.Struct, frozen=True, kw_only=True):
 
     def may_meet(self, prediction: Prediction, share: float) -> bool:
         """Returns True if a plan may meet the goal once such a share of the noise of its activations is gone."""
-        left = max(1 - share, _TINY)
         if prediction.drop_estimate is None:
-            return prediction.sqnr_db - 10 * math.log10(left) >= FAITHFUL_DB - _NEAR_DB
+            return prediction.sqnr_db + rise_db(share) >= FAITHFUL_DB - _NEAR_DB
         # A drop falls no faster than the power of the noise.
-        return prediction.drop_estimate * left <= _NEAR * self.max_drop
+        return prediction.drop_estimate * (1 - share) <= _NEAR * self.max_drop
 
 
 def find_plan(
@@ -345,18 +345,21 @@ def plan_sparingly(search: Search) -> tuple[QuantPlan, Searched | None]:
         ModelError: no node of the model can be quantized.
     """
     search.progress(f"{search.target.name}: choose ranges and roundings")
-    first = _plan_first(search, relieve=False)
+    first, known = _plan_first(search, relieve=False), dict[str, Trial]()
     if has_collapsed(first) and is_relievable(first):
         if search.memo.budget.allows(_MORE):
             sparing = _Goal(max_drop=PLAIN_DROP, reliefs=_PLAIN_RELIEFS, sure_db=COLLAPSED_DB)
             spared = _spare(sparing, _try_sparingly(search, sparing, first))
             if spared.met:
                 return spared.chosen.plan, spared
-        first = _plan_first(search)
+            known = {trial.step: trial for trial in spared.trials}
+        relieved = _plan_first(search)
+        # Of tensors whose leaving 8 bits cannot bring the ratio back none left, and the plan was measured.
+        known, first = known if relieved == first else {}, relieved
     if not (search.memo.budget.allows(_MORE) and first.judged):
         return first, None
-    goal = _Goal(max_drop=PLAIN_DROP, reliefs=_PLAIN_RELIEFS, least_integer=_PLAIN_INTEGER)
-    trials = search.memo.budget.attempt("measuring the plan", partial(_try_sparingly, search, goal, first))
+    goal = _Goal(max_drop=PLAIN_DROP, reliefs=_PLAIN_RELIEFS, least_gain_db=LEAST_GAIN_DB, least_integer=_PLAIN_INTEGER)
+    trials = search.memo.budget.attempt("measuring the plan", partial(_try_sparingly, search, goal, first, known))
     if trials is None:
         return first, None
     least = min(trials, key=_drop)
@@ -478,21 +481,25 @@ def _run_trials(
     return attempts.trials
 
 
-def _try_sparingly(search: Search, goal: _Goal, first: QuantPlan) -> list[Trial]:
+def _try_sparingly(
+    search: Search, goal: _Goal, first: QuantPlan, known: Mapping[str, Trial] | None = None
+) -> list[Trial]:
     """Returns the trials of the plain mode, in rising order of how many tensors left 8 bits.
 
     What activations cost about adds up: where ranking says that few tensors are not enough, the most are tried first,
     and few only where they may come as near.
     """
     counts = goal.reliefs if search.relievable else ()
-    attempts = _Attempts(search, goal, 1 + len(counts), first=first)
+    attempts = _Attempts(search, goal, 1 + len(counts), first=first, known=known)
     plain = attempts.run(0)
     is_enough = plain is None or attempts.is_enough(plain) or _is_near(plain.prediction)
     if plain is None or is_enough or not counts or not search.memo.budget.allows(_MORE):
         return attempts.trials
     weigh = partial(weigh_relief, search.model, search.calibration, first, counts, search.memo)
     shares = search.memo.budget.attempt("plans with more tensors out of 8 bits", weigh)
-    if shares is None:
+    # The most tensors take the most noise away: where that helps nobody, fewer do not either.
+    most = 0.0 if shares is None else shares[counts[-1]]
+    if shares is None or not (goal.may_meet(plain.prediction, most) or rise_db(most) >= goal.least_gain_db):
         return attempts.trials
     hopeful = [count for count in counts if count == counts[-1] or goal.may_meet(plain.prediction, shares[count])]
     for count in hopeful:
@@ -510,7 +517,7 @@ def _try_sparingly(search: Search, goal: _Goal, first: QuantPlan) -> list[Trial]
 
 
 class _Attempts:
-    """Trials that were `found`, by how many tensors left 8 bits; `known` are of a state, `first` is the first plan."""
+    """Trials that were `found`, by how many tensors left 8 bits; `known` are of before, `first` is the first plan."""
 
     def __init__(
         self,
@@ -540,7 +547,7 @@ class _Attempts:
         step = _name_step(count, is_mixed=self._is_mixed)
         done, spent = len(self._spent), sum(self._spent)
         left = f", at most {spent / done * (self._most - done):.0f} s left" if done else ""
-        left = ", known from the state" if step in self._known else left
+        left = ", known" if step in self._known else left
         search.progress(f"{search.target.name}: try {done + 1} of {self._most} ({step}){left}")
         began = time.monotonic()
         trial = self._known.get(step)
@@ -591,7 +598,7 @@ def _plan_step(search: Search, trials: Sequence[Trial], count: int) -> QuantPlan
 def _try_plan(search: Search, step: str, plan: QuantPlan) -> Trial:
     quantized = quantize_model(search.model, plan, search.calibration, search.work / f"{step}.onnx")
     search.tried[step] = plan, quantized
-    prediction, check = search.measure(quantized.model), check_model(quantized.model, search.target)
+    prediction, check = search.measure(quantized.model), check_model(quantized.model, search.target, advises=False)
     kept = {node.name for node in quantized.float_nodes}
     return Trial(
         step=step,

@@ -3,6 +3,7 @@
 Weights that 4 bits hurt most for their size keep 8, as few as bring the model near enough.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
@@ -62,8 +63,10 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     enough_db: float
 
 
-_THOROUGH = Schedule(counts=(1, 3, 8, 20, 40), least_gain_db=1.0, enough_db=GOOD_DB)
-_MENDING = Schedule(counts=(1, 3, 8, 20, 40), least_gain_db=1.0, enough_db=COLLAPSED_DB)
+LEAST_GAIN_DB = 1.0
+"""What tensors out of 8 bits must gain, a fifth of the noise's power: a choice."""
+_THOROUGH = Schedule(counts=(1, 3, 8, 20, 40), least_gain_db=LEAST_GAIN_DB, enough_db=GOOD_DB)
+_MENDING = Schedule(counts=(1, 3, 8, 20, 40), least_gain_db=LEAST_GAIN_DB, enough_db=COLLAPSED_DB)
 # For float nodes, which leave the accelerator: a few that help much, unless the model is broken without them.
 _SPARING = Schedule(counts=(1, 3, 8), least_gain_db=3.0, enough_db=COLLAPSED_DB)
 
@@ -81,7 +84,7 @@ def relieve_plan(
     """Returns the plan of a draft with the worst tensors out of 8 bits, and what was tried.
 
     More and more are taken out until the ratio is good enough, or two steps in a row gain too little; what gained too
-    little is not kept. `lead` says how the plan itself was judged.
+    little is not kept, and what cannot gain enough (`bound_relief`) not built. `lead` says how the plan was judged.
 
     Raises:
         UsageError: the statistics are gone.
@@ -91,19 +94,21 @@ def relieve_plan(
     for count in schedule.counts:
         if not memo.budget.allows(_RELIEF):
             break
-        order = tuple(_rank_tensors(draft, memo, count))
-        names = order[:count]
-        relieved = relieve_tensors(draft.graph, draft.plan, names, draft.calibration, widens=widens)
-        if not quantizes_any(draft.graph, relieved):
-            break
-        relieved = choose_again(msgspec.structs.replace(draft, plan=relieved), memo)
-        found = judge_plan(msgspec.structs.replace(draft, plan=relieved))
-        tried.append(msgspec.structs.replace(found, relieved=names))
-        if found.sqnr_db >= reached + schedule.least_gain_db:
-            best, reached, idle = relieved, found.sqnr_db, 0
-        else:
-            idle += count > 1  # the worst tensor alone may gain nothing where two spoil the same sum
-        if idle == 2 or reached >= schedule.enough_db or count >= len(order):
+        noise = _rank_tensors(draft, memo, count)
+        names, wanted_db = tuple(noise)[:count], reached + schedule.least_gain_db
+        gains = False
+        if lead.sqnr_db + rise_db(bound_relief([*noise.values()], count)) >= wanted_db:
+            relieved = relieve_tensors(draft.graph, draft.plan, names, draft.calibration, widens=widens)
+            if not quantizes_any(draft.graph, relieved):
+                break
+            relieved = choose_again(msgspec.structs.replace(draft, plan=relieved), memo)
+            found = judge_plan(msgspec.structs.replace(draft, plan=relieved))
+            tried.append(msgspec.structs.replace(found, relieved=names))
+            gains = found.sqnr_db >= wanted_db
+            best, reached = (relieved, found.sqnr_db) if gains else (best, reached)
+        # The worst tensor alone may gain nothing where two spoil the same sum.
+        idle = 0 if gains else idle + (count > 1)
+        if idle == 2 or reached >= schedule.enough_db or count >= len(noise):
             break
     return best, tuple(tried)
 
@@ -144,13 +149,29 @@ def relieve_step(
 def weigh_relief(
     model: Model, calibration: Calibration, plan: QuantPlan, counts: Sequence[int], memo: Memo
 ) -> dict[int, float]:
-    """Returns by how many of the most harmful tensors may leave 8 bits the share of all tensors' noise that they make.
+    """Returns by how many of the most harmful tensors may leave 8 bits the share of the noise that goes at most.
 
     Raises:
         UsageError: the statistics are gone.
     """
     noise = list(_rank_tensors(_open_draft(model, calibration, plan), memo, max(counts)).values())
-    return {count: sum(noise[:count]) / max(sum(noise), _TINY) for count in counts}
+    return {count: bound_relief(noise, count) for count in counts}
+
+
+def bound_relief(noise: Sequence[float], count: int) -> float:
+    """Returns the share of the noise at the outputs that is gone at most once the `count` worst tensors leave 8 bits.
+
+    What single tensors do adds up to n_1 + n_2 + ... + w, worst first, where w >= 0 comes from rounded weights. A step
+    takes n_1 + ... + n_count away, so its share of all is no more than that of the tensors' own sum. A ratio rises by
+    `rise_db` of it, and a drop falls no faster than the power of the noise. Where that is less than what a step must
+    gain, the step is not tried: it would take four sessions to learn that it does not help.
+    """
+    return sum(noise[:count]) / max(sum(noise), _TINY)
+
+
+def rise_db(share: float) -> float:
+    """Returns by how much a ratio rises, in dB, once a share of the noise is gone."""
+    return -10 * math.log10(max(1 - share, _TINY))
 
 
 def _open_draft(model: Model, calibration: Calibration, plan: QuantPlan) -> Draft:
