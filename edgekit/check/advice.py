@@ -280,6 +280,7 @@ _REWRITTEN: Mapping[str, str] = {
     "split-hard-swish": "write {count} of HardSwish as x * Clip(x + 3, 0, 6) / 6",
     "join-rms-norm": "write the parts of an RMS normalisation as one node, {count}",
     "join-gelu": "write the parts of GELU as one node, {count}",
+    "join-softmax": "write the parts of Softmax as one node, {count}",
     "split-embed-norm": "write {count} of EmbedLayerNormalization as tables, a sum and the norm",
     "split-attention": "write {count} of Attention or MultiHeadAttention as its products and a Softmax",
     "split-bias-gelu": "write {count} of Gelu with a bias as Add and Gelu",

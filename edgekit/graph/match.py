@@ -144,12 +144,16 @@ def mean_of(graph: Graph, name: str) -> str | None:
     node = made_by(graph, name, "ReduceMean")
     if node is None or node.integer("keepdims", 1) != 1:
         return None
+    return node.input[0] if reduced_axis(graph, node) in {-1, len(graph.value(node.input[0]).shape or ()) - 1} else None
+
+
+def reduced_axis(graph: Graph, node: Node) -> int | None:
+    """Returns the axis that a Reduce operator goes along, as it is written; None for several, and for one computed."""
     axes = node.entries("axes")
     if axes is None and node.has_input(1):
         array = graph.array(node.input[1])
         axes = None if array is None else tuple(int(axis) for axis in array.reshape(-1))
-    rank = len(graph.value(node.input[0]).shape or ())
-    return node.input[0] if axes is not None and axes in {(-1,), (rank - 1,)} else None
+    return axes[0] if axes is not None and len(axes) == 1 else None
 
 
 def root_of(graph: Graph, name: str) -> tuple[str, float] | None:

@@ -45,6 +45,7 @@ FIXES: Mapping[str, Rewrite] = {
     layout.GATHER_FROM_START: layout.count_from_start,
     norms.JOIN_RMS_NORM: norms.join_rms_norms,
     activations.JOIN_GELU: activations.join_gelus,
+    activations.JOIN_SOFTMAX: activations.join_softmaxes,
 }
 """Rewrites that every provider is well served by."""
 
@@ -52,7 +53,7 @@ JOINS = frozenset({norms.JOIN_RMS_NORM, activations.JOIN_GELU})
 """Those of them that other rewrites undo for a target which lacks what they write."""
 
 _SHAPELESS = FIXES.keys() - {
-    idle.IDLE_ADD, idle.IDLE_NAN_GUARD, layout.GATHER_TO_RESHAPE, layout.GATHER_FROM_START
+    idle.IDLE_ADD, idle.IDLE_NAN_GUARD, activations.JOIN_SOFTMAX, layout.GATHER_TO_RESHAPE, layout.GATHER_FROM_START
 }  # fmt: skip
 
 SPELLINGS: Mapping[str, Rewrite] = {

@@ -93,6 +93,13 @@ WITH = {
         "g (float[2,9] x) => (float[2,9] y) <float r = {1.41421356}, float o = {1}, float h = {0.5}> "
         "{ a = Div(x, r) b = Erf(a) c = Add(b, o) d = Mul(x, c) y = Mul(d, h) }"
     ),
+    "join-softmax": (
+        "g (float[2,4,3] x) => (float[2,4,3] y, float[2,4,3] z) "
+        "<int64[3] s = {2,1,3}, int64[1] a = {1}, int64[1] l = {-1}> "
+        "{ m = ReduceMax<axes=[1], keepdims=0>(x) n = Reshape(m, s) c = Sub(x, n) e = Exp(c) "
+        "t = ReduceSum<keepdims=0>(e, a) u = Unsqueeze(t, a) y = Div(e, u) "
+        "f = Exp(x) g = ReduceSum(f, l) z = Div(f, g) }"
+    ),
     "join-rms-norm": (
         "g (float[2,4,3] x) => (float[2,4,3] y) <float[3] w = {1, -2, 3}, float t = {2}, float e = {0.001}> "
         "{ a = Pow(x, t) b = ReduceMean<axes=[-1]>(a) c = Add(b, e) d = Sqrt(c) f = Reciprocal(d) g = Mul(x, f) "
@@ -166,6 +173,13 @@ WITHOUT = {
         "g (float[2,9] x) => (float[2,9] y) <float r = {1.41421356}, float o = {1}, float h = {0.25}> "
         "{ a = Div(x, r) b = Erf(a) c = Add(b, o) d = Mul(x, c) y = Mul(d, h) }"
     ),
+    "join-softmax": (
+        "g (float[4,4] x, float[4,4] w) => (float[4,4] y, float[4,4] z, float[4,4] v) "
+        "<int64[1] a = {0}, int64[1] b = {1}, int64[2] ab = {0,1}, int64[2] s = {4,1}> "
+        # Along rows and columns, a sum that lies across, and another's sum.
+        "{ e = Exp(x) t = ReduceSum<keepdims=0>(e, a) t2 = Reshape(t, s) y = Div(e, t2) h = ReduceSum(e, ab) "
+        "z = Div(e, h) f = Exp(w) k = ReduceSum(f, b) v = Div(e, k) }"
+    ),
     "join-rms-norm": (
         "g (float[2,4,3] x) => (float[2,4,3] y) <float[3] w = {1, -2, 3}, float t = {2}, float e = {0.001}> "
         "{ a = Pow(x, t) b = ReduceMean<axes=[1]>(a) c = Add(b, e) d = Sqrt(c) f = Div(x, d) y = Mul(w, f) }"
@@ -190,6 +204,7 @@ TOLERANCE = {
     "split-bias-gelu": 1e-6,
     "split-embed-norm": 1e-5,
     "join-gelu": 1e-6,
+    "join-softmax": 1e-6,
     "join-rms-norm": 1e-5,
 }
 """How far results may move, relative to the largest; every other rewrite is exact to the bit."""

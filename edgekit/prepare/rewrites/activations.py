@@ -9,7 +9,7 @@ import onnx
 
 from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.graph import Graph, Node
-from edgekit.graph.match import beside, factors, is_near, made_by, square_of, walk_product
+from edgekit.graph.match import beside, factors, is_near, made_by, reduced_axis, square_of, walk_product
 from edgekit.graph.rewrite import FLOATS, Writer, replace_nodes
 
 CLIP_TO_RELU = "clip-to-relu"
@@ -348,3 +348,49 @@ def _is_power(graph: Graph, name: str, data: str, power: int) -> bool:
         else:
             return False
     return count == power
+
+
+JOIN_SOFTMAX = "join-softmax"
+
+
+def join_softmaxes(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
+    """Writes each exp(x - max(x)) / sum(exp(x - max(x))) along one axis as Softmax, in place, as JAX takes it apart.
+
+    Where nothing is subtracted, too. Returns the names of the nodes that end such a pattern. The last bits may differ
+    (1e-6 relative).
+    """
+    return replace_nodes(graph, opset, {"Div"}, lambda view, node: _join_softmax(view, node, opset))
+
+
+def _join_softmax(graph: Graph, node: Node, opset: int) -> Sequence[onnx.NodeProto] | None:
+    raised = made_by(graph, node.input[0], "Exp")
+    axis = None if raised is None else _reduced_axis(graph, node.input[1], "ReduceSum", node.input[0])
+    if raised is None or axis is None:
+        return None
+    shifted = made_by(graph, raised.input[0], "Sub")
+    is_shifted = shifted is not None and _reduced_axis(graph, shifted.input[1], "ReduceMax", shifted.input[0]) == axis
+    data = shifted.input[0] if shifted is not None and is_shifted else raised.input[0]
+    rank = len(graph.value(data).shape or ())
+    # Before opset 13 Softmax goes along all axes from its own on.
+    if not rank or (opset < _ONE_AXIS_SINCE and axis != rank - 1) or graph.value(data).dtype not in {None, "float32"}:
+        return None
+    writer = Writer(graph=graph, node=node)
+    writer.add("Softmax", [data], axis=axis)
+    return writer.nodes
+
+
+_ONE_AXIS_SINCE = 13
+
+
+def _reduced_axis(graph: Graph, name: str, op: str, data: str) -> int | None:
+    """Returns the axis along which a value is `op` of `data`, and has size 1 there; None for any other value."""
+    shape, reduced = graph.value(data).static_shape, name
+    while (node := made_by(graph, reduced, "Reshape", "Unsqueeze", "Identity")) is not None:
+        reduced = node.input[0]
+    node = made_by(graph, reduced, op)
+    axis = None if node is None or node.input[0] != data or shape is None else reduced_axis(graph, node)
+    if axis is None or shape is None or graph.value(name).static_shape != (
+        *shape[: axis % len(shape)], 1, *shape[axis % len(shape) + 1 :]
+    ):  # fmt: skip
+        return None
+    return axis % len(shape)

@@ -211,15 +211,13 @@ def find_high_precision_regions(graph: Graph) -> dict[str, str]:
     """Returns the nodes (by name) that need 16 bits or float, each with the reason.
 
     They compute the variance of a normalisation, whose square root and quotient amplify rounding errors, from the
-    reduction (and the square before it) over the root to the product with what is normalised, or a Softmax spelled out.
+    reduction (and the square before it) over the root to the product with what is normalised.
     """
     reasons: dict[str, str] = {}
     for node in graph.nodes:
-        if not node.output or not graph.is_float(node.output[0]):
-            continue
-        kind, find_members = _HIGH_PRECISION.get(node.op_type, ("", None))
-        for member in find_members(graph, node) if find_members else ():
-            reasons.setdefault(member.name, f"it belongs to the {kind} around '{node.name}'")
+        if node.op_type == "Sqrt" and node.output and graph.is_float(node.output[0]):
+            for member in _normalisation(graph, node):
+                reasons.setdefault(member.name, f"it belongs to the normalisation around '{node.name}'")
     return reasons
 
 
@@ -259,34 +257,6 @@ def _normalised(graph: Graph, root: Node) -> list[Node]:
             return [*found, *(node for node in others if node.op_type == "Sub")]
         name = readers[0].output[0]
     return found
-
-
-def _softmax(graph: Graph, exponential: Node) -> list[Node]:
-    """Returns the nodes of a Softmax spelled out as Exp, ReduceSum and Div, [] where an Exp is something else."""
-    readers = graph.readers(exponential.output[0])
-    sums = [node for node in readers if node.op_type == "ReduceSum"]
-    quotients = [node for node in readers if node.op_type == "Div"]
-    if not sums or not quotients:
-        return []
-    between = _find_between(graph, sums[0], quotients[0])
-    shift = [node for node in _producers(graph, exponential) if node.op_type == "Sub"]
-    return [exponential, *shift, *sums, *between, *quotients]
-
-
-def _find_between(graph: Graph, first: Node, last: Node) -> list[Node]:
-    """Returns the nodes on the ways from one node to another, without these, looking at none outside of them."""
-
-    def inner(current: Node) -> Iterator[Node]:
-        yield from (node for node in _producers(graph, current) if node.index > first.index)
-
-    reached = {first}
-    for node in sorted(_walk(last, inner, frozenset()), key=lambda node: node.index):
-        if not reached.isdisjoint(_producers(graph, node)):
-            reached.add(node)
-    return sorted(reached - {first}, key=lambda node: node.index)
-
-
-_HIGH_PRECISION = {"Sqrt": ("normalisation", _normalisation), "Exp": ("softmax", _softmax)}
 
 
 def _ancestors(graph: Graph, node: Node, stop: frozenset[str] = frozenset()) -> list[Node]:
