@@ -34,15 +34,9 @@ from edgekit.quantize.apply import QuantizedModel
 from edgekit.quantize.calibration.store import CacheSettings
 from edgekit.quantize.check_plan import read_plan, require_origin, require_plan
 from edgekit.quantize.mixed_precision.candidates import Memo, store_narrow
-from edgekit.quantize.mixed_precision.goal_search import (
-    Search,
-    Searched,
-    State,
-    find_plan,
-    open_state,
-    write_chosen,
-)
+from edgekit.quantize.mixed_precision.goal_search import Search, Searched, find_plan, write_chosen
 from edgekit.quantize.mixed_precision.sensitivity import rank_plan
+from edgekit.quantize.mixed_precision.trials import State, open_state
 from edgekit.quantize.qdq import plan_calibration
 from edgekit.quantize.ranges import AUTO_METHODS, PLAIN_METHODS
 from edgekit.recipe import Data, Recipe, choose_precision, load_targets, takes_any_size

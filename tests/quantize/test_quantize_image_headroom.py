@@ -17,7 +17,7 @@ from edgekit.quantize import Calibration, calibrate_model, quantize_model
 from edgekit.quantize.accuracy.predict import Prediction, predict_drop
 from edgekit.quantize.calibration.image_headroom import add_image_headroom
 from edgekit.quantize.graph.float_graph import read_float_graph
-from edgekit.quantize.mixed_precision.goal_search import PLAIN_DROP, Search, plan_sparingly
+from edgekit.quantize.mixed_precision.goal_search import PLAIN_DROP, Search, search_by_default
 from edgekit.target import load_target
 
 
@@ -81,7 +81,7 @@ def test_plain_quantizing_spares_smooth_images_but_leaves_most_of_the_work_in_in
 ) -> None:
     model, samples, calibration = dim
     measure = partial(predict_drop, model, samples=samples)
-    plan, searched = plan_sparingly(search(model, calibration, name, measure, tmp_path))
+    plan, searched = search_by_default(search(model, calibration, name, measure, tmp_path))
     assert searched is not None
     assert not searched.trials[0].prediction.meets(PLAIN_DROP)
     assert searched.chosen.prediction.meets(PLAIN_DROP) == bool(wide)

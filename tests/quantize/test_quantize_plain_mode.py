@@ -22,12 +22,12 @@ from edgekit.quantize.mixed_precision.goal_search import (
     Search,
     find_plan,
     has_collapsed,
-    open_state,
-    plan_sparingly,
+    search_by_default,
     search_quantization,
     write_chosen,
 )
 from edgekit.quantize.mixed_precision.relief import LEAST_GAIN_DB, bound_relief, rise_db
+from edgekit.quantize.mixed_precision.trials import open_state
 from edgekit.target import Target, load_target
 
 COLLAPSING = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,32] x) => (float[1,32] y) {
@@ -69,7 +69,7 @@ def test_a_collapsed_model_stays_in_8_bits_where_little_is_lost_all_the_same(
     assert has_collapsed(plain)
     assert relieved.wide
     assert not plain.wide
-    plan, searched = plan_sparingly(search)
+    plan, searched = search_by_default(search)
     assert plan.wide == (plain if spared else relieved).wide
     assert (searched is not None and searched.met) or drop is None
 
@@ -88,7 +88,7 @@ def test_tensors_of_a_collapsed_model_leave_8_bits_only_where_that_saves_points(
         model=model, calibration=calibration, target=load_target("qnn"), precision="int8",
         measure=measure, work=tmp_path,
     )  # fmt: skip
-    _, searched = plan_sparingly(search)
+    _, searched = search_by_default(search)
     assert searched is not None
     assert searched.chosen.step == step
     assert not drops
@@ -165,7 +165,7 @@ def test_only_what_may_be_enough_is_tried(
         model=model, calibration=calibration, target=with_one_scale("qnn"), precision="int8",
         measure=measure, work=tmp_path,
     )  # fmt: skip
-    _, searched = plan_sparingly(search)
+    _, searched = search_by_default(search)
     assert steps[: len(tried)] == tried
     assert searched is not None
     assert searched.chosen.step == tried[-1]
@@ -183,7 +183,7 @@ def test_where_no_few_tensors_make_the_noise_none_leave_8_bits(tmp_path: Path) -
         model=model, calibration=calibration, target=load_target("cpu"), precision="int8",
         measure=told(0.3, 25.0), work=tmp_path,
     )  # fmt: skip
-    _, searched = plan_sparingly(search)
+    _, searched = search_by_default(search)
     assert searched is not None
     assert [trial.step for trial in searched.trials] == ["all"]
 
@@ -203,7 +203,7 @@ def test_what_was_tried_is_not_quantized_again_and_another_plan_is(
         model=model, calibration=calibration, target=load_target("qnn"), precision="int8",
         measure=told(0.002, 15.0), work=tmp_path,
     )  # fmt: skip
-    plan, searched = plan_sparingly(search)
+    plan, searched = search_by_default(search)
     assert searched is not None
     anew = quantize_model(model, plan, calibration, tmp_path / "out.onnx")
     written = write_chosen(search, plan, searched, tmp_path / "out.onnx")

@@ -1,22 +1,15 @@
-"""The search for a plan: from the cheapest to dearer ones, until the expected drop meets the goal.
-
-What was tried is kept in a file, so that a search that was interrupted goes on.
-"""
+"""The search for a plan: from the cheapest to dearer ones, until the expected drop meets the goal."""
 
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 
-from edgekit._files import copy_file, digest_bytes, open_regular, require_place, write_file
-from edgekit._ort import VERSION
+from edgekit._files import copy_file
 from edgekit.check.check import check_model
-from edgekit.check.report import CheckReport
-from edgekit.errors import UsageError
 from edgekit.model.model import Model
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize.accuracy.loss import MEASURES
@@ -26,106 +19,22 @@ from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.mixed_precision.auto import plan_minmax, plan_quantization
 from edgekit.quantize.mixed_precision.candidates import MOST_LOST_DB, Memo, store_narrow
 from edgekit.quantize.mixed_precision.relief import COLLAPSED_DB, LEAST_GAIN_DB, relieve_step, rise_db, weigh_relief
+from edgekit.quantize.mixed_precision.trials import State, Trial
 from edgekit.quantize.plan import QuantPlan, is_relievable
 from edgekit.target import INTEGERS, Precision, Target
-
-MAX_STATE_BYTES = 1 << 28
-"""What is larger was not written here: a plan has about 100 bytes a tensor, and a search tries 7."""
-
-
-class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One plan that was tried: how it was made, what it costs, and the share of work that the target takes of it.
-
-    `integer_macs` is the share of the work that is done in integers, 1.0 if everything is.
-    """
-
-    step: str
-    plan: QuantPlan
-    prediction: Prediction
-    taken_macs: float
-    integer_macs: float = 1.0
-
-
-class State(msgspec.Struct, frozen=True, kw_only=True):
-    """What a search that was interrupted had tried, the file where it is kept, and what it was a search for."""
-
-    path: Path
-    key: dict[str, str]
-    trials: tuple[Trial, ...]
-
-    def write(self, trials: Sequence[Trial]) -> None:
-        """Writes what was tried so far."""
-        stored = _Stored(key=self.key, trials=tuple(trials), sha256=_digest(trials))
-        write_file(self.path, msgspec.json.encode(stored, order="sorted"))
-
-
-class _Stored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the file of a state holds; `sha256` is that of the trials."""
-
-    key: dict[str, str]
-    trials: tuple[Trial, ...]
-    sha256: str
-
-
-def open_state(
-    path: Path, model: Model, samples_sha256: str, target: Target, precision: Precision, facts: Mapping[str, str]
-) -> State:
-    """Returns what the file of a state holds for this search, nothing where there is none yet.
-
-    `facts` says what else a search depends on, such as the labels by which the drop is measured.
-
-    Raises:
-        UsageError: the file holds no state, was changed, or is of another search.
-        OutputError: it cannot be written.
-    """
-    key = {
-        "model": model.sha256,
-        "samples": samples_sha256,
-        "target": target.name,
-        "precision": precision,
-        "settings": ",".join(f"{name}={value}" for name, value in sorted(target.settings.items())),
-        **facts,
-        "version": f"edgekit {version('edgekit-onnx')}, onnxruntime {VERSION}",
-    }
-    require_place(path)
-    if not path.exists():
-        return State(path=path, key=key, trials=())
-    hint = f"remove '{path}' or name another file"
-    stored = _read_stored(path, hint)
-    other = [name for name in key if stored.key.get(name) != key[name]]
-    if other:
-        raise UsageError(f"'{path}' is of a search for another {' and '.join(other)}", hint=hint)
-    if stored.sha256 != _digest(stored.trials):
-        raise UsageError(f"'{path}' was changed after it was written", hint=hint)
-    return State(path=path, key=key, trials=stored.trials)
-
-
-def _read_stored(path: Path, hint: str) -> _Stored:
-    try:
-        with open_regular(path) as stream:
-            return msgspec.json.decode(stream.read(MAX_STATE_BYTES), type=_Stored)
-    except OSError as error:
-        raise UsageError(f"cannot read the state '{path}': {error.strerror}", hint=hint) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"'{path}' is no state of a search: {error}", hint=hint) from error
-
-
-def _digest(trials: Sequence[Trial]) -> str:
-    return digest_bytes(msgspec.json.encode(tuple(trials), order="sorted"))
-
 
 PLAIN_DROP = 0.005
 """A drop that the plain mode does not mind: half a point, or of 36 dB 0.18 dB."""
 # How many of the most harmful tensors leave 8 bits, step by step: each about 2.5 times the one before.
 _RELIEFS = (1, 3, 8, 20, 40, 80)
-_PLAIN_RELIEFS = (1, 3, 8)
+_FEW_RELIEFS = (1, 3, 8)
 # The least share of the work that stays in integers in the plain mode: what is float, an accelerator leaves.
 _PLAIN_INTEGER = 0.75
 # What more tensors out of 8 bits must save: without it the SiLU detector of tools/bench/collapse kept nine nodes in
 # float for 0.1 points.
 _WORTH = 0.002
 # What nobody minds, and what a user is told of: a tenth of a point, and two.
-_TOLD_APART, _MUCH = 0.001, 0.02
+_NEGLIGIBLE, _MUCH = 0.001, 0.02
 # How many tensors leave 8 bits for the advice.
 _MANY = 20
 # Shares of work that differ by less are the same.
@@ -218,7 +127,7 @@ class _Goal(msgspec.Struct, frozen=True, kw_only=True):
 def find_plan(
     search: Search, *, max_drop: float | None, narrow: bool, state: State | None = None
 ) -> tuple[QuantPlan, Searched | None]:
-    """Returns the plan to write: that of `search_quantization`, or without `max_drop` (a share) of `plan_sparingly`.
+    """Returns the plan to write: that of `search_quantization`, or without `max_drop` (a share) of `search_by_default`.
 
     It is held against plain minmax with the same nodes, by what the outputs decide over the samples that tell a drop,
     and the better one is taken. With `narrow` the large constants that stay float get 8 or 16 bits before the last
@@ -229,7 +138,7 @@ def find_plan(
     """
     goal = PLAIN_DROP if max_drop is None else max_drop
     if max_drop is None:
-        plan, searched = plan_sparingly(search)
+        plan, searched = search_by_default(search)
     else:
         searched = search_quantization(search, max_drop, state)
         plan = searched.chosen.plan
@@ -247,7 +156,7 @@ def find_plan(
     chosen, wide = _try_plan(search, f"{searched.chosen.step}, narrow", narrowed), searched.chosen
     misses = searched.met and not chosen.prediction.meets(goal) and wide.prediction.meets(goal)
     if misses or _drop(chosen) > _drop(wide) + (
-        _TOLD_APART if wide.prediction.drop_estimate is not None else MOST_LOST_DB
+        _NEGLIGIBLE if wide.prediction.drop_estimate is not None else MOST_LOST_DB
     ):
         return plan, searched
     return narrowed, msgspec.structs.replace(searched, chosen=chosen)
@@ -255,9 +164,9 @@ def find_plan(
 
 def _hold_against_minmax(search: Search, searched: Searched, max_drop: float) -> Searched:
     """Returns what was searched with plain minmax beside it, chosen where that loses less."""
-    chosen, told = searched.chosen, searched.chosen.prediction.drop_estimate
+    chosen, drop = searched.chosen, searched.chosen.prediction.drop_estimate
     # Minmax cannot be better by more than what is lost.
-    if told is not None and told <= _TOLD_APART:
+    if drop is not None and drop <= _NEGLIGIBLE:
         return searched
     plain = plan_minmax(search.model, search.calibration, search.target, chosen.plan)
     if plain == chosen.plan or not search.memo.budget.allows("plain minmax"):
@@ -269,7 +178,7 @@ def _hold_against_minmax(search: Search, searched: Searched, max_drop: float) ->
     # Between drops that nobody tells apart, of a few changed decisions, the ratio decides.
     gain, misses = _drop(chosen) - _drop(trial), not trial.prediction.meets(max_drop)
     is_nearer = trial.prediction.sqnr_db > chosen.prediction.sqnr_db
-    if gain < -_TOLD_APART or (gain <= _TOLD_APART and (misses or not is_nearer)):
+    if gain < -_NEGLIGIBLE or (gain <= _NEGLIGIBLE and (misses or not is_nearer)):
         return searched
     return msgspec.structs.replace(searched, chosen=trial, met=searched.met or trial.prediction.meets(max_drop))
 
@@ -281,12 +190,20 @@ def _try_wider(search: Search, searched: Searched, max_drop: float, *, adopts: b
     """
     chosen, wider = searched.chosen, search.wider
     misses = adopts and not searched.met and wider is not None
-    told, ratio_db = chosen.prediction.drop_estimate, chosen.prediction.sqnr_db
-    is_lost = ratio_db < COLLAPSED_DB if told is None else told > _MUCH and not _is_near(chosen.prediction)
+    drop, ratio_db = chosen.prediction.drop_estimate, chosen.prediction.sqnr_db
+    is_lost = ratio_db < COLLAPSED_DB if drop is None else drop > _MUCH and not _is_near(chosen.prediction)
     if not (misses or is_lost) or not search.memo.budget.allows(_MORE):
         return searched
     step = wider or f"relieve {_MANY}"
-    trial = search.memo.budget.attempt(step, partial(_plan_wider, search, searched, step))
+
+    def attempt() -> Trial | None:
+        if wider is None:
+            plan = _plan_step(search, searched.trials, _MANY)
+        else:
+            plan = plan_quantization(search.model, search.calibration, search.target, wider, memo=search.memo)
+        return None if plan is None else _try_plan(search, step, plan)
+
+    trial = search.memo.budget.attempt(step, attempt)
     if trial is None or _drop(trial) >= _drop(chosen):
         return searched
     searched = msgspec.structs.replace(searched, trials=(*searched.trials, trial))
@@ -297,14 +214,6 @@ def _try_wider(search: Search, searched: Searched, max_drop: float, *, adopts: b
     what = f"--precision {wider}" if wider else f"{_MANY} tensors out of 8 bits, as --max-drop tries it"
     cost = f"{search.tried[step][1].size_after / 1e3:.0f} kB, {100 * trial.integer_macs:.0f} % of the work in integers"
     return msgspec.structs.replace(searched, advice=f"{what}: {figure}, {cost}")
-
-
-def _plan_wider(search: Search, searched: Searched, step: str) -> Trial | None:
-    if search.wider is None:
-        plan = _plan_step(search, searched.trials, _MANY)
-        return None if plan is None else _try_plan(search, step, plan)
-    plan = plan_quantization(search.model, search.calibration, search.target, search.wider, memo=search.memo)
-    return _try_plan(search, step, plan)
 
 
 def search_quantization(search: Search, max_drop: float, state: State | None = None) -> Searched:
@@ -321,18 +230,20 @@ def search_quantization(search: Search, max_drop: float, state: State | None = N
     Raises:
         ModelError: no node of the model can be quantized.
     """
-    first = _find_known(state, "all") or _plan_first(search, relieve=False)
+    known = {trial.step: trial for trial in state.trials} if state is not None else {}
+    first = known["all"].plan if "all" in known else _plan_first(search, relieve=False)
+    run = partial(_run_trials, search, state=state, known=known)
     if not (has_collapsed(first) and is_relievable(first)):
-        return choose_trial(_run_trials(search, _Goal(max_drop=max_drop), first=first, state=state), max_drop)
-    sparing = _Goal(max_drop=max_drop, reliefs=_PLAIN_RELIEFS, sure_db=COLLAPSED_DB)
-    spared = _spare(sparing, _run_trials(search, sparing, first=first, state=state))
-    if spared.met or not search.memo.budget.allows(_MORE):
-        return spared
-    mixed = _run_trials(search, _Goal(max_drop=max_drop), state=state, earlier=spared.trials)
-    return msgspec.structs.replace(choose_trial(mixed, max_drop), trials=(*spared.trials, *mixed))
+        return choose_trial(run(_Goal(max_drop=max_drop), first=first), max_drop)
+    goal = _Goal(max_drop=max_drop, reliefs=_FEW_RELIEFS, sure_db=COLLAPSED_DB)
+    found = _choose_little_relieved(goal, run(goal, first=first))
+    if found.met or not search.memo.budget.allows(_MORE):
+        return found
+    mixed = run(_Goal(max_drop=max_drop), earlier=found.trials)
+    return msgspec.structs.replace(choose_trial(mixed, max_drop), trials=(*found.trials, *mixed))
 
 
-def plan_sparingly(search: Search) -> tuple[QuantPlan, Searched | None]:
+def search_by_default(search: Search) -> tuple[QuantPlan, Searched | None]:
     """Returns the plan of the plain mode: the best with all in 8 bits, unless that loses more than PLAIN_DROP.
 
     Then the 1, 3 and 8 tensors that hurt most leave 8 bits, as long as three quarters of the work stay in integers, and
@@ -348,18 +259,18 @@ def plan_sparingly(search: Search) -> tuple[QuantPlan, Searched | None]:
     first, known = _plan_first(search, relieve=False), dict[str, Trial]()
     if has_collapsed(first) and is_relievable(first):
         if search.memo.budget.allows(_MORE):
-            sparing = _Goal(max_drop=PLAIN_DROP, reliefs=_PLAIN_RELIEFS, sure_db=COLLAPSED_DB)
-            spared = _spare(sparing, _try_sparingly(search, sparing, first))
-            if spared.met:
-                return spared.chosen.plan, spared
-            known = {trial.step: trial for trial in spared.trials}
+            goal = _Goal(max_drop=PLAIN_DROP, reliefs=_FEW_RELIEFS, sure_db=COLLAPSED_DB)
+            found = _choose_little_relieved(goal, _try_few_reliefs(search, goal, first))
+            if found.met:
+                return found.chosen.plan, found
+            known = {trial.step: trial for trial in found.trials}
         relieved = _plan_first(search)
         # Of tensors whose leaving 8 bits cannot bring the ratio back none left, and the plan was measured.
         known, first = known if relieved == first else {}, relieved
     if not (search.memo.budget.allows(_MORE) and first.judged):
         return first, None
-    goal = _Goal(max_drop=PLAIN_DROP, reliefs=_PLAIN_RELIEFS, least_gain_db=LEAST_GAIN_DB, least_integer=_PLAIN_INTEGER)
-    trials = search.memo.budget.attempt("measuring the plan", partial(_try_sparingly, search, goal, first, known))
+    goal = _Goal(max_drop=PLAIN_DROP, reliefs=_FEW_RELIEFS, least_gain_db=LEAST_GAIN_DB, least_integer=_PLAIN_INTEGER)
+    trials = search.memo.budget.attempt("measuring the plan", partial(_try_few_reliefs, search, goal, first, known))
     if trials is None:
         return first, None
     least = min(trials, key=_drop)
@@ -396,18 +307,18 @@ def has_collapsed(plan: QuantPlan) -> bool:
     return bool(plan.judged) and plan.judged[0].sqnr_db < COLLAPSED_DB
 
 
-def _spare(goal: _Goal, trials: Sequence[Trial]) -> Searched:
-    """Returns what was tried to spare a collapsed model, `met` where a few tensors out of 8 bits lose little enough.
+def _choose_little_relieved(goal: _Goal, trials: Sequence[Trial]) -> Searched:
+    """Returns what was tried of a collapsed model, `met` where few or no tensors out of 8 bits lose little enough.
 
     A ratio says nothing of what outputs decide: classes far apart and neighbours of an embedding bear more noise than
     20 dB. Where it is worse than that, less may be lost, since the estimate errs too; but fewer tensors leave 8 bits
     where that costs 0.2 points at most. Whatever share of the work leaves integers here, a good ratio would take more.
     """
-    told = [trial for trial in trials if trial.prediction.drop_estimate is not None]
-    meeting = next((trial for trial in told if goal.is_met(trial.prediction)), None)
+    measured = [trial for trial in trials if trial.prediction.drop_estimate is not None]
+    meeting = next((trial for trial in measured if goal.is_met(trial.prediction)), None)
     if meeting is None:
         return Searched(trials=tuple(trials), chosen=_choose_nearest(trials, goal.max_drop), met=False)
-    chosen = next(trial for trial in told if _drop(trial) <= min(goal.max_drop, _drop(meeting) + _WORTH))
+    chosen = next(trial for trial in measured if _drop(trial) <= min(goal.max_drop, _drop(meeting) + _WORTH))
     return Searched(trials=tuple(trials), chosen=chosen, met=True)
 
 
@@ -422,7 +333,13 @@ def choose_trial(trials: Sequence[Trial], max_drop: float) -> Searched:
     if not meeting:
         return Searched(trials=tuple(trials), chosen=_choose_nearest(trials, max_drop), met=False)
     chosen = _choose_most_taken(meeting)
-    near = [trial for trial in trials if trial.integer_macs >= _HALF and _nearly_meets(trial, max_drop)]
+    near = [
+        trial
+        for trial in trials
+        if trial.integer_macs >= _HALF
+        and (trial.prediction.drop_estimate is not None and trial.prediction.drop_estimate <= 2 * max_drop)
+        and (trial.prediction.drop_interval is not None and trial.prediction.drop_interval[0] <= max_drop)
+    ]
     if chosen.integer_macs >= _HALF or not near:
         return Searched(trials=tuple(trials), chosen=chosen, met=True)
     note = f"within the sampling error; '{chosen.step}' leaves {chosen.integer_macs:.0%} of the work in integers"
@@ -448,24 +365,20 @@ def _choose_most_taken(trials: Sequence[Trial]) -> Trial:
     return max(trials, key=lambda trial: round(trial.taken_macs / _SAME_SHARE))
 
 
-def _nearly_meets(trial: Trial, max_drop: float) -> bool:
-    drop, ends = trial.prediction.drop_estimate, trial.prediction.drop_interval
-    return drop is not None and ends is not None and drop <= 2 * max_drop and ends[0] <= max_drop
-
-
 def _run_trials(
     search: Search,
     goal: _Goal,
     *,
+    state: State | None,
+    known: Mapping[str, Trial],
     first: QuantPlan | None = None,
-    state: State | None = None,
     earlier: Sequence[Trial] = (),
 ) -> list[Trial]:
     """Returns the trials up to one that meets the goal, or leaves too little in integers.
 
-    `first` is the first plan. Where others were tried `earlier` it is the one that brings the ratio back.
+    `first` is the first plan. Where others were tried `earlier` it is the one that brings the ratio back. `known` are
+    the trials that the state holds.
     """
-    known = {trial.step: trial for trial in state.trials} if state is not None else {}
     # Each step takes more from the accelerator than the one before: the first that is good enough is the cheapest.
     counts = (0, *(goal.reliefs if search.relievable else ()))
     attempts = _Attempts(search, goal, len(counts), first=first, known=known, is_mixed=bool(earlier))
@@ -481,7 +394,7 @@ def _run_trials(
     return attempts.trials
 
 
-def _try_sparingly(
+def _try_few_reliefs(
     search: Search, goal: _Goal, first: QuantPlan, known: Mapping[str, Trial] | None = None
 ) -> list[Trial]:
     """Returns the trials of the plain mode, in rising order of how many tensors left 8 bits.
@@ -544,7 +457,8 @@ class _Attempts:
         search = self._search
         if count and not search.memo.budget.allows(_MORE):
             return None
-        step = _name_step(count, is_mixed=self._is_mixed)
+        start = "mixed" if self._is_mixed else ""
+        step = (f"{start} + {count}" if start else f"relieve {count}") if count else start or "all"
         done, spent = len(self._spent), sum(self._spent)
         left = f", at most {spent / done * (self._most - done):.0f} s left" if done else ""
         left = ", known" if step in self._known else left
@@ -552,7 +466,11 @@ class _Attempts:
         began = time.monotonic()
         trial = self._known.get(step)
         if trial is None:
-            attempt = partial(self._try, step, count)
+
+            def attempt() -> Trial | None:
+                plan = _plan_step(search, self.trials, count) if count else self._first or _plan_first(search)
+                return None if plan is None else _try_plan(search, step, plan)
+
             trial = search.memo.budget.attempt(f"the plan '{step}'", attempt) if count else attempt()
         self._spent.append(time.monotonic() - began)
         least = self._goal.least_integer * self.found[0].integer_macs if self.found else 0.0
@@ -561,25 +479,9 @@ class _Attempts:
         self.found[count] = trial
         return trial
 
-    def _try(self, step: str, count: int) -> Trial | None:
-        search = self._search
-        plan = _plan_step(search, self.trials, count) if count else self._first or _plan_first(search)
-        return None if plan is None else _try_plan(search, step, plan)
-
     def is_enough(self, trial: Trial) -> bool:
         """Returns True if a trial meets the goal and leaves the target no less work than the first did."""
         return self._goal.is_met(trial.prediction) and trial.taken_macs >= self.found[0].taken_macs - _SAME_SHARE
-
-
-def _name_step(count: int, *, is_mixed: bool) -> str:
-    if is_mixed:
-        return f"mixed + {count}" if count else "mixed"
-    return f"relieve {count}" if count else "all"
-
-
-def _find_known(state: State | None, step: str) -> QuantPlan | None:
-    trials = () if state is None else state.trials
-    return next((trial.plan for trial in trials if trial.step == step), None)
 
 
 def _plan_first(search: Search, *, relieve: bool = True) -> QuantPlan:
@@ -600,18 +502,15 @@ def _try_plan(search: Search, step: str, plan: QuantPlan) -> Trial:
     search.tried[step] = plan, quantized
     prediction, check = search.measure(quantized.model), check_model(quantized.model, search.target, advises=False)
     kept = {node.name for node in quantized.float_nodes}
+    total = sum(node.macs for node in check.node_list)
+    float_macs = sum(node.macs for node in check.node_list if node.name in kept)
     return Trial(
         step=step,
         plan=plan,
         prediction=prediction,
         taken_macs=check.taken_macs,
-        integer_macs=round(_integer_share(check, kept), 4),
+        integer_macs=round(1 - float_macs / total, 4) if total else 1.0,
     )
-
-
-def _integer_share(check: CheckReport, kept: Collection[str]) -> float:
-    total = sum(node.macs for node in check.node_list)
-    return 1 - sum(node.macs for node in check.node_list if node.name in kept) / total if total else 1.0
 
 
 def _drop(trial: Trial) -> float:
