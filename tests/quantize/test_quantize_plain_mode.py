@@ -1,5 +1,6 @@
 """The plain mode and a search for a goal take no more tensors out of 8 bits than the expected drop asks for."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -285,7 +286,8 @@ def test_a_plan_that_loses_much_says_what_16_bits_would_lose(
     plan, searched = find_plan(search, max_drop=None, narrow=False)
     assert searched is not None
     assert plan.precision == "int8"
-    assert searched.advice.startswith("--precision int16: 0.10 points are lost, ")
+    told_of = r"--precision int16: 0.10 points are lost, \d\.\d\d times the bytes, 100% of the work in integers"
+    assert re.fullmatch(told_of, searched.advice)
     plan, searched = find_plan(search, max_drop=0.005, narrow=False)
     assert searched is not None
     assert (plan.precision, searched.met, searched.chosen.step) == ("int16", True, "int16")
@@ -297,6 +299,28 @@ def test_a_plan_that_loses_much_says_what_16_bits_would_lose(
         assert searched is not None
         assert (plan.precision, searched.met) == ("int8", False)
         assert searched.advice
+
+
+@pytest.mark.parametrize(
+    ("drop", "target", "advice"),
+    [
+        (0.02, "qnn", ""),
+        (0.03, "qnn", "--precision int16: 3.00 points are lost, which is no better: more samples may help"),
+        (0.03, "xnnpack", "no other plan could be tried: more samples may help"),
+    ],
+)
+def test_advice_is_given_from_two_points_on_and_promises_nothing_that_was_not_measured(
+    collapsing: tuple[Model, Calibration], tmp_path: Path, drop: float, target: str, advice: str
+) -> None:
+    model, calibration = collapsing
+    search = Search(
+        model=model, calibration=calibration, target=load_target(target), precision="int8",
+        measure=told(drop, 25.0), work=tmp_path, may_widen=True,
+    )  # fmt: skip
+    _, searched = find_plan(search, max_drop=None, narrow=False)
+    assert searched is not None
+    assert searched.advice.startswith(advice)
+    assert bool(searched.advice) == bool(advice)
 
 
 @pytest.mark.parametrize("target", ["qnn", "xnnpack"])

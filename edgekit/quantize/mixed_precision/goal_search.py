@@ -35,8 +35,8 @@ _PLAIN_INTEGER = 0.75
 _WORTH = 0.002
 # What nobody minds, and what a user is told of: a tenth of a point, and two.
 _NEGLIGIBLE, _MUCH = 0.001, 0.02
-# How many tensors leave 8 bits for the advice.
-_MANY = 20
+# How many tensors leave 8 bits for the advice, and what is left where no plan helps.
+_MANY, _ELSE = 20, "more samples may help, else leave the model in float"
 # Shares of work that differ by less are the same.
 _SAME_SHARE = 0.005
 _HALF = 0.5
@@ -204,16 +204,23 @@ def _try_wider(search: Search, searched: Searched, max_drop: float, *, adopts: b
         return None if plan is None else _try_plan(search, step, plan)
 
     trial = search.memo.budget.attempt(step, attempt)
-    if trial is None or _drop(trial) >= _drop(chosen):
-        return searched
+    if trial is None:
+        return msgspec.structs.replace(searched, advice=f"no other plan could be tried: {_ELSE}")
     searched = msgspec.structs.replace(searched, trials=(*searched.trials, trial))
     if misses and trial.prediction.meets(max_drop):
         return msgspec.structs.replace(searched, chosen=trial, met=True, note=f"with {wider}, no other plan does")
-    lost = trial.prediction.drop_estimate
-    figure = f"{trial.prediction.sqnr_db:.1f} dB" if lost is None else f"{100 * lost:.2f} points are lost"
     what = f"--precision {wider}" if wider else f"{_MANY} tensors out of 8 bits, as --max-drop tries it"
-    cost = f"{search.tried[step][1].size_after / 1e3:.0f} kB, {100 * trial.integer_macs:.0f} % of the work in integers"
-    return msgspec.structs.replace(searched, advice=f"{what}: {figure}, {cost}")
+    return msgspec.structs.replace(searched, advice=f"{what}: {_weigh(search, chosen, trial)}")
+
+
+def _weigh(search: Search, chosen: Trial, other: Trial) -> str:
+    """Returns what another trial than the chosen one loses and costs, in words."""
+    lost = other.prediction.drop_estimate
+    figure = f"{other.prediction.sqnr_db:.1f} dB" if lost is None else f"{100 * lost:.2f} points are lost"
+    if _drop(other) >= _drop(chosen):
+        return f"{figure}, which is no better: {_ELSE}"
+    now, then = (_quantize(search, trial.step, trial.plan).size_after for trial in (chosen, other))
+    return f"{figure}, {then / now:.2f} times the bytes, {other.integer_macs:.0%} of the work in integers"
 
 
 def search_quantization(search: Search, max_drop: float, state: State | None = None) -> Searched:
@@ -498,8 +505,7 @@ def _plan_step(search: Search, trials: Sequence[Trial], count: int) -> QuantPlan
 
 
 def _try_plan(search: Search, step: str, plan: QuantPlan) -> Trial:
-    quantized = quantize_model(search.model, plan, search.calibration, search.work / f"{step}.onnx")
-    search.tried[step] = plan, quantized
+    quantized = _quantize(search, step, plan)
     prediction, check = search.measure(quantized.model), check_model(quantized.model, search.target, advises=False)
     kept = {node.name for node in quantized.float_nodes}
     total = sum(node.macs for node in check.node_list)
@@ -511,6 +517,14 @@ def _try_plan(search: Search, step: str, plan: QuantPlan) -> Trial:
         taken_macs=check.taken_macs,
         integer_macs=round(1 - float_macs / total, 4) if total else 1.0,
     )
+
+
+def _quantize(search: Search, step: str, plan: QuantPlan) -> QuantizedModel:
+    known, quantized = search.tried.get(step, (None, None))
+    if quantized is None or known != plan:
+        quantized = quantize_model(search.model, plan, search.calibration, search.work / f"{step}.onnx")
+        search.tried[step] = plan, quantized
+    return quantized
 
 
 def _drop(trial: Trial) -> float:
