@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import sys
+import tomllib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +27,20 @@ def find_module(name: str) -> Any:
 
 
 resource = find_module("resource")
+
+
+def spell_install(packages: str, prefix: Path = Path(sys.prefix)) -> str:
+    """Returns the command that puts packages beside edgekit, which pip, pipx or `uv tool` installed."""
+    if (prefix / "pipx_metadata.json").is_file():
+        return f"pipx inject {prefix.name} {packages}"
+    receipt = prefix / "uv-receipt.toml"
+    if not receipt.is_file():
+        return f"pip install {packages}"
+    # uv makes the environment anew: what was put beside edgekit before is named again.
+    own, *beside = tomllib.loads(receipt.read_text())["tool"]["requirements"]
+    wanted = [*(f"{each['name']}{each.get('specifier', '')}" for each in beside), *packages.split()]
+    return f"uv tool install {own.get('path', own['name'])} " + " ".join(f"--with {each}" for each in wanted)
+
 
 _CPU_INFO = Path("/proc/cpuinfo")
 # Each piece of work at a time needs memory of its own: chosen by hand.

@@ -11,7 +11,14 @@ import pytest
 from threadpoolctl import threadpool_info
 
 from edgekit.devices.far import ort_runner
-from edgekit.machine import describe_machine, map_in_order, own_peak_bytes, peak_bytes, single_blas_thread
+from edgekit.machine import (
+    describe_machine,
+    map_in_order,
+    own_peak_bytes,
+    peak_bytes,
+    single_blas_thread,
+    spell_install,
+)
 
 
 def test_it_says_what_figures_depend_on_and_names_no_host() -> None:
@@ -20,6 +27,26 @@ def test_it_says_what_figures_depend_on_and_names_no_host() -> None:
     assert int(found["cores"]) >= 1
     assert found["cpu"]
     assert socket.gethostname() not in found.values()
+
+
+def test_packages_are_put_beside_edgekit_as_it_was_installed(tmp_path: Path) -> None:
+    assert spell_install("cryptography", tmp_path) == "pip install cryptography"
+    # As uv 0.13 writes it.
+    (tmp_path / "uv-receipt.toml").write_text(
+        """[tool]
+requirements = [
+    { name = "edgekit-onnx", path = "/home/me/edgekit_onnx-0.1.0-py3-none-any.whl" },
+    { name = "ziglang", specifier = "==0.17.1" },
+]
+"""
+    )
+    assert spell_install("fsspec s3fs", tmp_path) == (
+        "uv tool install /home/me/edgekit_onnx-0.1.0-py3-none-any.whl --with ziglang==0.17.1 --with fsspec --with s3fs"
+    )
+    pipx = tmp_path / "edgekit-onnx"
+    pipx.mkdir()
+    (pipx / "pipx_metadata.json").write_text("{}")
+    assert spell_install("onnxruntime-qnn==2.7.0", pipx) == "pipx inject edgekit-onnx onnxruntime-qnn==2.7.0"
 
 
 @pytest.mark.parametrize(("system", "unit"), [("linux", 1024), ("darwin", 1)])

@@ -21,6 +21,7 @@ from edgekit.bundle.folder import open_bundle
 from edgekit.bundle.group.group import open_group
 from edgekit.bundle.manifest import encode_json
 from edgekit.errors import BundleError, DataError, DeviceError, MissingExtraError, UsageError, quote_error
+from edgekit.machine import spell_install
 from edgekit.plain import to_json
 
 _FILE = "file://"
@@ -135,7 +136,7 @@ def open_store(place: str) -> Store:
         files, root = importlib.import_module("fsspec.core").url_to_fs(place)
     except ImportError as error:
         wanted = "fsspec" if error.name == "fsspec" else quote_error(error)
-        raise MissingExtraError(f"store '{place}' needs {wanted}", hint="pip install fsspec s3fs, or gcsfs") from error
+        raise MissingExtraError(f"store '{place}' needs {wanted}", hint=spell_install("fsspec s3fs")) from error
     except (ValueError, OSError) as error:
         raise UsageError(
             f"cannot open store '{place}': {quote_error(error)}", hint="a folder, or a URL that fsspec opens"

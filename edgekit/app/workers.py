@@ -32,6 +32,7 @@ from edgekit.app.store import (
 )
 from edgekit.devices.parallel import REMOTE, run_together
 from edgekit.errors import DeviceError, EdgekitError, MissingExtraError, quote_error
+from edgekit.machine import spell_install
 from edgekit.progress import Progress, say_nothing
 
 TOPIC = "edgekit"
@@ -152,7 +153,7 @@ def _dask() -> Generator[Any]:
     try:
         distributed = importlib.import_module("distributed")
     except ImportError as error:
-        raise MissingExtraError("--scheduler needs Dask distributed", hint="pip install distributed") from error
+        raise MissingExtraError("--scheduler needs Dask distributed", hint=spell_install("distributed")) from error
     logger = logging.getLogger("distributed.client")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)

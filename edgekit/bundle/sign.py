@@ -15,6 +15,7 @@ from edgekit._files import digest_bytes, write_file, write_new
 from edgekit.bundle.checks import read_bounded
 from edgekit.bundle.manifest import check_canonical, convert_strictly, decode_json, encode_json
 from edgekit.errors import BundleError, MissingExtraError, OutputError, UsageError
+from edgekit.machine import spell_install
 
 SIGNATURE = "signature.json"
 _SIGN = "edgekit sign BUNDLE --key FILE"
@@ -335,7 +336,7 @@ def _load_library() -> tuple[Any, Any]:
         from cryptography.hazmat.primitives.asymmetric import ed25519  # noqa: PLC0415
     except ImportError as error:
         raise MissingExtraError(
-            "signatures need the package 'cryptography'", hint="pip install cryptography"
+            "signatures need the package 'cryptography'", hint=spell_install("cryptography")
         ) from error
     return serialization, ed25519
 

@@ -241,6 +241,14 @@ def _find_opset(case: Case) -> Iterator[Finding]:
     yield Finding(nodes=tuple(dict.fromkeys(refused)), changed=changed, opset=DEFAULT_OPSET)
 
 
+_ELSEWHERE = "the CPU computes it. Export it as operators that the provider takes, or see who has it: edgekit check"
+_INSTEAD: Mapping[str, str] = dict.fromkeys(
+    ("GRU", "LSTM", "RNN"),
+    "the CPU computes it in float. Leave it there where it ends the model; else export its steps one by one"
+    " (MatMul, Sigmoid, Tanh for a fixed number of them), or see who has it: edgekit check",
+)
+
+
 def _find_missing(case: Case) -> Iterator[Finding]:
     missing = set(case.refused(because="has no builder"))
     # Quantizers have advice of their own, `use-float`.
@@ -248,7 +256,7 @@ def _find_missing(case: Case) -> Iterator[Finding]:
     counts = Counter(node.op for node in nodes if case.splits or node.macs)
     for op in sorted(counts):
         names = tuple(node.name for node in nodes if node.op == op and (case.splits or node.macs))
-        yield Finding(nodes=names, word=op, subject=op)
+        yield Finding(nodes=names, word=f"{op}: {_INSTEAD.get(op, _ELSEWHERE)}", subject=op)
 
 
 def _find_fatal(case: Case) -> Iterator[Finding]:
@@ -295,6 +303,7 @@ _REWRITTEN: Mapping[str, str] = {
     "split-gelu": "write {count} of Gelu with Erf",
     "split-tanh-gelu": "write {count} of Gelu with Tanh",
     "clip-to-min-max": "write {count} of Clip as Max and Min, which is the same",
+    "plain-slope": "leave the first axis, of size 1, out of the slope of {count} of PRelu, which is the same",
     "join-rotary": "write the parts of {count} of rotary embeddings as one node",
     "join-attention": "write the parts of {count} of attention as one node",
     "unsigned-weights": "store the int8 weights of {count} as uint8 with a zero point of 128, which is the same",
@@ -343,7 +352,7 @@ ADVISERS: tuple[Adviser, ...] = (
     Adviser(
         id="no-builder",
         fix="manual",
-        message="the provider has no {word}: write {count} with operators that it takes, or leave them",
+        message="the provider has no {word}",
         find=_find_missing,
     ),
     Adviser(

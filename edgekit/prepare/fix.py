@@ -62,6 +62,7 @@ SPELLINGS: Mapping[str, Rewrite] = {
     layout.PAD_REFLECT: layout.write_mirrors,
     products.PLAIN_GEMM: products.write_plain_gemms,
     products.MATMUL_TO_2D: products.flatten_matmuls,
+    activations.PLAIN_SLOPE: activations.write_plain_slopes,
     activations.JOIN_HARD_SWISH: activations.join_hard_swishes,
     activations.SPLIT_HARD_SWISH: activations.split_hard_swishes,
     layout.FLAT_EXPAND: layout.flatten_expands,

@@ -27,6 +27,22 @@ def test_what_a_rewrite_mends_needs_no_other_operator(tmp_path: Path) -> None:
     assert advice["no-builder"].subject == "Shrink"
 
 
+def test_a_recurrent_net_is_told_where_to_go(tmp_path: Path) -> None:
+    body = (
+        "(float[4,1,3] x) => (float[4,1,1,2] y) <float[1,8,3] w = {{{}}}, float[1,8,2] r = {{{}}}> "
+        "{{ a = Relu(x) y = LSTM<hidden_size=2>(a, w, r) }}"
+    ).format(",".join(["1"] * 24), ",".join(["1"] * 16))
+    message = _advice(tmp_path, body, "nnapi")["no-builder"].message
+    assert message.startswith("the provider has no LSTM: the CPU computes it in float. Leave it there")
+    assert message.endswith("edgekit check")
+
+
+def test_a_slope_with_an_axis_for_the_batch_is_mended(tmp_path: Path) -> None:
+    body = "(float[1,2,3,3] x) => (float[1,2,3,3] y) <float[1,2,1,1] s = {0.25, -2}> { a = Relu(x) y = PRelu(a, s) }"
+    advice = _advice(tmp_path, body, "coreml")["plain-slope"]
+    assert (advice.gain_nodes, advice.fix) == (1, "automatic")
+
+
 def test_dynamic_dimensions_can_be_fixed(tmp_path: Path) -> None:
     advice = _advice(tmp_path, "(float[N,4] x) => (float[N,4] y) { a = Relu(x) y = Tanh(a) }", "nnapi")
     assert advice["fix-dims"].gain_nodes == 2

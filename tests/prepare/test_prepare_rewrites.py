@@ -112,6 +112,7 @@ WITH = {
     "clip-to-min-max": (
         "g (float[2,9] x) => (float[2,9] y) <float low = {-0.25}, float high = {0.5}> { y = Clip(x, low, high) }"
     ),
+    "plain-slope": "g (float[1,2,3,3] x) => (float[1,2,3,3] y) <float[1,2,1,1] s = {0.25, -2}> { y = PRelu(x, s) }",
 }
 WITHOUT = {
     "drop-copies": "g (float[2,3] x) => (float[2,3] y, bool[2,3] m) { a, m = Dropout(x) b = Neg(a) y = Identity(b) }",
@@ -189,6 +190,11 @@ WITHOUT = {
         "{ f = DequantizeLinear(w, s) y = Conv(x, f) }"
     ),
     "clip-to-min-max": "g (float[2,9] x, float low) => (float[2,9] y) { y = Clip(x, low) }",
+    "plain-slope": (
+        "g (float[2,2,1,1] x, float[1,2,1,1] r) => (float[2,2,1,1] y, float[2,2,1,1] z, float[2,2,1,1] t) "
+        "<float[2,1,1,1] s = {0.25, -2}, float[2,1,1] p = {0.25, -2}> "
+        "{ y = PRelu(x, s) z = PRelu(x, r) t = PRelu(x, p) }"
+    ),
 }
 TOLERANCE = {
     "plain-gemm": 1e-6,

@@ -24,6 +24,7 @@ from edgekit.devices.local.runner import PROGRAM, digest_sources, runner_sources
 from edgekit.devices.process.cache import FACTS, Built, cache_folder, read_facts
 from edgekit.devices.release import Compiler, compile_sources, find_compiler, is_made_by, link_program, write_table
 from edgekit.errors import DeviceError
+from edgekit.machine import spell_install
 from edgekit.progress import Progress
 
 _DEFINED = re.compile(r"^[\w ]*?[ *](?:bionic_(\w+)|(ANeuralNetworks\w+))(?:\(|\[| =)", re.MULTILINE)
@@ -90,8 +91,8 @@ def link_runner(
 
 
 _COMPILERS = {
-    "aarch64": "apt-get install g++-aarch64-linux-gnu, or pip install ziglang",
-    "x86_64": "apt-get install g++, or pip install ziglang",
+    "aarch64": f"apt-get install g++-aarch64-linux-gnu, or {spell_install('ziglang')}",
+    "x86_64": f"apt-get install g++, or {spell_install('ziglang')}",
 }
 
 

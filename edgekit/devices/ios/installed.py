@@ -26,6 +26,7 @@ from edgekit.devices.release import (
     write_table,
 )
 from edgekit.errors import DeviceError, UsageError
+from edgekit.machine import spell_install
 from edgekit.progress import Progress
 
 # In C and C++, what stands for NAME of Apple's is darwin_NAME; a use is found like a definition, and means the same.
@@ -323,7 +324,7 @@ def install_ios(progress: Progress, framework: Path | None = None) -> Installed:
         raise DeviceError(f"'ios-sim' cannot be installed here: {reason}", hint="use x86-64 Linux, or a Mac")
     compiler = find_zig(_MACHINE)
     if compiler is None:
-        raise DeviceError("zig, which compiles the stand-in for iOS, is not installed", hint="pip install ziglang")
+        raise DeviceError("zig, which compiles the stand-in for iOS, is not installed", hint=spell_install("ziglang"))
     with one_at_a_time(device_folder()), staged_folder(device_folder()) as staging, work_folder() as work:
         if framework is None:
             progress("fetching ONNX Runtime for the iOS simulator with npm: 150 MB")

@@ -22,6 +22,7 @@ from edgekit.devices.process.child import FAR, Runner, describe_job, last_words,
 from edgekit.devices.process.pipe import run_python
 from edgekit.errors import MissingExtraError, TargetError, suggest_name
 from edgekit.evidence import Evidence
+from edgekit.machine import spell_install
 from edgekit.target import Session, Target, load_target
 
 # Where Debian's and Ubuntu's Chromium put it, with a Vulkan loader of its own.
@@ -237,7 +238,7 @@ def find_missing_provider(device: str, hardware: str) -> Missing | None:
         names = " and ".join({"linux": "Linux", "win32": "Windows"}[system] for system in row.systems)
         return Missing(reason=f"{row.name} runs only on {names}", command=None)
     if row.module and importlib.util.find_spec(row.module) is None:
-        return Missing(reason=f"the wheel {row.distribution} is not installed", command=f"pip install {row.package}")
+        return Missing(reason=f"the wheel {row.distribution} is not installed", command=spell_install(row.package))
     if not row.module and row.name not in AVAILABLE_PROVIDERS:
         command = f"pip uninstall -y onnxruntime && pip install {row.package}"
         return Missing(reason=f"onnxruntime {VERSION} here was built without {row.name}", command=command)

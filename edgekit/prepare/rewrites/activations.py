@@ -59,6 +59,33 @@ def _clip_to_min_max(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | Non
     return writer.nodes
 
 
+PLAIN_SLOPE = "plain-slope"
+# A slope per channel of pictures: [C, 1, 1].
+_SLOPE_AXES = 3
+
+
+def write_plain_slopes(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
+    """Leaves out the first axis of each constant slope [1, C, 1, 1] of a PRelu, in place; returns the nodes' names.
+
+    The result is the same to the bit: axes of one element at the front of a slope say nothing.
+    """
+    return replace_nodes(graph, opset, {"PRelu"}, _plain_slope) if opset >= 7 else ()
+
+
+def _plain_slope(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
+    slope = graph.constants.get(node.input[1])
+    if slope is None or len(slope.dims) <= _SLOPE_AXES or set(slope.dims[:-_SLOPE_AXES]) != {1}:
+        return None
+    writer = Writer(graph=graph, node=node)
+    plain = onnx.TensorProto()
+    plain.CopyFrom(slope)
+    plain.name = f"{node.proto.name}/slope"
+    del plain.dims[:-_SLOPE_AXES]
+    graph.proto.initializer.append(plain)
+    writer.add("PRelu", [node.input[0], plain.name])
+    return writer.nodes
+
+
 SPLIT_HARD_SWISH = "split-hard-swish"
 JOIN_HARD_SWISH = "join-hard-swish"
 _JOIN_SINCE = 14

@@ -22,6 +22,7 @@ from edgekit.quantize.accuracy.heads import Head
 from edgekit.quantize.accuracy.loss import MEASURES, Loss, lasting_reach, ratio_db
 from edgekit.quantize.accuracy.output_kinds import read_output_kinds
 from edgekit.quantize.effort import find_effort
+from edgekit.quantize.graph.sessions import EXACT_PRODUCTS
 
 MOST_SAMPLES = 256
 """So many tell half a point, which is one changed answer of 200; more cost time."""
@@ -35,7 +36,7 @@ _GUESSED_FROM = 4
 _DECODED_FROM = 16
 # What the float model gave is kept up to so much, and computed anew beyond: a choice.
 _MOST_KEPT_BYTES = 64 << 20
-_SETTINGS = SessionSettings(threads=1, one_block=False)
+_SETTINGS = SessionSettings(threads=1, one_block=False, config=dict(EXACT_PRODUCTS))
 LABELS = "labels"
 """The source of a drop that was measured."""
 AP = "mean AP of detections"

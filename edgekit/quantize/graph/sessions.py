@@ -16,8 +16,11 @@ from edgekit.model.external import MAX_DATA_BYTES, DataPlace, begin_page, point_
 from edgekit.model.model import count_weight_bytes
 from edgekit.prepare.constants import LAYOUT, OPTIMIZER, find_cubics
 
+EXACT_PRODUCTS: Mapping[str, str] = {"session.qdq_matmulnbits_accuracy_level": "1"}
+"""A MatMul whose weights alone have 8 bits multiplies floats: since 1.32 it becomes a MatMulNBits, which by default
+rounds what it multiplies to 8 bits, and no target that wants 16 bits there does so."""
 # Pairs of u8 x s8 products are added in 16 bits on x64 without VNNI, where they saturate: the judge must not.
-_PRECISE: Mapping[str, str] = {"session.x64quantprecision": "1"}
+_PRECISE: Mapping[str, str] = {"session.x64quantprecision": "1", **EXACT_PRODUCTS}
 # From so many bytes of weights on a session maps them from a file: the bytes of a protobuf would be held three times
 # while it is made. Chosen by hand.
 _LARGE_BYTES = 16 << 20
@@ -50,7 +53,7 @@ def _open(source: bytes, folder: Path, disabled: tuple[str, ...]) -> CpuSession:
         return CpuSession(source, settings)
     except RuntimeRefusal:
         # ONNX Runtime 1.31 trips over weights that share a zero point when the key is set.
-        return CpuSession(source, msgspec.structs.replace(settings, config=config))
+        return CpuSession(source, msgspec.structs.replace(settings, config={**EXACT_PRODUCTS, **config}))
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from edgekit.data.labels import Boxes, Label, LabelKind
 from edgekit.data.samples import Samples, load_function
 from edgekit.errors import DataError, EdgekitError, MissingExtraError, UsageError, quote_error, suggest_name
+from edgekit.machine import spell_install
 from edgekit.model.model import Model
 from edgekit.model.outputs import StatedOutput
 from edgekit.model.tensors import Array, Tensors, ranks_classes
@@ -108,7 +109,7 @@ def import_extra(module: str, metric: str) -> Any:
     except ImportError as error:
         package = module.partition(".")[0]
         wanted = _PACKAGES.get(package, package)
-        raise MissingExtraError(f"metric {metric} needs {package}", hint=f"pip install {wanted}") from error
+        raise MissingExtraError(f"metric {metric} needs {package}", hint=spell_install(wanted)) from error
 
 
 Weights = npt.NDArray[np.int64]

@@ -10,9 +10,10 @@ import numpy as np
 
 from edgekit.devices.android.nnapi.network import Constants, Network, Operand, OperandType, name_operation
 from edgekit.errors import DeviceError, MissingExtraError
+from edgekit.machine import spell_install
 from edgekit.model.tensors import Array
 
-INSTALL_LITERT = "pip install ai-edge-litert==2.3.0"
+INSTALL_LITERT = spell_install("ai-edge-litert==2.3.0")
 """The command that installs what computes the models."""
 
 # Versions that say what is used: weights per channel, zero points of weights. Of all others LiteRT's kernels have the
