@@ -12,3 +12,13 @@ _ROOMS = re.findall(
 def test_the_map_has_each_room_once() -> None:
     rooms = {path.parent.relative_to(ROOT).as_posix() for path in (ROOT / "edgekit").rglob("__init__.py")}
     assert sorted(_ROOMS) == sorted(room for room in rooms if room != "edgekit" and "/far" not in room)
+
+
+_PLACES = re.findall(
+    r"^\| [^|]+ \| `([\w/.]+)` \| `([^`]+)` \|$", ALL_PAGES["CONTRIBUTING.md"].partition("## Where is")[2], re.MULTILINE
+)
+
+
+def test_what_is_looked_for_is_where_the_map_says() -> None:
+    assert len(_PLACES) > 10
+    assert [path for path, words in _PLACES if words not in (ROOT / path).read_text()] == []
