@@ -33,7 +33,7 @@ _OFF_GRID, _APART = 1e-2, 4
 # So many weights show at once that most layers lie on no grid.
 _LOOKED_AT = 4096
 # An input that moves by less of what the widest one of its layer does stays within half a step of 8 bits.
-_STILL = 1 / 512
+_INACTIVE = 1 / 512
 
 
 class Rounded(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,23 +140,23 @@ def add_spread(moment: Array, spread: Array, samples: int) -> Array:
     return _add_to_diagonal(moment, spread**2 / (samples + 1))
 
 
-def find_still(moment: Array, spread: Array) -> Array:
+def find_inactive(moment: Array, spread: Array) -> Array:
     """Returns which inputs, bool [groups, inputs], stayed at zero in every sample, as far as 8 bits can tell.
 
     `spread` is [groups, inputs]. Nothing is known of what such an input does when it fires: its weights are the float
     model's to say.
     """
-    most = _STILL * spread.max()
+    most = _INACTIVE * spread.max()
     # Without a bias an input that is always the same takes the part of one, and what it does is known.
     return np.asarray((spread <= most) & (np.diagonal(moment, axis1=1, axis2=2) <= most**2))
 
 
-def free_still(moment: Array, still: Array) -> Array:
+def isolate_inactive(moment: Array, inactive: Array) -> Array:
     """Returns a second moment without what inputs that stayed at zero have to do with others, so they take no error."""
-    if not still.any():
+    if not inactive.any():
         return moment
-    moves = ~still
-    together = moves[:, :, None] & moves[:, None, :]
+    active = ~inactive
+    together = active[:, :, None] & active[:, None, :]
     return np.asarray(moment * (together | np.eye(moment.shape[-1], dtype=bool)))
 
 
@@ -238,8 +238,7 @@ def _round_rows(rows: Array, upper: Array, scale: Array, limit: int) -> Array:
         if stop - start > _ROWS:
             middle = (start + stop) // 2
             round_span(start, middle)
-            spread = np.swapaxes(upper[:, start:middle, middle:stop], 1, 2) @ errors[:, start:middle]
-            rows[:, middle:stop] -= spread
+            rows[:, middle:stop] -= np.swapaxes(upper[:, start:middle, middle:stop], 1, 2) @ errors[:, start:middle]
             round_span(middle, stop)
             return
         for index in range(start, stop):

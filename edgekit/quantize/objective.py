@@ -81,17 +81,17 @@ def _read_held_out(calibration: Calibration, most: int | None) -> Iterator[Tenso
 
 
 def measure_loss(compared: ComparedTensor, expected: Array, found: Array) -> Array:
-    """Returns what a tensor of the float model tells, and what of it is lost, float64 [2].
+    """Returns the powers of the signal in a tensor of the float model and of the noise in the other's, float64 [2].
 
-    Where the values decide how many there are and quantizing changed that, infinitely much is lost.
+    Where the values decide how many there are and quantizing changed that, the noise is infinite.
     """
     if expected.size != found.size:
         return np.array([1.0, np.inf])
     found = found.reshape(expected.shape)
     if compared.family and expected.size:
         one, two = (_list_decisions(value, compared, _MOST_VALUES) for value in (expected, found))
-        told, lost = (measure_classes if compared.family == "classes" else measure_scores)(one, two)
-        return np.array([told, lost.sum()])
+        signal, noise = (measure_classes if compared.family == "classes" else measure_scores)(one, two)
+        return np.array([signal, noise.sum()])
     one, two = expected.astype(np.float64), found.astype(np.float64)
     if compared.part is not None:
         axis, start, stop = compared.part

@@ -34,8 +34,8 @@ from edgekit.quantize.gptq import (
     Rounded,
     add_spread,
     damp_moment,
-    find_still,
-    free_still,
+    find_inactive,
+    isolate_inactive,
     join_pieces,
     pack_int4,
     refit_weights,
@@ -460,14 +460,14 @@ def _round_with_moments(
     # The bias takes the mean error, so only what varies is left to err.
     blocks, size = moments.second_moment(centred=layer.bias is not None), moments.size
     spread = moments.spread.reshape(-1, size)
-    still = find_still(blocks, spread)
-    blocks = free_still(add_spread(shrink_moment(blocks, moments.count), spread, moments.count), still)
+    inactive = find_inactive(blocks, spread)
+    blocks = isolate_inactive(add_spread(shrink_moment(blocks, moments.count), spread, moments.count), inactive)
     pieces = layer.inputs // size
     split = split_pieces(matrix, layer.groups, size)
     noise = place.step**2 / 12 if refit else 0.0
     if refit:
         # Least squares would take the weights of inputs that never fired for nothing.
-        split = np.where(still[:, None], split, refit_weights(split, blocks, noise))
+        split = np.where(inactive[:, None], split, refit_weights(split, blocks, noise))
     scale = find_scale(join_pieces(split, layer.groups))
     if rounding == "comq" and place.has_four_bits:
         found = round_comq(split, blocks, np.repeat(scale, pieces, axis=0), fits_scale=pieces == 1)

@@ -15,7 +15,7 @@ from edgekit.model.model import Model
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize import calibrate_model, plan_quantization
 from edgekit.quantize.accuracy.predict import FloatReference
-from edgekit.quantize.effort import Effort, find_effort
+from edgekit.quantize.effort import Effort, count_side_by_side, find_effort
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.mixed_precision.score import Closeness, is_even
 from edgekit.quantize.mixed_precision.sensitivity import cut_suffixes, search_spans
@@ -47,6 +47,16 @@ def test_a_note_says_that_not_all_that_was_held_out_judges() -> None:
     assert Effort(work=10**10, runs=240, predicting=40).describe(10) == ()
     (note,) = Effort(work=10**10, runs=100, predicting=40).describe(16)
     assert note == "4 of 16 held-out samples judge the plans: a run takes 10.0 G"
+
+
+@pytest.mark.parametrize(("rows", "at_once"), [(2_000, None), (2_200, 1)])
+def test_what_holds_many_activations_at_a_time_runs_alone(rows: int, at_once: int | None) -> None:
+    # Two tensors of 1,000 columns are held at a time, however many follow each other: 8 kB a row.
+    body = " ".join(f"t{index + 1} = Relu(t{index})" for index in range(1, 9))
+    text = f"""<ir_version: 8, opset_import: ["" : 17]>
+      g (float[{rows},1000] x) => (float[{rows},1000] y) {{ t1 = Relu(x) {body} y = Relu(t9) }}"""
+    proto = onnx.shape_inference.infer_shapes(parser.parse_model(text))
+    assert count_side_by_side(view_model(proto, Path())) == at_once
 
 
 @pytest.fixture

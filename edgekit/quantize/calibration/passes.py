@@ -25,6 +25,7 @@ from edgekit.quantize.calibration.held_out import LEAST_BYTES, HeldOut
 from edgekit.quantize.calibration.instrument import HIGHS, LOWS, SCORES, InstrumentedGraph, instrument_graph
 from edgekit.quantize.calibration.statistics import ActivationStatistics
 from edgekit.quantize.calibration.store import CacheSettings, CalibrationCache, Checkpoint, open_cache
+from edgekit.quantize.effort import count_side_by_side
 from edgekit.quantize.graph.float_graph import float_activations
 from edgekit.quantize.graph.float_regions import find_infinite_tensors
 
@@ -195,7 +196,7 @@ def _measure_extremes(run: Measurements) -> None:
 def _pass(run: Measurements, indices: Sequence[int], *, learning: bool) -> Iterator[None]:
     """Takes in samples one by one and yields after each: then the statistics hold exactly the samples seen.
 
-    Several run at a time, and are taken in in their order.
+    Several run at a time (`count_side_by_side`), and are taken in in their order.
     """
     task = run.task
     todo = [index for index in indices if index not in run.seen]
@@ -216,7 +217,7 @@ def _pass(run: Measurements, indices: Sequence[int], *, learning: bool) -> Itera
     known = len(run.seen)
     # No `zip` or `enumerate` around the runs, which would hold what it gave last until it gives the next.
     indexed = zip(todo, select_samples(task.samples, todo), strict=False)
-    for (index, sample), (digest, values) in map_in_order(run_one, indexed):
+    for (index, sample), (digest, values) in map_in_order(run_one, indexed, count_side_by_side(task.graph)):
         now, done = time.monotonic(), len(run.seen) - known
         if done and now >= told + _PROGRESS_SECONDS:
             left, told = (now - began) / done * (task.samples.count - len(run.seen)), now

@@ -35,8 +35,8 @@ from edgekit.quantize.mixed_precision.relief import (
     adapt_ranges,
     choose_schedule,
     keep_eight,
+    relieve_class_maps,
     relieve_plan,
-    spare_enlarged,
 )
 from edgekit.quantize.mixed_precision.score import has_held_out
 from edgekit.quantize.objective import FAITHFUL_DB
@@ -201,7 +201,7 @@ def _judge(
     plan = draft_plan(subject.model, graph, calibration, subject.target, subject.precision)
     plan = msgspec.structs.replace(plan, factors=dict(factors))
     draft = Draft(graph=graph, calibration=calibration, plan=plan)
-    draft = spare_enlarged(draft, widens=subject.target.widens(subject.precision))
+    draft = relieve_class_maps(draft, widens=subject.target.widens(subject.precision))
     return Judged(draft=draft, candidates=judge_draft(draft, subject.memo, floor_db=floor_db, method=method))
 
 

@@ -148,8 +148,11 @@ def judge_draft(
     key = f"{digest_draft(draft, floor_db)}.{method or ''}"
     if key in memo.judged:
         return memo.judged[key]
-    found = _judge_all(draft, floor_db, memo.budget) if method is None else _judge_quickly(draft, method, memo.budget)
-    judged = sort_candidates(list(found))
+    if method is None:
+        judged = sort_candidates(list(_judge_all(draft, floor_db, memo.budget)))
+    else:
+        quick = _QUICK if read_layers(draft.graph) else _QUICK[:1]
+        judged = sort_candidates(list(_judge_roundings(draft.choose(method, "nearest"), quick, memo.budget)))
     # What was cut short would be taken for all that there is by a target with more time.
     if not memo.budget.left_out:
         memo.judged[key] = judged
@@ -231,13 +234,10 @@ def prefer_method(judged: Mapping[str, Closeness], present: str | None = None) -
     """
     if present is not None and present not in judged:
         return present
-    best = _cut_least(judged, max(judged, key=lambda method: judged[method].ratio_db))
-    return present if present and judged[best].ratio_db <= judged[present].ratio_db + NOTABLE_DB else best
-
-
-def _cut_least(judged: Mapping[str, Closeness], best: str) -> str:
+    best = max(judged, key=lambda method: judged[method].ratio_db)
     less = _LESS_CUT[: _LESS_CUT.index(best)] if best in _LESS_CUT else _LESS_CUT[:1]
-    return next((each for each in less if each in judged and judged[each].ties(judged[best])), best)
+    best = next((each for each in less if each in judged and judged[each].ties(judged[best])), best)
+    return present if present and judged[best].ratio_db <= judged[present].ratio_db + NOTABLE_DB else best
 
 
 def digest_draft(draft: Draft, floor_db: float) -> str:
@@ -289,8 +289,7 @@ def _judge_all(draft: Draft, floor_db: float, budget: Budget) -> Iterator[Candid
     chosen = draft.choose(best, "nearest")
     # Plain minmax is among the candidates, so that what is chosen is never worse on these samples.
     if best != "minmax":
-        is_settled = draft.effort.is_bounded and is_even(ranges)
-        if not is_settled:
+        if not (draft.effort.is_bounded and is_even(ranges)):
             yield from _judge_roundings(plain, ("nearest",), budget, placed)
         placed = place_draft(chosen)
     weights, has_layers = count_weights(draft.graph), bool(read_layers(draft.graph))
@@ -300,11 +299,6 @@ def _judge_all(draft: Draft, floor_db: float, budget: Budget) -> Iterator[Candid
         return
     if has_layers and needs_moments(max(entry.sqnr_db for entry in tried), ranges[best].ratio_db, floor_db, weights):
         yield from _judge_learned(chosen, tried, budget, placed)
-
-
-def _judge_quickly(draft: Draft, method: str, budget: Budget) -> Iterator[Candidate]:
-    has_layers = bool(read_layers(draft.graph))
-    yield from _judge_roundings(draft.choose(method, "nearest"), _QUICK if has_layers else _QUICK[:1], budget)
 
 
 def _judge_learned(

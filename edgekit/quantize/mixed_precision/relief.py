@@ -68,14 +68,14 @@ LEAST_GAIN_DB = 1.0
 _THOROUGH = Schedule(counts=(1, 3, 8, 20, 40), least_gain_db=LEAST_GAIN_DB, enough_db=GOOD_DB)
 _MENDING = Schedule(counts=(1, 3, 8, 20, 40), least_gain_db=LEAST_GAIN_DB, enough_db=COLLAPSED_DB)
 # For float nodes, which leave the accelerator: a few that help much, unless the model is broken without them.
-_SPARING = Schedule(counts=(1, 3, 8), least_gain_db=3.0, enough_db=COLLAPSED_DB)
+_FEW_STEPS = Schedule(counts=(1, 3, 8), least_gain_db=3.0, enough_db=COLLAPSED_DB)
 
 
 def choose_schedule(ratio_db: float, *, widens: bool, thorough: bool) -> Schedule:
     """Returns how to relieve a plan with a ratio in dB; a target that `widens` has 16 bits for what leaves 8."""
     if widens or thorough:
         return _THOROUGH
-    return _MENDING if ratio_db < BROKEN_DB else _SPARING
+    return _MENDING if ratio_db < BROKEN_DB else _FEW_STEPS
 
 
 def relieve_plan(
@@ -185,7 +185,7 @@ def adapt_ranges(graph: Graph, calibration: Calibration) -> Calibration:
     return clip_silu_tails(graph, add_image_headroom(graph, fit_ranges(graph, calibration)))
 
 
-def spare_enlarged(draft: Draft, *, widens: bool) -> Draft:
+def relieve_class_maps(draft: Draft, *, widens: bool) -> Draft:
     """Returns a draft whose maps of classes are interpolated to more than 8 bits, which takes no multiplications."""
     names = find_enlarged(draft.graph, draft.calibration)
     if not names or not is_relievable(draft.plan):

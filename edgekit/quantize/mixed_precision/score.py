@@ -35,7 +35,10 @@ def strip_weights(qdq: onnx.ModelProto, graph: Graph) -> onnx.ModelProto:
 
     Load it with ONNX Runtime's optimizer WeightBiasQuantization switched off, which would quantize them again.
     """
-    proto = _copy_bare(qdq)
+    # Without initializers: with them the copy would hold every weight for a while.
+    proto = onnx.ModelProto()
+    copy_fields(qdq, proto, {"graph"})
+    copy_fields(qdq.graph, proto.graph, {"initializer"})
     floats = {node.name: node for node in graph.nodes}
     wanted: set[str] = set()
     for node in proto.graph.node:
@@ -168,14 +171,6 @@ def _switch(name: str, site: onnx.NodeProto) -> list[onnx.NodeProto]:
     return [helper.make_node("Gather", [SWITCHES, f"{name}.edgekit.index"], [switch]), choice]
 
 
-def _copy_bare(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns a copy without initializers: with them it would hold every weight for a while."""
-    copy = onnx.ModelProto()
-    copy_fields(proto, copy, {"graph"})
-    copy_fields(proto.graph, copy.graph, {"initializer"})
-    return copy
-
-
 def _copy(proto: onnx.ModelProto) -> onnx.ModelProto:
     copy = onnx.ModelProto()
     copy.CopyFrom(proto)
@@ -206,13 +201,8 @@ class Closeness(msgspec.Struct, frozen=True, kw_only=True):
         """Returns True if samples do not tell the two apart: they are within one standard error of their difference."""
         if not len(self.noise) == len(best.noise) > 1:
             return False
-        return self._gap_errors(best) <= 1
-
-    def _gap_errors(self, best: "Closeness") -> float:
-        """Returns by how many standard errors of the difference it has more noise than the best."""
         gap = np.subtract(self.noise, best.noise)
-        mean, error = float(gap.mean()), float(gap.std(ddof=1)) / math.sqrt(gap.size)
-        return mean / error if error else math.copysign(math.inf, mean) if mean else 0.0
+        return float(gap.mean()) <= float(gap.std(ddof=1)) / math.sqrt(gap.size)
 
 
 def judge_candidate(
@@ -262,20 +252,20 @@ def judge_grids(
         UsageError: the statistics are gone.
     """
     session, names = _open_compared(qdq, compared, statistics, keep_float_weights=True)
-    tallies = {name: _Tally() for name in grids}
+    powers: dict[str, list[Array]] = {name: [] for name in grids}
     behind = dict[str, float]()
 
     def run(task: tuple[str, Tensors, Tensors]) -> Tensors:
         return session.run({**task[1], **grids[task[0]]})
 
     def rate() -> dict[str, Closeness]:
-        return {name: tally.judge() for name, tally in tallies.items() if name not in behind}
+        return {name: _rate(np.stack(rows)) for name, rows in powers.items() if name not in behind}
 
     held = islice(read_held_out(statistics), most)
     for part in (islice(held, few or FEW_SAMPLES), held):
         tasks = ((name, *pair) for pair in part for name in grids if name not in behind)
         for (name, _, expected), found in map_in_order(run, tasks):
-            tallies[name].add(names, expected, found)
+            powers[name].append(_all_powers(names, expected, found))
         if not behind:
             behind = find_behind(rate())
         if few is not None and is_even(rate()):
@@ -297,22 +287,13 @@ def is_even(judged: Mapping[str, Closeness]) -> bool:
     return max(ratios) - min(ratios) < _EVEN_DB
 
 
-class _Tally:
-    """Adds up what is told and lost, sample by sample."""
-
-    def __init__(self) -> None:
-        self._powers = list[Array]()
-
-    def add(self, names: Mapping[ComparedTensor, str], expected: Tensors, found: Tensors) -> None:
-        self._powers.append(_all_powers(names, expected, found))
-
-    def judge(self) -> Closeness:
-        powers = np.stack(self._powers)
-        signal = np.maximum(powers[:, :, 0].sum(axis=0), _TINY)
-        return Closeness(
-            ratio_db=join_ratios([ratio_db(*power) for power in powers.sum(axis=0)]),
-            noise=tuple(np.minimum(powers[:, :, 1] / signal, _MOST).mean(axis=1).tolist()),
-        )
+def _rate(powers: Array) -> Closeness:
+    """Returns the closeness of powers [samples, tensors, 2] of signal and noise."""
+    signal = np.maximum(powers[:, :, 0].sum(axis=0), _TINY)
+    return Closeness(
+        ratio_db=join_ratios([ratio_db(*power) for power in powers.sum(axis=0)]),
+        noise=tuple(np.minimum(powers[:, :, 1] / signal, _MOST).mean(axis=1).tolist()),
+    )
 
 
 def _open_compared(

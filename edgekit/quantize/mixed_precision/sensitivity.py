@@ -52,11 +52,14 @@ def cut_suffixes(proto: onnx.ModelProto, count: int, measure: Callable[[str], in
     nodes = proto.graph.node
     crossing = list(_list_crossing(proto.graph))
     before = 0
+
+    def is_narrow(names: tuple[str, ...]) -> bool:
+        sizes = [measure(name) for name in names] if len(names) <= _MOST_TENSORS else [None]
+        return all(size is not None for size in sizes) and sum(size or 0 for size in sizes) <= _MOST_BYTES
+
     for index in range(1, count + 1):
         wanted = index * len(nodes) // (count + 1)
-        start = next(
-            (at for at in range(max(wanted, before + 1), len(nodes)) if _is_narrow(crossing[at], measure)), None
-        )
+        start = next((at for at in range(max(wanted, before + 1), len(nodes)) if is_narrow(crossing[at])), None)
         if start is None:
             return
         before = start
@@ -74,11 +77,6 @@ def _list_crossing(graph: onnx.GraphProto) -> Iterator[tuple[str, ...]]:
         open_ |= {name: last[name] for name in node.output if name in last}
 
 
-def _is_narrow(names: tuple[str, ...], measure: Callable[[str], int | None]) -> bool:
-    sizes = [measure(name) for name in names] if len(names) <= _MOST_TENSORS else [None]
-    return all(size is not None for size in sizes) and sum(size or 0 for size in sizes) <= _MOST_BYTES
-
-
 def _cut(proto: onnx.ModelProto, start: int, fed: tuple[str, ...]) -> onnx.ModelProto:
     cut = onnx.ModelProto()
     copy_fields(proto, cut, {"graph"})
@@ -94,7 +92,7 @@ def _cut(proto: onnx.ModelProto, start: int, fed: tuple[str, ...]) -> onnx.Model
 # By how many held-out samples activations are ranked where all are and where only the worst are: choices, for the time.
 _SAMPLES, _FEWER_SAMPLES = 6, 4
 # Into how many spans activations are parted at first, and how many spans are judged at most for each that is looked
-# for: at 808c56d tools/bench/ranking.py showed how well what is found agrees with judging each activation.
+# for: a search by halves takes about log2(100) = 7 to find one of a hundred.
 _FIRST_SPANS, _SPANS_EACH = 16, 7
 # How many of a graph's last parts have a session of their own where runs are bounded: a choice.
 _PARTS = 3
@@ -152,8 +150,8 @@ def search_spans(
 
     # Where there are few, each is judged alone: what two do may also cancel.
     targets = [mass[-1] * index / _FIRST_SPANS for index in range(_FIRST_SPANS + 1)]
-    parts = [*range(count + 1)] if count <= most else [cut(target) for target in targets]
-    first = [range(*pair) for pair in pairwise(dict.fromkeys(parts))]
+    ends = [*range(count + 1)] if count <= most else [cut(target) for target in targets]
+    first = [range(*pair) for pair in pairwise(dict.fromkeys(ends))]
     spans = [(ratio, span.start, span.stop, True) for span, ratio in zip(first, judge(first), strict=False)]
     heapify(spans)
     judged, alone = len(spans), list[tuple[float, int, int, bool]]()
@@ -163,24 +161,19 @@ def search_spans(
         if stop - start == 1 and is_judged:
             alone.append((ratio, start, stop, True))
             continue
-        halves = [range(start, middle), range(middle, stop)] if stop - start > 1 else [range(start, stop)]
-        seen = halves[:1] if guesses else halves
+        parts = [range(start, middle), range(middle, stop)] if stop - start > 1 else [range(start, stop)]
+        seen = parts[:1] if guesses else parts
         found = [*judge(seen)]
         judged += len(seen)
-        if len(found) < len(halves) and found:
-            found.append(_subtract(ratio, found[0]))
-        for half, its in zip(halves, found, strict=False):
-            heappush(spans, (its, half.start, half.stop, half in seen))
+        if len(found) < len(parts) and found:
+            left = 10 ** (-ratio / 10) - 10 ** (-found[0] / 10)
+            found.append(-10 * math.log10(max(left, 10 ** (-ratio / 10) * _LEAST_LEFT)))
+        for part, its in zip(parts, found, strict=False):
+            heappush(spans, (its, part.start, part.stop, part in seen))
     ratios = [np.inf] * count
     for ratio, start, stop, _ in (*alone, *spans):
         ratios[start:stop] = [ratio + 10 * float(np.log10(stop - start))] * (stop - start)
     return ratios
-
-
-def _subtract(ratio_db: float, part_db: float) -> float:
-    """Returns the ratio of the rest of something, given that of the whole and that of a part."""
-    left = 10 ** (-ratio_db / 10) - 10 ** (-part_db / 10)
-    return -10 * math.log10(max(left, 10 ** (-ratio_db / 10) * _LEAST_LEFT))
 
 
 def rank_activations(
@@ -209,7 +202,10 @@ def rank_activations(
     names = switched.names
     ratios, chosen = [np.inf] * len(names), list(range(len(names)))
     if worst is not None and most is not None:
-        guesses, few = _add_even([(weights or {}).get(name, 0.0) for name in names]), held[:1]
+        guesses, few = [(weights or {}).get(name, 0.0) for name in names], held[:1]
+        # They may be wrong: each counts by half, and half is the same for all.
+        total = max(sum(guesses), _TINY)
+        guesses = [each / total + 1 / len(guesses) for each in guesses]
         ratios = search_spans(
             len(names), lambda spans: [*switched.judge(spans, few)], worst, most=most, guesses=guesses
         )
@@ -225,12 +221,6 @@ def rank_activations(
     ops = {name: graph.producers[name].op_type if name in graph.producers else "input" for name in names}
     errors = (TensorError(name=name, op=ops[name], sqnr_db=ratio) for name, ratio in zip(names, ratios, strict=True))
     return tuple(sorted(errors, key=lambda error: error.sqnr_db))
-
-
-def _add_even(guesses: Sequence[float]) -> list[float]:
-    """Returns weights of which guesses are a half: they may be wrong."""
-    total = max(sum(guesses), _TINY)
-    return [each / total + 1 / len(guesses) for each in guesses]
 
 
 class _Switched:
