@@ -14,22 +14,26 @@ ROOT = Path(__file__).parents[2]
 MARK = "<!-- tests run these commands -->"
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted((ROOT / "docs").rglob("*.md"))}
 ALL_PAGES = {**PAGES, **{name: (ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md")}}
-_BLOCK = re.compile(rf"({MARK}\n)?^ *```sh\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(rf"({MARK}\n)?(?:^ *<!-- not run: (.+?) -->\n)?^ *```sh\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 _ENDS = {">", "|", "&&"}
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
-    """A line `edgekit ...  # exit code N` of a page; `is_run` where its block has the mark."""
+    """A line `edgekit ...  # exit code N` of a page.
+
+    `is_run` where its block has the mark; where it has none, `why` says what keeps a test from running it.
+    """
 
     line: str
     arguments: tuple[str, ...]
     exit_code: int
     is_run: bool
+    why: str
 
 
 def list_commands(text: str) -> Iterator[Command]:
     """Yields the commands of edgekit in the blocks of a page, what a shell would make of them left out."""
-    for mark, block in _BLOCK.findall(text):
+    for mark, why, block in _BLOCK.findall(text):
         for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
             if words[:1] != ["edgekit"]:
@@ -37,7 +41,11 @@ def list_commands(text: str) -> Iterator[Command]:
             code = re.search(r"# exit code (\d)", line)
             end = next((index for index, word in enumerate(words) if word in _ENDS), len(words))
             yield Command(
-                line=line, arguments=tuple(words[1:end]), exit_code=int(code[1]) if code else 0, is_run=bool(mark)
+                line=line,
+                arguments=tuple(words[1:end]),
+                exit_code=int(code[1]) if code else 0,
+                is_run=bool(mark),
+                why=why,
             )
 
 

@@ -28,6 +28,16 @@ def test_what_a_page_says_runs(name: str, tutorial: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ALL_PAGES)
+def test_every_command_runs_or_its_block_says_why_not(name: str) -> None:
+    assert [command.line for command in list_commands(ALL_PAGES[name]) if not command.is_run and not command.why] == []
+
+
+def test_a_command_that_nobody_runs_is_found() -> None:
+    (silent, told) = list_commands("```sh\nedgekit a\n```\n<!-- not run: it needs a phone -->\n```sh\nedgekit b\n```\n")
+    assert (silent.is_run, silent.why, told.why) == (False, "", "it needs a phone")
+
+
+@pytest.mark.parametrize("name", ALL_PAGES)
 def test_every_command_of_a_page_has_these_options(name: str) -> None:
     for command in list_commands(ALL_PAGES[name]):
         _parse(group, "edgekit", list(command.arguments))

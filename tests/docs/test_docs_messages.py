@@ -2,10 +2,13 @@
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from doc_pages import PAGES, ROOT
+
+from edgekit.prepare.fix import REWRITES
 
 _QUOTED = re.findall(r"^\| `(.+?)` \|", PAGES["docs/troubleshooting.md"], re.MULTILINE)
 
@@ -39,3 +42,21 @@ def test_a_quoted_message_is_one_of_the_code(message: str, texts: set[str]) -> N
 
 def test_a_message_that_was_reworded_is_found(texts: set[str]) -> None:
     assert not any("there is no such model file '…'" in text for text in texts)
+
+
+def _list_ids(file: Path) -> Iterator[str]:
+    """Yields the ids that calls in a module name, with `…` for a value that is put into one."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        given = node.value if isinstance(node, ast.keyword) and node.arg == "id" else None
+        if isinstance(given, ast.Constant):
+            yield str(given.value)
+        elif isinstance(given, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in given.values)
+
+
+def test_every_id_of_advice_and_of_a_cause_has_a_row() -> None:
+    ids = {id_ for name in ("check/advice.py", "profile/causes.py") for id_ in _list_ids(ROOT / "edgekit" / name)}
+    assert {"no-builder", "one-thread", "…-activations"} <= ids
+    assert ids - set(_QUOTED) == set()
+    rewrites = PAGES["docs/reference/rewrites.md"]
+    assert [name for name in REWRITES if f"`{name}`" not in rewrites] == []
