@@ -10,7 +10,7 @@ Geometry", 2000, 2.2 and 3.2). Range methods, roundings and bits are chosen by i
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -166,11 +166,17 @@ def fit_ranges(graph: Graph, calibration: Calibration) -> Calibration:
     return msgspec.structs.replace(calibration, ranges=ranges)
 
 
-def _list_following(graph: Graph, name: str) -> Iterator[str]:
+def _list_following(graph: Graph, name: str, ops: Collection[str] = _ORDERLY | {"Concat"}) -> Iterator[str]:
     yield name
     for node in graph.readers(name):
-        if node.op_type in _ORDERLY | {"Concat"}:
-            yield from _list_following(graph, node.output[0])
+        if node.op_type in ops:
+            yield from _list_following(graph, node.output[0], ops)
+
+
+def set_range(graph: Graph, ranges: Mapping[str, TensorRange], name: str, span: TensorRange) -> dict[str, TensorRange]:
+    """Returns ranges in which a tensor has another one, and so has what only moves its values."""
+    moved = frozenset(_list_following(graph, name, _ORDERLY))
+    return {each: span if each in moved else its for each, its in ranges.items()}
 
 
 def fit_range(logits: Array, seen: TensorRange, family: str) -> TensorRange:

@@ -26,6 +26,7 @@ from edgekit.quantize.mixed_precision.candidates import (
     best_quick_db,
     choose_ranges,
     judge_draft,
+    judge_plan,
     learn_roundings,
     sort_candidates,
 )
@@ -34,6 +35,7 @@ from edgekit.quantize.mixed_precision.relief import (
     GOOD_DB,
     adapt_ranges,
     choose_schedule,
+    fit_inputs,
     keep_eight,
     relieve_class_maps,
     relieve_plan,
@@ -221,6 +223,18 @@ def _equalize(subject: _Subject, plain: Judged, *, reached: Judged, through_silu
 
 
 def _finish(subject: _Subject, judged: Judged) -> Finished:
+    found, attempt = _relieve(subject, judged), subject.memo.budget.attempt
+    if found.ratio_db >= GOOD_DB:
+        return found
+    draft = msgspec.structs.replace(judged.draft, plan=found.plan)
+    plan = attempt("ranges of inputs", partial(fit_inputs, draft))
+    if plan is None or plan == found.plan:
+        return found
+    fitted = judge_plan(msgspec.structs.replace(draft, plan=plan))
+    return Finished(plan=plan, ratio_db=fitted.sqnr_db, tried=(*found.tried, fitted))
+
+
+def _relieve(subject: _Subject, judged: Judged) -> Finished:
     lead = judged.candidates[0]
     draft = judged.draft.choose(lead.method, lead.rounding)
     budget = subject.memo.budget

@@ -338,11 +338,18 @@ def _judge_ranges(
     wanted = [each for each in methods if each == methods[0] or budget.allows(f"range method {each}")]
     # Float weights stand in for the quantized ones, so scales per channel would be computed for nothing.
     plans = {method: msgspec.structs.replace(draft.choose(method, "nearest").plan, axes={}) for method in wanted}
-    # Methods differ in scales and zero points alone: one session takes those of each.
+    return judge_plans(draft, plans, placed, most=most)
+
+
+def judge_plans(
+    draft: Draft, plans: Mapping[str, QuantPlan], placed: onnx.ModelProto, *, most: int | None = None
+) -> dict[str, Closeness]:
+    """Returns how near plans come that differ in ranges alone; `placed` is the QDQ form of one of them."""
+    # They differ in scales and zero points: one session takes those of each.
     stripped = strip_weights(placed, draft.graph)
-    grids = {method: find_plan_grids(draft.graph, plan, "the candidate") for method, plan in plans.items()}
-    names = free_grids(stripped, grids[methods[0]])
-    fed = {method: {name: found[name] for name in names} for method, found in grids.items()}
+    grids = {each: find_plan_grids(draft.graph, plan, "the candidate") for each, plan in plans.items()}
+    names = free_grids(stripped, next(iter(grids.values())))
+    fed = {each: {name: found[name] for name in names} for each, found in grids.items()}
     return judge_grids(
         stripped, draft.compared, draft.statistics, fed, most=draft.effort.limit(most), few=draft.effort.few
     )

@@ -5,6 +5,7 @@ Weights that 4 bits hurt most for their size keep 8, as few as bring the model n
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -25,16 +26,18 @@ from edgekit.quantize.graph.float_regions import find_before_activation
 from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.graph.sessions import open_graph
 from edgekit.quantize.mixed_precision.candidates import (
+    NOTABLE_DB,
     Draft,
     Memo,
     choose_again,
     choose_ranges,
     judge_plan,
+    judge_plans,
     place_draft,
 )
 from edgekit.quantize.mixed_precision.score import SWITCHES, judge_candidate, switch_weights
 from edgekit.quantize.mixed_precision.sensitivity import rank_activations
-from edgekit.quantize.objective import FAITHFUL_DB, find_enlarged, fit_ranges, measure_loss
+from edgekit.quantize.objective import FAITHFUL_DB, find_enlarged, fit_ranges, measure_loss, set_range
 from edgekit.quantize.plan import Candidate, FloatNode, QuantPlan, is_relievable, quantizes_any
 from edgekit.quantize.qdq import build_qdq, plan_calibration, plan_graph, round_weights
 from edgekit.quantize.ranges import AUTO_METHODS
@@ -140,10 +143,40 @@ def relieve_step(
     if not quantizes_any(graph, relieved):
         return None
     if count > _FEW_RELIEVED:
-        return choose_ranges(relieved, calibration, before.method, before.rounding)
-    if is_relievable(plan) and {*AUTO_METHODS, plan.method} <= calibration.ranges.keys():
+        relieved = choose_ranges(relieved, calibration, before.method, before.rounding)
+    elif is_relievable(plan) and {*AUTO_METHODS, plan.method} <= calibration.ranges.keys():
         relieved = choose_again(msgspec.structs.replace(draft, plan=relieved), memo)
-    return relieved
+    fitted = memo.budget.attempt("ranges of inputs", partial(fit_inputs, msgspec.structs.replace(draft, plan=relieved)))
+    return fitted or relieved
+
+
+def fit_inputs(draft: Draft) -> QuantPlan:
+    """Returns a plan of which inputs have shorter ranges, as far as that brings the model nearer.
+
+    Range methods cut what is rare, by the values alone, and 16 bits have none but minmax. But the tail of an input may
+    be longer than any grid is fine, as that of a spectrum's powers is, and what reads it saturated there. Each end is
+    halved, which gives all other values a bit, as long as the outputs gain.
+    """
+    plan, placed = draft.plan, place_draft(draft.use_unsigned())
+
+    def judge(tried: QuantPlan) -> float:
+        # Alone: few samples say nothing of tails, and of several plans those are dropped that few say are behind.
+        unsigned = msgspec.structs.replace(draft, plan=tried).use_unsigned()
+        return judge_plans(unsigned, {"": unsigned.plan}, placed)[""].ratio_db
+
+    reached = judge(plan)
+    ends = [(name, end) for name in draft.graph.inputs if name in plan.ranges for end in ("low", "high")]
+    for name, end in ends if reached < GOOD_DB else ():
+        while True:
+            span = plan.wide.get(name, plan.ranges[name])
+            shorter = msgspec.structs.replace(span, **{end: getattr(span, end) / 2})
+            ranges, wide = (set_range(draft.graph, own, name, shorter) for own in (plan.ranges, plan.wide))
+            tried = msgspec.structs.replace(plan, ranges=ranges, wide=wide)
+            found = judge(tried)
+            if found <= reached + NOTABLE_DB:
+                break
+            plan, reached = tried, found
+    return plan
 
 
 def weigh_relief(
