@@ -11,7 +11,8 @@ from edgekit.cli.main import NO, UNPROVEN, YES
 from edgekit.cli.screen import print_table, show_json, show_line, showing_progress
 from edgekit.errors import UsageError
 from edgekit.forecasts.forecast import BITS, ForecastReport, read_precisions
-from edgekit.jobs.forecast import forecast, parse_measured
+from edgekit.jobs.forecast import forecast
+from edgekit.jobs.known_times import parse_cpu_times, parse_measured, read_history
 from edgekit.report import forecasts as text
 from edgekit.report.pages.forecast_page import render_forecast
 
@@ -23,6 +24,12 @@ from edgekit.report.pages.forecast_page import render_forecast
 @click.option("--precision", "bits", metavar="NAMES", help="Some of float, w8a8, w8a16, with commas between them.")
 @click.option(
     "--measured", multiple=True, metavar="DEVICE[:PRECISION]=TIME", help='A time that is known: "Galaxy S25=1.9ms".'
+)
+@click.option(
+    "--history", type=click.Path(path_type=Path), metavar="FILE", help="Take times on phones from what bench recorded."
+)
+@click.option(
+    "--on-cpu", multiple=True, metavar="MODEL=TIME", help="What another model took on a CPU at hand: other.onnx=12ms."
 )
 @limit("--max-ms", "max_ms", click.FloatRange(min=0), "Most milliseconds, in the best precision.")
 @options.DIM
@@ -36,6 +43,8 @@ def command(
     every: bool,
     bits: str | None,
     measured: tuple[str, ...],
+    history: Path | None,
+    on_cpu: tuple[str, ...],
     max_ms: float | None,
     dims: tuple[str, ...],
     shapes: tuple[str, ...],
@@ -46,7 +55,8 @@ def command(
     """Say how long SUBJECT, a model or a bundle, would take on phones and boards with Qualcomm's NPU. Nothing runs.
 
     The figures are drawn from what other networks took on these devices. 80 % of networks of kinds that took no part in
-    making the forecast lie in the interval. A time that is known for one device moves all others.
+    making the forecast lie in the interval. A time that is known for one device moves all others: typed, or recorded by
+    bench --on adb:SERIAL --history FILE.
 
     \b
     Example:
@@ -57,13 +67,15 @@ def command(
     """
     if every and devices:
         raise UsageError("--all and --device contradict each other", hint="give one of them")
-    options.require_places((html,), (subject,))
+    options.require_places((html,), (subject, history))
     precisions = read_precisions(bits) if bits is not None else None
     known = [parse_measured(each, precisions or BITS) for each in measured]
+    known += [] if history is None else read_history(history, subject)
+    timed = [time for each in on_cpu for time in parse_cpu_times(each)]
     sizes = options.parse_sizes(dims, shapes, subject)
     with showing_progress(volume) as progress:
         progress("count the work")
-        report = forecast(subject, devices, precisions, known, dims=sizes, every=every, max_ms=max_ms)
+        report = forecast(subject, devices, precisions, known, on_cpu=timed, dims=sizes, every=every, max_ms=max_ms)
     if html is not None:
         write_file(html, render_forecast(report).encode())
     show_json(report) if as_json else show_forecast(report)

@@ -39,7 +39,7 @@ _CURVES = frozenset(
      "Mish", "Sin", "Cos", "Div", "Reciprocal", "LeakyRelu", "PRelu", "Swish", "Celu", "Selu", "Softmax", "LogSoftmax",
      "LayerNormalization", "InstanceNormalization", "GroupNormalization", "LpNormalization", "RMSNormalization",
      "SimplifiedLayerNormalization", "SkipLayerNormalization", "TopK", "ArgMax", "ArgMin", "CumSum",
-     "NonMaxSuppression"}
+     "NonMaxSuppression", "FastGelu", "BiasGelu"}
 )  # fmt: skip
 _MOVES = frozenset(
     {"Concat", "Slice", "Split", "Pad", "Expand", "Tile", "Where", "Transpose", "DepthToSpace", "SpaceToDepth",

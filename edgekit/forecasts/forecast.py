@@ -9,7 +9,16 @@ import numpy as np
 from edgekit.errors import UsageError, suggest_name
 from edgekit.evidence import Evidence, Verdict
 from edgekit.forecasts.features import Work
-from edgekit.forecasts.model import Bits, CpuFit, Fitted, load_fitted, rank_networks, split_time, sum_memory
+from edgekit.forecasts.model import (
+    Bits,
+    CpuFit,
+    Fitted,
+    load_cpu_sum,
+    load_fitted,
+    rank_networks,
+    split_time,
+    sum_memory,
+)
 from edgekit.forecasts.table import load_phones, load_table
 from edgekit.phones import Phone
 from edgekit.plain import Shown
@@ -59,8 +68,8 @@ class DeviceForecast(msgspec.Struct, frozen=True, kw_only=True):
     """What is forecast for a device in a precision; times in ms, memory in MB, None where there is no ground for it.
 
     80 % of networks of families that took no part lie between `low_ms` and `high_ms`. `basis` is "networks" for what
-    others took, "measured" for a time that was given for this very device, "recalibrated" for one moved from another.
-    `note` says why there is no figure, or what widens it.
+    others took, "measured" for a time that was given for this very device, "recalibrated" for one moved from another,
+    "scaled" for a CPU from another model there. `note` says why there is no figure, or what widens it.
     """
 
     device: str
@@ -83,7 +92,8 @@ class DeviceForecast(msgspec.Struct, frozen=True, kw_only=True):
 class ForecastReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
     """A forecast of a model for devices: a level of evidence below everything that ran.
 
-    `distance` is how far the nearest measured network lies, by precision; `unlike` holds those in which none is near.
+    `distance` is how far the nearest measured network lies, by precision; `faster` in which share of measured pairs a
+    precision was faster than another; `unlike` holds those in which none is near.
     `ground` names where the figures come from.
     """
 
@@ -97,6 +107,7 @@ class ForecastReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[DeviceForecast, ...]
     known: tuple[KnownTime, ...] = ()
     distance: dict[Bits, float] = {}
+    faster: dict[Bits, dict[Bits, float]] = {}
     unlike: tuple[Bits, ...] = ()
     remarks: tuple[str, ...] = ()
     ground: str = ""
@@ -150,16 +161,10 @@ def choose_phones() -> tuple[Phone, ...]:
     """Returns a measured device for each chip that was measured in some precision, by name."""
     fitted, _ = load_fitted()
     measured = {name for each in fitted.precisions.values() for name in each.devices}
-    found: dict[tuple[int, float], Phone] = {}
-    for phone in load_phones():
-        # Names of one chip have the same factor.
-        factor = next(
-            (each.devices[phone.name] for each in fitted.precisions.values() if phone.name in each.devices), 0
-        )
+    found: dict[int, Phone] = {}
+    for phone in sorted(load_phones(), key=_rank):
         if phone.name in measured:
-            key = (phone.soc_model, factor)
-            if key not in found or _rank(phone) < _rank(found[key]):
-                found[key] = phone
+            found.setdefault(phone.soc_model, phone)
     return tuple(sorted(found.values(), key=lambda phone: phone.name))
 
 
@@ -190,6 +195,25 @@ def forecast_work(
     # Precisions side by side.
     order = {phone.name: at for at, phone in enumerate(phones)}
     return tuple(sorted(rows, key=lambda row: order[row.device])), distances
+
+
+def forecast_cpu(work: Work, other: Work, machine: str, ms: float) -> DeviceForecast:
+    """Returns what is forecast for the CPU of a machine on which another network took `ms`, in float.
+
+    Raises:
+        UsageError: the other network does nothing that takes time.
+    """
+    fitted = load_cpu_sum()
+    took, own = (float(split_time(fitted.coefficients, each.kinds).sum()) for each in (other, work))
+    if not took > 0:
+        raise UsageError(f"{machine}: that model does no work to scale by", hint="give one that multiplies")
+    scaled = ms * own / took
+    values = (float(f"{scaled * math.exp(value):.4g}") for value in (0.0, fitted.low, fitted.high))
+    middle, low, high = values
+    return DeviceForecast(
+        device=machine, chipset="CPU", soc_model=None, htp=None, precision="float", basis="scaled",
+        ms=middle, low_ms=low, high_ms=high, note=f"scaled by the work from {ms:g} ms of another model there",
+    )  # fmt: skip
 
 
 class _Estimate:
@@ -296,9 +320,11 @@ class _Estimate:
 
 
 def find_measured(name: str, fitted: Fitted) -> str | None:
-    """Returns the measured device that has the chip of a device, itself if it was measured; None where none has."""
+    """Returns the measured device that has the chip of a device, itself if it was measured; None where none has.
+
+    Devices that share a number of the SoC have the same times, whatever the names of their chips.
+    """
     if name in fitted.devices:
         return name
-    phones = {phone.name: phone for phone in load_phones()}
-    chip = phones[name].chipset
-    return next((each for each in fitted.devices if phones[each].chipset == chip), None)
+    numbers = {phone.name: phone.soc_model for phone in load_phones()}
+    return next((each for each in fitted.devices if numbers[each] == numbers[name]), None)

@@ -28,6 +28,7 @@ class Fitted(msgspec.Struct, frozen=True, kw_only=True):
     `coefficients` are milliseconds for each amount of `KINDS` and for every inference, on the reference device;
     `devices` the logarithm of each device's factor. `low` and `high` are the quantiles 0.1 and 0.9 of the logarithm of
     measured over forecast time in families left out, over 1 + distance; `farthest` the largest distance among them.
+    `faster` is the share of measured pairs, more than a tenth apart, in which this precision was faster than another.
     `spread` is, by device, the quantile 0.8 of what a time that is known on another device leaves open, and `over` that
     between precisions: the median of the logarithm of this one's time over another's, and the quantile 0.8 around it.
     """
@@ -39,6 +40,7 @@ class Fitted(msgspec.Struct, frozen=True, kw_only=True):
     farthest: float
     spread: dict[str, float]
     over: dict[Bits, tuple[float, float]] = {}
+    faster: dict[Bits, float] = {}
 
 
 class KnownNetwork(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +52,7 @@ class KnownNetwork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryFit(msgspec.Struct, frozen=True, kw_only=True):
-    """Peak memory on a device: MB for each weight, spilled and outside element, and for every session.
+    """Peak memory on a device: MB for each of `MEMORY_KINDS`, and for every session.
 
     `low` and `high` are the quantiles 0.1 and 0.9 of the logarithm of measured over forecast memory.
     """
@@ -66,6 +68,18 @@ class CpuFit(msgspec.Struct, frozen=True, kw_only=True):
     least: int
     low: float
     middle: float
+    high: float
+
+
+class CpuSum(msgspec.Struct, frozen=True, kw_only=True):
+    """What networks took on the CPU of a PC, where each kind of work has its share: only ratios of times are used.
+
+    `low` and `high` are the quantiles 0.1 and 0.9 of the logarithm of measured over forecast time, where one network of
+    another family, on the same machine, gave the scale.
+    """
+
+    coefficients: tuple[float, ...]
+    low: float
     high: float
 
 
@@ -91,6 +105,12 @@ def load_fitted() -> tuple[Model, dict[str, KnownNetwork]]:
 def read_networks(path: Path) -> dict[str, KnownNetwork]:
     """Returns the networks whose graphs are known."""
     return msgspec.json.decode(path.read_bytes(), type=dict[str, KnownNetwork])
+
+
+@functools.lru_cache(maxsize=1)
+def load_cpu_sum() -> CpuSum:
+    """Returns what was fitted for ONNX Runtime's CPU provider."""
+    return msgspec.json.decode((targets_folder() / FOLDER / "cpu.json").read_bytes(), type=CpuSum)
 
 
 def split_time(coefficients: Iterable[float], kinds: Mapping[Kind, float]) -> Array:
@@ -120,5 +140,5 @@ def sum_memory(fit: MemoryFit, kinds: Mapping[Kind, float]) -> float:
     return max(1.0, float(np.array(fit.coefficients) @ amounts))
 
 
-MEMORY_KINDS: tuple[Kind, ...] = ("weights", "spill", "outside")
+MEMORY_KINDS: tuple[Kind, ...] = ("weights", "spill", "outside", "nodes")
 """What peak memory is a sum of, beside a constant."""

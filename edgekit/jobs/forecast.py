@@ -1,6 +1,5 @@
 """Forecasting a model or a bundle as the user has it, for phones that nobody needs to own."""
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,22 +21,23 @@ from edgekit.forecasts.forecast import (
     KnownTime,
     Placing,
     choose_phones,
+    forecast_cpu,
     forecast_work,
-    read_precisions,
 )
 from edgekit.forecasts.model import Bits, load_fitted
 from edgekit.forecasts.table import load_phones, load_table
 from edgekit.graph.graph import Graph, view_model
 from edgekit.graph.inference import infer_model
+from edgekit.jobs.known_times import BITS_OF, CpuTime
 from edgekit.model.external import skim_model
-from edgekit.model.model import load_model
+from edgekit.model.model import Model, load_model
 from edgekit.phones import Phone, find_phone
 from edgekit.prepare.basic import name_nodes
 from edgekit.prepare.clean import sketch_model
+from edgekit.prepare.shapes import find_unset
 from edgekit.recipe import Recipe, choose_precision
 from edgekit.target import Precision, Target, load_target
 
-_BITS_OF: Mapping[Precision, Bits] = {"int8": "w8a8", "int16": "w8a16", "fp16": "float", "fp32": "float"}
 # Makers of which no free measurements were found, by words in the names of what has their chips, and the target whose
 # rules say at least what the NPU would be given.
 _NO_GROUND: tuple[tuple[str, str, str], ...] = (
@@ -46,7 +46,6 @@ _NO_GROUND: tuple[tuple[str, str, str], ...] = (
     ("MediaTek's APU", "nnapi", r"mediatek|dimensity|helio|\bmt\d{4}"),
     ("Samsung's Exynos", "nnapi", r"exynos"),
 )  # fmt: skip
-_UNITS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 
 
 def forecast(
@@ -55,6 +54,7 @@ def forecast(
     precisions: Sequence[Bits] | None = None,
     measured: Sequence[KnownTime] = (),
     *,
+    on_cpu: Sequence[CpuTime] = (),
     dims: Mapping[str, int] | None = None,
     every: bool = False,
     max_ms: float | None = None,
@@ -66,6 +66,7 @@ def forecast(
         devices: their names, or a part that one chip has; without any, one device of each chip that was measured.
         precisions: of "float", "w8a8" and "w8a16"; without any, all three, or that of the bundle.
         measured: times of this very network that are known; they move the forecast for every device.
+        on_cpu: times of other float models on the CPUs of machines at hand, which say what this one takes there.
         dims: a number for each dynamic dimension of the inputs.
         every: all devices that are known by name.
         max_ms: a limit that the report holds the devices against.
@@ -83,21 +84,10 @@ def forecast(
     phones = load_phones() if every else () if others and not named else choose_phones()
     phones = tuple(dict.fromkeys(find_phone(name, load_phones()) for name in named)) if named and not every else phones
     source = load_model(path)
-    with work_folder() as work:
-        sketch = sketch_model(source, work / "sketch.onnx", dims or {})
-        proto = infer_model(skim_model(sketch.path))
-    name_nodes(proto.graph)
-    graph = view_model(proto)
+    graph, counted = _count_work(source, dims or {})
     placings = {phone.name: placing for phone, placing in _place_all(graph, phones)}
-    joined = onnx.ModelProto()
-    joined.CopyFrom(proto)
-    counted = measure_work(join_graph(joined))
-    if counted.unsized:
-        raise UsageError(
-            f"the work of '{subject}' cannot be counted: {counted.unsized} nodes multiply values of unknown size",
-            hint="give every size with --dim or --shape, or make shapes static with edgekit prepare",
-        )
     rows, distances = forecast_work(counted, phones, chosen, measured, placings)
+    rows += tuple(forecast_cpu(counted, _count_timed(time.model, dims or {}), time.machine, time.ms) for time in on_cpu)
     rows += tuple(
         _tell_other(name, maker, target, graph, bit) for name, (maker, target) in others.items() for bit in chosen
     )
@@ -115,8 +105,9 @@ def forecast(
         rows=rows,
         known=tuple(measured),
         distance={bit: round(far, 3) for bit, far in distances.items()},
+        faster={bit: load_fitted()[0].precisions[bit].faster for bit in chosen},
         unlike=unlike,
-        remarks=tuple(_list_remarks(counted, unlike, measured)),
+        remarks=tuple(_list_remarks(counted, unlike, measured, on_cpu)),
         ground=f"{table.package} {table.version}, {table.licence}, {table.source}",
         max_ms=max_ms,
     )
@@ -131,27 +122,9 @@ def forecast_goal(model: Path, recipe: Recipe, targets: Sequence[Target]) -> For
     if recipe.forecast is msgspec.UNSET:
         return None
     built: list[Precision] = [choose_precision(each, recipe.precision) for each in targets if each.name == "qnn"]
-    bits: tuple[Bits, ...] = tuple(dict.fromkeys(_BITS_OF[precision] for precision in built if precision in _BITS_OF))
+    bits: tuple[Bits, ...] = tuple(dict.fromkeys(BITS_OF[precision] for precision in built if precision in BITS_OF))
     goal = recipe.forecast
     return forecast(model, goal.devices, bits or BITS, dims=recipe.dims, max_ms=goal.max_ms)
-
-
-def parse_measured(text: str, precisions: Sequence[Bits]) -> KnownTime:
-    """Returns what `DEVICE[:PRECISION]=TIME` says, such as `Galaxy S25:w8a8=1.9ms`; without a precision it is float's.
-
-    Raises:
-        UsageError: it is malformed, the device is unknown, or the time is no time.
-    """
-    name, sign, time = text.rpartition("=")
-    device, _, word = name.partition(":")
-    found = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(us|ms|s)\s*", time)
-    ms = float(found[1]) * _UNITS[found[2]] if found else math.nan
-    if not sign or not device or not ms > 0:
-        raise UsageError(f"--measured {text} is no time on a device", hint='as in --measured "Galaxy S25=1.9ms"')
-    alone = precisions[0] if len(precisions) == 1 else "float"
-    return KnownTime(
-        device=find_phone(device, load_phones()).name, precision=read_precisions(word)[0] if word else alone, ms=ms
-    )
 
 
 def _open(subject: Path) -> tuple[Path, Bits | None]:
@@ -160,12 +133,35 @@ def _open(subject: Path) -> tuple[Path, Bits | None]:
         return subject, None
     bundle = open_bundle(subject)
     precision = bundle.manifest.precision
-    if precision not in _BITS_OF:
+    if precision not in BITS_OF:
         raise UsageError(
             f"bundle '{subject}' is in {precision}, in which no network was measured",
             hint="forecast the float model, or a bundle in int8 or int16",
         )
-    return bundle.find_model("onnx"), _BITS_OF[precision]
+    return bundle.find_model("onnx"), BITS_OF[precision]
+
+
+def _count_work(source: Model, dims: Mapping[str, int]) -> tuple[Graph, Work]:
+    """Returns the graph of a model as a provider is given it, and its work."""
+    with work_folder() as work:
+        sketch = sketch_model(source, work / "sketch.onnx", dims)
+        proto = infer_model(skim_model(sketch.path))
+    name_nodes(proto.graph)
+    joined = onnx.ModelProto()
+    joined.CopyFrom(proto)
+    counted = measure_work(join_graph(joined))
+    if counted.unsized:
+        raise UsageError(
+            f"the work of '{source.name}' cannot be counted: {counted.unsized} nodes multiply values of unknown size",
+            hint="give every size with --dim or --shape, or make shapes static with edgekit prepare",
+        )
+    return view_model(proto), counted
+
+
+def _count_timed(path: Path, dims: Mapping[str, int]) -> Work:
+    """Returns the work of a model in the sizes in which `bench` times it: those that are not given are 1."""
+    model = load_model(path)
+    return _count_work(model, {name: dims.get(name, 1) for name in find_unset(model.inputs, {})})[1]
 
 
 def _find_other(name: str) -> tuple[str, str] | None:
@@ -210,7 +206,9 @@ def _tell_other(name: str, maker: str, target: str, graph: Graph, precision: Bit
     )  # fmt: skip
 
 
-def _list_remarks(work: Work, unlike: Sequence[Bits], measured: Sequence[KnownTime]) -> list[str]:
+def _list_remarks(
+    work: Work, unlike: Sequence[Bits], measured: Sequence[KnownTime], on_cpu: Sequence[CpuTime]
+) -> list[str]:
     remarks: list[str] = []
     if unlike:
         remarks.append(
@@ -219,6 +217,11 @@ def _list_remarks(work: Work, unlike: Sequence[Bits], measured: Sequence[KnownTi
         )
     if work.recurrent:
         remarks.append(f"{work.recurrent} recurrent layers run step by step on an NPU, which was not learned from")
+    if on_cpu:
+        remarks.append(
+            "times on a CPU are scaled by the work from another model's; the interval is that of a PC, in float on one"
+            " thread"
+        )
     moved = "moved the forecast of every device"
     remarks += [f"{time.ms:g} ms on {time.device} in {time.precision} ({time.source}) {moved}" for time in measured]
     return remarks

@@ -1,6 +1,6 @@
 """A forecast as text: the table of devices, what to choose, and what to know of the figures."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.table import Table
 
@@ -42,7 +42,8 @@ def describe_time(row: DeviceForecast) -> str:
     """Returns the milliseconds, or why there are none."""
     if row.ms is None:
         return row.note
-    return f"{row.ms:.3g}" + {"measured": " (given)", "recalibrated": " (moved)"}.get(row.basis, "")
+    words = {"measured": " (given)", "recalibrated": " (moved)", "scaled": " (scaled)"}
+    return f"{row.ms:.3g}{words.get(row.basis, '')}"
 
 
 def describe_interval(row: DeviceForecast) -> str:
@@ -53,7 +54,9 @@ def describe_interval(row: DeviceForecast) -> str:
 def describe_cpu(row: DeviceForecast) -> str:
     """Returns how many nodes the rules leave to the CPU, and the operators they are."""
     placing = row.placing
-    if placing is None or not placing.left:
+    if placing is None:
+        return "all"
+    if not placing.left:
         return "none"
     ops = ", ".join(f"{count} {op}" for op, count in list(placing.cpu_ops.items())[:3])
     return f"{placing.left} of {placing.nodes} in {placing.partitions} partitions: {ops}"
@@ -89,20 +92,30 @@ def list_choices(report: ForecastReport) -> Iterator[str]:
     """Yields which precision is forecast to be the fastest, devices of one answer in a line."""
     found: dict[str, list[str]] = {}
     for device in dict.fromkeys(row.device for row in report.rows):
-        own = [row for row in report.rows if row.device == device]
-        rows: dict[Bits, float] = {row.precision: row.ms for row in own if row.ms is not None}
+        own = (row for row in report.rows if row.device == device and row.ms is not None)
+        rows: dict[Bits, DeviceForecast] = {row.precision: row for row in own}
         if len(rows) > 1:
-            found.setdefault(_choose(rows), []).append(device)
+            # Times of this network say more than those of others do; forecasts of two precisions are not that sure.
+            known = all(row.basis in {"measured", "recalibrated"} for row in rows.values())
+            answer = _compare_times(rows) if known else _recall_pairs(list(rows), report.faster)
+            found.setdefault(answer, []).append(device)
     for answer, devices in found.items():
         yield f"{answer}: {', '.join(devices)}"
 
 
-def _choose(rows: Mapping[Bits, float]) -> str:
+def _compare_times(rows: Mapping[Bits, DeviceForecast]) -> str:
     """Returns what is the fastest, in the order of precisions where two are the same."""
-    fastest = min(rows.values())
-    same = [bits for bits in BITS if bits in rows and rows[bits] <= fastest * _CLEAR]
+    times = {bits: row.ms for bits, row in rows.items() if row.ms is not None}
+    same = [bits for bits in BITS if bits in times and times[bits] <= min(times.values()) * _CLEAR]
     if same == ["float"]:
         return "float is forecast to be the fastest, so quantizing would cost time"
     if "float" in same:
         return "quantizing is forecast to gain less than a tenth"
     return f"{' and '.join(same)} forecast to be the fastest"
+
+
+def _recall_pairs(precisions: Sequence[Bits], faster: Mapping[Bits, Mapping[Bits, float]]) -> str:
+    """Returns what mostly was the fastest where networks were measured in several precisions."""
+    best = max(precisions, key=lambda bits: min(faster[bits][other] for other in precisions if other != bits))
+    shares = ", ".join(f"{faster[best][other]:.0%} against {other}" for other in precisions if other != best)
+    return f"{best} forecast to be the fastest, as it was in most measured pairs ({shares})"

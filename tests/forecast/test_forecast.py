@@ -11,16 +11,20 @@ from demo_paths import MODEL
 from onnx import numpy_helper
 from tiny_models import parse_model, write_small_net
 
+from edgekit.bench.history import record_bench
+from edgekit.bench.report import BenchReport, BenchRun
 from edgekit.cli.main import run_command
-from edgekit.errors import UsageError
+from edgekit.errors import DataError, UsageError
 from edgekit.evidence import Evidence
 from edgekit.forecasts.features import join_graph, measure_work
 from edgekit.forecasts.forecast import KnownTime
-from edgekit.forecasts.model import load_fitted, split_time
+from edgekit.forecasts.model import Bits, load_fitted, split_time
 from edgekit.forecasts.table import load_phones, load_table
 from edgekit.graph.inference import infer_model
-from edgekit.jobs.forecast import forecast, parse_measured
+from edgekit.jobs.forecast import forecast
+from edgekit.jobs.known_times import parse_cpu_times, parse_measured, read_history
 from edgekit.phones import find_phone
+from edgekit.report.forecasts import list_choices
 from edgekit.report.pages.forecast_page import draw_devices, render_forecast
 from edgekit.target import load_target
 
@@ -97,6 +101,91 @@ def test_a_time_of_another_network_is_refused(tmp_path: Path) -> None:
     known = parse_measured("Galaxy S25=5s", ("float",))
     with pytest.raises(UsageError, match="cannot be of this network"):
         forecast(_conv(tmp_path / "a.onnx", 32), ["Galaxy S24"], ["float"], [known])
+
+
+_RUN = BenchRun(
+    device="adb:R5CT1234",
+    evidence=Evidence.DEVICE,
+    provider="QNNExecutionProvider",
+    median_ms=0.5,
+    versions={"soc": "SM8650"},
+)
+
+
+def test_a_time_that_bench_recorded_on_a_phone_moves_the_others(tmp_path: Path) -> None:
+    path, history = _conv(tmp_path / "a.onnx", 64), tmp_path / "bench.sqlite"
+    early = msgspec.structs.replace(_RUN, median_ms=9.0)
+    # What an emulator took, a batch, a failure, and another model are no times of this one on a phone.
+    others = (
+        msgspec.structs.replace(_RUN, median_ms=7.0, evidence=Evidence.SIMULATOR),
+        msgspec.structs.replace(_RUN, median_ms=7.0, batch=4),
+        msgspec.structs.replace(_RUN, median_ms=7.0, failure="it died"),
+        msgspec.structs.replace(_RUN, median_ms=7.0, provider="CPUExecutionProvider"),
+    )
+    for runs in ((early,), (_RUN, *others)):
+        record_bench(history, BenchReport(subject="a.onnx", runs=runs))
+    record_bench(history, BenchReport(subject="b.onnx", runs=(early,)))
+    report = forecast(path, ["Galaxy S24", "Galaxy S25"], ["float"], read_history(history, path))
+    assert [(time.device, time.ms, time.source) for time in report.known] == [
+        ("Samsung Galaxy S24", 0.5, "bench 2 of bench.sqlite")
+    ]
+    assert [row.basis for row in report.rows] == ["measured", "recalibrated"]
+    assert any("bench 2 of bench.sqlite" in remark for remark in report.remarks)
+
+
+def test_a_history_without_a_time_of_this_model_on_a_phone_is_refused(tmp_path: Path) -> None:
+    path, history = _conv(tmp_path / "a.onnx", 64), tmp_path / "bench.sqlite"
+    with pytest.raises(DataError):
+        read_history(history, path)
+    record_bench(history, BenchReport(subject="b.onnx", runs=(_RUN,)))
+    with pytest.raises(UsageError, match=r"no time of 'a\.onnx' on the NPU"):
+        read_history(history, path)
+    record_bench(history, BenchReport(subject="a.onnx", runs=(msgspec.structs.replace(_RUN, versions={"soc": "X"}),)))
+    with pytest.raises(UsageError, match="its chip is 'X'"):
+        read_history(history, path)
+
+
+def test_a_cpu_at_hand_is_forecast_from_another_model_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small, large = _conv(tmp_path / "small.onnx", 32), _conv(tmp_path / "large.onnx", 128)
+    (row,) = forecast(large, ["iPhone 17"], ["float"], on_cpu=parse_cpu_times(f"{small}=2ms")).rows[:1]
+    assert (row.basis, row.device) == ("scaled", "the CPU that ran small.onnx")
+    assert row.ms is not None
+    assert row.low_ms is not None
+    assert row.high_ms is not None
+    # 16 times the products, and less than that of everything else.
+    assert 2 * 2 < row.ms < 16 * 2
+    assert row.low_ms * 2 < row.high_ms
+    assert row.low_ms < row.ms < row.high_ms
+    (same,) = forecast(small, ["iPhone 17"], ["float"], on_cpu=parse_cpu_times(f"{small}=2ms")).rows[:1]
+    assert same.ms == pytest.approx(2)
+    history = tmp_path / "bench.sqlite"
+    host = msgspec.structs.replace(_RUN, device="host", provider="CPUExecutionProvider", evidence=Evidence.SAME_EP)
+    record_bench(history, BenchReport(subject="small.onnx", runs=(host,)))
+    assert run_command(["forecast", str(large), "--device", "S24", "--on-cpu", f"{small}={history}", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][-1]["device"] == "host (cpu)"
+
+
+@pytest.mark.parametrize("text", ["a.onnx", "=12ms", "a.onnx=", "a.onnx=-1ms", "a.onnx=nan", "a.onnx=0ms", "a.onnx=12"])
+def test_hostile_times_on_a_cpu_are_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_cpu_times(text)
+
+
+def test_devices_with_one_number_of_the_soc_are_forecast_alike(tmp_path: Path) -> None:
+    rows = forecast(_conv(tmp_path / "a.onnx", 64), ["Galaxy S23", "QCS8550"], ["float", "w8a8"]).rows
+    assert [row.ms for row in rows[:2]] == [row.ms for row in rows[2:]]
+
+
+def test_the_fastest_is_what_mostly_was_unless_times_of_this_network_say_otherwise(tmp_path: Path) -> None:
+    path = _conv(tmp_path / "a.onnx", 64)
+    bits: tuple[Bits, ...] = ("float", "w8a8")
+    before = forecast(path, ["Galaxy S24"], bits)
+    assert "w8a8 forecast to be the fastest, as it was in most" in next(list_choices(before))
+    ms = before.rows[0].ms or 0
+    known = [
+        KnownTime(device="Samsung Galaxy S25", precision=bit, ms=ms * by) for bit, by in zip(bits, (1, 2), strict=True)
+    ]
+    assert "float is forecast to be the fastest" in next(list_choices(forecast(path, ["Galaxy S24"], bits, known)))
 
 
 def test_open_sizes_are_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from scipy.optimize import nnls
 from scipy.stats import spearmanr
 
 from edgekit.forecasts.features import list_amounts
-from edgekit.forecasts.model import KnownNetwork, measure_distance, read_networks
+from edgekit.forecasts.model import MEMORY_KINDS, KnownNetwork, measure_distance, read_networks
 from edgekit.forecasts.table import load_table
 from edgekit.model.tensors import Array
 
@@ -68,11 +68,8 @@ def polish(logs: Array, reference: int) -> tuple[Array, Array]:
     return networks, devices
 
 
-def fit(amounts: Array, logs: Array, prior: Array | None = None) -> Array:
-    """Returns coefficients that are not negative, for the least sum of roots of errors: most networks count, not few.
-
-    With a prior each coefficient is drawn to its share of it, as much as all networks together pull.
-    """
+def fit(amounts: Array, logs: Array) -> Array:
+    """Returns coefficients that are not negative, for the least sum of roots of errors: most networks count."""
     ms = np.exp(logs)
     scale = amounts.mean(0)
     scale[scale == 0] = 1
@@ -80,12 +77,7 @@ def fit(amounts: Array, logs: Array, prior: Array | None = None) -> Array:
     weights = np.ones(len(ms))
     found = np.zeros(amounts.shape[1])
     for _ in range(_ROUNDS):
-        rows, wanted = scaled / ms[:, None] * weights[:, None], weights
-        if prior is not None:
-            goal = prior * scale
-            pull = np.sqrt(len(ms) / len(goal)) / np.maximum(goal, goal.max() / 50)
-            rows, wanted = np.vstack([rows, np.diag(pull)]), np.concatenate([weights, pull * goal])
-        found, _ = nnls(rows, wanted)
+        found, _ = nnls(scaled / ms[:, None] * weights[:, None], weights)
         ratio = np.maximum(scaled @ found, 1e-9) / ms
         # Iterative weights: so weighted, the square of the error is the root of its logarithm.
         weights = np.sqrt(np.maximum(np.abs(np.log(ratio)), 0.1) ** 0.5 / np.maximum((ratio - 1) ** 2, 0.01))
@@ -98,25 +90,24 @@ Fit = Callable[[set[str]], Array]
 def make_fits(rows: Mapping[str, Rows], networks: Mapping[str, Array]) -> dict[str, Fit]:
     """Returns for each precision a function that fits without some families.
 
-    The integer precisions have fewer networks: they are drawn to what float networks take, times one factor.
+    In w8a8 a sum of its own does no better than float's times one factor, and that is the simpler.
     """
 
-    def fit_float(left: set[str]) -> Array:
-        one = rows["float"]
-        keep = ~np.isin(one.families, sorted(left))
-        return fit(one.amounts[keep], networks["float"][keep])
-
-    def fit_integers(precision: str) -> Fit:
+    def fit_alone(precision: str) -> Fit:
         def run(left: set[str]) -> Array:
             one = rows[precision]
             keep = ~np.isin(one.families, sorted(left))
-            base = fit_float(left)
-            factor = np.exp(np.median(networks[precision][keep] - np.log(one.amounts[keep] @ base)))
-            return fit(one.amounts[keep], networks[precision][keep], base * factor)
+            return fit(one.amounts[keep], networks[precision][keep])
 
         return run
 
-    return {"float": fit_float, **{precision: fit_integers(precision) for precision in PRECISIONS[1:]}}
+    def fit_scaled(left: set[str]) -> Array:
+        one, base = rows["w8a8"], fits["float"](left)
+        keep = ~np.isin(one.families, sorted(left))
+        return np.asarray(base * np.exp(np.median(networks["w8a8"][keep] - np.log(one.amounts[keep] @ base))))
+
+    fits = {"float": fit_alone("float"), "w8a8": fit_scaled, "w8a16": fit_alone("w8a16")}
+    return fits
 
 
 def find_distance(coefficients: Array, row: Array, others: Array) -> float:
@@ -160,8 +151,13 @@ def main() -> None:
             other: bridge(precision, one, other, rows[other], effects) for other in PRECISIONS if other != precision
         }
     written["cpu_layers"] = fit_cpu_layers()
-    report_choice(rows, left_out, devices)
-    written["memory"] = fit_memory(rows)
+    print()
+    guesses = {precision: left_out[precision][:, None] + devices[precision] for precision in PRECISIONS}
+    for fast, slow in (("w8a8", "float"), ("w8a16", "float"), ("w8a8", "w8a16")):
+        share = find_faster(fast, slow, rows, guesses)
+        written["precisions"][fast].setdefault("faster", {})[slow] = share
+        written["precisions"][slow].setdefault("faster", {})[fast] = round(1 - share, 4)
+    written["memory"] = fit_memory(rows, known)
     if "--dry" not in sys.argv:
         (FOLDER / "model.json").write_text(json.dumps(written, indent=1) + "\n")
 
@@ -261,30 +257,29 @@ def fit_cpu_layers() -> list[dict[str, float]]:
     return fitted
 
 
-def report_choice(rows: Mapping[str, Rows], left_out: Mapping[str, Array], devices: Mapping[str, Array]) -> None:
-    """Prints how often the faster of two precisions is named rightly, where they differ by more than 10 %."""
-    print()
-    for one, other in (("float", "w8a8"), ("float", "w8a16"), ("w8a8", "w8a16")):
-        a, b = rows[one], rows[other]
-        right = count = always = 0
-        for name in sorted(set(a.names) & set(b.names)):
-            for device in set(a.devices) & set(b.devices) - TWINS:
-                i, j = (a.names.index(name), a.devices.index(device)), (b.names.index(name), b.devices.index(device))
-                true = a.logs[i] - b.logs[j]
-                if np.isnan(true) or abs(true) <= np.log(1.1):
-                    continue
-                guess = left_out[one][i[0]] + devices[one][i[1]] - left_out[other][j[0]] - devices[other][j[1]]
-                count += 1
-                right += (guess > 0) == (true > 0)
-                always += true > 0
-        print(
-            f"faster of {one} and {other}: {right / count:.1%} right of {count} pairs; "
-            f"{other} always: {always / count:.1%}"
-        )
+def find_faster(one: str, other: str, rows: Mapping[str, Rows], guesses: Mapping[str, Array]) -> float:
+    """Returns in which share of pairs, where they differ by more than 10 %, the first precision is the faster.
+
+    Prints how often a comparison of the forecasts would name it rightly.
+    """
+    a, b = rows[one], rows[other]
+    right, first = list[bool](), list[bool]()
+    for name in sorted(set(a.names) & set(b.names)):
+        for device in sorted(set(a.devices) & set(b.devices) - TWINS):
+            i, j = (a.names.index(name), a.devices.index(device)), (b.names.index(name), b.devices.index(device))
+            apart = a.logs[i] - b.logs[j]
+            if np.abs(apart) > np.log(1.1):
+                first.append(bool(apart < 0))
+                right.append((guesses[one][i] < guesses[other][j]) == first[-1])
+    print(
+        f"{one} is faster than {other} in {np.mean(first):.1%} of {len(first)} pairs; "
+        f"comparing the forecasts names {np.mean(right):.1%} rightly"
+    )
+    return round(float(np.mean(first)), 4)
 
 
-def fit_memory(rows: Mapping[str, Rows]) -> dict[str, Any]:
-    """Prints and returns the fit of peak memory: a sum of bytes of weights, of spilled values, of inputs, and 1."""
+def fit_memory(rows: Mapping[str, Rows], known: Mapping[str, KnownNetwork]) -> dict[str, Any]:
+    """Prints and returns the fit of peak memory: a sum over `MEMORY_KINDS`, and 1."""
     found = dict[str, Any]()
     print()
     for precision, one in rows.items():
@@ -293,7 +288,7 @@ def fit_memory(rows: Mapping[str, Rows]) -> dict[str, Any]:
         for device in one.devices:
             names = [name for name in one.names if device in one.memory[name]]
             at = [one.names.index(name) for name in names]
-            amounts = one.amounts[at][:, [5, 6, 7, 9]]
+            amounts = np.array([[*(known[name].kinds[kind] for kind in MEMORY_KINDS), 1.0] for name in names])
             memory = np.log(np.maximum([one.memory[name][device] for name in names], 1.0))
             families = one.families[at]
             scores = np.zeros(len(names))

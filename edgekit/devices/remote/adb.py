@@ -163,11 +163,12 @@ class AdbLink(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Phone(msgspec.Struct, frozen=True, kw_only=True):
-    """What a device says it is: the kind of its processor and its cores, its Android and its name."""
+    """What a device says it is: the kind of its processor and its cores, its Android, its name and its chip's."""
 
     abi: str
     release: str
     model: str
+    soc: str
     cores: str
 
 
@@ -209,7 +210,8 @@ class AdbDevice(RemoteOptions, frozen=True, kw_only=True):
         run = run_remote(link, native_program(native, self.libraries), job, work, self.session)
         system = f"Android {ABIS[phone.abi].machine}"
         about = {
-            "system": system, "android": phone.release, "model": phone.model, "abi": phone.abi, "cores": phone.cores,
+            "system": system, "android": phone.release, "model": phone.model, "soc": phone.soc, "abi": phone.abi,
+            "cores": phone.cores,
         }  # fmt: skip
         return msgspec.structs.replace(run, versions={**run.versions, **{k: v for k, v in about.items() if v}})
 
@@ -236,11 +238,11 @@ def _look_at(link: AdbLink) -> Phone:
     Raises:
         DeviceError: the device does not answer, or edgekit has no runner for its kind.
     """
-    names = ("ro.product.cpu.abi", "ro.build.version.release", "ro.product.model")
-    cores, abi, release, model = link.read_properties(names)
+    names = ("ro.product.cpu.abi", "ro.build.version.release", "ro.product.model", "ro.soc.model")
+    cores, abi, release, model, soc = link.read_properties(names)
     if abi not in ABIS:
         raise DeviceError(f"'{link.name}' has the ABI '{abi}'", hint=f"edgekit has runners for {', '.join(ABIS)}")
-    return Phone(abi=abi, release=release, model=model, cores=read_count(cores))
+    return Phone(abi=abi, release=release, model=model, soc=soc, cores=read_count(cores))
 
 
 @contextlib.contextmanager
