@@ -29,7 +29,10 @@ _RUNNING: set[int] = set()
 
 
 class ChildSetting(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a child runs: its folder, what is added to the caller's environment, and whether it has one core alone."""
+    """Where a child runs: its folder, what is added to the caller's environment, and whether it has one core alone.
+
+    On `one_core` the system runs all its threads on one core, where the system can do that (Linux).
+    """
 
     cwd: Path | None = None
     env: Mapping[str, str] | None = None
@@ -76,20 +79,22 @@ def run_process(
     timeout_s: float,
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
-    one_core: bool = False,
+    setting: ChildSetting | None = None,
+    stdin: IO[bytes] | None = None,
+    stdout: IO[bytes] | None = None,
 ) -> Finished:
     """Runs a child process to its end and returns how it ended.
 
-    The child gets no standard input and a session of its own, so that it and its children end together when the time
-    is up or the caller is interrupted. `env` is added to the caller's environment. With `one_core` the system runs all
-    its threads on one core, where the system can do that (Linux).
+    The child gets a session of its own, so that it and its children end together when the time is up or the caller is
+    interrupted. `env` is added to the caller's environment; a `setting` says all of where it runs. Its standard input
+    is the open file `stdin`, or nothing; its output goes into the open file `stdout`, or is kept.
 
     Raises:
         DeviceError: the program cannot be started.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        setting = ChildSetting(cwd=cwd, env=env, one_core=one_core)
-        child = _start(argv, (subprocess.DEVNULL, out, err), setting)
+        streams = (stdin or subprocess.DEVNULL, stdout or out, err)
+        child = _start(argv, streams, setting or ChildSetting(cwd=cwd, env=env))
         status, timed_out, peak = _wait(child, timeout_s)
         return Finished(
             argv=tuple(argv),

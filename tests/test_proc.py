@@ -41,7 +41,8 @@ def test_a_child_may_be_kept_to_one_core() -> None:
     if not hasattr(os, "sched_getaffinity"):
         pytest.skip("needs Linux")
     argv = [sys.executable, "-c", "import os; print(len(os.sched_getaffinity(0)))"]
-    cores = [run_process(argv, timeout_s=30, one_core=one_core).stdout.strip() for one_core in (True, False)]
+    settings = [ChildSetting(one_core=one_core) for one_core in (True, False)]
+    cores = [run_process(argv, timeout_s=30, setting=setting).stdout.strip() for setting in settings]
     assert cores == ["1", str(len(os.sched_getaffinity(0)))]
     said: list[bytes] = []
 

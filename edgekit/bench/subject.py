@@ -19,7 +19,7 @@ from edgekit.devices.bundled import find_tuned, make_job, plan_run, set_job
 from edgekit.devices.device import Device, Job
 from edgekit.devices.local.provider import default_target
 from edgekit.devices.named import address_of
-from edgekit.devices.process.child import REPLAY_SAVED
+from edgekit.devices.process.run import REPLAY_SAVED
 from edgekit.devices.register import load_target_here
 from edgekit.errors import DataError, UsageError
 from edgekit.model.model import load_model

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import msgspec
 
@@ -30,36 +30,20 @@ class Queue(msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[str, ...] = ()
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A model file and how an app would open it on the target.
+class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How samples are run, which edgekit and the program beside the device mean alike.
 
-    `precision` is what the model was built for: it tells emulated arithmetic how the target computes a float graph.
-    `outputs` is what the model gives; anything else that comes back is refused. `check` is the predicted placement,
-    which emulated arithmetic needs in order to know what the provider takes. `samples` are the inputs to run, in order;
-    after `budget_s` seconds of running them a device may stop, once it has run `least_samples` of them. It runs each
-    sample `repeat` times, with a time for each run, `concurrency` at once in one session; with `io_binding` outputs are
-    written where those of the run before lie. `threads` of 0 lets the device choose; `inter_threads` run nodes side by
-    side where a session is `parallel`. `arena` and `memory_pattern` are ONNX Runtime's. `custom_ops` are libraries of
-    this machine's kind, which only the host can load. `digests_hold` says that the file was just compared with the
-    digest of its bundle: optimisations that were saved in a file are replayed only then. `level` is how far the session
-    optimises the graph, as an app's would unless said. `chosen` are keys of provider options that were chosen for this
-    very device: it takes them as they are, also where it knows better than the target. With `trace` ONNX Runtime's
-    profiler watches every run. With a `queue` the runs of a sample are requests that come at random; the runner in
-    Python alone can do that. `answered` is told what each sample gave as soon as it is there, since later samples may
-    be made of it: then all run in one session, there may be fewer than `samples` counts, and none is read before it is
-    sent.
+    After `budget_s` seconds of running samples the program may stop, once it has run `least_samples` of them. It runs
+    each sample `repeat` times, with a time for each run, `concurrency` at once in one session; with `io_binding`
+    outputs are written where those of the run before lie. `threads` of 0 lets ONNX Runtime choose, and so do
+    `inter_threads`, which run nodes side by side where a session is `parallel`. Without `arena` memory is asked of the
+    system each time, without `memory_pattern` no block is planned for all of a run. `level` is how far the session
+    optimises the graph. With `trace` ONNX Runtime's profiler watches every run. With a `queue` the runs of a sample are
+    requests that come at random; the runner in Python alone can do that.
     """
 
-    model: Path
-    target: Target
-    precision: Precision
-    outputs: tuple[TensorSpec, ...]
-    check: CheckReport
-    samples: Samples
     budget_s: float = 20.0
     least_samples: int = LEAST_SAMPLES
-    timeout_s: float = 300.0
-    custom_ops: tuple[Path, ...] = ()
     repeat: int = 1
     concurrency: int = 1
     io_binding: bool = False
@@ -69,14 +53,38 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     arena: bool = True
     memory_pattern: bool = True
     level: Level = Level.ALL
-    chosen: frozenset[str] = frozenset()
-    digests_hold: bool = False
     trace: bool = False
     queue: Queue | None = None
+
+
+class Job(RunOptions, frozen=True, kw_only=True):
+    """A model file and how an app would open it on the target.
+
+    `precision` is what the model was built for: it tells emulated arithmetic how the target computes a float graph.
+    `outputs` is what the model gives; anything else that comes back is refused. `check` is the predicted placement,
+    which emulated arithmetic needs in order to know what the provider takes. `samples` are the inputs to run, in order.
+    `custom_ops` are libraries of this machine's kind, which only the host can load. `digests_hold` says that the file
+    was just compared with the digest of its bundle: optimisations that were saved in a file are replayed only then.
+    `chosen` are keys of provider options that were chosen for this very device: it takes them as they are, also where
+    it knows better than the target. `answered` is told what each sample gave as soon as it is there, since later
+    samples may be made of it: then all run in one session, there may be fewer than `samples` counts, and none is read
+    before it is sent.
+    """
+
+    model: Path
+    target: Target
+    precision: Precision
+    outputs: tuple[TensorSpec, ...]
+    check: CheckReport
+    samples: Samples
+    timeout_s: float = 300.0
+    custom_ops: tuple[Path, ...] = ()
+    chosen: frozenset[str] = frozenset()
+    digests_hold: bool = False
     answered: Callable[[Tensors], None] | None = None
 
 
-class PlacedNode(msgspec.Struct, frozen=True, kw_only=True):
+class PlacedNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A node and the provider that a session gave it to."""
 
     name: str
@@ -100,21 +108,43 @@ Phase = Literal["start", "session", "first run", "all runs"]
 """What a program has done: started, made the session, run once, run all."""
 
 
-class DeviceRun(msgspec.Struct, frozen=True, kw_only=True):
+# Beyond 2^53 readers of JSON, whose numbers are doubles, do not keep whole numbers exact (RFC 8259, 6).
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=8.64e7)]
+"""A day is the longest time limit that a device may get, so nothing in a run has taken longer."""
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """What a device measured of a run.
+
+    `latency_ms` has one time a sample, or as many as the job said in `repeat`; `elapsed_ms` how long the runs of a
+    sample took together, where several ran at once. `cpu_features`, and the state before the first and after the last
+    sample, are known from devices with edgekit's runner. `memory` holds the bytes that are resident behind each phase
+    and the most that were until then, empty where the device does not tell.
+    """
+
+    load_ms: Milliseconds
+    latency_ms: tuple[Milliseconds, ...]
+    elapsed_ms: tuple[Milliseconds, ...] = ()
+    peak_rss_bytes: Count
+    cpu_features: tuple[str, ...] = ()
+    before: DeviceState | None = None
+    after: DeviceState | None = None
+    memory: Mapping[Phase, tuple[Count, Count]] = {}
+
+
+class DeviceRun(Measured, frozen=True, kw_only=True):
     """What came back from a device.
 
     `outputs` reads from the work folder that the run was given, so it is valid as long as that folder. `placement`
     lists the nodes of the session as the provider saw them; `placement_source` says who observed it. `failure` is None
     when every sample ran; otherwise it says in one line what the device did instead, and `outputs` holds what came back
     until then. `crashed` says that the program of an emulator died: that is no word of the device, and proves nothing
-    of the model. `notes` tell what was done differently from an app on the target, a line each. `elapsed_ms` holds for
-    each sample how long its runs took together, where several ran at once. `stopped_early` says that the time was over
-    before the last sample; what came back is whole. `cpu_features`, and the state before the first and after the last
-    sample, are known from devices with edgekit's runner. `log` holds the last words of a run that failed, as the
-    device's program said them, without what could steer a terminal. `waited_ms` is how long the device was waited for
-    where the run was recorded elsewhere, else 0. `trace` is the file of the profiler in the work folder, as it came
-    back: nobody has read it yet; `npu_trace` is that of an NPU's own profiler, likewise. `memory` holds the bytes
-    that are resident behind each phase and the most that were until then, empty where the device does not tell.
+    of the model. `notes` tell what was done differently from an app on the target, a line each. `stopped_early` says
+    that the time was over before the last sample; what came back is whole. `log` holds the last words of a run that
+    failed, as the device's program said them, without what could steer a terminal. `waited_ms` is how long the device
+    was waited for where the run was recorded elsewhere, else 0. `trace` is the file of the profiler in the work folder,
+    as it came back: nobody has read it yet; `npu_trace` is that of an NPU's own profiler, likewise.
     """
 
     device: str
@@ -122,23 +152,15 @@ class DeviceRun(msgspec.Struct, frozen=True, kw_only=True):
     outputs: Samples
     placement: tuple[PlacedNode, ...]
     placement_source: Literal["session", "profile", "log", "predicted"]
-    load_ms: float
-    latency_ms: tuple[float, ...]
-    elapsed_ms: tuple[float, ...] = ()
-    peak_rss_bytes: int
     versions: Mapping[str, str]
     failure: str | None
     crashed: bool = False
     notes: tuple[str, ...] = ()
     stopped_early: bool = False
-    cpu_features: tuple[str, ...] = ()
-    before: DeviceState | None = None
-    after: DeviceState | None = None
     log: str = ""
     waited_ms: float = 0.0
     trace: Path | None = None
     npu_trace: Path | None = None
-    memory: Mapping[Phase, tuple[int, int]] = {}
 
 
 class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):

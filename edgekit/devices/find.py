@@ -28,8 +28,9 @@ from edgekit.devices.ios.ios import NAME as IOS_SIMULATOR
 from edgekit.devices.ios.ios import PROVIDERS as IOS
 from edgekit.devices.local.emulated import Emulated
 from edgekit.devices.local.host import PROVIDER as COREML
-from edgekit.devices.local.host import UNITS, Arm64Native, CoreMl, Host, HostNative, OlderHost
+from edgekit.devices.local.host import UNITS, CoreMl, Host, Native
 from edgekit.devices.local.provider import LocalProvider, find_provider_versions, provider_devices, serve_targets
+from edgekit.devices.release import Installed
 from edgekit.devices.remote.adb import AdbDevice
 from edgekit.devices.remote.remote import check_host, check_serial
 from edgekit.devices.remote.ssh import SshDevice
@@ -40,7 +41,7 @@ from edgekit.target import Target
 
 _DEVICES: dict[str, Device] = {
     "host": Host(),
-    "host:native": HostNative(),
+    "host:native": Native(),
     "qnn-htp-sim": QnnSimulator(),
     **{f"qnn-htp-sim:{arch}": QnnSimulator(arch=arch) for arch in ARCH_SOCS},
     "android": Android(),
@@ -48,8 +49,8 @@ _DEVICES: dict[str, Device] = {
     IOS_SIMULATOR: IosSimulator(),
     "arm64": Arm64(),
     **{f"arm64:{cpu}": Arm64(cpu=cpu) for cpu in CPUS},
-    "arm64:native": Arm64Native(),
-    "host:haswell": OlderHost(),
+    "arm64:native": Native(arm=True, evidence=Evidence.SAME_ARCH),
+    "host:haswell": Host(cpu="Haswell"),
     "emulated": Emulated(),
     "coreml": CoreMl(),
     **{f"coreml:{units}": CoreMl(units=units) for units in UNITS},
@@ -62,29 +63,48 @@ _REMOTE: dict[str, Callable[[str], Device]] = {
     "ssh": lambda host: SshDevice(host=check_host(host)),
 }
 
-# The providers of devices that run those only, and so only their targets.
-_PROVIDERS = {
-    "qnn-htp-sim": frozenset({QNN}),
-    "coreml": frozenset({COREML}),
-    "android": ANDROID,
-    IOS_SIMULATOR: IOS,
+
+class _Kind(msgspec.Struct, frozen=True, kw_only=True):
+    """What devices of one kind share, by what stands before the colon of their names.
+
+    They run targets of `providers` alone, where these are named, and none of `replaced`, of which the device `better`
+    shows all that they would, and more. `find_versions` says what runs models in them. `install` is given what the
+    user names with the `option`, if there is one; `find_installed` says what is there.
+    """
+
+    providers: frozenset[str] = frozenset()
+    replaced: frozenset[str] = frozenset()
+    better: str = ""
+    find_versions: Callable[[], dict[str, str]] = lambda: {"onnxruntime": VERSION}
+    option: str = ""
+    find_installed: Callable[[], Installed | None] = lambda: None
+    install: Callable[[Progress, Path | None], Installed | None] | None = None
+
+
+_KINDS = {
+    "qnn-htp-sim": _Kind(providers=frozenset({QNN}), find_versions=find_qnn_versions),
+    "coreml": _Kind(providers=frozenset({COREML})),
+    "android": _Kind(
+        providers=ANDROID,
+        find_versions=find_android_versions,
+        option="--library FILE.aar",
+        find_installed=find_installed,
+        install=install_android,
+    ),
+    IOS_SIMULATOR: _Kind(
+        providers=IOS,
+        find_versions=find_ios_versions,
+        option="--framework FOLDER",
+        find_installed=find_ios,
+        install=install_ios,
+    ),
+    "arm64": _Kind(find_versions=find_arm64_versions, install=lambda progress, _: install_arm64(progress)),
+    "emulated": _Kind(replaced=frozenset({NNAPI, XNNPACK}), better="android"),
 }
 
-# The providers of targets that a device does not run: for these another shows all that it would, and more.
-_REPLACED = {"emulated": (frozenset({NNAPI, XNNPACK}), "android")}
 
-_INSTALLERS: dict[str, Callable[[Progress], None]] = {
-    "arm64": install_arm64,
-}
-
-
-# What runs models in a device; in those that are not named here it is the ONNX Runtime of this Python.
-_VERSIONS: dict[str, Callable[[], dict[str, str]]] = {
-    "qnn-htp-sim": find_qnn_versions,
-    "android": find_android_versions,
-    IOS_SIMULATOR: find_ios_versions,
-    "arm64": find_arm64_versions,
-}
+def _kind_of(name: str) -> _Kind:
+    return _KINDS.get(name.partition(":")[0], _Kind())
 
 
 def device_names() -> tuple[str, ...]:
@@ -99,11 +119,11 @@ def find_device(name: str, target: Target) -> Device:
         UsageError: there is no such device, or it stands for another provider than the target's.
     """
     device = _known_device(name)
-    replaced, better = _REPLACED.get(name, (frozenset[str](), ""))
-    if target.provider in replaced:
+    kind = _kind_of(name)
+    if target.provider in kind.replaced:
         raise UsageError(
-            f"'{name}' says nothing of {target.provider} that '{better}' does not show with the provider itself",
-            hint=f"--on {better}, or --on host for the CPU provider",
+            f"'{name}' says nothing of {target.provider} that '{kind.better}' does not show with the provider itself",
+            hint=f"--on {kind.better}, or --on host for the CPU provider",
         )
     if not _fits(name, target):
         providers = " and ".join(sorted(_providers_of(name)))
@@ -116,7 +136,7 @@ def find_device(name: str, target: Target) -> Device:
         return msgspec.structs.replace(device, computes=target.provider == NNAPI)
     if isinstance(device, IosSimulator):
         return msgspec.structs.replace(device, model_format=target.settings.get("model_format", ML_PROGRAM))
-    if target.provider != CPU_PROVIDER or not isinstance(device, (Host, HostNative, OlderHost, Arm64, Arm64Native)):
+    if target.provider != CPU_PROVIDER or not isinstance(device, (Host, Native, Arm64)):
         return device
     return msgspec.structs.replace(device, evidence=Evidence.SAME_EP)
 
@@ -173,41 +193,24 @@ def install_device(
         UsageError: there is no such device, or it comes in another way, which the hint tells.
         DeviceError: a step of the installation failed; nothing half is left.
     """
-    device = _known_device(name)
-    if library is not None and not isinstance(device, Android):
-        raise UsageError(f"'{name}' takes no --library", hint="edgekit devices install android --library FILE.aar")
-    if framework is not None and not isinstance(device, IosSimulator):
-        raise UsageError(f"'{name}' takes no --framework", hint="edgekit devices install ios-sim --framework FOLDER")
-    if isinstance(device, Android):
-        _install_android(progress, library)
-        return
-    if isinstance(device, IosSimulator):
-        installed = find_ios()
-        if framework is not None or installed is None or not (installed.is_pinned and installed.is_current):
-            installed = install_ios(progress, framework)
-        progress(f"ONNX Runtime {installed.version} of {installed.framework} for the iOS simulator")
-        return
-    missing = device.find_missing()
-    install = _INSTALLERS.get(name.partition(":")[0])
-    if missing is None:
-        progress(f"'{name}' can run already")
-    elif install is None:
-        raise UsageError(
-            f"'{name}' is not installed by edgekit: {missing.reason}", hint=missing.command or "use another"
-        )
+    device, kind = _known_device(name), _kind_of(name)
+    for given, owner in ((library, "android"), (framework, IOS_SIMULATOR)):
+        option = _KINDS[owner].option
+        if given is not None and kind.option != option:
+            hint = f"edgekit devices install {owner} {option}"
+            raise UsageError(f"'{name}' takes no {option.split()[0]}", hint=hint)
+    missing, given, installed = device.find_missing(), library or framework, kind.find_installed()
+    is_whole = installed.is_pinned and installed.is_current if installed else not kind.option and missing is None
+    if given is not None or not is_whole:
+        if kind.install is None:
+            reason = missing.reason if missing else ""
+            hint = (missing and missing.command) or "use another"
+            raise UsageError(f"'{name}' is not installed by edgekit: {reason}", hint=hint)
+        installed = kind.install(progress, given)
+    if installed is not None:
+        progress(installed.describe())
     else:
-        install(progress)
-        progress(f"'{name}' is installed")
-
-
-def _install_android(progress: Progress, library: Path | None) -> None:
-    installed = find_installed()
-    if library is not None or installed is None or not (installed.is_pinned and installed.is_current):
-        installed = install_android(progress, library)
-    progress(
-        f"ONNX Runtime {installed.version} of {installed.archive} for {', '.join(installed.abis)}"
-        f" with {', '.join(installed.providers)}"
-    )
+        progress(f"'{name}' can run already" if is_whole else f"'{name}' is installed")
 
 
 def _known_device(name: str) -> Device:
@@ -231,7 +234,7 @@ def _fitting_names(target: Target) -> tuple[str, ...]:
 
 
 def _fits(name: str, target: Target) -> bool:
-    if target.provider in _REPLACED.get(name, (frozenset[str](), ""))[0]:
+    if target.provider in _kind_of(name).replaced:
         return False
     return target.provider in (_providers_of(name) or {target.provider})
 
@@ -241,7 +244,7 @@ def _providers_of(name: str) -> frozenset[str]:
     device = _DEVICES.get(name)
     if isinstance(device, LocalProvider):
         return frozenset({device.provider})
-    return _PROVIDERS.get(name.partition(":")[0], frozenset())
+    return _kind_of(name).providers
 
 
 def _has_own_line(name: str) -> bool:
@@ -269,8 +272,4 @@ def _describe_status(name: str) -> DeviceStatus:
 def _find_versions(name: str, device: Device) -> dict[str, str]:
     if isinstance(device, LocalProvider):
         return find_provider_versions(device.kind)
-    return _VERSIONS.get(name, _own_version)()
-
-
-def _own_version() -> dict[str, str]:
-    return {"onnxruntime": VERSION}
+    return _kind_of(name).find_versions()

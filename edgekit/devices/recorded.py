@@ -18,11 +18,9 @@ from edgekit._files import digest_file, open_regular, read_chunks, replacing_fil
 from edgekit.bundle.sign import Seal, check_seal, seal_digest
 from edgekit.data.data_check import digest_samples
 from edgekit.data.samples import Samples, select_samples
-from edgekit.devices.device import Device, DeviceRun, Job, Missing, PlacedNode
+from edgekit.devices.device import Count, Device, DeviceRun, Job, Milliseconds, Missing, PlacedNode
 from edgekit.devices.process.exchange import (
     MAX_RESULT_BYTES,
-    Count,
-    Milliseconds,
     encode_tensors,
     open_outputs,
     receive_tensors,

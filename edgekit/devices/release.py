@@ -16,16 +16,17 @@ import shutil
 import sys
 import tarfile
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal, Protocol, TypeVar
 
 import msgspec
 
-from edgekit._files import digest_file, write_file, write_new
+from edgekit._files import digest_file, one_at_a_time, staged_folder, work_folder, write_file, write_new
 from edgekit._proc import Finished, run_process
-from edgekit.errors import DeviceError
+from edgekit.devices.process.cache import cache_folder, digest_sources, find_sources
+from edgekit.errors import DeviceError, EdgekitError
 from edgekit.machine import spell_install
 
 MIN_NODE = 18
@@ -172,17 +173,6 @@ def find_zig(machine: str) -> Compiler | None:
     )
 
 
-def is_made_by(made: Mapping[str, str], found: Mapping[str, Compiler | None]) -> bool:
-    """Returns True if the compilers that would be used now are those that made a program for each key.
-
-    A compiler that is no longer here leaves what it made as it is.
-
-    Raises:
-        DeviceError: a compiler cannot be started.
-    """
-    return all(compiler is None or made.get(key) == compiler.describe() for key, compiler in found.items())
-
-
 _BUILD_TIMEOUT_S = 1200.0
 _WORKERS = 2
 _UNDEFINED = re.compile(r"undefined (?:reference to|symbol:) [`']?([\w.]+)")
@@ -246,6 +236,132 @@ def _failed(finished: Finished) -> DeviceError:
     return DeviceError(f"'{finished.argv[0]}' {finished.ending}: {reason[:400]}", hint="check the compiler")
 
 
+class Installed(msgspec.Struct, frozen=True, kw_only=True):
+    """What is installed of a phone's library; `sources` is the digest of what its loader was built from."""
+
+    sources: str
+    sha256: str
+    version: str
+
+    @property
+    def is_pinned(self) -> bool:
+        """True for the library that edgekit fetches itself."""
+        raise NotImplementedError
+
+    @property
+    def is_current(self) -> bool:
+        """True if the compilers that are here now would build the same programs, and no more of them."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """Returns what is installed, in words."""
+        raise NotImplementedError
+
+
+_InstalledT = TypeVar("_InstalledT", bound=Installed)
+FACTS = "device.json"
+"""The file in which an installed device says what it is."""
+
+
+class Loader(msgspec.Struct, frozen=True, kw_only=True):
+    """A program that opens a phone's library in a process of this machine: edgekit's runner, and a stand-in for the OS.
+
+    `system` names the folder of the stand-in's sources, `device` the folder in the user's cache. `flags` are for every
+    source, `runner_flags` for those of the runner. `place` returns the symbol that stands for each import, without the
+    stand-ins that are named besides; `header` declares the table of them.
+    """
+
+    system: str
+    device: str
+    header: str
+    place: Callable[[Collection[str], Collection[str]], Mapping[str, str]]
+    flags: tuple[str, ...] = ()
+    runner_flags: tuple[str, ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        """Where the device lies in the user's cache."""
+        return cache_folder() / self.device
+
+    @property
+    def sources(self) -> Path:
+        """The folder of the stand-in's sources."""
+        return find_sources(self.system)
+
+    def list_sources(self) -> tuple[Path, ...]:
+        """Returns what is compiled of them."""
+        return tuple(sorted((*self.sources.glob("*.c"), *self.sources.glob("*.cpp"))))
+
+    def write_imports(self, imports: Collection[str], path: Path, *, without: Collection[str] = ()) -> None:
+        """Writes the table of what a library may import; `without` leaves stand-ins out, to try what they are good for.
+
+        Raises:
+            OutputError: the file cannot be written.
+        """
+        write_table(self.header, self.place(imports, without), path)
+
+    def compile_command(self, compiler: Compiler, source: Path) -> list[str]:
+        """Returns the beginning of the command that compiles a source of the stand-in."""
+        is_c = source.suffix == ".c"
+        words = [*compiler.c, "-std=gnu11", "-fno-builtin"] if is_c else [*compiler.cpp, "-std=c++17"]
+        return [*words, "-O2", "-Wall", "-Wextra", "-Werror", *self.flags, f"-I{self.sources}"]
+
+    def compile_sources(self, compiler: Compiler, objects: Path) -> tuple[Path, ...]:
+        """Returns what runner and stand-in compile to in the folder `objects`; no library is needed for it.
+
+        Raises:
+            DeviceError: the compiler fails.
+        """
+        runner = [*compiler.cpp, "-std=c++17", "-Os", "-fvisibility=hidden", "-ffunction-sections"]
+        runner += [*self.flags, *self.runner_flags]
+        jobs = [(runner, source) for source in sorted((find_sources("runner") / "src").glob("*.cpp"))]
+        jobs += [(self.compile_command(compiler, source), source) for source in self.list_sources()]
+        return compile_sources(jobs, objects)
+
+    def link(
+        self, compiler: Compiler, objects: Sequence[Path], imports: Collection[str], program: Path, *, name: str
+    ) -> None:
+        """Links the program for the imports of a library; `name` says in an error whose they are.
+
+        Raises:
+            DeviceError: the library imports what nothing here stands for, or the linker fails.
+        """
+        table = objects[0].parent / "imports.c"
+        self.write_imports(imports, table)
+        compiled = compile_sources([(self.compile_command(compiler, table), table)], table.parent)
+        argv = [*compiler.cpp, "-O2", "-static", "-s", *self.flags, "-o", str(program)]
+        link_program([*argv, *map(str, (*objects, *compiled)), "-pthread"], name)
+
+    @contextlib.contextmanager
+    def installing(self) -> Generator[tuple[Path, Path]]:
+        """Yields an empty folder, which becomes the device's if the block ends well, and one for intermediate files.
+
+        Raises:
+            OutputError: the cache cannot be written.
+        """
+        with one_at_a_time(self.folder), staged_folder(self.folder) as staging, work_folder() as work:
+            yield staging, work
+
+    def find_installed(self, kind: type[_InstalledT]) -> _InstalledT | None:
+        """Returns what is installed and was built from exactly these sources, or None."""
+        try:
+            installed = msgspec.json.decode((self.folder / FACTS).read_bytes(), type=kind)
+        except (OSError, msgspec.DecodeError):
+            return None
+        return installed if installed.sources == digest_sources(self.system) else None
+
+
+def is_made_by(made: Mapping[str, str], found: Mapping[str, Compiler | None]) -> bool:
+    """Returns True if the compilers that would be used now are those that made a program for each key.
+
+    A compiler that is no longer here leaves what it made as it is.
+
+    Raises:
+        DeviceError: a compiler cannot be started.
+    """
+    return all(compiler is None or made.get(key) == compiler.describe() for key, compiler in found.items())
+
+
 ASK, ANSWER = "ask", "answer"
 """The pipes, by their names in a folder."""
 END = b'{"ask":"end"}\n'
@@ -268,6 +384,52 @@ def open_pipes(folder: Path) -> Generator[tuple[IO[bytes], IO[bytes]]]:
             os.set_blocking(number, True)
             opened.append(stack.enter_context(os.fdopen(number, mode)))
         yield opened[0], opened[1]
+
+
+class Computer(Protocol):
+    """What answers the questions about models, each a line of JSON; `read` gives the bytes that follow the line."""
+
+    def load(self, question: bytes, read: Callable[[int], bytes]) -> None:
+        """Takes a model."""
+        ...
+
+    def compute(self, question: bytes, read: Callable[[int], bytes]) -> bytes:
+        """Returns the outputs of a model for the inputs that follow."""
+        ...
+
+    def describe(self) -> msgspec.Struct:
+        """Returns what was computed."""
+        ...
+
+
+class _Question(msgspec.Struct, frozen=True, kw_only=True):
+    ask: Literal["model", "run", "end"]
+
+
+def answer_questions(computer: Computer, ask: IO[bytes], answer: IO[bytes]) -> None:
+    """Answers questions until the last: an empty line and the outputs, or a line that says what is wrong."""
+    while line := ask.readline():
+        question = msgspec.json.decode(line, type=_Question).ask
+        if question == "end":
+            break
+        try:
+            result = b""
+            if question == "model":
+                computer.load(line, ask.read)
+            else:
+                result = computer.compute(line, ask.read)
+            answer.write(b"\n" + result)
+        except (EdgekitError, LookupError, MemoryError, RuntimeError, ValueError) as error:
+            reason = error.message if isinstance(error, EdgekitError) else str(error)
+            answer.write((" ".join(reason.split())[:400] or "no reason given").encode() + b"\n")
+        answer.flush()
+
+
+def serve_pipes(computer: Computer, folder: Path) -> None:
+    """Serves the pipes of a folder, and says at the end what was computed."""
+    with open_pipes(folder) as (ask, answer):
+        answer_questions(computer, ask, answer)
+    sys.stdout.write(msgspec.json.encode(computer.describe()).decode() + "\n")
 
 
 class Served(msgspec.Struct, kw_only=True):

@@ -14,8 +14,8 @@ from typing import Annotated
 import msgspec
 
 from edgekit._files import open_regular
-from edgekit.devices.process.child import MAX_LOG, printable
 from edgekit.devices.process.exchange import MAX_TRACE_BYTES
+from edgekit.devices.process.run import MAX_LOG, printable
 from edgekit.errors import DeviceError
 
 KERNEL = "_kernel_time"

@@ -24,7 +24,7 @@ from edgekit.bench.subject import Subject
 from edgekit.check.check import check_model
 from edgekit.data.samples import Samples
 from edgekit.devices.device import Device, DeviceRun, Job, Phase
-from edgekit.devices.process.child import MAX_LOG, printable
+from edgekit.devices.process.run import MAX_LOG, printable
 from edgekit.errors import DeviceError, EdgekitError
 from edgekit.evidence import Evidence
 from edgekit.graph.graph import Graph, read_graph

@@ -19,7 +19,7 @@ from edgekit.devices.bundled import OF_THIS_MACHINE, count_device_cores, count_d
 from edgekit.devices.device import Device, DeviceRun, Job
 from edgekit.devices.named import address_of
 from edgekit.devices.placed import count_nodes
-from edgekit.devices.process.child import require_device
+from edgekit.devices.process.run import require_device
 from edgekit.devices.register import DeviceChoice, choose_devices
 from edgekit.errors import UsageError
 from edgekit.evidence import Evidence

@@ -16,11 +16,12 @@ from test_devices_android_abi import Built, build_checks
 from edgekit._ort import CPU_PROVIDER, CpuSession, SessionSettings
 from edgekit.devices.android.android import NNAPI, XNNPACK, Android
 from edgekit.devices.android.archive import LIBRARY, MACHINES, read_library, unpack_libraries
-from edgekit.devices.android.installed import Installed, device_folder, find_installed, link_runner
+from edgekit.devices.android.installed import LOADER, InstalledArchive, find_installed
 from edgekit.devices.android.nnapi.compute import find_feature_level
 from edgekit.devices.find import find_device, install_device, list_devices, serve_device
-from edgekit.devices.local.runner import PROGRAM, runner_sources
+from edgekit.devices.local.runner import PROGRAM
 from edgekit.devices.observe import observe_placement
+from edgekit.devices.process.cache import find_sources
 from edgekit.devices.self_test import try_device
 from edgekit.errors import DeviceError, EdgekitError, UsageError
 from edgekit.evidence import Evidence
@@ -123,7 +124,7 @@ def test_a_bad_archive_is_refused_in_one_line(case: str, tmp_path: Path, monkeyp
         install_device("android", lambda _: None, library=path)
     assert "\n" not in caught.value.message
     assert caught.value.hint
-    assert not device_folder().exists()
+    assert not LOADER.folder.exists()
 
 
 def test_what_an_archive_imports_and_nothing_stands_for_is_named(
@@ -134,7 +135,7 @@ def test_what_an_archive_imports_and_nothing_stands_for_is_named(
     library = library_for_android(tmp_path / "made" / LIBRARY)
     imports = {*read_library(library).imports, "another_one", "strlen"}
     with pytest.raises(DeviceError, match="imports what edgekit has no stand-in for: another_one, no_such_function"):
-        link_runner(built.compiler, objects, imports, tmp_path / "program", name="new.aar")
+        LOADER.link(built.compiler, objects, imports, tmp_path / "program", name="new.aar")
 
 
 def test_the_archive_of_another_version_is_installed_and_used(
@@ -169,9 +170,9 @@ def test_a_provider_that_the_archive_lacks_is_a_refusal(
     if now is None:
         pytest.skip("android is not installed: edgekit devices install android")
     monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path / "cache"))
-    device_folder().mkdir(parents=True)
+    LOADER.folder.mkdir(parents=True)
     less = msgspec.structs.replace(now, archive="less.aar", providers=(XNNPACK,), abis=("x86_64",))
-    (device_folder() / "device.json").write_bytes(msgspec.json.encode(less))
+    (LOADER.folder / "device.json").write_bytes(msgspec.json.encode(less))
     device = find_device("android:x86_64", load_target("nnapi"))
     run = device.run_job(make_job(float_conv(tmp_path / "f.onnx"), "nnapi", precision="fp32"), work)
     assert run.failure == "'less.aar' was built without NnapiExecutionProvider"
@@ -182,14 +183,14 @@ def test_a_provider_that_the_archive_lacks_is_a_refusal(
 
 def test_what_was_built_from_other_sources_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path))
-    facts = Installed(
+    facts = InstalledArchive(
         archive="a", sha256="", version="1.29.0", providers=(), abis=("x86_64",), libraries=(), sources="other",
         compilers={},
     )  # fmt: skip
-    device_folder().mkdir(parents=True)
-    (device_folder() / "device.json").write_bytes(msgspec.json.encode(facts))
+    LOADER.folder.mkdir(parents=True)
+    (LOADER.folder / "device.json").write_bytes(msgspec.json.encode(facts))
     assert find_installed() is None
-    (device_folder() / "device.json").write_bytes(b"{")
+    (LOADER.folder / "device.json").write_bytes(b"{")
     assert find_installed() is None
 
 
@@ -264,13 +265,13 @@ def test_a_crash_is_a_failure_where_the_library_for_another_cpu_crashes_too(
     crashing = tmp_path / "cache" / "android"
     for abi in MACHINES:
         (crashing / abi).mkdir(parents=True)
-        (crashing / abi / LIBRARY).symlink_to(device_folder() / abi / LIBRARY)
-    program = bytearray((device_folder() / "arm64-v8a" / PROGRAM).read_bytes())
+        (crashing / abi / LIBRARY).symlink_to(LOADER.folder / abi / LIBRARY)
+    program = bytearray((LOADER.folder / "arm64-v8a" / PROGRAM).read_bytes())
     # The first instruction is none.
     program[0x18:0x20] = struct.pack("<Q", 0)
     (crashing / "arm64-v8a" / PROGRAM).write_bytes(program)
-    shutil.copy(device_folder() / "device.json", crashing)
-    healthy = device_folder() / "x86_64" / PROGRAM
+    shutil.copy(LOADER.folder / "device.json", crashing)
+    healthy = LOADER.folder / "x86_64" / PROGRAM
     monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path / "cache"))
     other = crashing / "x86_64" / PROGRAM
     other.symlink_to(healthy)
@@ -325,12 +326,12 @@ SPOILT = {
 @pytest.mark.parametrize("fault", ["", *SPOILT])
 def test_the_runner_declares_onnxruntimes_interface_as_its_own_header_does(tmp_path: Path, fault: str) -> None:
     present("android:x86_64")
-    text = (runner_sources() / "src" / "ort.h").read_text()
+    text = (find_sources("runner") / "src" / "ort.h").read_text()
     (tmp_path / "ort.h").write_text(text.replace(*SPOILT[fault], 1) if fault else text)
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("g++ is missing: apt-get install g++")
-    include = ["-isystem", str(device_folder() / "headers"), "-I", str(tmp_path)]
+    include = ["-isystem", str(LOADER.folder / "headers"), "-I", str(tmp_path)]
     argv = [compiler, "-std=c++17", "-fsyntax-only", *include, str(INTERFACE)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert (done.returncode == 0) is not bool(fault), done.stderr

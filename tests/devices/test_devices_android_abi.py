@@ -13,7 +13,7 @@ from far_root.keeper import require
 
 from edgekit.devices.android.android import find_emulator
 from edgekit.devices.android.archive import MACHINES, read_library
-from edgekit.devices.android.installed import android_sources, link_runner, list_stand_ins, write_imports
+from edgekit.devices.android.installed import LOADER, list_stand_ins
 from edgekit.devices.release import Compiler, find_zig, is_made_by, list_compilers
 
 pytestmark = pytest.mark.slow
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 ABI_SOURCES = Path(__file__).parent / "android_abi"
 CHECKS = re.findall(r"^CHECK\((\w+)\)", (ABI_SOURCES / "checks.c").read_text(), re.MULTILINE)
 THREAD_VARIABLES = 7
-LOADER = {"dladdr", "dlopen"}
+OF_THE_LOADER = {"dladdr", "dlopen"}
 ARM_ONLY = {
     "pthread_mutex_init", "pthread_attr_init", "pthread_attr_setstacksize", "pthread_cond_destroy",
     "pthread_cond_wait", "pthread_cond_timedwait", "pthread_cond_clockwait", "pthread_cond_signal",
@@ -46,8 +46,8 @@ class Built(msgspec.Struct, frozen=True, kw_only=True):
 
     def link(self, work: Path, without: Collection[str] = ()) -> bool:
         """Links the checks without some stand-ins, and returns False where that cannot be."""
-        write_imports(self.imports, work / "imports.c", without=without)
-        argv = [*self.compiler.c, f"-I{android_sources()}", "-static", "-o", str(work / "checks"), "-pthread"]
+        LOADER.write_imports(self.imports, work / "imports.c", without=without)
+        argv = [*self.compiler.c, f"-I{LOADER.sources}", "-static", "-o", str(work / "checks"), "-pthread"]
         argv += [str(work / "imports.c"), *map(str, self.objects), "-lm"]
         return subprocess.run(argv, capture_output=True, check=False).returncode == 0
 
@@ -78,7 +78,7 @@ def build_checks(abi: str, make_once: Callable[[str, Callable[[Path], None]], Pa
     assert emulator is not None
 
     def fill(folder: Path) -> None:
-        sources = [ABI_SOURCES / "main.c", *android_sources().glob("*.c")]
+        sources = [ABI_SOURCES / "main.c", *LOADER.sources.glob("*.c")]
         for source in sources:
             flags = ["-std=gnu11", "-O1", "-fno-builtin", "-c", "-o", str(folder / f"{source.stem}.o"), str(source)]
             subprocess.run([*compiler.c, *flags], check=True)
@@ -114,7 +114,7 @@ def built_for_arm(make_once: Callable[[str, Callable[[Path], None]], Path]) -> B
 
 
 def test_every_stand_in_is_checked() -> None:
-    assert set(CHECKS) - LOADER == {name for name in list_stand_ins() if not name.startswith("ANeuralNetworks")}
+    assert set(CHECKS) - OF_THE_LOADER == {name for name in list_stand_ins() if not name.startswith("ANeuralNetworks")}
 
 
 def test_every_function_is_android_s(built: Built, tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_every_function_is_android_s(built: Built, tmp_path: Path) -> None:
     assert {check: run.stderr for check, run in runs.items() if run.returncode} == {}
 
 
-@pytest.mark.parametrize("name", sorted(set(CHECKS) - LOADER - ARM_ONLY - MUSL_ONLY))
+@pytest.mark.parametrize("name", sorted(set(CHECKS) - OF_THE_LOADER - ARM_ONLY - MUSL_ONLY))
 def test_without_its_stand_in_it_is_not(name: str, built_for_x86: Built, tmp_path: Path) -> None:
     assert fails_without(name, built_for_x86, tmp_path)
 
@@ -149,7 +149,7 @@ def test_a_stack_guard_has_its_place_on_arm(
     (tmp_path / "device").mkdir()
     objects = tuple(Path(shutil.copy(path, tmp_path / "device")) for path in built.objects)
     # As the device links it, which leaves out what nobody uses.
-    link_runner(built.compiler, objects, built.imports, tmp_path / "device" / "checks", name="checks")
+    LOADER.link(built.compiler, objects, built.imports, tmp_path / "device" / "checks", name="checks")
     data = (tmp_path / "device" / "checks").read_bytes()
     (start,), (size, count) = struct.unpack_from("<Q", data, 32), struct.unpack_from("<HH", data, 54)
     headers = [struct.unpack_from("<IIQQQQQQ", data, start + size * index) for index in range(count)]

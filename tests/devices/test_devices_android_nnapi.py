@@ -14,14 +14,13 @@ from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
 from edgekit.data.samples import Samples
 from edgekit.devices.android.android import NNAPI
 from edgekit.devices.android.installed import find_installed
-from edgekit.devices.android.nnapi.compute import Computer, can_compute, serve
+from edgekit.devices.android.nnapi.compute import Computer, can_compute
 from edgekit.devices.android.nnapi.network import Network, Operand, OperandType, Operation, split_constants
 from edgekit.devices.device import DeviceRun
 from edgekit.devices.find import find_device
-from edgekit.devices.process.child import Runner, describe_job
 from edgekit.devices.process.link import LocalLink
-from edgekit.devices.process.pipe import run_over
-from edgekit.devices.release import END
+from edgekit.devices.process.run import Runner, describe_job, run_over
+from edgekit.devices.release import END, answer_questions
 from edgekit.errors import DeviceError
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import Array, Tensors
@@ -234,7 +233,9 @@ def test_questions_are_answered_until_the_last() -> None:
     unknown = {"ask": "run", "id": 9, "inputs": [], "outputs": []}
     lines = [msgspec.json.encode(line) + b"\n" for line in (model, run, unknown)]
     answer = io.BytesIO()
-    serve(io.BytesIO(lines[0] + lines[1] + value.tobytes() + lines[2] + END + b"never read"), answer)
+    answer_questions(
+        Computer(), io.BytesIO(lines[0] + lines[1] + value.tobytes() + lines[2] + END + b"never read"), answer
+    )
     assert answer.getvalue() == b"\n\n" + np.maximum(value, 0).tobytes() + b"9\n"
 
 

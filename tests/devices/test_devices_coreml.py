@@ -12,8 +12,7 @@ from edgekit._ort import CPU_PROVIDER, CpuSession, SessionSettings
 from edgekit.devices.device import Job
 from edgekit.devices.find import find_device
 from edgekit.devices.local.host import PROVIDER, UNITS, CoreMl, coreml_job, provider_options
-from edgekit.devices.process.child import Runner
-from edgekit.devices.process.pipe import run_python
+from edgekit.devices.process.run import Runner, run_python
 from edgekit.errors import TargetError, UsageError
 from edgekit.evidence import Evidence
 from edgekit.target import load_target

@@ -11,12 +11,12 @@ import pytest
 from devices_models import float_conv, make_job, text_model
 from onnx import helper
 
-from edgekit._proc import run_process
+from edgekit._proc import ChildSetting
 from edgekit.devices.device import DeviceRun
 from edgekit.devices.emulators.qnn_sim import QnnSimulator, provider_options
 from edgekit.devices.find import find_device
 from edgekit.devices.local.host import Host
-from edgekit.devices.process.child import REPLAY_SAVED, Runner, collect_run, describe_job
+from edgekit.devices.process.run import REPLAY_SAVED, Runner, describe_job, run_on_files
 from edgekit.errors import DeviceError, TargetError, UsageError
 from edgekit.evidence import Evidence
 from edgekit.target import load_target
@@ -24,10 +24,23 @@ from edgekit.target import load_target
 QNN_OPTIONS = {"backend_type": "htp", "soc_model": "69"}
 
 
-def run_program(program: str, model: Path, work: Path, *, timeout_s: float = 20) -> DeviceRun:
-    """Runs a program in the place of the far side, with a job of three samples."""
-    finished = run_process([sys.executable, "-c", program], timeout_s=timeout_s, cwd=work)
-    return collect_run(Runner(device="liar", evidence=Evidence.DEVICE), make_job(model, "nnapi"), finished, work)
+REPORT = {
+    "status": "done", "message": "", "load_ms": 1, "latency_ms": [1, 1, 1], "peak_rss_bytes": 1, "versions": {},
+    "placement": [], "placement_source": "session",
+}  # fmt: skip
+HEAD = b'[{"name":"y","dtype":"float32","shape":[1,4,8,8],"size_bytes":1024}]\n'
+
+
+def run_program(
+    program: str, work: Path, said: bytes = b"", *, emulates: bool = False, timeout_s: float = 20
+) -> DeviceRun:
+    """What edgekit makes of a program that says something and goes on, in the place of one that runs three samples."""
+    (work / "said").write_bytes(said)
+    say = "sys.stdout.buffer.write(open('said', 'rb').read()); sys.stdout.flush()"
+    argv = [sys.executable, "-c", f"import os, sys, time; {say}; {program}"]
+    job = make_job(float_conv(work / "f.onnx"), "nnapi", timeout_s=timeout_s)
+    runner = Runner(device="liar", evidence=Evidence.DEVICE, emulates=emulates)
+    return run_on_files(runner, argv, job, describe_job(job), work, setting=ChildSetting(cwd=work))
 
 
 def test_a_hang_is_ended_and_said(tmp_path: Path, work: Path) -> None:
@@ -36,77 +49,51 @@ def test_a_hang_is_ended_and_said(tmp_path: Path, work: Path) -> None:
     assert run.outputs.count == 0
 
 
-def test_a_crash_is_named_with_the_last_words(tmp_path: Path, work: Path) -> None:
-    program = "import os, sys; print('the end', file=sys.stderr, flush=True); os.kill(os.getpid(), 11)"
-    run = run_program(program, float_conv(tmp_path / "f.onnx"), work)
-    assert run.failure == "the child process was ended by SIGSEGV: the end"
+def test_a_crash_is_named_with_the_last_words(work: Path) -> None:
+    run = run_program("print('the end', file=sys.stderr, flush=True); os.kill(os.getpid(), 11)", work)
+    assert run.failure == "the program was ended by SIGSEGV: the end"
 
 
 @pytest.mark.parametrize(
-    ("program", "emulates", "crashed"),
+    ("program", "status", "emulates", "crashed"),
     [
-        ("os.kill(os.getpid(), 11)", True, True),
-        ("os.kill(os.getpid(), 11)", False, False),
-        ("time.sleep(60)", True, False),
-        ("raise SystemExit(3)", True, False),
-        ("os.replace('refused.json', 'run.json'); os.kill(os.getpid(), 11)", True, False),
+        ("os.kill(os.getpid(), 11)", "", True, True),
+        ("os.kill(os.getpid(), 11)", "", False, False),
+        ("time.sleep(60)", "", True, False),
+        ("raise SystemExit(3)", "", True, False),
+        ("os.kill(os.getpid(), 11)", "refused", True, False),
+        ("os.kill(os.getpid(), 11)", "running", True, True),
     ],
-    ids=["died", "no emulator", "hung", "ended", "refused, then died"],
+    ids=["died", "no emulator", "hung", "ended", "refused, then died", "died with the first sample"],
 )
 def test_only_an_emulator_whose_program_died_has_crashed(
-    tmp_path: Path, work: Path, program: str, emulates: bool, crashed: bool
+    work: Path, program: str, status: str, emulates: bool, crashed: bool
 ) -> None:
-    refused = msgspec.json.encode(
-        {"status": "refused", "message": "no", "load_ms": 0, "latency_ms": [], "peak_rss_bytes": 1, "versions": {},
-         "placement": [], "placement_source": "session"}
-    )  # fmt: skip
-    (work / "refused.json").write_bytes(refused)
-    argv = [sys.executable, "-c", f"import os, time; {program}"]
-    finished = run_process(argv, timeout_s=20 if "sleep" not in program else 1, cwd=work)
-    runner = Runner(device="emulator", evidence=Evidence.SIMULATOR, emulates=emulates)
-    run = collect_run(runner, make_job(float_conv(tmp_path / "f.onnx"), "nnapi"), finished, work)
+    said = json.dumps({**REPORT, "status": status, "latency_ms": []}).encode() + b"\n" if status else b""
+    run = run_program(program, work, said, emulates=emulates, timeout_s=20 if "sleep" not in program else 1)
     assert run.failure is not None
     assert run.crashed is crashed
+    # That a session was made is known, also where it died then.
+    assert run.load_ms == (1 if status else 0)
 
 
-def test_a_crash_in_the_middle_keeps_what_came_back(tmp_path: Path, work: Path) -> None:
-    model = float_conv(tmp_path / "f.onnx")
-    Host().run_job(make_job(model, "nnapi"), work)
-    (work / "out/00002.tensors").unlink()
-    run = run_program("import os; os.abort()", model, work)
+def test_a_crash_in_the_middle_keeps_what_came_back(work: Path) -> None:
+    run = run_program("os.abort()", work, (HEAD + bytes(1024)) * 2)
     assert "SIGABRT" in str(run.failure)
-    assert run.outputs.count == len(run.latency_ms) == 2
+    assert run.outputs.count == 2
 
 
 @pytest.mark.parametrize(
-    ("run", "failure"),
+    ("change", "failure"),
     [
         ({"status": "refused", "message": "no\n\x1b[31mkernel"}, "refused: no [31mkernel"),
-        ({"status": "running"}, "the child process ended before its work was done"),
+        ({"status": "running"}, "the program ended before its work was done"),
         ({"latency_ms": [1.0, 1.0]}, "0 of 3 samples came back, with 2 times"),
         ({"status": "ok"}, "'run.json' from the device is malformed: Invalid enum value 'ok' - at `$.status`"),
     ],
 )
-def test_a_liar_fails(tmp_path: Path, work: Path, run: dict[str, object], failure: str) -> None:
-    done = {
-        "status": "done", "message": "", "load_ms": 1, "latency_ms": [1, 1, 1], "peak_rss_bytes": 1, "versions": {},
-        "placement": [], "placement_source": "session", **run,
-    }  # fmt: skip
-    (work / "run.json").write_text(json.dumps(done))
-    assert run_program("", float_conv(tmp_path / "f.onnx"), work).failure == failure
-
-
-def test_a_program_that_does_nothing_fails(tmp_path: Path, work: Path) -> None:
-    assert "run.json" in str(run_program("", float_conv(tmp_path / "f.onnx"), work).failure)
-
-
-def test_a_wrong_output_among_right_ones_fails(tmp_path: Path, work: Path) -> None:
-    model = float_conv(tmp_path / "f.onnx")
-    assert Host().run_job(make_job(model, "nnapi"), work).failure is None
-    (work / "out/00001.tensors").write_bytes(b"[]\n")
-    run = run_program("", model, work)
-    assert "'00001.tensors' from the device is malformed" in str(run.failure)
-    assert run.outputs.count == 1
+def test_a_liar_fails(work: Path, change: dict[str, object], failure: str) -> None:
+    assert run_program("", work, json.dumps({**REPORT, **change}).encode() + b"\n").failure == failure
 
 
 def test_a_model_that_the_runtime_refuses_is_a_failure(tmp_path: Path, work: Path) -> None:
@@ -171,9 +158,8 @@ def test_core_ml_off_a_mac_is_an_error(tmp_path: Path, work: Path) -> None:
 
 
 def test_what_a_failed_program_said_is_kept_without_what_steers_a_terminal(tmp_path: Path, work: Path) -> None:
-    program = "import sys; print('loading\\x1b[2J'); print('no memory', file=sys.stderr); sys.exit(3)"
-    run = run_program(program, float_conv(tmp_path / "f.onnx"), work)
-    assert run.log.splitlines() == ["loading[2J", "no memory"]
+    program = "print('loading\\x1b[2J', file=sys.stderr); print('no memory', file=sys.stderr); sys.exit(3)"
+    assert run_program(program, work).log.splitlines() == ["loading[2J", "no memory"]
     assert Host().run_job(make_job(float_conv(tmp_path / "g.onnx"), "nnapi"), empty(tmp_path)).log == ""
 
 

@@ -9,7 +9,7 @@ from edgekit.devices.find import device_names, find_device, install_device, list
 from edgekit.devices.local.provider import default_target
 from edgekit.devices.named import NamedDevice
 from edgekit.devices.process.cache import find_installed, installing
-from edgekit.devices.process.child import FAR
+from edgekit.devices.process.run import FAR
 from edgekit.devices.register import DeviceChoice, choose_devices
 from edgekit.devices.release import find_node
 from edgekit.devices.remote.adb import AdbDevice

@@ -22,8 +22,8 @@ from edgekit.devices.local.emulated import Emulated
 from edgekit.devices.local.host import Host
 from edgekit.devices.local.runner import NativeRunner
 from edgekit.devices.process import held
-from edgekit.devices.process.child import Runner, refuse_run
 from edgekit.devices.process.held import hold_session
+from edgekit.devices.process.run import Runner, refuse_run
 from edgekit.devices.remote.adb import AdbDevice
 from edgekit.devices.remote.ssh import SshDevice
 from edgekit.errors import DeviceError

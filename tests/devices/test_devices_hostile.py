@@ -1,7 +1,6 @@
 """What comes from a model, a bundle or a device is data: no name, number or file of it becomes a command or a path."""
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -12,12 +11,12 @@ import pytest
 from devices_models import float_conv, make_job
 from onnx import helper
 
-from edgekit._proc import Finished, run_process
+from edgekit._proc import ChildSetting
 from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun, Job
 from edgekit.devices.find import find_device
-from edgekit.devices.process.child import ORT_RUNNER, Runner, collect_run, judge_run, printable
-from edgekit.devices.process.exchange import RunnerResult, read_run
+from edgekit.devices.process.exchange import RunnerResult, decode_run
+from edgekit.devices.process.run import ORT_RUNNER, Runner, describe_job, judge_run, printable, run_on_files
 from edgekit.errors import DeviceError, EdgekitError
 from edgekit.evidence import Evidence
 from edgekit.model.model import load_model
@@ -77,50 +76,51 @@ def test_a_name_that_is_no_text_is_refused_in_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def came_back(tmp_path: Path, work: Path, run: object) -> DeviceRun:
-    """What edgekit makes of a `run.json` and one sample of outputs that are right."""
-    job = make_job(float_conv(tmp_path / "f.onnx"), "nnapi", [{"x": np.zeros((1, 4, 8, 8), np.float32)}])
-    (work / "run.json").write_text(run if isinstance(run, str) else json.dumps(run))
-    (work / "out").mkdir()
+def came_back(work: Path, report: object) -> DeviceRun:
+    """What edgekit makes of a report behind one sample of outputs that are right."""
+    job = make_job(float_conv(work / "f.onnx"), "nnapi", [{"x": np.zeros((1, 4, 8, 8), np.float32)}])
     head = [{"name": "y", "dtype": "float32", "shape": [1, 4, 8, 8], "size_bytes": 1024}]
-    (work / "out/00000.tensors").write_bytes(json.dumps(head).encode() + b"\n" + bytes(1024))
-    ended = run_nothing()
-    return collect_run(Runner(device="liar", evidence=Evidence.DEVICE), job, ended, work)
+    text = report if isinstance(report, str) else json.dumps(report)
+    (work / "said").write_bytes(json.dumps(head).encode() + b"\n" + bytes(1024) + text.encode() + b"\n")
+    argv = [sys.executable, "-c", "import sys; sys.stdout.buffer.write(open('said', 'rb').read())"]
+    runner = Runner(device="liar", evidence=Evidence.DEVICE)
+    return run_on_files(runner, argv, job, describe_job(job), work, setting=ChildSetting(cwd=work))
 
 
-def run_nothing() -> Finished:
-    return run_process([sys.executable, "-c", ""], timeout_s=30)
-
-
-def test_an_honest_run_is_believed(tmp_path: Path, work: Path) -> None:
-    assert came_back(tmp_path, work, DONE).failure is None
+def test_an_honest_run_is_believed(work: Path) -> None:
+    assert came_back(work, DONE).failure is None
 
 
 @pytest.mark.parametrize(
     "change",
     [
         '"latency_ms":[NaN]', '"latency_ms":[Infinity]', '"latency_ms":[1e400]', '"latency_ms":[1e300]',
-        '"latency_ms":[-1]', '"latency_ms":[null]', '"latency_ms":["1"]', '"latency_ms":[' + "1," * 9 + "1]",
+        '"latency_ms":[-1]', '"latency_ms":[null]', '"latency_ms":["1"]',
         '"latency_ms":[1e9]', '"load_ms":NaN', '"load_ms":-1', '"load_ms":1e99',
-        '"peak_rss_bytes":-1', '"peak_rss_bytes":1e400',
+        '"peak_rss_bytes":-1', '"peak_rss_bytes":1.5', '"peak_rss_bytes":1e400',
         '"peak_rss_bytes":99999999999999999999999', '"status":"passed"', '"status":["done"]', '"versions":{"a":{}}',
-        '"placement":[{"name":"a","op":"b","domain":"","provider":"p","extra":1}]', '"placement_source":"me"',
+        '"placement":[{"name":"a","op":"b","domain":"","provider":"p","extra":1}]', '"placement":[{"name":"n"}]',
+        '"placement_source":"me"', '"placement_source":"predicted"', '"versions":{"a":1}',
         '"failure":null', '"__class__":"os.system"', '"before":{"temperatures_c":{"a":NaN}}',
         '"versions":' + '{"a":' * 5000 + "1" + "}" * 5000,
     ],
 )  # fmt: skip
-def test_a_hostile_run_is_a_failure_in_one_printable_line(tmp_path: Path, work: Path, change: str) -> None:
+def test_a_hostile_run_is_refused_in_one_printable_line(change: str) -> None:
     key = change.split(":", maxsplit=1)[0].strip('"')
     rest = json.dumps({name: value for name, value in DONE.items() if name != key})
-    run = came_back(tmp_path, work, rest[:-1] + ", " + change + "}")
-    assert run.failure
-    assert run.failure.isprintable()
+    with pytest.raises(DeviceError, match=r"'run\.json' from the device is malformed") as caught:
+        decode_run((rest[:-1] + ", " + change + "}").encode())
+    assert caught.value.message.isprintable()
 
 
-def test_what_a_device_calls_itself_cannot_steer_a_terminal(tmp_path: Path, work: Path) -> None:
+def test_more_times_than_samples_are_a_failure(work: Path) -> None:
+    assert "1 of 1 samples came back, with 10 times" in str(came_back(work, {**DONE, "latency_ms": [1] * 10}).failure)
+
+
+def test_what_a_device_calls_itself_cannot_steer_a_terminal(work: Path) -> None:
     evil = "\x1b]0;owned\x07\x1b[2J\nedgekit: pass\r\u202e"
     node = {"name": evil, "op": evil, "domain": evil, "provider": evil}
-    run = came_back(tmp_path, work, {**DONE, "versions": {evil: evil * 1000}, "placement": [node]})
+    run = came_back(work, {**DONE, "versions": {evil: evil * 1000}, "placement": [node]})
     assert run.failure is None
     (placed,) = run.placement
     shown = [placed.name, placed.op, placed.domain, placed.provider, *run.versions, *run.versions.values()]
@@ -130,39 +130,24 @@ def test_what_a_device_calls_itself_cannot_steer_a_terminal(tmp_path: Path, work
 
 def test_a_device_cannot_have_taken_nodes_of_a_file_without_any(tmp_path: Path, work: Path) -> None:
     whole = {**DONE, "placed_whole": "\x1b[2JQNN"}
-    (work / "onnx").mkdir()
-    placed = came_back(tmp_path, work / "onnx", whole).placement
+    placed = came_back(work, whole).placement
     assert {node.provider for node in placed} == {"?[2JQNN"}
     (tmp_path / "f.ort").write_bytes(b"\0\0\0\0ORTM" + bytes(64))
     job = msgspec.structs.replace(
-        make_job(tmp_path / "f.onnx", "nnapi", [{"x": np.zeros((1, 4, 8, 8), np.float32)}]), model=tmp_path / "f.ort"
+        make_job(work / "f.onnx", "nnapi", [{"x": np.zeros((1, 4, 8, 8), np.float32)}]), model=tmp_path / "f.ort"
     )
     far = msgspec.json.decode(json.dumps(whole), type=RunnerResult)
     outputs = Samples(source="liar", count=0, read=lambda: iter(()))
     assert judge_run(Runner(device="liar", evidence=Evidence.DEVICE), job, far, outputs, None).placement == ()
 
 
-def test_more_versions_than_anyone_needs_are_cut(tmp_path: Path, work: Path) -> None:
-    run = came_back(tmp_path, work, {**DONE, "versions": {str(index): "1" for index in range(100_000)}})
+def test_more_versions_than_anyone_needs_are_cut(work: Path) -> None:
+    run = came_back(work, {**DONE, "versions": {str(index): "1" for index in range(100_000)}})
     assert len(run.versions) <= 32
 
 
 def test_a_giant_run_is_not_read_to_its_end(work: Path) -> None:
-    with (work / "run.json").open("wb") as file:
-        file.truncate(1 << 40)
-    with pytest.raises(DeviceError, match="larger than"):
-        read_run(work)
-
-
-def test_a_run_that_is_a_link_or_a_pipe_is_not_opened(tmp_path: Path, work: Path) -> None:
-    (tmp_path / "secret.json").write_text(json.dumps(DONE))
-    (work / "run.json").symlink_to(tmp_path / "secret.json")
-    with pytest.raises(DeviceError, match="cannot read"):
-        read_run(work)
-    (work / "run.json").unlink()
-    os.mkfifo(work / "run.json")
-    with pytest.raises(DeviceError, match="no plain file"):
-        read_run(work)
+    assert "larger than" in str(came_back(work, "{" * (1 << 26) + "{").failure)
 
 
 def test_a_job_is_json_and_an_argument_list(tmp_path: Path) -> None:

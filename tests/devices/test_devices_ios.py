@@ -13,8 +13,8 @@ from devices_models import float_conv, make_job, text_model
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.devices.find import find_device, install_device, list_devices, serve_device
 from edgekit.devices.ios.installed import (
-    Installed,
-    device_folder,
+    LOADER,
+    InstalledFramework,
     find_installed,
     list_stand_ins,
     open_framework,
@@ -142,9 +142,9 @@ def test_names_are_those_of_this_machine_unless_something_stands_for_them() -> N
 
 def test_what_was_built_from_other_sources_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path))
-    facts = Installed(framework="a", sha256="", version="1.29.0", sources="other", compiler="")
-    device_folder().mkdir(parents=True)
-    (device_folder() / "device.json").write_bytes(msgspec.json.encode(facts))
+    facts = InstalledFramework(framework="a", sha256="", version="1.29.0", sources="other", compiler="")
+    LOADER.folder.mkdir(parents=True)
+    (LOADER.folder / "device.json").write_bytes(msgspec.json.encode(facts))
     assert find_installed() is None
     (status,) = (status for status in list_devices() if status.name == "ios-sim")
     assert (status.available, status.command) == (False, "edgekit devices install ios-sim")
@@ -206,13 +206,13 @@ def test_a_library_that_is_damaged_is_a_refusal_and_not_a_crash(
     tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     present()
-    kept = device_folder()
+    kept = LOADER.folder
     monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path))
-    device_folder().mkdir(parents=True)
+    LOADER.folder.mkdir(parents=True)
     for path in kept.iterdir():
         data = path.read_bytes()
-        (device_folder() / path.name).write_bytes(data[: len(data) // 2] if path.suffix == ".o" else data)
-    (device_folder() / "edgekit-runner").chmod(0o755)
+        (LOADER.folder / path.name).write_bytes(data[: len(data) // 2] if path.suffix == ".o" else data)
+    (LOADER.folder / "edgekit-runner").chmod(0o755)
     with_half = IosSimulator().run_job(make_job(float_conv(tmp_path / "f.onnx"), "coreml"), work)
     assert "is cut off" in str(with_half.failure)
 

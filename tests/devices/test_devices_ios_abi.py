@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from edgekit.devices.ios.installed import compile_command, list_imports, list_sources, write_imports
+from edgekit.devices.ios.installed import LOADER, list_imports
 from edgekit.devices.ios.ios import IosSimulator
 from edgekit.devices.release import Compiler, compile_sources, find_zig, link_program, write_table
 
@@ -65,17 +65,19 @@ def build_checks(compiler: Compiler, folder: Path) -> None:
     # -target x86_64-linux-musl is the last word of the compiler's command.
     apple = [*compiler.cpp[:-1], "x86_64-macos", "-std=c++17", "-O1", "-fno-omit-frame-pointer"]
     jobs = [([*apple, "-fno-sanitize=undefined", "-fno-stack-protector"], SOURCES / "checks.cpp")]
-    sources = [SOURCES / "main.cpp", *(source for source in list_sources() if source.name != "coreml.cpp")]
-    jobs += [(compile_command(compiler, source), source) for source in sources]
+    sources = [SOURCES / "main.cpp", *(source for source in LOADER.list_sources() if source.name != "coreml.cpp")]
+    jobs += [(LOADER.compile_command(compiler, source), source) for source in sources]
     checks, *objects = compile_sources(jobs, folder)
     names = list_imports(checks.read_bytes())
-    write_imports(names, folder / "imports.c")
+    LOADER.write_imports(names, folder / "imports.c")
     own = {name: name.removeprefix("_").partition("$")[0] for name in names}
     own = {name: place for name, place in own.items() if place not in APPLES}
     write_table("tables.h", own, folder / "own.c")
     tables = [folder / "imports.c", folder / "own.c"]
     includes = f"-I{SOURCES}"
-    objects += compile_sources([([*compile_command(compiler, table), includes], table) for table in tables], folder)
+    objects += compile_sources(
+        [([*LOADER.compile_command(compiler, table), includes], table) for table in tables], folder
+    )
     link_program([*compiler.cpp, "-O2", "-static", "-s", "-o", str(folder / "main"), *map(str, objects)], "checks.cpp")
 
 

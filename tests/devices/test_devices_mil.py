@@ -14,8 +14,9 @@ from onnx import helper
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.devices.ios.mil.compute import OPERATIONS, UnknownOperationError, compute_program, require_known
 from edgekit.devices.ios.mil.operations import Arguments
-from edgekit.devices.ios.mil.program import UnknownProgramError, read_message, read_package, read_program
-from edgekit.devices.ios.mil.serve import serve
+from edgekit.devices.ios.mil.program import UnknownProgramError, read_package, read_program
+from edgekit.devices.ios.mil.serve import Computer, Facts
+from edgekit.devices.release import answer_questions
 from edgekit.model.tensors import Array
 
 X = np.random.default_rng(1).standard_normal((2, 4)).astype(np.float32)
@@ -103,10 +104,10 @@ def test_weights_outside_the_package_are_not_read(tmp_path: Path) -> None:
         read_program(data, path.parent)
 
 
-def test_what_is_no_message_is_refused() -> None:
+def test_what_is_no_message_is_refused(tmp_path: Path) -> None:
     for data in (b"\x0a", b"\x0a\x05ab", b"\x0b\x01", b"\xff" * 20, b"\x09\x01"):
-        with pytest.raises(ValueError, match=r"cut off|is of kind"):
-            read_message(data)
+        with pytest.raises(ValueError, match="is damaged"):
+            read_program(data, tmp_path)
 
 
 def test_questions_are_answered_one_by_one(tmp_path: Path) -> None:
@@ -129,11 +130,12 @@ def test_questions_are_answered_one_by_one(tmp_path: Path) -> None:
         + b'{"ask":"run","id":1}\n{"ask":"end"}\n'
     )
     answer = io.BytesIO()
-    facts = serve(ask, answer)
+    computer = Computer()
+    answer_questions(computer, ask, answer)
     said = answer.getvalue()
     assert said.startswith(b"\n\n\n" + np.array([2, 2, 4], np.int64).tobytes())
     assert b"No such file" in said
-    assert (facts.operations, facts.halves) == ({"mul": 1}, 0)
+    assert computer.describe() == Facts(operations={"mul": 1}, halves=0)
 
 
 IMAGE = np.random.default_rng(2).standard_normal((2, 4, 7, 9)).astype(np.float32)

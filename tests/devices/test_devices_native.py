@@ -16,9 +16,8 @@ from edgekit.data.samples import Samples
 from edgekit.devices.device import Device
 from edgekit.devices.find import find_device
 from edgekit.devices.local.runner import NativeRunner, build_runner, copy_runner, find_missing_runner, host_abi
-from edgekit.devices.process.child import Runner, describe_job
 from edgekit.devices.process.link import LocalLink
-from edgekit.devices.process.pipe import run_over
+from edgekit.devices.process.run import Runner, describe_job, run_over
 from edgekit.errors import UsageError
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import DTYPES, Tensors

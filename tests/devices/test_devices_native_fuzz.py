@@ -14,7 +14,8 @@ from test_devices_native import require_runner
 
 from edgekit._files import work_folder
 from edgekit._proc import run_process
-from edgekit.devices.local.runner import host_abi, runner_sources
+from edgekit.devices.local.runner import host_abi
+from edgekit.devices.process.cache import find_sources
 from edgekit.devices.process.exchange import encode_tensors
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.slow]
@@ -40,7 +41,7 @@ def sanitized() -> Iterator[Path]:
         return
     with work_folder() as work:
         for argv in (
-            ["cmake", "-S", str(runner_sources()), "-B", str(work), "-DEDGEKIT_SANITIZE=ON"],
+            ["cmake", "-S", str(find_sources("runner")), "-B", str(work), "-DEDGEKIT_SANITIZE=ON"],
             ["cmake", "--build", str(work), "--parallel", "2"],
         ):
             done = run_process(argv, timeout_s=600)

@@ -16,9 +16,8 @@ from edgekit.devices.device import DeviceRun, Job
 from edgekit.devices.emulators.qnn_sim import PROVIDER, provider_options
 from edgekit.devices.find import find_device
 from edgekit.devices.local.runner import LIBRARY, PROGRAM, build_runner, find_missing_runner, host_abi
-from edgekit.devices.process.child import Runner, describe_job
 from edgekit.devices.process.link import LocalLink, list_model_files
-from edgekit.devices.process.pipe import run_over
+from edgekit.devices.process.run import Runner, describe_job, run_over
 from edgekit.errors import BundleError, ModelError, UsageError
 from edgekit.evidence import Evidence
 from edgekit.model.model import load_model

@@ -1,4 +1,4 @@
-"""A job through a link: the same tensors as in a folder, and whatever the far side does wrong is a failure in words."""
+"""A job through a link: the same tensors as through files, and whatever the program does wrong is said in words."""
 
 import re
 import sys
@@ -14,9 +14,8 @@ from devices_models import float_conv, make_job, noise_samples, text_model
 from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun, Job
 from edgekit.devices.local.host import Host
-from edgekit.devices.process.child import ORT_RUNNER, Runner, describe_job
 from edgekit.devices.process.link import LocalLink, digest_files, list_model_files
-from edgekit.devices.process.pipe import run_over
+from edgekit.devices.process.run import ORT_RUNNER, Runner, describe_job, run_over
 from edgekit.errors import BundleError, DataError
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import Tensors
@@ -49,7 +48,7 @@ def lie(path: Path, work: Path, answer: bytes, after: str = "", *, timeout_s: fl
     return run_piped(job, work, (sys.executable, "-c", program)).failure
 
 
-def test_a_pipe_gives_what_a_folder_gives(tmp_path: Path, work: Path) -> None:
+def test_a_pipe_gives_what_files_give(tmp_path: Path, work: Path) -> None:
     job = make_job(float_conv(tmp_path / "f.onnx"), "nnapi")
     (work / "a").mkdir()
     direct, piped = Host().run_job(job, work / "a"), run_piped(job, work)

@@ -25,8 +25,7 @@ from edgekit.devices.local.provider import (
     find_missing_provider,
     list_offered,
 )
-from edgekit.devices.process.child import FAR, Runner, describe_job
-from edgekit.devices.process.pipe import run_python
+from edgekit.devices.process.run import FAR, Runner, describe_job, run_python
 from edgekit.devices.register import choose_here, load_target_here
 from edgekit.devices.self_test import try_device
 from edgekit.errors import DeviceError, TargetError, UsageError

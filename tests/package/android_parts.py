@@ -14,13 +14,7 @@ from package_loaders import run_program
 from edgekit.app_runtime import AppRuntime
 from edgekit.devices.android.android import DEFAULT_CORE, find_core, find_emulator, write_phone
 from edgekit.devices.android.archive import read_library
-from edgekit.devices.android.installed import (
-    android_sources,
-    device_folder,
-    find_app_runtime,
-    find_installed,
-    write_imports,
-)
+from edgekit.devices.android.installed import LOADER, find_app_runtime, find_installed
 from edgekit.devices.release import Compiler, find_compiler
 
 HERE = Path(__file__).parent
@@ -45,7 +39,7 @@ def android_libraries(abi: str) -> Path:
     installed = find_installed()
     if installed is None or abi not in installed.abis:
         pytest.skip(f"android is not installed for {abi}: edgekit devices install android")
-    return device_folder() / abi
+    return LOADER.folder / abi
 
 
 def enter_phone(abi: str, work: Path) -> tuple[str, ...]:
@@ -66,11 +60,11 @@ def link_for_android(abi: str, source: Path, program: Path, *flags: str | Path) 
     """A C++ program that opens Android's library as a process of Android does."""
     compiler, work = _require_compiler(abi), program.parent
     table = work / "imports.c"
-    write_imports(read_library(android_libraries(abi) / LIBRARY).imports, table)
+    LOADER.write_imports(read_library(android_libraries(abi) / LIBRARY).imports, table)
     objects: list[Path] = []
-    for part in (*sorted(android_sources().glob("*.c")), table):
+    for part in (*sorted(LOADER.sources.glob("*.c")), table):
         objects.append(work / f"{part.stem}.o")
-        _run([*compiler.c, "-std=gnu11", "-O1", "-fno-builtin", "-I", android_sources(), "-c", part, "-o", objects[-1]])
+        _run([*compiler.c, "-std=gnu11", "-O1", "-fno-builtin", "-I", LOADER.sources, "-c", part, "-o", objects[-1]])
     _run([*compiler.cpp, "-std=c++17", "-O1", *flags, source, *objects, "-static", "-pthread", "-o", program])
     return program
 
@@ -82,7 +76,7 @@ def build_natives(folder: Path) -> Path:
     library, binding = read_library(own / LIBRARY), read_library(own / BINDING)
     # What the binding wants of the library is found in it.
     system = {name for name in (*library.imports, *binding.imports) if not name.startswith("Ort")}
-    write_imports(system, folder / "imports.c")
+    LOADER.write_imports(system, folder / "imports.c")
     names = sorted(word for word in binding.words if word.startswith("Java_"))
     (folder / "names.c").write_text(
         "const char *const native_names[] = {" + "".join(f'"{name}", ' for name in names) + "0};\n"
@@ -103,11 +97,11 @@ def build_natives(folder: Path) -> Path:
         "-fno-builtin",
         "-fvisibility=hidden",
         "-I",
-        str(android_sources()),
+        str(LOADER.sources),
     ]
     (folder / "natives").mkdir()
     out = folder / "natives" / BINDING
-    _run([*compiler.c, *flags, *sources, *android_sources().glob("*.c"), "-lm", "-pthread", "-o", out])
+    _run([*compiler.c, *flags, *sources, *LOADER.sources.glob("*.c"), "-lm", "-pthread", "-o", out])
     return out.parent
 
 

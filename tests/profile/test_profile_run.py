@@ -19,7 +19,7 @@ from edgekit.cli.main import run_command
 from edgekit.devices.device import DeviceRun, Job
 from edgekit.devices.find import find_device
 from edgekit.devices.local.runner import build_runner, host_abi
-from edgekit.devices.process.child import Runner, refuse_run
+from edgekit.devices.process.run import Runner, refuse_run
 from edgekit.errors import DeviceError
 from edgekit.evidence import Evidence
 from edgekit.graph.graph import read_graph

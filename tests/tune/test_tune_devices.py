@@ -22,7 +22,7 @@ from edgekit.devices.bundled import count_device_cores, read_class, set_job
 from edgekit.devices.device import Device
 from edgekit.devices.find import find_device
 from edgekit.devices.local.runner import NativeRunner
-from edgekit.devices.process.child import describe_job
+from edgekit.devices.process.run import describe_job
 from edgekit.devices.register import DeviceChoice, ListedDevice
 from edgekit.devices.remote.adb import AdbDevice
 from edgekit.devices.remote.ssh import SshDevice

@@ -30,7 +30,7 @@ from far_root.keeper import far_side  # noqa: E402
 
 from edgekit._ort import CPU_PROVIDER  # noqa: E402
 from edgekit.devices.device import Device, Job  # noqa: E402
-from edgekit.devices.local.host import HostNative  # noqa: E402
+from edgekit.devices.local.host import Native  # noqa: E402
 from edgekit.devices.local.runner import build_runner, host_abi  # noqa: E402
 from edgekit.devices.remote.adb import AdbDevice  # noqa: E402
 from edgekit.devices.remote.ssh import SshDevice  # noqa: E402
@@ -81,7 +81,7 @@ def _compare(name: str, device: Device, job: Job, copy: list[str], folder: Path)
         marks = [time.perf_counter()]
         subprocess.run(copy, check=True, capture_output=True)
         marks.append(time.perf_counter())
-        _run(HostNative(), job, folder / f"{name}-here-{index}")
+        _run(Native(), job, folder / f"{name}-here-{index}")
         marks.append(time.perf_counter())
         latencies.append(_run(device, job, folder / f"{name}-{index}"))
         marks.append(time.perf_counter())

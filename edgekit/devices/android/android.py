@@ -9,7 +9,6 @@ import platform
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,15 +17,14 @@ import msgspec
 from edgekit._files import write_file
 from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.android.archive import MACHINES
-from edgekit.devices.android.installed import Installed, explain_compiler, find_installed
+from edgekit.devices.android.installed import InstalledArchive, explain_compiler, find_installed
 from edgekit.devices.android.nnapi.compute import Service, can_compute, computing, find_feature_level
 from edgekit.devices.android.nnapi.network import Driver, read_driver
 from edgekit.devices.android.nnapi.tflite import INSTALL_LITERT
 from edgekit.devices.device import DeviceRun, Job, Missing
-from edgekit.devices.process.child import Runner, can_halve, describe_job, refuse_run, require_device, run_in_two_calls
 from edgekit.devices.process.exchange import RunnerJob
 from edgekit.devices.process.link import LocalLink
-from edgekit.devices.process.pipe import run_over
+from edgekit.devices.process.run import Runner, describe_job, refuse_run, require_device, run_over
 from edgekit.errors import UsageError, suggest_name
 from edgekit.evidence import Evidence
 from edgekit.graph.graph import read_graph
@@ -145,8 +143,6 @@ _DEFAULT_API = "34"
 _INSTALL = "edgekit devices install android"
 _POOL = "intra_op_num_threads"
 _CPU_ONLY = "NNAPI_FLAG_CPU_ONLY"
-# What reference kernels do in four seconds. A second process of them takes half a second to start.
-MOST_MACS = 10e9
 
 
 class Android(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,13 +200,10 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
         if installed is None or provider not in {*installed.providers, CPU_PROVIDER}:
             runner = Runner(device=self.name, evidence=self.evidence)
             return refuse_run(runner, f"'{installed.archive if installed else ''}' was built without {provider}")
-        if provider == NNAPI and can_halve(job) and _count_macs(job) > MOST_MACS:
-            run = run_in_two_calls(job, work, partial(self._run, installed=installed))
-        else:
-            run = self._run(job, work, installed)
+        run = self._run(job, work, installed)
         return self._try_elsewhere(run, job, work, installed) if run.crashed else run
 
-    def _try_elsewhere(self, run: DeviceRun, job: Job, work: Path, installed: Installed) -> DeviceRun:
+    def _try_elsewhere(self, run: DeviceRun, job: Job, work: Path, installed: InstalledArchive) -> DeviceRun:
         """Returns a run that crashed, with what the library for the other ABI did: only if both crash is it the job."""
         other = msgspec.structs.replace(self, cpu=DEFAULT_CORE if self.abi == X86_64 else X86_64, phone="")
         # What a job asks step by step was answered once already.
@@ -222,7 +215,7 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
         said = "crashes too" if second.crashed else f"says: {second.failure}" if second.failure else "runs it"
         return msgspec.structs.replace(run, failure=f"{run.failure}; '{other.name}' {said}", crashed=not second.crashed)
 
-    def _run(self, job: Job, work: Path, installed: Installed) -> DeviceRun:
+    def _run(self, job: Job, work: Path, installed: InstalledArchive) -> DeviceRun:
         runner = Runner(device=self.name, evidence=self.evidence, emulates=True)
         far = self._describe_job(job, installed)
         # A network that is only looked at need not be computed.
@@ -238,7 +231,7 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
             notes=(*run.notes, *self._list_notes(run, job, far, service)),
         )
 
-    def _describe_job(self, job: Job, installed: Installed) -> RunnerJob:
+    def _describe_job(self, job: Job, installed: InstalledArchive) -> RunnerJob:
         provider = job.target.provider
         platform = job.target.session.platforms.get("android")
         far = describe_job(job, provider=provider)
@@ -318,10 +311,6 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
                 f"NNAPI's driver refuses {sum(left.values())} of {sum(facts.operations.values())} operations, which its"
                 f" reference kernels on the phone's CPU ran: {counts}"
             )
-
-
-def _count_macs(job: Job) -> int:
-    return job.samples.count * sum(node.macs for node in job.check.node_list)
 
 
 def find_android_versions() -> dict[str, str]:

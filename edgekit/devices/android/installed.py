@@ -4,12 +4,12 @@ An archive is installed, and the program that stands in for an Android process.
 """
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
 
-from edgekit._files import digest_file, one_at_a_time, staged_folder, work_folder, write_file
+from edgekit._files import digest_file, write_file
 from edgekit.app_runtime import AppRuntime, NativeLibrary
 from edgekit.devices.android.archive import (
     ARCHIVE_SHA256,
@@ -20,9 +20,9 @@ from edgekit.devices.android.archive import (
     list_native_libraries,
     unpack_libraries,
 )
-from edgekit.devices.local.runner import PROGRAM, digest_sources, runner_sources
-from edgekit.devices.process.cache import FACTS, Built, cache_folder, read_facts
-from edgekit.devices.release import Compiler, compile_sources, find_compiler, is_made_by, link_program, write_table
+from edgekit.devices.local.runner import PROGRAM
+from edgekit.devices.process.cache import digest_sources, find_sources
+from edgekit.devices.release import FACTS, Installed, Loader, find_compiler, is_made_by
 from edgekit.errors import DeviceError
 from edgekit.machine import spell_install
 from edgekit.progress import Progress
@@ -30,65 +30,33 @@ from edgekit.progress import Progress
 _DEFINED = re.compile(r"^[\w ]*?[ *](?:bionic_(\w+)|(ANeuralNetworks\w+))(?:\(|\[| =)", re.MULTILINE)
 
 
-def android_sources() -> Path:
-    """Returns the folder of the sources of the loader and of what stands in for bionic."""
-    shipped = Path(__file__).parents[2] / "_android"
-    return shipped if shipped.is_dir() else Path(__file__).parents[3] / "tools" / "android"
-
-
 def list_stand_ins() -> dict[str, str]:
     """Returns the functions that the sources define in the place of Android's: their symbols by the names there."""
     own: dict[str, str] = {}
-    for source in sorted(android_sources().glob("*.c")):
+    for source in sorted(find_sources("android").glob("*.c")):
         for bionic, neural in _DEFINED.findall(source.read_text()):
             own[bionic or neural] = f"bionic_{bionic}" if bionic else neural
     return own
 
 
-def write_imports(imports: Collection[str], path: Path, *, without: Collection[str] = ()) -> None:
-    """Writes the table of what a library may import: of each name the stand-in, else the C library's own.
+def place_imports(imports: Collection[str], without: Collection[str] = ()) -> dict[str, str]:
+    """Returns the symbol for each import: the stand-in, else the C library's own.
 
-    NNAPI's functions are in it too, which are found by name at run time. `without` leaves stand-ins out, for trying
-    what they are good for.
-
-    Raises:
-        OutputError: the folder cannot be written.
+    NNAPI's functions are among them, which the library finds by name at run time.
     """
     own = list_stand_ins()
     found_by_name = {name for name in own if name.startswith(("ANeuralNetworks", "ASharedMemory"))}
-    places = {name: name if name in without else own.get(name, name) for name in {*imports, *found_by_name}}
-    write_table("imports.h", places, path)
+    return {name: name if name in without else own.get(name, name) for name in {*imports, *found_by_name}}
 
 
-def compile_runner(compiler: Compiler, objects: Path) -> tuple[Path, ...]:
-    """Returns what the runner and the loader compile to in the folder `objects`; no archive is needed for it.
-
-    Raises:
-        DeviceError: the compiler fails.
-    """
-    # The runner tells which features the CPU has: those of the phone, as the library sees them.
-    cpp = ["-std=c++17", "-Os", "-fvisibility=hidden", "-ffunction-sections", "-Dgetauxval=bionic_getauxval"]
-    c = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-fno-builtin"]
-    jobs = [([*compiler.cpp, *cpp], source) for source in sorted((runner_sources() / "src").glob("*.cpp"))]
-    jobs += [([*compiler.c, *c], source) for source in sorted(android_sources().glob("*.c"))]
-    return compile_sources(jobs, objects)
-
-
-def link_runner(
-    compiler: Compiler, objects: Sequence[Path], imports: Collection[str], program: Path, *, name: str
-) -> None:
-    """Links the program for the imports of a library, of which `name` says in an error whose they are.
-
-    Raises:
-        DeviceError: the library imports what nothing here stands for, or the linker fails.
-    """
-    table = objects[0].parent / "imports.c"
-    write_imports(imports, table)
-    compiled = compile_sources([([*compiler.c, f"-I{android_sources()}"], table)], table.parent)
-    link_program(
-        [*compiler.cpp, "-Os", "-static", "-s", "-o", str(program), *map(str, (*objects, *compiled)), "-pthread"], name
-    )
-
+# The runner tells which features the CPU has: those of the phone, as the library sees them.
+LOADER = Loader(
+    system="android",
+    device="android",
+    header="imports.h",
+    place=place_imports,
+    runner_flags=("-Dgetauxval=bionic_getauxval",),
+)
 
 _COMPILERS = {
     "aarch64": f"apt-get install g++-aarch64-linux-gnu, or {spell_install('ziglang')}",
@@ -96,7 +64,7 @@ _COMPILERS = {
 }
 
 
-class Installed(Built, frozen=True, kw_only=True):
+class InstalledArchive(Installed, frozen=True, kw_only=True):
     """What is installed: of which archive, with which version and providers, for which ABIs.
 
     `abis` are those that run here, `libraries` all that the archive holds. `compilers` tell for each ABI what
@@ -104,8 +72,6 @@ class Installed(Built, frozen=True, kw_only=True):
     """
 
     archive: str
-    sha256: str
-    version: str
     providers: tuple[str, ...]
     abis: tuple[str, ...]
     libraries: tuple[NativeLibrary, ...]
@@ -121,23 +87,24 @@ class Installed(Built, frozen=True, kw_only=True):
         """True if the compilers that are here now would build the same programs, and no more of them."""
         return is_made_by(self.compilers, {abi: find_compiler(machine) for abi, machine in MACHINES.items()})
 
+    def describe(self) -> str:
+        """Returns what is installed, in words."""
+        return (
+            f"ONNX Runtime {self.version} of {self.archive} for {', '.join(self.abis)} with {', '.join(self.providers)}"
+        )
+
     def find_program(self, abi: str) -> Path:
         """Returns the program for an ABI."""
-        return device_folder() / abi / PROGRAM
+        return LOADER.folder / abi / PROGRAM
 
     def find_library(self, abi: str) -> Path:
         """Returns ONNX Runtime's library for an ABI."""
-        return device_folder() / abi / LIBRARY
+        return LOADER.folder / abi / LIBRARY
 
 
-def device_folder() -> Path:
-    """Returns where the device lies in the user's cache."""
-    return cache_folder() / "android"
-
-
-def find_installed() -> Installed | None:
+def find_installed() -> InstalledArchive | None:
     """Returns what is installed and was built from exactly these sources, or None."""
-    return read_facts(device_folder(), Installed, digest_sources(android_sources()))
+    return LOADER.find_installed(InstalledArchive)
 
 
 def find_app_runtime() -> AppRuntime | None:
@@ -150,11 +117,11 @@ def find_app_runtime() -> AppRuntime | None:
         sha256=installed.sha256,
         version=installed.version,
         libraries=installed.libraries,
-        classes=device_folder() / "classes.jar",
+        classes=LOADER.folder / "classes.jar",
     )
 
 
-def install_android(progress: Progress, library: Path | None = None) -> Installed:
+def install_android(progress: Progress, library: Path | None = None) -> InstalledArchive:
     """Installs the pinned archive, or that of `library`, and builds a program for each of its ABIs that can be built.
 
     Raises:
@@ -163,7 +130,7 @@ def install_android(progress: Progress, library: Path | None = None) -> Installe
         UsageError: there is no such file.
         OutputError: the cache cannot be written.
     """
-    with one_at_a_time(device_folder()), staged_folder(device_folder()) as staging, work_folder() as work:
+    with LOADER.installing() as (staging, work):
         if library is None:
             progress("fetching ONNX Runtime for Android with npm: 150 MB")
         archive = library or fetch_archive(work)
@@ -172,14 +139,14 @@ def install_android(progress: Progress, library: Path | None = None) -> Installe
         built = [ort for ort in found if compilers[ort.abi]]
         if not built:
             raise DeviceError("there is no compiler for Android's stand-in", hint=_COMPILERS[MACHINES[found[0].abi]])
-        facts = Installed(
+        facts = InstalledArchive(
             archive=archive.name,
             sha256=digest_file(archive),
             version=built[0].version,
             providers=built[0].providers,
             abis=tuple(ort.abi for ort in built),
             libraries=list_native_libraries(archive),
-            sources=digest_sources(android_sources()),
+            sources=digest_sources(LOADER.system),
             compilers=compilers,
         )
         write_file(staging / FACTS, msgspec.json.encode(facts))
@@ -199,6 +166,6 @@ def _build(ort: OrtLibrary, folder: Path, work: Path, name: str, progress: Progr
         return ""
     slow = ", which compiles its C++ library first: minutes" if compiler.name == "zig" else ""
     progress(f"compiling the stand-in for Android on {ort.abi} with {compiler.name}{slow}")
-    objects = compile_runner(compiler, work / ort.abi)
-    link_runner(compiler, objects, ort.elf.imports, folder / PROGRAM, name=name)
+    objects = LOADER.compile_sources(compiler, work / ort.abi)
+    LOADER.link(compiler, objects, ort.elf.imports, folder / PROGRAM, name=name)
     return compiler.describe()

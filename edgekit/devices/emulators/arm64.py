@@ -14,7 +14,8 @@ import msgspec
 from edgekit._proc import run_process
 from edgekit.devices.device import DeviceRun, Job, Missing
 from edgekit.devices.process.cache import find_installed, installing
-from edgekit.devices.process.child import (
+from edgekit.devices.process.link import LocalLink, list_model_files
+from edgekit.devices.process.run import (
     FAR,
     ORT_QUEUE,
     ORT_RUNNER,
@@ -22,9 +23,8 @@ from edgekit.devices.process.child import (
     describe_job,
     refuse_run,
     require_device,
+    run_over,
 )
-from edgekit.devices.process.link import LocalLink, list_model_files
-from edgekit.devices.process.pipe import run_over
 from edgekit.errors import DeviceError, EdgekitError
 from edgekit.evidence import Evidence
 from edgekit.model.model import MOST_INLINE_BYTES, load_model, read_proto

@@ -13,9 +13,8 @@ from edgekit._ort import VERSION
 from edgekit.bundle.checks import PROVIDER_OPTIONS
 from edgekit.convert.context import HTP_SOCS, INSTALL_QNN
 from edgekit.devices.device import DeviceRun, Job, Missing
-from edgekit.devices.process.child import Runner, describe_job, refuse_run, require_device
 from edgekit.devices.process.exchange import RunnerJob
-from edgekit.devices.process.pipe import run_python
+from edgekit.devices.process.run import Runner, describe_job, refuse_run, require_device, run_python
 from edgekit.errors import MissingExtraError, TargetError, UsageError, suggest_name
 from edgekit.evidence import Evidence
 from edgekit.model.external import skim_model

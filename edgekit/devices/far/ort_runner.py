@@ -1,8 +1,7 @@
-"""Runs a model over samples with ONNX Runtime, and writes what came out: `python ort_runner.py FOLDER` or `... --pipe`.
+"""Runs a model over samples with ONNX Runtime: `python ort_runner.py --pipe` answers each sample of stdin on stdout.
 
-It stands alone, on numpy and onnxruntime only, so that it runs wherever Python has these. FOLDER and its files, and
-the messages that pass through stdin and stdout with `--pipe`, are those of `edgekit/devices/process/exchange.py`.
-It exits with 0 when it could write `run.json` or the last line, even if that holds a refusal.
+It stands alone, on numpy and onnxruntime only, so that it runs wherever Python has these. The messages are those of
+`edgekit/devices/process/exchange.py`. It exits with 0 when it could write the last line, even if that holds a refusal.
 """
 
 import importlib
@@ -44,31 +43,7 @@ Array = npt.NDArray[Any]
 
 
 def main() -> int:
-    """Runs the job in the folder given as the only argument, or the one that comes through stdin."""
-    if sys.argv[1] == "--pipe":
-        return _serve_pipe()
-    folder = Path(sys.argv[1])
-    job = json.loads((folder / "job.json").read_bytes())
-    run = _new_run(job)
-
-    def keep(index: int, tensors: dict[str, Any]) -> None:
-        # No renaming: a file that is cut off is not as long as its first line says.
-        (folder / "out" / f"{index:05d}.tensors").write_bytes(_join_tensors(tensors))
-
-    def started() -> None:
-        _write_whole(folder / "run.json", _finish_run(run))
-        (folder / "out").mkdir()
-
-    _run_or_refuse(lambda: _run_samples(folder, job, run, _folder_samples(folder, job), keep, started), run)
-    trace = run.pop("trace", None)
-    if trace is not None:
-        trace.replace(folder / "trace.json")
-    _write_whole(folder / "run.json", _finish_run(run))
-    return 0
-
-
-def _serve_pipe() -> int:
-    """Answers each sample of stdin on stdout; what libraries print goes to stderr."""
+    """Runs the job of stdin's first line; what libraries print goes to stderr."""
     stdin = sys.stdin.buffer
     with os.fdopen(os.dup(1), "wb") as stdout, tempfile.TemporaryDirectory() as folder:
         # Libraries write to stdout as they like, which would break the messages; what is left of it leads to stderr.
@@ -76,14 +51,21 @@ def _serve_pipe() -> int:
         job = json.loads(stdin.readline())
         run = _new_run(job)
 
-        def answer(_: int, tensors: dict[str, Any]) -> None:
-            stdout.write(_join_tensors(tensors))
+        def answer(data: bytes) -> None:
+            stdout.write(data)
             stdout.flush()
 
-        _run_or_refuse(lambda: _run_samples(Path(folder), job, run, _piped_samples(stdin), answer, lambda: None), run)
+        try:
+            run["status"] = _run_samples(Path(folder), job, run, _read_samples(stdin), answer)
+        # Who asked is gone: there is nobody to report a refusal to.
+        except BrokenPipeError:
+            raise
+        except Exception as error:  # noqa: BLE001 - ONNX Runtime's exceptions share no base, and each is a refusal
+            run["status"] = "refused"
+            run["message"] = _one_line(error)
         trace = run.pop("trace", None)
         run["trace_bytes"] = trace.stat().st_size if trace is not None else 0
-        stdout.write(_finish_run(run) + b"\n")
+        stdout.write(_finish_run(run))
         if trace is not None:
             with trace.open("rb") as source:
                 shutil.copyfileobj(source, stdout)
@@ -106,35 +88,13 @@ def _new_run(job: Json) -> Json:
     }
 
 
-def _run_or_refuse(work: Callable[[], str], run: Json) -> None:
-    try:
-        run["status"] = work()
-    # Who asked is gone: there is nobody to report a refusal to.
-    except BrokenPipeError:
-        raise
-    except Exception as error:  # noqa: BLE001 - ONNX Runtime's exceptions share no base, and each is a refusal to report
-        run["status"] = "refused"
-        run["message"] = _one_line(error)
-
-
-def _folder_samples(folder: Path, job: Json) -> Iterator[dict[str, Array]]:
-    for index in range(job["samples"]):
-        with (folder / "in" / f"{index:05d}.tensors").open("rb") as stream:
-            yield _read_tensors(stream.readline(), stream)
-
-
-def _piped_samples(stdin: IO[bytes]) -> Iterator[dict[str, Array]]:
+def _read_samples(stdin: IO[bytes]) -> Iterator[dict[str, Array]]:
     while line := stdin.readline():
         yield _read_tensors(line, stdin)
 
 
 def _run_samples(
-    folder: Path,
-    job: Json,
-    run: Json,
-    samples: Iterator[dict[str, Array]],
-    keep: Callable[[int, dict[str, Any]], None],
-    started: Callable[[], None],
+    folder: Path, job: Json, run: Json, samples: Iterator[dict[str, Array]], answer: Callable[[bytes], None]
 ) -> str:
     start = time.perf_counter()
     session = _open_session(folder, job)
@@ -146,32 +106,23 @@ def _run_samples(
             for part in session.get_provider_graph_assignment_info()
             for node in part.get_nodes()
         ]
-    started()
-    status = _serve_samples(session, job, run, samples, keep)
+    # Should the session die with the first sample, this much is known.
+    answer(_finish_run(run))
+    names = [output.name for output in session.get_outputs()]
+    status, begin = "done", time.perf_counter()
+    for index in itertools.count():
+        if index >= job["least_samples"] and time.perf_counter() - begin > job["budget_s"]:
+            status = "stopped"
+            break
+        inputs = next(samples, None)
+        if inputs is None:
+            break
+        values = _run_repeatedly(session, inputs, job, run)
+        parts = [_flatten(*output) for output in zip(names, values, strict=True)]
+        answer(_join_tensors({key: value for part in parts for key, value in part.items()}))
     if job.get("trace"):
         run["trace"] = Path(session.end_profiling())
     return status
-
-
-def _serve_samples(
-    session: Any,
-    job: Json,
-    run: Json,
-    samples: Iterator[dict[str, Array]],
-    keep: Callable[[int, dict[str, Any]], None],
-) -> str:
-    names = [output.name for output in session.get_outputs()]
-    begin = time.perf_counter()
-    for index in itertools.count():
-        if index >= job["least_samples"] and time.perf_counter() - begin > job["budget_s"]:
-            return "stopped"
-        inputs = next(samples, None)
-        if inputs is None:
-            return "done"
-        values = _run_repeatedly(session, inputs, job, run)
-        parts = [_flatten(*output) for output in zip(names, values, strict=True)]
-        keep(index, {key: value for part in parts for key, value in part.items()})
-    return "done"
 
 
 def _run_repeatedly(session: Any, inputs: dict[str, Array], job: Json, run: Json) -> list[Any]:
@@ -350,7 +301,7 @@ def _encode(name: str, value: Any) -> tuple[str, bytes]:
 
 def _finish_run(run: Json) -> bytes:
     run["memory"]["all runs"] = _read_memory()
-    return json.dumps({**run, "after": read_state(), "peak_rss_bytes": run["memory"]["all runs"][1]}).encode()
+    return json.dumps({**run, "after": read_state(), "peak_rss_bytes": run["memory"]["all runs"][1]}).encode() + b"\n"
 
 
 def read_state(system: Path = Path("/sys")) -> Json:
@@ -373,12 +324,6 @@ def _first_line(path: Path) -> str:
         return path.read_text(errors="replace").partition("\n")[0].strip()
     except OSError:  # it is not there, or only root may read it
         return ""
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    part = path.with_suffix(".part")
-    part.write_bytes(data)
-    part.replace(path)
 
 
 def _read_memory() -> tuple[int, int]:

@@ -8,23 +8,15 @@ import plistlib
 import re
 import struct
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import msgspec
 
-from edgekit._files import digest_bytes, one_at_a_time, staged_folder, work_folder, write_file
-from edgekit.devices.local.runner import PROGRAM, digest_sources, runner_sources
-from edgekit.devices.process.cache import FACTS, Built, cache_folder, read_facts
-from edgekit.devices.release import (
-    Compiler,
-    compile_sources,
-    fetch_members,
-    find_zig,
-    is_made_by,
-    link_program,
-    write_table,
-)
+from edgekit._files import digest_bytes, write_file
+from edgekit.devices.local.runner import PROGRAM
+from edgekit.devices.process.cache import digest_sources
+from edgekit.devices.release import FACTS, Installed, Loader, fetch_members, find_zig, is_made_by
 from edgekit.errors import DeviceError, UsageError
 from edgekit.machine import spell_install
 from edgekit.progress import Progress
@@ -34,24 +26,11 @@ _DEFINED = re.compile(r"\bdarwin_(\w+)")
 # In their own words: structures of this side.
 _NO_STAND_INS = frozenset({"stat_", "utsname_"})
 _CLASS = "OBJC_CLASS_$_"
-_NO_SANITIZER = "-fno-sanitize=undefined"
-"""What zig adds unless told; Apple's code was not compiled for it."""
-
-
-def ios_sources() -> Path:
-    """Returns the folder of the sources of the loader and of what stands in for Apple's libraries."""
-    shipped = Path(__file__).parents[2] / "_ios"
-    return shipped if shipped.is_dir() else Path(__file__).parents[3] / "tools" / "ios"
-
-
-def list_sources() -> tuple[Path, ...]:
-    """Returns what is compiled of them."""
-    return tuple(sorted((*ios_sources().glob("*.c"), *ios_sources().glob("*.cpp"))))
 
 
 def list_stand_ins() -> frozenset[str]:
     """Returns the names for which the sources define something in the place of Apple's."""
-    return frozenset(name for source in list_sources() for name in _DEFINED.findall(source.read_text()))
+    return frozenset(name for source in LOADER.list_sources() for name in _DEFINED.findall(source.read_text()))
 
 
 def place_import(name: str, own: Collection[str]) -> str:
@@ -66,49 +45,16 @@ def place_import(name: str, own: Collection[str]) -> str:
     return f"darwin_{bare}" if bare in own else bare
 
 
-def write_imports(imports: Collection[str], path: Path, *, without: Collection[str] = ()) -> None:
-    """Writes the table of what an object may import; `without` leaves stand-ins out, for trying what they are good for.
-
-    Raises:
-        OutputError: the folder cannot be written.
-    """
+def place_imports(imports: Collection[str], without: Collection[str] = ()) -> dict[str, str]:
+    """Returns the symbol that stands for each import."""
     own = list_stand_ins() - set(without)
-    write_table("image.h", {name: place_import(name, own) for name in imports}, path)
+    return {name: place_import(name, own) for name in imports}
 
 
-def compile_runner(compiler: Compiler, objects: Path) -> tuple[Path, ...]:
-    """Returns what the runner and the loader compile to in the folder `objects`; no framework is needed for it.
-
-    Raises:
-        DeviceError: the compiler fails.
-    """
-    runner = [*compiler.cpp, "-std=c++17", "-Os", "-fvisibility=hidden", "-ffunction-sections", _NO_SANITIZER]
-    jobs = [(runner, source) for source in sorted((runner_sources() / "src").glob("*.cpp"))]
-    jobs += [(compile_command(compiler, source), source) for source in list_sources()]
-    return compile_sources(jobs, objects)
-
-
-def compile_command(compiler: Compiler, source: Path) -> list[str]:
-    """Returns the beginning of the command that compiles a source of the loader."""
-    words = compiler.c if source.suffix == ".c" else compiler.cpp
-    standard = ["-std=gnu11", "-fno-builtin"] if source.suffix == ".c" else ["-std=c++17"]
-    return [*words, *standard, "-O2", "-Wall", "-Wextra", "-Werror", _NO_SANITIZER, f"-I{ios_sources()}"]
-
-
-def link_runner(
-    compiler: Compiler, objects: Sequence[Path], imports: Collection[str], program: Path, *, name: str
-) -> None:
-    """Links the program for the imports of an object, of which `name` says in an error whose they are.
-
-    Raises:
-        DeviceError: the object imports what nothing here stands for, or the linker fails.
-    """
-    table = objects[0].parent / "imports.c"
-    write_imports(imports, table)
-    compiled = compile_sources([(compile_command(compiler, table), table)], table.parent)
-    argv = [*compiler.cpp, "-O2", "-static", "-s", _NO_SANITIZER, "-o", str(program)]
-    link_program([*argv, *map(str, (*objects, *compiled)), "-pthread"], name)
-
+# zig adds a sanitizer unless told otherwise; Apple's code was not compiled for it.
+LOADER = Loader(
+    system="ios", device="ios-sim", header="image.h", place=place_imports, flags=("-fno-sanitize=undefined",)
+)
 
 PINNED_SHA256 = "7bba75ff2cae219ee24cf499bc63ed48299f4a672ac10ee6f33319bd81af96da"
 PINNED_VERSION = "1.29.0"
@@ -182,15 +128,6 @@ def _read_library(path: Path, name: str, version: str) -> Framework:
     return Framework(name=name, sha256=digest_bytes(data), version=version, imports=imports, data=found)
 
 
-def write_object(framework: Framework, folder: Path) -> None:
-    """Writes the object into a folder, under the name that the device looks for.
-
-    Raises:
-        OutputError: the folder cannot be written.
-    """
-    write_file(folder / OBJECT, framework.data)
-
-
 def _find_cpu(data: bytes) -> bytes:
     """Returns the part of a universal file for x86-64; a file for one CPU is that part itself."""
     if data[:4] != _FAT:
@@ -262,15 +199,10 @@ def _read_symbols(data: bytes, offset: int, count: int, names_at: int, names_siz
 _MACHINE = "x86_64"
 
 
-class Installed(Built, frozen=True, kw_only=True):
-    """What is installed: of which framework and version.
-
-    `compiler` is what built its program.
-    """
+class InstalledFramework(Installed, frozen=True, kw_only=True):
+    """What is installed: of which framework; `compiler` is what built its program."""
 
     framework: str
-    sha256: str
-    version: str
     compiler: str
 
     @property
@@ -283,25 +215,24 @@ class Installed(Built, frozen=True, kw_only=True):
         """True if the compiler that is here now would build the same program."""
         return is_made_by({_MACHINE: self.compiler}, {_MACHINE: find_zig(_MACHINE)})
 
+    def describe(self) -> str:
+        """Returns what is installed, in words."""
+        return f"ONNX Runtime {self.version} of {self.framework} for the iOS simulator"
+
     @property
     def program(self) -> Path:
         """The program that opens the object."""
-        return device_folder() / PROGRAM
+        return LOADER.folder / PROGRAM
 
     @property
     def library(self) -> Path:
         """ONNX Runtime's object."""
-        return device_folder() / OBJECT
+        return LOADER.folder / OBJECT
 
 
-def device_folder() -> Path:
-    """Returns where the device lies in the user's cache."""
-    return cache_folder() / "ios-sim"
-
-
-def find_installed() -> Installed | None:
+def find_installed() -> InstalledFramework | None:
     """Returns what is installed and was built from exactly these sources, or None."""
-    return read_facts(device_folder(), Installed, digest_sources(ios_sources()))
+    return LOADER.find_installed(InstalledFramework)
 
 
 def explain_machine() -> str | None:
@@ -311,7 +242,7 @@ def explain_machine() -> str | None:
     return "the simulator's code runs on x86-64 Linux only"
 
 
-def install_ios(progress: Progress, framework: Path | None = None) -> Installed:
+def install_ios(progress: Progress, framework: Path | None = None) -> InstalledFramework:
     """Installs the pinned framework, or that in the folder `framework`, and builds the program for it.
 
     Raises:
@@ -325,19 +256,19 @@ def install_ios(progress: Progress, framework: Path | None = None) -> Installed:
     compiler = find_zig(_MACHINE)
     if compiler is None:
         raise DeviceError("zig, which compiles the stand-in for iOS, is not installed", hint=spell_install("ziglang"))
-    with one_at_a_time(device_folder()), staged_folder(device_folder()) as staging, work_folder() as work:
+    with LOADER.installing() as (staging, work):
         if framework is None:
             progress("fetching ONNX Runtime for the iOS simulator with npm: 150 MB")
         found = fetch_framework(work) if framework is None else open_framework(framework)
-        write_object(found, staging)
+        write_file(staging / OBJECT, found.data)
         progress("compiling the stand-in for iOS with zig, which at first compiles its C++ library: minutes")
-        objects = compile_runner(compiler, work / "objects")
-        link_runner(compiler, objects, found.imports, staging / PROGRAM, name=found.name)
-        facts = Installed(
+        objects = LOADER.compile_sources(compiler, work / "objects")
+        LOADER.link(compiler, objects, found.imports, staging / PROGRAM, name=found.name)
+        facts = InstalledFramework(
             framework=found.name,
             sha256=found.sha256,
             version=found.version,
-            sources=digest_sources(ios_sources()),
+            sources=digest_sources(LOADER.system),
             compiler=compiler.describe(),
         )
         write_file(staging / FACTS, msgspec.json.encode(facts))

@@ -9,13 +9,12 @@ import msgspec
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.device import DeviceRun, Job, Missing
-from edgekit.devices.ios.installed import Installed, explain_machine, find_installed
+from edgekit.devices.ios.installed import InstalledFramework, explain_machine, find_installed
 from edgekit.devices.ios.mil.serve import Facts
 from edgekit.devices.local.host import PROVIDER, provider_options
-from edgekit.devices.process.child import Runner, describe_job, refuse_run, require_device
 from edgekit.devices.process.exchange import RunnerJob
 from edgekit.devices.process.link import LocalLink
-from edgekit.devices.process.pipe import run_over
+from edgekit.devices.process.run import Runner, describe_job, refuse_run, require_device, run_over
 from edgekit.devices.release import Served, serving
 from edgekit.evidence import Evidence
 
@@ -91,7 +90,7 @@ class IosSimulator(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def _describe_job(job: Job, installed: Installed, cache: Path | None) -> RunnerJob:
+def _describe_job(job: Job, installed: InstalledFramework, cache: Path | None) -> RunnerJob:
     platform = job.target.session.platforms.get("ios")
     far = describe_job(job, provider=job.target.provider)
     options = dict(far.provider_options if platform is None else platform.provider_options)

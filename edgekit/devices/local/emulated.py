@@ -11,8 +11,8 @@ from onnx import helper, numpy_helper
 
 from edgekit._ort import CPU_PROVIDER, VERSION, CpuSession, Level, SessionSettings
 from edgekit.devices.device import DeviceRun, Job, Missing, PlacedNode
-from edgekit.devices.process.child import Runner, describe_stop, refuse_run
 from edgekit.devices.process.exchange import open_outputs, tensors_name, write_tensors
+from edgekit.devices.process.run import Runner, describe_stop, refuse_run
 from edgekit.errors import EdgekitError, ModelError
 from edgekit.evidence import Evidence
 from edgekit.graph.rewrite import set_nodes

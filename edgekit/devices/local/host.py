@@ -1,9 +1,10 @@
 """Devices of this machine: its CPU provider, edgekit's own runner, and on a Mac the Core ML provider."""
 
+import contextlib
 import platform
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -12,12 +13,11 @@ from edgekit._files import digest_bytes
 from edgekit._ort import VERSION
 from edgekit.devices.device import DeviceRun, Job, Missing
 from edgekit.devices.emulators.arm64 import Arm64, arm64_root, enter_arm64, folder_in_arm64, thread_count
-from edgekit.devices.local.runner import LIBRARY, PROGRAM, NativeRunner, find_missing_runner, find_runner, host_abi
+from edgekit.devices.local.runner import LIBRARY, PROGRAM, find_missing_runner, find_runner, host_abi
 from edgekit.devices.process.cache import cache_folder
-from edgekit.devices.process.child import Runner, describe_job, refuse_run, require_device
 from edgekit.devices.process.exchange import RunnerJob
-from edgekit.devices.process.link import Link, LocalLink, digest_files, list_model_files
-from edgekit.devices.process.pipe import run_over, run_python
+from edgekit.devices.process.link import LocalLink, digest_files, list_model_files
+from edgekit.devices.process.run import Runner, describe_job, refuse_run, require_device, run_over, run_python
 from edgekit.errors import EdgekitError, TargetError, UsageError, suggest_name
 from edgekit.evidence import Evidence
 
@@ -25,121 +25,92 @@ _QEMU = "qemu-x86_64-static"
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):
-    """This machine's CPU: another architecture than the target's, hence `emulated`."""
+    """This machine's CPU: another architecture than the target's, hence `emulated`; `cpu` is an older one under qemu.
 
-    name: str = "host"
+    qemu's Haswell is an x64 with AVX2 and without VNNI or AVX-512: MLAS then takes its VPMADDUBSW kernels, whose
+    products of u8 and s8 saturate (targets/cpu/NOTES.md).
+    """
+
+    cpu: str = ""
     evidence: Evidence = Evidence.EMULATED
 
-    def find_missing(self) -> Missing | None:
-        """Returns None: onnxruntime is a dependency."""
-        return None
-
-    def run_job(self, job: Job, work: Path) -> DeviceRun:
-        """Runs every sample of a job in the CPU provider."""
-        return run_python(Runner(device=self.name, evidence=self.evidence), job, describe_job(job), work)
-
-
-class OlderHost(msgspec.Struct, frozen=True, kw_only=True):
-    """An emulated x64 with AVX2 and without VNNI or AVX-512: its products of u8 and s8 saturate."""
-
-    name: str = "host:haswell"
-    evidence: Evidence = Evidence.EMULATED
+    @property
+    def name(self) -> str:
+        """The device as the user names it."""
+        return f"host:{self.cpu.lower()}" if self.cpu else "host"
 
     def find_missing(self) -> Missing | None:
-        """Returns what is lacking: qemu, on an x64."""
-        if platform.machine() != "x86_64":
+        """Returns what is lacking: nothing for the CPU as it is, for another qemu on an x64."""
+        if self.cpu and platform.machine() != "x86_64":
             return Missing(reason="this Python is not for x86-64", command=None)
-        if shutil.which(_QEMU) is None:
+        if self.cpu and shutil.which(_QEMU) is None:
             return Missing(reason=f"{_QEMU} not found", command="apt-get install qemu-user-static")
         return None
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:
-        """Runs every sample of a job under qemu.
+        """Runs every sample of a job in the CPU provider.
 
         Raises:
             DeviceError: qemu is missing.
         """
         require_device(self.name, self.find_missing())
         runner = Runner(device=self.name, evidence=self.evidence)
-        # qemu's Haswell has AVX2 and neither VNNI nor AVX-512: MLAS then takes its VPMADDUBSW kernels
-        # (targets/cpu/NOTES.md).
-        return run_python(runner, job, describe_job(job), work, (_QEMU, "-cpu", "Haswell"))
+        emulator = (_QEMU, "-cpu", self.cpu) if self.cpu else ()
+        return run_python(runner, job, describe_job(job), work, emulator)
 
 
-class HostNative(msgspec.Struct, frozen=True, kw_only=True):
-    """This machine's CPU, through the runner."""
+class Native(msgspec.Struct, frozen=True, kw_only=True):
+    """This machine's CPU through edgekit's own runner, or with `arm` the emulated one of `arm64`."""
 
-    name: str = "host:native"
+    arm: bool = False
     evidence: Evidence = Evidence.EMULATED
+
+    @property
+    def name(self) -> str:
+        """The device as the user names it."""
+        return "arm64:native" if self.arm else "host:native"
+
+    @property
+    def abi(self) -> str:
+        """The kind of machine that the runner is built for."""
+        return "linux-arm64" if self.arm else host_abi()
 
     def find_missing(self) -> Missing | None:
         """Returns what is lacking: the runner has to be built."""
-        return find_missing_runner(host_abi())
+        return (Arm64().find_missing() if self.arm else None) or find_missing_runner(self.abi)
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:
         """Runs every sample of a job in the CPU provider.
 
         Raises:
-            DeviceError: the runner is not built.
+            DeviceError: the runner is not built, or what emulates the CPU is missing.
         """
         require_device(self.name, self.find_missing())
-        link = LocalLink(name=self.name, folder=work / "sets", inside=str(work / "sets"))
-        return run_native(link, Runner(device=self.name, evidence=self.evidence), host_abi(), job, work)
+        native = find_runner(self.abi)
+        runner = Runner(device=self.name, evidence=self.evidence, emulates=self.arm)
+        if native is None:
+            return refuse_run(runner, "the runner is not built")
+        with self._linked(work) as link:
+            try:
+                files = list_model_files(job.model)
+            except EdgekitError as error:
+                return refuse_run(runner, error.message)
+            folder, model = link.push(native.files), f"{link.push(files)}/{job.model.name}"
+            threads = job.threads or (thread_count() if self.arm else 0)
+            far = msgspec.structs.replace(
+                describe_job(job), model=model, runtime=f"{folder}/{LIBRARY}", threads=threads
+            )
+            return run_over(link, [f"{folder}/{PROGRAM}", "--pipe"], job, far, work, runner=runner)
 
-
-class Arm64Native(msgspec.Struct, frozen=True, kw_only=True):
-    """An emulated Arm CPU, through the runner."""
-
-    name: str = "arm64:native"
-    evidence: Evidence = Evidence.SAME_ARCH
-
-    def find_missing(self) -> Missing | None:
-        """Returns what is lacking on this machine."""
-        return Arm64().find_missing() or find_missing_runner("linux-arm64")
-
-    def run_job(self, job: Job, work: Path) -> DeviceRun:
-        """Runs every sample of a job under qemu.
-
-        Raises:
-            DeviceError: qemu, the Debian root or the runner is missing.
-        """
-        require_device(self.name, self.find_missing())
+    @contextlib.contextmanager
+    def _linked(self, work: Path) -> Generator[LocalLink]:
+        if not self.arm:
+            yield LocalLink(name=self.name, folder=work / "sets", inside=str(work / "sets"))
+            return
         root = arm64_root()
         with folder_in_arm64(root) as folder:
             enter = tuple(enter_arm64(root, Arm64().cpu))
-            link = LocalLink(name=self.name, folder=folder, inside=f"/jobs/{folder.name}", enter=enter)
-            runner = Runner(device=self.name, evidence=self.evidence, emulates=True)
-            return run_native(link, runner, "linux-arm64", job, work, threads=thread_count())
-
-
-def run_native(link: Link, runner: Runner, abi: str, job: Job, work: Path, *, threads: int = 0) -> DeviceRun:
-    """Runs a job with the runner on the machine that a link leads to, on the CPU provider.
-
-    Raises:
-        DeviceError: the runner is not built, or the machine does not answer.
-    """
-    native = find_runner(abi)
-    if native is None:
-        require_device(runner.device, find_missing_runner(abi))
-        return refuse_run(runner, "the runner is not built")
-    try:
-        files = list_model_files(job.model)
-    except EdgekitError as error:
-        return refuse_run(runner, error.message)
-    program, library = push_runner(link, native)
-    model = f"{link.push(files)}/{job.model.name}"
-    far = msgspec.structs.replace(describe_job(job), model=model, runtime=library, threads=job.threads or threads)
-    return run_over(link, [program, "--pipe"], job, far, work, runner=runner)
-
-
-def push_runner(link: Link, native: NativeRunner) -> tuple[str, str]:
-    """Returns where the runner and ONNX Runtime's library lie on the machine that a link leads to.
-
-    Raises:
-        DeviceError: the machine does not answer, or has no space.
-    """
-    folder = link.push(native.files)
-    return f"{folder}/{PROGRAM}", f"{folder}/{LIBRARY}"
+            yield LocalLink(name=self.name, folder=folder, inside=f"/jobs/{folder.name}", enter=enter)
 
 
 PROVIDER = "CoreMLExecutionProvider"
@@ -190,7 +161,7 @@ class CoreMl(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def coreml_job(job: Job, units: str = "") -> RunnerJob:
-    """Returns the far-side job that opens a model in the Core ML provider, with a cache of its own.
+    """Returns the job that opens a model in the Core ML provider, with a cache of its own.
 
     The provider never notices that a cached model is stale, so that the cache folder is named by the digest of the
     model's files, the options and ONNX Runtime's version.

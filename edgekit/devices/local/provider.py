@@ -18,8 +18,7 @@ from edgekit._ort import AVAILABLE_PROVIDERS, CPU_PROVIDER, VERSION
 from edgekit._proc import run_process
 from edgekit.bundle.checks import PROVIDER_OPTIONS
 from edgekit.devices.device import DeviceRun, Job, Missing
-from edgekit.devices.process.child import FAR, Runner, describe_job, last_words, printable, require_device
-from edgekit.devices.process.pipe import run_python
+from edgekit.devices.process.run import FAR, Runner, describe_job, last_words, printable, require_device, run_python
 from edgekit.errors import MissingExtraError, TargetError, suggest_name
 from edgekit.evidence import Evidence
 from edgekit.machine import spell_install

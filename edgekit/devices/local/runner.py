@@ -18,7 +18,7 @@ from edgekit._proc import run_process
 from edgekit.bundle.archive import unpack_archive
 from edgekit.devices.device import Missing
 from edgekit.devices.emulators.arm64 import find_arm64_library
-from edgekit.devices.process.cache import cache_folder
+from edgekit.devices.process.cache import cache_folder, find_sources
 from edgekit.errors import DeviceError, UsageError, suggest_name
 from edgekit.progress import Progress
 
@@ -154,18 +154,6 @@ def copy_runner(runner: NativeRunner, out: Path) -> NativeRunner:
     return NativeRunner(abi=runner.abi, program=out / PROGRAM, library=out / LIBRARY)
 
 
-def runner_sources() -> Path:
-    """Returns the folder of the runner's sources."""
-    shipped = Path(__file__).parents[2] / "_runner"
-    return shipped if shipped.is_dir() else Path(__file__).parents[3] / "tools" / "runner"
-
-
-def digest_sources(folder: Path) -> str:
-    """Returns the digest of the sources of an emulator: those of a folder, and of the runner that is linked to them."""
-    files = [*runner_sources().rglob("*.cpp"), *runner_sources().rglob("*.h"), *folder.iterdir()]
-    return digest_bytes("\n".join(sorted(f"{path.name} {digest_file(path)}" for path in files)).encode())
-
-
 def _known_abi(abi: str) -> Abi:
     if abi not in ABIS:
         raise UsageError(f"there is no kind of machine '{abi}'", hint=suggest_name(abi, ABIS))
@@ -173,7 +161,7 @@ def _known_abi(abi: str) -> Abi:
 
 
 def _place(abi: Abi) -> Path:
-    files = sorted(path for path in runner_sources().rglob("*") if path.is_file())
+    files = sorted(path for path in find_sources("runner").rglob("*") if path.is_file())
     # Everything that the bytes of the program depend on here: a change of a source builds it anew.
     parts = [abi.name, str(ANDROID_API), *(f"{path.name} {digest_file(path)}" for path in files)]
     return cache_folder() / "runner" / f"{abi.name}-{digest_bytes(chr(10).join(parts).encode())[:16]}"
@@ -222,7 +210,7 @@ def _android_flags(abi: Abi, ndk: Path | None, library: Path | None) -> list[str
 def _compile(flags: Sequence[str], work: Path) -> None:
     if shutil.which("cmake") is None:
         raise DeviceError("cmake not found", hint="apt-get install cmake")
-    sources = str(runner_sources())
+    sources = str(find_sources("runner"))
     _run_step(["cmake", "-S", sources, "-B", str(work), "-G", "Unix Makefiles", *flags])
     _run_step(["cmake", "--build", str(work), "--parallel", str(min(os.cpu_count() or 1, 8))])
 

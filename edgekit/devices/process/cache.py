@@ -1,27 +1,13 @@
-"""Where installed emulators live: a folder of the user, each emulator whole or not at all."""
+"""Where installed emulators live: a folder of the user, each emulator whole or not at all; and the sources of some."""
 
 import contextlib
 import os
 from collections.abc import Generator
 from pathlib import Path
-from typing import TypeVar
 
-import msgspec
-
-from edgekit._files import digest_file, one_at_a_time, staged_folder
+from edgekit._files import digest_bytes, digest_file, one_at_a_time, staged_folder
 
 _STAMP = "installed-from"
-FACTS = "device.json"
-"""What an emulator that is built here says of itself."""
-
-
-class Built(msgspec.Struct, frozen=True, kw_only=True):
-    """What an emulator that was built here says of itself; `sources` is the digest of what it was built from."""
-
-    sources: str
-
-
-_BuiltT = TypeVar("_BuiltT", bound=Built)
 
 
 def cache_folder() -> Path:
@@ -54,13 +40,14 @@ def installing(name: str, lock: Path) -> Generator[Path]:
         (staging / _STAMP).write_text(digest_file(lock))
 
 
-def read_facts(folder: Path, kind: type[_BuiltT], sources: str) -> _BuiltT | None:
-    """Returns what an emulator in a folder says of itself, or None where other sources built it.
+def find_sources(name: str) -> Path:
+    """Returns the folder of C and C++ sources that ship with edgekit; in a checkout that is `tools/NAME`."""
+    shipped = Path(__file__).parents[2] / f"_{name}"
+    return shipped if shipped.is_dir() else Path(__file__).parents[3] / "tools" / name
 
-    `sources` is the digest of those that would build it now.
-    """
-    try:
-        facts = msgspec.json.decode((folder / FACTS).read_bytes(), type=kind)
-    except (OSError, msgspec.DecodeError):
-        return None
-    return facts if facts.sources == sources else None
+
+def digest_sources(name: str) -> str:
+    """Returns the digest of the sources of a program: those of its own folder, and of the runner linked with them."""
+    runner = find_sources("runner")
+    files = [*runner.rglob("*.cpp"), *runner.rglob("*.h"), *find_sources(name).iterdir()]
+    return digest_bytes("\n".join(sorted(f"{path.name} {digest_file(path)}" for path in files)).encode())

@@ -1,27 +1,25 @@
-"""The files that pass between edgekit and a program that runs a model: a job and samples there, a run and tensors back.
+"""What passes between edgekit and a program that runs a model: a job and samples there, tensors and a report back.
 
-A folder holds `job.json`, `in/NNNNN.tensors`, and later `run.json` and `out/NNNNN.tensors`. A `.tensors` file is one
-line of JSON, a list of {name, dtype, shape, size_bytes}, and then the payloads one after another, little-endian and in
-C order; the payload of strings is a JSON array. What comes back is hostile until it has been checked.
-
-The same passes through pipes: into the program one line with the job and then a `.tensors` message a sample, out of it
-a message a sample and, last, one line with the run; behind it come the `trace_bytes` of the profiler's file, where a
-job asked for it. In a folder that file is `trace.json`.
+The program reads one line of JSON with the job and then a message a sample; it writes a message a sample and, last, one
+line of JSON with its report. A line whose status is "running" may come before, when the session is made: it tells what
+is known if the program dies. Behind the last line come the `trace_bytes` of the profiler's file, where a job asked for
+it. A message, or a `.tensors` file, is one line of JSON, a list of {name, dtype, shape, size_bytes}, and then the
+payloads one after another, little-endian and in C order; the payload of strings is a JSON array. What comes back is
+hostile until it has been checked.
 """
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Annotated, Literal
+from typing import IO, Literal
 
 import msgspec
 import numpy as np
 
-from edgekit._files import open_regular, read_chunks, write_file, write_new
-from edgekit._ort import Level
+from edgekit._files import open_regular, read_chunks, write_new
 from edgekit.data.samples import Samples
-from edgekit.devices.device import LEAST_SAMPLES, DeviceState, Phase, Queue
+from edgekit.devices.device import Count, Measured, PlacedNode, RunOptions
 from edgekit.errors import DeviceError
 from edgekit.model.tensors import DTYPES, Array, Tensors, TensorSpec, shape_matches
 from edgekit.target import ChainedProvider
@@ -35,30 +33,16 @@ MAX_RESULT_BYTES = 1 << 26
 MAX_TRACE_BYTES = 1 << 28
 TRACE = "trace.json"
 
-_RUN = "run.json"
 
-# Beyond 2^53 readers of JSON, whose numbers are doubles, do not keep whole numbers exact (RFC 8259, 6).
-Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
-Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=8.64e7)]
-"""A day is the longest time limit that a device may get, so nothing in a run has taken longer."""
-
-
-class RunnerJob(msgspec.Struct, frozen=True, kw_only=True):
+class RunnerJob(RunOptions, frozen=True, kw_only=True):
     """What the program that runs a model beside the device is asked to do; paths are as that program sees them.
 
     `chain` holds other providers, which get what `provider` leaves, before the CPU does.
     `library` is a plug-in provider's library, "" for providers that are built in; of its devices the first is taken
     that is of the kind `hardware` (cpu, gpu or npu, "" for any), and while it looks for them every CPU is said to be of
     `cpu_vendor` (a PCI number, 0 for what it is). With `preload` libraries of CUDA that wheels brought are loaded
-    first. `threads` of 0 lets ONNX Runtime choose, and so do `inter_threads`, which count where nodes run in
-    `parallel`. Without `arena` memory is asked of the system each time, without `memory_pattern` no block is planned
-    for all of a run. The program stops after
-    `budget_s` seconds of samples, once `least_samples` ran. `profile` asks for the placement from the profile of the
-    first sample, for files of ORT format. `runtime` is where a runtime lies that the program must find. The program
-    runs each sample `repeat` times and gives a time for each of these runs. With a `concurrency` above 1 so many
-    threads share them, in one session. With `io_binding` inputs are bound and outputs are written where those of the
-    run before lie. `custom_ops` are libraries of operators. With `trace` the profiler watches the whole session, and
-    its file is given back.
+    first. `profile` asks for the placement from the profile of the first sample, for files of ORT format. `runtime` is
+    where a runtime lies that the program must find. `custom_ops` are libraries of operators.
     """
 
     model: str
@@ -67,62 +51,30 @@ class RunnerJob(msgspec.Struct, frozen=True, kw_only=True):
     hardware: str = ""
     cpu_vendor: int = 0
     preload: bool = False
-    provider_options: dict[str, str] = {}
+    provider_options: Mapping[str, str] = {}
     chain: tuple[ChainedProvider, ...] = ()
-    session_config: dict[str, str] = {}
-    level: Level = Level.ALL
-    threads: int = 0
-    inter_threads: int = 0
-    parallel: bool = False
-    arena: bool = True
-    memory_pattern: bool = True
+    session_config: Mapping[str, str] = {}
     samples: int
-    least_samples: int = LEAST_SAMPLES
-    budget_s: float = 3600.0
     profile: bool = False
     runtime: str = ""
-    repeat: int = 1
-    concurrency: int = 1
-    io_binding: bool = False
     custom_ops: tuple[str, ...] = ()
-    trace: bool = False
-    queue: Queue | None = None
 
 
-class RunnerNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A node and the provider that ran it, as the program beside the device saw them."""
-
-    name: str
-    op: str
-    domain: str
-    provider: str
-
-
-class RunnerResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RunnerResult(Measured, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the program that runs a model beside the device says of its run.
 
     `status` stays "running" when the program died, and is "stopped" when the time was over before the last sample.
-    `placed_whole` names a provider that took every node where the far side learned no more than that. `latency_ms` has
-    one time a sample, or as many as the job said in `repeat`; `elapsed_ms` the time of all of a sample together, where
-    several ran at once. So many `trace_bytes` follow the line with it. `memory` holds the bytes that are
-    resident behind each phase, and the most that were until then, where the program tells.
+    `placed_whole` names a provider that took every node where the program learned no more than that. So many
+    `trace_bytes` follow the line with it.
     """
 
     status: Literal["running", "done", "stopped", "refused"]
     message: str
-    load_ms: Milliseconds
-    latency_ms: tuple[Milliseconds, ...]
-    elapsed_ms: tuple[Milliseconds, ...] = ()
-    peak_rss_bytes: Count
     versions: dict[str, str]
-    placement: tuple[RunnerNode, ...]
+    placement: tuple[PlacedNode, ...]
     placement_source: Literal["session", "profile", "log"]
     placed_whole: str = ""
-    cpu_features: tuple[str, ...] = ()
-    before: DeviceState | None = None
-    after: DeviceState | None = None
     trace_bytes: Count = 0
-    memory: dict[Phase, tuple[Count, Count]] = {}
 
 
 class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -132,39 +84,18 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     size_bytes: Count
 
 
-def write_job(folder: Path, job: RunnerJob, samples: Samples) -> None:
-    """Writes a job and its samples into a folder, one sample in memory at a time.
-
-    Raises:
-        OutputError: the folder cannot be written.
-    """
-    for index, sample in enumerate(samples):
-        write_tensors(folder / "in" / tensors_name(index), sample)
-    write_file(folder / "job.json", msgspec.json.encode(job))
-
-
-def read_run(folder: Path) -> RunnerResult:
-    """Returns what the far side says of its run.
-
-    Raises:
-        DeviceError: there is no `run.json`, or it is not what a far-side program writes.
-    """
-    with _open_regular(folder / _RUN) as stream:
-        return decode_run(stream.read(MAX_RESULT_BYTES + 1))
-
-
 def decode_run(data: bytes) -> RunnerResult:
-    """Returns what the far side says of its run.
+    """Returns a program's report of its run.
 
     Raises:
-        DeviceError: it is not what a far-side program writes.
+        DeviceError: it is not what such a program writes.
     """
     if len(data) > MAX_RESULT_BYTES:
-        raise _malformed(Path(_RUN), f"it is larger than {MAX_RESULT_BYTES} bytes")
+        raise _malformed(Path("run.json"), f"it is larger than {MAX_RESULT_BYTES} bytes")
     try:
         return msgspec.json.decode(data, type=RunnerResult)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _malformed(Path(_RUN), str(error)) from error
+        raise _malformed(Path("run.json"), str(error)) from error
 
 
 def open_outputs(folder: Path, outputs: Sequence[TensorSpec], source: str) -> tuple[Samples, str]:

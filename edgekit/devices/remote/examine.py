@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from edgekit.devices.process.child import require_device
+from edgekit.devices.process.run import require_device
 from edgekit.devices.remote.adb import AdbLink
 from edgekit.devices.remote.store import ask, one_line
 from edgekit.errors import DeviceError

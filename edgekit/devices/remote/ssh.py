@@ -4,36 +4,18 @@ import contextlib
 import shlex
 import shutil
 import tempfile
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from pathlib import Path
 
 import msgspec
 
-from edgekit._proc import Finished, run_process
+from edgekit._proc import run_process
 from edgekit.devices.device import DeviceRun, Job, Missing
 from edgekit.devices.local.runner import ABIS, find_missing_runner
-from edgekit.devices.process.child import ORT_QUEUE, ORT_RUNNER, require_device
-from edgekit.devices.remote.adb import linked_names
-from edgekit.devices.remote.remote import (
-    SLOWEST_BYTES_PER_S,
-    STEP_S,
-    Program,
-    RemoteOptions,
-    native_program,
-    run_remote,
-)
-from edgekit.devices.remote.store import (
-    COUNT_CORES,
-    ask,
-    clean_store,
-    end_run,
-    one_line,
-    push_set,
-    read_count,
-    run_name,
-    wrap_program,
-)
-from edgekit.errors import DeviceError, EdgekitError
+from edgekit.devices.process.run import ORT_QUEUE, ORT_RUNNER
+from edgekit.devices.remote.remote import Machine, Program, RemoteDevice, linked_names, native_program
+from edgekit.devices.remote.store import COUNT_CORES, ShellLink, ask, one_line, read_count
+from edgekit.errors import DeviceError
 
 # No questions, no endless waits, and none of the forwardings that the user's configuration may ask for.
 _OPTIONS = (
@@ -46,19 +28,14 @@ _PYTHON = "python3"
 _HAS_ONNXRUNTIME = 'import importlib.util as u, sys; sys.exit(u.find_spec("onnxruntime") is None)'
 
 
-class SshLink(msgspec.Struct, frozen=True, kw_only=True):
+class SshLink(ShellLink, frozen=True, kw_only=True):
     """A machine that ssh reaches as `host`, which is written as the user would for ssh itself.
 
-    `base` is the folder there in which edgekit keeps its files, absolute. `control` is the socket of a connection that
-    several commands share, "" for one each. `run` names the folder of the program that this link starts.
+    `control` is the socket of a connection that several commands share, "" for one each.
     """
 
     host: str
-    base: str = ""
     control: str = ""
-    step_timeout_s: float = STEP_S
-    slowest_bytes_per_s: int = SLOWEST_BYTES_PER_S
-    run: str = msgspec.field(default_factory=run_name)
 
     @property
     def name(self) -> str:
@@ -66,18 +43,6 @@ class SshLink(msgspec.Struct, frozen=True, kw_only=True):
         return f"ssh:{self.host}"
 
     def find_missing(self) -> Missing | None:
-        """Returns why ssh cannot run a program on this machine, and what to do about it."""
-        missing = self.find_absent()
-        if missing is not None:
-            return missing
-        try:
-            ask(self, ":", step="connecting")
-        except DeviceError as error:
-            reason = error.message.removeprefix(f"'{self.name}' ")
-            return Missing(reason=reason, command=f"ssh {shlex.quote(self.host)}")
-        return None
-
-    def find_absent(self) -> Missing | None:
         """Returns what is wrong on this side, before anything is asked of the machine."""
         for program in ("ssh", "sftp"):
             if shutil.which(program) is None:
@@ -86,33 +51,11 @@ class SshLink(msgspec.Struct, frozen=True, kw_only=True):
             return Missing(reason=f"'{self.host[:80]}' is no name of a host", command="use ssh:USER@HOST")
         return None
 
-    def push(self, files: Mapping[str, Path]) -> str:
-        """Returns the folder on the machine that holds these files.
-
-        Raises:
-            DeviceError: the machine does not answer, has no space, or holds other bytes than were sent.
-        """
-        return push_set(self, self.base, files)
-
-    def wrap(self, argv: Sequence[str]) -> tuple[str, ...]:
-        """Returns the command that runs `argv` on the machine."""
-        return self._command(wrap_program(self.base, self.run, argv))
-
-    def stop(self) -> None:
-        """Ends the program of `wrap`, if it still runs, and removes what it left."""
-        end_run(self, self.base, self.run)
-
-    def clean(self) -> None:
-        """Removes everything that edgekit stored on the machine.
-
-        Raises:
-            DeviceError: the machine does not answer.
-        """
-        clean_store(self, self.base)
-
-    def start_script(self, script: str, timeout_s: float) -> Finished:
-        """Runs a script in a POSIX shell of the machine."""
-        return run_process(self._command(script), timeout_s=timeout_s)
+    def command(self, script: str) -> tuple[str, ...]:
+        """Returns the command that runs a script in a POSIX shell of the machine."""
+        # `exec sh -c`, because the user's own shell may be fish or csh, which read other scripts; `--` ends the
+        # options.
+        return ("ssh", "-T", *self._options(), "--", self.host, f"exec sh -c {shlex.quote(script)}")
 
     def send_files(self, files: Mapping[str, Path], folder: str) -> None:
         """Copies files into a folder of the machine, under plain names.
@@ -126,36 +69,18 @@ class SshLink(msgspec.Struct, frozen=True, kw_only=True):
             batch.flush()
             host = self.host.replace("ssh://", "sftp://", 1) if self.host.startswith("ssh://") else self.host
             argv = ["sftp", "-q", *self._options(), "-b", batch.name, "--", host]
-            finished = run_process(argv, timeout_s=self.step_timeout_s + size_bytes / self.slowest_bytes_per_s)
+            finished = run_process(argv, timeout_s=self.transfer_s(size_bytes))
         if not finished.succeeded:
             broken = "the link broke" if finished.status < 0 else finished.ending
             reason = "it does not answer" if finished.timed_out else one_line(finished.stderr) or broken
             raise DeviceError(f"'{self.name}' while sending files: {reason[-300:]}", hint=f"sftp {self.host}")
-
-    def _command(self, script: str) -> tuple[str, ...]:
-        # `exec sh -c`, because the user's own shell may be fish or csh, which read other scripts; `--` ends the
-        # options.
-        return ("ssh", "-T", *self._options(), "--", self.host, f"exec sh -c {shlex.quote(script)}")
 
     def _options(self) -> tuple[str, ...]:
         shared = (f"ControlPath={self.control}", "ControlMaster=auto", f"ControlPersist={_SHARED_S}")
         return tuple(word for option in (*_OPTIONS, *(shared if self.control else ())) for word in ("-o", option))
 
 
-class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a machine: the kind that edgekit names its runners by, system, cores, its cache, its Python.
-
-    `abi` is "" where there is no runner for that system, and `python` is "" where none there has onnxruntime.
-    """
-
-    abi: str
-    system: str
-    cores: str
-    base: str
-    python: str
-
-
-class SshDevice(RemoteOptions, frozen=True, kw_only=True):
+class SshDevice(RemoteDevice, frozen=True, kw_only=True):
     """A machine behind ssh, named as the user would for ssh itself.
 
     Where there is no runner for its kind, a Python there that has onnxruntime runs models. `python` asks for that
@@ -165,21 +90,23 @@ class SshDevice(RemoteOptions, frozen=True, kw_only=True):
     host: str
     python: str = ""
 
-    @property
-    def name(self) -> str:
-        """The device as the user names it."""
-        return self._link().name
+    def link(self) -> SshLink:
+        """Returns a link to the machine; where edgekit's folder is there, only the machine itself can tell."""
+        return SshLink(host=self.host, step_timeout_s=self.step_timeout_s, slowest_bytes_per_s=self.slowest_bytes_per_s)
 
-    def find_missing(self) -> Missing | None:
-        """Returns why this machine cannot be used, and what to do about it."""
-        link = self._link()
-        missing = link.find_absent()
-        if missing is not None:
-            return missing
-        try:
-            return self._find_lacking(self._look_at(link))
-        except EdgekitError as error:
-            return Missing(reason=error.message.removeprefix(f"'{self.name}' "), command=error.hint)
+    @contextlib.contextmanager
+    def connected(self) -> Generator[SshLink]:
+        """Yields a link whose commands share one connection, which ends with the block."""
+        # A short path: a Unix socket's name has about 100 bytes (sun_path in unix(7): 108).
+        with tempfile.TemporaryDirectory(prefix="edgekit-ssh-") as folder:
+            link = msgspec.structs.replace(self.link(), control=f"{folder}/c")
+            try:
+                yield link
+            finally:
+                if Path(link.control).exists():
+                    run_process(
+                        ["ssh", "-o", f"ControlPath={link.control}", "-O", "exit", "--", self.host], timeout_s=5
+                    )
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:
         """Runs every sample of a job on the machine.
@@ -187,98 +114,66 @@ class SshDevice(RemoteOptions, frozen=True, kw_only=True):
         Raises:
             DeviceError: the machine is not there, or has nothing to run a model with.
         """
-        if job.queue is not None and not self.python:
-            # Only the runner in Python serves a queue, also where there is another.
-            return msgspec.structs.replace(self, python=_PYTHON).run_job(job, work)
-        with shared_connection(self._link()) as link:
-            require_device(self.name, link.find_absent())
-            machine = self._look_at(link)
-            require_device(self.name, self._find_lacking(machine))
-            program = self._choose_program(machine)
-            run = run_remote(msgspec.structs.replace(link, base=machine.base), program, job, work, self.session)
-        about = {"system": machine.system, "cores": machine.cores}
-        return msgspec.structs.replace(run, versions={**{k: v for k, v in about.items() if v}, **run.versions})
+        # Only the runner in Python serves a queue, also where there is another.
+        needs_python = job.queue is not None and not self.python
+        device = msgspec.structs.replace(self, python=_PYTHON) if needs_python else self
+        return RemoteDevice.run_job(device, job, work)
 
-    def clean(self) -> None:
-        """Removes everything that edgekit stored on the machine.
+    def look_at(self, link: ShellLink) -> Machine:
+        """Returns what the machine is; its Python is not looked at on systems for which there is a runner.
 
         Raises:
-            DeviceError: the machine does not answer.
+            DeviceError: it does not answer, or not as a POSIX system does.
         """
-        link = self._link()
-        msgspec.structs.replace(link, base=self._look_at(link).base).clean()
+        linux = {abi.machine: abi.name for abi in ABIS.values() if not abi.android}
+        served = [machine for machine, abi in linux.items() if not self.python and self.find_runner(abi)]
+        python = shlex.quote(self.python or _PYTHON)
+        cases = " | ".join(shlex.quote(f"Linux {machine}") for machine in [*served, "-"])
+        script = f"""
+uname -srm
+{COUNT_CORES}
+echo "${{XDG_CACHE_HOME:-$HOME/.cache}}/edgekit"
+case "$(uname -sm)" in {cases}) exit 0 ;; esac
+p=$(command -v {python}) && "$p" -c '{_HAS_ONNXRUNTIME}' </dev/null 2>/dev/null && echo "$p"
+exit 0"""
+        system, cores, base, path, *_ = [*ask(link, script, step="connecting").splitlines(), "", "", "", ""]
+        if not base.startswith("/") or not base.isprintable():
+            raise DeviceError(f"'{link.name}' while connecting: it has no home folder", hint=f"ssh {self.host}")
+        words = [*system.split(), ""]
+        return Machine(
+            abi=linux.get(words[-2], "") if words[0] == "Linux" else "",
+            base=base,
+            versions={"system": one_line(system)[:80], "cores": read_count(cores)},
+            python=one_line(path)[:200],
+        )
 
-    def _find_lacking(self, machine: Machine) -> Missing | None:
+    def find_lacking(self, machine: Machine) -> Missing | None:
+        """Returns what a machine lacks to run models."""
         if machine.python or (machine.abi and not self.python and self.find_runner(machine.abi)):
             return None
         if self.python:
             return Missing(reason=f"'{self.python}' there has no onnxruntime", command="pip install onnxruntime, there")
-        if machine.abi:
-            lacking = find_missing_runner(machine.abi)
-            reason = f"{lacking.reason if lacking else 'no runner'}, and no python3 there has onnxruntime"
-            return Missing(reason=reason, command=lacking.command if lacking else None)
-        return Missing(
-            reason=f"there is no runner for '{machine.system}', and no python3 there has onnxruntime", command=None
-        )
+        if not machine.abi:
+            system = machine.versions["system"]
+            return Missing(
+                reason=f"there is no runner for '{system}', and no python3 there has onnxruntime", command=None
+            )
+        lacking = find_missing_runner(machine.abi)
+        reason = f"{lacking.reason if lacking else 'no runner'}, and no python3 there has onnxruntime"
+        return Missing(reason=reason, command=lacking.command if lacking else None)
 
-    def _choose_program(self, machine: Machine) -> Program:
+    def choose_program(self, machine: Machine) -> Program:
+        """Returns edgekit's runner, or where there is none, or Python is asked for, the runner in Python."""
         native = self.find_runner(machine.abi) if machine.abi and not self.python else None
         if native is not None:
             return native_program(native, self.libraries)
-        why = "as asked" if self.python else f"because no runner for '{machine.abi or machine.system}' is built"
+        kind = machine.abi or machine.versions["system"]
+        why = "as asked" if self.python else f"because no runner for '{kind}' is built"
         return Program(
             files={program.name: program for program in (ORT_RUNNER, ORT_QUEUE)},
             argv=(machine.python, f"{{folder}}/{ORT_RUNNER.name}", "--pipe"),
             notes=(f"run by the onnxruntime of {machine.python}, {why}",),
         )
-
-    def _look_at(self, link: SshLink) -> Machine:
-        linux = [abi for abi in ABIS.values() if not abi.android and not self.python and self.find_runner(abi.name)]
-        return _look_at(link, self.python, [f"Linux {abi.machine}" for abi in linux])
-
-    def _link(self) -> SshLink:
-        return SshLink(host=self.host, step_timeout_s=self.step_timeout_s, slowest_bytes_per_s=self.slowest_bytes_per_s)
-
-
-def _look_at(link: SshLink, python: str, with_runner: Sequence[str]) -> Machine:
-    """Returns what a machine is; its Python is not looked at on systems for which there is a runner.
-
-    Raises:
-        DeviceError: it does not answer, or not as a POSIX system does.
-    """
-    chosen = shlex.quote(python or _PYTHON)
-    script = f"""
-uname -sm
-{COUNT_CORES}
-echo "${{XDG_CACHE_HOME:-$HOME/.cache}}/edgekit"
-case "$(uname -sm)" in {" | ".join(map(shlex.quote, [*with_runner, "-"]))}) exit 0 ;; esac
-p=$(command -v {chosen}) && "$p" -c '{_HAS_ONNXRUNTIME}' </dev/null 2>/dev/null && echo "$p"
-exit 0"""
-    system, cores, base, path, *_ = [*ask(link, script, step="connecting").splitlines(), "", "", "", ""]
-    if not base.startswith("/") or not base.isprintable():
-        raise DeviceError(f"'{link.name}' while connecting: it has no home folder", hint=f"ssh {link.host}")
-    name, _, machine = system.strip().partition(" ")
-    abis = [abi.name for abi in ABIS.values() if not abi.android and abi.machine == machine and name == "Linux"]
-    return Machine(
-        abi=abis[0] if abis else "",
-        system=one_line(system)[:80],
-        cores=read_count(cores),
-        base=base,
-        python=one_line(path)[:200],
-    )
-
-
-@contextlib.contextmanager
-def shared_connection(link: SshLink) -> Generator[SshLink]:
-    """Yields a link like `link` whose commands share one connection, which ends with the block."""
-    # A short path: a Unix socket's name has about 100 bytes (sun_path in unix(7): 108).
-    with tempfile.TemporaryDirectory(prefix="edgekit-ssh-") as folder:
-        shared = msgspec.structs.replace(link, control=f"{folder}/c")
-        try:
-            yield shared
-        finally:
-            if Path(shared.control).exists():
-                run_process(["ssh", "-o", f"ControlPath={shared.control}", "-O", "exit", "--", link.host], timeout_s=5)
 
 
 def _sftp_quote(path: str) -> str:

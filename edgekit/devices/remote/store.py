@@ -15,13 +15,20 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Protocol
 
 import msgspec
 
-from edgekit._proc import Finished
+from edgekit._proc import Finished, run_process
+from edgekit.devices.device import Missing
 from edgekit.devices.process.link import digest_files, digest_unchanged
 from edgekit.errors import DeviceError
+
+STEP_S = 30.0
+"""How long one step of a conversation with a device may take, but for what its bytes need."""
+# adb's client waits for ever for a daemon that stops answering (measured): each step has a limit of its own, which
+# grows with its bytes.
+SLOWEST_BYTES_PER_S = 256 << 10
+"""A link that moves fewer is taken for dead: USB 2 and slow Wi-Fi move ten times as many."""
 
 KEPT_SETS = 12
 """How many sets of files stay on a machine; those used longest ago go first."""
@@ -48,22 +55,34 @@ _CLEAN_S = 5.0
 _CLEAN_PAUSE_S = 0.4
 
 
-class Shell(Protocol):
-    """A machine that runs scripts and takes files."""
+def _own_name(kind: str) -> str:
+    return f"{kind}-{_computer()}-{os.getpid()}-{threading.get_ident()}-{secrets.token_hex(4)}"
+
+
+class ShellLink(msgspec.Struct, frozen=True, kw_only=True):
+    """A machine that runs scripts in a POSIX shell and takes files; `base` is edgekit's folder there, absolute.
+
+    A step may take `step_timeout_s`. `run` names the folder of the program that this link starts: a link is made for
+    one run.
+    """
+
+    base: str = ""
+    step_timeout_s: float = STEP_S
+    slowest_bytes_per_s: int = SLOWEST_BYTES_PER_S
+    run: str = msgspec.field(default_factory=lambda: _own_name("run"))
 
     @property
     def name(self) -> str:
         """The machine as the user names it."""
-        ...
+        raise NotImplementedError
 
-    @property
-    def step_timeout_s(self) -> float:
-        """How long a script may take."""
-        ...
+    def find_missing(self) -> Missing | None:
+        """Returns why no script can be run there, as far as this side can tell, and what to do about it."""
+        raise NotImplementedError
 
-    def start_script(self, script: str, timeout_s: float) -> Finished:
-        """Runs a script with no standard input to its end."""
-        ...
+    def command(self, script: str) -> tuple[str, ...]:
+        """Returns the command that, run here, runs a script there, with stdin, stdout and stderr passed through."""
+        raise NotImplementedError
 
     def send_files(self, files: Mapping[str, Path], folder: str) -> None:
         """Copies files into an existing folder there, under the given plain names.
@@ -71,7 +90,35 @@ class Shell(Protocol):
         Raises:
             DeviceError: they did not arrive.
         """
-        ...
+        raise NotImplementedError
+
+    def transfer_s(self, size_bytes: int) -> float:
+        """Returns how long it may take to send that many bytes."""
+        return self.step_timeout_s + size_bytes / self.slowest_bytes_per_s
+
+    def push(self, files: Mapping[str, Path]) -> str:
+        """Returns the folder there that holds these files; what is there already is not sent again.
+
+        Raises:
+            DeviceError: the machine does not answer, has no space, or holds other bytes than were sent.
+        """
+        return push_set(self, self.base, files)
+
+    def wrap(self, argv: Sequence[str]) -> tuple[str, ...]:
+        """Returns the command that runs `argv` there."""
+        return self.command(wrap_program(self.base, self.run, argv))
+
+    def stop(self) -> None:
+        """Ends the program of `wrap`, if it still runs, and removes what it left; a machine that is gone is left."""
+        _remove(self, self.base, self.run)
+
+    def clean(self) -> None:
+        """Removes everything that edgekit stored there.
+
+        Raises:
+            DeviceError: the machine does not answer.
+        """
+        ask(self, f"rm -rf {shlex.quote(self.base)}", step="removing what edgekit stored")
 
 
 class _Seen(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +130,7 @@ class _Seen(msgspec.Struct, frozen=True, kw_only=True):
     free_bytes: int | None
 
 
-def ask(shell: Shell, script: str, *, step: str, timeout_s: float | None = None) -> str:
+def ask(shell: ShellLink, script: str, *, step: str, timeout_s: float | None = None) -> str:
     """Returns what a script writes, sure to be whole.
 
     A link that dies looks like success to some clients, so the script says itself that it came to its end.
@@ -95,7 +142,8 @@ def ask(shell: Shell, script: str, *, step: str, timeout_s: float | None = None)
     whole = f"echo {_BEGIN}; (\n{script}\n); rc=$?; echo; echo {_DONE} $rc"
     if len(whole.encode()) > _MAX_SCRIPT_BYTES:
         raise DeviceError(f"'{shell.name}' while {step}: too many files", hint="put the weights into one file")
-    finished = shell.start_script(whole, shell.step_timeout_s if timeout_s is None else timeout_s)
+    limit_s = shell.step_timeout_s if timeout_s is None else timeout_s
+    finished = run_process(shell.command(whole), timeout_s=limit_s)
     before, begin, rest = finished.stdout.replace("\r\n", "\n").partition(f"{_BEGIN}\n")
     output, done, code = rest.rpartition(f"\n{_DONE} ")
     if begin and before.strip():
@@ -123,7 +171,7 @@ def one_line(text: str) -> str:
     return "".join(letter for letter in (lines[-1] if lines else "") if letter.isprintable())
 
 
-def push_set(shell: Shell, base: str, files: Mapping[str, Path]) -> str:
+def push_set(shell: ShellLink, base: str, files: Mapping[str, Path]) -> str:
     """Returns the folder below `base` that holds these files; what is there already is not sent again.
 
     Files that another set holds are copied there. All are compared with their digests before the set gets its name.
@@ -168,26 +216,7 @@ def wrap_program(base: str, run: str, argv: Sequence[str]) -> str:
     )
 
 
-def run_name() -> str:
-    """Returns a new name for the folder of a running program."""
-    return _own_name("run")
-
-
-def end_run(shell: Shell, base: str, run: str) -> None:
-    """Ends a program that may still run, and removes its folder; a machine that is gone is left alone."""
-    _remove(shell, base, run)
-
-
-def clean_store(shell: Shell, base: str) -> None:
-    """Removes everything below `base`.
-
-    Raises:
-        DeviceError: the machine does not answer.
-    """
-    ask(shell, f"rm -rf {shlex.quote(base)}", step="removing what edgekit stored")
-
-
-def _look(shell: Shell, base: str, digest: str, names: Sequence[str]) -> _Seen:
+def _look(shell: ShellLink, base: str, digest: str, names: Sequence[str]) -> _Seen:
     place = shlex.quote(base)
     listed = " ".join(shlex.quote(name) for name in names)
     script = f"""
@@ -213,7 +242,7 @@ exit 0"""
 
 
 def _fill(
-    shell: Shell, base: str, part: str, digest: str, wanted: Mapping[str, Path], seen: _Seen, gone: Sequence[str]
+    shell: ShellLink, base: str, part: str, digest: str, wanted: Mapping[str, Path], seen: _Seen, gone: Sequence[str]
 ) -> None:
     digests = {name: digest_unchanged(path) for name, path in wanted.items()}
     there = {name: seen.copies[digests[name]] for name in wanted if digests[name] in seen.copies}
@@ -274,7 +303,7 @@ for d in $(ls -t); do
 done"""
 
 
-def _remove(shell: Shell, base: str, name: str) -> None:
+def _remove(shell: ShellLink, base: str, name: str) -> None:
     """Removes an own folder, if the machine can still be reached within some seconds."""
     script = f"cd {shlex.quote(base)} || exit 0\n{_removals(base, [name])}"
     deadline = time.monotonic() + _CLEAN_S
@@ -293,10 +322,6 @@ def _removals(base: str, names: Sequence[str]) -> str:
     return "".join(
         f"[ -f {name}/pid ] && read -r p < {name}/pid && {ours} && {{ {_KILL}; }}\nrm -rf {name}\n" for name in names
     )
-
-
-def _own_name(kind: str) -> str:
-    return f"{kind}-{_computer()}-{os.getpid()}-{threading.get_ident()}-{secrets.token_hex(4)}"
 
 
 def _is_left_over(name: str) -> bool:

@@ -4,17 +4,16 @@ import contextlib
 import importlib.util
 import sys
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from edgekit.devices.android.nnapi.network import NUMPY_TYPES, Network, OperandType, name_operation, split_constants
 from edgekit.devices.android.nnapi.tflite import write_model
-from edgekit.devices.release import open_pipes, serving
-from edgekit.errors import EdgekitError
+from edgekit.devices.release import serve_pipes, serving
 
 # Operations that TFLite's reference kernels lack (ELU) or compute wrong (LOCAL_RESPONSE_NORMALIZATION, whose window
 # ends one channel early): networks with one run on its optimized kernels, as NNAPI's own path on the CPU runs the
@@ -34,10 +33,6 @@ class _Part(msgspec.Struct, frozen=True, kw_only=True):
     shape: tuple[int, ...]
 
 
-class _Question(msgspec.Struct, frozen=True, kw_only=True):
-    ask: Literal["model", "run", "end"]
-
-
 class _Run(msgspec.Struct, frozen=True, kw_only=True):
     id: int
     inputs: tuple[_Part, ...]
@@ -49,6 +44,20 @@ class Computer:
 
     def __init__(self) -> None:
         self._networks: dict[int, tuple[Network, Any]] = {}
+
+    def load(self, question: bytes, read: Callable[[int], bytes]) -> None:
+        """Makes the network of a question ready, whose constants follow.
+
+        Raises:
+            EdgekitError: it cannot be computed here.
+        """
+        network = msgspec.json.decode(question, type=Network)
+        self.take_network(network, read(sum(max(operand.size, 0) for operand in network.operands)))
+
+    def compute(self, question: bytes, read: Callable[[int], bytes]) -> bytes:
+        """Returns the outputs of a network for the inputs that follow the question."""
+        run = msgspec.json.decode(question, type=_Run)
+        return self.run(run.id, read(sum(part.size for part in run.inputs)))
 
     def take_network(self, network: Network, data: bytes) -> None:
         """Makes a network ready.
@@ -98,41 +107,6 @@ def _turn(value: Any) -> Any:
     return (value.view(np.uint8) ^ np.uint8(0x80)).view(np.int8 if value.dtype == np.uint8 else np.uint8)
 
 
-def serve(ask: IO[bytes], answer: IO[bytes]) -> Facts:
-    """Answers questions until the last, and returns what was computed."""
-    computer = Computer()
-    while line := ask.readline():
-        question = msgspec.json.decode(line, type=_Question).ask
-        if question == "end":
-            break
-        try:
-            if question == "model":
-                network = msgspec.json.decode(line, type=Network)
-                data = ask.read(sum(max(operand.size, 0) for operand in network.operands))
-                computer.take_network(network, data)
-                result = b""
-            else:
-                run = msgspec.json.decode(line, type=_Run)
-                result = computer.run(run.id, ask.read(sum(part.size for part in run.inputs)))
-            answer.write(b"\n" + result)
-        except (EdgekitError, LookupError, RuntimeError, ValueError) as error:
-            reason = error.message if isinstance(error, EdgekitError) else str(error)
-            answer.write((" ".join(reason.split())[:400] or "no reason given").encode() + b"\n")
-        answer.flush()
-    return computer.describe()
-
-
-def main(folder: Path) -> None:
-    """Serves the pipes of a folder, and says at the end what was computed."""
-    with open_pipes(folder) as (ask, answer):
-        facts = serve(ask, answer)
-    sys.stdout.write(msgspec.json.encode(facts).decode() + "\n")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
-
-
 # What NNAPI says it can since Android 12L, where it no longer counts as Android does (NeuralNetworksTypes.h).
 _FEATURE_LEVELS = {32: 1_000_006, 33: 1_000_007}
 _LAST_FEATURE_LEVEL = 1_000_008
@@ -170,3 +144,7 @@ def computing(folder: Path, timeout_s: float) -> Generator[Service]:
         yield service
     with contextlib.suppress(msgspec.DecodeError):
         service.facts = msgspec.json.decode(served.said, type=Facts)
+
+
+if __name__ == "__main__":
+    serve_pipes(Computer(), Path(sys.argv[1]))

@@ -1,141 +1,79 @@
 """An ML Program and its weights, read from a `.mlpackage`.
 
-The format is that of coremltools' mlmodel/format/Model.proto and MIL.proto; weights lie in the blob file of
-mlmodel/src/MILBlob/Blob/StorageFormat.hpp. Of Protocol Buffers only what a Core ML model needs is read: fields by their
-numbers, in the order of the file.
+The format is that of coremltools' mlmodel/format/Model.proto and MIL.proto, of which the messages that ONNX Runtime's
+builder writes are declared here; weights lie in the blob file of mlmodel/src/MILBlob/Blob/StorageFormat.hpp.
 """
 
 import math
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
 
 from edgekit.model.tensors import Array
 
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-_MOST_BITS = 70
-
-Fields = Mapping[int, tuple[int | bytes, ...]]
-"""What a message holds: numbers, and bytes that may be text, packed numbers or another message."""
-
-
-def read_message(data: bytes) -> Fields:
-    """Returns the fields of a message.
-
-    Raises:
-        ValueError: it is no message.
-    """
-    found: dict[int, list[int | bytes]] = {}
-    for number, value in _iterate_fields(data):
-        found.setdefault(number, []).append(value)
-    return {number: tuple(values) for number, values in found.items()}
-
-
-def _iterate_fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    at = 0
-    while at < len(data):
-        key, at = _read_varint(data, at)
-        number, kind = key >> 3, key & 7
-        if kind == _VARINT:
-            value, at = _read_varint(data, at)
-            yield number, value
-            continue
-        if kind == _BYTES:
-            size, at = _read_varint(data, at)
-        elif kind in {_FIXED32, _FIXED64}:
-            size = 4 if kind == _FIXED32 else 8
-        else:
-            raise ValueError(f"a field is of kind {kind}")
-        if at + size > len(data):
-            raise ValueError("it is cut off")
-        yield number, data[at : at + size]
-        at += size
+# Each message, and its fields: number, name, type. A `*` stands for a field that may be there several times, as entries
+# of a map are. Fields that are not named here are skipped.
+_MESSAGES = """
+Model: 1 version int64, 500 network bytes, 502 program Program
+Program: 2 functions *FunctionEntry
+FunctionEntry: 1 key string, 2 value Function
+Function: 1 inputs *Named, 2 opset string, 3 blocks *BlockEntry
+BlockEntry: 1 key string, 2 value Block
+Block: 2 outputs *string, 3 operations *Operation
+Operation: 1 kind string, 2 inputs *ArgumentEntry, 3 outputs *Named, 4 bodies *bytes, 5 attributes *ValueEntry
+ArgumentEntry: 1 key string, 2 value Argument
+ValueEntry: 1 key string, 2 value Value
+Argument: 1 bindings *Binding
+Binding: 1 name string, 2 value Value
+Named: 1 name string, 2 type ValueType
+ValueType: 1 tensor TensorType
+TensorType: 1 dtype int64, 3 dimensions *Dimension
+Dimension: 1 constant Size
+Size: 1 size int64
+Value: 2 type ValueType, 3 immediate Immediate, 5 blob Blob
+Immediate: 1 tensor Tensor
+Blob: 1 file string, 2 offset int64
+Tensor: 1 floats Floats, 2 ints Ints, 3 bools Ints, 4 texts Texts, 5 longs Ints, 6 doubles Doubles, 7 raw Raw
+Floats: 1 values *float
+Doubles: 1 values *double
+Ints: 1 values *int64
+Texts: 1 values *string
+Raw: 1 values bytes
+"""
 
 
-def _read_varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        if at >= len(data) or shift >= _MOST_BITS:
-            raise ValueError("it is cut off")
-        byte = data[at]
-        value |= (byte & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 0x80:
-            return value, at
+def _declare(text: str) -> Any:
+    """Returns the class of the first of some messages."""
+    field = descriptor_pb2.FieldDescriptorProto
+    scalars = {
+        "int64": field.TYPE_INT64, "float": field.TYPE_FLOAT, "double": field.TYPE_DOUBLE,
+        "string": field.TYPE_STRING, "bytes": field.TYPE_BYTES,
+    }  # fmt: skip
+    file = descriptor_pb2.FileDescriptorProto(name="edgekit/mil.proto", package="mil", syntax="proto2")
+    for line in text.strip().splitlines():
+        name, _, fields = line.partition(": ")
+        message = file.message_type.add(name=name)
+        for entry in fields.split(", "):
+            number, key, kind = entry.split()
+            label = field.LABEL_REPEATED if kind[0] == "*" else field.LABEL_OPTIONAL
+            kind = kind.removeprefix("*")
+            declared = message.field.add(name=key, number=int(number), label=label)
+            if kind in scalars:
+                declared.type = scalars[kind]
+            else:
+                declared.type_name = f".mil.{kind}"
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"mil.{text.split(':', maxsplit=1)[0].strip()}"))
 
 
-def find_message(fields: Fields, number: int) -> Fields | None:
-    """Returns the message in a field, None where the field is absent."""
-    data = fields.get(number, (None,))[-1]
-    return read_message(data) if isinstance(data, bytes) else None
-
-
-def list_messages(fields: Fields, number: int) -> tuple[Fields, ...]:
-    """Returns the messages of a field that may be there several times."""
-    return tuple(read_message(data) for data in fields.get(number, ()) if isinstance(data, bytes))
-
-
-def list_pairs(fields: Fields, number: int) -> Iterator[tuple[str, Fields]]:
-    """Yields keys and values of a map whose values are messages."""
-    for entry in list_messages(fields, number):
-        yield read_text(entry, 1), find_message(entry, 2) or {}
-
-
-def read_text(fields: Fields, number: int) -> str:
-    """Returns the text in a field, empty where it is absent."""
-    data = fields.get(number, (b"",))[-1]
-    return data.decode() if isinstance(data, bytes) else ""
-
-
-def list_texts(fields: Fields, number: int) -> tuple[str, ...]:
-    """Returns the texts of a field that may be there several times."""
-    return tuple(data.decode() for data in fields.get(number, ()) if isinstance(data, bytes))
-
-
-def read_number(fields: Fields, number: int) -> int:
-    """Returns the whole number in a field, 0 where it is absent; negative ones fill 64 bits."""
-    value = fields.get(number, (0,))[-1]
-    if not isinstance(value, int):
-        raise ValueError("a number was expected")  # noqa: TRY004 - the file is wrong, not the caller
-    return value - (1 << 64) if value >> 63 else value
-
-
-def list_numbers(fields: Fields, number: int) -> list[int]:
-    """Returns the whole numbers of a field, packed or one by one."""
-    out: list[int] = []
-    for value in fields.get(number, ()):
-        if isinstance(value, int):
-            out.append(value)
-            continue
-        at = 0
-        while at < len(value):
-            one, at = _read_varint(value, at)
-            out.append(one)
-    return [value - (1 << 64) if value >> 63 else value for value in out]
-
-
-def list_floats(fields: Fields, number: int, width: int) -> Array:
-    """Returns the floating-point numbers of a field, of `width` bytes each."""
-    data = b"".join(value for value in fields.get(number, ()) if isinstance(value, bytes))
-    if len(data) % width:
-        raise ValueError("it is cut off")
-    return np.frombuffer(data, f"<f{width}")
-
-
-def read_struct(form: str, data: bytes, at: int) -> tuple[int, ...]:
-    """Returns whole numbers at a place of a file.
-
-    Raises:
-        ValueError: the file ends before.
-    """
-    try:
-        return struct.unpack_from(form, data, at)
-    except struct.error as error:
-        raise ValueError("it is cut off") from error
-
+_MODEL = _declare(_MESSAGES)
 
 DTYPES: Mapping[int, type[np.generic]] = {
     1: np.bool_,
@@ -152,8 +90,8 @@ DTYPES: Mapping[int, type[np.generic]] = {
 """Element types by their numbers in MIL.proto."""
 
 _TEXT = 2
-_PROGRAM, _NETWORK = 502, 500
 _SENTINEL = 0xDEADBEEF
+_BLOB_HEAD = struct.Struct("<IIQQ")
 _BLOB_KINDS: Mapping[int, type[np.generic]] = {
     1: np.float16,
     2: np.float32,
@@ -224,25 +162,26 @@ def read_program(data: bytes, folder: Path) -> Program:
         ValueError: it is damaged.
         OSError: a blob file cannot be read.
     """
-    model = read_message(data)
-    program = find_message(model, _PROGRAM)
-    if program is None:
-        kind = "a neural network" if _NETWORK in model else "no ML Program"
+    try:
+        model = _MODEL.FromString(data)
+    except DecodeError as error:
+        raise ValueError(f"it is damaged: {error}") from error
+    if not model.HasField("program"):
+        kind = "a neural network" if model.HasField("network") else "no ML Program"
         raise UnknownProgramError(f"the model is {kind}: edgekit computes ML Programs only")
-    function = dict(list_pairs(program, 2)).get("main")
+    function = {entry.key: entry.value for entry in model.program.functions}.get("main")
     if function is None:
         raise ValueError("it has no function main")
-    opset = read_text(function, 2)
-    block = dict(list_pairs(function, 3)).get(opset)
+    block = {entry.key: entry.value for entry in function.blocks}.get(function.opset)
     if block is None:
-        raise ValueError(f"it has no block for {opset!r}")
+        raise ValueError(f"it has no block for {function.opset!r}")
     blobs = _Blobs(folder)
     return Program(
-        specification=read_number(model, 1),
-        opset=opset,
-        inputs=tuple(_read_result(entry) for entry in list_messages(function, 1)),
-        outputs=list_texts(block, 2),
-        operations=tuple(_read_operation(entry, blobs) for entry in list_messages(block, 3)),
+        specification=model.version,
+        opset=function.opset,
+        inputs=tuple(map(_read_result, function.inputs)),
+        outputs=tuple(block.outputs),
+        operations=tuple(_read_operation(entry, blobs) for entry in block.operations),
     )
 
 
@@ -262,7 +201,9 @@ class _Blobs:
                 raise ValueError(f"its blob file {name!r} lies outside")
             self._files[name] = path.read_bytes()
         data = self._files[name]
-        sentinel, kind, size, start = read_struct("<IIQQ", data, offset)
+        if not 0 <= offset <= len(data) - _BLOB_HEAD.size:
+            raise ValueError("it is cut off")
+        sentinel, kind, size, start = _BLOB_HEAD.unpack_from(data, offset)
         if sentinel != _SENTINEL or kind not in _BLOB_KINDS:
             raise ValueError(f"there is no blob at {offset}")
         dtype = np.dtype(_BLOB_KINDS[kind])
@@ -271,80 +212,59 @@ class _Blobs:
         return np.frombuffer(data, dtype, count, start)
 
 
-def _read_result(entry: Fields) -> Result:
-    kind = find_message(entry, 2) or {}
-    tensor = find_message(kind, 1) or {}
-    return Result(
-        name=read_text(entry, 1),
-        dtype=DTYPES.get(read_number(tensor, 1)),
-        shape=tuple(_list_dimensions(tensor)),
-    )
+def _read_result(entry: Any) -> Result:
+    tensor = entry.type.tensor
+    return Result(name=entry.name, dtype=DTYPES.get(tensor.dtype), shape=tuple(_list_dimensions(tensor)))
 
 
-def _list_dimensions(tensor: Fields) -> Iterator[int]:
-    for dimension in list_messages(tensor, 3):
-        constant = find_message(dimension, 1)
-        yield -1 if constant is None else read_number(constant, 1)
+def _list_dimensions(tensor: Any) -> Iterator[int]:
+    for dimension in tensor.dimensions:
+        yield dimension.constant.size if dimension.HasField("constant") else -1
 
 
-def _read_operation(entry: Fields, blobs: _Blobs) -> Operation:
+def _read_operation(entry: Any, blobs: _Blobs) -> Operation:
+    if entry.bodies:
+        raise ValueError(f"its operation {entry.kind!r} has a body")
     inputs: dict[str, tuple[str, ...]] = {}
     constants: dict[str, Value] = {}
-    if list_messages(entry, 4):
-        raise ValueError(f"its operation {read_text(entry, 1)!r} has a body")
-    for parameter, argument in list_pairs(entry, 2):
-        bindings = list_messages(argument, 1)
-        values = [value for value in (find_message(binding, 2) for binding in bindings) if value is not None]
+    for argument in entry.inputs:
+        bindings = argument.value.bindings
+        values = [binding.value for binding in bindings if binding.HasField("value")]
         if values:
-            constants[parameter] = _read_value(values[0], blobs)
+            constants[argument.key] = _read_value(values[0], blobs)
         else:
-            inputs[parameter] = tuple(read_text(binding, 1) for binding in bindings)
-    attributes = {name: _read_value(value, blobs) for name, value in list_pairs(entry, 5)}
+            inputs[argument.key] = tuple(binding.name for binding in bindings)
+    attributes = {attribute.key: _read_value(attribute.value, blobs) for attribute in entry.attributes}
     name = attributes.pop("name", "")
     return Operation(
-        kind=read_text(entry, 1),
+        kind=entry.kind,
         name=name if isinstance(name, str) else "",
         inputs=inputs,
         constants={**attributes, **constants},
-        results=tuple(_read_result(result) for result in list_messages(entry, 3)),
+        results=tuple(map(_read_result, entry.outputs)),
     )
 
 
-def _read_value(value: Fields, blobs: _Blobs) -> Value:
-    kind = find_message(find_message(value, 2) or {}, 1)
-    if kind is None:
+def _read_value(value: Any, blobs: _Blobs) -> Value:
+    if not value.type.HasField("tensor"):
         raise ValueError("it has a constant that is no tensor")
-    shape = tuple(_list_dimensions(kind))
+    kind: int = value.type.tensor.dtype
+    shape = tuple(_list_dimensions(value.type.tensor))
     count = math.prod(shape)
     if not 0 <= count <= _MOST_ELEMENTS or min(shape, default=0) < 0:
         raise ValueError("it has a constant of no size")
-    blob = find_message(value, 5)
-    if blob is not None:
-        return blobs.read(read_text(blob, 1), read_number(blob, 2), count).reshape(shape)
-    tensor = find_message(find_message(value, 3) or {}, 1)
-    if tensor is None:
-        raise ValueError("it has a constant without a value")
-    number = read_number(kind, 1)
-    if number == _TEXT:
-        return "".join(list_texts(find_message(tensor, 4) or {}, 1))
-    found = _read_elements(tensor, number)
+    if value.HasField("blob"):
+        return blobs.read(value.blob.file, value.blob.offset, count).reshape(shape)
+    tensor = value.immediate.tensor
+    if kind == _TEXT:
+        return "".join(tensor.texts.values)
+    if kind not in DTYPES:
+        raise ValueError(f"it has a constant of element type {kind}")
+    if tensor.HasField("raw"):  # what is narrower than the lists stands as bytes
+        found = np.frombuffer(tensor.raw.values, DTYPES[kind])
+    else:
+        lists = (tensor.floats, tensor.doubles, tensor.ints, tensor.bools, tensor.longs)
+        found = np.array([number for numbers in lists for number in numbers.values])
     if found.size != count:
         raise ValueError(f"it has a constant of {found.size} elements where {count} were expected")
-    return found.astype(DTYPES[number]).reshape(shape)
-
-
-def _read_elements(tensor: Fields, number: int) -> Array:
-    if number not in DTYPES:
-        raise ValueError(f"it has a constant of element type {number}")
-    for field, width in ((1, 4), (6, 8)):
-        if (floats := find_message(tensor, field)) is not None:
-            return list_floats(floats, 1, width)
-    for field in (2, 3, 5):
-        if (whole := find_message(tensor, field)) is not None:
-            return np.array(list_numbers(whole, 1), np.int64)
-    raw = find_message(tensor, 7)
-    if raw is None:
-        raise ValueError("it has a constant without elements")
-    # What is narrower than the lists above stands as bytes.
-    data = b"".join(part for part in raw.get(1, ()) if isinstance(part, bytes))
-    return np.frombuffer(data, DTYPES[number])
+    return found.astype(DTYPES[kind]).reshape(shape)

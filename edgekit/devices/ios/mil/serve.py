@@ -7,15 +7,15 @@ program that cannot be computed can be loaded: only running it says why.
 import struct
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Literal
 
 import msgspec
 import numpy as np
 
 from edgekit.devices.ios.mil.compute import compute_program, require_known
 from edgekit.devices.ios.mil.program import Program, Result, read_package
-from edgekit.devices.release import open_pipes
+from edgekit.devices.release import serve_pipes
 from edgekit.machine import single_blas_thread
 from edgekit.model.tensors import Array
 
@@ -37,8 +37,7 @@ class _Tensor(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Question(msgspec.Struct, frozen=True, kw_only=True):
-    ask: Literal["model", "run", "end"]
-    id: int = 0
+    id: int
     path: str = ""
     inputs: tuple[_Tensor, ...] = ()
     outputs: tuple[_Tensor, ...] = ()
@@ -50,28 +49,30 @@ class Computer:
     def __init__(self) -> None:
         self._programs: dict[int, Program | str] = {}
 
-    def load(self, number: int, path: Path) -> None:
+    def load(self, question: bytes, read: Callable[[int], bytes]) -> None:  # noqa: ARG002 - its weights lie beside it
         """Takes the program of a package."""
+        model = msgspec.json.decode(question, type=_Question)
         try:
-            program = read_package(path)
+            program = read_package(Path(model.path))
             require_known(program)
-            self._programs[number] = program
+            self._programs[model.id] = program
         except (ValueError, OSError) as error:
-            self._programs[number] = str(error)
+            self._programs[model.id] = str(error)
 
-    def run(self, question: _Question, data: bytes) -> bytes:
+    def compute(self, question: bytes, read: Callable[[int], bytes]) -> bytes:
         """Returns the outputs that are asked for, each with its rank and sizes before the elements.
 
         Raises:
             ValueError: the program cannot be computed; the message says why.
         """
-        program = self._programs[question.id]
+        run = msgspec.json.decode(question, type=_Question)
+        data, program = read(_count_bytes(run)), self._programs[run.id]
         if isinstance(program, str):
             raise ValueError(program)  # noqa: TRY004 - what the program is, not of which type
         wanted = {entry.name: entry for entry in program.inputs}
-        found = compute_program(program, _split_inputs(question.inputs, data, wanted))
+        found = compute_program(program, _split_inputs(run.inputs, data, wanted))
         parts: list[bytes] = []
-        for asked in question.outputs:
+        for asked in run.outputs:
             value = np.asarray(found[asked.name], _ONNX_TYPES[asked.type])
             # Core ML has no scalars: ONNX Runtime takes one element for one where the graph has a scalar.
             value = value.reshape(()) if not asked.shape and value.size == 1 else value
@@ -109,32 +110,6 @@ def _count_bytes(question: _Question) -> int:
     )
 
 
-def serve(ask: IO[bytes], answer: IO[bytes]) -> Facts:
-    """Answers questions until the last, and returns what was computed."""
-    computer = Computer()
-    while line := ask.readline():
-        question = msgspec.json.decode(line, type=_Question)
-        if question.ask == "end":
-            break
-        try:
-            result = b""
-            if question.ask == "model":
-                computer.load(question.id, Path(question.path))
-            else:
-                result = computer.run(question, ask.read(_count_bytes(question)))
-            answer.write(b"\n" + result)
-        except (LookupError, ValueError, MemoryError) as error:
-            answer.write((" ".join(str(error).split())[:400] or "no reason given").encode() + b"\n")
-        answer.flush()
-    return computer.describe()
-
-
-def main(folder: Path) -> None:
-    """Serves the pipes of a folder, and says at the end what was computed."""
-    with open_pipes(folder) as (ask, answer), single_blas_thread():
-        facts = serve(ask, answer)
-    sys.stdout.write(msgspec.json.encode(facts).decode() + "\n")
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    with single_blas_thread():
+        serve_pipes(Computer(), Path(sys.argv[1]))
