@@ -116,6 +116,11 @@ class _Goal(msgspec.Struct, frozen=True, kw_only=True):
         louder = 10 ** (max(0.0, self.sure_db - prediction.sqnr_db) / 20)
         return prediction.meets(self.max_drop / louder)
 
+    @property
+    def is_strict(self) -> bool:
+        """True where nothing is used but what meets the goal."""
+        return math.isinf(self.least_gain_db)
+
     def may_meet(self, prediction: Prediction, share: float) -> bool:
         """Returns True if a plan may meet the goal once such a share of the noise of its activations is gone."""
         if prediction.drop_estimate is None:
@@ -412,8 +417,11 @@ def _try_few_reliefs(
     counts = goal.reliefs if search.relievable else ()
     attempts = _Attempts(search, goal, 1 + len(counts), first=first, known=known)
     plain = attempts.run(0)
-    is_enough = plain is None or attempts.is_enough(plain) or _is_near(plain.prediction)
-    if plain is None or is_enough or not counts or not search.memo.budget.allows(_MORE):
+    if plain is None or attempts.is_enough(plain) or _is_near(plain.prediction):
+        return attempts.trials
+    # A ratio meets no strict goal: those are of drops that were measured.
+    is_unknown = goal.is_strict and plain.prediction.drop_estimate is None
+    if is_unknown or not counts or not search.memo.budget.allows(_MORE):
         return attempts.trials
     weigh = partial(weigh_relief, search.model, search.calibration, first, counts, search.memo)
     shares = search.memo.budget.attempt("plans with more tensors out of 8 bits", weigh)
@@ -430,7 +438,8 @@ def _try_few_reliefs(
         found, most = attempts.trials[-1], max(attempts.found)
         if most:
             gained = (_drop(plain) - _drop(found)) * shares[count] / max(shares[most], shares[count])
-            if _drop(plain) - gained > max(goal.max_drop, _drop(found)) + 2 * _WORTH:
+            enough = goal.max_drop if goal.is_strict else max(goal.max_drop, _drop(found))
+            if _drop(plain) - gained > enough + 2 * _WORTH:
                 break
         attempts.run(count)
     return attempts.trials
