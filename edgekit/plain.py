@@ -9,6 +9,8 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import msgspec
 
+from edgekit.errors import EdgekitError, UsageError
+
 _T = TypeVar("_T")
 # What a person writes by hand is far below: a file beyond it is none of it, and may have no end (/dev/zero).
 _MOST_TOML_BYTES = 1 << 20
@@ -25,13 +27,37 @@ class Shown:
         return type(self).draw_page(self)
 
 
-def read_toml(path: Path, kind: type[_T]) -> _T:
+def read_toml(
+    path: Path,
+    kind: type[_T],
+    *,
+    hint: str,
+    keys: str | Callable[[str], str] = "",
+    error: type[EdgekitError] = UsageError,
+) -> _T:
     """Returns what a TOML file says, as a value of some type.
 
+    Args:
+        path: the file.
+        kind: a struct, or a dict.
+        hint: what to do where it cannot be read.
+        keys: what to do where it is malformed, perhaps made of what is wrong; by default the keys of a struct.
+        error: what is raised.
+
     Raises:
-        OSError: the file cannot be read, is a folder, or is a pipe.
-        msgspec.DecodeError: it is no TOML, says something else, is too large or nested too deep.
+        EdgekitError: the file cannot be read, is no TOML, says something else, is too large or nested too deep.
     """
+    try:
+        return _read_toml(path, kind)
+    except OSError as fault:
+        raise error(f"cannot read '{path}': {fault.strerror}", hint=hint) from fault
+    except (msgspec.DecodeError, UnicodeDecodeError) as fault:
+        said = keys(str(fault)) if callable(keys) else keys
+        named = ", ".join(getattr(kind, "__struct_fields__", ()))
+        raise error(f"'{path}' is malformed: {fault}", hint=said or f"the keys are {named}") from fault
+
+
+def _read_toml(path: Path, kind: type[_T]) -> _T:
     # A shell's <(command) is a pipe that somebody writes into; one that lies in a folder would be waited for in vain.
     if path.is_fifo() and path.parent != _SHELL_PIPES:
         raise OSError(errno.EINVAL, "it is a pipe")

@@ -123,14 +123,7 @@ def load_recipe(path: AnyPath) -> Recipe:
     Raises:
         UsageError: the file cannot be read, is malformed, or has an unknown key.
     """
-    path = as_path(path)
-    try:
-        return read_toml(path, Recipe)
-    except OSError as error:
-        raise UsageError(f"cannot read '{path}': {error.strerror}", hint="--recipe takes a .toml file") from error
-    except msgspec.DecodeError as error:
-        keys = ", ".join(Recipe.__struct_fields__)
-        raise UsageError(f"'{path}' is malformed: {error}", hint=f"the keys are {keys}") from error
+    return read_toml(as_path(path), Recipe, hint="--recipe takes a .toml file")
 
 
 def load_metric(text: str) -> TaskLimit:
@@ -141,13 +134,7 @@ def load_metric(text: str) -> TaskLimit:
     """
     if not text.endswith(".toml"):
         return TaskLimit(name=text)
-    try:
-        return read_toml(Path(text), TaskLimit)
-    except OSError as error:
-        raise UsageError(f"cannot read '{text}': {error.strerror}", hint="--metric takes a name or a .toml") from error
-    except msgspec.DecodeError as error:
-        keys = ", ".join(TaskLimit.__struct_fields__)
-        raise UsageError(f"'{text}' is malformed: {error}", hint=f"the keys are {keys}") from error
+    return read_toml(Path(text), TaskLimit, hint="--metric takes a name or a .toml")
 
 
 def load_targets(recipe: Recipe) -> tuple[Target, ...]:

@@ -346,15 +346,8 @@ def load_target(name: str, settings: Mapping[str, str | float] | None = None) ->
 
 
 def _read_target(folder: Path) -> Target:
-    file = folder / "target.toml"
-    try:
-        return read_toml(file, Target)
-    except msgspec.DecodeError as error:
-        raise TargetError(f"'{file}' is malformed: {error}", hint=f"compare it with '{targets_folder()}'") from error
-    except OSError as error:
-        raise TargetError(
-            f"cannot read '{file}': {error.strerror}", hint="a target is a folder with target.toml"
-        ) from error
+    hint, keys = "a target is a folder with target.toml", f"compare it with '{targets_folder()}'"
+    return read_toml(folder / "target.toml", Target, hint=hint, keys=keys, error=TargetError)
 
 
 def _refuse_unusable(target: Target, folder: Path) -> None:

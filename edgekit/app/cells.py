@@ -15,6 +15,7 @@ from edgekit.bundle.folder import MANIFEST, open_bundle
 from edgekit.bundle.group.group import GROUP, open_group
 from edgekit.errors import EdgekitError
 from edgekit.jobs.build import build
+from edgekit.jobs.build_inputs import Kept
 from edgekit.jobs.group import build_group, read_group_file
 from edgekit.model.model import load_model
 from edgekit.plain import to_json
@@ -51,10 +52,11 @@ def find_key(app: App, cell: Cell, digests: Digests) -> tuple[str, tuple[str, ..
     return make_key(app, cell, beside, digests), beside
 
 
-def build_cell(app: App, cell: Cell, digests: Digests, progress: Progress, *, cache: Path | None = None) -> CellResult:
+def build_cell(app: App, cell: Cell, digests: Digests, progress: Progress, kept: Kept) -> CellResult:
     """Builds and verifies a cell and returns what was found; a bundle that was made is kept with its result.
 
-    What cannot be built is a finding, too, and is tried again the next time.
+    Cells of one model share what builds have `kept`. What cannot be built is a finding, too, and is tried again the
+    next time.
     """
     folder, start, verify = cell_folder(app, cell), time.monotonic(), app.table.verify
     try:
@@ -70,7 +72,7 @@ def build_cell(app: App, cell: Cell, digests: Digests, progress: Progress, *, ca
             folder,
             cell.recipe,
             verify=verify.enabled and not verify.names_devices,
-            cache=cache or app.out / CACHE,
+            cache=kept,
             time_budget_s=app.table.time_budget_s,
             progress=partial(_tell, progress, cell),
         )

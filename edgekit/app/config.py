@@ -249,8 +249,10 @@ class SweepTable(_Table, frozen=True, kw_only=True):
 
 
 class AppTable(_Table, frozen=True, kw_only=True):
-    """An `edgekit.toml`: everything lies below `out`, and planning of a bundle ends after `time_budget_s`.
+    """An `edgekit.toml`: everything lies below `out`.
 
+    A bundle is planned and verified in `time_budget_s`, as by `edgekit build --time-budget`; devices that `[verify]`
+    names have limits of their own.
     `[commands.NAME]` holds options of other commands, which count where `--config` names the file.
     """
 
@@ -305,14 +307,8 @@ def load_app(path: AnyPath) -> App:
             column.
     """
     path = as_path(path)
-    try:
-        raw = read_toml(path, dict[str, Any])
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise UsageError(f"cannot read '{path}': {reason}", hint="edgekit init MODEL writes one") from error
-    except msgspec.DecodeError as error:
-        raise UsageError(f"'{path}' is malformed: {error}", hint="see the place that it names") from error
+    hint, keys = "edgekit init MODEL writes one", "see the place that it names"
+    raw, text = read_toml(path, dict[str, Any], hint=hint, keys=keys), path.read_text()
     app = App(path=path, table=_convert_app(raw, path, text))
     _check_names(app, text)
     return app

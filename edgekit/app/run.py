@@ -7,12 +7,13 @@ from pathlib import Path
 import msgspec
 
 from edgekit._files import write_file
-from edgekit.app.cells import build_cell, find_kept, find_key, forget_cell
+from edgekit.app.cells import CACHE, build_cell, find_kept, find_key, forget_cell
 from edgekit.app.config import App, Cell, list_cells
 from edgekit.app.packages import pack_all, require_keys, sign_all
 from edgekit.app.result import STORE, AppReport, CellResult, Digests, render_app
 from edgekit.app.store import Store, fetch_cell, publish_cell
 from edgekit.errors import DataError, EdgekitError, UsageError, suggest_name
+from edgekit.jobs.build_inputs import Kept
 from edgekit.plain import to_json
 from edgekit.progress import Progress, say_nothing
 from edgekit.report.ci import render_junit, render_markdown
@@ -60,9 +61,12 @@ def run_app(
         found |= {cell.name: _find_stored(app, cell, digests, store) for cell in lost}
     waiting = [cell for cell in cells if found[cell.name] is None]
     built = iter([None] * len(waiting)) if elsewhere is None else elsewhere(waiting)
-    began = time.monotonic()
+    began, kept = time.monotonic(), Kept()
     for number, cell in enumerate(waiting, 1):
-        result = next(built) or _build(app, cell, digests, store, progress)
+        # Cells of a model follow each other: what another model gave is of no use to them, and takes memory.
+        if number == 1 or waiting[number - 2].model != cell.model:
+            kept = Kept(folder=app.out / CACHE)
+        result = next(built) or _build(app, cell, digests, kept, store, progress)
         found[cell.name] = result
         left_s = (time.monotonic() - began) / number * (len(waiting) - number)
         left = f", about {left_s:.0f} s left" if number < len(waiting) else ""
@@ -95,8 +99,8 @@ def list_watched(app: App) -> Iterator[Path]:
         yield from (path for path in (data.labels, data.golden) if path is not None)
 
 
-def _build(app: App, cell: Cell, digests: Digests, store: Store | None, progress: Progress) -> CellResult:
-    result = build_cell(app, cell, digests, progress)
+def _build(app: App, cell: Cell, digests: Digests, kept: Kept, store: Store | None, progress: Progress) -> CellResult:
+    result = build_cell(app, cell, digests, progress, kept)
     if store is not None and result.bundle:
         publish_cell(app, cell, result.key, store)
     return result

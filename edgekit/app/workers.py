@@ -32,6 +32,7 @@ from edgekit.app.store import (
 )
 from edgekit.devices.parallel import REMOTE, run_together
 from edgekit.errors import DeviceError, EdgekitError, MissingExtraError, quote_error
+from edgekit.jobs.build_inputs import Kept
 from edgekit.machine import spell_install
 from edgekit.progress import Progress, say_nothing
 
@@ -131,7 +132,7 @@ def _fill(order: Order) -> CellResult | None:
             held.enter_context(distributed.Semaphore(max_leases=1, name=f"edgekit-{device}"))
         facts = {"cell": cell.name, "key": key, "worker": str(worker.address)}
         worker.log_event(TOPIC, {"what": "begin", **facts})
-        result = build_cell(app, cell, digests, say_nothing, cache=place / CACHE)
+        result = build_cell(app, cell, digests, say_nothing, Kept(folder=place / CACHE))
         if result.bundle:
             publish_cell(app, cell, key, store)
         worker.log_event(TOPIC, {"what": "done", **facts, "seconds": result.seconds})

@@ -24,6 +24,7 @@ from edgekit.devices.register import load_target_here
 from edgekit.errors import DataError, UsageError
 from edgekit.model.model import load_model
 from edgekit.model.tensors import TensorSpec
+from edgekit.prepare.clean import freeze_model
 from edgekit.prepare.opset import lower_model
 from edgekit.prepare.shapes import find_unset, formula_names, size_inputs
 from edgekit.target import Form, Target
@@ -74,15 +75,16 @@ def _is_free(dim: int | str | None) -> bool:
 class Opening(msgspec.Struct, frozen=True, kw_only=True):
     """How a subject is opened: a model with the session options of a target, and with which sample.
 
-    The sample is that of `data`, which must fit the sizes that `dims` gives to dynamic dimensions, else a golden one of
-    a bundle, else drawn with these sizes. `batch` stacks so many; None leaves the sample as it is. `form` is that of a
-    bundle to open, None for the one that is planned on the device; with `tuned` it is opened as it was tuned for this
-    kind of machine.
+    Of a model the inputs in `freeze` become constants. The sample is that of `data`, which must fit the sizes that
+    `dims` gives to dynamic dimensions, else a golden one of a bundle, else drawn with these sizes. `batch` stacks so
+    many; None leaves the sample as it is. `form` is that of a bundle to open, None for the one that is planned on the
+    device; with `tuned` it is opened as it was tuned for this kind of machine.
     """
 
     target: str | None = None
     data: str | None = None
     dims: Mapping[str, int] = {}
+    freeze: Mapping[str, float] = {}
     batch: int | None = None
     form: Form | None = None
     tuned: bool = True
@@ -122,6 +124,8 @@ def open_subject(path: Path, work: Path, opening: Opening) -> Subject:
             raise UsageError("--target means nothing for a bundle", hint="its manifest says how it is opened")
         if opening.dims:
             raise UsageError("--dim means nothing for a bundle", hint="its golden samples have their sizes")
+        if opening.freeze:
+            raise UsageError("--freeze means nothing for a bundle", hint="build it with --freeze")
         return _open_bundle(path, work, opening)
     return _open_model(path, work, opening)
 
@@ -153,7 +157,9 @@ def _open_bundle(path: Path, work: Path, opening: Opening) -> Subject:
 
 def _open_model(path: Path, work: Path, opening: Opening) -> Subject:
     if path.suffix != ".ort":
-        path = lower_model(load_model(path), work / "lowered").path
+        path = freeze_model(lower_model(load_model(path), work / "lowered"), work / "frozen", opening.freeze).path
+    elif opening.freeze:
+        raise UsageError(f"--freeze cannot change '{path}': it is in ORT format", hint="give the ONNX model")
     target = None if opening.target is None else load_target_here(opening.target)
     inputs, outputs = _read_interface(path)
     sample = stack_samples(_read_samples(path, inputs, opening), inputs, opening.batch)
@@ -197,7 +203,7 @@ def _read_samples(path: Path, inputs: tuple[TensorSpec, ...], opening: Opening) 
         for name in sorted(first & opening.dims.keys()):
             raise UsageError(f"--batch says the size of '{name}'", hint=f"leave --dim {name}={opening.dims[name]} out")
     if opening.data is not None:
-        return load_samples(opening.data, size_inputs(wanted, opening.dims, may_stay_open=True))
+        return load_samples(opening.data, size_inputs(wanted, opening.dims, may_stay_open=True), idle=opening.freeze)
     samples = draw_samples(size_inputs(wanted, opening.dims), opening.batch or 1)
     if samples is None:
         raise DataError(f"no sample can be drawn for '{path.name}'", hint="give one: --data FILE.npz")

@@ -1,7 +1,7 @@
 """The manifest of a bundle, put together from what went into it."""
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -218,10 +218,15 @@ def _describe_provenance(contents: Contents) -> Provenance:
         thresholds={name: value for name, value in recipe.thresholds.items() if name == target.name},
     )
     words = ["edgekit", "build", contents.source.path.name, "--data", "DATA", "--target", target.name]
-    words += _spell("--set", (f"{key}={value}" for key, value in sorted(target.settings.items())))
-    words += _spell("--dim", (f"{key}={value}" for key, value in sorted(recipe.dims.items())))
-    words += _spell("--dim", (f"{key}={','.join(map(str, sizes))}" for key, sizes in sorted(recipe.buckets.items())))
-    words += _spell("--pad", (f"{key}={value:g}" for key, value in sorted(recipe.pad.items())))
+    buckets = {name: ",".join(map(str, sizes)) for name, sizes in recipe.buckets.items()}
+    for option, given in (
+        ("--set", target.settings),
+        ("--dim", recipe.dims),
+        ("--dim", buckets),
+        ("--freeze", recipe.freeze),
+        ("--pad", {name: f"{value:g}" for name, value in recipe.pad.items()}),
+    ):
+        words += [word for name, value in sorted(given.items()) for word in (option, f"{name}={value}")]
     words += [] if recipe.precision == "auto" else ["--precision", recipe.precision]
     words += [] if recipe.samples is None else ["--samples", str(recipe.samples)]
     words += [] if recipe.max_drop is None else ["--max-drop", str(recipe.max_drop)]
@@ -231,17 +236,7 @@ def _describe_provenance(contents: Contents) -> Provenance:
     words += ["--recipe", "FILE"] if recipe.outputs or recipe.state or recipe.forms else []
     written = msgspec.json.decode(msgspec.json.encode(used), type=dict[str, Any])
     # A bundle has the bytes that it had before these could be stated.
-    for key in ("outputs", "buckets", "pad"):
-        if not getattr(recipe, key):
+    for key in ("outputs", "buckets", "pad", "state", "fix", "forms"):
+        if getattr(recipe, key) == getattr(Recipe(), key):
             del written[key]
-    if recipe.state is None:
-        del written["state"]
-    if recipe.fix:
-        del written["fix"]
-    if not recipe.forms:
-        del written["forms"]
     return Provenance(command=shlex.join([*words, "--out", "OUT"]), recipe=written)
-
-
-def _spell(option: str, values: Iterable[str]) -> Sequence[str]:
-    return [word for value in values for word in (option, value)]

@@ -81,6 +81,7 @@ def _read_queue(_context: click.Context, _parameter: click.Parameter, value: str
 )
 @click.option("--io-binding", is_flag=True, help="Bind inputs, and write outputs where those of the run before lie.")
 @options.DIM
+@options.FREEZE
 @options.FIRST_SAMPLE
 @click.option(
     "--markdown", type=click.Path(path_type=Path), metavar="FILE", help="Write Markdown too, for a pull request."
@@ -98,7 +99,7 @@ def command(
     subject: Path,
     names: tuple[str, ...],
     on_file: Path | None,
-    settings: tuple[str, ...],
+    settings: dict[str, str],
     runs: int | None,
     seconds: float | None,
     threads: int,
@@ -110,7 +111,8 @@ def command(
     concurrency: tuple[int, ...],
     queues: tuple[Queue, ...],
     io_binding: bool,
-    dims: tuple[str, ...],
+    dims: dict[str, int],
+    freeze: dict[str, float],
     data: str | None,
     markdown: Path | None,
     series: Path | None,
@@ -132,7 +134,7 @@ def command(
 
     Exit code 0: something was timed, and nothing failed or is too slow. 1: not so. 2: the usage or an input is wrong.
     """
-    choice = DeviceChoice(names=names, file=on_file, settings=options.parse_assignments(settings, "--set"))
+    choice = DeviceChoice(names=names, file=on_file, settings=settings)
     if inter_op_threads and execution_mode == "sequential":
         raise UsageError("--inter-op-threads run nodes side by side", hint="give --execution-mode parallel")
     effort = Effort(
@@ -144,7 +146,7 @@ def command(
         io_binding=io_binding,
     )
     efforts = _list_efforts(effort, concurrency, batches, queues)
-    opening = Opening(target=target, data=data, dims=options.parse_dims(dims))
+    opening = Opening(target=target, data=data, dims=dims, freeze=freeze)
     openings = [msgspec.structs.replace(opening, batch=batch) for batch in ((1,) if queues else batches or (None,))]
     _refuse_contradictions(against, len(openings) * len(efforts), history, max_slowdown)
     options.require_places((markdown, series, history), (subject, against))

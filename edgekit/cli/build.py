@@ -39,7 +39,7 @@ from edgekit.recipe import PRECISIONS, PrecisionChoice
 @options.max_drop("Answers that may change, in percent.")
 @click.option("--recipe", type=click.Path(path_type=Path), metavar="FILE", help="These options in a .toml file.")
 @options.CACHE
-@options.TIME_BUDGET
+@options.time_budget("Plan and verify no longer; what must be done (calibrate, convert, start devices) comes on top")
 @click.option("--verify/--no-verify", default=True, help="Run each bundle on what imitates its device here.")
 @click.option("--out", required=True, type=click.Path(path_type=Path), metavar="DIR", help="Where the bundles go.")
 @options.ACCEPT_UNPROVEN
@@ -53,11 +53,11 @@ def command(
     labels: Path | None,
     golden: Path | None,
     targets: tuple[str, ...],
-    settings: tuple[str, ...],
+    settings: dict[str, str],
     dims: tuple[str, ...],
     shapes: tuple[str, ...],
-    constants: tuple[str, ...],
-    values: tuple[str, ...],
+    freeze: dict[str, float],
+    pad: dict[str, float],
     precision: PrecisionChoice | None,
     samples: int | None,
     steps: int | None,
@@ -82,9 +82,9 @@ def command(
     """
     tables = {
         **options.parse_buckets(dims, shapes, model),
-        "pad": options.parse_numbers(values, "--pad"),
-        "freeze": options.parse_numbers(constants, "--freeze"),
-        "settings": options.parse_assignments(settings, "--set"),
+        "pad": pad,
+        "freeze": freeze,
+        "settings": settings,
     }
     given = {"targets": targets, "precision": precision, "samples": samples, "max_drop": max_drop, "fix": fix}
     chosen = options.choose_recipe(recipe, tables, given, steps)

@@ -31,10 +31,10 @@ from edgekit.report.pages.check_page import render_check
 def command(
     model: Path,
     targets: tuple[str, ...],
-    settings: tuple[str, ...],
-    dims: tuple[str, ...],
+    settings: dict[str, str],
+    dims: dict[str, int],
     shapes: tuple[str, ...],
-    constants: tuple[str, ...],
+    freeze: dict[str, float],
     recipe: Path | None,
     observe: bool,
     html: Path | None,
@@ -56,9 +56,9 @@ def command(
     recipe's [forecast] is forecast to miss its limit. 3: none of these, but a forecast does not prove its limit.
     """
     tables = {
-        "settings": options.parse_assignments(settings, "--set"),
-        "dims": options.parse_sizes(dims, shapes, model),
-        "freeze": options.parse_numbers(constants, "--freeze"),
+        "settings": settings,
+        "dims": options.add_shapes(dims, shapes, model),
+        "freeze": freeze,
     }
     chosen = options.choose_recipe(recipe, tables, {"targets": targets}, None)
     with showing_progress(volume) as progress:

@@ -21,6 +21,7 @@ from edgekit.devices.register import load_target_here
 from edgekit.errors import UsageError
 from edgekit.jobs.formats import FormatReport, compare_formats
 from edgekit.model.model import Model, load_model
+from edgekit.prepare.clean import freeze_model
 from edgekit.prepare.opset import lower_model
 from edgekit.prepare.shapes import size_inputs
 from edgekit.recipe import Recipe, load_metric
@@ -45,6 +46,7 @@ _EQUAL_DB = 200.0
     "--cpu", type=click.Choice(["arm", "x64"]), help="With --formats: whose kernels. Default: this machine's."
 )
 @options.DIM
+@options.FREEZE
 @click.option("--layers", is_flag=True, help="Compare layer by layer, through Q and DQ nodes.")
 @limit("--min-sqnr", "min_sqnr", click.FloatRange(-200, 200), "Say no below this signal-to-noise ratio in dB.")
 @click.option("--on", "device", metavar="DEVICE", help="Run B on this device; --layers then compares its layers.")
@@ -65,7 +67,8 @@ def command(
     samples: int | None,
     formats: bool,
     cpu: Cpu | None,
-    dims: tuple[str, ...],
+    dims: dict[str, int],
+    freeze: dict[str, float],
     layers: bool,
     min_sqnr: float | None,
     device: str | None,
@@ -95,10 +98,10 @@ def command(
         others = (b, layers, min_sqnr, device, target, metric, labels, max_metric_drop, custom_ops, html)
         if not formats or any(one not in (None, False, ()) for one in others):
             raise UsageError(
-                "give a second model, or --formats with --data, --preprocess, --samples, --cpu and --dim alone",
+                "give a second model, or --formats with --data, --preprocess, --samples, --cpu, --dim, --freeze alone",
                 hint="edgekit compare MODEL --formats --data DATA",
             )
-        recipe = Recipe(dims=options.parse_dims(dims), samples=samples)
+        recipe = Recipe(dims=dims, freeze=freeze, samples=samples)
         with showing_progress(volume) as progress:
             found = compare_formats(a, options.read_data(data, preprocess), recipe, cpu or _own_cpu(), progress)
         show_json(found) if as_json else _show_formats(found)
@@ -106,12 +109,15 @@ def command(
     if (metric is None) != (labels is None) or (max_metric_drop is not None and metric is None):
         raise UsageError("--metric, with or without --max-metric-drop, goes with --labels", hint="give both")
     _check_places(target, device, html)
-    first = load_model(a, custom_ops=custom_ops)
-    inputs = size_inputs(first.inputs, options.parse_dims(dims), may_stay_open=True)
-    given = load_samples(data, inputs, load_preprocess(preprocess) if preprocess else None)
-    chosen = refusing_bad(limit_samples(given, samples))
-    second = load_model(b, custom_ops=custom_ops)
     with work_folder() as work, showing_progress(volume) as progress:
+        first = freeze_model(load_model(a, custom_ops=custom_ops), work / "frozen-a", freeze)
+        inputs = size_inputs(first.inputs, dims, may_stay_open=True)
+        given = load_samples(data, inputs, load_preprocess(preprocess) if preprocess else None, idle=freeze)
+        chosen = refusing_bad(limit_samples(given, samples))
+        second = load_model(b, custom_ops=custom_ops)
+        # In B such an input may be a constant already.
+        both = {spec.name: freeze[spec.name] for spec in second.inputs if spec.name in freeze}
+        second = freeze_model(second, work / "frozen-b", both)
         first, second = lower_model(first, work / "a"), lower_model(second, work / "b")
         progress(f"compare on {chosen.count} samples")
         report = _compare(first, second, chosen, device, target, layers=layers)

@@ -224,6 +224,7 @@ _PLUMBING = frozenset({"QuantizeLinear", "DequantizeLinear", "Constant"})
 )
 @options.SET
 @options.DIM
+@options.FREEZE
 @forms
 @context
 @coreml
@@ -245,8 +246,9 @@ _PLUMBING = frozenset({"QuantizeLinear", "DequantizeLinear", "Constant"})
 def command(
     model: Path,
     target: str | None,
-    settings: tuple[str, ...],
-    dims: tuple[str, ...],
+    settings: dict[str, str],
+    dims: dict[str, int],
+    freeze: dict[str, float],
     forms: FormOptions,
     context: ContextOptions,
     coreml: CoreMlOptions,
@@ -270,11 +272,8 @@ def command(
       edgekit convert model.onnx --target coreml --mlpackage --cache --out converted
       edgekit convert model.onnx --onnx --level basic --level extended --out levels
     """
-    recipe = Recipe(
-        targets=() if target is None else (target,),
-        settings=options.parse_assignments(settings, "--set"),
-        dims=options.parse_dims(dims),
-    )
+    targets = () if target is None else (target,)
+    recipe = Recipe(targets=targets, settings=settings, dims=dims, freeze=freeze)
     wanted = ConvertOptions(
         ort=forms.ort,
         styles=forms.styles,

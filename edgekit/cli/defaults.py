@@ -32,12 +32,8 @@ def read_defaults(path: Path) -> dict[str, Any]:
     Raises:
         UsageError: it cannot be read or is malformed.
     """
-    try:
-        found = read_toml(path, dict[str, Any]).get(SECTION, {})
-    except OSError as error:
-        raise UsageError(f"cannot read '{path}': {error.strerror}", hint="it gives options their defaults") from error
-    except msgspec.DecodeError as error:
-        raise UsageError(f"'{path}' is malformed: {error}", hint="see the place that it names") from error
+    hint = "it gives options their defaults"
+    found = read_toml(path, dict[str, Any], hint=hint, keys="see the place that it names").get(SECTION, {})
     return cast("dict[str, Any]", found) if isinstance(found, dict) else {SECTION: found}
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from edgekit._files import write_file
+from edgekit._files import work_folder, write_file
 from edgekit.cli import options
 from edgekit.cli.limits import limit
 from edgekit.cli.main import NO, UNPROVEN, YES
@@ -13,6 +13,8 @@ from edgekit.errors import UsageError
 from edgekit.forecasts.forecast import BITS, ForecastReport, read_precisions
 from edgekit.jobs.forecast import forecast
 from edgekit.jobs.known_times import parse_cpu_times, parse_measured, read_history
+from edgekit.model.model import load_model
+from edgekit.prepare.clean import freeze_model
 from edgekit.report import forecasts as text
 from edgekit.report.pages.forecast_page import render_forecast
 
@@ -33,6 +35,7 @@ from edgekit.report.pages.forecast_page import render_forecast
 )
 @limit("--max-ms", "max_ms", click.FloatRange(min=0), "Most milliseconds, in the best precision.")
 @options.DIM
+@options.FREEZE
 @options.SHAPE
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write an HTML page as well.")
 @options.JSON
@@ -46,7 +49,8 @@ def command(
     history: Path | None,
     on_cpu: tuple[str, ...],
     max_ms: float | None,
-    dims: tuple[str, ...],
+    dims: dict[str, int],
+    freeze: dict[str, float],
     shapes: tuple[str, ...],
     html: Path | None,
     as_json: bool,
@@ -72,10 +76,11 @@ def command(
     known = [parse_measured(each, precisions or BITS) for each in measured]
     known += [] if history is None else read_history(history, subject)
     timed = [time for each in on_cpu for time in parse_cpu_times(each)]
-    sizes = options.parse_sizes(dims, shapes, subject)
-    with showing_progress(volume) as progress:
+    sizes = options.add_shapes(dims, shapes, subject)
+    with showing_progress(volume) as progress, work_folder() as work:
         progress("count the work")
-        report = forecast(subject, devices, precisions, known, on_cpu=timed, dims=sizes, every=every, max_ms=max_ms)
+        frozen = freeze_model(load_model(subject), work, freeze).path if freeze else subject
+        report = forecast(frozen, devices, precisions, known, on_cpu=timed, dims=sizes, every=every, max_ms=max_ms)
     if html is not None:
         write_file(html, render_forecast(report).encode())
     show_json(report) if as_json else show_forecast(report)

@@ -54,7 +54,7 @@ def build(
     evaluation: str | None,
     labels: Path | None,
     targets: tuple[str, ...],
-    settings: tuple[str, ...],
+    settings: dict[str, str],
     precision: PrecisionChoice | None,
     samples: int | None,
     recipe: Path | None,
@@ -74,7 +74,7 @@ def build(
 
     Exit code 0: every target passed. 1: one failed. 2: an input is wrong, nothing was written. 3: one is not proven.
     """
-    tables = {"settings": options.parse_assignments(settings, "--set")}
+    tables = {"settings": settings}
     chosen = options.choose_recipe(
         recipe, tables, {"targets": targets, "precision": precision, "samples": samples}, None
     )
@@ -100,7 +100,7 @@ def verify(
     names: tuple[str, ...],
     on_file: Path | None,
     require: tuple[str, ...],
-    settings: tuple[str, ...],
+    settings: dict[str, str],
     key: Path | None,
     accept_unproven: bool,
     as_json: bool,
@@ -120,7 +120,7 @@ def verify(
     choice = DeviceChoice(
         names=tuple(dict.fromkeys((*names, *require))),
         file=on_file,
-        settings=options.parse_assignments(settings, "--set"),
+        settings=settings,
     )
     with showing_progress(volume) as progress, opened_group(folder, key=key) as group:
         report = verify_group(group, choosing(choice), required=require, progress=progress)

@@ -17,9 +17,17 @@ from edgekit.report import tables, text
 @options.MODEL
 @options.CUSTOM_OPS
 @options.DIM
+@options.FREEZE
 @click.option("--sizes", is_flag=True, help="Bytes file by file and layer by layer; MODEL may be a bundle.")
 @options.JSON
-def command(model: Path, custom_ops: tuple[Path, ...], dims: tuple[str, ...], sizes: bool, as_json: bool) -> int:
+def command(
+    model: Path,
+    custom_ops: tuple[Path, ...],
+    dims: dict[str, int],
+    freeze: dict[str, float],
+    sizes: bool,
+    as_json: bool,
+) -> int:
     """Print what MODEL (.onnx or .ort) contains: inputs, outputs, operators, weights, work.
 
     \b
@@ -31,7 +39,7 @@ def command(model: Path, custom_ops: tuple[Path, ...], dims: tuple[str, ...], si
         measured = measure_sizes(model)
         show_json(measured) if as_json else _show_sizes(measured)
         return YES
-    report = inspect_model(model, custom_ops=custom_ops, dims=options.parse_dims(dims))
+    report = inspect_model(model, custom_ops=custom_ops, dims=dims, freeze=freeze)
     show_json(report) if as_json else _show_contents(report)
     return YES
 

@@ -36,6 +36,66 @@ class _Time(click.ParamType[float]):
         return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
 
 
+_EXAMPLES = {
+    "--rename": "input.1=image",
+    "--layout": "image=nhwc",
+    "--dim": "batch=1",
+    "--set": "api_level=31",
+    "--shape": "image=1,3,224,224",
+    "--freeze": "sr=16000",
+    "--pad": "input_ids=1",
+}
+
+
+def parse_assignments(pairs: tuple[str, ...], option: str) -> dict[str, str]:
+    """Returns NAME=VALUE pairs as a dict.
+
+    Raises:
+        UsageError: a pair has no `=`, no name, or a name comes twice.
+    """
+    parsed: dict[str, str] = {}
+    for pair in pairs:
+        # Names of tensors may hold "=", so the last one counts; a parameter's name cannot, but its value can.
+        name, equals, value = pair.partition("=") if option == "--set" else pair.rpartition("=")
+        if not equals or not name or not value:
+            raise UsageError(f"{option} '{pair}' is not NAME=VALUE", hint=f"for example {option} {_EXAMPLES[option]}")
+        if name in parsed:
+            raise UsageError(f"{option} gives '{name}' twice", hint="give each name once")
+        parsed[name] = value
+    return parsed
+
+
+def _parse_size(name: str, value: str) -> int:
+    # `isdigit` alone is true for digits of other scripts, and for superscripts, which `int` refuses.
+    if not value.isascii() or not value.isdigit() or not int(value) < 2**31:
+        hint = "one size here: edgekit build takes several" if "," in value else "a whole number from 0"
+        raise UsageError(f"--dim {name}={value}: '{value}' is no size", hint=hint)
+    return int(value)
+
+
+def _parse_number(option: str, name: str, text: str) -> float:
+    try:
+        return int(text) if text.lstrip("-").isdigit() else float(text)
+    except ValueError as error:
+        hint = f"for example {_EXAMPLES[option]}"
+        raise UsageError(f"{option} {name}={text}: '{text}' is no number", hint=hint) from error
+
+
+def _parsing(kind: type) -> Callable[[click.Context, click.Parameter, tuple[str, ...]], dict[str, Any]]:
+    """Returns what makes a dict of an option's NAME=VALUE pairs: of texts, of sizes or of numbers."""
+
+    def parse(_context: click.Context, parameter: click.Parameter, pairs: tuple[str, ...]) -> dict[str, Any]:
+        option = parameter.opts[0]
+        given = parse_assignments(pairs, option)
+        if kind is str:
+            return given
+        if kind is int:
+            return {name: _parse_size(name, value) for name, value in given.items()}
+        return {name: _parse_number(option, name, value) for name, value in given.items()}
+
+    return parse
+
+
 MODEL = click.argument("model", type=click.Path(path_type=Path))
 DATA = click.option("--data", required=True, metavar="DATA", help="Sample inputs: .npz, folder, or module:function.")
 PREPROCESS = click.option(
@@ -50,11 +110,25 @@ TARGETS = click.option(
     help="A target, its folder, or those of phones and boards (all), of PCs (pc), or of this machine (auto).",
 )
 TARGET = click.option("--target", required=True, metavar="NAME", help="A target, its folder, or this machine's (auto).")
-SET = click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="A parameter of the target.")
-DEVICE_SET = click.option(
-    "--set", "settings", multiple=True, metavar="NAME=VALUE", help="A setting of the device android, as phone=pixel-6."
+SET = click.option(
+    "--set", "settings", multiple=True, callback=_parsing(str), metavar="NAME=VALUE", help="A parameter of the target."
 )
-DIM = click.option("--dim", "dims", multiple=True, metavar="NAME=INT", help="The size of a dynamic dimension.")
+DEVICE_SET = click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    callback=_parsing(str),
+    metavar="NAME=VALUE",
+    help="A setting of the device android, as phone=pixel-6.",
+)
+DIM = click.option(
+    "--dim",
+    "dims",
+    multiple=True,
+    callback=_parsing(int),
+    metavar="NAME=INT",
+    help="The size of a dynamic dimension.",
+)
 DIM_OR_BUCKETS = click.option(
     "--dim",
     "dims",
@@ -64,8 +138,9 @@ DIM_OR_BUCKETS = click.option(
 )
 PAD = click.option(
     "--pad",
-    "values",
+    "pad",
     multiple=True,
+    callback=_parsing(float),
     metavar="INPUT=NUMBER",
     help="What fills an input up to the next size; else 0.",
 )
@@ -74,10 +149,11 @@ SHAPE = click.option(
 )
 FREEZE = click.option(
     "--freeze",
-    "constants",
+    "freeze",
     multiple=True,
+    callback=_parsing(float),
     metavar="INPUT=NUMBER",
-    help="Make an input a constant.",
+    help="Make an input a constant; data may still hold it.",
 )
 SAMPLES = click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Use at most N samples.")
 _STEPS = click.option(
@@ -85,12 +161,6 @@ _STEPS = click.option(
 )
 CACHE = click.option(
     "--cache", type=click.Path(path_type=Path), metavar="DIR", help="Keep the calibration; a killed one goes on."
-)
-TIME_BUDGET = click.option(
-    "--time-budget",
-    type=_Time(),
-    metavar="60s",
-    help="Search no longer than that (90s, 5m, 1h).",
 )
 CUSTOM_OPS = click.option(
     "--custom-ops",
@@ -144,6 +214,11 @@ def exit_code(verdict: Verdict, *, accept_unproven: bool = False) -> int:
     return YES if verdict == "pass" else NO
 
 
+def time_budget(help_text: str) -> Option[Any]:
+    """Returns the option --time-budget, a time."""
+    return click.option("--time-budget", type=_Time(), metavar="60s", help=f"{help_text} (90s, 5m, 1h).")
+
+
 def max_drop(help_text: str) -> Option[Any]:
     """Returns the option --max-drop, a percentage."""
     kind = click.FloatRange(0, 100)
@@ -168,33 +243,6 @@ def samples_and_steps(command: _F) -> _F:
     return SAMPLES(_STEPS(command))
 
 
-def parse_assignments(pairs: tuple[str, ...], option: str) -> dict[str, str]:
-    """Returns NAME=VALUE pairs as a dict.
-
-    Raises:
-        UsageError: a pair has no `=`, no name, or a name comes twice.
-    """
-    parsed: dict[str, str] = {}
-    for pair in pairs:
-        # Names of tensors may hold "=", so the last one counts; a parameter's name cannot, but its value can.
-        name, equals, value = pair.partition("=") if option == "--set" else pair.rpartition("=")
-        if not equals or not name or not value:
-            raise UsageError(f"{option} '{pair}' is not NAME=VALUE", hint=f"for example {option} {_EXAMPLES[option]}")
-        if name in parsed:
-            raise UsageError(f"{option} gives '{name}' twice", hint="give each name once")
-        parsed[name] = value
-    return parsed
-
-
-def parse_dims(pairs: tuple[str, ...]) -> dict[str, int]:
-    """Returns --dim NAME=INT pairs as a dict.
-
-    Raises:
-        UsageError: a pair is malformed or its size is no positive whole number.
-    """
-    return {name: _parse_size(name, value) for name, value in parse_assignments(pairs, "--dim").items()}
-
-
 def parse_buckets(dims: tuple[str, ...], shapes: tuple[str, ...], path: Path) -> dict[str, dict[str, Any]]:
     """Returns --dim and --shape as the tables of a recipe: `dims` of one size, `buckets` of several (NAME=INT,INT).
 
@@ -203,19 +251,19 @@ def parse_buckets(dims: tuple[str, ...], shapes: tuple[str, ...], path: Path) ->
     """
     given = parse_assignments(dims, "--dim")
     several = {name: value.split(",") for name, value in given.items() if "," in value}
-    single = tuple(pair for pair in dims if pair.rpartition("=")[0] not in several)
+    single = {name: _parse_size(name, value) for name, value in given.items() if name not in several}
     buckets = {name: tuple(_parse_size(name, size) for size in sizes) for name, sizes in several.items()}
-    return {"dims": parse_sizes(single, shapes, path), "buckets": buckets}
+    return {"dims": add_shapes(single, shapes, path), "buckets": buckets}
 
 
-def parse_sizes(dims: tuple[str, ...], shapes: tuple[str, ...], path: Path) -> dict[str, int]:
-    """Returns --dim and --shape of a model file together.
+def add_shapes(dims: Mapping[str, int], shapes: tuple[str, ...], path: Path) -> dict[str, int]:
+    """Returns the sizes of --dim with those of --shape, for a model file.
 
     Raises:
-        EdgekitError: one is malformed, or contradicts the model.
+        EdgekitError: a --shape is malformed, or contradicts the model.
     """
     # The model is read for its inputs alone: without --shape not at all.
-    return {**parse_dims(dims), **(parse_shapes(shapes, load_model(path)) if shapes else {})}
+    return {**dims, **(parse_shapes(shapes, load_model(path)) if shapes else {})}
 
 
 def parse_shapes(pairs: tuple[str, ...], model: Model) -> dict[str, int]:
@@ -238,23 +286,6 @@ def parse_shapes(pairs: tuple[str, ...], model: Model) -> dict[str, int]:
             if not isinstance(dim, int):
                 sizes[dim or f"{name}:{axis}"] = size
     return sizes
-
-
-def parse_numbers(pairs: tuple[str, ...], option: str) -> dict[str, float]:
-    """Returns INPUT=NUMBER pairs of an option as a dict.
-
-    Raises:
-        UsageError: a pair is malformed or its value is no number.
-    """
-    numbers: dict[str, float] = {}
-    for name, text in parse_assignments(pairs, option).items():
-        try:
-            numbers[name] = int(text) if text.lstrip("-").isdigit() else float(text)
-        except ValueError as error:
-            raise UsageError(
-                f"{option} {name}={text}: '{text}' is no number", hint=f"for example {_EXAMPLES[option]}"
-            ) from error
-    return numbers
 
 
 def parse_layouts(pairs: tuple[str, ...]) -> dict[str, Layout]:
@@ -340,22 +371,3 @@ def read_data(source: str, preprocess: Path | None, **files: Any) -> Data:
         DataError: the preprocessing file cannot be read.
     """
     return Data(source=source, preprocess=load_preprocess(preprocess) if preprocess else None, **files)
-
-
-def _parse_size(name: str, value: str) -> int:
-    # `isdigit` alone is true for digits of other scripts, and for superscripts, which `int` refuses.
-    if not value.isascii() or not value.isdigit() or not int(value) < 2**31:
-        hint = "one size here: edgekit build takes several" if "," in value else "a whole number from 0"
-        raise UsageError(f"--dim {name}={value}: '{value}' is no size", hint=hint)
-    return int(value)
-
-
-_EXAMPLES = {
-    "--rename": "input.1=image",
-    "--layout": "image=nhwc",
-    "--dim": "batch=1",
-    "--set": "api_level=31",
-    "--shape": "image=1,3,224,224",
-    "--freeze": "sr=16000",
-    "--pad": "input_ids=1",
-}

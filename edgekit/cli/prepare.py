@@ -43,11 +43,11 @@ from edgekit.prepare.interface import InterfaceChanges
 @options.verbosity
 def command(
     model: Path,
-    dims: tuple[str, ...],
+    dims: dict[str, int],
     shapes: tuple[str, ...],
     opset: int | None,
     outputs: str | None,
-    constants: tuple[str, ...],
+    freeze: dict[str, float],
     renames: tuple[str, ...],
     layouts: tuple[str, ...],
     embedded: str | None,
@@ -55,7 +55,7 @@ def command(
     custom_ops: tuple[Path, ...],
     fix: bool,
     target: str | None,
-    settings: tuple[str, ...],
+    settings: dict[str, str],
     out: Path,
     as_json: bool,
     volume: int,
@@ -76,14 +76,14 @@ def command(
         renames=options.parse_assignments(renames, "--rename"),
     )
     wanted = PrepareOptions(
-        dims={**options.parse_dims(dims), **options.parse_shapes(shapes, source)},
+        dims={**dims, **options.parse_shapes(shapes, source)},
         opset=opset,
         outputs=options.split_names(outputs),
-        constants=options.parse_numbers(constants, "--freeze"),
+        constants=freeze,
         changes=changes,
         fix=fix,
         external=external,
-        target=None if target is None else load_target_here(target, options.parse_assignments(settings, "--set")),
+        target=None if target is None else load_target_here(target, settings),
     )
     with showing_progress(volume) as progress:
         report = prepare_for(source, out, wanted, progress)

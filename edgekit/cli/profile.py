@@ -32,6 +32,7 @@ from edgekit.report.pages.profile_page import render_profile
 @limit("--seconds", "seconds", click.FloatRange(0.1, 3600), "Begin nothing after X seconds (10).")
 @options.THREADS
 @options.DIM
+@options.FREEZE
 @options.FIRST_SAMPLE
 @click.option("--top", type=click.IntRange(1, 10_000), default=15, metavar="N", help="Show N rows of each table (15).")
 @click.option(
@@ -49,13 +50,14 @@ def command(
     subject: Path,
     names: tuple[str, ...],
     on_file: Path | None,
-    settings: tuple[str, ...],
+    settings: dict[str, str],
     against: Path | None,
     target: str | None,
     runs: int | None,
     seconds: float | None,
     threads: int,
-    dims: tuple[str, ...],
+    dims: dict[str, int],
+    freeze: dict[str, float],
     data: str | None,
     top: int,
     trace: Path | None,
@@ -80,7 +82,7 @@ def command(
     options.require_places((trace, html), (subject, against))
     if no_roofline and probe_again:
         raise UsageError("--probe-again measures what --no-roofline leaves out", hint="give one of them")
-    choice = DeviceChoice(names=names, file=on_file, settings=options.parse_assignments(settings, "--set"))
+    choice = DeviceChoice(names=names, file=on_file, settings=settings)
     watching = Watching(
         runs=runs,
         seconds=seconds,
@@ -89,7 +91,7 @@ def command(
         probe_again=probe_again,
         raw=trace is not None,
     )
-    opening = Opening(target=target, data=data, dims=options.parse_dims(dims))
+    opening = Opening(target=target, data=data, dims=dims, freeze=freeze)
     with showing_progress(volume) as progress:
         found = profile_on(subject, choice, watching, opening, against=against, progress=progress)
     if trace is not None:

@@ -34,6 +34,7 @@ _ALONE = (
 @options.TARGET
 @options.SET
 @options.DIM
+@options.FREEZE
 @options.samples_and_steps
 @click.option("--precision", type=click.Choice(INTEGER_PRECISIONS, case_sensitive=False), help="Default: auto.")
 @click.option("--method", default="auto", metavar="NAME", help=f"{', '.join(METHODS)}.")
@@ -43,7 +44,7 @@ _ALONE = (
 @click.option("--recipe", type=click.Path(path_type=Path), metavar="FILE", help="A .toml file, for its [outputs] too.")
 @click.option("--state", type=click.Path(path_type=Path), metavar="FILE", help="Where a search goes on from.")
 @options.CACHE
-@options.TIME_BUDGET
+@options.time_budget("Plan no longer; what must be done (calibrate, write) is done all the same")
 @click.option("--plan-only", is_flag=True, help="Print the plan as JSON and write no model.")
 @click.option("--plan", type=click.Path(path_type=Path), metavar="FILE", help="Apply a plan that --plan-only printed.")
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="A page with a chart of every layer.")
@@ -55,8 +56,9 @@ def command(
     data: str,
     preprocess: Path | None,
     target: str,
-    settings: tuple[str, ...],
-    dims: tuple[str, ...],
+    settings: dict[str, str],
+    dims: dict[str, int],
+    freeze: dict[str, float],
     samples: int | None,
     steps: int | None,
     precision: PrecisionChoice | None,
@@ -84,7 +86,7 @@ def command(
       edgekit quantize model.onnx --data samples.npz --target nnapi --out model.int8.onnx
       edgekit quantize model.onnx --data samples.npz --labels masks.npy --metric miou --target qnn --out q.onnx
     """
-    tables = {"dims": options.parse_dims(dims), "settings": options.parse_assignments(settings, "--set")}
+    tables = {"dims": dims, "freeze": freeze, "settings": settings}
     values = {"precision": precision, "samples": samples, "max_drop": max_drop, "metric": _read_metric(metric, labels)}
     chosen = options.choose_recipe(recipe, tables, {**values, "targets": (target,), "thresholds": {}}, steps)
     source = options.read_data(data, preprocess, labels=labels)

@@ -15,7 +15,7 @@ from edgekit.target import Target, load_target, target_names
 @click.argument("name", required=False)
 @options.SET
 @options.JSON
-def command(name: str | None, settings: tuple[str, ...], as_json: bool) -> int:
+def command(name: str | None, settings: dict[str, str], as_json: bool) -> int:
     """List the targets, or show the one called NAME with its parameters.
 
     \b
@@ -26,7 +26,7 @@ def command(name: str | None, settings: tuple[str, ...], as_json: bool) -> int:
         targets = [load_target(known) for known in target_names()]
         show_json({"targets": targets}) if as_json else _show_targets(targets)
         return YES
-    target = load_target(name, options.parse_assignments(settings, "--set"))
+    target = load_target(name, settings)
     show_json(target) if as_json else _show_target(target)
     return YES
 

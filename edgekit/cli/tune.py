@@ -29,11 +29,12 @@ _FILE = click.Path(path_type=Path)
 @click.option("--candidate", "candidates", type=_FILE, multiple=True, metavar="FILE", help="Race FILE too: INT8, fp16.")
 @options.SESSION_TARGET
 @options.DIM
+@options.FREEZE
 @options.FIRST_SAMPLE
 @limit(
     "--min-sqnr", "min_sqnr_db", click.FloatRange(-200, 200), "Least dB beside the reference; else the bundle's or 30."
 )
-@options.TIME_BUDGET
+@options.time_budget("Search no longer than that")
 @click.option("--state", type=_FILE, metavar="FILE", help="Keep measurements; a search that was cut off goes on.")
 @click.option("--apply", is_flag=True, help="Write what was found into the bundle, for this kind of machine.")
 @click.option("--html", type=_FILE, metavar="FILE", help="Write an HTML page as well.")
@@ -43,11 +44,12 @@ def command(
     subject: Path,
     names: tuple[str, ...],
     on_file: Path | None,
-    settings: tuple[str, ...],
+    settings: dict[str, str],
     goal: Goal,
     candidates: tuple[Path, ...],
     target: str | None,
-    dims: tuple[str, ...],
+    dims: dict[str, int],
+    freeze: dict[str, float],
     data: str | None,
     min_sqnr_db: float | None,
     time_budget: float | None,
@@ -71,7 +73,7 @@ def command(
     Exit code 0: the search came to an end, whatever it found. 2: the usage or an input is wrong, or the device failed.
     """
     options.require_places((html, state), (subject, *candidates))
-    choice = DeviceChoice(names=names, file=on_file, settings=options.parse_assignments(settings, "--set"))
+    choice = DeviceChoice(names=names, file=on_file, settings=settings)
     asked = Tuning(
         goal=goal,
         budget_s=time_budget or Tuning().budget_s,
@@ -80,7 +82,7 @@ def command(
         state=state,
         apply=apply,
     )
-    opening = Opening(target=target, data=data, dims=options.parse_dims(dims))
+    opening = Opening(target=target, data=data, dims=dims, freeze=freeze)
     with showing_progress(volume) as progress:
         report = tune_on(subject, choice, asked, opening, progress=progress)
     if html is not None:

@@ -43,7 +43,7 @@ class _Question(msgspec.Struct, frozen=True, kw_only=True):
     run_key: Path | None
     export: Path | None
     sign_key: Path | None
-    settings: tuple[str, ...]
+    settings: dict[str, str]
     data: str | None
     preprocess: Path | None
     labels: Path | None
@@ -256,7 +256,7 @@ def _run(bundle: Bundle, question: _Question, data: Data | None, limits: Limits,
     choice = DeviceChoice(
         names=tuple(dict.fromkeys((*question.names, *question.require))),
         file=question.on_file,
-        settings=options.parse_assignments(question.settings, "--set"),
+        settings=question.settings,
     )
     if data is None or question.reference is None:
         files = RunFiles(**{name: getattr(question, name) for name in RunFiles.__struct_fields__})

@@ -58,13 +58,7 @@ def load_preprocess(path: Path) -> Preprocess:
     Raises:
         DataError: the file is missing or malformed, or a key is unknown.
     """
-    try:
-        preprocess = read_toml(path, Preprocess)
-    except OSError as error:
-        raise DataError(f"cannot read '{path}': {error.strerror}", hint="--preprocess takes a .toml file") from error
-    except msgspec.DecodeError as error:
-        keys = ", ".join(Preprocess.__struct_fields__)
-        raise DataError(f"'{path}' is malformed: {error}", hint=f"the keys are {keys}") from error
+    preprocess = read_toml(path, Preprocess, hint="--preprocess takes a .toml file", error=DataError)
     sizes = (*preprocess.size, *(() if preprocess.resize is None else (preprocess.resize,)))
     if preprocess.letterbox is not None and (preprocess.resize is not None or not 0 <= preprocess.letterbox <= 255):
         raise DataError(

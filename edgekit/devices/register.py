@@ -74,12 +74,7 @@ def read_devices(path: Path) -> tuple[ListedDevice, ...]:
     Raises:
         UsageError: the file cannot be read, has an unknown or missing key, or a name comes twice.
     """
-    try:
-        tree = read_toml(path, dict[str, object])
-    except OSError as error:
-        raise UsageError(f"cannot read '{path}': {error.strerror}", hint="--on-file takes a .toml file") from error
-    except msgspec.DecodeError as error:
-        raise UsageError(f"'{path}' is malformed: {error}", hint=_form()) from error
+    tree = read_toml(path, dict[str, object], hint="--on-file takes a .toml file", keys=_form())
     try:
         _check_keys(path, tree)
         listed = msgspec.convert(tree, type=_File).device

@@ -28,6 +28,7 @@ from edgekit.model.model import (
     tensor_dtype,
 )
 from edgekit.model.tensors import TensorSpec
+from edgekit.prepare.interface import freeze_inputs
 from edgekit.prepare.shapes import fix_dims
 
 _KNOWN_DOMAINS = frozenset({"", "ai.onnx", "ai.onnx.ml", ORT_DOMAIN, "com.microsoft.nchwc"})
@@ -107,7 +108,11 @@ def _describe_axes(spec: TensorSpec, axes: Mapping[int, str], producer: str) -> 
 
 
 def inspect_model(
-    path: Path, *, custom_ops: Sequence[Path] = (), dims: Mapping[str, int] | None = None
+    path: Path,
+    *,
+    custom_ops: Sequence[Path] = (),
+    dims: Mapping[str, int] | None = None,
+    freeze: Mapping[str, float] | None = None,
 ) -> OnnxReport | OrtFileReport:
     """Returns what an ONNX or ORT-format file contains; weights in external files are not read.
 
@@ -115,22 +120,25 @@ def inspect_model(
         path: the file.
         custom_ops: libraries with custom operators, with which ONNX Runtime is asked to load an ONNX file.
         dims: sizes of the dynamic dimensions of an ONNX model, for its shapes and its work; all of them, or none.
+        freeze: numbers of inputs that become constants, for its shapes and its work.
 
     Raises:
         ModelError: the file cannot be read.
         UsageError: a library is missing, or a size fits no dimension.
     """
-    return inspect_ort(path) if path.suffix == ".ort" else _inspect_onnx(path, custom_ops, dims or {})
+    return inspect_ort(path) if path.suffix == ".ort" else _inspect_onnx(path, custom_ops, dims or {}, freeze or {})
 
 
-def _inspect_onnx(path: Path, custom_ops: Sequence[Path], dims: Mapping[str, int]) -> OnnxReport:
+def _inspect_onnx(
+    path: Path, custom_ops: Sequence[Path], dims: Mapping[str, int], freeze: Mapping[str, float]
+) -> OnnxReport:
     model = load_model(path, custom_ops=custom_ops)
     proto = read_proto(model, weights=False)
     graphs = list(iterate_graphs(proto.graph))
     nodes = [node for graph in graphs for node in graph.node]
     ops = Counter(f"{node.domain}.{node.op_type}" if node.domain else node.op_type for node in nodes)
     weights = [tensor for graph in graphs for tensor in list_constants(graph).values()]
-    graph = _read_sized(model, dims)
+    graph = _read_sized(model, dims, freeze)
     return OnnxReport(
         name=model.name,
         sha256=model.sha256,
@@ -160,12 +168,14 @@ def _inspect_onnx(path: Path, custom_ops: Sequence[Path], dims: Mapping[str, int
     )
 
 
-def _read_sized(model: Model, dims: Mapping[str, int]) -> Graph:
-    """Returns the graph with its dynamic dimensions fixed, if sizes are given."""
-    if not dims:
+def _read_sized(model: Model, dims: Mapping[str, int], freeze: Mapping[str, float]) -> Graph:
+    """Returns the graph with its dynamic dimensions fixed and inputs as constants, if any are given."""
+    if not dims and not freeze:
         return read_graph(model)
     proto = skim_model(model.path)
-    fix_dims(proto.graph, dims)
+    freeze_inputs(proto.graph, freeze)
+    if dims:
+        fix_dims(proto.graph, dims)
     return view_model(infer_model(proto), model.path.parent)
 
 

@@ -16,10 +16,11 @@ from edgekit._files import AnyPath, as_path, staged_entries, work_folder, write_
 from edgekit.bundle.golden import KnownOutputs, read_inputs
 from edgekit.data.data_check import warn_if_few
 from edgekit.devices.android.android import NNAPI
+from edgekit.devices.named import NamedDevice
 from edgekit.devices.parallel import running_behind
 from edgekit.devices.register import DeviceChoice, choose_here
 from edgekit.errors import EdgekitError, ModelError, quote_error
-from edgekit.jobs.build_inputs import BuildInputs, BuildJob, calibrate_inputs, read_build_inputs
+from edgekit.jobs.build_inputs import BuildInputs, BuildJob, Kept, calibrate_inputs, read_build_inputs
 from edgekit.jobs.check import find_neglected_axes
 from edgekit.jobs.forecast import forecast_goal
 from edgekit.jobs.prepare import list_versions
@@ -30,7 +31,7 @@ from edgekit.model.state import State
 from edgekit.plain import to_json
 from edgekit.prepare.clean import freeze_model
 from edgekit.prepare.opset import lower_model
-from edgekit.progress import Progress, Stopwatch, say_nothing
+from edgekit.progress import Budget, Progress, Stopwatch, say_nothing
 from edgekit.quantize import Calibration
 from edgekit.recipe import Data, Recipe, load_targets
 from edgekit.report.pages.charts import Picture, draw_worst
@@ -78,21 +79,25 @@ def build(
     recipe: Recipe | None = None,
     *,
     verify: bool = True,
-    cache: AnyPath | None = None,
+    cache: AnyPath | Kept | None = None,
     time_budget_s: float | None = None,
     progress: Progress | None = None,
 ) -> BuildReport:
     """Makes a bundle of a model for each target, verifies it, and writes both and a report into `out`.
 
-    `cache` is a folder where the calibration is kept, for the next build of the same model and data. After
-    `time_budget_s` seconds no other plan is tried: the targets share what is left of them, and notes say what was not.
+    `cache` is a folder where the calibration is kept, for the next build of the same model and data. With one `Kept`
+    for several builds the next also knows what was planned and what the float model gave. The targets share
+    what is left of `time_budget_s` seconds when they begin: half of its share a target is planned, in the rest it is
+    verified, with fewer samples where the time is over. Notes say what was left out. Preparing, calibrating, writing
+    and starting a device take the time that they need.
 
     A target that cannot be built or does not pass is a finding of the report. Bundles appear whole or not at all.
 
     Raises:
         EdgekitError: the model, the data, the recipe or `out` is wrong; then `out` is as it was.
     """
-    model, out, cache = as_path(model), as_path(out), None if cache is None else as_path(cache)
+    model, out = as_path(model), as_path(out)
+    kept = cache if isinstance(cache, Kept) else Kept(folder=None if cache is None else as_path(cache))
     start, watch = time.monotonic(), Stopwatch()
     watch.begin("prepare")
     recipe, progress = choose_here(recipe or Recipe()), progress or say_nothing
@@ -107,13 +112,16 @@ def build(
             targets=targets,
             work=work,
             staging=staging,
-            cache=cache,
+            cache=kept.folder,
             progress=progress,
             origin=given.sha256,
             end=end,
             watch=watch,
+            memo=msgspec.structs.replace(kept.memo, budget=Budget()),
+            known=kept.known,
         )
-        inputs = read_build_inputs(_freeze(lower_model(given, work / "lowered"), job), data, job)
+        source = freeze_model(lower_model(given, work / "lowered"), work / "frozen", recipe.freeze)
+        inputs = read_build_inputs(source, data, job)
         inputs, built, reports = _build_all(inputs, job, verify=verify)
         report = _sum_up(inputs, job, built, reports, verified=verify, out=out, start=start)
         report = msgspec.structs.replace(report, forecast=told)
@@ -148,16 +156,6 @@ def _sum_up(
         versions=list_versions(),
         report=out / "report.html",
     )
-
-
-def _freeze(given: Model, job: BuildJob) -> Model:
-    """Returns the model with the inputs that the recipe freezes as constants, or as it is where it freezes none."""
-    if not job.recipe.freeze:
-        return given
-    folder = job.work / "frozen"
-    folder.mkdir()
-    frozen = freeze_model(given, folder / given.path.name, job.recipe.freeze)
-    return msgspec.structs.replace(frozen, name=given.name)
 
 
 def _list_doubts(inputs: BuildInputs) -> tuple[str, ...]:
@@ -196,16 +194,18 @@ def _build_all(
     ladders: dict[str, _Ladder] = {}
     order = sorted(job.targets, key=lambda target: (job.plans_for(target, inputs.floats), *_rank(target)))
     finish = partial(_finish, job=job, verify=verify, writing=Lock())
+    planned_share = 1 / 2 if verify else 1.0
     with running_behind(finish, _BESIDE, _MORE_AFTERWARDS) as begin:
         for waiting, target in zip(range(len(order), 0, -1), order, strict=True):
             if job.plans_for(target, inputs.floats):
                 inputs = calibrate_inputs(inputs, job)
-            ladders[target.name] = ready_bundles(inputs, target, job.share_time(waiting), job.work / target.name)
+            limited = job.limit_planning(planned_share * job.seconds_left(waiting))
+            ladders[target.name] = ready_bundles(inputs, target, limited, job.work / target.name)
             made = _ready_target(ladders[target.name], target, job)
             # What has been freed would stay with this process while emulators need it.
             release_memory()
             if isinstance(made, ReadyBundle):
-                finished[target.name] = begin(made)
+                finished[target.name] = begin((made, waiting))
             else:
                 failed[target.name] = made
         job.watch.begin("verify" if verify else "write")
@@ -244,11 +244,13 @@ def _step_down(end: _Finished, ladder: _Ladder, target: Target, job: BuildJob) -
         ready = _ready_target(ladder, target, job, end.refusal)
         if isinstance(ready, EdgekitError):
             return _Finished(built=ready)
-        end = _finish(ready, job, verify=True, writing=Lock())
+        end = _finish((ready, 1), job, verify=True, writing=Lock())
     return end
 
 
-def _finish(ready: ReadyBundle, job: BuildJob, *, verify: bool, writing: Lock) -> _Finished:
+def _finish(each: tuple[ReadyBundle, int], job: BuildJob, *, verify: bool, writing: Lock) -> _Finished:
+    """Writes and verifies a bundle, in its share of the time: by the number of targets left, itself included."""
+    ready, waiting = each
     target = ready.contents.target
     try:
         # Comparing layers takes the most memory of a build: one bundle at a time.
@@ -259,7 +261,7 @@ def _finish(ready: ReadyBundle, job: BuildJob, *, verify: bool, writing: Lock) -
     except Exception as error:  # noqa: BLE001 - as above
         return _Finished(built=_report_fault(error, target, job))
     try:
-        return _Finished(built=built, report=_verify(built, job) if verify else None)
+        return _Finished(built=built, report=_verify(built, job, waiting) if verify else None)
     except EdgekitError:
         raise
     except Exception as error:  # noqa: BLE001 - as above; the bundle is whole, and stays not verified
@@ -279,8 +281,11 @@ def _report_fault(error: Exception, target: Target, job: BuildJob) -> EdgekitErr
     )
 
 
-def _verify(result: BuiltBundle, job: BuildJob) -> VerifyReport:
+def _verify(result: BuiltBundle, job: BuildJob, waiting: int) -> VerifyReport:
     devices = find_devices(result.bundle, result.target, DeviceChoice())
+    if job.end < math.inf:
+        seconds = round(job.seconds_left(waiting), 1)
+        devices = [NamedDevice(label=device.name, device=device, budget_s=seconds) for device in devices]
     float_model = result.models["prepare"].path
     task = result.target.thresholds.task
     report = verify_bundle(result.bundle, devices, task=task, float_model=float_model, progress=job.progress)

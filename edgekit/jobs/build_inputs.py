@@ -45,11 +45,23 @@ from edgekit.verify.tasks.tasks import find_metric
 _MOST_KEPT_BYTES = 64 << 20
 
 
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """What builds of one model keep for the next, perhaps for another target: a bundle is the same without it.
+
+    In `folder`, if there is one, lie calibrations. `memo` has the plans that were judged, `known` what models gave for
+    golden samples, by their sha256.
+    """
+
+    folder: Path | None = None
+    memo: Memo = msgspec.field(default_factory=Memo)
+    known: dict[str, KnownOutputs] = {}
+
+
 class BuildJob(msgspec.Struct, frozen=True, kw_only=True):
     """What a build was asked for, and where it works: `work` is gone afterwards, `staging` becomes the result.
 
-    `end` is when planning ends, by `time.monotonic()`. `origin` is the sha256 of the model file as it was given. The
-    `watch` tells what each stage takes; `known` is what models gave for golden samples, by their sha256.
+    `end` is when planning and verifying end, by `time.monotonic()`. `origin` is the sha256 of the model file as it was
+    given. The `watch` tells what each stage takes; `cache`, `memo` and `known` are those of `Kept`.
     """
 
     recipe: Recipe
@@ -69,12 +81,15 @@ class BuildJob(msgspec.Struct, frozen=True, kw_only=True):
         self.watch.begin(stage)
         self.progress(words)
 
-    def share_time(self, targets: int) -> "BuildJob":
-        """Returns the job with the time of the next target: what is left, by the number of targets left."""
-        now = time.monotonic()
+    def seconds_left(self, targets: int) -> float:
+        """Returns the time of the next target: what is left, by the number of targets left."""
+        return max(0.0, self.end - time.monotonic()) / targets
+
+    def limit_planning(self, seconds: float) -> "BuildJob":
+        """Returns the job with so much time for the plan of the next target."""
         # What was judged is shared between targets, and so is what of it failed.
         failed = self.memo.budget.failed
-        budget = Budget(end=now + (self.end - now) / targets, progress=self.progress, failed=failed)
+        budget = Budget(end=time.monotonic() + seconds, progress=self.progress, failed=failed)
         return msgspec.structs.replace(self, memo=msgspec.structs.replace(self.memo, budget=budget))
 
     def plans_for(self, target: Target, floats: Container[str]) -> bool:

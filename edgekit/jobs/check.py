@@ -81,8 +81,7 @@ def check_targets(
     with work_folder() as work:
         progress("prepare the model")
         shown = _show(source, work)
-        if recipe.freeze:
-            source = freeze_model(source, work / "frozen.onnx", recipe.freeze)
+        source = freeze_model(source, work / "frozen", recipe.freeze)
         prepared, refusal = _prepare(source, work, recipe, observe=observe)
         # Once for all targets: what became of the nodes does not depend on them.
         traced, graph = trace_model(source, prepared, recipe.dims), count_open(read_graph(prepared))

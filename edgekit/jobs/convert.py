@@ -29,7 +29,7 @@ from edgekit.model.model import (
     read_proto,
     save_proto,
 )
-from edgekit.prepare.clean import prepare_model
+from edgekit.prepare.clean import freeze_model, prepare_model
 from edgekit.prepare.opset import lower_model
 from edgekit.prepare.shapes import fix_dims
 from edgekit.prepare.transformer import FuseOptions, fuse_transformer
@@ -133,10 +133,14 @@ def convert_for(
     source = load_model(model, custom_ops=options.custom_ops)
     with work_folder() as work, staged_entries(out) as staging:
         source = lower_model(source, work / "lowered", options.runtime or VERSION)
+        source = freeze_model(source, work / "frozen", recipe.freeze)
         progress("prepare the model")
         prepare = partial(_prepare, recipe=recipe, targets=targets)
         prepared = prepare(source, work / "prepared.onnx")
-        samples = _load_samples(options.data, prepared)
+        samples = None
+        if options.data is not None:
+            data = options.data
+            samples = load_samples(data.source, prepared.inputs, data.preprocess, idle=recipe.freeze)
         floating, fusion = _fuse(source, prepared, _choose_fusions(options.fuse, targets), samples, prepare, work)
         small = _lighten(floating, options, samples, work)
         current = floating if small is None else small.model
@@ -268,10 +272,6 @@ def _refuse_large(model: Path, targets: Sequence[Target], options: ConvertOption
     if set(forms) & set(ORT_FILES):
         having = "has" if share == 1 else f"with {form} weights has at least"
         refuse_size(model, int(share * measure_files(model)), having)
-
-
-def _load_samples(data: Data | None, prepared: Model) -> Samples | None:
-    return None if data is None else load_samples(data.source, prepared.inputs, data.preprocess)
 
 
 def _report(

@@ -33,7 +33,7 @@ from edgekit.model.external import skim_model
 from edgekit.model.model import Model, load_model
 from edgekit.phones import Phone, find_phone
 from edgekit.prepare.basic import name_nodes
-from edgekit.prepare.clean import sketch_model
+from edgekit.prepare.clean import freeze_model, sketch_model
 from edgekit.prepare.shapes import find_unset
 from edgekit.recipe import Recipe, choose_precision
 from edgekit.target import Precision, Target, load_target
@@ -124,7 +124,9 @@ def forecast_goal(model: Path, recipe: Recipe, targets: Sequence[Target]) -> For
     built: list[Precision] = [choose_precision(each, recipe.precision) for each in targets if each.name == "qnn"]
     bits: tuple[Bits, ...] = tuple(dict.fromkeys(BITS_OF[precision] for precision in built if precision in BITS_OF))
     goal = recipe.forecast
-    return forecast(model, goal.devices, bits or BITS, dims=recipe.dims, max_ms=goal.max_ms)
+    with work_folder() as work:
+        frozen = freeze_model(load_model(model), work, recipe.freeze)
+        return forecast(frozen.path, goal.devices, bits or BITS, dims=recipe.dims, max_ms=goal.max_ms)
 
 
 def _open(subject: Path) -> tuple[Path, Bits | None]:

@@ -18,7 +18,7 @@ from edgekit.data.samples import Samples, limit_samples, load_samples, select_sa
 from edgekit.errors import EdgekitError, ModelError, RuntimeRefusal
 from edgekit.model.model import Model, load_model, read_proto, save_proto
 from edgekit.model.tensors import Tensors
-from edgekit.prepare.clean import prepare_model
+from edgekit.prepare.clean import freeze_model, prepare_model
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize._ort_quantizer import quantize_dynamically
 from edgekit.quantize.apply import quantize_model
@@ -165,8 +165,10 @@ def compare_formats(
     """
     progress = progress or say_nothing
     with work_folder() as work:
-        prepared = prepare_model(load_model(model), work / "prepared.onnx", recipe.dims, may_stay_open=True)
-        every = limit_samples(load_samples(data.source, prepared.inputs, data.preprocess), recipe.samples)
+        source = freeze_model(load_model(model), work / "frozen", recipe.freeze)
+        prepared = prepare_model(source, work / "prepared.onnx", recipe.dims, may_stay_open=True)
+        given = load_samples(data.source, prepared.inputs, data.preprocess, idle=recipe.freeze)
+        every = limit_samples(given, recipe.samples)
         # Where there are enough, each second one judges, and the others calibrate.
         apart = every.count >= _FEW
         calibrating = select_samples(every, range(0, every.count, 2)) if apart else every

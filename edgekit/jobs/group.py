@@ -94,12 +94,7 @@ def read_group_file(path: Path) -> GroupFile:
     Raises:
         UsageError: the file cannot be read, is malformed, has an unknown key, or a name that is no file's.
     """
-    try:
-        found = read_toml(path, GroupFile)
-    except OSError as error:
-        raise UsageError(f"cannot read '{path}': {error.strerror}", hint="a group is a .toml file") from error
-    except msgspec.DecodeError as error:
-        raise UsageError(f"'{path}' is malformed: {error}", hint=_suggest_key(str(error))) from error
+    found = read_toml(path, GroupFile, hint="a group is a .toml file", keys=_suggest_key)
     found = msgspec.structs.replace(found, name=found.name or path.stem)
     fault = "has a folder in it" if "/" in found.name else find_name_fault(found.name)
     if fault is not None:

@@ -25,6 +25,7 @@ from edgekit.machine import own_peak_bytes, release_memory
 from edgekit.model.model import Model, load_model, move_data
 from edgekit.model.outputs import StatedOutput, check_outputs
 from edgekit.prepare import Fix, ready_model
+from edgekit.prepare.clean import freeze_model
 from edgekit.prepare.fix import FixedModel
 from edgekit.prepare.opset import lower_model
 from edgekit.progress import Budget, Progress, say_nothing
@@ -178,7 +179,7 @@ def _open_job(model: Path, data: Data, recipe: Recipe, how: QuantizeOptions, wor
     target = _one_target(recipe)
     plan = how.read_plan()
     precision = _choose_integers(target, recipe, plan)
-    source = lower_model(load_model(model), work / "lowered")
+    source = freeze_model(lower_model(load_model(model), work / "lowered"), work / "frozen", recipe.freeze)
     fixed = ready_model(source, work, recipe.dims, may_stay_open=takes_any_size((target,)))
     if recipe.fix:
         known = {fix.id for fix in fixed.fixes}
@@ -191,7 +192,7 @@ def _open_job(model: Path, data: Data, recipe: Recipe, how: QuantizeOptions, wor
         budget.progress(reason)
     outputs = check_outputs(recipe.outputs, fixed.model)
     sequences = plan_sequences(source, recipe.state, fixed.model.inputs, fixed.model.outputs, work)
-    every = load_sequences(data.source, fixed.model.inputs, sequences.state, data.preprocess)
+    every = load_sequences(data.source, fixed.model.inputs, sequences.state, data.preprocess, idle=recipe.freeze)
     samples, limit = limit_samples(every, recipe.samples, sequences.state.steps), recipe.metric or TOP1
     # Before the calibration, which takes the most time.
     labels = _read_labels(data.labels, limit, every, samples)

@@ -89,16 +89,20 @@ def _has_branches(proto: onnx.ModelProto) -> bool:
     return any(node.op_type == "If" for node in proto.graph.node)
 
 
-def freeze_model(model: Model, out: Path, constants: Mapping[str, float]) -> Model:
-    """Writes a model with some inputs as constants of one number each, and returns it; the rest stays as it is.
+def freeze_model(model: Model, folder: Path, constants: Mapping[str, float]) -> Model:
+    """Returns a model with some inputs as constants of one number each, kept in `folder`: itself where there are none.
 
     Raises:
         UsageError: a name that is no input, or a number that its type cannot hold.
-        OutputError: `out` cannot be written.
+        OutputError: `folder` cannot be written.
     """
+    if not constants:
+        return model
     proto = read_proto(model)
     freeze_inputs(proto.graph, constants)
-    return msgspec.structs.replace(save_proto(proto, out), custom_ops=model.custom_ops)
+    folder.mkdir(parents=True, exist_ok=True)
+    frozen = save_proto(proto, folder / model.path.name)
+    return msgspec.structs.replace(frozen, name=model.name, custom_ops=model.custom_ops)
 
 
 def sketch_model(model: Model, out: Path, dims: Mapping[str, int], *, may_stay_open: bool = False) -> Model:

@@ -19,6 +19,7 @@ from demo_paths import CALIBRATION, LABELS, MODEL
 from tiny_models import parse_model
 
 from edgekit.cli.main import COMMANDS, group, run_command
+from edgekit.model.model import load_model
 
 BUILD = ["build", str(MODEL), "--data", str(CALIBRATION)]
 
@@ -293,6 +294,42 @@ def test_a_dimension_means_the_same_beside_data_in_every_command(
             assert run_command(given) == code, (given, capsys.readouterr().err)
             if code:
                 assert re.search(r"\[1, ?1?,? ?6\]|1x6|'Q'|x'", capsys.readouterr().err), given
+
+
+def test_a_frozen_input_means_the_same_in_every_command_that_takes_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The input is gone, data may still hold it, and a name that is none is refused by its name."""
+    monkeypatch.chdir(tmp_path)
+    weights = ", ".join(f"{value / 16:.3f}" for value in range(-8, 8))
+    text = f"g (float[1,4] x, float[1] k) => (float[1,4] y) <float[4,4] w = {{{weights}}}> {{"
+    text += " m = MatMul(x, w)  y = Mul(m, k) }"
+    parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}', tmp_path / "m.onnx")
+    values = np.random.default_rng(0).normal(size=(8, 1, 4)).astype(np.float32)
+    np.savez("d.npz", x=values, k=np.ones((8, 1), np.float32))
+    data = ["--data", "d.npz"]
+    ways = {
+        "bench": ["--runs", "1", *data],
+        "build": ["--target", "cpu", "--precision", "fp32", "--no-verify", "--out", "built", *data],
+        "check": ["--target", "nnapi"],
+        "compare": ["m.onnx", *data],
+        "convert": ["--out", "converted", *data],
+        "forecast": ["--device", "Galaxy S24"],
+        "inspect": [],
+        "prepare": ["--out", "prepared.onnx"],
+        "profile": ["--runs", "1", "--no-roofline", *data],
+        "quantize": ["--target", "cpu", "--out", "int8.onnx", *data],
+        "tune": ["--time-budget", "0.1s", *data],
+    }
+    assert {name for name in COMMANDS if _takes(name, "--dim")} == {*ways}
+    for name, way in ways.items():
+        for frozen, code in ("k=2", 0), ("q=2", 2):
+            assert run_command([name, "m.onnx", *way, "--freeze", frozen]) == code, (name, capsys.readouterr().err)
+            said = capsys.readouterr().err
+            assert not code or "no input 'q'" in said, (name, said)
+    for made in ("prepared.onnx", "int8.onnx", "converted/m.onnx"):
+        if Path(made).exists():
+            assert [spec.name for spec in load_model(Path(made)).inputs] == ["x"], made
 
 
 def _takes(name: str, *options: str) -> bool:

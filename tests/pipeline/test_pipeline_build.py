@@ -15,9 +15,10 @@ import onnx
 import pytest
 from demo_paths import CALIBRATION, EVALUATION, LABELS, MODEL
 from onnx import numpy_helper
-from tiny_models import parse_model
+from tiny_models import parse_model, write_small_net
 
 from edgekit.bundle.folder import open_bundle
+from edgekit.devices.device import LEAST_SAMPLES
 from edgekit.devices.find import find_device
 from edgekit.devices.register import DeviceChoice
 from edgekit.errors import DataError, EdgekitError, OutputError
@@ -110,6 +111,20 @@ def add_weights(path: Path, rng: np.random.Generator, **shapes: tuple[int, ...])
         value = rng.normal(0, np.prod(shape[1:] or (100,)) ** -0.5, shape).astype(np.float32)
         proto.graph.initializer.append(numpy_helper.from_array(value, name))
     onnx.save(proto, str(path))
+
+
+def test_a_time_budget_covers_verifying_with_fewer_samples_and_tells(tmp_path: Path) -> None:
+    write_small_net(path := tmp_path / "m.onnx", tmp_path / "x.npz")
+    data = Data(source=str(tmp_path / "x.npz"), evaluation=str(tmp_path / "x.npz"))
+    counts = []
+    for seconds in None, 1e-3:
+        out = tmp_path / f"out-{seconds}"
+        (bundle,) = build(path, data, out, Recipe(targets=("cpu",), precision="fp32"), time_budget_s=seconds).bundles
+        assert bundle.verify is not None
+        counts.append({run.samples for run in bundle.verify.runs})
+        notes = [note for run in bundle.verify.runs for note in run.notes]
+        assert any(f"stopped after {LEAST_SAMPLES} of " in note for note in notes) == (seconds is not None)
+    assert counts == [{16, 32}, {LEAST_SAMPLES}]
 
 
 def test_company_of_other_targets_changes_no_bundle(tmp_path: Path) -> None:

@@ -127,14 +127,8 @@ def load_rules(target: Target) -> RuleBook:
         TargetError: `rules.toml` is missing or malformed, or names a group of rules that it does not define.
     """
     file = target.folder / "rules.toml"
-    try:
-        book = read_toml(file, RuleBook)
-    except OSError as error:
-        raise TargetError(f"cannot read '{file}': {error.strerror}", hint="a target needs a rules.toml") from error
-    except msgspec.DecodeError as error:
-        raise TargetError(
-            f"'{file}' is malformed: {error}", hint="compare it with a target that edgekit ships"
-        ) from error
+    keys = "compare it with a target that edgekit ships"
+    book = read_toml(file, RuleBook, hint="a target needs a rules.toml", keys=keys, error=TargetError)
     # A misspelt group would otherwise be no rule at all, and the target would take more than it can.
     for op in book.op:
         for group in op.use:

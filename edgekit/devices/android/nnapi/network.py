@@ -170,14 +170,13 @@ def read_driver(path: Path) -> Driver:
     Raises:
         UsageError: the file cannot be read or is malformed, or names what is no operation or feature level of NNAPI.
     """
+    keys = 'for example refused = ["SOFTMAX"]'
+    tree = read_toml(path, dict[str, object], hint="--set driver=FILE.toml", keys=keys)
+    _check_keys(path, tree)
     try:
-        tree = read_toml(path, dict[str, object])
-        _check_keys(path, tree)
         driver = msgspec.convert(tree, type=Driver)
-    except OSError as error:
-        raise UsageError(f"cannot read '{path}': {error.strerror}", hint="--set driver=FILE.toml") from error
-    except msgspec.DecodeError as error:
-        raise UsageError(f"'{path}' is malformed: {error}", hint='for example refused = ["SOFTMAX"]') from error
+    except msgspec.ValidationError as error:
+        raise UsageError(f"'{path}' is malformed: {error}", hint=keys) from error
     for name in driver.refused:
         if name not in NUMBERS:
             raise UsageError(f"'{path}' refuses '{name}', which is no operation of NNAPI", hint=_suggest(name))
