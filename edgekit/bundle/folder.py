@@ -299,11 +299,7 @@ def _copy_file(source: Path, target: Path) -> None:
 
 
 def _digest_files(folder: Path) -> dict[str, BundledFile]:
-    return {
-        name: BundledFile(sha256=digest_file(path), size_bytes=path.stat().st_size)
-        for name, path in iterate_files(folder)
-        if name not in UNLISTED
-    }
+    return {name: BundledFile.describe(path) for name, path in iterate_files(folder) if name not in UNLISTED}
 
 
 _CHUNK_BYTES = 1 << 20

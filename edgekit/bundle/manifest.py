@@ -6,12 +6,13 @@ Schemas.
 """
 
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
 
+from edgekit._files import digest_file
 from edgekit._ort import Level
 from edgekit.data.images import Preprocess
 from edgekit.data.padding import Padding
@@ -286,6 +287,11 @@ class BundledFile(_Strict, frozen=True, kw_only=True):
     sha256: str
     size_bytes: int
 
+    @classmethod
+    def describe(cls, path: Path) -> "BundledFile":
+        """Returns digest and size of a file as it is."""
+        return cls(sha256=digest_file(path), size_bytes=path.stat().st_size)
+
 
 class BundledTensor(TensorSpec, frozen=True, kw_only=True):
     """An input or output with what an app must know to fill or read it.
@@ -464,10 +470,7 @@ def decode_manifest(data: bytes, source: str) -> Manifest:
     Raises:
         BundleError: the manifest is malformed, not canonical, of an unknown schema version, or contradicts itself.
     """
-    raw = decode_json(data, source)
-    manifest = convert_strictly(migrate_manifest(raw), Manifest, source)
-    # Readers disagree on keys that come twice (RFC 8259, 4): the signature would cover two meanings.
-    check_canonical(raw, data, source)
+    manifest = decode_strictly(data, Manifest, source, migrate_manifest)
     for form in (manifest.form, *manifest.forms):
         if not manifest.forms.get(form):
             raise BundleError(f"'{source}' names no file for form '{form}'", hint="build the bundle again")
@@ -527,28 +530,27 @@ def decode_json(data: bytes, source: str) -> Any:
         raise BundleError(f"'{source}' is malformed: {quote_error(error)}", hint="build the bundle again") from error
 
 
-def check_canonical(raw: Any, data: bytes, source: str) -> None:
-    """Refuses JSON that is not to the byte what `encode_json` makes of its content.
+def decode_strictly(
+    data: bytes, kind: type[_Value], source: str, migrate: Callable[[Any], Any] = lambda raw: raw
+) -> _Value:
+    """Returns JSON as a value of a kind, if it is to the byte what `encode_json` makes of its content.
+
+    Readers disagree on keys that come twice (RFC 8259, 4): a signature would cover two meanings. `migrate` makes what
+    an older version wrote that of today.
 
     Raises:
-        BundleError: it is another spelling of the same content.
+        BundleError: it is no JSON, is spelt in another way, or a key is unknown, missing or ill-typed.
     """
+    raw = decode_json(data, source)
+    try:
+        value = msgspec.convert(migrate(raw), kind)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise BundleError(f"'{source}' is malformed: {quote_error(error)}", hint="build the bundle again") from error
     if encode_json(raw) != data:
         raise BundleError(
             f"'{source}' was altered: it is not spelt as edgekit writes it", hint="build the bundle again"
         )
-
-
-def convert_strictly(raw: Any, kind: type[_Value], source: str) -> _Value:
-    """Returns plain data as a value of a kind.
-
-    Raises:
-        BundleError: a key is unknown, missing or ill-typed.
-    """
-    try:
-        return msgspec.convert(raw, kind)
-    except (msgspec.ValidationError, RecursionError) as error:
-        raise BundleError(f"'{source}' is malformed: {quote_error(error)}", hint="build the bundle again") from error
+    return value
 
 
 _TITLES: Mapping[str, tuple[type, str]] = {

@@ -17,10 +17,8 @@ from edgekit.bundle.folder import MANIFEST, VERIFY, Bundle, open_bundle, regain_
 from edgekit.bundle.manifest import (
     BundledFile,
     Manifest,
-    check_canonical,
-    convert_strictly,
-    decode_json,
     decode_manifest,
+    decode_strictly,
     encode_json,
 )
 from edgekit.bundle.sign import SIGNATURE, TestResult, check_signature, check_subjects, sign_files
@@ -92,8 +90,10 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     provider: str
 
 
-def find_bundles(paths: Sequence[Path]) -> tuple[Bundle, ...]:
+def find_bundles(paths: Sequence[Path], *, key: Path | None = None) -> tuple[Bundle, ...]:
     """Opens bundles; one path that is no bundle itself is the folder of a build, and means all bundles in it.
+
+    With a public `key` each must be signed with its private half.
 
     Raises:
         BundleError: one is damaged, or there is none.
@@ -102,8 +102,8 @@ def find_bundles(paths: Sequence[Path]) -> tuple[Bundle, ...]:
         found = sorted(path.parent for path in paths[0].glob(f"*/{MANIFEST}"))
         if not found:
             raise BundleError(f"'{paths[0]}' is no bundle and holds none", hint="give the --out folder of a build")
-        return tuple(open_bundle(path) for path in found)
-    return tuple(open_bundle(path) for path in paths)
+        paths = found
+    return tuple(open_bundle(path, key=key) for path in paths)
 
 
 def join_bundles(bundles: Sequence[Bundle], out: Path) -> MultiBundle:
@@ -153,9 +153,7 @@ def open_index(path: Path, *, key: Path | None = None) -> MultiBundle:
     data = read_bounded(path, INDEX)
     statement = None if key is None else check_signature(data, INDEX, path, key)
     source = str(path / INDEX)
-    raw = decode_json(data, source)
-    index = convert_strictly(raw, Index, source)
-    check_canonical(raw, data, source)
+    index = decode_strictly(data, Index, source)
     manifests = [(_read_manifest(path, variant), variant.manifest) for variant in index.variants]
     # What the index says follows from the manifests: made again, it needs no belief.
     if not manifests or index != _make_index(manifests):

@@ -13,7 +13,7 @@ import msgspec
 
 from edgekit._files import digest_bytes, write_file, write_new
 from edgekit.bundle.checks import read_bounded
-from edgekit.bundle.manifest import check_canonical, convert_strictly, decode_json, encode_json
+from edgekit.bundle.manifest import decode_json, decode_strictly, encode_json
 from edgekit.errors import BundleError, MissingExtraError, OutputError, UsageError
 from edgekit.machine import spell_install
 
@@ -146,9 +146,7 @@ def read_envelope(folder: Path) -> Envelope:
     raw = decode_json(data, str(place))
     if isinstance(raw, dict) and "algorithm" in raw:
         raise BundleError(f"'{place}' has the form of an earlier edgekit", hint=f"sign it again: {_SIGN}")
-    envelope = convert_strictly(raw, Envelope, str(place))
-    check_canonical(raw, data, str(place))
-    return envelope
+    return decode_strictly(data, Envelope, str(place))
 
 
 def read_statement(payload: bytes, folder: Path) -> Statement:
@@ -157,12 +155,7 @@ def read_statement(payload: bytes, folder: Path) -> Statement:
     Raises:
         BundleError: it is no statement as edgekit writes them.
     """
-    source = f"{folder / SIGNATURE} (payload)"
-    raw = decode_json(payload, source)
-    statement = convert_strictly(raw, Statement, source)
-    # Readers disagree on keys that come twice: one of them would not see what was signed.
-    check_canonical(raw, payload, source)
-    return statement
+    return decode_strictly(payload, Statement, f"{folder / SIGNATURE} (payload)")
 
 
 def check_subjects(statement: Statement, digests: Mapping[str, str], folder: Path) -> None:

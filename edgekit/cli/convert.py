@@ -1,7 +1,6 @@
 """`edgekit convert`."""
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +25,17 @@ from edgekit.quantize.weight_only.convert import (
     BLOCK_ROUNDINGS,
     WEIGHT_FORMS,
     BlockRounding,
-    WeightForm,
     WeightOnlyOptions,
 )
 from edgekit.recipe import Recipe
 from edgekit.report.tables import format_bytes, make_table
 from edgekit.target import Form, Target
 
-# Options of `edgekit convert` that belong together, each group as one value.
-
-Command = Callable[..., int]
-
 _CPUS: tuple[Cpu, ...] = ("arm", "x64")
 _STYLES: dict[str, tuple[Style, ...]] = {"full": ("full",), "runtime": ("runtime",), "both": ("full", "runtime")}
+_FEW_PARTS = 4
+# Operators whose fate tells nothing by itself.
+_PLUMBING = frozenset({"QuantizeLinear", "DequantizeLinear", "Constant"})
 
 
 class _RoundingChoice(click.Choice[BlockRounding]):
@@ -53,142 +50,114 @@ class _RoundingChoice(click.Choice[BlockRounding]):
         return super().convert(value, param, ctx)
 
 
-class FormOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The files that are asked for where no target says which: in ORT format as `ort` and `styles` say, and ONNX.
+@click.command(short_help="Write the files that a runtime loads: ORT format, full or runtime style.")
+@options.MODEL
+@click.option(
+    "--target", metavar="NAME", help="Write what this target loads; it settles style, level and CPU. Or auto."
+)
+@options.SET
+@options.DIM
+@options.FREEZE
+@click.option("--style", type=click.Choice(sorted(_STYLES)), help="Default: both.")
+@click.option(
+    "--level",
+    "levels",
+    type=click.Choice([level.value for level in Level]),
+    multiple=True,
+    help="Default: all. With --onnx, several: the optimized model of each.",
+)
+@click.option("--cpu", type=click.Choice(_CPUS), help="The CPU whose kernels the file is for. Default: arm.")
+@click.option("--onnx", "with_onnx", is_flag=True, help="Write the ONNX model too; with --level, the optimized one.")
+@click.option("--soc", "socs", metavar="43,69", help="Qualcomm SoCs, all in one QNN context; for --target qnn.")
+@click.option("--htp-arch", "archs", metavar="73,79", help="Or: Hexagon versions, all in one QNN context.")
+@click.option("--embed-context", "embedded", is_flag=True, help="Put the QNN context inside the ONNX file.")
+@click.option("--mlpackage", is_flag=True, help="Write what Core ML would load too; for --target coreml.")
+@click.option("--cache", is_flag=True, help="Write the Core ML provider's cache, for an app to ship.")
+@click.option("--fuse", type=click.Choice(["transformer"]), help="Fuse patterns into ONNX Runtime's own operators.")
+@click.option("--model-type", metavar="NAME", help="The family of the transformer. Default: bert.")
+@click.option("--heads", type=int, default=0, metavar="N", help="Its attention heads. Default: found out.")
+@click.option("--hidden-size", type=int, default=0, metavar="N", help="Its hidden size. Default: found out.")
+@click.option("--weights", type=click.Choice(WEIGHT_FORMS), help="Make weights smaller; activations stay float.")
+@click.option("--keep", metavar="A,B", help="Nodes whose weights stay as they are.")
+@click.option("--block", type=int, metavar="N", help="Weights that share a scale in int8 and int4. Default: 32.")
+@click.option("--rounding", type=_RoundingChoice(BLOCK_ROUNDINGS), help="Of int4; comq learns from --data.")
+@click.option("--accuracy-level", "accuracy", type=int, metavar="0-4", help="Of MatMulNBits; 4: int8 products.")
+@click.option("--lpbq", is_flag=True, help="Scales of int4 that Qualcomm's HTP holds.")
+@click.option("--qoperator", is_flag=True, help="Write QLinear operators in place of Q and DQ nodes.")
+@options.CUSTOM_OPS
+@click.option(
+    "--data", metavar="DATA", help="Inputs to run each file on, and to learn roundings from. Default: drawn at random."
+)
+@options.PREPROCESS
+@click.option(
+    "--ort", "runtime", default="", metavar="1.22.0", help="The oldest ONNX Runtime that will load it; lower or refuse."
+)
+@click.option("--check/--no-check", "checked", default=True, help="Run each .ort file against its source.")
+@click.option("--out", required=True, type=click.Path(path_type=Path), metavar="DIR", help="Where the files go.")
+@options.JSON
+@options.verbosity
+def command(
+    model: Path,
+    target: str | None,
+    settings: dict[str, str],
+    dims: dict[str, int],
+    freeze: dict[str, float],
+    qoperator: bool,
+    custom_ops: tuple[Path, ...],
+    data: str | None,
+    preprocess: Path | None,
+    runtime: str,
+    checked: bool,
+    out: Path,
+    as_json: bool,
+    volume: int,
+    **asked: Any,
+) -> int:
+    """Write the files of MODEL that a runtime loads, in canonical bytes.
 
-    With `levels` the ONNX files are what ONNX Runtime makes at each.
+    \b
+    Example:
+      edgekit convert model.onnx --target nnapi --out converted
+      edgekit convert model.onnx --target coreml --mlpackage --cache --out converted
+      edgekit convert model.onnx --onnx --level basic --level extended --out levels
     """
-
-    ort: OrtOptions
-    styles: tuple[Style, ...]
-    with_onnx: bool
-    levels: tuple[Level, ...] = ()
-
-
-def forms(function: Command) -> Command:
-    """Adds the options of the files without a target, which become the argument `forms`."""
-
-    @click.option("--style", type=click.Choice(sorted(_STYLES)), help="Default: both.")
-    @click.option(
-        "--level",
-        "levels",
-        type=click.Choice([level.value for level in Level]),
-        multiple=True,
-        help="Default: all. With --onnx, several: the optimized model of each.",
+    targets = () if target is None else (target,)
+    recipe = Recipe(targets=targets, settings=settings, dims=dims, freeze=freeze)
+    wanted = msgspec.structs.replace(
+        _choose_files(target, asked),
+        context=_choose_context(target, asked),
+        coreml=_choose_coreml(target, asked),
+        fuse=_choose_fusion(asked),
+        weights=_choose_weights(asked),
+        qoperator=qoperator,
+        custom_ops=custom_ops,
+        data=options.parse_data(data, preprocess),
+        checked=checked,
+        runtime=options.read_release(runtime),
     )
-    @click.option("--cpu", type=click.Choice(_CPUS), help="The CPU whose kernels the file is for. Default: arm.")
-    @click.option(
-        "--onnx", "with_onnx", is_flag=True, help="Write the ONNX model too; with --level, the optimized one."
-    )
-    @functools.wraps(function)
-    def command(
-        *, style: str | None, levels: tuple[str, ...], cpu: Cpu | None, with_onnx: bool, target: str | None, **rest: Any
-    ) -> int:
-        given = {"--style": style, "--level": levels, "--cpu": cpu}
-        named = [name for name, value in given.items() if value]
-        if target is not None and (named or with_onnx):
-            _refuse_fixed_options(load_target_here(target), named, _STYLES[style] if style else (), with_onnx=with_onnx)
-        if len(levels) > 1 and (style or not with_onnx):
-            raise UsageError(
-                "a file in ORT format has one level, and several were given",
-                hint="give one --level, or leave --style out and add --onnx",
-            )
-        chosen = FormOptions(
-            ort=OrtOptions(style="full", cpu=cpu or "arm", level=Level(levels[0] if levels else "all")),
-            styles=() if levels and with_onnx and not style else _STYLES[style or "both"],
-            with_onnx=with_onnx and not levels,
-            levels=tuple(map(Level, levels)) if with_onnx else (),
+    with showing_progress(volume) as progress:
+        report = convert_for(model, out, recipe, wanted, progress)
+    show_json(report) if as_json else _show_conversion(report)
+    return YES
+
+
+def _choose_files(target: str | None, asked: Mapping[str, Any]) -> ConvertOptions:
+    """Returns which files are written where no target says which: in ORT format, in ONNX, or of each level."""
+    style, levels, with_onnx = asked["style"], asked["levels"], asked["with_onnx"]
+    named = [name for name, value in (("--style", style), ("--level", levels), ("--cpu", asked["cpu"])) if value]
+    if target is not None and (named or with_onnx):
+        _refuse_fixed_options(load_target_here(target), named, _STYLES[style] if style else (), with_onnx=with_onnx)
+    if len(levels) > 1 and (style or not with_onnx):
+        raise UsageError(
+            "a file in ORT format has one level, and several were given",
+            hint="give one --level, or leave --style out and add --onnx",
         )
-        return function(forms=chosen, target=target, **rest)
-
-    return command
-
-
-def context(function: Command) -> Command:
-    """Adds the options of a QNN context, which become the argument `context`."""
-
-    @click.option("--soc", "socs", metavar="43,69", help="Qualcomm SoCs, all in one QNN context; for --target qnn.")
-    @click.option("--htp-arch", "archs", metavar="73,79", help="Or: Hexagon versions, all in one QNN context.")
-    @click.option("--embed-context", "embedded", is_flag=True, help="Put the QNN context inside the ONNX file.")
-    @functools.wraps(function)
-    def command(*, socs: str | None, archs: str | None, embedded: bool, target: str | None, **rest: Any) -> int:
-        chosen = ContextOptions(socs=split_names(socs), archs=split_names(archs), embedded=embedded)
-        if target is None and chosen != DEFAULT_CONTEXT:
-            raise UsageError("--soc, --htp-arch and --embed-context are for a QNN context", hint="add --target qnn")
-        return function(context=chosen, target=target, **rest)
-
-    return command
-
-
-def coreml(function: Command) -> Command:
-    """Adds the options of what Core ML's provider writes, which become the argument `coreml`."""
-
-    @click.option("--mlpackage", is_flag=True, help="Write what Core ML would load too; for --target coreml.")
-    @click.option("--cache", is_flag=True, help="Write the Core ML provider's cache, for an app to ship.")
-    @functools.wraps(function)
-    def command(*, mlpackage: bool, cache: bool, target: str | None, **rest: Any) -> int:
-        if (mlpackage or cache) and target != "coreml":
-            raise UsageError("--mlpackage and --cache are for Core ML", hint="add --target coreml")
-        return function(coreml=CoreMlOptions(packages=mlpackage, cache=cache), target=target, **rest)
-
-    return command
-
-
-def fuse(function: Command) -> Command:
-    """Adds the options of fusion, which become the argument `fuse`."""
-
-    @click.option("--fuse", type=click.Choice(["transformer"]), help="Fuse patterns into ONNX Runtime's own operators.")
-    @click.option("--model-type", metavar="NAME", help="The family of the transformer. Default: bert.")
-    @click.option("--heads", type=int, default=0, metavar="N", help="Its attention heads. Default: found out.")
-    @click.option("--hidden-size", type=int, default=0, metavar="N", help="Its hidden size. Default: found out.")
-    @functools.wraps(function)
-    def command(*, fuse: str | None, model_type: str | None, heads: int, hidden_size: int, **rest: Any) -> int:
-        if fuse is None and (model_type or heads or hidden_size):
-            raise UsageError("--model-type, --heads and --hidden-size say how to fuse", hint="add --fuse transformer")
-        chosen = FuseOptions(model_type=model_type or "bert", heads=heads, hidden=hidden_size)
-        return function(fuse=chosen if fuse else None, **rest)
-
-    return command
-
-
-def weights(function: Command) -> Command:
-    """Adds the options of weights, which become the argument `weights`."""
-
-    @click.option(
-        "--weights", "form", type=click.Choice(WEIGHT_FORMS), help="Make weights smaller; activations stay float."
+    return ConvertOptions(
+        ort=OrtOptions(style="full", cpu=asked["cpu"] or "arm", level=Level(levels[0] if levels else "all")),
+        styles=() if levels and with_onnx and not style else _STYLES[style or "both"],
+        with_onnx=with_onnx and not levels,
+        levels=tuple(map(Level, levels)) if with_onnx else (),
     )
-    @click.option("--keep", metavar="A,B", help="Nodes whose weights stay as they are.")
-    @click.option("--block", type=int, metavar="N", help="Weights that share a scale in int8 and int4. Default: 32.")
-    @click.option("--rounding", type=_RoundingChoice(BLOCK_ROUNDINGS), help="Of int4; comq learns from --data.")
-    @click.option("--accuracy-level", "accuracy", type=int, metavar="0-4", help="Of MatMulNBits; 4: int8 products.")
-    @click.option("--lpbq", is_flag=True, help="Scales of int4 that Qualcomm's HTP holds.")
-    @functools.wraps(function)
-    def command(
-        *,
-        form: WeightForm | None,
-        keep: str | None,
-        block: int | None,
-        rounding: BlockRounding | None,
-        accuracy: int | None,
-        lpbq: bool,
-        **rest: Any,
-    ) -> int:
-        if form is None and (keep or block or rounding or lpbq or accuracy is not None):
-            raise UsageError(
-                "--keep, --block, --rounding, --lpbq and --accuracy-level say how to make weights smaller",
-                hint="add --weights int8",
-            )
-        chosen = WeightOnlyOptions(
-            form=form or "int8",
-            kept=split_names(keep),
-            block=block or 32,
-            accuracy_level=accuracy or 0,
-            rounding=rounding or "nearest",
-            lpbq=lpbq,
-        )
-        return function(weights=chosen if form else None, **rest)
-
-    return command
 
 
 def _refuse_fixed_options(target: Target, named: Sequence[str], styles: tuple[Style, ...], *, with_onnx: bool) -> None:
@@ -212,87 +181,43 @@ def _refuse_fixed_options(target: Target, named: Sequence[str], styles: tuple[St
         )
 
 
-_FEW_PARTS = 4
-# Operators whose fate tells nothing by itself.
-_PLUMBING = frozenset({"QuantizeLinear", "DequantizeLinear", "Constant"})
+def _choose_context(target: str | None, asked: Mapping[str, Any]) -> ContextOptions:
+    socs, archs = split_names(asked["socs"]), split_names(asked["archs"])
+    chosen = ContextOptions(socs=socs, archs=archs, embedded=asked["embedded"])
+    if target is None and chosen != DEFAULT_CONTEXT:
+        raise UsageError("--soc, --htp-arch and --embed-context are for a QNN context", hint="add --target qnn")
+    return chosen
 
 
-@click.command(short_help="Write the files that a runtime loads: ORT format, full or runtime style.")
-@options.MODEL
-@click.option(
-    "--target", metavar="NAME", help="Write what this target loads; it settles style, level and CPU. Or auto."
-)
-@options.SET
-@options.DIM
-@options.FREEZE
-@forms
-@context
-@coreml
-@fuse
-@weights
-@click.option("--qoperator", is_flag=True, help="Write QLinear operators in place of Q and DQ nodes.")
-@options.CUSTOM_OPS
-@click.option(
-    "--data", metavar="DATA", help="Inputs to run each file on, and to learn roundings from. Default: drawn at random."
-)
-@options.PREPROCESS
-@click.option(
-    "--ort", "runtime", default="", metavar="1.22.0", help="The oldest ONNX Runtime that will load it; lower or refuse."
-)
-@click.option("--check/--no-check", "checked", default=True, help="Run each .ort file against its source.")
-@click.option("--out", required=True, type=click.Path(path_type=Path), metavar="DIR", help="Where the files go.")
-@options.JSON
-@options.verbosity
-def command(
-    model: Path,
-    target: str | None,
-    settings: dict[str, str],
-    dims: dict[str, int],
-    freeze: dict[str, float],
-    forms: FormOptions,
-    context: ContextOptions,
-    coreml: CoreMlOptions,
-    fuse: FuseOptions | None,
-    weights: WeightOnlyOptions | None,
-    qoperator: bool,
-    custom_ops: tuple[Path, ...],
-    data: str | None,
-    preprocess: Path | None,
-    runtime: str,
-    checked: bool,
-    out: Path,
-    as_json: bool,
-    volume: int,
-) -> int:
-    """Write the files of MODEL that a runtime loads, in canonical bytes.
+def _choose_coreml(target: str | None, asked: Mapping[str, Any]) -> CoreMlOptions:
+    if (asked["mlpackage"] or asked["cache"]) and target != "coreml":
+        raise UsageError("--mlpackage and --cache are for Core ML", hint="add --target coreml")
+    return CoreMlOptions(packages=asked["mlpackage"], cache=asked["cache"])
 
-    \b
-    Example:
-      edgekit convert model.onnx --target nnapi --out converted
-      edgekit convert model.onnx --target coreml --mlpackage --cache --out converted
-      edgekit convert model.onnx --onnx --level basic --level extended --out levels
-    """
-    targets = () if target is None else (target,)
-    recipe = Recipe(targets=targets, settings=settings, dims=dims, freeze=freeze)
-    wanted = ConvertOptions(
-        ort=forms.ort,
-        styles=forms.styles,
-        with_onnx=forms.with_onnx,
-        levels=forms.levels,
-        context=context,
-        coreml=coreml,
-        fuse=fuse,
-        weights=weights,
-        qoperator=qoperator,
-        custom_ops=custom_ops,
-        data=options.parse_data(data, preprocess),
-        checked=checked,
-        runtime=options.read_release(runtime),
+
+def _choose_fusion(asked: Mapping[str, Any]) -> FuseOptions | None:
+    if asked["fuse"] is None and (asked["model_type"] or asked["heads"] or asked["hidden_size"]):
+        raise UsageError("--model-type, --heads and --hidden-size say how to fuse", hint="add --fuse transformer")
+    chosen = FuseOptions(model_type=asked["model_type"] or "bert", heads=asked["heads"], hidden=asked["hidden_size"])
+    return chosen if asked["fuse"] else None
+
+
+def _choose_weights(asked: Mapping[str, Any]) -> WeightOnlyOptions | None:
+    if asked["weights"] is None:
+        if any(asked[name] for name in ("keep", "block", "rounding", "lpbq")) or asked["accuracy"] is not None:
+            raise UsageError(
+                "--keep, --block, --rounding, --lpbq and --accuracy-level say how to make weights smaller",
+                hint="add --weights int8",
+            )
+        return None
+    return WeightOnlyOptions(
+        form=asked["weights"],
+        kept=split_names(asked["keep"]),
+        block=asked["block"] or 32,
+        accuracy_level=asked["accuracy"] or 0,
+        rounding=asked["rounding"] or "nearest",
+        lpbq=asked["lpbq"],
     )
-    with showing_progress(volume) as progress:
-        report = convert_for(model, out, recipe, wanted, progress)
-    show_json(report) if as_json else _show_conversion(report)
-    return YES
 
 
 def _show_conversion(report: ConvertReport) -> None:

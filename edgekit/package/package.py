@@ -19,11 +19,12 @@ from edgekit._files import (
 )
 from edgekit.app_runtime import AppRuntime
 from edgekit.bundle.archive import write_archive
-from edgekit.bundle.folder import MANIFEST, Bundle, open_bundle
+from edgekit.bundle.folder import Bundle
 from edgekit.bundle.group.group import Group
 from edgekit.bundle.manifest import Manifest
+from edgekit.bundle.multi import find_bundles
 from edgekit.bundle.sign import SIGNATURE
-from edgekit.errors import BundleError, OutputError, UsageError, suggest_name
+from edgekit.errors import OutputError, UsageError, suggest_name
 from edgekit.package.formats import (
     StoreReport,
     collect_aar,
@@ -286,17 +287,15 @@ def _require_runtime(kind: Kind, runtime: AppRuntime | None) -> AppRuntime:
 def _choose(
     paths: Sequence[Path], key: Path | None, find_misfit: Callable[[Bundle], str | None]
 ) -> tuple[tuple[Bundle, ...], tuple[LeftOut, ...]]:
-    if len(paths) == 1 and not (paths[0] / MANIFEST).exists():
-        found = sort_bundles([open_bundle(path.parent, key=key) for path in sorted(paths[0].glob(f"*/{MANIFEST}"))])
-        if not found:
-            raise BundleError(f"'{paths[0]}' is no bundle and holds none", hint="give the --out folder of a build")
+    bundles = find_bundles(paths, key=key)
+    if len(paths) == 1 and bundles[0].folder != paths[0]:
+        found = sort_bundles(bundles)
         reasons = [(bundle, find_misfit(bundle)) for bundle in found]
         fitting = tuple(bundle for bundle, reason in reasons if reason is None)
         left_out = tuple(LeftOut(path=str(bundle.folder), reason=reason) for bundle, reason in reasons if reason)
         if not fitting:
             raise UsageError(f"no bundle of '{paths[0]}' fits: {left_out[0].reason}", hint="choose another --as")
         return fitting, left_out
-    bundles = tuple(open_bundle(path, key=key) for path in paths)
     for bundle in bundles:
         misfit = find_misfit(bundle)
         # Named one by one, a bundle that does not fit is a mistake; found in a build's folder, it is only left out.

@@ -49,10 +49,7 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
 
     def list_files(self) -> dict[str, BundledFile]:
         """Returns digest and size of each file, sorted by name."""
-        return {
-            name: BundledFile(sha256=digest_file(path), size_bytes=path.stat().st_size)
-            for name, path in sorted(self.files.items())
-        }
+        return {name: BundledFile.describe(path) for name, path in sorted(self.files.items())}
 
 
 def parse_extras(given: Iterable[str]) -> tuple[Extra, ...]:

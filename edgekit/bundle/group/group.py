@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from edgekit._files import copy_once, digest_bytes, digest_file, staged_folder, write_file
+from edgekit._files import copy_once, digest_bytes, staged_folder, write_file
 from edgekit.bundle.archive import opened_folder
 from edgekit.bundle.checks import check_files, read_bounded
 from edgekit.bundle.checks import find_fault as find_name_fault
@@ -23,10 +23,8 @@ from edgekit.bundle.group.wiring import MOST_MEMBERS, Interface, Stage, Tokens, 
 from edgekit.bundle.manifest import (
     BundledFile,
     Manifest,
-    check_canonical,
-    convert_strictly,
-    decode_json,
     decode_manifest,
+    decode_strictly,
     encode_json,
 )
 from edgekit.bundle.sign import SIGNATURE, TestResult, check_signature, check_subjects, sign_files
@@ -226,7 +224,7 @@ def write_group(contents: GroupContents, bundles: Mapping[str, Bundle], out: Pat
         models = {name: member.model_file for name, member in draft.members.items()}
         readme = render_group_readme(draft.name, draft.target, draft.wiring, models)
         write_file(staging / README, readme.encode())
-        files = {name: _measure(staging / name) for name in (README, *own)}
+        files = {name: BundledFile.describe(staging / name) for name in (README, *own)}
         write_file(staging / GROUP, encode_json(msgspec.structs.replace(draft, files=files)))
     return open_group(out)
 
@@ -245,9 +243,7 @@ def open_group(path: Path, *, key: Path | None = None) -> Group:
     # The signature first: nothing is decoded whose signer is not known.
     statement = None if key is None else check_signature(data, GROUP, path, key)
     source = str(path / GROUP)
-    raw = decode_json(data, source)
-    group = convert_strictly(raw, GroupManifest, source)
-    check_canonical(raw, data, source)
+    group = decode_strictly(data, GroupManifest, source)
     manifests = {name: _read_member(path, name, member, group) for name, member in group.members.items()}
     if ":" in group.metric.name:
         # `module:function` imports and runs Python.
@@ -289,10 +285,6 @@ def _interfaces(manifests: Mapping[str, Manifest]) -> dict[str, Interface]:
 def _describe_member(name: str, bundle: Bundle, shared: Mapping[str, BundledFile]) -> Member:
     model_file = _places(name, bundle.manifest, shared)[bundle.manifest.model_file]
     return Member(manifest=bundle.manifest_file, model_file=model_file)
-
-
-def _measure(path: Path) -> BundledFile:
-    return BundledFile(sha256=digest_file(path), size_bytes=path.stat().st_size)
 
 
 def _read_member(path: Path, name: str, member: Member, group: GroupManifest) -> Manifest:
