@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import struct
 import subprocess
@@ -57,14 +58,32 @@ def endless():
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    return make_folder(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose calibration is kept."""
+    folder = make_folder(tmp_path_factory.mktemp("once"))
+    run(folder)
+    return folder
+
+
+@pytest.fixture
+def known(once: Path, tmp_path: Path) -> Path:
+    """A folder of its own whose calibration is kept."""
+    return shutil.copytree(once, tmp_path / "known")
+
+
+def make_folder(folder: Path) -> Path:
     weights = ", ".join(str(0.01 * (index % 7 - 3)) for index in range(108))
     parse_model(
         '<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,8,8] x) => (float[1,4,6,6] y)'
         f"<float[4,3,3,3] w = {{{weights}}}> {{ c = Conv(x, w)  e = Exp(c)  y = Relu(e) }}",
-        tmp_path / "m.onnx",
+        folder / "m.onnx",
     )
-    write_data(tmp_path)
-    return tmp_path
+    write_data(folder)
+    return folder
 
 
 def write_data(folder: Path, *, bad: int | None = None, count: int = COUNT) -> None:
@@ -156,20 +175,19 @@ def test_a_bad_sample_that_is_mended_costs_only_what_follows(folder: Path) -> No
     assert mended[0] == run(folder, None)[0]
 
 
-def test_other_data_settings_or_models_are_measured_anew(folder: Path) -> None:
-    run(folder)
-    assert run(folder, method="auto")[1].calibration.known == 0
-    assert run(folder, method="minmax")[1].calibration.known == 0
-    write_data(folder, count=COUNT + 1)
-    assert run(folder)[1].calibration.known == 0
-    rows = np.load(folder / "d.npz")["x"]
-    np.savez(folder / "d.npz", x=rows[::-1])
-    other = run(folder)
+def test_other_data_settings_or_models_are_measured_anew(known: Path) -> None:
+    assert run(known, method="auto")[1].calibration.known == 0
+    assert run(known, method="minmax")[1].calibration.known == 0
+    write_data(known, count=COUNT + 1)
+    assert run(known)[1].calibration.known == 0
+    rows = np.load(known / "d.npz")["x"]
+    np.savez(known / "d.npz", x=rows[::-1])
+    other = run(known)
     assert other[1].calibration.known == 0
     assert "it is of other samples" in other[1].calibration.notes[0]
-    model = (folder / "m.onnx").read_bytes()
-    (folder / "m.onnx").write_bytes(model.replace(b"c", b"d"))
-    assert run(folder)[1].calibration.known == 0
+    model = (known / "m.onnx").read_bytes()
+    (known / "m.onnx").write_bytes(model.replace(b"c", b"d"))
+    assert run(known)[1].calibration.known == 0
 
 
 def flip(data: bytes) -> bytes:
@@ -188,20 +206,20 @@ HOSTILE: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("how", HOSTILE)
-def test_a_damaged_file_is_noticed_and_measured_again(folder: Path, how: str) -> None:
-    good = run(folder)[0]
-    path = parts(folder)["measured"]
+def test_a_damaged_file_is_noticed_and_measured_again(known: Path, how: str) -> None:
+    good = (known / "q.onnx").read_bytes()
+    path = parts(known)["measured"]
     path.write_bytes(HOSTILE[how](path.read_bytes()))
-    again = run(folder)
+    again = run(known)
     assert again[0] == good
     assert again[1].calibration.known == 0
     assert again[1].calibration.notes[0].startswith(f"'{path}' is not used: ")
-    assert run(folder)[1].calibration.known == COUNT
+    assert run(known)[1].calibration.known == COUNT
 
 
-def test_a_well_formed_file_of_another_shape_is_noticed(folder: Path) -> None:
-    good = run(folder)[0]
-    path = parts(folder)["measured"]
+def test_a_well_formed_file_of_another_shape_is_noticed(known: Path) -> None:
+    good = (known / "q.onnx").read_bytes()
+    path = parts(known)["measured"]
     key = read_key(path)
     found = read_checkpoint(path, key, 1 << 28)
     assert found is not None
@@ -214,7 +232,7 @@ def test_a_well_formed_file_of_another_shape_is_noticed(folder: Path) -> None:
         ("unknown", np.zeros(3)),
     ):
         write_checkpoint(path, key, Checkpoint(seen=found.seen, arrays={**found.arrays, name: array}))
-        again = run(folder)
+        again = run(known)
         assert again[0] == good, name
         assert "does not fit this model" in again[1].calibration.notes[0]
     with pytest.raises(DataError, match="another model, other settings"):
@@ -227,34 +245,31 @@ def read_key(path: Path) -> str:
     return data[at : at + 64].decode()
 
 
-def test_links_and_pipes_are_not_read(folder: Path) -> None:
-    run(folder)
-    path = parts(folder)["measured"]
-    path.rename(folder / "elsewhere")
-    path.symlink_to(folder / "elsewhere")
-    assert run(folder)[1].calibration.known == 0
+def test_links_and_pipes_are_not_read(known: Path) -> None:
+    path = parts(known)["measured"]
+    path.rename(known / "elsewhere")
+    path.symlink_to(known / "elsewhere")
+    assert run(known)[1].calibration.known == 0
     path.unlink()
     os.mkfifo(path)
-    assert run(folder)[1].calibration.known == 0
+    assert run(known)[1].calibration.known == 0
 
 
-def test_a_cache_that_another_run_has_open_is_left_to_it(folder: Path) -> None:
-    run(folder)
-    path = parts(folder)["measured"]
+def test_a_cache_that_another_run_has_open_is_left_to_it(known: Path) -> None:
+    path = parts(known)["measured"]
     written = path.stat().st_mtime_ns
     with path.with_name("lock").open("rb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        again = run(folder)
+        again = run(known)
     (note,) = again[1].calibration.notes
     assert note.startswith(f"another run has '{path.parent}' open, or this system has no locks: this one keeps nothing")
     assert path.stat().st_mtime_ns == written
 
 
-def test_what_a_killed_run_left_half_written_is_swept_up(folder: Path) -> None:
-    run(folder)
-    (parts(folder)["lock"].parent / ".edgekit-abc").mkdir()
-    run(folder)
-    assert parts(folder).keys() == {"lock", "measured", "extremes"}
+def test_what_a_killed_run_left_half_written_is_swept_up(known: Path) -> None:
+    (parts(known)["lock"].parent / ".edgekit-abc").mkdir()
+    run(known)
+    assert parts(known).keys() == {"lock", "measured", "extremes"}
 
 
 def test_a_cache_that_cannot_be_made_is_refused(folder: Path) -> None:

@@ -2,12 +2,14 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 from demo_paths import CALIBRATION, MODEL
+from tiny_models import write_small_net
 
 from edgekit.errors import UsageError
 from edgekit.jobs.quantize import QuantizeOptions, plan_for, quantize_for
@@ -17,11 +19,13 @@ from edgekit.quantize.mixed_precision.goal_search import choose_trial
 from edgekit.quantize.mixed_precision.trials import Trial
 from edgekit.recipe import Data, Recipe
 from edgekit.report.pages.html import render_quantization
+from edgekit.report.summary import QuantizeReport
 
 pytestmark = pytest.mark.slow
 
 DATA = Data(source=str(CALIBRATION))
 RECIPE = Recipe(targets=("nnapi",), samples=32)
+SEARCHED = msgspec.structs.replace(RECIPE, max_drop=20.0)
 
 
 @pytest.fixture(scope="module")
@@ -64,41 +68,49 @@ def test_where_none_meets_the_goal_one_in_integers_is_taken_if_it_is_hardly_wors
     assert not choose_trial([near, mostly_float], 0.005).met
 
 
-def test_a_search_stops_at_the_first_plan_that_is_good_enough(small: tuple[Path, Data], tmp_path: Path) -> None:
-    recipe = msgspec.structs.replace(RECIPE, max_drop=20.0)
-    report = quantize_for(*small, tmp_path / "q.onnx", recipe, QuantizeOptions(state=tmp_path / "state.json"))
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, QuantizeReport]:
+    """A folder with a net, its samples, the model that a search found, and the state of that search."""
+    folder = tmp_path_factory.mktemp("searched")
+    write_small_net(folder / "small.onnx", folder / "small.npz")
+    return folder, _search(folder)
+
+
+def _search(folder: Path, recipe: Recipe | None = None, said: list[str] | None = None) -> QuantizeReport:
+    data, options = Data(source=str(folder / "small.npz")), QuantizeOptions(state=folder / "state.json")
+    told = [] if said is None else said
+    return quantize_for(folder / "small.onnx", data, folder / "q.onnx", recipe or SEARCHED, options, told.append)
+
+
+def test_a_search_stops_at_the_first_plan_that_is_good_enough(searched: tuple[Path, QuantizeReport]) -> None:
+    report = searched[1]
     assert report.met
     assert {entry.step for entry in report.trials} == {"all", "minmax"}
     assert report.predicted.drop_estimate is not None
     assert report.predicted.drop_estimate <= 0.2
 
 
-def test_a_search_goes_on_from_its_state_and_refuses_that_of_another(small: tuple[Path, Data], tmp_path: Path) -> None:
-    recipe, path = msgspec.structs.replace(RECIPE, max_drop=20.0), tmp_path / "state.json"
-    options = QuantizeOptions(state=path)
-    quantize_for(*small, tmp_path / "q.onnx", recipe, options)
-    made = (tmp_path / "q.onnx").read_bytes()
+def test_a_search_goes_on_from_its_state_and_refuses_that_of_another(
+    searched: tuple[Path, QuantizeReport], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(searched[0], tmp_path / "again")
     steps: list[str] = []
-    quantize_for(*small, tmp_path / "q.onnx", recipe, options, steps.append)
+    (folder / "q.onnx").unlink()
+    _search(folder, said=steps)
     assert "nnapi: try 1 of 7 (all), known" in steps
-    assert (tmp_path / "q.onnx").read_bytes() == made
-    stored = path.read_bytes()
-    other = msgspec.structs.replace(recipe, targets=("xnnpack",))
+    assert (folder / "q.onnx").read_bytes() == (searched[0] / "q.onnx").read_bytes()
     with pytest.raises(UsageError, match=r"state\.json' is of a search for another target"):
-        quantize_for(*small, tmp_path / "q.onnx", other, options)
-    path.write_text("{}")
+        _search(folder, msgspec.structs.replace(SEARCHED, targets=("xnnpack",)))
+    (folder / "state.json").write_text("{}")
     with pytest.raises(UsageError, match=r"state\.json' is no state of a search"):
-        quantize_for(*small, tmp_path / "q.onnx", recipe, options)
-    path.write_bytes(stored)
+        _search(folder)
 
 
 @pytest.mark.parametrize("how", ["drop", "version", "range", "pipe"])
 def test_a_state_that_was_changed_is_refused_before_work_starts(
-    small: tuple[Path, Data], tmp_path: Path, how: str
+    searched: tuple[Path, QuantizeReport], tmp_path: Path, how: str
 ) -> None:
-    path = tmp_path / "state.json"
-    recipe, options = msgspec.structs.replace(RECIPE, max_drop=20.0), QuantizeOptions(state=path)
-    quantize_for(*small, tmp_path / "q.onnx", recipe, options)
+    path = shutil.copytree(searched[0], tmp_path / "changed") / "state.json"
     stored = json.loads(path.read_text())
     if how == "drop":
         stored["trials"][0]["prediction"]["drop_estimate"] = 0.0
@@ -113,7 +125,7 @@ def test_a_state_that_was_changed_is_refused_before_work_starts(
     message = {"version": "another version", "pipe": "it is no plain file"}.get(how, "was changed")
     steps: list[str] = []
     with pytest.raises(UsageError, match=message):
-        quantize_for(*small, tmp_path / "q.onnx", recipe, options, steps.append)
+        _search(path.parent, said=steps)
     assert not any("calibrate" in step for step in steps)
 
 
