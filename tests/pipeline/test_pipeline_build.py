@@ -119,12 +119,14 @@ def test_a_time_budget_covers_verifying_with_fewer_samples_and_tells(tmp_path: P
     counts = []
     for seconds in None, 1e-3:
         out = tmp_path / f"out-{seconds}"
-        (bundle,) = build(path, data, out, Recipe(targets=("cpu",), precision="fp32"), time_budget_s=seconds).bundles
+        # On this machine alone: without emulated Arm.
+        recipe = Recipe(targets=("cpu",), precision="fp32", settings={"arch": "x64-vnni"})
+        (bundle,) = build(path, data, out, recipe, time_budget_s=seconds).bundles
         assert bundle.verify is not None
         counts.append({run.samples for run in bundle.verify.runs})
         notes = [note for run in bundle.verify.runs for note in run.notes]
         assert any(f"stopped after {LEAST_SAMPLES} of " in note for note in notes) == (seconds is not None)
-    assert counts == [{16, 32}, {LEAST_SAMPLES}]
+    assert counts == [{32}, {LEAST_SAMPLES}]
 
 
 def test_company_of_other_targets_changes_no_bundle(tmp_path: Path) -> None:
