@@ -29,7 +29,7 @@ GROUPS = {
         "build": "Make a verified bundle of a model for each target.",
         "check": "Say node by node what each target would take, why not, and what to do.",
         "verify": "Run a bundle on devices and compare with the float model.",
-        "package": "Pack bundles for an app: AAR, Swift package, zip, tar, or ORT's own model package.",
+        "package": "Pack bundles for an app: AAR, Swift or npm package, zip, tar, or ORT's own model package.",
     },
     "Look at a model": {
         "inspect": "Print what a model contains, or where its bytes are.",

