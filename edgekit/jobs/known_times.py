@@ -102,7 +102,7 @@ def parse_cpu_times(text: str) -> tuple[CpuTime, ...]:
     model, ms = Path(name), _read_ms(time)
     if ms is not None:
         return (CpuTime(model=model, machine=f"the CPU that ran {model.name}", ms=ms),)
-    if re.fullmatch(r"[0-9.+-]+\s*[a-z]*|nan|inf", time.strip()):
+    if re.match(r"\s*([-+.0-9]|nan|inf)", time) and not Path(time).exists():
         raise UsageError(f"--on-cpu {text}: '{time}' is no time", hint="a positive number with us, ms or s: 12ms")
     found = {
         f"{time.device} ({_CPUS[time.provider]})": time.ms
@@ -132,7 +132,8 @@ def _list_recorded(path: Path, subject: str) -> Iterator[_Recorded]:
                 )  # fmt: skip
     for past in list_runs(path, bundle=subject):
         for run in past.report.runs:
-            if run.failure is None and run.latency_ms is not None and run.latency_ms.median > 0:
+            taken = run.failure is None and run.provider_nodes.get(run.provider, 0)
+            if taken and run.latency_ms is not None and run.latency_ms.median > 0:
                 yield _Recorded(
                     device=run.device, evidence=run.evidence, provider=run.provider,
                     soc=run.versions.get("soc", ""), ms=run.latency_ms.median, source=f"run {past.id} of {path.name}",

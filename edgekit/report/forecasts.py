@@ -6,7 +6,7 @@ from rich.table import Table
 
 from edgekit.forecasts.forecast import BITS, DeviceForecast, ForecastReport
 from edgekit.forecasts.model import Bits
-from edgekit.report.tables import format_count, make_table
+from edgekit.report.tables import format_bytes, format_count, make_table
 
 # Closer than this two forecasts are the same: what the table's own precisions are told apart by.
 _CLEAR = 1.1
@@ -52,14 +52,15 @@ def describe_interval(row: DeviceForecast) -> str:
 
 
 def describe_cpu(row: DeviceForecast) -> str:
-    """Returns how many nodes the rules leave to the CPU, and the operators they are."""
+    """Returns how many nodes the rules leave to the CPU, the operators they are, and the bytes that cross over."""
     placing = row.placing
     if placing is None:
         return "all"
     if not placing.left:
-        return "none"
+        return "none, in one partition" if placing.partitions == 1 else f"none, in {placing.partitions} partitions"
     ops = ", ".join(f"{count} {op}" for op, count in list(placing.cpu_ops.items())[:3])
-    return f"{placing.left} of {placing.nodes} in {placing.partitions} partitions: {ops}"
+    crossing = f"{format_bytes(placing.crossing_bytes)} between"
+    return f"{placing.left} of {placing.nodes} in {placing.partitions} partitions, {crossing}: {ops}"
 
 
 def describe_forecast(report: ForecastReport) -> str:

@@ -69,7 +69,7 @@ def test_a_phone_computes_what_its_onnx_runtime_computes(
         assert _outputs(device, job, work / "adb") == _outputs(Host(), job, work / "host")
         first = far.ask()
         run = device.run_job(job, work / "again")
-        assert (run.versions["android"], run.versions["abi"]) == ("14", "x86_64")
+        assert [run.versions[key] for key in ("android", "abi", "soc")] == ["14", "x86_64", "SM8650"]
         assert far.ask()["received"] == 0
         assert first["received"] > host_runner.library.stat().st_size
         assert not any("owned" in name for name in far.files() if not name.endswith(_HOSTILE))

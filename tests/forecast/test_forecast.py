@@ -24,7 +24,7 @@ from edgekit.graph.inference import infer_model
 from edgekit.jobs.forecast import forecast
 from edgekit.jobs.known_times import parse_cpu_times, parse_measured, read_history
 from edgekit.phones import find_phone
-from edgekit.report.forecasts import list_choices
+from edgekit.report.forecasts import describe_cpu, headline_forecast, list_choices
 from edgekit.report.pages.forecast_page import draw_devices, render_forecast
 from edgekit.target import load_target
 
@@ -165,7 +165,9 @@ def test_a_cpu_at_hand_is_forecast_from_another_model_there(tmp_path: Path, caps
     assert json.loads(capsys.readouterr().out)["rows"][-1]["device"] == "host (cpu)"
 
 
-@pytest.mark.parametrize("text", ["a.onnx", "=12ms", "a.onnx=", "a.onnx=-1ms", "a.onnx=nan", "a.onnx=0ms", "a.onnx=12"])
+@pytest.mark.parametrize(
+    "text", ["a.onnx", "=12ms", "a.onnx=", "a.onnx=-1ms", "a.onnx=nan", "a.onnx=0ms", "a.onnx=12", "a.onnx=1e9ms"]
+)
 def test_hostile_times_on_a_cpu_are_refused(text: str) -> None:
     with pytest.raises(UsageError):
         parse_cpu_times(text)
@@ -226,6 +228,9 @@ def test_makers_without_measurements_get_no_figure(tmp_path: Path) -> None:
     assert "Neural Engine" in report.rows[0].note
     assert report.rows[0].placing is not None
     assert report.rows[0].placing.taken
+    # Work, partitions and bytes are told all the same.
+    assert "multiply-accumulates" in headline_forecast(report)
+    assert describe_cpu(report.rows[0]) == "none, in one partition"
 
 
 def test_a_chip_that_computes_no_floats_has_none(tmp_path: Path) -> None:

@@ -148,6 +148,7 @@ def _fill(root: Path) -> None:
 
 def _getprop(abi: str) -> str:
     """Returns the program that tells Android's properties."""
-    values = {"ro.product.cpu.abi": abi, "ro.build.version.release": "14", "ro.product.model": "Edge Fake 1"}
+    values = {"ro.product.cpu.abi": abi, "ro.build.version.release": "14", "ro.product.model": "Edge Fake 1",
+              "ro.soc.model": "SM8650"}  # fmt: skip
     cases = "".join(f"{key}) echo '{value}';;\n" for key, value in values.items())
     return f'#!/system/bin/sh\ncase "$1" in\n{cases}esac\n'
