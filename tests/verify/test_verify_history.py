@@ -15,6 +15,7 @@ from edgekit.bundle.folder import Bundle
 from edgekit.devices.device import SkippedDevice
 from edgekit.errors import EdgekitError, UsageError
 from edgekit.evidence import Evidence
+from edgekit.jobs.known_times import read_history
 from edgekit.model.tensors import Tensors
 from edgekit.verify.history import (
     compare_with_baseline,
@@ -58,6 +59,24 @@ def test_runs_are_recorded_and_come_back(bundle: Bundle, tmp_path: Path) -> None
     other = msgspec.structs.replace(report, target="qnn", bundle="tiny-qnn")
     assert find_last_good(file, other) is None
     assert list_runs(file, bundle="other") == ()
+
+
+def test_a_time_on_the_npu_of_a_phone_is_known_to_the_forecast(bundle: Bundle, tmp_path: Path) -> None:
+    file = tmp_path / "h.sqlite"
+    report = verify_bundle(bundle, [InProcess()])
+    npu = "QNNExecutionProvider"
+    phone = msgspec.structs.replace(
+        report.runs[0], evidence=Evidence.DEVICE, provider=npu, provider_nodes={npu: 3}, versions={"soc": "SM8750"},
+        latency_ms=Latency(median=1.5, p95=2.0),
+    )  # fmt: skip
+    subject = bundle.folder.parent / report.bundle
+    if subject != bundle.folder:
+        bundle.folder.rename(subject)
+    # What the provider took nothing of says nothing of it.
+    for run in (phone, msgspec.structs.replace(phone, provider_nodes={"CPUExecutionProvider": 3})):
+        record_report(file, msgspec.structs.replace(report, runs=(run,)))
+    (time,) = read_history(file, subject)
+    assert (time.device, time.ms, time.source) == ("Samsung Galaxy S25", 1.5, "run 1 of h.sqlite")
 
 
 def test_what_became_worse_fails_and_says_what_changed(bundle: Bundle) -> None:
