@@ -287,9 +287,10 @@ def _judge_all(draft: Draft, floor_db: float, budget: Budget) -> Iterator[Candid
     ranges = _judge_ranges(draft, methods, budget, placed)
     best = prefer_method(ranges)
     chosen = draft.choose(best, "nearest")
-    # Plain minmax is among the candidates, so that what is chosen is never worse on these samples.
+    # Plain minmax is among the candidates, so that what is chosen is never worse on these samples: that of the graph as
+    # it is, with which equalized ones are compared too.
     if best != "minmax":
-        if not (draft.effort.is_bounded and is_even(ranges)):
+        if not (draft.plan.factors or (draft.effort.is_bounded and is_even(ranges))):
             yield from _judge_roundings(plain, ("nearest",), budget, placed)
         placed = place_draft(chosen)
     weights, has_layers = count_weights(draft.graph), bool(read_layers(draft.graph))
