@@ -126,7 +126,10 @@ def _open_quantizer(
     """Returns ORT's quantizer of a copy of a model without the values of some initializers."""
     options, op_types = _options(proto, request, subject, folder)
     options["AddQDQPairToWeight"] = True  # what that leaves as floats is rounded below, at once
-    ranges = _tensors_data(request)
+    ranges = {
+        name: TensorData(lowest=np.float32(low), highest=np.float32(high))
+        for name, (low, high) in request.ranges.items()
+    }
     copy = _leave_weights_out(proto, left_out)
     with _asking_ort(subject), reading_from(folder):
         add_infer_metadata(copy)
@@ -136,7 +139,7 @@ def _open_quantizer(
             request.weight_limit < _FULL,
             _TYPES[request.weight],
             _TYPES[request.activation],
-            ranges,
+            TensorsData(CalibrationMethod.MinMax, ranges),
             [],
             list(request.excluded),
             op_types,
@@ -253,12 +256,14 @@ def _options(
         )
         for name, axis in request.axes.items()
     }
+    kind, dtype = _TYPES[request.activation], np.dtype(request.activation)
     for name, grid in request.grids.items():
-        overrides[name] = [_grid_override(grid, request.activation)]
+        numbers = {"scale": np.array(grid.scale, np.float32), "zero_point": np.array(grid.zero_point, dtype)}
+        overrides[name] = [{"quant_type": kind, **numbers}]
     for name in _shown_before_clamps(proto) & request.ranges.keys():
         low, high = request.ranges[name]
         own = {"rmin": np.float32(low), "rmax": np.float32(high)}
-        overrides[name] = [{"quant_type": _TYPES[request.activation], **own}]
+        overrides[name] = [{"quant_type": kind, **own}]
     # ORT gives these their 16-bit grid itself, as QNN requires, and refuses a range beside it.
     fixed = {node.output[0] for node in proto.graph.node if node.op_type in {"Sigmoid", "Tanh"}}
     for name, (low, high) in request.wide.items():
@@ -279,7 +284,8 @@ def _options(
                 op_types_to_quantize=list(request.op_types),
                 nodes_to_exclude=list(request.excluded),
             )
-        contrib = {"UseQDQContribOps": True} if (request.wide or request.contrib) and _opset(proto) < 21 else {}
+        opset = max(entry.version for entry in proto.opset_import if entry.domain in {"", "ai.onnx"})
+        contrib = {"UseQDQContribOps": True} if (request.wide or request.contrib) and opset < 21 else {}
         return {**config.extra_options, **contrib}, sorted(config.op_types_to_quantize)
     return {
         "ActivationSymmetric": request.activation_symmetric,
@@ -295,10 +301,6 @@ def _shown_before_clamps(proto: onnx.ModelProto) -> set[str]:
     return clamped & {value.name for value in proto.graph.output}
 
 
-def _opset(proto: onnx.ModelProto) -> int:
-    return max(entry.version for entry in proto.opset_import if entry.domain in {"", "ai.onnx"})
-
-
 def channel_scales(weight: Array, axis: int, limit: int = _FULL) -> Array:
     """Returns the symmetric int8 scale of each channel, float32 [C]: its largest magnitude over `limit`.
 
@@ -307,24 +309,6 @@ def channel_scales(weight: Array, axis: int, limit: int = _FULL) -> Array:
     others = tuple(index for index in range(weight.ndim) if index != axis)
     scales = np.abs(weight).max(axis=others).astype(np.float32) / np.float32(limit)
     return np.where(scales > np.finfo(np.float32).tiny, scales, scales.max() or np.float32(1)).astype(np.float32)
-
-
-def _grid_override(grid: Grid, activation: str) -> dict[str, Any]:
-    return {
-        "quant_type": _TYPES[activation],
-        "scale": np.array(grid.scale, np.float32),
-        "zero_point": np.array(grid.zero_point, np.dtype(activation)),
-    }
-
-
-def _tensors_data(request: QdqRequest) -> Any:
-    return TensorsData(
-        CalibrationMethod.MinMax,
-        {
-            name: TensorData(lowest=np.float32(low), highest=np.float32(high))
-            for name, (low, high) in request.ranges.items()
-        },
-    )
 
 
 @contextlib.contextmanager

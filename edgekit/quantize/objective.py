@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from edgekit.graph.graph import Graph, Node
+from edgekit.graph.graph import Graph
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.accuracy.output_kinds import RAW, read_output_kinds
 from edgekit.quantize.calibration.calibrate import Calibration
@@ -50,6 +50,7 @@ def find_objective(graph: Graph, calibration: Calibration) -> tuple[ComparedTens
     shown = [{each.tensor: row[each.tensor] for each in compared if each.tensor in graph.outputs} for row in rows]
     readings = read_output_kinds(graph, shown, calibration.outputs) if shown and shown[0] else {}
     readers = {node.name: node for node in graph.nodes}
+    stated_values = {name for name, each in calibration.outputs.items() if each.kind == "values"}
     found = list[ComparedTensor]()
     for each in compared:
         reading, node = readings.get(each.tensor), readers.get(each.reader)
@@ -57,7 +58,7 @@ def find_objective(graph: Graph, calibration: Calibration) -> tuple[ComparedTens
         if node is not None and len(graph.dims(each.tensor)) > 2:
             if node.op_type in _DECIDING:
                 family, axis = "classes", node.integer("axis", _DECIDING[node.op_type])
-            elif node.op_type == "Sigmoid" and not _are_values(graph, node.output[0], calibration):
+            elif node.op_type == "Sigmoid" and stated_values.isdisjoint(_list_following(graph, node.output[0])):
                 family = "scores"
         elif node is None and reading is not None and reading.kind in {"map", "sequence"}:
             # What a sigmoid in the graph squashed is compared before it: here it is one that the app computes.
@@ -68,11 +69,6 @@ def find_objective(graph: Graph, calibration: Calibration) -> tuple[ComparedTens
             else each
         )
     return tuple(found)
-
-
-def _are_values(graph: Graph, name: str, calibration: Calibration) -> bool:
-    stated = {name: each.kind for name, each in calibration.outputs.items()}
-    return any(stated.get(each) == "values" for each in _list_following(graph, name))
 
 
 def _read_held_out(calibration: Calibration, most: int | None) -> Iterator[Tensors]:
@@ -238,19 +234,10 @@ def find_enlarged(graph: Graph, calibration: Calibration) -> tuple[str, ...]:
     """
     found = dict[str, None]()
     for each in find_objective(graph, calibration):
-        path = list(_trace_orderly(graph, each.tensor)) if each.family == "classes" else []
-        makers = [graph.producers.get(name) for name in path]
-        enlarged = [index for index, maker in enumerate(makers) if maker is not None and _interpolates(maker)]
-        found |= dict.fromkeys(path[: enlarged[-1] + 1] if enlarged else [])
+        path, name = list[str](), each.tensor
+        while each.family == "classes" and (maker := graph.producers.get(name)) and maker.op_type in _ORDERLY:
+            path.append(name)
+            if maker.op_type in {"Resize", "Upsample"} and maker.attributes.get("mode", "nearest") != "nearest":
+                found |= dict.fromkeys(path)
+            name = maker.input[0]
     return tuple(found)
-
-
-def _interpolates(node: Node) -> bool:
-    return node.op_type in {"Resize", "Upsample"} and node.attributes.get("mode", "nearest") != "nearest"
-
-
-def _trace_orderly(graph: Graph, name: str) -> Iterator[str]:
-    yield name
-    while name in graph.producers and graph.producers[name].op_type in _ORDERLY:
-        name = graph.producers[name].input[0]
-        yield name

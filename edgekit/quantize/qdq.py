@@ -23,6 +23,7 @@ from edgekit.graph.rewrite import set_nodes
 from edgekit.model.model import (
     Model,
     drop_unread,
+    find_reads,
     iterate_graphs,
     list_names,
     load_model,
@@ -82,7 +83,10 @@ def store_blocks(
             blocks = None if plan.rounding in _PLAIN else _learn(layer, weight, form, stored, statistics, factors)
             blocks = blocks or quantize_blocks(weight, form.bits, form.block, lpbq=True)
             write_product(qdq.graph, node, layer.weight, blocks, form, len(weight))
-    _drop_idle(qdq.graph)
+    # Nobody reads the weights of products any more that DequantizeLinear nodes make.
+    read = find_reads(qdq.graph)
+    kept = [node for node in qdq.graph.node if node.op_type != "DequantizeLinear" or node.output[0] in read]
+    set_nodes(qdq.graph, kept)
     drop_unread(qdq.graph)
     import_contrib(qdq)
 
@@ -122,13 +126,6 @@ def _learn(
     values, scales = round_blocks(weight, moments, form)
     remember(statistics, key.hexdigest()[:24], {"values": values, "scales": scales})
     return values, scales
-
-
-def _drop_idle(graph: onnx.GraphProto) -> None:
-    """Drops the DequantizeLinear nodes of weights that nobody reads any more."""
-    read = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
-    kept = [node for node in graph.node if node.op_type != "DequantizeLinear" or node.output[0] in read]
-    set_nodes(graph, kept)
 
 
 # Operators with a grid of their own that the range of their group replaces: a provider that takes a Concat with one
