@@ -18,7 +18,7 @@ from edgekit.data.samples import Samples, select_samples, spread_indices
 from edgekit.devices.bundled import make_job, plan_run
 from edgekit.devices.device import Device
 from edgekit.devices.parallel import run_each
-from edgekit.devices.process.held import Turn, hold_session
+from edgekit.devices.process.session import Turn, open_session
 from edgekit.devices.register import DeviceChoice
 from edgekit.errors import BundleError, CrashError, DeviceError, EdgekitError
 from edgekit.evidence import Evidence, Judgement, Verdict, worst_verdict
@@ -202,7 +202,7 @@ class _Runner:
         given = Samples(source=name, count=count * turns, read=lambda: iter(()))
         job = make_job(self._bundles[name], self._plans[name], given)
         # Each token may take what a run by itself may.
-        return hold_session(self._device, msgspec.structs.replace(job, timeout_s=job.timeout_s * turns), place)
+        return open_session(self._device, msgspec.structs.replace(job, timeout_s=job.timeout_s * turns), place)
 
 
 def _keep(results: Sequence[Tensors], source: str) -> Samples:

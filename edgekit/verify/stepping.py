@@ -13,7 +13,7 @@ import msgspec
 from edgekit.bundle.golden import Golden, write_rows
 from edgekit.data.samples import Samples, load_samples, select_samples
 from edgekit.devices.device import Device, Job
-from edgekit.devices.process.held import hold_session
+from edgekit.devices.process.session import open_session
 from edgekit.errors import CrashError, EdgekitError
 from edgekit.model.outputs import Reading
 from edgekit.model.state import State, run_steps
@@ -59,7 +59,7 @@ def _step(device: Device, job: Job, state: State, golden: Golden, sequences: int
     whole = msgspec.structs.replace(job, samples=select_samples(job.samples, range(count)))
     session = work / "session"
     session.mkdir(parents=True)
-    with hold_session(device, whole, session) as run:
+    with open_session(device, whole, session) as run:
         steps = run_steps(_side_by_side(job.samples, state.steps, sequences), state.feeds, specs, run)
         for step, (_, outputs) in enumerate(steps):
             write_rows(work / f"step-{step}.npz", outputs, ragged=True)

@@ -217,31 +217,31 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
 
     def _run(self, job: Job, work: Path, installed: InstalledArchive) -> DeviceRun:
         runner = Runner(device=self.name, evidence=self.evidence, emulates=True)
-        far = self._describe_job(job, installed)
+        request = self._describe_job(job, installed)
         # A network that is only looked at need not be computed.
         is_computed = job.target.provider == NNAPI and job.samples.count > 0
         with computing(work / "nnapi", job.timeout_s) if is_computed else contextlib.nullcontext(Service()) as service:
             enter = self._enter(job, work, service)
             link = LocalLink(name=self.name, folder=work, inside=str(work), enter=enter)
-            run = run_over(link, [str(installed.find_program(self.abi)), "--pipe"], job, far, work, runner=runner)
+            run = run_over(link, [str(installed.find_program(self.abi)), "--pipe"], job, request, work, runner=runner)
         return msgspec.structs.replace(
             run,
             failure=run.failure and f"{run.failure}{self._explain_failure(run, job)}",
             versions={**run.versions, "archive": installed.archive},
-            notes=(*run.notes, *self._list_notes(run, job, far, service)),
+            notes=(*run.notes, *self._list_notes(run, job, request, service)),
         )
 
     def _describe_job(self, job: Job, installed: InstalledArchive) -> RunnerJob:
         provider = job.target.provider
         platform = job.target.session.platforms.get("android")
-        far = describe_job(job, provider=provider)
-        options = dict(far.provider_options if platform is None else platform.provider_options)
+        request = describe_job(job, provider=provider)
+        options = dict(request.provider_options if platform is None else platform.provider_options)
         if provider == XNNPACK and _POOL in options and _POOL not in job.chosen:
             # XNNPACK's threads spin while they wait for each other. Where few cores run them, each operation waits for
             # the time slice of another: 300 ms a run in place of 0.1 ms. What they compute does not depend on them.
             options[_POOL] = str(job.threads or 1)
         return msgspec.structs.replace(
-            far,
+            request,
             provider_options=options,
             runtime=str(installed.find_library(self.abi)),
             threads=job.threads or self._choose_threads(provider),
@@ -290,20 +290,20 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
         where = f"{bare.op_type} '{bare.name}' has no input"
         return f"; {where}: there XNNPACK's provider for x86-64 crashes, and the one for Arm does not: --on android"
 
-    def _list_notes(self, run: DeviceRun, job: Job, far: RunnerJob, service: Service) -> Iterator[str]:
+    def _list_notes(self, run: DeviceRun, job: Job, request: RunnerJob, service: Service) -> Iterator[str]:
         """Yields what the phone was, and what was done otherwise than on one."""
         if self.abi != X86_64 and run.cpu_features:
             yield f"the phone's CPU: {self.cpu}, with {', '.join(run.cpu_features)}"
         asked = job.target.session.provider_options.get(_POOL, "1")
-        if far.provider_options.get(_POOL, asked) != asked:
-            pool = far.provider_options[_POOL]
+        if request.provider_options.get(_POOL, asked) != asked:
+            pool = request.provider_options[_POOL]
             yield f"XNNPACK had {pool} of {asked} threads, which compute the same: here they would wait for each other"
         facts = service.facts
         if facts is None:
             return
         if facts.relaxed:
             yield "NNAPI was allowed half precision: here each operation reads and gives halves"
-        refused = () if self.driver is None or far.provider_options.get(_CPU_ONLY) == "1" else self.driver.refused
+        refused = () if self.driver is None or request.provider_options.get(_CPU_ONLY) == "1" else self.driver.refused
         left = {name: facts.operations[name] for name in refused if name in facts.operations}
         if left:
             counts = ", ".join(f"{count} {name}" for name, count in left.items())

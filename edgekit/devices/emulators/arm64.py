@@ -85,14 +85,14 @@ class Arm64(msgspec.Struct, frozen=True, kw_only=True):
                 name = _copy_model(job.model, folder / "model")
             except EdgekitError as error:
                 return refuse_run(runner, error.message)
-            far = msgspec.structs.replace(
+            request = msgspec.structs.replace(
                 describe_job(job), model=f"{inside}/model/{name}", threads=job.threads or thread_count()
             )
             for program in (ORT_RUNNER, ORT_QUEUE):
                 shutil.copyfile(program, folder / program.name)
             link = LocalLink(name=self.name, folder=folder, inside=inside)
             argv = _emulate_python(root, self.cpu, [f"{inside}/{ORT_RUNNER.name}", "--pipe"])
-            return run_over(link, argv, job, far, work, runner=runner)
+            return run_over(link, argv, job, request, work, runner=runner)
 
 
 def install_arm64(progress: Progress) -> None:

@@ -75,18 +75,18 @@ class QnnSimulator(msgspec.Struct, frozen=True, kw_only=True):
         described = describe_job(job, provider=PROVIDER)
         # Without this key ONNX Runtime runs on the CPU whatever the provider leaves, and says nothing.
         strict = {**described.session_config, _FALLBACK: "1"}
-        far = msgspec.structs.replace(
+        request = msgspec.structs.replace(
             described, library=_library_path(), provider_options=options, session_config=strict
         )
         _check_context(job.model, options["soc_model"])
         # Each of the two runs has a process and a folder of its own: QNN keeps state between sessions that spoils the
         # second. The simulator computes in one thread; those that stand for the NPU's units wait in a loop, which costs
         # a third more CPU seconds where they have another core, and nothing where they share its one.
-        run = _run_watched(runner, job, far, work / "strict", one_core=True)
+        run = _run_watched(runner, job, request, work / "strict", one_core=True)
         # Only for this one refusal: another failure with the CPU allowed would look like a run in the simulator.
         if run.failure is None or _FALLBACK_REFUSED not in run.failure:
             return run
-        return _run_with_cpu(runner, job, far, work)
+        return _run_with_cpu(runner, job, request, work)
 
 
 def find_qnn_versions() -> dict[str, str]:
@@ -116,21 +116,21 @@ def provider_options(options: Mapping[str, str], arch: str = "") -> dict[str, st
     return {**kept, "backend_type": "htp", "soc_model": soc}
 
 
-def _run_watched(runner: Runner, job: Job, far: RunnerJob, folder: Path, *, one_core: bool = False) -> DeviceRun:
+def _run_watched(runner: Runner, job: Job, request: RunnerJob, folder: Path, *, one_core: bool = False) -> DeviceRun:
     """Returns a run in a folder of its own; where a profile is asked for, QNN's own one too, of its operations."""
     folder.mkdir()
     if not job.trace:
-        return run_python(runner, job, far, folder, one_core=one_core)
+        return run_python(runner, job, request, folder, one_core=one_core)
     file = folder / _PROFILE
-    options = {**far.provider_options, "profiling_level": "detailed", "profiling_file_path": str(file)}
-    watched = msgspec.structs.replace(far, provider_options=options)
+    options = {**request.provider_options, "profiling_level": "detailed", "profiling_file_path": str(file)}
+    watched = msgspec.structs.replace(request, provider_options=options)
     run = run_python(runner, job, watched, folder, one_core=one_core)
     return msgspec.structs.replace(run, npu_trace=file if file.is_file() else None)
 
 
-def _run_with_cpu(runner: Runner, job: Job, far: RunnerJob, work: Path) -> DeviceRun:
-    config = {key: value for key, value in far.session_config.items() if key != _FALLBACK}
-    run = _run_watched(runner, job, msgspec.structs.replace(far, session_config=config), work / "fallback")
+def _run_with_cpu(runner: Runner, job: Job, request: RunnerJob, work: Path) -> DeviceRun:
+    config = {key: value for key, value in request.session_config.items() if key != _FALLBACK}
+    run = _run_watched(runner, job, msgspec.structs.replace(request, session_config=config), work / "fallback")
     left = [node.name or node.op for node in run.placement if node.provider != PROVIDER]
     note = f"the provider refuses {len(left)} nodes, which ran on the CPU: {', '.join(left[:8])}"
     return msgspec.structs.replace(run, notes=(note, *run.notes))

@@ -77,12 +77,12 @@ class IosSimulator(msgspec.Struct, frozen=True, kw_only=True):
             return refuse_run(runner, f"'{self.name}' runs {PROVIDER}, not {provider}")
         models = work / "models"
         models.mkdir()
-        far = _describe_job(job, installed, self.cache)
+        request = _describe_job(job, installed, self.cache)
         # A program that is only looked at need not be computed.
         with serving(work / "pipes", _COMPUTES, job.timeout_s) if job.samples.count else nullcontext() as served:
             enter = _enter(job.target.settings, models, work / "pipes" if served else None)
             link = LocalLink(name=self.name, folder=work, inside=str(work), enter=enter)
-            run = run_over(link, [str(installed.program), "--pipe"], job, far, work, runner=runner)
+            run = run_over(link, [str(installed.program), "--pipe"], job, request, work, runner=runner)
         return msgspec.structs.replace(
             run,
             versions={**run.versions, "framework": installed.framework},
@@ -92,11 +92,11 @@ class IosSimulator(msgspec.Struct, frozen=True, kw_only=True):
 
 def _describe_job(job: Job, installed: InstalledFramework, cache: Path | None) -> RunnerJob:
     platform = job.target.session.platforms.get("ios")
-    far = describe_job(job, provider=job.target.provider)
-    options = dict(far.provider_options if platform is None else platform.provider_options)
+    request = describe_job(job, provider=job.target.provider)
+    options = dict(request.provider_options if platform is None else platform.provider_options)
     options = provider_options(options) if job.target.provider == PROVIDER else {}
     return msgspec.structs.replace(
-        far,
+        request,
         provider_options=options if cache is None else {**options, "ModelCacheDirectory": str(cache)},
         runtime=str(installed.library),
         threads=job.threads or 1,

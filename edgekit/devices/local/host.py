@@ -97,10 +97,10 @@ class Native(msgspec.Struct, frozen=True, kw_only=True):
                 return refuse_run(runner, error.message)
             folder, model = link.push(native.files), f"{link.push(files)}/{job.model.name}"
             threads = job.threads or (thread_count() if self.arm else 0)
-            far = msgspec.structs.replace(
+            request = msgspec.structs.replace(
                 describe_job(job), model=model, runtime=f"{folder}/{LIBRARY}", threads=threads
             )
-            return run_over(link, [f"{folder}/{PROGRAM}", "--pipe"], job, far, work, runner=runner)
+            return run_over(link, [f"{folder}/{PROGRAM}", "--pipe"], job, request, work, runner=runner)
 
     @contextlib.contextmanager
     def _linked(self, work: Path) -> Generator[LocalLink]:
@@ -154,9 +154,9 @@ class CoreMl(msgspec.Struct, frozen=True, kw_only=True):
             TargetError: the target has an option that the provider does not know.
         """
         require_device(self.name, self.find_missing())
-        far = coreml_job(job, self.units)
-        Path(far.provider_options["ModelCacheDirectory"]).mkdir(parents=True, exist_ok=True)
-        run = run_python(Runner(device=self.name, evidence=self.evidence), job, far, work)
+        request = coreml_job(job, self.units)
+        Path(request.provider_options["ModelCacheDirectory"]).mkdir(parents=True, exist_ok=True)
+        run = run_python(Runner(device=self.name, evidence=self.evidence), job, request, work)
         return msgspec.structs.replace(run, versions={**run.versions, "macos": platform.mac_ver()[0]})
 
 
@@ -173,8 +173,8 @@ def coreml_job(job: Job, units: str = "") -> RunnerJob:
     options = provider_options(job.target.session.provider_options, units)
     state = f"{digest_files(list_model_files(job.model))} {sorted(options.items())} {VERSION}"
     cache = cache_folder() / "coreml" / digest_bytes(state.encode())[:32]
-    far = describe_job(job, provider=PROVIDER)
-    return msgspec.structs.replace(far, provider_options={**options, "ModelCacheDirectory": str(cache)})
+    request = describe_job(job, provider=PROVIDER)
+    return msgspec.structs.replace(request, provider_options={**options, "ModelCacheDirectory": str(cache)})
 
 
 def provider_options(options: Mapping[str, str], units: str = "") -> dict[str, str]:

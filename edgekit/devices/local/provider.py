@@ -357,17 +357,17 @@ class LocalProvider(msgspec.Struct, frozen=True, kw_only=True):
         """
         require_device(self.name, self.find_missing())
         row = PROVIDERS[self.kind]
-        far = describe_job(job, provider=row.name)
-        check_options(row.name, far.provider_options)
-        far = msgspec.structs.replace(
-            far,
+        request = describe_job(job, provider=row.name)
+        check_options(row.name, request.provider_options)
+        request = msgspec.structs.replace(
+            request,
             library=find_library(row),
             hardware=self.hardware,
             cpu_vendor=row.cpu_vendor,
             preload=not row.module,
         )
         runner = Runner(device=self.name, evidence=self.evidence)
-        run = run_python(runner, job, far, work, env=row.find_environment())
+        run = run_python(runner, job, request, work, env=row.find_environment())
         return msgspec.structs.replace(
             run, versions={**run.versions, **find_provider_versions(self.kind)}, notes=(*run.notes, *self._notes(run))
         )

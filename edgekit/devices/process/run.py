@@ -145,7 +145,7 @@ def run_over(
     link: Link,
     program: Sequence[str],
     job: Job,
-    far: RunnerJob,
+    request: RunnerJob,
     work: Path,
     *,
     runner: Runner,
@@ -153,7 +153,7 @@ def run_over(
 ) -> DeviceRun:
     """Runs a job with the command `program` of the machine that a link leads to.
 
-    `far` is the job with paths of that machine. Samples are streamed: neither side holds more than a few in memory.
+    `request` is the job with paths of that machine. Samples are streamed: neither side holds more than a few in memory.
     Outputs are kept in the folder `work`. The `setting` is for the command of the link itself. The run ends when
     `job.timeout_s` is over, and so does the program there, because its stdin and stdout are closed.
 
@@ -165,17 +165,17 @@ def run_over(
     finished = stream_process(
         link.wrap(program),
         timeout_s=job.timeout_s,
-        feed=_messages(answer, far, job),
+        feed=_messages(answer, request, job),
         take=partial(_receive, answer, job, work / "out"),
         setting=setting,
     )
-    return _judge(runner, job, far, work, answer, finished, where=link.name)
+    return _judge(runner, job, request, work, answer, finished, where=link.name)
 
 
 def run_python(
     runner: Runner,
     job: Job,
-    far: RunnerJob,
+    request: RunnerJob,
     work: Path,
     emulator: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
@@ -191,12 +191,18 @@ def run_python(
     setting = ChildSetting(cwd=work, env=env, one_core=one_core)
     if job.answered is not None:
         link = LocalLink(name=runner.device, folder=work, inside=str(work))
-        return run_over(link, argv, job, far, work, runner=runner, setting=setting)
-    return run_on_files(runner, argv, job, far, work, setting=setting)
+        return run_over(link, argv, job, request, work, runner=runner, setting=setting)
+    return run_on_files(runner, argv, job, request, work, setting=setting)
 
 
 def run_on_files(
-    runner: Runner, argv: Sequence[str], job: Job, far: RunnerJob, work: Path, *, setting: ChildSetting | None = None
+    runner: Runner,
+    argv: Sequence[str],
+    job: Job,
+    request: RunnerJob,
+    work: Path,
+    *,
+    setting: ChildSetting | None = None,
 ) -> DeviceRun:
     """Runs a job on a program of this machine that reads its messages from a file and writes them into one.
 
@@ -208,18 +214,18 @@ def run_on_files(
     """
     answer = _Answer()
     with tempfile.TemporaryFile(dir=work) as given, tempfile.TemporaryFile(dir=work) as said:
-        for message in _messages(answer, far, job):
+        for message in _messages(answer, request, job):
             given.write(message)
         given.seek(0)
         finished = run_process(argv, timeout_s=job.timeout_s, setting=setting, stdin=given, stdout=said)
         said.seek(0)
         with open(said.fileno(), "rb", closefd=False) as stream:
             _receive(answer, job, work / "out", stream, is_whole=True)
-    return _judge(runner, job, far, work, answer, finished)
+    return _judge(runner, job, request, work, answer, finished)
 
 
-def _messages(answer: _Answer, far: RunnerJob, job: Job) -> Iterator[bytes]:
-    yield msgspec.json.encode(far) + b"\n"
+def _messages(answer: _Answer, request: RunnerJob, job: Job) -> Iterator[bytes]:
+    yield msgspec.json.encode(request) + b"\n"
     for sample in job.samples:
         answer.sent += 1
         yield encode_tensors(sample)
@@ -260,13 +266,13 @@ def _peek(stream: BufferedReader) -> bytes:
 
 
 def _judge(
-    runner: Runner, job: Job, far: RunnerJob, work: Path, answer: _Answer, finished: Finished, *, where: str = ""
+    runner: Runner, job: Job, request: RunnerJob, work: Path, answer: _Answer, finished: Finished, *, where: str = ""
 ) -> DeviceRun:
     outputs, _ = open_outputs(work / "out", job.outputs, runner.device)
-    failure = _find_failure(answer, finished, job, far.repeat)
+    failure = _find_failure(answer, finished, job, request.repeat)
     if failure and where:
         failure = f"'{where}' {_describe_step(answer, job)}: {failure}"
-    run = judge_run(runner, job, answer.run, outputs, failure, far.repeat)
+    run = judge_run(runner, job, answer.run, outputs, failure, request.repeat)
     trace = work / "out" / _TRACE
     if job.trace and trace.is_file():
         run = msgspec.structs.replace(run, trace=trace)
@@ -274,20 +280,20 @@ def _judge(
 
 
 def _find_failure(answer: _Answer, finished: Finished, job: Job, repeat: int) -> str | None:
-    far = answer.run
+    report = answer.run
     # First of all: what else is wrong may be no more than the end of a program that was killed.
     if finished.timed_out:
         return f"ran out of time ({job.timeout_s:g} s)"
     # A program that died in the middle of a message is reported by how it died, not by the message that it cut off.
     if answer.wrong and (finished.succeeded or not answer.cut):
         return answer.wrong
-    if far is not None and far.status == "refused":
-        return describe_refusal(far)
+    if report is not None and report.status == "refused":
+        return describe_refusal(report)
     if not finished.succeeded:
         return f"the program {finished.ending}{last_words(finished.stderr)}"
-    if far is None or far.status == "running":
+    if report is None or report.status == "running":
         return f"the program ended before its work was done{last_words(finished.stderr)}"
-    return find_shortage(answer.count, far, job, answer.sent if job.answered else job.samples.count, repeat)
+    return find_shortage(answer.count, report, job, answer.sent if job.answered else job.samples.count, repeat)
 
 
 def _describe_step(answer: _Answer, job: Job) -> str:
@@ -296,12 +302,12 @@ def _describe_step(answer: _Answer, job: Job) -> str:
     return f"at sample {answer.count + 1} of {job.samples.count}" if answer.count else "before the first outputs"
 
 
-def _add_ending(run: DeviceRun, runner: Runner, far: RunnerResult | None, finished: Finished) -> DeviceRun:
+def _add_ending(run: DeviceRun, runner: Runner, report: RunnerResult | None, finished: Finished) -> DeviceRun:
     """Returns a run that failed with the last words of its program, and whether that was an emulator which died."""
     if run.failure is None:
         return run
     # A session that was refused is an answer, however its program ended then.
-    crashed = runner.emulates and finished.crashed and (far is None or far.status != "refused")
+    crashed = runner.emulates and finished.crashed and (report is None or report.status != "refused")
     # The last lines that a program wrote, without what could steer a terminal.
     text = f"{finished.stdout[-MAX_LOG:]}\n{finished.stderr[-MAX_LOG:]}"
     return msgspec.structs.replace(
@@ -312,26 +318,26 @@ def _add_ending(run: DeviceRun, runner: Runner, far: RunnerResult | None, finish
 def judge_run(
     runner: Runner,
     job: Job,
-    far: RunnerResult | None,
+    report: RunnerResult | None,
     outputs: Samples,
     failure: str | None,
     repeat: int = 1,
 ) -> DeviceRun:
     """Returns the run of a device from what its program says, None where that is nothing, and what came back."""
-    far = far or _NOTHING
+    report = report or _NOTHING
     # Programs look at the clock before they see that there is no further sample.
-    stopped_early = far.status == "stopped" and outputs.count < job.samples.count
-    measured = {name: getattr(far, name) for name in Measured.__struct_fields__}
+    stopped_early = report.status == "stopped" and outputs.count < job.samples.count
+    measured = {name: getattr(report, name) for name in Measured.__struct_fields__}
     # Times beyond the outputs that are whole belong to a sample that did not come back.
-    measured["latency_ms"] = far.latency_ms[: outputs.count * repeat]
-    measured["elapsed_ms"] = far.elapsed_ms[: outputs.count]
+    measured["latency_ms"] = report.latency_ms[: outputs.count * repeat]
+    measured["elapsed_ms"] = report.elapsed_ms[: outputs.count]
     return DeviceRun(
         device=runner.device,
         evidence=runner.evidence,
         outputs=outputs,
-        placement=_read_placement(far, job.model),
-        placement_source=far.placement_source,
-        versions={printable(key): printable(value) for key, value in list(far.versions.items())[:_MOST_VERSIONS]},
+        placement=_read_placement(report, job.model),
+        placement_source=report.placement_source,
+        versions={printable(key): printable(value) for key, value in list(report.versions.items())[:_MOST_VERSIONS]},
         notes=describe_stop(outputs.count, job) if stopped_early else (),
         stopped_early=stopped_early,
         failure=failure,
@@ -344,14 +350,14 @@ def describe_stop(count: int, job: Job) -> tuple[str, ...]:
     return (f"stopped after {count} of {job.samples.count} samples, because {job.budget_s:g} s were over",)
 
 
-def _read_placement(far: RunnerResult, model: Path) -> tuple[PlacedNode, ...]:
+def _read_placement(report: RunnerResult, model: Path) -> tuple[PlacedNode, ...]:
     # The program saw only that one provider took everything: the nodes are those of the file.
-    if far.placed_whole:
+    if report.placed_whole:
         try:
             graph = skim_model(model).graph
         except ModelError:
             return ()  # a file of another format: the device cannot know that it took its nodes whole
-        provider = printable(far.placed_whole)
+        provider = printable(report.placed_whole)
         return tuple(
             PlacedNode(name=node.name, op=node.op_type, domain=node.domain, provider=provider) for node in graph.node
         )
@@ -362,22 +368,22 @@ def _read_placement(far: RunnerResult, model: Path) -> tuple[PlacedNode, ...]:
             domain=printable(node.domain),
             provider=printable(node.provider),
         )
-        for node in far.placement
+        for node in report.placement
     )
 
 
-def describe_refusal(far: RunnerResult) -> str:
+def describe_refusal(report: RunnerResult) -> str:
     """Returns in one line why the program did not do its work."""
-    return f"refused: {_clean_line(far.message)[:400]}"
+    return f"refused: {_clean_line(report.message)[:400]}"
 
 
-def find_shortage(count: int, far: RunnerResult, job: Job, wanted: int, repeat: int) -> str | None:
+def find_shortage(count: int, report: RunnerResult, job: Job, wanted: int, repeat: int) -> str | None:
     """Returns what is wrong with the number of samples and times that came back, None where it is right."""
     least = min(LEAST_SAMPLES, job.least_samples, wanted)
-    due = range(least, wanted + 1) if far.status == "stopped" else (wanted,)
-    if count in due and count * repeat == len(far.latency_ms):
+    due = range(least, wanted + 1) if report.status == "stopped" else (wanted,)
+    if count in due and count * repeat == len(report.latency_ms):
         return None
-    return f"{count} of {wanted} samples came back, with {len(far.latency_ms)} times"
+    return f"{count} of {wanted} samples came back, with {len(report.latency_ms)} times"
 
 
 def last_words(stderr: str) -> str:

@@ -210,7 +210,7 @@ class RemoteDevice(msgspec.Struct, frozen=True, kw_only=True):
             model = f"{link.push(list_model_files(job.model))}/{job.model.name}"
         except EdgekitError as error:
             return refuse_run(runner, error.message)
-        far = msgspec.structs.replace(
+        request = msgspec.structs.replace(
             describe_job(job, provider=self.provider or job.target.provider),
             model=model,
             threads=self.threads or job.threads,
@@ -219,7 +219,7 @@ class RemoteDevice(msgspec.Struct, frozen=True, kw_only=True):
         )
         argv = [word.replace("{folder}", folder) for word in program.argv]
         try:
-            run = run_over(link, argv, job, far, work, runner=runner)
+            run = run_over(link, argv, job, request, work, runner=runner)
         # Ctrl-C too: a program left running would keep the phone busy and warm.
         except BaseException:
             link.stop()

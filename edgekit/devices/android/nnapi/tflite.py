@@ -1,7 +1,7 @@
 """Writes a network of NNAPI as a TFLite model, whose operations have the same numbers and the same meaning."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flatbuffers
@@ -366,25 +366,48 @@ def _pool_in_pieces(
     draft.add("CONCATENATION", bands, (target,), "ConcatenationOptions", axis=1)
 
 
-# Operations whose inputs, the first so many, mean the same in TFLite.
-_PLAIN: dict[int, tuple[str, str, int]] = {
-    6: ("DEQUANTIZE", "DequantizeOptions", 1), 8: ("FLOOR", "", 1),
-    11: ("L2_NORMALIZATION", "L2NormOptions", 1), 14: ("LOGISTIC", "", 1), 19: ("RELU", "", 1),
-    20: ("RELU_N1_TO_1", "", 1), 21: ("RELU6", "", 1), 22: ("RESHAPE", "ReshapeOptions", 2), 28: ("TANH", "", 1),
-    32: ("PAD", "PadOptions", 2), 37: ("TRANSPOSE", "TransposeOptions", 2),
-    38: ("ABS", "AbsOptions", 1), 45: ("CAST", "CastOptions", 1), 49: ("EXP", "ExpOptions", 1), 60: ("LOG", "", 1),
-    65: ("MAXIMUM", "MaximumMinimumOptions", 2), 66: ("MINIMUM", "MaximumMinimumOptions", 2),
-    67: ("NEG", "NegOptions", 1), 69: ("PADV2", "PadV2Options", 3), 70: ("POW", "PowOptions", 2),
-    71: ("PRELU", "", 2), 72: ("QUANTIZE", "QuantizeOptions", 1), 83: ("RSQRT", "", 1), 85: ("SIN", "", 1),
-    86: ("SLICE", "SliceOptions", 3), 88: ("SQRT", "", 1), 89: ("TILE", "TileOptions", 2), 98: ("ELU", "", 1),
-    99: ("HARD_SWISH", "HardSwishOptions", 1), 48: ("EQUAL", "EqualOptions", 2), 53: ("GREATER", "GreaterOptions", 2),
-    54: ("GREATER_EQUAL", "GreaterEqualOptions", 2), 58: ("LESS", "LessOptions", 2),
-    59: ("LESS_EQUAL", "LessEqualOptions", 2), 68: ("NOT_EQUAL", "NotEqualOptions", 2),
-    61: ("LOGICAL_AND", "LogicalAndOptions", 2), 62: ("LOGICAL_NOT", "LogicalNotOptions", 1),
-    63: ("LOGICAL_OR", "LogicalOrOptions", 2), 84: ("SELECT", "SelectOptions", 3),
+class _Kernel(msgspec.Struct, frozen=True):
+    """An operator of TFLite that means what one of NNAPI does.
+
+    Of NNAPI's inputs the first so many are its own, or those at the places of a tuple. `fields` of the `options` are
+    constants of NNAPI: each is named with the place of its input.
+    """
+
+    name: str
+    options: str = ""
+    inputs: int | tuple[int, ...] = 1
+    fields: Mapping[str, int] = {}
+
+
+_KERNELS = {
+    0: _Kernel("ADD", "AddOptions", 2, {"fusedActivationFunction": 2}), 6: _Kernel("DEQUANTIZE", "DequantizeOptions"),
+    8: _Kernel("FLOOR"), 9: _Kernel("FULLY_CONNECTED", "FullyConnectedOptions", 3, {"fusedActivationFunction": 3}),
+    11: _Kernel("L2_NORMALIZATION", "L2NormOptions"), 14: _Kernel("LOGISTIC"),
+    18: _Kernel("MUL", "MulOptions", 2, {"fusedActivationFunction": 2}), 19: _Kernel("RELU"),
+    20: _Kernel("RELU_N1_TO_1"), 21: _Kernel("RELU6"), 22: _Kernel("RESHAPE", "ReshapeOptions", 2),
+    28: _Kernel("TANH"), 30: _Kernel("DIV", "DivOptions", 2, {"fusedActivationFunction": 2}),
+    31: _Kernel("MEAN", "ReducerOptions", 2, {"keepDims": 2}), 32: _Kernel("PAD", "PadOptions", 2),
+    35: _Kernel("STRIDED_SLICE", "StridedSliceOptions", 4, {"beginMask": 4, "endMask": 5, "shrinkAxisMask": 6}),
+    36: _Kernel("SUB", "SubOptions", 2, {"fusedActivationFunction": 2}),
+    37: _Kernel("TRANSPOSE", "TransposeOptions", 2),
+    38: _Kernel("ABS", "AbsOptions"), 45: _Kernel("CAST", "CastOptions"), 48: _Kernel("EQUAL", "EqualOptions", 2),
+    49: _Kernel("EXP", "ExpOptions"), 51: _Kernel("GATHER", "GatherOptions", (0, 2), {"axis": 1}),
+    53: _Kernel("GREATER", "GreaterOptions", 2), 54: _Kernel("GREATER_EQUAL", "GreaterEqualOptions", 2),
+    58: _Kernel("LESS", "LessOptions", 2), 59: _Kernel("LESS_EQUAL", "LessEqualOptions", 2), 60: _Kernel("LOG"),
+    61: _Kernel("LOGICAL_AND", "LogicalAndOptions", 2), 62: _Kernel("LOGICAL_NOT", "LogicalNotOptions"),
+    63: _Kernel("LOGICAL_OR", "LogicalOrOptions", 2), 65: _Kernel("MAXIMUM", "MaximumMinimumOptions", 2),
+    66: _Kernel("MINIMUM", "MaximumMinimumOptions", 2), 67: _Kernel("NEG", "NegOptions"),
+    68: _Kernel("NOT_EQUAL", "NotEqualOptions", 2), 69: _Kernel("PADV2", "PadV2Options", 3),
+    70: _Kernel("POW", "PowOptions", 2), 71: _Kernel("PRELU", "", 2), 72: _Kernel("QUANTIZE", "QuantizeOptions"),
+    77: _Kernel("REDUCE_MAX", "ReducerOptions", 2, {"keepDims": 2}),
+    78: _Kernel("REDUCE_MIN", "ReducerOptions", 2, {"keepDims": 2}),
+    79: _Kernel("REDUCE_PROD", "ReducerOptions", 2, {"keepDims": 2}),
+    80: _Kernel("SUM", "ReducerOptions", 2, {"keepDims": 2}), 83: _Kernel("RSQRT"),
+    84: _Kernel("SELECT", "SelectOptions", 3), 85: _Kernel("SIN"), 86: _Kernel("SLICE", "SliceOptions", 3),
+    88: _Kernel("SQRT"), 89: _Kernel("TILE", "TileOptions", 2), 98: _Kernel("ELU"),
+    99: _Kernel("HARD_SWISH", "HardSwishOptions"),
+    102: _Kernel("BATCH_MATMUL", "BatchMatMulOptions", 2, {"adjX": 2, "adjY": 3}),
 }  # fmt: skip
-_ARITHMETIC = {0: "Add", 18: "Mul", 30: "Div", 36: "Sub"}
-_REDUCTIONS = {31: "MEAN", 77: "REDUCE_MAX", 78: "REDUCE_MIN", 79: "REDUCE_PROD", 80: "SUM"}
 
 
 def write_model(network: Network, constants: Constants) -> bytes:
@@ -396,26 +419,17 @@ def write_model(network: Network, constants: Constants) -> bytes:
     """
     draft = Draft(network, constants)
     for operation in network.operations:
-        _write(draft, operation.type, operation.inputs, operation.outputs)
+        code, inputs, outputs = operation.type, operation.inputs, operation.outputs
+        if kernel := _KERNELS.get(code):
+            places = range(kernel.inputs) if isinstance(kernel.inputs, int) else kernel.inputs
+            fields = {name: draft.constants.whole(inputs[place]) for name, place in kernel.fields.items()}
+            draft.add(kernel.name, [inputs[place] for place in places], outputs, kernel.options, **fields)
+        elif code in _WRITERS:
+            _WRITERS[code](draft, code, inputs, outputs)
+        else:
+            name = name_operation(code)
+            raise DeviceError(f"NNAPI's operation {name} is not computed here", hint="use another device")
     return draft.finish()
-
-
-def _write(draft: Draft, code: int, inputs: Sequence[int], outputs: Sequence[int]) -> None:
-    """Writes one operation of NNAPI."""
-    if code in _PLAIN:
-        name, options, count = _PLAIN[code]
-        draft.add(name, inputs[:count], outputs, options)
-    elif code in _ARITHMETIC:
-        name = _ARITHMETIC[code]
-        activation = draft.constants.whole(inputs[2])
-        draft.add(name.upper(), inputs[:2], outputs, f"{name}Options", fusedActivationFunction=activation)
-    elif code in _REDUCTIONS:
-        keep = bool(draft.constants.whole(inputs[2]))
-        draft.add(_REDUCTIONS[code], inputs[:2], outputs, "ReducerOptions", keepDims=keep)
-    elif code in _WRITERS:
-        _WRITERS[code](draft, code, inputs, outputs)
-    else:
-        raise DeviceError(f"NNAPI's operation {name_operation(code)} is not computed here", hint="use another device")
 
 
 def _write_concat(draft: Draft, _code: int, inputs: Sequence[int], outputs: Sequence[int]) -> None:
@@ -435,11 +449,6 @@ def _requantize(draft: Draft, place: int, wanted: Operand) -> int:
     turned = draft.place(msgspec.structs.replace(operand, scale=wanted.scale, zero_point=wanted.zero_point, size=-1))
     draft.add("QUANTIZE", (place,), (turned,), "QuantizeOptions")
     return turned
-
-
-def _write_dense(draft: Draft, _code: int, inputs: Sequence[int], outputs: Sequence[int]) -> None:
-    activation = draft.constants.whole(inputs[3])
-    draft.add("FULLY_CONNECTED", inputs[:3], outputs, "FullyConnectedOptions", fusedActivationFunction=activation)
 
 
 def _write_softmax(draft: Draft, _code: int, inputs: Sequence[int], outputs: Sequence[int]) -> None:
@@ -498,20 +507,10 @@ def _write_split(draft: Draft, _code: int, inputs: Sequence[int], outputs: Seque
     draft.add("SPLIT", (axis, inputs[0]), outputs, "SplitOptions", numSplits=draft.constants.whole(inputs[2]))
 
 
-def _write_slice(draft: Draft, _code: int, inputs: Sequence[int], outputs: Sequence[int]) -> None:
-    masks = dict(zip(("beginMask", "endMask", "shrinkAxisMask"), map(draft.constants.whole, inputs[4:7]), strict=True))
-    draft.add("STRIDED_SLICE", inputs[:4], outputs, "StridedSliceOptions", **masks)
-
-
 def _write_squeeze(draft: Draft, _code: int, inputs: Sequence[int], outputs: Sequence[int]) -> None:
     # Without axes, LiteRT as NNAPI drops every axis of size 1.
     axes = [axis for place in inputs[1:] for axis in draft.constants.values.get(place, np.array([], np.int32)).tolist()]
     draft.add("SQUEEZE", inputs[:1], outputs, "SqueezeOptions", squeezeDims=axes)
-
-
-def _write_gather(draft: Draft, _code: int, inputs: Sequence[int], outputs: Sequence[int]) -> None:
-    axis = draft.constants.whole(inputs[1])
-    draft.add("GATHER", (inputs[0], inputs[2]), outputs, "GatherOptions", axis=axis)
 
 
 def _write_argmax(draft: Draft, code: int, inputs: Sequence[int], outputs: Sequence[int]) -> None:
@@ -529,14 +528,9 @@ def _write_norm(draft: Draft, _code: int, inputs: Sequence[int], outputs: Sequen
     )  # fmt: skip
 
 
-def _write_matmul(draft: Draft, _code: int, inputs: Sequence[int], outputs: Sequence[int]) -> None:
-    turned = [bool(draft.constants.whole(place)) for place in inputs[2:4]]
-    draft.add("BATCH_MATMUL", inputs[:2], outputs, "BatchMatMulOptions", adjX=turned[0], adjY=turned[1])
-
-
 _WRITERS: dict[int, Callable[[Draft, int, Sequence[int], Sequence[int]], None]] = {
-    1: write_pool, 2: _write_concat, 3: write_conv, 4: write_conv, 5: _write_space, 9: _write_dense, 12: write_pool,
-    13: _write_norm, 17: write_pool, 23: _write_resize, 25: _write_softmax, 34: _write_squeeze, 35: _write_slice,
-    39: _write_argmax, 40: _write_argmax, 51: _write_gather, 55: write_conv, 87: _write_split, 94: _write_resize,
-    102: _write_matmul,
+    1: write_pool, 2: _write_concat, 3: write_conv, 4: write_conv, 5: _write_space, 12: write_pool,
+    13: _write_norm, 17: write_pool, 23: _write_resize, 25: _write_softmax, 34: _write_squeeze,
+    39: _write_argmax, 40: _write_argmax, 55: write_conv, 87: _write_split, 94: _write_resize,
+
 }  # fmt: skip

@@ -120,42 +120,23 @@ def _prelu(given: Arguments) -> Array:
     return np.where(x >= 0, x, x * (alpha.reshape(-1, *[1] * (x.ndim - 2)) if per_channel else alpha))
 
 
-def _leaky_relu(given: Arguments) -> Array:
-    x = given.tensor("x")
-    return np.where(x >= 0, x, x * np.float32(given.number("alpha")))
-
-
-def _elu(given: Arguments) -> Array:
-    x = given.tensor("x")
-    return np.where(x >= 0, x, np.float32(given.number("alpha")) * np.expm1(np.minimum(x, 0)))
-
-
-def _sigmoid_hard(given: Arguments) -> Array:
-    x = given.tensor("x")
-    line = np.float32(given.number("alpha")) * x + np.float32(given.number("beta"))
-    return np.asarray(np.clip(line, 0, 1))
-
-
-def _clip(given: Arguments) -> Array:
-    x = given.tensor("x")
-    return np.clip(x, given.number("alpha", -np.inf), given.number("beta", np.inf)).astype(x.dtype)
+def _with_alpha(formula: Callable[[Array, np.float32], Array]) -> Compute:
+    return lambda given: formula(given.tensor("x"), np.float32(given.number("alpha")))
 
 
 def _with_epsilon(formula: Callable[[Array], Array], default: float) -> Compute:
     return lambda given: formula(given.tensor("x") + np.float32(given.number("epsilon", default)))
 
 
-def _select(given: Arguments) -> Array:
-    return np.where(given.tensor("cond").astype(np.bool_), given.tensor("a"), given.tensor("b"))
-
-
 ELEMENTWISE: Mapping[str, Compute] = {
     "abs": unary(np.abs),
     "add": binary(np.add),
     "ceil": unary(np.ceil),
-    "clip": _clip,
+    "clip": lambda given: np.clip(
+        given.tensor("x"), given.number("alpha", -np.inf), given.number("beta", np.inf)
+    ).astype(given.tensor("x").dtype),
     "cos": unary(np.cos),
-    "elu": _elu,
+    "elu": _with_alpha(lambda x, alpha: np.where(x >= 0, x, alpha * np.expm1(np.minimum(x, 0)))),
     "equal": binary(np.equal),
     "erf": unary(erf),
     "exp": unary(np.exp),
@@ -166,7 +147,7 @@ ELEMENTWISE: Mapping[str, Compute] = {
     "greater_equal": binary(np.greater_equal),
     "identity": unary(np.array),
     "inverse": _with_epsilon(np.reciprocal, 1e-4),
-    "leaky_relu": _leaky_relu,
+    "leaky_relu": _with_alpha(lambda x, alpha: np.where(x >= 0, x, x * alpha)),
     "less": binary(np.less),
     "less_equal": binary(np.less_equal),
     "log": _with_epsilon(np.log, 1e-45),
@@ -185,9 +166,11 @@ ELEMENTWISE: Mapping[str, Compute] = {
     "relu6": unary(lambda x: np.clip(x, 0, 6)),
     "round": unary(np.rint),
     "rsqrt": _with_epsilon(lambda x: 1 / np.sqrt(x), 1e-12),
-    "select": _select,
+    "select": lambda given: np.where(given.tensor("cond").astype(np.bool_), given.tensor("a"), given.tensor("b")),
     "sigmoid": unary(sigmoid),
-    "sigmoid_hard": _sigmoid_hard,
+    "sigmoid_hard": lambda given: np.clip(
+        np.float32(given.number("alpha")) * given.tensor("x") + np.float32(given.number("beta")), 0, 1
+    ),
     "sign": unary(np.sign),
     "silu": unary(lambda x: x * sigmoid(x)),
     "sin": unary(np.sin),
@@ -214,18 +197,6 @@ def _reshape(given: Arguments) -> Array:
     return x.reshape([x.shape[axis] if size == 0 else size for axis, size in enumerate(shape)])
 
 
-def _expand(given: Arguments) -> Array:
-    return np.expand_dims(given.tensor("x"), given.wholes("axes") or ())
-
-
-def _squeeze(given: Arguments) -> Array:
-    return np.squeeze(given.tensor("x"), given.wholes("axes"))
-
-
-def _transpose(given: Arguments) -> Array:
-    return np.transpose(given.tensor("x"), given.wholes("perm"))
-
-
 def _concatenate(given: Arguments) -> Array:
     parts, axis = given.tensors("values"), given.whole("axis", 0)
     if not given.flag("interleave"):
@@ -234,10 +205,6 @@ def _concatenate(given: Arguments) -> Array:
     shape = list(parts[0].shape)
     shape[axis] *= len(parts)
     return stacked.reshape(shape)
-
-
-def _stack(given: Arguments) -> Array:
-    return np.stack(given.tensors("values"), given.whole("axis", 0))
 
 
 def _split(given: Arguments) -> tuple[Array, ...]:
@@ -288,10 +255,6 @@ def _gather(given: Arguments) -> Array:
     return np.take(x, np.where(indices < 0, indices + x.shape[axis], indices), axis)
 
 
-def _gather_along(given: Arguments) -> Array:
-    return np.take_along_axis(given.tensor("x"), given.tensor("indices").astype(np.int64), given.whole("axis", 0))
-
-
 def _gather_points(given: Arguments) -> Array:
     """Computes `gather_nd`: the last axis of `indices` names a place along the first axes of `x`."""
     if given.whole("batch_dims", 0):
@@ -309,20 +272,21 @@ def _cast(given: Arguments) -> Array:
     return x.astype(_NAMES[name])
 
 
-def _depth_to_space(given: Arguments) -> Array:
-    """Computes `depth_to_space`, whose channels hold the place in the block first (ONNX: DCR)."""
-    x, block = given.tensor("x"), given.whole("block_size", 1)
-    batch, channels, height, width = x.shape
-    split = x.reshape(batch, block, block, channels // block**2, height, width)
-    return split.transpose(0, 3, 4, 1, 5, 2).reshape(batch, channels // block**2, height * block, width * block)
+def _to_space(name: str, order: tuple[int, ...], place: int) -> Compute:
+    """Returns the operation that spreads channels over blocks, whose place in the block stands at an axis of `order`.
 
+    It stands first in the channels for `depth_to_space` (ONNX: DCR), and last for `pixel_shuffle` (CRD).
+    """
 
-def _pixel_shuffle(given: Arguments) -> Array:
-    """Computes `pixel_shuffle`, whose channels hold the place in the block last (ONNX: CRD)."""
-    x, block = given.tensor("x"), given.whole("upscale_factor", 1)
-    batch, channels, height, width = x.shape
-    split = x.reshape(batch, channels // block**2, block, block, height, width)
-    return split.transpose(0, 1, 4, 2, 5, 3).reshape(batch, channels // block**2, height * block, width * block)
+    def compute(given: Arguments) -> Array:
+        x, block = given.tensor("x"), given.whole(name, 1)
+        batch, channels, height, width = x.shape
+        parts = [channels // block**2]
+        parts[place:place] = [block, block]
+        split = x.reshape(batch, *parts, height, width)
+        return split.transpose(order).reshape(batch, channels // block**2, height * block, width * block)
+
+    return compute
 
 
 def _space_to_depth(given: Arguments) -> Array:
@@ -340,14 +304,16 @@ def _fill(given: Arguments) -> Array:
 LAYOUT: Mapping[str, Callable[[Arguments], Array | tuple[Array, ...]]] = {
     "cast": _cast,
     "concat": _concatenate,
-    "depth_to_space": _depth_to_space,
-    "expand_dims": _expand,
+    "depth_to_space": _to_space("block_size", (0, 3, 4, 1, 5, 2), place=0),
+    "expand_dims": lambda given: np.expand_dims(given.tensor("x"), given.wholes("axes") or ()),
     "fill": _fill,
     "gather": _gather,
-    "gather_along_axis": _gather_along,
+    "gather_along_axis": lambda given: np.take_along_axis(
+        given.tensor("x"), given.tensor("indices").astype(np.int64), given.whole("axis", 0)
+    ),
     "gather_nd": _gather_points,
     "pad": _pad,
-    "pixel_shuffle": _pixel_shuffle,
+    "pixel_shuffle": _to_space("upscale_factor", (0, 1, 4, 2, 5, 3), place=1),
     "reshape": _reshape,
     "reverse": lambda given: np.flip(given.tensor("x"), given.wholes("axes")),
     "shape": lambda given: np.array(given.tensor("x").shape, np.int32),
@@ -355,10 +321,10 @@ LAYOUT: Mapping[str, Callable[[Arguments], Array | tuple[Array, ...]]] = {
     "slice_by_size": _slice_by_size,
     "space_to_depth": _space_to_depth,
     "split": _split,
-    "squeeze": _squeeze,
-    "stack": _stack,
+    "squeeze": lambda given: np.squeeze(given.tensor("x"), given.wholes("axes")),
+    "stack": lambda given: np.stack(given.tensors("values"), given.whole("axis", 0)),
     "tile": lambda given: np.tile(given.tensor("x"), given.wholes("reps") or ()),
-    "transpose": _transpose,
+    "transpose": lambda given: np.transpose(given.tensor("x"), given.wholes("perm")),
 }
 """Operations by their names in MIL."""
 
@@ -398,8 +364,7 @@ def _multiply(given: Arguments) -> Array:
 
 
 def _linear(given: Arguments) -> Array:
-    out = given.tensor("x") @ given.tensor("weight").T
-    bias = given.find("bias")
+    out, bias = given.tensor("x") @ given.tensor("weight").T, given.find("bias")
     return np.asarray(out if bias is None else out + bias)
 
 

@@ -24,48 +24,52 @@ def _blend(x: Array, axis: int, places: Array) -> Array:
     return np.asarray(np.take(x, low, axis) * (1 - share) + high * share)
 
 
-def _upsample_nearest(given: Arguments) -> Array:
-    x = given.tensor("x")
-    for axis, name in ((-2, "height"), (-1, "width")):
-        factor = given.number(f"scale_factor_{name}", 1)
-        size = int(x.shape[axis] * factor)
-        x = np.take(x, np.minimum((np.arange(size) / factor).astype(np.int64), x.shape[axis] - 1), axis)
-    return x
-
-
-def _upsample_bilinear(given: Arguments) -> Array:
-    x = given.tensor("x")
-    corners, half = given.flag("align_corners", default=True), given.flag("half_pixel_centers", default=True)
+def _list_sizes(given: Arguments, x: Array) -> Iterator[tuple[int, int, int, float]]:
+    """Yields each of the last two axes, with its size, that after resizing, and how much larger that is."""
     for axis, name in ((x.ndim - 2, "height"), (x.ndim - 1, "width")):
-        factor = given.number(f"scale_factor_{name}", 1)
-        size = int(x.shape[axis] * factor)
-        x = _blend(x, axis, _place(np.arange(size), x.shape[axis], size, factor, corners=corners, half=half))
-    return x
-
-
-def _place(at: Array, old: int, new: int, factor: float, *, corners: bool, half: bool) -> Array:
-    if corners:
-        return at * ((old - 1) / max(new - 1, 1))
-    return (at + 0.5) / factor - 0.5 if half else at / factor
+        old = x.shape[axis]
+        size = given.whole(f"target_size_{name}", 0)
+        factor = size / old if size else given.number(f"scale_factor_{name}", 1)
+        yield axis, old, size or int(old * factor), factor
 
 
 def _resize_nearest(given: Arguments) -> Array:
     x = given.tensor("x")
-    for axis, name in ((-2, "height"), (-1, "width")):
-        size = given.whole(f"target_size_{name}", 1)
-        x = np.take(x, np.arange(size) * x.shape[axis] // size, axis)
+    for axis, old, size, _ in _list_sizes(given, x):
+        x = np.take(x, np.arange(size) * old // size, axis)
     return x
 
 
-def _resize_bilinear(given: Arguments) -> Array:
+def _upsample_nearest(given: Arguments) -> Array:
     x = given.tensor("x")
+    for axis, old, size, factor in _list_sizes(given, x):
+        x = np.take(x, np.minimum((np.arange(size) / factor).astype(np.int64), old - 1), axis)
+    return x
+
+
+def _upsample_bilinear(given: Arguments) -> Array:
+    corners, half = given.flag("align_corners", default=True), given.flag("half_pixel_centers", default=True)
+    return _resize_linearly(given, corners=corners, half=half)
+
+
+def _resize_bilinear(given: Arguments) -> Array:
     mode = given.text("sampling_mode", "DEFAULT")
     if mode not in {"DEFAULT", "STRICT_ALIGN_CORNERS", "UNALIGN_CORNERS"}:
         raise ValueError(f"its sampling mode is {mode!r}")
-    corners, half = mode == "STRICT_ALIGN_CORNERS", mode == "UNALIGN_CORNERS"
-    for axis, name in ((x.ndim - 2, "height"), (x.ndim - 1, "width")):
-        size, old = given.whole(f"target_size_{name}", 1), x.shape[axis]
-        x = _blend(x, axis, _place(np.arange(size), old, size, size / old, corners=corners, half=half))
+    return _resize_linearly(given, corners=mode == "STRICT_ALIGN_CORNERS", half=mode == "UNALIGN_CORNERS")
+
+
+def _resize_linearly(given: Arguments, *, corners: bool, half: bool) -> Array:
+    x = given.tensor("x")
+    for axis, old, size, factor in _list_sizes(given, x):
+        at = np.arange(size)
+        if corners:
+            places = at * ((old - 1) / max(size - 1, 1))
+        elif half:
+            places = (at + 0.5) / factor - 0.5
+        else:
+            places = at / factor
+        x = _blend(x, axis, places)
     return x
 
 

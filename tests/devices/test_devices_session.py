@@ -21,9 +21,9 @@ from edgekit.devices.device import Device, DeviceRun, Job, Missing
 from edgekit.devices.local.emulated import Emulated
 from edgekit.devices.local.host import Host
 from edgekit.devices.local.runner import NativeRunner
-from edgekit.devices.process import held
-from edgekit.devices.process.held import hold_session
+from edgekit.devices.process import session
 from edgekit.devices.process.run import Runner, refuse_run
+from edgekit.devices.process.session import open_session
 from edgekit.devices.remote.adb import AdbDevice
 from edgekit.devices.remote.ssh import SshDevice
 from edgekit.errors import DeviceError
@@ -75,7 +75,7 @@ def test_the_host_keeps_a_session(bundle: Bundle) -> None:
 
 
 def test_where_pipes_cannot_be_waited_for_each_step_is_a_run(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held, "_WAITS_FOR_PIPES", False)
+    monkeypatch.setattr(session, "_WAITS_FOR_PIPES", False)
     keeps_its_state(bundle, Emulated(), jobs=1 + STEPS)
 
 
@@ -129,7 +129,7 @@ def ask(turns: Callable[[Job], Iterator[Tensors]], tmp_path: Path, *, failure: s
     """Runs two turns of one and of two samples on such a device, and returns what they gave."""
     job = make_job(float_conv(tmp_path / "f.onnx"), "cpu", noise_samples(3), timeout_s=0.5)
     rows = [{"x": np.full(1, value, np.float32)} for value in (1, 2, 3)]
-    with hold_session(Doing(turns=turns, failure=failure), job, tmp_path) as run:
+    with open_session(Doing(turns=turns, failure=failure), job, tmp_path) as run:
         return [float(row["x"][0]) for turn in (rows[:1], rows[1:]) for row in run(turn)]
 
 

@@ -83,8 +83,8 @@ class _Session:
         self._runs: list[DeviceRun] = []
         self._wrong: list[BaseException] = []
         source = Samples(source=job.samples.source, count=job.samples.count, read=self._turns.read)
-        held = msgspec.structs.replace(job, samples=source, answered=self._turns.answer)
-        self._thread = Thread(target=self._work, args=(device, held, work), daemon=True)
+        stepped = msgspec.structs.replace(job, samples=source, answered=self._turns.answer)
+        self._thread = Thread(target=self._work, args=(device, stepped, work), daemon=True)
         self._thread.start()
 
     def run(self, samples: Sequence[Tensors]) -> list[Tensors]:
@@ -119,7 +119,7 @@ class _Session:
 
 
 @contextlib.contextmanager
-def hold_session(device: Device, job: Job, work: Path) -> Generator[Turn]:
+def open_session(device: Device, job: Job, work: Path) -> Generator[Turn]:
     """Yields what runs samples in one session of a device; of those of `job` itself only the count is used: the most.
 
     Files go into the empty folder `work`. On Windows, where nobody can wait for a pipe, each turn is a run of its own.
