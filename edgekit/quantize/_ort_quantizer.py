@@ -126,10 +126,13 @@ def _open_quantizer(
     """Returns ORT's quantizer of a copy of a model without the values of some initializers."""
     options, op_types = _options(proto, request, subject, folder)
     options["AddQDQPairToWeight"] = True  # what that leaves as floats is rounded below, at once
-    ranges = {
-        name: TensorData(lowest=np.float32(low), highest=np.float32(high))
-        for name, (low, high) in request.ranges.items()
-    }
+    ranges = TensorsData(
+        CalibrationMethod.MinMax,
+        {
+            name: TensorData(lowest=np.float32(low), highest=np.float32(high))
+            for name, (low, high) in request.ranges.items()
+        },
+    )
     copy = _leave_weights_out(proto, left_out)
     with _asking_ort(subject), reading_from(folder):
         add_infer_metadata(copy)
@@ -139,7 +142,7 @@ def _open_quantizer(
             request.weight_limit < _FULL,
             _TYPES[request.weight],
             _TYPES[request.activation],
-            TensorsData(CalibrationMethod.MinMax, ranges),
+            ranges,
             [],
             list(request.excluded),
             op_types,
