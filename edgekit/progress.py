@@ -18,6 +18,11 @@ def say_nothing(_step: str) -> None:
     """Takes a step of progress and shows nothing."""
 
 
+def name_steps(progress: Progress, name: str) -> Progress:
+    """Returns what says each step with the name of what it is a step of before it."""
+    return lambda step: progress(f"{name}: {step}")
+
+
 class StageTime(msgspec.Struct, frozen=True, kw_only=True):
     """What a stage took: seconds of the clock, and of all cores with those of ended child processes.
 

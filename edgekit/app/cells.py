@@ -2,7 +2,6 @@
 
 import shutil
 import time
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -19,7 +18,7 @@ from edgekit.jobs.build_inputs import Kept
 from edgekit.jobs.group import build_group, read_group_file
 from edgekit.model.model import load_model
 from edgekit.plain import to_json
-from edgekit.progress import Progress
+from edgekit.progress import Progress, name_steps
 from edgekit.report.pages.html import render_build
 from edgekit.report.summary import BuildReport
 from edgekit.report.tables import GroupTarget, headline_group
@@ -58,42 +57,36 @@ def build_cell(app: App, cell: Cell, digests: Digests, progress: Progress, kept:
     Cells of one model share what builds have `kept`. What cannot be built is a finding, too, and is tried again the
     next time.
     """
-    folder, start, verify = cell_folder(app, cell), time.monotonic(), app.table.verify
+    folder, start, say = cell_folder(app, cell), time.monotonic(), name_steps(progress, cell.name)
     try:
         # Taken before: what changes while it is built makes it out of date.
         key, beside = find_key(app, cell, digests)
         (folder / RESULT).unlink(missing_ok=True)
-        if cell.is_group:
-            said = partial(_tell, progress, cell)
-            return _keep(_build_group(app, cell, folder, said), key, beside, folder)
-        report = build(
-            cell.path,
-            cell.data,
-            folder,
-            cell.recipe,
-            verify=verify.enabled and not verify.names_devices,
-            cache=kept,
-            time_budget_s=app.table.time_budget_s,
-            progress=partial(_tell, progress, cell),
-        )
-        if verify.enabled and (verify.names_devices or verify.require):
-            report = _verify_on(app, report, folder)
+        found = _build_group(app, cell, folder, say) if cell.is_group else _build_model(app, cell, folder, say, kept)
+        result = msgspec.structs.replace(found, key=key, beside=beside)
     except EdgekitError as error:
-        failed = fail_cell(cell, f"It cannot be built: {error}.")
-        return msgspec.structs.replace(failed, seconds=round(time.monotonic() - start, 2))
-    result = msgspec.structs.replace(_describe(app, cell, report), seconds=round(time.monotonic() - start, 2))
-    return _keep(result, key, beside, folder)
-
-
-def _keep(result: CellResult, key: str, beside: tuple[str, ...], folder: Path) -> CellResult:
-    result = msgspec.structs.replace(result, key=key, beside=beside)
+        result = fail_cell(cell, f"It cannot be built: {error}.")
+    result = msgspec.structs.replace(result, seconds=round(time.monotonic() - start, 2))
     if result.bundle:
         write_result(folder, result)
     return result
 
 
-def _tell(progress: Progress, cell: Cell, step: str) -> None:
-    progress(f"{cell.name}: {step}")
+def _build_model(app: App, cell: Cell, folder: Path, progress: Progress, kept: Kept) -> CellResult:
+    verify = app.table.verify
+    report = build(
+        cell.path,
+        cell.data,
+        folder,
+        cell.recipe,
+        verify=verify.enabled and not verify.names_devices,
+        cache=kept,
+        time_budget_s=app.table.time_budget_s,
+        progress=progress,
+    )
+    if verify.enabled and (verify.names_devices or verify.require):
+        report = _verify_on(app, report, folder)
+    return _describe(app, cell, report)
 
 
 def forget_cell(app: App, cell: Cell) -> None:
@@ -161,7 +154,7 @@ def _build_group(app: App, cell: Cell, folder: Path, progress: Progress) -> Cell
     Raises:
         EdgekitError: the file, a model, the data or a device is wrong.
     """
-    start, verify = time.monotonic(), app.table.verify
+    verify = app.table.verify
     here = verify.enabled and not (verify.names_devices or verify.require)
     report = build_group(cell.path, cell.data, folder, cell.recipe, verify=here, progress=progress)
     (target,) = report.targets
@@ -170,9 +163,7 @@ def _build_group(app: App, cell: Cell, folder: Path, progress: Progress) -> Cell
             open_group(target.path), choosing(choose_for(app)), required=verify.require, progress=progress
         )
         target = msgspec.structs.replace(target, verify=found)
-    return msgspec.structs.replace(
-        _describe_group(app, cell, target, folder), seconds=round(time.monotonic() - start, 2)
-    )
+    return _describe_group(app, cell, target, folder)
 
 
 def _describe_group(app: App, cell: Cell, target: GroupTarget, folder: Path) -> CellResult:

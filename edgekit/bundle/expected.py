@@ -150,15 +150,11 @@ def _choose(seen: Sequence[_Seen]) -> tuple[ChosenSample, ...]:
     return tuple(msgspec.convert({"row": row, "reason": picked[row]}, ChosenSample) for row in sorted(picked))
 
 
-def _median_energy(seen: Sequence[_Seen]) -> _Seen:
-    return sorted(seen, key=lambda item: item.energy)[len(seen) // 2]
-
-
 # What the samples are chosen for, in the order of choice.
 _REASONS: Mapping[str, Callable[[Sequence[_Seen]], _Seen]] = {
     "worst-error": lambda seen: max(seen, key=lambda item: item.noise),
     "extreme": lambda seen: max(seen, key=lambda item: item.reach),
-    "typical": _median_energy,
+    "typical": lambda seen: sorted(seen, key=lambda item: item.energy)[len(seen) // 2],
 }
 
 

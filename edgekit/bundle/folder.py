@@ -264,7 +264,7 @@ def _describe_target(target: Target) -> dict[str, object]:
 
 
 def _make_self_test(contents: Contents, out: Path) -> GoldenFacts:
-    models = _place_models(contents.files, out)
+    models = {form: [out / path.name for path in paths] for form, paths in contents.files.items()}
     if contents.recorded is not None:
         adopted = adopt_expected(contents.recorded, models, out / GOLDEN)
         if adopted is not None:
@@ -273,10 +273,6 @@ def _make_self_test(contents: Contents, out: Path) -> GoldenFacts:
                 _copy_file(contents.recorded.folder / LAYERS, out / LAYERS)
             return adopted
     return write_expected(contents.golden, models, contents.precision, out / GOLDEN)
-
-
-def _place_models(files: Mapping[Form, tuple[Path, ...]], out: Path) -> dict[Form, list[Path]]:
-    return {form: [out / path.name for path in paths] for form, paths in files.items()}
 
 
 def _copy_models(files: Mapping[Form, tuple[Path, ...]], out: Path) -> None:

@@ -7,7 +7,7 @@ import click
 from edgekit.cli import options
 from edgekit.cli.main import NO, YES
 from edgekit.cli.screen import show_json, show_lines
-from edgekit.inspect.diff import Delta, compare_versions
+from edgekit.inspect.diff import compare_versions
 from edgekit.report import tables
 
 _FILE = click.Path(path_type=Path)
@@ -30,10 +30,5 @@ def command(old: Path, new: Path, target: str | None, as_json: bool) -> int:
     Exit code, as that of diff: 0: they are the same. 1: they are different. 2: one cannot be read.
     """
     delta = compare_versions(old, new, target=target)
-    show_json(delta) if as_json else _show_delta(delta)
+    show_json(delta) if as_json else show_lines(tables.list_changes(delta))
     return YES if delta.is_same else NO
-
-
-def _show_delta(delta: Delta) -> None:
-    """Prints what is different between two versions, a line each."""
-    show_lines(tables.list_changes(delta))

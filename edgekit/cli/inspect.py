@@ -7,8 +7,7 @@ import click
 from edgekit.cli import options
 from edgekit.cli.main import YES
 from edgekit.cli.screen import print_table, show_json
-from edgekit.convert.ort_format.report import OrtFileReport
-from edgekit.inspect.inspect import OnnxReport, inspect_model
+from edgekit.inspect.inspect import inspect_model
 from edgekit.inspect.sizes import SizeReport, measure_sizes
 from edgekit.report import tables, text
 
@@ -40,13 +39,8 @@ def command(
         show_json(measured) if as_json else _show_sizes(measured)
         return YES
     report = inspect_model(model, custom_ops=custom_ops, dims=dims, freeze=freeze)
-    show_json(report) if as_json else _show_contents(report)
+    show_json(report) if as_json else print_table(text.table_contents(report))
     return YES
-
-
-def _show_contents(report: OnnxReport | OrtFileReport) -> None:
-    """Prints what a model contains."""
-    print_table(text.table_contents(report))
 
 
 def _show_sizes(report: SizeReport) -> None:

@@ -4,7 +4,7 @@ import math
 import shutil
 import time
 import traceback
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,6 @@ from edgekit.jobs.prepare import list_versions
 from edgekit.jobs.target_bundle import BuiltBundle, ReadyBundle, ready_bundles, write_ready
 from edgekit.machine import own_peak_bytes, release_memory
 from edgekit.model.model import Model, load_model
-from edgekit.model.state import State
 from edgekit.plain import to_json
 from edgekit.prepare.clean import freeze_model
 from edgekit.prepare.opset import lower_model
@@ -160,14 +159,13 @@ def _sum_up(
 
 def _list_doubts(inputs: BuildInputs) -> tuple[str, ...]:
     facts = inputs.samples.facts
-    warnings = (*_doubt_state(inputs.state), *(warn_if_few(facts) if inputs.calibration else facts.warnings))
-    return (*warnings, *inputs.calibration.notes) if isinstance(inputs.calibration, Calibration) else warnings
-
-
-def _doubt_state(state: State) -> Iterator[str]:
-    if state.feeds and state.steps == 1:
-        pairs = ", ".join(f"'{output}' feeds '{name}'" for name, output in list(state.feeds.items())[:4])
-        yield f"the model has state ({pairs}), and each sample ran as a first step: --steps N runs sequences of N"
+    warnings = list(warn_if_few(facts) if inputs.calibration else facts.warnings)
+    feeds = inputs.state.feeds
+    if feeds and inputs.state.steps == 1:
+        pairs = ", ".join(f"'{output}' feeds '{name}'" for name, output in list(feeds.items())[:4])
+        said = f"the model has state ({pairs}), and each sample ran as a first step: --steps N runs sequences of N"
+        warnings.insert(0, said)
+    return (*warnings, *(inputs.calibration.notes if isinstance(inputs.calibration, Calibration) else ()))
 
 
 def _draw_worst(

@@ -16,7 +16,6 @@ from edgekit.bundle.multi import open_recorded
 from edgekit.check.check import check_model
 from edgekit.check.recommend import explain_no_gain
 from edgekit.data.images import Preprocess
-from edgekit.data.labels import LabelKind
 from edgekit.data.padding import free_axes, pad_samples
 from edgekit.data.samples import Samples
 from edgekit.data.split import SampleSets, Sequences, read_sample_sets
@@ -153,7 +152,7 @@ def read_build_inputs(source: Model, data: Data, job: BuildJob) -> BuildInputs:
         prepared.inputs if sized is None else free_axes(sized.padding.inputs, prepared.inputs),
         data.source,
         evaluation=data.evaluation,
-        labels=None if data.labels is None else (data.labels, _kind_of(metric)),
+        labels=None if data.labels is None else (data.labels, find_metric(metric).labels if metric else "class"),
         preprocess=data.preprocess,
         most=job.recipe.samples,
         idle=job.recipe.freeze,
@@ -306,10 +305,6 @@ def _open_recorded(data: Data, golden: Golden, source: Model, job: BuildJob) -> 
     for bundle in recorded.values():
         adopt_reference(golden, bundle)
     return recorded
-
-
-def _kind_of(metric: TaskLimit | None) -> LabelKind:
-    return "class" if metric is None else find_metric(metric).labels
 
 
 def _find_floats(prepared: Model, job: BuildJob) -> dict[str, str]:

@@ -142,7 +142,9 @@ def convert_for(
             data = options.data
             samples = load_samples(data.source, prepared.inputs, data.preprocess, idle=recipe.freeze)
         floating, fusion = _fuse(source, prepared, _choose_fusions(options.fuse, targets), samples, prepare, work)
-        small = _lighten(floating, options, samples, work)
+        small = None
+        if options.weights is not None:
+            small = compress_weights(floating, options.weights, work / "light.onnx", samples)
         current = floating if small is None else small.model
         if options.qoperator:
             current = write_qoperator(current, work / "qoperator.onnx", options.ort.cpu).model
@@ -258,11 +260,6 @@ def _fuse(
     return fused.model, fusion
 
 
-def _lighten(model: Model, options: ConvertOptions, samples: Samples | None, work: Path) -> WeightOnlyModel | None:
-    given = options.weights
-    return None if given is None else compress_weights(model, given, work / "light.onnx", samples)
-
-
 def _refuse_large(model: Path, targets: Sequence[Target], options: ConvertOptions) -> None:
     """Refuses at once, before gigabytes are read, what the ORT format cannot hold, however small the weights become."""
     forms = targets[0].conversion.forms if targets else options.styles
@@ -285,14 +282,7 @@ def _report(
         fusion=fusion,
         weights=None
         if small is None
-        else SmallWeights(
-            form=small.form,
-            changed=small.changed,
-            kept=small.kept,
-            size_before=small.size_before,
-            size_after=small.size_after,
-            notes=small.notes,
-        ),
+        else SmallWeights(**{name: getattr(small, name) for name in SmallWeights.__struct_fields__}),
         coreml=None,
         minimum_ort="",
         **{name: getattr(converted, name) for name in ConvertedFiles.__struct_fields__},

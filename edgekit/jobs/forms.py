@@ -123,13 +123,10 @@ def deploy_model(
     target, told = disable_harmful(target, read_proto(model, weights=False).graph)
     notes += told
     job.watch.begin("convert", target.name)
-    converted = _convert(_converter(model, ort_source, inputs, work / "converted"), target, notes)
+    golden, out = read_inputs(inputs.golden), work / "converted"
+    convert = partial(convert_model, model, out=out, ort_source=ort_source, origin=inputs.source, samples=golden)
+    converted = _convert(convert, target, notes)
     return Deployed(target=target, check=check, converted=converted)
-
-
-def _converter(model: Model, ort_source: Model | None, inputs: BuildInputs, out: Path) -> Callable[..., ConvertedModel]:
-    golden = read_inputs(inputs.golden)
-    return partial(convert_model, model, out=out, ort_source=ort_source, origin=inputs.source, samples=golden)
 
 
 def _convert(convert: Callable[..., ConvertedModel], target: Target, notes: list[str]) -> ConvertedModel:

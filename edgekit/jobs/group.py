@@ -9,7 +9,6 @@ import math
 import re
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -50,7 +49,7 @@ from edgekit.plain import read_toml, to_json
 from edgekit.prepare import ready_model
 from edgekit.prepare.opset import lower_model
 from edgekit.prepare.shapes import find_unset
-from edgekit.progress import Progress, say_nothing
+from edgekit.progress import Progress, name_steps, say_nothing
 from edgekit.recipe import Data, PrecisionChoice, Recipe, load_targets, takes_any_size
 from edgekit.report.summary import BuildReport
 from edgekit.report.tables import GroupBuild, GroupTarget
@@ -376,13 +375,9 @@ def _build_members(job: _Job) -> dict[str, tuple[Path, BuildReport]]:
         )
         source, evaluation = job.samples.find_calibration(name), job.samples.find_evaluation(name)
         data = Data(source=str(source), evaluation=str(evaluation))
-        say = partial(_tell, job.progress, name)
+        say = name_steps(job.progress, name)
         built[name] = folder, build(model.path, data, folder, recipe, verify=False, progress=say)
     return built
-
-
-def _tell(progress: Progress, name: str, step: str) -> None:
-    progress(f"{name}: {step}")
 
 
 def _finish(target: Target, built: Mapping[str, tuple[Path, BuildReport]], job: _Job) -> GroupTarget:

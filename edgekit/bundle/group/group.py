@@ -213,7 +213,10 @@ def write_group(contents: GroupContents, bundles: Mapping[str, Bundle], out: Pat
             name=contents.name,
             target=targets.pop(),
             wiring=contents.wiring,
-            members={name: _describe_member(name, bundle, shared) for name, bundle in bundles.items()},
+            members={
+                name: Member(manifest=bundle.manifest_file, model_file=_find_model(name, bundle.manifest, shared))
+                for name, bundle in bundles.items()
+            },
             inputs=contents.golden.inputs,
             outputs=contents.golden.outputs,
             samples=contents.golden.samples,
@@ -282,9 +285,9 @@ def _interfaces(manifests: Mapping[str, Manifest]) -> dict[str, Interface]:
     }
 
 
-def _describe_member(name: str, bundle: Bundle, shared: Mapping[str, BundledFile]) -> Member:
-    model_file = _places(name, bundle.manifest, shared)[bundle.manifest.model_file]
-    return Member(manifest=bundle.manifest_file, model_file=model_file)
+def _find_model(member: str, manifest: Manifest, shared: Mapping[str, object]) -> str:
+    """Returns the file that an app loads of a member, seen from `group.json`."""
+    return _places(member, manifest, shared)[manifest.model_file]
 
 
 def _read_member(path: Path, name: str, member: Member, group: GroupManifest) -> Manifest:
@@ -296,8 +299,7 @@ def _read_member(path: Path, name: str, member: Member, group: GroupManifest) ->
     if digest_bytes(data) != member.manifest.sha256:
         raise BundleError(f"'{place}' of '{path}' was altered: its sha256 is another", hint="build the group again")
     manifest = decode_manifest(data, str(path / place))
-    told = manifest.target, _places(name, manifest, group.shared)[manifest.model_file]
-    if told != (group.target, member.model_file):
+    if (manifest.target, _find_model(name, manifest, group.shared)) != (group.target, member.model_file):
         raise BundleError(f"'{path / GROUP}' contradicts '{place}'", hint="build the group again")
     return manifest
 
