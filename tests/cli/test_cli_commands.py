@@ -269,43 +269,15 @@ def test_compare_shows_labels_and_says_no_where_none_is_equal(
     assert "0.0%" in capsys.readouterr().out
 
 
-def test_a_dimension_means_the_same_beside_data_in_every_command(
+def test_a_dimension_and_a_frozen_input_mean_the_same_in_every_command_that_takes_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Samples of that size are taken, others are refused by their shape, and a name that is none by its name."""
+    """Samples of that size are taken, and may hold the input that is gone; what does not fit is refused by its name."""
     monkeypatch.chdir(tmp_path)
-    text = "g (float[1,T] x) => (float[1,4] y) <float[4] w = {1, 2, 3, 4}> { s = ReduceSum(x)  y = Mul(s, w) }"
+    text = "g (float[1,T] x, float[1] k) => (float[1,4] y) <float[1,4] w = {1, 2, 3, 4}>"
+    text += "{ s = ReduceSum(x)  m = MatMul(s, w)  y = Mul(m, k) }"
     parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}', tmp_path / "m.onnx")
-    np.savez("d.npz", x=np.random.default_rng(0).normal(size=(8, 1, 6)).astype(np.float32))
-    ways = {
-        "bench": ["--runs", "1"],
-        "build": ["--target", "cpu", "--precision", "fp32", "--no-verify", "--out", "built"],
-        "compare": ["m.onnx"],
-        "convert": ["--out", "converted"],
-        "profile": ["--runs", "1", "--no-roofline"],
-        "tune": ["--time-budget", "0.1s"],
-    }
-    takers = {name for name in COMMANDS if _takes(name, "--dim", "--data")}
-    # What quantizes has no node to quantize here, and tests of its own for sizes.
-    assert takers == {*ways, "quantize"}
-    for name, way in ways.items():
-        for dims, code in ((["T=6"], 0), (["T=5"], 2), (["Q=6"], 2)):
-            given = [name, "m.onnx", *way, "--data", "d.npz", *(word for dim in dims for word in ("--dim", dim))]
-            assert run_command(given) == code, (given, capsys.readouterr().err)
-            if code:
-                assert re.search(r"\[1, ?1?,? ?6\]|1x6|'Q'|x'", capsys.readouterr().err), given
-
-
-def test_a_frozen_input_means_the_same_in_every_command_that_takes_a_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The input is gone, data may still hold it, and a name that is none is refused by its name."""
-    monkeypatch.chdir(tmp_path)
-    weights = ", ".join(f"{value / 16:.3f}" for value in range(-8, 8))
-    text = f"g (float[1,4] x, float[1] k) => (float[1,4] y) <float[4,4] w = {{{weights}}}> {{"
-    text += " m = MatMul(x, w)  y = Mul(m, k) }"
-    parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}', tmp_path / "m.onnx")
-    values = np.random.default_rng(0).normal(size=(8, 1, 4)).astype(np.float32)
+    values = np.random.default_rng(0).normal(size=(8, 1, 6)).astype(np.float32)
     np.savez("d.npz", x=values, k=np.ones((8, 1), np.float32))
     data = ["--data", "d.npz"]
     ways = {
@@ -322,11 +294,17 @@ def test_a_frozen_input_means_the_same_in_every_command_that_takes_a_model(
         "tune": ["--time-budget", "0.1s", *data],
     }
     assert {name for name in COMMANDS if _takes(name, "--dim")} == {*ways}
+    assert {name for name in COMMANDS if _takes(name, "--freeze")} == {*ways}
     for name, way in ways.items():
-        for frozen, code in ("k=2", 0), ("q=2", 2):
-            assert run_command([name, "m.onnx", *way, "--freeze", frozen]) == code, (name, capsys.readouterr().err)
-            said = capsys.readouterr().err
-            assert not code or "no input 'q'" in said, (name, said)
+        given = [name, "m.onnx", *way]
+        assert run_command([*given, "--dim", "T=6", "--freeze", "k=2"]) == 0, (name, capsys.readouterr().err)
+        wrong = {("--dim", "T=6", "--freeze", "q=2"): "no input 'q'", ("--dim", "Q=6", "--freeze", "k=2"): "'Q'"}
+        if "--data" in way:
+            wrong["--dim", "T=5", "--freeze", "k=2"] = r"\[1, ?1?,? ?6\]|1x6|x'"
+        for words, said in wrong.items():
+            capsys.readouterr()
+            assert run_command([*given, *words]) == 2, (name, words)
+            assert re.search(said, capsys.readouterr().err), (name, words)
     for made in ("prepared.onnx", "int8.onnx", "converted/m.onnx"):
         if Path(made).exists():
             assert [spec.name for spec in load_model(Path(made)).inputs] == ["x"], made
