@@ -1,4 +1,4 @@
-"""Whether a folder is what its manifest says, asked before anything in it is used: a bundle is data of a stranger.
+"""Checks that a folder is what its manifest says, before anything in it is used: a bundle may come from anybody.
 
 Names must mean the same file on every system and nothing outside their folder, sizes and digests must be right, and
 session options may only hold words that cannot read, write or run anything else.

@@ -157,10 +157,16 @@ FREEZE = click.option(
 )
 SAMPLES = click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Use at most N samples.")
 _STEPS = click.option(
-    "--steps", type=click.IntRange(min=1, max=MOST_STEPS), metavar="N", help="N samples are a sequence; state goes on."
+    "--steps",
+    type=click.IntRange(min=1, max=MOST_STEPS),
+    metavar="N",
+    help="N samples are one sequence; state is passed on in it.",
 )
 CACHE = click.option(
-    "--cache", type=click.Path(path_type=Path), metavar="DIR", help="Keep the calibration; a killed one goes on."
+    "--cache",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Keep the calibration here; an interrupted one goes on.",
 )
 CUSTOM_OPS = click.option(
     "--custom-ops",

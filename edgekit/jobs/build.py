@@ -43,8 +43,8 @@ from edgekit.verify.report import VerifyReport
 from edgekit.verify.run import verify_bundle
 from edgekit.verify.saved import write_report
 
-# Planning keeps a core busy already, and needs the memory that another emulator would have: two bundles are written and
-# verified at once when nothing is left to plan.
+# While a target is planned, one bundle is written and verified beside it: planning keeps a core busy, and needs the
+# memory that a second emulator would take. When nothing is left to plan, two are verified at once.
 _BESIDE = 1
 _MORE_AFTERWARDS = 1
 # A thousand classes of 8,000 samples: a choice.
@@ -181,11 +181,10 @@ def _draw_worst(
 def _build_all(
     inputs: BuildInputs, job: BuildJob, *, verify: bool
 ) -> tuple[BuildInputs, list[BuiltBundle | EdgekitError], dict[str, VerifyReport]]:
-    """Returns what was built for each target, and what verifying the bundles found.
+    """Returns the inputs, calibrated if a target needs that; what was built for each target; and how it was verified.
 
-    Each is written and verified while the next is planned. Targets for which nothing is planned come first, before
-    anything is calibrated, so that emulators, which mostly keep one core busy, start early. The inputs come back
-    calibrated, where that was wanted.
+    A bundle is written and verified while the next target is planned. Targets without a plan come first, before the
+    calibration: their emulators, most of which keep one core busy, start early.
     """
     failed: dict[str, EdgekitError] = {}
     finished: dict[str, Future[_Finished]] = {}
@@ -215,10 +214,10 @@ def _build_all(
 
 
 def _rank(target: Target) -> tuple[bool, bool]:
-    """Returns what puts targets with a plan into the order in which both cores have the most to do.
+    """Returns a key that sorts targets with a plan so that both cores have work for most of the time.
 
-    What a vendor's simulator verifies, which keeps one core busy for the longest, comes first: the others are planned
-    beside it. What is computed for NNAPI, on two devices at once, comes last.
+    Targets that a vendor's simulator verifies come first: it keeps one core busy for the longest time, while the others
+    are planned. NNAPI comes last, since it is verified on two devices at once.
     """
     return target.provider == NNAPI, not any(planned.form == "context" for planned in target.verification)
 
@@ -236,7 +235,7 @@ def _ready_target(ladder: _Ladder, target: Target, job: BuildJob, refusal: str =
 
 
 def _step_down(end: _Finished, ladder: _Ladder, target: Target, job: BuildJob) -> _Finished:
-    """Returns a bundle of which the devices make a session, or why there is none."""
+    """Builds the next best bundle as long as a device makes no session; returns the last, or why there is none."""
     while end.refusal and isinstance(end.built, BuiltBundle):
         shutil.rmtree(end.built.bundle.folder)
         ready = _ready_target(ladder, target, job, end.refusal)

@@ -1,7 +1,7 @@
 """A model in the forms that its target loads: halved, converted, and for each of several sizes.
 
-The models of a bundle with buckets are each made as the largest was, and which nodes stay float in half precision is
-found once.
+In a bundle with buckets, the model of each size is made in the same way as that of the largest. Which nodes stay float
+in half precision is found out once, for the largest.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -32,16 +32,16 @@ from edgekit.target import Precision, Target
 from edgekit.verify.layers.comparison import spread_golden
 from edgekit.verify.layers.overflows import find_lossy, find_overflows
 
-# As many as make the worst of them known, at the price of running a float model with every optimisation off.
+# Enough samples to see the largest values; each costs a run of the float model with every optimisation off.
 _SAMPLES = 8
 
 
 def halve_model(
     prepared: Model, check: CheckReport, target: Target, golden: Golden, out: Path, notes: list[str]
 ) -> Model:
-    """Returns the model in half precision, but for what the CPU runs and what overflows or loses too much there.
+    """Returns the model in half precision; nodes that the CPU runs, that overflow or lose too much stay in float32.
 
-    What stays in float32 for its values is told in `notes`.
+    `notes` says which nodes stay in float32 because of their values.
 
     Raises:
         ModelError: the model cannot be converted.

@@ -209,7 +209,7 @@ class _Runner:
 
 
 class _Recorder:
-    """Keeps about so many of a member's runs as its limit, from every sample and from early and late in each."""
+    """Keeps about `limit` inputs of a member, spread over all samples and over the runs in each sample."""
 
     def __init__(self, rows: Rows, limit: int) -> None:
         self._rows, self._limit = rows, limit

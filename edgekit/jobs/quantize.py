@@ -1,4 +1,4 @@
-"""A model as the user has it, quantized for one target: planned, or searched for until it is good enough."""
+"""Quantizing a model for one target: with a plan of a method, or with the first plan that is good enough."""
 
 import math
 import time
@@ -79,9 +79,9 @@ class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A model prepared for one target, and samples that were judged: all that is known before anything is measured.
+    """A model prepared for one target, and its samples: all that is known before the calibration.
 
-    `given` is the plan of a file; over `measured` samples it is told what a plan costs.
+    `given` is the plan of a file. What a plan costs is measured with `measured` samples.
     """
 
     source: Model

@@ -1,4 +1,4 @@
-"""Signing, joining and packing bundles: each passed its verification as it is now, or the user said that it may go."""
+"""Signing, joining and packing bundles that passed their verification, or that the user allows all the same."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -295,7 +295,7 @@ def _find_fault(bundle: _Released) -> str | None:
 
 
 def _attest(bundles: Sequence[_Released], doubts: Sequence[Doubt], whole: _Whole | None = None) -> TestResult:
-    """Returns what a signer says of bundles: what their reports found, and which of them may only go as they are."""
+    """Returns what is signed of bundles: the results of their reports, and which were allowed although they failed."""
     found, whole = {doubt.bundle: doubt for doubt in doubts}, whole or _Whole()
     tests: dict[str, Verdict] = dict(whole.tests)
     runs: list[AttestedRun] = list(whole.runs)

@@ -1,6 +1,7 @@
 """One target's bundle from the prepared model: quantized or halved, checked, converted, written.
 
-What is expected not to start is never shipped: a ladder goes down from the best way to make a model to plain float.
+A model is shipped only if the target is expected to start it. If the best model would not start, the next best is made:
+for example without the rewrites for the target, with some nodes in float, or at last all of it in float.
 """
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -44,7 +45,7 @@ from edgekit.verify.report import Step
 # One node that stays in float may make another one stop the session. Each turn applies and checks the plan once, 1.5 s
 # for YOLOv8n, which needs five.
 _MOST_KEPT = 12
-# So many golden samples tell what an output is.
+# What an output means is read from so many golden samples.
 _READ_FROM = 16
 
 
@@ -61,10 +62,11 @@ class BuiltBundle(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Way(msgspec.Struct, frozen=True, kw_only=True):
-    """How the model of a target is made: a rung of the ladder that `ready_bundles` goes down.
+    """One way to make the model of a target; `ready_bundles` tries several, the best first.
 
-    `kept` are the nodes that stay float because they would stop the session. Of the "best" plan "wide" leaves out the
-    narrow constants, and "plain" all that only improves it: exact ranges, and each weight at the nearest point.
+    The nodes in `kept` stay float, because in integers they would stop the session. The plan "best" is the one that
+    planning chose; "wide" is that with its constants in 32 bits; "plain" has exact ranges and each weight rounded to
+    the nearest point.
     """
 
     precision: Precision
@@ -74,7 +76,7 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReadyBundle(msgspec.Struct, frozen=True, kw_only=True):
-    """What goes into a bundle, all but its layers, and the models that it was made from; `folder` is where it goes."""
+    """What goes into a bundle before its layers are compared, the models it was made from, and its `folder`."""
 
     contents: Contents
     prepared: Model
@@ -163,7 +165,7 @@ def _describe_loss(first: Way, way: Way) -> str:
 
 
 class _Ladder:
-    """Ways to make a target's model, from the best down, and what they share; `failed` is why the last one did."""
+    """The ways to make a target's model, the best first, and what they share; `failed` is why the last way failed."""
 
     def __init__(self, inputs: BuildInputs, target: Target, job: BuildJob, work: Path) -> None:
         self._inputs, self._target, self._job, self._work = inputs, target, job, work

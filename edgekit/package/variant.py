@@ -1,6 +1,6 @@
-"""What a package takes of a bundle: the files that a loader opens, and the facts that it must know.
+"""What goes from a bundle into a package: the files that a loader opens, and the facts that it must know.
 
-This is the one place where the packages read a manifest.
+No other module of the packages reads a manifest.
 """
 
 import posixpath
