@@ -1,6 +1,7 @@
 """A net for tests that are about the run and not about the model."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,16 +19,27 @@ def small(tmp_path: Path) -> tuple[Path, Data]:
     return tmp_path / "small.onnx", Data(source=str(tmp_path / "small.npz"))
 
 
+_EMULATED = '[[verification]]\ndevice = "android"\nform = "onnx"\nsamples = 8\n'
+
+
 @pytest.fixture(scope="session")
-def nnapi(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """NNAPI verified in Android's library for x86-64 alone: without emulated Arm, where the demo is verified too."""
+def without_arm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Returns a target that is verified without emulated 64-bit Arm, where the demo is verified too."""
+
+    def make(target: str) -> str:
+        folder = tmp_path_factory.mktemp("targets") / target
+        shutil.copytree(Path(__file__).parents[2] / "targets" / target, folder)
+        text = (folder / "target.toml").read_text()
+        (folder / "target.toml").write_text(text.replace(_EMULATED, ""))
+        return str(folder)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def nnapi(without_arm: Callable[[str], str]) -> str:
+    """NNAPI verified in Android's library for x86-64 alone."""
     missing = find_device("android:x86_64", load_target("nnapi")).find_missing()
     if missing is not None:
         pytest.skip(f"android:x86_64: {missing.reason}: {missing.command}")
-    folder = tmp_path_factory.mktemp("targets") / "nnapi"
-    shutil.copytree(Path(__file__).parents[2] / "targets" / "nnapi", folder)
-    text = (folder / "target.toml").read_text()
-    arm = '[[verification]]\ndevice = "android"\nform = "onnx"\nsamples = 8\n'
-    assert arm in text
-    (folder / "target.toml").write_text(text.replace(arm, ""))
-    return str(folder)
+    return without_arm("nnapi")
