@@ -58,7 +58,7 @@ class QdqRequest(msgspec.Struct, frozen=True, kw_only=True):
     `ranges` holds low and high of every float activation. `axes` holds the channel axis of weights that get a scale
     per channel. `wide` holds low and high of activations that get 16 bits where the others get 8; where a reader takes
     8 bits of them nevertheless, their entry in `ranges` counts. `weight_limit` is the largest magnitude of a weight.
-    With `float_bias` biases get no Q and DQ.
+    With `float_bias` biases get no Q and DQ. Weights that are `unsigned` have a zero point of their own.
     With `contrib` ONNX Runtime's own Q and DQ nodes are placed where the opset's do not know all types that come.
     """
 
@@ -73,6 +73,7 @@ class QdqRequest(msgspec.Struct, frozen=True, kw_only=True):
     grids: dict[str, Grid]
     axes: dict[str, int]
     wide: dict[str, tuple[float, float]] = {}
+    unsigned: tuple[str, ...] = ()
     weight_limit: int = 127
     contrib: bool = False
     float_bias: bool = False
@@ -260,6 +261,7 @@ def _options(
         for name, axis in request.axes.items()
     }
     kind, dtype = _TYPES[request.activation], np.dtype(request.activation)
+    overrides |= {name: [{"quant_type": QuantType.QUInt8, "symmetric": False}] for name in request.unsigned}
     for name, grid in request.grids.items():
         numbers = {"scale": np.array(grid.scale, np.float32), "zero_point": np.array(grid.zero_point, dtype)}
         overrides[name] = [{"quant_type": kind, **numbers}]

@@ -225,9 +225,19 @@ def _request(plan: QuantPlan, graph: Graph) -> QdqRequest:
         weight_limit=_limit(plan),
         axes=plan.axes,
         wide={name: (span.low, span.high) for name, span in plan.wide.items()},
+        unsigned=tuple(_list_gains(graph, plan)),
         contrib=bool(plan.bits),
         float_bias=plan.float_bias,
     )
+
+
+def _list_gains(graph: Graph, plan: QuantPlan) -> Iterator[str]:
+    """Yields the weights of normalizations: above zero, the largest of a transformer ten times the others."""
+    floats = {node.name for node in plan.float_nodes}
+    for node in graph.nodes:
+        is_norm = node.op_type == NORM and NORM in plan.unsigned_ops and node.name not in floats
+        if is_norm and graph.is_float_constant(node.input[1]):
+            yield node.input[1]
 
 
 def _feed_floats(graph: onnx.GraphProto, kept: set[str]) -> None:
@@ -253,6 +263,8 @@ def _float_source(producers: dict[str, onnx.NodeProto], name: str) -> str:
     return quantize.input[0] if quantize is not None and quantize.op_type == "QuantizeLinear" else name
 
 
+NORM = "LayerNormalization"
+"""Its gain is above zero: where a target wants it unsigned, all steps are for that. Others keep the values of int8."""
 _QUANTIZERS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 _LETTERS = string.ascii_letters
 _DIGITS = _LETTERS + string.digits

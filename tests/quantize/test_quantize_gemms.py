@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper, parser
-from quantize_models import random_samples
+from quantize_models import dequantized_constants, random_samples
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.convert.convert import convert_model
@@ -85,3 +85,26 @@ def test_a_bias_that_nodes_share_has_a_scale_for_each(tmp_path: Path) -> None:
     exact, got = (CpuSession(each.path, SessionSettings()).run(sample) for each in (model, quantized.model))
     for name, value in exact.items():
         np.testing.assert_allclose(got[name], value, atol=0.05 * float(np.abs(value).max()))
+
+
+NORM = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4,8] x) => (float[1,4,8] y) {
+  h = LayerNormalization(x, gain, shift) y = MatMul(h, eye) }"""
+
+
+@pytest.mark.parametrize(("target", "step"), [("qnn", 12 / 255), ("cpu", None)])
+def test_the_gain_of_a_normalization_has_all_255_steps_on_qnn(target: str, step: float | None, tmp_path: Path) -> None:
+    proto, gain = parser.parse_model(NORM), np.ones(8, np.float32)
+    gain[3] = 12
+    constants = {"gain": gain, "shift": np.zeros(8, np.float32), "eye": np.eye(8, dtype=np.float32)}
+    proto.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in constants.items())
+    model = save_proto(proto, tmp_path / "m.onnx")
+    calibration = calibrate_model(model, random_samples(model, count=16), work=tmp_path / "work")
+    plan = plan_quantization(model, calibration, load_target(target), "int8")
+    written = quantize_model(model, plan, calibration, tmp_path / "q.onnx").model
+    graph = onnx.load(str(written.path)).graph
+    norm = next(node for node in graph.node if node.op_type == "LayerNormalization")
+    assert ("gain" not in norm.input) == (step is not None)
+    if step is not None:
+        integers, scale, zero = dequantized_constants(written, norm.output[0])
+        assert (integers.dtype, int(zero), int(integers.max())) == (np.uint8, 0, 255)
+        assert float(scale) == pytest.approx(step, rel=1e-5)

@@ -36,7 +36,7 @@ from edgekit.quantize.mixed_precision.score import (
 )
 from edgekit.quantize.objective import FAITHFUL_DB, find_objective
 from edgekit.quantize.plan import Candidate, NarrowConstants, QuantPlan, is_relievable
-from edgekit.quantize.qdq import find_plan_grids, place_plan, plan_graph, round_weights
+from edgekit.quantize.qdq import NORM, find_plan_grids, place_plan, plan_graph, round_weights
 from edgekit.quantize.ranges import AUTO_METHODS, METHODS, PERCENTS
 from edgekit.quantize.rounding import Rounding
 
@@ -261,7 +261,8 @@ def digest_draft(draft: Draft, floor_db: float) -> str:
         plan,
         target="",
         judged=(),
-        unsigned_ops=(),  # another name for the same numbers
+        # Another name for the same numbers, but of gains.
+        unsigned_ops=tuple({NORM} & ops & {*plan.unsigned_ops}),
         op_types=tuple(op for op in plan.op_types if op in ops),
         grids={name: grid for name, grid in plan.grids.items() if name in made},
         float_nodes=tuple(kept),
