@@ -381,7 +381,8 @@ def describe_prediction(predicted: Prediction) -> str:
     ratio = f"{predicted.sqnr_db:.1f} dB over {predicted.samples} samples"
     if predicted.drop_estimate is None:
         return f"{ratio}; {predicted.source}"
-    same = "" if predicted.top1_agreement is None else f", {100 * predicted.top1_agreement:.1f} % of decisions the same"
+    what = "nearest neighbours" if predicted.measure == MEASURES["embedding"].name else "decisions"
+    same = "" if predicted.top1_agreement is None else f", {100 * predicted.top1_agreement:.1f} % of {what} the same"
     known = "" if predicted.got is None else f" from {predicted.reference:.4g} to {predicted.got:.4g},"
     low, high = (100 * end for end in predicted.drop_interval or (math.nan, math.nan))
     if predicted.measure == MEASURES["values"].name:

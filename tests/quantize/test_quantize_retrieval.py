@@ -9,7 +9,8 @@ from quantize_models import make_model, make_samples
 from edgekit.model.outputs import StatedOutput
 from edgekit.model.tensors import Array
 from edgekit.quantize.accuracy.loss import Retrieval, judge_retrieval
-from edgekit.quantize.accuracy.predict import Prediction, predict_drop
+from edgekit.quantize.accuracy.predict import Prediction, predict_drop, wanted_samples
+from edgekit.report.tables import describe_prediction
 
 MEASURE = "retrieval (mean AP of neighbours)"
 
@@ -78,6 +79,12 @@ def test_vectors_of_length_one_are_embeddings_also_where_values_are_stated(tmp_p
     found = predict(tmp_path, 60)
     assert found.measure == predict(tmp_path, 60, VALUES).measure == MEASURE
     assert 0.01 < (found.drop_estimate or 0) < 0.5
+    vectors = (draw_vectors()[0][:60] + shift for shift in (0, np.resize([0, 0.4], 24)))
+    before, after = ((unit(each) @ unit(each).T - 9 * np.eye(60)).argmax(axis=1) for each in vectors)
+    assert found.top1_agreement == pytest.approx((before == after).mean(), abs=0.02)
+    assert found.top1_agreement < 0.9
+    assert f"{100 * found.top1_agreement:.1f} % of nearest neighbours the same" in describe_prediction(found)
+    assert wanted_samples(found) is None
     assert predict(tmp_path, 60, VALUES, length=2).measure == "spread of the values (R2)"
 
 

@@ -412,15 +412,27 @@ def _record_vectors(expected: Array, found: Array, _reading: Reading) -> Array:
 
 
 def _judge_vectors(records: Sequence[Array]) -> Loss:
-    """Returns what retrieval loses; where vectors do not tell what is alike, half of the spread, or more of much."""
+    """Returns what retrieval loses; where vectors do not tell what is alike, half of the spread, or more of much.
+
+    What agrees is the nearest neighbour of each sample among the others.
+    """
     table = np.stack(records)
     found = judge_retrieval(table[:, 0], table[:, 1]) if len(table) >= LEAST_VECTORS else None
     if found is None:
         reading = Reading(kind="values", axis=1)
         loss = _judge_values([_record_values(one[None], two[None], reading) for one, two in table])
-        return Loss(estimate=float(soften(loss.estimate)), interval=(-loss.interval[1], loss.interval[1]))
-    reach = math.hypot(found.reach, _RANKED_CHANCE * math.sqrt(abs(found.drop)))
-    return Loss(estimate=found.drop, interval=(max(found.drop - reach, -1.0), min(found.drop + reach, 1.0)))
+        drop, reach = float(soften(loss.estimate)), loss.interval[1]
+    else:
+        drop, reach = found.drop, math.hypot(found.reach, _RANKED_CHANCE * math.sqrt(abs(found.drop)))
+    before, after = (_find_nearest(table[:, index]) for index in range(2))
+    same = float((before == after).mean()) if len(table) > 1 else None
+    return Loss(estimate=drop, interval=(max(drop - reach, -1.0), min(drop + reach, 1.0)), agreement=same)
+
+
+def _find_nearest(vectors: Array) -> Array:
+    alike = _compare(vectors)
+    np.fill_diagonal(alike, -np.inf)
+    return np.asarray(alike.argmax(axis=1))
 
 
 def _variance(sums: Array) -> Array:
