@@ -106,5 +106,5 @@ def test_the_gain_of_a_normalization_has_all_255_steps_on_qnn(target: str, step:
     assert ("gain" not in norm.input) == (step is not None)
     if step is not None:
         integers, scale, zero = dequantized_constants(written, norm.output[0])
-        assert (integers.dtype, int(zero), int(integers.max())) == (np.uint8, 0, 255)
+        assert (str(integers.dtype), int(zero), int(integers.max())) == ("uint8", 0, 255)
         assert float(scale) == pytest.approx(step, rel=1e-5)

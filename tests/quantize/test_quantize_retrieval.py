@@ -82,6 +82,7 @@ def test_vectors_of_length_one_are_embeddings_also_where_values_are_stated(tmp_p
     vectors = (draw_vectors()[0][:60] + shift for shift in (0, np.resize([0, 0.4], 24)))
     before, after = ((unit(each) @ unit(each).T - 9 * np.eye(60)).argmax(axis=1) for each in vectors)
     assert found.top1_agreement == pytest.approx((before == after).mean(), abs=0.02)
+    assert found.top1_agreement is not None
     assert found.top1_agreement < 0.9
     assert f"{100 * found.top1_agreement:.1f} % of nearest neighbours the same" in describe_prediction(found)
     assert wanted_samples(found) is None
