@@ -92,7 +92,7 @@ def _bench_device(subject: Subject, effort: Effort, progress: Progress, device: 
         run = msgspec.structs.replace(
             run,
             provider=job.target.provider,
-            model_bytes=_measure(job.model),
+            model_bytes=sum(file.stat().st_size for file in list_model_files(job.model).values()),
             inter_threads=job.inter_threads,
             parallel=job.parallel,
         )
@@ -110,10 +110,6 @@ def _name_queue(effort: Effort) -> str:
         return ""
     waits = "full" if queue.wait_ms is None else f"{queue.wait_ms:g} ms"
     return f"{queue.rate_per_s:g}/s, {waits}"
-
-
-def _measure(model: Path) -> int:
-    return sum(file.stat().st_size for file in list_model_files(model).values())
 
 
 def _describe(empty: BenchRun, blocks: Sequence[Block], job: Job) -> BenchRun:

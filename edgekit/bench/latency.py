@@ -185,10 +185,10 @@ def find_false_times(latency_ms: Sequence[float], elapsed_ms: float) -> str | No
     if not latency_ms:
         return None
     if min(latency_ms) < _LEAST_MS:
-        return f"its times are not believed: {min(latency_ms):g} ms is less than any session takes"
+        return f"its times are left out: {min(latency_ms):g} ms is less than any session takes"
     whole = sum(latency_ms)
     if whole > _CLOCKS * elapsed_ms:
-        return f"its times are not believed: together {whole:g} ms, and it answered after {elapsed_ms:g} ms"
+        return f"its times are left out: it reports {whole:g} ms together, and answered after {elapsed_ms:g} ms"
     return None
 
 

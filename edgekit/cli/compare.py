@@ -90,9 +90,9 @@ def command(
       edgekit compare model.onnx quantized.onnx --data samples.npz --layers --on qnn-htp-sim --target qnn
       edgekit compare model.onnx --formats --data samples.npz
 
-    Exit code 1: an output cannot be compared, is not finite, lies below --min-sqnr, or of whole numbers has none equal;
-    the metric fell too far; or with --layers a layer does not compute what A's does, beyond rounding. 3: there are too
-    few samples to tell whether the metric fell too far; --accept-unproven makes 0 of that.
+    Exit code 1: an output of B does not decide as that of A, by what it is for (as edgekit verify judges it), cannot be
+    compared, is not finite or lies below --min-sqnr; or the metric fell too far. 3: there are too few samples to tell;
+    --accept-unproven makes 0 of that.
     """
     if b is None or formats or cpu:
         others = (b, layers, min_sqnr, device, target, metric, labels, max_metric_drop, custom_ops, html)
@@ -126,7 +126,7 @@ def command(
             report = add_task(report, first, second, chosen, limit, labels=(labels, given))
     if html is not None:
         write_file(html, _render(report, chosen, min_sqnr))
-    show_json(report) if as_json else show_comparison(report)
+    show_json(report) if as_json else show_comparison(report, min_sqnr)
     return options.exit_code(report.judge(min_sqnr), accept_unproven=accept_unproven)
 
 

@@ -13,7 +13,6 @@ from edgekit.jobs.release import Doubt
 from edgekit.report import text
 from edgekit.report.summary import BuildReport
 from edgekit.verify.facts import Located
-from edgekit.verify.layers.comparison import explain_layers
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.two_models import ModelComparison
 
@@ -21,6 +20,8 @@ from edgekit.verify.two_models import ModelComparison
 def show_build(report: BuildReport) -> None:
     """Prints a build: the table, what must be known, and where the report is."""
     print_table(text.table_build(report))
+    if not report.passed:
+        show_line(text.headline_build(report))
     for remark in text.list_remarks(report):
         show_line(f"- {remark}")
     show_line(f"report: {report.report}")
@@ -47,6 +48,8 @@ def show_verify(report: VerifyReport) -> None:
     print_table(text.table_verify(report))
     if report.comparison:
         print_table(text.table_device_figures(report))
+    if report.verdict != "pass":
+        show_line(text.headline_verify(report))
     for remark in text.list_verify_remarks(report):
         show_line(f"- {remark}")
     show_line(f"{report.bundle}: {report.verdict}")
@@ -67,20 +70,13 @@ def show_devices(statuses: Sequence[DeviceStatus], offered: Sequence[OfferedProv
         print_table(text.table_providers(offered))
 
 
-def show_comparison(report: ModelComparison) -> None:
-    """Prints how far two models lie apart, and where that begins."""
-    for theirs, mine in report.renamed.items():
-        show_line(f"taken for '{mine}' by its place: '{theirs}'")
+def show_comparison(report: ModelComparison, min_sqnr_db: float | None = None) -> None:
+    """Prints how far two models lie apart, why that is too far, and where it begins."""
     print_table(text.table_outputs(report))
-    for line in text.list_task(report.task, report.task_limit):
-        show_line(line)
     if report.layers:
         print_table(text.table_layers(report.layers))
         show_line(f"first bad layer: {report.first_bad_layer or 'none'}")
-        for line in explain_layers(report.layers):
-            show_line(f"- {line}")
-    if report.failure is not None:
-        show_line(f"the device failed: {report.failure}")
+    show_lines([f"- {line}" for line in text.list_comparison_remarks(report, min_sqnr_db)])
     if report.located is not None:
         show_located(report.located, str(report.device))
 

@@ -159,7 +159,7 @@ def _inspect_onnx(
         is_static=model.is_static,
         is_quantized=any(node.op_type in {"QuantizeLinear", "DequantizeLinear"} for node in nodes),
         quantized=find_quantized_form(proto),
-        custom_ops=tuple(sorted({f"{node.domain}.{node.op_type}" for node in nodes if _is_custom(node)})),
+        custom_ops=tuple(sorted(op for op in ops if op.rpartition(".")[0] not in _KNOWN_DOMAINS)),
         runs=_loads(model) if custom_ops else None,
         has_control_flow=len(graphs) > 1,
         external_files=model.external_files,
@@ -177,10 +177,6 @@ def _read_sized(model: Model, dims: Mapping[str, int], freeze: Mapping[str, floa
     if dims:
         fix_dims(proto.graph, dims)
     return view_model(infer_model(proto), model.path.parent)
-
-
-def _is_custom(node: onnx.NodeProto) -> bool:
-    return node.domain not in _KNOWN_DOMAINS
 
 
 def _loads(model: Model) -> bool:

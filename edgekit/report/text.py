@@ -1,6 +1,7 @@
 """Reports as tables for a terminal, and the sentence on top of each: the verdict, and the reason for it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
 from rich.table import Table
@@ -10,7 +11,7 @@ from edgekit.convert.ort_format.report import OrtFileReport
 from edgekit.devices.device import DeviceStatus
 from edgekit.devices.local.provider import OfferedProvider
 from edgekit.devices.self_test import SelfTest
-from edgekit.evidence import Verdict
+from edgekit.evidence import Evidence, Verdict
 from edgekit.inspect.inspect import OnnxReport
 from edgekit.phones import read_phones
 from edgekit.plain import to_plain
@@ -28,6 +29,10 @@ from edgekit.verify.tasks.scores import TaskReport, describe_accuracy, describe_
 from edgekit.verify.two_models import ModelComparison
 
 _GOOD, _BAD, _UNKNOWN = "green", "red", "yellow"
+# More reasons of one run are counted, not told.
+_MOST_LINES = 6
+# Two lines of a terminal: what an exception says of itself may fill a screen.
+_MOST_REASON = 240
 _COLORS: Mapping[Verdict, str] = {"pass": _GOOD, "fail": _BAD, "not proven": _UNKNOWN}
 
 
@@ -51,10 +56,18 @@ def table_build(report: BuildReport) -> Table:
 def list_remarks(report: BuildReport) -> list[str]:
     """Returns, target by target, what failed, what was skipped and what was decided; then doubts about samples."""
     fixes = [f"rewritten before the check: {name} ({count} nodes)" for name, count in report.fixes.items()]
-    remarks = [f"{bundle.target}: {remark}" for bundle in report.bundles for remark in describe_remarks(bundle)]
+    remarks = group_lines((bundle.target, remark) for bundle in report.bundles for remark in describe_remarks(bundle))
     axes = [f"fixed axis: {line}" for line in report.fixed_axes]
     told = [] if report.forecast is None else [describe_forecast(report.forecast)]
     return [*told, *remarks, *(f"samples: {warning}" for warning in report.data_warnings), *axes, *fixes]
+
+
+def group_lines(lines: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Yields each line once, behind the names of all that say it: "nnapi, xnnpack: ..."."""
+    names: dict[str, dict[str, None]] = {}
+    for name, line in lines:
+        names.setdefault(line, {})[name] = None
+    yield from (f"{', '.join(each)}: {line}" for line, each in names.items())
 
 
 def describe_remarks(bundle: BundleSummary) -> Iterator[str]:
@@ -71,19 +84,31 @@ def list_verify_remarks(report: VerifyReport) -> Iterator[str]:
     yield from report.failures
     yield from (line for line in report.unproven if line != report.chance)
     yield from describe_surprises(report.placed)
-    for run in report.runs:
-        yield from (f"{run.device}: {line}" for line in list_metric(run))
-        yield from (f"{run.device}: {failure}" for failure in run.failures)
-        yield from (f"{run.device}: not proven: {line}" for line in run.unproven)
-        yield from (f"{run.device}: {note}" for note in run.notes)
-        yield from (f"{run.device}: {line}" for line in (describe_state(run.state) if run.state else ()))
-        yield from () if run.sizes is None else (f"{run.device}: {_describe_sizes(run.sizes)}",)
-        yield from (f"{run.device}: {_describe_file(file)}" for file in run.files if file.failure is None)
-        yield from () if run.located is None else (f"{run.device}: {line}" for line in list_located(run.located))
+    yield from group_lines((run.device, line) for run in report.runs for line in _list_run_remarks(run))
     yield from report.differences
     yield from explain_layers(report.layers)
     yield from report.notes
     yield from map(str, report.skipped)
+
+
+def _list_run_remarks(run: RunReport) -> Iterator[str]:
+    yield from list_metric(run)
+    yield from _shorten(run.failures)
+    yield from (f"not proven: {line}" for line in _shorten(run.unproven))
+    yield from run.notes
+    yield from describe_state(run.state) if run.state else ()
+    yield from (_describe_sizes(run.sizes),) if run.sizes else ()
+    yield from (_describe_file(file) for file in run.files if file.failure is None)
+    # Where no layer explains a failure, the failure says so.
+    if run.located and (run.located.layer or not run.failures):
+        yield from list_located(run.located)
+
+
+def _shorten(lines: Sequence[str]) -> Iterator[str]:
+    """Yields the first lines, and how many there are beside: a model may have dozens of outputs."""
+    yield from lines[:_MOST_LINES]
+    if len(lines) > _MOST_LINES:
+        yield f"and {len(lines) - _MOST_LINES} more reasons of this kind: --json lists them"
 
 
 def _describe_sizes(sizes: SizesReport) -> str:
@@ -259,13 +284,14 @@ def table_outputs(report: ModelComparison) -> Table:
     return table
 
 
-def list_comparison_remarks(report: ModelComparison) -> Iterator[str]:
-    """Yields what was taken for what, the metric, what stands out among the layers, and why a device failed."""
+def list_comparison_remarks(report: ModelComparison, min_sqnr_db: float | None = None) -> Iterator[str]:
+    """Yields why two models do not do the same, what was taken for what, the metric, and the first bad layer."""
+    found = report.weigh(min_sqnr_db)
+    yield from found.failures
+    yield from (f"not proven: {line}" for line in found.unproven)
     yield from (f"taken for '{mine}' by its place: '{theirs}'" for theirs, mine in report.renamed.items())
-    yield from list_task(report.task, report.task_limit)
+    yield from list_task(report.task, None)
     yield from explain_layers(report.layers)
-    if report.failure is not None:
-        yield f"the device failed: {report.failure}"
 
 
 def table_layers(layers: Sequence[LayerReport]) -> Table:
@@ -311,18 +337,9 @@ def describe_evidence(verify: VerifyReport | None) -> str:
     """Returns the kinds of evidence among the runs, best first."""
     if verify is None or not verify.runs:
         return "none"
-    ranked = sorted(verify.runs, key=_rank)
-    return ", ".join(dict.fromkeys(_name_evidence(run) for run in ranked))
-
-
-def _name_evidence(run: RunReport) -> str:
-    kind = run.evidence.value
-    return kind if run.device == kind else f"{kind} ({run.device})"
-
-
-def _rank(run: RunReport) -> int:
     # Evidence is declared from the best to the weakest.
-    return list(type(run.evidence)).index(run.evidence)
+    kinds = [(kind.value, run.device) for kind in Evidence for run in verify.runs if run.evidence is kind]
+    return ", ".join(dict.fromkeys(kind if kind == device else f"{kind} ({device})" for kind, device in kinds))
 
 
 def _result(bundle: BundleSummary) -> Text:
@@ -351,7 +368,8 @@ def headline_verify(report: VerifyReport) -> str:
     if report.passed:
         devices = ", ".join(run.device for run in report.runs)
         return f"It does what the float model does on {devices}: at worst {describe_agreement(report)}."
-    return f"{'It fails' if report.verdict == 'fail' else 'It is not proven'}: {_find_reason(report)}."
+    said = "It fails" if report.verdict == "fail" else "It is not proven"
+    return f"{said}: {_find_reason(report)}.{_find_next(report)}"
 
 
 def headline_build(report: BuildReport) -> str:
@@ -366,7 +384,10 @@ def headline_build(report: BuildReport) -> str:
     else:
         said += " pass"
     bad = next((bundle for bundle in report.bundles if bundle not in good), None)
-    return f"{said}." if bad is None else f"{said}; {bad.target}: {_find_bundle_reason(bad)}."
+    if bad is None:
+        return f"{said}."
+    step = "" if bad.verify is None or bad.failure is not None else _find_next(bad.verify)
+    return f"{said}; {bad.target}: {_find_bundle_reason(bad)}.{step}"
 
 
 def describe_verified(report: BuildReport) -> str:
@@ -384,7 +405,7 @@ def describe_verified(report: BuildReport) -> str:
 
 def _find_bundle_reason(bundle: BundleSummary) -> str:
     if bundle.failure is not None:
-        return bundle.failure
+        return _quote(bundle.failure)
     if bundle.verify is None:
         return "not verified"
     if not bundle.verify.runs:
@@ -392,7 +413,38 @@ def _find_bundle_reason(bundle: BundleSummary) -> str:
     return ("" if bundle.verdict == "fail" else "not proven: ") + _find_reason(bundle.verify)
 
 
+_NEXT: Mapping[str, str] = {
+    "run": "edgekit devices test {device} says whether the device works at all",
+    "output": "edgekit compare SOURCE MODEL --data DATA --layers names the layer; --precision int16 or fp16 loses less",
+    "metric": "calibrate with more data like yours, or build with --precision int16 or fp16",
+    "placement": "edgekit check MODEL --target {target} says why a node is left to the CPU",
+    "costs": "edgekit bench BUNDLE --against OTHER compares both on a quiet device",
+}
+"""What to do about a run that does not pass, by its first gate that fails."""
+
+
 def _find_reason(report: VerifyReport) -> str:
-    failures = (*report.failures, *(f"{run.device}: {line}" for run in report.runs for line in run.failures))
+    """Returns the first reason why a bundle does not pass, with what explains it."""
+    failing = next((run for run in report.runs if run.failures), None)
+    if not report.failures and failing is not None:
+        cause = "".join(f"; {line}" for line in failing.explanations[:1])
+        return f"{failing.device}: {_quote(failing.failures[0])}{cause}"
     unproven = (*report.unproven, *(f"{run.device}: {line}" for run in report.runs for line in run.unproven))
-    return next(iter((*failures, *unproven)), "no reason is known")
+    return _quote(next(iter((*report.failures, *unproven)), "no reason is known"))
+
+
+def _find_next(report: VerifyReport) -> str:
+    """Returns the next step as a sentence of its own, "" where the reason names it or none is known."""
+    run = next((run for run in report.runs if run.failures), None)
+    if report.failures or run is None:
+        return ""
+    gate = next(gate.name for gate in run.gates if gate.failures)
+    step = _NEXT.get(gate, "").format(device=run.device, target=report.target)
+    step = report.advice if gate == "output" and report.advice else step
+    return f" Next: {step}." if step else ""
+
+
+def _quote(reason: str) -> str:
+    """Returns a reason without the codes that ONNX Runtime puts in front, and no longer than a headline may be."""
+    plain = re.sub(r"\[ONNXRuntimeError\] : \d+ : \w+ : ", "ONNX Runtime says: ", " ".join(reason.split()))
+    return (plain if len(plain) <= _MOST_REASON else f"{plain[:_MOST_REASON]}...").rstrip(".")

@@ -13,7 +13,7 @@ from edgekit.bundle.manifest import SessionSetting
 from edgekit.evidence import Evidence
 from edgekit.profile.report import Cause, DeviceProfile, NodeTime, ProfileComparison, ProfileReport
 from edgekit.report.tables import format_bytes, format_count, make_table
-from edgekit.tune.report import Decision, Entrant, TriedSetting, TuneReport
+from edgekit.tune.report import Entrant, TriedSetting, TuneReport
 from edgekit.tune.space import PROVIDER_OPTIONS, Goal
 
 
@@ -404,7 +404,7 @@ def list_tuning_remarks(report: TuneReport) -> Iterator[str]:
             f"{report.device} takes the options of {report.provider} and has no clock of its own: that they make no"
             " difference here says nothing of a device"
         )
-    yield from (f"{one.group}: {one.reason}" for one in report.decisions if _is_out(one))
+    yield from (f"{one.group}: {one.reason}" for one in report.decisions if "is out:" in one.reason)
     if report.busy is not None:
         before, after = report.busy
         yield f"programs that wanted one of {report.cores or '?'} cores: {before:.1f} before, {after:.1f} after"
@@ -417,7 +417,3 @@ def list_tuning_remarks(report: TuneReport) -> Iterator[str]:
     yield f"{report.measurements} sessions were measured in {used}{_explain_rest(report)}"
     if report.applied:
         yield f"written: {report.applied}"
-
-
-def _is_out(one: Decision) -> bool:
-    return "is out:" in one.reason

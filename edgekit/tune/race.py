@@ -16,6 +16,7 @@ from edgekit._files import open_regular, require_place, write_file
 from edgekit._ort import VERSION
 from edgekit.bench.blocks import ROUNDS, Block, run_block
 from edgekit.bench.latency import Ratio, compare_rounds
+from edgekit.bundle.folder import Bundle
 from edgekit.data.samples import Samples
 from edgekit.devices.device import Device, Job
 from edgekit.errors import DeviceError, EdgekitError, UsageError
@@ -24,10 +25,12 @@ from edgekit.target import Thresholds
 from edgekit.tune.report import Decision, Entrant, Measured
 from edgekit.tune.space import Goal
 from edgekit.verify.metrics.compare import compare_outputs
+from edgekit.verify.metrics.listed import compare_bundled
 from edgekit.verify.metrics.outputs import judge_output
 
 GATE = Thresholds(min_cosine=0.999, min_top1_agreement=0.0, min_sqnr_db=30.0)
-"""What outputs of a bare model must keep beside those of the defaults; a bundle has limits of its own.
+"""What outputs of a bare model must keep beside those of the defaults: settings change how it is computed, not what.
+A bundle's outputs are judged as `verify` judges them, beside the float model's.
 
 Other kernels add in another order (100 dB and more), and integer kernels differ from the float spelling of the same
 graph by half a step here and there (35 to 50 dB): 30 dB lets both pass. Chosen by hand.
@@ -44,6 +47,7 @@ _NO_WARMUP_MS = 1e3
 class Course(msgspec.Struct, frozen=True, kw_only=True):
     """Where settings race: the device, what makes a job of an entrant, and what their outputs are held against.
 
+    `bundle` says what its outputs are for, where the reference is the float model's; None of a bare model.
     `guess_ms` is about what a run with the defaults takes; `seconds` is the most that a measurement may take.
     """
 
@@ -53,6 +57,7 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
     reference: Tensors
     gate: Thresholds
     guess_ms: float
+    bundle: Bundle | None = None
     seconds: float = 20.0
 
 
@@ -74,7 +79,7 @@ def measure(course: Course, entrant: Entrant) -> Measured:
     if entrant.batch > 1:
         # The first rows are those of the one sample: others have no reference.
         got = {name: value[: len(course.reference[name])] if value.ndim else value for name, value in got.items()}
-    sqnr_db, fault = hold_outputs(_one(course.reference), _one(got), course.gate)
+    sqnr_db, fault = hold_outputs(_one(course.reference), _one(got), course.gate, course.bundle)
     found = Measured(
         median_ms=float(np.median(block.latency_ms)),
         p99_ms=float(np.percentile(block.latency_ms, 99.0)),
@@ -91,9 +96,11 @@ def measure(course: Course, entrant: Entrant) -> Measured:
     return found
 
 
-def hold_outputs(reference: Samples, got: Samples, gate: Thresholds) -> tuple[float | None, str | None]:
+def hold_outputs(
+    reference: Samples, got: Samples, gate: Thresholds, bundle: Bundle | None = None
+) -> tuple[float | None, str | None]:
     """Returns the least SQNR in dB of outputs beside the reference, and why they do not keep the gate, None if so."""
-    reports = compare_outputs(reference, got)
+    reports = compare_outputs(reference, got) if bundle is None else compare_bundled(bundle, reference, got)
     ratios = [report.sqnr_db for report in reports if report.sqnr_db is not None]
     failures = [reason for report in reports for reason in judge_output(report, gate)]
     return min(ratios, default=None), f"its outputs differ: {failures[0]}" if failures else None

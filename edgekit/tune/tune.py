@@ -58,7 +58,6 @@ class _Search(msgspec.Struct, frozen=True, kw_only=True):
     given: Circumstances
     subject: Subject
     first: Block
-    bundle: Bundle | None
     notes: tuple[str, ...]
     progress: Progress
 
@@ -94,15 +93,15 @@ def _prepare(
     progress(f"measure {opened[''].name} on {device.name} with the defaults")
     guess_ms = guess_time(device, job, Effort())
     first = run_block(device, job, 3, 20.0, guess_ms)
-    bundle = open_bundle(path) if path.is_dir() else None
     # What the float model gives; without it, what the defaults give.
-    known = bundle is not None and opening.data is None
+    bundle = open_bundle(path) if path.is_dir() and opening.data is None else None
     course = Course(
         device=device,
         goal=asked.goal,
         job_for=job_for,
-        reference=next(iter(read_outputs(bundle.golden))) if bundle is not None and known else first.outputs,
-        gate=_choose_gate(bundle if known else None, asked.min_sqnr_db),
+        reference=next(iter(read_outputs(bundle.golden))) if bundle is not None else first.outputs,
+        gate=_choose_gate(bundle, asked.min_sqnr_db),
+        bundle=bundle,
         guess_ms=guess_ms,
     )
     given = Circumstances(
@@ -123,7 +122,6 @@ def _prepare(
         given=given,
         subject=opened[""],
         first=first,
-        bundle=bundle if known else None,
         notes=(*opened[""].notes, *notes),
         progress=progress,
     )
@@ -145,7 +143,9 @@ def _choose_device(choice: DeviceChoice, subject: Subject) -> Device:
 
 def _choose_gate(bundle: Bundle | None, min_sqnr_db: float | None) -> Thresholds:
     gate = GATE if bundle is None else bundle.manifest.thresholds
-    return gate if min_sqnr_db is None else msgspec.structs.replace(gate, min_sqnr_db=min_sqnr_db, min_cosine=-1.0)
+    if min_sqnr_db is None:
+        return gate
+    return msgspec.structs.replace(gate, min_sqnr_db=min_sqnr_db, min_cosine=-1.0, named=("min_sqnr_db",))
 
 
 def _search(search: _Search) -> TuneReport:
@@ -239,9 +239,10 @@ def _refuse(search: _Search, held: Entrant, final: Ratio | str | None) -> str:
     low, high = final.interval
     if high >= 1:
         return f"no difference from the defaults can be told, 95 % between {low:.3f} and {high:.3f}"
-    if search.bundle is None:
+    bundle, gate = search.course.bundle, search.course.gate
+    if bundle is None:
         return ""
-    golden = search.bundle.golden
+    golden = bundle.golden
     job = search.course.job_for(held)
     count = min(golden.samples, _MOST_GOLDEN)
     every = msgspec.structs.replace(
@@ -251,7 +252,8 @@ def _refuse(search: _Search, held: Entrant, final: Ratio | str | None) -> str:
         run = search.course.device.run_job(every, work)
         if run.failure is not None:
             return run.failure
-        _, fault = hold_outputs(select_samples(read_outputs(golden), range(count)), run.outputs, search.course.gate)
+        reference = select_samples(read_outputs(golden), range(count))
+        _, fault = hold_outputs(reference, run.outputs, gate, bundle)
     return fault or ""
 
 

@@ -39,8 +39,8 @@ from edgekit.verify.causes.own_model import (
     find_version,
     run_own_model,
 )
-from edgekit.verify.causes.suspects import find_suspects
-from edgekit.verify.causes.traps import find_ignored_optimisations, find_input_mistake, list_traps
+from edgekit.verify.causes.suspects import find_input_mistake, find_suspects
+from edgekit.verify.causes.traps import find_ignored_optimisations, list_traps
 from edgekit.verify.devices.buckets import Held, Unfilled, compare_sizes, describe_apart, hold_outputs, run_buckets
 from edgekit.verify.devices.device_layers import look_at_layers
 from edgekit.verify.devices.model_files import try_model_files
@@ -49,9 +49,8 @@ from edgekit.verify.drift import StateReport
 from edgekit.verify.facts import Located, SizesReport
 from edgekit.verify.layers.comparison import name_first_bad, read_evidence
 from edgekit.verify.metrics.agreement import Agreement, measure_agreement
-from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.fidelity import find_unfaithful
-from edgekit.verify.metrics.listed import describe_lists, describe_unlisted, hold_lists
+from edgekit.verify.metrics.listed import compare_bundled, describe_lists, describe_unlisted
 from edgekit.verify.metrics.outputs import OutputReport, describe_settled, doubt_output, judge_output
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run_report import RunReport
@@ -105,7 +104,7 @@ class _Trial(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def false_times(self) -> str | None:
-        """Why the times of the device are not believed, None where they are."""
+        """Why the times of the device are left out, None where they count."""
         return self.impossible_time or find_false_times(self.run.latency_ms, self.elapsed_ms)
 
     @property
@@ -362,8 +361,7 @@ def _compare(trial: _Trial, asked: _Asked) -> tuple[OutputReport, ...]:
     Those that fail have a suspect where a usual mistake explains them.
     """
     got, reference = trial.run.outputs, trial.reference
-    read = compare_outputs(reference, got, trial.bundle.manifest.readings or {})
-    plain = tuple(_settle_few(hold_lists(read, trial.bundle, reference, got), trial, asked))
+    plain = tuple(_settle_few(compare_bundled(trial.bundle, reference, got), trial, asked))
     untrue = {} if trial.own is None else find_unfaithful(trial.own, reference, got)
     outputs = [msgspec.structs.replace(output, mismatch=output.mismatch or untrue.get(output.name)) for output in plain]
     failing = _name_wrong(outputs, trial)

@@ -1,6 +1,6 @@
 """What one device did with a bundle: the facts, what they are judged by, and the verdict computed from them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import islice
 from typing import Literal
 
@@ -23,7 +23,7 @@ from edgekit.verify.facts import (
     SizesReport,
     StandIn,
 )
-from edgekit.verify.metrics.outputs import OutputReport, doubt_output, judge_output
+from edgekit.verify.metrics.outputs import OutputReport, doubt_output, judge_output, weigh_output
 from edgekit.verify.tasks.scores import Accuracy, TaskReport, judge_task
 
 # So many times the share of the work that may be lost, the share of the nodes may: most of them do little.
@@ -107,15 +107,9 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
         """What the run is judged by, each with the reasons why it does not pass there."""
         if self.crashed:
             return (Gate(name="run", unproven=_judge_end(self)),)
-        outputs = (
-            Gate(
-                name="output",
-                subject=output.name,
-                failures=judge_output(output, self.thresholds),
-                unproven=doubt_output(output, self.thresholds),
-            )
-            for output in self.outputs
-        )
+        judged = ((output.name, weigh_output(output, self.thresholds)) for output in self.outputs)
+        outputs = (Gate(name="output", subject=name, failures=found.failures, unproven=found.unproven)
+                   for name, found in judged)  # fmt: skip
         limit = self.thresholds.task
         task = Judgement() if self.failure is not None else judge_task(self.settled_task, limit)
         metric = (
@@ -130,7 +124,12 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
             placement,
             Gate(name="costs", failures=tuple(_judge_cost(self))) if self.reference_cost else None,
             Gate(name="session", failures=self.findings, unproven=older) if self.findings or older else None,
-            _gate_state(self.state, self.thresholds) if self.state else None,
+            self.state
+            and Gate(
+                name="state",
+                failures=tuple(judge_state(self.state, self.thresholds)),
+                unproven=tuple(doubt_state(self.state)),
+            ),
         )
         sizes = (self._judge_size(size, self.sizes) for size in self.sizes.sizes) if self.sizes else ()
         files = (self._excuse("file", _judge_file(file, self), file.file, crashed=file.crashed) for file in self.files)
@@ -193,10 +192,6 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
         return self.verdict == "pass"
 
 
-def _gate_state(state: StateReport, thresholds: Thresholds) -> Gate:
-    return Gate(name="state", failures=tuple(judge_state(state, thresholds)), unproven=tuple(doubt_state(state)))
-
-
 def _judge_end(run: RunReport) -> tuple[str, ...]:
     if run.failure is not None:
         who = "the emulator crashed, which proves nothing" if run.crashed else "the device failed"
@@ -233,7 +228,8 @@ def _judge_placement(run: RunReport) -> tuple[str, ...]:
     if run.placement_source == "predicted" or not run.provider_nodes:
         return (f"placement was not observed, so {run.provider} may have taken no node",)
     if not run.provider_nodes.get(run.provider):
-        return (f"silent fallback: {run.provider} took no node, the run used {_name_counts(run.provider_nodes)}",)
+        used = ", ".join(f"{provider} ({nodes} nodes)" for provider, nodes in sorted(run.provider_nodes.items()))
+        return (f"silent fallback: {run.provider} took no node, the run used {used}",)
     found: list[str] = []
     gap, most = run.gap, run.thresholds.max_lost_share
     # One node may fall back without harm, as a Softmax at the end does; the work that it does counts all the same.
@@ -288,7 +284,3 @@ def _explain_sizes(sizes: SizesReport | None, thresholds: Thresholds) -> tuple[s
         f"what fills a sample changes what the float model itself makes of it, as where no mask hides it: {line}"
         for line in islice(filled, 1)
     )
-
-
-def _name_counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{provider} ({nodes} nodes)" for provider, nodes in sorted(counts.items()))

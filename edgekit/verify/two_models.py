@@ -1,7 +1,7 @@
 """Comparing any two models on the same samples, by their outputs and layer by layer."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,21 +13,29 @@ from edgekit._files import work_folder
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.check.check import check_model
 from edgekit.data.labels import read_task_labels
-from edgekit.data.samples import Samples, spread_indices
+from edgekit.data.samples import Samples, keep_small, spread_indices
 from edgekit.devices.device import Device, Job
-from edgekit.evidence import Verdict
+from edgekit.evidence import Judgement, Verdict, join_judgements
+from edgekit.graph.graph import read_graph
 from edgekit.model.model import Model
+from edgekit.model.outputs import Reading
 from edgekit.model.tensors import Array, Tensors, TensorSpec
 from edgekit.plain import Shown
-from edgekit.target import Target, TaskLimit
+from edgekit.quantize.accuracy.output_kinds import read_output_kinds
+from edgekit.target import Target, TaskLimit, Thresholds
 from edgekit.verify.devices.device_layers import find_device_layer
 from edgekit.verify.facts import Located
 from edgekit.verify.layers.comparison import LayerReport, compare_layers, name_first_bad
 from edgekit.verify.matching.trace import adapt_sample
 from edgekit.verify.metrics.compare import compare_outputs, mark_reordered
-from edgekit.verify.metrics.outputs import OutputReport
+from edgekit.verify.metrics.outputs import OutputReport, weigh_output
 from edgekit.verify.tasks.scores import TaskReport, judge_task
 from edgekit.verify.tasks.tasks import find_metric, measure_task
+
+LIMITS = Thresholds(min_cosine=0.97, min_top1_agreement=0.9, min_sqnr_db=12.0, granted_samples=1)
+"""What model `b` must keep of model `a` where nothing else is asked: what targets ask of an 8-bit model."""
+# As a build: so many samples tell what outputs are for.
+_READ_FROM = 16
 
 
 class ModelComparison(Shown, msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +43,7 @@ class ModelComparison(Shown, msgspec.Struct, frozen=True, kw_only=True):
 
     `renamed` holds those inputs and outputs of `b` that were taken for those of `a` by their places, because no names
     agree.
+    The outputs are judged by what they are for, as `verify` judges those of a bundle.
     `device` ran model `b`, None for this machine without optimisation; `failure` is what it did instead of running, and
     `located` the first layer that it computes otherwise than this machine does.
     """
@@ -58,23 +67,29 @@ class ModelComparison(Shown, msgspec.Struct, frozen=True, kw_only=True):
             return self.located.layer
         return name_first_bad(self.layers)
 
+    def weigh(self, min_sqnr_db: float | None = None) -> Judgement:
+        """Returns why `b` does not do what `a` does, or why that cannot be told; the ratio counts where it is given."""
+        if self.failure is not None or not self.outputs:
+            return Judgement(failures=(f"the device failed: {self.failure}" if self.failure else "nothing came back",))
+        limits = limit_ratio(min_sqnr_db)
+        return join_judgements(
+            (*(weigh_output(output, limits) for output in self.outputs), judge_task(self.task, self.task_limit))
+        )
+
     def judge(self, min_sqnr_db: float | None) -> Verdict:
-        """Returns whether the outputs are comparable, near enough, and the metric good."""
-        is_near = bool(self.outputs) and all(output_reaches(output, min_sqnr_db) for output in self.outputs)
-        if self.failure is not None or not is_near:
-            return "fail"
-        return judge_task(self.task, self.task_limit).verdict
+        """Returns whether `b` does what `a` does, and the metric is good."""
+        return self.weigh(min_sqnr_db).verdict
 
     def reaches(self, min_sqnr_db: float | None) -> bool:
         """Returns True if nothing speaks against `b`, and nothing was left open."""
         return self.judge(min_sqnr_db) == "pass"
 
 
-def output_reaches(output: OutputReport, min_sqnr_db: float | None) -> bool:
-    """Returns True if an output can be compared, is finite and not below this ratio, nor whole numbers all unequal."""
-    least = -math.inf if min_sqnr_db is None else min_sqnr_db
-    is_below = output.sqnr_db is not None and output.sqnr_db < least
-    return not (output.mismatch or output.non_finite or is_below or output.exact_match == 0)
+def limit_ratio(min_sqnr_db: float | None) -> Thresholds:
+    """Returns what outputs must keep; a ratio that is given counts beside what they are for."""
+    if min_sqnr_db is None:
+        return LIMITS
+    return msgspec.structs.replace(LIMITS, min_sqnr_db=min_sqnr_db, named=("min_sqnr_db",))
 
 
 def compare_models(a: Model, b: Model, samples: Samples, *, layers: bool = False) -> ModelComparison:
@@ -90,13 +105,14 @@ def compare_models(a: Model, b: Model, samples: Samples, *, layers: bool = False
     """
     inputs, outputs = _pair_names(a.inputs, b.inputs), _pair_names(a.outputs, b.outputs)
     both = _name_twice(samples, inputs)
-    wanted = _run_model(a, both, {})
+    wanted = keep_small(_run_model(a, both, {}))
     dtypes = {name: value.dtype for name, value in next(iter(wanted), dict[str, Array]()).items()}
+    found = keep_small(_run_model(b, both, dtypes, outputs))
     return ModelComparison(
         a=a.name,
         b=b.name,
         samples=samples.count,
-        outputs=_compare_places(a, b, outputs, compare_outputs(wanted, _run_model(b, both, dtypes, outputs))),
+        outputs=_compare_places(a, b, outputs, compare_outputs(wanted, found, _read_outputs(a, wanted))),
         layers=compare_layers(a, b, both) if layers else (),
         renamed={**inputs, **outputs},
     )
@@ -128,8 +144,8 @@ def compare_on_device(
         )
         (work / "run").mkdir()
         run = device.run_job(job, work / "run")
-        wanted = _run_model(a, samples, {})
-        outputs = _compare_places(a, b, {}, compare_outputs(wanted, run.outputs))
+        wanted = keep_small(_run_model(a, samples, {}))
+        outputs = _compare_places(a, b, {}, compare_outputs(wanted, run.outputs, _read_outputs(a, wanted)))
         located = find_device_layer(device, job, work / "layers") if layers else None
     return ModelComparison(
         a=a.name,
@@ -141,6 +157,12 @@ def compare_on_device(
         failure=run.failure,
         located=located,
     )
+
+
+def _read_outputs(model: Model, outputs: Samples) -> dict[str, Reading]:
+    """Returns what the outputs of a model are for, from what it gives for the first samples."""
+    few = list(islice(outputs, _READ_FROM))
+    return read_output_kinds(read_graph(model), few, {}) if few else {}
 
 
 def _compare_places(

@@ -126,7 +126,7 @@ def test_the_table_says_pass_fail_and_nothing_ran() -> None:
 def test_remarks_tell_failures_skips_and_rewrites() -> None:
     remarks = list_remarks(_report())
     assert any("below 20 dB" in remark and remark.startswith("bad:") for remark in remarks)
-    assert "good: phone skipped: not here; to run it: plug it in" in remarks
+    assert "good, bad, idle: phone skipped: not here; to run it: plug it in" in remarks
     assert "rewritten before the check: sum-to-add (2 nodes)" in remarks
 
 
@@ -144,8 +144,10 @@ def test_the_worst_run_is_shown() -> None:
 
 def test_every_page_says_that_nothing_is_fetched_and_no_other_script_runs() -> None:
     folder = Path(edgekit.__file__).parent / "report/templates"
-    pages = {path.name: path.read_text() for path in folder.glob("*.html.j2") if "<!DOCTYPE" in path.read_text()}
-    assert {"build", "check", "compare", "quantize", "verify"} <= {name.partition(".")[0] for name in pages}
-    for text in pages.values():
-        # Before anything that a policy is about.
-        assert text.index('{% include "policy.html.j2" %}') < text.index("<style>")
+    texts = {path.name.partition(".")[0]: path.read_text() for path in folder.glob("*.html.j2")}
+    page = texts.pop("page")
+    # Before anything that a policy is about.
+    assert page.index('{% include "policy.html.j2" %}') < page.index("<style>")
+    pages = {name for name, text in texts.items() if text.startswith('{% extends "page.html.j2" %}')}
+    assert {"app", "build", "check", "compare", "forecast", "profile", "quantize", "tune", "verify"} == pages
+    assert not any(tag in text for text in texts.values() for tag in ("<!DOCTYPE", "<script>", "<style"))

@@ -64,6 +64,30 @@ def test_what_most_steps_say_does_not_hide_the_letters() -> None:
     assert [count_edits("kitten", other) for other in ("sitting", "kitten", "")] == [3, 0, 6]
 
 
+ONE = np.asarray(RNG.normal(size=(1, 256)), np.float32)
+PARALLEL = np.asarray(ONE + 0.01 * RNG.normal(size=(32, 1, 256)), np.float32)
+"""Vectors of an embedding that differ by a hundredth: all of their cosines are 0.9999."""
+
+
+@pytest.mark.parametrize(
+    ("got", "verdict"),
+    [
+        (noisy(PARALLEL, 0.003), "pass"),
+        (PARALLEL + 0.006 * np.roll(ONE, 1), "pass"),
+        (noisy(PARALLEL, 0.02), "fail"),
+        (0 * PARALLEL + PARALLEL[:1], "fail"),
+        (0 * PARALLEL + PARALLEL.mean(axis=0), "fail"),
+        (np.roll(PARALLEL, 1, axis=0), "fail"),
+    ],
+    ids=["its own", "turned a little", "drowned", "stuck at the first", "stuck at the mean", "of the sample before"],
+)
+def test_vectors_that_are_nearly_parallel_are_proven_by_themselves(got: Array, verdict: str) -> None:
+    """One vector that stands for all agrees by 40 dB: what counts is whether each can be taken for another."""
+    report = compare(PARALLEL, np.asarray(got, np.float32), Reading(kind="embedding", axis=1))
+    assert judge(PARALLEL, np.asarray(got, np.float32), Reading(kind="embedding", axis=1)) == verdict
+    assert (report.sqnr_db or 0) > 33
+
+
 def test_an_offset_that_all_samples_share_is_no_proof() -> None:
     assert judge(SCORES + 100, noisy(SCORES + 100, 1), Reading(kind="values", axis=1)) == "not proven"
     (line,) = doubt_output(compare(SCORES + 100, noisy(SCORES + 100, 1), Reading(kind="values", axis=1)), LIMITS)

@@ -364,7 +364,7 @@ def test_what_the_build_knew_of_the_loss_is_kept(bundle: Bundle) -> None:
     assert kept.attribution[-1].sqnr_db == pytest.approx(40.0, abs=0.1)
     assert sum(step.noise_share or 0.0 for step in kept.attribution) == pytest.approx(1.0)
     assert kept.first_bad_layer is None
-    assert any("which no digest covers" in note for note in kept.notes)
+    assert any("what an earlier verification found" in note for note in kept.notes)
     phone = InProcess(name="adb:1", evidence=Evidence.DEVICE, lie=change_all(lambda y: y * 1.1))
     added = keep_attribution(verify_bundle(bundle, [phone]), known).attribution
     assert [step.step for step in added] == ["prepare", "quantize", "provider", "device"]

@@ -28,8 +28,9 @@ from edgekit.report.text import (
     list_metric,
     list_verify_remarks,
 )
+from edgekit.verify.metrics.outputs import weigh_output
 from edgekit.verify.report import VerifyReport
-from edgekit.verify.two_models import ModelComparison, output_reaches
+from edgekit.verify.two_models import ModelComparison, limit_ratio
 
 CHART_HEIGHT = 180
 BAR_WIDTH = 9
@@ -112,13 +113,14 @@ def render_comparison(
     report: ModelComparison, pictures: Sequence[Picture] = (), *, min_sqnr_db: float | None = None
 ) -> str:
     """Returns a comparison of two models as an HTML page, judged by `min_sqnr_db` as the command judges it."""
-    reaches = {output.name: output_reaches(output, min_sqnr_db) for output in report.outputs}
-    remarks = list(list_comparison_remarks(report))
+    limits = limit_ratio(min_sqnr_db)
+    verdicts = {output.name: weigh_output(output, limits).verdict for output in report.outputs}
+    remarks = list(list_comparison_remarks(report, min_sqnr_db))
     return make_page(
         "compare",
         _FILTERS,
         report=report,
-        reaches=reaches,
+        verdicts=verdicts,
         verdict=report.judge(min_sqnr_db),
         min_sqnr_db=min_sqnr_db,
         remarks=remarks,

@@ -19,9 +19,7 @@ from edgekit.verify.report import AttributionStep, Step, VerifyReport
 from edgekit.verify.run_report import RunReport
 from edgekit.verify.tasks.scores import measure_accuracy
 
-_HISTORY = (
-    "the steps of the attribution that did not run now are those of the bundle's verify.json, which no digest covers"
-)
+_HISTORY = "where the loss comes from is what an earlier verification found, as the bundle's verify.json tells it"
 
 
 class _Question(msgspec.Struct, frozen=True, kw_only=True):

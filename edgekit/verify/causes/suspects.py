@@ -1,12 +1,17 @@
-"""Naming the usual mistakes behind an output that is wrong: each is undone, and what then fits is the suspect."""
+"""Naming the usual mistakes behind an output that is wrong.
+
+A mistake in the output is undone, one in the inputs is made here too: what then fits is the suspect.
+"""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 
+from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.data.samples import Samples
 from edgekit.errors import EdgekitError
-from edgekit.model.tensors import Tensors, is_numeric
+from edgekit.model.tensors import Array, Tensors, is_numeric
 from edgekit.quantize.ranges import softmax
 from edgekit.verify.layers.overflows import HALF_MAX
 from edgekit.verify.metrics import tensor_metrics as metrics
@@ -51,6 +56,28 @@ def find_suspects(reference: Samples, got: Samples, names: Sequence[str], *, is_
     return suspects
 
 
+def find_input_mistake(model: Path, inputs: Samples, got: Samples, output: str) -> str | None:
+    """Returns the mistake in the inputs that explains an output: the float model makes it of inputs so changed.
+
+    Tried are channels in the other order, another layout, and the usual scalings, on the first samples.
+    """
+    rows = _read_rows(inputs, got)
+    try:
+        # A compiled context is an ONNX file too, and does not open on the CPU.
+        session = CpuSession(model, SessionSettings(level=Level.DISABLED))
+
+        def fit(change: Callable[[Array], Array]) -> float:
+            made = (session.run({name: change(value) if value.dtype.kind == "f" else value
+                                 for name, value in sample.items()}) for sample, _ in rows)  # fmt: skip
+            return _fit(_pair([(one, found) for one, (_, found) in zip(made, rows, strict=True)], output, output))
+
+        plain = fit(lambda value: value)
+        words = next((words for words, change in _MISTAKES.items() if _explains(fit(change), plain)), None)
+    except EdgekitError:
+        return None
+    return None if words is None else f"is what the float model makes of inputs {words}: look at the preprocessing"
+
+
 def undo_scale(wanted: Floats, found: Floats) -> Floats:
     """Returns what came back divided by the one factor that fits best in the sense of least squares."""
     product = float(np.dot(found, wanted))
@@ -88,7 +115,7 @@ def _find_transform(pairs: _Pairs) -> str | None:
     plain = _fit(pairs)
     for words, undo in _TRANSFORMS.items():
         fit = _fit([(wanted, undo(wanted, found)) for wanted, found in pairs])
-        if fit > _FIT_DB and fit > plain + _GAIN_DB:
+        if _explains(fit, plain):
             return words
     return None
 
@@ -107,8 +134,7 @@ def _find_order(pairs: _Pairs) -> str | None:
         return None
     fit = _fit([(pair[0], pair[1][nearest]) for pair in pairs])
     same_share = len(np.unique(nearest)) / len(np.unique(found, axis=0))
-    is_order = same_share >= _LEAST_USED and fit > _FIT_DB and fit > _fit(pairs) + _GAIN_DB
-    return _ORDER if is_order else None
+    return _ORDER if same_share >= _LEAST_USED and _explains(fit, _fit(pairs)) else None
 
 
 def _overflows(rows: Sequence[tuple[Tensors, Tensors]], name: str) -> bool:
@@ -127,10 +153,13 @@ def _overflows(rows: Sequence[tuple[Tensors, Tensors]], name: str) -> bool:
 def _find_swapped(rows: Sequence[tuple[Tensors, Tensors]], name: str) -> str | None:
     plain = _fit(_pair(rows, name, name))
     for other in rows[0][1] if rows else ():
-        fit = _fit(_pair(rows, name, other))
-        if fit > _FIT_DB and fit > plain + _GAIN_DB:
+        if _explains(_fit(_pair(rows, name, other)), plain):
             return f"came back as '{other}': the outputs are swapped"
     return None
+
+
+def _explains(fit: float, plain: float) -> bool:
+    return fit > _FIT_DB and fit > plain + _GAIN_DB
 
 
 def _fit(pairs: _Pairs) -> float:
@@ -163,3 +192,39 @@ def _read_rows(reference: Samples, got: Samples) -> list[tuple[Tensors, Tensors]
     except EdgekitError:
         return rows
     return rows
+
+
+def _reverse_channels(value: Array) -> Array:
+    axis = _channel_axis(value)
+    return value if axis is None else np.ascontiguousarray(np.flip(value, axis))
+
+
+def _swap_layout(value: Array) -> Array:
+    """Returns the values of an image in the shape that it has, but laid out as the other layout would be."""
+    axis = _channel_axis(value)
+    if axis is None:
+        return value
+    other = np.moveaxis(value, 1, -1) if axis == 1 else np.moveaxis(value, -1, 1)
+    return np.ascontiguousarray(other).reshape(value.shape)
+
+
+def _channel_axis(value: Array) -> int | None:
+    if value.ndim != 4 or 3 not in {value.shape[1], value.shape[3]}:
+        return None
+    return 1 if value.shape[1] == 3 else 3
+
+
+def _whiten(value: Array) -> Array:
+    spread = float(value.std())
+    return ((value - value.mean()) / spread).astype(value.dtype) if spread else value
+
+
+_MISTAKES: dict[str, Callable[[Array], Array]] = {
+    "whose channels are in the other order (RGB and BGR)": _reverse_channels,
+    "in the other layout (NCHW and NHWC)": _swap_layout,
+    "times 255, not normalised": lambda value: (value * 255.0).astype(value.dtype),
+    "divided by 255, normalised twice": lambda value: (value / 255.0).astype(value.dtype),
+    "from -1 to 1 instead of 0 to 1": lambda value: (value * 2.0 - 1.0).astype(value.dtype),
+    "from 0 to 1 instead of -1 to 1": lambda value: ((value + 1.0) / 2.0).astype(value.dtype),
+    "with their mean and deviation taken out once more": _whiten,
+}

@@ -76,7 +76,9 @@ def plan_probes(model: Model) -> tuple[Probe, ...]:
             grid = read_grid(node, graph) if node.op_type == QUANTIZE else None
             if len(after) == 1 and name not in graph.outputs and _is_fused_into(after[0], node, dynamic):
                 joined.add(name)
-            elif grid is not None or not (node.op_type in _ROUNDING or any(_rounds(reader) for reader in after)):
+            elif grid is not None or not (
+                node.op_type in _ROUNDING or any(reader.op_type == QUANTIZE for reader in after)
+            ):
                 probes.append(Probe(tensor=name, layer=start[0], op=start[1], grid=grid))
     return tuple(probes)
 
@@ -153,10 +155,6 @@ def _is_fused_into(reader: Node, node: Node, dynamic: Collection[str]) -> bool:
         return False
     others = [name for name in reader.input if name in dynamic and name not in node.output]
     return reader.op_type in _FUSED_AFTER or (reader.op_type in _FUSED_WITH_CONSTANT and not others)
-
-
-def _rounds(node: Node) -> bool:
-    return node.op_type == QUANTIZE
 
 
 def _walk_back(graph: Graph, wanted: Iterable[str], stops: set[str]) -> tuple[frozenset[str], frozenset[str]]:

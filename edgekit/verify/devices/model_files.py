@@ -21,8 +21,7 @@ from edgekit.errors import EdgekitError
 from edgekit.target import Form, Verification
 from edgekit.verify.devices.placement import find_placed
 from edgekit.verify.facts import FileReport
-from edgekit.verify.metrics.compare import compare_outputs
-from edgekit.verify.metrics.listed import hold_lists
+from edgekit.verify.metrics.listed import compare_bundled
 
 LINKED_RUNTIMES = frozenset({"android", "ios-sim"})
 """Kinds of devices that are the runtime which an app links."""
@@ -51,14 +50,13 @@ def try_model_files(
         except EdgekitError as error:
             yield FileReport(file=job.model.name, form=form, failure=error.message)
             continue
-        outputs = compare_outputs(reference, run.outputs, bundle.manifest.readings or {}) if run.failure is None else ()
         yield FileReport(
             file=job.model.name,
             form=form,
             provider_nodes=count_nodes(run, job),
             placed=find_placed(run, job),
             load_ms=run.load_ms,
-            outputs=hold_lists(outputs, bundle, reference, run.outputs),
+            outputs=() if run.failure else compare_bundled(bundle, reference, run.outputs),
             failure=run.failure,
             crashed=run.crashed,
         )

@@ -5,7 +5,8 @@
 | classes, map, labels | decisions: of samples, of places, of entries |
 | sequence | steps; or letters, by their edit distance, where most steps are the blank of CTC |
 | embedding | how samples resemble each other: the correlation of the cosines of all pairs (Kriegeskorte et al. 2008) |
-| | of a vector of the float model with another of its own, or of the other side |
+| | of a vector of the float model with another of its own, or of the other side; or where that is more, the energy |
+| | of the vectors that can be taken for no other: their error is less than half the distance to the nearest other |
 | values, image | the variance between samples (R2), and the energy, which an offset that all samples share is part of |
 
 An output that may be of two kinds has a figure for each. All stand beside one limit: what is more than nine tenths the
@@ -132,7 +133,7 @@ def _list_measures(reading: Reading) -> Iterator[Callable[[_Pairs], Iterator[Agr
         if each.kind in _DECIDING:
             yield partial(_share_decisions, each)
         elif each.kind == "embedding":
-            yield _share_neighbours
+            yield _share_vectors
         else:
             yield _share_values
 
@@ -204,24 +205,40 @@ def _share_values(pairs: _Pairs) -> Iterator[Agreement]:
         yield Agreement(of=of, share=share, interval=interval, samples=count)
 
 
-def _share_neighbours(pairs: _Pairs) -> Iterator[Agreement]:
+def _share_vectors(pairs: _Pairs) -> Iterator[Agreement]:
     sides = [(wanted.reshape(-1).astype(np.float64), found.reshape(-1).astype(np.float64)) for wanted, found in pairs]
     if len(sides) < _LEAST_VECTORS:
         return
     if len({wanted.size for wanted, _ in sides}) > 1:
         raise _UnlikeError
-    gallery, queries = (_directions(np.stack(side)) for side in zip(*sides, strict=True))
+    stacked = (np.stack(side) for side in zip(*sides, strict=True))
+    gallery, queries = (rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12) for rows in stacked)
+    # Where all samples lie equally far apart, or are nearly parallel, cosines of pairs hold little but rounding. Then
+    # the vectors themselves are the proof, unless one stands for all: that would agree as far as these do.
+    yield max(_share_neighbours(gallery, queries), _share_own(gallery, queries), key=lambda each: each.share)
+
+
+def _share_neighbours(gallery: Array, queries: Array) -> Agreement:
     # An app's gallery may hold what the float model gave: what turns all vectors alike finds nothing in it.
     wanted, found = np.asarray(gallery @ gallery.T), np.asarray(gallery @ queries.T)
-    rng, count = np.random.default_rng(0), len(sides)
+    rng, count = np.random.default_rng(0), len(gallery)
     draws = [_correlate(wanted, found, rng.integers(0, count, count)) for _ in range(_PAIR_DRAWS)]
     low, high = np.percentile(draws, [2.5, 97.5])
     share = _correlate(wanted, found, np.arange(count))
-    yield Agreement(of="neighbours", share=share, interval=(float(low), float(high)), samples=count)
+    return Agreement(of="neighbours", share=share, interval=(float(low), float(high)), samples=count)
 
 
-def _directions(rows: Array) -> Array:
-    return np.asarray(rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12))
+def _share_own(gallery: Array, queries: Array) -> Agreement:
+    """Returns the share of the energy in vectors that no other of the float model can be nearer to.
+
+    That is sure where the error is less than half the distance to the nearest other one (the triangle inequality).
+    """
+    error = np.square(queries - gallery).sum(axis=1)
+    apart = 2.0 - 2.0 * (gallery @ gallery.T)
+    np.fill_diagonal(apart, np.inf)
+    kept = np.where(4.0 * error < apart.min(axis=1), 1.0 - error, 0.0)
+    share, interval = bootstrap_share(np.stack([kept, np.ones_like(kept)], axis=1))
+    return Agreement(of="energy", share=share, interval=interval, samples=len(kept))
 
 
 def _correlate(wanted: Array, found: Array, drawn: Array) -> float:

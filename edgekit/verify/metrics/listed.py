@@ -12,6 +12,7 @@ from edgekit.model.tensors import Tensors
 from edgekit.quantize.accuracy.head_search import DetectionList, find_image, find_list
 from edgekit.quantize.accuracy.heads import overlap_boxes
 from edgekit.verify.metrics.agreement import Agreement
+from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.intervals import bootstrap_share
 from edgekit.verify.metrics.outputs import OutputReport
 
@@ -60,16 +61,14 @@ def describe_lists(outputs: Sequence[OutputReport]) -> Iterator[str]:
             )
 
 
-def hold_lists(
-    outputs: Sequence[OutputReport], bundle: Bundle, reference: Samples, got: Samples
-) -> tuple[OutputReport, ...]:
-    """Returns the reports, with the agreement of the detections for those outputs that list them."""
-    listed = find_listed(bundle)
+def compare_bundled(bundle: Bundle, reference: Samples, got: Samples) -> tuple[OutputReport, ...]:
+    """Returns how far outputs lie from the float model's, each read as the bundle says, lists by their detections."""
+    outputs, listed = compare_outputs(reference, got, bundle.manifest.readings or {}), find_listed(bundle)
     # What is missing or has another shape has failed already.
     if listed is None or [each.samples for each in outputs if each.name in listed.outputs] != [reference.count] * len(
         listed.outputs
     ):
-        return tuple(outputs)
+        return outputs
     shares = np.array([weigh_detections(listed, *pair) for pair in zip(reference, got, strict=False)])
     share, interval = bootstrap_share(shares)
     shared = Agreement(of="detections", share=share, interval=interval, samples=len(shares))

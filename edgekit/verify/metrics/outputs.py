@@ -10,6 +10,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
+from edgekit.evidence import Judgement
 from edgekit.model.outputs import OutputKind
 from edgekit.model.tensors import Array
 from edgekit.target import Thresholds
@@ -139,6 +140,11 @@ _STATED: Mapping[Of, OutputKind] = {"classes": "classes", "places": "map", "step
 _MEASURED: frozenset[Of] = frozenset({"neighbours", "variance", "energy"})
 
 
+def weigh_output(output: OutputReport, thresholds: Thresholds) -> Judgement:
+    """Returns the judgement on an output: why it fails, or why that cannot be told."""
+    return Judgement(failures=judge_output(output, thresholds), unproven=doubt_output(output, thresholds))
+
+
 def judge_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...]:
     """Returns every reason why the figures of an output do not reach the thresholds, one line each."""
     name = f"output '{output.name}'"
@@ -160,7 +166,7 @@ def judge_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...
     # No reading accepts it, and for one of them it is no chance.
     missed = [each.is_below(least) for each, least in limits if each.share < least - 1e-12]
     if len(missed) == len(limits) and any(missed):
-        judged.extend(f"{name} has {_describe(each, least)}" for each, least in limits)
+        judged.append(f"{name} has {'; '.join(_describe(*each) for each in limits)}")
     if not judged and output.elements != 0 and output.cosine is None and output.exact_match is None:
         judged.append(f"{name} was not measured")
     if judged and output.suspect:

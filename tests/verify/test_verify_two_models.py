@@ -1,0 +1,61 @@
+"""Two models are held against each other by what their outputs are for, as a bundle is held against the float model."""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+from bundle_models import make_contents, make_samples, save_graph
+from onnx import TensorProto, helper, numpy_helper
+
+from edgekit.bundle.folder import write_bundle
+from edgekit.data.samples import Samples
+from edgekit.model.model import Model
+from edgekit.model.outputs import Reading
+from edgekit.report.text import list_comparison_remarks
+from edgekit.tune.race import hold_outputs
+from edgekit.verify.two_models import compare_models
+
+WEIGHT = np.random.default_rng(1).normal(size=(8, 5)).astype(np.float32)
+
+
+def save_softmax(weight: npt.NDArray[np.float32], path: Path) -> Model:
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["xw"], name="mul"),
+        helper.make_node("Softmax", ["xw"], ["y"], name="softmax", axis=1),
+    ]
+    given, made = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, size]) for name, size in (("x", 8), ("y", 5))
+    )
+    graph = helper.make_graph(nodes, "classifier", [given], [made], [numpy_helper.from_array(weight, "w")])
+    return save_graph(graph, path)
+
+
+def test_two_classes_exchanged_fail_without_any_limit_and_sharper_ones_pass(tmp_path: Path) -> None:
+    first = save_softmax(WEIGHT, tmp_path / "first.onnx")
+    sharper = compare_models(first, save_softmax(3 * WEIGHT, tmp_path / "sharper.onnx"), make_samples(64))
+    assert sharper.judge(None) == "pass"
+    assert sharper.judge(30.0) == "fail"
+    exchanged = compare_models(
+        first, save_softmax(WEIGHT[:, [1, 0, 2, 3, 4]], tmp_path / "other.onnx"), make_samples(64)
+    )
+    assert exchanged.judge(None) == "fail"
+    assert next(list_comparison_remarks(exchanged)).startswith("output 'y' has top-1 agreement 0.")
+
+
+def test_a_setting_is_tuned_by_what_the_outputs_of_a_bundle_are_for(tmp_path: Path) -> None:
+    readings = {"y": Reading(kind="classes", axis=1)}
+    bundle = write_bundle(msgspec.structs.replace(make_contents(tmp_path), readings=readings), tmp_path / "read")
+    limits = bundle.manifest.thresholds
+    rows = [{"y": row} for row in np.random.default_rng(2).normal(size=(16, 1, 5)).astype(np.float32)]
+
+    def give(factor: float) -> Samples:
+        return Samples(source="t", count=16, read=lambda: ({"y": np.float32(factor) * row["y"]} for row in rows))
+
+    ratio, fault = hold_outputs(give(1), give(3), limits, bundle)
+    assert ratio == pytest.approx(-6.0, abs=0.1)
+    assert fault is None
+    for factor, kept in ((3.0, None), (-1.0, bundle)):
+        _, fault = hold_outputs(give(1), give(factor), limits, kept)
+        assert fault is not None
