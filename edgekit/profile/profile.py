@@ -9,8 +9,8 @@ import msgspec
 from edgekit._files import work_folder
 from edgekit.bench.blocks import Effort, compare_on
 from edgekit.bench.latency import Ratio
-from edgekit.bench.subject import Opening, Subject, open_subject
-from edgekit.devices.device import Device, find_present
+from edgekit.bench.subject import Opening, open_subject
+from edgekit.devices.device import find_present
 from edgekit.devices.parallel import run_each
 from edgekit.devices.register import DeviceChoice, choose_devices
 from edgekit.profile.causes import Side, find_causes, make_contest, pair_layers
@@ -55,7 +55,9 @@ def profile_on(
         ratio = None
         if other is not None and present:
             found = (found[0], profile_subject(other, present[0], watching, tell))
-            ratio = _compare_times(subject, other, present[0], watching, tell)
+            seconds = min(watching.limit_s, Effort().seconds)
+            effort = Effort(runs=watching.runs, seconds=seconds, threads=watching.threads)
+            ratio = compare_on(subject, other, present[0], effort, tell).ratio
     report = ProfileReport(
         profiles=tuple(one.profile for one in found),
         comparison=_compare(found, ratio) if len(found) == 2 else None,
@@ -63,11 +65,6 @@ def profile_on(
         notes=subject.notes,
     )
     return ProfileRun(report=report, profiled=found)
-
-
-def _compare_times(a: Subject, b: Subject, device: Device, watching: Watching, progress: Progress) -> Ratio | None:
-    effort = Effort(runs=watching.runs, seconds=min(watching.limit_s, Effort().seconds), threads=watching.threads)
-    return compare_on(a, b, device, effort, progress).ratio
 
 
 def _compare(found: Sequence[Profiled], ratio: Ratio | None) -> ProfileComparison | None:

@@ -39,7 +39,11 @@ def attribute_loss(
     as the step "convert". What models gave before is `known`, to which the rest is added. The figures are those of the
     output that lost most. A report without a measured run is returned as it is.
     """
-    run = min((run for run in report.runs if _worst_output(run)), key=_rank, default=None)
+    run = min(
+        (run for run in report.runs if _worst_output(run)),
+        key=lambda run: list(Evidence).index(run.evidence),
+        default=None,
+    )
     if run is None:
         return report
     question = _ask(bundle, run)
@@ -117,10 +121,6 @@ def share_loss(steps: Sequence[AttributionStep], accuracy: float | None = None) 
         empty = msgspec.structs.replace(step, noise_share=None, top1_loss=None, accuracy_loss=None)
         shared.append(msgspec.structs.replace(empty, **changes))
     return tuple(shared)
-
-
-def _rank(run: RunReport) -> int:
-    return list(Evidence).index(run.evidence)
 
 
 def _worst_output(run: RunReport) -> OutputReport | None:

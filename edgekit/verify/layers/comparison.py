@@ -70,7 +70,9 @@ class IsolatedLayers(msgspec.Struct, frozen=True, kw_only=True):
                 ISOLATED_PREFIX + item.tensor: plain[item.in_a].astype(wanted[item.in_a].dtype) for item in self.matched
             }
             reference = self.scale(self.of_a.run({**adapt_sample(sample, self.models[0]), **feed}))
-        feed = {ISOLATED_PREFIX + item.tensor: _cast(values[item.tensor], found[item.in_b]) for item in self.matched}
+        with np.errstate(over="ignore"):
+            feed = {ISOLATED_PREFIX + item.tensor: values[item.tensor].astype(found[item.in_b].dtype)
+                    for item in self.matched}  # fmt: skip
         return reference, self.of_b.run({**adapt_sample(sample, self.models[1]), **feed})
 
     def _round(self, item: MatchedTensor, value: Array) -> Array:
@@ -95,11 +97,6 @@ def isolate_layers(
         of_a = open_isolated(models[0], mirrored, {item.tensor: values[0][item.in_a].dtype for item in matched})
     of_b = open_isolated(models[1], matched, {item.tensor: values[1][item.in_b].dtype for item in matched})
     return IsolatedLayers(models=models, matched=matched, grids=told[0], scaling=told[1], of_a=of_a, of_b=of_b)
-
-
-def _cast(wanted: Array, found: Array) -> Array:
-    with np.errstate(over="ignore"):
-        return wanted.astype(found.dtype)
 
 
 _FAR_CHANNEL: Mapping[Arithmetic, float] = {"float": 0.5, "half": 1.0, "int8": 2.5, "int4": 16.0}

@@ -205,8 +205,6 @@ def _measure(search: _Search, begin: int, end: int) -> float:
         for name, value in wanted.items():
             if value.dtype.kind == "f":
                 errors.setdefault(name, []).append(measure_errors(*settle_infinities(value, found[name])))
-    return min((_judge(each) for each in errors.values()), default=math.inf)
-
-
-def _judge(errors: Sequence[SampleErrors]) -> float:
-    return -math.inf if any(error.non_finite for error in errors) else sqnr_db(errors)
+    if any(error.non_finite for each in errors.values() for error in each):
+        return -math.inf
+    return min(map(sqnr_db, errors.values()), default=math.inf)

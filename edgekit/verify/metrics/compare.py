@@ -22,12 +22,8 @@ _BLOCK_BYTES, _BLOCK_SAMPLES = 1 << 18, 256
 that memory does not grow with their number."""
 
 
-class _Pair(msgspec.Struct, frozen=True, kw_only=True):
-    """A sample of the reference, and what came back for it, None where nothing did."""
-
-    index: int
-    wanted: Tensors
-    found: Tensors | None
+_Row = tuple[int, Tensors, Tensors | None]
+"""The place of a sample, the reference, and what came back for it, None where nothing did."""
 
 
 class _Measured(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,8 +32,8 @@ class _Measured(msgspec.Struct, frozen=True, kw_only=True):
     `shapes` are those of both sides, the second None where nothing came back.
     """
 
-    errors: SampleErrors | None
-    mismatch: str | None
+    errors: SampleErrors | None = None
+    mismatch: str | None = None
     shapes: tuple[tuple[int, ...], tuple[int, ...] | None]
     answers: Answers | None = None
 
@@ -56,7 +52,7 @@ def compare_outputs(
     measured: dict[str, list[_Measured]] = {}
     troubles: list[str] = []
     for block in _stack_blocks(_pair(reference, got, troubles)):
-        for name in dict.fromkeys(name for pair in block for name in pair.wanted):
+        for name in dict.fromkeys(name for _, wanted, _ in block for name in wanted):
             measured.setdefault(name, []).extend(_measure(name, block))
     trouble = troubles[0] if troubles else None
     reports = tuple(_report(name, rows, trouble) for name, rows in measured.items())
@@ -96,12 +92,12 @@ def mark_reordered(
     )
 
 
-def _pair(reference: Samples, got: Samples, troubles: list[str]) -> Iterator[_Pair]:
+def _pair(reference: Samples, got: Samples, troubles: list[str]) -> Iterator[_Row]:
     """Yields each reference with what came back for it, up to the first that lacks one; says why in `troubles`."""
     others = iter(got)
     for index, wanted in enumerate(reference):
         found = _take(others, troubles)
-        yield _Pair(index=index, wanted=wanted, found=found)
+        yield index, wanted, found
         if found is None:
             troubles.append(f"came back for {index} of {reference.count} samples")
             return
@@ -109,13 +105,13 @@ def _pair(reference: Samples, got: Samples, troubles: list[str]) -> Iterator[_Pa
         troubles.append(f"came back for more than {reference.count} samples")
 
 
-def _stack_blocks(pairs: Iterator[_Pair]) -> Iterator[list[_Pair]]:
-    """Yields the pairs in blocks that are measured at once; large ones come singly."""
-    block: list[_Pair] = []
+def _stack_blocks(rows: Iterator[_Row]) -> Iterator[list[_Row]]:
+    """Yields the rows in blocks that are measured at once; large ones come singly."""
+    block: list[_Row] = []
     size_bytes = 0
-    for pair in pairs:
-        block.append(pair)
-        size_bytes += sum(value.nbytes for value in pair.wanted.values())
+    for row in rows:
+        block.append(row)
+        size_bytes += sum(value.nbytes for value in row[1].values())
         if size_bytes >= _BLOCK_BYTES or len(block) >= _BLOCK_SAMPLES:
             yield block
             block, size_bytes = [], 0
@@ -131,41 +127,20 @@ def _take(others: Iterator[Tensors], troubles: list[str]) -> Tensors | None:
         return None
 
 
-def _measure(name: str, block: Sequence[_Pair]) -> Iterator[_Measured]:
-    """Yields what is found of one output in each sample of a block."""
-    came = [pair for pair in block if name in pair.wanted and pair.found is not None]
-    for form, group in itertools.groupby(came, lambda pair: _find_form(name, pair)):
-        pairs = list(group)
+def _measure(name: str, block: Sequence[_Row]) -> Iterator[_Measured]:
+    """Yields what is found of one output in each sample of a block; those of one shape are measured at once."""
+    came = [(one[name], two.get(name), index) for index, one, two in block if name in one and two is not None]
+    for form, group in itertools.groupby(came, lambda row: _find_mismatch(*row) or (row[0].shape, row[0].dtype.str)):
+        sides = list(group)
         if isinstance(form, str):
-            yield from (_describe_mismatch(name, pair) for pair in pairs)
-        else:
-            yield from _measure_alike(*_stack(name, pairs))
-
-
-def _find_form(name: str, pair: _Pair) -> tuple[tuple[int, ...], str] | str:
-    """Returns the shape and type of what can be compared, or why it cannot be."""
-    wanted = pair.wanted[name]
-    return _find_mismatch(wanted, (pair.found or {}).get(name), pair.index) or (wanted.shape, wanted.dtype.str)
-
-
-def _describe_mismatch(name: str, pair: _Pair) -> _Measured:
-    wanted, found = pair.wanted[name], (pair.found or {}).get(name)
-    return _Measured(
-        errors=None,
-        mismatch=_find_mismatch(wanted, found, pair.index),
-        shapes=(wanted.shape, None if found is None else found.shape),
-    )
-
-
-def _stack(name: str, pairs: Sequence[_Pair]) -> tuple[Array, Array]:
-    return np.stack([pair.wanted[name] for pair in pairs]), np.stack([(pair.found or {})[name] for pair in pairs])
-
-
-def _measure_alike(wanted: Array, found: Array) -> Iterator[_Measured]:
-    """Yields what is found of samples of one shape and type."""
-    shape, errors = wanted.shape[1:], metrics.measure_samples(wanted, found)
-    for sample, answer in zip(errors, find_answers(wanted, found, errors), strict=True):
-        yield _Measured(errors=sample, mismatch=None, shapes=(shape, shape), answers=answer)
+            for one, two, _ in sides:
+                yield _Measured(mismatch=form, shapes=(one.shape, None if two is None else two.shape))
+            continue
+        wanted = np.stack([one for one, _, _ in sides])
+        found = np.stack([two for _, two, _ in sides if two is not None])
+        errors = metrics.measure_samples(wanted, found)
+        for sample, answers in zip(errors, find_answers(wanted, found, errors), strict=True):
+            yield _Measured(errors=sample, shapes=(form[0], form[0]), answers=answers)
 
 
 def _find_mismatch(wanted: Array, found: Array | None, index: int) -> str | None:
