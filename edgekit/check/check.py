@@ -10,9 +10,8 @@ from edgekit.check.macs import choose_sizes, count_bytes, count_macs, count_open
 from edgekit.check.placement import Placement, place_units
 from edgekit.check.propagation import propagate_quantization
 from edgekit.check.report import CheckedNode, CheckReport
-from edgekit.check.rules.kinds import Forms, Rule
-from edgekit.check.rules.rulebook import Op, RuleBook, derive_settings, load_rules
-from edgekit.check.rules.rules import Subject, judge_rule
+from edgekit.check.rules.rulebook import Op, Rule, RuleBook, derive_settings, load_rules
+from edgekit.check.rules.rules import Forms, Subject
 from edgekit.check.rules.units import SELECTORS, Selector, Unit, group_units
 from edgekit.evidence import Evidence
 from edgekit.graph.graph import Graph, Node, view_model
@@ -116,7 +115,7 @@ class _Judge(msgspec.Struct, frozen=True, kw_only=True):
         found = [Refusal(reason=why, fatal=alone) for why in _version_reasons(ops, book, unit)]
         subject = Subject(graph=graph, unit=unit, settings=self.settings)
         for rule in self._list_rules(ops):
-            reason = None if rule.soft else judge_rule(rule, subject)
+            reason = None if rule.soft else rule.refuse(subject)
             if reason:
                 found.append(Refusal(reason=reason, fatal=rule.fatal or alone, crashes=rule.crashes))
         return tuple({refusal.reason: refusal for refusal in found}.values())
@@ -125,7 +124,7 @@ class _Judge(msgspec.Struct, frozen=True, kw_only=True):
         """Returns how a unit that is taken runs, where that is not in integers or not in its own type."""
         subject = Subject(graph=graph, unit=unit, settings=self.settings)
         rules = [rule for rule in self._list_rules(self._find_ops(unit.node)) if rule.soft]
-        found = (judge_rule(rule, subject) for rule in rules)
+        found = (rule.refuse(subject) for rule in rules)
         return tuple(dict.fromkeys(remark for remark in found if remark))
 
     def _find_ops(self, node: Node) -> list[Op]:
@@ -149,7 +148,7 @@ class _Judge(msgspec.Struct, frozen=True, kw_only=True):
         """Returns why the session may fail although the provider claims the unit, or since it claims it late."""
         subject = Subject(graph=graph, unit=unit, settings=self.settings)
         rules = self.book.provider.risks if taken else self.book.provider.late_risks
-        found = [judge_rule(rule, subject) for rule in rules]
+        found = [rule.refuse(subject) for rule in rules]
         if taken and self._is_unknown(node := unit.node):
             name, ort = self.book.provider.name, self.book.provider.ort
             found.append(

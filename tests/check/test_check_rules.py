@@ -9,18 +9,20 @@ import pytest
 from check_models import check_text, why_not
 from onnx import parser
 
-from edgekit.check.rules.kinds import Forms, Never, Rule, When
-from edgekit.check.rules.rules import JUDGES, Subject, judge_rule, meets
+from edgekit.check.rules.rulebook import Rule
+from edgekit.check.rules.rules import BaseRule, Forms, Never, Subject, When
 from edgekit.check.rules.units import group_units
 from edgekit.graph.graph import infer_graph
 
 CASES: list[dict[str, str]] = tomllib.loads((Path(__file__).parent / "rule_cases.toml").read_text())["case"]
 
 
-def test_every_kind_has_a_judge() -> None:
+def test_a_file_may_name_every_kind() -> None:
     kinds = msgspec.inspect.type_info(Rule)
     assert isinstance(kinds, msgspec.inspect.UnionType)
-    assert {kind.cls for kind in kinds.types if isinstance(kind, msgspec.inspect.StructType)} == set(JUDGES)
+    assert {kind.cls for kind in kinds.types if isinstance(kind, msgspec.inspect.StructType)} == set(
+        BaseRule.__subclasses__()
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['target']}: {case['reason']}")
@@ -108,16 +110,16 @@ def subject_of(op: str) -> Subject:
 )
 def test_a_condition_holds_where_each_of_its_fields_does(condition: dict[str, Any], holds: bool) -> None:
     subject = subject_of("Conv")
-    assert meets(When(**condition), subject) is holds
+    assert When(**condition).holds(subject) is holds
     rule = Never(text="not here", note="a note", when=When(**condition))
-    assert judge_rule(rule, subject) == ("not here (a note)" if holds else None)
+    assert rule.refuse(subject) == ("not here (a note)" if holds else None)
 
 
 def test_one_element_is_single_and_a_parameter_that_is_no_number_counts_as_0() -> None:
-    assert meets(When(single=(1,)), subject_of("Add"))
-    assert not meets(When(single=(0, 1)), subject_of("Add"))
-    assert not meets(When(single=(1,)), subject_of("Mul"))  # of rank 0
-    assert not meets(When(single=(1,)), subject_of("Sub"))  # of a shape that nobody knows
+    assert When(single=(1,)).holds(subject_of("Add"))
+    assert not When(single=(0, 1)).holds(subject_of("Add"))
+    assert not When(single=(1,)).holds(subject_of("Mul"))  # of rank 0
+    assert not When(single=(1,)).holds(subject_of("Sub"))  # of a shape that nobody knows
     assert (subject_of("Add").number("level"), subject_of("Add").number("kind")) == (29, 0)
-    assert judge_rule(Never(text="not here"), subject_of("Add")) == "not here"
-    assert judge_rule(Forms(allowed=("float32",), note="a note"), subject_of("Add")) is None
+    assert Never(text="not here").refuse(subject_of("Add")) == "not here"
+    assert Forms(allowed=("float32",), note="a note").refuse(subject_of("Add")) is None

@@ -1,1 +1,1 @@
-"""The kinds of limit a target's rules.toml may name, one function a kind."""
+"""The kinds of limit that a target's rules.toml may name, one class a kind."""

@@ -1,13 +1,55 @@
 """The rules of a target as `targets/<name>/rules.toml` holds them, decoded strictly.
 
-The kinds of rule are in `edgekit/check/rules/kinds.py`.
+The kinds of rule are in `rules.py` and `operators.py` beside it.
 """
 
 from typing import Literal
 
 import msgspec
 
-from edgekit.check.rules.kinds import Rule
+from edgekit.check.rules.operators import (
+    AxisLast,
+    Bounds,
+    ConvKernel,
+    GemmBias,
+    GroupedDilation,
+    MatMulRanks,
+    PadReach,
+    ReshapeTarget,
+    ResizeScales,
+    SlopeShape,
+    SplitSizes,
+)  # fmt: skip
+from edgekit.check.rules.rules import (
+    Attribute,
+    Between,
+    Computed,
+    Constant,
+    Count,
+    DimLimit,
+    Dtype,
+    EqualEntries,
+    FiniteScale,
+    Forms,
+    GraphEdge,
+    Inline,
+    Internal,
+    KnownShape,
+    Length,
+    Mirrored,
+    Never,
+    NonZero,
+    Quantized,
+    QuantizedOutput,
+    Rank,
+    Readers,
+    SameDtype,
+    SameQuantization,
+    Setting,
+    Static,
+    Traced,
+    Values,
+)  # fmt: skip
 from edgekit.check.rules.units import Selector
 from edgekit.errors import TargetError
 from edgekit.plain import read_toml
@@ -16,6 +58,16 @@ from edgekit.target import Target
 
 class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pass
+
+
+Rule = (
+    Never | Forms | Dtype | SameDtype | Rank | Static | KnownShape | NonZero | DimLimit | Constant | Computed
+    | Internal | Traced | Inline | Attribute | Length | EqualEntries | Mirrored | Count | Values | Setting | Bounds
+    | Quantized | SameQuantization | QuantizedOutput | FiniteScale | GroupedDilation | GraphEdge | Between | Readers
+    | GemmBias | MatMulRanks | ReshapeTarget | SplitSizes | ResizeScales | SlopeShape | ConvKernel | PadReach
+    | AxisLast
+)  # fmt: skip
+"""Every kind of rule that `rules.toml` may name."""
 
 
 class Provider(_Strict, frozen=True, kw_only=True):

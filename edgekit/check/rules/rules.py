@@ -1,19 +1,22 @@
-"""What each kind of rule means: one function a kind, which returns a reason to refuse a node, or nothing.
+"""The kinds of rule, as `targets/<name>/rules.toml` spells them, and what each refuses.
 
-The kinds themselves, as `targets/<name>/rules.toml` spells them, stand in `kinds.py`; `JUDGES` maps each to its
-function.
+A rule is one line of data with a `kind`, and `refuse` tells why a unit does not meet it. Without `when` it holds for
+every unit of its operator. Rules that know what a certain operator means are in `operators.py`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal, cast
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal, cast
 
 import msgspec
 import numpy as np
 
-from edgekit.check.rules import kinds
-from edgekit.check.rules.units import Operand, Unit, clip_bounds, read_parameters
+from edgekit.check.rules.units import Operand, Unit, read_parameters
 from edgekit.graph.graph import Graph, Node, Shape
 from edgekit.model.tensors import Array
+
+Scalar = bool | int | float | str
+Entry = Scalar | tuple[Scalar, ...]
+Side = Literal["inputs", "outputs"]
 
 
 class Subject(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,14 +39,563 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the shape of an input, None if it is absent or its rank unknown."""
         return self.unit.inputs[position].shape if self.unit.has_input(position) else None
 
+    def operands(self, at: tuple[int, ...] = (), of: Side = "inputs") -> Iterator[tuple[str, Operand]]:
+        """Yields the inputs or outputs at these positions that are present, with what to call each.
 
-def choose_operands(
-    unit: Unit, at: tuple[int, ...], of: Literal["inputs", "outputs"] = "inputs"
-) -> Iterator[tuple[int, Operand]]:
-    """Yields the inputs or outputs at these positions that are present; no position means all of them."""
-    for position, operand in enumerate(unit.inputs if of == "inputs" else unit.outputs):
-        if operand.name and (not at or position in at):
-            yield position, operand
+        No position means all of them.
+        """
+        for position, operand in enumerate(self.unit.inputs if of == "inputs" else self.unit.outputs):
+            if operand.name and (not at or position in at):
+                yield f"{of[:-1]} {position}", operand
+
+
+class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class When(_Strict, frozen=True, kw_only=True):
+    """The condition of a rule: every field given must hold.
+
+    `settings`, `below` and `at_least` look at the target's parameters and at `ort_minor`, the 31 of ORT 1.31;
+    `attribute` at the node's attributes (an absent one meets only `attribute_absent`), `dtypes` and `ranks` at inputs
+    by position, `single` at inputs that hold one element, `since` at its version, `fed_by` at
+    the operators of which one makes an input, `leaves` at whether an output is one of the graph.
+    """
+
+    settings: dict[str, tuple[str, ...]] = {}
+    below: dict[str, int] = {}
+    at_least: dict[str, int] = {}
+    forms: tuple[str, ...] = ()
+    quantized: bool | None = None
+    attribute: dict[str, tuple[Entry, ...]] = {}
+    attribute_absent: tuple[str, ...] = ()
+    dtypes: dict[str, tuple[str, ...]] = {}
+    ranks: dict[str, tuple[int, ...]] = {}
+    single: tuple[int, ...] = ()
+    present: tuple[int, ...] = ()
+    absent: tuple[int, ...] = ()
+    inputs_min: int = 0
+    since_min: int = 0
+    since_max: int = 10_000
+    ops: tuple[str, ...] = ()
+    except_ops: tuple[str, ...] = ()
+    fed_by: tuple[str, ...] = ()
+    leaves: bool | None = None
+
+    def holds(self, subject: Subject) -> bool:
+        """Returns True if every field of the condition holds for the unit."""
+        unit, node = subject.unit, subject.unit.node
+        return (
+            node.op_type not in self.except_ops
+            and (not self.ops or node.op_type in self.ops)
+            and self.since_min <= node.since <= self.since_max
+            and (not self.forms or unit.form in self.forms)
+            and all(node.attributes.get(name) in allowed for name, allowed in self.attribute.items())
+            and not any(name in node.attributes for name in self.attribute_absent)
+            and all(subject.settings.get(name) in allowed for name, allowed in self.settings.items())
+            and all(subject.number(name) < limit for name, limit in self.below.items())
+            and all(subject.number(name) >= limit for name, limit in self.at_least.items())
+            and self._fits_operands(subject)
+        )
+
+    def _fits_operands(self, subject: Subject) -> bool:
+        unit, producers = subject.unit, subject.graph.producers
+        makers = [producers[operand.name].op_type for operand in unit.inputs if operand.name in producers]
+        return (
+            self.quantized in {None, any(operand.is_quantized for operand in unit.inputs)}
+            and len(unit.inputs) >= self.inputs_min
+            and all(unit.has_input(at) for at in self.present)
+            and not any(unit.has_input(at) for at in self.absent)
+            and all(unit.dtype_of(int(at)) in dtypes for at, dtypes in self.dtypes.items())
+            and all(unit.rank_of(int(at)) in ranks for at, ranks in self.ranks.items())
+            # An unknown shape, and one of rank 0, is not known to be a single element: (0,) never equals {1}.
+            and all(unit.has_input(at) and set(unit.inputs[at].shape or (0,)) == {1} for at in self.single)
+            and (not self.fed_by or any(op in self.fed_by for op in makers))
+            and self.leaves in {None, any(operand.name in subject.graph.outputs for operand in unit.outputs)}
+        )
+
+
+class BaseRule(_Strict, frozen=True, kw_only=True, tag_field="kind"):
+    """Fields of every rule: `note` is added to the reason; `fatal` means that the session cannot be made at all.
+
+    A `fatal` rule counts where no other rule leaves the node to the CPU. One that `crashes` ends the process while the
+    provider looks at the node: rules listed after it are never reached. A `soft` rule refuses nothing: the node is
+    taken, and the reason says how it runs, otherwise than in integers.
+    """
+
+    when: When = When()
+    note: str = ""
+    fatal: bool = False
+    crashes: bool = False
+    soft: bool = False
+
+    def refuse(self, subject: Subject) -> str | None:
+        """Returns why the rule refuses the unit, or None if it does not, or if its condition does not hold."""
+        reason = next(self._reasons(subject), None) if self.when.holds(subject) else None
+        return f"{reason} ({self.note})" if reason and self.note else reason
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        """Yields why the unit is not what the rule asks for, whatever its condition says; the first counts."""
+        raise NotImplementedError
+
+
+class Never(BaseRule, frozen=True, kw_only=True, tag="never"):
+    """Refuses whatever meets the condition; `text` is the reason."""
+
+    text: str
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:  # noqa: ARG002 - as every rule
+        yield self.text
+
+
+class Forms(BaseRule, frozen=True, kw_only=True, tag="forms"):
+    """The element types it computes in: those allowed, or all but those refused."""
+
+    allowed: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        form = subject.unit.form
+        dtype = form.removeprefix("qdq-")
+        quantized = [name.removeprefix("qdq-") for name in self.allowed if name.startswith("qdq-")]
+        if form not in self.refused and (not self.allowed or form in self.allowed):
+            return
+        if form == "unknown":
+            yield "the element type of its input is unknown"
+        elif form == dtype:
+            plain = [name for name in self.allowed if not name.startswith("qdq-")]
+            yield f"its input is {dtype}" + (f"; only {join(plain)} is taken" if plain else ", which is not taken")
+        elif quantized or not self.allowed:
+            yield f"activations are {dtype}" + (f"; quantized, only {join(quantized)} is taken" if quantized else "")
+        else:
+            yield f"it is quantized ({dtype}) and there is no quantized form of it"
+
+
+class Dtype(BaseRule, frozen=True, kw_only=True, tag="dtype"):
+    """Element types of inputs or outputs by position; an absent one passes."""
+
+    of: Side = "inputs"
+    at: tuple[int, ...]
+    allowed: tuple[str, ...]
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        for what, operand in subject.operands(self.at, self.of):
+            if operand.dtype not in self.allowed:
+                yield f"{what} is {operand.dtype or 'of unknown type'}; only {join(self.allowed)} is taken"
+
+
+class SameDtype(BaseRule, frozen=True, kw_only=True, tag="same_dtype"):
+    """Inputs that must share one element type."""
+
+    at: tuple[int, ...]
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        found = sorted({str(operand.dtype) for _, operand in subject.operands(self.at)})
+        if len(found) > 1:
+            yield f"its inputs have different types: {join(found)}"
+
+
+class Rank(BaseRule, frozen=True, kw_only=True, tag="rank"):
+    """Ranks of inputs or outputs by position; no position means all.
+
+    A node inside a chain of the operators in `unless_chain`, one after the other, passes: the provider fuses it.
+    """
+
+    of: Side = "inputs"
+    at: tuple[int, ...] = ()
+    min: int = 0
+    max: int = 100
+    allowed: tuple[int, ...] = ()
+    unless_chain: tuple[str, ...] = ()
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        for what, operand in subject.operands(self.at, self.of):
+            rank = None if operand.shape is None else len(operand.shape)
+            if rank is not None and self.min <= rank <= self.max and (not self.allowed or rank in self.allowed):
+                continue
+            if is_in_chain(subject.graph, subject.unit.node, self.unless_chain):
+                return
+            if rank is None:
+                yield f"the rank of {what} is unknown"
+            elif self.allowed and rank not in self.allowed:
+                yield f"rank {rank} of {what} is not {' or '.join(map(str, self.allowed))}"
+            else:
+                yield f"rank {rank} of {what} is {f'above {self.max}' if rank > self.max else f'below {self.min}'}"
+
+
+class Static(BaseRule, frozen=True, kw_only=True, tag="static"):
+    """Dimensions that must be known: those listed, counted from the end if negative, or all; no position means all."""
+
+    of: Side = "inputs"
+    at: tuple[int, ...] = ()
+    dims: tuple[int, ...] = ()
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        for what, operand in subject.operands(self.at, self.of):
+            if operand.shape is None:
+                yield f"the shape of {what} is unknown"
+                return
+            rank = len(operand.shape)
+            for dim in self.dims or range(rank):
+                if -rank <= dim < rank and operand.shape[dim] is None:
+                    yield f"dimension {dim % rank} of {what} is dynamic"
+
+
+class KnownShape(BaseRule, frozen=True, kw_only=True, tag="known_shape"):
+    """Inputs whose rank must be known; no position means all."""
+
+    at: tuple[int, ...] = ()
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        for what, operand in subject.operands(self.at):
+            if operand.shape is None:
+                yield f"the shape of {what} is unknown"
+
+
+class NonZero(BaseRule, frozen=True, kw_only=True, tag="nonzero"):
+    """Inputs or outputs that must have no dimension of 0; no position means all."""
+
+    of: Side = "inputs"
+    at: tuple[int, ...] = ()
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        for what, operand in subject.operands(self.at, self.of):
+            if 0 in (operand.shape or ()):
+                yield f"{what} has a dimension of 0"
+
+
+class DimLimit(BaseRule, frozen=True, kw_only=True, tag="dim_limit"):
+    """The largest dimension of inputs and, if asked for, outputs."""
+
+    at: tuple[int, ...]
+    outputs: bool = False
+    max: int
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        for what, operand in (*subject.operands(self.at), *(subject.operands((), "outputs") if self.outputs else ())):
+            largest = max((dim or 0 for dim in operand.shape or ()), default=0)
+            if largest > self.max:
+                yield f"a dimension of {what} is {largest}, above {self.max}"
+
+
+class Constant(BaseRule, frozen=True, kw_only=True, tag="constant"):
+    """Inputs that must be constants when present; `required` refuses a missing one too.
+
+    `through_dq` and `through_cast` look through such a node: a session folds the Cast of a constant before it asks the
+    provider, and QNN takes the DQ of a quantized constant with it.
+    """
+
+    at: tuple[int, ...]
+    required: bool = False
+    through_dq: bool = False
+    through_cast: bool = False
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        unit, graph = subject.unit, subject.graph
+        through = {"DequantizeLinear": self.through_dq, "Cast": self.through_cast}
+        for at in self.at:
+            if not unit.has_input(at):
+                if self.required:
+                    yield f"input {at} is missing"
+                continue
+            name = unit.inputs[at].name
+            maker = graph.producers.get(name)
+            if maker is not None and through.get(maker.op_type):
+                name = maker.input[0]
+            if name not in graph.constants:
+                yield f"input {at} is computed; it must be a constant"
+
+
+class Computed(BaseRule, frozen=True, kw_only=True, tag="computed"):
+    """Inputs that must not be constants."""
+
+    at: tuple[int, ...]
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        for what, operand in subject.operands(self.at):
+            if operand.name in subject.graph.constants:
+                yield f"{what} is a constant; it must be computed"
+
+
+class Inline(BaseRule, frozen=True, kw_only=True, tag="inline"):
+    """Constants that must lie in the model file itself, as NNAPI wants them."""
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        for operand in (*subject.unit.inputs, *subject.unit.outputs):
+            for name in (operand.name, operand.scale, operand.zero_point):
+                if name and subject.graph.is_external(name):
+                    yield f"constant '{name}' lies in an external file"
+
+
+class Count(BaseRule, frozen=True, kw_only=True, tag="count"):
+    """How many inputs or outputs are present."""
+
+    of: Side
+    min: int = 0
+    max: int = 10_000
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        found = len(list(subject.operands((), self.of)))
+        if found > self.max:
+            yield f"it has {found} {self.of}; at most {self.max} can be taken"
+        if found < self.min:
+            yield f"it has {found} {self.of}; at least {self.min} are needed"
+
+
+class Values(BaseRule, frozen=True, kw_only=True, tag="values"):
+    """Bounds of the entries of a constant input, and of how many there are."""
+
+    at: int
+    min: float = float("-inf")
+    max: float = float("inf")
+    max_length: int = 1_000_000
+    min_length: int = 0
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        array = subject.array(self.at)
+        if array is not None and not self.min_length <= array.size <= self.max_length:
+            yield f"input {self.at} has {array.size} entries; {self.min_length} to {self.max_length} are taken"
+        for entry in array.reshape(-1).tolist() if array is not None else ():
+            if not self.min <= entry <= self.max:
+                yield f"input {self.at} holds {entry}, outside {self.min:g} to {self.max:g}"
+
+
+class Attribute(BaseRule, frozen=True, kw_only=True, tag="attribute"):
+    """The values an attribute may have, `default` being what its absence means; `absent` allows none at all."""
+
+    name: str
+    default: Entry | None = None
+    allowed: tuple[Entry, ...] = ()
+    refused: tuple[Entry, ...] = ()
+    absent: bool = False
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        value = subject.unit.node.attributes.get(self.name, self.default)
+        if value is None:
+            return
+        if self.absent:
+            yield f"attribute '{self.name}' is not taken"
+        elif value in self.refused or (self.allowed and value not in self.allowed):
+            wanted = f"; it must be {' or '.join(map(_show, self.allowed))}" if self.allowed else ", which is not taken"
+            yield f"attribute '{self.name}' is {_show(value)}{wanted}"
+
+
+class Length(BaseRule, frozen=True, kw_only=True, tag="length"):
+    """How many entries a list attribute has; an absent one counts as `default`."""
+
+    name: str
+    equals: int
+    default: int
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        value = subject.unit.node.entries(self.name)
+        found = self.default if value is None else len(value)
+        if found != self.equals:
+            yield f"attribute '{self.name}' has {found} entries; it must have {self.equals}"
+
+
+class EqualEntries(BaseRule, frozen=True, kw_only=True, tag="equal_entries"):
+    """All entries of a list attribute are equal, and equal to `value` if there is one."""
+
+    name: str
+    value: int | None = None
+    required: bool = False
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        value = subject.unit.node.entries(self.name)
+        if value is None and self.required:
+            yield f"attribute '{self.name}' is missing"
+        if value and set(value) - ({value[0]} if self.value is None else {self.value}):
+            yield f"attribute '{self.name}' is {_show(value)}; its entries must be equal"
+
+
+class Mirrored(BaseRule, frozen=True, kw_only=True, tag="mirrored"):
+    """The second half of a list attribute repeats the first, as pads do that are the same on both sides."""
+
+    name: str
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        value = subject.unit.node.entries(self.name) or ()
+        half = len(value) // 2
+        if value[:half] != value[half:]:
+            yield f"attribute '{self.name}' is {_show(value)}; its halves must be equal"
+
+
+class Setting(BaseRule, frozen=True, kw_only=True, tag="setting"):
+    """A parameter of the target that must be at least `min`, or one of `allowed`."""
+
+    name: str
+    min: int = 0
+    allowed: tuple[str, ...] = ()
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        found = subject.settings.get(self.name, "")
+        if self.allowed and found not in self.allowed:
+            yield f"it needs {self.name} {' or '.join(self.allowed)}, not {found}"
+        if not self.allowed and subject.number(self.name) < self.min:
+            yield f"it needs {self.name} {self.min} or newer, not {found}"
+
+
+class GraphEdge(BaseRule, frozen=True, kw_only=True, tag="graph_edge"):
+    """Refuses a Q that a graph input feeds and a DQ that makes a graph output.
+
+    QNN leaves them to the CPU with `offload_graph_io_quantization`, which it has on unless told otherwise
+    (targets/qnn/NOTES.md).
+    """
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        graph, node = subject.graph, subject.unit.node
+        if node.op_type == "QuantizeLinear" and node.input[0] not in graph.producers:
+            yield "it quantizes a graph input, which the provider leaves to the CPU"
+        if node.op_type == "DequantizeLinear" and node.output[0] in graph.outputs:
+            yield "it makes a graph output, which the provider leaves to the CPU"
+
+
+class Between(BaseRule, frozen=True, kw_only=True, tag="between"):
+    """Taken only as part of a pattern that the provider fuses: some producer and some consumer must be one of these.
+
+    Examples are Core ML's Cast after ArgMax and QNN's Erf inside Gelu: alone they have no builder.
+    """
+
+    pattern: str
+    producers: tuple[str, ...] = ()
+    consumers: tuple[str, ...] = ()
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        graph, node = subject.graph, subject.unit.node
+        before = {graph.producers[name].op_type for name in node.input if name in graph.producers}
+        after = {reader.op_type for name in node.output for reader in graph.consumers.get(name, ())}
+        for wanted, found in ((self.producers, before), (self.consumers, after)):
+            if wanted and found.isdisjoint(wanted):
+                yield f"{node.op_type} is taken only as part of {self.pattern}"
+
+
+class Readers(BaseRule, frozen=True, kw_only=True, tag="readers"):
+    """Refuses an output that several nodes read if one of them is `op` with these attributes.
+
+    Core ML fuses ArgMax with the Cast behind it, which cannot be if others read the indices (argmax_op_builder.cc).
+    """
+
+    op: str
+    attribute: dict[str, Entry] = {}
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        graph = subject.graph
+        readers = [reader for name in subject.unit.node.output for reader in graph.consumers.get(name, ())]
+        for reader in readers if len(readers) > 1 else ():
+            given = reader.attributes
+            if reader.op_type == self.op and all(given.get(name) == value for name, value in self.attribute.items()):
+                yield f"{self.op} '{reader.name}' reads its result, and so do others"
+
+
+class Internal(BaseRule, frozen=True, kw_only=True, tag="internal"):
+    """Inputs that an earlier node must produce, because the values' quantization is known only inside a partition."""
+
+    at: tuple[int, ...] = ()
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        for what, operand in subject.operands(self.at):
+            maker = subject.graph.producers.get(operand.name)
+            if maker is None or maker.op_type == "QuantizeLinear":
+                yield f"{what} is {operand.dtype}, and its quantization is not known inside the partition"
+
+
+class Traced(BaseRule, frozen=True, kw_only=True, tag="traced"):
+    """Quantized inputs must come from a Q or a graph input: a plain integer node in between loses the quantization.
+
+    `through` lists operators that do not, nor does one that leaves the shape as it is. In QNN an integer Reshape
+    between Q and DQ loses it, as was seen on three TFLite conversions (targets/qnn/NOTES.md).
+    """
+
+    at: tuple[int, ...] = (0,)
+    through: tuple[str, ...] = ()
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        graph = subject.graph
+        for what, operand in subject.operands(self.at):
+            maker = graph.producers.get(operand.name) if operand.is_quantized else None
+            if maker is None or maker.op_type in {"QuantizeLinear", *self.through}:
+                continue
+            if graph.value(maker.input[0]).shape != operand.shape:
+                yield f"{what} comes from {maker.op_type} on plain integers, which loses its quantization"
+
+
+class Quantized(BaseRule, frozen=True, kw_only=True, tag="quantized"):
+    """Quantization parameters of inputs or outputs by position: constant, per tensor or per channel, zero point.
+
+    `scalar` wants each scale and zero point as a scalar, and no list of one.
+    """
+
+    of: Side = "inputs"
+    at: tuple[int, ...]
+    per_channel: bool = False
+    scalar: bool = False
+    axis: int | None = None
+    zero_point: int | None = None
+    scale: float | None = None
+    tolerance: float = 0.0
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        for what, operand in subject.operands(self.at, self.of):
+            if operand.is_quantized:
+                yield from self._shape_reasons(what, operand, subject.graph)
+                yield from self._value_reasons(what, operand, subject.graph)
+
+    def _shape_reasons(self, what: str, operand: Operand, graph: Graph) -> Iterator[str]:
+        names = [name for name in (operand.scale, operand.zero_point) if name]
+        if any(name not in graph.constants for name in names):
+            yield f"the scale or zero point of {what} is computed; it must be a constant"
+        if self.scalar and any(graph.value(name).shape != () for name in names):
+            yield f"the scale or zero point of {what} is a list; it must be a scalar"
+        # Counted by shape: large constants are without their data here.
+        scales = graph.value(names[0]).elements
+        if scales != 1 and not self.per_channel:
+            yield f"{what} is quantized per channel ({scales} scales); only per tensor is taken"
+        size = None if self.axis is None or operand.shape is None or scales == 1 else operand.shape[self.axis]
+        if self.axis is not None and operand.shape is not None and scales not in {1, size}:
+            yield f"{what} has {scales} scales; per channel they go along axis {self.axis}, of size {size}"
+
+    def _value_reasons(self, what: str, operand: Operand, graph: Graph) -> Iterator[str]:
+        parameters = read_parameters(graph, operand)
+        scale, zero = (part.reshape(-1).tolist() for part in parameters) if parameters else ([], [])
+        if self.zero_point is not None and set(zero) - {self.zero_point}:
+            yield f"the zero point of {what} is {zero[0]}; it must be {self.zero_point}"
+        if self.scale is not None and any(abs(entry - self.scale) > self.tolerance for entry in scale):
+            yield f"the scale of {what} is {scale[0]:.6g}; it must be {self.scale:g}"
+
+
+class SameQuantization(BaseRule, frozen=True, kw_only=True, tag="same_quantization"):
+    """Inputs and output 0 must have equal scales and zero points."""
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        operands = [operand for operand in (*subject.unit.inputs, *subject.unit.outputs[:1]) if operand.is_quantized]
+        read = (read_parameters(subject.graph, operand) for operand in operands)
+        if len({tuple(float(part.reshape(-1)[0]) for part in parameters) for parameters in read if parameters}) > 1:
+            yield "inputs and output have different scales or zero points; they must be equal"
+
+
+class FiniteScale(BaseRule, frozen=True, kw_only=True, tag="finite_scale"):
+    """Every constant scale is a finite number.
+
+    QNN accepts an infinite scale and then fails to compose its graph (targets/qnn/NOTES.md, found on the simulator).
+    """
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        unit = subject.unit
+        names = [operand.scale for operand in (*unit.inputs, *unit.outputs) if operand.scale]
+        names += list(unit.node.input[1:2]) if unit.node.op_type in {"QuantizeLinear", "DequantizeLinear"} else []
+        for name in names:
+            scale = subject.graph.array(name)
+            if scale is not None and not np.isfinite(scale).all():
+                yield f"the scale '{name}' is {float(scale.reshape(-1)[0]):g}, no finite number"
+
+
+class QuantizedOutput(BaseRule, frozen=True, kw_only=True, tag="quantized_output"):
+    """The output of a quantized unit must be quantized too."""
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        if not subject.unit.outputs[0].is_quantized:
+            yield "its inputs are quantized but its output is not"
 
 
 def is_in_chain(graph: Graph, node: Node, ops: tuple[str, ...]) -> bool:
@@ -51,664 +603,32 @@ def is_in_chain(graph: Graph, node: Node, ops: tuple[str, ...]) -> bool:
     for place, op in enumerate(ops):
         if op != node.op_type:
             continue
-        before = [found.op_type for found in _walk(graph, node, _previous, place)]
-        after = [found.op_type for found in _walk(graph, node, _next, len(ops) - place - 1)]
+        before = _walk(graph, node, lambda graph, node: graph.producers.get(node.input[0]), place)
+        after = _walk(graph, node, _only_reader, len(ops) - place - 1)
         if (*reversed(before), node.op_type, *after) == ops:
             return True
     return False
 
 
-def _walk(graph: Graph, node: Node, step: Callable[[Graph, Node], Node | None], count: int) -> list[Node]:
-    found: list[Node] = []
+def _walk(graph: Graph, node: Node, step: Callable[[Graph, Node], Node | None], count: int) -> list[str]:
+    """Returns the operators of the next `count` nodes in a direction, Q and DQ left out."""
+    found: list[str] = []
     at = step(graph, node)
     while at is not None and len(found) < count:
-        if at.op_type not in {"QuantizeLinear", "DequantizeLinear"}:
-            found.append(at)
+        found += [at.op_type] if at.op_type not in {"QuantizeLinear", "DequantizeLinear"} else []
         at = step(graph, at)
     return found
 
 
-def _previous(graph: Graph, node: Node) -> Node | None:
-    return graph.producers.get(node.input[0])
-
-
-def _next(graph: Graph, node: Node) -> Node | None:
+def _only_reader(graph: Graph, node: Node) -> Node | None:
     readers = graph.consumers.get(node.output[0], ())
     return readers[0] if len(readers) == 1 else None
 
 
-_NO_FORM = "it is quantized ({dtype}) and there is no quantized form of it"
-
-
-def judge_never(rule: kinds.Never, _subject: Subject) -> str | None:
-    """What is refused whenever the condition holds."""
-    return rule.text
-
-
-def judge_forms(rule: kinds.Forms, subject: Subject) -> str | None:
-    """The element type that the unit computes in."""
-    form = subject.unit.form
-    if form not in rule.refused and (not rule.allowed or form in rule.allowed):
-        return None
-    if form == "unknown":
-        return "the element type of its input is unknown"
-    dtype = form.removeprefix("qdq-")
-    quantized = [name.removeprefix("qdq-") for name in rule.allowed if name.startswith("qdq-")]
-    if form == dtype:
-        plain = [name for name in rule.allowed if not name.startswith("qdq-")]
-        return f"its input is {dtype}" + (f"; only {_list(plain)} is taken" if plain else ", which is not taken")
-    if quantized or not rule.allowed:
-        return f"activations are {dtype}" + (f"; quantized, only {_list(quantized)} is taken" if quantized else "")
-    return _NO_FORM.format(dtype=dtype)
-
-
-def judge_dtype(rule: kinds.Dtype, subject: Subject) -> str | None:
-    """The element types of some inputs or outputs."""
-    for at, operand in choose_operands(subject.unit, rule.at, rule.of):
-        if operand.dtype not in rule.allowed:
-            return f"{rule.of[:-1]} {at} is {operand.dtype or 'of unknown type'}; only {_list(rule.allowed)} is taken"
-    return None
-
-
-def judge_same_dtype(rule: kinds.SameDtype, subject: Subject) -> str | None:
-    """Inputs of one element type."""
-    found = sorted({str(operand.dtype) for _, operand in choose_operands(subject.unit, rule.at)})
-    return f"its inputs have different types: {_list(found)}" if len(found) > 1 else None
-
-
-def judge_rank(rule: kinds.Rank, subject: Subject) -> str | None:
-    """How many dimensions some inputs or outputs have."""
-    for at, operand in choose_operands(subject.unit, rule.at, rule.of):
-        reason = _rank_reason(rule, f"{rule.of[:-1]} {at}", operand.shape)
-        if reason:
-            chained = rule.unless_chain and is_in_chain(subject.graph, subject.unit.node, rule.unless_chain)
-            return None if chained else reason
-    return None
-
-
-def _rank_reason(rule: kinds.Rank, what: str, shape: Shape | None) -> str | None:
-    if shape is None:
-        return f"the rank of {what} is unknown"
-    rank = len(shape)
-    if rule.allowed and rank not in rule.allowed:
-        return f"rank {rank} of {what} is not {' or '.join(map(str, rule.allowed))}"
-    if rank > rule.max:
-        return f"rank {rank} of {what} is above {rule.max}"
-    return f"rank {rank} of {what} is below {rule.min}" if rank < rule.min else None
-
-
-def judge_static(rule: kinds.Static, subject: Subject) -> str | None:
-    """Known dimensions."""
-    for at, operand in choose_operands(subject.unit, rule.at, rule.of):
-        if operand.shape is None:
-            return f"the shape of {rule.of[:-1]} {at} is unknown"
-        rank = len(operand.shape)
-        for dim in rule.dims or range(rank):
-            if -rank <= dim < rank and operand.shape[dim] is None:
-                return f"dimension {dim % rank} of {rule.of[:-1]} {at} is dynamic"
-    return None
-
-
-def judge_known_shape(rule: kinds.KnownShape, subject: Subject) -> str | None:
-    """A known number of dimensions."""
-    for at, operand in choose_operands(subject.unit, rule.at):
-        if operand.shape is None:
-            return f"the shape of input {at} is unknown"
-    return None
-
-
-def judge_nonzero(rule: kinds.NonZero, subject: Subject) -> str | None:
-    """No empty tensors."""
-    for at, operand in choose_operands(subject.unit, rule.at, rule.of):
-        if operand.shape is not None and 0 in operand.shape:
-            return f"{rule.of[:-1]} {at} has a dimension of 0"
-    return None
-
-
-def judge_dim_limit(rule: kinds.DimLimit, subject: Subject) -> str | None:
-    """The largest dimension."""
-    operands = [(f"input {at}", operand) for at, operand in choose_operands(subject.unit, rule.at)]
-    if rule.outputs:
-        operands += [(f"output {at}", operand) for at, operand in choose_operands(subject.unit, (), "outputs")]
-    for what, operand in operands:
-        largest = max((dim or 0 for dim in operand.shape or ()), default=0)
-        if largest > rule.max:
-            return f"a dimension of {what} is {largest}, above {rule.max}"
-    return None
-
-
-def judge_constant(rule: kinds.Constant, subject: Subject) -> str | None:
-    """Inputs that must be constants."""
-    unit, graph = subject.unit, subject.graph
-    for at in rule.at:
-        if not unit.has_input(at):
-            if rule.required:
-                return f"input {at} is missing"
-            continue
-        name = unit.inputs[at].name
-        made_by = graph.producers.get(name)
-        # QNN looks through the DQ of a quantized constant.
-        if rule.through_dq and made_by is not None and made_by.op_type == "DequantizeLinear":
-            name = made_by.input[0]
-        # A session folds the Cast of a constant before it asks the provider.
-        if rule.through_cast and made_by is not None and made_by.op_type == "Cast":
-            name = made_by.input[0]
-        if name not in graph.constants:
-            return f"input {at} is computed; it must be a constant"
-    return None
-
-
-def judge_computed(rule: kinds.Computed, subject: Subject) -> str | None:
-    """Inputs that must not be constants."""
-    for at, operand in choose_operands(subject.unit, rule.at):
-        if operand.name in subject.graph.constants:
-            return f"input {at} is a constant; it must be computed"
-    return None
-
-
-# NNAPI refuses what has an initializer in an external file.
-def judge_inline(_rule: kinds.Inline, subject: Subject) -> str | None:
-    """No constants in other files."""
-    for operand in (*subject.unit.inputs, *subject.unit.outputs):
-        for name in (operand.name, operand.scale, operand.zero_point):
-            if name and subject.graph.is_external(name):
-                return f"constant '{name}' lies in an external file"
-    return None
-
-
-def judge_count(rule: kinds.Count, subject: Subject) -> str | None:
-    """How many inputs or outputs there are."""
-    found = len(list(choose_operands(subject.unit, (), rule.of)))
-    if found > rule.max:
-        return f"it has {found} {rule.of}; at most {rule.max} can be taken"
-    return f"it has {found} {rule.of}; at least {rule.min} are needed" if found < rule.min else None
-
-
-def judge_values(rule: kinds.Values, subject: Subject) -> str | None:
-    """What a constant input holds."""
-    array = subject.array(rule.at)
-    if array is None:
-        return None
-    if not rule.min_length <= array.size <= rule.max_length:
-        return f"input {rule.at} has {array.size} entries; {rule.min_length} to {rule.max_length} are taken"
-    for entry in array.reshape(-1).tolist():
-        if not rule.min <= entry <= rule.max:
-            return f"input {rule.at} holds {entry}, outside {rule.min:g} to {rule.max:g}"
-    return None
-
-
-def judge_attribute(rule: kinds.Attribute, subject: Subject) -> str | None:
-    """The value of an attribute."""
-    value = subject.unit.node.attributes.get(rule.name, rule.default)
-    if rule.absent:
-        return None if value is None else f"attribute '{rule.name}' is not taken"
-    if value is None or (value not in rule.refused and (not rule.allowed or value in rule.allowed)):
-        return None
-    wanted = f"; it must be {' or '.join(map(_show, rule.allowed))}" if rule.allowed else ", which is not taken"
-    return f"attribute '{rule.name}' is {_show(value)}{wanted}"
-
-
-def judge_length(rule: kinds.Length, subject: Subject) -> str | None:
-    """The length of a list attribute."""
-    value = subject.unit.node.entries(rule.name)
-    found = rule.default if value is None else len(value)
-    return f"attribute '{rule.name}' has {found} entries; it must have {rule.equals}" if found != rule.equals else None
-
-
-def judge_equal_entries(rule: kinds.EqualEntries, subject: Subject) -> str | None:
-    """A list attribute of equal entries."""
-    value = subject.unit.node.entries(rule.name)
-    if value is None:
-        return f"attribute '{rule.name}' is missing" if rule.required else None
-    wanted = set(value[:1]) if rule.value is None else {rule.value}
-    return f"attribute '{rule.name}' is {_show(value)}; its entries must be equal" if set(value) - wanted else None
-
-
-def judge_mirrored(rule: kinds.Mirrored, subject: Subject) -> str | None:
-    """A list attribute of two equal halves."""
-    value = subject.unit.node.entries(rule.name) or ()
-    half = len(value) // 2
-    return (
-        f"attribute '{rule.name}' is {_show(value)}; its halves must be equal" if value[:half] != value[half:] else None
-    )
-
-
-def judge_setting(rule: kinds.Setting, subject: Subject) -> str | None:
-    """A parameter of the target."""
-    found = subject.settings.get(rule.name, "")
-    if rule.allowed:
-        return None if found in rule.allowed else f"it needs {rule.name} {' or '.join(rule.allowed)}, not {found}"
-    return f"it needs {rule.name} {rule.min} or newer, not {found}" if subject.number(rule.name) < rule.min else None
-
-
-# What QNN does with `offload_graph_io_quantization`, which it has on unless told otherwise (targets/qnn/NOTES.md).
-def judge_graph_edge(_rule: kinds.GraphEdge, subject: Subject) -> str | None:
-    """Quantization at the edge of the graph."""
-    graph, node = subject.graph, subject.unit.node
-    if node.op_type == "QuantizeLinear" and node.input[0] not in graph.producers:
-        return "it quantizes a graph input, which the provider leaves to the CPU"
-    if node.op_type == "DequantizeLinear" and node.output[0] in graph.outputs:
-        return "it makes a graph output, which the provider leaves to the CPU"
-    return None
-
-
-def judge_between(rule: kinds.Between, subject: Subject) -> str | None:
-    """Operators that only a fusion takes."""
-    graph, node = subject.graph, subject.unit.node
-    before = {graph.producers[name].op_type for name in node.input if name in graph.producers}
-    after = {reader.op_type for name in node.output for reader in graph.consumers.get(name, ())}
-    # Without the pattern around it there is no builder for the operator: Core ML's Cast after ArgMax, QNN's Erf inside
-    # Gelu.
-    if (rule.producers and not before & set(rule.producers)) or (rule.consumers and not after & set(rule.consumers)):
-        return f"{node.op_type} is taken only as part of {rule.pattern}"
-    return None
-
-
-# Core ML fuses ArgMax with the Cast behind it, which is not possible if others read the indices (argmax_op_builder.cc).
-def judge_readers(rule: kinds.Readers, subject: Subject) -> str | None:
-    """A result that others read beside a certain node."""
-    graph = subject.graph
-    readers = [reader for name in subject.unit.node.output for reader in graph.consumers.get(name, ())]
-    for reader in readers if len(readers) > 1 else ():
-        if reader.op_type == rule.op and all(reader.attributes.get(name) == it for name, it in rule.attribute.items()):
-            return f"{rule.op} '{reader.name}' reads its result, and so do others"
-    return None
-
-
 def _show(value: object) -> str:
-    return f"[{_list(cast('tuple[object, ...]', value))}]" if isinstance(value, tuple) else str(value)
+    return f"[{join(cast('tuple[object, ...]', value))}]" if isinstance(value, tuple) else str(value)
 
 
-def _list(values: Iterable[object]) -> str:
+def join(values: Iterable[object]) -> str:
+    """Returns values as a list in words."""
     return ", ".join(map(str, values))
-
-
-def judge_internal(rule: kinds.Internal, subject: Subject) -> str | None:
-    """Integer inputs whose quantization only the node that made them can tell."""
-    for at, operand in choose_operands(subject.unit, rule.at):
-        made_by = subject.graph.producers.get(operand.name)
-        if made_by is None or made_by.op_type == "QuantizeLinear":
-            return f"input {at} is {operand.dtype}, and its quantization is not known inside the partition"
-    return None
-
-
-def judge_traced(rule: kinds.Traced, subject: Subject) -> str | None:
-    """Quantized inputs whose quantization is known."""
-    graph = subject.graph
-    for at, operand in choose_operands(subject.unit, rule.at):
-        made_by = graph.producers.get(operand.name) if operand.is_quantized else None
-        if made_by is None or made_by.op_type in {"QuantizeLinear", *rule.through}:
-            continue
-        # In QNN an integer Reshape between Q and DQ loses the quantization: observed on three TFLite conversions
-        # (targets/qnn/NOTES.md).
-        if graph.value(made_by.input[0]).shape != operand.shape:
-            return f"input {at} comes from {made_by.op_type} on plain integers, which loses its quantization"
-    return None
-
-
-def judge_quantized(rule: kinds.Quantized, subject: Subject) -> str | None:
-    """The parameters of quantized inputs or outputs."""
-    for at, operand in choose_operands(subject.unit, rule.at, rule.of):
-        if operand.is_quantized:
-            what = f"{rule.of[:-1]} {at}"
-            reason = _spread_reason(rule, what, operand, subject.graph) or _value_reason(
-                rule, what, operand, subject.graph
-            )
-            if reason:
-                return reason
-    return None
-
-
-def _spread_reason(rule: kinds.Quantized, what: str, operand: Operand, graph: Graph) -> str | None:
-    names = [name for name in (operand.scale, operand.zero_point) if name]
-    if any(name not in graph.constants for name in names):
-        return f"the scale or zero point of {what} is computed; it must be a constant"
-    if rule.scalar and any(graph.value(name).shape != () for name in names):
-        return f"the scale or zero point of {what} is a list; it must be a scalar"
-    # Counted by shape: large constants are without their data here.
-    scales = graph.value(names[0]).elements
-    if scales == 1:
-        return None
-    if not rule.per_channel:
-        return f"{what} is quantized per channel ({scales} scales); only per tensor is taken"
-    if rule.axis is not None and operand.shape is not None and scales != operand.shape[rule.axis]:
-        size = operand.shape[rule.axis]
-        return f"{what} has {scales} scales; per channel they go along axis {rule.axis}, of size {size}"
-    return None
-
-
-def _value_reason(rule: kinds.Quantized, what: str, operand: Operand, graph: Graph) -> str | None:
-    parameters = read_parameters(graph, operand)
-    if parameters is None:
-        return None
-    scale, zero = (part.reshape(-1).tolist() for part in parameters)
-    if rule.zero_point is not None and set(zero) - {rule.zero_point}:
-        return f"the zero point of {what} is {zero[0]}; it must be {rule.zero_point}"
-    if rule.scale is not None and any(abs(entry - rule.scale) > rule.tolerance for entry in scale):
-        return f"the scale of {what} is {scale[0]:.6g}; it must be {rule.scale:g}"
-    return None
-
-
-def judge_same_quantization(_rule: kinds.SameQuantization, subject: Subject) -> str | None:
-    """Equal parameters on both sides."""
-    operands = [operand for operand in (*subject.unit.inputs, *subject.unit.outputs[:1]) if operand.is_quantized]
-    found = {
-        tuple(float(part.reshape(-1)[0]) for part in parameters)
-        for operand in operands
-        if (parameters := read_parameters(subject.graph, operand)) is not None
-    }
-    return "inputs and output have different scales or zero points; they must be equal" if len(found) > 1 else None
-
-
-# QNN accepts an infinite scale and then fails to compose its graph (targets/qnn/NOTES.md, found on the simulator).
-def judge_finite_scale(_rule: kinds.FiniteScale, subject: Subject) -> str | None:
-    """Scales that no quantizer should write."""
-    unit = subject.unit
-    names = [operand.scale for operand in (*unit.inputs, *unit.outputs) if operand.scale]
-    names += list(unit.node.input[1:2]) if unit.node.op_type in {"QuantizeLinear", "DequantizeLinear"} else []
-    for name in names:
-        scale = subject.graph.array(name)
-        if scale is not None and not np.isfinite(scale).all():
-            return f"the scale '{name}' is {float(scale.reshape(-1)[0]):g}, no finite number"
-    return None
-
-
-def judge_quantized_output(_rule: kinds.QuantizedOutput, subject: Subject) -> str | None:
-    """A quantized unit whose result stays float."""
-    return None if subject.unit.outputs[0].is_quantized else "its inputs are quantized but its output is not"
-
-
-# Scales are float32, and quotients such as 2/3 are rounded in it.
-_WHOLE_TOLERANCE = 1e-4
-
-
-def judge_bounds(rule: kinds.Bounds, subject: Subject) -> str | None:
-    """Clip: its bounds."""
-    names = tuple(operand.name for operand in subject.unit.inputs)
-    found = clip_bounds(subject.graph, names, subject.unit.node.attributes)
-    if found is None:
-        return "its bounds are computed; they must be constants"
-    if rule.allowed and found not in rule.allowed:
-        pairs = " or ".join(f"{low:g} to {high:g}" for low, high in rule.allowed)
-        return f"it clips to {found[0]:g} to {found[1]:g}; only {pairs} is taken"
-    return f"both bounds are {found[0]:g}" if rule.refuse_equal and found[0] == found[1] else None
-
-
-def judge_axis_last(rule: kinds.AxisLast, subject: Subject) -> str | None:
-    """The last axis."""
-    axis, shape = subject.unit.node.integer("axis", rule.default), subject.shape(0)
-    if shape is None:
-        return "the rank of input 0 is unknown"
-    return f"axis {axis} is not the last of {len(shape)}" if axis not in {-1, len(shape) - 1} else None
-
-
-def judge_gemm_bias(rule: kinds.GemmBias, subject: Subject) -> str | None:
-    """Gemm's C: which of its shapes are taken, N being the columns of B."""
-    bias, weight = subject.shape(2), subject.shape(1)
-    if not subject.unit.has_input(2):
-        return None
-    if bias is None or weight is None or len(weight) != 2:
-        return "the shape of input 2 is unknown"
-    columns = weight[0] if subject.unit.node.integer("transB", 0) else weight[1]
-    kinds = {
-        "scalar": bias == (),
-        "one": bias == (1,),
-        "row": bias in {(columns,), (1, columns)},
-        "column": len(bias) == 2 and bias[1] == 1,
-        "matrix": len(bias) == 2,
-        "first": bool(bias) and bias[0] in weight,
-    }
-    return (
-        None
-        if any(kinds[shape] for shape in rule.shapes)
-        else f"input 2 has shape {list(bias)}, which is not taken as a bias"
-    )
-
-
-def judge_matmul_ranks(rule: kinds.MatMulRanks, subject: Subject) -> str | None:
-    """MatMul: two matrices, or two stacks of matrices with equal leading dimensions."""
-    one, other = subject.shape(0), subject.shape(1)
-    if one is None or other is None:
-        return "the rank of an input is unknown"
-    if len(one) == len(other) == 2:
-        return None
-    if rule.batched and len(one) == len(other) > 2:
-        return None if one[:-2] == other[:-2] else f"leading dimensions {list(one[:-2])} and {list(other[:-2])} differ"
-    return f"ranks {len(one)} and {len(other)} are not both 2" + (", nor equal and above 2" if rule.batched else "")
-
-
-def judge_reshape_target(_rule: kinds.ReshapeTarget, subject: Subject) -> str | None:
-    """Reshape: what a 0 in the shape means."""
-    shape, target = subject.shape(0), subject.array(1)
-    if target is None or 0 not in target.reshape(-1).tolist():
-        return None
-    if subject.unit.node.integer("allowzero", 0):
-        return "the shape holds a 0 and allowzero is 1"
-    entries = target.reshape(-1).tolist()
-    if shape is not None and any(entry == 0 and at < len(shape) and shape[at] == 0 for at, entry in enumerate(entries)):
-        return "a 0 in the shape stands for a dimension of 0"
-    return None
-
-
-def judge_split_sizes(rule: kinds.SplitSizes, subject: Subject) -> str | None:
-    """Split: the parts along the axis."""
-    node, shape = subject.unit.node, subject.shape(0)
-    if shape is None:
-        return "the rank of input 0 is unknown"
-    axis = node.integer("axis", 0)
-    size = shape[axis] if -len(shape) <= axis < len(shape) else None
-    if size is None:
-        return f"the size of axis {axis} is dynamic"
-    given = subject.array(1)
-    sizes = given.reshape(-1).tolist() if given is not None else list(node.entries("split") or ())
-    parts = len(sizes) or len(node.output)
-    if parts < rule.min_parts:
-        return f"it has {parts} part; at least {rule.min_parts} are needed"
-    if sizes and sum(sizes) != size:
-        return f"the sizes {sizes} do not add up to {size}"
-    if rule.equal and sizes and len(set(sizes)) > 1:
-        return f"the sizes {sizes} differ; they must be equal"
-    # Without sizes the last part may be smaller, since opset 18.
-    uneven = rule.equal and not sizes and size % parts
-    return f"axis {axis} of size {size} does not divide into {parts} parts" if uneven else None
-
-
-def judge_slope_shape(_rule: kinds.SlopeShape, subject: Subject) -> str | None:
-    """PRelu: a slope per channel or one slope."""
-    slope, data = subject.shape(1), subject.shape(0)
-    if slope is None or data is None:
-        return "the shape of an input is unknown"
-    if all(dim == 1 for dim in slope):
-        return "one slope for one channel is not taken" if len(data) >= 3 and data[-3] == 1 else None
-    return (
-        None if len(slope) == 3 and slope[1:] == (1, 1) else f"the slope has shape {list(slope)}; it must be [C, 1, 1]"
-    )
-
-
-def judge_conv_kernel(_rule: kinds.ConvKernel, subject: Subject) -> str | None:
-    """Conv: kernel_shape agrees with the weight."""
-    given, weight = subject.unit.node.entries("kernel_shape"), subject.shape(1)
-    if given is None or weight is None or tuple(given) == tuple(weight[2:]):
-        return None
-    return f"kernel_shape {list(given)} is not the weight's {list(weight[2:])}"
-
-
-def judge_grouped_dilation(_rule: kinds.GroupedDilation, subject: Subject) -> str | None:
-    """Conv: groups, other than depthwise, with a dilation."""
-    dilations, weight = subject.unit.node.entries("dilations") or (), subject.shape(1)
-    # Depthwise where each group reads one channel: the weight's second axis is 1.
-    grouped = subject.unit.node.integer("group", 1) != 1 and weight is not None and weight[1:2] != (1,)
-    if grouped and any(step != 1 for step in dilations):
-        return f"dilations {list(dilations)} of a grouped convolution"
-    return None
-
-
-def judge_pad_reach(rule: kinds.PadReach, subject: Subject) -> str | None:
-    """Pad: which dimensions are padded and how far."""
-    shape, pads = subject.shape(0), subject.array(1)
-    # With input 3, axes, the pads are not in the order of the dimensions (Pad 18).
-    if shape is None or pads is None or subject.unit.has_input(3) or pads.size != 2 * len(shape):
-        return None
-    entries = [int(entry) for entry in pads.reshape(-1)]
-    for at, dim in enumerate(shape):
-        before, after = entries[at], entries[at + len(shape)]
-        if (before or after) and at < len(shape) - rule.last:
-            return f"dimension {at} is padded; only the last {rule.last} are"
-        if rule.below_dim and dim is not None and max(before, after) >= dim:
-            return f"dimension {at} of size {dim} is padded by {max(before, after)}"
-    return None
-
-
-def judge_resize_scales(rule: kinds.ResizeScales, subject: Subject) -> str | None:
-    """Resize: how far each axis is scaled."""
-    shape = subject.shape(0)
-    if shape is None or None in shape:
-        return "the shape of input 0 is not fully known"
-    factors = _find_factors(subject, shape)
-    if factors is None:
-        return "neither scales nor sizes is a constant with one entry a dimension"
-    outer = len(shape) - rule.spatial
-    if rule.exact and not _is_exact(factors, shape, subject.unit.outputs[0].shape):
-        return f"its scales {factors} are not the quotients of the sizes"
-    changed = [axis for axis, factor in enumerate(factors[:outer]) if factor != 1]
-    if changed:
-        return f"axis {changed[0]} is scaled by {factors[changed[0]]:g}; only the last {rule.spatial} axes may change"
-    # NNAPI's second pass looks at NHWC shapes, but for the width where the height now is (targets/nnapi/NOTES.md;
-    # deduced, not run).
-    if rule.not_alone and factors[-1] != 1 and all(factor == 1 for factor in factors[outer:-1]):
-        return "only the last axis changes"
-    return _judge_factors(rule, factors[outer:], shape[outer:], subject.array(3))
-
-
-def _is_exact(factors: list[float], before: Shape, after: Shape | None) -> bool:
-    return after is not None and all(
-        abs(factor * (old or 1) - (new or 1)) < _WHOLE_TOLERANCE
-        for factor, old, new in zip(factors, before, after, strict=True)
-    )
-
-
-def _find_factors(subject: Subject, shape: Shape) -> list[float] | None:
-    # Resize 10 has X and scales; from 11 on they are X, roi, scales, sizes.
-    scales, sizes = subject.array(1 if subject.unit.node.since < 11 else 2), subject.array(3)
-    made = subject.unit.outputs[0].shape
-    if scales is not None and scales.size == len(shape):
-        return [float(factor) for factor in scales.reshape(-1)]
-    if sizes is not None and sizes.size == len(shape):
-        made = tuple(int(size) for size in sizes.reshape(-1))
-    if made is None or len(made) != len(shape):
-        return None
-    return [(after or 1) / (before or 1) for after, before in zip(made, shape, strict=True)]
-
-
-def _judge_factors(rule: kinds.ResizeScales, factors: list[float], dims: Shape, sizes: Array | None) -> str | None:
-    if not rule.mixed and min(factors, default=1) < 1 < max(factors, default=1):
-        return "one axis grows and the other shrinks"
-    for factor, dim in zip(factors, dims, strict=True):
-        if factor * (dim or 0) < rule.least - _WHOLE_TOLERANCE:
-            return f"an axis of {dim} elements is left with fewer than {rule.least}"
-        if 0 < factor < 1 and rule.divisor and sizes is None:
-            step = 1 / factor
-            if abs(step - round(step)) > _WHOLE_TOLERANCE or (dim or 0) % round(step):
-                return f"scale {factor:g} is not one over a divisor of {dim}"
-        if factor >= 1 and rule.whole and abs(factor - round(factor)) > _WHOLE_TOLERANCE:
-            return f"scale {factor:g} is not a whole number"
-    return None
-
-
-def judge_rule(rule: kinds.Rule, subject: Subject) -> str | None:
-    """Returns why the rule refuses the unit, or None if it does not, or if its condition does not hold."""
-    if not meets(rule.when, subject):
-        return None
-    reason = JUDGES[type(rule)](rule, subject)
-    return f"{reason} ({rule.note})" if reason and rule.note else reason
-
-
-def meets(when: kinds.When, subject: Subject) -> bool:
-    """Returns True if every field of the condition holds for the unit."""
-    return _node_fits(when, subject.unit) and _settings_fit(when, subject) and _operands_fit(when, subject)
-
-
-def _node_fits(when: kinds.When, unit: Unit) -> bool:
-    node = unit.node
-    return (
-        node.op_type not in when.except_ops
-        and (not when.ops or node.op_type in when.ops)
-        and when.since_min <= node.since <= when.since_max
-        and (not when.forms or unit.form in when.forms)
-        and all(node.attributes.get(name) in allowed for name, allowed in when.attribute.items())
-        and not any(name in node.attributes for name in when.attribute_absent)
-    )
-
-
-def _settings_fit(when: kinds.When, subject: Subject) -> bool:
-    return (
-        all(subject.settings.get(name) in allowed for name, allowed in when.settings.items())
-        and all(subject.number(name) < limit for name, limit in when.below.items())
-        and all(subject.number(name) >= limit for name, limit in when.at_least.items())
-    )
-
-
-def _operands_fit(when: kinds.When, subject: Subject) -> bool:
-    unit = subject.unit
-    quantized = any(operand.is_quantized for operand in unit.inputs)
-    return (
-        when.quantized in {None, quantized}
-        and len(unit.inputs) >= when.inputs_min
-        and all(unit.has_input(at) for at in when.present)
-        and not any(unit.has_input(at) for at in when.absent)
-        and all(unit.dtype_of(int(at)) in dtypes for at, dtypes in when.dtypes.items())
-        and all(unit.rank_of(int(at)) in ranks for at, ranks in when.ranks.items())
-        # An unknown shape, and one of rank 0, is not known to be a single element here: (0,) never equals {1}.
-        and all(unit.has_input(at) and set(unit.inputs[at].shape or (0,)) == {1} for at in when.single)
-        and (not when.fed_by or _is_fed_by(when.fed_by, subject))
-        and when.leaves in {None, any(operand.name in subject.graph.outputs for operand in unit.outputs)}
-    )
-
-
-def _is_fed_by(ops: tuple[str, ...], subject: Subject) -> bool:
-    made = (subject.graph.producers.get(operand.name) for operand in subject.unit.inputs)
-    return any(node is not None and node.op_type in ops for node in made)
-
-
-JUDGES: Mapping[type, Callable[[Any, Subject], str | None]] = {
-    kinds.Never: judge_never,
-    kinds.Forms: judge_forms,
-    kinds.Dtype: judge_dtype,
-    kinds.SameDtype: judge_same_dtype,
-    kinds.Rank: judge_rank,
-    kinds.Static: judge_static,
-    kinds.KnownShape: judge_known_shape,
-    kinds.NonZero: judge_nonzero,
-    kinds.DimLimit: judge_dim_limit,
-    kinds.Constant: judge_constant,
-    kinds.Computed: judge_computed,
-    kinds.Inline: judge_inline,
-    kinds.Count: judge_count,
-    kinds.Values: judge_values,
-    kinds.Attribute: judge_attribute,
-    kinds.Length: judge_length,
-    kinds.EqualEntries: judge_equal_entries,
-    kinds.Mirrored: judge_mirrored,
-    kinds.Setting: judge_setting,
-    kinds.GraphEdge: judge_graph_edge,
-    kinds.Between: judge_between,
-    kinds.Readers: judge_readers,
-    kinds.Internal: judge_internal,
-    kinds.Traced: judge_traced,
-    kinds.Quantized: judge_quantized,
-    kinds.SameQuantization: judge_same_quantization,
-    kinds.FiniteScale: judge_finite_scale,
-    kinds.QuantizedOutput: judge_quantized_output,
-    kinds.Bounds: judge_bounds,
-    kinds.GemmBias: judge_gemm_bias,
-    kinds.MatMulRanks: judge_matmul_ranks,
-    kinds.ReshapeTarget: judge_reshape_target,
-    kinds.SplitSizes: judge_split_sizes,
-    kinds.ResizeScales: judge_resize_scales,
-    kinds.SlopeShape: judge_slope_shape,
-    kinds.ConvKernel: judge_conv_kernel,
-    kinds.GroupedDilation: judge_grouped_dilation,
-    kinds.PadReach: judge_pad_reach,
-    kinds.AxisLast: judge_axis_last,
-}
-"""The meaning of each kind of rule."""

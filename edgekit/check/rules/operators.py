@@ -1,0 +1,249 @@
+"""Rules that know what an operator means: the bias of a Gemm, the scales of a Resize, the parts of a Split."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from edgekit.check.rules.rules import BaseRule, Subject
+from edgekit.check.rules.units import clip_bounds
+from edgekit.graph.graph import Shape
+from edgekit.model.tensors import Array
+
+# Scales are float32, and quotients such as 2/3 are rounded in it.
+_WHOLE_TOLERANCE = 1e-4
+
+
+class Bounds(BaseRule, frozen=True, kw_only=True, tag="bounds"):
+    """Clip: its bounds must be constants; they must be one of the pairs allowed, if any are listed."""
+
+    allowed: tuple[tuple[float, float], ...] = ()
+    refuse_equal: bool = False
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        names = tuple(operand.name for operand in subject.unit.inputs)
+        found = clip_bounds(subject.graph, names, subject.unit.node.attributes)
+        if found is None:
+            yield "its bounds are computed; they must be constants"
+        elif self.allowed and found not in self.allowed:
+            pairs = " or ".join(f"{low:g} to {high:g}" for low, high in self.allowed)
+            yield f"it clips to {found[0]:g} to {found[1]:g}; only {pairs} is taken"
+        elif self.refuse_equal and found[0] == found[1]:
+            yield f"both bounds are {found[0]:g}"
+
+
+class AxisLast(BaseRule, frozen=True, kw_only=True, tag="axis_last"):
+    """The axis is the last one."""
+
+    default: int
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        axis, shape = subject.unit.node.integer("axis", self.default), subject.shape(0)
+        if shape is None:
+            yield "the rank of input 0 is unknown"
+        elif axis not in {-1, len(shape) - 1}:
+            yield f"axis {axis} is not the last of {len(shape)}"
+
+
+class GemmBias(BaseRule, frozen=True, kw_only=True, tag="gemm_bias"):
+    """The shapes input C may have, N being the columns of B: "row" is [N] or [1,N], "first" XNNPACK's test of dim 0."""
+
+    shapes: tuple[Literal["row", "scalar", "one", "column", "matrix", "first"], ...]
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        bias, weight = subject.shape(2), subject.shape(1)
+        if not subject.unit.has_input(2):
+            return
+        if bias is None or weight is None or len(weight) != 2:
+            yield "the shape of input 2 is unknown"
+            return
+        columns = weight[0] if subject.unit.node.integer("transB", 0) else weight[1]
+        fits = {
+            "scalar": bias == (),
+            "one": bias == (1,),
+            "row": bias in {(columns,), (1, columns)},
+            "column": len(bias) == 2 and bias[1] == 1,
+            "matrix": len(bias) == 2,
+            "first": bool(bias) and bias[0] in weight,
+        }
+        if not any(fits[shape] for shape in self.shapes):
+            yield f"input 2 has shape {list(bias)}, which is not taken as a bias"
+
+
+class MatMulRanks(BaseRule, frozen=True, kw_only=True, tag="matmul_ranks"):
+    """Both operands of rank 2, or both above 2 with equal leading dimensions if `batched`."""
+
+    batched: bool
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        one, other = subject.shape(0), subject.shape(1)
+        if one is None or other is None:
+            yield "the rank of an input is unknown"
+        elif self.batched and len(one) == len(other) > 2:
+            if one[:-2] != other[:-2]:
+                yield f"leading dimensions {list(one[:-2])} and {list(other[:-2])} differ"
+        elif not len(one) == len(other) == 2:
+            more = ", nor equal and above 2" if self.batched else ""
+            yield f"ranks {len(one)} and {len(other)} are not both 2{more}"
+
+
+class ReshapeTarget(BaseRule, frozen=True, kw_only=True, tag="reshape_target"):
+    """A 0 in the shape must not be with allowzero, nor stand for a dimension that is 0."""
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        shape, target = subject.shape(0) or (), subject.array(1)
+        zeros = [at for at, entry in enumerate(target.reshape(-1).tolist()) if entry == 0] if target is not None else []
+        if zeros and subject.unit.node.integer("allowzero", 0):
+            yield "the shape holds a 0 and allowzero is 1"
+        if any(shape[at : at + 1] == (0,) for at in zeros):
+            yield "a 0 in the shape stands for a dimension of 0"
+
+
+class SplitSizes(BaseRule, frozen=True, kw_only=True, tag="split_sizes"):
+    """The sizes must add up to the axis; `equal` wants them all the same."""
+
+    equal: bool = False
+    min_parts: int = 1
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        node, shape = subject.unit.node, subject.shape(0)
+        if shape is None:
+            yield "the rank of input 0 is unknown"
+            return
+        axis = node.integer("axis", 0)
+        size = shape[axis] if -len(shape) <= axis < len(shape) else None
+        if size is None:
+            yield f"the size of axis {axis} is dynamic"
+            return
+        given = subject.array(1)
+        sizes = given.reshape(-1).tolist() if given is not None else list(node.entries("split") or ())
+        parts = len(sizes) or len(node.output)
+        if parts < self.min_parts:
+            yield f"it has {parts} part; at least {self.min_parts} are needed"
+        if sizes and sum(sizes) != size:
+            yield f"the sizes {sizes} do not add up to {size}"
+        if self.equal and len(set(sizes)) > 1:
+            yield f"the sizes {sizes} differ; they must be equal"
+        # Without sizes the last part may be smaller, since opset 18.
+        if self.equal and not sizes and size % parts:
+            yield f"axis {axis} of size {size} does not divide into {parts} parts"
+
+
+class SlopeShape(BaseRule, frozen=True, kw_only=True, tag="slope_shape"):
+    """PRelu's slope is [C,1,1] or has one element."""
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        slope, data = subject.shape(1), subject.shape(0)
+        if slope is None or data is None:
+            yield "the shape of an input is unknown"
+        elif all(dim == 1 for dim in slope):
+            if len(data) >= 3 and data[-3] == 1:
+                yield "one slope for one channel is not taken"
+        elif len(slope) != 3 or slope[1:] != (1, 1):
+            yield f"the slope has shape {list(slope)}; it must be [C, 1, 1]"
+
+
+class ConvKernel(BaseRule, frozen=True, kw_only=True, tag="conv_kernel"):
+    """The attribute kernel_shape equals the weight's spatial dimensions."""
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        given, weight = subject.unit.node.entries("kernel_shape"), subject.shape(1)
+        if given is not None and weight is not None and given != weight[2:]:
+            yield f"kernel_shape {list(given)} is not the weight's {list(weight[2:])}"
+
+
+class GroupedDilation(BaseRule, frozen=True, kw_only=True, tag="grouped_dilation"):
+    """A grouped convolution must not be dilated, unless it is depthwise: then the weight's second axis is 1."""
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        dilations, weight = subject.unit.node.entries("dilations") or (), subject.shape(1)
+        grouped = subject.unit.node.integer("group", 1) != 1 and weight is not None and weight[1:2] != (1,)
+        if grouped and any(step != 1 for step in dilations):
+            yield f"dilations {list(dilations)} of a grouped convolution"
+
+
+class PadReach(BaseRule, frozen=True, kw_only=True, tag="pad_reach"):
+    """Only the last `last` dimensions are padded, each by less than its size if `below_dim`."""
+
+    last: int
+    below_dim: bool = False
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        shape, pads = subject.shape(0), subject.array(1)
+        # With input 3, axes, the pads are not in the order of the dimensions (Pad 18).
+        if shape is None or pads is None or subject.unit.has_input(3) or pads.size != 2 * len(shape):
+            return
+        for at, (dim, pair) in enumerate(zip(shape, pads.reshape(2, -1).T.tolist(), strict=True)):
+            if any(pair) and at < len(shape) - self.last:
+                yield f"dimension {at} is padded; only the last {self.last} are"
+            if self.below_dim and dim is not None and max(pair) >= dim:
+                yield f"dimension {at} of size {dim} is padded by {max(pair)}"
+
+
+class ResizeScales(BaseRule, frozen=True, kw_only=True, tag="resize_scales"):
+    """Resize: only the last `spatial` axes change, and how far they may go.
+
+    A scale below 1 is one over a divisor of the axis (`divisor`), one above 1 is a whole number (`whole`), both do not
+    occur together (not `mixed`), scales are the quotients of the sizes (`exact`), the last axis does not change alone
+    (`not_alone`), each axis has at least so many elements afterwards (`least`).
+    """
+
+    spatial: int = 2
+    least: int = 0
+    divisor: bool = False
+    whole: bool = False
+    mixed: bool = True
+    exact: bool = False
+    not_alone: bool = False
+
+    def _reasons(self, subject: Subject) -> Iterator[str]:
+        shape, factors = subject.shape(0), _find_factors(subject)
+        if shape is None or None in shape:
+            yield "the shape of input 0 is not fully known"
+            return
+        if factors is None:
+            yield "neither scales nor sizes is a constant with one entry a dimension"
+            return
+        outer = len(shape) - self.spatial
+        if self.exact and not _is_exact(factors, shape, subject.unit.outputs[0].shape):
+            yield f"its scales {factors} are not the quotients of the sizes"
+        for axis, factor in enumerate(factors[:outer]):
+            if factor != 1:
+                yield f"axis {axis} is scaled by {factor:g}; only the last {self.spatial} axes may change"
+        # NNAPI's second pass looks at NHWC shapes, but for the width where the height now is (targets/nnapi/NOTES.md;
+        # deduced, not run).
+        if self.not_alone and factors[-1] != 1 and all(factor == 1 for factor in factors[outer:-1]):
+            yield "only the last axis changes"
+        yield from self._factor_reasons(factors[outer:], shape[outer:], subject.array(3))
+
+    def _factor_reasons(self, factors: list[float], dims: Shape, sizes: Array | None) -> Iterator[str]:
+        if not self.mixed and min(factors, default=1) < 1 < max(factors, default=1):
+            yield "one axis grows and the other shrinks"
+        for factor, dim in zip(factors, dims, strict=True):
+            if factor * (dim or 0) < self.least - _WHOLE_TOLERANCE:
+                yield f"an axis of {dim} elements is left with fewer than {self.least}"
+            if 0 < factor < 1 and self.divisor and sizes is None:
+                step = 1 / factor
+                if abs(step - round(step)) > _WHOLE_TOLERANCE or (dim or 0) % round(step):
+                    yield f"scale {factor:g} is not one over a divisor of {dim}"
+            if factor >= 1 and self.whole and abs(factor - round(factor)) > _WHOLE_TOLERANCE:
+                yield f"scale {factor:g} is not a whole number"
+
+
+def _is_exact(factors: list[float], before: Shape, after: Shape | None) -> bool:
+    return after is not None and all(
+        abs(factor * (old or 1) - (new or 1)) < _WHOLE_TOLERANCE
+        for factor, old, new in zip(factors, before, after, strict=True)
+    )
+
+
+def _find_factors(subject: Subject) -> list[float] | None:
+    """Returns by how much a Resize scales each axis; None where neither scales nor sizes tell."""
+    # Resize 10 has X and scales; from 11 on they are X, roi, scales, sizes.
+    shape, scales = subject.shape(0) or (), subject.array(1 if subject.unit.node.since < 11 else 2)
+    sizes, made = subject.array(3), subject.unit.outputs[0].shape
+    if scales is not None and scales.size == len(shape):
+        return [float(factor) for factor in scales.reshape(-1)]
+    if sizes is not None and sizes.size == len(shape):
+        made = tuple(int(size) for size in sizes.reshape(-1))
+    if made is None or len(made) != len(shape):
+        return None
+    return [(after or 1) / (before or 1) for after, before in zip(made, shape, strict=True)]
