@@ -12,10 +12,12 @@ from onnx import numpy_helper
 from edgekit.check.report import Advice, CheckedNode
 from edgekit.errors import ModelError
 from edgekit.graph.graph import Graph, Node, Value, index_nodes, infer_graph
+from edgekit.graph.rewrite import Rewrite
 from edgekit.model.model import iterate_graphs
 from edgekit.prepare.fix import REWRITES
 from edgekit.prepare.interface import drop_idle_nodes
 from edgekit.prepare.opset import DEFAULT_OPSET, convert_opset, read_opset
+from edgekit.prepare.rewrites.idle import leave_out_empty_inputs
 
 # Graphs as they would be after a change, so that the same rules can say what the change would gain.
 
@@ -177,7 +179,7 @@ def _taken_macs(nodes: Sequence[CheckedNode]) -> int:
     return sum(node.macs for node in nodes if node.taken)
 
 
-def _find_rewrite(id_: str) -> Callable[[Case], Iterator[Finding]]:
+def _find_rewrite(rewrite: Rewrite) -> Callable[[Case], Iterator[Finding]]:
     """Returns what applies a rewrite to a copy of the graph, so that the real change is judged."""
 
     def find(case: Case) -> Iterator[Finding]:
@@ -186,7 +188,7 @@ def _find_rewrite(id_: str) -> Callable[[Case], Iterator[Finding]]:
         opset = read_opset(case.proto)
         # On a copy, as rewrites change the graph in place; weights were left out when the model was skimmed, so that it
         # is light.
-        nodes = tuple(name for graph in iterate_graphs(copy.graph) for name in REWRITES[id_](graph, opset))
+        nodes = tuple(name for graph in iterate_graphs(copy.graph) for name in rewrite(graph, opset))
         if nodes:
             drop_idle_nodes(copy.graph)
             yield Finding(nodes=nodes, changed=infer_graph(copy))
@@ -265,61 +267,18 @@ def _find_fatal(case: Case) -> Iterator[Finding]:
             yield Finding(nodes=(node.name,), word=node.reasons[0] if node.reasons else node.op)
 
 
-# What each rewrite of `edgekit prepare` does, by its id.
-_REWRITTEN: Mapping[str, str] = {
-    "drop-copies": "remove {count} of Identity or Dropout, which only hand on their input",
-    "idle-nan-guard": "remove {count} of Where and IsNaN around a Softmax that is never NaN",
-    "idle-add": "remove {count} of Add that add zeros",
-    "sum-to-add": "write {count} of Sum as Add, which is the same",
-    "resize-empty-inputs": "leave out the empty tensors for roi or scales of {count} of Resize: they crash a provider",
-    "trailing-inputs": "leave out the empty names at the end of the inputs of {count}",
-    "idle-relu": "remove {count} of Relu before a QuantizeLinear that cuts off the same",
-    "clip-to-relu": "write {count} of Clip from zero to nothing as Relu, which is the same",
-    "flatten-to-reshape": "write {count} of Flatten as Reshape, which is the same",
-    "plain-reshape": "leave allowzero out of {count} of Reshape: their shapes hold no 0, so it changes nothing",
-    "gather-to-reshape": "write {count} of Gather by all indices in order as Reshape, which is the same",
-    "gather-from-start": "count constant indices of {count} of Gather from the start, which is the same",
-    "index-to-int32": "give {count} of Gather 32-bit indices, which is the same",
-    "plain-gather": "gather 32-bit integers in place of bools, by few axes: {count}, which is the same",
-    "pad-reflect": "write {count} of Pad with mode reflect as slices and Concat, which is the same",
-    "plain-gemm": "put alpha, beta and transA of {count} of Gemm into nodes of their own",
-    "matmul-to-2d": "give {count} of MatMul two dimensions, between Reshapes",
-    "join-hard-swish": "write x * Clip(x + 3, 0, 6) / 6 as HardSwish, {count}",
-    "split-hard-swish": "write {count} of HardSwish as x * Clip(x + 3, 0, 6) / 6",
-    "join-rms-norm": "write the parts of an RMS normalisation as one node, {count}",
-    "join-gelu": "write the parts of GELU as one node, {count}",
-    "join-softmax": "write the parts of Softmax as one node, {count}",
-    "split-embed-norm": "write {count} of EmbedLayerNormalization as tables, a sum and the norm",
-    "split-attention": "write {count} of Attention or MultiHeadAttention as its products and a Softmax",
-    "split-bias-gelu": "write {count} of Gelu with a bias as Add and Gelu",
-    "split-grouped-attention": "write {count} of GroupQueryAttention as its products, cache and Softmax",
-    "split-skip-norm": "write {count} of Skip(Simplified)LayerNormalization as Add and the norm",
-    "split-layer-norm": "write {count} of LayerNormalization as means, differences and a root",
-    "flat-expand": "give {count} of Expand fewer axes, between Reshapes, which is the same",
-    "expand-to-concat": "write {count} of Expand as a Concat of copies, which is the same",
-    "neg-to-mul": "write {count} of Neg as a product with -1, which is the same",
-    "exact-gelu": "write {count} of Gelu with Tanh as the exact one, at most 4.8e-4 apart",
-    "split-rms-norm": "write {count} of RMS normalisation as a mean of squares and a root",
-    "split-gelu": "write {count} of Gelu with Erf",
-    "split-tanh-gelu": "write {count} of Gelu with Tanh",
-    "clip-to-min-max": "write {count} of Clip as Max and Min, which is the same",
-    "plain-slope": "leave the first axis, of size 1, out of the slope of {count} of PRelu, which is the same",
-    "join-rotary": "write the parts of {count} of rotary embeddings as one node",
-    "join-attention": "write the parts of {count} of attention as one node",
-    "unsigned-weights": "store the int8 weights of {count} as uint8 with a zero point of 128, which is the same",
-}
-
 ADVISERS: tuple[Adviser, ...] = (
     *(
         Adviser(
-            id=id_,
+            id=rewrite.id,
             fix="automatic",
-            message=message,
-            find=_find_rewrite(id_),
+            message=rewrite.advice,
+            find=_find_rewrite(rewrite),
             # It gains no node, but an empty scales tensor makes XNNPACK abort the process (issues 23826, 23886, 32298).
-            always=id_ == "resize-empty-inputs",
+            always=rewrite is leave_out_empty_inputs,
         )
-        for id_, message in _REWRITTEN.items()
+        for rewrite in REWRITES.values()
+        if rewrite.advice
     ),
     Adviser(
         id="fix-dims",

@@ -101,13 +101,16 @@ def convert_model(
     if "context" in forms:
         require_compiler()
     with work_folder(out) as work:
+        (work / "ort").mkdir()
         stamped = write_stamped(model, work)
-        ort_stamped = stamped if ort_source is None else write_stamped(ort_source, _make_folder(work / "ort"))
+        ort_stamped = stamped if ort_source is None else write_stamped(ort_source, work / "ort")
         source = Source(model=ort_stamped, origin=origin or ort_source or model, samples=samples, checked=checked)
         options = OrtOptions(style="full", cpu=target.conversion.cpu)
+        level = Level.ALL if target.conversion.saves_fusions else Level.BASIC
+        runtime = OrtOptions(style="runtime", cpu=target.conversion.cpu, level=level)
         writers: Mapping[Form, Callable[[], Written]] = {
             **_portable_writers(source, stamped, work, options),
-            "runtime": lambda: write_ort_form(source, work, _choose_runtime(target)),
+            "runtime": lambda: write_ort_form(source, work, runtime),
             "context": lambda: write_context_form(stamped, target, work, context),
         }
         written: dict[Form, Written] = {form: writers[form]() for form in forms}
@@ -152,11 +155,6 @@ def _portable_writers(
     }
 
 
-def _choose_runtime(target: Target) -> OrtOptions:
-    conversion = target.conversion
-    return OrtOptions(style="runtime", cpu=conversion.cpu, level=Level.ALL if conversion.saves_fusions else Level.BASIC)
-
-
 def _publish(
     model: Model, written: Mapping[Form, Written], work: Path, out: Path, *, target: str, reason: str
 ) -> ConvertedModel:
@@ -183,11 +181,6 @@ def _publish(
         compatibility="".join(item.compatibility for item in written.values()),
         reason=reason,
     )
-
-
-def _make_folder(path: Path) -> Path:
-    path.mkdir()
-    return path
 
 
 _ORT_FORMS = frozenset(ORT_FILES)

@@ -153,8 +153,8 @@ def _compare(
         )
     got = _run(*other, samples, source.custom_ops)
     errors = [_measure(left[name], right.get(name)) for left, right in zip(wanted, got, strict=True) for name in left]
-    equal = all(error is None for error in errors)
-    return msgspec.structs.replace(facts, samples=samples.count, bit_equal=equal, error=_worst(errors))
+    found = [error for error in errors if error is not None]
+    return msgspec.structs.replace(facts, samples=samples.count, bit_equal=not found, error=max(found, default=0.0))
 
 
 def _choose_tolerance(graph: onnx.GraphProto, ops: set[str]) -> float:
@@ -183,10 +183,6 @@ def _measure(wanted: Array, got: Array | None) -> float | None:
         return np.inf
     largest = np.abs(left[finite]).max(initial=0.0)
     return float(np.abs(left[finite] - right[finite]).max(initial=0.0) / max(float(largest), 1e-6))
-
-
-def _worst(errors: Sequence[float | None]) -> float:
-    return max((error for error in errors if error is not None), default=0.0)
 
 
 def _find_first(source: Model, path: Path, graph: onnx.GraphProto, samples: Samples, tolerance: float) -> str:

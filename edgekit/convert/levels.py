@@ -14,7 +14,7 @@ from edgekit.convert.ort_form import Cpu, OrtOptions, session_settings
 from edgekit.data.samples import Samples
 from edgekit.errors import ModelError
 from edgekit.model.external import skim_model
-from edgekit.model.model import Model, keep_used_opsets, order_nodes
+from edgekit.model.model import Model, keep_used_opsets, order_nodes, refill
 
 MAX_BYTES = 2**31 - (64 << 20)
 """A larger model is refused: ONNX Runtime writes the optimized one whole, and protobuf ends at 2 GB."""
@@ -118,6 +118,4 @@ def _name_reorders(graph: onnx.GraphProto) -> None:
             node.name = f"ReorderOutput_{node.output[0]}"
     nodes = sorted(graph.node, key=lambda node: next(filter(None, node.output), ""))
     if any(node.op_type == "ReorderOutput" for node in nodes):
-        ordered = order_nodes(onnx.GraphProto(node=nodes))
-        del graph.node[:]
-        graph.node.extend(ordered)
+        refill(graph.node, order_nodes(onnx.GraphProto(node=nodes)))

@@ -10,7 +10,7 @@ import onnx
 from edgekit.check.macs import count_macs, count_unsized
 from edgekit.graph.graph import Graph, Node, infer_graph
 from edgekit.prepare.fix import FIXES, apply_rewrites
-from edgekit.prepare.rewrites.activations import JOIN_HARD_SWISH
+from edgekit.prepare.rewrites.activations import join_hard_swish
 
 Kind = Literal["matrix", "attention", "vector", "curve", "move", "weights", "spill", "outside", "nodes"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -70,7 +70,7 @@ def join_graph(model: onnx.ModelProto) -> Graph:
 
     The model is changed in place.
     """
-    apply_rewrites(model, {*FIXES, JOIN_HARD_SWISH})
+    apply_rewrites(model, {*FIXES, join_hard_swish.id})
     return infer_graph(model)
 
 

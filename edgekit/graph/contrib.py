@@ -7,7 +7,7 @@ import msgspec
 import onnx
 from onnx import helper
 
-from edgekit.model.model import iterate_graphs
+from edgekit.model.model import iterate_graphs, iterate_nodes, refill
 
 ORT_DOMAIN = "com.microsoft"
 """The domain of operators that ONNX Runtime has beside those of ONNX."""
@@ -63,7 +63,7 @@ def write_alike(proto: onnx.ModelProto) -> bool:
 
     Returns True if there are such; `write_back` undoes it. Outputs that have no likeness stay unknown.
     """
-    if not any(_is_own(node) for graph in iterate_graphs(proto.graph) for node in graph.node):
+    if not any(map(_is_own, iterate_nodes(proto.graph))):
         return False
     known = {
         value.name: _Stored(
@@ -73,9 +73,7 @@ def write_alike(proto: onnx.ModelProto) -> bool:
     } | {tensor.name: _Stored(tensor.data_type, tuple(tensor.dims)) for tensor in proto.graph.initializer}
     stubs: dict[str, onnx.ValueInfoProto] = {}
     for graph in iterate_graphs(proto.graph):
-        nodes = [each for node in graph.node for each in _liken(node, known, stubs)]
-        del graph.node[:]
-        graph.node.extend(nodes)
+        refill(graph.node, [each for node in graph.node for each in _liken(node, known, stubs)])
     proto.graph.input.extend(stubs.values())
     return True
 
@@ -87,8 +85,7 @@ def write_back(inferred: onnx.ModelProto, proto: onnx.ModelProto) -> None:
         nodes = [node if _is_own(node) else next(kept) for node in given.node]
         for node, source in zip(nodes, given.node, strict=True):
             node.domain = source.domain
-        del likened.node[:]
-        likened.node.extend(nodes)
+        refill(likened.node, nodes)
 
 
 def _is_own(node: onnx.NodeProto) -> bool:

@@ -12,7 +12,7 @@ from onnx import helper, numpy_helper, shape_inference
 
 from edgekit.graph.constants import MAIN_DOMAINS, is_small, read_constant
 from edgekit.graph.contrib import write_alike, write_back
-from edgekit.model.model import iterate_graphs
+from edgekit.model.model import iterate_graphs, iterate_nodes, refill
 from edgekit.model.tensors import Array
 
 # Their inference in onnx 1.23 reads the type of their first input where there is none, and the process dies of it.
@@ -30,8 +30,7 @@ def hide_untyped(model: onnx.ModelProto) -> list[onnx.NodeProto]:
 
     Those of the main graph whose input has a type can be shown again with `show_typed`.
     """
-    graphs = list(iterate_graphs(model.graph))
-    found = [node for graph in graphs for node in graph.node if _is_untyped(node)]
+    found = [node for node in iterate_nodes(model.graph) if _is_untyped(node)]
     bodies = [node for function in model.functions for node in function.node if _is_untyped(node)]
     for node in (*found, *bodies):
         node.domain = _HIDDEN
@@ -113,9 +112,8 @@ def infer_model(proto: onnx.ModelProto) -> onnx.ModelProto:
     if alike or hidden:
         write_back(inferred, proto)
     if len(light.opset_import) != len(proto.opset_import):
-        del inferred.opset_import[:], inferred.functions[:]
-        inferred.opset_import.extend(proto.opset_import)
-        inferred.functions.extend(proto.functions)
+        refill(inferred.opset_import, proto.opset_import)
+        refill(inferred.functions, proto.functions)
     # Large initializers went in as inputs at the end; they come back as what they were.
     del inferred.graph.input[len(proto.graph.input) :]
     inferred.graph.initializer.extend(tensor if is_small(tensor) else _empty(tensor) for tensor in large)

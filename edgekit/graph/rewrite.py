@@ -11,20 +11,64 @@ from onnx import helper, numpy_helper
 
 from edgekit.graph.contrib import ORT_DOMAIN, ORT_OWN
 from edgekit.graph.graph import Graph, Node, view_part
+from edgekit.model.model import refill
 
 FLOATS = frozenset({"float32", "float16"})
 """The element types that rewrites with numbers in them know."""
 
-Expand = Callable[[Graph, Node], Sequence[onnx.NodeProto] | None]
+Write = Callable[["Writer"], None]
+"""Writes what stands for one node, or nothing where the node stays."""
+Change = Callable[[onnx.GraphProto, int], tuple[str, ...]]
+"""Changes a graph of an opset in place, and returns the names of the nodes it changed."""
+
+
+class Rewrite(msgspec.Struct, frozen=True, kw_only=True):
+    """A rewrite of graphs by its id; `advice` is what to tell where it would gain something, with {count} of nodes."""
+
+    id: str
+    advice: str
+    change: Change
+
+    def __call__(self, graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
+        """Changes a graph in place, and returns the names of the nodes it changed."""
+        return self.change(graph, opset)
+
+
+def rewrite(id_: str, advice: str = "") -> Callable[[Change], Rewrite]:
+    """Makes a rewrite of a function that changes a whole graph."""
+    return lambda change: Rewrite(id=id_, advice=advice, change=change)
+
+
+def node_rewrite(
+    id_: str, ops: Collection[str], advice: str = "", *, since: int = 1, floats: bool = False
+) -> Callable[[Write], Rewrite]:
+    """Makes a rewrite of a function that writes what stands for one node of these operators.
+
+    It is asked from the opset `since` on; with `floats`, only of nodes whose first input is of `FLOATS`.
+    """
+
+    def wrap(write: Write) -> Rewrite:
+        def change(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
+            return replace_nodes(graph, opset, ops, write, floats=floats) if opset >= since else ()
+
+        return Rewrite(id=id_, advice=advice, change=change)
+
+    return wrap
 
 
 def replace_nodes(
-    graph: onnx.GraphProto, opset: int, ops: Collection[str], expand: Expand, folder: Path = Path()
+    graph: onnx.GraphProto,
+    opset: int,
+    ops: Collection[str],
+    write: Write,
+    *,
+    floats: bool = False,
+    folder: Path = Path(),
 ) -> tuple[str, ...]:
-    """Puts what `expand` returns in the place of each node of these operators, in place; None keeps it.
+    """Puts what `write` writes in the place of each node of these operators, in place; without any the node stays.
 
     Shapes are those that the graph holds, which `fix_model` infers first. Nodes that ONNX does not allow are not shown
-    to `expand`. Returns the names of the nodes replaced. External data lie in `folder`.
+    to `write`. Returns the names of the nodes replaced. External data lie in `folder`.
     """
     # The view costs a pass over the graph, and most rewrites find nothing.
     if not any(node.op_type in ops for node in graph.node):
@@ -34,9 +78,13 @@ def replace_nodes(
     changed: list[str] = []
     for node in view.nodes:
         # What ONNX's checker refuses may lack inputs that a rewrite relies on.
-        nodes = expand(view, node) if node.op_type in ops and _is_valid(node, opset) else None
-        if nodes is not None:
-            made[node.output[0]] = nodes
+        if node.op_type not in ops or not _is_valid(node, opset):
+            continue
+        writer = Writer(graph=view, node=node, opset=opset)
+        if not floats or writer.dtype in FLOATS:
+            write(writer)
+        if writer.nodes:
+            made[node.output[0]] = writer.nodes
             changed.append(node.proto.name)
     if changed:
         kept = [new for node in graph.node for new in made.get(node.output[0] if node.output else "", (node,))]
@@ -46,9 +94,7 @@ def replace_nodes(
 
 def set_nodes(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:
     """Gives a graph other nodes, some of which may be its own, in place."""
-    kept = list(nodes)
-    del graph.node[:]
-    graph.node.extend(kept)
+    refill(graph.node, nodes)
 
 
 def copy_fields(source: Any, target: Any, skipped: Collection[str]) -> None:
@@ -85,7 +131,13 @@ class Writer(msgspec.Struct, kw_only=True):
 
     graph: Graph
     node: Node
+    opset: int
     nodes: list[onnx.NodeProto] = []
+
+    @property
+    def dtype(self) -> str:
+        """The element type of the node's first input, "" where it is not known."""
+        return self.graph.value(self.node.input[0]).dtype or ""
 
     def add(self, op: str, inputs: Sequence[str], part: str = "", **attributes: Any) -> str:
         """Adds a node and returns its output; without a `part` to name it, it is the last."""
@@ -94,8 +146,14 @@ class Writer(msgspec.Struct, kw_only=True):
         self.nodes.append(helper.make_node(op, list(inputs), [output], name=name, **attributes))
         return output
 
-    def constant(self, part: str, value: Any, dtype: str) -> str:
-        """Adds a constant and returns its name."""
+    def copy(self, node: Node) -> onnx.NodeProto:
+        """Adds a copy of a node, to be changed."""
+        self.nodes.append(onnx.NodeProto())
+        self.nodes[-1].CopyFrom(node.proto)
+        return self.nodes[-1]
+
+    def constant(self, part: str, value: Any, dtype: str = "") -> str:
+        """Adds a constant, of the type of the node's first input where none is given, and returns its name."""
         name = f"{self.node.proto.name}/{part}"
-        self.graph.proto.initializer.append(numpy_helper.from_array(np.asarray(value, dtype), name))
+        self.graph.proto.initializer.append(numpy_helper.from_array(np.asarray(value, dtype or self.dtype), name))
         return name

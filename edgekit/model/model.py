@@ -3,10 +3,10 @@
 import functools
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequence
 from operator import le
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 import onnx
@@ -18,6 +18,8 @@ from edgekit.model.external import list_files, point_into, read_place, skim_mode
 from edgekit.model.soundness import find_flaw, find_strange_text, find_torn_tensor
 from edgekit.model.tensors import TensorSpec
 from edgekit.target import read_version
+
+_T = TypeVar("_T")
 
 # Which versions of the format each ONNX Runtime reads: the one table that every command asks.
 
@@ -285,11 +287,22 @@ def keep_used_opsets(proto: onnx.ModelProto) -> None:
     ONNX Runtime writes every domain that its process knows into a model that it optimizes: its own, and those of
     custom operators that any earlier session of the process loaded.
     """
-    used = {"", *(node.domain for graph in iterate_graphs(proto.graph) for node in graph.node)}
+    used = {"", *(node.domain for node in iterate_nodes(proto.graph))}
     opsets = {"" if entry.domain == _MAIN_DOMAIN else entry.domain: entry.version for entry in proto.opset_import}
     opsets.setdefault("", 17)
-    del proto.opset_import[:]
-    proto.opset_import.extend(onnx.helper.make_opsetid(name, opsets[name]) for name in sorted(used & set(opsets)))
+    refill(proto.opset_import, (onnx.helper.make_opsetid(name, opsets[name]) for name in sorted(used & set(opsets))))
+
+
+def refill(field: MutableSequence[_T], values: Iterable[_T]) -> None:
+    """Gives a list of a protobuf other values, some of which may be its own, in place."""
+    kept = list(values)
+    del field[:]
+    field.extend(kept)
+
+
+def iterate_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """Yields the nodes of a graph and, graph by graph, of the bodies of its control-flow nodes."""
+    return (node for part in iterate_graphs(graph) for node in part.node)
 
 
 def iterate_reads(node: onnx.NodeProto) -> Iterator[str]:
@@ -348,7 +361,7 @@ def find_integer_ops(proto: onnx.ModelProto) -> tuple[str, ...]:
 
     DQ nodes alone are none of them: they store weights in 8 bits, and the model computes in float.
     """
-    ops = {node.op_type for graph in iterate_graphs(proto.graph) for node in graph.node}
+    ops = {node.op_type for node in iterate_nodes(proto.graph)}
     return tuple(sorted(op for op in ops if op in _INTEGER_OPS or op.startswith("QLinear")))
 
 
@@ -357,7 +370,7 @@ def find_quantized_form(proto: onnx.ModelProto) -> QuantizedForm:
 
     A QDQ model may come from training or from a quantizer; both are taken as they are.
     """
-    ops = {node.op_type for graph in iterate_graphs(proto.graph) for node in graph.node}
+    ops = {node.op_type for node in iterate_nodes(proto.graph)}
     # Before Q and DQ are asked for: a QOperator model has those too, at its edges.
     if any(op.startswith("QLinear") for op in ops):
         return "qoperator"

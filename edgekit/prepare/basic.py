@@ -6,19 +6,18 @@ of other devices have these kernels, so neither must stay.
 """
 
 import re
-from collections.abc import Collection, Iterable, MutableSequence
+from collections.abc import Collection, MutableSequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import onnx
-from google.protobuf.message import Message
 from onnx import TensorProto, defs, helper
 
-from edgekit._ort import CpuSession, Level, SessionSettings, optimize_graph
+from edgekit._ort import CpuSession, Level, SessionSettings, external_config, optimize_graph
 from edgekit.errors import RuntimeRefusal
 from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.rewrite import set_nodes
-from edgekit.model.model import Model, iterate_graphs, keep_used_opsets, rename_tensors
+from edgekit.model.model import Model, iterate_graphs, iterate_nodes, keep_used_opsets, refill, rename_tensors
 from edgekit.prepare.constants import OPTIMIZER
 from edgekit.prepare.external import gather_data
 from edgekit.prepare.shapes import infer_types
@@ -26,23 +25,20 @@ from edgekit.prepare.stripped import put_stand_ins, restore_nodes
 
 # Small changes that leave what a model computes as it is: names, domains, order, stamps.
 
-_MessageT = TypeVar("_MessageT", bound=Message)
-
 _MADE = ".prepared"
 
 
 def merge_domains(proto: onnx.ModelProto) -> None:
     """Writes ONNX's own domain empty everywhere, in place: "ai.onnx" means the same, and files mix the two."""
-    for part in iterate_graphs(proto.graph):
-        for node in part.node:
-            node.domain = _domain(node.domain)
+    for node in iterate_nodes(proto.graph):
+        node.domain = "" if node.domain == "ai.onnx" else node.domain
     for entry in proto.opset_import:
-        entry.domain = _domain(entry.domain)
+        entry.domain = "" if entry.domain == "ai.onnx" else entry.domain
 
 
 def import_contrib(proto: onnx.ModelProto) -> None:
     """Imports ONNX Runtime's own operators where a graph has such, in place."""
-    used = any(node.domain == ORT_DOMAIN for graph in iterate_graphs(proto.graph) for node in graph.node)
+    used = any(node.domain == ORT_DOMAIN for node in iterate_nodes(proto.graph))
     if used and all(entry.domain != ORT_DOMAIN for entry in proto.opset_import):
         proto.opset_import.add(domain=ORT_DOMAIN, version=1)
 
@@ -53,7 +49,7 @@ def drop_initializer_inputs(graph: onnx.GraphProto) -> None:
     IR version 3 wanted each initializer among the inputs, where a caller could replace it.
     """
     initializers = {tensor.name for tensor in graph.initializer}
-    _replace(graph.input, [value for value in graph.input if value.name not in initializers])
+    refill(graph.input, [value for value in graph.input if value.name not in initializers])
 
 
 def name_nodes(graph: onnx.GraphProto) -> None:
@@ -62,7 +58,7 @@ def name_nodes(graph: onnx.GraphProto) -> None:
     A node without a name is called after its operator and its first output, so that the name does not depend on what
     stands before it.
     """
-    nodes = [node for part in iterate_graphs(graph) for node in part.node]
+    nodes = list(iterate_nodes(graph))
     taken = {node.name for node in nodes}
     seen: set[str] = set()
     # Where thousands bear one name, the numbers that are taken are not tried again for each.
@@ -94,7 +90,7 @@ def rename_made(graph: onnx.GraphProto, given: Collection[str]) -> None:
 def restore_stamps(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:
     """Puts back the origin's metadata and texts, and drops the opsets that no node needs, in place."""
     keep_used_opsets(proto)
-    _replace(proto.metadata_props, list(origin.metadata_props))
+    refill(proto.metadata_props, origin.metadata_props)
     proto.producer_name = origin.producer_name
     proto.producer_version = origin.producer_version
     proto.doc_string = origin.doc_string
@@ -106,16 +102,6 @@ def sort_values(graph: onnx.GraphProto) -> None:
     for part in iterate_graphs(graph):
         part.initializer.sort(key=lambda tensor: tensor.name)
         part.value_info.sort(key=lambda value: value.name)
-
-
-def _replace(field: MutableSequence[_MessageT], values: Iterable[_MessageT]) -> None:
-    kept = list(values)
-    del field[:]
-    field.extend(kept)
-
-
-def _domain(domain: str) -> str:
-    return "" if domain == "ai.onnx" else domain
 
 
 # How the names of inserted casts, and of the values between them, begin: ONNX Runtime's and ours.
@@ -146,9 +132,7 @@ def strip_casts(graph: onnx.GraphProto) -> bool:
         kept = [node for node in part.node if not _INSERTED.match(node.name)]
         stripped |= len(kept) < len(part.node)
         set_nodes(part, kept)
-        values = [value for value in part.value_info if not _INSERTED.match(value.name)]
-        del part.value_info[:]
-        part.value_info.extend(values)
+        refill(part.value_info, [value for value in part.value_info if not _INSERTED.match(value.name)])
         for node in part.node:
             _strip_prefix(node.input)
             _strip_prefix(node.output)
@@ -223,8 +207,8 @@ def optimize_basic(proto: onnx.ModelProto, model: Model, path: Path, folder: Pat
     # Both before the session sees the graph: it replaces what it has no kernel for while it partitions, at any level.
     guard_half(proto)
     replaced = put_stand_ins(proto.graph)
-    config = _read_from(folder) | _write_to(path, model)
-    optimize_graph(_serialize(proto), path, _settings(proto, model, config), subject=str(model.path))
+    serialized = proto.SerializeToString(deterministic=True)
+    optimize_graph(serialized, path, _settings(proto, model, path, folder), subject=str(model.path))
     optimized = onnx.load(str(path), load_external_data=False)
     stripped = strip_casts(optimized.graph)
     whole = restore_nodes(optimized.graph, replaced)
@@ -238,37 +222,26 @@ def optimize_basic(proto: onnx.ModelProto, model: Model, path: Path, folder: Pat
     return proto
 
 
-def _serialize(proto: onnx.ModelProto) -> bytes:
-    return proto.SerializeToString(deterministic=True)
-
-
-def _settings(proto: onnx.ModelProto, model: Model, config: dict[str, str]) -> SessionSettings:
+def _settings(proto: onnx.ModelProto, model: Model, path: Path, folder: Path) -> SessionSettings:
+    # Prepacked copies of all weights would double the memory, for a session that never runs.
+    config = external_config(folder) | {"session.disable_prepacking": "1"}
+    if works_outside(model):
+        config |= {f"{_EXTERNAL}_file_name": f"{path.name}.data", f"{_EXTERNAL}_min_size_in_bytes": "1024"}
     quantized = any(node.op_type == "DequantizeLinear" for node in proto.graph.node)
-    disabled = _QDQ_CHANGERS if quantized else ()
     return SessionSettings(
         level=Level.BASIC,
-        # Prepacked copies of all weights would double the memory, for a session that never runs.
-        config=config | {"session.disable_prepacking": "1"},
-        disabled_optimizers=disabled,
+        config=config,
+        disabled_optimizers=_QDQ_CHANGERS if quantized else (),
         threads=1,
         libraries=model.custom_ops,
     )
 
 
-def _read_from(folder: Path) -> dict[str, str]:
-    return {"session.model_external_initializers_file_folder_path": str(folder.absolute())}
-
-
-def _write_to(path: Path, model: Model) -> dict[str, str]:
-    if not works_outside(model):
-        return {}
-    return {f"{_EXTERNAL}_file_name": f"{path.name}.data", f"{_EXTERNAL}_min_size_in_bytes": "1024"}
-
-
 def _loads(proto: onnx.ModelProto, model: Model, path: Path) -> bool:
     try:
-        settings = SessionSettings(level=Level.DISABLED, config=_read_from(path.parent), libraries=model.custom_ops)
-        CpuSession(_serialize(proto), settings)
+        config = external_config(path.parent)
+        settings = SessionSettings(level=Level.DISABLED, config=config, libraries=model.custom_ops)
+        CpuSession(proto.SerializeToString(deterministic=True), settings)
     except RuntimeRefusal:
         return False
     return True

@@ -9,7 +9,7 @@ import onnx
 
 from edgekit._files import AnyPath, as_path, replacing_file
 from edgekit.model.external import point_into, skim_model
-from edgekit.model.model import Model, list_names, load_model, move_data, read_proto, save_proto
+from edgekit.model.model import Model, list_names, load_model, move_data, read_proto, refill, save_proto
 from edgekit.prepare.basic import (
     drop_initializer_inputs,
     keeps_external,
@@ -66,7 +66,8 @@ def prepare_model(
     out = as_path(out)
     proto, folder = _read_graph(model), model.path.parent
     _clean_interface(proto, outputs, constants or {})
-    if not (folds_first := bool(constants) or _has_branches(proto)):
+    # ONNX Runtime refuses a branch that dimensions do not fit, or crashes on it.
+    if not (folds_first := bool(constants) or any(node.op_type == "If" for node in proto.graph.node)):
         fix_dims(proto.graph, dims, may_stay_open=may_stay_open)
     origin, given, chosen = _copy_texts(proto), list_names(proto.graph), choose_opset(proto, opset)
     lower_ir_version(proto, chosen)
@@ -82,11 +83,6 @@ def prepare_model(
         _tidy(proto, origin)
         _write(proto, model, temporary, out)
     return load_model(out, custom_ops=model.custom_ops)
-
-
-def _has_branches(proto: onnx.ModelProto) -> bool:
-    """Returns True if a graph has branches: ONNX Runtime refuses one that dimensions do not fit, or crashes on it."""
-    return any(node.op_type == "If" for node in proto.graph.node)
 
 
 def freeze_model(model: Model, folder: Path, constants: Mapping[str, float]) -> Model:
@@ -151,9 +147,7 @@ def show_model(model: Model, out: Path) -> Model:
         proto.ir_version = _OVERRIDING
     # A caller may give another value for them: to a session they are inputs and nothing else.
     fed = {value.name for value in proto.graph.input}
-    constants = [tensor for tensor in proto.graph.initializer if tensor.name not in fed]
-    del proto.graph.initializer[:]
-    proto.graph.initializer.extend(constants)
+    refill(proto.graph.initializer, [tensor for tensor in proto.graph.initializer if tensor.name not in fed])
     origin, shells = _copy_texts(proto), strip_weights(proto)
     with replacing_file(out) as temporary:
         proto = optimize_basic(proto, model, temporary, model.path.parent)

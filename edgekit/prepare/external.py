@@ -10,6 +10,7 @@ from google.protobuf.message import Message
 
 from edgekit._files import move_file, read_chunks, replacing_file, work_folder, write_file
 from edgekit.errors import ModelError
+from edgekit.graph.rewrite import copy_fields
 from edgekit.model.external import LEAST_BYTES, DataPlace, begin_page, point_to, read_place, read_words
 from edgekit.model.model import MOST_INLINE_BYTES, Model, iterate_graphs, load_model, read_proto
 
@@ -67,14 +68,7 @@ def _split(message: Message, field: int) -> tuple[bytes, bytes]:
 
 def _keep(message: _MessageT, wanted: Callable[[int], bool]) -> _MessageT:
     made = type(message)()
-    for field, value in message.ListFields():
-        if wanted(field.number):
-            if isinstance(value, Message):
-                getattr(made, field.name).CopyFrom(value)
-            elif isinstance(value, (str, bytes, int, float)):
-                setattr(made, field.name, value)
-            else:
-                getattr(made, field.name).extend(value)
+    copy_fields(message, made, {field.name for field, _ in message.ListFields() if not wanted(field.number)})
     return made
 
 

@@ -1,6 +1,6 @@
 """The rewrites that advice calls automatic: each leaves every result as it is, or moves its last bits as it says."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -8,8 +8,9 @@ import onnx
 
 from edgekit.data.padding import Padding, find_padding
 from edgekit.errors import UsageError
+from edgekit.graph.rewrite import Rewrite
 from edgekit.model.external import point_into
-from edgekit.model.model import Model, iterate_graphs, read_proto
+from edgekit.model.model import Model, iterate_graphs, read_proto, refill
 from edgekit.prepare.basic import import_contrib, merge_domains, name_nodes, works_outside
 from edgekit.prepare.clean import prepare_model
 from edgekit.prepare.external import save_graph
@@ -28,69 +29,70 @@ from edgekit.prepare.rewrites import (
 from edgekit.prepare.shapes import infer_values
 from edgekit.target import Target
 
-Rewrite = Callable[[onnx.GraphProto, int], tuple[str, ...]]
 
-FIXES: Mapping[str, Rewrite] = {
-    idle.IDLE_NAN_GUARD: idle.drop_nan_guards,
-    idle.IDLE_ADD: idle.drop_idle_adds,
-    idle.COPIES: idle.drop_copies,
-    products.SUM_TO_ADD: products.rewrite_sums,
-    idle.RESIZE_INPUTS: idle.leave_out_empty_inputs,
-    idle.TRAILING_INPUTS: idle.drop_trailing_inputs,
-    idle.IDLE_RELU: idle.drop_idle_relus,
-    activations.CLIP_TO_RELU: activations.write_relus,
-    layout.FLATTEN_TO_RESHAPE: layout.write_flattens,
-    layout.PLAIN_RESHAPE: layout.write_plain_reshapes,
-    layout.GATHER_TO_RESHAPE: layout.reshape_gathers,
-    layout.GATHER_FROM_START: layout.count_from_start,
-    norms.JOIN_RMS_NORM: norms.join_rms_norms,
-    activations.JOIN_GELU: activations.join_gelus,
-    activations.JOIN_SOFTMAX: activations.join_softmaxes,
-}
+def _by_id(*rewrites: Rewrite) -> Mapping[str, Rewrite]:
+    return {rewrite.id: rewrite for rewrite in rewrites}
+
+
+FIXES = _by_id(
+    idle.drop_nan_guard,
+    idle.drop_idle_add,
+    idle.drop_copies,
+    products.sum_to_add,
+    idle.leave_out_empty_inputs,
+    idle.drop_trailing_inputs,
+    idle.drop_idle_relus,
+    activations.clip_to_relu,
+    layout.flatten_to_reshape,
+    layout.plain_reshape,
+    layout.gather_to_reshape,
+    layout.gather_from_start,
+    norms.join_rms_norm,
+    activations.join_gelu,
+    activations.join_softmax,
+)
 """Rewrites that every provider is well served by."""
 
-JOINS = frozenset({norms.JOIN_RMS_NORM, activations.JOIN_GELU})
+JOINS = frozenset({norms.join_rms_norm.id, activations.join_gelu.id})
 """Those of them that other rewrites undo for a target which lacks what they write."""
 
-_SHAPELESS = FIXES.keys() - {
-    idle.IDLE_ADD, idle.IDLE_NAN_GUARD, activations.JOIN_SOFTMAX, layout.GATHER_TO_RESHAPE, layout.GATHER_FROM_START
-}  # fmt: skip
+_SHAPED = (
+    idle.drop_idle_add, idle.drop_nan_guard, activations.join_softmax, layout.gather_to_reshape,
+    layout.gather_from_start,
+)  # fmt: skip
+_SHAPELESS = FIXES.keys() - {rewrite.id for rewrite in _SHAPED}
 
-SPELLINGS: Mapping[str, Rewrite] = {
-    layout.INDEX_TO_INT32: layout.narrow_indices,
-    layout.PLAIN_GATHER: layout.write_plain_gathers,
-    layout.PAD_REFLECT: layout.write_mirrors,
-    products.PLAIN_GEMM: products.write_plain_gemms,
-    products.MATMUL_TO_2D: products.flatten_matmuls,
-    activations.PLAIN_SLOPE: activations.write_plain_slopes,
-    activations.JOIN_HARD_SWISH: activations.join_hard_swishes,
-    activations.SPLIT_HARD_SWISH: activations.split_hard_swishes,
-    layout.FLAT_EXPAND: layout.flatten_expands,
+SPELLINGS = _by_id(
+    layout.narrow_indices,
+    layout.plain_gather,
+    layout.pad_reflect,
+    products.plain_gemm,
+    products.matmul_to_2d,
+    activations.plain_slope,
+    activations.join_hard_swish,
+    activations.split_hard_swish,
+    layout.flatten_expand,
     # Of few axes: a Concat has as many as the Expand that it stands for.
-    layout.EXPAND_TO_CONCAT: layout.write_concats,
-    products.NEG_TO_MUL: products.write_products,
+    layout.expand_to_concat,
+    products.neg_to_mul,
     # What ONNX Runtime's optimizers fuse, before what that becomes.
-    norms.SPLIT_EMBED_NORM: norms.split_embed_norms,
-    split_attention.SPLIT_ATTENTION: split_attention.split_attentions,
-    activations.SPLIT_BIAS_GELU: activations.split_bias_gelus,
-    split_attention.SPLIT_GROUPED_ATTENTION: split_attention.split_grouped_attentions,
-    norms.SPLIT_SKIP_NORM: norms.split_skip_norms,
-    norms.SPLIT_LAYER_NORM: norms.split_layer_norms,
-    norms.RMS_ID: norms.split_rms_norms,
+    norms.split_embed_norm,
+    split_attention.split_attention,
+    activations.split_bias_gelu,
+    split_attention.split_grouped_attention,
+    norms.split_skip_norm,
+    norms.split_layer_norm,
+    norms.split_rms_norm,
     # Before the formula is: who takes an exact Gelu needs no parts.
-    activations.EXACT_GELU: activations.write_exact_gelus,
-    activations.SPLIT_GELU: activations.split_gelus,
-    activations.TANH_ID: activations.split_tanh_gelus,
-    activations.CLIP_TO_MIN_MAX: activations.write_min_max,
-    unsigned_weights.FIX_ID: unsigned_weights.write_unsigned_weights,
-}
+    activations.write_exact_gelu,
+    activations.split_gelu,
+    activations.split_tanh_gelu,
+    activations.clip_to_min_max,
+    unsigned_weights.write_unsigned_weights,
+)
 """Rewrites that some providers are served by and others not: for a target, those that check finds a gain in."""
 
-ASKED: Mapping[str, Rewrite] = {
-    products.GEMM_TO_MATMUL: products.write_matmuls,
-    join_attention.JOIN_ROTARY: join_attention.join_rotaries,
-    join_attention.JOIN_ATTENTION: join_attention.join_attentions,
-}
+ASKED = _by_id(products.gemm_to_matmul, join_attention.join_rotary, join_attention.join_attention)
 """Rewrites that gain no node, and that a target asks for (`list_asked`)."""
 
 REWRITES: Mapping[str, Rewrite] = {**FIXES, **SPELLINGS, **ASKED}
@@ -105,7 +107,7 @@ def list_asked(target: Target, *, stays_float: bool = False) -> tuple[str, ...]:
     """
     blocks = any(types.weight_block for types in target.quantization.precisions.values())
     # A product keeps its weights in blocks in three dimensions alone.
-    return (*((products.GEMM_TO_MATMUL,) if blocks else ()), *(target.float_rewrites if stays_float else ()))
+    return (*((products.gemm_to_matmul.id,) if blocks else ()), *(target.float_rewrites if stays_float else ()))
 
 
 class Fix(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,10 +173,8 @@ def apply_rewrites(proto: onnx.ModelProto, ids: Collection[str]) -> tuple[Fix, .
             drop_idle_nodes(proto.graph)
     if fixes:
         import_contrib(proto)
-    made = {output for node in proto.graph.node for output in node.output}
-    kept = [value for value in proto.graph.value_info if value.name in known and value.name in made]
-    del proto.graph.value_info[:]
-    proto.graph.value_info.extend(kept)
+    kept = known & {output for node in proto.graph.node for output in node.output}
+    refill(proto.graph.value_info, [value for value in proto.graph.value_info if value.name in kept])
     return tuple(fixes)
 
 

@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 from edgekit.data.images import Preprocess
 from edgekit.errors import UsageError, suggest_name
 from edgekit.graph.rewrite import set_nodes
-from edgekit.model.model import Model, drop_unread, iterate_reads, list_names, read_proto, rename_tensors
+from edgekit.model.model import Model, drop_unread, iterate_reads, list_names, read_proto, refill, rename_tensors
 from edgekit.prepare.basic import name_nodes
 from edgekit.prepare.external import save_graph
 
@@ -32,9 +32,7 @@ def keep_outputs(graph: onnx.GraphProto, names: Collection[str]) -> None:
         if name not in valid:
             raise UsageError(f"the model has no output '{name}'", hint=suggest_name(name, valid))
     if names:
-        kept = [value for value in graph.output if value.name in names]
-        del graph.output[:]
-        graph.output.extend(kept)
+        refill(graph.output, [value for value in graph.output if value.name in names])
 
 
 def drop_idle_nodes(graph: onnx.GraphProto) -> None:
@@ -60,9 +58,7 @@ def freeze_inputs(graph: onnx.GraphProto, values: Mapping[str, float]) -> None:
         if name not in inputs:
             raise UsageError(f"the model has no input '{name}'", hint=suggest_name(name, inputs))
         graph.initializer.append(_fill(inputs[name], number))
-    kept = [value for value in graph.input if value.name not in values]
-    del graph.input[:]
-    graph.input.extend(kept)
+    refill(graph.input, [value for value in graph.input if value.name not in values])
 
 
 def _fill(value: onnx.ValueInfoProto, number: float) -> onnx.TensorProto:
@@ -205,8 +201,7 @@ def _change_layout(graph: onnx.GraphProto, name: str, layout: Layout) -> None:
     for place, axis in enumerate(last if layout == "nhwc" else first):
         given[place].CopyFrom(dims[axis])
     inner = _stand_behind(graph, name)
-    del value.type.tensor_type.shape.dim[:]
-    value.type.tensor_type.shape.dim.extend(given)
+    refill(value.type.tensor_type.shape.dim, given)
     back = first if layout == "nhwc" else last
     _put_first(graph, [helper.make_node("Transpose", [name], [inner], name=f"{inner}/transpose", perm=back)])
 

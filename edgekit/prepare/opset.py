@@ -14,13 +14,22 @@ from onnx import defs, shape_inference, version_converter
 from edgekit._ort import VERSION
 from edgekit.errors import ModelError, UsageError, quote_error
 from edgekit.graph.contrib import ORT_DOMAIN, ORT_OWN
-from edgekit.model.model import Model, find_reader, iterate_graphs, read_proto, reads_of, save_proto
+from edgekit.model.model import (
+    Model,
+    find_reader,
+    iterate_graphs,
+    iterate_nodes,
+    read_proto,
+    reads_of,
+    refill,
+    save_proto,
+)
 from edgekit.prepare.stripped import put_weights, weights_aside
 
 
 def find_newer_ops(proto: onnx.ModelProto, own: int, opset: int) -> tuple[str, ...]:
     """Returns the operators in use that mean something else, or nothing, in the older opset, sorted."""
-    nodes = [node for graph in iterate_graphs(proto.graph) for node in graph.node if not node.domain]
+    nodes = [node for node in iterate_nodes(proto.graph) if not node.domain]
     return tuple(sorted({node.op_type for node in nodes if not _means_the_same(node, own, opset)}))
 
 
@@ -90,7 +99,7 @@ def choose_opset(proto: onnx.ModelProto, wanted: int | None) -> int:
     own = read_opset(proto)
     if wanted is not None:
         return wanted
-    lifted = own < OLDEST_OPSET and any(not node.domain for node in _iterate_nodes(proto))
+    lifted = own < OLDEST_OPSET and any(not node.domain for node in iterate_nodes(proto.graph))
     # ONNX Runtime writes a LayerNormalization in parts as one node, where the opset has it.
     # True if a graph holds a norm that ONNX Runtime's optimizers fused.
     normed = own < _LAYER_NORM_SINCE and (
@@ -178,7 +187,7 @@ def lower_ir_version(proto: onnx.ModelProto, opset: int, newest: int = MAX_IR_VE
 def _put_aside(proto: onnx.ModelProto, opset: int) -> None:
     """Gives norms that ONNX Runtime has in ONNX's domain, and ONNX not, another one, which a converter leaves alone."""
     unknown = {*ORT_OWN, *(["LayerNormalization"] if opset < _LAYER_NORM_SINCE else [])}
-    nodes = [node for node in _iterate_nodes(proto) if not node.domain and node.op_type in unknown]
+    nodes = [node for node in iterate_nodes(proto.graph) if not node.domain and node.op_type in unknown]
     for node in nodes:
         node.domain = _ASIDE
     if nodes:
@@ -187,15 +196,9 @@ def _put_aside(proto: onnx.ModelProto, opset: int) -> None:
 
 def _put_back(proto: onnx.ModelProto) -> None:
     """Gives what was put aside its domain again."""
-    kept = [entry for entry in proto.opset_import if entry.domain != _ASIDE]
-    del proto.opset_import[:]
-    proto.opset_import.extend(kept)
-    for node in _iterate_nodes(proto):
+    refill(proto.opset_import, [entry for entry in proto.opset_import if entry.domain != _ASIDE])
+    for node in iterate_nodes(proto.graph):
         node.domain = "" if node.domain == _ASIDE else node.domain
-
-
-def _iterate_nodes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
-    return (node for graph in iterate_graphs(proto.graph) for node in graph.node)
 
 
 def _uses_new_types(proto: onnx.ModelProto) -> bool:

@@ -16,6 +16,7 @@ from onnx import TensorProto, helper
 
 from edgekit.errors import UsageError, suggest_name
 from edgekit.graph.inference import infer_model
+from edgekit.model.model import refill
 from edgekit.model.tensors import HEADERS, TensorSpec
 
 
@@ -25,10 +26,6 @@ def _floor(value: Fraction) -> Fraction:
 
 def _ceil(value: Fraction) -> Fraction:
     return Fraction(math.ceil(value))
-
-
-def _ceil_div(left: Fraction, right: Fraction) -> Fraction:
-    return _ceil(left / right)
 
 
 def _floor_div(left: Fraction, right: Fraction) -> Fraction:
@@ -55,7 +52,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 # What sympy and torch.utils._sympy write, in upper or lower case: exporters print their formulas.
 _FUNCTIONS: dict[str, Callable[..., Fraction]] = {
     "ceil": _ceil,
-    "ceildiv": _ceil_div,
+    "ceildiv": lambda left, right: _ceil(left / right),
     "ceiling": _ceil,
     "ceiltoint": _ceil,
     "cleandiv": operator.truediv,
@@ -194,7 +191,9 @@ def fix_dims(graph: onnx.GraphProto, dims: Mapping[str, int], *, may_stay_open: 
         _refuse_missing(graph, sizes)
     for value in (*graph.input, *graph.output):
         for axis, dim in enumerate(value.type.tensor_type.shape.dim):
-            _set_dim(dim, sizes.get(dim.dim_param or f"{value.name}:{axis}"))
+            name = dim.dim_param or f"{value.name}:{axis}"
+            if name in sizes:
+                dim.dim_value = sizes[name]
     del graph.value_info[:]
 
 
@@ -279,11 +278,6 @@ def _refuse_missing(graph: onnx.GraphProto, sizes: Mapping[str, int]) -> None:
     raise UsageError(f"the model has {noun} without a number: {places}", hint=f"add {options}")
 
 
-def _set_dim(dim: onnx.TensorShapeProto.Dimension, size: int | None) -> None:
-    if size is not None:
-        dim.dim_value = size
-
-
 def infer_types(proto: onnx.ModelProto) -> dict[str, int]:
     """Returns the element type of each tensor of the main graph, by name, as far as it can be inferred."""
     inferred = infer_model(proto).graph
@@ -311,9 +305,7 @@ def infer_outputs(proto: onnx.ModelProto) -> None:
 def infer_values(proto: onnx.ModelProto) -> None:
     """Gives the values of the main graph the types and shapes that can be inferred, in place."""
     inferred = infer_model(proto).graph.value_info
-    values = [value for value in inferred if value.type.HasField("tensor_type")]
-    del proto.graph.value_info[:]
-    proto.graph.value_info.extend(values)
+    refill(proto.graph.value_info, [value for value in inferred if value.type.HasField("tensor_type")])
 
 
 def _is_static(value: onnx.ValueInfoProto) -> bool:

@@ -6,7 +6,7 @@ numbers. Operators that ONNX Runtime's CPU provider has no kernel for have a sta
 
 import contextlib
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import onnx
@@ -14,7 +14,7 @@ from onnx import helper, numpy_helper
 
 from edgekit.graph.graph import Graph, Node, view_part
 from edgekit.model.external import LEAST_BYTES, skim_model
-from edgekit.model.model import iterate_graphs
+from edgekit.model.model import iterate_graphs, iterate_nodes, refill
 
 
 @contextlib.contextmanager
@@ -25,9 +25,7 @@ def weights_aside(proto: onnx.ModelProto) -> Generator[list[onnx.TensorProto]]:
     """
     graph = proto.graph
     large = [tensor for tensor in graph.initializer if _is_large(tensor)]
-    small = [tensor for tensor in graph.initializer if not _is_large(tensor)]
-    del graph.initializer[:]
-    graph.initializer.extend(small)
+    refill(graph.initializer, [tensor for tensor in graph.initializer if not _is_large(tensor)])
     graph.input.extend(
         onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims) for tensor in large
     )
@@ -40,9 +38,7 @@ def weights_aside(proto: onnx.ModelProto) -> Generator[list[onnx.TensorProto]]:
 def put_weights(graph: onnx.GraphProto, weights: list[onnx.TensorProto]) -> None:
     """Puts initializers back in place of the inputs that stand in for them."""
     names = {tensor.name for tensor in weights}
-    inputs = [value for value in graph.input if value.name not in names]
-    del graph.input[:]
-    graph.input.extend(inputs)
+    refill(graph.input, [value for value in graph.input if value.name not in names])
     graph.initializer.extend(weights)
 
 
@@ -70,13 +66,11 @@ def strip_weights(proto: onnx.ModelProto) -> list[onnx.TensorProto]:
     """
     graph = proto.graph
     _share_equal(graph)
-    shells = [_shell(name, kind, dims) for name, (kind, dims) in _find_weights(graph).items()]
+    found = _find_weights(graph).items()
+    shells = [onnx.TensorProto(name=name, data_type=kind, dims=dims) for name, (kind, dims) in found]
     names = {shell.name for shell in shells}
-    tensors = [tensor for tensor in graph.initializer if tensor.name not in names]
-    nodes = [node for node in graph.node if not names.issuperset(node.output)]
-    del graph.initializer[:], graph.node[:]
-    graph.initializer.extend(tensors)
-    graph.node.extend(nodes)
+    refill(graph.initializer, [tensor for tensor in graph.initializer if tensor.name not in names])
+    refill(graph.node, [node for node in graph.node if not names.issuperset(node.output)])
     graph.input.extend(helper.make_tensor_value_info(shell.name, shell.data_type, shell.dims) for shell in shells)
     return shells
 
@@ -156,10 +150,6 @@ def _is_absent(tensor: onnx.TensorProto) -> bool:
     return math.prod(tensor.dims) > 0 and not any(getattr(tensor, field) for field in fields)
 
 
-def _shell(name: str, kind: int, dims: Sequence[int]) -> onnx.TensorProto:
-    return onnx.TensorProto(name=name, data_type=kind, dims=dims)
-
-
 # Operators that change each element by itself, and the attribute that tells their stand-ins apart.
 _ALPHAS = {"HardSwish": 2.0, "Mish": 3.0, "Swish": 4.0}
 # It has a kernel, keeps type and shape, and no rule of the basic level knows it.
@@ -169,25 +159,21 @@ _STAND_IN = "Celu"
 def put_stand_ins(graph: onnx.GraphProto) -> dict[str, onnx.NodeProto]:
     """Puts a stand-in for each such node, in place, and returns the nodes by name; names must be unique."""
     replaced: dict[str, onnx.NodeProto] = {}
-    for part in iterate_graphs(graph):
-        for node in part.node:
-            if node.op_type in _ALPHAS and not node.domain:
-                replaced[node.name] = onnx.NodeProto()
-                replaced[node.name].CopyFrom(node)
-                del node.attribute[:]
-                node.attribute.append(helper.make_attribute("alpha", _ALPHAS[node.op_type]))
-                node.op_type = _STAND_IN
+    for node in iterate_nodes(graph):
+        if node.op_type in _ALPHAS and not node.domain:
+            replaced[node.name] = onnx.NodeProto()
+            replaced[node.name].CopyFrom(node)
+            refill(node.attribute, [helper.make_attribute("alpha", _ALPHAS[node.op_type])])
+            node.op_type = _STAND_IN
     return replaced
 
 
 def restore_nodes(graph: onnx.GraphProto, replaced: dict[str, onnx.NodeProto]) -> bool:
     """Puts the nodes back where their stand-ins are, in place; returns False if one was folded or merged away."""
     restored = 0
-    for part in iterate_graphs(graph):
-        for node in part.node:
-            if node.op_type == _STAND_IN and node.name in replaced:
-                node.op_type = replaced[node.name].op_type
-                del node.attribute[:]
-                node.attribute.extend(replaced[node.name].attribute)
-                restored += 1
+    for node in iterate_nodes(graph):
+        if node.op_type == _STAND_IN and node.name in replaced:
+            node.op_type = replaced[node.name].op_type
+            refill(node.attribute, replaced[node.name].attribute)
+            restored += 1
     return restored == len(replaced)

@@ -15,7 +15,7 @@ import onnx
 
 from edgekit.errors import ModelError, UsageError, suggest_name
 from edgekit.graph.contrib import ORT_DOMAIN
-from edgekit.model.model import Model, iterate_graphs, read_proto, save_proto
+from edgekit.model.model import Model, iterate_nodes, read_proto, save_proto
 from edgekit.prepare.fix import fix_model
 from edgekit.prepare.opset import lower_ir_version, read_opset
 from edgekit.prepare.rewrites import idle, join_attention
@@ -61,12 +61,15 @@ def _load_optimizer() -> Any:
 
 
 # The optimizer knows attention as exporters wrote it some years ago, and finds none in what PyTorch 2.15 writes.
-_PARTS_OF_ATTENTION = (
-    idle.IDLE_NAN_GUARD,
-    idle.IDLE_ADD,
-    idle.COPIES,
-    join_attention.JOIN_ROTARY,
-    join_attention.JOIN_ATTENTION,
+_PARTS_OF_ATTENTION = tuple(
+    rewrite.id
+    for rewrite in (
+        idle.drop_nan_guard,
+        idle.drop_idle_add,
+        idle.drop_copies,
+        join_attention.join_rotary,
+        join_attention.join_attention,
+    )
 )
 
 
@@ -134,5 +137,5 @@ def fuse_transformer(
 
 
 def _count_contrib(proto: onnx.ModelProto) -> Counter[str]:
-    nodes = (node for graph in iterate_graphs(proto.graph) for node in graph.node)
+    nodes = iterate_nodes(proto.graph)
     return Counter(node.op_type for node in nodes if node.domain == ORT_DOMAIN)

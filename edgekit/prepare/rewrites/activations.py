@@ -1,7 +1,7 @@
 """Activations as a provider takes them: Clip, HardSwish and GELU, written as one node or taken apart."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import pairwise, permutations
 
 import numpy as np
@@ -10,136 +10,109 @@ import onnx
 from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.graph import Graph, Node
 from edgekit.graph.match import beside, factors, is_near, made_by, reduced_axis, square_of, walk_product
-from edgekit.graph.rewrite import FLOATS, Writer, replace_nodes
-
-CLIP_TO_RELU = "clip-to-relu"
+from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite, replace_nodes, rewrite
 
 
-def write_relus(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Makes each such Clip a Relu, in place, and returns the names of the nodes; both give the same for any number."""
-    return replace_nodes(graph, opset, {"Clip"}, _clip_to_relu) if opset >= 11 else ()
-
-
-def _clip_to_relu(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
+@node_rewrite(
+    "clip-to-relu", {"Clip"}, "write {count} of Clip from zero to nothing as Relu, which is the same", since=11
+)
+def clip_to_relu(writer: Writer) -> None:
+    """Writes a Clip from zero to nothing as Relu; both give the same for any number."""
+    graph, node = writer.graph, writer.node
     dtype = graph.value(node.input[1]).dtype if node.has_input(1) else None
     if dtype is None or dtype not in FLOATS:
-        return None
-    low = graph.number(node.input[1])
+        return
     high = graph.number(node.input[2]) if node.has_input(2) else float("inf")
-    limit = float(np.finfo(dtype).max)
-    if low != 0 or high is None or high < limit:
-        return None
-    writer = Writer(graph=graph, node=node)
-    writer.add("Relu", node.input[:1])
-    return writer.nodes
+    if graph.number(node.input[1]) == 0 and high is not None and high >= float(np.finfo(dtype).max):
+        writer.add("Relu", node.input[:1])
 
 
-CLIP_TO_MIN_MAX = "clip-to-min-max"
-
-
-def write_min_max(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Makes each Clip with constant bounds a Max and a Min, in place, and returns the names of the nodes.
+@node_rewrite(
+    "clip-to-min-max", {"Clip"}, "write {count} of Clip as Max and Min, which is the same", since=13, floats=True
+)
+def clip_to_min_max(writer: Writer) -> None:
+    """Writes a Clip with constant bounds as Max and Min.
 
     The result is the same to the bit, for Clip is defined as Min(Max(x, low), high).
     """
-    return replace_nodes(graph, opset, {"Clip"}, _clip_to_min_max) if opset >= 13 else ()
-
-
-def _clip_to_min_max(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
-    if graph.value(node.input[0]).dtype not in FLOATS:
-        return None
-    names = [*node.input[1:], "", ""][:2]
-    steps = [(op, name) for op, name in zip(("Max", "Min"), names, strict=True) if name]
-    if not steps or any(graph.number(name) is None for _, name in steps):
-        return None
-    writer = Writer(graph=graph, node=node)
-    value = node.input[0]
+    value, *bounds = writer.node.input
+    steps = [(op, name) for op, name in zip(("Max", "Min"), bounds, strict=False) if name]
+    if any(writer.graph.number(name) is None for _, name in steps):
+        return
     for op, name in steps:
-        value = writer.add(op, [value, name], "" if name == steps[-1][1] and op == steps[-1][0] else op.lower())
-    return writer.nodes
+        value = writer.add(op, [value, name], "" if (op, name) == steps[-1] else op.lower())
 
 
-PLAIN_SLOPE = "plain-slope"
 # A slope per channel of pictures: [C, 1, 1].
 _SLOPE_AXES = 3
 
 
-def write_plain_slopes(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Leaves out the first axis of each constant slope [1, C, 1, 1] of a PRelu, in place; returns the nodes' names.
+@node_rewrite(
+    "plain-slope",
+    {"PRelu"},
+    "leave the first axis, of size 1, out of the slope of {count} of PRelu, which is the same",
+    since=7,
+)
+def plain_slope(writer: Writer) -> None:
+    """Leaves out the first axis of a constant slope [1, C, 1, 1] of a PRelu.
 
     The result is the same to the bit: axes of one element at the front of a slope say nothing.
     """
-    return replace_nodes(graph, opset, {"PRelu"}, _plain_slope) if opset >= 7 else ()
-
-
-def _plain_slope(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
-    slope = graph.constants.get(node.input[1])
+    node, slope = writer.node, writer.graph.constants.get(writer.node.input[1])
     if slope is None or len(slope.dims) <= _SLOPE_AXES or set(slope.dims[:-_SLOPE_AXES]) != {1}:
-        return None
-    writer = Writer(graph=graph, node=node)
+        return
     plain = onnx.TensorProto()
     plain.CopyFrom(slope)
     plain.name = f"{node.proto.name}/slope"
     del plain.dims[:-_SLOPE_AXES]
-    graph.proto.initializer.append(plain)
+    writer.graph.proto.initializer.append(plain)
     writer.add("PRelu", [node.input[0], plain.name])
-    return writer.nodes
 
 
-SPLIT_HARD_SWISH = "split-hard-swish"
-JOIN_HARD_SWISH = "join-hard-swish"
-_JOIN_SINCE = 14
+_HARD_SWISH_SINCE = 14
 
 
-def split_hard_swishes(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Writes each HardSwish as x * Clip(x + 3, 0, 6) / 6, in place, and returns the names of the nodes.
+@node_rewrite(
+    "split-hard-swish",
+    {"HardSwish"},
+    "write {count} of HardSwish as x * Clip(x + 3, 0, 6) / 6",
+    since=_HARD_SWISH_SINCE,
+    floats=True,
+)
+def split_hard_swish(writer: Writer) -> None:
+    """Writes HardSwish as x * Clip(x + 3, 0, 6) / 6.
 
     NNAPI has no HardSwish, but takes a Clip from 0 to 6. The last bits may differ (1e-6 relative).
     """
-    return replace_nodes(graph, opset, {"HardSwish"}, _split) if opset >= _JOIN_SINCE else ()
-
-
-def join_hard_swishes(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Writes each x * Clip(x + 3, 0, 6) / 6, or x * HardSigmoid(x), as HardSwish, in place.
-
-    Returns the names of the nodes that end such a pattern. The last bits may differ (1e-6 relative).
-    """
-    return replace_nodes(graph, opset, {"Mul", "Div"}, _hard_swish) if opset >= _JOIN_SINCE else ()
-
-
-def _split(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
-    if graph.value(node.input[0]).dtype not in FLOATS:
-        return None
-    dtype, writer = str(graph.value(node.input[0]).dtype), Writer(graph=graph, node=node)
+    x = writer.node.input[0]
     three, low, high, sixth = (
-        writer.constant(part, value, dtype) for part, value in (("three", 3), ("low", 0), ("six", 6), ("sixth", 1 / 6))
+        writer.constant(part, value) for part, value in (("three", 3), ("low", 0), ("six", 6), ("sixth", 1 / 6))
     )
-    moved = writer.add("Add", [node.input[0], three], "moved")
-    gate = writer.add("Clip", [moved, low, high], "gate")
-    scaled = writer.add("Mul", [gate, sixth], "scaled")
-    writer.add("Mul", [node.input[0], scaled])
-    return writer.nodes
+    gate = writer.add("Clip", [writer.add("Add", [x, three], "moved"), low, high], "gate")
+    writer.add("Mul", [x, writer.add("Mul", [gate, sixth], "scaled")])
 
 
-def _hard_swish(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
-    data = _find_data(graph, node)
-    if data is None or graph.value(data).dtype not in FLOATS:
-        return None
-    writer = Writer(graph=graph, node=node)
-    writer.add("HardSwish", [data])
-    return writer.nodes
+@node_rewrite(
+    "join-hard-swish",
+    {"Mul", "Div"},
+    "write x * Clip(x + 3, 0, 6) / 6 as HardSwish, {count}",
+    since=_HARD_SWISH_SINCE,
+)
+def join_hard_swish(writer: Writer) -> None:
+    """Writes x * Clip(x + 3, 0, 6) / 6 in any order, or x * HardSigmoid(x), as HardSwish, where the pattern ends.
+
+    The last bits may differ (1e-6 relative).
+    """
+    graph = writer.graph
+    whole = _divided_by_six(graph, writer.node)
+    product = writer.node if whole is None else made_by(graph, whole, "Mul")
+    data = _gated(graph, product, scaled=whole is None) if product is not None else None
+    if data is not None and graph.value(data).dtype in FLOATS:
+        writer.add("HardSwish", [data])
 
 
-def _find_data(graph: Graph, node: Node) -> str | None:
-    """Returns x where the node ends x * gate(x) / 6 in any order."""
-    whole = _unscale(graph, node)
-    if whole is not None:
-        product = graph.producers.get(whole)
-        return _match_product(graph, product, scaled=False) if product is not None else None
-    return _match_product(graph, node, scaled=True)
-
-
-def _match_product(graph: Graph, node: Node, *, scaled: bool) -> str | None:
+def _gated(graph: Graph, node: Node, *, scaled: bool) -> str | None:
+    """Returns x of x * gate(x); where it is `scaled`, the gate is divided by six, or a HardSigmoid."""
     if node.op_type != "Mul" or node.domain:
         return None
     for data, gate in permutations(node.input, 2):
@@ -148,7 +121,7 @@ def _match_product(graph: Graph, node: Node, *, scaled: bool) -> str | None:
             continue
         if scaled and _is_hard_sigmoid(made) and made.input[0] == data:
             return data
-        inner = _unscale(graph, made) if scaled else gate
+        inner = _divided_by_six(graph, made) if scaled else gate
         if inner is not None and _gate_of(graph, inner) == data:
             return data
     return None
@@ -159,7 +132,7 @@ def _is_hard_sigmoid(node: Node) -> bool:
     return node.op_type == "HardSigmoid" and not node.domain and _is_close(alpha, 1 / 6) and beta == 0.5
 
 
-def _unscale(graph: Graph, node: Node) -> str | None:
+def _divided_by_six(graph: Graph, node: Node) -> str | None:
     """Returns what a node divides by six, or None if it does something else."""
     if node.domain or node.op_type not in {"Mul", "Div"}:
         return None
@@ -171,12 +144,9 @@ def _unscale(graph: Graph, node: Node) -> str | None:
 
 def _gate_of(graph: Graph, name: str) -> str | None:
     """Returns x where a value is Clip(x + 3, 0, 6)."""
-    clip = graph.producers.get(name)
-    if clip is None or clip.op_type != "Clip" or clip.domain:
-        return None
-    add = graph.producers.get(clip.input[0])
-    bounds = [graph.number(bound) for bound in clip.input[1:]]
-    if add is None or add.op_type != "Add" or add.domain or bounds != [0, 6]:
+    clip = made_by(graph, name, "Clip")
+    add = made_by(graph, clip.input[0], "Add") if clip is not None else None
+    if clip is None or add is None or [graph.number(bound) for bound in clip.input[1:]] != [0, 6]:
         return None
     return _beside(graph, permutations(add.input, 2), 3.0)
 
@@ -195,132 +165,111 @@ def _is_close(number: float, wanted: float) -> bool:
     return math.isclose(number, wanted, abs_tol=1e-5)
 
 
-EXACT_GELU = "exact-gelu"
+def _add_bias(writer: Writer) -> str:
+    """Returns the first input with the bias added that ONNX Runtime's GELUs may have."""
+    node = writer.node
+    return writer.add("Add", node.input[:2], "sum") if node.has_input(1) else node.input[0]
 
 
-def write_exact_gelus(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Writes each FastGelu of ONNX Runtime as its exact Gelu, behind an Add where it has a bias, in place.
+@node_rewrite(
+    "exact-gelu", {"FastGelu"}, "write {count} of Gelu with Tanh as the exact one, at most 4.8e-4 apart", floats=True
+)
+def write_exact_gelu(writer: Writer) -> None:
+    """Writes a FastGelu of ONNX Runtime as its exact Gelu, behind an Add where it has a bias.
 
-    Returns the names of the nodes. The formula with Tanh was made to stand for the exact one: they are at most 4.8e-4
-    apart, a hundredth of a step of 8 bits over a usual range of GELU, and less than fp16 has at 1.
+    The formula with Tanh was made to stand for the exact one: they are at most 4.8e-4 apart, a hundredth of a step of 8
+    bits over a usual range of GELU, and less than fp16 has at 1.
     """
-    return replace_nodes(graph, opset, {"FastGelu"}, _write)
+    writer.add("Gelu", [_add_bias(writer)], domain=ORT_DOMAIN)
 
 
-def _write(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
-    if graph.value(node.input[0]).dtype not in FLOATS:
-        return None
-    writer = Writer(graph=graph, node=node)
-    data = writer.add("Add", node.input[:2], "sum") if node.has_input(1) else node.input[0]
-    writer.add("Gelu", [data], domain=ORT_DOMAIN)
-    return writer.nodes
+@node_rewrite("split-gelu", {"Gelu"}, "write {count} of Gelu with Erf", since=9, floats=True)
+def split_gelu(writer: Writer) -> None:
+    """Writes an exact Gelu, of ONNX or ONNX Runtime, as x / 2 * (1 + Erf(x / sqrt 2)).
 
-
-SPLIT_GELU = "split-gelu"
-TANH_ID = "split-tanh-gelu"
-_ERF_SINCE = 9
-
-
-def split_gelus(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Writes each exact Gelu, of ONNX or ONNX Runtime, as x / 2 * (1 + Erf(x / sqrt 2)), in place.
-
-    Returns the names of the nodes. The last bits may differ (1e-6 relative).
+    The last bits may differ (1e-6 relative).
     """
-    return replace_nodes(graph, opset, {"Gelu"}, _expander("none", _bend_erf)) if opset >= _ERF_SINCE else ()
+    if _gelu_form(writer.node) == "none":
+        _write_gelu(writer, _bend_erf)
 
 
-def split_tanh_gelus(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Writes each Gelu with Tanh, FastGelu too, as x / 2 * (1 + Tanh(sqrt(2 / pi) * (x + 0.044715 * x^3))), in place.
+@node_rewrite("split-tanh-gelu", {"Gelu", "FastGelu"}, "write {count} of Gelu with Tanh", floats=True)
+def split_tanh_gelu(writer: Writer) -> None:
+    """Writes a Gelu with Tanh, FastGelu too, as x / 2 * (1 + Tanh(sqrt(2 / pi) * (x + 0.044715 * x^3))).
 
-    Returns the names of the nodes. The last bits may differ (1e-5 relative).
+    The last bits may differ (1e-5 relative).
     """
-    return replace_nodes(graph, opset, {"Gelu", "FastGelu"}, _expander("tanh", _bend_tanh))
+    if _gelu_form(writer.node) == "tanh":
+        _write_gelu(writer, _bend_tanh)
 
 
-def _expander(
-    form: str, bend: Callable[[Writer, str, str], str]
-) -> Callable[[Graph, Node], Sequence[onnx.NodeProto] | None]:
-    def expand(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
-        found = "tanh" if node.op_type == "FastGelu" else node.attributes.get("approximate", "none")
-        dtype = str(graph.value(node.input[0]).dtype)
-        if found != form or dtype not in FLOATS:
-            return None
-        writer = Writer(graph=graph, node=node)
-        # FastGelu may add a bias first.
-        data = writer.add("Add", node.input[:2], "sum") if node.has_input(1) else node.input[0]
-        one, half = (writer.constant(part, value, dtype) for part, value in (("one", 1), ("half", 0.5)))
-        gate = writer.add("Add", [bend(writer, data, dtype), one], "gate")
-        writer.add("Mul", [writer.add("Mul", [data, half], "halved"), gate])
-        return writer.nodes
-
-    return expand
+def _gelu_form(node: Node) -> str:
+    return "tanh" if node.op_type == "FastGelu" else str(node.attributes.get("approximate", "none"))
 
 
-def _bend_erf(writer: Writer, data: str, dtype: str) -> str:
-    root = writer.constant("root", math.sqrt(0.5), dtype)
+def _write_gelu(writer: Writer, bend: Callable[[Writer, str], str]) -> None:
+    data = _add_bias(writer)
+    one, half = writer.constant("one", 1), writer.constant("half", 0.5)
+    gate = writer.add("Add", [bend(writer, data), one], "gate")
+    writer.add("Mul", [writer.add("Mul", [data, half], "halved"), gate])
+
+
+def _bend_erf(writer: Writer, data: str) -> str:
+    root = writer.constant("root", math.sqrt(0.5))
     return writer.add("Erf", [writer.add("Mul", [data, root], "narrow")], "bent")
 
 
-def _bend_tanh(writer: Writer, data: str, dtype: str) -> str:
-    cubic, root = writer.constant("cubic", 0.044715, dtype), writer.constant("root", math.sqrt(2 / math.pi), dtype)
+def _bend_tanh(writer: Writer, data: str) -> str:
+    cubic, root = writer.constant("cubic", _CUBIC), writer.constant("root", math.sqrt(2 / math.pi))
     # x * (1 + 0.044715 * x * x) spares a Pow, which some providers lack.
     square = writer.add("Mul", [writer.add("Mul", [data, data], "square"), cubic], "bow")
     moved = writer.add("Add", [data, writer.add("Mul", [data, square], "third")], "moved")
     return writer.add("Tanh", [writer.add("Mul", [moved, root], "narrow")], "bent")
 
 
-SPLIT_BIAS_GELU = "split-bias-gelu"
+@node_rewrite(
+    "split-bias-gelu", {"BiasGelu", "FastGelu"}, "write {count} of Gelu with a bias as Add and Gelu", floats=True
+)
+def split_bias_gelu(writer: Writer) -> None:
+    """Writes BiasGelu as Add and Gelu, and FastGelu with a bias as Add and FastGelu.
 
-
-def split_bias_gelus(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Writes each BiasGelu as Add and Gelu, and FastGelu with a bias as Add and FastGelu, in place.
-
-    Returns the names of the nodes. The last bits may differ (1e-6 relative).
+    The last bits may differ (1e-6 relative).
     """
-    return replace_nodes(graph, opset, {"BiasGelu", "FastGelu"}, _split_bias_gelu)
+    if writer.node.has_input(1):
+        op = {"BiasGelu": "Gelu"}.get(writer.node.op_type, writer.node.op_type)
+        writer.add(op, [_add_bias(writer)], domain=ORT_DOMAIN)
 
 
-def _split_bias_gelu(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
-    if graph.value(node.input[0]).dtype not in FLOATS or not node.has_input(1):
-        return None
-    writer = Writer(graph=graph, node=node)
-    total = writer.add("Add", node.input[:2], "sum")
-    writer.add({"BiasGelu": "Gelu"}.get(node.op_type, node.op_type), [total], domain=ORT_DOMAIN)
-    return writer.nodes
-
-
-JOIN_GELU = "join-gelu"
-_SINCE = 20
+_GELU_SINCE = 20
 _CUBIC = 0.044715
 
 
-def join_gelus(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Writes each x / 2 * (1 + Erf(x / sqrt 2)), and the form with Tanh, as one node, in place.
+@rewrite("join-gelu", "write the parts of GELU as one node, {count}")
+def join_gelu(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
+    """Writes each x / 2 * (1 + Erf(x / sqrt 2)), and the form with Tanh, as one node, where the pattern ends.
 
-    That is ONNX's Gelu from opset 20 on, and before it ONNX Runtime's Gelu and FastGelu. Returns the names of the
-    nodes that end such a pattern. The last bits may differ (1e-6 relative; with Tanh 1e-5).
+    That is ONNX's Gelu from opset 20 on, and before it ONNX Runtime's Gelu and FastGelu. The last bits may differ (1e-6
+    relative; with Tanh 1e-5).
     """
-    if not any(node.op_type in {"Erf", "Tanh"} for node in graph.node):
-        return ()
-    return replace_nodes(graph, opset, {"Mul", "Div"}, lambda view, node: _join_gelu(view, node, opset))
+    # Every network has Mul and Div nodes; few have these.
+    has_gate = any(node.op_type in {"Erf", "Tanh"} for node in graph.node)
+    return replace_nodes(graph, opset, {"Mul", "Div"}, _join_gelu) if has_gate else ()
 
 
-def _join_gelu(graph: Graph, node: Node, opset: int) -> Sequence[onnx.NodeProto] | None:
-    output = node.output[0]
+def _join_gelu(writer: Writer) -> None:
+    graph, output = writer.graph, writer.node.output[0]
     for gate in walk_product(graph, output):
         bent = made_by(graph, beside(graph, made_by(graph, gate, "Add"), 1.0) or "", "Erf", "Tanh")
         if bent is None:
             continue
         data = _find_erf(graph, bent) if bent.op_type == "Erf" else _find_tanh(graph, bent)
         if data is None or not _is_half(graph, output, data, gate):
-            return None
-        writer, form = Writer(graph=graph, node=node), "none" if bent.op_type == "Erf" else "tanh"
-        if opset >= _SINCE:
-            writer.add("Gelu", [data], approximate=form)
+            return
+        if writer.opset >= _GELU_SINCE:
+            writer.add("Gelu", [data], approximate="none" if bent.op_type == "Erf" else "tanh")
         else:
-            writer.add("Gelu" if form == "none" else "FastGelu", [data], domain=ORT_DOMAIN)
-        return writer.nodes
-    return None
+            writer.add("Gelu" if bent.op_type == "Erf" else "FastGelu", [data], domain=ORT_DOMAIN)
+        return
 
 
 def _is_half(graph: Graph, output: str, data: str, gate: str) -> bool:
@@ -377,33 +326,25 @@ def _is_power(graph: Graph, name: str, data: str, power: int) -> bool:
     return count == power
 
 
-JOIN_SOFTMAX = "join-softmax"
+@node_rewrite("join-softmax", {"Div"}, "write the parts of Softmax as one node, {count}")
+def join_softmax(writer: Writer) -> None:
+    """Writes exp(x - max(x)) / sum(exp(x - max(x))) along one axis as Softmax, as JAX takes it apart.
 
-
-def join_softmaxes(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Writes each exp(x - max(x)) / sum(exp(x - max(x))) along one axis as Softmax, in place, as JAX takes it apart.
-
-    Where nothing is subtracted, too. Returns the names of the nodes that end such a pattern. The last bits may differ
-    (1e-6 relative).
+    Where nothing is subtracted, too. The last bits may differ (1e-6 relative).
     """
-    return replace_nodes(graph, opset, {"Div"}, lambda view, node: _join_softmax(view, node, opset))
-
-
-def _join_softmax(graph: Graph, node: Node, opset: int) -> Sequence[onnx.NodeProto] | None:
+    graph, node = writer.graph, writer.node
     raised = made_by(graph, node.input[0], "Exp")
     axis = None if raised is None else _reduced_axis(graph, node.input[1], "ReduceSum", node.input[0])
     if raised is None or axis is None:
-        return None
+        return
     shifted = made_by(graph, raised.input[0], "Sub")
     is_shifted = shifted is not None and _reduced_axis(graph, shifted.input[1], "ReduceMax", shifted.input[0]) == axis
     data = shifted.input[0] if shifted is not None and is_shifted else raised.input[0]
     rank = len(graph.value(data).shape or ())
     # Before opset 13 Softmax goes along all axes from its own on.
-    if not rank or (opset < _ONE_AXIS_SINCE and axis != rank - 1) or graph.value(data).dtype not in {None, "float32"}:
-        return None
-    writer = Writer(graph=graph, node=node)
-    writer.add("Softmax", [data], axis=axis)
-    return writer.nodes
+    one_axis = writer.opset >= _ONE_AXIS_SINCE or axis == rank - 1
+    if rank and one_axis and graph.value(data).dtype in {None, "float32"}:
+        writer.add("Softmax", [data], axis=axis)
 
 
 _ONE_AXIS_SINCE = 13

@@ -1,50 +1,44 @@
 """Nodes that do nothing, and inputs that say nothing: both are left out."""
 
-from collections.abc import Sequence
-
 import numpy as np
 import onnx
 
 from edgekit.graph.graph import Graph, Node, view_part
 from edgekit.graph.match import add_up_huge, made_by
-from edgekit.graph.rewrite import Writer, replace_nodes, set_nodes
+from edgekit.graph.rewrite import Writer, node_rewrite, rewrite, set_nodes
 from edgekit.model.tensors import Array
 
-IDLE_ADD = "idle-add"
+# Inputs of Resize.
+_ROI, _SCALES = 1, 2
 
 
-def drop_idle_adds(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Writes each Add of zeros that give the other operand no other shape as Identity, in place.
+@node_rewrite("idle-add", {"Add"}, "remove {count} of Add that add zeros")
+def drop_idle_add(writer: Writer) -> None:
+    """Writes an Add of zeros that give the other operand no other shape as Identity.
 
-    Returns the names of the nodes. A zero below zero loses its sign, and nothing else changes.
+    A zero below zero loses its sign, and nothing else changes.
     """
-    return replace_nodes(graph, opset, {"Add"}, _drop)
-
-
-def _drop(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
+    graph, node = writer.graph, writer.node
     for value, added in (node.input, node.input[::-1]):
         shape, zeros = graph.value(value).shape, graph.inline(added)
         # With a bias, be it zero, MatMul becomes a Gemm, which more providers take.
         if zeros is None or zeros.ndim == 1 or value in graph.constants or shape is None or zeros.any():
             continue
         own = shape[::-1]
-        if zeros.ndim > len(own) or any(size not in {1, own[at]} for at, size in enumerate(zeros.shape[::-1])):
-            continue
-        writer = Writer(graph=graph, node=node)
-        writer.add("Identity", [value])
-        return writer.nodes
-    return None
+        if zeros.ndim <= len(own) and all(size in {1, own[at]} for at, size in enumerate(zeros.shape[::-1])):
+            writer.add("Identity", [value])
+            return
 
 
-IDLE_NAN_GUARD = "idle-nan-guard"
+@node_rewrite("idle-nan-guard", {"Where"}, "remove {count} of Where and IsNaN around a Softmax that is never NaN")
+def drop_nan_guard(writer: Writer) -> None:
+    """Writes Where(IsNaN(p), 0, p) of a Softmax that cannot be NaN as that Softmax.
 
-
-def drop_nan_guards(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Writes each Where(IsNaN(p), 0, p) of a Softmax that cannot be NaN as that Softmax, in place.
-
-    Returns the names of the Where nodes. Products of finite numbers are taken to be finite.
+    Products of finite numbers are taken to be finite.
     """
-    return replace_nodes(graph, opset, {"Where"}, _unguard)
+    softmax = find_guarded(writer.graph, writer.node)
+    if softmax is not None and _has_finite_rows(writer.graph, softmax):
+        writer.copy(softmax).output[0] = writer.node.output[0]
 
 
 def find_guarded(graph: Graph, node: Node) -> Node | None:
@@ -56,16 +50,6 @@ def find_guarded(graph: Graph, node: Node) -> Node | None:
     if len(graph.value(node.input[1]).shape or ()) > 1 or softmax.output[0] in graph.outputs | graph.captured:
         return None
     return softmax if set(graph.readers(softmax.output[0])) == {asked, node} else None
-
-
-def _unguard(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
-    softmax = find_guarded(graph, node)
-    if softmax is None or not _has_finite_rows(graph, softmax):
-        return None
-    plain = onnx.NodeProto()
-    plain.CopyFrom(softmax.proto)
-    plain.output[0] = node.output[0]
-    return (plain,)
 
 
 def _has_finite_rows(graph: Graph, softmax: Node) -> bool:
@@ -87,9 +71,7 @@ def _leaves_some(mask: Array, axis: int) -> bool:
     return bool(np.isfinite(mask[~hides]).all() and not hides.all(axis=axis).any())
 
 
-IDLE_RELU = "idle-relu"
-
-
+@rewrite("idle-relu", "remove {count} of Relu before a QuantizeLinear that cuts off the same")
 def drop_idle_relus(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     """Removes each Relu that only such Q nodes read, in place, and returns the names of the nodes."""
     view = view_part(graph, opset)
@@ -116,9 +98,7 @@ def _cuts_at_zero(graph: Graph, node: Node) -> bool:
     return zero is not None and zero.dtype.kind in "iu" and bool(np.all(zero == np.iinfo(zero.dtype).min))
 
 
-COPIES = "drop-copies"
-
-
+@rewrite("drop-copies", "remove {count} of Identity or Dropout, which only hand on their input")
 def drop_copies(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     """Removes each Identity, and each Dropout whose mask nothing reads, in place; returns the names of the nodes.
 
@@ -148,39 +128,31 @@ def _only_copies(graph: Graph, node: Node) -> bool:
     return trains is not None and not trains
 
 
-TRAILING_INPUTS = "trailing-inputs"
-
-
-def drop_trailing_inputs(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:  # noqa: ARG001 - the signature of a fix
+@rewrite("trailing-inputs", "leave out the empty names at the end of the inputs of {count}")
+def drop_trailing_inputs(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:  # noqa: ARG001 - as every rewrite
     """Leaves out the empty names at the end of each node's inputs, in place, and returns the names of the nodes."""
-    changed: list[str] = []
-    for node in graph.node:
-        if node.input and not node.input[-1]:
-            while node.input and not node.input[-1]:
-                del node.input[-1]
-            changed.append(node.name)
-    return tuple(changed)
+    changed = [node for node in graph.node if node.input and not node.input[-1]]
+    for node in changed:
+        while node.input and not node.input[-1]:
+            del node.input[-1]
+    return tuple(node.name for node in changed)
 
 
-RESIZE_INPUTS = "resize-empty-inputs"
-_ROI, _SCALES = 1, 2
-
-
+@rewrite(
+    "resize-empty-inputs",
+    "leave out the empty tensors for roi or scales of {count} of Resize: they crash a provider",
+)
 def leave_out_empty_inputs(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     """Gives no name to the empty `roi` and `scales` of each Resize, in place, and returns the names of the nodes.
 
     Both are optional from opset 13 on.
     """
-    if opset < 13:
-        return ()
-    empty = {tensor.name for tensor in graph.initializer if list(tensor.dims) == [0]}
+    empty = {tensor.name for tensor in graph.initializer if list(tensor.dims) == [0]} if opset >= 13 else set[str]()
     changed: list[str] = []
     for node in graph.node:
-        if node.op_type != "Resize" or node.domain:
-            continue
         found = [at for at in (_ROI, _SCALES) if at < len(node.input) and node.input[at] in empty]
-        for at in found:
-            node.input[at] = ""
-        if found:
+        if node.op_type == "Resize" and not node.domain and found:
+            for at in found:
+                node.input[at] = ""
             changed.append(node.name)
     return tuple(changed)

@@ -5,7 +5,6 @@ sum.
 """
 
 import math
-from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -14,12 +13,10 @@ import onnx
 from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.graph import Graph, Node, Shape
 from edgekit.graph.match import factors, made_by
-from edgekit.graph.rewrite import Writer, replace_nodes
+from edgekit.graph.rewrite import Writer, node_rewrite, replace_nodes, rewrite
 from edgekit.model.tensors import Array
 from edgekit.prepare.rewrites.idle import find_guarded
 from edgekit.prepare.rewrites.split_attention import OPSET_SINCE
-
-JOIN_ATTENTION = "join-attention"
 
 _SWAP_HEADS, _TURN, _TURN_APART = (0, 2, 1, 3), (0, 1, 3, 2), (0, 2, 3, 1)
 
@@ -50,26 +47,23 @@ class _Sizes(msgspec.Struct, frozen=True, kw_only=True):
     rows: int | None
 
 
-def join_attentions(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Writes each attention over heads as MultiHeadAttention of ONNX Runtime, in place.
+# Before opset 13 Softmax took all axes behind its own together.
+@node_rewrite("join-attention", {"Transpose"}, "write the parts of {count} of attention as one node", since=OPSET_SINCE)
+def join_attention(writer: Writer) -> None:
+    """Writes attention over heads as MultiHeadAttention of ONNX Runtime, at the Transpose that ends the pattern.
 
-    Keys that several heads share, and a cache before them, are joined outside, as the model has them. Returns the names
-    of the Transposes that end such a pattern. The last bits may differ (1e-5 relative).
+    Keys that several heads share, and a cache before them, are joined outside, as the model has them. The last bits may
+    differ (1e-5 relative).
     """
-    # Before opset 13 Softmax took all axes behind its own together.
-    return replace_nodes(graph, opset, {"Transpose"} if opset >= OPSET_SINCE else (), _join_attention)
-
-
-def _join_attention(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
+    graph, node = writer.graph, writer.node
     found = _match_attention(graph, node) if node.entries("perm") == _SWAP_HEADS else None
     sizes = _read_sizes(graph, found) if found is not None else None
     # The kernel of the CPU provider is for float32 alone.
     if found is None or sizes is None or graph.value(found.query).dtype != "float32":
-        return None
-    writer = Writer(graph=graph, node=node)
-    mask = _fit_mask(writer, found, sizes)
-    if mask is None:
-        return None
+        return
+    if found.mask and not _fits_mask(_mask_dims(graph, found.mask), sizes):
+        return
+    mask = _write_mask(writer, found.mask, sizes) if found.mask else ""
     width = sizes.heads * sizes.size
     query = _find_rows(writer, found.query, _SWAP_HEADS, "query") or _join_heads(writer, found.query, width)
     # Both in rows, or both in heads: the kernel knows no third form.
@@ -77,7 +71,7 @@ def _join_attention(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None
     if not all(pair):
         # The keys [batch, heads, rows, size], turned back if the model has them turned alone.
         pair = [
-            _unturn(writer.graph, found.turned) or writer.add("Transpose", [found.turned], "keys", perm=_TURN),
+            _unturn(graph, found.turned) or writer.add("Transpose", [found.turned], "keys", perm=_TURN),
             found.value,
         ]
     inputs = [query, *pair, "", "", mask] if mask else [query, *pair]
@@ -89,7 +83,6 @@ def _join_attention(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None
         asked = writer.add("IsNaN", [mixed], "asked")
         mixed = writer.add("Where", [asked, found.instead, mixed], "guarded")
     writer.add("Reshape", [mixed, writer.constant("apart", [0, 0, sizes.heads, sizes.value_size], "int64")])
-    return writer.nodes
 
 
 def _match_attention(graph: Graph, node: Node) -> _Attention | None:
@@ -202,18 +195,24 @@ def _join_heads(writer: Writer, name: str, width: int) -> str:
     return writer.add("Reshape", [beside, writer.constant("query_shape", [0, 0, width], "int64")], "query")
 
 
-def _fit_mask(writer: Writer, found: _Attention, sizes: _Sizes) -> str | None:
-    """Returns a mask as the kernel wants it, with each query's row; "" for none, None for one that does not fit."""
-    if not found.mask:
-        return ""
-    name, mask = found.mask, _dims(writer.graph, found.mask)
-    if 1 < len(mask) < 4:
-        axes = writer.constant("mask_axes", list(range(4 - len(mask))), "int64")
-        name, mask = writer.add("Unsqueeze", [name, axes], "mask_apart"), (*(1,) * (4 - len(mask)), *mask)
+def _mask_dims(graph: Graph, mask: str) -> Shape:
+    """Returns the shape of a mask, with axes of size 1 before those that it has, up to four."""
+    dims = _dims(graph, mask)
+    return (1,) * (4 - len(dims)) + dims if len(dims) > 1 else dims
+
+
+def _fits_mask(mask: Shape, sizes: _Sizes) -> bool:
     if len(mask) != 4 or sizes.tokens is None or sizes.rows is None or mask[3] != sizes.rows:
-        return None
-    if mask[0] not in {1, sizes.batch} or mask[1] not in {1, sizes.heads} or mask[2] not in {1, sizes.tokens}:
-        return None
+        return False
+    return mask[0] in {1, sizes.batch} and mask[1] in {1, sizes.heads} and mask[2] in {1, sizes.tokens}
+
+
+def _write_mask(writer: Writer, name: str, sizes: _Sizes) -> str:
+    """Returns a mask as the kernel wants it: four axes, and a row for each query."""
+    missing, mask = 4 - len(_dims(writer.graph, name)), _mask_dims(writer.graph, name)
+    if missing:
+        axes = writer.constant("mask_axes", list(range(missing)), "int64")
+        name = writer.add("Unsqueeze", [name, axes], "mask_apart")
     if mask[2] == sizes.tokens:
         return name
     # One row for all queries, as BERT masks its padding.
@@ -221,13 +220,12 @@ def _fit_mask(writer: Writer, found: _Attention, sizes: _Sizes) -> str | None:
     return writer.add("Expand", [name, shape], "mask")
 
 
-JOIN_ROTARY = "join-rotary"
-
 # What may lie between the cosine of an angle and the table that is multiplied: types, axes, a factor for all angles.
 _TABLE_OPS = ("Cast", "Identity", "Mul", "Reshape", "Unsqueeze")
 
 
-def join_rotaries(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
+@rewrite("join-rotary", "write the parts of {count} of rotary embeddings as one node")
+def join_rotary(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     """Writes each x * cos + rotate_half(x) * sin over heads as RotaryEmbedding of ONNX Runtime, in place.
 
     x is [batch, heads, rows, size]; the tables hold a row for each row of x, the same in all texts, and their halves
@@ -235,7 +233,7 @@ def join_rotaries(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     """
     tables: dict[str, str] = {}
     ops = {"Add"} if opset >= OPSET_SINCE else set[str]()
-    return replace_nodes(graph, opset, ops, lambda view, node: _join_rotary(view, node, tables))
+    return replace_nodes(graph, opset, ops, lambda writer: _join_rotary(writer, tables))
 
 
 class _Rotation(msgspec.Struct, frozen=True, kw_only=True):
@@ -246,19 +244,17 @@ class _Rotation(msgspec.Struct, frozen=True, kw_only=True):
     sin: str
 
 
-def _join_rotary(graph: Graph, node: Node, tables: dict[str, str]) -> Sequence[onnx.NodeProto] | None:
-    found = _match_rotary(graph, node)
+def _join_rotary(writer: Writer, tables: dict[str, str]) -> None:
+    graph, found = writer.graph, _match_rotary(writer.graph, writer.node)
     shape = graph.value(found.x).static_shape if found is not None else None
     if found is None or shape is None or len(shape) != 4 or graph.value(found.x).dtype != "float32":
-        return None
+        return
     if not all(_has_equal_halves(graph, name, shape) for name in (found.cos, found.sin)):
-        return None
-    writer = Writer(graph=graph, node=node)
+        return
     cos, sin = (_write_table(writer, name, shape, tables) for name in (found.cos, found.sin))
     # A single number is the place of the first row.
     first = writer.constant("first_row", [0], "int64")
     writer.add("RotaryEmbedding", [found.x, first, cos, sin], domain=ORT_DOMAIN, interleaved=0)
-    return writer.nodes
 
 
 def _match_rotary(graph: Graph, node: Node) -> _Rotation | None:

@@ -4,108 +4,83 @@ from collections.abc import Sequence
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
 
 from edgekit.graph.graph import Graph, Node
 from edgekit.graph.match import made_by
-from edgekit.graph.rewrite import Writer, replace_nodes
+from edgekit.graph.rewrite import Writer, node_rewrite
 
-FLATTEN_TO_RESHAPE = "flatten-to-reshape"
 # The Reshape that equals a Flatten at an axis: 0 keeps a dimension, -1 takes the rest.
-_SHAPES = {0: (1, -1), 1: (0, -1)}
+_FLATTENED = {0: (1, -1), 1: (0, -1)}
 
 
-def write_flattens(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Makes each Flatten at axis 0 or 1 a Reshape, in place, and returns the names of the nodes."""
-    changed: list[str] = []
-    for node in graph.node:
-        if node.op_type != "Flatten" or node.domain or opset < 5:
-            continue
-        axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 1)
-        if axis not in _SHAPES:
-            continue
-        shape = f"{node.name}/shape"
-        graph.initializer.append(numpy_helper.from_array(np.array(_SHAPES[axis], np.int64), shape))
-        node.CopyFrom(helper.make_node("Reshape", [node.input[0], shape], list(node.output), node.name))
-        changed.append(node.name)
-    return tuple(changed)
+@node_rewrite("flatten-to-reshape", {"Flatten"}, "write {count} of Flatten as Reshape, which is the same", since=5)
+def flatten_to_reshape(writer: Writer) -> None:
+    """Writes a Flatten at axis 0 or 1 as Reshape."""
+    shape = _FLATTENED.get(writer.node.integer("axis", 1))
+    if shape is not None:
+        writer.add("Reshape", [writer.node.input[0], writer.constant("shape", shape, "int64")])
 
 
-PLAIN_RESHAPE = "plain-reshape"
+@node_rewrite(
+    "plain-reshape",
+    {"Reshape"},
+    "leave allowzero out of {count} of Reshape: their shapes hold no 0, so it changes nothing",
+    since=14,
+)
+def plain_reshape(writer: Writer) -> None:
+    """Leaves `allowzero` out of a Reshape whose shape holds no 0."""
+    shape = writer.graph.array(writer.node.input[1])
+    if writer.node.integer("allowzero", 0) and shape is not None and 0 not in shape.tolist():
+        writer.add("Reshape", writer.node.input)
 
-
-def write_plain_reshapes(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Leaves `allowzero` out of each such Reshape, in place, and returns the names of the nodes."""
-    return replace_nodes(graph, opset, {"Reshape"}, _plain_reshape) if opset >= 14 else ()
-
-
-def _plain_reshape(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
-    shape = graph.array(node.input[1])
-    if not node.integer("allowzero", 0) or shape is None or 0 in shape.tolist():
-        return None
-    writer = Writer(graph=graph, node=node)
-    writer.add("Reshape", node.input)
-    return writer.nodes
-
-
-EXPAND_TO_CONCAT = "expand-to-concat"
 
 # As many heads share keys in the largest models; a Concat of more copies costs more than it joins.
 _MOST_COPIES = 16
 
 
-def write_concats(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Writes each Expand that repeats one axis of size 1 as a Concat of its input with itself, in place.
-
-    Returns the names of the nodes.
-    """
-    return replace_nodes(graph, opset, {"Expand"}, _expand_to_concat)
-
-
-def _expand_to_concat(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
-    before, after = (graph.value(name).static_shape for name in (node.input[0], node.output[0]))
+@node_rewrite("expand-to-concat", {"Expand"}, "write {count} of Expand as a Concat of copies, which is the same")
+def expand_to_concat(writer: Writer) -> None:
+    """Writes an Expand that repeats one axis of size 1 as a Concat of its input with itself."""
+    node = writer.node
+    before, after = (writer.graph.value(name).static_shape for name in (node.input[0], node.output[0]))
     if before is None or after is None or len(before) != len(after):
-        return None
+        return
     axes = [axis for axis, sizes in enumerate(zip(before, after, strict=True)) if sizes[0] != sizes[1]]
-    if len(axes) != 1 or before[axes[0]] != 1 or not 1 < after[axes[0]] <= _MOST_COPIES:
-        return None
-    writer = Writer(graph=graph, node=node)
-    writer.add("Concat", [node.input[0]] * after[axes[0]], axis=axes[0])
-    return writer.nodes
+    if len(axes) == 1 and before[axes[0]] == 1 and 1 < after[axes[0]] <= _MOST_COPIES:
+        writer.add("Concat", [node.input[0]] * after[axes[0]], axis=axes[0])
 
 
-FLAT_EXPAND = "flat-expand"
 _MOST_AXES = 4
 
 
-def flatten_expands(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Writes each Expand of five axes and more between Reshapes, with neighbouring axes as one, in place.
+@node_rewrite(
+    "flat-expand",
+    {"Expand", "Reshape"},
+    "give {count} of Expand fewer axes, between Reshapes, which is the same",
+)
+def flatten_expand(writer: Writer) -> None:
+    """Writes an Expand of five axes and more between Reshapes, with neighbouring axes as one.
 
-    Where a Reshape alone reads it, that Reshape and the Unsqueeze before, so that nothing of five axes stays. Returns
-    the names of the nodes. No number changes.
+    Where a Reshape alone reads it, that Reshape and the Unsqueeze before, so that nothing of five axes stays. No number
+    changes.
     """
-    return replace_nodes(graph, opset, {"Expand", "Reshape"}, _flatten)
-
-
-def _flatten(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
+    graph, node = writer.graph, writer.node
     expand = node if node.op_type == "Expand" else made_by(graph, node.input[0], "Expand")
     if expand is None or (_find_reader(graph, expand) or expand) is not node:
-        return None
+        return
     source, wanted = (graph.value(name).static_shape for name in (expand.input[0], expand.output[0]))
     shape = graph.value(node.output[0]).static_shape
     if source is None or wanted is None or shape is None or len(wanted) <= _MOST_AXES or 0 in wanted:
-        return None
+        return
     groups = _join_axes((1,) * (len(wanted) - len(source)) + source, wanted)
     if len(groups) > _MOST_AXES:
-        return None
+        return
     opened = made_by(graph, expand.input[0], "Unsqueeze", "Reshape")
-    writer = Writer(graph=graph, node=node)
     before, after = ([pair[side] for pair in groups] for side in (0, 1))
     x = expand.input[0] if opened is None else opened.input[0]
     flat = writer.add("Reshape", [x, writer.constant("before", before, "int64")], "flat")
     grown = writer.add("Expand", [flat, writer.constant("after", after, "int64")], "grown")
     writer.add("Reshape", [grown, writer.constant("shape", shape, "int64")])
-    return writer.nodes
 
 
 def _find_reader(graph: Graph, expand: Node) -> Node | None:
@@ -129,25 +104,23 @@ def _join_axes(source: Sequence[int], wanted: Sequence[int]) -> list[tuple[int, 
     return groups or [(1, 1)]
 
 
-PLAIN_GATHER = "plain-gather"
-_GATHERS = frozenset({"Gather", "GatherElements", "GatherND"})
 _MOST_GATHERED = 4
 
 
-def write_plain_gathers(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Gathers 32-bit integers in place of bools, and by a list of rows where a GatherND has five axes, in place.
+@node_rewrite(
+    "plain-gather",
+    {"Gather", "GatherElements", "GatherND"},
+    "gather 32-bit integers in place of bools, by few axes: {count}, which is the same",
+)
+def plain_gather(writer: Writer) -> None:
+    """Gathers 32-bit integers in place of bools, and by a list of rows where a GatherND has five axes.
 
-    Returns the names of the gathers. No number changes.
+    No number changes.
     """
-    return replace_nodes(graph, opset, _GATHERS, _plain_gather)
-
-
-def _plain_gather(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
-    rows = _read_rows(graph, node)
-    is_bool = graph.value(node.input[0]).dtype == "bool"
+    graph, node = writer.graph, writer.node
+    rows, is_bool = _read_rows(graph, node), writer.dtype == "bool"
     if rows is None and not is_bool:
-        return None
-    writer = Writer(graph=graph, node=node)
+        return
     value, indices = node.input[0], node.input[1]
     if is_bool:
         value = writer.add("Cast", [value], "numbers", to=onnx.TensorProto.INT32)
@@ -160,7 +133,6 @@ def _plain_gather(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
         value = writer.add("Reshape", [value, shape], "shaped" if is_bool else "")
     if is_bool:
         writer.add("Cast", [value], to=onnx.TensorProto.BOOL)
-    return writer.nodes
 
 
 def _read_rows(graph: Graph, node: Node) -> np.ndarray | None:
@@ -171,77 +143,62 @@ def _read_rows(graph: Graph, node: Node) -> np.ndarray | None:
     return None if graph.value(node.output[0]).static_shape is None else indices.reshape(-1, indices.shape[-1])
 
 
-GATHER_TO_RESHAPE = "gather-to-reshape"
-
-
-def reshape_gathers(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Makes a Reshape of each Gather whose constant indices count through the whole axis, in place.
+@node_rewrite(
+    "gather-to-reshape",
+    {"Gather"},
+    "write {count} of Gather by all indices in order as Reshape, which is the same",
+    since=5,
+)
+def gather_to_reshape(writer: Writer) -> None:
+    """Writes a Gather whose constant indices count through the whole axis as Reshape.
 
     PyTorch's dynamo exporter writes `as_strided` so: a flat tensor of 64, gathered by 0 to 63 in the shape [1,64,1,1].
-    QNN's compiler dies of it (SIGABRT) before a Transpose or a Conv. Returns the names of the nodes.
+    QNN's compiler dies of it (SIGABRT) before a Transpose or a Conv.
     """
-    return replace_nodes(graph, opset, {"Gather"}, _gather_to_reshape) if opset >= 5 else ()
-
-
-def _gather_to_reshape(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
+    graph, node = writer.graph, writer.node
     sizes, indices = graph.value(node.input[0]).static_shape, graph.array(node.input[1])
     if not sizes or 0 in sizes or indices is None:
-        return None
+        return
     axis = node.integer("axis", 0) % len(sizes)
-    if not np.array_equal(np.where(indices < 0, indices + sizes[axis], indices).ravel(), np.arange(sizes[axis])):
-        return None
-    shape = (*sizes[:axis], *indices.shape, *sizes[axis + 1 :])
-    writer = Writer(graph=graph, node=node)
-    writer.add("Reshape", [node.input[0], writer.constant("shape", shape, "int64")])
-    return writer.nodes
+    if np.array_equal(np.where(indices < 0, indices + sizes[axis], indices).ravel(), np.arange(sizes[axis])):
+        shape = (*sizes[:axis], *indices.shape, *sizes[axis + 1 :])
+        writer.add("Reshape", [node.input[0], writer.constant("shape", shape, "int64")])
 
 
-GATHER_FROM_START = "gather-from-start"
+@node_rewrite(
+    "gather-from-start",
+    {"Gather"},
+    "count constant indices of {count} of Gather from the start, which is the same",
+)
+def gather_from_start(writer: Writer) -> None:
+    """Writes constant indices of a Gather that count from the end as those that count from the start.
 
-
-def count_from_start(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Writes constant indices of Gather that count from the end as those that count from the start, in place.
-
-    NNAPI's GATHER has no negative ones: its provider takes the node, and the run fails. Returns the names of the nodes.
+    NNAPI's GATHER has no negative ones: its provider takes the node, and the run fails.
     """
-    return replace_nodes(graph, opset, {"Gather"}, _gather_from_start)
-
-
-def _gather_from_start(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
+    graph, node = writer.graph, writer.node
     sizes, indices = graph.value(node.input[0]).static_shape, graph.array(node.input[1])
     if not sizes or indices is None or indices.min(initial=0) >= 0:
-        return None
+        return
     size = sizes[node.integer("axis", 0) % len(sizes)]
-    writer = Writer(graph=graph, node=node)
     counted = writer.constant("indices", np.where(indices < 0, indices + size, indices), indices.dtype.name)
     writer.add("Gather", [node.input[0], counted], **node.attributes)
-    return writer.nodes
 
 
-PAD_REFLECT = "pad-reflect"
+@node_rewrite(
+    "pad-reflect", {"Pad"}, "write {count} of Pad with mode reflect as slices and Concat, which is the same", since=13
+)
+def pad_reflect(writer: Writer) -> None:
+    """Writes a Pad of mode reflect with constant pads as slices and Concats, an axis after the other.
 
-
-def write_mirrors(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Makes each Pad of mode reflect with constant pads slices and Concats, an axis after the other, in place.
-
-    Returns the names of the nodes. Values are copied only, so the result is the same to the bit.
+    Values are copied only, so the result is the same to the bit.
     """
-    return replace_nodes(graph, opset, {"Pad"}, _pad_reflect) if opset >= 13 else ()
-
-
-def _pad_reflect(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
-    if node.attributes.get("mode", "constant") != "reflect":
-        return None
-    pads = graph.array(node.input[1])
-    if pads is None or node.has_input(3) or int(pads.min(initial=0)) < 0:
-        return None
-    rank = pads.size // 2
-    wanted = [(axis, int(pads[axis]), int(pads[axis + rank])) for axis in range(rank)]
+    node, pads = writer.node, writer.graph.array(writer.node.input[1])
+    if node.attributes.get("mode", "constant") != "reflect" or pads is None or node.has_input(3):
+        return
+    if pads.size % 2 or (pads < 0).any():
+        return
     # An axis after the other gives the corners, too, as numpy's and ONNX's reflect do.
-    wanted = [(axis, before, after) for axis, before, after in wanted if before or after]
-    if not wanted:
-        return None
-    writer = Writer(graph=graph, node=node)
+    wanted = [(axis, *pair) for axis, pair in enumerate(pads.reshape(2, -1).T.tolist()) if any(pair)]
     value = node.input[0]
     for axis, before, after in wanted:
         left = [_mirror(writer, value, f"axis_{axis}/before", (before, 0, axis))] if before else []
@@ -249,7 +206,6 @@ def _pad_reflect(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
         right = [_mirror(writer, value, f"axis_{axis}/after", (-2, -2 - after, axis))] if after else []
         last = axis == wanted[-1][0]
         value = writer.add("Concat", [*left, value, *right], "" if last else f"axis_{axis}", axis=axis)
-    return writer.nodes
 
 
 def _mirror(writer: Writer, value: str, part: str, span: tuple[int, int, int]) -> str:
@@ -261,29 +217,23 @@ def _mirror(writer: Writer, value: str, part: str, span: tuple[int, int, int]) -
     return writer.add("Slice", [value, *names], part)
 
 
-INDEX_TO_INT32 = "index-to-int32"
-# Which input of an operator holds indices and may have 32 bits.
-_INDEXED = {"Gather": 1, "GatherElements": 1}
+@node_rewrite(
+    "index-to-int32",
+    {"Gather", "GatherElements"},
+    "give {count} of Gather 32-bit indices, which is the same",
+    since=9,
+)
+def narrow_indices(writer: Writer) -> None:
+    """Makes the computed indices of a Gather 32 bits wide; those that a Cast widened are taken from before it.
 
-
-def narrow_indices(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Makes the computed indices of each Gather 32 bits wide, in place, and returns the names of the nodes.
-
-    Indices that were widened from 32 bits by a Cast are taken from before it. The result is the same to the bit.
+    The result is the same to the bit.
     """
-    return replace_nodes(graph, opset, _INDEXED, _index_to_int32) if opset >= 9 else ()
-
-
-def _index_to_int32(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
-    at = _INDEXED[node.op_type]
-    if node.input[at] in graph.constants or graph.value(node.input[at]).dtype != "int64":
-        return None
-    writer = Writer(graph=graph, node=node)
-    wide = graph.producers.get(node.input[at])
+    graph, node, (data, indices) = writer.graph, writer.node, writer.node.input
+    if indices in graph.constants or graph.value(indices).dtype != "int64":
+        return
+    wide = graph.producers.get(indices)
     if wide is not None and wide.op_type == "Cast" and graph.value(wide.input[0]).dtype == "int32":
         indices = wide.input[0]
     else:
-        indices = writer.add("Cast", [node.input[at]], "indices", to=onnx.TensorProto.INT32)
-    inputs = [indices if place == at else name for place, name in enumerate(node.input)]
-    writer.add(node.op_type, inputs, axis=node.attributes.get("axis", 0))
-    return writer.nodes
+        indices = writer.add("Cast", [indices], "indices", to=onnx.TensorProto.INT32)
+    writer.add(node.op_type, [data, indices], axis=node.attributes.get("axis", 0))

@@ -1,42 +1,34 @@
 """Normalisations written as one node, or as the means, differences and roots that every provider has."""
 
-from collections.abc import Sequence
-
 import numpy as np
-import onnx
 
-from edgekit.graph.graph import Graph, Node
+from edgekit.graph.graph import Graph
 from edgekit.graph.match import made_by, mean_of, quotient_of, root_of, square_of, vector_beside
-from edgekit.graph.rewrite import FLOATS, Writer, replace_nodes
+from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite
 from edgekit.prepare.rewrites.split_attention import input_of, real
 
-JOIN_RMS_NORM = "join-rms-norm"
-_SINCE = 23
+# The opsets since which ONNX has RMSNormalization, and since which ReduceMean has its axes as an input.
+_RMS_NORM_SINCE, _AXES_INPUT_SINCE = 23, 18
 
 
-def join_rms_norms(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Writes each x / sqrt(mean(x * x) + epsilon) * scale over the last axis as one node, in place.
+@node_rewrite("join-rms-norm", {"Mul"}, "write the parts of an RMS normalisation as one node, {count}")
+def join_rms_norm(writer: Writer) -> None:
+    """Writes x / sqrt(mean(x * x) + epsilon) * scale over the last axis as one node, where the pattern ends.
 
-    That is ONNX's RMSNormalization from opset 23 on, and before it ONNX Runtime's SimplifiedLayerNormalization. Returns
-    the names of the nodes that end such a pattern. The last bits may differ (1e-5 relative).
+    That is ONNX's RMSNormalization from opset 23 on, and before it ONNX Runtime's SimplifiedLayerNormalization. The
+    last bits may differ (1e-5 relative).
     """
-    return replace_nodes(graph, opset, {"Mul"}, lambda view, node: _join_rms_norm(view, node, opset))
-
-
-def _join_rms_norm(graph: Graph, node: Node, opset: int) -> Sequence[onnx.NodeProto] | None:
-    scaled = vector_beside(graph, node)
+    graph = writer.graph
+    scaled = vector_beside(graph, writer.node)
     quotient = quotient_of(graph, scaled[0]) if scaled is not None else None
     root = root_of(graph, quotient[1]) if quotient is not None else None
     if scaled is None or quotient is None or root is None:
-        return None
-    if square_of(graph, mean_of(graph, root[0]) or "") != quotient[0] or not _is_float(graph, quotient[0]):
-        return None
-    if _is_centred(graph, quotient[0]):
-        return None
-    writer = Writer(graph=graph, node=node)
-    op = "RMSNormalization" if opset >= _SINCE else "SimplifiedLayerNormalization"
-    writer.add(op, [quotient[0], scaled[1]], axis=-1, epsilon=root[1])
-    return writer.nodes
+        return
+    x, (squares, epsilon) = quotient[0], root
+    if square_of(graph, mean_of(graph, squares) or "") != x or not _is_float(graph, x) or _is_centred(graph, x):
+        return
+    op = "RMSNormalization" if writer.opset >= _RMS_NORM_SINCE else "SimplifiedLayerNormalization"
+    writer.add(op, [x, scaled[1]], axis=-1, epsilon=epsilon)
 
 
 def _is_centred(graph: Graph, name: str) -> bool:
@@ -50,77 +42,72 @@ def _is_float(graph: Graph, name: str) -> bool:
     return name not in graph.constants and graph.value(name).dtype in {None, "float32"}
 
 
-SPLIT_LAYER_NORM = "split-layer-norm"
-RMS_ID = "split-rms-norm"
-_AXES_INPUT_SINCE = 18
+@node_rewrite(
+    "split-layer-norm", {"LayerNormalization"}, "write {count} of LayerNormalization as means, differences and a root"
+)
+def split_layer_norm(writer: Writer) -> None:
+    """Writes a float LayerNormalization as (x - mean) / sqrt(mean of squares + epsilon) * scale + bias.
 
-
-def split_layer_norms(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Writes each float LayerNormalization as (x - mean) / sqrt(mean of squares + epsilon) * scale + bias, in place.
-
-    Returns the names of the nodes; the formula is that of ONNX. The last bits may differ (1e-5 relative).
+    The formula is that of ONNX. The last bits may differ (1e-5 relative).
     """
-    return replace_nodes(graph, opset, {"LayerNormalization"}, lambda view, node: _split_layer_norm(view, node, opset))
+    _split_norm(writer, centres=True)
 
 
-def split_rms_norms(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Writes each float RMSNormalization, or ONNX Runtime's older name for it, as x / sqrt(...) * scale, in place.
+@node_rewrite(
+    "split-rms-norm",
+    {"RMSNormalization", "SimplifiedLayerNormalization"},
+    "write {count} of RMS normalisation as a mean of squares and a root",
+)
+def split_rms_norm(writer: Writer) -> None:
+    """Writes a float RMSNormalization, or ONNX Runtime's older name for it, as x / sqrt(...) * scale.
 
-    Returns the names of the nodes; the formula is that of ONNX. The last bits may differ (1e-5 relative).
+    The formula is that of ONNX. The last bits may differ (1e-5 relative).
     """
-    ops = {"RMSNormalization", "SimplifiedLayerNormalization"}
-    return replace_nodes(graph, opset, ops, lambda view, node: _split_layer_norm(view, node, opset))
+    _split_norm(writer, centres=False)
 
 
-def _split_layer_norm(graph: Graph, node: Node, opset: int) -> Sequence[onnx.NodeProto] | None:
-    if any(node.output[1:]):
-        return None
-    shape = graph.value(node.input[0]).static_shape
-    if shape is None or graph.value(node.input[0]).dtype != "float32":
-        return None
-    first = node.attributes.get("axis", -1) % len(shape)
-    writer = Writer(graph=graph, node=node)
-    axes = list(range(first, len(shape)))
+def _split_norm(writer: Writer, *, centres: bool) -> None:
+    node, shape = writer.node, writer.graph.value(writer.node.input[0]).static_shape
+    if any(node.output[1:]) or shape is None or writer.dtype != "float32":
+        return
+    axes = list(range(node.attributes.get("axis", -1) % len(shape), len(shape)))
     centred = node.input[0]
-    if node.op_type == "LayerNormalization":
-        centred = writer.add("Sub", [centred, _mean(writer, centred, "mean", axes, opset)], "centred")
-    squares = writer.add("Mul", [centred, centred], "squares")
-    variance = _mean(writer, squares, "variance", axes, opset)
-    epsilon = writer.constant("epsilon", node.attributes.get("epsilon", 1e-5), "float32")
+    if centres:
+        centred = writer.add("Sub", [centred, _mean(writer, centred, "mean", axes)], "centred")
+    variance = _mean(writer, writer.add("Mul", [centred, centred], "squares"), "variance", axes)
+    epsilon = writer.constant("epsilon", node.attributes.get("epsilon", 1e-5))
     root = writer.add("Sqrt", [writer.add("Add", [variance, epsilon], "moved")], "root")
     normal = writer.add("Div", [centred, root], "normal")
-    biased = node.has_input(2)
-    scaled = writer.add("Mul", [normal, node.input[1]], "scaled" if biased else "")
-    if biased:
+    scaled = writer.add("Mul", [normal, node.input[1]], "scaled" if node.has_input(2) else "")
+    if node.has_input(2):
         writer.add("Add", [scaled, node.input[2]])
-    return writer.nodes
 
 
-def _mean(writer: Writer, value: str, part: str, axes: list[int], opset: int) -> str:
-    if opset < _AXES_INPUT_SINCE:
+def _mean(writer: Writer, value: str, part: str, axes: list[int]) -> str:
+    if writer.opset < _AXES_INPUT_SINCE:
         return writer.add("ReduceMean", [value], part, axes=axes, keepdims=1)
     return writer.add("ReduceMean", [value, writer.constant(f"{part}/axes", axes, "int64")], part, keepdims=1)
 
 
-SPLIT_SKIP_NORM = "split-skip-norm"
 _LAYER_NORM_SINCE = 17
 _SUM = 3
 
 
-def split_skip_norms(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Writes each SkipLayerNormalization and SkipSimplifiedLayerNormalization as Add and the norm, in place.
+@node_rewrite(
+    "split-skip-norm",
+    {"SkipSimplifiedLayerNormalization", "SkipLayerNormalization"},
+    "write {count} of Skip(Simplified)LayerNormalization as Add and the norm",
+    floats=True,
+)
+def split_skip_norm(writer: Writer) -> None:
+    """Writes a SkipLayerNormalization or SkipSimplifiedLayerNormalization as Add and the norm.
 
-    Returns the names of the nodes. The last bits may differ (1e-5 relative).
+    The last bits may differ (1e-5 relative).
     """
-    ops = ("SkipSimplifiedLayerNormalization", "SkipLayerNormalization")
-    return replace_nodes(graph, opset, ops if opset >= _LAYER_NORM_SINCE else ops[:1], _split_skip_norm)
-
-
-def _split_skip_norm(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
-    if graph.value(node.input[0]).dtype not in FLOATS or any(node.output[1:_SUM]):
-        return None
-    writer = Writer(graph=graph, node=node)
+    node = writer.node
     simple = node.op_type == "SkipSimplifiedLayerNormalization"
+    if any(node.output[1:_SUM]) or (not simple and writer.opset < _LAYER_NORM_SINCE):
+        return
     # Scale, then the shift that only the full norm has, then a bias of what is added.
     scale, *rest = node.input[2:]
     shift, bias = ("", *rest, "")[:2] if simple else (*rest, "", "")[:2]
@@ -133,32 +120,29 @@ def _split_skip_norm(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | Non
         writer.nodes[-1].output[0] = total = node.output[_SUM]
     op = "SimplifiedLayerNormalization" if simple else "LayerNormalization"
     writer.add(op, [total, scale, *filter(None, [shift])], axis=-1, epsilon=node.attributes.get("epsilon", 1e-5))
-    return writer.nodes
 
 
-SPLIT_EMBED_NORM = "split-embed-norm"
 _IDS, _SEGMENTS, _WORDS, _PLACES, _KINDS, _GAIN, _SHIFT, _MASK, _POSITIONS = range(9)
 
 
-def split_embed_norms(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Writes each EmbedLayerNormalization as Gather, Add and LayerNormalization, in place.
+@node_rewrite(
+    "split-embed-norm",
+    {"EmbedLayerNormalization"},
+    "write {count} of EmbedLayerNormalization as tables, a sum and the norm",
+    since=_LAYER_NORM_SINCE,
+)
+def split_embed_norm(writer: Writer) -> None:
+    """Writes an EmbedLayerNormalization as Gather, Add and LayerNormalization.
 
-    Returns the names of the nodes. The last bits may differ (1e-5 relative).
+    The last bits may differ (1e-5 relative).
     """
-    return replace_nodes(
-        graph, opset, {"EmbedLayerNormalization"} if opset >= _LAYER_NORM_SINCE else set[str](), _split_embed_norm
-    )
-
-
-def _split_embed_norm(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
+    graph, node, add = writer.graph, writer.node, writer.add
     shape, table = graph.value(node.input[_IDS]).static_shape, graph.value(input_of(node, _PLACES))
     is_whole = all(node.has_input(at) for at in (_WORDS, _PLACES, _GAIN, _SHIFT))
     if shape is None or len(shape) != 2 or not is_whole or table.dtype not in FLOATS:
-        return None
+        return
     if node.has_input(_SEGMENTS) != node.has_input(_KINDS) or shape[1] > (table.static_shape or (0,))[0]:
-        return None
-    writer = Writer(graph=graph, node=node)
-    add = writer.add
+        return
     places = input_of(node, _POSITIONS) or writer.constant("places", np.arange(shape[1])[None], "int64")
     words = add("Gather", [node.input[_WORDS], node.input[_IDS]], "words", axis=0)
     total = add("Add", [words, add("Gather", [node.input[_PLACES], places], "positions", axis=0)], "placed")
@@ -169,13 +153,8 @@ def _split_embed_norm(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | No
         writer.nodes[-1].output[0] = total = outputs[2]
     if outputs[1]:
         _count(writer, input_of(node, _MASK), outputs[1], shape[0])
-    add(
-        "LayerNormalization",
-        [total, node.input[_GAIN], node.input[_SHIFT]],
-        axis=-1,
-        epsilon=real(node, "epsilon", 1e-12),
-    )
-    return writer.nodes
+    norm = [total, node.input[_GAIN], node.input[_SHIFT]]
+    add("LayerNormalization", norm, axis=-1, epsilon=real(node, "epsilon", 1e-12))
 
 
 def _count(writer: Writer, mask: str, output: str, batch: int) -> None:

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
-import onnx
 from onnx import helper
 
 from edgekit.graph.graph import Graph, Node
-from edgekit.graph.rewrite import FLOATS, Writer, replace_nodes
+from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite
 
 OPSET_SINCE = 13
 """The opset from which on the sizes of Split and the axes of Unsqueeze are inputs."""
@@ -138,48 +137,48 @@ def real(node: Node, name: str, default: float = 0.0) -> float:
     return float(value) if isinstance(value, int | float) else default
 
 
-SPLIT_ATTENTION = "split-attention"
 _WIDTHS = "qkv_hidden_sizes"
 _PACKED_MASK, _PACKED_PAST, _PACKED_BIAS = 3, 4, 5
 _MULTI_BIAS, _MULTI_MASK, _MULTI_SCORES, _MULTI_PAST = 3, 4, 5, 6
 
 
-def split_attentions(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Writes each Attention and MultiHeadAttention of ONNX Runtime in operators of ONNX, in place.
+@node_rewrite(
+    "split-attention",
+    {"Attention", "MultiHeadAttention"},
+    "write {count} of Attention or MultiHeadAttention as its products and a Softmax",
+    since=OPSET_SINCE,
+)
+def split_attention(writer: Writer) -> None:
+    """Writes an Attention or MultiHeadAttention of ONNX Runtime in operators of ONNX.
 
-    Masks may be of each row, or say how many rows count; a cache grows at its end. Returns the names of the nodes. The
-    last bits may differ (1e-5 relative).
+    Masks may be of each row, or say how many rows count; a cache grows at its end. The last bits may differ (1e-5
+    relative).
     """
-    ops = {"Attention", "MultiHeadAttention"} if opset >= OPSET_SINCE else set[str]()
-    return replace_nodes(graph, opset, ops, _split_attention)
+    # ONNX has an Attention too, since opset 23.
+    if writer.node.domain:
+        (_expand_packed if writer.node.op_type == "Attention" else _expand_multi)(writer)
 
 
-def _split_attention(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
-    if not node.domain:
-        # ONNX has an Attention too, since opset 23.
-        return None
-    return _expand_packed(graph, node) if node.op_type == "Attention" else _expand_multi(graph, node)
-
-
-def _expand_packed(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
+def _expand_packed(writer: Writer) -> None:
     """Writes the form whose weights make queries, keys and values of one input."""
+    graph, node = writer.graph, writer.node
     shape, weight = static_float(graph, node.input[0], 3), static_float(graph, input_of(node, 1), 2)
     count, is_open = node.integer("num_heads", 0), any(node.has_input(at) for at in (_PACKED_PAST, 6))
     if shape is None or weight is None or count < 1 or is_open or node.integer("do_rotary", 0) or any(node.output[1:]):
-        return None
+        return
     widths = node.entries(_WIDTHS) or (weight[1] // 3,) * 3
     # Words where numbers belong are no list, and no default either.
     if len(widths) != 3 or (_WIDTHS in node.attributes and node.entries(_WIDTHS) is None):
-        return None
+        return
     heads = Heads(
         batch=shape[0], tokens=shape[1], rows=shape[1], heads=count, keys=count, size=widths[0] // count,
-        value_size=widths[-1] // count, dtype=str(graph.value(node.input[0]).dtype),
+        value_size=widths[-1] // count, dtype=writer.dtype,
     )  # fmt: skip
-    parts = Parts(writer=Writer(graph=graph, node=node), heads=heads)
+    parts = Parts(writer=writer, heads=heads)
     whole = [count * size for size in (heads.size, heads.size, heads.value_size)]
     mask = _find_form(graph, input_of(node, _PACKED_MASK), heads)
     if not heads.is_sound or tuple(widths) != tuple(whole) or sum(whole) != weight[1] or mask is None:
-        return None
+        return
     made = parts.writer.add("MatMul", [node.input[0], node.input[1]], "product")
     if node.has_input(2):
         made = parts.writer.add("Add", [made, node.input[2]], "shifted")
@@ -188,21 +187,21 @@ def _expand_packed(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
     query, key, value = (parts.to_heads(x, part, (count, heads.tokens, size)) for x, part, size in sizes)
     biases = _list_biases(parts, mask, _PACKED_BIAS, 0)
     parts.attend((query, key, value), real(node, "scale"), biases)
-    return parts.writer.nodes
 
 
-def _expand_multi(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
+def _expand_multi(writer: Writer) -> None:
     """Writes the form that is given queries, keys and values, and a cache of these or none."""
+    graph, node = writer.graph, writer.node
     shapes = [graph.value(input_of(node, at)).static_shape for at in range(3)]
     past = [graph.value(input_of(node, at)).static_shape for at in (_MULTI_PAST, _MULTI_PAST + 1)]
-    heads = _read_heads(node, shapes, past, str(graph.value(node.input[0]).dtype))
+    heads = _read_heads(node, shapes, past, writer.dtype)
     is_open = any(node.has_input(at) for at in (8, 9)) or any(node.output[3:])
     mask = None if heads is None else _find_form(graph, input_of(node, _MULTI_MASK), heads)
     # A key that comes in as heads, and goes out as it is, has no maker that could bear the name.
     is_open |= any(len(shapes[at] or ()) == 4 and not past[0] and any(node.output[at : at + 1]) for at in (1, 2))
     if heads is None or not heads.is_sound or heads.dtype not in FLOATS or is_open or mask is None:
-        return None
-    parts = Parts(writer=Writer(graph=graph, node=node), heads=heads)
+        return
+    parts = Parts(writer=writer, heads=heads)
     before = past[0][2] if past[0] else 0
     sizes = (heads.size, heads.size, heads.value_size)
     shifts: Sequence[str] = ("", "", "")
@@ -219,7 +218,6 @@ def _expand_multi(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
         made.append(x)
     query, key, value = made[0], parts.publish(made[1], 1), parts.publish(made[2], 2)
     parts.attend((query, key, value), real(node, "scale"), _list_biases(parts, mask, _MULTI_SCORES, before))
-    return parts.writer.nodes
 
 
 def _read_heads(
@@ -287,7 +285,6 @@ def _list_biases(parts: Parts, form: str, scores_at: int, before: int) -> list[s
     return biases + [name for name in (input_of(node, scores_at),) if name]
 
 
-SPLIT_GROUPED_ATTENTION = "split-grouped-attention"
 # Inputs of the operator; behind the bias are sinks, quantized caches and norms of queries and keys.
 _PAST, _LENGTHS, _TOTAL, _COS, _SIN, _POSITIONS, _BIAS = 3, 5, 6, 7, 8, 9, 10
 _OTHERS = range(11, 16)
@@ -304,23 +301,25 @@ class _Case(Parts, kw_only=True):
     is_first: bool
 
 
-def split_grouped_attentions(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Writes each GroupQueryAttention with its rotation, cache and mask in operators of ONNX, in place.
+@node_rewrite(
+    "split-grouped-attention",
+    {"GroupQueryAttention"},
+    "write {count} of GroupQueryAttention as its products, cache and Softmax",
+    since=OPSET_SINCE,
+)
+def split_grouped_attention(writer: Writer) -> None:
+    """Writes a GroupQueryAttention with its rotation, cache and mask in operators of ONNX.
 
     New rows come into the cache at the place that `seqlens_k` says; behind them it keeps what it had, on which no
-    result depends. Returns the names of the nodes. The last bits may differ (1e-5 relative).
+    result depends. The last bits may differ (1e-5 relative).
     """
-    ops = {"GroupQueryAttention"} if opset >= OPSET_SINCE else set[str]()
-    return replace_nodes(graph, opset, ops, _split_grouped_attention)
-
-
-def _split_grouped_attention(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
+    graph, node = writer.graph, writer.node
     heads = None if _is_kept(node) else _read_grouped_heads(graph, node)
     if heads is None or not heads.is_sound or not _fits(graph, node, heads):
-        return None
+        return
     past, table = graph.value(input_of(node, _PAST)).static_shape, graph.value(input_of(node, _COS)).static_shape
     case = _Case(
-        writer=Writer(graph=graph, node=node),
+        writer=writer,
         heads=heads,
         past=past[2] if past else 0,
         turned=2 * table[1] if table and node.integer("do_rotary", 0) else 0,
@@ -344,7 +343,6 @@ def _split_grouped_attention(graph: Graph, node: Node) -> Sequence[onnx.NodeProt
     case.attend(
         (query, key, value), real(node, "scale"), [_mask(case, last, column), *filter(None, [input_of(node, _BIAS)])]
     )
-    return case.writer.nodes
 
 
 def _is_kept(node: Node) -> bool:

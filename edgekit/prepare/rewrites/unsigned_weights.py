@@ -8,6 +8,7 @@ import onnx
 from onnx import numpy_helper
 
 from edgekit.graph.graph import Graph, Node, view_part
+from edgekit.graph.rewrite import rewrite
 from edgekit.model.tensors import Array
 
 FIX_ID = "unsigned-weights"
@@ -16,6 +17,7 @@ _OPS = frozenset({"Gemm", "MatMul"})
 _DATA = ("raw_data", "int32_data")
 
 
+@rewrite(FIX_ID, "store the int8 weights of {count} as uint8 with a zero point of 128, which is the same")
 def write_unsigned_weights(graph: onnx.GraphProto, _opset: int) -> tuple[str, ...]:
     """Stores int8 weights of Gemm and MatMul as uint8, in place, and returns the names of the nodes that read them."""
     return store_unsigned(graph, _OPS)

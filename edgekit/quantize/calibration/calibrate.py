@@ -16,7 +16,7 @@ from edgekit.progress import Progress, say_nothing
 from edgekit.quantize.calibration.held_out import save_fitted, save_held_out
 from edgekit.quantize.calibration.instrument import picked_values
 from edgekit.quantize.calibration.moments import save_moments
-from edgekit.quantize.calibration.passes import CalibrationTask, Measurements, measure_samples
+from edgekit.quantize.calibration.passes import CalibrationTask, measure_samples
 from edgekit.quantize.calibration.statistics import ActivationStatistics
 from edgekit.quantize.calibration.store import CacheSettings
 from edgekit.quantize.effort import find_effort
@@ -109,8 +109,13 @@ def calibrate_model(
     task = _make_task(model, graph, samples, methods, cache, work, fitting=fitting)
     with single_blas_thread():
         found = measure_samples(task, progress or say_nothing)
+    judges: tuple[str, ...] = ()
     if fitting:
-        _save_statistics(work, samples, found)
+        save_held_out(work, found.held_out)
+        save_fitted(work, samples, found.fitted())
+        save_moments(work / "moments.npz", found.statistics.moments())
+        effort = find_effort(graph, len(found.seen))
+        judges = (*found.held_out.describe_loss(), *effort.describe(len(found.held_out.positions())))
     return Calibration(
         model_sha256=model.sha256,
         samples_sha256=digest_bytes(b"".join(found.seen[index] for index in sorted(found.seen))),
@@ -120,7 +125,7 @@ def calibrate_model(
         is_exact=found.is_exact,
         sample_error=found.statistics.sample_error(len(task.indices), len(found.seen)),
         known=found.known,
-        notes=(*found.cache.notes, *(_describe_judges(graph, found) if fitting else ())),
+        notes=(*found.cache.notes, *judges),
         ranges=_choose_ranges(graph, found.instrumented.aliases, found.statistics, methods),
         statistics=str(work) if fitting else "",
         outputs=dict(outputs or {}),
@@ -135,17 +140,6 @@ def open_float_graph(model: Model, calibration: Calibration) -> Graph:
     """
     is_its = calibration.statistics and calibration.model_sha256 == model.sha256
     return (read_aside(Path(calibration.statistics)) if is_its else None) or read_float_graph(model)
-
-
-def _describe_judges(graph: Graph, found: Measurements) -> tuple[str, ...]:
-    effort = find_effort(graph, len(found.seen))
-    return (*found.held_out.describe_loss(), *effort.describe(len(found.held_out.positions())))
-
-
-def _save_statistics(work: Path, samples: Samples, found: Measurements) -> None:
-    save_held_out(work, found.held_out)
-    save_fitted(work, samples, found.fitted())
-    save_moments(work / "moments.npz", found.statistics.moments())
 
 
 def _make_task(

@@ -18,7 +18,7 @@ from edgekit.data.samples import Samples, select_samples
 from edgekit.errors import DataError, EdgekitError, ModelError, RuntimeRefusal
 from edgekit.graph.graph import Graph, Node
 from edgekit.machine import map_in_order, release_memory
-from edgekit.model.model import Model, write_proto
+from edgekit.model.model import Model, refill, write_proto
 from edgekit.model.tensors import Array, Tensors
 from edgekit.progress import Progress
 from edgekit.quantize.calibration.held_out import LEAST_BYTES, HeldOut
@@ -265,8 +265,7 @@ def _refuse(graph: Graph, sample: Tensors, source: str, index: int, work: Path) 
     proto.CopyFrom(graph.model)
     infinite = find_infinite_tensors(graph)
     computed = [name for name in float_activations(graph) if name in graph.producers and name not in infinite]
-    del proto.graph.output[:]
-    proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in computed)
+    refill(proto.graph.output, (onnx.ValueInfoProto(name=name) for name in computed))
     write_proto(proto, work / "located.onnx")
     for name, value in CpuSession(work / "located.onnx", SessionSettings(level=Level.ALL)).run(sample).items():
         if kind := _non_finite(value):

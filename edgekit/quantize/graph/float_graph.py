@@ -6,7 +6,7 @@ Add that it is, and attention masks are known, so that their large negative numb
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -29,6 +29,7 @@ from edgekit.model.model import (
     find_integer_ops,
     list_names,
     read_outside,
+    refill,
     rename_tensors,
 )
 from edgekit.model.tensors import Array
@@ -85,35 +86,34 @@ def split_gemms(graph: onnx.GraphProto, folder: Path = Path()) -> tuple[str, ...
     Gemm adds a constant of 32 bits alone, so between Q and DQ nodes it would stay float
     (`qdq_transformer/selectors_actions/qdq_selectors.cc`, GemmNodeGroupSelector).
     """
-    split = replace_nodes(graph, _OPSET, {"Gemm"}, _expand, folder)
+    split = replace_nodes(graph, _OPSET, {"Gemm"}, _write_product, folder=folder)
     if split:
         drop_unread(graph)
     return split
 
 
-def _expand(graph: Graph, node: Node) -> Sequence[onnx.NodeProto] | None:
+def _write_product(writer: Writer) -> None:
+    graph, node = writer.graph, writer.node
     if not node.has_input(2) or node.input[2] in graph.constants:
-        return None
-    dtype = next((kind for name in node.input if (kind := graph.value(name).dtype)), None)
+        return
+    dtype = next((kind for name in node.input if (kind := graph.value(name).dtype)), "")
     alpha, beta = (float(node.attributes.get(name, 1.0)) for name in ("alpha", "beta"))
     # A graph may hold no type of an inner tensor, which only factors need.
     if dtype not in FLOATS and (alpha, beta) != (1.0, 1.0):
-        return None
-    writer = Writer(graph=graph, node=node)
+        return
     left, right, bias = node.input
     if node.integer("transA", 0):
         left = writer.add("Transpose", [left], "left", perm=[1, 0])
     if node.integer("transB", 0):
         right = _transpose(graph, writer, right)
     if alpha != 1:
-        left = writer.add("Mul", [left, writer.constant("alpha", alpha, str(dtype))], "scaled")
+        left = writer.add("Mul", [left, writer.constant("alpha", alpha, dtype)], "scaled")
     if beta != 1:
-        bias = writer.add("Mul", [bias, writer.constant("beta", beta, str(dtype))], "bias")
+        bias = writer.add("Mul", [bias, writer.constant("beta", beta, dtype)], "bias")
     writer.add("Add", [writer.add("MatMul", [left, right], "product"), bias])
     product, total = writer.nodes[-2:]
     # The node with the weight is the one that is known by the name.
     product.name, total.name = total.name, f"{total.name}/sum"
-    return writer.nodes
 
 
 def _transpose(graph: Graph, writer: Writer, name: str) -> str:
@@ -233,9 +233,7 @@ def read_float_graph(model: Model) -> Graph:
     clamp_masks(proto.graph, folder)
     _spell_defaults(proto.graph)
     known = {value.name for value in (*proto.graph.input, *proto.graph.output)}
-    inferred = [value for value in infer_model(proto).graph.value_info if value.name not in known]
-    del proto.graph.value_info[:]
-    proto.graph.value_info.extend(inferred)
+    refill(proto.graph.value_info, [value for value in infer_model(proto).graph.value_info if value.name not in known])
     drop_initializer_inputs(proto.graph)
     return view_model(proto, folder)
 

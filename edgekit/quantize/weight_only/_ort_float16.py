@@ -10,7 +10,7 @@ from onnxruntime.transformers import float16
 from edgekit.errors import ModelError
 from edgekit.graph.inference import infer_model
 from edgekit.graph.rewrite import set_nodes
-from edgekit.model.model import iterate_reads, order_nodes, rename_tensors
+from edgekit.model.model import iterate_reads, order_nodes, refill, rename_tensors
 
 _LOGGER = logging.getLogger(float16.__name__)
 # How the converter ends the names of the casts behind and before a kept node; before it stands the tensor's name.
@@ -26,9 +26,7 @@ def convert_floats(proto: onnx.ModelProto, kept: Sequence[str], subject: str) ->
     copy = onnx.ModelProto()
     copy.CopyFrom(proto)
     # Around a kept node it casts what it knows to be float, and onnx infers nothing behind operators of ORT's own.
-    inferred = infer_model(proto)
-    del copy.graph.value_info[:]
-    copy.graph.value_info.extend(inferred.graph.value_info)
+    refill(copy.graph.value_info, infer_model(proto).graph.value_info)
     # It warns of each weight that it clamps; `convert_to_fp16` names them all at once.
     _LOGGER.disabled = True
     try:
@@ -84,7 +82,5 @@ def _join_kept(graph: onnx.GraphProto) -> None:
     renamed = {whole: half for half, whole in unread.items()}
     set_nodes(graph, [node for node in graph.node if node.output[0] not in {*restored, *unread}])
     renaming = {**{old: renamed.get(new, new) for old, new in names.items()}, **renamed}
-    infos = [value for value in graph.value_info if value.name not in {*restored, *unread}]
-    del graph.value_info[:]
-    graph.value_info.extend(infos)
+    refill(graph.value_info, [value for value in graph.value_info if value.name not in {*restored, *unread}])
     rename_tensors(graph, renaming)
