@@ -264,7 +264,9 @@ def _describe_target(target: Target) -> dict[str, object]:
 
 
 def _make_self_test(contents: Contents, out: Path) -> GoldenFacts:
-    models = {form: [out / path.name for path in paths] for form, paths in contents.files.items()}
+    models: dict[Form, list[Path]] = {
+        form: [out / path.name for path in paths] for form, paths in contents.files.items()
+    }
     if contents.recorded is not None:
         adopted = adopt_expected(contents.recorded, models, out / GOLDEN)
         if adopted is not None:
