@@ -1,5 +1,6 @@
 """What comes back from a device is refused unless it is exactly what was asked for."""
 
+import io
 import json
 import os
 from pathlib import Path
@@ -10,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from edgekit.devices.process.exchange import decode_run, open_outputs, read_tensors, write_tensors
+from edgekit.devices.process.exchange import (
+    MAX_TRACE_BYTES,
+    decode_run,
+    open_outputs,
+    read_tensors,
+    receive_trace,
+    write_tensors,
+)
 from edgekit.errors import DeviceError
 from edgekit.model.tensors import DTYPES, Array, TensorSpec
 
@@ -78,8 +86,17 @@ def test_a_header_without_an_end_is_not_read_to_its_end(tmp_path: Path) -> None:
 def test_hostile_strings_are_refused(tmp_path: Path, payload: bytes) -> None:
     entry = {"name": "y", "dtype": "string", "shape": [2], "size_bytes": len(payload)}
     path = write(tmp_path / "00000.tensors", [entry], payload)
+    specs = [TensorSpec(name="y", dtype="string", shape=(2,))]
     with pytest.raises(DeviceError, match="malformed"):
-        read_tensors(path, [TensorSpec(name="y", dtype="string", shape=(2,))])
+        read_tensors(path, specs)
+    assert "malformed" in open_outputs(tmp_path, specs, "a device")[1]
+
+
+def test_a_trace_that_is_too_large_is_not_received(tmp_path: Path) -> None:
+    with pytest.raises(DeviceError, match="larger than"):
+        receive_trace(io.BytesIO(b"x"), tmp_path / "trace.json", MAX_TRACE_BYTES + 1)
+    with pytest.raises(DeviceError, match="ends early"):
+        receive_trace(io.BytesIO(b"x"), tmp_path / "trace.json", 2)
 
 
 def test_outputs_end_at_the_first_that_is_wrong(tmp_path: Path) -> None:
