@@ -28,6 +28,10 @@ def _ceil(value: Fraction) -> Fraction:
     return Fraction(math.ceil(value))
 
 
+def _ceil_div(left: Fraction, right: Fraction) -> Fraction:
+    return _ceil(left / right)
+
+
 def _floor_div(left: Fraction, right: Fraction) -> Fraction:
     return _floor(left / right)
 
@@ -52,7 +56,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 # What sympy and torch.utils._sympy write, in upper or lower case: exporters print their formulas.
 _FUNCTIONS: dict[str, Callable[..., Fraction]] = {
     "ceil": _ceil,
-    "ceildiv": lambda left, right: _ceil(left / right),
+    "ceildiv": _ceil_div,
     "ceiling": _ceil,
     "ceiltoint": _ceil,
     "cleandiv": operator.truediv,
