@@ -112,8 +112,8 @@ def test_what_cannot_be_compared_is_an_error(rounds: list[tuple[float, float]]) 
         ((0.0004,), 1.0, "0.0004 ms is less"),
         ((2.0, 3.0), 5.0, None),
         ((2.0, 3.2), 5.0, None),
-        ((2.0, 3.3), 5.0, "together 5.3 ms, and it answered after 5 ms"),
-        ((1e7,), 2000.0, "together 1e+07 ms, and it answered after 2000 ms"),
+        ((2.0, 3.3), 5.0, "5.3 ms together, and answered after 5 ms"),
+        ((1e7,), 2000.0, "1e+07 ms together, and answered after 2000 ms"),
     ],
 )
 def test_times_that_cannot_be_are_not_believed(times: tuple[float, ...], elapsed_ms: float, words: str | None) -> None:

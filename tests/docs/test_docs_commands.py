@@ -65,7 +65,7 @@ def _is_known(line: str) -> bool:
             if inner is None:
                 return False
             command = inner
-    options = {name for one in command.params for name in one.opts} | {"--help", "--version"}
+    options = {name for one in command.params for name in (*one.opts, *one.secondary_opts)} | {"--help", "--version"}
     return all(option in options for option in re.findall(r"(?<![\w-])--[a-z][a-z-]*", line))
 
 
