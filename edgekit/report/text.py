@@ -382,7 +382,7 @@ def headline_build(report: BuildReport) -> str:
     elif good:
         said += " do what the float model does" if len(good) > 1 else " does what the float model does"
     else:
-        said += " pass"
+        said = "The bundle does not pass" if count == 1 else f"None of {count} bundles passes"
     bad = next((bundle for bundle in report.bundles if bundle not in good), None)
     if bad is None:
         return f"{said}."
