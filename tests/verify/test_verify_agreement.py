@@ -119,3 +119,11 @@ def test_a_limit_that_was_named_counts_beside_what_an_output_is_for() -> None:
     assert not judge_output(report, LIMITS)
     named = Thresholds(min_cosine=0.97, min_top1_agreement=0.9, min_sqnr_db=12, named=("min_sqnr_db",))
     assert any("SQNR" in line for line in judge_output(report, named))
+
+
+@pytest.mark.parametrize(("changed", "verdict"), [(1, "pass"), (2, "not proven"), (12, "fail")])
+def test_classes_below_their_limit_are_no_proof_of_sixteen_samples(changed: int, verdict: str) -> None:
+    rows = SCORES[:16]
+    got = rows.copy()
+    got[:changed] = rows[:changed, :, ::-1]
+    assert judge(rows, got, Reading(kind="classes", axis=1)) == verdict

@@ -192,7 +192,8 @@ def doubt_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...
     if not shared and output.top1_agreement is not None:
         share, ends = output.top1_agreement, output.top1_interval
         shared = (Agreement(of="classes", share=share, interval=ends, samples=output.samples),)
-    limits = [(each, _least(each, thresholds)) for each in shared]
+    granted = 0.0 if output.agreements else _count_granted(thresholds) / output.samples
+    limits = [(each, _least(each, thresholds) - granted) for each in shared]
     missed = [(each, least) for each, least in limits if each.share < least - 1e-12]
     if len(missed) < len(limits) and any(each.is_below(least) for each, least in missed):
         others = ", ".join(
@@ -251,10 +252,7 @@ def _lists(output: OutputReport) -> bool:
 
 def _least(agreement: Agreement, thresholds: Thresholds) -> float:
     """Returns the limit of a share."""
-    if agreement.of in _MEASURED:
-        return thresholds.min_agreement
-    granted = _count_granted(thresholds) / agreement.samples if agreement.of == "classes" else 0.0
-    return thresholds.min_top1_agreement - granted
+    return thresholds.min_agreement if agreement.of in _MEASURED else thresholds.min_top1_agreement
 
 
 def _describe(agreement: Agreement, least: float) -> str:
