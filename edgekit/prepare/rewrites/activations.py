@@ -334,11 +334,11 @@ def join_softmax(writer: Writer) -> None:
     """
     graph, node = writer.graph, writer.node
     raised = made_by(graph, node.input[0], "Exp")
-    axis = None if raised is None else _reduced_axis(graph, node.input[1], "ReduceSum", node.input[0])
+    axis = None if raised is None else _kept_axis(graph, node.input[1], "ReduceSum", node.input[0])
     if raised is None or axis is None:
         return
     shifted = made_by(graph, raised.input[0], "Sub")
-    is_shifted = shifted is not None and _reduced_axis(graph, shifted.input[1], "ReduceMax", shifted.input[0]) == axis
+    is_shifted = shifted is not None and _kept_axis(graph, shifted.input[1], "ReduceMax", shifted.input[0]) == axis
     data = shifted.input[0] if shifted is not None and is_shifted else raised.input[0]
     rank = len(graph.value(data).shape or ())
     # Before opset 13 Softmax goes along all axes from its own on.
@@ -350,7 +350,7 @@ def join_softmax(writer: Writer) -> None:
 _ONE_AXIS_SINCE = 13
 
 
-def _reduced_axis(graph: Graph, name: str, op: str, data: str) -> int | None:
+def _kept_axis(graph: Graph, name: str, op: str, data: str) -> int | None:
     """Returns the axis along which a value is `op` of `data`, and has size 1 there; None for any other value."""
     shape, reduced = graph.value(data).static_shape, name
     while (node := made_by(graph, reduced, "Reshape", "Unsqueeze", "Identity")) is not None:

@@ -155,14 +155,23 @@ def gather_to_reshape(writer: Writer) -> None:
     PyTorch's dynamo exporter writes `as_strided` so: a flat tensor of 64, gathered by 0 to 63 in the shape [1,64,1,1].
     QNN's compiler dies of it (SIGABRT) before a Transpose or a Conv.
     """
+    found = _read_indices(writer)
+    if found is None or 0 in found[0]:
+        return
+    sizes, axis, _, places = found
+    if np.array_equal(places.ravel(), np.arange(sizes[axis])):
+        shape = (*sizes[:axis], *places.shape, *sizes[axis + 1 :])
+        writer.add("Reshape", [writer.node.input[0], writer.constant("shape", shape, "int64")])
+
+
+def _read_indices(writer: Writer) -> tuple[tuple[int, ...], int, np.ndarray, np.ndarray] | None:
+    """Returns the sizes of what a Gather reads, its axis, and its constant indices, as written and from the start."""
     graph, node = writer.graph, writer.node
     sizes, indices = graph.value(node.input[0]).static_shape, graph.array(node.input[1])
-    if not sizes or 0 in sizes or indices is None:
-        return
+    if not sizes or indices is None:
+        return None
     axis = node.integer("axis", 0) % len(sizes)
-    if np.array_equal(np.where(indices < 0, indices + sizes[axis], indices).ravel(), np.arange(sizes[axis])):
-        shape = (*sizes[:axis], *indices.shape, *sizes[axis + 1 :])
-        writer.add("Reshape", [node.input[0], writer.constant("shape", shape, "int64")])
+    return sizes, axis, indices, np.where(indices < 0, indices + sizes[axis], indices)
 
 
 @node_rewrite(
@@ -175,13 +184,10 @@ def gather_from_start(writer: Writer) -> None:
 
     NNAPI's GATHER has no negative ones: its provider takes the node, and the run fails.
     """
-    graph, node = writer.graph, writer.node
-    sizes, indices = graph.value(node.input[0]).static_shape, graph.array(node.input[1])
-    if not sizes or indices is None or indices.min(initial=0) >= 0:
-        return
-    size = sizes[node.integer("axis", 0) % len(sizes)]
-    counted = writer.constant("indices", np.where(indices < 0, indices + size, indices), indices.dtype.name)
-    writer.add("Gather", [node.input[0], counted], **node.attributes)
+    found, node = _read_indices(writer), writer.node
+    if found is not None and (found[2] < 0).any():
+        counted = writer.constant("indices", found[3], found[2].dtype.name)
+        writer.add("Gather", [node.input[0], counted], **node.attributes)
 
 
 @node_rewrite(
