@@ -7,10 +7,12 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import IO
+from typing import IO, Protocol, TypeVar
+
+import msgspec
 
 from edgekit.errors import BundleError, OutputError, UsageError
 from edgekit.machine import find_module
@@ -348,3 +350,37 @@ def writing(path: Path) -> Generator[None]:
         raise OutputError(
             f"cannot write '{path}': {reason}", hint="choose a place you may write, with space"
         ) from error
+
+
+class _Keyed(Protocol):
+    @property
+    def key(self) -> Mapping[str, str]: ...
+
+
+_SearchT = TypeVar("_SearchT", bound=_Keyed)
+
+
+def read_search(path: Path, key: Mapping[str, str], kind: type[_SearchT], most_bytes: int) -> _SearchT | None:
+    """Returns what a file of at most `most_bytes` holds of an interrupted search, None where there is none yet.
+
+    `key` says what the search is for, such as the model and the version.
+
+    Raises:
+        UsageError: the file is of another search, or no such file.
+        OutputError: it cannot be written.
+    """
+    require_place(path)
+    if not path.exists():
+        return None
+    hint = f"remove '{path}' or name another file"
+    try:
+        with open_regular(path) as stream:
+            stored = msgspec.json.decode(stream.read(most_bytes), type=kind)
+    except OSError as error:
+        raise UsageError(f"cannot read the state '{path}': {error.strerror}", hint=hint) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"'{path}' is no state of a search: {error}", hint=hint) from error
+    other = [name for name in key if stored.key.get(name) != key[name]]
+    if other:
+        raise UsageError(f"'{path}' is of a search for another {' and '.join(other)}", hint=hint)
+    return stored

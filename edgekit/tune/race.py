@@ -12,14 +12,14 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from edgekit._files import open_regular, require_place, write_file
+from edgekit._files import read_search, write_file
 from edgekit._ort import VERSION
 from edgekit.bench.blocks import ROUNDS, Block, run_block
 from edgekit.bench.latency import Ratio, compare_rounds
 from edgekit.bundle.folder import Bundle
 from edgekit.data.samples import Samples
 from edgekit.devices.device import Device, Job
-from edgekit.errors import DeviceError, EdgekitError, UsageError
+from edgekit.errors import DeviceError, EdgekitError
 from edgekit.model.tensors import Tensors
 from edgekit.target import Thresholds
 from edgekit.tune.report import Decision, Entrant, Measured
@@ -155,7 +155,8 @@ class Journal:
         self._measure, self._path = measure, path
         self.budget_s = budget_s
         self._key = {**(key or {}), "version": f"edgekit {version('edgekit-onnx')}, onnxruntime {VERSION}"}
-        self._kept: tuple[Round, ...] = () if path is None else _read(path, self._key)
+        stored = None if path is None else read_search(path, self._key, _Stored, _MOST_BYTES)
+        self._kept = () if stored is None else stored.rounds
         self.rounds: list[Round] = []
 
     @property
@@ -199,30 +200,6 @@ class Journal:
         # The slowest round is what may come again: the average would be exceeded by half of them.
         each = max((one.seconds / len(one.measured) for one in self.rounds), default=0.0)
         return self.seconds + each * count <= limit_s
-
-
-def _read(path: Path, key: Mapping[str, str]) -> tuple[Round, ...]:
-    """Returns the rounds that a file holds for this search, none where there is no such file.
-
-    Raises:
-        UsageError: it is of another search, or no such file.
-        OutputError: it cannot be written.
-    """
-    require_place(path)
-    if not path.exists():
-        return ()
-    hint = f"remove '{path}' or name another file"
-    try:
-        with open_regular(path) as stream:
-            stored = msgspec.json.decode(stream.read(_MOST_BYTES), type=_Stored)
-    except OSError as error:
-        raise UsageError(f"cannot read the state '{path}': {error.strerror}", hint=hint) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"'{path}' is no state of a search: {error}", hint=hint) from error
-    other = [name for name in key if stored.key.get(name) != key[name]]
-    if other:
-        raise UsageError(f"'{path}' is of a search for another {' and '.join(other)}", hint=hint)
-    return stored.rounds
 
 
 TakeRound = Callable[[Sequence[Entrant]], Sequence[Measured] | None]

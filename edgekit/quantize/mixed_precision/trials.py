@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgekit._files import digest_bytes, open_regular, require_place, write_file
+from edgekit._files import digest_bytes, read_search, write_file
 from edgekit._ort import VERSION
 from edgekit.errors import UsageError
 from edgekit.model.model import Model
@@ -72,22 +72,11 @@ def open_state(
         **facts,
         "version": f"edgekit {version('edgekit-onnx')}, onnxruntime {VERSION}",
     }
-    require_place(path)
-    if not path.exists():
+    stored = read_search(path, key, _Stored, MAX_STATE_BYTES)
+    if stored is None:
         return State(path=path, key=key, trials=())
-    hint = f"remove '{path}' or name another file"
-    try:
-        with open_regular(path) as stream:
-            stored = msgspec.json.decode(stream.read(MAX_STATE_BYTES), type=_Stored)
-    except OSError as error:
-        raise UsageError(f"cannot read the state '{path}': {error.strerror}", hint=hint) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"'{path}' is no state of a search: {error}", hint=hint) from error
-    other = [name for name in key if stored.key.get(name) != key[name]]
-    if other:
-        raise UsageError(f"'{path}' is of a search for another {' and '.join(other)}", hint=hint)
     if stored.sha256 != _digest(stored.trials):
-        raise UsageError(f"'{path}' was changed after it was written", hint=hint)
+        raise UsageError(f"'{path}' was changed after it was written", hint=f"remove '{path}' or name another file")
     return State(path=path, key=key, trials=stored.trials)
 
 
