@@ -61,7 +61,7 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'edgekit' has no attribute '{name}'")
     # Reports lie below the pages that draw them: whoever takes them from here may end a notebook's cell with one.
-    importlib.import_module("edgekit.plain").Shown.draw_page = _draw_page
+    importlib.import_module("edgekit.serialize").NotebookPage.draw_page = _draw_page
     found = getattr(importlib.import_module(f"edgekit.{_HOMES[name]}"), name)
     return importlib.import_module("edgekit.facade").check_kinds(found) if isinstance(found, FunctionType) else found
 

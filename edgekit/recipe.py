@@ -13,7 +13,7 @@ from edgekit.errors import UsageError, suggest_name
 from edgekit.model.outputs import OutputKind, StatedOutput
 from edgekit.model.state import State
 from edgekit.model.tensors import TensorSpec
-from edgekit.plain import read_toml
+from edgekit.serialize import read_toml
 from edgekit.target import Form, Precision, Target, TaskLimit, Thresholds, find_group, load_target
 
 PrecisionChoice = Literal["auto", "int8", "int16", "w8a8", "w8a16", "w4a16", "w4a8", "fp16", "fp32"]

@@ -11,7 +11,7 @@ import msgspec
 
 from edgekit.errors import TargetError, UsageError, suggest_name
 from edgekit.phones import find_phone, read_phones
-from edgekit.plain import read_toml
+from edgekit.serialize import read_toml
 
 Precision = Literal["int8", "int16", "w4a16", "w4a8", "fp16", "fp32"]
 """What a model is built in. int8 has 8 bits for weights and activations, int16 16 for activations; w4a16 and w4a8 have

@@ -17,12 +17,12 @@ from edgekit.jobs.build import build
 from edgekit.jobs.build_inputs import Kept
 from edgekit.jobs.group import build_group, read_group_file
 from edgekit.model.model import load_model
-from edgekit.plain import to_json
 from edgekit.progress import Progress, name_steps
 from edgekit.report.pages.html import render_build
 from edgekit.report.summary import BuildReport
 from edgekit.report.tables import GroupTarget, headline_group
 from edgekit.report.text import describe_agreement, describe_evidence, headline_build
+from edgekit.serialize import to_json
 from edgekit.verify.groups import choosing, verify_group
 from edgekit.verify.on_devices import verify_on
 from edgekit.verify.report import require_devices

@@ -18,8 +18,8 @@ from edgekit.model.outputs import OutputKind, StatedOutput
 from edgekit.model.state import State
 from edgekit.package.package import Kind
 from edgekit.package.variant import Extra
-from edgekit.plain import read_toml
 from edgekit.recipe import Data, Licence, PrecisionChoice, Recipe, TensorNotes, load_targets
+from edgekit.serialize import read_toml
 from edgekit.target import TaskLimit, Thresholds, load_target
 
 _Value = TypeVar("_Value")

@@ -14,9 +14,9 @@ from edgekit.app.result import STORE, AppReport, CellResult, Digests, render_app
 from edgekit.app.store import Store, fetch_cell, publish_cell
 from edgekit.errors import DataError, EdgekitError, UsageError, suggest_name
 from edgekit.jobs.build_inputs import Kept
-from edgekit.plain import to_json
 from edgekit.progress import Progress, say_nothing
 from edgekit.report.ci import render_junit, render_markdown
+from edgekit.serialize import to_json
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.saved import read_report
 

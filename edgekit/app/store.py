@@ -22,7 +22,7 @@ from edgekit.bundle.group.group import open_group
 from edgekit.bundle.manifest import encode_json
 from edgekit.errors import BundleError, DataError, DeviceError, MissingExtraError, UsageError, quote_error
 from edgekit.machine import spell_install
-from edgekit.plain import to_json
+from edgekit.serialize import to_json
 
 _FILE = "file://"
 

@@ -11,7 +11,7 @@ import msgspec
 from edgekit.bench.report import BenchReport, BenchRun
 from edgekit.errors import DataError, OutputError, quote_error
 from edgekit.machine import describe_machine
-from edgekit.plain import to_json
+from edgekit.serialize import to_json
 
 _VERSION = 1
 

@@ -97,7 +97,7 @@ def _compare(report: CheckReport, *, name: str, refused: bool) -> str:
     return f"{name}: {report.verdict}, {describe_share(report)}"
 
 
-_PROGRAM = Path(__file__).parent / "far" / "ort_usability.py"
+_PROGRAM = Path(__file__).parent / "standalone" / "ort_usability.py"
 # The checker itself runs BASIC optimisation and shape inference on the whole model; it has no bound of its own.
 _TIMEOUT_S = 120.0
 _RANKS: tuple[Verdict, ...] = ("no", "maybe", "yes")

@@ -14,9 +14,9 @@ from edgekit.check.trace import Fate, Trace, trace_nodes
 from edgekit.graph.graph import infer_graph, read_graph
 from edgekit.model.external import skim_model
 from edgekit.model.model import Model
-from edgekit.plain import Shown
 from edgekit.prepare.basic import drop_initializer_inputs, merge_domains, name_nodes
 from edgekit.prepare.shapes import fix_dims
+from edgekit.serialize import NotebookPage
 
 Verdict = Literal["yes", "maybe", "no"]
 
@@ -120,7 +120,7 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
     disagreements: tuple[Disagreement, ...] = ()
 
 
-class CheckReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
+class CheckReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
     """The predicted placement of a model on a target.
 
     `evidence` is how good the placement's evidence is: "predicted" for rules. `node_list` holds each node of the

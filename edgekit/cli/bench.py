@@ -20,9 +20,9 @@ from edgekit.cli.screen import print_table, show_json, show_line, showing_progre
 from edgekit.devices.device import Queue
 from edgekit.devices.register import DeviceChoice
 from edgekit.errors import UsageError
-from edgekit.plain import to_json
 from edgekit.report.ci import render_bench_markdown
 from edgekit.report.timing import list_bench_remarks, list_series, table_bench
+from edgekit.serialize import to_json
 
 _MOST = 65536
 _WAIT_MS = 5.0

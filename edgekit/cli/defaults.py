@@ -10,7 +10,7 @@ import msgspec
 from edgekit.app.config import Place, refuse_at
 from edgekit.cli.main import COMMANDS, group
 from edgekit.errors import UsageError, suggest_name
-from edgekit.plain import read_toml
+from edgekit.serialize import read_toml
 
 SECTION = "commands"
 _SCALARS = (bool, int, float, str)

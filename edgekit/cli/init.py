@@ -15,8 +15,8 @@ from edgekit.devices.register import choose_here
 from edgekit.errors import UsageError
 from edgekit.model.model import load_model
 from edgekit.package.package import FORMS, Kind
-from edgekit.plain import to_json
 from edgekit.recipe import Recipe
+from edgekit.serialize import to_json
 
 
 @click.command(short_help="Write an edgekit.toml for a model.")

@@ -13,7 +13,7 @@ from types import FrameType
 import click
 
 from edgekit.errors import EdgekitError
-from edgekit.plain import escape_controls
+from edgekit.serialize import escape_controls
 
 # malloc.h of glibc.
 _M_ARENA_MAX = -8

@@ -11,8 +11,8 @@ from edgekit.cli.terminal import show_doubts
 from edgekit.jobs.release import Allowed, package_verified
 from edgekit.package.package import FORMS, Kind
 from edgekit.package.variant import Names, parse_extras
-from edgekit.plain import to_plain
 from edgekit.report.tables import list_size_remarks, table_sizes
+from edgekit.serialize import to_builtins
 
 
 @click.command(short_help="Pack bundles for an app: AAR, Swift or npm package, zip, tar, or ORT's own model package.")
@@ -67,7 +67,7 @@ def command(
     )
     show_doubts(doubts)
     if as_json:
-        show_json({**to_plain(report), "allowed": doubts})
+        show_json({**to_builtins(report), "allowed": doubts})
         return YES
     for variant in report.bundles:
         show_line(f"{variant.name}: {variant.provider}, {variant.precision}, {len(variant.files)} files")

@@ -9,8 +9,8 @@ import click
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from edgekit.plain import escape_controls, to_json
 from edgekit.progress import Progress
+from edgekit.serialize import escape_controls, to_json
 
 
 class _Screen(Console):

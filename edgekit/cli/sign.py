@@ -11,7 +11,7 @@ from edgekit.cli.screen import show_json, show_line
 from edgekit.cli.terminal import describe_attested, show_doubts
 from edgekit.errors import UsageError
 from edgekit.jobs.release import Allowed, sign_verified
-from edgekit.plain import to_plain
+from edgekit.serialize import to_builtins
 
 _FILE = click.Path(path_type=Path)
 
@@ -54,7 +54,7 @@ def command(
     signed, doubts = sign_verified(bundle, key, allowed=Allowed(unproven=accept_unproven, failed=allow_failed))
     show_doubts(doubts)
     if as_json:
-        show_json({**to_plain(signed), "allowed": doubts})
+        show_json({**to_builtins(signed), "allowed": doubts})
     else:
         said = describe_attested(signed.attested)
         show_line(f"signed {bundle} ({signed.sha256}) with key {signed.key[:16]}: {said}")

@@ -18,7 +18,7 @@ from edgekit.target import Target
 
 CONTEXT_FILE = "model_ctx.onnx"
 INSTALL_QNN = spell_install("onnxruntime-qnn==2.7.0")
-_PROGRAM = Path(__file__).parent / "far" / "qnn_context.py"
+_PROGRAM = Path(__file__).parent / "standalone" / "qnn_context.py"
 _COMPATIBILITY = "ep_compatibility_info.QNNExecutionProvider"
 _REFUSED = 3
 _ARCHS_AT, _SOCS_AT = 4, 5

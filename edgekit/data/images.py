@@ -11,7 +11,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 from edgekit.data.npz import MALFORMED
 from edgekit.errors import DataError
 from edgekit.model.tensors import Array
-from edgekit.plain import read_toml
+from edgekit.serialize import read_toml
 
 SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".webp"})
 # Pillow's own guard warns at a third of this and raises at two thirds (Image.MAX_IMAGE_PIXELS, 89 million); both are

@@ -15,8 +15,8 @@ from edgekit.devices.named import NamedDevice, address_of
 from edgekit.errors import UsageError, suggest_name
 from edgekit.evidence import Evidence
 from edgekit.machine import VNNI, read_cpu_flags
-from edgekit.plain import read_toml
 from edgekit.recipe import Recipe, load_targets
+from edgekit.serialize import read_toml
 from edgekit.target import Target, load_target, target_names
 
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]

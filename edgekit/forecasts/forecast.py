@@ -21,7 +21,7 @@ from edgekit.forecasts.model import (
 )
 from edgekit.forecasts.table import load_phones, load_table
 from edgekit.phones import Phone
-from edgekit.plain import Shown
+from edgekit.serialize import NotebookPage
 
 BITS: tuple[Bits, ...] = ("float", "w8a8", "w8a16")
 _NEAREST = 3
@@ -89,7 +89,7 @@ class DeviceForecast(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
 
 
-class ForecastReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
+class ForecastReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
     """A forecast of a model for devices: a level of evidence below everything that ran.
 
     `distance` is how far the nearest measured network lies, by precision; `faster` in which share of measured pairs a

@@ -13,7 +13,7 @@ from edgekit.check.report import CheckReport
 from edgekit.errors import UsageError
 from edgekit.inspect.inspect import inspect_model
 from edgekit.inspect.sizes import MODEL_SUFFIXES, LayerSize, measure_layers
-from edgekit.plain import to_plain
+from edgekit.serialize import to_builtins
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.saved import read_known
 
@@ -114,7 +114,7 @@ def compare_versions(old: Path, new: Path, *, target: str | None = None) -> Delt
 def _compare_models(old: Path, new: Path) -> Delta:
     sizes = tuple(path.stat().st_size for path in (old, new))
     same = digest_file(old) == digest_file(new)
-    facts = [_pick(to_plain(inspect_model(path)), _MODEL_FACTS) for path in (old, new)]
+    facts = [_pick(to_builtins(inspect_model(path)), _MODEL_FACTS) for path in (old, new)]
     # Files of one digest have one content: there is nothing to look for.
     layers = () if same else tuple(_compare_layers(measure_layers(old), measure_layers(new)))
     return Delta(
@@ -136,7 +136,7 @@ def _compare_models(old: Path, new: Path) -> Delta:
 def _compare_bundles(old: tuple[str, Bundle], new: tuple[str, Bundle]) -> Delta:
     first, second = old[1].manifest, new[1].manifest
     files = [name for name in sorted({*first.files, *second.files}) if first.files.get(name) != second.files.get(name)]
-    plain = [_without(to_plain(manifest), _OWN_SECTION) for manifest in (first, second)]
+    plain = [_without(to_builtins(manifest), _OWN_SECTION) for manifest in (first, second)]
     models = [_find_layers(bundle) for _, bundle in (old, new)]
     return Delta(
         old=old[0],
@@ -154,7 +154,7 @@ def _compare_bundles(old: tuple[str, Bundle], new: tuple[str, Bundle]) -> Delta:
             for name in files
         ),
         facts=tuple(_compare_facts(plain[0], plain[1])),
-        placement=tuple(_compare_facts(to_plain(first.placement), to_plain(second.placement))),
+        placement=tuple(_compare_facts(to_builtins(first.placement), to_builtins(second.placement))),
         nodes=tuple(_compare_nodes(read_check(old[1]), read_check(new[1]))),
         layers=tuple(_compare_layers(models[0], models[1])),
         accuracy=tuple(_compare_accuracy(read_known(old[1]), read_known(new[1]))),

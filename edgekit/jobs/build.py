@@ -27,7 +27,6 @@ from edgekit.jobs.prepare import list_versions
 from edgekit.jobs.target_bundle import BuiltBundle, ReadyBundle, ready_bundles, write_ready
 from edgekit.machine import own_peak_bytes, release_memory
 from edgekit.model.model import Model, load_model
-from edgekit.plain import to_json
 from edgekit.prepare.clean import freeze_model
 from edgekit.prepare.opset import lower_model
 from edgekit.progress import Budget, Progress, Stopwatch, say_nothing
@@ -36,6 +35,7 @@ from edgekit.recipe import Data, Recipe, load_targets
 from edgekit.report.pages.charts import Picture, draw_worst
 from edgekit.report.pages.html import render_build
 from edgekit.report.summary import BuildReport, BundleSummary
+from edgekit.serialize import to_json
 from edgekit.target import Target
 from edgekit.verify.causes.attribute import attribute_loss
 from edgekit.verify.on_devices import find_devices

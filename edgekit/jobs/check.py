@@ -21,12 +21,12 @@ from edgekit.inspect.inspect import list_fixed_axes
 from edgekit.jobs.forecast import forecast_goal
 from edgekit.model.external import skim_model
 from edgekit.model.model import Model, find_reader, load_model, read_proto
-from edgekit.plain import to_plain
 from edgekit.prepare.clean import freeze_model, prepare_model, show_model, sketch_model, sketch_unloaded
 from edgekit.prepare.fix import FIXES, JOINS, SPELLINGS, Fix, FixedModel, apply_rewrites, fix_model, list_asked
 from edgekit.progress import Progress, say_nothing
 from edgekit.recipe import Recipe, load_targets, refuse_profiles
 from edgekit.report.checked import CheckSummary, describe_recommendation
+from edgekit.serialize import to_builtins
 from edgekit.target import Target, read_version
 
 # A bound, as two rewrites could undo each other for ever; it also ends as soon as a round changes nothing.
@@ -212,13 +212,13 @@ def _sum_up(report: CheckReport) -> TargetShare:
 
 def describe_checks(summary: CheckSummary) -> dict[str, Any]:
     """Returns a check as its JSON document: what was observed stands in the target's own object."""
-    targets = to_plain(summary.targets)
+    targets = to_builtins(summary.targets)
     for name, version in summary.minimum_ort.items():
         targets[name]["minimum_ort"] = version
     for name, placed in summary.as_is.items():
-        targets[name]["as_is"] = to_plain(placed)
+        targets[name]["as_is"] = to_builtins(placed)
     for name, seen in summary.observed.items():
-        targets[name]["observed"] = to_plain(seen) if isinstance(seen, Observed) else None
+        targets[name]["observed"] = to_builtins(seen) if isinstance(seen, Observed) else None
         if isinstance(seen, NotObserved):
             targets[name]["not_observed"] = seen.reason
     document = {
@@ -226,9 +226,9 @@ def describe_checks(summary: CheckSummary) -> dict[str, Any]:
         "sha256": summary.sha256,
         "targets": targets,
         "recommendation": describe_recommendation(summary.recommended, summary.targets),
-        "recommended": to_plain(summary.recommended),
+        "recommended": to_builtins(summary.recommended),
         "refusal": summary.refusal,
         "fixed_axes": list(summary.fixed_axes),
-        "forecast": to_plain(summary.forecast),
+        "forecast": to_builtins(summary.forecast),
     }
-    return document if summary.ort is None else {**document, "ort_checker": to_plain(summary.ort)}
+    return document if summary.ort is None else {**document, "ort_checker": to_builtins(summary.ort)}

@@ -45,7 +45,6 @@ from edgekit.jobs.build import build
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array, Tensors
 from edgekit.package.formats import GROUP_PROGRAMS
-from edgekit.plain import read_toml, to_json
 from edgekit.prepare import ready_model
 from edgekit.prepare.opset import lower_model
 from edgekit.prepare.shapes import find_unset
@@ -53,6 +52,7 @@ from edgekit.progress import Progress, name_steps, say_nothing
 from edgekit.recipe import Data, PrecisionChoice, Recipe, load_targets, takes_any_size
 from edgekit.report.summary import BuildReport
 from edgekit.report.tables import GroupBuild, GroupTarget
+from edgekit.serialize import read_toml, to_json
 from edgekit.target import Form, Target, TaskLimit
 from edgekit.verify.groups import choosing, verify_group
 from edgekit.verify.tasks.tasks import decode_text, find_metric

@@ -117,7 +117,7 @@ def _java_character(character: str) -> str:
     return "".join(f"\\u{units[i : i + 4]}" for i in range(0, len(units), 4))
 
 
-_JAVA = Path(__file__).parent / "far" / "java"
+_JAVA = Path(__file__).parent / "standalone" / "java"
 _STAND_IN = b"package edgekit.loader;"
 # The API level from which Microsoft's onnxruntime-android runs.
 _OLDEST_API = 24
@@ -255,7 +255,7 @@ def _merge_dependencies(variants: Sequence[Variant], runtime: AppRuntime) -> lis
     return list(merged.values())
 
 
-_SWIFT = Path(__file__).parent / "far" / "swift"
+_SWIFT = Path(__file__).parent / "standalone" / "swift"
 # iOS 15 has Core ML 5; newer ones are asked for by the target's settings.
 _OLDEST_IOS = "15"
 
@@ -284,8 +284,8 @@ def collect_swiftpm(parts: Sequence[Part], identity: Identity, _work: Workplace)
 
 
 BUNDLES = "bundles"
-_FAR = Path(__file__).parent / "far"
-GROUP_PROGRAMS = (_FAR / "group" / "edgekit_group.py", _FAR / "python" / "edgekit_loader.py")
+_STANDALONE = Path(__file__).parent / "standalone"
+GROUP_PROGRAMS = (_STANDALONE / "group" / "edgekit_group.py", _STANDALONE / "python" / "edgekit_loader.py")
 """What runs a group of models in Python: the first as a program, beside the second."""
 
 
@@ -296,7 +296,7 @@ def collect_board(parts: Sequence[Part], identity: Identity, _work: Workplace) -
     for part in parts:
         entries.update(list_entries(part, BUNDLES))
     for language in ("cpp", "python"):
-        sources = list_files(_FAR / language)
+        sources = list_files(_STANDALONE / language)
         entries.update({f"{language}/{name}": path for name, path in sources.items() if "__pycache__" not in name})
     entries["cpp/edgekit_bundles.h"] = render_table("edgekit_bundles.h.j2", variants)
     entries["python/edgekit_bundles.json"] = encode_json([msgspec.to_builtins(variant) for variant in variants])

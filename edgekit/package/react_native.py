@@ -19,7 +19,7 @@ from edgekit.target import read_version
 PLUGIN = "1.24.3"
 """The newest `onnxruntime-react-native`; what it takes was read in its `cpp/SessionUtils.cpp`."""
 
-_SOURCES = Path(__file__).parent / "far" / "react_native"
+_SOURCES = Path(__file__).parent / "standalone" / "react_native"
 _NAMES = {
     "CPUExecutionProvider": "cpu",
     "CoreMLExecutionProvider": "coreml",

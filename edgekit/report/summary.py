@@ -7,11 +7,11 @@ import msgspec
 from edgekit.check.report import CheckReport, Placed
 from edgekit.evidence import Verdict, worst_verdict
 from edgekit.forecasts.forecast import ForecastReport
-from edgekit.plain import Shown
 from edgekit.progress import StageTime
 from edgekit.quantize import Candidate, FloatNode
 from edgekit.quantize.accuracy.predict import Prediction
 from edgekit.quantize.plan import NarrowConstants
+from edgekit.serialize import NotebookPage
 from edgekit.target import Form, Precision
 from edgekit.verify.report import VerifyReport
 
@@ -63,7 +63,7 @@ class BundleSummary(msgspec.Struct, frozen=True, kw_only=True):
         return self.verdict == "pass"
 
 
-class BuildReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
+class BuildReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
     """A whole build.
 
     `fixes` counts the nodes that each automatic rewrite changed before anything else. `peak_rss_bytes` is the peak of
@@ -159,7 +159,7 @@ class CalibrationReport(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...]
 
 
-class QuantizeReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
+class QuantizeReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
     """A model quantized for a target, which nodes stayed float and why, and what was tried, best first.
 
     `fixes` counts the nodes that each automatic rewrite changed before. `float_constants` holds the bytes of each

@@ -14,11 +14,11 @@ from edgekit.devices.self_test import SelfTest
 from edgekit.evidence import Evidence, Verdict
 from edgekit.inspect.inspect import OnnxReport
 from edgekit.phones import read_phones
-from edgekit.plain import to_plain
 from edgekit.report.checked import describe_surprises, describe_taken
 from edgekit.report.forecasts import describe_forecast
 from edgekit.report.summary import BuildReport, BundleSummary
 from edgekit.report.tables import format_bytes, format_count, make_table
+from edgekit.serialize import to_builtins
 from edgekit.target import Target, TaskLimit
 from edgekit.verify.drift import describe_state
 from edgekit.verify.facts import BucketReport, FileReport, Located, SizesReport
@@ -249,7 +249,7 @@ def table_contents(report: OnnxReport | OrtFileReport) -> Table:
     table = make_table("", "")
     table.show_header = False
     # By the plain form, so that the table and --json have the same facts in the same order.
-    for name, value in to_plain(report).items():
+    for name, value in to_builtins(report).items():
         shown = "yes" if value is True else "no" if value is False else value
         if name in {"inputs", "outputs", "fixed_axes"}:
             shown = "\n".join(str(spec) for spec in getattr(report, name))

@@ -23,8 +23,8 @@ from edgekit.devices.register import DeviceChoice
 from edgekit.errors import BundleError, CrashError, DeviceError, EdgekitError
 from edgekit.evidence import Evidence, Judgement, Verdict, worst_verdict
 from edgekit.model.tensors import Tensors
-from edgekit.plain import to_json
 from edgekit.progress import Progress, say_nothing
+from edgekit.serialize import to_json
 from edgekit.target import TaskLimit
 from edgekit.verify.on_devices import find_devices
 from edgekit.verify.report import VerifyReport, require_devices

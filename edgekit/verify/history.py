@@ -9,7 +9,7 @@ import msgspec
 from edgekit.bench.history import has_table, opened_history, prepare_table, require_folder, require_history
 from edgekit.errors import DataError, UsageError
 from edgekit.evidence import Evidence, Verdict
-from edgekit.plain import to_json
+from edgekit.serialize import to_json
 from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run_report import Cost, RunReport

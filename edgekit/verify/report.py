@@ -10,7 +10,7 @@ from edgekit.bench.latency import Latency
 from edgekit.check.report import Placed
 from edgekit.devices.device import SkippedDevice
 from edgekit.evidence import Evidence, Judgement, Verdict, worst_verdict
-from edgekit.plain import Shown
+from edgekit.serialize import NotebookPage
 from edgekit.target import Thresholds
 from edgekit.verify.layers.comparison import LayerReport
 from edgekit.verify.run_report import RunReport
@@ -67,7 +67,7 @@ class DeviceFigures(msgspec.Struct, frozen=True, kw_only=True):
         return self.verdict == "pass"
 
 
-class VerifyReport(Shown, msgspec.Struct, frozen=True, kw_only=True):
+class VerifyReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
     """Whether a bundle does on its devices what the float model does.
 
     It passes if at least one device ran the target's provider, every device that ran passed, and the provider takes

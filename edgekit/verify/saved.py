@@ -8,7 +8,7 @@ import msgspec
 from edgekit._files import open_regular, write_file
 from edgekit.bundle.folder import VERIFY, Bundle
 from edgekit.errors import DataError
-from edgekit.plain import to_json
+from edgekit.serialize import to_json
 from edgekit.verify.report import VerifyReport
 
 _Report = TypeVar("_Report")

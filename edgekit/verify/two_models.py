@@ -20,8 +20,8 @@ from edgekit.graph.graph import read_graph
 from edgekit.model.model import Model
 from edgekit.model.outputs import Reading
 from edgekit.model.tensors import Array, Tensors, TensorSpec
-from edgekit.plain import Shown
 from edgekit.quantize.accuracy.output_kinds import read_output_kinds
+from edgekit.serialize import NotebookPage
 from edgekit.target import Target, TaskLimit, Thresholds
 from edgekit.verify.devices.device_layers import find_device_layer
 from edgekit.verify.facts import Located
@@ -38,7 +38,7 @@ LIMITS = Thresholds(min_cosine=0.97, min_top1_agreement=0.9, min_sqnr_db=12.0, g
 _READ_FROM = 16
 
 
-class ModelComparison(Shown, msgspec.Struct, frozen=True, kw_only=True):
+class ModelComparison(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
     """How far model `b` lies from model `a`; `layers` is empty and `task` None unless asked for.
 
     `renamed` holds those inputs and outputs of `b` that were taken for those of `a` by their places, because no names

@@ -19,7 +19,7 @@ from edgekit.data.images import read_image
 from edgekit.errors import UsageError
 from edgekit.model.state import State
 from edgekit.package.variant import name_package
-from edgekit.plain import to_plain
+from edgekit.serialize import to_builtins
 
 GOOD = f"""#:schema edgekit.schema.json
 [models.digits]
@@ -108,7 +108,7 @@ def test_the_schema_takes_what_the_reader_takes(tmp_path: Path, capsys: pytest.C
     assert run_command(["schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
     assert schema == json.loads(json.dumps(describe_file()))
-    given = {"models": to_plain(app.table.models), "targets": to_plain(app.table.targets)}
+    given = {"models": to_builtins(app.table.models), "targets": to_builtins(app.table.targets)}
     jsonschema.validate(given, schema)
     with pytest.raises(jsonschema.ValidationError, match="sauce"):
         jsonschema.validate({**given, "sauce": 1}, schema)

@@ -26,7 +26,7 @@ from edgekit.devices.local.host import Host
 from edgekit.devices.register import DeviceChoice
 from edgekit.errors import BundleError, DeviceError, UsageError
 from edgekit.evidence import Evidence
-from edgekit.plain import to_json
+from edgekit.serialize import to_json
 from edgekit.target import load_target
 
 pytestmark = pytest.mark.slow

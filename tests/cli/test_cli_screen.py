@@ -8,7 +8,7 @@ from tiny_models import parse_model
 
 from edgekit.cli.main import run_command
 from edgekit.cli.screen import showing_progress
-from edgekit.plain import escape_controls
+from edgekit.serialize import escape_controls
 
 TAG, LOST, PICTURE, RED = "[/INST]", "blk[se]", ":key:", "\x1b[31m"
 

@@ -88,7 +88,10 @@ def build_natives(folder: Path) -> Path:
     )
     table = f".data\n.hidden native_places\n.globl native_places\nnative_places: .zero {8 * len(names)}\n"
     (folder / "natives.S").write_text("\n".join(('.section .note.GNU-stack,"",@progbits', ".text", *jumps, table)))
-    sources = [HERE / "far" / "android_natives.c", *(folder / name for name in ("names.c", "natives.S", "imports.c"))]
+    sources = [
+        HERE / "standalone" / "android_natives.c",
+        *(folder / name for name in ("names.c", "natives.S", "imports.c")),
+    ]
     flags = [
         "-shared",
         "-fPIC",

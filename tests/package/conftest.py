@@ -37,9 +37,9 @@ def unpacked(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(scope="session")
 def checker(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A class path with the archive's own classes and `far/Check.java`, compiled against the app's ONNX Runtime."""
+    """A class path with the archive's own classes and `standalone/Check.java`, compiled against the app's ONNX Runtime."""
     work = tmp_path_factory.mktemp("java")
-    source = (HERE / "far" / "Check.java").read_text()
+    source = (HERE / "standalone" / "Check.java").read_text()
     (work / "Check.java").write_text(source.replace("package edgekit.loader;", f"package {PACKAGE};"))
     path = os.pathsep.join((str(unpacked / "classes.jar"), str(find_runtime().classes)))
     code, shown = run_program(["javac", "-cp", path, "-d", work, work / "Check.java"])

@@ -36,7 +36,7 @@ POM = "{http://maven.apache.org/POM/4.0.0}"
 
 @pytest.fixture(scope="module")
 def java(checker: str) -> list[str]:
-    """The command that runs `far/Check.java` with ONNX Runtime for desktops, which takes QNN's simulator."""
+    """The command that runs `standalone/Check.java` with ONNX Runtime for desktops, which takes QNN's simulator."""
     return ["java", "-cp", join_jars(checker, fetch_jar(ORT)), f"{PACKAGE}.Check"]
 
 

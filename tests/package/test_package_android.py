@@ -1,6 +1,6 @@
 """What an Android developer pastes or links, run with Android's own ONNX Runtime: bundles opened as an app opens them.
 
-The Java machine runs the archive's own classes and binding (`far/android_natives.c`); C++ is linked with the loader of
+The Java machine runs the archive's own classes and binding (`standalone/android_natives.c`); C++ is linked with the loader of
 the device `android`. So the provider is real, and its options and session keys go all the way.
 """
 
@@ -31,7 +31,7 @@ from edgekit.package.package import package_bundles
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
-LOADER = Path(formats.__file__).parent / "far" / "cpp"
+LOADER = Path(formats.__file__).parent / "standalone" / "cpp"
 RENAMED = {
     "SessionOptionsAppendExecutionProviderV2": "SessionOptionsAppendExecutionProvider_V2",
     "EpDeviceEpName": "EpDevice_EpName",
@@ -55,7 +55,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Sequence[str]:
 
 @pytest.fixture(scope="module")
 def java(machine: Sequence[str], checker: str) -> Sequence[str]:
-    """The command that runs `far/Check.java`."""
+    """The command that runs `standalone/Check.java`."""
     return (*machine, join_jars(checker, find_runtime().classes), f"{PACKAGE}.Check")
 
 
@@ -63,7 +63,7 @@ def java(machine: Sequence[str], checker: str) -> Sequence[str]:
 def kotlin(repository: Path, unpacked: Path, bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A class path with all Kotlin that bundles and the archive's README have, compiled without a warning."""
     work = tmp_path_factory.mktemp("kotlin")
-    sources = [HERE / "far" / "Snippets.kt", work / "usage.kt"]
+    sources = [HERE / "standalone" / "Snippets.kt", work / "usage.kt"]
     sources[1].write_text(wrap_usage((repository / "README.md").read_text()))
     for name in (CPU, NNAPI, QNN, XNNPACK):
         target = name.rpartition("-")[2]
@@ -162,7 +162,7 @@ def test_the_cpp_snippet_opens_the_bundle(name: str, bundles: Path, tmp_path: Pa
     flags = (*WARNINGS, "-DORT_API_MANUAL_INIT", "-isystem", android_headers())
     snippet = bundle.folder / "app" / "model_session.h"
     program = link_for_android(
-        "x86_64", HERE / "far" / "run_snippet.cc", tmp_path / "run_snippet", *flags, "-include", snippet
+        "x86_64", HERE / "standalone" / "run_snippet.cc", tmp_path / "run_snippet", *flags, "-include", snippet
     )
     code, shown = run_program([program, android_libraries("x86_64") / LIBRARY, bundle.folder])
     assert code == 0, shown

@@ -20,7 +20,7 @@ from edgekit.model.tensors import Array, Tensors
 from edgekit.package.package import package_bundles
 from edgekit.recipe import Data, Recipe
 
-FAR = Path(__file__).parent / "far"
+PROGRAMS = Path(__file__).parent / "standalone"
 Make = Callable[[str, Callable[[Path], object]], Path]
 
 
@@ -59,7 +59,7 @@ def program(board: Path) -> list[str | Path]:
     compiler = require_program("g++", "g++")
     warnings = ("-std=c++17", "-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror")
     code, shown = run_program(
-        [compiler, *warnings, "-I", board / "cpp", FAR / "run_arrays.cc", "-o", board / "run_arrays", "-ldl"]
+        [compiler, *warnings, "-I", board / "cpp", PROGRAMS / "run_arrays.cc", "-o", board / "run_arrays", "-ldl"]
     )
     assert code == 0, shown
     return [board / "run_arrays", find_library(), board / "bundles"]
@@ -137,14 +137,14 @@ def test_the_cpp_loader_keeps_a_session_warm_for_batches_of_any_size(
 
 @pytest.fixture(scope="module")
 def java(sized: Bundle, stepped: Bundle, tmp_path_factory: pytest.TempPathFactory) -> list[str | Path]:
-    """The command that runs `far/RunArrays.java` with an Android archive of both bundles."""
+    """The command that runs `standalone/RunArrays.java` with an Android archive of both bundles."""
     require_program("javac", "openjdk-17-jdk-headless")
     out, runtime, jar = tmp_path_factory.mktemp("java"), find_runtime(), fetch_jar(ORT)
     package_bundles([sized.folder, stepped.folder], "aar", out / "maven", runtime=runtime)
     (archive,) = (out / "maven").rglob("*.aar")
     unpack_archive(archive, out / "aar")
     (assets,) = (out / "aar" / "assets").iterdir()
-    source = (FAR / "RunArrays.java").read_text().replace("package edgekit.loader;", f"package {assets.name};")
+    source = (PROGRAMS / "RunArrays.java").read_text().replace("package edgekit.loader;", f"package {assets.name};")
     (out / "RunArrays.java").write_text(source)
     path = join_jars(out / "aar" / "classes.jar", runtime.classes)
     code, shown = run_program(["javac", "-cp", path, "-d", out, out / "RunArrays.java"])

@@ -152,7 +152,7 @@ def test_the_cpp_loader_passes_every_session_key_on_and_its_self_test_can_say_no
     board: Path, bundles: Path, tmp_path: Path
 ) -> None:
     require_program("clang++", "clang")
-    source, out = HERE / "far" / "check_loader.cc", tmp_path / "check_loader"
+    source, out = HERE / "standalone" / "check_loader.cc", tmp_path / "check_loader"
     code, shown = run_program(["clang++", *WARNINGS, "-I", board / "cpp", source, "-o", out, "-ldl"])
     assert code == 0, shown
     system = platform.system().lower()
@@ -302,7 +302,17 @@ def test_the_cpp_loader_gives_a_session_every_provider_of_the_chain_in_order(
     headers = ("-isystem", android_headers())
     commands: tuple[Sequence[str | Path], ...] = (
         ["g++", *WARNINGS, "-I", tmp_path / "p" / "cpp", tmp_path / "p" / "cpp" / "main.cc", "-o", run, "-ldl"],
-        ["g++", "-std=c++17", "-shared", "-fPIC", *headers, HERE / "far" / "record_nvidia.cc", "-o", recorder, "-ldl"],
+        [
+            "g++",
+            "-std=c++17",
+            "-shared",
+            "-fPIC",
+            *headers,
+            HERE / "standalone" / "record_nvidia.cc",
+            "-o",
+            recorder,
+            "-ldl",
+        ],
     )
     for command in commands:
         code, shown = run_program(command)

@@ -30,14 +30,14 @@ def package(bundles: Path, demo_build: Path, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(scope="module")
 def program(package: Path, bundles: Path, demo_build: Path) -> Path:
-    """`far/open_package.cc`, which calls the model package API of the library in the wheel."""
+    """`standalone/open_package.cc`, which calls the model package API of the library in the wheel."""
     require_program("g++", "g++")
     folder = package.parent
     package_bundles(
         (bundles / QNN, bundles / XNNPACK, demo_build / PLAIN), "tar", folder / "board.tar", extras=("all",)
     )
     unpack_archive(folder / "board.tar", folder / "board")
-    out, source = folder / "open_package", HERE / "far" / "open_package.cc"
+    out, source = folder / "open_package", HERE / "standalone" / "open_package.cc"
     code, shown = run_program(["g++", "-std=c++17", "-I", folder / "board" / "cpp", source, "-o", out, "-ldl"])
     assert code == 0, shown
     return out

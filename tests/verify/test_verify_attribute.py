@@ -16,9 +16,9 @@ from edgekit.bundle.manifest import Ancestry
 from edgekit.evidence import Evidence
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Tensors
-from edgekit.plain import to_json
 from edgekit.report.pages.html import render_verify
 from edgekit.report.text import list_verify_remarks
+from edgekit.serialize import to_json
 from edgekit.target import load_target
 from edgekit.verify.causes.attribute import attribute_loss, share_loss
 from edgekit.verify.layers.comparison import compare_with_float, encode_evidence

@@ -20,7 +20,7 @@ from edgekit.errors import BundleError, DataError
 from edgekit.evidence import Evidence
 from edgekit.model.model import load_model
 from edgekit.model.tensors import Tensors
-from edgekit.plain import to_json
+from edgekit.serialize import to_json
 from edgekit.target import Form, TaskLimit, Verification
 from edgekit.verify.causes.attribute import keep_attribution, share_loss
 from edgekit.verify.facts import BucketReport, FileReport, SizesReport

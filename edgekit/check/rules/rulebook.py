@@ -52,7 +52,7 @@ from edgekit.check.rules.rules import (
 )  # fmt: skip
 from edgekit.check.rules.units import Selector
 from edgekit.errors import TargetError
-from edgekit.plain import read_toml
+from edgekit.serialize import read_toml
 from edgekit.target import Target
 
 

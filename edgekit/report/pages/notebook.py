@@ -8,12 +8,12 @@ import msgspec
 from edgekit.check.recommend import recommend_target
 from edgekit.check.report import CheckReport
 from edgekit.machine import find_module
-from edgekit.plain import escape_controls
 from edgekit.progress import Progress, say_nothing
 from edgekit.report.checked import CheckSummary
 from edgekit.report.pages.check_page import render_check
 from edgekit.report.pages.html import render_build, render_comparison, render_quantization, render_verify
 from edgekit.report.summary import BuildReport, QuantizeReport
+from edgekit.serialize import escape_controls
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.two_models import ModelComparison
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from edgekit.errors import UsageError, suggest_name
 from edgekit.model.tensors import Array
-from edgekit.plain import read_toml
+from edgekit.serialize import read_toml
 
 NAMES = dict(enumerate((
     "ADD", "AVERAGE_POOL_2D", "CONCATENATION", "CONV_2D", "DEPTHWISE_CONV_2D", "DEPTH_TO_SPACE", "DEQUANTIZE",

@@ -1,4 +1,4 @@
-"""Plain data keeps facts and writes verdicts out."""
+"""JSON of a report has its fields and its public properties."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from edgekit.evidence import Evidence
-from edgekit.plain import to_json, to_plain
+from edgekit.serialize import to_builtins, to_json
 
 
 class _Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,7 +22,7 @@ class _Report(msgspec.Struct, frozen=True, kw_only=True):
 
 def test_properties_enums_paths_and_infinities() -> None:
     report = _Report(name="a", value=float("inf"), path=Path("x/y"), evidence=Evidence.SAME_EP)
-    assert to_plain((report,)) == [
+    assert to_builtins((report,)) == [
         {"name": "a", "value": None, "path": "x/y", "evidence": "same-ep", "passed": True},
     ]
     assert json.loads(to_json(report))["passed"] is True

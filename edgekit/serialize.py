@@ -1,4 +1,4 @@
-"""Values as plain data: what JSON, reports and people read."""
+"""TOML files read into structs, and values written as JSON for reports, scripts and notebooks."""
 
 import errno
 import functools
@@ -17,8 +17,8 @@ _MOST_TOML_BYTES = 1 << 20
 _SHELL_PIPES = Path("/dev/fd")
 
 
-class Shown:
-    """A report that a notebook shows as its page, where a cell ends with it; `draw_page` says what draws it."""
+class NotebookPage:
+    """Base of reports that a notebook cell shows as an HTML page; `draw_page` is the function that renders it."""
 
     __slots__ = ()
     draw_page: ClassVar[Callable[[object], str]] = repr
@@ -71,7 +71,7 @@ def _read_toml(path: Path, kind: type[_T]) -> _T:
     return cast("_T", _decode_once(data, wanted) if is_struct else _decode(data, wanted))
 
 
-def to_plain(value: object) -> Any:
+def to_builtins(value: object) -> Any:
     """Returns a value as dicts, lists, strings and numbers, with the public properties of each struct written out.
 
     A number that JSON cannot hold (NaN, infinity) becomes None; the reports count such numbers where they occur.
@@ -80,12 +80,12 @@ def to_plain(value: object) -> Any:
         case msgspec.Struct():
             names = (*value.__struct_fields__, *_property_names(type(value)))
             fields = {name: getattr(value, name) for name in names}
-            return {name: to_plain(field) for name, field in fields.items() if field is not msgspec.UNSET}
+            return {name: to_builtins(field) for name, field in fields.items() if field is not msgspec.UNSET}
         case Mapping():
             items = cast("Mapping[object, object]", value)
-            return {str(key): to_plain(item) for key, item in items.items()}
+            return {str(key): to_builtins(item) for key, item in items.items()}
         case tuple() | list():
-            return [to_plain(item) for item in cast("Sequence[object]", value)]
+            return [to_builtins(item) for item in cast("Sequence[object]", value)]
         case Path():
             return str(value)
         case float():
@@ -103,7 +103,7 @@ def escape_controls(text: str) -> str:
 
 def to_json(value: object) -> str:
     """Returns a value as JSON for people and scripts: indented, with a newline at the end, keys in their own order."""
-    return msgspec.json.format(msgspec.json.encode(to_plain(value)), indent=2).decode() + "\n"
+    return msgspec.json.format(msgspec.json.encode(to_builtins(value)), indent=2).decode() + "\n"
 
 
 def _property_names(kind: type) -> list[str]:
