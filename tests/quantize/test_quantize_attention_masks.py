@@ -31,10 +31,10 @@ LOWEST = {"computed": MASK_VALUE[:3], "added to a bias": MASK_VALUE[:3]}
 """Zero times infinity is no number, and an input may not be infinite."""
 
 
-def attention(mask: str, lowest: float, folder: Path) -> Model:
+def attention(mask: str, lowest: float, folder: Path, factor: float = 0.25) -> Model:
     text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[1,8,16] x, float[1,8,8] f) => (float[1,8,16] y) {{
       q = MatMul(x, wq) k = MatMul(x, wk) v = MatMul(x, wv) t = Transpose<perm=[0,2,1]>(k)
-      u = MatMul(q, t) s = Mul(u, quarter)
+      u = MatMul(q, t) s = Mul(u, factor)
       {MASKS[mask]} o = MatMul(p, v) y = MatMul(o, wo) }}"""
     if "(bias, f)" not in MASKS[mask]:
         text = text.replace(", float[1,8,8] f)", ")")
@@ -44,7 +44,7 @@ def attention(mask: str, lowest: float, folder: Path) -> Model:
         "seen": seen,
         "hidden": np.where(seen, 0, lowest).astype(np.float32),
         "lowest": np.array(lowest, np.float32),
-        "quarter": np.array(0.25, np.float32),
+        "factor": np.array(factor, np.float32),
         "rows": np.array([1, TOKENS, TOKENS]),
         "bias": np.random.default_rng(5).normal(size=(TOKENS, TOKENS)).astype(np.float32),
     }
@@ -76,6 +76,26 @@ def test_masked_scores_keep_their_precision(mask: str, lowest: float, tmp_path: 
     for sample in samples:
         expected, found = one.run(sample)["y"], two.run(sample)["y"]
         assert 20 * np.log10(np.linalg.norm(expected) / np.linalg.norm(expected - found)) > 20
+
+
+@pytest.mark.parametrize("mask", ["computed", "added to a bias"])
+def test_a_mask_hides_scores_of_a_sharp_attention_too(mask: str, tmp_path: Path) -> None:
+    model = attention(mask, -1e4, tmp_path, factor=3.0)
+    samples = rows(model, -1e4)
+    calibration = calibrate_model(model, samples, work=tmp_path / "work", methods=("minmax",), fitting=False)
+    ranges = calibration.ranges["minmax"]
+    scores = ranges["s"].high - ranges["s"].low
+    assert scores > 40
+    assert -2 * scores < ranges["f"].low < -scores
+    plan = plan_quantization(model, calibration, load_target("qnn"), "int8", method="minmax")
+    quantized = quantize_model(model, plan, calibration, tmp_path / "q.onnx").model
+    session = CpuSession(quantized.path, SessionSettings())
+    for sample in samples:
+        # The first token sees nothing but itself: what others are must be of no matter to it.
+        others = sample["x"].copy()
+        others[:, 1:] = sample["x"][:, :0:-1]
+        one, two = (session.run({**sample, "x": x})["y"][:, 0] for x in (sample["x"], others))
+        assert np.array_equal(one, two)
 
 
 def test_scores_without_a_mask_keep_their_exact_range(tmp_path: Path) -> None:

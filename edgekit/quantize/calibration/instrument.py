@@ -82,7 +82,7 @@ class InstrumentedGraph(msgspec.Struct, frozen=True, kw_only=True):
     lows: tuple[tuple[TensorAxis, int], ...]
     highs: tuple[tuple[TensorAxis, int], ...]
     sums: tuple[str, ...]
-    scores: tuple[str, ...]
+    scores: tuple[AttentionScores, ...]
     picks: tuple[tuple[str, int], ...]
     patches: tuple[tuple[tuple[Layer, ...], PatchIndices], ...]
     bounds: dict[str, tuple[float | None, float | None]]
@@ -126,7 +126,7 @@ def instrument_graph(
         lows=tuple((each, _count_entries(graph, *each)) for each in lows),
         highs=tuple((each, _count_entries(graph, *each)) for each in highs),
         sums=sums,
-        scores=tuple(each.tensor for each in scores),
+        scores=tuple(scores),
         picks=tuple(picks.items()),
         patches=patches,
         bounds=bounds,

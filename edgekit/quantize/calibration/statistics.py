@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from edgekit.model.tensors import Array, Tensors
@@ -17,7 +18,7 @@ from edgekit.quantize.calibration.instrument import (
 )
 from edgekit.quantize.calibration.moments import InputMoments, MomentCollector, block_sizes
 from edgekit.quantize.calibration.store import ArrayFile
-from edgekit.quantize.graph.float_graph import is_masked
+from edgekit.quantize.graph.float_graph import SCORE_MARGIN, is_masked
 from edgekit.quantize.ranges import Histogram, HistogramCollector, TensorRange
 
 # Picked values of so many samples are counted together: numpy's cost per call is then small. Of so many bytes of them
@@ -31,7 +32,7 @@ class ActivationStatistics:
     def __init__(self, instrumented: InstrumentedGraph, work: Path) -> None:
         self._instrumented = instrumented
         self._lows, self._highs = _Extremes(instrumented.lows, np.minimum), _Extremes(instrumented.highs, np.maximum)
-        self._scores = _Extremes(tuple(((name, None), 1) for name in instrumented.scores), np.minimum)
+        self._scores = _Extremes(tuple(((each.tensor, None), 1) for each in instrumented.scores), np.minimum)
         file = ArrayFile(work / "sums.data")
         self._collectors = [HistogramCollector() for _ in instrumented.picks]
         self._pick_outputs = tuple(pick_outputs(len(instrumented.picks)))
@@ -111,10 +112,19 @@ class ActivationStatistics:
         """Returns the ranges that count of tensors that are masked before a Softmax."""
         exact = self.exact_ranges()
         lowest = {name: float(values[0]) for (name, _), values in self._scores.entries().items() if name in exact}
-        return {
+        counting = {
             name: TensorRange(low=low, high=max(exact[name].high, low))
             for name, low in lowest.items()
             if np.isfinite(low) and is_masked(exact[name].low, exact[name].high, low)
+        }
+        seen = exact | counting
+        reach = dict[str, float]()
+        for each in self._instrumented.scores:
+            spans = [seen[name] for name in each.added if name in seen]
+            reach[each.tensor] = sum(span.high - span.low for span in spans) + SCORE_MARGIN
+        return {
+            name: msgspec.structs.replace(span, low=max(exact[name].low, min(span.low, span.high - reach[name])))
+            for name, span in counting.items()
         }
 
     def mean_ranges(self) -> dict[str, TensorRange]:

@@ -127,8 +127,8 @@ def _transpose(graph: Graph, writer: Writer, name: str) -> str:
 MASK_VALUE = -1e4
 """What masks are raised to: a Softmax makes 0 of it beside any score, and float16 holds it (to -65504)."""
 
-# exp(-12) is 6e-6: beside 8 bits, whose step is 1/256, even a thousand such scores are nothing. A bias may be added to
-# scores that differ by more than that, so it gets more. Chosen by hand;
+# exp(-12) is 6e-6: beside 8 bits, whose step is 1/256, even a thousand such scores are nothing. A bias may lie that far
+# below beside the highest scores, so it counts farther down. Chosen by hand;
 # tests/quantize/test_quantize_attention_masks.py shows the effect.
 SCORE_MARGIN, BIAS_MARGIN = 12.0, 32.0
 """How far below the highest score of a row scores still count, and how far below the highest bias biases do."""
@@ -141,10 +141,15 @@ _MOST_STEPS = 12
 
 
 class AttentionScores(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor whose rows a Softmax over the last axis reads; what lies `margin` below a row's highest still counts."""
+    """A tensor whose rows a Softmax over the last axis reads; what lies `margin` below a row's highest still counts.
+
+    `added` are the tensors that it is added to on the way: where these differ by more than the margin, as the scores of
+    a sharp attention do, a mask must lie as far below zero as they differ, or it hides nothing.
+    """
 
     tensor: str
     margin: float
+    added: tuple[str, ...] = ()
 
 
 def clamp_masks(graph: onnx.GraphProto, folder: Path = Path()) -> None:
@@ -169,18 +174,31 @@ def clamp_masks(graph: onnx.GraphProto, folder: Path = Path()) -> None:
 
 def find_attention_scores(graph: Graph) -> tuple[AttentionScores, ...]:
     """Returns what may be masked scores: what a Softmax over the last axis reads, and what is added to become that."""
-    found: dict[str, float] = {}
+    found: dict[str, AttentionScores] = {}
     front = [
-        (node.input[0], SCORE_MARGIN)
+        AttentionScores(tensor=node.input[0], margin=SCORE_MARGIN)
         for node in graph.nodes
         if node.op_type == "Softmax" and node.integer("axis", -1) in {-1, len(graph.dims(node.input[0])) - 1}
     ]
     for _ in range(_MOST_STEPS):
-        found.update((name, max(margin, found.get(name, 0.0))) for name, margin in front)
-        makers = [(graph.producers[name], margin) for name, margin in front if name in graph.producers]
-        front = [(node.input[0], margin) for node, margin in makers if node.op_type in _SHAPE_OPS]
-        front += [(name, BIAS_MARGIN) for node, _ in makers if node.op_type == "Add" for name in node.input]
-    return tuple(AttentionScores(tensor=name, margin=margin) for name, margin in found.items())
+        for each in front:
+            known = found.get(each.tensor, each)
+            found[each.tensor] = AttentionScores(
+                tensor=each.tensor,
+                margin=max(each.margin, known.margin),
+                added=tuple(dict.fromkeys((*known.added, *each.added))),
+            )
+        made = [(graph.producers[each.tensor], each) for each in front if each.tensor in graph.producers]
+        front = [
+            msgspec.structs.replace(each, tensor=node.input[0]) for node, each in made if node.op_type in _SHAPE_OPS
+        ]
+        front += [
+            AttentionScores(tensor=name, margin=BIAS_MARGIN, added=(*each.added, other))
+            for node, each in made
+            if node.op_type == "Add"
+            for name, other in (tuple(node.input), tuple(node.input)[::-1])
+        ]
+    return tuple(found.values())
 
 
 def is_masked(low: float, high: float, lowest_counting: float) -> bool:
