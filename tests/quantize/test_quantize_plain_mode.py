@@ -12,7 +12,6 @@ from quantize_models import conv_net, make_model, make_samples, random_samples
 
 from edgekit.data.samples import Samples
 from edgekit.model.model import Model, load_model
-from edgekit.model.outputs import MeasuredKind, Reading
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.loss import MEASURES
@@ -218,25 +217,6 @@ def test_what_was_tried_is_not_quantized_again_and_another_plan_is(
     other = msgspec.structs.replace(plan, rounding="nearest" if plan.rounding != "nearest" else "bias")
     assert write_chosen(search, other, searched, tmp_path / "other.onnx").model.sha256 != anew.model.sha256
     assert load_model(tmp_path / "other.onnx").node_count == anew.model.node_count
-
-
-def test_vectors_of_length_one_of_which_none_are_alike_count_by_half() -> None:
-    rng = np.random.default_rng(0)
-    rows = rng.normal(size=(40, 1, 16))
-    unit = rows / np.linalg.norm(rows, axis=2, keepdims=True)
-    kinds: tuple[MeasuredKind, MeasuredKind] = ("values", "embedding")
-    whole, half = (
-        MEASURES[kind].judge(
-            [
-                MEASURES[kind].record(row, row + noise, Reading(kind=kind, axis=1))
-                for row, noise in zip(unit, rng.normal(size=unit.shape) * 0.1, strict=True)
-            ]
-        )
-        for kind in kinds
-    )
-    assert 0.05 < whole.estimate < 0.3
-    assert half.estimate == pytest.approx(whole.estimate * (1 + whole.estimate) / 2, rel=0.3)
-    assert half.interval[0] < 0 < half.estimate < half.interval[1]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import numpy as np
 from edgekit.data.wilson import Z95
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.accuracy.heads import overlap_boxes
-from edgekit.quantize.accuracy.loss import soften
+from edgekit.quantize.accuracy.loss import discount_loss
 
 _THRESHOLDS = np.linspace(0.5, 0.95, 10)
 # As COCO counts: at most so many of an image; what scores less is noise and costs time.
@@ -35,7 +35,7 @@ _DRAWS = 100
 # by more, so this stays. On a map of middles every object has a peak, however low, and the law of `_likelihood` gives
 # the AP as it is: 12.2 to 13.1, true 12.7.
 _ALL_SEEN = 0.6
-# How far that, and the law of `soften`, may be off to each side, as a share of the drop: from detector to detector the
+# How far that, and `discount_loss`, may be off to each side, as a share of the drop: from detector to detector the
 # mean logarithm of what was lost of what was expected has a deviation of 0.47 (six of them, 3 to 12 plans each). So
 # 95 % of further ones lie between 1 / 2.7 and 2.7 times it; downwards more, as of small drops least is lost.
 _LESS, _MORE = 0.4, 0.85
@@ -137,7 +137,7 @@ def estimate_drop(records: Sequence[Array], *, centred: bool = False) -> Estimat
             scores[draw, side] = _mean_ap(ranking, table[:, 0], counts[images], weights, error)
     reference, (drop, spread) = float(scores[:, 0].mean()), _mean_and_spread(scores[:, 0] - scores[:, 1])
     seen = 1.0 if centred else _ALL_SEEN
-    expected = seen * reference * float(soften(drop / max(reference, 1e-12)))
+    expected = seen * reference * discount_loss(drop / max(reference, 1e-12))
     less, more = (Z95 * float(np.hypot(seen * spread, doubt * expected)) for doubt in (_LESS, _MORE))
     return Estimate(
         reference=seen * reference,

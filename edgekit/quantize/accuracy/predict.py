@@ -83,7 +83,7 @@ def wanted_samples(prediction: Prediction) -> float | None:
     What labels alone tell stays, and no more than MOST_SAMPLES count without labels: infinity where these are too few.
     """
     ends, estimate, agreement = prediction.drop_interval, prediction.drop_estimate, prediction.top1_agreement
-    if ends is None or estimate is None or agreement is None or prediction.measure == MEASURES["embedding"].name:
+    if ends is None or estimate is None or agreement is None:
         return None
     half = (ends[1] - ends[0]) / 2
     if half <= TOLD_TO or estimate - half > TOLD_TO:
@@ -320,7 +320,7 @@ def _with_loss(prediction: Prediction, loss: Loss, part: Part) -> Prediction:
         top1_agreement=loss.agreement,
         drop_estimate=round(loss.estimate, 6),
         drop_interval=(round(low, 6), round(high, 6)),
-        source=part.source or ("the float model's confidence" if loss.agreement is not None else "the differences"),
+        source=part.source,
     )
 
 
@@ -354,7 +354,7 @@ def _read_part(name: str, reading: Reading, shape: tuple[int, ...]) -> Part:
     return Part(
         shapes={name: shape},
         measure=measure.name,
-        source="the differences" if reading.kind == "embedding" else "",
+        source=measure.source,
         record=lambda expected, found: measure.record(expected[name], found[name], reading),
         judge=measure.judge,
     )
