@@ -6,5 +6,11 @@ python=$1 lock=$2
     { echo "edgekit needs Python 3.11 or newer; try: make PYTHON=python3.12 demo" >&2; exit 2; }
 test -x .venv/bin/python || "$python" -m venv .venv ||
     { echo "this Python cannot make virtual environments; on Debian: apt-get install python3-venv" >&2; exit 2; }
-.venv/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r "$lock"
-.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+pip() { .venv/bin/python -m pip --quiet --disable-pip-version-check "$@"; }
+pip install --require-hashes -r tools/lock/install.txt
+# uv is many times as fast, but reads no pip.conf: the address of a mirror is handed on, and pip stands in where uv fails.
+mirror=$(pip config list 2>/dev/null | sed -n "s/^[a-z:]*\.index-url='\(.*\)'$/\1/p" | tail -n 1)
+UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-${mirror:-https://pypi.org/simple}} UV_NATIVE_TLS=${UV_NATIVE_TLS:-1} \
+    .venv/bin/python -m uv pip install --no-config --quiet --python .venv/bin/python --require-hashes -r "$lock" ||
+    { echo "uv could not install $lock; trying pip" >&2; pip install --require-hashes -r "$lock"; }
+pip install --no-deps --no-build-isolation --editable .
