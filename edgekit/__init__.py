@@ -50,7 +50,7 @@ _HOMES = {
     "show": "report.pages.notebook",
     "show_progress": "report.pages.notebook",
     "target_names": "target",
-    "to_json": "plain",
+    "to_json": "serialize",
     "verify_bundle": "verify.run",
 }
 

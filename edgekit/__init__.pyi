@@ -19,7 +19,7 @@ from edgekit.jobs.forecast import forecast as forecast
 from edgekit.model.model import Model as Model
 from edgekit.model.model import load_model as load_model
 from edgekit.package.package import package_bundles as package_bundles
-from edgekit.plain import to_json as to_json
+from edgekit.serialize import to_json as to_json
 from edgekit.prepare.clean import prepare_model as prepare_model
 from edgekit.quantize import Calibration as Calibration
 from edgekit.quantize import QuantizedModel as QuantizedModel
