@@ -17,8 +17,7 @@ from edgekit.jobs.build_inputs import Kept
 from edgekit.progress import Progress, say_nothing
 from edgekit.report.ci import render_junit, render_markdown
 from edgekit.serialize import to_json
-from edgekit.verify.report import VerifyReport
-from edgekit.verify.saved import read_report
+from edgekit.verify.report import VerifyReport, read_report
 
 BuildElsewhere = Callable[[Sequence[Cell]], Iterator[CellResult | None]]
 """What builds several cells, and yields for each, in their order, what was found; None: build it here."""

@@ -12,7 +12,7 @@ from edgekit.devices.self_test import SelfTest
 from edgekit.jobs.release import Doubt
 from edgekit.report import text
 from edgekit.report.summary import BuildReport
-from edgekit.verify.facts import Located
+from edgekit.verify.layers.comparison import Located
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.two_models import ModelComparison
 

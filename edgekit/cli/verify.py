@@ -26,8 +26,7 @@ from edgekit.report.pages.charts import Picture, draw_worst
 from edgekit.report.pages.html import render_verify
 from edgekit.verify.history import compare_with_baseline, find_last_good, record_report
 from edgekit.verify.on_devices import RunFiles, open_inputs, verify_on, verify_with
-from edgekit.verify.report import VerifyReport, recheck_report, require_devices
-from edgekit.verify.saved import read_report
+from edgekit.verify.report import VerifyReport, read_report, recheck_report, require_devices
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 _FILE = click.Path(path_type=Path)

@@ -14,8 +14,7 @@ from edgekit.errors import UsageError
 from edgekit.inspect.inspect import inspect_model
 from edgekit.inspect.sizes import MODEL_SUFFIXES, LayerSize, measure_layers
 from edgekit.serialize import to_builtins
-from edgekit.verify.report import VerifyReport
-from edgekit.verify.saved import read_known
+from edgekit.verify.report import VerifyReport, read_known
 
 # Differences of these are listed one by one elsewhere in the report.
 _OWN_SECTION = frozenset({"files", "placement", "model_size_bytes"})

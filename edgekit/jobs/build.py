@@ -37,11 +37,10 @@ from edgekit.report.pages.html import render_build
 from edgekit.report.summary import BuildReport, BundleSummary
 from edgekit.serialize import to_json
 from edgekit.target import Target
-from edgekit.verify.causes.attribute import attribute_loss
+from edgekit.verify.attribute import attribute_loss
 from edgekit.verify.on_devices import find_devices
-from edgekit.verify.report import VerifyReport
+from edgekit.verify.report import VerifyReport, write_report
 from edgekit.verify.run import verify_bundle
-from edgekit.verify.saved import write_report
 
 # While a target is planned, one bundle is written and verified beside it: planning keeps a core busy, and needs the
 # memory that a second emulator would take. When nothing is left to plan, two are verified at once.

@@ -37,8 +37,8 @@ from edgekit.quantize.calibration.store import CacheSettings, CalibrationCache, 
 from edgekit.quantize.mixed_precision.candidates import Memo
 from edgekit.recipe import Data, Recipe, choose_precision, refuse_profiles, takes_any_size
 from edgekit.target import INTEGERS, Target, TaskLimit
-from edgekit.verify.tasks.scores import check_class_labels
-from edgekit.verify.tasks.tasks import find_metric
+from edgekit.verify.task_metrics import find_metric
+from edgekit.verify.task_scores import check_class_labels
 
 # A thousand classes of 10,000 samples, and fields of scores of a few hundred.
 _MOST_KEPT_BYTES = 64 << 20

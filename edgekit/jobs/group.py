@@ -55,7 +55,7 @@ from edgekit.report.tables import GroupBuild, GroupTarget
 from edgekit.serialize import read_toml, to_json
 from edgekit.target import Form, Target, TaskLimit
 from edgekit.verify.groups import choosing, verify_group
-from edgekit.verify.tasks.tasks import decode_text, find_metric
+from edgekit.verify.task_metrics import decode_text, find_metric
 
 DEFAULT_METRIC = TaskLimit(name="exact-match", decoder="strings", max_drop=5.0, gate="estimate")
 """How many results are exactly those of the float models, where a group states no metric."""

@@ -44,8 +44,8 @@ from edgekit.recipe import Data, Recipe, choose_precision, load_targets, takes_a
 from edgekit.report.summary import ActivationReport, QuantizeReport
 from edgekit.report.tables import describe_calibration, describe_layers, describe_trials
 from edgekit.target import INTEGERS, Precision, Target, TaskLimit
-from edgekit.verify.tasks.tasks import MOST_SAMPLES as MOST_LABELLED
-from edgekit.verify.tasks.tasks import TOP1, find_metric, measure_drop_from
+from edgekit.verify.task_metrics import MOST_SAMPLES as MOST_LABELLED
+from edgekit.verify.task_metrics import TOP1, find_metric, measure_drop_from
 
 # Methods that choose a range method by what they measure.
 _OPEN_METHODS = frozenset({"auto", "best"})

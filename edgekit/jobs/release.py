@@ -16,9 +16,8 @@ from edgekit.evidence import Verdict, worst_verdict
 from edgekit.package.package import Kind, PackageReport, package_bundles, package_group
 from edgekit.package.variant import UNNAMED, Extra, Names
 from edgekit.verify.groups import GroupReport
-from edgekit.verify.report import VerifyReport
+from edgekit.verify.report import VerifyReport, read_facts, read_report
 from edgekit.verify.run_report import RunReport
-from edgekit.verify.saved import read_facts, read_report
 
 
 class Doubt(msgspec.Struct, frozen=True, kw_only=True):

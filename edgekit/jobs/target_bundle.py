@@ -39,7 +39,7 @@ from edgekit.recipe import choose_precision
 from edgekit.report.tables import describe_narrow, describe_prediction
 from edgekit.target import INTEGERS, Precision, Target
 from edgekit.verify.layers.comparison import compare_with_float, encode_evidence
-from edgekit.verify.metrics.listed import read_list
+from edgekit.verify.metrics.compare import read_list
 from edgekit.verify.report import Step
 
 # One node that stays in float may make another one stop the session. Each turn applies and checks the plan once, 1.5 s

@@ -6,7 +6,7 @@ import msgspec
 
 from edgekit.graph.graph import Graph
 from edgekit.profile.report import DISTURBED, Cause, DeviceProfile, Kind, LayerPair, NodeTime
-from edgekit.verify.matching.match import match_tensors, sort_nodes
+from edgekit.verify.layers.matching import match_tensors, sort_nodes
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):

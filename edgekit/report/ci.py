@@ -13,7 +13,7 @@ from edgekit.verify.metrics.agreement import SHARED
 from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run_report import RunReport
-from edgekit.verify.tasks.scores import describe_difference, format_score
+from edgekit.verify.task_scores import describe_difference, format_score
 
 # What XML 1.0 forbids (its production 2, Char) or discourages: control characters, surrogates, non-characters.
 _CONTROL = re.compile("[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")

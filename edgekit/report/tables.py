@@ -22,7 +22,7 @@ from edgekit.quantize.plan import NarrowConstants, QuantPlan
 from edgekit.quantize.ranges import PERCENTS, TensorRange, tail_error
 from edgekit.report.summary import ActivationReport, CalibrationReport, QuantizeReport, TrialReport
 from edgekit.verify.groups import GroupReport, GroupRun
-from edgekit.verify.tasks.scores import describe_difference, format_score
+from edgekit.verify.task_scores import describe_difference, format_score
 
 
 def make_table(*columns: str) -> Table:

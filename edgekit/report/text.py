@@ -20,12 +20,11 @@ from edgekit.report.summary import BuildReport, BundleSummary
 from edgekit.report.tables import format_bytes, format_count, make_table
 from edgekit.serialize import to_builtins
 from edgekit.target import Target, TaskLimit
-from edgekit.verify.drift import describe_state
-from edgekit.verify.facts import BucketReport, FileReport, Located, SizesReport
-from edgekit.verify.layers.comparison import LayerReport, explain_layers
+from edgekit.verify.layers.comparison import LayerReport, Located, explain_layers
 from edgekit.verify.report import VerifyReport
-from edgekit.verify.run_report import RunReport
-from edgekit.verify.tasks.scores import TaskReport, describe_accuracy, describe_difference, format_score, judge_task
+from edgekit.verify.run_report import BucketReport, FileReport, RunReport, SizesReport
+from edgekit.verify.state import describe_state
+from edgekit.verify.task_scores import TaskReport, describe_accuracy, describe_difference, format_score, judge_task
 from edgekit.verify.two_models import ModelComparison
 
 _GOOD, _BAD, _UNKNOWN = "green", "red", "yellow"

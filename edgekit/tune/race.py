@@ -24,8 +24,7 @@ from edgekit.model.tensors import Tensors
 from edgekit.target import Thresholds
 from edgekit.tune.report import Decision, Entrant, Measured
 from edgekit.tune.space import Goal
-from edgekit.verify.metrics.compare import compare_outputs
-from edgekit.verify.metrics.listed import compare_bundled
+from edgekit.verify.metrics.compare import compare_bundled, compare_outputs
 from edgekit.verify.metrics.outputs import judge_output
 
 GATE = Thresholds(min_cosine=0.999, min_top1_agreement=0.0, min_sqnr_db=30.0)

@@ -29,8 +29,8 @@ from edgekit.target import TaskLimit
 from edgekit.verify.on_devices import find_devices
 from edgekit.verify.report import VerifyReport, require_devices
 from edgekit.verify.run import verify_bundle
-from edgekit.verify.tasks.scores import TaskReport, judge_task
-from edgekit.verify.tasks.tasks import measure_task
+from edgekit.verify.task_metrics import measure_task
+from edgekit.verify.task_scores import TaskReport, judge_task
 
 
 class GroupRun(msgspec.Struct, frozen=True, kw_only=True):

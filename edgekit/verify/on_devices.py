@@ -25,13 +25,12 @@ from edgekit.model.tensors import TensorSpec
 from edgekit.progress import Progress, say_nothing
 from edgekit.recipe import Data
 from edgekit.target import Target, TaskLimit
-from edgekit.verify.causes.attribute import keep_attribution
-from edgekit.verify.devices.buckets import Unfilled
-from edgekit.verify.report import VerifyReport
+from edgekit.verify.attribute import keep_attribution
+from edgekit.verify.report import VerifyReport, read_known, write_report
 from edgekit.verify.run import verify_bundle
-from edgekit.verify.saved import read_known, write_report
-from edgekit.verify.tasks.scores import check_class_labels
-from edgekit.verify.tasks.tasks import find_metric
+from edgekit.verify.sizes import Unfilled
+from edgekit.verify.task_metrics import find_metric
+from edgekit.verify.task_scores import check_class_labels
 
 _INPUTS = f"{GOLDEN}/{INPUTS}"
 # How many samples the float model runs at a time: more would need more memory, and machines of two cores are usual.

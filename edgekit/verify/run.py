@@ -24,40 +24,34 @@ from edgekit.evidence import Evidence
 from edgekit.machine import describe_machine, read_cpu_flags
 from edgekit.progress import Progress, say_nothing
 from edgekit.target import Form, TaskLimit, Verification
-from edgekit.verify.causes.forms import (
+from edgekit.verify.layers.comparison import Located, name_first_bad, read_evidence
+from edgekit.verify.layers.on_device import look_at_layers
+from edgekit.verify.metrics.agreement import Agreement, measure_agreement
+from edgekit.verify.metrics.compare import compare_bundled, describe_lists, describe_unlisted
+from edgekit.verify.metrics.fidelity import find_unfaithful
+from edgekit.verify.metrics.outputs import OutputReport, describe_settled, doubt_output, judge_output
+from edgekit.verify.own_model import (
     TESTED_FORMS,
-    describe_untested,
-    find_other_model,
-    find_self_test_fault,
-    list_broken_forms,
-)
-from edgekit.verify.causes.own_model import (
     describe_older,
     describe_outdated,
+    describe_untested,
     find_half_values,
+    find_other_model,
     find_sameness,
+    find_self_test_fault,
     find_version,
+    list_broken_forms,
     run_own_model,
 )
-from edgekit.verify.causes.suspects import find_input_mistake, find_suspects
-from edgekit.verify.causes.traps import find_ignored_optimisations, list_traps
-from edgekit.verify.devices.buckets import Held, Unfilled, compare_sizes, describe_apart, hold_outputs, run_buckets
-from edgekit.verify.devices.device_layers import look_at_layers
-from edgekit.verify.devices.model_files import try_model_files
-from edgekit.verify.devices.placement import describe_hidden, describe_unmatched, find_gap, find_placed
-from edgekit.verify.drift import StateReport
-from edgekit.verify.facts import Located, SizesReport
-from edgekit.verify.layers.comparison import name_first_bad, read_evidence
-from edgekit.verify.metrics.agreement import Agreement, measure_agreement
-from edgekit.verify.metrics.fidelity import find_unfaithful
-from edgekit.verify.metrics.listed import compare_bundled, describe_lists, describe_unlisted
-from edgekit.verify.metrics.outputs import OutputReport, describe_settled, doubt_output, judge_output
+from edgekit.verify.placement import describe_hidden, describe_unmatched, find_gap, find_placed, try_model_files
 from edgekit.verify.report import VerifyReport
-from edgekit.verify.run_report import RunReport
+from edgekit.verify.run_report import RunReport, SizesReport
+from edgekit.verify.sizes import Held, Unfilled, compare_sizes, describe_apart, hold_outputs, run_buckets
 from edgekit.verify.stand_in import Scored, add_stand_ins, score_run
-from edgekit.verify.stepping import run_sequences
-from edgekit.verify.tasks.scores import TaskReport, describe_chance, measure_accuracy
-from edgekit.verify.tasks.tasks import measure_task
+from edgekit.verify.state import StateReport, run_sequences
+from edgekit.verify.suspects import find_ignored_optimisations, find_input_mistake, find_suspects, list_traps
+from edgekit.verify.task_metrics import measure_task
+from edgekit.verify.task_scores import TaskReport, describe_chance, measure_accuracy
 
 # What the own model gives is kept, because several devices run the same samples.
 _MOST_KEPT_BYTES = 32 << 20

@@ -19,11 +19,10 @@ from edgekit.devices.bundled import make_job
 from edgekit.devices.find import find_device
 from edgekit.errors import EdgekitError
 from edgekit.target import Form, TaskLimit, Verification
-from edgekit.verify.causes.forms import TESTED_FORMS
-from edgekit.verify.facts import StandIn
-from edgekit.verify.run_report import RunReport
-from edgekit.verify.tasks.scores import TaskReport, Unit
-from edgekit.verify.tasks.tasks import compare_records, find_metric, read_records
+from edgekit.verify.own_model import TESTED_FORMS
+from edgekit.verify.run_report import RunReport, StandIn
+from edgekit.verify.task_metrics import compare_records, find_metric, read_records
+from edgekit.verify.task_scores import TaskReport, Unit
 
 # How far scores of one sample may lie apart where two devices compute the same and round otherwise, chosen by hand: a
 # point, half a decibel, a hundredth of the value.

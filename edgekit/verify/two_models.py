@@ -23,14 +23,13 @@ from edgekit.model.tensors import Array, Tensors, TensorSpec
 from edgekit.quantize.accuracy.output_kinds import read_output_kinds
 from edgekit.serialize import NotebookPage
 from edgekit.target import Target, TaskLimit, Thresholds
-from edgekit.verify.devices.device_layers import find_device_layer
-from edgekit.verify.facts import Located
-from edgekit.verify.layers.comparison import LayerReport, compare_layers, name_first_bad
-from edgekit.verify.matching.trace import adapt_sample
+from edgekit.verify.layers.comparison import LayerReport, Located, compare_layers, name_first_bad
+from edgekit.verify.layers.matching import adapt_sample
+from edgekit.verify.layers.on_device import find_device_layer
 from edgekit.verify.metrics.compare import compare_outputs, mark_reordered
 from edgekit.verify.metrics.outputs import OutputReport, weigh_output
-from edgekit.verify.tasks.scores import TaskReport, judge_task
-from edgekit.verify.tasks.tasks import find_metric, measure_task
+from edgekit.verify.task_metrics import find_metric, measure_task
+from edgekit.verify.task_scores import TaskReport, judge_task
 
 LIMITS = Thresholds(min_cosine=0.97, min_top1_agreement=0.9, min_sqnr_db=12.0, granted_samples=1)
 """What model `b` must keep of model `a` where nothing else is asked: what targets ask of an 8-bit model."""

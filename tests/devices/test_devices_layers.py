@@ -19,7 +19,7 @@ from edgekit.devices.local.runner import NativeRunner
 from edgekit.devices.remote.adb import AdbDevice
 from edgekit.devices.remote.ssh import SshDevice
 from edgekit.evidence import Evidence
-from edgekit.verify.devices.device_layers import find_device_layer
+from edgekit.verify.layers.on_device import find_device_layer
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ from edgekit.model.model import Model, load_model
 from edgekit.recipe import Recipe
 from edgekit.report.text import list_located
 from edgekit.target import load_target
-from edgekit.verify.devices.device_layers import look_at_layers
+from edgekit.verify.layers.on_device import look_at_layers
 
 KEY = "0123456789abcdef0123456789abcdef"
 TWO_PARTITIONS = "(float[1,4,8,8] x) => (float[1,4,8,8] y) { a = Relu(x) b = Acos(a) y = Sigmoid(b) }"

@@ -16,7 +16,7 @@ from edgekit.cli.main import COMMANDS, group
 from edgekit.devices.find import list_devices
 from edgekit.evidence import Evidence
 from edgekit.prepare.fix import REWRITES
-from edgekit.verify.tasks.tasks import METRICS
+from edgekit.verify.task_metrics import METRICS
 
 sys.path.insert(0, str(ROOT / "tools"))
 

@@ -12,7 +12,7 @@ from edgekit.graph.constants import lift_constants, list_constants
 from edgekit.graph.graph import Graph, view_model, view_part
 from edgekit.graph.inference import infer_model
 from edgekit.model.tensors import Array
-from edgekit.verify.matching.match import sort_nodes
+from edgekit.verify.layers.matching import sort_nodes
 
 HEAD = '<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]> g'
 BODIES = """(float[2] x, bool c) => (float[2] y) {

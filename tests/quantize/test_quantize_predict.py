@@ -18,7 +18,7 @@ from edgekit.quantize.accuracy.output_kinds import read_output_kinds
 from edgekit.quantize.accuracy.predict import FloatReference, Prediction, predict_drop, wanted_samples
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.target import TaskLimit
-from edgekit.verify.tasks.tasks import measure_drop, measure_drop_from
+from edgekit.verify.task_metrics import measure_drop, measure_drop_from
 
 CLASSIFIER = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y)
   <float[4] b = {BIAS}> { y = Add(x, b) }"""

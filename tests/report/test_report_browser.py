@@ -28,9 +28,8 @@ from edgekit.report.pages.check_page import draw_strip, render_check
 from edgekit.report.pages.html import render_build, render_comparison, render_quantization, render_verify
 from edgekit.report.text import describe_verified, headline_build, headline_verify
 from edgekit.target import load_target
-from edgekit.verify.causes.attribute import share_loss
-from edgekit.verify.facts import Located
-from edgekit.verify.layers.comparison import LayerReport
+from edgekit.verify.attribute import share_loss
+from edgekit.verify.layers.comparison import LayerReport, Located
 from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.report import AttributionStep, VerifyReport
 from edgekit.verify.two_models import ModelComparison

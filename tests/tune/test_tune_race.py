@@ -13,10 +13,10 @@ from edgekit.bundle.manifest import SessionSetting
 from edgekit.data.samples import Samples
 from edgekit.errors import UsageError
 from edgekit.target import Session
-from edgekit.tune.front import mark_front, sum_up
 from edgekit.tune.race import GATE, LEAST_GAIN, TIME_OVER, Journal, compare_fresh, hold_outputs, race
 from edgekit.tune.report import Entrant, Measured, TriedSetting
 from edgekit.tune.space import SWITCHES, Change, Circumstances, list_groups
+from edgekit.tune.tune import mark_front, sum_up
 
 HELD = Entrant(name="held")
 Take = Callable[[Sequence[Entrant]], Sequence[Measured]]

@@ -6,7 +6,7 @@ import numpy as np
 
 from edgekit.data.samples import Samples
 from edgekit.model.tensors import Tensors
-from edgekit.verify.devices.buckets import Held, describe_apart, hold_outputs
+from edgekit.verify.sizes import Held, describe_apart, hold_outputs
 
 
 def held(device: str, shift: float, kind: str = "android", count: int = 2) -> Held:

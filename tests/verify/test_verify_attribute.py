@@ -20,7 +20,7 @@ from edgekit.report.pages.html import render_verify
 from edgekit.report.text import list_verify_remarks
 from edgekit.serialize import to_json
 from edgekit.target import load_target
-from edgekit.verify.causes.attribute import attribute_loss, share_loss
+from edgekit.verify.attribute import attribute_loss, share_loss
 from edgekit.verify.layers.comparison import compare_with_float, encode_evidence
 from edgekit.verify.report import AttributionStep, Step
 from edgekit.verify.run import verify_bundle

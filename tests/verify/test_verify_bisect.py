@@ -16,7 +16,7 @@ from edgekit.devices.device import DeviceRun, Job
 from edgekit.graph.graph import view_model, view_part
 from edgekit.model.model import Model, load_model, read_proto
 from edgekit.target import load_target
-from edgekit.verify.devices.bisect import is_right, locate_on_device, plan_cuts, save_prefix
+from edgekit.verify.layers.on_device import is_right, locate_on_device, plan_cuts, save_prefix
 from edgekit.verify.metrics.outputs import OutputReport
 
 

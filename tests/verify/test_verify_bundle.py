@@ -22,11 +22,18 @@ from edgekit.model.model import load_model
 from edgekit.model.tensors import Tensors
 from edgekit.serialize import to_json
 from edgekit.target import Form, TaskLimit, Verification
-from edgekit.verify.causes.attribute import keep_attribution, share_loss
-from edgekit.verify.facts import BucketReport, FileReport, SizesReport
-from edgekit.verify.report import AttributionStep, VerifyReport, recheck_report, require_devices
+from edgekit.verify.attribute import keep_attribution, share_loss
+from edgekit.verify.report import (
+    AttributionStep,
+    VerifyReport,
+    read_known,
+    read_report,
+    recheck_report,
+    require_devices,
+    write_report,
+)
 from edgekit.verify.run import verify_bundle
-from edgekit.verify.saved import read_known, read_report, write_report
+from edgekit.verify.run_report import BucketReport, FileReport, SizesReport
 
 
 @pytest.fixture

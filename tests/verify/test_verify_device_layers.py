@@ -18,8 +18,8 @@ from edgekit.devices.find import find_device
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Tensors
 from edgekit.target import Precision, load_target
-from edgekit.verify.devices.device_layers import find_device_layer, plan_probes
-from edgekit.verify.facts import Located
+from edgekit.verify.layers.comparison import Located
+from edgekit.verify.layers.on_device import find_device_layer, plan_probes
 from edgekit.verify.run import verify_bundle
 
 pytestmark = pytest.mark.slow

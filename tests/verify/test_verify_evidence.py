@@ -15,11 +15,10 @@ from edgekit.bundle.multi import extract_variant, join_bundles
 from edgekit.errors import BundleError
 from edgekit.inspect.diff import compare_versions
 from edgekit.report.text import list_verify_remarks
-from edgekit.verify.causes.attribute import keep_attribution
+from edgekit.verify.attribute import keep_attribution
 from edgekit.verify.layers.comparison import LayerEvidence, LayerReport, encode_evidence, read_evidence
-from edgekit.verify.report import VerifyReport
+from edgekit.verify.report import VerifyReport, read_known, write_report
 from edgekit.verify.run import verify_bundle
-from edgekit.verify.saved import read_known, write_report
 
 BAD = LayerReport(
     name="mul", op="MatMul", tensor="xw", sqnr_db=30.0, max_abs=0.1, own_sqnr_db=30.0, own_bias=0.0,

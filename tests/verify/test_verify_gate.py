@@ -22,7 +22,7 @@ from edgekit.verify.metrics.intervals import (
     interval_of_pairs,
 )
 from edgekit.verify.metrics.outputs import OutputReport, doubt_output, format_near, judge_output
-from edgekit.verify.tasks.scores import TaskReport, describe_difference, format_score, judge_task
+from edgekit.verify.task_scores import TaskReport, describe_difference, format_score, judge_task
 
 BOUND = Thresholds(min_cosine=0.0, min_top1_agreement=0.9, min_sqnr_db=-200.0, gate="bound")
 LUCK = 0.05

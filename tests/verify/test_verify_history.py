@@ -30,7 +30,7 @@ from edgekit.verify.history import (
 from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.report import VerifyReport, recheck_report
 from edgekit.verify.run import verify_bundle
-from edgekit.verify.tasks.scores import TaskReport
+from edgekit.verify.task_scores import TaskReport
 
 
 @pytest.fixture

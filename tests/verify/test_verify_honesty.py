@@ -18,8 +18,8 @@ from edgekit.jobs.build import build
 from edgekit.model.model import load_model
 from edgekit.model.tensors import Array, Tensors
 from edgekit.recipe import Data, Recipe
-from edgekit.verify.causes.own_model import find_half_values, find_sameness
 from edgekit.verify.metrics.fidelity import Sides, describe_origin, find_permutation, find_replay, find_unfaithful
+from edgekit.verify.own_model import find_half_values, find_sameness
 from edgekit.verify.run import verify_bundle
 from edgekit.verify.run_report import RunReport
 

@@ -18,7 +18,7 @@ from edgekit.quantize.accuracy.head_search import DetectionList
 from edgekit.recipe import Data, Recipe
 from edgekit.target import Thresholds
 from edgekit.verify.metrics.agreement import Agreement
-from edgekit.verify.metrics.listed import weigh_detections
+from edgekit.verify.metrics.compare import weigh_detections
 from edgekit.verify.metrics.outputs import OutputReport, doubt_output, judge_output
 from edgekit.verify.run import verify_bundle
 

@@ -18,7 +18,7 @@ from edgekit.model.outputs import Reading
 from edgekit.model.tensors import Tensors
 from edgekit.recipe import Data, Recipe
 from edgekit.target import Form
-from edgekit.verify.causes.own_model import run_own_model
+from edgekit.verify.own_model import run_own_model
 from edgekit.verify.run import verify_bundle
 
 

@@ -25,11 +25,10 @@ from edgekit.evidence import Evidence
 from edgekit.jobs.build import build
 from edgekit.recipe import Data, Recipe
 from edgekit.target import load_target
-from edgekit.verify.devices.placement import describe_hidden, describe_unmatched, find_gap
-from edgekit.verify.facts import PlacementGap
+from edgekit.verify.placement import describe_hidden, describe_unmatched, find_gap
 from edgekit.verify.report import recheck_report
 from edgekit.verify.run import verify_bundle
-from edgekit.verify.run_report import RunReport
+from edgekit.verify.run_report import PlacementGap, RunReport
 
 Change = Callable[[onnx.ModelProto], None]
 

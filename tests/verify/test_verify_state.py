@@ -34,9 +34,8 @@ from edgekit.recipe import Data, Recipe
 from edgekit.report.text import list_verify_remarks
 from edgekit.serialize import to_json
 from edgekit.verify.on_devices import verify_with
-from edgekit.verify.report import VerifyReport
+from edgekit.verify.report import VerifyReport, read_report, write_report
 from edgekit.verify.run import verify_bundle
-from edgekit.verify.saved import read_report, write_report
 
 
 @pytest.fixture(scope="module")

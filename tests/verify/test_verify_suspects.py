@@ -5,7 +5,7 @@ import pytest
 from verify_devices import from_list
 
 from edgekit.model.tensors import Array, Tensors
-from edgekit.verify.causes.suspects import find_suspects
+from edgekit.verify.suspects import find_suspects
 
 RNG = np.random.default_rng(0)
 ROWS: list[Tensors] = [

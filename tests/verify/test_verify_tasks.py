@@ -19,14 +19,14 @@ from edgekit.data.samples import Samples
 from edgekit.errors import DataError, EdgekitError, UsageError
 from edgekit.model.tensors import Array, Tensors
 from edgekit.target import TaskLimit
-from edgekit.verify.tasks.scores import (
+from edgekit.verify.task_metrics import METRICS, measure_task
+from edgekit.verify.task_scores import (
     TaskReport,
     check_class_labels,
     describe_difference,
     judge_task,
     measure_accuracy,
 )
-from edgekit.verify.tasks.tasks import METRICS, measure_task
 
 
 def measure(

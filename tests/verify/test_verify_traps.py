@@ -19,9 +19,14 @@ from edgekit.devices.device import DeviceRun, Job, PlacedNode
 from edgekit.evidence import Evidence
 from edgekit.model.model import Model
 from edgekit.model.tensors import Array, Tensors
-from edgekit.verify.causes.suspects import find_input_mistake, find_suspects
-from edgekit.verify.causes.traps import find_ignored_optimisations, list_traps, may_saturate
 from edgekit.verify.run import verify_bundle
+from edgekit.verify.suspects import (
+    find_ignored_optimisations,
+    find_input_mistake,
+    find_suspects,
+    list_traps,
+    may_saturate,
+)
 
 VNNI = "flags : fpu sse avx2 avx512f avx512_vnni"
 NO_VNNI = "flags : fpu sse avx2 avx512f"

@@ -39,19 +39,19 @@ SLOWEST = 4.0
 LEAST_KILLED = 0.85
 TESTS = {
     "verify/metrics/tensor_metrics.py": "verify/test_verify_metrics.py verify/test_verify_compare.py",
-    "verify/tasks/scores.py": "verify/test_verify_gate.py verify/test_verify_tasks.py",
+    "verify/task_scores.py": "verify/test_verify_gate.py verify/test_verify_tasks.py",
     "verify/metrics/intervals.py": "verify/test_verify_gate.py verify/test_verify_metrics.py",
     "verify/metrics/outputs.py": "verify/test_verify_gate.py verify/test_verify_compare.py",
     "verify/metrics/fidelity.py": "verify/test_verify_honesty.py",
-    "verify/causes/own_model.py": "verify/test_verify_own_model.py verify/test_verify_honesty.py",
-    "verify/causes/suspects.py": "verify/test_verify_suspects.py",
-    "verify/devices/placement.py": (
+    "verify/own_model.py": "verify/test_verify_own_model.py verify/test_verify_honesty.py",
+    "verify/suspects.py": "verify/test_verify_suspects.py",
+    "verify/placement.py": (
         "verify/test_verify_placement.py "
         "--deselect=tests/verify/test_verify_placement.py::test_layers_that_fall_back_fail_the_run"
     ),
     "verify/history.py": "verify/test_verify_history.py",
-    "verify/devices/bisect.py": "verify/test_verify_bisect.py",
-    "verify/tasks/tasks.py": "quantize/test_quantize_predict.py",
+    "verify/layers/on_device.py": "verify/test_verify_bisect.py",
+    "verify/task_metrics.py": "quantize/test_quantize_predict.py",
     "bundle/multi.py": "bundle/test_bundle_sign.py bundle/test_bundle_archive.py bundle/test_bundle_multi.py",
     "bundle/sign.py": "bundle/test_bundle_sign.py",
     "bundle/checks.py": "bundle/test_bundle_manifest.py bundle/test_bundle_folder.py",

@@ -35,7 +35,7 @@ from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quant
 from edgekit.quantize.accuracy.predict import MOST_SAMPLES, Prediction, predict_drop
 from edgekit.quantize.ranges import TensorRange
 from edgekit.target import TaskLimit, load_target
-from edgekit.verify.tasks.tasks import measure_drop
+from edgekit.verify.task_metrics import measure_drop
 
 CLASSIFIERS = tuple(name for name in TASKS if name not in {"superres_core_224", "fastestdet", "silero_vad"})
 _COUNTED = ("same", "other", "bare")

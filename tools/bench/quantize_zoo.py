@@ -43,8 +43,8 @@ from edgekit.model.tensors import Tensors
 from edgekit.prepare.clean import prepare_model
 from edgekit.recipe import Data, Recipe
 from edgekit.target import load_target, target_names
-from edgekit.verify.tasks.scores import TaskReport
-from edgekit.verify.tasks.tasks import find_metric, measure_task
+from edgekit.verify.task_metrics import find_metric, measure_task
+from edgekit.verify.task_scores import TaskReport
 
 MAX_DROP = 0.5
 _Stock = tuple[str, list[Tensors], int]

@@ -49,8 +49,8 @@ from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Tensors
 from edgekit.quantize.accuracy.output_kinds import read_output_kinds
 from edgekit.target import Target
-from edgekit.verify.devices.bisect import locate_on_device
 from edgekit.verify.layers.comparison import compare_layers, find_first_bad
+from edgekit.verify.layers.on_device import locate_on_device
 from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.outputs import doubt_output, judge_output
 

@@ -10,8 +10,7 @@ from PIL import Image
 
 from edgekit.data.samples import Samples, select_samples, spread_indices
 from edgekit.model.tensors import Array
-from edgekit.verify.facts import Located
-from edgekit.verify.layers.comparison import LayerReport, find_first_bad
+from edgekit.verify.layers.comparison import LayerReport, Located, find_first_bad
 from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.report import AttributionStep, VerifyReport
 from edgekit.verify.run_report import RunReport

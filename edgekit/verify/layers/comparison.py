@@ -6,6 +6,7 @@ lies in the bundle, for the float model is gone when it is verified.
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -20,8 +21,7 @@ from edgekit.graph.graph import Graph, view_model
 from edgekit.model.model import Model, read_proto
 from edgekit.model.scaling import read_scaling, scale_channels
 from edgekit.model.tensors import Array, Tensors
-from edgekit.verify.layers.overflows import HALF_MAX, Size, measure_size, settle_infinities
-from edgekit.verify.matching.grids import (
+from edgekit.verify.layers.grids import (
     ROUNDING,
     Arithmetic,
     Grid,
@@ -33,8 +33,16 @@ from edgekit.verify.matching.grids import (
     follow_moves,
     measure_steps,
 )
-from edgekit.verify.matching.match import DEQUANTIZE, MatchedTensor, match_tensors
-from edgekit.verify.matching.trace import ISOLATED_PREFIX, adapt_sample, open_isolated, open_traced
+from edgekit.verify.layers.matching import (
+    DEQUANTIZE,
+    ISOLATED_PREFIX,
+    MatchedTensor,
+    adapt_sample,
+    match_tensors,
+    open_isolated,
+    open_traced,
+)
+from edgekit.verify.layers.overflows import HALF_MAX, Size, measure_size, settle_infinities
 from edgekit.verify.metrics import tensor_metrics as metrics
 from edgekit.verify.metrics.tensor_metrics import ErrorSums
 
@@ -137,6 +145,23 @@ class LayerReport(msgspec.Struct, frozen=True, kw_only=True):
     overflows: bool = False
     rounding_steps: tuple[float, float] | None = None
     non_finite: int = 0
+
+
+class Located(msgspec.Struct, frozen=True, kw_only=True):
+    """The first layer after which a device leaves the model, None if it does not; and how many runs that took.
+
+    `found_by` tells whether the device gave the tensors inside, which `layers` then measures, or the model was cut at
+    one of `cuts` places. `notes` say what was done otherwise, and why. `operations` names for each layer what it is in
+    the ML Program that Core ML's provider wrote, "conv 'stem__0' (half)", where that provider runs.
+    """
+
+    layer: str | None
+    runs: int
+    cuts: int
+    found_by: Literal["tensors", "cuts"] = "cuts"
+    layers: tuple[LayerReport, ...] = ()
+    notes: tuple[str, ...] = ()
+    operations: dict[str, tuple[str, ...]] = {}
 
 
 class _Sums(msgspec.Struct):

@@ -14,7 +14,7 @@ from edgekit.devices.local.emulated import UNOPTIMIZED, find_float_types, round_
 from edgekit.graph.graph import Graph, read_graph
 from edgekit.model.model import MAX_PROTOBUF_BYTES, Model, read_proto
 from edgekit.model.tensors import Array, Tensors
-from edgekit.verify.matching.trace import adapt_sample, open_traced
+from edgekit.verify.layers.matching import adapt_sample, open_traced
 from edgekit.verify.metrics.tensor_metrics import SampleErrors, measure_errors, sqnr_db
 
 HALF_MAX = 65504.0

@@ -1,15 +1,27 @@
-"""What a provider left to the CPU although it was predicted to take it."""
+"""What a provider took on a device: which nodes it left to the CPU, and what becomes of the other model files."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
 
 from edgekit._ort import CPU_PROVIDER
+from edgekit.bundle.folder import Bundle
+from edgekit.bundle.golden import Golden, read_inputs, read_outputs
 from edgekit.check.placement import place_observed
 from edgekit.check.report import CheckedNode, CheckReport, Placed
-from edgekit.devices.device import DeviceRun, Job, PlacedNode
-from edgekit.devices.placed import FAMILIES, find_lost, goes_unnamed, match_nodes, name_as_model
+from edgekit.data.samples import select_samples, spread_indices
+from edgekit.devices.bundled import make_job
+from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job, PlacedNode
+from edgekit.devices.named import kind_of
+from edgekit.devices.placed import FAMILIES, count_nodes, find_lost, goes_unnamed, match_nodes, name_as_model
+from edgekit.devices.recorded import is_recorded
+from edgekit.errors import EdgekitError
 from edgekit.model.external import skim_model
-from edgekit.verify.facts import OBSERVING, PlacementGap
+from edgekit.target import Form, Verification
+from edgekit.verify.metrics.compare import compare_bundled
+from edgekit.verify.run_report import OBSERVING, FileReport, PlacementGap
 
 _MOST_NAMES = 20
 # Their bodies hold nodes that a session reports, and that the list of the model's nodes does not have.
@@ -128,3 +140,42 @@ def _count_hidden(check: CheckReport, placement: Sequence[PlacedNode], known: se
     unseen = sum(node.op not in FAMILIES and node.name not in known for node in left)
     made = sum(node.provider == CPU_PROVIDER and node.name not in known for node in placement)
     return max(0, unseen - made)
+
+
+LINKED_RUNTIMES = frozenset({"android", "ios-sim"})
+"""Kinds of devices that are the runtime which an app links."""
+
+
+def list_other_forms(bundle: Bundle, device: Device, plan: Verification) -> tuple[Form, ...]:
+    """Returns the forms that a bundle ships beside that of the plan, where the device can say what becomes of them."""
+    is_asked = kind_of(device) in LINKED_RUNTIMES and not is_recorded(device)
+    forms = bundle.manifest.forms if is_asked else {}
+    return tuple(form for form in forms if form not in {plan.form, "context"})
+
+
+def try_model_files(
+    bundle: Bundle, device: Device, plan: Verification, golden: Golden, work: Path
+) -> Iterator[FileReport]:
+    """Yields what becomes of each other model file on a device, with the fewest samples that it runs."""
+    rows = spread_indices(golden.samples, min(LEAST_SAMPLES, plan.samples))
+    samples = select_samples(read_inputs(golden), rows)
+    reference = select_samples(read_outputs(golden), rows)
+    for form in list_other_forms(bundle, device, plan):
+        folder = work / form
+        folder.mkdir(parents=True)
+        job = make_job(bundle, msgspec.structs.replace(plan, form=form), samples)
+        try:
+            run = device.run_job(job, folder)
+        except EdgekitError as error:
+            yield FileReport(file=job.model.name, form=form, failure=error.message)
+            continue
+        yield FileReport(
+            file=job.model.name,
+            form=form,
+            provider_nodes=count_nodes(run, job),
+            placed=find_placed(run, job),
+            load_ms=run.load_ms,
+            outputs=() if run.failure else compare_bundled(bundle, reference, run.outputs),
+            failure=run.failure,
+            crashed=run.crashed,
+        )

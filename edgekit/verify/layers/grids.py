@@ -15,7 +15,7 @@ from onnx import TensorProto
 from edgekit.graph.graph import Graph, Node, view_model
 from edgekit.model.model import Model, read_proto
 from edgekit.model.tensors import Array
-from edgekit.verify.matching.match import DEQUANTIZE, QUANTIZE, MatchedTensor, sort_nodes
+from edgekit.verify.layers.matching import DEQUANTIZE, QUANTIZE, MatchedTensor, sort_nodes
 
 # The steps of an 8-bit grid. Grids of 16 bits are measured in steps of 8: weights of 8 bits cost more than theirs.
 _STEPS = 255.0

@@ -17,7 +17,7 @@ from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.report import AttributionStep, Step, VerifyReport
 from edgekit.verify.run_report import RunReport
-from edgekit.verify.tasks.scores import measure_accuracy
+from edgekit.verify.task_scores import measure_accuracy
 
 _HISTORY = "where the loss comes from is what an earlier verification found, as the bundle's verify.json tells it"
 

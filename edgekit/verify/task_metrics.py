@@ -29,7 +29,7 @@ from edgekit.target import TaskLimit
 from edgekit.verify.metrics.agreement import count_edits
 from edgekit.verify.metrics.intervals import bootstrap_pairs, interval_of_pairs
 from edgekit.verify.metrics.tensor_metrics import DB_LIMIT, decibels
-from edgekit.verify.tasks.scores import TaskReport, Unit
+from edgekit.verify.task_scores import TaskReport, Unit
 
 
 def decode_text(value: Array, limit: TaskLimit) -> str:

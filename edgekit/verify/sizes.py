@@ -19,9 +19,9 @@ from edgekit.devices.recorded import is_recorded
 from edgekit.errors import DataError, EdgekitError
 from edgekit.model.outputs import Reading
 from edgekit.model.tensors import Tensors
-from edgekit.verify.facts import BucketReport, SizesReport
 from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.outputs import OutputReport
+from edgekit.verify.run_report import BucketReport, SizesReport
 
 _MOST_BYTES = 32 << 20
 

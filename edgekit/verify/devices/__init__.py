@@ -1,1 +1,0 @@
-"""Layers on a device: cuts, probes, bisection, placement."""

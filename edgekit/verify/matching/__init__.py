@@ -1,1 +1,0 @@
-"""Which tensor of one model is which of the other."""

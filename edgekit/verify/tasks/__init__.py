@@ -1,1 +1,0 @@
-"""Metrics of a task: accuracy, detection, text, sound."""
