@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import click
 import msgspec
@@ -12,13 +13,12 @@ from edgekit.bench.bench import bench_on
 from edgekit.bench.blocks import Effort
 from edgekit.bench.history import hold_against_last, record_bench
 from edgekit.bench.report import BenchReport
-from edgekit.bench.subject import Opening
 from edgekit.cli import options
-from edgekit.cli.limits import limit
+from edgekit.cli.declare import Argument, Option, as_command, number
 from edgekit.cli.main import NO, YES
 from edgekit.cli.screen import print_table, show_json, show_line, showing_progress
+from edgekit.cli.subjects import Devices, ModelOpening, Threads
 from edgekit.devices.device import Queue
-from edgekit.devices.register import DeviceChoice
 from edgekit.errors import UsageError
 from edgekit.report.ci import render_bench_markdown
 from edgekit.report.timing import list_bench_remarks, list_series, table_bench
@@ -46,80 +46,45 @@ def _read_queue(_context: click.Context, _parameter: click.Parameter, value: str
     return limited, msgspec.structs.replace(limited, wait_ms=None)
 
 
-@click.command(short_help="Time a bundle or a model on devices, or two of them in interleaved rounds.")
-@click.argument("subject", type=click.Path(path_type=Path))
-@options.ON
-@options.ON_FILE
-@options.DEVICE_SET
-@click.option("--runs", type=click.IntRange(1, 100_000), metavar="N", help="Time N runs, whatever the spread.")
-@limit("--seconds", "seconds", click.FloatRange(0.1, 3600), "Run at most X seconds a device (20).")
-@options.THREADS
-@click.option(
-    "--inter-op-threads",
-    type=click.IntRange(0, 256),
-    default=0,
-    metavar="N",
-    help="Nodes at once in parallel execution.",
-)
-@click.option(
-    "--execution-mode", type=click.Choice(["sequential", "parallel"]), help="Default: sequential, or as tuned."
-)
-@click.option(
-    "--against", type=click.Path(path_type=Path), metavar="OTHER", help="Run OTHER in rounds interleaved with SUBJECT."
-)
-@options.SESSION_TARGET
-@click.option("--batch", "batches", metavar="N,N", callback=_read_sizes, help="Batch sizes to time, such as 1,2,4,8.")
-@click.option(
-    "--concurrency", metavar="N,N", callback=_read_sizes, help="Runs at once in one session to time, such as 1,2,4."
-)
-@click.option(
-    "--queue",
-    "queues",
-    metavar="RATE[:MS]",
-    callback=_read_queue,
-    help="Serve RATE requests a second, in batches that wait MS for more (5), or until full.",
-)
-@click.option("--io-binding", is_flag=True, help="Bind inputs, and write outputs where those of the run before lie.")
-@options.DIM
-@options.FREEZE
-@options.FIRST_SAMPLE
-@click.option(
-    "--markdown", type=click.Path(path_type=Path), metavar="FILE", help="Write Markdown too, for a pull request."
-)
-@click.option(
-    "--series", type=click.Path(path_type=Path), metavar="FILE", help="Write the figures for a dashboard too (.json)."
-)
-@click.option(
-    "--history", type=click.Path(path_type=Path), metavar="FILE", help="Compare with the last one, and record."
-)
-@limit("--max-slowdown", "max_slowdown", click.FloatRange(min=1), "With --history: most times the last median.")
-@options.JSON
-@options.verbosity
+@as_command
 def command(
-    subject: Path,
-    names: tuple[str, ...],
-    on_file: Path | None,
-    settings: dict[str, str],
-    runs: int | None,
-    seconds: float | None,
-    threads: int,
-    inter_op_threads: int,
-    execution_mode: str | None,
-    against: Path | None,
-    target: str | None,
-    batches: tuple[int, ...],
-    concurrency: tuple[int, ...],
-    queues: tuple[Queue, ...],
-    io_binding: bool,
-    dims: dict[str, int],
-    freeze: dict[str, float],
-    data: str | None,
-    markdown: Path | None,
-    series: Path | None,
-    history: Path | None,
-    max_slowdown: float | None,
-    as_json: bool,
-    volume: int,
+    subject: Annotated[Path, Argument()],
+    choice: Devices,
+    runs: Annotated[int | None, Option("Time N runs, whatever the spread.", "N", type=click.IntRange(1, 100_000))],
+    seconds: Annotated[float | None, number("Run at most X seconds a device (20).", click.FloatRange(0.1, 3600))],
+    threads: Threads,
+    inter_op_threads: Annotated[
+        int, Option("Nodes at once in parallel execution.", "N", type=click.IntRange(0, 256), default=0)
+    ],
+    execution_mode: Annotated[
+        str | None, Option("Default: sequential, or as tuned.", type=click.Choice(["sequential", "parallel"]))
+    ],
+    against: Annotated[Path | None, Option("Run OTHER in rounds interleaved with SUBJECT.", "OTHER")],
+    batches: Annotated[
+        tuple[int, ...], Option("Batch sizes to time, such as 1,2,4,8.", "N,N", "--batch", callback=_read_sizes)
+    ],
+    concurrency: Annotated[
+        tuple[int, ...], Option("Runs at once in one session to time, such as 1,2,4.", "N,N", callback=_read_sizes)
+    ],
+    queues: Annotated[
+        tuple[Queue, ...],
+        Option(
+            "Serve RATE requests a second, in batches that wait MS for more (5), or until full.",
+            "RATE[:MS]",
+            "--queue",
+            callback=_read_queue,
+        ),
+    ],
+    io_binding: Annotated[bool, Option("Bind inputs, and write outputs where those of the run before lie.")],
+    opening: ModelOpening,
+    markdown: Annotated[Path | None, Option("Write Markdown too, for a pull request.", "FILE")],
+    series: Annotated[Path | None, Option("Write the figures for a dashboard too (.json).", "FILE")],
+    history: Annotated[Path | None, Option("Compare with the last one, and record.", "FILE")],
+    max_slowdown: Annotated[
+        float | None, number("With --history: most times the last median.", click.FloatRange(min=1))
+    ],
+    as_json: options.Json,
+    volume: options.Volume,
 ) -> int:
     """Time SUBJECT, a bundle or a model, on devices: median, p95, p99, load time, memory, and how sure that is.
 
@@ -134,7 +99,6 @@ def command(
 
     Exit code 0: something was timed, and nothing failed or is too slow. 1: not so. 2: the usage or an input is wrong.
     """
-    choice = DeviceChoice(names=names, file=on_file, settings=settings)
     if inter_op_threads and execution_mode == "sequential":
         raise UsageError("--inter-op-threads run nodes side by side", hint="give --execution-mode parallel")
     effort = Effort(
@@ -146,7 +110,6 @@ def command(
         io_binding=io_binding,
     )
     efforts = _list_efforts(effort, concurrency, batches, queues)
-    opening = Opening(target=target, data=data, dims=dims, freeze=freeze)
     openings = [msgspec.structs.replace(opening, batch=batch) for batch in ((1,) if queues else batches or (None,))]
     _refuse_contradictions(against, len(openings) * len(efforts), history, max_slowdown)
     options.require_places((markdown, series, history), (subject, against))

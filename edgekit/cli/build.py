@@ -2,75 +2,55 @@
 
 from functools import partial
 from pathlib import Path
-
-import click
+from typing import Annotated
 
 from edgekit.cli import options
+from edgekit.cli.declare import Option, as_command
 from edgekit.cli.screen import show_json, showing_progress
 from edgekit.cli.terminal import show_build
 from edgekit.jobs.build import build
-from edgekit.recipe import PRECISIONS, PrecisionChoice
 
 
-@click.command(short_help="Make a verified bundle of a model for each target.")
-@options.MODEL
-@options.DATA
-@options.PREPROCESS
-@click.option("--eval", "evaluation", metavar="DATA", help="Samples to verify with; else some of --data are kept back.")
-@click.option("--labels", type=click.Path(path_type=Path), metavar="FILE", help="The class of each --eval sample.")
-@click.option(
-    "--golden", type=click.Path(path_type=Path), metavar="DIR", help="An earlier build: take its float reference."
-)
-@click.option(
-    "--target",
-    "targets",
-    multiple=True,
-    metavar="NAME",
-    help="A target, its folder, all (the default), pc, or auto: what this machine runs.",
-)
-@options.SET
-@options.DIM_OR_BUCKETS
-@options.SHAPE
-@options.FREEZE
-@options.PAD
-@click.option("--precision", type=click.Choice(PRECISIONS, case_sensitive=False), help="Default: auto.")
-@options.samples_and_steps
-@click.option("--fix/--no-fix", default=None, help="Rewrite the graph where a target then takes more (the default).")
-@options.max_drop("Answers that may change, in percent.")
-@click.option("--recipe", type=click.Path(path_type=Path), metavar="FILE", help="These options in a .toml file.")
-@options.CACHE
-@options.time_budget("Plan and verify no longer; what must be done (calibrate, convert, start devices) comes on top")
-@click.option("--verify/--no-verify", default=True, help="Run each bundle on what imitates its device here.")
-@click.option("--out", required=True, type=click.Path(path_type=Path), metavar="DIR", help="Where the bundles go.")
-@options.ACCEPT_UNPROVEN
-@options.JSON
-@options.verbosity
+@as_command
 def command(
-    model: Path,
-    data: str,
-    preprocess: Path | None,
-    evaluation: str | None,
-    labels: Path | None,
-    golden: Path | None,
-    targets: tuple[str, ...],
-    settings: dict[str, str],
-    dims: tuple[str, ...],
-    shapes: tuple[str, ...],
-    freeze: dict[str, float],
-    pad: dict[str, float],
-    precision: PrecisionChoice | None,
-    samples: int | None,
-    steps: int | None,
-    fix: bool | None,
-    max_drop: float | None,
-    recipe: Path | None,
-    cache: Path | None,
-    time_budget: float | None,
-    verify: bool,
-    out: Path,
-    accept_unproven: bool,
-    as_json: bool,
-    volume: int,
+    model: options.ModelFile,
+    data: options.DataSource,
+    preprocess: options.PreprocessFile,
+    evaluation: options.EvaluationSource,
+    labels: Annotated[Path | None, Option("The class of each --eval sample.", "FILE")],
+    golden: Annotated[Path | None, Option("An earlier build: take its float reference.", "DIR")],
+    targets: Annotated[
+        tuple[str, ...],
+        Option("A target, its folder, all (the default), pc, or auto: what this machine runs.", "NAME", "--target"),
+    ],
+    settings: options.Settings,
+    dims: options.DimsOrBuckets,
+    shapes: options.Shapes,
+    freeze: options.Freeze,
+    pad: options.Pad,
+    precision: options.PrecisionWord,
+    samples: options.SampleCount,
+    steps: options.Steps,
+    fix: Annotated[
+        bool | None,
+        Option("Rewrite the graph where a target then takes more (the default).", words="--fix/--no-fix", default=None),
+    ],
+    max_drop: Annotated[float | None, options.max_drop("Answers that may change, in percent.")],
+    recipe: options.RecipeFile,
+    cache: options.CacheFolder,
+    time_budget: Annotated[
+        float | None,
+        options.time_budget(
+            "Plan and verify no longer; what must be done (calibrate, convert, start devices) comes on top"
+        ),
+    ],
+    verify: Annotated[
+        bool, Option("Run each bundle on what imitates its device here.", words="--verify/--no-verify", default=True)
+    ],
+    out: Annotated[Path, Option("Where the bundles go.", "DIR")],
+    accept_unproven: options.AcceptUnproven,
+    as_json: options.Json,
+    volume: options.Volume,
 ) -> int:
     """Make a verified bundle of MODEL for each target.
 

@@ -1,11 +1,10 @@
 """`edgekit check`."""
 
-from pathlib import Path
-
-import click
+from typing import Annotated
 
 from edgekit._files import write_file
 from edgekit.cli import options
+from edgekit.cli.declare import Option, as_command
 from edgekit.cli.main import NO, UNPROVEN, YES
 from edgekit.cli.screen import print_table, show_json, show_line, showing_progress
 from edgekit.jobs.check import check_targets, describe_checks
@@ -15,32 +14,20 @@ from edgekit.report.forecasts import describe_forecast
 from edgekit.report.pages.check_page import render_check
 
 
-@click.command(short_help="Say node by node what each target would take, why not, and what to do.")
-@options.MODEL
-@options.TARGETS
-@options.SET
-@options.DIM
-@options.SHAPE
-@options.FREEZE
-@click.option("--recipe", type=click.Path(path_type=Path), metavar="FILE", help="These options in a .toml file.")
-@click.option("--observe", is_flag=True, help="Ask the real provider too, where one can run here.")
-@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write an HTML page as well.")
-@click.option("--compare-ort", is_flag=True, help="Say what ONNX Runtime's own checker says, and why that differs.")
-@options.JSON
-@options.verbosity
+@as_command
 def command(
-    model: Path,
-    targets: tuple[str, ...],
-    settings: dict[str, str],
-    dims: dict[str, int],
-    shapes: tuple[str, ...],
-    freeze: dict[str, float],
-    recipe: Path | None,
-    observe: bool,
-    html: Path | None,
-    compare_ort: bool,
-    as_json: bool,
-    volume: int,
+    model: options.ModelFile,
+    targets: options.TargetNames,
+    settings: options.Settings,
+    dims: options.Dims,
+    shapes: options.Shapes,
+    freeze: options.Freeze,
+    recipe: options.RecipeFile,
+    observe: Annotated[bool, Option("Ask the real provider too, where one can run here.")],
+    html: options.HtmlFile,
+    compare_ort: Annotated[bool, Option("Say what ONNX Runtime's own checker says, and why that differs.")],
+    as_json: options.Json,
+    volume: options.Volume,
 ) -> int:
     """Say node by node what each target would take of MODEL, why not, and what to do.
 

@@ -2,13 +2,14 @@
 
 import platform
 from pathlib import Path
+from typing import Annotated
 
 import click
 import msgspec
 
 from edgekit._files import require_place, work_folder, write_file
 from edgekit.cli import options
-from edgekit.cli.limits import DROP, METRIC, limit
+from edgekit.cli.declare import Argument, Option, as_command, number
 from edgekit.cli.main import YES
 from edgekit.cli.screen import print_table, show_json, show_line, showing_progress
 from edgekit.cli.terminal import show_comparison
@@ -35,52 +36,33 @@ from edgekit.verify.two_models import ModelComparison, add_task, compare_models,
 _EQUAL_DB = 200.0
 
 
-@click.command(short_help="Say how far one model lies from another, and in which layer it begins.")
-@click.argument("a", type=click.Path(path_type=Path))
-@click.argument("b", required=False, type=click.Path(path_type=Path))
-@options.DATA
-@options.PREPROCESS
-@options.SAMPLES
-@click.option("--formats", is_flag=True, help="In place of B: what each quantization format makes of A, in one table.")
-@click.option(
-    "--cpu", type=click.Choice(["arm", "x64"]), help="With --formats: whose kernels. Default: this machine's."
-)
-@options.DIM
-@options.FREEZE
-@click.option("--layers", is_flag=True, help="Compare layer by layer, through Q and DQ nodes.")
-@limit("--min-sqnr", "min_sqnr", click.FloatRange(-200, 200), "Say no below this signal-to-noise ratio in dB.")
-@click.option("--on", "device", metavar="DEVICE", help="Run B on this device; --layers then compares its layers.")
-@click.option("--target", metavar="NAME", help="How the device opens B; auto: as this machine. Default: nnapi.")
-@METRIC
-@click.option("--labels", type=click.Path(path_type=Path), metavar="FILE", help="The label of each sample.")
-@DROP
-@options.CUSTOM_OPS
-@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write the comparison as a page too.")
-@options.ACCEPT_UNPROVEN
-@options.JSON
-@options.verbosity
+@as_command
 def command(
-    a: Path,
-    b: Path | None,
-    data: str,
-    preprocess: Path | None,
-    samples: int | None,
-    formats: bool,
-    cpu: Cpu | None,
-    dims: dict[str, int],
-    freeze: dict[str, float],
-    layers: bool,
-    min_sqnr: float | None,
-    device: str | None,
-    target: str | None,
-    metric: str | None,
-    labels: Path | None,
-    max_metric_drop: float | None,
-    custom_ops: tuple[Path, ...],
-    html: Path | None,
-    accept_unproven: bool,
-    as_json: bool,
-    volume: int,
+    a: Annotated[Path, Argument()],
+    b: Annotated[Path | None, Argument()],
+    data: options.DataSource,
+    preprocess: options.PreprocessFile,
+    samples: options.SampleCount,
+    formats: Annotated[bool, Option("In place of B: what each quantization format makes of A, in one table.")],
+    cpu: Annotated[
+        Cpu | None, Option("With --formats: whose kernels. Default: this machine's.", type=click.Choice(["arm", "x64"]))
+    ],
+    dims: options.Dims,
+    freeze: options.Freeze,
+    layers: Annotated[bool, Option("Compare layer by layer, through Q and DQ nodes.")],
+    min_sqnr: Annotated[
+        float | None, number("Say no below this signal-to-noise ratio in dB.", click.FloatRange(-200, 200))
+    ],
+    device: Annotated[str | None, Option("Run B on this device; --layers then compares its layers.", "DEVICE", "--on")],
+    target: Annotated[str | None, Option("How the device opens B; auto: as this machine. Default: nnapi.", "NAME")],
+    metric: options.Metric,
+    labels: Annotated[Path | None, Option("The label of each sample.", "FILE")],
+    max_metric_drop: options.MetricDrop,
+    custom_ops: options.CustomOps,
+    html: Annotated[Path | None, Option("Write the comparison as a page too.", "FILE")],
+    accept_unproven: options.AcceptUnproven,
+    as_json: options.Json,
+    volume: options.Volume,
 ) -> int:
     """Say how far model B lies from model A on the same samples, both on this machine's CPU without optimisation.
 

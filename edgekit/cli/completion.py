@@ -1,17 +1,21 @@
 """`edgekit completion`."""
 
+from typing import Annotated
+
 import click
 from click.shell_completion import get_completion_class
 
+from edgekit.cli.declare import Argument, as_command
 from edgekit.cli.main import YES, group
 from edgekit.cli.screen import show_line
 
 SHELLS = ("bash", "fish", "zsh")
 
 
-@click.command(short_help="Print what a shell needs to complete commands and options.")
-@click.argument("shell", type=click.Choice(SHELLS))
-def command(shell: str) -> int:
+@as_command
+def command(
+    shell: Annotated[str, Argument(type=click.Choice(SHELLS))],
+) -> int:
     """Print what SHELL needs to complete edgekit's commands, options and their values.
 
     \b

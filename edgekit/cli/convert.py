@@ -1,14 +1,15 @@
 """`edgekit convert`."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
 import msgspec
 
 from edgekit._ort import Level
 from edgekit.cli import options
+from edgekit.cli.declare import From, Option, as_command
 from edgekit.cli.main import YES
 from edgekit.cli.options import split_names
 from edgekit.cli.screen import print_table, show_json, show_line, showing_progress
@@ -25,13 +26,13 @@ from edgekit.quantize.weight_only.convert import (
     BLOCK_ROUNDINGS,
     WEIGHT_FORMS,
     BlockRounding,
+    WeightForm,
     WeightOnlyOptions,
 )
-from edgekit.recipe import Recipe
+from edgekit.recipe import Data, Recipe
 from edgekit.report.tables import format_bytes, make_table
 from edgekit.target import Form, Target
 
-_CPUS: tuple[Cpu, ...] = ("arm", "x64")
 _STYLES: dict[str, tuple[Style, ...]] = {"full": ("full",), "runtime": ("runtime",), "both": ("full", "runtime")}
 _FEW_PARTS = 4
 # Operators whose fate tells nothing by itself.
@@ -50,68 +51,116 @@ class _RoundingChoice(click.Choice[BlockRounding]):
         return super().convert(value, param, ctx)
 
 
-@click.command(short_help="Write the files that a runtime loads: ORT format, full or runtime style.")
-@options.MODEL
-@click.option(
-    "--target", metavar="NAME", help="Write what this target loads; it settles style, level and CPU. Or auto."
-)
-@options.SET
-@options.DIM
-@options.FREEZE
-@click.option("--style", type=click.Choice(sorted(_STYLES)), help="Default: both.")
-@click.option(
-    "--level",
-    "levels",
-    type=click.Choice([level.value for level in Level]),
-    multiple=True,
-    help="Default: all. With --onnx, several: the optimized model of each.",
-)
-@click.option("--cpu", type=click.Choice(_CPUS), help="The CPU whose kernels the file is for. Default: arm.")
-@click.option("--onnx", "with_onnx", is_flag=True, help="Write the ONNX model too; with --level, the optimized one.")
-@click.option("--soc", "socs", metavar="43,69", help="Qualcomm SoCs, all in one QNN context; for --target qnn.")
-@click.option("--htp-arch", "archs", metavar="73,79", help="Or: Hexagon versions, all in one QNN context.")
-@click.option("--embed-context", "embedded", is_flag=True, help="Put the QNN context inside the ONNX file.")
-@click.option("--mlpackage", is_flag=True, help="Write what Core ML would load too; for --target coreml.")
-@click.option("--cache", is_flag=True, help="Write the Core ML provider's cache, for an app to ship.")
-@click.option("--fuse", type=click.Choice(["transformer"]), help="Fuse patterns into ONNX Runtime's own operators.")
-@click.option("--model-type", metavar="NAME", help="The family of the transformer. Default: bert.")
-@click.option("--heads", type=int, default=0, metavar="N", help="Its attention heads. Default: found out.")
-@click.option("--hidden-size", type=int, default=0, metavar="N", help="Its hidden size. Default: found out.")
-@click.option("--weights", type=click.Choice(WEIGHT_FORMS), help="Make weights smaller; activations stay float.")
-@click.option("--keep", metavar="A,B", help="Nodes whose weights stay as they are.")
-@click.option("--block", type=int, metavar="N", help="Weights that share a scale in int8 and int4. Default: 32.")
-@click.option("--rounding", type=_RoundingChoice(BLOCK_ROUNDINGS), help="Of int4; comq learns from --data.")
-@click.option("--accuracy-level", "accuracy", type=int, metavar="0-4", help="Of MatMulNBits; 4: int8 products.")
-@click.option("--lpbq", is_flag=True, help="Scales of int4 that Qualcomm's HTP holds.")
-@click.option("--qoperator", is_flag=True, help="Write QLinear operators in place of Q and DQ nodes.")
-@options.CUSTOM_OPS
-@click.option(
-    "--data", metavar="DATA", help="Inputs to run each file on, and to learn roundings from. Default: drawn at random."
-)
-@options.PREPROCESS
-@click.option(
-    "--ort", "runtime", default="", metavar="1.22.0", help="The oldest ONNX Runtime that will load it; lower or refuse."
-)
-@click.option("--check/--no-check", "checked", default=True, help="Run each .ort file against its source.")
-@click.option("--out", required=True, type=click.Path(path_type=Path), metavar="DIR", help="Where the files go.")
-@options.JSON
-@options.verbosity
+class _Files(msgspec.Struct, frozen=True, kw_only=True):
+    """Which files are written where no target says which."""
+
+    style: Annotated[str | None, Option("Default: both.", type=click.Choice(sorted(_STYLES)))]
+    levels: Annotated[
+        tuple[str, ...],
+        Option(
+            "Default: all. With --onnx, several: the optimized model of each.",
+            words="--level",
+            type=click.Choice([level.value for level in Level]),
+        ),
+    ]
+    cpu: Annotated[Cpu | None, Option("The CPU whose kernels the file is for. Default: arm.")]
+    with_onnx: Annotated[bool, Option("Write the ONNX model too; with --level, the optimized one.", words="--onnx")]
+
+
+def _choose_context(
+    socs: Annotated[str | None, Option("Qualcomm SoCs, all in one QNN context; for --target qnn.", "43,69", "--soc")],
+    archs: Annotated[str | None, Option("Or: Hexagon versions, all in one QNN context.", "73,79", "--htp-arch")],
+    embedded: Annotated[bool, Option("Put the QNN context inside the ONNX file.", words="--embed-context")],
+) -> ContextOptions:
+    return ContextOptions(socs=split_names(socs), archs=split_names(archs), embedded=embedded)
+
+
+def _choose_coreml(
+    mlpackage: Annotated[bool, Option("Write what Core ML would load too; for --target coreml.")],
+    cache: Annotated[bool, Option("Write the Core ML provider's cache, for an app to ship.")],
+) -> CoreMlOptions:
+    return CoreMlOptions(packages=mlpackage, cache=cache)
+
+
+def _choose_fusion(
+    fuse: Annotated[
+        str | None, Option("Fuse patterns into ONNX Runtime's own operators.", type=click.Choice(["transformer"]))
+    ],
+    model_type: Annotated[str | None, Option("The family of the transformer. Default: bert.", "NAME")],
+    heads: Annotated[int, Option("Its attention heads. Default: found out.", "N", default=0)],
+    hidden_size: Annotated[int, Option("Its hidden size. Default: found out.", "N", default=0)],
+) -> FuseOptions | None:
+    if fuse is None and (model_type or heads or hidden_size):
+        raise UsageError("--model-type, --heads and --hidden-size say how to fuse", hint="add --fuse transformer")
+    return FuseOptions(model_type=model_type or "bert", heads=heads, hidden=hidden_size) if fuse else None
+
+
+def _choose_weights(
+    weights: Annotated[
+        WeightForm | None, Option("Make weights smaller; activations stay float.", type=click.Choice(WEIGHT_FORMS))
+    ],
+    keep: Annotated[str | None, Option("Nodes whose weights stay as they are.", "A,B")],
+    block: Annotated[int | None, Option("Weights that share a scale in int8 and int4. Default: 32.", "N")],
+    rounding: Annotated[
+        BlockRounding | None, Option("Of int4; comq learns from --data.", type=_RoundingChoice(BLOCK_ROUNDINGS))
+    ],
+    accuracy: Annotated[int | None, Option("Of MatMulNBits; 4: int8 products.", "0-4", "--accuracy-level")],
+    lpbq: Annotated[bool, Option("Scales of int4 that Qualcomm's HTP holds.")],
+) -> WeightOnlyOptions | None:
+    if weights is None:
+        if keep or block or rounding or lpbq or accuracy is not None:
+            raise UsageError(
+                "--keep, --block, --rounding, --lpbq and --accuracy-level say how to make weights smaller",
+                hint="add --weights int8",
+            )
+        return None
+    return WeightOnlyOptions(
+        form=weights,
+        kept=split_names(keep),
+        block=block or 32,
+        accuracy_level=accuracy or 0,
+        rounding=rounding or "nearest",
+        lpbq=lpbq,
+    )
+
+
+def _choose_inputs(
+    data: Annotated[
+        str | None, Option("Inputs to run each file on, and to learn roundings from. Default: drawn at random.", "DATA")
+    ],
+    preprocess: options.PreprocessFile,
+) -> Data | None:
+    if data is None and preprocess is not None:
+        raise UsageError("--preprocess says how to read --data", hint="add --data FOLDER")
+    return None if data is None else options.read_data(data, preprocess)
+
+
+@as_command
 def command(
-    model: Path,
-    target: str | None,
-    settings: dict[str, str],
-    dims: dict[str, int],
-    freeze: dict[str, float],
-    qoperator: bool,
-    custom_ops: tuple[Path, ...],
-    data: str | None,
-    preprocess: Path | None,
-    runtime: str,
-    checked: bool,
-    out: Path,
-    as_json: bool,
-    volume: int,
-    **asked: Any,
+    model: options.ModelFile,
+    target: Annotated[
+        str | None, Option("Write what this target loads; it settles style, level and CPU. Or auto.", "NAME")
+    ],
+    settings: options.Settings,
+    dims: options.Dims,
+    freeze: options.Freeze,
+    files: Annotated[_Files, From(_Files)],
+    context: Annotated[ContextOptions, From(_choose_context)],
+    coreml: Annotated[CoreMlOptions, From(_choose_coreml)],
+    fusion: Annotated[FuseOptions | None, From(_choose_fusion)],
+    weights: Annotated[WeightOnlyOptions | None, From(_choose_weights)],
+    qoperator: Annotated[bool, Option("Write QLinear operators in place of Q and DQ nodes.")],
+    custom_ops: options.CustomOps,
+    data: Annotated[Data | None, From(_choose_inputs)],
+    runtime: Annotated[
+        str, Option("The oldest ONNX Runtime that will load it; lower or refuse.", "1.22.0", "--ort", default="")
+    ],
+    checked: Annotated[
+        bool, Option("Run each .ort file against its source.", words="--check/--no-check", default=True)
+    ],
+    out: Annotated[Path, Option("Where the files go.", "DIR")],
+    as_json: options.Json,
+    volume: options.Volume,
 ) -> int:
     """Write the files of MODEL that a runtime loads, in canonical bytes.
 
@@ -121,17 +170,20 @@ def command(
       edgekit convert model.onnx --target coreml --mlpackage --cache --out converted
       edgekit convert model.onnx --onnx --level basic --level extended --out levels
     """
-    targets = () if target is None else (target,)
-    recipe = Recipe(targets=targets, settings=settings, dims=dims, freeze=freeze)
+    if target is None and context != DEFAULT_CONTEXT:
+        raise UsageError("--soc, --htp-arch and --embed-context are for a QNN context", hint="add --target qnn")
+    if coreml != CoreMlOptions() and target != "coreml":
+        raise UsageError("--mlpackage and --cache are for Core ML", hint="add --target coreml")
+    recipe = Recipe(targets=() if target is None else (target,), settings=settings, dims=dims, freeze=freeze)
     wanted = msgspec.structs.replace(
-        _choose_files(target, asked),
-        context=_choose_context(target, asked),
-        coreml=_choose_coreml(target, asked),
-        fuse=_choose_fusion(asked),
-        weights=_choose_weights(asked),
+        _choose_files(target, files),
+        context=context,
+        coreml=coreml,
+        fuse=fusion,
+        weights=weights,
         qoperator=qoperator,
         custom_ops=custom_ops,
-        data=options.parse_data(data, preprocess),
+        data=data,
         checked=checked,
         runtime=options.read_release(runtime),
     )
@@ -141,10 +193,10 @@ def command(
     return YES
 
 
-def _choose_files(target: str | None, asked: Mapping[str, Any]) -> ConvertOptions:
+def _choose_files(target: str | None, files: _Files) -> ConvertOptions:
     """Returns which files are written where no target says which: in ORT format, in ONNX, or of each level."""
-    style, levels, with_onnx = asked["style"], asked["levels"], asked["with_onnx"]
-    named = [name for name, value in (("--style", style), ("--level", levels), ("--cpu", asked["cpu"])) if value]
+    style, levels, with_onnx = files.style, files.levels, files.with_onnx
+    named = [name for name, value in (("--style", style), ("--level", levels), ("--cpu", files.cpu)) if value]
     if target is not None and (named or with_onnx):
         _refuse_fixed_options(load_target_here(target), named, _STYLES[style] if style else (), with_onnx=with_onnx)
     if len(levels) > 1 and (style or not with_onnx):
@@ -153,7 +205,7 @@ def _choose_files(target: str | None, asked: Mapping[str, Any]) -> ConvertOption
             hint="give one --level, or leave --style out and add --onnx",
         )
     return ConvertOptions(
-        ort=OrtOptions(style="full", cpu=asked["cpu"] or "arm", level=Level(levels[0] if levels else "all")),
+        ort=OrtOptions(style="full", cpu=files.cpu or "arm", level=Level(levels[0] if levels else "all")),
         styles=() if levels and with_onnx and not style else _STYLES[style or "both"],
         with_onnx=with_onnx and not levels,
         levels=tuple(map(Level, levels)) if with_onnx else (),
@@ -179,45 +231,6 @@ def _refuse_fixed_options(target: Target, named: Sequence[str], styles: tuple[St
             f"target '{target.name}' loads no ONNX file, so that --onnx would write one for nobody",
             hint=f"leave --onnx out ('{target.name}' loads {forms}), or leave --target out",
         )
-
-
-def _choose_context(target: str | None, asked: Mapping[str, Any]) -> ContextOptions:
-    socs, archs = split_names(asked["socs"]), split_names(asked["archs"])
-    chosen = ContextOptions(socs=socs, archs=archs, embedded=asked["embedded"])
-    if target is None and chosen != DEFAULT_CONTEXT:
-        raise UsageError("--soc, --htp-arch and --embed-context are for a QNN context", hint="add --target qnn")
-    return chosen
-
-
-def _choose_coreml(target: str | None, asked: Mapping[str, Any]) -> CoreMlOptions:
-    if (asked["mlpackage"] or asked["cache"]) and target != "coreml":
-        raise UsageError("--mlpackage and --cache are for Core ML", hint="add --target coreml")
-    return CoreMlOptions(packages=asked["mlpackage"], cache=asked["cache"])
-
-
-def _choose_fusion(asked: Mapping[str, Any]) -> FuseOptions | None:
-    if asked["fuse"] is None and (asked["model_type"] or asked["heads"] or asked["hidden_size"]):
-        raise UsageError("--model-type, --heads and --hidden-size say how to fuse", hint="add --fuse transformer")
-    chosen = FuseOptions(model_type=asked["model_type"] or "bert", heads=asked["heads"], hidden=asked["hidden_size"])
-    return chosen if asked["fuse"] else None
-
-
-def _choose_weights(asked: Mapping[str, Any]) -> WeightOnlyOptions | None:
-    if asked["weights"] is None:
-        if any(asked[name] for name in ("keep", "block", "rounding", "lpbq")) or asked["accuracy"] is not None:
-            raise UsageError(
-                "--keep, --block, --rounding, --lpbq and --accuracy-level say how to make weights smaller",
-                hint="add --weights int8",
-            )
-        return None
-    return WeightOnlyOptions(
-        form=asked["weights"],
-        kept=split_names(asked["keep"]),
-        block=asked["block"] or 32,
-        accuracy_level=asked["accuracy"] or 0,
-        rounding=asked["rounding"] or "nearest",
-        lpbq=asked["lpbq"],
-    )
 
 
 def _show_conversion(report: ConvertReport) -> None:

@@ -2,21 +2,22 @@
 
 from importlib.resources import as_file, files
 from pathlib import Path
-
-import click
+from typing import Annotated
 
 from edgekit.cli import options
+from edgekit.cli.declare import Option, as_command
 from edgekit.cli.screen import show_json, showing_progress
 from edgekit.cli.terminal import show_build
 from edgekit.jobs.build import build
 from edgekit.recipe import Data, Recipe
 
 
-@click.command(short_help="Build and verify four bundles of the demo model.")
-@click.option("--out", default="edgekit-demo", type=click.Path(path_type=Path), metavar="DIR", help="Where they go.")
-@options.JSON
-@options.verbosity
-def command(out: Path, as_json: bool, volume: int) -> int:
+@as_command
+def command(
+    out: Annotated[Path, Option("Where they go.", "DIR", default="edgekit-demo")],
+    as_json: options.Json,
+    volume: options.Volume,
+) -> int:
     """Build and verify four bundles of the demo model, a small network trained on handwritten digits.
 
     \b

@@ -1,10 +1,12 @@
 """`edgekit devices`."""
 
 from pathlib import Path
+from typing import Annotated
 
 import click
 
 from edgekit.cli import options
+from edgekit.cli.declare import Argument, Option, subcommand
 from edgekit.cli.main import NO, YES
 from edgekit.cli.screen import show_json, show_line, showing_progress
 from edgekit.cli.terminal import show_devices, show_self_test
@@ -14,9 +16,7 @@ from edgekit.devices.self_test import try_device
 from edgekit.target import load_target
 
 
-@click.group(
-    name="devices", short_help="List, install or test what can run a bundle here.", invoke_without_command=True
-)
+@click.group(invoke_without_command=True)
 @click.pass_context
 def command(ctx: click.Context) -> int:
     """List, install or test what can run a bundle here.
@@ -30,24 +30,24 @@ def command(ctx: click.Context) -> int:
     return YES
 
 
-@command.command(name="list")
-@click.option("--target", metavar="NAME", help="Only those that can run this target.")
-@options.JSON
-def list_command(target: str | None, as_json: bool) -> int:
+@subcommand(command, "list")
+def list_command(
+    target: Annotated[str | None, Option("Only those that can run this target.", "NAME")],
+    as_json: options.Json,
+) -> int:
     """List the devices, what they prove, and what they lack here."""
     statuses, offered = list_devices(load_target(target) if target else None), () if target else list_offered()
     show_json({"devices": statuses, "providers": offered}) if as_json else show_devices(statuses, offered)
     return YES
 
 
-@command.command(name="install")
-@click.argument("name")
-@click.option("--library", type=click.Path(path_type=Path), metavar="FILE", help="ONNX Runtime for android: an .aar.")
-@click.option(
-    "--framework", type=click.Path(path_type=Path), metavar="FOLDER", help="ONNX Runtime for ios-sim: an .xcframework."
-)
-@options.verbosity
-def install_command(name: str, library: Path | None, framework: Path | None, volume: int) -> int:
+@subcommand(command, "install")
+def install_command(
+    name: Annotated[str, Argument()],
+    library: Annotated[Path | None, Option("ONNX Runtime for android: an .aar.", "FILE")],
+    framework: Annotated[Path | None, Option("ONNX Runtime for ios-sim: an .xcframework.", "FOLDER")],
+    volume: options.Volume,
+) -> int:
     """Install what the device NAME needs into your cache."""
     with showing_progress(volume) as progress:
         install_device(name, progress, library=library, framework=framework)
@@ -56,11 +56,12 @@ def install_command(name: str, library: Path | None, framework: Path | None, vol
     return YES
 
 
-@command.command(name="test")
-@click.argument("name")
-@options.JSON
-@options.verbosity
-def test_command(name: str, as_json: bool, volume: int) -> int:
+@subcommand(command, "test")
+def test_command(
+    name: Annotated[str, Argument()],
+    as_json: options.Json,
+    volume: options.Volume,
+) -> int:
     """Try each provider of the device NAME with a model whose outputs are known, and with two on which it must say no.
 
     Exit code 0: everything went as it must. 1: not so, or the device is not here. 2: there is no such device.

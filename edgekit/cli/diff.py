@@ -1,24 +1,23 @@
 """`edgekit diff`."""
 
 from pathlib import Path
-
-import click
+from typing import Annotated
 
 from edgekit.cli import options
+from edgekit.cli.declare import Argument, Option, as_command
 from edgekit.cli.main import NO, YES
 from edgekit.cli.screen import show_json, show_lines
 from edgekit.inspect.diff import compare_versions
 from edgekit.report import tables
 
-_FILE = click.Path(path_type=Path)
 
-
-@click.command(short_help="Say what is different between two versions of a bundle, or of a model.")
-@click.argument("old", type=_FILE)
-@click.argument("new", type=_FILE)
-@click.option("--target", metavar="NAME", help="Which variant of bundles of several targets.")
-@options.JSON
-def command(old: Path, new: Path, target: str | None, as_json: bool) -> int:
+@as_command
+def command(
+    old: Annotated[Path, Argument()],
+    new: Annotated[Path, Argument()],
+    target: Annotated[str | None, Option("Which variant of bundles of several targets.", "NAME")],
+    as_json: options.Json,
+) -> int:
     """Say what is different between OLD and NEW: files, placement, layers, accuracy, size.
 
     Both are bundles (folders or archives) or both are models (.onnx or .ort). Accuracy is what their verify.json say.

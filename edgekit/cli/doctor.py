@@ -1,8 +1,9 @@
 """`edgekit doctor`."""
 
-import click
+from typing import Annotated
 
 from edgekit.cli import options
+from edgekit.cli.declare import Option, as_command
 from edgekit.cli.main import NO, YES
 from edgekit.cli.screen import show_json, show_line
 from edgekit.cli.terminal import show_devices
@@ -14,10 +15,11 @@ from edgekit.errors import UsageError
 from edgekit.jobs.prepare import list_versions
 
 
-@click.command(short_help="Say what this machine, or a phone, has, what it lacks, and how to get it.")
-@click.option("--on", "device", metavar="adb:SERIAL", help="Examine a phone: what would refuse a session there.")
-@options.JSON
-def command(device: str | None, as_json: bool) -> int:
+@as_command
+def command(
+    device: Annotated[str | None, Option("Examine a phone: what would refuse a session there.", "adb:SERIAL", "--on")],
+    as_json: options.Json,
+) -> int:
     """Say what this machine, or a phone behind adb, has, what it lacks, and how to get it.
 
     \b

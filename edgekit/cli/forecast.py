@@ -1,12 +1,13 @@
 """`edgekit forecast`."""
 
 from pathlib import Path
+from typing import Annotated
 
 import click
 
 from edgekit._files import work_folder, write_file
 from edgekit.cli import options
-from edgekit.cli.limits import limit
+from edgekit.cli.declare import Argument, Option, as_command, number
 from edgekit.cli.main import NO, UNPROVEN, YES
 from edgekit.cli.screen import print_table, show_json, show_line, showing_progress
 from edgekit.errors import UsageError
@@ -19,42 +20,28 @@ from edgekit.report import forecasts as text
 from edgekit.report.pages.forecast_page import render_forecast
 
 
-@click.command(short_help="Say how long a model would take on which phone, with an interval, before anyone owns one.")
-@click.argument("subject", type=click.Path(path_type=Path))
-@click.option("--device", "devices", multiple=True, metavar="NAME", help='A device: "Galaxy S24", "RB3 Gen 2".')
-@click.option("--all", "every", is_flag=True, help="Every device that is known by name.")
-@click.option("--precision", "bits", metavar="NAMES", help="Some of float, w8a8, w8a16, with commas between them.")
-@click.option(
-    "--measured", multiple=True, metavar="DEVICE[:PRECISION]=TIME", help='A time that is known: "Galaxy S25=1.9ms".'
-)
-@click.option(
-    "--history", type=click.Path(path_type=Path), metavar="FILE", help="Take times on phones from what bench recorded."
-)
-@click.option(
-    "--on-cpu", multiple=True, metavar="MODEL=TIME", help="What another model took on a CPU at hand: other.onnx=12ms."
-)
-@limit("--max-ms", "max_ms", click.FloatRange(min=0), "Most milliseconds, in the best precision.")
-@options.DIM
-@options.FREEZE
-@options.SHAPE
-@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write an HTML page as well.")
-@options.JSON
-@options.verbosity
+@as_command
 def command(
-    subject: Path,
-    devices: tuple[str, ...],
-    every: bool,
-    bits: str | None,
-    measured: tuple[str, ...],
-    history: Path | None,
-    on_cpu: tuple[str, ...],
-    max_ms: float | None,
-    dims: dict[str, int],
-    freeze: dict[str, float],
-    shapes: tuple[str, ...],
-    html: Path | None,
-    as_json: bool,
-    volume: int,
+    subject: Annotated[Path, Argument()],
+    devices: Annotated[tuple[str, ...], Option('A device: "Galaxy S24", "RB3 Gen 2".', "NAME", "--device")],
+    every: Annotated[bool, Option("Every device that is known by name.", words="--all")],
+    bits: Annotated[
+        str | None, Option("Some of float, w8a8, w8a16, with commas between them.", "NAMES", "--precision")
+    ],
+    measured: Annotated[
+        tuple[str, ...], Option('A time that is known: "Galaxy S25=1.9ms".', "DEVICE[:PRECISION]=TIME")
+    ],
+    history: Annotated[Path | None, Option("Take times on phones from what bench recorded.", "FILE")],
+    on_cpu: Annotated[
+        tuple[str, ...], Option("What another model took on a CPU at hand: other.onnx=12ms.", "MODEL=TIME")
+    ],
+    max_ms: Annotated[float | None, number("Most milliseconds, in the best precision.", click.FloatRange(min=0))],
+    dims: options.Dims,
+    freeze: options.Freeze,
+    shapes: options.Shapes,
+    html: Annotated[Path | None, Option("Write an HTML page as well.", "FILE")],
+    as_json: options.Json,
+    volume: options.Volume,
 ) -> int:
     """Say how long SUBJECT, a model or a bundle, would take on phones and boards with Qualcomm's NPU. Nothing runs.
 

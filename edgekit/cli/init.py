@@ -1,6 +1,7 @@
 """`edgekit init`."""
 
 from pathlib import Path
+from typing import Annotated
 
 import click
 
@@ -8,6 +9,7 @@ from edgekit._files import write_file
 from edgekit.app.config import FILE, load_app
 from edgekit.app.draft import draft_app
 from edgekit.cli import options
+from edgekit.cli.declare import Option, as_command
 from edgekit.cli.main import YES
 from edgekit.cli.schema import describe_file
 from edgekit.cli.screen import show_line
@@ -19,22 +21,19 @@ from edgekit.recipe import Recipe
 from edgekit.serialize import to_json
 
 
-@click.command(short_help="Write an edgekit.toml for a model.")
-@options.MODEL
-@click.option("--images", type=click.Path(path_type=Path), metavar="DIR", help="A folder of images to feed it.")
-@click.option("--data", metavar="DATA", help="Sample inputs: .npz, folder, or module:function.")
-@click.option("--labels", type=click.Path(path_type=Path), metavar="FILE", help="The class of each evaluation sample.")
-@click.option("--target", "targets", multiple=True, default=("nnapi", "xnnpack"), metavar="NAME", show_default=True)
-@click.option("--as", "package", type=click.Choice(sorted(FORMS)), help="Pack the bundles as this kind of package.")
-@click.option("--out", default=FILE, type=click.Path(path_type=Path), metavar="FILE", show_default=True)
+@as_command
 def command(
-    model: Path,
-    images: Path | None,
-    data: str | None,
-    labels: Path | None,
-    targets: tuple[str, ...],
-    package: Kind | None,
-    out: Path,
+    model: options.ModelFile,
+    images: Annotated[Path | None, Option("A folder of images to feed it.", "DIR")],
+    data: Annotated[str | None, Option("Sample inputs: .npz, folder, or module:function.", "DATA")],
+    labels: Annotated[Path | None, Option("The class of each evaluation sample.", "FILE")],
+    targets: Annotated[
+        tuple[str, ...], Option(None, "NAME", "--target", default=("nnapi", "xnnpack"), show_default=True)
+    ],
+    package: Annotated[
+        Kind | None, Option("Pack the bundles as this kind of package.", words="--as", type=click.Choice(sorted(FORMS)))
+    ],
+    out: Annotated[Path, Option(None, "FILE", default=FILE, show_default=True)],
 ) -> int:
     """Write an edgekit.toml for MODEL, with what the model can tell and guesses that are marked as such.
 

@@ -1,10 +1,9 @@
 """`edgekit inspect`."""
 
-from pathlib import Path
-
-import click
+from typing import Annotated
 
 from edgekit.cli import options
+from edgekit.cli.declare import Option, as_command
 from edgekit.cli.main import YES
 from edgekit.cli.screen import print_table, show_json
 from edgekit.inspect.inspect import inspect_model
@@ -12,20 +11,14 @@ from edgekit.inspect.sizes import SizeReport, measure_sizes
 from edgekit.report import tables, text
 
 
-@click.command(short_help="Print what a model contains, or where its bytes are.")
-@options.MODEL
-@options.CUSTOM_OPS
-@options.DIM
-@options.FREEZE
-@click.option("--sizes", is_flag=True, help="Bytes file by file and layer by layer; MODEL may be a bundle.")
-@options.JSON
+@as_command
 def command(
-    model: Path,
-    custom_ops: tuple[Path, ...],
-    dims: dict[str, int],
-    freeze: dict[str, float],
-    sizes: bool,
-    as_json: bool,
+    model: options.ModelFile,
+    custom_ops: options.CustomOps,
+    dims: options.Dims,
+    freeze: options.Freeze,
+    sizes: Annotated[bool, Option("Bytes file by file and layer by layer; MODEL may be a bundle.")],
+    as_json: options.Json,
 ) -> int:
     """Print what MODEL (.onnx or .ort) contains: inputs, outputs, operators, weights, work.
 

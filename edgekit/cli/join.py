@@ -2,31 +2,27 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-
-import click
+from typing import Annotated
 
 from edgekit._files import work_folder
 from edgekit.bundle.archive import KINDS, Kind, list_files, write_archive
 from edgekit.bundle.multi import MultiBundle
 from edgekit.bundle.sign import require_private_key
 from edgekit.cli import options
+from edgekit.cli.declare import Argument, Option, as_command
 from edgekit.cli.main import YES
+from edgekit.cli.release import Allowance, show_doubts
 from edgekit.cli.screen import show_json, show_line
-from edgekit.cli.terminal import show_doubts
-from edgekit.jobs.release import Allowed, Doubt, join_verified, sign_verified
-
-_FILE = click.Path(path_type=Path)
+from edgekit.jobs.release import Doubt, join_verified, sign_verified
 
 
-@click.command(short_help="Put bundles of several targets into one, and what they share once.")
-@click.argument("bundles", nargs=-1, required=True, type=_FILE)
-@click.option("--out", required=True, type=_FILE, metavar="PATH", help="A folder, or an archive: .zip or .tar.")
-@click.option("--key", type=_FILE, metavar="FILE", help="Sign the index with this private key.")
-@options.ACCEPT_UNPROVEN
-@options.ALLOW_FAILED
-@options.JSON
+@as_command
 def command(
-    bundles: tuple[Path, ...], out: Path, key: Path | None, accept_unproven: bool, allow_failed: bool, as_json: bool
+    bundles: Annotated[tuple[Path, ...], Argument()],
+    out: Annotated[Path, Option("A folder, or an archive: .zip or .tar.", "PATH")],
+    key: Annotated[Path | None, Option("Sign the index with this private key.", "FILE")],
+    allowed: Allowance,
+    as_json: options.Json,
 ) -> int:
     """Put BUNDLES, or all of a build's folder, into one folder or archive with an index.
 
@@ -44,7 +40,6 @@ def command(
     kind: Kind | None = next((kind for kind in KINDS if out.suffix == f".{kind}"), None)
     if key is not None:
         require_private_key(key)
-    allowed = Allowed(unproven=accept_unproven, failed=allow_failed)
     with work_folder() as work:
         place = out if kind is None else work / "joined"
         joined, doubts = join_verified(bundles, place, allowed=allowed)

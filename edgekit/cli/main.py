@@ -79,6 +79,7 @@ class _LazyGroup(click.Group):
             return None
         # Imported when it is used: `edgekit --help` must not load onnx, numpy and ONNX Runtime.
         command: click.Command = importlib.import_module(f"edgekit.cli.{cmd_name}").command
+        command.short_help = COMMANDS[cmd_name]
         return command
 
     def resolve_command(

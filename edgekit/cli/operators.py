@@ -1,25 +1,24 @@
 """`edgekit operators`."""
 
 from pathlib import Path
-
-import click
+from typing import Annotated
 
 from edgekit.cli import options
+from edgekit.cli.declare import Option, as_command
 from edgekit.cli.main import NO, YES
 from edgekit.cli.screen import show_json, show_line
 from edgekit.convert.ort_format.operators import find_lacking, list_operators, write_operators
 from edgekit.errors import UsageError
 
 
-@click.command(short_help="Write or compare the operators config of a custom ONNX Runtime build.")
-@click.argument("models", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Write the config of a build for MODELS.")
-@click.option(
-    "--types", is_flag=True, help="Limit each operator to the types of its nodes too; the build is smaller still."
-)
-@click.option("--compare", type=click.Path(path_type=Path), metavar="CONFIG", help="What a build lacks for MODELS.")
-@options.JSON
-def command(models: tuple[Path, ...], out: Path | None, types: bool, compare: Path | None, as_json: bool) -> int:
+@as_command
+def command(
+    models: options.ModelFiles,
+    out: Annotated[Path | None, Option("Write the config of a build for MODELS.", "FILE")],
+    types: Annotated[bool, Option("Limit each operator to the types of its nodes too; the build is smaller still.")],
+    compare: Annotated[Path | None, Option("What a build lacks for MODELS.", "CONFIG")],
+    as_json: options.Json,
+) -> int:
     """Write the operators config that lets a custom build of ONNX Runtime run MODELS (.ort), or say what a build lacks.
 
     \b

@@ -1,15 +1,15 @@
 """Options that several commands share, and what their values mean."""
 
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any
 
 import click
 import msgspec
 
 from edgekit._files import require_apart, require_place
+from edgekit.cli.declare import Argument, Option, number
 from edgekit.cli.main import NO, UNPROVEN, YES
 from edgekit.data.images import Preprocess, load_preprocess
 from edgekit.errors import UsageError, suggest_name
@@ -17,11 +17,8 @@ from edgekit.evidence import Verdict
 from edgekit.model.model import READS, Model, load_model
 from edgekit.model.state import MOST_STEPS, State
 from edgekit.prepare.interface import LAYOUTS, Layout
-from edgekit.recipe import Data, Recipe, load_recipe
+from edgekit.recipe import PRECISIONS, Data, PrecisionChoice, Recipe, load_recipe
 from edgekit.target import read_version
-
-_F = TypeVar("_F", bound=Callable[..., Any])
-Option = Callable[[_F], _F]
 
 
 class _Time(click.ParamType[float]):
@@ -81,7 +78,7 @@ def _parse_number(option: str, name: str, text: str) -> float:
         raise UsageError(f"{option} {name}={text}: '{text}' is no number", hint=hint) from error
 
 
-def _parsing(kind: type) -> Callable[[click.Context, click.Parameter, tuple[str, ...]], dict[str, Any]]:
+def parsing(kind: type) -> Callable[[click.Context, click.Parameter, tuple[str, ...]], dict[str, Any]]:
     """Returns what makes a dict of an option's NAME=VALUE pairs: of texts, of sizes or of numbers."""
 
     def parse(_context: click.Context, parameter: click.Parameter, pairs: tuple[str, ...]) -> dict[str, Any]:
@@ -96,108 +93,70 @@ def _parsing(kind: type) -> Callable[[click.Context, click.Parameter, tuple[str,
     return parse
 
 
-MODEL = click.argument("model", type=click.Path(path_type=Path))
-DATA = click.option("--data", required=True, metavar="DATA", help="Sample inputs: .npz, folder, or module:function.")
-PREPROCESS = click.option(
-    "--preprocess", type=click.Path(path_type=Path), metavar="FILE", help="How the model wants images (.toml)."
-)
-TARGETS = click.option(
-    "--target",
-    "targets",
-    multiple=True,
-    default=("all",),
-    metavar="NAME",
-    help="A target, its folder, or those of phones and boards (all), of PCs (pc), or of this machine (auto).",
-)
-TARGET = click.option("--target", required=True, metavar="NAME", help="A target, its folder, or this machine's (auto).")
-SET = click.option(
-    "--set", "settings", multiple=True, callback=_parsing(str), metavar="NAME=VALUE", help="A parameter of the target."
-)
-DEVICE_SET = click.option(
-    "--set",
-    "settings",
-    multiple=True,
-    callback=_parsing(str),
-    metavar="NAME=VALUE",
-    help="A setting of the device android, as phone=pixel-6.",
-)
-DIM = click.option(
-    "--dim",
-    "dims",
-    multiple=True,
-    callback=_parsing(int),
-    metavar="NAME=INT",
-    help="The size of a dynamic dimension.",
-)
-DIM_OR_BUCKETS = click.option(
-    "--dim",
-    "dims",
-    multiple=True,
-    metavar="NAME=INT[,INT...]",
-    help="The size of a dynamic dimension; of one several, with a model for each.",
-)
-PAD = click.option(
-    "--pad",
-    "pad",
-    multiple=True,
-    callback=_parsing(float),
-    metavar="INPUT=NUMBER",
-    help="What fills an input up to the next size; else 0.",
-)
-SHAPE = click.option(
-    "--shape", "shapes", multiple=True, metavar="INPUT=1,3,224,224", help="All dimensions of an input."
-)
-FREEZE = click.option(
-    "--freeze",
-    "freeze",
-    multiple=True,
-    callback=_parsing(float),
-    metavar="INPUT=NUMBER",
-    help="Make an input a constant; data may still hold it.",
-)
-SAMPLES = click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Use at most N samples.")
-_STEPS = click.option(
-    "--steps",
-    type=click.IntRange(min=1, max=MOST_STEPS),
-    metavar="N",
-    help="N samples are one sequence; state is passed on in it.",
-)
-CACHE = click.option(
-    "--cache",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Keep the calibration here; an interrupted one goes on.",
-)
-CUSTOM_OPS = click.option(
-    "--custom-ops",
-    "custom_ops",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    metavar="LIB.so",
-    help="A library with custom operators; it is loaded and its code runs.",
-)
-THREADS = click.option(
-    "--threads", type=click.IntRange(0, 256), default=0, metavar="N", help="Threads; 0: ONNX Runtime chooses."
-)
-SESSION_TARGET = click.option(
-    "--target",
-    metavar="NAME",
-    help="Open a model with the session options of this target, or of this machine's (auto).",
-)
-FIRST_SAMPLE = click.option(
-    "--data", metavar="DATA", help="Take the first sample from here; else a golden or a random one."
-)
-ON = click.option("--on", "names", multiple=True, metavar="DEVICE", help="A device; may be given several times.")
-ON_FILE = click.option(
-    "--on-file", type=click.Path(path_type=Path), metavar="FILE", help="The devices that a devices.toml lists."
-)
-ACCEPT_UNPROVEN = click.option(
-    "--accept-unproven", is_flag=True, help="Take what is not proven for a pass; the result says so."
-)
-ALLOW_FAILED = click.option(
-    "--allow-failed", is_flag=True, help="Take bundles that failed or were not verified; the result says so."
-)
-JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+ModelFile = Annotated[Path, Argument()]
+ModelFiles = Annotated[tuple[Path, ...], Argument()]
+DataSource = Annotated[str, Option("Sample inputs: .npz, folder, or module:function.", "DATA")]
+PreprocessFile = Annotated[Path | None, Option("How the model wants images (.toml).", "FILE")]
+EvaluationSource = Annotated[
+    str | None, Option("Samples to verify with; else some of --data are kept back.", "DATA", "--eval")
+]
+TargetNames = Annotated[
+    tuple[str, ...],
+    Option(
+        "A target, its folder, or those of phones and boards (all), of PCs (pc), or of this machine (auto).",
+        "NAME",
+        "--target",
+        default=("all",),
+    ),
+]
+TargetName = Annotated[str, Option("A target, its folder, or this machine's (auto).", "NAME")]
+Settings = Annotated[
+    dict[str, str], Option("A parameter of the target.", "NAME=VALUE", "--set", multiple=True, callback=parsing(str))
+]
+Dims = Annotated[
+    dict[str, int],
+    Option("The size of a dynamic dimension.", "NAME=INT", "--dim", multiple=True, callback=parsing(int)),
+]
+DimsOrBuckets = Annotated[
+    tuple[str, ...],
+    Option("The size of a dynamic dimension; of one several, with a model for each.", "NAME=INT[,INT...]", "--dim"),
+]
+Pad = Annotated[
+    dict[str, float],
+    Option("What fills an input up to the next size; else 0.", "INPUT=NUMBER", multiple=True, callback=parsing(float)),
+]
+Shapes = Annotated[tuple[str, ...], Option("All dimensions of an input.", "INPUT=1,3,224,224", "--shape")]
+Freeze = Annotated[
+    dict[str, float],
+    Option("Make an input a constant; data may still hold it.", "INPUT=NUMBER", multiple=True, callback=parsing(float)),
+]
+SampleCount = Annotated[int | None, Option("Use at most N samples.", "N", type=click.IntRange(min=1))]
+Steps = Annotated[
+    int | None,
+    Option("N samples are one sequence; state is passed on in it.", "N", type=click.IntRange(min=1, max=MOST_STEPS)),
+]
+PrecisionWord = Annotated[
+    PrecisionChoice | None, Option("Default: auto.", type=click.Choice(PRECISIONS, case_sensitive=False))
+]
+RecipeFile = Annotated[Path | None, Option("These options in a .toml file.", "FILE")]
+CacheFolder = Annotated[Path | None, Option("Keep the calibration here; an interrupted one goes on.", "DIR")]
+CustomOps = Annotated[
+    tuple[Path, ...], Option("A library with custom operators; it is loaded and its code runs.", "LIB.so")
+]
+PublicKey = Annotated[Path | None, Option("Refuse what the owner of this public key (PEM) did not sign.", "FILE")]
+HtmlFile = Annotated[Path | None, Option("Write an HTML page as well.", "FILE")]
+Metric = Annotated[
+    str | None, Option("A metric that needs labels: top1, miou, wer, ..., module:function, or a .toml.", "NAME")
+]
+MetricDrop = Annotated[float | None, number("Most points below the float model.", click.FloatRange(min=0))]
+AcceptUnproven = Annotated[bool, Option("Take what is not proven for a pass; the result says so.")]
+Json = Annotated[bool, Option("Print one JSON object on stdout.", words="--json")]
+# Both options write one parameter, so that the last one given counts: -1, 0 or 1.
+Volume = Annotated[
+    int,
+    Option("Say each step.", words="-v --verbose", flag_value=1, type=int, default=0),
+    Option("No progress.", words="-q --quiet", flag_value=-1, type=int),
+]
 
 
 def require_places(outputs: Iterable[Path | None], inputs: Iterable[Path | None]) -> None:
@@ -220,33 +179,14 @@ def exit_code(verdict: Verdict, *, accept_unproven: bool = False) -> int:
     return YES if verdict == "pass" else NO
 
 
-def time_budget(help_text: str) -> Option[Any]:
-    """Returns the option --time-budget, a time."""
-    return click.option("--time-budget", type=_Time(), metavar="60s", help=f"{help_text} (90s, 5m, 1h).")
-
-
-def max_drop(help_text: str) -> Option[Any]:
+def max_drop(help_text: str) -> Option:
     """Returns the option --max-drop, a percentage."""
-    kind = click.FloatRange(0, 100)
-    return click.option("--max-drop", type=kind, callback=_refuse_nan, metavar="PCT", help=help_text)
+    return number(help_text, click.FloatRange(0, 100), metavar="PCT")
 
 
-def _refuse_nan(_context: click.Context, _option: click.Parameter, value: float | None) -> float | None:
-    if value is not None and math.isnan(value):
-        raise click.BadParameter(f"{value} is no number.")
-    return value
-
-
-def verbosity(function: _F) -> _F:
-    """Adds -q and -v, which become the argument `volume`: -1, 0 or 1."""
-    function = click.option("-q", "--quiet", "volume", flag_value=-1, type=int, help="No progress.")(function)
-    # Both options write one parameter, so that the last one given counts.
-    return click.option("-v", "--verbose", "volume", flag_value=1, type=int, default=0, help="Say each step.")(function)
-
-
-def samples_and_steps(command: _F) -> _F:
-    """Adds --samples and --steps."""
-    return SAMPLES(_STEPS(command))
+def time_budget(help_text: str) -> Option:
+    """Returns the option --time-budget, a time."""
+    return Option(f"{help_text} (90s, 5m, 1h).", "60s", type=_Time())
 
 
 def parse_buckets(dims: tuple[str, ...], shapes: tuple[str, ...], path: Path) -> dict[str, dict[str, Any]]:
@@ -356,18 +296,6 @@ def choose_recipe(path: Path | None, tables: Mapping[str, Any], values: Mapping[
     if steps is not None:
         given["state"] = msgspec.structs.replace(base.state or State(), steps=steps)
     return msgspec.structs.replace(base, **merged, **given)
-
-
-def parse_data(source: str | None, preprocess: Path | None) -> Data | None:
-    """Returns --data and --preprocess as what they mean, None without --data.
-
-    Raises:
-        DataError: the preprocessing file cannot be read.
-        UsageError: there is a --preprocess without --data.
-    """
-    if source is None and preprocess is not None:
-        raise UsageError("--preprocess says how to read --data", hint="add --data FOLDER")
-    return None if source is None else read_data(source, preprocess)
 
 
 def read_data(source: str, preprocess: Path | None, **files: Any) -> Data:

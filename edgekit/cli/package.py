@@ -1,50 +1,37 @@
 """`edgekit package`."""
 
 from pathlib import Path
+from typing import Annotated
 
 import click
 
 from edgekit.cli import options
+from edgekit.cli.declare import Argument, Option, as_command
 from edgekit.cli.main import YES
+from edgekit.cli.release import Allowance, show_doubts
 from edgekit.cli.screen import print_table, show_json, show_line, show_lines
-from edgekit.cli.terminal import show_doubts
-from edgekit.jobs.release import Allowed, package_verified
+from edgekit.jobs.release import package_verified
 from edgekit.package.package import FORMS, Kind
 from edgekit.package.variant import Names, parse_extras
 from edgekit.report.tables import list_size_remarks, table_sizes
 from edgekit.serialize import to_builtins
 
 
-@click.command(short_help="Pack bundles for an app: AAR, Swift or npm package, zip, tar, or ORT's own model package.")
-@click.argument("bundles", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--as", "kind", required=True, type=click.Choice(sorted(FORMS)), help="What kind of package.")
-@click.option("--out", required=True, type=click.Path(path_type=Path), metavar="PATH", help="A file, or a new folder.")
-@click.option("--name", default="", metavar="NAME", help="What the package is called; else as the model.")
-@click.option("--group", default="", metavar="NAME", help="The Maven group of an AAR.  [default: edgekit.models]")
-@click.option("--package-version", default="", metavar="X", help="Its version; else it follows from the content.")
-@click.option("--key", type=click.Path(path_type=Path), metavar="FILE", help="Pack only what this public key signed.")
-@click.option(
-    "--with",
-    "extras",
-    multiple=True,
-    metavar="NAME,...",
-    help="What goes along besides: golden, forms, onnx, or all of each bundle.",
-)
-@options.ACCEPT_UNPROVEN
-@options.ALLOW_FAILED
-@options.JSON
+@as_command
 def command(
-    bundles: tuple[Path, ...],
-    kind: Kind,
-    out: Path,
-    name: str,
-    group: str,
-    package_version: str,
-    key: Path | None,
-    extras: tuple[str, ...],
-    accept_unproven: bool,
-    allow_failed: bool,
-    as_json: bool,
+    bundles: Annotated[tuple[Path, ...], Argument()],
+    kind: Annotated[Kind, Option("What kind of package.", words="--as", type=click.Choice(sorted(FORMS)))],
+    out: Annotated[Path, Option("A file, or a new folder.", "PATH")],
+    name: Annotated[str, Option("What the package is called; else as the model.", "NAME", default="")],
+    group: Annotated[str, Option("The Maven group of an AAR.  [default: edgekit.models]", "NAME", default="")],
+    package_version: Annotated[str, Option("Its version; else it follows from the content.", "X", default="")],
+    key: Annotated[Path | None, Option("Pack only what this public key signed.", "FILE")],
+    extras: Annotated[
+        tuple[str, ...],
+        Option("What goes along besides: golden, forms, onnx, or all of each bundle.", "NAME,...", "--with"),
+    ],
+    allowed: Allowance,
+    as_json: options.Json,
 ) -> int:
     """Pack BUNDLES, or all that fit of a build's folder, into one package with code that opens and tests them.
 
@@ -61,7 +48,6 @@ def command(
     was written.
     """
     names = Names(name=name, group=group, version=package_version)
-    allowed = Allowed(unproven=accept_unproven, failed=allow_failed)
     report, doubts = package_verified(
         bundles, kind, out, allowed=allowed, key=key, names=names, extras=parse_extras(extras)
     )

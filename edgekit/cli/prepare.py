@@ -1,10 +1,10 @@
 """`edgekit prepare`."""
 
 from pathlib import Path
-
-import click
+from typing import Annotated
 
 from edgekit.cli import options
+from edgekit.cli.declare import Option, as_command
 from edgekit.cli.main import YES
 from edgekit.cli.screen import show_json, show_line, showing_progress
 from edgekit.devices.register import load_target_here
@@ -13,52 +13,42 @@ from edgekit.model.model import load_model
 from edgekit.prepare.interface import InterfaceChanges
 
 
-@click.command(short_help="Fix shapes and clean the graph, as a provider will see it.")
-@options.MODEL
-@options.DIM
-@options.SHAPE
-@click.option("--opset", type=int, metavar="N", help="Convert to this opset, up or down.")
-@click.option("--outputs", metavar="A,B", help="Keep these outputs only, and what they need.")
-@options.FREEZE
-@click.option("--rename", "renames", multiple=True, metavar="OLD=NEW", help="Rename an input or an output.")
-@click.option("--layout", "layouts", multiple=True, metavar="INPUT=nhwc", help="How the app holds an input's axes.")
-@click.option(
-    "--embed-preprocess",
-    "embedded",
-    metavar="[INPUT=]FILE.toml",
-    help="Take uint8 images: the normalisation of this preprocessing moves into the model.",
-)
-@click.option(
-    "--external-data/--inline-data",
-    "external",
-    default=None,
-    help="Weights in a file beside the model, or in it. Default: beside from 1 GiB on.",
-)
-@options.CUSTOM_OPS
-@click.option("--fix/--no-fix", default=True, help="Apply the rewrites that check calls automatic (the default).")
-@click.option("--target", metavar="NAME", help="Also apply the rewrites by which this target takes more.")
-@options.SET
-@click.option("--out", required=True, type=click.Path(path_type=Path), metavar="FILE", help="The prepared model.")
-@options.JSON
-@options.verbosity
+@as_command
 def command(
-    model: Path,
-    dims: dict[str, int],
-    shapes: tuple[str, ...],
-    opset: int | None,
-    outputs: str | None,
-    freeze: dict[str, float],
-    renames: tuple[str, ...],
-    layouts: tuple[str, ...],
-    embedded: str | None,
-    external: bool | None,
-    custom_ops: tuple[Path, ...],
-    fix: bool,
-    target: str | None,
-    settings: dict[str, str],
-    out: Path,
-    as_json: bool,
-    volume: int,
+    model: options.ModelFile,
+    dims: options.Dims,
+    shapes: options.Shapes,
+    opset: Annotated[int | None, Option("Convert to this opset, up or down.", "N")],
+    outputs: Annotated[str | None, Option("Keep these outputs only, and what they need.", "A,B")],
+    freeze: options.Freeze,
+    renames: Annotated[tuple[str, ...], Option("Rename an input or an output.", "OLD=NEW", "--rename")],
+    layouts: Annotated[tuple[str, ...], Option("How the app holds an input's axes.", "INPUT=nhwc", "--layout")],
+    embedded: Annotated[
+        str | None,
+        Option(
+            "Take uint8 images: the normalisation of this preprocessing moves into the model.",
+            "[INPUT=]FILE.toml",
+            "--embed-preprocess",
+        ),
+    ],
+    external: Annotated[
+        bool | None,
+        Option(
+            "Weights in a file beside the model, or in it. Default: beside from 1 GiB on.",
+            words="--external-data/--inline-data",
+            default=None,
+        ),
+    ],
+    custom_ops: options.CustomOps,
+    fix: Annotated[
+        bool,
+        Option("Apply the rewrites that check calls automatic (the default).", words="--fix/--no-fix", default=True),
+    ],
+    target: Annotated[str | None, Option("Also apply the rewrites by which this target takes more.", "NAME")],
+    settings: options.Settings,
+    out: Annotated[Path, Option("The prepared model.", "FILE")],
+    as_json: options.Json,
+    volume: options.Volume,
 ) -> int:
     """Fix the shapes of MODEL and clean its graph, as a provider will see it.
 

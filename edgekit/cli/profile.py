@@ -1,16 +1,16 @@
 """`edgekit profile`."""
 
 from pathlib import Path
+from typing import Annotated
 
 import click
 
 from edgekit._files import write_file
-from edgekit.bench.subject import Opening
 from edgekit.cli import options
-from edgekit.cli.limits import limit
+from edgekit.cli.declare import Argument, Option, as_command, number
 from edgekit.cli.main import NO, YES
 from edgekit.cli.screen import print_table, show_json, show_line, showing_progress
-from edgekit.devices.register import DeviceChoice
+from edgekit.cli.subjects import Devices, ModelOpening, Threads
 from edgekit.errors import UsageError
 from edgekit.profile.measure import Watching
 from edgekit.profile.profile import encode_chrome, profile_on
@@ -19,53 +19,25 @@ from edgekit.report import timing as text
 from edgekit.report.pages.profile_page import render_profile
 
 
-@click.command(
-    short_help="Say where the time of a run goes, kernel by kernel, and why one model is slower than another."
-)
-@click.argument("subject", type=click.Path(path_type=Path))
-@options.ON
-@options.ON_FILE
-@options.DEVICE_SET
-@click.option("--against", type=click.Path(path_type=Path), metavar="OTHER", help="Say why OTHER is slower or faster.")
-@options.SESSION_TARGET
-@click.option("--runs", type=click.IntRange(1, 1000), metavar="N", help="Watch N runs in each of three rounds.")
-@limit("--seconds", "seconds", click.FloatRange(0.1, 3600), "Begin nothing after X seconds (10).")
-@options.THREADS
-@options.DIM
-@options.FREEZE
-@options.FIRST_SAMPLE
-@click.option("--top", type=click.IntRange(1, 10_000), default=15, metavar="N", help="Show N rows of each table (15).")
-@click.option(
-    "--trace",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Write the runs for Perfetto; ONNX Runtime's own file goes beside it, FILE.ort.json.",
-)
-@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write an HTML page as well.")
-@click.option("--no-roofline", is_flag=True, help="Do not measure what the machine reaches.")
-@click.option("--probe-again", is_flag=True, help="Measure again what the machine reaches.")
-@options.JSON
-@options.verbosity
+@as_command
 def command(
-    subject: Path,
-    names: tuple[str, ...],
-    on_file: Path | None,
-    settings: dict[str, str],
-    against: Path | None,
-    target: str | None,
-    runs: int | None,
-    seconds: float | None,
-    threads: int,
-    dims: dict[str, int],
-    freeze: dict[str, float],
-    data: str | None,
-    top: int,
-    trace: Path | None,
-    html: Path | None,
-    no_roofline: bool,
-    probe_again: bool,
-    as_json: bool,
-    volume: int,
+    subject: Annotated[Path, Argument()],
+    choice: Devices,
+    against: Annotated[Path | None, Option("Say why OTHER is slower or faster.", "OTHER")],
+    runs: Annotated[int | None, Option("Watch N runs in each of three rounds.", "N", type=click.IntRange(1, 1000))],
+    seconds: Annotated[float | None, number("Begin nothing after X seconds (10).", click.FloatRange(0.1, 3600))],
+    threads: Threads,
+    opening: ModelOpening,
+    top: Annotated[int, Option("Show N rows of each table (15).", "N", type=click.IntRange(1, 10_000), default=15)],
+    trace: Annotated[
+        Path | None,
+        Option("Write the runs for Perfetto; ONNX Runtime's own file goes beside it, FILE.ort.json.", "FILE"),
+    ],
+    html: options.HtmlFile,
+    no_roofline: Annotated[bool, Option("Do not measure what the machine reaches.")],
+    probe_again: Annotated[bool, Option("Measure again what the machine reaches.")],
+    as_json: options.Json,
+    volume: options.Volume,
 ) -> int:
     """Say where the time of a run of SUBJECT, a bundle or a model, goes: by operator and kernel, and what each reaches.
 
@@ -82,7 +54,6 @@ def command(
     options.require_places((trace, html), (subject, against))
     if no_roofline and probe_again:
         raise UsageError("--probe-again measures what --no-roofline leaves out", hint="give one of them")
-    choice = DeviceChoice(names=names, file=on_file, settings=settings)
     watching = Watching(
         runs=runs,
         seconds=seconds,
@@ -91,7 +62,6 @@ def command(
         probe_again=probe_again,
         raw=trace is not None,
     )
-    opening = Opening(target=target, data=data, dims=dims, freeze=freeze)
     with showing_progress(volume) as progress:
         found = profile_on(subject, choice, watching, opening, against=against, progress=progress)
     if trace is not None:

@@ -3,12 +3,13 @@
 import importlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated
 
 import click
 
 from edgekit._files import require_apart, require_place, write_file
 from edgekit.cli import options
-from edgekit.cli.limits import METRIC
+from edgekit.cli.declare import Option, as_command
 from edgekit.cli.main import NO, YES
 from edgekit.cli.screen import show_json, show_lines, showing_progress
 from edgekit.errors import UsageError
@@ -27,55 +28,36 @@ _ALONE = (
 )
 
 
-@click.command(short_help="Make a static INT8 model for a target.")
-@options.MODEL
-@options.DATA
-@options.PREPROCESS
-@options.TARGET
-@options.SET
-@options.DIM
-@options.FREEZE
-@options.samples_and_steps
-@click.option("--precision", type=click.Choice(INTEGER_PRECISIONS, case_sensitive=False), help="Default: auto.")
-@click.option("--method", default="auto", metavar="NAME", help=f"{', '.join(METHODS)}.")
-@options.max_drop("Search until accuracy drops no more.")
-@click.option("--labels", type=click.Path(path_type=Path), metavar="FILE", help="The label of each sample of DATA.")
-@METRIC
-@click.option("--recipe", type=click.Path(path_type=Path), metavar="FILE", help="A .toml file, for its [outputs] too.")
-@click.option("--state", type=click.Path(path_type=Path), metavar="FILE", help="Where a search goes on from.")
-@options.CACHE
-@options.time_budget("Plan no longer; what must be done (calibrate, write) is done all the same")
-@click.option("--plan-only", is_flag=True, help="Print the plan as JSON and write no model.")
-@click.option("--plan", type=click.Path(path_type=Path), metavar="FILE", help="Apply a plan that --plan-only printed.")
-@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="A page with a chart of every layer.")
-@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="The QDQ model.")
-@options.JSON
-@options.verbosity
+@as_command
 def command(
-    model: Path,
-    data: str,
-    preprocess: Path | None,
-    target: str,
-    settings: dict[str, str],
-    dims: dict[str, int],
-    freeze: dict[str, float],
-    samples: int | None,
-    steps: int | None,
-    precision: PrecisionChoice | None,
-    method: str,
-    max_drop: float | None,
-    labels: Path | None,
-    metric: str | None,
-    recipe: Path | None,
-    state: Path | None,
-    cache: Path | None,
-    time_budget: float | None,
-    plan_only: bool,
-    plan: Path | None,
-    html: Path | None,
-    out: Path | None,
-    as_json: bool,
-    volume: int,
+    model: options.ModelFile,
+    data: options.DataSource,
+    preprocess: options.PreprocessFile,
+    target: options.TargetName,
+    settings: options.Settings,
+    dims: options.Dims,
+    freeze: options.Freeze,
+    samples: options.SampleCount,
+    steps: options.Steps,
+    precision: Annotated[
+        PrecisionChoice | None, Option("Default: auto.", type=click.Choice(INTEGER_PRECISIONS, case_sensitive=False))
+    ],
+    method: Annotated[str, Option(f"{', '.join(METHODS)}.", "NAME", default="auto")],
+    max_drop: Annotated[float | None, options.max_drop("Search until accuracy drops no more.")],
+    labels: Annotated[Path | None, Option("The label of each sample of DATA.", "FILE")],
+    metric: options.Metric,
+    recipe: Annotated[Path | None, Option("A .toml file, for its [outputs] too.", "FILE")],
+    state: Annotated[Path | None, Option("Where a search goes on from.", "FILE")],
+    cache: options.CacheFolder,
+    time_budget: Annotated[
+        float | None, options.time_budget("Plan no longer; what must be done (calibrate, write) is done all the same")
+    ],
+    plan_only: Annotated[bool, Option("Print the plan as JSON and write no model.")],
+    plan: Annotated[Path | None, Option("Apply a plan that --plan-only printed.", "FILE")],
+    html: Annotated[Path | None, Option("A page with a chart of every layer.", "FILE")],
+    out: Annotated[Path | None, Option("The QDQ model.", "FILE")],
+    as_json: options.Json,
+    volume: options.Volume,
 ) -> int:
     """Make a static INT8 model (QDQ) of MODEL for a target. Exit code 1: no plan met --max-drop, the best is written.
 

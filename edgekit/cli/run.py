@@ -3,6 +3,7 @@
 import time
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import click
 import msgspec
@@ -12,42 +13,31 @@ from edgekit.app.result import AppReport, headline_app
 from edgekit.app.run import list_watched
 from edgekit.app.workers import run_anywhere
 from edgekit.cli import options
+from edgekit.cli.declare import Argument, Option, as_command
 from edgekit.cli.defaults import check_defaults
 from edgekit.cli.screen import print_table, show_json, show_line, showing_progress
 from edgekit.progress import say_nothing
 from edgekit.report.tables import format_bytes, make_table
 
 
-@click.command(short_help="Build, verify and pack what an edgekit.toml names, where something changed.")
-@click.argument("file", default=FILE, type=click.Path(path_type=Path))
-@click.option("--only", multiple=True, metavar="NAME", help="A model, a target, or model/target; may be repeated.")
-@click.option(
-    "--workers",
-    default=None,
-    type=click.IntRange(1, 64),
-    metavar="N",
-    help="Build so many bundles at a time; 1 by default.",
-)
-@click.option("--scheduler", metavar="ADDRESS", help="Build on a Dask cluster: tcp://HOST:8786.")
-@click.option("--store", metavar="PLACE", help="Share results: a folder, or a URL that fsspec opens (s3://, gs://).")
-@click.option("--bare", is_flag=True, help="Cells alone, without packages and reports: what workers do.")
-@click.option("--again", is_flag=True, help="Keep nothing of earlier runs.")
-@click.option("--watch", is_flag=True, help="Run again whenever a file changes, until Ctrl-C.")
-@options.ACCEPT_UNPROVEN
-@options.JSON
-@options.verbosity
+@as_command
 def command(
-    file: Path,
-    only: tuple[str, ...],
-    workers: int | None,
-    scheduler: str | None,
-    store: str | None,
-    bare: bool,
-    again: bool,
-    watch: bool,
-    accept_unproven: bool,
-    as_json: bool,
-    volume: int,
+    file: Annotated[Path, Argument(default=FILE)],
+    only: Annotated[tuple[str, ...], Option("A model, a target, or model/target; may be repeated.", "NAME")],
+    workers: Annotated[
+        int | None,
+        Option("Build so many bundles at a time; 1 by default.", "N", default=None, type=click.IntRange(1, 64)),
+    ],
+    scheduler: Annotated[str | None, Option("Build on a Dask cluster: tcp://HOST:8786.", "ADDRESS")],
+    store: Annotated[
+        str | None, Option("Share results: a folder, or a URL that fsspec opens (s3://, gs://).", "PLACE")
+    ],
+    bare: Annotated[bool, Option("Cells alone, without packages and reports: what workers do.")],
+    again: Annotated[bool, Option("Keep nothing of earlier runs.")],
+    watch: Annotated[bool, Option("Run again whenever a file changes, until Ctrl-C.")],
+    accept_unproven: options.AcceptUnproven,
+    as_json: options.Json,
+    volume: options.Volume,
 ) -> int:
     """Build, verify and pack what FILE names, where something changed since the last run.
 

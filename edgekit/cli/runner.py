@@ -1,16 +1,18 @@
 """`edgekit runner`."""
 
 from pathlib import Path
+from typing import Annotated
 
 import click
 
 from edgekit.cli import options
+from edgekit.cli.declare import Option, subcommand
 from edgekit.cli.main import YES
 from edgekit.cli.screen import show_json, show_line, showing_progress
 from edgekit.devices.local.runner import ABIS, build_runner, copy_runner, host_abi
 
 
-@click.group(name="runner", short_help="Build the program that runs a model on a phone or a board.")
+@click.group
 def command() -> None:
     """Build the program that runs a model on a phone or a board.
 
@@ -20,17 +22,14 @@ def command() -> None:
     """
 
 
-@command.command(name="build")
-@click.option("--abi", metavar="ABI", help=f"{', '.join(ABIS)}; this machine's where it is not given.")
-@click.option("--ndk", type=click.Path(path_type=Path), metavar="PATH", help="The Android NDK, for Android.")
-@click.option(
-    "--library", type=click.Path(path_type=Path), metavar="FILE", help="ONNX Runtime for Android: its .aar or .so."
-)
-@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Copy the runner and its library there.")
-@options.JSON
-@options.verbosity
+@subcommand(command, "build")
 def build_command(
-    abi: str | None, ndk: Path | None, library: Path | None, out: Path | None, as_json: bool, volume: int
+    abi: Annotated[str | None, Option(f"{', '.join(ABIS)}; this machine's where it is not given.", "ABI")],
+    ndk: Annotated[Path | None, Option("The Android NDK, for Android.", "PATH")],
+    library: Annotated[Path | None, Option("ONNX Runtime for Android: its .aar or .so.", "FILE")],
+    out: Annotated[Path | None, Option("Copy the runner and its library there.", "DIR")],
+    as_json: options.Json,
+    volume: options.Volume,
 ) -> int:
     """Build the runner for a kind of machine, once; devices find it in your cache.
 

@@ -1,26 +1,22 @@
 """`edgekit runs`."""
 
 from pathlib import Path
+from typing import Annotated
 
 import click
 
 from edgekit.bench.history import list_benches
 from edgekit.cli import options
+from edgekit.cli.declare import Argument, Option, subcommand
 from edgekit.cli.main import NO, YES
 from edgekit.cli.screen import show_json, show_line
 from edgekit.cli.terminal import show_verify
 from edgekit.verify.history import diff_runs, list_runs, read_run
 
-HISTORY = click.option(
-    "--history",
-    required=True,
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="What verify or bench --history wrote.",
-)
+History = Annotated[Path, Option("What verify or bench --history wrote.", "FILE")]
 
 
-@click.group(name="runs", short_help="List, show or compare the verifications in a history.")
+@click.group
 def command() -> None:
     """List, show or compare the verifications that `edgekit verify --history FILE` recorded.
 
@@ -30,11 +26,12 @@ def command() -> None:
     """
 
 
-@command.command(name="list")
-@HISTORY
-@click.option("--bundle", metavar="NAME", help="Only those of this bundle.")
-@options.JSON
-def list_command(history: Path, bundle: str | None, as_json: bool) -> int:
+@subcommand(command, "list")
+def list_command(
+    history: History,
+    bundle: Annotated[str | None, Option("Only those of this bundle.", "NAME")],
+    as_json: options.Json,
+) -> int:
     """List the verifications, oldest first."""
     runs = list_runs(history, bundle=bundle)
     if as_json:
@@ -47,11 +44,12 @@ def list_command(history: Path, bundle: str | None, as_json: bool) -> int:
     return YES
 
 
-@command.command(name="bench")
-@HISTORY
-@click.option("--subject", metavar="NAME", help="Only those of this bundle or model.")
-@options.JSON
-def bench_command(history: Path, subject: str | None, as_json: bool) -> int:
+@subcommand(command, "bench")
+def bench_command(
+    history: History,
+    subject: Annotated[str | None, Option("Only those of this bundle or model.", "NAME")],
+    as_json: options.Json,
+) -> int:
     """List the benchmarks that `edgekit bench --history FILE` recorded, oldest first."""
     benches = list_benches(history, subject=subject)
     if as_json:
@@ -65,23 +63,25 @@ def bench_command(history: Path, subject: str | None, as_json: bool) -> int:
     return YES
 
 
-@command.command(name="show")
-@click.argument("number", type=int)
-@HISTORY
-@options.JSON
-def show_command(number: int, history: Path, as_json: bool) -> int:
+@subcommand(command, "show")
+def show_command(
+    number: Annotated[int, Argument()],
+    history: History,
+    as_json: options.Json,
+) -> int:
     """Show one verification. Exit code 1: it failed. 3: it is not proven."""
     run = read_run(history, number)
     show_json(run) if as_json else show_verify(run.report)
     return options.exit_code(run.verdict)
 
 
-@command.command(name="diff")
-@click.argument("before", type=int)
-@click.argument("now", type=int)
-@HISTORY
-@options.JSON
-def diff_command(before: int, now: int, history: Path, as_json: bool) -> int:
+@subcommand(command, "diff")
+def diff_command(
+    before: Annotated[int, Argument()],
+    now: Annotated[int, Argument()],
+    history: History,
+    as_json: options.Json,
+) -> int:
     """Say what was different about two verifications. Exit code 1: something became worse."""
     found = diff_runs(read_run(history, before), read_run(history, now))
     if as_json:

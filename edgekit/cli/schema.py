@@ -6,14 +6,16 @@ import click
 
 from edgekit.app.config import describe_schema
 from edgekit.cli import options
+from edgekit.cli.declare import as_command
 from edgekit.cli.defaults import SECTION, describe_options
 from edgekit.cli.main import COMMANDS, YES, group
 from edgekit.cli.screen import show_json
 
 
-@click.command(short_help="Print the JSON Schema of edgekit.toml, and with --json every command with its options.")
-@options.JSON
-def command(as_json: bool) -> int:
+@as_command
+def command(
+    as_json: options.Json,
+) -> int:
     """Print the JSON Schema of edgekit.toml for editors; with --json also every command and option, for agents.
 
     \b

@@ -1,35 +1,26 @@
 """`edgekit sign`."""
 
 from pathlib import Path
-
-import click
+from typing import Annotated
 
 from edgekit.bundle.sign import make_key
 from edgekit.cli import options
+from edgekit.cli.declare import Argument, Option, as_command
 from edgekit.cli.main import YES
+from edgekit.cli.release import Allowance, describe_attested, show_doubts
 from edgekit.cli.screen import show_json, show_line
-from edgekit.cli.terminal import describe_attested, show_doubts
 from edgekit.errors import UsageError
-from edgekit.jobs.release import Allowed, sign_verified
+from edgekit.jobs.release import sign_verified
 from edgekit.serialize import to_builtins
 
-_FILE = click.Path(path_type=Path)
 
-
-@click.command(short_help="Sign a bundle, so that tampering with any byte is found.")
-@click.argument("bundle", type=_FILE, required=False)
-@click.option("--key", type=_FILE, metavar="FILE", help="The private key, Ed25519 in PEM.")
-@click.option("--new-key", type=_FILE, metavar="FILE", help="Make a key: FILE is private, FILE.pub goes to others.")
-@options.ACCEPT_UNPROVEN
-@options.ALLOW_FAILED
-@options.JSON
+@as_command
 def command(
-    bundle: Path | None,
-    key: Path | None,
-    new_key: Path | None,
-    accept_unproven: bool,
-    allow_failed: bool,
-    as_json: bool,
+    bundle: Annotated[Path | None, Argument()],
+    key: Annotated[Path | None, Option("The private key, Ed25519 in PEM.", "FILE")],
+    new_key: Annotated[Path | None, Option("Make a key: FILE is private, FILE.pub goes to others.", "FILE")],
+    allowed: Allowance,
+    as_json: options.Json,
 ) -> int:
     """Check BUNDLE (a folder of one target or of several) and sign its files, or make a key to sign with.
 
@@ -51,7 +42,7 @@ def command(
         return YES
     if bundle is None or key is None or new_key is not None:
         raise UsageError("give either BUNDLE and --key FILE, or --new-key FILE", hint="edgekit sign --help shows both")
-    signed, doubts = sign_verified(bundle, key, allowed=Allowed(unproven=accept_unproven, failed=allow_failed))
+    signed, doubts = sign_verified(bundle, key, allowed=allowed)
     show_doubts(doubts)
     if as_json:
         show_json({**to_builtins(signed), "allowed": doubts})

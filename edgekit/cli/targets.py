@@ -1,21 +1,22 @@
 """`edgekit targets`."""
 
 from collections.abc import Sequence
-
-import click
+from typing import Annotated
 
 from edgekit.cli import options
+from edgekit.cli.declare import Argument, as_command
 from edgekit.cli.main import YES
 from edgekit.cli.screen import print_table, show_json, show_line
 from edgekit.report import text
 from edgekit.target import Target, load_target, target_names
 
 
-@click.command(short_help="List the targets, or show one.")
-@click.argument("name", required=False)
-@options.SET
-@options.JSON
-def command(name: str | None, settings: dict[str, str], as_json: bool) -> int:
+@as_command
+def command(
+    name: Annotated[str | None, Argument()],
+    settings: options.Settings,
+    as_json: options.Json,
+) -> int:
     """List the targets, or show the one called NAME with its parameters.
 
     \b

@@ -4,12 +4,10 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from edgekit.bundle.sign import TestResult
 from edgekit.cli.screen import print_table, show_line, show_lines
 from edgekit.devices.device import DeviceStatus
 from edgekit.devices.local.provider import OfferedProvider
 from edgekit.devices.self_test import SelfTest
-from edgekit.jobs.release import Doubt
 from edgekit.report import text
 from edgekit.report.summary import BuildReport
 from edgekit.verify.layers.comparison import Located
@@ -25,20 +23,6 @@ def show_build(report: BuildReport) -> None:
     for remark in text.list_remarks(report):
         show_line(f"- {remark}")
     show_line(f"report: {report.report}")
-
-
-def show_doubts(doubts: Sequence[Doubt]) -> None:
-    """Says on stderr which bundles were released although they did not pass, so that scripts' output stays as it is."""
-    for doubt in doubts:
-        show_line(f"allowed: bundle '{doubt.bundle}' {doubt.reason}", aside=True)
-
-
-def describe_attested(result: TestResult) -> str:
-    """Returns in words what the holder of a key says of the verification."""
-    devices = ", ".join(dict.fromkeys(run.device for run in result.edgekit_runs))
-    failed = "".join(f"; not passed: {name}" for name in result.failed_tests)
-    failed += "".join(f"; not proven: {name}" for name in result.warned_tests)
-    return f"its verification {result.result}" + (f" on {devices}" if devices else "") + failed
 
 
 def show_verify(report: VerifyReport) -> None:

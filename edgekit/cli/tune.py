@@ -1,63 +1,40 @@
 """`edgekit tune`."""
 
 from pathlib import Path
+from typing import Annotated
 
 import click
 
 from edgekit._files import write_file
-from edgekit.bench.subject import Opening
 from edgekit.cli import options
-from edgekit.cli.limits import limit
+from edgekit.cli.declare import Argument, Option, as_command, number
 from edgekit.cli.main import YES
 from edgekit.cli.screen import print_table, show_json, show_line, showing_progress
-from edgekit.devices.register import DeviceChoice
+from edgekit.cli.subjects import Devices, ModelOpening
 from edgekit.report import timing as text
 from edgekit.report.pages.tune_page import render_tuning
 from edgekit.tune.report import TuneReport
 from edgekit.tune.space import GOALS, Goal
 from edgekit.tune.tune import Tuning, tune_on
 
-_FILE = click.Path(path_type=Path)
 
-
-@click.command(short_help="Find what a session should be told: levels, threads, memory, provider options.")
-@click.argument("subject", type=_FILE)
-@options.ON
-@options.ON_FILE
-@options.DEVICE_SET
-@click.option("--goal", type=click.Choice(GOALS), default="latency", help="What is to be small (latency).")
-@click.option("--candidate", "candidates", type=_FILE, multiple=True, metavar="FILE", help="Race FILE too: INT8, fp16.")
-@options.SESSION_TARGET
-@options.DIM
-@options.FREEZE
-@options.FIRST_SAMPLE
-@limit(
-    "--min-sqnr", "min_sqnr_db", click.FloatRange(-200, 200), "Least dB beside the reference; else the bundle's or 30."
-)
-@options.time_budget("Search no longer than that")
-@click.option("--state", type=_FILE, metavar="FILE", help="Keep measurements; a search that was cut off goes on.")
-@click.option("--apply", is_flag=True, help="Write what was found into the bundle, for this kind of machine.")
-@click.option("--html", type=_FILE, metavar="FILE", help="Write an HTML page as well.")
-@options.JSON
-@options.verbosity
+@as_command
 def command(
-    subject: Path,
-    names: tuple[str, ...],
-    on_file: Path | None,
-    settings: dict[str, str],
-    goal: Goal,
-    candidates: tuple[Path, ...],
-    target: str | None,
-    dims: dict[str, int],
-    freeze: dict[str, float],
-    data: str | None,
-    min_sqnr_db: float | None,
-    time_budget: float | None,
-    state: Path | None,
-    apply: bool,
-    html: Path | None,
-    as_json: bool,
-    volume: int,
+    subject: Annotated[Path, Argument()],
+    choice: Devices,
+    goal: Annotated[Goal, Option("What is to be small (latency).", type=click.Choice(GOALS), default="latency")],
+    candidates: Annotated[tuple[Path, ...], Option("Race FILE too: INT8, fp16.", "FILE", "--candidate")],
+    opening: ModelOpening,
+    min_sqnr_db: Annotated[
+        float | None,
+        number("Least dB beside the reference; else the bundle's or 30.", click.FloatRange(-200, 200), "--min-sqnr"),
+    ],
+    time_budget: Annotated[float | None, options.time_budget("Search no longer than that")],
+    state: Annotated[Path | None, Option("Keep measurements; a search that was cut off goes on.", "FILE")],
+    apply: Annotated[bool, Option("Write what was found into the bundle, for this kind of machine.")],
+    html: options.HtmlFile,
+    as_json: options.Json,
+    volume: options.Volume,
 ) -> int:
     """Find what a session of SUBJECT, a bundle or a model, should be told on a device.
 
@@ -73,7 +50,6 @@ def command(
     Exit code 0: the search came to an end, whatever it found. 2: the usage or an input is wrong, or the device failed.
     """
     options.require_places((html, state), (subject, *candidates))
-    choice = DeviceChoice(names=names, file=on_file, settings=settings)
     asked = Tuning(
         goal=goal,
         budget_s=time_budget or Tuning().budget_s,
@@ -82,7 +58,6 @@ def command(
         state=state,
         apply=apply,
     )
-    opening = Opening(target=target, data=data, dims=dims, freeze=freeze)
     with showing_progress(volume) as progress:
         report = tune_on(subject, choice, asked, opening, progress=progress)
     if html is not None:

@@ -3,21 +3,22 @@
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated
 
-import click
 import msgspec
 
 from edgekit._files import require_place, write_file
 from edgekit.bundle.folder import Bundle
 from edgekit.bundle.multi import opened_any, opened_bundle
 from edgekit.cli import options
-from edgekit.cli.limits import Limits, taking_limits
+from edgekit.cli.declare import Argument, From, Option, as_command
+from edgekit.cli.limits import Limits
 from edgekit.cli.main import YES
+from edgekit.cli.release import describe_attested
 from edgekit.cli.screen import show_json, show_line, showing_progress
-from edgekit.cli.terminal import describe_attested, show_verify
+from edgekit.cli.subjects import Devices, Required, add_required
+from edgekit.cli.terminal import show_verify
 from edgekit.data.images import load_preprocess
-from edgekit.devices.register import DeviceChoice
 from edgekit.errors import UsageError
 from edgekit.progress import Progress
 from edgekit.recipe import Data
@@ -28,75 +29,60 @@ from edgekit.verify.history import compare_with_baseline, find_last_good, record
 from edgekit.verify.on_devices import RunFiles, open_inputs, verify_on, verify_with
 from edgekit.verify.report import VerifyReport, read_report, recheck_report, require_devices
 
-_T = TypeVar("_T", bound=msgspec.Struct)
-_FILE = click.Path(path_type=Path)
+
+def _choose_files(
+    recorded: Annotated[tuple[Path, ...], Option("Judge a run that was exported.", "FILE", "--import")],
+    run_key: Annotated[Path | None, Option("Refuse an imported run that this public key did not sign.", "FILE")],
+    export: Annotated[Path | None, Option("Write the run of the device as a file, to judge elsewhere.", "FILE")],
+    sign_key: Annotated[Path | None, Option("Sign it with this private key (PEM).", "FILE", "--sign-run")],
+) -> RunFiles:
+    return RunFiles(recorded=recorded, run_key=run_key, export=export, sign_key=sign_key)
 
 
 class _Question(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be judged, as the options say it."""
 
-    bundle: Path | None
-    names: tuple[str, ...]
-    on_file: Path | None
-    recorded: tuple[Path, ...]
-    run_key: Path | None
-    export: Path | None
-    sign_key: Path | None
-    settings: dict[str, str]
-    data: str | None
-    preprocess: Path | None
-    labels: Path | None
-    reference: Path | None
-    samples: int | None
-    layers: bool
-    recheck: Path | None
-    key: Path | None
-    target: str | None
-    baseline: Path | None
-    history: Path | None
-    require: tuple[str, ...]
+    bundle: Annotated[Path | None, Argument()]
+    devices: Devices
+    require: Required
+    data: Annotated[str | None, Option("Verify with these samples, not the golden ones; needs --reference.", "DATA")]
+    preprocess: options.PreprocessFile
+    labels: Annotated[Path | None, Option("The class of each --data sample.", "FILE")]
+    reference: Annotated[Path | None, Option("The float model that the bundle was built from.", "MODEL")]
+    samples: options.SampleCount
+    files: Annotated[RunFiles, From(_choose_files)]
+    layers: Annotated[bool, Option("Hold each layer on the device against this machine, right or wrong.")]
+    recheck: Annotated[Path | None, Option("Judge this verify.json again; nothing runs.", "FILE")]
+    key: options.PublicKey
+    target: Annotated[str | None, Option("Which variant of a bundle of several targets.", "NAME")]
+    files_only: Annotated[bool, Option("Check the files and the signature; nothing runs.")]
+
+
+class _Before(msgspec.Struct, frozen=True, kw_only=True):
+    """The run that this one is compared with."""
+
+    baseline: Annotated[Path | None, Option("The verify.json of a run to hold this one against.", "FILE")]
+    history: Annotated[Path | None, Option("Hold against the last good run in this file; add this one.", "FILE")]
 
 
 class _Places(msgspec.Struct, frozen=True, kw_only=True):
     """Where the result goes beside the terminal."""
 
-    junit: Path | None
-    html: Path | None
-    markdown: Path | None
+    junit: Annotated[Path | None, Option("Write the result as JUnit XML too.", "FILE")]
+    html: Annotated[Path | None, Option("Write the result as an HTML page too.", "FILE")]
+    markdown: Annotated[Path | None, Option("Write the result as Markdown too, for a pull request.", "FILE")]
 
 
-@click.command(short_help="Run a bundle on devices and compare with the float model.")
-@click.argument("bundle", type=_FILE, required=False)
-@options.ON
-@options.ON_FILE
-@options.DEVICE_SET
-@click.option("--require", multiple=True, metavar="DEVICE", help="Like --on, and a failure where it does not run.")
-@click.option("--data", metavar="DATA", help="Verify with these samples, not the golden ones; needs --reference.")
-@options.PREPROCESS
-@click.option("--labels", type=_FILE, metavar="FILE", help="The class of each --data sample.")
-@click.option("--reference", type=_FILE, metavar="MODEL", help="The float model that the bundle was built from.")
-@options.SAMPLES
-@click.option("--import", "recorded", multiple=True, type=_FILE, metavar="FILE", help="Judge a run that was exported.")
-@click.option("--run-key", type=_FILE, metavar="FILE", help="Refuse an imported run that this public key did not sign.")
-@click.option("--export", type=_FILE, metavar="FILE", help="Write the run of the device as a file, to judge elsewhere.")
-@click.option("--sign-run", "sign_key", type=_FILE, metavar="FILE", help="Sign it with this private key (PEM).")
-@click.option("--layers", is_flag=True, help="Hold each layer on the device against this machine, right or wrong.")
-@click.option("--recheck", type=_FILE, metavar="FILE", help="Judge this verify.json again; nothing runs.")
-@click.option("--key", type=_FILE, metavar="FILE", help="Refuse what the owner of this public key (PEM) did not sign.")
-@click.option("--target", metavar="NAME", help="Which variant of a bundle of several targets.")
-@click.option("--files-only", is_flag=True, help="Check the files and the signature; nothing runs.")
-@taking_limits
-@click.option("--baseline", type=_FILE, metavar="FILE", help="The verify.json of a run to hold this one against.")
-@click.option(
-    "--history", type=_FILE, metavar="FILE", help="Hold against the last good run in this file; add this one."
-)
-@click.option("--junit", type=_FILE, metavar="FILE", help="Write the result as JUnit XML too.")
-@click.option("--html", type=_FILE, metavar="FILE", help="Write the result as an HTML page too.")
-@click.option("--markdown", type=_FILE, metavar="FILE", help="Write the result as Markdown too, for a pull request.")
-@options.ACCEPT_UNPROVEN
-@options.JSON
-@options.verbosity
-def command(files_only: bool, accept_unproven: bool, as_json: bool, volume: int, **asked: Any) -> int:
+@as_command
+def command(
+    question: Annotated[_Question, From(_Question)],
+    limits: Annotated[Limits, From(Limits)],
+    before: Annotated[_Before, From(_Before)],
+    places: Annotated[_Places, From(_Places)],
+    accept_unproven: options.AcceptUnproven,
+    as_json: options.Json,
+    volume: options.Volume,
+) -> int:
     """Run BUNDLE (a folder, .zip or .tar) on devices and compare with the float model.
 
     A run with the golden samples is written into the bundle's verify.json, under the bundle's own thresholds. The
@@ -123,26 +109,20 @@ def command(files_only: bool, accept_unproven: bool, as_json: bool, volume: int,
     nothing speaks against the bundle, but it is not proven: no device ran, there are too few samples for an interval,
     or an emulator is too old to tell. --accept-unproven makes 0 of 3.
     """
-    # The options are three questions: what runs, how it is judged, where the result goes.
-    question, limits, places = _pick(_Question, asked), _pick(Limits, asked), _pick(_Places, asked)
     # Options that would go unheard are refused: a limit that is silently ignored passes what it should stop.
-    _check_options(question, limits)
-    if files_only:
-        return _check_files(question, places, as_json=as_json)
-    _check_places(question, places)
+    _check_options(question, limits, before)
+    if question.files_only:
+        return _check_files(question, before, places, as_json=as_json)
+    _check_places(question, before, places)
     with showing_progress(volume) as progress:
         report, pictures = _answer(question, limits, progress, draws=places.html is not None)
-        report = _judge(report, question, limits)
+        report = _judge(report, question, limits, before)
     # After the comparison, so that a run is never held against itself.
-    if question.history is not None:
-        record_report(question.history, report)
+    if before.history is not None:
+        record_report(before.history, report)
     _write(report, places, pictures, accept_unproven=accept_unproven)
     show_json(report) if as_json else show_verify(report)
     return options.exit_code(report.verdict, accept_unproven=accept_unproven)
-
-
-def _pick(kind: type[_T], asked: Mapping[str, Any]) -> _T:
-    return kind(**{name: asked[name] for name in kind.__struct_fields__})
 
 
 def _write(report: VerifyReport, places: _Places, pictures: Sequence[Picture], *, accept_unproven: bool) -> None:
@@ -154,7 +134,7 @@ def _write(report: VerifyReport, places: _Places, pictures: Sequence[Picture], *
         write_file(places.markdown, render_markdown((report,)).encode())
 
 
-def _check_options(question: _Question, limits: Limits) -> None:
+def _check_options(question: _Question, limits: Limits, before: _Before) -> None:
     if (question.bundle is None) == (question.recheck is None):
         raise UsageError("give either a BUNDLE to run or --recheck FILE", hint="edgekit verify --help shows both")
     of_data = {
@@ -163,25 +143,19 @@ def _check_options(question: _Question, limits: Limits) -> None:
         "--reference": question.reference,
         "--samples": question.samples,
     }
-    layers = question.layers or None
+    files, layers = question.files, question.layers or None
     of_run = {
-        "--import": question.recorded or None,
-        "--run-key": question.run_key,
-        "--export": question.export,
-        "--sign-run": question.sign_key,
+        "--import": files.recorded or None,
+        "--run-key": files.run_key,
+        "--export": files.export,
+        "--sign-run": files.sign_key,
     }
-    if question.run_key is not None and not question.recorded:
+    if files.run_key is not None and not files.recorded:
         raise UsageError("--run-key is the key of an imported run", hint="add --import FILE")
-    if question.sign_key is not None and question.export is None:
+    if files.sign_key is not None and files.export is None:
         raise UsageError("--sign-run signs an exported run", hint="add --export FILE")
     if question.recheck is not None:
-        names, required = question.names or None, question.require or None
-        of_device = {
-            "--on": names,
-            "--on-file": question.on_file,
-            "--require": required,
-            "--set": question.settings or None,
-        }
+        of_device = {**_list_chosen(question), "--require": question.require or None}
         of_bundle = {**of_device, **of_run, "--layers": layers, "--key": question.key, "--target": question.target}
         _refuse({**of_bundle, "--data": question.data, **of_data}, "--recheck runs nothing")
     elif question.data is not None:
@@ -191,10 +165,15 @@ def _check_options(question: _Question, limits: Limits) -> None:
     if question.data is not None and question.reference is None:
         raise UsageError("--data needs --reference MODEL", hint="the float model that the bundle was built from")
     ratio = limits.max_latency_ratio is not None or limits.max_memory_ratio is not None
-    if ratio and question.baseline is None and question.history is None:
+    if ratio and before.baseline is None and before.history is None:
         raise UsageError("a ratio needs a run to hold this one against", hint="give --baseline FILE or --history FILE")
-    if question.baseline is not None and question.history is not None:
+    if before.baseline is not None and before.history is not None:
         raise UsageError("--baseline and --history both name a run to hold this one against", hint="give one of them")
+
+
+def _list_chosen(question: _Question) -> dict[str, object]:
+    chosen = question.devices
+    return {"--on": chosen.names or None, "--on-file": chosen.file, "--set": chosen.settings or None}
 
 
 def _refuse(given: Mapping[str, object], reason: str) -> None:
@@ -203,10 +182,10 @@ def _refuse(given: Mapping[str, object], reason: str) -> None:
             raise UsageError(f"{option} means nothing here", hint=reason)
 
 
-def _check_places(question: _Question, places: _Places) -> None:
+def _check_places(question: _Question, before: _Before, places: _Places) -> None:
     """Refuses a report where none can be written, or in the bundle: with a file too many that cannot be opened."""
     chosen = {f"--{name}": getattr(places, name) for name in _Places.__struct_fields__}
-    for option, place in {**chosen, "--history": question.history, "--export": question.export}.items():
+    for option, place in {**chosen, "--history": before.history, "--export": question.files.export}.items():
         bundle = question.bundle
         # A report in the bundle is a file that the manifest does not list.
         if bundle is not None and place is not None and place.resolve().is_relative_to(bundle.resolve()):
@@ -231,12 +210,11 @@ def _answer(
         return report, () if inputs is None else draw_worst(inputs, report)
 
 
-def _check_files(question: _Question, places: _Places, *, as_json: bool) -> int:
+def _check_files(question: _Question, before: _Before, places: _Places, *, as_json: bool) -> int:
     """Says that the bundle is whole; one that is not raises an error."""
     reports = {f"--{name}": getattr(places, name) for name in _Places.__struct_fields__}
-    devices = {"--on": question.names or None, "--on-file": question.on_file, "--set": question.settings or None}
-    others = {**devices, "--data": question.data}
-    judged = {"--layers": question.layers or None, "--baseline": question.baseline, "--history": question.history}
+    others = {**_list_chosen(question), "--data": question.data}
+    judged = {"--layers": question.layers or None, "--baseline": before.baseline, "--history": before.history}
     _refuse({**others, **judged, **reports}, "--files-only runs nothing")
     if question.bundle is None:
         raise UsageError("--files-only needs a BUNDLE", hint="give its folder or archive")
@@ -252,14 +230,9 @@ def _check_files(question: _Question, places: _Places, *, as_json: bool) -> int:
 
 def _run(bundle: Bundle, question: _Question, data: Data | None, limits: Limits, progress: Progress) -> VerifyReport:
     task = limits.find_task(bundle.manifest)
-    choice = DeviceChoice(
-        names=tuple(dict.fromkeys((*question.names, *question.require))),
-        file=question.on_file,
-        settings=question.settings,
-    )
+    choice = add_required(question.devices, question.require)
     if data is None or question.reference is None:
-        files = RunFiles(**{name: getattr(question, name) for name in RunFiles.__struct_fields__})
-        return verify_on(bundle, choice, progress, task=task, layers=question.layers, files=files)
+        return verify_on(bundle, choice, progress, task=task, layers=question.layers, files=question.files)
     return verify_with(
         bundle,
         question.reference,
@@ -274,19 +247,19 @@ def _run(bundle: Bundle, question: _Question, data: Data | None, limits: Limits,
 
 def _list_required(report: VerifyReport, question: _Question) -> Sequence[str]:
     """Returns the devices whose absence is a failure: in continuous integration nobody reads what was skipped."""
-    named = question.names or question.on_file is not None
+    named = question.devices.names or question.devices.file is not None
     # GitHub, GitLab and CircleCI set it.
     in_ci = os.environ.get("CI", "").lower() in {"1", "true"}
     return (*question.require, *(skip.device for skip in report.skipped if named and in_ci))
 
 
-def _judge(report: VerifyReport, question: _Question, limits: Limits) -> VerifyReport:
+def _judge(report: VerifyReport, question: _Question, limits: Limits, before: _Before) -> VerifyReport:
     """Returns the report under the limits that were given; those that were not are as they were."""
     report = require_devices(report, _list_required(report, question))
     if report.runs:
         # Judged again from the figures: limits given here leave the bundle's own evidence as it was written.
         report = recheck_report(report, limits.apply(report.runs[0].thresholds))
-    if question.baseline is not None:
-        return compare_with_baseline(report, read_report(question.baseline), str(question.baseline))
-    before = None if question.history is None else find_last_good(question.history, report)
-    return report if before is None else compare_with_baseline(report, before.report, f"run {before.id}")
+    if before.baseline is not None:
+        return compare_with_baseline(report, read_report(before.baseline), str(before.baseline))
+    last = None if before.history is None else find_last_good(before.history, report)
+    return report if last is None else compare_with_baseline(report, last.report, f"run {last.id}")

@@ -129,7 +129,7 @@ def test_a_plan_for_other_settings_of_the_target_is_refused(
 
 UNFIT: dict[str, tuple[tuple[str, ...], str]] = {
     "all targets": (("--target", "all"), "for one target at a time"),
-    "a goal that is no number": (("--max-drop", "nan"), "nan is no number"),
+    "a goal that is no number": (("--max-drop", "nan"), "'nan' is no number"),
     "a state without a goal": (("--state", "s.json"), "--state keeps what a search tries"),
     "a plan and a method": (("--plan", "plan.txt", "--method", "mse"), "--plan is applied as it stands"),
     "a plan and its printing": (("--plan-only",), "--plan-only writes no model"),

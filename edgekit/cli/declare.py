@@ -1,0 +1,148 @@
+"""How a command says what it takes: the annotation of each parameter of its function is its option or argument.
+
+    @as_command
+    def command(
+        model: Annotated[Path, Argument()], html: Annotated[Path | None, Option("Write a page.", "FILE")]
+    ) -> int:
+
+The type says the rest: a `bool` is a flag, a `tuple` may be given several times, what may be `None` may be left out.
+`Annotated[DeviceChoice, From(choose_devices)]` is what a function makes of the options that its own parameters name.
+"""
+
+import inspect
+import math
+import types
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import click
+
+_Function = Callable[..., int]
+
+
+class Argument:
+    """An argument, in the place that it has among the parameters; what else click is told of it."""
+
+    def __init__(self, **told: Any) -> None:
+        self._told = told
+
+    def make(self, name: str, hint: Any) -> click.Parameter:
+        """Returns click's argument for a parameter of this name and type."""
+        kind, optional, several = _read_type(hint)
+        known: dict[str, Any] = {
+            "type": kind,
+            "required": not (optional or "default" in self._told),
+            "nargs": -1 if several else 1,
+        }
+        return click.Argument([name], **{**known, **self._told})
+
+
+class Option:
+    """An option: its help, what stands for its value there, and its words where they are not the parameter's name."""
+
+    def __init__(self, help_text: str | None, metavar: str | None = None, words: str = "", **told: Any) -> None:
+        self._words = words.split()
+        self._told: dict[str, Any] = {"help": help_text, "metavar": metavar, **told}
+
+    def make(self, name: str, hint: Any) -> click.Parameter:
+        """Returns click's option for a parameter of this name and type."""
+        kind, optional, several = _read_type(hint)
+        known: dict[str, Any] = {"type": kind, "multiple": several, "required": not (optional or several)}
+        # The type is that of what the callback returns, and says nothing of what is typed.
+        if "callback" in self._told:
+            known = {}
+        elif kind is bool:
+            known = {} if "default" in self._told else {"is_flag": True}
+        elif {"default", "flag_value"} & self._told.keys():
+            known["required"] = False
+        return click.Option([*(self._words or [f"--{name.replace('_', '-')}"]), name], **{**known, **self._told})
+
+
+class From:
+    """What a function, or a class, makes of options: those that its parameters, or fields, are annotated with."""
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self.make = make
+
+
+def number(help_text: str, kind: click.FloatRange, words: str = "", metavar: str = "X") -> Option:
+    """Returns an option that takes a number within a range, and refuses NaN."""
+
+    def refuse_nan(_context: click.Context, _option: click.Parameter, value: float | None) -> float | None:
+        # Every comparison with NaN is false, so that a range lets it pass and no figure would ever miss it.
+        if value is not None and math.isnan(value):
+            raise click.BadParameter(f"'{value}' is no number")
+        return value
+
+    return Option(help_text, metavar, words, type=kind, callback=refuse_nan)
+
+
+def as_command(function: _Function) -> click.Command:
+    """Returns the command that calls a function with what its options mean."""
+    return _make(function, None, None)
+
+
+def subcommand(group: click.Group, name: str, line: str | None = None) -> Callable[[_Function], click.Command]:
+    """Returns what adds a function to a group of commands; `line` is its help in one line, else its first sentence."""
+
+    def add(function: _Function) -> click.Command:
+        made = _make(function, name, line)
+        group.add_command(made)
+        return made
+
+    return add
+
+
+def _make(function: _Function, name: str | None, line: str | None) -> click.Command:
+    def run(**values: Any) -> int:
+        code: int = _call(function, values)
+        return code
+
+    return click.Command(
+        name,
+        callback=run,
+        params=list(_list_parameters(function)),
+        help=inspect.cleandoc(function.__doc__ or ""),
+        short_help=line,
+    )
+
+
+def _list_parameters(function: Callable[..., Any]) -> Iterator[click.Parameter]:
+    for name, hint, marks in _read_annotations(function):
+        for mark in marks:
+            yield from _list_parameters(mark.make) if isinstance(mark, From) else (mark.make(name, hint),)
+
+
+def _call(function: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+    given: dict[str, Any] = {}
+    for name, _, marks in _read_annotations(function):
+        made = next((mark.make for mark in marks if isinstance(mark, From)), None)
+        given[name] = values[name] if made is None else _call(made, values)
+    return function(**given)
+
+
+def _read_annotations(function: Callable[..., Any]) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    """Yields name, type and marks of each parameter of a function, or field of a class, that is annotated with some."""
+    for name, hint in get_type_hints(function, include_extras=True).items():
+        marks = tuple(mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Argument | Option | From))
+        if marks:
+            yield name, get_args(hint)[0], marks
+
+
+def _read_type(hint: Any) -> tuple[Any, bool, bool]:
+    """Returns what click makes a value of, whether it may be left out, and whether it may be given several times."""
+    members = get_args(hint) if get_origin(hint) in {Union, types.UnionType} else (hint,)
+    kind = next(one for one in members if one is not type(None))
+    several = get_origin(kind) is tuple
+    if several:
+        kind = get_args(kind)[0]
+    if kind is Path:
+        return click.Path(path_type=Path), len(members) > 1, several
+    if get_origin(kind) is Literal:
+        return click.Choice(get_args(kind)), len(members) > 1, several
+    return (
+        (kind if isinstance(kind, type) and issubclass(kind, str | int | float | bool) else None),
+        len(members) > 1,
+        several,
+    )

@@ -1,0 +1,54 @@
+"""What bench, profile, tune and verify run: on which devices, and how a bundle or a model is opened there."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import click
+import msgspec
+
+from edgekit.bench.subject import Opening
+from edgekit.cli.declare import From, Option
+from edgekit.cli.options import Dims, Freeze, parsing
+from edgekit.devices.register import DeviceChoice
+
+SessionTarget = Annotated[
+    str | None, Option("Open a model with the session options of this target, or of this machine's (auto).", "NAME")
+]
+Threads = Annotated[int, Option("Threads; 0: ONNX Runtime chooses.", "N", type=click.IntRange(0, 256), default=0)]
+FirstSample = Annotated[str | None, Option("Take the first sample from here; else a golden or a random one.", "DATA")]
+
+
+def choose_devices(
+    names: Annotated[tuple[str, ...], Option("A device; may be given several times.", "DEVICE", "--on")],
+    on_file: Annotated[Path | None, Option("The devices that a devices.toml lists.", "FILE")],
+    settings: Annotated[
+        dict[str, str],
+        Option(
+            "A setting of the device android, as phone=pixel-6.",
+            "NAME=VALUE",
+            "--set",
+            multiple=True,
+            callback=parsing(str),
+        ),
+    ],
+) -> DeviceChoice:
+    """Returns the devices that --on, --on-file and --set name."""
+    return DeviceChoice(names=names, file=on_file, settings=settings)
+
+
+Devices = Annotated[DeviceChoice, From(choose_devices)]
+Required = Annotated[tuple[str, ...], Option("Like --on, and a failure where it does not run.", "DEVICE", "--require")]
+
+
+def add_required(choice: DeviceChoice, required: Sequence[str]) -> DeviceChoice:
+    """Returns chosen devices with those that must run."""
+    return msgspec.structs.replace(choice, names=tuple(dict.fromkeys((*choice.names, *required))))
+
+
+def choose_opening(target: SessionTarget, dims: Dims, freeze: Freeze, data: FirstSample) -> Opening:
+    """Returns how a bundle or a model is opened."""
+    return Opening(target=target, data=data, dims=dims, freeze=freeze)
+
+
+ModelOpening = Annotated[Opening, From(choose_opening)]
