@@ -19,7 +19,6 @@ from edgekit.jobs.forecast import forecast as forecast
 from edgekit.model.model import Model as Model
 from edgekit.model.model import load_model as load_model
 from edgekit.package.package import package_bundles as package_bundles
-from edgekit.serialize import to_json as to_json
 from edgekit.prepare.clean import prepare_model as prepare_model
 from edgekit.quantize import Calibration as Calibration
 from edgekit.quantize import QuantizedModel as QuantizedModel
@@ -33,6 +32,7 @@ from edgekit.recipe import load_recipe as load_recipe
 from edgekit.report.pages.notebook import show as show
 from edgekit.report.pages.notebook import show_progress as show_progress
 from edgekit.report.summary import BuildReport as BuildReport
+from edgekit.serialize import to_json as to_json
 from edgekit.target import Target as Target
 from edgekit.target import load_target as load_target
 from edgekit.target import target_names as target_names

@@ -32,7 +32,10 @@ _FORMS: Mapping[str, Callable[[onnx.AttributeProto], Any]] = {
 
 
 def read_constant(node: onnx.NodeProto) -> onnx.TensorProto | None:
-    """Returns what a Constant node holds, None for any other node; its name need not be that of the node's output."""
+    """Returns the tensor of a Constant node, None for any other node.
+
+    The tensor's own name may differ from that of the node's output.
+    """
     if node.op_type != "Constant" or node.domain not in MAIN_DOMAINS or not node.output:
         return None
     for attribute in node.attribute:
@@ -55,7 +58,7 @@ def list_constants(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
 
 
 def lift_constants(graph: onnx.GraphProto) -> None:
-    """Makes initializers of the Constant nodes of one graph, in place."""
+    """Turns the Constant nodes of one graph into initializers, in place."""
     kept: list[onnx.NodeProto] = []
     for node in graph.node:
         tensor = read_constant(node)
@@ -77,7 +80,7 @@ def is_small(tensor: onnx.TensorProto) -> bool:
 
 
 def read_array(tensor: onnx.TensorProto, folder: Path) -> Array:
-    """Returns the value of a constant; one in a file of `folder` is mapped, and not copied unless it lies askew.
+    """Returns the value of a constant. External data in `folder` are memory-mapped; they are copied only if misaligned.
 
     Raises:
         BundleError: the external file lies outside the folder.
@@ -87,12 +90,13 @@ def read_array(tensor: onnx.TensorProto, folder: Path) -> Array:
     if place is None:
         return numpy_helper.to_array(tensor)
     dtype, count = helper.tensor_dtype_to_np_dtype(tensor.data_type), math.prod(tensor.dims)
-    # Types of their own bytes can be mapped; those of 4 bits are packed, strings lie elsewhere, and mmap refuses an
-    # empty range.
+    # Types of whole bytes can be mapped. Types of 4 bits are packed, strings are stored in another field, and mmap
+    # refuses an empty range.
     if dtype.kind in "biufc" and count:
         file = safe_join(folder, place.file)
         mapped: Array = np.memmap(file, dtype=dtype, mode="r", offset=place.offset, shape=(count,))
-        # Inside a protobuf data begin anywhere; numpy would cut sums of them into other parts than it does elsewhere.
+        # Inside a protobuf, data may begin at any address. numpy adds misaligned arrays in another order, so that a sum
+        # could differ in its last bits from that of an aligned copy.
         return np.require(np.asarray(mapped), requirements="A").reshape(tuple(tensor.dims))
     copy = onnx.TensorProto()
     copy.CopyFrom(tensor)
@@ -103,9 +107,9 @@ def read_array(tensor: onnx.TensorProto, folder: Path) -> Array:
 def bring_in(
     graph: onnx.GraphProto, folder: Path, names: Collection[str] | None = None, most: int = sys.maxsize
 ) -> None:
-    """Takes external data of initializers, which lie in `folder`, into the graph, in place.
+    """Loads external data of initializers from `folder` into the graph, in place.
 
-    Of those named, else of all, but not what has more than `most` bytes.
+    Only initializers in `names` are loaded, if names are given; none of more than `most` bytes is.
     """
     for tensor in graph.initializer:
         place = read_place(tensor)

@@ -1,4 +1,7 @@
-"""Operators of ONNX Runtime's own written as ONNX's of the same shapes: onnx has no schemas of them to infer with."""
+"""Shape inference for ONNX Runtime's own operators, of which onnx has no schemas.
+
+Each is replaced, for inference alone, by an ONNX operator whose outputs have the same types and shapes.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,9 +13,9 @@ from onnx import helper
 from edgekit.model.model import iterate_graphs, iterate_nodes, refill
 
 ORT_DOMAIN = "com.microsoft"
-"""The domain of operators that ONNX Runtime has beside those of ONNX."""
+"""The domain of ONNX Runtime's contrib operators."""
 ORT_OWN = frozenset({"SimplifiedLayerNormalization"})
-"""What ONNX Runtime has in ONNX's own domain, and onnx does not know."""
+"""Operators that ONNX Runtime has in ONNX's own domain, and of which onnx has no schema."""
 
 _ADDED = "edgekit: for inference only"
 
@@ -25,7 +28,7 @@ class _Stored(msgspec.Struct, frozen=True):
 
 
 class _Likening(msgspec.Struct):
-    """One node that is written in another way, and what is known of inputs and constants."""
+    """One contrib node, the ONNX nodes that replace it, and the known types and shapes of inputs and initializers."""
 
     node: onnx.NodeProto
     known: Mapping[str, _Stored]
@@ -45,13 +48,13 @@ class _Likening(msgspec.Struct):
         return next((tuple(item.ints) for item in self.node.attribute if item.name == name), ())
 
     def stub(self, dtype: int, dims: Sequence[int]) -> str:
-        """Returns a value of a type and shape that stands for packed weights."""
+        """Returns the name of a graph input of this type and shape, which replaces packed weights."""
         name = f"edgekit.stub.{dtype}.{'x'.join(map(str, dims))}"
         self.stubs[name] = helper.make_tensor_value_info(name, dtype, dims)
         return name
 
     def like(self, op: str, inputs: Sequence[str], output: int = 0, **attributes: Any) -> None:
-        """Writes an operator of ONNX that makes an output, unless the node has no such output or inputs."""
+        """Adds an ONNX node that makes this output, unless the node lacks that output or one of the inputs."""
         names = self.node.output
         if output >= len(names) or not names[output] or not all(inputs):
             return
@@ -59,9 +62,9 @@ class _Likening(msgspec.Struct):
 
 
 def write_alike(proto: onnx.ModelProto) -> bool:
-    """Writes operators of ONNX Runtime as ONNX's that have results of the same type and shape, in place.
+    """Replaces contrib operators by ONNX operators whose outputs have the same types and shapes, in place.
 
-    Returns True if there are such; `write_back` undoes it. Outputs that have no likeness stay unknown.
+    Returns True if there were any; `write_back` undoes it. An output that no ONNX operator can stand for stays unknown.
     """
     if not any(map(_is_own, iterate_nodes(proto.graph))):
         return False
@@ -79,7 +82,7 @@ def write_alike(proto: onnx.ModelProto) -> bool:
 
 
 def write_back(inferred: onnx.ModelProto, proto: onnx.ModelProto) -> None:
-    """Puts the nodes of a graph back into a copy of it that `write_alike` changed and that was inferred, in place."""
+    """Puts the original nodes back into a graph that `write_alike` changed and onnx inferred, in place."""
     for likened, given in zip(iterate_graphs(inferred.graph), iterate_graphs(proto.graph), strict=True):
         kept = iter([node for node in likened.node if node.doc_string != _ADDED])
         nodes = [node if _is_own(node) else next(kept) for node in given.node]
@@ -106,7 +109,7 @@ def _liken(
 
 
 def _same(op: str, *positions: int) -> Callable[[_Likening], None]:
-    """Returns a rule: the first output is what an operator of ONNX with these attributes makes of some inputs."""
+    """Returns a rule: the first output has the type and shape that this ONNX operator gives."""
 
     def liken(of: _Likening) -> None:
         of.like(op, [of.name(at) for at in positions if at < len(of.node.input)])
@@ -132,7 +135,7 @@ def _gather_blocks(of: _Likening) -> None:
     data, scales = of.stored(0), of.stored(2)
     if data is None or scales is None or not data.dims:
         return
-    # In bytes lie several values; types of four bits count them themselves.
+    # A byte holds several values; a tensor of a 4-bit type counts them one by one in its shape.
     packed = 8 // of.number("bits", 4) if data.dtype == onnx.TensorProto.UINT8 else 1
     table = of.stub(scales.dtype, (*data.dims[:-1], data.dims[-1] * packed))
     of.like("Gather", [table, of.name(1)], axis=of.number("gather_axis", 0))
@@ -193,4 +196,4 @@ _LIKENESSES: Mapping[str, Callable[[_Likening], None]] = {
     "DynamicQuantizeMatMul": _float_matmul,
     "MatMulIntegerToFloat": _float_matmul,
 }  # fmt: skip
-"""How each operator is written; only what decides types and shapes."""
+"""The replacement of each operator; only types and shapes matter, not values."""

@@ -1,4 +1,4 @@
-"""A model's graph, read once: nodes, constants, types and shapes of values, and who makes and who reads each."""
+"""A model's graph, read once: nodes, constants, types and shapes of values, producers and consumers."""
 
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,7 +24,8 @@ _LISTS = (onnx.AttributeProto.INTS, onnx.AttributeProto.FLOATS, onnx.AttributePr
 class Value(msgspec.Struct, frozen=True, kw_only=True):
     """The element type (numpy's name) and shape of a value; None where shape inference does not know.
 
-    `counted` is the shape at the sizes with which work is counted, where inputs have open dimensions.
+    Where inputs have open dimensions, `counted` is the shape at the sizes that stand for them when work is counted
+    (`check/macs.py`).
     """
 
     dtype: str | None = None
@@ -53,12 +54,12 @@ class Value(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """A node, with the names that ONNX gives to what it has; a node equals itself alone.
+    """A node with the fields of ONNX's NodeProto. Two nodes are equal only if they are the same object.
 
     `index` is its place in the graph. `since` is the opset version in which its operator took the form it has. `input`
-    and `output` have one entry at least, empty where there is none. Attributes are numbers, texts and tuples of them.
-    `bodies` are the graphs that it runs, `captured` what each of these reads of the graphs around it. `proto` is the
-    node in the protobuf.
+    and `output` have at least one entry, an empty name where the node has none. Attributes are numbers, texts and
+    tuples of them. `bodies` are the subgraphs of control flow; `captured` are the names that these read from outer
+    graphs. `proto` is the node in the protobuf.
     """
 
     index: int
@@ -92,19 +93,19 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         value = self.attributes.get(name)
         if not isinstance(value, tuple):
             return None
-        # A file may say anything of operators that onnx has no schema of.
+        # Attributes of an operator without a schema may hold anything.
         entries = cast("tuple[object, ...]", value)
         numbers = tuple(each for each in entries if isinstance(each, int))
         return numbers if len(numbers) == len(entries) else None
 
 
 class Graph(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """A graph in the order of the file, without its Constant nodes, which are constants as ORT makes them.
+    """A graph with its nodes in the order of the file. Constant nodes are listed as constants, as ONNX Runtime does it.
 
-    `proto` is what was read, and `model` the file around it, for what is no graph: opsets, functions, metadata.
-    `values` says what is known of tensors that are fed or computed. `values` and `constants` of a body include those
-    of the graphs around it. `consumers` names a node once for each input, as an edge of ORT's, and once for each body
-    that reads the name; what bodies read is `captured`. External constants lie in `folder`.
+    `proto` is the graph's protobuf, `model` the whole model's: opsets, functions, metadata. `values` has the types and
+    shapes of inputs and computed tensors. In a subgraph, `values` and `constants` include those of the outer graphs.
+    `consumers` lists a node once for each of its inputs (an edge in ONNX Runtime's graph), and once for each subgraph
+    of it that reads the name; `captured` are the names that subgraphs read. External data lie in `folder`.
     """
 
     proto: onnx.GraphProto
@@ -143,7 +144,7 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return self.inline(name) if tensor is not None and is_small(tensor) else None
 
     def inline(self, name: str) -> Array | None:
-        """Returns the value of a constant that lies in the graph, of any size; None for what does not."""
+        """Returns the value of a constant of any size whose data are in the protobuf, else None."""
         tensor = self.constants.get(name)
         if tensor is None or self.is_external(name):
             return None
@@ -154,7 +155,7 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             return None
 
     def number(self, name: str) -> float | None:
-        """Returns the only number of a constant, or None if it is none or has several."""
+        """Returns the number in a constant of one element, None for any other tensor."""
         array = self.array(name)
         return float(array.reshape(())) if array is not None and array.size == 1 and array.dtype.kind in "fiu" else None
 
@@ -168,10 +169,10 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return None if tensor is None else read_array(tensor, self.folder)
 
     def weight(self, name: str) -> Array:
-        """Returns the value of what is known to be a constant, of any size.
+        """Returns the value of a tensor that must be a constant, of any size.
 
         Raises:
-            KeyError: it is none.
+            KeyError: it is no constant.
             ValueError: the graph was read without the data of large constants.
         """
         return read_array(self.constants[name], self.folder)
@@ -181,7 +182,7 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return name in self.constants and self.constants[name].data_location == onnx.TensorProto.EXTERNAL
 
     def readers(self, name: str) -> tuple[Node, ...]:
-        """Returns the nodes that read a tensor, each once, in their order; a body's reading is its node's."""
+        """Returns the nodes that read a tensor, each once, in graph order. A subgraph's reading counts for its node."""
         return tuple(dict.fromkeys(self.consumers.get(name, ())))
 
     def is_float(self, name: str) -> bool:
@@ -224,7 +225,9 @@ def view_model(proto: onnx.ModelProto, folder: Path = Path()) -> Graph:
 
 
 def view_file(path: Path) -> Graph:
-    """Returns the main graph of a file of ours, with the types and shapes that it holds; weights beside it stay there.
+    """Returns the main graph of a file that edgekit wrote, with the types and shapes it holds.
+
+    External data stay in their file.
 
     Raises:
         OSError: the file cannot be read.
@@ -233,7 +236,7 @@ def view_file(path: Path) -> Graph:
 
 
 def view_part(graph: onnx.GraphProto, opset: int = 1, folder: Path = Path()) -> Graph:
-    """Returns a graph alone, of a model of this opset if that counts, with the types and shapes that it holds."""
+    """Returns the view of a graph without its model. `opset` is that of the model, for rewrites that depend on it."""
     model = onnx.ModelProto(ir_version=onnx.IR_VERSION, opset_import=[onnx.OperatorSetIdProto(version=opset)])
     return _View(model, folder).graph(graph, None)
 
@@ -257,11 +260,11 @@ class _View:
 
     def graph(self, proto: onnx.GraphProto, outer: Graph | None) -> Graph:
         constants, fed = list_constants(proto), {value.name: None for value in proto.input}
-        # Before, every initializer had to be listed among the inputs as well, and was a constant all the same.
+        # Before IR version 4, every initializer had to be listed among the inputs too, and was a constant all the same.
         if self._model.ir_version >= 4:
             # From IR version 4 on the caller may give another value for an initializer that is an input.
             constants = {name: tensor for name, tensor in constants.items() if name not in fed}
-        # Inputs and outputs are stated by whoever made the model, and win over what was inferred.
+        # The model states the types of its inputs and outputs: these win over inferred ones.
         values = {value.name: _value(value) for value in (*proto.value_info, *proto.input, *proto.output)}
         shell = Graph(
             proto=proto, model=self._model, folder=self._folder, nodes=(), inputs=tuple(fed),
@@ -297,18 +300,18 @@ class _View:
             try:
                 schema = onnx.defs.get_schema(op, self._opsets.get(domain, 1), domain)
                 self._since[op, domain] = schema.since_version
-            # An operator of somebody's own has no schema in onnx, and so no versions to tell apart.
+            # A custom operator has no schema in onnx, so its versions cannot be told apart.
             except onnx.defs.SchemaError:
                 self._since[op, domain] = 1
         return self._since[op, domain]
 
 
 def index_nodes(graph: Graph, nodes: Iterable[Node]) -> Graph:
-    """Returns a graph with other nodes, and who makes and reads what."""
+    """Returns the graph with these nodes in place of its own, producers and consumers indexed again."""
     nodes = tuple(nodes)
     consumers: dict[str, list[Node]] = {}
     for node in nodes:
-        # Bodies read names of the graphs around them without listing them: for order and removal the node reads them.
+        # A subgraph reads names of outer graphs without listing them as inputs: its node counts as their reader.
         for name in node.reads:
             consumers.setdefault(name, []).append(node)
     return msgspec.structs.replace(
@@ -326,7 +329,7 @@ def _within(own: dict[str, _T], outer: Mapping[str, _T]) -> Mapping[str, _T]:
 
 
 def _find_free(body: Graph) -> Iterator[str]:
-    """Yields the names that a body reads from the graphs around it."""
+    """Yields the names that a subgraph reads from the outer graphs."""
     own = {*body.inputs, *(tensor.name for tensor in body.proto.initializer)}
     own.update(tensor.values.name for tensor in body.proto.sparse_initializer)
     own.update(name for node in body.proto.node for name in node.output)
@@ -358,7 +361,7 @@ def _value(value: onnx.ValueInfoProto) -> Value:
     shape = None
     if tensor.HasField("shape"):
         shape = tuple(
-            # A negative size, as some models have it for a dimension that is not known, is no size.
+            # Some models write -1 for a dimension that is not known.
             dim.dim_value if dim.HasField("dim_value") and dim.dim_value >= 0 else None
             for dim in tensor.shape.dim
         )

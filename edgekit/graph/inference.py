@@ -1,6 +1,7 @@
-"""Types and shapes of values, inferred by onnx on a copy without weights, of which it would make several.
+"""Types and shapes of values, by onnx's shape inference.
 
-A few operators end the process of onnx's inference, and some sizes never come to an end: it is not asked about these.
+onnx copies the model several times, so it is given a copy without large weights. A few operators crash its inference,
+and some sizes make it run without end; edgekit hides these from it.
 """
 
 import contextlib
@@ -15,20 +16,21 @@ from edgekit.graph.contrib import write_alike, write_back
 from edgekit.model.model import iterate_graphs, iterate_nodes, refill
 from edgekit.model.tensors import Array
 
-# Their inference in onnx 1.23 reads the type of their first input where there is none, and the process dies of it.
-# Found by drawing nodes of every schema.
+# The inference functions of these operators in onnx 1.23 read the type of the first input without a check. Where that
+# is not known, the process crashes. Found by trying random nodes of every schema.
 _UNTYPED = frozenset({("", "EyeLike"), ("", "RegexFullMatch")}) | {
     ("ai.onnx.ml", name) for name in ("DictVectorizer", "LabelEncoder", "TreeEnsemble")
 }
 _HIDDEN = "edgekit.hidden"
-# Following data makes an entry for each element of a vector, 0.4 us each: this is a tenth of a second a node.
+# Data propagation keeps an entry for each element of a vector, at 0.4 us each: this bound is a tenth of a second a
+# node.
 _LONGEST = 1 << 18
 
 
 def hide_untyped(model: onnx.ModelProto) -> list[onnx.NodeProto]:
-    """Gives nodes that may end the process a domain that inference does not know, in place, and returns them.
+    """Moves nodes that may crash inference into a domain that it does not know, in place, and returns them.
 
-    Those of the main graph whose input has a type can be shown again with `show_typed`.
+    `show_typed` moves those back whose input has a type by then.
     """
     found = [node for node in iterate_nodes(model.graph) if _is_untyped(node)]
     bodies = [node for function in model.functions for node in function.node if _is_untyped(node)]
@@ -42,7 +44,7 @@ def hide_untyped(model: onnx.ModelProto) -> list[onnx.NodeProto]:
 
 
 def show_typed(model: onnx.ModelProto, inferred: onnx.ModelProto) -> bool:
-    """Gives hidden nodes of the main graph their domain back where the type of what they read is known now, in place.
+    """Moves hidden nodes of the main graph whose first input has a type now back into their domain, in place.
 
     Returns True if there are any.
     """
@@ -51,7 +53,7 @@ def show_typed(model: onnx.ModelProto, inferred: onnx.ModelProto) -> bool:
     typed |= {tensor.name for tensor in model.graph.initializer}
     shown: list[onnx.NodeProto] = []
     for node in model.graph.node:
-        # Inference goes from node to node as they stand: what is made further down has no type yet.
+        # Inference goes through the nodes in file order: an input that is made further down has no type yet.
         if node.domain == _HIDDEN and node.input and node.input[0] in typed:
             shown.append(node)
         typed |= found.intersection(node.output)
@@ -61,7 +63,7 @@ def show_typed(model: onnx.ModelProto, inferred: onnx.ModelProto) -> bool:
 
 
 def has_long_vector(model: onnx.ModelProto) -> bool:
-    """Returns True if data must not be followed: a vector is known to be so long that this would not end."""
+    """Returns True if a vector is so long that data propagation would not end in reasonable time."""
     return any(
         len(dims) == 1 and dims[0].dim_value > _LONGEST
         for graph in iterate_graphs(model.graph)
@@ -71,7 +73,7 @@ def has_long_vector(model: onnx.ModelProto) -> bool:
 
 
 def may_have_long_vector(model: onnx.ModelProto) -> bool:
-    """Returns True if a constant of the model could make a vector so long, which inferring without data then tells."""
+    """Returns True if a constant of the model is large enough to be the length of such a vector."""
     return any(bool((np.abs(values) > _LONGEST).any()) for values in _list_whole_numbers(model))
 
 
@@ -79,7 +81,7 @@ def _list_whole_numbers(model: onnx.ModelProto) -> Iterator[Array]:
     for graph in iterate_graphs(model.graph):
         made = (read_constant(node) for node in graph.node if node.op_type == "Constant")
         for tensor in (*graph.initializer, *made):
-            # Sizes and counts are whole numbers of 64 bits, one or a few.
+            # Lengths come from int64 constants of one element or a few.
             if tensor is None or tensor.data_type != onnx.TensorProto.INT64 or len(tensor.dims) > 1:
                 continue
             if tensor.data_location != onnx.TensorProto.EXTERNAL and is_small(tensor):
@@ -100,7 +102,8 @@ _MOST_BYTES = 1 << 14
 def infer_model(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Returns a copy with the types and shapes that onnx can infer, without the data of large initializers.
 
-    Operators of ORT are inferred by their likes. A graph that contradicts itself keeps the shapes that it has.
+    Contrib operators of ONNX Runtime are inferred too (`contrib.py`). A graph with contradictory shapes keeps those it
+    has.
     """
     large = [tensor for tensor in proto.graph.initializer if _is_aside(tensor)]
     light = _copy_light(proto)
@@ -114,7 +117,7 @@ def infer_model(proto: onnx.ModelProto) -> onnx.ModelProto:
     if len(light.opset_import) != len(proto.opset_import):
         refill(inferred.opset_import, proto.opset_import)
         refill(inferred.functions, proto.functions)
-    # Large initializers went in as inputs at the end; they come back as what they were.
+    # Large initializers were inputs for inference; they become initializers again.
     del inferred.graph.input[len(proto.graph.input) :]
     inferred.graph.initializer.extend(tensor if is_small(tensor) else _empty(tensor) for tensor in large)
     return inferred
@@ -125,8 +128,8 @@ def _infer(light: onnx.ModelProto) -> onnx.ModelProto:
         first = _try_inference(light, data_prop=False)
         if first is None or has_long_vector(first):
             return first or light
-    # With data propagation shapes are followed through Shape, Gather and Concat; onnx raises there on some models that
-    # it can infer without.
+    # Data propagation follows shapes through Shape, Gather and Concat. On some models onnx raises with it and succeeds
+    # without it.
     propagated = None if has_long_vector(light) else _try_inference(light, data_prop=True)
     return propagated or _try_inference(light, data_prop=False) or light
 

@@ -1,6 +1,8 @@
-"""Finding what exporters take apart: who made a value, which number stands beside it, what a product is made of.
+"""Pattern matching on a graph.
 
-Whether values stay finite is found too: masks are made of the lowest number there is, or of minus infinity.
+Which node makes a value, which number it is multiplied with, what a product consists of.
+
+It also tells whether values stay finite: attention masks hold the lowest float32, or minus infinity.
 """
 
 import math
@@ -13,12 +15,12 @@ from edgekit.model.tensors import Array
 
 # Two numbers of this size may add up to infinity in float32 (3.4e38); scores and biases are far below it.
 _HUGE = 1e30
-# What hands on its first input, with other axes, places or a sign.
+# Operators that pass their first input on, with other axes, other positions or another sign.
 _HANDING = frozenset({
     "Abs", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "Neg", "Reshape", "Slice",
     "Squeeze", "Tile", "Transpose", "Unsqueeze",
 })  # fmt: skip
-# Sums of products of finite numbers, and what is bounded whatever it reads.
+# Sums of products of finite numbers, and operators with a bounded result.
 _FINITE = frozenset({
     "Conv", "Einsum", "Gemm", "LayerNormalization", "MatMul", "Sigmoid", "SimplifiedLayerNormalization", "Softmax",
     "Tanh",
@@ -26,10 +28,10 @@ _FINITE = frozenset({
 
 
 def add_up_huge(graph: Graph, name: str) -> int | None:
-    """Returns how many huge numbers may be added up in one element of a value; None where it may be infinite or NaN.
+    """Returns how many huge numbers one element of a value may be the sum of; None where it may be infinite or NaN.
 
-    One is finite beside anything of common size, two are not: -3.4e38 - 3.4e38 is minus infinity. What is fed as float
-    may be anything. Each node behind the value is visited once.
+    One huge number stays finite: -3.4e38 plus a score of usual size is finite. Two do not: -3.4e38 - 3.4e38 is minus
+    infinity. A float input of the graph may hold anything. Each node before the value is visited once.
     """
     known: dict[str, int | None] = {}
     waiting = [name]
@@ -88,7 +90,7 @@ _DEEPEST = 4
 
 
 def is_near(number: float | None, wanted: float) -> bool:
-    """Returns True if a number of a file is the one that is meant: exporters round roots and fractions."""
+    """Returns True if two numbers are equal but for rounding: exporters round roots and fractions."""
     return number is not None and math.isclose(number, wanted, rel_tol=1e-4)
 
 
@@ -99,7 +101,7 @@ def made_by(graph: Graph, name: str, *ops: str) -> Node | None:
 
 
 def beside(graph: Graph, node: Node | None, wanted: float) -> str | None:
-    """Returns the operand that stands beside this number in a node of two, in either order."""
+    """Returns the other operand of a node of two operands, one of which is this number, in either order."""
     if node is None or len(node.input) != 2:
         return None
     one, other = node.input
@@ -148,7 +150,7 @@ def mean_of(graph: Graph, name: str) -> str | None:
 
 
 def reduced_axis(graph: Graph, node: Node) -> int | None:
-    """Returns the axis that a Reduce operator goes along, as it is written; None for several, and for one computed."""
+    """Returns the one axis of a Reduce operator, as the model writes it; None for several axes or a computed one."""
     axes = node.entries("axes")
     if axes is None and node.has_input(1):
         array = graph.array(node.input[1])
@@ -184,7 +186,7 @@ def quotient_of(graph: Graph, name: str) -> tuple[str, str] | None:
 
 
 def vector_beside(graph: Graph, node: Node | None) -> tuple[str, str] | None:
-    """Returns a computed operand and the constant of one axis and type float32 that stands beside it."""
+    """Returns the computed and the constant operand of a node, if the constant is float32 and has one axis."""
     for value, vector in (node.input, node.input[::-1]) if node is not None and len(node.input) == 2 else ():
         tensor = graph.constants.get(vector)
         if value not in graph.constants and tensor is not None and len(tensor.dims) == 1:

@@ -1,4 +1,4 @@
-"""Putting nodes in the place of others."""
+"""Rewrites of a graph: nodes replaced by others that compute the same."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
@@ -14,16 +14,19 @@ from edgekit.graph.graph import Graph, Node, view_part
 from edgekit.model.model import refill
 
 FLOATS = frozenset({"float32", "float16"})
-"""The element types that rewrites with numbers in them know."""
+"""The element types for which rewrites that add constants are written."""
 
 Write = Callable[["Writer"], None]
-"""Writes what stands for one node, or nothing where the node stays."""
+"""Writes the nodes that replace one node; it writes nothing where the node stays."""
 Change = Callable[[onnx.GraphProto, int], tuple[str, ...]]
 """Changes a graph of an opset in place, and returns the names of the nodes it changed."""
 
 
 class Rewrite(msgspec.Struct, frozen=True, kw_only=True):
-    """A rewrite of graphs by its id; `advice` is what to tell where it would gain something, with {count} of nodes."""
+    """A rewrite and its id.
+
+    `advice` is the message where it would help a target; {count} in it is the number of nodes.
+    """
 
     id: str
     advice: str
@@ -42,9 +45,9 @@ def rewrite(id_: str, advice: str = "") -> Callable[[Change], Rewrite]:
 def node_rewrite(
     id_: str, ops: Collection[str], advice: str = "", *, since: int = 1, floats: bool = False
 ) -> Callable[[Write], Rewrite]:
-    """Makes a rewrite of a function that writes what stands for one node of these operators.
+    """Makes a rewrite of a function that replaces one node of these operators.
 
-    It is asked from the opset `since` on; with `floats`, only of nodes whose first input is of `FLOATS`.
+    It runs on models of opset `since` and later; with `floats`, only on nodes whose first input is of `FLOATS`.
     """
 
     def wrap(write: Write) -> Rewrite:
@@ -65,12 +68,12 @@ def replace_nodes(
     floats: bool = False,
     folder: Path = Path(),
 ) -> tuple[str, ...]:
-    """Puts what `write` writes in the place of each node of these operators, in place; without any the node stays.
+    """Replaces each node of these operators by what `write` writes, in place; a node for which it writes nothing stays.
 
-    Shapes are those that the graph holds, which `fix_model` infers first. Nodes that ONNX does not allow are not shown
-    to `write`. Returns the names of the nodes replaced. External data lie in `folder`.
+    Shapes are those in the graph, which `fix_model` infers first. Nodes that ONNX's checker refuses are left alone.
+    Returns the names of the replaced nodes. External data lie in `folder`.
     """
-    # The view costs a pass over the graph, and most rewrites find nothing.
+    # Most rewrites find nothing: then no view of the graph is made.
     if not any(node.op_type in ops for node in graph.node):
         return ()
     view = view_part(graph, opset, folder)
@@ -93,12 +96,12 @@ def replace_nodes(
 
 
 def set_nodes(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:
-    """Gives a graph other nodes, some of which may be its own, in place."""
+    """Replaces the nodes of a graph, in place; nodes of its own may be among the new ones."""
     refill(graph.node, nodes)
 
 
 def copy_fields(source: Any, target: Any, skipped: Collection[str]) -> None:
-    """Copies the fields of a message but for some; a copy of the whole would hold these too for a while."""
+    """Copies the fields of a message except `skipped`, which may be too large to copy and drop."""
     for field, value in source.ListFields():
         if field.name in skipped:
             continue
@@ -127,7 +130,7 @@ def _is_valid(node: Node, opset: int) -> bool:
 
 
 class Writer(msgspec.Struct, kw_only=True):
-    """Writes the nodes that stand for one: each is named after it, and the last bears its name and its output."""
+    """Writes the nodes that replace one node. Each is named after it; the last has its name and its output."""
 
     graph: Graph
     node: Node

@@ -1,8 +1,8 @@
-"""ONNX Runtime's basic optimisation of a graph, kept from what only suits its CPU provider.
+"""ONNX Runtime's basic graph optimizations, without what only suits its CPU provider.
 
-That provider has few fp16 kernels. Around a node without a kernel ONNX Runtime puts casts
+The CPU provider has few fp16 kernels. Around a node without a kernel ONNX Runtime puts casts
 (`insert_cast_transformer.cc`), and it replaces a node that ONNX defines as a function by the function's body. Providers
-of other devices have these kernels, so neither must stay.
+of other devices have these kernels, so both changes are undone here.
 """
 
 import re
@@ -23,13 +23,13 @@ from edgekit.prepare.external import gather_data
 from edgekit.prepare.shapes import infer_types
 from edgekit.prepare.stripped import put_stand_ins, restore_nodes
 
-# Small changes that leave what a model computes as it is: names, domains, order, stamps.
+# Small changes that keep what a model computes: names, domains, order, metadata.
 
 _MADE = ".prepared"
 
 
 def merge_domains(proto: onnx.ModelProto) -> None:
-    """Writes ONNX's own domain empty everywhere, in place: "ai.onnx" means the same, and files mix the two."""
+    """Writes the domain "ai.onnx" as "" everywhere, in place: both mean the same, and files mix them."""
     for node in iterate_nodes(proto.graph):
         node.domain = "" if node.domain == "ai.onnx" else node.domain
     for entry in proto.opset_import:
@@ -37,14 +37,14 @@ def merge_domains(proto: onnx.ModelProto) -> None:
 
 
 def import_contrib(proto: onnx.ModelProto) -> None:
-    """Imports ONNX Runtime's own operators where a graph has such, in place."""
+    """Adds the opset import of ONNX Runtime's contrib operators where a graph uses them, in place."""
     used = any(node.domain == ORT_DOMAIN for node in iterate_nodes(proto.graph))
     if used and all(entry.domain != ORT_DOMAIN for entry in proto.opset_import):
         proto.opset_import.add(domain=ORT_DOMAIN, version=1)
 
 
 def drop_initializer_inputs(graph: onnx.GraphProto) -> None:
-    """Takes initializers out of the inputs, so that they count as constants, in place.
+    """Removes initializers from the list of inputs, so that they count as constants, in place.
 
     IR version 3 wanted each initializer among the inputs, where a caller could replace it.
     """
@@ -61,12 +61,12 @@ def name_nodes(graph: onnx.GraphProto) -> None:
     nodes = list(iterate_nodes(graph))
     taken = {node.name for node in nodes}
     seen: set[str] = set()
-    # Where thousands bear one name, the numbers that are taken are not tried again for each.
+    # The next free number is remembered for each name: thousands of nodes may share one.
     counts: dict[str, int] = {}
     for node in nodes:
         if not node.name or node.name in seen:
-            # Not a running number: a node in front would rename all behind it, and reports of two versions could not be
-            # compared.
+            # Not a running number: a node inserted at the front would rename all later ones, and reports of two
+            # versions could not be compared.
             stem = node.name or f"{node.op_type}_{next(filter(None, node.output), '')}"
             name = stem
             while name in taken:
@@ -78,7 +78,7 @@ def name_nodes(graph: onnx.GraphProto) -> None:
 
 
 def rename_made(graph: onnx.GraphProto, given: Collection[str]) -> None:
-    """Gives initializers that ONNX Runtime made, which are none of the names `given`, names of their own, in place.
+    """Renames the initializers that ONNX Runtime added (those not in `given`), in place.
 
     A session that optimizes the graph again makes constants of the same names, and ONNX Runtime 1.31 fails on two that
     are alike ("Attempt to replace the existing tensor").
@@ -88,7 +88,7 @@ def rename_made(graph: onnx.GraphProto, given: Collection[str]) -> None:
 
 
 def restore_stamps(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:
-    """Puts back the origin's metadata and texts, and drops the opsets that no node needs, in place."""
+    """Restores the metadata of the original model, and drops opset imports that no node needs, in place."""
     keep_used_opsets(proto)
     refill(proto.metadata_props, origin.metadata_props)
     proto.producer_name = origin.producer_name
@@ -109,7 +109,7 @@ _INSERTED = re.compile(r"^(InsertedPrecisionFreeCast_|EdgekitGuard\d+_)+")
 
 
 def guard_half(proto: onnx.ModelProto) -> None:
-    """Puts the casts that ONNX Runtime would insert around fp16 functions, so that it keeps these whole, in place."""
+    """Inserts casts around fp16 function operators, in place, so that ONNX Runtime does not inline them."""
     if not _has_half(proto.graph):
         return
     types = infer_types(proto)
@@ -123,7 +123,7 @@ def guard_half(proto: onnx.ModelProto) -> None:
 
 
 def strip_casts(graph: onnx.GraphProto) -> bool:
-    """Removes inserted casts, ours and ONNX Runtime's, and gives the values their names back, in place.
+    """Removes the casts that edgekit and ONNX Runtime inserted, and restores the names of the values, in place.
 
     Returns True if there was one. Where ONNX Runtime merged them with casts of the model, the types no longer fit.
     """
@@ -178,7 +178,8 @@ EXTERNAL_FROM_BYTES = 1 << 30
 OUTSIDE_FROM_BYTES = 1 << 26
 """Weights of a model of this size or more lie in files while its graph is worked on, so that no copy is in memory."""
 
-# These move or drop Q and DQ nodes, which a provider groups into units: it must see them where the quantizer put them.
+# These optimizers move or drop Q and DQ nodes. A provider groups Q and DQ into units, and must see them where the
+# quantizer put them.
 _QDQ_CHANGERS = ("DoubleQDQPairsRemover", "QDQPropagationTransformer", OPTIMIZER)
 _EXTERNAL = "session.optimized_model_external_initializers"
 
@@ -194,17 +195,17 @@ def works_outside(model: Model) -> bool:
 
 
 def optimize_basic(proto: onnx.ModelProto, model: Model, path: Path, folder: Path) -> onnx.ModelProto:
-    """Returns the graph that ONNX Runtime shows to a provider; what it writes on the way goes to `path`.
+    """Returns the graph that ONNX Runtime shows to a provider; `path` is where ONNX Runtime writes it.
 
-    External weights are read from `folder`; those of a model that is not small end up in `path` + ".data". Where the
-    graph cannot be kept from what only suits the CPU provider, it is returned as it is.
+    External weights are read from `folder`; those of a large model are written to `path` + ".data". Where a change that
+    only suits the CPU provider cannot be undone, the graph is returned without optimization.
 
     Raises:
         RuntimeRefusal: ONNX Runtime cannot load the model.
     """
     name_nodes(proto.graph)
     nodes = onnx.GraphProto(node=proto.graph.node).node
-    # Both before the session sees the graph: it replaces what it has no kernel for while it partitions, at any level.
+    # Both come before the session sees the graph: at any level it replaces operators that it has no kernel for.
     guard_half(proto)
     replaced = put_stand_ins(proto.graph)
     serialized = proto.SerializeToString(deterministic=True)

@@ -1,4 +1,4 @@
-"""Making the model that every later stage works on: static shapes and the clean graph that a provider sees."""
+"""The prepared model, on which every later stage works: static shapes and the optimized graph that a provider sees."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -27,7 +27,7 @@ from edgekit.prepare.opset import MAX_OPSET, choose_opset, convert_opset, lower_
 from edgekit.prepare.shapes import fix_dims, infer_outputs
 from edgekit.prepare.stripped import put_weights, skim_weights, strip_weights
 
-# Before this version of ONNX every initializer had to be listed among the inputs, and was a constant all the same.
+# Before this IR version every initializer had to be listed among the inputs, and was a constant all the same.
 _OVERRIDING = 4
 
 
@@ -45,8 +45,8 @@ def prepare_model(
 
     Inputs and outputs keep their names and order, nodes get unique names, constants are folded and no-ops are gone
     (ONNX Runtime's basic level, the graph that it shows to a provider), initializers are no inputs any more. An opset
-    below 13 becomes 17. Q and DQ nodes stay. Weights of 1 GiB and more go into `out` + ".data". A branch that is not
-    taken need not fit the dimensions; a dimension without a number stays open where it `may_stay_open`.
+    below 13 becomes 17. Q and DQ nodes stay. Weights of 1 GiB and more go into `out` + ".data". A branch of an If that
+    is never taken need not fit the dimensions. With `may_stay_open`, a dimension without a number stays open.
 
     Args:
         model: any ONNX model.
@@ -72,7 +72,7 @@ def prepare_model(
     origin, given, chosen = _copy_texts(proto), list_names(proto.graph), choose_opset(proto, opset)
     lower_ir_version(proto, chosen)
     with replacing_file(out) as temporary:
-        # Once in the old opset, too: folding removes operators that the converter has no way down for.
+        # Optimized once in the old opset too: constant folding removes operators that onnx's converter cannot lower.
         if folds_first or chosen < read_opset(proto) <= MAX_OPSET:
             proto = optimize_basic(proto, model, temporary.with_name("first.onnx"), folder)
             folder = temporary.parent
@@ -86,7 +86,9 @@ def prepare_model(
 
 
 def freeze_model(model: Model, folder: Path, constants: Mapping[str, float]) -> Model:
-    """Returns a model with some inputs as constants of one number each, kept in `folder`: itself where there are none.
+    """Returns a model in which some inputs are constants filled with one number.
+
+    It is written to `folder`. Without such inputs the model itself is returned.
 
     Raises:
         UsageError: a name that is no input, or a number that its type cannot hold.
@@ -102,9 +104,9 @@ def freeze_model(model: Model, folder: Path, constants: Mapping[str, float]) -> 
 
 
 def sketch_model(model: Model, out: Path, dims: Mapping[str, int], *, may_stay_open: bool = False) -> Model:
-    """Writes what `prepare_model` writes, but without the numbers of large weights: a graph to judge, not to run.
+    """Writes what `prepare_model` writes, but without the values of large weights: enough to check, not to run.
 
-    Weights whose numbers decide what the graph becomes are kept.
+    Weights that a rewrite looks at keep their values.
 
     Raises:
         UsageError: a dimension that does not exist, or a dynamic dimension that got no number.
@@ -132,10 +134,10 @@ def sketch_model(model: Model, out: Path, dims: Mapping[str, int], *, may_stay_o
 
 
 def show_model(model: Model, out: Path) -> Model:
-    """Writes the graph that a session shows to a provider which opens the file as it is, without large weights.
+    """Writes the graph that a provider is shown when an app opens the user's file as it is, without large weights.
 
-    Nothing of it is changed but by ONNX Runtime's own basic level: inputs, open dimensions and the opset stay, and what
-    is an input beside its initializer is no constant.
+    Only ONNX Runtime's own basic level changes it: inputs, open dimensions and the opset stay, and an initializer that
+    is also an input is no constant.
 
     Raises:
         RuntimeRefusal: ONNX Runtime cannot load the model.
@@ -145,7 +147,7 @@ def show_model(model: Model, out: Path) -> Model:
     if proto.ir_version < _OVERRIDING:
         drop_initializer_inputs(proto.graph)
         proto.ir_version = _OVERRIDING
-    # A caller may give another value for them: to a session they are inputs and nothing else.
+    # A caller may give another value for them, so a session treats them as inputs.
     fed = {value.name for value in proto.graph.input}
     refill(proto.graph.initializer, [tensor for tensor in proto.graph.initializer if tensor.name not in fed])
     origin, shells = _copy_texts(proto), strip_weights(proto)
@@ -158,7 +160,9 @@ def show_model(model: Model, out: Path) -> Model:
 
 
 def sketch_unloaded(model: Model, out: Path, dims: Mapping[str, int], *, may_stay_open: bool = False) -> Model:
-    """Writes the graph of a model that ONNX Runtime cannot load: dimensions fixed and nodes named, else as it is.
+    """Writes the graph of a model that ONNX Runtime cannot load.
+
+    With dimensions fixed and nodes named, and no other change.
 
     Raises:
         UsageError: a dimension that does not exist, or a dynamic dimension that got no number.

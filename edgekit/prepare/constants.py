@@ -1,7 +1,7 @@
-"""Constants of nodes that stay float.
+"""Constants of nodes that stay in float.
 
-They are kept float where ONNX Runtime would round them, or stored as integers with a scale a channel, which a Cast and
-a Mul widen.
+Where ONNX Runtime would quantize such weights by itself, this is switched off. To save bytes they may be stored as
+integers with a scale for each channel, which a Cast and a Mul turn back into float.
 """
 
 from collections.abc import Mapping
@@ -21,17 +21,20 @@ OPTIMIZER = "WeightBiasQuantization"
 LAYOUT = "NhwcTransformer"
 DISABLED = "optimization.disable_specified_optimizers"
 KEEP_FLOAT_WEIGHTS: Mapping[str, str] = {DISABLED: OPTIMIZER}
-"""The session entry that switches this off; without it the results are wrong and nothing says so."""
+"""The session entry that switches these optimizers off.
+
+Without it results are wrong, and ONNX Runtime reports no error.
+"""
 
 _WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm"})
 _PASSED = frozenset({"Relu", "Clip"})
 
 
 def find_float_weights(graph: onnx.GraphProto) -> tuple[str, ...]:
-    """Returns the names of the nodes whose float weights ONNX Runtime would round, in graph order.
+    """Returns the names of the nodes whose float weights ONNX Runtime would quantize, in graph order.
 
-    Those are layers that read a DQ of one scale, have a constant float weight, and feed a Q alone, directly or through
-    Relu and Clip (core/optimizer/qdq_transformer/weight_bias_quantization.cc).
+    These are layers with a constant float weight that read a DQ with one scale and whose only reader is a Q, directly
+    or behind Relu and Clip (core/optimizer/qdq_transformer/weight_bias_quantization.cc).
     """
     view = view_part(graph)
 
@@ -68,7 +71,7 @@ def find_cubics(graph: onnx.GraphProto) -> tuple[str, ...]:
 
 
 def find_harmful(graph: onnx.GraphProto) -> dict[str, tuple[str, ...]]:
-    """Returns the optimizers that a graph must not meet, and the nodes because of which."""
+    """Returns the names of the optimizers that would harm a graph, and the nodes that they would harm."""
     found = {OPTIMIZER: find_float_weights(graph), LAYOUT: find_cubics(graph)}
     return {name: nodes for name, nodes in found.items() if nodes}
 
@@ -81,7 +84,7 @@ _REASONS = {
 
 
 def disable_harmful(target: Target, graph: onnx.GraphProto) -> tuple[Target, tuple[str, ...]]:
-    """Returns a target whose session does without the optimizers that harm a graph, and what to tell of it."""
+    """Returns a target whose session switches off the optimizers that would harm the graph, and a note about it."""
     found = find_harmful(graph)
     if not found:
         return target, ()
@@ -100,7 +103,7 @@ def _has_one_scale(node: Node | None, graph: Graph) -> bool:
     if node is None or node.op_type != "DequantizeLinear":
         return False
     scale = graph.constants.get(node.input[1])
-    # A scale that is computed may be one number: it is taken for one, since rounding in silence is worse than a key too
+    # A computed scale may be one number. It is assumed to be, since quantizing silently is worse than a key too
     # many.
     return scale is None or list(scale.dims) in ([], [1])
 
@@ -108,12 +111,12 @@ def _has_one_scale(node: Node | None, graph: Graph) -> bool:
 _FLOAT = onnx.TensorProto.FLOAT
 _MOST: Mapping[int, int] = {8: 127, 16: 32767}
 _INTEGERS = frozenset({onnx.TensorProto.INT8, onnx.TensorProto.INT16})
-# Scales are no more than this share of the numbers: else a vector would get one for each.
+# The scales may be at most this share of the elements: else each element of a vector would get its own.
 _MOST_SCALES = 1 / 16
 
 
 class Narrow(msgspec.Struct, frozen=True, kw_only=True):
-    """The names of the constants and of the two nodes that stand for a float one."""
+    """The names of the constants and of the Cast and Mul that replace a float constant."""
 
     integers: str
     scales: str
@@ -122,7 +125,7 @@ class Narrow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def narrow_constants(graph: onnx.GraphProto, bits: Mapping[str, int]) -> None:
-    """Stores float initializers in 8 or 16 bits, in place; what is read keeps its name."""
+    """Stores float initializers in 8 or 16 bits, in place; the float value that nodes read keeps its name."""
     taken = {*list_names(graph), *(node.name for node in graph.node)}
     added: list[onnx.NodeProto] = []
     for tensor in [tensor for tensor in graph.initializer if tensor.name in bits]:
@@ -141,7 +144,7 @@ def narrow_constants(graph: onnx.GraphProto, bits: Mapping[str, int]) -> None:
 
 
 def round_by_channel(values: Array, bits: int) -> tuple[Array, Array]:
-    """Returns integers of the shape of `values`, and float32 scales for the axis on which they err least.
+    """Returns integers of the shape of `values`, and float32 scales along the axis with the least error.
 
     The scales have the rank of the values, so that a product of both is what the integers stand for.
     """
@@ -158,7 +161,7 @@ def round_by_channel(values: Array, bits: int) -> tuple[Array, Array]:
 
 
 def find_narrow(graph: onnx.GraphProto) -> dict[str, Narrow]:
-    """Returns what stands for each float constant that is stored so, by the name that is read."""
+    """Returns the constants and nodes that replace each float constant, by the name of the float value."""
     fed = {value.name for value in graph.input}
     types = {tensor.name: tensor.data_type for tensor in graph.initializer if tensor.name not in fed}
     casts = {
@@ -180,7 +183,7 @@ def _casts_to(node: onnx.NodeProto) -> int | None:
 
 
 def widen_constants(graph: onnx.GraphProto) -> None:
-    """Makes float initializers without data of what is stored so, in place: as a session does before providers look."""
+    """Turns narrow constants back into float initializers without data, in place, as a session does by folding."""
     found = find_narrow(graph)
     shapes = {tensor.name: tensor.dims for tensor in graph.initializer}
     for whole, narrow in found.items():

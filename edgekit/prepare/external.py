@@ -1,4 +1,4 @@
-"""Models with external data: written again without loading the weights, beside the model or inside it."""
+"""Models with external data: the weights are moved into the model file or beside it without being loaded."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -45,7 +45,7 @@ def write_inline(proto: onnx.ModelProto, folder: Path, path: Path) -> None:
 
 
 def _open_tensor(tensor: onnx.TensorProto) -> tuple[bytes, DataPlace | None, int, bytes]:
-    """Returns the bytes before the data, where the data lie and how many they are, and the bytes behind."""
+    """Returns the bytes before the data, the place and size of the data, and the bytes after them."""
     place = read_place(tensor)
     if place is None:
         return tensor.SerializeToString(deterministic=True), None, 0, b""
@@ -106,7 +106,7 @@ def write_beside(proto: onnx.ModelProto, source: Model, path: Path) -> Model:
 
 
 def save_graph(proto: onnx.ModelProto, source: Model, out: Path) -> Model:
-    """Writes a graph to `out`, its external weights beside it, and returns it; where it came from there, these stay.
+    """Writes a graph to `out` and its external weights beside it, and returns it. Weights that are there already stay.
 
     Raises:
         OutputError: `out` cannot be written.

@@ -1,4 +1,4 @@
-"""The rewrites that advice calls automatic: each leaves every result as it is, or moves its last bits as it says."""
+"""The automatic rewrites. Each keeps every result bit for bit, or changes last bits only and says by how much."""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -51,10 +51,10 @@ FIXES = _by_id(
     activations.join_gelu,
     activations.join_softmax,
 )
-"""Rewrites that every provider is well served by."""
+"""Rewrites that help or do no harm on every provider."""
 
 JOINS = frozenset({norms.join_rms_norm.id, activations.join_gelu.id})
-"""Those of them that other rewrites undo for a target which lacks what they write."""
+"""Those of them that another rewrite undoes for a target that lacks the operator they write."""
 
 _SHAPED = (
     idle.drop_idle_add, idle.drop_nan_guard, activations.join_softmax, layout.gather_to_reshape,
@@ -72,10 +72,10 @@ SPELLINGS = _by_id(
     activations.join_hard_swish,
     activations.split_hard_swish,
     layout.flatten_expand,
-    # Of few axes: a Concat has as many as the Expand that it stands for.
+    # After the rewrite to few axes: a Concat has as many axes as the Expand that it replaces.
     layout.expand_to_concat,
     products.neg_to_mul,
-    # What ONNX Runtime's optimizers fuse, before what that becomes.
+    # First the operators that ONNX Runtime's optimizers fuse, then what these are rewritten to.
     norms.split_embed_norm,
     split_attention.split_attention,
     activations.split_bias_gelu,
@@ -83,27 +83,30 @@ SPELLINGS = _by_id(
     norms.split_skip_norm,
     norms.split_layer_norm,
     norms.split_rms_norm,
-    # Before the formula is: who takes an exact Gelu needs no parts.
+    # Before the formula with Tanh or Erf: a provider that takes an exact Gelu needs no parts.
     activations.write_exact_gelu,
     activations.split_gelu,
     activations.split_tanh_gelu,
     activations.clip_to_min_max,
     unsigned_weights.write_unsigned_weights,
 )
-"""Rewrites that some providers are served by and others not: for a target, those that check finds a gain in."""
+"""Rewrites that help some providers only.
+
+For a target, those are applied by which the check finds that it takes more.
+"""
 
 ASKED = _by_id(products.gemm_to_matmul, join_attention.join_rotary, join_attention.join_attention)
-"""Rewrites that gain no node, and that a target asks for (`list_asked`)."""
+"""Rewrites that gain no node but that a target needs all the same (`list_asked`)."""
 
 REWRITES: Mapping[str, Rewrite] = {**FIXES, **SPELLINGS, **ASKED}
 """Each changes a graph in place and returns the names of the nodes it changed; they run in this order."""
 
 
 def list_asked(target: Target, *, stays_float: bool = False) -> tuple[str, ...]:
-    """Returns the rewrites that a target asks for, whatever check finds of the float model.
+    """Returns the rewrites that a target needs, whatever the check finds of the float model.
 
-    A way of quantizing asks for some; others join what would be quantized in parts, so they are for a model that
-    `stays_float`.
+    Some are needed by the way the target is quantized. Others fuse patterns that quantizing would need in parts, so
+    they are only for a model that `stays_float`.
     """
     blocks = any(types.weight_block for types in target.quantization.precisions.values())
     # A product keeps its weights in blocks in three dimensions alone.
@@ -118,14 +121,14 @@ class Fix(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FixedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model after the automatic rewrites, and which of them found something to do."""
+    """A model after the automatic rewrites, and those that changed something."""
 
     model: Model
     fixes: tuple[Fix, ...]
 
 
 def ready_model(source: Model, folder: Path, dims: Mapping[str, int], *, may_stay_open: bool = False) -> FixedModel:
-    """Writes into a folder what every build starts from: a model prepared, with the rewrites for every provider.
+    """Writes the model that every build starts from: prepared, with the rewrites for every provider.
 
     A dimension without a number stays open where it `may_stay_open`.
 
@@ -169,7 +172,8 @@ def apply_rewrites(proto: onnx.ModelProto, ids: Collection[str]) -> tuple[Fix, .
         nodes = tuple(node for graph in iterate_graphs(proto.graph) for node in rewrite(graph, opset))
         if nodes:
             fixes.append(Fix(id=name, nodes=nodes))
-            # What a node written for several leaves behind, ONNX Runtime would keep, and the next rewrite would see.
+            # Where one node replaces several, the others are idle now. ONNX Runtime would keep them, and the next
+            # rewrite see them.
             drop_idle_nodes(proto.graph)
     if fixes:
         import_contrib(proto)
@@ -178,7 +182,7 @@ def apply_rewrites(proto: onnx.ModelProto, ids: Collection[str]) -> tuple[Fix, .
     return tuple(fixes)
 
 
-# A model at several sizes of one dimension: prepared for each, and where that dimension stands in it.
+# Buckets: one model prepared for several sizes of one dimension, such as 64, 128 and 256 tokens.
 
 
 class BucketModels(msgspec.Struct, frozen=True, kw_only=True):

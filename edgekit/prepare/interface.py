@@ -1,7 +1,7 @@
-"""Changing what goes into a model and what comes out.
+"""Changes to a model's inputs and outputs.
 
-Outputs are left out, inputs frozen, and a model gets the inputs that an app has: pixels as they are, another layout,
-other names.
+Outputs are dropped and inputs frozen to constants. A model also gets the inputs that an app has: raw pixels, another
+layout, other names.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -22,7 +22,7 @@ from edgekit.prepare.external import save_graph
 
 
 def keep_outputs(graph: onnx.GraphProto, names: Collection[str]) -> None:
-    """Leaves out every output that is not named, in place; the rest keep their order. No name means all.
+    """Drops every output that is not named, in place; the others keep their order. Without names all stay.
 
     Raises:
         UsageError: a name that is no output.
@@ -83,7 +83,7 @@ _INNER = "/edgekit"
 
 
 class InterfaceChanges(msgspec.Struct, frozen=True, kw_only=True):
-    """What an app wants otherwise, by the names that the model has.
+    """The changes of inputs and outputs that an app wants, by the names in the model.
 
     `preprocess` moves the normalisation of images into the model: (v * scale - mean) / std, from uint8. It may name its
     input, which is found where one input only can be an image. `layouts` says how the app holds the axes of an input.
@@ -122,7 +122,7 @@ def change_interface(model: Model, out: Path, changes: InterfaceChanges) -> Mode
 
 
 def remaining_preprocess(preprocess: Preprocess) -> Preprocess:
-    """Returns what an app still does to an image once its normalisation is in the model."""
+    """Returns the preprocessing that is left to the app once the normalisation is part of the model."""
     return msgspec.structs.replace(preprocess, scale=1.0, mean=(0.0,), std=(1.0,), dtype="uint8")
 
 
@@ -185,7 +185,7 @@ def _is_image(value: onnx.ValueInfoProto) -> bool:
 
 
 def _change_layout(graph: onnx.GraphProto, name: str, layout: Layout) -> None:
-    """Lets a caller pass an input with its channels last ("nhwc") or second ("nchw"), where the model has the other."""
+    """Changes an input to channels last ("nhwc") or channels second ("nchw"), where the model has the other layout."""
     value = next(value for value in graph.input if value.name == name)
     dims = list(value.type.tensor_type.shape.dim)
     rank = len(dims)
@@ -207,7 +207,7 @@ def _change_layout(graph: onnx.GraphProto, name: str, layout: Layout) -> None:
 
 
 def _stand_behind(graph: onnx.GraphProto, name: str) -> str:
-    """Lets everything that reads an input read another tensor, and returns its name, which nothing makes yet."""
+    """Renames an input for all its readers, and returns the new name, for which a node is yet to be added."""
     taken = list_names(graph)
     inner = next(free for count in range(len(taken) + 1) if (free := f"{name}{_INNER}{count or ''}") not in taken)
     rename_tensors(graph, {name: inner}, skip_inputs=True)

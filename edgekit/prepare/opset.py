@@ -1,6 +1,7 @@
-"""Changing the version of the operator set.
+"""Conversion between opsets.
 
-onnx's converter knows few ways down, so the opset is lowered here where the operators in use mean the same in both.
+onnx's converter can lower few operators. Here the opset is also lowered where all operators in use mean the same in
+both versions.
 """
 
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ from edgekit.prepare.stripped import put_weights, weights_aside
 
 
 def find_newer_ops(proto: onnx.ModelProto, own: int, opset: int) -> tuple[str, ...]:
-    """Returns the operators in use that mean something else, or nothing, in the older opset, sorted."""
+    """Returns the operators in use that have another meaning in the older opset, or do not exist there, sorted."""
     nodes = [node for node in iterate_nodes(proto.graph) if not node.domain]
     return tuple(sorted({node.op_type for node in nodes if not _means_the_same(node, own, opset)}))
 
@@ -36,7 +37,7 @@ def find_newer_ops(proto: onnx.ModelProto, own: int, opset: int) -> tuple[str, .
 def _means_the_same(node: onnx.NodeProto, own: int, opset: int) -> bool:
     """Returns True if the operator has the same inputs, outputs and defaults in both opsets.
 
-    An attribute or a trailing input that is new does no harm where the node leaves it out.
+    A new attribute or a new trailing input is no difference where the node does not use it.
     """
     if not defs.has(node.op_type, opset):
         return False
@@ -44,7 +45,7 @@ def _means_the_same(node: onnx.NodeProto, own: int, opset: int) -> bool:
     old: Any = defs.get_schema(node.op_type, opset)
     if new.since_version == old.since_version:
         return True
-    # Versions differ, but mostly by element types that were added: the signature decides.
+    # Most new versions only add element types: so the signatures are compared.
     if len(node.input) > old.max_input or len(node.output) > old.max_output:
         return False
     names = [formal.name for formal in old.inputs][: len(node.input)]
@@ -70,7 +71,7 @@ MAX_IR_VERSION = reads_of(VERSION).ir_version
 OLDEST_OPSET = 13
 """Q and DQ nodes have scales per channel from opset 13 on."""
 DEFAULT_OPSET = 17
-"""What an older model is lifted to: the newest opset that ONNX Runtime 1.16 and QNN both take whole."""
+"""The opset that an older model is raised to: the newest that ONNX Runtime 1.16 and QNN both support fully."""
 
 _LAYER_NORM_SINCE = 17
 _FUSED_NORMS = frozenset({"EmbedLayerNormalization", "LayerNormalization", "SkipLayerNormalization"})
@@ -86,10 +87,12 @@ def read_opset(proto: onnx.ModelProto) -> int:
 
 
 def choose_opset(proto: onnx.ModelProto, wanted: int | None) -> int:
-    """Returns the opset to have: the wanted one, or the model's own unless QDQ or ONNX Runtime do not have it.
+    """Returns the opset to convert to.
 
-    A model that holds LayerNormalization in parts, or as ONNX Runtime's optimizers write it into older models, is
-    lifted to where that is an operator of ONNX.
+    The one the user wants, else the model's own, if QDQ and ONNX Runtime support it.
+
+    A model that has LayerNormalization in parts, or as ONNX Runtime's optimizers write it into older models, is raised
+    to the first opset with that operator.
 
     Raises:
         UsageError: ONNX Runtime does not have the wanted opset.
@@ -118,7 +121,7 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     own = read_opset(proto)
     if own == opset:
         return proto
-    # The converter lifts the number and keeps the node, whose inputs then mean something else.
+    # The converter raises the version and keeps the node, whose inputs then have another meaning.
     if own < _SCAN_SINCE <= opset and any(node.op_type == "Scan" for node in proto.graph.node):
         raise ModelError(
             f"cannot convert opset {own} to {opset}: Scan had a batch axis before opset {_SCAN_SINCE}",
@@ -148,7 +151,9 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
 
 
 def lower_model(model: Model, folder: Path, runtime: str = VERSION) -> Model:
-    """Returns a model that an ONNX Runtime reads: itself, or one of a lower IR version and opset, kept in `folder`.
+    """Returns a model that this version of ONNX Runtime reads.
+
+    Itself, or one of a lower IR version and opset, in `folder`.
 
     Raises:
         ModelError: an operator has no form in an opset that this ONNX Runtime reads.
@@ -174,7 +179,7 @@ def lower_model(model: Model, folder: Path, runtime: str = VERSION) -> Model:
 
 
 def lower_ir_version(proto: onnx.ModelProto, opset: int, newest: int = MAX_IR_VERSION) -> None:
-    """Sets an IR version that old runtimes take too, as far as the opset and the element types allow, in place.
+    """Sets an IR version that old runtimes read too, as far as the opset and the element types allow, in place.
 
     IR version 9 belongs to the opsets up to 20. None is newer than the `newest` that ONNX Runtime reads.
     Below 8 it is raised: version 3 wants initializers among the inputs.
@@ -185,7 +190,7 @@ def lower_ir_version(proto: onnx.ModelProto, opset: int, newest: int = MAX_IR_VE
 
 
 def _put_aside(proto: onnx.ModelProto, opset: int) -> None:
-    """Gives norms that ONNX Runtime has in ONNX's domain, and ONNX not, another one, which a converter leaves alone."""
+    """Moves normalizations that only ONNX Runtime has out of ONNX's domain, so that the converter leaves them alone."""
     unknown = {*ORT_OWN, *(["LayerNormalization"] if opset < _LAYER_NORM_SINCE else [])}
     nodes = [node for node in iterate_nodes(proto.graph) if not node.domain and node.op_type in unknown]
     for node in nodes:
@@ -195,7 +200,7 @@ def _put_aside(proto: onnx.ModelProto, opset: int) -> None:
 
 
 def _put_back(proto: onnx.ModelProto) -> None:
-    """Gives what was put aside its domain again."""
+    """Moves them back."""
     refill(proto.opset_import, [entry for entry in proto.opset_import if entry.domain != _ASIDE])
     for node in iterate_nodes(proto.graph):
         node.domain = "" if node.domain == _ASIDE else node.domain
@@ -216,7 +221,7 @@ def _element_types(graph: onnx.GraphProto) -> Iterator[int]:
 
 
 def _has_parted_norms(graph: onnx.GraphProto) -> bool:
-    """Returns True if a graph seems to hold a LayerNormalization in parts: a root of a mean behind a difference."""
+    """Returns True if a graph seems to have a LayerNormalization in parts: the root of a mean of squares."""
     if not {"ReduceMean", "Sub", "Sqrt"} <= {node.op_type for node in graph.node}:
         return False
     makers = {name: node for node in graph.node for name in node.output}

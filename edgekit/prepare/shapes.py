@@ -1,7 +1,6 @@
-"""Dimensions fixed, derived and inferred.
+"""Dynamic dimensions: fixed by the user, derived from others, inferred.
 
-A dimension's name may be a formula of others, such as `2*batch` or `floor(height/2)`. What no one asked for gets the
-size 1, and what follows from it its own.
+A dimension's name may be a formula of others, such as `2*batch` or `floor(height/2)`.
 """
 
 import ast
@@ -37,7 +36,7 @@ def _floor_div(left: Fraction, right: Fraction) -> Fraction:
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
-    # A formula is a stranger's: without bounds, s0**999999999 would be computed, and powers of powers.
+    # Formulas come from untrusted files: without bounds, s0**999999999 and powers of powers would be computed.
     if exponent.denominator != 1 or not 0 <= exponent <= _MAX_EXPONENT or abs(base) > _MAX_BASE:
         raise ValueError(f"{base} to the power of {exponent}")
     return base**exponent.numerator
@@ -70,14 +69,14 @@ _FUNCTIONS: dict[str, Callable[..., Fraction]] = {
     "pow": _power,
     "powbynatural": _power,
     "pythonmod": operator.mod,
-    # Towards zero, which is down: sizes are not negative.
+    # Rounds towards zero, which is down: sizes are not negative.
     "trunctoint": _floor,
 }
 _MAX_LENGTH = 200
 
 
 def derive_dim(formula: str, sizes: Mapping[str, int]) -> int | None:
-    """Returns what a formula comes to, or None if it is none, has names without a number, or is no whole number."""
+    """Returns the value of a formula; None if it is no formula, a name has no number, or the value is not whole."""
     tree = _parse(formula)
     if tree is None:
         return None
@@ -89,7 +88,9 @@ def derive_dim(formula: str, sizes: Mapping[str, int]) -> int | None:
 
 
 def solve_dim(formula: str, value: int, sizes: Mapping[str, int]) -> tuple[str, int] | None:
-    """Returns the one name of a formula that has no number, with the number that makes the formula come to `value`.
+    """Solves a formula for the one name that has no number.
+
+    Returns the name and its number where the formula is `value`.
 
     None if there is not exactly one such name, or the formula is not linear in it, or the number is not whole.
     """
@@ -173,12 +174,12 @@ def find_dynamic_dims(graph: onnx.GraphProto) -> tuple[DynamicDim, ...]:
 
 
 def fix_dims(graph: onnx.GraphProto, dims: Mapping[str, int], *, may_stay_open: bool = False) -> None:
-    """Gives each dynamic dimension its number, wherever its name stands, in place.
+    """Replaces each dynamic dimension by its number, wherever its name occurs, in place.
 
     A key is the name of a dimension or `INPUT:AXIS`. An input without a rank gets one from `INPUT:0`, `INPUT:1` and so
-    on. A dimension that is called by a formula, such as `2*batch`, follows from the names in it, and the last name from
-    the formula. Shapes that follow from the inputs' are dropped, so that they are inferred again. What gets no number
-    stays open where it may.
+    on. A dimension named by a formula, such as `2*batch`, follows from the names in it; the last unknown name in a
+    formula follows from its value. Inferred shapes are dropped, so that they are inferred again. With `may_stay_open`,
+    a dimension without a number stays open.
 
     Raises:
         UsageError: a key that names nothing, a number that is no size, a number that contradicts the model or another
@@ -249,7 +250,7 @@ def _resolve_keys(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str, 
 
 
 def _derive_formulas(graph: onnx.GraphProto, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Returns the numbers that follow from others: formulas from their names, and a name from a formula."""
+    """Returns the numbers that follow from given ones: formulas from their names, and a name from a formula."""
     derived = dict(sizes)
     for formula in sizes:
         solved = solve_dim(formula, sizes[formula], derived)
@@ -270,7 +271,8 @@ def _derive_formulas(graph: onnx.GraphProto, sizes: Mapping[str, int]) -> dict[s
 def _refuse_missing(graph: onnx.GraphProto, sizes: Mapping[str, int]) -> None:
     missing: dict[str, DynamicDim] = {}
     for dim in find_dynamic_dims(graph):
-        # A formula follows from the names in it: it is asked for only where these have numbers, and it comes to none.
+        # A formula follows from its names: the user is asked for it only where these have numbers and it still has no
+        # value.
         for name in sorted(formula_names(dim.name) - sizes.keys()) or [dim.name]:
             if dim.name not in sizes:
                 missing.setdefault(name, dim)
@@ -325,7 +327,7 @@ def size_inputs(
 ) -> tuple[TensorSpec, ...]:
     """Returns inputs with a number for each dimension: that of `dims`, what follows from it, or 1.
 
-    Where they `may_stay_open`, those that nothing is said of stay as they are.
+    With `may_stay_open`, dimensions without a number stay as they are.
 
     Raises:
         UsageError: a name or a size in `dims` is wrong.

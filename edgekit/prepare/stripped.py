@@ -1,7 +1,7 @@
-"""Weights kept out of the way of graph optimization.
+"""Models without their large weights, for graph optimization.
 
-Large ones are taken out while a tool that copies the whole model works on it, and left out where nothing looks at their
-numbers. Operators that ONNX Runtime's CPU provider has no kernel for have a stand-in while it optimises the graph.
+Tools copy the whole model, so large weights are replaced by inputs while they run, and left out where nothing needs
+their values. Operators without a kernel in ONNX Runtime's CPU provider are replaced by others while it optimizes.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from edgekit.model.model import iterate_graphs, iterate_nodes, refill
 
 @contextlib.contextmanager
 def weights_aside(proto: onnx.ModelProto) -> Generator[list[onnx.TensorProto]]:
-    """Yields the large initializers of the main graph, for which inputs stand in inside the block, in place.
+    """Replaces the large initializers of the main graph by inputs inside the block, in place, and yields them.
 
     Small ones stay: tools read shapes and axes from them.
     """
@@ -36,7 +36,7 @@ def weights_aside(proto: onnx.ModelProto) -> Generator[list[onnx.TensorProto]]:
 
 
 def put_weights(graph: onnx.GraphProto, weights: list[onnx.TensorProto]) -> None:
-    """Puts initializers back in place of the inputs that stand in for them."""
+    """Puts the initializers back in place of these inputs."""
     names = {tensor.name for tensor in weights}
     refill(graph.input, [value for value in graph.input if value.name not in names])
     graph.initializer.extend(weights)
@@ -52,7 +52,7 @@ _FOLDED_INTO = frozenset({"BatchNormalization", "Add", "Mul", "Sub", "Div", "Pad
 
 
 def skim_weights(path: Path) -> onnx.ModelProto | None:
-    """Returns a model without its large weights, or None where the numbers of one that was left out are looked at."""
+    """Returns a model without its large weights, or None where a rewrite turned out to need one of their values."""
     proto = skim_model(path)
     absent = {tensor.name for tensor in proto.graph.initializer if _is_absent(tensor)}
     inner = any(_is_absent(tensor) for tensor in _inner_tensors(proto.graph))
@@ -60,9 +60,9 @@ def skim_weights(path: Path) -> onnx.ModelProto | None:
 
 
 def strip_weights(proto: onnx.ModelProto) -> list[onnx.TensorProto]:
-    """Puts inputs in the place of large weights, in place, and returns shells of these: names, types and shapes.
+    """Replaces large weights by inputs, in place, and returns their names, types and shapes.
 
-    A weight that ConstantOfShape would make counts as one.
+    The result of a ConstantOfShape counts as a weight.
     """
     graph = proto.graph
     _share_equal(graph)
@@ -76,7 +76,7 @@ def strip_weights(proto: onnx.ModelProto) -> list[onnx.TensorProto]:
 
 
 def _share_equal(graph: onnx.GraphProto) -> None:
-    """Lets equal ConstantOfShape nodes be one, in place: ONNX Runtime merges what computes with equal weights."""
+    """Merges equal ConstantOfShape nodes, in place, as ONNX Runtime merges nodes with equal weights."""
     shapes = {
         tensor.name: (tuple(tensor.dims), numpy_helper.to_array(tensor).tobytes()) for tensor in _shapes_of(graph)
     }
@@ -97,7 +97,7 @@ def _shapes_of(graph: onnx.GraphProto) -> list[onnx.TensorProto]:
 
 
 def _find_weights(graph: onnx.GraphProto) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """Returns the type and shape of each large weight whose numbers no rewrite looks at."""
+    """Returns the type and shape of each large weight whose values no rewrite looks at."""
     made = dict(_made_constants(graph))
     made |= {tensor.name: (tensor.data_type, tuple(tensor.dims)) for tensor in graph.initializer}
     view = view_part(graph)
@@ -113,7 +113,7 @@ def _find_weights(graph: onnx.GraphProto) -> dict[str, tuple[int, tuple[int, ...
 
 
 def _only_multiplies(graph: Graph, node: Node, name: str) -> bool:
-    # As the first operand, or as the bias, a rewrite may look at its numbers.
+    # A rewrite may look at the values of a first operand or a bias.
     if node.op_type not in _WEIGHTED or node.domain or node.input.index(name) != 1 or name in node.input[2:]:
         return False
     followers = graph.readers(node.output[0])
@@ -150,14 +150,14 @@ def _is_absent(tensor: onnx.TensorProto) -> bool:
     return math.prod(tensor.dims) > 0 and not any(getattr(tensor, field) for field in fields)
 
 
-# Operators that change each element by itself, and the attribute that tells their stand-ins apart.
+# Elementwise operators, and the attribute that tells their substitutes apart.
 _ALPHAS = {"HardSwish": 2.0, "Mish": 3.0, "Swish": 4.0}
-# It has a kernel, keeps type and shape, and no rule of the basic level knows it.
+# The substitute has a kernel, keeps type and shape, and no basic optimizer changes it.
 _STAND_IN = "Celu"
 
 
 def put_stand_ins(graph: onnx.GraphProto) -> dict[str, onnx.NodeProto]:
-    """Puts a stand-in for each such node, in place, and returns the nodes by name; names must be unique."""
+    """Replaces each such node by its substitute, in place, and returns the nodes by name; names must be unique."""
     replaced: dict[str, onnx.NodeProto] = {}
     for node in iterate_nodes(graph):
         if node.op_type in _ALPHAS and not node.domain:
@@ -169,7 +169,7 @@ def put_stand_ins(graph: onnx.GraphProto) -> dict[str, onnx.NodeProto]:
 
 
 def restore_nodes(graph: onnx.GraphProto, replaced: dict[str, onnx.NodeProto]) -> bool:
-    """Puts the nodes back where their stand-ins are, in place; returns False if one was folded or merged away."""
+    """Puts the nodes back in place of their substitutes, in place; returns False if one was folded or merged."""
     restored = 0
     for node in iterate_nodes(graph):
         if node.op_type == _STAND_IN and node.name in replaced:

@@ -1,6 +1,6 @@
-"""Fusing what transformers are made of: attention, layer normalisation, GELU, embeddings.
+"""Fusion of transformer patterns by ONNX Runtime's transformer optimizer.
 
-ONNX Runtime's transformer optimizer does it; only this module imports that.
+These are attention, LayerNormalization, GELU and embeddings.
 """
 
 import importlib
@@ -30,8 +30,8 @@ _SLOW_ON_CPU = ("enable_attention", "enable_skip_layer_norm", "enable_bias_skip_
 def fuse_nodes(path: Path, model_type: str, heads: int, hidden: int, *, for_cpu: bool) -> onnx.ModelProto:
     """Returns a model with its transformer patterns fused.
 
-    `heads` and `hidden` of 0 are found out from the graph. What the CPU provider has slow kernels for is left out
-    where it is `for_cpu`.
+    `heads` and `hidden` of 0 are read from the graph. With `for_cpu`, patterns whose fused kernels are slow there are
+    left.
 
     Raises:
         ModelError: the optimizer cannot handle the model.
@@ -74,9 +74,9 @@ _PARTS_OF_ATTENTION = tuple(
 
 
 class FuseOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The family of the transformer, its attention heads and its hidden size; 0 where they are to be found out.
+    """The family of the transformer, its attention heads and its hidden size; 0 means to read them from the graph.
 
-    `for_cpu` leaves out what the CPU provider computes slower fused than in parts.
+    `for_cpu` leaves patterns that the CPU provider computes slower fused than in parts.
     """
 
     model_type: str = "bert"
@@ -86,7 +86,7 @@ class FuseOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FusedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model with its transformer patterns fused: how many nodes of each fused operator, and of all nodes."""
+    """A model with its transformer patterns fused, the number of nodes of each fused operator, and of all nodes."""
 
     model: Model
     model_type: str

@@ -1,7 +1,7 @@
 """What an Android developer pastes or links, run with Android's own ONNX Runtime: bundles opened as an app opens them.
 
-The Java machine runs the archive's own classes and binding (`standalone/android_natives.c`); C++ is linked with the loader of
-the device `android`. So the provider is real, and its options and session keys go all the way.
+The Java machine runs the archive's own classes and binding (`standalone/android_natives.c`); C++ is linked with the
+loader of the device `android`. So the provider is real, and its options and session keys go all the way.
 """
 
 import platform

@@ -1,1 +1,1 @@
-"""Rewrites of a graph, one file a rewrite."""
+"""Rewrites of a graph, by what they are about."""

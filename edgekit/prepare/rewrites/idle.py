@@ -1,4 +1,4 @@
-"""Nodes that do nothing, and inputs that say nothing: both are left out."""
+"""Nodes without effect and empty optional inputs: both are removed."""
 
 import numpy as np
 import onnx
@@ -14,14 +14,14 @@ _ROI, _SCALES = 1, 2
 
 @node_rewrite("idle-add", {"Add"}, "remove {count} of Add that add zeros")
 def drop_idle_add(writer: Writer) -> None:
-    """Writes an Add of zeros that give the other operand no other shape as Identity.
+    """Writes an Add of zeros, which does not broadcast the other operand, as Identity.
 
-    A zero below zero loses its sign, and nothing else changes.
+    Only -0.0 + 0.0 changes: it stays -0.0.
     """
     graph, node = writer.graph, writer.node
     for value, added in (node.input, node.input[::-1]):
         shape, zeros = graph.value(value).shape, graph.inline(added)
-        # With a bias, be it zero, MatMul becomes a Gemm, which more providers take.
+        # A MatMul with a bias, even of zeros, becomes a Gemm, which more providers take.
         if zeros is None or zeros.ndim == 1 or value in graph.constants or shape is None or zeros.any():
             continue
         own = shape[::-1]
@@ -46,7 +46,7 @@ def find_guarded(graph: Graph, node: Node) -> Node | None:
     asked, softmax = made_by(graph, node.input[0], "IsNaN"), made_by(graph, node.input[2], "Softmax")
     if asked is None or softmax is None or asked.input[0] != softmax.output[0] or graph.number(node.input[1]) != 0:
         return None
-    # A zero of more axes would give the result more axes.
+    # A zero with more axes would broadcast the result to more axes.
     if len(graph.value(node.input[1]).shape or ()) > 1 or softmax.output[0] in graph.outputs | graph.captured:
         return None
     return softmax if set(graph.readers(softmax.output[0])) == {asked, node} else None

@@ -34,7 +34,7 @@ def plain_reshape(writer: Writer) -> None:
         writer.add("Reshape", writer.node.input)
 
 
-# As many heads share keys in the largest models; a Concat of more copies costs more than it joins.
+# In the largest models so many heads share a key; a Concat of more copies costs more than it saves.
 _MOST_COPIES = 16
 
 
@@ -91,7 +91,7 @@ def _find_reader(graph: Graph, expand: Node) -> Node | None:
 
 
 def _join_axes(source: Sequence[int], wanted: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns sizes before and after with neighbours joined that grow both, or stay both."""
+    """Merges neighbouring axes that are both repeated, or both not; returns the sizes before and after."""
     groups: list[tuple[int, int]] = []
     for old, new in zip(source, wanted, strict=True):
         last = groups[-1] if groups else None
@@ -208,7 +208,7 @@ def pad_reflect(writer: Writer) -> None:
     value = node.input[0]
     for axis, before, after in wanted:
         left = [_mirror(writer, value, f"axis_{axis}/before", (before, 0, axis))] if before else []
-        # From the last but one backwards: reflect does not repeat the edge itself.
+        # Mode reflect begins at the last but one element: the edge itself is not repeated.
         right = [_mirror(writer, value, f"axis_{axis}/after", (-2, -2 - after, axis))] if after else []
         last = axis == wanted[-1][0]
         value = writer.add("Concat", [*left, value, *right], "" if last else f"axis_{axis}", axis=axis)

@@ -1,4 +1,4 @@
-"""Weights as unsigned integers, for what computes signed ones wrongly or not at all; every value stays equal."""
+"""int8 weights stored as uint8, for kernels that compute signed ones wrongly or not at all; real values stay."""
 
 import math
 from collections.abc import Collection
