@@ -1,4 +1,4 @@
-"""Advice: what to change so that a target takes more, with the gain that the same rules predict."""
+"""Advice: what to change so that a target takes more nodes. The gain is predicted by the same rules."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,13 +19,13 @@ from edgekit.prepare.interface import drop_idle_nodes
 from edgekit.prepare.opset import DEFAULT_OPSET, convert_opset, read_opset
 from edgekit.prepare.rewrites.idle import leave_out_empty_inputs
 
-# Graphs as they would be after a change, so that the same rules can say what the change would gain.
+# The graph as it would be after each change, so that the same rules can predict the gain.
 
 _INTEGERS = {"int8": onnx.TensorProto.INT8, "uint8": onnx.TensorProto.UINT8}
 
 
 def with_fixed_dims(graph: Graph, size: int = 1) -> Graph:
-    """Returns the graph with every unknown dimension of a known rank as it is counted, or being `size`."""
+    """Returns the graph with every unknown dimension fixed: to the size at which work is counted, else to `size`."""
     return msgspec.structs.replace(
         graph,
         values={
@@ -38,7 +38,7 @@ def with_fixed_dims(graph: Graph, size: int = 1) -> Graph:
 
 
 def with_activations(graph: Graph, old: str, new: str, *, weights: bool) -> Graph:
-    """Returns the graph with 8-bit activations of another sign, and with weights of that sign too if asked."""
+    """Returns the graph with 8-bit activations of type `new` instead of `old`, and such weights too with `weights`."""
     values = {
         name: msgspec.structs.replace(value, dtype=new) if value.dtype == old else value
         for name, value in graph.values.items()
@@ -53,13 +53,13 @@ def with_activations(graph: Graph, old: str, new: str, *, weights: bool) -> Grap
             shifted = array.astype(np.int16) + (128 if new == "uint8" else -128)
             constants[name] = numpy_helper.from_array(shifted.astype(new), name)
         elif weights and tensor.data_type == _INTEGERS[old]:
-            # Rules look at the type of weights and not at their numbers, which stay away.
+            # Rules look at the type of weights, not at their values, so these are left out.
             constants[name] = onnx.TensorProto(name=name, dims=tensor.dims, data_type=_INTEGERS[new])
     return msgspec.structs.replace(graph, values=values, constants=constants)
 
 
 def without_quantization(graph: Graph) -> Graph:
-    """Returns the float graph: no Q and DQ nodes, what they made being what they read."""
+    """Returns the float graph: without Q and DQ nodes; what read their outputs reads their inputs."""
     source: dict[str, str] = {}
     constants, values = dict(graph.constants), dict(graph.values)
     kept: list[Node] = []
@@ -85,7 +85,7 @@ _NAMED = 3
 class Case(msgspec.Struct, frozen=True, kw_only=True):
     """A checked graph, the protobuf it was read from, and a way to check it again after a change.
 
-    `splits` says that a node which is not taken cuts the graph in pieces.
+    `splits` is True where a node that is not taken cuts the graph in pieces.
     """
 
     proto: onnx.ModelProto
@@ -95,7 +95,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     splits: bool
 
     def refused(self, op: str | None = None, because: str = "") -> tuple[str, ...]:
-        """Returns the nodes not taken, of an operator if given, that have a reason with this text."""
+        """Returns the nodes not taken that have a reason with this text; only those of `op`, if it is given."""
         return tuple(
             node.name
             for node in self.nodes
@@ -108,9 +108,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """Nodes that advice is about; `changed` is the graph as it would be, None where only a person can change it.
+    """Nodes that advice is about. `changed` is the graph after the change, None where only a person can make it.
 
-    `word` fills the message; `subject` stands for the nodes where there is a better name for them.
+    `word` fills in the message; `subject` is what to call the nodes, where that is better than their names.
     """
 
     nodes: tuple[str, ...]
@@ -147,7 +147,7 @@ def give_advice(
         for finding in adviser.find(case)
         if (advice := _judge(case, adviser, finding)) is not None
     ]
-    # A node that a rewrite takes care of is no longer an operator that is missing.
+    # A node that a rewrite replaces needs no advice about its missing operator.
     mended = {name for advice in found if advice.id in REWRITES for name in advice.nodes}
     found = [advice for advice in found if advice.id != "no-builder" or not mended.issuperset(advice.nodes)]
     return tuple(sorted(found, key=lambda advice: (-advice.gain_nodes, -advice.gain_macs, advice.id, advice.subject)))
@@ -157,11 +157,11 @@ def _judge(case: Case, adviser: Adviser, finding: Finding) -> Advice | None:
     gain_nodes = len(finding.nodes)
     gain_macs = sum(node.macs for node in case.nodes if node.name in finding.nodes and not node.taken)
     if finding.changed is not None:
-        # The gain is judged on the graph as it would be: partitions and units of the neighbours change with it.
+        # The changed graph is checked whole: partitions and the units of neighbours change too.
         after = case.recheck(finding.changed, finding.opset or read_opset(case.proto))
         gain_nodes = sum(not node.taken for node in case.nodes) - sum(not node.taken for node in after)
         gain_macs = _taken_macs(after) - _taken_macs(case.nodes)
-    # A rewrite that helps another target is no advice here.
+    # A rewrite may help other targets and not this one.
     if gain_nodes <= 0 and not adviser.always:
         return None
     return Advice(
@@ -180,7 +180,7 @@ def _taken_macs(nodes: Sequence[CheckedNode]) -> int:
 
 
 def _find_rewrite(rewrite: Rewrite) -> Callable[[Case], Iterator[Finding]]:
-    """Returns what applies a rewrite to a copy of the graph, so that the real change is judged."""
+    """Returns a finder that applies the rewrite to a copy of the graph, so that the real change is checked."""
 
     def find(case: Case) -> Iterator[Finding]:
         copy = onnx.ModelProto()
@@ -204,7 +204,7 @@ def _find_dims(case: Case) -> Iterator[Finding]:
 
 def _find_float(case: Case) -> Iterator[Finding]:
     quantizers = case.refused("QuantizeLinear", "no builder") + case.refused("DequantizeLinear", "no builder")
-    # A provider that forms units knows quantization, and refuses these for another reason.
+    # A provider that forms QDQ units supports quantization, and refuses these for another reason.
     if quantizers and not any(node.unit for node in case.nodes if node.is_quantizer):
         yield Finding(nodes=quantizers, changed=without_quantization(case.graph))
 
@@ -322,7 +322,7 @@ ADVISERS: tuple[Adviser, ...] = (
         always=True,
     ),
 )
-"""Everything that advice is given about."""
+"""Every kind of advice."""
 
 
 def _count(number: int, what: str) -> str:

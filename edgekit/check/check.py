@@ -1,4 +1,4 @@
-"""Check: which nodes a target takes, which not and why, before anything runs."""
+"""Check: which nodes a target takes, which it does not and why, predicted from rules before anything runs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -24,7 +24,7 @@ from edgekit.target import Target
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a rule refuses a unit; a fatal one makes the provider refuse the session, or end the process there."""
+    """Why a rule refuses a unit. After a fatal one the provider makes no session; one that crashes ends the process."""
 
     reason: str
     fatal: bool = False
@@ -34,7 +34,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 def check_model(model: Model, target: Target, *, advises: bool = True) -> CheckReport:
     """Returns the predicted placement of a prepared model on a target, with advice on how it would take more.
 
-    For advice each change is made and checked, which takes longer than all the rest.
+    Advice makes and checks each change, which takes longer than everything else; `advises` False leaves it out.
 
     Raises:
         TargetError: the target's `rules.toml` is missing or malformed.
@@ -77,13 +77,14 @@ def check_graph(
 ) -> tuple[CheckedNode, ...]:
     """Returns the nodes of a graph with their placement, each node's bodies right after it.
 
-    What a newer `runtime` reads, a list of an older one's kernels does not refuse: it knows nothing of it.
+    The rules may describe an older ONNX Runtime than `runtime`. An opset that only the newer one reads is not refused.
     """
     known = derive_settings(book, dict(settings))
     provider = book.provider
     blocked = None
     newest = max(provider.opset_max, reads_of(runtime).opset if provider.alone else 0)
-    # Not a refusal node by node: outside of what the layout change knows, NNAPI and XNNPACK are skipped with a warning.
+    # This refuses the whole model: where ONNX Runtime's layout transformation does not know the opset, it skips NNAPI
+    # and XNNPACK with a warning.
     if not provider.opset_min <= opset <= newest:
         blocked = f"the model's opset {opset} is outside {provider.opset_min} to {newest}"
     return tuple(_check_nodes(count_open(graph), _Judge(book=book, settings=known), blocked))
@@ -95,7 +96,7 @@ class _Judge(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bodies(self) -> str:
-        """What becomes of bodies of control flow under the settings."""
+        """What the provider does with subgraphs of control flow under these settings: a value of `Provider.bodies`."""
         placed = self.book.provider.bodies_placed_when.items()
         entered = any(self.settings.get(name) in values for name, values in placed)
         return "placed" if entered else self.book.provider.bodies
@@ -110,8 +111,7 @@ class _Judge(msgspec.Struct, frozen=True, kw_only=True):
             what = "kernel" if alone else "builder"
             missing = f"{book.provider.name} has no {what} for {_full_name(node.op_type, node.domain)}"
             return (Refusal(reason=missing, fatal=alone),)
-        # Every reason is collected, not the first: mending one of two would gain nothing, and the user could not tell
-        # why.
+        # All reasons are collected: a user who removed only the first of two would gain nothing, and not know why.
         found = [Refusal(reason=why, fatal=alone) for why in _version_reasons(ops, book, unit)]
         subject = Subject(graph=graph, unit=unit, settings=self.settings)
         for rule in self._list_rules(ops):
@@ -121,7 +121,7 @@ class _Judge(msgspec.Struct, frozen=True, kw_only=True):
         return tuple({refusal.reason: refusal for refusal in found}.values())
 
     def find_remarks(self, graph: Graph, unit: Unit) -> tuple[str, ...]:
-        """Returns how a unit that is taken runs, where that is not in integers or not in its own type."""
+        """Returns remarks on a unit that is taken but does not run in integers, or not in its own element type."""
         subject = Subject(graph=graph, unit=unit, settings=self.settings)
         rules = [rule for rule in self._list_rules(self._find_ops(unit.node)) if rule.soft]
         found = (rule.refuse(subject) for rule in rules)
@@ -132,7 +132,7 @@ class _Judge(msgspec.Struct, frozen=True, kw_only=True):
         return [op for op in self.book.op if node.op_type in op.types and _names_domain(op, self.book, domain)]
 
     def _is_unknown(self, node: Node) -> bool:
-        """Returns True for an operator of ONNX that is newer than the list of all kernels that there are."""
+        """Returns True for an ONNX operator version that is newer than the list of the provider's kernels."""
         provider = self.book.provider
         return provider.alone and node.domain in {"", "ai.onnx"} and node.since > provider.opset_max
 
@@ -145,7 +145,7 @@ class _Judge(msgspec.Struct, frozen=True, kw_only=True):
         return rules
 
     def find_risks(self, graph: Graph, unit: Unit, *, taken: bool) -> tuple[str, ...]:
-        """Returns why the session may fail although the provider claims the unit, or since it claims it late."""
+        """Returns why the session may fail although the provider claims the unit, or because it may claim it later."""
         subject = Subject(graph=graph, unit=unit, settings=self.settings)
         rules = self.book.provider.risks if taken else self.book.provider.late_risks
         found = [rule.refuse(subject) for rule in rules]
@@ -182,7 +182,7 @@ def _check_nodes(graph: Graph, judge: _Judge, blocked: str | None) -> list[Check
     table: dict[str, Selector] = {**SELECTORS, **book.units.add}
     selectors: dict[str, Selector] = {op: name for op, name in table.items() if op not in book.units.without}
     minor = int(judge.settings["ort_minor"])
-    # Judged is what a provider is shown, and told is what is in the file.
+    # The rules judge the graph that a provider is shown; the report lists the nodes of the file.
     shown = propagate_quantization(graph)
     units = group_units(
         shown,
@@ -247,7 +247,10 @@ def _list_nodes(
 
 
 def _are_fatal(refusals: Sequence[Refusal]) -> bool:
-    """Returns True where no session can be made: a quiet refusal leaves the unit to the CPU, but not after a crash."""
+    """Returns True where no session can be made.
+
+    The first refusal that is not fatal leaves the unit to the CPU, unless a crash comes before it.
+    """
     for refusal in refusals:
         if refusal.crashes or not refusal.fatal:
             return refusal.crashes
@@ -285,12 +288,12 @@ def _check_body(body: Graph, parent: CheckedNode, judge: _Judge, blocked: str | 
 
 
 def count_crossings(graph: Graph, nodes: Sequence[CheckedNode]) -> tuple[int, int]:
-    """Returns how many computed values of the main graph cross between two places, and their bytes."""
+    """Returns how many computed values cross between partitions or the CPU in the main graph, and their bytes."""
     placed = dict(zip((node.index for node in graph.nodes), _main_nodes(graph, nodes), strict=True))
     count = size_bytes = 0
     for name, node in graph.producers.items():
         here = placed[node.index].partition
-        # Once per value, however many read it on the other side: it is copied once.
+        # A value is copied once, however many nodes read it on the other side.
         if any(placed[consumer.index].partition != here for consumer in graph.consumers.get(name, ())):
             count += 1
             size_bytes += value_bytes(graph.value(name))

@@ -1,6 +1,6 @@
 """Multiply-accumulates and bytes of a node, from shapes alone.
 
-The work of a graph whose inputs have open dimensions is counted at sizes that are told.
+Where inputs have open dimensions, work is counted at sizes that the report names (`choose_sizes`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +13,7 @@ from edgekit.errors import UsageError
 from edgekit.graph.graph import Graph, Node, Value, infer_graph
 from edgekit.prepare.shapes import DynamicDim, find_dynamic_dims, fix_dims, formula_names
 
-# Types that are not here count a byte: those of 8 bits, bool, and strings, whose length no shape tells.
+# All other types count as one byte: 8-bit types, bool, and strings, whose length is not known.
 _BITS = {
     "float64": 64, "int64": 64, "uint64": 64, "float32": 32, "int32": 32, "uint32": 32, "float16": 16, "bfloat16": 16,
     "int16": 16, "uint16": 16, "int4": 4, "uint4": 4, "int2": 2, "uint2": 2,
@@ -27,7 +27,7 @@ def count_macs(graph: Graph, node: Node) -> int:
 
 
 def has_unknown_work(graph: Graph, node: Node) -> bool:
-    """Returns True for a node that multiplies, if a dimension that its work rests on is unknown."""
+    """Returns True for a node that multiplies, if a dimension that its work depends on is unknown."""
     if node.op_type not in _COUNTERS:
         return False
     shapes = (graph.value(name).sizes for name in (*node.input[:2], *node.output[:1]) if name)
@@ -146,7 +146,7 @@ _COUNTERS: Mapping[str, Callable[[Graph, Node], int]] = {
 }
 
 
-# One sample; a side of a picture, which nets halve five times and more; a length, as of a text.
+# One sample; the side of an image, which networks halve five times and more; the length of a text.
 _SAMPLES, _SIDE, _LENGTH = 1, 224, 128
 _PICTURE_RANK = 4
 
@@ -159,7 +159,7 @@ def choose_sizes(graph: onnx.GraphProto) -> dict[str, int]:
     ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in graph.input}
     dims = find_dynamic_dims(graph)
     sizes: dict[str, int] = {}
-    # What a dimension of its own says comes first, then what formulas hold alone.
+    # First the dimensions with a name of their own, then names that occur in formulas only.
     for is_formula in (False, True):
         for dim in dims:
             names = formula_names(dim.name)
@@ -170,7 +170,7 @@ def choose_sizes(graph: onnx.GraphProto) -> dict[str, int]:
 
 
 def count_open(graph: Graph) -> Graph:
-    """Returns a graph whose values know at which sizes work is counted; the same one where no input is open."""
+    """Returns the graph with `Value.counted` set; the same graph where no input has an open dimension."""
     sizes = choose_sizes(graph.proto)
     if not sizes or any(value.counted for value in graph.values.values()):
         return graph
@@ -190,7 +190,7 @@ def count_open(graph: Graph) -> Graph:
 
 
 def count_unsized(graph: Graph) -> int:
-    """Returns how many nodes multiply, those in bodies too, whose work is not known."""
+    """Returns how many nodes that multiply have unknown work, those in subgraphs included."""
     return sum(has_unknown_work(each, node) for each in _list_graphs(graph) for node in each.nodes)
 
 

@@ -18,7 +18,7 @@ _NEVER_ON_HOST = frozenset({"float16", "bfloat16"})
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """The partition of each unit (None: not taken), and why a supported unit was left out after all.
 
-    `broken` says of units that are claimed why their partition cannot be built.
+    `broken` holds, for units that are claimed, why their partition cannot be built.
     """
 
     partitions: tuple[int | None, ...]
@@ -84,7 +84,7 @@ def _followers(graph: Graph, units: Sequence[Unit]) -> list[tuple[int, ...]]:
     owners = unit_of_each(units)
     found: list[tuple[int, ...]] = []
     for at, unit in enumerate(units):
-        # A dict and no set: the order of followers decides the order of the queue, and so which partition a unit gets.
+        # A dict keeps the order of the followers, which decides the order of the queue, and so the partition of a unit.
         edges = {
             owners[consumer.index]: None
             for member in unit.members
@@ -98,8 +98,7 @@ def _followers(graph: Graph, units: Sequence[Unit]) -> list[tuple[int, ...]]:
 
 def _groups(followers: Sequence[tuple[int, ...]], able: Sequence[bool]) -> list[list[int]]:
     """Kahn's algorithm in waves: a wave takes what it can and stops at unsupported units that it feeds."""
-    # Counted by units and not by values, as ONNX Runtime's counts node units: a unit is ready when all that feed it are
-    # done.
+    # ONNX Runtime counts node units here, not values: a unit is ready when all units that feed it are done.
     waiting = [0] * len(followers)
     for targets in followers:
         for target in targets:
@@ -116,8 +115,7 @@ def _groups(followers: Sequence[tuple[int, ...]], able: Sequence[bool]) -> list[
             ready, later = later, ready
             continue
         at = ready.popleft()
-        # It waits for the next wave: were it done now, units behind it could join a group that also feeds it, which is
-        # a cycle.
+        # It waits for the next wave. Otherwise units behind it could join a group that also feeds it: a cycle.
         if not able[at] and at in border:
             later.append(at)
             continue
@@ -133,14 +131,15 @@ def _groups(followers: Sequence[tuple[int, ...]], able: Sequence[bool]) -> list[
 
 
 def place_observed(report: CheckReport, places: Mapping[str, bool], *, device: str, evidence: str) -> Placed:
-    """Returns where a device's provider put the nodes of a checked model, beside which the report is the prediction.
+    """Returns the placement that a device's provider showed, compared with the predicted one of the report.
 
-    `places` says of nodes by name whether the provider took them; the others are where they were predicted to be.
+    `places` says for nodes by name whether the provider took them; the others are taken to be where the report has
+    them.
     """
     taken = {node.name for node in report.node_list if places.get(node.name, node.taken)}
     nodes = tuple(msgspec.structs.replace(node, taken=node.name in taken) for node in report.node_list)
-    # Of the nodes alone waves cannot be told exactly, since groups that a provider gave back are in none of them: what
-    # the difference makes is added to what the prediction counts.
+    # Groups that a provider gives back are not seen, so its partitions cannot be counted from its nodes alone. Both
+    # placements are counted in the same way, and the difference is added to the predicted number.
     more = _count_pieces(nodes) - _count_pieces(report.node_list) if report.style == "wave" else 0
     return Placed(
         evidence=evidence,
@@ -165,7 +164,7 @@ def _count_pieces(nodes: Sequence[CheckedNode]) -> int:
     for node in nodes:
         for name in node.reads:
             made = named.get(name)
-            # A DQ of another unit has a copy in this one, which follows what that DQ reads.
+            # Each unit has its own copy of a DQ (`make_unique`), which depends on what that DQ reads.
             is_copied = (
                 made is not None and made.op == "DequantizeLinear" and made.unit not in {None, owners[node.name]}
             )
@@ -235,7 +234,7 @@ def _unfused(graph: Graph, units: Sequence[Unit], supported: Sequence[bool], pla
 # Shapes are computed on the CPU, where they lie, and not carried to the device (core/framework/
 # fallback_cpu_capability.cc, GetCpuPreferredNodes; include/onnxruntime/ep/get_capability_utils.h).
 def _on_host(graph: Graph, units: Sequence[Unit], able: Sequence[bool], placing: Placing) -> dict[int, str]:
-    """Returns the nodes that a provider with kernels of its own leaves to the CPU, since all they read lies there."""
+    """Returns the nodes that a provider with its own kernels leaves to the CPU, because all their inputs lie there."""
     at_of = {unit.node.index: at for at, unit in enumerate(units)}
     makers = [unit.node for at, unit in enumerate(units) if able[at] and unit.node.op_type in placing.host_results]
     on_host = {name for node in makers for name in node.output}

@@ -1,6 +1,6 @@
 """The Q and DQ nodes that ONNX Runtime adds to a graph before it asks a provider what it takes.
 
-Its level 1 carries quantization through operators that only move numbers, so that each of them becomes a unit
+Its level 1 propagates Q and DQ through operators that only move elements, so that each of them becomes a unit
 (core/optimizer/qdq_transformer/qdq_propagation.cc, run by every session of level basic and above). A provider is shown
 that graph, and not the one in the file.
 """
@@ -14,7 +14,7 @@ from edgekit.graph.graph import Graph, Node, Value, index_nodes
 
 _Q, _DQ = "QuantizeLinear", "DequantizeLinear"
 
-# The versions are ONNX Runtime's own list (CanNodePropagate, 1.29 to 1.31): a newer one is not propagated through.
+# The operator versions through which ONNX Runtime propagates (CanNodePropagate, 1.29 to 1.31); newer ones are not.
 _MOVING: Mapping[str, tuple[int, ...]] = {
     "MaxPool": (12,),
     "Reshape": (5, 13, 14, 19),
@@ -65,7 +65,10 @@ def _has_scalars(graph: Graph, node: Node) -> bool:
 
 
 class _Part(msgspec.Struct, kw_only=True, eq=False):
-    """A node as it will be; `like` is itself in the given graph, or the Q or DQ whose parameters an added one has."""
+    """A node of the new graph.
+
+    `like` is the node of the given graph: itself, or for an added Q or DQ the one it copies.
+    """
 
     op: str
     name: str
@@ -75,7 +78,7 @@ class _Part(msgspec.Struct, kw_only=True, eq=False):
 
 
 class _Edge(msgspec.Struct, frozen=True, kw_only=True):
-    """A value on its way to a node, at one of its inputs; None where it leaves the graph."""
+    """An edge of the graph: a value and the node that reads it, at input `at`; None for an output of the graph."""
 
     value: str
     reader: _Part | None
@@ -100,7 +103,9 @@ class _Draft:
         self._taken = {*graph.values, *graph.constants, *(part.name for part in self.parts)}
 
     def make_unique(self, dq: _Part) -> None:
-        """Gives each node that reads a DQ one of its own; the first keeps the DQ that is there, where it can.
+        """Gives each reader of a DQ its own copy.
+
+        The first keeps the existing DQ, unless the graph or a subgraph reads it.
 
         ONNX Runtime does this for every session (ensure_unique_dq_for_node_unit.cc).
         """
@@ -113,7 +118,7 @@ class _Draft:
             self._redirect(edge, copy.output[0])
 
     def carry_back(self, quantizer: _Part) -> None:
-        """Puts a Q and a DQ before each operator that moves numbers on the way back from a Q."""
+        """Inserts a Q and a DQ before each element-moving operator on the way back from a Q."""
         edge = self._edge_before(quantizer)
         while edge is not None and (edge := self._moved_before(edge)) is not None:
             maker = self._makers.get(edge.value)
@@ -122,13 +127,14 @@ class _Draft:
             edge = self._insert([edge], quantizer)
 
     def carry_on(self, quantizer: _Part) -> None:
-        """Puts a Q and DQs behind each operator that moves numbers on the way on from a DQ that one node reads."""
+        """Inserts a Q and DQs after each element-moving operator on the way forward from a DQ with one reader."""
         first = self._edges_after(quantizer)
         ahead = [self._moved_after(first[0])] if len(first) == 1 and first[0].reader is not None else []
         while ahead:
             edges = ahead.pop()
             for edge in edges:
-                # A value that leaves the graph keeps its name, which what made it has no more: it is told from there.
+                # An output of the graph keeps its name, so its producer's output is renamed: the following edge is
+                # found first.
                 follow = self._moved_after(edge)
                 if follow:
                     ahead.append(follow)

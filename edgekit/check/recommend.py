@@ -47,7 +47,7 @@ def recommend_target(
     `floats` says of targets why integers gain nothing there.
     """
     fit = [name for name, report in reports.items() if report.verdict != "no" and name not in refused]
-    # The CPU takes everything in one piece, and would win every comparison of shares.
+    # The CPU takes everything in one partition, and would win every comparison of shares.
     usable = [name for name in fit if not _is_cpu(targets.get(name))] or fit
     if not usable:
         why = "each refuses the model or takes less than half of its work; use the CPU"
@@ -71,7 +71,7 @@ def recommend_target(
 
 
 def rank_report(report: CheckReport) -> tuple[int, float, float, int, int]:
-    """Returns what reports are compared by, more being better."""
+    """Returns the sort key of reports; more is better."""
     # Order of weight: what decides, then the work, then the memory traffic, then the copies, then how sure the check
     # is.
     verdict = ("no", "maybe", "yes").index(report.verdict)
@@ -193,7 +193,9 @@ def _describe_death(finished: Finished) -> str:
 
 
 def explain_no_gain(graph: Graph, target: Target, precision: Precision, check: Callable[[], CheckReport]) -> str | None:
-    """Returns why a graph gains nothing from integers on a target: it takes less of the work then, and too little.
+    """Returns why integers gain nothing on a target.
+
+    It would take less of the work in integers than in float, and too little.
 
     None where it is quantized already, and where integers may be worth it, as far as the operators alone tell.
     What is too little is the target's `min_taken_macs`. `check` tells what the target takes of the graph as it is, and

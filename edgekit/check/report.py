@@ -1,6 +1,6 @@
-"""What checking a model against a target found: facts, and the verdict computed from them.
+"""The report of a check: facts, and the verdict computed from them.
 
-The check of a prepared model is told in the nodes of the model that the user gave.
+The prepared model is what is checked. The report also lists the nodes of the user's own model and what became of them.
 """
 
 import operator
@@ -20,8 +20,8 @@ from edgekit.serialize import NotebookPage
 
 Verdict = Literal["yes", "maybe", "no"]
 
-# Our own rule. ONNX Runtime's checker asks for 75 % and 50 % of the nodes (usability_checker.py); these are shares of
-# the work, and "yes" also wants nearly all of that in one piece, because each border costs a copy.
+# A choice. ONNX Runtime's checker wants 75 % and 50 % of the nodes (usability_checker.py). These are shares of the
+# work, and "yes" also wants nearly all of it in one partition, because each border costs a copy.
 YES_SHARE = 0.9
 MAYBE_SHARE = 0.5
 CROSSING_SHARE = 0.5
@@ -104,7 +104,7 @@ class Disagreement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Placed(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the nodes of a model are, and how that is known: the one value that tables, pages and packages tell.
+    """Where the nodes of a model run, and how that is known: tables, pages and packages all show this value.
 
     `evidence` is "predicted" for rules, else that of the device whose provider was seen. `partitions` counts the pieces
     that the provider has, `taken_macs` is their share of the work, 0 to 1. `disagreements` are the nodes that the
@@ -238,7 +238,7 @@ class CheckReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TracedNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A node of the user's model, the work it stands for there, and what became of it."""
+    """A node of the user's model, its work there, and what became of it."""
 
     name: str
     op: str
@@ -257,7 +257,7 @@ def trace_model(source: Model, prepared: Model, dims: Mapping[str, int]) -> tupl
         ModelError: a model file is gone or unreadable.
     """
     proto = skim_model(source.path)
-    # As the preparation begins, so that both graphs name what has no name alike.
+    # The same first steps as in `prepare`, so that unnamed nodes get the same names in both graphs.
     merge_domains(proto)
     drop_initializer_inputs(proto.graph)
     name_nodes(proto.graph)

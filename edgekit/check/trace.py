@@ -14,12 +14,12 @@ from edgekit.graph.graph import Graph, Node
 
 Fate = Literal["kept", "rewritten", "fused", "folded", "removed"]
 
-# Constants as soon as shapes are static, though what they read is not.
+# Their results are constants as soon as shapes are static, even if their inputs are computed.
 _SHAPE_OPS = frozenset({"Shape", "Size"})
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node became: the prepared nodes that now do its work, by name, and in which way.
+    """What became of a node: the names of the prepared nodes that do its work now, and how.
 
     "kept": itself; "rewritten": others that compute the same; "fused": one that does more; "folded": a constant;
     "removed": nothing. `note` says it in words; it is empty for a node that was kept.
@@ -31,7 +31,11 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _View(msgspec.Struct, frozen=True, kw_only=True):
-    """Both graphs; `constant` and `idle` are positions of source nodes that depend on constants, that none needs."""
+    """Both graphs.
+
+    `constant` are positions of source nodes that depend on constants only, `idle` of those that no output
+    needs.
+    """
 
     source: Graph
     prepared: Graph
@@ -58,16 +62,15 @@ def trace_nodes(source: Graph, prepared: Graph) -> Iterator[tuple[Graph, Node, T
     order = TopologicalSorter(
         {index: [makers[name] for name in node.reads if name in makers] for index, node in nodes.items()}
     )
-    # From the end, because what became of a node is told by what became of its readers; a file may hold nodes in any
-    # order.
+    # From the end, because the fate of a node may depend on that of its readers. A file may hold nodes in any order.
     for index in reversed(tuple(order.static_order())):
         found[index] = _trace(view, nodes[index], found)
     for node in source.nodes:
         trace = found[node.index]
         yield source, node, trace
         same = names.get(node.name)
-        # Bodies pair up by their order among the attributes; where their number changed, they share what became of the
-        # node.
+        # Subgraphs are paired by their order among the attributes. Where their number changed, their nodes share the
+        # fate of the node.
         if same is not None and len(same.bodies) == len(node.bodies):
             for body, other in zip(node.bodies, same.bodies, strict=True):
                 yield from trace_nodes(body, other)
@@ -101,14 +104,13 @@ def _trace(view: _View, node: Node, later: Mapping[int, Trace]) -> Trace:
 
 def _describe_makers(view: _View, makers: list[Node]) -> Trace:
     """Describes a node by the prepared nodes that now make its outputs, with the new nodes that lead to them."""
-    # A maker that was there before and now makes this node's output has swallowed the node: fusion keeps the last
-    # output's name.
+    # If an old node now makes this node's output, it was fused with it: fusion keeps the name of the last output.
     if all(maker.name in view.known for maker in makers):
         named = ", ".join(f"{maker.op_type} '{maker.name}'" for maker in makers)
         return Trace(fate="fused", became=_names(makers), note=f"fused into {named}")
     region: dict[str, Node] = {}
     ahead = [maker for maker in makers if maker.name not in view.known]
-    # Up from what makes the outputs now, through nodes that are new, to values that the user's model had.
+    # From the new producers upwards through new nodes, to values that the user's model had.
     while ahead:
         node = ahead.pop()
         region[node.name] = node
@@ -121,7 +123,7 @@ def _describe_makers(view: _View, makers: list[Node]) -> Trace:
 
 
 def _trace_reader(view: _View, node: Node, later: Mapping[int, Trace]) -> Trace:
-    """Describes a node whose outputs are gone by what its first reader that is still there reads in their place."""
+    """Describes a node whose outputs are gone, by what its first remaining reader reads instead."""
     readers = [reader for name in node.output for reader in view.source.consumers.get(name, ())]
     for reader in readers:
         trace = later[reader.index]

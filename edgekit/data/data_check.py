@@ -1,4 +1,4 @@
-"""Sample inputs judged before any work starts: what is refused, and what is only suspicious."""
+"""Checks of sample inputs before any work starts: what is refused, and what is only warned of."""
 
 import hashlib
 import math
@@ -34,7 +34,7 @@ _GRAY = 0.02
 
 
 class SampleFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What all samples hold: the sha256 of their content, how many there are, and what looks wrong, a line each.
+    """Facts about all samples: the sha256 of their content, their number, and a line for each thing that looks wrong.
 
     `digests` holds the sha256 of each sample by itself.
     """
@@ -46,7 +46,7 @@ class SampleFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def refusing_bad(samples: Samples) -> Samples:
-    """Returns the same samples, looked at while they are read: for what reads them once, and wants no facts of them.
+    """Returns the same samples, checked while they are read, for callers that read them once and need no facts.
 
     Reading raises DataError where a sample has a value that is not finite, or there are fewer or more than promised.
     """
@@ -117,7 +117,7 @@ def warn_if_few(facts: SampleFacts) -> tuple[str, ...]:
 
 
 class _Input:
-    """What one input was over the samples."""
+    """Statistics of one input over the samples."""
 
     def __init__(self) -> None:
         self.measures: dict[str, list[float]] = {"smallest value": [], "largest value": [], "mean": [], "spread": []}

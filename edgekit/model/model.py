@@ -21,7 +21,7 @@ from edgekit.target import read_version
 
 _T = TypeVar("_T")
 
-# Which versions of the format each ONNX Runtime reads: the one table that every command asks.
+# Which format versions each ONNX Runtime reads; every command uses this table.
 
 
 class Reads(NamedTuple):
@@ -53,7 +53,7 @@ READS = (
 
 
 def reads_of(version: str) -> Reads:
-    """Returns what an ONNX Runtime reads; one older than the table is held to its first row."""
+    """Returns what a version of ONNX Runtime reads; for one older than the table, its first row."""
     known = [row for row in READS if read_version(row.since) <= read_version(version)]
     return known[-1] if known else READS[0]
 
@@ -306,7 +306,7 @@ def iterate_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
 
 
 def iterate_reads(node: onnx.NodeProto) -> Iterator[str]:
-    """Yields what a node reads, and what its bodies do."""
+    """Yields the names that a node and its subgraphs read."""
     yield from filter(None, node.input)
     yield from iterate_captured(node)
 

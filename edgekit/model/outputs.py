@@ -1,4 +1,4 @@
-"""What outputs are: as whoever made the model states it, and where a graph lists detections itself."""
+"""What outputs mean: as the model's maker states it, and where the columns of a list of detections are."""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal, get_args

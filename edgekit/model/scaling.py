@@ -1,4 +1,7 @@
-"""Tensors whose channels a quantizer scaled: what a model says of them, for those who hold it against the float one."""
+"""Factors by which cross-layer equalization scaled the channels of tensors, kept in the model's metadata.
+
+Who compares the quantized model's layers with the float model's needs them.
+"""
 
 import msgspec
 import numpy as np
@@ -7,7 +10,7 @@ import onnx
 from edgekit.model.tensors import Array
 
 SUFFIX = "_equalized"
-"""What a scaled tensor has behind the name that it had."""
+"""The suffix of a scaled tensor's name."""
 NOTE = "edgekit.equalized"
 """The key of a model's metadata under which the factors stand: JSON, by the name that the tensor had."""
 # Characters 40 to 120, printable ASCII, for the powers -40 to 40: metadata in ONNX is text.
@@ -22,7 +25,7 @@ def write_powers(factors: Array) -> str:
 def read_scaling(proto: onnx.ModelProto) -> dict[str, Array]:
     """Returns the factors of the channels of each scaled tensor, by its name in the model; nothing where none are told.
 
-    What cannot be read is no note of ours, and counts as none.
+    Metadata that cannot be read were not written by edgekit, and count as none.
     """
     text = next((entry.value for entry in proto.metadata_props if entry.key == NOTE), "{}")
     try:

@@ -1,4 +1,4 @@
-"""Whether a model is one: what ONNX's rules and ONNX Runtime refuse in any file is refused before a stage meets it.
+"""Validity of a model: what ONNX's rules or ONNX Runtime refuse in any file is refused before a stage reads it.
 
 The rules are those of onnx's IR (https://onnx.ai/onnx/repo-docs/IR.html) and of the operators' schemas. What onnx's own
 checker wants beyond ONNX Runtime (names of graphs, sorted nodes, data of every tensor) is not asked for.
@@ -39,7 +39,7 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_flaw(proto: onnx.ModelProto) -> str | None:
-    """Returns the first thing in a model that makes it none, in words, or None; data of tensors may be left out."""
+    """Returns the first flaw that makes a model invalid, in words, or None; data of tensors may be left out."""
     return next(_find_flaws(proto), None)
 
 
@@ -228,7 +228,7 @@ def _check_node(node: onnx.NodeProto, where: str, opsets: Mapping[str, int]) -> 
             yield f"{where} has the attribute '{name}' of another type than its operator wants"
     if not domain and node.op_type in _CHECKS:
         yield from _CHECKS[node.op_type](node, where, given)
-    # onnx's inference of shapes does not come to an end on what is no equation.
+    # onnx's shape inference does not end on a text that is no equation.
     yield from (
         f"{where} has an equation that is none"
         for name in given

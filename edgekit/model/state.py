@@ -1,4 +1,4 @@
-"""State: outputs that are inputs of the next step, as a KV cache or the hidden state of a recurrent layer is.
+"""State: outputs that become inputs of the next step, such as a KV cache or the hidden state of a recurrent layer.
 
 `feed_back` is the one rule by which an output becomes the next input, and `run_steps` the one loop.
 """

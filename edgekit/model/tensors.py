@@ -13,7 +13,7 @@ Tensors = Mapping[str, Array]
 """One sample: an array per tensor name."""
 
 HEADERS = threading.Lock()
-"""To be held where arrays are read from .npy or .npz files, or Python is parsed into a syntax tree.
+"""A lock to hold while reading .npy or .npz files, or parsing Python into a syntax tree.
 
 numpy parses the header of an array as Python, and Python up to 3.11.9 counts the depth of syntax trees once for all
 threads: "SystemError: AST constructor recursion depth mismatch" where the garbage collector hands over to another one

@@ -48,13 +48,12 @@ SELECTORS: dict[str, Selector] = {
 }  # fmt: skip
 """Which of ORT's group selectors looks at an operator (ORT 1.31)."""
 
-# MaxPool takes 8-bit integers from opset 12 on (ONNX's changelog of operators): before, there is no integer kernel to
-# make.
+# MaxPool takes 8-bit integers from opset 12 on (ONNX's operator changelog); before, no integer kernel exists.
 SELECTED_SINCE: dict[str, tuple[int, ...]] = {"MaxPool": (12,)}
 """Operators that form a unit in some versions only."""
 
 _LIMITED = ("int8", "uint8", "int16", "uint16")
-# The first input of Where is the condition, a bool: what it computes in is told by the second.
+# The first input of Where is the condition, a bool; the second has the element type it computes in.
 _DATA_INPUTS = {"Where": 1}
 _UNCLIPPED = ("drop", "drop_dq", "split", "topk")
 # A Gemm may leave its result in float, and what a comparison gives is a bool, which has no scale.
@@ -64,12 +63,12 @@ _DQ_COUNTS: dict[Selector, int] = {
 }  # fmt: skip
 # Relative; ONNX Runtime's since 1.27 (pull request 28229).
 _BIAS_TOLERANCE = 0.01
-# An operator of somebody's own may bear the name of one in the table, and is none of it.
+# A custom operator may have the name of one in the table; only these domains count.
 _GROUP_DOMAINS = ("", "com.microsoft")
 
 
 class Operand(msgspec.Struct, frozen=True, kw_only=True):
-    """An input or output of a unit; of a quantized one, the integer tensor and the names of its parameters."""
+    """An input or output of a unit. If quantized: the integer tensor, and the names of its scale and zero point."""
 
     name: str
     dtype: str | None
@@ -211,7 +210,7 @@ def _accepts(graph: Graph, node: Node, selector: Selector, around: _Surround) ->
         return dtypes == results
     if not _covers_outputs(graph, node, around) and not (selector in _UNQUANTIZED_OUTPUT and not results):
         return False
-    # What only moves numbers can move the integers themselves only if they mean the same on both sides.
+    # An operator that only moves elements can move the integers only if both sides have the same parameters.
     if selector == "drop" and not _same_parameters(graph, around.before[min(around.before)], around.after[0][1]):
         return False
     return _dtypes_fit(selector, dtypes, results, node)
@@ -251,7 +250,7 @@ def _has_other_bias(graph: Graph, unit: Unit) -> bool:
         return True
     scales = [graph.array(name) for name in names]
     if any(scale is None for scale in scales):
-        # Too many to have been read: then every builder writes the product.
+        # Too many scales to have been read: quantizers write the product there.
         return False
     x, w, b = (np.atleast_1d(np.asarray(scale, np.float64)) for scale in scales)
     product = x * w
@@ -264,7 +263,7 @@ def _covers_outputs(graph: Graph, node: Node, around: _Surround) -> bool:
     outputs = [name for name in node.output if name]
     if not around.after or any(name in graph.outputs for name in outputs):
         return False
-    # A result that is also read in float, or returned, cannot exist in integers only.
+    # A result that is also read in float, or is a graph output, cannot exist in integers only.
     edges = sum(len(graph.consumers.get(name, ())) for name in outputs)
     return len(around.after) == len(outputs) and (around.clip is not None or edges == len(around.after))
 
@@ -285,7 +284,7 @@ def _redundant_candidate(graph: Graph, node: Node) -> Node | None:
 
 
 def _is_redundant(graph: Graph, clip: Node, quantizer: Node) -> bool:
-    """Returns True if the Q cuts off all that the activation does (qdq_util.cc, IsClipMadeRedundantByQ)."""
+    """Returns True if the Q saturates at least where the activation does (qdq_util.cc, IsClipMadeRedundantByQ)."""
     result = _quantized(graph, quantizer, 1)
     parameters = read_parameters(graph, result)
     if parameters is None or parameters[0].ndim != 0 or result.dtype not in _LIMITED:
