@@ -72,6 +72,13 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
             return f"was ended by {signal.Signals(-self.status).name}"
         return f"ended with exit code {self.status}"
 
+    @property
+    def explanation(self) -> str:
+        """How it ended, and why by its own words: the first line that tells of an error, else the last of them."""
+        lines = [" ".join(line.split()) for line in (self.stdout + self.stderr).splitlines()]
+        reason = next((line for line in lines if "error" in line.lower()), " ".join(lines)[-300:])
+        return f"{self.ending}: {reason[:400]}"
+
 
 def run_process(
     argv: Sequence[str],

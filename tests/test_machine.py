@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from threadpoolctl import threadpool_info
 
-from edgekit.devices.far import ort_runner
+from edgekit.devices.standalone import ort_runner
 from edgekit.machine import (
     describe_machine,
     map_in_order,

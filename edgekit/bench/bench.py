@@ -15,7 +15,7 @@ from edgekit.bench.subject import Opening, Subject, open_subject
 from edgekit.devices.device import Device, Job, find_present
 from edgekit.devices.parallel import run_each
 from edgekit.devices.placed import count_nodes
-from edgekit.devices.process.link import list_model_files
+from edgekit.devices.process.files import list_model_files
 from edgekit.devices.register import DeviceChoice, choose_devices
 from edgekit.errors import EdgekitError
 from edgekit.evidence import Evidence

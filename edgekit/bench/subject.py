@@ -17,7 +17,7 @@ from edgekit.convert.ort_format.report import read_interface
 from edgekit.data.samples import Samples, draw_samples, load_samples
 from edgekit.devices.bundled import find_tuned, make_job, plan_run, set_job
 from edgekit.devices.device import Device, Job
-from edgekit.devices.local.provider import default_target
+from edgekit.devices.find import default_target
 from edgekit.devices.named import address_of
 from edgekit.devices.process.run import REPLAY_SAVED
 from edgekit.devices.register import load_target_here

@@ -10,8 +10,8 @@ from edgekit.cli.declare import Argument, Option, subcommand
 from edgekit.cli.main import NO, YES
 from edgekit.cli.screen import show_json, show_line, showing_progress
 from edgekit.cli.terminal import show_devices, show_self_test
-from edgekit.devices.find import find_device, install_device, list_devices, serve_device
-from edgekit.devices.local.provider import default_target, list_offered
+from edgekit.devices.find import default_target, find_device, install_device, list_devices, serve_device
+from edgekit.devices.local.provider import list_offered
 from edgekit.devices.self_test import try_device
 from edgekit.target import load_target
 

@@ -11,33 +11,33 @@ from edgekit.devices.android.android import (
     X86_64,
     XNNPACK,
     Android,
-    find_android_versions,
     read_phones,
     vary_android,
 )
 from edgekit.devices.android.android import PROVIDERS as ANDROID
-from edgekit.devices.android.installed import find_installed, install_android
+from edgekit.devices.android.installed import LOADER as ANDROID_LOADER
+from edgekit.devices.android.installed import install_android
 from edgekit.devices.device import Device, DeviceStatus, Missing
-from edgekit.devices.emulators.arm64 import CPUS, Arm64, find_arm64_versions, install_arm64
-from edgekit.devices.emulators.qnn_sim import ARCH_SOCS, QnnSimulator, find_qnn_versions
-from edgekit.devices.emulators.qnn_sim import PROVIDER as QNN
-from edgekit.devices.ios.installed import find_installed as find_ios
+from edgekit.devices.ios.installed import LOADER as IOS_LOADER
 from edgekit.devices.ios.installed import install_ios
-from edgekit.devices.ios.ios import ML_PROGRAM, IosSimulator, find_ios_versions
+from edgekit.devices.ios.ios import ML_PROGRAM, IosSimulator
 from edgekit.devices.ios.ios import NAME as IOS_SIMULATOR
 from edgekit.devices.ios.ios import PROVIDERS as IOS
+from edgekit.devices.local.arm64 import CPUS, Arm64, find_arm64_versions, install_arm64
 from edgekit.devices.local.emulated import Emulated
 from edgekit.devices.local.host import PROVIDER as COREML
 from edgekit.devices.local.host import UNITS, CoreMl, Host, Native
-from edgekit.devices.local.provider import LocalProvider, find_provider_versions, provider_devices, serve_targets
-from edgekit.devices.release import Installed
+from edgekit.devices.local.provider import PROVIDERS, LocalProvider, find_provider_versions, provider_devices
+from edgekit.devices.local.qnn_sim import ARCH_SOCS, QnnSimulator, find_qnn_versions
+from edgekit.devices.local.qnn_sim import PROVIDER as QNN
+from edgekit.devices.release import Installed, Loader
 from edgekit.devices.remote.adb import AdbDevice
 from edgekit.devices.remote.remote import check_host, check_serial
 from edgekit.devices.remote.ssh import SshDevice
 from edgekit.errors import UsageError, suggest_name
 from edgekit.evidence import Evidence
 from edgekit.progress import Progress
-from edgekit.target import Target
+from edgekit.target import Session, Target, load_target
 
 _DEVICES: dict[str, Device] = {
     "host": Host(),
@@ -67,37 +67,42 @@ _REMOTE: dict[str, Callable[[str], Device]] = {
 class _Kind(msgspec.Struct, frozen=True, kw_only=True):
     """What devices of one kind share, by what stands before the colon of their names.
 
-    They run targets of `providers` alone, where these are named, and none of `replaced`, of which the device `better`
-    shows all that they would, and more. `find_versions` says what runs models in them. `install` is given what the
-    user names with the `option`, if there is one; `find_installed` says what is there.
+    A bare model is opened as one of the `targets`, the first where none was named; a kind without any opens it as the
+    target `cpu`. The devices run targets of `providers` alone, where these are named, and none of `replaced`, for which
+    the device `better` shows more. `find_versions` says what runs models in them. `install` installs them, for phones'
+    libraries beside the `loader`, from what the user names with the `option`.
     """
 
+    targets: tuple[str, ...] = ()
     providers: frozenset[str] = frozenset()
     replaced: frozenset[str] = frozenset()
     better: str = ""
     find_versions: Callable[[], dict[str, str]] = lambda: {"onnxruntime": VERSION}
     option: str = ""
-    find_installed: Callable[[], Installed | None] = lambda: None
+    loader: Loader | None = None
     install: Callable[[Progress, Path | None], Installed | None] | None = None
 
 
 _KINDS = {
-    "qnn-htp-sim": _Kind(providers=frozenset({QNN}), find_versions=find_qnn_versions),
-    "coreml": _Kind(providers=frozenset({COREML})),
+    "qnn-htp-sim": _Kind(targets=("qnn",), providers=frozenset({QNN}), find_versions=find_qnn_versions),
+    "coreml": _Kind(targets=("coreml",), providers=frozenset({COREML})),
     "android": _Kind(
+        targets=("xnnpack", "nnapi"),
         providers=ANDROID,
-        find_versions=find_android_versions,
+        find_versions=ANDROID_LOADER.find_versions,
         option="--library FILE.aar",
-        find_installed=find_installed,
+        loader=ANDROID_LOADER,
         install=install_android,
     ),
     IOS_SIMULATOR: _Kind(
+        targets=("coreml",),
         providers=IOS,
-        find_versions=find_ios_versions,
+        find_versions=IOS_LOADER.find_versions,
         option="--framework FOLDER",
-        find_installed=find_ios,
+        loader=IOS_LOADER,
         install=install_ios,
     ),
+    "openvino": _Kind(targets=("openvino",)),
     "arm64": _Kind(find_versions=find_arm64_versions, install=lambda progress, _: install_arm64(progress)),
     "emulated": _Kind(replaced=frozenset({NNAPI, XNNPACK}), better="android"),
 }
@@ -150,6 +155,25 @@ def serve_device(name: str) -> tuple[tuple[Device, Target], ...]:
     return tuple((find_device(name, target), target) for target in serve_targets(name))
 
 
+def serve_targets(name: str) -> tuple[Target, ...]:
+    """Returns a target for each provider that a device serves, the one that is meant when none was named first."""
+    if targets := _kind_of(name).targets:
+        return tuple(map(load_target, targets))
+    # A provider without a target of its own is held to what the CPU provider takes.
+    row = PROVIDERS.get(name) or PROVIDERS.get(name.partition(":")[0])
+    return (cpu_target() if row is None else msgspec.structs.replace(cpu_target(), provider=row.name),)
+
+
+def default_target(name: str) -> Target:
+    """Returns the target that a device, such as `arm64` or `host:cuda`, opens a model as when none was named."""
+    return serve_targets(name)[0]
+
+
+def cpu_target() -> Target:
+    """Returns the target `cpu` for a float model that is opened with no option at all."""
+    return msgspec.structs.replace(load_target("cpu"), precisions=("fp32",), session=Session())
+
+
 def vary_device(device: Device, settings: Mapping[str, str], target: Target) -> Sequence[Device] | None:
     """Returns a device as settings want it, or several where they name several CPUs; None where it has no settings.
 
@@ -199,8 +223,9 @@ def install_device(
         if given is not None and kind.option != option:
             hint = f"edgekit devices install {owner} {option}"
             raise UsageError(f"'{name}' takes no {option.split()[0]}", hint=hint)
-    missing, given, installed = device.find_missing(), library or framework, kind.find_installed()
-    is_whole = installed.is_pinned and installed.is_current if installed else not kind.option and missing is None
+    missing, given, loader = device.find_missing(), library or framework, kind.loader
+    installed = loader.find_installed() if loader else None
+    is_whole = loader.is_current(installed) if loader and installed else loader is None and missing is None
     if given is not None or not is_whole:
         if kind.install is None:
             reason = missing.reason if missing else ""

@@ -16,7 +16,7 @@ import msgspec
 from edgekit._files import digest_bytes, one_at_a_time
 from edgekit._proc import Finished, run_process
 from edgekit.devices.device import Device, DeviceRun, Job, Missing
-from edgekit.devices.process.cache import cache_folder
+from edgekit.devices.process.files import cache_folder
 from edgekit.errors import DeviceError
 from edgekit.evidence import Evidence
 

@@ -11,10 +11,9 @@ from edgekit.convert.forms import find_integer_nodes
 from edgekit.data.samples import MOST_AXES, Samples
 from edgekit.devices.android import android
 from edgekit.devices.device import Device, Job
-from edgekit.devices.emulators import qnn_sim
 from edgekit.devices.find import find_device
 from edgekit.devices.ios.ios import IosSimulator
-from edgekit.devices.local import host
+from edgekit.devices.local import host, qnn_sim
 from edgekit.devices.local.provider import OPENVINO, PROVIDERS
 from edgekit.devices.placed import add_unnamed, match_nodes, name_as_model
 from edgekit.errors import DeviceError, MissingExtraError, ModelError, RuntimeRefusal

@@ -14,7 +14,7 @@ from edgekit._files import digest_bytes, one_at_a_time
 from edgekit._proc import end_children
 from edgekit.devices.device import Device
 from edgekit.devices.named import address_of, kind_of
-from edgekit.devices.process.cache import cache_folder
+from edgekit.devices.process.files import cache_folder
 
 _Item = TypeVar("_Item")
 _T = TypeVar("_T")

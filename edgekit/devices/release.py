@@ -9,25 +9,26 @@ import base64
 import contextlib
 import hashlib
 import importlib.util
-import os
 import platform
 import re
 import shutil
 import sys
 import tarfile
-import threading
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Literal, Protocol, TypeVar
+from typing import IO
 
 import msgspec
 
 from edgekit._files import digest_file, one_at_a_time, staged_folder, work_folder, write_file, write_new
 from edgekit._proc import Finished, run_process
-from edgekit.devices.process.cache import cache_folder, digest_sources, find_sources
-from edgekit.errors import DeviceError, EdgekitError
+from edgekit.app_runtime import NativeLibrary
+from edgekit.devices.local.runner import PROGRAM
+from edgekit.devices.process.files import cache_folder, digest_sources, find_sources
+from edgekit.errors import DeviceError
 from edgekit.machine import spell_install
+from edgekit.progress import Progress
 
 MIN_NODE = 18
 
@@ -87,7 +88,7 @@ def fetch_members(folder: Path, digests: Mapping[str, str], *, instead: str) -> 
     packages = list(folder.glob("*.tgz"))
     if not finished.succeeded or len(packages) != 1:
         raise DeviceError(
-            f"npm {finished.ending}: {' '.join(finished.stderr.split())[-400:]}",
+            f"npm {finished.explanation}",
             hint=f"check the connection to the npm registry, or give {instead}",
         )
     with packages[0].open("rb") as file:
@@ -231,34 +232,32 @@ def link_program(argv: Sequence[str], name: str) -> None:
 
 
 def _failed(finished: Finished) -> DeviceError:
-    lines = [line.strip() for line in (finished.stdout + finished.stderr).splitlines()]
-    reason = next((line for line in lines if "error" in line.lower()), " ".join(lines)[-300:])
-    return DeviceError(f"'{finished.argv[0]}' {finished.ending}: {reason[:400]}", hint="check the compiler")
+    return DeviceError(f"'{finished.argv[0]}' {finished.explanation}", hint="check the compiler")
 
 
 class Installed(msgspec.Struct, frozen=True, kw_only=True):
-    """What is installed of a phone's library; `sources` is the digest of what its loader was built from."""
+    """What is installed of a phone's library: of which archive, with which version and providers, for which ABIs.
 
-    sources: str
+    `abis` are those that run here, and `libraries` all shared libraries that the archive holds. `sources` is the digest
+    of what the programs were built from, and `compilers` tells for each ABI what built its program.
+    """
+
+    archive: str
     sha256: str
     version: str
-
-    @property
-    def is_pinned(self) -> bool:
-        """True for the library that edgekit fetches itself."""
-        raise NotImplementedError
-
-    @property
-    def is_current(self) -> bool:
-        """True if the compilers that are here now would build the same programs, and no more of them."""
-        raise NotImplementedError
+    providers: tuple[str, ...]
+    abis: tuple[str, ...]
+    sources: str
+    compilers: dict[str, str]
+    libraries: tuple[NativeLibrary, ...] = ()
 
     def describe(self) -> str:
         """Returns what is installed, in words."""
-        raise NotImplementedError
+        return (
+            f"ONNX Runtime {self.version} of {self.archive} for {', '.join(self.abis)} with {', '.join(self.providers)}"
+        )
 
 
-_InstalledT = TypeVar("_InstalledT", bound=Installed)
 FACTS = "device.json"
 """The file in which an installed device says what it is."""
 
@@ -266,17 +265,27 @@ FACTS = "device.json"
 class Loader(msgspec.Struct, frozen=True, kw_only=True):
     """A program that opens a phone's library in a process of this machine: edgekit's runner, and a stand-in for the OS.
 
-    `system` names the folder of the stand-in's sources, `device` the folder in the user's cache. `flags` are for every
-    source, `runner_flags` for those of the runner. `place` returns the symbol that stands for each import, without the
-    stand-ins that are named besides; `header` declares the table of them.
+    `system` names the folder of the stand-in's sources, `title` the system in words, and `device` the folder in the
+    user's cache. `machines` are the machines of the ABIs that can run here, `find_compiler` finds a compiler for one,
+    and `needs` are the commands that install them. `library` is the name of ONNX Runtime's file, and `pinned_sha256`
+    the digest of the archive that edgekit fetches itself. `place` returns the symbol that stands for each import,
+    without the stand-ins that are named besides; `header` declares the table of them. `flags` are for every source,
+    `runner_flags` for those of the runner. `archive_kind` is what versions call the archive.
     """
 
     system: str
+    title: str
     device: str
+    machines: Mapping[str, str]
+    find_compiler: Callable[[str], Compiler | None]
+    needs: Mapping[str, str]
+    library: str
+    pinned_sha256: str
     header: str
     place: Callable[[Collection[str], Collection[str]], Mapping[str, str]]
     flags: tuple[str, ...] = ()
     runner_flags: tuple[str, ...] = ()
+    archive_kind: str = "archive"
 
     @property
     def folder(self) -> Path:
@@ -332,6 +341,26 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
         argv = [*compiler.cpp, "-O2", "-static", "-s", *self.flags, "-o", str(program)]
         link_program([*argv, *map(str, (*objects, *compiled)), "-pthread"], name)
 
+    def build(
+        self, abi: str, imports: Collection[str], folder: Path, work: Path, progress: Progress, *, name: str
+    ) -> str:
+        """Builds the program for an ABI in its folder below `folder`, and returns what compiled it.
+
+        Returns "" where there is no compiler for it, which is told. `name` says in an error whose imports they are.
+
+        Raises:
+            DeviceError: the library imports what nothing here stands for, or the compiler fails.
+        """
+        compiler = self.find_compiler(self.machines[abi])
+        if compiler is None:
+            progress(f"{abi} is left out: there is no compiler for it; {self.needs[abi]}")
+            return ""
+        slow = ", which compiles its C++ library first: minutes" if compiler.name == "zig" else ""
+        progress(f"compiling the stand-in for {self.title} on {abi} with {compiler.name}{slow}")
+        objects = self.compile_sources(compiler, work / abi)
+        self.link(compiler, objects, imports, folder / abi / PROGRAM, name=name)
+        return compiler.describe()
+
     @contextlib.contextmanager
     def installing(self) -> Generator[tuple[Path, Path]]:
         """Yields an empty folder, which becomes the device's if the block ends well, and one for intermediate files.
@@ -342,127 +371,36 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
         with one_at_a_time(self.folder), staged_folder(self.folder) as staging, work_folder() as work:
             yield staging, work
 
-    def find_installed(self, kind: type[_InstalledT]) -> _InstalledT | None:
+    def find_installed(self) -> Installed | None:
         """Returns what is installed and was built from exactly these sources, or None."""
         try:
-            installed = msgspec.json.decode((self.folder / FACTS).read_bytes(), type=kind)
+            installed = msgspec.json.decode((self.folder / FACTS).read_bytes(), type=Installed)
         except (OSError, msgspec.DecodeError):
             return None
         return installed if installed.sources == digest_sources(self.system) else None
 
+    def find_program(self, abi: str) -> Path:
+        """Returns where the program for an ABI lies, if it is installed."""
+        return self.folder / abi / PROGRAM
 
-def is_made_by(made: Mapping[str, str], found: Mapping[str, Compiler | None]) -> bool:
-    """Returns True if the compilers that would be used now are those that made a program for each key.
+    def find_library(self, abi: str) -> Path:
+        """Returns where ONNX Runtime's library for an ABI lies, if it is installed."""
+        return self.folder / abi / self.library
 
-    A compiler that is no longer here leaves what it made as it is.
+    def is_current(self, installed: Installed) -> bool:
+        """Returns True if installing anew would give the same: the pinned archive, built by the compilers here.
 
-    Raises:
-        DeviceError: a compiler cannot be started.
-    """
-    return all(compiler is None or made.get(key) == compiler.describe() for key, compiler in found.items())
+        A compiler that is no longer here leaves what it made as it is.
 
+        Raises:
+            DeviceError: a compiler cannot be started.
+        """
+        found = {abi: self.find_compiler(machine) for abi, machine in self.machines.items()}
+        return installed.sha256 == self.pinned_sha256 and all(
+            compiler is None or installed.compilers.get(abi) == compiler.describe() for abi, compiler in found.items()
+        )
 
-ASK, ANSWER = "ask", "answer"
-"""The pipes, by their names in a folder."""
-END = b'{"ask":"end"}\n'
-"""The last question."""
-
-
-@contextlib.contextmanager
-def open_pipes(folder: Path) -> Generator[tuple[IO[bytes], IO[bytes]]]:
-    """Yields the pipes of a folder for a process that serves them: questions to read, answers to write.
-
-    Whoever starts the process holds both pipes open; where that one has ended already, nothing is waited for.
-
-    Raises:
-        OSError: nobody holds the pipes.
-    """
-    with contextlib.ExitStack() as stack:
-        opened: list[IO[bytes]] = []
-        for name, access, mode in ((ASK, os.O_RDONLY, "rb"), (ANSWER, os.O_WRONLY, "wb")):
-            number = os.open(folder / name, access | os.O_NONBLOCK | os.O_CLOEXEC)
-            os.set_blocking(number, True)
-            opened.append(stack.enter_context(os.fdopen(number, mode)))
-        yield opened[0], opened[1]
-
-
-class Computer(Protocol):
-    """What answers the questions about models, each a line of JSON; `read` gives the bytes that follow the line."""
-
-    def load(self, question: bytes, read: Callable[[int], bytes]) -> None:
-        """Takes a model."""
-        ...
-
-    def compute(self, question: bytes, read: Callable[[int], bytes]) -> bytes:
-        """Returns the outputs of a model for the inputs that follow."""
-        ...
-
-    def describe(self) -> msgspec.Struct:
-        """Returns what was computed."""
-        ...
-
-
-class _Question(msgspec.Struct, frozen=True, kw_only=True):
-    ask: Literal["model", "run", "end"]
-
-
-def answer_questions(computer: Computer, ask: IO[bytes], answer: IO[bytes]) -> None:
-    """Answers questions until the last: an empty line and the outputs, or a line that says what is wrong."""
-    while line := ask.readline():
-        question = msgspec.json.decode(line, type=_Question).ask
-        if question == "end":
-            break
-        try:
-            result = b""
-            if question == "model":
-                computer.load(line, ask.read)
-            else:
-                result = computer.compute(line, ask.read)
-            answer.write(b"\n" + result)
-        except (EdgekitError, LookupError, MemoryError, RuntimeError, ValueError) as error:
-            reason = error.message if isinstance(error, EdgekitError) else str(error)
-            answer.write((" ".join(reason.split())[:400] or "no reason given").encode() + b"\n")
-        answer.flush()
-
-
-def serve_pipes(computer: Computer, folder: Path) -> None:
-    """Serves the pipes of a folder, and says at the end what was computed."""
-    with open_pipes(folder) as (ask, answer):
-        answer_questions(computer, ask, answer)
-    sys.stdout.write(msgspec.json.encode(computer.describe()).decode() + "\n")
-
-
-class Served(msgspec.Struct, kw_only=True):
-    """What the process said at its end, in the last line of its output; empty until then."""
-
-    said: str = ""
-
-
-@contextlib.contextmanager
-def serving(folder: Path, module: str, timeout_s: float) -> Generator[Served]:
-    """Yields while `python -m MODULE FOLDER` serves the pipes in a new folder; it ends with the block.
-
-    Both ends of both pipes stay open here until one side has ended: then the other sees the end too, and neither waits
-    for ever.
-    """
-    served = Served()
-    folder.mkdir()
-    held: list[int] = []
-    for name in (ASK, ANSWER):
-        os.mkfifo(folder / name)
-        held.append(os.open(folder / name, os.O_RDWR | os.O_CLOEXEC))
-
-    def serve() -> None:
-        finished = run_process([sys.executable, "-P", "-m", module, str(folder)], timeout_s=timeout_s)
-        served.said = (finished.stdout.splitlines() or [""])[-1]
-        while held:
-            os.close(held.pop())
-
-    server = threading.Thread(target=serve, daemon=True)
-    server.start()
-    try:
-        yield served
-    finally:
-        with contextlib.suppress(OSError, IndexError):
-            os.write(held[0], END)
-        server.join(timeout_s)
+    def find_versions(self) -> dict[str, str]:
+        """Returns the version of ONNX Runtime that is installed, and the name of the archive that it came in."""
+        installed = self.find_installed()
+        return {} if installed is None else {"onnxruntime": installed.version, self.archive_kind: installed.archive}

@@ -59,8 +59,8 @@ def flatten_value(name: str, value: Any) -> dict[str, Array]:
     """Returns what ONNX Runtime gave for an output as tensors; a tensor is itself.
 
     A map `y` becomes `y.keys` and `y.values`, a sequence `y.length` and `y[0]`, `y[1]`, ...; a sequence of maps with
-    the same keys, as ZipMap gives, one `y.keys` and a row of `y.values` for each. `devices/far/ort_runner.py` does the
-    same on its side.
+    the same keys, as ZipMap gives, one `y.keys` and a row of `y.values` for each. `devices/standalone/ort_runner.py`
+    does the same in its process.
     """
     kind: str = type(value).__name__
     if kind == "dict":

@@ -13,8 +13,8 @@ from edgekit._ort import VERSION, Level
 from edgekit.check.report import CheckReport
 from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun, Job
-from edgekit.devices.local.provider import cpu_target
-from edgekit.devices.process.cache import cache_folder
+from edgekit.devices.find import cpu_target
+from edgekit.devices.process.files import cache_folder
 from edgekit.errors import DeviceError, OutputError
 from edgekit.machine import describe_machine
 from edgekit.model.tensors import Array, Tensors, TensorSpec

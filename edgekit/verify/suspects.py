@@ -12,7 +12,7 @@ from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
 from edgekit.bundle.folder import Bundle
 from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun
-from edgekit.devices.emulators.qnn_sim import ARCH_SOCS
+from edgekit.devices.local.qnn_sim import ARCH_SOCS
 from edgekit.errors import EdgekitError
 from edgekit.evidence import Evidence
 from edgekit.machine import VNNI

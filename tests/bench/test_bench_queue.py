@@ -15,10 +15,10 @@ from edgekit.bench.blocks import Effort, run_queue
 from edgekit.bench.subject import Opening, open_subject
 from edgekit.cli.main import run_command
 from edgekit.devices.device import Queue
-from edgekit.devices.far import ort_queue
 from edgekit.devices.find import find_device
 from edgekit.devices.observe import describe_job
 from edgekit.devices.remote.ssh import SshDevice
+from edgekit.devices.standalone import ort_queue
 from edgekit.errors import DeviceError
 from edgekit.model.model import load_model
 from edgekit.target import load_target

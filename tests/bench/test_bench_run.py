@@ -21,9 +21,9 @@ from edgekit.bench.latency import find_energy
 from edgekit.bench.subject import Opening, open_subject
 from edgekit.cli.main import run_command
 from edgekit.devices.device import DeviceRun, DeviceState, Job, Missing
-from edgekit.devices.far import ort_runner
 from edgekit.devices.local.host import Host
 from edgekit.devices.register import DeviceChoice
+from edgekit.devices.standalone import ort_runner
 from edgekit.errors import BundleError, DeviceError, UsageError
 from edgekit.evidence import Evidence
 from edgekit.serialize import to_json

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from edgekit.convert.ort_form import Style
 from edgekit.convert.ort_format.canonical import canonicalize_file
-from edgekit.devices.emulators.arm64 import Arm64, _emulate_python, arm64_root, folder_in_arm64
+from edgekit.devices.local.arm64 import PYTHON, Arm64, arm64_root, enter_arm64, folder_in_arm64
 
 MISSING = Arm64().find_missing()
 
@@ -37,7 +37,7 @@ def convert_on_arm64(model: Path, out: Path, style: Style, cpu: str = "cortex-a7
         (folder / "save.py").write_text(PROGRAM)
         shutil.copyfile(model, folder / "model.onnx")
         arguments = [f"{inside}/save.py", f"{inside}/model.onnx", f"{inside}/model.ort", style]
-        subprocess.run(_emulate_python(root, cpu, arguments), check=True, capture_output=True, timeout=600)
+        subprocess.run([*enter_arm64(root, cpu), PYTHON, *arguments], check=True, capture_output=True, timeout=600)
         shutil.move(folder / "model.ort", out)
     canonicalize_file(out)
     return out

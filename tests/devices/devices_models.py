@@ -4,18 +4,33 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper, parser
 
 from edgekit.check.report import CheckedNode, CheckReport
 from edgekit.data.samples import Samples
-from edgekit.devices.device import Job
+from edgekit.devices.device import DeviceRun, Job, Missing
+from edgekit.evidence import Evidence
 from edgekit.model.model import load_model, save_proto
 from edgekit.model.tensors import Array, Tensors
 from edgekit.target import Precision, load_target
 
 SHAPE = (1, 4, 8, 8)
+
+
+class Stub(msgspec.Struct, frozen=True, kw_only=True):
+    """A device of which only the name counts, and in the place of which tests run a program."""
+
+    name: str = "stub"
+    evidence: Evidence = Evidence.DEVICE
+
+    def find_missing(self) -> Missing | None:
+        return None
+
+    def run_job(self, job: Job, work: Path) -> DeviceRun:
+        raise NotImplementedError
 
 
 def conv_weights() -> tuple[Array, Array]:

@@ -15,13 +15,13 @@ from test_devices_android_abi import Built, build_checks
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, SessionSettings
 from edgekit.devices.android.android import NNAPI, XNNPACK, Android
-from edgekit.devices.android.archive import LIBRARY, MACHINES, read_library, unpack_libraries
-from edgekit.devices.android.installed import LOADER, InstalledArchive, find_installed
+from edgekit.devices.android.installed import LIBRARY, LOADER, MACHINES, read_library, unpack_libraries
 from edgekit.devices.android.nnapi.compute import find_feature_level
 from edgekit.devices.find import find_device, install_device, list_devices, serve_device
 from edgekit.devices.local.runner import PROGRAM
 from edgekit.devices.observe import observe_placement
-from edgekit.devices.process.cache import find_sources
+from edgekit.devices.process.files import find_sources
+from edgekit.devices.release import Installed
 from edgekit.devices.self_test import try_device
 from edgekit.errors import DeviceError, EdgekitError, UsageError
 from edgekit.evidence import Evidence
@@ -73,7 +73,7 @@ def test_what_an_archive_holds_is_taken_out(tmp_path: Path) -> None:
     entries |= {"other.txt": b"left where it is", "jni/x86_64/libonnxruntime4j_jni.so": b"binding"}
     (found,) = unpack_libraries(archive_of(tmp_path / "a.aar", entries), tmp_path / "out")
     assert (found.abi, found.version, found.providers) == ("x86_64", "1.29.0", (XNNPACK,))
-    assert found.elf.imports == ("no_such_function",)
+    assert found.imports == ("no_such_function",)
     names = sorted(path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.*"))
     assert names == [
         "classes.jar",
@@ -166,7 +166,7 @@ def test_another_device_takes_no_archive() -> None:
 def test_a_provider_that_the_archive_lacks_is_a_refusal(
     tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = find_installed()
+    now = LOADER.find_installed()
     if now is None:
         pytest.skip("android is not installed: edgekit devices install android")
     monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path / "cache"))
@@ -183,15 +183,15 @@ def test_a_provider_that_the_archive_lacks_is_a_refusal(
 
 def test_what_was_built_from_other_sources_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path))
-    facts = InstalledArchive(
+    facts = Installed(
         archive="a", sha256="", version="1.29.0", providers=(), abis=("x86_64",), libraries=(), sources="other",
         compilers={},
     )  # fmt: skip
     LOADER.folder.mkdir(parents=True)
     (LOADER.folder / "device.json").write_bytes(msgspec.json.encode(facts))
-    assert find_installed() is None
+    assert LOADER.find_installed() is None
     (LOADER.folder / "device.json").write_bytes(b"{")
-    assert find_installed() is None
+    assert LOADER.find_installed() is None
 
 
 def test_without_qemu_arm_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:

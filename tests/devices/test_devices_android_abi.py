@@ -6,15 +6,15 @@ import struct
 import subprocess
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from far_root.keeper import require
 
 from edgekit.devices.android.android import find_emulator
-from edgekit.devices.android.archive import MACHINES, read_library
-from edgekit.devices.android.installed import LOADER, list_stand_ins
-from edgekit.devices.release import Compiler, find_zig, is_made_by, list_compilers
+from edgekit.devices.android.installed import LOADER, MACHINES, list_stand_ins, read_library
+from edgekit.devices.release import Compiler, Installed, list_compilers
 
 pytestmark = pytest.mark.slow
 
@@ -166,13 +166,20 @@ def test_a_stack_guard_has_its_place_on_arm(
     assert (run.returncode, run.stderr) == (2, "this program was linked without Android's thread slots\n")
 
 
-def test_a_program_is_current_while_the_compiler_is_the_one_that_made_it() -> None:
-    zig, (first, *_) = find_zig("x86_64"), list_compilers("x86_64")
-    made = {"x86_64": first.describe()}
-    assert re.search(r"^(gcc|zig) \S.*\d", made["x86_64"])
-    assert is_made_by(made, {"x86_64": first})
-    assert is_made_by(made, {"x86_64": None})
-    assert not is_made_by({"x86_64": made["x86_64"] + ".1"}, {"x86_64": first})
-    assert not is_made_by({}, {"x86_64": first})
-    if zig is not None and zig != first:
-        assert not is_made_by(made, {"x86_64": zig})
+def test_an_installation_is_current_while_the_compiler_is_the_one_that_made_it() -> None:
+    first, *_ = list_compilers("x86_64")
+    loader = msgspec.structs.replace(LOADER, machines={"x86_64": "x86_64"})
+    made = Installed(
+        archive="a", sha256=loader.pinned_sha256, version="1.29.0", providers=(), abis=("x86_64",), sources="",
+        compilers={"x86_64": first.describe()},
+    )  # fmt: skip
+    assert re.search(r"^(gcc|zig) \S.*\d", made.compilers["x86_64"])
+    assert loader.is_current(made)
+    assert msgspec.structs.replace(loader, find_compiler=lambda _: None).is_current(made)
+    others: tuple[dict[str, Any], ...] = (
+        {"compilers": {"x86_64": first.describe() + ".1"}},
+        {"compilers": {}},
+        {"sha256": "0"},
+    )
+    for other in others:
+        assert not loader.is_current(msgspec.structs.replace(made, **other))

@@ -8,21 +8,19 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
-from devices_models import make_job, qdq_conv, text_model
+from devices_models import Stub, make_job, qdq_conv, text_model
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
 from edgekit.data.samples import Samples
 from edgekit.devices.android.android import NNAPI
-from edgekit.devices.android.installed import find_installed
+from edgekit.devices.android.installed import LOADER
 from edgekit.devices.android.nnapi.compute import Computer, can_compute
 from edgekit.devices.android.nnapi.network import Network, Operand, OperandType, Operation, split_constants
 from edgekit.devices.device import DeviceRun
 from edgekit.devices.find import find_device
-from edgekit.devices.process.link import LocalLink
-from edgekit.devices.process.run import Runner, describe_job, run_over
-from edgekit.devices.release import END, answer_questions
+from edgekit.devices.process.pipes import END, answer_questions
+from edgekit.devices.process.run import describe_job, run_program
 from edgekit.errors import DeviceError
-from edgekit.evidence import Evidence
 from edgekit.model.tensors import Array, Tensors
 from edgekit.target import load_target
 
@@ -255,15 +253,11 @@ def test_without_tflite_s_kernels_a_network_is_built_and_the_run_says_what_is_mi
     tmp_path: Path, work: Path
 ) -> None:
     require_device()
-    installed = find_installed()
-    assert installed is not None
     path = text_model(tmp_path / "r.onnx", "(float[1,4] x) => (float[1,4] y) { t = Relu(x) y = Sigmoid(t) }")
     job = make_job(path, "nnapi", [{"x": np.ones((1, 4), np.float32)}])
-    far = msgspec.structs.replace(describe_job(job, provider=NNAPI), runtime=str(installed.find_library("x86_64")))
-    enter = ("env", "EDGEKIT_NNAPI_LEVEL=31", "EDGEKIT_ANDROID_API=31")
-    link = LocalLink(name="android", folder=work, inside=str(work), enter=enter)
-    runner = Runner(device="android", evidence=Evidence.SAME_EP)
-    run = run_over(link, [str(installed.find_program("x86_64")), "--pipe"], job, far, work, runner=runner)
+    request = msgspec.structs.replace(describe_job(job, provider=NNAPI), runtime=str(LOADER.find_library("x86_64")))
+    argv = ["env", "EDGEKIT_NNAPI_LEVEL=31", "EDGEKIT_ANDROID_API=31", str(LOADER.find_program("x86_64")), "--pipe"]
+    run = run_program(Stub(), argv, job, request, work)
     assert run.load_ms > 0
     assert {node.provider for node in run.placement} == {NNAPI}
     assert "OP_FAILED" in str(run.failure)

@@ -6,18 +6,15 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from devices_models import float_conv, make_job
+from devices_models import Stub, float_conv, make_job
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, SessionSettings
 from edgekit.devices.device import Job
 from edgekit.devices.find import find_device
 from edgekit.devices.local.host import PROVIDER, UNITS, CoreMl, coreml_job, provider_options
-from edgekit.devices.process.run import Runner, run_python
+from edgekit.devices.process.run import run_python
 from edgekit.errors import TargetError, UsageError
-from edgekit.evidence import Evidence
 from edgekit.target import load_target
-
-RUNNER = Runner(device="coreml", evidence=Evidence.DEVICE)
 
 
 @pytest.fixture
@@ -63,8 +60,8 @@ def test_options_that_the_provider_would_throw_at_are_refused_before() -> None:
 
 
 def test_the_same_path_on_another_provider_gives_its_outputs(job: Job, work: Path) -> None:
-    far = msgspec.structs.replace(coreml_job(job), provider=CPU_PROVIDER)
-    run = run_python(RUNNER, job, far, work)
+    request = msgspec.structs.replace(coreml_job(job), provider=CPU_PROVIDER)
+    run = run_python(Stub(), job, request, work)
     assert run.failure is None
     session = CpuSession(job.model, SessionSettings())
     for sample, got in zip(job.samples, run.outputs, strict=True):
@@ -73,7 +70,7 @@ def test_the_same_path_on_another_provider_gives_its_outputs(job: Job, work: Pat
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="Core ML is here")
 def test_without_core_ml_the_cpu_does_not_run_in_its_place(job: Job, work: Path) -> None:
-    run = run_python(RUNNER, job, coreml_job(job), work)
+    run = run_python(Stub(), job, coreml_job(job), work)
     assert run.failure == f"refused: asked for {PROVIDER}, and the session has {CPU_PROVIDER} alone"
     assert run.outputs.count == 0
 

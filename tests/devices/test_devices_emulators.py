@@ -10,8 +10,8 @@ from devices_models import float_conv, make_job, noise_samples, qdq_conv, text_m
 from edgekit._ort import CPU_PROVIDER, CpuSession, SessionSettings
 from edgekit.data.samples import Samples
 from edgekit.devices.device import LEAST_SAMPLES, Device
-from edgekit.devices.emulators.qnn_sim import QnnSimulator
 from edgekit.devices.find import find_device
+from edgekit.devices.local.qnn_sim import QnnSimulator
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import Array
 from edgekit.target import load_target

@@ -8,17 +8,16 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
-from devices_models import float_conv, make_job, text_model
+from devices_models import Stub, float_conv, make_job, text_model
 from onnx import helper
 
 from edgekit._proc import ChildSetting
 from edgekit.devices.device import DeviceRun
-from edgekit.devices.emulators.qnn_sim import QnnSimulator, provider_options
 from edgekit.devices.find import find_device
 from edgekit.devices.local.host import Host
-from edgekit.devices.process.run import REPLAY_SAVED, Runner, describe_job, run_on_files
+from edgekit.devices.local.qnn_sim import QnnSimulator, provider_options
+from edgekit.devices.process.run import REPLAY_SAVED, describe_job, run_program
 from edgekit.errors import DeviceError, TargetError, UsageError
-from edgekit.evidence import Evidence
 from edgekit.target import load_target
 
 QNN_OPTIONS = {"backend_type": "htp", "soc_model": "69"}
@@ -31,16 +30,14 @@ REPORT = {
 HEAD = b'[{"name":"y","dtype":"float32","shape":[1,4,8,8],"size_bytes":1024}]\n'
 
 
-def run_program(
-    program: str, work: Path, said: bytes = b"", *, emulates: bool = False, timeout_s: float = 20
-) -> DeviceRun:
+def pretend(program: str, work: Path, said: bytes = b"", *, emulates: bool = False, timeout_s: float = 20) -> DeviceRun:
     """What edgekit makes of a program that says something and goes on, in the place of one that runs three samples."""
     (work / "said").write_bytes(said)
     say = "sys.stdout.buffer.write(open('said', 'rb').read()); sys.stdout.flush()"
     argv = [sys.executable, "-c", f"import os, sys, time; {say}; {program}"]
     job = make_job(float_conv(work / "f.onnx"), "nnapi", timeout_s=timeout_s)
-    runner = Runner(device="liar", evidence=Evidence.DEVICE, emulates=emulates)
-    return run_on_files(runner, argv, job, describe_job(job), work, setting=ChildSetting(cwd=work))
+    setting = ChildSetting(cwd=work)
+    return run_program(Stub(), argv, job, describe_job(job), work, setting=setting, by_files=True, emulates=emulates)
 
 
 def test_a_hang_is_ended_and_said(tmp_path: Path, work: Path) -> None:
@@ -50,7 +47,7 @@ def test_a_hang_is_ended_and_said(tmp_path: Path, work: Path) -> None:
 
 
 def test_a_crash_is_named_with_the_last_words(work: Path) -> None:
-    run = run_program("print('the end', file=sys.stderr, flush=True); os.kill(os.getpid(), 11)", work)
+    run = pretend("print('the end', file=sys.stderr, flush=True); os.kill(os.getpid(), 11)", work)
     assert run.failure == "the program was ended by SIGSEGV: the end"
 
 
@@ -70,7 +67,7 @@ def test_only_an_emulator_whose_program_died_has_crashed(
     work: Path, program: str, status: str, emulates: bool, crashed: bool
 ) -> None:
     said = json.dumps({**REPORT, "status": status, "latency_ms": []}).encode() + b"\n" if status else b""
-    run = run_program(program, work, said, emulates=emulates, timeout_s=20 if "sleep" not in program else 1)
+    run = pretend(program, work, said, emulates=emulates, timeout_s=20 if "sleep" not in program else 1)
     assert run.failure is not None
     assert run.crashed is crashed
     # That a session was made is known, also where it died then.
@@ -78,7 +75,7 @@ def test_only_an_emulator_whose_program_died_has_crashed(
 
 
 def test_a_crash_in_the_middle_keeps_what_came_back(work: Path) -> None:
-    run = run_program("os.abort()", work, (HEAD + bytes(1024)) * 2)
+    run = pretend("os.abort()", work, (HEAD + bytes(1024)) * 2)
     assert "SIGABRT" in str(run.failure)
     assert run.outputs.count == 2
 
@@ -93,7 +90,7 @@ def test_a_crash_in_the_middle_keeps_what_came_back(work: Path) -> None:
     ],
 )
 def test_a_liar_fails(work: Path, change: dict[str, object], failure: str) -> None:
-    assert run_program("", work, json.dumps({**REPORT, **change}).encode() + b"\n").failure == failure
+    assert pretend("", work, json.dumps({**REPORT, **change}).encode() + b"\n").failure == failure
 
 
 def test_a_model_that_the_runtime_refuses_is_a_failure(tmp_path: Path, work: Path) -> None:
@@ -159,7 +156,7 @@ def test_core_ml_off_a_mac_is_an_error(tmp_path: Path, work: Path) -> None:
 
 def test_what_a_failed_program_said_is_kept_without_what_steers_a_terminal(tmp_path: Path, work: Path) -> None:
     program = "print('loading\\x1b[2J', file=sys.stderr); print('no memory', file=sys.stderr); sys.exit(3)"
-    assert run_program(program, work).log.splitlines() == ["loading[2J", "no memory"]
+    assert pretend(program, work).log.splitlines() == ["loading[2J", "no memory"]
     assert Host().run_job(make_job(float_conv(tmp_path / "g.onnx"), "nnapi"), empty(tmp_path)).log == ""
 
 

@@ -5,11 +5,10 @@ from pathlib import Path
 import pytest
 
 from edgekit._ort import TESTED_VERSIONS, VERSION
-from edgekit.devices.find import device_names, find_device, install_device, list_devices
-from edgekit.devices.local.provider import default_target
+from edgekit.devices.find import default_target, device_names, find_device, install_device, list_devices
+from edgekit.devices.local import arm64
+from edgekit.devices.local.arm64 import REQUIREMENTS, find_installed, installing
 from edgekit.devices.named import NamedDevice
-from edgekit.devices.process.cache import find_installed, installing
-from edgekit.devices.process.run import FAR
 from edgekit.devices.register import DeviceChoice, choose_devices
 from edgekit.devices.release import find_node
 from edgekit.devices.remote.adb import AdbDevice
@@ -24,12 +23,6 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a cache with nothing in it, which does not exist yet."""
     monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-@pytest.fixture
-def lock(tmp_path: Path) -> Path:
-    (tmp_path / "lock").write_text("one")
-    return tmp_path / "lock"
 
 
 def test_a_misspelled_device_is_an_error_with_a_suggestion() -> None:
@@ -84,20 +77,23 @@ def test_the_list_for_a_target_holds_what_can_run_it() -> None:
     ]
 
 
-def test_an_installation_that_breaks_off_leaves_nothing(empty_cache: Path, lock: Path) -> None:
-    with pytest.raises(DeviceError), installing("thing", lock) as staging:
+def test_an_installation_that_breaks_off_leaves_nothing(empty_cache: Path) -> None:
+    with pytest.raises(DeviceError), installing() as staging:
         (staging / "half").touch()
         raise DeviceError("the line was cut", hint="again")
-    assert find_installed("thing", lock) is None
+    assert find_installed() is None
     assert not list(empty_cache.parent.glob("cache/*"))
 
 
-def test_an_installation_from_another_lock_counts_as_missing(empty_cache: Path, lock: Path) -> None:
-    with installing("thing", lock):
+def test_an_installation_from_other_wheels_counts_as_missing(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with installing():
         pass
-    assert find_installed("thing", lock) == empty_cache / "thing"
-    lock.write_text("two")
-    assert find_installed("thing", lock) is None
+    assert find_installed() == empty_cache / "arm64"
+    (tmp_path / "others.txt").touch()
+    monkeypatch.setattr(arm64, "REQUIREMENTS", tmp_path / "others.txt")
+    assert find_installed() is None
 
 
 @pytest.mark.usefixtures("empty_cache")
@@ -114,13 +110,13 @@ def test_a_device_that_edgekit_cannot_install_is_an_error() -> None:
 
 
 def test_the_lock_files_pin_every_package_with_its_hash() -> None:
-    lines = (FAR / "arm64/requirements.txt").read_text().splitlines()
+    lines = REQUIREMENTS.read_text().splitlines()
     assert lines
     assert all("==" in line and "--hash=sha256:" in line for line in lines)
 
 
 def test_the_arm_wheel_is_of_the_version_that_is_locked() -> None:
-    assert f"onnxruntime=={TESTED_VERSIONS[0]} " in (FAR / "arm64/requirements.txt").read_text()
+    assert f"onnxruntime=={TESTED_VERSIONS[0]} " in REQUIREMENTS.read_text()
 
 
 @pytest.mark.usefixtures("empty_cache")

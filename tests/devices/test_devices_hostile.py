@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
-from devices_models import float_conv, make_job
+from devices_models import Stub, float_conv, make_job
 from onnx import helper
 
 from edgekit._proc import ChildSetting
@@ -16,9 +16,8 @@ from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun, Job
 from edgekit.devices.find import find_device
 from edgekit.devices.process.exchange import RunnerResult, decode_run
-from edgekit.devices.process.run import ORT_RUNNER, Runner, describe_job, judge_run, printable, run_on_files
+from edgekit.devices.process.run import ORT_RUNNER, describe_job, judge_run, printable, run_program
 from edgekit.errors import DeviceError, EdgekitError
-from edgekit.evidence import Evidence
 from edgekit.model.model import load_model
 from edgekit.model.tensors import Tensors
 
@@ -83,8 +82,7 @@ def came_back(work: Path, report: object) -> DeviceRun:
     text = report if isinstance(report, str) else json.dumps(report)
     (work / "said").write_bytes(json.dumps(head).encode() + b"\n" + bytes(1024) + text.encode() + b"\n")
     argv = [sys.executable, "-c", "import sys; sys.stdout.buffer.write(open('said', 'rb').read())"]
-    runner = Runner(device="liar", evidence=Evidence.DEVICE)
-    return run_on_files(runner, argv, job, describe_job(job), work, setting=ChildSetting(cwd=work))
+    return run_program(Stub(), argv, job, describe_job(job), work, setting=ChildSetting(cwd=work), by_files=True)
 
 
 def test_an_honest_run_is_believed(work: Path) -> None:
@@ -136,9 +134,9 @@ def test_a_device_cannot_have_taken_nodes_of_a_file_without_any(tmp_path: Path, 
     job = msgspec.structs.replace(
         make_job(work / "f.onnx", "nnapi", [{"x": np.zeros((1, 4, 8, 8), np.float32)}]), model=tmp_path / "f.ort"
     )
-    far = msgspec.json.decode(json.dumps(whole), type=RunnerResult)
+    report = msgspec.json.decode(json.dumps(whole), type=RunnerResult)
     outputs = Samples(source="liar", count=0, read=lambda: iter(()))
-    assert judge_run(Runner(device="liar", evidence=Evidence.DEVICE), job, far, outputs, None).placement == ()
+    assert judge_run(Stub(), job, report, outputs, None).placement == ()
 
 
 def test_more_versions_than_anyone_needs_are_cut(work: Path) -> None:

@@ -1,6 +1,7 @@
 """The library for the iOS simulator: what is taken out of a framework, what is refused, and what its provider does."""
 
 import plistlib
+import shutil
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,17 +13,11 @@ from devices_models import float_conv, make_job, text_model
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.devices.find import find_device, install_device, list_devices, serve_device
-from edgekit.devices.ios.installed import (
-    LOADER,
-    InstalledFramework,
-    find_installed,
-    list_stand_ins,
-    open_framework,
-    place_import,
-)
+from edgekit.devices.ios.installed import ABI, LOADER, list_stand_ins, open_framework, place_import
 from edgekit.devices.ios.ios import IosSimulator
 from edgekit.devices.local.host import PROVIDER
 from edgekit.devices.observe import Observed, observe_placement, observe_target
+from edgekit.devices.release import Installed
 from edgekit.devices.self_test import try_device
 from edgekit.errors import DeviceError, EdgekitError, UsageError
 from edgekit.evidence import Evidence
@@ -142,10 +137,12 @@ def test_names_are_those_of_this_machine_unless_something_stands_for_them() -> N
 
 def test_what_was_built_from_other_sources_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path))
-    facts = InstalledFramework(framework="a", sha256="", version="1.29.0", sources="other", compiler="")
+    facts = Installed(
+        archive="a", sha256="", version="1.29.0", providers=(), abis=(ABI,), sources="other", compilers={}
+    )
     LOADER.folder.mkdir(parents=True)
     (LOADER.folder / "device.json").write_bytes(msgspec.json.encode(facts))
-    assert find_installed() is None
+    assert LOADER.find_installed() is None
     (status,) = (status for status in list_devices() if status.name == "ios-sim")
     assert (status.available, status.command) == (False, "edgekit devices install ios-sim")
 
@@ -208,11 +205,9 @@ def test_a_library_that_is_damaged_is_a_refusal_and_not_a_crash(
     present()
     kept = LOADER.folder
     monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path))
-    LOADER.folder.mkdir(parents=True)
-    for path in kept.iterdir():
-        data = path.read_bytes()
-        (LOADER.folder / path.name).write_bytes(data[: len(data) // 2] if path.suffix == ".o" else data)
-    (LOADER.folder / "edgekit-runner").chmod(0o755)
+    shutil.copytree(kept, LOADER.folder)
+    library = LOADER.find_library(ABI)
+    library.write_bytes(library.read_bytes()[: library.stat().st_size // 2])
     with_half = IosSimulator().run_job(make_job(float_conv(tmp_path / "f.onnx"), "coreml"), work)
     assert "is cut off" in str(with_half.failure)
 
@@ -240,9 +235,7 @@ def test_the_program_is_computed_in_the_precision_that_it_declares(tmp_path: Pat
     job = make_job(float_conv(tmp_path / "f.onnx"), "coreml", precision="fp32")
     run = device.run_job(job, work)
     assert (run.failure, run.outputs.count) == (None, job.samples.count)
-    assert any(
-        "edgekit's own arithmetic computed its 2 operations, 0 of them in half precision" in n for n in run.notes
-    )
+    assert any("edgekit computed its 2 operations, 0 of them in half precision" in n for n in run.notes)
     session = CpuSession(job.model, SessionSettings())
     for sample, got in zip(job.samples, run.outputs, strict=True):
         assert np.allclose(session.run(sample)["y"], got["y"], atol=1e-5)

@@ -18,12 +18,12 @@ from far_root.keeper import Far, far_side
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.device import Device, Job
-from edgekit.devices.emulators.arm64 import Arm64
+from edgekit.devices.local.arm64 import Arm64
 from edgekit.devices.local.host import Host
 from edgekit.devices.local.runner import NativeRunner
-from edgekit.devices.remote.adb import BASE, AdbDevice, AdbLink
+from edgekit.devices.remote.adb import BASE, AdbDevice
 from edgekit.devices.remote.ssh import SshDevice
-from edgekit.devices.remote.store import KEPT_SETS
+from edgekit.devices.remote.store import KEPT_SETS, push_set
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import Array
 
@@ -34,13 +34,15 @@ _HOSTILE = "a b'$(touch owned);\"&#.onnx"
 _HANGING_RUN = """
 from pathlib import Path
 from edgekit._proc import stream_process
-from edgekit.devices.remote.adb import AdbLink
-link = AdbLink(serial={serial!r})
-folder = link.push({{"runner": Path({program!r})}})
+from edgekit.devices.remote.adb import BASE, AdbDevice
+from edgekit.devices.remote.store import push_set, remove_folder, wrap_program, own_name
+phone = AdbDevice(serial={serial!r})
+folder, run = push_set(phone, BASE, {{"runner": Path({program!r})}}), own_name("run")
+argv = phone.command(wrap_program(BASE, run, [folder + "/runner"]))
 try:
-    stream_process(link.wrap([folder + "/runner"]), timeout_s=60, feed=[b"x"], take=lambda stream: stream.read())
+    stream_process(argv, timeout_s=60, feed=[b"x"], take=lambda stream: stream.read())
 except BaseException:
-    link.stop()
+    remove_folder(phone, BASE, run)
     raise
 """
 
@@ -73,8 +75,6 @@ def test_a_phone_computes_what_its_onnx_runtime_computes(
         assert far.ask()["received"] == 0
         assert first["received"] > host_runner.library.stat().st_size
         assert not any("owned" in name for name in far.files() if not name.endswith(_HOSTILE))
-        device.clean()
-    assert not any("edgekit" in name for name in far.files())
 
 
 def test_arm_devices_compute_what_arm_computes(adb: Adb, tmp_path: Path, work: Path, arm_runner: NativeRunner) -> None:
@@ -128,7 +128,7 @@ def test_several_phones_run_at_once(adb: Adb, job: Job, work: Path, host_runner:
             ]
             with ThreadPoolExecutor() as pool:
                 runs = list(pool.map(lambda item: _outputs(item[1], job, work / str(item[0])), enumerate(devices)))
-            nameless = AdbLink().find_missing()
+            nameless = AdbDevice().find_missing()
         assert runs[0] == runs[1] == runs[2]
         assert nameless is not None
         assert "several devices" in nameless.reason
@@ -160,15 +160,15 @@ def test_an_interrupted_edgekit_leaves_nothing_running(adb: Adb, far: Far, tmp_p
 
 def test_only_the_sets_used_last_are_kept(adb: Adb, far: Far, tmp_path: Path) -> None:
     with adb.connected(far) as serial:
-        link = AdbLink(serial=serial)
+        phone = AdbDevice(serial=serial)
         for index in range(KEPT_SETS + 2):
             (tmp_path / "model").write_bytes(bytes([index]) * 1000)
-            link.push({"sub folder/model": tmp_path / "model"})
+            push_set(phone, BASE, {"sub folder/model": tmp_path / "model"})
         folder = far.root / BASE.removeprefix("/")
         assert len(list(folder.iterdir())) == KEPT_SETS
-        kept = link.push({"sub folder/model": tmp_path / "model"})
+        kept = push_set(phone, BASE, {"sub folder/model": tmp_path / "model"})
         (far.root / kept.removeprefix("/") / "sub folder/model").write_bytes(b"")  # as a sudden reboot leaves it
-        assert link.push({"sub folder/model": tmp_path / "model"}) == kept
+        assert push_set(phone, BASE, {"sub folder/model": tmp_path / "model"}) == kept
         assert (far.root / kept.removeprefix("/") / "sub folder/model").stat().st_size == 1000
 
 

@@ -12,11 +12,16 @@ from mil_programs import blob, constant, named, operation, scaled, write_package
 from onnx import helper
 
 from edgekit._ort import CpuSession, SessionSettings
-from edgekit.devices.ios.mil.compute import OPERATIONS, UnknownOperationError, compute_program, require_known
+from edgekit.devices.ios.mil.compute import (
+    OPERATIONS,
+    Computer,
+    Facts,
+    compute_program,
+    require_known,
+)
 from edgekit.devices.ios.mil.operations import Arguments
-from edgekit.devices.ios.mil.program import UnknownProgramError, read_package, read_program
-from edgekit.devices.ios.mil.serve import Computer, Facts
-from edgekit.devices.release import answer_questions
+from edgekit.devices.ios.mil.program import read_package, read_program
+from edgekit.devices.process.pipes import answer_questions
 from edgekit.model.tensors import Array
 
 X = np.random.default_rng(1).standard_normal((2, 4)).astype(np.float32)
@@ -53,9 +58,9 @@ def test_sums_are_not_in_half_precision(tmp_path: Path) -> None:
 
 def test_an_unknown_operation_is_an_error_with_its_name(tmp_path: Path) -> None:
     program = read_package(scaled(tmp_path / "a.mlpackage", kind="whirl"))
-    with pytest.raises(UnknownOperationError, match="operation 'whirl' of 'whirl_0' is not computed by edgekit"):
+    with pytest.raises(ValueError, match="operation 'whirl' of 'whirl_0' is not computed by edgekit"):
         require_known(program)
-    with pytest.raises(UnknownOperationError, match="'whirl'"):
+    with pytest.raises(ValueError, match="'whirl'"):
         compute_program(program, {"x": X})
     require_known(read_package(scaled(tmp_path / "b.mlpackage")))
 
@@ -70,9 +75,9 @@ def test_an_operation_that_cannot_be_computed_is_named(tmp_path: Path) -> None:
 
 
 def test_what_is_no_program_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UnknownProgramError, match="is a neural network"):
+    with pytest.raises(ValueError, match="is a neural network"):
         read_program(b"\xa2\x1f\x00", tmp_path)
-    with pytest.raises(UnknownProgramError, match="is no ML Program"):
+    with pytest.raises(ValueError, match="is no ML Program"):
         read_program(b"", tmp_path)
     with pytest.raises(ValueError, match="holds no model"):
         read_package(tmp_path)

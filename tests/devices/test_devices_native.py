@@ -9,17 +9,15 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from devices_models import float_conv, make_job, noise_samples, qdq_conv, text_model
+from devices_models import Stub, float_conv, make_job, noise_samples, qdq_conv, text_model
 
 from edgekit._proc import run_process
 from edgekit.data.samples import Samples
 from edgekit.devices.device import Device
 from edgekit.devices.find import find_device
 from edgekit.devices.local.runner import NativeRunner, build_runner, copy_runner, find_missing_runner, host_abi
-from edgekit.devices.process.link import LocalLink
-from edgekit.devices.process.run import Runner, describe_job, run_over
+from edgekit.devices.process.run import describe_job, run_program
 from edgekit.errors import UsageError
-from edgekit.evidence import Evidence
 from edgekit.model.tensors import DTYPES, Tensors
 from edgekit.target import load_target
 
@@ -189,11 +187,10 @@ def test_a_runner_that_is_killed_in_the_middle_is_a_failure(tmp_path: Path, work
     (row,) = noise_samples(1)
     samples = Samples(source="many", count=1 << 20, read=lambda: iter(itertools.repeat(row, 1 << 20)))
     job = msgspec.structs.replace(job, samples=samples, budget_s=60.0)
-    link = LocalLink(name="near", folder=work / "sets", inside=str(work / "sets"))
-    far = msgspec.structs.replace(describe_job(job), runtime=str(native.library))
+    request = msgspec.structs.replace(describe_job(job), runtime=str(native.library))
     program = ["timeout", "--foreground", "-s", "KILL", "1", str(native.program), "--pipe"]
-    run = run_over(link, program, job, far, work, runner=Runner(device="near", evidence=Evidence.DEVICE))
-    assert re.fullmatch(r"'near' at sample \d+ of 1048576: the program .*(137|SIGKILL).*", str(run.failure))
+    run = run_program(Stub(), program, job, request, work)
+    assert re.fullmatch(r"'stub' at sample \d+ of 1048576: the program .*(137|SIGKILL).*", str(run.failure))
     assert run.outputs.count > 0
 
 

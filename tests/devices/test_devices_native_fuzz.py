@@ -15,8 +15,8 @@ from test_devices_native import require_runner
 from edgekit._files import work_folder
 from edgekit._proc import run_process
 from edgekit.devices.local.runner import host_abi
-from edgekit.devices.process.cache import find_sources
 from edgekit.devices.process.exchange import encode_tensors
+from edgekit.devices.process.files import find_sources
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.slow]
 

@@ -8,18 +8,17 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
-from devices_models import make_job, qdq_conv
+from devices_models import Stub, make_job, qdq_conv
 from test_devices_native import require_runner
 
 from edgekit.convert.convert import convert_model
 from edgekit.devices.device import DeviceRun, Job
-from edgekit.devices.emulators.qnn_sim import PROVIDER, provider_options
 from edgekit.devices.find import find_device
+from edgekit.devices.local.qnn_sim import PROVIDER, provider_options
 from edgekit.devices.local.runner import LIBRARY, PROGRAM, build_runner, find_missing_runner, host_abi
-from edgekit.devices.process.link import LocalLink, list_model_files
-from edgekit.devices.process.run import Runner, describe_job, run_over
+from edgekit.devices.process.files import list_model_files
+from edgekit.devices.process.run import describe_job, run_program
 from edgekit.errors import BundleError, ModelError, UsageError
-from edgekit.evidence import Evidence
 from edgekit.model.model import load_model
 from edgekit.target import load_target
 
@@ -30,17 +29,13 @@ def run_plugin(job: Job, work: Path) -> DeviceRun:
     """Runs a job with the runner of this machine and Qualcomm's provider library."""
     library = pytest.importorskip("onnxruntime_qnn", reason="pip install onnxruntime-qnn==2.7.0").get_library_path()
     native = require_runner(host_abi())
-    link = LocalLink(name="near", folder=work / "sets", inside=str(work / "sets"))
-    folder = link.push(list_model_files(job.model))
-    far = msgspec.structs.replace(
+    request = msgspec.structs.replace(
         describe_job(job, provider=PROVIDER),
-        model=f"{folder}/{job.model.name}",
         runtime=str(native.library),
         library=str(library),
         provider_options=provider_options(job.target.session.provider_options),
     )
-    runner = Runner(device="near", evidence=Evidence.SIMULATOR)
-    return run_over(link, [str(native.program), "--pipe"], job, far, work, runner=runner)
+    return run_program(Stub(), [str(native.program), "--pipe"], job, request, work)
 
 
 @pytest.mark.parametrize("form", ["onnx", "context"])

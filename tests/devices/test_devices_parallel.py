@@ -6,31 +6,17 @@ import threading
 import time
 from pathlib import Path
 
-import msgspec
 import pytest
+from devices_models import Stub
 
 from edgekit._proc import run_process
-from edgekit.devices.device import Device, DeviceRun, Job, Missing
+from edgekit.devices.device import Device
 from edgekit.devices.parallel import count_slots, run_each, run_together, running_behind
 from edgekit.errors import DeviceError
-from edgekit.evidence import Evidence
 
 
-class Named(msgspec.Struct, frozen=True, kw_only=True):
-    """A device of which only the name counts."""
-
-    name: str
-    evidence: Evidence = Evidence.DEVICE
-
-    def find_missing(self) -> Missing | None:
-        return None
-
-    def run_job(self, job: Job, work: Path) -> DeviceRun:
-        raise NotImplementedError
-
-
-def devices(*names: str) -> list[Named]:
-    return [Named(name=name) for name in names]
+def devices(*names: str) -> list[Stub]:
+    return [Stub(name=name) for name in names]
 
 
 def test_results_keep_the_order_of_the_devices_however_long_each_takes() -> None:

@@ -9,18 +9,16 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from devices_models import float_conv, make_job, noise_samples, text_model
+from devices_models import Stub, float_conv, make_job, noise_samples, text_model
 
 from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun, Job
 from edgekit.devices.local.host import Host
-from edgekit.devices.process.link import LocalLink, digest_files, list_model_files
-from edgekit.devices.process.run import ORT_RUNNER, Runner, describe_job, run_over
-from edgekit.errors import BundleError, DataError
-from edgekit.evidence import Evidence
+from edgekit.devices.process.files import digest_files, list_model_files
+from edgekit.devices.process.run import ORT_RUNNER, describe_job, run_program
+from edgekit.errors import DataError
 from edgekit.model.tensors import Tensors
 
-RUNNER = Runner(device="liar", evidence=Evidence.DEVICE)
 PYTHON = (sys.executable, "-P", str(ORT_RUNNER), "--pipe")
 RUN = (
     b'{"status":"done","message":"","load_ms":1,"latency_ms":[1,1,1],"peak_rss_bytes":1,"versions":{},'
@@ -30,13 +28,9 @@ HEAD = b'[{"name":"y","dtype":"float32","shape":[1,4,8,8],"size_bytes":1024}]\n'
 GOOD = HEAD + bytes(1024)
 
 
-def open_link(folder: Path) -> LocalLink:
-    return LocalLink(name="near", folder=folder / "sets", inside=str(folder / "sets"))
-
-
 def run_piped(job: Job, work: Path, program: tuple[str, ...] = PYTHON, **changes: object) -> DeviceRun:
-    far = msgspec.structs.replace(describe_job(job), **changes)
-    return run_over(open_link(work), program, job, far, work, runner=RUNNER)
+    """Runs a job through pipes, with changes in what the program is asked."""
+    return run_program(Stub(), program, job, msgspec.structs.replace(describe_job(job), **changes), work)
 
 
 def lie(path: Path, work: Path, answer: bytes, after: str = "", *, timeout_s: float = 20) -> str | None:
@@ -78,7 +72,8 @@ def test_an_ort_file_tells_its_placement_by_a_profile_that_is_gone_afterwards(tm
 
 
 def test_each_of_many_runs_is_timed(tmp_path: Path, work: Path) -> None:
-    run = run_piped(make_job(float_conv(tmp_path / "f.onnx"), "nnapi"), work, repeat=5)
+    job = msgspec.structs.replace(make_job(float_conv(tmp_path / "f.onnx"), "nnapi"), repeat=5)
+    run = run_piped(job, work)
     assert run.failure is None
     assert len(run.latency_ms) == 15
 
@@ -97,7 +92,7 @@ def test_a_budget_that_is_over_stops_the_run(tmp_path: Path, work: Path) -> None
 
 def test_a_refusal_is_told_in_its_words(tmp_path: Path, work: Path) -> None:
     run = run_piped(make_job(float_conv(tmp_path / "f.onnx"), "nnapi"), work, model=str(tmp_path / "none.onnx"))
-    assert str(run.failure).startswith("'near' before the first outputs: refused: ")
+    assert str(run.failure).startswith("'stub' before the first outputs: refused: ")
     assert "none.onnx" in str(run.failure)
 
 
@@ -158,25 +153,16 @@ def test_samples_that_cannot_be_read_are_the_callers_error(tmp_path: Path, work:
         run_piped(msgspec.structs.replace(job, samples=Samples(source="s", count=3, read=read)), work)
 
 
-def test_a_set_of_files_is_stored_once(tmp_path: Path, work: Path) -> None:
+def test_a_set_of_files_is_named_by_what_is_in_it(tmp_path: Path) -> None:
+    """Names, contents and modes count; a file that was written again within its times does too."""
     (tmp_path / "a").write_text("one")
-    (tmp_path / "b").write_text("#!")
-    (tmp_path / "b").chmod(0o755)
-    link, files = open_link(work), {"m": tmp_path / "a", "lib/b": tmp_path / "b"}
-    folder = Path(link.push(files))
-    assert folder.name == digest_files(files)
-    assert (folder / "m").read_text() == "one"
-    assert (folder / "lib/b").stat().st_mode & 0o777 == 0o755
-    made = folder.stat().st_ino
-    assert Path(link.push(files)).stat().st_ino == made
-    link.clean()
-    assert not folder.exists()
-
-
-def test_a_name_that_climbs_out_is_refused(tmp_path: Path, work: Path) -> None:
-    (tmp_path / "a").write_text("one")
-    with pytest.raises(BundleError, match="not a safe file name"):
-        open_link(work).push({"../a": tmp_path / "a"})
+    digests = [digest_files({"m": tmp_path / "a"}), digest_files({"lib/m": tmp_path / "a"})]
+    (tmp_path / "a").chmod(0o755)
+    digests.append(digest_files({"m": tmp_path / "a"}))
+    (tmp_path / "a").write_text("two")
+    digests.append(digest_files({"m": tmp_path / "a"}))
+    assert len(set(digests)) == 4
+    assert digest_files({"m": tmp_path / "a"}) == digests[-1]
 
 
 def test_the_files_of_a_model_are_itself_and_its_data(tmp_path: Path) -> None:

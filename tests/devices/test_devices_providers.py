@@ -8,11 +8,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from devices_models import float_conv, make_job
+from devices_models import Stub, float_conv, make_job
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.device import Job
-from edgekit.devices.find import device_names, find_device, list_devices, serve_device
+from edgekit.devices.find import default_target, device_names, find_device, list_devices, serve_device
 from edgekit.devices.local import provider
 from edgekit.devices.local.provider import (
     PROVIDERS,
@@ -20,12 +20,10 @@ from edgekit.devices.local.provider import (
     FoundDevice,
     LocalProvider,
     ask_provider,
-    check_options,
-    default_target,
     find_missing_provider,
     list_offered,
 )
-from edgekit.devices.process.run import FAR, Runner, describe_job, run_python
+from edgekit.devices.process.run import STANDALONE, check_options, describe_job, run_python
 from edgekit.devices.register import choose_here, load_target_here
 from edgekit.devices.self_test import try_device
 from edgekit.errors import DeviceError, TargetError, UsageError
@@ -108,13 +106,13 @@ def test_a_library_of_a_library_is_named_too(tmp_path: Path) -> None:
         subprocess.run([str(word) for word in argv], check=True)
     (tmp_path / "libcublas_of_nobody.so").unlink()
     asked = {"provider": CUDA, "library": "", "cpu_vendor": 0, "parts": [str(tmp_path / "libpart.so")]}
-    argv = [sys.executable, "-P", str(FAR / "ort_provider.py"), json.dumps(asked)]
+    argv = [sys.executable, "-P", str(STANDALONE / "ort_provider.py"), json.dumps(asked)]
     said = json.loads(subprocess.run(argv, check=True, capture_output=True, text=True).stdout)
     assert "libcublas_of_nobody.so: cannot open shared object file" in said["failure"]
 
 
 def test_a_session_that_has_the_cpu_alone_is_a_failed_run(job: Job, tmp_path: Path) -> None:
-    run = run_python(Runner(device="x", evidence=Evidence.DEVICE), job, describe_job(job, provider=CUDA), tmp_path)
+    run = run_python(Stub(), job, describe_job(job, provider=CUDA), tmp_path)
     assert run.failure == f"refused: asked for {CUDA}, and the session has {CPU_PROVIDER} alone"
     assert run.outputs.count == 0
 
@@ -129,8 +127,8 @@ def test_a_provider_that_dies_while_it_is_asked_is_told(monkeypatch: pytest.Monk
 
 def test_an_option_that_the_provider_would_ignore_is_refused() -> None:
     with pytest.raises(TargetError, match="'load_confg' is no option of OpenVINOExecutionProvider"):
-        check_options("OpenVINOExecutionProvider", {"load_confg": "{}"})
-    check_options("SomeExecutionProvider", {"any": "1"})
+        check_options("OpenVINOExecutionProvider", {"load_confg": "{}"}, ("load_config",))
+    check_options("OpenVINOExecutionProvider", {"load_config": "{}"}, ("load_config",))
 
 
 def test_what_is_installed_is_listed_with_its_device() -> None:

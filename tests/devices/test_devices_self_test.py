@@ -8,9 +8,8 @@ import pytest
 
 from edgekit.data.samples import Samples
 from edgekit.devices.device import Device, DeviceRun, Job, Missing
-from edgekit.devices.find import serve_device
+from edgekit.devices.find import default_target, serve_device
 from edgekit.devices.local.host import Host
-from edgekit.devices.local.provider import default_target
 from edgekit.devices.self_test import SelfTest, try_device
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import Tensors

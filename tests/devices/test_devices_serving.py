@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from edgekit.devices.release import ANSWER, ASK, open_pipes
+from edgekit.devices.process.pipes import ANSWER, ASK, open_pipes
 
-MODULES = ("edgekit.devices.ios.mil.serve", "edgekit.devices.android.nnapi.compute")
+MODULES = ("edgekit.devices.ios.mil.compute", "edgekit.devices.android.nnapi.compute")
 STARTER = """
 import sys, time
 from pathlib import Path
-from edgekit.devices.release import serving
+from edgekit.devices.process.pipes import serving
 with serving(Path(sys.argv[1]), sys.argv[2], 60.0):
     time.sleep(60)
 """

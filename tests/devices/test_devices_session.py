@@ -22,7 +22,7 @@ from edgekit.devices.local.emulated import Emulated
 from edgekit.devices.local.host import Host
 from edgekit.devices.local.runner import NativeRunner
 from edgekit.devices.process import session
-from edgekit.devices.process.run import Runner, refuse_run
+from edgekit.devices.process.run import refuse_run
 from edgekit.devices.process.session import open_session
 from edgekit.devices.remote.adb import AdbDevice
 from edgekit.devices.remote.ssh import SshDevice
@@ -110,7 +110,7 @@ class Doing(msgspec.Struct, frozen=True, kw_only=True):
         for outputs in self.turns(job):
             if job.answered is not None:
                 job.answered(outputs)
-        run = refuse_run(Runner(device=self.name, evidence=self.evidence), "")
+        run = refuse_run(self, "")
         return msgspec.structs.replace(run, failure=self.failure)
 
 

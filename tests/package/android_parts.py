@@ -13,8 +13,7 @@ from package_loaders import run_program
 
 from edgekit.app_runtime import AppRuntime
 from edgekit.devices.android.android import DEFAULT_CORE, find_core, find_emulator, write_phone
-from edgekit.devices.android.archive import read_library
-from edgekit.devices.android.installed import LOADER, find_app_runtime, find_installed
+from edgekit.devices.android.installed import LOADER, find_app_runtime, read_library
 from edgekit.devices.release import Compiler, find_compiler
 
 HERE = Path(__file__).parent
@@ -36,7 +35,7 @@ def android_headers() -> Path:
 
 def android_libraries(abi: str) -> Path:
     """The folder of the archive's libraries for an ABI that runs here."""
-    installed = find_installed()
+    installed = LOADER.find_installed()
     if installed is None or abi not in installed.abis:
         pytest.skip(f"android is not installed for {abi}: edgekit devices install android")
     return LOADER.folder / abi

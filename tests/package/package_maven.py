@@ -7,7 +7,7 @@ import pytest
 from package_loaders import join_jars, run_program
 
 from edgekit._files import digest_file, one_at_a_time
-from edgekit.devices.process.cache import cache_folder
+from edgekit.devices.process.files import cache_folder
 
 ORT = (
     "com.microsoft.onnxruntime:onnxruntime:1.29.0",

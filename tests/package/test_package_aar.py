@@ -23,7 +23,7 @@ from edgekit._files import digest_file
 from edgekit.app_runtime import NativeLibrary
 from edgekit.bundle.archive import list_files, unpack_archive
 from edgekit.bundle.folder import open_bundle
-from edgekit.devices.process.cache import cache_folder
+from edgekit.devices.process.files import cache_folder
 from edgekit.errors import UsageError
 from edgekit.package.formats import StoreReport
 from edgekit.package.package import package_bundles

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from demo_paths import MODEL
-from devices_models import float_conv, qdq_conv
+from devices_models import Stub, float_conv, qdq_conv
 from far_root.keeper import require
 from tiny_models import parse_model
 
@@ -19,7 +19,7 @@ from edgekit.cli.main import run_command
 from edgekit.devices.device import DeviceRun, Job
 from edgekit.devices.find import find_device
 from edgekit.devices.local.runner import build_runner, host_abi
-from edgekit.devices.process.run import Runner, refuse_run
+from edgekit.devices.process.run import refuse_run
 from edgekit.errors import DeviceError
 from edgekit.evidence import Evidence
 from edgekit.graph.graph import read_graph
@@ -234,7 +234,7 @@ def test_what_a_machine_reaches_is_measured_once(tmp_path: Path, own_cache: Path
 
 
 def test_a_device_that_cannot_run_the_probe_says_why(tmp_path: Path, own_cache: Path) -> None:
-    refused = refuse_run(Runner(device="d", evidence=Evidence.EMULATED), "no such kernel")
+    refused = refuse_run(Stub(), "no such kernel")
     with pytest.raises(DeviceError, match="'d' cannot run the probe: no such kernel"):
         find_roof("d", 1, lambda job, work: refused, tmp_path)  # noqa: ARG005
     assert not (own_cache / "roofline").exists()

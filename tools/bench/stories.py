@@ -32,7 +32,7 @@ from onnx import TensorProto, helper, numpy_helper, parser
 from PIL import Image
 
 from edgekit.bundle.archive import unpack_archive
-from edgekit.devices.process.cache import cache_folder
+from edgekit.devices.process.files import cache_folder
 
 ROOT = Path(__file__).parents[2]
 ORT_JAVA = "com.microsoft.onnxruntime:onnxruntime:1.29.0"

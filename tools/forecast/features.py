@@ -16,7 +16,7 @@ from typing import Any
 import onnx
 
 from edgekit._files import work_folder
-from edgekit.devices.process.cache import cache_folder
+from edgekit.devices.process.files import cache_folder
 from edgekit.errors import EdgekitError
 from edgekit.forecasts.features import join_graph, measure_work
 from edgekit.graph.inference import infer_model

@@ -16,15 +16,13 @@ import msgspec
 
 from edgekit._files import write_file
 from edgekit._ort import CPU_PROVIDER
-from edgekit.devices.android.archive import MACHINES
-from edgekit.devices.android.installed import InstalledArchive, explain_compiler, find_installed
+from edgekit.devices.android.installed import LOADER, MACHINES
 from edgekit.devices.android.nnapi.compute import Service, can_compute, computing, find_feature_level
 from edgekit.devices.android.nnapi.network import Driver, read_driver
 from edgekit.devices.android.nnapi.tflite import INSTALL_LITERT
 from edgekit.devices.device import DeviceRun, Job, Missing
 from edgekit.devices.process.exchange import RunnerJob
-from edgekit.devices.process.link import LocalLink
-from edgekit.devices.process.run import Runner, describe_job, refuse_run, require_device, run_over
+from edgekit.devices.process.run import describe_job, refuse_run, require_device, run_program
 from edgekit.errors import UsageError, suggest_name
 from edgekit.evidence import Evidence
 from edgekit.graph.graph import read_graph
@@ -172,11 +170,11 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
 
     def find_missing(self) -> Missing | None:
         """Returns what is lacking on this machine."""
-        installed = find_installed()
+        installed = LOADER.find_installed()
         if installed is None:
             return Missing(reason="ONNX Runtime for Android is not installed", command=_INSTALL)
         if self.abi not in installed.abis:
-            command = f"{explain_compiler(self.abi)}; {_INSTALL}"
+            command = f"{LOADER.needs[self.abi]}; {_INSTALL}"
             return Missing(reason=f"it was installed without {self.abi}", command=command)
         if self.computes and not can_compute():
             return Missing(
@@ -195,43 +193,40 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
             DeviceError: the device is not installed, or cannot run here.
         """
         require_device(self.name, self.find_missing())
-        installed = find_installed()
+        installed = LOADER.find_installed()
         provider = job.target.provider
         if installed is None or provider not in {*installed.providers, CPU_PROVIDER}:
-            runner = Runner(device=self.name, evidence=self.evidence)
-            return refuse_run(runner, f"'{installed.archive if installed else ''}' was built without {provider}")
-        run = self._run(job, work, installed)
-        return self._try_elsewhere(run, job, work, installed) if run.crashed else run
+            return refuse_run(self, f"'{installed.archive if installed else ''}' was built without {provider}")
+        run = self._run(job, work)
+        return self._try_elsewhere(run, job, work) if run.crashed else run
 
-    def _try_elsewhere(self, run: DeviceRun, job: Job, work: Path, installed: InstalledArchive) -> DeviceRun:
-        """Returns a run that crashed, with what the library for the other ABI did: only if both crash is it the job."""
+    def _try_elsewhere(self, run: DeviceRun, job: Job, work: Path) -> DeviceRun:
+        """Returns a run that crashed, with what the library for the other ABI did: if both crash, it is the job."""
         other = msgspec.structs.replace(self, cpu=DEFAULT_CORE if self.abi == X86_64 else X86_64, phone="")
         # What a job asks step by step was answered once already.
         if job.answered is not None or other.find_missing() is not None:
             return run
         folder = work / "elsewhere"
         folder.mkdir()
-        second = other._run(job, folder, installed)  # noqa: SLF001 - another of this class
+        second = other._run(job, folder)  # noqa: SLF001 - another of this class
         said = "crashes too" if second.crashed else f"says: {second.failure}" if second.failure else "runs it"
         return msgspec.structs.replace(run, failure=f"{run.failure}; '{other.name}' {said}", crashed=not second.crashed)
 
-    def _run(self, job: Job, work: Path, installed: InstalledArchive) -> DeviceRun:
-        runner = Runner(device=self.name, evidence=self.evidence, emulates=True)
-        request = self._describe_job(job, installed)
+    def _run(self, job: Job, work: Path) -> DeviceRun:
+        request = self._describe_job(job)
         # A network that is only looked at need not be computed.
         is_computed = job.target.provider == NNAPI and job.samples.count > 0
         with computing(work / "nnapi", job.timeout_s) if is_computed else contextlib.nullcontext(Service()) as service:
-            enter = self._enter(job, work, service)
-            link = LocalLink(name=self.name, folder=work, inside=str(work), enter=enter)
-            run = run_over(link, [str(installed.find_program(self.abi)), "--pipe"], job, request, work, runner=runner)
+            argv = [*self._enter(job, work, service), str(LOADER.find_program(self.abi)), "--pipe"]
+            run = run_program(self, argv, job, request, work, emulates=True)
         return msgspec.structs.replace(
             run,
             failure=run.failure and f"{run.failure}{self._explain_failure(run, job)}",
-            versions={**run.versions, "archive": installed.archive},
+            versions={**LOADER.find_versions(), **run.versions},
             notes=(*run.notes, *self._list_notes(run, job, request, service)),
         )
 
-    def _describe_job(self, job: Job, installed: InstalledArchive) -> RunnerJob:
+    def _describe_job(self, job: Job) -> RunnerJob:
         provider = job.target.provider
         platform = job.target.session.platforms.get("android")
         request = describe_job(job, provider=provider)
@@ -243,7 +238,7 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(
             request,
             provider_options=options,
-            runtime=str(installed.find_library(self.abi)),
+            runtime=str(LOADER.find_library(self.abi)),
             threads=job.threads or self._choose_threads(provider),
         )
 
@@ -311,12 +306,6 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
                 f"NNAPI's driver refuses {sum(left.values())} of {sum(facts.operations.values())} operations, which its"
                 f" reference kernels on the phone's CPU ran: {counts}"
             )
-
-
-def find_android_versions() -> dict[str, str]:
-    """Returns the version of ONNX Runtime in the archive that is installed, and the archive's name."""
-    installed = find_installed()
-    return {} if installed is None else {"onnxruntime": installed.version, "archive": installed.archive}
 
 
 def find_emulator(abi: str) -> tuple[str, ...] | None:

@@ -1,31 +1,243 @@
-"""What is installed of the Android device, and installing it.
+"""ONNX Runtime's archive for Android (`.aar`): what its libraries say of themselves, and what is installed of it.
 
-An archive is installed, and the program that stands in for an Android process.
+The archive is the pinned one, or one that the user names. Beside each library stands a program that opens it, built
+from edgekit's runner and a stand-in for Android.
 """
 
 import re
-from collections.abc import Collection
+import struct
+import zipfile
+import zlib
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import msgspec
 
-from edgekit._files import digest_file, write_file
+from edgekit._files import digest_file, open_regular, write_file
 from edgekit.app_runtime import AppRuntime, NativeLibrary
-from edgekit.devices.android.archive import (
-    ARCHIVE_SHA256,
-    LIBRARY,
-    MACHINES,
-    OrtLibrary,
-    fetch_archive,
-    list_native_libraries,
-    unpack_libraries,
-)
-from edgekit.devices.local.runner import PROGRAM
-from edgekit.devices.process.cache import digest_sources, find_sources
-from edgekit.devices.release import FACTS, Installed, Loader, find_compiler, is_made_by
-from edgekit.errors import DeviceError
+from edgekit.devices.process.files import digest_sources, find_sources
+from edgekit.devices.release import FACTS, Installed, Loader, fetch_members, find_compiler, write_member
+from edgekit.errors import DeviceError, UsageError
 from edgekit.machine import spell_install
 from edgekit.progress import Progress
+
+ELF_MACHINES = {62: "x86_64", 183: "aarch64"}
+MAX_BYTES = 1 << 30
+
+_LOAD, _DYNAMIC = 1, 2
+_STRTAB, _SYMTAB, _STRSZ, _GNU_HASH = 5, 6, 10, 0x6FFFFEF5
+_WEAK = 2
+_SYMBOL = struct.Struct("<IBBHQQ")
+_HEADER = struct.Struct("<IIQQQQQQ")
+
+
+class Library(msgspec.Struct, frozen=True, kw_only=True):
+    """A shared library: its machine as `uname -m` names it, what it must find elsewhere, and the words of its tables.
+
+    `imports` are the names without which it does not load, sorted. `words` are the names that its symbol and version
+    tables hold.
+    """
+
+    machine: str
+    imports: tuple[str, ...]
+    words: frozenset[str]
+
+
+def read_library(path: Path) -> Library:
+    """Returns what a library says of itself.
+
+    Raises:
+        DeviceError: it is no such library, or is cut off.
+    """
+    try:
+        with open_regular(path) as file:
+            data = file.read(MAX_BYTES)
+    except OSError as error:
+        raise DeviceError(f"cannot read '{path}': {error.strerror}", hint="give a libonnxruntime.so") from error
+    # Class 2 is 64-bit, data 1 little-endian; offsets below are those of Elf64_Ehdr, Elf64_Phdr and Elf64_Sym.
+    if data[:6] != b"\x7fELF\x02\x01":
+        raise DeviceError(f"'{path.name}' is no 64-bit ELF library", hint="give ONNX Runtime's archive for Android")
+    try:
+        return _read(data)
+    except (struct.error, LookupError, ValueError) as error:
+        raise DeviceError(f"'{path.name}' is cut off or damaged", hint="fetch it again") from error
+
+
+def _read(data: bytes) -> Library:
+    (machine,) = struct.unpack_from("<H", data, 18)
+    (start,) = struct.unpack_from("<Q", data, 32)
+    size, count = struct.unpack_from("<HH", data, 54)
+    headers = [_HEADER.unpack_from(data, start + size * index) for index in range(count)]
+    loads = [header for header in headers if header[0] == _LOAD]
+    if any(offset + held > len(data) for _, _, offset, _, _, held, _, _ in loads):
+        raise ValueError("a segment lies behind the end")
+    dynamic = next(header for header in headers if header[0] == _DYNAMIC)
+    tags = dict(struct.iter_unpack("<QQ", data[dynamic[2] : dynamic[2] + dynamic[5]]))
+    names_at = _file_offset(loads, tags[_STRTAB])
+    names = data[names_at : names_at + tags[_STRSZ]]
+    return Library(
+        machine=ELF_MACHINES.get(machine, f"machine {machine}"),
+        imports=tuple(sorted(_imports(data, loads, tags, names))),
+        words=frozenset(word.decode(errors="replace") for word in names.split(b"\0")),
+    )
+
+
+def read_alignment(data: bytes) -> int:
+    """Returns the least alignment of the segments that a library of 32 or 64 bits maps, in bytes.
+
+    Raises:
+        ValueError: it is no ELF file of a little-endian machine, or is cut off.
+    """
+    if data[:4] != b"\x7fELF" or data[4:6] not in {b"\x01\x01", b"\x02\x01"}:
+        raise ValueError("no ELF file")
+    wide = data[4] == 2
+    # e_phoff, and e_phentsize with e_phnum, of Elf32_Ehdr and Elf64_Ehdr; p_align is last in both program headers.
+    try:
+        (start,) = struct.unpack_from("<Q" if wide else "<I", data, 32 if wide else 28)
+        size, count = struct.unpack_from("<HH", data, 54 if wide else 42)
+        headers = [struct.unpack_from("<IIQQQQQQ" if wide else "<8I", data, start + size * at) for at in range(count)]
+    except struct.error as error:
+        raise ValueError("cut off") from error
+    return min((header[7] for header in headers if header[0] == _LOAD), default=0)
+
+
+def _imports(data: bytes, loads: list[tuple[int, ...]], tags: dict[int, int], names: bytes) -> Iterator[str]:
+    """Yields what is not defined: GNU's hash table holds what is, and starts behind the last that is not."""
+    _, first = struct.unpack_from("<II", data, _file_offset(loads, tags[_GNU_HASH]))
+    symbols = _file_offset(loads, tags[_SYMTAB])
+    for index in range(1, first):
+        name, info, _, section, _, _ = _SYMBOL.unpack_from(data, symbols + index * _SYMBOL.size)
+        # SHN_UNDEF; a weak symbol may stay undefined, and the loader sets it to zero.
+        if section == 0 and info >> 4 != _WEAK:
+            yield names[name : names.index(b"\0", name)].decode()
+
+
+def _file_offset(loads: list[tuple[int, ...]], address: int) -> int:
+    for _, _, offset, start, _, held, _, _ in loads:
+        if start <= address < start + held:
+            return address - start + offset
+    raise LookupError(address)
+
+
+LIBRARY = "libonnxruntime.so"
+MACHINES = {"arm64-v8a": "aarch64", "x86_64": "x86_64"}
+"""The machine of each ABI that can run here."""
+OLDEST = (1, 17)
+"""The oldest ONNX Runtime whose interface edgekit's runner knows."""
+
+_MEMBER = "package/Plugins/Android/onnxruntime.aar"
+_KEPT = re.compile(rf"classes\.jar|headers/[\w.]+\.(?:h|inc)|jni/(?:{'|'.join(MACHINES)})/libonnxruntime4j_jni\.so")
+_NATIVE = re.compile(r"jni/([\w-]+)/([\w.+-]+\.so)")
+# Headers of an ELF file and of its segments stand at its beginning.
+_ELF_HEADERS_BYTES = 1 << 13
+_MOST_BYTES = 1 << 30
+_VERSION = re.compile(r"VERS_(\d+)\.(\d+)\.(\d+)$")
+_PROVIDERS = {
+    "NnapiExecutionProvider": b"OrtSessionOptionsAppendExecutionProvider_Nnapi\0",
+    "XnnpackExecutionProvider": b"XnnpackExecutionProvider\0",
+    "WebGpuExecutionProvider": b"WebGpuExecutionProvider\0",
+}
+
+
+class OrtLibrary(msgspec.Struct, frozen=True, kw_only=True):
+    """The library of an archive for one ABI: its version, its providers, and what it must find elsewhere."""
+
+    abi: str
+    version: str
+    providers: tuple[str, ...]
+    imports: tuple[str, ...]
+
+
+def list_native_libraries(archive: Path) -> tuple[NativeLibrary, ...]:
+    """Returns every shared library of an archive, for each ABI, with the alignment of its segments.
+
+    Raises:
+        DeviceError: one is damaged.
+    """
+    with zipfile.ZipFile(archive) as file:
+        return tuple(
+            NativeLibrary(abi=match[1], name=match[2], alignment=_read_alignment(file, match[0], archive))
+            for name in sorted(file.namelist())
+            if (match := _NATIVE.fullmatch(name))
+        )
+
+
+def _read_alignment(file: zipfile.ZipFile, name: str, archive: Path) -> int:
+    with file.open(name) as member:
+        try:
+            return read_alignment(member.read(_ELF_HEADERS_BYTES))
+        except ValueError as error:
+            raise DeviceError(f"'{name}' of '{archive}' is damaged: {error}", hint="fetch it again") from error
+
+
+def unpack_libraries(archive: Path, folder: Path) -> tuple[OrtLibrary, ...]:
+    """Returns the libraries of an archive for the ABIs that can run here, each in its folder `folder/ABI`.
+
+    The archive's classes, what binds them to the library, and its headers are put into `folder` too.
+
+    Raises:
+        DeviceError: it is no whole archive, or its libraries are not those of an ONNX Runtime that can run here.
+        UsageError: there is no such file.
+        OutputError: the folder cannot be written.
+    """
+    if not archive.is_file():
+        raise UsageError(f"there is no file '{archive}'", hint="--library onnxruntime-android-VERSION.aar")
+    try:
+        with zipfile.ZipFile(archive) as file:
+            return tuple(_unpack(file, archive, folder))
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+        raise DeviceError(f"'{archive}' is no whole .aar: {error}", hint="fetch it again") from error
+
+
+def _unpack(file: zipfile.ZipFile, archive: Path, folder: Path) -> list[OrtLibrary]:
+    sizes = {info.filename: info.file_size for info in file.infolist()}
+    if sum(sizes.values()) > _MOST_BYTES:
+        raise DeviceError(f"'{archive}' unpacks to more than a GiB", hint="give ONNX Runtime's own archive")
+    found = [abi for abi in MACHINES if f"jni/{abi}/{LIBRARY}" in sizes]
+    if not found:
+        has = sorted(name.split("/")[1] for name in sizes if name.startswith("jni/") and name.endswith(f"/{LIBRARY}"))
+        raise DeviceError(
+            f"'{archive}' holds no {LIBRARY} for {' or '.join(MACHINES)}"
+            + (f", only for {', '.join(has)}" * bool(has)),
+            hint="give ONNX Runtime's archive for Android, onnxruntime-android-VERSION.aar",
+        )
+    for name in filter(_KEPT.fullmatch, sizes):
+        _take(file, name, folder / name.removeprefix("jni/"))
+    for abi in found:
+        _take(file, f"jni/{abi}/{LIBRARY}", folder / abi / LIBRARY)
+    return [read_ort_library(folder / abi / LIBRARY, abi, archive.name) for abi in found]
+
+
+def _take(file: zipfile.ZipFile, name: str, path: Path) -> None:
+    with file.open(name) as member:
+        write_member(member, path)
+
+
+def read_ort_library(path: Path, abi: str, name: str) -> OrtLibrary:
+    """Returns what a library is; `name` says in an error where it comes from.
+
+    Raises:
+        DeviceError: it is no ONNX Runtime for that ABI, or one that is too old.
+    """
+    elf = read_library(path)
+    if elf.machine != MACHINES[abi]:
+        raise DeviceError(f"the {abi} library of '{name}' is for {elf.machine}", hint="give ONNX Runtime's own archive")
+    versions = [match for word in elf.words if (match := _VERSION.match(word))]
+    if "OrtGetApiBase" not in elf.words or len(versions) != 1:
+        raise DeviceError(f"the {abi} library of '{name}' is no ONNX Runtime", hint="give ONNX Runtime's own archive")
+    numbers = tuple(map(int, versions[0].groups()))
+    if numbers < OLDEST:
+        raise DeviceError(
+            f"'{name}' is ONNX Runtime {'.'.join(map(str, numbers))}", hint=f"{OLDEST[0]}.{OLDEST[1]} is the oldest"
+        )
+    data = path.read_bytes()
+    return OrtLibrary(
+        abi=abi,
+        version=".".join(map(str, numbers)),
+        providers=tuple(provider for provider, trace in _PROVIDERS.items() if trace in data),
+        imports=elf.imports,
+    )
+
 
 _DEFINED = re.compile(r"^[\w ]*?[ *](?:bionic_(\w+)|(ANeuralNetworks\w+))(?:\(|\[| =)", re.MULTILINE)
 
@@ -49,67 +261,28 @@ def place_imports(imports: Collection[str], without: Collection[str] = ()) -> di
     return {name: name if name in without else own.get(name, name) for name in {*imports, *found_by_name}}
 
 
-# The runner tells which features the CPU has: those of the phone, as the library sees them.
 LOADER = Loader(
     system="android",
+    title="Android",
     device="android",
+    machines=MACHINES,
+    find_compiler=find_compiler,
+    needs={
+        "arm64-v8a": f"apt-get install g++-aarch64-linux-gnu, or {spell_install('ziglang')}",
+        "x86_64": f"apt-get install g++, or {spell_install('ziglang')}",
+    },
+    library=LIBRARY,
+    pinned_sha256="98cddbac92640b4a6af72a03c42e0491851f366d3da66bbaeb5dd66310946cf2",
     header="imports.h",
     place=place_imports,
+    # The runner tells which features the CPU has: those of the phone, as the library sees them.
     runner_flags=("-Dgetauxval=bionic_getauxval",),
 )
-
-_COMPILERS = {
-    "aarch64": f"apt-get install g++-aarch64-linux-gnu, or {spell_install('ziglang')}",
-    "x86_64": f"apt-get install g++, or {spell_install('ziglang')}",
-}
-
-
-class InstalledArchive(Installed, frozen=True, kw_only=True):
-    """What is installed: of which archive, with which version and providers, for which ABIs.
-
-    `abis` are those that run here, `libraries` all that the archive holds. `compilers` tell for each ABI what
-    built its program.
-    """
-
-    archive: str
-    providers: tuple[str, ...]
-    abis: tuple[str, ...]
-    libraries: tuple[NativeLibrary, ...]
-    compilers: dict[str, str]
-
-    @property
-    def is_pinned(self) -> bool:
-        """True for the archive that edgekit fetches itself."""
-        return self.sha256 == ARCHIVE_SHA256
-
-    @property
-    def is_current(self) -> bool:
-        """True if the compilers that are here now would build the same programs, and no more of them."""
-        return is_made_by(self.compilers, {abi: find_compiler(machine) for abi, machine in MACHINES.items()})
-
-    def describe(self) -> str:
-        """Returns what is installed, in words."""
-        return (
-            f"ONNX Runtime {self.version} of {self.archive} for {', '.join(self.abis)} with {', '.join(self.providers)}"
-        )
-
-    def find_program(self, abi: str) -> Path:
-        """Returns the program for an ABI."""
-        return LOADER.folder / abi / PROGRAM
-
-    def find_library(self, abi: str) -> Path:
-        """Returns ONNX Runtime's library for an ABI."""
-        return LOADER.folder / abi / LIBRARY
-
-
-def find_installed() -> InstalledArchive | None:
-    """Returns what is installed and was built from exactly these sources, or None."""
-    return LOADER.find_installed(InstalledArchive)
 
 
 def find_app_runtime() -> AppRuntime | None:
     """Returns the archive that is installed, as an app ships it, or None."""
-    installed = find_installed()
+    installed = LOADER.find_installed()
     if installed is None:
         return None
     return AppRuntime(
@@ -121,7 +294,7 @@ def find_app_runtime() -> AppRuntime | None:
     )
 
 
-def install_android(progress: Progress, library: Path | None = None) -> InstalledArchive:
+def install_android(progress: Progress, library: Path | None = None) -> Installed:
     """Installs the pinned archive, or that of `library`, and builds a program for each of its ABIs that can be built.
 
     Raises:
@@ -131,15 +304,18 @@ def install_android(progress: Progress, library: Path | None = None) -> Installe
         OutputError: the cache cannot be written.
     """
     with LOADER.installing() as (staging, work):
-        if library is None:
+        archive = library
+        if archive is None:
             progress("fetching ONNX Runtime for Android with npm: 150 MB")
-        archive = library or fetch_archive(work)
+            (archive,) = fetch_members(work, {_MEMBER: LOADER.pinned_sha256}, instead="--library FILE.aar")
         found = unpack_libraries(archive, staging)
-        compilers = {ort.abi: _build(ort, staging / ort.abi, work, archive.name, progress) for ort in found}
+        compilers = {
+            ort.abi: LOADER.build(ort.abi, ort.imports, staging, work, progress, name=archive.name) for ort in found
+        }
         built = [ort for ort in found if compilers[ort.abi]]
         if not built:
-            raise DeviceError("there is no compiler for Android's stand-in", hint=_COMPILERS[MACHINES[found[0].abi]])
-        facts = InstalledArchive(
+            raise DeviceError("there is no compiler for Android's stand-in", hint=LOADER.needs[found[0].abi])
+        facts = Installed(
             archive=archive.name,
             sha256=digest_file(archive),
             version=built[0].version,
@@ -151,21 +327,3 @@ def install_android(progress: Progress, library: Path | None = None) -> Installe
         )
         write_file(staging / FACTS, msgspec.json.encode(facts))
     return facts
-
-
-def explain_compiler(abi: str) -> str:
-    """Returns the command that installs a compiler for an ABI."""
-    return _COMPILERS[MACHINES[abi]]
-
-
-def _build(ort: OrtLibrary, folder: Path, work: Path, name: str, progress: Progress) -> str:
-    """Builds the program beside a library and returns what compiled it, "" where there is no compiler for it."""
-    compiler = find_compiler(MACHINES[ort.abi])
-    if compiler is None:
-        progress(f"{ort.abi} is left out: there is no compiler for it; {explain_compiler(ort.abi)}")
-        return ""
-    slow = ", which compiles its C++ library first: minutes" if compiler.name == "zig" else ""
-    progress(f"compiling the stand-in for Android on {ort.abi} with {compiler.name}{slow}")
-    objects = LOADER.compile_sources(compiler, work / ort.abi)
-    LOADER.link(compiler, objects, ort.elf.imports, folder / PROGRAM, name=name)
-    return compiler.describe()

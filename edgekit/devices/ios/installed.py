@@ -14,9 +14,8 @@ from pathlib import Path
 import msgspec
 
 from edgekit._files import digest_bytes, write_file
-from edgekit.devices.local.runner import PROGRAM
-from edgekit.devices.process.cache import digest_sources
-from edgekit.devices.release import FACTS, Installed, Loader, fetch_members, find_zig, is_made_by
+from edgekit.devices.process.files import digest_sources
+from edgekit.devices.release import FACTS, Installed, Loader, fetch_members, find_zig
 from edgekit.errors import DeviceError, UsageError
 from edgekit.machine import spell_install
 from edgekit.progress import Progress
@@ -51,15 +50,26 @@ def place_imports(imports: Collection[str], without: Collection[str] = ()) -> di
     return {name: place_import(name, own) for name in imports}
 
 
-# zig adds a sanitizer unless told otherwise; Apple's code was not compiled for it.
-LOADER = Loader(
-    system="ios", device="ios-sim", header="image.h", place=place_imports, flags=("-fno-sanitize=undefined",)
-)
-
-PINNED_SHA256 = "7bba75ff2cae219ee24cf499bc63ed48299f4a672ac10ee6f33319bd81af96da"
 PINNED_VERSION = "1.29.0"
-OBJECT = "onnxruntime.o"
 PINNED_NAME = "onnxruntime.xcframework"
+ABI = "simulator-x86_64"
+"""The one kind of machine whose code runs here."""
+
+LOADER = Loader(
+    system="ios",
+    title="iOS",
+    device="ios-sim",
+    machines={ABI: "x86_64"},
+    find_compiler=find_zig,
+    needs={ABI: spell_install("ziglang")},
+    library="onnxruntime.o",
+    pinned_sha256="7bba75ff2cae219ee24cf499bc63ed48299f4a672ac10ee6f33319bd81af96da",
+    header="image.h",
+    place=place_imports,
+    # zig adds a sanitizer unless told otherwise; Apple's code was not compiled for it.
+    flags=("-fno-sanitize=undefined",),
+    archive_kind="framework",
+)
 
 _SLICE = "ios-arm64_x86_64-simulator/onnxruntime.framework"
 _MEMBER = f"package/Plugins/iOS~/{PINNED_NAME}/{_SLICE}/onnxruntime"
@@ -91,7 +101,7 @@ def fetch_framework(folder: Path) -> Framework:
         DeviceError: npm is missing or fails, or what it fetched is not what is pinned.
         OutputError: the folder cannot be written.
     """
-    (path,) = fetch_members(folder, {_MEMBER: PINNED_SHA256}, instead="--framework onnxruntime.xcframework")
+    (path,) = fetch_members(folder, {_MEMBER: LOADER.pinned_sha256}, instead="--framework onnxruntime.xcframework")
     return _read_library(path, PINNED_NAME, PINNED_VERSION)
 
 
@@ -196,53 +206,14 @@ def _read_symbols(data: bytes, offset: int, count: int, names_at: int, names_siz
     return tuple(sorted(found))
 
 
-_MACHINE = "x86_64"
-
-
-class InstalledFramework(Installed, frozen=True, kw_only=True):
-    """What is installed: of which framework; `compiler` is what built its program."""
-
-    framework: str
-    compiler: str
-
-    @property
-    def is_pinned(self) -> bool:
-        """True for the framework that edgekit fetches itself."""
-        return self.sha256 == PINNED_SHA256
-
-    @property
-    def is_current(self) -> bool:
-        """True if the compiler that is here now would build the same program."""
-        return is_made_by({_MACHINE: self.compiler}, {_MACHINE: find_zig(_MACHINE)})
-
-    def describe(self) -> str:
-        """Returns what is installed, in words."""
-        return f"ONNX Runtime {self.version} of {self.framework} for the iOS simulator"
-
-    @property
-    def program(self) -> Path:
-        """The program that opens the object."""
-        return LOADER.folder / PROGRAM
-
-    @property
-    def library(self) -> Path:
-        """ONNX Runtime's object."""
-        return LOADER.folder / OBJECT
-
-
-def find_installed() -> InstalledFramework | None:
-    """Returns what is installed and was built from exactly these sources, or None."""
-    return LOADER.find_installed(InstalledFramework)
-
-
 def explain_machine() -> str | None:
     """Returns why this machine cannot run the simulator's code, None where it can."""
-    if sys.platform == "linux" and platform.machine() == _MACHINE:
+    if sys.platform == "linux" and platform.machine() == LOADER.machines[ABI]:
         return None
     return "the simulator's code runs on x86-64 Linux only"
 
 
-def install_ios(progress: Progress, framework: Path | None = None) -> InstalledFramework:
+def install_ios(progress: Progress, framework: Path | None = None) -> Installed:
     """Installs the pinned framework, or that in the folder `framework`, and builds the program for it.
 
     Raises:
@@ -253,23 +224,21 @@ def install_ios(progress: Progress, framework: Path | None = None) -> InstalledF
     """
     if reason := explain_machine():
         raise DeviceError(f"'ios-sim' cannot be installed here: {reason}", hint="use x86-64 Linux, or a Mac")
-    compiler = find_zig(_MACHINE)
-    if compiler is None:
-        raise DeviceError("zig, which compiles the stand-in for iOS, is not installed", hint=spell_install("ziglang"))
+    if find_zig(LOADER.machines[ABI]) is None:
+        raise DeviceError("zig, which compiles the stand-in for iOS, is not installed", hint=LOADER.needs[ABI])
     with LOADER.installing() as (staging, work):
         if framework is None:
             progress("fetching ONNX Runtime for the iOS simulator with npm: 150 MB")
         found = fetch_framework(work) if framework is None else open_framework(framework)
-        write_file(staging / OBJECT, found.data)
-        progress("compiling the stand-in for iOS with zig, which at first compiles its C++ library: minutes")
-        objects = LOADER.compile_sources(compiler, work / "objects")
-        LOADER.link(compiler, objects, found.imports, staging / PROGRAM, name=found.name)
-        facts = InstalledFramework(
-            framework=found.name,
+        write_file(staging / ABI / LOADER.library, found.data)
+        facts = Installed(
+            archive=found.name,
             sha256=found.sha256,
             version=found.version,
+            providers=("CoreMLExecutionProvider",),
+            abis=(ABI,),
             sources=digest_sources(LOADER.system),
-            compiler=compiler.describe(),
+            compilers={ABI: LOADER.build(ABI, found.imports, staging, work, progress, name=found.name)},
         )
         write_file(staging / FACTS, msgspec.json.encode(facts))
     return facts

@@ -9,13 +9,12 @@ import msgspec
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.device import DeviceRun, Job, Missing
-from edgekit.devices.ios.installed import InstalledFramework, explain_machine, find_installed
-from edgekit.devices.ios.mil.serve import Facts
+from edgekit.devices.ios.installed import ABI, LOADER, explain_machine
+from edgekit.devices.ios.mil.compute import Facts
 from edgekit.devices.local.host import PROVIDER, provider_options
 from edgekit.devices.process.exchange import RunnerJob
-from edgekit.devices.process.link import LocalLink
-from edgekit.devices.process.run import Runner, describe_job, refuse_run, require_device, run_over
-from edgekit.devices.release import Served, serving
+from edgekit.devices.process.pipes import Served, serving
+from edgekit.devices.process.run import describe_job, refuse_run, require_device, run_program
 from edgekit.evidence import Evidence
 
 NAME = "ios-sim"
@@ -25,7 +24,7 @@ ML_PROGRAM = "MLProgram"
 
 _DEFAULT_IOS = "17"
 _INSTALL = f"edgekit devices install {NAME}"
-_COMPUTES = "edgekit.devices.ios.mil.serve"
+_COMPUTES = "edgekit.devices.ios.mil.compute"
 _LOG = "EDGEKIT_IOS_LOG"
 
 
@@ -58,7 +57,7 @@ class IosSimulator(msgspec.Struct, frozen=True, kw_only=True):
     def _find_absent(self) -> Missing | None:
         if reason := explain_machine():
             return Missing(reason=reason, command=None)
-        if find_installed() is None:
+        if LOADER.find_installed() is None:
             return Missing(reason="ONNX Runtime for the iOS simulator is not installed", command=_INSTALL)
         return None
 
@@ -70,27 +69,22 @@ class IosSimulator(msgspec.Struct, frozen=True, kw_only=True):
             TargetError: the target has an option that the provider does not know.
         """
         require_device(self.name, self.find_missing() if job.samples.count else self._find_absent())
-        installed = find_installed()
-        runner = Runner(device=self.name, evidence=self.evidence, emulates=True)
-        provider = job.target.provider
-        if installed is None or provider not in {PROVIDER, CPU_PROVIDER}:
-            return refuse_run(runner, f"'{self.name}' runs {PROVIDER}, not {provider}")
+        if job.target.provider not in {PROVIDER, CPU_PROVIDER}:
+            return refuse_run(self, f"'{self.name}' runs {PROVIDER}, not {job.target.provider}")
         models = work / "models"
         models.mkdir()
-        request = _describe_job(job, installed, self.cache)
+        request = _describe_job(job, self.cache)
         # A program that is only looked at need not be computed.
         with serving(work / "pipes", _COMPUTES, job.timeout_s) if job.samples.count else nullcontext() as served:
             enter = _enter(job.target.settings, models, work / "pipes" if served else None)
-            link = LocalLink(name=self.name, folder=work, inside=str(work), enter=enter)
-            run = run_over(link, [str(installed.program), "--pipe"], job, request, work, runner=runner)
+            argv = [*enter, str(LOADER.find_program(ABI)), "--pipe"]
+            run = run_program(self, argv, job, request, work, emulates=True)
         return msgspec.structs.replace(
-            run,
-            versions={**run.versions, "framework": installed.framework},
-            notes=(*run.notes, *_list_notes(served)),
+            run, versions={**LOADER.find_versions(), **run.versions}, notes=(*run.notes, *_list_notes(served))
         )
 
 
-def _describe_job(job: Job, installed: InstalledFramework, cache: Path | None) -> RunnerJob:
+def _describe_job(job: Job, cache: Path | None) -> RunnerJob:
     platform = job.target.session.platforms.get("ios")
     request = describe_job(job, provider=job.target.provider)
     options = dict(request.provider_options if platform is None else platform.provider_options)
@@ -98,7 +92,7 @@ def _describe_job(job: Job, installed: InstalledFramework, cache: Path | None) -
     return msgspec.structs.replace(
         request,
         provider_options=options if cache is None else {**options, "ModelCacheDirectory": str(cache)},
-        runtime=str(installed.library),
+        runtime=str(LOADER.find_library(ABI)),
         threads=job.threads or 1,
     )
 
@@ -111,7 +105,7 @@ def _list_notes(served: Served | None) -> Iterator[str]:
     total = sum(facts.operations.values())
     if total:
         yield (
-            f"Core ML's program was written by the provider; edgekit's own arithmetic computed its {total} operations,"
+            f"Core ML's program was written by the provider; edgekit computed its {total} operations,"
             f" {facts.halves} of them in half precision"
         )
 
@@ -123,9 +117,3 @@ def _enter(settings: Mapping[str, str], models: Path, pipes: Path | None) -> tup
     # The simulator's library reports its use where it is not told otherwise.
     facts += ["ORT_DISABLE_TELEMETRY=1", *([f"{_LOG}=1"] if os.environ.get(_LOG) else [])]
     return ("env", *facts)
-
-
-def find_ios_versions() -> dict[str, str]:
-    """Returns the version of ONNX Runtime that is installed, and the framework's name."""
-    installed = find_installed()
-    return {} if installed is None else {"onnxruntime": installed.version, "framework": installed.framework}

@@ -12,7 +12,7 @@ from onnx import helper, numpy_helper
 from edgekit._ort import CPU_PROVIDER, VERSION, CpuSession, Level, SessionSettings
 from edgekit.devices.device import DeviceRun, Job, Missing, PlacedNode
 from edgekit.devices.process.exchange import open_outputs, tensors_name, write_tensors
-from edgekit.devices.process.run import Runner, describe_stop, refuse_run
+from edgekit.devices.process.run import describe_stop, refuse_run
 from edgekit.errors import EdgekitError, ModelError
 from edgekit.evidence import Evidence
 from edgekit.graph.rewrite import set_nodes
@@ -152,8 +152,7 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     def run_job(self, job: Job, work: Path) -> DeviceRun:
         """Runs every sample of a job, one in memory at a time."""
         if job.concurrency > 1 or job.io_binding:
-            runner = Runner(device=self.name, evidence=self.evidence)
-            return refuse_run(runner, "imitated arithmetic is run once at a time, without bound outputs")
+            return refuse_run(self, "imitated arithmetic is run once at a time, without bound outputs")
         placement: tuple[PlacedNode, ...] = ()
         load_ms, latency_ms, stopped, failure = 0.0, list[float](), False, None
         try:

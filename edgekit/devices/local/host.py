@@ -1,10 +1,9 @@
 """Devices of this machine: its CPU provider, edgekit's own runner, and on a Mac the Core ML provider."""
 
-import contextlib
 import platform
 import shutil
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -12,13 +11,12 @@ import msgspec
 from edgekit._files import digest_bytes
 from edgekit._ort import VERSION
 from edgekit.devices.device import DeviceRun, Job, Missing
-from edgekit.devices.emulators.arm64 import Arm64, arm64_root, enter_arm64, folder_in_arm64, thread_count
-from edgekit.devices.local.runner import LIBRARY, PROGRAM, find_missing_runner, find_runner, host_abi
-from edgekit.devices.process.cache import cache_folder
+from edgekit.devices.local.arm64 import CPUS, find_missing_root, run_in_root
+from edgekit.devices.local.runner import find_missing_runner, host_abi, require_runner
 from edgekit.devices.process.exchange import RunnerJob
-from edgekit.devices.process.link import LocalLink, digest_files, list_model_files
-from edgekit.devices.process.run import Runner, describe_job, refuse_run, require_device, run_over, run_python
-from edgekit.errors import EdgekitError, TargetError, UsageError, suggest_name
+from edgekit.devices.process.files import cache_folder, digest_files, list_model_files
+from edgekit.devices.process.run import check_options, describe_job, require_device, run_program, run_python
+from edgekit.errors import TargetError, UsageError, suggest_name
 from edgekit.evidence import Evidence
 
 _QEMU = "qemu-x86_64-static"
@@ -54,9 +52,8 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
             DeviceError: qemu is missing.
         """
         require_device(self.name, self.find_missing())
-        runner = Runner(device=self.name, evidence=self.evidence)
         emulator = (_QEMU, "-cpu", self.cpu) if self.cpu else ()
-        return run_python(runner, job, describe_job(job), work, emulator)
+        return run_python(self, job, describe_job(job), work, emulator)
 
 
 class Native(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +74,7 @@ class Native(msgspec.Struct, frozen=True, kw_only=True):
 
     def find_missing(self) -> Missing | None:
         """Returns what is lacking: the runner has to be built."""
-        return (Arm64().find_missing() if self.arm else None) or find_missing_runner(self.abi)
+        return (find_missing_root() if self.arm else None) or find_missing_runner(self.abi)
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:
         """Runs every sample of a job in the CPU provider.
@@ -86,31 +83,11 @@ class Native(msgspec.Struct, frozen=True, kw_only=True):
             DeviceError: the runner is not built, or what emulates the CPU is missing.
         """
         require_device(self.name, self.find_missing())
-        native = find_runner(self.abi)
-        runner = Runner(device=self.name, evidence=self.evidence, emulates=self.arm)
-        if native is None:
-            return refuse_run(runner, "the runner is not built")
-        with self._linked(work) as link:
-            try:
-                files = list_model_files(job.model)
-            except EdgekitError as error:
-                return refuse_run(runner, error.message)
-            folder, model = link.push(native.files), f"{link.push(files)}/{job.model.name}"
-            threads = job.threads or (thread_count() if self.arm else 0)
-            request = msgspec.structs.replace(
-                describe_job(job), model=model, runtime=f"{folder}/{LIBRARY}", threads=threads
-            )
-            return run_over(link, [f"{folder}/{PROGRAM}", "--pipe"], job, request, work, runner=runner)
-
-    @contextlib.contextmanager
-    def _linked(self, work: Path) -> Generator[LocalLink]:
-        if not self.arm:
-            yield LocalLink(name=self.name, folder=work / "sets", inside=str(work / "sets"))
-            return
-        root = arm64_root()
-        with folder_in_arm64(root) as folder:
-            enter = tuple(enter_arm64(root, Arm64().cpu))
-            yield LocalLink(name=self.name, folder=folder, inside=f"/jobs/{folder.name}", enter=enter)
+        native = require_runner(self.abi)
+        if self.arm:
+            return run_in_root(self, CPUS[0], native.pack(), job, work)
+        request = msgspec.structs.replace(describe_job(job), runtime=str(native.library))
+        return run_program(self, [str(native.program), "--pipe"], job, request, work)
 
 
 PROVIDER = "CoreMLExecutionProvider"
@@ -156,7 +133,7 @@ class CoreMl(msgspec.Struct, frozen=True, kw_only=True):
         require_device(self.name, self.find_missing())
         request = coreml_job(job, self.units)
         Path(request.provider_options["ModelCacheDirectory"]).mkdir(parents=True, exist_ok=True)
-        run = run_python(Runner(device=self.name, evidence=self.evidence), job, request, work)
+        run = run_python(self, job, request, work)
         return msgspec.structs.replace(run, versions={**run.versions, "macos": platform.mac_ver()[0]})
 
 
@@ -186,9 +163,8 @@ def provider_options(options: Mapping[str, str], units: str = "") -> dict[str, s
     """
     if units and units not in UNITS:
         raise UsageError(f"Core ML has no compute units '{units}'", hint=suggest_name(units, UNITS))
+    check_options(PROVIDER, options, _OPTIONS)
     for key, value in options.items():
-        if key not in _OPTIONS:
-            raise TargetError(f"'{key}' is no option of {PROVIDER}", hint=suggest_name(key, _OPTIONS))
         if value not in _OPTIONS[key]:
             raise TargetError(f"'{value}' is no {key} of {PROVIDER}", hint=suggest_name(value, _OPTIONS[key]))
     return {**options, **({"MLComputeUnits": UNITS[units]} if units else {})}

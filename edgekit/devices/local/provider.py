@@ -18,11 +18,18 @@ from edgekit._ort import AVAILABLE_PROVIDERS, CPU_PROVIDER, VERSION
 from edgekit._proc import run_process
 from edgekit.bundle.checks import PROVIDER_OPTIONS
 from edgekit.devices.device import DeviceRun, Job, Missing
-from edgekit.devices.process.run import FAR, Runner, describe_job, last_words, printable, require_device, run_python
-from edgekit.errors import MissingExtraError, TargetError, suggest_name
+from edgekit.devices.process.run import (
+    STANDALONE,
+    check_options,
+    describe_job,
+    last_words,
+    printable,
+    require_device,
+    run_python,
+)
+from edgekit.errors import MissingExtraError
 from edgekit.evidence import Evidence
 from edgekit.machine import spell_install
-from edgekit.target import Session, Target, load_target
 
 # Where Debian's and Ubuntu's Chromium put it, with a Vulkan loader of its own.
 _FOLDERS = (Path("/usr/lib/chromium"), Path("/usr/lib/chromium-browser"))
@@ -50,7 +57,7 @@ OPENVINO = "OpenVINOExecutionProvider"
 Hardware = Literal["cpu", "gpu", "npu"]
 
 _DEV = Path("/dev")
-_PROGRAM = FAR / "ort_provider.py"
+_PROGRAM = STANDALONE / "ort_provider.py"
 _TIMEOUT_S = 60.0
 _INTEL = 0x8086
 
@@ -358,7 +365,8 @@ class LocalProvider(msgspec.Struct, frozen=True, kw_only=True):
         require_device(self.name, self.find_missing())
         row = PROVIDERS[self.kind]
         request = describe_job(job, provider=row.name)
-        check_options(row.name, request.provider_options)
+        options = request.provider_options
+        check_options(row.name, options, PROVIDER_OPTIONS.get(row.name, options))
         request = msgspec.structs.replace(
             request,
             library=find_library(row),
@@ -366,8 +374,7 @@ class LocalProvider(msgspec.Struct, frozen=True, kw_only=True):
             cpu_vendor=row.cpu_vendor,
             preload=not row.module,
         )
-        runner = Runner(device=self.name, evidence=self.evidence)
-        run = run_python(runner, job, request, work, env=row.find_environment())
+        run = run_python(self, job, request, work, env=row.find_environment())
         return msgspec.structs.replace(
             run, versions={**run.versions, **find_provider_versions(self.kind)}, notes=(*run.notes, *self._notes(run))
         )
@@ -383,18 +390,6 @@ class LocalProvider(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(notes)
 
 
-def check_options(provider: str, options: Mapping[str, str]) -> None:
-    """Refuses an option that a provider does not know: some take any word without complaint.
-
-    Raises:
-        TargetError: there is no such option.
-    """
-    known = PROVIDER_OPTIONS.get(provider, options)
-    for key in options:
-        if key not in known:
-            raise TargetError(f"'{key}' is no option of {provider}", hint=suggest_name(key, known))
-
-
 def provider_devices() -> dict[str, LocalProvider]:
     """Returns the devices of every provider, and those of its kinds of hardware, by name."""
     devices = (
@@ -408,35 +403,3 @@ def provider_devices() -> dict[str, LocalProvider]:
 def _rate(evidence: Evidence, hardware: str) -> Evidence:
     """Returns how good a run's word is: a GPU or an NPU that is asked for by name is the device itself."""
     return Evidence.DEVICE if hardware in {"gpu", "npu"} else evidence
-
-
-# The target that a bare model is opened as: that of a device with one provider, else the CPU provider as it is.
-
-_TARGETS = {
-    "qnn-htp-sim": ("qnn",),
-    "android": ("xnnpack", "nnapi"),
-    "coreml": ("coreml",),
-    "ios-sim": ("coreml",),
-    "openvino": ("openvino",),
-}
-
-
-def default_target(device: str) -> Target:
-    """Returns the target that a device, such as `arm64` or `host:cuda`, opens a model as when none was named."""
-    return serve_targets(device)[0]
-
-
-def serve_targets(device: str) -> tuple[Target, ...]:
-    """Returns a target for each provider that a device serves, the one that is meant when none was named first."""
-    kind = device.partition(":")[0]
-    names = _TARGETS.get(device) or _TARGETS.get(kind)
-    if names is not None:
-        return tuple(load_target(name) for name in names)
-    row = PROVIDERS.get(device) or PROVIDERS.get(kind)
-    # A provider without a target of its own is held to what the CPU provider takes.
-    return (cpu_target() if row is None else msgspec.structs.replace(cpu_target(), provider=row.name),)
-
-
-def cpu_target() -> Target:
-    """Returns the target `cpu` for a float model that is opened with no option at all."""
-    return msgspec.structs.replace(load_target("cpu"), precisions=("fp32",), session=Session())

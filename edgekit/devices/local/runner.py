@@ -17,8 +17,9 @@ from edgekit._files import digest_bytes, digest_file, one_at_a_time, staged_entr
 from edgekit._proc import run_process
 from edgekit.bundle.archive import unpack_archive
 from edgekit.devices.device import Missing
-from edgekit.devices.emulators.arm64 import find_arm64_library
-from edgekit.devices.process.cache import cache_folder, find_sources
+from edgekit.devices.local.arm64 import find_arm64_library
+from edgekit.devices.process.files import cache_folder, find_sources
+from edgekit.devices.process.run import Program
 from edgekit.errors import DeviceError, UsageError, suggest_name
 from edgekit.progress import Progress
 
@@ -63,6 +64,17 @@ class NativeRunner(msgspec.Struct, frozen=True, kw_only=True):
         """The files that a machine needs, by the names they must have beside each other."""
         return {PROGRAM: self.program, LIBRARY: self.library}
 
+    def pack(self, libraries: tuple[Path, ...] = ()) -> Program:
+        """Returns the program for another machine; `libraries` are a plug-in provider's, and what that one loads."""
+        # The second is where Qualcomm's FastRPC looks for the half of the library that runs on the DSP.
+        paths = ("env", "LD_LIBRARY_PATH={folder}", "ADSP_LIBRARY_PATH={folder}") if libraries else ()
+        return Program(
+            files={**self.files, **{path.name: path for path in libraries}},
+            argv=(*paths, f"{{folder}}/{PROGRAM}", "--pipe"),
+            runtime=LIBRARY,
+            library=libraries[0].name if libraries else "",
+        )
+
 
 def host_abi() -> str:
     """Returns the kind of this machine."""
@@ -80,6 +92,20 @@ def find_runner(abi: str) -> NativeRunner | None:
     if (folder / PROGRAM).is_file() and library is not None and library.is_file():
         return NativeRunner(abi=abi, program=folder / PROGRAM, library=library)
     return None
+
+
+def require_runner(abi: str) -> NativeRunner:
+    """Returns the runner that `find_runner` finds.
+
+    Raises:
+        DeviceError: it is not built, or has no library.
+        UsageError: there is no such kind of machine.
+    """
+    found = find_runner(abi)
+    if found is None:
+        missing = find_missing_runner(abi)
+        raise DeviceError(f"there is no runner for {abi}", hint=(missing and missing.command) or "build it again")
+    return found
 
 
 def find_missing_runner(abi: str) -> Missing | None:
@@ -125,11 +151,7 @@ def build_runner(abi: str, progress: Progress, *, ndk: Path | None = None, libra
     with one_at_a_time(_place(known)):
         if library is not None or find_runner(abi) is None:
             _build(known, progress, ndk, library)
-    built = find_runner(abi)
-    if built is None:
-        missing = find_missing_runner(abi)
-        raise DeviceError(f"the runner for {abi} has no library", hint=(missing and missing.command) or "build again")
-    return built
+    return require_runner(abi)
 
 
 def _build(abi: Abi, progress: Progress, ndk: Path | None, library: Path | None) -> None:
@@ -210,17 +232,12 @@ def _android_flags(abi: Abi, ndk: Path | None, library: Path | None) -> list[str
 def _compile(flags: Sequence[str], work: Path) -> None:
     if shutil.which("cmake") is None:
         raise DeviceError("cmake not found", hint="apt-get install cmake")
-    sources = str(find_sources("runner"))
-    _run_step(["cmake", "-S", sources, "-B", str(work), "-G", "Unix Makefiles", *flags])
-    _run_step(["cmake", "--build", str(work), "--parallel", str(min(os.cpu_count() or 1, 8))])
-
-
-def _run_step(argv: Sequence[str]) -> None:
-    finished = run_process(argv, timeout_s=_BUILD_TIMEOUT_S)
-    if not finished.succeeded:
-        lines = [line.strip() for line in (finished.stdout + finished.stderr).splitlines()]
-        reason = next((line for line in lines if "error" in line.lower()), " ".join(lines)[-300:])
-        raise DeviceError(f"cmake {finished.ending}: {reason[:400]}", hint="check the compiler or the NDK")
+    configure = ["cmake", "-S", str(find_sources("runner")), "-B", str(work), "-G", "Unix Makefiles", *flags]
+    build = ["cmake", "--build", str(work), "--parallel", str(min(os.cpu_count() or 1, 8))]
+    for argv in (configure, build):
+        finished = run_process(argv, timeout_s=_BUILD_TIMEOUT_S)
+        if not finished.succeeded:
+            raise DeviceError(f"cmake {finished.explanation}", hint="check the compiler or the NDK")
 
 
 def _take_library(abi: Abi, library: Path, target: Path, work: Path) -> None:

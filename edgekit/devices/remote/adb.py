@@ -8,8 +8,9 @@ from pathlib import Path
 from edgekit._proc import Finished, run_process
 from edgekit.devices.device import Missing
 from edgekit.devices.local.runner import ABIS
+from edgekit.devices.process.run import last_line
 from edgekit.devices.remote.remote import Machine, RemoteDevice, is_serial, linked_names
-from edgekit.devices.remote.store import COUNT_CORES, ShellLink, ask, one_line, read_count
+from edgekit.devices.remote.store import COUNT_CORES, ask, read_count
 from edgekit.errors import DeviceError
 
 ADB = "adb"
@@ -31,18 +32,17 @@ _STATES = (
 )
 
 
-class AdbLink(ShellLink, frozen=True, kw_only=True):
-    """A device that adb knows by `serial`, or the only one where that is ""."""
+class AdbDevice(RemoteDevice, frozen=True, kw_only=True):
+    """A phone or a board that adb knows by `serial`; "" is the only one that is connected."""
 
     serial: str = ""
-    base: str = BASE
 
     @property
     def name(self) -> str:
         """The device as the user names it."""
         return f"adb:{self.serial}" if self.serial else ADB
 
-    def find_missing(self) -> Missing | None:
+    def find_link_fault(self) -> Missing | None:
         """Returns why adb cannot run a program on this device, and what to do about it."""
         if shutil.which(ADB) is None:
             return Missing(reason="adb not found", command="apt-get install adb")
@@ -57,6 +57,25 @@ class AdbLink(ShellLink, frozen=True, kw_only=True):
         if "shell_v2" not in features:
             return Missing(reason="its adb daemon is older than Android 7: programs have no exit code", command=None)
         return None
+
+    def look_at(self) -> Machine:
+        """Returns what the device is.
+
+        Raises:
+            DeviceError: the device does not answer, or edgekit has no runner for its kind.
+        """
+        names = ("ro.product.cpu.abi", "ro.build.version.release", "ro.product.model", "ro.soc.model")
+        # The last command's exit code counts: toybox has no nproc on old systems, and that is no fault.
+        script = "\n".join((COUNT_CORES, *(f"getprop {name}" for name in names)))
+        lines = [last_line(line)[:80] for line in ask(self, script, step="reading its properties").splitlines()]
+        cores, abi, release, model, soc = [*lines, *([""] * 5)][:5]
+        if abi not in ABIS:
+            raise DeviceError(f"'{self.name}' has the ABI '{abi}'", hint=f"edgekit has runners for {', '.join(ABIS)}")
+        about = {
+            "system": f"Android {ABIS[abi].machine}", "android": release, "model": model, "soc": soc, "abi": abi,
+            "cores": read_count(cores),
+        }  # fmt: skip
+        return Machine(abi=abi, base=BASE, versions=about)
 
     def command(self, script: str) -> tuple[str, ...]:
         """Returns the command that runs a script in the device's shell."""
@@ -86,7 +105,7 @@ class AdbLink(ShellLink, frozen=True, kw_only=True):
                 return Missing(reason=reason.format(**values), command=command.format(**values))
         if finished.timed_out:
             return Missing(reason="adb does not answer", command="adb kill-server")
-        state = one_line(finished.stdout) or one_line(finished.stderr) or "unknown"
+        state = last_line(finished.stdout) or last_line(finished.stderr) or "unknown"
         return Missing(reason=f"it is in the state '{state[:120]}'", command="adb devices -l")
 
     def _client(self) -> tuple[str, ...]:
@@ -97,37 +116,6 @@ class AdbLink(ShellLink, frozen=True, kw_only=True):
         return run_process(argv, timeout_s=self.step_timeout_s if timeout_s is None else timeout_s)
 
 
-class AdbDevice(RemoteDevice, frozen=True, kw_only=True):
-    """A phone or a board behind adb, by its serial; "" is the only one that is connected."""
-
-    serial: str = ""
-
-    def link(self) -> AdbLink:
-        """Returns a link to the device."""
-        return AdbLink(
-            serial=self.serial, step_timeout_s=self.step_timeout_s, slowest_bytes_per_s=self.slowest_bytes_per_s
-        )
-
-    def look_at(self, link: ShellLink) -> Machine:
-        """Returns what the device is.
-
-        Raises:
-            DeviceError: the device does not answer, or edgekit has no runner for its kind.
-        """
-        names = ("ro.product.cpu.abi", "ro.build.version.release", "ro.product.model", "ro.soc.model")
-        # The last command's exit code counts: toybox has no nproc on old systems, and that is no fault.
-        script = "\n".join((COUNT_CORES, *(f"getprop {name}" for name in names)))
-        lines = [one_line(line)[:80] for line in ask(link, script, step="reading its properties").splitlines()]
-        cores, abi, release, model, soc = [*lines, *([""] * 5)][:5]
-        if abi not in ABIS:
-            raise DeviceError(f"'{link.name}' has the ABI '{abi}'", hint=f"edgekit has runners for {', '.join(ABIS)}")
-        about = {
-            "system": f"Android {ABIS[abi].machine}", "android": release, "model": model, "soc": soc, "abi": abi,
-            "cores": read_count(cores),
-        }  # fmt: skip
-        return Machine(abi=abi, base=link.base, versions=about)
-
-
 def _push_reason(finished: Finished) -> str:
     """Returns what adb says went wrong; it says so on either stream, between lines of progress."""
     if finished.timed_out:
@@ -136,6 +124,6 @@ def _push_reason(finished: Finished) -> str:
     # adb 29 writes what went wrong to stdout, adb 36 to stderr, and what stands before "error: " differs: both are
     # searched for the word.
     errors = [line for line in lines if "error: " in line]
-    line = one_line(errors[-1] if errors else "\n".join(lines))
+    line = last_line(errors[-1] if errors else "\n".join(lines))
     # The files have numbers here, in a folder of this machine that says nothing to the user.
     return re.sub(r"'/[^']*/(\d+)'", r"file \1", line.removeprefix("adb: error: "))[-300:] or finished.ending

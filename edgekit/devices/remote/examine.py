@@ -8,9 +8,9 @@ from typing import Literal
 
 import msgspec
 
-from edgekit.devices.process.run import require_device
-from edgekit.devices.remote.adb import AdbLink
-from edgekit.devices.remote.store import ask, one_line
+from edgekit.devices.process.run import last_line, require_device
+from edgekit.devices.remote.adb import AdbDevice
+from edgekit.devices.remote.store import ask
 from edgekit.errors import DeviceError
 from edgekit.target import load_target
 
@@ -159,27 +159,27 @@ _SIGNS: tuple[_Sign, ...] = (
 )  # fmt: skip
 
 
-def examine_phone(link: AdbLink) -> PhoneReport:
+def examine_phone(phone: AdbDevice) -> PhoneReport:
     """Returns what a phone is, and what would refuse a session of an app there.
 
     Raises:
         DeviceError: adb does not reach it, or it does not answer.
     """
-    require_device(link.name, link.find_missing())
+    require_device(phone.name, phone.find_link_fault())
     script = "\n".join(f'echo "{key}=$(getprop {name})"' for key, name in _PROPERTIES.items())
     # What the last look finds is no exit code of the whole.
-    said = ask(link, f"{script}\n{_LOOKS}\ntrue", step="examining it")
+    said = ask(phone, f"{script}\n{_LOOKS}\ntrue", step="examining it")
     facts = read_facts(said)
     if not facts.abi:
-        raise DeviceError(f"'{link.name}' does not tell its ABI", hint="is it an Android? getprop must work there")
-    return PhoneReport(device=link.name, facts=facts, findings=judge_facts(facts))
+        raise DeviceError(f"'{phone.name}' does not tell its ABI", hint="is it an Android? getprop must work there")
+    return PhoneReport(device=phone.name, facts=facts, findings=judge_facts(facts))
 
 
 def read_facts(said: str) -> PhoneFacts:
     """Returns what the script's lines say, each name once; whatever else a shell writes is not looked at."""
     known = set(PhoneFacts.__struct_fields__) - {"soc_model", "htp"}
     pairs = (line.partition("=") for line in said.splitlines())
-    told = {name: one_line(value)[:200] for name, _, value in pairs if name in known}
+    told = {name: last_line(value)[:200] for name, _, value in pairs if name in known}
     target = load_target("qnn")
     numbers = {name.casefold(): number for number, name in target.socs.items()}
     soc_model = numbers.get(told.get("soc", "").casefold(), "")

@@ -8,15 +8,16 @@ import re
 import tempfile
 from collections.abc import Generator, Mapping
 from pathlib import Path
+from typing import Self
 
 import msgspec
 
 from edgekit.devices.device import DeviceRun, Job, Missing
-from edgekit.devices.local.runner import LIBRARY, PROGRAM, NativeRunner, find_missing_runner, find_runner
-from edgekit.devices.process.link import list_model_files
-from edgekit.devices.process.run import Runner, describe_job, refuse_run, require_device, run_over
-from edgekit.devices.remote.store import SLOWEST_BYTES_PER_S, STEP_S, ShellLink
-from edgekit.errors import DeviceError, EdgekitError, UsageError
+from edgekit.devices.local.runner import NativeRunner, find_missing_runner, find_runner, require_runner
+from edgekit.devices.process.files import list_model_files
+from edgekit.devices.process.run import Program, describe_job, refuse_run, require_device, run_program
+from edgekit.devices.remote.store import Shell, own_name, push_set, remove_folder, wrap_program
+from edgekit.errors import EdgekitError, UsageError
 from edgekit.evidence import Evidence
 
 # No "-" in front, which would make an option of it, and nothing that means something to a shell.
@@ -57,32 +58,6 @@ def _quote(text: str) -> str:
     return ascii(text[:80])
 
 
-class Program(msgspec.Struct, frozen=True, kw_only=True):
-    """What runs a model over there: files to push, and the command; `{folder}` in it is where they lie then.
-
-    `runtime` and `library` are files of it: ONNX Runtime's library, and that of a plug-in provider. `notes` go into
-    the report of each run.
-    """
-
-    files: Mapping[str, Path]
-    argv: tuple[str, ...]
-    runtime: str = ""
-    library: str = ""
-    notes: tuple[str, ...] = ()
-
-
-def native_program(native: NativeRunner, libraries: tuple[Path, ...] = ()) -> Program:
-    """Returns edgekit's own runner with ONNX Runtime's library, and a plug-in provider's with what that one loads."""
-    # The second is where Qualcomm's FastRPC looks for the half of the library that runs on the DSP.
-    paths = ("env", "LD_LIBRARY_PATH={folder}", "ADSP_LIBRARY_PATH={folder}") if libraries else ()
-    return Program(
-        files={**native.files, **{path.name: path for path in libraries}},
-        argv=(*paths, f"{{folder}}/{PROGRAM}", "--pipe"),
-        runtime=LIBRARY,
-        library=libraries[0].name if libraries else "",
-    )
-
-
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """What a machine says of itself; `abi` names the kind of its runner, and `base` is edgekit's folder there.
 
@@ -96,7 +71,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     python: str = ""
 
 
-class RemoteDevice(msgspec.Struct, frozen=True, kw_only=True):
+class RemoteDevice(Shell, frozen=True, kw_only=True):
     """A phone, board or computer behind a link: what a user may say of it, and how a job is run there.
 
     `runner` and `library` are edgekit's runner and ONNX Runtime's library for it; without them those are used that
@@ -109,24 +84,17 @@ class RemoteDevice(msgspec.Struct, frozen=True, kw_only=True):
     libraries: tuple[Path, ...] = ()
     provider: str = ""
     threads: int = 0
-    step_timeout_s: float = STEP_S
-    slowest_bytes_per_s: int = SLOWEST_BYTES_PER_S
-
-    @property
-    def name(self) -> str:
-        """The device as the user names it."""
-        return self.link().name
 
     @property
     def evidence(self) -> Evidence:
         """How good its word is: another provider than the target's shows no more than the architecture."""
         return Evidence.SAME_ARCH if self.provider else Evidence.DEVICE
 
-    def link(self) -> ShellLink:
-        """Returns a link to the machine, for one run."""
+    def find_link_fault(self) -> Missing | None:
+        """Returns why no script can be run there, as far as this side can tell, and what to do about it."""
         raise NotImplementedError
 
-    def look_at(self, link: ShellLink) -> Machine:
+    def look_at(self) -> Machine:
         """Returns what the machine is.
 
         Raises:
@@ -135,18 +103,16 @@ class RemoteDevice(msgspec.Struct, frozen=True, kw_only=True):
         raise NotImplementedError
 
     @contextlib.contextmanager
-    def connected(self) -> Generator[ShellLink]:
-        """Yields a link for several steps."""
-        yield self.link()
+    def connected(self) -> Generator[Self]:
+        """Yields the device with a connection that several steps share, where it has one."""
+        yield self
 
     def find_missing(self) -> Missing | None:
         """Returns why this machine cannot be used, and what to do about it."""
-        link = self.link()
-        missing = link.find_missing()
-        if missing is not None:
-            return missing
+        if fault := self.find_link_fault():
+            return fault
         try:
-            return self.find_lacking(self.look_at(link))
+            return self.find_lacking(self.look_at())
         except EdgekitError as error:
             return Missing(reason=error.message.removeprefix(f"'{self.name}' "), command=error.hint)
 
@@ -157,23 +123,13 @@ class RemoteDevice(msgspec.Struct, frozen=True, kw_only=True):
             DeviceError: the machine is not there, or has nothing to run a model with.
             UsageError: a runner was given without its library.
         """
-        with self.connected() as link:
-            require_device(self.name, link.find_missing())
-            machine = self.look_at(link)
-            require_device(self.name, self.find_lacking(machine))
-            at_home = msgspec.structs.replace(link, base=machine.base)
-            run = self._run_program(at_home, self.choose_program(machine), job, work)
+        with self.connected() as device:
+            require_device(device.name, device.find_link_fault())
+            machine = device.look_at()
+            require_device(device.name, device.find_lacking(machine))
+            run = device._run_program(machine.base, device.choose_program(machine), job, work)  # noqa: SLF001 - itself
         said = {key: value for key, value in machine.versions.items() if value}
         return msgspec.structs.replace(run, versions={**run.versions, **said})
-
-    def clean(self) -> None:
-        """Removes everything that edgekit stored on the machine.
-
-        Raises:
-            DeviceError: the machine does not answer.
-        """
-        link = self.link()
-        (link if link.base else msgspec.structs.replace(link, base=self.look_at(link).base)).clean()
 
     def find_runner(self, abi: str) -> NativeRunner | None:
         """Returns the runner that the user gave, or the one that was built for a kind of machine, or None.
@@ -197,35 +153,30 @@ class RemoteDevice(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             DeviceError: nothing does.
         """
-        native = self.find_runner(machine.abi)
-        if native is None:
-            raise DeviceError(f"'{self.name}' has no runner for {machine.abi}", hint="edgekit runner build")
-        return native_program(native, self.libraries)
+        return (self.find_runner(machine.abi) or require_runner(machine.abi)).pack(self.libraries)
 
-    def _run_program(self, link: ShellLink, program: Program, job: Job, work: Path) -> DeviceRun:
-        runner = Runner(device=link.name, evidence=self.evidence)
+    def _run_program(self, base: str, program: Program, job: Job, work: Path) -> DeviceRun:
         try:
             # Program and model are two sets: another model does not send the library again.
-            folder = link.push(program.files)
-            model = f"{link.push(list_model_files(job.model))}/{job.model.name}"
+            folder = push_set(self, base, program.files)
+            model = f"{push_set(self, base, list_model_files(job.model))}/{job.model.name}"
         except EdgekitError as error:
-            return refuse_run(runner, error.message)
+            return refuse_run(self, error.message)
         request = msgspec.structs.replace(
-            describe_job(job, provider=self.provider or job.target.provider),
+            program.fill_job(describe_job(job, provider=self.provider or job.target.provider), folder),
             model=model,
             threads=self.threads or job.threads,
-            runtime=program.runtime and f"{folder}/{program.runtime}",
-            library=program.library and f"{folder}/{program.library}",
         )
-        argv = [word.replace("{folder}", folder) for word in program.argv]
+        run_folder = own_name("run")
+        argv = self.command(wrap_program(base, run_folder, program.command(folder)))
         try:
-            run = run_over(link, argv, job, request, work, runner=runner)
+            run = run_program(self, argv, job, request, work)
         # Ctrl-C too: a program left running would keep the phone busy and warm.
         except BaseException:
-            link.stop()
+            remove_folder(self, base, run_folder)
             raise
         if run.failure is not None:
-            link.stop()
+            remove_folder(self, base, run_folder)
         return msgspec.structs.replace(run, notes=(*run.notes, *program.notes))
 
 

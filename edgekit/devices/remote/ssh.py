@@ -6,15 +6,16 @@ import shutil
 import tempfile
 from collections.abc import Generator, Mapping
 from pathlib import Path
+from typing import Self
 
 import msgspec
 
 from edgekit._proc import run_process
 from edgekit.devices.device import DeviceRun, Job, Missing
 from edgekit.devices.local.runner import ABIS, find_missing_runner
-from edgekit.devices.process.run import ORT_QUEUE, ORT_RUNNER
-from edgekit.devices.remote.remote import Machine, Program, RemoteDevice, linked_names, native_program
-from edgekit.devices.remote.store import COUNT_CORES, ShellLink, ask, one_line, read_count
+from edgekit.devices.process.run import Program, last_line, python_program
+from edgekit.devices.remote.remote import Machine, RemoteDevice, linked_names
+from edgekit.devices.remote.store import COUNT_CORES, ask, read_count
 from edgekit.errors import DeviceError
 
 # No questions, no endless waits, and none of the forwardings that the user's configuration may ask for.
@@ -28,13 +29,15 @@ _PYTHON = "python3"
 _HAS_ONNXRUNTIME = 'import importlib.util as u, sys; sys.exit(u.find_spec("onnxruntime") is None)'
 
 
-class SshLink(ShellLink, frozen=True, kw_only=True):
+class SshDevice(RemoteDevice, frozen=True, kw_only=True):
     """A machine that ssh reaches as `host`, which is written as the user would for ssh itself.
 
-    `control` is the socket of a connection that several commands share, "" for one each.
+    Where there is no runner for its kind, a Python there that has onnxruntime runs models; `python` asks for that
+    Python by its path. `control` is the socket of a connection that several commands share, "" for one each.
     """
 
     host: str
+    python: str = ""
     control: str = ""
 
     @property
@@ -42,7 +45,7 @@ class SshLink(ShellLink, frozen=True, kw_only=True):
         """The device as the user names it."""
         return f"ssh:{self.host}"
 
-    def find_missing(self) -> Missing | None:
+    def find_link_fault(self) -> Missing | None:
         """Returns what is wrong on this side, before anything is asked of the machine."""
         for program in ("ssh", "sftp"):
             if shutil.which(program) is None:
@@ -72,40 +75,25 @@ class SshLink(ShellLink, frozen=True, kw_only=True):
             finished = run_process(argv, timeout_s=self.transfer_s(size_bytes))
         if not finished.succeeded:
             broken = "the link broke" if finished.status < 0 else finished.ending
-            reason = "it does not answer" if finished.timed_out else one_line(finished.stderr) or broken
+            reason = "it does not answer" if finished.timed_out else last_line(finished.stderr) or broken
             raise DeviceError(f"'{self.name}' while sending files: {reason[-300:]}", hint=f"sftp {self.host}")
 
     def _options(self) -> tuple[str, ...]:
         shared = (f"ControlPath={self.control}", "ControlMaster=auto", f"ControlPersist={_SHARED_S}")
         return tuple(word for option in (*_OPTIONS, *(shared if self.control else ())) for word in ("-o", option))
 
-
-class SshDevice(RemoteDevice, frozen=True, kw_only=True):
-    """A machine behind ssh, named as the user would for ssh itself.
-
-    Where there is no runner for its kind, a Python there that has onnxruntime runs models. `python` asks for that
-    Python by its path.
-    """
-
-    host: str
-    python: str = ""
-
-    def link(self) -> SshLink:
-        """Returns a link to the machine; where edgekit's folder is there, only the machine itself can tell."""
-        return SshLink(host=self.host, step_timeout_s=self.step_timeout_s, slowest_bytes_per_s=self.slowest_bytes_per_s)
-
     @contextlib.contextmanager
-    def connected(self) -> Generator[SshLink]:
-        """Yields a link whose commands share one connection, which ends with the block."""
+    def connected(self) -> Generator[Self]:
+        """Yields the device with one connection for all commands, which ends with the block."""
         # A short path: a Unix socket's name has about 100 bytes (sun_path in unix(7): 108).
         with tempfile.TemporaryDirectory(prefix="edgekit-ssh-") as folder:
-            link = msgspec.structs.replace(self.link(), control=f"{folder}/c")
+            device = msgspec.structs.replace(self, control=f"{folder}/c")
             try:
-                yield link
+                yield device
             finally:
-                if Path(link.control).exists():
+                if Path(device.control).exists():
                     run_process(
-                        ["ssh", "-o", f"ControlPath={link.control}", "-O", "exit", "--", self.host], timeout_s=5
+                        ["ssh", "-o", f"ControlPath={device.control}", "-O", "exit", "--", self.host], timeout_s=5
                     )
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:
@@ -119,7 +107,7 @@ class SshDevice(RemoteDevice, frozen=True, kw_only=True):
         device = msgspec.structs.replace(self, python=_PYTHON) if needs_python else self
         return RemoteDevice.run_job(device, job, work)
 
-    def look_at(self, link: ShellLink) -> Machine:
+    def look_at(self) -> Machine:
         """Returns what the machine is; its Python is not looked at on systems for which there is a runner.
 
         Raises:
@@ -136,15 +124,15 @@ echo "${{XDG_CACHE_HOME:-$HOME/.cache}}/edgekit"
 case "$(uname -sm)" in {cases}) exit 0 ;; esac
 p=$(command -v {python}) && "$p" -c '{_HAS_ONNXRUNTIME}' </dev/null 2>/dev/null && echo "$p"
 exit 0"""
-        system, cores, base, path, *_ = [*ask(link, script, step="connecting").splitlines(), "", "", "", ""]
+        system, cores, base, path, *_ = [*ask(self, script, step="connecting").splitlines(), "", "", "", ""]
         if not base.startswith("/") or not base.isprintable():
-            raise DeviceError(f"'{link.name}' while connecting: it has no home folder", hint=f"ssh {self.host}")
+            raise DeviceError(f"'{self.name}' while connecting: it has no home folder", hint=f"ssh {self.host}")
         words = [*system.split(), ""]
         return Machine(
             abi=linux.get(words[-2], "") if words[0] == "Linux" else "",
             base=base,
-            versions={"system": one_line(system)[:80], "cores": read_count(cores)},
-            python=one_line(path)[:200],
+            versions={"system": last_line(system)[:80], "cores": read_count(cores)},
+            python=last_line(path)[:200],
         )
 
     def find_lacking(self, machine: Machine) -> Missing | None:
@@ -166,14 +154,10 @@ exit 0"""
         """Returns edgekit's runner, or where there is none, or Python is asked for, the runner in Python."""
         native = self.find_runner(machine.abi) if machine.abi and not self.python else None
         if native is not None:
-            return native_program(native, self.libraries)
+            return native.pack(self.libraries)
         kind = machine.abi or machine.versions["system"]
         why = "as asked" if self.python else f"because no runner for '{kind}' is built"
-        return Program(
-            files={program.name: program for program in (ORT_RUNNER, ORT_QUEUE)},
-            argv=(machine.python, f"{{folder}}/{ORT_RUNNER.name}", "--pipe"),
-            notes=(f"run by the onnxruntime of {machine.python}, {why}",),
-        )
+        return python_program(machine.python, (f"run by the onnxruntime of {machine.python}, {why}",))
 
 
 def _sftp_quote(path: str) -> str:

@@ -19,8 +19,8 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from edgekit._proc import Finished, run_process
-from edgekit.devices.device import Missing
-from edgekit.devices.process.link import digest_files, digest_unchanged
+from edgekit.devices.process.files import digest_files, digest_unchanged
+from edgekit.devices.process.run import last_line
 from edgekit.errors import DeviceError
 
 STEP_S = 30.0
@@ -28,7 +28,7 @@ STEP_S = 30.0
 # adb's client waits for ever for a daemon that stops answering (measured): each step has a limit of its own, which
 # grows with its bytes.
 SLOWEST_BYTES_PER_S = 256 << 10
-"""A link that moves fewer is taken for dead: USB 2 and slow Wi-Fi move ten times as many."""
+"""USB 2 and slow Wi-Fi move ten times as many."""
 
 KEPT_SETS = 12
 """How many sets of files stay on a machine; those used longest ago go first."""
@@ -55,29 +55,23 @@ _CLEAN_S = 5.0
 _CLEAN_PAUSE_S = 0.4
 
 
-def _own_name(kind: str) -> str:
+def own_name(kind: str) -> str:
+    """Returns a new name for a folder there of the kind `part` or `run`, by which it is known whose it is."""
     return f"{kind}-{_computer()}-{os.getpid()}-{threading.get_ident()}-{secrets.token_hex(4)}"
 
 
-class ShellLink(msgspec.Struct, frozen=True, kw_only=True):
-    """A machine that runs scripts in a POSIX shell and takes files; `base` is edgekit's folder there, absolute.
+class Shell(msgspec.Struct, frozen=True, kw_only=True):
+    """A machine that runs scripts in a POSIX shell and takes files; a step may take `step_timeout_s`.
 
-    A step may take `step_timeout_s`. `run` names the folder of the program that this link starts: a link is made for
-    one run.
+    A link that moves fewer than `slowest_bytes_per_s` is taken for dead.
     """
 
-    base: str = ""
     step_timeout_s: float = STEP_S
     slowest_bytes_per_s: int = SLOWEST_BYTES_PER_S
-    run: str = msgspec.field(default_factory=lambda: _own_name("run"))
 
     @property
     def name(self) -> str:
         """The machine as the user names it."""
-        raise NotImplementedError
-
-    def find_missing(self) -> Missing | None:
-        """Returns why no script can be run there, as far as this side can tell, and what to do about it."""
         raise NotImplementedError
 
     def command(self, script: str) -> tuple[str, ...]:
@@ -96,30 +90,6 @@ class ShellLink(msgspec.Struct, frozen=True, kw_only=True):
         """Returns how long it may take to send that many bytes."""
         return self.step_timeout_s + size_bytes / self.slowest_bytes_per_s
 
-    def push(self, files: Mapping[str, Path]) -> str:
-        """Returns the folder there that holds these files; what is there already is not sent again.
-
-        Raises:
-            DeviceError: the machine does not answer, has no space, or holds other bytes than were sent.
-        """
-        return push_set(self, self.base, files)
-
-    def wrap(self, argv: Sequence[str]) -> tuple[str, ...]:
-        """Returns the command that runs `argv` there."""
-        return self.command(wrap_program(self.base, self.run, argv))
-
-    def stop(self) -> None:
-        """Ends the program of `wrap`, if it still runs, and removes what it left; a machine that is gone is left."""
-        _remove(self, self.base, self.run)
-
-    def clean(self) -> None:
-        """Removes everything that edgekit stored there.
-
-        Raises:
-            DeviceError: the machine does not answer.
-        """
-        ask(self, f"rm -rf {shlex.quote(self.base)}", step="removing what edgekit stored")
-
 
 class _Seen(msgspec.Struct, frozen=True, kw_only=True):
     """What lies on the machine: the sizes of the wanted set's files, other files by digest, left-overs, free bytes."""
@@ -130,7 +100,7 @@ class _Seen(msgspec.Struct, frozen=True, kw_only=True):
     free_bytes: int | None
 
 
-def ask(shell: ShellLink, script: str, *, step: str, timeout_s: float | None = None) -> str:
+def ask(shell: Shell, script: str, *, step: str, timeout_s: float | None = None) -> str:
     """Returns what a script writes, sure to be whole.
 
     A link that dies looks like success to some clients, so the script says itself that it came to its end.
@@ -147,7 +117,7 @@ def ask(shell: ShellLink, script: str, *, step: str, timeout_s: float | None = N
     before, begin, rest = finished.stdout.replace("\r\n", "\n").partition(f"{_BEGIN}\n")
     output, done, code = rest.rpartition(f"\n{_DONE} ")
     if begin and before.strip():
-        line = one_line(before)
+        line = last_line(before)
         raise DeviceError(
             f"'{shell.name}' while {step}: its shell writes '{line[:80]}' before every command",
             hint="make the shell's start-up files silent where no terminal is: that text would mix with tensors",
@@ -155,7 +125,7 @@ def ask(shell: ShellLink, script: str, *, step: str, timeout_s: float | None = N
     if not done:
         raise DeviceError(f"'{shell.name}' while {step}: {_why(finished)}", hint="edgekit devices list")
     if code.strip() != "0":
-        reason = one_line(finished.stderr) or f"the shell ended with exit code {code.strip()}"
+        reason = last_line(finished.stderr) or f"the shell ended with exit code {code.strip()}"
         raise DeviceError(f"'{shell.name}' while {step}: {reason[-300:]}", hint="look at the device")
     return output
 
@@ -165,13 +135,7 @@ def read_count(text: str) -> str:
     return text.strip() if text.strip().isascii() and text.strip().isdecimal() and len(text.strip()) < 5 else ""
 
 
-def one_line(text: str) -> str:
-    """Returns the last line that says something, without what could steer a terminal."""
-    lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
-    return "".join(letter for letter in (lines[-1] if lines else "") if letter.isprintable())
-
-
-def push_set(shell: ShellLink, base: str, files: Mapping[str, Path]) -> str:
+def push_set(shell: Shell, base: str, files: Mapping[str, Path]) -> str:
     """Returns the folder below `base` that holds these files; what is there already is not sent again.
 
     Files that another set holds are copied there. All are compared with their digests before the set gets its name.
@@ -190,11 +154,11 @@ def push_set(shell: ShellLink, base: str, files: Mapping[str, Path]) -> str:
     if seen.sizes:  # it is there, but as a sudden end of the system leaves files
         gone.append(digest)
     # Under its final name only when all of it is there and right: a set that is found is a set that is whole.
-    part = _own_name("part")
+    part = own_name("part")
     try:
         _fill(shell, base, part, digest, wanted, seen, gone)
     except BaseException:
-        _remove(shell, base, part)
+        remove_folder(shell, base, part)
         raise
     return f"{base}/{digest}"
 
@@ -216,7 +180,7 @@ def wrap_program(base: str, run: str, argv: Sequence[str]) -> str:
     )
 
 
-def _look(shell: ShellLink, base: str, digest: str, names: Sequence[str]) -> _Seen:
+def _look(shell: Shell, base: str, digest: str, names: Sequence[str]) -> _Seen:
     place = shlex.quote(base)
     listed = " ".join(shlex.quote(name) for name in names)
     script = f"""
@@ -242,7 +206,7 @@ exit 0"""
 
 
 def _fill(
-    shell: ShellLink, base: str, part: str, digest: str, wanted: Mapping[str, Path], seen: _Seen, gone: Sequence[str]
+    shell: Shell, base: str, part: str, digest: str, wanted: Mapping[str, Path], seen: _Seen, gone: Sequence[str]
 ) -> None:
     digests = {name: digest_unchanged(path) for name, path in wanted.items()}
     there = {name: seen.copies[digests[name]] for name in wanted if digests[name] in seen.copies}
@@ -303,8 +267,8 @@ for d in $(ls -t); do
 done"""
 
 
-def _remove(shell: ShellLink, base: str, name: str) -> None:
-    """Removes an own folder, if the machine can still be reached within some seconds."""
+def remove_folder(shell: Shell, base: str, name: str) -> None:
+    """Removes a folder of edgekit's and ends its program, if the machine can still be reached within some seconds."""
     script = f"cd {shlex.quote(base)} || exit 0\n{_removals(base, [name])}"
     deadline = time.monotonic() + _CLEAN_S
     # A link that just broke may be back within seconds; the user is not kept longer than that.
@@ -366,4 +330,4 @@ def _safe_name(name: str) -> str:
 def _why(finished: Finished) -> str:
     if finished.timed_out:
         return "it does not answer"
-    return one_line(finished.stderr) or "the link broke before the end"
+    return last_line(finished.stderr) or "the link broke before the end"

@@ -13,7 +13,7 @@ import numpy as np
 
 from edgekit.devices.android.nnapi.network import NUMPY_TYPES, Network, OperandType, name_operation, split_constants
 from edgekit.devices.android.nnapi.tflite import write_model
-from edgekit.devices.release import serve_pipes, serving
+from edgekit.devices.process.pipes import serve_pipes, serving
 
 # Operations that TFLite's reference kernels lack (ELU) or compute wrong (LOCAL_RESPONSE_NORMALIZATION, whose window
 # ends one channel early): networks with one run on its optimized kernels, as NNAPI's own path on the CPU runs the

@@ -1,16 +1,26 @@
-"""Computes an ML Program, operation by operation, in the precision that it declares.
+"""Computes ML Programs, operation by operation, in the precision that each declares: `python -m ...compute FOLDER`.
 
-Where it says half precision, an operation reads halves, computes and sums in float32, and gives halves: Core ML lets
-its GPU sum in half precision only where `AllowLowPrecisionAccumulationOnGPU` asks for it.
+Where a program says half precision, an operation reads halves, computes and sums in float32, and gives halves: Core ML
+lets its GPU sum in half precision only where `AllowLowPrecisionAccumulationOnGPU` asks for it.
+
+The process of ONNX Runtime's Core ML provider (`tools/ios/coreml.cpp`) asks through the pipe `ask` of the folder and
+reads from `answer`. A program that cannot be computed can be loaded: only running it says why.
 """
 
+import struct
+import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from edgekit.devices.ios.mil.operations import ELEMENTWISE, LAYOUT, REDUCTIONS, Arguments, as_computed
-from edgekit.devices.ios.mil.program import Operation, Program, Result, Value
+from edgekit.devices.ios.mil.program import Operation, Program, Result, Value, read_package
 from edgekit.devices.ios.mil.windows import RESIZING, WINDOWS
+from edgekit.devices.process.pipes import serve_pipes
+from edgekit.machine import single_blas_thread
 from edgekit.model.tensors import Array, Tensors
 
 OPERATIONS: Mapping[str, Callable[[Arguments], Array | tuple[Array, ...]]] = {
@@ -23,30 +33,24 @@ OPERATIONS: Mapping[str, Callable[[Arguments], Array | tuple[Array, ...]]] = {
 """What can be computed, by the name of the operation in MIL."""
 
 
-class UnknownOperationError(ValueError):
-    """An operation that edgekit does not compute, with its name."""
-
-
 def require_known(program: Program) -> None:
     """Refuses a program with an operation that is not computed here.
 
     Raises:
-        UnknownOperationError: it holds one.
+        ValueError: it holds one; the message names it.
     """
     for operation in program.operations:
         if operation.kind != "const" and operation.kind not in OPERATIONS:
-            raise UnknownOperationError(
-                f"operation '{operation.kind}' of '{operation.name}' is not computed by edgekit"
-            )
+            raise ValueError(f"operation '{operation.kind}' of '{operation.name}' is not computed by edgekit")
 
 
 def compute_program(program: Program, inputs: Tensors) -> dict[str, Array]:
     """Returns the outputs of a program for its inputs, by name.
 
     Raises:
-        UnknownOperationError: it holds an operation that is not computed here.
-        ValueError: an input is missing, or an operation cannot be computed; the message names it.
+        ValueError: an input is missing, or an operation cannot be computed here; the message names it.
     """
+    require_known(program)
     values: dict[str, Value] = {}
     for entry in program.inputs:
         if entry.name not in inputs:
@@ -58,8 +62,6 @@ def compute_program(program: Program, inputs: Tensors) -> dict[str, Array]:
         for operation in program.operations:
             try:
                 values.update(_compute(operation, values))
-            except UnknownOperationError:
-                raise
             except (ValueError, LookupError, TypeError) as error:
                 raise ValueError(f"{operation.kind} '{operation.name}': {error}") from error
             for name in {name for names in operation.inputs.values() for name in names}:
@@ -81,8 +83,6 @@ def _count_readers(program: Program) -> dict[str, int]:
 def _compute(operation: Operation, values: Mapping[str, Value]) -> dict[str, Value]:
     if operation.kind == "const":
         return {operation.results[0].name: operation.constants["val"]}
-    if operation.kind not in OPERATIONS:
-        raise UnknownOperationError(f"operation '{operation.kind}' of '{operation.name}' is not computed by edgekit")
     given: dict[str, tuple[Value, ...]] = {name: (value,) for name, value in operation.constants.items()}
     given |= {name: tuple(values[source] for source in sources) for name, sources in operation.inputs.items()}
     arguments = Arguments(
@@ -99,3 +99,99 @@ def _compute(operation: Operation, values: Mapping[str, Value]) -> dict[str, Val
 def _store(value: Array, result: Result) -> Array:
     """Returns a value in the element type that the program declares for it."""
     return np.asarray(value) if result.dtype is None else np.asarray(value).astype(result.dtype, copy=False)
+
+
+_ONNX_TYPES: dict[int, type[np.generic]] = {1: np.float32, 6: np.int32, 7: np.int64, 9: np.bool_, 10: np.float16}
+"""Element types that the provider hands over, by their numbers in ONNX."""
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What was computed: how many operations of each name the programs have, and how many give halves."""
+
+    operations: dict[str, int]
+    halves: int
+
+
+class _Tensor(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    type: int
+    shape: tuple[int, ...]
+
+
+class _Question(msgspec.Struct, frozen=True, kw_only=True):
+    id: int
+    path: str = ""
+    inputs: tuple[_Tensor, ...] = ()
+    outputs: tuple[_Tensor, ...] = ()
+
+
+class Computer:
+    """The programs so far, by number; a text in the place of one says why it cannot be computed."""
+
+    def __init__(self) -> None:
+        self._programs: dict[int, Program | str] = {}
+
+    def load(self, question: bytes, read: Callable[[int], bytes]) -> None:  # noqa: ARG002 - its weights lie beside it
+        """Takes the program of a package."""
+        model = msgspec.json.decode(question, type=_Question)
+        try:
+            program = read_package(Path(model.path))
+            require_known(program)
+            self._programs[model.id] = program
+        except (ValueError, OSError) as error:
+            self._programs[model.id] = str(error)
+
+    def compute(self, question: bytes, read: Callable[[int], bytes]) -> bytes:
+        """Returns the outputs that are asked for, each with its rank and sizes before the elements.
+
+        Raises:
+            ValueError: the program cannot be computed; the message says why.
+        """
+        run = msgspec.json.decode(question, type=_Question)
+        data, program = read(_count_bytes(run)), self._programs[run.id]
+        if isinstance(program, str):
+            raise ValueError(program)  # noqa: TRY004 - what the program is, not of which type
+        wanted = {entry.name: entry for entry in program.inputs}
+        found = compute_program(program, _split_inputs(run.inputs, data, wanted))
+        parts: list[bytes] = []
+        for asked in run.outputs:
+            value = np.asarray(found[asked.name], _ONNX_TYPES[asked.type])
+            # Core ML has no scalars: ONNX Runtime takes one element for one where the graph has a scalar.
+            value = value.reshape(()) if not asked.shape and value.size == 1 else value
+            parts.append(struct.pack(f"<{1 + value.ndim}q", value.ndim, *value.shape) + value.tobytes())
+        return b"".join(parts)
+
+    def describe(self) -> Facts:
+        """Returns what the programs hold."""
+        programs = [program for program in self._programs.values() if isinstance(program, Program)]
+        steps = [step for program in programs for step in program.operations if step.kind != "const"]
+        return Facts(
+            operations=dict(sorted(Counter(step.kind for step in steps).items())),
+            halves=sum(any(result.dtype is np.float16 for result in step.results) for step in steps),
+        )
+
+
+def _split_inputs(asked: tuple[_Tensor, ...], data: bytes, wanted: dict[str, Result]) -> dict[str, Array]:
+    values: dict[str, Array] = {}
+    at = 0
+    for entry in asked:
+        dtype = np.dtype(_ONNX_TYPES[entry.type])
+        count = int(np.prod(entry.shape, dtype=np.int64))
+        value = np.frombuffer(data, dtype, count, at).reshape(entry.shape)
+        # What ONNX has as a scalar, a program takes as one element.
+        shape = wanted[entry.name].shape if entry.name in wanted else entry.shape
+        values[entry.name] = value.reshape(1) if value.ndim == 0 and shape == (1,) else value
+        at += count * dtype.itemsize
+    return values
+
+
+def _count_bytes(question: _Question) -> int:
+    return sum(
+        int(np.prod(entry.shape, dtype=np.int64)) * np.dtype(_ONNX_TYPES[entry.type]).itemsize
+        for entry in question.inputs
+    )
+
+
+if __name__ == "__main__":
+    with single_blas_thread():
+        serve_pipes(Computer(), Path(sys.argv[1]))

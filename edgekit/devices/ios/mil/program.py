@@ -135,16 +135,12 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     operations: tuple[Operation, ...]
 
 
-class UnknownProgramError(ValueError):
-    """A model that is none that edgekit reads, with what it is."""
-
-
 def read_package(folder: Path) -> Program:
     """Returns the program in a `.mlpackage` of ONNX Runtime, with all its weights.
 
     Raises:
-        UnknownProgramError: it is a neural network, which edgekit does not compute.
-        ValueError: it is damaged, or holds what no builder of ONNX Runtime's writes.
+        ValueError: it is a neural network, which edgekit does not compute, is damaged, or holds what no builder of
+            ONNX Runtime's writes.
         OSError: a file cannot be read.
     """
     files = sorted(folder.rglob("*/model.mlmodel")) if folder.is_dir() else [folder]
@@ -158,8 +154,7 @@ def read_program(data: bytes, folder: Path) -> Program:
     """Returns the program in a model's bytes; its blob files are named from `folder` on.
 
     Raises:
-        UnknownProgramError: it is another kind of model.
-        ValueError: it is damaged.
+        ValueError: it is another kind of model, or damaged.
         OSError: a blob file cannot be read.
     """
     try:
@@ -168,7 +163,7 @@ def read_program(data: bytes, folder: Path) -> Program:
         raise ValueError(f"it is damaged: {error}") from error
     if not model.HasField("program"):
         kind = "a neural network" if model.HasField("network") else "no ML Program"
-        raise UnknownProgramError(f"the model is {kind}: edgekit computes ML Programs only")
+        raise ValueError(f"the model is {kind}: edgekit computes ML Programs only")
     function = {entry.key: entry.value for entry in model.program.functions}.get("main")
     if function is None:
         raise ValueError("it has no function main")

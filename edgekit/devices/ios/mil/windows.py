@@ -1,14 +1,46 @@
-"""Operations that slide a window over a tensor or sample an image anew: convolutions, pools, resizing, grids."""
+"""Operations that slide a window over a tensor or sample an image anew: convolutions, pools, resizing, grids.
 
-import itertools
+Windows and grids are computed by the operators of ONNX that mean the same, in ONNX Runtime's CPU provider.
+"""
+
+import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
+import onnx
+from onnx import helper
 
+from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.devices.ios.mil.operations import Arguments
+from edgekit.errors import RuntimeRefusal
 from edgekit.model.tensors import Array
+
+_OPSET = 20
+
+
+@functools.cache
+def _open_operator(op: str, inputs: int, attributes: tuple[tuple[str, Any], ...]) -> CpuSession:
+    """Returns a session of one operator of ONNX on float tensors of any shape."""
+    names = [f"i{index}" for index in range(inputs)]
+    floats = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in (*names, "y")]
+    node = helper.make_node(op, names, ["y"], **dict(attributes))
+    graph = helper.make_graph([node], "operator", floats[:-1], floats[-1:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", _OPSET)], ir_version=9)
+    # What one thread sums up does not depend on the number of cores.
+    return CpuSession(model.SerializeToString(), SessionSettings(level=Level.DISABLED, threads=1))
+
+
+def _run_operator(op: str, tensors: Sequence[Array | None], **attributes: object) -> Array:
+    """Returns what an operator of ONNX gives for some tensors, of which those that are None are left out."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    try:
+        session = _open_operator(op, len(given), tuple(attributes.items()))
+        return session.run({f"i{index}": np.asarray(tensor, np.float32) for index, tensor in enumerate(given)})["y"]
+    except RuntimeRefusal as error:
+        raise ValueError(error.message) from error
 
 
 def _blend(x: Array, axis: int, places: Array) -> Array:
@@ -75,41 +107,28 @@ def _resize_linearly(given: Arguments, *, corners: bool, half: bool) -> Array:
 
 def _resample(given: Arguments) -> Array:
     """Computes `resample`: `coordinates` [N, H, W, 2] are x and y, which the mode scales to the image."""
-    x, grid = given.tensor("x"), given.tensor("coordinates")
-    mode = given.text("coordinates_mode", "normalized_minus_one_to_one")
+    mode, padding = (
+        given.text("coordinates_mode", "normalized_minus_one_to_one"),
+        given.text("padding_mode", "constant"),
+    )
     if mode != "normalized_minus_one_to_one":
         raise ValueError(f"its coordinates are {mode!r}")
-    corners, padding = given.flag("align_corners"), given.text("padding_mode", "constant")
-    places = [
-        (grid[..., index] + 1) * ((size - 1) / 2) if corners else ((grid[..., index] + 1) * size - 1) / 2
-        for index, size in ((1, x.shape[2]), (0, x.shape[3]))
-    ]
-    fill = np.float32(given.number("padding_value", 0.0))
-    if given.text("sampling_mode", "bilinear") == "nearest":
-        return _pick(x, *(np.rint(place).astype(np.int64) for place in places), padding=padding, fill=fill)
-    out = np.zeros((x.shape[0], x.shape[1], *grid.shape[1:3]), np.float32)
-    low = [np.floor(place).astype(np.int64) for place in places]
-    for down in (0, 1):
-        for right in (0, 1):
-            shares = [
-                np.abs(place - floor - (1 - step))
-                for place, floor, step in zip(places, low, (down, right), strict=True)
-            ]
-            part = _pick(x, low[0] + down, low[1] + right, padding=padding, fill=fill)
-            out += part * (shares[0] * shares[1])[:, None]
-    return out
-
-
-def _pick(x: Array, rows: Array, columns: Array, *, padding: str, fill: np.float32) -> Array:
-    """Returns the elements at places [N, H, W] of each image, beyond its edges what `padding` says."""
-    height, width = x.shape[2:]
-    if padding in {"reflection", "symmetric"}:
+    if padding not in _PADDINGS:
         raise ValueError(f"its padding is {padding!r}")
-    inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
-    rows, columns = np.clip(rows, 0, height - 1), np.clip(columns, 0, width - 1)
-    taken = np.stack([image[:, row, column] for image, row, column in zip(x, rows, columns, strict=True)])
-    return taken if padding == "border" else np.where(inside[:, None], taken, fill)
+    # The operator of ONNX pads with zeros: weights of neighbours add up to 1, so that what is moved can be moved back.
+    fill = np.float32(given.number("padding_value", 0.0))
+    sampling = "nearest" if given.text("sampling_mode", "bilinear") == "nearest" else "linear"
+    sampled = _run_operator(
+        "GridSample",
+        (given.tensor("x") - fill, given.tensor("coordinates")),
+        align_corners=int(given.flag("align_corners")),
+        mode=sampling,
+        padding_mode=_PADDINGS[padding],
+    )
+    return sampled + fill
 
+
+_PADDINGS = {"constant": "zeros", "border": "border"}
 
 RESIZING: Mapping[str, Callable[[Arguments], Array]] = {
     "resample": _resample,
@@ -165,126 +184,74 @@ def _pad_same(window: Window, extents: tuple[int, ...], *, lower: bool) -> Itera
         yield (whole - whole // 2, whole // 2) if lower else (whole // 2, whole - whole // 2)
 
 
-def _pad(x: Array, window: Window, fill: float) -> Array:
-    return np.pad(x, ((0, 0), (0, 0), *window.pads), constant_values=fill)
-
-
-def _list_views(padded: Array, window: Window, counts: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Array]]:
-    """Yields each place in the window with what lies under it, for all steps of the window at once."""
-    for place in itertools.product(*map(range, window.sizes)):
-        cuts = tuple(
-            slice(at * dilation, at * dilation + (count - 1) * stride + 1, stride)
-            for at, dilation, count, stride in zip(place, window.dilations, counts, window.strides, strict=True)
-        )
-        yield place, padded[:, :, *cuts]
+def _list_pads(pads: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    """Returns pads as ONNX has them: those before all axes, then those behind."""
+    return (*(before for before, _ in pads), *(after for _, after in pads))
 
 
 def convolve(given: Arguments) -> Array:
     """Computes `conv`: `x` [N, C, ...], `weight` [K, C/groups, ...]."""
-    x, weight, groups = given.tensor("x"), given.tensor("weight"), given.whole("groups", 1)
+    x, weight = given.tensor("x"), given.tensor("weight")
     window = read_window(given, weight.shape[2:], x.shape[2:])
-    padded = _pad(x, window, 0)
-    counts = tuple(
-        (extent - span) // stride + 1
-        for extent, span, stride in zip(padded.shape[2:], window.spans, window.strides, strict=True)
+    return _run_operator(
+        "Conv",
+        (x, weight, given.find("bias")),
+        group=given.whole("groups", 1),
+        strides=window.strides,
+        dilations=window.dilations,
+        pads=_list_pads(window.pads),
     )
-    if groups == x.shape[1] == weight.shape[0]:
-        out = np.zeros((x.shape[0], weight.shape[0], *counts), np.float32)
-        for place, view in _list_views(padded, window, counts):
-            out += view * weight[_at(0, place)].reshape(-1, *[1] * len(counts))
-    else:
-        out = _convolve_groups(padded, weight, groups, window, counts)
-    return _add_bias(out, given.find("bias"))
-
-
-def _at(second: int | slice, place: tuple[int, ...]) -> tuple[int | slice, ...]:
-    """Returns the index of a place in the kernels of a weight."""
-    return (slice(None), second, *place)
-
-
-def _convolve_groups(padded: Array, weight: Array, groups: int, window: Window, counts: tuple[int, ...]) -> Array:
-    batch, kernels = padded.shape[0], weight.shape[0] // groups
-    each = weight.shape[1]
-    columns = np.empty((batch, groups, each, math.prod(window.sizes), math.prod(counts)), np.float32)
-    for index, (_, view) in enumerate(_list_views(padded, window, counts)):
-        columns[:, :, :, index] = view.reshape(batch, groups, each, -1)
-    rows = weight.reshape(groups, kernels, -1)
-    out = rows @ columns.reshape(batch, groups, rows.shape[2], -1)
-    return np.asarray(out.reshape(batch, groups * kernels, *counts))
-
-
-def _add_bias(out: Array, bias: Array | None) -> Array:
-    return out if bias is None else out + bias.reshape(-1, *[1] * (out.ndim - 2))
 
 
 def convolve_transposed(given: Arguments) -> Array:
     """Computes `conv_transpose`: `x` [N, C, ...], `weight` [C, K/groups, ...]; padding cuts off the result."""
-    x, weight, groups = given.tensor("x"), given.tensor("weight"), given.whole("groups", 1)
+    x, weight = given.tensor("x"), given.tensor("weight")
     window = read_window(given, weight.shape[2:], x.shape[2:])
-    counts = x.shape[2:]
-    sizes = tuple(
-        (count - 1) * stride + span for count, stride, span in zip(counts, window.strides, window.spans, strict=True)
-    )
-    batch, kernels = x.shape[0], weight.shape[1]
-    out = np.zeros((batch, groups * kernels, *sizes), np.float32)
-    inputs = x.reshape(batch, groups, x.shape[1] // groups, -1)
-    for place, view in _list_views(out, window, counts):
-        part = weight[_at(slice(None), place)].reshape(groups, -1, kernels).transpose(0, 2, 1)
-        # The view writes into `out`: each place of the kernel adds what it throws there.
-        np.add(view, (part @ inputs).reshape(view.shape), out=view)
     wanted = given.wholes("output_shape")
-    cuts = tuple(
-        slice(before, size - after if wanted is None else before + wanted[2 + axis])
-        for axis, ((before, after), size) in enumerate(zip(window.pads, sizes, strict=True))
+    pads, more = list(window.pads), [0] * len(window.sizes)
+    for axis, (count, stride, span) in enumerate(zip(x.shape[2:], window.strides, window.spans, strict=True)):
+        if wanted is not None:
+            before = pads[axis][0]
+            after = (count - 1) * stride + span - before - wanted[2 + axis]
+            pads[axis], more[axis] = (before, max(after, 0)), max(-after, 0)
+    return _run_operator(
+        "ConvTranspose",
+        (x, weight, given.find("bias")),
+        group=given.whole("groups", 1),
+        strides=window.strides,
+        dilations=window.dilations,
+        pads=_list_pads(pads),
+        output_padding=tuple(more),
     )
-    return _add_bias(out[:, :, *cuts], given.find("bias"))
 
 
-def _stretch(x: Array, given: Arguments) -> tuple[Window, tuple[int, ...]]:
-    """Returns the window of a pool with enough behind the last step, and how many steps there are."""
-    window = read_window(given, given.wholes("kernel_sizes") or (), x.shape[2:])
-    up = given.flag("ceil_mode")
-    counts: list[int] = []
-    pads: list[tuple[int, int]] = []
-    for extent, (before, after), stride, size in zip(
-        x.shape[2:], window.pads, window.strides, window.sizes, strict=True
-    ):
-        free = extent + before + after - size
-        count = (-(-free // stride) if up else free // stride) + 1
-        # A step must begin inside, or in what was added before.
-        count -= up and (count - 1) * stride >= extent + before
-        counts.append(count)
-        pads.append((before, max(after, (count - 1) * stride + size - extent - before)))
-    return msgspec.structs.replace(window, pads=tuple(pads)), tuple(counts)
-
-
-def _max_pool(given: Arguments) -> Array:
+def _pool(given: Arguments, op: str, **attributes: int) -> Array:
     x = given.tensor("x")
-    window, counts = _stretch(x, given)
-    views = (view for _, view in _list_views(_pad(x, window, -np.inf), window, counts))
-    out = np.array(next(views))
-    for view in views:
-        np.maximum(out, view, out=out)
-    return out
+    window = read_window(given, given.wholes("kernel_sizes") or (), x.shape[2:])
+    return _run_operator(
+        op,
+        (x,),
+        kernel_shape=window.sizes,
+        strides=window.strides,
+        pads=_list_pads(window.pads),
+        ceil_mode=int(given.flag("ceil_mode")),
+        **attributes,
+    )
 
 
 def _average_pool(given: Arguments) -> Array:
-    x = given.tensor("x")
-    window, counts = _stretch(x, given)
-    out = sum(view for _, view in _list_views(_pad(x, window, 0), window, counts))
-    if not given.flag("exclude_padding_from_average"):
-        return np.asarray(out / math.prod(window.sizes))
-    inside = _pad(np.ones((1, 1, *x.shape[2:]), np.float32), window, 0)
-    return np.asarray(out / sum(view for _, view in _list_views(inside, window, counts)))
+    return _pool(given, "AveragePool", count_include_pad=int(not given.flag("exclude_padding_from_average")))
 
 
 def _normalize_locally(given: Arguments) -> Array:
-    x, size = given.tensor("x"), given.whole("size", 1)
-    before = (size - 1) // 2
-    squares = np.pad(x * x, ((0, 0), (before, size - 1 - before), *[(0, 0)] * (x.ndim - 2)))
-    summed = sum(squares[:, at : at + x.shape[1]] for at in range(size))
-    scale = given.number("k", 1.0) + given.number("alpha", 1e-4) * summed / size
-    return np.asarray(x / scale ** given.number("beta", 0.75))
+    return _run_operator(
+        "LRN",
+        (given.tensor("x"),),
+        size=given.whole("size", 1),
+        alpha=given.number("alpha", 1e-4),
+        beta=given.number("beta", 0.75),
+        bias=given.number("k", 1.0),
+    )
 
 
 WINDOWS: Mapping[str, Callable[[Arguments], Array]] = {
@@ -292,6 +259,6 @@ WINDOWS: Mapping[str, Callable[[Arguments], Array]] = {
     "conv": convolve,
     "conv_transpose": convolve_transposed,
     "local_response_norm": _normalize_locally,
-    "max_pool": _max_pool,
+    "max_pool": lambda given: _pool(given, "MaxPool"),
 }
 """Operations by their names in MIL."""

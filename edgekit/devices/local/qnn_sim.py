@@ -12,9 +12,9 @@ import msgspec
 from edgekit._ort import VERSION
 from edgekit.bundle.checks import PROVIDER_OPTIONS
 from edgekit.convert.context import HTP_SOCS, INSTALL_QNN
-from edgekit.devices.device import DeviceRun, Job, Missing
+from edgekit.devices.device import Device, DeviceRun, Job, Missing
 from edgekit.devices.process.exchange import RunnerJob
-from edgekit.devices.process.run import Runner, describe_job, refuse_run, require_device, run_python
+from edgekit.devices.process.run import check_options, describe_job, refuse_run, require_device, run_python
 from edgekit.errors import MissingExtraError, TargetError, UsageError, suggest_name
 from edgekit.evidence import Evidence
 from edgekit.model.external import skim_model
@@ -65,13 +65,12 @@ class QnnSimulator(msgspec.Struct, frozen=True, kw_only=True):
         """
         require_device(self.name, self.find_missing())
         options = provider_options(job.target.session.provider_options, self.arch)
-        runner = Runner(device=self.name, evidence=self.evidence, emulates=True)
         if job.model.suffix == ".ort":
-            return refuse_run(runner, f"'{job.model.name}' is in ORT format, which {PROVIDER} never takes")
+            return refuse_run(self, f"'{job.model.name}' is in ORT format, which {PROVIDER} never takes")
         # Qualcomm's library ends the process on a tensor without elements. Its shapes are fixed: one sample tells.
         first = itertools.islice(job.samples, 1)
         if empty := [name for sample in first for name, value in sample.items() if value.size == 0]:
-            return refuse_run(runner, f"input '{empty[0]}' has no elements, on which {PROVIDER} aborts: drop it")
+            return refuse_run(self, f"input '{empty[0]}' has no elements, on which {PROVIDER} aborts: drop it")
         described = describe_job(job, provider=PROVIDER)
         # Without this key ONNX Runtime runs on the CPU whatever the provider leaves, and says nothing.
         strict = {**described.session_config, _FALLBACK: "1"}
@@ -82,11 +81,11 @@ class QnnSimulator(msgspec.Struct, frozen=True, kw_only=True):
         # Each of the two runs has a process and a folder of its own: QNN keeps state between sessions that spoils the
         # second. The simulator computes in one thread; those that stand for the NPU's units wait in a loop, which costs
         # a third more CPU seconds where they have another core, and nothing where they share its one.
-        run = _run_watched(runner, job, request, work / "strict", one_core=True)
+        run = _run_watched(self, job, request, work / "strict", one_core=True)
         # Only for this one refusal: another failure with the CPU allowed would look like a run in the simulator.
         if run.failure is None or _FALLBACK_REFUSED not in run.failure:
             return run
-        return _run_with_cpu(runner, job, request, work)
+        return _run_with_cpu(self, job, request, work)
 
 
 def find_qnn_versions() -> dict[str, str]:
@@ -103,10 +102,8 @@ def provider_options(options: Mapping[str, str], arch: str = "") -> dict[str, st
     """
     if arch and arch not in ARCH_SOCS:
         raise UsageError(f"there is no HTP architecture '{arch}'", hint=suggest_name(arch, ARCH_SOCS))
-    # The provider ignores a word that it does not know, and takes a misspelt SoC for its default.
-    for key in options:
-        if key not in _OPTIONS:
-            raise TargetError(f"'{key}' is no option of {PROVIDER}", hint=suggest_name(key, _OPTIONS))
+    check_options(PROVIDER, options, _OPTIONS)
+    # The provider takes a misspelt SoC for its default.
     soc = ARCH_SOCS[arch] if arch else options.get("soc_model", "")
     if soc not in _KNOWN_SOCS:
         known = ", ".join(f"{number} ({name})" for name, number in ARCH_SOCS.items())
@@ -116,21 +113,21 @@ def provider_options(options: Mapping[str, str], arch: str = "") -> dict[str, st
     return {**kept, "backend_type": "htp", "soc_model": soc}
 
 
-def _run_watched(runner: Runner, job: Job, request: RunnerJob, folder: Path, *, one_core: bool = False) -> DeviceRun:
+def _run_watched(device: Device, job: Job, request: RunnerJob, folder: Path, *, one_core: bool = False) -> DeviceRun:
     """Returns a run in a folder of its own; where a profile is asked for, QNN's own one too, of its operations."""
     folder.mkdir()
     if not job.trace:
-        return run_python(runner, job, request, folder, one_core=one_core)
+        return run_python(device, job, request, folder, one_core=one_core, emulates=True)
     file = folder / _PROFILE
     options = {**request.provider_options, "profiling_level": "detailed", "profiling_file_path": str(file)}
     watched = msgspec.structs.replace(request, provider_options=options)
-    run = run_python(runner, job, watched, folder, one_core=one_core)
+    run = run_python(device, job, watched, folder, one_core=one_core, emulates=True)
     return msgspec.structs.replace(run, npu_trace=file if file.is_file() else None)
 
 
-def _run_with_cpu(runner: Runner, job: Job, request: RunnerJob, work: Path) -> DeviceRun:
+def _run_with_cpu(device: Device, job: Job, request: RunnerJob, work: Path) -> DeviceRun:
     config = {key: value for key, value in request.session_config.items() if key != _FALLBACK}
-    run = _run_watched(runner, job, msgspec.structs.replace(request, session_config=config), work / "fallback")
+    run = _run_watched(device, job, msgspec.structs.replace(request, session_config=config), work / "fallback")
     left = [node.name or node.op for node in run.placement if node.provider != PROVIDER]
     note = f"the provider refuses {len(left)} nodes, which ran on the CPU: {', '.join(left[:8])}"
     return msgspec.structs.replace(run, notes=(note, *run.notes))

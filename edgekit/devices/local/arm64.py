@@ -11,19 +11,18 @@ from pathlib import Path
 
 import msgspec
 
+from edgekit._files import digest_file, one_at_a_time, staged_folder
 from edgekit._proc import run_process
-from edgekit.devices.device import DeviceRun, Job, Missing
-from edgekit.devices.process.cache import find_installed, installing
-from edgekit.devices.process.link import LocalLink, list_model_files
+from edgekit.devices.device import Device, DeviceRun, Job, Missing
+from edgekit.devices.process.files import cache_folder, list_model_files
 from edgekit.devices.process.run import (
-    FAR,
-    ORT_QUEUE,
-    ORT_RUNNER,
-    Runner,
+    STANDALONE,
+    Program,
     describe_job,
+    python_program,
     refuse_run,
     require_device,
-    run_over,
+    run_program,
 )
 from edgekit.errors import DeviceError, EdgekitError
 from edgekit.evidence import Evidence
@@ -34,9 +33,16 @@ from edgekit.progress import Progress
 CPUS = ("cortex-a76", "cortex-a72")
 """The first has the dot-product instructions, the second plain NEON: ONNX Runtime takes other kernels."""
 
-_REQUIREMENTS = FAR / "arm64" / "requirements.txt"
+REQUIREMENTS = STANDALONE / "arm64" / "requirements.txt"
+"""The wheels that are installed; whatever was installed from another list counts as missing."""
+PYTHON = "/usr/bin/python3"
+"""The interpreter in the root."""
+
 _QEMU = "qemu-aarch64-static"
 _TOOLS = (_QEMU, "mmdebstrap")
+_APT = "apt-get install qemu-user-static mmdebstrap"
+_INSTALL = "edgekit devices install arm64"
+_STAMP = "installed-from"
 _INSTALL_TIMEOUT_S = 900.0
 _IMPORT = "import onnxruntime; print(onnxruntime.__version__)"
 _ENVIRONMENT = (
@@ -45,7 +51,7 @@ _ENVIRONMENT = (
 
 
 class Arm64(msgspec.Struct, frozen=True, kw_only=True):
-    """An emulated Arm CPU, on the CPU provider: the kernels that an Arm device runs, without its speed."""
+    """An emulated Arm CPU with the CPU provider: the kernels that an Arm device runs, without its speed."""
 
     cpu: str = CPUS[0]
     evidence: Evidence = Evidence.SAME_ARCH
@@ -57,18 +63,7 @@ class Arm64(msgspec.Struct, frozen=True, kw_only=True):
 
     def find_missing(self) -> Missing | None:
         """Returns what is lacking on this machine."""
-        if find_installed("arm64", _REQUIREMENTS) is None:
-            install = "edgekit devices install arm64"
-            absent = [tool for tool in _TOOLS if shutil.which(tool) is None]
-            if absent:
-                packages = "apt-get install qemu-user-static mmdebstrap"
-                return Missing(reason=f"{' and '.join(absent)} not found", command=f"{packages} && {install}")
-            return Missing(reason="the Debian arm64 root is not installed", command=install)
-        # chroot needs a capability that a user has in a user namespace of his own alone; some systems forbid to make
-        # one.
-        if os.geteuid() != 0 and not run_process(["unshare", "--map-root-user", "true"], timeout_s=20).succeeded:
-            return Missing(reason="this user may not make a user namespace", command="sudo edgekit devices list")
-        return None
+        return find_missing_root()
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:
         """Runs every sample of a job under qemu.
@@ -76,38 +71,47 @@ class Arm64(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             DeviceError: qemu or the Debian root is missing.
         """
-        require_device(self.name, self.find_missing())
-        runner = Runner(device=self.name, evidence=self.evidence, emulates=True)
-        root = arm64_root()
-        with folder_in_arm64(root) as folder:
-            inside = f"/jobs/{folder.name}"
-            try:
-                name = _copy_model(job.model, folder / "model")
-            except EdgekitError as error:
-                return refuse_run(runner, error.message)
-            request = msgspec.structs.replace(
-                describe_job(job), model=f"{inside}/model/{name}", threads=job.threads or thread_count()
-            )
-            for program in (ORT_RUNNER, ORT_QUEUE):
-                shutil.copyfile(program, folder / program.name)
-            link = LocalLink(name=self.name, folder=folder, inside=inside)
-            argv = _emulate_python(root, self.cpu, [f"{inside}/{ORT_RUNNER.name}", "--pipe"])
-            return run_over(link, argv, job, request, work, runner=runner)
+        return run_in_root(self, self.cpu, python_program(PYTHON), job, work)
+
+
+def run_in_root(device: Device, cpu: str, program: Program, job: Job, work: Path) -> DeviceRun:
+    """Runs every sample of a job with a program for 64-bit Arm Linux, on an emulated CPU.
+
+    Raises:
+        DeviceError: qemu or the Debian root is missing.
+    """
+    require_device(device.name, device.find_missing())
+    root = arm64_root()
+    with folder_in_arm64(root) as folder:
+        inside = f"/jobs/{folder.name}"
+        try:
+            name = _copy_model(job.model, folder / "model")
+        except EdgekitError as error:
+            return refuse_run(device, error.message)
+        for file, source in program.files.items():
+            shutil.copy(source, folder / file)
+        request = msgspec.structs.replace(
+            program.fill_job(describe_job(job), inside),
+            model=f"{inside}/model/{name}",
+            # Without a /sys the session cannot find out how many cores there are.
+            threads=job.threads or min(os.cpu_count() or 1, 4),
+        )
+        argv = [*enter_arm64(root, cpu), *program.command(inside)]
+        return run_program(device, argv, job, request, work, emulates=True)
 
 
 def install_arm64(progress: Progress) -> None:
     """Builds the Debian root with Python and the pinned aarch64 wheels in the cache, and tries it.
 
     Raises:
-        DeviceError: a tool is missing, or a step fails.
+        DeviceError: a tool is missing, or a step fails; nothing half is left.
         OutputError: the cache cannot be written.
     """
-    absent = [tool for tool in _TOOLS if shutil.which(tool) is None]
-    if absent:
-        raise DeviceError(f"{' and '.join(absent)} not found", hint="apt-get install qemu-user-static mmdebstrap")
-    with installing("arm64", _REQUIREMENTS) as staging:
+    if absent := _list_absent():
+        raise DeviceError(f"{absent} not found", hint=_APT)
+    with installing() as staging:
         root = staging / "root"
-        # Jobs lie inside the root: without mounts, which would need root, nothing outside is visible there.
+        # Jobs lie inside the root: without mounts, which only the superuser may make, nothing outside is visible there.
         (root / "jobs").mkdir(parents=True)
         progress("fetching a Debian arm64 root with mmdebstrap")
         _unpack_debian(staging / "debian.tar", root)
@@ -115,12 +119,47 @@ def install_arm64(progress: Progress) -> None:
         _install_wheels(root / "site")
         shutil.copy(str(shutil.which(_QEMU)), root / "qemu")
         progress("trying it")
-        _run_step("the emulated import of onnxruntime", _emulate_python(root, CPUS[0], ["-c", _IMPORT]))
+        _run_step("the emulated import of onnxruntime", [*enter_arm64(root, CPUS[0]), PYTHON, "-c", _IMPORT])
+
+
+@contextlib.contextmanager
+def installing() -> Generator[Path]:
+    """Yields an empty folder, which becomes the installation if the block ends well and is gone if not.
+
+    Raises:
+        OutputError: the cache cannot be written.
+    """
+    place = cache_folder() / "arm64"
+    with one_at_a_time(place), staged_folder(place) as staging:
+        yield staging
+        (staging / _STAMP).write_text(digest_file(REQUIREMENTS))
+
+
+def find_installed() -> Path | None:
+    """Returns the folder of what was installed from exactly the pinned wheels, or None."""
+    stamp = cache_folder() / "arm64" / _STAMP
+    return stamp.parent if stamp.is_file() and stamp.read_text() == digest_file(REQUIREMENTS) else None
+
+
+def find_missing_root() -> Missing | None:
+    """Returns what is lacking for a program to run in the Debian root."""
+    if find_installed() is None:
+        if absent := _list_absent():
+            return Missing(reason=f"{absent} not found", command=f"{_APT} && {_INSTALL}")
+        return Missing(reason="the Debian arm64 root is not installed", command=_INSTALL)
+    # chroot needs a capability, which a user has only in a user namespace of his own; some systems forbid to make one.
+    if os.geteuid() != 0 and not run_process(["unshare", "--map-root-user", "true"], timeout_s=20).succeeded:
+        return Missing(reason="this user may not make a user namespace", command="sudo edgekit devices list")
+    return None
+
+
+def _list_absent() -> str:
+    return " and ".join(tool for tool in _TOOLS if shutil.which(tool) is None)
 
 
 def find_arm64_versions() -> dict[str, str]:
     """Returns the versions of the pinned ONNX Runtime, of the Python beside it, and of the qemu that was copied."""
-    pinned = re.search(r"^onnxruntime==(\S+)", _REQUIREMENTS.read_text(), re.MULTILINE)
+    pinned = re.search(r"^onnxruntime==(\S+)", REQUIREMENTS.read_text(), re.MULTILINE)
     root = arm64_root()
     python = next(iter(sorted(path.name.removeprefix("python") for path in root.glob("usr/lib/python3.*"))), "")
     said = run_process([str(root / "qemu"), "--version"], timeout_s=20).stdout.split()
@@ -137,32 +176,24 @@ def arm64_root() -> Path:
     Raises:
         DeviceError: it is not installed.
     """
-    folder = find_installed("arm64", _REQUIREMENTS)
+    folder = find_installed()
     if folder is None:
-        raise DeviceError("the Debian arm64 root is not installed", hint="edgekit devices install arm64")
+        raise DeviceError("the Debian arm64 root is not installed", hint=_INSTALL)
     return folder / "root"
 
 
 def find_arm64_library() -> Path | None:
     """Returns ONNX Runtime's library of the aarch64 wheel, None where that is not installed."""
-    folder = find_installed("arm64", _REQUIREMENTS)
+    folder = find_installed()
     found = () if folder is None else (folder / "root/site/onnxruntime/capi").glob("libonnxruntime.so*")
     return next(iter(sorted(found)), None)
-
-
-def thread_count() -> int:
-    """Returns how many threads the emulated session gets; without a /sys it cannot find out itself."""
-    return min(os.cpu_count() or 1, 4)
 
 
 @contextlib.contextmanager
 def folder_in_arm64(root: Path) -> Generator[Path]:
     """Yields a folder in the root, which sees it as `/jobs/NAME`; it is gone afterwards."""
-    folder = Path(tempfile.mkdtemp(dir=root / "jobs"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=root / "jobs", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 def _copy_model(model: Path, folder: Path) -> str:
@@ -190,10 +221,6 @@ def enter_arm64(root: Path, cpu: str) -> list[str]:
     return ["env", "-i", *_ENVIRONMENT, *enter, str(root), "/qemu", "-cpu", cpu]
 
 
-def _emulate_python(root: Path, cpu: str, arguments: Sequence[str]) -> list[str]:
-    return [*enter_arm64(root, cpu), "/usr/bin/python3", "-P", *arguments]
-
-
 def _unpack_debian(archive: Path, root: Path) -> None:
     """Fetches the packages and unpacks them; nothing of them runs, so that neither root nor binfmt_misc is needed."""
     packages = "--include=python3,libstdc++6,libc6"
@@ -209,7 +236,7 @@ def _install_wheels(site: Path) -> None:
     _run_step(
         "pip",
         [
-            sys.executable, "-m", "pip", "install", "--require-hashes", "-r", str(_REQUIREMENTS), "--target", str(site),
+            sys.executable, "-m", "pip", "install", "--require-hashes", "-r", str(REQUIREMENTS), "--target", str(site),
             "--only-binary=:all:", "--no-deps", "--no-compile", "--python-version=3.11", "--implementation=cp",
             *platforms,
         ],
@@ -219,5 +246,4 @@ def _install_wheels(site: Path) -> None:
 def _run_step(what: str, argv: Sequence[str], env: Mapping[str, str] | None = None) -> None:
     finished = run_process(argv, timeout_s=_INSTALL_TIMEOUT_S, env=env)
     if not finished.succeeded:
-        words = " ".join(finished.stderr.split())[-400:]
-        raise DeviceError(f"{what} {finished.ending}: {words}", hint="check the connection, then install again")
+        raise DeviceError(f"{what} {finished.explanation}", hint="check the connection, then install again")

@@ -1,1 +1,0 @@
-"""Devices that run a provider's or a vendor's real code on a plain PC."""

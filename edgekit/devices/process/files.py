@@ -1,0 +1,58 @@
+"""The files that devices need: the user's cache, the sources that ship with edgekit, and those of a model."""
+
+import functools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from edgekit._files import digest_bytes, digest_file
+from edgekit.model.model import list_external
+
+
+def cache_folder() -> Path:
+    """Returns `$EDGEKIT_CACHE`, or `edgekit` below `$XDG_CACHE_HOME` or `~/.cache`."""
+    own = os.environ.get("EDGEKIT_CACHE", "")
+    if own:
+        return Path(own).absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME", "") or Path.home() / ".cache").absolute() / "edgekit"
+
+
+def find_sources(name: str) -> Path:
+    """Returns the folder of C and C++ sources that ship with edgekit; in a checkout that is `tools/NAME`."""
+    shipped = Path(__file__).parents[2] / f"_{name}"
+    return shipped if shipped.is_dir() else Path(__file__).parents[3] / "tools" / name
+
+
+def digest_sources(name: str) -> str:
+    """Returns the digest of the sources of a program: those of its own folder, and of the runner linked with them."""
+    runner = find_sources("runner")
+    files = [*runner.rglob("*.cpp"), *runner.rglob("*.h"), *find_sources(name).iterdir()]
+    return digest_bytes("\n".join(sorted(f"{path.name} {digest_file(path)}" for path in files)).encode())
+
+
+def list_model_files(model: Path) -> dict[str, Path]:
+    """Returns the files of a model by the names they must have beside each other: itself, and what it refers to.
+
+    Raises:
+        ModelError: the file is no model, or names a file that is missing or outside its folder.
+    """
+    beside = list_external(model) if model.suffix == ".onnx" else ()
+    return {name: model.parent / name for name in (model.name, *beside)}
+
+
+def digest_files(files: Mapping[str, Path]) -> str:
+    """Returns the sha256 that names a set of files, by their names, contents and whether they may be executed."""
+    lines = [f"{digest_unchanged(path)} {int(os.access(path, os.X_OK))} {name}" for name, path in sorted(files.items())]
+    return digest_bytes("\n".join(lines).encode())
+
+
+def digest_unchanged(path: Path) -> str:
+    """Returns the sha256 of a file, which is read again only when its size or one of its times has changed."""
+    facts = path.stat()
+    # The time of the last change (ctime) also reveals a program that set the modification time back.
+    return _digest_known(path, (facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns))
+
+
+@functools.lru_cache(maxsize=64)
+def _digest_known(path: Path, facts: tuple[int, ...]) -> str:  # noqa: ARG001 - part of the key
+    return digest_file(path)

@@ -1,0 +1,123 @@
+"""Two pipes through which a program asks another process to compute: the stand-in for a phone asks, edgekit answers.
+
+Each question is a line of JSON and the bytes that belong to it. The server imports as little as it can, because it is
+started for every run.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import IO, Literal, Protocol
+
+import msgspec
+
+from edgekit._proc import run_process
+from edgekit.errors import EdgekitError
+
+ASK, ANSWER = "ask", "answer"
+"""The pipes, by their names in a folder."""
+END = b'{"ask":"end"}\n'
+"""The last question."""
+
+
+@contextlib.contextmanager
+def open_pipes(folder: Path) -> Generator[tuple[IO[bytes], IO[bytes]]]:
+    """Yields the pipes of a folder for a process that serves them: questions to read, answers to write.
+
+    Whoever starts the process holds both pipes open; where that one has ended already, nothing is waited for.
+
+    Raises:
+        OSError: nobody holds the pipes.
+    """
+    with contextlib.ExitStack() as stack:
+        opened: list[IO[bytes]] = []
+        for name, access, mode in ((ASK, os.O_RDONLY, "rb"), (ANSWER, os.O_WRONLY, "wb")):
+            number = os.open(folder / name, access | os.O_NONBLOCK | os.O_CLOEXEC)
+            os.set_blocking(number, True)
+            opened.append(stack.enter_context(os.fdopen(number, mode)))
+        yield opened[0], opened[1]
+
+
+class Computer(Protocol):
+    """What answers the questions about models, each a line of JSON; `read` gives the bytes that follow the line."""
+
+    def load(self, question: bytes, read: Callable[[int], bytes]) -> None:
+        """Takes a model."""
+        ...
+
+    def compute(self, question: bytes, read: Callable[[int], bytes]) -> bytes:
+        """Returns the outputs of a model for the inputs that follow."""
+        ...
+
+    def describe(self) -> msgspec.Struct:
+        """Returns what was computed."""
+        ...
+
+
+class _Question(msgspec.Struct, frozen=True, kw_only=True):
+    ask: Literal["model", "run", "end"]
+
+
+def answer_questions(computer: Computer, ask: IO[bytes], answer: IO[bytes]) -> None:
+    """Answers questions until the last: an empty line and the outputs, or a line that says what is wrong."""
+    while line := ask.readline():
+        question = msgspec.json.decode(line, type=_Question).ask
+        if question == "end":
+            break
+        try:
+            result = b""
+            if question == "model":
+                computer.load(line, ask.read)
+            else:
+                result = computer.compute(line, ask.read)
+            answer.write(b"\n" + result)
+        except (EdgekitError, LookupError, MemoryError, RuntimeError, ValueError) as error:
+            reason = error.message if isinstance(error, EdgekitError) else str(error)
+            answer.write((" ".join(reason.split())[:400] or "no reason given").encode() + b"\n")
+        answer.flush()
+
+
+def serve_pipes(computer: Computer, folder: Path) -> None:
+    """Serves the pipes of a folder, and says at the end what was computed."""
+    with open_pipes(folder) as (ask, answer):
+        answer_questions(computer, ask, answer)
+    sys.stdout.write(msgspec.json.encode(computer.describe()).decode() + "\n")
+
+
+class Served(msgspec.Struct, kw_only=True):
+    """What the process said at its end, in the last line of its output; empty until then."""
+
+    said: str = ""
+
+
+@contextlib.contextmanager
+def serving(folder: Path, module: str, timeout_s: float) -> Generator[Served]:
+    """Yields while `python -m MODULE FOLDER` serves the pipes in a new folder; it ends with the block.
+
+    Both ends of both pipes stay open here until one side has ended: then the other sees the end too, and neither waits
+    for ever.
+    """
+    served = Served()
+    folder.mkdir()
+    held: list[int] = []
+    for name in (ASK, ANSWER):
+        os.mkfifo(folder / name)
+        held.append(os.open(folder / name, os.O_RDWR | os.O_CLOEXEC))
+
+    def serve() -> None:
+        finished = run_process([sys.executable, "-P", "-m", module, str(folder)], timeout_s=timeout_s)
+        served.said = (finished.stdout.splitlines() or [""])[-1]
+        while held:
+            os.close(held.pop())
+
+    server = threading.Thread(target=serve, daemon=True)
+    server.start()
+    try:
+        yield served
+    finally:
+        with contextlib.suppress(OSError, IndexError):
+            os.write(held[0], END)
+        server.join(timeout_s)
