@@ -10,6 +10,7 @@ from mkdocs.structure.files import File
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from docs_messages import render_messages
 from docs_reference import render_reference
 from docs_targets import ROOT, render_target
 
@@ -17,9 +18,9 @@ _TARGET = re.compile(r"<!-- target (\w+) -->")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds the reference, and of each target the notes on where its facts come from."""
+    """Adds the reference, all messages, and of each target the notes on where its facts come from."""
     notes = {f"targets/{path.parent.name}-notes.md": path.read_text() for path in ROOT.glob("targets/*/NOTES.md")}
-    for path, text in {**render_reference(), **notes}.items():
+    for path, text in {**render_reference(), "reference/messages.md": render_messages(), **notes}.items():
         files.append(File.generated(config, path, content=text))
     return files
 

@@ -119,7 +119,8 @@ class RemoteStore(msgspec.Struct, frozen=True):
         except Exception as error:
             reason = quote_error(error)
             raise DeviceError(
-                f"cannot {what} store '{self.url}': {reason}", hint="is it there, and may you?"
+                f"cannot {what} store '{self.url}': {reason}",
+                hint="check that it is there, and that you may read and write it",
             ) from error
 
 

@@ -73,7 +73,8 @@ def load_preprocess(path: Path) -> Preprocess:
     channels = 1 if preprocess.color == "L" else 3
     if any(len(values) not in {1, channels} for values in (preprocess.mean, preprocess.std)) or 0.0 in preprocess.std:
         raise DataError(
-            f"'{path}': mean and std want 1 or {channels} numbers, and std none that is 0", hint="see --help"
+            f"'{path}': mean and std want 1 or {channels} numbers, and std none that is 0",
+            hint="for example mean = [0.485, 0.456, 0.406] and std = [0.229, 0.224, 0.225]",
         )
     return preprocess
 

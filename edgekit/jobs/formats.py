@@ -227,7 +227,7 @@ def _write_dynamic(model: Model, out: Path, *, per_channel: bool) -> Model:
         raise ModelError(
             f"'{model.name}' has no MatMul, LSTM, Attention or Gather with weights, and ONNX Runtime's CPU provider"
             " runs no other operator with int8 weights dynamically",
-            hint="static formats take it",
+            hint="the static formats, QDQ and QOperator, take it",
         )
     return written
 

@@ -360,7 +360,10 @@ def _read(device: Device, run: DeviceRun) -> Trace:
         )
     trace = read_trace(run.trace)
     if not any(execution.steps for execution in trace.executions):
-        raise DeviceError(f"the profile of '{device.name}' holds no kernel", hint="was its ONNX Runtime built without?")
+        raise DeviceError(
+            f"the profile of '{device.name}' holds no kernel",
+            hint="its ONNX Runtime may be built without a profiler: --on host has one",
+        )
     return trace
 
 

@@ -139,7 +139,10 @@ def read_detections(outputs: Tensors, label: Boxes, limit: TaskLimit) -> Detecti
     boxes, scores, classes = (np.asarray(outputs[name], dtype=np.float64) for name in names)
     count = scores.size
     if boxes.size != 4 * count or classes.size != count:
-        raise DataError(f"{boxes.size} coordinates, {count} scores and {classes.size} classes do not fit", hint="")
+        raise DataError(
+            f"the outputs {', '.join(names)} hold {boxes.size} coordinates, {count} scores and {classes.size} classes",
+            hint="a detection has four coordinates, one score and one class",
+        )
     return Detections(label=label, boxes=boxes.reshape(-1, 4), scores=scores.reshape(-1), classes=classes.reshape(-1))
 
 
@@ -449,7 +452,9 @@ def read_masks(outputs: Tensors, label: Array, limit: TaskLimit) -> Array:
         axes = [axis for axis in range(found.ndim) if np.delete(found.shape, axis).tolist() == list(wanted.shape)]
         found = found.argmax(axis=axes[0]) if axes else found
     if found.shape != wanted.shape:
-        raise DataError(f"a mask {list(found.shape)} does not fit a label {list(wanted.shape)}", hint="one shape")
+        raise DataError(
+            f"a mask {list(found.shape)} does not fit a label {list(wanted.shape)}", hint="give both one shape"
+        )
     kept = wanted != limit.ignore
     wanted, found = wanted[kept], found[kept].astype(np.int64)
     if wanted.size and (min(wanted.min(), found.min()) < 0 or max(wanted.max(), found.max()) > 255):
@@ -477,7 +482,9 @@ def read_psnr(outputs: Tensors, label: Array, limit: TaskLimit) -> tuple[float, 
     wanted = np.asarray(label)
     found = find_output(outputs, limit, lambda value: value.size == wanted.size)
     if found.size != wanted.size:
-        raise DataError(f"an image {list(found.shape)} does not fit a label {list(wanted.shape)}", hint="one shape")
+        raise DataError(
+            f"an image {list(found.shape)} does not fit a label {list(wanted.shape)}", hint="give both one shape"
+        )
     peak = limit.peak or (255.0 if wanted.dtype.kind in "iu" else 1.0)
     error = found.astype(np.float64).reshape(-1) - wanted.astype(np.float64).reshape(-1)
     return min(decibels(peak * peak, float(np.mean(error * error))), DB_LIMIT / 2), 1.0

@@ -10,7 +10,7 @@ _HEADING = re.compile(r"^#+ (.*?)(?: \{#[\w-]+\})?$", re.MULTILINE)
 _ID = re.compile(r"(?:\{#|id=\")([\w-]+)")
 _FILE = re.compile(r"`(?:python |\.\./)?((?:edgekit|targets|tools|tests|docs)/[\w./-]+)")
 _GENERATED = re.compile(
-    r"reference/(commands|files|reports|python)\.md|targets/\w+-notes\.md|^\w+-notes\.md|^(files|reports)\.md"
+    r"reference/(commands|messages|files|reports|python)\.md|targets/\w+-notes\.md|^\w+-notes\.md|^(files|reports|messages)\.md"
 )
 
 

@@ -1,14 +1,21 @@
-"""Messages that the troubleshooting page quotes are those of the code, word for word."""
+"""Each message of the code has a row on its page, and what troubleshooting quotes is the code's, word for word."""
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from doc_pages import PAGES, ROOT
 
+from edgekit.cli.main import run_command
 from edgekit.prepare.fix import REWRITES
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+from docs_messages import ROOMS, render_messages
+from docs_texts import Message, list_messages, read_module
 
 _QUOTED = re.findall(r"^\| `(.+?)` \|", PAGES["docs/troubleshooting.md"], re.MULTILINE)
 
@@ -60,3 +67,87 @@ def test_every_id_of_advice_and_of_a_cause_has_a_row() -> None:
     assert ids - set(_QUOTED) == set()
     rewrites = PAGES["docs/reference/rewrites.md"]
     assert [name for name in REWRITES if f"`{name}`" not in rewrites] == []
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return render_messages()
+
+
+def _list_literals(file: Path) -> Iterator[str]:
+    """Yields the parts of messages that a module writes out where it makes an error, which is what has a hint."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Call) and node.args and any(given.arg == "hint" for given in node.keywords):
+            yield from (
+                part.value
+                for given in node.args
+                for part in (given.values if isinstance(given, ast.JoinedStr) else [given])
+                if isinstance(part, ast.Constant) and isinstance(part.value, str)
+            )
+
+
+@pytest.mark.parametrize("room", sorted(path for path in (ROOT / "edgekit").iterdir() if path.suffix in {"", ".py"}))
+def test_every_error_of_a_room_has_a_row(room: Path, page: str) -> None:
+    files = room.rglob("*.py") if room.is_dir() else [room]
+    written = {" ".join(text.split()) for file in files if "far" not in file.parts for text in _list_literals(file)}
+    assert {text for text in written if text.replace("|", "\\|") not in page} == set()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "check missing.onnx",
+        "build model.onnx --data missing.npz --target nnapi --out out",
+        "build model.onnx --data samples.npz --target qnnn --out out",
+        "build model.onnx --data samples.npz --target qnn --out out --set soc=8550",
+        "prepare model.onnx --dim batch=1 --out out.onnx",
+        "verify model.onnx",
+        "verify bundles/model-nnapi --on androyd",
+        "verify bundles/model-nnapi --labels eval.npy --metric top2",
+        "package bundles --as aar --name 3 --out out",
+        "quantize bundles/model-nnapi/model.onnx --data samples.npz --target nnapi --out out.onnx",
+        "run missing.toml",
+    ],
+)
+def test_what_a_command_prints_has_a_row_with_its_next_step(
+    line: str, tutorial: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tutorial)
+    assert run_command(line.split()) == 2
+    printed = capsys.readouterr().err.splitlines()[-1].removeprefix("edgekit: error: ")
+    assert any(re.fullmatch(f"{_as_pattern(each.text)} \\(.*", printed) for each in list_messages() if each.kind)
+
+
+def _as_pattern(text: str) -> str:
+    return re.escape(text).replace("…", ".+")
+
+
+def test_a_message_and_its_next_step_are_read_from_the_source() -> None:
+    source = """
+_KINDS = {"a": "one way", "b": "another way"}
+
+def _explain(name):
+    return "is empty" if not name else "is too long"
+
+def read(path, kind):
+    if kind not in _KINDS:
+        raise UsageError(f"there is no kind '{kind}'", hint=suggest_name(kind, _KINDS))
+    said = _explain(path)
+    words = f"'{path}' {said}"
+    raise DataError(words, hint=_KINDS[kind])
+"""
+    lacks = "it names the nearest valid name, or lists all of them"
+    assert read_module(source) == [
+        Message(room="", text="there is no kind '…'", kind="UsageError", hint=lacks),
+        Message(room="", text="'…' is empty", kind="DataError", hint="one way / another way"),
+        Message(room="", text="'…' is too long", kind="DataError", hint="one way / another way"),
+    ]
+
+
+def test_no_error_ends_without_a_next_step() -> None:
+    texts = (path.read_text() for path in (ROOT / "edgekit").rglob("*.py"))
+    assert [text for text in texts if re.search(r"hint=(\"\"|''|None)\W", text)] == []
+
+
+def test_every_room_has_its_place_on_the_page() -> None:
+    assert {message.room for message in list_messages()} <= set(ROOMS)

@@ -23,6 +23,8 @@ _WAITS_FOR_PIPES = os.name != "nt"
 Turn = Callable[[Sequence[Tensors]], list[Tensors]]
 """Runs some samples and returns what each gave."""
 
+_TEST = "edgekit devices test DEVICE shows whether the device works at all"
+
 
 class _Turns:
     """What passes between who asks, in one thread, and the device, in another."""
@@ -101,7 +103,7 @@ class _Session:
         if self._wrong:
             raise self._wrong[0]
         if not self._runs:
-            raise DeviceError("it does not come to its end", hint="see its log")
+            raise DeviceError("it does not come to its end", hint=_TEST)
         _refuse_failed(self._runs[0])
 
     def end(self) -> None:
@@ -154,8 +156,8 @@ def _run_alone(device: Device, job: Job, samples: Sequence[Tensors], work: Path)
 
 def _refuse_failed(run: DeviceRun) -> None:
     if run.failure is not None:
-        raise (CrashError if run.crashed else DeviceError)(run.failure, hint="see its log")
+        raise (CrashError if run.crashed else DeviceError)(run.failure, hint=_TEST)
 
 
 def _explain(got: int, wanted: int) -> DeviceError:
-    return DeviceError(f"{got} of {wanted} samples came back", hint="see its log")
+    return DeviceError(f"{got} of {wanted} samples came back", hint=_TEST)

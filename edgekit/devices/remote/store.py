@@ -126,7 +126,9 @@ def ask(shell: Shell, script: str, *, step: str, timeout_s: float | None = None)
         raise DeviceError(f"'{shell.name}' while {step}: {_why(finished)}", hint="edgekit devices list")
     if code.strip() != "0":
         reason = last_line(finished.stderr) or f"the shell ended with exit code {code.strip()}"
-        raise DeviceError(f"'{shell.name}' while {step}: {reason[-300:]}", hint="look at the device")
+        raise DeviceError(
+            f"'{shell.name}' while {step}: {reason[-300:]}", hint="is it connected, with space? edgekit devices list"
+        )
     return output
 
 
