@@ -59,7 +59,7 @@ def list_messages() -> tuple[Message, ...]:
     found: dict[Message, None] = {}
     for file in sorted(PACKAGE.rglob("*.py")):
         parts = file.relative_to(PACKAGE).parts
-        if "far" in parts:
+        if "standalone" in parts:
             continue  # Programs on the other side of a process: what they say comes back inside a message.
         room = parts[0] if len(parts) > 1 else ""
         has_sentences = room not in {"cli", ""} and "pages" not in parts
