@@ -161,7 +161,7 @@ class _Scope:
         found: Sequence[ast.expr] = ()
         match node:
             case ast.Name(id=name):
-                found = self._local.get(name) or self._module.names.get(name, ())
+                found = self._local.get(name) or self._module.names.get(name) or ()
             case ast.IfExp(body=first, orelse=second):
                 found = (first, second)
             case ast.BoolOp(values=values):
