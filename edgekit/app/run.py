@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 
-from edgekit._files import write_file
+from edgekit._files import work_folder, write_file
 from edgekit.app.cells import CACHE, build_cell, find_kept, find_key, forget_cell
 from edgekit.app.config import App, Cell, list_cells
 from edgekit.app.packages import pack_all, require_keys, sign_all
@@ -61,15 +62,17 @@ def run_app(
     waiting = [cell for cell in cells if found[cell.name] is None]
     built = iter([None] * len(waiting)) if elsewhere is None else elsewhere(waiting)
     began, kept = time.monotonic(), Kept()
-    for number, cell in enumerate(waiting, 1):
-        # Cells of a model follow each other: what another model gave is of no use to them, and takes memory.
-        if number == 1 or waiting[number - 2].model != cell.model:
-            kept = Kept(folder=app.out / CACHE)
-        result = next(built) or _build(app, cell, digests, kept, store, progress)
-        found[cell.name] = result
-        left_s = (time.monotonic() - began) / number * (len(waiting) - number)
-        left = f", about {left_s:.0f} s left" if number < len(waiting) else ""
-        landed(f"{number} of {len(waiting)}: {cell.name}: {result.verdict}, {result.seconds:.0f} s{left}")
+    with ExitStack() as held:
+        for number, cell in enumerate(waiting, 1):
+            # Cells of a model follow each other: what another model gave is of no use to them, and takes room.
+            if number == 1 or waiting[number - 2].model != cell.model:
+                held.close()
+                kept = Kept(folder=app.out / CACHE, work=held.enter_context(work_folder()))
+            result = next(built) or _build(app, cell, digests, kept, store, progress)
+            found[cell.name] = result
+            left_s = (time.monotonic() - began) / number * (len(waiting) - number)
+            left = f", about {left_s:.0f} s left" if number < len(waiting) else ""
+            landed(f"{number} of {len(waiting)}: {cell.name}: {result.verdict}, {result.seconds:.0f} s{left}")
     results = tuple(result for result in found.values() if result is not None)
     beside = {cell.name: found.get(cell.name) or find_kept(app, cell, digests) for cell in every if not bare}
     digests.save()

@@ -102,6 +102,12 @@ def write_stamped(model: Model, folder: Path) -> Model:
     return write_beside(proto, model, folder / ONNX_FILE)
 
 
+def read_stamp(model: Model) -> str:
+    """Returns the sha256 of the model whose graph a file has, "" where it bears no stamp."""
+    entries = read_proto(model, weights=False).metadata_props
+    return next((entry.value for entry in entries if entry.key == STAMP), "")
+
+
 # What gives the same bits on every machine: moves of data, comparisons, and the arithmetic that IEEE 754 rounds.
 _EXACT_OPS = frozenset({
     "Abs", "Add", "And", "ArgMax", "ArgMin", "Cast", "CastLike", "Ceil", "Clip", "Compress", "Concat", "Constant",

@@ -14,6 +14,7 @@ import msgspec
 
 from edgekit._files import AnyPath, as_path, staged_entries, work_folder, write_file
 from edgekit.bundle.golden import KnownOutputs, read_inputs
+from edgekit.convert.forms import read_stamp
 from edgekit.data.data_check import warn_if_few
 from edgekit.devices.android.android import NNAPI
 from edgekit.devices.named import NamedDevice
@@ -27,8 +28,6 @@ from edgekit.jobs.prepare import list_versions
 from edgekit.jobs.target_bundle import BuiltBundle, ReadyBundle, ready_bundles, write_ready
 from edgekit.machine import own_peak_bytes, release_memory
 from edgekit.model.model import Model, load_model
-from edgekit.prepare.clean import freeze_model
-from edgekit.prepare.opset import lower_model
 from edgekit.progress import Budget, Progress, Stopwatch, say_nothing
 from edgekit.quantize import Calibration
 from edgekit.recipe import Data, Recipe, load_targets
@@ -39,15 +38,13 @@ from edgekit.serialize import to_json
 from edgekit.target import Target
 from edgekit.verify.attribute import attribute_loss
 from edgekit.verify.on_devices import find_devices
-from edgekit.verify.report import VerifyReport, write_report
+from edgekit.verify.report import Step, VerifyReport, write_report
 from edgekit.verify.run import verify_bundle
 
 # While a target is planned, one bundle is written and verified beside it: planning keeps a core busy, and needs the
 # memory that a second emulator would take. When nothing is left to plan, two are verified at once.
 _BESIDE = 1
 _MORE_AFTERWARDS = 1
-# A thousand classes of 8,000 samples: a choice.
-_MOST_KEPT_BYTES = 32 << 20
 
 
 class _Finished(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,16 +107,14 @@ def build(
             targets=targets,
             work=work,
             staging=staging,
-            cache=kept.folder,
+            kept=kept,
             progress=progress,
             origin=given.sha256,
             end=end,
             watch=watch,
             memo=msgspec.structs.replace(kept.memo, budget=Budget()),
-            known=kept.known,
         )
-        source = freeze_model(lower_model(given, work / "lowered"), work / "frozen", recipe.freeze)
-        inputs = read_build_inputs(source, data, job)
+        inputs = read_build_inputs(given, data, job)
         inputs, built, reports = _build_all(inputs, job, verify=verify)
         report = _sum_up(inputs, job, built, reports, verified=verify, out=out, start=start)
         report = msgspec.structs.replace(report, forecast=told)
@@ -284,10 +279,24 @@ def _verify(result: BuiltBundle, job: BuildJob, waiting: int) -> VerifyReport:
         devices = [NamedDevice(label=device.name, device=device, budget_s=seconds) for device in devices]
     float_model = result.models["prepare"].path
     task = result.target.thresholds.task
-    report = verify_bundle(result.bundle, devices, task=task, float_model=float_model, progress=job.progress)
-    # The float model is the same for most targets.
-    known = job.known.setdefault(result.models["prepare"].sha256, KnownOutputs(room_bytes=_MOST_KEPT_BYTES))
-    report = attribute_loss(result.bundle, report, result.models, {"prepare": known})
+    # The float model is the same for most targets, what it was quantized to is that of one.
+    known: dict[Step, KnownOutputs] = {
+        step: job.kept.know(model.sha256, stays=step == "prepare") for step, model in result.models.items()
+    }
+    manifest = result.bundle.manifest
+    # A bundle's ONNX file mostly has the graph of the last step, so both give the same outputs: they are computed once.
+    # A bundle in half precision is held against the form that the device loaded, which has another graph.
+    has_own = "onnx" in manifest.forms and manifest.precision != "fp16"
+    stamp = read_stamp(load_model(result.bundle.find_model("onnx"))) if has_own else ""
+    report = verify_bundle(
+        result.bundle,
+        devices,
+        task=task,
+        float_model=float_model,
+        known=next((known[step] for step, model in result.models.items() if model.sha256 == stamp), None),
+        progress=job.progress,
+    )
+    report = attribute_loss(result.bundle, report, result.models, known)
     # Verifications follow each other in one process: what one has freed is given back before the next begins.
     release_memory()
     write_report(result.bundle, report)

@@ -29,7 +29,9 @@ from edgekit.model.outputs import StatedOutput, check_outputs
 from edgekit.model.state import State
 from edgekit.model.tensors import Array, Tensors
 from edgekit.prepare import ready_model
+from edgekit.prepare.clean import freeze_model
 from edgekit.prepare.fix import BucketModels, Fix, FixedModel, choose_dims, prepare_buckets
+from edgekit.prepare.opset import lower_model
 from edgekit.progress import Budget, Progress, Stopwatch
 from edgekit.quantize import Calibration, calibrate_model
 from edgekit.quantize.accuracy.predict import FloatReference
@@ -47,33 +49,40 @@ _MOST_KEPT_BYTES = 64 << 20
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
     """What builds of one model keep for the next, perhaps for another target: a bundle is the same without it.
 
-    In `folder`, if there is one, lie calibrations. `memo` has the plans that were judged, `known` what models gave for
-    golden samples, by their sha256.
+    In `folder`, if there is one, lie calibrations, also for later runs. `memo` has the plans that were judged, `known`
+    what models gave for golden samples, by their sha256. `inputs` are models made ready, by what they depend on, whose
+    files lie in the folder `work`; without it each build makes its own.
     """
 
     folder: Path | None = None
+    work: Path | None = None
     memo: Memo = msgspec.field(default_factory=Memo)
     known: dict[str, KnownOutputs] = {}
+    inputs: dict[str, "BuildInputs"] = {}
+
+    def know(self, sha256: str, *, stays: bool) -> KnownOutputs:
+        """Returns what the model of this digest gave before, to which more is added; it is kept where it `stays`."""
+        new = KnownOutputs(room_bytes=_MOST_KEPT_BYTES // 2)
+        return self.known.setdefault(sha256, new) if stays else new
 
 
 class BuildJob(msgspec.Struct, frozen=True, kw_only=True):
     """What a build was asked for, and where it works: `work` is gone afterwards, `staging` becomes the result.
 
     `end` is when planning and verifying end, by `time.monotonic()`. `origin` is the sha256 of the model file as it was
-    given. The `watch` tells what each stage takes; `cache`, `memo` and `known` are those of `Kept`.
+    given. The `watch` tells what each stage takes. `memo` is that of `kept`, with the time of this build.
     """
 
     recipe: Recipe
     targets: tuple[Target, ...]
     work: Path
     staging: Path
-    cache: Path | None
+    kept: Kept
     progress: Progress
     origin: str
-    memo: Memo = msgspec.field(default_factory=Memo)
+    memo: Memo
     end: float = math.inf
     watch: Stopwatch = msgspec.field(default_factory=Stopwatch)
-    known: dict[str, KnownOutputs] = {}
 
     def begin(self, stage: str, words: str) -> None:
         """Begins a stage that all targets share, and says so."""
@@ -113,9 +122,10 @@ class BuildInputs(msgspec.Struct, frozen=True, kw_only=True):
 
     `calibration` is None until a target is to be quantized, and an error where no node can be quantized. By the
     `reference` plans are judged. `floats` says for each target that takes more of the model in float why it is not
-    quantized. `gain` tells of the rewrites for a target, where `prepared` has any.
+    quantized. `gain` tells of the rewrites for a target, where `prepared` has any. The files lie in `folder`.
     """
 
+    folder: Path
     source: Model
     prepared: Model
     fixes: tuple[Fix, ...]
@@ -133,20 +143,52 @@ class BuildInputs(msgspec.Struct, frozen=True, kw_only=True):
     gain: str = ""
 
 
-def read_build_inputs(source: Model, data: Data, job: BuildJob) -> BuildInputs:
-    """Returns a model made ready, its samples, and what the float model gives; nothing is calibrated yet.
+def read_build_inputs(given: Model, data: Data, job: BuildJob) -> BuildInputs:
+    """Returns a model made ready, its samples, and what the float model gives; it may be calibrated already.
+
+    What an earlier build kept of the same model and data is taken as it is.
 
     Raises:
         EdgekitError: the model, the data or the recipe is wrong.
     """
     # Before anything runs: a build of an hour must not end in a missing file of labels.
     metric = _find_metric(data, job)
-    fixed, sized = _prepare(source, job)
+    key = _find_key(given, data, metric, job)
+    inputs = job.kept.inputs.get(key)
+    if inputs is None:
+        folder = job.work if job.kept.work is None or not key else job.kept.work / key
+        inputs = _read_inputs(given, data, metric, job, folder)
+        if key:
+            job.kept.inputs[key] = inputs
+    else:
+        refuse_profiles(job.targets, inputs.source.inputs)
+    floats = {} if inputs.is_quantized else _find_floats(inputs.prepared, job)
+    return msgspec.structs.replace(inputs, floats=floats)
+
+
+def _find_key(given: Model, data: Data, metric: TaskLimit | None, job: BuildJob) -> str:
+    """Returns a digest of all that inputs depend on, "" where none are kept or what they depend on is not known."""
+    places = [Path(place) for place in (data.source, data.evaluation, data.labels) if place is not None]
+    # A function may give other samples each time, and the reference of an earlier build is one of each target.
+    if job.kept.work is None or data.golden is not None or not all(place.exists() for place in places):
+        return ""
+    files = [path for place in places for path in (sorted(place.rglob("*")) if place.is_dir() else [place])]
+    recipe = job.recipe
+    facts = (
+        (given.sha256, data, metric, takes_any_size(job.targets)),
+        (recipe.dims, recipe.buckets, recipe.pad, recipe.freeze, recipe.samples, recipe.outputs, recipe.state),
+        [(path, (known := path.stat()).st_size, known.st_mtime_ns) for path in files],
+    )
+    return digest_bytes(msgspec.json.encode(facts, enc_hook=str, order="sorted"))
+
+
+def _read_inputs(given: Model, data: Data, metric: TaskLimit | None, job: BuildJob, folder: Path) -> BuildInputs:
+    folder.mkdir(exist_ok=True)
+    source = freeze_model(lower_model(given, folder / "lowered"), folder / "frozen", job.recipe.freeze)
+    fixed, sized = _prepare(source, job, folder)
     prepared = fixed.model
     outputs = check_outputs(job.recipe.outputs, prepared)
-    sequences = plan_sequences(source, job.recipe.state, prepared.inputs, prepared.outputs, job.work)
-    is_quantized = bool(find_integer_ops(read_proto(prepared, weights=False)))
-    floats = {} if is_quantized else _find_floats(prepared, job)
+    sequences = plan_sequences(source, job.recipe.state, prepared.inputs, prepared.outputs, folder)
     job.begin("samples", "read the samples")
     samples = read_sample_sets(
         prepared.inputs if sized is None else free_axes(sized.padding.inputs, prepared.inputs),
@@ -160,14 +202,15 @@ def read_build_inputs(source: Model, data: Data, job: BuildJob) -> BuildInputs:
     )
     job.begin("float model", "run the float model")
     # Of the model as it was given, not as it was prepared: errors of the preparation count as well.
-    golden = _make_golden(source, prepared, samples, job)
+    golden = _make_golden(source, prepared, samples, job, folder)
     recorded = _open_recorded(data, golden, source, job)
-    buckets = None if sized is None else _run_unpadded(source, sized, samples, recorded, job)
+    buckets = None if sized is None else _run_unpadded(source, sized, samples, recorded, folder)
     return BuildInputs(
+        folder=folder,
         source=source,
         prepared=prepared,
         fixes=fixed.fixes,
-        is_quantized=is_quantized,
+        is_quantized=bool(find_integer_ops(read_proto(prepared, weights=False))),
         outputs=outputs,
         state=sequences.state,
         samples=samples,
@@ -176,7 +219,7 @@ def read_build_inputs(source: Model, data: Data, job: BuildJob) -> BuildInputs:
         reference=FloatReference(prepared, samples.calibration, outputs),
         preprocess=data.preprocess,
         recorded=recorded,
-        floats=floats,
+        floats={},
         buckets=buckets,
     )
 
@@ -192,23 +235,26 @@ def calibrate_inputs(inputs: BuildInputs, job: BuildJob) -> BuildInputs:
     if inputs.is_quantized or inputs.calibration is not None:
         return inputs
     job.watch.begin("calibrate")
-    calibration = _calibrate(inputs.prepared, inputs.samples, inputs.outputs, job, job.work / "calibration")
-    return msgspec.structs.replace(inputs, calibration=calibration)
+    calibration = _calibrate(inputs.prepared, inputs.samples, inputs.outputs, job, inputs.folder / "calibration")
+    inputs = msgspec.structs.replace(inputs, calibration=calibration)
+    if inputs.folder.name in job.kept.inputs:
+        job.kept.inputs[inputs.folder.name] = inputs
+    return inputs
 
 
-def _prepare(source: Model, job: BuildJob) -> tuple[FixedModel, BucketModels | None]:
+def _prepare(source: Model, job: BuildJob, folder: Path) -> tuple[FixedModel, BucketModels | None]:
     job.progress("prepare the model")
     recipe = job.recipe
     refuse_profiles(job.targets, source.inputs)
     dims = choose_dims(recipe.dims, recipe.buckets, recipe.pad)
     is_free = not recipe.buckets and takes_any_size(job.targets)
-    fixed = ready_model(source, job.work, dims, may_stay_open=is_free)
-    return fixed, prepare_buckets(source, fixed.model, dims, recipe.buckets, recipe.pad, job.work)
+    fixed = ready_model(source, folder, dims, may_stay_open=is_free)
+    return fixed, prepare_buckets(source, fixed.model, dims, recipe.buckets, recipe.pad, folder)
 
 
-def _make_golden(source: Model, prepared: Model, samples: SampleSets, job: BuildJob) -> Golden:
+def _make_golden(source: Model, prepared: Model, samples: SampleSets, job: BuildJob, folder: Path) -> Golden:
     """Returns the golden samples, with every dimension open that the model leaves open, whatever sizes they have."""
-    golden = _run_float(source, samples, job)
+    golden = _run_float(source, samples, job, folder / "golden")
     check_class_labels(golden)
     if all(spec.is_static for spec in prepared.inputs):
         return golden
@@ -238,7 +284,7 @@ def _filling(sequences: Sequences, sized: BucketModels | None) -> Sequences:
 
 
 def _run_unpadded(
-    source: Model, sized: BucketModels, samples: SampleSets, recorded: Mapping[str, Recorded], job: BuildJob
+    source: Model, sized: BucketModels, samples: SampleSets, recorded: Mapping[str, Recorded], folder: Path
 ) -> BucketInputs:
     """Returns what the float model makes of the golden samples as long as they are.
 
@@ -251,22 +297,21 @@ def _run_unpadded(
             f"no golden sample fits into {sized.padding.dim}={sized.sizes[0]}: the shortest has {min(lengths)}",
             hint="give shorter samples too, or leave the bucket out",
         )
-    golden = make_golden(source, samples.given, job.work / "unpadded", ragged=True)
+    golden = make_golden(source, samples.given, folder / "unpadded", ragged=True)
     for bundle in recorded.values():
         adopt_unpadded(golden, bundle)
     return BucketInputs(models=sized, given=samples.given, lengths=lengths, unpadded=golden.folder / OUTPUTS)
 
 
-def _run_float(source: Model, samples: SampleSets, job: BuildJob) -> Golden:
+def _run_float(source: Model, samples: SampleSets, job: BuildJob, place: Path) -> Golden:
     """Returns the golden samples; with a cache the float model runs once for all builds of it on this machine."""
-    place = job.work / "golden"
     # Operators of one's own may depend on more than their file.
-    if job.cache is None or source.custom_ops:
+    if job.kept.folder is None or source.custom_ops:
         return make_golden(source, samples.evaluation, place, labels=samples.labels, ragged=True)
     # Other CPUs, and other numbers of cores, sum up in another order.
     facts = source.sha256, list_versions(), describe_machine()
     key = digest_bytes(msgspec.json.encode(facts, order="sorted"))
-    with open_cache(CacheSettings(folder=job.cache, digests=()), key, job.progress, "golden") as cache:
+    with open_cache(CacheSettings(folder=job.kept.folder, digests=()), key, job.progress, "golden") as cache:
         found = cache.load(OUTPUTS, None, 2 * _MOST_KEPT_BYTES)
         outputs = {} if found is None else _split_outputs(found, cache)
         known = KnownOutputs(outputs=outputs, room_bytes=_MOST_KEPT_BYTES)
@@ -337,8 +382,8 @@ def _calibrate(
     prepared: Model, samples: SampleSets, outputs: dict[str, StatedOutput], job: BuildJob, work: Path
 ) -> Calibration | ModelError:
     cache = None
-    if job.cache is not None:
-        cache = CacheSettings(folder=job.cache, digests=samples.facts.digests)
+    if job.kept.folder is not None:
+        cache = CacheSettings(folder=job.kept.folder, digests=samples.facts.digests)
     try:
         return calibrate_model(
             prepared, samples.calibration, work=work, cache=cache, outputs=outputs, progress=job.progress

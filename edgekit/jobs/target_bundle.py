@@ -18,7 +18,7 @@ from edgekit.bundle.manifest import Ancestry
 from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport
 from edgekit.convert.convert import ConvertedModel
-from edgekit.convert.forms import STAMP
+from edgekit.convert.forms import read_stamp
 from edgekit.data.samples import select_samples, spread_indices
 from edgekit.errors import FAILURES, DataError, EdgekitError, ModelError, quote_error
 from edgekit.graph.graph import read_graph
@@ -26,7 +26,7 @@ from edgekit.jobs.build_inputs import BuildInputs, BuildJob, fix_inputs
 from edgekit.jobs.forms import Deployed, Making, deploy_model, make_sizes
 from edgekit.jobs.prepare import list_versions
 from edgekit.machine import release_memory
-from edgekit.model.model import Model, load_model, read_proto
+from edgekit.model.model import Model, load_model
 from edgekit.model.outputs import Reading
 from edgekit.prepare.fix import fix_model
 from edgekit.prepare.rewrites import unsigned_weights
@@ -338,9 +338,8 @@ def _check_shipped(contents: Contents) -> CheckReport:
     if not files:
         return check
     shipped = load_model(files[0], custom_ops=contents.source.custom_ops)
-    stamps = {entry.key: entry.value for entry in read_proto(shipped, weights=False).metadata_props}
     # A file that is stamped as the checked one has its graph.
-    if stamps.get(STAMP) != check.sha256:
+    if read_stamp(shipped) != check.sha256:
         check = check_model(shipped, contents.target)
     return msgspec.structs.replace(check, model=shipped.path.name, sha256=shipped.sha256)
 

@@ -7,6 +7,7 @@ from xml.etree import ElementTree as ET
 from edgekit.bench.report import BenchReport, BenchRun
 from edgekit.devices.device import SkippedDevice
 from edgekit.evidence import Verdict
+from edgekit.report.tables import format_or_dash
 from edgekit.report.text import list_verify_remarks
 from edgekit.report.timing import list_bench_remarks
 from edgekit.verify.metrics.agreement import SHARED
@@ -170,7 +171,11 @@ def _describe(report: VerifyReport) -> Iterator[str]:
         for run in report.runs:
             for output in run.outputs:
                 top1 = output.exact_match if output.agreed is None else output.agreed
-                figures = (_number(output.cosine, "{:.5f}"), _number(output.sqnr_db, "{:.1f}"), _number(top1, "{:.1%}"))
+                figures = (
+                    format_or_dash(output.cosine, "{:.5f}"),
+                    format_or_dash(output.sqnr_db, "{:.1f}"),
+                    format_or_dash(top1, "{:.1%}"),
+                )
                 verdict = "pass" if run.passed else f"**{run.verdict}**"
                 cells = (_escape(run.device), run.evidence.value, _escape(output.name), *figures, verdict)
                 yield f"| {' | '.join(cells)} |"
@@ -189,10 +194,6 @@ def _describe(report: VerifyReport) -> Iterator[str]:
     if report.advice:
         yield f"- {_escape(report.advice)}"
     yield ""
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
 
 
 def _escape(text: str) -> str:

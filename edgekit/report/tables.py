@@ -45,6 +45,11 @@ def format_bytes(size_bytes: int) -> str:
     return f"{size:.0f} {unit}" if unit in {"B", "kB"} else f"{size:.1f} {unit}"
 
 
+def format_or_dash(value: float | None, form: str) -> str:
+    """Returns a figure in a format such as `{:.1f} dB`, a dash where there is none."""
+    return "-" if value is None else form.format(value)
+
+
 def _scale(value: float, units: tuple[str, ...]) -> tuple[float, str]:
     """Returns a value in the first unit, each a thousand times the one before, that keeps it below a thousand."""
     for unit in units[:-1]:
@@ -72,7 +77,7 @@ def table_layer_sizes(report: SizeReport) -> Table:
     table = Table(f"layer of {report.model}", "operator", "weight bytes", "share", "MACs", box=SIMPLE_HEAD)
     heavy = [layer for layer in report.layers if layer.weight_bytes]
     for layer in heavy[:_MOST_ROWS]:
-        macs = "-" if layer.macs is None else f"{layer.macs:,}"
+        macs = format_or_dash(layer.macs, "{:,}")
         table.add_row(layer.name, layer.op, f"{layer.weight_bytes:,}", _share(layer.weight_bytes, total), macs)
     rest = heavy[_MOST_ROWS:]
     if rest:

@@ -17,7 +17,7 @@ from edgekit.phones import read_phones
 from edgekit.report.checked import describe_surprises, describe_taken
 from edgekit.report.forecasts import describe_forecast
 from edgekit.report.summary import BuildReport, BundleSummary
-from edgekit.report.tables import format_bytes, format_count, make_table
+from edgekit.report.tables import format_bytes, format_count, format_or_dash, make_table
 from edgekit.serialize import to_builtins
 from edgekit.target import Target, TaskLimit
 from edgekit.verify.layers.comparison import LayerReport, Located, explain_layers
@@ -141,10 +141,10 @@ def table_verify(report: VerifyReport) -> Table:
                 run.device,
                 run.evidence.value,
                 output.name,
-                _number(output.cosine, "{:.5f}"),
-                _number(output.sqnr_db, "{:.1f} dB"),
-                _number(output.agreed, "{:.1%}"),
-                _number(run.latency_ms.median if run.latency_ms else None, "{:.1f}"),
+                format_or_dash(output.cosine, "{:.5f}"),
+                format_or_dash(output.sqnr_db, "{:.1f} dB"),
+                format_or_dash(output.agreed, "{:.1%}"),
+                format_or_dash(run.latency_ms.median if run.latency_ms else None, "{:.1f}"),
                 _verdict(run.verdict),
                 *accuracy,
             )
@@ -183,12 +183,12 @@ def table_device_figures(report: VerifyReport) -> Table:
         latency = figures.latency_ms
         table.add_row(
             figures.device,
-            _number(figures.sqnr_db, "{:.1f} dB"),
-            _number(figures.top1_agreement, "{:.1%}"),
-            _number(figures.accuracy, "{:.1%}"),
-            _number(latency.median if latency else None, "{:.2f} ms"),
-            _number(latency.p95 if latency else None, "{:.2f} ms"),
-            _number(latency.p99 if latency else None, "{:.2f} ms"),
+            format_or_dash(figures.sqnr_db, "{:.1f} dB"),
+            format_or_dash(figures.top1_agreement, "{:.1%}"),
+            format_or_dash(figures.accuracy, "{:.1%}"),
+            format_or_dash(latency.median if latency else None, "{:.2f} ms"),
+            format_or_dash(latency.p95 if latency else None, "{:.2f} ms"),
+            format_or_dash(latency.p99 if latency else None, "{:.2f} ms"),
             f"{figures.nodes_taken}/{figures.nodes}",
             format_bytes(figures.peak_rss_bytes),
             f"as {figures.same_as}" if figures.same_as else "own",
@@ -273,11 +273,11 @@ def table_outputs(report: ModelComparison) -> Table:
         remark = output.mismatch or (f"{output.non_finite} values are not finite" if output.non_finite else "")
         table.add_row(
             output.name,
-            _number(output.cosine, "{:.5f}"),
-            _number(output.sqnr_db, "{:.1f} dB"),
-            _number(output.max_abs, "{:.4g}"),
-            _number(output.top1_agreement, "{:.1%}"),
-            _number(output.exact_match, "{:.1%}"),
+            format_or_dash(output.cosine, "{:.5f}"),
+            format_or_dash(output.sqnr_db, "{:.1f} dB"),
+            format_or_dash(output.max_abs, "{:.4g}"),
+            format_or_dash(output.top1_agreement, "{:.1%}"),
+            format_or_dash(output.exact_match, "{:.1%}"),
             remark,
         )
     return table
@@ -297,8 +297,14 @@ def table_layers(layers: Sequence[LayerReport]) -> Table:
     """Returns layers as a table: the error so far, and the layer's own on correct inputs."""
     table = make_table("layer", "op", "SQNR so far", "own SQNR", "max error")
     for layer in layers:
-        own = _number(layer.own_sqnr_db, "{:.1f} dB")
-        table.add_row(layer.name, layer.op, _number(layer.sqnr_db, "{:.1f} dB"), own, _number(layer.max_abs, "{:.4g}"))
+        own = format_or_dash(layer.own_sqnr_db, "{:.1f} dB")
+        table.add_row(
+            layer.name,
+            layer.op,
+            format_or_dash(layer.sqnr_db, "{:.1f} dB"),
+            own,
+            format_or_dash(layer.max_abs, "{:.4g}"),
+        )
     return table
 
 
@@ -353,10 +359,6 @@ def _result(bundle: BundleSummary) -> Text:
 
 def _verdict(verdict: Verdict) -> Text:
     return Text(verdict, _COLORS[verdict])
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
 
 
 def headline_verify(report: VerifyReport) -> str:

@@ -12,7 +12,7 @@ from edgekit.bench.report import BenchReport, BenchRun, Comparison
 from edgekit.bundle.manifest import SessionSetting
 from edgekit.evidence import Evidence
 from edgekit.profile.report import Cause, DeviceProfile, NodeTime, ProfileComparison, ProfileReport
-from edgekit.report.tables import format_bytes, format_count, make_table
+from edgekit.report.tables import format_bytes, format_count, format_or_dash, make_table
 from edgekit.tune.report import Entrant, TriedSetting, TuneReport
 from edgekit.tune.space import PROVIDER_OPTIONS, Goal
 
@@ -315,10 +315,10 @@ def table_levels(report: TuneReport) -> Table:
     for row in report.levels:
         table.add_row(
             row.level,
-            "-" if row.nodes is None else str(row.nodes),
+            format_or_dash(row.nodes, "{}"),
             describe_fused(row.fused),
-            "-" if row.load_ms is None else f"{row.load_ms:.0f} ms",
-            "-" if row.median_ms is None else f"{row.median_ms:.3g} ms",
+            format_or_dash(row.load_ms, "{:.0f} ms"),
+            format_or_dash(row.median_ms, "{:.3g} ms"),
         )
     return table
 

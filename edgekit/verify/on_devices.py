@@ -73,9 +73,9 @@ def verify_on(
     """
     known = read_known(bundle)
     devices = _add_files(bundle, choice, files)
+    report = verify_bundle(bundle, devices, task=task, layers=layers, progress=progress)
     ancestry = _describe_ancestry(bundle, bundle.manifest.files[_INPUTS].sha256)
-    report = verify_bundle(bundle, devices, task=task, layers=layers, ancestry=ancestry, progress=progress)
-    report = keep_attribution(report, known)
+    report = keep_attribution(msgspec.structs.replace(report, ancestry=ancestry), known)
     return _keep_report(bundle, report) if report.runs else report
 
 
@@ -115,16 +115,17 @@ def verify_with(
         known = None if labels is None else [labels[index] for index in kept]
         golden = make_golden(source, chosen, work, labels=known, at_once=_AT_ONCE, ragged=True)
         check_class_labels(golden)
-        return verify_bundle(
+        report = verify_bundle(
             bundle,
             devices,
             golden=_add_lengths(bundle, source, given, golden, work / "unpadded"),
             task=task,
             float_model=source.path,
             layers=layers,
-            ancestry=_describe_ancestry(bundle, digest_file(golden.folder / INPUTS)),
             progress=progress,
         )
+        ancestry = _describe_ancestry(bundle, digest_file(golden.folder / INPUTS))
+        return msgspec.structs.replace(report, ancestry=ancestry)
 
 
 def _list_inputs(bundle: Bundle) -> Sequence[TensorSpec]:

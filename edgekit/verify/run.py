@@ -1,7 +1,7 @@
 """Running a bundle on devices and judging what comes back."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -123,7 +123,7 @@ def verify_bundle(
     task: TaskLimit | None = None,
     float_model: Path | None = None,
     layers: bool = False,
-    ancestry: Mapping[str, str] | None = None,
+    known: KnownOutputs | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
     """Runs the golden samples on each device and returns how far the outputs lie from the float reference.
@@ -132,7 +132,8 @@ def verify_bundle(
     would load, with all samples. An absent device is skipped; one that dies or lies fails. `golden` and `task` take the
     place of the bundle's own. With `float_model` a wrong output is held against what that model makes of inputs with a
     usual mistake. Where outputs are wrong, or with `layers`, the layer is sought that the device computes otherwise.
-    Each file that runs here takes the self-test. Devices run at once, on a checked copy.
+    What the bundle's ONNX file gave before is `known`, to which more is added. Each file that runs here takes the
+    self-test. Devices run at once, on a checked copy.
 
     Raises:
         BundleError: the bundle lacks the form of the model that a device is to run, or was altered since it was opened.
@@ -147,7 +148,7 @@ def verify_bundle(
         task=task or bundled_task(manifest),
         float_model=float_model,
         layers=layers,
-        known=KnownOutputs(room_bytes=_MOST_KEPT_BYTES),
+        known=known or KnownOutputs(room_bytes=_MOST_KEPT_BYTES),
     )
     runs, broken, held = _run_devices(bundle, present, asked, progress or say_nothing) if present else ((), (), ())
     return VerifyReport(
@@ -164,7 +165,6 @@ def verify_bundle(
         max_size_bytes=manifest.thresholds.max_size_bytes,
         max_size_share=manifest.thresholds.max_size_share,
         needs_placement=manifest.thresholds.needs_placement,
-        ancestry=dict(ancestry or {}),
         machine=describe_machine(),
         # What a provider took on a device counts before what the rules say of it.
         alterations=(*broken, *(() if any(run.observes_placement for run in runs) else find_other_model(bundle))),

@@ -20,6 +20,7 @@ from tiny_models import parse_model
 from edgekit.cli.main import run_command
 from edgekit.errors import DataError, OutputError
 from edgekit.jobs.build import build
+from edgekit.jobs.build_inputs import Kept
 from edgekit.jobs.quantize import QuantizeOptions, quantize_for
 from edgekit.quantize.calibration import passes
 from edgekit.quantize.calibration.store import Checkpoint, read_checkpoint, write_checkpoint
@@ -156,6 +157,27 @@ def test_the_float_model_runs_once_for_all_builds(folder: Path) -> None:
     others = make("nnapi")
     assert others[0] != ran[0]
     assert others[1] == 0
+
+
+def test_builds_of_one_model_share_what_depends_on_no_target(folder: Path) -> None:
+    """The samples are read once, each bundle is that of a build by itself, and samples that changed are read again."""
+    data, work = Data(source=str(folder / "d.npz")), folder / "work"
+    work.mkdir()
+    kept, said = Kept(work=work), list[str]()
+
+    def make(target: str, cache: Kept | None = None) -> str:
+        said.clear()
+        out, recipe = folder / f"{target}-{cache is None}", Recipe(targets=(target,), samples=12)
+        report = build(folder / "m.onnx", data, out, recipe, verify=False, cache=cache, progress=said.append)
+        return report.bundles[0].sha256
+
+    first = make("nnapi", kept)
+    assert "read the samples" in said
+    second = make("xnnpack", kept)
+    assert not {"read the samples", "run the float model", "calibrate"} & {*said}
+    assert (first, second) == (make("nnapi"), make("xnnpack"))
+    np.savez(folder / "d.npz", x=np.random.default_rng(1).normal(size=(12, 1, 3, 8, 8)).astype(np.float32))
+    assert make("xnnpack", kept) == make("xnnpack") != second
 
 
 def wait_for(folder: Path, part: str) -> None:
