@@ -1,8 +1,8 @@
 """Chooses how to quantize: candidates are built and judged on held-out samples, the best becomes the plan."""
 
-import math
 from collections.abc import Mapping
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -22,8 +22,8 @@ from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.mixed_precision.candidates import (
     NOTABLE_DB,
     Draft,
+    Judgement,
     Memo,
-    best_quick_db,
     choose_ranges,
     judge_draft,
     judge_plan,
@@ -34,7 +34,6 @@ from edgekit.quantize.mixed_precision.relief import (
     COLLAPSED_DB,
     GOOD_DB,
     adapt_ranges,
-    choose_schedule,
     fit_inputs,
     keep_eight,
     relieve_class_maps,
@@ -45,8 +44,6 @@ from edgekit.quantize.objective import FAITHFUL_DB
 from edgekit.quantize.plan import Candidate, QuantPlan, draft_plan, is_relievable
 from edgekit.target import Precision, Target
 
-# Equalized weights that are worse by this much when rounded quickly are not rounded with more care: a choice.
-_HOPELESS_DB = 1.0
 # What products before sigmoids must gain, which cost some time on a device: a choice.
 _SILU_DB = 1.0
 
@@ -70,15 +67,15 @@ class _Subject(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 class Judged(msgspec.Struct, frozen=True, kw_only=True):
-    """A draft and its candidates, best first."""
+    """A draft, and how its candidates were judged."""
 
     draft: Draft
-    candidates: tuple[Candidate, ...]
+    found: Judgement
 
     @property
     def best_db(self) -> float:
         """The ratio of the best candidate."""
-        return self.candidates[0].sqnr_db
+        return self.found.candidates[0].sqnr_db
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,16 +84,6 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     plan: QuantPlan
     ratio_db: float
     tried: tuple[Candidate, ...] = ()
-
-    @property
-    def exceptions(self) -> int:
-        """How many tensors and nodes do without 8 bits."""
-        return len(self.plan.wide) + len(self.plan.float_nodes)
-
-    def beats(self, other: "Finished") -> bool:
-        """Returns True if it comes nearer by more than products cost, or about as near with less out of 8 bits."""
-        gain = min(self.ratio_db, GOOD_DB) - min(other.ratio_db, GOOD_DB)
-        return gain > _SILU_DB or (self.exceptions < other.exceptions and gain > -_SILU_DB)
 
 
 def plan_quantization(
@@ -167,23 +154,13 @@ def _plan_best(subject: _Subject) -> QuantPlan:
     through_silu = attempt(
         "channels equalized through SiLU", partial(_equalize, subject, plain, reached=chosen, through_silu=True)
     )
-    judged = [
-        candidate for each in (plain, equalized, through_silu) if each is not None for candidate in each.candidates
-    ]
+    tried = (each.found.candidates for each in (plain, equalized, through_silu) if each is not None)
     lead = prefer_draft(chosen, through_silu, _SILU_DB)
-    if plain.draft.effort.is_bounded:
-        learned = learn_roundings(lead.draft, lead.candidates, subject.memo)
-        judged += [candidate for candidate in learned if candidate not in lead.candidates]
-        chosen = lead = msgspec.structs.replace(lead, candidates=learned)
-        through_silu = None
-    best = _finish(subject, lead)
-    tried = best.tried
-    # What relief costs may be more than what the products cost: then the other draft is relieved too.
-    if through_silu is not None and lead is chosen and tried:
-        other = _finish(subject, through_silu)
-        tried += other.tried
-        best = other if other.beats(best) else best
-    return msgspec.structs.replace(best.plan, judged=sort_candidates([*sort_candidates(judged), *tried]))
+    # Roundings that learn from samples take their time: only the best draft gets them.
+    learned = learn_roundings(lead.draft, lead.found, subject.memo)
+    judged = dict.fromkeys((*chain.from_iterable(tried), *learned))
+    best = _finish(subject, lead.draft, learned[0])
+    return msgspec.structs.replace(best.plan, judged=sort_candidates([*sort_candidates([*judged]), *best.tried]))
 
 
 def prefer_draft(first: Judged, second: Judged | None, least_gain_db: float) -> Judged:
@@ -191,20 +168,15 @@ def prefer_draft(first: Judged, second: Judged | None, least_gain_db: float) -> 
     return second if second is not None and second.best_db > first.best_db + least_gain_db else first
 
 
-def _judge(
-    subject: _Subject,
-    factors: Mapping[str, tuple[float, ...]],
-    floor_db: float = -math.inf,
-    method: str | None = None,
-) -> Judged:
-    """Returns the draft with channels scaled by factors, judged; `floor_db` and `method` are those of `judge_draft`."""
+def _judge(subject: _Subject, factors: Mapping[str, tuple[float, ...]], method: str | None = None) -> Judged:
+    """Returns the draft with channels scaled by factors, judged; `method` is that of `judge_draft`."""
     graph = equalize_graph(subject.graph, factors, Path(subject.calibration.statistics))
     calibration = adapt_ranges(graph, equalize_calibration(subject.graph, subject.calibration, factors))
     plan = draft_plan(subject.model, graph, calibration, subject.target, subject.precision)
     plan = msgspec.structs.replace(plan, factors=dict(factors))
     draft = Draft(graph=graph, calibration=calibration, plan=plan)
     draft = relieve_class_maps(draft, widens=subject.target.widens(subject.precision))
-    return Judged(draft=draft, candidates=judge_draft(draft, subject.memo, floor_db=floor_db, method=method))
+    return Judged(draft=draft, found=judge_draft(draft, subject.memo, method=method))
 
 
 def _equalize(subject: _Subject, plain: Judged, *, reached: Judged, through_silu: bool) -> Judged | None:
@@ -218,15 +190,15 @@ def _equalize(subject: _Subject, plain: Judged, *, reached: Judged, through_silu
     factors = choose_factors(subject.graph, subject.pairs, plan.axes.keys(), through_silu=through_silu)
     if not factors or (through_silu and not scales_silu(subject.graph, factors)):
         return None
-    method = reached.candidates[0].method if plain.draft.effort.is_bounded else None
-    return _judge(subject, factors, best_quick_db(reached.candidates) - _HOPELESS_DB, method)
+    method = reached.found.candidates[0].method if plain.draft.effort.is_bounded else None
+    return _judge(subject, factors, method)
 
 
-def _finish(subject: _Subject, judged: Judged) -> Finished:
-    found, attempt = _relieve(subject, judged), subject.memo.budget.attempt
+def _finish(subject: _Subject, draft: Draft, lead: Candidate) -> Finished:
+    found, attempt = _relieve(subject, draft, lead), subject.memo.budget.attempt
     if found.ratio_db >= GOOD_DB:
         return found
-    draft = msgspec.structs.replace(judged.draft, plan=found.plan)
+    draft = msgspec.structs.replace(draft, plan=found.plan)
     plan = attempt("ranges of inputs", partial(fit_inputs, draft))
     if plan is None or plan == found.plan:
         return found
@@ -234,9 +206,8 @@ def _finish(subject: _Subject, judged: Judged) -> Finished:
     return Finished(plan=plan, ratio_db=fitted.sqnr_db, tried=(*found.tried, fitted))
 
 
-def _relieve(subject: _Subject, judged: Judged) -> Finished:
-    lead = judged.candidates[0]
-    draft = judged.draft.choose(lead.method, lead.rounding)
+def _relieve(subject: _Subject, draft: Draft, lead: Candidate) -> Finished:
+    draft = draft.choose(lead.method, lead.rounding)
     budget = subject.memo.budget
     plan, kept = budget.attempt("weights kept at 8 bits", partial(keep_eight, draft, lead, budget)) or (draft.plan, ())
     lead = max((lead, *kept), key=lambda candidate: candidate.sqnr_db)
@@ -246,7 +217,8 @@ def _relieve(subject: _Subject, judged: Judged) -> Finished:
     if not is_relievable(draft.plan) or is_enough:
         return Finished(plan=draft.plan, ratio_db=lead.sqnr_db, tried=kept)
     widens = subject.target.widens(subject.precision)
-    schedule = choose_schedule(lead.sqnr_db, widens=widens, thorough=thorough)
-    relieve = partial(relieve_plan, draft, lead, schedule, subject.memo, widens=widens)
+    # Float nodes leave the accelerator, so a plan that is not asked to be the best takes no more than it needs.
+    enough_db = GOOD_DB if widens or thorough else COLLAPSED_DB
+    relieve = partial(relieve_plan, draft, lead, enough_db, subject.memo, widens=widens)
     plan, tried = subject.memo.budget.attempt("tensors out of 8 bits", relieve) or (draft.plan, ())
     return Finished(plan=plan, ratio_db=max(candidate.sqnr_db for candidate in (lead, *tried)), tried=(*kept, *tried))

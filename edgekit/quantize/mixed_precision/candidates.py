@@ -60,6 +60,13 @@ _SLOW: tuple[Rounding, ...] = ("gptq", "refit")
 _FEW_BITS: tuple[Rounding, ...] = ("comq", "qronos")
 
 
+class Judgement(msgspec.Struct, frozen=True, kw_only=True):
+    """The candidates of a draft, best first, and how near its best ranges come with float weights."""
+
+    candidates: tuple[Candidate, ...]
+    unrounded_db: float
+
+
 class Memo(msgspec.Struct, frozen=True, kw_only=True):
     """What was judged and ranked before, by a digest of all that it depends on, and the time that there is for more.
 
@@ -67,7 +74,7 @@ class Memo(msgspec.Struct, frozen=True, kw_only=True):
     built before never changes what is built.
     """
 
-    judged: dict[str, tuple[Candidate, ...]] = {}
+    judged: dict[str, Judgement] = {}
     chosen: dict[str, tuple[str, Rounding]] = {}
     ranked: dict[str, dict[str, float]] = {}
     budget: Budget = msgspec.field(default_factory=Budget)
@@ -127,54 +134,47 @@ def sort_candidates(judged: Sequence[Candidate]) -> tuple[Candidate, ...]:
     return tuple(sorted(judged, key=lambda candidate: -candidate.sqnr_db))
 
 
-def best_quick_db(judged: Sequence[Candidate]) -> float:
-    """Returns the best ratio in dB of the candidates that were rounded without second moments."""
-    return max(candidate.sqnr_db for candidate in judged if candidate.rounding in _QUICK)
+def judge_draft(draft: Draft, memo: Memo, *, method: str | None = None) -> Judgement:
+    """Returns the candidates of a draft: plain minmax, and the quick roundings of the best range method.
 
-
-def judge_draft(
-    draft: Draft, memo: Memo, *, floor_db: float = -math.inf, method: str | None = None
-) -> tuple[Candidate, ...]:
-    """Returns the candidates of a draft, best first: plain minmax, and the roundings of the best range method.
-
-    Range methods are compared while weights are float; with a `method` none are. Rounding with second moments takes its
-    time, so it is tried only where rounded weights cost something, where the model is poor without it or small, and not
-    below `floor_db`; with bounded effort it is left to `learn_roundings`.
+    Range methods are compared while weights are float; with a `method` none are.
 
     Raises:
         UsageError: the statistics are gone.
     """
     draft = draft.use_unsigned()
-    key = f"{digest_draft(draft, floor_db)}.{method or ''}"
-    if key in memo.judged:
-        return memo.judged[key]
-    if method is None:
-        judged = sort_candidates(list(_judge_all(draft, floor_db, memo.budget)))
-    else:
-        quick = _QUICK if read_layers(draft.graph) else _QUICK[:1]
-        judged = sort_candidates(list(_judge_roundings(draft.choose(method, "nearest"), quick, memo.budget)))
-    # What was cut short would be taken for all that there is by a target with more time.
-    if not memo.budget.left_out:
-        memo.judged[key] = judged
-    return judged
+    key = f"{digest_draft(draft)}.{method or ''}"
+    if key not in memo.judged:
+        found = _judge_quickly(draft, memo.budget, method)
+        # What was cut short would be taken for all that there is by a target with more time.
+        if memo.budget.left_out:
+            return found
+        memo.judged[key] = found
+    return memo.judged[key]
 
 
-def learn_roundings(draft: Draft, judged: Sequence[Candidate], memo: Memo) -> tuple[Candidate, ...]:
+def learn_roundings(draft: Draft, judged: Judgement, memo: Memo) -> tuple[Candidate, ...]:
     """Returns the candidates of a draft, best first, with those whose roundings learn from samples where that may gain.
+
+    It takes its time, so it is tried only where rounded weights cost something, or where the model is small.
 
     Raises:
         UsageError: the statistics are gone.
     """
-    draft, method = draft.use_unsigned().choose(judged[0].method, "nearest"), judged[0].method
-    is_broken = judged[0].sqnr_db < _BROKEN_DB and is_relievable(draft.plan)
-    if is_broken or not read_layers(draft.graph) or judged[0].rounding not in _QUICK:
-        return tuple(judged)
-    placed = place_draft(draft)
-    unrounded_db = _judge_ranges(draft, (method,), memo.budget, placed)[method].ratio_db
-    tried = [each for each in judged if each.method == method]
-    if unrounded_db - tried[0].sqnr_db < _WORTH_MOMENTS_DB and not draft.plan.bits:
-        return tuple(judged)
-    return sort_candidates([*judged, *_judge_learned(draft, tried, memo.budget, placed)])
+    draft, lead = draft.use_unsigned(), judged.candidates[0]
+    is_broken = draft.effort.is_bounded and lead.sqnr_db < _BROKEN_DB and is_relievable(draft.plan)
+    weights = count_weights(draft.graph)
+    if is_broken or not weights or not (draft.plan.bits or needs_moments(lead.sqnr_db, judged.unrounded_db, weights)):
+        return judged.candidates
+    key = f"{digest_draft(draft)}.{lead.method}.learned"
+    if key not in memo.judged:
+        tried = [each for each in judged.candidates if each.method == lead.method]
+        chosen = draft.choose(lead.method, "nearest")
+        learned = tuple(_judge_learned(chosen, tried, memo.budget, place_draft(chosen)))
+        if memo.budget.left_out:
+            return sort_candidates([*judged.candidates, *learned])
+        memo.judged[key] = msgspec.structs.replace(judged, candidates=learned)
+    return sort_candidates([*judged.candidates, *memo.judged[key].candidates])
 
 
 def choose_again(draft: Draft, memo: Memo) -> QuantPlan:
@@ -183,7 +183,7 @@ def choose_again(draft: Draft, memo: Memo) -> QuantPlan:
     Where a few tensors did most of the damage, what was chosen before they left 8 bits was chosen in their noise. A few
     samples tell, and the ranges and the rounding that the plan has stay where others gain little.
     """
-    key = digest_draft(draft, -math.inf)
+    key = digest_draft(draft)
     if key not in memo.chosen:
         found = _find_best(draft.use_unsigned(), memo.budget)
         if memo.budget.left_out:
@@ -205,7 +205,7 @@ def _find_best(draft: Draft, budget: Budget) -> tuple[str, Rounding]:
     tried = list(_judge_roundings(chosen, ("bias",), budget, placed, most=FEW_SAMPLES))
     if not tried:
         return best, draft.plan.rounding
-    if needs_moments(tried[0].sqnr_db, ranges[best].ratio_db, -math.inf, count_weights(draft.graph)):
+    if needs_moments(tried[0].sqnr_db, ranges[best].ratio_db, count_weights(draft.graph)):
         tried += _judge_learned(chosen, tried, budget, placed, most=FEW_SAMPLES)
     return best, max(tried, key=lambda candidate: candidate.sqnr_db).rounding
 
@@ -240,7 +240,7 @@ def prefer_method(judged: Mapping[str, Closeness], present: str | None = None) -
     return present if present and judged[best].ratio_db <= judged[present].ratio_db + NOTABLE_DB else best
 
 
-def digest_draft(draft: Draft, floor_db: float) -> str:
+def digest_draft(draft: Draft) -> str:
     """Returns a digest of all that judging a draft depends on: its plan, as far as it leads to what is compared.
 
     A Softmax behind the compared logits is left out, so that targets which only differ there share the judgement. Where
@@ -267,7 +267,7 @@ def digest_draft(draft: Draft, floor_db: float) -> str:
         grids={name: grid for name, grid in plan.grids.items() if name in made},
         float_nodes=tuple(kept),
     )
-    return digest_bytes(msgspec.json.encode((facts, draft.calibration.outputs, repr(floor_db)), order="sorted"))
+    return digest_bytes(msgspec.json.encode((facts, draft.calibration.outputs), order="sorted"))
 
 
 def _find_leading(graph: Graph, tensors: Sequence[str]) -> set[str]:
@@ -281,26 +281,21 @@ def _find_leading(graph: Graph, tensors: Sequence[str]) -> set[str]:
     return found
 
 
-def _judge_all(draft: Draft, floor_db: float, budget: Budget) -> Iterator[Candidate]:
-    methods = AUTO_METHODS if is_relievable(draft.plan) else _METHODS_16
-    plain = draft.choose("minmax", "nearest")
+def _judge_quickly(draft: Draft, budget: Budget, method: str | None) -> Judgement:
+    methods = (method,) if method else AUTO_METHODS if is_relievable(draft.plan) else _METHODS_16
+    plain = draft.choose(methods[0], "nearest")
     placed = place_draft(plain)
     ranges = _judge_ranges(draft, methods, budget, placed)
     best = prefer_method(ranges)
-    chosen = draft.choose(best, "nearest")
+    chosen, tried = draft.choose(best, "nearest"), list[Candidate]()
     # Plain minmax is among the candidates, so that what is chosen is never worse on these samples: that of the graph as
     # it is, with which equalized ones are compared too.
-    if best != "minmax":
+    if best != methods[0]:
         if not (draft.plan.factors or (draft.effort.is_bounded and is_even(ranges))):
-            yield from _judge_roundings(plain, ("nearest",), budget, placed)
+            tried += _judge_roundings(plain, ("nearest",), budget, placed)
         placed = place_draft(chosen)
-    weights, has_layers = count_weights(draft.graph), bool(read_layers(draft.graph))
-    tried = list(_judge_roundings(chosen, _QUICK if has_layers else _QUICK[:1], budget, placed))
-    yield from tried
-    if draft.effort.is_bounded:
-        return
-    if has_layers and needs_moments(max(entry.sqnr_db for entry in tried), ranges[best].ratio_db, floor_db, weights):
-        yield from _judge_learned(chosen, tried, budget, placed)
+    tried += _judge_roundings(chosen, _QUICK if read_layers(draft.graph) else _QUICK[:1], budget, placed)
+    return Judgement(candidates=sort_candidates(tried), unrounded_db=ranges[best].ratio_db)
 
 
 def _judge_learned(
@@ -320,14 +315,14 @@ def _judge_learned(
             return
 
 
-def needs_moments(reached_db: float, unrounded_db: float, floor_db: float, weights: int) -> bool:
+def needs_moments(reached_db: float, unrounded_db: float, weights: int) -> bool:
     """Returns True if rounding so many weights with second moments may gain something on what quick roundings reached.
 
     Better integers bring back no more than rounded weights cost beside float ones. Of few weights that is tried anyhow,
-    as far as the model is not faithful. Below a floor nothing is.
+    as far as the model is not faithful.
     """
     is_quick = weights <= _QUICK_WEIGHTS and reached_db < FAITHFUL_DB
-    return reached_db >= floor_db and (is_quick or unrounded_db - reached_db > _WORTH_MOMENTS_DB)
+    return is_quick or unrounded_db - reached_db > _WORTH_MOMENTS_DB
 
 
 def _judge_ranges(

@@ -1,8 +1,7 @@
 """The search for a plan: from the cheapest to dearer ones, until the expected drop meets the goal."""
 
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,15 +19,15 @@ from edgekit.quantize.mixed_precision.auto import plan_minmax, plan_quantization
 from edgekit.quantize.mixed_precision.candidates import MOST_LOST_DB, Memo, store_narrow
 from edgekit.quantize.mixed_precision.relief import COLLAPSED_DB, LEAST_GAIN_DB, relieve_step, rise_db, weigh_relief
 from edgekit.quantize.mixed_precision.trials import State, Trial
-from edgekit.quantize.plan import QuantPlan, is_relievable
+from edgekit.quantize.plan import QuantPlan
 from edgekit.target import INTEGERS, Precision, Target
 
 PLAIN_DROP = 0.005
 """A drop that the plain mode does not mind: half a point, or of 36 dB 0.18 dB."""
-# How many of the most harmful tensors leave 8 bits, step by step: each about 2.5 times the one before.
-_RELIEFS = (1, 3, 8, 20, 40, 80)
-_FEW_RELIEFS = (1, 3, 8)
-# The least share of the work that stays in integers in the plain mode: what is float, an accelerator leaves.
+# How many of the most harmful tensors leave 8 bits, step by step, each about 2.5 times the one before: in stages, since
+# ranking more tensors takes more runs.
+_STAGES = ((1, 3, 8), (20, 40), (80,))
+# The least share of the work that stays in integers in the plain mode: a choice.
 _PLAIN_INTEGER = 0.75
 # What more tensors out of 8 bits must save: without it the SiLU detector of tools/bench/collapse kept nine nodes in
 # float for 0.1 points.
@@ -93,33 +92,21 @@ class Searched(msgspec.Struct, frozen=True, kw_only=True):
     advice: str = ""
 
 
-class _Goal(msgspec.Struct, frozen=True, kw_only=True):
-    """A drop of at most `max_drop` (a share).
+class Goal(msgspec.Struct, frozen=True, kw_only=True):
+    """A drop of at most `max_drop` (a share), which a user `is_asked` for, or which the plain mode is content with."""
 
-    `reliefs` are the counts of tensors that may leave 8 bits. What does not meet the goal is used only where it gains
-    `least_gain_db`. No plan is used that leaves less than the share `least_integer` of the first one's work in
-    integers. Of a plan below `sure_db` as much less is to be expected as its noise is larger than there; what labels
-    measured is what it is.
-    """
-
-    max_drop: float
-    reliefs: tuple[int, ...] = _RELIEFS
-    least_gain_db: float = math.inf
-    least_integer: float = 0.0
-    sure_db: float = -math.inf
+    max_drop: float = PLAIN_DROP
+    is_asked: bool = False
 
     def is_met(self, prediction: Prediction) -> bool:
-        """Returns True if what is predicted is a small enough drop."""
-        if prediction.source == LABELS:
-            return prediction.meets(self.max_drop)
-        # An estimate that is off by a share of the noise is off by twice as much where the noise is twice as high.
-        louder = 10 ** (max(0.0, self.sure_db - prediction.sqnr_db) / 20)
-        return prediction.meets(self.max_drop / louder)
+        """Returns True if what is predicted is surely a small enough drop.
 
-    @property
-    def is_strict(self) -> bool:
-        """True where nothing is used but what meets the goal."""
-        return math.isinf(self.least_gain_db)
+        An estimate that is off by a share of the noise is off by twice as much where the noise is twice as high: of a
+        model that has collapsed by its ratio as much less is to be expected. What labels measured is what it is.
+        """
+        if prediction.source == LABELS or prediction.drop_estimate is None:
+            return prediction.meets(self.max_drop)
+        return prediction.meets(self.max_drop / 10 ** (max(0.0, COLLAPSED_DB - prediction.sqnr_db) / 20))
 
     def may_meet(self, prediction: Prediction, share: float) -> bool:
         """Returns True if a plan may meet the goal once such a share of the noise of its activations is gone."""
@@ -128,11 +115,22 @@ class _Goal(msgspec.Struct, frozen=True, kw_only=True):
         # A drop falls no faster than the power of the noise.
         return prediction.drop_estimate * (1 - share) <= _NEAR * self.max_drop
 
+    def keeps_integers(self, trial: Trial, first: Trial) -> bool:
+        """Returns True if a plan leaves enough of the first one's work in integers: in the plain mode most of it.
+
+        What is float an accelerator leaves. Of a model that has collapsed it may be half, and whatever meets the goal.
+        """
+        if self.is_asked:
+            return True
+        has_collapsed = bool(first.plan.judged) and first.plan.judged[0].sqnr_db < COLLAPSED_DB
+        least = _HALF if has_collapsed else _PLAIN_INTEGER
+        return trial.integer_macs >= least * first.integer_macs or (has_collapsed and self.is_met(trial.prediction))
+
 
 def find_plan(
     search: Search, *, max_drop: float | None, narrow: bool, state: State | None = None
 ) -> tuple[QuantPlan, Searched | None]:
-    """Returns the plan to write: that of `search_quantization`, or without `max_drop` (a share) of `search_by_default`.
+    """Returns the plan to write: that of `search_plan`, with a drop of at most `max_drop` (a share) if one is given.
 
     It is held against plain minmax with the same nodes, by what the outputs decide over the samples that tell a drop,
     and the better one is taken. With `narrow` the large constants that stay float get 8 or 16 bits before the last
@@ -142,11 +140,7 @@ def find_plan(
         ModelError: no node of the model can be quantized.
     """
     goal = PLAIN_DROP if max_drop is None else max_drop
-    if max_drop is None:
-        plan, searched = search_by_default(search)
-    else:
-        searched = search_quantization(search, max_drop, state)
-        plan = searched.chosen.plan
+    plan, searched = search_plan(search, Goal(max_drop=goal, is_asked=max_drop is not None), state)
     if searched is not None:
         searched = _hold_against_minmax(search, searched, goal)
         searched = _try_wider(search, searched, goal, adopts=max_drop is not None and search.may_widen)
@@ -228,70 +222,29 @@ def _weigh(search: Search, chosen: Trial, other: Trial) -> str:
     return f"{figure}, {then / now:.2f} times the bytes, {other.integer_macs:.0%} of the work in integers"
 
 
-def search_quantization(search: Search, max_drop: float, state: State | None = None) -> Searched:
-    """Returns the plan that meets a goal with the least loss of placement, and everything that was tried.
+def search_plan(search: Search, goal: Goal, state: State | None = None) -> tuple[QuantPlan, Searched | None]:
+    """Returns the plan that loses little enough with the fewest tensors out of 8 bits, and everything that was tried.
 
-    First the plan that is best with all in 8 bits; then more and more of the tensors that hurt most leave 8 bits, for
-    16 where the target takes them, else for float. The search ends with the first plan that drops at most `max_drop` (a
-    share) and leaves the target no less work than the first plan did. If none does, `choose_trial` decides.
-    Of a model that has collapsed by its ratio 1, 3 and 8 tensors leave 8 bits; where that is not enough, as many as
-    bring its ratio back, and the search goes on from there.
+    First all are in 8 bits; then more and more of the tensors that hurt most leave them, for 16 bits where the target
+    takes them, else for float, until a plan meets the goal and leaves the target no less work than the first. Each plan
+    is measured by what the outputs decide. Where none meets the goal, `choose_trial` or `choose_cheapest` decides.
 
-    Each trial is written to the file of the `state`, from which an interrupted search goes on.
-
-    Raises:
-        ModelError: no node of the model can be quantized.
-    """
-    known = {trial.step: trial for trial in state.trials} if state is not None else {}
-    first = known["all"].plan if "all" in known else _plan_first(search, relieve=False)
-    run = partial(_run_trials, search, state=state, known=known)
-    if not (has_collapsed(first) and is_relievable(first)):
-        return choose_trial(run(_Goal(max_drop=max_drop), first=first), max_drop)
-    goal = _Goal(max_drop=max_drop, reliefs=_FEW_RELIEFS, sure_db=COLLAPSED_DB)
-    found = _choose_little_relieved(goal, run(goal, first=first))
-    if found.met or not search.memo.budget.allows(_MORE):
-        return found
-    mixed = run(_Goal(max_drop=max_drop), earlier=found.trials)
-    return msgspec.structs.replace(choose_trial(mixed, max_drop), trials=(*found.trials, *mixed))
-
-
-def search_by_default(search: Search) -> tuple[QuantPlan, Searched | None]:
-    """Returns the plan of the plain mode: the best with all in 8 bits, unless that loses more than PLAIN_DROP.
-
-    Then the 1, 3 and 8 tensors that hurt most leave 8 bits, as long as three quarters of the work stay in integers, and
-    the fewest of them are used that reach PLAIN_DROP, or come within 0.2 points of the least drop. A model that has
-    collapsed by its ratio is treated so only if that is enough; else tensors leave 8 bits until its ratio is a good
-    one, whatever share of the work that takes, and the search begins there. What was tried is None where few samples
-    leave nothing to judge by, or no time.
+    Each trial is written to the file of the `state`, from which an interrupted search goes on. What was tried is None
+    where few samples leave nothing to judge by, or no time.
 
     Raises:
         ModelError: no node of the model can be quantized.
     """
+    known = [trial.plan for trial in state.trials if trial.step == "all"] if state is not None else []
     search.progress(f"{search.target.name}: choose ranges and roundings")
-    first, known = _plan_first(search, relieve=False), dict[str, Trial]()
-    if has_collapsed(first) and is_relievable(first):
-        if search.memo.budget.allows(_MORE):
-            goal = _Goal(max_drop=PLAIN_DROP, reliefs=_FEW_RELIEFS, sure_db=COLLAPSED_DB)
-            found = _choose_little_relieved(goal, _try_few_reliefs(search, goal, first))
-            if found.met:
-                return found.chosen.plan, found
-            known = {trial.step: trial for trial in found.trials}
-        relieved = _plan_first(search)
-        # Of tensors whose leaving 8 bits cannot bring the ratio back none left, and the plan was measured.
-        known, first = known if relieved == first else {}, relieved
-    if not (search.memo.budget.allows(_MORE) and first.judged):
+    first = known[0] if known else _plan_first(search)
+    if not goal.is_asked and not (first.judged and search.memo.budget.allows(_MORE)):
         return first, None
-    goal = _Goal(max_drop=PLAIN_DROP, reliefs=_FEW_RELIEFS, least_gain_db=LEAST_GAIN_DB, least_integer=_PLAIN_INTEGER)
-    trials = search.memo.budget.attempt("measuring the plan", partial(_try_few_reliefs, search, goal, first, known))
-    if trials is None:
+    trials = _try_plans(search, goal, first, state)
+    if not trials:
         return first, None
-    least = min(trials, key=_drop)
-    if least.prediction.drop_estimate is None:
-        chosen = next((trial for trial in trials if trial.prediction.meets(PLAIN_DROP)), trials[0])
-    else:
-        enough = max(PLAIN_DROP, _drop(least) + _WORTH)
-        chosen = next(trial for trial in trials if _drop(trial) <= enough)
-    return chosen.plan, Searched(trials=tuple(trials), chosen=chosen, met=True)
+    searched = choose_trial(trials, goal.max_drop) if goal.is_asked else choose_cheapest(trials, goal)
+    return searched.chosen.plan, searched
 
 
 def _is_near(prediction: Prediction) -> bool:
@@ -314,23 +267,13 @@ def write_chosen(search: Search, plan: QuantPlan, searched: Searched | None, out
     return msgspec.structs.replace(quantized, model=model)
 
 
-def has_collapsed(plan: QuantPlan) -> bool:
-    """Returns True if the best that was judged for a plan is so far from the float model that it is of little use."""
-    return bool(plan.judged) and plan.judged[0].sqnr_db < COLLAPSED_DB
+def choose_cheapest(trials: Sequence[Trial], goal: Goal) -> Searched:
+    """Returns the trial of the plain mode: the fewest tensors out of 8 bits with which hardly anything more is saved.
 
-
-def _choose_little_relieved(goal: _Goal, trials: Sequence[Trial]) -> Searched:
-    """Returns what was tried of a collapsed model, `met` where few or no tensors out of 8 bits lose little enough.
-
-    A ratio says nothing of what outputs decide: classes far apart and neighbours of an embedding bear more noise than
-    20 dB. Where it is worse than that, less may be lost, since the estimate errs too; but fewer tensors leave 8 bits
-    where that costs 0.2 points at most. Whatever share of the work leaves integers here, a good ratio would take more.
+    That is the first that meets the goal, or beside which the plan that loses least does not pay.
     """
-    measured = [trial for trial in trials if trial.prediction.drop_estimate is not None]
-    meeting = next((trial for trial in measured if goal.is_met(trial.prediction)), None)
-    if meeting is None:
-        return Searched(trials=tuple(trials), chosen=_choose_nearest(trials, goal.max_drop), met=False)
-    chosen = next(trial for trial in measured if _drop(trial) <= min(goal.max_drop, _drop(meeting) + _WORTH))
+    enough = _add_worth(min(trials, key=_drop))
+    chosen = next(trial for trial in trials if goal.is_met(trial.prediction) or _drop(trial) <= enough)
     return Searched(trials=tuple(trials), chosen=chosen, met=True)
 
 
@@ -377,132 +320,91 @@ def _choose_most_taken(trials: Sequence[Trial]) -> Trial:
     return max(trials, key=lambda trial: round(trial.taken_macs / _SAME_SHARE))
 
 
-def _run_trials(
-    search: Search,
-    goal: _Goal,
-    *,
-    state: State | None,
-    known: Mapping[str, Trial],
-    first: QuantPlan | None = None,
-    earlier: Sequence[Trial] = (),
-) -> list[Trial]:
-    """Returns the trials up to one that meets the goal, or leaves too little in integers.
+def _try_plans(search: Search, goal: Goal, first: QuantPlan, state: State | None) -> list[Trial]:
+    """Returns the trials, fewer tensors out of 8 bits first, up to one that is good enough, or the last that may pay.
 
-    `first` is the first plan. Where others were tried `earlier` it is the one that brings the ratio back. `known` are
-    the trials that the state holds.
+    What the ranking says of tensors bounds what a step can save: where nothing but bits is spent, steps that cannot be
+    enough are left out, but for the last of each stage. In the plain mode a stage must pay before more is tried.
     """
-    # Each step takes more from the accelerator than the one before: the first that is good enough is the cheapest.
-    counts = (0, *(goal.reliefs if search.relievable else ()))
-    attempts = _Attempts(search, goal, len(counts), first=first, known=known, is_mixed=bool(earlier))
-    for count in counts:
-        trial = attempts.run(count)
-        if trial is None:
-            break
-        # What was cut short is no step that a later search may go on from.
-        if state is not None and not search.memo.budget.left_out:
-            state.write([*earlier, *attempts.trials])
-        if attempts.is_enough(trial):
-            break
-    return attempts.trials
-
-
-def _try_few_reliefs(
-    search: Search, goal: _Goal, first: QuantPlan, known: Mapping[str, Trial] | None = None
-) -> list[Trial]:
-    """Returns the trials of the plain mode, in rising order of how many tensors left 8 bits.
-
-    What activations cost about adds up: where ranking says that few tensors are not enough, the most are tried first,
-    and few only where they may come as near.
-    """
-    counts = goal.reliefs if search.relievable else ()
-    attempts = _Attempts(search, goal, 1 + len(counts), first=first, known=known)
-    plain = attempts.run(0)
-    if plain is None or attempts.is_enough(plain) or _is_near(plain.prediction):
+    attempts = _Attempts(search, goal, first, state)
+    trial = attempts.run(0)
+    if trial is None or (not goal.is_asked and _is_near(trial.prediction)):
         return attempts.trials
-    # A ratio meets no strict goal: those are of drops that were measured.
-    is_unknown = goal.is_strict and plain.prediction.drop_estimate is None
-    if is_unknown or not counts or not search.memo.budget.allows(_MORE):
-        return attempts.trials
-    weigh = partial(weigh_relief, search.model, search.calibration, first, counts, search.memo)
-    shares = search.memo.budget.attempt("plans with more tensors out of 8 bits", weigh)
-    # The most tensors take the most noise away: where that helps nobody, fewer do not either.
-    most = 0.0 if shares is None else shares[counts[-1]]
-    if shares is None or not (goal.may_meet(plain.prediction, most) or rise_db(most) >= goal.least_gain_db):
-        return attempts.trials
-    hopeful = [count for count in counts if count == counts[-1] or goal.may_meet(plain.prediction, shares[count])]
-    for count in hopeful:
-        trial = attempts.run(count)
-        if trial is None or attempts.is_enough(trial):
+    for counts in _STAGES if search.relievable else ():
+        if attempts.is_enough(trial) or not search.memo.budget.allows(_MORE):
             break
-    for count in reversed(counts[: -len(hopeful)]):
-        found, most = attempts.trials[-1], max(attempts.found)
-        if most:
-            gained = (_drop(plain) - _drop(found)) * shares[count] / max(shares[most], shares[count])
-            enough = goal.max_drop if goal.is_strict else max(goal.max_drop, _drop(found))
-            if _drop(plain) - gained > enough + 2 * _WORTH:
-                break
-        attempts.run(count)
+        weigh = partial(weigh_relief, search.model, search.calibration, first, counts, search.memo)
+        shares = search.memo.budget.attempt(_MORE, weigh)
+        if shares is None:
+            break
+        before, plain = trial, attempts.trials[0].prediction
+        pays = goal.is_asked or rise_db(shares[counts[-1]]) >= LEAST_GAIN_DB
+        each = counts[-1:] if search.target.widens(search.precision) else counts
+        for count in counts:
+            if goal.may_meet(plain, shares[count]) or (pays and count in each):
+                trial = attempts.run(count)
+                if trial is None or attempts.is_enough(trial):
+                    return attempts.trials
+        if not goal.is_asked and _add_worth(trial) > _drop(before):
+            break
     return attempts.trials
 
 
 class _Attempts:
-    """Trials that were `found`, by how many tensors left 8 bits; `known` are of before, `first` is the first plan."""
+    """The trials of a search, in the order of how many tensors left 8 bits; `first` is the plan with none."""
 
-    def __init__(
-        self,
-        search: Search,
-        goal: _Goal,
-        most: int,
-        *,
-        first: QuantPlan | None = None,
-        known: Mapping[str, Trial] | None = None,
-        is_mixed: bool = False,
-    ) -> None:
-        self._search, self._goal, self._most, self._first = search, goal, most, first
-        self._known, self._is_mixed = known or {}, is_mixed
-        self.found: dict[int, Trial] = {}
-        self._spent: list[float] = []
-
-    @property
-    def trials(self) -> list[Trial]:
-        """What was tried so far, fewer tensors out of 8 bits first."""
-        return [self.found[count] for count in sorted(self.found)]
+    def __init__(self, search: Search, goal: Goal, first: QuantPlan, state: State | None) -> None:
+        self._search, self._goal, self._first, self._state = search, goal, first, state
+        self._known = {trial.step: trial for trial in state.trials} if state is not None else {}
+        self._most = 1 + (sum(map(len, _STAGES)) if search.relievable else 0)
+        self._seconds: list[float] = []
+        self.trials: list[Trial] = []
 
     def run(self, count: int) -> Trial | None:
         """Returns a trial, None where time is over, so many cannot be taken, or too little would stay in integers."""
-        search = self._search
-        if count and not search.memo.budget.allows(_MORE):
-            return None
-        start = "mixed" if self._is_mixed else ""
-        step = (f"{start} + {count}" if start else f"relieve {count}") if count else start or "all"
-        done, spent = len(self._spent), sum(self._spent)
-        left = f", at most {spent / done * (self._most - done):.0f} s left" if done else ""
-        left = ", known" if step in self._known else left
-        search.progress(f"{search.target.name}: try {done + 1} of {self._most} ({step}){left}")
-        began = time.monotonic()
+        step, began = f"relieve {count}" if count else "all", time.monotonic()
+        self._tell(step)
+        # Where a goal was asked for, no answer to it without measuring; else a plan that was not measured will do.
+        is_needed, plan = not count and self._goal.is_asked, partial(self._try, step, count)
         trial = self._known.get(step)
         if trial is None:
-
-            def attempt() -> Trial | None:
-                plan = _plan_step(search, self.trials, count) if count else self._first or _plan_first(search)
-                return None if plan is None else _try_plan(search, step, plan)
-
-            trial = search.memo.budget.attempt(f"the plan '{step}'", attempt) if count else attempt()
-        self._spent.append(time.monotonic() - began)
-        least = self._goal.least_integer * self.found[0].integer_macs if self.found else 0.0
-        if trial is None or trial.integer_macs < least:
+            trial = plan() if is_needed else self._search.memo.budget.attempt(f"the plan '{step}'", plan)
+        self._seconds.append(time.monotonic() - began)
+        if trial is None or (self.trials and not self._goal.keeps_integers(trial, self.trials[0])):
             return None
-        self.found[count] = trial
+        self.trials.append(trial)
+        # What was cut short is no step that a later search may go on from.
+        if self._state is not None and not self._search.memo.budget.left_out:
+            self._state.write(self.trials)
         return trial
 
     def is_enough(self, trial: Trial) -> bool:
         """Returns True if a trial meets the goal and leaves the target no less work than the first did."""
-        return self._goal.is_met(trial.prediction) and trial.taken_macs >= self.found[0].taken_macs - _SAME_SHARE
+        return self._goal.is_met(trial.prediction) and trial.taken_macs >= self.trials[0].taken_macs - _SAME_SHARE
+
+    def _try(self, step: str, count: int) -> Trial | None:
+        plan = _plan_step(self._search, self.trials, count) if count else self._first
+        return None if plan is None else _try_plan(self._search, step, plan)
+
+    def _tell(self, step: str) -> None:
+        done = len(self._seconds)
+        left = f", at most {sum(self._seconds) / done * (self._most - done):.0f} s left" if done else ""
+        left = ", known" if step in self._known else left
+        self._search.progress(f"{self._search.target.name}: try {done + 1} of {self._most} ({step}){left}")
 
 
-def _plan_first(search: Search, *, relieve: bool = True) -> QuantPlan:
+def _add_worth(trial: Trial) -> float:
+    """Returns what a plan with fewer tensors out of 8 bits may lose, so that a trial with more of them does not pay.
+
+    That is 0.2 points more, or what a decibel of noise is worth: decisions change in proportion to its amplitude.
+    """
+    drop = trial.prediction.drop_estimate
+    return _drop(trial) + LEAST_GAIN_DB if drop is None else max(drop + _WORTH, drop * 10 ** (LEAST_GAIN_DB / 20))
+
+
+def _plan_first(search: Search) -> QuantPlan:
     return plan_quantization(
-        search.model, search.calibration, search.target, search.precision, relieve=relieve, memo=search.memo
+        search.model, search.calibration, search.target, search.precision, relieve=False, memo=search.memo
     )
 
 

@@ -46,8 +46,6 @@ from edgekit.target import Target
 
 COLLAPSED_DB = 20.0
 """Below this ratio, where the error is a tenth of the signal, a model has collapsed: a choice."""
-BROKEN_DB = 10.0
-"""Below this ratio, where the error is a third of the signal, a model is of no use, wherever it runs: a choice."""
 GOOD_DB = 30.0
 """From this ratio on, where the error is 3 % of the signal, nothing more is relieved: a choice."""
 # More tensors out of 8 bits hardly change which range method is best for the others.
@@ -59,47 +57,30 @@ _RELIEF = "more tensors out of 8 bits"
 _TINY = 1e-30
 
 
-class Schedule(msgspec.Struct, frozen=True, kw_only=True):
-    """How many tensors leave 8 bits at each step, what a step must gain to be kept, and which ratio is enough."""
-
-    counts: tuple[int, ...]
-    least_gain_db: float
-    enough_db: float
-
-
 LEAST_GAIN_DB = 1.0
 """What tensors out of 8 bits must gain, a fifth of the noise's power: a choice."""
-_THOROUGH = Schedule(counts=(1, 3, 8, 20, 40), least_gain_db=LEAST_GAIN_DB, enough_db=GOOD_DB)
-_MENDING = Schedule(counts=(1, 3, 8, 20, 40), least_gain_db=LEAST_GAIN_DB, enough_db=COLLAPSED_DB)
-# For float nodes, which leave the accelerator: a few that help much, unless the model is broken without them.
-_FEW_STEPS = Schedule(counts=(1, 3, 8), least_gain_db=3.0, enough_db=COLLAPSED_DB)
-
-
-def choose_schedule(ratio_db: float, *, widens: bool, thorough: bool) -> Schedule:
-    """Returns how to relieve a plan with a ratio in dB; a target that `widens` has 16 bits for what leaves 8."""
-    if widens or thorough:
-        return _THOROUGH
-    return _MENDING if ratio_db < BROKEN_DB else _FEW_STEPS
+# How many leave 8 bits, step by step, each about 2.5 times the one before.
+_COUNTS = (1, 3, 8, 20, 40)
 
 
 def relieve_plan(
-    draft: Draft, lead: Candidate, schedule: Schedule, memo: Memo, *, widens: bool
+    draft: Draft, lead: Candidate, enough_db: float, memo: Memo, *, widens: bool
 ) -> tuple[QuantPlan, tuple[Candidate, ...]]:
     """Returns the plan of a draft with the worst tensors out of 8 bits, and what was tried.
 
-    More and more are taken out until the ratio is good enough, or two steps in a row gain too little; what gained too
-    little is not kept, and what cannot gain enough (`bound_relief`) not built. `lead` says how the plan was judged.
+    More and more are taken out until the ratio is good enough, or two steps in a row gain less than a decibel; what
+    gained less is not kept, and what cannot gain it (`bound_relief`) not built. `lead` says how the plan was judged.
 
     Raises:
         UsageError: the statistics are gone.
     """
     best, reached, idle = draft.plan, lead.sqnr_db, 0
     tried: list[Candidate] = []
-    for count in schedule.counts:
+    for count in _COUNTS:
         if not memo.budget.allows(_RELIEF):
             break
         noise = _rank_tensors(draft, memo, count)
-        names, wanted_db = tuple(noise)[:count], reached + schedule.least_gain_db
+        names, wanted_db = tuple(noise)[:count], reached + LEAST_GAIN_DB
         gains = False
         if lead.sqnr_db + rise_db(bound_relief([*noise.values()], count)) >= wanted_db:
             relieved = relieve_tensors(draft.graph, draft.plan, names, draft.calibration, widens=widens)
@@ -112,7 +93,7 @@ def relieve_plan(
             best, reached = (relieved, found.sqnr_db) if gains else (best, reached)
         # The worst tensor alone may gain nothing where two spoil the same sum.
         idle = 0 if gains else idle + (count > 1)
-        if idle == 2 or reached >= schedule.enough_db or count >= len(noise):
+        if idle == 2 or reached >= enough_db or count >= len(noise):
             break
     return best, tuple(tried)
 
