@@ -167,11 +167,13 @@ def _write_model(
     if frozen:
         yield f"freeze = {{ {', '.join(f'{_quote_key(entry.name)} = {entry.value}' for entry in frozen)} }}"
     yield f"\n[models.{name}.data]"
-    yield f"source = {_quote(_relate(images, folder) if images is not None else str(data))}"
-    yield '# evaluation = "..."  # samples to verify with; else some of these are kept back'
+    given = _quote(_relate(images, folder) if images is not None else str(data))
+    yield f"source = {given}"
     if labels is None:
+        yield '# evaluation = "..."  # samples to verify with; else some of these are kept back'
         yield '# labels = "..."      # the class of each of them'
     else:
+        yield f"evaluation = {given}  # the labels are of these; samples that do not calibrate prove more"
         yield f"labels = {_quote(_relate(labels, folder))}"
     if preprocess is not None:
         yield f"\n[models.{name}.data.preprocess]  # guessed: hold it against how the model was trained"

@@ -13,6 +13,8 @@ from edgekit.model.tensors import Array, Tensors
 
 FEW_SAMPLES = 32
 """With fewer samples to calibrate with, ranges and the held-out judge are coarse; about 100 are enough."""
+ALIKE = "make both as the app does"
+"""How a warning ends that calibration was given other samples than verification: it explains what is lost best."""
 # Raw pixels are 255 times as large as those from 0 to 1, and raw 16-bit sound is 32768 times as large as sound from -1
 # to 1.
 _FAR = 100.0
@@ -236,7 +238,7 @@ class _Input:
             if max(mine) < min(theirs) or min(mine) > max(theirs):
                 yield (
                     f"input '{name}' has a {what} of {min(mine):g} to {max(mine):g} in the samples to calibrate with"
-                    f" and of {min(theirs):g} to {max(theirs):g} in the golden ones: make both as the app does"
+                    f" and of {min(theirs):g} to {max(theirs):g} in the golden ones: {ALIKE}"
                 )
                 return
 

@@ -369,7 +369,10 @@ def _find_floats(prepared: Model, job: BuildJob) -> dict[str, str]:
 def _find_metric(data: Data, job: BuildJob) -> TaskLimit | None:
     metric = next((target.thresholds.task for target in job.targets if target.thresholds.task), None)
     if metric is not None and (data.labels is None or data.evaluation is None):
-        raise UsageError(f"metric '{metric.name}' needs labels", hint="give --eval DATA with --labels FILE")
+        raise UsageError(
+            f"metric '{metric.name}' needs labels",
+            hint="give --eval DATA with --labels FILE, in an edgekit.toml evaluation and labels",
+        )
     if data.labels is not None and data.evaluation is None:
         raise UsageError(
             f"--labels '{data.labels}' say what --eval samples are, and there is no --eval",

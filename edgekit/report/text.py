@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from edgekit.convert.ort_format.report import OrtFileReport
+from edgekit.data.data_check import ALIKE
 from edgekit.devices.device import DeviceStatus
 from edgekit.devices.local.provider import OfferedProvider
 from edgekit.devices.self_test import SelfTest
@@ -388,6 +389,9 @@ def headline_build(report: BuildReport) -> str:
     if bad is None:
         return f"{said}."
     step = "" if bad.verify is None or bad.failure is not None else _find_next(bad.verify)
+    # No precision mends what was calibrated with other inputs than the app's.
+    unlike = next((warning for warning in report.data_warnings if warning.endswith(ALIKE)), None)
+    step = f" Next: {unlike}." if step and unlike else step
     return f"{said}; {bad.target}: {_find_bundle_reason(bad)}.{step}"
 
 

@@ -143,10 +143,10 @@ class VerifyReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
         # Of what was added: a later step may take some of it back.
         added = sum(part for part, _ in shares if part > 0)
         lost = next((found.accuracy_loss for found in self.attribution if found.step == step), None)
-        cost = f" and {100 * lost:.1f} points of accuracy" if lost else ""
+        cost = f" and loses {100 * lost:.1f} points of accuracy" if lost else ""
         where = f", first in layer '{self.first_bad_layer}'" if self.first_bad_layer and step == "quantize" else ""
         part = share / added if added else 0.0
-        return f"{part:.0%} of the error{cost} comes from the step '{step}'{where}: {_ADVICE[step]}"
+        return f"the step '{step}' makes {part:.0%} of the error{cost}{where}: {_ADVICE[step]}"
 
     @property
     def verdict(self) -> Verdict:

@@ -18,6 +18,7 @@ from edgekit.app.config import Cell
 from edgekit.app.result import AppReport, CellResult, PackageResult, fail_cell, render_app
 from edgekit.check.check import check_model
 from edgekit.check.recommend import recommend_target
+from edgekit.data.data_check import ALIKE
 from edgekit.data.samples import Samples
 from edgekit.jobs.quantize import QuantizeOptions, quantize_for
 from edgekit.model.model import load_model
@@ -293,6 +294,9 @@ def test_the_first_sentence_is_the_verdict_and_its_reason() -> None:
     assert headline_build(_build(bundles=(passing,))) == "1 of 1 bundle does what the float model does."
     failed = msgspec.structs.replace(good, target="qnn", path=None, failure="no room")
     assert headline_build(_build(bundles=(passing, failed))).endswith("; qnn: no room.")
+    bad = msgspec.structs.replace(good, verify=_report(BAD), failure=None)
+    unlike = f"input 'x' has a mean of 100 to 120 in the samples to calibrate with and of 0 to 1: {ALIKE}"
+    assert headline_build(_build(bundles=(bad,), data_warnings=("few", unlike))).endswith(f" Next: {unlike}.")
     assert describe_verified(_build(bundles=(passing,), golden_samples=8)) == "8 others verified on each device"
     assert describe_verified(_build(bundles=(passing,), golden_samples=400)).startswith("400 kept back, of which 8 ran")
 

@@ -5,6 +5,9 @@
     board    a page-orientation net, images and labels: the CPU of a board, a tar that CMake builds and a program runs
     python   a voice-activity net with recurrent state and an `If` on the sample rate: a tar that Python opens
     react    the page-orientation net in an app of React Native: an npm package that tsc compiles and Node opens
+    text     an encoder and a decoder that write text, as one group: a tar that Python opens
+    mend     a model that fails because the app's normalisation was forgotten: found by the first sentence, and mended
+    ci       a pipeline with the step of GitHub's action: it stops a damaged model, and keeps what did not change
     script   the Python of the README, as it is copied
     slips    what goes wrong on the way: each is one line that says what to do, exit code 2, and nothing is written
 
@@ -28,6 +31,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnxruntime
+import yaml
 from onnx import TensorProto, helper, numpy_helper, parser
 from PIL import Image
 
@@ -35,6 +39,11 @@ from edgekit.bundle.archive import unpack_archive
 from edgekit.devices.process.files import cache_folder
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from group_models import make_speech  # noqa: E402 - the tests' own modules
+
+DEMO = ROOT / "edgekit" / "demo"
 ORT_JAVA = "com.microsoft.onnxruntime:onnxruntime:1.29.0"
 """The newest Java package for desktops."""
 GET = "org.apache.maven.plugins:maven-dependency-plugin:3.6.1:get"
@@ -157,10 +166,99 @@ def tell_react(work: Path) -> None:
     print(f"react: {said.strip().splitlines()[-1]}")
 
 
+def tell_text(work: Path) -> None:
+    """An encoder and a decoder as a group."""
+    make_speech(work)
+    build = ("group", "build", "speech.toml", "--data", "speech.npz", "--eval", "speech.npz")
+    edgekit("text", work, *build, "--labels", "speech.txt", "--target", "cpu", "--out", "bundles")
+    edgekit("text", work, "group", "verify", "bundles/speech-cpu")
+    edgekit("text", work, "package", "bundles/speech-cpu", "--as", "tar", "--out", "speech.tar")
+    unpack_archive(work / "speech.tar", work / "app")
+    (loader,) = (work / "app").rglob("edgekit_group.py")
+    said = program([sys.executable, loader])
+    require("self-test passed" in said, said)
+    print(f"text: {said.strip().splitlines()[-1]}")
+
+
+def tell_mend(work: Path) -> None:
+    """A failing model is diagnosed, and mended."""
+    for name in ("digits_mobilenet.onnx", "calibration.npz", "evaluation.npz", "evaluation_labels.npy"):
+        shutil.copy(DEMO / name, work / name)
+    pixels = np.load(work / "calibration.npz")["image"] * 255
+    np.savez(work / "pixels.npz", image=pixels.astype(np.float32))
+    build: tuple[str, ...] = (
+        "build",
+        "digits_mobilenet.onnx",
+        "--eval",
+        "evaluation.npz",
+        "--labels",
+        "evaluation_labels.npy",
+    )
+    build = (*build, "--samples", "32", "--target", "xnnpack", "--out", "bundles")
+    said = edgekit_says("mend", work, *build, "--data", "pixels.npz", code=1)
+    first = next((line for line in said.splitlines() if line.startswith("The bundle does not pass")), said[-1500:])
+    require("make both as the app does" in first, f"the first sentence does not name the cause: {first}")
+    print(f"mend: {first}")
+    bundle = "bundles/digits_mobilenet-xnnpack"
+    compare = ("compare", "digits_mobilenet.onnx", f"{bundle}/model.onnx", "--data", "evaluation.npz", "--layers")
+    said = edgekit_says("mend", work, *compare, code=1)
+    require("first bad layer: none" in said, f"a layer is blamed for the samples: {said[-1500:]}")
+    edgekit("mend", work, *build, "--data", "calibration.npz")
+    edgekit("mend", work, "verify", bundle)
+    edgekit("mend", work, "package", bundle, "--as", "zip", "--out", "app")
+
+
+def tell_ci(work: Path) -> None:
+    """A pipeline stops a damaged model."""
+    for name in ("digits_mobilenet.onnx", "evaluation.npz", "evaluation_labels.npy"):
+        shutil.copy(DEMO / name, work / name)
+    labels = ("--labels", "evaluation_labels.npy", "--target", "cpu")
+    edgekit("ci", work, "init", "digits_mobilenet.onnx", "--data", "evaluation.npz", *labels)
+    file = work / "edgekit.toml"
+    file.write_text(file.read_text().replace("# metric = ", "metric = "))
+    require("\nmetric = " in file.read_text(), "init proposes no accuracy that the task needs")
+    good = (work / "digits_mobilenet.onnx").read_bytes()
+    run_step(work, code=0)
+    model = onnx.load_from_string(good)
+    rng = np.random.default_rng(7)
+    for tensor in model.graph.initializer:
+        values = numpy_helper.to_array(tensor)
+        if values.ndim > 1 and values.dtype == np.float32:
+            noisy = values + rng.normal(size=values.shape) * np.abs(values).mean() * 4
+            tensor.CopyFrom(numpy_helper.from_array(noisy.astype(np.float32), tensor.name))
+    onnx.save(model, work / "digits_mobilenet.onnx")
+    said = run_step(work, code=1)
+    require("digits_mobilenet" in said, said)
+    require("<failure" in (work / "build" / "junit.xml").read_text(), "junit.xml has no failure")
+    (work / "digits_mobilenet.onnx").write_bytes(good)
+    run_step(work, code=0)
+    cells = json.loads((work / "build" / "report.json").read_bytes())["cells"]
+    require({cell["state"] for cell in cells} == {"kept"}, f"what did not change was built again: {cells}")
+
+
+def run_step(work: Path, *, code: int) -> str:
+    """Runs the step of GitHub's action, and returns what it adds to the page of the job."""
+    steps = {step["name"]: step for step in yaml.safe_load((ROOT / "action.yml").read_text())["runs"]["steps"]}
+    page = work / "page.md"
+    page.unlink(missing_ok=True)
+    before, start = count_cpu(), time.monotonic()
+    values = {"EDGEKIT_FILE": "edgekit.toml", "EDGEKIT_OUT": "build", "GITHUB_STEP_SUMMARY": str(page), "CI": "true"}
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    argv = ["/bin/bash", "-e", "-c", steps["Run"]["run"]]
+    done = subprocess.run(
+        argv, cwd=work, env={**os.environ, "PATH": path, **values}, capture_output=True, text=True, check=False
+    )
+    require(done.returncode == code, f"the step ended with {done.returncode}: {done.stderr[-1500:]}")
+    print(f"ci: the step ends with {code}, {count_cpu() - before:.1f} s of CPU, {time.monotonic() - start:.1f} s")
+    said = page.read_text()
+    print("\n".join(line for line in said.splitlines() if line.startswith("###")))
+    return said
+
+
 def tell_script(work: Path) -> None:
     """The README's Python, in the folder of a clone."""
     (work / "edgekit").mkdir()
-    (work / "edgekit" / "demo").symlink_to(ROOT / "edgekit" / "demo")
+    (work / "edgekit" / "demo").symlink_to(DEMO)
     _, _, rest = (ROOT / "README.md").read_text().partition("<!-- tests run this -->\n```python\n")
     (work / "script.py").write_text(rest.partition("```")[0])
     said = program([sys.executable, "script.py"], cwd=work)
@@ -205,6 +303,9 @@ STORIES: Mapping[str, Callable[[Path], None]] = {
     "board": tell_board,
     "python": tell_python,
     "react": tell_react,
+    "text": tell_text,
+    "mend": tell_mend,
+    "ci": tell_ci,
     "script": tell_script,
     "slips": tell_slips,
 }
@@ -230,11 +331,20 @@ def edgekit(story: str, work: Path, *words: str) -> float:
     return spent
 
 
-def program(argv: Sequence[str | Path], cwd: Path | None = None) -> str:
+def edgekit_says(story: str, work: Path, *words: str, code: int) -> str:
+    """Runs a command that must end with an exit code, and returns what it says."""
+    before, start = count_cpu(), time.monotonic()
+    said = program([sys.executable, "-m", "edgekit", *words], cwd=work, code=code)
+    spent, passed = count_cpu() - before, time.monotonic() - start
+    print(f"{story}: edgekit {words[0]:5} {spent:6.1f} s of CPU, {passed:6.1f} s, exit code {code}", flush=True)
+    return said
+
+
+def program(argv: Sequence[str | Path], cwd: Path | None = None, *, code: int = 0) -> str:
     """Runs a program of the story to its end, and returns what it says."""
     words = [str(word) for word in argv]
     done = subprocess.run(words, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    require(done.returncode == 0, f"{' '.join(words[:4])} ended with {done.returncode}: {done.stdout[-1500:]}")
+    require(done.returncode == code, f"{' '.join(words[:4])} ended with {done.returncode}: {done.stdout[-1500:]}")
     return done.stdout
 
 
