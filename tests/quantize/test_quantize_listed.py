@@ -68,7 +68,9 @@ def test_what_is_no_list_is_not_read(spoiled: str) -> None:
 
 def drop_of(rows: Sequence[Tensors], others: Sequence[Tensors]) -> float:
     found = read(find_list(rows, (SIDE, SIDE)))
-    return estimate_drop([record_detections(found, row, other) for row, other in zip(rows, others, strict=True)]).drop
+    return estimate_drop(
+        [record_detections(found, row, other) for row, other in zip(rows, others, strict=True)]
+    ).estimate
 
 
 def test_rows_that_change_places_cost_nothing_and_boxes_that_move_do() -> None:

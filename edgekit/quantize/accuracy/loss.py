@@ -1,6 +1,7 @@
-"""What the difference of two outputs costs, by the kind of output, and how sure that is.
+"""What is lost of each kind of output where a quantized model gives other numbers, with an interval of 95 %.
 
-Each kind of output has a measure: what is recorded of each sample, and what all records say about the loss.
+Each kind has a `Measure`: what is recorded of a sample, and what all records together say. No labels are needed: the
+float model's outputs, and how sure it is of them, stand for the truth.
 """
 
 import math
@@ -14,15 +15,16 @@ from edgekit.model.outputs import MeasuredKind, Reading
 from edgekit.model.tensors import Array
 from edgekit.quantize.accuracy.output_kinds import IMAGE_CHANNELS, read_decisions, read_probabilities
 
-# Past -20 dB nothing is left of a signal, past 80 dB float32 itself errs: one such output must not decide a mean.
+# Below -20 dB nothing is left of a signal, and above 80 dB float32 itself rounds more: within these, no single output
+# outweighs the others in a mean.
 _WORST_DB, _BEST_DB = -20.0, 80.0
 
 
 def ratio_db(signal: float, noise: float) -> float:
-    """Returns signal over noise in dB, within -20 and 80."""
+    """Returns the power of a signal over that of the noise in dB, from -20 to 80."""
     if not np.isfinite(noise):
         return _WORST_DB
-    # What is silent or empty in both, such as the past of a first step, has lost nothing.
+    # A tensor that is empty or zero in both models, such as the past of a first step, has lost nothing.
     if noise == 0:
         return _BEST_DB
     tiny = np.finfo(np.float64).tiny
@@ -30,7 +32,7 @@ def ratio_db(signal: float, noise: float) -> float:
 
 
 def join_ratios(ratios: Sequence[float]) -> float:
-    """Returns the ratio in dB that stands for several: that of their mean noise, so that the worst counts most."""
+    """Returns one ratio in dB for several: that of their mean noise, in which the worst counts most."""
     return float(-10 * np.log10(np.mean(10 ** (-np.asarray(ratios) / 10))))
 
 
@@ -46,50 +48,50 @@ def discount_loss(share: float) -> float:
 
 
 LEAST_PSNR_DB, _MOST_PSNR_DB = 36.0, 48.0
-"""How near the images of a float model are taken to come to the truth: a good one loses more by the same noise.
+"""How near the float model's images are taken to be to the true ones, at least and at most.
 
-By three nets that enlarge three times and 180 images (docs/concepts/accuracy.md).
+From three nets that enlarge images three times, on 180 images (docs/concepts/accuracy.md).
 """
 
-# Of a bootstrap: a choice, for the time.
+# Draws of a bootstrap: a choice, for the time.
 _RESAMPLES = 200
-# Half a change is added to those that are seen, Jeffreys' prior of a share, and costs half of what it may.
-_PRIOR_CHANGES, _PRIOR_LOSS = 0.5, 0.5
-# How far the mean cost of a change may be off, as a deviation, where few answers change and where all do: a net may be
-# sure, and wrong, of just what changes. By two nets of tools/bench/interval_coverage.py, one much too sure, one too
-# little, and for all of them by a ruined MobileNetV2 of predict_coverage.py.
+# Jeffreys' prior of a share adds half a change, which costs half of what a change can cost.
+_PRIOR_CHANGES, _PRIOR_COST = 0.5, 0.5
+# The standard deviation of the mean cost of a change, where few answers change and where all do: a net may be sure, and
+# wrong, of exactly what changes. From two nets of tools/bench/interval_coverage.py, one much too sure and one not sure
+# enough, and from a ruined MobileNetV2.
 _FEW_COST_DEVIATION, _ALL_COST_DEVIATION = 0.2, 0.1
-# What a changed label costs where no confidence is seen: half way from nothing to all.
-_UNKNOWN_LOSS = 0.5
-# Classes with a smaller share of the places are left out of a mean overlap, which they would decide by chance.
-_RARE = 1e-3
-# So many places around a border share what is true of them: 4 x 4, chosen by hand.
-_ALIKE = 16
-# How sure the estimate of maps is, as a share of the drop: the net of tools/bench/interval_coverage.py lost 1.2 to 1.8
-# times as much as was expected, as its probabilities are unsure where it is right.
-_MAP_DOUBT = 0.3
-# Past what float32 can tell, so that logarithms stay finite.
+# What a changed label costs where no confidence is known: half way between nothing and all.
+_UNKNOWN_COST = 0.5
+# A class with a smaller share of the places is left out of the mean overlap, which it would decide by chance.
+_RARE_CLASS = 1e-3
+# Of so many neighbouring places (4 x 4) the truth is taken to be the same: chosen by hand.
+_SAME_TRUTH = 16
+# The standard deviation of an estimated overlap, as a share of the drop: the net of tools/bench/interval_coverage.py
+# lost 1.2 to 1.8 times what was estimated, because it is unsure where it is right.
+_MAP_DEVIATION = 0.3
+# Beyond what float32 can tell, so that logarithms stay finite.
 _DB_LIMIT = 200.0
-# What is smaller than this share of the power comes from rounding float64 sums.
+# A variance that is a smaller share of the power comes from rounding in sums of float64.
 _ROUNDING_SHARE = 1e-12
 # Channels with less than this share of the largest deviation are a group of their own, such as scores beside boxes.
-_SMALL = 0.01
-# The share of an image's values at each end that may be overshoots, and are no part of its peak.
+_SMALL_CHANNEL = 0.01
+# This share of an image's values, at each end, may be overshoots and is no part of its peak.
 _OVERSHOOT = 0.01
 _TABLE_VALUES, _TABLE_PLACES = 5, 16
-"""From so many values at so many places on, decisions are made of the values later: heads of detectors have them."""
-# Of what the differences have to do with what the float model misses, by chance: 2 x 1.96 sqrt(lost u / n) of a model
-# that misses u = 0.1 of the variance, where differences are as alike as those of n = 107 independent values; n is taken
-# from the pose net of tools/bench/interval_coverage.py: then all of its plans that lose at most 5 points are held.
+"""An output with so many values at so many places is a table that code outside decides by, such as a raw detector's."""
+# Noise may make up for the float model's own misses, or add to them, by chance. Of a model that misses a share
+# u = 0.1 of the variance this moves the loss by 2 x 1.96 sqrt(lost u / n); n = 107 independent values are those of the
+# pose net of tools/bench/interval_coverage.py, where all plans that lose at most 5 points are then held.
 _CHANCE = 0.12
 # Cosines of float32 vectors that differ by less are equal but for rounding.
 _EQUALLY_NEAR = 1e-6
-# Detail is what is finer than so many pixels.
+# Detail of an image is what is finer than so many pixels.
 _FINE = 4
 
 
 class Loss(msgspec.Struct, frozen=True, kw_only=True):
-    """An expected drop as a share, its interval of 95 %, and the share of decisions that are the same."""
+    """An estimated drop as a share, its interval of 95 %, and the share of decisions that are the same."""
 
     estimate: float
     interval: tuple[float, float]
@@ -109,10 +111,10 @@ class Measure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _record_classes(expected: Array, found: Array, reading: Reading) -> Array:
-    """Returns the expected cost of a change of the first class, by the float model's confidence.
+    """Returns what a change of the first class costs on average, and 1 if there is a change, else 0.
 
-    A change costs 1, -1 or 0: the old class was right, the new one is, or neither. The second number says if there is
-    a change at all.
+    The old class was right with the float model's probability of it: then 1 is lost. The new one is right with its
+    probability: then 1 is gained.
     """
     before, after = int(read_decisions(expected, reading)[0]), int(read_decisions(found, reading)[0])
     if before == after:
@@ -122,24 +124,24 @@ def _record_classes(expected: Array, found: Array, reading: Reading) -> Array:
 
 
 def _record_sequence(expected: Array, found: Array, reading: Reading) -> Array:
-    """Returns the expected cost of a change of the whole answer, as for classes: it is right if every step is.
+    """Returns what a change of the whole answer costs on average, as for classes: it is right if every step is.
 
-    Where one class is at most steps it is the blank of CTC (A. Graves et al., 2006): then answers are compared as
-    these are read, repeats once and blanks not at all, so that a letter a step later is no change.
+    A class that most steps have is the blank of CTC (A. Graves et al., 2006). Then answers are compared as CTC spells
+    them, without blanks and with repeats once, so that a letter one step later is no change.
     """
     chances = read_probabilities(expected, reading)
     before, after = read_decisions(expected, reading), read_decisions(found, reading)
     counts = np.bincount(before)
     blank = int(counts.argmax()) if 2 * counts.max() > len(before) else None
-    if (before == after).all() or (blank is not None and _read_answer(before, blank) == _read_answer(after, blank)):
+    if (before == after).all() or (blank is not None and _spell(before, blank) == _spell(after, blank)):
         return np.zeros(2)
-    # Steps are taken to be independent, so that a long answer is the less sure.
+    # Steps are taken to be independent, so a long answer is the less sure.
     steps = np.arange(len(before))
     old, new = (float(np.prod(chances[answer, steps])) for answer in (before, after))
     return np.array([old - new, 1.0])
 
 
-def _read_answer(decisions: Array, blank: int) -> list[int]:
+def _spell(decisions: Array, blank: int) -> list[int]:
     starts = np.append(True, decisions[1:] != decisions[:-1])
     return [int(one) for one in decisions[starts] if one != blank]
 
@@ -147,53 +149,48 @@ def _read_answer(decisions: Array, blank: int) -> list[int]:
 def _judge_classes(records: Sequence[Array]) -> Loss:
     table = np.stack(records)
     changed = table[:, 1] > 0
-    interval = _interval_of_losses(table[changed, 0], len(table))
+    interval = _interval_of_costs(table[changed, 0], len(table))
     return Loss(estimate=float(table[:, 0].mean()), interval=interval, agreement=float(1 - changed.mean()))
 
 
 def _record_map(expected: Array, found: Array, reading: Reading) -> Array:
-    """Returns the expected intersections and unions of each class, before and after, and the places it got.
+    """Returns sums over places for each class, float64 [7, classes]; the float model's probabilities are the truth.
 
-    The float model's probabilities stand for the truth. Float64 [7, classes]; the last rows count equal places, and
-    add up the variances of what is true where a place changed from or to a class.
+    The rows are the expected intersection and union before, the same after, how many places the class had, how many of
+    these it keeps, and the variance of the truth at places that changed from or to it.
     """
     chances = read_probabilities(expected, reading)
     classes, places = chances.shape
-    masses = chances.sum(axis=1)
     before, after = read_decisions(expected, reading), read_decisions(found, reading)
-    rows: list[Array] = []
-    for mask in (before, after):
-        own = np.bincount(mask, chances[mask, np.arange(places)], minlength=classes)
-        size = np.bincount(mask, minlength=classes)
-        rows += [own, masses + size - own]
-    counts = np.bincount(before, minlength=classes)
-    same = np.bincount(before[before == after], minlength=classes)
     changed = np.flatnonzero(before != after)
-    doubt = np.zeros(classes)
+    rows, variance = list[Array](), np.zeros(classes)
     for mask in (before, after):
-        own = chances[mask[changed], changed]
-        doubt += np.bincount(mask[changed], own * (1 - own), minlength=classes)
-    return np.stack([*rows, counts, same, doubt]).astype(np.float64)
+        right = np.bincount(mask, chances[mask, np.arange(places)], minlength=classes)
+        rows += [right, chances.sum(axis=1) + np.bincount(mask, minlength=classes) - right]
+        chance = chances[mask[changed], changed]
+        variance += np.bincount(mask[changed], chance * (1 - chance), minlength=classes)
+    rows += [np.bincount(mask, minlength=classes) for mask in (before, before[before == after])]
+    return np.stack([*rows, variance]).astype(np.float64)
 
 
 def _judge_map(records: Sequence[Array]) -> Loss:
     table = np.stack(records)
     total = table.sum(axis=0)
-    kept = total[4] >= _RARE * total[4].sum()
+    counted = total[4] >= _RARE_CLASS * total[4].sum()
 
     def score(sums: Array) -> Array:
-        sums = np.maximum(sums[..., kept], 1e-12)
+        sums = np.maximum(sums[..., counted], 1e-12)
         lost = sums[..., 0, :] / sums[..., 1, :] - sums[..., 2, :] / sums[..., 3, :]
         return np.asarray(lost.mean(axis=-1))
 
-    agreement = float(total[5].sum() / total[4].sum())
-    # Where a place changed, what is true there is drawn too, and with it that of the places around it. A place more or
-    # less moves an overlap of I / U by 1 / U or I / U^2.
-    overlaps, unions = total[0, kept] / total[1, kept], total[1, kept]
-    variance = _ALIKE * (total[6, kept] * ((1 + overlaps) / unions) ** 2).sum() / len(unions) ** 2
+    # The truth at places that changed is drawn as well. One place more or less moves an overlap I / U by 1 / U or by
+    # I / U^2.
+    overlaps, unions = total[0, counted] / total[1, counted], total[1, counted]
+    variance = _SAME_TRUTH * (total[6, counted] * ((1 + overlaps) / unions) ** 2).sum() / len(unions) ** 2
     estimate = float(score(total))
-    doubt = Z95 * math.hypot(math.sqrt(variance), _MAP_DOUBT * estimate)
-    low, high = (math.hypot(end - estimate, doubt) for end in _bootstrap(table, score))
+    reach = Z95 * math.hypot(math.sqrt(variance), _MAP_DEVIATION * estimate)
+    low, high = (math.hypot(end - estimate, reach) for end in _bootstrap(table, score))
+    agreement = float(total[5].sum() / total[4].sum())
     return Loss(estimate=estimate, interval=(max(estimate - low, -1.0), min(estimate + high, 1.0)), agreement=agreement)
 
 
@@ -203,52 +200,46 @@ def _record_labels(expected: Array, found: Array, reading: Reading) -> Array:
 
 
 def _judge_labels(records: Sequence[Array]) -> Loss:
-    """A change costs half of one: how sure the float model was is not to be seen, and at worst it was right."""
+    """Returns half of the share of labels that changed: how sure the float model was of them is not known."""
     table = np.stack(records)
     changed = float(table[:, 0].sum() / table[:, 1].sum())
     _, most = _bootstrap(table, lambda sums: np.asarray(sums[..., 0] / sums[..., 1]))
     if table[:, 1].max() == 1:
         most = wilson_interval(int(table[:, 0].sum()), len(table))[1]
-    return Loss(estimate=_UNKNOWN_LOSS * changed, interval=(0.0, most), agreement=1 - changed)
+    return Loss(estimate=_UNKNOWN_COST * changed, interval=(0.0, most), agreement=1 - changed)
 
 
 def _record_image(expected: Array, found: Array, _reading: Reading) -> Array:
-    """Returns mean squares of differences and of detail, and the darkest and brightest value less 1 %: overshoots."""
+    """Returns the mean squares of the difference and of the detail, and the values below and above which 1 % lies."""
     one, two = expected.astype(np.float64), found.astype(np.float64)
     return np.array([((one - two) ** 2).mean(), _detail(one), *np.quantile(one, (_OVERSHOOT, 1 - _OVERSHOOT))])
 
 
 def _detail(images: Array) -> float:
-    """Returns the mean square of what is finer than four pixels: the images less their means over 4 x 4, made large.
+    """Returns the mean square of what is finer than four pixels: images less their means over 4 x 4, enlarged again.
 
-    Pictures have about as much power in each octave (D. J. Field, 1987), and what a net makes of less than it shows
-    misses about as much as the finest octave that it has. The images of three nets that enlarge three times came as
-    near to the truth as this says, up to 2 dB nearer, or, of one of them, up to 9 dB less near.
+    Pictures have about as much power in each octave (D. J. Field, 1987), and a net that enlarges them misses the truth
+    by about the finest octave that it shows. The images of three nets came as near to the truth as this says, or up to
+    2 dB nearer; those of one net were up to 9 dB less near.
     """
     first = 2 if images.shape[1] in IMAGE_CHANNELS else 1
-    sides = images.shape[first : first + 2]
-    height, width = (side // _FINE * _FINE for side in sides)
-    cut = np.moveaxis(images, (first, first + 1), (-2, -1))[..., :height, :width]
-    small = cut.reshape(*cut.shape[:-2], height // _FINE, _FINE, width // _FINE, _FINE).mean((-3, -1))
-    return float(((cut - _enlarge(_enlarge(small, -1), -2)) ** 2).mean())
+    height, width = (side // _FINE for side in images.shape[first : first + 2])
+    cut = np.moveaxis(images, (first, first + 1), (-2, -1))[..., : height * _FINE, : width * _FINE]
+    means = cut.reshape(*cut.shape[:-2], height, _FINE, width, _FINE).mean((-3, -1))
+    return float(((cut - _enlarging(height) @ means @ _enlarging(width).T) ** 2).mean())
 
 
-def _enlarge(values: Array, axis: int) -> Array:
-    """Returns values _FINE times as many along an axis, on straight lines between the middles of the old ones."""
-    count = values.shape[axis]
-    places = np.array([min(max((index + 0.5) / _FINE - 0.5, 0.0), count - 1.0) for index in range(count * _FINE)])
-    below = np.minimum(places.astype(np.int64), max(0, count - 2))
-    shape = [1] * values.ndim
-    shape[axis] = -1
-    above = (places - below).reshape(shape)
-    low, high = np.take(values, below, axis), np.take(values, np.minimum(below + 1, count - 1), axis)
-    return np.asarray(low * (1 - above) + high * above)
+def _enlarging(count: int) -> Array:
+    """Returns the matrix of linear interpolation from `count` pixels to _FINE times as many, between their middles."""
+    places = (np.arange(count * _FINE) + 0.5) / _FINE - 0.5
+    return np.stack([np.interp(places, np.arange(count), unit) for unit in np.eye(count)], axis=1)
 
 
 def _judge_image(records: Sequence[Array]) -> Loss:
-    """Errors add up: an image with PSNR t against the truth and q against the float one has t - 10 log10(1 + t'/q').
+    """Returns the share of the PSNR against the truth that is lost; an image with little detail is nearer to it.
 
-    An image with little detail is easy, so the net may come nearer to its truth than 36 dB.
+    Squared errors add up: from t dB between the float image and the truth, and q dB between the two images, a PSNR of
+    t - 10 log10(1 + t' / q') is left, with t' and q' as ratios of powers.
     """
     table = np.stack(records)
     peak = max(float(table[:, 3].max() - table[:, 2].min()), 1e-12)
@@ -263,28 +254,25 @@ def _judge_image(records: Sequence[Array]) -> Loss:
 
 
 def _record_values(expected: Array, found: Array, reading: Reading) -> Array:
-    """Returns sums of each channel: of the values, their squares and those of the differences, float64 [4, channels].
-
-    The last row counts.
-    """
+    """Returns for each channel sums of its values, of their squares and of squared differences, and their number."""
     numbers = (np.atleast_1d(value.astype(np.float64)) for value in (expected, found))
-    one, two = (np.moveaxis(value, reading.axis, 0) for value in numbers)
-    one, two = one.reshape(len(one), -1), two.reshape(len(two), -1)
+    one, two = (np.moveaxis(value, reading.axis, 0).reshape(value.shape[reading.axis], -1) for value in numbers)
     count = np.full(len(one), float(one.shape[1]))
     return np.stack([one.sum(axis=1), (one**2).sum(axis=1), ((one - two) ** 2).sum(axis=1), count])
 
 
 def _judge_values(records: Sequence[Array]) -> Loss:
-    """Returns how much of the spread of the values is lost: what R2 falls by where they predict a number.
+    """Returns the share of the variance that is lost: what R2 falls by where the values predict a number.
 
-    Channels count by their standard deviation. Those a hundred times smaller than the largest are a group of their
-    own, such as scores beside boxes in pixels, and the group that loses most counts. Where many places have many values
-    each, as in the raw head of a detector, decisions are made of them later, and half of it counts as long as it is
-    small: over 26 good and bad plans of two detectors the mean AP fell by 0 to 0.42 points for each point of R2, unless
-    more than half of R2 was lost. What is the same number everywhere has no spread, and is held against zero.
+    Channels count by their standard deviation. Those a hundred times smaller than the largest, such as scores beside
+    boxes in pixels, are a second group, and the group that loses more counts. What is the same number everywhere has no
+    variance, and is held against zero.
 
-    Differences add what is lost only on average: by chance they make up for what the float model misses, or add to it.
-    The interval says so.
+    A table of many values at many places, such as a raw detection head, is decided by later, and `discount_loss` counts
+    half of a small loss: over 26 good and bad plans of two detectors mean AP fell by 0 to 0.42 points for each point of
+    R2, unless more than half of R2 was lost.
+
+    The interval knows that noise makes up for the float model's own misses by chance, or adds to them.
     """
     table = np.stack(records)
     total = table.sum(axis=0)
@@ -292,23 +280,29 @@ def _judge_values(records: Sequence[Array]) -> Loss:
         table[:, 0] = total[0] = 0.0
     deviation = np.sqrt(_variance(total))
     share = deviation / max(float(deviation.max()), 1e-30)
-    # A vector has one value a channel: an embedding, whose small ones count for little.
+    # A vector has one value a channel: an embedding, whose small channels count for little.
     is_vector = total[3].max() <= len(table)
-    groups = [share >= 0] if is_vector else [share >= _SMALL, (share < _SMALL) & (share >= _SMALL**2)]
+    small = (share < _SMALL_CHANNEL) & (share >= _SMALL_CHANNEL**2)
+    groups = [share >= 0] if is_vector else [share >= _SMALL_CHANNEL, small]
 
     def score(sums: Array) -> Array:
         lost = np.minimum(sums[..., 2, :] / sums[..., 3, :] / np.maximum(_variance(sums), 1e-30), 1.0)
-        each = [_weigh(lost[..., group], deviation[group]) for group in groups if group.any()]
-        return np.asarray(np.max(each, axis=0))
+        weights = [np.where(group, deviation, 0.0) for group in groups if group.any()]
+        means = [(lost * each).sum(axis=-1) / max(float(each.sum()), 1e-30) for each in weights]
+        return np.asarray(np.max(means, axis=0))
 
     lost, (low, high) = float(score(total)), _bootstrap(table, score)
     reach = _CHANCE * math.sqrt(lost)
-    is_table = len(deviation) >= _TABLE_VALUES and total[3].max() >= _TABLE_PLACES * len(table)
-    if is_table:
+    if len(deviation) >= _TABLE_VALUES and total[3].max() >= _TABLE_PLACES * len(table):
         low, estimate = 0.0, discount_loss(lost)
     else:
         estimate = lost
     return Loss(estimate=estimate, interval=(max(low - reach, -1.0), min(high + reach, 1.0)))
+
+
+def _variance(sums: Array) -> Array:
+    means = sums[..., 0, :] / sums[..., 3, :]
+    return np.asarray(np.maximum(sums[..., 1, :] / sums[..., 3, :] - means**2, 0.0))
 
 
 def _record_vectors(expected: Array, found: Array, _reading: Reading) -> Array:
@@ -318,9 +312,9 @@ def _record_vectors(expected: Array, found: Array, _reading: Reading) -> Array:
 def _judge_vectors(records: Sequence[Array]) -> Loss:
     """Returns the share of samples whose nearest neighbour among the others is another one (one less recall@1).
 
-    Similarity is the cosine. A neighbour that is as near in the float model, such as the copy of a sample, counts as
-    the same. The interval is Wilson's, of a share that was counted: over vectors drawn around 8 or 50 middles or
-    around none it holds the true share in 94 to 98 % of draws (tests/quantize/test_quantize_retrieval.py).
+    Nearness is the cosine. A neighbour that is as near in the float model, such as the copy of a sample, counts as the
+    same. The interval is Wilson's, of a share that was counted: of vectors drawn around 8 or 50 middles, or around
+    none, it holds the true share in 94 to 98 % of draws (tests/quantize/test_quantize_retrieval.py).
     """
     vectors, others = np.stack(records, axis=1)
     cosines, theirs = _compare_all(vectors), _compare_all(others)
@@ -338,15 +332,6 @@ def _compare_all(vectors: Array) -> Array:
     return np.asarray(cosines)
 
 
-def _variance(sums: Array) -> Array:
-    means = sums[..., 0, :] / sums[..., 3, :]
-    return np.asarray(np.maximum(sums[..., 1, :] / sums[..., 3, :] - means**2, 0.0))
-
-
-def _weigh(values: Array, weights: Array) -> Array:
-    return np.asarray((values * weights).sum(axis=-1) / max(float(weights.sum()), 1e-30))
-
-
 _CONFIDENCE, _DIFFERENCES = "the float model's confidence", "the differences"
 MEASURES: Mapping[MeasuredKind, Measure] = {
     "classes": Measure(name="top-1 accuracy", source=_CONFIDENCE, record=_record_classes, judge=_judge_classes),
@@ -354,9 +339,7 @@ MEASURES: Mapping[MeasuredKind, Measure] = {
     "sequence": Measure(
         name="whole answers (exact match)", source=_CONFIDENCE, record=_record_sequence, judge=_judge_classes
     ),
-    "labels": Measure(
-        name="equal labels", source="the labels that changed", record=_record_labels, judge=_judge_labels
-    ),
+    "labels": Measure(name="equal labels", source="the changed labels", record=_record_labels, judge=_judge_labels),
     "values": Measure(
         name="spread of the values (R2)", source=_DIFFERENCES, record=_record_values, judge=_judge_values
     ),
@@ -370,39 +353,40 @@ MEASURES: Mapping[MeasuredKind, Measure] = {
 }
 
 
-def _interval_of_losses(costs: Array, total: int) -> tuple[float, float]:
-    """Returns the interval of the share of changes times what one costs, by the variances of both (delta method).
+def _interval_of_costs(costs: Array, total: int) -> tuple[float, float]:
+    """Returns the interval of the share of changes times the mean cost of one, by the variances of both (delta method).
 
-    That of the share is of Jeffreys' posterior (L. D. Brown, T. T. Cai and A. DasGupta, 2001), that of the cost is what
-    these costs tell of their mean, and what confidences may be wrong by.
+    The share's is that of Jeffreys' posterior (L. D. Brown, T. T. Cai and A. DasGupta, 2001). The cost's is what the
+    costs that were seen tell of their mean, and how far confidences may be wrong.
     """
     count = len(costs) + _PRIOR_CHANGES
-    rate, cost = count / (total + 2 * _PRIOR_CHANGES), (float(costs.sum()) + _PRIOR_CHANGES * _PRIOR_LOSS) / count
+    rate, cost = count / (total + 2 * _PRIOR_CHANGES), (float(costs.sum()) + _PRIOR_CHANGES * _PRIOR_COST) / count
     rate_variance = rate * (1 - rate) / (total + 2 * _PRIOR_CHANGES + 1)
-    cost_variance = float(((costs - cost) ** 2).sum()) / count**2 + _doubt_cost(rate) ** 2
+    cost_variance = float(((costs - cost) ** 2).sum()) / count**2 + _cost_deviation(rate) ** 2
     reach = Z95 * math.sqrt(rate_variance * cost**2 + rate**2 * cost_variance)
     estimate = float(costs.sum()) / total
     return max(min(estimate, rate * cost - reach), -1.0), min(max(estimate, rate * cost + reach), 1.0)
 
 
-def _doubt_cost(rate: float) -> float:
+def _cost_deviation(rate: float) -> float:
+    """Returns by how much the mean cost of a change may be off, one standard deviation, where a share changes."""
     return _FEW_COST_DEVIATION + (_ALL_COST_DEVIATION - _FEW_COST_DEVIATION) * math.sqrt(rate)
 
 
-def lasting_reach(measure: str, estimate: float, changed: float) -> float:
-    """Returns how far the end of an interval stays from the estimate however many samples there are.
+def reach_without_labels(measure: str, estimate: float, changed: float) -> float:
+    """Returns half of the width that an interval keeps however many samples there are, because labels are missing.
 
-    `changed` is the share of decisions that changed. What a change costs only labels tell.
+    `changed` is the share of decisions that changed: what one costs only labels tell.
     """
     if measure in {MEASURES["classes"].name, MEASURES["sequence"].name}:
-        return Z95 * changed * _doubt_cost(changed)
+        return Z95 * changed * _cost_deviation(changed)
     if measure == MEASURES["map"].name:
-        return Z95 * _MAP_DOUBT * abs(estimate)
-    return _UNKNOWN_LOSS * changed if measure == MEASURES["labels"].name else 0.0
+        return Z95 * _MAP_DEVIATION * abs(estimate)
+    return _UNKNOWN_COST * changed if measure == MEASURES["labels"].name else 0.0
 
 
 def _bootstrap(table: Array, score: Callable[[Array], Array]) -> tuple[float, float]:
-    """Returns the interval of a score of sums over samples (B. Efron, 1979, percentiles), seeded."""
+    """Returns the interval of a score of sums over samples: percentiles of a bootstrap (B. Efron, 1979), seeded."""
     count = len(table)
     weights = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=_RESAMPLES)
     low, high = np.percentile(score(np.tensordot(weights.astype(np.float64), table, axes=1)), [2.5, 97.5])
