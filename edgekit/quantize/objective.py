@@ -23,7 +23,7 @@ from edgekit.quantize.accuracy.output_kinds import RAW, read_output_kinds
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.calibration.held_out import read_held_out
 from edgekit.quantize.graph.compared_tensors import ComparedTensor, find_compared_tensors
-from edgekit.quantize.graph.layers import spread_positions
+from edgekit.quantize.graph.layers import sample_positions
 from edgekit.quantize.ranges import LEVELS, TensorRange, snap_range
 
 # What may lie between logits and the output without another value being first, and what only puts tensors together.
@@ -103,7 +103,7 @@ def _list_decisions(value: Array, compared: ComparedTensor, most: int) -> Array:
         rows = np.moveaxis(value, compared.axis, -1).reshape(-1, value.shape[compared.axis])
     else:
         rows = value.reshape(-1, 1)
-    return rows[spread_positions(len(rows), max(1, most // rows.shape[1]))]
+    return rows[sample_positions(len(rows), max(1, most // rows.shape[1]))]
 
 
 def measure_classes(logits: Array, others: Array) -> tuple[float, Array]:

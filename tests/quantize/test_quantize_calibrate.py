@@ -257,7 +257,7 @@ def test_an_array_in_a_file_keeps_what_was_written_while_it_rests(tmp_path: Path
     first.values += 2
     second.values[1, 1] = 7
     for each in (first, none, second):
-        each.rest()
+        each.release()
     assert (first.values == 2).all()
     assert second.values.tolist() == [[0, 0], [0, 7]]
     assert none.values.shape == (0, 4)

@@ -14,8 +14,8 @@ from edgekit.model.external import read_place
 from edgekit.model.model import Model, find_reads
 from edgekit.quantize import _ort_quantizer as door
 from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize.calibration.augment import augment_graph
 from edgekit.quantize.calibration.calibrate import open_float_graph
-from edgekit.quantize.calibration.instrument import instrument_graph
 from edgekit.quantize.equalization.equalize import equalize_graph
 from edgekit.quantize.graph.float_graph import read_float_graph, set_weights_aside
 from edgekit.quantize.graph.sessions import open_graph
@@ -120,7 +120,7 @@ def test_what_stands_in_for_quantized_weights_leaves_nothing_to_compute_in_vain(
 
 def test_an_activation_is_measured_before_the_next_but_one_is_computed(net: Model) -> None:
     graph = read_float_graph(net)
-    nodes = instrument_graph(graph, picked=8, patch_samples=4).proto.graph.node
+    nodes = augment_graph(graph, picked=8, patch_samples=4).proto.graph.node
     own = {node.name for node in graph.proto.node}
     made = dict.fromkeys((*graph.inputs, *(tensor.name for tensor in graph.proto.initializer)), -1)
     made |= {name: at for at, node in enumerate(nodes) for name in node.output}

@@ -1,4 +1,4 @@
-"""One streaming pass over the samples that measures every float activation, for all targets at once."""
+"""Every float activation of a model measured over the samples, which are streamed: once for all targets."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,8 +13,8 @@ from edgekit.machine import single_blas_thread
 from edgekit.model.model import Model
 from edgekit.model.outputs import StatedOutput
 from edgekit.progress import Progress, say_nothing
+from edgekit.quantize.calibration.augment import picked_values
 from edgekit.quantize.calibration.held_out import save_fitted, save_held_out
-from edgekit.quantize.calibration.instrument import picked_values
 from edgekit.quantize.calibration.moments import save_moments
 from edgekit.quantize.calibration.passes import CalibrationTask, measure_samples
 from edgekit.quantize.calibration.statistics import ActivationStatistics
@@ -35,25 +35,32 @@ from edgekit.quantize.ranges import (
 )
 
 MEASURED_SAMPLES = 64
-"""From how many samples histograms and moments come, held-out ones among them.
+"""From so many samples come histograms, moments and the held-out samples.
 
 Chosen by hand: tools/bench/calibrate_ratio.py shows what more would cost, `Calibration.sample_error` what fewer would.
 """
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the float activations of a model do over some samples: plain data, good for every target.
+    """The ranges of a model's float activations over some samples: plain data, good for every target.
 
-    `ranges` holds for each range method the range of each float activation of the main graph; "minmax" is exact (but
-    for scores that a mask hides before a Softmax: of these only what counts is in the range),
-    "moving-average" too, the others come from histograms of at most `picked` values a tensor and each of the `measured`
-    samples; `is_exact` says that these are all there are. `sample_error` says by how much a share of a tensor's values,
-    read from its histogram, may differ from that over all samples because not each was measured, with 95 % certainty,
-    for the tensor where that is most; 0 where each was.
-    `samples_sha256` covers every input. `known` samples were not run, because a cache knew them; `notes` says what was
-    wrong with a cache, and where few samples judge.
-    `statistics` is the folder with what is too big for plain data: moments of layer inputs, and the samples held out
-    to judge by. It may go when all plans are applied; "" means that there are none. `outputs` is what was stated.
+    Attributes:
+        model_sha256: the digest of the model's file.
+        samples_sha256: a digest of all inputs of all samples.
+        samples: how many samples there were.
+        measured: how many of them the histograms come from.
+        picked: how many values of each tensor a measured sample adds to its histogram, at most.
+        is_exact: whether the histograms hold all values of all samples.
+        sample_error: by how much a share of a tensor's values, read from its histogram, may differ from the share over
+            all samples because not all were measured: with 95 % certainty, for the tensor where it is most.
+        known: how many samples were not run because a cache knew them.
+        notes: what was wrong with a cache, and where few samples judge.
+        ranges: by range method, the range of each float activation of the main graph. "minmax" and "moving-average"
+            come from every sample and every value, but for scores that a mask hides before a Softmax; the others come
+            from histograms.
+        statistics: the folder with what is too large for plain data, the moments of layer inputs and the held-out
+            samples, or "" where there is none. It may be removed when all plans are applied.
+        outputs: what was stated of the outputs.
     """
 
     model_sha256: str
@@ -70,7 +77,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     outputs: dict[str, StatedOutput] = {}
 
     def map_ranges(self, change: Callable[[str, TensorRange], TensorRange]) -> "Calibration":
-        """Returns a calibration with other ranges: what `change` makes of each tensor's, method by method."""
+        """Returns a calibration whose ranges `change` made of these, tensor by tensor and method by method."""
         ranges = {method: {name: change(name, its) for name, its in own.items()} for method, own in self.ranges.items()}
         return msgspec.structs.replace(self, ranges=ranges)
 
@@ -88,11 +95,11 @@ def calibrate_model(
 ) -> Calibration:
     """Measures every float activation of a prepared float model, streaming the samples.
 
-    The lowest and highest values come from every sample. Histograms, for the range methods that want them, and with
-    `fitting` the moments that rounding learns from come from MEASURED_SAMPLES samples, spread evenly; these are read
-    in a pass of their own. Memory does not grow with the number of samples. `work` is a folder for the statistics and
-    intermediate files. With a `cache` a calibration that was interrupted goes on, and one that ended is read; the
-    result is the same to the last bit. `outputs` states what outputs are.
+    The lowest and highest values come from every sample. Histograms, for the range methods that need them, and with
+    `fitting` the moments that rounding learns from, come from MEASURED_SAMPLES samples, spread evenly, in a pass of
+    their own. Memory does not grow with the number of samples. `work` is a folder for the statistics and intermediate
+    files. With a `cache` a calibration that was interrupted goes on, and one that ended is read: the result is the same
+    to the last bit. `outputs` states what outputs are.
 
     Raises:
         UsageError: there is no such range method.
@@ -126,14 +133,14 @@ def calibrate_model(
         sample_error=found.statistics.sample_error(len(task.indices), len(found.seen)),
         known=found.known,
         notes=(*found.cache.notes, *judges),
-        ranges=_choose_ranges(graph, found.instrumented.aliases, found.statistics, methods),
+        ranges=_choose_ranges(graph, found.augmented.aliases, found.statistics, methods),
         statistics=str(work) if fitting else "",
         outputs=dict(outputs or {}),
     )
 
 
 def open_float_graph(model: Model, calibration: Calibration) -> Graph:
-    """Returns the float graph of a model, as a calibration of it set it aside; where that is gone it is read anew.
+    """Returns the float graph of a model, as its calibration stored it, or read again where that is gone.
 
     Raises:
         ModelError: the model is quantized already, or older than opset 13, or names clash.
@@ -181,7 +188,7 @@ def _choose_ranges(
     statistics: ActivationStatistics,
     methods: Sequence[str],
 ) -> dict[str, dict[str, TensorRange]]:
-    # What a mask hides before a Softmax is in the histogram too: for such scores no method looks at one.
+    # Histograms hold masked values too, so no method reads the histogram of scores that a mask hides before a Softmax.
     masked, empty = statistics.masked(), HistogramCollector().freeze()
     exact, mean = statistics.exact_ranges() | masked, statistics.mean_ranges() | masked
     histograms = statistics.histograms() | dict.fromkeys(masked, empty)

@@ -1,6 +1,7 @@
-"""Samples kept back from fitting, with the float model's answers: the judge of every candidate.
+"""Samples that are kept of a calibration, with what the float model gives for some.
 
-Samples for rounding, which runs the model again, are kept too: none of those that judge.
+Held-out samples judge every candidate: nothing is fitted to them. Fitting samples are others, which rounding runs the
+model on again.
 """
 
 from collections.abc import Collection, Iterator
@@ -13,19 +14,22 @@ from edgekit.data.samples import Samples, select_samples, spread_indices
 from edgekit.errors import UsageError
 from edgekit.model.tensors import HEADERS, Array, Tensors
 
-# Samples that rounding learned from praise what is fitted to them, so some are kept from it, but of few all are needed.
-# The numbers are chosen by hand; tools/bench/quantize_zoo.py shows what is found with them.
+# Samples that rounding learned from praise what is fitted to them, so some are kept from it; but of few samples all are
+# needed. The numbers are chosen by hand; tools/bench/quantize_zoo.py shows what is found with them.
 MOST_SAMPLES = 16
 MOST_BYTES = 64 << 20  # of inputs and outputs together: they are in the cache, and in memory
 FEWEST_SAMPLES = 8
 """With fewer samples in all none is held out."""
 LEAST_KEPT, LEAST_BYTES = 4, 1 << 30
-"""So many are kept even where they are larger, as with the KV cache of a language model, up to so many bytes; and one
+"""So many large samples, such as those with the KV cache of a language model, are kept up to so many bytes; one is kept
 in any case. Without a judge a plan would be plain minmax, and nobody would be told."""
+MOST_FITTED_SAMPLES, MOST_FITTED_BYTES = 16, 32 << 20
+"""So many samples show what reaches a layer: a choice, for the time. For each layer the model runs on all, twice."""
+_NUMERIC = "fiub"
 
 
 class HeldOut:
-    """Collects every few samples of a stream, at most 16 and at most a third, with some float tensors."""
+    """Takes samples spread over a stream, at most 16 and at most a third, with some float tensors."""
 
     def __init__(self, count: int, tensors: Collection[str]) -> None:
         self._tensors = tensors
@@ -35,7 +39,7 @@ class HeldOut:
         self.arrays: dict[str, Array] = {}
 
     def describe_loss(self) -> tuple[str, ...]:
-        """Returns how many samples judge, where there are fewer than were wanted, and why."""
+        """Returns how many samples judge, and why, where these are fewer than were wanted."""
         wanted, kept = len(self._indices), len(self.positions())
         if not kept:
             why = f"{FEWEST_SAMPLES} are needed" if not wanted else "inputs are no plain numbers"
@@ -46,15 +50,14 @@ class HeldOut:
         return (f"{kept} of {wanted} held-out samples judge the plans: each has {each:.0f} MB",)
 
     def offer(self, index: int, sample: Tensors, values: Tensors) -> bool:
-        """Takes a sample with the float model's tensors if it is one to hold out, and says so."""
+        """Takes a sample with the float model's tensors if it is one to hold out, and returns whether it is."""
         outputs = {name: value for name, value in values.items() if name in self._tensors}
         size_bytes = sum(value.nbytes for value in (*sample.values(), *outputs.values()))
-        plain = all(value.dtype.kind in "fiub" for value in sample.values())
-        if index not in self._indices or not plain or not self._has_room(size_bytes):
+        if index not in self._indices or not _is_numeric(sample) or not self._has_room(size_bytes):
             return False
         self._size_bytes, self._kept = self._size_bytes + size_bytes, self._kept + 1
         self.arrays.update({f"{index}:in:{name}": value for name, value in sample.items()})
-        # What ONNX Runtime returns keeps the memory of its whole session.
+        # An array that ONNX Runtime returns holds the memory of its whole session.
         self.arrays.update({f"{index}:out:{name}": value.copy() for name, value in outputs.items()})
         return True
 
@@ -72,68 +75,69 @@ class HeldOut:
             index, side, *_ = (*name.split(":", 2), "")
             if side not in {"in", "out"} or not index.isdecimal() or int(index) not in self._indices:
                 return False
-            self.arrays[name] = array.copy()  # no view of a checkpoint, which would be held in memory whole
+            self.arrays[name] = array.copy()  # a view would hold the whole checkpoint in memory
         self._size_bytes, self._kept = sum(array.nbytes for array in arrays.values()), len(self.positions())
         return self._kept <= 1 or self._size_bytes <= (MOST_BYTES if self._kept > LEAST_KEPT else LEAST_BYTES)
 
 
 def save_held_out(folder: Path, held_out: HeldOut) -> None:
     """Writes the held-out samples into a folder."""
-    with (folder / "held_out.npz").open("wb") as file:
-        np.savez(file, allow_pickle=False, **held_out.arrays)
+    _write(folder / "held_out.npz", held_out.arrays)
 
 
 def read_held_out(folder: Path) -> Iterator[tuple[dict[str, Array], dict[str, Array]]]:
-    """Yields inputs and float outputs of each held-out sample.
+    """Yields the inputs and the float outputs of each held-out sample.
 
     Raises:
         UsageError: the folder has none.
     """
-    try:
-        archive = np.load(folder / "held_out.npz", allow_pickle=False)
-    except FileNotFoundError as error:
-        raise UsageError(f"the statistics of the calibration, '{folder}', are gone", hint="calibrate again") from error
-    with archive:
-        for _, names in groupby(archive.files, key=lambda name: name.split(":", 1)[0]):
-            parts: dict[str, dict[str, Array]] = {"in": {}, "out": {}}
-            for name in names:
-                _, side, tensor = name.split(":", 2)
-                with HEADERS:
-                    parts[side][tensor] = archive[name]
-            yield parts["in"], parts["out"]
-
-
-MOST_FITTED_SAMPLES = 16
-"""So many tell what reaches a layer: a choice, for the time. Each layer runs the model on all of them, twice."""
-MOST_FITTED_BYTES = 32 << 20
+    for arrays in _read(folder, "held_out.npz"):
+        inputs, outputs = (
+            {name.removeprefix(side): array for name, array in arrays.items() if name.startswith(side)}
+            for side in ("in:", "out:")
+        )
+        yield inputs, outputs
 
 
 def save_fitted(folder: Path, samples: Samples, indices: Collection[int]) -> None:
-    """Writes the first of some samples into a folder, as many as are allowed."""
+    """Writes fitting samples into a folder: the first of those at `indices`, as many as are allowed."""
     arrays: dict[str, Array] = {}
     left = MOST_FITTED_BYTES
     chosen = sorted(indices)[:MOST_FITTED_SAMPLES]
     for index, sample in zip(chosen, select_samples(samples, chosen), strict=False):
         left -= sum(value.nbytes for value in sample.values())
-        if left < 0 or any(value.dtype.kind not in "fiub" for value in sample.values()):
+        if left < 0 or not _is_numeric(sample):
             break
         arrays |= {f"{index}:{name}": value for name, value in sample.items()}
-    with (folder / "fitted.npz").open("wb") as file:
-        np.savez(file, allow_pickle=False, **arrays)
+    _write(folder / "fitted.npz", arrays)
 
 
 def read_fitted(folder: Path) -> Iterator[Tensors]:
-    """Yields the samples that were kept.
+    """Yields the fitting samples.
 
     Raises:
         UsageError: the folder has none.
     """
+    yield from _read(folder, "fitted.npz")
+
+
+def _is_numeric(sample: Tensors) -> bool:
+    return all(value.dtype.kind in _NUMERIC for value in sample.values())
+
+
+def _write(path: Path, arrays: Tensors) -> None:
+    with path.open("wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)
+
+
+def _read(folder: Path, name: str) -> Iterator[dict[str, Array]]:
+    """Yields the arrays of each sample, named `INDEX:NAME` in the file, by their NAME."""
     try:
-        archive = np.load(folder / "fitted.npz", allow_pickle=False)
+        archive = np.load(folder / name, allow_pickle=False)
     except FileNotFoundError as error:
         raise UsageError(f"the statistics of the calibration, '{folder}', are gone", hint="calibrate again") from error
     with archive:
-        for _, names in groupby(archive.files, key=lambda name: name.split(":", 1)[0]):
+        for _, names in groupby(archive.files, key=lambda each: each.split(":", 1)[0]):
             with HEADERS:
-                sample = {name.split(":", 1)[1]: archive[name] for name in names}
+                sample = {each.split(":", 1)[1]: archive[each] for each in names}
             yield sample

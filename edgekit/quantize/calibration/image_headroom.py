@@ -1,4 +1,4 @@
-"""Headroom for nets that make images of images: how bright their samples may be, whatever was seen."""
+"""Headroom for networks that make images of images, whose inputs may be brighter than the samples."""
 
 from collections.abc import Mapping
 
@@ -8,8 +8,8 @@ from edgekit.quantize.accuracy.output_kinds import WHITES, may_be_image
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.ranges import TensorRange, snap_range
 
-# Samples whose brightest pixel is less than 1 / 1.25 of white are no photographs (or of another scale), and a range
-# wider by more than a quarter loses a third of a bit; chosen by hand, tests/quantize/test_quantize_image_headroom.py.
+# Samples whose brightest pixel is below 1 / 1.25 of white are no photographs, or have another scale; and a range that
+# is a quarter wider loses a third of a bit. Chosen by hand: tests/quantize/test_quantize_image_headroom.py.
 _MOST_HEADROOM = 1.25
 
 
@@ -19,12 +19,12 @@ def makes_images(graph: Graph, outputs: Mapping[str, StatedOutput]) -> bool:
 
 
 def add_image_headroom(graph: Graph, calibration: Calibration) -> Calibration:
-    """Returns a calibration in which the ranges of a net that makes images of images reach as far as white would.
+    """Returns a calibration in which the ranges of a network that makes images of images leave room for white.
 
-    Samples seldom show all that images may be: where the brightest is 0.9, a white wall would be cut off, and the net
-    would darken it. What such a net computes grows about as its input does, so every range is widened as the input's
-    must be, by at most a quarter, and those of the images themselves reach from black to white with every method. It is
-    done where pixels lie between 0 and 1, or 255.
+    Where the brightest pixel of all samples is 0.9, a white wall would be clipped and come out darker. The activations
+    of such a network grow about as its input does, so every range is widened by the factor that the input's needs, at
+    most by a quarter. The ranges of the images themselves reach from black to white with every method. This is done
+    where pixels lie between 0 and 1, or 0 and 255.
     """
     seen = calibration.ranges["minmax"]
     fed = [value.name for value in graph.proto.input if _is_image(graph, value.name, {})]
@@ -44,7 +44,7 @@ def add_image_headroom(graph: Graph, calibration: Calibration) -> Calibration:
 
 
 def _find_white(seen: Mapping[str, TensorRange], name: str) -> list[float]:
-    """Returns the value of white of an input, nothing where its values are no such pixels."""
+    """Returns the value that white has in an input, nothing where its values are no such pixels."""
     its = seen.get(name, TensorRange(low=-1.0, high=0.0))
     return [white for white in WHITES if its.low >= 0 and white / _MOST_HEADROOM <= its.high <= white]
 

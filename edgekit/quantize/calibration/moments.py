@@ -1,8 +1,8 @@
-"""First and second moments of what layers multiply, gathered inside ONNX Runtime and summed in numpy.
+"""First and second moments of the inputs of layers, gathered inside ONNX Runtime and summed in numpy.
 
-They are what rounding with second-order information needs of the data: E[xx'] is the Hessian of a layer's squared
-output error, up to a factor (GPTQ, E. Frantar et al., arXiv:2210.17323), and E[x] what bias correction multiplies.
-Where a bias takes the mean error, the covariance E[xx'] - E[x]E[x]' counts instead.
+Rounding with second-order information needs nothing else of the data: E[xx'] is the Hessian of a layer's squared output
+error, up to a factor (GPTQ, E. Frantar et al., arXiv:2210.17323), and bias correction multiplies by E[x]. Where a bias
+takes the mean error, the covariance E[xx'] - E[x]E[x]' counts instead.
 """
 
 import contextlib
@@ -20,22 +20,22 @@ from edgekit.quantize.calibration.store import ArrayFile
 from edgekit.quantize.graph.layers import Layer, PatchIndices, expand_channel_factors
 
 BUDGET_BYTES = 96 << 20
-"""What all second moments may take; above it they become block diagonal. Chosen by hand: tools/bench/calibrate_ratio.py
-shows the memory of a calibration."""
-# From 128 channels x 3 x 3 down by halves: a block then holds whole kernels of channels that lie side by side.
+"""How much memory all second moments may take; beyond it they are made block diagonal. Chosen by hand:
+tools/bench/calibrate_ratio.py shows the memory of a calibration."""
+# 128 channels x 3 x 3, and halves of that: a block holds whole kernels of neighbouring channels.
 _BLOCK_SIZES = (1152, 576, 288, 144)
-# Patches wait until there are so many: products of a few rows are slow. Chosen by hand.
+# Patches are multiplied when there are so many, since products of a few rows are slow. Chosen by hand.
 _FLUSH_ROWS = 256
 _FIELDS = ("mean", "spread", "low", "high", "covariance")
 
 
 class InputMoments(msgspec.Struct, frozen=True, kw_only=True):
-    """The statistics of a layer's input patches: `count` of them, mean [groups, inputs], covariance in diagonal blocks.
+    """Statistics of a layer's input patches: their `count`, mean [groups, inputs] and covariance.
 
-    `spread` [groups, inputs] is the highest less the lowest value of each input over every place of every sample, not
-    only over the patches: an input that seldom fires shows there. `low` and `high` [channels] are these values.
-    `covariance` has shape [groups x pieces, size, size]; where there is more than one piece, the inputs are cut into
-    as many parts of `size` and what one part has to do with another is left out.
+    `low` and `high` [channels] are the extremes over all places of all samples, and `spread` [groups, inputs] is the
+    difference of the two: it shows an input that seldom fires, which patches may miss. `covariance` is
+    [groups x pieces, size, size]. Where there are several pieces, the inputs are cut into parts of `size`, and the
+    covariance between two parts is left out.
     """
 
     count: int
@@ -51,7 +51,7 @@ class InputMoments(msgspec.Struct, frozen=True, kw_only=True):
         return int(self.covariance.shape[-1])
 
     def second_moment(self, *, centred: bool = False) -> Array:
-        """Returns E[xx'], or the covariance where it is to be `centred`, in float64 [groups x pieces, size, size]."""
+        """Returns E[xx'], or if `centred` the covariance, in float64 [groups x pieces, size, size]."""
         covariance = self.covariance.astype(np.float64)
         if centred:
             return covariance
@@ -65,28 +65,28 @@ class InputMoments(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MomentCollector:
-    """Sums up the moments of one layer, a sample at a time."""
+    """Sums up the moments of one layer, sample by sample."""
 
     def __init__(self, layer: Layer, patches: PatchIndices, size: int, file: ArrayFile) -> None:
         self._layer, self._patches, self._size = layer, patches, size
-        # Sums over thousands of patches lose digits in float32, but second moments in float64 would take twice the
-        # memory: only means, which bias correction subtracts, are summed in it.
+        # Sums over thousands of patches lose digits in float32. Second moments in float64 would take twice the memory,
+        # so only means, which bias correction subtracts, are summed in it.
         self._sum = np.zeros((layer.groups, layer.inputs))
-        # Products are those of what is left beside the mean of the first patches: E[xx'] - E[x]E[x]' in float32 would
-        # be all rounding, and seldom positive definite, where an input hardly varies beside its mean.
+        # The mean of the first patches is subtracted before products are summed. Where an input hardly varies beside
+        # its mean, E[xx'] - E[x]E[x]' of float32 sums would be all rounding, and seldom positive definite.
         self._shift = np.zeros((layer.groups, layer.inputs), np.float32)
-        # They are touched once in some samples: meanwhile no memory is held for them.
+        # They lie in a file, since they are used once in several samples: in between they take no memory.
         self._products = file.zeros((layer.groups * (layer.inputs // size), size, size), np.float32)
         self._file, self._pending, self._filled = file, file.zeros((0, layer.inputs * layer.groups), np.float32), 0
         self._count = np.zeros((), np.int64)
 
     def arrays(self) -> dict[str, Array]:
-        """Returns the sums themselves, settled: what is written into them is gone on from."""
+        """Returns the arrays of the sums themselves, after pending patches were added: `restore` writes into them."""
         self._flush()
         return {"count": self._count, "sum": self._sum, "shift": self._shift, "products": self._products.values}
 
     def add(self, values: Array) -> None:
-        """Takes in what was gathered from one sample."""
+        """Adds the patches of one sample."""
         rows = self._patches.patches(values)
         start, stop = self._filled, self._filled + len(rows)
         if stop > len(self._pending.values):
@@ -97,14 +97,14 @@ class MomentCollector:
         self._filled = stop
         if stop >= _FLUSH_ROWS:
             self._flush()
-        self._pending.rest()
+        self._pending.release()
 
     def freeze(self, lows: Array, highs: Array) -> InputMoments:
-        """Returns the moments of everything added, given the extremes of the source: one a channel, or one for all."""
+        """Returns the moments of all patches, given the extremes of the source for each channel, or for all at once."""
         self._flush()
         count, taps = max(1, int(self._count)), math.prod(self._patches.kernel)
         lows, highs = (np.broadcast_to(ends, self._sum.size // taps) for ends in (lows, highs))
-        # Padding puts zeros beside what was seen.
+        # Padding adds zeros to the values that were seen.
         padded = not all(inside.all() for inside in self._patches.inside)
         spread = np.maximum(highs, 0) - np.minimum(lows, 0) if padded else highs - lows
         return InputMoments(
@@ -118,11 +118,11 @@ class MomentCollector:
 
     def _centre_products(self, count: int) -> Array:
         centred = self._products.values / np.float32(count)
-        self._products.rest()
+        self._products.release()
         left = (self._sum / count - self._shift).astype(np.float32).reshape(-1, self._size)
         for place, mean in enumerate(left):
             centred[place] -= np.outer(mean, mean)
-        # Rounding may still leave less than nothing where an input never varies.
+        # Where an input never varies, rounding may leave a variance below 0.
         np.einsum("gii->gi", centred)[...] = np.maximum(np.diagonal(centred, axis1=1, axis2=2), 0)
         return centred
 
@@ -138,11 +138,11 @@ class MomentCollector:
         rows = rows - self._shift
         parts = np.ascontiguousarray(rows.reshape(len(rows), -1, self._size).transpose(1, 0, 2))
         self._products.values += np.swapaxes(parts, 1, 2) @ parts
-        self._products.rest()
+        self._products.release()
 
 
 def scale_moments(moments: InputMoments, layer: Layer, factors: Array) -> InputMoments:
-    """Returns the moments of a layer's input once its channels are multiplied by factors."""
+    """Returns the moments that a layer's input has once its channels are multiplied by factors."""
     scale = expand_channel_factors(layer, factors)[:, 0].astype(np.float32)
     pieces = scale.reshape(-1, moments.size)
     return msgspec.structs.replace(
@@ -156,7 +156,7 @@ def scale_moments(moments: InputMoments, layer: Layer, factors: Array) -> InputM
 
 
 def block_sizes(layers: Sequence[Layer]) -> dict[str, int]:
-    """Returns for each layer (by its node) how many inputs a block of its second moment has, within the budget."""
+    """Returns by each layer's node how many inputs a block of its second moment has, so that all fit the budget."""
     sizes: dict[str, int] = {}
     for limit in _BLOCK_SIZES:
         sizes = {layer.node: _divide(layer.inputs, limit) for layer in layers}
@@ -166,14 +166,14 @@ def block_sizes(layers: Sequence[Layer]) -> dict[str, int]:
 
 
 def patches_per_sample(layer: Layer, samples: int) -> int:
-    """Returns how many patches a sample should give: in all about four times as many as the layer has inputs."""
-    # Fewer than there are inputs leave E[xx'] singular; rounding shrinks it for what is missing (`shrink_moment`).
+    """Returns how many patches one of so many samples should give: together about four times the layer's inputs."""
+    # With fewer patches than inputs E[xx'] is singular, for which `shrink_moment` makes up.
     wanted = int(np.clip(4 * layer.inputs, 1024, 4096))
     return int(np.clip(-(-wanted // max(1, samples)), 1, 64))
 
 
 def save_moments(path: Path, moments: Iterable[tuple[Sequence[str], InputMoments]]) -> None:
-    """Writes moments, each with the nodes of the layers that it is of, one by one to an .npz file."""
+    """Writes moments one by one to an .npz file, each with the nodes of the layers that read that input."""
     places: dict[str, int] = {}
     counts: list[int] = []
     with zipfile.ZipFile(path, "w") as archive:
@@ -193,7 +193,7 @@ def save_moments(path: Path, moments: Iterable[tuple[Sequence[str], InputMoments
 
 
 class StoredMoments:
-    """The moments in an open file, read node by node; threads may read side by side."""
+    """The moments in an open file, read for one node at a time; threads may read side by side."""
 
     def __init__(self, archive: Mapping[str, Array]) -> None:
         with HEADERS:

@@ -1,4 +1,4 @@
-"""The passes over the samples of a calibration: what the cache knows is skipped, what is measured goes into it."""
+"""The passes of a calibration over its samples: what the cache knows is skipped, and what is measured is cached."""
 
 import platform
 import time
@@ -21,26 +21,26 @@ from edgekit.machine import map_in_order, release_memory
 from edgekit.model.model import Model, refill, write_proto
 from edgekit.model.tensors import Array, Tensors
 from edgekit.progress import Progress
+from edgekit.quantize.calibration.augment import HIGHS, LOWS, SCORES, AugmentedGraph, augment_graph
 from edgekit.quantize.calibration.held_out import LEAST_BYTES, HeldOut
-from edgekit.quantize.calibration.instrument import HIGHS, LOWS, SCORES, InstrumentedGraph, instrument_graph
 from edgekit.quantize.calibration.statistics import ActivationStatistics
 from edgekit.quantize.calibration.store import CacheSettings, CalibrationCache, Checkpoint, open_cache
 from edgekit.quantize.effort import count_side_by_side
 from edgekit.quantize.graph.float_graph import float_activations
 from edgekit.quantize.graph.float_regions import find_infinite_tensors
 
-SETTLED_SAMPLES = 8
-"""After so many measured samples what is pending is summed, and a checkpoint may be written."""
+SUMMED_SAMPLES = 8
+"""After each so many samples pending sums are made, and a checkpoint may be written."""
 _MEASURED, _EXTREMES = "measured", "extremes"
-# What a checkpoint may have besides its arrays: names, shapes, and the digest of each sample.
+# What a checkpoint may hold besides its arrays: names and shapes, and the digest of each sample.
 _SLACK_BYTES, _SAMPLE_BYTES = 1 << 24, 64
 _PROGRESS_SECONDS = 2.0  # chosen by hand
 
 
 class CalibrationTask(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be measured: everything of the samples at `indices`, extremes of the `others`.
+    """What to measure: histograms, moments and extremes of the samples at `indices`, and extremes of the `others`.
 
-    `compared` are the tensors that held-out samples keep. `picked` and `patch_samples` are as for `instrument_graph`.
+    Held-out samples keep the tensors `compared`. `picked` and `patch_samples` are those of `augment_graph`.
     """
 
     model: Model
@@ -55,16 +55,16 @@ class CalibrationTask(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def others(self) -> tuple[int, ...]:
-        """The positions of the samples of which only extremes are wanted."""
+        """The samples of which only the extremes are measured."""
         return tuple(sorted(set(range(self.samples.count)) - set(self.indices)))
 
 
 class Measurements(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured so far, of the samples in `seen` (the sha256 of each by its position); `known` were not run."""
+    """What was measured so far. `seen` holds the sha256 of each sample by its position; `known` came from a cache."""
 
     task: CalibrationTask
     cache: CalibrationCache
-    instrumented: InstrumentedGraph
+    augmented: AugmentedGraph
     statistics: ActivationStatistics
     held_out: HeldOut
     seen: dict[int, bytes]
@@ -73,20 +73,20 @@ class Measurements(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_exact(self) -> bool:
         """Whether every value of every tensor is in its histogram."""
-        return not self.task.others and all(count < self.task.picked for _, count in self.instrumented.picks)
+        return not self.task.others and all(count < self.task.picked for _, count in self.augmented.picks)
 
     def everything(self) -> dict[str, Array]:
-        """Returns the arrays that hold all that was measured."""
+        """Returns all that was measured, as arrays."""
         held = {f"held.{name}": array for name, array in self.held_out.arrays.items()}
         return self.statistics.extremes() | self.statistics.sums() | held
 
     def fitted(self) -> list[int]:
-        """Returns the samples that were measured and not held out."""
+        """Returns the samples that were measured whole and not held out: rounding may learn from them."""
         held = self.held_out.positions()
         return [index for position, index in enumerate(self.task.indices) if position not in held]
 
     def restore(self, found: Checkpoint) -> bool:
-        """Goes on from a checkpoint; returns False if it does not fit, and then this is of no use."""
+        """Goes on from a checkpoint; returns False if it does not fit, and then these measurements are of no use."""
         self.seen.clear()
         self.seen.update(found.seen)
         held = {name[5:]: array for name, array in found.arrays.items() if name.startswith("held.")}
@@ -95,22 +95,22 @@ class Measurements(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure_samples(task: CalibrationTask, progress: Progress) -> Measurements:
-    """Runs the instrumented model over all samples that the cache does not know.
+    """Runs the augmented model over all samples that the cache does not know.
 
     Raises:
         DataError: a sample makes an activation infinite or NaN, or is another one than before.
         ModelError: nothing in the model computes in float32.
         OutputError: the cache cannot be written.
     """
-    whole = instrument_graph(task.graph, task.compared, picked=task.picked, patch_samples=task.patch_samples)
-    whole = _write(whole, task.work / "instrumented.onnx")
+    whole = augment_graph(task.graph, task.compared, picked=task.picked, patch_samples=task.patch_samples)
+    whole = _write(whole, task.work / "augmented.onnx")
     if not (whole.highs or whole.bounds):
         raise ModelError(
             f"no node of '{task.model.path.name}' can be quantized: nothing in it computes in float32",
             hint="give the float32 model if this is a float16 one, or build it with --precision fp32",
         )
-    # Histograms and patches cost several times what extremes do (tools/bench/calibrate_ratio.py): samples that are not
-    # needed for them are run without.
+    # Histograms and patches cost several times what extremes cost (tools/bench/calibrate_ratio.py): samples that are
+    # not needed for them run without.
     with open_cache(task.cache, _key(task, whole), progress) as cache:
         run = _resume(task, whole, cache)
         known, count = len(run.seen), task.samples.count
@@ -125,21 +125,21 @@ def measure_samples(task: CalibrationTask, progress: Progress) -> Measurements:
     return msgspec.structs.replace(run, known=known)
 
 
-def _key(task: CalibrationTask, whole: InstrumentedGraph) -> str:
-    """Returns a digest of what a calibration depends on, but for the samples, whose digests are in its files."""
+def _key(task: CalibrationTask, whole: AugmentedGraph) -> str:
+    """Returns a digest of all that a calibration depends on but its samples, whose digests are in its files."""
     layers = [(layer.node, layer.groups, layer.inputs) for layers, _ in whole.patches for layer in layers]
     facts = {
         "model": task.model.sha256,
         "versions": (version("edgekit-onnx"), VERSION, platform.machine()),
         "layout": (whole.lows, whole.highs, whole.picks, whole.scores, layers, whole.bounds, task.compared),
-        "settings": (task.picked, task.patch_samples, SETTLED_SAMPLES),
+        "settings": (task.picked, task.patch_samples, SUMMED_SAMPLES),
         "indices": task.indices,
     }
     return digest_bytes(msgspec.json.encode(facts, order="sorted"))
 
 
-def _resume(task: CalibrationTask, whole: InstrumentedGraph, cache: CalibrationCache) -> Measurements:
-    """Returns a run that knows what the cache has of its samples."""
+def _resume(task: CalibrationTask, whole: AugmentedGraph, cache: CalibrationCache) -> Measurements:
+    """Returns measurements with what the cache holds of these samples."""
     run = _begin(task, whole, cache)
     if task.cache is None:
         return run
@@ -158,45 +158,45 @@ def _resume(task: CalibrationTask, whole: InstrumentedGraph, cache: CalibrationC
     return run
 
 
-def _begin(task: CalibrationTask, whole: InstrumentedGraph, cache: CalibrationCache) -> Measurements:
+def _begin(task: CalibrationTask, whole: AugmentedGraph, cache: CalibrationCache) -> Measurements:
     statistics, held_out = ActivationStatistics(whole, task.work), HeldOut(len(task.indices), task.compared)
-    return Measurements(task=task, cache=cache, instrumented=whole, statistics=statistics, held_out=held_out, seen={})
+    return Measurements(task=task, cache=cache, augmented=whole, statistics=statistics, held_out=held_out, seen={})
 
 
-def _write(instrumented: InstrumentedGraph, path: Path) -> InstrumentedGraph:
-    """Writes an instrumented graph and returns what is said of it alone: its weights are not held in memory."""
-    write_proto(instrumented.proto, path)
-    return msgspec.structs.replace(instrumented, proto=onnx.ModelProto())
+def _write(augmented: AugmentedGraph, path: Path) -> AugmentedGraph:
+    """Writes an augmented graph and returns its description without the graph, whose weights would take memory."""
+    write_proto(augmented.proto, path)
+    return msgspec.structs.replace(augmented, proto=onnx.ModelProto())
 
 
 def _measure(run: Measurements) -> None:
-    """Takes in everything of the samples to measure, as far as they are not known."""
+    """Measures the samples of which everything is wanted, but for those that are known."""
     indices, cache = run.task.indices, run.cache
     for _ in _pass(run, indices, learning=True):
         ended = len(run.seen) == len(indices)
-        if ended or not len(run.seen) % SETTLED_SAMPLES:
-            run.statistics.settle()
+        if ended or not len(run.seen) % SUMMED_SAMPLES:
+            run.statistics.sum_pending()
             cache.save(_MEASURED, run.seen, run.everything, now=ended)
 
 
 def _measure_extremes(run: Measurements) -> None:
-    """Takes in the extremes of the other samples, as far as they are not known."""
+    """Measures the extremes of the other samples, but for those that are known."""
     task, cache = run.task, run.cache
     if task.indices and len(run.seen) < task.samples.count:
-        _write(instrument_graph(task.graph), task.work / "instrumented.onnx")
+        _write(augment_graph(task.graph), task.work / "augmented.onnx")
     try:
         for _ in _pass(run, task.others, learning=False):
             cache.save(_EXTREMES, run.seen, run.statistics.extremes, now=len(run.seen) == task.samples.count)
     except EdgekitError:
-        # Once the sample is mended, the next run goes on from here.
+        # Once the sample is repaired, the next run goes on from here.
         cache.save(_EXTREMES, run.seen, run.statistics.extremes, now=True)
         raise
 
 
 def _pass(run: Measurements, indices: Sequence[int], *, learning: bool) -> Iterator[None]:
-    """Takes in samples one by one and yields after each: then the statistics hold exactly the samples seen.
+    """Measures samples and yields after each, when the statistics hold exactly the samples that were seen.
 
-    Several run at a time (`count_side_by_side`), and are taken in in their order.
+    Several run at a time (`count_side_by_side`); their outputs are added in the order of the samples.
     """
     task = run.task
     todo = [index for index in indices if index not in run.seen]
@@ -204,7 +204,7 @@ def _pass(run: Measurements, indices: Sequence[int], *, learning: bool) -> Itera
         return
     # Three samples are held at a time: an arena would keep what the largest tensors of each took.
     settings = SessionSettings(threads=1, in_order=True, arena=False)
-    session = CpuSession(task.work / "instrumented.onnx", settings, subject=task.model.path.name)
+    session = CpuSession(task.work / "augmented.onnx", settings, subject=task.model.path.name)
 
     def run_one(indexed: tuple[int, Tensors]) -> tuple[bytes, Tensors | RuntimeRefusal]:
         digest = digest_sample(indexed[1])
@@ -215,14 +215,14 @@ def _pass(run: Measurements, indices: Sequence[int], *, learning: bool) -> Itera
 
     began = told = time.monotonic()
     known = len(run.seen)
-    # No `zip` or `enumerate` around the runs, which would hold what it gave last until it gives the next.
+    # A `zip` or `enumerate` around the runs would hold one more result in memory.
     indexed = zip(todo, select_samples(task.samples, todo), strict=False)
     for (index, sample), (digest, values) in map_in_order(run_one, indexed, count_side_by_side(task.graph)):
         now, done = time.monotonic(), len(run.seen) - known
         if done and now >= told + _PROGRESS_SECONDS:
             left, told = (now - began) / done * (task.samples.count - len(run.seen)), now
-            run.cache.tell(f"calibrate: {len(run.seen)} of {task.samples.count} samples, about {left:.0f} s left")
-        # Two passes and a cache take samples by their position: a source that shuffles would mix them up.
+            run.cache.report(f"calibrate: {len(run.seen)} of {task.samples.count} samples, about {left:.0f} s left")
+        # Both passes and the cache know samples by their position: a source that shuffles would mix them up.
         if task.cache is not None and task.cache.digests[index] != digest:
             raise DataError(
                 f"sample {index} of '{task.samples.source}' is another one than before",
@@ -233,7 +233,7 @@ def _pass(run: Measurements, indices: Sequence[int], *, learning: bool) -> Itera
             raise DataError(text, hint="mend the sample or the model") from values
         if _has_non_finite(values):
             _refuse(task.graph, sample, task.samples.source, index, task.work)
-        # An axis may be an input, as a DFT's; then a sample decides shapes.
+        # Where an axis is an input, as of a DFT, each sample decides shapes.
         if not run.statistics.fits(values):
             raise DataError(
                 f"sample {index} of '{task.samples.source}' gives a tensor another shape than '{task.model.path.name}'",
@@ -246,8 +246,8 @@ def _pass(run: Measurements, indices: Sequence[int], *, learning: bool) -> Itera
 
 
 def _has_non_finite(values: Tensors) -> bool:
-    """Returns True if a value is NaN or infinite; an empty tensor has infinity as minimum and less as maximum."""
-    # ONNX Runtime's ReduceMin and ReduceMax skip NaN: sums of what may make it are among the values to show it.
+    """Returns True if a value is NaN or infinite, but for the infinite minimum and maximum of an empty tensor."""
+    # ONNX Runtime's ReduceMin and ReduceMax skip NaN, which the sums among the values show.
     empty = {LOWS: np.inf, HIGHS: -np.inf, SCORES: np.inf}
     return any(
         value.dtype.kind == "f" and not (np.isfinite(value) | (value == empty.get(name, 0.0))).all()
@@ -256,7 +256,7 @@ def _has_non_finite(values: Tensors) -> bool:
 
 
 def _refuse(graph: Graph, sample: Tensors, source: str, index: int, work: Path) -> NoReturn:
-    """Finds the first input, weight or tensor that is not finite, in the order of the graph."""
+    """Raises an error that names the first input, weight or tensor that is not finite, in the order of the graph."""
     subject, hint = f"sample {index} of '{source}' gives", "mend or drop the sample"
     for name, value in sample.items():
         if kind := _non_finite(value):
@@ -285,7 +285,7 @@ def _refuse_weights(graph: Graph, node: Node) -> None:
 
 
 def _non_finite(value: Array) -> str:
-    """Returns what a tensor holds that is not finite, "" where nothing is."""
+    """Returns "NaN" or "infinity" where a tensor holds it, else ""."""
     if value.dtype.kind != "f" or np.isfinite(value).all():
         return ""
     return "NaN" if np.isnan(value).any() else "infinity"

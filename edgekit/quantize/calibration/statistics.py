@@ -7,12 +7,12 @@ import msgspec
 import numpy as np
 
 from edgekit.model.tensors import Array, Tensors
-from edgekit.quantize.calibration.instrument import (
+from edgekit.quantize.calibration.augment import (
     HIGHS,
     LOWS,
     PATCHES,
     SCORES,
-    InstrumentedGraph,
+    AugmentedGraph,
     TensorAxis,
     pick_outputs,
 )
@@ -21,44 +21,44 @@ from edgekit.quantize.calibration.store import ArrayFile
 from edgekit.quantize.graph.float_graph import SCORE_MARGIN, is_masked
 from edgekit.quantize.ranges import Histogram, HistogramCollector, TensorRange
 
-# Picked values of so many samples are counted together: numpy's cost per call is then small. Of so many bytes of them
-# memory is held at a time. Both chosen by hand.
+# Picked values of so many samples are counted at once, so that numpy's cost per call is small; so many bytes of them
+# are in memory at a time. Both chosen by hand.
 _FLUSH_SAMPLES, _HELD_BYTES = 8, 2 << 20
 
 
 class ActivationStatistics:
-    """Sums up what an instrumented graph returns, a sample at a time; moments lie in a file of the folder `work`."""
+    """Sums up the outputs of an augmented graph, sample by sample; large sums lie in a file of the folder `work`."""
 
-    def __init__(self, instrumented: InstrumentedGraph, work: Path) -> None:
-        self._instrumented = instrumented
-        self._lows, self._highs = _Extremes(instrumented.lows, np.minimum), _Extremes(instrumented.highs, np.maximum)
-        self._scores = _Extremes(tuple(((each.tensor, None), 1) for each in instrumented.scores), np.minimum)
+    def __init__(self, augmented: AugmentedGraph, work: Path) -> None:
+        self._augmented = augmented
+        self._lows, self._highs = _Extremes(augmented.lows, np.minimum), _Extremes(augmented.highs, np.maximum)
+        self._scores = _Extremes(tuple(((each.tensor, None), 1) for each in augmented.scores), np.minimum)
         file = ArrayFile(work / "sums.data")
-        self._collectors = [HistogramCollector() for _ in instrumented.picks]
-        self._pick_outputs = tuple(pick_outputs(len(instrumented.picks)))
-        self._ends = np.cumsum([0, *(count for _, count in instrumented.picks)])
+        self._collectors = [HistogramCollector() for _ in augmented.picks]
+        self._pick_outputs = tuple(pick_outputs(len(augmented.picks)))
+        self._ends = np.cumsum([0, *(count for _, count in augmented.picks)])
         self._picked = file.zeros((_FLUSH_SAMPLES, int(self._ends[-1])), np.float32)
         self._pending = 0
-        self._layers = [layers for layers, _ in instrumented.patches]
+        self._layers = [layers for layers, _ in augmented.patches]
         sizes = block_sizes([layer for layers in self._layers for layer in layers])
         self._moments = [
-            MomentCollector(layers[0], its, sizes[layers[0].node], file) for layers, its in instrumented.patches
+            MomentCollector(layers[0], its, sizes[layers[0].node], file) for layers, its in augmented.patches
         ]
 
     def fits(self, values: Tensors) -> bool:
-        """Returns False where ONNX Runtime gave a tensor more or fewer channels than the graph says."""
+        """Returns False where a tensor has more or fewer channels than the graph says."""
         ends = {LOWS: self._lows, HIGHS: self._highs, SCORES: self._scores}
         return all(values[name].size == end.size for name, end in ends.items() if name in values)
 
     def add(self, values: Tensors, *, learn: bool) -> None:
-        """Takes in the outputs for one sample; its moments only where it is one to `learn` from."""
+        """Adds the outputs for one sample; moments only of a sample that rounding may `learn` from."""
         self._lows.add(values.get(LOWS))
         self._highs.add(values.get(HIGHS))
         self._scores.add(values.get(SCORES))
         picked = {output: part for output, part in self._pick_outputs if output in values}
         for output, part in picked.items():
             self._picked.values[self._pending, self._ends[part.start] : self._ends[part.stop]] = values[output]
-            self._picked.rest()
+            self._picked.release()
         self._pending += bool(picked)
         if self._pending == _FLUSH_SAMPLES:
             self._flush()
@@ -66,26 +66,26 @@ class ActivationStatistics:
             if learn and PATCHES + layer.node in values:
                 moments.add(values[PATCHES + layer.node])
 
-    def settle(self) -> None:
+    def sum_pending(self) -> None:
         """Sums what is pending."""
-        # Sums of floats depend on where they are split: a calibration that goes on must be settled at the same samples
-        # as one that was never interrupted, to end with the same bits.
+        # A sum of floats depends on where it is split. A calibration that was interrupted and goes on must be summed
+        # after the same samples as one that was not, so that both end with the same bits.
         self._flush()
         self._moment_arrays()
 
     def extremes(self) -> dict[str, Array]:
-        """Returns the arrays that hold the extremes."""
+        """Returns the arrays with the extremes."""
         ends = {"lows": self._lows, "highs": self._highs, "scores": self._scores}
         return {f"{end}.{name}": array for end, own in ends.items() for name, array in own.arrays().items()}
 
     def sums(self) -> dict[str, Array]:
-        """Returns arrays with the histograms and the moments; what was pending is summed first."""
+        """Returns the arrays with the histograms and the moments; what is pending is summed first."""
         self._flush()
         states = {f"histogram.{index}": collector.state() for index, collector in enumerate(self._collectors)}
         return states | self._moment_arrays()
 
     def restore(self, arrays: Tensors) -> bool:
-        """Goes on from such arrays; returns False if one does not fit, and then these are of no use."""
+        """Goes on from such arrays; returns False if one does not fit, and then these statistics are of no use."""
         own = self.extremes() | self._moment_arrays()
         for name, array in arrays.items():
             kind, _, index = name.partition(".")
@@ -100,7 +100,7 @@ class ActivationStatistics:
         return True
 
     def exact_ranges(self) -> dict[str, TensorRange]:
-        """Returns the lowest and highest value of each tensor over all samples, without what was empty in some."""
+        """Returns the lowest and highest value of each tensor over all samples, but of none that was ever empty."""
         empty = self._lows.sometimes_empty() | self._highs.sometimes_empty()
         return {
             name: TensorRange(low=float(low.min()), high=float(high.max()))
@@ -109,7 +109,7 @@ class ActivationStatistics:
         }
 
     def masked(self) -> dict[str, TensorRange]:
-        """Returns the ranges that count of tensors that are masked before a Softmax."""
+        """Returns the ranges of the unmasked values of tensors that are masked before a Softmax."""
         exact = self.exact_ranges()
         lowest = {name: float(values[0]) for (name, _), values in self._scores.entries().items() if name in exact}
         counting = {
@@ -119,7 +119,7 @@ class ActivationStatistics:
         }
         seen = exact | counting
         reach = dict[str, float]()
-        for each in self._instrumented.scores:
+        for each in self._augmented.scores:
             spans = [seen[name] for name in each.added if name in seen]
             reach[each.tensor] = sum(span.high - span.low for span in spans) + SCORE_MARGIN
         return {
@@ -130,7 +130,7 @@ class ActivationStatistics:
     def mean_ranges(self) -> dict[str, TensorRange]:
         """Returns the mean over the samples of each tensor's lowest and highest value."""
         lows, highs = self._lows.means(), self._highs.means()
-        for name, (low, high) in self._instrumented.bounds.items():
+        for name, (low, high) in self._augmented.bounds.items():
             lows[name] = lows[name] if low is None else low
             highs[name] = highs[name] if high is None else high
         return {name: TensorRange(low=lows[name], high=highs[name]) for name in lows}
@@ -138,27 +138,27 @@ class ActivationStatistics:
     def histograms(self) -> dict[str, Histogram]:
         """Returns the histogram of each tensor that values were picked from."""
         self._flush()
-        named = zip(self._instrumented.picks, self._collectors, strict=True)
+        named = zip(self._augmented.picks, self._collectors, strict=True)
         return {name: collector.freeze() for (name, _), collector in named}
 
     def sample_error(self, measured: int, samples: int) -> float:
-        """Returns how far a share read from a histogram may be from that over all samples, for the worst tensor."""
+        """Returns by how much a share read from a histogram may differ from that over all samples, for any tensor."""
         return max((each.sample_error(measured, samples) for each in self.histograms().values()), default=0.0)
 
     def moments(self) -> Iterator[tuple[tuple[str, ...], InputMoments]]:
-        """Yields the moments of what layers read, with the nodes of these layers."""
+        """Yields the moments of layer inputs, each with the nodes of the layers that read it."""
         extremes = self._channel_extremes()
-        axes = self._instrumented.channel_axes
+        axes = self._augmented.channel_axes
         for layers, moments in zip(self._layers, self._moments, strict=True):
             first = layers[0]
             yield tuple(layer.node for layer in layers), moments.freeze(*extremes[first.source, axes[first.node]])
 
     def _channel_extremes(self) -> dict[TensorAxis, tuple[Array, Array]]:
-        """Returns the lowest and highest value of each channel, on each axis that has channels for a layer."""
+        """Returns the lowest and highest value of each channel, for each axis on which a layer has its channels."""
         lows, highs = self._lows.entries(), self._highs.entries()
         found: dict[TensorAxis, tuple[Array, Array]] = {}
-        for each in self._instrumented.extremes:
-            low, high = self._instrumented.bounds.get(each[0], (None, None))
+        for each in self._augmented.extremes:
+            low, high = self._augmented.bounds.get(each[0], (None, None))
             ends = (lows[each] if low is None else [low], highs[each] if high is None else [high])
             one, two = np.broadcast_arrays(*(_or_zero(np.asarray(end)) for end in ends))
             found[each] = (one, two)
@@ -180,16 +180,16 @@ class ActivationStatistics:
             collector.add(values)
             held += values.nbytes
             if held > _HELD_BYTES:
-                self._picked.rest()
+                self._picked.release()
                 held = 0
-        self._picked.rest()
+        self._picked.release()
         self._pending = 0
 
 
 class _Extremes:
-    """The lowest or highest value of every entry over all samples, and the sum over samples of each tensor's.
+    """The lowest (or highest) value of each entry over all samples, and the sum over samples of each tensor's lowest.
 
-    An empty tensor has infinite ones, which count for nothing.
+    An empty tensor has infinite extremes, which do not count.
     """
 
     def __init__(self, parts: Sequence[tuple[TensorAxis, int]], pick: np.ufunc) -> None:
@@ -227,5 +227,5 @@ class _Extremes:
 
 
 def _or_zero(values: Array) -> Array:
-    """Returns extremes with zeros for what had no value."""
+    """Returns extremes with 0 instead of those of tensors without a value."""
     return np.where(np.isfinite(values), values, 0.0)

@@ -28,21 +28,21 @@ from edgekit.progress import Progress
 
 
 class FileArray:
-    """An array whose `values` lie in a file: `rest` gives back the memory that they take, until they are read again."""
+    """An array whose `values` lie in a file; `release` frees the memory that they take, until they are used again."""
 
     def __init__(self, mapping: mmap.mmap, shape: Sequence[int], dtype: Any) -> None:
         self._mapping = mapping
         self.values: Array = np.frombuffer(mapping, dtype, math.prod(shape)).reshape(shape)
 
-    def rest(self) -> None:
-        """Gives memory back, where the system can: the file holds what was written."""
-        # Linux alone says that pages of a shared mapping are written to the file and not lost (madvise(2)).
+    def release(self) -> None:
+        """Frees memory, where the system can: the file holds what was written."""
+        # Only Linux promises that this writes the pages of a shared mapping to the file (madvise(2)).
         if sys.platform == "linux":
             self._mapping.madvise(mmap.MADV_DONTNEED)
 
 
 class ArrayFile:
-    """A file that arrays lie in, made with the first of them."""
+    """A file for arrays, made with the first of them."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -57,7 +57,7 @@ class ArrayFile:
         step, length = mmap.ALLOCATIONGRANULARITY, max(1, math.prod(shape)) * np.dtype(dtype).itemsize
         start, self._size_bytes = self._size_bytes, self._size_bytes + -(-length // step) * step
         with self._path.open("r+b" if start else "w+b") as file:
-            # Where a disk is full, a page that is written to without having been reserved ends the process.
+            # On a full disk, writing to a page that was not reserved would end the process.
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), start, self._size_bytes - start)
             else:
@@ -65,8 +65,9 @@ class ArrayFile:
             return FileArray(mmap.mmap(file.fileno(), length, offset=start), shape, dtype)
 
 
-# A format of our own: magic, length of the header, header, arrays, sha256 of all before. Nothing is used before that is
-# right, arrays take no more memory than the file has, and none is copied. An .npz promises none of these.
+# A format of our own: magic, length of the header, header, arrays, sha256 of all that. Nothing is used before the
+# sha256 was checked, arrays take no more memory than the file has bytes, and none is copied. An .npz promises none of
+# these.
 _MAGIC = b"edgekit calibration 1\n"
 _LENGTH = struct.Struct("<Q")
 _DIGEST_BYTES = 32
@@ -75,7 +76,7 @@ _DTYPE = re.compile(r"\|[biu]1|<[iuf][248]")
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """The samples taken in, by their position, with the sha256 of each, and the arrays that sum them up."""
+    """The sha256 of each sample that was seen, by its position, and the arrays that sum the samples up."""
 
     seen: dict[int, bytes]
     arrays: dict[str, Array]
@@ -173,8 +174,8 @@ def _refusal(path: Path, reason: str) -> DataError:
     return DataError(f"'{path}' is not used: {reason}", hint="it is measured again")
 
 
-# Writing checkpoints takes at most one part in so many of the time: what is lost when a run is killed is then 20 times
-# what one write takes, or 0.2 s. Chosen by hand; tools/bench/calibrate_ratio.py measures without a cache.
+# Writing checkpoints takes at most one part in 20 of the time. A run that is killed then loses the time of 20 writes,
+# or 0.2 s. Chosen by hand; tools/bench/calibrate_ratio.py measures without a cache.
 _WRITING_SHARE = 20
 _LEAST_SECONDS = 0.2
 
@@ -198,9 +199,9 @@ class CalibrationCache:
         self.notes: list[str] = []
 
     def load(self, part: str, digests: Mapping[int, bytes] | None, most_bytes: int) -> Checkpoint | None:
-        """Returns what is kept of samples with these digests at their positions, None if there is none.
+        """Returns the checkpoint of a part, None if there is none, or it is of samples with other digests.
 
-        Without `digests` it is for the caller to look at those that are `seen`.
+        Without `digests` the caller compares those that are `seen`.
         """
         if self._folder is None:
             return None
@@ -216,7 +217,7 @@ class CalibrationCache:
         return found
 
     def save(self, part: str, seen: Mapping[int, bytes], arrays: Callable[[], dict[str, Array]], *, now: bool) -> None:
-        """Writes a part if it is time to, or if it must be `now`; where that fails, nothing is kept any more."""
+        """Writes a part if it is time to, or if it must be `now`; where that fails, no more is written."""
         began = time.monotonic()
         if self._folder is None or not (now or began >= self._next):
             return
@@ -228,12 +229,12 @@ class CalibrationCache:
         ended = time.monotonic()
         self._next = ended + max(_LEAST_SECONDS, _WRITING_SHARE * (ended - began))
 
-    def tell(self, text: str) -> None:
-        """Says how far it is."""
+    def report(self, text: str) -> None:
+        """Reports progress."""
         self._progress(text)
 
     def note(self, text: str) -> None:
-        """Says what is wrong, now and in the report."""
+        """Says what is wrong, as progress and in the report."""
         self.notes.append(text)
         self._progress(text)
 
@@ -242,7 +243,7 @@ class CalibrationCache:
 def open_cache(
     settings: CacheSettings | None, key: str, progress: Progress, kind: str = "calibration"
 ) -> Generator[CalibrationCache]:
-    """Yields the cache of the calibration (or of another `kind`) with a key; one that another run has open is left.
+    """Yields the cache of the calibration (or of another `kind`) with a key; one that another run has open is not used.
 
     Raises:
         OutputError: the folder cannot be made.

@@ -1,4 +1,4 @@
-"""Which tensors stand for the outputs of a graph where two models are compared, and what tells raw scores."""
+"""The tensors that stand for a graph's outputs where two models are compared, and how raw scores are recognized."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -12,15 +12,15 @@ from edgekit.graph.graph import Graph, Node
 from edgekit.model.tensors import Array
 from edgekit.quantize.graph.float_regions import find_infinite_tensors, find_list_sources
 
-# What tells scores from numbers that are predicted (depths, distances), by values alone: they reach below the first,
-# where 8 bits would suffer, and not above the second, and at most this share of them lies above zero (of BlazeFace's
-# 896 anchors a few). Chosen by hand on the detectors of tools/bench/quantize_zoo.py.
+# Raw scores differ from predicted numbers, such as depths and distances, by their values alone. The lowest lies below
+# the first bound, where 8 bits would be too few, none lies above the second, and at most this share is positive (a few
+# of BlazeFace's 896 anchors). Chosen by hand on the detectors of tools/bench/quantize_zoo.py.
 _LOWEST_BELOW, _HIGHEST_UP_TO = -20.0, 20.0
 _MOST_POSITIVE = 0.05
 
 
 def list_raw_scores(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
-    """Returns the tensors of one number a row beside another tensor with more numbers for each of these rows."""
+    """Returns the tensors with one number a row beside another tensor that has several numbers for the same rows."""
     tables = {shape[:-1] for shape in shapes.values() if len(shape) > 1 and shape[-1] > 1}
     return frozenset(
         name
@@ -30,9 +30,9 @@ def list_raw_scores(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
 
 
 def are_raw_scores(values: Array, counts: Array | None = None) -> bool:
-    """Returns True for values that are far below zero, nearly all, and never far above; each counts once, or as said.
+    """Returns True where nearly all values are negative, some far below zero and none far above.
 
-    Numbers that are predicted, such as a depth, lie elsewhere.
+    Each value counts once, or as often as `counts` says.
     """
     weights = np.ones(values.shape) if counts is None else counts
     if not values.size or values.min() >= _LOWEST_BELOW or values.max() > _HIGHEST_UP_TO:
@@ -40,25 +40,28 @@ def are_raw_scores(values: Array, counts: Array | None = None) -> bool:
     return bool(weights[values > 0].sum() < _MOST_POSITIVE * weights.sum())
 
 
-# What may lie between the tensor to compare and an output.
+# Operators that may lie between the tensor to compare and an output.
 _SHAPE_OPS = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Cast"})
 _SELECTION_OPS = frozenset({"ArgMax", "TopK"})
 _SQUASHING_OPS = frozenset({"Softmax", "LogSoftmax", "Sigmoid"})
-# Chosen by hand: the mean error of fewer values is luck (of n, its own error is about 1 / sqrt(2 n): 12 % of 32), and
-# detectors join a handful of parts (boxes, scores, landmarks), sequences more.
+# The mean error of fewer values is luck: that of n values is off by about 1 / sqrt(2 n), 12 % for 32. Detectors join a
+# handful of parts (boxes, scores, landmarks), sequences more. Both chosen by hand.
 _FEW_VALUES = 32
 _MOST_PARTS = 8
 
 
 class ComparedTensor(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor to compare: an output, or what the node named `reader` squashes into one (`reader` is "" for outputs).
+    """A tensor to compare: an output, or what the node `reader` makes one of, such as the logits that a Softmax reads.
 
-    Behind a Softmax errors of the logits vanish or explode with confidence, so what counts are the logits, less their
-    mean where only differences count (`centred`). Where they are few, their errors are mostly luck, so what the last
-    layer with weights reads is compared too. Of a tensor put together from parts along an axis, such as boxes and
-    scores, `part` (axis, start, stop) is one of them: the largest would hide what happens to the others. `family` says
-    which distribution it holds the logits of ("" for numbers), along the `axis` of its classes
-    (`edgekit.quantize.objective`).
+    Attributes:
+        tensor: its name.
+        reader: the node that reads it, "" for an output.
+        centred: whether only differences between the values count, as before a Softmax. Behind it, errors of logits
+            vanish or explode with the confidence.
+        part: (axis, start, stop) of one part of a tensor that is joined of several, such as boxes and scores: the
+            largest part would hide what happens to the others.
+        family: the distribution whose logits it holds, "" for numbers (`edgekit.quantize.objective`).
+        axis: that of the classes.
     """
 
     tensor: str
@@ -81,9 +84,9 @@ def find_compared_tensors(graph: Graph) -> tuple[ComparedTensor, ...]:
 
 
 def _trace_output(graph: Graph, output: str) -> Iterator[ComparedTensor]:
-    """Yields what stands for an output: of one that lists what was ranked, all numbers that the list is made of.
+    """Yields the tensors for an output: for a list of what was ranked, all tensors that it takes numbers from.
 
-    Two rows that change places are no error, but every number of them differs.
+    Where two rows of a list change places every number differs, though nothing is wrong.
     """
     found = _trace_back(graph, output)
     made_of = find_list_sources(graph, output) if found.tensor == output else ()
@@ -91,7 +94,7 @@ def _trace_output(graph: Graph, output: str) -> Iterator[ComparedTensor]:
 
 
 def _trace_back(graph: Graph, output: str) -> ComparedTensor:
-    """Returns what an output was before it was squashed, or before the best of it was selected."""
+    """Returns the tensor that an output was before a Softmax or the like, or before its best entries were selected."""
     found, name = ComparedTensor(tensor=output, reader="", centred=False), output
     while name in graph.producers and graph.producers[name].op_type in _SHAPE_OPS | _SELECTION_OPS | _SQUASHING_OPS:
         node = graph.producers[name]
@@ -112,9 +115,9 @@ def _split(graph: Graph, compared: ComparedTensor) -> list[ComparedTensor]:
 
 
 def _find_parts(graph: Graph, name: str) -> tuple[int, tuple[int, ...]] | None:
-    """Returns along which axis a tensor is put together and where its parts begin and end, None if it is of a piece.
+    """Returns the axis along which a tensor is joined, and where its parts begin and end; None where it is not joined.
 
-    Of what comes from several levels of a network the parts within each level count, if they are the same in all.
+    Of a tensor joined from several levels of a network, the parts within a level count, if all levels have the same.
     """
     node, shape = graph.producers.get(name), graph.static_shape(name)
     if node is None or shape is None:
@@ -146,7 +149,7 @@ def _find_concat_parts(graph: Graph, node: Node, rank: int) -> tuple[int, tuple[
 
 
 def _find_features(graph: Graph, name: str) -> list[ComparedTensor]:
-    """Returns what the layer before a tensor of few values reads, if it is more."""
+    """Returns the input of the layer that makes a tensor of few values: their errors alone would be mostly luck."""
     while math.prod(graph.static_shape(name) or (_FEW_VALUES,)) < _FEW_VALUES and name in graph.producers:
         node = graph.producers[name]
         name = node.input[0]

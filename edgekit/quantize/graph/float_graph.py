@@ -1,7 +1,7 @@
-"""What calibration, planning and rounding need to know of a float graph.
+"""The float graph that is calibrated and quantized: how it is read, and what is known of its tensors.
 
-Names that collide with those that quantizing adds are changed, a Gemm with a computed bias becomes the MatMul and the
-Add that it is, and attention masks are known, so that their large negative numbers stretch no range.
+Reading it renames tensors whose names quantizing would give to others, writes a Gemm with a computed bias as MatMul and
+Add, and raises attention masks, whose large negative numbers would stretch ranges.
 """
 
 import re
@@ -35,16 +35,16 @@ from edgekit.model.model import (
 from edgekit.model.tensors import Array
 from edgekit.prepare.basic import drop_initializer_inputs
 
-# What ONNX Runtime's quantizer puts behind the name of a tensor (onnxruntime/quantization/quant_utils.py). Where a name
-# is taken it adds nothing (ONNXModel.add_initializer): a model's own `x_scale` would be read as the scale of `x`.
+# What ONNX Runtime's quantizer appends to the name of a tensor (onnxruntime/quantization/quant_utils.py). Where a name
+# is taken it adds no tensor (ONNXModel.add_initializer): a model's own `x_scale` would be read as the scale of `x`.
 _ORT_SUFFIX = re.compile(r"_(scale|zero_point|quantized|convert|QuantizeLinear|DequantizeLinear)(_|$)")
-_OURS = "edgekit."  # what calibration's own tensors begin with
+_OURS = "edgekit."  # names of tensors that calibration adds begin so
 
 
 def avoid_name_collisions(proto: onnx.ModelProto, subject: str) -> None:
-    """Renames inner tensors whose names would be given to others, in place: `x_scale` where there is an `x`.
+    """Renames tensors in place whose names quantizing would give to others: `x_scale` where there is an `x`.
 
-    Inputs and outputs keep their names; then the other of the two tensors gets a new one.
+    Inputs and outputs keep their names: where `x_scale` is one, `x` is renamed.
 
     Raises:
         ModelError: both are inputs or outputs.
@@ -80,10 +80,10 @@ _OPSET = 13  # the lowest that is quantized
 
 
 def split_gemms(graph: onnx.GraphProto, folder: Path = Path()) -> tuple[str, ...]:
-    """Makes a MatMul and an Add of each Gemm whose bias is computed, in place, and returns the names of the nodes.
+    """Replaces each Gemm whose bias is computed by MatMul and Add, in place, and returns the names of these Gemms.
 
-    ONNX Runtime writes such a Gemm where the products of a recurrent cell are added (MatMulAddFusion). Its integer
-    Gemm adds a constant of 32 bits alone, so between Q and DQ nodes it would stay float
+    ONNX Runtime itself writes such a Gemm where the products of a recurrent cell are added (MatMulAddFusion). Its
+    integer Gemm adds only a constant of 32 bits, so this one would stay float between Q and DQ nodes
     (`qdq_transformer/selectors_actions/qdq_selectors.cc`, GemmNodeGroupSelector).
     """
     split = replace_nodes(graph, _OPSET, {"Gemm"}, _write_product, folder=folder)
@@ -98,7 +98,7 @@ def _write_product(writer: Writer) -> None:
         return
     dtype = next((kind for name in node.input if (kind := graph.value(name).dtype)), "")
     alpha, beta = (float(node.attributes.get(name, 1.0)) for name in ("alpha", "beta"))
-    # A graph may hold no type of an inner tensor, which only factors need.
+    # The type, which a graph may not tell of an inner tensor, is needed only for factors.
     if dtype not in FLOATS and (alpha, beta) != (1.0, 1.0):
         return
     left, right, bias = node.input
@@ -112,12 +112,12 @@ def _write_product(writer: Writer) -> None:
         bias = writer.add("Mul", [bias, writer.constant("beta", beta, dtype)], "bias")
     writer.add("Add", [writer.add("MatMul", [left, right], "product"), bias])
     product, total = writer.nodes[-2:]
-    # The node with the weight is the one that is known by the name.
+    # The node with the weight keeps the name of the Gemm.
     product.name, total.name = total.name, f"{total.name}/sum"
 
 
 def _transpose(graph: Graph, writer: Writer, name: str) -> str:
-    """Returns the transposed matrix: a weight has to stay a constant."""
+    """Returns the transposed matrix; that of a weight is a constant too."""
     value = graph.constant(name)
     if value is None:
         return writer.add("Transpose", [name], "right", perm=[1, 0])
@@ -125,10 +125,10 @@ def _transpose(graph: Graph, writer: Writer, name: str) -> str:
 
 
 MASK_VALUE = -1e4
-"""What masks are raised to: a Softmax makes 0 of it beside any score, and float16 holds it (to -65504)."""
+"""The value that masks are raised to: a Softmax makes 0 of it beside any score, and float16 holds it (to -65504)."""
 
-# exp(-12) is 6e-6: beside 8 bits, whose step is 1/256, even a thousand such scores are nothing. A bias may lie that far
-# below beside the highest scores, so it counts farther down. Chosen by hand;
+# exp(-12) is 6e-6: beside 8 bits, whose step is 1/256, even a thousand such scores are nothing. A bias counts farther
+# down, since it may lie so far below the highest one beside the highest scores. Chosen by hand:
 # tests/quantize/test_quantize_attention_masks.py shows the effect.
 SCORE_MARGIN, BIAS_MARGIN = 12.0, 32.0
 """How far below the highest score of a row scores still count, and how far below the highest bias biases do."""

@@ -1,6 +1,6 @@
 """Parts of a graph that 8 bits cannot hold, found from the graph alone.
 
-What lies between a layer and the tensor that its activation makes is one value, which is quantized once.
+Also the tensors between a layer and its activation function, which are quantized as one tensor.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,17 +10,17 @@ import numpy as np
 from edgekit.graph.constants import read_array
 from edgekit.graph.graph import Graph, Node
 
-# What ONNX Runtime's providers fuse into the layer before, and what acts as these do.
+# Operators that providers of ONNX Runtime fuse into the layer before, and others that act alike.
 _ACTIVATIONS = frozenset({"Clip", "HardSwish", "LeakyRelu", "PRelu", "Relu"})
-# What a Sigmoid or HardSigmoid is spelled with.
+# Operators that exporters write a Sigmoid or HardSigmoid with.
 _SIGMOID_OPS = frozenset({"Add", "Clip", "Div", "HardSigmoid", "Mul", "Sigmoid"})
 
 
 def find_before_activation(graph: Graph, name: str) -> tuple[str, ...]:
-    """Returns the tensors from which an activation function alone makes a tensor, back to a layer or another operator.
+    """Returns the tensors inside the activation function that makes a tensor, back to a layer or another operator.
 
-    Of y = Relu(x) that is x, of y = x * sigmoid(x) both factors, and what they are made of where that is an activation
-    too. If one of them has 8 bits, the tensor holds no more than these.
+    For y = Relu(x) that is x, for y = x * sigmoid(x) both factors, and so on where x is made by an activation function
+    too. Where one of them has 8 bits, 16 bits for the tensor itself would hold nothing more.
     """
     found: dict[str, None] = {}
     waiting = [name]
@@ -41,7 +41,7 @@ def _read_activation(graph: Graph, node: Node) -> Iterator[str]:
 
 
 def _find_silu_inputs(graph: Graph, node: Node) -> list[str]:
-    """Returns what SiLU or HardSwish, scaled by a constant or not, is made of; nothing where a node is neither."""
+    """Returns the tensors inside a SiLU or HardSwish, scaled by a constant or not; none where a node is neither."""
     inputs = _list_variables(graph, node)
     if len(inputs) == 1 and inputs[0] in graph.producers:
         inner = graph.producers[inputs[0]]
@@ -56,7 +56,7 @@ def _find_silu_inputs(graph: Graph, node: Node) -> list[str]:
 
 
 def _trace_sigmoid(graph: Graph, sigmoid: str, value: str) -> list[str]:
-    """Returns the tensors from a sigmoid back to the value that it is computed from alone, nothing where it is not."""
+    """Returns the tensors from a sigmoid back to the value that it is computed of, none where it has other inputs."""
     found: list[str] = []
     while sigmoid != value:
         maker = graph.producers.get(sigmoid)
@@ -72,16 +72,16 @@ def _list_variables(graph: Graph, node: Node) -> list[str]:
     return [name for name in node.input if name and name not in graph.constants]
 
 
-# Where the front end of a network ends, and its layers begin.
+# Operators with weights: the layers of a network begin with the first of them.
 _LAYERS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU"})
-# What makes a mean or a sum of squares.
+# Operators that make a mean or a sum of squares.
 _REDUCING = frozenset({"ReduceMean", "ReduceSum", "ReduceSumSquare", "ReduceL2", "GlobalAveragePool", "AveragePool"})
-# A normalisation spelled out by an exporter has about ten nodes; chosen by hand, so that a walk ends.
+# An exporter writes a normalisation as about ten nodes; chosen by hand, so that a walk ends.
 _MOST_NODES = 24
-# What ranks places, so that numbers of the best are picked and put into a list.
+# Operators that rank places, before numbers of the best are picked and put into a list.
 _RANKING = frozenset({"ArgMax", "ArgMin", "Equal", "NonMaxSuppression", "NonZero", "TopK"})
 _SPECTRAL = frozenset({"STFT", "DFT", "ReduceL2", "ReduceSumSquare"})
-# What may lie between the inputs of a graph and the power of their spectrum: a network has other activations.
+# Operators that may lie between the inputs of a graph and the power of their spectrum; a network has others too.
 _LINEAR = frozenset(
     {
         "Abs", "Add", "AveragePool", "Cast", "Clip", "Concat", "Constant", "Conv", "Div", "Expand", "Gather", "Gemm",
@@ -90,7 +90,7 @@ _LINEAR = frozenset(
     }
 )  # fmt: skip
 
-# Operators that put a constant beside values, minus infinity to lose against them, and those that hand it on.
+# Operators that put a constant beside values, such as minus infinity that no maximum picks, and those that pass it on.
 _CONSTANT_BESIDE = frozenset({"Concat", "ConstantOfShape", "Expand", "Pad", "Where"})
 _PASSING = _CONSTANT_BESIDE | frozenset(
     {
@@ -101,9 +101,9 @@ _PASSING = _CONSTANT_BESIDE | frozenset(
 
 
 def find_infinite_tensors(graph: Graph) -> frozenset[str]:
-    """Returns the float tensors that may hold infinity whatever the sample, because a constant puts it there.
+    """Returns the float tensors that may hold infinity whatever the sample is, because it comes from a constant.
 
-    A Where that hides what an ArgMax must not find is an example. They have no range, so they stay float.
+    An example is a Where that hides places from an ArgMax. They have no range, so they stay float.
     """
     found: set[str] = set()
     for node in graph.nodes:
@@ -121,13 +121,15 @@ def _puts_infinity(graph: Graph, node: Node) -> bool:
 
 
 def find_float_regions(graph: Graph) -> dict[str, str]:
-    """Returns the nodes (by name) that no integer width serves, each with the reason to keep it float.
+    """Returns the nodes (by name) that integers of no width can compute, each with the reason to keep it float.
 
-    Before a Log, a value that rounds to zero becomes minus infinity, and 16 bits are no cure. So a spectral front end
-    stays float from the inputs to its Log; behind a network (Softmax, then Log) only what lies between the last layer
-    with weights and the Log does. The root of a spectrum (its magnitude, or a power below one as in PCEN, Y. Wang et
-    al., arXiv:1607.05666) is like its Log. A constant that is not finite has no scale. What is computed of the places
-    that a graph has ranked, up to its outputs, are indices, and lists that put boxes in pixels beside scores.
+    - Before a Log a value that rounds to zero becomes minus infinity, with 16 bits as with 8. So a spectral front end
+      stays float from the inputs to its Log. Behind a network, as in Softmax and then Log, only the nodes between the
+      last layer with weights and the Log stay float.
+    - The root of a spectrum (its magnitude, or a power below one as in PCEN, Y. Wang et al., arXiv:1607.05666) is like
+      its Log.
+    - A constant that is not finite has no scale.
+    - From the nodes that rank places to the outputs there are indices, and lists with boxes in pixels beside scores.
     """
     reasons: dict[str, str] = {}
     for node in graph.nodes:
@@ -146,8 +148,8 @@ def find_float_regions(graph: Graph) -> dict[str, str]:
 def _amplifying(graph: Graph, node: Node) -> Iterator[tuple[Node, str]]:
     """Yields the nodes whose rounding errors a Log or the root of a spectrum amplifies, itself first, and its kind."""
     # The slopes 1/x and 1/(2 sqrt x) have no bound near 0, and the power of a spectrum spans many decades: most of its
-    # values lie far below any integer's step. tools/bench/collapse trains such nets.
-    # Looked at first what lies near: of a network's many roots none costs a walk back to the inputs.
+    # values lie far below any integer's step. tools/bench/collapse trains such networks.
+    # A network has many roots in its normalisations: for these no walk back to the inputs is begun.
     if node.op_type != "Log" and not _is_root(graph, node):
         return
     before = _ancestors(graph, node)
@@ -162,7 +164,7 @@ def _amplifying(graph: Graph, node: Node) -> Iterator[tuple[Node, str]]:
 
 
 def find_list_sources(graph: Graph, output: str) -> tuple[str, ...]:
-    """Returns the float tensors that an output lists numbers of, in graph order; () where it is no list."""
+    """Returns the float tensors that an output lists numbers from, in graph order; () where it is no list."""
     lists = (members for members in _find_lists(graph) if members[1])
     inside = {member.name: member for node, listing in lists for member in (node, *listing)}
     if output not in graph.producers or graph.producers[output].name not in inside:
@@ -173,9 +175,9 @@ def find_list_sources(graph: Graph, output: str) -> tuple[str, ...]:
 
 
 def _find_lists(graph: Graph) -> Iterator[tuple[Node, list[Node]]]:
-    """Yields each node that ranks with all nodes behind it, unless layers go on with what it picks."""
+    """Yields each node that ranks, with all nodes behind it, unless layers use what it picks."""
     ranking = [node for node in graph.nodes if node.op_type in _RANKING]
-    # Told from the end on for all at once: exporters write an Equal wherever a shape is open.
+    # Computed from the end for all at once, since exporters write an Equal wherever a shape is open.
     leading: set[str] = set()
     for node in reversed(graph.nodes) if ranking else ():
         readers = (reader for name in node.output for reader in graph.readers(name))
@@ -191,7 +193,7 @@ def _is_root(graph: Graph, node: Node) -> bool:
 
 
 def _is_spectrum(graph: Graph, nodes: list[Node]) -> bool:
-    """Returns True if nodes transform the inputs of a graph linearly and square the result, or take its transform."""
+    """Returns True if nodes compute the power of a spectrum: linear operators and a square, or a transform."""
     return all(node.op_type in _LINEAR | _SPECTRAL for node in nodes) and any(
         node.op_type in _SPECTRAL or _exponent(graph, node) == 2 or _is_own_square(node) for node in nodes
     )
@@ -202,7 +204,7 @@ def _is_own_square(node: Node) -> bool:
 
 
 def _exponent(graph: Graph, node: Node) -> float:
-    """Returns the exponent of a Pow, 0 where it is no one number or the node no Pow."""
+    """Returns the exponent of a Pow, 0 where it is not one number or the node is no Pow."""
     value = graph.constant(node.input[1]) if node.op_type == "Pow" else None
     return float(value.reshape(-1)[0]) if value is not None and value.size == 1 else 0.0
 
@@ -210,8 +212,8 @@ def _exponent(graph: Graph, node: Node) -> float:
 def find_high_precision_regions(graph: Graph) -> dict[str, str]:
     """Returns the nodes (by name) that need 16 bits or float, each with the reason.
 
-    They compute the variance of a normalisation, whose square root and quotient amplify rounding errors, from the
-    reduction (and the square before it) over the root to the product with what is normalised.
+    They belong to a normalisation, whose square root and quotient amplify rounding errors of the variance: from the
+    square and the reduction over the root to the product with what is normalised.
     """
     reasons: dict[str, str] = {}
     for node in graph.nodes:

@@ -1,4 +1,4 @@
-"""Layers with constant weights as matrices, and where in their input the patches lie (im2col) that these multiply."""
+"""Layers with constant weights as matrices, and where the patches that these multiply lie in the input (im2col)."""
 
 import math
 
@@ -11,14 +11,14 @@ from edgekit.model.tensors import Array
 
 _CONVOLUTIONS = frozenset({"Conv", "ConvTranspose"})
 LAYER_OPS = _CONVOLUTIONS | {"Gemm", "MatMul"}
-"""Operators whose constant weights are rounded with what is known of their inputs."""
+"""Operators whose constant weights are rounded by the statistics of their inputs."""
 
 
 class Layer(msgspec.Struct, frozen=True, kw_only=True):
     """A Conv, ConvTranspose, Gemm or MatMul: for each group a matrix [outputs, inputs] times a patch of `source`.
 
-    `groups` x `outputs` channels are made from `groups` x `inputs` values. `bias` is None where there is none. A patch
-    of a ConvTranspose (of one group) has what each tap of the kernel reads for a place of the output, or 0.
+    It makes `groups` x `outputs` channels of `groups` x `inputs` values. `bias` is None where there is none. A patch of
+    a ConvTranspose (of one group) holds what each tap of the kernel reads for a place of the output, or 0.
     """
 
     node: str
@@ -32,7 +32,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     transposed: bool
 
     def channel_axis(self, graph: Graph) -> int | None:
-        """Returns the axis of the source that the weight sums over, None where its size is not known."""
+        """Returns the axis of the source that the weight sums over, None where its size is unknown."""
         shape = graph.dims(self.source)
         axis = 1 if self.op in _CONVOLUTIONS else len(shape) - 1
         return axis if len(shape) > 1 and shape[axis] else None
@@ -50,11 +50,11 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PatchIndices(msgspec.Struct, frozen=True, kw_only=True):
-    """Where patches of a layer's input lie: which indices to gather along which axes, and what they mean.
+    """Where patches of a layer's input lie: the indices to gather along each axis, and what they mean.
 
-    `gathers` holds (axis, indices). For a Conv the indices of a spatial axis are `positions` x `kernel` many, and those
-    not `inside` [positions, kernel] fall into the padding. Of a tensor with another number of rows in each sample at
-    most `open_rows` are gathered, spread over those that there are.
+    `gathers` holds (axis, indices). For a Conv there are `positions` x `kernel` indices of each spatial axis, and those
+    not `inside` [positions, kernel] fall into the padding. Of a tensor that has another number of rows in each sample,
+    at most `open_rows` are gathered, spread over all of its rows.
     """
 
     gathers: tuple[tuple[int, Array], ...]
@@ -64,7 +64,7 @@ class PatchIndices(msgspec.Struct, frozen=True, kw_only=True):
     inside: tuple[Array, ...] = ()
 
     def key(self, layer: Layer) -> tuple[object, ...]:
-        """Returns what is equal for layers that multiply the same patches."""
+        """Returns a key that is equal for layers that multiply the same patches."""
         gathers = tuple((axis, indices.tobytes()) for axis, indices in self.gathers)
         inside = tuple(each.tobytes() for each in self.inside)
         return (
@@ -72,15 +72,15 @@ class PatchIndices(msgspec.Struct, frozen=True, kw_only=True):
         )  # fmt: skip
 
     def cut(self, value: Array) -> Array:
-        """Returns the patches [P, V] of a whole tensor."""
+        """Returns the patches, [patches, values], of a whole tensor."""
         if self.open_rows:
-            value = np.take(value, spread_positions(value.shape[-2], self.open_rows), -2)
+            value = np.take(value, sample_positions(value.shape[-2], self.open_rows), -2)
         for axis, indices in self.gathers:
             value = np.take(value, indices, axis)
         return self.patches(value)
 
     def patches(self, values: Array) -> Array:
-        """Returns the gathered values as patches [P, V]: im2col at the positions."""
+        """Returns gathered values as patches, [patches, values]: im2col at the positions."""
         rank = len(self.kernel)
         if not rank:
             return values.reshape(-1, values.shape[-1])
@@ -96,19 +96,19 @@ class PatchIndices(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_layers(graph: Graph) -> tuple[Layer, ...]:
-    """Returns the layers whose weight is constant and theirs alone, in graph order."""
+    """Returns the layers whose constant weight no other node reads, in graph order."""
     return tuple(layer for node in graph.nodes if (layer := read_layer(graph, node)) is not None)
 
 
 def locate_patches(graph: Graph, layer: Layer, count: int) -> PatchIndices | None:
-    """Returns where about `count` patches lie, spread over where a layer works; None where sizes are not known."""
+    """Returns where about `count` patches lie, spread over the layer's input; None where sizes are unknown."""
     shape = graph.dims(layer.source)
     if layer.op not in _CONVOLUTIONS:
         if len(shape) < 2:
             return None
         if shape[-2] is None:
             return PatchIndices(gathers=(), open_rows=count)
-        return PatchIndices(gathers=((len(shape) - 2, spread_positions(shape[-2], count)),))
+        return PatchIndices(gathers=((len(shape) - 2, sample_positions(shape[-2], count)),))
     spatial = tuple(dim for dim in shape[2:] if dim is not None)
     if len(shape) < 3 or len(spatial) < len(shape) - 2:
         return None
@@ -116,27 +116,27 @@ def locate_patches(graph: Graph, layer: Layer, count: int) -> PatchIndices | Non
 
 
 def expand_channel_factors(layer: Layer, factors: Array) -> Array:
-    """Returns factors of the channels of a layer's source as those of its inputs, [groups, 1, inputs]."""
+    """Returns factors of a layer's input channels as factors of its inputs, [groups, 1, inputs]."""
     taps = layer.groups * layer.inputs // len(factors)
     return np.repeat(factors, taps).reshape(layer.groups, 1, layer.inputs)
 
 
-def spread_positions(size: int, count: int) -> Array:
-    """Returns `count` of `size` positions in rising order, or all if there are no more: one from each of equal parts.
+def sample_positions(size: int, count: int) -> Array:
+    """Returns `count` of `size` positions, rising: one at random in each of equal parts; all where there are no more.
 
-    Where in its part each lies is random, always alike: every n-th would fall in step with rows of an image.
+    The draw is seeded. Every n-th position instead would fall in step with the rows of an image.
     """
-    parts = spread_parts(min(count, size))
+    parts = sample_offsets(min(count, size))
     return (parts * (size / max(1, len(parts)))).astype(np.int64).clip(0, size - 1)
 
 
-def spread_parts(count: int) -> Array:
-    """Returns for each of `count` equal parts a place in it, as a number of parts from the beginning."""
+def sample_offsets(count: int) -> Array:
+    """Returns a random place in each of `count` equal parts, counted in parts from the beginning; seeded."""
     return np.arange(count) + np.random.default_rng(0).random(count)
 
 
 def read_layer(graph: Graph, node: Node) -> Layer | None:
-    """Returns the layer that a node is if its weight is constant and its alone, None of another node."""
+    """Returns the layer that a node is, None where its weight is not constant, or others read it."""
     if node.op_type not in LAYER_OPS or node.domain not in {"", "ai.onnx"}:
         return None
     weight = graph.constants.get(node.input[1])
@@ -173,12 +173,12 @@ def _locate_conv_patches(graph: Graph, layer: Layer, spatial: tuple[int, ...], c
     gathers: list[tuple[int, Array]] = []
     inside: list[Array] = []
     for axis, size in enumerate(sizes):
-        # About as many positions along each axis: what a short one cannot give, the others do.
-        positions = spread_positions(size, round(wanted ** (1 / (len(sizes) - axis))))
+        # About as many positions along each axis; the others make up for one that is too short.
+        positions = sample_positions(size, round(wanted ** (1 / (len(sizes) - axis))))
         wanted = max(1, -(-wanted // len(positions)))
         reach = np.arange(kernel[axis])[None] * dilation[axis]
         if layer.op == "ConvTranspose":
-            # It is a Conv of its input with stride - 1 zeros between any two places, which it need not write.
+            # A ConvTranspose is a Conv of its input with stride - 1 zeros between neighbours, which are not written.
             taps, left = np.divmod(positions[:, None] + begin[axis] - reach, stride[axis])
         else:
             taps, left = positions[:, None] * stride[axis] + reach - begin[axis], 0

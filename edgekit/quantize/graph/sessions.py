@@ -1,4 +1,4 @@
-"""Sessions of graphs that are in memory."""
+"""Sessions of graphs in memory."""
 
 import contextlib
 import tempfile
@@ -17,12 +17,12 @@ from edgekit.model.model import count_weight_bytes
 from edgekit.prepare.constants import LAYOUT, OPTIMIZER, find_cubics
 
 EXACT_PRODUCTS: Mapping[str, str] = {"session.qdq_matmulnbits_accuracy_level": "1"}
-"""A MatMul whose weights alone have 8 bits multiplies floats: since 1.32 it becomes a MatMulNBits, which by default
-rounds what it multiplies to 8 bits, and no target that wants 16 bits there does so."""
-# Pairs of u8 x s8 products are added in 16 bits on x64 without VNNI, where they saturate: the judge must not.
+"""Keeps the products of a MatMul with 8-bit weights and float activations exact. ONNX Runtime 1.32 makes a MatMulNBits
+of it, which by default rounds the activations to 8 bits; no target does so whose activations have 16 bits."""
+# Without VNNI, x64 adds pairs of u8 x s8 products in 16 bits, which saturate: what judges a plan must not.
 _PRECISE: Mapping[str, str] = {"session.x64quantprecision": "1", **EXACT_PRODUCTS}
-# From so many bytes of weights on a session maps them from a file: the bytes of a protobuf would be held three times
-# while it is made. Chosen by hand.
+# A session maps so many bytes of weights, or more, from a file: in a protobuf they would be in memory three times while
+# it is made. Chosen by hand.
 _LARGE_BYTES = 16 << 20
 
 
@@ -31,7 +31,7 @@ def open_graph(
 ) -> CpuSession:
     """Returns a session for a graph in memory, whose external weights lie in `folder`.
 
-    From `large_bytes` of weights on its own are written there too, for the session alone.
+    Where its own weights have `large_bytes` or more, they are written to a file there for the session.
 
     Raises:
         RuntimeRefusal: ONNX Runtime refuses the graph.
@@ -41,7 +41,7 @@ def open_graph(
     if count_weight_bytes(proto) < large_bytes:
         return _open(proto.SerializeToString(), folder, disabled)
     with _weights_outside(proto, folder) as source:
-        # What quantizers left behind lies in the heap between what is still in use.
+        # Memory that quantizing freed lies in the heap between what is still in use.
         release_memory()
         return _open(source, folder, disabled)
 
@@ -52,13 +52,13 @@ def _open(source: bytes, folder: Path, disabled: tuple[str, ...]) -> CpuSession:
     try:
         return CpuSession(source, settings)
     except RuntimeRefusal:
-        # ONNX Runtime 1.31 trips over weights that share a zero point when the key is set.
+        # With that key ONNX Runtime 1.31 fails where weights share a zero point.
         return CpuSession(source, msgspec.structs.replace(settings, config={**EXACT_PRODUCTS, **config}))
 
 
 @contextlib.contextmanager
 def _weights_outside(proto: onnx.ModelProto, folder: Path) -> Generator[bytes]:
-    """Yields the bytes of a model whose large weights lie in a file of a folder, which is gone afterwards."""
+    """Yields the bytes of a model whose large weights lie in a file of a folder, which is removed afterwards."""
     copy = onnx.ModelProto()
     copy_fields(proto, copy, {"graph"})
     copy_fields(proto.graph, copy.graph, {"initializer"})
@@ -75,6 +75,6 @@ def _weights_outside(proto: onnx.ModelProto, folder: Path) -> Generator[bytes]:
     try:
         yield copy.SerializeToString()
     finally:
-        # A session has mapped the file; Windows keeps it then, until the work folder goes.
+        # Windows cannot remove a file that a session has mapped: it goes with the work folder.
         with contextlib.suppress(PermissionError):
             path.unlink()

@@ -1,4 +1,4 @@
-"""The float graph with reductions added, so that ONNX Runtime measures activations and only scalars come back."""
+"""The float graph with nodes that measure activations, so that ONNX Runtime returns a few numbers of each tensor."""
 
 import math
 from collections.abc import Collection, Iterator, Sequence
@@ -26,8 +26,8 @@ from edgekit.quantize.graph.layers import (
     PatchIndices,
     locate_patches,
     read_layers,
-    spread_parts,
-    spread_positions,
+    sample_offsets,
+    sample_positions,
 )
 
 LOWS, HIGHS, SUMS, SCORES = "edgekit.lows", "edgekit.highs", "edgekit.sums", "edgekit.scores"
@@ -36,14 +36,14 @@ PICKS, PATCHES = "edgekit.picks", "edgekit.vectors."
 PICKED_VALUES = 1 << 18
 """About how many values of a tensor its histogram holds, over all samples.
 
-The share cut off at an end by percentile-99.9 is then known to 0.009 points (`tail_error`); what it costs shows
-tools/bench/calibrate_ratio.py.
+The share that percentile-99.9 cuts off at an end is then known to 0.009 points (`tail_error`);
+tools/bench/calibrate_ratio.py shows what it costs.
 """
 
-# Values picked from so many tensors are joined: of all together they would be in memory twice. Chosen by hand.
+# Values picked from so many tensors make one output: all in one would be in memory twice. Chosen by hand.
 _PICKED_TOGETHER = 16
 
-# Operators whose output is as long as the data say (ONNX operators of these names).
+# Operators whose data decide how long the output is.
 _SHAPED_BY_DATA = frozenset({"Compress", "NonMaxSuppression", "NonZero", "Unique"})
 # How many channels ONNX Runtime lays side by side in its blocked layout, NCHWc: 16 with AVX-512, 8 or 4 elsewhere
 # (onnxruntime/core/mlas/lib/platform.cpp, NchwcBlockSize).
@@ -57,23 +57,23 @@ _BLOCKED_OPS = frozenset(
 )  # fmt: skip
 _BLOCKED, _PLANES, _OTHER = 0, 1, 2
 TensorAxis = tuple[str, int | None]
-"""A tensor, and the axis whose indices are told apart: one tensor may have its channels on two, for two readers."""
+"""A tensor, and the axis of its channels or None: two layers may read one tensor with its channels on two axes."""
 # Operators that can make NaN of finite values.
 _NAN_OPS = frozenset(
     {"Div", "Sqrt", "Log", "Pow", "Reciprocal", "Acos", "Asin", "Atanh", "Acosh", "BatchNormalization"}
 )
 
 
-class InstrumentedGraph(msgspec.Struct, frozen=True, kw_only=True):
-    """A graph that measures, and the order in which its extra outputs hold the tensors.
+class AugmentedGraph(msgspec.Struct, frozen=True, kw_only=True):
+    """A graph that measures its activations, and which tensors its added outputs hold, in order.
 
-    `extremes` names each tensor with the axis of its channels, as images and layers with weights have them, or None.
-    `lows` and `highs` are those of the vectors of minima and maxima, with how many entries each has. `picks` names the
-    tensors of the vector of picked values with the number of values of each. `bounds` holds what operators alone say.
-    `aliases` maps a tensor before a Relu or Clip to the one after it. `scores` names tensors before a Softmax, of which
-    the lowest value that counts is measured too. `sums` names tensors whose sum is there to catch NaN, which ONNX
-    Runtime's minimum and maximum skip. `patches` says how to read those of layers from an output, named PATCHES and the
-    node of the first of them: queries, keys and values multiply the same. `channel_axes` is by node too.
+    `extremes` lists all measured tensors, with the axis of their channels. `lows` and `highs` are those in the vectors
+    of minima and maxima, with the number of entries of each; they leave out what `bounds` knows from the operator
+    alone, such as the 0 of a Relu. `aliases` maps a tensor before a Relu or Clip to the one after it. `scores` are the
+    tensors before a Softmax whose lowest unmasked value is measured too. `sums` are tensors whose sum is taken to catch
+    NaN, which ONNX Runtime's minimum and maximum skip. `picks` are the tensors in the vectors of picked values, with
+    how many of each. `patches` says how to read the input patches of layers from the output named PATCHES and the node
+    of the first layer: queries, keys and values multiply the same. `channel_axes` is by the node of a layer.
     """
 
     proto: onnx.ModelProto
@@ -89,13 +89,13 @@ class InstrumentedGraph(msgspec.Struct, frozen=True, kw_only=True):
     aliases: dict[str, str]
 
 
-def instrument_graph(
-    graph: Graph, shown: Collection[str] = (), *, picked: int = 0, patch_samples: int = 0
-) -> InstrumentedGraph:
-    """Returns the graph with a minimum and a maximum for each float activation, and the tensors of `shown` as outputs.
+def augment_graph(
+    graph: Graph, kept: Collection[str] = (), *, picked: int = 0, patch_samples: int = 0
+) -> AugmentedGraph:
+    """Returns the graph with outputs for the minimum and maximum of each float activation, and with the tensors `kept`.
 
-    `picked` is how many values at fixed positions of each activation are returned besides. With `patch_samples`, whole
-    patches of the input of each layer with weights are, as many as so many samples should give.
+    Of each activation `picked` values at fixed positions are outputs too. With `patch_samples`, so are patches of the
+    input of each layer with weights: as many as one of so many samples should give.
     """
     aliases, unsized, layers = folded_activations(graph), _find_unsized(graph), read_layers(graph)
     unsure = {*aliases, *unsized, *find_infinite_tensors(graph)}
@@ -108,7 +108,7 @@ def instrument_graph(
     measured = {name for name, _ in lows if graph.dims(name)}
     scores = [each for each in find_attention_scores(graph) if each.tensor in measured]
     builder = _Builder(graph)
-    builder.proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in sorted({*shown} - graph.outputs))
+    builder.proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in sorted({*kept} - graph.outputs))
     builder.extremes(LOWS, "ReduceMin", lows)
     builder.extremes(HIGHS, "ReduceMax", highs)
     builder.concat(SCORES, [builder.lowest_score(each) for each in scores])
@@ -120,7 +120,7 @@ def instrument_graph(
     read = [layer for layer in layers if graph.is_float(layer.source) and layer.source not in unsized]
     patches = tuple(builder.patches(read, patch_samples)) if patch_samples else ()
     builder.measure_early()
-    return InstrumentedGraph(
+    return AugmentedGraph(
         extremes=tuple(extremes),
         channel_axes={layer.node: layer.channel_axis(graph) for layer in layers},
         lows=tuple((each, _count_entries(graph, *each)) for each in lows),
@@ -136,18 +136,18 @@ def instrument_graph(
 
 
 def pick_outputs(tensors: int) -> Iterator[tuple[str, slice]]:
-    """Yields the outputs with picked values of so many tensors, and which of these each has."""
+    """Yields the names of the outputs that hold picked values of so many tensors, and which tensors each holds."""
     for start in range(0, tensors, _PICKED_TOGETHER):
         yield f"{PICKS}.{start}", slice(start, min(start + _PICKED_TOGETHER, tensors))
 
 
 def picked_values(samples: int) -> int:
-    """Returns how many values of a tensor each of so many samples gives to its histogram."""
+    """Returns how many values of a tensor one of so many samples adds to its histogram."""
     return int(np.clip(PICKED_VALUES // max(1, samples), 256, 8192))
 
 
 def _list_extremes(graph: Graph, names: Sequence[str], layers: Sequence[Layer]) -> list[TensorAxis]:
-    """Returns tensors with each axis on which a layer has its channels, in the order of their layout."""
+    """Returns each tensor with the axes on which its layers have their channels, in the order of `_layout`."""
     axes: dict[str, list[int | None]] = {}
     for layer in layers:
         axis = layer.channel_axis(graph)
@@ -158,7 +158,7 @@ def _list_extremes(graph: Graph, names: Sequence[str], layers: Sequence[Layer]) 
 
 
 def _find_unsized(graph: Graph) -> frozenset[str]:
-    """Returns the tensors of unknown size behind an operator that lets data decide it: they may be empty."""
+    """Returns the tensors of unknown size behind an operator whose data decide the size: they may be empty."""
     found: set[str] = set()
     for node in graph.nodes:
         if node.op_type in _SHAPED_BY_DATA or not found.isdisjoint(node.input):
@@ -172,23 +172,23 @@ def _count_entries(graph: Graph, name: str, axis: int | None) -> int:
 
 
 def _count_pickable(graph: Graph, name: str) -> int:
-    """Returns how many values there are to pick from: only those of the first element where the batch is not known."""
+    """Returns how many values there are to pick from: those of the first element where the batch size is unknown."""
     first, *rest = graph.dims(name) or (None,)
     known = [dim for dim in (1 if first is None else first, *rest) if dim is not None]
     return math.prod(known) if rest and len(known) == len(rest) + 1 else 0
 
 
 def _is_image(graph: Graph, name: str, axis: int | None) -> bool:
-    """Returns True for one image of known channels: its extremes are taken a plane."""
+    """Returns True for one image with a known number of channels: its extremes are taken plane by plane."""
     shape = graph.dims(name)
     return len(shape) == 4 and shape[0] == 1 and shape[1] is not None and axis in {None, 1}
 
 
 def _layout(graph: Graph, name: str, axis: int | None) -> int:
-    """Returns whether the extremes of a tensor stay in ONNX Runtime's blocked layout, or are taken a plane at least.
+    """Returns how the extremes of a tensor are taken: in ONNX Runtime's blocked layout, plane by plane, or otherwise.
 
-    A GlobalMaxPool and a Concat of channels work in that layout if it has no channels to fill up; a Concat only if all
-    that it joins came in it.
+    A GlobalMaxPool and a Concat of channels work in the blocked layout where its blocks are full, and a Concat only
+    where all that it joins has that layout.
     """
     if not _is_image(graph, name, axis):
         return _OTHER
@@ -209,10 +209,9 @@ class _Builder:
         self._constant("edgekit.flat", np.array([-1]))
 
     def extremes(self, output: str, op: str, wanted: Sequence[TensorAxis]) -> None:
-        """Adds an output with the extremes of tensors, given with the axis whose indices are told apart.
+        """Adds an output with the extremes of tensors, which come in the order of `_layout`.
 
-        Those of images are joined before they are reshaped: every small node takes some microseconds. Their names come
-        in the order of `_layout`.
+        Those of images are joined before they are flattened, since every small node takes some microseconds.
         """
         layouts = {each: _layout(self._graph, *each) for each in wanted}
         parts: list[str] = []
@@ -232,7 +231,7 @@ class _Builder:
         return self._flatten(reduced) if axis is None else reduced
 
     def lowest_score(self, scores: AttentionScores) -> str:
-        """Adds the lowest value that counts before a Softmax; a row that is hidden as a whole counts for nothing."""
+        """Adds the lowest value before a Softmax that counts; a row that is masked as a whole does not count."""
         rank = len(self._graph.dims(scores.tensor))
         highest = self._reduce_axes("ReduceMax", scores.tensor, [rank - 1], keepdims=1)
         seen = self._node("Greater", [highest, self._number(MASK_VALUE / 10)])
@@ -243,8 +242,8 @@ class _Builder:
     def pick(self, name: str, count: int) -> str:
         """Adds values of a tensor at fixed positions."""
         size = _count_pickable(self._graph, name)
-        positions = self._constant(f"edgekit.positions.{size}.{count}", spread_positions(size, count))
-        # Of single values ONNX Runtime's Gather copies each by a call of memcpy, GatherElements by an assignment.
+        positions = self._constant(f"edgekit.positions.{size}.{count}", sample_positions(size, count))
+        # ONNX Runtime's Gather would copy each single value by a call of memcpy; GatherElements assigns it.
         return self._node("GatherElements", [self._flatten(name), positions], axis=0)
 
     def patches(self, layers: Collection[Layer], samples: int) -> Iterator[tuple[tuple[Layer, ...], PatchIndices]]:
@@ -263,12 +262,12 @@ class _Builder:
             yield (layer, *(other for other, _ in others)), where
 
     def _gather_open(self, name: str, count: int) -> str:
-        """Returns rows of a tensor with another number of them in each sample, where `spread_positions` puts them."""
+        """Returns rows of a tensor that has another number of rows in each sample, picked as by `sample_positions`."""
         axis, double = len(self._graph.dims(name)) - 2, onnx.TensorProto.DOUBLE
         shape = self._node("Shape", [name])
         rows = self._node("Gather", [shape, self._constant(f"edgekit.axes.{axis}", np.array([axis]))], axis=0)
         taken = self._node("Min", [rows, self._constant(f"edgekit.rows.{count}", np.array([count]))])
-        parts = self._store(f"edgekit.parts.{count}", spread_parts(count))
+        parts = self._store(f"edgekit.parts.{count}", sample_offsets(count))
         parts = self._node("Slice", [parts, self._constant("edgekit.axes.0", np.array([0])), taken])
         sizes = (self._node("Cast", [each], to=double) for each in (rows, taken))
         places = self._node(
@@ -284,7 +283,7 @@ class _Builder:
             self.proto.graph.output.append(helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [None]))
 
     def measure_early(self) -> None:
-        """Puts each measuring node right behind what it measures, whose memory is free again the sooner."""
+        """Puts each measuring node right behind what it measures, so that memory is freed early."""
         own, places, order = len(self._graph.proto.node), dict[str, int](), list[tuple[int, int]]()
         for index, node in enumerate(self.proto.graph.node):
             place = index if index < own else max((places.get(name, -1) for name in node.input), default=-1)
@@ -293,8 +292,8 @@ class _Builder:
         set_nodes(self.proto.graph, [self.proto.graph.node[index] for _, index in sorted(order)])
 
     def _reduce_planes(self, op: str, name: str) -> str:
-        # A pool works in ONNX Runtime's blocked layout and leaves little; a reduction would first have all of the
-        # tensor turned back into NCHW. There is no pool for minima.
+        # A pool reads ONNX Runtime's blocked layout, while a reduction would first turn the whole tensor back into
+        # NCHW. There is no pool for minima.
         if op == "ReduceMax":
             return self._node("GlobalMaxPool", [name])
         return self._reduce_axes(op, name, [2, 3], keepdims=1)
