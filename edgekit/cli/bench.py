@@ -16,7 +16,7 @@ from edgekit.bench.report import BenchReport
 from edgekit.cli import options
 from edgekit.cli.declare import Argument, Option, as_command, number
 from edgekit.cli.main import NO, YES
-from edgekit.cli.screen import print_table, show_json, show_line, showing_progress
+from edgekit.cli.screen import print_table, show_json, show_remarks, showing_progress
 from edgekit.cli.subjects import Devices, ModelOpening, Threads
 from edgekit.devices.device import Queue
 from edgekit.errors import UsageError
@@ -54,7 +54,7 @@ def command(
     seconds: Annotated[float | None, number("Run at most X seconds a device (20).", click.FloatRange(0.1, 3600))],
     threads: Threads,
     inter_op_threads: Annotated[
-        int, Option("Nodes at once in parallel execution.", "N", type=click.IntRange(0, 256), default=0)
+        int, Option("Nodes that run at once in parallel execution.", "N", type=click.IntRange(0, 256), default=0)
     ],
     execution_mode: Annotated[
         str | None, Option("Default: sequential, or as tuned.", type=click.Choice(["sequential", "parallel"]))
@@ -69,19 +69,21 @@ def command(
     queues: Annotated[
         tuple[Queue, ...],
         Option(
-            "Serve RATE requests a second, in batches that wait MS for more (5), or until full.",
+            "Serve RATE requests a second in batches: one that waits MS for more (5), and one that waits until full.",
             "RATE[:MS]",
             "--queue",
             callback=_read_queue,
         ),
     ],
-    io_binding: Annotated[bool, Option("Bind inputs, and write outputs where those of the run before lie.")],
+    io_binding: Annotated[
+        bool, Option("Bind inputs and outputs to memory once (IO binding), in place of copying them in each run.")
+    ],
     opening: ModelOpening,
     markdown: Annotated[Path | None, Option("Write Markdown too, for a pull request.", "FILE")],
     series: Annotated[Path | None, Option("Write the figures for a dashboard too (.json).", "FILE")],
-    history: Annotated[Path | None, Option("Compare with the last one, and record.", "FILE")],
+    history: Annotated[Path | None, Option("Compare with the last benchmark in this file, and add this one.", "FILE")],
     max_slowdown: Annotated[
-        float | None, number("With --history: most times the last median.", click.FloatRange(min=1))
+        float | None, number("With --history: largest ratio of the median to the last one's.", click.FloatRange(min=1))
     ],
     as_json: options.Json,
     volume: options.Volume,
@@ -161,5 +163,4 @@ def _show_bench(report: BenchReport) -> None:
     """Prints times: the table, each comparison, and what the times are worth."""
     if report.runs or report.skipped:
         print_table(table_bench(report))
-    for remark in list_bench_remarks(report):
-        show_line(f"- {remark}")
+    show_remarks(list_bench_remarks(report))

@@ -18,7 +18,10 @@ def command(
     preprocess: options.PreprocessFile,
     evaluation: options.EvaluationSource,
     labels: Annotated[Path | None, Option("The class of each --eval sample.", "FILE")],
-    golden: Annotated[Path | None, Option("An earlier build: take its float reference.", "DIR")],
+    golden: Annotated[
+        Path | None,
+        Option("Take the float reference of this earlier build, so that another CPU makes the same bytes.", "DIR"),
+    ],
     targets: Annotated[
         tuple[str, ...],
         Option("A target, its folder, all (the default), pc, or auto: what this machine runs.", "NAME", "--target"),
@@ -35,17 +38,22 @@ def command(
         bool | None,
         Option("Rewrite the graph where a target then takes more (the default).", words="--fix/--no-fix", default=None),
     ],
-    max_drop: Annotated[float | None, options.max_drop("Answers that may change, in percent.")],
+    max_drop: Annotated[float | None, options.max_drop("At most this percentage of answers may change.")],
     recipe: options.RecipeFile,
     cache: options.CacheFolder,
     time_budget: Annotated[
         float | None,
         options.time_budget(
-            "Plan and verify no longer; what must be done (calibrate, convert, start devices) comes on top"
+            "Limit planning and verifying to this time; calibrating, converting and starting devices come on top"
         ),
     ],
     verify: Annotated[
-        bool, Option("Run each bundle on what imitates its device here.", words="--verify/--no-verify", default=True)
+        bool,
+        Option(
+            "Run each bundle on the emulators and simulators of its device that this machine has.",
+            words="--verify/--no-verify",
+            default=True,
+        ),
     ],
     out: Annotated[Path, Option("Where the bundles go.", "DIR")],
     accept_unproven: options.AcceptUnproven,

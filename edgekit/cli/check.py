@@ -6,7 +6,7 @@ from edgekit._files import write_file
 from edgekit.cli import options
 from edgekit.cli.declare import Option, as_command
 from edgekit.cli.main import NO, UNPROVEN, YES
-from edgekit.cli.screen import print_table, show_json, show_line, showing_progress
+from edgekit.cli.screen import print_table, show_json, show_line, show_remarks, showing_progress
 from edgekit.jobs.check import check_targets, describe_checks
 from edgekit.report import checked
 from edgekit.report.checked import CheckSummary
@@ -65,12 +65,9 @@ def show_checks(summary: CheckSummary) -> None:
         show_line(checked.describe_check(report))
         if report.taken < report.nodes:
             print_table(checked.table_check(report))
-        for line in checked.describe_as_is(report, summary.as_is.get(name)):
-            show_line(f"- {line}")
-        for remark in checked.list_check_remarks(report, summary.observed.get(name)):
-            show_line(f"- {remark}")
-        for advice in report.advice:
-            show_line(f"- {checked.describe_advice(advice)}")
+        show_remarks(checked.describe_as_is(report, summary.as_is.get(name)))
+        show_remarks(checked.list_check_remarks(report, summary.observed.get(name)))
+        show_remarks(map(checked.describe_advice, report.advice))
     if summary.refusal is not None:
         show_line(f"refused on any target: {summary.refusal}; judged without what ONNX Runtime does to a graph")
     for line in summary.fixed_axes:

@@ -12,7 +12,7 @@ from edgekit.cli import options
 from edgekit.cli.declare import From, Option, as_command
 from edgekit.cli.main import YES
 from edgekit.cli.options import split_names
-from edgekit.cli.screen import print_table, show_json, show_line, showing_progress
+from edgekit.cli.screen import print_table, show_json, show_line, show_remarks, showing_progress
 from edgekit.convert.context import DEFAULT_CONTEXT, ContextOptions
 from edgekit.convert.equality import Equality
 from edgekit.convert.levels import LevelModel
@@ -99,13 +99,16 @@ def _choose_weights(
     weights: Annotated[
         WeightForm | None, Option("Make weights smaller; activations stay float.", type=click.Choice(WEIGHT_FORMS))
     ],
-    keep: Annotated[str | None, Option("Nodes whose weights stay as they are.", "A,B")],
+    keep: Annotated[str | None, Option("Nodes whose weights stay in float.", "A,B")],
     block: Annotated[int | None, Option("Weights that share a scale in int8 and int4. Default: 32.", "N")],
     rounding: Annotated[
-        BlockRounding | None, Option("Of int4; comq learns from --data.", type=_RoundingChoice(BLOCK_ROUNDINGS))
+        BlockRounding | None,
+        Option("How int4 weights are rounded; comq needs --data.", type=_RoundingChoice(BLOCK_ROUNDINGS)),
     ],
-    accuracy: Annotated[int | None, Option("Of MatMulNBits; 4: int8 products.", "0-4", "--accuracy-level")],
-    lpbq: Annotated[bool, Option("Scales of int4 that Qualcomm's HTP holds.")],
+    accuracy: Annotated[
+        int | None, Option("The accuracy_level of MatMulNBits; 4 multiplies in int8.", "0-4", "--accuracy-level")
+    ],
+    lpbq: Annotated[bool, Option("Write int4 scales in the form that Qualcomm's HTP supports (LPBQ).")],
 ) -> WeightOnlyOptions | None:
     if weights is None:
         if keep or block or rounding or lpbq or accuracy is not None:
@@ -126,7 +129,8 @@ def _choose_weights(
 
 def _choose_inputs(
     data: Annotated[
-        str | None, Option("Inputs to run each file on, and to learn roundings from. Default: drawn at random.", "DATA")
+        str | None,
+        Option("Inputs to compare each file with its source on, and for --rounding comq. Default: random.", "DATA"),
     ],
     preprocess: options.PreprocessFile,
 ) -> Data | None:
@@ -139,7 +143,10 @@ def _choose_inputs(
 def command(
     model: options.ModelFile,
     target: Annotated[
-        str | None, Option("Write what this target loads; it settles style, level and CPU. Or auto.", "NAME")
+        str | None,
+        Option(
+            "Write the forms that this target loads; it decides style, level and CPU. auto: this machine's.", "NAME"
+        ),
     ],
     settings: options.Settings,
     dims: options.Dims,
@@ -153,7 +160,13 @@ def command(
     custom_ops: options.CustomOps,
     data: Annotated[Data | None, From(_choose_inputs)],
     runtime: Annotated[
-        str, Option("The oldest ONNX Runtime that will load it; lower or refuse.", "1.22.0", "--ort", default="")
+        str,
+        Option(
+            "The oldest ONNX Runtime that will load the files: the opset is lowered for it, or the model refused.",
+            "1.22.0",
+            "--ort",
+            default="",
+        ),
     ],
     checked: Annotated[
         bool, Option("Run each .ort file against its source.", words="--check/--no-check", default=True)
@@ -244,8 +257,7 @@ def _show_conversion(report: ConvertReport) -> None:
     if report.weights is not None:
         sizes = f"{format_bytes(report.weights.size_before)} -> {format_bytes(report.weights.size_after)}"
         show_line(f"{report.weights.form}: the weights of {len(report.weights.changed)} nodes, {sizes}")
-        for note in report.weights.notes:
-            show_line(f"- {note}")
+        show_remarks(report.weights.notes)
     if report.levels:
         _show_levels(report)
     if report.quantized:

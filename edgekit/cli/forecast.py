@@ -9,7 +9,7 @@ from edgekit._files import work_folder, write_file
 from edgekit.cli import options
 from edgekit.cli.declare import Argument, Option, as_command, number
 from edgekit.cli.main import NO, UNPROVEN, YES
-from edgekit.cli.screen import print_table, show_json, show_line, showing_progress
+from edgekit.cli.screen import print_table, show_json, show_line, show_remarks, showing_progress
 from edgekit.errors import UsageError
 from edgekit.forecasts.forecast import BITS, ForecastReport, read_precisions
 from edgekit.jobs.forecast import forecast
@@ -78,5 +78,4 @@ def show_forecast(report: ForecastReport) -> None:
     """Prints a forecast: the table of devices, then what to know of it."""
     show_line(text.headline_forecast(report))
     print_table(text.table_forecast(report))
-    for line in text.list_forecast_remarks(report):
-        show_line(f"- {line}")
+    show_remarks(text.list_forecast_remarks(report))

@@ -34,7 +34,9 @@ def build(
     data: options.DataSource,
     preprocess: options.PreprocessFile,
     evaluation: options.EvaluationSource,
-    labels: Annotated[Path | None, Option("What the whole should give for each --eval sample.", "FILE")],
+    labels: Annotated[
+        Path | None, Option("The result that the whole group should give for each --eval sample.", "FILE")
+    ],
     targets: Annotated[
         tuple[str, ...], Option("A target, its folder, all (the default), or auto.", "NAME", "--target")
     ],
@@ -43,7 +45,12 @@ def build(
     samples: options.SampleCount,
     recipe: Annotated[Path | None, Option("Options of `edgekit build` for every member (.toml).", "FILE")],
     verify: Annotated[
-        bool, Option("Run each group on what imitates its device here.", words="--verify/--no-verify", default=True)
+        bool,
+        Option(
+            "Run each group on the emulators and simulators of its device that this machine has.",
+            words="--verify/--no-verify",
+            default=True,
+        ),
     ],
     out: Annotated[Path, Option("Where the folders go.", "DIR")],
     accept_unproven: options.AcceptUnproven,

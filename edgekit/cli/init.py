@@ -12,7 +12,7 @@ from edgekit.cli import options
 from edgekit.cli.declare import Option, as_command
 from edgekit.cli.main import YES
 from edgekit.cli.schema import describe_file
-from edgekit.cli.screen import show_line
+from edgekit.cli.screen import show_line, show_remarks
 from edgekit.devices.register import choose_here
 from edgekit.errors import UsageError
 from edgekit.model.model import load_model
@@ -62,7 +62,6 @@ def command(
     write_file(out, draft.text.encode())
     # Beside it: editors find it by the first line, without a network.
     write_file(out.parent / "edgekit.schema.json", to_json(describe_file()).encode())
-    for remark in draft.remarks:
-        show_line(f"- {remark}")
+    show_remarks(draft.remarks)
     show_line(f"{out}: edgekit run {out} builds, verifies and packs what it names")
     return YES

@@ -25,24 +25,42 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     ]
     min_top1_agreement: Annotated[
         float | None,
-        number("Least share of samples (of integers: of elements) that agree.", click.FloatRange(0, 1), "--min-top1"),
+        number(
+            "Least share of samples whose top-1 agrees (of integer outputs: of equal elements).",
+            click.FloatRange(0, 1),
+            "--min-top1",
+        ),
     ]
     gate: Annotated[
         str | None,
-        Option("Judge the figures, or their intervals; of the metric too.", type=click.Choice(["estimate", "bound"])),
+        Option(
+            "Judge by the measured figures (estimate) or by their 95 % intervals (bound), also of the metric.",
+            type=click.Choice(["estimate", "bound"]),
+        ),
     ]
-    max_cpu_nodes: Annotated[int | None, Option("Most nodes left to the CPU.", "N", type=click.IntRange(min=0))]
+    max_cpu_nodes: Annotated[
+        int | None, Option("Largest number of nodes left to the CPU.", "N", type=click.IntRange(min=0))
+    ]
     max_lost_share: Annotated[
-        float | None, number("Most work on the CPU that was predicted taken.", click.FloatRange(0, 1), "--max-lost")
+        float | None,
+        number(
+            "Largest share of work that ran on the CPU although the rules predicted the provider.",
+            click.FloatRange(0, 1),
+            "--max-lost",
+        ),
     ]
     needs_placement: Annotated[
-        bool | None, Option("Fail where no run observed what the provider takes.", is_flag=True, default=None)
+        bool | None, Option("Fail if no run observed which nodes the provider takes.", is_flag=True, default=None)
     ]
     max_latency_ratio: Annotated[
-        float | None, number("Most times the reference run's latency.", click.FloatRange(min=0))
+        float | None, number("Largest ratio of the latency to that of the earlier run.", click.FloatRange(min=0))
     ]
-    max_memory_ratio: Annotated[float | None, number("Most times the reference run's memory.", click.FloatRange(min=0))]
-    max_size_bytes: Annotated[int | None, Option("Largest model.", "BYTES", "--max-size", type=click.IntRange(min=0))]
+    max_memory_ratio: Annotated[
+        float | None, number("Largest ratio of the memory to that of the earlier run.", click.FloatRange(min=0))
+    ]
+    max_size_bytes: Annotated[
+        int | None, Option("Largest size of the model file.", "BYTES", "--max-size", type=click.IntRange(min=0))
+    ]
     metric: Metric
     max_metric_drop: MetricDrop
     min_metric_share: Annotated[

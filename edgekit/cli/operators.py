@@ -15,8 +15,10 @@ from edgekit.errors import UsageError
 def command(
     models: options.ModelFiles,
     out: Annotated[Path | None, Option("Write the config of a build for MODELS.", "FILE")],
-    types: Annotated[bool, Option("Limit each operator to the types of its nodes too; the build is smaller still.")],
-    compare: Annotated[Path | None, Option("What a build lacks for MODELS.", "CONFIG")],
+    types: Annotated[bool, Option("Limit each operator to the data types of its nodes too, for a smaller build.")],
+    compare: Annotated[
+        Path | None, Option("List the operators of MODELS that a build with this config lacks.", "CONFIG")
+    ],
     as_json: options.Json,
 ) -> int:
     """Write the operators config that lets a custom build of ONNX Runtime run MODELS (.ort), or say what a build lacks.

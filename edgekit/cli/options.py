@@ -123,17 +123,31 @@ DimsOrBuckets = Annotated[
 ]
 Pad = Annotated[
     dict[str, float],
-    Option("What fills an input up to the next size; else 0.", "INPUT=NUMBER", multiple=True, callback=parsing(float)),
+    Option(
+        "The number that fills an input up to the next size (default 0).",
+        "INPUT=NUMBER",
+        multiple=True,
+        callback=parsing(float),
+    ),
 ]
 Shapes = Annotated[tuple[str, ...], Option("All dimensions of an input.", "INPUT=1,3,224,224", "--shape")]
 Freeze = Annotated[
     dict[str, float],
-    Option("Make an input a constant; data may still hold it.", "INPUT=NUMBER", multiple=True, callback=parsing(float)),
+    Option(
+        "Make an input a constant; the data may still contain it.",
+        "INPUT=NUMBER",
+        multiple=True,
+        callback=parsing(float),
+    ),
 ]
 SampleCount = Annotated[int | None, Option("Use at most N samples.", "N", type=click.IntRange(min=1))]
 Steps = Annotated[
     int | None,
-    Option("N samples are one sequence; state is passed on in it.", "N", type=click.IntRange(min=1, max=MOST_STEPS)),
+    Option(
+        "N samples in a row are one sequence: state is passed from each to the next.",
+        "N",
+        type=click.IntRange(min=1, max=MOST_STEPS),
+    ),
 ]
 PrecisionWord = Annotated[
     PrecisionChoice | None, Option("Default: auto.", type=click.Choice(PRECISIONS, case_sensitive=False))
@@ -148,8 +162,10 @@ HtmlFile = Annotated[Path | None, Option("Write an HTML page as well.", "FILE")]
 Metric = Annotated[
     str | None, Option("A metric that needs labels: top1, miou, wer, ..., module:function, or a .toml.", "NAME")
 ]
-MetricDrop = Annotated[float | None, number("Most points below the float model.", click.FloatRange(min=0))]
-AcceptUnproven = Annotated[bool, Option("Take what is not proven for a pass; the result says so.")]
+MetricDrop = Annotated[
+    float | None, number("Largest drop of the metric below the float model, in points.", click.FloatRange(min=0))
+]
+AcceptUnproven = Annotated[bool, Option('Count a verdict of "not proven" as a pass; the result says so.')]
 Json = Annotated[bool, Option("Print one JSON object on stdout.", words="--json")]
 # Both options write one parameter, so that the last one given counts: -1, 0 or 1.
 Volume = Annotated[

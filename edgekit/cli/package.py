@@ -22,13 +22,15 @@ def command(
     bundles: Annotated[tuple[Path, ...], Argument()],
     kind: Annotated[Kind, Option("What kind of package.", words="--as", type=click.Choice(sorted(FORMS)))],
     out: Annotated[Path, Option("A file, or a new folder.", "PATH")],
-    name: Annotated[str, Option("What the package is called; else as the model.", "NAME", default="")],
+    name: Annotated[str, Option("The name of the package; default: the model's.", "NAME", default="")],
     group: Annotated[str, Option("The Maven group of an AAR.  [default: edgekit.models]", "NAME", default="")],
-    package_version: Annotated[str, Option("Its version; else it follows from the content.", "X", default="")],
+    package_version: Annotated[
+        str, Option("The version of the package; default: derived from its content.", "X", default="")
+    ],
     key: Annotated[Path | None, Option("Pack only what this public key signed.", "FILE")],
     extras: Annotated[
         tuple[str, ...],
-        Option("What goes along besides: golden, forms, onnx, or all of each bundle.", "NAME,...", "--with"),
+        Option("What to add of each bundle: golden, forms, onnx, or all.", "NAME,...", "--with"),
     ],
     allowed: Allowance,
     as_json: options.Json,

@@ -6,7 +6,7 @@ from typing import Annotated
 from edgekit.cli import options
 from edgekit.cli.declare import Option, as_command
 from edgekit.cli.main import YES
-from edgekit.cli.screen import show_json, show_line, showing_progress
+from edgekit.cli.screen import show_json, show_line, show_remarks, showing_progress
 from edgekit.devices.register import load_target_here
 from edgekit.jobs.prepare import PrepareOptions, PrepareReport, prepare_for
 from edgekit.model.model import load_model
@@ -22,7 +22,9 @@ def command(
     outputs: Annotated[str | None, Option("Keep these outputs only, and what they need.", "A,B")],
     freeze: options.Freeze,
     renames: Annotated[tuple[str, ...], Option("Rename an input or an output.", "OLD=NEW", "--rename")],
-    layouts: Annotated[tuple[str, ...], Option("How the app holds an input's axes.", "INPUT=nhwc", "--layout")],
+    layouts: Annotated[
+        tuple[str, ...], Option("The layout in which the app passes an input.", "INPUT=nhwc", "--layout")
+    ],
     embedded: Annotated[
         str | None,
         Option(
@@ -84,8 +86,7 @@ def command(
 def _show_prepared(report: PrepareReport, out: Path) -> None:
     """Prints what became of a model that was prepared, and what an app still does to its images."""
     show_line(f"{out}: {report.model.node_count} nodes, opset {report.model.opsets.get('ai.onnx')}")
-    for spec in (*report.model.inputs, *report.model.outputs) if report.is_refaced else ():
-        show_line(f"- {spec}")
+    show_remarks((*report.model.inputs, *report.model.outputs) if report.is_refaced else ())
     for fix in report.fixes:
         show_line(f"- {fix.id}: {len(fix.nodes)} nodes")
     if report.gain is not None:

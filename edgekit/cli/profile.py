@@ -9,7 +9,7 @@ from edgekit._files import write_file
 from edgekit.cli import options
 from edgekit.cli.declare import Argument, Option, as_command, number
 from edgekit.cli.main import NO, YES
-from edgekit.cli.screen import print_table, show_json, show_line, showing_progress
+from edgekit.cli.screen import print_table, show_json, show_line, show_remarks, showing_progress
 from edgekit.cli.subjects import Devices, ModelOpening, Threads
 from edgekit.errors import UsageError
 from edgekit.profile.measure import Watching
@@ -25,7 +25,9 @@ def command(
     choice: Devices,
     against: Annotated[Path | None, Option("Say why OTHER is slower or faster.", "OTHER")],
     runs: Annotated[int | None, Option("Watch N runs in each of three rounds.", "N", type=click.IntRange(1, 1000))],
-    seconds: Annotated[float | None, number("Begin nothing after X seconds (10).", click.FloatRange(0.1, 3600))],
+    seconds: Annotated[
+        float | None, number("Start no further round after X seconds (10).", click.FloatRange(0.1, 3600))
+    ],
     threads: Threads,
     opening: ModelOpening,
     top: Annotated[int, Option("Show N rows of each table (15).", "N", type=click.IntRange(1, 10_000), default=15)],
@@ -34,8 +36,8 @@ def command(
         Option("Write the runs for Perfetto; ONNX Runtime's own file goes beside it, FILE.ort.json.", "FILE"),
     ],
     html: options.HtmlFile,
-    no_roofline: Annotated[bool, Option("Do not measure what the machine reaches.")],
-    probe_again: Annotated[bool, Option("Measure again what the machine reaches.")],
+    no_roofline: Annotated[bool, Option("Do not measure the machine's roofline (its peak rates).")],
+    probe_again: Annotated[bool, Option("Measure the machine's roofline again.")],
     as_json: options.Json,
     volume: options.Volume,
 ) -> int:
@@ -86,13 +88,10 @@ def show_profile(report: ProfileReport, top: int) -> None:
                 print_table(text.table_memory(profile))
             if profile.npu:
                 print_table(text.table_npu(profile, top))
-            for remark in text.list_profile_remarks(profile):
-                show_line(f"- {remark}")
+            show_remarks(text.list_profile_remarks(profile))
     if report.comparison is not None:
         show_line(text.describe_profiles(report.comparison))
-        for cause in report.comparison.causes:
-            show_line(f"- {text.describe_cause(cause)}")
+        show_remarks(map(text.describe_cause, report.comparison.causes))
         if report.comparison.pairs:
             print_table(text.table_pairs(report.comparison, top))
-    for remark in text.list_report_remarks(report):
-        show_line(f"- {remark}")
+    show_remarks(text.list_report_remarks(report))

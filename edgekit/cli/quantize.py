@@ -42,15 +42,17 @@ def command(
     precision: Annotated[
         PrecisionChoice | None, Option("Default: auto.", type=click.Choice(INTEGER_PRECISIONS, case_sensitive=False))
     ],
-    method: Annotated[str, Option(f"{', '.join(METHODS)}.", "NAME", default="auto")],
-    max_drop: Annotated[float | None, options.max_drop("Search until accuracy drops no more.")],
+    method: Annotated[str, Option(f"The range method: {', '.join(METHODS)}.", "NAME", default="auto")],
+    max_drop: Annotated[
+        float | None, options.max_drop("Search for a plan whose accuracy drops by at most this percentage.")
+    ],
     labels: Annotated[Path | None, Option("The label of each sample of DATA.", "FILE")],
     metric: options.Metric,
-    recipe: Annotated[Path | None, Option("A .toml file, for its [outputs] too.", "FILE")],
-    state: Annotated[Path | None, Option("Where a search goes on from.", "FILE")],
+    recipe: Annotated[Path | None, Option("Options in a .toml file, such as [outputs].", "FILE")],
+    state: Annotated[Path | None, Option("Keep the search in FILE: an interrupted one continues from it.", "FILE")],
     cache: options.CacheFolder,
     time_budget: Annotated[
-        float | None, options.time_budget("Plan no longer; what must be done (calibrate, write) is done all the same")
+        float | None, options.time_budget("Limit planning to this time; calibrating and writing come on top")
     ],
     plan_only: Annotated[bool, Option("Print the plan as JSON and write no model.")],
     plan: Annotated[Path | None, Option("Apply a plan that --plan-only printed.", "FILE")],

@@ -9,7 +9,7 @@ from edgekit.cli.options import AcceptUnproven
 from edgekit.cli.screen import show_line
 from edgekit.jobs.release import Allowed, Doubt
 
-AllowFailed = Annotated[bool, Option("Take bundles that failed or were not verified; the result says so.")]
+AllowFailed = Annotated[bool, Option("Accept bundles that failed or were not verified; the result says so.")]
 
 
 def allow_doubtful(accept_unproven: AcceptUnproven, allow_failed: AllowFailed) -> Allowed:

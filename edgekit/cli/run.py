@@ -32,8 +32,8 @@ def command(
     store: Annotated[
         str | None, Option("Share results: a folder, or a URL that fsspec opens (s3://, gs://).", "PLACE")
     ],
-    bare: Annotated[bool, Option("Cells alone, without packages and reports: what workers do.")],
-    again: Annotated[bool, Option("Keep nothing of earlier runs.")],
+    bare: Annotated[bool, Option("Build bundles alone, without packages and reports, as workers do.")],
+    again: Annotated[bool, Option("Build everything again, whatever earlier runs kept.")],
     watch: Annotated[bool, Option("Run again whenever a file changes, until Ctrl-C.")],
     accept_unproven: options.AcceptUnproven,
     as_json: options.Json,

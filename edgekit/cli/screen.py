@@ -39,6 +39,12 @@ def show_lines(lines: Iterable[str]) -> None:
         show_line(line)
 
 
+def show_remarks(remarks: Iterable[object]) -> None:
+    """Prints remarks on stdout, each behind a dash."""
+    for remark in remarks:
+        show_line(f"- {remark}")
+
+
 @contextlib.contextmanager
 def showing_progress(volume: int) -> Generator[Progress]:
     """Yields a function that shows what is being done: one line that renews itself, all with -v, nothing with -q."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from edgekit.cli.screen import print_table, show_line, show_lines
+from edgekit.cli.screen import print_table, show_line, show_remarks
 from edgekit.devices.device import DeviceStatus
 from edgekit.devices.local.provider import OfferedProvider
 from edgekit.devices.self_test import SelfTest
@@ -20,8 +20,7 @@ def show_build(report: BuildReport) -> None:
     print_table(text.table_build(report))
     if not report.passed:
         show_line(text.headline_build(report))
-    for remark in text.list_remarks(report):
-        show_line(f"- {remark}")
+    show_remarks(text.list_remarks(report))
     show_line(f"report: {report.report}")
 
 
@@ -34,8 +33,7 @@ def show_verify(report: VerifyReport) -> None:
         print_table(text.table_device_figures(report))
     if report.verdict != "pass":
         show_line(text.headline_verify(report))
-    for remark in text.list_verify_remarks(report):
-        show_line(f"- {remark}")
+    show_remarks(text.list_verify_remarks(report))
     show_line(f"{report.bundle}: {report.verdict}")
 
 
@@ -60,7 +58,7 @@ def show_comparison(report: ModelComparison, min_sqnr_db: float | None = None) -
     if report.layers:
         print_table(text.table_layers(report.layers))
         show_line(f"first bad layer: {report.first_bad_layer or 'none'}")
-    show_lines([f"- {line}" for line in text.list_comparison_remarks(report, min_sqnr_db)])
+    show_remarks(text.list_comparison_remarks(report, min_sqnr_db))
     if report.located is not None:
         show_located(report.located, str(report.device))
 
@@ -72,4 +70,4 @@ def show_located(found: Located, device: str) -> None:
         print_table(text.table_layers(found.layers))
     first, *notes = text.list_located(found)
     show_line(f"{device}: {first}")
-    show_lines([f"- {note}" for note in notes])
+    show_remarks(notes)

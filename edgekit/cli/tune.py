@@ -9,7 +9,7 @@ from edgekit._files import write_file
 from edgekit.cli import options
 from edgekit.cli.declare import Argument, Option, as_command, number
 from edgekit.cli.main import YES
-from edgekit.cli.screen import print_table, show_json, show_line, showing_progress
+from edgekit.cli.screen import print_table, show_json, show_line, show_remarks, showing_progress
 from edgekit.cli.subjects import Devices, ModelOpening
 from edgekit.report import timing as text
 from edgekit.report.pages.tune_page import render_tuning
@@ -22,16 +22,22 @@ from edgekit.tune.tune import Tuning, tune_on
 def command(
     subject: Annotated[Path, Argument()],
     choice: Devices,
-    goal: Annotated[Goal, Option("What is to be small (latency).", type=click.Choice(GOALS), default="latency")],
+    goal: Annotated[Goal, Option("What to minimize (latency).", type=click.Choice(GOALS), default="latency")],
     candidates: Annotated[tuple[Path, ...], Option("Race FILE too: INT8, fp16.", "FILE", "--candidate")],
     opening: ModelOpening,
     min_sqnr_db: Annotated[
         float | None,
-        number("Least dB beside the reference; else the bundle's or 30.", click.FloatRange(-200, 200), "--min-sqnr"),
+        number(
+            "Least signal-to-noise ratio in dB against the reference; default: the bundle's limit, or 30.",
+            click.FloatRange(-200, 200),
+            "--min-sqnr",
+        ),
     ],
     time_budget: Annotated[float | None, options.time_budget("Search no longer than that")],
-    state: Annotated[Path | None, Option("Keep measurements; a search that was cut off goes on.", "FILE")],
-    apply: Annotated[bool, Option("Write what was found into the bundle, for this kind of machine.")],
+    state: Annotated[
+        Path | None, Option("Keep measurements in FILE: an interrupted search continues from it.", "FILE")
+    ],
+    apply: Annotated[bool, Option("Write the settings into the bundle, for this kind of machine.")],
     html: options.HtmlFile,
     as_json: options.Json,
     volume: options.Volume,
@@ -73,5 +79,4 @@ def _show(report: TuneReport) -> None:
     print_table(text.table_decisions(report))
     print_table(text.table_tried(report))
     show_line(text.headline_tuning(report))
-    for remark in text.list_tuning_remarks(report):
-        show_line(f"- {remark}")
+    show_remarks(text.list_tuning_remarks(report))

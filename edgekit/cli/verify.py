@@ -51,7 +51,7 @@ class _Question(msgspec.Struct, frozen=True, kw_only=True):
     reference: Annotated[Path | None, Option("The float model that the bundle was built from.", "MODEL")]
     samples: options.SampleCount
     files: Annotated[RunFiles, From(_choose_files)]
-    layers: Annotated[bool, Option("Hold each layer on the device against this machine, right or wrong.")]
+    layers: Annotated[bool, Option("Compare each layer on the device with this machine, even where the outputs agree.")]
     recheck: Annotated[Path | None, Option("Judge this verify.json again; nothing runs.", "FILE")]
     key: options.PublicKey
     target: Annotated[str | None, Option("Which variant of a bundle of several targets.", "NAME")]
@@ -61,8 +61,8 @@ class _Question(msgspec.Struct, frozen=True, kw_only=True):
 class _Before(msgspec.Struct, frozen=True, kw_only=True):
     """The run that this one is compared with."""
 
-    baseline: Annotated[Path | None, Option("The verify.json of a run to hold this one against.", "FILE")]
-    history: Annotated[Path | None, Option("Hold against the last good run in this file; add this one.", "FILE")]
+    baseline: Annotated[Path | None, Option("Compare with the run in this verify.json.", "FILE")]
+    history: Annotated[Path | None, Option("Compare with the last good run in this file, and add this one.", "FILE")]
 
 
 class _Places(msgspec.Struct, frozen=True, kw_only=True):

@@ -44,7 +44,7 @@ class TargetShare(msgspec.Struct, frozen=True, kw_only=True):
     verdict: Verdict
 
 
-class TargetGain(msgspec.Struct, frozen=True, kw_only=True):
+class TargetGain(msgspec.Struct, frozen=True):
     """What a target takes of a model before and after the rewrites for it."""
 
     target: str
@@ -165,7 +165,8 @@ def fix_for_target(
         fixes += fixed.fixes
         if not fixed.fixes:
             break
-    gain = TargetGain(target=target.name, before=_sum_up(before), after=_sum_up(after))
+    shares = (msgspec.convert(report, TargetShare, from_attributes=True) for report in (before, after))
+    gain = TargetGain(target.name, *shares)
     return FixedModel(model=prepared, fixes=tuple(fixes)), gain
 
 
@@ -197,17 +198,6 @@ def gain_on_target(
 def describe_share(share: TargetShare | CheckReport) -> str:
     """Returns how much of a model a target takes, in words."""
     return f"{share.taken} of {share.nodes} nodes in {share.partitions} partitions"
-
-
-def _sum_up(report: CheckReport) -> TargetShare:
-    return TargetShare(
-        nodes=report.nodes,
-        taken=report.taken,
-        partitions=report.partitions,
-        taken_macs=report.taken_macs,
-        taken_bytes=report.taken_bytes,
-        verdict=report.verdict,
-    )
 
 
 def describe_checks(summary: CheckSummary) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from edgekit.prepare.shapes import fix_dims
 from edgekit.prepare.transformer import FuseOptions, fuse_transformer
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize.qdq import write_qoperator
-from edgekit.quantize.weight_only.convert import WeightForm, WeightOnlyModel, WeightOnlyOptions, compress_weights
+from edgekit.quantize.weight_only.convert import WeightForm, WeightOnlyOptions, compress_weights
 from edgekit.recipe import Data, Recipe, load_targets, takes_any_size
 from edgekit.target import Form, Target, read_version
 
@@ -174,8 +174,17 @@ def convert_for(
         written = [row.file for row in levels if (staging / row.file).exists()]
         files = {str(form): names for form, names in converted.files.items()} | {file: (file,) for file in written}
         minimum_ort = _find_minimum(staging, files, targets, options.runtime)
-        report = _report(source, out, converted, fusion, small)
-    return msgspec.structs.replace(report, coreml=coreml, levels=levels, minimum_ort=minimum_ort)
+    return ConvertReport(
+        model=source.name,
+        out=out,
+        quantized=find_quantized_form(read_proto(source, weights=False)),
+        levels=levels,
+        fusion=fusion,
+        weights=None if small is None else msgspec.convert(small, SmallWeights, from_attributes=True),
+        coreml=coreml,
+        minimum_ort=minimum_ort,
+        **{name: getattr(converted, name) for name in ConvertedFiles.__struct_fields__},
+    )
 
 
 def _find_minimum(folder: Path, files: Mapping[str, Sequence[str]], targets: Sequence[Target], runtime: str) -> str:
@@ -269,21 +278,3 @@ def _refuse_large(model: Path, targets: Sequence[Target], options: ConvertOption
     if set(forms) & set(ORT_FILES):
         having = "has" if share == 1 else f"with {form} weights has at least"
         refuse_size(model, int(share * measure_files(model)), having)
-
-
-def _report(
-    source: Model, out: Path, converted: ConvertedModel, fusion: Fusion | None, small: WeightOnlyModel | None
-) -> ConvertReport:
-    return ConvertReport(
-        model=source.name,
-        out=out,
-        quantized=find_quantized_form(read_proto(source, weights=False)),
-        levels=(),
-        fusion=fusion,
-        weights=None
-        if small is None
-        else SmallWeights(**{name: getattr(small, name) for name in SmallWeights.__struct_fields__}),
-        coreml=None,
-        minimum_ort="",
-        **{name: getattr(converted, name) for name in ConvertedFiles.__struct_fields__},
-    )
