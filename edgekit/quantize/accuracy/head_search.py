@@ -1,6 +1,7 @@
-"""Which outputs of a detector hold boxes and scores, told by layout and by values.
+"""Finds which outputs of a detector hold boxes and scores, by layout and by values.
 
-A graph that suppresses and ranks boxes itself gives a list of detections instead of a raw head; it is found here too.
+A graph that suppresses and ranks boxes itself has a list of detections as output instead of a raw head; such lists are
+found here too.
 """
 
 import math
@@ -26,55 +27,56 @@ from edgekit.quantize.accuracy.heads import (
     squash_scores,
 )
 
-# Fewer rows are no places where something may be; a small net for images of 64 pixels has 80.
+# A raw head has more rows: a small network for images of 64 pixels has 80.
 _LEAST_ROWS = 40
-# More outputs are no head, which has five levels of four at most. Of a language model's cache, two for each layer,
+# A head has five levels of four outputs at most. The cache of a language model has two outputs for each layer, whose
 # pairs and triples would be tried for minutes.
 _MOST_OUTPUTS = 20
-# More rows are pixels, and so are maps whose cells are smaller.
+# More rows, or smaller cells, are pixels.
 _MOST_ROWS, _LEAST_CELL = 1 << 17, 4
 _BOX = 4
-# What is less sure than this tells nothing about where something is; detectors for COCO reach 0.3 and more.
+# Where all scores are lower nothing is detected; detectors for COCO reach 0.3 and more.
 _LEAST_SCORE = 0.1
-# Of the rows at most so many may be sure: most of an image is background.
-_MOST_SURE = 0.3
-# How much more sure neighbours must overlap than with boxes mixed up, and in how many places that is seen. Readings
-# that are right come to 0.20 to 0.49, wrong ones to 0.19 at most, on the detectors of tools/bench/detector_drop.py.
-# Where mixed boxes overlap much there is less to gain: of what is left right ones take 0.32 or more, wrong ones 0.22.
+# At most this share of rows has a high score: most of an image is background.
+_MOST_HIGH = 0.3
+# Rows with high scores that overlap show the same object. They must overlap by so much more than with their boxes
+# shuffled, in at least so many places. On the detectors of tools/bench/detector_drop.py right readings overlap by 0.20
+# to 0.49 more, wrong ones by 0.19 at most. Where shuffled boxes overlap much less is left to gain: right readings gain
+# 0.32 of it or more, wrong ones 0.22.
 _LEAST_AGREEMENT, _LEAST_GAIN, _FAINT = 0.2, 0.3, 0.15
 _LEAST_SEEN = 8
-# Overlaps of some dozens of boxes mixed in one way are off by 0.03, so several are: a choice, for the time.
-_MIXES = 8
-# Around a middle boxes are not taught, so its neighbours show the same object less well; but shifts that are right stay
-# within their cell, but for so much. By the CenterNet of tools/bench/collapse/run_unseen.py (0.15) alone.
+# One shuffle of some dozens of boxes tells overlaps to 0.03, so there are several: a choice, for the time.
+_SHUFFLES = 8
+# A CenterNet learns no boxes around a centre, so that neighbours overlap less; but right shifts leave their cell by no
+# more than the second number. From the one of tools/bench/collapse/run_unseen.py (0.15) alone.
 _LEAST_CENTRED, _BEYOND_CELL = 0.1, 0.25
-# A softmax with a background has that on top in at least so many places.
+# The background of a softmax has the highest score in at least this share of places.
 _BACKGROUND = 0.6
-# What is left, once multiplied by the surest class, of a column that says whether there is anything: 0.85 and more. Of
-# a class it is less than 0.5, even where a detector hardly tells its classes apart.
-_SURE_CLASS = 0.65
+# The share of an objectness that is left once it is multiplied by the highest class: 0.85 and more. For the column of a
+# class it is less than 0.5, even where a detector hardly tells its classes apart.
+_CLASS_SHARE = 0.65
 _MOST_COMPARED = 60
-# Boxes that are right as they stand need no grid, and what are corners would do for middle and size as well.
+# Decoded boxes come before those of a grid, and corners, which may also be read as middle and size, before all.
 _PREFERRED = {"corners": 2, "middle and size": 1}
-# So many shifts must lie within their cell.
+# At least this share of shifts lies within its cell.
 _MOSTLY = 0.95
 
 
 _Pair = tuple[tuple[Columns, ...], tuple[Columns, ...]]
-"""Columns of boxes, side by side, and of the objectness, if there is one, and the scores."""
+"""The columns of boxes, side by side; and those of the objectness, if there is one, and of the scores."""
 
 
-class _Sure(msgspec.Struct, frozen=True, kw_only=True):
-    """The rows of a sample that are sure of a class, the surest first, and that class."""
+class _HighScores(msgspec.Struct, frozen=True, kw_only=True):
+    """The rows of a sample with a high score, the highest first, and the class of each."""
 
     rows: Array
     classes: Array
 
 
 def find_head(outputs: Sequence[Tensors], image: tuple[int, int]) -> Head | None:
-    """Returns how to read the raw head of a detector, None where nothing makes sense as one.
+    """Returns how to read the raw head of a detector, None where no reading makes sense.
 
-    `outputs` are what a float model gave for a few samples, `image` height and width of what it saw.
+    `outputs` are those of a float model for a few samples, `image` is the height and width of its input.
     """
     best, reached = None, (0, 0.0)
     for boxes, scores in _pair_columns(outputs[0]):
@@ -82,7 +84,7 @@ def find_head(outputs: Sequence[Tensors], image: tuple[int, int]) -> Head | None
         if rows > _MOST_ROWS or any(_LEAST_CELL * height > image[0] for _, height, _ in sides):
             continue
         for head in _read_scores(outputs, boxes, scores):
-            sure = _find_sure(head, outputs)
+            sure = _find_high_scores(head, outputs)
             columns = tuple(each.count for each in boxes)
             for code, grid in lay_grids(columns, rows, sides, image) if sure else ():
                 peaks = sides[0][1:] if code in CENTRED else None
@@ -109,7 +111,7 @@ def find_image(inputs: Tensors) -> tuple[int, int] | None:
 
 
 def _pair_columns(outputs: Tensors) -> Iterator[_Pair]:
-    """Yields where boxes may lie, and the scores with the objectness, if there is one, in front of them."""
+    """Yields where boxes may lie, and where the objectness, if there is one, and the scores."""
     if sum(value.dtype.kind == "f" and value.ndim > 1 for value in outputs.values()) > _MOST_OUTPUTS:
         return
     for table in _find_tables(outputs):
@@ -126,14 +128,14 @@ def _pair_columns(outputs: Tensors) -> Iterator[_Pair]:
 
 
 def _pair_maps(outputs: Tensors) -> Iterator[_Pair]:
-    """Yields two maps of two channels each, shifts and sizes, beside one of scores with the same sides."""
+    """Yields maps of shifts and of sizes, with two channels each, beside one of scores with the same sides."""
     shapes = {name: value.shape for name, value in outputs.items() if value.dtype.kind == "f" and value.ndim == 4}
     for axis in (-3, -1):
         places = {
             name: tuple(size for place, size in enumerate(shape) if place != 4 + axis) for name, shape in shapes.items()
         }
         whole = {name: Columns(outputs=(name,), axis=axis, start=0, stop=shape[axis]) for name, shape in shapes.items()}
-        # Those of two channels first: of a language model's cache every output has four dimensions.
+        # Those of two channels first, since every output of a language model's cache has four dimensions.
         halves = [
             name
             for name, shape in shapes.items()
@@ -146,7 +148,7 @@ def _pair_maps(outputs: Tensors) -> Iterator[_Pair]:
 
 
 def _find_tables(outputs: Tensors) -> Iterator[Columns]:
-    """Yields what may be a table of boxes and scores: one output, or maps of several levels with as many channels."""
+    """Yields what may be a table of boxes and scores: one output, or maps of several levels with equal channels."""
     shapes = {
         name: value.shape for name, value in outputs.items() if value.dtype.kind == "f" and value.shape[:1] == (1,)
     }
@@ -168,7 +170,7 @@ def _find_tables(outputs: Tensors) -> Iterator[Columns]:
 
 
 def _split_table(table: Columns) -> Iterator[tuple[Columns, tuple[Columns, ...]]]:
-    """Yields the usual orders of columns: boxes first or last, with or without a score of there being anything."""
+    """Yields the usual orders of columns: boxes first or last, with or without an objectness."""
     count = table.count
 
     def part(start: int, stop: int) -> Columns:
@@ -192,7 +194,7 @@ def _count_rows(outputs: Tensors, columns: Columns) -> list[int]:
 
 
 def _sides(outputs: Tensors, columns: Columns) -> tuple[tuple[int, int, int], ...]:
-    """Returns anchors, height and width of each level, nothing where rows are not laid out as maps."""
+    """Returns anchors, height and width of each level, nothing where outputs are no maps."""
     found: list[tuple[int, int, int]] = []
     for name in columns.outputs:
         shape = outputs[name].shape
@@ -204,10 +206,10 @@ def _sides(outputs: Tensors, columns: Columns) -> tuple[tuple[int, int, int], ..
 
 
 def _read_scores(outputs: Sequence[Tensors], boxes: tuple[Columns, ...], parts: tuple[Columns, ...]) -> Iterator[Head]:
-    """Yields how scores may be read, as their values allow: probabilities, or logits with or without background."""
+    """Yields how scores may be read: as probabilities, or as logits with or without a background."""
     scores = [parts[-1].view(row) for row in outputs]
     low, high = min(float(each.min()) for each in scores), max(float(each.max()) for each in scores)
-    # The least and the largest of what holds NaN are NaN.
+    # The minimum and maximum of values with NaN are NaN.
     if not (np.isfinite(low) and np.isfinite(high)):
         return
     are_shares = _are_shares(low, high)
@@ -216,13 +218,15 @@ def _read_scores(outputs: Sequence[Tensors], boxes: tuple[Columns, ...], parts: 
         there = np.stack([parts[0].read(row) for row in outputs])
         whether = "" if _are_shares(float(there.min()), float(there.max())) else "sigmoid"
         there = squash_scores(there, whether)
-        # Both are monotonic: the largest score is that of the largest value.
+        # A sigmoid is monotonic, so it may follow the maximum.
         both = there * squash_scores(
             np.stack([each.max(axis=-1, keepdims=True) for each in scores], dtype=np.float64), squash
         )
-        # Where something is, some class is sure too: a class in that place would stand alone.
-        if both.max(axis=1).mean() >= _SURE_CLASS * max(float(there.max(axis=1).mean()), 1e-12):
-            yield Head(boxes=boxes, scores=parts[1], objectness=parts[0], squash=squash, there=whether, code="")
+        # Where an object is, one class scores high too; beside the column of a class no other would.
+        if both.max(axis=1).mean() >= _CLASS_SHARE * max(float(there.max(axis=1).mean()), 1e-12):
+            yield Head(
+                boxes=boxes, scores=parts[1], objectness=parts[0], squash=squash, squash_objectness=whether, code=""
+            )
         return
     if parts[0].count > 1:
         ends, tops = (0, parts[0].count - 1), np.stack([each.argmax(axis=-1) for each in scores])
@@ -240,26 +244,26 @@ def _are_shares(low: float, high: float) -> bool:
     return low >= -1e-3 and high <= 1 + 1e-3
 
 
-def _find_sure(head: Head, outputs: Sequence[Tensors]) -> tuple[_Sure, ...]:
-    """Returns the rows of each sample that are sure of a class, nothing where they are too many, or sure of nothing."""
+def _find_high_scores(head: Head, outputs: Sequence[Tensors]) -> tuple[_HighScores, ...]:
+    """Returns the rows of each sample with a high score, nothing where they are too many, or none is high."""
     best = np.stack([head.read_surest(row) for row in outputs])
     least = float(best.max()) / 2
-    if 2 * least < _LEAST_SCORE or np.mean(best >= least) > _MOST_SURE or np.sum(best >= least) < _LEAST_SEEN:
+    if 2 * least < _LEAST_SCORE or np.mean(best >= least) > _MOST_HIGH or np.sum(best >= least) < _LEAST_SEEN:
         return ()
-    found: list[_Sure] = []
+    found: list[_HighScores] = []
     for row, tops in zip(outputs, best, strict=True):
         rows = np.argsort(-tops, kind="stable")[: min(_MOST_COMPARED, int((tops >= least).sum()))]
-        found.append(_Sure(rows=rows, classes=head.read_scores(row, rows).argmax(axis=1)))
+        found.append(_HighScores(rows=rows, classes=head.read_scores(row, rows).argmax(axis=1)))
     return tuple(found)
 
 
 def _agreement(
-    head: Head, outputs: Sequence[Tensors], sure: Sequence[_Sure], image: tuple[int, int]
+    head: Head, outputs: Sequence[Tensors], sure: Sequence[_HighScores], image: tuple[int, int]
 ) -> tuple[float, float]:
-    """Returns how much sure neighbours overlap, and how much they would with the box of another; 0 for what is no head.
+    """Returns how much rows with high scores overlap, and how much with shuffled numbers; 0 where they are no boxes.
 
-    Places alone make neighbours overlap, so for the comparison each gets the numbers of another one, several times
-    where the first time leaves a hope.
+    Neighbouring places alone make boxes overlap, so for comparison each row gets the numbers of another one: several
+    times where the first time does not settle it.
     """
     values = [head.read_boxes(row, one.rows) for row, one in zip(outputs, sure, strict=True)]
     every = np.concatenate(values)
@@ -272,13 +276,13 @@ def _agreement(
     if len(near) < _LEAST_SEEN:
         return 0.0, 0.0
     rng, others, own = np.random.default_rng(0), list[float](), float(np.mean(near))
-    while len(others) < _MIXES and (not others or own - others[0] >= _least_agreement(head, others[0]) / 2):
-        others.append(_overlap_mixed(head, rng.permutation(every), sure))
+    while len(others) < _SHUFFLES and (not others or own - others[0] >= _least_agreement(head, others[0]) / 2):
+        others.append(_overlap_shuffled(head, rng.permutation(every), sure))
     return own, float(np.mean(others))
 
 
-def _overlap_mixed(head: Head, values: Array, sure: Sequence[_Sure]) -> float:
-    """Returns how much sure neighbours overlap with the numbers of boxes `values`, those of all rows one by one."""
+def _overlap_shuffled(head: Head, values: Array, sure: Sequence[_HighScores]) -> float:
+    """Returns how much rows with high scores overlap if `values`, for the rows of all samples, code their boxes."""
     swapped = np.split(values, np.cumsum([len(one.rows) for one in sure])[:-1])
     boxes = [decode_boxes(head.code, swap, head.grid, one.rows) for swap, one in zip(swapped, sure, strict=True)]
     return float(
@@ -287,22 +291,22 @@ def _overlap_mixed(head: Head, values: Array, sure: Sequence[_Sure]) -> float:
 
 
 def _least_agreement(head: Head, mixed: float) -> float:
-    """Returns how much more than with mixed boxes neighbours must overlap."""
+    """Returns by how much more rows must overlap than with shuffled boxes."""
     if head.peaks is not None:
         return _LEAST_CENTRED
     return min(_LEAST_AGREEMENT, max(_FAINT, _LEAST_GAIN * (1 - mixed)))
 
 
 def _overlap_neighbours(boxes: Array, classes: Array) -> list[float]:
-    """Returns how much each box overlaps the one of its class that it overlaps most."""
+    """Returns for each box how much it overlaps the box of its class that it overlaps most."""
     overlaps = overlap_boxes(boxes, boxes) * (classes[:, None] == classes)
     np.fill_diagonal(overlaps, 0)
     return [float(value) for value in overlaps.max(axis=1)] if len(boxes) > 1 else []
 
 
-# Detectors list 10 to 1,000 boxes; of fewer rows nothing is told by their order.
+# Detectors list 10 to 1,000 boxes; the order of fewer rows tells nothing.
 _FEWEST_LISTED, _MOST_LISTED = 8, 1000
-# As for raw heads: what is less sure tells nothing. No data set of detection has more classes.
+# The first as for raw heads; no data set of detection has more classes than the second.
 _LEAST_LISTED_SCORE, _MOST_CLASSES = 0.1, 2000
 
 
@@ -325,7 +329,7 @@ class DetectionList(msgspec.Struct, frozen=True, kw_only=True):
         return self.columns.outputs
 
     def read_scores(self, outputs: Tensors) -> Array:
-        """Returns the score of each row as it stands there, float64 [rows]."""
+        """Returns the score of each row as the list has it, float64 [rows]."""
         return _read_tables(outputs)[self.columns.score.output][:, self.columns.score.index]
 
     def decode(self, outputs: Tensors) -> tuple[Array, Array]:
@@ -343,7 +347,7 @@ class DetectionList(msgspec.Struct, frozen=True, kw_only=True):
         return boxes, chances
 
     def read_others(self, outputs: Tensors) -> Array:
-        """Returns the columns that are of no box, score or class, such as the number of the image in its batch."""
+        """Returns the columns of no box, score or class, such as the number of the image in its batch."""
         columns = self.columns
         used = {(each.output, each.index) for each in (columns.score, columns.kind) if each is not None}
         used |= {(columns.boxes.output, columns.boxes.index + side) for side in range(_BOX)}
@@ -355,7 +359,7 @@ class DetectionList(msgspec.Struct, frozen=True, kw_only=True):
 def find_list(outputs: Sequence[Tensors], image: tuple[int, int]) -> DetectionList | None:
     """Returns where outputs list detections, None where they do not.
 
-    `outputs` are what a float model gave for a few samples, `image` height and width of what it saw.
+    `outputs` are those of a float model for a few samples, `image` is the height and width of its input.
     """
     samples = [_read_tables(each) for each in outputs]
     names = {name: table.shape for name, table in samples[0].items()}
@@ -394,7 +398,7 @@ def _read_tables(outputs: Tensors) -> dict[str, Array]:
 
 
 def _are_ranked(values: Array) -> bool:
-    """Returns True for probabilities [samples, rows] that fall from row to row."""
+    """Returns True for probabilities [samples, rows] that never rise from row to row."""
     if not np.isfinite(values).all() or values.min() < 0 or not _LEAST_LISTED_SCORE <= values.max() <= 1:
         return False
     return bool((np.diff(values, axis=1) <= 0).all() and (np.ptp(values, axis=1) > 0).mean() > 1 / 2)
@@ -405,7 +409,7 @@ def _are_kinds(values: Array) -> bool:
 
 
 def _place_boxes(names: Mapping[str, tuple[int, ...]], taken: Sequence[Column]) -> Iterator[Column]:
-    """Yields where four columns side by side are neither scores nor classes."""
+    """Yields each place of four columns side by side that are neither scores nor classes."""
     for name, shape in names.items():
         for start in range(shape[1] - _BOX + 1):
             if not any(each.output == name and start <= each.index < start + _BOX for each in taken):

@@ -1,6 +1,6 @@
-"""How the raw head of a detector is read: where boxes and scores lie in the outputs, and how boxes are coded.
+"""How the raw head of a detector is decoded: where boxes and scores lie in the outputs, and how boxes are coded.
 
-The codes of the usual heads are here, and the grids of places that they count from.
+The codes of the usual heads, and the grids of places that they are relative to.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,20 +14,20 @@ from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.ranges import sigmoid, softmax
 
 BINS = (8, 16, 17, 32)
-"""How many bins a distance to a side may have, of which a softmax makes a mean (X. Li et al., arXiv:2006.04388)."""
+"""How many bins the distance to a side may have: it is their mean, weighted by a softmax (X. Li, arXiv:2006.04388)."""
 _STRIDES = ((8, 16, 32), (8, 16), (16, 32), (8, 16, 32, 64), (8, 16, 32, 64, 128), (4, 8, 16, 32), (8,), (16,), (32,))
 _MOST_ANCHORS = 9
-# BlazeFace counts the places of its levels by anchors: two at each of the first and six of the second.
+# BlazeFace has two anchors at each place of its first level and six at those of its second: (stride, anchors).
 _UNEVEN = (((8, 2), (16, 6)), ((16, 2), (32, 6)), ((8, 2), (16, 2), (32, 6)))
-# Widths and heights in pixels of YOLOv3 to YOLOv7 for COCO, level by level. Those of another model make all boxes of a
-# place too large or too small alike, which hardly changes how much two of them overlap.
+# Widths and heights in pixels of the anchors of YOLOv3 to YOLOv7 for COCO, level by level. For a model with others they
+# make all boxes of a place too large or too small alike, which hardly changes how much two of them overlap.
 _ANCHORS = (((10, 13), (16, 30), (33, 23)), ((30, 61), (62, 45), (59, 119)), ((116, 90), (156, 198), (373, 326)))
-# exp(10) times a stride is past all images.
+# exp(10) times a stride is larger than any image.
 _LARGEST_POWER = 10.0
 
 
 class Level(msgspec.Struct, frozen=True, kw_only=True):
-    """One level of places: so many anchors at each of height x width; `anchors_first` is the order of the rows."""
+    """One level of places, `anchors` at each of height x width; rows go by anchors first or by places first."""
 
     anchors: int
     height: int
@@ -43,7 +43,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Places(msgspec.Struct, frozen=True, kw_only=True):
-    """Of each row its column and line, the size of a cell in pixels, and its anchor, all float64 [rows, 2]."""
+    """The place of each row: column and line, size of a cell in pixels, size of the anchor, all float64 [rows, 2]."""
 
     corner: Array
     cell: Array
@@ -57,12 +57,11 @@ class _Places(msgspec.Struct, frozen=True, kw_only=True):
 def lay_grids(
     columns: tuple[int, ...], rows: int, sides: tuple[tuple[int, int, int], ...], image: tuple[int, int]
 ) -> Iterator[tuple[str, Grid | None]]:
-    """Yields the codes that so many columns, of outputs side by side, and rows allow, with grids.
+    """Yields the codes and grids that fit so many columns (of each output) and rows.
 
-    `sides` are anchors, height and width of each level, where the layout tells them; else grids are guessed by the
-    number of rows.
+    `sides` are anchors, height and width of each level where the layout tells them; else the number of rows does.
     """
-    # Whoever decodes boxes in the graph joins them to a table; numbers of a map, such as heat, may look like boxes.
+    # A graph that decodes its boxes joins them to a table. Numbers of a map, such as heat, may look like boxes.
     if columns == (4,) and not sides:
         yield from ((code, None) for code in sorted(EXPLICIT))
     grids = [_as_grid(sides, image)] if sides else list(_guess_grids(rows, image))
@@ -194,7 +193,7 @@ EXPLICIT: Mapping[str, Callable[[Array], Array]] = {
     "corners": lambda values: values,
     "middle and size": lambda values: _corners(values[:, :2], values[:, 2:]),
 }
-"""Codes of graphs that decode themselves. Whether x or y comes first is no matter for overlaps."""
+"""Codes of boxes that the graph has decoded. Overlaps are the same whether x or y comes first."""
 
 CODES: Mapping[str, Callable[[Array, _Places], Array]] = {
     "yolox": _decode_yolox,
@@ -208,7 +207,7 @@ CODES: Mapping[str, Callable[[Array, _Places], Array]] = {
     "centres": _decode_centres,
     "centres and pixels": _decode_centre_pixels,
 }
-"""Codes of raw heads, by what they are called here."""
+"""Codes of raw heads, by the names that are used here."""
 _ANCHORED = frozenset({"yolov3", "yolov5"})
 _BINNED = ("binned distances",)
 CENTRED = ("centres", "centres and pixels")
@@ -217,18 +216,19 @@ _CODES_BY_COLUMNS: Mapping[tuple[int, ...], tuple[str, ...]] = {
     (4,): tuple(code for code in CODES if code not in {*_BINNED, *CENTRED}),
     (2, 2): CENTRED,
 }
-"""Which codes there are for columns of outputs side by side; others are bins."""
+"""The codes for so many columns of each output; other numbers of columns are bins."""
 
 
-# What tells boxes from other numbers: so many are in order, they lie in more than one corner, and half of them are
-# larger than 2 of 640 pixels either way. Shares of an image may reach past it.
+# Boxes differ from other numbers: at least so many have their corners in order, their middles spread over so much of
+# the image, and half of them are larger than 2 of 640 pixels either way. Boxes in shares of an image reach to 2 at
+# most.
 _MOSTLY, _LEAST_SPREAD, _SPECK, _MOST_SHARE = 0.95, 0.2, 1e-5, 2.0
 
 
 class Columns(msgspec.Struct, frozen=True, kw_only=True):
-    """Columns of a table of rows, which is one output or several levels one after the other.
+    """Columns of a table, which is one output or several levels one below the other.
 
-    `axis` is that of the columns, counted from the end; `anchors` tables lie within that axis, one after the other.
+    `axis` is that of the columns, counted from the end; it holds the columns of `anchors` tables one after the other.
     """
 
     outputs: tuple[str, ...]
@@ -260,12 +260,19 @@ class Columns(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True):
-    """Where boxes, scores and, if there is one, the score of there being anything lie, and how they are coded.
+    """Where the boxes, the scores and the objectness of a detector lie, and how they are coded.
 
-    `boxes` are columns side by side. Of scores on a map with the sides `peaks` only what is highest among its
-    neighbours is a detection, and no box suppresses another (X. Zhou et al., "Objects as Points", arXiv:1904.07850).
-    `squash` is what makes probabilities of scores: "", "sigmoid" or "softmax", and `there` of the score of there being
-    anything. `background` is the column of scores that stands for nothing.
+    Attributes:
+        boxes: the columns that code boxes, side by side.
+        scores: the columns of the classes.
+        code: how boxes are coded (`CODES`, `EXPLICIT`).
+        grid: the places that boxes are relative to, None for boxes that the graph has decoded.
+        objectness: the column of the score that there is any object, if there is one.
+        squash: what makes probabilities of scores: "", "sigmoid" or "softmax".
+        squash_objectness: the same of the objectness.
+        background: the column of scores that stands for no object.
+        peaks: the sides of a map of scores of which only those that are higher than their neighbours are detections,
+            and no box suppresses another (X. Zhou et al., "Objects as Points", arXiv:1904.07850).
     """
 
     boxes: tuple[Columns, ...]
@@ -274,7 +281,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     grid: Grid | None = None
     objectness: Columns | None = None
     squash: str = ""
-    there: str = ""
+    squash_objectness: str = ""
     background: int | None = None
     peaks: tuple[int, int] | None = None
 
@@ -313,7 +320,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
             scores = np.delete(scores, self.background, axis=1)
         if self.objectness is None:
             return scores
-        return scores * squash_scores(self.objectness.read(outputs, rows), self.there)
+        return scores * squash_scores(self.objectness.read(outputs, rows), self.squash_objectness)
 
     def read_surest(self, outputs: Tensors) -> Array:
         """Returns the probability of the surest class, float64 [rows]."""
@@ -324,7 +331,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
         return (
             surest
             if self.objectness is None
-            else surest * squash_scores(self.objectness.read(outputs)[:, 0], self.there)
+            else surest * squash_scores(self.objectness.read(outputs)[:, 0], self.squash_objectness)
         )
 
 
@@ -338,7 +345,7 @@ def squash_scores(scores: Array, squash: str) -> Array:
 
 
 def _keep_peaks(scores: Array, sides: tuple[int, int]) -> Array:
-    """Returns scores of a map [rows, classes], 0 where one of the eight neighbours has a higher one of the class."""
+    """Returns scores of a map [rows, classes], 0 where one of the eight neighbours has a higher score of the class."""
     maps = np.pad(scores.reshape(*sides, -1), ((1, 1), (1, 1), (0, 0)))
     windows = np.lib.stride_tricks.sliding_window_view(maps, (3, 3), axis=(0, 1))
     return np.where(scores >= windows.max(axis=(-2, -1)).reshape(scores.shape), scores, 0.0)
@@ -354,7 +361,7 @@ def overlap_boxes(one: Array, two: Array) -> Array:
 
 
 def are_boxes(boxes: Array, image: tuple[int, int], *, explicit: bool) -> bool:
-    """Returns True if corners are those of boxes here and there in the image, neither specks nor all of it."""
+    """Returns True if corners are those of boxes in several places of the image, neither specks nor all of it."""
     if not np.isfinite(boxes).all():
         return False
     # Corners that the graph decodes may be shares of the image.

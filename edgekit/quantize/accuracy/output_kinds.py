@@ -1,4 +1,4 @@
-"""Which kind an output is: as stated, else as its values and the graph tell it."""
+"""The kind of each output: as it is stated, or as its values and the graph tell."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -15,45 +15,46 @@ from edgekit.quantize.ranges import sigmoid, softmax
 _SHAPE_OPS = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Cast", "Resize"})
 _SQUASHING_OPS = frozenset({"Softmax", "LogSoftmax", "Sigmoid", "ArgMax"})
 RAW = "raw"
-"""A sigmoid that the app computes."""
+"""The `squash` of scores whose sigmoid the app computes."""
 IMAGE_CHANNELS = frozenset({1, 3, 4})
 """Grey, RGB and RGBA."""
-# Less is no picture: a choice.
+# A picture has longer sides: a choice.
 _LEAST_SIDE = 8
 WHITES = (1.0, 255.0)
-"""The value of white, of floats and of bytes."""
-# What the brightest pixel of a few images may be of white, overshoots of a net that sharpens among them: a choice.
+"""The value of white: of floats, and of bytes."""
+# The brightest pixel of a few images, in shares of white; a network that sharpens overshoots. A choice.
 _LEAST_WHITE, _MOST_WHITE = 0.2, 1.5
-# More along an axis are places rather than classes, unless they add up to one or the last weights make so many.
+# More entries along an axis are places rather than classes, unless they add up to one or weights make them.
 _MOST_CLASSES = 8192
-# More places are no steps of one answer, but boxes or pixels in a row: a choice.
+# More places are boxes or pixels in a row rather than the steps of one answer: a choice.
 _MOST_STEPS = 512
-# Three axes whose last has so many or fewer are corners of boxes.
+# So many entries along the last of three axes, or fewer, are corners of boxes.
 _BOX = 4
-# What tells raw scores from other numbers where no Softmax, Sigmoid or ArgMax does. All are choices by hand: they
-# tell the outputs of the zoo and of models from packages apart, where each was added for a net that was misread.
-# Of a map the mean of the largest probability, were the values logits: features show less.
+# The next bounds tell raw scores from other numbers where the graph has no Softmax, Sigmoid or ArgMax. All are chosen
+# by hand: each was added for a network that was misread, and together they read the outputs of the zoo and of models
+# from packages rightly. The first is the mean of the largest probability of a map, were its values logits; that of
+# features is less.
 _LEAST_CONFIDENCE = 0.6
-# How much larger than the smallest the mean size of the largest channel of a map may be: boxes in pixels are more.
+# The mean magnitude of the largest channel of a map over that of the smallest: that of boxes in pixels is more.
 _MOST_UNEVEN = 30.0
-# Fewer numbers are no embedding: a choice. How far their squares may be from adding up to one.
+# An embedding has as many numbers or more, a choice, and the sum of their squares is one to within the second number.
 _LEAST_EMBEDDING, _UNIT = 8, 1e-3
-# Fewer numbers are no curve.
+# Landmarks are as many numbers or more.
 _LEAST_LANDMARKS = 8
-# Landmarks vary from sample to sample by less than this share of the variance of their mean curve.
+# Landmarks vary from sample to sample by less than this share of how the mean of each varies.
 _SAME_SHAPE = 0.1
-# So many positive numbers are no ratings, of which a sample has few.
+# A sample has fewer ratings than this: more positive numbers are something else.
 _MANY_CLASSES = 100
 
 
 def read_output_kinds(
     graph: Graph, outputs: Sequence[Tensors], stated: Mapping[str, StatedOutput]
 ) -> dict[str, Reading]:
-    """Returns how each output that can be judged is read, from what a float model gave for a few samples.
+    """Returns how each output that can be judged is read, from the float model's outputs for a few samples.
 
-    What is stated counts; else it is guessed. Scores that decide nothing are values, such as an embedding, whose
-    largest entry says little. Raw scores of a map are told from other tensors by the confidence that they show, and by
-    classes that are of one size.
+    What is not stated is guessed. Numbers that decide nothing are values, such as those of an embedding, whose largest
+    entry says little. Raw scores of a map are recognized by the confidence that they show, and by classes whose scores
+    have about the same size.
     """
     raw_scores = list_raw_scores({name: value.shape for name, value in outputs[0].items()})
     found: dict[str, Reading] = {}
@@ -85,7 +86,7 @@ def read_probabilities(value: Array, reading: Reading) -> Array:
 
 
 def read_decisions(value: Array, reading: Reading) -> Array:
-    """Returns the class that is ranked first at each place, int64 [places]."""
+    """Returns the class with the highest score at each place, int64 [places]."""
     if reading.kind == "labels":
         return np.asarray(value.astype(np.int64).reshape(-1))
     if reading.squash in {"Sigmoid", RAW} and value.shape[reading.axis] == 1:
@@ -102,7 +103,7 @@ def may_be_image(shape: tuple[int, ...]) -> bool:
 
 
 def _read_stated(graph: Graph, name: str, value: Array, stated: StatedOutput, guess: Reading | None) -> Reading:
-    """Returns how a stated output is read; what is not stated of it is guessed."""
+    """Returns how a stated output is read; an axis that is not stated is guessed."""
     if stated.kind == "labels":
         return Reading(kind="labels")
     if stated.kind == "image":
@@ -122,7 +123,7 @@ def _read_stated(graph: Graph, name: str, value: Array, stated: StatedOutput, gu
     if stated.kind == "scores":
         return Reading(kind="map", axis=axis, squash=RAW)
     has_sigmoid = _find_squash(graph, name) == "Sigmoid"
-    # A single score is no choice between classes: without a sigmoid in the graph the app has one.
+    # A single score chooses between no classes: without a sigmoid in the graph, the app computes one.
     squash = "Sigmoid" if has_sigmoid else RAW if value.shape[axis] == 1 else ""
     return Reading(kind=stated.kind, axis=axis, squash=squash)
 
@@ -130,7 +131,8 @@ def _read_stated(graph: Graph, name: str, value: Array, stated: StatedOutput, gu
 def _guess_reading(graph: Graph, name: str, values: Sequence[Array], *, is_raw_score: bool) -> Iterator[Reading]:
     """Yields how an output is read, nothing where its numbers tell no kind.
 
-    One number beside a table, such as a score for each of many boxes, is no choice between its rows.
+    `is_raw_score` says that it has one number for each row of another output, such as a score for each of many boxes:
+    these do not choose between the rows.
     """
     first, squash = values[0], _find_squash(graph, name)
     if first.dtype.kind in "iu" and squash == "ArgMax":
@@ -141,10 +143,11 @@ def _guess_reading(graph: Graph, name: str, values: Sequence[Array], *, is_raw_s
 
 
 def _is_sequence(name: str, axis: int, squash: str, outputs: Tensors) -> bool:
-    """Returns True for one decision at each of some steps, where no other output has a row for each, as boxes do.
+    """Returns True where an output makes one decision at each of some steps.
 
-    It has three axes: PyTorch's CTC heads give [steps, 1, classes] or [1, classes, steps], most others
-    [1, steps, classes]; or four, where a height of one is left, [1, classes, 1, steps].
+    No other output then has a row for each step, as it would for boxes. There are three axes, [steps, 1, classes] or
+    [1, classes, steps] of PyTorch's CTC heads and [1, steps, classes] of most others, or four where a height of one is
+    left, [1, classes, 1, steps].
     """
     shape = outputs[name].shape
     steps = outputs[name].size // shape[axis]
@@ -155,17 +158,17 @@ def _is_sequence(name: str, axis: int, squash: str, outputs: Tensors) -> bool:
 
 
 def _read_steps(graph: Graph, name: str, reading: Reading) -> Reading:
-    """Returns how steps are read that may be decisions: where they rank the words of the input, they are next words."""
+    """Returns how steps are read that may be decisions: they are next words if they rank the input's vocabulary."""
     if graph.dims(name)[reading.other_axis] in count_words(graph):
         return Reading(kind="sequence", axis=reading.other_axis)
     return msgspec.structs.replace(reading, other="sequence")
 
 
 def _read_numbers(graph: Graph, name: str, values: Sequence[Array]) -> Reading:
-    """Returns how numbers are read that are not known to decide anything, with what they may be as well.
+    """Returns how numbers are read that are not known to decide anything, with what else they may be.
 
-    What a linear layer makes may be raw scores of classes, such as next words, as sure as the net is of them; and a
-    vector of numbers that have weights of their own may be one whose neighbours are asked for.
+    A linear layer may make raw scores of classes, such as next words, of which the network is not sure. A vector made
+    by weights may be an embedding.
     """
     first, origins = values[0], find_origins(graph, name)
     if first.shape[:1] == (1,) and may_be_image(first.shape) and _are_pixels(values):
@@ -185,14 +188,14 @@ def _read_numbers(graph: Graph, name: str, values: Sequence[Array]) -> Reading:
 
 
 def _are_unit(values: Sequence[Array]) -> bool:
-    """Returns True for vectors of length one, one a sample, which are embeddings: neighbours are asked for."""
+    """Returns True for vectors of length one, one a sample: those are embeddings."""
     size = values[0].size
     is_vector = size >= _LEAST_EMBEDDING and max(values[0].shape) == size
     return is_vector and all(abs(float((value.astype(np.float64) ** 2).sum()) - 1) < _UNIT for value in values)
 
 
 def _are_pixels(values: Sequence[Array]) -> bool:
-    """Returns True if values reach from black to about white, of floats, bytes or what a Tanh makes; depths do not."""
+    """Returns True if values reach from black to about white, in floats, in bytes or behind a Tanh; depths do not."""
     low, high = (float(end([end(value) for value in values])) for end in (np.min, np.max))
     whites = [white for white in WHITES if white * _LEAST_WHITE <= high <= white * _MOST_WHITE]
     return any(low >= -white * (_MOST_WHITE - 1) or (white == 1 and low >= -_MOST_WHITE) for white in whites)
@@ -217,8 +220,8 @@ def _guess_raw_scores(values: Sequence[Array], squash: str) -> Iterator[Reading]
 def _guess_classes(graph: Graph, name: str, values: Sequence[Array], squash: str) -> Iterator[Reading]:
     """Yields readings as classes or a map of classes, the likeliest first, if there are any.
 
-    Classes have weights of their own, so that an axis of places is none of theirs; and nothing but a Softmax or a
-    Sigmoid stands behind the layer that makes their scores. A layer without a bias may as well project a vector.
+    Each class has weights of its own, so an axis of places holds no classes; and only a Softmax or a Sigmoid stands
+    behind the layer that makes the scores. A layer without a bias may instead project a vector.
     """
     first, origins = values[0], find_origins(graph, name)
     places = {axis for axis, origin in enumerate(origins) if origin == "places" and first.shape[axis] > 1}
@@ -257,8 +260,8 @@ def _guess_logits(values: Sequence[Array], made: Collection[int]) -> Iterator[Re
         axes = _map_axes(first.shape)
     elif first.ndim == 3 and first.shape[2] > _BOX:
         axes = (2, 1) if first.shape[1] > _BOX else (2,)
-    # Classes may lie on either axis: values decide between them, and hardly between steps. Before steps they must be
-    # as even along these, else columns of a table, such as boxes in pixels, would be steps.
+    # Classes may lie on either axis, and confidence tells on which. The second axis counts only where the first may
+    # hold classes too: else the columns of a table, such as boxes in pixels, would be taken for steps.
     even = tuple(axis for axis in axes if _is_even(values, axis, is_made=axis in made))
     readings = [Reading(kind="map", axis=axis) for axis in even if axis in axes[:1] or even == axes]
     confidences = {reading: _confidence(values, reading) for reading in readings}
@@ -268,9 +271,9 @@ def _guess_logits(values: Sequence[Array], made: Collection[int]) -> Iterator[Re
 
 
 def _map_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the axes that may be the classes of a map with four, the likeliest first: of a square one the odd one.
+    """Returns the axes of a map with four that may hold the classes, the likeliest first: beside a square the third.
 
-    Where a height of one is left, both the classes and the steps may be the longer axis.
+    Where a height of one is left, either classes or steps may be the longer axis.
     """
     if shape[1] != shape[2] == shape[3] or shape[1] == shape[2] != shape[3]:
         return (1,) if shape[2] == shape[3] else (3,)
@@ -279,7 +282,7 @@ def _map_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _is_even(values: Sequence[Array], axis: int, *, is_made: bool) -> bool:
-    """Returns True if the entries of an axis may be classes: made by weights or not too many, and of about one size."""
+    """Returns True if the entries of an axis may be classes: made by weights or not too many, and of similar size."""
     size = values[0].shape[axis]
     means = np.mean([np.abs(np.moveaxis(value, axis, 0).reshape(size, -1)).mean(axis=1) for value in values], axis=0)
     is_likely = size > 1 and (is_made or size <= _MOST_CLASSES)
@@ -287,14 +290,14 @@ def _is_even(values: Sequence[Array], axis: int, *, is_made: bool) -> bool:
 
 
 def _least_confidence(classes: int) -> float:
-    """Returns what the largest of some probabilities must exceed on average: little more than chance."""
+    """Returns what the largest probability of so many classes must exceed on average: little more than chance."""
     return 1.15 / classes if classes <= 4 else 2.0 / classes
 
 
 def _is_one_shape(values: Sequence[Array]) -> bool:
-    """Returns True if vectors of many samples are nearly the same curve, as landmarks are: a face is a face.
+    """Returns True if the vectors of all samples are nearly the same, as the landmarks of faces are.
 
-    Scores differ from sample to sample by more than classes differ by themselves.
+    Scores vary more from sample to sample than their means do from class to class.
     """
     rows = np.stack([value.reshape(-1) for value in values]).astype(np.float64)
     if rows.shape[1] < _LEAST_LANDMARKS or len(rows) < 2:
@@ -304,7 +307,7 @@ def _is_one_shape(values: Sequence[Array]) -> bool:
 
 
 def _is_rating(values: Sequence[Array]) -> bool:
-    """Returns True if a few numbers are above zero in all samples, as ratings and sizes are; scores have both signs."""
+    """Returns True if a few numbers are positive in all samples, as ratings and sizes are; scores have both signs."""
     return values[0].size < _MANY_CLASSES and min(float(value.min()) for value in values) > 0
 
 
@@ -313,7 +316,7 @@ def _confidence(values: Sequence[Array], reading: Reading) -> float:
 
 
 def _is_distribution(rows: Array) -> bool:
-    # 1e-2: what 8 bits or float16 leave of a sum of one.
+    # In 8 bits or float16 a sum of one is off by up to 1e-2.
     return bool(rows.min() >= 0 and np.abs(rows.sum(axis=0) - 1).max() < 1e-2)
 
 

@@ -1,7 +1,7 @@
-"""Which axis of an output is made by weights, and whether a linear layer makes its numbers: what a graph tells of it.
+"""What the graph tells of an output: which of its axes a layer with weights makes, and what stands behind that layer.
 
-A class has weights of its own: the axis of classes is that of a linear layer's outputs. An axis that comes from the
-input, such as frames of a sound or pixels, holds places, and what follows a normalization or a Tanh is no score.
+Each class has weights of its own, so the axis of classes is the output axis of a linear layer. An axis that comes from
+the input, such as the frames of a sound or pixels, holds places. Behind a normalization or a Tanh there are no scores.
 """
 
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ from edgekit.graph.graph import Graph, Node
 
 Origin = Literal["weights", "places", "unknown"]
 Readout = Literal["biased", "projected", "shaped", "unknown"]
-"""What makes an output: a layer with weights, with a bias for each entry or without; what else shapes its numbers, such
-as a Tanh or a normalization; or nothing that the graph tells of."""
+"""What makes an output: "biased" is a linear layer with a bias, "projected" one without, "shaped" a layer with an
+operator behind it that scores do not have, such as a Tanh or a normalization, and "unknown" that no layer is found."""
 
 _LINEAR = frozenset({"Gemm", "MatMul", "Conv", "ConvTranspose", "FusedGemm", "FusedConv", "FusedMatMul"})
 _PASSING = frozenset({"QuantizeLinear", "DequantizeLinear", "Identity", "Cast", "Dropout"})
@@ -20,12 +20,12 @@ _ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div"})
 _MOVING = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose"})
 _POOLS = frozenset({"AveragePool", "GlobalAveragePool", "MaxPool", "GlobalMaxPool"})
 _REDUCING = frozenset({"ReduceMean", "ReduceSum", "ReduceMax"})
-# What may stand between the scores of classes and the layer that makes them: SqueezeNet pools behind a Relu.
+# Operators that may stand between a layer and the scores of classes: SqueezeNet pools behind a Relu.
 _BEHIND_SCORES = (
     _PASSING | _MOVING | _POOLS | frozenset({"ReduceMean", "Relu", "Clip", "Neg", "Resize", "Slice", "Gather"})
 )
 _CLASSIFIERS = frozenset({"LinearClassifier", "SVMClassifier", "TreeEnsembleClassifier"})
-# Of one tensor, entry by entry: places and order stay.
+# Operators that compute each entry of one tensor, so that its axes stay what they are.
 _SAME_SHAPE = (
     _PASSING
     | _POOLS
@@ -35,12 +35,12 @@ _SAME_SHAPE = (
         "BatchNormalization", "InstanceNormalization", "LayerNormalization", "LpNormalization", "Slice",
     })
 )  # fmt: skip
-# What follows the last layer with weights is a few nodes: more is a loop of a hostile file.
+# Few nodes follow the last layer with weights: more are a loop in a hostile file.
 _MOST_NODES = 200
 
 
 def find_readout(graph: Graph, name: str) -> Readout:
-    """Returns what makes an output, looking behind what only moves, pools, cuts or scales numbers."""
+    """Returns what makes an output, before operators that only move, pool, cut or scale its numbers."""
     has_bias = False
     for _ in range(_MOST_NODES):
         node = graph.producers.get(name)
@@ -59,12 +59,12 @@ def find_readout(graph: Graph, name: str) -> Readout:
 
 
 def find_origins(graph: Graph, name: str) -> tuple[Origin, ...]:
-    """Returns for each axis of a tensor whether weights or the places of an input make its entries; () if unknown."""
+    """Returns for each axis of a tensor whether weights or the places of an input make its entries."""
     return _trace(graph, name, _MOST_NODES)
 
 
 def count_words(graph: Graph) -> frozenset[int]:
-    """Returns how many rows the tables have in which inputs look up rows, such as embeddings of words."""
+    """Returns the numbers of rows of tables that a Gather takes rows from, such as embeddings of words."""
     tables = (graph.constants.get(node.input[0]) for node in graph.nodes if node.op_type == "Gather")
     return frozenset(table.dims[0] for table in tables if table is not None and len(table.dims) == 2)
 
@@ -98,7 +98,7 @@ def _trace(graph: Graph, name: str, room: int) -> tuple[Origin, ...]:
 
 
 def _join(sides: Sequence[tuple[Sequence[int | None], tuple[Origin, ...]]], axis: int) -> Origin:
-    """Returns what makes an axis, counted from the end, of what is put together: weights where they do on one side."""
+    """Returns what makes an axis, counted from the end, of a tensor that two sides make: weights if either side has."""
     found: set[Origin] = {origins[axis] for dims, origins in sides if -axis <= len(dims) and dims[axis] != 1}
     if len(found) < 2:
         return found.pop() if found else "places"
@@ -108,9 +108,9 @@ def _join(sides: Sequence[tuple[Sequence[int | None], tuple[Origin, ...]]], axis
 def _match(
     source: Sequence[int | None], shape: Sequence[int | None], origins: Sequence[Origin], *, is_moved: bool
 ) -> list[Origin] | None:
-    """Returns the origins of axes behind a change of shape: what is split of an axis has its origin.
+    """Returns the origins of axes behind a change of shape, None where sizes are unknown.
 
-    None where sizes are not known; what is joined of weights and places is no class any more.
+    The parts of an axis that is split have its origin. An axis joined of weights and places holds no classes.
     """
     pairs = zip(source, origins, strict=True)
     before: list[tuple[int | None, Origin]] = [(size, origin) for size, origin in pairs if size != 1]
@@ -125,7 +125,7 @@ def _match(
             continue
         if left == 1:
             joined.clear()
-        # Where axes went, those that stay keep their order and size; else sizes multiply to the same.
+        # Where axes were removed, the others keep their order and size; else the sizes multiply to the same.
         while before and (left % size if is_moved else left != size):
             length, made = before.pop(0)
             if length is None:
@@ -135,7 +135,7 @@ def _match(
         if left % size:
             return None
         left = left // size if is_moved else 1
-        # Axes that went leave nothing to what comes behind them.
+        # An axis that was removed leaves its origin to none behind it.
         if not joined or (is_moved and len(set(joined)) > 1):
             joined.append("places")
         found.append(joined[-1])
@@ -147,7 +147,7 @@ def _is_linear(graph: Graph, node: Node) -> bool:
 
 
 def _is_constant(graph: Graph, name: str) -> bool:
-    """Returns True for what the file holds, in integers or transposed too."""
+    """Returns True for a constant of the file, also one that is dequantized, cast, transposed or reshaped."""
     for _ in range(_MOST_NODES):
         if not name or name in graph.constants:
             return True
