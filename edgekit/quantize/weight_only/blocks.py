@@ -1,6 +1,6 @@
-"""Weights of MatMul and Gemm and tables of Gather in 8 or 4 bits, with a scale for each block.
+"""Weights of MatMul and Gemm, and tables of Gather, in 8 or 4 bits with a scale for each block.
 
-Blocks may be learned: rounded so that they err least at the output of their layer, by what samples show.
+Each weight is rounded to the nearest integer, or all together so that the layer's output errs least on samples.
 """
 
 import math
@@ -35,10 +35,10 @@ Blocks = tuple[Array, Array]
 
 
 class BlockForm(msgspec.Struct, frozen=True, kw_only=True):
-    """How weights are stored: their bits, how many along K share a scale, and in which precision products are made.
+    """How weights are stored: their bits, and how many along K share a scale.
 
-    `accuracy_level` is that of MatMulNBits: 0 leaves it to the kernel, 1 is float32, 2 float16, 3 bfloat16, 4 int8.
-    With `lpbq` scales are those that Qualcomm's HTP can hold.
+    `accuracy_level` of MatMulNBits is the precision of products: 0 leaves it to the kernel, 1 is float32, 2 float16,
+    3 bfloat16, 4 int8. With `lpbq` scales are those that Qualcomm's HTP can hold.
     """
 
     bits: int
@@ -62,8 +62,9 @@ def pack_weights(
         proto: the model.
         form: how the weights are stored: 4 or 8 bits, in blocks of a power of two from 16 on.
         kept: names of nodes to leave as they are.
-        learned: returns the blocks of a node's weight where better ones than the nearest are known; told of a head
-            whether its weight is a table too.
+        learned: returns the blocks of a node's weight, rounded by samples, or None where only rounding to the nearest
+            is possible. Its second argument says whether the weight is the table of a Gather too, as that of a tied
+            head.
     """
     graph = proto.graph
     weights = {tensor.name: tensor for tensor in graph.initializer}
@@ -85,7 +86,7 @@ def pack_weights(
             is_table = tensor.name in tables
             reader = heads.get(tensor.name) if is_table else node.name
             blocks = None if learned is None or reader is None else learned(reader, is_table)
-            blocks = blocks or _round_plainly(tensor, form, turned=turned)
+            blocks = blocks or _round_each(tensor, form, turned=turned)
             packed[tensor.name, turned] = _add_packed(graph, tensor.name, blocks, form.bits, turned=turned)
         (_gather if gathers else _replace)(node, packed[tensor.name, turned], shape, form)
         changed.append(node.name)
@@ -98,7 +99,7 @@ def pack_weights(
 def write_product(
     graph: onnx.GraphProto, node: onnx.NodeProto, weight: str, blocks: Blocks, form: BlockForm, depth: int
 ) -> None:
-    """Makes a MatMul of the graph a MatMulNBits with these blocks of a weight of so many rows, stored once a name."""
+    """Makes a MatMulNBits of a MatMul, with the blocks of a weight of `depth` rows, which is stored once."""
     names = _packed_names(weight, form.bits, turned=False)
     if names[0] not in {tensor.name for tensor in graph.initializer}:
         _add_packed(graph, weight, blocks, form.bits, turned=False)
@@ -110,9 +111,9 @@ def quantize_blocks(weight: Array, bits: int, block: int, *, lpbq: bool = False)
 
     With `lpbq` scales are those of Qualcomm's low-power block quantization (`snap_scales`).
     """
-    # Symmetric integers reach one step farther down than up. So the value of a block that is largest in magnitude falls
-    # on the lowest, by a scale of either sign: at 4 bits 8 steps instead of 7 (as ONNX Runtime's own quantizer,
-    # onnxruntime/core/mlas/lib/q4_dq.cpp).
+    # Symmetric integers reach one step farther down than up. The scale, of either sign, puts the value of a block that
+    # is largest in magnitude on the lowest integer: that makes 8 steps of 4 bits instead of 7, as ONNX Runtime's own
+    # quantizer does (onnxruntime/core/mlas/lib/q4_dq.cpp).
     depth, columns = weight.shape
     blocks = -(-depth // block)
     filled = np.zeros((blocks * block, columns), np.float32)
@@ -131,9 +132,10 @@ def quantize_blocks(weight: Array, bits: int, block: int, *, lpbq: bool = False)
 def snap_scales(scales: Array) -> Array:
     """Returns positive scales [N, blocks], each 1 to 16 sixteenths of the largest of its column.
 
-    The HTP keeps a float a column and an integer of 4 bits a block. Where `enable_block_quant_weight_optimization` is
-    set, the QNN provider turns the scales of a MatMulNBits with 16-bit activations into these, if none is negative:
-    what is not of this form is rounded to it then (2.3 % of the largest output in the simulator, else one step).
+    The HTP stores a float for each column and an integer of 4 bits for each block. With the option
+    `enable_block_quant_weight_optimization` the QNN provider makes such scales of those of a MatMulNBits with 16-bit
+    activations, if none is negative. Other scales are rounded then: outputs err by 2.3 % of the largest one in the
+    simulator, instead of one step.
     """
     steps = scales.max(axis=1, keepdims=True) / np.float32(_LPBQ_STEPS)
     counts = np.ceil(np.divide(scales, steps, out=np.zeros_like(scales), where=steps != 0) - np.float32(1e-4))
@@ -148,14 +150,14 @@ def _takes_blocks(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto]) ->
         return False
     if node.op_type == "MatMul":
         return True
-    # MatMulNBits takes no factors.
+    # MatMulNBits has no factors.
     return not _attribute(node, "transA", 0) and _attribute(node, "alpha", 1.0) == _attribute(node, "beta", 1.0) == 1.0
 
 
 def _split_sums(graph: onnx.GraphProto, kept: Collection[str]) -> None:
-    """Writes what a Gemm adds as an Add where it is no constant of one dimension, the only bias of MatMulNBits.
+    """Writes what a Gemm adds as an Add, unless it is a constant of one dimension: MatMulNBits has no other bias.
 
-    ONNX Runtime makes one Gemm of MatMul and Add also where a residual is added (MatMulAddFusion).
+    ONNX Runtime fuses MatMul and Add into such a Gemm also where a residual is added (MatMulAddFusion).
     """
     weights = {tensor.name: tensor for tensor in graph.initializer}
     nodes: list[onnx.NodeProto] = []
@@ -174,7 +176,7 @@ def _split_sums(graph: onnx.GraphProto, kept: Collection[str]) -> None:
 
 
 def _takes_rows(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], form: BlockForm) -> bool:
-    """Returns True for a Gather of rows that fill whole blocks."""
+    """Returns True for a Gather of rows that are whole blocks long."""
     tensor = weights.get(node.input[0]) if node.op_type == "Gather" and not node.domain else None
     if tensor is None or tensor.data_type != onnx.TensorProto.FLOAT or len(tensor.dims) != 2:
         return False
@@ -184,7 +186,7 @@ def _takes_rows(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], form
 def _find_heads(
     nodes: Sequence[onnx.NodeProto], weights: dict[str, onnx.TensorProto], tables: Collection[str]
 ) -> dict[str, str]:
-    """Returns by the name of a table the node that multiplies by its transpose, a weight of its own: a tied head."""
+    """Returns by each table its tied head: the node that multiplies by the transpose, which is stored a second time."""
     found: dict[str, str] = {}
     for node in nodes:
         if _takes_blocks(node, weights):
@@ -198,8 +200,8 @@ def _find_heads(
 def _find_twin(
     tensor: onnx.TensorProto, tables: Sequence[onnx.TensorProto], *, turned: bool
 ) -> tuple[onnx.TensorProto, bool]:
-    """Returns the table that a weight [K, N] is the transpose of, to be read turned; else the weight itself."""
-    # Exporters write a tied head as a Transpose of the embedding, which constant folding makes a weight of its own.
+    """Returns the table that a weight [K, N] is the transpose of, and True; else the weight itself and `turned`."""
+    # Exporters write a tied head as a Transpose of the embedding, which constant folding stores as another weight.
     if not turned:
         for table in tables:
             if list(table.dims) == list(tensor.dims)[::-1]:
@@ -225,7 +227,7 @@ def _shape(tensor: onnx.TensorProto, *, turned: bool) -> tuple[int, int]:
     return (second, first) if turned else (first, second)
 
 
-def _round_plainly(tensor: onnx.TensorProto, form: BlockForm, *, turned: bool) -> Blocks:
+def _round_each(tensor: onnx.TensorProto, form: BlockForm, *, turned: bool) -> Blocks:
     weight = numpy_helper.to_array(tensor)
     return quantize_blocks(weight.T if turned else weight, form.bits, form.block, lpbq=form.lpbq)
 
@@ -264,7 +266,7 @@ def _gather(node: onnx.NodeProto, names: tuple[str, str], _: tuple[int, int], fo
 
 
 def _flatten_tables(graph: onnx.GraphProto) -> None:
-    """Gives tables the shape [rows, bytes] that GatherBlockQuantized reads, by a Reshape where MatMulNBits does too."""
+    """Gives tables the shape [rows, bytes] of GatherBlockQuantized, by a Reshape where MatMulNBits reads them too."""
     stored = {tensor.name: tensor for tensor in graph.initializer}
     multiplied = {node.input[1] for node in graph.node if node.op_type == "MatMulNBits"}
     readers: dict[str, list[onnx.NodeProto]] = {}
@@ -277,7 +279,7 @@ def _flatten_tables(graph: onnx.GraphProto) -> None:
         if name not in multiplied:
             tensor.dims[:] = flat
             continue
-        # MatMulNBits wants its weight as a constant, to pack it; a Gather takes what a Reshape makes.
+        # MatMulNBits packs its weight, which must be a constant; a Gather reads the output of a Reshape as well.
         shape = numpy_helper.from_array(np.array(flat), f"{name}_shape")
         graph.initializer.append(shape)
         graph.node.insert(0, helper.make_node("Reshape", [name, shape.name], [f"{name}_flat"], name=f"{name}_flat"))
@@ -285,7 +287,7 @@ def _flatten_tables(graph: onnx.GraphProto) -> None:
             node.input[0] = f"{name}_flat"
 
 
-# Shares of the scale that keeps a block's largest weight whole. Chosen by hand.
+# Shares of the scale that clips no weight of a block, which are tried. Chosen by hand.
 _SHARES = np.linspace(1.0, 0.6, 9)
 _MIDDLE, _MOST = 8, 15
 
@@ -294,11 +296,9 @@ _MIDDLE, _MOST = 8, 15
 def learn_blocks(
     model: Model, samples: Samples, work: Path, form: BlockForm
 ) -> Generator[Callable[[str, bool], Blocks | None]]:
-    """Yields a function that returns the blocks of a node's weight, rounded for what reaches the node.
+    """Yields the function `learned` of `pack_weights`, which rounds weights by samples of their layer's input.
 
-    It is told whether the weight is a table of words too.
-
-    None for a node whose weight others read too, or whose input has no known size.
+    It returns None for a weight that several nodes read, and where the size of the input is unknown.
 
     Raises:
         EdgekitError: the model cannot be calibrated with the samples.
@@ -323,14 +323,14 @@ def learn_blocks(
 def round_blocks(weight: Array, moments: InputMoments, form: BlockForm, *, is_table: bool = False) -> Blocks:
     """Returns unsigned values [N, blocks, block] and scales [N, blocks] of a weight [K, N] in 4 bits.
 
-    Each block's scale is searched for, then the integers of all blocks are found by coordinate descent (`round_comq`),
-    so that one block makes up for what another errs. Where the weight `is_table` too, as a head tied to its embedding
-    is, the error of each number counts beside that of the output, as much as an input of mean energy makes it count.
+    A scale is searched for each block. Then coordinate descent finds the integers of all blocks (`round_comq`), so that
+    one block makes up for the errors of another. Where the weight `is_table` too, as of a head tied to its embedding,
+    the error of each weight counts as well, as much as an input of mean energy makes it count.
     """
     depth, block = weight.shape[0], form.block
     scales = _search_scales(weight, moments.energy().reshape(-1), form)
     each = np.repeat(scales, block, axis=1)[:, :depth]
-    # Blocks of zeros have a scale of 0, by which nothing is divided: what they hold is worth nothing.
+    # Blocks of zeros have a scale of 0: any other keeps them zero and can be divided by.
     each = np.where(each, each, np.float32(1e-30))
     size = moments.size
     kept = shrink_moment(moments.second_moment(), moments.count)

@@ -23,7 +23,7 @@ from edgekit.quantize._ort_quantizer import quantize_dynamically
 from edgekit.quantize.weight_only._ort_float16 import convert_floats
 from edgekit.quantize.weight_only.blocks import BlockForm, learn_blocks, pack_weights
 
-# Of weights that are spread as usual a few per cent lie at an end: a choice.
+# Usually a few per cent of a block's weights lie at an end of the range: a choice.
 _CLIPPED_SHARE = 0.25
 # Which input holds the weights.
 _WEIGHTS = {"MatMulNBits": 1, "GatherBlockQuantized": 0}
@@ -32,8 +32,8 @@ _WEIGHTS = {"MatMulNBits": 1, "GatherBlockQuantized": 0}
 def lint_blocks(graph: onnx.GraphProto) -> Iterator[str]:
     """Yields a line for each node with symmetric 4-bit weights that has blocks of zeros or clipped ones.
 
-    A block is clipped where more than a quarter of its values lie at an end of the range. A table is told of by the
-    MatMulNBits that reads it too, if there is one.
+    A block is clipped where more than a quarter of its values lie at an end of the range. A table that a MatMulNBits
+    reads too is reported with that node.
     """
     stored = {tensor.name: tensor for tensor in graph.initializer}
     for node in graph.node:
@@ -83,7 +83,7 @@ def convert_to_fp16(model: Model, kept: Sequence[str], out: Path) -> Fp16Model:
     converted = convert_floats(proto, kept, model.path.name)
     name_nodes(converted.graph)
     written = save_proto(converted, out)
-    # A graph that ONNX Runtime does not take is refused here, without the time that its optimizers need.
+    # Without optimizers a session takes little time, and refuses a graph that ONNX Runtime does not take.
     CpuSession(written.path, SessionSettings(level=Level.DISABLED))
     return Fp16Model(model=written, clamped=_clamped(proto, converted))
 
