@@ -2,9 +2,10 @@
 
 import contextlib
 import sqlite3
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -14,6 +15,7 @@ from edgekit.machine import describe_machine
 from edgekit.serialize import to_json
 
 _VERSION = 1
+_ReportT = TypeVar("_ReportT")
 
 
 def require_history(path: Path) -> None:
@@ -24,16 +26,6 @@ def require_history(path: Path) -> None:
     """
     if not path.is_file():
         raise DataError(f"there is no history '{path}'", hint="edgekit verify BUNDLE --history FILE makes it")
-
-
-def require_folder(path: Path) -> None:
-    """Refuses a history whose folder is not there.
-
-    Raises:
-        OutputError: there is no such folder.
-    """
-    if not path.parent.is_dir():
-        raise OutputError(f"there is no folder '{path.parent}'", hint="make it first")
 
 
 @contextlib.contextmanager
@@ -61,28 +53,70 @@ def opened_history(path: Path) -> Generator[sqlite3.Connection]:
         ) from error
 
 
-def prepare_table(connection: sqlite3.Connection, statement: str) -> None:
-    """Makes a table where there is none, and marks the file as a history."""
-    connection.execute(statement)
-    connection.execute(f"PRAGMA user_version = {_VERSION}")
+class Row(msgspec.Struct, Generic[_ReportT], frozen=True):
+    """A recorded report: its number, when it was recorded (UTC), and the columns that it is found by."""
+
+    id: int
+    time: str
+    columns: tuple[str, ...]
+    report: _ReportT
 
 
-def has_table(connection: sqlite3.Connection, name: str) -> bool:
-    """Returns True if a history has a table: one that another command made need not."""
-    found = connection.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?", (name,)).fetchone()
-    return found is not None
+class Table(msgspec.Struct, Generic[_ReportT], frozen=True, kw_only=True):
+    """A table of a history, which holds reports of one `kind`.
+
+    `columns` are those that a report is found by, with their types in SQL; `noun` is what messages call a row.
+    """
+
+    name: str
+    columns: Mapping[str, str]
+    kind: type[_ReportT]
+    noun: str
+
+    def add(self, path: Path, columns: Sequence[object], report: _ReportT) -> int:
+        """Adds a report to a history, which is made where there is none, and returns its number.
+
+        Raises:
+            DataError: the file is no history.
+            OutputError: the file cannot be written.
+        """
+        if not path.parent.is_dir():
+            raise OutputError(f"there is no folder '{path.parent}'", hint="make it first")
+        row = (datetime.now(UTC).isoformat(timespec="seconds"), *columns, to_json(report))
+        types = {"id": "INTEGER PRIMARY KEY AUTOINCREMENT", "time": "TEXT", **self.columns, "report": "TEXT"}
+        fields = [f"{name} {kind}" + (" NOT NULL" if name != "id" else "") for name, kind in types.items()]
+        with opened_history(path) as connection:
+            connection.execute(" ".join(("CREATE TABLE IF NOT EXISTS", self.name, "(", ", ".join(fields), ")")))
+            connection.execute(f"PRAGMA user_version = {_VERSION}")
+            marks = ", ".join("?" for _ in row)
+            words = ("INSERT INTO", self.name, "(", ", ".join(list(types)[1:]), ") VALUES (", marks, ")")
+            return int(connection.execute(" ".join(words), row).lastrowid or 0)
+
+    def select(self, path: Path, condition: str, values: Sequence[object]) -> list[Row[_ReportT]]:
+        """Returns the rows of a history for which a condition in SQL holds, none where it has no such table.
+
+        Raises:
+            DataError: the file is no history, or a report in it is malformed.
+        """
+        known = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?"
+        with opened_history(path) as connection:
+            if connection.execute(known, (self.name,)).fetchone() is None:
+                return []
+            words = ("SELECT id, time,", ", ".join(self.columns), ", report FROM", self.name, condition)
+            rows = connection.execute(" ".join(words), tuple(values)).fetchall()
+        return [self._read(row, path) for row in rows]
+
+    def _read(self, row: Sequence[object], path: Path) -> Row[_ReportT]:
+        number, time, *columns, text = map(str, row)
+        try:
+            return Row(int(number), time, tuple(columns), msgspec.json.decode(text, type=self.kind))
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            raise DataError(
+                f"{self.noun} {number} of '{path}' is malformed: {error}", hint="use another history file"
+            ) from error
 
 
-_TABLE = """
-CREATE TABLE IF NOT EXISTS benches (
-  id INTEGER PRIMARY KEY AUTOINCREMENT,
-  time TEXT NOT NULL,
-  subject TEXT NOT NULL,
-  machine TEXT NOT NULL,
-  report TEXT NOT NULL
-)
-"""
-_SELECT = "SELECT id, time, subject, machine, report FROM benches "
+_BENCHES = Table(name="benches", columns={"subject": "TEXT", "machine": "TEXT"}, kind=BenchReport, noun="benchmark")
 
 
 class PastBench(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,12 +151,7 @@ def record_bench(path: Path, report: BenchReport) -> int:
         DataError: the file is no history.
         OutputError: the file cannot be written.
     """
-    require_folder(path)
-    row = (datetime.now(UTC).isoformat(timespec="seconds"), report.subject, _name_machine(), to_json(report))
-    with opened_history(path) as connection:
-        prepare_table(connection, _TABLE)
-        cursor = connection.execute("INSERT INTO benches (time, subject, machine, report) VALUES (?, ?, ?, ?)", row)
-        return int(cursor.lastrowid or 0)
+    return _BENCHES.add(path, (report.subject, _name_machine()), report)
 
 
 def list_benches(path: Path, *, subject: str | None = None) -> tuple[PastBench, ...]:
@@ -143,10 +172,8 @@ def find_last(path: Path, report: BenchReport) -> PastBench | None:
     """
     if not path.exists():
         return None
-    found = _select(
-        path, "WHERE subject = ? AND machine = ? ORDER BY id DESC LIMIT 1", (report.subject, _name_machine())
-    )
-    return found[0] if found else None
+    where = "WHERE subject = ? AND machine = ? ORDER BY id DESC LIMIT 1"
+    return next(iter(_select(path, where, (report.subject, _name_machine()))), None)
 
 
 def compare_benches(before: BenchReport, now: BenchReport) -> Iterator[Slowdown]:
@@ -186,12 +213,11 @@ def hold_against_last(report: BenchReport, path: Path, max_slowdown: float | Non
     )
 
 
-def _select(path: Path, condition: str, values: tuple[str | None, ...]) -> tuple[PastBench, ...]:
-    with opened_history(path) as connection:
-        if not has_table(connection, "benches"):
-            return ()
-        rows = connection.execute(_SELECT + condition, values)
-        return tuple(_read_row(row, path) for row in rows.fetchall())
+def _select(path: Path, condition: str, values: Sequence[object]) -> tuple[PastBench, ...]:
+    return tuple(
+        PastBench(id=row.id, time=row.time, subject=row.columns[0], machine=row.columns[1], report=row.report)
+        for row in _BENCHES.select(path, condition, values)
+    )
 
 
 def _describe(one: Slowdown, source: str) -> str:
@@ -211,14 +237,3 @@ def _name_way(run: BenchRun) -> tuple[str, str]:
 def _name_machine() -> str:
     machine = describe_machine()
     return f"{machine['cpu']}, {machine['cores']} cores, {machine['system']}"
-
-
-def _read_row(row: Sequence[object], path: Path) -> PastBench:
-    number, time, subject, machine, text = row
-    try:
-        report = msgspec.json.decode(str(text), type=BenchReport)
-        return PastBench(id=int(str(number)), time=str(time), subject=str(subject), machine=str(machine), report=report)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise DataError(
-            f"benchmark {number} of '{path}' is malformed: {error}", hint="use another history file"
-        ) from error

@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from edgekit.data.wilson import Z95
 from edgekit.devices.device import DeviceState
 
 # Our own thresholds, for a warning only: governors of phones and boards step the clock down at temperatures that are
@@ -57,7 +58,6 @@ Series = npt.NDArray[np.float64]
 MAX_DRIFT = 0.05
 """A change of the median from the first run to the last beyond this is a drift, where chance does not explain it."""
 
-_Z95 = 1.959963984540054
 _DRIFT_Z = 3.0
 _DRIFT_LEAST = 12
 # All pairs of 200 points are 19,900; of the 2,000 runs that a block may have they would be two million.
@@ -128,7 +128,7 @@ def median_interval(latency_ms: Sequence[float] | Series) -> tuple[float, float]
     ordered = np.sort(np.asarray(latency_ms, dtype=np.float64))
     count = len(ordered)
     # The standard deviation of a binomial with p = 1/2 is sqrt(n) / 2.
-    half = _Z95 * math.sqrt(count) / 2
+    half = Z95 * math.sqrt(count) / 2
     low = max(0, math.floor(count / 2 - half))
     high = min(count - 1, math.ceil(count / 2 + half) - 1)
     return (float(ordered[0]), float(ordered[-1])) if count < 6 else (float(ordered[low]), float(ordered[high]))
@@ -226,7 +226,7 @@ def compare_rounds(rounds: Sequence[tuple[float, float]]) -> Ratio:
     logs = np.log([b / a for a, b in rounds])
     mean = float(logs.mean())
     degrees = len(logs) - 1
-    quantile = _T95[degrees - 1] if degrees <= len(_T95) else _Z95 * (1 + (_Z95**2 + 1) / (4 * degrees))
+    quantile = _T95[degrees - 1] if degrees <= len(_T95) else Z95 * (1 + (Z95**2 + 1) / (4 * degrees))
     half = quantile * float(logs.std(ddof=1)) / math.sqrt(len(logs))
     return Ratio(value=math.exp(mean), interval=(math.exp(mean - half), math.exp(mean + half)), rounds=len(logs))
 

@@ -14,7 +14,7 @@ from edgekit.bundle.golden import read_inputs
 from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport
 from edgekit.convert.ort_format.report import read_interface
-from edgekit.data.samples import Samples, draw_samples, load_samples
+from edgekit.data.samples import Samples, draw_samples, list_samples, load_samples
 from edgekit.devices.bundled import find_tuned, make_job, plan_run, set_job
 from edgekit.devices.device import Device, Job
 from edgekit.devices.find import default_target
@@ -59,7 +59,7 @@ def stack_samples(samples: Samples, inputs: Sequence[TensorSpec], batch: int | N
     stacked = {
         name: np.concatenate([row[name] for row in rows]) if name in free else value for name, value in kept[0].items()
     }
-    return Samples(source=samples.source, count=1, read=lambda: iter((stacked,)))
+    return list_samples([stacked], samples.source)
 
 
 def find_free(inputs: Sequence[TensorSpec]) -> frozenset[str]:

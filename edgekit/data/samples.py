@@ -154,6 +154,18 @@ def select_samples(samples: Samples, indices: Iterable[int]) -> Samples:
     return Samples(source=samples.source, count=len(wanted), read=read, class_names=names)
 
 
+def map_samples(samples: Samples, function: Callable[[Tensors], Tensors], *, source: str | None = None) -> Samples:
+    """Returns what a function, such as the run of a session, makes of each sample, anew in each pass."""
+    return msgspec.structs.replace(
+        samples, source=source or samples.source, read=lambda: (function(sample) for sample in samples)
+    )
+
+
+def list_samples(rows: Sequence[Tensors], source: str) -> Samples:
+    """Returns rows that are in memory as samples."""
+    return Samples(source=source, count=len(rows), read=lambda: iter(rows))
+
+
 def keep_small(samples: Samples) -> Samples:
     """Returns samples that stay in memory once they were read to their end, where they have 32 MB at most."""
     kept: list[tuple[Tensors, ...]] = []

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 from edgekit._files import digest_bytes, write_file
 from edgekit._ort import VERSION, Level
 from edgekit.check.report import CheckReport
-from edgekit.data.samples import Samples
+from edgekit.data.samples import list_samples
 from edgekit.devices.device import DeviceRun, Job
 from edgekit.devices.find import cpu_target
 from edgekit.devices.process.files import cache_folder
@@ -148,7 +148,7 @@ def _make_job(model: Path, threads: int) -> Job:
         precision=target.precision,
         outputs=outputs,
         check=check,
-        samples=Samples(source="probe", count=1, read=lambda: iter((sample,))),
+        samples=list_samples([sample], "probe"),
         repeat=_RUNS,
         threads=threads,
         level=Level.BASIC,

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from statistics import geometric_mean
 
 import msgspec
 import numpy as np
@@ -17,7 +18,7 @@ from edgekit._ort import VERSION
 from edgekit.bench.blocks import ROUNDS, Block, run_block
 from edgekit.bench.latency import Ratio, compare_rounds
 from edgekit.bundle.folder import Bundle
-from edgekit.data.samples import Samples
+from edgekit.data.samples import Samples, list_samples
 from edgekit.devices.device import Device, Job
 from edgekit.errors import DeviceError, EdgekitError
 from edgekit.model.tensors import Tensors
@@ -78,7 +79,12 @@ def measure(course: Course, entrant: Entrant) -> Measured:
     if entrant.batch > 1:
         # The first rows are those of the one sample: others have no reference.
         got = {name: value[: len(course.reference[name])] if value.ndim else value for name, value in got.items()}
-    sqnr_db, fault = hold_outputs(_one(course.reference), _one(got), course.gate, course.bundle)
+    sqnr_db, fault = hold_outputs(
+        list_samples([course.reference], "the reference"),
+        list_samples([got], course.device.name),
+        course.gate,
+        course.bundle,
+    )
     found = Measured(
         median_ms=float(np.median(block.latency_ms)),
         p99_ms=float(np.percentile(block.latency_ms, 99.0)),
@@ -103,10 +109,6 @@ def hold_outputs(
     ratios = [report.sqnr_db for report in reports if report.sqnr_db is not None]
     failures = [reason for report in reports for reason in judge_output(report, gate)]
     return min(ratios, default=None), f"its outputs differ: {failures[0]}" if failures else None
-
-
-def _one(tensors: Tensors) -> Samples:
-    return Samples(source="one sample", count=1, read=lambda: iter((tensors,)))
 
 
 def _run(course: Course, job: Job) -> Block:
@@ -235,13 +237,15 @@ def race(group: str, holder: Entrant, challengers: Sequence[Entrant], take: Take
     living, failure = list(challengers), ""
     while living and not failure:
         failure = _run_heat(holder, living, ratios, out, take, goal)
-        screened = {one.name: _mean(ratios[one.name]) for one in living if one.name not in out and ratios[one.name]}
+        screened = {
+            one.name: geometric_mean(ratios[one.name]) for one in living if one.name not in out and ratios[one.name]
+        }
         ahead = [one for one in living if screened.get(one.name, 1.0) < 1 - LEAST_GAIN]
         ahead.sort(key=lambda one: screened[one.name])
         living = ahead[: max(1, len(living) // 2)]
         if len(living) == 1:
             break
-    known = {name: _mean(found) for name, found in ratios.items() if found and name not in out}
+    known = {name: geometric_mean(found) for name, found in ratios.items() if found and name not in out}
     empty = Decision(group=group, holder=holder.name, screened=known)
     if failure or not living:
         best = min(known, key=lambda name: known[name], default=None)
@@ -272,10 +276,6 @@ def _run_heat(
             else:
                 ratios[entrant.name].append(cost_of(measured, goal) / cost_of(found[0], goal))
     return ""
-
-
-def _mean(ratios: Sequence[float]) -> float:
-    return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
 def compare_fresh(

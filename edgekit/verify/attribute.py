@@ -1,6 +1,7 @@
 """Where the loss comes from: the same samples through every step from the source model to the device."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -8,11 +9,10 @@ import msgspec
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.bundle.folder import Bundle
 from edgekit.bundle.golden import KnownOutputs, read_classes, read_inputs, read_outputs
-from edgekit.data.samples import Samples, keep_small, select_samples
+from edgekit.data.samples import Samples, keep_small, map_samples, select_samples
 from edgekit.errors import RuntimeRefusal
 from edgekit.evidence import Evidence
 from edgekit.model.model import Model
-from edgekit.model.tensors import Tensors
 from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.report import AttributionStep, Step, VerifyReport
@@ -170,12 +170,7 @@ def _find_converted(bundle: Bundle, run: RunReport) -> Path | None:
 
 def _run_samples(session: CpuSession, inputs: Samples, known: KnownOutputs | None) -> Samples:
     """Returns what a session makes of samples, kept where that is little: it is read more than once."""
-
-    def read() -> Iterator[Tensors]:
-        for sample in inputs:
-            yield session.run(sample) if known is None else known.run(session, sample)
-
-    return keep_small(Samples(source=inputs.source, count=inputs.count, read=read))
+    return keep_small(map_samples(inputs, session.run if known is None else partial(known.run, session)))
 
 
 def _describe(step: Step, found: OutputReport, accuracy: float | None) -> AttributionStep:

@@ -14,7 +14,7 @@ from edgekit.bundle.folder import VERIFY, Bundle, read_target, snapshot_bundle
 from edgekit.bundle.golden import read_inputs, read_labels, read_outputs
 from edgekit.bundle.group.group import Group, extract_member
 from edgekit.bundle.group.pipeline import run_pipeline
-from edgekit.data.samples import Samples, select_samples, spread_indices
+from edgekit.data.samples import Samples, list_samples, select_samples, spread_indices
 from edgekit.devices.bundled import make_job, plan_run
 from edgekit.devices.device import Device
 from edgekit.devices.parallel import run_each
@@ -176,7 +176,7 @@ class _Runner:
             samples = list(select_samples(read_inputs(golden), rows))
             with self._sessions:
                 results = run_pipeline(manifest.wiring, self._group.interfaces, samples, self._run_member)
-            got = _keep(results, self._device.name)
+            got = list_samples(results, self._device.name)
             task = measure_task(manifest.metric, reference, got, [labels[row] for row in rows])
         except EdgekitError as error:
             crashed = isinstance(error, CrashError)
@@ -203,7 +203,3 @@ class _Runner:
         job = make_job(self._bundles[name], self._plans[name], given)
         # Each token may take what a run by itself may.
         return open_session(self._device, msgspec.structs.replace(job, timeout_s=job.timeout_s * turns), place)
-
-
-def _keep(results: Sequence[Tensors], source: str) -> Samples:
-    return Samples(source=source, count=len(results), read=lambda: iter(results))

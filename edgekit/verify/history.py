@@ -1,31 +1,22 @@
 """What earlier verifications found, in a SQLite file: the last good run, and what became worse since."""
 
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 
-from edgekit.bench.history import has_table, opened_history, prepare_table, require_folder, require_history
-from edgekit.errors import DataError, UsageError
+from edgekit.bench.history import Table, require_history
+from edgekit.errors import UsageError
 from edgekit.evidence import Evidence, Verdict
-from edgekit.serialize import to_json
 from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run_report import Cost, RunReport
 
 # What SQLite can count to.
 _MOST_RUNS = (1 << 63) - 1
-_TABLE = """
-CREATE TABLE IF NOT EXISTS runs (
-  id INTEGER PRIMARY KEY AUTOINCREMENT,
-  time TEXT NOT NULL,
-  bundle TEXT NOT NULL,
-  target TEXT NOT NULL,
-  passed INTEGER NOT NULL,
-  report TEXT NOT NULL
+_RUNS = Table(
+    name="runs", columns={"bundle": "TEXT", "target": "TEXT", "passed": "INTEGER"}, kind=VerifyReport, noun="run"
 )
-"""
 # How far below an earlier signal-to-noise ratio without an interval the next may lie: kernels of another version add in
 # another order, and where that crosses a step of a grid a value moves by it.
 _SQNR_SLACK_DB = 1.0
@@ -63,16 +54,7 @@ def record_report(path: Path, report: VerifyReport) -> int:
         DataError: the file is no history.
         OutputError: the file cannot be written.
     """
-    row = (
-        datetime.now(UTC).isoformat(timespec="seconds"), report.bundle, report.target, report.passed, to_json(report)
-    )  # fmt: skip
-    require_folder(path)
-    with opened_history(path) as connection:
-        prepare_table(connection, _TABLE)
-        cursor = connection.execute(
-            "INSERT INTO runs (time, bundle, target, passed, report) VALUES (?, ?, ?, ?, ?)", row
-        )
-        return int(cursor.lastrowid or 0)
+    return _RUNS.add(path, (report.bundle, report.target, report.passed), report)
 
 
 def list_runs(path: Path, *, bundle: str | None = None) -> tuple[PastRun, ...]:
@@ -82,14 +64,7 @@ def list_runs(path: Path, *, bundle: str | None = None) -> tuple[PastRun, ...]:
         DataError: there is no such file, or it is no history.
     """
     require_history(path)
-    with opened_history(path) as connection:
-        if not has_table(connection, "runs"):
-            return ()
-        rows = connection.execute(
-            "SELECT id, time, bundle, target, passed, report FROM runs WHERE ? IS NULL OR bundle = ? ORDER BY id",
-            (bundle, bundle),
-        ).fetchall()
-    return tuple(_read_row(row, path) for row in rows)
+    return _select(path, "WHERE ? IS NULL OR bundle = ? ORDER BY id", (bundle, bundle))
 
 
 def read_run(path: Path, number: int) -> PastRun:
@@ -100,14 +75,10 @@ def read_run(path: Path, number: int) -> PastRun:
         DataError: there is no such file, or it is no history.
     """
     require_history(path)
-    with opened_history(path) as connection:
-        row = connection.execute(
-            "SELECT id, time, bundle, target, passed, report FROM runs WHERE id = ?",
-            (max(-1, min(number, _MOST_RUNS)),),
-        ).fetchone()
-    if row is None:
+    found = _select(path, "WHERE id = ?", (max(-1, min(number, _MOST_RUNS)),))
+    if not found:
         raise UsageError(f"'{path}' has no run {number}", hint=f"edgekit runs list --history {path}")
-    return _read_row(row, path)
+    return found[0]
 
 
 def find_last_good(path: Path, report: VerifyReport) -> PastRun | None:
@@ -118,14 +89,8 @@ def find_last_good(path: Path, report: VerifyReport) -> PastRun | None:
     """
     if not path.exists():
         return None
-    with opened_history(path) as connection:
-        connection.execute(_TABLE)
-        row = connection.execute(
-            "SELECT id, time, bundle, target, passed, report FROM runs"
-            " WHERE bundle = ? AND target = ? AND passed = 1 ORDER BY id DESC LIMIT 1",
-            (report.bundle, report.target),
-        ).fetchone()
-    return None if row is None else _read_row(row, path)
+    where = "WHERE bundle = ? AND target = ? AND passed = 1 ORDER BY id DESC LIMIT 1"
+    return next(iter(_select(path, where, (report.bundle, report.target))), None)
 
 
 def compare_with_baseline(report: VerifyReport, before: VerifyReport, source: str) -> VerifyReport:
@@ -248,17 +213,15 @@ def _add_cost(run: RunReport, before: RunReport | None, source: str) -> RunRepor
     return msgspec.structs.replace(run, reference_cost=cost)
 
 
-def _read_row(row: Sequence[object], path: Path) -> PastRun:
-    number, time, bundle, target, passed, text = row
-    try:
-        report = msgspec.json.decode(str(text), type=VerifyReport)
-        return PastRun(
-            id=int(str(number)),
-            time=str(time),
-            bundle=str(bundle),
-            target=str(target),
-            passed=bool(passed),
-            report=report,
+def _select(path: Path, condition: str, values: Sequence[object]) -> tuple[PastRun, ...]:
+    return tuple(
+        PastRun(
+            id=row.id,
+            time=row.time,
+            bundle=row.columns[0],
+            target=row.columns[1],
+            passed=row.columns[2] != "0",
+            report=row.report,
         )
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise DataError(f"run {number} of '{path}' is malformed: {error}", hint="use another history file") from error
+        for row in _RUNS.select(path, condition, values)
+    )

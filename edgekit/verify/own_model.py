@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -14,7 +15,7 @@ from edgekit.bundle.golden import KnownOutputs, read_inputs, read_outputs
 from edgekit.check.check import check_model
 from edgekit.convert.ort_form import OrtOptions, Style, load_settings
 from edgekit.data.npz import read_rows
-from edgekit.data.samples import Samples, select_samples
+from edgekit.data.samples import Samples, map_samples, select_samples
 from edgekit.devices.device import DeviceRun
 from edgekit.errors import EdgekitError, ModelError, RuntimeRefusal, TargetError, UsageError
 from edgekit.evidence import Evidence
@@ -199,11 +200,7 @@ def run_own_model(
         except EdgekitError as error:
             reason = error.message.replace(f"{path.parent}/", "")
             continue
-
-        def read(session: CpuSession = session) -> Iterator[Tensors]:
-            yield from (known.run(session, sample) for sample in samples)
-
-        return Samples(source=f"the bundle's '{path.name}' here", count=samples.count, read=read), ()
+        return map_samples(samples, partial(known.run, session), source=f"the bundle's '{path.name}' here"), ()
     return None, (f"the device was not held against the bundle's own model: {reason}",)
 
 

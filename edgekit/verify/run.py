@@ -211,7 +211,15 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> _Done:
         try:
             run = device.run_job(job, work)
         except EdgekitError as error:
-            return _Done(report=_report_absent(bundle, device, plan, error))
+            absent = RunReport(
+                device=device.name,
+                evidence=device.evidence,
+                provider=bundle.manifest.provider,
+                form=plan.form,
+                thresholds=bundle.manifest.thresholds,
+                failure=str(error),
+            )
+            return _Done(report=absent)
         elapsed_ms = 1000.0 * (time.monotonic() - begun)
         if run.stopped_early and run.outputs.count >= min(LEAST_SAMPLES, len(rows)):
             rows = rows[: run.outputs.count]
@@ -276,33 +284,12 @@ def _score(trial: _Trial, asked: _Asked) -> Scored | None:
     return score_run(asked.task, labels, trial.rows, trial.run.outputs, trial.run.device, trial.elapsed_ms)
 
 
-def _report_absent(bundle: Bundle, device: Device, plan: Verification, error: EdgekitError) -> RunReport:
-    return RunReport(
-        device=device.name,
-        evidence=device.evidence,
-        provider=bundle.manifest.provider,
-        form=plan.form,
-        samples=0,
-        provider_nodes={},
-        placement_source="predicted",
-        outputs=(),
-        accuracy=None,
-        latency_ms=None,
-        load_ms=0.0,
-        peak_rss_bytes=0,
-        versions={},
-        thresholds=bundle.manifest.thresholds,
-        failure=str(error),
-    )
-
-
 def _measure_run(trial: _Trial, asked: _Asked) -> RunReport:
     """Returns the facts of a run; what may explain them is not looked for yet."""
     bundle, run = trial.bundle, trial.run
     latency = None if trial.false_times else summarize_latency(run.latency_ms)
     classes = read_classes(trial.golden)
-    gap = find_gap(run, trial.job)
-    hidden, outputs = describe_hidden(gap), _compare(trial, asked)
+    gap, outputs = find_gap(run, trial.job), _compare(trial, asked)
     return RunReport(
         device=run.device,
         evidence=run.evidence,
@@ -332,7 +319,7 @@ def _measure_run(trial: _Trial, asked: _Asked) -> RunReport:
         notes=(
             *run.notes,
             *_list_notes(trial, asked),
-            *((hidden,) if hidden else ()),
+            *filter(None, (describe_hidden(gap),)),
             *describe_lists(outputs),
             *describe_settled(outputs),
         ),
@@ -390,19 +377,19 @@ def _name_wrong(outputs: Sequence[OutputReport], trial: _Trial) -> list[str]:
 
 
 def _list_findings(trial: _Trial, asked: _Asked) -> Iterator[str]:
-    """Yields what fails a run whatever its figures: it did not do what it seems to have done."""
-    if trial.impossible_time:
-        yield trial.impossible_time
-    older = describe_older(trial.run, trial.bundle.manifest.minimum_ort)
-    yield from () if older is None else (older,)
-    unmatched = describe_unmatched(trial.run, trial.job)
-    yield from () if unmatched is None else (unmatched,)
-    yield from describe_unlisted(trial.bundle)
-    if trial.plan.form == "runtime":
-        ignored = find_ignored_optimisations(trial.run, trial.bundle.manifest.session_config)
-        yield from () if ignored is None else (ignored,)
-    if trial.run.failure is None and asked.golden is None:
-        yield from find_self_test_fault(trial.bundle, trial.rows, trial.run.outputs)
+    """Yields what fails a run whatever its figures are: it did not do what it seems to have done."""
+    manifest, run = trial.bundle.manifest, trial.run
+    ignored = find_ignored_optimisations(run, manifest.session_config) if trial.plan.form == "runtime" else None
+    found = (
+        trial.impossible_time,
+        describe_older(run, manifest.minimum_ort),
+        describe_unmatched(run, trial.job),
+        describe_unlisted(trial.bundle),
+        ignored,
+    )
+    yield from filter(None, found)
+    if run.failure is None and asked.golden is None:
+        yield from find_self_test_fault(trial.bundle, trial.rows, run.outputs)
 
 
 def _list_notes(trial: _Trial, asked: _Asked) -> Iterator[str]:

@@ -149,17 +149,17 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     evidence: Evidence
     provider: str
     form: str
-    samples: int
-    provider_nodes: dict[str, int]
-    placement_source: Literal["session", "profile", "log", "predicted"]
-    outputs: tuple[OutputReport, ...]
-    accuracy: Accuracy | None
-    latency_ms: Latency | None
-    load_ms: float
-    peak_rss_bytes: int
-    versions: dict[str, str]
+    samples: int = 0
+    provider_nodes: dict[str, int] = {}
+    placement_source: Literal["session", "profile", "log", "predicted"] = "predicted"
+    outputs: tuple[OutputReport, ...] = ()
+    accuracy: Accuracy | None = None
+    latency_ms: Latency | None = None
+    load_ms: float = 0.0
+    peak_rss_bytes: int = 0
+    versions: dict[str, str] = {}
     thresholds: Thresholds
-    failure: str | None
+    failure: str | None = None
     crashed: bool = False
     notes: tuple[str, ...] = ()
     findings: tuple[str, ...] = ()

@@ -12,7 +12,7 @@ from edgekit.bundle.folder import Bundle
 from edgekit.bundle.golden import Golden, read_outputs
 from edgekit.bundle.manifest import UNPADDED, Bucket, Buckets, Manifest, list_open
 from edgekit.data.padding import crop_samples, cut_samples, free_axes
-from edgekit.data.samples import Samples, load_samples, select_samples
+from edgekit.data.samples import Samples, list_samples, load_samples, select_samples
 from edgekit.devices.device import Device, DeviceRun, Job
 from edgekit.devices.placed import count_nodes
 from edgekit.devices.recorded import is_recorded
@@ -57,14 +57,11 @@ def describe_apart(held: Sequence[Held]) -> Iterator[str]:
         shared = sorted(one.rows.keys() & other.rows.keys())
         if one is other or not shared:
             continue
-        for output in compare_outputs(_take(one, shared), _take(other, shared)):
+        mine, theirs = (list_samples([side.rows[index] for index in shared], side.device) for side in (one, other))
+        for output in compare_outputs(mine, theirs):
             if distance := _describe_distance(output):
                 names = f"{other.device} and {one.device}"
                 yield f"{names} give different numbers: '{output.name}' differs {distance}; each is judged by itself"
-
-
-def _take(held: Held, indices: Sequence[int]) -> Samples:
-    return Samples(source=held.device, count=len(indices), read=lambda: (held.rows[index] for index in indices))
 
 
 def _describe_distance(output: OutputReport) -> str:

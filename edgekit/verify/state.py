@@ -18,7 +18,7 @@ from edgekit.model.tensors import Array, Tensors, is_numeric
 from edgekit.target import Thresholds
 from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.outputs import Decibels, OutputReport, judge_output
-from edgekit.verify.metrics.tensor_metrics import DB_LIMIT
+from edgekit.verify.metrics.tensor_metrics import decibels
 
 FAITHFUL_DB = 40.0
 """From this ratio on, an error of a hundredth, nothing drifts that matters: a choice."""
@@ -152,9 +152,7 @@ def _error(wanted: Array, got: Array | None) -> float:
 
 
 def _decibels(signal: float, noise: float) -> float | None:
-    if not np.isfinite(signal) or not np.isfinite(noise) or signal <= 0:
-        return None
-    return DB_LIMIT if noise <= 0 else float(np.clip(10 * np.log10(signal / noise), -DB_LIMIT, DB_LIMIT))
+    return decibels(signal, noise) if np.isfinite(signal) and np.isfinite(noise) and signal > 0 else None
 
 
 def outputs_to_judge(reports: Sequence[OutputReport], feeds: Mapping[str, str]) -> tuple[OutputReport, ...]:

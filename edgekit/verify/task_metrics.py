@@ -28,7 +28,7 @@ from edgekit.quantize.accuracy.predict import LABELS, FloatReference, Likeness, 
 from edgekit.target import TaskLimit
 from edgekit.verify.metrics.agreement import count_edits
 from edgekit.verify.metrics.intervals import bootstrap_pairs, interval_of_pairs
-from edgekit.verify.metrics.tensor_metrics import DB_LIMIT, decibels
+from edgekit.verify.metrics.tensor_metrics import DB_LIMIT, MAX_CLASSES, count_classes, decibels, mean_iou
 from edgekit.verify.task_scores import TaskReport, Unit
 
 
@@ -457,11 +457,9 @@ def read_masks(outputs: Tensors, label: Array, limit: TaskLimit) -> Array:
         )
     kept = wanted != limit.ignore
     wanted, found = wanted[kept], found[kept].astype(np.int64)
-    if wanted.size and (min(wanted.min(), found.min()) < 0 or max(wanted.max(), found.max()) > 255):
+    if wanted.size and (min(wanted.min(), found.min()) < 0 or max(wanted.max(), found.max()) >= MAX_CLASSES):
         raise DataError("a mask has classes beyond 0 to 255", hint="give masks of at most 256 classes")
-    both = np.bincount(wanted[wanted == found], minlength=256)
-    either = np.bincount(wanted, minlength=256) + np.bincount(found, minlength=256) - both
-    return np.stack([both, either], axis=1)
+    return count_classes(wanted, found)
 
 
 def read_score(outputs: Tensors, label: int, limit: TaskLimit) -> tuple[float, float]:
@@ -514,12 +512,7 @@ def prepare_masks(records: Sequence[Array]) -> Scorer:
     """Returns the scorer of the mean over classes of intersection / union, each summed over the samples."""
     table = np.stack(records).astype(np.float32)
 
-    def score(weights: Weights) -> float:
-        both, either = np.tensordot(weights.astype(np.float64), table, axes=1).T
-        known = either > 0
-        return float((both[known] / either[known]).mean()) if known.any() else 0.0
-
-    return score
+    return lambda weights: mean_iou(np.tensordot(weights.astype(np.float64), table, axes=1)) or 0.0
 
 
 def prepare_auc(records: Sequence[tuple[float, float]]) -> Scorer:

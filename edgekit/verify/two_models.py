@@ -1,6 +1,6 @@
 """Comparing any two models on the same samples, by their outputs and layer by layer."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
@@ -13,7 +13,7 @@ from edgekit._files import work_folder
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.check.check import check_model
 from edgekit.data.labels import read_task_labels
-from edgekit.data.samples import Samples, keep_small, spread_indices
+from edgekit.data.samples import Samples, keep_small, map_samples, spread_indices
 from edgekit.devices.device import Device, Job
 from edgekit.evidence import Judgement, Verdict, join_judgements
 from edgekit.graph.graph import read_graph
@@ -129,9 +129,6 @@ def compare_on_device(
         DeviceError: the device is not there.
         UsageError: the samples do not fit a model.
     """
-    fitting = Samples(
-        source=samples.source, count=samples.count, read=lambda: (adapt_sample(sample, b) for sample in samples)
-    )
     with work_folder() as work:
         job = Job(
             model=b.path,
@@ -139,7 +136,7 @@ def compare_on_device(
             precision=target.precision,
             outputs=b.outputs,
             check=check_model(b, target),
-            samples=fitting,
+            samples=map_samples(samples, lambda sample: adapt_sample(sample, b)),
         )
         (work / "run").mkdir()
         run = device.run_job(job, work / "run")
@@ -196,12 +193,10 @@ def _pair_names(of_a: Sequence[TensorSpec], of_b: Sequence[TensorSpec]) -> dict[
 
 def _name_twice(samples: Samples, renamed: Mapping[str, str]) -> Samples:
     """Returns samples in which both models find their inputs."""
-
-    def read() -> Iterator[Tensors]:
-        for sample in samples:
-            yield {**sample, **{theirs: sample[mine] for theirs, mine in renamed.items() if mine in sample}}
-
-    return Samples(source=samples.source, count=samples.count, read=read) if renamed else samples
+    return map_samples(
+        samples,
+        lambda sample: {**sample, **{theirs: sample[mine] for theirs, mine in renamed.items() if mine in sample}},
+    )
 
 
 def _run_model(
@@ -209,13 +204,12 @@ def _run_model(
 ) -> Samples:
     session = CpuSession(model.path, SessionSettings(level=Level.DISABLED, libraries=model.custom_ops))
 
-    def read() -> Iterator[Tensors]:
-        for sample in samples:
-            found = session.run(adapt_sample(sample, model))
-            outputs = {renamed.get(name, name): value for name, value in found.items()}
-            yield {name: _cast(value, dtypes.get(name)) for name, value in outputs.items()}
+    def run(sample: Tensors) -> Tensors:
+        found = session.run(adapt_sample(sample, model))
+        outputs = {renamed.get(name, name): value for name, value in found.items()}
+        return {name: _cast(value, dtypes.get(name)) for name, value in outputs.items()}
 
-    return Samples(source=str(model.path), count=samples.count, read=read)
+    return map_samples(samples, run, source=str(model.path))
 
 
 def _cast(value: Array, dtype: np.dtype[Any] | None) -> Array:

@@ -128,11 +128,11 @@ def test_a_device_that_gives_outputs_only_is_bisected(models: tuple[Model, Model
     job = job_of(models[form])
     located = find_device_layer(Withholding(layer="conv1"), job, tmp_path / "cut")
     assert (located.layer, located.found_by) == ("conv1", "cuts")
-    assert located.notes == ("the model was cut, because the device does not give tensors inside",)
+    assert located.notes == ("the model was bisected, because the device does not give tensors inside",)
     assert located.runs <= 2 + 2 + math.log2(located.cuts)
     refused = find_device_layer(Withholding(layer="conv1"), job, tmp_path / "kept", may_cut=False)
     assert (refused.layer, refused.runs, refused.layers) == (None, 2, ())
-    assert "edgekit verify --layers cuts the model" in refused.notes[0]
+    assert "to bisect the model: edgekit verify --layers" in refused.notes[0]
 
 
 class Fusing(InProcess, frozen=True, kw_only=True):

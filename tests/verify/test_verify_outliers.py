@@ -15,7 +15,7 @@ from edgekit.model.scaling import NOTE, SUFFIX, read_scaling, scale_channels, wr
 from edgekit.model.tensors import Array
 from edgekit.quantize.weight_only.convert import convert_to_fp16
 from edgekit.verify.layers.comparison import LayerReport, compare_layers, explain_layers, find_first_bad
-from edgekit.verify.layers.overflows import settle_infinities
+from edgekit.verify.layers.overflows import align_infinities
 from edgekit.verify.two_models import compare_models
 
 
@@ -187,7 +187,7 @@ def test_an_overflow_counts_where_no_other_layer_stands_out() -> None:
 
 def test_masks_are_no_overflow() -> None:
     wanted = np.array([1.0, -1e9, -np.inf, np.nan, 2.0])
-    settled = settle_infinities(wanted, np.array([1.0, -65504.0, -np.inf, np.nan, np.inf]))
+    settled = align_infinities(wanted, np.array([1.0, -65504.0, -np.inf, np.nan, np.inf]))
     assert [int(np.count_nonzero(~np.isfinite(side))) for side in settled] == [0, 1]
     assert settled[0][1] == settled[1][1] == 0.0
 

@@ -42,7 +42,7 @@ from edgekit.verify.layers.matching import (
     open_isolated,
     open_traced,
 )
-from edgekit.verify.layers.overflows import HALF_MAX, Size, measure_size, settle_infinities
+from edgekit.verify.layers.overflows import HALF_MAX, Size, align_infinities, measure_size
 from edgekit.verify.metrics import tensor_metrics as metrics
 from edgekit.verify.metrics.tensor_metrics import ErrorSums
 
@@ -164,22 +164,51 @@ class Located(msgspec.Struct, frozen=True, kw_only=True):
     operations: dict[str, tuple[str, ...]] = {}
 
 
-class _Sums(msgspec.Struct):
-    """What is known of a layer so far: its errors, and the largest value and the largest RMS it read."""
+class LayerErrors(msgspec.Struct, frozen=True, kw_only=True):
+    """The errors of a layer over samples: the accumulated one, its own, and its own in steps of its grid, if any."""
 
-    found: ErrorSums | None = None
-    own: ErrorSums | None = None
-    steps: StepErrors | None = None
-    reach: float = 0.0
-    size: float = 0.0
+    found: ErrorSums
+    own: ErrorSums
+    steps: StepErrors | None
+
+    def add(self, more: "LayerErrors") -> "LayerErrors":
+        """Returns the errors of both together."""
+        return LayerErrors(
+            found=metrics.add_sums(self.found, more.found),
+            own=metrics.add_sums(self.own, more.own),
+            steps=self.steps if more.steps is None else add_steps(self.steps, more.steps),
+        )
+
+
+def report_layer(name: str, op: str, tensor: str, errors: LayerErrors, step: float) -> LayerReport:
+    """Returns the figures of a layer; without a step above zero it has none in steps."""
+    found, own = errors.found, errors.own
+    steps = errors.steps if step > 0.0 and not own.non_finite else None
+    return LayerReport(
+        name=name,
+        op=op,
+        tensor=tensor,
+        sqnr_db=None if found.non_finite else metrics.sqnr_db([found]),
+        max_abs=None if found.non_finite else found.max_abs,
+        own_sqnr_db=None if own.non_finite else metrics.sqnr_db([own]),
+        own_bias=None if own.non_finite else metrics.bias_share([own]),
+        offset_steps=None if steps is None else steps.measure_offset(step),
+        channel_steps=None if steps is None else steps.measure_channels(step),
+        non_finite=found.non_finite,
+    )
 
 
 class _Seen(msgspec.Struct, kw_only=True):
-    """What the samples showed: the float tensors that both models compute, and how far these lie apart."""
+    """What the samples showed: the float tensors that both models compute, and how far these lie apart.
+
+    `reach` holds for each the largest value that it or what it reads has, `size` the largest RMS of what it reads.
+    """
 
     matched: tuple[MatchedTensor, ...]
     regions: dict[str, Region] = {}
-    sums: dict[str, _Sums] = {}
+    errors: dict[str, LayerErrors] = {}
+    reach: dict[str, float] = {}
+    size: dict[str, float] = {}
 
 
 def compare_layers(a: Model, b: Model, samples: Samples) -> tuple[LayerReport, ...]:
@@ -196,11 +225,9 @@ def compare_layers(a: Model, b: Model, samples: Samples) -> tuple[LayerReport, .
     graphs = view_model(protos[0], a.path.parent), view_model(protos[1], b.path.parent)
     grids = find_grids(b)
     seen = _run_samples((a, b), graphs, samples, (grids, read_scaling(protos[1])))
-    if not seen.sums:
+    if not seen.errors:
         raise ModelError(f"'{b.path}' and '{a.path}' have no layer in common", hint="compare models of one origin")
-    return tuple(
-        _report(item, seen.sums[item.tensor], seen.regions[item.tensor], grids, graphs[1]) for item in seen.matched
-    )
+    return tuple(_report(item, seen, grids, graphs[1]) for item in seen.matched)
 
 
 def find_first_bad(layers: Sequence[LayerReport]) -> LayerReport | None:
@@ -269,7 +296,7 @@ def _run_samples(
                 models, seen.matched, (wanted, found), seen.regions, (follow_moves(grids, graphs[1]), scaling)
             )
         reference, own = isolated.run(sample, wanted, found)
-        _add_results(seen.sums, seen.matched, seen.regions, grids, (wanted, found, reference, own))
+        _add_results(seen, grids, (wanted, found, reference, own))
 
     # A call each: the tensors of a sample are gone before those of the next are computed.
     for sample in samples:
@@ -278,38 +305,37 @@ def _run_samples(
 
 
 def _add_results(
-    sums: dict[str, _Sums],
-    matched: Sequence[MatchedTensor],
-    regions: Mapping[str, Region],
-    grids: Mapping[str, Grid | None],
-    values: tuple[Tensors, Tensors, Tensors, Tensors],
+    seen: _Seen, grids: Mapping[str, Grid | None], values: tuple[Tensors, Tensors, Tensors, Tensors]
 ) -> None:
     """Adds what one sample says of every layer: the values of A, those of B, and what each makes of A's."""
     wanted, found, reference, own = values
-    sizes = {item.tensor: measure_size(wanted[item.in_a]) for item in matched}
-    for item in matched:
-        known, size = sums.setdefault(item.tensor, _Sums()), sizes[item.tensor]
-        reads = [sizes[name] for name in regions[item.tensor].reads]
-        known.reach = max(known.reach, *(each.largest for each in (size, *reads)))
-        known.size = max(known.size, *(each.rms for each in reads), 0.0)
-        copies = [_widen(own[name]) for name in sorted(item.copies_in_b)]
+    sizes = {item.tensor: measure_size(wanted[item.in_a]) for item in seen.matched}
+    for item in seen.matched:
+        name, size = item.tensor, sizes[item.tensor]
+        reads = [sizes[each] for each in seen.regions[name].reads]
+        seen.reach[name] = max(seen.reach.get(name, 0.0), *(each.largest for each in (size, *reads)))
+        seen.size[name] = max(seen.size.get(name, 0.0), *(each.rms for each in reads), 0.0)
+        copies = [_widen(own[each]) for each in sorted(item.copies_in_b)]
         # Widened once: each of the sums is taken in float64.
         exact, same = _widen(wanted[item.in_a]), reference[item.in_a] is wanted[item.in_a]
-        accumulated = metrics.sum_errors(*settle_infinities(exact, _widen(found[item.in_b]), size))
-        known.found = accumulated if known.found is None else metrics.add_sums(known.found, accumulated)
         given = (exact, size) if same else (_widen(reference[item.in_a]), None)
-        _add_own(known, given, copies, grids.get(item.raw_b))
+        worst, steps = _measure_own(given, copies, grids.get(item.raw_b))
+        errors = LayerErrors(
+            found=metrics.sum_errors(*align_infinities(exact, _widen(found[item.in_b]), size)), own=worst, steps=steps
+        )
+        before = seen.errors.get(name)
+        seen.errors[name] = errors if before is None else before.add(errors)
 
 
-def _add_own(known: _Sums, given: tuple[Array, Size | None], own: Sequence[Array], grid: Grid | None) -> None:
-    """Adds a layer's own results of one sample; where several nodes round it, the worst counts."""
+def _measure_own(
+    given: tuple[Array, Size | None], own: Sequence[Array], grid: Grid | None
+) -> tuple[ErrorSums, StepErrors | None]:
+    """Returns the errors of a layer's own results in one sample; where several nodes round it, the worst counts."""
     wanted, size = given
-    pairs = [settle_infinities(wanted, value, size) for value in own]
-    measured = [metrics.sum_errors(*pair) for pair in pairs]
-    worst = max(range(len(own)), key=lambda place: (measured[place].non_finite, measured[place].error_energy))
-    known.own = measured[worst] if known.own is None else metrics.add_sums(known.own, measured[worst])
-    if not measured[worst].non_finite:
-        known.steps = add_steps(known.steps, measure_steps(grid, *pairs[worst]))
+    pairs = [align_infinities(wanted, value, size) for value in own]
+    measured = [(metrics.sum_errors(*pair), pair) for pair in pairs]
+    worst, pair = max(measured, key=lambda one: (one[0].non_finite, one[0].error_energy))
+    return worst, None if worst.non_finite else measure_steps(grid, *pair)
 
 
 def _widen(value: Array) -> Array:
@@ -347,34 +373,21 @@ def _measure_noise(graph: Graph, region: Region) -> float:
     return math.hypot(*noises)
 
 
-def _report(
-    item: MatchedTensor, sums: _Sums, region: Region, grids: Mapping[str, Grid | None], graph: Graph
-) -> LayerReport:
-    found, own, moved, grid = sums.found, sums.own, sums.steps, grids.get(item.raw_b)
-    is_whole = own is not None and not own.non_finite
-    layer = LayerReport(
-        name=item.layer,
-        op=item.op,
-        tensor=item.tensor,
-        sqnr_db=None if found is None or found.non_finite else metrics.sqnr_db([found]),
-        max_abs=None if found is None or found.non_finite else found.max_abs,
-        own_sqnr_db=metrics.sqnr_db([own]) if own is not None and is_whole else None,
-        own_bias=metrics.bias_share([own]) if own is not None and is_whole else None,
+def _report(item: MatchedTensor, seen: _Seen, grids: Mapping[str, Grid | None], graph: Graph) -> LayerReport:
+    region, errors, reach = seen.regions[item.tensor], seen.errors[item.tensor], seen.reach[item.tensor]
+    grid, moved = grids.get(item.raw_b), errors.steps
+    is_unknown = grid is None and item.raw_b in grids
+    step = 0.0 if moved is None or is_unknown else moved.find_step(grid, ROUNDING[region.arithmetic] * reach)
+    layer = report_layer(item.layer, item.op, item.tensor, errors, step)
+    is_stepped = moved is not None and layer.offset_steps is not None
+    noise = _measure_noise(graph, region) * seen.size[item.tensor] if is_stepped else 0.0
+    return msgspec.structs.replace(
+        layer,
         arithmetic=region.arithmetic,
         roundings=region.roundings,
         jumps=region.jumps,
-        overflows=region.arithmetic == "half" and sums.reach > HALF_MAX,
-        non_finite=0 if found is None else found.non_finite,
-    )
-    is_untold = grid is None and item.raw_b in grids
-    step = 0.0 if moved is None or is_untold else moved.find_step(grid, ROUNDING[region.arithmetic] * sums.reach)
-    if moved is None or not is_whole or step <= 0.0:
-        return layer
-    return msgspec.structs.replace(
-        layer,
-        offset_steps=moved.measure_offset(step),
-        channel_steps=moved.measure_channels(step),
-        rounding_steps=moved.expect_rounding(step, _measure_noise(graph, region) * sums.size),
+        overflows=region.arithmetic == "half" and reach > HALF_MAX,
+        rounding_steps=moved.expect_rounding(step, noise) if moved is not None and is_stepped else None,
     )
 
 

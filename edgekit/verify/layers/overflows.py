@@ -69,10 +69,10 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
     is_plain: bool
 
 
-def settle_infinities(wanted: Array, got: Array, size: Size | None = None) -> tuple[Array, Array]:
-    """Returns both with zeros where neither is a number and they agree, and where both are a mask.
+def align_infinities(wanted: Array, got: Array, size: Size | None = None) -> tuple[Array, Array]:
+    """Returns both with zeros where they agree in what is not finite, and where both hold the value of a mask.
 
-    What is left is not finite by mistake. `size` is that of `wanted`, where it is known.
+    What is not finite after that is an error. `size` is that of `wanted`, where it is known.
     """
     is_plain = _is_plain(wanted, _MASK) if size is None else size.is_plain
     if is_plain and _is_plain(got, -HALF_MAX):
@@ -204,7 +204,7 @@ def _measure(search: _Search, begin: int, end: int) -> float:
         found = session.run(sample)
         for name, value in wanted.items():
             if value.dtype.kind == "f":
-                errors.setdefault(name, []).append(measure_errors(*settle_infinities(value, found[name])))
+                errors.setdefault(name, []).append(measure_errors(*align_infinities(value, found[name])))
     if any(error.non_finite for each in errors.values() for error in each):
         return -math.inf
     return min(map(sqnr_db, errors.values()), default=math.inf)

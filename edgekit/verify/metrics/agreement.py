@@ -29,7 +29,7 @@ from edgekit.errors import EdgekitError
 from edgekit.model.outputs import MeasuredKind, Reading
 from edgekit.model.tensors import Array, Tensors, is_numeric
 from edgekit.quantize.accuracy.output_kinds import read_decisions
-from edgekit.verify.metrics.intervals import bootstrap_share
+from edgekit.verify.metrics.intervals import bootstrap_share, span_95
 
 _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Of = Literal["classes", "places", "steps", "letters", "labels", "neighbours", "variance", "energy", "detections"]
@@ -223,9 +223,8 @@ def _share_neighbours(gallery: Array, queries: Array) -> Agreement:
     wanted, found = np.asarray(gallery @ gallery.T), np.asarray(gallery @ queries.T)
     rng, count = np.random.default_rng(0), len(gallery)
     draws = [_correlate(wanted, found, rng.integers(0, count, count)) for _ in range(_PAIR_DRAWS)]
-    low, high = np.percentile(draws, [2.5, 97.5])
     share = _correlate(wanted, found, np.arange(count))
-    return Agreement(of="neighbours", share=share, interval=(float(low), float(high)), samples=count)
+    return Agreement(of="neighbours", share=share, interval=span_95(draws), samples=count)
 
 
 def _share_own(gallery: Array, queries: Array) -> Agreement:

@@ -19,7 +19,7 @@ from edgekit.verify.metrics import tensor_metrics as metrics
 from edgekit.verify.metrics.agreement import Agreement, measure_agreement
 from edgekit.verify.metrics.intervals import bootstrap_share, bootstrap_sqnr
 from edgekit.verify.metrics.outputs import Answers, OutputReport, count_changes, find_answers
-from edgekit.verify.metrics.tensor_metrics import SampleErrors, mean_iou
+from edgekit.verify.metrics.tensor_metrics import SampleErrors
 
 _BLOCK_BYTES, _BLOCK_SAMPLES = 1 << 18, 256
 """Small samples are measured many at once, because a call of numpy costs more than their sums; large ones singly, so
@@ -202,9 +202,9 @@ def _agree_in_shape(rows: Sequence[_Measured]) -> float | None:
 
 
 def _match_all(facts: OutputReport, errors: Sequence[SampleErrors]) -> OutputReport:
-    return msgspec.structs.replace(
-        facts, exact_match=metrics.match_share(errors), iou=mean_iou([sample.masks for sample in errors])
-    )
+    masks = [sample.masks for sample in errors if sample.masks is not None]
+    iou = metrics.mean_iou(np.sum(masks, axis=0)) if masks else None
+    return msgspec.structs.replace(facts, exact_match=metrics.match_share(errors), iou=iou)
 
 
 def _measure_all(facts: OutputReport, errors: Sequence[SampleErrors]) -> OutputReport:
@@ -256,11 +256,12 @@ def find_listed(bundle: Bundle) -> DetectionList | None:
     return found if found is not None and found.columns == bundle.manifest.listed else None
 
 
-def describe_unlisted(bundle: Bundle) -> Iterator[str]:
-    """Yields what fails a bundle that states a list which its own golden samples do not show: no gate is lost by it."""
-    if bundle.manifest.listed and find_listed(bundle) is None:
-        names = ", ".join(sorted(bundle.manifest.listed.outputs))
-        yield f"the manifest says that {names} list detections, which the float model's outputs do not: build it again"
+def describe_unlisted(bundle: Bundle) -> str | None:
+    """Returns what fails a bundle that states a list of detections which its golden samples do not show, else None."""
+    if not bundle.manifest.listed or find_listed(bundle) is not None:
+        return None
+    names = ", ".join(sorted(bundle.manifest.listed.outputs))
+    return f"the manifest says that {names} list detections, which the float model's outputs do not: build it again"
 
 
 def describe_lists(outputs: Sequence[OutputReport]) -> Iterator[str]:

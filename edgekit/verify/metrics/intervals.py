@@ -23,27 +23,30 @@ def bootstrap_sqnr(samples: Sequence[SampleErrors]) -> tuple[float, float] | Non
     """
     if len(samples) < 2:
         return None
-    signal = np.array([sample.reference_energy for sample in samples])
-    noise = np.array([sample.error_energy for sample in samples])
-    rounds = min(_RESAMPLES, 100 + 200_000 // len(samples))
-    drawn = np.random.default_rng(0).integers(0, len(samples), (rounds, len(samples)))
+    signal, noise = _draw_sums(np.array([(one.reference_energy, one.error_energy) for one in samples])).T
     # Draws without noise are infinitely good, draws of zeros are no number: both become the limit.
     with np.errstate(divide="ignore", invalid="ignore"):
-        values = 10.0 * np.log10(signal[drawn].sum(axis=1) / noise[drawn].sum(axis=1))
-    values = np.nan_to_num(values, nan=DB_LIMIT, posinf=DB_LIMIT, neginf=-DB_LIMIT).clip(-DB_LIMIT, DB_LIMIT)
-    low, high = np.percentile(values, [2.5, 97.5])
-    return float(low), float(high)
+        values = 10.0 * np.log10(signal / noise)
+    return span_95(np.nan_to_num(values, nan=DB_LIMIT, posinf=DB_LIMIT, neginf=-DB_LIMIT).clip(-DB_LIMIT, DB_LIMIT))
 
 
 def bootstrap_share(parts: npt.NDArray[Any]) -> tuple[float, tuple[float, float] | None]:
     """Returns the share that the first of two columns has of the second, over all rows, and its interval as above."""
-    share = _divide(parts.sum(axis=0))
-    if len(parts) < 2:
-        return float(share), None
-    rounds = min(_RESAMPLES, 100 + 200_000 // len(parts))
-    drawn = np.random.default_rng(0).integers(0, len(parts), (rounds, len(parts)))
-    low, high = np.percentile(_divide(parts[drawn].sum(axis=1)), [2.5, 97.5])
-    return float(share), (float(low), float(high))
+    share = float(_divide(parts.sum(axis=0)))
+    return share, None if len(parts) < 2 else span_95(_divide(_draw_sums(parts)))
+
+
+def _draw_sums(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Returns the sums over as many rows as there are, drawn with replacement again and again."""
+    rounds = min(_RESAMPLES, 100 + 200_000 // len(rows))
+    drawn = np.random.default_rng(0).integers(0, len(rows), (rounds, len(rows)))
+    return np.asarray(rows[drawn].sum(axis=1))
+
+
+def span_95(values: Sequence[float] | npt.NDArray[Any]) -> tuple[float, float]:
+    """Returns the percentiles between which 95 % of the draws of a bootstrap lie."""
+    low, high = np.percentile(values, [2.5, 97.5])
+    return float(low), float(high)
 
 
 def _divide(parts: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -134,8 +137,4 @@ def bootstrap_pairs(
         differences.append(now - before)
         if before > 0.0:
             shares.append(now / before)
-    low, high = np.percentile(differences, [2.5, 97.5])
-    if len(shares) < rounds:
-        return (float(low), float(high)), None
-    least, most = np.percentile(shares, [2.5, 97.5])
-    return (float(low), float(high)), (float(least), float(most))
+    return span_95(differences), span_95(shares) if len(shares) == rounds else None

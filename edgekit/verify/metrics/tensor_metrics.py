@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,11 +21,10 @@ _LEAST_PROBABILITY = 1e-12
 # Ranks of more values cost a sort each sample and say no more: no classifier has as many classes.
 _MAX_RANKED = 100_000
 # Masks are images of 8 bits (PASCAL VOC, Cityscapes); wider integers are indices.
-_MAX_CLASSES = 256
+MAX_CLASSES = 256
 
 Floats = npt.NDArray[np.float64]
-ClassCount = tuple[int, int, int]
-"""A class of a mask, how many positions both sides give it, and how many at least one does."""
+Counts = npt.NDArray[np.int64]
 
 
 def kl_divergences(reference: Floats, got: Floats, shape: tuple[int, ...]) -> list[float | None]:
@@ -71,39 +71,38 @@ def rank_correlations(reference: Floats, got: Floats) -> list[float | None]:
     return [None if size == 0.0 else max(-1.0, min(1.0, dot / size)) for dot, size in pairs]
 
 
-def count_masks(reference: Array, got: Array) -> tuple[ClassCount, ...]:
-    """Returns, for each class of a mask, the sizes of intersection and union; nothing where the output is no mask.
+def count_masks(reference: Array, got: Array) -> Counts | None:
+    """Returns intersection and union of each class of a mask, None where the output is no mask.
 
     A mask is of booleans, whose one class is True, or of integers with two axes that count and at most 256 classes.
     """
     if reference.dtype.kind == "b":
-        both, either = np.count_nonzero(reference & got), np.count_nonzero(reference | got)
-        return ((1, int(both), int(either)),) if reference.size > 1 else ()
+        counts = count_classes(reference, got)
+        counts[0] = 0
+        return counts if reference.size > 1 else None
     if reference.dtype.kind not in "iu" or sum(dim > 1 for dim in reference.shape) < 2:
-        return ()
-    if min(reference.min(), got.min()) < 0 or max(reference.max(), got.max()) >= _MAX_CLASSES:
-        return ()
-    wanted, found = reference.astype(np.int64).reshape(-1), got.astype(np.int64).reshape(-1)
-    sizes = np.bincount(wanted, minlength=_MAX_CLASSES) + np.bincount(found, minlength=_MAX_CLASSES)
-    both_sizes = np.bincount(wanted[wanted == found], minlength=_MAX_CLASSES)
-    return tuple(
-        (int(name), int(both_sizes[name]), int(sizes[name] - both_sizes[name])) for name in np.flatnonzero(sizes)
-    )
+        return None
+    if min(reference.min(), got.min()) < 0 or max(reference.max(), got.max()) >= MAX_CLASSES:
+        return None
+    return count_classes(reference, got)
 
 
-def mean_iou(samples: Sequence[tuple[ClassCount, ...]]) -> float | None:
+def count_classes(reference: Array, got: Array) -> Counts:
+    """Returns how many positions both sides give to a class, and how many at least one does: an array [256, 2]."""
+    wanted, found = (side.astype(np.int64).reshape(-1) for side in (reference, got))
+    both = np.bincount(wanted[wanted == found], minlength=MAX_CLASSES)
+    sizes = np.bincount(wanted, minlength=MAX_CLASSES) + np.bincount(found, minlength=MAX_CLASSES)
+    return np.stack([both, sizes - both], axis=1)
+
+
+def mean_iou(counts: npt.NDArray[Any]) -> float | None:
     """Returns the mean over classes of intersection / union (Jaccard 1912), each summed over all samples.
 
     As in the PASCAL VOC segmentation challenge (Everingham et al. 2010), but over the classes that occur on either
     side. None where no class occurs: two masks that are empty have nothing in common and nothing apart.
     """
-    sums: dict[int, tuple[int, int]] = {}
-    for sample in samples:
-        for name, both, either in sample:
-            before = sums.get(name, (0, 0))
-            sums[name] = (before[0] + both, before[1] + either)
-    shares = [both / either for both, either in sums.values() if either]
-    return sum(shares) / len(shares) if shares else None
+    both, either = counts[counts[:, 1] > 0].T
+    return float((both / either).mean()) if either.size else None
 
 
 def _rank(rows: Floats) -> Floats:
@@ -180,7 +179,7 @@ class SampleErrors(ErrorSums, frozen=True, kw_only=True):
     `reference_non_finite` values of the reference that are NaN or infinite. `position` is the flat index of the largest
     error, of the first label that differs, or of the first value that is not finite. `top1` and `top5` say whether the
     classes agree and `rank` correlates their order, None for an output that ranks no classes; `kl` is None for one that
-    is no distribution. `masks` counts the classes of a mask.
+    is no distribution. `masks` counts the classes of a mask, as `count_classes` does.
     """
 
     numeric: bool
@@ -197,18 +196,14 @@ class SampleErrors(ErrorSums, frozen=True, kw_only=True):
     top5: bool | None = None
     rank: float | None = None
     kl: float | None = None
-    masks: tuple[ClassCount, ...] = ()
-
-
-def measure_sample(reference: Array, got: Array) -> SampleErrors:
-    """Returns the sums of one sample as `measure_errors`, and what an output that ranks classes or chances says."""
-    if reference.shape != got.shape:
-        return measure_errors(reference, got)
-    return measure_samples(reference[np.newaxis], got[np.newaxis])[0]
+    masks: Counts | None = None
 
 
 def measure_samples(references: Array, gots: Array) -> list[SampleErrors]:
-    """Returns what `measure_sample` does for each of several samples of one shape and type, laid along a first axis."""
+    """Returns the sums of several samples of one shape and type, laid along a first axis, and what their outputs say.
+
+    What they say are ranks of classes and chances; the sums are those of `measure_errors`.
+    """
     shape = references.shape[1:]
     if not is_numeric(references):
         return [_match_sample(*pair) for pair in zip(references, gots, strict=True)]
@@ -331,7 +326,7 @@ def _match_sample(reference: Array, got: Array) -> SampleErrors:
         matches=int(np.count_nonzero(same)),
         non_finite=0,
         position=int(same.argmin()) if same.size else 0,
-        masks=count_masks(reference, got) if same.size else (),
+        masks=count_masks(reference, got) if same.size else None,
     )
 
 
@@ -355,23 +350,6 @@ def agree_at(reference: Floats, got: Floats, k: int) -> list[bool]:
     best = np.take_along_axis(reference, got.argmax(axis=1)[:, np.newaxis], axis=1)
     above: list[int] = np.count_nonzero(reference > best, axis=1).tolist()
     return [count < k for count in above]
-
-
-def distance_energy(first: Array, second: Array) -> float:
-    """Returns the sum of squared differences of two numeric arrays, infinity where they cannot be compared."""
-    if first.shape != second.shape or first.dtype != second.dtype:
-        return math.inf
-    return distance_energies(first[np.newaxis], second[np.newaxis])[0]
-
-
-def distance_energies(first: Array, second: Array) -> list[float]:
-    """Returns `distance_energy` of each of several samples of one shape and type, laid along a first axis."""
-    if not is_numeric(first):
-        return [math.inf] * len(first)
-    with np.errstate(over="ignore", invalid="ignore"):
-        error = _as_rows(first) - _as_rows(second)
-        energies = np.einsum("ij,ij->i", error, error)
-    return [energy if math.isfinite(energy) else math.inf for energy in energies.tolist()]
 
 
 def mean_abs(samples: Sequence[SampleErrors]) -> float:
