@@ -188,7 +188,7 @@ def compare_benches(before: BenchReport, now: BenchReport) -> Iterator[Slowdown]
         yield Slowdown(device=device, way=way, before_ms=other.median_ms, now_ms=run.median_ms, apart=apart)
 
 
-def hold_against_last(report: BenchReport, path: Path, max_slowdown: float | None) -> BenchReport:
+def compare_with_last(report: BenchReport, path: Path, max_slowdown: float | None) -> BenchReport:
     """Returns a report with what became of its times since the last one in a history.
 
     Beyond `max_slowdown` times the earlier median, with intervals apart, it is a regression. What is recorded at

@@ -11,7 +11,7 @@ import msgspec
 from edgekit._files import write_file
 from edgekit.bench.bench import bench_on
 from edgekit.bench.blocks import Effort
-from edgekit.bench.history import hold_against_last, record_bench
+from edgekit.bench.history import compare_with_last, record_bench
 from edgekit.bench.report import BenchReport
 from edgekit.cli import options
 from edgekit.cli.declare import Argument, Option, as_command, number
@@ -147,7 +147,7 @@ def _keep(report: BenchReport, history: Path | None, max_slowdown: float | None)
     """Returns the report beside the last one of a history, to which it is added."""
     if history is None:
         return report
-    held = hold_against_last(report, history, max_slowdown)
+    held = compare_with_last(report, history, max_slowdown)
     record_bench(history, report)
     return held
 

@@ -12,7 +12,7 @@ from edgekit.cli.main import NO, YES
 from edgekit.cli.screen import print_table, show_json, show_line, show_remarks, showing_progress
 from edgekit.cli.subjects import Devices, ModelOpening, Threads
 from edgekit.errors import UsageError
-from edgekit.profile.measure import Watching
+from edgekit.profile.measure import ProfileOptions
 from edgekit.profile.profile import encode_chrome, profile_on
 from edgekit.profile.report import ProfileReport
 from edgekit.report import timing as text
@@ -56,7 +56,7 @@ def command(
     options.require_places((trace, html), (subject, against))
     if no_roofline and probe_again:
         raise UsageError("--probe-again measures what --no-roofline leaves out", hint="give one of them")
-    watching = Watching(
+    asked = ProfileOptions(
         runs=runs,
         seconds=seconds,
         threads=threads,
@@ -65,7 +65,7 @@ def command(
         raw=trace is not None,
     )
     with showing_progress(volume) as progress:
-        found = profile_on(subject, choice, watching, opening, against=against, progress=progress)
+        found = profile_on(subject, choice, asked, opening, against=against, progress=progress)
     if trace is not None:
         write_file(trace, encode_chrome(found.profiled))
         for number, one in enumerate(found.profiled):

@@ -1,4 +1,4 @@
-"""Why one session is slower than another that computes the same: kernels of equal values are paired, then compared."""
+"""Why one session is slower than another of the same model: kernels that compute the same value are compared."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -9,14 +9,14 @@ from edgekit.profile.report import DISTURBED, Cause, DeviceProfile, Kind, LayerP
 from edgekit.verify.layers.matching import match_tensors, sort_nodes
 
 
-class Side(msgspec.Struct, frozen=True, kw_only=True):
+class SessionKernels(msgspec.Struct, frozen=True, kw_only=True):
     """The kernels of a session and the graph that it was made of."""
 
     nodes: tuple[NodeTime, ...]
     graph: Graph
 
 
-def pair_layers(a: Side, b: Side) -> tuple[LayerPair, ...]:
+def pair_layers(a: SessionKernels, b: SessionKernels) -> tuple[LayerPair, ...]:
     """Returns the values that both sessions compute, in the order of computation, with the kernels that lead to each.
 
     A kernel counts for the first matched value behind it. Fusion ends at different values on the two sides, so that
@@ -24,8 +24,10 @@ def pair_layers(a: Side, b: Side) -> tuple[LayerPair, ...]:
     """
     matched = match_tensors(a.graph, b.graph)
     keys = [item.tensor for item in matched]
-    of_a = _spend(a, {name: item.tensor for item in matched for name in (item.tensor, item.in_a)})
-    of_b = _spend(b, {name: item.tensor for item in matched for name in (item.raw_b, item.in_b, *item.copies_in_b)})
+    of_a = _assign_kernels(a, {name: item.tensor for item in matched for name in (item.tensor, item.in_a)})
+    of_b = _assign_kernels(
+        b, {name: item.tensor for item in matched for name in (item.raw_b, item.in_b, *item.copies_in_b)}
+    )
     return tuple(_join(keys, of_a, of_b))
 
 
@@ -64,9 +66,9 @@ def _make_pair(tensor: str, first: Sequence[NodeTime], second: Sequence[NodeTime
     )
 
 
-def _spend(side: Side, ends: Mapping[str, str]) -> dict[str, list[NodeTime]]:
-    """Returns the kernels of each matched value; "" has those behind which no matched value lies."""
-    owners = _own(side.graph, ends)
+def _assign_kernels(side: SessionKernels, ends: Mapping[str, str]) -> dict[str, list[NodeTime]]:
+    """Returns the kernels that lead to each matched value; those after the last one stand under ""."""
+    owners = _find_owners(side.graph, ends)
     spent: dict[str, list[NodeTime]] = {}
     waiting: list[NodeTime] = []
     key = ""
@@ -81,7 +83,7 @@ def _spend(side: Side, ends: Mapping[str, str]) -> dict[str, list[NodeTime]]:
     return spent
 
 
-def _own(graph: Graph, ends: Mapping[str, str]) -> dict[str, str]:
+def _find_owners(graph: Graph, ends: Mapping[str, str]) -> dict[str, str]:
     """Returns for each node the matched value that it computes, or the first one behind it."""
     owners: dict[str, str] = {}
     for node in reversed(sort_nodes(graph)):
@@ -107,7 +109,7 @@ _WAYS: dict[Kind, str] = {
 }
 
 
-class Contest(msgspec.Struct, frozen=True, kw_only=True):
+class SlowAndFast(msgspec.Struct, frozen=True, kw_only=True):
     """The slower and the faster session, with their profiles, and the layers of both: times (slow, fast)."""
 
     slow: DeviceProfile
@@ -116,29 +118,29 @@ class Contest(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[tuple[LayerPair, float, float], ...] = ()
 
 
-def make_contest(
+def order_by_speed(
     slow: DeviceProfile, fast: DeviceProfile, graph: Graph | None, pairs: Iterable[LayerPair], *, slow_is_a: bool
-) -> Contest:
+) -> SlowAndFast:
     """Returns the two sides of a comparison as the slower, whose graph it is, and the faster."""
     layers = tuple((pair, *((pair.a_ms, pair.b_ms) if slow_is_a else (pair.b_ms, pair.a_ms))) for pair in pairs)
-    return Contest(slow=slow, fast=fast, graph=graph, layers=layers)
+    return SlowAndFast(slow=slow, fast=fast, graph=graph, layers=layers)
 
 
-def find_causes(contest: Contest) -> tuple[Cause, ...]:
+def find_causes(sides: SlowAndFast) -> tuple[Cause, ...]:
     """Returns why the slower session is slower, the largest part first; reasons may overlap.
 
     A reason whose part is below 2 % of a run is left out.
     """
-    least = _WORTH * contest.slow.run_ms
+    least = _WORTH * sides.slow.run_ms
     finders = (_extra_work, _float_islands, _slow_integers, _one_thread, _between, _layers)
-    found = [cause for finder in finders for cause in finder(contest) if cause.milliseconds >= least]
+    found = [cause for finder in finders for cause in finder(sides) if cause.milliseconds >= least]
     return tuple(sorted(found, key=lambda cause: -cause.milliseconds))
 
 
-def _extra_work(contest: Contest) -> Iterator[Cause]:
-    """Yields what the slower one does more of that no formula asks for."""
-    other = {one.kind: one.self_ms for one in contest.fast.unasked}
-    for one in contest.slow.unasked:
+def _extra_work(sides: SlowAndFast) -> Iterator[Cause]:
+    """Yields conversions and copies that cost the slower session more: they are no part of the model's formulas."""
+    other = {one.kind: one.self_ms for one in sides.fast.unasked}
+    for one in sides.slow.unasked:
         before = other.get(one.kind, 0.0)
         inserted = f", {one.inserted} of them put in by ONNX Runtime" if one.inserted else ""
         yield Cause(
@@ -146,16 +148,16 @@ def _extra_work(contest: Contest) -> Iterator[Cause]:
             message=f"{one.kind} take {one.self_ms:.3g} ms in {one.nodes} kernels{inserted}, against {before:.3g} ms",
             milliseconds=one.self_ms - before,
             advice=_WAYS.get(one.kind, ""),
-            nodes=_name(node for node in contest.slow.nodes if node.kind == one.kind),
+            nodes=_name(node for node in sides.slow.nodes if node.kind == one.kind),
         )
 
 
-def _float_islands(contest: Contest) -> Iterator[Cause]:
+def _float_islands(sides: SlowAndFast) -> Iterator[Cause]:
     """Yields the kernels of a quantized graph that compute in float between DQ and Q nodes."""
-    graph = contest.graph
+    graph = sides.graph
     if graph is None:
         return
-    islands = find_islands(contest.slow.nodes, graph)
+    islands = find_islands(sides.slow.nodes, graph)
     whole = sum(node.self_ms for node in islands)
     if not islands:
         return
@@ -184,12 +186,12 @@ def find_islands(nodes: Iterable[NodeTime], graph: Graph) -> tuple[NodeTime, ...
     return tuple(found)
 
 
-def _slow_integers(contest: Contest) -> Iterator[Cause]:
+def _slow_integers(sides: SlowAndFast) -> Iterator[Cause]:
     """Yields the machine's own lack of fast integers, and the layers that are slower in them."""
-    integers = [node for node in contest.slow.nodes if node.integers and node.macs]
-    if not integers or any(node.integers and node.macs for node in contest.fast.nodes):
+    integers = [node for node in sides.slow.nodes if node.integers and node.macs]
+    if not integers or any(node.integers and node.macs for node in sides.fast.nodes):
         return
-    roof = contest.slow.roof
+    roof = sides.slow.roof
     if roof is not None and roof.integer_gmacs < _FASTER * roof.float_gmacs:
         yield Cause(
             id="no-fast-integers",
@@ -204,7 +206,7 @@ def _slow_integers(contest: Contest) -> Iterator[Cause]:
     ops = {node.op for node in integers}
     worse = [
         (pair, slow, fast)
-        for pair, slow, fast in contest.layers
+        for pair, slow, fast in sides.layers
         if fast > 0 and slow > fast and ops & {*pair.a_ops, *pair.b_ops}
     ]
     if worse:
@@ -221,12 +223,12 @@ def _slow_integers(contest: Contest) -> Iterator[Cause]:
         )
 
 
-def _one_thread(contest: Contest) -> Iterator[Cause]:
+def _one_thread(sides: SlowAndFast) -> Iterator[Cause]:
     """Yields the kernels that keep to one thread, where the others have several."""
-    if contest.slow.threads == 1 or not any(node.spread for node in contest.slow.nodes):
+    if sides.slow.threads == 1 or not any(node.spread for node in sides.slow.nodes):
         return
-    alone = [node for node in contest.slow.nodes if not node.spread]
-    before = sum(node.self_ms for node in contest.fast.nodes if not node.spread)
+    alone = [node for node in sides.slow.nodes if not node.spread]
+    before = sum(node.self_ms for node in sides.fast.nodes if not node.spread)
     whole = sum(node.self_ms for node in alone)
     yield Cause(
         id="one-thread",
@@ -236,9 +238,9 @@ def _one_thread(contest: Contest) -> Iterator[Cause]:
     )
 
 
-def _between(contest: Contest) -> Iterator[Cause]:
+def _between(sides: SlowAndFast) -> Iterator[Cause]:
     """Yields the time that passes between kernels, where it is not the profiler's own: it grows with their number."""
-    slow, fast = contest.slow, contest.fast
+    slow, fast = sides.slow, sides.fast
     if any(one.overhead is None or one.overhead.value > DISTURBED for one in (slow, fast)):
         return
     gap = (slow.run_ms - slow.nodes_ms) - (fast.run_ms - fast.nodes_ms)
@@ -250,9 +252,9 @@ def _between(contest: Contest) -> Iterator[Cause]:
     )
 
 
-def _layers(contest: Contest) -> Iterator[Cause]:
+def _layers(sides: SlowAndFast) -> Iterator[Cause]:
     """Yields the layer that is slowest beside the other side's, where nothing above explains it."""
-    worse = sorted(contest.layers, key=lambda one: one[2] - one[1])
+    worse = sorted(sides.layers, key=lambda one: one[2] - one[1])
     for pair, slow, fast in worse[:3]:
         ops = " and ".join(" ".join(side) or "nothing" for side in (pair.a_ops, pair.b_ops))
         yield Cause(

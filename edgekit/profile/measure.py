@@ -35,9 +35,9 @@ from edgekit.prepare.fix import FIXES, apply_rewrites
 from edgekit.profile.events import Execution, Trace, read_trace
 from edgekit.profile.nodes import (
     Source,
+    add_roof_shares,
     choose_runs,
     find_source,
-    hold_against,
     list_nodes,
     list_operators,
     list_sources,
@@ -121,7 +121,7 @@ _MOST_BYTES = 1 << 26
 _EVENT = re.compile(r"(?P<name>.*?):?\s?OpId_(?P<number>\d{1,9}) \(cycles\)")
 
 Cycles = Mapping[str, int]
-"""What each operation of a run took, by its name, in the order in which they stand."""
+"""The cycles of each operation of a run, by its name, in the order of the file."""
 
 
 class _Header(msgspec.Struct, frozen=True):
@@ -202,12 +202,12 @@ _SECONDS = 10.0
 _LONGEST_S = 3600.0
 
 
-class Watching(msgspec.Struct, frozen=True, kw_only=True):
+class ProfileOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How much to run: `runs` in each round, else as many as fit into the time; `threads` of 0 lets ORT choose.
 
-    What begins, begins within `seconds` (None: 10, or without end where the runs are counted): where a session takes
-    longer to start there are fewer rounds, at least the first one. Without `roofline` no probe is run; with
-    `probe_again` also where the machine was measured before. With `raw` the profiler's own file is kept.
+    No session starts after `seconds` (None: 10, or no limit where `runs` is given): where a session takes longer to
+    start there are fewer rounds, but always the first one. Without `roofline` no probe is run; with `probe_again` one
+    is run even if the machine was measured before. With `raw` the profiler's own file is kept.
     """
 
     runs: int | None = None
@@ -223,10 +223,11 @@ class Watching(msgspec.Struct, frozen=True, kw_only=True):
         return self.seconds or (_SECONDS if self.runs is None else math.inf)
 
 
-class Taken(msgspec.Struct, frozen=True, kw_only=True):
-    """What rounds on a device gave: the median times of both kinds of round, the traces, the last run, and NPU's.
+class _Rounds(msgspec.Struct, frozen=True, kw_only=True):
+    """What the rounds on a device gave: the median times without and with the profiler, the traces, and the last run.
 
-    `plain` and `bare` are runs without the profiler, and without an arena, where there was time for them.
+    `npu` holds the cycles that an NPU counted. `plain` is a run without the profiler and `bare` one without an arena,
+    where there was time for them.
     """
 
     rounds: tuple[tuple[float, float], ...]
@@ -250,7 +251,7 @@ class Profiled(msgspec.Struct, frozen=True, kw_only=True):
     raw: bytes = b""
 
 
-def profile_subject(subject: Subject, device: Device, watching: Watching, progress: Progress) -> Profiled:
+def profile_subject(subject: Subject, device: Device, options: ProfileOptions, progress: Progress) -> Profiled:
     """Returns where the time of a subject goes on a device; a device that fails is a finding."""
     progress(f"profile {subject.name} on {device.name}")
     empty = DeviceProfile(
@@ -258,14 +259,14 @@ def profile_subject(subject: Subject, device: Device, watching: Watching, progre
         device=device.name,
         evidence=device.evidence,
         provider=CPU_PROVIDER,
-        threads=watching.threads,
+        threads=options.threads,
     )
     try:
-        job = msgspec.structs.replace(subject.job_for(device), threads=watching.threads)
-        clock = _Clock(watching.limit_s)
-        taken = _take_rounds(device, job, watching, clock)
-        roof, lack = _find_roof(device, watching, clock, progress) if watching.roofline else (None, "")
-        found = _describe(msgspec.structs.replace(empty, provider=job.target.provider), job, taken, roof)
+        job = msgspec.structs.replace(subject.job_for(device), threads=options.threads)
+        clock = _Clock(options.limit_s)
+        measured = _take_rounds(device, job, options, clock)
+        roof, lack = _find_roof(device, options, clock, progress) if options.roofline else (None, "")
+        found = _describe(msgspec.structs.replace(empty, provider=job.target.provider), job, measured, roof)
         return _add_warning(found, lack) if lack else found
     except EdgekitError as error:
         return Profiled(profile=msgspec.structs.replace(empty, failure=error.message))
@@ -275,7 +276,7 @@ def profile_subject(subject: Subject, device: Device, watching: Watching, progre
 
 
 class _Clock:
-    """What is left of the seconds that were asked for."""
+    """Counts down the seconds that the user gave."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
@@ -285,18 +286,18 @@ class _Clock:
         return self._end - time.monotonic()
 
 
-def _take_rounds(device: Device, job: Job, watching: Watching, clock: _Clock) -> Taken:
+def _take_rounds(device: Device, job: Job, options: ProfileOptions, clock: _Clock) -> _Rounds:
     began = time.monotonic()
     with work_folder() as work:
         first = _run(device, msgspec.structs.replace(job, trace=True), 3, work, clock)
-        traces, npu, raw = [_read(device, first)], [*_read_cycles(first)], _read_raw(first, watching)
+        traces, npu, raw = [_read(device, first)], [*_read_cycles(first)], _read_raw(first, options)
     guess_ms = max(1e-3, median(first.latency_ms[1:] or first.latency_ms))
     # A session is started for each half of a round: what that takes beside its runs counts, too.
     start_s = max(0.0, time.monotonic() - began - sum(first.latency_ms) / 1e3)
     count = int(max(0.0, min(ROUNDS, clock.left_s / (2 * (start_s + 3 * guess_ms / 1e3)))))
     each_s = min(_SECONDS, clock.left_s / max(1, 2 * count) - start_s)
     events = max(1, _MOST_EVENTS // max(1, len(first.placement)))
-    runs = watching.runs or max(2, min(FIRST_RUNS, count_fitting(max(0.0, each_s), guess_ms), events))
+    runs = options.runs or max(2, min(FIRST_RUNS, count_fitting(max(0.0, each_s), guess_ms), events))
     times: list[dict[bool, float]] = []
     last, plain = first, None
     for number in range(count):
@@ -309,7 +310,7 @@ def _take_rounds(device: Device, job: Job, watching: Watching, clock: _Clock) ->
                     # Of the first few runs hardly one is steady: they count where there are no others.
                     traces = [*(traces if number else ()), _read(device, last)]
                     npu += _read_cycles(last)
-                    raw = _read_raw(last, watching)
+                    raw = _read_raw(last, options)
                 else:
                     plain = plain or last
             steady = last.latency_ms[find_steady(last.latency_ms, len(last.latency_ms) // 2) :]
@@ -318,7 +319,7 @@ def _take_rounds(device: Device, job: Job, watching: Watching, clock: _Clock) ->
     if plain is not None and plain.memory and clock.left_s > start_s:
         with work_folder() as work:
             bare = _run(device, msgspec.structs.replace(job, arena=False, trace=False), 3, work)
-    return Taken(
+    return _Rounds(
         rounds=tuple((both[False], both[True]) for both in times),
         traces=tuple(traces),
         last=last,
@@ -348,8 +349,8 @@ def _read_cycles(run: DeviceRun) -> Sequence[Cycles]:
     return read_npu(run.npu_trace) if run.npu_trace else ()
 
 
-def _read_raw(run: DeviceRun, watching: Watching) -> bytes:
-    return run.trace.read_bytes() if watching.raw and run.trace is not None else b""
+def _read_raw(run: DeviceRun, options: ProfileOptions) -> bytes:
+    return run.trace.read_bytes() if options.raw and run.trace is not None else b""
 
 
 def _read(device: Device, run: DeviceRun) -> Trace:
@@ -372,7 +373,7 @@ def _add_warning(found: Profiled, warning: str) -> Profiled:
     return msgspec.structs.replace(found, profile=profile)
 
 
-def _find_roof(device: Device, watching: Watching, clock: _Clock, progress: Progress) -> tuple[Roof | None, str]:
+def _find_roof(device: Device, options: ProfileOptions, clock: _Clock, progress: Progress) -> tuple[Roof | None, str]:
     """Returns what a device reaches, or why that is not known: a provider need not take the kernels of the probe."""
 
     def run(job: Job, work: Path) -> DeviceRun:
@@ -384,48 +385,48 @@ def _find_roof(device: Device, watching: Watching, clock: _Clock, progress: Prog
 
     with work_folder() as work:
         try:
-            return find_roof(device.name, watching.threads, run, work, afresh=watching.probe_again), ""
+            return find_roof(device.name, options.threads, run, work, afresh=options.probe_again), ""
         except EdgekitError as error:
             return None, f"what {device.name} reaches is not known: {error.message}"
 
 
-def _describe(empty: DeviceProfile, job: Job, taken: Taken, roof: Roof | None) -> Profiled:
-    kept = tuple(run for trace in taken.traces for run in choose_runs(trace.executions))
+def _describe(empty: DeviceProfile, job: Job, measured: _Rounds, roof: Roof | None) -> Profiled:
+    kept = tuple(run for trace in measured.traces for run in choose_runs(trace.executions))
     # The graph of a file in ORT format is ONNX Runtime's own.
     model = load_model(job.model) if job.model.suffix == ".onnx" else None
     graph = None if model is None else read_graph(model)
     sources = {} if graph is None else list_sources(graph)
     nodes = list_nodes(kept, sources)
     if roof is not None:
-        nodes = hold_against(nodes, roof)
+        nodes = add_roof_shares(nodes, roof)
     found = msgspec.structs.replace(
         empty,
-        versions=dict(sorted(taken.last.versions.items())),
+        versions=dict(sorted(measured.last.versions.items())),
         runs=len(kept),
         run_ms=float(np.mean([run.duration_us for run in kept])) / 1e3,
         nodes_ms=sum(node.self_ms for node in nodes),
         # Where there was time for the profiler alone, its runs are all that is known.
-        plain_ms=median([plain for plain, _ in taken.rounds] or taken.last.latency_ms),
-        overhead=compare_rounds(taken.rounds) if len(taken.rounds) > 1 else None,
-        memory=_list_memory(taken),
-        load_ms=taken.last.load_ms,
-        make_ms=taken.traces[-1].make_ms,
+        plain_ms=median([plain for plain, _ in measured.rounds] or measured.last.latency_ms),
+        overhead=compare_rounds(measured.rounds) if len(measured.rounds) > 1 else None,
+        memory=_list_memory(measured),
+        load_ms=measured.last.load_ms,
+        make_ms=measured.traces[-1].make_ms,
         operators=list_operators(nodes),
         nodes=nodes,
         unasked=list_unasked(nodes),
-        npu=list_npu(taken.npu, sources),
+        npu=list_npu(measured.npu, sources),
         roof=roof,
     )
     advice = () if model is None else give_advice(model, job.target, nodes)
-    done = msgspec.structs.replace(found, warnings=tuple(_warn(found, taken)), advice=advice)
-    return Profiled(profile=done, executions=kept, graph=graph, raw=taken.raw)
+    done = msgspec.structs.replace(found, warnings=tuple(_warn(found, measured)), advice=advice)
+    return Profiled(profile=done, executions=kept, graph=graph, raw=measured.raw)
 
 
-def _list_memory(taken: Taken) -> tuple[PhaseMemory, ...]:
+def _list_memory(measured: _Rounds) -> tuple[PhaseMemory, ...]:
     """Returns what is held behind each phase of a session, with an arena and without, and by the arena itself."""
-    held = (taken.plain or taken.last).memory
-    bare: Mapping[Phase, tuple[int, int]] = {} if taken.bare is None else taken.bare.memory
-    runs = taken.traces[-1].executions
+    held = (measured.plain or measured.last).memory
+    bare: Mapping[Phase, tuple[int, int]] = {} if measured.bare is None else measured.bare.memory
+    runs = measured.traces[-1].executions
     told = {"session": runs[0].arena_before, "first run": runs[0].arena, "all runs": runs[-1].arena} if runs else {}
     arenas = {phase: arena for phase, arena in told.items() if arena is not None}
     return tuple(
@@ -442,16 +443,16 @@ def _list_memory(taken: Taken) -> tuple[PhaseMemory, ...]:
     )
 
 
-def _warn(found: DeviceProfile, taken: Taken) -> Iterator[str]:
+def _warn(found: DeviceProfile, measured: _Rounds) -> Iterator[str]:
     """Yields what makes the figures worth less than they look, worst first."""
     if found.evidence is not Evidence.DEVICE:
         yield f"this is not the device's time ({found.evidence.value}: {found.evidence.meaning})"
     if found.provider != CPU_PROVIDER and not any(node.provider == found.provider for node in found.nodes):
         yield f"silent fallback: {found.provider} took no node"
-    if len(taken.rounds) < ROUNDS:
+    if len(measured.rounds) < ROUNDS:
         yield (
-            f"{len(taken.rounds)} of {ROUNDS} rounds fitted into the time: a session takes long to start and run here"
-            " (--seconds)"
+            f"{len(measured.rounds)} of {ROUNDS} rounds fitted into the time, because a session takes long to start and"
+            " run here; give more time: --seconds"
         )
     if found.overhead is not None and found.overhead.value > DISTURBED and found.overhead.interval[0] > 1:
         yield (
@@ -476,4 +477,4 @@ def _warn(found: DeviceProfile, taken: Taken) -> Iterator[str]:
             "cycles inside the NPU's graph are this PC's: QNN counts what its simulator took, which differs from run to"
             " run and says nothing of a phone; which operations there are, does"
         )
-    yield from taken.last.notes
+    yield from measured.last.notes

@@ -239,7 +239,7 @@ def list_operators(nodes: Sequence[NodeTime]) -> tuple[OperatorTime, ...]:
 
 
 def list_unasked(nodes: Sequence[NodeTime]) -> tuple[Unasked, ...]:
-    """Returns what was done that no formula asks for, the most expensive first."""
+    """Returns what conversions and copies cost, kind by kind, the most expensive first."""
     return tuple(sorted(_sum_kinds(nodes), key=lambda one: -one.self_ms))
 
 
@@ -256,8 +256,8 @@ def _sum_kinds(nodes: Sequence[NodeTime]) -> Iterator[Unasked]:
         )
 
 
-def hold_against(nodes: Sequence[NodeTime], roof: Roof) -> tuple[NodeTime, ...]:
-    """Returns nodes with what they reach of the roof: of its multiplications or of its memory, the larger share.
+def add_roof_shares(nodes: Sequence[NodeTime], roof: Roof) -> tuple[NodeTime, ...]:
+    """Returns nodes with the share of the machine's peak that they reach: of multiplications or of memory, the larger.
 
     Kernels of less than 1 MiB a call are held against what a cache gives, where that was measured.
     S. Williams, A. Waterman, D. Patterson: Roofline, Communications of the ACM 52 (2009).

@@ -13,9 +13,9 @@ from edgekit.bench.subject import Opening, open_subject
 from edgekit.devices.device import find_present
 from edgekit.devices.parallel import run_each
 from edgekit.devices.register import DeviceChoice, choose_devices
-from edgekit.profile.causes import Side, find_causes, make_contest, pair_layers
+from edgekit.profile.causes import SessionKernels, find_causes, order_by_speed, pair_layers
 from edgekit.profile.events import Execution, Step
-from edgekit.profile.measure import Profiled, Watching, profile_subject
+from edgekit.profile.measure import Profiled, ProfileOptions, profile_subject
 from edgekit.profile.nodes import count_work
 from edgekit.profile.report import LayerPair, ProfileComparison, ProfileReport
 from edgekit.progress import Progress, say_nothing
@@ -31,7 +31,7 @@ class ProfileRun(msgspec.Struct, frozen=True, kw_only=True):
 def profile_on(
     path: Path,
     choice: DeviceChoice,
-    watching: Watching,
+    options: ProfileOptions,
     opening: Opening,
     *,
     against: Path | None = None,
@@ -51,12 +51,12 @@ def profile_on(
         other = None if against is None else open_subject(against, work / "b", opening)
         devices = choose_devices(choice, subject.target_for, default=(subject.default_device,))
         present, skipped = find_present(devices)
-        found = run_each(present, lambda device: profile_subject(subject, device, watching, tell), timed=True)
+        found = run_each(present, lambda device: profile_subject(subject, device, options, tell), timed=True)
         ratio = None
         if other is not None and present:
-            found = (found[0], profile_subject(other, present[0], watching, tell))
-            seconds = min(watching.limit_s, Effort().seconds)
-            effort = Effort(runs=watching.runs, seconds=seconds, threads=watching.threads)
+            found = (found[0], profile_subject(other, present[0], options, tell))
+            seconds = min(options.limit_s, Effort().seconds)
+            effort = Effort(runs=options.runs, seconds=seconds, threads=options.threads)
             ratio = compare_on(subject, other, present[0], effort, tell).ratio
     report = ProfileReport(
         profiles=tuple(one.profile for one in found),
@@ -75,7 +75,9 @@ def _compare(found: Sequence[Profiled], ratio: Ratio | None) -> ProfileCompariso
         return None
     pairs: tuple[LayerPair, ...] = ()
     if a.graph is not None and b.graph is not None:
-        pairs = pair_layers(Side(nodes=first.nodes, graph=a.graph), Side(nodes=second.nodes, graph=b.graph))
+        pairs = pair_layers(
+            SessionKernels(nodes=first.nodes, graph=a.graph), SessionKernels(nodes=second.nodes, graph=b.graph)
+        )
     # On one device the rounds without the profiler decide; two devices have only what the profiler saw.
     is_a_slower = ratio.value < 1 if ratio is not None else first.plain_ms > second.plain_ms
     is_known = ratio is None or ratio.verdict != "no difference can be told"
@@ -84,7 +86,7 @@ def _compare(found: Sequence[Profiled], ratio: Ratio | None) -> ProfileCompariso
         # Integers that bring no gain want an answer too.
         is_a_slower = whole[0]
     slow, fast = (a, b) if is_a_slower else (b, a)
-    contest = make_contest(slow.profile, fast.profile, slow.graph, pairs, slow_is_a=is_a_slower)
+    sides = order_by_speed(slow.profile, fast.profile, slow.graph, pairs, slow_is_a=is_a_slower)
     one_device = first.device == second.device
     return ProfileComparison(
         a=first.subject if one_device else f"{first.subject} on {first.device}",
@@ -94,7 +96,7 @@ def _compare(found: Sequence[Profiled], ratio: Ratio | None) -> ProfileCompariso
         ratio=ratio,
         slower=("a" if is_a_slower else "b") if is_known else "",
         pairs=pairs,
-        causes=find_causes(contest) if is_known or whole[0] != whole[1] else (),
+        causes=find_causes(sides) if is_known or whole[0] != whole[1] else (),
     )
 
 

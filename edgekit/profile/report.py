@@ -9,9 +9,9 @@ from edgekit.devices.device import Phase, SkippedDevice
 from edgekit.evidence import Evidence
 
 Kind = Literal["", "quantize and dequantize", "casts", "reorders", "transposes", "copies between providers"]
-"""What a kernel does that no formula of the model asks for; "" for all others."""
+"""Conversions and copies that are no part of the model's formulas; "" for kernels that compute something."""
 Bound = Literal["", "compute", "memory", "calls"]
-"""What a kernel waits for: multiplications, memory, or nothing of the two, as it is over too soon."""
+"""What limits a kernel: multiplications, memory, or the call itself where it is very short."""
 
 DISTURBED = 1.2
 """Where the profiler makes runs that many times as long, what lies between kernels is its own work."""
@@ -99,7 +99,7 @@ class PhaseMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Unasked(msgspec.Struct, frozen=True, kw_only=True):
-    """What kernels cost that no formula asks for; `inserted` of them are not in the model: ONNX Runtime put them in."""
+    """What conversions and copies of one kind cost; `inserted` nodes are ONNX Runtime's, the rest are the model's."""
 
     kind: Kind
     nodes: int
@@ -109,7 +109,7 @@ class Unasked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
-    """A reason for time that is spent: milliseconds a run, and what can be done, "" where nothing is known.
+    """A reason why a run takes long: its milliseconds, and what can be done, "" where nothing is known.
 
     `nodes` are those that it is about, the most expensive first.
     """

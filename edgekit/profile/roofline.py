@@ -29,6 +29,14 @@ _SIDE, _FLOATS, _NEAR = 512, 8 << 20, 32 << 10
 _RUNS = 8
 _COPY, _CACHE, _FLOAT, _INTEGER = "edgekit_memory", "edgekit_cache", "edgekit_float", "edgekit_integer"
 
+# Name and operator of each kernel, the input that it reads, spread out to a size, its other operand, and its output.
+_KERNELS = (
+    (_FLOAT, "MatMul", "x", "square", "float_weight", "float_out", "float32"),
+    (_INTEGER, "MatMulInteger", "u", "square", "integer_weight", "integer_out", "int32"),
+    (_COPY, "Add", "x", "long", "x", "memory_out", "float32"),
+    (_CACHE, "Add", "x", "near", "x", "cache_out", "float32"),
+)
+
 Runs = Callable[[Job, Path], DeviceRun]
 
 
@@ -101,29 +109,19 @@ def make_probe() -> onnx.ModelProto:
         "long": np.array([_FLOATS], np.int64),
         "near": np.array([_NEAR], np.int64),
     }
-    nodes = [
-        helper.make_node("Expand", ["x", "square"], ["a"]),
-        helper.make_node("MatMul", ["a", "float_weight"], ["b"], name=_FLOAT),
-        helper.make_node("ReduceMax", ["b"], ["float_out"], keepdims=0),
-        helper.make_node("Expand", ["u", "square"], ["c"]),
-        helper.make_node("MatMulInteger", ["c", "integer_weight"], ["d"], name=_INTEGER),
-        helper.make_node("ReduceMax", ["d"], ["integer_out"], keepdims=0),
-        helper.make_node("Expand", ["x", "long"], ["e"]),
-        helper.make_node("Add", ["e", "x"], ["f"], name=_COPY),
-        helper.make_node("ReduceMax", ["f"], ["memory_out"], keepdims=0),
-        helper.make_node("Expand", ["x", "near"], ["g"]),
-        helper.make_node("Add", ["g", "x"], ["h"], name=_CACHE),
-        helper.make_node("ReduceMax", ["h"], ["cache_out"], keepdims=0),
-    ]
+    nodes: list[onnx.NodeProto] = []
+    for name, op, source, size, other, output, _ in _KERNELS:
+        wide, made = f"{name}_reads", f"{name}_gives"
+        nodes.append(helper.make_node("Expand", [source, size], [wide]))
+        nodes.append(helper.make_node(op, [wide, other], [made], name=name))
+        nodes.append(helper.make_node("ReduceMax", [made], [output], keepdims=0))
     inputs = [
         helper.make_tensor_value_info("x", TensorProto.FLOAT, [1]),
         helper.make_tensor_value_info("u", TensorProto.UINT8, [1]),
     ]
     outputs = [
-        helper.make_tensor_value_info("float_out", TensorProto.FLOAT, []),
-        helper.make_tensor_value_info("integer_out", TensorProto.INT32, []),
-        helper.make_tensor_value_info("memory_out", TensorProto.FLOAT, []),
-        helper.make_tensor_value_info("cache_out", TensorProto.FLOAT, []),
+        helper.make_tensor_value_info(output, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), [])
+        for *_, output, dtype in _KERNELS
     ]
     stored = [numpy_helper.from_array(value, name) for name, value in weights.items()]
     graph = helper.make_graph(nodes, "probe", inputs, outputs, stored)
@@ -133,12 +131,7 @@ def make_probe() -> onnx.ModelProto:
 def _make_job(model: Path, threads: int) -> Job:
     target = cpu_target()
     sample: Tensors = {"x": np.array([0.5], np.float32), "u": np.array([3], np.uint8)}
-    outputs = (
-        TensorSpec(name="float_out", dtype="float32", shape=()),
-        TensorSpec(name="integer_out", dtype="int32", shape=()),
-        TensorSpec(name="memory_out", dtype="float32", shape=()),
-        TensorSpec(name="cache_out", dtype="float32", shape=()),
-    )
+    outputs = tuple(TensorSpec(name=output, dtype=dtype, shape=()) for *_, output, dtype in _KERNELS)
     check = CheckReport(
         target=target.name, model="probe", sha256="", evidence="predicted", settings={}, node_list=(), advice=()
     )

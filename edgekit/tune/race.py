@@ -44,8 +44,8 @@ _FOR_P99, _LONGEST_P99_MS = 100, 2000.0
 _NO_WARMUP_MS = 1e3
 
 
-class Course(msgspec.Struct, frozen=True, kw_only=True):
-    """Where settings race: the device, what makes a job of an entrant, and what their outputs are held against.
+class RaceSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """What a race needs: the device, the function that makes a job of an entrant, and the reference for the outputs.
 
     `bundle` says what its outputs are for, where the reference is the float model's; None of a bare model.
     `guess_ms` is about what a run with the defaults takes; `seconds` is the most that a measurement may take.
@@ -61,29 +61,29 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 20.0
 
 
-def measure(course: Course, entrant: Entrant) -> Measured:
+def measure(setup: RaceSetup, entrant: Entrant) -> Measured:
     """Returns what one session of a setting gave; what fails is a fault, and no error.
 
     Raises:
         DeviceError: the device is gone: no other setting would find it there.
     """
     try:
-        block = _run(course, course.job_for(entrant))
+        block = _run(setup, setup.job_for(entrant))
     except EdgekitError as error:
-        missing = course.device.find_missing()
+        missing = setup.device.find_missing()
         if missing is not None:
             hint = missing.command or "what was measured is kept where --state names a file"
-            raise DeviceError(f"'{course.device.name}' is gone: {missing.reason}", hint=hint) from error
+            raise DeviceError(f"'{setup.device.name}' is gone: {missing.reason}", hint=hint) from error
         return Measured(fault=f"failed: {error.message}")
     got = block.outputs
     if entrant.batch > 1:
         # The first rows are those of the one sample: others have no reference.
-        got = {name: value[: len(course.reference[name])] if value.ndim else value for name, value in got.items()}
-    sqnr_db, fault = hold_outputs(
-        list_samples([course.reference], "the reference"),
-        list_samples([got], course.device.name),
-        course.gate,
-        course.bundle,
+        got = {name: value[: len(setup.reference[name])] if value.ndim else value for name, value in got.items()}
+    sqnr_db, fault = judge_outputs(
+        list_samples([setup.reference], "the reference"),
+        list_samples([got], setup.device.name),
+        setup.gate,
+        setup.bundle,
     )
     found = Measured(
         median_ms=float(np.median(block.latency_ms)),
@@ -96,12 +96,12 @@ def measure(course: Course, entrant: Entrant) -> Measured:
         sqnr_db=sqnr_db,
         fault=fault,
     )
-    if found.fault is None and course.goal == "memory" and not found.peak_rss_bytes:
+    if found.fault is None and setup.goal == "memory" and not found.peak_rss_bytes:
         return msgspec.structs.replace(found, fault="the device does not tell what memory it needs")
     return found
 
 
-def hold_outputs(
+def judge_outputs(
     reference: Samples, got: Samples, gate: Thresholds, bundle: Bundle | None = None
 ) -> tuple[float | None, str | None]:
     """Returns the least SQNR in dB of outputs beside the reference, and why they do not keep the gate, None if so."""
@@ -111,14 +111,14 @@ def hold_outputs(
     return min(ratios, default=None), f"its outputs differ: {failures[0]}" if failures else None
 
 
-def _run(course: Course, job: Job) -> Block:
-    if course.goal in {"memory", "load"}:
-        return run_block(course.device, job, 2, course.seconds, _NO_WARMUP_MS)
-    fitting = int(_RUN_MS / course.guess_ms)
+def _run(setup: RaceSetup, job: Job) -> Block:
+    if setup.goal in {"memory", "load"}:
+        return run_block(setup.device, job, 2, setup.seconds, _NO_WARMUP_MS)
+    fitting = int(_RUN_MS / setup.guess_ms)
     runs = max(_FEWEST, min(_MOST, fitting))
-    if course.goal == "p99":
-        runs = max(runs, min(_FOR_P99, int(_LONGEST_P99_MS / course.guess_ms)))
-    return run_block(course.device, job, runs, course.seconds, course.guess_ms)
+    if setup.goal == "p99":
+        runs = max(runs, min(_FOR_P99, int(_LONGEST_P99_MS / setup.guess_ms)))
+    return run_block(setup.device, job, runs, setup.seconds, setup.guess_ms)
 
 
 # A round has some hundred bytes an entrant, and a search a few hundred rounds.
@@ -262,7 +262,7 @@ def _run_heat(
     take: TakeRound,
     goal: Goal,
 ) -> str:
-    """Notes the ratios of a few rounds, and who is out; returns why there is no more to run, "" where there is."""
+    """Adds the ratios of a few rounds, and who is out; returns why the race ends, "" where it goes on."""
     for _ in range(_HEAT):
         racing = [entrant for entrant in living if entrant.name not in out]
         found = take([holder, *racing])

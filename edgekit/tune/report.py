@@ -36,7 +36,7 @@ class Entrant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """What a race came to: the last challenger, how it compares with what was held, whether it was taken, and why.
+    """The result of a race: the last challenger, how it compares with the holder, whether it was taken, and why.
 
     `ratio` is the cost of the challenger over that of the holder, from fresh rounds that chose nothing; None where it
     did not come to them. `screened` are the ratios by which the others were dropped: they prove nothing.

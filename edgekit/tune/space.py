@@ -174,7 +174,7 @@ def list_groups(given: Circumstances) -> Iterator[Group]:
 
 
 def _is_asked(change: Change, asked: Session) -> bool:
-    """Returns True if a change is none, because the target asks for it."""
+    """Returns True if the target already sets what a change would set."""
     have = {**asked.config, **asked.provider_options}
     want = {**change.config, **change.provider_options}
     return change.touches == want.keys() and want.items() <= have.items()

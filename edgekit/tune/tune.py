@@ -34,11 +34,11 @@ from edgekit.tune.race import (
     GATE,
     LEAST_GAIN,
     TIME_OVER,
-    Course,
     Journal,
+    RaceSetup,
     Round,
     compare_fresh,
-    hold_outputs,
+    judge_outputs,
     measure,
     race,
 )
@@ -67,7 +67,7 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True):
 class _Search(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a search works with."""
 
-    course: Course
+    setup: RaceSetup
     journal: Journal
     given: Circumstances
     subject: Subject
@@ -92,7 +92,7 @@ def tune_on(
         search = _prepare(path, choice, asked, opening, work, progress or say_nothing)
         report = _describe(_search(search), search, work)
     report = msgspec.structs.replace(report, busy=None if busy is None else (busy, _read_load() or 0.0))
-    return _apply(report, path, search.course.device) if asked.apply else report
+    return _apply(report, path, search.setup.device) if asked.apply else report
 
 
 def _prepare(
@@ -109,7 +109,7 @@ def _prepare(
     first = run_block(device, job, 3, 20.0, guess_ms)
     # What the float model gives; without it, what the defaults give.
     bundle = open_bundle(path) if path.is_dir() and opening.data is None else None
-    course = Course(
+    setup = RaceSetup(
         device=device,
         goal=asked.goal,
         job_for=job_for,
@@ -129,9 +129,9 @@ def _prepare(
         asked=job.target.session,
     )
     key = {"goal": asked.goal, "device": address_of(device), "model": job.check.sha256, "files": ", ".join(opened)}
-    journal = Journal(partial(measure, course), asked.budget_s, asked.state, key)
+    journal = Journal(partial(measure, setup), asked.budget_s, asked.state, key)
     return _Search(
-        course=course,
+        setup=setup,
         journal=journal,
         given=given,
         subject=opened[""],
@@ -188,8 +188,8 @@ def _search(search: _Search) -> TuneReport:
     lost = _refuse(search, held, final)
     return TuneReport(
         subject=search.subject.name,
-        device=search.course.device.name,
-        evidence=search.course.device.evidence,
+        device=search.setup.device.name,
+        evidence=search.setup.device.evidence,
         provider=search.given.provider,
         goal=search.given.goal,
         defaults=DEFAULTS,
@@ -253,21 +253,21 @@ def _refuse(search: _Search, held: Entrant, final: Ratio | str | None) -> str:
     low, high = final.interval
     if high >= 1:
         return f"no difference from the defaults can be told, 95 % between {low:.3f} and {high:.3f}"
-    bundle, gate = search.course.bundle, search.course.gate
+    bundle, gate = search.setup.bundle, search.setup.gate
     if bundle is None:
         return ""
     golden = bundle.golden
-    job = search.course.job_for(held)
+    job = search.setup.job_for(held)
     count = min(golden.samples, _MOST_GOLDEN)
     every = msgspec.structs.replace(
         job, samples=select_samples(read_inputs(golden), range(count)), concurrency=1, timeout_s=3600.0
     )
     with work_folder() as work:
-        run = search.course.device.run_job(every, work)
+        run = search.setup.device.run_job(every, work)
         if run.failure is not None:
             return run.failure
         reference = select_samples(read_outputs(golden), range(count))
-        _, fault = hold_outputs(reference, run.outputs, gate, bundle)
+        _, fault = judge_outputs(reference, run.outputs, gate, bundle)
     return fault or ""
 
 
@@ -284,9 +284,9 @@ def _describe(found: TuneReport, search: _Search, work: Path) -> TuneReport:
     }
     return msgspec.structs.replace(
         found,
-        machine=find_class(search.course.device) or read_class(search.first.run.versions),
+        machine=find_class(search.setup.device) or read_class(search.first.run.versions),
         tried=mark_front(tuple(tried.values())),
-        levels=tuple(list_levels(search.course.job_for(held), by_level, work / "levels")),
+        levels=tuple(list_levels(search.setup.job_for(held), by_level, work / "levels")),
         seconds=search.journal.seconds,
         budget_s=search.journal.budget_s,
         measurements=search.journal.measurements,

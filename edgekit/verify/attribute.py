@@ -1,4 +1,4 @@
-"""Where the loss comes from: the same samples through every step from the source model to the device."""
+"""Which step loses accuracy: the same samples run through every step from the source model to the device."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -19,7 +19,7 @@ from edgekit.verify.report import AttributionStep, Step, VerifyReport
 from edgekit.verify.run_report import RunReport
 from edgekit.verify.task_scores import measure_accuracy
 
-_HISTORY = "where the loss comes from is what an earlier verification found, as the bundle's verify.json tells it"
+_HISTORY = "which step loses how much is what an earlier verification found, as the bundle's verify.json says"
 
 
 class _Question(msgspec.Struct, frozen=True, kw_only=True):

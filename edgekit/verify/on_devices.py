@@ -28,7 +28,7 @@ from edgekit.target import Target, TaskLimit
 from edgekit.verify.attribute import keep_attribution
 from edgekit.verify.report import VerifyReport, read_known, write_report
 from edgekit.verify.run import verify_bundle
-from edgekit.verify.sizes import Unfilled
+from edgekit.verify.sizes import UnpaddedGolden
 from edgekit.verify.task_metrics import find_metric
 from edgekit.verify.task_scores import check_class_labels
 
@@ -139,7 +139,7 @@ def _fill(bundle: Bundle, samples: Samples) -> Samples:
     return pad_samples(buckets.padding, samples, buckets.sizes[-1].size) if buckets else samples
 
 
-def _add_lengths(bundle: Bundle, source: Model, given: Samples, golden: Golden, work: Path) -> Golden | Unfilled:
+def _add_lengths(bundle: Bundle, source: Model, given: Samples, golden: Golden, work: Path) -> Golden | UnpaddedGolden:
     """Returns golden samples with what the float model makes of them as long as they are, in a bundle with buckets.
 
     `given` are those samples before they were filled.
@@ -149,7 +149,7 @@ def _add_lengths(bundle: Bundle, source: Model, given: Samples, golden: Golden, 
         return golden
     lengths = tuple(buckets.padding.measure(sample) for sample in given)
     whole = make_golden(source, given, work, at_once=_AT_ONCE, ragged=True)
-    return Unfilled(golden=golden, lengths=lengths, outputs=read_outputs(whole))
+    return UnpaddedGolden(golden=golden, lengths=lengths, outputs=read_outputs(whole))
 
 
 def _open_source(bundle: Bundle, reference: Path) -> Model:

@@ -183,11 +183,11 @@ _LEAST_VALUES = 16
 def run_own_model(
     bundle: Bundle, form: Form, samples: Samples, known: KnownOutputs
 ) -> tuple[Samples | None, tuple[str, ...]]:
-    """Returns what the bundle's own model gives for samples on this machine's CPU, read as it is needed; and notes.
+    """Returns the outputs of the bundle's own model on this machine's CPU, computed when they are read; and notes.
 
-    The ONNX file runs without optimisation, as the self-test was made; of a bundle in half precision the file that the
-    device ran, because those of ORT format are made of the float32 model there. What ran before is `known`. Where no
-    file of the bundle runs here, there is nothing, and a note says why.
+    The ONNX file runs without optimisation, as when the self-test was made. Of a bundle in half precision it is the
+    file that the device ran, because files in ORT format are made of the float32 model there. `known` keeps outputs
+    between devices. Where no file of the bundle runs here, the outputs are None, and a note says why.
     """
     first = (form,) if bundle.manifest.precision == "fp16" and form in TESTED_FORMS else ()
     reason = "the bundle holds no file that runs on a CPU"
@@ -201,7 +201,7 @@ def run_own_model(
             reason = error.message.replace(f"{path.parent}/", "")
             continue
         return map_samples(samples, partial(known.run, session), source=f"the bundle's '{path.name}' here"), ()
-    return None, (f"the device was not held against the bundle's own model: {reason}",)
+    return None, (f"the device was not compared with the bundle's own model on this machine: {reason}",)
 
 
 def find_half_values(reference: Samples, got: Samples) -> tuple[str, ...]:
@@ -230,17 +230,17 @@ def find_half_values(reference: Samples, got: Samples) -> tuple[str, ...]:
 
 
 def find_sameness(reference: Samples) -> tuple[str, ...]:
-    """Returns a note where the float model gives the same for all samples: then they test one case, however many."""
+    """Returns a note where the float model gives the same outputs for all samples: together they test one case only."""
     if reference.count < 2:
         return ()
     first = next(iter(reference))
     if any(not np.array_equal(first[name], row[name]) for row in reference for name in first):
         return ()
-    return (f"the float model gives the same outputs for all {reference.count} samples: they test no more than one",)
+    return (f"the float model gives the same outputs for all {reference.count} samples: together they test one case",)
 
 
 def find_version(run: DeviceRun) -> str:
-    """Returns which ONNX Runtime a device says that it ran, "" where it says of none."""
+    """Returns which ONNX Runtime a device says that it ran, "" where it names none."""
     return run.versions.get("onnxruntime", "")
 
 
@@ -265,8 +265,8 @@ def describe_outdated(run: DeviceRun, minimum_ort: str) -> str | None:
     if version is None or run.evidence is Evidence.DEVICE:
         return None
     return (
-        f"it runs ONNX Runtime {version} in place of {minimum_ort} or newer, which the bundle asks for: it is too old"
-        " to tell what the provider takes"
+        f"it runs ONNX Runtime {version}, the bundle asks for {minimum_ort} or newer: it is too old to show which nodes"
+        " the provider takes in an app"
     )
 
 

@@ -75,12 +75,12 @@ def _is_silent(run: DeviceRun) -> bool:
 
 
 def describe_hidden(gap: PlacementGap | None) -> str | None:
-    """Returns in words that a device says nothing of nodes that do no work, None where it tells of all."""
+    """Returns in words how many nodes predicted for the CPU a device does not report, None where it reports all."""
     if gap is None or not gap.hidden:
         return None
     return (
-        f"{gap.hidden} nodes that were predicted for the CPU are not among those that it reports: ONNX Runtime merged"
-        " them into others, or they were left out; max_cpu_nodes counts them as left to the CPU"
+        f"{gap.hidden} nodes that were predicted for the CPU are not in the placement that the device reports, because"
+        " ONNX Runtime merged them into others or the device left them out; max_cpu_nodes counts them as CPU nodes"
     )
 
 
@@ -147,7 +147,7 @@ LINKED_RUNTIMES = frozenset({"android", "ios-sim"})
 
 
 def list_other_forms(bundle: Bundle, device: Device, plan: Verification) -> tuple[Form, ...]:
-    """Returns the forms that a bundle ships beside that of the plan, where the device can say what becomes of them."""
+    """Returns the forms that a bundle ships beside the planned one, none where the device is not an app's runtime."""
     is_asked = kind_of(device) in LINKED_RUNTIMES and not is_recorded(device)
     forms = bundle.manifest.forms if is_asked else {}
     return tuple(form for form in forms if form not in {plan.form, "context"})
@@ -156,7 +156,7 @@ def list_other_forms(bundle: Bundle, device: Device, plan: Verification) -> tupl
 def try_model_files(
     bundle: Bundle, device: Device, plan: Verification, golden: Golden, work: Path
 ) -> Iterator[FileReport]:
-    """Yields what becomes of each other model file on a device, with the fewest samples that it runs."""
+    """Yields the figures of each other model file of a bundle, run on a device with as few samples as it takes."""
     rows = spread_indices(golden.samples, min(LEAST_SAMPLES, plan.samples))
     samples = select_samples(read_inputs(golden), rows)
     reference = select_samples(read_outputs(golden), rows)

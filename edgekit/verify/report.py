@@ -67,7 +67,7 @@ class DeviceFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def passed(self) -> bool:
-        """True if nothing speaks against the device, and nothing was left open."""
+        """True if the device has no failure and nothing of it is unproven."""
         return self.verdict == "pass"
 
 
@@ -75,8 +75,8 @@ class VerifyReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
     """Whether a bundle does on its devices what the float model does.
 
     It passes if at least one device ran the target's provider, every device that ran passed, and the provider takes
-    enough of the work to be worth its while; a skipped device proves nothing. Where nothing speaks against it and
-    something was left open, or no device ran that provider, it is not proven. `taken_macs` is the predicted share of
+    enough of the work to be worth its while; a skipped device proves nothing. Where nothing fails, but something could
+    not be decided or no device ran that provider, it is not proven. `taken_macs` is the predicted share of
     that work. The sizes are those of the file that an app loads and of the float model. `bundle_sha256` is the digest
     of the bundle's manifest.
     `layers` are those of the quantized model against the float one, where both were at hand.
@@ -161,7 +161,7 @@ class VerifyReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unproven(self) -> tuple[str, ...]:
-        """Why nothing can be said of the bundle as a whole, one line each; what was left open of a run stands there."""
+        """Why the bundle as a whole is not proven, one line each; each run has its own lines."""
         guessed = (self.chance,) if self.chance else ()
         if not self.runs:
             return (*guessed, "no device ran, so nothing is proven")
@@ -174,7 +174,7 @@ class VerifyReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """What speaks against the bundle as a whole, one line each; what speaks against a run stands there."""
+        """Why the bundle as a whole fails, one line each; each run has its own lines."""
         found: list[str] = []
         if self.needs_placement and not any(run.observes_placement for run in self.runs):
             found.append("no run observed what the provider takes: verify on a device, or where the provider runs here")
@@ -191,7 +191,7 @@ class VerifyReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def evidence(self) -> Evidence | None:
-        """The best evidence among the runs that passed, None if no run passed."""
+        """The best evidence of the runs that passed, None if no run passed."""
         order = list(Evidence)
         return min((run.evidence for run in self.runs if run.passed), key=order.index, default=None)
 

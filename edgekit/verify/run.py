@@ -29,7 +29,7 @@ from edgekit.verify.layers.on_device import look_at_layers
 from edgekit.verify.metrics.agreement import Agreement, measure_agreement
 from edgekit.verify.metrics.compare import compare_bundled, describe_lists, describe_unlisted
 from edgekit.verify.metrics.fidelity import find_unfaithful
-from edgekit.verify.metrics.outputs import OutputReport, describe_settled, doubt_output, judge_output
+from edgekit.verify.metrics.outputs import OutputReport, describe_larger_sets, doubt_output, judge_output
 from edgekit.verify.own_model import (
     TESTED_FORMS,
     describe_older,
@@ -46,7 +46,14 @@ from edgekit.verify.own_model import (
 from edgekit.verify.placement import describe_hidden, describe_unmatched, find_gap, find_placed, try_model_files
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run_report import RunReport, SizesReport
-from edgekit.verify.sizes import Held, Unfilled, compare_sizes, describe_apart, hold_outputs, run_buckets
+from edgekit.verify.sizes import (
+    KeptOutputs,
+    UnpaddedGolden,
+    compare_sizes,
+    describe_differences,
+    keep_outputs,
+    run_buckets,
+)
 from edgekit.verify.stand_in import Scored, add_stand_ins, score_run
 from edgekit.verify.state import StateReport, run_sequences
 from edgekit.verify.suspects import find_ignored_optimisations, find_input_mistake, find_suspects, list_traps
@@ -58,7 +65,7 @@ _MOST_KEPT_BYTES = 32 << 20
 
 
 class _Asked(msgspec.Struct, frozen=True, kw_only=True):
-    given: Golden | Unfilled | None
+    given: Golden | UnpaddedGolden | None
     task: TaskLimit | None
     float_model: Path | None
     layers: bool
@@ -66,11 +73,11 @@ class _Asked(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def golden(self) -> Golden | None:
-        return self.given.golden if isinstance(self.given, Unfilled) else self.given
+        return self.given.golden if isinstance(self.given, UnpaddedGolden) else self.given
 
     @property
-    def unfilled(self) -> Unfilled | None:
-        return self.given if isinstance(self.given, Unfilled) else None
+    def unpadded(self) -> UnpaddedGolden | None:
+        return self.given if isinstance(self.given, UnpaddedGolden) else None
 
 
 class _Trial(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,7 +118,7 @@ class _Done(msgspec.Struct, frozen=True, kw_only=True):
     """A run with what is needed to hold it against others, None where not all came back."""
 
     report: RunReport
-    held: Held | None = None
+    held: KeptOutputs | None = None
     scored: Scored | None = None
 
 
@@ -119,7 +126,7 @@ def verify_bundle(
     bundle: Bundle,
     devices: Sequence[Device],
     *,
-    golden: Golden | Unfilled | None = None,
+    golden: Golden | UnpaddedGolden | None = None,
     task: TaskLimit | None = None,
     float_model: Path | None = None,
     layers: bool = False,
@@ -171,13 +178,13 @@ def verify_bundle(
         layers=evidence.layers,
         first_bad_layer=name_first_bad(evidence.layers),
         notes=tuple(filter(None, (evidence.note, describe_untested(bundle)))),
-        differences=tuple(describe_apart(held)),
+        differences=tuple(describe_differences(held)),
     )
 
 
 def _run_devices(
     bundle: Bundle, devices: Sequence[Device], asked: _Asked, progress: Progress
-) -> tuple[tuple[RunReport, ...], tuple[str, ...], tuple[Held, ...]]:
+) -> tuple[tuple[RunReport, ...], tuple[str, ...], tuple[KeptOutputs, ...]]:
     """Returns what each device did, what is wrong with the files that this machine can run, and what came back."""
     forms: list[Form] = [plan_run(bundle, device, bundle.manifest.golden.samples).form for device in devices]
     forms.extend(form for form in TESTED_FORMS if bundle.manifest.forms.get(form))
@@ -251,7 +258,7 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> _Done:
         # A run whose outputs were not digested is not whole.
         if not report.outputs_sha256:
             return _Done(report=report)
-        held = hold_outputs(device.name, f"{kind_of(device)} {plan.form}", rows, trial.run.outputs)
+        held = keep_outputs(device.name, f"{kind_of(device)} {plan.form}", rows, trial.run.outputs)
         return _Done(report=report, held=held, scored=_score(trial, asked))
 
 
@@ -272,9 +279,9 @@ def _run_sizes(trial: _Trial, device: Device, asked: _Asked, work: Path) -> Size
     """Returns how samples of each size do: in buckets, as far as it is known how long they were, or as they are."""
     if trial.bundle.manifest.open_dims and trial.run.failure is None:
         return compare_sizes(trial.bundle.manifest, trial.inputs, trial.reference, trial.run.outputs)
-    if asked.golden is not None and asked.unfilled is None:
+    if asked.golden is not None and asked.unpadded is None:
         return None
-    return run_buckets(trial.bundle, device, trial.job, trial.run, trial.rows, work, asked.unfilled)
+    return run_buckets(trial.bundle, device, trial.job, trial.run, trial.rows, work, asked.unpadded)
 
 
 def _score(trial: _Trial, asked: _Asked) -> Scored | None:
@@ -321,7 +328,7 @@ def _measure_run(trial: _Trial, asked: _Asked) -> RunReport:
             *_list_notes(trial, asked),
             *filter(None, (describe_hidden(gap),)),
             *describe_lists(outputs),
-            *describe_settled(outputs),
+            *describe_larger_sets(outputs),
         ),
         log=run.log,
         outputs_sha256="" if run.failure is not None else _digest_outputs(run),
@@ -342,16 +349,18 @@ def _compare(trial: _Trial, asked: _Asked) -> tuple[OutputReport, ...]:
     Those that fail have a suspect where a usual mistake explains them.
     """
     got, reference = trial.run.outputs, trial.reference
-    plain = tuple(_settle_few(compare_bundled(trial.bundle, reference, got), trial, asked))
-    untrue = {} if trial.own is None else find_unfaithful(trial.own, reference, got)
-    outputs = [msgspec.structs.replace(output, mismatch=output.mismatch or untrue.get(output.name)) for output in plain]
+    plain = tuple(_judge_by_all_samples(compare_bundled(trial.bundle, reference, got), trial, asked))
+    unfaithful = {} if trial.own is None else find_unfaithful(trial.own, reference, got)
+    outputs = [
+        msgspec.structs.replace(output, mismatch=output.mismatch or unfaithful.get(output.name)) for output in plain
+    ]
     failing = _name_wrong(outputs, trial)
     is_half = trial.bundle.manifest.precision == "fp16"
     suspects = find_suspects(reference, got, failing, is_half=is_half) if failing else {}
     return tuple(msgspec.structs.replace(output, suspect=suspects.get(output.name)) for output in outputs)
 
 
-def _settle_few(outputs: Sequence[OutputReport], trial: _Trial, asked: _Asked) -> Iterator[OutputReport]:
+def _judge_by_all_samples(outputs: Sequence[OutputReport], trial: _Trial, asked: _Asked) -> Iterator[OutputReport]:
     """Yields the reports; where few samples leave open what a device decides, by all golden ones.
 
     It must decide as the own model does on each that it ran: then what that decides on the others is the device's too.
@@ -407,7 +416,7 @@ def _list_notes(trial: _Trial, asked: _Asked) -> Iterator[str]:
     done, planned = len(trial.rows), trial.job.samples.count
     if done < planned:
         yield f"it stopped after {done} of {planned} samples: only these were compared"
-    if trial.bundle.manifest.buckets and asked.golden is not None and asked.unfilled is None:
+    if trial.bundle.manifest.buckets and asked.golden is not None and asked.unpadded is None:
         yield "samples of your own run in the largest size alone: the others were not judged"
     yield from trial.notes
     if trial.bundle.manifest.precision != "fp16":

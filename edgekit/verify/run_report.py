@@ -22,7 +22,7 @@ OBSERVING = (Evidence.DEVICE, Evidence.SIMULATOR, Evidence.SAME_BINARY, Evidence
 
 
 class PlacementGap(msgspec.Struct, frozen=True, kw_only=True):
-    """How many nodes a provider was predicted to take, and what of them ran on the CPU instead.
+    """How many nodes a provider was predicted to take, and which of them ran on the CPU instead.
 
     `lost_macs` is their share of the model's multiply-accumulates, or of the predicted nodes where nothing multiplies;
     `nodes` names the first of them. `hidden` counts the nodes that were predicted for the CPU and are nowhere in what
@@ -37,7 +37,7 @@ class PlacementGap(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FileReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a model file that a run did not open, opened on the same device as an app would.
+    """A model file that a run did not open, opened on the same device as an app would open it.
 
     `provider_nodes` counts the nodes that each provider took, `placed` says which, None where that is not known,
     `outputs` tell how far a few samples lay from the float model, and `failure` says why there are none; with `crashed`
@@ -55,7 +55,7 @@ class FileReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BucketReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of samples that were filled up to one size: `outputs` are held against those of the samples alone.
+    """The figures of samples padded to one size: `outputs` compares them with the float model's without padding.
 
     `lengths` are those of the samples that ran, none where none did; `failure` says why there are no figures;
     with `crashed` an emulator's program died.
@@ -71,10 +71,9 @@ class BucketReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SizesReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of samples in each size of a dimension that a bundle has a model for.
+    """The figures of samples in each size of a dimension that a bundle has a model for.
 
-    `filled` tells how far the float model itself is, with samples filled up to the largest, from what it makes of them
-    as they are.
+    `filled` compares the float model's outputs for samples padded to the largest size with those without padding.
     """
 
     dim: str
@@ -82,14 +81,17 @@ class SizesReport(msgspec.Struct, frozen=True, kw_only=True):
     sizes: tuple[BucketReport, ...]
 
 
+GateName = Literal["run", "output", "metric", "placement", "costs", "session", "state", "size", "file"]
+
+
 class Gate(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that a run is judged by, every reason why it does not pass there, and why that cannot be told.
+    """One thing that a run is judged by: every reason why it fails there, and every reason why that is not proven.
 
     `name` is "run", "output", "metric", "placement", "costs", "session", "state", "size" or "file"; `subject` names the
     output, the metric, the size or the file.
     """
 
-    name: Literal["run", "output", "metric", "placement", "costs", "session", "state", "size", "file"]
+    name: GateName
     subject: str = ""
     failures: tuple[str, ...] = ()
     unproven: tuple[str, ...] = ()
@@ -194,58 +196,29 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
         """What the run is judged by, each with the reasons why it does not pass there."""
         if self.crashed:
             return (Gate(name="run", unproven=_judge_end(self)),)
-        judged = ((output.name, weigh_output(output, self.thresholds)) for output in self.outputs)
-        outputs = (Gate(name="output", subject=name, failures=found.failures, unproven=found.unproven)
-                   for name, found in judged)  # fmt: skip
-        limit = self.thresholds.task
-        task = Judgement() if self.failure is not None else judge_task(self.settled_task, limit)
-        metric = (
-            None
-            if limit is None
-            else Gate(name="metric", subject=limit.name, failures=task.failures, unproven=task.unproven)
-        )
-        placement = self._excuse("placement", _judge_placement(self)) if self.evidence in OBSERVING else None
-        older = (self.outdated,) if self.outdated else ()
-        others = (
-            metric,
-            placement,
-            Gate(name="costs", failures=tuple(_judge_cost(self))) if self.reference_cost else None,
-            Gate(name="session", failures=self.findings, unproven=older) if self.findings or older else None,
-            self.state
-            and Gate(
-                name="state",
-                failures=tuple(judge_state(self.state, self.thresholds)),
-                unproven=tuple(doubt_state(self.state)),
-            ),
-        )
-        sizes = (self._judge_size(size, self.sizes) for size in self.sizes.sizes) if self.sizes else ()
-        files = (self._excuse("file", _judge_file(file, self), file.file, crashed=file.crashed) for file in self.files)
-        return (self._excuse("run", _judge_end(self)), *outputs, *filter(None, others), *sizes, *files)
+        limits, found = self.thresholds, [self._excuse("run", _judge_end(self))]
+        found += (_make_gate("output", output.name, weigh_output(output, limits)) for output in self.outputs)
+        if limits.task is not None:
+            task = Judgement() if self.failure is not None else judge_task(self.settled_task, limits.task)
+            found.append(_make_gate("metric", limits.task.name, task))
+        if self.evidence in OBSERVING:
+            found.append(self._excuse("placement", _judge_placement(self)))
+        if self.reference_cost is not None:
+            found.append(Gate(name="costs", failures=tuple(_judge_cost(self))))
+        if self.findings or self.outdated:
+            found.append(Gate(name="session", failures=self.findings, unproven=tuple(filter(None, (self.outdated,)))))
+        if self.state is not None:
+            failures, unproven = tuple(judge_state(self.state, limits)), tuple(doubt_state(self.state))
+            found.append(Gate(name="state", failures=failures, unproven=unproven))
+        if self.sizes is not None:
+            found += (_judge_size(size, f"{self.sizes.dim}={size.size}", self) for size in self.sizes.sizes)
+        found += (self._excuse("file", _judge_file(file, self), file.file, crashed=file.crashed) for file in self.files)
+        return tuple(found)
 
-    def _judge_size(self, size: BucketReport, sizes: SizesReport) -> Gate:
-        subject = f"{sizes.dim}={size.size}"
-        if not size.lengths:
-            return Gate(name="size", subject=subject, unproven=(f"no sample ran with {subject}",))
-        found = tuple(f"with {subject}, {line}" for line in _judge_size(size, self))
-        if size.crashed:
-            return Gate(name="size", subject=subject, unproven=found)
-        doubts = (line for output in size.outputs for line in doubt_output(output, self.thresholds))
-        return Gate(
-            name="size", subject=subject, failures=found, unproven=tuple(f"with {subject}, {line}" for line in doubts)
-        )
-
-    def _excuse(
-        self,
-        name: Literal["run", "placement", "file"],
-        found: tuple[str, ...],
-        subject: str = "",
-        *,
-        crashed: bool = False,
-    ) -> Gate:
+    def _excuse(self, name: GateName, found: tuple[str, ...], subject: str = "", *, crashed: bool = False) -> Gate:
         """Returns a gate that an emulator cannot fail if it died or is too old: newer ones may take what it refuses."""
-        if self.outdated or crashed:
-            return Gate(name=name, subject=subject, unproven=found)
-        return Gate(name=name, subject=subject, failures=found)
+        excused = bool(self.outdated) or crashed
+        return Gate(name=name, subject=subject, failures=() if excused else found, unproven=found if excused else ())
 
     @property
     def settled_task(self) -> TaskReport | None:
@@ -260,12 +233,12 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unproven(self) -> tuple[str, ...]:
-        """Every reason why it cannot be told whether the run passes, one line each."""
+        """Every reason why it is not proven that the run passes, one line each."""
         return tuple(line for gate in self.gates for line in gate.unproven)
 
     @property
     def explanations(self) -> tuple[str, ...]:
-        """What may explain that a run does not pass: known traps, the layer, and what samples are filled with."""
+        """What may explain that a run does not pass: known traps, the layer, and the padding of samples."""
         return (*self.traps, *_explain_layers(self.located), *_explain_sizes(self.sizes, self.thresholds))
 
     @property
@@ -275,7 +248,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def passed(self) -> bool:
-        """True if nothing speaks against the run, and nothing was left open."""
+        """True if the run has no failure and nothing of it is unproven."""
         return self.verdict == "pass"
 
 
@@ -297,7 +270,22 @@ def _judge_file(file: FileReport, run: RunReport) -> tuple[str, ...]:
     return tuple(f"'{file.file}': {line}" for line in lines)
 
 
-def _judge_size(size: BucketReport, run: RunReport) -> Iterator[str]:
+def _make_gate(name: GateName, subject: str, found: Judgement) -> Gate:
+    return Gate(name=name, subject=subject, failures=found.failures, unproven=found.unproven)
+
+
+def _judge_size(size: BucketReport, subject: str, run: RunReport) -> Gate:
+    if not size.lengths:
+        return Gate(name="size", subject=subject, unproven=(f"no sample ran with {subject}",))
+    found = tuple(f"with {subject}, {line}" for line in _list_size_failures(size, run))
+    if size.crashed:
+        return Gate(name="size", subject=subject, unproven=found)
+    doubts = (line for output in size.outputs for line in doubt_output(output, run.thresholds))
+    unproven = tuple(f"with {subject}, {line}" for line in doubts)
+    return Gate(name="size", subject=subject, failures=found, unproven=unproven)
+
+
+def _list_size_failures(size: BucketReport, run: RunReport) -> Iterator[str]:
     if size.failure is not None:
         yield f"the device failed: {size.failure}"
         return
@@ -360,14 +348,15 @@ def _explain_layers(located: Located | None) -> tuple[str, ...]:
         alone = "" if own is None else f": {own:.1f} dB by itself, given what it had on the device"
         return (f"the first layer that the device computes otherwise than this machine is '{located.layer}'{alone}",)
     if not located.notes or located.found_by == "tensors":
-        return ("each layer computes there what it computes on this machine: the loss is in the model, not the device",)
+        return ("each layer computes on the device what it computes on this machine: the model itself loses this much",)
     return ()
 
 
 def _explain_sizes(sizes: SizesReport | None, thresholds: Thresholds) -> tuple[str, ...]:
-    """Returns for the first output that what fills a sample changes too far on the float model itself, that it does."""
+    """Returns a line for the first output that padding changes too much on the float model itself."""
     filled = () if sizes is None else (line for output in sizes.filled for line in judge_output(output, thresholds))
     return tuple(
-        f"what fills a sample changes what the float model itself makes of it, as where no mask hides it: {line}"
+        f"padding changes the result of the float model itself, as where no mask hides it: {line}; give the model a"
+        " mask, or build it for one size"
         for line in islice(filled, 1)
     )

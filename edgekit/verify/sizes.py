@@ -1,9 +1,9 @@
-"""A bundle judged by size: each bucket, and each open dimension.
+"""Outputs judged by the size of their samples: each bucket of a bundle, and groups of sizes of an open dimension.
 
-How far two devices of one kind lie apart, which differ in their CPU alone, is told too.
+Also how far two devices of one kind lie apart, such as two emulated CPUs.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,7 +17,6 @@ from edgekit.devices.device import Device, DeviceRun, Job
 from edgekit.devices.placed import count_nodes
 from edgekit.devices.recorded import is_recorded
 from edgekit.errors import DataError, EdgekitError
-from edgekit.model.outputs import Reading
 from edgekit.model.tensors import Tensors
 from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.outputs import OutputReport
@@ -26,10 +25,10 @@ from edgekit.verify.run_report import BucketReport, SizesReport
 _MOST_BYTES = 32 << 20
 
 
-class Held(msgspec.Struct, frozen=True, kw_only=True):
-    """What a device gave, kept in memory: outputs by the index of the golden sample.
+class KeptOutputs(msgspec.Struct, frozen=True, kw_only=True):
+    """The outputs of a device in memory, by the index of the golden sample.
 
-    Only those of one `kind` are compared: the device without its variant, and the file that it ran.
+    Only devices of one `kind` are compared: the same device in two variants that ran the same file.
     """
 
     device: str
@@ -37,7 +36,7 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
     rows: dict[int, Tensors]
 
 
-def hold_outputs(device: str, kind: str, indices: Sequence[int], outputs: Samples) -> Held | None:
+def keep_outputs(device: str, kind: str, indices: Sequence[int], outputs: Samples) -> KeptOutputs | None:
     """Returns the outputs of a device for the golden samples of these indices, None where they are large."""
     rows: dict[int, Tensors] = {}
     size_bytes = 0
@@ -46,12 +45,12 @@ def hold_outputs(device: str, kind: str, indices: Sequence[int], outputs: Sample
         if size_bytes > _MOST_BYTES:
             return None
         rows[index] = row
-    return Held(device=device, kind=kind, rows=rows)
+    return KeptOutputs(device=device, kind=kind, rows=rows)
 
 
-def describe_apart(held: Sequence[Held]) -> Iterator[str]:
+def describe_differences(held: Sequence[KeptOutputs]) -> Iterator[str]:
     """Yields, for each device whose numbers are not those of the first of its kind, how far apart they lie."""
-    first: dict[str, Held] = {}
+    first: dict[str, KeptOutputs] = {}
     for other in held:
         one = first.setdefault(other.kind, other)
         shared = sorted(one.rows.keys() & other.rows.keys())
@@ -73,10 +72,10 @@ def _describe_distance(output: OutputReport) -> str:
     return ""
 
 
-class Unfilled(msgspec.Struct, frozen=True, kw_only=True):
-    """Golden samples that were filled up to the largest bucket: how long each was, and what the float model made of it.
+class UnpaddedGolden(msgspec.Struct, frozen=True, kw_only=True):
+    """Golden samples padded to the largest bucket, with the length that each had before.
 
-    `outputs` are its results for them as they were.
+    `outputs` are what the float model gives for the samples without padding.
     """
 
     golden: Golden
@@ -91,12 +90,13 @@ def run_buckets(
     run: DeviceRun,
     rows: Sequence[int],
     work: Path,
-    unfilled: Unfilled | None = None,
+    unpadded: UnpaddedGolden | None = None,
 ) -> SizesReport | None:
-    """Returns what becomes of the samples `rows` in the smallest bucket that takes each; None without buckets.
+    """Runs the samples `rows`, each in the smallest bucket that takes it; None is returned for a bundle without buckets.
 
-    They are the golden ones, or those of `unfilled`. `job` and its `run` are those of the largest, with every sample:
-    what they gave is cut back, and not run again. A bucket that no sample falls into takes shorter ones.
+    The samples are the golden ones, or those of `unpadded`. `job` and its `run` are those of the largest bucket with
+    all samples: their outputs are cut to the samples' lengths, and nothing runs again. A bucket that is the smallest
+    for no sample runs the shorter ones.
 
     Raises:
         DataError: the bundle's float results cannot be read.
@@ -104,16 +104,44 @@ def run_buckets(
     buckets = bundle.manifest.buckets
     if not buckets or run.failure is not None:
         return None
-    if unfilled is None:
+    if unpadded is None:
         whole, filled = _read_unpadded(bundle.golden, buckets), read_outputs(bundle.golden)
     else:
-        whole, filled = unfilled.outputs, read_outputs(unfilled.golden)
-        buckets = msgspec.structs.replace(buckets, lengths=unfilled.lengths)
-    readings = bundle.manifest.readings or {}
+        whole, filled = unpadded.outputs, read_outputs(unpadded.golden)
+        buckets = msgspec.structs.replace(buckets, lengths=unpadded.lengths)
+    readings, folder, lengths = bundle.manifest.readings or {}, bundle.folder, buckets.lengths
+
+    def compare(got: Samples, mine: Sequence[int], size: int) -> tuple[OutputReport, ...]:
+        """Compares what came back for some samples at a size, cut to their lengths."""
+        cut = cut_samples(buckets.padding, got, [lengths[row] for row in mine], size)
+        return compare_outputs(select_samples(whole, mine), cut, readings)
+
+    sizes: list[BucketReport] = []
+    for bucket in buckets.sizes[:-1]:
+        mine = _choose_rows(buckets, bucket, rows)
+        report = BucketReport(size=bucket.size, file=bucket.file, lengths=tuple(lengths[row] for row in mine))
+        if mine and not is_recorded(device):
+            try:
+                sized = _set_size(job, buckets, folder / bucket.file, bucket.size, [rows.index(row) for row in mine])
+                done = _run_size(device, sized, work / str(bucket.size))
+            except EdgekitError as error:
+                report = msgspec.structs.replace(report, failure=error.message)
+            else:
+                report = msgspec.structs.replace(
+                    report,
+                    outputs=() if done.failure else compare(done.outputs, mine, bucket.size),
+                    provider_nodes=count_nodes(done, sized),
+                    failure=done.failure,
+                    crashed=done.crashed,
+                )
+        sizes.append(report)
+    largest = buckets.sizes[-1]
+    report = BucketReport(size=largest.size, file=largest.file, lengths=tuple(lengths[row] for row in rows))
+    sizes.append(msgspec.structs.replace(report, outputs=compare(run.outputs, rows, largest.size)))
     return SizesReport(
         dim=buckets.padding.dim,
-        filled=_compare(buckets, whole, filled, rows, buckets.sizes[-1].size, readings),
-        sizes=tuple(_run_sizes(bundle, buckets, device, job, run, rows, whole, work)),
+        filled=compare(select_samples(filled, rows), rows, largest.size),
+        sizes=tuple(sizes),
     )
 
 
@@ -126,42 +154,8 @@ def _read_unpadded(golden: Golden, buckets: Buckets) -> Samples:
     return samples
 
 
-def _run_sizes(
-    bundle: Bundle,
-    buckets: Buckets,
-    device: Device,
-    job: Job,
-    run: DeviceRun,
-    rows: Sequence[int],
-    whole: Samples,
-    work: Path,
-) -> Iterator[BucketReport]:
-    folder, readings = bundle.folder, bundle.manifest.readings or {}
-    for bucket in buckets.sizes[:-1]:
-        mine = _choose_rows(buckets, bucket, rows)
-        report = BucketReport(size=bucket.size, file=bucket.file, lengths=_reach(buckets, mine))
-        if is_recorded(device) or not mine:
-            yield report
-            continue
-        try:
-            sized = _set_size(job, buckets, folder / bucket.file, bucket.size, [rows.index(row) for row in mine])
-            done = _run_size(device, sized, work / str(bucket.size))
-        except EdgekitError as error:
-            yield msgspec.structs.replace(report, failure=error.message)
-            continue
-        made = None if done.failure else done.outputs
-        outputs = () if made is None else _compare(buckets, whole, made, mine, bucket.size, readings, selected=True)
-        nodes = count_nodes(done, sized)
-        yield msgspec.structs.replace(
-            report, outputs=outputs, provider_nodes=nodes, failure=done.failure, crashed=done.crashed
-        )
-    largest = buckets.sizes[-1]
-    outputs = _compare(buckets, whole, run.outputs, rows, largest.size, readings, selected=True)
-    yield BucketReport(size=largest.size, file=largest.file, lengths=_reach(buckets, rows), outputs=outputs)
-
-
 def _set_size(job: Job, buckets: Buckets, model: Path, size: int, places: Sequence[int]) -> Job:
-    """Returns the job that runs some samples of another one, which has them filled up further, at a size."""
+    """Returns a job that runs some samples of another job at a smaller size: their padding is cut off."""
     samples = crop_samples(buckets.padding, select_samples(job.samples, places), size)
     outputs = free_axes(buckets.padding.outputs, job.outputs)
     return msgspec.structs.replace(job, model=model, outputs=outputs, samples=samples)
@@ -176,30 +170,9 @@ def _run_size(device: Device, job: Job, work: Path) -> DeviceRun:
 
 
 def _choose_rows(buckets: Buckets, bucket: Bucket, rows: Sequence[int]) -> list[int]:
-    """Returns those of the samples that a bucket is the smallest for, or where there are none the shorter ones."""
+    """Returns the samples for which a bucket is the smallest, or where there are none all that fit into it."""
     mine = [row for row in rows if buckets.choose(buckets.lengths[row]) == bucket]
     return mine or [row for row in rows if buckets.lengths[row] <= bucket.size]
-
-
-def _reach(buckets: Buckets, rows: Sequence[int]) -> tuple[int, ...]:
-    return tuple(buckets.lengths[row] for row in rows)
-
-
-def _compare(
-    buckets: Buckets,
-    whole: Samples,
-    got: Samples,
-    rows: Sequence[int],
-    size: int,
-    readings: Mapping[str, Reading],
-    *,
-    selected: bool = False,
-) -> tuple[OutputReport, ...]:
-    """Compares what came back at a size, cut to the lengths of the samples; `selected` where it is of `rows` alone."""
-    made = got if selected else select_samples(got, rows)
-    lengths = [buckets.lengths[row] for row in rows]
-    cut = cut_samples(buckets.padding, made, lengths, size)
-    return compare_outputs(select_samples(whole, rows), cut, readings)
 
 
 _MOST_GROUPS = 3

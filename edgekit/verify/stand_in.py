@@ -1,7 +1,7 @@
-"""A metric of the task over all labelled samples, from the fastest device that computes the same as a slow one.
+"""The metric of a slow device, measured over all labelled samples on a faster device that computes the same.
 
-An emulator runs a few samples, on which no interval is narrow. What it has to show is that it computes what a faster
-device computes, sample by sample; how good that is, the faster one shows on all of them.
+An emulator runs a few samples, too few for a narrow interval. So it only has to give the same score as a faster device
+on each sample that both ran; how good the model is, the faster device measures on all of them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +35,7 @@ _BUDGET_S = 120.0
 
 
 class Scored(msgspec.Struct, frozen=True, kw_only=True):
-    """What a metric keeps of the samples that a device ran, by their number, and how long the device took."""
+    """What a metric keeps of each sample that a device ran, by the sample's number, and how long the device took."""
 
     device: str
     records: dict[int, Any]
@@ -131,7 +131,7 @@ def _agree(limit: TaskLimit, mine: Any, theirs: Any) -> bool:
 
 
 def _find_loss(limit: TaskLimit, mine: Sequence[Any], theirs: Sequence[Any]) -> float:
-    """Returns by how much a device lies above the other on the samples that both ran, 0 where that says nothing."""
+    """Returns by how much a device scores above another on the samples that both ran, 0 where there is no score."""
     metric = find_metric(limit)
     here, there = _score(metric.prepare, mine), _score(metric.prepare, theirs)
     return 0.0 if here is None or there is None else here - there
@@ -145,7 +145,7 @@ def _score(prepare: Callable[[Sequence[Any]], Callable[[Any], float]], records: 
 
 
 def _shift(task: TaskReport, by: float) -> TaskReport:
-    """Returns a metric as it is where every figure lies so much higher."""
+    """Returns a metric whose figures are all higher by so much."""
     if task.got is None or not by:
         return task
     share = by / task.reference if task.reference > 0.0 else 0.0

@@ -1,4 +1,8 @@
-"""The usual mistakes behind wrong outputs, and the known traps of mobile runtimes."""
+"""The usual mistakes behind wrong outputs, and the known traps of mobile runtimes.
+
+A mistake in the outputs is undone and compared again; a mistake in the inputs is made here too. The mistake that then
+fits the outputs is named.
+"""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -55,10 +55,10 @@ class TaskReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def judge_task(report: TaskReport | None, limit: TaskLimit | None) -> Judgement:
-    """Returns whether a metric keeps its limit, with a line for each reason why not, or why that cannot be told.
+    """Returns whether a metric keeps its limit, with a line for each reason why it fails or is not proven.
 
-    A figure over all labelled samples that misses the limit fails. One that keeps it with an interval that does not,
-    or one that misses it on a part of the samples where chance may be why, proves nothing.
+    A figure over all labelled samples that misses the limit fails. It is not proven where the figure keeps the limit
+    and its interval does not, or where it misses the limit on a part of the samples and chance may be the reason.
     """
     if limit is None:
         return Judgement()
@@ -99,51 +99,76 @@ def describe_difference(report: TaskReport) -> str:
 
 
 def _judge_drop(report: TaskReport, got: float, limit: TaskLimit) -> Judgement:
-    if limit.max_drop is None:
+    most = limit.max_drop
+    if most is None:
         return Judgement()
     factor = 100.0 if report.unit == "share" else 1.0
     sign = 1.0 if report.higher_is_better else -1.0
     drop = sign * (report.reference - got) * factor
-    ends = None if report.interval is None else sorted(-sign * end * factor for end in report.interval)
-    beyond = f"is {drop:.2f} points worse than the float model, more than {limit.max_drop:g}"
-    if drop > limit.max_drop + 1e-9:
-        is_luck = ends is None or ends[0] <= limit.max_drop
-        return _refuse(report, beyond, may_be_luck=is_luck)
-    if limit.gate == "estimate":
-        return Judgement()
-    if ends is None:
-        return _want_samples(report)
-    if ends[1] <= limit.max_drop + 1e-9:
-        return Judgement()
-    enough = _find_enough(report, -limit.max_drop / factor, ends[1] - drop, limit.max_drop - drop)
-    could = (
-        f"is {drop:.2f} points worse than the float model, and with {report.samples} samples it could be {ends[1]:.2f},"
+    low, high = (0.0, 0.0) if report.interval is None else sorted(-sign * end * factor for end in report.interval)
+    figure = _Figure(
+        words=f"is {drop:.2f} points worse than the float model",
+        beyond=f"more than {most:g}",
+        value=drop,
+        most=most,
+        ends=None if report.interval is None else (low, high),
+        worst=f"{high:.2f}",
+        least=-most / factor,
     )
-    return Judgement(unproven=(f"{could} more than {limit.max_drop:g}{describe_enough(enough)}",))
+    return _judge_figure(report, limit, figure)
 
 
 def _judge_share(report: TaskReport, got: float, limit: TaskLimit) -> Judgement:
-    if limit.min_share is None:
+    least = limit.min_share
+    if least is None:
         return Judgement()
     if not report.higher_is_better or report.reference <= 0.0:
         return Judgement(failures=("cannot be held against a share of the float model; use max_drop",))
-    share, ends = got / report.reference, report.share_interval
-    if share < limit.min_share - 1e-9:
-        is_luck = ends is None or ends[1] >= limit.min_share
-        beyond = f"is {share:.1%} of the float model's, less than {limit.min_share:.1%}"
-        return _refuse(report, beyond, may_be_luck=is_luck)
-    return Judgement() if limit.gate == "estimate" else _judge_share_bound(report, share, limit.min_share)
+    share, (low, high) = got / report.reference, report.share_interval or (0.0, 0.0)
+    figure = _Figure(
+        words=f"is {share:.1%} of the float model's",
+        beyond=f"less than {least:.1%}",
+        value=-share,
+        most=-least,
+        ends=None if report.share_interval is None else (-high, -low),
+        worst=f"{low:.1%}",
+        least=(least - 1.0) * report.reference,
+    )
+    return _judge_figure(report, limit, figure)
 
 
-def _judge_share_bound(report: TaskReport, share: float, min_share: float) -> Judgement:
-    if report.share_interval is None:
-        return _want_samples(report)
-    worst = report.share_interval[0]
-    if worst >= min_share - 1e-9:
+class _Figure(msgspec.Struct, frozen=True, kw_only=True):
+    """A loss that may be at most so large: its value, the ends of its interval (None: unknown), and all in words.
+
+    `worst` is the bad end in words, `least` the limit as the difference of the two scores.
+    """
+
+    words: str
+    beyond: str
+    value: float
+    most: float
+    ends: tuple[float, float] | None
+    worst: str
+    least: float
+
+
+def _judge_figure(report: TaskReport, limit: TaskLimit, figure: _Figure) -> Judgement:
+    value, most, ends = figure.value, figure.most, figure.ends
+    if value > most + 1e-9:
+        is_luck = ends is None or ends[0] <= most
+        return _refuse(report, f"{figure.words}, {figure.beyond}", may_be_luck=is_luck)
+    if limit.gate == "estimate" or (ends is not None and ends[1] <= most + 1e-9):
         return Judgement()
-    enough = _find_enough(report, (min_share - 1.0) * report.reference, share - worst, share - min_share)
-    could = f"is {share:.1%} of the float model's, and with {report.samples} samples it could be {worst:.1%},"
-    return Judgement(unproven=(f"{could} less than {min_share:.1%}{describe_enough(enough)}",))
+    if ends is None:
+        words = f'has too few samples ({report.samples}) for an interval; give 30 or more, or set gate = "estimate"'
+        return Judgement(unproven=(words,))
+    # By what changed sides where that was counted, else by the width of the interval.
+    if report.gained is None or report.lost is None:
+        enough = find_enough(report.samples, ends[1] - value, most - value)
+    else:
+        enough = find_enough_pairs(report.samples, report.gained, report.lost, figure.least)
+    could = f"{figure.words}, and with {report.samples} samples it could be {figure.worst}, {figure.beyond}"
+    return Judgement(unproven=(could + describe_enough(enough),))
 
 
 def _judge_least(report: TaskReport, got: float, limit: TaskLimit) -> Judgement:
@@ -159,22 +184,6 @@ def _refuse(report: TaskReport, line: str, *, may_be_luck: bool) -> Judgement:
     if may_be_luck and report.is_partial:
         return Judgement(unproven=(f"{line}, on {report.samples} of {report.labelled} labelled samples",))
     return Judgement(failures=(line,))
-
-
-def _want_samples(report: TaskReport) -> Judgement:
-    words = f'has too few samples ({report.samples}) for an interval; give 30 or more, or set gate = "estimate"'
-    return Judgement(unproven=(words,))
-
-
-def _find_enough(report: TaskReport, least: float, half: float, room: float) -> int | None:
-    """Returns how many samples would do: by what changed sides where that was counted, else by the interval's width.
-
-    `least` is where the lower end of the difference has to lie, `half` how far the bad end lies from the figure, and
-    `room` how far the limit does.
-    """
-    if report.gained is None or report.lost is None:
-        return find_enough(report.samples, half, room)
-    return find_enough_pairs(report.samples, report.gained, report.lost, least)
 
 
 # Of fewer samples a good model may miss as many as chance does.

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from bundle_models import save_classifier
 
-from edgekit.bench.history import compare_benches, find_last, hold_against_last, list_benches, record_bench
+from edgekit.bench.history import compare_benches, compare_with_last, find_last, list_benches, record_bench
 from edgekit.bench.report import BenchReport, BenchRun
 from edgekit.cli.main import run_command
 from edgekit.errors import DataError, OutputError
@@ -38,18 +38,18 @@ def timed(median: float, half: float, **fields: object) -> BenchRun:
 
 def test_what_is_slower_than_allowed_fails_and_says_since_when(tmp_path: Path) -> None:
     file = tmp_path / "h.sqlite"
-    assert hold_against_last(report(RUN), file, 1.1) == report(RUN)
+    assert compare_with_last(report(RUN), file, 1.1) == report(RUN)
     assert record_bench(file, report(RUN)) == 1
-    now = hold_against_last(report(timed(12.0, 0.1)), file, 1.1)
+    now = compare_with_last(report(timed(12.0, 0.1)), file, 1.1)
     assert not now.succeeded
     assert now.regressions[0].startswith("host: 12 ms, 1.20 times the 10 ms of run 1 of ")
     assert next(iter(list_bench_remarks(now))).startswith("slower: host")
     # Less than allowed, intervals that overlap, or no limit at all: told, and no failure.
     for run, most in ((timed(10.5, 0.1), 1.1), (timed(12.0, 3.0), 1.1), (timed(12.0, 0.1), None)):
-        held = hold_against_last(report(run), file, most)
+        held = compare_with_last(report(run), file, most)
         assert held.succeeded
         assert "of run 1 of" in held.notes[0]
-    assert "the intervals overlap" in hold_against_last(report(timed(12.0, 3.0)), file, 1.1).notes[0]
+    assert "the intervals overlap" in compare_with_last(report(timed(12.0, 3.0)), file, 1.1).notes[0]
 
 
 def test_only_the_same_is_compared(tmp_path: Path) -> None:

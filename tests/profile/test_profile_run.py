@@ -24,9 +24,9 @@ from edgekit.errors import DeviceError
 from edgekit.evidence import Evidence
 from edgekit.graph.graph import read_graph
 from edgekit.model.model import load_model
-from edgekit.profile.causes import Side, find_causes, find_islands, make_contest, pair_layers
+from edgekit.profile.causes import SessionKernels, find_causes, find_islands, order_by_speed, pair_layers
 from edgekit.profile.measure import give_advice
-from edgekit.profile.nodes import find_source, hold_against, list_sources
+from edgekit.profile.nodes import add_roof_shares, find_source, list_sources
 from edgekit.profile.report import DeviceProfile, NodeTime, Roof, Unasked
 from edgekit.profile.roofline import find_roof
 from edgekit.report.pages.profile_page import describe_node, split_area
@@ -193,7 +193,7 @@ def device(*nodes: NodeTime, run_ms: float = 10.0, overhead: float = 1.01, **fac
 
 
 def causes(slow: DeviceProfile, fast: DeviceProfile) -> list[str]:
-    return [cause.id for cause in find_causes(make_contest(slow, fast, None, (), slow_is_a=True))]
+    return [cause.id for cause in find_causes(order_by_speed(slow, fast, None, (), slow_is_a=True))]
 
 
 def test_fast_kernels_are_held_against_the_roof() -> None:
@@ -203,7 +203,7 @@ def test_fast_kernels_are_held_against_the_roof() -> None:
     moving = kernel("Add", 1.0, bytes=5_000_000, gbytes_per_s=5.0)
     short = kernel("Add", 0.002, gbytes_per_s=0.1)
     near = kernel("Mul", 0.05, bytes=1_000_000, gbytes_per_s=20.0)
-    found = hold_against([busy, whole, moving, short, near], roof)
+    found = add_roof_shares([busy, whole, moving, short, near], roof)
     assert [(node.roof_share, node.bound) for node in found] == [
         (0.8, "compute"), (0.2, "compute"), (0.5, "memory"), (0.0025, "calls"), (0.5, "memory"),
     ]  # fmt: skip
@@ -211,7 +211,7 @@ def test_fast_kernels_are_held_against_the_roof() -> None:
 
 def test_no_share_of_the_roof_is_shown_above_all_of_it() -> None:
     fast = kernel("Add", 1.0, bytes=5_000_000, gbytes_per_s=33.0)
-    (held,) = hold_against([fast], Roof(float_gmacs=50, integer_gmacs=200, gbytes=10))
+    (held,) = add_roof_shares([fast], Roof(float_gmacs=50, integer_gmacs=200, gbytes=10))
     assert held.roof_share == pytest.approx(3.3)
     assert "100% of the roof" in describe_node(held)
 
@@ -269,7 +269,7 @@ def test_float_between_rounded_values_is_an_island(tmp_path: Path) -> None:
     conv, done = kernel("Conv", 3.0, "conv"), kernel("QLinearConv", 3.0, "conv", integers=True, inputs=("int8[4]",))
     assert find_islands([conv, kernel("DequantizeLinear", 1.0, "x_dq")], graph) == (conv,)
     assert find_islands([done], graph) == ()
-    contest = make_contest(device(conv), device(conv, run_ms=5), graph, (), slow_is_a=True)
+    contest = order_by_speed(device(conv), device(conv, run_ms=5), graph, (), slow_is_a=True)
     (island,) = [cause for cause in find_causes(contest) if cause.id == "float-islands"]
     assert island.milliseconds == 3.0
     assert island.message.startswith("1 Conv compute in float")
@@ -281,7 +281,7 @@ def test_layers_pair_up_through_fusion_and_rounding(tmp_path: Path) -> None:
     fused = (kernel("Conv", 2.0, "relu"),)
     rounded = (kernel("QuantizeLinear", 0.5, "x_q", kind="quantize and dequantize"),
                kernel("QLinearConv", 1.0, "conv"), kernel("DequantizeLinear", 0.25, "y_dq"))  # fmt: skip
-    pairs = pair_layers(Side(nodes=fused, graph=a), Side(nodes=rounded, graph=b))
+    pairs = pair_layers(SessionKernels(nodes=fused, graph=a), SessionKernels(nodes=rounded, graph=b))
     assert [(pair.a_ms, pair.b_ms) for pair in pairs] == [(2.0, 1.75)]
 
 

@@ -10,7 +10,7 @@ from selenium.webdriver.common.keys import Keys
 from edgekit.evidence import Evidence
 from edgekit.profile.events import Execution, Step, Tensor
 from edgekit.profile.measure import Profiled
-from edgekit.profile.nodes import hold_against, list_nodes, list_operators, list_unasked
+from edgekit.profile.nodes import add_roof_shares, list_nodes, list_operators, list_unasked
 from edgekit.profile.profile import ProfileRun
 from edgekit.profile.report import DeviceProfile, ProfileReport, Roof
 from edgekit.report.pages.profile_page import MOST_SPANS, render_profile
@@ -38,7 +38,7 @@ def executions(runs: int) -> tuple[Execution, ...]:
 @pytest.fixture(scope="module")
 def page() -> str:
     ran = executions(MOST_SPANS // KERNELS)
-    nodes = hold_against(list_nodes(ran[:1], {}), Roof(float_gmacs=50, integer_gmacs=200, gbytes=10))
+    nodes = add_roof_shares(list_nodes(ran[:1], {}), Roof(float_gmacs=50, integer_gmacs=200, gbytes=10))
     profile = DeviceProfile(
         subject="net.onnx", device="host", evidence=Evidence.EMULATED, provider="CPUExecutionProvider", runs=len(ran),
         run_ms=2.0, nodes_ms=1.4, nodes=nodes, operators=list_operators(nodes), unasked=list_unasked(nodes),

@@ -31,7 +31,7 @@ from edgekit.evidence import Evidence
 from edgekit.machine import count_cores
 from edgekit.report.timing import list_tuning_remarks
 from edgekit.target import load_target
-from edgekit.tune.race import GATE, Course, measure
+from edgekit.tune.race import GATE, RaceSetup, measure
 from edgekit.tune.report import Decision, Entrant, TuneReport
 from edgekit.tune.space import PROVIDER_CHANGES, PROVIDER_OPTIONS
 from edgekit.tune.tune import Tuning, tune_on
@@ -101,16 +101,16 @@ def test_a_phone_that_goes_away_ends_the_search_in_one_line(
     job = make_job(float_conv(tmp_path / "f.onnx"), "cpu")
     with far_side(arm=False, adb=True) as far, adb.connected(far) as serial:
         device = AdbDevice(serial=serial, runner=host_runner.program, library=host_runner.library)
-        course = Course(
+        setup = RaceSetup(
             device=device, goal="load", job_for=lambda _: job, reference={}, gate=GATE, guess_ms=1e3, seconds=5.0
         )
         # A setting that fails on a device which is there is out, and the search goes on.
-        refused = msgspec.structs.replace(course, job_for=lambda _: msgspec.structs.replace(job, inter_threads=2000))
+        refused = msgspec.structs.replace(setup, job_for=lambda _: msgspec.structs.replace(job, inter_threads=2000))
         assert "inter_threads" in str(measure(refused, Entrant(name="bad")).fault)
         far.child.kill()
         far.child.wait()
         with pytest.raises(DeviceError, match=r"is gone: (it is offline|adb knows no device)"):
-            measure(course, Entrant(name="defaults"))
+            measure(setup, Entrant(name="defaults"))
 
 
 def test_what_is_raced_of_a_provider_is_what_a_bundle_may_say() -> None:

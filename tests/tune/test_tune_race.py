@@ -13,7 +13,7 @@ from edgekit.bundle.manifest import SessionSetting
 from edgekit.data.samples import Samples
 from edgekit.errors import UsageError
 from edgekit.target import Session
-from edgekit.tune.race import GATE, LEAST_GAIN, TIME_OVER, Journal, compare_fresh, hold_outputs, race
+from edgekit.tune.race import GATE, LEAST_GAIN, TIME_OVER, Journal, compare_fresh, judge_outputs, race
 from edgekit.tune.report import Entrant, Measured, TriedSetting
 from edgekit.tune.space import SWITCHES, Change, Circumstances, list_groups
 from edgekit.tune.tune import mark_front, sum_up
@@ -166,11 +166,11 @@ def test_outputs_beyond_the_gate_are_told() -> None:
     def one(value: np.ndarray) -> Samples:
         return Samples(source="t", count=1, read=lambda: iter(({"y": value},)))
 
-    assert hold_outputs(one(wanted), one(wanted), GATE) == (200.0, None)
-    near, fault = hold_outputs(one(wanted), one(wanted * np.float32(1.001)), GATE)
+    assert judge_outputs(one(wanted), one(wanted), GATE) == (200.0, None)
+    near, fault = judge_outputs(one(wanted), one(wanted * np.float32(1.001)), GATE)
     assert near is not None
     assert (round(near), fault) == (60, None)
-    far, fault = hold_outputs(one(wanted), one(wanted[:, ::-1].copy()), GATE)
+    far, fault = judge_outputs(one(wanted), one(wanted[:, ::-1].copy()), GATE)
     assert far is not None
     assert far < 0
     assert fault is not None

@@ -67,7 +67,7 @@ def test_a_bundle_that_keeps_less_is_said_to(tmp_path: Path) -> None:
     (less.folder / "manifest.json").write_bytes(encode_json(said))
     notes = verify_again(open_bundle(less.folder)).notes
     assert [note.split(":")[0] for note in notes] == [
-        "no layer was held against the float model's",
+        "the layers were not compared with the float model's",
         "the bundle has no self-test",
     ]
 

@@ -14,7 +14,7 @@ from edgekit.data.samples import Samples
 from edgekit.model.model import Model
 from edgekit.model.outputs import Reading
 from edgekit.report.text import list_comparison_remarks
-from edgekit.tune.race import hold_outputs
+from edgekit.tune.race import judge_outputs
 from edgekit.verify.two_models import compare_models
 
 WEIGHT = np.random.default_rng(1).normal(size=(8, 5)).astype(np.float32)
@@ -53,9 +53,9 @@ def test_a_setting_is_tuned_by_what_the_outputs_of_a_bundle_are_for(tmp_path: Pa
     def give(factor: float) -> Samples:
         return Samples(source="t", count=16, read=lambda: ({"y": np.float32(factor) * row["y"]} for row in rows))
 
-    ratio, fault = hold_outputs(give(1), give(3), limits, bundle)
+    ratio, fault = judge_outputs(give(1), give(3), limits, bundle)
     assert ratio == pytest.approx(-6.0, abs=0.1)
     assert fault is None
     for factor, kept in ((3.0, None), (-1.0, bundle)):
-        _, fault = hold_outputs(give(1), give(factor), limits, kept)
+        _, fault = judge_outputs(give(1), give(factor), limits, kept)
         assert fault is not None

@@ -1,7 +1,7 @@
-"""Comparing two models layer by layer: the accumulated error of each, and what each adds by itself.
+"""Two models compared layer by layer: the error that has accumulated at each layer, and the error of its own.
 
-A layer by itself is fed with what it would read if all before it were right. What was found when a bundle was built
-lies in the bundle, for the float model is gone when it is verified.
+A layer's own error is measured with the inputs that it would have if all layers before it were right. A build compares
+the layers with the float model's and stores the figures in the bundle, because the float model is not in it.
 """
 
 import math
@@ -48,7 +48,7 @@ from edgekit.verify.metrics.tensor_metrics import ErrorSums
 
 
 class IsolatedLayers(msgspec.Struct, frozen=True, kw_only=True):
-    """Both models with every matched tensor as an input; that of A is only opened where it is needed."""
+    """Both models with every matched tensor as an input; model A is opened only where it is needed."""
 
     models: tuple[Model, Model]
     matched: Sequence[MatchedTensor]
@@ -93,9 +93,12 @@ def isolate_layers(
     matched: Sequence[MatchedTensor],
     values: tuple[Tensors, Tensors],
     regions: Mapping[str, Region],
-    told: tuple[Mapping[str, Grid | None], Mapping[str, Array]],
+    rounding: tuple[Mapping[str, Grid | None], Mapping[str, Array]],
 ) -> IsolatedLayers:
-    """Returns the isolated of two models; `values` are one sample's, for their types, `told` B's grids and scaling."""
+    """Returns the isolated layers of two models.
+
+    `values` are those of one sample, for their types; `rounding` holds the grids of B and the factors of its channels.
+    """
     of_a = None
     if any(region.roundings for region in regions.values()):
         mirrored = [
@@ -104,7 +107,7 @@ def isolate_layers(
         ]
         of_a = open_isolated(models[0], mirrored, {item.tensor: values[0][item.in_a].dtype for item in matched})
     of_b = open_isolated(models[1], matched, {item.tensor: values[1][item.in_b].dtype for item in matched})
-    return IsolatedLayers(models=models, matched=matched, grids=told[0], scaling=told[1], of_a=of_a, of_b=of_b)
+    return IsolatedLayers(models=models, matched=matched, grids=rounding[0], scaling=rounding[1], of_a=of_a, of_b=of_b)
 
 
 _FAR_CHANNEL: Mapping[Arithmetic, float] = {"float": 0.5, "half": 1.0, "int8": 2.5, "int4": 16.0}
@@ -275,10 +278,10 @@ def _run_samples(
     models: tuple[Model, Model],
     graphs: tuple[Graph, Graph],
     samples: Samples,
-    told: tuple[Mapping[str, Grid | None], Mapping[str, Array]],
+    rounding: tuple[Mapping[str, Grid | None], Mapping[str, Array]],
 ) -> _Seen:
-    """Runs both models, and each layer alone, on every sample; `told` are B's grids and factors."""
-    (a, b), every, (grids, scaling) = models, match_tensors(*graphs), told
+    """Runs both models, and each layer alone, on every sample; `rounding` holds B's grids and factors of channels."""
+    (a, b), every, (grids, scaling) = models, match_tensors(*graphs), rounding
     seen = _Seen(matched=every)
     traced_a = open_traced(a, [tensor.in_a for tensor in every])
     traced_b = open_traced(b, [tensor.in_b for tensor in every])
@@ -429,13 +432,13 @@ def encode_evidence(evidence: LayerEvidence) -> bytes:
 
 
 def read_evidence(bundle: Bundle) -> LayerEvidence:
-    """Returns what was found when the bundle was built, and a note where nothing was kept of it.
+    """Returns the layers as they were compared when the bundle was built, or a note why there are none.
 
     Raises:
         BundleError: the file is malformed.
     """
     if LAYERS not in bundle.manifest.files:
-        return LayerEvidence(note=f"no layer was held against the float model's: the bundle has no {LAYERS}")
+        return LayerEvidence(note=f"the layers were not compared with the float model's: the bundle has no {LAYERS}")
     path = bundle.folder / LAYERS
     try:
         return msgspec.json.decode(path.read_bytes(), type=LayerEvidence)

@@ -1,4 +1,4 @@
-"""What half precision cannot hold inside a model: values that overflow, and nodes that lose too much."""
+"""What half precision costs inside a model: values that overflow, and nodes that lose too much."""
 
 import functools
 import math

@@ -75,9 +75,9 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True):
 def measure_agreement(
     reference: Samples, got: Samples, readings: Mapping[str, Reading]
 ) -> dict[str, tuple[Agreement, ...]]:
-    """Returns for each output that can be read what two runs share, by each of its readings.
+    """Returns how far two runs agree on each output, once for each kind that the output may be of.
 
-    What is missing, of another shape or not finite is told by other figures, and has no agreement.
+    An output that is missing, of another shape or not finite gets no agreement: other figures fail it.
     """
     found: dict[str, tuple[Agreement, ...]] = {}
     for name, reading in readings.items():
@@ -103,7 +103,7 @@ def count_edits(label: Sequence[object], found: Sequence[object]) -> int:
 
 
 class _UnlikeError(Exception):
-    """The two sides cannot be compared."""
+    """The two sides of an output cannot be compared."""
 
 
 class _Pairs:

@@ -50,7 +50,7 @@ def compare_outputs(
     `readings` say what outputs are for: then each has the share of that which both sides have in common, and nothing is
     ranked in those that rank no classes.
 
-    What cannot be compared (a missing output, another shape or dtype, too few samples, a file that is cut off) is told
+    What cannot be compared (a missing output, another shape or dtype, too few samples, a file that is cut off) stands
     in `OutputReport.mismatch` and fails; it is never left out.
     """
     measured: dict[str, list[_Measured]] = {}
@@ -67,9 +67,9 @@ def compare_outputs(
 
 
 def _read(report: OutputReport, reading: Reading | None, shared: tuple[Agreement, ...]) -> OutputReport:
-    """Returns the report of an output with what is shared; where its largest entry names no class, nothing is ranked.
+    """Returns the report of an output with its agreements; of an output that names no class no ranks are reported.
 
-    An output that lacks samples, or has others than the reference, is told of by the rest of its figures.
+    Where samples are missing or not finite, the other figures of the output say so, and it gets no agreements.
     """
     if reading is not None and reading.kind not in {"classes", "labels"}:
         report = msgspec.structs.replace(
@@ -265,7 +265,7 @@ def describe_unlisted(bundle: Bundle) -> str | None:
 
 
 def describe_lists(outputs: Sequence[OutputReport]) -> Iterator[str]:
-    """Yields what is judged of outputs that list detections, and what is not."""
+    """Yields that an output lists detections, which are judged in place of its other figures."""
     for output in outputs:
         for shared in (each for each in output.agreements if each.of == "detections"):
             ends = shared.interval

@@ -65,10 +65,10 @@ class Sides(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_unfaithful(own: Samples, reference: Samples, got: Samples) -> dict[str, str]:
-    """Returns, by output, in words what else than the own model's output came back; honest outputs are not in it.
+    """Returns for each output that does not come from the bundle's own model, in words, what came back instead.
 
-    All three hold the same samples: what the bundle's own model, the float model and the device make of them. What is
-    missing, not finite or of another shape is told by the figures, and not looked at here.
+    All three hold the same samples: what the bundle's own model, the float model and the device make of them. An
+    output that is missing, not finite or of another shape is left out: its figures fail it.
     """
     every = _read_sides(own, reference, got).items()
     found = {name: describe_origin(sides) or find_distance(sides) for name, sides in every}

@@ -1,6 +1,6 @@
 """How far one output lies from the float reference, and the judgement on it.
 
-An answer is what both sides say in a sample: the class where an output ranks classes.
+An answer is the value that a sample is reported with: its first class, where the output ranks classes.
 """
 
 from collections import Counter
@@ -141,7 +141,7 @@ _MEASURED: frozenset[Of] = frozenset({"neighbours", "variance", "energy"})
 
 
 def weigh_output(output: OutputReport, thresholds: Thresholds) -> Judgement:
-    """Returns the judgement on an output: why it fails, or why that cannot be told."""
+    """Returns the judgement on an output: why it fails, or why it is not proven."""
     return Judgement(failures=judge_output(output, thresholds), unproven=doubt_output(output, thresholds))
 
 
@@ -163,7 +163,7 @@ def judge_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...
         if value is not None and not value >= least - 1e-12:
             judged.append(f"{name} has {label} {format_near(value, least)}{unit}, below {least:.12g}{unit}")
     limits = [(each, _least(each, thresholds)) for each in output.agreements]
-    # No reading accepts it, and for one of them it is no chance.
+    # It fails where every reading misses its limit, and at least one by more than chance.
     missed = [each.is_below(least) for each, least in limits if each.share < least - 1e-12]
     if len(missed) == len(limits) and any(missed):
         judged.append(f"{name} has {'; '.join(_describe(*each) for each in limits)}")
@@ -175,10 +175,10 @@ def judge_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...
 
 
 def doubt_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...]:
-    """Returns why figures that do not fail prove nothing, one line each.
+    """Returns why an output that does not fail is not proven either, one line each.
 
-    Chance may make an agreement that is below its limit; an output that is read in two ways may agree in one of them;
-    and with `gate = "bound"` the lower end of an interval counts.
+    An agreement below its limit may be chance; an output that may be of two kinds may agree as one of them only; and
+    with `gate = "bound"` the lower end of the interval counts.
     """
     if not output.samples or output.non_finite or judge_output(output, thresholds):
         return ()
@@ -216,24 +216,24 @@ def doubt_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...
     return tuple(found)
 
 
-def describe_settled(outputs: Iterable[OutputReport]) -> Iterator[str]:
-    """Yields for which outputs more samples tell than the device ran."""
+def describe_larger_sets(outputs: Iterable[OutputReport]) -> Iterator[str]:
+    """Yields which outputs are judged by more samples than the device ran."""
     for output in outputs:
         count = max((each.samples for each in output.agreements), default=0)
         if count > output.samples:
             yield (
-                f"output '{output.name}' decides on all {output.samples} samples as the bundle's own model does here:"
-                f" what that decides on {count} is judged"
+                f"output '{output.name}' decides on all {output.samples} samples as the bundle's own model does on this"
+                f" machine, so the decisions of that model on {count} samples are judged"
             )
 
 
 def _name_kinds(agreements: Iterable[Agreement]) -> str:
-    """Returns the kinds between which whoever made the model may decide."""
+    """Returns the kinds that the output may be of; who made the model can state which."""
     return " or ".join(f'"{kind}"' for kind in dict.fromkeys(_STATED.get(each.of, "values") for each in agreements))
 
 
 def _list_limits(output: OutputReport, thresholds: Thresholds) -> Iterator[tuple[str, float | None, float, str]]:
-    """Yields figures with their limits: those that the user named, and where no reading tells more, all of them."""
+    """Yields figures with their limits: only those that the user set, where it is known what the output is for."""
     is_read = bool(output.agreements)
     share, granted = thresholds.min_top1_agreement, _count_granted(thresholds) / output.samples
     if not is_read or ("min_cosine" in thresholds.named and not _lists(output)):
