@@ -92,7 +92,7 @@ def run_buckets(
     work: Path,
     unpadded: UnpaddedGolden | None = None,
 ) -> SizesReport | None:
-    """Runs the samples `rows`, each in the smallest bucket that takes it; None is returned for a bundle without buckets.
+    """Runs the samples `rows`, each in the smallest bucket that takes it; None for a bundle without buckets.
 
     The samples are the golden ones, or those of `unpadded`. `job` and its `run` are those of the largest bucket with
     all samples: their outputs are cut to the samples' lengths, and nothing runs again. A bucket that is the smallest

@@ -107,12 +107,12 @@ def _judge_drop(report: TaskReport, got: float, limit: TaskLimit) -> Judgement:
     drop = sign * (report.reference - got) * factor
     low, high = (0.0, 0.0) if report.interval is None else sorted(-sign * end * factor for end in report.interval)
     figure = _Figure(
-        words=f"is {drop:.2f} points worse than the float model",
-        beyond=f"more than {most:g}",
+        misses=f"is {drop:.2f} points worse than the float model, more than {most:g}",
+        could=f"is {drop:.2f} points worse than the float model, and with {report.samples} samples it could be"
+        f" {high:.2f}, more than {most:g}",
         value=drop,
         most=most,
         ends=None if report.interval is None else (low, high),
-        worst=f"{high:.2f}",
         least=-most / factor,
     )
     return _judge_figure(report, limit, figure)
@@ -126,29 +126,29 @@ def _judge_share(report: TaskReport, got: float, limit: TaskLimit) -> Judgement:
         return Judgement(failures=("cannot be held against a share of the float model; use max_drop",))
     share, (low, high) = got / report.reference, report.share_interval or (0.0, 0.0)
     figure = _Figure(
-        words=f"is {share:.1%} of the float model's",
-        beyond=f"less than {least:.1%}",
+        misses=f"is {share:.1%} of the float model's, less than {least:.1%}",
+        could=f"is {share:.1%} of the float model's, and with {report.samples} samples it could be {low:.1%},"
+        f" less than {least:.1%}",
         value=-share,
         most=-least,
         ends=None if report.share_interval is None else (-high, -low),
-        worst=f"{low:.1%}",
         least=(least - 1.0) * report.reference,
     )
     return _judge_figure(report, limit, figure)
 
 
 class _Figure(msgspec.Struct, frozen=True, kw_only=True):
-    """A loss that may be at most so large: its value, the ends of its interval (None: unknown), and all in words.
+    """A loss that may be at most so large: its value, and the ends of its interval, None where that is not known.
 
-    `worst` is the bad end in words, `least` the limit as the difference of the two scores.
+    `misses` says that the value is too large, `could` that the bad end is; `least` is the limit as the difference of
+    the two scores.
     """
 
-    words: str
-    beyond: str
+    misses: str
+    could: str
     value: float
     most: float
     ends: tuple[float, float] | None
-    worst: str
     least: float
 
 
@@ -156,7 +156,7 @@ def _judge_figure(report: TaskReport, limit: TaskLimit, figure: _Figure) -> Judg
     value, most, ends = figure.value, figure.most, figure.ends
     if value > most + 1e-9:
         is_luck = ends is None or ends[0] <= most
-        return _refuse(report, f"{figure.words}, {figure.beyond}", may_be_luck=is_luck)
+        return _refuse(report, figure.misses, may_be_luck=is_luck)
     if limit.gate == "estimate" or (ends is not None and ends[1] <= most + 1e-9):
         return Judgement()
     if ends is None:
@@ -167,8 +167,7 @@ def _judge_figure(report: TaskReport, limit: TaskLimit, figure: _Figure) -> Judg
         enough = find_enough(report.samples, ends[1] - value, most - value)
     else:
         enough = find_enough_pairs(report.samples, report.gained, report.lost, figure.least)
-    could = f"{figure.words}, and with {report.samples} samples it could be {figure.worst}, {figure.beyond}"
-    return Judgement(unproven=(could + describe_enough(enough),))
+    return Judgement(unproven=(figure.could + describe_enough(enough),))
 
 
 def _judge_least(report: TaskReport, got: float, limit: TaskLimit) -> Judgement:

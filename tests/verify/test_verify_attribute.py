@@ -7,7 +7,7 @@ import pytest
 from bundle_models import make_check
 from markupsafe import escape
 from verify_devices import InProcess
-from verify_models import break_layer, make_images, quantize
+from verify_models import break_layer, make_images
 
 from edgekit.bundle.describe import Contents
 from edgekit.bundle.folder import Bundle, write_bundle
@@ -27,36 +27,37 @@ from edgekit.verify.run import verify_bundle
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[Step, Model]:
-    prepared, quantized = quantize(tmp_path_factory.mktemp("models"))
-    return {"prepare": prepared, "quantize": quantized}
+def steps(models: tuple[Model, Model]) -> dict[Step, Model]:
+    return {"prepare": models[0], "quantize": models[1]}
 
 
-def bundle_of(models: dict[Step, Model], quantized: Model, folder: Path, *, float_model: Model | None = None) -> Bundle:
+@pytest.fixture(scope="module")
+def honest(steps: dict[Step, Model], tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return bundle_of(steps, steps["quantize"], tmp_path_factory.mktemp("honest"))
+
+
+def bundle_of(steps: dict[Step, Model], quantized: Model, folder: Path, *, float_model: Model | None = None) -> Bundle:
     target = load_target("nnapi")
     contents = Contents(
-        source=models["prepare"],
+        source=steps["prepare"],
         target=target,
         precision="int8",
         files={"onnx": (quantized.path,)},
-        golden=make_golden(models["prepare"], make_images(6), folder / "golden", labels=[0, 1, 2, 3, 4, 5]),
+        golden=make_golden(steps["prepare"], make_images(6), folder / "golden", labels=[0, 1, 2, 3, 4, 5]),
         check=make_check(quantized, target),
         ancestry=Ancestry(source="", prepared="", quantized="", data=""),
         versions={},
     )
-    evidence = compare_with_float(float_model or models["prepare"], quantized, contents.golden)
+    evidence = compare_with_float(float_model or steps["prepare"], quantized, contents.golden)
     return write_bundle(msgspec.structs.replace(contents, layers=encode_evidence(evidence)), folder / "bundle")
 
 
-def test_the_loss_of_an_honest_device_is_that_of_quantization(models: dict[Step, Model], tmp_path: Path) -> None:
-    bundle = bundle_of(models, models["quantize"], tmp_path)
-    report, known = verify_bundle(bundle, [InProcess()]), KnownOutputs(room_bytes=1 << 20)
-    explained = attribute_loss(bundle, report, models, {"prepare": known})
+def test_the_loss_of_an_honest_device_is_that_of_quantization(steps: dict[Step, Model], honest: Bundle) -> None:
+    report, known = verify_bundle(honest, [InProcess()]), KnownOutputs(room_bytes=1 << 20)
+    explained = attribute_loss(honest, report, steps, {"prepare": known})
     # The float model runs once for all bundles of a build.
     assert (
-        attribute_loss(bundle, report, models, {"prepare": known})
-        == explained
-        == attribute_loss(bundle, report, models)
+        attribute_loss(honest, report, steps, {"prepare": known}) == explained == attribute_loss(honest, report, steps)
     )
     assert known.ran == 6
     shares = {step.step: step.noise_share or 0.0 for step in explained.attribution}
@@ -73,18 +74,17 @@ def add_noise(rows: list[Tensors]) -> list[Tensors]:
     return [{"y": (row["y"] + rng.normal(scale=0.3, size=row["y"].shape)).astype(np.float32)} for row in rows]
 
 
-def test_the_loss_of_a_noisy_device_is_the_devices(models: dict[Step, Model], tmp_path: Path) -> None:
-    bundle = bundle_of(models, models["quantize"], tmp_path)
+def test_the_loss_of_a_noisy_device_is_the_devices(steps: dict[Step, Model], honest: Bundle) -> None:
     device = InProcess(lie=add_noise, evidence=Evidence.DEVICE)
-    explained = attribute_loss(bundle, verify_bundle(bundle, [device]), models)
+    explained = attribute_loss(honest, verify_bundle(honest, [device]), steps)
     assert explained.advice is not None
     assert "step 'device'" in explained.advice
     assert all(step.accuracy is not None for step in explained.attribution)
 
 
-def test_a_broken_layer_is_named_in_a_report_that_fails(models: dict[Step, Model], tmp_path: Path) -> None:
-    broken = break_layer(models["quantize"], tmp_path / "model.onnx", "conv3", lambda weight: -weight)
-    bundle = bundle_of(models, broken, tmp_path)
+def test_a_broken_layer_is_named_in_a_report_that_fails(steps: dict[Step, Model], tmp_path: Path) -> None:
+    broken = break_layer(steps["quantize"], tmp_path / "model.onnx", "conv3", lambda weight: -weight)
+    bundle = bundle_of(steps, broken, tmp_path)
     report = verify_bundle(bundle, [InProcess()])
     assert not report.passed
     assert report.first_bad_layer == "conv3"
@@ -92,14 +92,14 @@ def test_a_broken_layer_is_named_in_a_report_that_fails(models: dict[Step, Model
 
 
 def test_layers_that_onnx_runtime_does_not_trace_are_not_left_out_in_silence(
-    models: dict[Step, Model], tmp_path: Path
+    steps: dict[Step, Model], tmp_path: Path
 ) -> None:
-    proto = onnx.load(str(models["prepare"].path))
+    proto = onnx.load(str(steps["prepare"].path))
     proto.graph.node[0].domain = "nowhere"
     proto.opset_import.append(onnx.helper.make_opsetid("nowhere", 1))
     onnx.save(proto, str(tmp_path / "strange.onnx"))
     strange = load_model(tmp_path / "strange.onnx")
-    report = verify_bundle(bundle_of(models, models["quantize"], tmp_path, float_model=strange), [])
+    report = verify_bundle(bundle_of(steps, steps["quantize"], tmp_path, float_model=strange), [])
     (note,) = report.notes
     assert not report.layers
     assert note.startswith("the layers were not compared with the float model's: ONNX Runtime refuses ")
@@ -108,16 +108,15 @@ def test_layers_that_onnx_runtime_does_not_trace_are_not_left_out_in_silence(
     assert str(escape(note)) in render_verify(report)
 
 
-def test_a_bundle_without_an_onnx_file_says_that_no_layers_were_compared(models: dict[Step, Model]) -> None:
+def test_a_bundle_without_an_onnx_file_says_that_no_layers_were_compared(steps: dict[Step, Model]) -> None:
     golden = Golden(folder=Path(), samples=0, inputs=(), outputs=(), has_labels=False)
-    evidence = compare_with_float(models["prepare"], None, golden)
+    evidence = compare_with_float(steps["prepare"], None, golden)
     assert evidence.note == "the layers were not compared: the bundle holds no ONNX file"
 
 
-def test_without_a_run_there_is_nothing_to_attribute(models: dict[Step, Model], tmp_path: Path) -> None:
-    bundle = bundle_of(models, models["quantize"], tmp_path)
-    report = verify_bundle(bundle, [])
-    assert attribute_loss(bundle, report, models) == report
+def test_without_a_run_there_is_nothing_to_attribute(steps: dict[Step, Model], honest: Bundle) -> None:
+    report = verify_bundle(honest, [])
+    assert attribute_loss(honest, report, steps) == report
     assert report.advice is None
 
 
@@ -130,9 +129,8 @@ def test_shares_add_up_even_where_a_step_takes_error_away() -> None:
     assert [item.noise_share for item in shared] == [pytest.approx(0.0), pytest.approx(10.0), None, pytest.approx(-9.0)]
 
 
-def test_a_run_of_nan_is_not_attributed(models: dict[Step, Model], tmp_path: Path) -> None:
-    bundle = bundle_of(models, models["quantize"], tmp_path)
+def test_a_run_of_nan_is_not_attributed(steps: dict[Step, Model], honest: Bundle) -> None:
     device = InProcess(lie=lambda rows: [{"y": row["y"] * np.float32(np.nan)} for row in rows])
-    report = verify_bundle(bundle, [device])
-    assert attribute_loss(bundle, report, models) == report
+    report = verify_bundle(honest, [device])
+    assert attribute_loss(honest, report, steps) == report
     assert msgspec.structs.replace(report, runs=()).passed is False

@@ -9,7 +9,7 @@ import pytest
 from bundle_models import make_check
 from onnx import TensorProto, helper, numpy_helper
 from verify_devices import InProcess
-from verify_models import LAYERS, make_images, quantize, save_network
+from verify_models import LAYERS, make_images, save_network
 
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.devices.device import DeviceRun, Job
@@ -18,11 +18,6 @@ from edgekit.model.model import Model, load_model, read_proto
 from edgekit.target import load_target
 from edgekit.verify.layers.on_device import is_right, locate_on_device, plan_cuts, save_prefix
 from edgekit.verify.metrics.outputs import OutputReport
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Model]:
-    return quantize(tmp_path_factory.mktemp("models"))
 
 
 class Miscomputing(InProcess, frozen=True, kw_only=True):

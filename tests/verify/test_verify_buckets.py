@@ -1,7 +1,6 @@
 """Bundles with a model for each of several sizes: built, their weights stored once, and judged at each size."""
 
-import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,13 @@ import numpy as np
 import onnx
 import pytest
 from bucket_models import SIZES, make, make_sample, write_net, write_samples
-from verify_devices import InProcess
+from verify_devices import InProcess, from_list, open_loader
 
 from edgekit._ort import CpuSession, SessionSettings
-from edgekit.bundle.archive import unpack_archive
 from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.bundle.manifest import UNPADDED, decode_manifest, encode_json
 from edgekit.bundle.multi import extract_variant, join_bundles
 from edgekit.cli.main import run_command
-from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun, Job
 from edgekit.devices.register import DeviceChoice
 from edgekit.errors import BundleError, DataError, UsageError
@@ -29,6 +26,7 @@ from edgekit.recipe import Data, Recipe
 from edgekit.report.text import list_verify_remarks
 from edgekit.verify.on_devices import verify_with
 from edgekit.verify.run import verify_bundle
+from edgekit.verify.sizes import KeptOutputs, describe_differences, keep_outputs
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +72,7 @@ class Clumsy(InProcess, frozen=True, kw_only=True):
         if job.model.name != "net-8.onnx":
             return run
         rows = [{**row, "y": -row["y"]} for row in run.outputs]
-        return msgspec.structs.replace(run, outputs=Samples(source="rows", count=len(rows), read=lambda: iter(rows)))
+        return msgspec.structs.replace(run, outputs=from_list(rows))
 
 
 def test_a_size_that_a_device_computes_otherwise_fails(bundle: Bundle) -> None:
@@ -95,14 +93,7 @@ def test_a_model_that_does_not_mask_what_fills_a_sample_is_found(tmp_path: Path)
 
 
 def test_the_loader_of_a_package_fills_picks_and_cuts(bundle: Bundle, tmp_path: Path) -> None:
-    package_bundles([bundle.folder], "tar", tmp_path / "p.tar")
-    unpack_archive(tmp_path / "p.tar", tmp_path / "p")
-    place = importlib.util.spec_from_file_location("loader", tmp_path / "p" / "python" / "edgekit_loader.py")
-    assert place is not None
-    assert place.loader is not None
-    loader = importlib.util.module_from_spec(place)
-    place.loader.exec_module(loader)
-    (variant,) = loader.read_variants()
+    loader, variant = open_loader(bundle, tmp_path)
     sizes = loader.Sizes(variant, loader.find_folder(variant))
     assert bundle.manifest.buckets
     for length, file in ((1, "net-4.onnx"), (5, "net-8.onnx"), (12, "net.onnx")):
@@ -244,3 +235,56 @@ def test_a_manifest_cannot_have_text_filled(bundle: Bundle) -> None:
     raw["inputs"][0]["dtype"] = "string"
     with pytest.raises(BundleError, match="fill axes"):
         decode_manifest(encode_json(raw), "it")
+
+
+def held(device: str, shift: float, kind: str = "android", count: int = 2) -> KeptOutputs:
+    return held_rows(device, shift, range(count), kind)
+
+
+def held_rows(device: str, shift: float, indices: Sequence[int], kind: str = "android") -> KeptOutputs:
+    rows: list[Tensors] = [{"y": np.arange(4, dtype=np.float32) + index + shift} for index in indices]
+    found = keep_outputs(device, kind, indices, from_list(rows))
+    assert found is not None
+    return found
+
+
+def test_cores_that_differ_are_named_with_the_distance() -> None:
+    (said,) = describe_differences(
+        [held("android", 0.0), held("android:cortex-a53", 0.5), held("host", 9.0, kind="host")]
+    )
+    assert said == (
+        "android:cortex-a53 and android give different numbers: 'y' differs by at most 0.5, 13.4 dB; each is judged by"
+        " itself"
+    )
+
+
+def test_cores_that_agree_are_not() -> None:
+    assert list(describe_differences([held("android", 0.0), held("android:cortex-a53", 0.0)])) == []
+    assert list(describe_differences([held("android", 0.0), held("host", 1.0, kind="host")])) == []
+
+
+def test_what_both_ran_is_compared() -> None:
+    assert list(describe_differences([held("android", 0.0, count=3), held("android:cortex-a53", 0.0)])) == []
+    assert list(describe_differences([held("android", 0.0), held("android:cortex-a53", 1.0, count=0)])) == []
+
+
+def test_only_what_both_made_of_one_sample_is_compared() -> None:
+    few = held_rows("android", 0.0, (0, 5, 10))
+    assert list(describe_differences([few, held_rows("android:cortex-a53", 0.0, range(11))])) == []
+    assert list(describe_differences([few, held_rows("android:cortex-a53", 9.0, range(1, 5))])) == []
+    (said,) = describe_differences([few, held_rows("android:cortex-a53", 0.25, range(4, 8))])
+    assert "by at most 0.25" in said
+
+
+def test_classes_that_differ_are_counted() -> None:
+    sides = [
+        KeptOutputs(device=device, kind="android", rows={0: {"y": np.array([1, 2, 3, last], np.int64)}})
+        for device, last in (("android", 4), ("android:cortex-a53", 5))
+    ]
+    (said,) = describe_differences(sides)
+    assert "'y' differs in 25.00% of its elements" in said
+
+
+def test_large_outputs_are_let_go() -> None:
+    rows: list[Tensors] = [{"y": np.zeros(5 << 20, np.float32)}] * 2
+    assert keep_outputs("android", "android", (0, 1), from_list(rows)) is None

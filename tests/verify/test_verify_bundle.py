@@ -36,11 +36,6 @@ from edgekit.verify.run import verify_bundle
 from edgekit.verify.run_report import BucketReport, FileReport, SizesReport
 
 
-@pytest.fixture
-def bundle(tmp_path: Path) -> Bundle:
-    return make_bundle(tmp_path, labels=(0, 1, 2, 3, 4, 0))
-
-
 def change_all(change: Callable[[np.ndarray], np.ndarray]) -> Lie:
     return lambda rows: [{name: change(value) for name, value in row.items()} for row in rows]
 
@@ -81,8 +76,8 @@ def test_an_honest_device_passes(bundle: Bundle) -> None:
         pytest.param(Absent(), "'phone' was unplugged", id="gone"),
     ],
 )
-def test_a_device_that_lies_fails(bundle: Bundle, device: InProcess, reason: str) -> None:
-    report = verify_bundle(bundle, [device])
+def test_a_device_that_lies_fails(tiny: Bundle, device: InProcess, reason: str) -> None:
+    report = verify_bundle(tiny, [device])
     assert not report.passed
     assert reason in " / ".join(report.runs[0].failures)
 
@@ -97,8 +92,8 @@ def test_an_emulator_that_crashed_proves_nothing(bundle: Bundle) -> None:
 
 
 @pytest.mark.parametrize("time", [float("nan"), float("inf"), -1.0])
-def test_a_time_that_is_none_fails(bundle: Bundle, time: float) -> None:
-    (run,) = verify_bundle(bundle, [InProcess(times=(1.0, time))]).runs
+def test_a_time_that_is_none_fails(tiny: Bundle, time: float) -> None:
+    (run,) = verify_bundle(tiny, [InProcess(times=(1.0, time))]).runs
     assert run.verdict == "fail"
     assert f"it says that run 2 took {time:g} ms, which is no time" in run.failures
     assert run.latency_ms is None

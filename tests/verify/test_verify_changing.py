@@ -5,17 +5,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bundle_models import make_bundle, make_detector_bundle, make_scenes, save_detector
-from verify_devices import InProcess, Lie
+from verify_devices import InProcess, Lie, find_or_skip
 
 from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.data.npz import read_rows
-from edgekit.devices.find import find_device
 from edgekit.model.tensors import Tensors
 from edgekit.package.variant import cut_bundles, describe_variants
 from edgekit.prepare.clean import prepare_model
 from edgekit.quantize.calibration.calibrate import calibrate_model
 from edgekit.report.pages.html import render_verify
-from edgekit.target import load_target
 from edgekit.verify.run import verify_bundle
 
 pytestmark = pytest.mark.slow
@@ -43,10 +41,7 @@ def test_the_bundle_opens_and_tests_what_has_a_fixed_shape(bundle: Bundle) -> No
     [("host", "nnapi"), ("host:native", "nnapi"), ("emulated", "coreml"), ("android:x86_64", "xnnpack")],
 )
 def test_devices_give_what_the_data_asks_for(tmp_path: Path, name: str, target: str) -> None:
-    device = find_device(name, load_target(target))
-    missing = device.find_missing()
-    if missing is not None:
-        pytest.skip(f"{missing.reason}: {missing.command}")
+    device = find_or_skip(name, target)
     (run,) = verify_bundle(make_detector_bundle(tmp_path, target), [device], layers=True).runs
     outputs = {output.name: output for output in run.outputs}
     assert run.failure is None

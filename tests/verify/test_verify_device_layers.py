@@ -9,12 +9,11 @@ import onnx
 import pytest
 from bundle_models import make_bundle, make_check, save_graph
 from onnx import TensorProto, helper, numpy_helper
-from verify_devices import InProcess, turning
-from verify_models import LAYERS, break_layer, make_images, quantize, turn_layer
+from verify_devices import InProcess, find_or_skip, from_list, turning
+from verify_models import LAYERS, break_layer, make_images, turn_layer
 
 from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun, Job
-from edgekit.devices.find import find_device
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Tensors
 from edgekit.target import Precision, load_target
@@ -25,11 +24,6 @@ from edgekit.verify.run import verify_bundle
 pytestmark = pytest.mark.slow
 
 FORMS = pytest.mark.parametrize("form", [0, 1], ids=["float", "int8"])
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Model]:
-    return quantize(tmp_path_factory.mktemp("models"))
 
 
 def job_of(model: Model, target: str = "nnapi", samples: Samples | None = None) -> Job:
@@ -47,10 +41,7 @@ def job_of(model: Model, target: str = "nnapi", samples: Samples | None = None) 
 
 
 def look(name: str, target: str, job: Job, work: Path, *, layer: str | None = None) -> Located:
-    device = find_device(name, load_target(target))
-    missing = device.find_missing()
-    if missing is not None:
-        pytest.skip(f"{missing.reason}: {missing.command}")
+    device = find_or_skip(name, target)
     return find_device_layer(device if layer is None else turning(device, layer), job, work)
 
 
@@ -120,7 +111,7 @@ class Withholding(InProcess, frozen=True, kw_only=True):
         run = InProcess.run_job(self, msgspec.structs.replace(job, model=turned), work)
         is_whole = any(spec.name == "y" for spec in job.outputs)
         rows: list[Tensors] = [{"y": row["y"]} if is_whole else row for row in run.outputs]
-        return msgspec.structs.replace(run, outputs=Samples(source="x", count=len(rows), read=lambda: iter(rows)))
+        return msgspec.structs.replace(run, outputs=from_list(rows))
 
 
 @FORMS

@@ -10,15 +10,12 @@ import onnx
 import pytest
 from onnx import numpy_helper
 from verify_devices import InProcess
-from verify_models import make_images, save_network
 
 from edgekit._files import digest_file
 from edgekit.bundle.folder import MANIFEST, open_bundle
 from edgekit.bundle.manifest import encode_json
 from edgekit.errors import BundleError
-from edgekit.jobs.build import build
 from edgekit.model.tensors import Array
-from edgekit.recipe import Data, Recipe
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run import verify_bundle
 
@@ -26,14 +23,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", params=["nnapi", "coreml"])
-def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp(request.param)
-    model = save_network(folder / "network.onnx")
-    np.savez(folder / "data.npz", x=np.stack([row["x"] for row in make_images(16)]))
-    recipe = Recipe(targets=(request.param,))
-    (made,) = build(model.path, Data(source=str(folder / "data.npz")), folder / "out", recipe, verify=False).bundles
-    assert made.path is not None
-    return made.path
+def built(request: pytest.FixtureRequest, network_build: Path) -> Path:
+    return network_build / "out" / f"network-{request.param}"
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from group_models import make_speech
-from verify_devices import InProcess
+from verify_devices import InProcess, find_or_skip
 
 from edgekit.bundle.folder import VERIFY
 from edgekit.bundle.group.group import Group, open_group, opened_group
@@ -17,14 +17,12 @@ from edgekit.bundle.sign import make_key
 from edgekit.cli.main import run_command
 from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun, Job
-from edgekit.devices.find import find_device
 from edgekit.errors import BundleError, DeviceError
 from edgekit.jobs.group import build_group
 from edgekit.jobs.release import Allowed, sign_verified
 from edgekit.model.tensors import Tensors
 from edgekit.recipe import Data, Recipe
 from edgekit.report.tables import GroupBuild, describe_group
-from edgekit.target import load_target
 from edgekit.verify.groups import GroupReport, verify_group
 
 
@@ -117,9 +115,7 @@ def test_a_group_that_ran_nowhere_is_not_proven(speech: Group) -> None:
 
 @pytest.mark.slow
 def test_a_group_passes_in_qnns_simulator(tmp_path: Path) -> None:
-    missing = find_device("qnn-htp-sim", load_target("qnn")).find_missing()
-    if missing is not None:
-        pytest.skip(f"{missing.reason}: {missing.command}")
+    find_or_skip("qnn-htp-sim", "qnn")
     path, source = make_speech(tmp_path, samples=4), str(tmp_path / "speech.npz")
     data = Data(source=source, evaluation=source, labels=tmp_path / "speech.txt")
     build_group(path, data, tmp_path / "out", Recipe(targets=("qnn",), forms=("onnx",)), verify=False)

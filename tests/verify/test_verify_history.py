@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from bundle_models import make_bundle
 from verify_devices import InProcess
 
 from edgekit.bench.latency import Latency
@@ -33,12 +32,17 @@ from edgekit.verify.run import verify_bundle
 from edgekit.verify.task_scores import TaskReport
 
 
-@pytest.fixture
-def bundle(tmp_path: Path) -> Bundle:
-    made = make_bundle(tmp_path, labels=(0, 1, 2, 3, 4, 0))
+@pytest.fixture(scope="module")
+def bundle(tiny: Bundle) -> Bundle:
     # Noise that a self-test of float32 would not grant is what these tests compare.
-    golden = msgspec.structs.replace(made.manifest.golden, tolerance={"y": 10.0})
-    return msgspec.structs.replace(made, manifest=msgspec.structs.replace(made.manifest, golden=golden))
+    golden = msgspec.structs.replace(tiny.manifest.golden, tolerance={"y": 10.0})
+    return msgspec.structs.replace(tiny, manifest=msgspec.structs.replace(tiny.manifest, golden=golden))
+
+
+@pytest.fixture(scope="module")
+def report(bundle: Bundle) -> VerifyReport:
+    """What an honest device did."""
+    return verify_bundle(bundle, [InProcess()])
 
 
 def shake(rows: list[Tensors], size: float = 0.1) -> list[Tensors]:
@@ -46,9 +50,8 @@ def shake(rows: list[Tensors], size: float = 0.1) -> list[Tensors]:
     return [{"y": row["y"] + rng.normal(scale=size, size=row["y"].shape).astype(np.float32)} for row in rows]
 
 
-def test_runs_are_recorded_and_come_back(bundle: Bundle, tmp_path: Path) -> None:
+def test_runs_are_recorded_and_come_back(bundle: Bundle, report: VerifyReport, tmp_path: Path) -> None:
     file = tmp_path / "h.sqlite"
-    report = verify_bundle(bundle, [InProcess()])
     bad = verify_bundle(bundle, [InProcess(failure="died")])
     assert [record_report(file, item) for item in (report, bad)] == [1, 2]
     assert [(run.id, run.passed) for run in list_runs(file)] == [(1, True), (2, False)]
@@ -61,9 +64,10 @@ def test_runs_are_recorded_and_come_back(bundle: Bundle, tmp_path: Path) -> None
     assert list_runs(file, bundle="other") == ()
 
 
-def test_a_time_on_the_npu_of_a_phone_is_known_to_the_forecast(bundle: Bundle, tmp_path: Path) -> None:
+def test_a_time_on_the_npu_of_a_phone_is_known_to_the_forecast(
+    bundle: Bundle, report: VerifyReport, tmp_path: Path
+) -> None:
     file = tmp_path / "h.sqlite"
-    report = verify_bundle(bundle, [InProcess()])
     npu = "QNNExecutionProvider"
     phone = msgspec.structs.replace(
         report.runs[0], evidence=Evidence.DEVICE, provider=npu, provider_nodes={npu: 3}, versions={"soc": "SM8750"},
@@ -127,9 +131,8 @@ def test_fewer_nodes_on_the_provider_are_worse(bundle: Bundle) -> None:
     ],
 )
 def test_a_metric_is_worse_beyond_half_its_interval(
-    bundle: Bundle, higher: bool, got: float | None, interval: tuple[float, float] | None, worse: bool
+    report: VerifyReport, higher: bool, got: float | None, interval: tuple[float, float] | None, worse: bool
 ) -> None:
-    report = verify_bundle(bundle, [InProcess()])
     task = TaskReport(
         name="top1", output="y", samples=100, unit="share", higher_is_better=higher, reference=0.9, got=0.9,
         interval=interval,
@@ -165,9 +168,8 @@ def test_a_metric_is_worse_beyond_half_its_interval(
     ],
 )
 def test_an_output_is_worse_below_its_interval(
-    bundle: Bundle, before: dict[str, Any], now: dict[str, Any], words: str
+    report: VerifyReport, before: dict[str, Any], now: dict[str, Any], words: str
 ) -> None:
-    report = verify_bundle(bundle, [InProcess()])
     old, new = (
         msgspec.structs.replace(report, runs=(msgspec.structs.replace(report.runs[0], outputs=outputs),))
         for outputs in ((OutputReport(name="y", samples=6, **fields),) for fields in (before, now))
@@ -177,8 +179,7 @@ def test_an_output_is_worse_below_its_interval(
     assert words in "".join(lines)
 
 
-def test_what_is_gone_or_new_is_told(bundle: Bundle) -> None:
-    report = verify_bundle(bundle, [InProcess()])
+def test_what_is_gone_or_new_is_told(report: VerifyReport) -> None:
     (run,) = report.runs
     less = msgspec.structs.replace(report, runs=(msgspec.structs.replace(run, outputs=(), samples=3),))
     assert find_regressions(report, less) == ("output 'y' on emulated is gone",)
@@ -243,8 +244,7 @@ def test_two_runs_are_compared(bundle: Bundle, tmp_path: Path) -> None:
     assert diff_runs(read_run(file, 2), read_run(file, 1)).regressions == ()
 
 
-def test_what_is_no_history_is_refused(bundle: Bundle, tmp_path: Path) -> None:
-    report = verify_bundle(bundle, [InProcess()])
+def test_what_is_no_history_is_refused(report: VerifyReport, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("this is no database, but it is long enough to look at" * 40)
     for place in (tmp_path / "text", tmp_path / "none" / "h.sqlite", tmp_path):
         with pytest.raises(EdgekitError):

@@ -1,3 +1,5 @@
+"""A layer that does not compute what the float model computes is named, whatever the model is called inside."""
+
 from collections.abc import Callable
 from pathlib import Path
 
@@ -5,20 +7,20 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 from tiny_models import parse_model
-from verify_models import LAYERS, break_layer, make_images, quantize, save_network
+from verify_devices import from_list
+from verify_models import LAYERS, break_layer, make_images, save_network
 
 from edgekit.data.samples import Samples
 from edgekit.errors import ModelError, UsageError
 from edgekit.model.model import Model, load_model
-from edgekit.verify.layers.comparison import compare_layers, find_first_bad
+from edgekit.model.scaling import NOTE, SUFFIX, read_scaling, scale_channels, write_powers
+from edgekit.model.tensors import Array
+from edgekit.quantize.weight_only.convert import convert_to_fp16
+from edgekit.verify.layers.comparison import LayerReport, compare_layers, explain_layers, find_first_bad, name_first_bad
+from edgekit.verify.layers.overflows import align_infinities
 from edgekit.verify.two_models import compare_models
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Model]:
-    return quantize(tmp_path_factory.mktemp("models"))
 
 
 def test_a_model_equals_itself(models: tuple[Model, Model]) -> None:
@@ -49,7 +51,7 @@ def test_errors_pile_up_but_own_errors_do_not(models: tuple[Model, Model]) -> No
     assert deep.sqnr_db < deep.own_sqnr_db - 3
 
 
-def swap_channels(weight: np.ndarray) -> np.ndarray:
+def swap_channels(weight: Array) -> Array:
     weight[[2, 3]] = weight[[3, 2]]
     return weight
 
@@ -67,9 +69,7 @@ def test_the_broken_layer_is_named(
     models: tuple[Model, Model], tmp_path: Path, layer: str, fault: Callable[[np.ndarray], np.ndarray]
 ) -> None:
     broken = break_layer(models[1], tmp_path / "broken.onnx", layer, fault)
-    bad = find_first_bad(compare_layers(models[0], broken, make_images()))
-    assert bad is not None
-    assert bad.name == layer
+    assert name_first_bad(compare_layers(models[0], broken, make_images())) == layer
 
 
 def test_a_zero_point_off_by_one_is_named(models: tuple[Model, Model], tmp_path: Path) -> None:
@@ -79,9 +79,7 @@ def test_a_zero_point_off_by_one_is_named(models: tuple[Model, Model], tmp_path:
     proto.graph.initializer.append(helper.make_tensor("wrong", TensorProto.UINT8, [], [1]))
     node.input[2] = "wrong"
     onnx.save(proto, str(tmp_path / "broken.onnx"))
-    bad = find_first_bad(compare_layers(models[0], load_model(tmp_path / "broken.onnx"), make_images()))
-    assert bad is not None
-    assert bad.name == "conv2"
+    assert name_first_bad(compare_layers(models[0], load_model(tmp_path / "broken.onnx"), make_images())) == "conv2"
 
 
 def test_memory_of_the_sums_does_not_grow(models: tuple[Model, Model]) -> None:
@@ -153,5 +151,199 @@ def test_sequences_beside_the_layers_are_no_layers(tmp_path: Path) -> None:
     )
     model = load_model(parse_model(text, tmp_path / "m.onnx"))
     rows = [{"x": np.ones((1, 8), np.float32)}]
-    layers = compare_layers(model, model, Samples(source="s", count=1, read=lambda: iter(rows)))
+    layers = compare_layers(model, model, from_list(rows))
     assert [layer.tensor for layer in layers] == ["y"]
+
+
+@pytest.fixture(scope="module")
+def floats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
+    folder = tmp_path_factory.mktemp("floats")
+    model = save_network(folder / "network.onnx")
+    return {"fp32": model, "fp16": convert_to_fp16(model, [], folder / "half.onnx").model}
+
+
+def change_float(model: Model, path: Path, layer: str, change: Callable[[Array], Array]) -> Model:
+    proto = onnx.load(str(model.path))
+    node = next(node for node in proto.graph.node if node.name == layer)
+    for tensor in proto.graph.initializer:
+        if tensor.name == node.input[1]:
+            values = np.ascontiguousarray(change(numpy_helper.to_array(tensor).copy()))
+            tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+    onnx.save(proto, str(path))
+    return load_model(path)
+
+
+def rename(model: Model, path: Path, *, outside: bool = False) -> Model:
+    """Saves the model with other names of nodes and tensors, as another exporter would give them."""
+    proto = onnx.load(str(model.path))
+    graph = proto.graph
+    kept = set() if outside else {value.name for value in (*graph.input, *graph.output)}
+    names: dict[str, str] = {}
+
+    def new(name: str) -> str:
+        return name if not name or name in kept else names.setdefault(name, f"/module/t{len(names)}")
+
+    for node in graph.node:
+        node.name = f"/module/n{len(node.name)}.{new(node.output[0])}"
+        node.input[:] = [new(name) for name in node.input]
+        node.output[:] = [new(name) for name in node.output]
+    for value in (*graph.input, *graph.output):
+        value.name = new(value.name)
+    for tensor in graph.initializer:
+        tensor.name = new(tensor.name)
+    del graph.value_info[:]
+    onnx.save(proto, str(path))
+    return load_model(path)
+
+
+@pytest.mark.parametrize("form", ["fp32", "fp16"])
+def test_a_clean_float_deployment_has_no_outlier(floats: dict[str, Model], form: str) -> None:
+    assert explain_layers(compare_layers(floats["fp32"], floats[form], make_images())) == ()
+
+
+@pytest.mark.parametrize("form", ["fp32", "fp16"])
+@pytest.mark.parametrize("layer", ["conv0", "conv3"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(lambda weight: (weight * 2).astype(weight.dtype), id="scale"),
+        pytest.param(lambda weight: weight.transpose(0, 1, 3, 2), id="transposed"),
+        pytest.param(swap_channels, id="swapped channels"),
+    ],
+)
+def test_the_broken_layer_of_a_float_deployment_is_named(
+    floats: dict[str, Model], tmp_path: Path, form: str, layer: str, fault: Callable[[Array], Array]
+) -> None:
+    broken = change_float(floats[form], tmp_path / "broken.onnx", layer, fault)
+    assert name_first_bad(compare_layers(floats["fp32"], broken, make_images())) == layer
+
+
+def test_a_single_sample_tells(models: tuple[Model, Model], tmp_path: Path) -> None:
+    broken = break_layer(models[1], tmp_path / "broken.onnx", "conv2", swap_channels)
+    assert name_first_bad(compare_layers(models[0], broken, make_images(1))) == "conv2"
+
+
+def test_renamed_nodes_and_tensors_are_matched_by_their_order(models: tuple[Model, Model], tmp_path: Path) -> None:
+    plain = compare_layers(*models, make_images())
+    renamed = compare_layers(models[0], rename(models[1], tmp_path / "renamed.onnx"), make_images())
+    assert [layer.tensor for layer in renamed] == [layer.tensor for layer in plain]
+    assert [layer.own_sqnr_db for layer in renamed] == [layer.own_sqnr_db for layer in plain]
+    broken = break_layer(models[1], tmp_path / "broken.onnx", "conv3", swap_channels)
+    bad = find_first_bad(compare_layers(models[0], rename(broken, tmp_path / "other.onnx"), make_images()))
+    assert bad is not None
+    assert bad.tensor == "r3"
+
+
+def test_inputs_and_outputs_without_a_common_name_go_by_their_places(
+    models: tuple[Model, Model], tmp_path: Path
+) -> None:
+    renamed = rename(models[1], tmp_path / "renamed.onnx", outside=True)
+    plain, other = (compare_models(models[0], model, make_images(), layers=True) for model in (models[1], renamed))
+    assert other.outputs == plain.outputs
+    assert [layer.own_sqnr_db for layer in other.layers] == [layer.own_sqnr_db for layer in plain.layers]
+    assert set(other.renamed.values()) == {"x", "y"}
+    assert not plain.renamed
+
+
+def test_a_layer_that_stands_out_explains_and_decides_nothing(models: tuple[Model, Model], tmp_path: Path) -> None:
+    broken = break_layer(models[1], tmp_path / "broken.onnx", "conv2", swap_channels)
+    clean, wrong = (compare_models(models[0], model, make_images(), layers=True) for model in (models[1], broken))
+    assert clean.reaches(None)
+    assert wrong.first_bad_layer == "conv2"
+    # Two channels exchanged change what the outputs say: that is what is told, and not the layer.
+    assert wrong.judge(None) != "pass"
+    assert not any("conv2" in line for line in (*wrong.weigh().failures, *wrong.weigh().unproven))
+
+
+def test_every_reader_of_a_rounded_tensor_is_looked_at(models: tuple[Model, Model], tmp_path: Path) -> None:
+    proto = onnx.load(str(models[1].path))
+    graph = proto.graph
+    given = next(node for node in graph.node if node.op_type == "DequantizeLinear" and "conv2" in {
+        other.name for other in graph.node if node.output[0] in other.input[:1]})  # fmt: skip
+    twin = helper.make_node("DequantizeLinear", [given.input[0], given.input[1], "wrong"], ["twin"])
+    graph.initializer.append(helper.make_tensor("wrong", TensorProto.UINT8, [], [9]))
+    graph.node.append(helper.make_node("QuantizeLinear", ["r1", given.input[1], given.input[2]], ["again"]))
+    twin.input[0] = "again"
+    graph.node.append(twin)
+    next(node for node in graph.node if node.name == "conv2").input[0] = "twin"
+    onnx.save(proto, str(tmp_path / "broken.onnx"))
+    assert name_first_bad(compare_layers(models[0], load_model(tmp_path / "broken.onnx"), make_images())) == "conv1"
+
+
+LAYER = LayerReport(
+    name="a", op="Conv", tensor="a", sqnr_db=40.0, max_abs=0.1, own_sqnr_db=40.0, own_bias=0.0, arithmetic="int8",
+    offset_steps=0.02, channel_steps=(0.7, 0.3),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_bad"),
+    [
+        ({}, False),
+        ({"channel_steps": (9.4, 0.3)}, True),
+        ({"channel_steps": (9.4, 0.3), "rounding_steps": (2.0, 0.1)}, False),
+        ({"channel_steps": (4.0, 0.3), "roundings": 1}, False),
+        ({"channel_steps": (4.0, 0.3), "jumps": True}, False),
+        ({"offset_steps": 1.0}, True),
+        ({"offset_steps": 1.0, "rounding_steps": (0.0, 0.7)}, False),
+        ({"own_sqnr_db": None, "own_bias": None}, True),
+        ({"arithmetic": "half", "own_sqnr_db": None, "own_bias": None, "overflows": True}, True),
+        ({"arithmetic": "half", "channel_steps": (1.2, 0.1)}, True),
+        ({"arithmetic": None, "channel_steps": (9.4, 0.3)}, False),
+    ],
+)
+def test_what_stands_out(changes: dict[str, object], is_bad: bool) -> None:
+    said = explain_layers([msgspec.structs.replace(LAYER, **changes), LAYER])
+    assert bool(said) is is_bad
+    assert all("layer 'a' (Conv) is the first whose result is not the float model's" in line for line in said)
+
+
+def test_an_overflow_counts_where_no_other_layer_stands_out() -> None:
+    over = msgspec.structs.replace(LAYER, own_sqnr_db=None, own_bias=None, overflows=True, arithmetic="half")
+    other = msgspec.structs.replace(LAYER, name="other", offset_steps=3.0)
+    assert find_first_bad([over, LAYER]) is over
+    assert find_first_bad([over, other]) is other
+
+
+def test_masks_are_no_overflow() -> None:
+    wanted = np.array([1.0, -1e9, -np.inf, np.nan, 2.0])
+    settled = align_infinities(wanted, np.array([1.0, -65504.0, -np.inf, np.nan, np.inf]))
+    assert [int(np.count_nonzero(~np.isfinite(side))) for side in settled] == [0, 1]
+    assert settled[0][1] == settled[1][1] == 0.0
+
+
+def test_scaled_channels_are_told_from_broken_ones(models: tuple[Model, Model], tmp_path: Path) -> None:
+    """The second layer's channels are scaled by powers of two, and the third layer's weights scale them back."""
+    factors = np.ldexp(1.0, np.random.default_rng(0).integers(-3, 4, 24))
+    proto = onnx.load(str(models[0].path))
+    tensors = {tensor.name: tensor for tensor in proto.graph.initializer}
+    for name, shape, scale in (("conv1", (-1, 1, 1, 1), factors), ("conv2", (1, -1, 1, 1), 1 / factors)):
+        node = next(node for node in proto.graph.node if node.name == name)
+        values = numpy_helper.to_array(tensors[node.input[1]]) * scale.astype(np.float32).reshape(shape)
+        tensors[node.input[1]].CopyFrom(numpy_helper.from_array(values, node.input[1]))
+    for node in proto.graph.node:
+        node.input[:] = [name + SUFFIX if name in {"c1", "r1"} else name for name in node.input]
+        node.output[:] = [name + SUFFIX if name in {"c1", "r1"} else name for name in node.output]
+    powers = dict.fromkeys(("c1", "r1"), write_powers(factors))
+    proto.metadata_props.add(key=NOTE, value=msgspec.json.encode(powers).decode())
+    onnx.save(proto, str(tmp_path / "scaled.onnx"))
+    scaled = load_model(tmp_path / "scaled.onnx")
+    layers = compare_layers(models[0], scaled, make_images())
+    assert "r1" in {layer.tensor for layer in layers}
+    assert explain_layers(layers) == ()
+    wrong = change_float(scaled, tmp_path / "wrong.onnx", "conv1", lambda weight: (weight * 2).astype(weight.dtype))
+    assert name_first_bad(compare_layers(models[0], wrong, make_images())) == "conv1"
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"a": 1}', '{"a": "\u0000\uffff"}', "[" * 100_000])
+def test_a_note_of_a_stranger_does_no_harm(text: str) -> None:
+    proto = onnx.ModelProto()
+    proto.metadata_props.add(key=NOTE, value=text)
+    found = read_scaling(proto)
+    assert all(np.isfinite(factors).all() and (factors > 0).all() for factors in found.values())
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (1, 5, 5)])
+def test_factors_that_do_not_fit_change_nothing(shape: tuple[int, ...]) -> None:
+    value = np.ones(shape, np.float32)
+    assert np.array_equal(scale_channels(value, np.full(7, 2.0)), value)

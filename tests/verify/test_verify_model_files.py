@@ -3,20 +3,14 @@
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
-from verify_devices import InProcess, tell_truth
-from verify_models import make_images, save_network
+from verify_devices import InProcess, find_or_skip, tell_truth
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.devices.device import DeviceRun, Job
-from edgekit.devices.find import find_device
 from edgekit.evidence import Evidence
-from edgekit.jobs.build import build
-from edgekit.recipe import Data, Recipe
 from edgekit.report.text import list_verify_remarks
-from edgekit.target import load_target
 from edgekit.verify.run import verify_bundle
 
 
@@ -39,13 +33,8 @@ class Choosy(InProcess, frozen=True, kw_only=True):
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
-    folder = tmp_path_factory.mktemp("built")
-    model = save_network(folder / "network.onnx")
-    np.savez(folder / "data.npz", x=np.stack([row["x"] for row in make_images(16)]))
-    data, recipe = Data(source=str(folder / "data.npz")), Recipe(targets=("cpu", "nnapi"))
-    report = build(model.path, data, folder / "out", recipe, verify=False)
-    return {made.target: open_bundle(made.path) for made in report.bundles if made.path is not None}
+def built(network_build: Path) -> dict[str, Bundle]:
+    return {target: open_bundle(network_build / "out" / f"network-{target}") for target in ("cpu", "nnapi")}
 
 
 def other_files(bundle: Bundle) -> set[str]:
@@ -84,10 +73,7 @@ def test_a_file_that_an_app_cannot_use_fails_the_run(built: dict[str, Bundle], r
 
 
 def test_the_simulator_s_library_opens_the_files_of_a_core_ml_bundle(demo_build: Path) -> None:
-    device = find_device("ios-sim", load_target("coreml"))
-    missing = device.find_missing()
-    if missing is not None:
-        pytest.skip(f"ios-sim is not installed: {missing.reason}: {missing.command}")
+    device = find_or_skip("ios-sim", "coreml")
     bundle = open_bundle(next((demo_build / "bundles").glob("*-coreml")))
     (run,) = verify_bundle(bundle, [device], layers=True).runs
     assert run.passed, run.failures
@@ -100,11 +86,7 @@ def test_the_simulator_s_library_opens_the_files_of_a_core_ml_bundle(demo_build:
 
 
 def test_android_s_own_binary_opens_the_files_of_a_bundle(built: dict[str, Bundle]) -> None:
-    device = find_device("android:x86_64", load_target("cpu"))
-    missing = device.find_missing()
-    if missing is not None:
-        pytest.skip(f"{device.name}: {missing.reason}: {missing.command}")
-    report = verify_bundle(built["cpu"], [device])
+    report = verify_bundle(built["cpu"], [find_or_skip("android:x86_64", "cpu")])
     (run,) = report.runs
     assert report.passed, run.failures
     assert {file.file: set(file.provider_nodes) for file in run.files} == {

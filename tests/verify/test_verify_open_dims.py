@@ -1,6 +1,5 @@
 """Bundles whose dimensions stay open: built for any size, judged at the sizes of the samples, small and large apart."""
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,9 @@ import onnx
 import pytest
 from bucket_models import LENGTHS, make, make_sample, write_net, write_samples
 from onnx import parser
-from verify_devices import InProcess
+from verify_devices import InProcess, open_loader
 
 from edgekit._ort import CpuSession, SessionSettings
-from edgekit.bundle.archive import unpack_archive
 from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.bundle.manifest import decode_manifest, encode_json
 from edgekit.cli.main import run_command
@@ -77,14 +75,7 @@ def test_samples_of_ones_own_have_their_own_sizes(bundle: Bundle, made: Path, tm
 
 
 def test_a_package_tests_one_size_and_runs_any(bundle: Bundle, tmp_path: Path) -> None:
-    package_bundles([bundle.folder], "tar", tmp_path / "p.tar")
-    unpack_archive(tmp_path / "p.tar", tmp_path / "p")
-    place = importlib.util.spec_from_file_location("loader", tmp_path / "p" / "python" / "edgekit_loader.py")
-    assert place is not None
-    assert place.loader is not None
-    loader = importlib.util.module_from_spec(place)
-    place.loader.exec_module(loader)
-    (variant,) = loader.read_variants()
+    loader, variant = open_loader(bundle, tmp_path)
     session = loader.open_session(variant, loader.find_folder(variant))
     assert loader.run_self_test(variant, loader.find_folder(variant), session) == []
     for length in (2, 40):

@@ -11,7 +11,7 @@ import pytest
 from bundle_models import make_check, make_contents
 from exported_models import draw_inputs, export_bert
 from onnx import helper, numpy_helper
-from verify_devices import CPU_PROVIDER, Altering, InProcess
+from verify_devices import CPU_PROVIDER, Altering, InProcess, find_or_skip
 from verify_models import make_images, save_network
 
 from edgekit.bundle.folder import Bundle, open_bundle, read_check, write_bundle
@@ -19,7 +19,6 @@ from edgekit.bundle.golden import make_golden
 from edgekit.check.report import CheckedNode, CheckReport
 from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun, Job, PlacedNode
-from edgekit.devices.find import find_device
 from edgekit.devices.placed import count_nodes
 from edgekit.evidence import Evidence
 from edgekit.jobs.build import build
@@ -74,6 +73,11 @@ def make_network_bundle(folder: Path, target: str) -> Bundle:
     return msgspec.structs.replace(bundle, manifest=msgspec.structs.replace(bundle.manifest, verification=()))
 
 
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return make_network_bundle(tmp_path_factory.mktemp("network"), "nnapi")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "target", "change", "lost", "names"),
@@ -91,10 +95,7 @@ def make_network_bundle(folder: Path, target: str) -> Bundle:
 def test_layers_that_fall_back_fail_the_run(
     tmp_path: Path, device: str, target: str, change: Change, lost: str, names: str
 ) -> None:
-    inner = find_device(device, load_target(target))
-    missing = inner.find_missing()
-    if missing is not None:
-        pytest.skip(f"{missing.reason}: {missing.command}")
+    inner = find_or_skip(device, target)
     bundle = make_network_bundle(tmp_path, target)
     good = verify_bundle(bundle, [inner]).runs[0]
     assert good.passed
@@ -128,10 +129,7 @@ def compute_all_weights(proto: onnx.ModelProto) -> None:
 @pytest.mark.slow
 def test_xnnpack_took_what_its_session_does_not_name_and_a_real_fallback_fails(tmp_path: Path) -> None:
     target = load_target("xnnpack")
-    inner = find_device("android:x86_64", target)
-    missing = inner.find_missing()
-    if missing is not None:
-        pytest.skip(f"{missing.reason}: {missing.command}")
+    inner = find_or_skip("android:x86_64", "xnnpack")
     bert = export_bert(tmp_path / "bert.onnx", "torchscript17")
     drawn = [draw_inputs(bert, seed) for seed in range(4)]
     stacked = {name: np.stack([each[name] for each in drawn]) for name in drawn[0]}
@@ -170,35 +168,32 @@ def _place(bundle: Bundle, *lost: str, renamed: str = "", op: str = "Conv") -> R
     return verify_bundle(bundle, [Telling(evidence=Evidence.DEVICE)]).runs[0]
 
 
-def test_little_may_be_lost_and_renamed_work_is_found(tmp_path: Path) -> None:
-    bundle = make_network_bundle(tmp_path, "nnapi")
-    assert _place(bundle, "relu1").passed
-    assert not _place(bundle, "relu1", "relu2", "relu3").passed
-    lost = _place(bundle, "conv0", renamed="fused_nchwc", op="FusedConv")
+def test_little_may_be_lost_and_renamed_work_is_found(network: Bundle) -> None:
+    assert _place(network, "relu1").passed
+    assert not _place(network, "relu1", "relu2", "relu3").passed
+    lost = _place(network, "conv0", renamed="fused_nchwc", op="FusedConv")
     assert lost.gap is not None
     assert lost.gap.lost == 1
-    assert not _place(bundle, "conv4", renamed="nchwc_4").passed
+    assert not _place(network, "conv4", renamed="nchwc_4").passed
 
 
-def test_the_share_that_may_be_lost_is_a_limit(tmp_path: Path) -> None:
-    bundle = make_network_bundle(tmp_path, "nnapi")
-    report = verify_bundle(bundle, [InProcess()])
-    run = msgspec.structs.replace(_place(bundle, "conv2"), thresholds=bundle.manifest.thresholds)
+def test_the_share_that_may_be_lost_is_a_limit(network: Bundle) -> None:
+    report = verify_bundle(network, [InProcess()])
+    run = msgspec.structs.replace(_place(network, "conv2"), thresholds=network.manifest.thresholds)
     report = msgspec.structs.replace(report, runs=(run,))
     assert not report.passed
-    loose = msgspec.structs.replace(bundle.manifest.thresholds, max_lost_share=0.5)
+    loose = msgspec.structs.replace(network.manifest.thresholds, max_lost_share=0.5)
     assert recheck_report(report, loose).passed
 
 
-def test_a_prediction_is_no_observation_where_the_gate_asks_for_one(tmp_path: Path) -> None:
-    bundle = make_network_bundle(tmp_path, "nnapi")
+def test_a_prediction_is_no_observation_where_the_gate_asks_for_one(network: Bundle) -> None:
     emulated = InProcess(evidence=Evidence.EMULATED)
-    strict = msgspec.structs.replace(bundle.manifest.thresholds, needs_placement=True)
-    report = recheck_report(verify_bundle(bundle, [emulated]), strict)
+    strict = msgspec.structs.replace(network.manifest.thresholds, needs_placement=True)
+    report = recheck_report(verify_bundle(network, [emulated]), strict)
     assert report.failures == (
         "no run observed what the provider takes: verify on a device, or where the provider runs here",
     )
-    assert recheck_report(verify_bundle(bundle, [emulated, InProcess()]), strict).passed
+    assert recheck_report(verify_bundle(network, [emulated, InProcess()]), strict).passed
 
 
 def checked(name: str, op: str, macs: int, *, taken: bool = True) -> CheckedNode:
@@ -297,8 +292,8 @@ def test_nodes_of_the_cpu_that_nobody_reports_are_counted(placed: str, hidden: i
     assert compiled.hidden == 0
 
 
-def test_a_limit_of_nodes_on_the_cpu_counts_those_that_are_hidden(tmp_path: Path) -> None:
-    (run,) = verify_bundle(make_network_bundle(tmp_path, "nnapi"), [InProcess(evidence=Evidence.DEVICE)]).runs
+def test_a_limit_of_nodes_on_the_cpu_counts_those_that_are_hidden(network: Bundle) -> None:
+    (run,) = verify_bundle(network, [InProcess(evidence=Evidence.DEVICE)]).runs
     assert run.gap is not None
     hiding = msgspec.structs.replace(run, gap=msgspec.structs.replace(run.gap, hidden=2))
     for most, passed in ((2, True), (1, False)):
@@ -404,8 +399,7 @@ def test_of_many_nodes_that_ran_nowhere_five_are_named(count: int, end: str) -> 
     assert str(describe_unmatched(*observe("r Relu npu", nodes, source="session"))).endswith(end)
 
 
-def test_a_device_that_leaves_out_what_ran_on_the_cpu_fails(tmp_path: Path) -> None:
-    bundle = make_network_bundle(tmp_path, "nnapi")
+def test_a_device_that_leaves_out_what_ran_on_the_cpu_fails(network: Bundle) -> None:
 
     class Hiding(InProcess, frozen=True, kw_only=True):
         """Says nothing of a layer."""
@@ -413,7 +407,7 @@ def test_a_device_that_leaves_out_what_ran_on_the_cpu_fails(tmp_path: Path) -> N
         def report_placement(self, job: Job) -> tuple[PlacedNode, ...]:
             return tuple(node for node in InProcess.report_placement(self, job) if node.name != "conv2")
 
-    (run,) = verify_bundle(bundle, [Hiding(evidence=Evidence.DEVICE)]).runs
+    (run,) = verify_bundle(network, [Hiding(evidence=Evidence.DEVICE)]).runs
     assert not run.passed
     assert "its placement is not whole: 1 nodes that do the model's work ran nowhere, as 'conv2'" in run.failures[0]
-    assert verify_bundle(bundle, [InProcess(evidence=Evidence.DEVICE)]).runs[0].passed
+    assert verify_bundle(network, [InProcess(evidence=Evidence.DEVICE)]).runs[0].passed

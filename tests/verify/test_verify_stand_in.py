@@ -39,9 +39,9 @@ def best_class(row: Tensors) -> Label:
     return int(row["y"].argmax())
 
 
-@pytest.fixture
-def bundle(tmp_path: Path) -> Bundle:
-    return make_labelled(tmp_path, best_class)
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return make_labelled(tmp_path_factory.mktemp("labelled"), best_class)
 
 
 def verify(bundle: Bundle, *devices: InProcess, limit: TaskLimit = LIMIT) -> VerifyReport:

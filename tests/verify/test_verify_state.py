@@ -1,6 +1,5 @@
 """Models with state: built from sequences, and verified with the state that a device feeds back itself."""
 
-import importlib.util
 import runpy
 from collections.abc import Callable
 from itertools import islice
@@ -13,10 +12,9 @@ import pytest
 from onnx import numpy_helper
 from stepped_models import RECURRENT, STEPS, make, save_data
 from tiny_models import parse_model
-from verify_devices import InProcess, from_list
+from verify_devices import InProcess, from_list, open_loader
 
 import edgekit
-from edgekit.bundle.archive import unpack_archive
 from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.bundle.golden import read_inputs, read_outputs
 from edgekit.bundle.manifest import Manifest, decode_manifest, encode_json
@@ -29,7 +27,6 @@ from edgekit.jobs.build import build
 from edgekit.model.outputs import Reading
 from edgekit.model.state import State
 from edgekit.model.tensors import Tensors
-from edgekit.package.package import package_bundles
 from edgekit.recipe import Data, Recipe
 from edgekit.report.text import list_verify_remarks
 from edgekit.serialize import to_json
@@ -218,14 +215,7 @@ def test_a_report_keeps_its_type(bundle: Bundle) -> None:
 
 
 def test_the_python_loader_of_a_package_steps_as_the_float_model_does(bundle: Bundle, tmp_path: Path) -> None:
-    package_bundles([bundle.folder], "tar", tmp_path / "p.tar")
-    unpack_archive(tmp_path / "p.tar", tmp_path / "p")
-    place = importlib.util.spec_from_file_location("loader", tmp_path / "p" / "python" / "edgekit_loader.py")
-    assert place is not None
-    assert place.loader is not None
-    loader = importlib.util.module_from_spec(place)
-    place.loader.exec_module(loader)
-    (variant,) = loader.read_variants()
+    loader, variant = open_loader(bundle, tmp_path)
     stepper = loader.Stepper(variant, loader.open_session(variant, loader.find_folder(variant)))
     pairs = list(zip(read_inputs(bundle.golden), read_outputs(bundle.golden), strict=True))
     for index, (given, wanted) in enumerate(pairs):

@@ -1,19 +1,27 @@
 """Devices for tests: one that really runs the model on the CPU of this process, and the lies it can be told to tell."""
 
+import importlib.util
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import onnx
+import pytest
 from verify_models import turn_weights
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
-from edgekit.data.samples import Samples
+from edgekit.bundle.archive import unpack_archive
+from edgekit.bundle.folder import Bundle
+from edgekit.data.samples import Samples, list_samples
 from edgekit.devices.device import Device, DeviceRun, Job, Missing, PlacedNode
+from edgekit.devices.find import find_device
 from edgekit.errors import DeviceError
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import Tensors
+from edgekit.package.package import package_bundles
+from edgekit.target import load_target
 
 Lie = Callable[[list[Tensors]], list[Tensors]]
 
@@ -124,7 +132,7 @@ class Absent(InProcess, frozen=True, kw_only=True):
 
 
 def from_list(rows: Sequence[Tensors]) -> Samples:
-    return Samples(source="the device", count=len(rows), read=lambda: iter(rows))
+    return list_samples(rows, "the device")
 
 
 def breaking_after(rows: Sequence[Tensors]) -> Samples:
@@ -137,6 +145,28 @@ def breaking_after(rows: Sequence[Tensors]) -> Samples:
     return Samples(source="the device", count=len(rows) + 1, read=read)
 
 
+def find_or_skip(name: str, target: str) -> Device:
+    """Returns a device, and skips the test where that is not installed."""
+    device = find_device(name, load_target(target))
+    missing = device.find_missing()
+    if missing is not None:
+        pytest.skip(f"{name} is not installed: {missing.reason}: {missing.command}")
+    return device
+
+
+def open_loader(bundle: Bundle, folder: Path) -> tuple[Any, Any]:
+    """Returns the Python loader of a bundle that was packaged as an archive, and its one variant."""
+    package_bundles([bundle.folder], "tar", folder / "p.tar")
+    unpack_archive(folder / "p.tar", folder / "p")
+    place = importlib.util.spec_from_file_location("loader", folder / "p" / "python" / "edgekit_loader.py")
+    assert place is not None
+    assert place.loader is not None
+    loader = importlib.util.module_from_spec(place)
+    place.loader.exec_module(loader)
+    (variant,) = loader.read_variants()
+    return loader, variant
+
+
 __all__ = [
     "CPU_PROVIDER",
     "Absent",
@@ -144,7 +174,9 @@ __all__ = [
     "InProcess",
     "Lie",
     "breaking_after",
+    "find_or_skip",
     "from_list",
+    "open_loader",
     "tell_truth",
     "turning",
 ]

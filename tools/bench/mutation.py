@@ -38,10 +38,10 @@ SLOWEST = 4.0
 """A mutant that takes this many times as long as the right code hangs."""
 LEAST_KILLED = 0.85
 TESTS = {
-    "verify/metrics/tensor_metrics.py": "verify/test_verify_metrics.py verify/test_verify_compare.py",
+    "verify/metrics/tensor_metrics.py": "verify/test_verify_metrics.py",
     "verify/task_scores.py": "verify/test_verify_gate.py verify/test_verify_tasks.py",
     "verify/metrics/intervals.py": "verify/test_verify_gate.py verify/test_verify_metrics.py",
-    "verify/metrics/outputs.py": "verify/test_verify_gate.py verify/test_verify_compare.py",
+    "verify/metrics/outputs.py": "verify/test_verify_gate.py verify/test_verify_metrics.py",
     "verify/metrics/fidelity.py": "verify/test_verify_honesty.py",
     "verify/own_model.py": "verify/test_verify_own_model.py verify/test_verify_honesty.py",
     "verify/suspects.py": "verify/test_verify_suspects.py",

@@ -5,7 +5,7 @@ of magnitude between devices that are all honest (18 to 140 dB below the values 
 left to the limits and to the self-test's tolerance, and its form is judged here: each accusation holds what came back
 against another origin (another sample, another element, a constant, the float model), and is made only where that fits
 much better, and where chance would fit as well in less than `CHANCE` of honest outputs.
-tests/verify/test_verify_false_alarms.py counts how often.
+tests/verify/test_verify_honesty.py counts how often.
 """
 
 import math
