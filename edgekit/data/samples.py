@@ -303,8 +303,9 @@ def _open_source(
         return _from_folder(path, inputs, given, preprocess)
     if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", source):
         return _from_function(source)
-    state = "is no data that edgekit reads" if path.exists() else "does not exist"
-    raise DataError(f"the data '{source}' {state}", hint=_FORMS_HINT)
+    if not path.exists():
+        raise DataError(f"the data '{source}' does not exist", hint=f"check the path; {_FORMS_HINT}")
+    raise DataError(f"the data '{source}' is no data that edgekit reads", hint=_FORMS_HINT)
 
 
 def _from_folder(

@@ -133,9 +133,9 @@ def _read(path: Path, location: str) -> onnx.ModelProto:
         raise ModelError(f"cannot read '{path}': {error.strerror}", hint="give the path of an .onnx file") from error
     except (DecodeError, ValueError, IndexError, KeyError) as error:
         # What lists several models is no model.
-        hint = (
-            "edgekit group takes a .toml, edgekit run an edgekit.toml" if path.suffix == ".toml" else "export it again"
-        )
+        hint = "give the path of an .onnx file, or export it again"
+        if path.suffix == ".toml":
+            hint = "edgekit group takes a .toml, edgekit run an edgekit.toml"
         raise ModelError(f"'{path}' is not an ONNX model, or is cut off", hint=hint) from error
 
 

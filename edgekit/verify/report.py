@@ -23,7 +23,8 @@ Step = Literal["prepare", "quantize", "convert", "provider", "device"]
 
 _ADVICE: dict[str, str] = {
     "prepare": "the prepared model is not the source model; compare them with edgekit compare SOURCE PREPARED --layers",
-    "quantize": "try int16 or another --method, more or other calibration data, or leave the worst layers in float",
+    "quantize": "calibrate with more data like the app's, or try --precision int16 or fp16; edgekit quantize --max-drop"
+    " takes the tensors that cost most out of 8 bits",
     "convert": "ONNX Runtime's fused kernels differ; convert at a lower --level",
     "provider": "it rounds otherwise (half precision, kernels of its own); leave nodes where it matters to the CPU",
     "device": "the device computes otherwise than its emulator; compare driver and runtime versions",
@@ -143,7 +144,7 @@ class VerifyReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
         # Of what was added: a later step may take some of it back.
         added = sum(part for part, _ in shares if part > 0)
         lost = next((found.accuracy_loss for found in self.attribution if found.step == step), None)
-        cost = f" and loses {100 * lost:.1f} points of accuracy" if lost else ""
+        cost = f" and loses {100 * lost:.1f} points of accuracy" if lost and lost > 0 else ""
         where = f", first in layer '{self.first_bad_layer}'" if self.first_bad_layer and step == "quantize" else ""
         part = share / added if added else 0.0
         return f"the step '{step}' makes {part:.0%} of the error{cost}{where}: {_ADVICE[step]}"
