@@ -34,7 +34,8 @@ def _list_texts(file: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def texts() -> set[str]:
-    return {text for file in (ROOT / "edgekit").rglob("*.py") for text in _list_texts(file)}
+    written = {text for file in (ROOT / "edgekit").rglob("*.py") for text in _list_texts(file)}
+    return written | {message.text for message in list_messages()}
 
 
 def test_the_page_quotes_messages() -> None:
