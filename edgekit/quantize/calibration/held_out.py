@@ -14,8 +14,9 @@ from edgekit.data.samples import Samples, select_samples, spread_indices
 from edgekit.errors import UsageError
 from edgekit.model.tensors import HEADERS, Array, Tensors
 
-# Samples that rounding learned from praise what is fitted to them, so some are kept from it; but of few samples all are
-# needed. The numbers are chosen by hand; tools/bench/quantize_zoo.py shows what is found with them.
+# Weights that were rounded by samples look better on these samples than on others, so some samples are kept from
+# rounding; but where there are few, rounding needs all. The numbers are chosen by hand with
+# tools/bench/quantize_zoo.py.
 MOST_SAMPLES = 16
 MOST_BYTES = 64 << 20  # of inputs and outputs together: they are in the cache, and in memory
 FEWEST_SAMPLES = 8

@@ -133,7 +133,7 @@ MASK_VALUE = -1e4
 SCORE_MARGIN, BIAS_MARGIN = 12.0, 32.0
 """How far below the highest score of a row scores still count, and how far below the highest bias biases do."""
 
-# What may lie between a mask and a Softmax: shapes and types of it, and how it meets the scores.
+# Operators that may lie between a mask and a Softmax: they reshape or cast the mask, and join it with the scores.
 _SHAPE_OPS = frozenset({"Reshape", "Unsqueeze", "Squeeze", "Identity", "Expand", "Cast"})
 _MASKING_OPS = frozenset({"Add", "Where", "Mul", "Sub"})
 # Exporters put up to about ten nodes (Unsqueeze, Cast, Sub, Mul, Where ...) between a mask and its Softmax.
@@ -173,7 +173,7 @@ def clamp_masks(graph: onnx.GraphProto, folder: Path = Path()) -> None:
 
 
 def find_attention_scores(graph: Graph) -> tuple[AttentionScores, ...]:
-    """Returns what may be masked scores: what a Softmax over the last axis reads, and what is added to become that."""
+    """Returns tensors that may be masked scores: those that a Softmax over the last axis reads, and their summands."""
     found: dict[str, AttentionScores] = {}
     front = [
         AttentionScores(tensor=node.input[0], margin=SCORE_MARGIN)
@@ -202,7 +202,7 @@ def find_attention_scores(graph: Graph) -> tuple[AttentionScores, ...]:
 
 
 def is_masked(low: float, high: float, lowest_counting: float) -> bool:
-    """Returns True if the lowest value lies farther below the lowest that counts than that lies below the highest."""
+    """Returns True if the lowest value is farther below the lowest that counts than this is below the highest."""
     return low < lowest_counting - (max(high, 0.0) - min(lowest_counting, 0.0))
 
 
@@ -211,7 +211,7 @@ def _is_mask(value: Array) -> bool:
 
 
 def _masking_nodes(graph: Graph) -> Iterator[Node]:
-    """Yields the nodes through which a mask may reach a Softmax, the nearest first."""
+    """Yields the nodes on a way from a mask to a Softmax, the nearest to the Softmax first."""
     reached: set[Node] = set()
     front = [node.input[0] for node in graph.nodes if node.op_type == "Softmax"]
     for _ in range(_MOST_STEPS):
@@ -223,12 +223,12 @@ def _masking_nodes(graph: Graph) -> Iterator[Node]:
 
 
 MINIMUM_OPSET = 13
-"""Q and DQ nodes take an axis (per-channel weights) from opset 13 on."""
+"""From opset 13 on Q and DQ nodes have an axis, which weights with a scale per channel need."""
 
-# The graph whose weights are set aside; these lie beside it.
+# The file of a graph whose large weights lie in another file beside it.
 _ASIDE_NAME = "float.onnx"
 _WITH_BIAS = frozenset({"Conv", "ConvTranspose", "Gemm"})
-# Operators whose output has the scale of their input (onnxruntime/quantization/operators/direct_q8.py and others).
+# Operators whose output keeps the scale of their input (onnxruntime/quantization/operators/direct_q8.py and others).
 _MOVEMENT = frozenset(
     {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "MaxPool", "Split", "Gather"}
 )
@@ -257,7 +257,7 @@ def read_float_graph(model: Model) -> Graph:
 
 
 def refuse_huge(name: str, size_bytes: int, does: str, hint: str) -> None:
-    """Refuses a model that is too large for what a job `does` with copies of its float weights.
+    """Refuses a model that is too large for a job that copies its float weights; `does` names the job.
 
     Raises:
         ModelError: it is.
@@ -268,15 +268,15 @@ def refuse_huge(name: str, size_bytes: int, does: str, hint: str) -> None:
 
 
 def set_weights_aside(graph: Graph, folder: Path) -> Graph:
-    """Returns the graph without its large weights, which are in a file of `folder`: a graph to run, in little memory.
+    """Moves the large weights of a graph to a file of `folder`, and returns the graph, which takes little memory then.
 
-    What is written to the folder may refer to them. `graph` must not be used any more.
+    Models written to the folder may refer to that file. `graph` must not be used any more.
     """
     path = folder / _ASIDE_NAME
     with path.with_name(f"{_ASIDE_NAME}.data").open("wb") as out:
         for tensor in graph.proto.initializer:
             move_weight(tensor, graph.folder, out)
-    # Protobuf keeps the memory of fields that were cleared; only a new message is without it.
+    # Protobuf keeps the memory of cleared fields, but not in a new message.
     path.write_bytes(graph.model.SerializeToString())
     return view_file(path)
 
@@ -288,7 +288,7 @@ def read_aside(folder: Path) -> Graph | None:
 
 
 def move_weight(tensor: onnx.TensorProto, folder: Path, out: IO[bytes]) -> None:
-    """Moves the data of a large initializer, which may lie in `folder`, behind what is in an open file, in place."""
+    """Appends the data of a large initializer, which may lie in `folder`, to an open file, and points to them there."""
     place = read_place(tensor)
     length = place.length if place is not None else len(tensor.raw_data)
     if length <= MAX_DATA_BYTES:
@@ -305,20 +305,20 @@ def move_weight(tensor: onnx.TensorProto, folder: Path, out: IO[bytes]) -> None:
 
 
 def float_activations(graph: Graph) -> Iterator[str]:
-    """Yields the float tensors that are computed or fed, in graph order."""
+    """Yields the float inputs and computed tensors, in graph order."""
     names = [*graph.inputs, *(name for node in graph.nodes for name in node.output)]
     yield from (name for name in names if name and graph.is_float(name))
 
 
 def range_source(graph: Graph, name: str) -> str:
-    """Returns the tensor whose scale a tensor shares because only movement lies between them."""
+    """Returns the tensor whose scale a tensor shares, because operators between them only move values."""
     while name in graph.producers and graph.producers[name].op_type in _MOVEMENT:
         name = graph.producers[name].input[0]
     return name
 
 
 def folded_activations(graph: Graph) -> dict[str, str]:
-    """Returns the tensors that only a Relu or Clip reads, each with the output that stands for it.
+    """Returns the tensors that only a Relu or Clip reads, each with the output whose range it gets.
 
     A quantized producer clamps to its output range, so the range before the Relu or Clip is the range after it
     (onnxruntime/quantization/base_quantizer.py, adjust_tensor_ranges).
@@ -343,7 +343,7 @@ def dequantize_constant(node: onnx.NodeProto, initializers: Mapping[str, onnx.Te
 
 
 def known_bounds(graph: Graph, node: Node) -> tuple[float | None, float | None]:
-    """Returns the lower and upper bound that an operator alone gives its output; None where it gives none."""
+    """Returns the lower and upper bound of an operator's output, None where it has none."""
     if node.op_type in {"Sigmoid", "Softmax", "HardSigmoid"}:
         return 0.0, 1.0
     if node.op_type in {"Relu", "Abs", "Sqrt", "Exp"}:
@@ -377,7 +377,7 @@ def _check_float(model: Model, proto: onnx.ModelProto) -> None:
 
 
 def _fold_dequantized_weights(graph: onnx.GraphProto, folder: Path) -> None:
-    """Makes float weights of those that a model keeps as integers behind a DequantizeLinear."""
+    """Replaces weights that are stored as integers behind a DequantizeLinear by float weights."""
     initializers = {tensor.name: tensor for tensor in graph.initializer}
     kept: list[onnx.NodeProto] = []
     for node in graph.node:
@@ -390,10 +390,10 @@ def _fold_dequantized_weights(graph: onnx.GraphProto, folder: Path) -> None:
 
 
 def _separate_biases(graph: onnx.GraphProto) -> None:
-    """Gives each Conv and Gemm a bias that it alone reads: as int32 it has the scale of that node's input and weight.
+    """Gives each Conv and Gemm a bias of its own: as int32 it has the scale of that node's input and weight.
 
-    ALBERT's layers share theirs, and exporters keep one of equal tensors. Where an Add reads one too, it would get that
-    Add's 8 bits, and ONNX Runtime leaves such a Gemm in float.
+    The layers of ALBERT share biases, and exporters store equal tensors once. A bias that an Add reads too would get
+    the 8 bits of that Add, and ONNX Runtime leaves such a Gemm in float.
     """
     readers = Counter(name for node in graph.node for name in node.input)
     stored, names = {tensor.name: tensor for tensor in graph.initializer}, list_names(graph)
@@ -409,7 +409,7 @@ def _separate_biases(graph: onnx.GraphProto) -> None:
 
 
 def _spell_defaults(graph: onnx.GraphProto) -> None:
-    """Says `onesided`, whose default is 1, of each STFT: onnx 1.23 infers the shape of a two-sided one without it."""
+    """Writes the default of `onesided`, 1, to each STFT: without it onnx 1.23 infers the shape of a two-sided one."""
     for node in graph.node:
         if node.op_type == "STFT" and all(attribute.name != "onesided" for attribute in node.attribute):
             node.attribute.append(onnx.helper.make_attribute("onesided", 1))
