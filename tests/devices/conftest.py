@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from far_root.fixtures import adb, arm_runner, host_runner, own_adb_server
+from far_root.fixtures import adb, arm_runner, board, host_runner, native_board, own_adb_server, phone
 
-__all__ = ["adb", "arm_runner", "host_runner", "own_adb_server", "work"]
+__all__ = ["adb", "arm_runner", "board", "host_runner", "native_board", "own_adb_server", "phone", "work"]
 
 
 @pytest.fixture

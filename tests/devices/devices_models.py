@@ -1,5 +1,7 @@
-"""Tiny models and the jobs that run them."""
+"""Tiny models, the jobs that run them, devices that must be here, and programs that only pretend to run a model."""
 
+import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -7,15 +9,19 @@ from typing import Any
 import msgspec
 import numpy as np
 import onnx
+import pytest
 from onnx import helper, numpy_helper, parser
 
+from edgekit._proc import ChildSetting
 from edgekit.check.report import CheckedNode, CheckReport
 from edgekit.data.samples import Samples
-from edgekit.devices.device import DeviceRun, Job, Missing
+from edgekit.devices.device import Device, DeviceRun, Job, Missing
+from edgekit.devices.find import find_device
+from edgekit.devices.process.run import describe_job, run_program
 from edgekit.evidence import Evidence
 from edgekit.model.model import load_model, save_proto
 from edgekit.model.tensors import Array, Tensors
-from edgekit.target import Precision, load_target
+from edgekit.target import Precision, Target, load_target
 
 SHAPE = (1, 4, 8, 8)
 
@@ -139,3 +145,47 @@ def make_job(
 def noise_samples(count: int = 3) -> list[Tensors]:
     rng = np.random.default_rng(3)
     return [{"x": rng.normal(0, 1, SHAPE).astype(np.float32)} for _ in range(count)]
+
+
+def present(name: str, target: Target | str = "cpu") -> Device:
+    """A device that can run here; skips where it cannot."""
+    device = find_device(name, load_target(target) if isinstance(target, str) else target)
+    missing = device.find_missing()
+    if missing is not None:
+        pytest.skip(f"{name} is not installed: {missing.reason}: {missing.command}")
+    return device
+
+
+def pretend(
+    work: Path,
+    said: bytes = b"",
+    after: str = "",
+    *,
+    job: Job | None = None,
+    timeout_s: float = 20,
+    by_files: bool = True,
+    emulates: bool = False,
+) -> DeviceRun:
+    """What edgekit makes of a program that reads everything, says something, and goes on as `after` says."""
+    (work / "said").write_bytes(said)
+    say = "sys.stdin.buffer.read(); sys.stdout.buffer.write(open('said', 'rb').read()); sys.stdout.flush()"
+    argv = [sys.executable, "-c", f"import os, sys, time; {say}; {after}"]
+    job = job or make_job(float_conv(work / "f.onnx"), "nnapi", timeout_s=timeout_s)
+    setting = ChildSetting(cwd=work)
+    return run_program(
+        Stub(), argv, job, describe_job(job), work, setting=setting, by_files=by_files, emulates=emulates
+    )
+
+
+OUTPUTS = b'[{"name":"y","dtype":"float32","shape":[1,4,8,8],"size_bytes":1024}]\n' + bytes(1024)
+"""What a program gives for one sample of `float_conv`."""
+
+REPORT = {
+    "status": "done", "message": "", "load_ms": 1, "latency_ms": [1, 1, 1], "peak_rss_bytes": 1, "versions": {},
+    "placement": [], "placement_source": "session",
+}  # fmt: skip
+"""The report of a program that ran three samples."""
+
+
+def encode_report(**changes: object) -> bytes:
+    return json.dumps({**REPORT, **changes}, separators=(",", ":")).encode() + b"\n"

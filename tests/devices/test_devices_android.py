@@ -10,11 +10,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from devices_models import float_conv, make_job, noise_samples, qdq_conv, text_model
+from devices_models import float_conv, make_job, noise_samples, present, qdq_conv, text_model
 from test_devices_android_abi import Built, build_checks
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, SessionSettings
-from edgekit.devices.android.android import NNAPI, XNNPACK, Android
+from edgekit.devices.android.android import NNAPI, XNNPACK
 from edgekit.devices.android.installed import LIBRARY, LOADER, MACHINES, read_library, unpack_libraries
 from edgekit.devices.android.nnapi.compute import find_feature_level
 from edgekit.devices.find import find_device, install_device, list_devices, serve_device
@@ -32,15 +32,6 @@ from edgekit.target import load_target
 pytestmark = pytest.mark.slow
 
 INTERFACE = Path(__file__).parent / "android_abi" / "check_interface.cc"
-
-
-def present(name: str, target: str = "xnnpack") -> Android:
-    device = find_device(name, load_target(target))
-    missing = device.find_missing()
-    if missing is not None:
-        pytest.skip(f"{name}: {missing.reason}: {missing.command}")
-    assert isinstance(device, Android)
-    return device
 
 
 def library_for_android(
@@ -195,12 +186,12 @@ def test_what_was_built_from_other_sources_is_not_used(tmp_path: Path, monkeypat
 
 
 def test_without_qemu_arm_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    present("android:x86_64")
+    present("android:x86_64", "xnnpack")
     monkeypatch.setenv("PATH", "")
     (status,) = (status for status in list_devices() if status.name == "android")
     assert (status.available, status.command) == (False, "apt-get install qemu-user-static")
     assert "qemu" in status.reason
-    assert present("android:x86_64").find_missing() is None
+    assert present("android:x86_64", "xnnpack").find_missing() is None
 
 
 def test_evidence_tells_the_phone_s_file_from_that_of_another_cpu() -> None:
@@ -227,10 +218,9 @@ def test_the_device_can_be_believed(name: str) -> None:
     assert test.versions["onnxruntime"]
 
 
-@pytest.mark.parametrize("name", ["android", "android:x86_64"])
-def test_a_quantized_model_runs_in_xnnpack_itself(name: str, tmp_path: Path, work: Path) -> None:
+def test_a_quantized_model_runs_in_xnnpack_itself(tmp_path: Path, work: Path) -> None:
     model = qdq_conv(tmp_path / "q.onnx", np.int8)
-    run = present(name).run_job(make_job(model, "xnnpack"), work)
+    run = present("android:x86_64", "xnnpack").run_job(make_job(model, "xnnpack"), work)
     assert (run.failure, run.outputs.count, run.placement_source) == (None, 3, "session")
     assert {node.provider for node in run.placement if "Conv" in node.op} == {XNNPACK}
     session = CpuSession(model, SessionSettings())
@@ -251,8 +241,8 @@ def test_nnapi_s_own_partitioner_answers(api: str, tmp_path: Path, work: Path) -
 def test_xnnpack_s_crash_on_a_node_without_inputs_is_named(tmp_path: Path, work: Path) -> None:
     body = "(float[1,4,8,8] x) => (float[1,4,8,8] y) { r = RandomUniform<shape=[1,4,8,8]>() y = Add(x, r) }"
     model = text_model(tmp_path / "r.onnx", body)
-    present("android")
-    run = present("android:x86_64").run_job(make_job(model, "xnnpack"), work)
+    present("android", "xnnpack")
+    run = present("android:x86_64", "xnnpack").run_job(make_job(model, "xnnpack"), work)
     assert "RandomUniform 'n0' has no input: there XNNPACK's provider for x86-64 crashes" in str(run.failure)
     assert str(run.failure).endswith("; 'android' runs it")
     assert run.crashed
@@ -261,7 +251,7 @@ def test_xnnpack_s_crash_on_a_node_without_inputs_is_named(tmp_path: Path, work:
 def test_a_crash_is_a_failure_where_the_library_for_another_cpu_crashes_too(
     tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    present("android")
+    present("android", "xnnpack")
     crashing = tmp_path / "cache" / "android"
     for abi in MACHINES:
         (crashing / abi).mkdir(parents=True)
@@ -277,13 +267,13 @@ def test_a_crash_is_a_failure_where_the_library_for_another_cpu_crashes_too(
     other.symlink_to(healthy)
     (crashing / "arm64-v8a" / PROGRAM).chmod(0o755)
     job = make_job(float_conv(tmp_path / "f.onnx"), "xnnpack")
-    first = present("android").run_job(job, work)
+    first = present("android", "xnnpack").run_job(job, work)
     assert (first.crashed, str(first.failure).rpartition("; ")[2]) == (True, "'android:x86_64' runs it")
     other.unlink()
     other.write_text("#!/bin/sh\nkill -SEGV $$\n")
     other.chmod(0o755)
     (work / "second").mkdir()
-    second = present("android").run_job(job, work / "second")
+    second = present("android", "xnnpack").run_job(job, work / "second")
     assert (second.crashed, str(second.failure).rpartition("; ")[2]) == (False, "'android:x86_64' crashes too")
 
 
@@ -294,7 +284,7 @@ def test_xnnpack_computes_the_same_with_any_threads(tmp_path: Path, work: Path) 
     for threads in (0, 4):
         folder = work / str(threads)
         folder.mkdir()
-        run = present("android:x86_64").run_job(msgspec.structs.replace(job, threads=threads), folder)
+        run = present("android:x86_64", "xnnpack").run_job(msgspec.structs.replace(job, threads=threads), folder)
         assert any("XNNPACK had 1 of 4 threads" in note for note in run.notes) == (threads == 0)
         rows.append([row["y"] for row in run.outputs])
     assert all(np.array_equal(one, four) for one, four in zip(*rows, strict=True))
@@ -309,7 +299,7 @@ def test_a_transpose_that_the_layout_cancels_is_nobody_s(tmp_path: Path) -> None
         " t = Transpose<perm=[0,2,3,1]>(d) q = QuantizeLinear(t, s, z) y = DequantizeLinear(q, s, z) }"
     )
     model, target = load_model(text_model(tmp_path / "m.onnx", body)), load_target("xnnpack")
-    seen = observe_placement(model, target, present("android:x86_64"), samples=0).providers
+    seen = observe_placement(model, target, present("android:x86_64", "xnnpack"), samples=0).providers
     assert seen == {"n0": XNNPACK, "n1": CPU_PROVIDER, "n5": CPU_PROVIDER}
 
 
@@ -325,7 +315,7 @@ SPOILT = {
 
 @pytest.mark.parametrize("fault", ["", *SPOILT])
 def test_the_runner_declares_onnxruntimes_interface_as_its_own_header_does(tmp_path: Path, fault: str) -> None:
-    present("android:x86_64")
+    present("android:x86_64", "xnnpack")
     text = (find_sources("runner") / "src" / "ort.h").read_text()
     (tmp_path / "ort.h").write_text(text.replace(*SPOILT[fault], 1) if fault else text)
     compiler = shutil.which("g++")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from devices_models import float_conv, make_job, text_model
+from devices_models import float_conv, make_job, present, text_model
 
 from edgekit.check.check import check_model
 from edgekit.devices.android.android import NNAPI, Android
@@ -15,7 +15,7 @@ from edgekit.devices.observe import Observed, compare_placement, observe_placeme
 from edgekit.model.model import load_model
 from edgekit.prepare.fix import fix_model
 from edgekit.prepare.rewrites.unsigned_weights import FIX_ID
-from edgekit.target import Target, load_target
+from edgekit.target import load_target
 
 pytestmark = pytest.mark.slow
 
@@ -48,18 +48,11 @@ def gemm(path: Path, spelling: str, weight: str) -> Path:
     return text_model(path, body)
 
 
-def require_android(target: Target) -> None:
-    missing = find_device("android:x86_64", target).find_missing()
-    if missing is not None:
-        pytest.skip(f"android: {missing.reason}: {missing.command}")
-
-
 @pytest.mark.parametrize(("spelling", "weight", "api"), CASES)
 def test_a_session_fails_exactly_where_check_says_so(spelling: str, weight: str, api: str, tmp_path: Path) -> None:
     target = load_target("nnapi", {"api_level": api})
-    require_android(target)
+    device = present("android:x86_64", target)
     model = load_model(gemm(tmp_path / "m.onnx", spelling, weight))
-    device = find_device("android:x86_64", target)
     report = check_model(model, target)
     seen = observe_placement(model, target, device)
     if weight == CHANNELS and "transB=0" in spelling and api != "27":
@@ -82,11 +75,11 @@ def test_a_session_fails_exactly_where_check_says_so(spelling: str, weight: str,
 def test_flags_reach_the_provider(settings: dict[str, str], turned: bool, tmp_path: Path) -> None:
     """In NHWC the layout of a Conv is changed by Transposes around it; in NCHW there are none."""
     target = load_target("nnapi", settings)
-    require_android(target)
+    device = present("android:x86_64", target)
     path = float_conv(tmp_path / "m.onnx")
     job = msgspec.structs.replace(make_job(path, "nnapi"), target=target)
     (tmp_path / "work").mkdir()
-    run = find_device("android:x86_64", target).run_job(job, tmp_path / "work")
+    run = device.run_job(job, tmp_path / "work")
     assert run.failure is None
     assert {node.provider for node in run.placement if node.op == "Conv"} == {NNAPI}
     assert any(node.op == "Transpose" for node in run.placement) == turned
@@ -95,9 +88,8 @@ def test_flags_reach_the_provider(settings: dict[str, str], turned: bool, tmp_pa
 @pytest.mark.parametrize(("cpu", "failure"), [("on", ""), ("off", "The model cannot run")])
 def test_without_nnapi_s_own_cpu_a_driver_must_take_everything(cpu: str, failure: str, tmp_path: Path) -> None:
     target = load_target("nnapi", {"cpu": cpu})
-    require_android(target)
+    device = present("android:x86_64", target)
     job = msgspec.structs.replace(make_job(float_conv(tmp_path / "m.onnx"), "nnapi"), target=target)
-    device = find_device("android:x86_64", target)
     assert isinstance(device, Android)
     choosy = msgspec.structs.replace(device, driver=Driver(refused=("CONV_2D",)))
     (tmp_path / "work").mkdir()
@@ -110,7 +102,7 @@ def test_without_litert_nnapi_is_skipped_with_the_command_and_still_observed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = load_target("nnapi")
-    require_android(target)
+    present("android:x86_64", target)
     monkeypatch.setitem(sys.modules, "ai_edge_litert", None)  # as if it were not installed
     missing = find_device("android:x86_64", target).find_missing()
     assert missing is not None

@@ -8,16 +8,15 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
-from devices_models import Stub, make_job, qdq_conv, text_model
+from devices_models import Stub, make_job, present, qdq_conv, text_model
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
 from edgekit.data.samples import Samples
 from edgekit.devices.android.android import NNAPI
 from edgekit.devices.android.installed import LOADER
-from edgekit.devices.android.nnapi.compute import Computer, can_compute
+from edgekit.devices.android.nnapi.compute import Computer
 from edgekit.devices.android.nnapi.network import Network, Operand, OperandType, Operation, split_constants
-from edgekit.devices.device import DeviceRun
-from edgekit.devices.find import find_device
+from edgekit.devices.device import Device, DeviceRun
 from edgekit.devices.process.pipes import END, answer_questions
 from edgekit.devices.process.run import describe_job, run_program
 from edgekit.errors import DeviceError
@@ -63,20 +62,15 @@ FLOAT_OPERATIONS = {
 }  # fmt: skip
 
 
-def require_device(api: str = "33") -> None:
-    missing = find_device("android:x86_64", load_target("nnapi", {"api_level": api})).find_missing()
-    if missing is not None:
-        pytest.skip(f"android: {missing.reason}: {missing.command}")
-    if not can_compute():
-        pytest.skip("ai-edge-litert is missing: pip install ai-edge-litert==2.3.0")
+def require_device(api: str = "33") -> Device:
+    return present("android:x86_64", load_target("nnapi", {"api_level": api}))
 
 
 def run_on_nnapi(path: Path, rows: Sequence[Tensors], work: Path, api: str = "33") -> DeviceRun:
-    require_device(api)
-    target = load_target("nnapi", {"api_level": api})
+    device, target = require_device(api), load_target("nnapi", {"api_level": api})
     samples = Samples(source="rows", count=len(rows), read=lambda: iter(rows))
     job = msgspec.structs.replace(make_job(path, "nnapi"), target=target, samples=samples)
-    return find_device("android:x86_64", target).run_job(job, work)
+    return device.run_job(job, work)
 
 
 def float_model(path: Path) -> Path:
@@ -183,8 +177,7 @@ def network_of(code: int, operands: tuple[Operand, ...], outputs: int = 1) -> Ne
 
 
 def test_grids_that_differ_are_joined_on_that_of_the_output() -> None:
-    if not can_compute():
-        pytest.skip("ai-edge-litert is missing: pip install ai-edge-litert==2.3.0")
+    require_device()
     kind = OperandType.TENSOR_QUANT8_ASYMM_SIGNED
     operands = (
         tensor(kind, 1, 4, scale=0.5), tensor(kind, 1, 4, scale=0.25, zero=3), tensor(OperandType.INT32, size=4),
@@ -198,8 +191,7 @@ def test_grids_that_differ_are_joined_on_that_of_the_output() -> None:
 
 
 def test_an_operation_of_one_version_is_computed_beside_signed_integers() -> None:
-    if not can_compute():
-        pytest.skip("ai-edge-litert is missing: pip install ai-edge-litert==2.3.0")
+    require_device()
     kind = OperandType.TENSOR_QUANT8_ASYMM_SIGNED
     operands = (tensor(kind, 1, 4, scale=0.5), tensor(kind, 4, size=4, scale=0.25), tensor(kind, 1, 4, scale=0.5))
     computer = Computer()
@@ -212,16 +204,14 @@ def test_an_operation_of_one_version_is_computed_beside_signed_integers() -> Non
     ("code", "words"), [(16, "NNAPI's operation LSTM is not computed here"), (1000, "operation of number 1000")]
 )
 def test_an_operation_that_tflite_lacks_is_named(code: int, words: str) -> None:
-    if not can_compute():
-        pytest.skip("ai-edge-litert is missing: pip install ai-edge-litert==2.3.0")
+    require_device()
     float32 = OperandType.TENSOR_FLOAT32
     with pytest.raises(DeviceError, match=words):
         Computer().take_network(network_of(code, (tensor(float32, 1), tensor(float32, 1))), b"")
 
 
 def test_questions_are_answered_until_the_last() -> None:
-    if not can_compute():
-        pytest.skip("ai-edge-litert is missing: pip install ai-edge-litert==2.3.0")
+    require_device()
     float32 = OperandType.TENSOR_FLOAT32
     network = network_of(19, (tensor(float32, 3), tensor(float32, 3)))
     value = np.array([-1, 0, 2], np.float32)

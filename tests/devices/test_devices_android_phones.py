@@ -4,8 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from devices_models import float_conv, make_job, qdq_conv
-from test_devices_android import present
+from devices_models import float_conv, make_job, present, qdq_conv
 
 from edgekit.cli.main import run_command
 from edgekit.devices.android.android import DEFAULT_CORE, Android, find_core, read_phones, write_phone
@@ -47,7 +46,7 @@ def test_qemu_has_what_the_table_says(qemu: str, tmp_path: Path, work: Path) -> 
     """What the richest core has is there, so what the others of that CPU have is there too."""
     name = richest_of(qemu)
     device = Android(cpu=name)
-    present("android")
+    present("android", "xnnpack")
     run = device.run_job(make_job(float_conv(tmp_path / "f.onnx"), "cpu"), work)
     assert run.failure is None
     assert set(run.cpu_features) == features_of(name) & TOLD
@@ -56,7 +55,7 @@ def test_qemu_has_what_the_table_says(qemu: str, tmp_path: Path, work: Path) -> 
 
 def test_what_qemu_has_and_the_phone_lacks_is_hidden(tmp_path: Path, work: Path) -> None:
     """The Cortex-A76 of qemu has dot products; the kernel of a Galaxy S9 tells of none."""
-    present("android")
+    present("android", "xnnpack")
     run = Android(cpu="kryo-385-silver").run_job(make_job(float_conv(tmp_path / "f.onnx"), "cpu"), work)
     assert "asimddp" in features_of(richest_of(find_core("kryo-385-silver").qemu))
     assert set(run.cpu_features) == features_of("kryo-385-silver") & TOLD
@@ -85,7 +84,7 @@ def test_hwcaps_are_linux_s() -> None:
 
 def test_two_cores_take_kernels_of_their_own(tmp_path: Path, work: Path) -> None:
     """A Cortex-A53 has no dot products, a Cortex-A55 has; what both compute lies on one grid."""
-    present("android")
+    present("android", "xnnpack")
     model = qdq_conv(tmp_path / "q.onnx", np.int8)
     runs = [
         Android(cpu=cpu).run_job(make_job(model, "xnnpack"), _folder(work, cpu)) for cpu in ("cortex-a53", "cortex-a55")
@@ -195,7 +194,7 @@ def test_a_wrong_driver_is_refused_in_one_line(text: str, words: str, tmp_path: 
 
 
 def test_bench_takes_android_and_its_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    present("android:x86_64")
+    present("android:x86_64", "xnnpack")
     model = str(float_conv(tmp_path / "f.onnx"))
     assert run_command(["bench", model, "--on", "android:x86_64", "--runs", "2", "--json"]) == 0
     assert '"provider": "XnnpackExecutionProvider"' in capsys.readouterr().out

@@ -5,16 +5,14 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from devices_models import float_conv, make_job, noise_samples, qdq_conv, text_model
+from devices_models import float_conv, make_job, noise_samples, present, qdq_conv, text_model
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, SessionSettings
 from edgekit.data.samples import Samples
-from edgekit.devices.device import LEAST_SAMPLES, Device
-from edgekit.devices.find import find_device
+from edgekit.devices.device import LEAST_SAMPLES
 from edgekit.devices.local.qnn_sim import QnnSimulator
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import Array
-from edgekit.target import load_target
 
 pytestmark = pytest.mark.slow
 
@@ -27,14 +25,6 @@ TARGETS = {
 }
 
 
-def present(name: str) -> Device:
-    device = find_device(name, load_target(TARGETS[name]))
-    missing = device.find_missing()
-    if missing is not None:
-        pytest.skip(f"{name}: {missing.reason}: {missing.command}")
-    return device
-
-
 def reference(path: Path) -> list[Array]:
     session = CpuSession(path, SessionSettings())
     return [session.run(sample)["y"] for sample in noise_samples()]
@@ -42,7 +32,7 @@ def reference(path: Path) -> list[Array]:
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_quantized_model_runs_on_its_grid(name: str, tmp_path: Path, work: Path) -> None:
-    device = present(name)
+    device = present(name, TARGETS[name])
     model = qdq_conv(tmp_path / "q.onnx", np.int8 if TARGETS[name] == "xnnpack" else np.uint8)
     run = device.run_job(make_job(model, TARGETS[name]), work)
     assert (run.failure, run.device, run.outputs.count, len(run.latency_ms)) == (None, device.name, 3, 3)
@@ -52,7 +42,7 @@ def test_a_quantized_model_runs_on_its_grid(name: str, tmp_path: Path, work: Pat
 
 @pytest.mark.parametrize("name", ["host", "emulated", "qnn-htp-sim", "android:x86_64"])
 def test_a_float_model_runs(name: str, tmp_path: Path, work: Path) -> None:
-    device = present(name)
+    device = present(name, TARGETS[name])
     model = float_conv(tmp_path / "f.onnx")
     run = device.run_job(make_job(model, TARGETS[name], precision="fp16"), work)
     assert run.failure is None
@@ -67,7 +57,7 @@ def test_a_float_model_runs(name: str, tmp_path: Path, work: Path) -> None:
 def test_a_slow_device_stops_when_its_time_is_over_and_says_so(name: str, tmp_path: Path, work: Path) -> None:
     nine = Samples(source="noise", count=9, read=lambda: iter(noise_samples(9)))
     job = make_job(float_conv(tmp_path / "f.onnx"), TARGETS[name], precision="fp16")
-    run = present(name).run_job(msgspec.structs.replace(job, samples=nine, budget_s=0.0), work)
+    run = present(name, TARGETS[name]).run_job(msgspec.structs.replace(job, samples=nine, budget_s=0.0), work)
     assert (run.failure, run.outputs.count, run.stopped_early) == (None, LEAST_SAMPLES, True)
     assert any("4 of 9 samples" in note for note in run.notes)
 
@@ -75,20 +65,19 @@ def test_a_slow_device_stops_when_its_time_is_over_and_says_so(name: str, tmp_pa
 @pytest.mark.parametrize("name", ["host", "emulated", "android:x86_64"])
 def test_a_sample_runs_as_often_as_asked_with_a_time_each(name: str, tmp_path: Path, work: Path) -> None:
     job = make_job(float_conv(tmp_path / "f.onnx"), TARGETS[name], precision="fp16")
-    run = present(name).run_job(msgspec.structs.replace(job, repeat=5, threads=1), work)
+    run = present(name, TARGETS[name]).run_job(msgspec.structs.replace(job, repeat=5, threads=1), work)
     assert (run.failure, run.outputs.count, len(run.latency_ms)) == (None, 3, 15)
 
 
 @pytest.mark.parametrize("name", ["host", "android:x86_64"])
-@pytest.mark.parametrize("concurrency", [1, 3])
-@pytest.mark.parametrize("io_binding", [False, True])
+@pytest.mark.parametrize(("concurrency", "io_binding"), [(1, True), (3, False), (3, True)])
 def test_runs_at_once_and_bound_ones_give_the_same(
     name: str, concurrency: int, io_binding: bool, tmp_path: Path, work: Path
 ) -> None:
     model = float_conv(tmp_path / "f.onnx")
     job = make_job(model, TARGETS[name], precision="fp16")
     way = msgspec.structs.replace(job, repeat=8, threads=1, concurrency=concurrency, io_binding=io_binding)
-    run = present(name).run_job(way, work)
+    run = present(name, TARGETS[name]).run_job(way, work)
     assert (run.failure, run.outputs.count, len(run.latency_ms)) == (None, 3, 24)
     assert len(run.elapsed_ms) == (3 if concurrency > 1 else 0)
     for index, spent in enumerate(run.elapsed_ms):
@@ -100,7 +89,7 @@ def test_runs_at_once_and_bound_ones_give_the_same(
 @pytest.mark.parametrize("name", ["qnn-htp-sim", "android:x86_64"])
 def test_the_real_provider_takes_the_convolution(name: str, tmp_path: Path, work: Path) -> None:
     job = make_job(qdq_conv(tmp_path / "q.onnx", np.int8 if name == "android:x86_64" else np.uint8), TARGETS[name])
-    run = present(name).run_job(job, work)
+    run = present(name, TARGETS[name]).run_job(job, work)
     taken = {node.op for node in run.placement if node.provider == job.target.provider}
     assert taken & {"Conv", "QLinearConv"}
     assert run.placement_source != "predicted"
@@ -121,7 +110,7 @@ def test_every_type_of_tensor_passes_unchanged(name: str, tmp_path: Path, work: 
     outs = ", ".join(f"{kinds[key]}[{shapes[key]}] {key}_out" for key in values)
     body = " ".join(f"{key}_out = Identity({key})" for key in values)
     model = text_model(tmp_path / "all.onnx", f"({ins}) => ({outs}) {{ {body} }}")
-    device = present(name)
+    device = present(name, TARGETS[name])
     run = device.run_job(make_job(model, TARGETS[name], [values], precision="fp32"), work)
     assert run.failure is None
     (got,) = run.outputs
@@ -131,7 +120,7 @@ def test_every_type_of_tensor_passes_unchanged(name: str, tmp_path: Path, work: 
 
 
 def test_nodes_that_qnn_refuses_are_named(tmp_path: Path, work: Path) -> None:
-    device = present("qnn-htp-sim")
+    device = present("qnn-htp-sim", "qnn")
     model = text_model(tmp_path / "m.onnx", "(float[1,4] x) => (float[1,4] y) { r = Relu(x) y = Asinh(r) }")
     run = device.run_job(make_job(model, "qnn", [{"x": np.ones((1, 4), np.float32)}]), work)
     assert run.failure is None
@@ -142,7 +131,7 @@ def test_nodes_that_qnn_refuses_are_named(tmp_path: Path, work: Path) -> None:
 
 def test_an_architecture_of_the_simulator_computes_otherwise(tmp_path: Path, work: Path) -> None:
     job = make_job(float_conv(tmp_path / "f.onnx"), "qnn")
-    present("qnn-htp-sim")
+    present("qnn-htp-sim", "qnn")
     errors: dict[str, float] = {}
     for arch in ("v68", "v79"):
         (work / arch).mkdir()
@@ -159,7 +148,7 @@ def test_an_ort_format_file_gets_its_placement_from_the_profile(tmp_path: Path, 
     ort = tmp_path / "f.ort"
     config = {"session.save_model_format": "ORT"}
     CpuSession(model, SessionSettings(config=config, save_to=ort))
-    run = present("host").run_job(msgspec.structs.replace(job, model=ort), work)
+    run = present("host", "xnnpack").run_job(msgspec.structs.replace(job, model=ort), work)
     assert (run.failure, run.placement_source) == (None, "profile")
     assert {node.provider for node in run.placement} == {CPU_PROVIDER}
     assert run.outputs.count == 3

@@ -86,17 +86,20 @@ def test_faults_seeded_in_a_root_behind_adb_are_found(arm: bool, adb: Adb, capsy
             path.write_text(text)
         _program(far.root / "system/bin/getprop", _SAYS)
         _program(far.root / "system/bin/getconf", {"PAGE_SIZE": "4096"})
-        assert examine(0) == []
+        # Android's own shell and tools answer the same; looking once at them is enough, as qemu runs each.
+        if not arm:
+            assert examine(0) == []
         _program(far.root / "system/bin/getconf", {"PAGE_SIZE": "16384"})
         (far.root / "vendor/lib/rfsa/adsp/libQnnHtpV75Skel.so").unlink()
-        assert examine(0) == ["pages", "skel"]
+        if not arm:
+            assert examine(0) == ["pages", "skel"]
         (far.root / "dev/fastrpc-cdsp").unlink()
         (far.root / "vendor/etc/public.libraries.txt").write_text("libother.so\n")
         assert examine(1) == ["rpc-public", "rpc-device", "pages", "skel"]
-        _program(
-            far.root / "system/bin/getprop", {**_SAYS, "ro.soc.manufacturer": "MediaTek", "ro.soc.model": "MT6989"}
-        )
-        assert "chip" in examine(1)
+        if not arm:
+            others = {"ro.soc.manufacturer": "MediaTek", "ro.soc.model": "MT6989"}
+            _program(far.root / "system/bin/getprop", {**_SAYS, **others})
+            assert "chip" in examine(1)
 
 
 def test_a_phone_that_is_not_there_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,5 @@
 """A device that refuses, dies, hangs or lies gives a run with a failure in words, never a silent pass."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -8,36 +7,17 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
-from devices_models import Stub, float_conv, make_job, text_model
+from devices_models import OUTPUTS, encode_report, float_conv, make_job, present, pretend, text_model
 from onnx import helper
 
-from edgekit._proc import ChildSetting
-from edgekit.devices.device import DeviceRun
 from edgekit.devices.find import find_device
 from edgekit.devices.local.host import Host
-from edgekit.devices.local.qnn_sim import QnnSimulator, provider_options
-from edgekit.devices.process.run import REPLAY_SAVED, describe_job, run_program
+from edgekit.devices.local.qnn_sim import provider_options
+from edgekit.devices.process.run import REPLAY_SAVED, describe_job
 from edgekit.errors import DeviceError, TargetError, UsageError
 from edgekit.target import load_target
 
 QNN_OPTIONS = {"backend_type": "htp", "soc_model": "69"}
-
-
-REPORT = {
-    "status": "done", "message": "", "load_ms": 1, "latency_ms": [1, 1, 1], "peak_rss_bytes": 1, "versions": {},
-    "placement": [], "placement_source": "session",
-}  # fmt: skip
-HEAD = b'[{"name":"y","dtype":"float32","shape":[1,4,8,8],"size_bytes":1024}]\n'
-
-
-def pretend(program: str, work: Path, said: bytes = b"", *, emulates: bool = False, timeout_s: float = 20) -> DeviceRun:
-    """What edgekit makes of a program that says something and goes on, in the place of one that runs three samples."""
-    (work / "said").write_bytes(said)
-    say = "sys.stdout.buffer.write(open('said', 'rb').read()); sys.stdout.flush()"
-    argv = [sys.executable, "-c", f"import os, sys, time; {say}; {program}"]
-    job = make_job(float_conv(work / "f.onnx"), "nnapi", timeout_s=timeout_s)
-    setting = ChildSetting(cwd=work)
-    return run_program(Stub(), argv, job, describe_job(job), work, setting=setting, by_files=True, emulates=emulates)
 
 
 def test_a_hang_is_ended_and_said(tmp_path: Path, work: Path) -> None:
@@ -47,7 +27,7 @@ def test_a_hang_is_ended_and_said(tmp_path: Path, work: Path) -> None:
 
 
 def test_a_crash_is_named_with_the_last_words(work: Path) -> None:
-    run = pretend("print('the end', file=sys.stderr, flush=True); os.kill(os.getpid(), 11)", work)
+    run = pretend(work, after="print('the end', file=sys.stderr, flush=True); os.kill(os.getpid(), 11)")
     assert run.failure == "the program was ended by SIGSEGV: the end"
 
 
@@ -66,8 +46,8 @@ def test_a_crash_is_named_with_the_last_words(work: Path) -> None:
 def test_only_an_emulator_whose_program_died_has_crashed(
     work: Path, program: str, status: str, emulates: bool, crashed: bool
 ) -> None:
-    said = json.dumps({**REPORT, "status": status, "latency_ms": []}).encode() + b"\n" if status else b""
-    run = pretend(program, work, said, emulates=emulates, timeout_s=20 if "sleep" not in program else 1)
+    said = encode_report(status=status, latency_ms=[]) if status else b""
+    run = pretend(work, said, program, emulates=emulates, timeout_s=20 if "sleep" not in program else 1)
     assert run.failure is not None
     assert run.crashed is crashed
     # That a session was made is known, also where it died then.
@@ -75,7 +55,7 @@ def test_only_an_emulator_whose_program_died_has_crashed(
 
 
 def test_a_crash_in_the_middle_keeps_what_came_back(work: Path) -> None:
-    run = pretend("os.abort()", work, (HEAD + bytes(1024)) * 2)
+    run = pretend(work, OUTPUTS * 2, "os.abort()")
     assert "SIGABRT" in str(run.failure)
     assert run.outputs.count == 2
 
@@ -90,7 +70,7 @@ def test_a_crash_in_the_middle_keeps_what_came_back(work: Path) -> None:
     ],
 )
 def test_a_liar_fails(work: Path, change: dict[str, object], failure: str) -> None:
-    assert pretend("", work, json.dumps({**REPORT, **change}).encode() + b"\n").failure == failure
+    assert pretend(work, encode_report(**change)).failure == failure
 
 
 def test_a_model_that_the_runtime_refuses_is_a_failure(tmp_path: Path, work: Path) -> None:
@@ -129,9 +109,7 @@ def test_an_architecture_stands_for_its_soc() -> None:
 
 
 def test_a_context_for_another_soc_is_refused(tmp_path: Path, work: Path) -> None:
-    device = QnnSimulator(arch="v73")
-    if (missing := device.find_missing()) is not None:
-        pytest.skip(f"{missing.reason}: {missing.command}")
+    device = present("qnn-htp-sim:v73", "qnn")
     proto = onnx.load(str(float_conv(tmp_path / "f.onnx")))
     helper.set_model_props(proto, {"ep_compatibility_info.QNNExecutionProvider": "v2:6:2.51.0:5.51.0:0:69:0:0"})
     onnx.save(proto, str(tmp_path / "f.onnx"))
@@ -140,9 +118,7 @@ def test_a_context_for_another_soc_is_refused(tmp_path: Path, work: Path) -> Non
 
 
 def test_qnn_never_takes_an_ort_file(tmp_path: Path, work: Path) -> None:
-    device = find_device("qnn-htp-sim", load_target("qnn"))
-    if (missing := device.find_missing()) is not None:
-        pytest.skip(f"{missing.reason}: {missing.command}")
+    device = present("qnn-htp-sim", "qnn")
     job = msgspec.structs.replace(make_job(float_conv(tmp_path / "f.onnx"), "qnn"), model=tmp_path / "f.ort")
     assert "never takes" in str(device.run_job(job, work).failure)
 
@@ -156,8 +132,9 @@ def test_core_ml_off_a_mac_is_an_error(tmp_path: Path, work: Path) -> None:
 
 def test_what_a_failed_program_said_is_kept_without_what_steers_a_terminal(tmp_path: Path, work: Path) -> None:
     program = "print('loading\\x1b[2J', file=sys.stderr); print('no memory', file=sys.stderr); sys.exit(3)"
-    assert pretend(program, work).log.splitlines() == ["loading[2J", "no memory"]
-    assert Host().run_job(make_job(float_conv(tmp_path / "g.onnx"), "nnapi"), empty(tmp_path)).log == ""
+    assert pretend(work, after=program).log.splitlines() == ["loading[2J", "no memory"]
+    (tmp_path / "empty").mkdir()
+    assert Host().run_job(make_job(float_conv(tmp_path / "g.onnx"), "nnapi"), tmp_path / "empty").log == ""
 
 
 def test_saved_optimizations_are_replayed_for_checked_files_only(tmp_path: Path) -> None:
@@ -166,8 +143,3 @@ def test_saved_optimizations_are_replayed_for_checked_files_only(tmp_path: Path)
     job = msgspec.structs.replace(job, target=msgspec.structs.replace(job.target, session=session))
     assert describe_job(job).session_config == {}
     assert describe_job(msgspec.structs.replace(job, digests_hold=True)).session_config == {REPLAY_SAVED: "1"}
-
-
-def empty(folder: Path) -> Path:
-    (folder / "empty").mkdir()
-    return folder / "empty"

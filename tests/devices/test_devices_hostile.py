@@ -1,22 +1,19 @@
 """What comes from a model, a bundle or a device is data: no name, number or file of it becomes a command or a path."""
 
 import json
-import sys
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import onnx
 import pytest
-from devices_models import Stub, float_conv, make_job
+from devices_models import OUTPUTS, REPORT, Stub, float_conv, make_job, present, pretend
 from onnx import helper
 
-from edgekit._proc import ChildSetting
 from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun, Job
-from edgekit.devices.find import find_device
 from edgekit.devices.process.exchange import RunnerResult, decode_run
-from edgekit.devices.process.run import ORT_RUNNER, describe_job, judge_run, printable, run_program
+from edgekit.devices.process.run import ORT_RUNNER, judge_run, printable
 from edgekit.errors import DeviceError, EdgekitError
 from edgekit.model.model import load_model
 from edgekit.model.tensors import Tensors
@@ -26,12 +23,10 @@ NAMES = (
     "a\nb", "a\tb", "-rf", "--help", "a b", "'", '"', "\\", "%s%n", "é☃", "\u202eabc", "\x1b[2J", "CON", ".", "..",
     "x" * 5000,
 )  # fmt: skip
-TARGETS = {"host": "nnapi", "emulated": "coreml", "android:x86_64": "xnnpack", "arm64": "nnapi"}
+TARGETS = {"host": "nnapi", "emulated": "coreml", "android:x86_64": "xnnpack", "arm64:native": "nnapi"}
 
-DONE = {
-    "status": "done", "message": "", "load_ms": 1, "latency_ms": [1], "peak_rss_bytes": 1, "versions": {},
-    "placement": [], "placement_source": "session",
-}  # fmt: skip
+ROW: list[Tensors] = [{"x": np.zeros((1, 4, 8, 8), np.float32)}]
+DONE = {**REPORT, "latency_ms": [1]}
 
 
 def echo_model(path: Path) -> Path:
@@ -53,9 +48,7 @@ def hostile_job(path: Path, target: str) -> Job:
 def test_names_are_data_on_every_device(
     device: str, tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = find_device(device, hostile_job(tmp_path / "m.onnx", TARGETS[device]).target)
-    if (missing := found.find_missing()) is not None:
-        pytest.skip(f"{device}: {missing.reason}: {missing.command}")
+    found = present(device, TARGETS[device])
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
     model = tmp_path / "; touch pwned; $(touch pwned) 'x' .onnx"
@@ -77,12 +70,9 @@ def test_a_name_that_is_no_text_is_refused_in_one_line(tmp_path: Path) -> None:
 
 def came_back(work: Path, report: object) -> DeviceRun:
     """What edgekit makes of a report behind one sample of outputs that are right."""
-    job = make_job(float_conv(work / "f.onnx"), "nnapi", [{"x": np.zeros((1, 4, 8, 8), np.float32)}])
-    head = [{"name": "y", "dtype": "float32", "shape": [1, 4, 8, 8], "size_bytes": 1024}]
     text = report if isinstance(report, str) else json.dumps(report)
-    (work / "said").write_bytes(json.dumps(head).encode() + b"\n" + bytes(1024) + text.encode() + b"\n")
-    argv = [sys.executable, "-c", "import sys; sys.stdout.buffer.write(open('said', 'rb').read())"]
-    return run_program(Stub(), argv, job, describe_job(job), work, setting=ChildSetting(cwd=work), by_files=True)
+    job = make_job(float_conv(work / "f.onnx"), "nnapi", ROW)
+    return pretend(work, OUTPUTS + text.encode() + b"\n", job=job)
 
 
 def test_an_honest_run_is_believed(work: Path) -> None:
@@ -131,9 +121,7 @@ def test_a_device_cannot_have_taken_nodes_of_a_file_without_any(tmp_path: Path, 
     placed = came_back(work, whole).placement
     assert {node.provider for node in placed} == {"?[2JQNN"}
     (tmp_path / "f.ort").write_bytes(b"\0\0\0\0ORTM" + bytes(64))
-    job = msgspec.structs.replace(
-        make_job(work / "f.onnx", "nnapi", [{"x": np.zeros((1, 4, 8, 8), np.float32)}]), model=tmp_path / "f.ort"
-    )
+    job = msgspec.structs.replace(make_job(work / "f.onnx", "nnapi", ROW), model=tmp_path / "f.ort")
     report = msgspec.json.decode(json.dumps(whole), type=RunnerResult)
     outputs = Samples(source="liar", count=0, read=lambda: iter(()))
     assert judge_run(Stub(), job, report, outputs, None).placement == ()

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from devices_models import float_conv, make_job, text_model
+from devices_models import present as require
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.devices.find import find_device, install_device, list_devices, serve_device
@@ -28,11 +29,8 @@ SLICE = "ios-arm64_x86_64-simulator/onnxruntime.framework"
 
 
 def present() -> IosSimulator:
-    device = find_device("ios-sim", load_target("coreml"))
-    missing = device.find_missing()
-    if missing is not None:
-        # zig compiles its C++ library first, for a minute and more: CI has not the time.
-        pytest.skip(f"ios-sim is not installed: {missing.reason}: {missing.command}")
+    # zig compiles its C++ library first, for a minute and more: CI has not the time to install it.
+    device = require("ios-sim", "coreml")
     assert isinstance(device, IosSimulator)
     return device
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from devices_models import present
 
 from edgekit.devices.ios.installed import LOADER, list_imports
-from edgekit.devices.ios.ios import IosSimulator
 from edgekit.devices.release import Compiler, compile_sources, find_zig, link_program, write_table
 
 pytestmark = pytest.mark.slow
@@ -83,9 +83,7 @@ def build_checks(compiler: Compiler, folder: Path) -> None:
 
 @pytest.fixture(scope="session")
 def built(make_once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
-    missing = IosSimulator().find_missing()
-    if missing is not None:
-        pytest.skip(f"ios-sim is not installed: {missing.reason}: {missing.command}")
+    present("ios-sim", "coreml")
     compiler = find_zig("x86_64")
     assert compiler is not None
     return make_once("ios-abi", lambda folder: build_checks(compiler, folder))

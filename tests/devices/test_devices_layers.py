@@ -1,6 +1,5 @@
 """Tensors inside a model over a link: the layer that a phone or a board computes otherwise is named."""
 
-import os
 from pathlib import Path
 
 import msgspec
@@ -8,15 +7,10 @@ import numpy as np
 import onnx
 import pytest
 from devices_models import make_job, noise_samples, qdq_conv
-from far_root.board import ssh_board
-from far_root.client import Adb
-from far_root.keeper import far_side
+from far_root.fixtures import Phone
 from onnx import numpy_helper
 
-from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.device import Device, DeviceRun, Job, Missing
-from edgekit.devices.local.runner import NativeRunner
-from edgekit.devices.remote.adb import AdbDevice
 from edgekit.devices.remote.ssh import SshDevice
 from edgekit.evidence import Evidence
 from edgekit.verify.layers.on_device import find_device_layer
@@ -52,15 +46,8 @@ def _layers(device: Device, job: Job, work: Path) -> list[tuple[str | None, str]
 
 
 def test_a_phone_and_a_board_give_their_layers(
-    adb: Adb, tmp_path: Path, work: Path, host_runner: NativeRunner, monkeypatch: pytest.MonkeyPatch
+    phone: Phone, native_board: SshDevice, tmp_path: Path, work: Path
 ) -> None:
     job = make_job(qdq_conv(tmp_path / "q.onnx", np.uint8), "nnapi", noise_samples(3))
-    program, library = host_runner.program, host_runner.library
-    wanted = [(None, "tensors"), ("conv", "tensors")]
-    with far_side(arm=False, adb=True) as far, adb.connected(far) as serial:
-        phone = AdbDevice(serial=serial, runner=program, library=library, provider=CPU_PROVIDER)
-        assert _layers(phone, job, work / "adb") == wanted
-    with ssh_board(arm=False) as board:
-        monkeypatch.setenv("PATH", board.programs, prepend=os.pathsep)
-        native = SshDevice(host="board", runner=program, library=library, provider=CPU_PROVIDER)
-        assert _layers(native, job, work / "ssh") == wanted
+    for name, device in (("adb", phone.device), ("ssh", native_board)):
+        assert _layers(device, job, work / name) == [(None, "tensors"), ("conv", "tensors")]

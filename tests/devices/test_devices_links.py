@@ -5,20 +5,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
-from devices_models import float_conv, make_job, noise_samples, qdq_conv
-from far_root.board import ssh_board
+from devices_models import float_conv, make_job, noise_samples, present, qdq_conv
+from far_root.board import Board, ssh_board
 from far_root.client import Adb
+from far_root.fixtures import Phone
 from far_root.keeper import Far, far_side
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.device import Device, Job
-from edgekit.devices.local.arm64 import Arm64
 from edgekit.devices.local.host import Host
 from edgekit.devices.local.runner import NativeRunner
 from edgekit.devices.remote.adb import BASE, AdbDevice
@@ -52,37 +52,31 @@ def job(tmp_path: Path) -> Job:
     return make_job(float_conv(tmp_path / _HOSTILE), "xnnpack", noise_samples(5), precision="fp32")
 
 
-@pytest.fixture
-def far() -> Generator[Far]:
-    with far_side(arm=False, adb=True) as far:
-        yield far
-
-
 def test_a_phone_computes_what_its_onnx_runtime_computes(
-    adb: Adb, far: Far, job: Job, work: Path, host_runner: NativeRunner
+    phone: Phone, job: Job, work: Path, host_runner: NativeRunner
 ) -> None:
-    with adb.connected(far) as serial:
-        device = AdbDevice(
-            serial=serial, runner=host_runner.program, library=host_runner.library, provider=CPU_PROVIDER
-        )
-        assert device.find_missing() is None
-        assert (device.name, device.evidence) == (f"adb:{serial}", Evidence.SAME_ARCH)
-        assert AdbDevice(serial=serial).evidence is Evidence.DEVICE
-        assert _outputs(device, job, work / "adb") == _outputs(Host(), job, work / "host")
-        first = far.ask()
-        run = device.run_job(job, work / "again")
-        assert [run.versions[key] for key in ("android", "abi", "soc")] == ["14", "x86_64", "SM8650"]
-        assert far.ask()["received"] == 0
-        assert first["received"] > host_runner.library.stat().st_size
-        assert not any("owned" in name for name in far.files() if not name.endswith(_HOSTILE))
+    device, far = phone.device, phone.far
+    assert device.find_missing() is None
+    assert (device.name, device.evidence) == (f"adb:{device.serial}", Evidence.SAME_ARCH)
+    assert AdbDevice(serial=device.serial).evidence is Evidence.DEVICE
+    assert _outputs(device, job, work / "adb") == _outputs(Host(), job, work / "host")
+    first = far.ask()
+    run = device.run_job(job, work / "again")
+    assert [run.versions[key] for key in ("android", "abi", "soc")] == ["14", "x86_64", "SM8650"]
+    assert far.ask()["received"] == 0
+    assert first["received"] > host_runner.library.stat().st_size
+    assert not any("owned" in name for name in far.files() if not name.endswith(_HOSTILE))
+    # A provider that its ONNX Runtime lacks is refused.
+    failure = msgspec.structs.replace(device, provider="").run_job(job, work / "refused").failure
+    assert failure is not None
+    assert "refused" in failure
+    assert device.name in failure
 
 
 def test_arm_devices_compute_what_arm_computes(adb: Adb, tmp_path: Path, work: Path, arm_runner: NativeRunner) -> None:
-    missing = Arm64().find_missing()
-    if missing is not None:
-        pytest.skip(f"{missing.reason}: {missing.command}")
+    direct = present("arm64:native")
     job = make_job(qdq_conv(tmp_path / "q.onnx", np.uint8), "nnapi", noise_samples(4))
-    wanted = _outputs(Arm64(), job, work / "direct")
+    wanted = _outputs(direct, job, work / "direct")
     program, library = arm_runner.program, arm_runner.library
     with far_side(arm=True, adb=True) as far, adb.connected(far) as serial:
         phone = AdbDevice(serial=serial, runner=program, library=library, provider=CPU_PROVIDER, threads=1)
@@ -93,83 +87,66 @@ def test_arm_devices_compute_what_arm_computes(adb: Adb, tmp_path: Path, work: P
         assert _outputs(native, job, work / "ssh") == wanted
 
 
-def test_a_board_with_python_needs_no_runner(job: Job, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with ssh_board(arm=False) as board:
-        monkeypatch.setenv("PATH", board.programs, prepend=os.pathsep)
-        device = SshDevice(host="board", python=sys.executable, provider=CPU_PROVIDER)
-        assert device.find_missing() is None
-        run = device.run_job(job, work / "run")
-        assert run.failure is None
-        assert run.notes == (f"run by the onnxruntime of {sys.executable}, as asked",)
-        assert [dict(o)["y"].tobytes() for o in run.outputs] == _outputs(Host(), job, work / "host")
-        lacking = SshDevice(host="board", python="/bin/false").find_missing()
-        assert lacking is not None
-        assert lacking.reason == "'/bin/false' there has no onnxruntime"
-        assert board.wire.connections <= 4
+def test_a_board_with_python_needs_no_runner(board: Board, job: Job, work: Path) -> None:
+    device = SshDevice(host="board", python=sys.executable, provider=CPU_PROVIDER)
+    assert device.find_missing() is None
+    run = device.run_job(job, work / "run")
+    assert run.failure is None
+    assert run.notes == (f"run by the onnxruntime of {sys.executable}, as asked",)
+    assert [dict(o)["y"].tobytes() for o in run.outputs] == _outputs(Host(), job, work / "host")
+    lacking = SshDevice(host="board", python="/bin/false").find_missing()
+    assert lacking is not None
+    assert lacking.reason == "'/bin/false' there has no onnxruntime"
+    assert board.wire.connections <= 4
 
 
-def test_a_provider_that_is_not_there_is_refused(
-    adb: Adb, far: Far, job: Job, work: Path, host_runner: NativeRunner
-) -> None:
-    with adb.connected(far) as serial:
-        device = AdbDevice(serial=serial, runner=host_runner.program, library=host_runner.library)
-        failure = device.run_job(job, work).failure
-    assert failure is not None
-    assert "refused" in failure
-    assert device.name in failure
-
-
-def test_several_phones_run_at_once(adb: Adb, job: Job, work: Path, host_runner: NativeRunner) -> None:
-    with far_side(arm=False, adb=True) as one, far_side(arm=False, adb=True) as two:
-        with adb.connected(one) as first, adb.connected(two) as second:
-            devices = [
-                AdbDevice(serial=serial, runner=host_runner.program, library=host_runner.library, provider=CPU_PROVIDER)
-                for serial in (first, second, first)
-            ]
+def test_several_phones_run_at_once(adb: Adb, phone: Phone, job: Job, work: Path) -> None:
+    with far_side(arm=False, adb=True) as other:
+        with adb.connected(other) as serial:
+            devices = [phone.device, msgspec.structs.replace(phone.device, serial=serial), phone.device]
             with ThreadPoolExecutor() as pool:
                 runs = list(pool.map(lambda item: _outputs(item[1], job, work / str(item[0])), enumerate(devices)))
             nameless = AdbDevice().find_missing()
         assert runs[0] == runs[1] == runs[2]
         assert nameless is not None
         assert "several devices" in nameless.reason
-        for far in (one, two):
+        for far in (phone.far, other):
             assert [name for name in far.files() if "part-" in name or "run-" in name] == []
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
-def test_an_interrupted_edgekit_leaves_nothing_running(adb: Adb, far: Far, tmp_path: Path, end: signal.Signals) -> None:
-    hanging = tmp_path / "runner"
+def test_an_interrupted_edgekit_leaves_nothing_running(phone: Phone, tmp_path: Path, end: signal.Signals) -> None:
+    far, hanging = phone.far, tmp_path / "runner"
     hanging.write_text("#!/bin/sh\nsleep 300 & exec sleep 300\n")
     hanging.chmod(0o755)
-    with adb.connected(far) as serial:
-        script = _HANGING_RUN.format(serial=serial, program=str(hanging))
-        child = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 20
-        while _count_sleeping(far) < 2 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert _count_sleeping(far) == 2
-        clients = _children(child.pid)
-        child.send_signal(end)
-        child.wait(timeout=20)
-        if end is signal.SIGKILL:  # what the kernel does to a program on a terminal that closes
-            for pid in clients:
-                os.kill(pid, signal.SIGKILL)
-        assert far.left_running() == []
-        assert [name for name in far.files() if "part-" in name or "run-" in name] == []
+    script = _HANGING_RUN.format(serial=phone.device.serial, program=str(hanging))
+    child = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 20
+    while _count_sleeping(far) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert _count_sleeping(far) == 2
+    clients = _children(child.pid)
+    child.send_signal(end)
+    child.wait(timeout=20)
+    if end is signal.SIGKILL:  # what the kernel does to a program on a terminal that closes
+        for pid in clients:
+            os.kill(pid, signal.SIGKILL)
+    assert far.left_running() == []
+    assert [name for name in far.files() if "part-" in name or "run-" in name] == []
 
 
-def test_only_the_sets_used_last_are_kept(adb: Adb, far: Far, tmp_path: Path) -> None:
-    with adb.connected(far) as serial:
-        phone = AdbDevice(serial=serial)
-        for index in range(KEPT_SETS + 2):
-            (tmp_path / "model").write_bytes(bytes([index]) * 1000)
-            push_set(phone, BASE, {"sub folder/model": tmp_path / "model"})
-        folder = far.root / BASE.removeprefix("/")
-        assert len(list(folder.iterdir())) == KEPT_SETS
-        kept = push_set(phone, BASE, {"sub folder/model": tmp_path / "model"})
-        (far.root / kept.removeprefix("/") / "sub folder/model").write_bytes(b"")  # as a sudden reboot leaves it
-        assert push_set(phone, BASE, {"sub folder/model": tmp_path / "model"}) == kept
-        assert (far.root / kept.removeprefix("/") / "sub folder/model").stat().st_size == 1000
+def test_only_the_sets_used_last_are_kept(phone: Phone, tmp_path: Path) -> None:
+    def push() -> Path:
+        pushed = push_set(phone.device, BASE, {"sub folder/model": tmp_path / "model"})
+        return phone.far.root / pushed.removeprefix("/") / "sub folder/model"
+
+    for index in range(KEPT_SETS + 2):
+        (tmp_path / "model").write_bytes(bytes([index]) * 1000)
+        kept = push()
+    assert len(list((phone.far.root / BASE.removeprefix("/")).iterdir())) == KEPT_SETS
+    kept.write_bytes(b"")  # as a sudden reboot leaves it
+    assert push() == kept
+    assert kept.stat().st_size == 1000
 
 
 @pytest.mark.parametrize("host", ["-oProxyCommand=touch owned", "", "a b", "a\nb"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from devices_models import Stub, float_conv, make_job, noise_samples, qdq_conv, text_model
+from devices_models import Stub, float_conv, make_job, noise_samples, present, qdq_conv, text_model
 
 from edgekit._proc import run_process
 from edgekit.data.samples import Samples
@@ -37,10 +37,7 @@ def require_runner(abi: str) -> NativeRunner:
 
 def require_native(name: str) -> Device:
     require_runner("linux-arm64" if name.startswith("arm64") else host_abi())
-    device = find_device(name, load_target("nnapi"))
-    if (missing := device.find_missing()) is not None:
-        pytest.skip(f"{missing.reason}: {missing.command}")
-    return device
+    return present(name, "nnapi")
 
 
 def feed(data: bytes, *, job: object = None) -> "subprocess.CompletedProcess[bytes]":

@@ -8,12 +8,11 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
-from devices_models import Stub, make_job, qdq_conv
+from devices_models import Stub, make_job, present, qdq_conv
 from test_devices_native import require_runner
 
 from edgekit.convert.convert import convert_model
 from edgekit.devices.device import DeviceRun, Job
-from edgekit.devices.find import find_device
 from edgekit.devices.local.qnn_sim import PROVIDER, provider_options
 from edgekit.devices.local.runner import LIBRARY, PROGRAM, build_runner, find_missing_runner, host_abi
 from edgekit.devices.process.files import list_model_files
@@ -42,15 +41,14 @@ def run_plugin(job: Job, work: Path) -> DeviceRun:
 def test_qualcomms_simulator_gives_the_same_bits(tmp_path: Path, work: Path, form: str) -> None:
     path = qdq_conv(tmp_path / "f.onnx", np.uint8)
     job = make_job(path, "qnn")
-    if find_device("qnn-htp-sim", job.target).find_missing() is not None:
-        pytest.skip("needs onnxruntime-qnn: pip install onnxruntime-qnn==2.7.0")
+    simulator = present("qnn-htp-sim", "qnn")
     if form == "context":
         converted = convert_model(load_model(path), load_target("qnn"), tmp_path / "out")
         assert len(converted.files["context"]) == 2
         job = msgspec.structs.replace(job, model=tmp_path / "out" / converted.files["context"][0])
     (work / "a").mkdir()
     (work / "b").mkdir()
-    want = find_device("qnn-htp-sim", job.target).run_job(job, work / "a")
+    want = simulator.run_job(job, work / "a")
     got = run_plugin(job, work / "b")
     assert (got.failure, want.failure) == (None, None)
     assert got.placement == want.placement

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from devices_models import make_job, text_model
+from devices_models import make_job, present, text_model
 from onnx import helper, load, save
 
 from edgekit.devices.ios.ios import IosSimulator
@@ -27,9 +27,7 @@ TWO_PARTITIONS = "(float[1,4,8,8] x) => (float[1,4,8,8] y) { a = Relu(x) b = Aco
 
 @pytest.fixture(autouse=True)
 def installed() -> None:
-    missing = IosSimulator().find_missing()
-    if missing is not None:
-        pytest.skip(f"ios-sim is not installed: {missing.reason}: {missing.command}")
+    present("ios-sim", "coreml")
 
 
 def keyed_model(path: Path, body: str = TWO_PARTITIONS) -> Model:

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from devices_models import Stub, float_conv, make_job, noise_samples, text_model
+from devices_models import OUTPUTS, Stub, encode_report, float_conv, make_job, noise_samples, pretend, text_model
 
 from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun, Job
@@ -20,12 +20,8 @@ from edgekit.errors import DataError
 from edgekit.model.tensors import Tensors
 
 PYTHON = (sys.executable, "-P", str(ORT_RUNNER), "--pipe")
-RUN = (
-    b'{"status":"done","message":"","load_ms":1,"latency_ms":[1,1,1],"peak_rss_bytes":1,"versions":{},'
-    b'"placement":[],"placement_source":"session"}\n'
-)
-HEAD = b'[{"name":"y","dtype":"float32","shape":[1,4,8,8],"size_bytes":1024}]\n'
-GOOD = HEAD + bytes(1024)
+RUN = encode_report()
+HEAD = OUTPUTS[:-1024]
 
 
 def run_piped(job: Job, work: Path, program: tuple[str, ...] = PYTHON, **changes: object) -> DeviceRun:
@@ -33,13 +29,9 @@ def run_piped(job: Job, work: Path, program: tuple[str, ...] = PYTHON, **changes
     return run_program(Stub(), program, job, msgspec.structs.replace(describe_job(job), **changes), work)
 
 
-def lie(path: Path, work: Path, answer: bytes, after: str = "", *, timeout_s: float = 20) -> str | None:
+def lie(work: Path, answer: bytes, after: str = "", *, timeout_s: float = 20) -> str | None:
     """Runs a program that reads everything and gives this answer, whatever the samples are."""
-    (path / "answer").write_bytes(answer)
-    say = f"sys.stdout.buffer.write(open({str(path / 'answer')!r}, 'rb').read()); sys.stdout.flush()"
-    program = f"import os, sys, time; sys.stdin.buffer.read(); {say}; {after}"
-    job = make_job(float_conv(path / "f.onnx"), "nnapi", timeout_s=timeout_s)
-    return run_piped(job, work, (sys.executable, "-c", program)).failure
+    return pretend(work, answer, after, timeout_s=timeout_s, by_files=False).failure
 
 
 def test_a_pipe_gives_what_files_give(tmp_path: Path, work: Path) -> None:
@@ -100,14 +92,14 @@ def test_a_refusal_is_told_in_its_words(tmp_path: Path, work: Path) -> None:
     ("answer", "after", "failure"),
     [
         (b"", "", "before the first outputs: the program ended before its work was done"),
-        (GOOD, "", "at sample 2 of 3: the program ended before its work was done"),
-        (GOOD, "os.kill(os.getpid(), 11)", "at sample 2 of 3: the program was ended by SIGSEGV"),
-        (GOOD * 2, "print('oh', file=sys.stderr); sys.exit(3)", "the program ended with exit code 3: oh"),
-        (GOOD * 2 + RUN, "", "at sample 3 of 3: 2 of 3 samples came back, with 3 times"),
-        (GOOD * 4 + RUN, "", "after the last sample: it gave more outputs than it got samples"),
-        (GOOD * 3 + RUN + b"x", "", "after the last sample: it wrote more after its last line"),
-        (GOOD * 3 + RUN[:-9], "", "after the last sample: 'run.json' from the device is malformed"),
-        (GOOD + HEAD + b"12", "", "at sample 2 of 3: '00001.tensors' from the device is malformed: it ends early"),
+        (OUTPUTS, "", "at sample 2 of 3: the program ended before its work was done"),
+        (OUTPUTS, "os.kill(os.getpid(), 11)", "at sample 2 of 3: the program was ended by SIGSEGV"),
+        (OUTPUTS * 2, "print('oh', file=sys.stderr); sys.exit(3)", "the program ended with exit code 3: oh"),
+        (OUTPUTS * 2 + RUN, "", "at sample 3 of 3: 2 of 3 samples came back, with 3 times"),
+        (OUTPUTS * 4 + RUN, "", "after the last sample: it gave more outputs than it got samples"),
+        (OUTPUTS * 3 + RUN + b"x", "", "after the last sample: it wrote more after its last line"),
+        (OUTPUTS * 3 + RUN[:-9], "", "after the last sample: 'run.json' from the device is malformed"),
+        (OUTPUTS + HEAD + b"12", "", "at sample 2 of 3: '00001.tensors' from the device is malformed: it ends early"),
         (b"Welcome to Debian", "", "'00000.tensors' from the device is malformed: its header has no end"),
         (b"[" * (2 << 20), "", "'00000.tensors' from the device is malformed: its header has no end"),
         (b"{" * (2 << 20) + b"\n", "", "'run.json' from the device is malformed"),
@@ -115,30 +107,30 @@ def test_a_refusal_is_told_in_its_words(tmp_path: Path, work: Path) -> None:
         (HEAD.replace(b"1024", b"9999999999999"), "", "not that of its shape"),
     ],
 )  # fmt: skip
-def test_a_liar_fails(tmp_path: Path, work: Path, answer: bytes, after: str, failure: str) -> None:
-    assert failure in str(lie(tmp_path, work, answer, after))
+def test_a_liar_fails(work: Path, answer: bytes, after: str, failure: str) -> None:
+    assert failure in str(lie(work, answer, after))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("answer", [b"", GOOD, GOOD[:1000], GOOD * 3 + RUN])
-def test_a_hang_is_ended_within_its_time(tmp_path: Path, work: Path, answer: bytes) -> None:
+@pytest.mark.parametrize("answer", [b"", OUTPUTS, OUTPUTS[:1000], OUTPUTS * 3 + RUN])
+def test_a_hang_is_ended_within_its_time(work: Path, answer: bytes) -> None:
     start = time.monotonic()
-    assert "ran out of time (1 s)" in str(lie(tmp_path, work, answer, "time.sleep(60)", timeout_s=1))
+    assert "ran out of time (1 s)" in str(lie(work, answer, "time.sleep(60)", timeout_s=1))
     assert time.monotonic() - start < 10
 
 
-@pytest.mark.parametrize("answer", [HEAD.replace(b'"y"', b'"z"'), GOOD + b"hello\n", RUN + b"x"])
-def test_what_is_wrong_is_said_at_once(tmp_path: Path, work: Path, answer: bytes) -> None:
+@pytest.mark.parametrize("answer", [HEAD.replace(b'"y"', b'"z"'), OUTPUTS + b"hello\n", RUN + b"x"])
+def test_what_is_wrong_is_said_at_once(work: Path, answer: bytes) -> None:
     start = time.monotonic()
-    assert re.search("malformed|wrote more", str(lie(tmp_path, work, answer, "time.sleep(60)", timeout_s=60)))
+    assert re.search("malformed|wrote more", str(lie(work, answer, "time.sleep(60)", timeout_s=60)))
     assert time.monotonic() - start < 30
 
 
 @pytest.mark.slow
-def test_a_child_that_left_the_session_does_not_hold_the_run(tmp_path: Path, work: Path) -> None:
+def test_a_child_that_left_the_session_does_not_hold_the_run(work: Path) -> None:
     after = "pid = os.fork() or (os.setsid(), time.sleep(4), os._exit(0)); os._exit(0)"
     start = time.monotonic()
-    assert "ran out of time (1 s)" in str(lie(tmp_path, work, GOOD, after, timeout_s=1))
+    assert "ran out of time (1 s)" in str(lie(work, OUTPUTS, after, timeout_s=1))
     assert time.monotonic() - start < 10
 
 

@@ -6,11 +6,10 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
-from devices_models import make_job
+from devices_models import make_job, present
 from onnx import TensorProto, helper, numpy_helper
 
 from edgekit._ort import CpuSession, SessionSettings
-from edgekit.devices.find import find_device
 from edgekit.model.model import load_model
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.weight_only.blocks import quantize_blocks
@@ -68,10 +67,7 @@ def with_blocks(soc: str) -> Target:
 
 def error_in_steps(model: Path, soc: str, work: Path) -> float:
     target = with_blocks(soc)
-    device = find_device("qnn-htp-sim", target)
-    missing = device.find_missing()
-    if missing is not None:
-        pytest.skip(f"{missing.reason}: {missing.command}")
+    device = present("qnn-htp-sim", target)
     rng = np.random.default_rng(1)
     samples: list[Tensors] = [{"x": rng.uniform(-3, 3, (1, 4, 64)).astype(np.float32)} for _ in range(3)]
     work.mkdir()
@@ -107,9 +103,7 @@ def test_plain_blocks_have_scales_that_are_not_of_lpbq(tmp_path: Path) -> None:
 
 
 def test_an_input_without_elements_is_refused_in_one_line(tmp_path: Path) -> None:
-    device, path = find_device("qnn-htp-sim", load_target("qnn")), tmp_path / "m.onnx"
-    if device.find_missing() is not None:
-        pytest.skip("the simulator is not here")
+    device, path = present("qnn-htp-sim", "qnn"), tmp_path / "m.onnx"
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 0]) for name in "xy")
     proto = helper.make_model(helper.make_graph([helper.make_node("Relu", ["x"], ["y"], "relu")], "g", [x], [y]))
     onnx.save(proto, str(path))

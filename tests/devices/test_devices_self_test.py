@@ -16,8 +16,10 @@ from edgekit.model.tensors import Tensors
 
 pytestmark = pytest.mark.slow
 
+HONEST: dict[bytes, tuple[DeviceRun, list[Tensors]]] = {}
 
-@pytest.mark.parametrize("name", ["host", "emulated", "qnn-htp-sim", "arm64"])
+
+@pytest.mark.parametrize("name", ["host", "emulated", "qnn-htp-sim", "arm64:native"])
 def test_every_emulator_that_is_here_passes(name: str) -> None:
     test = try_device(serve_device(name))
     if test.skipped is not None:
@@ -32,13 +34,16 @@ def try_alone(device: Device) -> SelfTest:
 
 
 class Liar(Host, frozen=True, kw_only=True):
-    """Runs the model, and then says something else."""
+    """Runs a model once for all liars, and then says something else."""
 
     lie: str = ""
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:
-        run = Host.run_job(self, job, work)
-        rows: list[Tensors] = list(run.outputs)
+        model = job.model.read_bytes()
+        if model not in HONEST:
+            run = Host.run_job(self, job, work)
+            HONEST[model] = run, [{"y": row["y"].copy()} for row in run.outputs]
+        run, rows = HONEST[model]
         if self.lie == "zeros":
             rows = [{"y": np.zeros_like(row["y"])} for row in rows]
         elif self.lie == "swapped":

@@ -1,6 +1,5 @@
 """A session of a device kept open: a model with state runs all its steps in it, whatever lies between."""
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -10,9 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 from devices_models import float_conv, make_job, noise_samples
-from far_root.board import ssh_board
-from far_root.client import Adb
-from far_root.keeper import far_side
+from far_root.board import Board
+from far_root.fixtures import Phone
 from stepped_models import STEPS, make
 
 from edgekit._ort import CPU_PROVIDER
@@ -20,11 +18,9 @@ from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.devices.device import Device, DeviceRun, Job, Missing
 from edgekit.devices.local.emulated import Emulated
 from edgekit.devices.local.host import Host
-from edgekit.devices.local.runner import NativeRunner
 from edgekit.devices.process import session
 from edgekit.devices.process.run import refuse_run
 from edgekit.devices.process.session import open_session
-from edgekit.devices.remote.adb import AdbDevice
 from edgekit.devices.remote.ssh import SshDevice
 from edgekit.errors import DeviceError
 from edgekit.evidence import Evidence
@@ -80,19 +76,15 @@ def test_where_pipes_cannot_be_waited_for_each_step_is_a_run(bundle: Bundle, mon
 
 
 @pytest.mark.slow
-def test_a_phone_keeps_a_session(adb: Adb, bundle: Bundle, host_runner: NativeRunner) -> None:
-    with far_side(arm=False, adb=True) as far, adb.connected(far) as serial:
-        device = AdbDevice(serial=serial, runner=host_runner.program, library=host_runner.library)
-        keeps_its_state(bundle, device)
-        assert far.left_running() == []
+def test_a_phone_keeps_a_session(phone: Phone, bundle: Bundle) -> None:
+    keeps_its_state(bundle, phone.device)
+    assert phone.far.left_running() == []
 
 
 @pytest.mark.slow
-def test_a_board_keeps_a_session_of_its_python(bundle: Bundle) -> None:
-    with ssh_board(arm=False) as board, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PATH", board.programs, prepend=os.pathsep)
-        keeps_its_state(bundle, SshDevice(host="board", python=sys.executable, provider=CPU_PROVIDER))
-        assert board.far.left_running() == []
+def test_a_board_keeps_a_session_of_its_python(board: Board, bundle: Bundle) -> None:
+    keeps_its_state(bundle, SshDevice(host="board", python=sys.executable, provider=CPU_PROVIDER))
+    assert board.far.left_running() == []
 
 
 class Doing(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,22 +1,16 @@
 """The profiler's file comes back from wherever a program runs, whole, and a program that lies about it is found out."""
 
-import os
-import sys
 from pathlib import Path
 
 import msgspec
 import pytest
-from devices_models import float_conv, make_job
-from far_root.board import ssh_board
-from far_root.client import Adb
-from far_root.keeper import far_side
-from test_devices_pipe import GOOD, PYTHON, RUN, run_piped
+from devices_models import OUTPUTS, encode_report, float_conv, make_job, pretend
+from far_root.board import Board
+from far_root.fixtures import Phone
+from test_devices_pipe import PYTHON, run_piped
 
-from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.device import DeviceRun, Job
 from edgekit.devices.local.host import Host
-from edgekit.devices.local.runner import NativeRunner
-from edgekit.devices.remote.adb import AdbDevice
 from edgekit.devices.remote.ssh import SshDevice
 from edgekit.profile.events import read_trace
 
@@ -42,16 +36,13 @@ def test_a_folder_and_a_pipe_bring_the_trace_back(tmp_path: Path, work: Path) ->
     assert direct.placement == piped.placement != ()
 
 
-def test_a_phone_brings_the_trace_back_and_keeps_nothing(
-    adb: Adb, tmp_path: Path, work: Path, host_runner: NativeRunner
+def test_a_phone_and_a_board_bring_the_trace_back_and_keep_nothing(
+    phone: Phone, board: Board, native_board: SshDevice, tmp_path: Path, work: Path
 ) -> None:
-    with far_side(arm=False, adb=True) as far, adb.connected(far) as serial:
-        device = AdbDevice(
-            serial=serial, runner=host_runner.program, library=host_runner.library, provider=CPU_PROVIDER, threads=1
-        )
-        assert "Conv" in ops(device.run_job(traced(tmp_path), work))[0]
+    for name, device, far in (("adb", phone.device, phone.far), ("ssh", native_board, board.far)):
+        assert "Conv" in ops(device.run_job(traced(tmp_path), work / name))[0]
         assert far.left_running() == []
-        assert not [name for name in far.files() if "profile" in name]
+        assert not [name for name in far.files() if "profile" in name or "run-" in name]
 
 
 @pytest.mark.parametrize(
@@ -66,11 +57,8 @@ def test_a_phone_brings_the_trace_back_and_keeps_nothing(
 def test_a_program_that_lies_about_its_trace_is_found_out(
     size: int, trace: bytes, says: str, tmp_path: Path, work: Path
 ) -> None:
-    last = RUN.replace(b'"session"}', b'"session","trace_bytes":%d}' % size)
-    (tmp_path / "answer").write_bytes(GOOD * 3 + last.replace(b"[1,1,1]", b"[1,1,1,1,1,1]") + trace)
-    say = f"sys.stdout.buffer.write(open({str(tmp_path / 'answer')!r}, 'rb').read())"
-    program = f"import sys; sys.stdin.buffer.read(); {say}"
-    failure = run_piped(traced(tmp_path), work, (sys.executable, "-c", program)).failure
+    last = encode_report(latency_ms=[1] * 6, trace_bytes=size)
+    failure = pretend(work, OUTPUTS * 3 + last + trace, job=traced(tmp_path), by_files=False).failure
     assert failure is not None
     assert says in failure
 
@@ -79,16 +67,3 @@ def test_a_trace_that_nobody_asked_for_is_refused(tmp_path: Path, work: Path) ->
     job = msgspec.structs.replace(traced(tmp_path), trace=False)
     assert run_piped(job, work, PYTHON).trace is None
     assert not list(work.rglob("trace.json"))
-
-
-def test_a_board_brings_the_trace_back_and_keeps_nothing(
-    tmp_path: Path, work: Path, host_runner: NativeRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device = SshDevice(
-        host="board", runner=host_runner.program, library=host_runner.library, provider=CPU_PROVIDER, threads=1
-    )
-    with ssh_board(arm=False) as board:
-        monkeypatch.setenv("PATH", board.programs, prepend=os.pathsep)
-        assert "Conv" in ops(device.run_job(traced(tmp_path), work))[0]
-        assert board.far.left_running() == []
-        assert not [name for name in board.far.files() if "profile" in name or "run-" in name]

@@ -5,11 +5,8 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from devices_models import make_job
+from devices_models import make_job, present
 from onnx import TensorProto, helper, numpy_helper
-
-from edgekit.devices.find import find_device
-from edgekit.target import load_target
 
 
 @pytest.mark.slow
@@ -23,10 +20,7 @@ def test_arm64_runs_a_model_with_weights_beside_it(tmp_path: Path) -> None:
         ir_version=8,
     )
     onnx.save(proto, str(tmp_path / "m.onnx"), save_as_external_data=True, location="m.data", size_threshold=0)
-    device = find_device("arm64", load_target("cpu"))
-    missing = device.find_missing()
-    if missing is not None:
-        pytest.skip(f"{missing.reason}: {missing.command}")
+    device = present("arm64:native")
     sample, work = {"x": np.array([[2.0, 1.0]], np.float32)}, tmp_path / "work"
     work.mkdir()
     run = device.run_job(make_job(tmp_path / "m.onnx", "cpu", [sample]), work)

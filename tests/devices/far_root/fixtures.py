@@ -1,12 +1,19 @@
 """What tests of devices in several rooms need: an adb server that knows only their own devices, and runners."""
 
+import os
 from collections.abc import Generator
+from typing import Any
 
+import msgspec
 import pytest
 
+from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.local.runner import NativeRunner, build_runner, host_abi
+from edgekit.devices.remote.adb import AdbDevice
+from edgekit.devices.remote.ssh import SshDevice
+from far_root.board import Board, ssh_board
 from far_root.client import Adb, adb_server
-from far_root.keeper import require
+from far_root.keeper import Far, far_side, require
 
 
 @pytest.fixture(scope="session")
@@ -36,3 +43,34 @@ def arm_runner() -> NativeRunner:
     require("cmake", "cmake")
     require("aarch64-linux-gnu-g++", "g++-aarch64-linux-gnu")
     return build_runner("linux-arm64", lambda _: None)
+
+
+class Phone(msgspec.Struct, frozen=True, kw_only=True):
+    """A far side behind adb, and the device that runs the runner of this machine there."""
+
+    far: Far
+    device: AdbDevice
+
+
+@pytest.fixture
+def phone(adb: Adb, host_runner: NativeRunner) -> Generator[Phone]:
+    with far_side(arm=False, adb=True) as far, adb.connected(far) as serial:
+        yield Phone(far=far, device=AdbDevice(serial=serial, **_native(host_runner)))
+
+
+@pytest.fixture
+def board(monkeypatch: pytest.MonkeyPatch) -> Generator[Board]:
+    """A far side behind ssh, which `ssh` reaches as `board`."""
+    with ssh_board(arm=False) as board:
+        monkeypatch.setenv("PATH", board.programs, prepend=os.pathsep)
+        yield board
+
+
+@pytest.fixture
+def native_board(board: Board, host_runner: NativeRunner) -> SshDevice:  # noqa: ARG001 - it is there as long
+    """The board with the runner of this machine."""
+    return SshDevice(host="board", **_native(host_runner))
+
+
+def _native(runner: NativeRunner) -> dict[str, Any]:
+    return {"runner": runner.program, "library": runner.library, "provider": CPU_PROVIDER, "threads": 1}
