@@ -1,4 +1,4 @@
-"""The only door to subprocess: a child with a time limit, whose death is a finding."""
+"""Starts other processes, as the only module that may: each has a time limit, and how it died is told, not raised."""
 
 import contextlib
 import io
@@ -121,7 +121,7 @@ def stream_process(
     take: Callable[[io.BufferedReader], None],
     setting: ChildSetting | None = None,
 ) -> Finished:
-    """Runs a child process with a flow into and a flow out of it, and returns how it ended, its stdout as "".
+    """Runs a child process with a stream into it and one out of it, and returns how it ended; its stdout is then "".
 
     `feed` is written to its standard input while `take` reads its standard output. A child that takes no more input is
     no error. When `take` returns before the end, or the time is up, the child and its children are ended. The threads
@@ -166,7 +166,7 @@ def stream_process(
 
 
 class _Timed(io.RawIOBase):
-    """A pipe that comes to its end when the time is up, whoever still holds it open."""
+    """A pipe that ends when the time is up, even if another process still holds it open."""
 
     def __init__(self, descriptor: int, deadline: float) -> None:
         self._descriptor = descriptor
@@ -186,7 +186,7 @@ class _Timed(io.RawIOBase):
 
 
 def _read_until(child: subprocess.Popen[bytes], deadline: float, take: Callable[[io.BufferedReader], None]) -> bool:
-    """Lets `take` read, and returns True if it came to the end of the output; what may still come is not awaited."""
+    """Lets `take` read, and returns True if it came to the end of the output, without waiting for more."""
     if child.stdout is None:
         return True
     with child.stdout as pipe:

@@ -3,13 +3,14 @@
 import errno
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
 import msgspec
 
-from edgekit.errors import EdgekitError, UsageError
+from edgekit.errors import EdgekitError, UsageError, suggest_name
 
 _T = TypeVar("_T")
 # What a person writes by hand is far below: a file beyond it is none of it, and may have no end (/dev/zero).
@@ -69,6 +70,12 @@ def _read_toml(path: Path, kind: type[_T]) -> _T:
     is_struct = hasattr(kind, "__struct_fields__")
     wanted = cast("Any", kind)
     return cast("_T", _decode_once(data, wanted) if is_struct else _decode(data, wanted))
+
+
+def suggest_key(said: str, valid: Iterable[str], otherwise: str) -> str:
+    """Returns the key that is meant by the unknown one of which msgspec says that it is none, else another hint."""
+    unknown = re.search(r"unknown field `([^`]*)`", said)
+    return suggest_name(unknown[1], valid) if unknown else otherwise
 
 
 def to_builtins(value: object) -> Any:

@@ -30,7 +30,8 @@ from edgekit.app.store import (
     publish_cell,
     store_files,
 )
-from edgekit.devices.parallel import REMOTE, run_together
+from edgekit.devices.named import REMOTE
+from edgekit.devices.parallel import run_together
 from edgekit.errors import DeviceError, EdgekitError, MissingExtraError, quote_error
 from edgekit.jobs.build_inputs import Kept
 from edgekit.machine import spell_install

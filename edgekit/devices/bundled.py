@@ -11,7 +11,7 @@ from edgekit.bundle.folder import Bundle, read_check, read_target
 from edgekit.bundle.manifest import MachineClass, Manifest, SessionSetting, class_of_this_machine
 from edgekit.data.samples import Samples
 from edgekit.devices.device import LEAST_SAMPLES, Device, Job
-from edgekit.devices.named import address_of, kind_of
+from edgekit.devices.named import address_of, is_remote, kind_of
 from edgekit.machine import count_cores, count_physical_cores
 from edgekit.model.tensors import TensorSpec
 from edgekit.target import Form, Verification
@@ -26,9 +26,6 @@ _NEEDING_ONNX = frozenset({"emulated"})
 
 OF_THIS_MACHINE = frozenset({"host", "host:native"})
 """Devices that are this machine as it is, and stand for no other."""
-
-ELSEWHERE = frozenset({"adb", "ssh"})
-"""Kinds of device that are other machines; all else runs on this one, emulated or not."""
 
 
 def plan_run(bundle: Bundle, device: Device, samples: int) -> Verification:
@@ -84,7 +81,7 @@ def read_class(versions: Mapping[str, str]) -> MachineClass | None:
 
 def count_device_cores(device: Device, versions: Mapping[str, str]) -> int:
     """Returns how many cores a device has: what it says where it is another machine, 0 where it says nothing."""
-    if kind_of(device) not in ELSEWHERE:
+    if not is_remote(device):
         return count_cores()
     kind = read_class(versions)
     return 0 if kind is None else kind.cores
@@ -92,7 +89,7 @@ def count_device_cores(device: Device, versions: Mapping[str, str]) -> int:
 
 def count_device_units(device: Device, versions: Mapping[str, str]) -> int:
     """Returns how many physical cores a device has, which is what ONNX Runtime takes by default; 0 if not known."""
-    return count_physical_cores() if kind_of(device) not in ELSEWHERE else count_device_cores(device, versions)
+    return count_device_cores(device, versions) if is_remote(device) else count_physical_cores()
 
 
 def find_tuned(manifest: Manifest, device: Device) -> SessionSetting | None:

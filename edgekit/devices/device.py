@@ -1,4 +1,4 @@
-"""The seam to whatever runs a model: a device gets a job and samples, and gives back tensors, times and placement."""
+"""What a device is: it gets a model and samples, and gives back tensors, times and the placement of the nodes."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from edgekit.model.tensors import Tensors, TensorSpec
 from edgekit.target import Precision, Target
 
 LEAST_SAMPLES = 4
-"""How many samples a slow device runs however long they take."""
+"""How many samples a device runs in any case, however slow it is."""
 
 
 class Queue(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,7 +31,7 @@ class Queue(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How samples are run, which edgekit and the program beside the device mean alike.
+    """How samples are run; edgekit and the program that runs the model read these fields in the same way.
 
     After `budget_s` seconds of running samples the program may stop, once it has run `least_samples` of them. It runs
     each sample `repeat` times, with a time for each run, `concurrency` at once in one session; with `io_binding`
@@ -65,10 +65,10 @@ class Job(RunOptions, frozen=True, kw_only=True):
     which emulated arithmetic needs in order to know what the provider takes. `samples` are the inputs to run, in order.
     `custom_ops` are libraries of this machine's kind, which only the host can load. `digests_hold` says that the file
     was just compared with the digest of its bundle: optimisations that were saved in a file are replayed only then.
-    `chosen` are keys of provider options that were chosen for this very device: it takes them as they are, also where
-    it knows better than the target. `answered` is told what each sample gave as soon as it is there, since later
-    samples may be made of it: then all run in one session, there may be fewer than `samples` counts, and none is read
-    before it is sent.
+    `chosen` are keys of provider options that were chosen for this very device, which takes them as they are, where it
+    would set others by itself. `answered` is called with the outputs of each sample as soon as they are there, because
+    later samples may be made from them. Then all samples run in one session, there may be fewer of them than `samples`
+    counts, and none is read before it is sent.
     """
 
     model: Path
@@ -94,7 +94,7 @@ class PlacedNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class DeviceState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How warm a device is, how fast it is clocked, and what it used so far, where it tells.
+    """The temperatures and clocks of a device and the energy that it has used, as far as it tells them.
 
     Sensors in degrees Celsius, CPUs in kHz, and the counters of processor packages (Linux's powercap) in microjoules.
     """
@@ -139,8 +139,8 @@ class DeviceRun(Measured, frozen=True, kw_only=True):
     `outputs` reads from the work folder that the run was given, so it is valid as long as that folder. `placement`
     lists the nodes of the session as the provider saw them; `placement_source` says who observed it. `failure` is None
     when every sample ran; otherwise it says in one line what the device did instead, and `outputs` holds what came back
-    until then. `crashed` says that the program of an emulator died: that is no word of the device, and proves nothing
-    of the model. `notes` tell what was done differently from an app on the target, a line each. `stopped_early` says
+    until then. `crashed` says that the program of an emulator died, which proves nothing about the device or the
+    model. `notes` tell what was done differently from an app on the target, a line each. `stopped_early` says
     that the time was over before the last sample; what came back is whole. `log` holds the last words of a run that
     failed, as the device's program said them, without what could steer a terminal. `waited_ms` is how long the device
     was waited for where the run was recorded elsewhere, else 0. `trace` is the file of the profiler in the work folder,
@@ -164,10 +164,10 @@ class DeviceRun(Measured, frozen=True, kw_only=True):
 
 
 class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A device, and whether it can run here: `reason` and `command` are those of `Missing`, empty where nothing lacks.
+    """A device, and whether it can run here: `reason` and `command` are those of `Missing`, else empty.
 
-    One that can run some of its providers is available, and `reason` names another. `versions` names what runs models
-    in it, ONNX Runtime first, as far as it is here.
+    A device that can run only some of its providers is available, and `reason` tells why it cannot run another one.
+    `versions` are those of what runs models in it, ONNX Runtime's first.
     """
 
     name: str
@@ -206,7 +206,7 @@ class Device(Protocol):
 
     @property
     def evidence(self) -> Evidence:
-        """How good its word is."""
+        """How much a run on it proves."""
         ...
 
     def find_missing(self) -> Missing | None:

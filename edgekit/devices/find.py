@@ -1,4 +1,4 @@
-"""The devices by name, what they lack, and how to install them."""
+"""The table of devices: each is found by its name, says what it lacks, and is installed."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -136,7 +136,7 @@ def find_device(name: str, target: Target) -> Device:
             f"'{name}' runs {providers}, and target '{target.name}' uses {target.provider}",
             hint=f"devices of this target: {', '.join(_fitting_names(target))}",
         )
-    # A device with its evidence for a target: what runs the CPU provider is the provider of `cpu` itself.
+    # What runs the CPU provider proves more for the target `cpu`, whose own provider that is.
     if isinstance(device, Android):
         return msgspec.structs.replace(device, computes=target.provider == NNAPI)
     if isinstance(device, IosSimulator):
@@ -184,7 +184,7 @@ def vary_device(device: Device, settings: Mapping[str, str], target: Target) -> 
 
 
 def refuse_remote(name: str) -> None:
-    """Refuses a device that is not on this machine: whom edgekit contacts, and with whose key, is the user's to say.
+    """Refuses a device that is not on this machine: only the user may say whom edgekit contacts, and with which key.
 
     Raises:
         UsageError: the name is that of a device behind adb or ssh.
@@ -273,7 +273,7 @@ def _providers_of(name: str) -> frozenset[str]:
 
 
 def _has_own_line(name: str) -> bool:
-    """Returns True for a device that lacks what no other does: variants of one lack what it lacks."""
+    """Returns True for a device that is listed: its variants, such as `arm64:native`, lack what it lacks."""
     device = _DEVICES[name]
     return ":" not in name or (isinstance(device, LocalProvider) and not device.hardware)
 

@@ -1,6 +1,6 @@
 """A device under a name of the user's, with its own time limits and its place in a laboratory.
 
-Who shares a laboratory by Labgrid holds a place there while something of his runs on its device.
+In a laboratory that several people share through Labgrid, the device's place is held while a job runs on it.
 """
 
 import contextlib
@@ -19,6 +19,9 @@ from edgekit.devices.device import Device, DeviceRun, Job, Missing
 from edgekit.devices.process.files import cache_folder
 from edgekit.errors import DeviceError
 from edgekit.evidence import Evidence
+
+REMOTE = frozenset({"adb", "ssh"})
+"""Kinds of devices that are other machines."""
 
 _CLIENT = "labgrid-client"
 _CALL_S = 60.0
@@ -46,7 +49,7 @@ def holding_place(place: str, *, wait_s: float = _WAIT_S) -> Generator[None]:
     def ask(what: str) -> Finished:
         return run_process([program, "-p", place, what], timeout_s=_CALL_S, env=env)
 
-    # One process of this machine at a time: what is ours and is held then is left by one that was killed.
+    # One process of this machine at a time: a place that is held in our name now was left by one that was killed.
     with one_at_a_time(cache_folder() / "leases" / digest_bytes(f"labgrid:{place}".encode()) / "lock"):
         end = time.monotonic() + wait_s
         while not (done := ask("acquire")).succeeded:
@@ -88,7 +91,7 @@ class NamedDevice(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def evidence(self) -> Evidence:
-        """How good its word is."""
+        """How much a run on it proves."""
         return self.device.evidence
 
     def find_missing(self) -> Missing | None:
@@ -119,3 +122,8 @@ def address_of(device: Device) -> str:
 def kind_of(device: Device) -> str:
     """Returns the part of a device's address before the colon."""
     return address_of(device).partition(":")[0]
+
+
+def is_remote(device: Device) -> bool:
+    """Returns True for a device that is another machine; all others run on this one, emulated or not."""
+    return kind_of(device) in REMOTE

@@ -1,4 +1,4 @@
-"""Several devices at once: each runs on its own, results keep their order, and this machine is not overloaded."""
+"""Runs several devices at the same time: results keep their order, and this machine is not overloaded."""
 
 import contextlib
 import functools
@@ -13,7 +13,7 @@ from typing import TypeVar
 from edgekit._files import digest_bytes, one_at_a_time
 from edgekit._proc import end_children
 from edgekit.devices.device import Device
-from edgekit.devices.named import address_of, kind_of
+from edgekit.devices.named import address_of, is_remote
 from edgekit.devices.process.files import cache_folder
 
 _Item = TypeVar("_Item")
@@ -22,11 +22,8 @@ _T = TypeVar("_T")
 MEMORY_A_RUN = 3 << 29
 """What a run on this machine may need: an emulator, a model and its tensors."""
 
-REMOTE = ("adb", "ssh")
-"""Kinds of devices that have a processor of their own."""
-
 _MEMORY = Path("/proc/meminfo")
-# One lock for the process: times of two devices that are this machine would measure each other.
+# One lock for the process: two devices that are this machine would slow each other down while they are timed.
 _ALONE = Lock()
 
 
@@ -101,11 +98,6 @@ def _complete(future: Future[_T], call: Callable[[], _T]) -> None:
         future.set_result(call())
     except BaseException as error:  # noqa: BLE001 - it is raised again by who asks for the result
         future.set_exception(error)
-
-
-def is_remote(device: Device) -> bool:
-    """Returns True for a device with a processor of its own."""
-    return kind_of(device) in REMOTE
 
 
 def count_slots(cores: int, free_bytes: int | None) -> int:

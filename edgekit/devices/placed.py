@@ -1,4 +1,4 @@
-"""The nodes of a session found again in its model: by name, by what an optimiser made of them, or by their absence."""
+"""Finds the nodes of a session in its model: by name, by what an optimiser made of them, or by their absence."""
 
 import re
 from collections import Counter

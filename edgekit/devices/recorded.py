@@ -1,8 +1,8 @@
 """A run as a file: recorded where the device is, judged where the bundle is.
 
-The first line says who vouches for the rest; the second is a `Claim`; then follow the outputs, a `.tensors` message a
-sample (`edgekit.devices.process.exchange`), and behind them those of the turns of a model with state. What is in it is
-hostile until it has been checked against the bundle.
+The first line holds the signature of the rest, if there is one, and the second a `Claim`. Then follow the outputs, one
+`.tensors` message for each sample (`edgekit.devices.process.exchange`), and behind them those of the turns of a model
+with state. Nothing in the file is believed before it has been checked against the bundle.
 """
 
 import hashlib
@@ -126,7 +126,7 @@ class Recording(msgspec.Struct, kw_only=True):
 class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     """A run that was made elsewhere, in the place of the device that made it; nothing else can be asked of it.
 
-    `voucher` says who stands for it.
+    `voucher` says who signed it.
     """
 
     path: Path

@@ -1,7 +1,8 @@
-"""Which devices and targets are meant: those named one by one, those of a `devices.toml`, and what this machine is."""
+"""Devices and targets as a user names them: one by one, in a `devices.toml`, or as "auto" for this machine."""
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -12,15 +13,15 @@ from edgekit.devices.device import Device
 from edgekit.devices.find import find_device, refuse_remote, vary_device
 from edgekit.devices.local.provider import PROVIDERS, is_accelerated
 from edgekit.devices.named import NamedDevice, address_of
-from edgekit.errors import UsageError, suggest_name
+from edgekit.errors import UsageError
 from edgekit.evidence import Evidence
 from edgekit.machine import VNNI, read_cpu_flags
 from edgekit.recipe import Recipe, load_targets
-from edgekit.serialize import read_toml
+from edgekit.serialize import read_toml, suggest_key
 from edgekit.target import Target, load_target, target_names
 
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
-# The name stands in reports, file names and XML: letters, digits and a few marks.
+# The name is written into reports, file names and XML: only letters, digits and a few marks are allowed.
 _Label = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][\w .:@+-]{0,63}$")]
 
 # Stands for the targets whose provider and hardware this machine has.
@@ -74,14 +75,12 @@ def read_devices(path: Path) -> tuple[ListedDevice, ...]:
     Raises:
         UsageError: the file cannot be read, has an unknown or missing key, or a name comes twice.
     """
-    tree = read_toml(path, dict[str, object], hint="--on-file takes a .toml file", keys=_form())
-    try:
-        _check_keys(path, tree)
-        listed = msgspec.convert(tree, type=_File).device
-    except msgspec.DecodeError as error:
-        raise UsageError(f"'{path}' is malformed: {error}", hint=_form()) from error
+    fields = ListedDevice.__struct_fields__
+    form = f"[[device]] with {', '.join(fields)}"
+    suggest = partial(suggest_key, valid=("device", *fields), otherwise=form)
+    listed = read_toml(path, _File, hint="--on-file takes a .toml file", keys=suggest).device
     if not listed:
-        raise UsageError(f"'{path}' lists no device", hint=_form())
+        raise UsageError(f"'{path}' lists no device", hint=form)
     names = [entry.name for entry in listed]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -159,23 +158,6 @@ def _label(entry: ListedDevice, name: str, device: Device) -> Device:
     return NamedDevice(
         label=name, device=adapted, timeout_s=entry.timeout_s, budget_s=entry.budget_s, place=entry.labgrid
     )
-
-
-def _check_keys(path: Path, tree: Mapping[str, object]) -> None:
-    """Names a misspelled key with the one that was meant; the decoder only says that it is unknown."""
-    for key in tree:
-        if key != "device":
-            raise UsageError(f"'{path}' has the unknown key '{key}'", hint=suggest_name(key, ("device",)))
-    entries = tree.get("device")
-    for entry in cast("list[object]", entries) if isinstance(entries, list) else ():
-        for key in cast("dict[str, object]", entry) if isinstance(entry, dict) else ():
-            if key not in ListedDevice.__struct_fields__:
-                hint = suggest_name(key, ListedDevice.__struct_fields__)
-                raise UsageError(f"'{path}' has the unknown key '{key}' in a [[device]]", hint=hint)
-
-
-def _form() -> str:
-    return f"[[device]] with {', '.join(ListedDevice.__struct_fields__)}"
 
 
 def choose_here(recipe: Recipe, *, alone: bool = False) -> Recipe:

@@ -1,8 +1,8 @@
-"""ONNX Runtime's release binaries for phones, run on this machine: fetched, and a program built around each.
+"""Runs ONNX Runtime's release binaries for phones on this machine: fetches them, and builds a program around each.
 
-A pinned npm package carries the binaries. The program stands in for a process of another system: it is compiled by the
-system's compiler or that of the wheel ziglang, and linked by a table of names. What it cannot compute itself, another
-process computes for it, asked through one pipe.
+A pinned npm package carries the binaries. The program stands in for a process of the phone's system. It is compiled by
+the system's compiler or that of the wheel ziglang, and linked through a table that gives each function that the binary
+imports its counterpart here.
 """
 
 import base64

@@ -60,10 +60,10 @@ def test_paths_start_at_the_folder_of_the_file(tmp_path: Path) -> None:
     [
         ("", "malformed: Object missing required field `device`"),
         ("device = []", "lists no device"),
-        ("[[devices]]\nname = 'a'", "unknown key 'devices' (did you mean 'device'"),
+        ("[[devices]]\nname = 'a'", "unknown field `devices` (did you mean 'device'"),
         (
             "[[device]]\nname = 'a'\ndevice = 'host'\ntimout_s = 3",
-            "unknown key 'timout_s' in a [[device]] (did you mean",
+            "unknown field `timout_s` - at `$.device[...]` (did you mean",
         ),
         ("[[device]]\nname = 'a'", "missing required field `device`"),
         ("[[device]]\nname = 'a'\ndevice = 'host'\ntimeout_s = -1", "timeout_s"),

@@ -146,8 +146,8 @@ _CPU_ONLY = "NNAPI_FLAG_CPU_ONLY"
 class Android(msgspec.Struct, frozen=True, kw_only=True):
     """The library of an archive for Android with its own providers; `cpu` is a core of Arm or `x86_64`.
 
-    `phone` names the phone whose core it is, "" where none was named; `driver` is what stands behind NNAPI. With
-    `computes` NNAPI's networks are to be computed, for which LiteRT must be here.
+    `phone` names the phone whose core it is, "" where none was named; `driver` is the one that NNAPI has. With
+    `computes` NNAPI's networks must be computed, for which LiteRT has to be installed.
     """
 
     cpu: str = DEFAULT_CORE
@@ -271,7 +271,7 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
         return ("env", *facts, *emulator, "-cpu", core.qemu)
 
     def _explain_failure(self, run: DeviceRun, job: Job) -> str:
-        """Returns what NNAPI's side said last, or which bug of ONNX Runtime a crash is, behind a semicolon."""
+        """Returns the last message of NNAPI, or which bug of ONNX Runtime a crash is, after a semicolon."""
         said = re.findall(r"^NNAPI: (.*)", run.log, re.MULTILINE)
         if said:
             return f"; {said[-1]}"
@@ -286,7 +286,7 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
         return f"; {where}: there XNNPACK's provider for x86-64 crashes, and the one for Arm does not: --on android"
 
     def _list_notes(self, run: DeviceRun, job: Job, request: RunnerJob, service: Service) -> Iterator[str]:
-        """Yields what the phone was, and what was done otherwise than on one."""
+        """Yields what the emulated phone was, and what was done otherwise than on a real one."""
         if self.abi != X86_64 and run.cpu_features:
             yield f"the phone's CPU: {self.cpu}, with {', '.join(run.cpu_features)}"
         asked = job.target.session.provider_options.get(_POOL, "1")

@@ -35,7 +35,7 @@ _UNTOUCHED = frozenset({
 
 
 class _Rounding(msgspec.Struct, kw_only=True):
-    """A graph on its way; `types` are element types by name, `sources` what a taken node reads instead of a name."""
+    """A graph while it is rewritten; `types` are element types by name, `sources` what taken nodes read for a name."""
 
     types: Mapping[str, int]
     weights: dict[str, onnx.TensorProto]

@@ -1,6 +1,6 @@
-"""The execution providers that a PC may have beside the CPU's, as data, and each of them as a device.
+"""The execution providers that a PC may have beside the CPU's: a table, and each of them as a device.
 
-SwiftShader, a Vulkan driver that computes on the CPU, stands in for the GPU that a machine has not.
+On a machine without a GPU, SwiftShader takes its place: a Vulkan driver that computes on the CPU.
 """
 
 import functools
@@ -158,7 +158,7 @@ PROVIDERS: Mapping[str, Provider] = {
 """The providers of this machine by the name of their device; another is a row here."""
 
 
-# What is installed beside these has a device of its own.
+# These installed providers have devices of their own, which stand in no row above.
 _OTHERS = {CPU_PROVIDER: "host", "CoreMLExecutionProvider": "coreml"}
 _OTHER_WHEELS = {"onnxruntime-qnn": ("QNNExecutionProvider", "qnn-htp-sim")}
 
@@ -174,12 +174,12 @@ class FoundDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class Found(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a provider says of this machine; `failure` is why it cannot be used.
 
-    `told` says that it lists a CPU only because it was told that the CPU is of the one vendor that it lists.
+    `vendor_claimed` says that it lists a CPU only because edgekit claimed that it is of the vendor that is supported.
     """
 
     devices: tuple[FoundDevice, ...] = ()
     failure: str = ""
-    told: bool = False
+    vendor_claimed: bool = False
 
 
 class OfferedProvider(msgspec.Struct, frozen=True, kw_only=True):
@@ -278,7 +278,7 @@ def is_accelerated(device: str) -> bool:
     if not row.module:
         return True
     found = ask_provider(device)
-    return any(one.kind != "cpu" for one in found.devices) or (bool(row.cpu_vendor) and not found.told)
+    return any(one.kind != "cpu" for one in found.devices) or (bool(row.cpu_vendor) and not found.vendor_claimed)
 
 
 def find_provider_versions(device: str) -> dict[str, str]:
@@ -382,7 +382,7 @@ class LocalProvider(msgspec.Struct, frozen=True, kw_only=True):
     def _notes(self, run: DeviceRun) -> tuple[str, ...]:
         left = [node.name or node.op for node in run.placement if node.provider == CPU_PROVIDER]
         notes = [f"the provider leaves {len(left)} nodes to the CPU: {', '.join(left[:_NAMED_NODES])}"] if left else []
-        if ask_provider(self.kind).told and self.hardware in {"", "cpu"}:
+        if ask_provider(self.kind).vendor_claimed and self.hardware in {"", "cpu"}:
             notes.append(
                 f"{self.provider} computes on this CPU, and lists it only where it is told that it is Intel's:"
                 " an app on this machine finds no device"
@@ -401,5 +401,5 @@ def provider_devices() -> dict[str, LocalProvider]:
 
 
 def _rate(evidence: Evidence, hardware: str) -> Evidence:
-    """Returns how good a run's word is: a GPU or an NPU that is asked for by name is the device itself."""
+    """Returns how much a run proves: a GPU or an NPU that is asked for by name is the device itself."""
     return Evidence.DEVICE if hardware in {"gpu", "npu"} else evidence

@@ -1,11 +1,11 @@
-"""What passes between edgekit and a program that runs a model: a job and samples there, tensors and a report back.
+"""The messages between edgekit and a program that runs a model: a job and samples, then tensors and a report.
 
-The program reads one line of JSON with the job and then a message a sample; it writes a message a sample and, last, one
-line of JSON with its report. A line whose status is "running" may come before, when the session is made: it tells what
-is known if the program dies. Behind the last line come the `trace_bytes` of the profiler's file, where a job asked for
-it. A message, or a `.tensors` file, is one line of JSON, a list of {name, dtype, shape, size_bytes}, and then the
-payloads one after another, little-endian and in C order; the payload of strings is a JSON array. What comes back is
-hostile until it has been checked.
+The program reads one line of JSON with the job and then one message for each sample. It writes one message for each
+sample and, last, one line of JSON with its report. A line whose status is "running" may come before, when the session
+is made: it tells what is known if the program dies. Behind the last line come the `trace_bytes` of the profiler's file,
+where a job asked for it. A message, or a `.tensors` file, is one line of JSON, a list of {name, dtype, shape,
+size_bytes}, and then the payloads one after another, little-endian and in C order; the payload of strings is a JSON
+array. Nothing that comes back is believed before it has been checked.
 """
 
 import math

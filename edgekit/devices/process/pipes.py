@@ -42,7 +42,7 @@ def open_pipes(folder: Path) -> Generator[tuple[IO[bytes], IO[bytes]]]:
 
 
 class Computer(Protocol):
-    """What answers the questions about models, each a line of JSON; `read` gives the bytes that follow the line."""
+    """Answers questions about models, each a line of JSON; `read` returns the bytes that follow the line."""
 
     def load(self, question: bytes, read: Callable[[int], bytes]) -> None:
         """Takes a model."""
@@ -62,7 +62,7 @@ class _Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def answer_questions(computer: Computer, ask: IO[bytes], answer: IO[bytes]) -> None:
-    """Answers questions until the last: an empty line and the outputs, or a line that says what is wrong."""
+    """Answers questions until the last one: by an empty line and the outputs, or by a line that says what is wrong."""
     while line := ask.readline():
         question = msgspec.json.decode(line, type=_Question).ask
         if question == "end":

@@ -1,6 +1,6 @@
-"""A session of a device kept open for turns: what a run gets may depend on what the last one gave.
+"""One session of a device, kept open for several turns: the inputs of a turn may depend on the outputs of the last.
 
-The device runs one job, whose samples are handed over as they become known and whose outputs are told as they come.
+The device runs one job in a thread. Its samples are handed over as they become known, and each output as it comes.
 """
 
 import contextlib
@@ -27,18 +27,18 @@ _TEST = "edgekit devices test DEVICE shows whether the device works at all"
 
 
 class _Turns:
-    """What passes between who asks, in one thread, and the device, in another."""
+    """The samples and outputs that pass between the caller's thread and that of the device."""
 
     def __init__(self) -> None:
         self._changed = Condition()
-        # None stands where a sample was: what has its answer is let go.
+        # A sample that has its answer is replaced by None, which frees its memory.
         self._given: list[Tensors | None] = []
         self._answers: list[Tensors] = []
         self._answered = 0
         self._is_over = False
 
     def read(self) -> Iterator[Tensors]:
-        """Yields the samples of one pass, and waits for those to come; there may be several passes before an answer."""
+        """Yields the samples and waits for more; before the first answer they may be read several times."""
         for index in itertools.count():
             with self._changed:
                 self._changed.wait_for(partial(self._is_known, index))
@@ -71,7 +71,7 @@ class _Turns:
             return answers
 
     def end(self) -> None:
-        """Tells both sides that nothing more will come."""
+        """Tells both threads that nothing more will come."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
@@ -98,7 +98,7 @@ class _Session:
         return answers
 
     def finish(self) -> None:
-        """Ends the session, and raises what went wrong in it."""
+        """Ends the session, and raises the error that happened in it, if any."""
         self.end()
         if self._wrong:
             raise self._wrong[0]
@@ -130,7 +130,7 @@ def open_session(device: Device, job: Job, work: Path) -> Generator[Turn]:
         CrashError: the program of an emulator died.
         DeviceError: the device failed, or gave other than one answer for each sample.
     """
-    # No turn may stop early: what follows needs what every sample gave.
+    # No turn may stop early, because the next one needs the outputs of every sample.
     job = msgspec.structs.replace(job, budget_s=job.timeout_s)
     if not _WAITS_FOR_PIPES:
         folders = (work / f"turn-{turn}" for turn in itertools.count())

@@ -1,6 +1,6 @@
-"""What an app would meet on a phone behind adb: its chip, libraries and drivers, and what would refuse a session there.
+"""Examines a phone behind adb as an app would find it: its chip, libraries and drivers, and what prevents a session.
 
-The signs of each refusal, and how it is mended, are a table that can be read from top to bottom (`_SIGNS`).
+The table `_SIGNS` holds how each fault is recognised, how it shows, what causes it and how it is mended.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ echo "nnapi_drivers=$(ls /vendor/etc/vintf/manifest 2>/dev/null | grep -i neural
 
 
 class PhoneFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a phone says of itself; "" for what it does not tell.
+    """What a phone tells about itself; "" for what it does not tell.
 
     `htp` is the architecture of its NPU and `soc_model` the number that QNN has for its chip, where edgekit knows it.
     `rpc` is the library that reaches the NPU, `public` tells whether apps may load it, `rpc_device` what it opens.
@@ -179,12 +179,12 @@ def read_facts(said: str) -> PhoneFacts:
     """Returns what the script's lines say, each name once; whatever else a shell writes is not looked at."""
     known = set(PhoneFacts.__struct_fields__) - {"soc_model", "htp"}
     pairs = (line.partition("=") for line in said.splitlines())
-    told = {name: last_line(value)[:200] for name, _, value in pairs if name in known}
+    facts = {name: last_line(value)[:200] for name, _, value in pairs if name in known}
     target = load_target("qnn")
     numbers = {name.casefold(): number for number, name in target.socs.items()}
-    soc_model = numbers.get(told.get("soc", "").casefold(), "")
+    soc_model = numbers.get(facts.get("soc", "").casefold(), "")
     htp = target.parameters["soc_model"].implies.get(soc_model, {}).get("htp_arch", "")
-    return PhoneFacts(**told, soc_model=soc_model, htp=htp)
+    return PhoneFacts(**facts, soc_model=soc_model, htp=htp)
 
 
 def judge_facts(facts: PhoneFacts) -> tuple[Finding, ...]:

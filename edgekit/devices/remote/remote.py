@@ -87,7 +87,7 @@ class RemoteDevice(Shell, frozen=True, kw_only=True):
 
     @property
     def evidence(self) -> Evidence:
-        """How good its word is: another provider than the target's shows no more than the architecture."""
+        """How much a run on it proves: another provider than the target's shows no more than the architecture."""
         return Evidence.SAME_ARCH if self.provider else Evidence.DEVICE
 
     def find_link_fault(self) -> Missing | None:

@@ -1,4 +1,4 @@
-"""Keeps sets of files on a machine that is reached through a shell, and runs programs there that leave nothing behind.
+"""Stores sets of files on a machine that is reached through a shell, and runs programs there that leave nothing behind.
 
 Everything lies below one folder: a set of files under its digest, what is still arriving under `part-...`, and what a
 running program has open under `run-...`. The last two names hold the computer, process and thread they belong to, so
@@ -92,7 +92,7 @@ class Shell(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """What lies on the machine: the sizes of the wanted set's files, other files by digest, left-overs, free bytes."""
+    """What is stored there: the sizes of the wanted set's files, other files by digest, left-overs, and the free bytes."""
 
     sizes: tuple[int, ...]
     copies: Mapping[str, str]

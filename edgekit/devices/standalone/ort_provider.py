@@ -21,10 +21,10 @@ Json = dict[str, Any]
 def main() -> int:
     """Prints the hardware that a provider finds, and why it cannot be used where it cannot."""
     asked = json.loads(sys.argv[1])
-    found: Json = {"devices": [], "failure": "", "told": False}
+    found: Json = {"devices": [], "failure": "", "vendor_claimed": False}
     try:
         if asked["library"]:
-            devices, found["told"] = find_devices(asked)
+            devices, found["vendor_claimed"] = find_devices(asked)
             found["devices"] = [_describe(device) for device in devices]
         else:
             _preload()
@@ -57,15 +57,15 @@ def prepare_provider(options: Any, job: Json, providers: list[Any]) -> list[Any]
 
 
 def find_devices(job: Json) -> tuple[list[Any], bool]:
-    """Returns the devices that a plug-in provider has on this machine, and whether a CPU was said to be another's."""
-    with _cpus_of(job["cpu_vendor"]) as told:
+    """Returns the devices that a plug-in provider has here, and whether a CPU was claimed to be another vendor's."""
+    with _claiming_vendor(job["cpu_vendor"]) as claimed:
         ort.register_execution_provider_library(job["provider"], job["library"])
-    return [device for device in ort.get_ep_devices() if device.ep_name == job["provider"]], told
+    return [device for device in ort.get_ep_devices() if device.ep_name == job["provider"]], claimed
 
 
 @contextmanager
-def _cpus_of(vendor: int) -> Generator[bool]:
-    """Says that every CPU is of a vendor while a library is asked what it can use; 0 says nothing.
+def _claiming_vendor(vendor: int) -> Generator[bool]:
+    """Claims that every CPU is of a vendor while a library is asked what it can use; 0 claims nothing.
 
     OpenVINO's plug-in leaves out CPUs that are not Intel's, though it computes on them (microsoft/onnxruntime#31981).
     ONNX Runtime hands out its own record of each CPU: {kind, vendor, device} in 4 bytes each. Nothing is written
@@ -100,9 +100,9 @@ def _kind(device: Any) -> str:
 
 
 def _describe(device: Any) -> Json:
-    told, hardware = dict(device.ep_metadata), device.device
-    name = told.get("FULL_DEVICE_NAME") or dict(hardware.metadata).get("Description") or hardware.vendor
-    return {"kind": _kind(device), "name": str(name), "version": str(told.get("version", ""))}
+    metadata, hardware = dict(device.ep_metadata), device.device
+    name = metadata.get("FULL_DEVICE_NAME") or dict(hardware.metadata).get("Description") or hardware.vendor
+    return {"kind": _kind(device), "name": str(name), "version": str(metadata.get("version", ""))}
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""NNAPI: the networks that ONNX Runtime's builder makes, and what computes them."""
+"""NNAPI: the networks that ONNX Runtime's provider builds, and what computes them."""

@@ -103,7 +103,7 @@ class Computer:
 
 
 def _turn(value: Any) -> Any:
-    """Returns u8 as s8 of 128 less, and back."""
+    """Returns uint8 values as int8 ones that are lower by 128, and int8 values as the uint8 ones they came from."""
     return (value.view(np.uint8) ^ np.uint8(0x80)).view(np.int8 if value.dtype == np.uint8 else np.uint8)
 
 

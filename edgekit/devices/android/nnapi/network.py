@@ -1,8 +1,8 @@
 """A network as NNAPI is given it: operands, and operations by their numbers; and what a phone's driver takes of it."""
 
 import re
-from collections.abc import Mapping
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from edgekit.errors import UsageError, suggest_name
 from edgekit.model.tensors import Array
-from edgekit.serialize import read_toml
+from edgekit.serialize import read_toml, suggest_key
 
 NAMES = dict(enumerate((
     "ADD", "AVERAGE_POOL_2D", "CONCATENATION", "CONV_2D", "DEPTHWISE_CONV_2D", "DEPTH_TO_SPACE", "DEQUANTIZE",
@@ -170,13 +170,8 @@ def read_driver(path: Path) -> Driver:
     Raises:
         UsageError: the file cannot be read or is malformed, or names what is no operation or feature level of NNAPI.
     """
-    keys = 'for example refused = ["SOFTMAX"]'
-    tree = read_toml(path, dict[str, object], hint="--set driver=FILE.toml", keys=keys)
-    _check_keys(path, tree)
-    try:
-        driver = msgspec.convert(tree, type=Driver)
-    except msgspec.ValidationError as error:
-        raise UsageError(f"'{path}' is malformed: {error}", hint=keys) from error
+    suggest = partial(suggest_key, valid=Driver.__struct_fields__, otherwise='for example refused = ["SOFTMAX"]')
+    driver = read_toml(path, Driver, hint="--set driver=FILE.toml", keys=suggest)
     for name in driver.refused:
         if name not in NUMBERS:
             raise UsageError(f"'{path}' refuses '{name}', which is no operation of NNAPI", hint=_suggest(name))
@@ -184,13 +179,6 @@ def read_driver(path: Path) -> Driver:
         levels = ", ".join(map(str, sorted(_FEATURE_LEVELS)))
         raise UsageError(f"'{path}' has no feature level of NNAPI: {driver.feature_level}", hint=f"one of {levels}")
     return driver
-
-
-def _check_keys(path: Path, tree: Mapping[str, object]) -> None:
-    for key in tree:
-        if key not in Driver.__struct_fields__:
-            hint = suggest_name(key, Driver.__struct_fields__)
-            raise UsageError(f"'{path}' has the unknown key '{key}'", hint=hint)
 
 
 def _suggest(name: str) -> str:

@@ -108,7 +108,7 @@ Value = Array | str
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """What an operation gives, or a function takes: its name, element type and shape, -1 where that is not known."""
+    """The result of an operation or the input of a function: its name, element type and shape, -1 for unknown sizes."""
 
     name: str
     dtype: type[np.generic] | None
