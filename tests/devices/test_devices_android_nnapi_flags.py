@@ -109,36 +109,31 @@ def test_a_relaxed_network_gives_what_halves_give() -> None:
     assert computer.describe().relaxed
 
 
-def test_what_a_driver_refuses_the_reference_kernels_run(tmp_path: Path, work: Path) -> None:
-    driver = Driver(name="npu", refused=("LOGISTIC", "SOFTMAX"))
-    path, rows = dense_model(tmp_path / "d.onnx"), dense_rows()
-    found = run(path, rows, work, driver=driver)
-    assert found.failure is None
-    assert [note for note in found.notes if note.startswith("NNAPI's driver refuses")] == [
-        "NNAPI's driver refuses 1 of 2 operations, which its reference kernels on the phone's CPU ran: 1 LOGISTIC"
-    ]
-
-
-def test_without_nnapi_s_cpu_what_the_driver_refuses_ends_the_session(tmp_path: Path, work: Path) -> None:
-    path, rows = dense_model(tmp_path / "d.onnx"), dense_rows()
-    driver = Driver(name="npu", refused=("LOGISTIC",))
-    found = run(path, rows, work, "NNAPI_FLAG_CPU_DISABLED", driver=driver)
-    assert "The model cannot run using the current set of target devices" in str(found.failure)
-    assert "npu" in str(found.failure)
-
-
-def test_without_nnapi_s_cpu_a_driver_that_takes_all_runs(tmp_path: Path, work: Path) -> None:
-    driver = Driver(name="npu", refused=("SOFTMAX",))
-    found = run(dense_model(tmp_path / "d.onnx"), dense_rows(), work, "NNAPI_FLAG_CPU_DISABLED", driver=driver)
-    assert (found.failure, found.outputs.count) == (None, 2)
-    assert not [note for note in found.notes if "refuses" in note]
-
-
-def test_on_nnapi_s_cpu_alone_no_driver_is_asked(tmp_path: Path, work: Path) -> None:
-    driver = Driver(name="npu", refused=("LOGISTIC", "FULLY_CONNECTED"))
-    found = run(dense_model(tmp_path / "d.onnx"), dense_rows(), work, "NNAPI_FLAG_CPU_ONLY", driver=driver)
-    assert (found.failure, found.outputs.count) == (None, 2)
-    assert not [note for note in found.notes if "refuses" in note]
+@pytest.mark.parametrize(
+    ("refused", "flags", "failure", "note"),
+    [
+        (
+            ("LOGISTIC", "SOFTMAX"), (), "",
+            "1 of 2 operations, which its reference kernels on the phone's CPU ran: 1 LOGISTIC",
+        ),
+        (("LOGISTIC",), ("NNAPI_FLAG_CPU_DISABLED",), "cannot run using the current set of target devices", ""),
+        (("SOFTMAX",), ("NNAPI_FLAG_CPU_DISABLED",), "", ""),
+        (("LOGISTIC", "FULLY_CONNECTED"), ("NNAPI_FLAG_CPU_ONLY",), "", ""),
+    ],
+    ids=["reference kernels run it", "without NNAPI's CPU the session ends", "all is taken", "no driver is asked"],
+)  # fmt: skip
+def test_what_a_driver_refuses(
+    refused: tuple[str, ...], flags: tuple[str, ...], failure: str, note: str, tmp_path: Path, work: Path
+) -> None:
+    driver = Driver(name="npu", refused=refused)
+    found = run(dense_model(tmp_path / "d.onnx"), dense_rows(), work, *flags, driver=driver)
+    notes = [text for text in found.notes if "refuses" in text]
+    assert notes == ([f"NNAPI's driver refuses {note}"] if note else [])
+    if failure:
+        assert failure in str(found.failure)
+        assert "npu" in str(found.failure)
+    else:
+        assert (found.failure, found.outputs.count) == (None, 2)
 
 
 def test_parameters_of_the_target_stand_for_flags(tmp_path: Path, work: Path) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import pytest
 from devices_models import SHAPE, float_conv, make_job, qdq_conv, text_model, write_graph
 from onnx import helper
 
@@ -27,18 +28,48 @@ def text_job(path: Path, body: str, x: Array, *, left: tuple[str, ...] = ()) -> 
     return make_job(text_model(path, body), "coreml", [{"x": x}], precision="fp16", left=left)
 
 
-def test_a_taken_node_reads_and_gives_halves(tmp_path: Path, work: Path) -> None:
-    x = np.array([[0.1, 2049.0, 1e-9]], np.float32)
-    body = "(float[1,3] x) => (float[1,3] y) <float[3] w = {0.3, 1, 1}> { y = Add(x, w) }"
-    got = run_one(text_job(tmp_path / "m.onnx", body, x), work)
-    np.testing.assert_array_equal(got, half(half(x) + half(np.array([0.3, 1, 1], np.float32))))
+ADDED = "(float[1,3] x) => (float[1,3] y) <float[3] w = {0.3, 1, 1}> { y = Add(x, w) }"
+BRANCHES = """(float[1,2] x) => (float[1,2] y) <float[1] big = {1}> {
+    s = ReduceSum <keepdims = 0> (x)
+    c = Greater(s, big)
+    y = If (c) <
+        then_branch = t () => (float[1,2] a) { a = Neg(x) },
+        else_branch = e () => (float[1,2] b) { b = Add(x, big) }
+    >
+}"""
+LEFT_IN_FLOAT = """(float16[1,1] x) => (float16[1,1] y) {
+    h = Abs(x) a = Cast<to = 1>(h) b = Mul(a, a) c = Sqrt(b) d = Cast<to = 10>(c) y = Neg(d)
+}"""
+X, W = np.array([[0.1, 2049.0, 1e-9]], np.float32), np.array([0.3, 1, 1], np.float32)
+HIGH, PAIR = np.array([[300.0]], np.float32), np.array([[4.0, 0.1]], np.float32)
+
+# A graph, its input, the nodes that stay on the CPU, and its output; to ONNX 1 is float and 10 is float16.
+CASES: dict[str, tuple[str, Array, tuple[str, ...], Array]] = {
+    "a taken node reads and gives halves": (ADDED, X, (), half(half(X) + half(W))),
+    "a node that stays on the CPU is not rounded": (ADDED, X, ("n0",), X + W),
+    "a value beyond half is infinite": (
+        "(float[1,1] x) => (float[1,1] y) { s = Mul(x, x) y = Sqrt(s) }", HIGH, (), np.array([[np.inf]])
+    ),
+    "a weight beyond half is infinite": (
+        "(float[1,1] x) => (float[1,1] y) <float[1] w = {100000}> { y = Add(x, w) }", HIGH, (), np.array([[np.inf]])
+    ),
+    "what a float16 file leaves in float32 is not rounded": (
+        LEFT_IN_FLOAT, HIGH.astype(np.float16), (), np.array([[-300]])
+    ),
+    "integers and branches pass through": (BRANCHES, PAIR, ("n2",), -PAIR),
+    "whole numbers are not rounded": (
+        "(float[1,2] x) => (float[2,1] y) <int64[2] k = {2, 1}> { y = Reshape(x, k) }", PAIR, (), half(PAIR).T
+    ),
+    "a change of type rounds nothing": (
+        "(int64[1] x) => (float[1] y) { y = Cast<to = 1>(x) }", np.array([100_001]), (), np.array([100_001])
+    ),
+}  # fmt: skip
 
 
-def test_a_node_that_stays_on_the_cpu_is_not_rounded(tmp_path: Path, work: Path) -> None:
-    x = np.array([[0.1, 2049.0, 1e-9]], np.float32)
-    body = "(float[1,3] x) => (float[1,3] y) <float[3] w = {0.3, 1, 1}> { y = Add(x, w) }"
-    got = run_one(text_job(tmp_path / "m.onnx", body, x, left=("n0",)), work)
-    np.testing.assert_array_equal(got, x + np.array([0.3, 1, 1], np.float32))
+@pytest.mark.parametrize("case", CASES)
+def test_values_are_rounded_as_the_provider_would(case: str, tmp_path: Path, work: Path) -> None:
+    body, x, left, wanted = CASES[case]
+    np.testing.assert_array_equal(run_one(text_job(tmp_path / "m.onnx", body, x, left=left), work), wanted)
 
 
 def test_a_shared_weight_is_rounded_for_the_provider_only(tmp_path: Path, work: Path) -> None:
@@ -48,12 +79,6 @@ def test_a_shared_weight_is_rounded_for_the_provider_only(tmp_path: Path, work: 
     (got,) = run.outputs
     assert got["y"] == half(np.array(0.1, np.float32))
     assert got["z"] == np.float32(0.1)
-
-
-def test_a_value_beyond_half_is_seen_as_infinity(tmp_path: Path, work: Path) -> None:
-    body = "(float[1,1] x) => (float[1,1] y) { s = Mul(x, x) y = Sqrt(s) }"
-    got = run_one(text_job(tmp_path / "m.onnx", body, np.array([[300.0]], np.float32)), work)
-    assert np.isinf(got).all()
 
 
 def test_a_float16_file_is_rounded_after_every_node(tmp_path: Path, work: Path) -> None:
@@ -66,16 +91,6 @@ def test_a_float16_file_is_rounded_after_every_node(tmp_path: Path, work: Path) 
     assert np.isinf(got["y"]).all()
     assert got["z"] == 300
     assert got["y"].dtype == np.float16
-
-
-def test_what_a_float16_file_leaves_in_float32_is_not_rounded(tmp_path: Path, work: Path) -> None:
-    """`to` 1 and 10 are float32 and float16."""
-    body = (
-        "(float16[1,1] x) => (float16[1,1] y) { h = Abs(x) a = Cast<to=1>(h) b = Mul(a, a) c = Sqrt(b)"
-        " d = Cast<to=10>(c) y = Neg(d) }"
-    )
-    got = run_one(text_job(tmp_path / "m.onnx", body, np.array([[300.0]], np.float16)), work)
-    assert got == -300
 
 
 def test_a_float16_weight_keeps_its_value(tmp_path: Path, work: Path) -> None:
@@ -95,11 +110,6 @@ def test_weights_that_are_graph_inputs_too_stay_optional(tmp_path: Path, work: P
     proto.graph.input.append(helper.make_tensor_value_info("w", onnx.TensorProto.FLOAT, (4, 4, 3, 3)))
     onnx.save(proto, str(tmp_path / "f.onnx"))
     run_one(make_job(tmp_path / "f.onnx", "coreml", precision="fp16"), work)
-
-
-def test_a_weight_beyond_half_is_seen_as_infinity(tmp_path: Path, work: Path) -> None:
-    body = "(float[1,1] x) => (float[1,1] y) <float[1] w = {100000}> { y = Add(x, w) }"
-    assert np.isinf(run_one(text_job(tmp_path / "m.onnx", body, np.zeros((1, 1), np.float32)), work)).all()
 
 
 def test_the_scales_of_a_resize_keep_its_size(tmp_path: Path, work: Path) -> None:
@@ -124,34 +134,8 @@ def test_the_region_of_a_resize_is_read_in_full_precision(tmp_path: Path, work: 
 
 
 def test_fp32_is_left_alone(tmp_path: Path, work: Path) -> None:
-    x = np.array([[0.1]], np.float32)
-    path = text_model(tmp_path / "m.onnx", "(float[1,1] x) => (float[1,1] y) { y = Neg(x) }")
-    np.testing.assert_array_equal(run_one(make_job(path, "coreml", [{"x": x}], precision="fp32"), work), -x)
-
-
-def test_integers_and_branches_pass_through(tmp_path: Path, work: Path) -> None:
-    body = """(float[1,2] x) => (float[1,2] y) <float[1] big = {1}> {
-        s = ReduceSum <keepdims = 0> (x)
-        c = Greater(s, big)
-        y = If (c) <
-            then_branch = t () => (float[1,2] a) { a = Neg(x) },
-            else_branch = e () => (float[1,2] b) { b = Add(x, big) }
-        >
-    }"""
-    x = np.array([[4.0, 0.1]], np.float32)
-    got = run_one(text_job(tmp_path / "m.onnx", body, x, left=("n2",)), work)
-    np.testing.assert_array_equal(got, -x)
-
-
-def test_whole_numbers_are_not_rounded(tmp_path: Path, work: Path) -> None:
-    body = "(float[1,2] x) => (float[2,1] y) <int64[2] k = {2, 1}> { y = Reshape(x, k) }"
-    x = np.array([[4.0, 0.1]], np.float32)
-    np.testing.assert_array_equal(run_one(text_job(tmp_path / "m.onnx", body, x), work), half(x).T)
-
-
-def test_a_change_of_type_rounds_nothing(tmp_path: Path, work: Path) -> None:
-    body = "(int64[1] x) => (float[1] y) { y = Cast<to = 1>(x) }"
-    assert run_one(text_job(tmp_path / "m.onnx", body, np.array([100_001])), work) == 100_001
+    path = text_model(tmp_path / "m.onnx", "(float[1,2] x) => (float[1,2] y) { y = Neg(x) }")
+    np.testing.assert_array_equal(run_one(make_job(path, "coreml", [{"x": PAIR}], precision="fp32"), work), -PAIR)
 
 
 def test_a_quantized_unit_is_rounded_onto_its_grid(tmp_path: Path, work: Path) -> None:

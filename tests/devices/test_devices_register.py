@@ -63,7 +63,7 @@ def test_paths_start_at_the_folder_of_the_file(tmp_path: Path) -> None:
         ("[[devices]]\nname = 'a'", "unknown field `devices` (did you mean 'device'"),
         (
             "[[device]]\nname = 'a'\ndevice = 'host'\ntimout_s = 3",
-            "unknown field `timout_s` - at `$.device[...]` (did you mean",
+            "unknown field `timout_s` - at `$.device[0]` (did you mean",
         ),
         ("[[device]]\nname = 'a'", "missing required field `device`"),
         ("[[device]]\nname = 'a'\ndevice = 'host'\ntimeout_s = -1", "timeout_s"),

@@ -26,18 +26,56 @@ Turn = Callable[[Sequence[Tensors]], list[Tensors]]
 _TEST = "edgekit devices test DEVICE shows whether the device works at all"
 
 
-class _Turns:
-    """The samples and outputs that pass between the caller's thread and that of the device."""
+class _Session:
+    """A job that a device runs in a thread of its own, and that waits there for samples."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device, job: Job, work: Path) -> None:
+        self._timeout_s = job.timeout_s
         self._changed = Condition()
         # A sample that has its answer is replaced by None, which frees its memory.
         self._given: list[Tensors | None] = []
         self._answers: list[Tensors] = []
         self._answered = 0
         self._is_over = False
+        self._runs: list[DeviceRun] = []
+        self._errors: list[BaseException] = []
+        source = Samples(source=job.samples.source, count=job.samples.count, read=self._read)
+        job = msgspec.structs.replace(job, samples=source, answered=self._answer)
+        self._thread = Thread(target=self._work, args=(device, job, work), daemon=True)
+        self._thread.start()
 
-    def read(self) -> Iterator[Tensors]:
+    def run(self, samples: Sequence[Tensors]) -> list[Tensors]:
+        """Returns what samples gave."""
+        with self._changed:
+            self._given.extend(samples)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: len(self._answers) >= len(samples) or self._is_over, self._timeout_s)
+            answers, self._answers = self._answers, []
+        if len(answers) != len(samples):
+            self.finish()
+            raise _explain(len(answers), len(samples))
+        return answers
+
+    def finish(self) -> None:
+        """Ends the session, and raises the error that happened in it, if any."""
+        self.end()
+        if self._errors:
+            raise self._errors[0]
+        if not self._runs:
+            raise DeviceError("it does not come to its end", hint=_TEST)
+        _refuse_failed(self._runs[0])
+
+    def end(self) -> None:
+        """Ends the session, so that nothing is written into its folder any more."""
+        self._tell_end()
+        self._thread.join(self._timeout_s)
+
+    def _tell_end(self) -> None:
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def _read(self) -> Iterator[Tensors]:
         """Yields the samples and waits for more; before the first answer they may be read several times."""
         for index in itertools.count():
             with self._changed:
@@ -52,8 +90,7 @@ class _Turns:
     def _is_known(self, index: int) -> bool:
         return index < len(self._given) or self._is_over
 
-    def answer(self, outputs: Tensors) -> None:
-        """Takes what the next sample gave."""
+    def _answer(self, outputs: Tensors) -> None:
         with self._changed:
             if self._answered < len(self._given):
                 self._given[self._answered] = None
@@ -61,63 +98,13 @@ class _Turns:
             self._answers.append(outputs)
             self._changed.notify_all()
 
-    def ask(self, samples: Sequence[Tensors], timeout_s: float) -> list[Tensors]:
-        """Returns what samples gave: fewer answers where no more will come, or the time is up."""
-        with self._changed:
-            self._given.extend(samples)
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: len(self._answers) >= len(samples) or self._is_over, timeout_s)
-            answers, self._answers = self._answers, []
-            return answers
-
-    def end(self) -> None:
-        """Tells both threads that nothing more will come."""
-        with self._changed:
-            self._is_over = True
-            self._changed.notify_all()
-
-
-class _Session:
-    """A job that runs in a thread of its own, and waits for samples."""
-
-    def __init__(self, device: Device, job: Job, work: Path) -> None:
-        self._turns, self._timeout_s = _Turns(), job.timeout_s
-        self._runs: list[DeviceRun] = []
-        self._wrong: list[BaseException] = []
-        source = Samples(source=job.samples.source, count=job.samples.count, read=self._turns.read)
-        stepped = msgspec.structs.replace(job, samples=source, answered=self._turns.answer)
-        self._thread = Thread(target=self._work, args=(device, stepped, work), daemon=True)
-        self._thread.start()
-
-    def run(self, samples: Sequence[Tensors]) -> list[Tensors]:
-        """Returns what samples gave."""
-        answers = self._turns.ask(samples, self._timeout_s)
-        if len(answers) != len(samples):
-            self.finish()
-            raise _explain(len(answers), len(samples))
-        return answers
-
-    def finish(self) -> None:
-        """Ends the session, and raises the error that happened in it, if any."""
-        self.end()
-        if self._wrong:
-            raise self._wrong[0]
-        if not self._runs:
-            raise DeviceError("it does not come to its end", hint=_TEST)
-        _refuse_failed(self._runs[0])
-
-    def end(self) -> None:
-        """Ends the session, so that nothing is written into its folder any more."""
-        self._turns.end()
-        self._thread.join(self._timeout_s)
-
     def _work(self, device: Device, job: Job, work: Path) -> None:
         try:
             self._runs.append(device.run_job(job, work))
         except BaseException as error:  # noqa: BLE001 - it is raised again by the thread that asked
-            self._wrong.append(error)
+            self._errors.append(error)
         finally:
-            self._turns.end()
+            self._tell_end()
 
 
 @contextlib.contextmanager

@@ -67,7 +67,7 @@ class PhoneFacts(msgspec.Struct, frozen=True, kw_only=True):
     htp: str = ""
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class Finding(msgspec.Struct, frozen=True):
     """What would go wrong in an app there: how it looks, why, and what to do."""
 
     id: str
@@ -85,15 +85,6 @@ class PhoneReport(msgspec.Struct, frozen=True, kw_only=True):
     findings: tuple[Finding, ...]
 
 
-class _Sign(msgspec.Struct, frozen=True):
-    id: str
-    level: Level
-    shows: Callable[[PhoneFacts], bool]
-    symptom: str
-    cause: str
-    fix: str
-
-
 def _is_qualcomm(facts: PhoneFacts) -> bool:
     # Old phones do not say who made the chip; Qualcomm's kernels number it.
     return facts.maker.upper() in {"QTI", "QUALCOMM"} or (not facts.maker and bool(facts.soc_id))
@@ -104,58 +95,58 @@ def _number(text: str) -> int:
 
 
 _MANIFEST = f'<uses-native-library android:name="{_RPC}" android:required="false"/>'
-_SIGNS: tuple[_Sign, ...] = (
-    _Sign(
-        "abi", "fault", lambda f: f.abi != "arm64-v8a", "the app's libraries are not found",
+_SIGNS: tuple[tuple[Callable[[PhoneFacts], bool], Finding], ...] = (
+    (lambda f: f.abi != "arm64-v8a", Finding(
+        "abi", "fault", "the app's libraries are not found",
         "its ABI is '{abi}', and the libraries of QNN are for arm64-v8a alone", "build for cpu or xnnpack there",
-    ),
-    _Sign(
-        "pages", "warning", lambda f: _number(f.page_size) > 4096, "a library is refused as it is loaded (dlopen)",
+    )),
+    (lambda f: _number(f.page_size) > 4096, Finding(
+        "pages", "warning", "a library is refused as it is loaded (dlopen)",
         "its pages have {page_size} bytes, and a library aligned to 4,096 does not fit them",
         "link every library with -Wl,-z,max-page-size=16384, as NDK r28 does by itself",
-    ),
-    _Sign(
-        "chip", "fault", lambda f: not _is_qualcomm(f), "QNN creates no device",
+    )),
+    (lambda f: not _is_qualcomm(f), Finding(
+        "chip", "fault", "QNN creates no device",
         "its chip is '{soc}' of '{maker}', not Qualcomm's", "use a bundle for nnapi, xnnpack or cpu there",
-    ),
-    _Sign(
-        "rpc", "fault", lambda f: _is_qualcomm(f) and not f.rpc, "QNN creates no device",
+    )),
+    (lambda f: _is_qualcomm(f) and not f.rpc, Finding(
+        "rpc", "fault", "QNN creates no device",
         f"{_RPC}, which reaches the NPU, is not there", "the system image lacks it: use xnnpack or cpu there",
-    ),
-    _Sign(
-        "rpc-public", "fault", lambda f: bool(f.rpc and f.lists) and not f.public, "QNN creates no device in an app",
+    )),
+    (lambda f: bool(f.rpc and f.lists) and not f.public, Finding(
+        "rpc-public", "fault", "QNN creates no device in an app",
         f"{_PUBLIC} does not list {_RPC}, so that an app may not load it", "use xnnpack or cpu there",
-    ),
-    _Sign(
-        "rpc-manifest", "warning", lambda f: bool(f.public) and _number(f.api_level) >= 31,
+    )),
+    (lambda f: bool(f.public) and _number(f.api_level) >= 31, Finding(
+        "rpc-manifest", "warning",
         "QNN creates no device in an app, though a program of adb's user reaches the NPU",
         "since Android 12 an app loads a vendor's library only if its manifest asks for it",
         f"in AndroidManifest.xml: {_MANIFEST}",
-    ),
-    _Sign(
-        "rpc-device", "fault", lambda f: bool(f.rpc) and not f.rpc_device, "QNN creates no device",
+    )),
+    (lambda f: bool(f.rpc) and not f.rpc_device, Finding(
+        "rpc-device", "fault", "QNN creates no device",
         "the kernel offers no way to the NPU (/dev/fastrpc-cdsp)", "use xnnpack or cpu there",
-    ),
-    _Sign(
-        "old-npu", "fault", lambda f: 0 < _number(f.htp) < 68, "everything runs on the CPU, and nothing says so",
+    )),
+    (lambda f: 0 < _number(f.htp) < 68, Finding(
+        "old-npu", "fault", "everything runs on the CPU, and nothing says so",
         "its NPU is v{htp}, and QNN's HTP backend begins with v68", "use xnnpack or cpu there",
-    ),
-    _Sign(
-        "skel", "warning", lambda f: bool(f.htp) and f"V{f.htp}Skel" not in f.skels,
+    )),
+    (lambda f: bool(f.htp) and f"V{f.htp}Skel" not in f.skels, Finding(
+        "skel", "warning",
         "QNN creates no device: the skel is not found",
         "libQnnHtpV{htp}Skel.so lies in no folder of the system: an app must bring it",
         "put libQnnHtpV{htp}Skel.so and libQnnHtpV{htp}Stub.so into jniLibs/arm64-v8a, and ADSP_LIBRARY_PATH on it",
-    ),
-    _Sign(
-        "nnapi", "warning", lambda f: _number(f.api_level) < 27 or not f.nnapi, "NNAPI cannot be loaded",
+    )),
+    (lambda f: _number(f.api_level) < 27 or not f.nnapi, Finding(
+        "nnapi", "warning", "NNAPI cannot be loaded",
         "Android API {api_level} has no libneuralnetworks.so where apps look", "build for xnnpack or cpu there",
-    ),
-    _Sign(
-        "nnapi-driver", "warning", lambda f: bool(f.nnapi) and not f.nnapi_drivers,
+    )),
+    (lambda f: bool(f.nnapi) and not f.nnapi_drivers, Finding(
+        "nnapi-driver", "warning",
         "NNAPI runs everything on the CPU, and nothing says so",
         "no vendor's driver is registered: nnapi-reference alone is left",
         "use xnnpack there, or refuse the CPU: NNAPI_FLAG_CPU_DISABLED",
-    ),
+    )),
 )  # fmt: skip
 
 
@@ -191,10 +182,8 @@ def judge_facts(facts: PhoneFacts) -> tuple[Finding, ...]:
     """Returns what would go wrong on a phone, faults first."""
     values = {name: getattr(facts, name) or "unknown" for name in facts.__struct_fields__}
     found = [
-        Finding(
-            id=sign.id, level=sign.level, symptom=sign.symptom, cause=sign.cause.format_map(values),
-            fix=sign.fix.format_map(values),
-        )
-        for sign in _SIGNS if sign.shows(facts)
-    ]  # fmt: skip
+        msgspec.structs.replace(finding, cause=finding.cause.format_map(values), fix=finding.fix.format_map(values))
+        for shows, finding in _SIGNS
+        if shows(facts)
+    ]
     return tuple(sorted(found, key=lambda finding: finding.level != "fault"))

@@ -92,7 +92,7 @@ class Shell(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """What is stored there: the sizes of the wanted set's files, other files by digest, left-overs, and the free bytes."""
+    """What is stored there: the sizes of the wanted set's files, others by digest, left-overs, and the free bytes."""
 
     sizes: tuple[int, ...]
     copies: Mapping[str, str]
