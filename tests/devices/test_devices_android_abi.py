@@ -148,9 +148,9 @@ def test_a_stack_guard_has_its_place_on_arm(
     built = build_checks("arm64-v8a", make_once, compiler)
     (tmp_path / "device").mkdir()
     objects = tuple(Path(shutil.copy(path, tmp_path / "device")) for path in built.objects)
-    # As the device links it, which leaves out what nobody uses; but in C, as zig compiles its C++ library for minutes.
-    in_c = msgspec.structs.replace(built.compiler, cpp=built.compiler.c)
-    LOADER.link(in_c, objects, built.imports, tmp_path / "device" / "checks", name="checks")
+    # As the device links it, which leaves out what nobody uses; zig in C, as it compiles its C++ library for minutes.
+    linker = msgspec.structs.replace(built.compiler, cpp=built.compiler.c) if compiler == "zig" else built.compiler
+    LOADER.link(linker, objects, built.imports, tmp_path / "device" / "checks", name="checks")
     data = (tmp_path / "device" / "checks").read_bytes()
     (start,), (size, count) = struct.unpack_from("<Q", data, 32), struct.unpack_from("<HH", data, 54)
     headers = [struct.unpack_from("<IIQQQQQQ", data, start + size * index) for index in range(count)]
