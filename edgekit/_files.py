@@ -52,6 +52,11 @@ def digest_bytes(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+def measure_content(source: Path | bytes) -> int:
+    """Returns how many bytes a file has, or the bytes themselves."""
+    return len(source) if isinstance(source, bytes) else source.stat().st_size
+
+
 def open_regular(path: Path) -> IO[bytes]:
     """Opens a file that must be a plain one: a link could lead anywhere, and a pipe would wait for ever.
 
@@ -149,6 +154,17 @@ def copy_file(source: Path, path: Path) -> None:
     """
     with _made(path.parent), writing(path), path.open("wb") as file:
         copy_into(source, file)
+
+
+def replace_file(source: Path, path: Path) -> None:
+    """Copies a file to where another one may be, whole or not at all; a file is left as it is where it lies already.
+
+    Raises:
+        OutputError: the folder cannot be written.
+    """
+    if source != path:
+        with replacing_file(path) as temporary, writing(path):
+            shutil.copyfile(source, temporary)
 
 
 def copy_once(source: Path, path: Path) -> None:

@@ -17,8 +17,17 @@ from typing import IO, Literal, TypeVar
 
 import msgspec
 
-from edgekit._files import copy_into, read_chunks, replacing_file, safe_join, staged_folder, work_folder, write_new
-from edgekit.bundle.checks import find_clash, find_fault
+from edgekit._files import (
+    copy_into,
+    measure_content,
+    read_chunks,
+    replacing_file,
+    safe_join,
+    staged_folder,
+    work_folder,
+    write_new,
+)
+from edgekit.bundle.checks import find_clash, find_fault, iterate_files
 from edgekit.errors import BundleError, OutputError, quote_error
 
 # zipfile reads the whole list of files at once; 10,000 names, the most that `Limits` lets pass, take about a megabyte.
@@ -217,10 +226,7 @@ def write_archive(
     if clash is not None:
         raise OutputError(f"{clash[0]!r} and {clash[1]!r} cannot lie in one archive", hint="rename one of them")
     with replacing_file(out) as temporary:
-        if kind == "zip":
-            _write_zip(entries, temporary, executable)
-        else:
-            _write_tar(entries, temporary, executable)
+        (_write_zip if kind == "zip" else _write_tar)(entries, temporary, executable)
 
 
 def list_files(folder: Path) -> dict[str, Path]:
@@ -229,13 +235,10 @@ def list_files(folder: Path) -> dict[str, Path]:
     Raises:
         BundleError: there is a link, or something that is neither file nor folder.
     """
-    found: dict[str, Path] = {}
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise BundleError(f"{name!r} of '{folder}' is a link or no regular file", hint="remove it")
-        if path.is_file():
-            found[name] = path
+    found = dict(iterate_files(folder))
+    odd = next((name for name, path in found.items() if path.is_symlink() or not path.is_file()), None)
+    if odd is not None:
+        raise BundleError(f"{odd!r} of '{folder}' is a link or no regular file", hint="remove it")
     return found
 
 
@@ -326,7 +329,7 @@ def _write_zip(entries: Mapping[str, Path | bytes], out: Path, executable: Colle
             # Unix: without it zipfile writes the system that it runs on, and other bytes on Windows.
             entry.create_system = 3
             entry.external_attr = (stat.S_IFREG | (0o755 if name in executable else 0o644)) << 16
-            entry.file_size = _measure(source)
+            entry.file_size = measure_content(source)
             with archive.open(entry, "w") as target:
                 copy_into(source, target)
 
@@ -339,13 +342,9 @@ def _write_tar(entries: Mapping[str, Path | bytes], out: Path, executable: Colle
             source = entries[name]
             entry = tarfile.TarInfo(name)
             entry.mode = 0o755 if name in executable else 0o644
-            entry.size = _measure(source)
+            entry.size = measure_content(source)
             if isinstance(source, bytes):
                 archive.addfile(entry, BytesIO(source))
                 continue
             with source.open("rb") as file:
                 archive.addfile(entry, file)
-
-
-def _measure(source: Path | bytes) -> int:
-    return len(source) if isinstance(source, bytes) else source.stat().st_size

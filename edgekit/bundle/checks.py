@@ -9,10 +9,14 @@ import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from edgekit._files import digest_file, safe_join
 from edgekit.bundle.manifest import MAX_MANIFEST_BYTES, BundledFile, Manifest
 from edgekit.errors import BundleError, UsageError, suggest_name
+from edgekit.serialize import read_toml
 from edgekit.target import Target, TaskLimit
 
 _MAX_NAME_BYTES = 512
@@ -165,180 +169,33 @@ def _find_next_step(name: str, folder: Path) -> str:
     return f"it holds {', '.join(inside[:8])}: name one of them" if inside else "build the bundle again"
 
 
-# Patterns are matched whole. None lets a slash, a colon or a quote through: no path, no address, no second option.
-_FLAG, _NUMBER, _WORD = "[01]", r"\d{1,6}", r"[A-Za-z][A-Za-z0-9_]{0,63}"
-_PLAIN = r"\d{1,9}|true|false|on|off"
-_COUNT, _TRUTH, _LEVEL = r"\d{1,20}", "true|false|True|False|0|1", "[0-5]"
-# Shapes of inputs as TensorRT reads them; the one value that has a colon, and empty where there are none.
-_SHAPES = r"(?:[A-Za-z_][\w.-]{0,63}:\d{1,6}(?:x\d{1,6}){0,7}(?:,(?!$)|$)){0,32}"
-_NAME, _VERSION = r"[A-Za-z][\w.-]{0,63}", r"[0-9A-Za-z][0-9A-Za-z.+_-]{0,63}"
+class _SessionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`session_options.toml`: patterns by name, and those of the values of session keys and of provider options."""
 
-# Keys of onnxruntime_session_options_config_keys.h (1.31) that change how a model runs. Those that name a file or a
-# folder (ep.context_file_path, session.node_partition_config_file, ...) or write one (ep.context_enable) are left out.
-_SESSION: Mapping[str, str] = {
-    **dict.fromkeys(
-        (
-            "ep.context_embed_mode",
-            "mlas.enable_gemm_fastmath_arm64_bfloat16",
-            "optimization.enable_cast_chain_elimination",
-            "optimization.enable_gelu_approximation",
-            "session.allow_released_opsets_only",
-            "session.disable_aot_function_inlining",
-            "session.disable_cpu_ep_fallback",
-            "session.disable_double_qdq_remover",
-            "session.disable_prepacking",
-            "session.disable_qdq_constant_folding",
-            "session.disable_quant_qdq",
-            "session.enable_dq_matmulnbits_fusion",
-            "session.enable_quant_qdq_cleanup",
-            "session.enable_saved_runtime_optimizations",
-            "session.force_spinning_stop",
-            "session.inter_op.allow_spinning",
-            "session.intra_op.allow_spinning",
-            "session.qdqisint8allowed",
-            "session.set_denormal_as_zero",
-            "session.strict_shape_type_inference",
-            "session.use_device_allocator_for_initializers",
-            "session.use_env_allocators",
-            "session.use_ort_model_bytes_directly",
-            "session.use_ort_model_bytes_for_initializers",
-            "session.x64quantprecision",
-        ),
-        _FLAG,
-    ),
-    "ep.nnapi.partitioning_stop_ops": rf"{_WORD}(,{_WORD}){{0,63}}",
-    "optimization.disable_specified_optimizers": rf"{_WORD}(;{_WORD}){{0,63}}",
-    "session.dynamic_block_base": _NUMBER,
-    "session.load_model_format": "ONNX|ORT",
-    "session.qdq_matmulnbits_accuracy_level": "[0-4]",
-}
+    patterns: dict[str, str]
+    session: dict[str, str]
+    providers: dict[str, dict[str, str]]
 
-# OpenVINO's properties in JSON, by device; those that name a file or a folder (CACHE_DIR, ...) are left out.
-_OV_NAMES = (
-    "DYNAMIC_QUANTIZATION_GROUP_SIZE|ENABLE_CPU_PINNING|ENABLE_HYPER_THREADING|EXECUTION_MODE_HINT"
-    "|INFERENCE_NUM_THREADS|INFERENCE_PRECISION_HINT|KV_CACHE_PRECISION|MODEL_PRIORITY|NUM_STREAMS|PERFORMANCE_HINT"
-    "|SCHEDULING_CORE_TYPE"
-)
-_OV_PROPERTY = rf'"({_OV_NAMES})":"\w{{1,32}}"'
-_OV_DEVICE = rf'"(CPU|GPU|NPU)":\{{{_OV_PROPERTY}(,{_OV_PROPERTY}){{0,15}}\}}'
+    def expand(self, values: Mapping[str, str]) -> dict[str, str]:
+        """Returns patterns by key with the pattern itself in place of each `<name>`."""
 
+        def replace(pattern: str) -> str:
+            return re.sub(r"<(\w+)>", lambda name: replace(self.patterns[name[1]]), pattern)
+
+        return {key: replace(pattern) for key, pattern in values.items()}
+
+
+_OPTIONS = read_toml(Path(__file__).parent / "session_options.toml", _SessionOptions, hint="install edgekit again")
+_SESSION: Mapping[str, str] = _OPTIONS.expand(_OPTIONS.session)
 PROVIDER_OPTIONS: Mapping[str, Mapping[str, str]] = {
-    "CPUExecutionProvider": {"use_arena": _FLAG},
-    "CUDAExecutionProvider": {
-        **dict.fromkeys(
-            (
-                "cudnn_conv1d_pad_to_nc1d",
-                "cudnn_conv_use_max_workspace",
-                "do_copy_in_default_stream",
-                "enable_cuda_graph",
-                "enable_cudnn",
-                "fuse_conv_bias",
-                "prefer_nhwc",
-                "use_ep_level_unified_stream",
-                "use_tf32",
-            ),
-            _TRUTH,
-        ),
-        **dict.fromkeys(("device_id", "gpu_mem_limit", "sdpa_kernel"), _COUNT),
-        "arena_extend_strategy": "kNextPowerOfTwo|kSameAsRequested",
-        "cudnn_conv_algo_search": "DEFAULT|EXHAUSTIVE|HEURISTIC",
-    },
-    "CoreMLExecutionProvider": {
-        "AllowLowPrecisionAccumulationOnGPU": _FLAG,
-        "EnableOnSubgraphs": _FLAG,
-        "MLComputeUnits": _WORD,
-        "ModelFormat": "MLProgram|NeuralNetwork",
-        "ProfileComputePlan": _FLAG,
-        "RequireStaticInputShapes": _FLAG,
-        "SpecializationStrategy": _WORD,
-    },
-    "DmlExecutionProvider": {
-        "device_filter": "any|gpu|npu",
-        "device_id": _NUMBER,
-        "disable_metacommands": "true|false",
-        "performance_preference": "default|high_performance|minimum_power",
-    },
-    "NnapiExecutionProvider": dict.fromkeys(
-        ("NNAPI_FLAG_CPU_DISABLED", "NNAPI_FLAG_CPU_ONLY", "NNAPI_FLAG_USE_FP16", "NNAPI_FLAG_USE_NCHW"), _FLAG
-    ),
-    "OpenVINOExecutionProvider": {"load_config": rf"\{{{_OV_DEVICE}(,{_OV_DEVICE}){{0,2}}\}}"},
-    "QNNExecutionProvider": {
-        **dict.fromkeys(
-            (
-                "disable_file_mapped_weights",
-                "enable_block_quant_weight_optimization",
-                "enable_htp_fp16_clamp_overflow",
-                "enable_htp_fp16_precision",
-                "enable_htp_monolithic_lstm",
-                "enable_htp_shared_memory_allocator",
-                "enable_htp_spill_fill_buffer",
-                "enable_vtcm_backup_buffer_sharing",
-                "extended_udma",
-                "htp_bf16_enable",
-                "htp_share_resource_optimization",
-                "offload_graph_io_quantization",
-                "skip_qnn_version_check",
-            ),
-            _FLAG,
-        ),
-        **dict.fromkeys(("device_id", "htp_arch", "rpc_control_latency", "soc_model", "vtcm_mb"), _NUMBER),
-        **dict.fromkeys(("htp_performance_mode", "qnn_context_priority"), _WORD),
-        "backend_type": "cpu|gpu|htp|saver",
-        "htp_graph_finalization_optimization_mode": "[0-3]",
-    },
-    "TensorrtExecutionProvider": {
-        **dict.fromkeys(
-            (
-                "trt_bf16_enable",
-                "trt_build_heuristics_enable",
-                "trt_context_memory_sharing_enable",
-                "trt_cuda_graph_enable",
-                "trt_detailed_build_log",
-                "trt_dla_enable",
-                "trt_engine_cache_enable",
-                "trt_engine_hw_compatible",
-                "trt_force_sequential_engine_build",
-                "trt_force_timing_cache",
-                "trt_fp16_enable",
-                "trt_int8_enable",
-                "trt_int8_use_native_calibration_table",
-                "trt_layer_norm_fp32_fallback",
-                "trt_sparsity_enable",
-                "trt_timing_cache_enable",
-            ),
-            _TRUTH,
-        ),
-        **dict.fromkeys(("trt_profile_max_shapes", "trt_profile_min_shapes", "trt_profile_opt_shapes"), _SHAPES),
-        **dict.fromkeys(
-            (
-                "device_id",
-                "trt_dla_core",
-                "trt_max_partition_iterations",
-                "trt_max_workspace_size",
-                "trt_min_subgraph_size",
-            ),
-            _COUNT,
-        ),
-        "trt_builder_optimization_level": _LEVEL,
-        "trt_engine_cache_prefix": _WORD,
-        "trt_int8_calibration_table_name": _NAME,
-        "trt_op_types_to_exclude": rf"(?:{_WORD}(?:,{_WORD}){{0,63}})?",
-    },
-    "WebGpuExecutionProvider": {
-        **dict.fromkeys(("enableGraphCapture", "enableInt64", "enableRobustness"), _FLAG),
-        "powerPreference": "high-performance|low-power",
-        "preferredLayout": "NCHW|NHWC",
-        "validationMode": "basic|disabled|full|wgpuOnly",
-    },
-    "XnnpackExecutionProvider": {"intra_op_num_threads": _NUMBER},
+    provider: _OPTIONS.expand(values) for provider, values in _OPTIONS.providers.items()
 }
-"""Options of the providers that are words, switches and numbers, each with the pattern of its value.
+"""The options of each provider that a bundle may set, each with the pattern that the whole of its value must match."""
+# Of a provider that is not known here: numbers and switches.
+_NUMBER_OR_SWITCH = r"\d{1,9}|true|false|on|off"
+_VERSIONED_NAME, _VERSION = r"[A-Za-z][\w.-]{0,63}", r"[0-9A-Za-z][0-9A-Za-z.+_-]{0,63}"
 
-Paths (backend_path, profiling_file_path, ModelCacheDirectory, cache_dir, op_packages, ...) are the user's own to give.
-"""
-
-# What manifest and `target.json` both say: apps read the one, devices the other.
-_TOLD: Mapping[str, Callable[[Target], object]] = {
+SAID_BY_TARGET: Mapping[str, Callable[[Target], Any]] = {
     "target": lambda target: target.name,
     "settings": lambda target: target.settings,
     "provider": lambda target: target.provider,
@@ -351,6 +208,8 @@ _TOLD: Mapping[str, Callable[[Target], object]] = {
     "verification": lambda target: target.verification,
     "fallback": lambda target: target.fallback,
 }
+"""The fields of a manifest that repeat `target.json`, and where the target has them: apps read the manifest, devices
+`target.json`."""
 
 
 def check_requests(manifest: Manifest, source: str) -> None:
@@ -379,7 +238,7 @@ def check_requests(manifest: Manifest, source: str) -> None:
             )
     # Versions end in POMs and Gradle files, where more than a word would be code.
     for name, version in {**manifest.versions, "minimum_ort": manifest.minimum_ort}.items():
-        if not re.fullmatch(_NAME, name) or not re.fullmatch(_VERSION, version):
+        if not re.fullmatch(_VERSIONED_NAME, name) or not re.fullmatch(_VERSION, version):
             raise BundleError(
                 f"'{source}' has no version that a build file could hold: {name[:99]!r} = {version[:99]!r}",
                 hint="build the bundle again",
@@ -396,8 +255,8 @@ def check_same(manifest: Manifest, said: Collection[str], target: Target, source
     Raises:
         BundleError: they contradict each other.
     """
-    for key, told in _TOLD.items():
-        if key in said and getattr(manifest, key) != told(target):
+    for key, read in SAID_BY_TARGET.items():
+        if key in said and getattr(manifest, key) != read(target):
             raise BundleError(
                 f"'{source}' and target.json beside it contradict each other in '{key}'", hint="build the bundle again"
             )
@@ -428,7 +287,7 @@ def _check_words(given: Mapping[str, str], allowed: Mapping[str, str] | None, pl
                 f"{key[:99]!r} in {place} of '{source}' is not for a bundle to set",
                 hint=suggest_name(key, names) if names else "leave it out: this provider takes no options",
             )
-        if not re.fullmatch(_PLAIN if allowed is None else allowed[key], value):
+        if not re.fullmatch(_NUMBER_OR_SWITCH if allowed is None else allowed[key], value):
             raise BundleError(
                 f"{key!r} in {place} of '{source}' cannot be {value[:99]!r}", hint="build the bundle again"
             )

@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 
 from edgekit._ort import CPU_PROVIDER
+from edgekit.bundle.checks import SAID_BY_TARGET
 from edgekit.bundle.expected import Recorded
 from edgekit.bundle.golden import Golden, read_inputs, read_outputs
 from edgekit.bundle.manifest import (
@@ -93,14 +94,9 @@ def describe_contents(contents: Contents, golden: GoldenFacts, files: dict[str, 
         message = f"there is no model file in a form that target '{target.name}' loads"
         raise BundleError(message, hint="convert it first")
     return Manifest(
+        **{key: read(target) for key, read in SAID_BY_TARGET.items()},
         name=contents.source.name,
-        target=target.name,
-        settings=target.settings,
         precision=contents.precision,
-        provider=target.provider,
-        provider_options=target.session.provider_options,
-        session_config=target.session.config,
-        minimum_ort=target.minimum_ort,
         runtime=target.runtime,
         form=loadable[0],
         forms=forms,
@@ -109,19 +105,14 @@ def describe_contents(contents: Contents, golden: GoldenFacts, files: dict[str, 
         outputs=_describe_outputs(contents),
         golden=golden,
         placement=_describe_placement(contents.check, target, check),
-        thresholds=target.thresholds,
-        verification=target.verification,
         ancestry=contents.ancestry,
         versions=dict(contents.versions),
         source_size_bytes=contents.source.size_bytes,
         model_size_bytes=sum(path.stat().st_size for path in contents.files[loadable[0]]),
-        platforms=target.session.platforms,
         tested=_describe_tested(contents),
         canonical_form=CANONICAL_VERSION if {"full", "runtime"} & forms.keys() else None,
         provenance=_describe_provenance(contents),
         licence=contents.recipe.licence,
-        fallback=target.fallback,
-        chain=target.session.chain,
         state=contents.state if contents.state.feeds else msgspec.UNSET,
         buckets=contents.buckets or msgspec.UNSET,
         open_dims=measure_open(contents.golden.inputs, read_inputs(contents.golden)) or msgspec.UNSET,

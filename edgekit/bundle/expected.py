@@ -4,7 +4,6 @@ An earlier build's float reference and self-test can be taken over, to make the 
 """
 
 import math
-import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from edgekit._files import digest_file, replacing_file
+from edgekit._files import digest_file, replace_file
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.bundle.golden import INPUTS, OUTPUTS, Golden, read_inputs, read_outputs, write_rows
 from edgekit.bundle.manifest import UNPADDED, ChosenSample, GoldenFacts, Manifest
@@ -330,5 +329,4 @@ def _is_near(own: Array, theirs: Array | None) -> bool:
 def _copy(source: Path, target: Path) -> None:
     if not source.is_file():
         raise DataError(f"there is no '{source}'", hint="build without --golden")
-    with replacing_file(target) as temporary:
-        shutil.copyfile(source, temporary)
+    replace_file(source, target)

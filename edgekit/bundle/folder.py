@@ -4,8 +4,7 @@ What runs is what the manifest covers: the files are copied, and the copy is wha
 """
 
 import hashlib
-import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
@@ -14,13 +13,11 @@ import msgspec
 from edgekit._files import (
     AnyPath,
     as_path,
-    copy_once,
     digest_bytes,
     digest_file,
     open_regular,
-    replacing_file,
+    replace_file,
     safe_join,
-    staged_folder,
     write_file,
     write_new,
 )
@@ -37,7 +34,7 @@ from edgekit.bundle.manifest import (
     decode_manifest,
     encode_json,
 )
-from edgekit.bundle.sign import SIGNATURE, TestResult, check_signature, check_subjects
+from edgekit.bundle.sign import SIGNATURE, Statement, TestResult, check_signature, check_subjects
 from edgekit.bundle.snippets import NOTES, README, render_readme, render_snippets
 from edgekit.check.report import CheckReport
 from edgekit.convert.forms import find_needed_ort
@@ -120,9 +117,9 @@ def write_bundle(contents: Contents, out: Path) -> Bundle:
         contents, target=msgspec.structs.replace(target, minimum_ort=max(target.minimum_ort, needed, key=read_version))
     )
     for file in contents.golden.files:
-        _copy_file(file, out / GOLDEN / file.name)
+        replace_file(file, out / GOLDEN / file.name)
     if contents.unpadded is not None:
-        _copy_file(contents.unpadded, out / UNPADDED)
+        replace_file(contents.unpadded, out / UNPADDED)
     write_file(out / CHECK, encode_json(contents.check))
     write_file(out / TARGET, encode_json(_describe_target(contents.target)))
     if contents.layers is not None:
@@ -145,7 +142,7 @@ def replace_model(bundle: Bundle, form: Form, files: Sequence[Path], templates: 
     old = set(manifest.forms[form])
     for name in manifest.files:
         if name not in old and name != README and not name.startswith(f"{APP}/"):
-            _copy_file(bundle.folder / name, out / name)
+            replace_file(bundle.folder / name, out / name)
     _copy_models({form: tuple(files)}, out)
     forms = {**manifest.forms, form: tuple(path.name for path in files)}
     draft = msgspec.structs.replace(manifest, forms=forms, files={})
@@ -181,21 +178,70 @@ def open_bundle(path: AnyPath, *, key: AnyPath | None = None) -> Bundle:
     path, key = as_path(path), None if key is None else as_path(key)
     if not path.is_dir():
         raise BundleError(f"there is no bundle '{path}'", hint="give the folder that holds manifest.json")
-    data = read_bounded(path, MANIFEST)
-    # The signature first: nothing of a manifest is decoded whose signer is not known.
-    statement = None if key is None else check_signature(data, MANIFEST, path, key)
-    manifest = decode_manifest(data, str(path / MANIFEST))
-    check_requests(manifest, str(path / MANIFEST))
+    listing = read_listing(path, MANIFEST, key)
+    manifest = decode_manifest(listing.data, listing.source)
+    check_requests(manifest, listing.source)
     # Every file, whether it will be used or not: what is allowed to lie in a bundle is exactly what was signed.
-    check_files(path, manifest.files, UNLISTED)
+    listing.check_folder(manifest.files)
     _check_named(path, manifest)
-    attested = None if statement is None else statement.predicate
-    bundle = Bundle(folder=path, manifest=manifest, sha256=digest_bytes(data), attested=attested)
-    if statement is not None:
-        check_subjects(statement, bundle.digests, path)
-    said = decode_json(data, str(path / MANIFEST))
-    check_same(manifest, said, read_target(bundle), str(path / MANIFEST))
+    bundle = Bundle(folder=path, manifest=manifest, sha256=listing.sha256, attested=listing.attested)
+    check_same(manifest, decode_json(listing.data, listing.source), read_target(bundle), listing.source)
     return bundle
+
+
+class Listing(msgspec.Struct, frozen=True, kw_only=True):
+    """The file that lists all others of a folder, as it was read, and what its signature states.
+
+    It is the `manifest.json` of a bundle, the `index.json` of several targets or the `group.json` of several models.
+    """
+
+    folder: Path
+    name: str
+    data: bytes
+    statement: Statement | None
+
+    @property
+    def source(self) -> str:
+        """Its path, for messages."""
+        return str(self.folder / self.name)
+
+    @property
+    def sha256(self) -> str:
+        """The digest of its bytes, and so of everything that it lists."""
+        return digest_bytes(self.data)
+
+    @property
+    def attested(self) -> TestResult | None:
+        """What the signer says was verified, None where no key was given."""
+        return None if self.statement is None else self.statement.predicate
+
+    def check_folder(self, files: Mapping[str, BundledFile], beside: Collection[str] = ()) -> dict[str, str]:
+        """Returns the sha256 of each file that a signature covers, if the folder holds exactly these files.
+
+        Those `beside` may lie there too. If there is a statement, it must be of exactly these files.
+
+        Raises:
+            BundleError: a file is missing, altered, unlisted, a link, or bears an unsafe name, or the
+                signature is of other files.
+        """
+        check_files(self.folder, files, {self.name, VERIFY, SIGNATURE, *beside})
+        digests = {self.name: self.sha256, **{name: entry.sha256 for name, entry in files.items()}}
+        if self.statement is not None:
+            check_subjects(self.statement, digests, self.folder)
+        return digests
+
+
+def read_listing(folder: Path, name: str, key: Path | None) -> Listing:
+    """Returns the file that lists all others of a folder; with a public key its signature is checked first.
+
+    Nothing of a file is decoded whose signer is not known.
+
+    Raises:
+        BundleError: it is missing, a link, or not signed with the private half of the key.
+    """
+    data = read_bounded(folder, name)
+    statement = None if key is None else check_signature(data, name, folder, key)
+    return Listing(folder=folder, name=name, data=data, statement=statement)
 
 
 def _check_named(path: Path, manifest: Manifest) -> None:
@@ -213,20 +259,6 @@ def _check_named(path: Path, manifest: Manifest) -> None:
                 f"'{name}' of bundle '{path}' names {strange!r}, which the manifest does not list",
                 hint="build the bundle again",
             )
-
-
-def regain_bundle(manifest: bytes, files: Mapping[str, Path], out: Path) -> Bundle:
-    """Writes a bundle that lay in pieces into the folder `out` and opens it; `files` says where each of them lies.
-
-    Raises:
-        BundleError: the pieces are not those that the manifest names.
-        OutputError: `out` cannot be written.
-    """
-    with staged_folder(out) as staging:
-        for name, source in files.items():
-            copy_once(source, staging / name)
-        write_file(staging / MANIFEST, manifest)
-    return open_bundle(out)
 
 
 def read_check(bundle: Bundle) -> CheckReport:
@@ -272,7 +304,7 @@ def _make_self_test(contents: Contents, out: Path) -> GoldenFacts:
         if adopted is not None:
             if contents.layers is not None and LAYERS in contents.recorded.manifest.files:
                 # Measured figures, which another kind of CPU gives in other last bits.
-                _copy_file(contents.recorded.folder / LAYERS, out / LAYERS)
+                replace_file(contents.recorded.folder / LAYERS, out / LAYERS)
             return adopted
     return write_expected(contents.golden, models, contents.precision, out / GOLDEN)
 
@@ -286,14 +318,7 @@ def _copy_models(files: Mapping[Form, tuple[Path, ...]], out: Path) -> None:
             raise OutputError(f"the model file {path.name!r} {fault}", hint="rename the model")
         if taken.setdefault(path.name.lower(), path) != path:
             raise OutputError(f"two files of the bundle want the name '{path.name}'", hint="rename the model")
-        _copy_file(path, out / path.name)
-
-
-def _copy_file(source: Path, target: Path) -> None:
-    if source == target:
-        return
-    with replacing_file(target) as temporary:
-        shutil.copyfile(source, temporary)
+        replace_file(path, out / path.name)
 
 
 def _digest_files(folder: Path) -> dict[str, BundledFile]:

@@ -3,6 +3,7 @@
 import contextlib
 from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -11,17 +12,12 @@ import msgspec
 from edgekit._files import copy_once, digest_bytes, staged_folder, work_folder, write_file
 from edgekit._ort import CPU_PROVIDER
 from edgekit.bundle.archive import opened_folder
-from edgekit.bundle.checks import check_files, find_fault, read_bounded
 from edgekit.bundle.expected import Recorded
-from edgekit.bundle.folder import MANIFEST, VERIFY, Bundle, open_bundle, regain_bundle
-from edgekit.bundle.manifest import (
-    BundledFile,
-    Manifest,
-    decode_manifest,
-    decode_strictly,
-    encode_json,
-)
-from edgekit.bundle.sign import SIGNATURE, TestResult, check_signature, check_subjects, sign_files
+from edgekit.bundle.folder import MANIFEST, VERIFY, Bundle, open_bundle, read_listing
+from edgekit.bundle.group.group import is_group, open_group
+from edgekit.bundle.manifest import BundledFile, Manifest, decode_strictly, encode_json
+from edgekit.bundle.nested import extract_nested, list_nested, read_nested, require_folder_name
+from edgekit.bundle.sign import TestResult, sign_files
 from edgekit.errors import BundleError, OutputError, UsageError, suggest_name
 from edgekit.target import read_version
 
@@ -136,10 +132,8 @@ def join_bundles(bundles: Sequence[Bundle], out: Path) -> MultiBundle:
                     copy_once(source, folder / name)
         data = encode_json(index)
         write_file(staging / INDEX, data)
-    digests = {INDEX: digest_bytes(data)}
-    for bundle in bundles:
-        digests[f"{_VARIANTS}/{bundle.manifest.target}/{MANIFEST}"] = bundle.sha256
-        digests |= {place: bundle.digests[name] for name, place in _places(bundle.manifest, shared).items()}
+    files = _list_files(index, [bundle.manifest for bundle in bundles])
+    digests = {INDEX: digest_bytes(data), **{place: file.sha256 for place, file in files.items()}}
     return MultiBundle(folder=out, index=index, sha256=digests[INDEX], digests=digests)
 
 
@@ -150,24 +144,17 @@ def open_index(path: Path, *, key: Path | None = None) -> MultiBundle:
         BundleError: the index or a manifest is missing, malformed or altered; a file is missing, altered, unlisted, a
             link, or bears an unsafe name; it is not signed with the key.
     """
-    data = read_bounded(path, INDEX)
-    statement = None if key is None else check_signature(data, INDEX, path, key)
-    source = str(path / INDEX)
-    index = decode_strictly(data, Index, source)
+    listing = read_listing(path, INDEX, key)
+    index = decode_strictly(listing.data, Index, listing.source)
     manifests = [(_read_manifest(path, variant), variant.manifest) for variant in index.variants]
     # What the index says follows from the manifests: made again, it needs no belief.
     if not manifests or index != _make_index(manifests):
-        raise BundleError(f"'{source}' contradicts the manifests of its variants", hint="join the bundles again")
-    expected = {f"{variant.folder}/{MANIFEST}": variant.manifest for variant in index.variants}
-    for manifest, _ in manifests:
-        places = _places(manifest, set(index.shared))
-        expected |= {places[name]: entry for name, entry in manifest.files.items()}
-    check_files(path, expected, {INDEX, SIGNATURE, *(f"{variant.folder}/{VERIFY}" for variant in index.variants)})
-    digests = {INDEX: digest_bytes(data), **{name: entry.sha256 for name, entry in expected.items()}}
-    attested = None if statement is None else statement.predicate
-    if statement is not None:
-        check_subjects(statement, digests, path)
-    return MultiBundle(folder=path, index=index, sha256=digests[INDEX], digests=digests, attested=attested)
+        raise BundleError(
+            f"'{listing.source}' contradicts the manifests of its variants", hint="join the bundles again"
+        )
+    files = _list_files(index, [manifest for manifest, _ in manifests])
+    digests = listing.check_folder(files, [f"{variant.folder}/{VERIFY}" for variant in index.variants])
+    return MultiBundle(folder=path, index=index, sha256=listing.sha256, digests=digests, attested=listing.attested)
 
 
 def extract_variant(multi: MultiBundle, target: str, out: Path) -> Bundle:
@@ -180,14 +167,8 @@ def extract_variant(multi: MultiBundle, target: str, out: Path) -> Bundle:
     by_target = {variant.target: variant for variant in multi.index.variants}
     if target not in by_target:
         raise UsageError(f"'{multi.folder}' has no variant '{target}'", hint=suggest_name(target, by_target))
-    variant = by_target[target]
-    data = read_bounded(multi.folder / variant.folder, MANIFEST)
-    manifest = decode_manifest(data, f"{multi.folder}/{variant.folder}/{MANIFEST}")
-    places = _places(manifest, set(multi.index.shared))
-    bundle = regain_bundle(data, {name: multi.folder / place for name, place in places.items()}, out)
-    if bundle.sha256 != variant.manifest.sha256:
-        raise BundleError(f"variant '{target}' of '{multi.folder}' was altered", hint="fetch it again")
-    return bundle
+    variant, shared = by_target[target], set(multi.index.shared)
+    return extract_nested(multi.folder, variant.folder, variant.manifest, partial(_places, shared=shared), out)
 
 
 def choose_variant(
@@ -280,18 +261,22 @@ def _places(manifest: Manifest, shared: set[str]) -> dict[str, str]:
     }
 
 
+def _list_files(index: Index, manifests: Sequence[Manifest]) -> dict[str, BundledFile]:
+    """Returns every file of a folder with an index, by its place."""
+    variants = {variant.target: variant for variant in index.variants}
+    files: dict[str, BundledFile] = {}
+    for manifest in manifests:
+        variant = variants[manifest.target]
+        files |= list_nested(variant.folder, variant.manifest, manifest, _places(manifest, set(index.shared)))
+    return files
+
+
 def _read_manifest(path: Path, variant: Variant) -> Manifest:
     """Returns the manifest of a variant, if it is the one that the index speaks of."""
-    # Before it is opened: the index is not believed in where it points.
-    if variant.folder != f"{_VARIANTS}/{variant.target}" or "/" in variant.target or find_fault(variant.target):
-        raise BundleError(f"'{path / INDEX}' has no safe folder for {variant.target[:99]!r}", hint="fetch it again")
-    name = f"{variant.folder}/{MANIFEST}"
-    data = read_bounded(path, name)
-    if digest_bytes(data) != variant.manifest.sha256:
-        raise BundleError(
-            f"'{name}' of '{path}' was altered: its sha256 is not that of the index", hint="fetch it again"
-        )
-    return decode_manifest(data, f"{path}/{name}")
+    # The index is not believed in where it points.
+    is_own = variant.folder == f"{_VARIANTS}/{variant.target}"
+    require_folder_name(variant.target if is_own else variant.folder, str(path / INDEX))
+    return read_nested(path, variant.folder, variant.manifest, INDEX)
 
 
 # Opening whatever a bundle comes as: a folder, an archive, or either with several targets.
@@ -374,7 +359,7 @@ def open_any(folder: Path, *, key: Path | None = None) -> Bundle | MultiBundle:
 
 
 def sign_bundle(folder: Path, key: Path, result: TestResult) -> SignedBundle:
-    """Checks a folder of one target or of several, and signs its files with what was verified of them.
+    """Checks a folder of one target, of several or of a group, and signs its files with what was verified of them.
 
     Raises:
         BundleError: the bundle is not whole, or is an archive.
@@ -382,8 +367,8 @@ def sign_bundle(folder: Path, key: Path, result: TestResult) -> SignedBundle:
         OutputError: the folder cannot be written.
     """
     if folder.is_file():
-        raise BundleError(f"'{folder}' is a file", hint="sign the bundle's folder, then pack it")
-    found = open_any(folder)
+        raise BundleError(f"'{folder}' is a file", hint="sign the folder, then pack it")
+    found = open_group(folder) if is_group(folder) else open_any(folder)
     keyid = sign_files(folder, found.digests, result, key)
     return SignedBundle(bundle=folder, sha256=found.sha256, key=keyid, attested=result)
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from edgekit.bundle.folder import MANIFEST, VERIFY, Bundle
-from edgekit.bundle.group.group import GROUP, Group, is_group, open_group, sign_group
+from edgekit.bundle.group.group import GROUP, Group, is_group, open_group
 from edgekit.bundle.multi import MultiBundle, SignedBundle, find_bundles, join_bundles, open_any, sign_bundle
 from edgekit.bundle.sign import AttestedOutput, AttestedRun, TestResult, list_subjects
 from edgekit.devices.android.installed import find_app_runtime
@@ -157,8 +157,7 @@ def _sign_group(folder: Path, key: Path, allowed: Allowed) -> tuple[SignedBundle
     doubts = _refuse_group(group, report, members, allowed)
     weak = [doubt for doubt in map(_find_doubt, members) if doubt is not None]
     result = _attest(members, weak, _describe_whole(group, report, doubts))
-    keyid = sign_group(folder, key, result)
-    return SignedBundle(bundle=folder, sha256=group.sha256, key=keyid, attested=result), doubts
+    return sign_bundle(folder, key, result), doubts
 
 
 def _package_group(

@@ -8,26 +8,20 @@ folder, or as the archive that it was packed into; its README tells the develope
 import contextlib
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 
-from edgekit._files import copy_once, digest_bytes, staged_folder, write_file
+from edgekit._files import copy_once, staged_folder, write_file
 from edgekit.bundle.archive import opened_folder
-from edgekit.bundle.checks import check_files, read_bounded
-from edgekit.bundle.checks import find_fault as find_name_fault
-from edgekit.bundle.folder import APP, GOLDEN, MANIFEST, VERIFY, Bundle, regain_bundle
+from edgekit.bundle.folder import APP, GOLDEN, MANIFEST, Bundle, read_listing
 from edgekit.bundle.golden import Golden
 from edgekit.bundle.group.wiring import MOST_MEMBERS, Interface, Stage, Tokens, Wiring, describe_interface, find_fault
-from edgekit.bundle.manifest import (
-    BundledFile,
-    Manifest,
-    decode_manifest,
-    decode_strictly,
-    encode_json,
-)
-from edgekit.bundle.sign import SIGNATURE, TestResult, check_signature, check_subjects, sign_files
+from edgekit.bundle.manifest import BundledFile, Manifest, decode_strictly, encode_json
+from edgekit.bundle.nested import extract_nested, list_nested, read_nested, require_folder_name
+from edgekit.bundle.sign import TestResult
 from edgekit.bundle.snippets import README, plain
 from edgekit.errors import BundleError, UsageError
 from edgekit.model.tensors import TensorSpec
@@ -128,21 +122,16 @@ class GroupManifest(_Strict, frozen=True, kw_only=True):
 class Group(msgspec.Struct, frozen=True, kw_only=True):
     """A folder with a group; `sha256` is the digest of `group.json`, and so of everything that it covers.
 
-    `manifests` are those of the members; `attested` is what the holder of a key says was verified, None where the group
-    was opened without one.
+    `manifests` are those of the members; `digests` hold the sha256 of every file that a signature covers, by its place.
+    `attested` is what the holder of a key says was verified, None where the group was opened without one.
     """
 
     folder: Path
     manifest: GroupManifest
     manifests: Mapping[str, Manifest]
     sha256: str
+    digests: Mapping[str, str]
     attested: TestResult | None = None
-
-    @property
-    def digests(self) -> dict[str, str]:
-        """The sha256 of every file that a signature covers, by its place."""
-        listed = _expect(self.manifest, self.manifests)
-        return {GROUP: self.sha256, **{place: entry.sha256 for place, entry in listed.items()}}
 
     @property
     def golden(self) -> Golden:
@@ -242,11 +231,9 @@ def open_group(path: Path, *, key: Path | None = None) -> Group:
     """
     if not path.is_dir():
         raise BundleError(f"there is no group '{path}'", hint="give the folder that holds group.json")
-    data = read_bounded(path, GROUP)
-    # The signature first: nothing is decoded whose signer is not known.
-    statement = None if key is None else check_signature(data, GROUP, path, key)
-    source = str(path / GROUP)
-    group = decode_strictly(data, GroupManifest, source)
+    listing = read_listing(path, GROUP, key)
+    source = listing.source
+    group = decode_strictly(listing.data, GroupManifest, source)
     manifests = {name: _read_member(path, name, member, group) for name, member in group.members.items()}
     if ":" in group.metric.name:
         # `module:function` imports and runs Python.
@@ -255,12 +242,15 @@ def open_group(path: Path, *, key: Path | None = None) -> Group:
     fault = find_fault(group.wiring, _interfaces(manifests))
     if fault is not None:
         raise BundleError(f"the wiring in '{source}' {fault[0]}", hint="build the group again")
-    check_files(path, _expect(group, manifests), {GROUP, VERIFY, SIGNATURE})
-    attested = None if statement is None else statement.predicate
-    opened = Group(folder=path, manifest=group, manifests=manifests, sha256=digest_bytes(data), attested=attested)
-    if statement is not None:
-        check_subjects(statement, opened.digests, path)
-    return opened
+    digests = listing.check_folder(_list_files(group, manifests))
+    return Group(
+        folder=path,
+        manifest=group,
+        manifests=manifests,
+        sha256=listing.sha256,
+        digests=digests,
+        attested=listing.attested,
+    )
 
 
 def extract_member(group: Group, name: str, out: Path) -> Bundle:
@@ -270,12 +260,9 @@ def extract_member(group: Group, name: str, out: Path) -> Bundle:
         BundleError: the group was altered since it was opened.
         OutputError: `out` cannot be written.
     """
-    data = read_bounded(group.folder / _MEMBERS / name, MANIFEST)
-    places = _places(name, group.manifests[name], group.manifest.shared)
-    bundle = regain_bundle(data, {file: group.folder / place for file, place in places.items()}, out)
-    if bundle.sha256 != group.manifest.members[name].manifest.sha256:
-        raise BundleError(f"member '{name}' of '{group.folder}' was altered", hint="build the group again")
-    return bundle
+    folder, entry = f"{_MEMBERS}/{name}", group.manifest.members[name].manifest
+    find_places = partial(_places, name, shared=group.manifest.shared)
+    return extract_nested(group.folder, folder, entry, find_places, out)
 
 
 def _interfaces(manifests: Mapping[str, Manifest]) -> dict[str, Interface]:
@@ -291,26 +278,21 @@ def _find_model(member: str, manifest: Manifest, shared: Mapping[str, object]) -
 
 
 def _read_member(path: Path, name: str, member: Member, group: GroupManifest) -> Manifest:
-    # Before it is opened: what bears the name of a folder may lead out of it.
-    if "/" in name or find_name_fault(name):
-        raise BundleError(f"'{path / GROUP}' has no safe folder for {name[:99]!r}", hint="build the group again")
-    data = read_bounded(path / _MEMBERS / name, MANIFEST)
-    place = f"{_MEMBERS}/{name}/{MANIFEST}"
-    if digest_bytes(data) != member.manifest.sha256:
-        raise BundleError(f"'{place}' of '{path}' was altered: its sha256 is another", hint="build the group again")
-    manifest = decode_manifest(data, str(path / place))
+    source = str(path / GROUP)
+    require_folder_name(name, source)
+    manifest = read_nested(path, f"{_MEMBERS}/{name}", member.manifest, source)
     if (manifest.target, _find_model(name, manifest, group.shared)) != (group.target, member.model_file):
-        raise BundleError(f"'{path / GROUP}' contradicts '{place}'", hint="build the group again")
+        raise BundleError(f"'{source}' contradicts the manifest of '{name}'", hint="build the group again")
     return manifest
 
 
-def _expect(group: GroupManifest, manifests: Mapping[str, Manifest]) -> dict[str, BundledFile]:
+def _list_files(group: GroupManifest, manifests: Mapping[str, Manifest]) -> dict[str, BundledFile]:
     """Returns every file that has to be there, by its place."""
-    expected = dict(group.files)
+    files = dict(group.files)
     for name, manifest in manifests.items():
-        expected[f"{_MEMBERS}/{name}/{MANIFEST}"] = group.members[name].manifest
-        expected |= {place: manifest.files[file] for file, place in _places(name, manifest, group.shared).items()}
-    return expected
+        entry, places = group.members[name].manifest, _places(name, manifest, group.shared)
+        files |= list_nested(f"{_MEMBERS}/{name}", entry, manifest, places)
+    return files
 
 
 def _places(member: str, manifest: Manifest, shared: Mapping[str, object]) -> dict[str, str]:
@@ -354,16 +336,3 @@ def opened_group(path: Path, *, key: Path | None = None) -> Generator[Group]:
     """
     with opened_folder(path) as folder:
         yield open_group(folder, key=key)
-
-
-def sign_group(folder: Path, key: Path, result: TestResult) -> str:
-    """Checks the folder of a group, signs its files with what was verified of them, and returns the id of the key.
-
-    Raises:
-        BundleError: the group is not whole, or is an archive.
-        UsageError: the key cannot be read, or is no Ed25519 private key.
-        OutputError: the folder cannot be written.
-    """
-    if folder.is_file():
-        raise BundleError(f"'{folder}' is a file", hint="sign the group's folder, then pack it")
-    return sign_files(folder, open_group(folder).digests, result, key)
