@@ -1,7 +1,8 @@
 """Converting a model into every file its target loads."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -14,7 +15,6 @@ from edgekit.convert.forms import (
     Source,
     Written,
     write_context_form,
-    write_onnx_form,
     write_ort_form,
     write_stamped,
 )
@@ -94,27 +94,13 @@ def convert_model(
         DeviceError: QNN's compiler crashed or ran out of time.
         OutputError: `out` cannot be written.
     """
-    out = as_path(out)
-    forms = target.conversion.forms
-    if _ORT_FORMS & set(forms):
-        refuse_large(ort_source or model)
-    if "context" in forms:
-        require_compiler()
-    with work_folder(out) as work:
-        (work / "ort").mkdir()
-        stamped = write_stamped(model, work)
-        ort_stamped = stamped if ort_source is None else write_stamped(ort_source, work / "ort")
-        source = Source(model=ort_stamped, origin=origin or ort_source or model, samples=samples, checked=checked)
-        options = OrtOptions(style="full", cpu=target.conversion.cpu)
-        level = Level.ALL if target.conversion.saves_fusions else Level.BASIC
-        runtime = OrtOptions(style="runtime", cpu=target.conversion.cpu, level=level)
-        writers: Mapping[Form, Callable[[], Written]] = {
-            **_portable_writers(source, stamped, work, options),
-            "runtime": lambda: write_ort_form(source, work, runtime),
-            "context": lambda: write_context_form(stamped, target, work, context),
-        }
-        written: dict[Form, Written] = {form: writers[form]() for form in forms}
-        return _publish(model, written, work, out, target=target.name, reason=target.conversion.reason)
+    cpu, saves = target.conversion.cpu, target.conversion.saves_fusions
+    options: dict[Form, OrtOptions] = {
+        "full": OrtOptions(style="full", cpu=cpu),
+        "runtime": OrtOptions(style="runtime", cpu=cpu, level=Level.ALL if saves else Level.BASIC),
+    }
+    source = Source(model=ort_source or model, origin=origin or ort_source or model, samples=samples, checked=checked)
+    return _convert(model, source, target.conversion.forms, options, as_path(out), target, context)
 
 
 def convert_styles(
@@ -135,52 +121,65 @@ def convert_styles(
         RuntimeRefusal: ONNX Runtime refuses the model.
         OutputError: `out` cannot be written.
     """
-    if _ORT_FORMS & set(forms):
-        refuse_large(model)
+    styles: dict[Form, OrtOptions] = {style: msgspec.structs.replace(options, style=style) for style in ORT_FILES}
+    source = Source(model=model, origin=origin or model, samples=samples, checked=checked)
+    return _convert(model, source, forms, styles, out)
+
+
+def _convert(
+    model: Model,
+    source: Source,
+    forms: Sequence[Form],
+    options: Mapping[Form, OrtOptions],
+    out: Path,
+    target: Target | None = None,
+    context: ContextOptions = DEFAULT_CONTEXT,
+) -> ConvertedModel:
+    """Writes a model as ONNX or context, and the model of the source in ORT format; without a target no context."""
+    if options.keys() & set(forms):
+        refuse_large(source.model)
+    if "context" in forms:
+        require_compiler()
     with work_folder(out) as work:
+        (work / "ort").mkdir()
         stamped = write_stamped(model, work)
-        source = Source(model=stamped, origin=origin or model, samples=samples, checked=checked)
-        writers = _portable_writers(source, stamped, work, options)
-        written: dict[Form, Written] = {form: writers[form]() for form in forms}
-        return _publish(model, written, work, out, target="", reason=_ASKED_FOR)
+        ort_stamped = stamped if source.model is model else write_stamped(source.model, work / "ort")
+        source = msgspec.structs.replace(source, model=ort_stamped)
 
+        def write(form: Form) -> Written:
+            if form in options:
+                return write_ort_form(source, work, options[form])
+            if form == "context" and target is not None:
+                return write_context_form(stamped, target, work, context)
+            return Written(files=(stamped.path.name, *stamped.external_files))
 
-def _portable_writers(
-    source: Source, stamped: Model, work: Path, options: OrtOptions
-) -> Mapping[Form, Callable[[], Written]]:
-    return {
-        "onnx": lambda: write_onnx_form(stamped),
-        "full": lambda: write_ort_form(source, work, msgspec.structs.replace(options, style="full")),
-        "runtime": lambda: write_ort_form(source, work, msgspec.structs.replace(options, style="runtime")),
-    }
+        return _publish(model, {form: write(form) for form in forms}, work, out, target)
 
 
 def _publish(
-    model: Model, written: Mapping[Form, Written], work: Path, out: Path, *, target: str, reason: str
+    model: Model, written: Mapping[Form, Written], work: Path, out: Path, target: Target | None
 ) -> ConvertedModel:
+    """Moves the files into place, the one to load first last, and returns what is known of them."""
     names = [name for form in written.values() for name in form.files]
     sha256 = {name: digest_file(work / name) for name in names}
     sizes = {name: (work / name).stat().st_size for name in names}
     for name in reversed(names):
         move_file(work / name, out / name)
     versions = {"onnxruntime": VERSION, "ort-canonical-form": str(CANONICAL_VERSION)}
+    # What each form has to say, by form: the fields of `Written` that have the same name here.
+    by_form: dict[str, Any] = {
+        name: {form: found for form, item in written.items() if (found := getattr(item, name))}
+        for name in ("files", "census", "fates", "unfused", "equality", "host_traits")
+    }
     return ConvertedModel(
+        **by_form,
         source_sha256=model.sha256,
-        target=target,
+        target="" if target is None else target.name,
         folder=out,
-        files={form: item.files for form, item in written.items()},
-        census={form: item.census for form, item in written.items() if item.census},
-        fates={form: item.fates for form, item in written.items() if item.fates},
-        unfused={form: item.unfused for form, item in written.items() if item.unfused},
-        equality={form: item.equality for form, item in written.items() if item.equality is not None},
-        host_traits={form: item.host_traits for form, item in written.items() if item.host_traits},
         sha256=sha256,
         size_bytes=sizes,
         canonical_version=CANONICAL_VERSION,
         versions=versions | {key: value for item in written.values() for key, value in item.versions.items()},
         compatibility="".join(item.compatibility for item in written.values()),
-        reason=reason,
+        reason=_ASKED_FOR if target is None else target.conversion.reason,
     )
-
-
-_ORT_FORMS = frozenset(ORT_FILES)

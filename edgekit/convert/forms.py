@@ -234,11 +234,6 @@ def write_ort_form(source: Source, folder: Path, options: OrtOptions) -> Written
     )
 
 
-def write_onnx_form(model: Model) -> Written:
-    """Returns the ONNX file as a form: it lies there already."""
-    return Written(files=(model.path.name, *model.external_files))
-
-
 def write_context_form(model: Model, target: Target, folder: Path, options: ContextOptions) -> Written:
     """Compiles the ONNX file for the target's SoC, beside it.
 
