@@ -106,7 +106,7 @@ class _Walk:
 
     def _add_vector(self, value: memoryview | list[bytes] | list[Record], field: Field) -> _Link:
         if isinstance(value, memoryview):
-            return self._add_blob(value) if field.kind == "blob" else self._add_numbers(value, field.kind[1:-1])
+            return self._add_blob(value) if field.kind == "weights" else self._add_numbers(value, field.kind[1:-1])
         block = self._add_block(_Block(bytearray(4 + 4 * len(value)), align=4, lead=0))
         index = len(self.blocks) - 1
         struct.pack_into("<I", block.content, 0, len(value))

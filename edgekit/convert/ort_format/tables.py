@@ -1,12 +1,12 @@
 """Reading an ORT-format file into records, without trusting a byte of it.
 
-The tables are those of ONNX Runtime's schema, versions 5 and 6: what each slot holds, and how wide it is.
+Which tables there are, and what each of their slots holds, stands in `schema.toml`.
 """
 
 import contextlib
 import mmap
 import struct
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import TypeAlias, cast
 
@@ -18,8 +18,8 @@ from edgekit.errors import ModelError
 class Field(msgspec.Struct, frozen=True):
     """A slot of a table.
 
-    `kind` is "string", "table", "union", "blob", "deprecated", or the struct code of a number; a kind in brackets is
-    a vector of it. `of` names the table. `key` holds the paths to what a list is sorted by.
+    `kind` is "string", "table", "union", "weights", "deprecated", or the struct code of a number; a kind in brackets is
+    a vector of it. `of` names the table or union. `key` holds the paths of the fields by which a vector is sorted.
     """
 
     name: str
@@ -36,114 +36,23 @@ UNIONS = {"TypeInfoValue": {1: "TensorTypeAndShape", 2: "SequenceType", 3: "MapT
 
 ROOT = "InferenceSession"
 
-SCHEMA: dict[str, tuple[Field, ...]] = {
-    "InferenceSession": (
-        Field("ort_version", "string"),
-        Field("model", "table", "Model"),
-        Field("session_state", "deprecated"),
-        Field("kernel_type_str_resolver", "table", "KernelTypeStrResolver"),
-    ),
-    "Model": (
-        Field("ir_version", "q"),
-        Field("opset_import", "[table]", "OperatorSetId", ("domain", "version")),
-        Field("producer_name", "string"),
-        Field("producer_version", "string"),
-        Field("domain", "string"),
-        Field("model_version", "q"),
-        Field("doc_string", "string"),
-        Field("graph", "table", "Graph"),
-        Field("graph_doc_string", "string"),
-        Field("metadata_props", "[table]", "StringStringEntry", ("key",)),
-    ),
-    "OperatorSetId": (Field("domain", "string"), Field("version", "q")),
-    "StringStringEntry": (Field("key", "string"), Field("value", "string")),
-    "Graph": (
-        Field("initializers", "[table]", "Tensor", ("name",)),
-        Field("node_args", "[table]", "ValueInfo", ("name",)),
-        Field("nodes", "[table]", "Node", ("index",)),
-        Field("max_node_index", "I"),
-        Field("node_edges", "[table]", "NodeEdge", ("node_index",)),
-        Field("inputs", "[string]"),
-        Field("outputs", "[string]"),
-        Field("sparse_initializers", "[table]", "SparseTensor", ("values.name",)),
-        Field("runtime_optimizations", "table", "RuntimeOptimizations"),
-    ),
-    "Node": (
-        Field("name", "string"),
-        Field("doc_string", "string"),
-        Field("domain", "string"),
-        Field("since_version", "i"),
-        Field("index", "I"),
-        Field("op_type", "string"),
-        Field("type", "i"),
-        Field("execution_provider_type", "string"),
-        Field("inputs", "[string]"),
-        Field("outputs", "[string]"),
-        Field("attributes", "[table]", "Attribute", ("name",)),
-        Field("input_arg_counts", "[i]"),
-        Field("implicit_inputs", "[string]"),
-    ),
-    "NodeEdge": (Field("node_index", "I"), Field("input_edges", "[edge]"), Field("output_edges", "[edge]")),
-    "Attribute": (
-        Field("name", "string"),
-        Field("doc_string", "string"),
-        Field("type", "i"),
-        Field("f", "f"),
-        Field("i", "q"),
-        Field("s", "string"),
-        Field("t", "table", "Tensor"),
-        Field("g", "table", "Graph"),
-        Field("floats", "[f]"),
-        Field("ints", "[q]"),
-        Field("strings", "[string]"),
-        Field("tensors", "[table]", "Tensor"),
-        Field("graphs", "[table]", "Graph"),
-    ),
-    "Tensor": (
-        Field("name", "string"),
-        Field("doc_string", "string"),
-        Field("dims", "[q]"),
-        Field("data_type", "i"),
-        Field("raw_data", "blob"),
-        Field("string_data", "[string]"),
-        Field("external_data_offset", "q"),
-    ),
-    "SparseTensor": (Field("values", "table", "Tensor"), Field("indices", "table", "Tensor"), Field("dims", "[q]")),
-    "ValueInfo": (Field("name", "string"), Field("doc_string", "string"), Field("type", "table", "TypeInfo")),
-    "TypeInfo": (Field("denotation", "string"), Field("value_type", "B"), Field("value", "union", "TypeInfoValue")),
-    "TensorTypeAndShape": (Field("elem_type", "i"), Field("shape", "table", "Shape")),
-    "SequenceType": (Field("elem_type", "table", "TypeInfo"),),
-    "MapType": (Field("key_type", "i"), Field("value_type", "table", "TypeInfo")),
-    "Shape": (Field("dim", "[table]", "Dimension"),),
-    "Dimension": (Field("value", "table", "DimensionValue"), Field("denotation", "string")),
-    "DimensionValue": (Field("dim_type", "b"), Field("dim_value", "q"), Field("dim_param", "string")),
-    "RuntimeOptimizations": (Field("records", "[table]", "RecordContainerEntry", ("optimizer_name",)),),
-    "RecordContainerEntry": (
-        Field("optimizer_name", "string"),
-        Field("runtime_optimization_records", "[table]", "Record"),
-    ),
-    "Record": (
-        Field("action_id", "string"),
-        Field("nodes_to_optimize_indices", "table", "NodesToOptimize"),
-        Field("produced_nodes", "deprecated"),
-        Field("produced_op_ids", "[string]"),
-    ),
-    "NodesToOptimize": (
-        Field("node_indices", "[I]"),
-        Field("num_inputs", "I"),
-        Field("num_outputs", "I"),
-        Field("has_variadic_input", "?"),
-        Field("has_variadic_output", "?"),
-        Field("num_variadic_inputs", "I"),
-        Field("num_variadic_outputs", "I"),
-    ),
-    "KernelTypeStrResolver": (Field("op_kernel_type_str_args", "[table]", "OpKernelTypes", ("op_id",)),),
-    "OpKernelTypes": (
-        Field("op_id", "string"),
-        Field("kernel_type_str_args", "[table]", "KernelTypeArgs", ("kernel_type_str",)),
-    ),
-    "KernelTypeArgs": (Field("kernel_type_str", "string"), Field("args", "[table]", "ArgTypeAndIndex")),
-    "ArgTypeAndIndex": (Field("arg_type", "b"), Field("index", "I")),
+_SCALARS = frozenset({*NUMBER_SIZES, "string", "weights", "deprecated"})
+
+
+def _read_field_kind(name: str, text: str) -> Field:
+    """Returns a line of `schema.toml` as a field."""
+    word, _, order = text.partition(" sorted by ")
+    bare = word.strip("[]")
+    kind = bare if bare in _SCALARS else "union" if bare in UNIONS else "table"
+    of = "" if bare in _SCALARS else bare
+    return Field(name, f"[{kind}]" if word.startswith("[") else kind, of, tuple(order.split(", ")) if order else ())
+
+
+SCHEMA: Mapping[str, tuple[Field, ...]] = {
+    table: tuple(_read_field_kind(name, text) for name, text in slots.items())
+    for table, slots in msgspec.toml.decode(
+        (Path(__file__).parent / "schema.toml").read_bytes(), type=dict[str, dict[str, str]]
+    ).items()
 }
 """Every table, by its slots in order."""
 
@@ -234,7 +143,7 @@ class TableFile:
 
     def _read_vector(self, target: int, field: Field, depth: int) -> Value:
         count = self._uint32(target)
-        element = "B" if field.kind == "blob" else field.kind[1:-1]
+        element = "B" if field.kind == "weights" else field.kind[1:-1]
         data = self._bytes(target + 4, count * NUMBER_SIZES.get(element, 4))
         if element in NUMBER_SIZES:
             return data
