@@ -186,17 +186,12 @@ def replacing_file(path: Path) -> Generator[Path]:
     """
     if path.name in {"", ".."}:
         raise OutputError(f"cannot write '{path}': it is a folder", hint="give the name of a file")
-    with _made(path.parent):
+    # Beside its place, not in /tmp: a rename is at once only within a file system.
+    with _temporary_folder(path.parent, path) as folder:
+        temporary = folder / path.name
+        yield temporary
         with writing(path):
-            # Beside its place, not in /tmp: a rename is at once only within a file system.
-            folder = Path(tempfile.mkdtemp(prefix=".edgekit-", dir=path.parent))
-        try:
-            temporary = folder / path.name
-            yield temporary
-            with writing(path):
-                temporary.replace(path)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            temporary.replace(path)
 
 
 @contextlib.contextmanager
@@ -274,13 +269,20 @@ def staged_entries(path: Path) -> Generator[Path]:
 def _holder(path: Path) -> Generator[Path]:
     if path.exists() and not path.is_dir():
         raise OutputError(f"'{path}' is a file, not a folder", hint="give another --out")
-    with _made(path.parent):
-        with writing(path):
-            holder = Path(tempfile.mkdtemp(prefix=".edgekit-", dir=path.parent))
+    with _temporary_folder(path.parent, path) as holder:
+        yield holder
+
+
+@contextlib.contextmanager
+def _temporary_folder(parent: Path, place: Path, prefix: str = ".edgekit-") -> Generator[Path]:
+    """Yields a folder inside `parent` that is gone after the block; an error names `place`."""
+    with _made(parent):
+        with writing(place):
+            folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         try:
-            yield holder
+            yield folder
         finally:
-            shutil.rmtree(holder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -314,13 +316,8 @@ def work_folder(parent: Path | None = None) -> Generator[Path]:
         OutputError: `parent` cannot be written.
     """
     place = parent or Path(tempfile.gettempdir())
-    with _made(place):
-        with writing(place):
-            folder = Path(tempfile.mkdtemp(prefix=".edgekit-" if parent else "edgekit-", dir=place))
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+    with _temporary_folder(place, place, ".edgekit-" if parent else "edgekit-") as folder:
+        yield folder
 
 
 def move_file(source: Path, path: Path) -> None:

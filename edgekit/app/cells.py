@@ -3,6 +3,7 @@
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -20,7 +21,7 @@ from edgekit.model.model import load_model
 from edgekit.progress import Progress, name_steps
 from edgekit.report.pages.html import render_build
 from edgekit.report.summary import BuildReport
-from edgekit.report.tables import GroupTarget, headline_group
+from edgekit.report.tables import headline_group
 from edgekit.report.text import describe_agreement, describe_evidence, headline_build
 from edgekit.serialize import to_json
 from edgekit.verify.groups import choosing, verify_group
@@ -86,7 +87,23 @@ def _build_model(app: App, cell: Cell, folder: Path, progress: Progress, kept: K
     )
     if verify.enabled and (verify.names_devices or verify.require):
         report = _verify_on(app, report, folder)
-    return _describe(app, cell, report)
+    (bundle,) = report.bundles
+    return _describe(
+        app,
+        cell,
+        bundle.path,
+        report.report,
+        verdict=report.verdict,
+        headline=headline_build(report),
+        sha256=bundle.sha256,
+        precision=bundle.precision or "",
+        size_before=bundle.size_before,
+        size_after=bundle.size_after,
+        taken_macs=0.0 if bundle.placed is None else bundle.placed.taken_macs,
+        partitions=0 if bundle.placed is None else bundle.placed.partitions,
+        agreement=describe_agreement(bundle.verify),
+        evidence=describe_evidence(bundle.verify),
+    )
 
 
 def forget_cell(app: App, cell: Cell) -> None:
@@ -111,26 +128,16 @@ def _verify_on(app: App, report: BuildReport, folder: Path) -> BuildReport:
     return report
 
 
-def _describe(app: App, cell: Cell, report: BuildReport) -> CellResult:
-    (bundle,) = report.bundles
-    made = bundle.path is not None
+def _describe(app: App, cell: Cell, bundle: Path | None, report: Path, **found: Any) -> CellResult:
+    """Returns the result of a cell whose bundle, if there is one, and report lie below the results' folder."""
     return CellResult(
         model=cell.model,
         target=cell.target,
         key="",
-        state="built" if made else "failed",
-        verdict=report.verdict,
-        headline=headline_build(report),
-        bundle="" if bundle.path is None else bundle.path.relative_to(app.out).as_posix(),
-        sha256=bundle.sha256,
-        report=report.report.relative_to(app.out).as_posix(),
-        precision=bundle.precision or "",
-        size_before=bundle.size_before,
-        size_after=bundle.size_after,
-        taken_macs=0.0 if bundle.placed is None else bundle.placed.taken_macs,
-        partitions=0 if bundle.placed is None else bundle.placed.partitions,
-        agreement=describe_agreement(bundle.verify),
-        evidence=describe_evidence(bundle.verify),
+        state="failed" if bundle is None else "built",
+        bundle="" if bundle is None else bundle.relative_to(app.out).as_posix(),
+        report=report.relative_to(app.out).as_posix(),
+        **found,
     )
 
 
@@ -163,25 +170,17 @@ def _build_group(app: App, cell: Cell, folder: Path, progress: Progress) -> Cell
             open_group(target.path), choosing(choose_for(app)), required=verify.require, progress=progress
         )
         target = msgspec.structs.replace(target, verify=found)
-    return _describe_group(app, cell, target, folder)
-
-
-def _describe_group(app: App, cell: Cell, target: GroupTarget, folder: Path) -> CellResult:
-    made = target.path is not None
-    return CellResult(
-        model=cell.model,
-        target=cell.target,
-        key="",
-        state="built" if made else "failed",
+    runs = () if target.verify is None else target.verify.runs
+    return _describe(
+        app,
+        cell,
+        target.path,
+        folder / "report.json",
         verdict=target.verdict,
         headline=headline_group(target),
-        bundle="" if target.path is None else target.path.relative_to(app.out).as_posix(),
-        sha256="" if target.path is None else open_group(target.path).sha256,
-        report=(folder / "report.json").relative_to(app.out).as_posix(),
+        sha256="" if target.path is None else digest_file(target.path / GROUP),
         precision=cell.recipe.precision,
         size_before=sum((cell.path.parent / name).stat().st_size for name in _list_beside(cell.path)),
         size_after=target.size_bytes,
-        evidence=""
-        if target.verify is None
-        else ", ".join(f"{run.evidence.value} ({run.device})" for run in target.verify.runs),
+        evidence=", ".join(f"{run.evidence.value} ({run.device})" for run in runs),
     )

@@ -53,13 +53,6 @@ def find_position(text: str, place: Place) -> tuple[int, int]:
     return 1, 1
 
 
-def refuse_at(path: Path, text: str, place: Place, said: str, *, hint: str) -> UsageError:
-    """Returns the error that says of a key of a file, with its line and column, what is wrong."""
-    line, column = find_position(text, place)
-    where = f"'{path}', line {line}, column {column}"
-    return UsageError(f"{where}: {'.'.join(place)}: {said}" if place else f"{where}: {said}", hint=hint)
-
-
 def _list_keys(text: str) -> Iterator[tuple[Place, tuple[int, int]]]:
     """Yields the keys and headers of a text; of tables in a row (`[[a]]`) the last counts."""
     table: Place = ()
@@ -94,33 +87,43 @@ def _split(text: str) -> tuple[Place, int]:
     return tuple(names), at
 
 
-def convert_at(value: object, kind: type[_Value], place: Place, path: Path, text: str) -> _Value:
-    """Returns a table of the file as a struct.
+class Source(msgspec.Struct, frozen=True):
+    """A TOML file and its text: it says of each of its keys where that stands."""
 
-    Raises:
-        UsageError: it has an unknown key or a value of the wrong type, which is named with its line and column.
-    """
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        said, _, where = str(error).partition(" - at `$")
-        unknown = re.search(r"unknown field `([^`]*)`", said)
-        inner = tuple(re.findall(r"\.([^.\[`]+)", where.replace("[...]", ""))) + ((unknown[1],) if unknown else ())
-        fields = getattr(kind, "__struct_encode_fields__", ())
-        hint = (
-            suggest_name(unknown[1], fields) if unknown and not where.strip("`") else "edgekit schema prints the keys"
-        )
-        raise refuse_at(path, text, (*place, *inner), said, hint=hint) from error
+    path: Path
+    text: str
 
+    def refuse(self, place: Place, said: str, *, hint: str) -> UsageError:
+        """Returns the error that says what is wrong with a key, with its line and column."""
+        line, column = find_position(self.text, place)
+        where = f"'{self.path}', line {line}, column {column}"
+        return UsageError(f"{where}: {'.'.join(place)}: {said}" if place else f"{where}: {said}", hint=hint)
 
-def require_name(name: str, known: Mapping[str, object], what: str, place: Place, path: Path, text: str) -> None:
-    """Refuses the name of something that the file has not.
+    def convert(self, value: object, kind: type[_Value], place: Place) -> _Value:
+        """Returns a table of the file as a struct.
 
-    Raises:
-        UsageError: there is no such name.
-    """
-    if name not in known:
-        raise refuse_at(path, text, place, f"the file has no {what} '{name}'", hint=suggest_name(name, known))
+        Raises:
+            UsageError: it has an unknown key or a value of the wrong type, which is named with its line and column.
+        """
+        try:
+            return msgspec.convert(value, kind)
+        except msgspec.ValidationError as error:
+            said, _, where = str(error).partition(" - at `$")
+            unknown = re.search(r"unknown field `([^`]*)`", said)
+            inner = tuple(re.findall(r"\.([^.\[`]+)", where.replace("[...]", ""))) + ((unknown[1],) if unknown else ())
+            fields = getattr(kind, "__struct_encode_fields__", ())
+            is_near = unknown and not where.strip("`")
+            hint = suggest_name(unknown[1], fields) if unknown and is_near else "edgekit schema prints the keys"
+            raise self.refuse((*place, *inner), said, hint=hint) from error
+
+    def require_name(self, name: str, known: Mapping[str, object], what: str, *place: str) -> None:
+        """Refuses the name of something that the file has not.
+
+        Raises:
+            UsageError: there is no such name.
+        """
+        if name not in known:
+            raise self.refuse(place, f"the file has no {what} '{name}'", hint=suggest_name(name, known))
 
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -308,9 +311,9 @@ def load_app(path: AnyPath) -> App:
     """
     path = as_path(path)
     hint, keys = "edgekit init MODEL writes one", "see the place that it names"
-    raw, text = read_toml(path, dict[str, Any], hint=hint, keys=keys), path.read_text()
-    app = App(path=path, table=_convert_app(raw, path, text))
-    _check_names(app, text)
+    raw, source = read_toml(path, dict[str, Any], hint=hint, keys=keys), Source(path, path.read_text())
+    app = App(path=path, table=_convert_app(raw, source))
+    _check_names(app, source)
     return app
 
 
@@ -320,17 +323,12 @@ def list_cells(app: App) -> tuple[Cell, ...]:
     Raises:
         EdgekitError: a preprocessing file or a target cannot be read.
     """
-    models = (
-        _make_cell(app, name, model, target)
-        for name, model in app.table.models.items()
-        for target in model.targets or tuple(app.table.targets)
+    subjects: dict[str, ModelTable | GroupTable] = {**app.table.models, **app.table.groups}
+    return tuple(
+        _make_cell(app, name, subject, target)
+        for name, subject in subjects.items()
+        for target in subject.targets or tuple(app.table.targets)
     )
-    groups = (
-        _make_group(app, name, group, target)
-        for name, group in app.table.groups.items()
-        for target in group.targets or tuple(app.table.targets)
-    )
-    return (*models, *groups)
 
 
 def choose_for(app: App) -> DeviceChoice:
@@ -365,18 +363,6 @@ def describe_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": FILE, **schema}
 
 
-def _make_group(app: App, name: str, group: GroupTable, target: str) -> Cell:
-    folder = app.path.parent
-    return Cell(
-        model=name,
-        target=target,
-        path=folder / group.path,
-        data=_make_data(folder, group.data),
-        recipe=_make_recipe(app, target, samples=group.data.samples),
-        is_group=True,
-    )
-
-
 def _make_data(folder: Path, data: DataTable) -> Data:
     given = data.preprocess
     return Data(
@@ -388,17 +374,18 @@ def _make_data(folder: Path, data: DataTable) -> Data:
     )
 
 
-def _make_cell(app: App, name: str, model: ModelTable, target: str) -> Cell:
-    folder, gates = app.path.parent, app.table.gates
-    own = {key: getattr(model, key) for key in _OF_MODEL}
+def _make_cell(app: App, name: str, subject: ModelTable | GroupTable, target: str) -> Cell:
+    folder, gates, of_model = app.path.parent, app.table.gates, dict[str, Any]()
+    if isinstance(subject, ModelTable):
+        of_model = {key: getattr(subject, key) for key in _OF_MODEL}
+        of_model |= {"max_drop": gates.max_drop, "metric": gates.metric}
     return Cell(
         model=name,
         target=target,
-        path=folder / model.path,
-        data=_make_data(folder, model.data),
-        recipe=_make_recipe(
-            app, target, **own, samples=model.data.samples, max_drop=gates.max_drop, metric=gates.metric
-        ),
+        path=folder / subject.path,
+        data=_make_data(folder, subject.data),
+        recipe=_make_recipe(app, target, **of_model, samples=subject.data.samples),
+        is_group=isinstance(subject, GroupTable),
     )
 
 
@@ -421,7 +408,7 @@ def _place(folder: Path, source: str) -> str:
     return source if _FUNCTION.fullmatch(source) else str(folder / source)
 
 
-def _convert_app(raw: dict[str, Any], path: Path, text: str) -> AppTable:
+def _convert_app(raw: dict[str, Any], source: Source) -> AppTable:
     # Entry by entry: msgspec names the key of a field, and not that of an entry in a table of tables.
     kinds: dict[str, Any] = {
         "models": ModelTable,
@@ -435,55 +422,52 @@ def _convert_app(raw: dict[str, Any], path: Path, text: str) -> AppTable:
         found = raw.get(section, {})
         if isinstance(found, dict):
             entries = cast("dict[str, Any]", found)
-            tables[section] = {
-                name: convert_at(entry, kind, (section, name), path, text) for name, entry in entries.items()
-            }
+            tables[section] = {name: source.convert(entry, kind, (section, name)) for name, entry in entries.items()}
     empty: dict[str, Any] = {section: {} for section in tables}
-    rest = convert_at({**raw, **empty}, AppTable, (), path, text)
+    rest = source.convert({**raw, **empty}, AppTable, ())
     for section, others in (("models", "groups"), ("targets", "targets")):
         if not tables.get(section) and not tables.get(others):
-            raise UsageError(f"'{path}' has no [{section}.NAME]", hint=f"edgekit init MODEL writes an {FILE}")
+            raise UsageError(f"'{source.path}' has no [{section}.NAME]", hint=f"edgekit init MODEL writes an {FILE}")
     return msgspec.structs.replace(rest, **tables)
 
 
-def _check_names(app: App, text: str) -> None:
+def _check_names(app: App, source: Source) -> None:
     """Refuses names of tables that are not there, and files that are missing, before anything runs."""
-    table, folder = app.table, app.path.parent
-    for name, model in table.models.items():
-        for target in model.targets:
-            require_name(target, table.targets, "target", ("models", name, "targets"), app.path, text)
-        if not (folder / model.path).is_file():
-            place = ("models", name, "path")
-            said = f"there is no model '{folder / model.path}'"
-            raise refuse_at(app.path, text, place, said, hint="give its path")
+    table = app.table
+    for section, hint, subjects in (
+        ("models", "give its path", table.models),
+        ("groups", "give its group.toml", table.groups),
+    ):
+        for name, subject in subjects.items():
+            _check_subject(app, source, section, name, subject, hint)
     for name, group in table.groups.items():
-        _check_group(app, name, group, text)
+        if name in table.models:
+            raise source.refuse(("groups", name), f"a model is called '{name}', too", hint="give it another name")
+        if group.data.golden is not None:
+            raise source.refuse(("groups", name, "data", "golden"), "a group has no golden build", hint="leave it out")
     for name, entry in table.targets.items():
-        _check_target(app, name, entry, text)
+        _check_target(app, name, entry, source)
+    known = {**table.models, **table.groups}
     for name, package in table.packages.items():
-        known = {**table.models, **table.groups}
         if package.model or len(known) > 1:
-            require_name(package.model, known, "model", ("packages", name, "model"), app.path, text)
+            source.require_name(package.model, known, "model", "packages", name, "model")
         for target in package.targets:
-            require_name(target, table.targets, "target", ("packages", name, "targets"), app.path, text)
+            source.require_name(target, table.targets, "target", "packages", name, "targets")
 
 
-def _check_group(app: App, name: str, group: GroupTable, text: str) -> None:
-    place, file = ("groups", name), app.path.parent / group.path
-    for target in group.targets:
-        require_name(target, app.table.targets, "target", (*place, "targets"), app.path, text)
-    if not file.is_file():
-        raise refuse_at(app.path, text, (*place, "path"), f"there is no group '{file}'", hint="give its group.toml")
-    if name in app.table.models:
-        raise refuse_at(app.path, text, place, f"a model is called '{name}', too", hint="give it another name")
-    if group.data.golden is not None:
-        words = "a group has no golden build"
-        raise refuse_at(app.path, text, (*place, "data", "golden"), words, hint="leave it out")
+def _check_subject(
+    app: App, source: Source, section: str, name: str, subject: ModelTable | GroupTable, hint: str
+) -> None:
+    for target in subject.targets:
+        source.require_name(target, app.table.targets, "target", section, name, "targets")
+    path = app.path.parent / subject.path
+    if not path.is_file():
+        raise source.refuse((section, name, "path"), f"there is no {section.removesuffix('s')} '{path}'", hint=hint)
 
 
-def _check_target(app: App, name: str, table: TargetTable, text: str) -> None:
+def _check_target(app: App, name: str, table: TargetTable, source: Source) -> None:
     """Refuses parameters and limits that a target does not have, where they stand."""
-    named, place = _name_target(app, name, table), ("targets", name)
+    named = _name_target(app, name, table)
     settings = {key: str(value) for key, value in table.settings.items()}
     for key in ("target", "settings", "thresholds"):
         try:
@@ -491,7 +475,7 @@ def _check_target(app: App, name: str, table: TargetTable, text: str) -> None:
             if key == "thresholds" and table.thresholds:
                 load_targets(Recipe(targets=(named,), settings=settings, thresholds={target.name: table.thresholds}))
         except UsageError as error:
-            raise refuse_at(app.path, text, (*place, key), error.message, hint=error.hint or "") from error
+            raise source.refuse(("targets", name, key), error.message, hint=error.hint or "") from error
 
 
 def _name_target(app: App, name: str, table: TargetTable) -> str:

@@ -7,7 +7,7 @@ import msgspec
 
 from edgekit._files import digest_bytes, staged_entries, write_file
 from edgekit.app.config import App, KeyTable
-from edgekit.app.result import CellResult, PackageResult
+from edgekit.app.result import CellResult, PackageResult, read_kept
 from edgekit.bundle.folder import MANIFEST, open_bundle
 from edgekit.bundle.group.group import GROUP, is_group
 from edgekit.bundle.manifest import encode_json
@@ -15,14 +15,14 @@ from edgekit.bundle.sign import check_signature, require_private_key
 from edgekit.errors import BundleError, EdgekitError, UsageError
 from edgekit.jobs.release import Allowed, package_verified, sign_verified
 from edgekit.package.package import FORMS
-from edgekit.package.variant import Names, name_package, sort_bundles
+from edgekit.package.variant import Identity, name_package, sort_bundles
 
 _FOLDER, _KEPT = "packages", "packages.json"
 
 
 def pack_all(app: App, cells: Sequence[CellResult]) -> tuple[PackageResult, ...]:
     """Returns the packages of an app, made where they are out of date."""
-    known = _read_known(app)
+    known = read_kept(app.out / _FOLDER / _KEPT, dict[str, PackageResult]) or {}
     results = tuple(_pack(app, name, cells, known.get(name)) for name in app.table.packages)
     if results:
         write_file(app.out / _FOLDER / _KEPT, encode_json({result.name: result for result in results}))
@@ -102,7 +102,7 @@ def _write(app: App, result: PackageResult, model: str, folders: Sequence[Path])
     suffix = f".{FORMS[table.kind].archive}" if FORMS[table.kind].archive else ""
     # A group goes under its own name.
     name = table.name or ("" if model in app.table.groups else name_package(model))
-    names = Names(name=name, group=table.group, version=table.version)
+    names = Identity(name=name, group=table.group, version=table.version)
     allowed = Allowed(unproven=app.table.verify.accept_unproven, failed=table.allow_failed)
     keys = None if app.table.keys is None else _public(app, app.table.keys)
     with staged_entries(app.out / _FOLDER) as staging:
@@ -122,11 +122,3 @@ def _write(app: App, result: PackageResult, model: str, folders: Sequence[Path])
 
 def _may_go(app: App, cell: CellResult) -> bool:
     return cell.passed or (cell.verdict == "not proven" and app.table.verify.accept_unproven)
-
-
-def _read_known(app: App) -> dict[str, PackageResult]:
-    try:
-        data = (app.out / _FOLDER / _KEPT).read_bytes()
-        return msgspec.json.decode(data, type=dict[str, PackageResult])
-    except (OSError, msgspec.MsgspecError, UnicodeError):
-        return {}

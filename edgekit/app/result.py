@@ -8,7 +8,7 @@ import importlib.util
 from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 
@@ -22,6 +22,7 @@ from edgekit.report.tables import format_bytes
 from edgekit.target import load_target
 
 STORE = "digests.json"
+_Kept = TypeVar("_Kept")
 _PACKAGES = ("edgekit-onnx", "onnxruntime", "onnx", "numpy")
 
 
@@ -38,7 +39,7 @@ class Digests:
 
     def __init__(self, place: Path) -> None:
         self._place = place
-        self._known = _read_stamps(place)
+        self._known = read_kept(place, dict[str, Stamp]) or {}
         self._used: dict[str, Stamp] = {}
 
     def digest(self, path: Path) -> str:
@@ -119,11 +120,12 @@ def _digest_data(source: str, digests: Digests) -> str:
     return digests.digest(place.parent if place.name == "__init__.py" else place)
 
 
-def _read_stamps(place: Path) -> dict[str, Stamp]:
+def read_kept(path: Path, kind: type[_Kept]) -> _Kept | None:
+    """Returns what an earlier run wrote into a JSON file, None where there is none that can be read."""
     try:
-        return msgspec.json.decode(place.read_bytes(), type=dict[str, Stamp])
+        return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.MsgspecError, UnicodeError):
-        return {}
+        return None
 
 
 RESULT = "cell.json"
@@ -227,10 +229,7 @@ def fail_cell(cell: Cell, said: str) -> CellResult:
 
 def read_result(folder: Path) -> CellResult | None:
     """Returns what was found of a cell, None where nothing was, or not to its end."""
-    try:
-        return msgspec.json.decode((folder / RESULT).read_bytes(), type=CellResult)
-    except (OSError, msgspec.MsgspecError, UnicodeError):
-        return None
+    return read_kept(folder / RESULT, CellResult)
 
 
 def write_result(folder: Path, result: CellResult) -> None:

@@ -1,6 +1,6 @@
 """What the developer of an app reads and pastes: dependencies, code and a README, rendered from the manifest."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jinja2
@@ -99,39 +99,36 @@ def render_snippets(target: Target, manifest: Manifest) -> Mapping[str, str]:
     return snippets
 
 
+def quote(text: str, escape: Callable[[str], str], unsafe: str = '"\\') -> str:
+    """Returns a string literal; `escape` spells the characters that are no printable ASCII, or are `unsafe`."""
+    return '"' + "".join(one if " " <= one <= "~" and one not in unsafe else escape(one) for one in text) + '"'
+
+
 def quote_kotlin(text: str) -> str:
     """Returns a Kotlin string literal; what is not plain ASCII is written as UTF-16 code units."""
-    return '"' + "".join(_kotlin_character(character) for character in text) + '"'
+    # $ begins a template in Kotlin's strings.
+    return quote(text, lambda one: f"\\{one}" if one in '"\\$' else spell_utf16(one), '"\\$')
 
 
 def quote_swift(text: str) -> str:
     """Returns a Swift string literal; what is not plain ASCII is written as a Unicode scalar."""
-    return '"' + "".join(_swift_character(character) for character in text) + '"'
+    return quote(text, lambda one: f"\\{one}" if one in '"\\' else f"\\u{{{ord(one):x}}}")
 
 
 def quote_cpp(text: str) -> str:
     """Returns a C++ string literal of the UTF-8 bytes, every byte that is not plain as a three-digit octal escape."""
     # Without ?, whose trigraphs older C++ replaces within literals; three octal digits, as a hex escape would swallow
     # digits behind it.
-    plain = frozenset(b" !#$%&'()*+,-./0123456789:;<=>@ABCDEFGHIJKLMNOPQRSTUVWXYZ[]^_`abcdefghijklmnopqrstuvwxyz{|}~")
-    return '"' + "".join(chr(byte) if byte in plain else f"\\{byte:03o}" for byte in text.encode()) + '"'
+    return quote(text, lambda one: "".join(f"\\{byte:03o}" for byte in one.encode()), '"\\?')
 
 
-def _kotlin_character(character: str) -> str:
-    # $ begins a template in Kotlin's strings.
-    if character in '"\\$':
-        return f"\\{character}"
-    units = character.encode("utf-16-be").hex()
-    return character if " " <= character <= "~" else "".join(f"\\u{units[i : i + 4]}" for i in range(0, len(units), 4))
+def spell_utf16(one: str) -> str:
+    """Returns a character as escapes of UTF-16 code units: one beyond the first plane is two of them."""
+    units = one.encode("utf-16-be", "surrogatepass").hex()
+    return "".join(f"\\u{units[i : i + 4]}" for i in range(0, len(units), 4))
 
 
-def _swift_character(character: str) -> str:
-    if character in '"\\':
-        return f"\\{character}"
-    return character if " " <= character <= "~" else f"\\u{{{ord(character):x}}}"
-
-
-def plain(text: str) -> str:
+def clean_line(text: str) -> str:
     """Returns text for Markdown, without what could steer a terminal or end a line."""
     return "".join(character if character.isprintable() else " " for character in text)
 
@@ -139,7 +136,7 @@ def plain(text: str) -> str:
 def describe_interface(manifest: Manifest) -> str:
     """Returns the inputs and outputs as a Markdown table."""
     rows = [("input", spec) for spec in manifest.inputs] + [("output", spec) for spec in manifest.outputs]
-    lines = [f"| {side} | `{plain(spec.name)}` | {spec.dtype} | [{_dims(spec)}] |" for side, spec in rows]
+    lines = [f"| {side} | `{clean_line(spec.name)}` | {spec.dtype} | [{_dims(spec)}] |" for side, spec in rows]
     return "\n".join(("| | name | type | shape |", "|---|---|---|---|", *lines, ""))
 
 
@@ -155,12 +152,12 @@ def make_environment(folder: Path) -> SandboxedEnvironment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update({"kotlin": quote_kotlin, "swift": quote_swift, "cpp": quote_cpp, "plain": plain})
+    environment.filters.update({"kotlin": quote_kotlin, "swift": quote_swift, "cpp": quote_cpp, "plain": clean_line})
     return environment
 
 
 def _dims(spec: TensorSpec) -> str:
-    return ", ".join("depends on the data" if dim is None else plain(str(dim)) for dim in spec.shape or ())
+    return ", ".join("depends on the data" if dim is None else clean_line(str(dim)) for dim in spec.shape or ())
 
 
 README = "README.md"
@@ -189,21 +186,25 @@ def render_readme(target: Target, manifest: Manifest, notes: str, snippets: Mapp
 
     It holds nothing that differs from run to run: figures stand in `verify.json`.
     """
-    template = make_environment(_TEMPLATES).get_template("README.md.j2")
     release = choose_android_release(manifest.minimum_ort)
-    dependencies = list_android_dependencies(manifest.provider, manifest.versions, release)
-    return template.render(
+    return render_template(
+        "README.md.j2",
         manifest=manifest,
         title=target.title,
         notes=notes.strip(),
         snippets=sorted(snippets),
         interface=describe_interface(manifest),
-        dependencies=dependencies,
+        dependencies=list_android_dependencies(manifest.provider, manifest.versions, release),
         swift_package=SWIFT_PACKAGE,
-        evidence=[(entry.device, *_level(entry.device, manifest)) for entry in manifest.verification],
+        evidence=[(entry.device, *_describe_level(entry.device, manifest)) for entry in manifest.verification],
     )
 
 
-def _level(device: str, manifest: Manifest) -> tuple[str, str]:
+def render_template(name: str, /, **values: object) -> str:
+    """Returns a template of this room, filled with values."""
+    return make_environment(_TEMPLATES).get_template(name).render(values)
+
+
+def _describe_level(device: str, manifest: Manifest) -> tuple[str, str]:
     level = Evidence.SAME_EP if manifest.provider == CPU_PROVIDER else LEVELS.get(device)
     return (level.value, level.meaning) if level else ("by device", "see verify.json")

@@ -5,25 +5,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import click
-import msgspec
 
-from edgekit.app.config import Place, refuse_at
+from edgekit.app.config import Place, Source
 from edgekit.cli.main import COMMANDS, group
-from edgekit.errors import UsageError, suggest_name
+from edgekit.errors import suggest_name
 from edgekit.serialize import read_toml
 
 SECTION = "commands"
 _SCALARS = (bool, int, float, str)
-
-
-class _Source(msgspec.Struct, frozen=True):
-    """The file that an error names, and its text."""
-
-    path: Path
-    text: str
-
-    def refuse(self, said: str, place: Place, *, hint: str) -> UsageError:
-        return refuse_at(self.path, self.text, place, said, hint=hint)
 
 
 def read_defaults(path: Path) -> dict[str, Any]:
@@ -43,14 +32,14 @@ def map_defaults(path: Path, name: str, table: object, command: click.Command) -
     Raises:
         UsageError: there is no such option, or it does not take such a value; with line and column.
     """
-    source = _Source(path, path.read_text())
+    source = Source(path, path.read_text())
     if not isinstance(table, dict):
-        raise source.refuse("it is no table", (SECTION, name), hint=f"for example [{SECTION}.{name}]")
+        raise source.refuse((SECTION, name), "it is no table", hint=f"for example [{SECTION}.{name}]")
     known, found = _name_options(command), dict[str, Any]()
     for key, value in cast("dict[str, object]", table).items():
         place = (SECTION, name, key)
         if key not in known:
-            raise source.refuse(f"{name} has no such option", place, hint=suggest_name(key, known))
+            raise source.refuse(place, f"{name} has no such option", hint=suggest_name(key, known))
         found |= _read(known[key], value, place, source)
     return found
 
@@ -66,7 +55,7 @@ def check_defaults(path: Path) -> None:
         command = group.get_command(context, name)
         if command is None:
             hint = suggest_name(name, COMMANDS)
-            raise _Source(path, path.read_text()).refuse("there is no such command", (SECTION, name), hint=hint)
+            raise Source(path, path.read_text()).refuse((SECTION, name), "there is no such command", hint=hint)
         map_defaults(path, name, table, command)
 
 
@@ -85,22 +74,22 @@ def _key(option: click.Option) -> str:
     return max(option.opts, key=len).removeprefix("--").replace("-", "_")
 
 
-def _read(option: click.Option, value: object, place: Place, source: _Source) -> dict[str, Any]:
+def _read(option: click.Option, value: object, place: Place, source: Source) -> dict[str, Any]:
     name = option.name or ""
     if option.is_flag:
         if not isinstance(value, bool):
-            raise source.refuse("it is on or off", place, hint="true or false")
+            raise source.refuse(place, "it is on or off", hint="true or false")
         # Of options that are words for one value (-q, -v), the one that is true counts.
         return {name: value} if option.is_bool_flag else {name: option.flag_value} if value else {}
     words = list(_list_words(value)) if option.multiple else [_join(value)]
     if None in words:
         many = "a text, a list of texts, or a table of names" if option.multiple else "a text or a number"
-        raise source.refuse(f"it takes {many}", place, hint=f"for example {_example(option)}")
+        raise source.refuse(place, f"it takes {many}", hint=f"for example {_example(option)}")
     for word in words:
         try:
             option.type.convert(word, option, None)
         except click.BadParameter as error:
-            raise source.refuse(error.message, place, hint=f"for example {_example(option)}") from error
+            raise source.refuse(place, error.message, hint=f"for example {_example(option)}") from error
     return {name: words if option.multiple else words[0]}
 
 

@@ -12,7 +12,7 @@ from edgekit.cli.release import Allowance, show_doubts
 from edgekit.cli.screen import print_table, show_json, show_line, show_lines
 from edgekit.jobs.release import package_verified
 from edgekit.package.package import FORMS, Kind
-from edgekit.package.variant import Names, parse_extras
+from edgekit.package.variant import Identity, parse_extras
 from edgekit.report.tables import list_size_remarks, table_sizes
 from edgekit.serialize import to_builtins
 
@@ -49,7 +49,7 @@ def command(
     Exit code 0: written. 2: a bundle is damaged, failed its verification, is not proven or does not fit, and nothing
     was written.
     """
-    names = Names(name=name, group=group, version=package_version)
+    names = Identity(name=name, group=group, version=package_version)
     report, doubts = package_verified(
         bundles, kind, out, allowed=allowed, key=key, names=names, extras=parse_extras(extras)
     )

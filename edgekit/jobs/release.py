@@ -14,7 +14,7 @@ from edgekit.devices.android.installed import find_app_runtime
 from edgekit.errors import BundleError, DataError, UsageError
 from edgekit.evidence import Verdict, worst_verdict
 from edgekit.package.package import Kind, PackageReport, package_bundles, package_group
-from edgekit.package.variant import UNNAMED, Extra, Names
+from edgekit.package.variant import UNNAMED, Extra, Identity
 from edgekit.verify.groups import GroupReport
 from edgekit.verify.report import VerifyReport, read_facts, read_report
 from edgekit.verify.run_report import RunReport
@@ -167,7 +167,7 @@ def _package_group(
     allowed: Allowed,
     *,
     key: Path | None = None,
-    names: Names = UNNAMED,
+    names: Identity = UNNAMED,
     extras: Sequence[Extra] = (),
 ) -> tuple[PackageReport, tuple[Doubt, ...]]:
     """Writes the folder of a group as an archive; its loader is in it already."""

@@ -21,7 +21,14 @@ from edgekit.bundle.checks import read_bounded
 from edgekit.bundle.folder import Bundle
 from edgekit.bundle.manifest import encode_json
 from edgekit.bundle.sign import SIGNATURE
-from edgekit.bundle.snippets import SWIFT_PACKAGE, Dependency, list_android_dependencies, make_environment
+from edgekit.bundle.snippets import (
+    SWIFT_PACKAGE,
+    Dependency,
+    list_android_dependencies,
+    make_environment,
+    quote,
+    spell_utf16,
+)
 from edgekit.errors import MissingExtraError, UsageError
 from edgekit.model.external import skim_model
 from edgekit.package.variant import Identity, Part, Variant, Workplace, list_entries
@@ -101,20 +108,14 @@ def render_table(template: str, variants: Sequence[Variant], **values: object) -
 
 def quote_java(text: str) -> str:
     """Returns a Java string literal; javac reads Unicode escapes before anything else, so controls are octal."""
-    return '"' + "".join(_java_character(character) for character in text) + '"'
 
+    def escape(one: str) -> str:
+        if one in '"\\':
+            return f"\\{one}"
+        # Three octal digits reach up to \377.
+        return f"\\{ord(one):03o}" if ord(one) < 256 else spell_utf16(one)
 
-def _java_character(character: str) -> str:
-    if character in '"\\':
-        return f"\\{character}"
-    if " " <= character <= "~":
-        return character
-    # Three octal digits reach up to \377.
-    if ord(character) < 256:
-        return f"\\{ord(character):03o}"
-    # Java's strings are UTF-16: a letter beyond the first plane is two escapes.
-    units = character.encode("utf-16-be", "surrogatepass").hex()
-    return "".join(f"\\u{units[i : i + 4]}" for i in range(0, len(units), 4))
+    return quote(text, escape)
 
 
 _JAVA = Path(__file__).parent / "standalone" / "java"

@@ -1,7 +1,7 @@
 """Bundles put into one package: which kinds there are, which providers each can hold, and what a package weighs."""
 
 import zipfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -13,9 +13,9 @@ from edgekit._files import (
     copy_into,
     digest_bytes,
     digest_file,
+    measure_content,
     staged_entries,
     work_folder,
-    write_file,
 )
 from edgekit.app_runtime import AppRuntime
 from edgekit.bundle.archive import write_archive
@@ -38,7 +38,6 @@ from edgekit.package.variant import (
     UNNAMED,
     Extra,
     Identity,
-    Names,
     Part,
     Variant,
     Workplace,
@@ -50,7 +49,7 @@ from edgekit.package.variant import (
 from edgekit.target import read_version
 
 
-def measure_entries(entries: Mapping[str, Path | bytes]) -> dict[str, int]:
+def _measure_entries(entries: Mapping[str, Path | bytes]) -> dict[str, int]:
     """Returns the bytes of every file, and of what is in an AAR, below `aar/`: an app gets that file by file."""
     sizes: dict[str, int] = {}
     for name, source in sorted(entries.items()):
@@ -58,20 +57,17 @@ def measure_entries(entries: Mapping[str, Path | bytes]) -> dict[str, int]:
             with zipfile.ZipFile(source) as archive:
                 sizes |= {f"aar/{entry.filename}": entry.file_size for entry in archive.infolist()}
         else:
-            sizes[name] = len(source) if isinstance(source, bytes) else source.stat().st_size
+            sizes[name] = measure_content(source)
     return sizes
 
 
-def measure_models(parts: Sequence[Part]) -> int:
+def _measure_models(parts: Sequence[Part]) -> int:
     """Returns the bytes of the model files of a package, each content once."""
-    return sum({digest: size for part in parts for digest, size in _list_models(part)}.values())
-
-
-def _list_models(part: Part) -> Iterator[tuple[str, int]]:
-    """Yields digest and size of each model file that goes along."""
-    files = part.variant.files
-    names = {name for names in part.bundle.manifest.forms.values() for name in names}
-    yield from ((files[name].sha256, files[name].size_bytes) for name in sorted(names & files.keys()))
+    sizes: dict[str, int] = {}
+    for part in parts:
+        names = {name for names in part.bundle.manifest.forms.values() for name in names}
+        sizes |= {file.sha256: file.size_bytes for name, file in part.variant.files.items() if name in names}
+    return sum(sizes.values())
 
 
 Kind = Literal["aar", "ort-package", "react-native", "swiftpm", "tar", "zip"]
@@ -96,24 +92,13 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     remark: Callable[[Sequence[Variant]], Iterable[str]] = lambda _variants: ()
 
 
-_BOARD = frozenset(
-    {
-        "CPUExecutionProvider",
-        "CUDAExecutionProvider",
-        "CoreMLExecutionProvider",
-        "OpenVINOExecutionProvider",
-        "QNNExecutionProvider",
-        "TensorrtExecutionProvider",
-        "WebGpuExecutionProvider",
-        "XnnpackExecutionProvider",
-    }
-)
+def _name_providers(*names: str) -> frozenset[str]:
+    return frozenset(f"{name}ExecutionProvider" for name in names)
 
-_ANDROID = frozenset(
-    {"CPUExecutionProvider", "NnapiExecutionProvider", "QNNExecutionProvider", "XnnpackExecutionProvider"}
-)
 
-_APPLE = frozenset({"CPUExecutionProvider", "CoreMLExecutionProvider", "XnnpackExecutionProvider"})
+_BOARD = _name_providers("CPU", "CUDA", "CoreML", "OpenVINO", "QNN", "Tensorrt", "WebGpu", "Xnnpack")
+_ANDROID = _name_providers("CPU", "Nnapi", "QNN", "Xnnpack")
+_APPLE = _name_providers("CPU", "CoreML", "Xnnpack")
 
 FORMS: dict[Kind, Form] = {
     "aar": Form(collect=collect_aar, platform="android", providers=_ANDROID, archive=None, needs_runtime=True),
@@ -178,7 +163,7 @@ def package_bundles(
     kind: Kind,
     out: AnyPath,
     *,
-    names: Names = UNNAMED,
+    names: Identity = UNNAMED,
     key: AnyPath | None = None,
     extras: tuple[Extra, ...] = (),
     runtime: AppRuntime | None = None,
@@ -214,7 +199,7 @@ def package_bundles(
         entries = form.collect(parts, identity, Workplace(folder=work, runtime=made_for))
         # Before anything is written: what the report names is what was to be packed.
         digests = {name: _digest(entries[name]) for name in sorted(entries)}
-        sizes, variants = measure_entries(entries), tuple(part.variant for part in parts)
+        sizes, variants = _measure_entries(entries), tuple(part.variant for part in parts)
         return PackageReport(
             kind=kind,
             out=str(out),
@@ -223,7 +208,7 @@ def package_bundles(
             left_out=left_out,
             files=digests,
             sizes=sizes,
-            model_bytes=measure_models(parts),
+            model_bytes=_measure_models(parts),
             store=None if made_for is None else report_store(variants, made_for),
             remarks=tuple(form.remark(variants)),
         )
@@ -252,7 +237,7 @@ def package_group(group: Group, kind: Kind, out: Path) -> PackageReport:
         bundles=(),
         left_out=(),
         files=digests,
-        sizes=measure_entries(entries),
+        sizes=_measure_entries(entries),
         model_bytes=group.size_bytes,
     )
 
@@ -319,9 +304,6 @@ def _write_folder(entries: Mapping[str, Path | bytes], out: Path) -> None:
     with staged_entries(out) as staging:
         for name, source in entries.items():
             place = staging / name
-            if isinstance(source, bytes):
-                write_file(place, source)
-                continue
             place.parent.mkdir(parents=True, exist_ok=True)
             with place.open("xb") as file:
                 copy_into(source, file)

@@ -7,7 +7,7 @@ import posixpath
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -223,24 +223,19 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     variant: Variant
 
 
-class Names(msgspec.Struct, frozen=True, kw_only=True):
-    """What the user wants a package to be called; what is "" is chosen."""
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """What a package is called: `group` is a Java package, `name` an artifact, `version` what a resolver compares.
+
+    Of what the user wants, "" leaves the choice to edgekit.
+    """
 
     group: str = ""
     name: str = ""
     version: str = ""
 
 
-UNNAMED = Names()
-"""All of it is chosen."""
-
-
-class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """What a package is called: `group` is a Java package, `name` an artifact, `version` what a resolver compares."""
-
-    group: str
-    name: str
-    version: str
+UNNAMED = Identity()
+"""A package of which edgekit chooses all names."""
 
 
 class Workplace(msgspec.Struct, frozen=True, kw_only=True):
@@ -250,7 +245,7 @@ class Workplace(msgspec.Struct, frozen=True, kw_only=True):
     runtime: AppRuntime | None = None
 
 
-def identify(bundles: Sequence[Bundle], names: Names, extras: Collection[str] = ()) -> Identity:
+def identify(bundles: Sequence[Bundle], names: Identity, extras: Collection[str] = ()) -> Identity:
     """Returns what a package of these bundles is called; a version that is not given follows from their content.
 
     Raises:
@@ -451,16 +446,11 @@ def _list_tuned(manifest: Manifest, options: Mapping[str, str]) -> Iterator[Tune
         setting = one.setting
         # What was found with another file says nothing of the one that the package carries.
         if setting.form in {"", manifest.form}:
-            yield Tuned(
-                system=one.machine.system,
-                machine=one.machine.machine,
-                cores=one.machine.cores,
-                level=_LEVELS[setting.level],
-                threads=setting.threads,
-                inter_threads=setting.inter_threads,
-                parallel=setting.parallel,
-                arena=setting.arena,
-                memory_pattern=setting.memory_pattern,
-                provider_options=dict(sorted({**options, **setting.provider_options}.items())),
-                session_config=dict(sorted({**manifest.session_config, **setting.config}.items())),
-            )
+            facts: dict[str, Any] = {
+                **msgspec.structs.asdict(one.machine),
+                **msgspec.structs.asdict(setting),
+                "level": _LEVELS[setting.level],
+                "provider_options": dict(sorted({**options, **setting.provider_options}.items())),
+                "session_config": dict(sorted({**manifest.session_config, **setting.config}.items())),
+            }
+            yield msgspec.convert(facts, Tuned)

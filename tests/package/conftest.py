@@ -37,7 +37,7 @@ def unpacked(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(scope="session")
 def checker(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A class path with the archive's classes and `standalone/Check.java`, compiled against the app's ONNX Runtime."""
+    """A class path with the archive's own classes and `standalone/Check.java`, compiled against ONNX Runtime."""
     work = tmp_path_factory.mktemp("java")
     source = (HERE / "standalone" / "Check.java").read_text()
     (work / "Check.java").write_text(source.replace("package edgekit.loader;", f"package {PACKAGE};"))

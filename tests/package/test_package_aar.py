@@ -27,7 +27,7 @@ from edgekit.devices.process.files import cache_folder
 from edgekit.errors import UsageError
 from edgekit.package.formats import StoreReport
 from edgekit.package.package import package_bundles
-from edgekit.package.variant import Names
+from edgekit.package.variant import Identity
 
 pytestmark = pytest.mark.slow
 
@@ -83,7 +83,7 @@ def test_the_archive_carries_what_its_loader_opens_and_tests_once(unpacked: Path
 
 def test_a_build_without_nnapi_asks_for_what_onnxruntime_asks_for(bundles: Path, tmp_path: Path) -> None:
     require_program("javac", "openjdk-17-jdk-headless")
-    names = Names(name="digits", group="com.example", version="2.0.0")
+    names = Identity(name="digits", group="com.example", version="2.0.0")
     package_bundles((bundles / XNNPACK,), "aar", tmp_path / "maven", names=names, runtime=find_runtime())
     archive = tmp_path / "maven" / "com" / "example" / "digits" / "2.0.0" / "digits-2.0.0.aar"
     with zipfile.ZipFile(archive) as opened:

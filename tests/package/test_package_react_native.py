@@ -21,7 +21,7 @@ from edgekit.bundle.folder import open_bundle
 from edgekit.errors import UsageError
 from edgekit.package.package import package_bundles
 from edgekit.package.react_native import PLUGIN, find_untold
-from edgekit.package.variant import Names
+from edgekit.package.variant import Identity
 
 pytestmark = pytest.mark.slow
 
@@ -216,6 +216,6 @@ def test_the_same_bundles_give_the_same_package_and_a_name_npm_takes(
     package_bundles((bundles,), "react-native", tmp_path / "again")
     ours, again = list_files(package), list_files(tmp_path / "again")
     assert {name: path.read_bytes() for name, path in ours.items()} == {n: p.read_bytes() for n, p in again.items()}
-    package_bundles((bundles / CPU,), "react-native", tmp_path / "named", names=Names(name="Digits"))
+    package_bundles((bundles / CPU,), "react-native", tmp_path / "named", names=Identity(name="Digits"))
     assert json.loads((tmp_path / "named" / "package.json").read_text())["name"] == "digits"
     assert (tmp_path / "named" / "digits.podspec").is_file()

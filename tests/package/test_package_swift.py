@@ -13,7 +13,7 @@ from edgekit.bundle.manifest import MachineClass, SessionSetting, TunedSession, 
 from edgekit.errors import OutputError, UsageError
 from edgekit.evidence import Evidence
 from edgekit.package.package import package_bundles
-from edgekit.package.variant import Names
+from edgekit.package.variant import Identity
 from edgekit.tune.files import apply_setting
 
 pytestmark = pytest.mark.slow
@@ -83,4 +83,4 @@ def test_apple_has_no_qnn_and_a_full_folder_is_left_alone(bundles: Path, package
     with pytest.raises(OutputError, match="holds something already"):
         package_bundles((bundles,), "swiftpm", package)
     with pytest.raises(UsageError, match="--name 'a b' cannot name a package"):
-        package_bundles((bundles,), "swiftpm", package.parent / "no", names=Names(name="a b"))
+        package_bundles((bundles,), "swiftpm", package.parent / "no", names=Identity(name="a b"))

@@ -7,7 +7,7 @@ folder, or as the archive that it was packed into; its README tells the develope
 
 import contextlib
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,71 +18,14 @@ from edgekit._files import copy_once, staged_folder, write_file
 from edgekit.bundle.archive import opened_folder
 from edgekit.bundle.folder import APP, GOLDEN, MANIFEST, Bundle, read_listing
 from edgekit.bundle.golden import Golden
-from edgekit.bundle.group.wiring import MOST_MEMBERS, Interface, Stage, Tokens, Wiring, describe_interface, find_fault
+from edgekit.bundle.group.wiring import MOST_MEMBERS, Interface, Wiring, describe_interface, find_fault
 from edgekit.bundle.manifest import BundledFile, Manifest, decode_strictly, encode_json
 from edgekit.bundle.nested import extract_nested, list_nested, read_nested, require_folder_name
 from edgekit.bundle.sign import TestResult
-from edgekit.bundle.snippets import README, plain
+from edgekit.bundle.snippets import README, render_template
 from edgekit.errors import BundleError, UsageError
 from edgekit.model.tensors import TensorSpec
 from edgekit.target import TaskLimit
-
-_WINDOWS = (
-    "What is longer than the input that it feeds gives its last rows; the rows of what is shorter are appended to the"
-    " input, whose oldest go."
-)
-
-
-def render_group_readme(name: str, target: str, wiring: Wiring, models: Mapping[str, str]) -> str:
-    """Returns the README; `models` names the file to load of each member."""
-    lines = [
-        f"# {plain(name)} for {plain(target)}",
-        "",
-        "Made by edgekit. Each folder in `members/` has the manifest of one graph; `group.json` says what feeds what.",
-        *(_tell_tokens(wiring.tokens) if wiring.tokens else ()),
-        *([_WINDOWS] if any(stage.state for stage in wiring.stages) else []),
-    ]
-    for number, stage in enumerate(wiring.stages, 1):
-        lines += ["", f"## {number}. {plain(stage.run)}", "", f"Load `{plain(models[stage.run])}`. {_tell_turn(stage)}"]
-        lines += [
-            "",
-            "| input | is fed by |",
-            "|---|---|",
-            *(f"| `{plain(a)}` | {b} |" for a, b in _tell_inputs(stage)),
-        ]
-    return "\n".join((*lines, ""))
-
-
-def _tell_tokens(tokens: Tokens) -> Iterator[str]:
-    start = f"`{plain(tokens.start)}`" if isinstance(tokens.start, str) else ", ".join(map(str, tokens.start))
-    end = "" if tokens.end is None else f", or until token {tokens.end}"
-    yield f"A text begins with the tokens {start} and goes on for at most {tokens.most} more{end}."
-
-
-def _tell_turn(stage: Stage) -> str:
-    if stage.crop is not None:
-        return f"It runs once for each box; the largest of `{plain(stage.crop.result)}` is the class."
-    turn = "It runs until the text ends" if stage.repeat else "It runs once"
-    return f"{turn}; the largest of `{plain(stage.text.scores)}` is the next token." if stage.text else f"{turn}."
-
-
-def _tell_inputs(stage: Stage) -> Iterator[tuple[str, str]]:
-    if stage.text is not None:
-        side = stage.text.align or "left"
-        yield stage.text.input, f"the tokens, at the {side}"
-        if stage.text.mask:
-            yield stage.text.mask, "1 where a token stands or stood, else 0"
-        if stage.text.positions:
-            yield stage.text.positions, "the position of each token, from 0"
-    if stage.crop is not None:
-        crop = stage.crop
-        yield crop.input, f"the box cut out of `{plain(crop.image)}` and resized; boxes from `{plain(crop.boxes)}`"
-    for name, source in sorted(stage.feeds.items()):
-        later = f", then `{plain(stage.state[name])}` of the run before" if name in stage.state else ""
-        yield name, f"`{plain(source)}`{later}"
-    for name in sorted(stage.state.keys() - stage.feeds.keys()):
-        yield name, f"zeros, then `{plain(stage.state[name])}` of the run before"
-
 
 GROUP = "group.json"
 _MEMBERS, _MODELS, _SHARED = "members", "models", "shared"
@@ -214,8 +157,8 @@ def write_group(contents: GroupContents, bundles: Mapping[str, Bundle], out: Pat
             shared=shared,
         )
         models = {name: member.model_file for name, member in draft.members.items()}
-        readme = render_group_readme(draft.name, draft.target, draft.wiring, models)
-        write_file(staging / README, readme.encode())
+        page = {"name": draft.name, "target": draft.target, "models": models, **msgspec.structs.asdict(draft.wiring)}
+        write_file(staging / README, render_template("group.md.j2", **page).encode())
         files = {name: BundledFile.describe(staging / name) for name in (README, *own)}
         write_file(staging / GROUP, encode_json(msgspec.structs.replace(draft, files=files)))
     return open_group(out)
