@@ -1,11 +1,14 @@
 """Tiny models, their samples, and a bundle of them."""
 
+import functools
+import shutil
+import tempfile
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper, parser
 
 from edgekit.bundle.describe import Contents
 from edgekit.bundle.folder import Bundle, write_bundle
@@ -39,40 +42,30 @@ def save_classifier(path: Path, *, classes: int = 5) -> Model:
     return save_graph(graph, path)
 
 
+DETECTOR = """<ir_version: 9, opset_import: ["" : 17]>
+  detector (float[1,16,6] x) => (float[?,4] found, int64[?,3] kept, float[1,2] best)
+  <int64[1] zero = {0}, int64[1] four = {4}, int64[1] six = {6}, int64[1] last = {2}, int64[1] most = {5},
+   int64 two = {2}, float[1] overlap = {0.5}, float[1] least = {0.8}, float[2,2] w = {1, -0.25, -0.25, 1}> {
+    boxes = Slice(x, zero, four, last)
+    logits = Slice(x, four, six, last)
+    mixed = MatMul(logits, w)
+    likely = Sigmoid(mixed)
+    scores = Transpose<perm = [0, 2, 1]>(likely)
+    kept = NonMaxSuppression(boxes, scores, most, overlap, least)
+    places = Gather<axis = 1>(kept, two)
+    flat = Squeeze(boxes, zero)
+    found = Gather<axis = 0>(flat, places)
+    best = ReduceMax<axes = [2], keepdims = 0>(scores) }"""
+NAMES = {"mixed": "mix", "likely": "sigmoid", "scores": "turn", "kept": "nms"}
+
+
 def save_detector(path: Path) -> Model:
     """A detector with its NMS inside: 16 boxes of 4 corners and 2 logits in, what is left and best scores out."""
-    nodes = [
-        helper.make_node("Slice", ["x", "zero", "four", "last"], ["boxes"], name="boxes"),
-        helper.make_node("Slice", ["x", "four", "six", "last"], ["logits"], name="logits"),
-        helper.make_node("MatMul", ["logits", "w"], ["mixed"], name="mix"),
-        helper.make_node("Sigmoid", ["mixed"], ["likely"], name="sigmoid"),
-        helper.make_node("Transpose", ["likely"], ["scores"], name="turn", perm=[0, 2, 1]),
-        helper.make_node("NonMaxSuppression", ["boxes", "scores", "most", "overlap", "least"], ["kept"], name="nms"),
-        helper.make_node("Gather", ["kept", "two"], ["places"], name="places", axis=1),
-        helper.make_node("Squeeze", ["boxes", "zero"], ["flat"], name="flat"),
-        helper.make_node("Gather", ["flat", "places"], ["found"], name="found", axis=0),
-        helper.make_node("ReduceMax", ["scores"], ["best"], name="best", axes=[2], keepdims=0),
-    ]
-    wholes = {"zero": [0], "four": [4], "six": [6], "last": [2], "most": [5]}
-    constants = [numpy_helper.from_array(np.array(value, np.int64), name) for name, value in wholes.items()]
-    constants.append(numpy_helper.from_array(np.array(2, np.int64), "two"))
-    constants += [
-        numpy_helper.from_array(np.array([value], np.float32), name)
-        for name, value in (("overlap", 0.5), ("least", 0.8))
-    ]
-    constants.append(numpy_helper.from_array(np.array([[1.0, -0.25], [-0.25, 1.0]], np.float32), "w"))
-    graph = helper.make_graph(
-        nodes,
-        "detector",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 16, 6])],
-        [
-            helper.make_tensor_value_info("found", TensorProto.FLOAT, [None, 4]),
-            helper.make_tensor_value_info("kept", TensorProto.INT64, [None, 3]),
-            helper.make_tensor_value_info("best", TensorProto.FLOAT, [1, 2]),
-        ],
-        constants,
-    )
-    return save_graph(graph, path)
+    proto = parser.parse_model(DETECTOR)
+    for node in proto.graph.node:
+        node.name = NAMES.get(node.output[0], node.output[0])
+    onnx.save(proto, str(path))
+    return load_model(path)
 
 
 def make_scenes(count: int = 6) -> Samples:
@@ -129,5 +122,15 @@ def make_contents(folder: Path, *, target: str = "nnapi", labels: tuple[int, ...
     )
 
 
+@functools.cache
+def _make_once(target: str, labels: tuple[int, ...] | None) -> tuple[tempfile.TemporaryDirectory[str], Bundle]:
+    folder = tempfile.TemporaryDirectory(prefix="edgekit-tests-")
+    contents = make_contents(Path(folder.name), target=target, labels=labels)
+    return folder, write_bundle(contents, Path(folder.name) / f"tiny-{target}")
+
+
 def make_bundle(folder: Path, *, target: str = "nnapi", labels: tuple[int, ...] | None = None) -> Bundle:
-    return write_bundle(make_contents(folder, target=target, labels=labels), folder / f"tiny-{target}")
+    """A bundle of the classifier, its model and its golden samples: a copy of what is made once in a process."""
+    made, bundle = _make_once(target, labels)
+    shutil.copytree(made.name, folder, dirs_exist_ok=True)
+    return msgspec.structs.replace(bundle, folder=folder / bundle.folder.name)

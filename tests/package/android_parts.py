@@ -5,11 +5,10 @@ this machine's JVM with the archive's classes, whose native methods are handed o
 """
 
 import platform
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from package_loaders import run_program
+from package_loaders import run_or_fail
 
 from edgekit.app_runtime import AppRuntime
 from edgekit.devices.android.android import DEFAULT_CORE, find_core, find_emulator, write_phone
@@ -61,10 +60,11 @@ def link_for_android(abi: str, source: Path, program: Path, *flags: str | Path) 
     table = work / "imports.c"
     LOADER.write_imports(read_library(android_libraries(abi) / LIBRARY).imports, table)
     objects: list[Path] = []
+    options = ("-std=gnu11", "-O1", "-fno-builtin", "-I", LOADER.sources, "-c")
     for part in (*sorted(LOADER.sources.glob("*.c")), table):
         objects.append(work / f"{part.stem}.o")
-        _run([*compiler.c, "-std=gnu11", "-O1", "-fno-builtin", "-I", LOADER.sources, "-c", part, "-o", objects[-1]])
-    _run([*compiler.cpp, "-std=c++17", "-O1", *flags, source, *objects, "-static", "-pthread", "-o", program])
+        run_or_fail([*compiler.c, *options, part, "-o", objects[-1]])
+    run_or_fail([*compiler.cpp, "-std=c++17", "-O1", *flags, source, *objects, "-static", "-pthread", "-o", program])
     return program
 
 
@@ -92,18 +92,12 @@ def build_natives(folder: Path) -> Path:
         *(folder / name for name in ("names.c", "natives.S", "imports.c")),
     ]
     flags = [
-        "-shared",
-        "-fPIC",
-        "-O1",
-        "-std=gnu11",
-        "-fno-builtin",
-        "-fvisibility=hidden",
-        "-I",
+        *["-shared", "-fPIC", "-O1", "-std=gnu11", "-fno-builtin", "-fvisibility=hidden", "-I"],
         str(LOADER.sources),
     ]
     (folder / "natives").mkdir()
     out = folder / "natives" / BINDING
-    _run([*compiler.c, *flags, *sources, *LOADER.sources.glob("*.c"), "-lm", "-pthread", "-o", out])
+    run_or_fail([*compiler.c, *flags, *sources, *LOADER.sources.glob("*.c"), "-lm", "-pthread", "-o", out])
     return out.parent
 
 
@@ -112,8 +106,3 @@ def _require_compiler(abi: str) -> Compiler:
     if compiler is None:
         pytest.skip(f"needs a compiler for {abi}: apt-get install g++ g++-aarch64-linux-gnu")
     return compiler
-
-
-def _run(argv: Sequence[str | Path]) -> None:
-    code, shown = run_program(argv)
-    assert code == 0, shown

@@ -1,11 +1,10 @@
 """The bundles that are packed, and the Android archive that several tests open."""
 
-import os
 from pathlib import Path
 
 import pytest
 from android_parts import find_runtime
-from package_loaders import NNAPI, PACKAGE, QNN, XNNPACK, require_program, run_program
+from package_loaders import NNAPI, PACKAGE, QNN, XNNPACK, MakeOnce, compile_java, join_jars, require_program
 
 from edgekit.bundle.archive import unpack_archive
 from edgekit.package.package import package_bundles
@@ -19,29 +18,26 @@ def bundles(demo_bundles: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def repository(bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def repository(bundles: Path, make_once: MakeOnce) -> Path:
     """A Maven repository with the archive of three bundles."""
     require_program("javac", "openjdk-17-jdk-headless")
-    out = tmp_path_factory.mktemp("aar") / "maven"
-    package_bundles((bundles / QNN, bundles / NNAPI, bundles / XNNPACK), "aar", out, runtime=find_runtime())
-    return out
+    chosen, runtime = (bundles / QNN, bundles / NNAPI, bundles / XNNPACK), find_runtime()
+    made = make_once("aar", lambda folder: package_bundles(chosen, "aar", folder / "maven", runtime=runtime))
+    return made / "maven"
 
 
 @pytest.fixture(scope="session")
-def unpacked(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("unpacked") / "aar"
+def unpacked(repository: Path, make_once: MakeOnce) -> Path:
     (archive,) = repository.rglob("*.aar")
-    unpack_archive(archive, out)
-    return out
+    return make_once("aar-unpacked", lambda folder: unpack_archive(archive, folder / "aar")) / "aar"
 
 
 @pytest.fixture(scope="session")
-def checker(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+def checker(unpacked: Path, make_once: MakeOnce) -> str:
     """A class path with the archive's own classes and `standalone/Check.java`, compiled against ONNX Runtime."""
-    work = tmp_path_factory.mktemp("java")
-    source = (HERE / "standalone" / "Check.java").read_text()
-    (work / "Check.java").write_text(source.replace("package edgekit.loader;", f"package {PACKAGE};"))
-    path = os.pathsep.join((str(unpacked / "classes.jar"), str(find_runtime().classes)))
-    code, shown = run_program(["javac", "-cp", path, "-d", work, work / "Check.java"])
-    assert code == 0, shown
-    return os.pathsep.join((str(work), str(unpacked / "classes.jar")))
+    path = join_jars(unpacked / "classes.jar", find_runtime().classes)
+
+    def compile_check(folder: Path) -> None:
+        compile_java(HERE / "standalone" / "Check.java", PACKAGE, path, folder)
+
+    return join_jars(make_once("aar-checker", compile_check), unpacked / "classes.jar")

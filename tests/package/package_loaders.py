@@ -5,12 +5,14 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import onnxruntime
 import pytest
 
+MakeOnce = Callable[[str, Callable[[Path], object]], Path]
+"""The fixture `make_once`: what builds or compiles for seconds is made once for all workers of a run."""
 NNAPI, QNN, XNNPACK = "digits_mobilenet-nnapi", "digits_mobilenet-qnn", "digits_mobilenet-xnnpack"
 PACKAGE = "edgekit.models.digits_mobilenet"
 CPU, PLAIN = "digits_mobilenet-cpu", "digits_mobilenet-plain"
@@ -54,6 +56,19 @@ def run_program(argv: Sequence[str | Path], cwd: Path | None = None) -> tuple[in
 def join_jars(*places: str | Path) -> str:
     """A class path."""
     return os.pathsep.join(map(str, places))
+
+
+def run_or_fail(argv: Sequence[str | Path]) -> None:
+    """Runs what must succeed, such as a compiler."""
+    code, shown = run_program(argv)
+    assert code == 0, shown
+
+
+def compile_java(source: Path, package: str, path: str, out: Path) -> None:
+    """Compiles a program as a class of the package of an archive, whose name is its own."""
+    text = source.read_text().replace("package edgekit.loader;", f"package {package};")
+    (out / source.name).write_text(text)
+    run_or_fail(["javac", "-cp", path, "-d", out, out / source.name])
 
 
 def flip_byte(path: Path) -> None:

@@ -19,7 +19,7 @@ from android_parts import (
     find_runtime,
     link_for_android,
 )
-from package_loaders import CPU, NNAPI, PACKAGE, QNN, XNNPACK, join_jars, run_program
+from package_loaders import CPU, NNAPI, PACKAGE, QNN, XNNPACK, MakeOnce, join_jars, run_or_fail, run_program
 from package_maven import ANDROID, KOTLIN_MAIN, fetch_jar, fetch_kotlin
 
 from edgekit.bundle.archive import unpack_archive
@@ -43,9 +43,9 @@ TAKEN = re.compile(r"number of nodes supported by NNAPI: (\d+)")
 
 
 @pytest.fixture(scope="module")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> Sequence[str]:
+def machine(make_once: MakeOnce) -> Sequence[str]:
     """The beginning of a command that runs Java with Android's binding and library, and NNAPI of Android 12."""
-    natives = build_natives(tmp_path_factory.mktemp("natives"))
+    natives = make_once("android-natives", build_natives) / "natives"
     return (
         *("env", f"EDGEKIT_ANDROID_LIBRARIES={android_libraries(platform.machine())}", "EDGEKIT_NNAPI_LEVEL=31"),
         *("java", "-XX:TieredStopAtLevel=1", "-Donnxruntime.native.onnxruntime.skip=true"),
@@ -60,21 +60,22 @@ def java(machine: Sequence[str], checker: str) -> Sequence[str]:
 
 
 @pytest.fixture(scope="module")
-def kotlin(repository: Path, unpacked: Path, bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+def kotlin(repository: Path, unpacked: Path, bundles: Path, make_once: MakeOnce) -> str:
     """A class path with all Kotlin that bundles and the archive's README have, compiled without a warning."""
-    work = tmp_path_factory.mktemp("kotlin")
-    sources = [HERE / "standalone" / "Snippets.kt", work / "usage.kt"]
-    sources[1].write_text(wrap_usage((repository / "README.md").read_text()))
-    for name in (CPU, NNAPI, QNN, XNNPACK):
-        target = name.rpartition("-")[2]
-        sources.append(work / f"{target}.kt")
-        sources[-1].write_text(f"package {target}\n\n{(bundles / name / 'app' / 'ModelSession.kt').read_text()}")
     compiler, library = fetch_kotlin()
     path = join_jars(library, find_runtime().classes, fetch_jar(ANDROID), unpacked / "classes.jar")
-    options = ("-no-stdlib", "-no-reflect", "-Werror", "-classpath", path, "-d", str(work / "out"))
-    code, shown = run_program(["java", "-XX:TieredStopAtLevel=1", "-cp", compiler, KOTLIN_MAIN, *options, *sources])
-    assert code == 0, shown
-    return join_jars(work / "out", library, find_runtime().classes)
+
+    def compile_kotlin(work: Path) -> None:
+        sources = [HERE / "standalone" / "Snippets.kt", work / "usage.kt"]
+        sources[1].write_text(wrap_usage((repository / "README.md").read_text()))
+        for name in (CPU, NNAPI, QNN, XNNPACK):
+            target = name.rpartition("-")[2]
+            sources.append(work / f"{target}.kt")
+            sources[-1].write_text(f"package {target}\n\n{(bundles / name / 'app' / 'ModelSession.kt').read_text()}")
+        options = ("-no-stdlib", "-no-reflect", "-Werror", "-classpath", path, "-d", str(work / "out"))
+        run_or_fail(["java", "-XX:TieredStopAtLevel=1", "-cp", compiler, KOTLIN_MAIN, *options, *sources])
+
+    return join_jars(make_once("kotlin", compile_kotlin) / "out", library, find_runtime().classes)
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Loaders that run samples of any length, and models with state, as the bundle's own models do."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import bucket_models
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import stepped_models
 from android_parts import find_runtime
-from package_loaders import find_library, join_jars, require_program, run_program
+from package_loaders import MakeOnce, compile_java, find_library, join_jars, require_program, run_or_fail, run_program
 from package_maven import ORT, fetch_jar
 from tiny_models import parse_model
 
@@ -21,48 +21,45 @@ from edgekit.package.package import package_bundles
 from edgekit.recipe import Data, Recipe
 
 PROGRAMS = Path(__file__).parent / "standalone"
-Make = Callable[[str, Callable[[Path], object]], Path]
 
 
-@pytest.fixture(scope="module")
-def sized(make_once: Make) -> Bundle:
+@pytest.fixture(scope="session")
+def sized(make_once: MakeOnce) -> Bundle:
     return open_bundle(make_once("buckets", bucket_models.make) / "out" / "net-cpu")
 
 
-@pytest.fixture(scope="module")
-def stepped(make_once: Make) -> Bundle:
+@pytest.fixture(scope="session")
+def stepped(make_once: MakeOnce) -> Bundle:
     return open_bundle(make_once("recurrent", stepped_models.make) / "out" / "recurrent-cpu")
 
 
-@pytest.fixture(scope="module")
-def batches(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+@pytest.fixture(scope="session")
+def batches(make_once: MakeOnce) -> Bundle:
     """A bundle for the CPU whose first axis is open."""
-    folder = tmp_path_factory.mktemp("batches")
-    text = "g (float[N,4] x) => (float[N,4] y, float[N,4] z) { y = Softmax(x)  z = Mul(x, x) }"
-    path = parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}', folder / "batches.onnx")
-    np.savez(folder / "d.npz", x=np.random.default_rng(0).normal(size=(8, 1, 4)).astype(np.float32))
-    recipe = Recipe(targets=("cpu",), precision="fp32")
-    build(path, Data(source=str(folder / "d.npz")), folder / "out", recipe, verify=False)
-    return open_bundle(folder / "out" / "batches-cpu")
+
+    def fill(folder: Path) -> None:
+        text = "g (float[N,4] x) => (float[N,4] y, float[N,4] z) { y = Softmax(x)  z = Mul(x, x) }"
+        path = parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}', folder / "batches.onnx")
+        np.savez(folder / "d.npz", x=np.random.default_rng(0).normal(size=(8, 1, 4)).astype(np.float32))
+        recipe = Recipe(targets=("cpu",), precision="fp32")
+        build(path, Data(source=str(folder / "d.npz")), folder / "out", recipe, verify=False)
+
+    return open_bundle(make_once("batches", fill) / "out" / "batches-cpu")
 
 
-@pytest.fixture(scope="module")
-def board(sized: Bundle, stepped: Bundle, batches: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("arrays")
-    package_bundles([sized.folder, stepped.folder, batches.folder], "tar", folder / "both.tar")
-    unpack_archive(folder / "both.tar", folder / "both")
-    return folder / "both"
-
-
-@pytest.fixture(scope="module")
-def program(board: Path) -> list[str | Path]:
+@pytest.fixture(scope="session")
+def program(sized: Bundle, stepped: Bundle, batches: Bundle, make_once: MakeOnce) -> list[str | Path]:
     compiler = require_program("g++", "g++")
-    warnings = ("-std=c++17", "-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror")
-    code, shown = run_program(
-        [compiler, *warnings, "-I", board / "cpp", PROGRAMS / "run_arrays.cc", "-o", board / "run_arrays", "-ldl"]
-    )
-    assert code == 0, shown
-    return [board / "run_arrays", find_library(), board / "bundles"]
+
+    def compile_program(folder: Path) -> None:
+        package_bundles([sized.folder, stepped.folder, batches.folder], "tar", folder / "board.tar")
+        unpack_archive(folder / "board.tar", folder / "board")
+        warnings = ("-std=c++17", "-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror")
+        source, out = PROGRAMS / "run_arrays.cc", folder / "run_arrays"
+        run_or_fail([compiler, *warnings, "-I", folder / "board" / "cpp", source, "-o", out, "-ldl"])
+
+    made = make_once("arrays-board", compile_program)
+    return [made / "run_arrays", find_library(), made / "board" / "bundles"]
 
 
 def read_arrays(shown: str) -> Sequence[Tensors]:
@@ -135,22 +132,24 @@ def test_the_cpp_loader_keeps_a_session_warm_for_batches_of_any_size(
     hold_together(read_arrays(shown), [session.run({"x": sample}) for sample in samples])
 
 
-@pytest.fixture(scope="module")
-def java(sized: Bundle, stepped: Bundle, tmp_path_factory: pytest.TempPathFactory) -> list[str | Path]:
+@pytest.fixture
+def java(sized: Bundle, stepped: Bundle, make_once: MakeOnce, tmp_path: Path) -> list[str | Path]:
     """The command that runs `standalone/RunArrays.java` with an Android archive of both bundles."""
     require_program("javac", "openjdk-17-jdk-headless")
-    out, runtime, jar = tmp_path_factory.mktemp("java"), find_runtime(), fetch_jar(ORT)
-    package_bundles([sized.folder, stepped.folder], "aar", out / "maven", runtime=runtime)
-    (archive,) = (out / "maven").rglob("*.aar")
-    unpack_archive(archive, out / "aar")
-    (assets,) = (out / "aar" / "assets").iterdir()
-    source = (PROGRAMS / "RunArrays.java").read_text().replace("package edgekit.loader;", f"package {assets.name};")
-    (out / "RunArrays.java").write_text(source)
-    path = join_jars(out / "aar" / "classes.jar", runtime.classes)
-    code, shown = run_program(["javac", "-cp", path, "-d", out, out / "RunArrays.java"])
-    assert code == 0, shown
-    classes = join_jars(out, out / "aar" / "classes.jar", jar)
-    return ["java", "-cp", classes, f"{assets.name}.RunArrays", assets, out / "work"]
+    runtime = find_runtime()
+
+    def compile_program(folder: Path) -> None:
+        package_bundles([sized.folder, stepped.folder], "aar", folder / "maven", runtime=runtime)
+        (archive,) = (folder / "maven").rglob("*.aar")
+        unpack_archive(archive, folder / "aar")
+        (assets,) = (folder / "aar" / "assets").iterdir()
+        path = join_jars(folder / "aar" / "classes.jar", runtime.classes)
+        compile_java(PROGRAMS / "RunArrays.java", assets.name, path, folder)
+
+    made = make_once("arrays-java", compile_program)
+    (assets,) = (made / "aar" / "assets").iterdir()
+    classes = join_jars(made, made / "aar" / "classes.jar", fetch_jar(ORT))
+    return ["java", "-cp", classes, f"{assets.name}.RunArrays", assets, tmp_path / "work"]
 
 
 def test_the_java_loader_fills_picks_cuts_and_feeds_state_back(

@@ -9,7 +9,6 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,18 @@ import msgspec
 import numpy as np
 import pytest
 from android_parts import android_headers
-from package_loaders import QNN, XNNPACK, find_library, find_qnn, flip_byte, require_program, run_program
+from package_loaders import (
+    CPU,
+    QNN,
+    XNNPACK,
+    MakeOnce,
+    find_library,
+    find_qnn,
+    flip_byte,
+    require_program,
+    run_or_fail,
+    run_program,
+)  # fmt: skip
 from tiny_models import parse_model
 
 from edgekit._ort import Level
@@ -37,29 +47,29 @@ from edgekit.tune.files import apply_setting
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
-CPU = "digits_mobilenet-cpu"
 WARNINGS = ("-std=c++17", "-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror")
 
 
-@pytest.fixture(scope="module")
-def board(bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("board")
-    report = package_bundles((bundles,), "tar", folder / "digits.tar")
-    assert report.size_bytes == sum(report.sizes.values())
-    assert not report.outweighs
-    unpack_archive(folder / "digits.tar", folder / "digits")
-    return folder / "digits"
+@pytest.fixture(scope="session")
+def board(bundles: Path, make_once: MakeOnce) -> Path:
+    def pack(folder: Path) -> None:
+        report = package_bundles((bundles,), "tar", folder / "digits.tar")
+        assert report.size_bytes == sum(report.sizes.values())
+        assert not report.outweighs
+        unpack_archive(folder / "digits.tar", folder / "digits")
+
+    return make_once("board", pack) / "digits"
 
 
-@pytest.fixture(scope="module")
-def program(board: Path) -> Path:
+@pytest.fixture(scope="session")
+def program(board: Path, make_once: MakeOnce) -> Path:
     require_program("cmake", "cmake")
-    out = board / "out"
-    flags = f"-DCMAKE_CXX_FLAGS={' '.join(WARNINGS)}"
-    for step in (("-S", board / "cpp", "-B", out, flags), ("--build", out)):
-        code, shown = run_program(["cmake", *step])
-        assert code == 0, shown
-    return out / "edgekit_run"
+
+    def build_program(out: Path) -> None:
+        run_or_fail(["cmake", "-S", board / "cpp", "-B", out, f"-DCMAKE_CXX_FLAGS={' '.join(WARNINGS)}"])
+        run_or_fail(["cmake", "--build", out])
+
+    return make_once("board-program", build_program) / "edgekit_run"
 
 
 @pytest.fixture
@@ -300,23 +310,9 @@ def test_the_cpp_loader_gives_a_session_every_provider_of_the_chain_in_order(
     unpack_archive(tmp_path / "p.tar", tmp_path / "p")
     run, recorder = tmp_path / "run", tmp_path / "recorder.so"
     headers = ("-isystem", android_headers())
-    commands: tuple[Sequence[str | Path], ...] = (
-        ["g++", *WARNINGS, "-I", tmp_path / "p" / "cpp", tmp_path / "p" / "cpp" / "main.cc", "-o", run, "-ldl"],
-        [
-            "g++",
-            "-std=c++17",
-            "-shared",
-            "-fPIC",
-            *headers,
-            HERE / "standalone" / "record_nvidia.cc",
-            "-o",
-            recorder,
-            "-ldl",
-        ],
-    )
-    for command in commands:
-        code, shown = run_program(command)
-        assert code == 0, shown
+    loader, source = tmp_path / "p" / "cpp", HERE / "standalone" / "record_nvidia.cc"
+    run_or_fail(["g++", *WARNINGS, "-I", loader, loader / "main.cc", "-o", run, "-ldl"])
+    run_or_fail(["g++", "-std=c++17", "-shared", "-fPIC", *headers, source, "-o", recorder, "-ldl"])
     # The real library, built without a GPU, must be asked for the first provider, and refuse.
     code, shown = run_program([run, find_library(), tmp_path / "p" / "bundles"])
     assert (code, "not opened: TensorRT execution provider is not enabled in this build" in shown) == (1, True), shown

@@ -8,7 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from package_loaders import PLAIN, QNN, XNNPACK, find_library, find_qnn, require_program, run_program
+from package_loaders import (
+    PLAIN,
+    QNN,
+    XNNPACK,
+    MakeOnce,
+    find_library,
+    find_qnn,
+    require_program,
+    run_or_fail,
+    run_program,
+)  # fmt: skip
 
 from edgekit.bundle.archive import list_files, unpack_archive
 from edgekit.bundle.folder import open_bundle
@@ -20,27 +30,32 @@ HERE = Path(__file__).parent
 NAME = "digits_mobilenet"
 
 
-@pytest.fixture(scope="module")
-def package(bundles: Path, demo_build: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("ort") / "package"
-    package_bundles((bundles / QNN, bundles / XNNPACK, demo_build / PLAIN), "ort-package", out)
-    shutil.copytree(demo_build / PLAIN / "golden", out.parent / "golden")
-    return out
+@pytest.fixture(scope="session")
+def chosen(bundles: Path, demo_build: Path) -> tuple[Path, ...]:
+    return bundles / QNN, bundles / XNNPACK, demo_build / PLAIN
 
 
-@pytest.fixture(scope="module")
-def program(package: Path, bundles: Path, demo_build: Path) -> Path:
+@pytest.fixture(scope="session")
+def package(chosen: tuple[Path, ...], make_once: MakeOnce) -> Path:
+    def pack(folder: Path) -> None:
+        package_bundles(chosen, "ort-package", folder / "package")
+        shutil.copytree(chosen[-1] / "golden", folder / "golden")
+
+    return make_once("ort-package", pack) / "package"
+
+
+@pytest.fixture(scope="session")
+def program(chosen: tuple[Path, ...], make_once: MakeOnce) -> Path:
     """`standalone/open_package.cc`, which calls the model package API of the library in the wheel."""
     require_program("g++", "g++")
-    folder = package.parent
-    package_bundles(
-        (bundles / QNN, bundles / XNNPACK, demo_build / PLAIN), "tar", folder / "board.tar", extras=("all",)
-    )
-    unpack_archive(folder / "board.tar", folder / "board")
-    out, source = folder / "open_package", HERE / "standalone" / "open_package.cc"
-    code, shown = run_program(["g++", "-std=c++17", "-I", folder / "board" / "cpp", source, "-o", out, "-ldl"])
-    assert code == 0, shown
-    return out
+
+    def compile_program(folder: Path) -> None:
+        package_bundles(chosen, "tar", folder / "board.tar", extras=("all",))
+        unpack_archive(folder / "board.tar", folder / "board")
+        out, source = folder / "open_package", HERE / "standalone" / "open_package.cc"
+        run_or_fail(["g++", "-std=c++17", "-I", folder / "board" / "cpp", source, "-o", out, "-ldl"])
+
+    return make_once("ort-package-program", compile_program) / "open_package"
 
 
 def test_onnxruntime_chooses_the_cpu_variant_and_runs_a_shared_model(program: Path, package: Path) -> None:
@@ -58,11 +73,11 @@ def test_onnxruntime_chooses_the_npu_variant_with_its_options(program: Path, pac
     assert "self-test passed" in shown
 
 
-def test_what_onnxruntime_sets_is_what_the_manifests_say(package: Path, bundles: Path, demo_build: Path) -> None:
+def test_what_onnxruntime_sets_is_what_the_manifests_say(package: Path, chosen: tuple[Path, ...]) -> None:
     variants = _component(package)
     assert variants.keys() == {QNN, XNNPACK, PLAIN}
     for name, variant in variants.items():
-        manifest = open_bundle((demo_build if name == PLAIN else bundles) / name).manifest
+        manifest = open_bundle(next(folder for folder in chosen if folder.name == name)).manifest
         assert variant["ep"] == manifest.provider
         assert variant["executor_info"]["ort"]["session_options"] == manifest.session_config
         assert variant["executor_info"]["ort"].get("provider_options", {}) == manifest.provider_options
@@ -96,9 +111,8 @@ def test_shared_files_lie_once_under_the_digest_that_onnxruntime_computes(packag
             assert hashlib.sha256(place.read_bytes()).hexdigest() == entry["sha256"], file
 
 
-def test_the_same_bundles_give_the_same_package(package: Path, bundles: Path, demo_build: Path, tmp_path: Path) -> None:
-    given = (bundles / QNN, bundles / XNNPACK, demo_build / PLAIN)
-    report: PackageReport = package_bundles(given, "ort-package", tmp_path / "again")
+def test_the_same_bundles_give_the_same_package(package: Path, chosen: tuple[Path, ...], tmp_path: Path) -> None:
+    report: PackageReport = package_bundles(chosen, "ort-package", tmp_path / "again")
     files = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in list_files(package).items()}
     assert report.files == files
 

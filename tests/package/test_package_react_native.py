@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from package_loaders import CPU, NNAPI, QNN, XNNPACK, flip_byte, run_program
+from package_loaders import CPU, NNAPI, QNN, XNNPACK, MakeOnce, flip_byte, run_or_fail, run_program
 
 from edgekit.bundle.archive import list_files
 from edgekit.bundle.folder import open_bundle
@@ -34,33 +34,36 @@ COREML = f"{NAME}-coreml"
 VERSION = json.loads((TOOLS / "package.json").read_text())["dependencies"]["onnxruntime-node"]
 
 
-@pytest.fixture(scope="module")
-def package(bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("react") / "package"
-    report = package_bundles((bundles,), "react-native", out)
-    assert [variant.name for variant in report.bundles] == [COREML, XNNPACK, NNAPI, CPU]
-    assert QNN in {Path(left.path).name for left in report.left_out}
-    assert any("'session.intra_op.allow_spinning=0'" in line for line in report.remarks)
-    assert any(f"need ONNX Runtime 1.29.0, and the plug-in's newest release is {PLUGIN}" in s for s in report.remarks)
-    return out
+@pytest.fixture(scope="session")
+def package(bundles: Path, make_once: MakeOnce) -> Path:
+    def pack(folder: Path) -> None:
+        report = package_bundles((bundles,), "react-native", folder / "package")
+        assert [variant.name for variant in report.bundles] == [COREML, XNNPACK, NNAPI, CPU]
+        assert QNN in {Path(left.path).name for left in report.left_out}
+        assert any("'session.intra_op.allow_spinning=0'" in line for line in report.remarks)
+        newest = f"need ONNX Runtime 1.29.0, and the plug-in's newest release is {PLUGIN}"
+        assert any(newest in line for line in report.remarks)
+
+    return make_once("react-native", pack) / "package"
 
 
-@pytest.fixture(scope="module")
-def compiled(package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="session")
+def compiled(package: Path, make_once: MakeOnce) -> Path:
     """The package's sources, a program for Node and the README's example, compiled."""
     modules = TOOLS / "node_modules"
     if not (modules / "typescript").is_dir():
         pytest.skip("tools/react_native/node_modules is missing: make test")
-    work = tmp_path_factory.mktemp("project")
-    for path in HERE.iterdir():
-        shutil.copy(path, work)
-    shutil.copytree(package / "src", work / "src")
-    (work / "node_modules").symlink_to(modules)
-    (example,) = re.findall(r"```ts\n(.*?)```", (package / "README.md").read_text(), re.DOTALL)
-    (work / "app.ts").write_text(example.replace(f'"{NAME}"', '"./src/index"'))
-    code, shown = run_program([*NODE, modules / "typescript/lib/tsc.js", "-p", work])
-    assert code == 0, shown
-    return work / "out"
+
+    def compile_project(work: Path) -> None:
+        for path in HERE.iterdir():
+            shutil.copy(path, work)
+        shutil.copytree(package / "src", work / "src")
+        (work / "node_modules").symlink_to(modules)
+        (example,) = re.findall(r"```ts\n(.*?)```", (package / "README.md").read_text(), re.DOTALL)
+        (work / "app.ts").write_text(example.replace(f'"{NAME}"', '"./src/index"'))
+        run_or_fail([*NODE, modules / "typescript/lib/tsc.js", "-p", work])
+
+    return make_once("react-native-project", compile_project) / "out"
 
 
 @pytest.fixture

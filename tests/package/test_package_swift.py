@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from package_loaders import QNN, XNNPACK
+from package_loaders import CPU, QNN, XNNPACK, MakeOnce
 
 from edgekit.bundle.archive import list_files
 from edgekit.bundle.folder import open_bundle
@@ -21,12 +21,13 @@ pytestmark = pytest.mark.slow
 COREML = "digits_mobilenet-coreml"
 
 
-@pytest.fixture(scope="module")
-def package(bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("swift") / "package"
-    report = package_bundles((bundles,), "swiftpm", out)
-    assert [variant.name for variant in report.bundles] == [COREML, XNNPACK, "digits_mobilenet-cpu"]
-    return out
+@pytest.fixture(scope="session")
+def package(bundles: Path, make_once: MakeOnce) -> Path:
+    def pack(folder: Path) -> None:
+        report = package_bundles((bundles,), "swiftpm", folder / "package")
+        assert [variant.name for variant in report.bundles] == [COREML, XNNPACK, CPU]
+
+    return make_once("swift", pack) / "package"
 
 
 def test_the_package_names_its_module_platform_and_dependency(package: Path) -> None:
@@ -77,10 +78,10 @@ def test_the_same_bundles_give_the_same_package(package: Path, bundles: Path, tm
     assert all(ours[name].read_bytes() == again[name].read_bytes() for name in ours)
 
 
-def test_apple_has_no_qnn_and_a_full_folder_is_left_alone(bundles: Path, package: Path) -> None:
+def test_apple_has_no_qnn_and_a_full_folder_is_left_alone(bundles: Path, package: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="QNNExecutionProvider cannot be used"):
-        package_bundles((bundles / QNN,), "swiftpm", package.parent / "no")
+        package_bundles((bundles / QNN,), "swiftpm", tmp_path / "no")
     with pytest.raises(OutputError, match="holds something already"):
         package_bundles((bundles,), "swiftpm", package)
     with pytest.raises(UsageError, match="--name 'a b' cannot name a package"):
-        package_bundles((bundles,), "swiftpm", package.parent / "no", names=Identity(name="a b"))
+        package_bundles((bundles,), "swiftpm", tmp_path / "no", names=Identity(name="a b"))
