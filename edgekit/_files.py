@@ -1,4 +1,4 @@
-"""The only door to written files: whole or not at all, and their digests."""
+"""Writes files and folders whole or not at all, and computes digests; no other module writes files."""
 
 import contextlib
 import errno
@@ -287,7 +287,7 @@ def _temporary_folder(parent: Path, place: Path, prefix: str = ".edgekit-") -> G
 
 @contextlib.contextmanager
 def _made(folder: Path) -> Generator[None]:
-    """Makes a folder and those that it lies in; what was made for nothing, as the block left it empty, is gone."""
+    """Makes a folder and its parents for a block; those that are empty after the block are removed again."""
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)

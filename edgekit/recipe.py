@@ -1,4 +1,4 @@
-"""What to build and how: the options of a build, which a recipe file can hold as well."""
+"""The options of a build, which a recipe file can hold as well."""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path

@@ -13,7 +13,7 @@ import msgspec
 from edgekit.errors import EdgekitError, UsageError, suggest_name
 
 _T = TypeVar("_T")
-# What a person writes by hand is far below: a file beyond it is none of it, and may have no end (/dev/zero).
+# Far more than anybody writes by hand: a larger file is no TOML, and may have no end (/dev/zero).
 _MOST_TOML_BYTES = 1 << 20
 _SHELL_PIPES = Path("/dev/fd")
 
@@ -102,7 +102,7 @@ def to_builtins(value: object) -> Any:
 
 
 def escape_controls(text: str) -> str:
-    r"""Returns a text with what a terminal would obey written out: `\x1b` for ESC; newlines and tabs stay."""
+    r"""Returns a text with its control characters written out, such as `\x1b` for ESC; newlines and tabs stay."""
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1] for letter in text)
@@ -134,5 +134,5 @@ def _decode(data: bytes, kind: Any) -> object:
 
 @functools.lru_cache(maxsize=64)
 def _decode_once(data: bytes, kind: Any) -> object:
-    """Returns what the same bytes said before: a build reads the rules of its target a few times, a sweep often."""
+    """Decodes the same bytes only once: a build reads the rules of its target several times."""
     return _decode(data, kind)

@@ -351,11 +351,11 @@ def _read_target(folder: Path) -> Target:
 
 
 def _refuse_unusable(target: Target, folder: Path) -> None:
-    """Refuses forms that the target says are of no use, or for targets of one's own what those of its provider say."""
-    told = dict(target.conversion.unusable)
+    """Refuses forms that the provider cannot use; for a user's own target those of the shipped ones count."""
+    unusable = dict(target.conversion.unusable)
     if folder.parent != targets_folder():
         shipped = (_read_target(targets_folder() / name) for name in target_names())
-        told |= {
+        unusable |= {
             form: why
             for one in shipped
             if one.provider == target.provider
@@ -363,9 +363,9 @@ def _refuse_unusable(target: Target, folder: Path) -> None:
         }
     variants = (variant.conversion for variant in target.variants if variant.conversion is not None)
     for form in (form for conversion in (target.conversion, *variants) for form in conversion.forms):
-        if form in told:
+        if form in unusable:
             raise TargetError(
-                f"target '{target.name}' has the form '{form}', which {target.provider} cannot use: {told[form]}",
+                f"target '{target.name}' has the form '{form}', which {target.provider} cannot use: {unusable[form]}",
                 hint=f"leave '{form}' out of its forms",
             )
 

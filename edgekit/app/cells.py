@@ -1,4 +1,4 @@
-"""One model on one target: built, verified, and its result kept."""
+"""Builds and verifies one cell of an app: one model, or group of models, on one target. The result is stored."""
 
 import shutil
 import time
@@ -32,7 +32,7 @@ CACHE = ".cache"
 
 
 def find_kept(app: App, cell: Cell, digests: Digests) -> CellResult | None:
-    """Returns what an earlier run found, if nothing that it depends on has changed since and its bundle is there."""
+    """Returns the result of an earlier run, if its inputs have not changed since and its bundle is still there."""
     result = read_result(cell_folder(app, cell))
     if result is None or result.key != make_key(app, cell, result.beside, digests):
         return None
@@ -55,12 +55,12 @@ def find_key(app: App, cell: Cell, digests: Digests) -> tuple[str, tuple[str, ..
 def build_cell(app: App, cell: Cell, digests: Digests, progress: Progress, kept: Kept) -> CellResult:
     """Builds and verifies a cell and returns what was found; a bundle that was made is kept with its result.
 
-    Cells of one model share what builds have `kept`. What cannot be built is a finding, too, and is tried again the
-    next time.
+    Cells of one model share the intermediate results in `kept`. A cell that cannot be built has a result that says why,
+    and is built again in the next run.
     """
     folder, start, say = cell_folder(app, cell), time.monotonic(), name_steps(progress, cell.name)
     try:
-        # Taken before: what changes while it is built makes it out of date.
+        # Computed before the build: an input that changes meanwhile makes the result out of date.
         key, beside = find_key(app, cell, digests)
         (folder / RESULT).unlink(missing_ok=True)
         found = _build_group(app, cell, folder, say) if cell.is_group else _build_model(app, cell, folder, say, kept)
@@ -107,7 +107,7 @@ def _build_model(app: App, cell: Cell, folder: Path, progress: Progress, kept: K
 
 
 def forget_cell(app: App, cell: Cell) -> None:
-    """Removes what was found of a cell, so that it is built again."""
+    """Removes the result of a cell, so that it is built again."""
     shutil.rmtree(cell_folder(app, cell), ignore_errors=True)
 
 

@@ -1,6 +1,6 @@
-"""`edgekit.toml`: models, data, targets, gates, devices and packages of an app, read strictly.
+"""Reads an `edgekit.toml`: the models, data, targets, gates, devices and packages of an app.
 
-Each error names the place of its key in the file: readers of TOML give values and no places, so they are found here.
+Each error names line and column of its key. Readers of TOML do not return positions, so this module finds them.
 """
 
 import re
@@ -150,7 +150,7 @@ class DataTable(_Table, frozen=True, kw_only=True):
 
 
 class ModelTable(_Table, frozen=True, kw_only=True):
-    """`[models.NAME]`: a model file, its samples, and what it is told; `targets` are those of the file by default."""
+    """`[models.NAME]`: a model file, its samples, and build options; `targets` are those of the file by default."""
 
     path: str
     data: DataTable
@@ -275,7 +275,7 @@ class AppTable(_Table, frozen=True, kw_only=True):
 
 
 class App(msgspec.Struct, frozen=True, kw_only=True):
-    """An `edgekit.toml` that was read: what it says, and the folder that its paths start from."""
+    """An `edgekit.toml` that was read: its path, to whose folder other paths are relative, and its content."""
 
     path: Path
     table: AppTable

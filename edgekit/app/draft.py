@@ -1,4 +1,4 @@
-"""A first `edgekit.toml` for a model: what the model can tell is asked of it, and what is guessed is marked as such."""
+"""Writes a first `edgekit.toml` for a model: facts are read from the model, and guesses are marked as such."""
 
 import contextlib
 import statistics
@@ -98,7 +98,7 @@ def draft_app(
 
 
 class _Metadata(msgspec.Struct, frozen=True, kw_only=True):
-    """What an exporter wrote into a model.
+    """What an exporter wrote into the metadata of a model.
 
     `side` is that of an image in pixels, `stride` what sides are a multiple of, `preprocess` keys of a preprocessing.
     """
@@ -112,7 +112,7 @@ def _read_metadata(model: Model) -> _Metadata:
     """Returns what is understood of a model's metadata: `imgsz`, `stride`, `task`, `mean` and `std`.
 
     The first three are those of Ultralytics (docs.ultralytics.com/modes/export), whose detectors, but not classifiers,
-    are trained on images in a grey frame. What is no such value is passed over.
+    are trained on images in a grey frame. Other values are ignored.
     """
     found = {entry.key: entry.value for entry in read_proto(model, weights=False).metadata_props}
     preprocess: dict[str, Any] = {}

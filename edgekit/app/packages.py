@@ -1,4 +1,4 @@
-"""The packages of an app: made of the bundles that passed, and again only where one of them changed."""
+"""Makes the packages of an app from the bundles that passed; a package is made again only where one of them changed."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,7 +41,7 @@ def require_keys(app: App) -> None:
 
 
 def sign_all(app: App, cells: Sequence[CellResult]) -> None:
-    """Signs the bundles that may go, where the app has a key and they are not signed with it.
+    """Signs the bundles that may be released, if the app has a key and they are not signed with it yet.
 
     Raises:
         EdgekitError: a key cannot be read, or a bundle is not whole.
@@ -50,7 +50,7 @@ def sign_all(app: App, cells: Sequence[CellResult]) -> None:
     if keys is None:
         return
     for cell in cells:
-        if not cell.bundle or not _may_go(app, cell):
+        if not cell.bundle or not _may_be_released(app, cell):
             continue
         folder = app.out / cell.bundle
         try:
@@ -69,8 +69,8 @@ def _pack(app: App, name: str, cells: Sequence[CellResult], known: PackageResult
     table = app.table.packages[name]
     model, providers = table.model or next(iter((*app.table.models, *app.table.groups))), FORMS[table.kind].providers
     wanted = [cell for cell in cells if cell.model == model and cell.target in (table.targets or app.table.targets)]
-    # What failed is not packed; what was asked for by name and failed is a failure of the package.
-    good = [cell for cell in wanted if cell.bundle and (table.allow_failed or _may_go(app, cell))]
+    # A bundle that failed is left out; if the table names its target, the package fails.
+    good = [cell for cell in wanted if cell.bundle and (table.allow_failed or _may_be_released(app, cell))]
     left_out = tuple(cell.target for cell in wanted if cell not in good)
     facts = {"package": table, "bundles": [cell.sha256 for cell in good], "keys": app.table.keys}
     key = digest_bytes(encode_json(facts))
@@ -120,5 +120,5 @@ def _write(app: App, result: PackageResult, model: str, folders: Sequence[Path])
     )
 
 
-def _may_go(app: App, cell: CellResult) -> bool:
+def _may_be_released(app: App, cell: CellResult) -> bool:
     return cell.passed or (cell.verdict == "not proven" and app.table.verify.accept_unproven)

@@ -1,7 +1,7 @@
-"""What a run of an app found, and the key under which it is kept.
+"""The results of a run of an app, and the content key of a cell.
 
-A key is one digest of all that a result depends on: the same key, the same result, so that nothing is made twice. The
-verdict is computed from the results of all cells and packages.
+The key is a digest of everything that the result of a cell depends on. A cell whose key did not change is not built
+again.
 """
 
 import importlib.util
@@ -58,7 +58,7 @@ class Digests:
         return known.sha256
 
     def save(self) -> None:
-        """Writes what was asked for, for the next run."""
+        """Writes the digests for the next run."""
         if self._used != self._known:
             write_file(self._place, encode_json({**self._known, **self._used}))
 
@@ -113,7 +113,7 @@ def _digest_data(source: str, digests: Digests) -> str:
         return digests.digest(path)
     module = source.partition(":")[0]
     found = importlib.util.find_spec(module.partition(".")[0])
-    # The whole package: the function may read anything in it. What it reads elsewhere no key can know.
+    # The whole package, as the function may read any file of it. What it reads elsewhere is not in the key.
     place = None if found is None or found.origin is None else Path(found.origin)
     if place is None:
         return source
@@ -233,5 +233,5 @@ def read_result(folder: Path) -> CellResult | None:
 
 
 def write_result(folder: Path, result: CellResult) -> None:
-    """Writes the result of a cell, after all else in its folder: a cell that has none was not finished."""
+    """Writes the result of a cell, as the last file of its folder: a cell without a result was not finished."""
     write_file(folder / RESULT, encode_json(result))

@@ -1,4 +1,4 @@
-"""An app built: what changed since the last run is made anew, everything is verified, packed and reported once."""
+"""Runs an app: builds and verifies the cells that changed since the last run, packs bundles, and writes one report."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ from edgekit.serialize import to_json
 from edgekit.verify.report import VerifyReport, read_report
 
 BuildElsewhere = Callable[[Sequence[Cell]], Iterator[CellResult | None]]
-"""What builds several cells, and yields for each, in their order, what was found; None: build it here."""
+"""Builds cells somewhere else and yields the result of each, in their order; None means that it is to be built here."""
 
 
 def run_app(
@@ -64,7 +64,7 @@ def run_app(
     began, kept = time.monotonic(), Kept()
     with ExitStack() as held:
         for number, cell in enumerate(waiting, 1):
-            # Cells of a model follow each other: what another model gave is of no use to them, and takes room.
+            # Cells of one model follow each other: intermediate results of another model would only take room.
             if number == 1 or waiting[number - 2].model != cell.model:
                 held.close()
                 kept = Kept(folder=app.out / CACHE, work=held.enter_context(work_folder()))

@@ -1,7 +1,6 @@
-"""Where machines share what runs need and find, and what they put there.
+"""Stores, in which machines share the inputs and the results of cells, each as one archive.
 
-A store is a folder, or any place that fsspec opens (S3, GCS, HTTP). The inputs of a cell and its results go there, each
-as one archive.
+A store is a folder, or any place that fsspec opens (S3, GCS, HTTP).
 """
 
 import importlib
@@ -145,7 +144,7 @@ def open_store(place: str) -> Store:
     return RemoteStore(url=place, files=files, root=str(root).rstrip("/"))
 
 
-# An archive of our own: what came out of a cell is as large as its model, and is stored, not deflated.
+# Archives of edgekit's own: a result is as large as its model, and is stored without compression.
 _LIMITS = Limits(files=1_000_000, size_bytes=1 << 40)
 _REPORT = "report.json"
 
@@ -259,7 +258,7 @@ def _digest(entries: Mapping[str, Path], digests: Digests) -> str:
 
 
 def _name_beside(file: Path, first: Path) -> str:
-    # By the words of the paths alone: what lies there may be a link.
+    # Computed from the paths alone, without following links.
     name = Path(os.path.relpath(file, first.parent)).as_posix()
     if name.startswith("../"):
         words = f"'{file}' lies outside of the folder of '{first.name}', and a store has only what is inside"

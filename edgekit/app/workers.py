@@ -1,6 +1,7 @@
-"""A run where the app says: in processes of this machine side by side, or on the workers of a Dask cluster.
+"""Builds cells in parallel: in several processes of this machine, or on the workers of a Dask cluster.
 
-A process is an `edgekit run --only CELL...`. What workers of a cluster need and find goes through a store.
+Each process is an `edgekit run --only CELL...`. Workers of a cluster read their inputs from a store, and write their
+results to it.
 """
 
 import importlib
@@ -45,7 +46,7 @@ _KEY = "edgekit-"
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker is asked for: a cell whose files lie in a store, and the key that its results must bear."""
+    """What a worker is asked to build: a cell whose files lie in a store, and the content key of its result."""
 
     app: App
     cell: Cell
@@ -57,7 +58,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def use_cluster(app: App, scheduler: str, store: Store, progress: Progress, *, again: bool = False) -> BuildElsewhere:
-    """Returns what builds cells on the workers that a scheduler has, for example `tcp://10.0.0.1:8786`.
+    """Returns a function that builds cells on the workers of a scheduler, for example `tcp://10.0.0.1:8786`.
 
     A finished cell lies in the store, so that no worker and no scheduler that dies loses it, and none builds it again
     (but with `again`). A cell that is verified on phones or boards runs only on workers whose resources list them
@@ -168,7 +169,7 @@ def _dask() -> Generator[Any]:
 def _make_order(app: App, cell: Cell, store: Store, digests: Digests, *, again: bool) -> Order:
     key, beside = find_key(app, cell, digests)
     table = app.table
-    # Only what a cell needs: a table of 10,000 models would go out 10,000 times.
+    # Only what a cell needs: else a table of 10,000 models would be sent 10,000 times.
     lean = AppTable(
         models={}, targets={}, verify=table.verify, devices=table.devices, time_budget_s=table.time_budget_s
     )
@@ -221,7 +222,7 @@ def _place(cell: Cell, found: Mapping[str, Path]) -> Cell:
     return msgspec.structs.replace(cell, path=found["model"], data=data, recipe=recipe)
 
 
-# Days: planning has a budget of its own, and what hangs in a device has a limit there.
+# A week: planning has a time budget of its own, and so has each device.
 _TIMEOUT_S = 7 * 24 * 3600.0
 _TRIES = 3
 # A process starts in the time of a small cell: it builds some of them, but so few that all end at the same time.
@@ -268,7 +269,7 @@ def run_anywhere(
 
 
 def use_processes(app: App, workers: int, progress: Progress, *, store: str | None = None) -> BuildElsewhere:
-    """Returns what builds cells in so many processes at a time, each some cells one after the other.
+    """Returns a function that builds cells in so many processes at a time, each of them several cells in turn.
 
     A process that is killed, or dies of a native library, loses nothing that was finished. The others of its cells are
     built in processes of their own, which are started again, three times in all.
@@ -286,7 +287,7 @@ def use_processes(app: App, workers: int, progress: Progress, *, store: str | No
 
 def _build_share(app: App, cells: Sequence[Cell], *, progress: Progress, store: str | None) -> list[CellResult]:
     for cell in cells:
-        # Out of date, or it would not be here: what lies there after a death is new.
+        # The old result is out of date: one that is there after a process died is new.
         (cell_folder(app, cell) / RESULT).unlink(missing_ok=True)
     if len(cells) > 1:
         progress(f"build {cells[0].name} and {len(cells) - 1} more")

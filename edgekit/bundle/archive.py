@@ -1,6 +1,6 @@
-"""Archives that are the same to the byte for the same content, and opening those of others without harm.
+"""Zip and tar archives: the same files give the same bytes, and an archive of a stranger is unpacked without harm.
 
-The names in a zip or a tar are read one at a time, and nothing of them is believed.
+No name, size or kind of entry in an archive is trusted before it was checked.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def translating(items: Iterator[_Item], path: Path) -> Iterator[_Item]:
-    """Yields what a reader yields, with one error for the many that the standard library has for bad archives.
+    """Yields the items of a reader, and raises one error for the many that the standard library has for bad archives.
 
     Raises:
         BundleError: the archive is damaged.
@@ -68,7 +68,7 @@ def _read_zip(file: IO[bytes]) -> Iterator[Member]:
     _check_directory(file)
     archive = zipfile.ZipFile(file)  # it is only a view of `file`, which the caller closes
     if min((entry.header_offset for entry in archive.infolist()), default=0):
-        # zipfile reads the last of two archives in a row, other readers the first: two truths in one file.
+        # zipfile reads the last of two archives in a row, other readers the first: each would see other files.
         raise ValueError("something stands before its first file")
     for entry in archive.infolist():
         # As it stands in the archive: zipfile's `filename` ends at a null character and, on Windows, has its
@@ -171,7 +171,7 @@ def _read_long_name(file: IO[bytes], entry: tarfile.TarInfo) -> str:
         if not space or not length.isdigit() or not len(length) < int(length) <= len(data):
             raise ValueError("an extension header is malformed")
         key, _, value = data[len(length) + 1 : int(length) - 1].partition(b"=")
-        # Records that change how much is read, or what a name means: two readers would see two archives.
+        # Records that change how much is read, or what a name means: not every reader obeys them.
         if key in {b"size", b"hdrcharset"} or key.startswith(b"GNU.sparse"):
             raise ValueError(f"an extension header sets {key.decode()!r}")
         name = value.decode() if key == b"path" else name
@@ -198,7 +198,7 @@ _DISTRUST = "do not trust this archive"
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What an archive may unpack to: so many files, so many bytes, and at most so many times its own size."""
+    """What an archive may unpack to: at most so many files, so many bytes, and so many times its own size."""
 
     # Against archives that unpack to more than they seem. A ratio of 100 is generous for weights, which hardly shrink,
     # while DEFLATE itself reaches 1032 to 1 (zlib's technical notes).
@@ -213,7 +213,8 @@ def write_archive(
     """Writes files into one archive: the same entries give the same bytes, whenever, wherever and by whom.
 
     `entries` maps a name with `/` between folders to a file or to its bytes. They are sorted by name and stored, not
-    deflated, because deflated bytes depend on the version of zlib; they bear no time, no owner and one of two modes.
+    deflated, because deflated bytes depend on the version of zlib. They have no time and no owner, and the mode of a
+    program only where `executable` names them.
 
     Raises:
         OutputError: the file cannot be written, or a name is not safe on every system.

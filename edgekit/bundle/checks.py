@@ -77,7 +77,7 @@ def _fold(name: str) -> str:
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
 
 
-# What a folder is, by the file that names all others, and what opens it.
+# The file that lists what a folder holds, and the command that opens such a folder.
 _KINDS = {
     "manifest.json": "one model: edgekit verify",
     "group.json": "a group of models: edgekit group verify",
@@ -135,7 +135,7 @@ def iterate_files(folder: Path) -> Iterator[tuple[str, Path]]:
 def _check_names(folder: Path, files: Iterable[str], beside: Collection[str]) -> None:
     wanted = set(files)
     present = {name for name, _ in iterate_files(folder)} - set(beside)
-    # A file too many is an alteration like any other: apps copy folders whole.
+    # An additional file is an alteration, too: apps copy folders whole.
     for name in sorted(present - wanted):
         raise BundleError(
             f"bundle '{folder}' holds {name!r}, which its manifest does not list", hint="remove that file"
@@ -215,7 +215,7 @@ SAID_BY_TARGET: Mapping[str, Callable[[Target], Any]] = {
 def check_requests(manifest: Manifest, source: str) -> None:
     """Refuses a manifest that asks a session for anything but known words, switches and numbers.
 
-    Versions go into POMs and Gradle lines as they stand, so they are held to what a version may be, too.
+    Versions are copied into POMs and Gradle files, so each must look like a version.
 
     Raises:
         BundleError: a session key, a provider option or its value is not among those that a bundle may pass, or
@@ -279,7 +279,7 @@ def bundled_task(manifest: Manifest) -> TaskLimit | None:
 
 
 def _check_words(given: Mapping[str, str], allowed: Mapping[str, str] | None, place: str, source: str) -> None:
-    """Holds keys and values against what is allowed; a provider that is not known here takes plain values only."""
+    """Refuses keys and values that are not allowed; an unknown provider takes only numbers and switches."""
     for key, value in given.items():
         if allowed is not None and key not in allowed:
             names = list(allowed)

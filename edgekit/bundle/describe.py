@@ -1,4 +1,4 @@
-"""The manifest of a bundle, put together from what went into it."""
+"""The manifest of a bundle, computed from what goes into the bundle."""
 
 import shlex
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ from edgekit.model.tensors import TensorSpec
 from edgekit.recipe import Recipe, TensorNotes
 from edgekit.target import Form, Precision, Target
 
-# ONNX's specification fixes the layout N, C, then space for these operators; of other inputs nothing is known.
+# For these operators ONNX fixes the layout: N, C, then the spatial axes. The layout of other inputs is not known.
 _CHANNEL_SECOND = frozenset(
     {"Conv", "ConvTranspose", "MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool", "BatchNormalization"}
 )
@@ -175,7 +175,7 @@ def _measure_ranges(samples: Samples) -> dict[str, tuple[float, float]]:
 def _describe_placement(check: CheckReport, target: Target, node_list: str) -> Placement:
     shares: dict[str, ProviderShare] = {}
     for provider, taken in ((target.provider, True), (CPU_PROVIDER, False)):
-        # On the CPU target both lines of the table mean the same provider, which has all nodes.
+        # For the CPU target both rows are the same provider, which runs all nodes.
         nodes = [node for node in check.node_list if node.taken is taken or target.provider == CPU_PROVIDER]
         shares[provider] = ProviderShare(nodes=len(nodes), macs=sum(node.macs for node in nodes))
     return Placement(

@@ -1,6 +1,7 @@
-"""The self-test of a bundle: a few golden samples, and what the model in the bundle should make of them.
+"""The self-test of a bundle: a few golden samples, and the outputs that the bundle's own model gives for them.
 
-An earlier build's float reference and self-test can be taken over, to make the same bytes on another kind of machine.
+The float outputs and the self-test of an earlier build can be taken over, so that a build on another kind of CPU gives
+the same bytes.
 """
 
 import math
@@ -44,7 +45,7 @@ _RUNNABLE: tuple[Form, ...] = ("onnx", "full", "runtime")
 
 
 class _Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """What decides whether a sample is chosen, and how far its outputs are off: `errors` and `sizes` by output.
+    """What a sample is chosen by, and how far its outputs are from the float model's: `errors` and `sizes` by output.
 
     `fed` are the shapes of the inputs, `shapes` those of the outputs.
     """
@@ -149,7 +150,7 @@ def _choose(seen: Sequence[_Seen]) -> tuple[ChosenSample, ...]:
     return tuple(msgspec.convert({"row": row, "reason": picked[row]}, ChosenSample) for row in sorted(picked))
 
 
-# What the samples are chosen for, in the order of choice.
+# The reasons for which samples are chosen, the first reason first.
 _REASONS: Mapping[str, Callable[[Sequence[_Seen]], _Seen]] = {
     "worst-error": lambda seen: max(seen, key=lambda item: item.noise),
     "extreme": lambda seen: max(seen, key=lambda item: item.reach),
@@ -281,7 +282,7 @@ def adopt_reference(golden: Golden, recorded: Recorded) -> None:
 
 
 def adopt_unpadded(golden: Golden, recorded: Recorded) -> None:
-    """Does the same for the golden samples at their own sizes, once `adopt_reference` has held their inputs together.
+    """Takes over the recorded outputs of samples at their own sizes; `adopt_reference` has compared the inputs.
 
     Raises:
         UsageError: the recorded outputs are not those of this model.

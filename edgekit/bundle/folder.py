@@ -1,6 +1,6 @@
-"""Writing a bundle and opening one: what is opened is exactly what was written, or it is refused.
+"""Bundles as folders: written, opened after every byte was compared with the manifest, and copied for a device.
 
-What runs is what the manifest covers: the files are copied, and the copy is what was digested.
+A device runs a copy that was digested while it was made, so that nobody can exchange a file in between.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ MANIFEST, CHECK, TARGET, LAYERS, VERIFY, GOLDEN, APP = (
 
 _MODELS = frozenset({".onnx", ".ort"})
 UNLISTED = frozenset({MANIFEST, VERIFY, SIGNATURE})
-"""What the manifest cannot list: itself, its signature, and the evidence, which differs from run to run."""
+"""Files that the manifest does not list: itself, its signature, and the evidence, which differs from run to run."""
 
 _Value = TypeVar("_Value", CheckReport, Target)
 
@@ -56,8 +56,8 @@ _Value = TypeVar("_Value", CheckReport, Target)
 class Bundle(msgspec.Struct, frozen=True, kw_only=True):
     """A folder that holds a model for one target with everything an app needs.
 
-    `sha256` is the digest of the manifest's file, and so of everything that the manifest covers. `attested` is what the
-    holder of a key says was verified, None where the bundle was opened without one.
+    `sha256` is the digest of the manifest's file, and through it of every file that the manifest lists. `attested` is
+    what the signer says was verified, None where the bundle was opened without a key.
     """
 
     folder: Path
@@ -100,7 +100,7 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_bundle(contents: Contents, out: Path) -> Bundle:
-    """Fills the folder `out` and returns the bundle; the manifest is written last, so that a torn bundle has none.
+    """Fills the folder `out` and returns the bundle; the manifest comes last, so that an unfinished bundle has none.
 
     Model files that lie in `out` already stay where they are, all others are copied. Same contents, same bytes.
 
@@ -159,7 +159,7 @@ def _conclude(draft: Manifest, target: Target, out: Path) -> Bundle:
         write_file(out / APP / name, text.encode())
     write_file(out / README, render_readme(target, draft, notes, snippets).encode())
     manifest = msgspec.structs.replace(draft, files=_digest_files(out))
-    # What no bundle may ask for is not written either: it could not be opened again.
+    # A manifest that asks for what no bundle may is not written: the bundle could not be opened again.
     check_requests(manifest, str(out / MANIFEST))
     # Last, and the digest is that of the very bytes that were written.
     data = encode_json(manifest)
@@ -181,7 +181,7 @@ def open_bundle(path: AnyPath, *, key: AnyPath | None = None) -> Bundle:
     listing = read_listing(path, MANIFEST, key)
     manifest = decode_manifest(listing.data, listing.source)
     check_requests(manifest, listing.source)
-    # Every file, whether it will be used or not: what is allowed to lie in a bundle is exactly what was signed.
+    # Every file is checked, whether it will be used or not: a bundle may hold exactly what was signed.
     listing.check_folder(manifest.files)
     _check_named(path, manifest)
     bundle = Bundle(folder=path, manifest=manifest, sha256=listing.sha256, attested=listing.attested)
@@ -245,7 +245,7 @@ def read_listing(folder: Path, name: str, key: Path | None) -> Listing:
 
 
 def _check_named(path: Path, manifest: Manifest) -> None:
-    """Refuses a model that names a file which is none of the bundle's: ONNX Runtime would open it."""
+    """Refuses a model that names an external file which the manifest does not list: ONNX Runtime would open it."""
     for name in manifest.files:
         if not name.endswith(".onnx"):
             continue
@@ -361,7 +361,7 @@ def _read_checked(bundle: Bundle, name: str) -> Iterator[bytes]:
     try:
         # Opened without following links, and read once: what is digested is what is copied.
         with open_regular(safe_join(bundle.folder, name)) as source:
-            # A file that grows while it is read ends at one chunk too many, and fails by its digest.
+            # Of a file that grows while it is read at most one chunk more is read: its digest is then wrong.
             while entry and source.tell() <= entry.size_bytes and (chunk := source.read(_CHUNK_BYTES)):
                 digest.update(chunk)
                 yield chunk

@@ -1,7 +1,7 @@
-"""Golden vectors: inputs, and what the user's own float model makes of them.
+"""Golden samples: inputs, and the outputs of the user's own float model for them.
 
-They lie in `.npz` files that are the same to the byte for the same content. A model with state has sequences: each
-sample comes with the state that the float model has at its step.
+They are stored in `.npz` files; the same content gives the same bytes. The samples of a model with state are steps of
+sequences: each has the state that the float model has at its step.
 """
 
 import contextlib
@@ -91,9 +91,9 @@ class Rows:
             DataError: a tensor has another shape or dtype than before, or is new or gone.
         """
         if self.count and sample.keys() != self._columns.keys():
-            held = ", ".join(self._columns)
+            before = ", ".join(self._columns)
             raise DataError(
-                f"sample {self.count} for '{self._name}' holds {', '.join(sample)}; sample 0 {held}",
+                f"sample {self.count} for '{self._name}' holds {', '.join(sample)}; sample 0 {before}",
                 hint="a sequence of changing length cannot be kept: cut the model before it (prepare --outputs)",
             )
         for place, (name, value) in enumerate(sample.items()):
@@ -133,7 +133,7 @@ class _Column:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What stands behind the name of each of its arrays."""
+        """The suffixes of the names of its arrays."""
         # Ragged only where it has to be: outputs of one shape stay a plain array that numpy reads.
         return ("",) if len(set(self._shapes)) == 1 else ("", SHAPES)
 
@@ -249,14 +249,14 @@ class Golden(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KnownOutputs(msgspec.Struct, kw_only=True):
-    """What a model gives, by the digest of the sample, as far as there is room; `ran` counts the samples that ran."""
+    """A cache of what a model gives, by the digest of the sample; `ran` counts the samples that the model ran on."""
 
     room_bytes: int
     outputs: dict[bytes, Tensors] = {}
     ran: int = 0
 
     def run(self, session: CpuSession, sample: Tensors) -> Tensors:
-        """Returns what the model of a session gives for a sample, which runs if that is not known."""
+        """Returns what the model of a session gives for a sample; it runs only if that is not known yet."""
         digest = digest_sample(sample)
         found = self.outputs.get(digest)
         if found is None:
@@ -270,7 +270,7 @@ class KnownOutputs(msgspec.Struct, kw_only=True):
         size_bytes = sum(value.nbytes for value in outputs.values())
         if size_bytes <= self.room_bytes and all(value.dtype.kind in "biuf" for value in outputs.values()):
             self.room_bytes -= size_bytes
-            # What ONNX Runtime returns keeps the memory of its whole session.
+            # An array that ONNX Runtime returns keeps the memory of the whole session alive.
             self.outputs[digest] = {name: value.copy() for name, value in outputs.items()}
 
 
@@ -288,7 +288,7 @@ def make_golden(
 
     The samples are read once, and memory holds a few of them. With `at_once` that many run at a time and share the
     cores: small nets leave most of a core idle. The shape of an output may depend on the data, with `ragged` that of an
-    input too. Samples whose outputs are `known` are not run, and what the others give is put there.
+    input too. Samples whose outputs are `known` are not run; the outputs of the others are added to it.
 
     Raises:
         ModelError: an output is of a type that edgekit cannot carry, so that nothing can be compared with it.
@@ -381,7 +381,10 @@ def _read_rows(golden: Golden, name: str, specs: Sequence[TensorSpec]) -> Sample
 def _run_all(
     model: Model, samples: Samples, at_once: int, known: KnownOutputs | None
 ) -> Iterator[tuple[Tensors, Tensors]]:
-    """Yields each sample with what the model makes of it, in order; libraries of operators may bear one at a time."""
+    """Yields each sample with its outputs, in order.
+
+    With custom operators one sample runs at a time, because their library may not be thread-safe.
+    """
     at_once = 1 if model.custom_ops else at_once
     settings = SessionSettings(level=Level.DISABLED, libraries=model.custom_ops)
     if at_once > 1:

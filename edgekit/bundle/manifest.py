@@ -1,8 +1,8 @@
 """The manifest of a bundle: what is in it, how an app must open it, and where it came from.
 
-Beside the manifest itself stand its parts: sizes of one dimension that each have a model (buckets), dimensions that an
-app chooses (open dimensions), settings found by a search (tuned), older schema versions, and the published JSON
-Schemas.
+This module also has the parts of a manifest: buckets (models for several sizes of one dimension), open dimensions
+(whose size an app chooses), tuned settings (found by a search), and the migration of older schema versions. Last comes
+the JSON Schema that is published.
 """
 
 import platform
@@ -34,7 +34,8 @@ _GOLDEN: _Table = {"chosen": [], "tolerance": {}, "expected_from": ""}
 def migrate_manifest(raw: Any) -> Any:
     """Returns a manifest of version 1 as one of version 2, and anything else as it is.
 
-    What version 1 did not say is said to be unknown. What is malformed stays so, and is found by whoever reads it.
+    What version 1 did not say is filled in as unknown. Malformed values are left as they are, for the decoder to
+    refuse.
     Before `readings` there were `numbers`, the names of vectors without classes.
     """
     table = _table(raw)
@@ -137,7 +138,7 @@ def find_bucket_fault(
 
 
 def _find_sizes(axes: Mapping[str, Sequence[int]], tensors: Sequence[TensorSpec]) -> Iterator[int | None]:
-    """Yields the size of each axis; None for one that is not there, or of no fixed size."""
+    """Yields the size of each axis; None for an axis that does not exist or has no fixed size."""
     shapes = {spec.name: spec.shape or () for spec in tensors}
     for name, places in axes.items():
         shape = shapes.get(name, ())
@@ -206,7 +207,7 @@ _Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class SessionSetting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a session is told, and how it is called; each default is ONNX Runtime's own.
+    """The options of a session, and how it is run; each default is ONNX Runtime's own.
 
     `form` is that of the bundle to load, "" for the manifest's. `threads` and `inter_threads` of 0 let ONNX Runtime
     choose. `config` and `provider_options` are added to those of the target, or take their place.
@@ -226,7 +227,7 @@ class SessionSetting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class MachineClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The machines for which a setting holds: what a loader can find out of its own without asking anyone.
+    """The machines for which a setting holds, by what a loader can find out about its own machine.
 
     `system` and `machine` are those of `uname`, in lower case; `cores` are those that the process may use, 0 for any.
     """
@@ -242,7 +243,7 @@ class MachineClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class TuningEvidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Why a setting is there: how many times the cost of the defaults it has, with 95 %, in so many fresh rounds."""
+    """Why a setting was chosen: its cost over that of the defaults, with an interval of 95 %, in fresh rounds."""
 
     goal: _Word
     device: _Word
@@ -270,7 +271,7 @@ def class_of_this_machine() -> MachineClass:
 UNPADDED = "golden/unpadded.npz"
 """What the float model makes of the golden samples as long as they were, in a bundle with buckets."""
 
-# An upper bound for what is decoded in memory before anything is known of it.
+# An upper bound for what is decoded in memory before anything was checked.
 MAX_MANIFEST_BYTES = 16 << 20
 
 

@@ -1,4 +1,7 @@
-"""Several targets in one folder: what they share is stored once, and an index says which to take where."""
+"""A folder with bundles of several targets: shared files are stored once, and `index.json` says which to use where.
+
+This module also opens whatever a bundle comes as: a folder, an archive, or either with several targets.
+"""
 
 import contextlib
 from collections import Counter
@@ -36,7 +39,7 @@ _VARIANTS, _SHARED = "variants", "shared"
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A target in the folder, and where it can run.
+    """The bundle of one target in the folder, and where it can run.
 
     `folder` holds its `manifest.json`, `manifest` is the digest of that. A file of it lies in `folder` under its name,
     or, where several variants have it, in `shared/` under its sha256. `model_file` is the one to load, seen from the
@@ -118,7 +121,7 @@ def join_bundles(bundles: Sequence[Bundle], out: Path) -> MultiBundle:
     bundles = sorted(bundles, key=lambda bundle: bundle.manifest.target)
     index = _make_index([(bundle.manifest, bundle.manifest_file) for bundle in bundles])
     shared = set(index.shared)
-    # What is there is replaced; only what this wrote before may be.
+    # A folder that is there is replaced, but only one that was joined before.
     if out.is_dir() and any(out.iterdir()) and not (out / INDEX).is_file():
         raise OutputError(f"'{out}' is a folder with other files", hint="give the name of a new folder")
     with staged_folder(out) as staging:
@@ -147,7 +150,7 @@ def open_index(path: Path, *, key: Path | None = None) -> MultiBundle:
     listing = read_listing(path, INDEX, key)
     index = decode_strictly(listing.data, Index, listing.source)
     manifests = [(_read_manifest(path, variant), variant.manifest) for variant in index.variants]
-    # What the index says follows from the manifests: made again, it needs no belief.
+    # The index follows from the manifests: computed again it must be the same, and need not be trusted.
     if not manifests or index != _make_index(manifests):
         raise BundleError(
             f"'{listing.source}' contradicts the manifests of its variants", hint="join the bundles again"
@@ -279,9 +282,6 @@ def _read_manifest(path: Path, variant: Variant) -> Manifest:
     return read_nested(path, variant.folder, variant.manifest, INDEX)
 
 
-# Opening whatever a bundle comes as: a folder, an archive, or either with several targets.
-
-
 class SignedBundle(msgspec.Struct, frozen=True, kw_only=True):
     """A bundle that was signed: the digest of its manifest or index, that of the public key, and what was said."""
 
@@ -302,7 +302,7 @@ def opened_any(path: Path, *, key: Path | None = None) -> Generator[Bundle | Mul
         UsageError: the key cannot be read.
     """
     with opened_folder(path) as folder:
-        # The signature is asked for after unpacking too: an archive is no way around it.
+        # The signature is checked after unpacking, too: an archive is no way around it.
         yield open_any(folder if folder == path else _find_root(folder), key=key)
 
 

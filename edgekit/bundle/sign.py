@@ -301,7 +301,7 @@ def check_seal(seal: Seal | None, digest: str, what: str, key: Path) -> None:
 
 
 def _name_run(digest: str) -> bytes:
-    """Returns what is signed: no statement of a bundle begins like it, so that one cannot stand for the other."""
+    """Returns the bytes that are signed: no statement of a bundle begins like them, so no signature fits both."""
     return b"edgekit recorded run\n" + digest.encode()
 
 
@@ -315,7 +315,7 @@ def _load_public(key: Path) -> tuple[Any, str]:
 
 
 def _require_key(keyid: str, wanted: str, what: str) -> None:
-    # Said apart from a wrong signature: another signer is a question of trust, an altered file is not.
+    # Not the same as a wrong signature: whether another signer is trusted is for the user to decide.
     if keyid != wanted:
         raise BundleError(
             f"'{what}' is signed with another key: {keyid[:16]!r}, not '{wanted[:16]}' (of their sha256)",

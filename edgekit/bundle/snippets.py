@@ -47,7 +47,7 @@ _PLUGINS = {
 def choose_android_release(minimum_ort: str) -> str:
     """Returns the version of `onnxruntime-android` for a bundle: the one that edgekit runs, or the newer one it needs.
 
-    What made the bundle is a wheel for desktops, and not each of those versions has an archive for Android.
+    The ONNX Runtime that made the bundle is a wheel for desktops; not every such version has an archive for Android.
     """
     return max(ANDROID_RELEASE, minimum_ort, key=read_version)
 

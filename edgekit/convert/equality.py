@@ -1,4 +1,4 @@
-"""Running a converted file against its source, and naming the first node whose result differs."""
+"""Compares a converted file with its source by running both, and names the first node whose result differs."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -27,7 +27,7 @@ QUANTIZED_TOLERANCE = 0.05
 """Largest error over largest magnitude of an output. Fused float kernels round otherwise in the last bits; where these
 cross a step of a quantized tensor, a value moves by that step."""
 MAX_SAMPLES = 3
-# What is baked into a file for one size would not show with it.
+# A result that was folded for one size shows only with another size.
 _OPEN_SIZES = (1, 3)
 
 _NO_TENSORS = "its inputs are no tensors"
@@ -121,7 +121,7 @@ def _close_dims(inputs: tuple[TensorSpec, ...], names: Iterable[str], size: int)
     try:
         return size_inputs(inputs, dict.fromkeys(names, size))
     except UsageError:
-        # A formula has no size where all names in it have this one: ONNX Runtime then says what it lacks.
+        # Some formula has no valid size with these numbers: ONNX Runtime then names the input.
         return inputs
 
 

@@ -1,6 +1,6 @@
-"""Writing one form of a model, and what has to be known of the file.
+"""Writes one form of a model, and finds the facts about the file.
 
-To be known are: which ONNX Runtime it needs, what in it comes from the machine that converted it, and which nodes of a
+These are which ONNX Runtime it needs, which of its bytes depend on the machine that converted it, and which nodes of a
 quantized model the CPU provider runs in integers.
 """
 
@@ -40,7 +40,7 @@ def find_needed_ort(files: Iterable[Path]) -> str:
     Raises:
         ModelError: a file is damaged.
     """
-    # What no table knows was read by the ONNX Runtime that made the file.
+    # A version that the table does not know needs the ONNX Runtime that made the file.
     needed = [find_reader(*_read_versions(path)) or VERSION for path in files]
     newest = max(needed, key=read_version, default="")
     return "" if newest == READS[0].since else newest
@@ -108,7 +108,7 @@ def read_stamp(model: Model) -> str:
     return next((entry.value for entry in entries if entry.key == STAMP), "")
 
 
-# What gives the same bits on every machine: moves of data, comparisons, and the arithmetic that IEEE 754 rounds.
+# Operators that give the same bits on every machine: they move data, compare, or do arithmetic that IEEE 754 defines.
 _EXACT_OPS = frozenset({
     "Abs", "Add", "And", "ArgMax", "ArgMin", "Cast", "CastLike", "Ceil", "Clip", "Compress", "Concat", "Constant",
     "ConstantOfShape", "DepthToSpace", "DequantizeLinear", "Div", "Equal", "Expand", "EyeLike", "Flatten", "Floor",
@@ -166,7 +166,7 @@ ORT_FILES: Mapping[Style, str] = {"full": "model.ort", "runtime": "model.runtime
 """The name of the file of each style."""
 
 _NAMED_NODES = 10
-# Levels at which Q and DQ nodes stay, for debugging: that INT8 does not stick there is what was asked for.
+# At these levels Q and DQ nodes are not fused, for debugging: float nodes are then expected.
 _WITHOUT_FUSION = frozenset({Level.DISABLED, Level.BASIC})
 
 

@@ -1,8 +1,8 @@
-"""What became of each node of a model: kept, fused into another, taken out, or folded away.
+"""What became of each node of a model: kept, fused into another node, removed, or folded into a constant.
 
-Names of nodes say little, since ONNX Runtime hands them on as it likes. Names of tensors last: whatever computes a
-tensor now does the work of the nodes that led to it. Both graphs are cut at the tensors that they share, and what lies
-between the same cuts computes the same.
+Names of nodes are not reliable, because ONNX Runtime gives them to other nodes. Names of tensors are: the node that
+now computes a tensor does the work of the nodes that computed it before. Both graphs are cut at the tensors that they
+share; the nodes between the same cuts compute the same.
 """
 
 import collections
@@ -17,7 +17,7 @@ from edgekit.convert.ort_format.report import OrtNode
 FOLDED = "folded"
 """What became of a node whose result is a constant, or is read by nobody, in the converted graph."""
 GONE = "gone"
-"""What became of a node that no other one stands for: whoever read its result reads its input, or took its work in."""
+"""What became of a node without a successor: its readers read its input now, or do its work themselves."""
 
 _TOKEN = re.compile(r"_token_\d+$")
 _INSERTED = re.compile(r"^(InsertedPrecisionFreeCast_)+")
@@ -27,9 +27,9 @@ _LAYOUT_OPS = frozenset({"Transpose", "ReorderOutput", "ReorderInput", "Cast"})
 _MOST_NAMED = 6
 # A Conv, its activation, its Q node.
 _MOST_FOLLOWED = 2
-# These compute nothing: nobody stands for them.
+# These compute nothing, so no other node replaces them.
 _IDLE_OPS = frozenset({"Dropout", "Identity"})
-# A convolution does not do the work of these: it was given the layout that they made.
+# A convolution does not do the work of these: they only changed the layout of its input.
 _MOVES = frozenset({"Flatten", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 
 
@@ -77,7 +77,7 @@ def trace_fusions(source: onnx.GraphProto, nodes: Sequence[OrtNode]) -> Fusions:
     for region in _cut_regions(given, nodes, _find_constants(source)):
         found = _judge_region(region)
         for index, fate in found.items():
-            # A node whose result several read is what the first of them says, unless that one only skips it.
+            # Where several nodes read a result, the first region decides, unless it only skips the node.
             if fates.get(index, GONE) == GONE:
                 fates[index] = fate
         for name, count in collections.Counter(map(_short, region.results)).items():
@@ -178,7 +178,7 @@ def _match_tensors(given: Sequence[OrtNode], nodes: Sequence[OrtNode]) -> dict[s
     for reader in given:
         for name in reader.inputs:
             readers[name].append(reader)
-    # What its own node still makes is no other tensor: a fusion calls what it makes alike each time, and numbers them.
+    # A tensor that its own node still makes is not renamed: fusions give all their results one name, and number them.
     before = {name: node.name for node in given for name in node.outputs}
     kept = {name for node in nodes for name in node.outputs if node.name and before.get(name) == node.name}
     for node in nodes:
@@ -196,7 +196,7 @@ def _match_tensors(given: Sequence[OrtNode], nodes: Sequence[OrtNode]) -> dict[s
 
 
 def _follow_name(node: OrtNode, tensor: str, readers: Mapping[str, Sequence[OrtNode]]) -> str:
-    """Returns what a node gives that is called after a tensor before it: its Add and its Q node came in later."""
+    """Returns the tensor that a node computes, where its name is an earlier one's: it fused the Add or Q node."""
     blocked_sum = node.op == f"{_NCHWC}Conv" and len(node.inputs) > 3
     last = {"Add", "Sum"} if blocked_sum else {"QuantizeLinear"} if _bare(node.op).startswith("QLinear") else set[str]()
     found = tensor

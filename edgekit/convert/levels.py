@@ -58,7 +58,7 @@ def write_level(
         level: how far it is optimized.
         cpu: the CPU that will run it: for "arm" it gets no blocked layouts, which only x64 has.
         folder: where the file goes.
-        samples: what the file and the model run on, to be compared; inputs drawn at random where there are none.
+        samples: the inputs that both run on, to be compared; drawn at random where there are none.
         checked: whether they run at all.
 
     Raises:

@@ -80,7 +80,7 @@ def refuse_size(path: Path, size_bytes: int, having: str = "has") -> None:
 
 
 def session_settings(options: OrtOptions, level: Level, source: Model) -> SessionSettings:
-    """Returns how to open the source so that it runs as the file will."""
+    """Returns the session settings with which the source runs as the converted file will."""
     # The blocked layout exists on x64 alone: a file for Arm that was written on x64 would hold operators that Arm
     # lacks.
     disabled = () if options.cpu == "x64" else ("NchwcTransformer",)
@@ -89,7 +89,7 @@ def session_settings(options: OrtOptions, level: Level, source: Model) -> Sessio
 
 
 def load_settings(options: OrtOptions, source: Model | None = None) -> SessionSettings:
-    """Returns how to open what a source was converted to as an app would."""
+    """Returns the session settings with which an app would open the converted file."""
     disabled = () if source is None else _list_harmful(source)
     return SessionSettings(config={**_config(options), **REPLAY}, disabled_optimizers=disabled, threads=1)
 

@@ -1,7 +1,7 @@
-"""The forms of a package: Android archive, Swift package, archive for Linux boards, ONNX Runtime's model package.
+"""The files of each kind of package: Android archive, Swift package, archive for boards, ONNX Runtime's model package.
 
-Loaders in C++, Java and Swift are compiled with the manifests as source code. What an app store checks of an app is
-checked as far as its libraries are at hand.
+The loaders in C++, Java and Swift are compiled together with a table of the bundles, which is generated as source code.
+For an Android archive this module also checks what Google Play checks of native libraries.
 """
 
 import os
@@ -42,10 +42,10 @@ _NARROW = {"armeabi-v7a": "arm64-v8a", "x86": "x86_64"}
 
 
 class StoreReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What an app store looks at in what a package brings into an app.
+    """What Google Play checks of the native libraries that a package brings into an app.
 
     `archive` is ONNX Runtime's, of `version`, on which the package depends; the bundles need `minimum_ort` or newer.
-    `unseen` are dependencies with libraries that are not at hand.
+    `unseen` are dependencies whose libraries are not on this machine, and were not checked.
     """
 
     archive: str
@@ -78,7 +78,7 @@ class StoreReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What there is to say, a line each."""
+        """Lines about it for the user."""
         aligned = f"all {len(self.libraries)} libraries are aligned to 16 KB, for {', '.join(self.abis)}"
         return (
             f"ONNX Runtime {self.version} of '{self.archive}'; the bundles need {self.minimum_ort} or newer",
@@ -250,7 +250,7 @@ def _merge_dependencies(variants: Sequence[Variant], runtime: AppRuntime) -> lis
     for variant in variants:
         for needed in list_android_dependencies(variant.provider, variant.versions, runtime.version):
             known = merged.get(needed.artifact)
-            # The newest, as Gradle itself takes the newest of several.
+            # Gradle, too, takes the newest of several versions.
             if known is None or read_version(needed.version) > read_version(known.version):
                 merged[needed.artifact] = needed
     return list(merged.values())
@@ -287,7 +287,7 @@ def collect_swiftpm(parts: Sequence[Part], identity: Identity, _work: Workplace)
 BUNDLES = "bundles"
 _STANDALONE = Path(__file__).parent / "standalone"
 GROUP_PROGRAMS = (_STANDALONE / "group" / "edgekit_group.py", _STANDALONE / "python" / "edgekit_loader.py")
-"""What runs a group of models in Python: the first as a program, beside the second."""
+"""The Python code that runs a group of models: a program, and the loader that it imports."""
 
 
 def collect_board(parts: Sequence[Part], identity: Identity, _work: Workplace) -> Mapping[str, Path | bytes]:

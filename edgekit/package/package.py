@@ -1,4 +1,4 @@
-"""Bundles put into one package: which kinds there are, which providers each can hold, and what a package weighs."""
+"""Packs bundles into one package: which kinds there are, which providers each can hold, and the size of its files."""
 
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -33,7 +33,7 @@ from edgekit.package.formats import (
     collect_swiftpm,
     report_store,
 )
-from edgekit.package.react_native import PROVIDERS, collect_react_native, find_untold, list_remarks
+from edgekit.package.react_native import PROVIDERS, collect_react_native, find_unsupported, list_remarks
 from edgekit.package.variant import (
     UNNAMED,
     Extra,
@@ -79,7 +79,8 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
 
     `platform` names the operating system whose provider options the app passes, "" for those of every system.
     `needs_runtime` is True where the package is made for one archive of ONNX Runtime, `shares` where bundles have
-    their golden samples in common. `refuse` says why it cannot hold a bundle of these providers, `remark` what to say.
+    their golden samples in common. `refuse` says why such a package cannot hold a bundle, `remark` gives lines for the
+    user.
     """
 
     collect: Collect
@@ -108,7 +109,7 @@ FORMS: dict[Kind, Form] = {
         platform="",
         providers=PROVIDERS,
         archive=None,
-        refuse=find_untold,
+        refuse=find_unsupported,
         remark=list_remarks,
     ),
     "swiftpm": Form(collect=collect_swiftpm, platform="ios", providers=_APPLE, archive=None),
@@ -128,8 +129,8 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
 class PackageReport(msgspec.Struct, frozen=True, kw_only=True):
     """What was packed: the bundles in the order in which an app tries them, and the files of the package.
 
-    `store` is what an app store checks, None where the package brings no shared library into an app; `remarks` are what
-    there is to say of such a package, a line each.
+    `store` is what Google Play checks, None where the package brings no shared library into an app; `remarks` are lines
+    for the user.
 
     `sizes` are the bytes of every file, those in an AAR named one by one, and `model_bytes` those of the models among
     them. `sha256` is that of the archive; for a folder it is that of the lines `sha256  name`, sorted by name, as
@@ -154,7 +155,7 @@ class PackageReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def outweighs(self) -> bool:
-        """True if what is no model is larger than the models."""
+        """True if everything else in it is larger than the models."""
         return self.size_bytes > 2 * self.model_bytes
 
 

@@ -1,7 +1,7 @@
 """A package for React Native: the bundles as assets of an npm package, with a loader in TypeScript.
 
 The plug-in `onnxruntime-react-native` takes less than ONNX Runtime's other bindings: no session config, and of
-providers only a few flags. What a bundle needs and the plug-in cannot be told, refuses the bundle here, not on a phone.
+providers only a few flags. A bundle that needs more is refused when it is packed, not first on a phone.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,12 +54,12 @@ _HARMLESS = {
     "session.intra_op.allow_spinning=0": "threads that wait will spin, which costs time and changes no number",
     "session.qdqisint8allowed=1": "it is so on Arm without it; an emulator for x86-64 computes otherwise",
 }
-"""Entries of a session's config that a session without them has on a phone, or whose lack changes no number."""
+"""Entries of a session's config that may be left out: they are the default on a phone, or change no result."""
 
 _DTYPES = frozenset({"bool", "float32", "float64", "int16", "int32", "int64", "int8", "uint16", "uint8"})
 
 
-def find_untold(manifest: Manifest) -> str | None:
+def find_unsupported(manifest: Manifest) -> str | None:
     """Returns why the plug-in cannot run a bundle as its manifest says, None if it can."""
     known = {
         "CoreMLExecutionProvider": _COREML.keys(),
@@ -81,7 +81,7 @@ def find_untold(manifest: Manifest) -> str | None:
 
 
 def list_remarks(variants: Sequence[Variant]) -> Iterator[str]:
-    """Yields what the plug-in will do otherwise than the manifests say, and which ONNX Runtime the app must link."""
+    """Yields where the plug-in differs from what the manifests say, and which ONNX Runtime the app must link."""
     for entry in sorted({entry for variant in variants for entry in _pairs(variant.session_config)}):
         yield f"onnxruntime-react-native {PLUGIN} cannot be told '{entry}': {_HARMLESS[entry]}"
     least = _find_least(variants)
@@ -134,7 +134,7 @@ def _describe(variant: Variant) -> dict[str, object]:
 
 
 def _plan_session(variant: Variant) -> dict[str, object]:
-    """Returns the session of a manifest in the plug-in's words."""
+    """Returns the session options of a manifest as the plug-in takes them."""
     options = variant.provider_options
     provider: dict[str, object] = {"name": _NAMES[variant.provider]}
     if variant.provider == "NnapiExecutionProvider":

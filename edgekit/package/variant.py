@@ -1,7 +1,4 @@
-"""What goes from a bundle into a package: the files that a loader opens, and the facts that it must know.
-
-No other module of the packages reads a manifest.
-"""
+"""What a package takes of a bundle: the files that a loader opens (`Cut`), and the facts that it needs (`Variant`)."""
 
 import posixpath
 import re
@@ -34,7 +31,7 @@ EXTRAS: tuple[Extra, ...] = ("all", "forms", "golden", "onnx")
 
 
 class Cut(msgspec.Struct, frozen=True, kw_only=True):
-    """The files of a bundle that a package carries, by their name below the bundle's folder, and how to test with them.
+    """The files of a bundle that a package carries, by their name below the bundle's folder, and its self-test.
 
     `golden` is the folder of `inputs.npz`, of `samples` rows; several bundles may share it, and then it begins with
     `../`. The self-test compares with `reference`: the float model's outputs of every row, or what the bundle's own
@@ -69,7 +66,7 @@ def cut_bundles(bundles: Sequence[Bundle], extras: Collection[Extra], work: Path
     """Returns what a package carries of each bundle; golden samples are cut into files below the folder `work`.
 
     Of the golden samples those of the self-test go along, those of all bundles together, and with `share` only once. A
-    bundle without a self-test of its own keeps them all: nothing less can prove it.
+    bundle without a self-test of its own keeps them all.
 
     Raises:
         UsageError: all samples of a bundle with open dimensions are to go along.
@@ -106,7 +103,7 @@ def _cut(bundle: Bundle, extras: Collection[Extra], rows: Sequence[int], work: P
     if not inputs.exists():
         write_rows(inputs, select_samples(read_inputs(bundle.golden), rows))
     golden = _place(files, {INPUTS: inputs}, share=share)
-    # The samples of other bundles lie in the file too: each bundle's own are told by their place in it.
+    # The file also has samples of other bundles: a bundle names its own by their row in it.
     places = tuple(rows.index(row) for row in chosen)
     return Cut(files=files, golden=golden, samples=len(rows), chosen=places, reference="expected")
 
@@ -132,7 +129,7 @@ _LEVELS = {Level.DISABLED: 0, Level.BASIC: 1, Level.EXTENDED: 2, Level.LAYOUT: 3
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What the self-test must reach."""
+    """The limits of the self-test."""
 
     min_cosine: float
     min_sqnr_db: float
@@ -161,7 +158,7 @@ class VariantBuckets(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tuned(msgspec.Struct, frozen=True, kw_only=True):
-    """What a session is told on machines of a kind, found by `edgekit tune`: as `SessionSetting`, for loaders.
+    """Session options for one class of machines, found by `edgekit tune`: a `SessionSetting` as loaders read it.
 
     The machine is named as `MachineClass` does. `level` is ONNX Runtime's number of it. `provider_options` and
     `session_config` are all of them, those of the bundle too.
@@ -322,7 +319,7 @@ def name_package(model: str) -> str:
 
 def _list_inputs(bundle: Bundle) -> tuple[TensorSpec, ...]:
     if bundle.manifest.open_dims:
-        return _close(bundle, bundle.manifest.inputs, _read_open_sample(bundle))
+        return _fix_shapes(bundle, bundle.manifest.inputs, _read_open_sample(bundle))
     open_one = next((tensor for tensor in bundle.manifest.inputs if not tensor.is_static), None)
     if open_one is not None:
         raise UsageError(
@@ -336,7 +333,7 @@ def _list_outputs(bundle: Bundle) -> tuple[TensorSpec, ...]:
     """Returns the outputs of fixed shape: the loaders' self-test compares those, row by row."""
     if bundle.manifest.open_dims:
         expected = next(read_rows(bundle.folder / GOLDEN / EXPECTED))
-        return _close(bundle, [spec for spec in bundle.manifest.outputs if spec.name in expected], expected)
+        return _fix_shapes(bundle, [spec for spec in bundle.manifest.outputs if spec.name in expected], expected)
     fixed = tuple(tensor.spec for tensor in bundle.manifest.outputs if tensor.is_static)
     if not fixed:
         raise UsageError(
@@ -364,7 +361,7 @@ def _read_open_sample(bundle: Bundle) -> Tensors:
     return next(iter(select_samples(read_inputs(bundle.golden), [chosen[0].row])))
 
 
-def _close(bundle: Bundle, tensors: Sequence[BundledTensor], sample: Tensors) -> tuple[TensorSpec, ...]:
+def _fix_shapes(bundle: Bundle, tensors: Sequence[BundledTensor], sample: Tensors) -> tuple[TensorSpec, ...]:
     """Returns tensors with the shapes of a sample, which are those of the loaders' self-test."""
     odd = next((each.name for each in tensors if not shape_matches(sample[each.name].shape, each)), None)
     if odd is not None:
@@ -444,7 +441,7 @@ def _spell_element(value: float, dtype: str) -> tuple[int, ...]:
 def _list_tuned(manifest: Manifest, options: Mapping[str, str]) -> Iterator[Tuned]:
     for one in manifest.tuned or ():
         setting = one.setting
-        # What was found with another file says nothing of the one that the package carries.
+        # A setting that was found with another file does not hold for the one that the package carries.
         if setting.form in {"", manifest.form}:
             facts: dict[str, Any] = {
                 **msgspec.structs.asdict(one.machine),

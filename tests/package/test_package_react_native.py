@@ -20,7 +20,7 @@ from edgekit.bundle.archive import list_files
 from edgekit.bundle.folder import open_bundle
 from edgekit.errors import UsageError
 from edgekit.package.package import package_bundles
-from edgekit.package.react_native import PLUGIN, find_untold
+from edgekit.package.react_native import PLUGIN, find_unsupported
 from edgekit.package.variant import Identity
 
 pytestmark = pytest.mark.slow
@@ -184,15 +184,15 @@ def test_what_the_plug_in_cannot_be_told_refuses_a_bundle(
     name: str, change: Mapping[str, Any], reason: str | None, bundles: Path
 ) -> None:
     manifest = open_bundle(bundles / name).manifest
-    assert find_untold(manifest) is None
-    said = find_untold(msgspec.structs.replace(manifest, **change))
+    assert find_unsupported(manifest) is None
+    said = find_unsupported(msgspec.structs.replace(manifest, **change))
     assert said is None if reason is None else reason in str(said)
 
 
 def test_tensors_that_javascript_has_no_array_for_refuse_a_bundle(bundles: Path) -> None:
     manifest = open_bundle(bundles / CPU).manifest
     half = tuple(msgspec.structs.replace(spec, dtype="float16") for spec in manifest.inputs)
-    assert "tensors of float16" in str(find_untold(msgspec.structs.replace(manifest, inputs=half)))
+    assert "tensors of float16" in str(find_unsupported(msgspec.structs.replace(manifest, inputs=half)))
 
 
 def test_qnn_has_no_place_in_it(bundles: Path, tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
-"""The one folder of a group of models: the bundle of each member, what they share once, and what feeds what.
+"""The folder of a group of models: the bundle of each member, the files that they share, and what feeds what.
 
-`group.json` names everything in it. A file that several members have lies in `shared/` under its sha256; a model with
-weights beside it lies with them in `models/`, where several models may use the same. A group is opened and signed as a
-folder, or as the archive that it was packed into; its README tells the developer of an app which graph runs when.
+`group.json` lists every file. A file that several members have lies in `shared/` under its sha256. Models whose
+external weights are shared lie with these in `models/`. A group is opened and signed as a folder, or as the archive
+that it was packed into; its README says which graph runs when.
 """
 
 import contextlib
@@ -103,9 +103,9 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupContents(msgspec.Struct, frozen=True, kw_only=True):
-    """What goes into a group beside its members; `wiring` is settled and has no fault.
+    """What goes into a group beside its members; `wiring` is resolved and valid.
 
-    `programs` are files of code that an app may take over, for `app/`.
+    `programs` are source files for the folder `app/`, which an app may use.
     """
 
     name: str
@@ -128,8 +128,8 @@ def write_group(contents: GroupContents, bundles: Mapping[str, Bundle], out: Pat
         named = ", ".join(sorted(targets))
         raise UsageError("the members of a group are for one target", hint=f"these are for {named}")
     entries = {entry.sha256: entry for manifest in manifests.values() for entry in manifest.files.values()}
-    held = ({entry.sha256 for entry in manifest.files.values()} for manifest in manifests.values())
-    counts = Counter(digest for digests in held for digest in digests)
+    by_member = ({entry.sha256 for entry in manifest.files.values()} for manifest in manifests.values())
+    counts = Counter(digest for digests in by_member for digest in digests)
     shared = {digest: entries[digest] for digest in sorted(counts) if counts[digest] > 1}
     _check_places(manifests, shared)
     with staged_folder(out) as staging:
@@ -241,7 +241,7 @@ def _list_files(group: GroupManifest, manifests: Mapping[str, Manifest]) -> dict
 def _places(member: str, manifest: Manifest, shared: Mapping[str, object]) -> dict[str, str]:
     """Returns where each file of a member lies, seen from `group.json`."""
     bound = [names for names in manifest.forms.values() if len(names) > 1]
-    # A model names its weights by their place: where others use these too, all of them lie in one folder.
+    # A model names its external weights by their path: models that share them must lie in one folder.
     beside = {name for names in bound if any(manifest.files[each].sha256 in shared for each in names) for name in names}
     apart = {name for names in bound for name in names}
 

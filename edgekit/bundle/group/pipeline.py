@@ -1,8 +1,8 @@
-"""A group run from its inputs to its result, whatever runs the members: one loop for float model and device.
+"""Runs a group of models from its inputs to its result, with float models or on a device.
 
-All samples go side by side: a device is started once for each stage, and once for each token. Between the stages boxes
-of a picture are cut out and resized, as an app does it between detector and classifier, and tokens are written into the
-inputs of a stage: at the left or right of what has a fixed size, alone where the size is open.
+All samples run together: a device is started once for each stage, and once for each token. Between stages, boxes are
+cut out of a picture and resized, as an app does between detector and classifier, and tokens are written into the inputs
+of a stage. An input of fixed size is filled from the left or the right; one of open size gets exactly the new tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -100,7 +100,7 @@ def find_length(spec: TensorSpec, mine: Interface, given: Tensors) -> int | None
 
 
 def begin_state(spec: TensorSpec) -> Array:
-    """Returns the state that nothing begins: zeros, of one sample, whose open dimensions hold nothing yet."""
+    """Returns the initial state where no source gives one: zeros for one sample, with open dimensions of size 0."""
     shape = spec.shape
     if shape and not isinstance(shape[0], int):
         shape = (1, *shape[1:])
@@ -108,7 +108,7 @@ def begin_state(spec: TensorSpec) -> Array:
 
 
 def count_read(stage: Stage, read: Mapping[str, int]) -> int:
-    """Returns how many tokens the state of a stage holds: those that it read, or that who began its state did."""
+    """Returns how many tokens the state of a stage covers: those that it, or the source of its state, has read."""
     if not stage.state:
         return 0
     sources = (stage.feeds[name].partition(".")[0] for name in stage.state if name in stage.feeds)
@@ -116,11 +116,11 @@ def count_read(stage: Stage, read: Mapping[str, int]) -> int:
 
 
 def _count_held(stage: Stage, mine: Interface, given: Tensors, default: int) -> int:
-    """Returns the rows in the state of a stage, on the axis on which it grows; pads that began it are among them."""
+    """Returns the length of the state of a stage on the axis on which it grows, initial padding included."""
     for name, output in stage.state.items():
         pairs = zip(mine.inputs[name].shape or (), mine.outputs[output].shape or (), strict=False)
         for axis, (size, made) in enumerate(pairs):
-            # An open size that the output does not repeat; who listens keeps the length of what is heard.
+            # The axis grows where an open size differs from that of the output; cross-attention keeps its length.
             if axis and not isinstance(size, int) and size != made:
                 return int(given[name].shape[axis])
     return default
@@ -139,7 +139,7 @@ Run = Callable[[str, Sequence[Tensors]], Sequence[Tensors]]
 
 
 class _Track(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a sample is: its inputs, what stages gave, its tokens, and what was chosen of them.
+    """The progress of one sample: its inputs, the outputs of the stages, its tokens, and those that were generated.
 
     `read` says how many of the tokens each stage with text has read.
     """
@@ -156,7 +156,7 @@ def run_pipeline(
 ) -> list[dict[str, Array]]:
     """Returns the result of each sample: what was chosen, without the end token, else the last stage's outputs.
 
-    `wiring` is settled and has no fault.
+    `wiring` is resolved and valid.
 
     Raises:
         DataError: a sample begins with no tokens, or a member's output is nothing that a stage can read.
@@ -230,7 +230,7 @@ def _feed(stage: Stage, mine: Interface, track: _Track) -> dict[str, Array]:
     inputs = {name: _read(source, track) for name, source in stage.feeds.items()}
     for name in stage.state:
         begun = begin_state(mine.inputs[name])
-        # What begins a state is as long as its stage made it: the window takes its last rows.
+        # An initial state may be longer than the input: the window takes its last rows.
         inputs[name] = feed_back(mine.inputs[name], begun, inputs[name]) if name in inputs else begun
     return inputs
 
@@ -246,7 +246,7 @@ def _take(stage: Stage, track: _Track, outputs: Tensors) -> _Track:
         return track
     track = msgspec.structs.replace(track, read={**track.read, stage.run: len(track.tokens)})
     rows = _rows(stage.run, stage.text.scores, outputs)
-    # One row is that of the last token; of many it stands where the token does.
+    # A single row belongs to the last token; of several, the row at the place of the token.
     row = -1 if stage.text.align == "right" or len(rows) == 1 else min(len(track.tokens), len(rows)) - 1
     token = int(rows[row].argmax())
     return msgspec.structs.replace(track, tokens=(*track.tokens, token), chosen=(*track.chosen, token))

@@ -1,4 +1,4 @@
-"""Weights that several graphs of a group have, stored once: in a file that their models all name."""
+"""Stores weights that several models of a group have in common once, in an external file that all of them name."""
 
 import hashlib
 from collections import Counter
@@ -15,7 +15,7 @@ from edgekit.model.model import Model, load_model, read_proto
 
 
 class SharedWeights(msgspec.Struct, frozen=True, kw_only=True):
-    """The bundles of a group with their equal weights in one file, and how many bytes are in it."""
+    """The bundles of a group, whose equal weights now lie in one file, and how many bytes those are."""
 
     bundles: dict[str, Bundle]
     size_bytes: int = 0
@@ -75,7 +75,7 @@ def share_weights(bundles: Mapping[str, Bundle], folder: Path, templates: Path) 
 def share_models(models: Mapping[str, Model], folder: Path) -> SharedModels:
     """Writes those models that have weights in common with another into `folder`, and these weights into one file.
 
-    The files of a model may lie in several folders: it loads where they lie in one.
+    The returned files of a model lie in several folders; to be loaded they must be put into one.
 
     Raises:
         OutputError: `folder` cannot be written.

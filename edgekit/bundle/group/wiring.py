@@ -1,7 +1,7 @@
-"""What feeds what in a group: stages in their order, as data that anybody may have written.
+"""The wiring of a group: its stages in their order, and what feeds each input. It may come from a stranger.
 
-A source is `data.NAME`, an input of the group, or `MEMBER.OUTPUT`, what an earlier stage gave. What a wiring leaves out
-is found by names: an input is fed by what bears its name, a state by the output that carries it on.
+A source is `data.NAME`, an input of the group, or `MEMBER.OUTPUT`, the output of an earlier stage. What a wiring leaves
+out is found by names: an input is fed by the output of the same name, a state by the output that continues it.
 """
 
 import re
@@ -20,7 +20,7 @@ DATA = "data"
 CHOSEN = "chosen"
 """The result of a group that chooses: numbers of tokens or classes, int64 [n]; n differs from sample to sample."""
 MOST_MEMBERS, MOST_TOKENS, MOST_CROPS = 16, 4096, 64
-"""Bounds for what a stranger's group may ask for."""
+"""Limits for a group that may come from a stranger."""
 
 MEMBER_NAME = r"[a-z][a-z0-9_]{0,31}"
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -37,7 +37,7 @@ class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Text(_Strict, frozen=True, kw_only=True):
-    """How a stage reads the tokens so far, and gives the next one.
+    """How a stage reads the tokens so far, and predicts the next one.
 
     `input` takes their numbers, `mask` is 1 where one stands and 0 elsewhere, `positions` counts them from 0. With
     `align = "right"` the last token stands at the end, as a cache that is a window wants it. Of `scores` [..., rows,
@@ -209,7 +209,7 @@ def _judge_stage(stage: Stage, before: Mapping[str, Stage], members: Mapping[str
 
 
 def _list_roles(stage: Stage) -> list[str]:
-    """Returns the inputs that are filled by what the stage itself makes."""
+    """Returns the inputs that the stage fills itself: tokens, mask, positions, or the picture of a box."""
     text = () if stage.text is None else (stage.text.input, stage.text.mask, stage.text.positions)
     return [*filter(None, text), *(() if stage.crop is None else (stage.crop.input,))]
 
@@ -242,14 +242,14 @@ def _judge_outputs(stage: Stage, mine: Interface) -> Iterator[Fault]:
         spec = mine.inputs.get(name)
         if spec is not None and not _can_fill(spec, is_text=stage.crop is None):
             yield f"cannot fill [{spec}]", "give its dimensions sizes: dims = { NAME = 64 }"
-        elif spec is not None and name in _numbers(stage) and spec.dtype not in _WHOLE:
+        elif spec is not None and name in _list_token_inputs(stage) and spec.dtype not in _WHOLE:
             yield f"cannot write numbers of tokens into [{spec}]", f"it takes {' or '.join(_WHOLE)}"
         elif spec is not None and spec.dtype == "string":
             yield f"cannot fill [{spec}]", "it takes numbers"
 
 
 def _can_fill(spec: TensorSpec, *, is_text: bool) -> bool:
-    """Returns True if the sizes of an input are known but for the samples and, of text, the length."""
+    """Returns True if all sizes of an input are known, except for the batch and, for text, the length."""
     known = list(spec.shape or (0,))
     # Of one axis alone the length is all.
     known = known[1:] if len(known) > 1 and not isinstance(known[0], int) else known
@@ -257,7 +257,7 @@ def _can_fill(spec: TensorSpec, *, is_text: bool) -> bool:
     return all(isinstance(dim, int) and dim > 0 for dim in known)
 
 
-def _numbers(stage: Stage) -> tuple[str, ...]:
+def _list_token_inputs(stage: Stage) -> tuple[str, ...]:
     return () if stage.text is None else (stage.text.input, stage.text.positions)
 
 
@@ -266,7 +266,7 @@ def _judge_feed(name: str, stage: Stage, members: Mapping[str, Interface]) -> It
     spec, made = members[stage.run].inputs[name], members[owner].outputs.get(tensor) if owner in members else None
     if made is None:
         return
-    # What begins a state is cut to its window; anything else has to fit as it is.
+    # An initial state is cut to the size of its input; any other source must have that size.
     if not fits(spec, made) or (name not in stage.state and not _is_same(spec, made)):
         yield f"feeds [{spec}] from [{made}]", "types and sizes must be the same"
 
@@ -303,7 +303,7 @@ def _resolve_stage(stage: Stage, mine: Interface, before: Sequence[Stage], membe
         if name in feeds or name in roles:
             continue
         source = _find_source(name, mine, before, members)
-        # State that nothing begins begins with zeros.
+        # State that no source initializes begins with zeros.
         if source is not None or name not in state:
             feeds[name] = source or f"{DATA}.{name}"
     return msgspec.structs.replace(stage, feeds=feeds, state=state)

@@ -1,4 +1,4 @@
-"""ORT-format files in one canonical order, so that one model has one sequence of bytes, and what is mended on the way.
+"""Rewrites ORT-format files in one canonical order, so that a model always gives the same bytes, and repairs them.
 
 ONNX Runtime writes parts of the file in the order of a hash table that is seeded anew in each process, hands out
 indices and names of ReorderOutput nodes in that order, and saves optimisations that it cannot replay. Here the operator
@@ -82,7 +82,7 @@ def drop_foreign_opsets(root: Record) -> None:
     model["opset_import"] = [entry for entry in records(model, "opset_import") if text(entry, "domain") in kept]
 
 
-def mend_saved(root: Record) -> None:
+def repair_saved(root: Record) -> None:
     """Writes, in place, the operator into each saved action that lacks it."""
     model = table(root, "model")
     # A model may import the main domain twice, as "" and as "ai.onnx": here the newer counts.
@@ -92,7 +92,7 @@ def mend_saved(root: Record) -> None:
         for entry in records(table(graph, "runtime_optimizations"), "records"):
             for saved in records(entry, "runtime_optimization_records"):
                 find_op = _PRODUCED.get(text(saved, "action_id"))
-                # A later ONNX Runtime may write the operator itself: then its word stands.
+                # A later ONNX Runtime may write the operator itself: then that is kept.
                 if find_op is not None and not saved.get("produced_op_ids"):
                     op = find_op(saved, opset)
                     saved["produced_op_ids"] = [op.encode()]
@@ -206,8 +206,8 @@ def canonicalize_file(path: Path) -> None:
     """
     with open_tables(path) as file:
         _refuse_unknown(file, path)
-        # Before sorting: what is written in must take its place in the order, too.
-        mend_saved(file.root)
+        # Before sorting, so that what is added is sorted as well.
+        repair_saved(file.root)
         drop_foreign_opsets(file.root)
         root = sort_tables(file.root, ROOT)
         with replacing_file(path) as temporary:

@@ -1,4 +1,4 @@
-"""Laying records out as an ORT-format file, front to back, by rules that leave no choice.
+"""Writes records as an ORT-format file; its rules fix the place of every byte.
 
 Order: header; each distinct vtable once, sorted by its bytes; tables and vectors in the order of a walk from the root;
 each distinct string once, sorted; weights in the order of the walk, aligned so that they can be used where they lie.

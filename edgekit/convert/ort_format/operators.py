@@ -17,8 +17,6 @@ from edgekit._files import write_file
 from edgekit.convert.ort_format.report import inspect_ort
 from edgekit.errors import ModelError, UsageError
 
-# The adapter to onnxruntime's tool that finds the types which each kernel needs; nothing else imports it.
-
 _FAILURES = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
 

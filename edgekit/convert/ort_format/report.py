@@ -1,4 +1,4 @@
-"""What an ORT-format file holds, what goes into it and what comes out."""
+"""Facts about an ORT-format file: inputs, outputs, nodes, and which quantized nodes will run in float."""
 
 import collections
 import itertools
@@ -236,12 +236,12 @@ def _count(ops: Iterator[str]) -> dict[str, int]:
     return dict(sorted(collections.Counter(ops).items()))
 
 
-# Counting what a converted file will run, and finding INT8 nodes that stayed float.
+# Which nodes a converted file will run, and which INT8 nodes stayed in float.
 
 # The order in which a session replays them (ORT's `graph_transformer_utils.cc`).
 _REPLAY_ORDER = ("QDQSelectorActionTransformer", "ConvActivationFusion", "MatMulNBitsFusion")
 
-# What ORT's CPU provider has 8-bit kernels for, and what nearly all the work is made of.
+# The operators that do nearly all the work and have 8-bit kernels in ORT's CPU provider.
 _FLOAT_OPS = {
     "Conv": "Conv", "com.microsoft.FusedConv": "Conv", "Gemm": "Gemm", "com.microsoft.FusedGemm": "Gemm",
     "MatMul": "MatMul", "com.microsoft.FusedMatMul": "MatMul",
