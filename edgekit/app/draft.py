@@ -10,7 +10,7 @@ import msgspec
 from PIL import Image
 
 from edgekit._files import work_folder
-from edgekit.app.config import FILE
+from edgekit.bundle.snippets import make_environment
 from edgekit.data.images import SUFFIXES, Preprocess
 from edgekit.data.samples import refuse_endless
 from edgekit.errors import DataError, UsageError
@@ -25,7 +25,6 @@ _MOST_IMAGES = 64
 # Networks for images halve their size five times: what is no multiple of 32 does not divide.
 _STEP = 32
 _USUAL_SIDE = 224
-_NO_PACKAGE = ("\n# [packages.app]", '# as = "aar"  # or swiftpm, react-native, tar, zip, ort-package')
 _WHOLE = frozenset({"int32", "int64"})
 _Side = Annotated[int, msgspec.Meta(ge=1, le=1 << 14)]
 
@@ -86,15 +85,27 @@ def draft_app(
             f" {preprocess.dtype}{', in a frame' if preprocess.letterbox is not None else ''}:"
             " hold that against how the model was trained"
         )
-    lines = list(
-        _write_model(source, folder, data, images, dims=dims, frozen=frozen, preprocess=preprocess, labels=labels)
+    text = _render(
+        name=source.name,
+        path=_relate(source.path, folder),
+        dims=dims,
+        frozen=frozen,
+        freeze={entry.name: entry.value for entry in frozen},
+        source=str(data) if images is None else _relate(images, folder),
+        labels=None if labels is None else _relate(labels, folder),
+        preprocess=None if preprocess is None else msgspec.to_builtins(preprocess),
+        targets=targets,
+        package=package,
+        beside=beside,
     )
-    if beside:
-        return Draft(text="\n".join([beside.rstrip("\n"), *lines]) + "\n", remarks=tuple(remarks))
-    lines = [*_HEAD, *lines, *_write_targets(targets, labels)]
-    named = ("\n[packages.app]", f"model = {_quote(source.name)}", f'as = "{package}"')
-    packed = named if package else _NO_PACKAGE
-    return Draft(text="\n".join([*lines, *packed]) + "\n", remarks=tuple(remarks))
+    before = beside.rstrip("\n") + "\n" if beside else ""
+    return Draft(text=before + text, remarks=tuple(remarks))
+
+
+def _render(**values: object) -> str:
+    environment = make_environment(Path(__file__).parent / "templates")
+    environment.filters.update({"toml": _write_value, "key": _quote_key, "table": _write_table})
+    return environment.get_template("edgekit.toml.j2").render(values)
 
 
 class _Metadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,58 +139,6 @@ def _read_metadata(model: Model) -> _Metadata:
     with contextlib.suppress(msgspec.DecodeError):
         stride = msgspec.json.decode(found.get("stride", ""), type=_Side)
     return _Metadata(side=side, stride=stride, preprocess=preprocess)
-
-
-_HEAD = (
-    "#:schema edgekit.schema.json",
-    f"# {FILE}: `edgekit run` builds, verifies and packs what stands here, where something changed.",
-    "version = 1",
-)
-
-
-def _write_targets(targets: Sequence[str], labels: Path | None) -> Iterator[str]:
-    for target in targets:
-        yield f"\n[targets.{target}]"
-    yield "\n[gates]"
-    yield "# max_drop = 1.0  # answers that may change, in percent"
-    if labels is not None:
-        yield '# metric = { name = "top1", at_least = 0.9 }  # what the task needs, whatever the float model reaches'
-
-
-def _write_model(
-    source: Model,
-    folder: Path,
-    data: str | None,
-    images: Path | None,
-    *,
-    dims: Mapping[str, int],
-    frozen: Sequence[_Frozen],
-    preprocess: Preprocess | None,
-    labels: Path | None,
-) -> Iterator[str]:
-    name = _quote_key(source.name)
-    yield f"\n[models.{name}]"
-    yield f"path = {_quote(_relate(source.path, folder))}"
-    if dims:
-        yield f"dims = {{ {', '.join(f'{_quote_key(key)} = {size}' for key, size in dims.items())} }}"
-    for entry in frozen:
-        yield f"# It decides which branch runs: as a constant it leaves {entry.after} of {entry.before} nodes."
-    if frozen:
-        yield f"freeze = {{ {', '.join(f'{_quote_key(entry.name)} = {entry.value}' for entry in frozen)} }}"
-    yield f"\n[models.{name}.data]"
-    given = _quote(_relate(images, folder) if images is not None else str(data))
-    yield f"source = {given}"
-    if labels is None:
-        yield '# evaluation = "..."  # samples to verify with; else some of these are kept back'
-        yield '# labels = "..."      # the class of each of them'
-    else:
-        yield f"evaluation = {given}  # the labels are of these; samples that do not calibrate prove more"
-        yield f"labels = {_quote(_relate(labels, folder))}"
-    if preprocess is not None:
-        yield f"\n[models.{name}.data.preprocess]  # guessed: hold it against how the model was trained"
-        for key, value in msgspec.to_builtins(preprocess).items():
-            if value is not None:
-                yield f"{key} = {_write_value(value)}"
 
 
 def _guess_dims(model: Model, images: Path | None, told: _Metadata) -> dict[str, int]:
@@ -281,15 +240,14 @@ def _relate(path: Path, folder: Path) -> str:
 
 def _write_value(value: Any) -> str:
     if isinstance(value, str):
-        return _quote(value)
-    items: Any = value
-    return str(list(items) if isinstance(value, tuple) else value)
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return str(list(value) if isinstance(value, tuple) else value)
 
 
-def _quote(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+def _write_table(values: Mapping[str, object]) -> str:
+    return f"{{ {', '.join(f'{_quote_key(key)} = {value}' for key, value in values.items())} }}"
 
 
 def _quote_key(name: str) -> str:
     plain = name.replace("_", "").replace("-", "")
-    return name if plain.isascii() and plain.isalnum() else _quote(name)
+    return name if plain.isascii() and plain.isalnum() else _write_value(name)

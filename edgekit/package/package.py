@@ -3,7 +3,7 @@
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -198,17 +198,13 @@ def package_bundles(
     with work_folder() as work:
         parts = _cut_parts(bundles, extras, form, work)
         entries = form.collect(parts, identity, Workplace(folder=work, runtime=made_for))
-        # Before anything is written: what the report names is what was to be packed.
-        digests = {name: _digest(entries[name]) for name in sorted(entries)}
-        sizes, variants = _measure_entries(entries), tuple(part.variant for part in parts)
-        return PackageReport(
-            kind=kind,
-            out=str(out),
-            sha256=_write(entries, digests, form, out),
+        variants = tuple(part.variant for part in parts)
+        return _write(
+            entries,
+            kind,
+            out,
             bundles=variants,
             left_out=left_out,
-            files=digests,
-            sizes=sizes,
             model_bytes=_measure_models(parts),
             store=None if made_for is None else report_store(variants, made_for),
             remarks=tuple(form.remark(variants)),
@@ -230,17 +226,7 @@ def package_group(group: Group, kind: Kind, out: Path) -> PackageReport:
     entries: dict[str, Path | bytes] = {name: group.folder / name for name in group.digests}
     if (group.folder / SIGNATURE).is_file():
         entries[SIGNATURE] = group.folder / SIGNATURE
-    digests = {name: _digest(entries[name]) for name in sorted(entries)}
-    return PackageReport(
-        kind=kind,
-        out=str(out),
-        sha256=_write(entries, digests, form, out),
-        bundles=(),
-        left_out=(),
-        files=digests,
-        sizes=_measure_entries(entries),
-        model_bytes=group.size_bytes,
-    )
+    return _write(entries, kind, out, bundles=(), left_out=(), model_bytes=group.size_bytes)
 
 
 def _cut_parts(bundles: Sequence[Bundle], extras: Collection[Extra], form: Form, work: Path) -> list[Part]:
@@ -252,13 +238,18 @@ def _cut_parts(bundles: Sequence[Bundle], extras: Collection[Extra], form: Form,
     ]
 
 
-def _write(entries: Mapping[str, Path | bytes], digests: Mapping[str, str], form: Form, out: Path) -> str:
-    """Writes the package, and returns its digest as `PackageReport` has it."""
-    if form.archive is not None:
-        write_archive(entries, out, form.archive)
-        return digest_file(out)
-    _write_folder(entries, out)
-    return digest_bytes("".join(f"{digest}  {name}\n" for name, digest in digests.items()).encode())
+def _write(entries: Mapping[str, Path | bytes], kind: Kind, out: Path, **facts: Any) -> PackageReport:
+    """Writes the package, and returns its report with these facts."""
+    # Before anything is written, so that the report names what was to be packed.
+    files, sizes = {name: _digest(entries[name]) for name in sorted(entries)}, _measure_entries(entries)
+    archive = FORMS[kind].archive
+    if archive is not None:
+        write_archive(entries, out, archive)
+        sha256 = digest_file(out)
+    else:
+        _write_folder(entries, out)
+        sha256 = digest_bytes("".join(f"{digest}  {name}\n" for name, digest in files.items()).encode())
+    return PackageReport(kind=kind, out=str(out), sha256=sha256, files=files, sizes=sizes, **facts)
 
 
 def _require_runtime(kind: Kind, runtime: AppRuntime | None) -> AppRuntime:
