@@ -5,14 +5,13 @@ A store is a folder, or any place that fsspec opens (S3, GCS, HTTP).
 
 import importlib
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
-from edgekit._files import digest_bytes, replacing_file, staged_entries, work_folder, write_file, writing
+from edgekit._files import copy_file, digest_bytes, replace_file, staged_entries, work_folder, write_file
 from edgekit.app.config import App, Cell
 from edgekit.app.result import CellResult, Digests, read_result, write_result
 from edgekit.bundle.archive import Limits, list_files, unpack_archive, write_archive
@@ -63,16 +62,13 @@ class FolderStore(msgspec.Struct, frozen=True):
 
     def get(self, name: str, path: Path) -> bool:
         """Copies an object into a file; returns False if there is none."""
-        if not self.has(name):
-            return False
-        with writing(path):
-            shutil.copyfile(self.folder / name, path)
-        return True
+        if self.has(name):
+            copy_file(self.folder / name, path)
+        return self.has(name)
 
     def put(self, name: str, path: Path) -> None:
         """Copies a file into an object."""
-        with replacing_file(self.folder / name) as temporary, writing(temporary):
-            shutil.copyfile(path, temporary)
+        replace_file(path, self.folder / name)
 
 
 class RemoteStore(msgspec.Struct, frozen=True):

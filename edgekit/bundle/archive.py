@@ -27,7 +27,7 @@ from edgekit._files import (
     work_folder,
     write_new,
 )
-from edgekit.bundle.checks import find_clash, find_fault, iterate_files
+from edgekit.bundle.checks import find_fault, find_unsafe, iterate_files
 from edgekit.errors import BundleError, OutputError, quote_error
 
 # zipfile reads the whole list of files at once; 10,000 names, the most that `Limits` lets pass, take about a megabyte.
@@ -219,13 +219,9 @@ def write_archive(
     Raises:
         OutputError: the file cannot be written, or a name is not safe on every system.
     """
-    for name in entries:
-        fault = find_fault(name)
-        if fault is not None:
-            raise OutputError(f"{name[:200]!r} {fault}: it cannot go into an archive", hint="rename that file")
-    clash = find_clash(entries)
-    if clash is not None:
-        raise OutputError(f"{clash[0]!r} and {clash[1]!r} cannot lie in one archive", hint="rename one of them")
+    unsafe = find_unsafe(entries, "in the archive")
+    if unsafe is not None:
+        raise OutputError(unsafe, hint="rename that file")
     with replacing_file(out) as temporary:
         (_write_zip if kind == "zip" else _write_tar)(entries, temporary, executable)
 
@@ -306,9 +302,6 @@ def _check_members(members: Iterator[Member], path: Path, limits: Limits) -> lis
     found: list[Member] = []
     total = 0
     for member in members:
-        fault = find_fault(member.name)
-        if fault is not None:
-            raise BundleError(f"{member.name[:200]!r} in '{path}' {fault}", hint=_DISTRUST)
         # Counted on what the archive claims, and reading stops at the claim: no file is larger than what was added up
         # here.
         total += member.size_bytes
@@ -316,9 +309,9 @@ def _check_members(members: Iterator[Member], path: Path, limits: Limits) -> lis
             most = f"{limits.files} files, {limits.size_bytes} bytes or {limits.ratio} times its own size"
             raise BundleError(f"'{path}' would unpack to more than {most}", hint=_DISTRUST)
         found.append(member)
-    clash = find_clash(member.name for member in found)
-    if clash is not None:
-        raise BundleError(f"{clash[0]!r} and {clash[1]!r} in '{path}' are one file on some systems", hint=_DISTRUST)
+    unsafe = find_unsafe((member.name for member in found), f"in '{path}'")
+    if unsafe is not None:
+        raise BundleError(unsafe, hint=_DISTRUST)
     return found
 
 

@@ -59,6 +59,17 @@ def find_clash(names: Iterable[str]) -> tuple[str, str] | None:
     return None
 
 
+def find_unsafe(names: Iterable[str], where: str) -> str | None:
+    """Returns in a sentence why files of these names cannot lie in one folder on every system, None if they can."""
+    names = list(names)
+    for name in names:
+        fault = find_fault(name)
+        if fault is not None:
+            return f"{name[:200]!r} {where} {fault}"
+    clash = find_clash(names)
+    return None if clash is None else f"{clash[0]!r} and {clash[1]!r} {where} are one file on some systems"
+
+
 def _find_fault_of_part(part: str) -> str | None:
     if part in {"", ".", ".."}:
         return "is absolute or climbs"
@@ -142,16 +153,9 @@ def _check_names(folder: Path, files: Iterable[str], beside: Collection[str]) ->
         )
     for name in sorted(wanted - present):
         raise BundleError(f"bundle '{folder}' lacks the file {name[:200]!r}", hint="build the bundle again")
-    for name in sorted(wanted):
-        fault = find_fault(name)
-        if fault is not None:
-            raise BundleError(f"{name[:200]!r} of bundle '{folder}' {fault}", hint="build the bundle again")
-    clash = find_clash(wanted)
-    if clash is not None:
-        raise BundleError(
-            f"{clash[0]!r} and {clash[1]!r} of bundle '{folder}' are one file on some systems",
-            hint="build the bundle again",
-        )
+    unsafe = find_unsafe(sorted(wanted), f"of bundle '{folder}'")
+    if unsafe is not None:
+        raise BundleError(unsafe, hint="build the bundle again")
 
 
 def _check_regular(path: Path, name: str, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """The manifest of a bundle, computed from what goes into the bundle."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,7 @@ def describe_contents(contents: Contents, golden: GoldenFacts, files: dict[str, 
         forms=forms,
         files=files,
         inputs=_describe_inputs(contents),
-        outputs=_describe_outputs(contents),
+        outputs=_describe_tensors(contents, contents.golden.outputs, read_outputs(contents.golden)),
         golden=golden,
         placement=_describe_placement(contents.check, target, check),
         ancestry=contents.ancestry,
@@ -122,39 +122,42 @@ def describe_contents(contents: Contents, golden: GoldenFacts, files: dict[str, 
 
 
 def _describe_inputs(contents: Contents) -> tuple[BundledTensor, ...]:
-    ranges = _measure_ranges(read_inputs(contents.golden))
     # The inputs that an operator reads whose second axis is the channel: ONNX defines it so for these.
     graph: onnx.GraphProto = read_proto(contents.source, weights=False).graph
     fed = frozenset(node.input[0] for node in graph.node if node.op_type in _CHANNEL_SECOND and node.input)
 
-    def describe(spec: TensorSpec) -> BundledTensor:
-        notes, given = contents.recipe.tensors.get(spec.name, TensorNotes()), contents.preprocess
-        rank = len(spec.shape or ())
-        found = given.layout if given is not None else _LAYOUTS.get(rank, "") if spec.name in fed else ""
-        return _describe_tensor(
-            spec,
-            ranges,
-            layout=found if notes.layout is None else notes.layout,
-            preprocessing=notes.preprocessing or given,
-            postprocessing=None,
+    def find_layout(spec: TensorSpec) -> str:
+        if contents.preprocess is not None:
+            return contents.preprocess.layout
+        return _LAYOUTS.get(len(spec.shape or ()), "") if spec.name in fed else ""
+
+    golden = contents.golden
+    return _describe_tensors(contents, golden.inputs, read_inputs(golden), find_layout, is_input=True)
+
+
+def _describe_tensors(
+    contents: Contents,
+    specs: Iterable[TensorSpec],
+    samples: Samples,
+    find_layout: Callable[[TensorSpec], str] = lambda _: "",
+    *,
+    is_input: bool = False,
+) -> tuple[BundledTensor, ...]:
+    """Returns what an app must know of inputs or outputs; the notes of the recipe come before what was found."""
+    ranges, tensors = _measure_ranges(samples), contents.recipe.tensors
+    noted = [(spec, tensors.get(spec.name, TensorNotes())) for spec in specs]
+    return tuple(
+        BundledTensor(
+            name=spec.name,
+            dtype=spec.dtype,
+            shape=spec.shape,
+            layout=find_layout(spec) if notes.layout is None else notes.layout,
+            value_range=ranges.get(spec.name),
+            preprocessing=(notes.preprocessing or contents.preprocess) if is_input else None,
+            postprocessing=None if is_input else notes.postprocessing,
         )
-
-    return tuple(describe(spec) for spec in contents.golden.inputs)
-
-
-def _describe_outputs(contents: Contents) -> tuple[BundledTensor, ...]:
-    ranges = _measure_ranges(read_outputs(contents.golden))
-
-    def describe(spec: TensorSpec) -> BundledTensor:
-        notes = contents.recipe.tensors.get(spec.name, TensorNotes())
-        post = notes.postprocessing
-        return _describe_tensor(spec, ranges, layout=notes.layout or "", preprocessing=None, postprocessing=post)
-
-    return tuple(describe(spec) for spec in contents.golden.outputs)
-
-
-def _describe_tensor(spec: TensorSpec, ranges: Mapping[str, tuple[float, float]], **facts: Any) -> BundledTensor:
-    return BundledTensor(name=spec.name, dtype=spec.dtype, shape=spec.shape, value_range=ranges.get(spec.name), **facts)
+        for spec, notes in noted
+    )
 
 
 def _measure_ranges(samples: Samples) -> dict[str, tuple[float, float]]:

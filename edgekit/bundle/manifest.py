@@ -478,43 +478,43 @@ def decode_manifest(data: bytes, source: str) -> Manifest:
     for name in (name for names in manifest.forms.values() for name in names):
         if name not in manifest.files:
             raise BundleError(f"'{source}' does not list the model file {name[:200]!r}", hint="build the bundle again")
-    _check_state(manifest, source)
-    _check_buckets(manifest, source)
-    _check_open_dims(manifest, source)
+    for what, find in (
+        ("state", _find_state_fault),
+        ("buckets", _find_bucket_fault),
+        ("open dimensions", _find_dim_fault),
+    ):
+        fault = find(manifest)
+        if fault is not None:
+            raise BundleError(f"the {what} in '{source}' {fault}", hint="build the bundle again")
     return manifest
 
 
-def _check_state(manifest: Manifest, source: str) -> None:
+def _find_state_fault(manifest: Manifest) -> str | None:
     if not manifest.state:
-        return
+        return None
     fault = find_fault(manifest.state, manifest.inputs, manifest.outputs)
     if fault is None and manifest.golden.samples % manifest.steps:
-        fault = f"has {manifest.steps} steps, and {manifest.golden.samples} golden samples make no whole sequences", ""
-    if fault is not None:
-        raise BundleError(f"the state in '{source}' {fault[0]}", hint="build the bundle again")
+        return f"has {manifest.steps} steps, and {manifest.golden.samples} golden samples make no whole sequences"
+    return None if fault is None else fault[0]
 
 
-def _check_buckets(manifest: Manifest, source: str) -> None:
+def _find_bucket_fault(manifest: Manifest) -> str | None:
     if not manifest.buckets:
-        return
+        return None
+    if manifest.steps > 1:
+        return "are of a model with state, whose steps they cannot run"
+    if UNPADDED not in manifest.files:
+        return f"lack '{UNPADDED}'"
     files, samples = manifest.forms[manifest.form], manifest.golden.samples
-    fault = find_bucket_fault(manifest.buckets, files, manifest.inputs, manifest.outputs, samples)
-    if fault is None and manifest.steps > 1:
-        fault = "are of a model with state, whose steps they cannot run"
-    if fault is None and UNPADDED not in manifest.files:
-        fault = f"lack '{UNPADDED}'"
-    if fault is not None:
-        raise BundleError(f"the buckets in '{source}' {fault}", hint="build the bundle again")
+    return find_bucket_fault(manifest.buckets, files, manifest.inputs, manifest.outputs, samples)
 
 
-def _check_open_dims(manifest: Manifest, source: str) -> None:
+def _find_dim_fault(manifest: Manifest) -> str | None:
     if manifest.open_dims is msgspec.UNSET:
-        return
-    fault = find_open_dim_fault(manifest.open_dims, manifest.inputs, manifest.golden.samples)
-    if fault is None and manifest.buckets:
-        fault = "stand beside buckets"
-    if fault is not None:
-        raise BundleError(f"the open dimensions in '{source}' {fault}", hint="build the bundle again")
+        return None
+    if manifest.buckets:
+        return "stand beside buckets"
+    return find_open_dim_fault(manifest.open_dims, manifest.inputs, manifest.golden.samples)
 
 
 def decode_json(data: bytes, source: str) -> Any:
