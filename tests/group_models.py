@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import numpy_helper, parser
 
 from edgekit.model.tensors import Array
 
@@ -17,30 +17,20 @@ FRAMES, LETTERS, WIDTH = 8, "ab cdefgh", 24
 START, END = 9, 10
 WORDS, WINDOW, PROMPT, MOST = 16, 12, 6, 5
 
-_FLOAT, _INT = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
 
-
-def _value(name: str, kind: int, *shape: int) -> onnx.ValueInfoProto:
-    return helper.make_tensor_value_info(name, kind, list(shape))
-
-
-def _save(
-    path: Path,
-    nodes: Sequence[onnx.NodeProto],
-    inputs: Sequence[onnx.ValueInfoProto],
-    outputs: Sequence[onnx.ValueInfoProto],
-    weights: Mapping[str, Array],
-) -> Path:
-    arrays = {name: np.asarray(value) for name, value in weights.items()}
-    tensors = [
-        numpy_helper.from_array(value.astype(np.float32) if value.dtype.kind == "f" else value, name)
-        for name, value in arrays.items()
-    ]
-    for place, node in enumerate(nodes):
-        node.name = node.name or f"node_{place}"
-    graph = helper.make_graph(list(nodes), path.stem, list(inputs), list(outputs), tensors)
-    opsets = [helper.make_opsetid("", 17)]
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), str(path))
+def _save(path: Path, graph: str, weights: Mapping[str, Array]) -> Path:
+    """Writes a graph in onnx's text form with these weights."""
+    parsed = parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> g {graph}').SerializeToString()
+    # The text form has no names with dots, which caches have.
+    proto = onnx.ModelProto.FromString(parsed.replace(b"past_", b"past.").replace(b"present_", b"present."))
+    for place, node in enumerate(proto.graph.node):
+        node.name = f"node_{place}"
+    for name, value in weights.items():
+        stored = np.asarray(value)
+        stored = stored.astype(np.float32) if stored.dtype.kind == "f" else stored
+        proto.graph.initializer.append(numpy_helper.from_array(stored, name))
+    proto.graph.name = path.stem
+    onnx.save(proto, str(path))
     return path
 
 
@@ -54,29 +44,31 @@ def make_speech(folder: Path, samples: int = 40, seed: int = 0) -> Path:
     # Codes far enough apart that noise and 8 bits leave each nearest to its own letter.
     codes = np.linalg.qr(rng.normal(size=(WIDTH, WIDTH)))[0][:tokens].astype(np.float32) * 4
     mix = rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) / np.sqrt(WIDTH)
-    nodes = [
-        helper.make_node("MatMul", ["sound", "mix"], ["mixed"]),
-        helper.make_node("Tanh", ["mixed"], ["bent"]),
-        helper.make_node("Concat", ["bent", "mixed"], ["memory"], axis=2),
-    ]
-    sound = _value("sound", _FLOAT, 1, FRAMES, WIDTH)
-    _save(folder / "encoder.onnx", nodes, [sound], [_value("memory", _FLOAT, 1, FRAMES, 2 * WIDTH)], {"mix": mix})
+    _save(
+        folder / "encoder.onnx",
+        f"""(float[1,{FRAMES},{WIDTH}] sound) => (float[1,{FRAMES},{2 * WIDTH}] memory) {{
+          mixed = MatMul(sound, mix)
+          bent = Tanh(mixed)
+          memory = Concat<axis = 2>(bent, mixed) }}""",
+        {"mix": mix},
+    )
     # What undoes the encoder, and asks which code it was.
     ask = np.concatenate([np.zeros((WIDTH, tokens)), np.linalg.inv(mix) @ codes.T]).astype(np.float32)
     embedding = rng.normal(size=(tokens, WIDTH)).astype(np.float32)
-    nodes = [
-        helper.make_node("Gather", ["embedding", "ids"], ["words"]),
-        helper.make_node("MatMul", ["words", "context"], ["said"]),
-        helper.make_node("MatMul", ["memory", "ask"], ["heard"]),
-        helper.make_node("Add", ["heard", "said"], ["logits"]),
-    ]
     weights = {
         "embedding": embedding,
         "ask": ask,
         "context": (rng.normal(size=(WIDTH, tokens)) * 0.05).astype(np.float32),
     }
-    inputs = [_value("ids", _INT, 1, FRAMES), _value("memory", _FLOAT, 1, FRAMES, 2 * WIDTH)]
-    _save(folder / "decoder.onnx", nodes, inputs, [_value("logits", _FLOAT, 1, FRAMES, tokens)], weights)
+    _save(
+        folder / "decoder.onnx",
+        f"""(int64[1,{FRAMES}] ids, float[1,{FRAMES},{2 * WIDTH}] memory) => (float[1,{FRAMES},{tokens}] logits) {{
+          words = Gather(embedding, ids)
+          said = MatMul(words, context)
+          heard = MatMul(memory, ask)
+          logits = Add(heard, said) }}""",
+        weights,
+    )
     texts = [rng.integers(0, len(LETTERS), rng.integers(2, FRAMES)) for _ in range(samples)]
     heard = [np.concatenate([text, np.full(FRAMES - len(text), END)]) for text in texts]
     noise = rng.normal(size=(samples, 1, FRAMES, WIDTH)) * 0.1
@@ -123,37 +115,35 @@ def talk_weights(seed: int = 0) -> dict[str, Array]:
     return {name: value.astype(np.float32) for name, value in drawn.items()}
 
 
-def _remember(name: str, new: str, past: int) -> onnx.NodeProto:
-    if past:
-        return helper.make_node("Concat", [f"past.{name}", new], [f"present.{name}"], axis=1)
-    return helper.make_node("Identity", [new], [f"present.{name}"])
-
-
-def _attention(past: int) -> list[onnx.NodeProto]:
+def _attention(rows: int, past: int) -> str:
     """Returns one causal layer behind a window of `past`, the mask being of all that is there."""
-    make = helper.make_node
-    return [
-        make("Gather", ["embed", "ids"], ["words"]),
-        make("Gather", ["where", "positions"], ["places"]),
-        make("Add", ["words", "places"], ["x"]),
-        make("MatMul", ["x", "wq"], ["q"]),
-        make("MatMul", ["x", "wk"], ["new_k"]),
-        make("MatMul", ["x", "wv"], ["new_v"]),
-        *(_remember(name, new, past) for name, new in (("key", "new_k"), ("value", "new_v"))),
-        make("Transpose", ["present.key"], ["turned"], perm=[0, 2, 1]),
-        make("MatMul", ["q", "turned"], ["raw"]),
-        make("Cast", ["mask"], ["seen"], to=_FLOAT),
-        make("Sub", ["seen", "one"], ["hidden"]),
-        make("Mul", ["hidden", "far"], ["away"]),
-        make("Unsqueeze", ["away", "axis"], ["bias"]),
-        make("Add", ["raw", "bias"], ["masked"]),
-        *([] if past else [make("Add", ["masked", "causal"], ["scaled"])]),
-        make("Softmax", ["masked" if past else "scaled"], ["share"], axis=-1),
-        make("MatMul", ["share", "present.value"], ["mixed"]),
-        make("MatMul", ["mixed", "wo"], ["told"]),
-        make("Add", ["x", "told"], ["y"]),
-        make("MatMul", ["y", "head"], ["logits"]),
-    ]
+    names = ("key", "value")
+    caches = "".join(f", float[1,{past},{WIDTH}] past_{name}" for name in names) if past else ""
+    made = "".join(f", float[1,{past + rows},{WIDTH}] present_{name}" for name in names)
+    remember = "Concat<axis = 1>(past_{0}, new_{0})" if past else "Identity(new_{0})"
+    return f"""(int64[1,{rows}] ids, int64[1,{rows}] positions, int64[1,{past + rows}] mask{caches})
+      => (float[1,{rows},{WORDS}] logits{made}) {{
+        words = Gather(embed, ids)
+        places = Gather(where, positions)
+        x = Add(words, places)
+        q = MatMul(x, wq)
+        new_key = MatMul(x, wk)
+        new_value = MatMul(x, wv)
+        present_key = {remember.format("key")}
+        present_value = {remember.format("value")}
+        turned = Transpose<perm = [0, 2, 1]>(present_key)
+        raw = MatMul(q, turned)
+        seen = Cast<to = 1>(mask)
+        hidden = Sub(seen, one)
+        away = Mul(hidden, far)
+        bias = Unsqueeze(away, axis)
+        masked = Add(raw, bias)
+        {"" if past else "scaled = Add(masked, causal)"}
+        share = Softmax<axis = -1>({"masked" if past else "scaled"})
+        mixed = MatMul(share, present_value)
+        told = MatMul(mixed, wo)
+        y = Add(x, told)
+        logits = MatMul(y, head) }}"""
 
 
 def make_talk(folder: Path, samples: int = 24, seed: int = 0) -> Path:
@@ -165,20 +155,9 @@ def make_talk(folder: Path, samples: int = 24, seed: int = 0) -> Path:
         "axis": np.array([1], np.int64),
     }
     causal = np.triu(np.full((PROMPT, PROMPT), -30.0, np.float32), 1)
-    cache = [_value(f"past.{name}", _FLOAT, 1, WINDOW, WIDTH) for name in ("key", "value")]
     for name, rows, past in (("prefill", PROMPT, 0), ("decode", 1, WINDOW)):
-        inputs = [
-            _value("ids", _INT, 1, rows),
-            _value("positions", _INT, 1, rows),
-            _value("mask", _INT, 1, past + rows),
-            *(cache if past else []),
-        ]
-        outputs = [
-            _value("logits", _FLOAT, 1, rows, WORDS),
-            *(_value(f"present.{name}", _FLOAT, 1, past + rows, WIDTH) for name in ("key", "value")),
-        ]
         more = {} if past else {"causal": causal[None]}
-        _save(folder / f"{name}.onnx", _attention(past), inputs, outputs, {**weights, **more})
+        _save(folder / f"{name}.onnx", _attention(rows, past), {**weights, **more})
     rng = np.random.default_rng(seed + 1)
     np.savez(folder / "talk.npz", prompt=rng.integers(0, WORDS, (samples, 1, 4)))
     path = folder / "talk.toml"
@@ -225,15 +204,6 @@ def make_digits(folder: Path, samples: int = 24, seed: int = 0) -> Path:
     the second which class. The detector scores the four places, the classifier averages what is cut out.
     """
     boxes = np.array([[[8 * place, 4, 8 * place + 8, 12] for place in range(4)]], np.float32)
-    nodes = [
-        helper.make_node("AveragePool", ["picture"], ["cells"], kernel_shape=[8, 8], strides=[8, 8], pads=[4, 0, 4, 0]),
-        helper.make_node("Conv", ["cells", "pick"], ["lit"]),
-        helper.make_node("Slice", ["lit", "begin", "end", "rows"], ["row"]),
-        helper.make_node("Reshape", ["row", "flat"], ["scores"]),
-        helper.make_node("Mul", ["scores", "nothing"], ["still"]),
-        helper.make_node("Reshape", ["still", "column"], ["moved"]),
-        helper.make_node("Add", ["corners", "moved"], ["boxes"]),
-    ]
     weights: dict[str, Array] = {
         "pick": np.array([[[[1.0]], [[0.0]]]], np.float32),
         "begin": np.array([1]),
@@ -244,19 +214,29 @@ def make_digits(folder: Path, samples: int = 24, seed: int = 0) -> Path:
         "nothing": np.array(0.0),
         "corners": boxes,
     }
-    picture = _value("picture", _FLOAT, 1, 2, 16, 32)
-    outputs = [_value("boxes", _FLOAT, 1, 4, 4), _value("scores", _FLOAT, 1, 4)]
-    _save(folder / "detector.onnx", nodes, [picture], outputs, weights)
-    nodes = [
-        helper.make_node("GlobalAveragePool", ["crop"], ["mean"]),
-        helper.make_node("Flatten", ["mean"], ["flat"]),
-        helper.make_node("Gemm", ["flat", "weight", "bias"], ["classes"]),
-    ]
+    _save(
+        folder / "detector.onnx",
+        """(float[1,2,16,32] picture) => (float[1,4,4] boxes, float[1,4] scores) {
+          cells = AveragePool<kernel_shape = [8, 8], strides = [8, 8], pads = [4, 0, 4, 0]>(picture)
+          lit = Conv(cells, pick)
+          row = Slice(lit, begin, end, rows)
+          scores = Reshape(row, flat)
+          still = Mul(scores, nothing)
+          moved = Reshape(still, column)
+          boxes = Add(corners, moved) }""",
+        weights,
+    )
     # The class whose level, 0.2 to 0.8, is nearest: 2 x y - y^2 is largest there.
     levels = np.array([0.2, 0.5, 0.8])
     weights = {"weight": np.stack([0 * levels, 2 * levels]).astype(np.float32), "bias": -(levels**2).astype(np.float32)}
-    crop, classes = _value("crop", _FLOAT, 1, 2, 6, 6), _value("classes", _FLOAT, 1, 3)
-    _save(folder / "classifier.onnx", nodes, [crop], [classes], weights)
+    _save(
+        folder / "classifier.onnx",
+        """(float[1,2,6,6] crop) => (float[1,3] classes) {
+          mean = GlobalAveragePool(crop)
+          flat = Flatten(mean)
+          classes = Gemm(flat, weight, bias) }""",
+        weights,
+    )
     rng = np.random.default_rng(seed)
     pictures, texts = np.zeros((samples, 1, 2, 16, 32), np.float32), list[str]()
     for row in pictures:

@@ -2,17 +2,23 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import onnx
 import pytest
-from bundle_models import make_samples, make_scenes, save_classifier, save_detector, save_graph
-from onnx import TensorProto, helper
+from bundle_models import make_samples, make_scenes, save_classifier, save_detector
+from tiny_models import parse_model
 
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.bundle.golden import make_golden, read_inputs, read_labels, read_outputs, write_rows
 from edgekit.data.npz import read_rows
 from edgekit.data.samples import Samples
 from edgekit.errors import DataError, ModelError
-from edgekit.model.model import load_model
+from edgekit.model.model import Model, load_model
+
+
+def save_text(graph: str, folder: Path) -> Model:
+    """Writes a graph in onnx's text form, of the operators of ONNX and of ONNX-ML."""
+    return load_model(
+        parse_model(f'<ir_version: 9, opset_import: ["" : 17, "ai.onnx.ml" : 1]> g {graph}', folder / "m.onnx")
+    )
 
 
 def test_outputs_are_those_of_the_source_model(tmp_path: Path) -> None:
@@ -42,19 +48,12 @@ def test_numpy_reads_what_was_written(tmp_path: Path) -> None:
         assert archive["x"].shape == (4, 1, 8)
 
 
-def test_labels_come_back(tmp_path: Path) -> None:
+def test_labels_come_back_and_wrong_or_damaged_ones_are_refused(tmp_path: Path) -> None:
     model = save_classifier(tmp_path / "m.onnx")
     golden = make_golden(model, make_samples(3), tmp_path, labels=[4, 0, 2])
     assert read_labels(golden) == (4, 0, 2)
-
-
-def test_labels_of_another_number_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="2 labels for 3 samples"):
-        make_golden(save_classifier(tmp_path / "m.onnx"), make_samples(3), tmp_path, labels=[1, 2])
-
-
-def test_damaged_labels_are_refused(tmp_path: Path) -> None:
-    golden = make_golden(save_classifier(tmp_path / "m.onnx"), make_samples(2), tmp_path, labels=[1, 2])
+        make_golden(model, make_samples(3), tmp_path, labels=[1, 2])
     (tmp_path / "labels.npy").write_bytes(b"\x93NUMPY\x01\x00")
     with pytest.raises(DataError, match=r"labels\.npy' is malformed"):
         read_labels(golden)
@@ -67,33 +66,18 @@ def test_fewer_samples_than_promised_are_refused(tmp_path: Path) -> None:
 
 
 def test_string_outputs_survive(tmp_path: Path) -> None:
-    graph = helper.make_graph(
-        [helper.make_node("Identity", ["s"], ["t"])],
-        "words",
-        [helper.make_tensor_value_info("s", TensorProto.STRING, [2])],
-        [helper.make_tensor_value_info("t", TensorProto.STRING, [2])],
-    )
+    model = save_text("(string[2] s) => (string[2] t) { t = Identity(s) }", tmp_path)
     words = [np.array(["a", "eins"], dtype=object), np.array(["zwei und drei", ""], dtype=object)]
     samples = Samples(source="words", count=2, read=lambda: ({"s": word} for word in words))
-    golden = make_golden(save_graph(graph, tmp_path / "m.onnx"), samples, tmp_path)
+    golden = make_golden(model, samples, tmp_path)
     assert [row["t"].tolist() for row in read_outputs(golden)] == [word.tolist() for word in words]
 
 
 def test_scalar_and_empty_outputs_survive(tmp_path: Path) -> None:
-    graph = helper.make_graph(
-        [
-            helper.make_node("ReduceSum", ["x"], ["scalar"], keepdims=0),
-            helper.make_node("Slice", ["x", "zero", "zero"], ["empty"]),
-        ],
-        "odd",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 8])],
-        [
-            helper.make_tensor_value_info("scalar", TensorProto.FLOAT, []),
-            helper.make_tensor_value_info("empty", TensorProto.FLOAT, [0, 8]),
-        ],
-        [helper.make_tensor("zero", TensorProto.INT64, [1], [0])],
-    )
-    golden = make_golden(save_graph(graph, tmp_path / "m.onnx"), make_samples(), tmp_path)
+    text = """(float[1,8] x) => (float scalar, float[0,8] empty) <int64[1] zero = {0}> {
+      scalar = ReduceSum<keepdims = 0>(x)
+      empty = Slice(x, zero, zero) }"""
+    golden = make_golden(save_text(text, tmp_path), make_samples(), tmp_path)
     assert [(row["scalar"].shape, row["empty"].shape) for row in read_outputs(golden)] == [((), (0, 8))] * 6
 
 
@@ -161,42 +145,23 @@ def test_inputs_keep_their_shape(tmp_path: Path) -> None:
 
 
 def test_a_sequence_becomes_tensors(tmp_path: Path) -> None:
-    element = helper.make_tensor_type_proto(TensorProto.FLOAT, [1, 8])
-    graph = helper.make_graph(
-        [helper.make_node("SequenceConstruct", ["x"], ["list"])],
-        "listing",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 8])],
-        [helper.make_value_info("list", helper.make_sequence_type_proto(element))],
-    )
-    golden = make_golden(save_graph(graph, tmp_path / "m.onnx"), make_samples(2), tmp_path)
+    model = save_text("(float[1,8] x) => (seq(float[1,8]) list) { list = SequenceConstruct(x) }", tmp_path)
+    golden = make_golden(model, make_samples(2), tmp_path)
     for sample, row in zip(read_inputs(golden), read_outputs(golden), strict=True):
         assert (sorted(row), int(row["list.length"])) == (["list.length", "list[0]"], 1)
         np.testing.assert_array_equal(row["list[0]"], sample["x"])
 
 
 def test_a_sequence_of_maps_becomes_keys_and_values(tmp_path: Path) -> None:
-    maps = helper.make_map_type_proto(TensorProto.INT64, helper.make_tensor_type_proto(TensorProto.FLOAT, []))
-    graph = helper.make_graph(
-        [helper.make_node("ZipMap", ["x"], ["maps"], domain="ai.onnx.ml", classlabels_int64s=list(range(3, 11)))],
-        "mapping",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 8])],
-        [helper.make_value_info("maps", helper.make_sequence_type_proto(maps))],
-    )
-    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("ai.onnx.ml", 1)]
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=9), str(tmp_path / "m.onnx"))
-    golden = make_golden(load_model(tmp_path / "m.onnx"), make_samples(2), tmp_path)
+    text = """(float[1,8] x) => (seq(map(int64, float)) maps) {
+      maps = ai.onnx.ml.ZipMap<classlabels_int64s = [3, 4, 5, 6, 7, 8, 9, 10]>(x) }"""
+    golden = make_golden(save_text(text, tmp_path), make_samples(2), tmp_path)
     for sample, row in zip(read_inputs(golden), read_outputs(golden), strict=True):
         assert row["maps.keys"].tolist() == list(range(3, 11))
         np.testing.assert_array_equal(row["maps.values"], sample["x"])
 
 
 def test_an_optional_output_is_refused(tmp_path: Path) -> None:
-    element = helper.make_tensor_type_proto(TensorProto.FLOAT, [1, 8])
-    graph = helper.make_graph(
-        [helper.make_node("Optional", ["x"], ["maybe"])],
-        "optional",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 8])],
-        [helper.make_value_info("maybe", helper.make_optional_type_proto(element))],
-    )
+    model = save_text("(float[1,8] x) => (optional(float[1,8]) maybe) { maybe = Optional(x) }", tmp_path)
     with pytest.raises(ModelError, match=r"output 'maybe' .* cannot be compared"):
-        make_golden(save_graph(graph, tmp_path / "m.onnx"), make_samples(), tmp_path)
+        make_golden(model, make_samples(), tmp_path)
