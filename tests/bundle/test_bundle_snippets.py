@@ -10,7 +10,7 @@ from edgekit.bundle.snippets import LEVELS, quote_cpp, quote_kotlin, quote_swift
 from edgekit.devices.find import find_device
 from edgekit.errors import TargetError
 from edgekit.evidence import Evidence
-from edgekit.target import Target, load_target, target_names
+from edgekit.target import load_target, target_names
 
 HOSTILE = 'a"; System.exit(1) // ${b} \\(c)\n\u2028é\x00'
 
@@ -55,8 +55,9 @@ def test_the_readme_knows_how_good_the_evidence_of_a_device_is(name: str) -> Non
 
 def test_a_hostile_name_cannot_leave_its_line_in_the_readme(tmp_path: Path) -> None:
     contents = make_contents(tmp_path)
-    named = msgspec.structs.replace(contents, source=msgspec.structs.replace(contents.source, name="x\n# evil"))
-    assert "\n# evil" not in (write_bundle(named, tmp_path / "out").folder / "README.md").read_text()
+    named = msgspec.structs.replace(contents, source=msgspec.structs.replace(contents.source, name="x\n# evil()"))
+    folder = write_bundle(named, tmp_path / "out").folder
+    assert all("\n# evil()" not in path.read_text() for path in (folder / "README.md", *(folder / "app").iterdir()))
 
 
 def test_hostile_text_stays_inside_its_literal() -> None:
@@ -65,38 +66,27 @@ def test_hostile_text_stays_inside_its_literal() -> None:
     assert quote_cpp(HOSTILE) == r'"a\042; System.exit(1) // ${b} \134(c)\012\342\200\250\303\251\000"'
 
 
-def test_a_hostile_model_name_cannot_leave_a_comment(tmp_path: Path) -> None:
-    contents = make_contents(tmp_path)
-    named = msgspec.structs.replace(contents, source=msgspec.structs.replace(contents.source, name="x\nevil()"))
-    app = write_bundle(named, tmp_path / "out").folder / "app"
-    assert all("\nevil()" not in path.read_text() for path in app.iterdir())
-
-
-def private_target(folder: Path, template: str) -> Target:
-    (folder / "app").mkdir(parents=True)
-    (folder / "app" / "note.txt.j2").write_text(template)
-    return msgspec.structs.replace(load_target("nnapi"), folder=folder)
-
-
-def test_a_private_target_brings_its_own_snippets(tmp_path: Path) -> None:
-    manifest = make_bundle(tmp_path).manifest
-    assert render_snippets(private_target(tmp_path / "t", "{{ manifest.target }}"), manifest) == {"note.txt": "nnapi"}
-
-
-@pytest.mark.parametrize("template", ["{{ manifest.nothing }}", "{% if %}", "{{ ''.__class__.__mro__ }}"])
-def test_a_malformed_template_is_refused(tmp_path: Path, template: str) -> None:
-    manifest = make_bundle(tmp_path).manifest
-    with pytest.raises(TargetError, match=r"note\.txt\.j2' is malformed"):
-        render_snippets(private_target(tmp_path / "t", template), manifest)
-
-
-def test_a_target_without_templates_has_no_snippets(tmp_path: Path) -> None:
-    target = msgspec.structs.replace(load_target("nnapi"), folder=tmp_path / "none")
-    assert render_snippets(target, make_bundle(tmp_path).manifest) == {}
-
-
-def test_a_template_that_is_no_text_is_refused(tmp_path: Path) -> None:
-    manifest, target = make_bundle(tmp_path).manifest, private_target(tmp_path / "t", "")
-    (target.folder / "app" / "note.txt.j2").write_bytes(b"\xff\xfe\x00")
+@pytest.mark.parametrize(
+    ("template", "rendered"),
+    [
+        (b"{{ manifest.target }}", {"note.txt": "nnapi"}),
+        (None, {}),
+        (b"{{ manifest.nothing }}", None),
+        (b"{% if %}", None),
+        (b"{{ ''.__class__.__mro__ }}", None),
+        (b"\xff\xfe\x00", None),
+    ],
+)
+def test_a_private_target_brings_its_own_snippets_and_malformed_ones_are_refused(
+    tmp_path: Path, template: bytes | None, rendered: dict[str, str] | None
+) -> None:
+    manifest, target = make_bundle(tmp_path).manifest, load_target("nnapi")
+    target = msgspec.structs.replace(target, folder=tmp_path / "own")
+    if template is not None:
+        (tmp_path / "own" / "app").mkdir(parents=True)
+        (tmp_path / "own" / "app" / "note.txt.j2").write_bytes(template)
+    if rendered is not None:
+        assert render_snippets(target, manifest) == rendered
+        return
     with pytest.raises(TargetError, match=r"note\.txt\.j2' is malformed"):
         render_snippets(target, manifest)
