@@ -1,5 +1,6 @@
 """Runs an app: builds and verifies the cells that changed since the last run, packs bundles, and writes one report."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -11,7 +12,7 @@ from edgekit._files import work_folder, write_file
 from edgekit.app.cells import CACHE, build_cell, find_kept, find_key, forget_cell
 from edgekit.app.config import App, Cell, list_cells
 from edgekit.app.packages import pack_all, require_keys, sign_all
-from edgekit.app.result import STORE, AppReport, CellResult, Digests, render_app
+from edgekit.app.result import STORE, AppReport, CellResult, Digests, list_inputs, render_app
 from edgekit.app.store import Store, fetch_cell, publish_cell
 from edgekit.errors import DataError, EdgekitError, UsageError, suggest_name
 from edgekit.jobs.build_inputs import Kept
@@ -95,10 +96,7 @@ def list_watched(app: App) -> Iterator[Path]:
     """Yields the files and folders that a run depends on."""
     yield app.path
     for cell in list_cells(app):
-        yield cell.path
-        data = cell.data
-        yield from (Path(source) for source in (data.source, data.evaluation) if source is not None)
-        yield from (path for path in (data.labels, data.golden) if path is not None)
+        yield from itertools.chain.from_iterable(list_inputs(cell, ()).values())
 
 
 def _build(app: App, cell: Cell, digests: Digests, kept: Kept, store: Store | None, progress: Progress) -> CellResult:

@@ -37,6 +37,7 @@ from edgekit.errors import DeviceError, EdgekitError, MissingExtraError, quote_e
 from edgekit.jobs.build_inputs import Kept
 from edgekit.machine import spell_install
 from edgekit.progress import Progress, say_nothing
+from edgekit.recipe import Data
 
 TOPIC = "edgekit"
 """Dask's topic of structured events: `begin` and `done` of each cell, with its key and its worker."""
@@ -208,15 +209,8 @@ def _land(app: App, cell: Cell, future: Any, store: Store, scheduler: str) -> Ce
 
 def _place(cell: Cell, found: Mapping[str, Path]) -> Cell:
     """Returns a cell whose files lie where a worker has put them."""
-    data = cell.data
-    data = msgspec.structs.replace(
-        data,
-        source=str(found.get("source", data.source)),
-        evaluation=str(found["evaluation"]) if "evaluation" in found else data.evaluation,
-        labels=found.get("labels", data.labels),
-        golden=found.get("golden", data.golden),
-    )
-    recipe = cell.recipe
+    of_data = {what: path for what, path in found.items() if what in Data.__struct_fields__}
+    data, recipe = msgspec.structs.replace(cell.data, **of_data), cell.recipe
     if "target" in found:
         recipe = msgspec.structs.replace(recipe, targets=(str(found["target"]),))
     return msgspec.structs.replace(cell, path=found["model"], data=data, recipe=recipe)
