@@ -112,7 +112,7 @@ def forget_cell(app: App, cell: Cell) -> None:
 
 
 def _verify_on(app: App, report: BuildReport, folder: Path) -> BuildReport:
-    """Returns the report with the verification on the app's own devices in it, written anew."""
+    """Verifies the bundle on the devices that the app names, and writes the report again with the result."""
     (summary,), verify = report.bundles, app.table.verify
     if summary.path is None:
         return report

@@ -88,7 +88,7 @@ def _split(text: str) -> tuple[Place, int]:
 
 
 class Source(msgspec.Struct, frozen=True):
-    """A TOML file and its text: it says of each of its keys where that stands."""
+    """A TOML file and its text; its errors name line and column of a key."""
 
     path: Path
     text: str
@@ -231,7 +231,7 @@ class PackageTable(_Table, frozen=True, kw_only=True):
 
 
 class KeyTable(_Table, frozen=True, kw_only=True):
-    """`[keys]`: the private key that signs each bundle that may go, and the public one, by default beside it.
+    """`[keys]`: the private key that signs each bundle that may be released, and the public one, by default beside it.
 
     Packages then hold only what that key signed.
     """
@@ -287,7 +287,7 @@ class App(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """A model on a target of an app: what `build` is asked for; or a group of models (`path` is its file)."""
+    """A model, or a group of models (`path` is its file), on one target: the arguments of its build."""
 
     model: str
     target: str
@@ -310,7 +310,7 @@ def load_app(path: AnyPath) -> App:
             column.
     """
     path = as_path(path)
-    hint, keys = "edgekit init MODEL writes one", "see the place that it names"
+    hint, keys = "edgekit init MODEL writes one", "the message names the place"
     raw, source = read_toml(path, dict[str, Any], hint=hint, keys=keys), Source(path, path.read_text())
     app = App(path=path, table=_convert_app(raw, source))
     _check_names(app, source)
@@ -390,7 +390,7 @@ def _make_cell(app: App, name: str, subject: ModelTable | GroupTable, target: st
 
 
 def _make_recipe(app: App, target: str, **of_subject: Any) -> Recipe:
-    """Returns what is built with for a target: what its table says, and what the model or group itself does."""
+    """Returns the recipe for a target: the options of its table, and those of the model or group."""
     table = app.table.targets[target]
     named = _name_target(app, target, table)
     return Recipe(

@@ -83,7 +83,7 @@ def draft_app(
         remarks.append(
             f"images are taken as {preprocess.layout}, {preprocess.size[0]} x {preprocess.size[1]}, {preprocess.color},"
             f" {preprocess.dtype}{', in a frame' if preprocess.letterbox is not None else ''}:"
-            " hold that against how the model was trained"
+            " compare that with how the model was trained"
         )
     text = _render(
         name=source.name,

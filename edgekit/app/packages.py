@@ -84,7 +84,7 @@ def _pack(app: App, name: str, cells: Sequence[CellResult], known: PackageResult
     try:
         if model in app.table.groups:
             if len(folders) != 1:
-                words = f"an archive holds the group {model} for one target, and {len(folders)} may go"
+                words = f"an archive holds the group {model} for one target, and it passed for {len(folders)}"
                 raise UsageError(words, hint='say which: targets = ["NAME"]')
         elif not table.targets:
             # As of a build's folder: those that fit, the NPU first. Named ones keep the order of the file.

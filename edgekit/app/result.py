@@ -223,12 +223,12 @@ def render_app(report: AppReport) -> str:
 
 
 def fail_cell(cell: Cell, said: str) -> CellResult:
-    """Returns the result of a cell of which there is no bundle, for the reason that is said."""
+    """Returns the result of a cell that could not be built, with the reason."""
     return CellResult(model=cell.model, target=cell.target, key="", state="failed", verdict="fail", headline=said)
 
 
 def read_result(folder: Path) -> CellResult | None:
-    """Returns what was found of a cell, None where nothing was, or not to its end."""
+    """Returns the stored result of a cell, None where there is none or its build did not end."""
     return read_kept(folder / RESULT, CellResult)
 
 

@@ -228,7 +228,7 @@ def name_cell(key: str) -> str:
 
 
 def _adopt(app: App, cell: Cell, key: str, folder: Path) -> CellResult:
-    """Lets results that were made elsewhere, perhaps for a cell of another name, tell where they lie now."""
+    """Rewrites the paths in results that were made elsewhere, perhaps for a cell of another name."""
     result = read_result(folder)
     if result is None or result.key != key:
         raise DataError("the results of another cell", hint="they are made again")

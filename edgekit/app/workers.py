@@ -153,7 +153,7 @@ def _connect(distributed: Any, scheduler: str) -> Any:
 
 @contextmanager
 def _dask() -> Generator[Any]:
-    """Yields Dask distributed, silent: what it logs of a lost connection, with its traceback, is one line of ours."""
+    """Yields Dask distributed without its log: a lost connection is one line of edgekit, not a traceback."""
     try:
         distributed = importlib.import_module("distributed")
     except ImportError as error:

@@ -1,1 +1,1 @@
-"""Bundle: everything an app needs of a model on a target, with the proof of what it is."""
+"""Bundles: everything that an app needs to run a model on one target, with digests, signature and evidence."""

@@ -26,7 +26,7 @@ from edgekit.target import Form, Precision
 EXPECTED = "expected.npz"
 """What the model in the bundle gives for the chosen samples."""
 CANDIDATES = 16
-"""So many golden samples are looked at, spread evenly, to choose from."""
+"""How many golden samples, spread evenly, the samples of the self-test are chosen from."""
 
 # As a share of the largest number of the output: kernels differ by their order of sums and by how they round.
 _LEAST_TOLERANCE: dict[Precision, float] = {

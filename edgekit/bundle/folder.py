@@ -72,7 +72,7 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def golden(self) -> Golden:
-        """The golden vectors in it."""
+        """Its golden samples."""
         return Golden(
             folder=self.folder / GOLDEN,
             samples=self.manifest.golden.samples,
@@ -152,7 +152,7 @@ def replace_model(bundle: Bundle, form: Form, files: Sequence[Path], templates: 
 
 
 def _conclude(draft: Manifest, target: Target, out: Path) -> Bundle:
-    """Writes the pages, the code and at last the manifest of a bundle whose other files are there."""
+    """Writes the README, the code snippets and at last the manifest of a bundle whose other files are there."""
     snippets = dict(render_snippets(target, draft))
     notes = snippets.pop(NOTES, "")
     for name, text in snippets.items():
@@ -355,7 +355,7 @@ def _list_files(bundle: Bundle, forms: Iterable[Form]) -> Iterator[str]:
 
 
 def _read_checked(bundle: Bundle, name: str) -> Iterator[bytes]:
-    """Yields a file in chunks; raises a BundleError at its end, if not before, where it is not what was digested."""
+    """Yields a file in chunks; raises a BundleError where its digest is not that of the manifest."""
     entry = bundle.manifest.files.get(name)
     digest = hashlib.sha256()
     try:

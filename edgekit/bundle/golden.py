@@ -72,7 +72,7 @@ def writing_rows(path: Path, *, ragged: bool = False) -> Generator["Rows"]:
 
 
 class Rows:
-    """Samples on their way into a file."""
+    """Collects samples for a file."""
 
     def __init__(self, name: str, work: Path, opened: contextlib.ExitStack, *, ragged: bool) -> None:
         self.count = 0
@@ -238,7 +238,7 @@ class Golden(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files that make it up."""
+        """Its files."""
         names = (INPUTS, OUTPUTS, self.label_file) if self.has_labels else (INPUTS, OUTPUTS)
         return tuple(self.folder / name for name in names)
 

@@ -250,7 +250,7 @@ def _describe_variant(manifest: Manifest, file: BundledFile, shared: set[str]) -
 
 
 def _sharable(manifest: Manifest) -> dict[str, str]:
-    """Returns the files that a variant may have elsewhere, with their digests: all but models with files beside."""
+    """Returns the files of a variant that may lie in `shared/`, with their digests: not models with external data."""
     bound = {name for names in manifest.forms.values() if len(names) > 1 for name in names}
     return {name: entry.sha256 for name, entry in manifest.files.items() if name not in bound}
 
@@ -283,7 +283,7 @@ def _read_manifest(path: Path, variant: Variant) -> Manifest:
 
 
 class SignedBundle(msgspec.Struct, frozen=True, kw_only=True):
-    """A bundle that was signed: the digest of its manifest or index, that of the public key, and what was said."""
+    """A bundle that was signed: the digest of its manifest or index, that of the public key, and what was attested."""
 
     bundle: Path
     sha256: str

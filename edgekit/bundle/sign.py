@@ -127,7 +127,7 @@ def encode_preauth(payload: bytes) -> bytes:
 
 
 def encode_envelope(statement: Statement, keyid: str, sign: Callable[[bytes], bytes]) -> bytes:
-    """Returns the file that holds a statement and what `sign` makes of it."""
+    """Returns the bytes of a file with a statement and its signature."""
     payload = encode_json(statement)
     signature = EnvelopeSignature(keyid=keyid, sig=base64.b64encode(sign(encode_preauth(payload))).decode())
     return encode_json(Envelope(payload=base64.b64encode(payload).decode(), signatures=(signature,)))
@@ -173,7 +173,7 @@ def check_subjects(statement: Statement, digests: Mapping[str, str], folder: Pat
 
 
 def decode_base64(text: str) -> bytes | None:
-    """Returns the bytes, None where it is no base64 in its one canonical spelling: several would be one signature."""
+    """Returns the bytes, None where it is not canonical base64: a signature must have one spelling only."""
     try:
         data = base64.b64decode(text, validate=True)
     except ValueError:

@@ -22,7 +22,7 @@ def read_defaults(path: Path) -> dict[str, Any]:
         UsageError: it cannot be read or is malformed.
     """
     hint = "it gives options their defaults"
-    found = read_toml(path, dict[str, Any], hint=hint, keys="see the place that it names").get(SECTION, {})
+    found = read_toml(path, dict[str, Any], hint=hint, keys="the message names the place").get(SECTION, {})
     return cast("dict[str, Any]", found) if isinstance(found, dict) else {SECTION: found}
 
 

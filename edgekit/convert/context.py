@@ -1,4 +1,4 @@
-"""Compiling a QNN context model in a child process, one process a model."""
+"""Compiles QNN context models, each in a child process of its own."""
 
 import importlib.util
 import json

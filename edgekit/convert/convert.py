@@ -1,4 +1,4 @@
-"""Converting a model into every file its target loads."""
+"""Converts a model into every file that its target loads."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -55,7 +55,7 @@ class ConvertedFiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConvertedModel(ConvertedFiles, frozen=True, kw_only=True):
-    """The files that the model of a digest became, in a folder."""
+    """The files that a model was converted to, in a folder."""
 
     source_sha256: str
     folder: Path

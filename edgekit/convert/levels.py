@@ -89,7 +89,7 @@ def write_level(
 
 
 def describe_level(model: Model, path: Path, level: Level, equality: Equality | None = None) -> LevelModel:
-    """Returns what an optimized file holds beside the model that it was made of."""
+    """Compares an optimized file with the model that it was made of."""
     before, after = skim_model(model.path).graph, skim_model(path).graph
     casts = Counter(node.op_type for node in before.node)["Cast"] - Counter(node.op_type for node in after.node)["Cast"]
     own = Counter(node.op_type for node in after.node if node.domain not in {"", "ai.onnx", "ai.onnx.ml"})

@@ -1,4 +1,4 @@
-"""Writing ORT-format files: both styles, every level, for Arm and x64, in canonical order."""
+"""Writes ORT-format files: both styles, every level, for Arm and x64, in canonical order."""
 
 import contextlib
 from pathlib import Path

@@ -1,1 +1,1 @@
-"""Several graphs that belong together: what feeds what, their one folder, and the weights that they share."""
+"""Groups of models: which output feeds which input, the folder of a group, and weights that are stored once."""

@@ -78,7 +78,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def golden(self) -> Golden:
-        """The golden samples of the whole, with what the float models make of them and their labels."""
+        """The golden samples of the whole group, with the outputs of the float models and labels."""
         return Golden(
             folder=self.folder / GOLDEN,
             samples=self.manifest.samples,

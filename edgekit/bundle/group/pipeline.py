@@ -29,7 +29,7 @@ def cut_boxes(crop: Crop, spec: TensorSpec, image: Array, boxes: Array, scores: 
         shapes = f"image {list(image.shape)}, boxes {list(boxes.shape)}, scores {list(scores.shape)}"
         raise DataError(f"no boxes can be cut out of {shapes}", hint="they are [1,C,H,W], [...,N,4] and [...,N]")
     if spec.shape is None or len(spec.shape) != 4 or spec.shape[1] != image.shape[1]:
-        raise DataError(f"a picture {list(image.shape)} is none for [{spec}]", hint="as many channels, [1,C,H,W]")
+        raise DataError(f"a picture {list(image.shape)} does not fit [{spec}]", hint="as many channels, [1,C,H,W]")
     if crop.units == "shares":
         height, width = image.shape[2:]
         corners = corners * np.array([width, height, width, height])
@@ -277,5 +277,5 @@ def _run_boxes(stage: Stage, crop: Crop, mine: Interface, tracks: Sequence[_Trac
 def _rows(member: str, name: str, outputs: Tensors) -> Array:
     value = outputs[name]
     if not value.ndim or not value.size:
-        raise DataError(f"'{member}' gave an empty '{name}', by which nothing can be chosen", hint="mend the model")
+        raise DataError(f"'{member}' gave an empty '{name}', from which nothing can be chosen", hint="change the model")
     return value.reshape(-1, value.shape[-1])
