@@ -27,8 +27,7 @@ _CALLS: Mapping[str, str] = {
 _ERRORS = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}
 _MAKERS = {
     **{name: (name, 0) for name in _ERRORS},
-    "refuse_at": ("UsageError", 3),
-    "refuse": ("UsageError", 0),
+    "refuse": ("UsageError", 1),
     "__init__": ("ModelError", 0),
 }
 """What makes an error, by its name: the error's class, and which argument is the message; `hint` is a keyword."""

@@ -314,7 +314,7 @@ def stage(raw: dict[str, Any], place: int) -> dict[str, Any]:
         (lambda raw: raw["wiring"]["tokens"].update(most=10**6), "malformed"),
         (lambda raw: raw["members"].update({"../x": raw["members"]["decode"]}), "safe folder|name"),
         (lambda raw: raw["members"]["decode"].update(model_file="members/decode/other.onnx"), "contradicts"),
-        (lambda raw: raw["members"]["decode"]["manifest"].update(sha256="0" * 64), "was altered"),
+        (lambda raw: raw["members"]["decode"]["manifest"].update(sha256="0" * 64), "its sha256 is not that in"),
         (lambda raw: raw.update(target="qnn"), "contradicts"),
         (lambda raw: raw["files"].pop("README.md"), "does not list"),
         (lambda raw: raw["files"].update({"../outside": raw["files"]["README.md"]}), "lacks the file"),
