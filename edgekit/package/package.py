@@ -1,7 +1,7 @@
 """Packs bundles into one package: which kinds there are, which providers each can hold, and the size of its files."""
 
 import zipfile
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,9 +41,8 @@ from edgekit.package.variant import (
     Part,
     Variant,
     Workplace,
-    cut_bundles,
-    describe_variants,
     identify,
+    make_parts,
     sort_bundles,
 )
 from edgekit.target import read_version
@@ -196,7 +195,7 @@ def package_bundles(
     accept(bundles)
     identity = identify(bundles, names, extras)
     with work_folder() as work:
-        parts = _cut_parts(bundles, extras, form, work)
+        parts = make_parts(bundles, extras, work / "golden", platform=form.platform, share=form.shares)
         entries = form.collect(parts, identity, Workplace(folder=work, runtime=made_for))
         variants = tuple(part.variant for part in parts)
         return _write(
@@ -227,15 +226,6 @@ def package_group(group: Group, kind: Kind, out: Path) -> PackageReport:
     if (group.folder / SIGNATURE).is_file():
         entries[SIGNATURE] = group.folder / SIGNATURE
     return _write(entries, kind, out, bundles=(), left_out=(), model_bytes=group.size_bytes)
-
-
-def _cut_parts(bundles: Sequence[Bundle], extras: Collection[Extra], form: Form, work: Path) -> list[Part]:
-    cuts = cut_bundles(bundles, extras, work / "golden", share=form.shares)
-    variants = describe_variants(bundles, cuts, form.platform)
-    return [
-        Part(bundle=bundle, cut=cut, variant=variant)
-        for bundle, cut, variant in zip(bundles, cuts, variants, strict=True)
-    ]
 
 
 def _write(entries: Mapping[str, Path | bytes], kind: Kind, out: Path, **facts: Any) -> PackageReport:

@@ -62,21 +62,6 @@ def parse_extras(given: Iterable[str]) -> tuple[Extra, ...]:
     return tuple(extra for extra in EXTRAS if extra in words)
 
 
-def cut_bundles(bundles: Sequence[Bundle], extras: Collection[Extra], work: Path, *, share: bool) -> tuple[Cut, ...]:
-    """Returns what a package carries of each bundle; golden samples are cut into files below the folder `work`.
-
-    Of the golden samples those of the self-test go along, those of all bundles together, and with `share` only once. A
-    bundle without a self-test of its own keeps them all.
-
-    Raises:
-        UsageError: all samples of a bundle with open dimensions are to go along.
-    """
-    rows: dict[str, set[int]] = {}
-    for bundle in bundles:
-        rows.setdefault(_inputs(bundle), set()).update(sample.row for sample in bundle.manifest.golden.chosen)
-    return tuple(_cut(bundle, extras, sorted(rows[_inputs(bundle)]), work, share=share) for bundle in bundles)
-
-
 def _inputs(bundle: Bundle) -> str:
     return bundle.manifest.files[f"{GOLDEN}/{INPUTS}"].sha256
 
@@ -265,25 +250,32 @@ def identify(bundles: Sequence[Bundle], names: Identity, extras: Collection[str]
     return identity
 
 
-def describe_variants(bundles: Sequence[Bundle], cuts: Sequence[Cut], platform: str) -> tuple[Variant, ...]:
-    """Returns what a loader must know of each bundle, in their order, and of what a package carries of it (`cuts`).
+def make_parts(
+    bundles: Sequence[Bundle], extras: Collection[Extra], work: Path, *, platform: str = "", share: bool = True
+) -> list[Part]:
+    """Returns what a package carries of each bundle, and what its loaders must know of it, in their order.
 
-    `platform` is "" for a package that holds anywhere.
+    Of the golden samples those of the self-test go along, those of all bundles together, and with `share` only once;
+    they are written into files below the folder `work`. A bundle without a self-test of its own keeps all samples.
+    `platform` names the operating system whose provider options count, "" where those of every system do.
 
     Raises:
-        UsageError: there is no bundle, or two of them are the same.
+        UsageError: there is no bundle, two of them are the same, or one cannot be packaged with these extras.
     """
     if not bundles:
         raise UsageError("there is no bundle to package", hint="give the folders that hold manifest.json")
-    digests = [bundle.sha256 for bundle in bundles]
-    again = next((bundle for bundle in bundles if digests.count(bundle.sha256) > 1), None)
-    if again is not None:
-        raise UsageError(f"bundle '{again.folder}' is given twice", hint="give each bundle once")
-    names = [_name(bundle) for bundle in bundles]
-    unique = [
-        name if names.count(name) == 1 else f"{name}-{digest[:8]}" for name, digest in zip(names, digests, strict=True)
-    ]
-    return tuple(_describe(*each, platform) for each in zip(bundles, cuts, unique, strict=True))
+    digests, names = [bundle.sha256 for bundle in bundles], [_name(bundle) for bundle in bundles]
+    rows: dict[str, set[int]] = {}
+    for bundle in bundles:
+        if digests.count(bundle.sha256) > 1:
+            raise UsageError(f"bundle '{bundle.folder}' is given twice", hint="give each bundle once")
+        rows.setdefault(_inputs(bundle), set()).update(sample.row for sample in bundle.manifest.golden.chosen)
+    parts: list[Part] = []
+    for bundle, name in zip(bundles, names, strict=True):
+        unique = name if names.count(name) == 1 else f"{name}-{bundle.sha256[:8]}"
+        cut = _cut(bundle, extras, sorted(rows[_inputs(bundle)]), work, share=share)
+        parts.append(Part(bundle=bundle, cut=cut, variant=_describe(bundle, cut, unique, platform)))
+    return parts
 
 
 def list_entries(part: Part, prefix: str) -> dict[str, Path | bytes]:

@@ -10,7 +10,7 @@ from verify_devices import InProcess, Lie, find_or_skip
 from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.data.npz import read_rows
 from edgekit.model.tensors import Tensors
-from edgekit.package.variant import cut_bundles, describe_variants
+from edgekit.package.variant import make_parts
 from edgekit.prepare.clean import prepare_model
 from edgekit.quantize.calibration.calibrate import calibrate_model
 from edgekit.report.pages.html import render_verify
@@ -96,8 +96,7 @@ def test_a_fixed_shape_is_not_excused(tmp_path: Path) -> None:
 
 
 def test_a_package_tests_the_outputs_of_fixed_shape(bundle: Bundle, tmp_path: Path) -> None:
-    (cut,) = cut_bundles([bundle], (), tmp_path, share=True)
-    (variant,) = describe_variants([bundle], [cut], "android")
+    variant = make_parts([bundle], (), tmp_path, platform="android")[0].variant
     assert [spec.name for spec in variant.outputs] == ["best"]
 
 
