@@ -87,7 +87,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     metric of the task that every target must keep.
     With `fix` each target gets the rewrites of the graph by which it takes more.
     `outputs` says what outputs are, by name: else that is guessed from their values. `state` says how many samples are
-    the steps of a sequence, and which outputs become inputs of the next step: else that is told by their names.
+    the steps of a sequence, and which outputs become inputs of the next step: else their names say it.
     `forms` are those that a bundle may hold, of the ones that a target loads; all of them where it is empty.
     `float_constants` says how large constants of nodes that stay float are stored: "auto" is in 8 or 16 bits
     where held-out outputs lose no more than 0.1 dB by it.

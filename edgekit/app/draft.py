@@ -69,12 +69,12 @@ def draft_app(
     if unknown is not None:
         raise UsageError(f"there is no target '{unknown}'", hint=f"targets: {', '.join(target_names())}")
     source = load_model(model)
-    told = _read_metadata(source)
-    dims, remarks = _guess_dims(source, images, told), list[str]()
+    metadata = _read_metadata(source)
+    dims, remarks = _guess_dims(source, images, metadata), list[str]()
     frozen = list(_find_frozen(source, dims))
     preprocess = None if images is None else _guess_preprocess(source, images, {entry.name for entry in frozen}, dims)
     if preprocess is not None:
-        preprocess = msgspec.structs.replace(preprocess, **told.preprocess)
+        preprocess = msgspec.structs.replace(preprocess, **metadata.preprocess)
     remarks += [
         f"freezing '{entry.name}' at {entry.value} leaves {entry.after} of {entry.before} nodes" for entry in frozen
     ]
@@ -141,10 +141,10 @@ def _read_metadata(model: Model) -> _Metadata:
     return _Metadata(side=side, stride=stride, preprocess=preprocess)
 
 
-def _guess_dims(model: Model, images: Path | None, told: _Metadata) -> dict[str, int]:
+def _guess_dims(model: Model, images: Path | None, metadata: _Metadata) -> dict[str, int]:
     """Returns a size for each dynamic dimension: one for the batch, the images' own for theirs, else one."""
     sizes: dict[str, int] = {}
-    side = told.side or (None if images is None else _guess_side(images, told.stride))
+    side = metadata.side or (None if images is None else _guess_side(images, metadata.stride))
     for spec in model.inputs:
         for axis, dim in enumerate(spec.shape or ()):
             if not isinstance(dim, int):

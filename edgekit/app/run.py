@@ -63,12 +63,12 @@ def run_app(
     waiting = [cell for cell in cells if found[cell.name] is None]
     built = iter([None] * len(waiting)) if elsewhere is None else elsewhere(waiting)
     began, kept = time.monotonic(), Kept()
-    with ExitStack() as held:
+    with ExitStack() as opened:
         for number, cell in enumerate(waiting, 1):
             # Cells of one model follow each other: intermediate results of another model would only take room.
             if number == 1 or waiting[number - 2].model != cell.model:
-                held.close()
-                kept = Kept(folder=app.out / CACHE, work=held.enter_context(work_folder()))
+                opened.close()
+                kept = Kept(folder=app.out / CACHE, work=opened.enter_context(work_folder()))
             result = next(built) or _build(app, cell, digests, kept, store, progress)
             found[cell.name] = result
             left_s = (time.monotonic() - began) / number * (len(waiting) - number)

@@ -241,11 +241,11 @@ def _adopt(app: App, cell: Cell, key: str, folder: Path) -> CellResult:
         result, model=cell.model, target=cell.target, bundle=f"{placed}/{name}", report=f"{placed}/{page}"
     )
     write_result(folder, result)
-    told: dict[str, Any] = msgspec.json.decode((folder / _REPORT).read_bytes())
-    told["targets" if cell.is_group else "bundles"][0]["path"] = str(here / name)
+    report: dict[str, Any] = msgspec.json.decode((folder / _REPORT).read_bytes())
+    report["targets" if cell.is_group else "bundles"][0]["path"] = str(here / name)
     if not cell.is_group:
-        told["report"] = str(here / page)
-    write_file(folder / _REPORT, to_json(told).encode())
+        report["report"] = str(here / page)
+    write_file(folder / _REPORT, to_json(report).encode())
     return result
 
 

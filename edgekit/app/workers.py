@@ -129,10 +129,10 @@ def _fill(order: Order) -> CellResult | None:
         )
     if not order.again and store.has(name_cell(key)):
         return None
-    with ExitStack() as held:
+    with ExitStack() as leases:
         for device in order.devices:
             # A lease ends by itself some seconds after its worker was killed.
-            held.enter_context(distributed.Semaphore(max_leases=1, name=f"edgekit-{device}"))
+            leases.enter_context(distributed.Semaphore(max_leases=1, name=f"edgekit-{device}"))
         facts = {"cell": cell.name, "key": key, "worker": str(worker.address)}
         worker.log_event(TOPIC, {"what": "begin", **facts})
         result = build_cell(app, cell, digests, say_nothing, Kept(folder=place / CACHE))

@@ -66,13 +66,13 @@ def find_unsupported(manifest: Manifest) -> str | None:
         "NnapiExecutionProvider": {f"{name}=1" for name in _NNAPI},
         "XnnpackExecutionProvider": {pair for pair in _pairs(manifest.provider_options) if pair.startswith(_THREADS)},
     }
-    untold = sorted(
+    unsupported = sorted(
         ({*_pairs(manifest.session_config)} - _HARMLESS.keys())
         | ({*_pairs(manifest.provider_options)} - {*known.get(manifest.provider, ())})
     )
     odd = sorted({spec.dtype for spec in (*manifest.inputs, *manifest.outputs)} - _DTYPES)
-    if untold:
-        return f"onnxruntime-react-native {PLUGIN} cannot be told '{untold[0]}'"
+    if unsupported:
+        return f"onnxruntime-react-native {PLUGIN} cannot be told '{unsupported[0]}'"
     if odd:
         return f"onnxruntime-react-native's tensors of {odd[0]} are not those of every JavaScript engine"
     if manifest.buckets:
@@ -141,7 +141,7 @@ def _plan_session(variant: Variant) -> dict[str, object]:
         provider |= {_NNAPI[key]: True for key in options}
     if variant.provider == "CoreMLExecutionProvider":
         provider["coreMlFlags"] = sum(_COREML[pair] for pair in _pairs(options))
-    # One, as the plug-in leaves out those that a system lacks: the CPU takes what is left of the nodes anyway.
+    # One, because the plug-in leaves out those that a system lacks: the CPU takes what is left of the nodes anyway.
     session: dict[str, object] = {"executionProviders": [provider]}
     if _THREADS in options:
         session["intraOpNumThreads"] = int(options[_THREADS])

@@ -343,9 +343,9 @@ def _read_open_sample(bundle: Bundle) -> Tensors:
         UsageError: there is no self-test, or open dimensions are of state.
     """
     chosen, state = bundle.manifest.golden.chosen, bundle.manifest.state
-    held = {name for _, name, _ in list_open(bundle.manifest.inputs)} & (state.feeds.keys() if state else set[str]())
-    if not chosen or held:
-        why = f"its state '{min(held)}' may grow, and no loader feeds it back" if held else "it has no self-test"
+    growing = {name for _, name, _ in list_open(bundle.manifest.inputs)} & (state.feeds.keys() if state else set[str]())
+    if not chosen or growing:
+        why = f"its state '{min(growing)}' may grow, and no loader feeds it back" if growing else "it has no self-test"
         raise UsageError(
             f"'{bundle.folder}' cannot be packaged with open dimensions: {why}",
             hint="build it with the size of every dimension: --dim NAME=INT",
