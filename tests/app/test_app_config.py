@@ -92,6 +92,24 @@ def test_what_is_missing_is_told(tmp_path: Path) -> None:
         load_app(tmp_path / "gone.toml")
 
 
+@pytest.mark.parametrize(
+    ("group", "said"),
+    [
+        (
+            '[groups.digits]\npath = "edgekit.toml"\n',
+            "line 12, column 1: groups.digits: a model is called 'digits', too",
+        ),
+        ('[groups.g]\npath = "gone.toml"\n', r"line 13, column 1: groups\.g\.path: there is no group"),
+        ('[groups.g]\npath = "edgekit.toml"\ntargets = ["coreml"]\n', "the file has no target 'coreml'"),
+        ('[groups.g]\npath = "edgekit.toml"\ndata.golden = "x"\n', "a group has no golden build"),
+    ],
+)
+def test_a_group_has_a_file_a_name_and_targets_of_its_own(tmp_path: Path, group: str, said: str) -> None:
+    data = "data.source" if "data." in group else "[groups.{}.data]\nsource".format(group[8 : group.index("]")])
+    with pytest.raises(UsageError, match=said):
+        _load(tmp_path, f'{GOOD}{group}{data} = "x.npz"\n')
+
+
 def test_places_of_keys_are_found() -> None:
     text = 'a = 1\n[b."c d"]\n  e.f = """\nx = 2\n"""\ng = { h = 1, i = 2 }\n[[j]]\nk = 3\n'
     assert find_position(text, ("a",)) == (1, 1)
