@@ -241,7 +241,8 @@ def _relate(path: Path, folder: Path) -> str:
 def _write_value(value: Any) -> str:
     if isinstance(value, str):
         return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-    return str(list(value) if isinstance(value, tuple) else value)
+    items: Any = value
+    return str(list(items) if isinstance(value, tuple) else value)
 
 
 def _write_table(values: Mapping[str, object]) -> str:
