@@ -182,7 +182,7 @@ def collapsing(tmp_path: Path) -> tuple[Model, Calibration]:
 
 @pytest.mark.parametrize(
     ("target", "steps", "kept", "floats"),
-    [("qnn", [1, 3, 7], 1, set()), ("nnapi", [1, 3], 1, {"n3_Mul", "n4_MatMul", "n5_Tanh"})],
+    [("qnn", [1, 3, 7], 1, set[str]()), ("nnapi", [1, 3], 1, {"n3_Mul", "n4_MatMul", "n5_Tanh"})],
 )
 def test_more_tensors_leave_8_bits_only_where_that_gains_a_decibel(
     collapsing: tuple[Model, Calibration], tmp_path: Path, target: str, steps: list[int], kept: int, floats: set[str]

@@ -303,15 +303,16 @@ def _judge_learned(
 ) -> Iterator[Candidate]:
     """Yields the candidates of a draft whose roundings learn from samples; `tried` are those of quick ones.
 
-    A second way takes its time again: where the first gains nothing it is not tried, but for 4 bits.
+    Of a large model a second way is not tried where the first gains nothing, but for 4 bits: it takes its time again.
     """
+    quick_db = max(each.sqnr_db for each in tried)
     for rounding in _FEW_BITS if draft.plan.bits else _SLOW:
         if not budget.allows(f"rounding {rounding}"):
             continue
         found = list(_judge_roundings(draft, (rounding,), budget, placed, most=most))
         yield from found
-        quick_db = max(each.sqnr_db for each in tried)
-        if not draft.plan.bits and found and all(each.sqnr_db <= quick_db for each in found):
+        is_idle = bool(found) and all(each.sqnr_db <= quick_db for each in found)
+        if is_idle and draft.effort.is_bounded and not draft.plan.bits:
             return
 
 
