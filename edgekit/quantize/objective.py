@@ -26,13 +26,13 @@ from edgekit.quantize.graph.compared_tensors import ComparedTensor, find_compare
 from edgekit.quantize.graph.layers import sample_positions
 from edgekit.quantize.ranges import LEVELS, TensorRange, snap_range
 
-# What may lie between logits and the output without another value being first, and what only puts tensors together.
+# Operators between logits and the output that leave the order of the values as it is.
 _ORDERLY = frozenset({"Flatten", "Identity", "Reshape", "Resize", "Squeeze", "Transpose", "Unsqueeze", "Upsample"})
 # What decides between classes, and along which axis by default (ONNX operators, opset 13).
 _DECIDING = {"ArgMax": 0, "LogSoftmax": -1, "Softmax": -1}
 FAITHFUL_DB = 40.0
 """From this ratio on, where 1 part of 10,000 of what outputs tell is lost, plain rounding is enough: a choice."""
-# So many samples tell what an output is, and so many numbers of them a divergence: choices, for the time.
+# So many samples say of which kind an output is, and so many numbers are compared: choices, for the time.
 _LOOKED_AT, _MOST_VALUES = 2, 1 << 18
 # Each end of a range is tried from all that was seen down to a thousandth of it: a fifth less each time. Choices.
 _SHRINK, _TRIED = 0.8, 32
@@ -107,13 +107,13 @@ def _list_decisions(value: Array, compared: ComparedTensor, most: int) -> Array:
 
 
 def measure_classes(logits: Array, others: Array) -> tuple[float, Array]:
-    """Returns how far decisions [N, classes] lie from their mean, and [N] how far each lies from the other model's."""
+    """Returns the spread of decisions [N, classes] around their mean, and [N] how far each lies from the other's."""
     one, two = _flatten(logits), _flatten(others)
     return float(((one - one.mean(axis=0)) ** 2).sum(dtype=np.float64)), ((one - two) ** 2).sum(axis=1)
 
 
 def measure_scores(logits: Array, others: Array) -> tuple[float, Array]:
-    """Returns what `measure_classes` does of scores [N, 1] behind a sigmoid: of two classes, of which one has 0."""
+    """Returns the same for scores [N, 1] behind a sigmoid, which are two classes with the logits (score, 0)."""
     return measure_classes(*(np.concatenate([value, np.zeros_like(value)], axis=1) for value in (logits, others)))
 
 
@@ -124,12 +124,12 @@ def _flatten(logits: Array) -> Array:
 
 
 def fit_ranges(graph: Graph, calibration: Calibration) -> Calibration:
-    """Returns a calibration in which the ranges of what decides follow from what its decisions lose.
+    """Returns a calibration in which ranges of logits and scores follow from what the decisions lose.
 
-    A range method looks at values alone, and cuts the highest of them: of logits these are the surest places, and what
-    is cut alike ties. Here each end is where the held-out decisions lose least, and as far out as these
-    do not tell it from the least (the rule of one standard error). What a squash makes keeps all that was seen. Plain
-    minmax stays what it is.
+    A range method looks at values alone and cuts the highest: of logits those are the surest decisions, and two that
+    are cut to the same value tie. Here each end of the range lies where the decisions of the held-out samples lose
+    least, or as far out as the samples cannot tell from that (one standard error). What a Softmax or sigmoid makes
+    keeps its whole range. The method minmax stays as it is.
     """
     fitted = dict[str, TensorRange]()
     exact = calibration.ranges["minmax"]

@@ -300,6 +300,30 @@ def test_advice_is_given_from_two_points_on_and_promises_nothing_that_was_not_me
     assert bool(searched.advice) == bool(advice)
 
 
+def test_advice_tells_of_a_plan_that_was_tried_and_tries_it_no_second_time(tmp_path: Path) -> None:
+    layers = " ".join(f"g{i} = MatMul(h{i - 1}, w{i}) h{i} = Tanh(g{i})" for i in range(1, 21))
+    text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[1,16] x) => (float[1,16] y) {{
+      h0 = MatMul(x, w0) {layers} y = MatMul(h20, v) }}"""
+    shapes = {"v": (16, 16), **{f"w{i}": (16, 16) for i in range(21)}}
+    model = make_model(text, tmp_path / "m.onnx", shapes)
+    calibration = calibrate_model(model, random_samples(model, count=24), work=tmp_path / "work")
+    steps: list[str] = []
+
+    def measure(quantized: Model) -> Prediction:
+        steps.append(quantized.path.stem)
+        return told(0.5 if steps[-1] == "all" else 0.2, 25.0)(quantized)
+
+    search = Search(
+        model=model, calibration=calibration, target=load_target("nnapi"), precision="int8",
+        measure=measure, work=tmp_path,
+    )  # fmt: skip
+    _, searched = find_plan(search, max_drop=0.005, narrow=False)
+    assert searched is not None
+    assert not searched.met
+    assert steps.count("relieve 20") == [trial.step for trial in searched.trials].count("relieve 20") == 1
+    assert searched.advice.startswith("20 tensors out of 8 bits")
+
+
 @pytest.mark.parametrize("target", ["qnn", "xnnpack"])
 @pytest.mark.parametrize("text", [SEPARABLE, SEGMENTATION, DETECTOR], ids=["separable", "segmentation", "detector"])
 def test_what_is_written_never_loses_more_than_plain_minmax(text: str, target: str, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ _BROKEN_DB = 10.0
 # With so few weights it takes a tenth of a second, and is tried on all but faithful models: over eight draws of its
 # samples kws comes 0.5 dB nearer on samples that it has not seen. Chosen by hand.
 _QUICK_WEIGHTS = 1 << 18
-# Cutting off tails makes the other steps finer, which 16 bits have no need of.
+# Cutting off tails makes steps finer, which 16 bits do not need.
 _METHODS_16 = ("minmax",)
 # What "mse" cuts differs from tensor to tensor.
 _LESS_CUT = ("minmax", *sorted(PERCENTS, key=PERCENTS.__getitem__, reverse=True))
@@ -68,10 +68,10 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Memo(msgspec.Struct, frozen=True, kw_only=True):
-    """What was judged and ranked before, by a digest of all that it depends on, and the time that there is for more.
+    """What was judged and ranked before, by a digest of all that it depends on, and the time that is left.
 
-    One memo is passed on from target to target: those that differ in nothing that shows share the work, and what was
-    built before never changes what is built.
+    One memo is passed from target to target: targets whose candidates compute the same share the work. What was judged
+    for another target never changes a plan.
     """
 
     judged: dict[str, Judgement] = {}
@@ -108,7 +108,7 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return msgspec.structs.replace(self, plan=plan)
 
     def use_unsigned(self) -> "Draft":
-        """Returns the draft with unsigned activations, which x86 computes fast and which lose as much as signed."""
+        """Returns the draft with unsigned activations: x86 computes them faster, and they lose as much as signed."""
         plan = self.plan
         if plan.activation != "int8":
             return self
@@ -146,7 +146,7 @@ def judge_draft(draft: Draft, memo: Memo, *, method: str | None = None) -> Judge
     key = f"{digest_draft(draft)}.{method or ''}"
     if key not in memo.judged:
         found = _judge_quickly(draft, memo.budget, method)
-        # What was cut short would be taken for all that there is by a target with more time.
+        # What the budget cut short is not kept: another target may have more time.
         if memo.budget.left_out:
             return found
         memo.judged[key] = found
@@ -180,8 +180,8 @@ def learn_roundings(draft: Draft, judged: Judgement, memo: Memo) -> tuple[Candid
 def choose_again(draft: Draft, memo: Memo) -> QuantPlan:
     """Returns a relieved plan with the range method and the rounding that are best for it.
 
-    Where a few tensors did most of the damage, what was chosen before they left 8 bits was chosen in their noise. A few
-    samples tell, and the ranges and the rounding that the plan has stay where others gain little.
+    Where a few tensors made most of the noise, the choice before they left 8 bits was made in that noise. A few samples
+    judge, and the present ranges and rounding stay where others gain little.
     """
     key = digest_draft(draft)
     if key not in memo.chosen:
@@ -241,10 +241,10 @@ def prefer_method(judged: Mapping[str, Closeness], present: str | None = None) -
 
 
 def digest_draft(draft: Draft) -> str:
-    """Returns a digest of all that judging a draft depends on: its plan, as far as it leads to what is compared.
+    """Returns a digest of all that judging a draft depends on: the plan of the nodes before the compared tensors.
 
-    A Softmax behind the compared logits is left out, so that targets which only differ there share the judgement. Where
-    a float node makes what it reads it is not: then it says whether Q and DQ lie between them.
+    A Softmax behind compared logits is left out, so that targets which differ there alone share the judgement. It
+    counts where a float node makes the logits: then the plan of the Softmax says whether Q and DQ lie between them.
     """
     graph, plan = draft.graph, draft.plan
     compared = draft.compared
@@ -261,7 +261,7 @@ def digest_draft(draft: Draft) -> str:
         plan,
         target="",
         judged=(),
-        # Another name for the same numbers, but of gains.
+        # Unsigned weights are the same numbers under another name, except for gains of normalizations.
         unsigned_ops=tuple({NORM} & ops & {*plan.unsigned_ops}),
         op_types=tuple(op for op in plan.op_types if op in ops),
         grids={name: grid for name, grid in plan.grids.items() if name in made},
@@ -400,9 +400,9 @@ def place_draft(draft: Draft) -> onnx.ModelProto:
 
 
 LEAST_BYTES = 1 << 14
-"""What is smaller is no part of a size that anybody counts: a choice."""
+"""Constants with fewer bytes are not worth storing in fewer bits: a choice."""
 MOST_LOST_DB = 0.1
-"""How much of the plan's own ratio may be lost, 2 % of its noise: a choice."""
+"""How many dB of the plan's ratio narrow constants may cost, 2 % of its noise: a choice."""
 # So many are tried one after another where all together are too far off.
 _MOST_TRIED = 8
 _Bits = Literal[8, 16]

@@ -32,7 +32,7 @@ _PLAIN_INTEGER = 0.75
 # What more tensors out of 8 bits must save: without it the SiLU detector of tools/bench/collapse kept nine nodes in
 # float for 0.1 points.
 _WORTH = 0.002
-# What nobody minds, and what a user is told of: a tenth of a point, and two.
+# A drop that is not worth another plan, and one that is worth advice: a tenth of a point, and two points.
 _NEGLIGIBLE, _MUCH = 0.001, 0.02
 # How many tensors leave 8 bits for the advice, and what is left where no plan helps.
 _MANY, _ELSE = 20, "more samples may help, else leave the model in float"
@@ -164,7 +164,7 @@ def find_plan(
 def _hold_against_minmax(search: Search, searched: Searched, max_drop: float) -> Searched:
     """Returns what was searched with plain minmax beside it, chosen where that loses less."""
     chosen, drop = searched.chosen, searched.chosen.prediction.drop_estimate
-    # Minmax cannot be better by more than what is lost.
+    # Minmax cannot lose less than nothing.
     if drop is not None and drop <= _NEGLIGIBLE:
         return searched
     plain = plan_minmax(search.model, search.calibration, search.target, chosen.plan)
@@ -174,7 +174,7 @@ def _hold_against_minmax(search: Search, searched: Searched, max_drop: float) ->
     if trial is None:
         return searched
     searched = msgspec.structs.replace(searched, trials=(*searched.trials, trial))
-    # Between drops that nobody tells apart, of a few changed decisions, the ratio decides.
+    # Drops that differ by less than a tenth of a point are a few decisions: then the ratio decides.
     gain, misses = _drop(chosen) - _drop(trial), not trial.prediction.meets(max_drop)
     is_nearer = trial.prediction.sqnr_db > chosen.prediction.sqnr_db
     if gain < -_NEGLIGIBLE or (gain <= _NEGLIGIBLE and (misses or not is_nearer)):
@@ -202,10 +202,12 @@ def _try_wider(search: Search, searched: Searched, max_drop: float, *, adopts: b
             plan = plan_quantization(search.model, search.calibration, search.target, wider, memo=search.memo)
         return None if plan is None else _try_plan(search, step, plan)
 
-    trial = search.memo.budget.attempt(step, attempt)
+    known = next((each for each in searched.trials if each.step == step), None)
+    trial = known or search.memo.budget.attempt(step, attempt)
     if trial is None:
         return msgspec.structs.replace(searched, advice=f"no other plan could be tried: {_ELSE}")
-    searched = msgspec.structs.replace(searched, trials=(*searched.trials, trial))
+    if known is None:
+        searched = msgspec.structs.replace(searched, trials=(*searched.trials, trial))
     if misses and trial.prediction.meets(max_drop):
         return msgspec.structs.replace(searched, chosen=trial, met=True, note=f"with {wider}, no other plan does")
     what = f"--precision {wider}" if wider else f"{_MANY} tensors out of 8 bits, as --max-drop tries it"
@@ -213,7 +215,7 @@ def _try_wider(search: Search, searched: Searched, max_drop: float, *, adopts: b
 
 
 def _weigh(search: Search, chosen: Trial, other: Trial) -> str:
-    """Returns what another trial than the chosen one loses and costs, in words."""
+    """Returns in words what another trial than the chosen one loses, and what it costs in bytes and work."""
     lost = other.prediction.drop_estimate
     figure = f"{other.prediction.sqnr_db:.1f} dB" if lost is None else f"{100 * lost:.2f} points are lost"
     if _drop(other) >= _drop(chosen):
@@ -248,7 +250,7 @@ def search_plan(search: Search, goal: Goal, state: State | None = None) -> tuple
 
 
 def _is_near(prediction: Prediction) -> bool:
-    """Returns True for numbers that come near, of which nothing known is decided: what spread counts nobody says."""
+    """Returns True for numbers that decide nothing known and come near: nobody says which difference matters."""
     return prediction.measure == MEASURES["values"].name and prediction.sqnr_db >= FAITHFUL_DB
 
 
@@ -364,7 +366,7 @@ class _Attempts:
         """Returns a trial, None where time is over, so many cannot be taken, or too little would stay in integers."""
         step, began = f"relieve {count}" if count else "all", time.monotonic()
         self._tell(step)
-        # Where a goal was asked for, no answer to it without measuring; else a plan that was not measured will do.
+        # Whether a goal is met cannot be said without measuring; the plain mode can write a plan that was not measured.
         is_needed, plan = not count and self._goal.is_asked, partial(self._try, step, count)
         trial = self._known.get(step)
         if trial is None:
@@ -373,7 +375,7 @@ class _Attempts:
         if trial is None or (self.trials and not self._goal.keeps_integers(trial, self.trials[0])):
             return None
         self.trials.append(trial)
-        # What was cut short is no step that a later search may go on from.
+        # A step that the budget cut short is not stored: a later search would take it for whole.
         if self._state is not None and not self._search.memo.budget.left_out:
             self._state.write(self.trials)
         return trial

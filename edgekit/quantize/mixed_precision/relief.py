@@ -1,6 +1,6 @@
-"""Relief: the tensors that 8 bits hurt most leave them, a few more at each step, as long as that helps.
+"""Mixed precision: the tensors that 8 bits hurt most get 16 bits or stay float, a few more at each step.
 
-Weights that 4 bits hurt most for their size keep 8, as few as bring the model near enough.
+Of weights with 4 bits those that lose most for their size keep 8 bits, as few as bring the model near enough.
 """
 
 import math
@@ -47,7 +47,7 @@ from edgekit.target import Target
 COLLAPSED_DB = 20.0
 """Below this ratio, where the error is a tenth of the signal, a model has collapsed: a choice."""
 GOOD_DB = 30.0
-"""From this ratio on, where the error is 3 % of the signal, nothing more is relieved: a choice."""
+"""From this ratio on, where the error is 3 % of the signal, no more tensors leave 8 bits: a choice."""
 # More tensors out of 8 bits hardly change which range method is best for the others.
 _FEW_RELIEVED = 8
 # So many tensors are ranked at once: few, which most models need, and then those that the steps behind take.
@@ -133,7 +133,7 @@ def relieve_step(
 
 
 def fit_inputs(draft: Draft) -> QuantPlan:
-    """Returns a plan of which inputs have shorter ranges, as far as that brings the model nearer.
+    """Returns a plan in which long-tailed inputs have shorter ranges, as far as the outputs gain from that.
 
     Range methods cut what is rare, by the values alone, and 16 bits have none but minmax. But the tail of an input may
     be longer than any grid is fine, as that of a spectrum's powers is, and what reads it saturated there. Each end with
@@ -164,10 +164,10 @@ def fit_inputs(draft: Draft) -> QuantPlan:
 
 
 def _find_tails(draft: Draft) -> list[tuple[str, str]]:
-    """Returns the ends of inputs whose halving pays in bits, by the values of the held-out samples.
+    """Returns the ends of input ranges that are worth halving, by the values of the held-out samples.
 
-    It gives each value inside one bit, and takes all 8 from each beyond: so less than a ninth may lie there. A picture
-    has no such end, and its plans need no session for it.
+    A range of half the width gives each value inside it one bit more, and takes all 8 bits from each value outside, so
+    less than a ninth of the values may lie there. A picture has no such end, and needs no session to try it.
     """
     ranges = {name: draft.plan.ranges[name] for name in draft.graph.inputs if name in draft.plan.ranges}
     ends = {(name, end): sign * getattr(ranges[name], end) for name in ranges for end, sign in _SIGNS.items()}
@@ -184,7 +184,7 @@ _SIGNS = {"low": -1, "high": 1}
 def weigh_relief(
     model: Model, calibration: Calibration, plan: QuantPlan, counts: Sequence[int], memo: Memo
 ) -> dict[int, float]:
-    """Returns by how many of the most harmful tensors may leave 8 bits the share of the noise that goes at most.
+    """Returns for each count the most of the noise that goes once so many of the worst tensors leave 8 bits.
 
     Raises:
         UsageError: the statistics are gone.
@@ -196,10 +196,10 @@ def weigh_relief(
 def bound_relief(noise: Sequence[float], count: int) -> float:
     """Returns the share of the noise at the outputs that is gone at most once the `count` worst tensors leave 8 bits.
 
-    What single tensors do adds up to n_1 + n_2 + ... + w, worst first, where w >= 0 comes from rounded weights. A step
-    takes n_1 + ... + n_count away, so its share of all is no more than that of the tensors' own sum. A ratio rises by
-    `rise_db` of it, and a drop falls no faster than the power of the noise. Where that is less than what a step must
-    gain, the step is not tried: it would take four sessions to learn that it does not help.
+    The noise of single tensors adds up: n_1 + n_2 + ... + w, worst first, where w >= 0 is that of rounded weights. A
+    step takes n_1 + ... + n_count away, which is at most its share of n_1 + n_2 + .... By that share the ratio rises at
+    most (`rise_db`), and a drop falls no faster than the power of the noise. A step that cannot gain enough is not
+    tried, since trying it takes four sessions.
     """
     return sum(noise[:count]) / max(sum(noise), _TINY)
 
@@ -216,12 +216,16 @@ def _open_draft(model: Model, calibration: Calibration, plan: QuantPlan) -> Draf
 
 
 def adapt_ranges(graph: Graph, calibration: Calibration) -> Calibration:
-    """Returns a calibration without what no reader notices, and with what wins and what other samples may show."""
+    """Returns a calibration whose ranges suit what reads the tensors and what the outputs decide.
+
+    Ranges of logits follow from the decisions, those of networks from image to image reach as far as white would, and
+    the low values that a SiLU makes 0 of are left out.
+    """
     return clip_silu_tails(graph, add_image_headroom(graph, fit_ranges(graph, calibration)))
 
 
 def relieve_class_maps(draft: Draft, *, widens: bool) -> Draft:
-    """Returns a draft whose maps of classes are interpolated to more than 8 bits, which takes no multiplications."""
+    """Returns a draft in which interpolated maps of classes have more than 8 bits, which costs no multiplications."""
     names = find_enlarged(draft.graph, draft.calibration)
     if not names or not is_relievable(draft.plan):
         return draft
@@ -280,7 +284,7 @@ def _rank_tensors(draft: Draft, memo: Memo, count: int) -> dict[str, float]:
 
 
 def _guess_noise(draft: Draft) -> dict[str, float]:
-    """Returns about how large the noise of each activation is beside itself: large where few steps hold most values."""
+    """Returns a guess of the relative noise of each activation: the step over the range of 99.9 % of its values."""
     plan, ranges = draft.plan, draft.calibration.ranges
     guesses: dict[str, float] = {}
     for name, span in ranges.get(_MOST_VALUES, ranges["minmax"]).items():
@@ -291,11 +295,11 @@ def _guess_noise(draft: Draft) -> dict[str, float]:
 
 
 ENOUGH_DB, ENOUGH_IMAGE_DB = 20.0, FAITHFUL_DB
-"""From this ratio on no more weights get 8 bits: what decides bears an error of a tenth, an image does not."""
+"""From this ratio on no more weights get 8 bits: a decision bears an error of a tenth, an image does not."""
 # No more of the weights, by their number, keep 8 bits: half of what 4 bits save would be gone. A choice.
 _MOST_KEPT = 0.5
 _SAMPLES = 4
-# Where the sum of what is left was wrong, more are kept.
+# In each round more weights keep 8 bits, where the sum of the single errors was too low.
 _ROUNDS, _MARGIN_DB = 3, 2.0
 
 
@@ -365,7 +369,7 @@ def _judge(draft: Draft, placed: onnx.ModelProto, plan: QuantPlan) -> float:
 
 
 def scale_errors(errors: Sequence[WeightError], noise: float) -> tuple[WeightError, ...]:
-    """Returns errors that add up to what all together were seen to cost: they are not quite independent."""
+    """Returns errors scaled so that their sum is the measured noise of all together: they are not independent."""
     factor = max(noise, 0.0) / max(sum(error.noise for error in errors), 1e-12)
     return tuple(msgspec.structs.replace(error, noise=factor * error.noise) for error in errors)
 

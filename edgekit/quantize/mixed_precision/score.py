@@ -178,20 +178,20 @@ def _copy(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 FEW_SAMPLES = 4
-"""After so many held-out samples what is clearly behind is not judged any more: a choice, for the time."""
-# Behind by so much is clear: a choice.
+"""After so many held-out samples clearly worse candidates are judged no further: a choice, for the time."""
+# A candidate is clearly worse from this difference on: a choice.
 _CLEARLY_DB = 1.0
-# What nobody notices: 2 % of the noise power.
+# Ratios that differ by less, 2 % of the noise power, count as equal.
 _EVEN_DB = 0.1
 _TINY = float(np.finfo(np.float64).tiny)
-# A hundred times the signal, the -20 dB of `ratio_db`: what has another size is no worse.
+# Noise counts up to a hundred times the signal, the -20 dB of `ratio_db`: so much do values of another size cost.
 _MOST = 100.0
 
 
 class Closeness(msgspec.Struct, frozen=True, kw_only=True):
-    """How near what is compared comes, in dB: what outputs tell over what of it is lost.
+    """The signal-to-noise ratio in dB of the compared tensors, by the objective.
 
-    `noise` is what each sample adds to the loss, () where not all samples were judged.
+    `noise` holds the relative noise of each sample, () where not all samples were judged.
     """
 
     ratio_db: float
@@ -276,13 +276,13 @@ def judge_grids(
 
 
 def find_behind(judged: Mapping[str, Closeness]) -> dict[str, float]:
-    """Returns by how much those are behind that are clearly worse than the best."""
+    """Returns the candidates that are clearly worse than the best, with the difference in dB."""
     best = max(each.ratio_db for each in judged.values())
     return {name: best - each.ratio_db for name, each in judged.items() if best - each.ratio_db > _CLEARLY_DB}
 
 
 def is_even(judged: Mapping[str, Closeness]) -> bool:
-    """Returns True if it does not matter which of several is taken: all are about as near."""
+    """Returns True if all candidates come about as near as each other."""
     ratios = [each.ratio_db for each in judged.values()]
     return max(ratios) - min(ratios) < _EVEN_DB
 
