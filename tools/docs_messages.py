@@ -7,7 +7,13 @@ from docs_texts import Message, list_messages
 
 from edgekit import errors
 
-_HEAD = """<!-- made by tools/docs_messages.py -->
+# The page is long, which makes the search of the site rank its parts low: who pastes a message looks for this page.
+_HEAD = """---
+search:
+  boost: 2
+---
+
+<!-- made by tools/docs_messages.py -->
 # Messages
 
 This page lists every message that edgekit prints. `…` stands for a name or a number of yours. To find your message,
