@@ -1,4 +1,4 @@
-"""How good a device's word is, and the three verdicts: pass, fail, and not proven where that cannot be told."""
+"""The kinds of evidence, from a real device to a forecast, and the three verdicts: pass, fail, not proven."""
 
 import enum
 from collections.abc import Iterable
@@ -46,10 +46,10 @@ Verdict = Literal["pass", "fail", "not proven"]
 
 
 class Judgement(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found about a thing that has a limit, one line each.
+    """What was found about something that has a limit, one line each.
 
-    `failures` say why it does not keep the limit, `unproven` why that cannot be told: with more samples, labels or
-    another device it could.
+    `failures` say why it misses the limit, `unproven` why that cannot be decided without more samples or labels, or
+    without another device.
     """
 
     failures: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""What a name of the interface is given is of the kind that it wants, or one line says so."""
+"""A check of the argument types of public functions, with an error of one line."""
 
 import functools
 import inspect

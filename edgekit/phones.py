@@ -1,4 +1,4 @@
-"""Devices with a Hexagon NPU by the names that people know, and what a QNN session must be told of each."""
+"""Devices with a Hexagon NPU by their common names, with the options that a QNN session needs for each."""
 
 import functools
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ from edgekit.errors import UsageError
 
 
 class Phone(msgspec.Struct, frozen=True, kw_only=True):
-    """A device with a Hexagon NPU: its name, its chip, and what a QNN session must be told of it.
+    """A device with a Hexagon NPU: its name, its chip, and the options that a QNN session needs.
 
     `htp` is the version of the HTP, `soc_model` Qualcomm's number of the SoC. Without `fp16` it computes no floats.
     """

@@ -1,4 +1,4 @@
-"""How a stage tells what it is doing, one step in words at a time, and how long it may take."""
+"""Progress messages, stage times, and time budgets."""
 
 import math
 import os
@@ -19,16 +19,16 @@ def say_nothing(_step: str) -> None:
 
 
 def name_steps(progress: Progress, name: str) -> Progress:
-    """Returns what says each step with the name of what it is a step of before it."""
+    """Returns a progress function that puts a name before each step."""
     return lambda step: progress(f"{name}: {step}")
 
 
 class StageTime(msgspec.Struct, frozen=True, kw_only=True):
-    """What a stage took: seconds of the clock, and of all cores with those of ended child processes.
+    """What a stage took: wall-clock seconds, and CPU seconds of all cores with those of ended child processes.
 
-    `target` is the one that it was for, "" where all share it. Bundles are written and verified beside the planning of
-    the next: in the seconds of "verify" only this was done ("write" where none is verified), and its CPU seconds fall
-    in other stages too.
+    `target` is the target that it was for, "" where all share it. A bundle is written and verified while the next one
+    is planned: "verify" ("write" without verification) has only the seconds in which nothing else was done, and its
+    CPU seconds are counted in other stages too.
     """
 
     stage: str
@@ -38,7 +38,7 @@ class StageTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stopwatch:
-    """Tells stages that follow each other apart; what they took adds up to the whole."""
+    """Measures stages that follow each other, without gaps: their times add up to the whole."""
 
     def __init__(self) -> None:
         self._stages: list[StageTime] = []
@@ -64,9 +64,9 @@ def _cpu_seconds() -> float:
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
-    """The time of a search: when it ends by `time.monotonic()`, and what was left out because it had ended.
+    """The time limit of a search: its `end` by `time.monotonic()`, and the steps that were left out after it.
 
-    `failed` says of steps that could be left out why they were. Where work is shared, so is what failed of it.
+    `failed` holds optional steps that failed, with the reason. Searches that share their work share it.
     """
 
     end: float = math.inf
@@ -94,11 +94,11 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
             return None
 
     def keep_back(self, seconds: float) -> "Budget":
-        """Returns the budget with so much less time, for what follows it; what is left out stands in both."""
+        """Returns the budget with so many seconds less, reserved for later steps; both share the list `left_out`."""
         return msgspec.structs.replace(self, end=self.end - seconds)
 
     def tell(self, step: str, done: int, total: int, began: float) -> None:
-        """Says how far a step of so many equal parts has come, and how long the rest takes at the pace so far."""
+        """Reports how many of a step's equal parts are done, and how long the rest will take at this pace."""
         left = ""
         if done:
             now = time.monotonic()
@@ -107,4 +107,4 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 NO_LIMIT = Budget()
-"""All the time there is, in silence."""
+"""A budget without a limit and without progress messages."""

@@ -66,7 +66,7 @@ def command(
     as_json: options.Json,
     volume: options.Volume,
 ) -> int:
-    """Say how far model B lies from model A on the same samples, both on this machine's CPU without optimisation.
+    """Compare model B with model A on the same samples, both on this machine's CPU without optimization.
 
     \b
     Example:

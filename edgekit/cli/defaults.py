@@ -1,4 +1,4 @@
-"""`[commands.NAME]` of an `edgekit.toml`: what an option of a command is where nobody types it."""
+"""`[commands.NAME]` of an `edgekit.toml`: the values of options that are not given on the command line."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path

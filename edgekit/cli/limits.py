@@ -1,4 +1,4 @@
-"""The limits that a judgement may be given, beside those of the target."""
+"""The limits of `edgekit verify` on the command line, which replace those of the target."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""The command line's way in: which commands there are, how errors look, and the exit code."""
+"""The entry point of the command line: the commands, how errors are shown, and the exit codes."""
 
 import ctypes
 import difflib
@@ -34,8 +34,8 @@ GROUPS = {
     "Look at a model": {
         "inspect": "Print what a model contains, or where its bytes are.",
         "targets": "List the targets, or show one.",
-        "compare": "Say how far one model lies from another, and in which layer it begins.",
-        "diff": "Say what is different between two versions of a bundle, or of a model.",
+        "compare": "Compare two models: how far their outputs differ, and in which layer that begins.",
+        "diff": "Show what changed between two versions of a bundle or of a model.",
     },
     "One step of a build": {
         "prepare": "Fix shapes and clean the graph, as a provider will see it.",
@@ -47,14 +47,14 @@ GROUPS = {
         "forecast": "Say how long a model would take on which phone, with an interval, before anyone owns one.",
         "bench": "Time a bundle or a model on devices, or two of them in interleaved rounds.",
         "profile": "Say where the time of a run goes, kernel by kernel, and why one model is slower than another.",
-        "tune": "Find what a session should be told: levels, threads, memory, provider options.",
+        "tune": "Find the best session settings: optimization level, threads, memory, provider options.",
     },
     "Many models": {
         "init": "Write an edgekit.toml for a model.",
         "run": "Build, verify and pack what an edgekit.toml names, where something changed.",
         "runs": "List, show or compare the verifications in a history.",
-        "group": "Build or verify several models that belong together, as encoder and decoder.",
-        "join": "Put bundles of several targets into one, and what they share once.",
+        "group": "Build or verify several models that belong together, such as encoder and decoder.",
+        "join": "Join bundles of several targets into one that stores shared files once.",
         "sign": "Sign a bundle, so that tampering with any byte is found.",
     },
     "This machine and its devices": {
@@ -86,7 +86,7 @@ class _LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
-        # Before click says only that there is none: the nearest name is what a typing error wants.
+        # click would only say that there is no such command; after a typing error the nearest name helps more.
         if name not in COMMANDS and not name.startswith("-"):
             near = difflib.get_close_matches(name, COMMANDS, n=1)
             hint = f"did you mean '{near[0]}'?" if near else f"commands: {', '.join(sorted(COMMANDS))}"
@@ -129,7 +129,7 @@ def group(config: Path | None) -> None:
 
 def _take_defaults(context: click.Context, name: str, command: click.Command, args: list[str]) -> None:
     """Lets the options of a command be what the file of --config says, and says which."""
-    # Never one that merely lies in the current folder: it could load libraries, or say whose signature counts.
+    # A file that merely lies in the current folder is not read: it could load libraries, or name a key to trust.
     place = context.params["config"]
     if place is None:
         return
@@ -152,9 +152,10 @@ def main() -> None:
 
 
 def _share_heap() -> None:
-    """Lets all threads allocate from one heap, where the C library can (glibc).
+    """Lets all threads allocate from one heap, where the C library supports that (glibc).
 
-    What one thread gave back another uses then: quantizing an encoder of 25M held 45 MB less.
+    Memory that one thread has freed can then be used by another: quantizing an encoder of 25 million parameters took
+    45 MB less.
     """
     options = None if sys.platform == "win32" else getattr(ctypes.CDLL(None), "mallopt", None)
     if options is not None:
@@ -172,7 +173,7 @@ def run_command(arguments: list[str]) -> int:
         code = group.main(arguments, prog_name="edgekit", standalone_mode=False)
     except EdgekitError as error:
         return _complain(str(error))
-    # Help that nobody asked for: on stderr, and no success.
+    # Help was printed because arguments are missing: it goes to stderr, and the exit code says so.
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
         return WRONG
@@ -194,7 +195,7 @@ def _end(error: OSError) -> int:
         # `edgekit ... | head` is no error. Closed, as Python would complain once more when it flushes at exit.
         sys.stderr.close()
         return NO
-    # Anything else is a fault of edgekit's own, and its traceback is what helps to mend it.
+    # Anything else is a bug in edgekit, and its traceback is needed to fix it.
     if error.errno not in {*_FULL, errno.ENAMETOOLONG}:
         raise error
     place = error.filename or tempfile.gettempdir()

@@ -1,4 +1,4 @@
-"""Options that several commands share, and what their values mean."""
+"""Options that several commands share, and how their values are parsed."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping

@@ -20,7 +20,7 @@ from edgekit.report.summary import QuantizeReport
 from edgekit.report.tables import describe_quantization
 from edgekit.target import TaskLimit
 
-# Options, those that have no meaning beside them, and why.
+# An option, the options that would have no effect beside it, and why.
 _ALONE = (
     ("max_drop", ("method", "plan", "plan_only"), "plans by itself"),
     ("plan", ("method", "plan_only", "time_budget"), "is applied as it stands"),
@@ -74,7 +74,7 @@ def command(
     values = {"precision": precision, "samples": samples, "max_drop": max_drop, "metric": _read_metric(metric, labels)}
     chosen = options.choose_recipe(recipe, tables, {**values, "targets": (target,), "thresholds": {}}, steps)
     source = options.read_data(data, preprocess, labels=labels)
-    # A default is nothing that the user said, and no option beside another.
+    # A default was not typed, so it conflicts with nothing.
     given = {**click.get_current_context().params, "method": method != "auto", "max_drop": chosen.max_drop}
     _refuse_idle(given)
     _check_places(model, [out, html, state], [Path(data), labels, plan, preprocess, recipe])
@@ -89,7 +89,7 @@ def command(
 
 
 def _refuse_idle(given: Mapping[str, object]) -> None:
-    """Refuses options beside another that would leave them unheard."""
+    """Refuses options that would have no effect beside another one."""
     for option, idle, why in _ALONE:
         unheard = ", ".join(f"--{name.replace('_', '-')}" for name in idle if given[name])
         if given[option] is not None and given[option] is not False and unheard:
@@ -119,7 +119,7 @@ def _need_out(out: Path | None) -> Path:
 
 def _show(report: QuantizeReport, html: Path | None, *, as_json: bool) -> int:
     if html is not None:
-        # Imported when there is one: pages stand on all that they show, and small nets are quantized in as long.
+        # Imported only if needed: importing all that pages show takes as long as quantizing a small network.
         pages = importlib.import_module("edgekit.report.pages.html")
         write_file(html, pages.render_quantization(report).encode())
     if as_json:

@@ -1,4 +1,4 @@
-"""What every command shows with: the result on stdout, progress on stderr."""
+"""How every command prints: the result on stdout, progress and notes on stderr."""
 
 import contextlib
 import sys
@@ -14,7 +14,7 @@ from edgekit.serialize import escape_controls, to_json
 
 
 class _Screen(Console):
-    """A console that takes what models name as text: `[batch,3]` is no markup, `:key:` no picture, ESC no command."""
+    """A console that prints names from models literally: `[batch,3]` is no markup, `:key:` no emoji, ESC no command."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **options)
@@ -29,7 +29,7 @@ def show_json(value: object) -> None:
 
 
 def show_line(line: str, *, aside: bool = False) -> None:
-    """Prints a line on stdout, or on stderr what is said aside of the result."""
+    """Prints a line on stdout, or with `aside` on stderr, where it is not part of the result."""
     click.echo(escape_controls(line), err=aside)
 
 
@@ -47,7 +47,7 @@ def show_remarks(remarks: Iterable[object]) -> None:
 
 @contextlib.contextmanager
 def showing_progress(volume: int) -> Generator[Progress]:
-    """Yields a function that shows what is being done: one line that renews itself, all with -v, nothing with -q."""
+    """Yields a function that shows the current step in one line; with -v each step has a line, with -q none."""
     console = _Screen(stderr=True)
     # Lines that stay, also in a file: -v is for logs.
     if volume > 0:

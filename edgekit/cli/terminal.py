@@ -1,4 +1,4 @@
-"""What a command shows: the result on stdout, progress on stderr."""
+"""Reports that several commands print: builds, verifications, devices, comparisons."""
 
 from collections.abc import Sequence
 

@@ -42,7 +42,7 @@ def command(
     as_json: options.Json,
     volume: options.Volume,
 ) -> int:
-    """Find what a session of SUBJECT, a bundle or a model, should be told on a device.
+    """Find the best session settings for SUBJECT, a bundle or a model, on a device.
 
     Settings race in interleaved rounds, each in a session of its own, its outputs held against the reference. The
     slower half is dropped; the last one is taken only where fresh rounds prove that it is better. What came together is

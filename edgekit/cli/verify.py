@@ -109,7 +109,7 @@ def command(
     nothing speaks against the bundle, but it is not proven: no device ran, there are too few samples for an interval,
     or an emulator is too old to tell. --accept-unproven makes 0 of 3.
     """
-    # Options that would go unheard are refused: a limit that is silently ignored passes what it should stop.
+    # Options that would have no effect are refused: a limit that is silently ignored passes what it should stop.
     _check_options(question, limits, before)
     if question.files_only:
         return _check_files(question, before, places, as_json=as_json)

@@ -80,11 +80,10 @@ def build(
 ) -> BuildReport:
     """Makes a bundle of a model for each target, verifies it, and writes both and a report into `out`.
 
-    `cache` is a folder where the calibration is kept, for the next build of the same model and data. With one `Kept`
-    for several builds the next also knows what was planned and what the float model gave. The targets share
-    what is left of `time_budget_s` seconds when they begin: half of its share a target is planned, in the rest it is
-    verified, with fewer samples where the time is over. Notes say what was left out. Preparing, calibrating, writing
-    and starting a device take the time that they need.
+    `cache` is a folder that keeps the calibration for the next build of the same model and data; a `Kept` that several
+    builds share keeps more. `time_budget_s` limits planning and verifying: each target gets an equal share of what is
+    left when it begins, spends at most half of it on its plan, and verifies with fewer samples where the rest is too
+    short. Notes tell what was left out. Preparing, calibrating, writing and starting a device are not limited.
 
     A target that cannot be built or does not pass is a finding of the report. Bundles appear whole or not at all.
 
@@ -97,9 +96,9 @@ def build(
     watch.begin("prepare")
     recipe, progress = choose_here(recipe or Recipe()), progress or say_nothing
     targets, given = load_targets(recipe), load_model(model)
-    # First: a device that is misspelled must not be found out after all the work.
+    # First, so that a misspelled device name is reported before all the work.
     told = forecast_goal(model, recipe, targets)
-    # Everything is made beside and moved at the end: a build that fails or is interrupted leaves `out` as it was.
+    # Everything is made in a folder beside `out` and moved at the end: a build that fails leaves `out` as it was.
     with work_folder() as work, staged_entries(out) as staging:
         end = start + (time_budget_s or math.inf)
         job = BuildJob(
@@ -193,7 +192,7 @@ def _build_all(
             limited = job.limit_planning(planned_share * job.seconds_left(waiting))
             ladders[target.name] = ready_bundles(inputs, target, limited, job.work / target.name)
             made = _ready_target(ladders[target.name], target, job)
-            # What has been freed would stay with this process while emulators need it.
+            # Freed memory would otherwise stay with this process while emulators need it.
             release_memory()
             if isinstance(made, ReadyBundle):
                 finished[target.name] = begin((made, waiting))
@@ -229,7 +228,7 @@ def _ready_target(ladder: _Ladder, target: Target, job: BuildJob, refusal: str =
 
 
 def _step_down(end: _Finished, ladder: _Ladder, target: Target, job: BuildJob) -> _Finished:
-    """Builds the next best bundle as long as a device makes no session; returns the last, or why there is none."""
+    """Builds the next best bundle for as long as the device refuses to make a session; returns the last one built."""
     while end.refusal and isinstance(end.built, BuiltBundle):
         shutil.rmtree(end.built.bundle.folder)
         ready = _ready_target(ladder, target, job, end.refusal)
@@ -240,7 +239,7 @@ def _step_down(end: _Finished, ladder: _Ladder, target: Target, job: BuildJob) -
 
 
 def _finish(each: tuple[ReadyBundle, int], job: BuildJob, *, verify: bool, writing: Lock) -> _Finished:
-    """Writes and verifies a bundle, in its share of the time: by the number of targets left, itself included."""
+    """Writes and verifies a bundle; of the time that is left it takes one share of as many as targets are left."""
     ready, waiting = each
     target = ready.contents.target
     try:
@@ -261,7 +260,7 @@ def _finish(each: tuple[ReadyBundle, int], job: BuildJob, *, verify: bool, writi
 
 
 def _report_fault(error: Exception, target: Target, job: BuildJob) -> EdgekitError:
-    """Writes what is needed to mend a fault of edgekit's own beside the bundles, and returns what to tell of it."""
+    """Writes a file for a bug report beside the bundles, and returns the error that the report of the build shows."""
     name = f"fault-{target.name}.txt"
     facts = {"target": target.name, "settings": target.settings, "model sha256": job.origin, **list_versions()}
     lines = [*(f"{key}: {value}" for key, value in facts.items()), "", *traceback.format_exception(error)]

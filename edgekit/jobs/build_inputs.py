@@ -106,9 +106,9 @@ class BuildJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BucketInputs(msgspec.Struct, frozen=True, kw_only=True):
-    """The models of several sizes, the golden samples as they were `given` with their `lengths`, and the float results.
+    """The models of several sizes, and the golden samples before padding: as `given`, with their `lengths`.
 
-    `unpadded` is the file with what the float model gives for them as long as they are.
+    `unpadded` is the file with the float model's outputs for them at these lengths.
     """
 
     models: BucketModels
@@ -118,11 +118,11 @@ class BucketInputs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BuildInputs(msgspec.Struct, frozen=True, kw_only=True):
-    """The model made ready, its samples split, and what the float model makes of the golden ones.
+    """The prepared model, its samples (split for calibration and verification), and the float model's outputs.
 
-    `calibration` is None until a target is to be quantized, and an error where no node can be quantized. By the
-    `reference` plans are judged. `floats` says for each target that takes more of the model in float why it is not
-    quantized. `gain` tells of the rewrites for a target, where `prepared` has any. The files lie in `folder`.
+    `calibration` is None until a target is to be quantized, and an error where no node can be quantized. Plans are
+    judged against `reference`. `floats` says for each target that is not quantized why integers would gain nothing.
+    `gain` describes the rewrites for one target, where `prepared` has any. All files lie in `folder`.
     """
 
     folder: Path
@@ -286,7 +286,7 @@ def _filling(sequences: Sequences, sized: BucketModels | None) -> Sequences:
 def _run_unpadded(
     source: Model, sized: BucketModels, samples: SampleSets, recorded: Mapping[str, Recorded], folder: Path
 ) -> BucketInputs:
-    """Returns what the float model makes of the golden samples as long as they are.
+    """Returns the golden samples before padding, with the float model's outputs at their own lengths.
 
     Raises:
         DataError: a bucket has no golden sample that it takes.
@@ -343,7 +343,7 @@ def _split_outputs(found: Checkpoint, cache: CalibrationCache) -> dict[bytes, Te
 
 
 def _open_recorded(data: Data, golden: Golden, source: Model, job: BuildJob) -> dict[str, Recorded]:
-    """Returns what is known of bundles built before, and takes their reference over."""
+    """Returns the records of bundles that were built before, and copies their float reference into `golden`."""
     if data.golden is None:
         return {}
     recorded = open_recorded(data.golden, source.name, [target.name for target in job.targets])
@@ -353,7 +353,7 @@ def _open_recorded(data: Data, golden: Golden, source: Model, job: BuildJob) -> 
 
 
 def _find_floats(prepared: Model, job: BuildJob) -> dict[str, str]:
-    """Returns why targets gain nothing from integers, and says so: before the work, not after it."""
+    """Returns by target why integers would gain nothing, and shows it as progress before the work begins."""
     found: dict[str, str] = {}
     graph = read_graph(prepared)
     for target in job.targets:

@@ -123,7 +123,7 @@ def find_neglected_axes(source: Model, targets: Sequence[Target]) -> tuple[str, 
 
 
 def _show(source: Model, work: Path) -> Model | None:
-    """Returns what a session shows to a provider of the file as it is, None where there is no session of it."""
+    """Returns the graph that a session of the file as it is would show to a provider, or None if none can be made."""
     try:
         return show_model(source, work / "shown.onnx")
     except (ModelError, RuntimeRefusal):
@@ -131,7 +131,7 @@ def _show(source: Model, work: Path) -> Model | None:
 
 
 def _prepare(source: Model, work: Path, recipe: Recipe, *, observe: bool) -> tuple[Model, str | None]:
-    """Returns what a provider would be shown, or the model as it is and why ONNX Runtime refuses it."""
+    """Returns the graph that a provider would be shown; or, if ONNX Runtime refuses the model, the model and why."""
     out = work / f"{source.name}.onnx"
     # A real provider needs the weights; the rules do not.
     write = prepare_model if observe else sketch_model
@@ -144,11 +144,11 @@ def _prepare(source: Model, work: Path, recipe: Recipe, *, observe: bool) -> tup
 def fix_for_target(
     prepared: Model, out: Path, target: Target, *, stays_float: bool = False
 ) -> tuple[FixedModel, TargetGain]:
-    """Writes a prepared model to `out` with the rewrites for every provider and those that gain something on a target.
+    """Writes a prepared model to `out` with all rewrites that are useful for a target.
 
-    With those too that the target asks for, of which some are for a model that `stays_float` alone.
-
-    After each round the model is checked again, for one rewrite can make room for the next.
+    These are the rewrites for every provider, those that the target asks for (some only if the model `stays_float`),
+    and those that the check of the model advises. After each round the model is checked again, since one rewrite can
+    make the next one possible.
 
     Raises:
         OutputError: `out` cannot be written.
@@ -158,7 +158,7 @@ def fix_for_target(
     fixes: list[Fix] = []
     asked = list_asked(target, stays_float=stays_float)
     for turn in range(_FIX_ROUNDS):
-        # What was joined at first is not joined again: it may have been taken apart since, for this target.
+        # Patterns are joined in the first round alone: a rewrite for this target may have split them again since.
         plain = FIXES.keys() - JOINS if turn else FIXES
         fixed = fix_model(prepared, out, {*plain, *asked, *(advice.id for advice in after.advice)})
         prepared, after = fixed.model, check_model(fixed.model, target)

@@ -29,8 +29,6 @@ from edgekit.recipe import Data, Recipe
 from edgekit.target import load_target
 from edgekit.verify.metrics.compare import compare_outputs
 
-# A model at optimization levels: each written as an ONNX file, compared with the model, and timed in turns.
-
 # Seven degrees of freedom: Student's quantile is then 2.36, against 12.7 for two rounds.
 _ROUNDS = 8
 # A round of a session is that long, and has a run at least.
@@ -57,7 +55,7 @@ def optimize_levels(
         ModelError: the model is too large, or a file gives other results than the model.
         RuntimeRefusal: ONNX Runtime refuses the model.
     """
-    # Without optimization nothing is hoped for: the file is what the others are held against.
+    # The file without optimization is what the others are compared with.
     wanted = tuple(dict.fromkeys((Level.DISABLED, *levels)))
     folders = {level: out if level in levels else work for level in wanted}
     rows = [write_level(model, level, cpu, folders[level], samples, checked=checked) for level in wanted]
@@ -76,7 +74,7 @@ def optimize_levels(
 
 
 def time_in_turns(paths: Mapping[str, Path], settings: SessionSettings, sample: Tensors) -> dict[str, TimedFile]:
-    """Returns what loading and a run of each file take, in rounds that are turned round, so that all are hit alike.
+    """Returns load and run times of each file, in rounds of alternating order, so that disturbances hit all alike.
 
     Raises:
         RuntimeRefusal: ONNX Runtime does not load or run a file.
@@ -156,9 +154,10 @@ class FormatReport(msgspec.Struct, frozen=True, kw_only=True):
 def compare_formats(
     model: Path, data: Data, recipe: Recipe, cpu: Cpu, progress: Progress | None = None
 ) -> FormatReport:
-    """Returns what formats make of a float model: QDQ and QOperator, static and dynamic, per tensor and per channel.
+    """Quantizes a float model in each format and compares the results.
 
-    Ranges are the least and the greatest value of each activation, so that formats differ in nothing else.
+    The formats are QDQ and QOperator, static and dynamic, per tensor and per channel. All use min-max ranges, so that
+    they differ in nothing else.
 
     Raises:
         EdgekitError: the model or the data is wrong, or ONNX Runtime refuses the float model.

@@ -32,14 +32,14 @@ from edgekit.target import Precision, Target
 from edgekit.verify.layers.comparison import spread_golden
 from edgekit.verify.layers.overflows import find_lossy, find_overflows
 
-# Enough samples to see the largest values; each costs a run of the float model with every optimisation off.
+# Enough samples to see the largest values; each one costs a run of the float model without optimizations.
 _SAMPLES = 8
 
 
 def halve_model(
     prepared: Model, check: CheckReport, target: Target, golden: Golden, out: Path, notes: list[str]
 ) -> Model:
-    """Returns the model in half precision; nodes that the CPU runs, that overflow or lose too much stay in float32.
+    """Returns the model in fp16; nodes that run on the CPU, overflow or lose too much precision stay in float32.
 
     `notes` says which nodes stay in float32 because of their values.
 
@@ -143,9 +143,6 @@ def _convert(convert: Callable[..., ConvertedModel], target: Target, notes: list
         return convert(target=msgspec.structs.replace(target, conversion=conversion))
 
 
-# What a conversion is compared on, and values in half precision are looked at.
-
-
 class Making(msgspec.Struct, frozen=True, kw_only=True):
     """How the model of the largest size was made: rewritten for its target or not, quantized by a plan or not."""
 
@@ -237,7 +234,7 @@ def _share(models: Mapping[int, Model], sized: BucketInputs, name: str, work: Pa
 
 
 def _gather(path: Path, work: Path, folder: Path) -> Path:
-    """Brings a file into a folder: those made in `work` are moved, others copied, each once."""
+    """Puts a file into a folder, once: a file that was made in `work` is moved, any other is copied."""
     place = folder / path.name
     if not place.exists():
         folder.mkdir(parents=True, exist_ok=True)

@@ -173,11 +173,11 @@ def run_float(group: FloatGroup, sets: SampleSets, metric: TaskLimit, folder: Pa
 
 
 class _Runner:
-    """The float models, unoptimized as the reference of a bundle is, and who writes down what they are given."""
+    """Runs the float models without optimization, as the reference of a bundle is made, and records their inputs."""
 
     def __init__(self, group: FloatGroup, folder: Path) -> None:
         self._group = group
-        # A member of a newer IR version or opset is lowered here as its own build does it.
+        # A member with a newer IR version or opset is lowered here in the same way as in its own build.
         models = {name: lower_model(model, folder / name) for name, model in group.models.items()}
         self._sessions = {
             name: CpuSession(model.path, SessionSettings(level=Level.DISABLED, libraries=model.custom_ops))
@@ -283,7 +283,7 @@ def build_group(
             out=out,
             verify=verify,
             progress=say,
-            notes=tuple(_tell_cut(group, sets)),
+            notes=tuple(_describe_truncation(group, sets)),
         )
         built = _build_members(job)
         report = GroupBuild(
@@ -347,8 +347,8 @@ def _read_samples(group: FloatGroup, file: GroupFile, data: Data, recipe: Recipe
     )
 
 
-def _tell_cut(group: FloatGroup, sets: SampleSets) -> Iterator[str]:
-    """Yields a note where samples begin with more tokens than the first stage with text takes."""
+def _describe_truncation(group: FloatGroup, sets: SampleSets) -> Iterator[str]:
+    """Yields a note where samples start with more tokens than the first stage that reads text accepts."""
     tokens = group.wiring.tokens
     run, text = next(((stage.run, stage.text) for stage in group.wiring.stages if stage.text), ("", None))
     if tokens is None or text is None or not isinstance(tokens.start, str):

@@ -79,9 +79,9 @@ class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A model prepared for one target, and its samples: all that is known before the calibration.
+    """A model prepared for one target, with its samples and all else that is known before the calibration.
 
-    `given` is the plan of a file. What a plan costs is measured with `measured` samples.
+    `given` is a plan that was read from a file. The loss of a plan is measured on `measured` samples.
     """
 
     source: Model
@@ -250,7 +250,7 @@ def _choose_integers(target: Target, recipe: Recipe, plan: QuantPlan | None) -> 
 def _read_labels(path: Path | None, limit: TaskLimit, every: Samples, samples: Samples) -> Sequence[Label] | None:
     if path is None:
         return None
-    # Labels belong to all samples by their place; with some left out they would be those of others.
+    # Labels belong to samples by position: with samples left out they would belong to the wrong ones.
     if samples.count < every.count:
         raise UsageError("--labels with --samples", hint="give as many samples as there are labels, or leave one out")
     return read_task_labels(path, find_metric(limit).labels, every)
@@ -260,7 +260,7 @@ def _open_state(job: _Job, path: Path | None, labels: Path | None, metric: TaskL
     if path is None:
         return None
     files = [] if labels is None else [labels, *sorted(labels.rglob("*"))]
-    # Other labels measure other drops: what a state remembers would be wrong for them.
+    # With other labels the measured drops would be others, so what a state remembers would be wrong.
     digests = "".join(digest_file(file) for file in files if file.is_file())
     measured = f"{metric or TOP1} of {digest_bytes(digests.encode())}" if files else "none"
     facts = {"labels": measured, "outputs": msgspec.json.encode(job.outputs, order="sorted").decode()}
@@ -268,7 +268,7 @@ def _open_state(job: _Job, path: Path | None, labels: Path | None, metric: TaskL
 
 
 def _calibrate(job: _Job, how: QuantizeOptions) -> Calibration:
-    """Returns a calibration that measures what a method, or a plan that is given, needs."""
+    """Returns a calibration with the statistics that the method, or the plan from a file, needs."""
     plan = job.given
     if plan is None:
         fitting = how.method in _OPEN_METHODS

@@ -21,9 +21,9 @@ from edgekit.verify.run_report import RunReport
 
 
 class Doubt(msgspec.Struct, frozen=True, kw_only=True):
-    """A bundle that was released although it did not pass a verification, and why.
+    """A bundle that is released although it did not pass a verification, and why it did not.
 
-    `verdict` is "not proven" where nothing speaks against it, "fail" else.
+    `verdict` is "not proven" where nothing speaks against the bundle, else "fail".
     """
 
     bundle: str
@@ -32,13 +32,13 @@ class Doubt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Allowed(msgspec.Struct, frozen=True, kw_only=True):
-    """What may be released though it did not pass: what is not proven, or also what failed or was not verified."""
+    """Which bundles may be released although they did not pass: unproven ones, or also failed and unverified ones."""
 
     unproven: bool = False
     failed: bool = False
 
     def takes(self, doubt: Doubt) -> bool:
-        """Returns True if a bundle of which this is to be said may go."""
+        """Returns True if a bundle with this doubt may be released."""
         return self.failed or (self.unproven and doubt.verdict == "not proven")
 
 

@@ -42,10 +42,10 @@ from edgekit.verify.layers.comparison import compare_with_float, encode_evidence
 from edgekit.verify.metrics.compare import read_list
 from edgekit.verify.report import Step
 
-# One node that stays in float may make another one stop the session. Each turn applies and checks the plan once, 1.5 s
-# for YOLOv8n, which needs five.
+# Keeping one node in float may make another one stop the session. Each turn applies and checks the plan once: 1.5 s for
+# YOLOv8n, which needs five turns.
 _MOST_KEPT = 12
-# What an output means is read from so many golden samples.
+# The kind of an output (classes, boxes, an embedding ...) is guessed from so many golden samples.
 _READ_FROM = 16
 
 
@@ -155,7 +155,7 @@ def ready_bundles(inputs: BuildInputs, target: Target, job: BuildJob, work: Path
 
 
 def _describe_loss(first: Way, way: Way) -> str:
-    """Returns what was given up from one way to another."""
+    """Returns in words what `way` gives up in comparison with the `first` one."""
     lost = [f"built as {way.precision}"] if way.precision != first.precision else []
     lost += ["left as it is"] if first.is_rewritten and not way.is_rewritten else []
     if way.kept:
@@ -243,14 +243,15 @@ class _Ladder:
         return (wanted, *lower) if self._job.recipe.precision == "auto" else (wanted,)
 
     def _keep_more(self, way: Way, stop: _NoSessionError) -> tuple[str, ...]:
-        """Returns the nodes that stay in float too, so that no unit of Q and DQ is left around what stops the session.
+        """Returns further nodes to keep in float, so that no quantized node unit is left around what stops the session.
 
-        A unit needs all its inputs quantized: what the provider leaves to the CPU is the first to make one in float.
+        A node unit (DQ, operator, Q) needs all its inputs quantized, so one neighbour in float is enough to break it
+        up. Neighbours that the provider leaves to the CPU anyway are tried first.
         """
         graph = read_graph(self._fix(way).prepared)
         floats = {node.name for node in self._plans[way.is_rewritten].plan.float_nodes}
         ring = [node for node in graph.nodes if node.name in stop.stopping]
-        # ONNX Runtime carries Q and DQ through what only moves elements, so the ones to go may be several nodes away.
+        # ONNX Runtime moves Q and DQ past operators that only move elements, so the pair may lie several nodes away.
         while True:
             names = {node.name for node in ring}
             makers = {graph.producers[name].name for node in ring for name in node.input if name in graph.producers}
@@ -317,11 +318,11 @@ class _Ladder:
 def change_plan(
     plan: QuantPlan, way: Way, prepared: Model, calibration: Calibration | ModelError | None, target: Target
 ) -> QuantPlan:
-    """Returns a plan as a way has it, with less than the best."""
+    """Returns the plan that a way asks for: its `kept` nodes in float, and less optimization than in the best plan."""
     if way.plan != "best":
         plan = msgspec.structs.replace(plan, narrow=NarrowConstants())
     if way.plan == "plain" and isinstance(calibration, Calibration):
-        # Drafted anew: equalized weights that layers share have other names, by which channels and bits are planned.
+        # Drafted again: equalization renames weights that layers share, and channels and bits are planned by name.
         draft = draft_plan(prepared, open_float_graph(prepared, calibration), calibration, target, plan.precision)
         plan = msgspec.structs.replace(draft, float_nodes=plan.float_nodes, wide=plan.wide)
     floats = {node.name: node for node in plan.float_nodes}
@@ -361,12 +362,12 @@ def write_ready(ready: ReadyBundle) -> BuiltBundle:
         models=models,
         converted=ready.converted,
         quantized=ready.quantized,
-        notes=(*ready.notes, *_tell_open(bundle.manifest.open_dims or {})),
+        notes=(*ready.notes, *_describe_open_dims(bundle.manifest.open_dims or {})),
     )
 
 
-def _tell_open(sizes: Mapping[str, Sequence[int]]) -> Sequence[str]:
-    """Returns which dimensions stay open, and at which sizes the bundle can be verified."""
+def _describe_open_dims(sizes: Mapping[str, Sequence[int]]) -> Sequence[str]:
+    """Returns a note on dimensions that stay open, with the sizes at which the bundle can be verified."""
     if not sizes:
         return ()
     known = "; ".join(f"'{name}' {', '.join(map(str, each))}" for name, each in sizes.items())
@@ -415,7 +416,7 @@ def _collect(
 
 
 def _read_outputs(inputs: BuildInputs) -> Mapping[str, Reading]:
-    """Returns what the outputs are for, from what the float model gives for some golden samples."""
+    """Returns what each output is used for, guessed from the float model's outputs for some golden samples."""
     rows = spread_indices(inputs.golden.samples, _READ_FROM)
     outputs = list(select_samples(read_outputs(inputs.golden), rows))
     return read_output_kinds(read_graph(inputs.prepared), outputs, inputs.outputs)
@@ -426,7 +427,7 @@ def _compare_layers(ready: ReadyBundle) -> bytes:
     deployed = None if ready.quantized is None else ready.quantized.model
     if names:
         deployed = load_model(ready.converted.folder / names[0], custom_ops=prepared.custom_ops)
-    # Layers take the most memory of a build, while emulators run: what planning has freed goes back first.
+    # Comparing layers takes the most memory of a build, while emulators run: memory freed by planning goes back first.
     release_memory()
     evidence = encode_evidence(compare_with_float(prepared, deployed, ready.contents.golden))
     release_memory()

@@ -23,11 +23,11 @@ _CONTROL = re.compile("[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010f
 def render_junit(reports: Sequence[VerifyReport], *, accept_unproven: bool = False) -> bytes:
     """Returns verifications as JUnit XML: a suite a target, and in it a case for each output of each device.
 
-    What else a run is judged by is a case too: that it came to its end, the metric, placement, costs. It has a failure
-    exactly where a report does not pass: what speaks against the bundle as a whole is a case of its own, and so is that
-    no device ran, because CI takes a suite of nothing but skipped cases for a success. What is not proven is a failure
-    of the type "not proven"; with `accept_unproven` it is a case that was skipped. The form is that of Jenkins
-    (`jenkins-junit.xsd`), which GitLab, GitHub's actions and Azure read too.
+    Every other gate of a run is a case too: that it finished, the metric, placement, costs. There is a failure exactly
+    where a report does not pass. So failures of the bundle as a whole have a case of their own, and so has "no device
+    ran", because CI systems take a suite of skipped cases for a success. "Not proven" is a failure of the type "not
+    proven", or with `accept_unproven` a skipped case. The format is that of Jenkins (`jenkins-junit.xsd`), which
+    GitLab, GitHub Actions and Azure read too.
     """
     suites = [_describe_report(report, accepts=accept_unproven) for report in reports]
     counts = {name: str(sum(int(suite.get(name, "0")) for suite in suites)) for name in ("tests", "failures", "errors")}

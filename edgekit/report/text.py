@@ -29,9 +29,9 @@ from edgekit.verify.task_scores import TaskReport, describe_accuracy, describe_d
 from edgekit.verify.two_models import ModelComparison
 
 _GOOD, _BAD, _UNKNOWN = "green", "red", "yellow"
-# More reasons of one run are counted, not told.
+# Further reasons of one run are counted, not printed.
 _MOST_LINES = 6
-# Two lines of a terminal: what an exception says of itself may fill a screen.
+# Two lines of a terminal: the text of an exception may fill a screen.
 _MOST_REASON = 240
 _COLORS: Mapping[Verdict, str] = {"pass": _GOOD, "fail": _BAD, "not proven": _UNKNOWN}
 
@@ -63,7 +63,7 @@ def list_remarks(report: BuildReport) -> list[str]:
 
 
 def group_lines(lines: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yields each line once, behind the names of all that say it: "nnapi, xnnpack: ..."."""
+    """Yields each distinct line once, after the names of all that it applies to: "nnapi, xnnpack: ..."."""
     names: dict[str, dict[str, None]] = {}
     for name, line in lines:
         names.setdefault(line, {})[name] = None
