@@ -174,10 +174,11 @@ def convert_for(
         written = [row.file for row in levels if (staging / row.file).exists()]
         files = {str(form): names for form, names in converted.files.items()} | {file: (file,) for file in written}
         minimum_ort = _find_minimum(staging, files, targets, options.runtime)
+        form = find_quantized_form(read_proto(source, weights=False))
     return ConvertReport(
         model=source.name,
         out=out,
-        quantized=find_quantized_form(read_proto(source, weights=False)),
+        quantized=form,
         levels=levels,
         fusion=fusion,
         weights=None if small is None else msgspec.convert(small, SmallWeights, from_attributes=True),
