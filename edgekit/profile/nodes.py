@@ -6,7 +6,7 @@ fuses and rewrites nodes, and dynamic shapes are known only here.
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import isqrt, prod
 
 import msgspec
@@ -240,20 +240,21 @@ def list_operators(nodes: Sequence[NodeTime]) -> tuple[OperatorTime, ...]:
 
 def list_unasked(nodes: Sequence[NodeTime]) -> tuple[Unasked, ...]:
     """Returns what conversions and copies cost, kind by kind, the most expensive first."""
-    return tuple(sorted(_sum_kinds(nodes), key=lambda one: -one.self_ms))
-
-
-def _sum_kinds(nodes: Sequence[NodeTime]) -> Iterator[Unasked]:
-    kinds: dict[Kind, None] = dict.fromkeys(node.kind for node in nodes if node.kind)
-    for kind in kinds:
-        members = [node for node in nodes if node.kind == kind]
-        yield Unasked(
+    kinds: dict[Kind, list[NodeTime]] = {}
+    for node in nodes:
+        if node.kind:
+            kinds.setdefault(node.kind, []).append(node)
+    found = (
+        Unasked(
             kind=kind,
             nodes=len(members),
             inserted=sum(not node.source for node in members),
             self_ms=sum(node.self_ms for node in members),
             share=sum(node.share for node in members),
         )
+        for kind, members in kinds.items()
+    )
+    return tuple(sorted(found, key=lambda one: -one.self_ms))
 
 
 def add_roof_shares(nodes: Sequence[NodeTime], roof: Roof) -> tuple[NodeTime, ...]:

@@ -10,7 +10,7 @@ from edgekit._ort import CPU_PROVIDER
 from edgekit.bench.subject import Opening, Subject, open_subject
 from edgekit.bundle.checks import check_requests
 from edgekit.bundle.folder import MANIFEST, open_bundle
-from edgekit.bundle.manifest import Manifest, TunedSession, encode_json
+from edgekit.bundle.manifest import TunedSession, encode_json
 from edgekit.bundle.multi import INDEX
 from edgekit.bundle.sign import SIGNATURE
 from edgekit.convert.convert import convert_styles
@@ -141,15 +141,11 @@ def apply_setting(path: Path, tuned: TunedSession) -> str:
     others = [one for one in bundle.manifest.tuned or () if one.machine != tuned.machine]
     # The narrower class first: the first that holds is taken.
     ordered = sorted((*others, tuned), key=lambda one: (one.machine.system, one.machine.machine, -one.machine.cores))
-    return _write(path, msgspec.structs.replace(bundle.manifest, tuned=tuple(ordered)), str(path / MANIFEST))
-
-
-def _write(path: Path, manifest: Manifest, source: str) -> str:
-    check_requests(manifest, source)
+    manifest, source = msgspec.structs.replace(bundle.manifest, tuned=tuple(ordered)), path / MANIFEST
+    check_requests(manifest, str(source))
     signed = (path / SIGNATURE).exists()
     # The signature goes first: cut here, the bundle is unsigned and whole, and never signed for other content.
     (path / SIGNATURE).unlink(missing_ok=True)
-    write_file(path / MANIFEST, encode_json(manifest))
-    return f"'{source}'" + (
-        "; its signature was of the bundle before and is gone: edgekit sign signs it again" if signed else ""
-    )
+    write_file(source, encode_json(manifest))
+    unsigned = "; its signature was of the bundle before and is gone: edgekit sign signs it again"
+    return f"'{source}'" + (unsigned if signed else "")

@@ -15,7 +15,7 @@ from edgekit.bench.latency import Ratio
 from edgekit.bench.subject import Opening, Subject
 from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.bundle.golden import read_inputs, read_outputs
-from edgekit.bundle.manifest import SessionSetting, TunedSession, TuningEvidence
+from edgekit.bundle.manifest import TunedSession, TuningEvidence
 from edgekit.convert.levels import describe_level
 from edgekit.data.samples import select_samples
 from edgekit.devices.bundled import OF_THIS_MACHINE, count_device_cores, count_device_units, find_class, read_class
@@ -280,7 +280,8 @@ def _describe(found: TuneReport, search: _Search, work: Path) -> TuneReport:
     by_level = {
         one.entrant.setting.level: one
         for one in tried.values()
-        if msgspec.structs.replace(one.entrant, name=name, setting=_at_level(one.entrant, held)) == held
+        if (one.entrant.file, one.entrant.batch) == (held.file, held.batch)
+        and msgspec.structs.replace(one.entrant.setting, level=held.setting.level) == held.setting
     }
     return msgspec.structs.replace(
         found,
@@ -293,10 +294,6 @@ def _describe(found: TuneReport, search: _Search, work: Path) -> TuneReport:
         cores=search.given.cores,
         versions=dict(sorted(search.first.run.versions.items())),
     )
-
-
-def _at_level(one: Entrant, held: Entrant) -> SessionSetting:
-    return msgspec.structs.replace(one.setting, level=held.setting.level)
 
 
 def _read_load() -> float | None:

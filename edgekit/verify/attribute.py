@@ -19,7 +19,8 @@ from edgekit.verify.report import AttributionStep, Step, VerifyReport
 from edgekit.verify.run_report import RunReport
 from edgekit.verify.task_scores import measure_accuracy
 
-_HISTORY = "which step loses how much is what an earlier verification found, as the bundle's verify.json says"
+# The words stay: reports of earlier verifications hold the same note, which then stands there once.
+_HISTORY = "where the loss comes from is what an earlier verification found, as the bundle's verify.json tells it"
 
 
 class _Question(msgspec.Struct, frozen=True, kw_only=True):

@@ -239,11 +239,6 @@ def find_sameness(reference: Samples) -> tuple[str, ...]:
     return (f"the float model gives the same outputs for all {reference.count} samples: together they test one case",)
 
 
-def find_version(run: DeviceRun) -> str:
-    """Returns which ONNX Runtime a device says that it ran, "" where it names none."""
-    return run.versions.get("onnxruntime", "")
-
-
 def describe_older(run: DeviceRun, minimum_ort: str) -> str | None:
     """Returns in words that a device ran an older ONNX Runtime than a bundle asks for: the loaders of apps refuse that.
 
@@ -271,7 +266,7 @@ def describe_outdated(run: DeviceRun, minimum_ort: str) -> str | None:
 
 
 def _find_older(run: DeviceRun, minimum_ort: str) -> str | None:
-    version = find_version(run)
+    version = run.versions.get("onnxruntime", "")
     return version if version and read_version(version) < read_version(minimum_ort) else None
 
 

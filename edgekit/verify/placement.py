@@ -19,7 +19,7 @@ from edgekit.devices.placed import FAMILIES, count_nodes, find_lost, goes_unname
 from edgekit.devices.recorded import is_recorded
 from edgekit.errors import EdgekitError
 from edgekit.model.external import skim_model
-from edgekit.target import Form, Verification
+from edgekit.target import Verification
 from edgekit.verify.metrics.compare import compare_bundled
 from edgekit.verify.run_report import OBSERVING, FileReport, PlacementGap
 
@@ -146,21 +146,16 @@ LINKED_RUNTIMES = frozenset({"android", "ios-sim"})
 """Kinds of devices that are the runtime which an app links."""
 
 
-def list_other_forms(bundle: Bundle, device: Device, plan: Verification) -> tuple[Form, ...]:
-    """Returns the forms that a bundle ships beside the planned one, none where the device is not an app's runtime."""
-    is_asked = kind_of(device) in LINKED_RUNTIMES and not is_recorded(device)
-    forms = bundle.manifest.forms if is_asked else {}
-    return tuple(form for form in forms if form not in {plan.form, "context"})
-
-
 def try_model_files(
     bundle: Bundle, device: Device, plan: Verification, golden: Golden, work: Path
 ) -> Iterator[FileReport]:
     """Yields the figures of each other model file of a bundle, run on a device with as few samples as it takes."""
+    if kind_of(device) not in LINKED_RUNTIMES or is_recorded(device):
+        return
     rows = spread_indices(golden.samples, min(LEAST_SAMPLES, plan.samples))
     samples = select_samples(read_inputs(golden), rows)
     reference = select_samples(read_outputs(golden), rows)
-    for form in list_other_forms(bundle, device, plan):
+    for form in (form for form in bundle.manifest.forms if form not in {plan.form, "context"}):
         folder = work / form
         folder.mkdir(parents=True)
         job = make_job(bundle, msgspec.structs.replace(plan, form=form), samples)

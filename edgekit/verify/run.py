@@ -39,7 +39,6 @@ from edgekit.verify.own_model import (
     find_other_model,
     find_sameness,
     find_self_test_fault,
-    find_version,
     list_broken_forms,
     run_own_model,
 )
@@ -65,19 +64,14 @@ _MOST_KEPT_BYTES = 32 << 20
 
 
 class _Asked(msgspec.Struct, frozen=True, kw_only=True):
-    given: Golden | UnpaddedGolden | None
+    """What the user asked for; `unpadded` holds the lengths of the samples in `golden`, None where they are unknown."""
+
+    golden: Golden | None
+    unpadded: UnpaddedGolden | None
     task: TaskLimit | None
     float_model: Path | None
     layers: bool
     known: KnownOutputs
-
-    @property
-    def golden(self) -> Golden | None:
-        return self.given.golden if isinstance(self.given, UnpaddedGolden) else self.given
-
-    @property
-    def unpadded(self) -> UnpaddedGolden | None:
-        return self.given if isinstance(self.given, UnpaddedGolden) else None
 
 
 class _Trial(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,8 +144,10 @@ def verify_bundle(
     """
     manifest, evidence = bundle.manifest, read_evidence(bundle)
     present, skipped = find_present(devices)
+    unpadded = golden if isinstance(golden, UnpaddedGolden) else None
     asked = _Asked(
-        given=golden,
+        golden=golden.golden if isinstance(golden, UnpaddedGolden) else golden,
+        unpadded=unpadded,
         task=task or bundled_task(manifest),
         float_model=float_model,
         layers=layers,
@@ -410,7 +406,7 @@ def _list_notes(trial: _Trial, asked: _Asked) -> Iterator[str]:
         yield describe_drift(latency.drift)
     if trial.run.failure is not None:
         return
-    if not find_version(trial.run):
+    if not trial.run.versions.get("onnxruntime"):
         yield "it does not say which ONNX Runtime ran"
     yield from find_sameness(trial.reference)
     done, planned = len(trial.rows), trial.job.samples.count

@@ -155,12 +155,6 @@ def _decibels(signal: float, noise: float) -> float | None:
     return decibels(signal, noise) if np.isfinite(signal) and np.isfinite(noise) and signal > 0 else None
 
 
-def outputs_to_judge(reports: Sequence[OutputReport], feeds: Mapping[str, str]) -> tuple[OutputReport, ...]:
-    """Returns the reports of outputs that an app reads: without those that are state, unless there is no other."""
-    read = tuple(report for report in reports if report.name not in feeds.values())
-    return read or tuple(reports)
-
-
 def run_sequences(
     device: Device,
     job: Job,
@@ -185,9 +179,11 @@ def run_sequences(
         return msgspec.structs.replace(found, failure=error.message, crashed=isinstance(error, CrashError))
     reports = compare_outputs(reference, fed_back, readings)
     names = [spec.name for spec in golden.outputs]
+    # An app reads the outputs that are no state, or where there are none, all.
+    read = tuple(report for report in reports if report.name not in state.feeds.values())
     return msgspec.structs.replace(
         found,
-        outputs=outputs_to_judge(reports, state.feeds),
+        outputs=read or tuple(reports),
         drift=measure_drift(names, reference, fed_back, given, state.steps),
     )
 
@@ -198,9 +194,10 @@ def _step(device: Device, job: Job, state: State, golden: Golden, sequences: int
     whole = msgspec.structs.replace(job, samples=select_samples(job.samples, range(count)))
     session = work / "session"
     session.mkdir(parents=True)
+    # For each step the samples of all sequences: one step is in memory at a time.
+    turns = (list(islice(job.samples, step, count, state.steps)) for step in range(state.steps))
     with open_session(device, whole, session) as run:
-        steps = run_steps(_side_by_side(job.samples, state.steps, sequences), state.feeds, specs, run)
-        for step, (_, outputs) in enumerate(steps):
+        for step, (_, outputs) in enumerate(run_steps(turns, state.feeds, specs, run)):
             write_rows(work / f"step-{step}.npz", outputs, ragged=True)
 
     def read() -> Iterator[Tensors]:
@@ -209,9 +206,3 @@ def _step(device: Device, job: Job, state: State, golden: Golden, sequences: int
             yield from rows
 
     return Samples(source=device.name, count=count, read=read)
-
-
-def _side_by_side(samples: Samples, steps: int, sequences: int) -> Iterator[list[Tensors]]:
-    """Yields for each step the samples of all sequences; one step is in memory at a time."""
-    for step in range(steps):
-        yield list(islice(samples, step, sequences * steps, steps))

@@ -180,7 +180,10 @@ def _report(name: str, rows: Sequence[_Measured], trouble: str | None) -> Output
         return facts
     if not all(sample.numeric for sample in errors):
         worst = max(range(len(errors)), key=lambda index: errors[index].elements - errors[index].matches)
-        return _place_worst(_match_all(facts, errors), rows, worst)
+        masks = [sample.masks for sample in errors if sample.masks is not None]
+        iou = metrics.mean_iou(np.sum(masks, axis=0)) if masks else None
+        matched = msgspec.structs.replace(facts, exact_match=metrics.match_share(errors), iou=iou)
+        return _place_worst(matched, rows, worst)
     worst = max(range(len(errors)), key=lambda index: errors[index].max_abs)
     changes = count_changes((row.errors, row.answers) for row in rows if row.errors is not None)
     return _place_worst(msgspec.structs.replace(_measure_all(facts, errors), changes=changes), rows, worst)
@@ -199,12 +202,6 @@ def _agree_in_shape(rows: Sequence[_Measured]) -> float | None:
     """
     changes = any(len({row.shapes[side] for row in rows if row.shapes[side] is not None}) > 1 for side in (0, 1))
     return sum(row.shapes[0] == row.shapes[1] for row in rows) / len(rows) if changes else None
-
-
-def _match_all(facts: OutputReport, errors: Sequence[SampleErrors]) -> OutputReport:
-    masks = [sample.masks for sample in errors if sample.masks is not None]
-    iou = metrics.mean_iou(np.sum(masks, axis=0)) if masks else None
-    return msgspec.structs.replace(facts, exact_match=metrics.match_share(errors), iou=iou)
 
 
 def _measure_all(facts: OutputReport, errors: Sequence[SampleErrors]) -> OutputReport:
