@@ -142,7 +142,7 @@ def test_outputs_that_change_as_tensors_are_given_out_are_no_evidence(
 ) -> None:
     located = find_device_layer(Fusing(), job_of(models[0]), tmp_path)
     assert (located.layer, located.found_by) == ("conv2", "cuts")
-    assert "the outputs change when tensors inside are given out" in located.notes[0]
+    assert "the outputs change when tensors inside become outputs" in located.notes[0]
 
 
 def test_a_device_that_dies_is_bisected(models: tuple[Model, Model], tmp_path: Path) -> None:

@@ -391,8 +391,9 @@ def test_masks_have_an_intersection_over_union() -> None:
     report = compare([{"y": found}], [{"y": wanted}])
     assert report.iou == pytest.approx((4 / 12 + 4 / 12) / 2)
     assert (report.exact_match, report.worst_sample, report.worst_position) == (0.5, 0, 0)
-    true: list[Tensors] = [{"y": np.array([True, True, False])}]
-    assert compare([{"y": np.array([True, False, False])}], true).iou == 0.5
+    # Of booleans only True is a class: False would have two thirds.
+    true: list[Tensors] = [{"y": np.array([True, True, False, False])}]
+    assert compare([{"y": np.array([True, False, False, False])}], true).iou == 0.5
 
 
 def test_distributions_have_a_divergence_and_ranks_a_correlation() -> None:

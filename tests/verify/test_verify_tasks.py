@@ -276,6 +276,7 @@ def test_a_share_of_the_float_model() -> None:
     found = judge_task(agree(600, 8), limit)
     assert found.verdict == "not proven"
     assert "could be 97.7%" in found.unproven[0]
+    assert "samples would tell" in found.unproven[0]
     assert "is 97.0% of the float model's, less than 98.0%" in judge_task(agree(600, 18), limit).failures[0]
 
 
