@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from far_root.board import ssh_board
+from other_machine.board import ssh_board
 from tiny_models import parse_model
 
 from edgekit.bench.blocks import Effort, run_queue
@@ -136,8 +136,8 @@ def test_a_board_with_python_serves_a_queue_and_one_without_says_so(tmp_path: Pa
     subject = open_subject(parse_model(text, tmp_path / "m.onnx"), tmp_path, Opening(batch=1))
     queue = Queue(most=4, wait_ms=1.0, rate_per_s=2000.0, rows=subject.rows)
     board = SshDevice(host="board", python=sys.executable)
-    with ssh_board(arm=False) as far, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PATH", far.programs, prepend=os.pathsep)
+    with ssh_board(arm=False) as machine, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", machine.programs, prepend=os.pathsep)
         block = run_queue(board, subject.job_for(board), Effort(runs=50), queue)
         with pytest.raises(DeviceError, match="'python3' there has no onnxruntime"):
             run_queue(SshDevice(host="board"), subject.job_for(board), Effort(runs=50), queue)

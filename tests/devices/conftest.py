@@ -1,9 +1,9 @@
-"""The empty folder that a run is given, and the fixtures of far sides."""
+"""The empty folder that a run is given, and the fixtures of other machines."""
 
 from pathlib import Path
 
 import pytest
-from far_root.fixtures import adb, arm_runner, board, host_runner, native_board, own_adb_server, phone
+from other_machine.fixtures import adb, arm_runner, board, host_runner, native_board, own_adb_server, phone
 
 __all__ = ["adb", "arm_runner", "board", "host_runner", "native_board", "own_adb_server", "phone", "work"]
 

@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from far_root.board import Board
-from far_root.keeper import Far
+from other_machine.board import Board
+from other_machine.keeper import OtherMachine
 
 MIB = 1 << 20
 
 
-def nothing(_: Far) -> None:
+def nothing(_: OtherMachine) -> None:
     return
 
 
@@ -25,7 +25,7 @@ class AdbFault(NamedTuple):
     says: str
     wire: dict[str, Any] = {}  # noqa: RUF012 - a NamedTuple's default, never changed
     early: bool = False
-    prepare: Callable[[Far], None] = nothing
+    prepare: Callable[[OtherMachine], None] = nothing
     program: str = ""
     space_bytes: int = 512 * MIB
     returns: bool = True
@@ -49,11 +49,11 @@ class SshFault(NamedTuple):
     quick: bool = False
 
 
-def _program(name: str, text: str) -> Callable[[Far], None]:
+def _program(name: str, text: str) -> Callable[[OtherMachine], None]:
     """Puts a program before those of the system."""
 
-    def put(far: Far) -> None:
-        path = far.root / "system/bin" / name
+    def put(machine: OtherMachine) -> None:
+        path = machine.root / "system/bin" / name
         path.unlink(missing_ok=True)
         path.write_text(f"#!/bin/sh\n{text}\n")
         path.chmod(0o755)
@@ -61,17 +61,17 @@ def _program(name: str, text: str) -> Callable[[Far], None]:
     return put
 
 
-def _blocked(place: str) -> Callable[[Far], None]:
-    def put(far: Far) -> None:
-        path = far.root / place
+def _blocked(place: str) -> Callable[[OtherMachine], None]:
+    def put(machine: OtherMachine) -> None:
+        path = machine.root / place
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("a file where a folder should be")
 
     return put
 
 
-def _on_board(change: Callable[[Far], None]) -> Callable[[Board], None]:
-    return lambda board: change(board.far)
+def _on_board(change: Callable[[OtherMachine], None]) -> Callable[[Board], None]:
+    return lambda board: change(board.machine)
 
 
 def _settings(name: str, text: str) -> Callable[[Board], None]:

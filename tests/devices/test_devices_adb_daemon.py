@@ -8,26 +8,26 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
-from far_root.client import Adb
-from far_root.keeper import Far, far_side
+from other_machine.client import Adb
+from other_machine.keeper import OtherMachine, start_machine
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(params=["native", "arm"])
-def far(request: pytest.FixtureRequest) -> Generator[Far]:
-    with far_side(arm=request.param == "arm", adb=True) as far:
-        yield far
+def machine(request: pytest.FixtureRequest) -> Generator[OtherMachine]:
+    with start_machine(arm=request.param == "arm", adb=True) as machine:
+        yield machine
 
 
 @pytest.fixture
-def native() -> Generator[Far]:
-    with far_side(arm=False, adb=True) as far:
-        yield far
+def native() -> Generator[OtherMachine]:
+    with start_machine(arm=False, adb=True) as machine:
+        yield machine
 
 
-def test_commands_keep_their_streams_apart_and_their_exit_code(adb: Adb, far: Far) -> None:
-    with adb.connected(far) as serial:
+def test_commands_keep_their_streams_apart_and_their_exit_code(adb: Adb, machine: OtherMachine) -> None:
+    with adb.connected(machine) as serial:
         done = adb.run("-s", serial, "shell", "-T", "cat; echo wrong >&2; exit 7", data=b"\0\xffbytes\r\n")
         assert (done.returncode, done.stdout, done.stderr) == (7, b"\0\xffbytes\r\n", b"wrong\n")
         killed = adb.run("-s", serial, "shell", "-T", "kill -9 $$")
@@ -35,16 +35,16 @@ def test_commands_keep_their_streams_apart_and_their_exit_code(adb: Adb, far: Fa
 
 
 def test_the_arm_root_runs_arm_programs() -> None:
-    with far_side(arm=True, adb=False) as far:
-        assert (far.root / "system/bin/sh").is_symlink()
-        assert far.files() == ["home", "local", "local/tmp"]
+    with start_machine(arm=True, adb=False) as machine:
+        assert (machine.root / "system/bin/sh").is_symlink()
+        assert machine.files() == ["home", "local", "local/tmp"]
 
 
-def test_files_pass_whole_in_both_directions(adb: Adb, far: Far, tmp_path: Path) -> None:
+def test_files_pass_whole_in_both_directions(adb: Adb, machine: OtherMachine, tmp_path: Path) -> None:
     data = os.urandom(3_000_001)
     (tmp_path / "sent").write_bytes(data)
     (tmp_path / "sent").chmod(0o755)
-    with adb.connected(far) as serial:
+    with adb.connected(machine) as serial:
         pushed = adb.run("-s", serial, "push", str(tmp_path / "sent"), "/data/local/tmp/new/name")
         assert pushed.returncode == 0, pushed.stdout
         said = adb.run("-s", serial, "shell", "-T", "sha256sum < /data/local/tmp/new/name; uname -m")
@@ -55,22 +55,22 @@ def test_files_pass_whole_in_both_directions(adb: Adb, far: Far, tmp_path: Path)
     assert (tmp_path / "got").read_bytes() == data
     assert listed.stdout.split()[-1] == b"name"
     assert b"No such file" in missing.stdout + missing.stderr
-    assert (far.root / "data/local/tmp/new/name").stat().st_mode & 0o777 == 0o777
+    assert (machine.root / "data/local/tmp/new/name").stat().st_mode & 0o777 == 0o777
 
 
-def test_a_killed_client_leaves_no_process(adb: Adb, native: Far) -> None:
+def test_a_killed_client_leaves_no_process(adb: Adb, native: OtherMachine) -> None:
     with adb.connected(native) as serial, pytest.raises(subprocess.TimeoutExpired):
         adb.run("-s", serial, "shell", "-T", "exec sleep 60", timeout_s=0.5)
     assert native.left_running() == []
 
 
-def test_a_phone_that_was_not_told_to_trust_this_pc(adb: Adb, native: Far) -> None:
+def test_a_phone_that_was_not_told_to_trust_this_pc(adb: Adb, native: OtherMachine) -> None:
     native.ask(kind="unauthorized", times=3)
     with adb.connected(native) as serial:
         assert b"device unauthorized" in adb.run("-s", serial, "get-state").stderr
 
 
-def test_a_device_that_vanishes_is_offline(adb: Adb, native: Far) -> None:
+def test_a_device_that_vanishes_is_offline(adb: Adb, native: OtherMachine) -> None:
     native.ask(kind="vanish", service="shell")
     with adb.connected(native) as serial:
         adb.run("-s", serial, "shell", "-T", "echo gone")
@@ -79,13 +79,13 @@ def test_a_device_that_vanishes_is_offline(adb: Adb, native: Far) -> None:
 
 def test_a_full_disk_is_told_and_leaves_nothing(adb: Adb, tmp_path: Path) -> None:
     (tmp_path / "large").write_bytes(bytes(8 << 20))
-    with far_side(arm=False, adb=True, space_bytes=4 << 20) as far, adb.connected(far) as serial:
+    with start_machine(arm=False, adb=True, space_bytes=4 << 20) as machine, adb.connected(machine) as serial:
         pushed = adb.run("-s", serial, "push", str(tmp_path / "large"), "/data/local/tmp/large")
         assert b"No space left on device" in pushed.stdout + pushed.stderr
-        assert far.files() == ["home", "local", "local/tmp"]
+        assert machine.files() == ["home", "local", "local/tmp"]
 
 
-def test_a_link_that_dies_in_a_command_looks_like_success(adb: Adb, native: Far) -> None:
+def test_a_link_that_dies_in_a_command_looks_like_success(adb: Adb, native: OtherMachine) -> None:
     """Why edgekit never trusts adb's exit code: its client of 2020 says 0 here."""
     native.ask(kind="drop", service="shell", after=100)
     with adb.connected(native) as serial:
@@ -96,7 +96,7 @@ def test_a_link_that_dies_in_a_command_looks_like_success(adb: Adb, native: Far)
     assert len(done.stdout) < 890
 
 
-def test_a_reboot_ends_every_process_and_the_device_comes_back(adb: Adb, native: Far) -> None:
+def test_a_reboot_ends_every_process_and_the_device_comes_back(adb: Adb, native: OtherMachine) -> None:
     native.ask(kind="reboot", service="shell", after=0, seconds=0.1)
     with adb.connected(native) as serial:
         adb.run("-s", serial, "shell", "-T", "sleep 50 & echo started; wait")

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from far_root.keeper import require
+from other_machine.keeper import require
 
 from edgekit.devices.android.android import find_emulator
 from edgekit.devices.android.installed import LOADER, MACHINES, list_stand_ins, read_library

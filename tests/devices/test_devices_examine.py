@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from far_root.client import Adb
-from far_root.keeper import far_side
+from other_machine.client import Adb
+from other_machine.keeper import start_machine
 
 from edgekit.cli.main import run_command
 from edgekit.devices.remote.examine import PhoneFacts, judge_facts, read_facts
@@ -71,7 +71,7 @@ def _program(path: Path, cases: Mapping[str, str]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("arm", [False, True], ids=["native", "arm64"])
 def test_faults_seeded_in_a_root_behind_adb_are_found(arm: bool, adb: Adb, capsys: pytest.CaptureFixture[str]) -> None:
-    with far_side(arm=arm, adb=True) as far, adb.connected(far) as serial:
+    with start_machine(arm=arm, adb=True) as machine, adb.connected(machine) as serial:
 
         def examine(code: int) -> list[str]:
             capsys.readouterr()
@@ -81,24 +81,24 @@ def test_faults_seeded_in_a_root_behind_adb_are_found(arm: bool, adb: Adb, capsy
             return [finding["id"] for finding in report["findings"]]
 
         for name, text in _SEEDS.items():
-            path = far.root / name
+            path = machine.root / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-        _program(far.root / "system/bin/getprop", _SAYS)
-        _program(far.root / "system/bin/getconf", {"PAGE_SIZE": "4096"})
+        _program(machine.root / "system/bin/getprop", _SAYS)
+        _program(machine.root / "system/bin/getconf", {"PAGE_SIZE": "4096"})
         # Android's own shell and tools answer the same; looking once at them is enough, as qemu runs each.
         if not arm:
             assert examine(0) == []
-        _program(far.root / "system/bin/getconf", {"PAGE_SIZE": "16384"})
-        (far.root / "vendor/lib/rfsa/adsp/libQnnHtpV75Skel.so").unlink()
+        _program(machine.root / "system/bin/getconf", {"PAGE_SIZE": "16384"})
+        (machine.root / "vendor/lib/rfsa/adsp/libQnnHtpV75Skel.so").unlink()
         if not arm:
             assert examine(0) == ["pages", "skel"]
-        (far.root / "dev/fastrpc-cdsp").unlink()
-        (far.root / "vendor/etc/public.libraries.txt").write_text("libother.so\n")
+        (machine.root / "dev/fastrpc-cdsp").unlink()
+        (machine.root / "vendor/etc/public.libraries.txt").write_text("libother.so\n")
         assert examine(1) == ["rpc-public", "rpc-device", "pages", "skel"]
         if not arm:
             others = {"ro.soc.manufacturer": "MediaTek", "ro.soc.model": "MT6989"}
-            _program(far.root / "system/bin/getprop", {**_SAYS, **others})
+            _program(machine.root / "system/bin/getprop", {**_SAYS, **others})
             assert "chip" in examine(1)
 
 

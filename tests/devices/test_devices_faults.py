@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from devices_models import float_conv, make_job, noise_samples
-from far_root.board import Board, ssh_board
-from far_root.client import Adb
-from far_root.keeper import Far, far_side
 from faults import ADB_FAULTS, SSH_FAULTS, AdbFault, SshFault
+from other_machine.board import Board, ssh_board
+from other_machine.client import Adb
+from other_machine.keeper import OtherMachine, start_machine
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.device import Device, Job
@@ -41,35 +41,35 @@ def job(tmp_path: Path) -> Job:
 
 @pytest.mark.parametrize("fault", _marked(ADB_FAULTS))
 def test_adb(fault: AdbFault, adb: Adb, job: Job, work: Path, host_runner: NativeRunner) -> None:
-    with far_side(arm=False, adb=True, space_bytes=fault.space_bytes) as far:
-        fault.prepare(far)
+    with start_machine(arm=False, adb=True, space_bytes=fault.space_bytes) as machine:
+        fault.prepare(machine)
         if fault.early:
-            far.ask(**fault.wire)
-        with adb.connected(far) as serial:
+            machine.ask(**fault.wire)
+        with adb.connected(machine) as serial:
             if not fault.early:
-                far.ask(**fault.wire)
+                machine.ask(**fault.wire)
             device = AdbDevice(
                 serial=serial, runner=_program(fault, host_runner, work), library=host_runner.library,
                 provider=CPU_PROVIDER, threads=1, step_timeout_s=_step_s(fault.says), slowest_bytes_per_s=4 << 20,
             )  # fmt: skip
             _judge(device, fault.says, _limited(job, fault.says), work)
             if fault.wire.get("kind") != "kill-daemon":
-                assert far.left_running() == []
+                assert machine.left_running() == []
                 if fault.wire.get("kind") not in CLEANS_LATER:
-                    assert _left_files(far) == []
+                    assert _left_files(machine) == []
             if fault.returns:
-                _mend(far)
-                far.ask(kind="appear" if fault.wire.get("kind") == "vanish" else "")
+                _mend(machine)
+                machine.ask(kind="appear" if fault.wire.get("kind") == "vanish" else "")
                 time.sleep(1.2 if fault.wire.get("kind") == "reboot" else 0)
                 adb.run("disconnect", serial)
                 adb.run("connect", serial)
         if fault.returns and fault.space_bytes > 100 << 20:
-            with adb.connected(far) as serial:
+            with adb.connected(machine) as serial:
                 again = AdbDevice(
                     serial=serial, runner=host_runner.program, library=host_runner.library, provider=CPU_PROVIDER
                 )
                 assert again.run_job(job, work / "again").failure is None
-                assert _left_files(far) == []
+                assert _left_files(machine) == []
 
 
 @pytest.mark.parametrize("fault", _marked(SSH_FAULTS))
@@ -90,13 +90,13 @@ def test_ssh(fault: SshFault, job: Job, work: Path, host_runner: NativeRunner, m
         )  # fmt: skip
         _judge(device, fault.says, _limited(job, fault.says), work)
         board.wire.cut()  # what a stalled wire comes to in the end
-        assert board.far.left_running() == []
+        assert board.machine.left_running() == []
         if fault.wire.get("kind") != "stall":
-            assert _left_files(board.far) == []
+            assert _left_files(board.machine) == []
         if fault.returns and fault.space_bytes > 100 << 20:
             _restore(board)
             assert good.run_job(job, work / "again").failure is None
-            assert _left_files(board.far) == []
+            assert _left_files(board.machine) == []
 
 
 def test_there_are_enough_faults() -> None:
@@ -143,8 +143,8 @@ def _program(fault: AdbFault | SshFault, host_runner: NativeRunner, work: Path) 
     return path
 
 
-def _left_files(far: Far) -> list[str]:
-    return [name for name in far.files() if "part-" in name or "run-" in name]
+def _left_files(machine: OtherMachine) -> list[str]:
+    return [name for name in machine.files() if "part-" in name or "run-" in name]
 
 
 def _own_children() -> list[str]:
@@ -159,14 +159,14 @@ def _own_children() -> list[str]:
     return found
 
 
-def _mend(far: Far) -> None:
+def _mend(machine: OtherMachine) -> None:
     """Takes away what a fault put before the programs of the system."""
     for name in ("df", "mv", "sha256sum"):
-        (far.root / "system/bin" / name).unlink(missing_ok=True)
+        (machine.root / "system/bin" / name).unlink(missing_ok=True)
     for name in ("data/local/tmp/edgekit", "data/home/.cache"):
-        if (far.root / name).is_file():
-            (far.root / name).unlink()
-    getprop = far.root / "system/bin/getprop"
+        if (machine.root / name).is_file():
+            (machine.root / name).unlink()
+    getprop = machine.root / "system/bin/getprop"
     getprop.write_text("#!/bin/sh\ncase $1 in ro.product.cpu.abi) echo x86_64;; *) echo;; esac\n")
 
 
@@ -174,5 +174,5 @@ def _restore(board: Board) -> None:
     board.wire.fail("")
     board.wire.cut()
     board.set_enter()
-    (board.far.root / "system/bin/uname").unlink(missing_ok=True)
-    _mend(board.far)
+    (board.machine.root / "system/bin/uname").unlink(missing_ok=True)
+    _mend(board.machine)

@@ -7,8 +7,8 @@ import numpy as np
 import onnx
 import pytest
 from devices_models import make_job, noise_samples, qdq_conv
-from far_root.fixtures import Phone
 from onnx import numpy_helper
+from other_machine.fixtures import Phone
 
 from edgekit.devices.device import Device, DeviceRun, Job, Missing
 from edgekit.devices.remote.ssh import SshDevice

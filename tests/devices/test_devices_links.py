@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 import pytest
 from devices_models import float_conv, make_job, noise_samples, present, qdq_conv
-from far_root.board import Board, ssh_board
-from far_root.client import Adb
-from far_root.fixtures import Phone
-from far_root.keeper import Far, far_side
+from other_machine.board import Board, ssh_board
+from other_machine.client import Adb
+from other_machine.fixtures import Phone
+from other_machine.keeper import OtherMachine, start_machine
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.device import Device, Job
@@ -55,17 +55,17 @@ def job(tmp_path: Path) -> Job:
 def test_a_phone_computes_what_its_onnx_runtime_computes(
     phone: Phone, job: Job, work: Path, host_runner: NativeRunner
 ) -> None:
-    device, far = phone.device, phone.far
+    device, machine = phone.device, phone.machine
     assert device.find_missing() is None
     assert (device.name, device.evidence) == (f"adb:{device.serial}", Evidence.SAME_ARCH)
     assert AdbDevice(serial=device.serial).evidence is Evidence.DEVICE
     assert _outputs(device, job, work / "adb") == _outputs(Host(), job, work / "host")
-    first = far.ask()
+    first = machine.ask()
     run = device.run_job(job, work / "again")
     assert [run.versions[key] for key in ("android", "abi", "soc")] == ["14", "x86_64", "SM8650"]
-    assert far.ask()["received"] == 0
+    assert machine.ask()["received"] == 0
     assert first["received"] > host_runner.library.stat().st_size
-    assert not any("owned" in name for name in far.files() if not name.endswith(_HOSTILE))
+    assert not any("owned" in name for name in machine.files() if not name.endswith(_HOSTILE))
     # A provider that its ONNX Runtime lacks is refused.
     failure = msgspec.structs.replace(device, provider="").run_job(job, work / "refused").failure
     assert failure is not None
@@ -78,7 +78,7 @@ def test_arm_devices_compute_what_arm_computes(adb: Adb, tmp_path: Path, work: P
     job = make_job(qdq_conv(tmp_path / "q.onnx", np.uint8), "nnapi", noise_samples(4))
     wanted = _outputs(direct, job, work / "direct")
     program, library = arm_runner.program, arm_runner.library
-    with far_side(arm=True, adb=True) as far, adb.connected(far) as serial:
+    with start_machine(arm=True, adb=True) as machine, adb.connected(machine) as serial:
         phone = AdbDevice(serial=serial, runner=program, library=library, provider=CPU_PROVIDER, threads=1)
         assert _outputs(phone, job, work / "adb") == wanted
     with ssh_board(arm=True) as board, pytest.MonkeyPatch.context() as patch:
@@ -101,7 +101,7 @@ def test_a_board_with_python_needs_no_runner(board: Board, job: Job, work: Path)
 
 
 def test_several_phones_run_at_once(adb: Adb, phone: Phone, job: Job, work: Path) -> None:
-    with far_side(arm=False, adb=True) as other:
+    with start_machine(arm=False, adb=True) as other:
         with adb.connected(other) as serial:
             devices = [phone.device, msgspec.structs.replace(phone.device, serial=serial), phone.device]
             with ThreadPoolExecutor() as pool:
@@ -110,42 +110,43 @@ def test_several_phones_run_at_once(adb: Adb, phone: Phone, job: Job, work: Path
         assert runs[0] == runs[1] == runs[2]
         assert nameless is not None
         assert "several devices" in nameless.reason
-        for far in (phone.far, other):
-            assert [name for name in far.files() if "part-" in name or "run-" in name] == []
+        for machine in (phone.machine, other):
+            assert [name for name in machine.files() if "part-" in name or "run-" in name] == []
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_edgekit_leaves_nothing_running(phone: Phone, tmp_path: Path, end: signal.Signals) -> None:
-    far, hanging = phone.far, tmp_path / "runner"
+    machine, hanging = phone.machine, tmp_path / "runner"
     hanging.write_text("#!/bin/sh\nsleep 300 & exec sleep 300\n")
     hanging.chmod(0o755)
     script = _HANGING_RUN.format(serial=phone.device.serial, program=str(hanging))
     child = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 20
-    while _count_sleeping(far) < 2 and time.monotonic() < deadline:
+    while _count_sleeping(machine) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert _count_sleeping(far) == 2
+    assert _count_sleeping(machine) == 2
     clients = _children(child.pid)
     child.send_signal(end)
     child.wait(timeout=20)
     if end is signal.SIGKILL:  # what the kernel does to a program on a terminal that closes
         for pid in clients:
             os.kill(pid, signal.SIGKILL)
-    assert far.left_running() == []
-    assert [name for name in far.files() if "part-" in name or "run-" in name] == []
+    assert machine.left_running() == []
+    assert [name for name in machine.files() if "part-" in name or "run-" in name] == []
 
 
 def test_only_the_sets_used_last_are_kept(phone: Phone, tmp_path: Path) -> None:
-    def push() -> Path:
+    def push(content: bytes) -> Path:
+        (tmp_path / "model").write_bytes(content)
         pushed = push_set(phone.device, BASE, {"sub folder/model": tmp_path / "model"})
-        return phone.far.root / pushed.removeprefix("/") / "sub folder/model"
+        return phone.machine.root / pushed.removeprefix("/") / "sub folder/model"
 
-    for index in range(KEPT_SETS + 2):
-        (tmp_path / "model").write_bytes(bytes([index]) * 1000)
-        kept = push()
-    assert len(list((phone.far.root / BASE.removeprefix("/")).iterdir())) == KEPT_SETS
+    for index in range(KEPT_SETS + 1):
+        push(bytes([index]) * 1000)
+    kept = push(b"last" * 250)
+    assert len(list((phone.machine.root / BASE.removeprefix("/")).iterdir())) == KEPT_SETS
     kept.write_bytes(b"")  # as a sudden reboot leaves it
-    assert push() == kept
+    assert push(b"last" * 250) == kept
     assert kept.stat().st_size == 1000
 
 
@@ -156,8 +157,8 @@ def test_a_host_cannot_be_an_option(host: str) -> None:
     assert "is no name of a host" in missing.reason
 
 
-def _count_sleeping(far: Far) -> int:
-    return sum("sleep 300" in process for process in far.processes())
+def _count_sleeping(machine: OtherMachine) -> int:
+    return sum("sleep 300" in process for process in machine.processes())
 
 
 def _outputs(device: Device, job: Job, work: Path) -> list[bytes]:

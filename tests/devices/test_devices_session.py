@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 from devices_models import float_conv, make_job, noise_samples
-from far_root.board import Board
-from far_root.fixtures import Phone
+from other_machine.board import Board
+from other_machine.fixtures import Phone
 from stepped_models import STEPS, make
 
 from edgekit._ort import CPU_PROVIDER
@@ -78,13 +78,13 @@ def test_where_pipes_cannot_be_waited_for_each_step_is_a_run(bundle: Bundle, mon
 @pytest.mark.slow
 def test_a_phone_keeps_a_session(phone: Phone, bundle: Bundle) -> None:
     keeps_its_state(bundle, phone.device)
-    assert phone.far.left_running() == []
+    assert phone.machine.left_running() == []
 
 
 @pytest.mark.slow
 def test_a_board_keeps_a_session_of_its_python(board: Board, bundle: Bundle) -> None:
     keeps_its_state(bundle, SshDevice(host="board", python=sys.executable, provider=CPU_PROVIDER))
-    assert board.far.left_running() == []
+    assert board.machine.left_running() == []
 
 
 class Doing(msgspec.Struct, frozen=True, kw_only=True):

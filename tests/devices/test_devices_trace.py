@@ -5,8 +5,8 @@ from pathlib import Path
 import msgspec
 import pytest
 from devices_models import OUTPUTS, encode_report, float_conv, make_job, pretend
-from far_root.board import Board
-from far_root.fixtures import Phone
+from other_machine.board import Board
+from other_machine.fixtures import Phone
 from test_devices_pipe import PYTHON, run_piped
 
 from edgekit.devices.device import DeviceRun, Job
@@ -39,10 +39,10 @@ def test_a_folder_and_a_pipe_bring_the_trace_back(tmp_path: Path, work: Path) ->
 def test_a_phone_and_a_board_bring_the_trace_back_and_keep_nothing(
     phone: Phone, board: Board, native_board: SshDevice, tmp_path: Path, work: Path
 ) -> None:
-    for name, device, far in (("adb", phone.device, phone.far), ("ssh", native_board, board.far)):
+    for name, device, machine in (("adb", phone.device, phone.machine), ("ssh", native_board, board.machine)):
         assert "Conv" in ops(device.run_job(traced(tmp_path), work / name))[0]
-        assert far.left_running() == []
-        assert not [name for name in far.files() if "profile" in name or "run-" in name]
+        assert machine.left_running() == []
+        assert not [name for name in machine.files() if "profile" in name or "run-" in name]
 
 
 @pytest.mark.parametrize(

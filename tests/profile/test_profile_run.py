@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from demo_paths import MODEL
 from devices_models import Stub, float_conv, qdq_conv
-from far_root.keeper import require
+from other_machine.keeper import require
 from tiny_models import parse_model
 
 from edgekit.bench.latency import Ratio

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from bundle_models import make_bundle
 from devices_models import float_conv, make_job, noise_samples, qdq_conv
-from far_root.board import ssh_board
-from far_root.client import Adb
-from far_root.keeper import far_side
+from other_machine.board import ssh_board
+from other_machine.client import Adb
+from other_machine.keeper import start_machine
 
 from edgekit._ort import Level
 from edgekit.bench.subject import Opening
@@ -55,13 +55,13 @@ def require_device(name: str, target: str) -> Device:
 
 def test_a_phone_races_and_says_what_kind_it_is(adb: Adb, tmp_path: Path, host_runner: NativeRunner) -> None:
     bundle = make_bundle(tmp_path, target="cpu").folder
-    with far_side(arm=False, adb=True) as far, adb.connected(far) as serial:
+    with start_machine(arm=False, adb=True) as machine, adb.connected(machine) as serial:
         report = tune(bundle, f"adb:{serial}", host_runner)
         device = AdbDevice(serial=serial, runner=host_runner.program, library=host_runner.library)
         job = make_job(float_conv(tmp_path / "f.onnx"), "cpu", noise_samples(1))
         run = device.run_job(set_job(job, SessionSetting(level=Level.DISABLED)), tmp_path)
-        assert far.left_running() == []
-        assert not [name for name in far.files() if "part-" in name or "run-" in name]
+        assert machine.left_running() == []
+        assert not [name for name in machine.files() if "part-" in name or "run-" in name]
     assert report.evidence is Evidence.DEVICE
     assert report.machine == MachineClass(system="android", machine="x86_64", cores=count_cores())
     assert report.cores == count_cores()
@@ -75,10 +75,10 @@ def test_a_phone_races_and_says_what_kind_it_is(adb: Adb, tmp_path: Path, host_r
 
 def test_a_phone_without_space_is_one_line(adb: Adb, tmp_path: Path, host_runner: NativeRunner) -> None:
     bundle = make_bundle(tmp_path, target="cpu").folder
-    with far_side(arm=False, adb=True, space_bytes=1 << 20) as far, adb.connected(far) as serial:
+    with start_machine(arm=False, adb=True, space_bytes=1 << 20) as machine, adb.connected(machine) as serial:
         with pytest.raises(DeviceError, match=r"kB are needed below .*, \d+ kB are free"):
             tune(bundle, f"adb:{serial}", host_runner)
-        assert not [name for name in far.files() if "part-" in name or "run-" in name]
+        assert not [name for name in machine.files() if "part-" in name or "run-" in name]
 
 
 def test_a_board_does_as_a_setting_says_and_tells_its_cores(tmp_path: Path, host_runner: NativeRunner) -> None:
@@ -88,7 +88,7 @@ def test_a_board_does_as_a_setting_says_and_tells_its_cores(tmp_path: Path, host
         patch.setenv("PATH", board.programs, prepend=os.pathsep)
         device = SshDevice(host="board", runner=host_runner.program, library=host_runner.library)
         run = device.run_job(set_job(job, setting), tmp_path)
-        assert board.far.left_running() == []
+        assert board.machine.left_running() == []
     assert run.failure is None
     # Unoptimised, the Relu is a node of its own.
     assert {node.op for node in run.placement} == {"Conv", "Relu"}
@@ -99,7 +99,7 @@ def test_a_phone_that_goes_away_ends_the_search_in_one_line(
     adb: Adb, tmp_path: Path, host_runner: NativeRunner
 ) -> None:
     job = make_job(float_conv(tmp_path / "f.onnx"), "cpu")
-    with far_side(arm=False, adb=True) as far, adb.connected(far) as serial:
+    with start_machine(arm=False, adb=True) as machine, adb.connected(machine) as serial:
         device = AdbDevice(serial=serial, runner=host_runner.program, library=host_runner.library)
         setup = RaceSetup(
             device=device, goal="load", job_for=lambda _: job, reference={}, gate=GATE, guess_ms=1e3, seconds=5.0
@@ -107,8 +107,8 @@ def test_a_phone_that_goes_away_ends_the_search_in_one_line(
         # A setting that fails on a device which is there is out, and the search goes on.
         refused = msgspec.structs.replace(setup, job_for=lambda _: msgspec.structs.replace(job, inter_threads=2000))
         assert "inter_threads" in str(measure(refused, Entrant(name="bad")).fault)
-        far.child.kill()
-        far.child.wait()
+        machine.child.kill()
+        machine.child.wait()
         with pytest.raises(DeviceError, match=r"is gone: (it is offline|adb knows no device)"):
             measure(setup, Entrant(name="defaults"))
 

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 from bundle_models import PASSED, make_bundle
-from far_root.keeper import require
+from other_machine.keeper import require
 from tiny_models import parse_model
 
 from edgekit._ort import Level

@@ -2,7 +2,7 @@
 
     python tools/bench/link_overhead.py
 
-The far side is the tests' own, with programs of this machine, so that the transport shows and not an emulator. The
+The machine side is the tests' own, with programs of this machine, so that the transport shows and not an emulator. The
 model is cheap for the same reason. "The inference" is the same job by the same runner on this machine without a link:
 its start, loading and running; the sum of the runner's own latencies alone is printed too. The ways run in turn,
 several times, because this machine may be busy; the least time of each counts. The files of the job are on the device
@@ -24,9 +24,9 @@ HERE = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(HERE / "tests" / "devices"), str(HERE / "tests")]
 
 from devices_models import make_job  # noqa: E402 - the tests' own modules
-from far_root.board import ssh_board  # noqa: E402
-from far_root.client import adb_server  # noqa: E402
-from far_root.keeper import far_side  # noqa: E402
+from other_machine.board import ssh_board  # noqa: E402
+from other_machine.client import adb_server  # noqa: E402
+from other_machine.keeper import start_machine  # noqa: E402
 
 from edgekit._ort import CPU_PROVIDER  # noqa: E402
 from edgekit.devices.device import Device, Job  # noqa: E402
@@ -48,16 +48,16 @@ def main() -> int:
         payload = folder / "payload"
         payload.write_bytes(os.urandom(SAMPLES * int(np.prod(SHAPE)) * 4))
         runner = build_runner(host_abi(), lambda _: None)
-        with adb_server() as adb, far_side(arm=False, adb=True) as far, adb.connected(far) as serial:
+        with adb_server() as adb, start_machine(arm=False, adb=True) as machine, adb.connected(machine) as serial:
             os.environ.update({key: value for key, value in adb.environment.items() if value})
             phone = AdbDevice(serial=serial, runner=runner.program, library=runner.library, provider=CPU_PROVIDER)
             push = ["adb", "-s", serial, "push", str(payload), "/data/local/tmp/payload"]
             over_adb = _compare("adb", phone, job, push, folder)
         with ssh_board(arm=False) as board:
             os.environ["PATH"] = f"{board.programs}:{os.environ['PATH']}"
-            machine = SshDevice(host="board", runner=runner.program, library=runner.library, provider=CPU_PROVIDER)
+            computer = SshDevice(host="board", runner=runner.program, library=runner.library, provider=CPU_PROVIDER)
             copy = ["scp", "-q", "-F", str(board.folder / "ssh_config"), str(payload), "board:/data/home/payload"]
-            over_ssh = _compare("ssh", machine, job, copy, folder)
+            over_ssh = _compare("ssh", computer, job, copy, folder)
     return 0 if over_adb <= LIMIT and over_ssh <= LIMIT else 1
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Generator, Mapping
 from pathlib import Path
 
-from far_root.keeper import Far, require
+from other_machine.keeper import OtherMachine, require
 
 
 class Adb:
@@ -25,9 +25,9 @@ class Adb:
         )  # fmt: skip
 
     @contextlib.contextmanager
-    def connected(self, far: Far) -> Generator[str]:
-        """Yields the serial of a far side that the server is connected to."""
-        serial = f"127.0.0.1:{far.port}"
+    def connected(self, machine: OtherMachine) -> Generator[str]:
+        """Yields the serial of a machine that the server is connected to."""
+        serial = f"127.0.0.1:{machine.port}"
         self.run("connect", serial)
         try:
             yield serial

@@ -1,10 +1,10 @@
-"""Makes a root for far-side programs inside a namespace of its own, and stays in it: `python inside.py SPEC`.
+"""Makes a root for programs of another machine inside a namespace of its own, and stays in it: `python inside.py SPEC`.
 
 It is started as process 1 of new user, mount and process namespaces, so nothing of it shows outside: neither its
 mounts, nor the binfmt_misc entry that lets the kernel start 64-bit Arm programs, nor a process that it leaves behind.
 SPEC is JSON: `root` (a folder to fill, or an Arm root), `qemu` ("" for a root of this machine's own programs), `site`
 (aarch64 wheels, or ""), `getprop` (a program for a root of this machine's own), `space_bytes` (how large the disk of
-the far side is), `daemon` (true: serve adb; false: wait).
+the machine is), `daemon` (true: serve adb; false: wait).
 It prints a line of JSON when it is ready, and ends when its standard input is closed.
 """
 

@@ -1,4 +1,4 @@
-"""A far side for the tests: a root in namespaces of its own, in which adb or ssh run commands."""
+"""Another machine for the tests: a root in namespaces of its own, in which adb or ssh run commands."""
 
 import contextlib
 import inspect
@@ -24,8 +24,8 @@ _PACKAGES = "mksh,toybox,coreutils,findutils,grep,openssh-sftp-server,python3,li
 _LARGE = 512 << 20
 
 
-class Far:
-    """A running far side: what it holds and what runs in it, seen from here."""
+class OtherMachine:
+    """A machine that runs: what it holds and what runs in it, seen from here."""
 
     def __init__(self, child: subprocess.Popen[str], ready: dict[str, int]) -> None:
         self.child = child
@@ -46,7 +46,7 @@ class Far:
         return answer
 
     def files(self) -> list[str]:
-        """Returns what lies on the far side's disk."""
+        """Returns what lies on the machine's disk."""
         data = self.root / "data"
         return sorted(str(path.relative_to(data)) for path in data.rglob("*"))
 
@@ -71,8 +71,8 @@ class Far:
 
 
 @contextlib.contextmanager
-def far_side(*, arm: bool, adb: bool, space_bytes: int = _LARGE) -> Generator[Far]:
-    """Yields a far side; skips where this machine cannot make one."""
+def start_machine(*, arm: bool, adb: bool, space_bytes: int = _LARGE) -> Generator[OtherMachine]:
+    """Yields a machine; skips where this machine cannot make one."""
     with tempfile.TemporaryDirectory(prefix="edgekit-far-") as folder:
         spec = {
             "root": str(arm_root() if arm else folder),
@@ -93,7 +93,7 @@ def far_side(*, arm: bool, adb: bool, space_bytes: int = _LARGE) -> Generator[Fa
             if not line:
                 _, words = child.communicate(timeout=10)
                 pytest.skip(f"no namespace with {'binfmt_misc and ' * arm}mounts here: {words.strip()[-300:]}")
-            yield Far(child, json.loads(line))
+            yield OtherMachine(child, json.loads(line))
         finally:
             child.kill()
             child.communicate()

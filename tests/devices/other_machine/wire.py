@@ -64,12 +64,12 @@ class Wire:
                 self._turn_away(near)
                 continue
             try:
-                far = socket.create_connection(("127.0.0.1", self.target))
+                machine = socket.create_connection(("127.0.0.1", self.target))
             except OSError:
                 near.close()
                 continue
-            self._open += [near, far]
-            for source, sink, towards in ((near, far, "in"), (far, near, "out")):
+            self._open += [near, machine]
+            for source, sink, towards in ((near, machine, "in"), (machine, near, "out")):
                 sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 threading.Thread(target=self._pass, args=(source, sink, towards), daemon=True).start()
 

@@ -11,9 +11,9 @@ from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.local.runner import NativeRunner, build_runner, host_abi
 from edgekit.devices.remote.adb import AdbDevice
 from edgekit.devices.remote.ssh import SshDevice
-from far_root.board import Board, ssh_board
-from far_root.client import Adb, adb_server
-from far_root.keeper import Far, far_side, require
+from other_machine.board import Board, ssh_board
+from other_machine.client import Adb, adb_server
+from other_machine.keeper import OtherMachine, require, start_machine
 
 
 @pytest.fixture(scope="session")
@@ -46,21 +46,21 @@ def arm_runner() -> NativeRunner:
 
 
 class Phone(msgspec.Struct, frozen=True, kw_only=True):
-    """A far side behind adb, and the device that runs the runner of this machine there."""
+    """A machine behind adb, and the device that runs the runner of this machine there."""
 
-    far: Far
+    machine: OtherMachine
     device: AdbDevice
 
 
 @pytest.fixture
 def phone(adb: Adb, host_runner: NativeRunner) -> Generator[Phone]:
-    with far_side(arm=False, adb=True) as far, adb.connected(far) as serial:
-        yield Phone(far=far, device=AdbDevice(serial=serial, **_native(host_runner)))
+    with start_machine(arm=False, adb=True) as machine, adb.connected(machine) as serial:
+        yield Phone(machine=machine, device=AdbDevice(serial=serial, **_native(host_runner)))
 
 
 @pytest.fixture
 def board(monkeypatch: pytest.MonkeyPatch) -> Generator[Board]:
-    """A far side behind ssh, which `ssh` reaches as `board`."""
+    """A machine behind ssh, which `ssh` reaches as `board`."""
     with ssh_board(arm=False) as board:
         monkeypatch.setenv("PATH", board.programs, prepend=os.pathsep)
         yield board

@@ -1,4 +1,4 @@
-"""A board behind ssh: a real sshd on loopback whose commands run in a far side, behind a wire that can be cut."""
+"""A board behind ssh: a real sshd on loopback whose commands run on another machine, behind a wire that can be cut."""
 
 import contextlib
 import getpass
@@ -12,8 +12,8 @@ import time
 from collections.abc import Generator
 from pathlib import Path
 
-from far_root.keeper import Far, far_side, require
-from far_root.wire import Wire
+from other_machine.keeper import OtherMachine, require, start_machine
+from other_machine.wire import Wire
 
 _SFTP_SERVER = "/usr/lib/openssh/sftp-server"
 _ENTER = """#!/bin/sh
@@ -54,10 +54,10 @@ StrictHostKeyChecking yes
 
 
 class Board:
-    """A far side behind ssh, and the wire to it; the user's configuration calls it `board`."""
+    """A machine behind ssh, and the wire to it; the user's configuration calls it `board`."""
 
-    def __init__(self, far: Far, wire: Wire, folder: Path, server: subprocess.Popen[bytes]) -> None:
-        self.far = far
+    def __init__(self, machine: OtherMachine, wire: Wire, folder: Path, server: subprocess.Popen[bytes]) -> None:
+        self.machine = machine
         self.wire = wire
         self.folder = folder
         self.server = server
@@ -69,18 +69,18 @@ class Board:
 
     def set_enter(self, *, before: str = "", sftp: str = _SFTP_SERVER) -> None:
         """Says what the board does before each command, and what serves files there."""
-        text = _ENTER.format(pid=self.far.pid, before=before, sftp=sftp)
+        text = _ENTER.format(pid=self.machine.pid, before=before, sftp=sftp)
         _write_program(self.folder / "enter", text)
 
 
 @contextlib.contextmanager
 def ssh_board(*, arm: bool, space_bytes: int = 512 << 20) -> Generator[Board]:
-    """Yields a board; skips where this machine has no sshd or can make no far side."""
+    """Yields a board; skips where this machine has no sshd or can start no other machine."""
     sshd = require("sshd", "openssh-server")
     for program in ("ssh", "sftp", "ssh-keygen"):
         require(program, "openssh-client")
     with (
-        far_side(arm=arm, adb=False, space_bytes=space_bytes) as far,
+        start_machine(arm=arm, adb=False, space_bytes=space_bytes) as machine,
         tempfile.TemporaryDirectory(prefix="edgekit-sshd-") as name,
         Wire(_free_port()) as wire,
     ):
@@ -92,7 +92,7 @@ def ssh_board(*, arm: bool, space_bytes: int = 512 << 20) -> Generator[Board]:
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         try:
-            board = Board(far, wire, folder, server)
+            board = Board(machine, wire, folder, server)
             board.set_enter()
             _wait_for(wire.target)
             yield board
