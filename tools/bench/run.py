@@ -35,7 +35,7 @@ BENCHES = (
     Bench("verify", "false_alarms.py", "at most one honest run in 1,000 is accused of lying"),
     Bench("verify", "zoo_alarms.py", "and of real models on all devices of their targets"),
     Bench("corpus", "../corpus/corpus.py bench", "verdicts on networks of strangers against an oracle without gates"),
-    Bench("stories", "stories.py", "nine new users, from the first command to a package that a project compiles and runs"),
+    Bench("stories", "stories.py", "nine users, from the first command to a package that a project compiles and runs"),
     Bench("bytes", "reproducible.py 20", "the same bundles whatever the folder, user, cores or hash seed"),
     Bench("bytes", "quantize_onnx_suite.py", "every float node model of onnx is quantized or refused in one line"),
     Bench("bytes", "convert_onnx_suite.py", "every node model of onnx is converted or refused in one line"),
