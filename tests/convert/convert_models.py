@@ -1,11 +1,12 @@
 """Tiny models for the convert stage."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper, parser
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.convert.ort_form import OrtOptions, write_ort
@@ -36,7 +37,17 @@ def save_graph(
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, shapes["y"])],
         [numpy_helper.from_array(value, name) for name, value in weights.items()],
     )
-    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    return _save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+
+
+def save_text(path: Path, graph: str, weights: Mapping[str, Array]) -> Model:
+    """Writes a graph in onnx's text form with these weights, and returns its model."""
+    proto = parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> g {graph}')
+    proto.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in weights.items())
+    return _save(proto, path)
+
+
+def _save(proto: onnx.ModelProto, path: Path) -> Model:
     helper.set_model_props(proto, {"author": "me"})
     path.parent.mkdir(parents=True, exist_ok=True)
     onnx.save(proto, str(path))
@@ -50,14 +61,13 @@ def make_float(path: Path) -> Model:
         "w1": rng.standard_normal((8, 3, 3, 3)).astype(np.float32),
         "w2": rng.standard_normal((8, 8, 1, 1)).astype(np.float32),
     }
-    nodes = [
-        helper.make_node("Conv", ["x", "w1"], ["a"], name="conv1"),
-        helper.make_node("Relu", ["a"], ["b"], name="relu"),
-        helper.make_node("Conv", ["b", "w2"], ["c"], name="conv2"),
-        helper.make_node("Sigmoid", ["c"], ["d"], name="sigmoid"),
-        helper.make_node("Mul", ["d", "b"], ["y"], name="mul"),
-    ]
-    return save_graph(path, nodes, weights, {"x": [1, 3, 8, 8], "y": [1, 8, 6, 6]})
+    graph = """(float[1,3,8,8] x) => (float[1,8,6,6] y) {
+      [conv1] a = Conv(x, w1)
+      [relu] b = Relu(a)
+      [conv2] c = Conv(b, w2)
+      [sigmoid] d = Sigmoid(c)
+      [mul] y = Mul(d, b) }"""
+    return save_text(path, graph, weights)
 
 
 def make_qdq(path: Path, activation: str = "uint8", weight: str = "int8", between: str = "") -> Model:

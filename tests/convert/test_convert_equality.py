@@ -6,7 +6,7 @@ from typing import Any, cast
 import numpy as np
 import onnx
 import pytest
-from convert_models import ARM, RUNTIME, all_forms, make_float, make_qdq, save_graph, write_form
+from convert_models import ARM, RUNTIME, all_forms, make_float, make_qdq, save_graph, save_text, write_form
 from onnx import helper, parser
 
 from edgekit.convert.convert import convert_model
@@ -149,38 +149,30 @@ def test_a_wrong_quantized_weight_is_found_too(tmp_path: Path) -> None:
     assert found.first_bad == "w2_dq"
 
 
-CAST_BACK = helper.make_node("Cast", ["s"], ["y"], to=onnx.TensorProto.FLOAT)
-HALF = [
-    helper.make_node("Cast", ["x"], ["h"], to=onnx.TensorProto.FLOAT16), helper.make_node("Add", ["h", "w"], ["s"]),
-    CAST_BACK,
-]  # fmt: skip
-LINEAR = [
-    helper.make_node("Cast", ["x"], ["q"], to=onnx.TensorProto.UINT8),
-    helper.make_node("QLinearMatMul", ["q", "f", "z", "w", "f", "z", "f", "z"], ["s"]),
-    CAST_BACK,
-]
+HALF = "h = Cast<to = 10>(x) s = Add(h, w) y = Cast<to = 1>(s)"
+LINEAR = "q = Cast<to = 2>(x) s = QLinearMatMul(q, f, z, w, f, z, f, z) y = Cast<to = 1>(s)"
 
 
 @pytest.mark.parametrize(
     ("nodes", "weights", "tolerance"),
     [
-        ([helper.make_node("Add", ["x", "w"], ["y"])], {"w": np.eye(4, dtype=np.float32)}, 1e-4),
+        ("y = Add(x, w)", {"w": np.eye(4, dtype=np.float32)}, 1e-4),
         (HALF, {"w": np.eye(4, dtype=np.float16)}, 1e-2),
         (LINEAR, {"w": np.eye(4, dtype=np.uint8), "f": np.array(0.5, np.float32), "z": np.array(0, np.uint8)}, 0.05),
     ],
     ids=["float", "half", "QLinear"],
 )
 def test_the_tolerance_is_that_of_what_the_source_computes_in(
-    tmp_path: Path, nodes: list[onnx.NodeProto], weights: dict[str, Array], tolerance: float
+    tmp_path: Path, nodes: str, weights: dict[str, Array], tolerance: float
 ) -> None:
-    model = save_graph(tmp_path / "m.onnx", nodes, weights, {"x": [4, 4], "y": [4, 4]})
+    model = save_text(tmp_path / "m.onnx", f"(float[4,4] x) => (float[4,4] y) {{ {nodes} }}", weights)
     write_form(model, tmp_path / "m.ort", ARM)
     assert compare_with_source(model, tmp_path / "m.ort", ARM).tolerance == tolerance
 
 
 def test_the_first_wrong_node_without_a_name_is_named_by_its_operator(tmp_path: Path) -> None:
-    nodes = [helper.make_node("Exp", ["x"], ["e"]), helper.make_node("Add", ["e", "w"], ["y"])]
-    model = save_graph(tmp_path / "m.onnx", nodes, {"w": np.arange(1, 17, dtype=np.float32)}, {"x": [16], "y": [16]})
+    graph = "(float[16] x) => (float[16] y) { e = Exp(x) y = Add(e, w) }"
+    model = save_text(tmp_path / "m.onnx", graph, {"w": np.arange(1, 17, dtype=np.float32)})
     write_form(model, tmp_path / "m.ort", ARM)
     corrupt(tmp_path / "m.ort", "w")
     assert compare_with_source(model, tmp_path / "m.ort", ARM).first_bad == "Add"
@@ -197,8 +189,8 @@ def test_values_that_are_not_finite_never_pass(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_compared_says_why(tmp_path: Path) -> None:
-    nodes = [helper.make_node("RandomNormalLike", ["x"], ["r"]), helper.make_node("Add", ["x", "r"], ["y"])]
-    model = save_graph(tmp_path / "m.onnx", nodes, {}, {"x": [1, 4], "y": [1, 4]})
+    graph = "(float[1,4] x) => (float[1,4] y) { r = RandomNormalLike(x) y = Add(x, r) }"
+    model = save_text(tmp_path / "m.onnx", graph, {})
     write_form(model, tmp_path / "m.ort", ARM)
     found = compare_with_source(model, tmp_path / "m.ort", ARM)
     assert found.passed
@@ -207,13 +199,11 @@ def test_what_cannot_be_compared_says_why(tmp_path: Path) -> None:
 
 
 def test_a_source_that_random_inputs_break_says_so_without_a_path(tmp_path: Path) -> None:
-    weights = {"c": np.ones(4, np.float32), "far": np.array([1000.0], np.float32)}
-    nodes = [
-        helper.make_node("Add", ["x", "far"], ["m"]),
-        helper.make_node("Cast", ["m"], ["i"], to=onnx.TensorProto.INT64),
-        helper.make_node("Gather", ["c", "i"], ["y"]),
-    ]
-    model = save_graph(tmp_path / "m.onnx", nodes, weights, {"x": [1, 4], "y": [1, 4]})
+    graph = """(float[1,4] x) => (float[1,4] y) <float[1] far = {1000}, float[4] c = {1, 1, 1, 1}> {
+      m = Add(x, far)
+      i = Cast<to = 7>(m)
+      y = Gather(c, i) }"""
+    model = save_text(tmp_path / "m.onnx", graph, {})
     found = compare_onnx(model, model)
     assert found.skipped.startswith("the source does not run on inputs drawn at random, so give --data: ")
     assert "indices element out of data bounds" in found.skipped
@@ -264,13 +254,11 @@ def test_drawn_inputs_are_the_same_each_time_and_fit() -> None:
 
 
 def test_what_comes_from_this_machine_is_told(tmp_path: Path) -> None:
-    nodes = [
-        helper.make_node("Exp", ["c"], ["e"]),
-        helper.make_node("Concat", ["c", "c"], ["cc"], axis=0),
-        helper.make_node("Mul", ["x", "e"], ["y"]),
-    ]
-    weights = {"c": np.ones((4,), np.float32)}
-    model = save_graph(tmp_path / "m.onnx", nodes, weights, {"x": [4], "y": [4]})
+    text = """(float[4] x) => (float[4] y) <float[4] c = {1, 1, 1, 1}> {
+      e = Exp(c)
+      cc = Concat<axis = 0>(c, c)
+      y = Mul(x, e) }"""
+    model = save_text(tmp_path / "m.onnx", text, {})
     graph = onnx.load(str(model.path)).graph
     assert find_folded(graph) == ("Exp",)
     assert describe_traits(graph, ()) == ("constants were computed by this CPU's float kernels: Exp",)

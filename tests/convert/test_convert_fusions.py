@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from convert_models import ARM, RUNTIME, ZOO, all_forms, make_qdq, save_graph, write_form
+from convert_models import ARM, RUNTIME, ZOO, all_forms, make_qdq, save_text, write_form
 from demo_paths import MODEL
-from onnx import TensorProto, helper
 
 from edgekit._ort import Level, SessionSettings, optimize_graph
 from edgekit.convert.convert import convert_model
@@ -76,17 +75,16 @@ def test_names_of_nodes_do_not_decide(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     weights = {"w": rng.standard_normal((8, 3, 3, 3)).astype(np.float32)}
     weights |= {name: np.ones(8, np.float32) for name in ("scale", "bias", "mean", "var")}
-    nodes = [
-        # Called after each other: only what they compute tells them apart.
-        helper.make_node("Identity", ["x"], ["i"], name="norm"),
-        helper.make_node("Conv", ["i", "w"], ["c"], name="relu"),
-        helper.make_node("BatchNormalization", ["c", "scale", "bias", "mean", "var"], ["n"], name="conv"),
-        helper.make_node("Relu", ["n"], ["r"], name="idle"),
-        helper.make_node("Exp", ["scale"], ["e"], name="exp"),
-        helper.make_node("ReduceMean", ["e"], ["m"], name="reduce"),
-        helper.make_node("Add", ["r", "m"], ["y"], name="add"),
-    ]
-    model = save_graph(tmp_path / "m.onnx", nodes, weights, {"x": [1, 3, 8, 8], "y": [1, 8, 6, 6]})
+    # Called after each other: only what they compute tells them apart.
+    graph = """(float[1,3,8,8] x) => (float[1,8,6,6] y) {
+      [norm] i = Identity(x)
+      [relu] c = Conv(i, w)
+      [conv] n = BatchNormalization(c, scale, bias, mean, var)
+      [idle] r = Relu(n)
+      [exp] e = Exp(scale)
+      [reduce] m = ReduceMean(e)
+      [add] y = Add(r, m) }"""
+    model = save_text(tmp_path / "m.onnx", graph, weights)
     found, _ = trace(model.path, tmp_path, ARM)
     assert {fate.op: fate.became for fate in found.fates} == {
         "Add": {"Add": 1},
@@ -118,13 +116,12 @@ def test_each_level_is_a_file_with_fewer_nodes_and_named_fusions(tmp_path: Path)
     rng = np.random.default_rng(0)
     weights = {"w": rng.standard_normal((8, 3, 3, 3)).astype(np.float32)}
     weights |= {name: np.ones(8, np.float32) for name in ("scale", "bias", "mean", "var")}
-    nodes = [
-        helper.make_node("Conv", ["x", "w"], ["c"], name="conv"),
-        helper.make_node("BatchNormalization", ["c", "scale", "bias", "mean", "var"], ["n"], name="norm"),
-        helper.make_node("Cast", ["n"], ["half"], name="half", to=TensorProto.FLOAT),
-        helper.make_node("Relu", ["half"], ["y"], name="relu"),
-    ]
-    model = save_graph(tmp_path / "m.onnx", nodes, weights, {"x": [1, 3, 8, 8], "y": [1, 8, 6, 6]})
+    graph = """(float[1,3,8,8] x) => (float[1,8,6,6] y) {
+      [conv] c = Conv(x, w)
+      [norm] n = BatchNormalization(c, scale, bias, mean, var)
+      [half] half = Cast<to = 1>(n)
+      [relu] y = Relu(half) }"""
+    model = save_text(tmp_path / "m.onnx", graph, weights)
     out, work = tmp_path / "out", tmp_path / "work"
     out.mkdir()
     work.mkdir()
@@ -178,15 +175,14 @@ def test_what_a_fusion_calls_alike_each_time_is_not_the_same_tensor(tmp_path: Pa
     weights |= {name: np.ones(8, np.float32) for name in ("b", "c")}
     weights |= {"flat": np.array([4, 8]), "deep": np.array([1, 4, 8])}
     # As an earlier optimization left the first pair: ONNX Runtime calls what it makes of the second by the same names.
-    nodes = [
-        helper.make_node("Reshape", ["x", "flat"], ["gemm_input_reshape_arg"], name="gemm_input_reshape"),
-        helper.make_node("Gemm", ["gemm_input_reshape_arg", "v", "b"], ["gemm_output_reshape_arg"], name="first"),
-        helper.make_node("Reshape", ["gemm_output_reshape_arg", "deep"], ["h"], name="gemm_output_reshape"),
-        helper.make_node("Relu", ["h"], ["r"], name="relu"),
-        helper.make_node("MatMul", ["r", "w"], ["m"], name="second"),
-        helper.make_node("Add", ["m", "c"], ["y"], name="add"),
-    ]
-    model = save_graph(tmp_path / "m.onnx", nodes, weights, {"x": [1, 4, 8], "y": [1, 4, 8]})
+    graph = """(float[1,4,8] x) => (float[1,4,8] y) {
+      [gemm_input_reshape] gemm_input_reshape_arg = Reshape(x, flat)
+      [first] gemm_output_reshape_arg = Gemm(gemm_input_reshape_arg, v, b)
+      [gemm_output_reshape] h = Reshape(gemm_output_reshape_arg, deep)
+      [relu] r = Relu(h)
+      [second] m = MatMul(r, w)
+      [add] y = Add(m, c) }"""
+    model = save_text(tmp_path / "m.onnx", graph, weights)
     fates = {fate.op: fate.became for fate in trace(model.path, tmp_path, X64)[0].fates}
     assert fates["MatMul"] == {"Gemm": 1}
     assert fates["Add"] == {"Gemm": 1}
