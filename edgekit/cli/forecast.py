@@ -11,9 +11,9 @@ from edgekit.cli.declare import Argument, Option, as_command, number
 from edgekit.cli.main import NO, UNPROVEN, YES
 from edgekit.cli.screen import print_table, show_json, show_line, show_remarks, showing_progress
 from edgekit.errors import UsageError
-from edgekit.forecasts.forecast import BITS, ForecastReport, read_precisions
+from edgekit.forecasts.forecast import BITS, ForecastReport, KnownTime, read_precisions
 from edgekit.jobs.forecast import forecast
-from edgekit.jobs.known_times import parse_cpu_times, parse_measured, read_history
+from edgekit.jobs.known_times import CpuTime, parse_cpu_times, parse_measured, read_history
 from edgekit.model.model import load_model
 from edgekit.prepare.clean import freeze_model
 from edgekit.report import forecasts as text
@@ -35,6 +35,9 @@ def command(
     on_cpu: Annotated[
         tuple[str, ...], Option("What another model took on a CPU at hand: other.onnx=12ms.", "MODEL=TIME")
     ],
+    compiles: Annotated[
+        bool, Option("Let QNN's compiler plan the float model: nearer, and slower.", words="--compile")
+    ],
     max_ms: Annotated[float | None, number("Most milliseconds, in the best precision.", click.FloatRange(min=0))],
     dims: options.Dims,
     freeze: options.Freeze,
@@ -47,7 +50,8 @@ def command(
 
     The figures are drawn from what other networks took on these devices. 80 % of networks of kinds that took no part in
     making the forecast lie in the interval. A time that is known for one device moves all others: typed, or recorded by
-    bench --on adb:SERIAL --history FILE.
+    bench --on adb:SERIAL --history FILE. With --compile QNN's compiler, of onnxruntime-qnn, plans the float model on
+    this PC: a nearer forecast, after seconds for a small network and minutes for a large one.
 
     \b
     Example:
@@ -60,14 +64,16 @@ def command(
         raise UsageError("--all and --device contradict each other", hint="give one of them")
     options.require_places((html,), (subject, history))
     precisions = read_precisions(bits) if bits is not None else None
-    known = [parse_measured(each, precisions or BITS) for each in measured]
+    known: list[KnownTime | CpuTime] = [parse_measured(each, precisions or BITS) for each in measured]
     known += [] if history is None else read_history(history, subject)
-    timed = [time for each in on_cpu for time in parse_cpu_times(each)]
+    known += [time for each in on_cpu for time in parse_cpu_times(each)]
     sizes = options.add_shapes(dims, shapes, subject)
     with showing_progress(volume) as progress, work_folder() as work:
         progress("count the work")
         frozen = freeze_model(load_model(subject), work, freeze).path if freeze else subject
-        report = forecast(frozen, devices, precisions, known, on_cpu=timed, dims=sizes, every=every, max_ms=max_ms)
+        if compiles:
+            progress("compile the model as QNN does")
+        report = forecast(frozen, devices, precisions, known, dims=sizes, every=every, max_ms=max_ms, compiles=compiles)
     if html is not None:
         write_file(html, render_forecast(report).encode())
     show_json(report) if as_json else show_forecast(report)

@@ -118,6 +118,29 @@ def compile_context(
     return Context(files=(CONTEXT_FILE, *data), compatibility=compatibility, versions=versions)
 
 
+def plan_context(model: str, soc: str, folder: Path, *, timeout_s: float) -> str:
+    """Compiles the model file of that name in `folder` for a SoC, and returns the compiler's plan of it, as text.
+
+    The plan lists the NPU's operations in their order, and the bytes that each moves. What QNN leaves to the CPU has
+    no part in it.
+
+    Raises:
+        MissingExtraError: onnxruntime-qnn is not installed.
+        RuntimeRefusal: QNN takes no node of the model.
+        DeviceError: the compiler crashed, ran out of time or wrote no plan.
+    """
+    require_compiler()
+    options = {"backend_type": "htp", "soc_model": soc, "profiling_level": "optrace"}
+    provider = {**options, "profiling_file_path": "profile.csv"}
+    job = {"model": model, "out": "planned.onnx", "provider_options": provider, "config": {}, "embed": False}
+    _run_child(job, folder, timeout_s)
+    # One for each part of the graph that the NPU takes.
+    plans = sorted(folder.glob("*_schematic.bin"))
+    if not plans:
+        raise DeviceError(f"QNN's compiler wrote no plan of '{model}'", hint="forecast without --compile")
+    return "\n".join(path.read_text(errors="replace") for path in plans)
+
+
 def _describe_job(model: str, out: str, target: Target, options: ContextOptions) -> dict[str, Any]:
     provider = dict(target.session.provider_options)
     if options.socs or options.archs:

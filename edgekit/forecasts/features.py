@@ -17,7 +17,8 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 # Hexagon's matrix unit multiplies tiles of 32 by 32 channels, and its memory holds pictures in blocks of 32 channels
 # (Qualcomm's HTP layouts): a channel more than 32 costs as much as 64.
-_BLOCK = 32
+BLOCK = 32
+"""Channels of a tile."""
 # Vector memory of the flagships since the 8 Gen 1; a value that does not fit goes to DRAM and comes back.
 _VTCM_BYTES = 8 << 20
 # A Reshape of fewer elements is told, not done.
@@ -160,7 +161,7 @@ def _blocks(graph: Graph, name: str) -> float:
 
 def _padding(channels: float) -> float:
     """Returns by what the work grows where channels come in whole blocks."""
-    return -(-channels // _BLOCK) * _BLOCK / channels if channels > 0 else 1.0
+    return -(-channels // BLOCK) * BLOCK / channels if channels > 0 else 1.0
 
 
 def list_amounts(kinds: Mapping[Kind, float]) -> list[float]:

@@ -17,9 +17,11 @@ from edgekit.forecasts.model import (
     load_fitted,
     rank_networks,
     split_time,
+    sum_compiled,
     sum_memory,
 )
 from edgekit.forecasts.table import load_phones, load_table
+from edgekit.forecasts.traffic import Traffic
 from edgekit.phones import Phone
 from edgekit.serialize import NotebookPage
 
@@ -68,8 +70,9 @@ class DeviceForecast(msgspec.Struct, frozen=True, kw_only=True):
     """What is forecast for a device in a precision; times in ms, memory in MB, None where there is no ground for it.
 
     80 % of networks of families that took no part lie between `low_ms` and `high_ms`. `basis` is "networks" for what
-    others took, "measured" for a time that was given for this very device, "recalibrated" for one moved from another,
-    "scaled" for a CPU from another model there. `note` says why there is no figure, or what widens it.
+    others took, "compiled" where QNN's compiler made a plan too, "measured" for a time that was given for this very
+    device, "recalibrated" for one moved from another, "scaled" for a CPU from another model there. `note` says why
+    there is no figure, or what widens it.
     """
 
     device: str
@@ -93,7 +96,8 @@ class ForecastReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
     """A forecast of a model for devices: a level of evidence below everything that ran.
 
     `distance` is how far the nearest measured network lies, by precision; `faster` in which share of measured pairs a
-    precision was faster than another; `unlike` holds those in which none is near.
+    precision was faster than another; `unlike` holds those in which none is near. `traffic` holds the bytes that QNN's
+    compiler plans to move in float, where it was asked.
     `ground` names where the figures come from.
     """
 
@@ -109,6 +113,7 @@ class ForecastReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
     distance: dict[Bits, float] = {}
     faster: dict[Bits, dict[Bits, float]] = {}
     unlike: tuple[Bits, ...] = ()
+    traffic: Traffic | None = None
     remarks: tuple[str, ...] = ()
     ground: str = ""
     max_ms: float | None = None
@@ -178,10 +183,11 @@ def forecast_work(
     precisions: Sequence[Bits],
     known: Sequence[KnownTime],
     placings: Mapping[str, Placing],
+    traffic: Traffic | None = None,
 ) -> tuple[tuple[DeviceForecast, ...], dict[Bits, float]]:
     """Returns what is forecast for devices, and how far the nearest measured network lies, by precision.
 
-    `placings` holds what the rules say for each device.
+    `placings` holds what the rules say for each device, `traffic` what QNN's compiler plans in float.
 
     Raises:
         UsageError: a known time cannot be of this network.
@@ -189,7 +195,7 @@ def forecast_work(
     rows: list[DeviceForecast] = []
     distances: dict[Bits, float] = {}
     for precision in precisions:
-        estimate = _Estimate(work, precision, known)
+        estimate = _Estimate(work, precision, known, traffic)
         distances[precision] = estimate.distance
         rows += [estimate.forecast(phone, placings.get(phone.name)) for phone in phones]
     # Precisions side by side.
@@ -219,7 +225,7 @@ def forecast_cpu(work: Work, other: Work, machine: str, ms: float) -> DeviceFore
 class _Estimate:
     """The forecast of a network in one precision, for any device."""
 
-    def __init__(self, work: Work, precision: Bits, known: Sequence[KnownTime]) -> None:
+    def __init__(self, work: Work, precision: Bits, known: Sequence[KnownTime], traffic: Traffic | None = None) -> None:
         self.model, self.networks = load_fitted()
         self.table = load_table()
         self.work, self.known = work, known
@@ -228,6 +234,12 @@ class _Estimate:
         self.ranked = rank_networks(self.fitted, work.kinds, self.networks)
         self.distance = next(iter(self.ranked.values()))
         self.log_ms = math.log(float(split_time(self.fitted.coefficients, work.kinds).sum()))
+        self.compiled = self.fitted.compiled if traffic is not None else None
+        if self.compiled is not None and traffic is not None:
+            # The graph and the plan err differently, so that their mean errs less than either.
+            self.log_ms = (self.log_ms + math.log(sum_compiled(self.compiled, work.kinds, traffic))) / 2
+            # Only what has a plan was learned from.
+            self.distance = next(far for name, far in self.ranked.items() if "float" in self.networks[name].traffic)
         self.moved, self.left = self._calibrate()
 
     def _calibrate(self) -> tuple[float | None, float]:
@@ -281,7 +293,8 @@ class _Estimate:
         fitted = self.fitted
         middle = (self.log_ms if self.moved is None else self.moved) + fitted.devices[device]
         if self.moved is None:
-            low, high = fitted.low * (1 + self.distance), fitted.high * (1 + self.distance)
+            ends = self.compiled or fitted
+            low, high = ends.low * (1 + self.distance), ends.high * (1 + self.distance)
         else:
             # What is left between devices and between precisions adds up as errors that know nothing of each other do.
             high = math.hypot(fitted.spread[device], self.left)
@@ -291,7 +304,7 @@ class _Estimate:
             middle, low, high = (
                 middle + cpu.middle, -math.hypot(low, cpu.low - cpu.middle), math.hypot(high, cpu.high - cpu.middle)
             )  # fmt: skip
-        basis = "networks" if self.moved is None else "recalibrated"
+        basis = "recalibrated" if self.moved is not None else "networks" if self.compiled is None else "compiled"
         ms, low_ms, high_ms = (float(f"{math.exp(value):.4g}") for value in (middle, middle + low, middle + high))
         note = f"{placing.left} of {placing.nodes} nodes on the CPU" if cpu is not None and placing is not None else ""
         return msgspec.structs.replace(row, ms=ms, low_ms=low_ms, high_ms=high_ms, basis=basis, note=note)

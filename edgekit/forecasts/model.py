@@ -14,12 +14,24 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from edgekit.forecasts.features import Kind, list_amounts
+from edgekit.forecasts.features import BLOCK, Kind, list_amounts
 from edgekit.forecasts.table import FOLDER
+from edgekit.forecasts.traffic import Traffic
 from edgekit.model.tensors import Array
 from edgekit.target import targets_folder
 
 Bits = Literal["float", "w8a8", "w8a16"]
+
+
+class CompiledFit(msgspec.Struct, frozen=True, kw_only=True):
+    """What was fitted to the compiler's plans of the float networks: milliseconds for each amount of `list_planned`.
+
+    `low` and `high` are those of the mean of this forecast's logarithm and the graph's own.
+    """
+
+    coefficients: tuple[float, ...]
+    low: float
+    high: float
 
 
 class Fitted(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +43,7 @@ class Fitted(msgspec.Struct, frozen=True, kw_only=True):
     `faster` is the share of measured pairs, more than a tenth apart, in which this precision was faster than another.
     `spread` is, by device, the quantile 0.8 of what a time that is known on another device leaves open, and `over` that
     between precisions: the median of the logarithm of this one's time over another's, and the quantile 0.8 around it.
+    `compiled` is None where plans do not help.
     """
 
     coefficients: tuple[float, ...]
@@ -41,14 +54,20 @@ class Fitted(msgspec.Struct, frozen=True, kw_only=True):
     spread: dict[str, float]
     over: dict[Bits, tuple[float, float]] = {}
     faster: dict[Bits, float] = {}
+    compiled: CompiledFit | None = None
 
 
-class KnownNetwork(msgspec.Struct, frozen=True, kw_only=True):
-    """A measured network whose graph is known: its family, and its work by kind."""
+class KnownNetwork(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A measured network whose graph is known: its family, its work by kind, and what QNN's compiler plans of it.
+
+    `operators` are those of the prepared graph, before what one operator of an NPU does is joined.
+    """
 
     family: str
     macs: int
+    operators: int = 0
     kinds: dict[Kind, float]
+    traffic: dict[Bits, Traffic] = {}
 
 
 class MemoryFit(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,6 +135,21 @@ def load_cpu_sum() -> CpuSum:
 def split_time(coefficients: Iterable[float], kinds: Mapping[Kind, float]) -> Array:
     """Returns the milliseconds of each kind of work on the reference device, last those of every inference."""
     return np.asarray(np.array(list(coefficients)) * np.array(list_amounts(kinds)))
+
+
+def list_planned(kinds: Mapping[Kind, float], traffic: Traffic) -> list[float]:
+    """Returns the amounts that the time of a network with a plan is a sum over.
+
+    Products are those of the graph. The matrix unit computes a depthwise convolution as a dense one of 32 channels by
+    32. Inputs and outputs stay, because the plan does not tell what ONNX Runtime does with them.
+    """
+    products = kinds["matrix"] + BLOCK * kinds["vector"]
+    return [float(traffic.dram), float(traffic.vector), products, kinds["nodes"], kinds["outside"], 1.0]
+
+
+def sum_compiled(fit: CompiledFit, kinds: Mapping[Kind, float], traffic: Traffic) -> float:
+    """Returns the milliseconds on the reference device where the compiler made a plan."""
+    return float(np.array(fit.coefficients) @ np.array(list_planned(kinds, traffic)))
 
 
 def measure_distance(one: Array, other: Array) -> float:

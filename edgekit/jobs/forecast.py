@@ -29,6 +29,7 @@ from edgekit.forecasts.table import load_phones, load_table
 from edgekit.graph.graph import Graph, view_model
 from edgekit.graph.inference import infer_model
 from edgekit.jobs.known_times import BITS_OF, CpuTime
+from edgekit.jobs.traffic import compile_model
 from edgekit.model.external import skim_model
 from edgekit.model.model import Model, load_model
 from edgekit.phones import Phone, find_phone
@@ -52,12 +53,12 @@ def forecast(
     subject: Path | str,
     devices: Sequence[str] = (),
     precisions: Sequence[Bits] | None = None,
-    measured: Sequence[KnownTime] = (),
+    measured: Sequence[KnownTime | CpuTime] = (),
     *,
-    on_cpu: Sequence[CpuTime] = (),
     dims: Mapping[str, int] | None = None,
     every: bool = False,
     max_ms: float | None = None,
+    compiles: bool = False,
 ) -> ForecastReport:
     """Returns how long a model, or a bundle's, is forecast to take on devices with a Hexagon NPU; nothing runs.
 
@@ -65,14 +66,18 @@ def forecast(
         subject: a model file, or the folder of a bundle, whose precision then counts.
         devices: their names, or a part that one chip has; without any, one device of each chip that was measured.
         precisions: of "float", "w8a8" and "w8a16"; without any, all three, or that of the bundle.
-        measured: times of this very network that are known; they move the forecast for every device.
-        on_cpu: times of other float models on the CPUs of machines at hand, which say what this one takes there.
+        measured: times of this very network that are known, which move the forecast for every device; and of other
+            float models on the CPUs of machines at hand, which say what this one takes there.
         dims: a number for each dynamic dimension of the inputs.
         every: all devices that are known by name.
         max_ms: a limit that the report holds the devices against.
+        compiles: let QNN's compiler make a plan of the float model, which says how many bytes it moves: a nearer
+            forecast in float and w8a16, after seconds or minutes. Where that fails, a remark says so.
 
     Raises:
-        UsageError: a device, precision or dimension that does not exist, or a time that cannot be of this network.
+        UsageError: a device, precision or dimension that does not exist, a time that cannot be of this network, or a
+            quantized model that is to be compiled.
+        MissingExtraError: `compiles`, and onnxruntime-qnn is not installed.
         ModelError: the model cannot be read, or its work cannot be counted.
         BundleError: the bundle is incomplete, altered, or has no model in ONNX form.
     """
@@ -86,7 +91,10 @@ def forecast(
     source = load_model(path)
     graph, counted = _count_work(source, dims or {})
     placings = {phone.name: placing for phone, placing in _place_all(graph, phones)}
-    rows, distances = forecast_work(counted, phones, chosen, measured, placings)
+    traffic, said = compile_model(source, graph, dims or {}) if compiles else (None, "")
+    known = [time for time in measured if isinstance(time, KnownTime)]
+    on_cpu = [time for time in measured if isinstance(time, CpuTime)]
+    rows, distances = forecast_work(counted, phones, chosen, known, placings, traffic)
     rows += tuple(forecast_cpu(counted, _count_timed(time.model, dims or {}), time.machine, time.ms) for time in on_cpu)
     rows += tuple(
         _tell_other(name, maker, target, graph, bit) for name, (maker, target) in others.items() for bit in chosen
@@ -103,11 +111,12 @@ def forecast(
         nodes=round(counted.kinds["nodes"]),
         work={kind: float(round(amount)) for kind, amount in counted.kinds.items()},
         rows=rows,
-        known=tuple(measured),
+        known=tuple(known),
         distance={bit: round(far, 3) for bit, far in distances.items()},
         faster={bit: load_fitted()[0].precisions[bit].faster for bit in chosen},
         unlike=unlike,
-        remarks=tuple(_list_remarks(counted, unlike, measured, on_cpu)),
+        traffic=traffic,
+        remarks=(*_list_remarks(counted, unlike, known, on_cpu), *filter(None, [said])),
         ground=f"{table.package} {table.version}, {table.licence}, {table.source}",
         max_ms=max_ms,
     )

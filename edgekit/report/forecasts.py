@@ -42,7 +42,7 @@ def describe_time(row: DeviceForecast) -> str:
     """Returns the milliseconds, or why there are none."""
     if row.ms is None:
         return row.note
-    words = {"measured": " (given)", "recalibrated": " (moved)", "scaled": " (scaled)"}
+    words = {"compiled": " (compiled)", "measured": " (given)", "recalibrated": " (moved)", "scaled": " (scaled)"}
     return f"{row.ms:.3g}{words.get(row.basis, '')}"
 
 

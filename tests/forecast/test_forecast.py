@@ -20,6 +20,7 @@ from edgekit.forecasts.features import join_graph, measure_work
 from edgekit.forecasts.forecast import KnownTime
 from edgekit.forecasts.model import Bits, load_fitted, split_time
 from edgekit.forecasts.table import load_phones, load_table
+from edgekit.forecasts.traffic import Traffic, read_plan
 from edgekit.graph.inference import infer_model
 from edgekit.jobs.forecast import forecast
 from edgekit.jobs.known_times import parse_cpu_times, parse_measured, read_history
@@ -147,7 +148,7 @@ def test_a_history_without_a_time_of_this_model_on_a_phone_is_refused(tmp_path: 
 
 def test_a_cpu_at_hand_is_forecast_from_another_model_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small, large = _conv(tmp_path / "small.onnx", 32), _conv(tmp_path / "large.onnx", 128)
-    (row,) = forecast(large, ["iPhone 17"], ["float"], on_cpu=parse_cpu_times(f"{small}=2ms")).rows[:1]
+    (row,) = forecast(large, ["iPhone 17"], ["float"], parse_cpu_times(f"{small}=2ms")).rows[:1]
     assert (row.basis, row.device) == ("scaled", "the CPU that ran small.onnx")
     assert row.ms is not None
     assert row.low_ms is not None
@@ -156,7 +157,7 @@ def test_a_cpu_at_hand_is_forecast_from_another_model_there(tmp_path: Path, caps
     assert 2 * 2 < row.ms < 16 * 2
     assert row.low_ms * 2 < row.high_ms
     assert row.low_ms < row.ms < row.high_ms
-    (same,) = forecast(small, ["iPhone 17"], ["float"], on_cpu=parse_cpu_times(f"{small}=2ms")).rows[:1]
+    (same,) = forecast(small, ["iPhone 17"], ["float"], parse_cpu_times(f"{small}=2ms")).rows[:1]
     assert same.ms == pytest.approx(2)
     history = tmp_path / "bench.sqlite"
     host = msgspec.structs.replace(_RUN, device="host", provider="CPUExecutionProvider", evidence=Evidence.SAME_EP)
@@ -336,3 +337,51 @@ def test_a_build_holds_the_forecast_against_its_limit(tmp_path: Path, capsys: py
     recipe.write_text('targets = ["cpu"]\n[forecast]\ndevices = ["Galxy S24"]\n')
     assert run_command([*command, "--out", str(tmp_path / "other")]) == 2
     assert not (tmp_path / "other").exists()
+
+
+_PLAN = """
+{"opid" : 0x11 , "dram_read": 4096 , "dram_write": 512 , "vtcm_read": 0 , "vtcm_write": 4096, "is_dma": 1},
+{"opid" : 0x12 , "dram_read": 0 , "dram_write": 0 , "vtcm_read": 100 , "vtcm_write": 20, "is_dma": 0},
+{"opid" : 0x13 , "dram_read": 0 , "dram_write": 0 , "vtcm_read": 7 , "vtcm_write": 1, "is_dma": 0},
+runlist_vec = [
+	0x13,
+]
+"""
+
+
+def test_a_plan_is_summed_by_the_unit_that_moves_the_bytes() -> None:
+    assert read_plan(_PLAN) == Traffic(dram=4608, matrix=120, vector=8, operations=3)
+
+
+def test_a_compiled_forecast_uses_the_plan_of_the_float_model(tmp_path: Path) -> None:
+    path = _conv(tmp_path / "a.onnx", 64)
+    graph, plan = (forecast(path, ["Galaxy S25"], compiles=compiles) for compiles in (False, True))
+    assert graph.traffic is None
+    assert plan.traffic is not None
+    # The weights in fp16, and the picture in and out in float.
+    assert plan.traffic.dram == pytest.approx(2 * 64 * 64 * 9 + 2 * 4 * 64 * 56 * 56, rel=0.1)
+    assert [row.basis for row in graph.rows] == ["networks"] * 3
+    fitted, _ = load_fitted()
+    gaining = [fitted.precisions[row.precision].compiled is not None for row in plan.rows]
+    assert [row.basis == "compiled" for row in plan.rows] == gaining
+    assert gaining[0]
+    assert "QNN's compiler plans" in plan.remarks[-1]
+    widths = [(report.rows[0].high_ms or 0) / (report.rows[0].low_ms or 1) for report in (graph, plan)]
+    assert widths[1] < widths[0]
+
+
+def test_what_the_compiler_refuses_is_forecast_from_the_graph_alone(tmp_path: Path) -> None:
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[4,4] x) => (float y) { y = Det(x) }'
+    report = forecast(parse_model(text, tmp_path / "a.onnx"), ["Galaxy S25"], ["float"], compiles=True)
+    assert (report.rows[0].basis, report.traffic) == ("networks", None)
+    assert "forecast from the graph alone" in report.remarks[-1]
+
+
+def test_a_quantized_model_is_not_compiled(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[1,8] x) => (float[1,8] y)'
+        " <float s = {0.1}, uint8 z = {0}> { q = QuantizeLinear(x, s, z) y = DequantizeLinear(q, s, z) }",
+        tmp_path / "a.onnx",
+    )
+    assert run_command(["forecast", str(path), "--device", "S24", "--compile"]) == 2
+    assert "is quantized" in capsys.readouterr().err

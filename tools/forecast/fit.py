@@ -6,9 +6,10 @@ Prints the tables of docs/reference/measured.md; with --dry it writes nothing.
 """
 
 import json
+import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,13 @@ from scipy.optimize import nnls
 from scipy.stats import spearmanr
 
 from edgekit.forecasts.features import list_amounts
-from edgekit.forecasts.model import MEMORY_KINDS, KnownNetwork, measure_distance, read_networks
+from edgekit.forecasts.model import MEMORY_KINDS, Bits, KnownNetwork, list_planned, measure_distance, read_networks
 from edgekit.forecasts.table import load_table
 from edgekit.model.tensors import Array
 
 FOLDER = Path(__file__).parent.parent.parent / "targets" / "forecast"
 REFERENCE = "Samsung Galaxy S25"
-PRECISIONS = ("float", "w8a8", "w8a16")
+PRECISIONS: tuple[Bits, ...] = ("float", "w8a8", "w8a16")
 SHORT = "S25"
 # Names of one chip, whose figures are the same: one of each counts.
 TWINS = frozenset({"Dragonwing Q-8750", "Snapdragon XR2 Gen 2", "Dragonwing IQ-X7181", "Dragonwing Q-7790",
@@ -32,12 +33,37 @@ _ROUNDS = 15
 LEAST_NETWORKS = 10
 # The table has little between 3 and 6 layers on the CPU: what few cost is hard to tell from nothing.
 FEW_LAYERS = 5
+# The layers that the table counts lie between the operators that are left to run and all of the graph, but for those
+# that a provider adds at the border: where they do not, another graph was measured.
+_FEWEST, _MOST, _ADDED = 0.9, 1.1, 10
+# What an export folds away makes weights fewer than parameters, nothing makes them more.
+_MORE_WEIGHTS = 1.05
+
+
+def is_measured_graph(name: str, network: KnownNetwork) -> bool:
+    """Returns True where a graph has about the layers that the table counts in float, and no more weights."""
+    table = load_table()
+    stated = re.match(r"~?([\d.]+)\s*([KM])", table.networks[name.partition("/")[0]].parameters)
+    # Of a part of a network the table does not state the parameters.
+    if stated and "/" not in name:
+        parameters = float(stated[1]) * {"K": 1e3, "M": 1e6}[stated[2]]
+        if network.kinds["weights"] > _MORE_WEIGHTS * parameters:
+            return False
+    rows = table.find_rows(table.find_key(name), "float").values()
+    layers = [row.layers for row in rows if row.unit == "NPU" and not row.cpu_layers]
+    if not layers or not network.operators:
+        return True
+    return _FEWEST * network.kinds["nodes"] <= min(layers) <= _MOST * network.operators + _ADDED
 
 
 class Rows:
-    """What was measured in one precision of the networks with graphs, on the NPU alone: log ms by network, device."""
+    """What was measured in one precision of the networks with graphs, on the NPU alone: log ms by network, device.
 
-    def __init__(self, precision: str, networks: Mapping[str, KnownNetwork]) -> None:
+    `amounts` holds the work by kind, `planned` what the plan of the float network adds up to, NaN
+    where there is none.
+    """
+
+    def __init__(self, precision: Bits, networks: Mapping[str, KnownNetwork]) -> None:
         table = load_table()
         self.names: list[str] = []
         found = dict[str, dict[str, float]]()
@@ -55,6 +81,12 @@ class Rows:
         self.logs = np.array([[found[name].get(device, np.nan) for device in self.devices] for name in self.names])
         self.families = np.array([networks[name].family for name in self.names])
         self.amounts = np.array([list_amounts(networks[name].kinds) for name in self.names])
+        plans = [(networks[name].kinds, networks[name].traffic.get("float")) for name in self.names]
+        width = next((len(list_planned(kinds, plan)) for kinds, plan in plans if plan is not None), 1)
+        self.compiled = np.array([plan is not None for _, plan in plans])
+        self.planned = np.array(
+            [[np.nan] * width if plan is None else list_planned(kinds, plan) for kinds, plan in plans]
+        )
 
 
 def polish(logs: Array, reference: int) -> tuple[Array, Array]:
@@ -84,32 +116,6 @@ def fit(amounts: Array, logs: Array) -> Array:
     return np.asarray(found / scale)
 
 
-Fit = Callable[[set[str]], Array]
-
-
-def make_fits(rows: Mapping[str, Rows], networks: Mapping[str, Array]) -> dict[str, Fit]:
-    """Returns for each precision a function that fits without some families.
-
-    In w8a8 a sum of its own does no better than float's times one factor, and that is the simpler.
-    """
-
-    def fit_alone(precision: str) -> Fit:
-        def run(left: set[str]) -> Array:
-            one = rows[precision]
-            keep = ~np.isin(one.families, sorted(left))
-            return fit(one.amounts[keep], networks[precision][keep])
-
-        return run
-
-    def fit_scaled(left: set[str]) -> Array:
-        one, base = rows["w8a8"], fits["float"](left)
-        keep = ~np.isin(one.families, sorted(left))
-        return np.asarray(base * np.exp(np.median(networks["w8a8"][keep] - np.log(one.amounts[keep] @ base))))
-
-    fits = {"float": fit_alone("float"), "w8a8": fit_scaled, "w8a16": fit_alone("w8a16")}
-    return fits
-
-
 def find_distance(coefficients: Array, row: Array, others: Array) -> float:
     """Returns the distance of a network to the nearest of others."""
     return min(measure_distance(coefficients * row, coefficients * other) for other in others)
@@ -120,32 +126,73 @@ def ratio(value: float) -> str:
     return f"x{np.exp(value):.2f}"
 
 
+def leave_out(one: Rows, networks: Array) -> tuple[Array, Array]:
+    """Returns the forecast of each network from other families, and how far the nearest of these lies."""
+    predicted, far = np.zeros(len(one.names)), np.zeros(len(one.names))
+    for family in sorted(set(one.families)):
+        out = one.families == family
+        coefficients = fit(one.amounts[~out], networks[~out])
+        predicted[out] = np.log(one.amounts[out] @ coefficients)
+        far[out] = [find_distance(coefficients, row, one.amounts[~out]) for row in one.amounts[out]]
+    return predicted, far
+
+
+def leave_plans_out(one: Rows, networks: Array) -> tuple[Array, Array]:
+    """Returns what `leave_out` does for the networks with a plan, from those of other families; NaN for the others."""
+    predicted, far = np.full(len(one.names), np.nan), np.full(len(one.names), np.nan)
+    for family in sorted(set(one.families[one.compiled])):
+        out, rest = one.compiled & (one.families == family), one.compiled & (one.families != family)
+        predicted[out] = np.log(one.planned[out] @ fit(one.planned[rest], networks[rest]))
+        coefficients = fit(one.amounts[one.families != family], networks[one.families != family])
+        far[out] = [find_distance(coefficients, row, one.amounts[rest]) for row in one.amounts[out]]
+    return predicted, far
+
+
+def is_nearer(networks: Array, from_plans: Array, from_graphs: Array) -> bool:
+    """Returns True where plans forecast the networks that have one better than their graphs alone do."""
+    told = ~np.isnan(from_plans)
+    plans, graphs = (np.abs(networks - each)[told] for each in (from_plans, from_graphs))
+    print(
+        f"  the same networks from their graphs alone: median {np.exp(np.median(graphs)) - 1:.1%}, "
+        f"80 % within {ratio(float(np.quantile(graphs, 0.8)))}; from plans {np.exp(np.median(plans)) - 1:.1%}, "
+        f"{ratio(float(np.quantile(plans, 0.8)))}; mean logarithm {graphs.mean():.3f} and {plans.mean():.3f}"
+    )
+    return bool(plans.mean() < graphs.mean())
+
+
 def main() -> None:
     """Fits, leaves out, prints, writes."""
     known = read_networks(FOLDER / "networks.json")
+    others = [name for name, network in known.items() if not is_measured_graph(name, network)]
+    known = {name: network for name, network in known.items() if name not in others}
+    print(f"left out, because the table measured another graph: {', '.join(others)}")
     rows = {precision: Rows(precision, known) for precision in PRECISIONS}
-    effects, devices = dict[str, Array](), dict[str, Array]()
+    effects, devices = dict[Bits, Array](), dict[Bits, Array]()
     for precision, one in rows.items():
         effects[precision], devices[precision] = polish(one.logs, one.devices.index(REFERENCE))
-    fits = make_fits(rows, effects)
     written: dict[str, Any] = {"reference": REFERENCE, "precisions": {}, "memory": {}}
-    left_out = dict[str, Array]()
+    left_out, from_plans = dict[Bits, Array](), dict[Bits, Array]()
     for precision, one in rows.items():
-        predicted, far = np.zeros(len(one.names)), np.zeros(len(one.names))
-        for family in sorted(set(one.families)):
-            out = one.families == family
-            coefficients = fits[precision]({family})
-            predicted[out] = np.log(one.amounts[out] @ coefficients)
-            far[out] = [find_distance(coefficients, row, one.amounts[~out]) for row in one.amounts[out]]
-        left_out[precision] = predicted
-        shown = report(precision, one, predicted, far, devices[precision])
+        left_out[precision], far = leave_out(one, effects[precision])
+        shown = report(precision, one, left_out[precision], far, devices[precision])
         written["precisions"][precision] = {
-            "coefficients": [float(f"{value:.6g}") for value in fits[precision](set())],
+            "coefficients": list_numbers(fit(one.amounts, effects[precision])),
             "devices": {
                 name: round(float(value), 4) for name, value in zip(one.devices, devices[precision], strict=True)
             },
             **shown,
         }
+        # The two err differently, so that their mean errs less than either.
+        predicted, far = leave_plans_out(one, effects[precision])
+        from_plans[precision] = (left_out[precision] + predicted) / 2
+        if one.compiled.sum() < LEAST_NETWORKS:
+            continue
+        shown = report(f"{precision}, compiled", one, from_plans[precision], far, devices[precision])
+        if is_nearer(effects[precision], from_plans[precision], left_out[precision]):
+            coefficients = fit(one.planned[one.compiled], effects[precision][one.compiled])
+            written["precisions"][precision]["compiled"] = {
+                "coefficients": list_numbers(coefficients), "low": shown["low"], "high": shown["high"],
+            }  # fmt: skip
     for precision, one in rows.items():
         written["precisions"][precision]["over"] = {
             other: bridge(precision, one, other, rows[other], effects) for other in PRECISIONS if other != precision
@@ -153,37 +200,47 @@ def main() -> None:
     written["cpu_layers"] = fit_cpu_layers()
     print()
     guesses = {precision: left_out[precision][:, None] + devices[precision] for precision in PRECISIONS}
-    for fast, slow in (("w8a8", "float"), ("w8a16", "float"), ("w8a8", "w8a16")):
+    planned = {precision: from_plans[precision][:, None] + devices[precision] for precision in PRECISIONS}
+    pairs: tuple[tuple[Bits, Bits], ...] = (("w8a8", "float"), ("w8a16", "float"), ("w8a8", "w8a16"))
+    for fast, slow in pairs:
         share = find_faster(fast, slow, rows, guesses)
         written["precisions"][fast].setdefault("faster", {})[slow] = share
         written["precisions"][slow].setdefault("faster", {})[fast] = round(1 - share, 4)
+        find_faster(fast, slow, rows, planned, " from plans")
     written["memory"] = fit_memory(rows, known)
     if "--dry" not in sys.argv:
         (FOLDER / "model.json").write_text(json.dumps(written, indent=1) + "\n")
 
 
-def report(precision: str, one: Rows, predicted: Array, far: Array, devices: Array) -> dict[str, Any]:
-    """Prints what the forecast of families left out is worth, and returns its interval."""
+def list_numbers(values: Array) -> list[float]:
+    """Returns numbers with six digits."""
+    return [float(f"{value:.6g}") for value in values]
+
+
+def report(title: str, one: Rows, predicted: Array, far: Array, devices: Array) -> dict[str, Any]:
+    """Prints what the forecast of families left out is worth, of networks that have one; returns its interval."""
+    there = ~np.isnan(predicted)
+    chosen_families = set(one.families[there])
     errors = one.logs - (predicted[:, None] + devices)
     scores = errors / (1 + far[:, None])
     chosen = [at for at, name in enumerate(one.devices) if name not in TWINS]
     low, high = (float(np.nanquantile(scores[:, chosen], q)) for q in (0.1, 0.9))
     held = list[float]()
-    for family in set(one.families):
+    for family in sorted(chosen_families):
         out = one.families == family
         bounds = [np.nanquantile(scores[~out][:, chosen], q) for q in (0.1, 0.9)]
         own = scores[out][:, chosen]
         own = own[~np.isnan(own)]
         held += [float(bounds[0] <= score <= bounds[1]) for score in own]
-    print(f"\n{precision}: {len(one.names)} networks of {len(set(one.families))} families, left out whole")
+    print(f"\n{title}: {there.sum()} networks of {len(chosen_families)} families, left out whole")
     print(
         f"  intervals: {ratio(low)} to {ratio(high)} at distance 0; they hold {np.mean(held):.0%}; "
-        f"distance and error go together by {spearmanr(far, np.abs(np.nanmedian(errors, axis=1)))[0]:.2f}"
+        f"distance and error go together by {spearmanr(far[there], np.abs(np.nanmedian(errors[there], axis=1)))[0]:.2f}"
     )
     spread = dict[str, float]()
     for at, name in enumerate(one.devices):
         error = np.abs(errors[:, at])
-        there = ~np.isnan(error)
+        told = ~np.isnan(error)
         # From a time that is known on one other device.
         moved = [
             np.abs((one.logs[:, at] - devices[at]) - (one.logs[:, other] - devices[other]))
@@ -199,21 +256,22 @@ def report(precision: str, one: Rows, predicted: Array, far: Array, devices: Arr
         if name in TWINS:
             continue
         print(
-            f"  {name:36s} {there.sum():3d} networks, median {np.exp(np.median(error[there])) - 1:5.1%}, 80 % within "
-            f"{ratio(float(np.quantile(error[there], 0.8)))}, "
-            f"rank {spearmanr(predicted[there], one.logs[there, at])[0]:.2f}; "
+            f"  {name:36s} {told.sum():3d} networks, median {np.exp(np.median(error[told])) - 1:5.1%}, 80 % within "
+            f"{ratio(float(np.quantile(error[told], 0.8)))}, "
+            f"rank {spearmanr(predicted[told], one.logs[told, at])[0]:.2f}; "
             f"with one time elsewhere {np.exp(np.median(pooled)) - 1:5.1%}, from the {SHORT} "
             f"{np.exp(best.get(REFERENCE, 0)) - 1:5.1%}"
         )
     all_errors = np.abs(errors[:, chosen])
     flat = all_errors[~np.isnan(all_errors)]
     print(f"  all: median {np.exp(np.median(flat)) - 1:.1%}, 80 % within {ratio(float(np.quantile(flat, 0.8)))}")
-    worst = np.argsort(-np.abs(np.nanmedian(errors, axis=1)))[:6]
-    print("  farthest off:", ", ".join(f"{one.names[at]} {ratio(float(np.nanmedian(errors[at])))}" for at in worst))
-    return {"low": round(low, 4), "high": round(high, 4), "farthest": round(float(far.max()), 4), "spread": spread}
+    median = np.array([np.nanmedian(each) if is_told else 0.0 for each, is_told in zip(errors, there, strict=True)])
+    worst = np.argsort(-np.abs(median))[:6]
+    print("  farthest off:", ", ".join(f"{one.names[at]} {ratio(float(median[at]))}" for at in worst))
+    return {"low": round(low, 4), "high": round(high, 4), "farthest": round(float(np.nanmax(far)), 4), "spread": spread}
 
 
-def bridge(precision: str, one: Rows, other: str, two: Rows, effects: Mapping[str, Array]) -> tuple[float, float]:
+def bridge(precision: Bits, one: Rows, other: Bits, two: Rows, effects: Mapping[Bits, Array]) -> tuple[float, float]:
     """Returns the median of the logarithm of one precision's time over another's, and what 80 % keep around it."""
     both = sorted(set(one.names) & set(two.names))
     logs = np.array(
@@ -257,7 +315,9 @@ def fit_cpu_layers() -> list[dict[str, float]]:
     return fitted
 
 
-def find_faster(one: str, other: str, rows: Mapping[str, Rows], guesses: Mapping[str, Array]) -> float:
+def find_faster(
+    one: Bits, other: Bits, rows: Mapping[Bits, Rows], guesses: Mapping[Bits, Array], words: str = ""
+) -> float:
     """Returns in which share of pairs, where they differ by more than 10 %, the first precision is the faster.
 
     Prints how often a comparison of the forecasts would name it rightly.
@@ -267,18 +327,20 @@ def find_faster(one: str, other: str, rows: Mapping[str, Rows], guesses: Mapping
     for name in sorted(set(a.names) & set(b.names)):
         for device in sorted(set(a.devices) & set(b.devices) - TWINS):
             i, j = (a.names.index(name), a.devices.index(device)), (b.names.index(name), b.devices.index(device))
-            apart = a.logs[i] - b.logs[j]
-            if np.abs(apart) > np.log(1.1):
+            apart, guess = a.logs[i] - b.logs[j], guesses[one][i] - guesses[other][j]
+            if np.abs(apart) > np.log(1.1) and not np.isnan(guess):
                 first.append(bool(apart < 0))
-                right.append((guesses[one][i] < guesses[other][j]) == first[-1])
+                right.append(bool(guess < 0) == first[-1])
+    if not first:
+        return 0.5
     print(
         f"{one} is faster than {other} in {np.mean(first):.1%} of {len(first)} pairs; "
-        f"comparing the forecasts names {np.mean(right):.1%} rightly"
+        f"comparing the forecasts{words} names {np.mean(right):.1%} rightly"
     )
     return round(float(np.mean(first)), 4)
 
 
-def fit_memory(rows: Mapping[str, Rows], known: Mapping[str, KnownNetwork]) -> dict[str, Any]:
+def fit_memory(rows: Mapping[Bits, Rows], known: Mapping[str, KnownNetwork]) -> dict[str, Any]:
     """Prints and returns the fit of peak memory: a sum over `MEMORY_KINDS`, and 1."""
     found = dict[str, Any]()
     print()
