@@ -45,7 +45,11 @@ def _build_network(folder: Path) -> None:
 @pytest.fixture(scope="session")
 def tiny(make_once: MakeOnce) -> Bundle:
     """A bundle of a small classifier for NNAPI with six labelled golden samples; it is not to be changed."""
-    return open_bundle(make_once("tiny-bundle", lambda folder: make_bundle(folder, labels=(0, 1, 2, 3, 4, 0))) / TINY)
+    return open_bundle(make_once("tiny-bundle", _make_tiny) / TINY)
+
+
+def _make_tiny(folder: Path) -> None:
+    make_bundle(folder, labels=(0, 1, 2, 3, 4, 0))
 
 
 @pytest.fixture

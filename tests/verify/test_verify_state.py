@@ -33,6 +33,7 @@ from edgekit.serialize import to_json
 from edgekit.verify.on_devices import verify_with
 from edgekit.verify.report import VerifyReport, read_report, write_report
 from edgekit.verify.run import verify_bundle
+from edgekit.verify.state import measure_drift
 
 
 @pytest.fixture(scope="module")
@@ -256,3 +257,9 @@ def test_quantize_calibrates_with_the_state_of_sequences(tmp_path: Path) -> None
     # Zeros, the state of a first step, would have given this input no range at all.
     assert float(values) * 255 > 3
     assert run_command(["quantize", str(model), "--data", data, "--steps", "5", *options]) == 2
+
+
+def test_a_step_whose_reference_is_zero_has_no_ratio() -> None:
+    zeros, ones = (from_list([{"y": np.full(2, value)}]) for value in (0.0, 1.0))
+    (drift,) = measure_drift(["y"], zeros, ones, zeros, 1)
+    assert (drift.fed_back, drift.given, drift.lost_db) == ((None,), (None,), None)
