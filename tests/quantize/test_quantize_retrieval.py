@@ -62,9 +62,10 @@ def test_a_neighbour_that_is_as_near_is_the_same() -> None:
     exact = draw_vectors(np.random.default_rng(0), count=40)
     twice = np.concatenate([exact, exact, exact])
     # Each sample has two copies, of which rounding makes now one the nearest and now the other.
-    others = twice * (1 + 1e-9 * np.random.default_rng(1).normal(size=twice.shape))
-    assert (nearest(twice) != nearest(others)).any()
-    assert judge(twice, others).agreement == 1
+    rng = np.random.default_rng(1)
+    mine, theirs = (twice * (1 + 1e-8 * rng.normal(size=twice.shape)) for _ in range(2))
+    assert (nearest(mine) != nearest(theirs)).any()
+    assert judge(mine, theirs).agreement == 1
 
 
 def predict(folder: Path, count: int, stated: dict[str, StatedOutput] | None = None, length: float = 1) -> Prediction:
