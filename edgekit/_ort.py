@@ -1,4 +1,4 @@
-"""The only door to onnxruntime in this process: sessions, graph optimisation, and its errors in our words."""
+"""The only module that uses onnxruntime in this process: sessions, graph optimisation, and translated exceptions."""
 
 import contextlib
 import enum
@@ -19,9 +19,12 @@ from edgekit.model.tensors import Array, Tensors, flatten_value
 _state: Any = importlib.import_module("onnxruntime.capi.onnxruntime_pybind11_state")
 VERSION: str = _ort.__version__
 AVAILABLE_PROVIDERS: tuple[str, ...] = tuple(cast("Any", _ort).get_available_providers())
-"""The providers that this ONNX Runtime was built with; what they need to run may be missing."""
+"""The providers that this ONNX Runtime was built with; the libraries or hardware that they need may be missing."""
 TESTED_VERSIONS = ("1.31.1", "1.32.0")
-"""The versions of ONNX Runtime that were tried: docs/reference/measured.md says what differs; the first is locked."""
+"""The versions of ONNX Runtime that edgekit was tested with; the first is the locked one.
+
+docs/reference/measured.md says in what they differ.
+"""
 CPU_PROVIDER = "CPUExecutionProvider"
 
 REFUSALS: tuple[type[Exception], ...] = tuple(
@@ -34,14 +37,15 @@ REFUSALS: tuple[type[Exception], ...] = tuple(
 )  # fmt: skip
 """Every exception class that onnxruntime defines; they share no base (a test enumerates them)."""
 
-# What pybind11 makes of the standard exceptions of C++ (its page "Exceptions"), beside a message that is no text.
+# The exceptions into which pybind11 translates those of C++ (its page "Exceptions"); UnicodeDecodeError comes from a
+# message that is not valid UTF-8.
 _TRANSLATED: tuple[type[Exception], ...] = (
     *REFUSALS, UnicodeDecodeError, IndexError, MemoryError, OverflowError, RuntimeError, ValueError
 )  # fmt: skip
 
 
 def describe_untested(version: str = VERSION) -> str | None:
-    """Returns the warning about a version of ONNX Runtime that is newer than each that was tested, None for others."""
+    """Returns a warning if a version of ONNX Runtime is newer than every tested one, else None."""
     numbers = [tuple(map(int, re.findall(r"\d+", each)[:2])) for each in (version, *TESTED_VERSIONS)]
     if numbers[0] <= max(numbers[1:]):
         return None
@@ -69,15 +73,15 @@ _LEVELS: dict[Level, Any] = {
 
 
 class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a session on the CPU provider is made with; `libraries` hold custom operators.
+    """The settings of a session on the CPU provider; `libraries` are libraries of custom operators.
 
-    `threads` work on one run, 0 for as many as there are cores. Runs that do not wait for each other take fewer CPU
-    seconds with one thread each, side by side (`machine.map_in_order`). Without an `arena` memory is given back as soon
-    as a tensor is gone: for sessions with many large outputs, which are copied. With `one_block` a run that follows
-    another gets one block for all that it needs, as by default: it is quicker where nodes are small, and what the first
-    run and the blocks of runs side by side take is held at once. With `in_order` a node that is ready
-    runs before those behind it in the file; else ONNX Runtime goes back from each output in turn, and holds what the
-    others need until it comes to them.
+    `threads` is the number of threads of one run (intra-op), 0 for one per core. Independent runs take fewer CPU
+    seconds if they run concurrently with one thread each (`machine.map_in_order`). Without an `arena`, memory is freed
+    as soon as a tensor is no longer needed: this suits sessions with many large outputs, which are copied. `one_block`
+    is ONNX Runtime's memory pattern, on by default: every run after the first allocates one block for all its tensors.
+    That is faster where nodes are small, but the memory of the first run and the blocks of concurrent runs are held at
+    the same time. With `in_order`, nodes run in the order of the file as soon as they are ready; otherwise ONNX Runtime
+    walks back from each output in turn, and keeps tensors that other outputs need until it reaches those.
     """
 
     level: Level = Level.ALL
@@ -103,8 +107,8 @@ class CpuSession:
                 _session_options(msgspec.structs.replace(settings, config={**settings.config, **config})),
                 providers=[CPU_PROVIDER],
                 disabled_optimizers=list(settings.disabled_optimizers) or None,
-                # Python's own fallback makes another session on the CPU provider where one fails, and only prints that
-                # it did.
+                # With the fallback, the Python package opens another session on the CPU provider if the first fails,
+                # and only prints a line about it.
                 enable_fallback=False,
             )
         self.output_names: tuple[str, ...] = tuple(value.name for value in self._session.get_outputs())
@@ -124,7 +128,7 @@ class CpuSession:
 
 
 def optimize_graph(model: Path | bytes, out: Path, settings: SessionSettings, *, subject: str | None = None) -> None:
-    """Writes the graph that ONNX Runtime makes of a model at `settings.level`; errors call the model `subject`.
+    """Writes the graph of a model as ONNX Runtime optimises it at `settings.level`; errors call the model `subject`.
 
     Raises:
         RuntimeRefusal: ONNX Runtime cannot load or write the model.
@@ -136,29 +140,29 @@ def optimize_graph(model: Path | bytes, out: Path, settings: SessionSettings, *,
 def translated(subject: str) -> Generator[None]:
     """Turns any exception of onnxruntime into a `RuntimeRefusal` that names the subject in one line.
 
-    A message that quotes bytes of the model which are no text arrives as a `UnicodeDecodeError`.
+    If the message quotes bytes of the model that are not valid UTF-8, pybind11 raises a `UnicodeDecodeError` instead.
     """
     try:
         yield
     except _TRANSLATED as error:
         text = error.object.decode(errors="replace") if isinstance(error, UnicodeDecodeError) else str(error)
-        # The rest is a stack of file names of the machine that built ONNX Runtime.
+        # The other lines are a stack trace with file names of the machine that built ONNX Runtime.
         first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
         raise RuntimeRefusal(f"ONNX Runtime refuses '{subject}': {first[:400]}", hint=_hint(first)) from error
 
 
 def external_config(folder: Path) -> dict[str, str]:
-    """Returns the session entry by which a model that comes as bytes finds external weights in a folder."""
+    """Returns the session config entry with the folder of external weights, for a model loaded from bytes."""
     return {"session.model_external_initializers_file_folder_path": str(folder.absolute())}
 
 
 def _leave_weights(model: Path | bytes) -> tuple[Path | bytes, dict[str, str]]:
-    """Returns what to load and with which entries, so that weights inside a large file are mapped.
+    """Returns what to load, with session config entries, so that weights inside a large file are memory-mapped.
 
-    ONNX Runtime would hold the protobuf beside what it makes of it.
+    Otherwise ONNX Runtime would hold the protobuf in memory beside its own copy of the weights.
     """
     if isinstance(model, Path) and keeps_inside(model):
-        # What is no model ONNX Runtime refuses itself.
+        # A file that is no model is passed on: ONNX Runtime refuses it itself.
         with contextlib.suppress(ModelError):
             return point_into(model).SerializeToString(), external_config(model.parent)
     return model, {}
@@ -182,11 +186,12 @@ def _hint(message: str) -> str:
 def _session_options(settings: SessionSettings) -> Any:
     options = cast("Any", _ort).SessionOptions()
     options.graph_optimization_level = _LEVELS[settings.level]
-    # Refusals come as exceptions; the same words on stderr would stand between the lines of progress.
+    # Errors come as exceptions; the same text on stderr would be mixed with the lines of progress.
     options.log_severity_level = 4
     options.intra_op_num_threads, options.enable_cpu_mem_arena = settings.threads, settings.arena
     options.enable_mem_pattern = settings.one_block
-    # Threads that wait for work in a loop cost as many CPU seconds as the work itself, most of all beside others.
+    # Threads that spin while they wait for work cost as many CPU seconds as the work itself, and even more if other
+    # threads compete for the cores.
     for key, value in {"session.intra_op.allow_spinning": "0", **settings.config}.items():
         options.add_session_config_entry(key, value)
     if settings.in_order:

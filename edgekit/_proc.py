@@ -1,4 +1,4 @@
-"""Starts other processes, as the only module that may: each has a time limit, and how it died is told, not raised."""
+"""The only module that starts processes: each has a time limit, and how it ended is returned, not raised."""
 
 import contextlib
 import io
@@ -24,14 +24,14 @@ _TAIL_BYTES = 1 << 20
 _CHUNK_BYTES = 1 << 16
 _PIPE_BYTES = 1 << 20
 _JOIN_S = 1.0
-# The children that run now, in whichever thread: an interrupted command ends them all.
+# The children that are running now, of all threads: an interrupted command ends them all.
 _RUNNING: set[int] = set()
 
 
 class ChildSetting(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a child runs: its folder, what is added to the caller's environment, and whether it has one core alone.
+    """A child's folder, the variables added to the caller's environment, and whether it gets a single core.
 
-    On `one_core` the system runs all its threads on one core, where the system can do that (Linux).
+    With `one_core`, all threads of the child share one core, on systems that support this (Linux).
     """
 
     cwd: Path | None = None
@@ -74,7 +74,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def explanation(self) -> str:
-        """How it ended, and why by its own words: the first line that tells of an error, else the last of them."""
+        """How it ended, and what it wrote about the cause: the first line with "error", else the end of its output."""
         lines = [" ".join(line.split()) for line in (self.stdout + self.stderr).splitlines()]
         reason = next((line for line in lines if "error" in line.lower()), " ".join(lines)[-300:])
         return f"{self.ending}: {reason[:400]}"
@@ -92,9 +92,9 @@ def run_process(
 ) -> Finished:
     """Runs a child process to its end and returns how it ended.
 
-    The child gets a session of its own, so that it and its children end together when the time is up or the caller is
-    interrupted. `env` is added to the caller's environment; a `setting` says all of where it runs. Its standard input
-    is the open file `stdin`, or nothing; its output goes into the open file `stdout`, or is kept.
+    The child gets its own process session, so that it and its children can be killed together when the time is up or
+    the caller is interrupted. `env` is added to the caller's environment; a `setting` replaces both `cwd` and `env`.
+    Standard input is the open file `stdin`, or empty; standard output goes into the open file `stdout`, or is returned.
 
     Raises:
         DeviceError: the program cannot be started.
@@ -121,11 +121,11 @@ def stream_process(
     take: Callable[[io.BufferedReader], None],
     setting: ChildSetting | None = None,
 ) -> Finished:
-    """Runs a child process with a stream into it and one out of it, and returns how it ended; its stdout is then "".
+    """Runs a child process with streamed input and output, and returns how it ended; `stdout` of the result is "".
 
-    `feed` is written to its standard input while `take` reads its standard output. A child that takes no more input is
-    no error. When `take` returns before the end, or the time is up, the child and its children are ended. The threads
-    of a child that has one core are kept there as by `run_process`.
+    `feed` is written to its standard input while `take` reads its standard output. It is no error if the child stops
+    reading its input. When `take` returns before the end of the output, or the time is up, the child and its children
+    are killed.
 
     Raises:
         DeviceError: the program cannot be started.
@@ -186,14 +186,14 @@ class _Timed(io.RawIOBase):
 
 
 def _read_until(child: subprocess.Popen[bytes], deadline: float, take: Callable[[io.BufferedReader], None]) -> bool:
-    """Lets `take` read, and returns True if it came to the end of the output, without waiting for more."""
+    """Lets `take` read the output, and returns True if nothing is left to read, without waiting for more."""
     if child.stdout is None:
         return True
     with child.stdout as pipe:
         timed: Any = _Timed(pipe.fileno(), deadline)
         stream = io.BufferedReader(timed, _CHUNK_BYTES)
         take(stream)
-        # A grandchild may hold the pipe open after the program has ended: what is not there yet is not awaited.
+        # Do not wait for output that has not arrived: a grandchild may hold the pipe open after the program has ended.
         return bool(select.select([pipe], [], [], 0)[0]) and not stream.peek(1)
 
 
@@ -230,7 +230,8 @@ def _start(
             stderr=stderr,
             cwd=setting.cwd,
             env={**os.environ, **(setting.env or {})},
-            # A group of its own: emulators and node start children, and all must end with the one that edgekit knows.
+            # A process group of its own: emulators and node start children, which must be killed together with this
+            # process.
             start_new_session=True,
         )
     except OSError as error:
@@ -247,17 +248,17 @@ def _start(
 
 
 def _keep_to_one_core(pid: int) -> None:
-    """Binds a process that has just started to one of the cores: the threads that it will start are bound with it."""
+    """Binds a process that has just started to one core; threads that it starts later inherit this."""
     if not hasattr(os, "sched_setaffinity"):
         return
     cores = sorted(os.sched_getaffinity(0))
     with contextlib.suppress(OSError):  # it has ended already
-        # Several at once are spread over the cores.
+        # The process id chooses the core, so that several children are spread over the cores.
         os.sched_setaffinity(pid, {cores[pid % len(cores)]})
 
 
 def end_children() -> None:
-    """Ends every child process that was started here and has not come to its end, with its own children."""
+    """Kills every child process that was started here and still runs, with its own children."""
     for pid in tuple(_RUNNING):
         _end_group(pid)
 
@@ -298,7 +299,7 @@ def _reap(child: subprocess.Popen[bytes]) -> int:
 
 def _end_group(pid: int) -> None:
     try:
-        # Windows has no groups of processes; there SIGTERM ends the one at once.
+        # Windows has no process groups; there SIGTERM ends the single process at once.
         if hasattr(os, "killpg"):
             os.killpg(pid, signal.SIGKILL)
         else:

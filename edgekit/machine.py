@@ -1,4 +1,4 @@
-"""What this machine is, for reports whose figures depend on it; its memory, and work spread over its cores."""
+"""Describes this machine for reports whose figures depend on it, reads memory use, and spreads work over cores."""
 
 import ctypes
 import gc
@@ -19,7 +19,7 @@ from threadpoolctl import threadpool_limits
 
 
 def find_module(name: str) -> Any:
-    """Returns a module of the standard library, None where this system has none: Windows lacks `fcntl`, `resource`."""
+    """Returns a module of the standard library, None if this system lacks it: Windows lacks `fcntl` and `resource`."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -30,31 +30,31 @@ resource = find_module("resource")
 
 
 def spell_install(packages: str, prefix: Path = Path(sys.prefix)) -> str:
-    """Returns the command that puts packages beside edgekit, which pip, pipx or `uv tool` installed."""
+    """Returns the command that installs packages into edgekit's environment, which pip, pipx or `uv tool` made."""
     if (prefix / "pipx_metadata.json").is_file():
         return f"pipx inject {prefix.name} {packages}"
     receipt = prefix / "uv-receipt.toml"
     if not receipt.is_file():
         return f"pip install {packages}"
-    # uv makes the environment anew: what was put beside edgekit before is named again.
+    # uv makes the environment anew, so that packages added earlier must be named again.
     own, *beside = tomllib.loads(receipt.read_text())["tool"]["requirements"]
     wanted = [*(f"{each['name']}{each.get('specifier', '')}" for each in beside), *packages.split()]
     return f"uv tool install {own.get('path', own['name'])} " + " ".join(f"--with {each}" for each in wanted)
 
 
 _CPU_INFO = Path("/proc/cpuinfo")
-# Each piece of work at a time needs memory of its own: chosen by hand.
+# Chosen by hand: each concurrent piece of work needs memory of its own.
 _MOST_AT_ONCE = 4
 
 VNNI = re.compile(r"\b(avx512_?vnni|avx_vnni)\b")
-"""Found in the flags of an x86 CPU that multiplies 8 bits into 32."""
+"""Matches the flags of an x86 CPU with VNNI, whose instructions multiply 8-bit values and add up in 32 bits."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 def describe_machine() -> dict[str, str]:
-    """Returns the operating system, the processor and its cores, and Python's version; no name of host or user."""
+    """Returns the operating system, the processor, its cores and Python's version, but no host or user name."""
     lines = _CPU_INFO.read_text(errors="replace").splitlines() if _CPU_INFO.is_file() else []
     found = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     return {
@@ -73,13 +73,13 @@ def read_cpu_flags() -> str:
 
 
 def peak_bytes(usage: Any) -> int:
-    """Returns the peak of resident memory: the system counts bytes on macOS, kibibytes on Linux (getrusage(2))."""
+    """Returns the peak resident memory in bytes; `ru_maxrss` counts bytes on macOS, KiB on Linux (getrusage(2))."""
     peak: int = usage.ru_maxrss
     return peak * (1 if sys.platform == "darwin" else 1024)
 
 
 def own_peak_bytes(*, with_child: bool = False) -> int:
-    """Returns the peak memory of this process, also with that of its largest child; 0 where the system does not say."""
+    """Returns the peak memory of this process, and if asked that of its largest child; 0 if the system does not say."""
     if resource is None:
         return 0
     who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN) if with_child else (resource.RUSAGE_SELF,)
@@ -92,7 +92,7 @@ def count_cores() -> int:
 
 
 def count_physical_cores() -> int:
-    """Returns how many cores this process may use, those that share an execution unit counted once (hyper-threads)."""
+    """Returns how many physical cores this process may use: hyper-threads of one core count once."""
     if not hasattr(os, "sched_getaffinity"):
         return count_cores()
     return len({_read_topology(cpu) for cpu in os.sched_getaffinity(0)})
@@ -103,15 +103,15 @@ def _read_topology(cpu: int) -> tuple[str, str]:
     try:
         return (folder / "physical_package_id").read_text(), (folder / "core_id").read_text()
     except OSError:
-        # A system that does not tell: each is taken for a core of its own.
+        # The system does not tell the topology: each logical core counts as a physical one.
         return "", str(cpu)
 
 
 def single_blas_thread() -> AbstractContextManager[object]:
-    """Returns a context in which numpy's products of matrices take one thread each.
+    """Returns a context in which each matrix product of numpy uses one thread.
 
-    Those of OpenBLAS wait for each other in a loop, which beside other threads costs ten times the work itself; and
-    what one thread sums up does not depend on the number of cores.
+    OpenBLAS's threads spin while they wait for each other, which costs ten times the work itself if other threads run
+    too. Besides, with one thread the order of sums, and so the result, does not depend on the number of cores.
     """
     limits: AbstractContextManager[object] = threadpool_limits(limits=1, user_api="blas")
     return limits
@@ -120,12 +120,14 @@ def single_blas_thread() -> AbstractContextManager[object]:
 def map_in_order(
     function: Callable[[Item], Result], items: Iterable[Item], at_once: int | None = None
 ) -> Iterator[tuple[Item, Result]]:
-    """Yields each item with its result, in order; `at_once` are worked on at a time, else as many as there are cores.
+    """Yields each item with its result, in order.
 
-    Threads serve what leaves Python, such as a run of ONNX Runtime. Items are read as they are needed.
+    `at_once` items run concurrently, by default one per core, at most four.
+
+    Threads help functions that release Python's lock, such as a run of ONNX Runtime. Items are read lazily.
 
     Raises:
-        Exception: whatever reading an item or the function raises, after the results of the items before.
+        Exception: what reading an item or the function raises, after the results of the preceding items were yielded.
     """
     at_once = min(count_cores(), _MOST_AT_ONCE) if at_once is None else at_once
     if at_once == 1:
@@ -141,9 +143,9 @@ def map_in_order(
 
 
 def release_memory() -> None:
-    """Gives memory that is free again back to the system, where the C library can (`malloc_trim` of glibc)."""
+    """Returns freed memory to the system, if the C library can (`malloc_trim` of glibc)."""
     gc.collect()
-    # Windows opens no library without a name.
+    # On Windows ctypes cannot open the process itself as a library.
     trim = None if sys.platform == "win32" else getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -175,6 +177,6 @@ def _run_ahead(
 
 
 def _take_first(ahead: deque[tuple[Item, Future[Result]]]) -> tuple[Item, Result]:
-    # In a frame of its own: a generator that waits would hold each result until it gives the next.
+    # A function of its own: local variables of a suspended generator would keep each result alive until the next one.
     item, future = ahead.popleft()
     return item, future.result()

@@ -1,1 +1,1 @@
-"""Whatever runs a model for us: this machine, a simulator, an emulator, a device."""
+"""Everything that can run a model: this machine, simulators, emulators, and devices behind adb or ssh."""

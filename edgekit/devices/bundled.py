@@ -1,6 +1,6 @@
-"""The job that runs a bundle on a device: the form, the samples and the options that an app would use.
+"""Makes the job that runs a bundle on a device, with the form, samples and options that an app would use.
 
-A bundle may have been tuned for a kind of machine: then its session is told more than what its target asks for.
+If the bundle was tuned for the device's kind of machine, the tuned session settings are added to the target's.
 """
 
 from collections.abc import Mapping
@@ -16,22 +16,22 @@ from edgekit.machine import count_cores, count_physical_cores
 from edgekit.model.tensors import TensorSpec
 from edgekit.target import Form, Verification
 
-# Operators whose results have a shape that follows from the values: it need not be that of the float model.
+# Operators whose output shape depends on values: a quantized model may give another shape than the float model.
 _SHAPED_BY_DATA = frozenset({"Compress", "NonMaxSuppression", "NonZero", "Unique"})
 
-# What the least number of samples may take, and what any run may.
+# Time limits: of a run of LEAST_SAMPLES samples, and of any run.
 _TIMEOUT_S, _MOST_S = 300.0, 3600.0
 
 _NEEDING_ONNX = frozenset({"emulated"})
 
 OF_THIS_MACHINE = frozenset({"host", "host:native"})
-"""Devices that are this machine as it is, and stand for no other."""
+"""Devices that are this machine itself, not an emulation of another one."""
 
 
 def plan_run(bundle: Bundle, device: Device, samples: int) -> Verification:
-    """Returns what the target's plan says for this device or its kind, else everything an app would load.
+    """Returns the target's verification plan for this device or its kind, else a plan with the form that an app loads.
 
-    Imitated arithmetic rounds inside a graph, and needs the ONNX file whatever an app loads.
+    Emulated arithmetic inserts rounding into the graph, so it needs the ONNX file, whichever form an app loads.
     """
     manifest = bundle.manifest
     planned = {verification.device: verification for verification in manifest.verification}
@@ -51,7 +51,8 @@ def make_job(bundle: Bundle, plan: Verification, samples: Samples) -> Job:
     """
     check = read_check(bundle)
     free = any(node.op in _SHAPED_BY_DATA for node in check.node_list)
-    # What a step costs is known of whole sequences alone, and these may take as much longer as they have more samples.
+    # A model that runs step by step is judged on whole sequences: all their steps must run, and the time limit grows
+    # with their number.
     least = max(LEAST_SAMPLES, bundle.manifest.steps)
     return Job(
         model=bundle.find_model(plan.form),
@@ -67,12 +68,12 @@ def make_job(bundle: Bundle, plan: Verification, samples: Samples) -> Job:
 
 
 def find_class(device: Device) -> MachineClass | None:
-    """Returns the kind of machine that a device is, None for one that stands for another, or does not say."""
+    """Returns the kind of machine of a device that is this machine, None for every other device."""
     return class_of_this_machine() if address_of(device) in OF_THIS_MACHINE else None
 
 
 def read_class(versions: Mapping[str, str]) -> MachineClass | None:
-    """Returns the kind of a machine from what its runner says of it, such as the system `Linux 6.1.0 aarch64`."""
+    """Returns the kind of a machine from what its runner reported, such as the system `Linux 6.1.0 aarch64`."""
     words, cores = versions.get("system", "").lower().split(), versions.get("cores", "")
     if len(words) < 2:
         return None
@@ -80,7 +81,7 @@ def read_class(versions: Mapping[str, str]) -> MachineClass | None:
 
 
 def count_device_cores(device: Device, versions: Mapping[str, str]) -> int:
-    """Returns how many cores a device has: what it says where it is another machine, 0 where it says nothing."""
+    """Returns how many cores a device has; for a remote one, the number that it reported, or 0."""
     if not is_remote(device):
         return count_cores()
     kind = read_class(versions)
@@ -88,14 +89,14 @@ def count_device_cores(device: Device, versions: Mapping[str, str]) -> int:
 
 
 def count_device_units(device: Device, versions: Mapping[str, str]) -> int:
-    """Returns how many physical cores a device has, which is what ONNX Runtime takes by default; 0 if not known."""
+    """Returns the number of physical cores of a device, ONNX Runtime's default number of threads; 0 if not known."""
     return count_device_cores(device, versions) if is_remote(device) else count_physical_cores()
 
 
 def find_tuned(manifest: Manifest, device: Device) -> SessionSetting | None:
-    """Returns the setting that a bundle was tuned to for the kind of machine that a device is, None without one.
+    """Returns the tuned setting of a bundle for a device's kind of machine, None if there is none.
 
-    A device whose kind is not known has the setting that was found on that very device.
+    If the kind is not known, it is the setting that was found on that very device.
     """
     kind, address = find_class(device), address_of(device)
     return next(
@@ -109,13 +110,13 @@ def find_tuned(manifest: Manifest, device: Device) -> SessionSetting | None:
 
 
 def set_job(job: Job, setting: SessionSetting) -> Job:
-    """Returns a job with a session as a setting says, beside what its target asks for."""
+    """Returns a job whose session has a tuned setting in addition to what its target asks for."""
     asked = job.target.session
     session = msgspec.structs.replace(
         asked,
         config={**asked.config, **setting.config},
         provider_options={**asked.provider_options, **setting.provider_options},
-        # A device of one of these systems passes the options of that system, and the setting was chosen for it.
+        # Devices of these systems pass the system's own options, so the tuned ones must be added there too.
         platforms={
             name: msgspec.structs.replace(own, provider_options={**own.provider_options, **setting.provider_options})
             for name, own in asked.platforms.items()

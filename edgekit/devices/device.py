@@ -1,4 +1,4 @@
-"""What a device is: it gets a model and samples, and gives back tensors, times and the placement of the nodes."""
+"""The interface of a device: it gets a model and samples, and returns outputs, times and the placement of the nodes."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,14 +14,14 @@ from edgekit.model.tensors import Tensors, TensorSpec
 from edgekit.target import Precision, Target
 
 LEAST_SAMPLES = 4
-"""How many samples a device runs in any case, however slow it is."""
+"""The number of samples that even a slow device runs, whatever its time budget."""
 
 
 class Queue(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests that come at random, `rate_per_s` of them on average, and are run together, `most` at once.
+    """Requests that arrive at random, `rate_per_s` on average, and are run in batches of at most `most`.
 
-    A batch begins when it is full, or when its oldest request has waited for `wait_ms`; None waits until it is full.
-    `rows` are the inputs of which a request brings a row.
+    A batch starts when it is full, or when its oldest request has waited for `wait_ms`; with None it always waits until
+    it is full. `rows` names the inputs that have a batch axis: each request adds one row to them.
     """
 
     rate_per_s: float
@@ -31,15 +31,16 @@ class Queue(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How samples are run; edgekit and the program that runs the model read these fields in the same way.
+    """How samples are run; both edgekit and the program that runs the model read these fields.
 
     After `budget_s` seconds of running samples the program may stop, once it has run `least_samples` of them. It runs
-    each sample `repeat` times, with a time for each run, `concurrency` at once in one session; with `io_binding`
-    outputs are written where those of the run before lie. `threads` of 0 lets ONNX Runtime choose, and so do
-    `inter_threads`, which run nodes side by side where a session is `parallel`. Without `arena` memory is asked of the
-    system each time, without `memory_pattern` no block is planned for all of a run. `level` is how far the session
-    optimises the graph. With `trace` ONNX Runtime's profiler watches every run. With a `queue` the runs of a sample are
-    requests that come at random; the runner in Python alone can do that.
+    each sample `repeat` times, and reports a time for each run; `concurrency` runs are made at once in one session.
+    With `io_binding`, outputs are written into the buffers of the preceding run. `threads` is the number of intra-op
+    threads, 0 if ONNX Runtime chooses; `inter_threads` that of inter-op threads, which run nodes concurrently in a
+    session that is `parallel` (`ORT_PARALLEL`). Without `arena`, each allocation goes to the system; without
+    `memory_pattern`, no single block is planned for the tensors of a run. `level` is the graph optimisation level of
+    the session. With `trace`, ONNX Runtime's profiler records every run. With a `queue`, the runs of a sample are
+    requests that arrive at random; only the runner in Python supports this.
     """
 
     budget_s: float = 20.0
@@ -60,15 +61,16 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
 class Job(RunOptions, frozen=True, kw_only=True):
     """A model file and how an app would open it on the target.
 
-    `precision` is what the model was built for: it tells emulated arithmetic how the target computes a float graph.
-    `outputs` is what the model gives; anything else that comes back is refused. `check` is the predicted placement,
-    which emulated arithmetic needs in order to know what the provider takes. `samples` are the inputs to run, in order.
-    `custom_ops` are libraries of this machine's kind, which only the host can load. `digests_hold` says that the file
-    was just compared with the digest of its bundle: optimisations that were saved in a file are replayed only then.
-    `chosen` are keys of provider options that were chosen for this very device, which takes them as they are, where it
-    would set others by itself. `answered` is called with the outputs of each sample as soon as they are there, because
-    later samples may be made from them. Then all samples run in one session, there may be fewer of them than `samples`
-    counts, and none is read before it is sent.
+    `precision` is what the model was built for: the emulated device needs it to know how the target computes a float
+    graph. `outputs` describes the outputs of the model; anything else that comes back is refused. `check` is the
+    predicted placement, from which the emulated device learns which nodes the provider takes. `samples` are the inputs
+    to run, in order. `custom_ops` are libraries of custom operators, built for this machine, which only the host can
+    load. `digests_hold` says that the file was just compared with the digest in its bundle: only then are optimisations
+    replayed that were saved in an ORT-format file. `chosen` are the keys of provider options that were tuned for this
+    very device: the device keeps them, although it would override others (as `android` does with XNNPACK's threads).
+    `answered` is called with the outputs of each sample as soon as they arrive, because later samples may depend on
+    them, as with the state of a language model. Then all samples run in one session, `samples` may end before its count
+    is reached, and each sample is read only when it is sent.
     """
 
     model: Path
@@ -85,7 +87,7 @@ class Job(RunOptions, frozen=True, kw_only=True):
 
 
 class PlacedNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A node and the provider that a session gave it to."""
+    """A node and the provider to which a session assigned it."""
 
     name: str
     op: str
@@ -94,9 +96,10 @@ class PlacedNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class DeviceState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The temperatures and clocks of a device and the energy that it has used, as far as it tells them.
+    """The temperatures, clocks and used energy of a device, as far as its system reports them.
 
-    Sensors in degrees Celsius, CPUs in kHz, and the counters of processor packages (Linux's powercap) in microjoules.
+    Temperatures by sensor in degrees Celsius, clocks by CPU in kHz, and the energy counters of processor packages
+    (Linux's powercap) in microjoules.
     """
 
     temperatures_c: Mapping[str, float] = {}
@@ -105,22 +108,22 @@ class DeviceState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 Phase = Literal["start", "session", "first run", "all runs"]
-"""What a program has done: started, made the session, run once, run all."""
+"""How far a program has come: started, session made, first run done, all runs done."""
 
 
-# Beyond 2^53 readers of JSON, whose numbers are doubles, do not keep whole numbers exact (RFC 8259, 6).
+# Many JSON readers store numbers as doubles, which hold whole numbers exactly only up to 2^53 (RFC 8259, 6).
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=8.64e7)]
-"""A day is the longest time limit that a device may get, so nothing in a run has taken longer."""
+"""At most a day: that is the longest time limit of a device, so no reported time can be longer."""
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """What a device measured of a run.
+    """What a device measured during a run.
 
-    `latency_ms` has one time a sample, or as many as the job said in `repeat`; `elapsed_ms` how long the runs of a
-    sample took together, where several ran at once. `cpu_features`, and the state before the first and after the last
-    sample, are known from devices with edgekit's runner. `memory` holds the bytes that are resident behind each phase
-    and the most that were until then, empty where the device does not tell.
+    `latency_ms` has `repeat` times for each sample. `elapsed_ms` has the wall-clock time of all runs of a sample, if
+    several ran at once. `cpu_features`, and the state `before` the first and `after` the last sample, come only from
+    devices with edgekit's runner. `memory` holds, for the end of each phase, the resident bytes and their peak until
+    then; it is empty if the device does not report them.
     """
 
     load_ms: Milliseconds
@@ -136,15 +139,15 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 class DeviceRun(Measured, frozen=True, kw_only=True):
     """What came back from a device.
 
-    `outputs` reads from the work folder that the run was given, so it is valid as long as that folder. `placement`
-    lists the nodes of the session as the provider saw them; `placement_source` says who observed it. `failure` is None
-    when every sample ran; otherwise it says in one line what the device did instead, and `outputs` holds what came back
-    until then. `crashed` says that the program of an emulator died, which proves nothing about the device or the
-    model. `notes` tell what was done differently from an app on the target, a line each. `stopped_early` says
-    that the time was over before the last sample; what came back is whole. `log` holds the last words of a run that
-    failed, as the device's program said them, without what could steer a terminal. `waited_ms` is how long the device
-    was waited for where the run was recorded elsewhere, else 0. `trace` is the file of the profiler in the work folder,
-    as it came back: nobody has read it yet; `npu_trace` is that of an NPU's own profiler, likewise.
+    `outputs` reads from the work folder of the run, so it is valid only as long as that folder exists. `placement`
+    lists the nodes of the session with their providers; `placement_source` says where it was observed. `failure` is
+    None if every sample ran; otherwise it says in one line what went wrong, and `outputs` holds the outputs received
+    before. `crashed` says that the program of an emulator died, which proves nothing about the device or the model.
+    `notes` say, a line each, what was done differently from an app on the target. `stopped_early` says that the time
+    budget ended before the last sample; the outputs so far are complete. `log` holds the last output of the device's
+    program if the run failed, without control characters for terminals. `waited_ms` is how long the device took to
+    answer if the run was recorded elsewhere, else 0. `trace` is the profiler's file in the work folder, unchecked as it
+    came from the device; `npu_trace` is the file of an NPU's own profiler, also unchecked.
     """
 
     device: str
@@ -164,10 +167,10 @@ class DeviceRun(Measured, frozen=True, kw_only=True):
 
 
 class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A device, and whether it can run here: `reason` and `command` are those of `Missing`, else empty.
+    """A device, and whether it can run here; if not, `reason` and `command` are those of `Missing`.
 
-    A device that can run only some of its providers is available, and `reason` tells why it cannot run another one.
-    `versions` are those of what runs models in it, ONNX Runtime's first.
+    A device that can run only some of its providers is available, and `reason` says why it cannot run another one.
+    `versions` are those of the software that runs models on it, ONNX Runtime's first.
     """
 
     name: str
@@ -179,14 +182,14 @@ class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Missing(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a device cannot be used here, and the command that changes it (None where nothing on this machine can)."""
+    """Why a device cannot be used here, and the command that fixes it (None if nothing on this machine can)."""
 
     reason: str
     command: str | None
 
 
 class SkippedDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """A device that did not run, why, and the command that installs it (None where nothing on this machine can)."""
+    """A device that did not run, why, and the command that installs it (None if nothing on this machine can)."""
 
     device: str
     reason: str
@@ -217,8 +220,8 @@ class Device(Protocol):
         """Runs every sample of a job; files go into the empty folder `work`.
 
         Raises:
-            DeviceError: the device is not there. A device that refuses the model or dies is no error but a
-                `DeviceRun` with a `failure`.
+            DeviceError: the device is not there. If it refuses the model or dies, nothing is raised: the `DeviceRun`
+                has a `failure`.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The table of devices: each is found by its name, says what it lacks, and is installed."""
+"""The table of devices: finds a device by its name, says what it lacks, and installs it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -57,7 +57,7 @@ _DEVICES: dict[str, Device] = {
     **provider_devices(),
 }
 
-# Devices by what stands before the colon; the rest is their address.
+# Remote devices by the part of their name before the colon; the rest is the address.
 _REMOTE: dict[str, Callable[[str], Device]] = {
     "adb": lambda serial: AdbDevice(serial=check_serial(serial)),
     "ssh": lambda host: SshDevice(host=check_host(host)),
@@ -65,12 +65,13 @@ _REMOTE: dict[str, Callable[[str], Device]] = {
 
 
 class _Kind(msgspec.Struct, frozen=True, kw_only=True):
-    """What devices of one kind share, by what stands before the colon of their names.
+    """What devices of one kind share; the kind is the part of a device's name before the colon.
 
-    A bare model is opened as one of the `targets`, the first where none was named; a kind without any opens it as the
-    target `cpu`. The devices run targets of `providers` alone, where these are named, and none of `replaced`, for which
-    the device `better` shows more. `find_versions` says what runs models in them. `install` installs them, for phones'
-    libraries beside the `loader`, from what the user names with the `option`.
+    A bare model is opened as one of the `targets`, by default the first; without any, as the target `cpu`. If
+    `providers` is not empty, the devices run only targets of these providers. They never run targets of the `replaced`
+    providers, for which the device `better` proves more. `find_versions` returns the versions of the software that runs
+    models. `install` installs the device; `option` is the option by which the user gives another archive, and `loader`
+    is the loader of a phone's library.
     """
 
     targets: tuple[str, ...] = ()
@@ -118,7 +119,7 @@ def device_names() -> tuple[str, ...]:
 
 
 def find_device(name: str, target: Target) -> Device:
-    """Returns a device that can run a target; whether it can run here, `find_missing` says.
+    """Returns a device for a target; whether it can run on this machine is up to its `find_missing`.
 
     Raises:
         UsageError: there is no such device, or it stands for another provider than the target's.
@@ -136,7 +137,8 @@ def find_device(name: str, target: Target) -> Device:
             f"'{name}' runs {providers}, and target '{target.name}' uses {target.provider}",
             hint=f"devices of this target: {', '.join(_fitting_names(target))}",
         )
-    # What runs the CPU provider proves more for the target `cpu`, whose own provider that is.
+    # For the target `cpu`, whose own provider is the CPU provider, a run in the CPU provider proves more than for
+    # others.
     if isinstance(device, Android):
         return msgspec.structs.replace(device, computes=target.provider == NNAPI)
     if isinstance(device, IosSimulator):
@@ -147,7 +149,7 @@ def find_device(name: str, target: Target) -> Device:
 
 
 def serve_device(name: str) -> tuple[tuple[Device, Target], ...]:
-    """Returns a device once for each target whose provider it serves, with that target.
+    """Returns a device paired with each target whose provider it serves.
 
     Raises:
         UsageError: there is no such device.
@@ -156,26 +158,26 @@ def serve_device(name: str) -> tuple[tuple[Device, Target], ...]:
 
 
 def serve_targets(name: str) -> tuple[Target, ...]:
-    """Returns a target for each provider that a device serves, the one that is meant when none was named first."""
+    """Returns a target for each provider that a device serves, the default one first."""
     if targets := _kind_of(name).targets:
         return tuple(map(load_target, targets))
-    # A provider without a target of its own is held to what the CPU provider takes.
+    # A provider that has no target gets the target `cpu` with its own name as provider.
     row = PROVIDERS.get(name) or PROVIDERS.get(name.partition(":")[0])
     return (cpu_target() if row is None else msgspec.structs.replace(cpu_target(), provider=row.name),)
 
 
 def default_target(name: str) -> Target:
-    """Returns the target that a device, such as `arm64` or `host:cuda`, opens a model as when none was named."""
+    """Returns the target that a device, such as `arm64` or `host:cuda`, uses for a model if the user names none."""
     return serve_targets(name)[0]
 
 
 def cpu_target() -> Target:
-    """Returns the target `cpu` for a float model that is opened with no option at all."""
+    """Returns the target `cpu` for a float model, without any session options."""
     return msgspec.structs.replace(load_target("cpu"), precisions=("fp32",), session=Session())
 
 
 def vary_device(device: Device, settings: Mapping[str, str], target: Target) -> Sequence[Device] | None:
-    """Returns a device as settings want it, or several where they name several CPUs; None where it has no settings.
+    """Returns a device with settings applied, several if they name several CPUs; None if the device takes no settings.
 
     Raises:
         UsageError: there is no such setting or value.
@@ -184,10 +186,10 @@ def vary_device(device: Device, settings: Mapping[str, str], target: Target) -> 
 
 
 def refuse_remote(name: str) -> None:
-    """Refuses a device that is not on this machine: only the user may say whom edgekit contacts, and with which key.
+    """Refuses a device on another machine: only the user, not a bundle, may decide which machines edgekit contacts.
 
     Raises:
-        UsageError: the name is that of a device behind adb or ssh.
+        UsageError: the name is that of a device reached by adb or ssh.
     """
     if name.partition(":")[0] in _REMOTE:
         raise UsageError(
@@ -197,7 +199,7 @@ def refuse_remote(name: str) -> None:
 
 
 def list_devices(target: Target | None = None) -> tuple[DeviceStatus, ...]:
-    """Returns every device (those that can run `target`, where it is given) and whether it can run here."""
+    """Returns the status of every device, or only of those that can run `target`."""
     return tuple(
         _describe_status(name)
         for name in device_names()
@@ -208,14 +210,14 @@ def list_devices(target: Target | None = None) -> tuple[DeviceStatus, ...]:
 def install_device(
     name: str, progress: Progress, *, library: Path | None = None, framework: Path | None = None
 ) -> None:
-    """Installs what a device needs into the user's cache; what is there already is left alone.
+    """Installs what a device needs into the user's cache, unless it is there already.
 
-    `progress` is told each step in words. `library` is ONNX Runtime's archive for `android` in place of the pinned one,
-    `framework` its folder `onnxruntime.xcframework` for `ios-sim`.
+    `progress` gets a line for each step. `library` is ONNX Runtime's archive for `android` in place of the pinned one;
+    `framework` is its folder `onnxruntime.xcframework` for `ios-sim`.
 
     Raises:
-        UsageError: there is no such device, or it comes in another way, which the hint tells.
-        DeviceError: a step of the installation failed; nothing half is left.
+        UsageError: there is no such device, or edgekit does not install it; the hint says how to get it.
+        DeviceError: a step of the installation failed; no half-finished installation is left.
     """
     device, kind = _known_device(name), _kind_of(name)
     for given, owner in ((library, "android"), (framework, IOS_SIMULATOR)):
@@ -265,7 +267,7 @@ def _fits(name: str, target: Target) -> bool:
 
 
 def _providers_of(name: str) -> frozenset[str]:
-    """Returns the providers whose targets a device runs, none for one that runs those of all."""
+    """Returns the providers whose targets a device runs; an empty set means all."""
     device = _DEVICES.get(name)
     if isinstance(device, LocalProvider):
         return frozenset({device.provider})
@@ -273,7 +275,7 @@ def _providers_of(name: str) -> frozenset[str]:
 
 
 def _has_own_line(name: str) -> bool:
-    """Returns True for a device that is listed: its variants, such as `arm64:native`, lack what it lacks."""
+    """Returns True for a device that is listed; variants that need the same, such as `arm64:native`, are not."""
     device = _DEVICES[name]
     return ":" not in name or (isinstance(device, LocalProvider) and not device.hardware)
 

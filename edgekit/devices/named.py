@@ -1,6 +1,6 @@
-"""A device under a name of the user's, with its own time limits and its place in a laboratory.
+"""A device under the name that the user gave it, with its own time limits and its place in a laboratory.
 
-In a laboratory that several people share through Labgrid, the device's place is held while a job runs on it.
+In a laboratory that is shared through Labgrid, the device's place is acquired while a job runs on it.
 """
 
 import contextlib
@@ -27,15 +27,15 @@ _CLIENT = "labgrid-client"
 _CALL_S = 60.0
 _WAIT_S = 3600.0
 _PAUSE_S = 2.0
-# What the client of Labgrid 24 and 26 says, `labgrid/remote/client.py`.
+# Messages of the client of Labgrid 24 and 26 (`labgrid/remote/client.py`).
 _MINE, _TAKEN = "You have already acquired place", "is already acquired by"
 
 
 @contextlib.contextmanager
 def holding_place(place: str, *, wait_s: float = _WAIT_S) -> Generator[None]:
-    """Holds a place of Labgrid, and waits for it as long as somebody else has it.
+    """Acquires a place of Labgrid for the duration of the block; waits if somebody else has it.
 
-    The coordinator is that of `LG_COORDINATOR`, as Labgrid's own client finds it.
+    Labgrid's client finds the coordinator by the environment variable `LG_COORDINATOR`.
 
     Raises:
         DeviceError: there is no client or no coordinator or no such place, or it was not free in time.
@@ -43,13 +43,14 @@ def holding_place(place: str, *, wait_s: float = _WAIT_S) -> Generator[None]:
     program = shutil.which(_CLIENT)
     if program is None:
         raise DeviceError(f"place '{place}' of Labgrid needs {_CLIENT}", hint="pip install labgrid, or pipx")
-    # Under a name of our own: a place that a person holds by hand is not taken for ours.
+    # A user name of edgekit's own, so that a place which the user acquired by hand is not mistaken for edgekit's.
     env = {"LG_USERNAME": f"edgekit-{getpass.getuser()}"}
 
     def ask(what: str) -> Finished:
         return run_process([program, "-p", place, what], timeout_s=_CALL_S, env=env)
 
-    # One process of this machine at a time: a place that is held in our name now was left by one that was killed.
+    # One process of this machine at a time: if the place is acquired in edgekit's name now, a killed process left it
+    # so.
     with one_at_a_time(cache_folder() / "leases" / digest_bytes(f"labgrid:{place}".encode()) / "lock"):
         end = time.monotonic() + wait_s
         while not (done := ask("acquire")).succeeded:
@@ -73,9 +74,9 @@ def _quote(done: Finished) -> str:
 
 
 class NamedDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """A device as `devices.toml` lists it: reports call it `label`; limits of None are those of the job.
+    """A device of `devices.toml`: reports call it `label`; a limit of None leaves that of the job.
 
-    A `place` of Labgrid is held while it runs.
+    A `place` of Labgrid is acquired while it runs.
     """
 
     label: str
@@ -115,7 +116,7 @@ class NamedDevice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def address_of(device: Device) -> str:
-    """Returns what a device is, whatever the user calls it, for example `adb:SERIAL` or `arm64`."""
+    """Returns the address of a device, whatever the user calls it, for example `adb:SERIAL` or `arm64`."""
     return device.device.name if isinstance(device, NamedDevice) else device.name
 
 

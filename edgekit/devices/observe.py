@@ -1,4 +1,4 @@
-"""Asking a real provider where it puts each node of a model, and comparing that with what check predicts."""
+"""Asks a real provider which nodes of a model it takes, and compares that with what `check` predicts."""
 
 import msgspec
 import numpy as np
@@ -25,7 +25,7 @@ from edgekit.target import Target
 
 _WEBGPU = PROVIDERS["webgpu"].name
 
-# The devices that run a provider's own code, by provider, the best first.
+# For each provider, the devices that run its own code, the best first.
 _ORACLES = {
     qnn_sim.PROVIDER: ("qnn-htp-sim",),
     android.NNAPI: ("android", "android:x86_64"),
@@ -35,20 +35,20 @@ _ORACLES = {
     _WEBGPU: ("webgpu",),
 }
 
-# What they take is built, and loaded, with the session.
+# These providers decide when the session is made: no run is needed to observe the placement.
 _PLACED_AT_LOAD = frozenset({android.NNAPI, host.PROVIDER})
 
-# Their sessions fuse and rename what the CPU keeps, or what they took.
+# In sessions of these providers, optimisers fuse and rename nodes, so that they are opened with fewer optimisations.
 _UNFUSED = frozenset({android.XNNPACK, _WEBGPU})
 
 _MAX_SAMPLE_ELEMENTS = 1 << 27
 
 
 class ObservedPlacement(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a session put the nodes that it still had: the provider of each by the name it has in the model.
+    """The provider of each node that is left in a session, by the node's name in the model.
 
-    `reasons` tell why the provider left a node, where it says so. `partitions` counts the pieces that it got, where
-    that is known. `failure` says why no session could be made.
+    `reasons` say why the provider did not take a node, if it says so. `partitions` counts the subgraphs that it got, if
+    known. `failure` says why no session could be made.
     """
 
     providers: dict[str, str]
@@ -61,9 +61,9 @@ class ObservedPlacement(msgspec.Struct, frozen=True, kw_only=True):
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
     """What a real provider did with a model.
 
-    `nodes` counts the nodes of the model that could be found again in the session, `taken` those that the provider
-    took; `not_taken` names the others. `failure` says why no session could be made; then the nodes are those that were
-    placed until then. `notes` tell what was done differently from an app on the target.
+    `nodes` counts the nodes of the model that could be matched with nodes of the session, `taken` those that the
+    provider took; `not_taken` names the others. `failure` says why no session could be made; then only nodes that were
+    placed before the failure count. `notes` say what was done differently from an app on the target.
     """
 
     device: str
@@ -77,21 +77,21 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def refused(self) -> bool:
-        """True if the vendor's own code made no session, which no rule can outweigh."""
+        """True if the vendor's own code could not make a session: that outweighs any prediction."""
         is_own = self.evidence.is_at_least(Evidence.SAME_BINARY) or self.device.startswith("android")
         return self.failure is not None and is_own
 
 
 class NotObserved(msgspec.Struct, frozen=True, kw_only=True):
-    """Why no real provider was asked, with the command that changes it where there is one."""
+    """Why no real provider was asked, and the command that makes it possible, if there is one."""
 
     reason: str
 
 
 def observe_target(model: Model, target: Target) -> Observed | NotObserved:
-    """Returns where the target's real provider puts the nodes of a prepared model, and where the prediction differs.
+    """Returns which nodes of a prepared model the target's real provider takes, and where the prediction differs.
 
-    The model is opened with the CPU allowed to take what the provider leaves, and run once on random numbers.
+    The CPU provider may take the nodes that the provider leaves. The model is run once on random numbers.
 
     Raises:
         TargetError: the target has an option that the provider would ignore or misread.
@@ -115,14 +115,14 @@ def observe_target(model: Model, target: Target) -> Observed | NotObserved:
 
 
 def _only_placing(device: Device) -> Device:
-    """Returns a device that need not compute what NNAPI or Core ML is given."""
+    """Returns a device that only places nodes: it need not compute the networks of NNAPI or Core ML."""
     if isinstance(device, IosSimulator):
         return IosSimulator()
     return msgspec.structs.replace(device, computes=False) if isinstance(device, android.Android) else device
 
 
 def _observe_kernels(model: Model, target: Target) -> Observed:
-    """Returns which nodes compute in integers on the CPU provider, which takes every node that it has a kernel for."""
+    """Returns which nodes the CPU provider computes in integers; it takes every node anyway."""
     report, failure, seen = check_model(model, target), None, dict[str, bool]()
     try:
         seen = find_integer_nodes(model, signed=target.conversion.cpu == "arm")
@@ -147,7 +147,7 @@ def _observe_kernels(model: Model, target: Target) -> Observed:
 
 
 def compare_placement(report: CheckReport, placement: ObservedPlacement, device: Device) -> Observed:
-    """Returns a prediction beside the placement that a device observed, node by node."""
+    """Compares a prediction, node by node, with the placement that a device observed."""
     matched = match_nodes(report, placement.providers)
     return Observed(
         device=device.name,
@@ -168,9 +168,9 @@ def compare_placement(report: CheckReport, placement: ObservedPlacement, device:
 def observe_placement(model: Model, target: Target, device: Device, *, samples: int = 1) -> ObservedPlacement:
     """Returns where the provider of a device puts the nodes of a model, after `samples` runs on random numbers.
 
-    Inputs whose size is not known, or is very large, are not run: the session is made all the same. Nor are NNAPI's and
-    Core ML's run, whose networks need not be computed for this. XNNPACK's and WebGPU's are made without
-    the fusions that would rename nodes.
+    A model with inputs of unknown or very large size is not run, only opened. NNAPI and Core ML are not run either,
+    because they place nodes when the session is made. Sessions of XNNPACK and WebGPU are made without the fusions that
+    would rename nodes.
 
     Raises:
         DeviceError: the device is not there.
@@ -185,7 +185,7 @@ def observe_placement(model: Model, target: Target, device: Device, *, samples: 
     providers = {node.name: node.provider for node in run.placement}
     names = {node.name: node.op_type for node in read_graph(model).nodes}
     seen = name_as_model(providers, names)
-    # A session that was made has a load time, even if the run on random numbers failed then.
+    # The load time is set once the session is made, even if the run on random numbers fails afterwards.
     opened = run.load_ms > 0
     notes = run.notes
     if opened and run.failure:
@@ -198,7 +198,7 @@ def observe_placement(model: Model, target: Target, device: Device, *, samples: 
 
 
 def describe_job(model: Model, target: Target, *, samples: int) -> Job:
-    """Returns the job of a model as a target opens it, run on that many samples of random numbers."""
+    """Returns the job that opens a model as on a target, and runs it on that many samples of random numbers."""
     return Job(
         model=model.path,
         target=target,
@@ -210,9 +210,9 @@ def describe_job(model: Model, target: Target, *, samples: int) -> Job:
 
 
 def draw_samples(model: Model, count: int) -> Samples:
-    """Returns `count` samples of random numbers for a model, always the same; none where an input has no fixed size.
+    """Returns `count` samples of random numbers for a model, always the same; none if an input has no fixed size.
 
-    Whole numbers are 0 or 1, which are valid as an index almost everywhere.
+    Integers are 0 or 1, which are valid indices almost everywhere.
     """
     fits = all(
         spec.is_static

@@ -1,4 +1,4 @@
-"""What ONNX Runtime's Core ML provider writes for a model: packages for Xcode, and a cache for an app to ship."""
+"""Writes what ONNX Runtime's Core ML provider makes of a model: packages for Xcode, and a cache for apps to ship."""
 
 import re
 from collections import Counter
@@ -22,15 +22,15 @@ from edgekit.target import Target
 CACHE = "coreml_cache"
 """The folder of the cache."""
 
-# Each brought a version of Core ML, by which the provider decides; what came later is like the last (ORT's
+# The iOS releases whose Core ML version makes a difference to the provider; it treats later ones like the last (ORT's
 # coreml/model/host_utils.h).
 _RELEASES = (15, 16, 17, 18)
 
 
 class CoreMlPackage(msgspec.Struct, frozen=True, kw_only=True):
-    """A model of Core ML, one for each partition: `name` is its folder, or its file in the NeuralNetwork format.
+    """The Core ML model of one partition: `name` is its folder (`.mlpackage`), or its file in the NeuralNetwork format.
 
-    `operations` counts those of an ML Program by their names in MIL, constants aside.
+    `operations` counts the operations of an ML Program by their names in MIL, without constants.
     """
 
     name: str
@@ -39,10 +39,10 @@ class CoreMlPackage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CoreMlCache(msgspec.Struct, frozen=True, kw_only=True):
-    """What the provider finds where an app names the folder as its `ModelCacheDirectory`.
+    """A folder that an app passes to the provider as `ModelCacheDirectory`.
 
-    `key` is the model's `COREML_CACHE_KEY`, after which the provider looks. `releases` of iOS were asked, and make the
-    same partitions.
+    `key` is the model's `COREML_CACHE_KEY`, by which the provider finds it. `releases` are the iOS releases that were
+    checked to make the same partitions.
     """
 
     folder: str
@@ -59,14 +59,14 @@ class CoreMlFiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_coreml(model: Model, target: Target, out: Path, *, packages: bool, cache: bool) -> CoreMlFiles:
-    """Writes what the Core ML provider makes of a model into the folder `out`: the provider itself, in `ios-sim`.
+    """Writes what the Core ML provider, run in `ios-sim`, makes of a model into the folder `out`.
 
-    A cache serves an app on every release of iOS from the target's on: the provider takes what it finds under a
-    partition's number, whatever that partition holds.
+    A cache must fit every iOS release from the target's on, because the provider loads whatever it finds under a
+    partition's number, without a check of its content.
 
     Raises:
-        DeviceError: `ios-sim` is not installed, the provider refuses the model or takes nothing of it, or releases of
-            iOS make other partitions of it and a cache is wanted.
+        DeviceError: `ios-sim` is not installed, the provider refuses the model or takes none of its nodes, or a cache
+            is wanted and iOS releases make different partitions.
         OutputError: the folder cannot be written.
     """
     oldest = int(target.settings["ios"])
@@ -83,13 +83,13 @@ def write_coreml(model: Model, target: Target, out: Path, *, packages: bool, cac
 
 
 def match_operations(job: Job) -> dict[str, tuple[Operation, ...]]:
-    """Returns the operations of ML Programs that the Core ML provider makes of each node of a job's model, by its name.
+    """Returns the ML Program operations that the Core ML provider makes of each node, by the node's name.
 
-    The provider writes node by node and keeps the names of tensors, but for letters that MIL does not know. A node that
-    ONNX Runtime joined with another, or that the provider left to the CPU, has none.
+    The provider writes node by node and keeps the names of tensors, with characters replaced that MIL does not allow. A
+    node that ONNX Runtime fused into another, or that the provider left to the CPU, has no operations.
 
     Raises:
-        DeviceError: `ios-sim` is not installed, or the provider refuses the model or takes nothing of it.
+        DeviceError: `ios-sim` is not installed, or the provider refuses the model or takes none of its nodes.
         ValueError: what it wrote is no ML Program.
     """
     job = msgspec.structs.replace(job, samples=select_samples(job.samples, ()))
@@ -122,11 +122,11 @@ def _name_in_mil(name: str) -> str:
 
 
 def _ask_provider(job: Job, folder: Path) -> tuple[Path, ...]:
-    """Returns what the provider writes into a folder, in the order of the partitions."""
+    """Returns the models that the provider writes into a folder, in the order of the partitions."""
     folder.mkdir()
     with work_folder() as work:
         run = IosSimulator(cache=folder).run_job(job, work)
-    # A session that was made has a load time.
+    # Without a load time, no session was made.
     if run.load_ms <= 0:
         raise DeviceError(
             f"the Core ML provider refuses '{job.model.stem}': {run.failure}", hint="edgekit check --observe"
@@ -164,7 +164,7 @@ def _require_alike(model: Model, target: Target, releases: Sequence[int], first:
 
 
 def _outline(partition: Path) -> object:
-    """Returns what must be the same for one program to stand for another: operations differ between releases."""
+    """Returns what two partitions must have in common to be interchangeable: inputs and outputs, not operations."""
     if partition.is_file():
         return digest_file(partition)
     program = read_package(partition)
@@ -185,7 +185,7 @@ def _write_package(partition: Path, to: Path) -> CoreMlPackage:
 
 
 def _list_files(partition: Path) -> Iterator[Path]:
-    """Yields the files of a package; what the provider put aside while it wrote does not belong to it."""
+    """Yields the files of a package, without the provider's temporary files (`tmp`)."""
     if partition.is_file():
         yield partition
         return
@@ -195,7 +195,7 @@ def _list_files(partition: Path) -> Iterator[Path]:
 
 
 def _copy(partition: Path, to: Path) -> int:
-    """Copies a package, or a file, and returns its bytes."""
+    """Copies a package, or a file, and returns its size in bytes."""
     total = 0
     for path in _list_files(partition):
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Runs several devices at the same time: results keep their order, and this machine is not overloaded."""
+"""Runs several devices at the same time, without overloading this machine; results keep the order of the devices."""
 
 import contextlib
 import functools
@@ -20,23 +20,23 @@ _Item = TypeVar("_Item")
 _T = TypeVar("_T")
 
 MEMORY_A_RUN = 3 << 29
-"""What a run on this machine may need: an emulator, a model and its tensors."""
+"""The memory that a run on this machine may need, for an emulator, a model and its tensors."""
 
 _MEMORY = Path("/proc/meminfo")
-# One lock for the process: two devices that are this machine would slow each other down while they are timed.
+# Two devices that compute on this machine would slow each other down while they are timed.
 _ALONE = Lock()
 
 
 def run_each(devices: Sequence[Device], run: Callable[[Device], _T], *, timed: bool = False) -> tuple[_T, ...]:
     """Runs something on every device at the same time, and returns the results in the order of the devices.
 
-    Devices that are this machine share its cores and its memory, so that only a few of them run at once; one at a time
-    where the result is a time (`timed`). The same device, named twice, runs once after the other. When one run raises,
-    or the caller is interrupted, all the others are ended.
+    Devices on this machine share its cores and memory, so that only a few of them run at once, or one at a time if the
+    result is a time (`timed`). Runs on one remote device that is named twice follow each other. If a run raises, or the
+    caller is interrupted, all others are ended.
     """
     lanes: dict[str, list[int]] = {}
     for index, device in enumerate(devices):
-        # Two names of one phone are one lane: its runs would otherwise share its cores and its files.
+        # Two names of the same phone share a lane, so that its runs do not compete for its cores and files.
         lanes.setdefault(address_of(device) if is_remote(device) else str(index), []).append(index)
     results: dict[int, _T] = {}
 
@@ -49,10 +49,9 @@ def run_each(devices: Sequence[Device], run: Callable[[Device], _T], *, timed: b
 
 
 def run_together(calls: Sequence[Callable[[], _T]], *, at_once: int | None = None) -> tuple[_T, ...]:
-    """Makes calls in threads, and returns what they return in their order.
+    """Makes calls in threads, and returns their results in order.
 
-    When one raises, or the caller is interrupted, the child processes of all are ended, and those that wait are not
-    made.
+    If one raises, or the caller is interrupted, the child processes of all are ended, and waiting calls are not made.
     """
     with ThreadPoolExecutor(max_workers=max(1, at_once or len(calls))) as pool:
         futures = [pool.submit(call) for call in calls]
@@ -62,10 +61,10 @@ def run_together(calls: Sequence[Callable[[], _T]], *, at_once: int | None = Non
 
 @contextlib.contextmanager
 def running_behind(call: Callable[[_Item], _T], at_once: int, more: int) -> Generator[Callable[[_Item], Future[_T]]]:
-    """Yields what makes a call for an item in a thread while the block goes on; that ends when all have returned.
+    """Yields a function that starts a call for an item in the background; the block ends when all calls have returned.
 
-    So many calls are made at once beside the block, and `more` when it has ended, in the order of the items. When one
-    raises, or the block does, the child processes of all are ended, and calls that wait are not made.
+    While the block runs, `at_once` calls run at a time; once it has ended, `more` further ones do, in the order of the
+    items. If a call or the block raises, the child processes of all are ended, and waiting calls are not made.
     """
     futures, waiting = list[Future[_T]](), deque[tuple[Future[_T], _Item]]()
 
@@ -96,14 +95,14 @@ def running_behind(call: Callable[[_Item], _T], at_once: int, more: int) -> Gene
 def _complete(future: Future[_T], call: Callable[[], _T]) -> None:
     try:
         future.set_result(call())
-    except BaseException as error:  # noqa: BLE001 - it is raised again by who asks for the result
+    except BaseException as error:  # noqa: BLE001 - raised again where the result is asked for
         future.set_exception(error)
 
 
 def count_slots(cores: int, free_bytes: int | None) -> int:
-    """Returns how many runs this machine bears at once, from its cores and its free memory (None: unknown).
+    """Returns how many runs this machine can do at once, by its cores and its free memory (None: unknown).
 
-    Two to a core: programs start and models load while others compute.
+    Two per core, because programs start and models load while others compute.
     """
     by_memory = cores if free_bytes is None else free_bytes // MEMORY_A_RUN
     return max(1, min(2 * cores, by_memory))
@@ -111,7 +110,7 @@ def count_slots(cores: int, free_bytes: int | None) -> int:
 
 def _take_turn(device: Device, run: Callable[[Device], _T], *, timed: bool) -> _T:
     if is_remote(device):
-        # Another process of this machine, or another thread, may be at the same phone; the system drops the lock of one
+        # Another process or thread of this machine may use the same phone; the system releases the lock of a process
         # that dies.
         with one_at_a_time(cache_folder() / "leases" / digest_bytes(address_of(device).encode()) / "lock"):
             return run(device)
@@ -120,7 +119,7 @@ def _take_turn(device: Device, run: Callable[[Device], _T], *, timed: bool) -> _
 
 
 def _finish(futures: Sequence[Future[_T]]) -> None:
-    """Waits for all, and raises what the first one raised; what still runs then is ended."""
+    """Waits for all; if one raises, ends those that still run and raises its exception."""
     try:
         for future in wait(futures, return_when=FIRST_EXCEPTION).done:
             future.result()
@@ -132,7 +131,7 @@ def _finish(futures: Sequence[Future[_T]]) -> None:
 def _end(futures: Sequence[Future[_T]]) -> None:
     for future in futures:
         future.cancel()
-    # Again and again: a thread may start its child just after the others' were ended.
+    # Repeatedly, because a thread may start its child just after the children of the others were ended.
     while wait(futures, timeout=0.1).not_done:
         end_children()
 

@@ -1,4 +1,4 @@
-"""Finds the nodes of a session in its model: by name, by what an optimiser made of them, or by their absence."""
+"""Matches nodes of a session with nodes of the model: by name, by what optimisers made of them, or by their absence."""
 
 import re
 from collections import Counter
@@ -12,13 +12,13 @@ from edgekit.graph.graph import read_graph
 from edgekit.model.model import Model
 from edgekit.target import Target
 
-# What ONNX Runtime's layout change adds to the name of a node that it makes anew.
+# The suffix that ONNX Runtime's layout transformation adds to the names of nodes that it recreates.
 _TOKEN = re.compile(r"_token_\d+$")
 
-# What XNNPACK fuses into the operator before, and never takes alone; so do optimisers of the CPU.
+# Activations that XNNPACK fuses into the preceding operator and never takes alone; optimisers of the CPU fuse them too.
 _FUSED = frozenset({"Clip", "Relu"})
 
-# What XNNPACK has kernels for (onnxruntime/core/providers/xnnpack/xnnpack_execution_provider.cc).
+# Operators for which XNNPACK has kernels (onnxruntime/core/providers/xnnpack/xnnpack_execution_provider.cc).
 _XNNPACK_OPS = _FUSED | {"AveragePool", "Conv", "ConvTranspose", "Gemm", "MatMul", "MaxPool", "Resize", "Softmax"}
 
 FAMILIES: Mapping[str, str] = {
@@ -28,31 +28,31 @@ FAMILIES: Mapping[str, str] = {
     "QLinearMatMul": "MatMul", "MatMulInteger": "MatMul", "MatMulIntegerToFloat": "MatMul",
     "DynamicQuantizeMatMul": "MatMul",
 }  # fmt: skip
-"""Operators that do a model's work, by what ONNX Runtime's optimisers turn into one another on the CPU."""
+"""Heavy operators by family; on the CPU, ONNX Runtime's optimisers replace an operator by others of its family."""
 
 
 def name_as_model(providers: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
-    """Returns providers by the names that nodes have in the model, without what a change of the layout adds."""
+    """Returns providers by the names of nodes in the model, without the suffix of the layout transformation."""
     added = {_TOKEN.sub("", name): provider for name, provider in providers.items() if name not in names}
-    # Exact names win over those that only match without the suffix.
+    # An exact name takes precedence over one that matches only without the suffix.
     return added | dict(providers)
 
 
 def match_nodes(report: CheckReport, providers: Mapping[str, str]) -> tuple[tuple[CheckedNode, bool], ...]:
-    """Returns the checked nodes that a session still had, each with whether a provider other than the CPU took it.
+    """Returns the checked nodes that are still in a session, each with whether a provider other than the CPU took it.
 
-    What belongs to the unit of an operator is where that operator is: a change of the layout makes its Q and DQ anew,
-    and may give their names to others.
+    Nodes of a quantized unit count as placed where the unit's operator is, because the layout transformation recreates
+    Q and DQ nodes and may give their names to others.
     """
     places = ((node, providers.get(node.unit or node.name)) for node in report.node_list)
     return tuple((node, place != CPU_PROVIDER) for node, place in places if place is not None)
 
 
 def goes_unnamed(node: CheckedNode, target: Target) -> bool:
-    """Returns True for a float node that XNNPACK takes alone, which a session does not name.
+    """Returns True for a float node that XNNPACK takes by itself: the session does not list such nodes.
 
-    What runs on the CPU has a name there, and so have QDQ groups and what an activation is fused into (ONNX Runtime
-    1.29 for Android, run).
+    A session does list nodes on the CPU, QDQ groups, and operators with a fused activation (observed with ONNX Runtime
+    1.29 for Android).
     """
     return target.provider == XNNPACK and node.taken and not node.integers and not node.is_quantizer
 
@@ -60,9 +60,9 @@ def goes_unnamed(node: CheckedNode, target: Target) -> bool:
 def add_unnamed(model: Model, providers: Mapping[str, str]) -> dict[str, str]:
     """Returns the place of every node of a model on XNNPACK, from a session without fusions: see `goes_unnamed`.
 
-    Of what is on neither side only XNNPACK's own operators can be there; all else was cancelled, made anew, or written
-    as other operators, as a HardSwish is that has no kernel. What the session has and the model has not, such as a
-    Transpose that the layout needs, is left out.
+    A node that the session does not list can be on XNNPACK only if it is one of XNNPACK's operators. Any other unlisted
+    node was removed, recreated, or decomposed, as a HardSwish without a kernel is. Nodes of the session that the model
+    lacks, such as a Transpose for the layout, are left out.
     """
     return {
         node.name: providers.get(node.name, XNNPACK)
@@ -72,13 +72,13 @@ def add_unnamed(model: Model, providers: Mapping[str, str]) -> dict[str, str]:
 
 
 def count_nodes(run: DeviceRun, job: Job) -> dict[str, int]:
-    """Returns how many nodes each provider took, by its name: those that the session lists, and those it cannot name.
+    """Returns how many nodes each provider took: those that the session lists, and those that go unnamed.
 
-    A node that goes unnamed counts where it was predicted taken and neither its name nor a node of the CPU that it may
-    have become is listed.
+    An unnamed node counts if it was predicted taken, and if neither its name nor a CPU node that it may have become is
+    listed.
     """
     counts = Counter(node.provider for node in run.placement)
-    # An empty list is no list: then nothing was observed.
+    # An empty placement means that nothing was observed.
     if counts and run.placement_source == "session":
         lost = {node.name for node in find_lost(run, job.check)}
         listed = _read_places(run, job.check)
@@ -88,7 +88,7 @@ def count_nodes(run: DeviceRun, job: Job) -> dict[str, int]:
 
 
 def find_lost(run: DeviceRun, check: CheckReport) -> list[CheckedNode]:
-    """Returns the nodes that were predicted taken and are listed as the CPU's, those that an optimiser renamed too."""
+    """Returns the nodes that were predicted taken but ran on the CPU, also those that an optimiser renamed."""
     places = _read_places(run, check)
     taken = [node for node in check.node_list if node.taken and not node.is_quantizer]
     lost = [node for node in taken if places.get(node.name) == CPU_PROVIDER]

@@ -1,8 +1,8 @@
-"""A run as a file: recorded where the device is, judged where the bundle is.
+"""A run in a file: recorded on a machine with the device, judged on a machine with the bundle.
 
-The first line holds the signature of the rest, if there is one, and the second a `Claim`. Then follow the outputs, one
-`.tensors` message for each sample (`edgekit.devices.process.exchange`), and behind them those of the turns of a model
-with state. Nothing in the file is believed before it has been checked against the bundle.
+The first line holds the signature of the rest, if any, and the second a `Claim`. Then come the outputs, one `.tensors`
+message for each sample (`edgekit.devices.process.exchange`), and after them those of the turns of a stateful model,
+whose inputs depend on earlier outputs. Nothing in the file is trusted before it has been checked against the bundle.
 """
 
 import hashlib
@@ -39,10 +39,10 @@ _Line = Annotated[str, msgspec.Meta(max_length=2000)]
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a file says of a run. The digests are of the bundle, the model file, the inputs and the outputs.
+    """What a file claims about a run, with the digests of the bundle, the model file, the inputs and the outputs.
 
-    `samples` is how many outputs follow, `waited_ms` how long the device was waited for; the others are those of
-    `DeviceRun`. Behind the outputs follow so many `turns`, what a session gave that was asked step by step.
+    `samples` is the number of outputs that follow, `waited_ms` how long the device took to answer; the other fields are
+    those of `DeviceRun`. After these outputs follow those of `turns` steps of a session that was asked step by step.
     """
 
     bundle_sha256: _Sha256
@@ -74,9 +74,9 @@ class _Head(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Recording(msgspec.Struct, kw_only=True):
-    """A device whose first run is written into the file `path`, signed with `key` where there is one.
+    """A device whose first run is written into the file `path`, signed with `key` if it is given.
 
-    The first that is asked step by step is added to it.
+    The first run that is asked step by step (`Job.answered`) is added to the file.
     """
 
     device: Device
@@ -100,12 +100,12 @@ class Recording(msgspec.Struct, kw_only=True):
         return self.device.find_missing()
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:
-        """Runs a job on the device, and records the first, and the first whose samples are turns.
+        """Runs a job on the device, and records the first run and the first run whose samples are turns.
 
         Raises:
             DeviceError: the device is not there.
             OutputError: the file cannot be written.
-            UsageError: the key is none to sign with.
+            UsageError: the key cannot be used to sign.
         """
         begun = time.monotonic()
         run = self.device.run_job(job, work)
@@ -124,7 +124,7 @@ class Recording(msgspec.Struct, kw_only=True):
 
 
 class Recorded(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that was made elsewhere, in the place of the device that made it; nothing else can be asked of it.
+    """A recorded run in the role of the device that made it; it can answer only the recorded job.
 
     `voucher` says who signed it.
     """
@@ -136,23 +136,24 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The device that it names."""
+        """The name of the device that made the run."""
         return self.claim.device
 
     @property
     def evidence(self) -> Evidence:
-        """How good the word of that device is; the file may lie."""
+        """How much a run on that device proves, as the file claims."""
         return self.claim.evidence
 
     def find_missing(self) -> Missing | None:
-        """Returns None: it is all there."""
+        """Returns None: a file needs nothing else."""
         return None
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:
-        """Returns the run, if it is one of this job.
+        """Returns the run, if it is a run of this job.
 
         Raises:
-            DeviceError: it is of another bundle, file or samples, or the outputs are not those that it speaks of.
+            DeviceError: it is a run of another bundle, model file or samples, or the outputs do not have the claimed
+                digest.
         """
         for reason in self._find_other(job):
             raise self._explain(reason)
@@ -176,14 +177,15 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _find_other(self, job: Job) -> Iterator[str]:
-        """Yields why the run is not one of a job."""
+        """Yields the reasons why the run is not a run of a job."""
         claim = self.claim
         if claim.bundle_sha256 != self.bundle_sha256:
             yield "is of another bundle, or of another build of it"
         if claim.model_sha256 != digest_file(job.model):
             yield "is of another model file than is judged here"
         if job.answered is not None:
-            # What goes in follows from what came out, and from samples that were compared for the first run.
+            # No digest of inputs is needed: they follow from the outputs, and from the samples that were compared for
+            # the first run.
             if claim.turns != job.samples.count:
                 yield f"holds {claim.turns} of {job.samples.count} steps with the state that the device had itself"
             return
@@ -238,7 +240,7 @@ def open_recorded(path: Path, bundle_sha256: str, key: Path | None = None) -> Re
 
 
 def is_recorded(device: Device) -> bool:
-    """Returns True for a run that was made elsewhere, of which nothing more can be asked."""
+    """Returns True for a recorded run, which can answer nothing else."""
     return isinstance(device, Recorded)
 
 
@@ -281,5 +283,5 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def _take_lines(file: IO[bytes]) -> tuple[bytes, bytes]:
-    """Returns the first two lines of a file, up to what they may hold."""
+    """Returns the first two lines of a file, up to their maximum lengths."""
     return file.readline(_MAX_SEAL_BYTES), file.readline(MAX_RESULT_BYTES)

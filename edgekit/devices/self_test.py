@@ -1,4 +1,4 @@
-"""Whether a device can be believed: a model whose outputs are known without it, and models on which it must say no."""
+"""Tests whether a device can be trusted, with a model whose outputs are known, and with models that must fail."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,14 +20,14 @@ from edgekit.progress import Progress, say_nothing
 from edgekit.target import Target
 
 TOLERANCE = 5e-3
-"""How far a half-precision convolution of these sizes may lie from the exact one, as a share of the largest output."""
+"""The largest error of a half-precision convolution of these sizes, as a share of the largest output."""
 
 _SHAPE = (1, 4, 8, 8)
 _SAMPLES = 3
 
 
 class SelfCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that was tried, whether it went as it must, and what was seen."""
+    """One check: its name, whether it passed, and what was observed."""
 
     name: str
     passed: bool
@@ -35,7 +35,7 @@ class SelfCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SelfTest(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether a device does what it must with models whose outputs are known; `skipped` says why it was not tried."""
+    """The result of a device's self-test; `skipped` says why it, or one of its providers, was not tried."""
 
     device: str
     evidence: Evidence
@@ -46,16 +46,19 @@ class SelfTest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def passed(self) -> bool:
-        """True if every provider of the device was tried, and everything went as it must."""
+        """True if every provider of the device was tried, and every check passed."""
         return bool(self.checks) and self.skipped is None and all(check.passed for check in self.checks)
 
 
 def try_device(served: Sequence[tuple[Device, Target]], progress: Progress | None = None) -> SelfTest:
-    """Returns what a device makes of a small convolution, of the same one altered, and of a model that nobody can run.
+    """Runs a small convolution, the same with an altered weight, and a model that no device can run.
 
-    `served` holds the device once for each target whose provider it runs: each is tried, and what one lacks is said.
-    The expected outputs are numpy's, not ONNX Runtime's. The last two are the negative control: a device that gives the
-    known outputs for the altered model, or anything for the impossible one, does not run what it is given.
+    Judges the results.
+
+    `served` holds the device once for each target whose provider it runs: each is tried, and what a provider lacks is
+    reported. The expected outputs come from numpy, not from ONNX Runtime. The last two models are negative controls: a
+    device that returns the known outputs for the altered model, or any outputs for the impossible one, does not run the
+    model that it is given.
     """
     tell = progress or say_nothing
     test = SelfTest(device=served[0][0].name, evidence=served[0][0].evidence)
@@ -126,7 +129,7 @@ def _judge_outputs(run: DeviceRun, device: Device, target: Target) -> Iterator[S
 def _judge_altered(run: DeviceRun, _device: Device, _target: Target) -> Iterator[SelfCheck]:
     error = _error(run) if run.failure is None else 0.0
     detail = run.failure or f"largest error {error:.2g} of the range"
-    # Ten times what rounding can do: the control must fail for what was altered, not for precision.
+    # Ten times what rounding can cause: the difference must come from the altered weight, not from precision.
     yield SelfCheck(name="an altered weight is noticed", passed=error > 10 * TOLERANCE, detail=detail)
 
 
@@ -137,7 +140,7 @@ def _judge_impossible(run: DeviceRun, _device: Device, _target: Target) -> Itera
 
 
 def _error(run: DeviceRun) -> float:
-    """Returns the largest distance from the known outputs over their largest value, infinite where some are missing."""
+    """Returns the largest error relative to the largest known output, infinity if outputs are missing or not finite."""
     wanted = [_convolve(row["x"]) for row in _rows()]
     got = [row["y"] for row in run.outputs]
     if len(got) != len(wanted) or not all(np.isfinite(value).all() for value in got):
@@ -147,7 +150,7 @@ def _error(run: DeviceRun) -> float:
 
 
 def _weights() -> Array:
-    """Returns multiples of 1/8, which every precision holds exactly."""
+    """Returns multiples of 1/8, which are exact in every precision."""
     return np.random.default_rng(1).integers(-8, 9, (4, 4, 3, 3)).astype(np.float32) / 8
 
 
@@ -176,7 +179,7 @@ def _altered_model() -> onnx.ModelProto:
 
 def _impossible_model() -> onnx.ModelProto:
     proto = _make_model(_weights())
-    # The checker lets an operator of an unknown domain pass: the refusal must be the device's own.
+    # ONNX's checker accepts operators of an unknown domain, so that the device itself must refuse the model.
     proto.graph.node[1].domain = "edgekit.nowhere"
     proto.opset_import.append(helper.make_opsetid("edgekit.nowhere", 1))
     return proto
@@ -193,7 +196,7 @@ def _make_model(weights: Array) -> onnx.ModelProto:
         [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, _SHAPE)],
         [numpy_helper.from_array(weights, "w")],
     )
-    # Old enough for every ONNX Runtime that a device may have: 1.16 reads IR 9 and opset 19 at most.
+    # Old versions, for every ONNX Runtime that a device may have: 1.16 reads at most IR 9 and opset 19.
     return helper.make_model(graph, ir_version=9, opset_imports=[helper.make_opsetid("", 17)])
 
 
