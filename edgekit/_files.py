@@ -20,17 +20,17 @@ from edgekit.machine import find_module
 fcntl = find_module("fcntl")
 
 STRICT_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-"""Flags of `os.open` by which no link is followed and no pipe waited for, where the system has them."""
+"""Flags of `os.open` that refuse links and do not wait for pipes, on systems that have them."""
 
 _CHUNK_BYTES = 1 << 20
 
 
 AnyPath = str | os.PathLike[str]
-"""A path as users of the interface write it."""
+"""A path as users of the Python API write it."""
 
 
 def as_path(given: AnyPath) -> Path:
-    """Returns a path that a user of the interface gave.
+    """Returns a path that a user of the Python API gave.
 
     Raises:
         UsageError: it is no path.
@@ -53,17 +53,17 @@ def digest_bytes(data: bytes) -> str:
 
 
 def measure_content(source: Path | bytes) -> int:
-    """Returns how many bytes a file has, or the bytes themselves."""
+    """Returns the number of bytes of a file, or of the bytes themselves."""
     return len(source) if isinstance(source, bytes) else source.stat().st_size
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Opens a file that must be a plain one: a link could lead anywhere, and a pipe would wait for ever.
+    """Opens a file that must be a regular one: a link could lead anywhere, and a pipe would block forever.
 
     Raises:
         OSError: it is no plain file, or cannot be read.
     """
-    # For systems without O_NOFOLLOW, and without harm on the others.
+    # For systems without O_NOFOLLOW; harmless on the others.
     if path.is_symlink():
         raise OSError(errno.ELOOP, "it is a link")
     descriptor = os.open(path, os.O_RDONLY | STRICT_FLAGS)
@@ -84,7 +84,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def require_place(path: Path) -> None:
-    """Refuses a place where no file can be written, as far as can be told: hours of work should not end in an error.
+    """Refuses a path that cannot be written, as far as can be known now, so that hours of work do not end in an error.
 
     Raises:
         OutputError: it is a folder, or lies in one that cannot be written.
@@ -100,7 +100,7 @@ def require_place(path: Path) -> None:
 
 
 def require_apart(outputs: Iterable[Path], inputs: Iterable[Path]) -> None:
-    """Refuses to write a file over one that is read, or two to one place.
+    """Refuses to overwrite a file that is read, or to write two files to one path.
 
     Raises:
         OutputError: one is.
@@ -114,9 +114,9 @@ def require_apart(outputs: Iterable[Path], inputs: Iterable[Path]) -> None:
 
 
 def write_new(path: Path, chunks: Iterable[bytes], *, mode: int = 0o666) -> None:
-    """Writes a file that does not exist yet, chunk by chunk, making its folders; `mode` is subject to the umask.
+    """Writes a file that does not exist yet, chunk by chunk, and makes its folders; `mode` is subject to the umask.
 
-    If writing fails, or there is no next chunk because that raises, the file is gone.
+    If writing fails, or the iterator of chunks raises, the file is removed.
 
     Raises:
         OutputError: the folder cannot be written, or there is such a file.
@@ -131,7 +131,7 @@ def write_new(path: Path, chunks: Iterable[bytes], *, mode: int = 0o666) -> None
 
 
 def read_chunks(file: IO[bytes], most: int | None = None) -> Iterator[bytes]:
-    """Yields what is left of an open file, or `most` bytes of it, in parts."""
+    """Yields the rest of an open file, or `most` bytes of it, in chunks."""
     while chunk := file.read(_CHUNK_BYTES if most is None else min(most, _CHUNK_BYTES)):
         yield chunk
         most = None if most is None else most - len(chunk)
@@ -157,7 +157,7 @@ def copy_file(source: Path, path: Path) -> None:
 
 
 def replace_file(source: Path, path: Path) -> None:
-    """Copies a file to where another one may be, whole or not at all; a file is left as it is where it lies already.
+    """Copies a file over whatever is at `path`, whole or not at all; does nothing if `source` is `path`.
 
     Raises:
         OutputError: the folder cannot be written.
@@ -168,7 +168,7 @@ def replace_file(source: Path, path: Path) -> None:
 
 
 def copy_once(source: Path, path: Path) -> None:
-    """Copies a file to where there is none; what is there stays.
+    """Copies a file to a path where there is none; an existing file stays as it is.
 
     Raises:
         OutputError: the folder cannot be written.
@@ -179,14 +179,14 @@ def copy_once(source: Path, path: Path) -> None:
 
 @contextlib.contextmanager
 def replacing_file(path: Path) -> Generator[Path]:
-    """Yields a temporary path beside `path`, which becomes `path` if the block ends well and is gone if not.
+    """Yields a temporary path beside `path`; it is renamed to `path` if the block succeeds, and removed if not.
 
     Raises:
         OutputError: the folder cannot be written.
     """
     if path.name in {"", ".."}:
         raise OutputError(f"cannot write '{path}': it is a folder", hint="give the name of a file")
-    # Beside its place, not in /tmp: a rename is at once only within a file system.
+    # In the same folder, not in /tmp: a rename is atomic only within a file system.
     with _temporary_folder(path.parent, path) as folder:
         temporary = folder / path.name
         yield temporary
@@ -196,12 +196,12 @@ def replacing_file(path: Path) -> Generator[Path]:
 
 @contextlib.contextmanager
 def staged_folder(path: Path) -> Generator[Path]:
-    """Yields an empty folder beside `path`, which takes the place of `path` if the block ends well and is gone if not.
+    """Yields an empty folder beside `path`; it replaces `path` if the block succeeds, and is removed if not.
 
     Raises:
         OutputError: the parent cannot be written, or `path` is a file.
     """
-    # "." and ".." are no names that another folder could take over.
+    # "." and ".." cannot be the target of a rename.
     if path.name in {"", ".."}:
         raise OutputError(f"'{path}' cannot be replaced", hint="give the name of a new folder")
     with _holder(path) as holder:
@@ -213,10 +213,10 @@ def staged_folder(path: Path) -> Generator[Path]:
 
 @contextlib.contextmanager
 def one_at_a_time(place: Path) -> Generator[None]:
-    """Lets one process at a time into blocks about a `place` in some folder; the others wait.
+    """Locks the parent folder of `place` for a block: other processes that want it wait.
 
-    The lock is the system's, on that folder: nothing is left of it, not even by a process that dies. Blocks about one
-    folder do not nest. Where there are no such locks (Windows) nobody waits, and the last to end stays.
+    The lock (flock) belongs to the system: it ends with the process, and leaves no file behind. Blocks for one folder
+    cannot be nested. On systems without such locks (Windows) nobody waits, and the last writer wins.
 
     Raises:
         OutputError: the folder cannot be made.
@@ -236,7 +236,7 @@ def one_at_a_time(place: Path) -> Generator[None]:
 
 
 def try_lock(descriptor: int) -> bool:
-    """Takes the lock of an open file if nobody has it; the kernel drops it with its owner, however that ends."""
+    """Locks an open file if nobody has the lock; the kernel releases it when its owner ends in any way."""
     if fcntl is None:
         return False
     try:
@@ -248,9 +248,9 @@ def try_lock(descriptor: int) -> bool:
 
 @contextlib.contextmanager
 def staged_entries(path: Path) -> Generator[Path]:
-    """Yields an empty folder; if the block ends well its entries take their places in `path`, else they are gone.
+    """Yields an empty folder; if the block succeeds its entries are moved into `path`, else they are removed.
 
-    What else lies in `path` stays. Each entry, file or folder, appears whole.
+    Other entries of `path` stay. Each new entry, file or folder, appears whole.
 
     Raises:
         OutputError: `path` cannot be written, or is a file.
@@ -275,7 +275,7 @@ def _holder(path: Path) -> Generator[Path]:
 
 @contextlib.contextmanager
 def _temporary_folder(parent: Path, place: Path, prefix: str = ".edgekit-") -> Generator[Path]:
-    """Yields a folder inside `parent` that is gone after the block; an error names `place`."""
+    """Yields a folder inside `parent` that is removed after the block; error messages name `place`."""
     with _made(parent):
         with writing(place):
             folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
@@ -287,7 +287,7 @@ def _temporary_folder(parent: Path, place: Path, prefix: str = ".edgekit-") -> G
 
 @contextlib.contextmanager
 def _made(folder: Path) -> Generator[None]:
-    """Makes a folder and its parents for a block; those that are empty after the block are removed again."""
+    """Makes a folder and its parents for a block, and afterwards removes those of them that are empty."""
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -296,21 +296,22 @@ def _made(folder: Path) -> Generator[None]:
     finally:
         for place in missing:
             with contextlib.suppress(OSError):
-                # Fails where the result now lies in it.
+                # Fails if the folder now holds the result, as it should.
                 place.rmdir()
 
 
 def _publish(entry: Path, place: Path, holder: Path) -> None:
     with writing(place):
         if place.is_dir() and not place.is_symlink():
-            # A folder cannot be renamed over one that is not empty; the old one goes with the holder.
+            # A folder cannot be renamed over one that is not empty: the old one is moved away, and removed with the
+            # holder.
             place.replace(holder / f"replaced-{place.name}")
         entry.replace(place)
 
 
 @contextlib.contextmanager
 def work_folder(parent: Path | None = None) -> Generator[Path]:
-    """Yields a folder for intermediate files that is gone afterwards; inside `parent`, files can be moved there.
+    """Yields a temporary folder, removed afterwards; from one inside `parent`, files can be renamed into `parent`.
 
     Raises:
         OutputError: `parent` cannot be written.
@@ -321,7 +322,7 @@ def work_folder(parent: Path | None = None) -> Generator[Path]:
 
 
 def move_file(source: Path, path: Path) -> None:
-    """Moves a whole file into place on the same file system, at once.
+    """Moves a file into place by a rename on the same file system, which is atomic.
 
     Raises:
         OutputError: the folder cannot be written.
@@ -338,12 +339,12 @@ def safe_join(root: Path, name: str) -> Path:
     """
     parts = PurePosixPath(name)
     path = root / name
-    # A backslash is a letter here and a separator on Windows: a name must mean one place everywhere.
-    # Zero bytes and parts of more than 255 bytes are names that no file system takes.
+    # A backslash is an ordinary character here and a separator on Windows: a name must mean the same path everywhere.
+    # No file system takes names with zero bytes, or with parts of more than 255 bytes.
     strange = "\\" in name or "\0" in name or any(len(part.encode(errors="replace")) > 255 for part in parts.parts)
     if strange or parts.is_absolute() or not parts.parts or ".." in parts.parts:
         raise BundleError(f"'{name[:255]}' is not a safe file name", hint="the bundle was altered: build it again")
-    # Unlike Path.resolve this takes links that lead in a circle: whoever opens the file is told.
+    # Unlike Path.resolve this accepts links that form a circle: opening the file then raises an error.
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
         raise BundleError(f"'{name}' leads out of '{root}'", hint="the bundle was altered: build it again")
     return path
@@ -351,7 +352,7 @@ def safe_join(root: Path, name: str) -> Path:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Generator[None]:
-    """Says of an error of the system in the block that `path` cannot be written.
+    """Turns an error of the system in the block into the message that `path` cannot be written.
 
     Raises:
         OutputError: there was one.
@@ -374,9 +375,9 @@ _SearchT = TypeVar("_SearchT", bound=_Keyed)
 
 
 def read_search(path: Path, key: Mapping[str, str], kind: type[_SearchT], most_bytes: int) -> _SearchT | None:
-    """Returns what a file of at most `most_bytes` holds of an interrupted search, None where there is none yet.
+    """Returns the content of the file of an interrupted search, at most `most_bytes`; None if there is no file yet.
 
-    `key` says what the search is for, such as the model and the version.
+    `key` identifies the search, for example by the model and the version.
 
     Raises:
         UsageError: the file is of another search, or no such file.

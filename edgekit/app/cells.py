@@ -32,7 +32,7 @@ CACHE = ".cache"
 
 
 def find_kept(app: App, cell: Cell, digests: Digests) -> CellResult | None:
-    """Returns the result of an earlier run, if its inputs have not changed since and its bundle is still there."""
+    """Returns the result of an earlier run if its inputs have not changed and its bundle still exists."""
     result = read_result(cell_folder(app, cell))
     if result is None or result.key != make_key(app, cell, result.beside, digests):
         return None
@@ -43,7 +43,7 @@ def find_kept(app: App, cell: Cell, digests: Digests) -> CellResult | None:
 
 
 def find_key(app: App, cell: Cell, digests: Digests) -> tuple[str, tuple[str, ...]]:
-    """Returns the content key of a cell as it is now, and the files with weights beside its model.
+    """Returns the current content key of a cell, and the external data files of its model.
 
     Raises:
         EdgekitError: the model cannot be read.
@@ -53,14 +53,14 @@ def find_key(app: App, cell: Cell, digests: Digests) -> tuple[str, tuple[str, ..
 
 
 def build_cell(app: App, cell: Cell, digests: Digests, progress: Progress, kept: Kept) -> CellResult:
-    """Builds and verifies a cell and returns what was found; a bundle that was made is kept with its result.
+    """Builds and verifies a cell and returns the result; a bundle is stored together with its result.
 
-    Cells of one model share the intermediate results in `kept`. A cell that cannot be built has a result that says why,
-    and is built again in the next run.
+    Cells of one model share the intermediate results in `kept`. If a cell cannot be built, its result says why, and the
+    next run tries again.
     """
     folder, start, say = cell_folder(app, cell), time.monotonic(), name_steps(progress, cell.name)
     try:
-        # Computed before the build: an input that changes meanwhile makes the result out of date.
+        # Computed before the build: if an input changes meanwhile, the result counts as out of date.
         key, beside = find_key(app, cell, digests)
         (folder / RESULT).unlink(missing_ok=True)
         found = _build_group(app, cell, folder, say) if cell.is_group else _build_model(app, cell, folder, say, kept)
@@ -112,7 +112,7 @@ def forget_cell(app: App, cell: Cell) -> None:
 
 
 def _verify_on(app: App, report: BuildReport, folder: Path) -> BuildReport:
-    """Verifies the bundle on the devices that the app names, and writes the report again with the result."""
+    """Verifies the bundle on the devices that the app names, and rewrites the report with the result."""
     (summary,), verify = report.bundles, app.table.verify
     if summary.path is None:
         return report
@@ -129,7 +129,7 @@ def _verify_on(app: App, report: BuildReport, folder: Path) -> BuildReport:
 
 
 def _describe(app: App, cell: Cell, bundle: Path | None, report: Path, **found: Any) -> CellResult:
-    """Returns the result of a cell whose bundle, if there is one, and report lie below the results' folder."""
+    """Returns the result of a cell if its report, and its bundle if there is one, lie below the results' folder."""
     return CellResult(
         model=cell.model,
         target=cell.target,
@@ -142,7 +142,7 @@ def _describe(app: App, cell: Cell, bundle: Path | None, report: Path, **found: 
 
 
 def _list_beside(path: Path) -> tuple[str, ...]:
-    """Returns the files that a `group.toml` names, and those with weights beside them, seen from its folder.
+    """Returns the files that a `group.toml` names and their external data, relative to its folder.
 
     Raises:
         EdgekitError: the file or a model cannot be read.
@@ -156,7 +156,7 @@ def _list_beside(path: Path) -> tuple[str, ...]:
 
 
 def _build_group(app: App, cell: Cell, folder: Path, progress: Progress) -> CellResult:
-    """Builds a group for one target into a folder, runs it on its devices, and returns what was found.
+    """Builds a group for one target into a folder, runs it on its devices, and returns the result.
 
     Raises:
         EdgekitError: the file, a model, the data or a device is wrong.

@@ -46,7 +46,7 @@ def find_position(text: str, place: Place) -> tuple[int, int]:
             continue
         line, column = found
         if end < len(place):
-            # In an inline table: the next key stands behind the one that was found.
+            # In an inline table: the next key follows the one that was found.
             inner = re.search(rf"[{{,]\s*[\"']?({re.escape(place[end])})[\"']?\s*=", lines[line - 1][column - 1 :])
             column += inner.start(1) if inner else 0
         return line, column
@@ -58,7 +58,7 @@ def _list_keys(text: str) -> Iterator[tuple[Place, tuple[int, int]]]:
     table: Place = ()
     quote = ""
     for number, line in enumerate(text.splitlines(), start=1):
-        # What looks like a key inside a text of several lines is none.
+        # A line of a multi-line string may look like a key.
         if quote:
             quote = "" if quote in line else quote
             continue
@@ -127,7 +127,7 @@ class Source(msgspec.Struct, frozen=True):
 
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-# What [models.NAME] says as a recipe says it.
+# The options of [models.NAME] that have the same name in a recipe.
 _OF_MODEL = ("dims", "buckets", "pad", "freeze", "licence", "tensors", "outputs", "state")
 
 
@@ -355,7 +355,7 @@ def choose_for(app: App) -> DeviceChoice:
 def describe_schema() -> dict[str, Any]:
     """Returns the JSON Schema of `edgekit.toml`, which editors use (`#:schema FILE` in its first line)."""
     schema = msgspec.json.schema(AppTable)
-    # A target's limits change one by one: none of them is required.
+    # A table changes a target's limits one by one, so none of them is required.
     (limits,), defined = msgspec.json.schema_components([Thresholds], ref_template="#/$defs/{name}")
     schema["$defs"] |= defined
     changes = {key: value for key, value in defined[limits["$ref"].rpartition("/")[2]].items() if key != "required"}
@@ -409,7 +409,7 @@ def _place(folder: Path, source: str) -> str:
 
 
 def _convert_app(raw: dict[str, Any], source: Source) -> AppTable:
-    # Entry by entry: msgspec names the key of a field, and not that of an entry in a table of tables.
+    # Entry by entry: in a table of tables msgspec's error names the key of a field, but not the name of the entry.
     kinds: dict[str, Any] = {
         "models": ModelTable,
         "groups": GroupTable,

@@ -22,7 +22,7 @@ from edgekit.prepare.clean import prepare_model
 from edgekit.target import target_names
 
 _MOST_IMAGES = 64
-# Networks for images halve their size five times: what is no multiple of 32 does not divide.
+# Networks for images halve their size five times, so sides must be multiples of 32.
 _STEP = 32
 _USUAL_SIDE = 224
 _WHOLE = frozenset({"int32", "int64"})
@@ -30,7 +30,7 @@ _Side = Annotated[int, msgspec.Meta(ge=1, le=1 << 14)]
 
 
 class Draft(msgspec.Struct, frozen=True, kw_only=True):
-    """The text of an `edgekit.toml`, and what was found or guessed, a line each."""
+    """The text of an `edgekit.toml`, and a line for each fact that was found or guessed."""
 
     text: str
     remarks: tuple[str, ...]
@@ -56,8 +56,8 @@ def draft_app(
 ) -> Draft:
     """Returns an `edgekit.toml` for a model, its data and some targets; paths in it are relative to `folder`.
 
-    It packs the bundles as `package`, if that is given. Where `beside` is the text of such a file, the model is added
-    at its end, for the targets that it has.
+    It packs the bundles as `package`, if that is given. If `beside` is the text of an existing `edgekit.toml`, the
+    model is added at its end, for the targets of that file.
 
     Raises:
         EdgekitError: the model cannot be read, or there is no image, or a target that does not exist.
@@ -111,7 +111,8 @@ def _render(**values: object) -> str:
 class _Metadata(msgspec.Struct, frozen=True, kw_only=True):
     """What an exporter wrote into the metadata of a model.
 
-    `side` is that of an image in pixels, `stride` what sides are a multiple of, `preprocess` keys of a preprocessing.
+    `side` is the side of an image in pixels, sides are multiples of `stride`, and `preprocess` holds keys of a
+    preprocessing file.
     """
 
     side: int | None = None
@@ -120,9 +121,9 @@ class _Metadata(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _read_metadata(model: Model) -> _Metadata:
-    """Returns what is understood of a model's metadata: `imgsz`, `stride`, `task`, `mean` and `std`.
+    """Returns the metadata that are understood: `imgsz`, `stride`, `task`, `mean` and `std`.
 
-    The first three are those of Ultralytics (docs.ultralytics.com/modes/export), whose detectors, but not classifiers,
+    The first three are those of Ultralytics (docs.ultralytics.com/modes/export), whose detectors (but not classifiers)
     are trained on images in a grey frame. Other values are ignored.
     """
     found = {entry.key: entry.value for entry in read_proto(model, weights=False).metadata_props}
@@ -142,7 +143,7 @@ def _read_metadata(model: Model) -> _Metadata:
 
 
 def _guess_dims(model: Model, images: Path | None, metadata: _Metadata) -> dict[str, int]:
-    """Returns a size for each dynamic dimension: one for the batch, the images' own for theirs, else one."""
+    """Returns a size for each dynamic dimension: the side of the images for height and width, else one."""
     sizes: dict[str, int] = {}
     side = metadata.side or (None if images is None else _guess_side(images, metadata.stride))
     for spec in model.inputs:
@@ -154,7 +155,7 @@ def _guess_dims(model: Model, images: Path | None, metadata: _Metadata) -> dict[
 
 
 def _find_planes(spec: TensorSpec) -> tuple[int, ...]:
-    """Returns the axes of height and width, none for what is no image."""
+    """Returns the axes of height and width, none if the input is no image."""
     if spec.shape is None or len(spec.shape) != 4:
         return ()
     return (1, 2) if spec.shape[3] in {1, 3} else (2, 3)
@@ -197,7 +198,7 @@ def _guess_preprocess(model: Model, images: Path, frozen: set[str], dims: Mappin
         "resize": shape[wide] if shape[wide] == shape[high] else None,
         "color": "L" if channels == 1 else "RGB",
         "layout": "NHWC" if high == 1 else "NCHW",
-        # Bytes as they are; numbers from 0 to 1, unless whoever trained it knows better.
+        # Bytes stay as they are; floats are scaled to 0 to 1, unless the model's metadata state otherwise.
         "scale": 1.0 if plain else 1 / 255,
         "dtype": spec.dtype,
     }
@@ -208,7 +209,7 @@ def _guess_preprocess(model: Model, images: Path, frozen: set[str], dims: Mappin
 
 
 def _find_frozen(model: Model, dims: Mapping[str, int]) -> Iterator[_Frozen]:
-    """Yields the inputs of one whole number that decide a branch, with a value that the graph compares them with."""
+    """Yields the scalar integer inputs that choose a branch, each with a value that the graph compares it with."""
     graph = view_model(read_proto(model, weights=False), model.path.parent)
     for spec in model.inputs:
         value = _find_compared(graph, spec.name) if spec.dtype in _WHOLE and spec.shape in {(), (1,)} else None

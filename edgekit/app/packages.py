@@ -1,4 +1,4 @@
-"""Makes the packages of an app from the bundles that passed; a package is made again only where one of them changed."""
+"""Makes the packages of an app from the bundles that passed; a package is remade only if one of its bundles changed."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ _FOLDER, _KEPT = "packages", "packages.json"
 
 
 def pack_all(app: App, cells: Sequence[CellResult]) -> tuple[PackageResult, ...]:
-    """Returns the packages of an app, made where they are out of date."""
+    """Returns the packages of an app, remade where they are out of date."""
     known = read_kept(app.out / _FOLDER / _KEPT, dict[str, PackageResult]) or {}
     results = tuple(_pack(app, name, cells, known.get(name)) for name in app.table.packages)
     if results:
@@ -30,7 +30,7 @@ def pack_all(app: App, cells: Sequence[CellResult]) -> tuple[PackageResult, ...]
 
 
 def require_keys(app: App) -> None:
-    """Refuses keys that cannot sign, before anything is built that is to be signed.
+    """Refuses keys that cannot sign, before anything is built that needs a signature.
 
     Raises:
         UsageError: the key cannot be read, or is no Ed25519 private key.
@@ -41,7 +41,7 @@ def require_keys(app: App) -> None:
 
 
 def sign_all(app: App, cells: Sequence[CellResult]) -> None:
-    """Signs the bundles that may be released, if the app has a key and they are not signed with it yet.
+    """Signs the bundles that may be released, if the app has a key and they do not have its signature yet.
 
     Raises:
         EdgekitError: a key cannot be read, or a bundle is not whole.
@@ -87,7 +87,7 @@ def _pack(app: App, name: str, cells: Sequence[CellResult], known: PackageResult
                 words = f"an archive holds the group {model} for one target, and it passed for {len(folders)}"
                 raise UsageError(words, hint='say which: targets = ["NAME"]')
         elif not table.targets:
-            # As of a build's folder: those that fit, the NPU first. Named ones keep the order of the file.
+            # As for a build's folder: those that fit, the NPU first. Named targets keep the order of the file.
             fitting = sort_bundles([open_bundle(folder) for folder in folders])
             folders = [found.folder for found in fitting if not providers or found.manifest.provider in providers]
         if not folders:
@@ -100,7 +100,7 @@ def _pack(app: App, name: str, cells: Sequence[CellResult], known: PackageResult
 def _write(app: App, result: PackageResult, model: str, folders: Sequence[Path]) -> PackageResult:
     table = app.table.packages[result.name]
     suffix = f".{FORMS[table.kind].archive}" if FORMS[table.kind].archive else ""
-    # A group goes under its own name.
+    # A group is packed under its own name.
     name = table.name or ("" if model in app.table.groups else name_package(model))
     names = Identity(name=name, group=table.group, version=table.version)
     allowed = Allowed(unproven=app.table.verify.accept_unproven, failed=table.allow_failed)

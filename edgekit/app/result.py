@@ -27,7 +27,7 @@ _PACKAGES = ("edgekit-onnx", "onnxruntime", "onnx", "numpy")
 
 
 class Stamp(msgspec.Struct, frozen=True, array_like=True):
-    """A file as it was when it was digested."""
+    """The state of a file when its digest was computed."""
 
     size_bytes: int
     mtime_ns: int
@@ -35,7 +35,7 @@ class Stamp(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Digests:
-    """The sha256 of files, read again only where size or time changed."""
+    """The sha256 of files; a file is read again only if its size or time changed."""
 
     def __init__(self, place: Path) -> None:
         self._place = place
@@ -43,7 +43,7 @@ class Digests:
         self._used: dict[str, Stamp] = {}
 
     def digest(self, path: Path) -> str:
-        """Returns the sha256 of a file, of a folder's files with their names, or "" of what is not there."""
+        """Returns the sha256 of a file, or of the files of a folder with their names; "" if there is none."""
         if path.is_dir():
             names = sorted(file for file in path.rglob("*") if file.is_file())
             lines = (f"{self.digest(file)}  {file.relative_to(path).as_posix()}\n" for file in names)
@@ -64,9 +64,9 @@ class Digests:
 
 
 def list_inputs(cell: Cell, beside: Iterable[str]) -> dict[str, tuple[Path, ...]]:
-    """Returns what a cell reads, by what it is: a file or a folder each; the model has its weights beside it.
+    """Returns the input files of a cell by kind, each a file or a folder; external data belong to the model.
 
-    Data that a function makes are not among them.
+    Data that a function makes are not included.
     """
     data, target = cell.data, cell.recipe.targets[0]
     given = {
@@ -81,9 +81,9 @@ def list_inputs(cell: Cell, beside: Iterable[str]) -> dict[str, tuple[Path, ...]
 
 
 def make_key(app: App, cell: Cell, beside: Iterable[str], digests: Digests) -> str:
-    """Returns the content key of a cell: model, data, settings, target and versions.
+    """Returns the content key of a cell: a digest of model, data, settings, target and versions.
 
-    `beside` names the files that hold weights beside the model.
+    `beside` are the external data files of the model.
     """
     data, target = cell.data, load_target(cell.recipe.targets[0])
     files: Mapping[str, Any] = {
@@ -113,7 +113,7 @@ def _digest_data(source: str, digests: Digests) -> str:
         return digests.digest(path)
     module = source.partition(":")[0]
     found = importlib.util.find_spec(module.partition(".")[0])
-    # The whole package, as the function may read any file of it. What it reads elsewhere is not in the key.
+    # The whole package of the function, as it may use any file of it. Files that it reads elsewhere are not in the key.
     place = None if found is None or found.origin is None else Path(found.origin)
     if place is None:
         return source
@@ -121,7 +121,7 @@ def _digest_data(source: str, digests: Digests) -> str:
 
 
 def read_kept(path: Path, kind: type[_Kept]) -> _Kept | None:
-    """Returns what an earlier run wrote into a JSON file, None where there is none that can be read."""
+    """Returns the content of a JSON file of an earlier run, None if there is none or it cannot be read."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.MsgspecError, UnicodeError):
@@ -133,10 +133,11 @@ State = Literal["built", "kept", "failed"]
 
 
 class CellResult(msgspec.Struct, frozen=True, kw_only=True):
-    """A model on a target: the key of what it was made of, where its bundle is, and what was found.
+    """A model on a target: the key of its inputs, the path of its bundle, and the result.
 
-    `state` says if it was built in this run, kept from an earlier one, or could not be built; `headline` is the verdict
-    with its reason. `sha256` is that of the bundle's manifest, `beside` the files with weights beside the model.
+    `state` says whether it was built in this run, kept from an earlier one, or could not be built; `headline` is the
+    verdict with its reason. `sha256` is that of the bundle's manifest, `beside` are the external data files of the
+    model.
     """
 
     model: str
@@ -180,7 +181,7 @@ class PackageResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AppReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `edgekit run` found; paths are relative to the results' folder. Keys are only added, never renamed."""
+    """The result of `edgekit run`; paths are relative to the results' folder. Keys are only added, never renamed."""
 
     schema_version: Literal[1] = 1
     app: str
@@ -205,7 +206,7 @@ class AppReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def headline_app(report: AppReport) -> str:
-    """Returns how many cells passed, what was built and what was kept, and why the first of the others did not pass."""
+    """Returns how many cells passed, what was built, what was kept, and why the first of the others did not pass."""
     good = sum(cell.passed for cell in report.cells)
     counts = {state: sum(cell.state == state for cell in report.cells) for state in ("built", "kept", "failed")}
     states = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
@@ -228,10 +229,10 @@ def fail_cell(cell: Cell, said: str) -> CellResult:
 
 
 def read_result(folder: Path) -> CellResult | None:
-    """Returns the stored result of a cell, None where there is none or its build did not end."""
+    """Returns the stored result of a cell, None if there is none or its build did not finish."""
     return read_kept(folder / RESULT, CellResult)
 
 
 def write_result(folder: Path, result: CellResult) -> None:
-    """Writes the result of a cell, as the last file of its folder: a cell without a result was not finished."""
+    """Writes the result of a cell as the last file of its folder: without a result, a cell was not finished."""
     write_file(folder / RESULT, encode_json(result))

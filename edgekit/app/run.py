@@ -22,7 +22,7 @@ from edgekit.serialize import to_json
 from edgekit.verify.report import VerifyReport, read_report
 
 BuildElsewhere = Callable[[Sequence[Cell]], Iterator[CellResult | None]]
-"""Builds cells somewhere else and yields the result of each, in their order; None means that it is to be built here."""
+"""Builds cells elsewhere and yields the result of each, in their order; None means: build this one here."""
 
 
 def run_app(
@@ -36,13 +36,14 @@ def run_app(
     progress: Progress | None = None,
     landed: Progress = say_nothing,
 ) -> AppReport:
-    """Builds the cells of an app that are not up to date, and writes packages and one report of all.
+    """Builds the cells of an app that are not up to date, and writes the packages and one report of all cells.
 
-    `only` names cells (`model/target`), models or targets. It is those that are returned; the report that is written
-    has the others as an earlier run left them, and packages where every cell is up to date. A cell is finished and kept
-    when it is done: a run that is interrupted goes on where it was. With `again` nothing is kept. `elsewhere` builds
-    cells in other processes, with `bare`: cells alone, without packages and reports. What `store` holds is taken
-    from there, and what is built here goes there. `progress` is told each step, `landed` each cell that was built.
+    `only` names cells (`model/target`), models or targets; only these are returned. The written report has the other
+    cells as an earlier run left them, and packages whose cells are all up to date. Each cell is stored when it is
+    finished, so that a run that is interrupted can be continued. With `again` no earlier result is used. `elsewhere`
+    builds cells in other processes; such a process uses `bare`, for cells without packages and reports. Results that
+    `store` holds are taken from there, and results that are built here are put there. `progress` is called with each
+    step, `landed` with each cell that was built.
 
     Raises:
         UsageError: `only` names nothing.
@@ -65,7 +66,7 @@ def run_app(
     began, kept = time.monotonic(), Kept()
     with ExitStack() as opened:
         for number, cell in enumerate(waiting, 1):
-            # Cells of one model follow each other: intermediate results of another model would only take room.
+            # Cells of one model follow each other: intermediate results of another model would only take space.
             if number == 1 or waiting[number - 2].model != cell.model:
                 opened.close()
                 kept = Kept(folder=app.out / CACHE, work=opened.enter_context(work_folder()))

@@ -1,4 +1,4 @@
-"""Stores, in which machines share the inputs and the results of cells, each as one archive.
+"""Stores through which machines share the inputs and the results of cells, each as one archive.
 
 A store is a folder, or any place that fsspec opens (S3, GCS, HTTP).
 """
@@ -26,11 +26,11 @@ _FILE = "file://"
 
 
 class Store(Protocol):
-    """Objects under names with `/`; one that is there is whole."""
+    """Objects under names with `/`; an object that exists is complete."""
 
     @property
     def place(self) -> str:
-        """How another process opens the same store."""
+        """The path or URL by which another process opens the same store."""
         ...
 
     def has(self, name: str) -> bool:
@@ -42,18 +42,18 @@ class Store(Protocol):
         ...
 
     def put(self, name: str, path: Path) -> None:
-        """Copies a file into an object, whole or not at all; one that was there is replaced."""
+        """Copies a file into an object, whole or not at all; an existing object is replaced."""
         ...
 
 
 class FolderStore(msgspec.Struct, frozen=True):
-    """A store in a folder, which machines may mount."""
+    """A store in a folder, which may be a mounted one."""
 
     folder: Path
 
     @property
     def place(self) -> str:
-        """The folder, absolute."""
+        """The absolute path of the folder."""
         return str(self.folder.absolute())
 
     def has(self, name: str) -> bool:
@@ -72,9 +72,10 @@ class FolderStore(msgspec.Struct, frozen=True):
 
 
 class RemoteStore(msgspec.Struct, frozen=True):
-    """A store that fsspec opens by its URL; over HTTP it is only read.
+    """A store that fsspec opens by its URL; over HTTP it is read-only.
 
-    An upload becomes visible at its end: S3 and GCS promise it for an object, and what fsspec does is one upload.
+    An upload becomes visible only when it is complete: S3 and GCS guarantee that for an object, and fsspec makes one
+    upload.
     """
 
     url: str
@@ -98,7 +99,7 @@ class RemoteStore(msgspec.Struct, frozen=True):
         return True
 
     def put(self, name: str, path: Path) -> None:
-        """Copies a file into an object; where that is not possible by nature (HTTP), nothing happens."""
+        """Copies a file into an object; does nothing if the protocol cannot write (HTTP)."""
         place = f"{self.root}/{name}"
         try:
             self._ask("write", self.files.makedirs, place.rpartition("/")[0], True)  # noqa: FBT003 - fsspec's exist_ok
@@ -140,25 +141,25 @@ def open_store(place: str) -> Store:
     return RemoteStore(url=place, files=files, root=str(root).rstrip("/"))
 
 
-# Archives of edgekit's own: a result is as large as its model, and is stored without compression.
+# Archives that edgekit made itself: a result may be as large as its model, and is stored uncompressed.
 _LIMITS = Limits(files=1_000_000, size_bytes=1 << 40)
 _REPORT = "report.json"
 
 
 class StoredFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """Files in a store that lie side by side: the digest of their names and contents, and the name of the first."""
+    """Files of one folder in a store: the digest of their names and contents, and the name of the first file."""
 
     sha256: str
     name: str
 
 
 def cell_folder(app: App, cell: Cell) -> Path:
-    """Returns where the results of a cell lie."""
+    """Returns the folder of a cell's results."""
     return app.out / cell.model / cell.target
 
 
 def store_files(paths: tuple[Path, ...], store: Store, digests: Digests) -> StoredFiles:
-    """Puts files, or a folder with all that is in it, into a store if they are not there, and returns what to ask for.
+    """Puts files, or a folder with all its files, into a store unless it has them; returns the key to fetch them by.
 
     Raises:
         EdgekitError: they cannot be read, lie outside the folder of the first, or the store cannot be written.
@@ -193,7 +194,7 @@ def fetch_files(files: StoredFiles, store: Store, place: Path) -> Path:
 
 
 def publish_cell(app: App, cell: Cell, key: str, store: Store) -> None:
-    """Puts the results of a cell into a store, as one object: they are there whole or not at all.
+    """Puts the results of a cell into a store as one object, so that they are there whole or not at all.
 
     Raises:
         EdgekitError: the store cannot be written.
@@ -204,7 +205,7 @@ def publish_cell(app: App, cell: Cell, key: str, store: Store) -> None:
 
 
 def fetch_cell(app: App, cell: Cell, key: str, store: Store) -> CellResult | None:
-    """Returns what a store holds for a key, its files now in the folder of the cell; None if it holds nothing sound.
+    """Returns the result that a store holds for a key, with its files in the cell's folder; None if none is usable.
 
     Raises:
         DeviceError: the store cannot be asked.
@@ -218,12 +219,12 @@ def fetch_cell(app: App, cell: Cell, key: str, store: Store) -> CellResult | Non
                 unpack_archive(work / "cell.tar", staging / cell.target, _LIMITS)
                 return _adopt(app, cell, key, staging / cell.target)
         except (BundleError, DataError, msgspec.MsgspecError, LookupError, TypeError):
-            # Damaged: it is made again, and then replaces what lies there.
+            # Damaged: the cell is built again, and its result then replaces the object.
             return None
 
 
 def name_cell(key: str) -> str:
-    """Returns the object that holds the results of a key."""
+    """Returns the name of the object that holds the results of a key."""
     return f"cells/{key[:2]}/{key}.tar"
 
 

@@ -40,14 +40,14 @@ from edgekit.progress import Progress, say_nothing
 from edgekit.recipe import Data
 
 TOPIC = "edgekit"
-"""Dask's topic of structured events: `begin` and `done` of each cell, with its key and its worker."""
+"""Dask's topic for structured events: `begin` and `done` of each cell, with its key and its worker."""
 
 _CONNECT_S = 10
 _KEY = "edgekit-"
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker is asked to build: a cell whose files lie in a store, and the content key of its result."""
+    """The job of a worker: a cell whose files lie in a store, and the content key of its result."""
 
     app: App
     cell: Cell
@@ -94,9 +94,9 @@ def use_cluster(app: App, scheduler: str, store: Store, progress: Progress, *, a
 
 
 def fill_order(order: Order) -> CellResult | None:
-    """Builds a cell on a worker, and puts what was found into the store; None: the store has it already.
+    """Builds a cell on a worker and puts the result into the store; returns None if the store has one already.
 
-    A store that cannot be used, and a worker that would make something else, are findings.
+    If the store cannot be used, or this worker would build something else than the key names, the result says so.
     """
     try:
         return _fill(order)
@@ -105,7 +105,7 @@ def fill_order(order: Order) -> CellResult | None:
 
 
 def list_slots(app: App) -> tuple[str, ...]:
-    """Returns the phones and boards that each cell of an app needs for itself."""
+    """Returns the phones and boards that each cell of an app needs exclusively."""
     verify = app.table.verify
     known = app.table.devices
     words = (*verify.on, *verify.require) if verify.enabled else ()
@@ -118,7 +118,7 @@ def _fill(order: Order) -> CellResult | None:
     worker, store = distributed.get_worker(), open_store(order.store)
     place = Path(worker.local_directory) / "edgekit"
     cell = _place(order.cell, {what: fetch_files(each, store, place) for what, each in order.inputs.items()})
-    # A folder of its own: another app may have a cell of this name. The calibration serves them all.
+    # A folder for each key: another app may have a cell of this name. The calibration cache serves them all.
     app = msgspec.structs.replace(order.app, path=place / order.key / "edgekit.toml")
     digests = Digests(place / "digests.json")
     key, _ = find_key(app, cell, digests)
@@ -131,7 +131,7 @@ def _fill(order: Order) -> CellResult | None:
         return None
     with ExitStack() as leases:
         for device in order.devices:
-            # A lease ends by itself some seconds after its worker was killed.
+            # A lock on a device expires by itself some seconds after its worker was killed.
             leases.enter_context(distributed.Semaphore(max_leases=1, name=f"edgekit-{device}"))
         facts = {"cell": cell.name, "key": key, "worker": str(worker.address)}
         worker.log_event(TOPIC, {"what": "begin", **facts})
@@ -153,7 +153,7 @@ def _connect(distributed: Any, scheduler: str) -> Any:
 
 @contextmanager
 def _dask() -> Generator[Any]:
-    """Yields Dask distributed without its log: a lost connection is one line of edgekit, not a traceback."""
+    """Yields Dask distributed with its log switched off: a lost connection is one line of edgekit, not a traceback."""
     try:
         distributed = importlib.import_module("distributed")
     except ImportError as error:
@@ -187,7 +187,7 @@ def _make_order(app: App, cell: Cell, store: Store, digests: Digests, *, again: 
 
 
 def _submit(client: Any, order: Order, rank: int) -> Any:
-    # By its content: two who ask for the same cell get one task.
+    # Named by its content: two apps that ask for the same cell share one task.
     name, slots = f"{_KEY}{order.key}", dict.fromkeys(order.devices, 1)
     return client.submit(fill_order, order, key=name, resources=slots or None, priority=-rank, pure=False)
 
@@ -208,7 +208,7 @@ def _land(app: App, cell: Cell, future: Any, store: Store, scheduler: str) -> Ce
 
 
 def _place(cell: Cell, found: Mapping[str, Path]) -> Cell:
-    """Returns a cell whose files lie where a worker has put them."""
+    """Returns a cell whose paths are those of the files that a worker unpacked."""
     of_data = {what: path for what, path in found.items() if what in Data.__struct_fields__}
     data, recipe = msgspec.structs.replace(cell.data, **of_data), cell.recipe
     if "target" in found:
@@ -219,11 +219,12 @@ def _place(cell: Cell, found: Mapping[str, Path]) -> Cell:
 # A week: planning has a time budget of its own, and so has each device.
 _TIMEOUT_S = 7 * 24 * 3600.0
 _TRIES = 3
-# A process starts in the time of a small cell: it builds some of them, but so few that all end at the same time.
+# Starting a process takes as long as a small cell, so each process builds several; but few enough that all end at about
+# the same time.
 _SHARE, _SHARES = 16, 4
 SHARED = ".store"
 """The store of a sweep that names none, below the app's results: for workers that see the same folders."""
-# Exit codes of a child that came to its end: pass, fail, not proven.
+# Exit codes of a child that finished: pass, fail, not proven.
 _VERDICTS = frozenset({0, 1, 3})
 
 
@@ -263,10 +264,10 @@ def run_anywhere(
 
 
 def use_processes(app: App, workers: int, progress: Progress, *, store: str | None = None) -> BuildElsewhere:
-    """Returns a function that builds cells in so many processes at a time, each of them several cells in turn.
+    """Returns a function that builds cells in so many processes at a time; each of them builds several cells in turn.
 
-    A process that is killed, or dies of a native library, loses nothing that was finished. The others of its cells are
-    built in processes of their own, which are started again, three times in all.
+    If a process is killed, or crashes in a native library, its finished cells stay. Each of its other cells is then
+    built in a process of its own, which is started up to three times.
     """
 
     def build(cells: Sequence[Cell]) -> Iterator[CellResult | None]:
@@ -281,7 +282,7 @@ def use_processes(app: App, workers: int, progress: Progress, *, store: str | No
 
 def _build_share(app: App, cells: Sequence[Cell], *, progress: Progress, store: str | None) -> list[CellResult]:
     for cell in cells:
-        # The old result is out of date: one that is there after a process died is new.
+        # The old result is out of date and is removed: a result that is there after a process died is a new one.
         (cell_folder(app, cell) / RESULT).unlink(missing_ok=True)
     if len(cells) > 1:
         progress(f"build {cells[0].name} and {len(cells) - 1} more")

@@ -1,4 +1,4 @@
-"""What is different between two versions of a bundle, or of a model."""
+"""The differences between two versions of a bundle, or of a model."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,13 +16,13 @@ from edgekit.inspect.sizes import MODEL_SUFFIXES, LayerSize, measure_layers
 from edgekit.serialize import to_builtins
 from edgekit.verify.report import VerifyReport, read_known
 
-# Differences of these are listed one by one elsewhere in the report.
+# The report lists differences of these one by one elsewhere.
 _OWN_SECTION = frozenset({"files", "placement", "model_size_bytes"})
 _MODEL_FACTS = ("inputs", "outputs", "opsets", "ops", "parameters", "macs", "activation_bytes", "saved_optimizations")
 
 
 class FileChange(msgspec.Struct, frozen=True, kw_only=True):
-    """A file that is not the same on both sides; a size is None on the side that lacks it."""
+    """A file that differs between the two sides; a size is None on the side without the file."""
 
     name: str
     old_bytes: int | None
@@ -30,7 +30,7 @@ class FileChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FactChange(msgspec.Struct, frozen=True, kw_only=True):
-    """A value that is not the same on both sides, by its path; None on the side that lacks it."""
+    """A value that differs between the two sides, by its path; None on the side without it."""
 
     key: str
     old: Any
@@ -38,7 +38,7 @@ class FactChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeChange(msgspec.Struct, frozen=True, kw_only=True):
-    """A node that one side's provider takes and the other's does not, or that one side lacks (None)."""
+    """A node that only one side's provider takes; None on the side without the node."""
 
     name: str
     op: str
@@ -47,7 +47,7 @@ class NodeChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AccuracyChange(msgspec.Struct, frozen=True, kw_only=True):
-    """A figure of an output on a device as the two `verify.json` give it, None where one has none."""
+    """A figure of an output on a device, from the `verify.json` of both sides; None on the side without it."""
 
     device: str
     output: str
@@ -57,7 +57,7 @@ class AccuracyChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerChange(msgspec.Struct, frozen=True, kw_only=True):
-    """A layer whose operator or weights are not the same; None on the side that lacks it."""
+    """A layer whose operator or weights differ; None on the side without the layer."""
 
     name: str
     old_op: str | None
@@ -69,8 +69,8 @@ class LayerChange(msgspec.Struct, frozen=True, kw_only=True):
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """All differences between two bundles or two models.
 
-    `update_bytes` is what who has the old files must fetch: those that are new or changed. Evidence (`accuracy`) is
-    told but is no difference of the bundles.
+    `update_bytes` is the size of the new and changed files, which an app with the old version must fetch. `accuracy` is
+    reported, but it is evidence: it does not count as a difference of the bundles.
     """
 
     old: str
@@ -88,19 +88,19 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_same(self) -> bool:
-        """True if both sides are the same to the byte."""
+        """True if both sides are equal to the byte."""
         return not (self.files or self.facts or self.placement or self.nodes or self.layers)
 
 
 def compare_versions(old: Path, new: Path, *, target: str | None = None) -> Delta:
-    """Returns what is different between two bundles (folders or archives) or two models (.onnx or .ort).
+    """Returns the differences between two bundles (folders or archives) or two models (.onnx or .ort).
 
     Raises:
         UsageError: one is a model and the other is not, or a bundle of several targets is given without `target`.
         BundleError: a bundle is damaged or not safe to open.
         ModelError: a model cannot be read.
     """
-    # A folder may be named like a model.
+    # A folder may have the name of a model.
     kinds = {path.suffix in MODEL_SUFFIXES and path.is_file() for path in (old, new)}
     if len(kinds) > 1:
         raise UsageError(f"'{old}' and '{new}' are a model and a bundle", hint="give two models or two bundles")
@@ -114,7 +114,7 @@ def _compare_models(old: Path, new: Path) -> Delta:
     sizes = tuple(path.stat().st_size for path in (old, new))
     same = digest_file(old) == digest_file(new)
     facts = [_pick(to_builtins(inspect_model(path)), _MODEL_FACTS) for path in (old, new)]
-    # Files of one digest have one content: there is nothing to look for.
+    # Files with one digest are equal: there is nothing to compare.
     layers = () if same else tuple(_compare_layers(measure_layers(old), measure_layers(new)))
     return Delta(
         old=str(old),

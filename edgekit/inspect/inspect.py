@@ -1,4 +1,4 @@
-"""What a model contains, before anything is done to it."""
+"""The contents of a model, before anything is done to it."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -37,14 +37,14 @@ _KNOWN_DOMAINS = frozenset({"", "ai.onnx", "ai.onnx.ml", ORT_DOMAIN, "com.micros
 class OnnxReport(msgspec.Struct, frozen=True, kw_only=True):
     """The contents of an ONNX file.
 
-    `nodes` and `ops` count the bodies of control flow as well. `macs` are the multiply-accumulates of one inference
-    where shapes are known, and `unsized_nodes` of the nodes that multiply have dimensions that are not, each counted as
-    one. `weight_bytes` goes by element type. `activation_bytes` is the most that is alive at once
-    when the nodes of the main graph run in their order and each value is freed after its last use; values of unknown
-    shape count as nothing. `quantized` says how the model is quantized, empty for a float one. `custom_ops` are
-    operators that neither ONNX nor ONNX Runtime defines, as `domain.operator`; `runs` is None unless libraries for them
-    were given: then it says whether ONNX Runtime loads the model with these. `fixed_axes` says which axes the exporter
-    fixed that an app may want open, and how they are opened.
+    `nodes` and `ops` include the subgraphs of control flow. `macs` are the multiply-accumulates of one inference as far
+    as shapes are known; `unsized_nodes` counts the multiplying nodes with unknown dimensions, each of which counts as
+    size one. `weight_bytes` is by element type. `activation_bytes` is the peak of live values when the nodes of the
+    main graph run in their order and each value is freed after its last use; values of unknown shape count as nothing.
+    `quantized` says how the model is quantized, empty for a float one. `custom_ops` are operators that neither ONNX nor
+    ONNX Runtime defines, as `domain.operator`. `runs` says whether ONNX Runtime loads the model with the given custom
+    operator libraries, None if none were given. `fixed_axes` lists the axes that the exporter fixed and an app may want
+    open, with the way to open them.
     """
 
     name: str
@@ -73,7 +73,7 @@ class OnnxReport(msgspec.Struct, frozen=True, kw_only=True):
     fixed_axes: tuple[str, ...] = ()
 
 
-# How an exporter, by the name that it writes into the file, is told to leave an axis open; `{axes}` is a dict.
+# The argument that keeps an axis open, by the name of the exporter as the file states it; `{axes}` is a dict.
 _OPENED = {
     "pytorch": "torch.onnx.export(..., dynamic_axes={axes}), or dynamic_shapes={axes} with dynamo=True",
     "tf2onnx": "a tf.TensorSpec in input_signature with None in these places: {axes}",
@@ -84,8 +84,8 @@ _OPENED = {
 def list_fixed_axes(inputs: Sequence[TensorSpec], producer: str) -> tuple[str, ...]:
     """Returns a line for each input whose batch or sequence the exporter fixed, with the argument that opens it.
 
-    A first axis of 1 is the one row of the exporter's example, where the input has further axes; the second axis of
-    integers of rank 2, which are tokens, is that example's length. Phones want sizes that are fixed; servers do not.
+    A first axis of size 1 is the single row of the exporter's example, if the input has further axes. The second axis
+    of an integer input of rank 2 (tokens) has the length of that example. Phones want fixed sizes; servers do not.
     """
     return tuple(_describe_axes(spec, axes, producer) for spec in inputs if (axes := _find_fixed(spec)))
 
@@ -149,7 +149,7 @@ def _inspect_onnx(
         inputs=model.inputs,
         outputs=model.outputs,
         nodes=len(nodes),
-        # By count, then by name: a dict keeps the order, and two runs print alike.
+        # By count, then by name: the dict keeps this order, so that two runs print the same.
         ops=dict(sorted(ops.items(), key=lambda item: (-item[1], item[0]))),
         parameters=sum(_count_values(tensor) for tensor in weights),
         weight_bytes=_weight_bytes(weights),
@@ -169,7 +169,7 @@ def _inspect_onnx(
 
 
 def _read_sized(model: Model, dims: Mapping[str, int], freeze: Mapping[str, float]) -> Graph:
-    """Returns the graph with its dynamic dimensions fixed and inputs as constants, if any are given."""
+    """Returns the graph with its dynamic dimensions fixed and inputs turned into constants, where these are given."""
     if not dims and not freeze:
         return read_graph(model)
     proto = skim_model(model.path)
@@ -181,7 +181,7 @@ def _read_sized(model: Model, dims: Mapping[str, int], freeze: Mapping[str, floa
 
 def _loads(model: Model) -> bool:
     try:
-        # Loading is the question, not speed: without optimisation it is decided soonest.
+        # Only loading is tested, not speed: without optimisation the answer comes soonest.
         CpuSession(model.path, SessionSettings(level=Level.DISABLED, libraries=model.custom_ops))
     except RuntimeRefusal:
         return False
@@ -190,7 +190,7 @@ def _loads(model: Model) -> bool:
 
 def _peak_activation_bytes(graph: Graph) -> int:
     last = {name: readers[-1].index for name, readers in graph.consumers.items()}
-    # An output is alive to the end, though nothing reads it.
+    # An output stays alive to the end, though no node reads it.
     last |= dict.fromkeys(graph.outputs, len(graph.nodes))
     ending: dict[int, list[str]] = {}
     for name, index in last.items():

@@ -1,4 +1,4 @@
-"""Where the bytes are: file by file, and in a model layer by layer."""
+"""Where the bytes are: by file, and within a model by layer."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,17 +21,17 @@ MODEL_SUFFIXES = frozenset({".onnx", ".ort"})
 
 
 class FileSize(msgspec.Struct, frozen=True, kw_only=True):
-    """A file and its bytes."""
+    """A file and its size."""
 
     name: str
     size_bytes: int
 
 
 class LayerSize(msgspec.Struct, frozen=True, kw_only=True):
-    """A node with the weights that it is the first to use, through nodes that only carry them.
+    """A node with the weights that it is the first to compute with; nodes such as Transpose only pass weights on.
 
-    `macs` are the multiply-accumulates of one inference, None where the file does not tell shapes (ORT format).
-    `sha256` covers the weights.
+    `macs` are the multiply-accumulates of one inference, None if the file has no shapes (ORT format). `sha256` covers
+    the weights.
     """
 
     name: str
@@ -42,7 +42,7 @@ class LayerSize(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SizeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The files of a bundle or model, and the layers of `model`, largest first; "" where no file shows its layers.
+    """The files of a bundle or model, and the layers of `model`, largest first; `model` is "" if no file shows layers.
 
     `other_bytes` is what the model's file holds besides weights: the graph, names, saved optimisations.
     """
@@ -55,12 +55,12 @@ class SizeReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def size_bytes(self) -> int:
-        """All files together."""
+        """The size of all files together."""
         return sum(file.size_bytes for file in self.files)
 
 
 class _Step(msgspec.Struct, frozen=True, kw_only=True):
-    """A node as this module needs it."""
+    """What this module needs to know of a node."""
 
     name: str
     op: str
@@ -88,7 +88,7 @@ def measure_sizes(path: Path) -> SizeReport:
 
 
 def measure_layers(path: Path) -> tuple[LayerSize, ...]:
-    """Returns the layers of an ONNX or ORT-format file in graph order, those without weights too.
+    """Returns the layers of an ONNX or ORT-format file in graph order, those without weights included.
 
     Raises:
         ModelError: the file cannot be read.
@@ -109,7 +109,7 @@ def _report(subject: str, files: Sequence[FileSize], model: Path | None) -> Size
 
 
 def _find_model(found: Bundle | MultiBundle) -> Path | None:
-    """Returns the file of a bundle that shows its layers: the one to load, else the ONNX file; None for several."""
+    """Returns the model file whose layers are shown: the one to load, else ONNX; None for several targets."""
     if isinstance(found, MultiBundle):
         return None
     names = (found.manifest.model_file, *found.manifest.forms.get("onnx", ()))
@@ -124,7 +124,7 @@ def _model_files(path: Path) -> list[FileSize]:
 def _measure_onnx(path: Path) -> tuple[LayerSize, ...]:
     model = load_model(path)
     graph = read_graph(model)
-    # By output and not by name, which nodes need not have.
+    # Identified by output: nodes need not have names.
     macs = {node.output[0]: count_macs(graph, node) for node in graph.nodes}
     graphs = list(iterate_graphs(read_proto(model).graph))
     nodes = [node for part in graphs for node in part.node]
@@ -165,11 +165,11 @@ def _measure_ort(path: Path) -> tuple[LayerSize, ...]:
 def _assign(
     steps: Sequence[_Step], weights: Mapping[str, _Weight], macs: Mapping[str, int] | None
 ) -> tuple[LayerSize, ...]:
-    """Gives each weight to the first node that computes with it; a node that reads nothing else only carries it on."""
-    # A DQ of a weight, a Transpose or a Cast reads constants alone: its weights belong to the operator behind it.
+    """Gives each weight to the first node that computes with it; a node that reads only constants passes it on."""
+    # A DQ of a weight, a Transpose or a Cast reads only constants: its weights belong to the operator after it.
     constant, unassigned, layers = set(weights), {name: [weight] for name, weight in weights.items()}, list[LayerSize]()
     for step in steps:
-        # Taken out of the table, so that a weight which several nodes share counts once, for the first.
+        # Removed from the table, so that a weight which several nodes share counts once, for the first.
         own = [weight for name in step.inputs for weight in unassigned.pop(name, ())]
         read = [name for name in step.inputs if name]
         if read and constant.issuperset(read):
@@ -194,7 +194,7 @@ def _weigh(tensor: onnx.TensorProto) -> _Weight:
     if not data:
         bare = onnx.TensorProto()
         bare.CopyFrom(tensor)
-        # Names change with every export; the content is what makes a layer another one.
+        # Names change with every export; only a change of the content makes it another layer.
         bare.ClearField("name")
         data = bare.SerializeToString(deterministic=True)
     return _Weight(size_bytes=len(data), sha256=digest_bytes(data))

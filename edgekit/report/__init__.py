@@ -1,1 +1,1 @@
-"""Reports as text and HTML: facts and verdicts are rendered here, never made."""
+"""Reports as text and HTML: facts and verdicts are computed elsewhere and only rendered here."""

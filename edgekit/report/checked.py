@@ -1,4 +1,4 @@
-"""The check of a model against several targets: what was found, and how to say it."""
+"""The check of a model against several targets: the report, and its text."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -17,14 +17,14 @@ _MOST_NAMES = 3
 
 
 class CheckSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """A model checked against several targets and which of them to use.
+    """A model checked against several targets, with the target to use.
 
-    `targets` tell of the prepared model, `as_is` of the file as it is, by target, where a session of it can be made.
-    `observed` says what real providers did with it, `ort` what ONNX Runtime's own checker says of it, where asked.
-    `refusal` is why ONNX Runtime cannot load it, on any target. `fixed_axes` tell which axes the export fixed, and how
-    they are opened, where no target wants fixed sizes. `minimum_ort` is by target the oldest ONNX Runtime on the device
-    that reads the model as it is shipped, and of which the provider is known. `forecast` is for the phones that the
-    recipe names.
+    `targets` is by target the check of the prepared model; `as_is` is that of the unchanged file, for targets on which
+    a session of it can be made. `observed` is what real providers did with it, `ort` what ONNX Runtime's own checker
+    says of it; both only if asked for. `refusal` is why ONNX Runtime cannot load it on any target. `fixed_axes` lists
+    the axes that the export fixed and how to open them, unless a target wants fixed sizes. `minimum_ort` is by target
+    the oldest ONNX Runtime on the device that reads the shipped model and has the provider, where that is known.
+    `forecast` is for the phones that the recipe names.
     """
 
     model: str
@@ -42,13 +42,13 @@ class CheckSummary(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_refused(self) -> bool:
         """True if a target's verdict is "no", or ONNX Runtime or the vendor's own code made no session."""
-        # What the vendor's own code does outweighs what rules predict.
+        # What the vendor's own code did outweighs the prediction of the rules.
         refused = any(isinstance(seen, Observed) and seen.refused for seen in self.observed.values())
         return self.refusal is not None or refused or any(report.verdict == "no" for report in self.targets.values())
 
 
 def describe_runtimes(minimum_ort: Mapping[str, str]) -> str:
-    """Returns by target the oldest ONNX Runtime that may load the model on a device, in one line."""
+    """Returns by target the oldest ONNX Runtime on the device that may load the model, in one line."""
     versions = sorted({*minimum_ort.values()}, key=read_version)
     named = {version: [name for name, its in minimum_ort.items() if its == version] for version in versions}
     said = "; ".join(f"{version} or newer for {', '.join(names)}" for version, names in named.items())
@@ -68,7 +68,7 @@ def describe_check(report: CheckReport) -> str:
 
 
 def describe_as_is(report: CheckReport, placed: Placed | None) -> Iterator[str]:
-    """Yields what a provider takes of the file as it is, where that is less or more than of the prepared model."""
+    """Yields what a provider takes of the unchanged file, if it differs from what it takes of the prepared model."""
     prepared = report.placed
     if placed is not None and (placed.taken, placed.nodes, placed.partitions) != (
         prepared.taken, prepared.nodes, prepared.partitions
@@ -80,9 +80,9 @@ def describe_as_is(report: CheckReport, placed: Placed | None) -> Iterator[str]:
 
 
 def table_check(report: CheckReport) -> Table:
-    """Returns a check as a table: a row an operator and a reason, with the nodes that are not taken for it.
+    """Returns a check as a table: a row for each operator and reason, with the nodes not taken for that reason.
 
-    Nodes of the user's model stand there by its names where they are known; those with the most work come first.
+    Nodes have the names of the user's model where these are known. Nodes with the most work come first.
     """
     groups: dict[tuple[str, str], list[tuple[str, int]]] = {}
     for name, op, macs, why in _list_left(report):
@@ -96,8 +96,8 @@ def table_check(report: CheckReport) -> Table:
 
 
 def _list_left(report: CheckReport) -> Iterator[tuple[str, str, int, str]]:
-    """Yields name, operator, multiply-accumulates and the reason of each node that is not taken."""
-    # Nodes that the preparation made have no counterpart in the user's model: they get rows of their own.
+    """Yields name, operator, multiply-accumulates and reason of each node that is not taken."""
+    # Nodes that the preparation added have no counterpart in the user's model: they get rows of their own.
     named = {name for node in report.model_nodes for name in node.became}
     for node in report.model_nodes:
         if not node.taken:
@@ -115,7 +115,7 @@ def describe_fates(report: CheckReport) -> str:
 
 
 def list_check_remarks(report: CheckReport, seen: Observed | NotObserved | None = None) -> Iterator[str]:
-    """Yields what a verdict rests on beside the nodes not taken, worst first, and what the real provider did."""
+    """Yields the remarks on a verdict, except the nodes not taken: first the worst, last what the real provider did."""
     yield from describe_open(report)
     for node in report.node_list:
         if node.fatal:
@@ -127,7 +127,7 @@ def list_check_remarks(report: CheckReport, seen: Observed | NotObserved | None 
 
 
 def describe_open(report: CheckReport) -> Iterator[str]:
-    """Yields at which sizes work was counted, where dimensions are open, and of how many nodes it is not known."""
+    """Yields the sizes at which work was counted if dimensions are open, and how many nodes have unknown work."""
     if report.counted_at is msgspec.UNSET:
         return
     sizes = ", ".join(f"{name}={size}" for name, size in report.counted_at.items())
@@ -143,19 +143,19 @@ def describe_open(report: CheckReport) -> Iterator[str]:
 
 
 def list_remarks(report: CheckReport) -> Iterator[str]:
-    """Yields how nodes that are taken run, where that is not in integers or their own type: once for each operator."""
+    """Yields how taken nodes run that compute neither in integers nor in their own type: one line per operator."""
     found = Counter((node.op, remark) for node in report.node_list for remark in node.remarks)
     yield from (f"{count} {op}: {remark}" for (op, remark), count in found.items())
 
 
 def describe_advice(advice: Advice) -> str:
-    """Returns what to change and what it gains, in one line."""
+    """Returns what to change and what that gains, in one line."""
     work = f", {advice.gain_macs:+,} MACs" if advice.gain_macs else ""
     return f"{advice.message} ({advice.fix}, {advice.gain_nodes:+d} nodes{work})"
 
 
 def list_observed(seen: Observed | NotObserved) -> Iterator[str]:
-    """Yields what a real provider did with a model: counts, disagreements, notes, or why it was not asked."""
+    """Yields what a real provider did with a model (counts, disagreements, notes), or why it was not asked."""
     if isinstance(seen, NotObserved):
         yield f"not observed: {seen.reason}"
         return
@@ -170,7 +170,7 @@ def list_observed(seen: Observed | NotObserved) -> Iterator[str]:
 
 
 def describe_disagreement(found: Disagreement) -> str:
-    """Returns which way a node was placed otherwise than predicted."""
+    """Returns in which direction the placement of a node differs from the prediction."""
     return "was predicted taken, and is not" if found.predicted else "was predicted left, and is taken"
 
 
@@ -188,7 +188,7 @@ def describe_recommendation(recommendation: Recommendation, reports: Mapping[str
 
 
 def list_ort_opinions(opinions: OrtOpinions, reports: Mapping[str, CheckReport]) -> Iterator[str]:
-    """Yields what ONNX Runtime's own checker says, and for each target that it knows why check says otherwise."""
+    """Yields what ONNX Runtime's own checker says, and why edgekit's check differs on the targets that it knows."""
     if opinions.failure is not None:
         yield f"ONNX Runtime's checker fails on this model: {opinions.failure}"
     for opinion in opinions.opinions:
@@ -202,7 +202,7 @@ def list_ort_opinions(opinions: OrtOpinions, reports: Mapping[str, CheckReport])
 
 
 def describe_work(report: CheckReport) -> str:
-    """Returns the share of the work that is taken, of MACs or where nothing multiplies of bytes."""
+    """Returns the share of the work that is taken: of MACs, or of bytes if no node multiplies."""
     unit = "MACs" if any(node.macs for node in report.node_list) else "bytes"
     return f"{report.taken_macs:.0%} of {unit}"
 
@@ -213,7 +213,7 @@ def describe_taken(placed: Placed | None) -> str:
 
 
 def describe_surprises(placed: Placed | None) -> Iterator[str]:
-    """Yields in one line what a provider placed otherwise than predicted; nothing where all is as it was said."""
+    """Yields one line on what a provider placed otherwise than predicted; nothing if all predictions held."""
     if placed is None or not placed.disagreements:
         return
     found = placed.disagreements

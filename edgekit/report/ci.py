@@ -21,13 +21,13 @@ _CONTROL = re.compile("[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010f
 
 
 def render_junit(reports: Sequence[VerifyReport], *, accept_unproven: bool = False) -> bytes:
-    """Returns verifications as JUnit XML: a suite a target, and in it a case for each output of each device.
+    """Returns verifications as JUnit XML: a suite for each target, and in it a case for each output of each device.
 
-    Every other gate of a run is a case too: that it finished, the metric, placement, costs. There is a failure exactly
-    where a report does not pass. So failures of the bundle as a whole have a case of their own, and so has "no device
-    ran", because CI systems take a suite of skipped cases for a success. "Not proven" is a failure of the type "not
-    proven", or with `accept_unproven` a skipped case. The format is that of Jenkins (`jenkins-junit.xsd`), which
-    GitLab, GitHub Actions and Azure read too.
+    Every other gate of a run is a case too: that the run finished, the metric, the placement, the costs. Cases fail
+    exactly if the report does not pass. Failures of the bundle as a whole therefore have a case of their own. So has
+    "no device ran", because CI systems count a suite of skipped cases as a success. "Not proven" is a failure of the
+    type "not proven", or with `accept_unproven` a skipped case. The format is that of Jenkins (`jenkins-junit.xsd`),
+    which GitLab, GitHub Actions and Azure read too.
     """
     suites = [_describe_report(report, accepts=accept_unproven) for report in reports]
     counts = {name: str(sum(int(suite.get(name, "0")) for suite in suites)) for name in ("tests", "failures", "errors")}
@@ -52,14 +52,14 @@ def _describe_report(report: VerifyReport, *, accepts: bool) -> ET.Element:
 
 
 def _describe_run(bundle: str, run: RunReport, *, accepts: bool) -> Iterator[ET.Element]:
-    """Yields a case for each thing that a run is judged by; what explains a failure stands in the first that fails."""
+    """Yields a case for each gate of a run; explanations of a failure are in the first case that fails."""
     outputs = {output.name: output for output in run.outputs}
     explanations = run.explanations
     for gate in run.gates:
         seconds = _count_seconds(run) if gate.name == "run" else 0.0
         name = f"{gate.name} {gate.subject}" if gate.subject else gate.name
         case = _element("testcase", name=name, classname=f"{bundle}.{run.device}", time=f"{seconds:.3f}")
-        # The explanations are of the run, and stand once: with the first gate that fails.
+        # Explanations belong to the run, not to a gate: they are printed once, with the first gate that fails.
         _judge(case, (*gate.failures, *explanations) if gate.failures else (), gate.unproven, accepts=accepts)
         explanations = () if gate.failures else explanations
         if gate.name == "run":
@@ -77,7 +77,7 @@ def _describe_run(bundle: str, run: RunReport, *, accepts: bool) -> Iterator[ET.
 
 def _count_seconds(run: RunReport) -> float:
     median = 0.0 if run.latency_ms is None else run.latency_ms.median
-    # An estimate from the median: the time of each sample is not kept.
+    # An estimate from the median: the time of each sample is not stored.
     return (run.load_ms + median * run.samples) / 1e3
 
 
@@ -97,7 +97,7 @@ def _describe_skip(bundle: str, skip: SkippedDevice) -> ET.Element:
 
 
 def _judge(case: ET.Element, failures: Sequence[str], unproven: Sequence[str], *, accepts: bool) -> None:
-    """Says in a case why it failed, else why it is not proven: as a failure too, or as skipped where it is accepted."""
+    """Writes into a case why it failed, or is not proven: as a failure too, or as skipped if that is accepted."""
     if unproven and not failures and accepts:
         case.append(_element("skipped", message=f"not proven: {unproven[0]}"))
     elif failures or unproven:
@@ -121,18 +121,18 @@ def _clean_xml(text: str) -> str:
     return _CONTROL.sub("", text)
 
 
-# GitHub takes a mebibyte of summary from a step, and a person reads far less.
+# GitHub accepts a summary of one MiB for each step; a person reads far less.
 _MOST_REMARKS = 30
 _SIGNS: Mapping[Verdict, str] = {"pass": "✅", "fail": "❌", "not proven": "❔"}
 
 
 def render_markdown(reports: Sequence[VerifyReport]) -> str:
-    """Returns verifications as GitHub's Markdown: a line a verdict, a table of outputs, and what failed and why."""
+    """Returns verifications as GitHub's Markdown: a line for each verdict, a table of outputs, and the failures."""
     return "\n".join(line for report in reports for line in _describe(report)) + "\n"
 
 
 def render_bench_markdown(report: BenchReport) -> str:
-    """Returns times as GitHub's Markdown: a table of devices and ways to run, and then comparisons and warnings."""
+    """Returns times as GitHub's Markdown: a table of devices and ways to run, then comparisons and warnings."""
     return "\n".join(_describe_bench(report)) + "\n"
 
 
@@ -197,8 +197,8 @@ def _describe(report: VerifyReport) -> Iterator[str]:
 
 
 def _escape(text: str) -> str:
-    """Returns a line in which no letter means anything to Markdown or HTML."""
+    """Returns a line in which no character has a special meaning in Markdown or HTML."""
     line = " ".join(text.split())
-    # The ampersand first: the entities that follow begin with one.
+    # The ampersand first: the entities inserted below begin with one.
     line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return "".join(f"\\{letter}" if letter in "\\`*_{}[]()#!|~" else letter for letter in line if letter.isprintable())

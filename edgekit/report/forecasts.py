@@ -1,4 +1,4 @@
-"""A forecast as text: the table of devices, what to choose, and what to know of the figures."""
+"""A forecast as text: the table of devices, the recommendation, and what the figures rest on."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -8,12 +8,12 @@ from edgekit.forecasts.forecast import BITS, DeviceForecast, ForecastReport
 from edgekit.forecasts.model import Bits
 from edgekit.report.tables import format_bytes, format_count, make_table
 
-# Closer than this two forecasts are the same: what the table's own precisions are told apart by.
+# Forecasts that differ by less than this factor count as equal, as measured pairs do in the table's `faster`.
 _CLEAR = 1.1
 
 
 def headline_forecast(report: ForecastReport) -> str:
-    """Returns what was forecast, and how good that is, in a line."""
+    """Returns what was forecast and how good the forecast is, in one line."""
     return (
         f"{report.model}: {format_count(report.macs)} multiply-accumulates, {format_count(report.weights)} weights,"
         f" {report.nodes} operators; {report.evidence}: drawn from other networks, nothing ran"
@@ -21,7 +21,7 @@ def headline_forecast(report: ForecastReport) -> str:
 
 
 def table_forecast(report: ForecastReport) -> Table:
-    """Returns the devices as a table: time with the interval of 80 %, what stays on the CPU, memory, likes."""
+    """Returns the devices as a table: time with its 80 % interval, nodes left to the CPU, memory, similar networks."""
     table = make_table(
         "device", "SoC", "precision", "ms", "80 % between", "on the CPU", "memory MB", "most like it (ms)"
     )
@@ -39,7 +39,7 @@ def table_forecast(report: ForecastReport) -> Table:
 
 
 def describe_time(row: DeviceForecast) -> str:
-    """Returns the milliseconds, or why there are none."""
+    """Returns the milliseconds, or why there is no forecast."""
     if row.ms is None:
         return row.note
     words = {"compiled": " (compiled)", "measured": " (given)", "recalibrated": " (moved)", "scaled": " (scaled)"}
@@ -47,12 +47,12 @@ def describe_time(row: DeviceForecast) -> str:
 
 
 def describe_interval(row: DeviceForecast) -> str:
-    """Returns the interval of 80 %."""
+    """Returns the 80 % interval."""
     return "-" if row.low_ms is None or row.high_ms is None else f"{row.low_ms:.3g} to {row.high_ms:.3g}"
 
 
 def describe_cpu(row: DeviceForecast) -> str:
-    """Returns how many nodes the rules leave to the CPU, the operators they are, and the bytes that cross over."""
+    """Returns the number of nodes that the rules leave to the CPU, their operators, and the bytes that cross over."""
     placing = row.placing
     if placing is None:
         return "all"
@@ -64,7 +64,7 @@ def describe_cpu(row: DeviceForecast) -> str:
 
 
 def describe_forecast(report: ForecastReport) -> str:
-    """Returns the forecast of each device in one line, and which of them miss the limit."""
+    """Returns the forecast of each device in one line, and which devices miss the limit."""
     rows = (row for row in report.rows)
     said = "; ".join(
         f"{row.device} {row.note}" if row.ms is None else
@@ -76,7 +76,7 @@ def describe_forecast(report: ForecastReport) -> str:
 
 
 def list_forecast_remarks(report: ForecastReport) -> Iterator[str]:
-    """Yields what to choose, why nodes stay on the CPU, and what the figures rest on, a line each."""
+    """Yields what to choose, why nodes stay on the CPU, and what the figures rest on: a line for each."""
     yield from list_choices(report)
     reasons = dict.fromkeys(reason for row in report.rows if row.placing for reason in row.placing.reasons)
     yield from (f"left to the CPU: {reason}" for reason in list(reasons)[:5])
@@ -90,13 +90,14 @@ def list_forecast_remarks(report: ForecastReport) -> Iterator[str]:
 
 
 def list_choices(report: ForecastReport) -> Iterator[str]:
-    """Yields which precision is forecast to be the fastest, devices of one answer in a line."""
+    """Yields which precision is forecast to be the fastest; devices with the same answer share a line."""
     found: dict[str, list[str]] = {}
     for device in dict.fromkeys(row.device for row in report.rows):
         own = (row for row in report.rows if row.device == device and row.ms is not None)
         rows: dict[Bits, DeviceForecast] = {row.precision: row for row in own}
         if len(rows) > 1:
-            # Times of this network say more than those of others do; forecasts of two precisions are not that sure.
+            # Times measured on this network count more than those of others; forecasts of two precisions are less
+            # certain.
             known = all(row.basis in {"measured", "recalibrated"} for row in rows.values())
             answer = _compare_times(rows) if known else _recall_pairs(list(rows), report.faster)
             found.setdefault(answer, []).append(device)
@@ -105,7 +106,7 @@ def list_choices(report: ForecastReport) -> Iterator[str]:
 
 
 def _compare_times(rows: Mapping[Bits, DeviceForecast]) -> str:
-    """Returns what is the fastest, in the order of precisions where two are the same."""
+    """Returns the fastest precision; of equal ones the first in the order of precisions."""
     times = {bits: row.ms for bits, row in rows.items() if row.ms is not None}
     same = [bits for bits in BITS if bits in times and times[bits] <= min(times.values()) * _CLEAR]
     if same == ["float"]:
@@ -116,7 +117,7 @@ def _compare_times(rows: Mapping[Bits, DeviceForecast]) -> str:
 
 
 def _recall_pairs(precisions: Sequence[Bits], faster: Mapping[Bits, Mapping[Bits, float]]) -> str:
-    """Returns what mostly was the fastest where networks were measured in several precisions."""
+    """Returns which precision was mostly the fastest, over the networks that were measured in several precisions."""
     best = max(precisions, key=lambda bits: min(faster[bits][other] for other in precisions if other != bits))
     shares = ", ".join(f"{faster[best][other]:.0%} against {other}" for other in precisions if other != best)
     return f"{best} forecast to be the fastest, as it was in most measured pairs ({shares})"

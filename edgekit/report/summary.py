@@ -19,9 +19,9 @@ from edgekit.verify.report import VerifyReport
 class BundleSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One target of a build.
 
-    `failure` says in one line why there is no bundle; then `path` is None. `notes` say what the bundle lacks or what
+    `failure` says in one line why there is no bundle; `path` is then None. `notes` say what the bundle lacks or what
     was decided for the user. `sha256` is the digest of the manifest, which holds the digests of `files`. Sizes are
-    those of the float model as it was given and of the file that an app should load, with what lies beside it.
+    those of the original float model and of the file that an app should load, external files included.
     `quantized_nodes` and `float_nodes` count the nodes that became INT8 and those that stayed float.
     """
 
@@ -46,31 +46,31 @@ class BundleSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def placed(self) -> Placed | None:
-        """Where the nodes are: as a device's provider showed, else as predicted; None where there is no bundle."""
+        """The placement of the nodes: as a device reported it, else as predicted; None if there is no bundle."""
         seen = None if self.verify is None else self.verify.placed
         return seen or (None if self.check is None else self.check.placed)
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the bundle was made and passed; one that was not verified is not proven."""
+        """Whether the bundle was made and passed verification; a bundle that was not verified is not proven."""
         if self.path is None:
             return "fail"
         return "not proven" if self.verify is None else self.verify.verdict
 
     @property
     def passed(self) -> bool:
-        """True if the bundle was made and, where it was verified, passed."""
+        """True if the bundle was made and passed verification."""
         return self.verdict == "pass"
 
 
 class BuildReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
     """A whole build.
 
-    `fixes` counts the nodes that each automatic rewrite changed before anything else. `peak_rss_bytes` is the peak of
-    this process plus that of its largest child. `data_warnings` tell what looks wrong with the samples,
-    `fixed_axes` which axes the export fixed that no target wants fixed. `verified` tells whether verification was asked
-    for. `forecast` is for the phones that the recipe names. `stages` says where the `seconds` went, in the order of the
-    work.
+    `fixes` counts the nodes that each automatic rewrite changed, before anything else was done. `peak_rss_bytes` is the
+    peak of this process plus that of its largest child. `data_warnings` lists what looks wrong with the samples,
+    `fixed_axes` the axes that the export fixed although no target needs that. `verified` is True if verification was
+    asked for. `forecast` is for the phones that the recipe names. `stages` says where the `seconds` went, in the order
+    of the work.
     """
 
     model: str
@@ -91,7 +91,7 @@ class BuildReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> Verdict:
-        """Whether every bundle was made and, if verification was asked for, passed it, and the forecast its limit."""
+        """Whether all bundles were made and passed any verification asked for, and the forecast keeps its limit."""
         goal: Verdict = "pass" if self.forecast is None else self.forecast.verdict
         if not self.verified:
             return worst_verdict(("fail" if any(bundle.path is None for bundle in self.bundles) else "pass", goal))
@@ -104,7 +104,7 @@ class BuildReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrialReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One plan of a search: what left 8 bits, the drop to expect, and the share of work the target takes.
+    """One plan of a search: what left 8 bits, the drop to expect, and the share of work that the target takes.
 
     `integer_macs` is the share of the work that is done in integers.
     """
@@ -117,9 +117,9 @@ class TrialReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ActivationReport(msgspec.Struct, frozen=True, kw_only=True):
-    """An activation of a quantized model: what makes it, its bits, its range as planned and as seen.
+    """An activation of a quantized model: the operator that computes it, its bits, its planned and its observed range.
 
-    `sqnr_db` is that of the outputs when it alone is quantized, None where that was not measured.
+    `sqnr_db` is the SQNR of the outputs when it alone is quantized, None if that was not measured.
     """
 
     tensor: str
@@ -133,20 +133,20 @@ class ActivationReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def clips(self) -> bool:
-        """True if values that were seen lie outside the range by more than a hundredth of it."""
+        """True if observed values lie outside the range by more than a hundredth of it."""
         # A grid of 8 bits has steps of 1/255 of its range: a hundredth is two or three of them, more than rounding.
         margin = (self.high - self.low) / 100
         return self.seen_low < self.low - margin or self.seen_high > self.high + margin
 
 
 class CalibrationReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What ranges come from: extremes from all `samples`, histograms and moments from the `measured` ones.
+    """What ranges come from: extremes over all `samples`, histograms and moments over the `measured` ones.
 
-    Histograms hold at most `values` of a tensor; where `is_exact`, every one of every sample. `tail_errors` says by how
-    much the share of the measured samples' values that a range method cuts off at an end may differ from what is
-    wanted, with 95 % certainty. `sample_error` says by how much any share read from a histogram may differ from that
-    over all samples because only some were measured, with the same certainty, for the worst tensor. `known` samples
-    were not run, because a cache knew them. `notes` says what was wrong with a cache.
+    A histogram holds at most `values` values of a tensor, or with `is_exact` every value of every sample. A range
+    method cuts off a share of the measured values at an end; `tail_errors` says how far that share may be from the
+    intended one, with 95 % certainty. Histograms hold only some of the samples: `sample_error` says how far a share
+    read from one may be from the share over all samples, with the same certainty, for the worst tensor. `known` samples
+    were not run, because a cache had their results. `notes` says what was wrong with a cache.
     """
 
     samples: int
@@ -163,13 +163,13 @@ class QuantizeReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
     """A model quantized for a target, which nodes stayed float and why, and what was tried, best first.
 
     `fixes` counts the nodes that each automatic rewrite changed before. `float_constants` holds the bytes of each
-    constant that stays float, the largest first; `narrow` are those in 8 or 16 bits. `predicted` is what it will
-    cost. `trials` are those of a search, in order; `max_drop` is its goal in points. `met` says whether the chosen one
-    reaches it, None where no goal was set, and `goal_note` what that leaves out; `advice` says what would lose less
-    where more than 2 points are lost. `taken` is how much of the file
-    the target's rules take, `taken_macs` the share of the work; `refused` says that no session of it is expected.
-    `layers` are the quantized activations, in graph order, where they were asked
-    for. `left_out` is what the time budget left no time for, `failed` says of other steps why they were left out.
+    constant that stays float, the largest first; `narrow` are those stored in 8 or 16 bits. `predicted` is the expected
+    loss. `trials` are those of a search, in order; `max_drop` is its goal in points. `met` says whether the chosen
+    trial reaches it, None if no goal was set; `goal_note` says what that judgement leaves out. `advice` says what would
+    lose less, if more than 2 points are lost. `taken` is how much of the file the target's rules take, `taken_macs` the
+    share of the work; `refused` says that no session of it is expected. `layers` are the quantized activations in graph
+    order, if they were asked for. `left_out` lists the steps for which the time budget was too short; `failed` gives by
+    step why other steps were left out.
     """
 
     model: str
@@ -204,5 +204,5 @@ class QuantizeReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def float_bytes(self) -> int:
-        """What of the size is constants that stay float."""
+        """The bytes of the constants that stay float."""
         return sum(self.float_constants.values())

@@ -1,4 +1,4 @@
-"""Tables of a terminal: sizes, differences, packages and groups of models; and what every table shares."""
+"""Tables for a terminal (sizes, differences, packages and groups of models), and what every table shares."""
 
 import math
 from collections import Counter
@@ -26,7 +26,7 @@ from edgekit.verify.task_scores import describe_difference, format_score
 
 
 def make_table(*columns: str) -> Table:
-    """Returns an empty table with these columns, whose cells fold."""
+    """Returns an empty table with these columns; long cells wrap."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in columns:
         table.add_column(column, overflow="fold")
@@ -34,24 +34,24 @@ def make_table(*columns: str) -> Table:
 
 
 def format_count(count: int) -> str:
-    """Returns a number for people: `1.2 M`."""
+    """Returns a number in readable form, such as `1.2 M`."""
     size, unit = _scale(count, ("", "k", "M", "G", "T"))
     return f"{size:.0f}" if not unit else f"{size:.3g} {unit}" if size < 1000 else f"{size:,.0f} {unit}"
 
 
 def format_bytes(size_bytes: int) -> str:
-    """Returns a size for people, in decimal units."""
+    """Returns a size in readable form, in decimal units."""
     size, unit = _scale(size_bytes, ("B", "kB", "MB", "GB"))
     return f"{size:.0f} {unit}" if unit in {"B", "kB"} else f"{size:.1f} {unit}"
 
 
 def format_or_dash(value: float | None, form: str) -> str:
-    """Returns a figure in a format such as `{:.1f} dB`, a dash where there is none."""
+    """Returns a figure in a format such as `{:.1f} dB`, or a dash if it is None."""
     return "-" if value is None else form.format(value)
 
 
 def _scale(value: float, units: tuple[str, ...]) -> tuple[float, str]:
-    """Returns a value in the first unit, each a thousand times the one before, that keeps it below a thousand."""
+    """Returns a value and the first of the units (each 1000 times the previous one) in which it is below 1000."""
     for unit in units[:-1]:
         if value < 1000:
             return value, unit
@@ -72,7 +72,7 @@ def table_files(report: SizeReport) -> Table:
 
 
 def table_layer_sizes(report: SizeReport) -> Table:
-    """Returns the largest layers of a model as a table, and what is left."""
+    """Returns the largest layers of a model as a table, and the rest as one row."""
     total = sum(layer.weight_bytes for layer in report.layers) + report.other_bytes
     table = Table(f"layer of {report.model}", "operator", "weight bytes", "share", "MACs", box=SIMPLE_HEAD)
     heavy = [layer for layer in report.layers if layer.weight_bytes]
@@ -88,7 +88,7 @@ def table_layer_sizes(report: SizeReport) -> Table:
 
 
 def list_changes(delta: Delta) -> Iterator[str]:
-    """Yields what is different, a line each, and last how many bytes it makes."""
+    """Yields a line for each difference, and at the end the bytes of an update."""
     yield from (f"file {file.name}: {_size(file.old_bytes, file.new_bytes)}" for file in delta.files)
     yield from (f"{fact.key}: {_move(fact.old, fact.new)}" for fact in delta.facts)
     yield from (f"placement {fact.key}: {_move(fact.old, fact.new)}" for fact in delta.placement)
@@ -156,7 +156,7 @@ def table_sizes(report: PackageReport) -> Table:
 
 
 def list_size_remarks(report: PackageReport) -> Iterator[str]:
-    """Yields what the package weighs, and a warning where that is mostly no model."""
+    """Yields what the package weighs, and a warning if most of that is not the model."""
     rest = report.size_bytes - report.model_bytes
     yield f"models {format_bytes(report.model_bytes)}, all else {format_bytes(rest)}"
     if report.outweighs:
@@ -172,10 +172,10 @@ def _share_of_package(size_bytes: int, report: PackageReport) -> str:
 
 
 class GroupTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """A group for one target; `failure` says why there is none.
+    """A group of models for one target; `failure` says why there is none.
 
-    `notes` are those of the members' builds. `shared_bytes` are weights that several members use and the folder has
-    once, `size_bytes` all model files that an app loads, with these counted once.
+    `notes` come from the builds of the members. `shared_bytes` are weights that several members use and that the folder
+    holds once. `size_bytes` are all model files that an app loads, with shared weights counted once.
     """
 
     target: str
@@ -188,14 +188,14 @@ class GroupTarget(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the group was made and passed; one that was not verified is not proven."""
+        """Whether the group was made and passed verification; a group that was not verified is not proven."""
         if self.path is None:
             return "fail"
         return "not proven" if self.verify is None else self.verify.verdict
 
 
 class GroupBuild(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a group: the sha256 of its models, the samples it was made and judged with, and each target."""
+    """The result of a group: the sha256 of its models, the samples it was made and judged with, each target."""
 
     group: str
     members: dict[str, str]
@@ -206,7 +206,7 @@ class GroupBuild(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> Verdict:
-        """The worst of the targets'."""
+        """The worst verdict of the targets."""
         return worst_verdict(target.verdict for target in self.targets)
 
 
@@ -224,7 +224,7 @@ def describe_group_build(report: GroupBuild) -> Iterator[str]:
 
 
 def headline_group(target: GroupTarget) -> str:
-    """Returns in a sentence what became of a group on a target."""
+    """Returns the result of a group on a target in one sentence."""
     if target.path is None:
         return f"It cannot be built: {target.failure}."
     if target.verify is None or not target.verify.runs:
@@ -236,7 +236,7 @@ def headline_group(target: GroupTarget) -> str:
 
 
 def describe_group(report: GroupReport) -> Iterator[str]:
-    """Yields the lines of a group's verification: each device with the whole, and each member."""
+    """Yields the lines of a group's verification: the whole on each device, then each member."""
     for run in report.runs:
         yield f"  {run.device} ({run.evidence}): {_describe_metric(run)}: {run.verdict}"
         yield from (f"  - {line}" for line in (*run.judgement.failures, *run.judgement.unproven))
@@ -256,11 +256,11 @@ def _describe_metric(run: GroupRun) -> str:
     return f"{run.task.name} {scores}, {describe_difference(run.task)} points, {run.samples} samples, runs: {calls}"
 
 
-# What quantizing did: as its report says it, and in lines for a terminal.
+# What quantizing did: the parts of its report, and its lines for a terminal.
 
 
 def describe_calibration(calibration: Calibration) -> CalibrationReport:
-    """Returns what ranges come from."""
+    """Returns what the ranges come from."""
     values, percents = calibration.picked * calibration.measured, PERCENTS if calibration.picked else {}
     errors = {name: 0.0 if calibration.is_exact else tail_error(percent, values) for name, percent in percents.items()}
     return CalibrationReport(
@@ -276,7 +276,7 @@ def describe_calibration(calibration: Calibration) -> CalibrationReport:
 
 
 def describe_trials(searched: Searched | None, *, goal: bool) -> tuple[TrialReport, ...]:
-    """Returns what was tried, in order; without a `goal` a single trial is no search."""
+    """Returns the trials in order; none if there is no `goal` and only one trial, which is no search."""
     if searched is None or (not goal and len(searched.trials) == 1):
         return ()
     return tuple(
@@ -294,10 +294,10 @@ def describe_trials(searched: Searched | None, *, goal: bool) -> tuple[TrialRepo
 def describe_layers(
     plan: QuantPlan, seen: Mapping[str, TensorRange], errors: Sequence[TensorError]
 ) -> Iterator[ActivationReport]:
-    """Yields the quantized activations of a plan in graph order, with the range that was seen and what each costs."""
+    """Yields the quantized activations of a plan in graph order, with their observed ranges and the loss of each."""
     ranked = {error.name: error for error in errors}
     for name in (name for name in plan.ranges if name in ranked):
-        # A tensor that left 8 bits has its own range, for the wider grid.
+        # A tensor that left 8 bits has its own range, for the 16-bit grid.
         wide = plan.wide.get(name)
         planned = wide or plan.ranges[name]
         yield ActivationReport(
@@ -312,14 +312,14 @@ def describe_layers(
         )
 
 
-# Less is no part of a size that anybody counts.
+# Fewer bytes do not matter to anybody.
 _NOTABLE_BYTES = 500
 _LARGE_BYTES = 10_000
 _MOST_LINES = 5
 
 
 def describe_quantization(report: QuantizeReport) -> Iterator[str]:
-    """Yields what was made and what it costs, what was tried, and what looks wrong with the samples."""
+    """Yields what was made, what it costs, what was tried, and what looks wrong with the samples."""
     size = f"{report.size_before / 1e3:.0f} to {report.size_after / 1e3:.0f} kB"
     kept = f"{report.quantized_nodes} nodes are {report.precision}, {len(report.float_nodes)} stay float"
     size += f", {report.float_bytes / 1e3:.0f} kB of it float constants" if report.float_bytes >= _NOTABLE_BYTES else ""
@@ -359,7 +359,7 @@ def describe_quantization(report: QuantizeReport) -> Iterator[str]:
 
 
 def _describe_floats(report: QuantizeReport) -> Iterator[str]:
-    """Yields why nodes stay float, each reason once, and which constants that leaves large."""
+    """Yields each reason why nodes stay float, and which large constants stay float with them."""
     reasons = Counter(node.reason for node in report.float_nodes)
     for reason, count in reasons.most_common(_MOST_LINES):
         yield f"- {count} in float: {reason}"
@@ -374,7 +374,7 @@ def _describe_floats(report: QuantizeReport) -> Iterator[str]:
 
 
 def describe_narrow(narrow: NarrowConstants) -> str:
-    """Returns in one line what fewer bits save of constants that stay float, and what that costs."""
+    """Returns in one line how many bytes fewer bits save on float constants, and what that costs."""
     counts = Counter(narrow.bits.values())
     stored = " and ".join(f"{counts[bits]} in {bits} bits" for bits in sorted(counts))
     saved = f"{narrow.saved_bytes / 1e3:.0f} kB less"

@@ -1,4 +1,4 @@
-"""Reports as tables for a terminal, and the sentence on top of each: the verdict, and the reason for it."""
+"""Reports as tables for a terminal, and the headline of each: the verdict and the reason for it."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ from edgekit.verify.task_scores import TaskReport, describe_accuracy, describe_d
 from edgekit.verify.two_models import ModelComparison
 
 _GOOD, _BAD, _UNKNOWN = "green", "red", "yellow"
-# Further reasons of one run are counted, not printed.
+# Further reasons of one run are only counted.
 _MOST_LINES = 6
 # Two lines of a terminal: the text of an exception may fill a screen.
 _MOST_REASON = 240
@@ -37,7 +37,7 @@ _COLORS: Mapping[Verdict, str] = {"pass": _GOOD, "fail": _BAD, "not proven": _UN
 
 
 def table_build(report: BuildReport) -> Table:
-    """Returns a build as a table: a row a target."""
+    """Returns a build as a table: a row for each target."""
     table = make_table("target", "precision", "nodes taken", "parts", "size", "agreement", "evidence", "result")
     for bundle in report.bundles:
         table.add_row(
@@ -54,7 +54,7 @@ def table_build(report: BuildReport) -> Table:
 
 
 def list_remarks(report: BuildReport) -> list[str]:
-    """Returns, target by target, what failed, what was skipped and what was decided; then doubts about samples."""
+    """Returns by target what failed, what was skipped and what was decided; then what is doubtful about the samples."""
     fixes = [f"rewritten before the check: {name} ({count} nodes)" for name, count in report.fixes.items()]
     remarks = group_lines((bundle.target, remark) for bundle in report.bundles for remark in describe_remarks(bundle))
     axes = [f"fixed axis: {line}" for line in report.fixed_axes]
@@ -63,7 +63,7 @@ def list_remarks(report: BuildReport) -> list[str]:
 
 
 def group_lines(lines: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yields each distinct line once, after the names of all that it applies to: "nnapi, xnnpack: ..."."""
+    """Yields each distinct line once, after the names that it applies to: "nnapi, xnnpack: ..."."""
     names: dict[str, dict[str, None]] = {}
     for name, line in lines:
         names.setdefault(line, {})[name] = None
@@ -80,7 +80,7 @@ def describe_remarks(bundle: BundleSummary) -> Iterator[str]:
 
 
 def list_verify_remarks(report: VerifyReport) -> Iterator[str]:
-    """Yields each failure, each note of a run, and each skipped device with the command that installs it."""
+    """Yields failures, notes of runs, and skipped devices with the command that installs them: a line for each."""
     yield from report.failures
     yield from (line for line in report.unproven if line != report.chance)
     yield from describe_surprises(report.placed)
@@ -99,20 +99,20 @@ def _list_run_remarks(run: RunReport) -> Iterator[str]:
     yield from describe_state(run.state) if run.state else ()
     yield from (_describe_sizes(run.sizes),) if run.sizes else ()
     yield from (_describe_file(file) for file in run.files if file.failure is None)
-    # Where no layer explains a failure, the failure says so.
+    # A failure that no layer explains says so itself.
     if run.located and (run.located.layer or not run.failures):
         yield from list_located(run.located)
 
 
 def _shorten(lines: Sequence[str]) -> Iterator[str]:
-    """Yields the first lines, and how many there are beside: a model may have dozens of outputs."""
+    """Yields the first lines and the number of the others: a model may have dozens of outputs."""
     yield from lines[:_MOST_LINES]
     if len(lines) > _MOST_LINES:
         yield f"and {len(lines) - _MOST_LINES} more reasons of this kind: --json lists them"
 
 
 def _describe_sizes(sizes: SizesReport) -> str:
-    """Returns the worst figure of each size, against the float model at the samples' own lengths."""
+    """Returns the worst SQNR for each size, against the float model run at the samples' own lengths."""
 
     def describe(size: BucketReport) -> str:
         worst = min((output.sqnr_db for output in size.outputs if output.sqnr_db is not None), default=None)
@@ -122,14 +122,14 @@ def _describe_sizes(sizes: SizesReport) -> str:
 
 
 def _describe_file(file: FileReport) -> str:
-    """Returns where the nodes of a model file ran, and its worst figure."""
+    """Returns where the nodes of a model file ran, and its worst SQNR."""
     nodes = ", ".join(f"{count} nodes on {provider}" for provider, count in file.provider_nodes.items())
     worst = min((output.sqnr_db for output in file.outputs if output.sqnr_db is not None), default=None)
     return f"'{file.file}' opens too: {nodes or 'nodes unknown'}" + ("" if worst is None else f", {worst:.1f} dB")
 
 
 def table_verify(report: VerifyReport) -> Table:
-    """Returns a verification as a table: a row an output of each run."""
+    """Returns a verification as a table: a row for each output of each run."""
     table = make_table("device", "evidence", "output", "cosine", "SQNR", "agreement", "ms", "result")
     is_labelled = any(run.accuracy is not None for run in report.runs)
     if is_labelled:
@@ -155,7 +155,7 @@ def table_verify(report: VerifyReport) -> Table:
 
 
 def list_task(task: TaskReport | None, limit: TaskLimit | None) -> Iterator[str]:
-    """Yields a metric of the task on both sides with the difference and its interval, and where it missed a limit."""
+    """Yields a metric of the task on both sides, the difference with its interval, and the limit it missed, if any."""
     if task is None:
         return
     got = f"{format_score(task, task.reference)} on the float model, {format_score(task, task.got)} here"
@@ -166,7 +166,7 @@ def list_task(task: TaskReport | None, limit: TaskLimit | None) -> Iterator[str]
 
 
 def list_metric(run: RunReport) -> Iterator[str]:
-    """Yields the metric of a run, and that of a faster device over all labelled samples where there is one."""
+    """Yields the metric of a run, and that of a faster device over all labelled samples, if there is one."""
     yield from list_task(run.task, None)
     stand_in = run.stand_in
     if stand_in is not None:
@@ -178,7 +178,7 @@ def list_metric(run: RunReport) -> Iterator[str]:
 
 
 def table_device_figures(report: VerifyReport) -> Table:
-    """Returns the devices of a verification side by side: a row a device."""
+    """Returns the devices of a verification side by side: a row for each device."""
     table = make_table("device", "SQNR", "agreement", "accuracy", "median", "p95", "p99", "nodes", "memory", "outputs")
     for figures in report.comparison:
         latency = figures.latency_ms
@@ -198,7 +198,7 @@ def table_device_figures(report: VerifyReport) -> Table:
 
 
 def table_targets(targets: Sequence[Target]) -> Table:
-    """Returns targets as a table: a row a target."""
+    """Returns targets as a table: a row for each target."""
     table = make_table("target", "what it is", "precision", "verified here by")
     for target in targets:
         devices = ", ".join(planned.device for planned in target.verification)
@@ -207,7 +207,7 @@ def table_targets(targets: Sequence[Target]) -> Table:
 
 
 def table_parameters(target: Target) -> Table:
-    """Returns the parameters of a target as a table: a row a parameter."""
+    """Returns the parameters of a target as a table: a row for each parameter."""
     table = make_table("--set", "value", "allowed", "what it is")
     for name, parameter in target.parameters.items():
         allowed = ", ".join(parameter.choices) or f"{parameter.minimum} to {parameter.maximum}"
@@ -218,7 +218,7 @@ def table_parameters(target: Target) -> Table:
 
 
 def table_devices(statuses: Sequence[DeviceStatus]) -> Table:
-    """Returns devices as a table: a row a device."""
+    """Returns devices as a table: a row for each device."""
     table = make_table("device", "evidence", "here", "ONNX Runtime", "what it is, or what to do")
     for status in statuses:
         here = Text("ready", _GOOD) if status.available else Text("missing", _UNKNOWN)
@@ -229,7 +229,7 @@ def table_devices(statuses: Sequence[DeviceStatus]) -> Table:
 
 
 def table_providers(offered: Sequence[OfferedProvider]) -> Table:
-    """Returns the providers that are installed as a table: a row a provider."""
+    """Returns the installed providers as a table: a row for each provider."""
     table = make_table("provider", "from", "--on", "what it finds here, or what it lacks")
     for one in offered:
         table.add_row(one.provider, one.source, one.device or "-", one.failure or ", ".join(one.hardware))
@@ -237,7 +237,7 @@ def table_providers(offered: Sequence[OfferedProvider]) -> Table:
 
 
 def table_self_test(test: SelfTest) -> Table:
-    """Returns what was tried on a device as a table: a row a check."""
+    """Returns what was tried on a device as a table: a row for each check."""
     table = make_table("check", "result", "what was seen")
     for check in test.checks:
         table.add_row(check.name, _verdict("pass" if check.passed else "fail"), check.detail)
@@ -245,10 +245,10 @@ def table_self_test(test: SelfTest) -> Table:
 
 
 def table_contents(report: OnnxReport | OrtFileReport) -> Table:
-    """Returns the contents of a model as a table: a row a fact."""
+    """Returns the contents of a model as a table: a row for each fact."""
     table = make_table("", "")
     table.show_header = False
-    # By the plain form, so that the table and --json have the same facts in the same order.
+    # From the data of --json, so that the table has the same facts in the same order.
     for name, value in to_builtins(report).items():
         shown = "yes" if value is True else "no" if value is False else value
         if name in {"inputs", "outputs", "fixed_axes"}:
@@ -268,7 +268,7 @@ def table_contents(report: OnnxReport | OrtFileReport) -> Table:
 
 
 def table_outputs(report: ModelComparison) -> Table:
-    """Returns a comparison of two models as a table: a row an output."""
+    """Returns a comparison of two models as a table: a row for each output."""
     table = make_table("output", "cosine", "SQNR", "max error", "top-1", "equal", "remark")
     for output in report.outputs:
         remark = output.mismatch or (f"{output.non_finite} values are not finite" if output.non_finite else "")
@@ -285,7 +285,7 @@ def table_outputs(report: ModelComparison) -> Table:
 
 
 def list_comparison_remarks(report: ModelComparison, min_sqnr_db: float | None = None) -> Iterator[str]:
-    """Yields why two models do not do the same, what was taken for what, the metric, and the first bad layer."""
+    """Yields why two models differ, how their tensors were matched, the metric, and the first bad layer."""
     found = report.weigh(min_sqnr_db)
     yield from found.failures
     yield from (f"not proven: {line}" for line in found.unproven)
@@ -295,7 +295,7 @@ def list_comparison_remarks(report: ModelComparison, min_sqnr_db: float | None =
 
 
 def table_layers(layers: Sequence[LayerReport]) -> Table:
-    """Returns layers as a table: the error so far, and the layer's own on correct inputs."""
+    """Returns layers as a table: the accumulated error, and the error of each layer alone on correct inputs."""
     table = make_table("layer", "op", "SQNR so far", "own SQNR", "max error")
     for layer in layers:
         own = format_or_dash(layer.own_sqnr_db, "{:.1f} dB")
@@ -310,7 +310,7 @@ def table_layers(layers: Sequence[LayerReport]) -> Table:
 
 
 def list_located(found: Located) -> Iterator[str]:
-    """Yields the first layer that a device computes otherwise, how it was found, and what was done otherwise."""
+    """Yields the first layer whose result is wrong on a device, how it was found, and what the device did otherwise."""
     how = f"{found.cuts} cuts" if found.found_by == "cuts" else f"{len(found.layers)} layers"
     yield f"first bad layer: {found.layer or 'none'} ({found.runs} runs, {how})"
     if operations := found.operations.get(found.layer or "", ()):
@@ -326,13 +326,13 @@ def describe_size(bundle: BundleSummary) -> str:
 
 
 def describe_agreement(verify: VerifyReport | None) -> str:
-    """Returns how far the worst run agrees with the float model: in detections, top-1 of classes, SQNR of the rest."""
+    """Returns how far the worst run agrees with the float model: detections, top-1 of classes, else the SQNR."""
     outputs = [] if verify is None else [output for run in verify.runs for output in run.outputs]
     lists = [each.share for output in outputs for each in output.agreements if each.of == "detections"]
     by_rows = [output for output in outputs if not any(each.of == "detections" for each in output.agreements)]
     top1 = [output.agreed for output in by_rows if output.agreed is not None]
     sqnr = [output.sqnr_db for output in by_rows if output.sqnr_db is not None]
-    # The worst of all runs and outputs: a summary that takes the mean would hide the device that fails.
+    # The worst of all runs and outputs: a mean would hide the device that fails.
     parts = [f"{min(lists):.1%} of detections"] if lists else []
     parts += [f"{min(top1):.1%} agree"] if top1 else []
     parts += [f"{min(sqnr):.1f} dB"] if sqnr else []
@@ -340,10 +340,10 @@ def describe_agreement(verify: VerifyReport | None) -> str:
 
 
 def describe_evidence(verify: VerifyReport | None) -> str:
-    """Returns the kinds of evidence among the runs, best first."""
+    """Returns the kinds of evidence among the runs, the best first."""
     if verify is None or not verify.runs:
         return "none"
-    # Evidence is declared from the best to the weakest.
+    # The members of Evidence are declared from the best to the weakest.
     kinds = [(kind.value, run.device) for kind in Evidence for run in verify.runs if run.evidence is kind]
     return ", ".join(dict.fromkeys(kind if kind == device else f"{kind} ({device})" for kind, device in kinds))
 
@@ -363,7 +363,7 @@ def _verdict(verdict: Verdict) -> Text:
 
 
 def headline_verify(report: VerifyReport) -> str:
-    """Returns whether a bundle does what the float model does, on which devices, or the first reason why not."""
+    """Returns whether a bundle agrees with the float model and on which devices, or the first reason why not."""
     if not report.runs:
         skip = next(iter(report.skipped), None)
         return "Nothing ran" + (f": {skip.device}: {skip.reason}." if skip else ".")
@@ -375,7 +375,7 @@ def headline_verify(report: VerifyReport) -> str:
 
 
 def headline_build(report: BuildReport) -> str:
-    """Returns how many targets have a bundle that passed, and for the first of the others why not."""
+    """Returns how many targets have a bundle that passed, and why the first of the others did not."""
     count = len(report.bundles)
     good = [bundle for bundle in report.bundles if bundle.path is not None and (bundle.passed or not report.verified)]
     said = f"{len(good)} of {count} {'bundle' if count == 1 else 'bundles'}"
@@ -389,14 +389,14 @@ def headline_build(report: BuildReport) -> str:
     if bad is None:
         return f"{said}."
     step = "" if bad.verify is None or bad.failure is not None else _find_next(bad.verify)
-    # No precision mends what was calibrated with other inputs than the app's.
+    # A higher precision does not help if calibration saw other inputs than the app's.
     unlike = next((warning for warning in report.data_warnings if warning.endswith(ALIKE)), None)
     step = f" Next: {unlike}." if step and unlike else step
     return f"{said}; {bad.target}: {_find_bundle_reason(bad)}.{step}"
 
 
 def describe_verified(report: BuildReport) -> str:
-    """Returns how many samples were kept back, and how many of them ran where."""
+    """Returns how many samples were held out, and how many of them ran on the devices."""
     kept = report.golden_samples
     runs = [run for bundle in report.bundles if bundle.verify is not None for run in bundle.verify.runs]
     counts = [run.samples for run in runs]
@@ -429,7 +429,7 @@ _NEXT: Mapping[str, str] = {
 
 
 def _find_reason(report: VerifyReport) -> str:
-    """Returns the first reason why a bundle does not pass, with what explains it."""
+    """Returns the first reason why a bundle does not pass, with its explanation."""
     failing = next((run for run in report.runs if run.failures), None)
     if not report.failures and failing is not None:
         cause = "".join(f"; {line}" for line in failing.explanations[:1])
@@ -439,7 +439,7 @@ def _find_reason(report: VerifyReport) -> str:
 
 
 def _find_next(report: VerifyReport) -> str:
-    """Returns the next step as a sentence of its own, "" where the reason names it or none is known."""
+    """Returns the next step as a sentence, "" if the reason names it already or none is known."""
     run = next((run for run in report.runs if run.failures), None)
     if report.failures or run is None:
         return ""
@@ -450,6 +450,6 @@ def _find_next(report: VerifyReport) -> str:
 
 
 def _quote(reason: str) -> str:
-    """Returns a reason without the codes that ONNX Runtime puts in front, and no longer than a headline may be."""
+    """Returns a reason without ONNX Runtime's error codes, cut to the length that a headline may have."""
     plain = re.sub(r"\[ONNXRuntimeError\] : \d+ : \w+ : ", "ONNX Runtime says: ", " ".join(reason.split()))
     return (plain if len(plain) <= _MOST_REASON else f"{plain[:_MOST_REASON]}...").rstrip(".")

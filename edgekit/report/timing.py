@@ -1,4 +1,4 @@
-"""Times for people: benchmarks, profiles and searches for settings as tables and series."""
+"""Times in readable form: benchmarks, profiles and searches for settings as tables and series."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -18,7 +18,7 @@ from edgekit.tune.space import PROVIDER_OPTIONS, Goal
 
 
 class SeriesPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """A number of a series whose smaller values are better.
+    """A point of a time series in which smaller values are better.
 
     The keys are those of `customSmallerIsBetter` of https://github.com/benchmark-action/github-action-benchmark.
     """
@@ -55,8 +55,8 @@ _HEADINGS = {"batch": "batch", "concurrency": "at once", "queue": "queue", "exec
 
 
 def table_bench(report: BenchReport) -> Table:
-    """Returns the times as a table: a row a device."""
-    # No mean: one pause of the system moves it, and not the median.
+    """Returns the times as a table: a row for each device."""
+    # No mean: a single pause of the system changes it, but not the median.
     ways = [column for column in _HEADINGS if any(getattr(run, column) not in {1, ""} for run in report.runs)]
     columns = ["p50", "p95", "p99", "per second", "runs", "load", "first", "memory"]
     table = make_table("device", "evidence", "provider", *(_HEADINGS[way] for way in ways), *columns)
@@ -85,7 +85,7 @@ def table_bench(report: BenchReport) -> Table:
 
 
 def list_bench_remarks(report: BenchReport) -> Iterator[str]:
-    """Yields each comparison, each failure, what the times are worth, and each device that is not there."""
+    """Yields each comparison, each failure, how reliable the times are, and each device that is missing."""
     yield from map(describe_comparison, report.comparisons)
     yield from (f"slower: {line}" for line in report.regressions)
     yield from report.notes
@@ -111,12 +111,12 @@ def describe_comparison(found: Comparison) -> str:
 
 
 _MOST_TEXT = 60
-# Less of a run is not worth a word.
+# Smaller shares of a run are not mentioned.
 _TELLING = 0.005
 
 
 def headline_profile(profile: DeviceProfile) -> str:
-    """Returns what a profile says in one line."""
+    """Returns the result of a profile in one line."""
     if profile.failure is not None:
         return f"{profile.subject} on {profile.device} failed: {profile.failure}"
     cost = ""
@@ -154,7 +154,7 @@ def table_operators(profile: DeviceProfile, most: int) -> Table:
 
 
 def table_memory(profile: DeviceProfile) -> Table:
-    """Returns what the process holds behind each phase, with the arena and without it, and what the arena holds."""
+    """Returns the memory of the process after each phase, with and without the arena, and the memory of the arena."""
     table = make_table(
         "memory behind", "held", "peak", "held without arena", "peak without arena", "arena holds", "most in use there"
     )
@@ -170,7 +170,7 @@ def table_memory(profile: DeviceProfile) -> Table:
 
 
 def table_npu(profile: DeviceProfile, most: int) -> Table:
-    """Returns the most expensive operations of the graph that an NPU was given."""
+    """Returns the most expensive operations of the graph that was given to an NPU, as a table."""
     table = make_table("inside the NPU's graph", "node", "cycles", "share", "runs apart by")
     for one in profile.npu[:most]:
         table.add_row(
@@ -204,7 +204,7 @@ def rank_nodes(profile: DeviceProfile) -> list[NodeTime]:
 
 
 def list_profile_remarks(profile: DeviceProfile) -> Iterator[str]:
-    """Yields what no one asked for, what the machine reaches, what would help, and what the figures are worth."""
+    """Yields overheads, what the machine reaches, what would help, and how reliable the figures are."""
     yield from describe_unasked(profile)
     if profile.roof is not None:
         roof = profile.roof
@@ -218,7 +218,7 @@ def list_profile_remarks(profile: DeviceProfile) -> Iterator[str]:
 
 
 def describe_unasked(profile: DeviceProfile) -> Iterator[str]:
-    """Yields what kernels cost that no formula of the model asks for, a line a kind."""
+    """Yields the cost of conversions and copies, which are no part of the model's formulas: a line for each kind."""
     copies = "copies between providers"
     if profile.provider != CPU_PROVIDER and all(one.kind != copies for one in profile.unasked):
         yield f"{copies}: none (no Memcpy kernel ran)"
@@ -228,7 +228,7 @@ def describe_unasked(profile: DeviceProfile) -> Iterator[str]:
 
 
 def describe_profiles(found: ProfileComparison) -> str:
-    """Returns which of two is slower, and how sure that is, in one line."""
+    """Returns in one line which of two profiles is slower, and how certain that is."""
     times = f"A ({found.a}) {found.a_ms:.3g} ms, B ({found.b}) {found.b_ms:.3g} ms"
     if found.ratio is not None:
         low, high = found.ratio.interval
@@ -240,7 +240,7 @@ def describe_profiles(found: ProfileComparison) -> str:
 
 
 def describe_cause(cause: Cause) -> str:
-    """Returns a reason with its part and the way out."""
+    """Returns a cause with its milliseconds and its remedy."""
     return f"{cause.message} [{cause.milliseconds:+.3g} ms]" + (f"; {cause.advice}" if cause.advice else "")
 
 
@@ -255,23 +255,23 @@ def table_pairs(found: ProfileComparison, most: int) -> Table:
 
 
 def list_report_remarks(report: ProfileReport) -> Iterator[str]:
-    """Yields what was assumed, and each device that is not there."""
+    """Yields what was assumed, and each device that is missing."""
     yield from report.notes
     yield from map(str, report.skipped)
 
 
 def describe_shapes(shapes: Sequence[str]) -> str:
-    """Returns the shapes of a kernel's data; scales and zero points, which are single numbers, are left out."""
+    """Returns the shapes of a kernel's data without those of scalars, such as scales and zero points."""
     return " ".join(shape for shape in shapes if not shape.endswith("[]")) or "-"
 
 
 def short_provider(provider: str) -> str:
-    """Returns a provider's name without what all of them have."""
+    """Returns a provider's name without the common ending."""
     return provider.removesuffix("ExecutionProvider")
 
 
 def shorten(name: str) -> str:
-    """Returns the end of a long name: exporters put the path before what tells nodes apart."""
+    """Returns the end of a long name: exporters put the path first, and the part that tells nodes apart last."""
     return name if len(name) <= _MOST_TEXT else f"...{name[-_MOST_TEXT:]}"
 
 
@@ -287,11 +287,11 @@ _MEANINGS: Mapping[Goal, str] = {
     "load": "time to make the session and run it once",
 }
 _DEFAULT = SessionSetting()
-# A simulator of an accelerator runs on the CPU: options that say how fast the accelerator is clocked change nothing.
+# A simulator of an accelerator runs on the CPU: options for the accelerator's clock change nothing there.
 _CLOCKLESS = frozenset({Evidence.SIMULATOR})
-# Beyond this share of the cores others take time from what is measured.
+# If more than this share of the cores is busy, other programs slow down what is measured.
 _BUSY = 0.5
-# A budget of which that much was used is used.
+# A budget counts as used up from this share on.
 _USED = 0.9
 
 
@@ -310,7 +310,7 @@ def describe_ratio(ratio: Ratio) -> str:
 
 
 def table_levels(report: TuneReport) -> Table:
-    """Returns what each optimization level makes of the graph."""
+    """Returns as a table what each optimization level makes of the graph."""
     table = make_table("level", "nodes", "fused", "load", "p50")
     for row in report.levels:
         table.add_row(
@@ -324,12 +324,12 @@ def table_levels(report: TuneReport) -> Table:
 
 
 def describe_fused(fused: Mapping[str, int]) -> str:
-    """Returns the operators that ONNX Runtime made, with their numbers."""
+    """Returns the operators of ONNX Runtime's own in the optimized graph, with their counts."""
     return ", ".join(f"{count} {op}" for op, count in fused.items()) or "-"
 
 
 def table_decisions(report: TuneReport) -> Table:
-    """Returns each race: who held, who came nearest, and why it was taken or not."""
+    """Returns each race as a table: the last challenger, its cost, and why it was taken or not."""
     table = make_table("race", "last challenger", "cost", "taken", "why")
     for one in report.decisions:
         cost = "-" if one.ratio is None else f"{one.ratio.value:.3f}"
@@ -338,7 +338,7 @@ def table_decisions(report: TuneReport) -> Table:
 
 
 def table_tried(report: TuneReport) -> Table:
-    """Returns every setting that was measured, those of the front marked with a star."""
+    """Returns every measured setting as a table; a star marks those on the Pareto front."""
     table = make_table("setting", "p50", "p99", "per second", "load", "first", "memory", "SQNR", "times")
     for one in report.tried:
         name = f"* {one.entrant.name}" if one.pareto else one.entrant.name
@@ -360,12 +360,12 @@ def table_tried(report: TuneReport) -> Table:
 
 
 def describe_nearness(one: TriedSetting) -> str:
-    """Returns how near outputs lie to the reference."""
+    """Returns how close the outputs are to the reference."""
     return "-" if one.sqnr_db is None else "equal" if one.sqnr_db >= 200 else f"{one.sqnr_db:.1f} dB"
 
 
 def describe_setting(entrant: Entrant) -> Iterator[str]:
-    """Yields what is different from the defaults, by the names of ONNX Runtime's options."""
+    """Yields the settings that differ from the defaults, by the names of ONNX Runtime's options."""
     setting = entrant.setting
     told = {
         "graph_optimization_level": (setting.level.value, _DEFAULT.level.value),
@@ -384,7 +384,7 @@ def describe_setting(entrant: Entrant) -> Iterator[str]:
 
 
 def _explain_rest(report: TuneReport) -> str:
-    """Returns why time of the budget is left, "" where hardly any is."""
+    """Returns why part of the time budget is left, "" if hardly any is."""
     if report.seconds > _USED * report.budget_s:
         return ""
     if any("time was over" in one.reason for one in report.decisions):
@@ -393,7 +393,7 @@ def _explain_rest(report: TuneReport) -> str:
 
 
 def list_tuning_remarks(report: TuneReport) -> Iterator[str]:
-    """Yields what the result is made of and worth: settings, evidence, load, time, and what was written."""
+    """Yields the settings, and how reliable the result is: evidence, load, time; at the end what was written."""
     if report.chosen != report.defaults:
         yield f"settings: {'; '.join(describe_setting(report.chosen))}"
     yield from report.notes

@@ -1,1 +1,1 @@
-"""HTML pages and the pictures in them."""
+"""HTML pages and their charts."""

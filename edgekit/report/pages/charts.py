@@ -1,4 +1,4 @@
-"""What a page draws: the waterfall of the loss, the layers, and pictures of samples. Places only, no judgement."""
+"""Charts of a page: the waterfall of the loss, the layers, and images of samples. Only positions, no judgement."""
 
 import base64
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from edgekit.verify.report import AttributionStep, VerifyReport
 from edgekit.verify.run_report import RunReport
 from edgekit.verify.two_models import ModelComparison
 
-# The chart is 1000 units wide: with more points none could be told from its neighbour.
+# The chart is 1000 units wide: more points could not be told apart.
 _MOST_LAYERS, _MOST_LOCATED, _MOST_WORST = 150, 100, 40
 _MOST_DB = 80.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50.0, 990.0, 12.0, 222.0
@@ -25,10 +25,11 @@ _MOST_PICTURES = 6
 
 
 class Bar(msgspec.Struct, frozen=True, kw_only=True):
-    """A step of the waterfall; `left` and `width` in percent of the widest place; `falls` where the step took away.
+    """A step of the waterfall; `left` and `width` are in percent of the chart; `falls` if it reduced the error.
 
-    `share` says in whole percent how much of all that was added came from this step; those of all steps sum to 100. A
-    step that took error away has none of it: then `share` is how much of it that was, None where nothing was measured.
+    `share` is the whole percentage of all added error that came from this step; over all steps it sums to 100. For a
+    step that reduced the error, `share` is the removed error in percent of all added error. It is None if nothing was
+    measured.
     """
 
     step: AttributionStep
@@ -39,7 +40,7 @@ class Bar(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
-    """A layer in the chart: its place, the heights of its error so far and of its own, and what to say of it."""
+    """A layer in the chart: its position, the heights of the accumulated and of its own error, and its label."""
 
     x: float
     sofar: float
@@ -49,21 +50,21 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GridLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A height of the chart and its decibels."""
+    """A grid line of the chart: its height and its decibels."""
 
     y: float
     db: int
 
 
 class Chart(msgspec.Struct, frozen=True, kw_only=True):
-    """The layers as a chart of 1000 by 240."""
+    """The layers as a chart of 1000 by 240 units."""
 
     points: tuple[Point, ...]
     grid: tuple[GridLine, ...]
 
 
 class Picture(msgspec.Struct, frozen=True, kw_only=True):
-    """A sample as an image in the page itself."""
+    """A sample as an image that is embedded in the page."""
 
     sample: int
     caption: str
@@ -71,12 +72,12 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def place_bars(steps: Sequence[AttributionStep]) -> tuple[Bar, ...]:
-    """Returns the waterfall of the error's energy: each bar begins where the one before ended."""
+    """Returns the waterfall of the error's energy: each bar begins where the previous one ended."""
     ends, level = [0.0], 0.0
     for step in steps:
         level += step.noise_share or 0.0
         ends.append(level)
-    # Without any loss all ends are 0, and the scale would be divided by it.
+    # Without any loss all ends are 0, and the scale would divide by zero.
     low, high = min(ends), max(*ends, 1e-9)
     scale = 100.0 / (high - low)
     shares = share_out([step.noise_share for step in steps])
@@ -85,7 +86,7 @@ def place_bars(steps: Sequence[AttributionStep]) -> tuple[Bar, ...]:
             step=step,
             share=share,
             left=(min(start, end) - low) * scale,
-            # A step that changes nothing is still to be seen.
+            # A step that changes nothing still needs a visible bar.
             width=max(abs(end - start) * scale, 0.4),
             falls=end < start,
         )
@@ -94,14 +95,14 @@ def place_bars(steps: Sequence[AttributionStep]) -> tuple[Bar, ...]:
 
 
 def share_out(parts: Sequence[float | None]) -> list[int | None]:
-    """Returns parts in percent of the sum of those above zero; the rounding leaves these a sum of 100."""
+    """Returns parts as whole percentages of the sum of the positive ones; the rounded positive ones sum to 100."""
     gained = sum(part for part in parts if part and part > 0)
     if not gained:
         return [None if part is None else 0 for part in parts]
     exact = [None if part is None else 100 * abs(part) / gained for part in parts]
     whole = [None if value is None else int(value) for value in exact]
     adds = [index for index, part in enumerate(parts) if part and part > 0]
-    # Largest remainders first (Hamilton's method), so that no share is more than one off.
+    # Largest remainders first (Hamilton's method), so that no share is off by more than one.
     missing = 100 - sum(whole[index] or 0 for index in adds)
     for index in sorted(adds, key=lambda index: (exact[index] or 0) % 1, reverse=True)[:missing]:
         whole[index] = (whole[index] or 0) + 1
@@ -109,11 +110,11 @@ def share_out(parts: Sequence[float | None]) -> list[int | None]:
 
 
 def place_layers(layers: Sequence[LayerReport], located: Located | None = None) -> Chart:
-    """Returns layers as points, decibels from 0 to 80 upwards; what is not finite lies at the bottom.
+    """Returns layers as points from 0 to 80 dB upwards; a value that is not finite is drawn at the bottom.
 
-    Of many layers those are shown that add the most by themselves, and others spread evenly.
+    Of many layers, those that add the most error by themselves are drawn, and others at even distances.
 
-    The bad layer is that which `located` names, or else the first that stands out.
+    The bad layer is the one that `located` names, or else the first that stands out.
     """
     most = _MOST_LAYERS if located is None else _MOST_LOCATED
     ranked = sorted(range(len(layers)), key=lambda index: _height(layers[index].own_sqnr_db), reverse=True)
@@ -121,7 +122,7 @@ def place_layers(layers: Sequence[LayerReport], located: Located | None = None) 
     shown = [layers[index] for index in sorted(range(len(layers)) if len(layers) <= most else kept)]
     named = None if located is None else next((layer for layer in layers if layer.name == located.layer), None)
     bad = find_first_bad(layers) if located is None else named
-    # One layer alone stands at the left.
+    # A single layer is drawn at the left.
     step = (_RIGHT - _LEFT) / max(1, len(shown) - 1)
     points = tuple(
         Point(
@@ -137,7 +138,7 @@ def place_layers(layers: Sequence[LayerReport], located: Located | None = None) 
 
 
 def draw_worst(inputs: Samples, report: VerifyReport) -> tuple[Picture, ...]:
-    """Returns the worst samples of each run as pictures, where an input is an image; `inputs` are those verified."""
+    """Returns the worst samples of each run as images, for inputs that are images; `inputs` are the verified ones."""
     captions: dict[int, list[str]] = {}
     for run in report.runs:
         for sample, caption in _list_worst(inputs.count, run):
@@ -146,7 +147,7 @@ def draw_worst(inputs: Samples, report: VerifyReport) -> tuple[Picture, ...]:
 
 
 def draw_outputs(inputs: Samples, report: ModelComparison) -> tuple[Picture, ...]:
-    """Returns the worst sample of each output of a comparison as a picture, where an input is an image."""
+    """Returns the worst sample of each output of a comparison as an image, if an input is an image."""
     captions: dict[int, list[str]] = {}
     for output in report.outputs:
         if output.worst_sample is not None:
@@ -155,7 +156,7 @@ def draw_outputs(inputs: Samples, report: ModelComparison) -> tuple[Picture, ...
 
 
 def draw_samples(inputs: Samples, captions: Mapping[int, Sequence[str]]) -> tuple[Picture, ...]:
-    """Returns some samples as pictures with what is to be said of each, where an input is an image."""
+    """Returns some samples as images, each with its caption, if an input is an image."""
     chosen = sorted(list(captions)[:_MOST_PICTURES])
     pictures: list[Picture] = []
     for sample, tensors in zip(chosen, select_samples(inputs, chosen), strict=False):
@@ -167,17 +168,17 @@ def draw_samples(inputs: Samples, captions: Mapping[int, Sequence[str]]) -> tupl
 
 
 def draw_image(value: Array) -> str | None:
-    """Returns a tensor of one image as a PNG in a data URI, None where it is no image; its range is stretched."""
+    """Returns a tensor of one image as a PNG in a data URI, stretched to full contrast; None if it is no image."""
     planes = _find_planes(value)
     if planes is None:
         return None
     values = planes.astype(np.float64)
     low, high = float(values.min()), float(values.max())
-    # Stretched, because inputs are normalised by whatever the model wants, which is not known here.
+    # Stretched, because inputs are normalised as the model requires, and that is not known here.
     shades = ((values - low) * (255.0 / (high - low)) if high > low else values * 0.0).astype(np.uint8)
     image = Image.fromarray(shades if shades.shape[2] == 3 else shades[:, :, 0])
     image.thumbnail((_THUMB, _THUMB))
-    # In the page itself: a report is one file, and loads nothing.
+    # Embedded in the page: a report is one file and loads nothing.
     return min((_encode(image, form) for form in ("png", "jpeg")), key=len)
 
 
@@ -188,7 +189,7 @@ def _encode(image: Image.Image, form: str) -> str:
 
 
 def _find_planes(value: Array) -> Array | None:
-    """Returns an image as [height, width, channels], whichever of the two layouts it has."""
+    """Returns an image as [height, width, channels], from either of the two layouts."""
     if value.dtype.kind not in "fiu" or value.ndim != 4 or value.shape[0] != 1 or not np.isfinite(value).all():
         return None
     one: Array = value[0]
@@ -208,7 +209,7 @@ def _list_worst(count: int, run: RunReport) -> list[tuple[int, str]]:
 
 
 def describe_answers(output: OutputReport) -> str:
-    """Returns what both sides say in the worst sample, "" where that is no number."""
+    """Returns the values of both sides in the worst sample, "" if there is no such number."""
     answers = output.worst_answers
     if answers is None:
         return ""

@@ -1,4 +1,4 @@
-"""A check as one HTML page: the graph as a strip of who takes which stretch, and as a drawing of its blocks."""
+"""A check as one HTML page: the graph as a strip that shows which unit takes which part, and as blocks of nodes."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
@@ -27,9 +27,9 @@ _MOST_STRETCHES = 200
 
 
 class Stretch(msgspec.Struct, frozen=True, kw_only=True):
-    """What follows each other and goes to one place: where it begins and how wide it is, in percent of all.
+    """Consecutive nodes that go to one place: the position and width of the stretch, in percent of the whole graph.
 
-    Partitions that follow each other are told apart by `odd`.
+    `odd` alternates, so that adjacent partitions can be told apart.
     """
 
     place: Literal["taken", "left", "fatal"]
@@ -40,7 +40,7 @@ class Stretch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def draw_stages(stages: Sequence[StageTime]) -> tuple[Stretch, ...]:
-    """Returns the stages of a build one after the other, each as wide as its share of the seconds."""
+    """Returns the stages of a build in order; the width of each is its share of the seconds."""
     ends = list(accumulate((stage.seconds for stage in stages), initial=0.0))
     total = ends[-1] or 1.0
     return tuple(
@@ -56,7 +56,7 @@ def draw_stages(stages: Sequence[StageTime]) -> tuple[Stretch, ...]:
 
 
 def draw_strip(report: CheckReport) -> tuple[Stretch, ...]:
-    """Returns the stretches of a graph in its order; of more than 200 short ones neighbours are drawn as one."""
+    """Returns the stretches of a graph in its order; if there are more than 200, adjacent short ones are merged."""
     nodes = report.node_list
     stretches = [list(group) for _, group in groupby(nodes, key=lambda node: (node.partition, node.fatal))]
     if len(stretches) > _MOST_STRETCHES:
@@ -86,15 +86,15 @@ Place = Literal["taken", "left", "fatal"]
 
 CHIP_WIDTH = 150
 _PITCH_X, _PITCH_Y, _CHIP_HEIGHT, _MARGIN = 164, 40, 26, 8
-# About a screen of chips; longer blocks are closed until somebody opens them.
+# About a screen of nodes; longer blocks are closed until the user opens them.
 _OPEN_NODES = 60
-# A browser lays out every chip, seen or not.
+# A browser lays out every node, visible or not.
 _MAX_NODES = 5000
 _MAX_SHOWN = 22
 
 
 class Chip(msgspec.Struct, frozen=True, kw_only=True):
-    """A node in a block: where its left upper corner lies, in pixels, and what to say of it, a line each."""
+    """A node in a block: its upper left corner in pixels, and its label as lines."""
 
     x: int
     y: int
@@ -104,7 +104,7 @@ class Chip(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True):
-    """Nodes that follow each other and go to one place; `edges` is an SVG path between its chips."""
+    """Consecutive nodes that go to one place; `edges` is an SVG path between the boxes of the nodes."""
 
     place: Place
     summary: str
@@ -120,7 +120,7 @@ def draw_blocks(report: CheckReport) -> Iterator[Block]:
     total = sum(node.macs for node in report.node_list)
     shown = report.node_list[:_MAX_NODES]
     every_open = len(shown) <= _OPEN_NODES
-    # In the order of the graph, where a partition may come back after others: then it has several blocks.
+    # A partition may continue after other partitions in the order of the graph: then it has several blocks.
     for _, members in groupby(shown, key=lambda node: (node.partition, node.fatal)):
         nodes = tuple(members)
         yield _draw_block(nodes, total, is_open=every_open or (not nodes[0].taken and len(nodes) <= _OPEN_NODES))
@@ -151,12 +151,12 @@ def _draw_block(nodes: Sequence[CheckedNode], total: int, *, is_open: bool) -> B
 
 
 def _find_spots(nodes: Sequence[CheckedNode]) -> dict[int, tuple[int, int]]:
-    """Returns the column and row of each node: a row below all that it reads, the first free column of that row."""
+    """Returns column and row of each node: the row below all nodes that it reads, and the first free column there."""
     rows: dict[str, int] = {}
     used: dict[int, int] = {}
     spots: dict[int, tuple[int, int]] = {}
     for at, node in enumerate(nodes):
-        # What is read from other blocks has no place here, and pushes nothing down.
+        # Nodes in other blocks have no row here, so they do not push a node down.
         row = max((rows[name] + 1 for name in node.reads if name in rows), default=0)
         rows[node.name] = row
         spots[at] = (used.get(row, 0), row)

@@ -1,4 +1,4 @@
-"""A forecast as an HTML page: devices on one axis, milliseconds on the other, intervals as bars."""
+"""A forecast as an HTML page: a row for each device, milliseconds across, intervals as bars."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -17,12 +17,12 @@ from edgekit.report.forecasts import (
 from edgekit.report.pages.pages import make_page
 
 _LEFT, _RIGHT, _TOP, _ROW, _GAP = 250.0, 985.0, 30.0, 15.0, 9.0
-# Steps of a logarithmic axis that people read.
+# Steps of a logarithmic axis that people read easily.
 _STEPS = (1, 2, 5)
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):
-    """A forecast in the picture: its bar from `left` to `right`, its mark, and what to say of it."""
+    """A forecast in the chart: its bar from `left` to `right`, its mark, and its label."""
 
     y: float
     left: float
@@ -33,7 +33,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lane(msgspec.Struct, frozen=True, kw_only=True):
-    """A device in the picture: where its name stands, and its forecasts."""
+    """A device in the chart: the position of its name, and its forecasts."""
 
     name: str
     y: float
@@ -41,7 +41,7 @@ class Lane(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Picture(msgspec.Struct, frozen=True, kw_only=True):
-    """The devices, 1000 wide; `ticks` are places across and their milliseconds, `limit` that of --max-ms."""
+    """The chart, 1000 units wide; `ticks` are positions and their milliseconds, `limit` is the position of --max-ms."""
 
     height: float
     lanes: tuple[Lane, ...]
@@ -50,13 +50,13 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def draw_devices(report: ForecastReport) -> Picture | None:
-    """Returns the picture of a forecast, None where nothing was forecast; time is on a logarithmic axis."""
+    """Returns the chart of a forecast, None if nothing was forecast; the time axis is logarithmic."""
     shown = [row for row in report.rows if row.ms is not None and row.low_ms is not None and row.high_ms is not None]
     if not shown:
         return None
     low = min(row.low_ms for row in shown if row.low_ms)
     high = max(row.high_ms for row in shown if row.high_ms)
-    # A tenth of a decade at least, so that one exact time has an axis too.
+    # At least a tenth of a decade, so that a single exact time has an axis too.
     start, end = math.log10(low) - 0.05, math.log10(high) + 0.05
 
     def across(ms: float) -> float:

@@ -1,6 +1,6 @@
 """Builds, verifications and quantizations as one HTML page each.
 
-The layers of a quantized model are bars: the lower the ratio when one alone is quantized, the higher its bar.
+The layers of a quantized model are bars: a layer whose SQNR is lower when it alone is quantized has a higher bar.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ _GOOD_DB, _BAD_DB, _BEST_DB = 35.0, 20.0, 60.0
 
 
 class Bar(msgspec.Struct, frozen=True, kw_only=True):
-    """One layer: where its bar lies in pixels from the upper left corner, how harmful it is, and what to say of it."""
+    """One layer: the position of its bar in pixels from the upper left corner, how harmful it is, and its label."""
 
     x: int
     y: int
@@ -49,9 +49,9 @@ class Bar(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def draw_layers(layers: Sequence[ActivationReport]) -> Iterator[Bar]:
-    """Yields a bar for each layer whose ratio was measured, in the order of the graph.
+    """Yields a bar for each layer whose SQNR was measured, in the order of the graph.
 
-    Below 20 dB alone a tensor nearly always costs accuracy, above 35 dB it does not.
+    A tensor that alone gives less than 20 dB nearly always costs accuracy; above 35 dB it does not.
     """
     measured = [(layer, layer.sqnr_db) for layer in layers if layer.sqnr_db is not None]
     for index, (layer, ratio) in enumerate(measured):
@@ -84,7 +84,7 @@ _FILTERS: Mapping[str, Callable[..., object]] = {
 
 
 def render_build(report: BuildReport, pictures: Mapping[str, Sequence[Picture]] | None = None) -> str:
-    """Returns a build as an HTML page; `pictures` holds the worst samples by target."""
+    """Returns a build as an HTML page; `pictures` holds the images of the worst samples by target."""
     return make_page(
         "build",
         _FILTERS,
@@ -129,6 +129,6 @@ def render_comparison(
 
 
 def render_quantization(report: QuantizeReport) -> str:
-    """Returns a quantization as an HTML page: what it costs, what was tried, and a chart of its layers."""
+    """Returns a quantization as an HTML page: its cost, what was tried, and a chart of its layers."""
     bars = list(draw_layers(report.layers))
     return make_page("quantize", _FILTERS, report=report, bars=bars, bar_width=BAR_WIDTH, chart_height=CHART_HEIGHT)

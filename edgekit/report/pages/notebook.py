@@ -1,4 +1,4 @@
-"""Reports in a notebook: the page that a command writes, in a cell's output."""
+"""Reports in a notebook: the page that a command writes with `--html`, as a cell's output."""
 
 import html
 import importlib
@@ -23,7 +23,7 @@ _TEXT = "text/plain"
 
 
 class Page(msgspec.Struct, frozen=True, kw_only=True):
-    """A report as a page; notebooks call `_repr_html_` of what a cell ends with."""
+    """A report as a page; notebooks call `_repr_html_` of the last value of a cell."""
 
     page: str
     height: int
@@ -33,8 +33,8 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def frame_page(page: str, height: int) -> str:
-    """Returns a page in a frame of so many pixels."""
-    # Without rights: names of models are a stranger's text, and the page's own script may run alone.
+    """Returns a page in a frame of this height in pixels."""
+    # A sandbox without rights: names of models come from strangers, and only the page's own script may run.
     return (
         f'<iframe sandbox="allow-scripts" style="width: 100%; height: {height}px; border: 0"'
         f' srcdoc="{html.escape(page)}"></iframe>'
@@ -42,23 +42,23 @@ def frame_page(page: str, height: int) -> str:
 
 
 def show(report: _Report, *, height: int = _HEIGHT) -> Page:
-    """Returns a report as what a notebook shows: the same page as `--html`, in a frame of so many pixels."""
+    """Returns a report for display in a notebook: the same page as `--html`, in a frame of this height in pixels."""
     return Page(page=_render(report), height=height)
 
 
 def draw(report: _Report) -> str:
-    """Returns what a notebook shows of a report that a cell ends with."""
+    """Returns the HTML that a notebook shows for a report at the end of a cell."""
     return frame_page(_render(report), _HEIGHT)
 
 
 def show_progress() -> Progress:
-    """Returns what shows in a notebook, in one line that renews itself, what is being done: `progress=` takes it.
+    """Returns a function for `progress=` that shows in a notebook what is being done, in one line that it renews.
 
-    Where no notebook runs it shows nothing.
+    Outside a notebook the function shows nothing.
     """
     if find_module("IPython") is None or importlib.import_module("IPython").get_ipython() is None:
         return say_nothing
-    # As plain text: steps name tensors and files, which are a stranger's words.
+    # As plain text: steps name tensors and files, and these names come from strangers.
     line = importlib.import_module("IPython.display").display({_TEXT: ""}, raw=True, display_id=True)
     return lambda step: line.update({_TEXT: escape_controls(step)}, raw=True)
 

@@ -11,28 +11,28 @@ import jinja2
 def make_page(
     name: str, filters: Mapping[str, Callable[..., object]], *, script: str = "page.js", **values: object
 ) -> str:
-    """Returns the template of this name filled; what the values hold is escaped.
+    """Returns the named template filled with values, which are escaped.
 
-    `script` is the template of the page's one script; `digest` is its digest, which the page's security policy allows
-    and no other.
+    `script` is the template of the page's only script; `digest` is its digest, the only one that the page's security
+    policy allows.
     """
     templates = _environment(tuple(filters.items()))
     text = templates.get_template(script).render()
-    # The page's policy names this script by its sha256 (Content Security Policy Level 3, script-src), so that no text
-    # in it can run as another.
+    # The page's policy names this script by its sha256 (Content Security Policy Level 3, script-src), so that no other
+    # text in the page can run as a script.
     digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
     page = templates.get_template(f"{name}.html.j2").render(digest=digest, script=script, **values)
-    # Names of files may hold lone surrogates (PEP 383), which no UTF-8 text can.
+    # Names of files may hold lone surrogates (PEP 383), which UTF-8 cannot encode.
     return page.encode(errors="replace").decode()
 
 
 @functools.lru_cache
 def _environment(filters: tuple[tuple[str, Callable[..., object]], ...]) -> jinja2.Environment:
-    """Returns the templates, compiled once: of a small bundle that takes longer than to build and verify it."""
+    """Returns the templates, compiled once: for a small bundle compiling takes longer than to build and verify it."""
     templates = jinja2.Environment(
         loader=jinja2.PackageLoader("edgekit.report"),
-        # Names of models, tensors and devices are a stranger's text: every value of a template is escaped unless it
-        # says otherwise.
+        # Names of models, tensors and devices come from strangers: every value of a template is escaped unless it is
+        # marked as HTML.
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

@@ -1,4 +1,4 @@
-"""Profiles as an HTML page: time line, treemap and roofline of each, and what sets two apart."""
+"""Profiles as an HTML page: time line, treemap and roofline of each, and why two of them differ."""
 
 import math
 from collections import defaultdict
@@ -26,7 +26,7 @@ from edgekit.report.timing import describe_profiles as describe_comparison
 
 WIDTH, HEIGHT = 1000.0, 320.0
 MOST_SPANS = 100_000
-"""So many kernels the time line shows; more would make the page slow to load."""
+"""At most so many kernels are in the time line; more would make the page slow to load."""
 
 HUES = (
     "#2f6fde",
@@ -42,14 +42,14 @@ HUES = (
     "#9b5b3b",
     "#7d8894",
 )
-# Boxes below that share of the time could not be seen: they are drawn as one.
+# Boxes below this share of the time are too small to see: they are merged into one.
 _LEAST = 0.001
 _LETTER, _LINE = 6.2, 16.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60.0, 985.0, 14.0, 290.0
 
 
 class Box(msgspec.Struct, frozen=True, kw_only=True):
-    """A node in the treemap: its place in a picture of 1000 by 320, its colour by operator, and what to say of it."""
+    """A node in the treemap: its box in an area of 1000 by 320, its colour by operator, and its label."""
 
     x: float
     y: float
@@ -61,7 +61,7 @@ class Box(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Dot(msgspec.Struct, frozen=True, kw_only=True):
-    """A node beside the roof: how much it multiplies a byte, and how fast."""
+    """A node in the roofline chart: its multiply-accumulates per byte, and its speed."""
 
     x: float
     y: float
@@ -71,7 +71,7 @@ class Dot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoofChart(msgspec.Struct, frozen=True, kw_only=True):
-    """The roofs as lines of points, the nodes, and the powers of ten at both axes."""
+    """The roofline chart: the roofs as polylines, the nodes, and the powers of ten at both axes."""
 
     float_roof: str
     integer_roof: str
@@ -81,13 +81,13 @@ class RoofChart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def number_hues(profile: DeviceProfile) -> dict[str, int]:
-    """Returns a colour for each operator: the first ones by time have their own, the last is that of all others."""
+    """Returns the number of each operator's colour: the slowest operators have their own, the others share the last."""
     ops = dict.fromkeys(one.op for one in profile.operators)
     return {op: min(index, len(HUES) - 1) for index, op in enumerate(ops)}
 
 
 def draw_treemap(profile: DeviceProfile) -> tuple[Box, ...]:
-    """Returns a box a node, those of an operator together; areas are times."""
+    """Returns a box for each node, those of one operator together; areas are proportional to times."""
     hues = number_hues(profile)
     groups: dict[str, list[NodeTime]] = defaultdict(list)
     for node in rank_nodes(profile):
@@ -116,7 +116,7 @@ def _fill(nodes: Sequence[NodeTime], area: tuple[float, float, float, float], hu
 
 
 def describe_node(node: NodeTime) -> str:
-    """Returns what a picture says of a kernel."""
+    """Returns the label of a kernel in the charts."""
     rate = f", {node.gmacs_per_s:.3g} GMAC/s" if node.macs else ""
     roof = "" if node.roof_share is None else f", {min(node.roof_share, 1):.0%} of the roof"
     return (
@@ -129,7 +129,7 @@ def describe_node(node: NodeTime) -> str:
 def split_area(
     weights: Sequence[float], area: tuple[float, float, float, float]
 ) -> list[tuple[float, float, float, float]]:
-    """Returns an area cut in parts as large as the weights: in halves of like weight, across the longer side."""
+    """Returns an area divided in proportion to the weights: halved recursively, across the longer side."""
     whole = sum(weights)
     if len(weights) <= 1 or whole <= 0:
         return [area] * len(weights)
@@ -147,7 +147,7 @@ def split_area(
 
 
 def draw_roof(profile: DeviceProfile) -> RoofChart | None:
-    """Returns the nodes that multiply beside what the machine reaches, None where there is no probe or no such node."""
+    """Returns the roofline chart of the nodes that multiply, None if there is no probe or no such node."""
     roof = profile.roof
     nodes = [node for node in profile.nodes if node.macs and node.bytes and node.gmacs_per_s > 0]
     if roof is None or not nodes:
@@ -189,10 +189,10 @@ def _decades(values: Sequence[float]) -> tuple[int, int]:
 
 
 def list_spans(profiled: Profiled) -> dict[str, Any]:
-    """Returns the runs for the script of the time line: kernels as four numbers each, one after another.
+    """Returns the runs for the script of the time line: four numbers for each kernel, one after another.
 
-    The numbers are the place in `names`, the start and the length in microseconds, and the row. Rows are threads, each
-    with as many as its kernels lie inside each other.
+    They are the index in `names`, the start and the length in microseconds, and the row. Each thread has as many rows
+    as its kernels are nested deep.
     """
     hues = number_hues(profiled.profile)
     places: dict[tuple[str, str], int] = {}
@@ -202,7 +202,7 @@ def list_spans(profiled: Profiled) -> dict[str, Any]:
     for run in profiled.executions:
         if len(spans) // 4 + len(run.steps) > MOST_SPANS and runs:
             break
-        # Each session has threads of its own: those of the same order share a row.
+        # Each session has threads of its own: threads with the same position in their session share a row.
         threads: dict[int, int] = {}
         for step in run.steps[:MOST_SPANS]:
             thread = threads.setdefault(step.thread, len(threads))

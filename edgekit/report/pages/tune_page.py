@@ -1,4 +1,4 @@
-"""A search for settings as an HTML page: what was chosen and why, and the front of latency, memory and accuracy."""
+"""A search for settings as an HTML page: what was chosen and why, and the Pareto front of latency, memory, accuracy."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -22,9 +22,9 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 70.0, 985.0, 16.0, 280.0
 
 
 class ParetoDot(msgspec.Struct, frozen=True, kw_only=True):
-    """A setting in the chart: where it lies, whether it is on the front or chosen, and what to say of it.
+    """A setting in the chart: its position, whether it is on the Pareto front or chosen, and its label.
 
-    `loss` is from 0 (outputs equal to the reference) to 1 (30 dB and less), for its colour.
+    `loss` gives its colour: from 0 (outputs equal to the reference) to 1 (30 dB and less).
     """
 
     x: float
@@ -36,7 +36,7 @@ class ParetoDot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ParetoChart(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings by latency (across) and memory (up), the front as a line, and the figures at both axes."""
+    """Settings by latency (across) and memory (up), the Pareto front as a line, and the figures at both axes."""
 
     dots: tuple[ParetoDot, ...]
     front: str
@@ -45,7 +45,7 @@ class ParetoChart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def draw_front(report: TuneReport) -> ParetoChart | None:
-    """Returns the chart, None where fewer than two settings ran."""
+    """Returns the chart, None if fewer than two settings ran."""
     sound = [one for one in report.tried if one.fault is None and one.median_ms > 0 and one.peak_rss_bytes > 0]
     if len(sound) < 2:
         return None
@@ -73,7 +73,7 @@ def draw_front(report: TuneReport) -> ParetoChart | None:
 
 
 class _Scale(msgspec.Struct, frozen=True):
-    """Values on a logarithmic axis from one place to another."""
+    """A logarithmic axis: maps values to positions between two ends."""
 
     low: float
     high: float
@@ -82,7 +82,7 @@ class _Scale(msgspec.Struct, frozen=True):
 
     @classmethod
     def fit(cls, values: list[float], begin: float, end: float) -> "_Scale":
-        # A little room at both ends; equal values would divide by nothing.
+        # A margin at both ends; without it equal values would divide by zero.
         return cls(math.log(min(values)) - 0.03, math.log(max(values)) + 0.03, begin, end)
 
     def place(self, value: float) -> float:
