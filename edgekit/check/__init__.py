@@ -1,1 +1,1 @@
-"""Check: say node by node what a target will take, why not, and what to do."""
+"""Check: predict node by node what a target takes, why it refuses the rest, and what to change."""

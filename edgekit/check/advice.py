@@ -1,4 +1,4 @@
-"""Advice: what to change so that a target takes more nodes. The gain is predicted by the same rules."""
+"""Advice: what to change so that a target takes more nodes. The same rules that check a model predict the gain."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,13 +19,13 @@ from edgekit.prepare.interface import drop_idle_nodes
 from edgekit.prepare.opset import DEFAULT_OPSET, convert_opset, read_opset
 from edgekit.prepare.rewrites.idle import leave_out_empty_inputs
 
-# The graph as it would be after each change, so that the same rules can predict the gain.
+# Each builds the graph as it would be after one change, so that the same rules can predict the gain.
 
 _INTEGERS = {"int8": onnx.TensorProto.INT8, "uint8": onnx.TensorProto.UINT8}
 
 
 def with_fixed_dims(graph: Graph, size: int = 1) -> Graph:
-    """Returns the graph with every unknown dimension fixed: to the size at which work is counted, else to `size`."""
+    """Returns the graph with every unknown dimension set: to the size used for counting work, else to `size`."""
     return msgspec.structs.replace(
         graph,
         values={
@@ -38,7 +38,7 @@ def with_fixed_dims(graph: Graph, size: int = 1) -> Graph:
 
 
 def with_activations(graph: Graph, old: str, new: str, *, weights: bool) -> Graph:
-    """Returns the graph with 8-bit activations of type `new` instead of `old`, and such weights too with `weights`."""
+    """Returns the graph with 8-bit activations of type `new` instead of `old`; with `weights`, such weights too."""
     values = {
         name: msgspec.structs.replace(value, dtype=new) if value.dtype == old else value
         for name, value in graph.values.items()
@@ -49,17 +49,17 @@ def with_activations(graph: Graph, old: str, new: str, *, weights: bool) -> Grap
     for name, tensor in graph.constants.items():
         array = graph.array(name) if tensor.data_type == _INTEGERS[old] else None
         if array is not None and name in zeros:
-            # q and its zero point move together, so that (q - zero) * scale stays what it is.
+            # q and its zero point shift together, so that (q - zero) * scale does not change.
             shifted = array.astype(np.int16) + (128 if new == "uint8" else -128)
             constants[name] = numpy_helper.from_array(shifted.astype(new), name)
         elif weights and tensor.data_type == _INTEGERS[old]:
-            # Rules look at the type of weights, not at their values, so these are left out.
+            # Rules look at the type of weights only, so the values are left out.
             constants[name] = onnx.TensorProto(name=name, dims=tensor.dims, data_type=_INTEGERS[new])
     return msgspec.structs.replace(graph, values=values, constants=constants)
 
 
 def without_quantization(graph: Graph) -> Graph:
-    """Returns the float graph: without Q and DQ nodes; what read their outputs reads their inputs."""
+    """Returns the float graph: Q and DQ nodes are removed, and their readers read what these nodes read."""
     source: dict[str, str] = {}
     constants, values = dict(graph.constants), dict(graph.values)
     kept: list[Node] = []
@@ -85,7 +85,7 @@ _NAMED = 3
 class Case(msgspec.Struct, frozen=True, kw_only=True):
     """A checked graph, the protobuf it was read from, and a way to check it again after a change.
 
-    `splits` is True where a node that is not taken cuts the graph in pieces.
+    `splits` is True if a refused node cuts the graph into pieces.
     """
 
     proto: onnx.ModelProto
@@ -95,7 +95,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     splits: bool
 
     def refused(self, op: str | None = None, because: str = "") -> tuple[str, ...]:
-        """Returns the nodes not taken that have a reason with this text; only those of `op`, if it is given."""
+        """Returns the refused nodes that have a reason with this text; with `op`, only nodes of that operator."""
         return tuple(
             node.name
             for node in self.nodes
@@ -108,9 +108,10 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """Nodes that advice is about. `changed` is the graph after the change, None where only a person can make it.
+    """The nodes that a piece of advice concerns, and the graph after the change.
 
-    `word` fills in the message; `subject` is what to call the nodes, where that is better than their names.
+    `changed` is None if only a person can make the change. `word` fills in the message; `subject` replaces the names of
+    the nodes in it where that reads better.
     """
 
     nodes: tuple[str, ...]
@@ -121,7 +122,10 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Adviser(msgspec.Struct, frozen=True, kw_only=True):
-    """A kind of advice: `message` may hold {count} and {word}; without `always` it is given only if it gains a node."""
+    """A kind of advice. `message` may contain {count} and {word}.
+
+    Without `always` the advice is given only if the target would take more nodes.
+    """
 
     id: str
     fix: Literal["automatic", "manual"]
@@ -133,10 +137,10 @@ class Adviser(msgspec.Struct, frozen=True, kw_only=True):
 def give_advice(
     proto: onnx.ModelProto, graph: Graph, nodes: Sequence[CheckedNode], recheck: Recheck, *, splits: bool = True
 ) -> tuple[Advice, ...]:
-    """Returns what to change, the biggest gain first; nothing where the provider takes every node.
+    """Returns what to change, the largest gain first; nothing if the provider takes every node.
 
-    `splits` says that a node which is not taken cuts the graph in pieces, so that a missing operator matters even if
-    it computes little.
+    `splits` is True if a refused node cuts the graph into pieces: then a missing operator matters even if it computes
+    little.
     """
     if all(node.taken for node in nodes):
         return ()
@@ -147,7 +151,7 @@ def give_advice(
         for finding in adviser.find(case)
         if (advice := _judge(case, adviser, finding)) is not None
     ]
-    # A node that a rewrite replaces needs no advice about its missing operator.
+    # For a node that a rewrite replaces, advice about its missing operator would be useless.
     mended = {name for advice in found if advice.id in REWRITES for name in advice.nodes}
     found = [advice for advice in found if advice.id != "no-builder" or not mended.issuperset(advice.nodes)]
     return tuple(sorted(found, key=lambda advice: (-advice.gain_nodes, -advice.gain_macs, advice.id, advice.subject)))
@@ -157,11 +161,11 @@ def _judge(case: Case, adviser: Adviser, finding: Finding) -> Advice | None:
     gain_nodes = len(finding.nodes)
     gain_macs = sum(node.macs for node in case.nodes if node.name in finding.nodes and not node.taken)
     if finding.changed is not None:
-        # The changed graph is checked whole: partitions and the units of neighbours change too.
+        # The whole changed graph is checked, because partitions and the units of neighbours change too.
         after = case.recheck(finding.changed, finding.opset or read_opset(case.proto))
         gain_nodes = sum(not node.taken for node in case.nodes) - sum(not node.taken for node in after)
         gain_macs = _taken_macs(after) - _taken_macs(case.nodes)
-    # A rewrite may help other targets and not this one.
+    # A rewrite may help other targets but not this one.
     if gain_nodes <= 0 and not adviser.always:
         return None
     return Advice(
@@ -180,14 +184,13 @@ def _taken_macs(nodes: Sequence[CheckedNode]) -> int:
 
 
 def _find_rewrite(rewrite: Rewrite) -> Callable[[Case], Iterator[Finding]]:
-    """Returns a finder that applies the rewrite to a copy of the graph, so that the real change is checked."""
+    """Returns a function that applies a rewrite to a copy of the graph, so that the real change is checked."""
 
     def find(case: Case) -> Iterator[Finding]:
         copy = onnx.ModelProto()
         copy.CopyFrom(case.proto)
         opset = read_opset(case.proto)
-        # On a copy, as rewrites change the graph in place; weights were left out when the model was skimmed, so that it
-        # is light.
+        # A copy, because rewrites change the graph in place. It is small: the model was loaded without its weights.
         nodes = tuple(name for graph in iterate_graphs(copy.graph) for name in rewrite(graph, opset))
         if nodes:
             drop_idle_nodes(copy.graph)
@@ -204,7 +207,7 @@ def _find_dims(case: Case) -> Iterator[Finding]:
 
 def _find_float(case: Case) -> Iterator[Finding]:
     quantizers = case.refused("QuantizeLinear", "no builder") + case.refused("DequantizeLinear", "no builder")
-    # A provider that forms QDQ units supports quantization, and refuses these for another reason.
+    # A provider that forms QDQ units supports quantization, so it refuses these nodes for another reason.
     if quantizers and not any(node.unit for node in case.nodes if node.is_quantizer):
         yield Finding(nodes=quantizers, changed=without_quantization(case.graph))
 
@@ -215,8 +218,8 @@ def _find_sign(old: str, new: str) -> Callable[[Case], Iterator[Finding]]:
         made = [node for node in case.of_op("QuantizeLinear") if node.name in left]
         refused = tuple(node.name for node in made if case.graph.value(node.output[0]).dtype == old)
         if refused:
-            # XNNPACK wants activations and weights of one sign; NNAPI wants unsigned activations and takes either
-            # weights (NOTES.md of both).
+            # XNNPACK needs activations and weights of the same signedness; NNAPI needs unsigned activations and takes
+            # either kind of weights (NOTES.md of both).
             changed = with_activations(case.graph, old, new, weights=new == "int8")
             yield Finding(nodes=refused, changed=changed, word=old)
 
@@ -237,7 +240,7 @@ def _find_opset(case: Case) -> Iterator[Finding]:
     copy.CopyFrom(case.proto)
     try:
         changed = infer_graph(convert_opset(copy, DEFAULT_OPSET))
-    # Some operators have no path to the newer opset; then there is nothing to advise.
+    # Some operators cannot be converted to the newer opset; then there is no advice to give.
     except ModelError:
         return
     yield Finding(nodes=tuple(dict.fromkeys(refused)), changed=changed, opset=DEFAULT_OPSET)
@@ -253,7 +256,7 @@ _INSTEAD: Mapping[str, str] = dict.fromkeys(
 
 def _find_missing(case: Case) -> Iterator[Finding]:
     missing = set(case.refused(because="has no builder"))
-    # Quantizers have advice of their own, `use-float`.
+    # The nodes that quantize have advice of their own, `use-float`.
     nodes = [node for node in case.nodes if node.name in missing and not node.is_quantizer]
     counts = Counter(node.op for node in nodes if case.splits or node.macs)
     for op in sorted(counts):
@@ -274,7 +277,8 @@ ADVISERS: tuple[Adviser, ...] = (
             fix="automatic",
             message=rewrite.advice,
             find=_find_rewrite(rewrite),
-            # It gains no node, but an empty scales tensor makes XNNPACK abort the process (issues 23826, 23886, 32298).
+            # The fix gains no node, but an empty scales tensor makes XNNPACK abort the process (issues 23826, 23886,
+            # 32298).
             always=rewrite is leave_out_empty_inputs,
         )
         for rewrite in REWRITES.values()
@@ -322,7 +326,7 @@ ADVISERS: tuple[Adviser, ...] = (
         always=True,
     ),
 )
-"""Every kind of advice."""
+"""All kinds of advice."""
 
 
 def _count(number: int, what: str) -> str:

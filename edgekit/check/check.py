@@ -24,7 +24,7 @@ from edgekit.target import Target
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a rule refuses a unit. After a fatal one the provider makes no session; one that crashes ends the process."""
+    """Why a rule refuses a unit. If it is fatal, no session can be made; if it `crashes`, the process ends."""
 
     reason: str
     fatal: bool = False
@@ -32,9 +32,9 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_model(model: Model, target: Target, *, advises: bool = True) -> CheckReport:
-    """Returns the predicted placement of a prepared model on a target, with advice on how it would take more.
+    """Returns the predicted placement of a prepared model on a target, with advice on how the target would take more.
 
-    Advice makes and checks each change, which takes longer than everything else; `advises` False leaves it out.
+    Advice applies and checks each possible change, which takes most of the time; `advises` False leaves it out.
 
     Raises:
         TargetError: the target's `rules.toml` is missing or malformed.
@@ -43,7 +43,7 @@ def check_model(model: Model, target: Target, *, advises: bool = True) -> CheckR
     book = load_rules(target)
     settings = {**target.session.provider_options, **target.settings}
     opset = model.opsets.get("ai.onnx", 1)
-    # Nodes get their names before the graph is viewed, so that the report, advice and rewrites speak of the same ones.
+    # Unnamed nodes are named before the graph is read, so that report, advice and rewrites use the same names.
     proto = skim_model(model.path)
     name_nodes(proto.graph)
     widen_constants(proto.graph)
@@ -75,16 +75,17 @@ def check_model(model: Model, target: Target, *, advises: bool = True) -> CheckR
 def check_graph(
     graph: Graph, book: RuleBook, settings: Mapping[str, str], *, opset: int, runtime: str = VERSION
 ) -> tuple[CheckedNode, ...]:
-    """Returns the nodes of a graph with their placement, each node's bodies right after it.
+    """Returns the placement of each node of a graph; the nodes of its subgraphs follow it.
 
-    The rules may describe an older ONNX Runtime than `runtime`. An opset that only the newer one reads is not refused.
+    The rules may describe an older ONNX Runtime than `runtime`. Then an opset that only the newer one reads is not a
+    reason to refuse.
     """
     known = derive_settings(book, dict(settings))
     provider = book.provider
     blocked = None
     newest = max(provider.opset_max, reads_of(runtime).opset if provider.alone else 0)
-    # This refuses the whole model: where ONNX Runtime's layout transformation does not know the opset, it skips NNAPI
-    # and XNNPACK with a warning.
+    # This refuses the whole model: if ONNX Runtime's layout transformation does not know the opset, it skips NNAPI and
+    # XNNPACK with a warning.
     if not provider.opset_min <= opset <= newest:
         blocked = f"the model's opset {opset} is outside {provider.opset_min} to {newest}"
     return tuple(_check_nodes(count_open(graph), _Judge(book=book, settings=known), blocked))
@@ -111,7 +112,7 @@ class _Judge(msgspec.Struct, frozen=True, kw_only=True):
             what = "kernel" if alone else "builder"
             missing = f"{book.provider.name} has no {what} for {_full_name(node.op_type, node.domain)}"
             return (Refusal(reason=missing, fatal=alone),)
-        # All reasons are collected: a user who removed only the first of two would gain nothing, and not know why.
+        # All reasons are collected: a user who fixed only the first of two would gain nothing and not know why.
         found = [Refusal(reason=why, fatal=alone) for why in _version_reasons(ops, book, unit)]
         subject = Subject(graph=graph, unit=unit, settings=self.settings)
         for rule in self._list_rules(ops):
@@ -121,7 +122,7 @@ class _Judge(msgspec.Struct, frozen=True, kw_only=True):
         return tuple({refusal.reason: refusal for refusal in found}.values())
 
     def find_remarks(self, graph: Graph, unit: Unit) -> tuple[str, ...]:
-        """Returns remarks on a unit that is taken but does not run in integers, or not in its own element type."""
+        """Returns remarks on a unit that is taken but computes neither in integers nor in its own element type."""
         subject = Subject(graph=graph, unit=unit, settings=self.settings)
         rules = [rule for rule in self._list_rules(self._find_ops(unit.node)) if rule.soft]
         found = (rule.refuse(subject) for rule in rules)
@@ -145,7 +146,7 @@ class _Judge(msgspec.Struct, frozen=True, kw_only=True):
         return rules
 
     def find_risks(self, graph: Graph, unit: Unit, *, taken: bool) -> tuple[str, ...]:
-        """Returns why the session may fail although the provider claims the unit, or because it may claim it later."""
+        """Returns why session creation may fail: the provider claims the unit, or may claim it once the layout changed."""
         subject = Subject(graph=graph, unit=unit, settings=self.settings)
         rules = self.book.provider.risks if taken else self.book.provider.late_risks
         found = [rule.refuse(subject) for rule in rules]
@@ -182,7 +183,7 @@ def _check_nodes(graph: Graph, judge: _Judge, blocked: str | None) -> list[Check
     table: dict[str, Selector] = {**SELECTORS, **book.units.add}
     selectors: dict[str, Selector] = {op: name for op, name in table.items() if op not in book.units.without}
     minor = int(judge.settings["ort_minor"])
-    # The rules judge the graph that a provider is shown; the report lists the nodes of the file.
+    # The rules judge the graph that ONNX Runtime shows to a provider; the report lists the nodes of the file.
     shown = propagate_quantization(graph)
     units = group_units(
         shown,
@@ -247,7 +248,7 @@ def _list_nodes(
 
 
 def _are_fatal(refusals: Sequence[Refusal]) -> bool:
-    """Returns True where no session can be made.
+    """Returns True if no session can be made.
 
     The first refusal that is not fatal leaves the unit to the CPU, unless a crash comes before it.
     """
@@ -288,7 +289,7 @@ def _check_body(body: Graph, parent: CheckedNode, judge: _Judge, blocked: str | 
 
 
 def count_crossings(graph: Graph, nodes: Sequence[CheckedNode]) -> tuple[int, int]:
-    """Returns how many computed values cross between partitions or the CPU in the main graph, and their bytes."""
+    """Returns how many computed values of the main graph cross between partitions or to the CPU, and their bytes."""
     placed = dict(zip((node.index for node in graph.nodes), _main_nodes(graph, nodes), strict=True))
     count = size_bytes = 0
     for name, node in graph.producers.items():

@@ -1,6 +1,6 @@
-"""Multiply-accumulates and bytes of a node, from shapes alone.
+"""Multiply-accumulates and bytes of a node, computed from shapes alone.
 
-Where inputs have open dimensions, work is counted at sizes that the report names (`choose_sizes`).
+For inputs with open dimensions, work is counted at assumed sizes, which the report names (`choose_sizes`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +13,7 @@ from edgekit.errors import UsageError
 from edgekit.graph.graph import Graph, Node, Value, infer_graph
 from edgekit.prepare.shapes import DynamicDim, find_dynamic_dims, fix_dims, formula_names
 
-# All other types count as one byte: 8-bit types, bool, and strings, whose length is not known.
+# All other types count as one byte: 8-bit types, bool, and strings, whose length is unknown.
 _BITS = {
     "float64": 64, "int64": 64, "uint64": 64, "float32": 32, "int32": 32, "uint32": 32, "float16": 16, "bfloat16": 16,
     "int16": 16, "uint16": 16, "int4": 4, "uint4": 4, "int2": 2, "uint2": 2,
@@ -21,13 +21,13 @@ _BITS = {
 
 
 def count_macs(graph: Graph, node: Node) -> int:
-    """Returns the multiply-accumulates of one inference; unknown dimensions count as one, other operators as none."""
+    """Returns the multiply-accumulates of one inference. Unknown dimensions count as 1; other operators have none."""
     counter = _COUNTERS.get(node.op_type)
     return counter(graph, node) if counter else 0
 
 
 def has_unknown_work(graph: Graph, node: Node) -> bool:
-    """Returns True for a node that multiplies, if a dimension that its work depends on is unknown."""
+    """Returns True if a node multiplies and a dimension that its work depends on is unknown."""
     if node.op_type not in _COUNTERS:
         return False
     shapes = (graph.value(name).sizes for name in (*node.input[:2], *node.output[:1]) if name)
@@ -35,13 +35,13 @@ def has_unknown_work(graph: Graph, node: Node) -> bool:
 
 
 def count_bytes(graph: Graph, node: Node) -> int:
-    """Returns the bytes of the computed values that a node reads and writes, weights left out."""
+    """Returns the bytes of the computed values that a node reads and writes, without weights."""
     names = dict.fromkeys(name for name in (*node.input, *node.output) if name and name not in graph.constants)
     return sum(value_bytes(graph.value(name)) for name in names)
 
 
 def value_bytes(value: Value) -> int:
-    """Returns the size of a value in bytes; a type that is not known counts one byte an element."""
+    """Returns the size of a value in bytes; elements of unknown type count as one byte."""
     return (value.elements * _BITS.get(value.dtype or "", 8) + 7) // 8
 
 
@@ -55,19 +55,19 @@ def _made(graph: Graph, node: Node) -> int:
 
 
 def _conv(weight: int) -> Callable[[Graph, Node], int]:
-    # A weight is [M, C/group, kernel...]: each number that is made sums over all but its first axis, so that groups
-    # count as they are.
+    # A weight is [M, C/group, kernel...]: each output element is a sum over all axes but the first, so groups are
+    # already accounted for.
     return lambda graph, node: _made(graph, node) * prod(_dims(graph, node, weight)[1:])
 
 
 def _conv_transpose(graph: Graph, node: Node) -> int:
-    # The other way round: a weight is [C, M/group, kernel...], and each number that is read goes into all but its first
-    # axis.
+    # ConvTranspose is the reverse: a weight is [C, M/group, kernel...], and each input element contributes to all axes
+    # but the first.
     return prod(_dims(graph, node, 0)) * prod(_dims(graph, node, 1)[1:])
 
 
 def _matmul(graph: Graph, node: Node) -> int:
-    # Each number of [..., M, N] is a sum over the K of [..., M, K].
+    # Each element of [..., M, N] is a sum over the K of [..., M, K].
     return _made(graph, node) * (_dims(graph, node, 0) or (1,))[-1]
 
 
@@ -79,13 +79,12 @@ def _gemm(graph: Graph, node: Node) -> int:
 
 def _recurrent(graph: Graph, node: Node) -> int:
     data = _dims(graph, node, 0)
-    # For each of the steps and rows of [steps, rows, input], W and R, of all gates and directions, are multiplied once.
+    # For each step and each row of [steps, rows, input], W and R of all gates and directions are multiplied once.
     return prod(data[:2]) * (prod(_dims(graph, node, 1)) + prod(_dims(graph, node, 2)))
 
 
 def _nbits(graph: Graph, node: Node) -> int:
-    # B is packed into blocks of bits, so that its shape does not tell K; the attribute does
-    # (com.microsoft.MatMulNBits).
+    # B is packed into blocks of bits, so K comes from the attribute and not from its shape (com.microsoft.MatMulNBits).
     return _made(graph, node) * node.integer("K", 1)
 
 
@@ -94,18 +93,18 @@ def _einsum(graph: Graph, node: Node) -> int:
     sizes: dict[str, int] = {}
     for position, term in enumerate(terms):
         sizes.update(zip(term, _dims(graph, node, position), strict=False))
-    # Each letter is a loop; with one operand there is nothing to multiply with.
+    # Each letter is a loop; with one operand nothing is multiplied.
     return prod(sizes.values()) if len(terms) > 1 else 0
 
 
 def _attention(graph: Graph, node: Node) -> int:
     query, key = _dims(graph, node, 0), _dims(graph, node, 1)
-    # Two products, queries with keys and weights with values, each of [S, L, D] a head.
+    # Two products, query @ key and weights @ value, each of [S, L, D] per head.
     return 2 * prod(query) * (key[-2] if len(key) >= 2 else 1)
 
 
 def _grouped_attention(graph: Graph, node: Node) -> int:
-    # What comes out is [B, S, heads * D]; keys and values are those of the cache and the new ones
+    # The output is [B, S, heads * D]; keys and values are those of the cache plus the new ones
     # (com.microsoft.GroupQueryAttention).
     past, new = _dims(graph, node, 3), _dims(graph, node, 0)
     return 2 * _made(graph, node) * ((past[2] if len(past) == 4 else 0) + (new[1] if len(new) == 3 else 1))
@@ -114,13 +113,13 @@ def _grouped_attention(graph: Graph, node: Node) -> int:
 def _packed_attention(graph: Graph, node: Node) -> int:
     if not node.domain:
         return _attention(graph, node)
-    # Queries, keys and values are made by one product with [width, 3 * size] (com.microsoft.Attention).
+    # One product with [width, 3 * size] makes queries, keys and values (com.microsoft.Attention).
     rows, made = prod(_dims(graph, node, 0)), _made(graph, node)
     length = (_dims(graph, node, 0) or (1, 1))[-2]
     return rows * (_dims(graph, node, 1) or (1,))[-1] + 2 * made * length
 
 
-# How each operator that multiplies is counted.
+# How the work of each operator that multiplies is counted.
 _COUNTERS: Mapping[str, Callable[[Graph, Node], int]] = {
     "Conv": _conv(1),
     "FusedConv": _conv(1),
@@ -146,20 +145,21 @@ _COUNTERS: Mapping[str, Callable[[Graph, Node], int]] = {
 }
 
 
-# One sample; the side of an image, which networks halve five times and more; the length of a text.
+# The assumed sizes: one sample; an image side that can be halved five times and more; the length of a text.
 _SAMPLES, _SIDE, _LENGTH = 1, 224, 128
 _PICTURE_RANK = 4
 
 
 def choose_sizes(graph: onnx.GraphProto) -> dict[str, int]:
-    """Returns a size for each open dimension of the inputs, by its name or as `INPUT:AXIS`; of a formula, the names.
+    """Returns an assumed size for each open dimension of the inputs, by its name or as `INPUT:AXIS`.
 
-    It is 1 for the samples, 224 for the sides of pictures, and 128 for every other length.
+    It is 1 for the batch, 224 for the sides of images, and 128 for every other length. For a dimension that is a
+    formula, the names in it get a size.
     """
     ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in graph.input}
     dims = find_dynamic_dims(graph)
     sizes: dict[str, int] = {}
-    # First the dimensions with a name of their own, then names that occur in formulas only.
+    # Dimensions that are a single name come before names that occur in formulas only.
     for is_formula in (False, True):
         for dim in dims:
             names = formula_names(dim.name)
@@ -170,7 +170,7 @@ def choose_sizes(graph: onnx.GraphProto) -> dict[str, int]:
 
 
 def count_open(graph: Graph) -> Graph:
-    """Returns the graph with `Value.counted` set; the same graph where no input has an open dimension."""
+    """Returns the graph with `Value.counted` set, or the same graph if no input has an open dimension."""
     sizes = choose_sizes(graph.proto)
     if not sizes or any(value.counted for value in graph.values.values()):
         return graph
@@ -178,7 +178,7 @@ def count_open(graph: Graph) -> Graph:
     sized.CopyFrom(graph.model)
     try:
         fix_dims(sized.graph, sizes, may_stay_open=True)
-    # A formula comes to no size there.
+    # The formula has no value at these sizes.
     except UsageError:
         return graph
     known = infer_graph(sized).values
@@ -190,7 +190,7 @@ def count_open(graph: Graph) -> Graph:
 
 
 def count_unsized(graph: Graph) -> int:
-    """Returns how many nodes that multiply have unknown work, those in subgraphs included."""
+    """Returns how many nodes that multiply have an unknown amount of work, subgraphs included."""
     return sum(has_unknown_work(each, node) for each in _list_graphs(graph) for node in each.nodes)
 
 

@@ -16,9 +16,9 @@ _NEVER_ON_HOST = frozenset({"float16", "bfloat16"})
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """The partition of each unit (None: not taken), and why a supported unit was left out after all.
+    """The partition of each unit (None: not taken), and why a supported unit was left out all the same.
 
-    `broken` holds, for units that are claimed, why their partition cannot be built.
+    `broken` holds, for claimed units, why their partition cannot be built.
     """
 
     partitions: tuple[int | None, ...]
@@ -27,13 +27,13 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def place_units(graph: Graph, units: Sequence[Unit], supported: Sequence[bool], placing: Placing) -> Placement:
-    """Returns which partition takes each unit; `supported` says for each whether its rules allow it."""
+    """Returns the partition that takes each unit; `supported` says for each whether its rules allow it."""
     followers = _followers(graph, units)
     reasons = _stopped(units, followers, placing) | _unfused(graph, units, supported, placing)
     reasons |= _on_host(graph, units, [fits and at not in reasons for at, fits in enumerate(supported)], placing)
     able = [fits and at not in reasons for at, fits in enumerate(supported)]
-    # XNNPACK takes nodes one by one and forms no partitions (xnnpack_execution_provider.cc, GetCapability), so there is
-    # one place for all.
+    # XNNPACK takes nodes one by one and forms no partitions (xnnpack_execution_provider.cc, GetCapability), so all its
+    # nodes count as one partition.
     if placing.style == "node":
         return Placement(partitions=tuple(0 if fits else None for fits in able), reasons=reasons)
     partitions: list[int | None] = [None] * len(units)
@@ -115,7 +115,8 @@ def _groups(followers: Sequence[tuple[int, ...]], able: Sequence[bool]) -> list[
             ready, later = later, ready
             continue
         at = ready.popleft()
-        # It waits for the next wave. Otherwise units behind it could join a group that also feeds it: a cycle.
+        # The unit waits for the next wave. Otherwise units after it could join a group that also feeds it, which would
+        # be a cycle.
         if not able[at] and at in border:
             later.append(at)
             continue
@@ -131,14 +132,14 @@ def _groups(followers: Sequence[tuple[int, ...]], able: Sequence[bool]) -> list[
 
 
 def place_observed(report: CheckReport, places: Mapping[str, bool], *, device: str, evidence: str) -> Placed:
-    """Returns the placement that a device's provider showed, compared with the predicted one of the report.
+    """Returns the report's placement corrected by what a device's provider was observed to take.
 
-    `places` says for nodes by name whether the provider took them; the others are taken to be where the report has
-    them.
+    `places` says for nodes by name whether the provider took them; all others are assumed to be placed as the report
+    predicts.
     """
     taken = {node.name for node in report.node_list if places.get(node.name, node.taken)}
     nodes = tuple(msgspec.structs.replace(node, taken=node.name in taken) for node in report.node_list)
-    # Groups that a provider gives back are not seen, so its partitions cannot be counted from its nodes alone. Both
+    # Groups that a provider gives back are not observed, so its partitions cannot be counted from its nodes alone. Both
     # placements are counted in the same way, and the difference is added to the predicted number.
     more = _count_pieces(nodes) - _count_pieces(report.node_list) if report.style == "wave" else 0
     return Placed(
@@ -177,12 +178,12 @@ def _count_pieces(nodes: Sequence[CheckedNode]) -> int:
 
 def _drop_reason(graph: Graph, group: Sequence[Unit], placing: Placing) -> str | None:
     names = [unit.node.op_type for unit in group]
-    # NNAPI gives a lone Reshape, Flatten or Identity back (helper.cc, IsValidSupportedNodeGroup).
+    # NNAPI gives back a group of a single Reshape, Flatten or Identity (helper.cc, IsValidSupportedNodeGroup).
     if len(group) == 1 and len(group[0].members) == 1 and names[0] in placing.drop_alone:
         return f"it would be alone in its partition, and the provider gives a lone {names[0]} back"
     if placing.drop_if_only and all(name in placing.drop_if_only for name in names):
         return "its partition would hold only nodes that compute nothing, and the provider gives such a partition back"
-    # NNAPI drops partitions that read constants alone (nnapi_execution_provider.cc).
+    # NNAPI drops partitions that read only constants (nnapi_execution_provider.cc).
     if placing.drop_constant and _is_constant(graph, group):
         return "nothing that its partition reads is computed"
     return None
@@ -194,7 +195,7 @@ def _is_constant(graph: Graph, group: Sequence[Unit]) -> bool:
     return all(name in graph.constants for name in read - made)
 
 
-# NNAPI's list of operators to stop at holds NonMaxSuppression, and takes all of its descendants out
+# NNAPI's list of operators to stop at contains NonMaxSuppression, and excludes all nodes after it
 # (nnapi_execution_provider.cc).
 def _stopped(units: Sequence[Unit], followers: Sequence[tuple[int, ...]], placing: Placing) -> dict[int, str]:
     reasons: dict[int, str] = {}
@@ -211,7 +212,7 @@ def _stopped(units: Sequence[Unit], followers: Sequence[tuple[int, ...]], placin
     return reasons
 
 
-# XNNPACK folds a Relu or a Clip into the operator before it, if that is taken and feeds nothing else
+# XNNPACK fuses a Relu or Clip into the operator before it, if that operator is taken and feeds nothing else
 # (detail/node_support_checker.cc, ClipReluChecker; PR 28814).
 def _unfused(graph: Graph, units: Sequence[Unit], supported: Sequence[bool], placing: Placing) -> dict[int, str]:
     if not placing.fused:
@@ -231,10 +232,10 @@ def _unfused(graph: Graph, units: Sequence[Unit], supported: Sequence[bool], pla
     return reasons
 
 
-# Shapes are computed on the CPU, where they lie, and not carried to the device (core/framework/
-# fallback_cpu_capability.cc, GetCpuPreferredNodes; include/onnxruntime/ep/get_capability_utils.h).
+# Shapes are computed on the CPU, where they are stored, and not copied to the device
+# (core/framework/fallback_cpu_capability.cc, GetCpuPreferredNodes; include/onnxruntime/ep/get_capability_utils.h).
 def _on_host(graph: Graph, units: Sequence[Unit], able: Sequence[bool], placing: Placing) -> dict[int, str]:
-    """Returns the nodes that a provider with its own kernels leaves to the CPU, because all their inputs lie there."""
+    """Returns the nodes that a provider with its own kernels leaves to the CPU, because all their inputs are there."""
     at_of = {unit.node.index: at for at, unit in enumerate(units)}
     makers = [unit.node for at, unit in enumerate(units) if able[at] and unit.node.op_type in placing.host_results]
     on_host = {name for node in makers for name in node.output}
@@ -260,7 +261,10 @@ def _on_host(graph: Graph, units: Sequence[Unit], able: Sequence[bool], placing:
 
 
 def _reads_host(graph: Graph, node: Node, on_host: Collection[str], placing: Placing) -> bool:
-    """Returns True where each input is small and constant, fed, or in the CPU's memory and wanted on the device."""
+    """Returns True if every input is a small constant, a graph input, or a value in CPU memory.
+
+    Inputs that the kernel itself reads from CPU memory (`host_inputs`) do not count as such values.
+    """
     for position, name in enumerate(node.input):
         value = graph.value(name)
         if not name:

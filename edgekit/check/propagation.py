@@ -1,7 +1,7 @@
-"""The Q and DQ nodes that ONNX Runtime adds to a graph before it asks a provider what it takes.
+"""The Q and DQ nodes that ONNX Runtime adds to a graph before it asks a provider which nodes it takes.
 
-Its level 1 propagates Q and DQ through operators that only move elements, so that each of them becomes a unit
-(core/optimizer/qdq_transformer/qdq_propagation.cc, run by every session of level basic and above). A provider is shown
+ONNX Runtime's level 1 propagates Q and DQ through operators that only move elements, so that each of them becomes a QDQ
+unit (core/optimizer/qdq_transformer/qdq_propagation.cc, run by every session of level basic and above). A provider sees
 that graph, and not the one in the file.
 """
 
@@ -14,7 +14,7 @@ from edgekit.graph.graph import Graph, Node, Value, index_nodes
 
 _Q, _DQ = "QuantizeLinear", "DequantizeLinear"
 
-# The operator versions through which ONNX Runtime propagates (CanNodePropagate, 1.29 to 1.31); newer ones are not.
+# The newest operator versions that ONNX Runtime propagates through (CanNodePropagate, 1.29 to 1.31).
 _MOVING: Mapping[str, tuple[int, ...]] = {
     "MaxPool": (12,),
     "Reshape": (5, 13, 14, 19),
@@ -24,14 +24,14 @@ _MOVING: Mapping[str, tuple[int, ...]] = {
     "Slice": (1, 10, 11, 13),
 }
 
-# As often as ONNX Runtime repeats the optimisers of a level (InferenceSession, max_num_graph_transformation_steps).
+# ONNX Runtime repeats the optimisers of a level this often (InferenceSession, max_num_graph_transformation_steps).
 _ROUNDS = 10
 
 
 def propagate_quantization(graph: Graph) -> Graph:
-    """Returns the graph with what ONNX Runtime adds before it places nodes; the same graph where that is nothing.
+    """Returns the graph with the nodes that ONNX Runtime adds before it places nodes; the same graph if there are none.
 
-    Nodes of the given graph keep their names and their order; bodies stay as they are.
+    Nodes of the given graph keep their names and their order; subgraphs do not change.
     """
     if not any(node.op_type == _DQ for node in graph.nodes):
         return graph
@@ -67,7 +67,7 @@ def _has_scalars(graph: Graph, node: Node) -> bool:
 class _Part(msgspec.Struct, kw_only=True, eq=False):
     """A node of the new graph.
 
-    `like` is the node of the given graph: itself, or for an added Q or DQ the one it copies.
+    `like` is the corresponding node of the given graph: the node itself, or the Q or DQ that an added one copies.
     """
 
     op: str
@@ -86,7 +86,7 @@ class _Edge(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Draft:
-    """A graph in change."""
+    """A graph while nodes are added to it."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -118,7 +118,7 @@ class _Draft:
             self._redirect(edge, copy.output[0])
 
     def carry_back(self, quantizer: _Part) -> None:
-        """Inserts a Q and a DQ before each element-moving operator on the way back from a Q."""
+        """Walks back from each Q and inserts a Q and a DQ before each operator that only moves elements."""
         edge = self._edge_before(quantizer)
         while edge is not None and (edge := self._moved_before(edge)) is not None:
             maker = self._makers.get(edge.value)
@@ -127,7 +127,7 @@ class _Draft:
             edge = self._insert([edge], quantizer)
 
     def carry_on(self, quantizer: _Part) -> None:
-        """Inserts a Q and DQs after each element-moving operator on the way forward from a DQ with one reader."""
+        """Walks on from each DQ with one reader and inserts a Q and DQs after each operator that only moves elements."""
         first = self._edges_after(quantizer)
         ahead = [self._moved_after(first[0])] if len(first) == 1 and first[0].reader is not None else []
         while ahead:
@@ -142,7 +142,7 @@ class _Draft:
                 self._insert(edges, quantizer)
 
     def finish(self) -> Graph:
-        """Returns the graph with what was added."""
+        """Returns the graph with the added nodes."""
         if len(self.parts) == len(self._graph.nodes):
             return self._graph
         nodes = [
@@ -160,7 +160,7 @@ class _Draft:
         return index_nodes(msgspec.structs.replace(self._graph, values={**self._graph.values, **self._values}), nodes)
 
     def _edge_before(self, part: _Part) -> _Edge | None:
-        """Returns the edge to a node's first input, None where others read that value too or it leaves the graph."""
+        """Returns the edge to a node's first input, or None if others read that value too or it is a graph output."""
         name = part.input[0]
         if name not in self._makers:
             known = name in self._graph.inputs or name in self._graph.constants
@@ -187,7 +187,7 @@ class _Draft:
         return [] if any(each.reader is not None and each.reader.op == _Q for each in after) else after
 
     def _insert(self, edges: Sequence[_Edge], like: _Part) -> _Edge:
-        """Puts a Q and a DQ for each edge between a value and its readers; returns the edge from the value to the Q."""
+        """Inserts a Q, and a DQ for each edge, after a value; returns the edge from the value to the Q."""
         base, parameters = edges[0].value, like.input[1:]
         value = self._value(base)
         quantized = self._name(f"{base}_q_to_dq", value, self._dtype(like))

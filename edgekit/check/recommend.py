@@ -1,6 +1,6 @@
-"""Which of the checked targets to use, in which file form and precision.
+"""Recommends which of the checked targets to use, in which file form and precision.
 
-What ONNX Runtime's own mobile usability checker says of the model stands beside it.
+The opinion of ONNX Runtime's own mobile usability checker is reported too.
 """
 
 import sys
@@ -22,9 +22,9 @@ from edgekit.target import INTEGERS, Form, Precision, Target
 
 
 class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
-    """The target to use, the form of the file and the precision to build for it, and the reasons, the weightiest first.
+    """The target to use, the form of the file and the precision to build, and the reasons, the most important first.
 
-    `target` is None where no target is worth it; then the CPU is. `rest` names the other targets, the best first.
+    `target` is None if no target is worth using; then the CPU is. `rest` names the other targets, the best first.
     """
 
     target: str | None
@@ -40,11 +40,11 @@ def recommend_target(
     refused: Collection[str] = (),
     floats: Mapping[str, str] = MappingProxyType({}),
 ) -> Recommendation:
-    """Returns what to use: the best verdict, most work, fewest crossings, best evidence, in this order.
+    """Returns what to use: ordered by verdict, share of work taken, fewest crossings, and strength of evidence.
 
-    ONNX Runtime's CPU provider takes every model, so a target of it is named only where no accelerator is of use.
+    ONNX Runtime's CPU provider takes every model, so a CPU target is recommended only if no accelerator is worth using.
     `refused` names targets whose vendor's own code made no session; these are not recommended, whatever the rules say.
-    `floats` says of targets why integers gain nothing there.
+    `floats` says for each target why integers gain nothing there.
     """
     fit = [name for name, report in reports.items() if report.verdict != "no" and name not in refused]
     # The CPU takes everything in one partition, and would win every comparison of shares.
@@ -72,15 +72,14 @@ def recommend_target(
 
 def rank_report(report: CheckReport) -> tuple[int, float, float, int, int]:
     """Returns the sort key of reports; more is better."""
-    # Order of weight: what decides, then the work, then the memory traffic, then the copies, then how sure the check
-    # is.
+    # From the most important to the least: verdict, work, memory traffic, copies, and strength of evidence.
     verdict = ("no", "maybe", "yes").index(report.verdict)
     evidence = list(Evidence).index(Evidence(report.evidence))
     return verdict, report.taken_macs, report.taken_bytes, -report.crossings, -evidence
 
 
 def describe_share(report: CheckReport) -> str:
-    """Returns how much of the work a target takes, in how many pieces, in one line."""
+    """Returns in one line how much of the work a target takes, and in how many partitions."""
     return (
         f"{report.taken_macs:.0%} of the MACs and {report.taken_bytes:.0%} of the activation bytes in"
         f" {report.partitions} partitions; {report.crossings} values ({report.crossing_bytes} bytes) cross"
@@ -98,15 +97,15 @@ def _compare(report: CheckReport, *, name: str, refused: bool) -> str:
 
 
 _PROGRAM = Path(__file__).parent / "standalone" / "ort_usability.py"
-# The checker itself runs BASIC optimisation and shape inference on the whole model; it has no bound of its own.
+# The checker itself runs BASIC optimisation and shape inference on the whole model; it has no time limit of its own.
 _TIMEOUT_S = 120.0
 _RANKS: tuple[Verdict, ...] = ("no", "maybe", "yes")
 
 
 class OrtOpinion(msgspec.Struct, frozen=True, kw_only=True):
-    """What the checker says of one provider: "NNAPI", "CoreML NeuralNetwork" or "CoreML MLProgram".
+    """The checker's opinion of one provider: "NNAPI", "CoreML NeuralNetwork" or "CoreML MLProgram".
 
-    `unknown_ops` are those that its table lacks; `dynamic_nodes` counts those it refuses for a shape that is not fixed.
+    `unknown_ops` are the operators that its table lacks; `dynamic_nodes` counts those it refuses for a dynamic shape.
     """
 
     provider: str
@@ -119,19 +118,20 @@ class OrtOpinion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OrtOpinions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the checker says of each provider it knows, or how it failed."""
+    """The checker's opinion of each provider it knows, or how it failed."""
 
     opinions: tuple[OrtOpinion, ...] = ()
     failure: str | None = None
 
 
 def ask_ort_checker(model: Path) -> OrtOpinions:
-    """Returns what ONNX Runtime's checker says of the model as the user has it; if it dies, that is what it says.
+    """Returns what ONNX Runtime's checker says of the user's own model; if it crashes, the result says so.
 
     Raises:
         DeviceError: the child process cannot be started.
     """
-    # In a child process, because it dies of valid models: a Transpose without perm raises IndexError in 1.31.1.
+    # A child process, because the checker crashes on valid models: a Transpose without perm raises IndexError in
+    # 1.31.1.
     finished = run_process([sys.executable, "-P", str(_PROGRAM), str(model.resolve())], timeout_s=_TIMEOUT_S)
     lines = finished.stdout.strip().splitlines()
     if not finished.succeeded or not lines:
@@ -143,13 +143,13 @@ def ask_ort_checker(model: Path) -> OrtOpinions:
 
 
 def find_opinion(opinions: OrtOpinions, report: CheckReport) -> OrtOpinion | None:
-    """Returns the checker's opinion of the target of a report, None where it does not know the target."""
+    """Returns the checker's opinion of the target of a report, or None if it does not know the target."""
     provider = {"nnapi": "NNAPI", "coreml": f"CoreML {report.settings.get('model_format', '')}"}.get(report.target)
     return next((opinion for opinion in opinions.opinions if opinion.provider == provider), None)
 
 
 def explain_difference(opinion: OrtOpinion, report: CheckReport) -> tuple[str, ...]:
-    """Returns why the checker's verdict is not that of a report, a reason a line; nothing where they agree."""
+    """Returns the reasons why the checker and a report disagree, one per line; nothing if they agree."""
     return () if opinion.verdict == report.verdict else tuple(_reasons(opinion, report))
 
 
@@ -182,31 +182,31 @@ def _overlooked(opinion: OrtOpinion, report: CheckReport) -> Iterator[str]:
 
 
 def _describe_death(finished: Finished) -> str:
-    # The last line that names an error is the exception's own; what follows it may be the interpreter's.
+    # The last line that names an error is the exception itself; what follows may come from the interpreter.
     lines = [line.strip() for line in finished.stderr.splitlines() if line.strip()]
     last = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "")
     shown = "".join(letter for letter in last if letter.isprintable())[:300]
     return f"it {finished.ending}" + (f": {shown}" if shown else "")
 
 
-# How much of a float model a target can compute in integers at all: known before anything is calibrated.
+# The share of a float model that a target can compute in integers: known before anything is calibrated.
 
 
 def explain_no_gain(graph: Graph, target: Target, precision: Precision, check: Callable[[], CheckReport]) -> str | None:
-    """Returns why integers gain nothing on a target.
+    """Returns why integers gain nothing on a target, or None.
 
-    It would take less of the work in integers than in float, and too little.
-
-    None where it is quantized already, and where integers may be worth it, as far as the operators alone tell.
-    What is too little is the target's `min_taken_macs`. `check` tells what the target takes of the graph as it is, and
-    is asked only where the operators do not decide.
+    The reason is that the target would take less of the work in integers than in float, and less than its
+    `min_taken_macs`. The result is None for a model that is quantized already, and if the operators alone do not rule
+    integers out. `check` returns what the target takes of the graph as it is, and is called only if the operators do
+    not decide.
 
     Raises:
         TargetError: the target's `rules.toml` is missing or malformed.
     """
     if precision not in INTEGERS or find_integer_ops(graph.model):
         return None
-    # The share of the multiply-accumulates in nodes whose operator the provider has in integers; 1 if none.
+    # The share of the multiply-accumulates in nodes whose operator the provider supports in integers; 1 if none
+    # multiply.
     book = load_rules(target)
     form = f"qdq-{target.quantization.activation}"
     counts = [(count_macs(graph, node), node) for node in graph.nodes]

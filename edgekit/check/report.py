@@ -1,6 +1,6 @@
 """The report of a check: facts, and the verdict computed from them.
 
-The prepared model is what is checked. The report also lists the nodes of the user's own model and what became of them.
+The prepared model is checked. The report also lists the nodes of the user's own model and what became of them.
 """
 
 import operator
@@ -20,8 +20,8 @@ from edgekit.serialize import NotebookPage
 
 Verdict = Literal["yes", "maybe", "no"]
 
-# A choice. ONNX Runtime's checker wants 75 % and 50 % of the nodes (usability_checker.py). These are shares of the
-# work, and "yes" also wants nearly all of it in one partition, because each border costs a copy.
+# Chosen by hand. ONNX Runtime's checker wants 75 % and 50 % of the nodes (usability_checker.py). These are shares of
+# the work, and "yes" also needs nearly all of it in one partition, because each border costs a copy.
 YES_SHARE = 0.9
 MAYBE_SHARE = 0.5
 CROSSING_SHARE = 0.5
@@ -31,10 +31,10 @@ class CheckedNode(msgspec.Struct, frozen=True, kw_only=True):
     """A node of the model, whether the provider takes it, and if not every reason why.
 
     `unit` names the operator of the QDQ group that a Q, a DQ or a redundant activation belongs to. `partition` counts
-    from 0 and is None for nodes not taken. `macs` are multiply-accumulates of one inference, `bytes` those of the
-    computed values it reads and writes. `fatal` means that the provider claims it and then refuses the whole session
-    because of it, `risks` say why it may. `reads` names the nodes that make its inputs. `integers` means that it is
-    taken and computes in 8 or 16 bits; `remarks` say how it runs instead where that could be expected.
+    from 0 and is None for nodes not taken. `macs` are the multiply-accumulates of one inference, `bytes` those of the
+    computed values that it reads and writes. `fatal` means that the provider claims the node and then refuses the whole
+    session because of it; `risks` say why it may do so. `reads` names the nodes that make its inputs. `integers` means
+    that the node is taken and computes in 8 or 16 bits; `remarks` say how it computes where integers were expected.
     """
 
     name: str
@@ -59,11 +59,11 @@ class CheckedNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A node of the model as the user has it, and what became of it before the provider saw the graph.
+    """A node of the user's model, and what became of it before the provider saw the graph.
 
-    `taken` is True if the provider takes all that it became, so also if nothing of it is left to run. `became` names
-    the nodes of `node_list` that do its work; `fate` is one of "kept", "rewritten", "fused", "folded" and "removed",
-    and `note` says it in words. `macs` and `bytes` are 0 where nothing is left to run.
+    `taken` is True if the provider takes all nodes that it became, so also if nothing of it is left to run. `became`
+    names the nodes of `node_list` that do its work; `fate` is one of "kept", "rewritten", "fused", "folded" and
+    "removed", and `note` says it in words. `macs` and `bytes` are 0 if nothing is left to run.
     """
 
     name: str
@@ -79,10 +79,10 @@ class ModelNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    """Something to change in the model, and how many more nodes and MACs the provider would then take.
+    """A change to the model, and how many more nodes and MACs the provider would then take.
 
-    An automatic change is made by `edgekit prepare --fix`, or by the command that the message names; its gain is what
-    the same rules say of the changed graph. `nodes` are those that it is about.
+    An automatic change is made by `edgekit prepare --fix`, or by the command that the message names; its gain is
+    computed by the same rules on the changed graph. `nodes` are those that the advice concerns.
     """
 
     id: str
@@ -95,7 +95,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Disagreement(msgspec.Struct, frozen=True, kw_only=True):
-    """A node that check and the provider place differently: True where it is taken."""
+    """A node that check and provider place differently: True means that it is taken."""
 
     name: str
     op: str
@@ -106,9 +106,9 @@ class Disagreement(msgspec.Struct, frozen=True, kw_only=True):
 class Placed(msgspec.Struct, frozen=True, kw_only=True):
     """Where the nodes of a model run, and how that is known: tables, pages and packages all show this value.
 
-    `evidence` is "predicted" for rules, else that of the device whose provider was seen. `partitions` counts the pieces
-    that the provider has, `taken_macs` is their share of the work, 0 to 1. `disagreements` are the nodes that the
-    provider placed otherwise than the rules said, from which rules are mended.
+    `evidence` is "predicted" for rules, else that of the device whose provider was observed. `partitions` counts those
+    of the provider, `taken_macs` is their share of the work, 0 to 1. `disagreements` are the nodes that the provider
+    placed differently from the rules; they show which rules need correction.
     """
 
     evidence: str
@@ -123,13 +123,13 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
 class CheckReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
     """The predicted placement of a model on a target.
 
-    `evidence` is how good the placement's evidence is: "predicted" for rules. `node_list` holds each node of the
-    checked graph once, in graph order, a body's nodes after the node that has it; Constant nodes are left out because
-    ONNX Runtime turns them into initializers. `crossings` counts the values that cross between the provider and the
-    CPU, `crossing_bytes` their bytes. `model_nodes` holds each node of the model as the user has it, where that is
-    known. `wants_whole` says that the session is made without the CPU, `style` whether the provider takes waves of
-    nodes or each by itself. Where inputs have open dimensions, `counted_at` holds the sizes that stand for them in MACs
-    and bytes, and `unsized_nodes` counts the nodes that multiply and whose work is not known even then.
+    `evidence` is the strength of the placement's evidence: "predicted" for rules. `node_list` holds each node of the
+    checked graph once, in graph order, the nodes of a subgraph after the node that has it; Constant nodes are left out
+    because ONNX Runtime turns them into initializers. `crossings` counts the values that cross between the provider and
+    the CPU, `crossing_bytes` their bytes. `model_nodes` holds each node of the user's own model, if that is known.
+    `wants_whole` says that the session is made without the CPU, `style` whether the provider takes waves of nodes or
+    each by itself. For inputs with open dimensions, `counted_at` holds the sizes assumed for them in MACs and bytes;
+    `unsized_nodes` counts the multiplying nodes whose work is unknown even then.
     """
 
     target: str
@@ -159,12 +159,12 @@ class CheckReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def partitions(self) -> int:
-        """How many pieces the provider would get."""
+        """How many partitions the provider would get."""
         return len({node.partition for node in self.node_list if node.partition is not None})
 
     @property
     def placed(self) -> Placed:
-        """Where the nodes are predicted to be."""
+        """The predicted placement."""
         return Placed(
             evidence="predicted",
             nodes=self.nodes,
@@ -181,23 +181,23 @@ class CheckReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def integer_macs(self) -> float:
-        """The share of multiply-accumulates that is taken and done in integers, 0 to 1; 0 where nothing multiplies."""
+        """The share of multiply-accumulates that is taken and computed in integers, 0 to 1; 0 if nothing multiplies."""
         total = sum(node.macs for node in self.node_list)
         return sum(node.macs for node in self.node_list if node.integers) / total if total else 0.0
 
     @property
     def taken_bytes(self) -> float:
-        """The share of the bytes read and written that is of nodes taken, 0 to 1; of nodes where no size is known."""
+        """The share of all bytes read and written that taken nodes account for, 0 to 1; of nodes if no size is known."""
         total = sum(node.bytes for node in self.node_list)
         if total == 0:
-            # No shape is known: nodes are all that can be counted.
+            # No shape is known: only nodes can be counted.
             return self.taken / self.nodes if self.nodes else 0.0
         return sum(node.bytes for node in self.node_list if node.taken) / total
 
     @property
     def main_share(self) -> float:
-        """The share of multiply-accumulates in the partition that has most, 0 to 1; of bytes if nothing multiplies."""
-        # A model without multiplications, such as one that only moves data, is weighed by what it moves.
+        """The share of multiply-accumulates in the largest partition, 0 to 1; of bytes if nothing multiplies."""
+        # A model without multiplications, such as one that only moves data, is weighed by the bytes it moves.
         weigh = operator.attrgetter("macs" if any(node.macs for node in self.node_list) else "bytes")
         total = sum(weigh(node) for node in self.node_list)
         sums: dict[int | None, int] = {}
@@ -208,7 +208,7 @@ class CheckReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def crossing_share(self) -> float:
-        """The bytes that cross between places over the bytes read and written by all nodes, 0 to 1."""
+        """The bytes that cross between provider and CPU over the bytes read and written by all nodes, 0 to 1."""
         total = sum(node.bytes for node in self.node_list)
         return min(1.0, self.crossing_bytes / total) if total else 0.0
 
@@ -219,15 +219,15 @@ class CheckReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def risks(self) -> tuple[str, ...]:
-        """Why the session may fail although the provider claims its nodes."""
+        """Why session creation may fail although the provider claims the nodes."""
         return tuple(dict.fromkeys(risk for node in self.node_list for risk in node.risks))
 
     @property
     def verdict(self) -> Verdict:
-        """Whether to use the target: yes from 90 % of the work in one piece, no below half or if it refuses.
+        """Whether to use the target: yes from 90 % of the work in one partition, no below half or if it refuses.
 
-        With a risk it is maybe at best, where values worth more than half of all that is read and written cross between
-        places too, and on a target that wants the graph whole where a node is left or the graph is split.
+        It is maybe at best with a risk; if the values that cross between places are more than half of all bytes read
+        and written; and, on a target that wants the graph whole, if a node is left over or the graph is split.
         """
         if self.is_refused or self.taken_macs < MAYBE_SHARE:
             return "no"
@@ -249,9 +249,9 @@ class TracedNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def trace_model(source: Model, prepared: Model, dims: Mapping[str, int]) -> tuple[TracedNode, ...]:
-    """Returns each node of a model, bodies included, with what became of it when it was prepared with `dims`.
+    """Returns each node of a model, subgraphs included, with what became of it when it was prepared with `dims`.
 
-    Work is counted at the sizes of `count_open` where a dimension has no number.
+    Work is counted at the sizes of `count_open` where a dimension is unknown.
 
     Raises:
         ModelError: a model file is gone or unreadable.

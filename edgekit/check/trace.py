@@ -1,7 +1,7 @@
 """What became of each node of the user's model in the graph that a provider sees.
 
-Preparation folds, fuses, rewrites and removes nodes. Both graphs share the names of most nodes and values, so what
-became of the others follows from which nodes now make and read the values around them.
+Preparation folds, fuses, rewrites and removes nodes. Most nodes and values keep their names in both graphs. What became
+of the others follows from which nodes now make and read the values around them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,15 +14,15 @@ from edgekit.graph.graph import Graph, Node
 
 Fate = Literal["kept", "rewritten", "fused", "folded", "removed"]
 
-# Their results are constants as soon as shapes are static, even if their inputs are computed.
+# Their results are constant once shapes are static, even if their inputs are computed.
 _SHAPE_OPS = frozenset({"Shape", "Size"})
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a node: the names of the prepared nodes that do its work now, and how.
 
-    "kept": itself; "rewritten": others that compute the same; "fused": one that does more; "folded": a constant;
-    "removed": nothing. `note` says it in words; it is empty for a node that was kept.
+    "kept": the node itself; "rewritten": other nodes compute the same; "fused": one node that does more; "folded": a
+    constant; "removed": nothing. `note` says it in words; it is empty for a kept node.
     """
 
     fate: Fate
@@ -33,8 +33,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
 class _View(msgspec.Struct, frozen=True, kw_only=True):
     """Both graphs.
 
-    `constant` are positions of source nodes that depend on constants only, `idle` of those that no output
-    needs.
+    `constant` holds the positions of source nodes that depend on constants only, `idle` of those that no output needs.
     """
 
     source: Graph
@@ -69,8 +68,8 @@ def trace_nodes(source: Graph, prepared: Graph) -> Iterator[tuple[Graph, Node, T
         trace = found[node.index]
         yield source, node, trace
         same = names.get(node.name)
-        # Subgraphs are paired by their order among the attributes. Where their number changed, their nodes share the
-        # fate of the node.
+        # Subgraphs are paired by their order among the attributes. If their number changed, their nodes share the fate
+        # of the node.
         if same is not None and len(same.bodies) == len(node.bodies):
             for body, other in zip(node.bodies, same.bodies, strict=True):
                 yield from trace_nodes(body, other)
@@ -103,14 +102,14 @@ def _trace(view: _View, node: Node, later: Mapping[int, Trace]) -> Trace:
 
 
 def _describe_makers(view: _View, makers: list[Node]) -> Trace:
-    """Describes a node by the prepared nodes that now make its outputs, with the new nodes that lead to them."""
+    """Describes a node by the prepared nodes that now make its outputs, and the new nodes that lead to them."""
     # If an old node now makes this node's output, it was fused with it: fusion keeps the name of the last output.
     if all(maker.name in view.known for maker in makers):
         named = ", ".join(f"{maker.op_type} '{maker.name}'" for maker in makers)
         return Trace(fate="fused", became=_names(makers), note=f"fused into {named}")
     region: dict[str, Node] = {}
     ahead = [maker for maker in makers if maker.name not in view.known]
-    # From the new producers upwards through new nodes, to values that the user's model had.
+    # From the new producers back through new nodes, to values that the user's model had.
     while ahead:
         node = ahead.pop()
         region[node.name] = node
@@ -123,7 +122,7 @@ def _describe_makers(view: _View, makers: list[Node]) -> Trace:
 
 
 def _trace_reader(view: _View, node: Node, later: Mapping[int, Trace]) -> Trace:
-    """Describes a node whose outputs are gone, by what its first remaining reader reads instead."""
+    """Describes a node whose outputs are gone by what its first remaining reader reads instead."""
     readers = [reader for name in node.output for reader in view.source.consumers.get(name, ())]
     for reader in readers:
         trace = later[reader.index]
@@ -152,7 +151,7 @@ def _describe_input(view: _View, node: Node, reader: Node) -> Trace:
 
 
 def _sources_of(view: _View, node: Node) -> set[str]:
-    """Returns what a node reads, followed up through nodes that are gone."""
+    """Returns what a node reads, traced back through removed nodes."""
     found: set[str] = set()
     name = node.input[0]
     while name and name not in found:

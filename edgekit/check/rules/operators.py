@@ -1,4 +1,4 @@
-"""Rules that know what an operator means: the bias of a Gemm, the scales of a Resize, the parts of a Split."""
+"""Rules for the meaning of single operators: the bias of a Gemm, the scales of a Resize, the parts of a Split."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -13,7 +13,7 @@ _WHOLE_TOLERANCE = 1e-4
 
 
 class Bounds(BaseRule, frozen=True, kw_only=True, tag="bounds"):
-    """Clip: its bounds must be constants; they must be one of the pairs allowed, if any are listed."""
+    """The bounds of a Clip must be constants, and one of the `allowed` pairs if there are any."""
 
     allowed: tuple[tuple[float, float], ...] = ()
     refuse_equal: bool = False
@@ -31,7 +31,7 @@ class Bounds(BaseRule, frozen=True, kw_only=True, tag="bounds"):
 
 
 class AxisLast(BaseRule, frozen=True, kw_only=True, tag="axis_last"):
-    """The axis is the last one."""
+    """The axis must be the last one."""
 
     default: int
 
@@ -44,7 +44,7 @@ class AxisLast(BaseRule, frozen=True, kw_only=True, tag="axis_last"):
 
 
 class GemmBias(BaseRule, frozen=True, kw_only=True, tag="gemm_bias"):
-    """The shapes input C may have, N being the columns of B: "row" is [N] or [1,N], "first" XNNPACK's test of dim 0."""
+    """The shapes allowed for input C, N being the columns of B: "row" is [N] or [1,N], "first" XNNPACK's test of dim 0."""
 
     shapes: tuple[Literal["row", "scalar", "one", "column", "matrix", "first"], ...]
 
@@ -69,7 +69,7 @@ class GemmBias(BaseRule, frozen=True, kw_only=True, tag="gemm_bias"):
 
 
 class MatMulRanks(BaseRule, frozen=True, kw_only=True, tag="matmul_ranks"):
-    """Both operands of rank 2, or both above 2 with equal leading dimensions if `batched`."""
+    """Both operands must have rank 2, or, if `batched`, both a higher rank with equal leading dimensions."""
 
     batched: bool
 
@@ -86,7 +86,7 @@ class MatMulRanks(BaseRule, frozen=True, kw_only=True, tag="matmul_ranks"):
 
 
 class ReshapeTarget(BaseRule, frozen=True, kw_only=True, tag="reshape_target"):
-    """A 0 in the shape must not be with allowzero, nor stand for a dimension that is 0."""
+    """A 0 in the shape must not be used with allowzero, nor stand for a dimension that is 0."""
 
     def _reasons(self, subject: Subject) -> Iterator[str]:
         shape, target = subject.shape(0) or (), subject.array(1)
@@ -122,7 +122,7 @@ class SplitSizes(BaseRule, frozen=True, kw_only=True, tag="split_sizes"):
             yield f"the sizes {sizes} do not add up to {size}"
         if self.equal and len(set(sizes)) > 1:
             yield f"the sizes {sizes} differ; they must be equal"
-        # Without sizes the last part may be smaller, since opset 18.
+        # Without sizes the last part may be smaller since opset 18.
         if self.equal and not sizes and size % parts:
             yield f"axis {axis} of size {size} does not divide into {parts} parts"
 
@@ -179,11 +179,11 @@ class PadReach(BaseRule, frozen=True, kw_only=True, tag="pad_reach"):
 
 
 class ResizeScales(BaseRule, frozen=True, kw_only=True, tag="resize_scales"):
-    """Resize: only the last `spatial` axes change, and how far they may go.
+    """Resize: only the last `spatial` axes may change, and the other fields limit how far.
 
-    A scale below 1 is one over a divisor of the axis (`divisor`), one above 1 is a whole number (`whole`), both do not
-    occur together (not `mixed`), scales are the quotients of the sizes (`exact`), the last axis does not change alone
-    (`not_alone`), each axis has at least so many elements afterwards (`least`).
+    A scale below 1 must be one over a divisor of the axis (`divisor`), and one above 1 a whole number (`whole`); both
+    kinds must not occur together (not `mixed`). Scales must be the quotients of the sizes (`exact`), the last axis must
+    not change alone (`not_alone`), and each axis must have at least so many elements afterwards (`least`).
     """
 
     spatial: int = 2
@@ -208,8 +208,8 @@ class ResizeScales(BaseRule, frozen=True, kw_only=True, tag="resize_scales"):
         for axis, factor in enumerate(factors[:outer]):
             if factor != 1:
                 yield f"axis {axis} is scaled by {factor:g}; only the last {self.spatial} axes may change"
-        # NNAPI's second pass looks at NHWC shapes, but for the width where the height now is (targets/nnapi/NOTES.md;
-        # deduced, not run).
+        # NNAPI's second pass looks at NHWC shapes, except for the width, which it reads where the height now is
+        # (targets/nnapi/NOTES.md; deduced, not run).
         if self.not_alone and factors[-1] != 1 and all(factor == 1 for factor in factors[outer:-1]):
             yield "only the last axis changes"
         yield from self._factor_reasons(factors[outer:], shape[outer:], subject.array(3))
@@ -236,7 +236,7 @@ def _is_exact(factors: list[float], before: Shape, after: Shape | None) -> bool:
 
 
 def _find_factors(subject: Subject) -> list[float] | None:
-    """Returns by how much a Resize scales each axis; None where neither scales nor sizes tell."""
+    """Returns the factor by which a Resize scales each axis, or None if neither scales nor sizes are known."""
     # Resize 10 has X and scales; from 11 on they are X, roi, scales, sizes.
     shape, scales = subject.shape(0) or (), subject.array(1 if subject.unit.node.since < 11 else 2)
     sizes, made = subject.array(3), subject.unit.outputs[0].shape

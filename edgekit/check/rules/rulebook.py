@@ -1,6 +1,6 @@
-"""The rules of a target as `targets/<name>/rules.toml` holds them, decoded strictly.
+"""The rules of a target as `targets/<name>/rules.toml` states them, decoded strictly.
 
-The kinds of rule are in `rules.py` and `operators.py` beside it.
+The kinds of rule are in `rules.py` and `operators.py` in the same folder.
 """
 
 from typing import Literal
@@ -67,20 +67,20 @@ Rule = (
     | GemmBias | MatMulRanks | ReshapeTarget | SplitSizes | ResizeScales | SlopeShape | ConvKernel | PadReach
     | AxisLast
 )  # fmt: skip
-"""Every kind of rule that `rules.toml` may name."""
+"""All kinds of rule that `rules.toml` may name."""
 
 
 class Provider(_Strict, frozen=True, kw_only=True):
     """What holds for every node.
 
-    `ort` is the version of ONNX Runtime that the rules describe; rules with `ort_minor` also tell of older ones.
-    `domains` are the operator domains it looks at (empty: it looks at the name only). `since_max` is the newest
-    operator version it knows, `opset_min` and `opset_max` the models it looks at. `bodies` of control flow are never
-    entered, placed like the main graph, or taken with their node when every node in them is supported ("whole");
-    settings of `bodies_placed_when` have them placed.
-    `rules` are evaluated for every unit before its own. `risks` are those that do not refuse a unit but say why the
-    session may fail all the same; `late_risks` those of units that are not taken, but may be claimed once the layout
-    changed. `alone` means that no other provider takes what it refuses: then there is no session.
+    `ort` is the version of ONNX Runtime that the rules describe; rules with `ort_minor` describe older ones too.
+    `domains` are the operator domains that the provider looks at (empty: it looks at the name only). `since_max` is the
+    newest operator version it knows; `opset_min` and `opset_max` bound the models it looks at. The `bodies` (subgraphs)
+    of control flow are never entered, placed like the main graph, or taken with their node if every node in them is
+    supported ("whole"); the settings in `bodies_placed_when` have them placed. `rules` are evaluated for every unit
+    before the rules of its operator. `risks` do not refuse a unit but say why session creation may fail all the same;
+    `late_risks` are those of refused units that the provider may claim once the layout changed. `alone` means that no
+    other provider takes what this one refuses: then there is no session.
     """
 
     name: str
@@ -99,10 +99,11 @@ class Provider(_Strict, frozen=True, kw_only=True):
 
 
 class Units(_Strict, frozen=True, kw_only=True):
-    """How it groups Q and DQ nodes: `qdq` False means not at all; `without` and `add` change ORT's own table.
+    """How the provider groups Q and DQ nodes: `qdq` False means not at all; `without` and `add` change ORT's own table.
 
-    `clip_from_ort_minor` is the ORT since which a unit absorbs an activation that its Q makes redundant,
-    `bias_from_ort_minor` the one since which a Conv is none whose bias has another scale than input times weight.
+    `clip_from_ort_minor` is the ORT version from which on a unit absorbs an activation that its Q makes redundant.
+    `bias_from_ort_minor` is the one from which on a Conv is no unit if its bias has another scale than input times
+    weight.
     """
 
     qdq: bool
@@ -115,11 +116,11 @@ class Units(_Strict, frozen=True, kw_only=True):
 class Placing(_Strict, frozen=True, kw_only=True):
     """How supported units become partitions.
 
-    `style` "wave" is ORT's CreateSupportedPartitions, "node" takes each node by itself. Groups are given back when they
-    are one node of `drop_alone`, when all their nodes are of `drop_if_only`, or when no input of theirs is computed and
+    `style` "wave" is ORT's CreateSupportedPartitions, "node" takes each node by itself. A group is given back if it is
+    one node of `drop_alone`, if all its nodes are of `drop_if_only`, or if none of its inputs is computed and
     `drop_constant` is set. Everything after a node of `stop_ops` is left out. `fused` are activations taken only with
-    the operator in `fusers` that feeds them. Quantized units of `first_input_only` cannot be built where an input
-    behind their first comes from outside their partition: then no session is made. Results of `host_results` lie in the
+    the operator in `fusers` that feeds them. Quantized units of `first_input_only` cannot be built if an input other
+    than the first comes from outside their partition: then no session is made. Results of `host_results` are in the
     CPU's memory; nodes that read only those and small constants go to the CPU, unless the kernel reads that input there
     (`host_inputs`, positions by operator).
     """
@@ -137,7 +138,7 @@ class Placing(_Strict, frozen=True, kw_only=True):
 
 
 class Derived(_Strict, frozen=True, kw_only=True):
-    """A parameter computed from another: the name whose list holds the value of `parameter`, else `default`."""
+    """A setting computed from another: the name whose list contains the value of `parameter`, else `default`."""
 
     parameter: str
     names: dict[str, tuple[str, ...]]
@@ -145,11 +146,12 @@ class Derived(_Strict, frozen=True, kw_only=True):
 
 
 class Op(_Strict, frozen=True, kw_only=True):
-    """Rules of some operators; every entry that names an operator adds to its rules.
+    """Rules of some operators. Every entry that names an operator adds to its rules.
 
-    `domains` empty means those of the provider.
+    If `domains` is empty, those of the provider hold.
 
-    `forms` are the element types it computes in, `since` the operator versions, `use` names groups of rules.
+    `forms` are the element types that the provider computes in, `since` the operator versions, `use` names groups of
+    rules.
     """
 
     types: tuple[str, ...]
@@ -181,7 +183,7 @@ def load_rules(target: Target) -> RuleBook:
     file = target.folder / "rules.toml"
     keys = "compare it with a target that edgekit ships"
     book = read_toml(file, RuleBook, hint="a target needs a rules.toml", keys=keys, error=TargetError)
-    # A misspelt group would otherwise be no rule at all, and the target would take more than it can.
+    # A misspelt group would otherwise be no rule at all, and the target would seem to take more than it can.
     for op in book.op:
         for group in op.use:
             if group not in book.groups:
@@ -192,8 +194,8 @@ def load_rules(target: Target) -> RuleBook:
 
 
 def derive_settings(book: RuleBook, settings: dict[str, str]) -> dict[str, str]:
-    """Returns the settings with the derived ones added, and the minor version of ORT, by default the rules' own."""
-    # Rules compare whole numbers, so the minor version stands for the version: the major one of ONNX Runtime is 1.
+    """Returns the settings with the derived ones and ORT's minor version added; by default that of the rules."""
+    # Rules compare whole numbers, so the minor version stands for the version: ONNX Runtime's major version is 1.
     found = {"ort_minor": settings.get("ort", book.provider.ort).split(".")[1], **settings}
     for name, derived in book.derived.items():
         value = settings.get(derived.parameter, "")

@@ -1,7 +1,7 @@
 """The kinds of rule, as `targets/<name>/rules.toml` spells them, and what each refuses.
 
-A rule is one line of data with a `kind`, and `refuse` tells why a unit does not meet it. Without `when` it holds for
-every unit of its operator. Rules that know what a certain operator means are in `operators.py`.
+A rule is one line of data with a `kind`; its `refuse` returns why a unit does not meet it. Without `when` it holds for
+every unit of its operator. Rules for the meaning of single operators are in `operators.py`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -20,27 +20,27 @@ Side = Literal["inputs", "outputs"]
 
 
 class Subject(msgspec.Struct, frozen=True, kw_only=True):
-    """A unit in its graph, judged for a target with these settings."""
+    """A unit in its graph, and the target's settings that it is judged by."""
 
     graph: Graph
     unit: Unit
     settings: dict[str, str]
 
     def number(self, name: str) -> int:
-        """Returns a parameter as a number; 0 if it is none."""
+        """Returns a setting as a number, or 0 if it is not a number."""
         text = self.settings.get(name, "")
         return int(text) if text.isdecimal() else 0
 
     def array(self, position: int) -> Array | None:
-        """Returns the value of an input that is a small constant, else None."""
+        """Returns the value of an input if it is a small constant, else None."""
         return self.graph.array(self.unit.inputs[position].name) if self.unit.has_input(position) else None
 
     def shape(self, position: int) -> Shape | None:
-        """Returns the shape of an input, None if it is absent or its rank unknown."""
+        """Returns the shape of an input, or None if it is absent or its rank is unknown."""
         return self.unit.inputs[position].shape if self.unit.has_input(position) else None
 
     def operands(self, at: tuple[int, ...] = (), of: Side = "inputs") -> Iterator[tuple[str, Operand]]:
-        """Yields the inputs or outputs at these positions that are present, with what to call each.
+        """Yields the present inputs or outputs at these positions, each with its name for messages.
 
         No position means all of them.
         """
@@ -54,12 +54,12 @@ class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class When(_Strict, frozen=True, kw_only=True):
-    """The condition of a rule: every field given must hold.
+    """The condition of a rule: every given field must hold.
 
-    `settings`, `below` and `at_least` look at the target's parameters and at `ort_minor`, the 31 of ORT 1.31;
-    `attribute` at the node's attributes (an absent one meets only `attribute_absent`), `dtypes` and `ranks` at inputs
-    by position, `single` at inputs that hold one element, `since` at its version, `fed_by` at
-    the operators of which one makes an input, `leaves` at whether an output is one of the graph.
+    `settings`, `below` and `at_least` look at the target's settings and at `ort_minor`, the 31 of ORT 1.31; `attribute`
+    at the node's attributes (an absent one meets only `attribute_absent`), `dtypes` and `ranks` at inputs by position,
+    `single` at inputs that hold one element, `since` at the operator version, `fed_by` at the operators of which one
+    must make an input, `leaves` at whether an output is a graph output.
     """
 
     settings: dict[str, tuple[str, ...]] = {}
@@ -108,7 +108,7 @@ class When(_Strict, frozen=True, kw_only=True):
             and not any(unit.has_input(at) for at in self.absent)
             and all(unit.dtype_of(int(at)) in dtypes for at, dtypes in self.dtypes.items())
             and all(unit.rank_of(int(at)) in ranks for at, ranks in self.ranks.items())
-            # An unknown shape, and one of rank 0, is not known to be a single element: (0,) never equals {1}.
+            # An unknown shape, and one of rank 0, does not count as a single element: (0,) never equals {1}.
             and all(unit.has_input(at) and set(unit.inputs[at].shape or (0,)) == {1} for at in self.single)
             and (not self.fed_by or any(op in self.fed_by for op in makers))
             and self.leaves in {None, any(operand.name in subject.graph.outputs for operand in unit.outputs)}
@@ -116,11 +116,11 @@ class When(_Strict, frozen=True, kw_only=True):
 
 
 class BaseRule(_Strict, frozen=True, kw_only=True, tag_field="kind"):
-    """Fields of every rule: `note` is added to the reason; `fatal` means that the session cannot be made at all.
+    """Fields of every rule: `note` is added to the reason; `fatal` means that no session can be made at all.
 
-    A `fatal` rule counts where no other rule leaves the node to the CPU. One that `crashes` ends the process while the
-    provider looks at the node: rules listed after it are never reached. A `soft` rule refuses nothing: the node is
-    taken, and the reason says how it runs, otherwise than in integers.
+    A `fatal` rule counts if no other rule leaves the node to the CPU. One that `crashes` ends the process while the
+    provider looks at the node, so rules listed after it are never reached. A `soft` rule refuses nothing: the node is
+    taken, and the reason says how it computes instead of in integers.
     """
 
     when: When = When()
@@ -130,17 +130,17 @@ class BaseRule(_Strict, frozen=True, kw_only=True, tag_field="kind"):
     soft: bool = False
 
     def refuse(self, subject: Subject) -> str | None:
-        """Returns why the rule refuses the unit, or None if it does not, or if its condition does not hold."""
+        """Returns why the rule refuses the unit, or None if it does not or if its condition does not hold."""
         reason = next(self._reasons(subject), None) if self.when.holds(subject) else None
         return f"{reason} ({self.note})" if reason and self.note else reason
 
     def _reasons(self, subject: Subject) -> Iterator[str]:
-        """Yields why the unit is not what the rule asks for, whatever its condition says; the first counts."""
+        """Yields why the unit does not meet the rule, regardless of its condition; the first reason counts."""
         raise NotImplementedError
 
 
 class Never(BaseRule, frozen=True, kw_only=True, tag="never"):
-    """Refuses whatever meets the condition; `text` is the reason."""
+    """Refuses every unit that meets the condition; `text` is the reason."""
 
     text: str
 
@@ -149,7 +149,7 @@ class Never(BaseRule, frozen=True, kw_only=True, tag="never"):
 
 
 class Forms(BaseRule, frozen=True, kw_only=True, tag="forms"):
-    """The element types it computes in: those allowed, or all but those refused."""
+    """The element types that the provider computes in: only the allowed ones, or all but the refused ones."""
 
     allowed: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
@@ -172,7 +172,7 @@ class Forms(BaseRule, frozen=True, kw_only=True, tag="forms"):
 
 
 class Dtype(BaseRule, frozen=True, kw_only=True, tag="dtype"):
-    """Element types of inputs or outputs by position; an absent one passes."""
+    """Element types allowed for inputs or outputs by position; an absent one passes."""
 
     of: Side = "inputs"
     at: tuple[int, ...]
@@ -196,9 +196,10 @@ class SameDtype(BaseRule, frozen=True, kw_only=True, tag="same_dtype"):
 
 
 class Rank(BaseRule, frozen=True, kw_only=True, tag="rank"):
-    """Ranks of inputs or outputs by position; no position means all.
+    """Ranks allowed for inputs or outputs by position; no position means all.
 
-    A node inside a chain of the operators in `unless_chain`, one after the other, passes: the provider fuses it.
+    A node inside a chain of the operators in `unless_chain`, one after the other, passes, because the provider fuses
+    it.
     """
 
     of: Side = "inputs"
@@ -224,7 +225,7 @@ class Rank(BaseRule, frozen=True, kw_only=True, tag="rank"):
 
 
 class Static(BaseRule, frozen=True, kw_only=True, tag="static"):
-    """Dimensions that must be known: those listed, counted from the end if negative, or all; no position means all."""
+    """Dimensions that must be known: those listed (negative ones count from the end) or all; no position means all."""
 
     of: Side = "inputs"
     at: tuple[int, ...] = ()
@@ -265,7 +266,7 @@ class NonZero(BaseRule, frozen=True, kw_only=True, tag="nonzero"):
 
 
 class DimLimit(BaseRule, frozen=True, kw_only=True, tag="dim_limit"):
-    """The largest dimension of inputs and, if asked for, outputs."""
+    """The largest dimension allowed for inputs and, if asked for, outputs."""
 
     at: tuple[int, ...]
     outputs: bool = False
@@ -279,10 +280,10 @@ class DimLimit(BaseRule, frozen=True, kw_only=True, tag="dim_limit"):
 
 
 class Constant(BaseRule, frozen=True, kw_only=True, tag="constant"):
-    """Inputs that must be constants when present; `required` refuses a missing one too.
+    """Inputs that must be constants if present; `required` refuses a missing one too.
 
-    `through_dq` and `through_cast` look through such a node: a session folds the Cast of a constant before it asks the
-    provider, and QNN takes the DQ of a quantized constant with it.
+    `through_dq` and `through_cast` also accept a constant behind such a node: a session folds the Cast of a constant
+    before it asks the provider, and QNN takes the DQ of a quantized constant with it.
     """
 
     at: tuple[int, ...]
@@ -318,7 +319,7 @@ class Computed(BaseRule, frozen=True, kw_only=True, tag="computed"):
 
 
 class Inline(BaseRule, frozen=True, kw_only=True, tag="inline"):
-    """Constants that must lie in the model file itself, as NNAPI wants them."""
+    """Constants that must be in the model file itself (no external data), as NNAPI requires."""
 
     def _reasons(self, subject: Subject) -> Iterator[str]:
         for operand in (*subject.unit.inputs, *subject.unit.outputs):
@@ -328,7 +329,7 @@ class Inline(BaseRule, frozen=True, kw_only=True, tag="inline"):
 
 
 class Count(BaseRule, frozen=True, kw_only=True, tag="count"):
-    """How many inputs or outputs are present."""
+    """How many inputs or outputs must be present."""
 
     of: Side
     min: int = 0
@@ -343,7 +344,7 @@ class Count(BaseRule, frozen=True, kw_only=True, tag="count"):
 
 
 class Values(BaseRule, frozen=True, kw_only=True, tag="values"):
-    """Bounds of the entries of a constant input, and of how many there are."""
+    """Bounds for the entries of a constant input, and for their number."""
 
     at: int
     min: float = float("-inf")
@@ -361,7 +362,7 @@ class Values(BaseRule, frozen=True, kw_only=True, tag="values"):
 
 
 class Attribute(BaseRule, frozen=True, kw_only=True, tag="attribute"):
-    """The values an attribute may have, `default` being what its absence means; `absent` allows none at all."""
+    """The values allowed for an attribute, `default` being that of an absent one; `absent` requires its absence."""
 
     name: str
     default: Entry | None = None
@@ -381,7 +382,7 @@ class Attribute(BaseRule, frozen=True, kw_only=True, tag="attribute"):
 
 
 class Length(BaseRule, frozen=True, kw_only=True, tag="length"):
-    """How many entries a list attribute has; an absent one counts as `default`."""
+    """How many entries a list attribute must have; an absent one counts as `default`."""
 
     name: str
     equals: int
@@ -395,7 +396,7 @@ class Length(BaseRule, frozen=True, kw_only=True, tag="length"):
 
 
 class EqualEntries(BaseRule, frozen=True, kw_only=True, tag="equal_entries"):
-    """All entries of a list attribute are equal, and equal to `value` if there is one."""
+    """All entries of a list attribute must be equal, and equal to `value` if there is one."""
 
     name: str
     value: int | None = None
@@ -410,7 +411,7 @@ class EqualEntries(BaseRule, frozen=True, kw_only=True, tag="equal_entries"):
 
 
 class Mirrored(BaseRule, frozen=True, kw_only=True, tag="mirrored"):
-    """The second half of a list attribute repeats the first, as pads do that are the same on both sides."""
+    """The second half of a list attribute must equal the first, such as pads that are the same on both sides."""
 
     name: str
 
@@ -422,7 +423,7 @@ class Mirrored(BaseRule, frozen=True, kw_only=True, tag="mirrored"):
 
 
 class Setting(BaseRule, frozen=True, kw_only=True, tag="setting"):
-    """A parameter of the target that must be at least `min`, or one of `allowed`."""
+    """A setting of the target that must be at least `min`, or one of `allowed`."""
 
     name: str
     min: int = 0
@@ -437,10 +438,9 @@ class Setting(BaseRule, frozen=True, kw_only=True, tag="setting"):
 
 
 class GraphEdge(BaseRule, frozen=True, kw_only=True, tag="graph_edge"):
-    """Refuses a Q that a graph input feeds and a DQ that makes a graph output.
+    """Refuses a Q that reads a graph input, and a DQ that makes a graph output.
 
-    QNN leaves them to the CPU with `offload_graph_io_quantization`, which it has on unless told otherwise
-    (targets/qnn/NOTES.md).
+    QNN leaves them to the CPU with `offload_graph_io_quantization`, which is on by default (targets/qnn/NOTES.md).
     """
 
     def _reasons(self, subject: Subject) -> Iterator[str]:
@@ -452,7 +452,7 @@ class GraphEdge(BaseRule, frozen=True, kw_only=True, tag="graph_edge"):
 
 
 class Between(BaseRule, frozen=True, kw_only=True, tag="between"):
-    """Taken only as part of a pattern that the provider fuses: some producer and some consumer must be one of these.
+    """Taken only in a pattern that the provider fuses: a producer and a consumer must be one of these.
 
     Examples are Core ML's Cast after ArgMax and QNN's Erf inside Gelu: alone they have no builder.
     """
@@ -473,7 +473,7 @@ class Between(BaseRule, frozen=True, kw_only=True, tag="between"):
 class Readers(BaseRule, frozen=True, kw_only=True, tag="readers"):
     """Refuses an output that several nodes read if one of them is `op` with these attributes.
 
-    Core ML fuses ArgMax with the Cast behind it, which cannot be if others read the indices (argmax_op_builder.cc).
+    Core ML fuses ArgMax with the Cast after it, and cannot if other nodes read the indices (argmax_op_builder.cc).
     """
 
     op: str
@@ -489,7 +489,7 @@ class Readers(BaseRule, frozen=True, kw_only=True, tag="readers"):
 
 
 class Internal(BaseRule, frozen=True, kw_only=True, tag="internal"):
-    """Inputs that an earlier node must produce, because the values' quantization is known only inside a partition."""
+    """Inputs that an earlier node must compute, because the quantization of values is known only inside a partition."""
 
     at: tuple[int, ...] = ()
 
@@ -501,9 +501,9 @@ class Internal(BaseRule, frozen=True, kw_only=True, tag="internal"):
 
 
 class Traced(BaseRule, frozen=True, kw_only=True, tag="traced"):
-    """Quantized inputs must come from a Q or a graph input: a plain integer node in between loses the quantization.
+    """Quantized inputs must come from a Q or a graph input: an integer node in between loses the quantization.
 
-    `through` lists operators that do not, nor does one that leaves the shape as it is. In QNN an integer Reshape
+    Operators in `through`, and operators that do not change the shape, do not lose it. In QNN an integer Reshape
     between Q and DQ loses it, as was seen on three TFLite conversions (targets/qnn/NOTES.md).
     """
 
@@ -521,9 +521,9 @@ class Traced(BaseRule, frozen=True, kw_only=True, tag="traced"):
 
 
 class Quantized(BaseRule, frozen=True, kw_only=True, tag="quantized"):
-    """Quantization parameters of inputs or outputs by position: constant, per tensor or per channel, zero point.
+    """Quantization parameters required of inputs or outputs: constant, per tensor or per channel, zero point.
 
-    `scalar` wants each scale and zero point as a scalar, and no list of one.
+    `scalar` requires each scale and zero point to be a scalar and not a list of one.
     """
 
     of: Side = "inputs"
@@ -547,7 +547,7 @@ class Quantized(BaseRule, frozen=True, kw_only=True, tag="quantized"):
             yield f"the scale or zero point of {what} is computed; it must be a constant"
         if self.scalar and any(graph.value(name).shape != () for name in names):
             yield f"the scale or zero point of {what} is a list; it must be a scalar"
-        # Counted by shape: large constants are without their data here.
+        # Counted by shape, because large constants are loaded without their data here.
         scales = graph.value(names[0]).elements
         if scales != 1 and not self.per_channel:
             yield f"{what} is quantized per channel ({scales} scales); only per tensor is taken"
@@ -565,7 +565,7 @@ class Quantized(BaseRule, frozen=True, kw_only=True, tag="quantized"):
 
 
 class SameQuantization(BaseRule, frozen=True, kw_only=True, tag="same_quantization"):
-    """Inputs and output 0 must have equal scales and zero points."""
+    """All inputs and output 0 must have equal scales and zero points."""
 
     def _reasons(self, subject: Subject) -> Iterator[str]:
         operands = [operand for operand in (*subject.unit.inputs, *subject.unit.outputs[:1]) if operand.is_quantized]
@@ -575,7 +575,7 @@ class SameQuantization(BaseRule, frozen=True, kw_only=True, tag="same_quantizati
 
 
 class FiniteScale(BaseRule, frozen=True, kw_only=True, tag="finite_scale"):
-    """Every constant scale is a finite number.
+    """Every constant scale must be a finite number.
 
     QNN accepts an infinite scale and then fails to compose its graph (targets/qnn/NOTES.md, found on the simulator).
     """
@@ -599,7 +599,7 @@ class QuantizedOutput(BaseRule, frozen=True, kw_only=True, tag="quantized_output
 
 
 def is_in_chain(graph: Graph, node: Node, ops: tuple[str, ...]) -> bool:
-    """Returns True if the node is in a chain of these operators, each read by the next alone; Q and DQ do not count."""
+    """Returns True if the node is in a chain of these operators, each read only by the next; Q and DQ are skipped."""
     for place, op in enumerate(ops):
         if op != node.op_type:
             continue
@@ -611,7 +611,7 @@ def is_in_chain(graph: Graph, node: Node, ops: tuple[str, ...]) -> bool:
 
 
 def _walk(graph: Graph, node: Node, step: Callable[[Graph, Node], Node | None], count: int) -> list[str]:
-    """Returns the operators of the next `count` nodes in a direction, Q and DQ left out."""
+    """Returns the operators of the next `count` nodes in a direction, without Q and DQ."""
     found: list[str] = []
     at = step(graph, node)
     while at is not None and len(found) < count:

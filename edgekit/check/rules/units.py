@@ -46,22 +46,22 @@ SELECTORS: dict[str, Selector] = {
     "Pad": "pad",
     "TopK": "topk",
 }  # fmt: skip
-"""Which of ORT's group selectors looks at an operator (ORT 1.31)."""
+"""Which of ORT's group selectors handles an operator (ORT 1.31)."""
 
-# MaxPool takes 8-bit integers from opset 12 on (ONNX's operator changelog); before, no integer kernel exists.
+# MaxPool supports 8-bit integers from opset 12 on (ONNX's operator changelog); before, no integer kernel exists.
 SELECTED_SINCE: dict[str, tuple[int, ...]] = {"MaxPool": (12,)}
-"""Operators that form a unit in some versions only."""
+"""Operators that form a unit only in some versions."""
 
 _LIMITED = ("int8", "uint8", "int16", "uint16")
-# The first input of Where is the condition, a bool; the second has the element type it computes in.
+# The first input of Where is the condition, a bool; the second has the element type that it computes in.
 _DATA_INPUTS = {"Where": 1}
 _UNCLIPPED = ("drop", "drop_dq", "split", "topk")
-# A Gemm may leave its result in float, and what a comparison gives is a bool, which has no scale.
+# A Gemm may leave its result in float, and a comparison returns a bool, which has no scale.
 _UNQUANTIZED_OUTPUT = ("gemm", "compare")
 _DQ_COUNTS: dict[Selector, int] = {
     "drop": 1, "drop_dq": 1, "unary": 1, "split": 1, "topk": 1, "matmul": 2, "where": 2, "first": 1,
 }  # fmt: skip
-# Relative; ONNX Runtime's since 1.27 (pull request 28229).
+# A relative tolerance, ONNX Runtime's since 1.27 (pull request 28229).
 _BIAS_TOLERANCE = 0.01
 # A custom operator may have the name of one in the table; only these domains count.
 _GROUP_DOMAINS = ("", "com.microsoft")
@@ -79,12 +79,12 @@ class Operand(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_quantized(self) -> bool:
-        """True if it comes with a scale."""
+        """True if the operand is quantized."""
         return self.scale is not None
 
 
 class Unit(msgspec.Struct, frozen=True, kw_only=True):
-    """A node alone, or a node with the DQ, Q and redundant activation around it; members are node positions."""
+    """A node alone, or a node with its DQs, Qs and redundant activation; `members` are node positions."""
 
     node: Node
     members: tuple[int, ...]
@@ -93,7 +93,7 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
     is_qdq: bool = False
 
     def has_input(self, position: int) -> bool:
-        """Returns True if there is an input at this position."""
+        """Returns True if the node has an input at this position."""
         return position < len(self.inputs) and bool(self.inputs[position].name)
 
     def dtype_of(self, position: int) -> str | None:
@@ -107,7 +107,7 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def form(self) -> str:
-        """The element type it computes in: "float32", or "qdq-uint8" for a quantized unit; "unknown" if not known."""
+        """The element type that the unit computes in: "float32"; "qdq-uint8" if quantized; "unknown" if not known."""
         if not any(operand.name for operand in self.inputs):
             return self.outputs[0].dtype or "unknown"
         first = self.inputs[min(_DATA_INPUTS.get(self.node.op_type, 0), len(self.inputs) - 1)]
@@ -122,9 +122,9 @@ def group_units(
 ) -> tuple[Unit, ...]:
     """Returns the units of a graph in the order of their target nodes; with no selectors each node is one.
 
-    Each node that reads a DQ has one of its own there, as ONNX Runtime sees to it (`propagate_quantization`).
-    `absorb_clips` lets a unit hold an activation that its Q makes redundant, `fits_bias` wants
-    the scale of a Conv's bias to be the product of input's and weight's.
+    Each node that reads a DQ must have its own copy of that DQ, as ONNX Runtime ensures (`propagate_quantization`).
+    With `absorb_clips` a unit includes an activation that its Q makes redundant. With `fits_bias` the scale of a Conv's
+    bias must be the product of input's and weight's.
     """
     grouped: dict[int, Unit] = {}
     for node in graph.nodes if selectors is not None else ():
@@ -139,7 +139,7 @@ def group_units(
 
 
 def single_unit(graph: Graph, node: Node) -> Unit:
-    """Returns the unit of a node alone; the QLinear operators show their parameters as ORT's NodeUnit does."""
+    """Returns the unit of a node alone; QLinear operators get their parameters as operands, as in ORT's NodeUnit."""
     inputs, outputs = _linear_operands(graph, node) or (
         tuple(_operand(graph, name) for name in node.input),
         tuple(_operand(graph, name) for name in node.output),
@@ -148,7 +148,7 @@ def single_unit(graph: Graph, node: Node) -> Unit:
 
 
 class _Surround(msgspec.Struct, frozen=True, kw_only=True):
-    """What lies around a node: the DQ of each input, the Q of each output, a redundant activation in between."""
+    """The nodes around a node: the DQ of each input, the Q of each output, and a redundant activation in between."""
 
     before: dict[int, Node]
     after: list[tuple[int, Node]]
@@ -161,7 +161,7 @@ def _group(graph: Graph, node: Node, selector: Selector, *, absorb_clips: bool) 
         return None
     if around is None or not _accepts(graph, node, selector, around):
         return None
-    # The graph returns what this DQ makes, so that it has to stay.
+    # The DQ makes a graph output, so it has to stay.
     if any(dq.output[0] in graph.outputs for dq in around.before.values()):
         return None
     before, after = around.before, dict(around.after)
@@ -203,21 +203,21 @@ def _accepts(graph: Graph, node: Node, selector: Selector, around: _Surround) ->
     wanted = _wanted_dqs(node, selector, len(dtypes))
     if not dtypes or len(dtypes) != wanted or (selector in _UNCLIPPED and around.clip is not None):
         return False
-    # An ArgMax finds the same places in the integers, and has indices as its result: it needs no Q.
+    # ArgMax finds the same position in integers as in floats, and its result is an index: it needs no Q.
     if selector == "drop_dq":
         return True
     if selector == "topk":
         return dtypes == results
     if not _covers_outputs(graph, node, around) and not (selector in _UNQUANTIZED_OUTPUT and not results):
         return False
-    # An operator that only moves elements can move the integers only if both sides have the same parameters.
+    # An operator that only moves elements can do so on the integers only if both sides have the same parameters.
     if selector == "drop" and not _same_parameters(graph, around.before[min(around.before)], around.after[0][1]):
         return False
     return _dtypes_fit(selector, dtypes, results, node)
 
 
 def _wanted_dqs(node: Node, selector: Selector, found: int) -> int:
-    # Optional inputs of these may be there in float, without a DQ.
+    # Optional inputs of these operators may be float, without a DQ.
     if selector in {"any", "pad", "batchnorm"}:
         return found
     return _DQ_COUNTS.get(selector, sum(bool(name) for name in node.input))
@@ -230,9 +230,9 @@ def _dtypes_fit(selector: Selector, dtypes: Sequence[str | None], results: Seque
         return False
     biased = len(dtypes) == 3
     refused = (
-        # Signed activations go with signed weights alone; unsigned ones with either (qdq_selectors.cc).
+        # Signed activations need signed weights; unsigned ones take either (qdq_selectors.cc).
         (selector in {"conv", "gemm", "matmul"} and dtypes[0] == "int8" and dtypes[1] != "int8"),
-        # ONNX gives the bias of a QLinearConv as int32, with the scale x_scale * w_scale; beta would scale that once
+        # ONNX defines the bias of a QLinearConv as int32 with the scale x_scale * w_scale; beta would scale it once
         # more.
         (selector in {"conv", "gemm", "norm"} and biased and dtypes[2] != "int32"),
         (selector == "gemm" and biased and node.attributes.get("beta", 1.0) != 1.0),
@@ -242,7 +242,7 @@ def _dtypes_fit(selector: Selector, dtypes: Sequence[str | None], results: Seque
 
 
 def _has_other_bias(graph: Graph, unit: Unit) -> bool:
-    """Returns True where the scale of a bias is not the product of input's and weight's (CheckConvBiasScale)."""
+    """Returns True if the scale of a bias is not the product of input's and weight's (CheckConvBiasScale)."""
     if not unit.has_input(2):
         return False
     names = [operand.scale or "" for operand in unit.inputs]
@@ -250,7 +250,7 @@ def _has_other_bias(graph: Graph, unit: Unit) -> bool:
         return True
     scales = [graph.array(name) for name in names]
     if any(scale is None for scale in scales):
-        # Too many scales to have been read: quantizers write the product there.
+        # Too many scales to have been loaded; quantizers write the product here.
         return False
     x, w, b = (np.atleast_1d(np.asarray(scale, np.float64)) for scale in scales)
     product = x * w
@@ -292,7 +292,7 @@ def _is_redundant(graph: Graph, clip: Node, quantizer: Node) -> bool:
     limits = np.iinfo(result.dtype)
     scale, zero = float(parameters[0]), int(parameters[1].reshape(-1)[0])
     if clip.op_type == "Relu":
-        # Zero is then the smallest integer: what lies below it is cut off by the Q's own saturation.
+        # Zero is then the smallest integer, so the Q itself saturates what lies below.
         return zero == limits.min
     bounds = clip_bounds(graph, clip.input, clip.attributes)
     if bounds is None or scale <= 0:
@@ -303,7 +303,7 @@ def _is_redundant(graph: Graph, clip: Node, quantizer: Node) -> bool:
 
 
 def clip_bounds(graph: Graph, inputs: Sequence[str], attributes: Mapping[str, object]) -> tuple[float, float] | None:
-    """Returns the bounds of a Clip, infinite where it has none, or None if a bound is no constant."""
+    """Returns the bounds of a Clip, infinite if it has none, or None if a bound is no constant."""
     # Clip has its bounds as attributes up to opset 10 and as inputs from 11 on (ONNX's changelog of operators).
     bounds = [_number(attributes.get("min"), float("-inf")), _number(attributes.get("max"), float("inf"))]
     for place, name in enumerate(inputs[1:3]):
@@ -320,7 +320,7 @@ def _number(value: object, default: float) -> float:
 
 
 def read_parameters(graph: Graph, operand: Operand) -> tuple[Array, Array] | None:
-    """Returns the scale and zero point of a quantized operand (a zero where it has none), or None if not constant."""
+    """Returns the scale and zero point (0 if absent) of a quantized operand, or None if they are no constants."""
     scale = graph.array(operand.scale or "")
     if scale is None or scale.size == 0:
         return None
@@ -354,8 +354,8 @@ def _quantized(graph: Graph, node: Node, side: int) -> Operand:
     )
 
 
-# Operators that carry their parameters among their inputs: a tensor, its scale, its zero point, for each operand; then
-# the scale and zero point of the result.
+# Operators whose quantization parameters are inputs: tensor, scale and zero point of each operand, then the scale and
+# zero point of the result.
 _UNARY_LINEAR = (
     "QLinearSigmoid", "QLinearAveragePool", "QLinearGlobalAveragePool", "QLinearLeakyRelu", "QLinearReduceMean",
 )  # fmt: skip
@@ -371,8 +371,7 @@ def _linear_operands(graph: Graph, node: Node) -> tuple[tuple[Operand, ...], tup
             shape=value.shape,
             scale=node.input[position] or None,
             zero_point=node.input[position + 1] if node.has_input(position + 1) else None,
-            # Weights of a QLinearConv have a scale per output channel, which is their first axis; it has no attribute
-            # to say so.
+            # Weights of a QLinearConv have a scale per output channel, which is their first axis; no attribute says so.
             axis=0 if node.op_type == "QLinearConv" else node.integer("axis", 1),
         )
 
@@ -389,5 +388,5 @@ def _linear_operands(graph: Graph, node: Node) -> tuple[tuple[Operand, ...], tup
 
 
 def unit_of_each(units: Iterable[Unit]) -> dict[int, int]:
-    """Returns for each node position the position of the unit that it is a member of."""
+    """Returns for each node position the position of the unit that contains it."""
     return {member: at for at, unit in enumerate(units) for member in unit.members}

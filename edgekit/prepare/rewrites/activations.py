@@ -1,4 +1,4 @@
-"""Activations as a provider takes them: Clip, HardSwish and GELU, written as one node or taken apart."""
+"""Activation functions: Clip, PRelu, HardSwish, GELU and Softmax, fused into one node or split into simpler ones."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -17,7 +17,7 @@ from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite, replace_nodes, r
     "clip-to-relu", {"Clip"}, "write {count} of Clip from zero to nothing as Relu, which is the same", since=11
 )
 def clip_to_relu(writer: Writer) -> None:
-    """Writes a Clip from zero to nothing as Relu; both give the same for any number."""
+    """Rewrites Clip(x, 0, no upper bound) to Relu(x); both give the same result for any number."""
     graph, node = writer.graph, writer.node
     dtype = graph.value(node.input[1]).dtype if node.has_input(1) else None
     if dtype is None or dtype not in FLOATS:
@@ -31,9 +31,9 @@ def clip_to_relu(writer: Writer) -> None:
     "clip-to-min-max", {"Clip"}, "write {count} of Clip as Max and Min, which is the same", since=13, floats=True
 )
 def clip_to_min_max(writer: Writer) -> None:
-    """Writes a Clip with constant bounds as Max and Min.
+    """Rewrites Clip(x, low, high) with constant bounds to Min(Max(x, low), high).
 
-    The result is the same to the bit, for Clip is defined as Min(Max(x, low), high).
+    The result is the same to the bit, because ONNX defines Clip by this formula.
     """
     value, *bounds = writer.node.input
     steps = [(op, name) for op, name in zip(("Max", "Min"), bounds, strict=False) if name]
@@ -43,7 +43,7 @@ def clip_to_min_max(writer: Writer) -> None:
         value = writer.add(op, [value, name], "" if (op, name) == steps[-1] else op.lower())
 
 
-# A slope per channel of pictures: [C, 1, 1].
+# An image model has one slope per channel: shape [C, 1, 1].
 _SLOPE_AXES = 3
 
 
@@ -54,9 +54,9 @@ _SLOPE_AXES = 3
     since=7,
 )
 def plain_slope(writer: Writer) -> None:
-    """Leaves out the first axis of a constant slope [1, C, 1, 1] of a PRelu.
+    """Rewrites a PRelu with a constant slope of shape [1, C, 1, 1] to one with a slope of shape [C, 1, 1].
 
-    The result is the same to the bit: axes of one element at the front of a slope say nothing.
+    The result is the same to the bit, because broadcasting adds leading axes of size 1.
     """
     node, slope = writer.node, writer.graph.constants.get(writer.node.input[1])
     if slope is None or len(slope.dims) <= _SLOPE_AXES or set(slope.dims[:-_SLOPE_AXES]) != {1}:
@@ -80,7 +80,7 @@ _HARD_SWISH_SINCE = 14
     floats=True,
 )
 def split_hard_swish(writer: Writer) -> None:
-    """Writes HardSwish as x * Clip(x + 3, 0, 6) / 6.
+    """Rewrites HardSwish(x) to x * (Clip(x + 3, 0, 6) * (1 / 6)).
 
     NNAPI has no HardSwish, but takes a Clip from 0 to 6. The last bits may differ (1e-6 relative).
     """
@@ -99,9 +99,10 @@ def split_hard_swish(writer: Writer) -> None:
     since=_HARD_SWISH_SINCE,
 )
 def join_hard_swish(writer: Writer) -> None:
-    """Writes x * Clip(x + 3, 0, 6) / 6 in any order, or x * HardSigmoid(x), as HardSwish, where the pattern ends.
+    """Fuses x * Clip(x + 3, 0, 6) / 6, or x * HardSigmoid(x), into HardSwish(x).
 
-    The last bits may differ (1e-6 relative).
+    The factors may stand in any order. The last node of the pattern is replaced. The last bits may differ (1e-6
+    relative).
     """
     graph = writer.graph
     whole = _divided_by_six(graph, writer.node)
@@ -112,7 +113,10 @@ def join_hard_swish(writer: Writer) -> None:
 
 
 def _gated(graph: Graph, node: Node, *, scaled: bool) -> str | None:
-    """Returns x of x * gate(x); where it is `scaled`, the gate is divided by six, or a HardSigmoid."""
+    """Returns x of x * gate, where gate is Clip(x + 3, 0, 6).
+
+    With `scaled` the gate is Clip(x + 3, 0, 6) / 6 or HardSigmoid(x).
+    """
     if node.op_type != "Mul" or node.domain:
         return None
     for data, gate in permutations(node.input, 2):
@@ -133,17 +137,17 @@ def _is_hard_sigmoid(node: Node) -> bool:
 
 
 def _divided_by_six(graph: Graph, node: Node) -> str | None:
-    """Returns what a node divides by six, or None if it does something else."""
+    """Returns the value that a node divides by 6 (or multiplies by 1/6), or None for any other node."""
     if node.domain or node.op_type not in {"Mul", "Div"}:
         return None
     if node.op_type == "Mul":
         return _beside(graph, permutations(node.input, 2), 1 / 6)
-    # Of a Div only the second operand divides.
+    # Only the second operand of a Div is the divisor.
     return _beside(graph, pairwise(node.input), 6.0)
 
 
 def _gate_of(graph: Graph, name: str) -> str | None:
-    """Returns x where a value is Clip(x + 3, 0, 6)."""
+    """Returns x if a value is Clip(x + 3, 0, 6), else None."""
     clip = made_by(graph, name, "Clip")
     add = made_by(graph, clip.input[0], "Add") if clip is not None else None
     if clip is None or add is None or [graph.number(bound) for bound in clip.input[1:]] != [0, 6]:
@@ -152,7 +156,7 @@ def _gate_of(graph: Graph, name: str) -> str | None:
 
 
 def _beside(graph: Graph, pairs: Iterable[tuple[str, ...]], factor: float) -> str | None:
-    """Returns what stands beside a number in one of the pairs of operands."""
+    """Returns the first operand of the first pair whose second operand is the constant `factor`, else None."""
     for value, constant in pairs:
         number = graph.number(constant)
         if number is not None and _is_close(number, factor):
@@ -161,12 +165,12 @@ def _beside(graph: Graph, pairs: Iterable[tuple[str, ...]], factor: float) -> st
 
 
 def _is_close(number: float, wanted: float) -> bool:
-    """Returns True if a number of a file is the one that is meant: one sixth is rounded there."""
+    """Returns True if a constant of the model equals the wanted number within rounding, such as 0.16667 for 1/6."""
     return math.isclose(number, wanted, abs_tol=1e-5)
 
 
 def _add_bias(writer: Writer) -> str:
-    """Returns the first input with the bias added that ONNX Runtime's GELUs may have."""
+    """Returns the first input, plus the bias if the node has one, as ONNX Runtime's BiasGelu and FastGelu may."""
     node = writer.node
     return writer.add("Add", node.input[:2], "sum") if node.has_input(1) else node.input[0]
 
@@ -175,17 +179,17 @@ def _add_bias(writer: Writer) -> str:
     "exact-gelu", {"FastGelu"}, "write {count} of Gelu with Tanh as the exact one, at most 4.8e-4 apart", floats=True
 )
 def write_exact_gelu(writer: Writer) -> None:
-    """Writes a FastGelu of ONNX Runtime as its exact Gelu, behind an Add where it has a bias.
+    """Rewrites ONNX Runtime's FastGelu(x, bias) to its exact Gelu(x + bias); the bias is optional.
 
-    The formula with Tanh was made to stand for the exact one: they are at most 4.8e-4 apart, a hundredth of a step of 8
-    bits over a usual range of GELU, and less than fp16 has at 1.
+    FastGelu approximates the exact formula by Tanh. Both differ by at most 4.8e-4: a hundredth of an 8-bit step over a
+    usual range of GELU, and less than the precision of fp16 at 1.
     """
     writer.add("Gelu", [_add_bias(writer)], domain=ORT_DOMAIN)
 
 
 @node_rewrite("split-gelu", {"Gelu"}, "write {count} of Gelu with Erf", since=9, floats=True)
 def split_gelu(writer: Writer) -> None:
-    """Writes an exact Gelu, of ONNX or ONNX Runtime, as x / 2 * (1 + Erf(x / sqrt 2)).
+    """Rewrites an exact Gelu(x), of ONNX or ONNX Runtime, to x / 2 * (1 + Erf(x / sqrt 2)).
 
     The last bits may differ (1e-6 relative).
     """
@@ -195,9 +199,9 @@ def split_gelu(writer: Writer) -> None:
 
 @node_rewrite("split-tanh-gelu", {"Gelu", "FastGelu"}, "write {count} of Gelu with Tanh", floats=True)
 def split_tanh_gelu(writer: Writer) -> None:
-    """Writes a Gelu with Tanh, FastGelu too, as x / 2 * (1 + Tanh(sqrt(2 / pi) * (x + 0.044715 * x^3))).
+    """Rewrites FastGelu, or a Gelu with `approximate="tanh"`, to the formula with Tanh.
 
-    The last bits may differ (1e-5 relative).
+    It is x / 2 * (1 + Tanh(sqrt(2 / pi) * (x + 0.044715 * x^3))). The last bits may differ (1e-5 relative).
     """
     if _gelu_form(writer.node) == "tanh":
         _write_gelu(writer, _bend_tanh)
@@ -221,7 +225,7 @@ def _bend_erf(writer: Writer, data: str) -> str:
 
 def _bend_tanh(writer: Writer, data: str) -> str:
     cubic, root = writer.constant("cubic", _CUBIC), writer.constant("root", math.sqrt(2 / math.pi))
-    # x * (1 + 0.044715 * x * x) spares a Pow, which some providers lack.
+    # x * (1 + 0.044715 * x * x) avoids a Pow, which some providers lack.
     square = writer.add("Mul", [writer.add("Mul", [data, data], "square"), cubic], "bow")
     moved = writer.add("Add", [data, writer.add("Mul", [data, square], "third")], "moved")
     return writer.add("Tanh", [writer.add("Mul", [moved, root], "narrow")], "bent")
@@ -231,7 +235,7 @@ def _bend_tanh(writer: Writer, data: str) -> str:
     "split-bias-gelu", {"BiasGelu", "FastGelu"}, "write {count} of Gelu with a bias as Add and Gelu", floats=True
 )
 def split_bias_gelu(writer: Writer) -> None:
-    """Writes BiasGelu as Add and Gelu, and FastGelu with a bias as Add and FastGelu.
+    """Rewrites BiasGelu(x, bias) to Gelu(x + bias), and FastGelu(x, bias) to FastGelu(x + bias).
 
     The last bits may differ (1e-6 relative).
     """
@@ -246,12 +250,12 @@ _CUBIC = 0.044715
 
 @rewrite("join-gelu", "write the parts of GELU as one node, {count}")
 def join_gelu(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Writes each x / 2 * (1 + Erf(x / sqrt 2)), and the form with Tanh, as one node, where the pattern ends.
+    """Fuses x / 2 * (1 + Erf(x / sqrt 2)), and GELU's approximation with Tanh, into one node.
 
-    That is ONNX's Gelu from opset 20 on, and before it ONNX Runtime's Gelu and FastGelu. The last bits may differ (1e-6
-    relative; with Tanh 1e-5).
+    The last node of the pattern is replaced: by ONNX's Gelu from opset 20 on, before that by ONNX Runtime's Gelu or
+    FastGelu. The last bits may differ (1e-6 relative; with Tanh 1e-5).
     """
-    # Every network has Mul and Div nodes; few have these.
+    # A quick test: every network has Mul and Div nodes, but few have these.
     has_gate = any(node.op_type in {"Erf", "Tanh"} for node in graph.node)
     return replace_nodes(graph, opset, {"Mul", "Div"}, _join_gelu) if has_gate else ()
 
@@ -273,13 +277,13 @@ def _join_gelu(writer: Writer) -> None:
 
 
 def _is_half(graph: Graph, output: str, data: str, gate: str) -> bool:
-    """Returns True if a product is half of x times the gate; the type is float32 where the half is."""
+    """Returns True if a product is 0.5 * data * gate, and `data` is not float16."""
     number, values = factors(graph, output, data)
     return is_near(number, 0.5) and sorted(values) == sorted((data, gate)) and graph.value(data).dtype != "float16"
 
 
 def _find_erf(graph: Graph, erf: Node) -> str | None:
-    """Returns x of Erf(x / sqrt 2)."""
+    """Returns x if a node is Erf(x / sqrt 2), else None."""
     node = made_by(graph, erf.input[0], "Div", "Mul")
     if node is None:
         return None
@@ -289,13 +293,13 @@ def _find_erf(graph: Graph, erf: Node) -> str | None:
 
 
 def _find_tanh(graph: Graph, tanh: Node) -> str | None:
-    """Returns x of Tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3)), the cubic in any of its spellings."""
+    """Returns x if a node is Tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)), in any equivalent form, else None."""
     node = made_by(graph, tanh.input[0], "Mul")
     inside = beside(graph, node, math.sqrt(2 / math.pi))
     added = made_by(graph, inside, "Add") if inside is not None else None
     if added is not None:
         return next((x for x, cubic in (added.input, added.input[::-1]) if _is_power(graph, cubic, x, 3)), None)
-    # The form of GPT-J and of transformers' FastGELUActivation: x stands outside, a square inside.
+    # GPT-J and transformers' FastGELUActivation factor x out: Tanh(sqrt(2 / pi) * x * (1 + 0.044715 * x^2)).
     for each in walk_product(graph, tanh.input[0]):
         square = beside(graph, made_by(graph, each, "Add"), 1.0)
         if square is None:
@@ -308,7 +312,7 @@ def _find_tanh(graph: Graph, tanh: Node) -> str | None:
 
 
 def _is_power(graph: Graph, name: str, data: str, power: int) -> bool:
-    """Returns True if a value is 0.044715 times a power of x."""
+    """Returns True if a value is 0.044715 * data^power, written with Pow or with products."""
     number, values = factors(graph, name, data)
     if not is_near(number, _CUBIC):
         return False
@@ -328,9 +332,9 @@ def _is_power(graph: Graph, name: str, data: str, power: int) -> bool:
 
 @node_rewrite("join-softmax", {"Div"}, "write the parts of Softmax as one node, {count}")
 def join_softmax(writer: Writer) -> None:
-    """Writes exp(x - max(x)) / sum(exp(x - max(x))) along one axis as Softmax, as JAX takes it apart.
+    """Fuses exp(x - max(x)) / sum(exp(x - max(x))) along one axis into Softmax, which JAX exports in this form.
 
-    Where nothing is subtracted, too. The last bits may differ (1e-6 relative).
+    The form without the maximum, exp(x) / sum(exp(x)), is fused too. The last bits may differ (1e-6 relative).
     """
     graph, node = writer.graph, writer.node
     raised = made_by(graph, node.input[0], "Exp")
@@ -341,7 +345,7 @@ def join_softmax(writer: Writer) -> None:
     is_shifted = shifted is not None and _kept_axis(graph, shifted.input[1], "ReduceMax", shifted.input[0]) == axis
     data = shifted.input[0] if shifted is not None and is_shifted else raised.input[0]
     rank = len(graph.value(data).shape or ())
-    # Before opset 13 Softmax goes along all axes from its own on.
+    # Before opset 13 Softmax normalises over all axes from `axis` to the last.
     one_axis = writer.opset >= _ONE_AXIS_SINCE or axis == rank - 1
     if rank and one_axis and graph.value(data).dtype in {None, "float32"}:
         writer.add("Softmax", [data], axis=axis)
@@ -351,7 +355,10 @@ _ONE_AXIS_SINCE = 13
 
 
 def _kept_axis(graph: Graph, name: str, op: str, data: str) -> int | None:
-    """Returns the axis along which a value is `op` of `data`, and has size 1 there; None for any other value."""
+    """Returns the axis along which a value is the reduction `op` of `data`, else None.
+
+    The value must still have this axis, with size 1, as with keepdims=1.
+    """
     shape, reduced = graph.value(data).static_shape, name
     while (node := made_by(graph, reduced, "Reshape", "Unsqueeze", "Identity")) is not None:
         reduced = node.input[0]

@@ -14,9 +14,9 @@ _ROI, _SCALES = 1, 2
 
 @node_rewrite("idle-add", {"Add"}, "remove {count} of Add that add zeros")
 def drop_idle_add(writer: Writer) -> None:
-    """Writes an Add of zeros, which does not broadcast the other operand, as Identity.
+    """Replaces Add(x, zeros) by Identity(x), if the zeros do not broadcast x to a larger shape.
 
-    Only -0.0 + 0.0 changes: it stays -0.0.
+    Only one result changes: -0.0 + 0.0 is 0.0, and -0.0 stays -0.0.
     """
     graph, node = writer.graph, writer.node
     for value, added in (node.input, node.input[::-1]):
@@ -32,9 +32,9 @@ def drop_idle_add(writer: Writer) -> None:
 
 @node_rewrite("idle-nan-guard", {"Where"}, "remove {count} of Where and IsNaN around a Softmax that is never NaN")
 def drop_nan_guard(writer: Writer) -> None:
-    """Writes Where(IsNaN(p), 0, p) of a Softmax that cannot be NaN as that Softmax.
+    """Replaces Where(IsNaN(p), 0, p) by p, if p is a Softmax that cannot be NaN.
 
-    Products of finite numbers are taken to be finite.
+    Products of finite numbers are assumed to be finite.
     """
     softmax = find_guarded(writer.graph, writer.node)
     if softmax is not None and _has_finite_rows(writer.graph, softmax):
@@ -46,7 +46,7 @@ def find_guarded(graph: Graph, node: Node) -> Node | None:
     asked, softmax = made_by(graph, node.input[0], "IsNaN"), made_by(graph, node.input[2], "Softmax")
     if asked is None or softmax is None or asked.input[0] != softmax.output[0] or graph.number(node.input[1]) != 0:
         return None
-    # A zero with more axes would broadcast the result to more axes.
+    # A zero of higher rank would broadcast the result to more axes.
     if len(graph.value(node.input[1]).shape or ()) > 1 or softmax.output[0] in graph.outputs | graph.captured:
         return None
     return softmax if set(graph.readers(softmax.output[0])) == {asked, node} else None
@@ -66,7 +66,7 @@ def _has_finite_rows(graph: Graph, softmax: Node) -> bool:
 
 
 def _leaves_some(mask: Array, axis: int) -> bool:
-    """Returns True if a mask of 0 and minus infinity hides no whole row."""
+    """Returns True if a mask of 0 and minus infinity leaves at least one element of each row unmasked."""
     hides = np.isneginf(mask)
     return bool(np.isfinite(mask[~hides]).all() and not hides.all(axis=axis).any())
 
@@ -102,7 +102,8 @@ def _cuts_at_zero(graph: Graph, node: Node) -> bool:
 def drop_copies(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     """Removes each Identity, and each Dropout whose mask nothing reads, in place; returns the names of the nodes.
 
-    One that makes an output of the graph stays, and so does one that a body reads, or that trains.
+    A node stays if it makes an output of the graph, if a subgraph reads its result, or if it is a Dropout in training
+    mode.
     """
     view = view_part(graph, opset)
     dropped = [node for node in view.nodes if _only_copies(view, node)]

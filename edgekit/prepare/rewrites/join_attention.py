@@ -1,7 +1,7 @@
-"""Attention and rotary embeddings written as one node each: exporters take them apart.
+"""Fuses attention, and rotary embeddings, into one node each of ONNX Runtime.
 
-Attention comes as products, scales, a mask and a Softmax; a rotary embedding (Su et al. 2021) as halves, products and a
-sum.
+Exporters write attention as MatMul, scale, mask and Softmax nodes, and a rotary embedding (Su et al. 2021) as a
+rotation of halves, products and a sum.
 """
 
 import math
@@ -22,10 +22,11 @@ _SWAP_HEADS, _TURN, _TURN_APART = (0, 2, 1, 3), (0, 1, 3, 2), (0, 2, 3, 1)
 
 
 class _Attention(msgspec.Struct, frozen=True, kw_only=True):
-    """What a pattern computes: Softmax(scale * query * turned + mask) * value, each in heads.
+    """The inputs of a matched pattern that computes Softmax(scale * query @ turned + mask) @ value per head.
 
-    `query` and `value` are [batch, heads, rows, size], `turned` are the keys as [batch, heads, size, rows]; `mask` is
-    "" where nothing is added. `instead` is what stands for NaN, "" where NaN stays.
+    `query` and `value` are [batch, heads, rows, size]; `turned` holds the transposed keys [batch, heads, size, rows].
+    `mask` is "" if no mask is added. `instead` is the value that a Where puts in place of NaN in the Softmax, "" if
+    there is no such Where.
     """
 
     query: str
@@ -37,7 +38,7 @@ class _Attention(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes of attention; rows that ask, and that are asked, may not be known."""
+    """The sizes of attention. The number of query rows (`tokens`) and of key rows (`rows`) may be unknown."""
 
     heads: int
     size: int
@@ -47,18 +48,19 @@ class _Sizes(msgspec.Struct, frozen=True, kw_only=True):
     rows: int | None
 
 
-# Before opset 13 Softmax took all axes behind its own together.
+# Before opset 13 Softmax normalises over all axes from `axis` to the last.
 @node_rewrite("join-attention", {"Transpose"}, "write the parts of {count} of attention as one node", since=OPSET_SINCE)
 def join_attention(writer: Writer) -> None:
-    """Writes attention over heads as MultiHeadAttention of ONNX Runtime, at the Transpose that ends the pattern.
+    """Fuses attention over heads into ONNX Runtime's MultiHeadAttention.
 
-    Keys that several heads share, and a cache before them, are joined outside, as the model has them. The last bits may
-    differ (1e-5 relative).
+    The pattern is Transpose(Softmax(scale * query @ key^T + mask) @ value, perm=[0, 2, 1, 3]). The nodes that repeat
+    keys shared by several heads, and those that append to a cache, stay as the model has them. The last bits may differ
+    (1e-5 relative).
     """
     graph, node = writer.graph, writer.node
     found = _match_attention(graph, node) if node.entries("perm") == _SWAP_HEADS else None
     sizes = _read_sizes(graph, found) if found is not None else None
-    # The kernel of the CPU provider is for float32 alone.
+    # The kernel of the CPU provider supports float32 only.
     if found is None or sizes is None or graph.value(found.query).dtype != "float32":
         return
     if found.mask and not _fits_mask(_mask_dims(graph, found.mask), sizes):
@@ -66,10 +68,11 @@ def join_attention(writer: Writer) -> None:
     mask = _write_mask(writer, found.mask, sizes) if found.mask else ""
     width = sizes.heads * sizes.size
     query = _find_rows(writer, found.query, _SWAP_HEADS, "query") or _join_heads(writer, found.query, width)
-    # Both in rows, or both in heads: the kernel knows no third form.
+    # The kernel takes key and value either both as [batch, rows, heads * size] or both as [batch, heads, rows, size].
     pair = [_find_key_rows(writer, found.turned), _find_rows(writer, found.value, _SWAP_HEADS, "value")]
     if not all(pair):
-        # The keys [batch, heads, rows, size], turned back if the model has them turned alone.
+        # Keys as [batch, heads, rows, size]: read before the model's own Transpose of the last two axes, else
+        # transposed back.
         pair = [
             _unturn(graph, found.turned) or writer.add("Transpose", [found.turned], "keys", perm=_TURN),
             found.value,
@@ -79,14 +82,17 @@ def join_attention(writer: Writer) -> None:
         "MultiHeadAttention", inputs, "attention", domain=ORT_DOMAIN, num_heads=sizes.heads, scale=found.scale
     )
     if found.instead:
-        # The kernel's rows are NaN where the Softmax is.
+        # The kernel's result is NaN in the rows in which the Softmax is NaN.
         asked = writer.add("IsNaN", [mixed], "asked")
         mixed = writer.add("Where", [asked, found.instead, mixed], "guarded")
     writer.add("Reshape", [mixed, writer.constant("apart", [0, 0, sizes.heads, sizes.value_size], "int64")])
 
 
 def _match_attention(graph: Graph, node: Node) -> _Attention | None:
-    """Returns the attention whose heads a Transpose puts beside each other, if nothing else reads its steps."""
+    """Returns the attention pattern that ends in this Transpose, or None.
+
+    No other node may read its intermediate values.
+    """
     mixed = _only(graph, node.input[0], "MatMul")
     guard = _only(graph, mixed.input[0], "Where") if mixed is not None else None
     if mixed is not None and guard is not None:
@@ -106,7 +112,10 @@ def _match_attention(graph: Graph, node: Node) -> _Attention | None:
 
 
 def _product_of(graph: Graph, scores: str) -> tuple[float, str, str] | None:
-    """Returns scale, query and turned keys where a value is their product: numbers may stand at each of them."""
+    """Returns scale, query and transposed keys if a value is scale * query @ turned, else None.
+
+    The scale may be applied to the product, to the query, to the keys, or split among them.
+    """
     scale, names = factors(graph, scores)
     product = _only(graph, names[0], "MatMul") if len(names) == 1 else None
     if product is None:
@@ -116,12 +125,12 @@ def _product_of(graph: Graph, scores: str) -> tuple[float, str, str] | None:
 
 
 def _read_sizes(graph: Graph, found: _Attention) -> _Sizes | None:
-    """Returns the sizes, if they are those of attention and those that the kernel must be told are known."""
+    """Returns the sizes if the shapes are those of attention and every size that the kernel needs is known."""
     query, turned, value = (_dims(graph, name) for name in (found.query, found.turned, found.value))
     if not len(query) == len(turned) == len(value) == 4:
         return None
     heads, size, value_size = query[1], query[3], value[3]
-    # A product repeats keys of one text for several, the kernel does not.
+    # MatMul broadcasts keys of batch size 1 to all samples; the kernel does not.
     if heads is None or size is None or value_size is None or turned[:3] != (query[0], heads, size):
         return None
     if value[:3] != (query[0], heads, turned[3]):
@@ -130,12 +139,15 @@ def _read_sizes(graph: Graph, found: _Attention) -> _Sizes | None:
 
 
 def _dims(graph: Graph, name: str) -> Shape:
-    """Returns the shape of a value, constant or not; () where its rank is not known."""
+    """Returns the shape of a value, constant or not, or () if its rank is unknown."""
     return graph.value(name).shape or ()
 
 
 def _find_rows(writer: Writer, name: str, perm: tuple[int, ...], part: str) -> str:
-    """Returns the rows [batch, rows, heads * size] that a value was cut from; "" where it was computed in heads."""
+    """Returns the value [batch, rows, heads * size] from which heads were split by Reshape and Transpose.
+
+    Returns "" if the value was computed per head.
+    """
     graph = writer.graph
     turned = made_by(graph, _skip_idle(graph, name), "Transpose")
     if turned is None or turned.entries("perm") != perm:
@@ -145,13 +157,13 @@ def _find_rows(writer: Writer, name: str, perm: tuple[int, ...], part: str) -> s
     shape, rows = _dims(graph, apart), _dims(graph, cut.input[0] if cut is not None else "")
     width = math.prod(size or 0 for size in shape[2:])
     if cut is not None and len(rows) == 3 and (rows[0], rows[2]) == (shape[0], width) and rows[0] is not None:
-        # Of the same batch and width, the rows in between are as many.
+        # Batch and width are equal, so the number of rows in between is equal too.
         return cut.input[0]
     return writer.add("Reshape", [apart, writer.constant(f"{part}_shape", [0, 0, width], "int64")], part)
 
 
 def _find_key_rows(writer: Writer, turned: str) -> str:
-    """Returns the rows that turned keys were cut from, by one Transpose or by two; "" as `_find_rows` does."""
+    """Returns the rows that transposed keys were split from, by one or by two Transposes; "" if there are none."""
     keys = _unturn(writer.graph, turned)
     if keys:
         return _find_rows(writer, keys, _SWAP_HEADS, "key")
@@ -159,13 +171,13 @@ def _find_key_rows(writer: Writer, turned: str) -> str:
 
 
 def _unturn(graph: Graph, turned: str) -> str:
-    """Returns the keys in heads behind a Transpose of their last two axes; "" where there is none."""
+    """Returns the input of a Transpose of the last two axes, the keys per head; "" if there is no such node."""
     node = made_by(graph, _skip_idle(graph, turned), "Transpose")
     return node.input[0] if node is not None and node.entries("perm") == _TURN else ""
 
 
 def _skip_idle(graph: Graph, name: str) -> str:
-    """Returns the value behind Reshapes that leave the shape as it is."""
+    """Returns the value before Reshapes that do not change the shape."""
     node = made_by(graph, name, "Reshape")
     while node is not None and _same_shape(graph, node.input[0], name):
         name = node.input[0]
@@ -179,7 +191,7 @@ def _same_shape(graph: Graph, one: str, other: str) -> bool:
 
 
 def _only(graph: Graph, name: str, op: str) -> Node | None:
-    """Returns the node that makes a value, behind idle Reshapes, if it is this operator and nothing else reads it."""
+    """Returns the node of this operator that makes a value, if nothing else reads it; idle Reshapes are skipped."""
     while name not in graph.outputs and name not in graph.captured and len(graph.consumers.get(name, ())) == 1:
         node = made_by(graph, name, op, "Reshape")
         if node is None or node.op_type == op:
@@ -196,7 +208,7 @@ def _join_heads(writer: Writer, name: str, width: int) -> str:
 
 
 def _mask_dims(graph: Graph, mask: str) -> Shape:
-    """Returns the shape of a mask, with axes of size 1 before those that it has, up to four."""
+    """Returns the shape of a mask, with leading axes of size 1 added up to four axes."""
     dims = _dims(graph, mask)
     return (1,) * (4 - len(dims)) + dims if len(dims) > 1 else dims
 
@@ -208,28 +220,29 @@ def _fits_mask(mask: Shape, sizes: _Sizes) -> bool:
 
 
 def _write_mask(writer: Writer, name: str, sizes: _Sizes) -> str:
-    """Returns a mask as the kernel wants it: four axes, and a row for each query."""
+    """Returns a mask as the kernel needs it: with four axes, and one row for each query."""
     missing, mask = 4 - len(_dims(writer.graph, name)), _mask_dims(writer.graph, name)
     if missing:
         axes = writer.constant("mask_axes", list(range(missing)), "int64")
         name = writer.add("Unsqueeze", [name, axes], "mask_apart")
     if mask[2] == sizes.tokens:
         return name
-    # One row for all queries, as BERT masks its padding.
+    # The mask has one row for all queries, such as BERT's padding mask.
     shape = writer.constant("mask_shape", [1, 1, sizes.tokens, 1], "int64")
     return writer.add("Expand", [name, shape], "mask")
 
 
-# What may lie between the cosine of an angle and the table that is multiplied: types, axes, a factor for all angles.
+# Operators allowed between Cos or Sin and the Mul: casts, changes of axes, and one factor for all angles.
 _TABLE_OPS = ("Cast", "Identity", "Mul", "Reshape", "Unsqueeze")
 
 
 @rewrite("join-rotary", "write the parts of {count} of rotary embeddings as one node")
 def join_rotary(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
-    """Writes each x * cos + rotate_half(x) * sin over heads as RotaryEmbedding of ONNX Runtime, in place.
+    """Fuses each x * cos + rotate_half(x) * sin over heads, in place, into ONNX Runtime's RotaryEmbedding.
 
-    x is [batch, heads, rows, size]; the tables hold a row for each row of x, the same in all texts, and their halves
-    are equal. Returns the names of the sums. The last bits may differ (1e-6 relative).
+    rotate_half(x) is [-x2, x1] for the halves [x1, x2] of the last axis. x is [batch, heads, rows, size]. The tables
+    cos and sin have one row for each row of x, the same for all samples, and their two halves are equal. Returns the
+    names of the Add nodes. The last bits may differ (1e-6 relative).
     """
     tables: dict[str, str] = {}
     ops = {"Add"} if opset >= OPSET_SINCE else set[str]()
@@ -237,7 +250,7 @@ def join_rotary(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
 
 
 class _Rotation(msgspec.Struct, frozen=True, kw_only=True):
-    """What is turned, and the tables [.., rows, size] that it and its turned halves are multiplied by."""
+    """The rotated value x, and the tables [.., rows, size] that x and rotate_half(x) are multiplied by."""
 
     x: str
     cos: str
@@ -252,7 +265,7 @@ def _join_rotary(writer: Writer, tables: dict[str, str]) -> None:
     if not all(_has_equal_halves(graph, name, shape) for name in (found.cos, found.sin)):
         return
     cos, sin = (_write_table(writer, name, shape, tables) for name in (found.cos, found.sin))
-    # A single number is the place of the first row.
+    # Position ids of one element give the position of the first row.
     first = writer.constant("first_row", [0], "int64")
     writer.add("RotaryEmbedding", [found.x, first, cos, sin], domain=ORT_DOMAIN, interleaved=0)
 
@@ -270,7 +283,7 @@ def _match_rotary(graph: Graph, node: Node) -> _Rotation | None:
 
 
 def _find_turned(graph: Graph, name: str) -> str | None:
-    """Returns x where a value is its second half with the other sign, then its first half."""
+    """Returns x if a value is rotate_half(x), which is Concat(-second half, first half), else None."""
     joined = made_by(graph, name, "Concat")
     negated = made_by(graph, joined.input[0], "Neg") if joined is not None and len(joined.input) == 2 else None
     if joined is None or negated is None or joined.integer("axis", 0) not in {-1, 3}:
@@ -282,7 +295,10 @@ def _find_turned(graph: Graph, name: str) -> str | None:
 
 
 def _find_half(graph: Graph, name: str) -> tuple[str, int] | None:
-    """Returns x and 0 or 1 where a value is the first or the second half of x along the last of four axes."""
+    """Returns (x, 0) for the first half of x along the last of its four axes, (x, 1) for the second half.
+
+    Returns None for any other value.
+    """
     node = made_by(graph, name, "Slice", "Split")
     shape = graph.value(node.input[0]).shape if node is not None else None
     if node is None or shape is None or len(shape) != 4 or shape[3] is None or shape[3] % 2:
@@ -298,7 +314,7 @@ def _find_half(graph: Graph, name: str) -> tuple[str, int] | None:
 
 
 def _has_equal_halves(graph: Graph, name: str, shape: tuple[int, ...]) -> bool:
-    """Returns True if a table has a row for each row of x, of x's size, and repeats itself after half of it."""
+    """Returns True if a table has one row of x's size for each row of x, and its second half equals its first."""
     own = graph.value(name).static_shape
     if own is None or len(own) < 2 or own[-2:] != shape[-2:] or any(size != 1 for size in own[:-2]):
         return False
@@ -319,7 +335,7 @@ def _has_equal_halves(graph: Graph, name: str, shape: tuple[int, ...]) -> bool:
 
 
 def _write_table(writer: Writer, name: str, shape: tuple[int, ...], tables: dict[str, str]) -> str:
-    """Returns the first half of a table as [rows, size / 2]; it is written once for all that read it."""
+    """Returns the first half of a table as [rows, size / 2]; all nodes that read the table share the result."""
     if name in tables:
         return tables[name]
     rows, half = shape[2], shape[3] // 2

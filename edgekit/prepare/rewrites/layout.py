@@ -34,7 +34,7 @@ def plain_reshape(writer: Writer) -> None:
         writer.add("Reshape", writer.node.input)
 
 
-# In the largest models so many heads share a key; a Concat of more copies costs more than it saves.
+# The largest models share a key among this many heads; a Concat of more copies costs more than it saves.
 _MOST_COPIES = 16
 
 
@@ -59,10 +59,10 @@ _MOST_AXES = 4
     "give {count} of Expand fewer axes, between Reshapes, which is the same",
 )
 def flatten_expand(writer: Writer) -> None:
-    """Writes an Expand of five axes and more between Reshapes, with neighbouring axes as one.
+    """Rewrites an Expand of five or more axes to Reshape, Expand and Reshape, with neighbouring axes merged.
 
-    Where a Reshape alone reads it, that Reshape and the Unsqueeze before, so that nothing of five axes stays. No number
-    changes.
+    If the only reader is a Reshape, it is replaced too, and so is the Unsqueeze before the Expand, so that no value of
+    five axes remains. Values are copied only.
     """
     graph, node = writer.graph, writer.node
     expand = node if node.op_type == "Expand" else made_by(graph, node.input[0], "Expand")
@@ -113,9 +113,9 @@ _MOST_GATHERED = 4
     "gather 32-bit integers in place of bools, by few axes: {count}, which is the same",
 )
 def plain_gather(writer: Writer) -> None:
-    """Gathers 32-bit integers in place of bools, and by a list of rows where a GatherND has five axes.
+    """Gathers bools as int32, and rewrites indices of five axes or more of a GatherND to rows [N, K].
 
-    No number changes.
+    A Cast restores the bools and a Reshape the shape. Values are copied only.
     """
     graph, node = writer.graph, writer.node
     rows, is_bool = _read_rows(graph, node), writer.dtype == "bool"
@@ -126,7 +126,7 @@ def plain_gather(writer: Writer) -> None:
         value = writer.add("Cast", [value], "numbers", to=onnx.TensorProto.INT32)
     if rows is not None:
         indices = writer.constant("rows", rows, "int64")
-    # The last node has no part to name it: it makes the output.
+    # The last node makes the output, and needs no name of its own.
     value = writer.add(node.op_type, [value, indices], "picked", **node.attributes)
     if rows is not None:
         shape = writer.constant("shape", graph.value(node.output[0]).static_shape, "int64")
@@ -150,10 +150,10 @@ def _read_rows(graph: Graph, node: Node) -> np.ndarray | None:
     since=5,
 )
 def gather_to_reshape(writer: Writer) -> None:
-    """Writes a Gather whose constant indices count through the whole axis as Reshape.
+    """Rewrites a Gather whose constant indices enumerate the whole axis in order to Reshape.
 
     PyTorch's dynamo exporter writes `as_strided` so: a flat tensor of 64, gathered by 0 to 63 in the shape [1,64,1,1].
-    QNN's compiler dies of it (SIGABRT) before a Transpose or a Conv.
+    QNN's compiler crashes on it (SIGABRT) before a Transpose or a Conv.
     """
     found = _read_indices(writer)
     if found is None or 0 in found[0]:
@@ -180,9 +180,9 @@ def _read_indices(writer: Writer) -> tuple[tuple[int, ...], int, np.ndarray, np.
     "count constant indices of {count} of Gather from the start, which is the same",
 )
 def gather_from_start(writer: Writer) -> None:
-    """Writes constant indices of a Gather that count from the end as those that count from the start.
+    """Rewrites negative constant indices of a Gather, which count from the end, to non-negative ones.
 
-    NNAPI's GATHER has no negative ones: its provider takes the node, and the run fails.
+    NNAPI's GATHER has no negative indices: its provider takes the node, and the run fails.
     """
     found, node = _read_indices(writer), writer.node
     if found is not None and (found[2] < 0).any():
@@ -194,7 +194,7 @@ def gather_from_start(writer: Writer) -> None:
     "pad-reflect", {"Pad"}, "write {count} of Pad with mode reflect as slices and Concat, which is the same", since=13
 )
 def pad_reflect(writer: Writer) -> None:
-    """Writes a Pad of mode reflect with constant pads as slices and Concats, an axis after the other.
+    """Rewrites a Pad of mode reflect with constant pads to Slices and Concats, one axis after the other.
 
     Values are copied only, so the result is the same to the bit.
     """
@@ -203,7 +203,7 @@ def pad_reflect(writer: Writer) -> None:
         return
     if pads.size % 2 or (pads < 0).any():
         return
-    # An axis after the other gives the corners, too, as numpy's and ONNX's reflect do.
+    # Padding one axis after the other also gives the corners that numpy's and ONNX's reflect give.
     wanted = [(axis, *pair) for axis, pair in enumerate(pads.reshape(2, -1).T.tolist()) if any(pair)]
     value = node.input[0]
     for axis, before, after in wanted:

@@ -1,4 +1,4 @@
-"""Normalisations written as one node, or as the means, differences and roots that every provider has."""
+"""Layer and RMS normalisation, fused into one node or split into ReduceMean, Sub, Sqrt and Div."""
 
 import numpy as np
 
@@ -7,16 +7,16 @@ from edgekit.graph.match import made_by, mean_of, quotient_of, root_of, square_o
 from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite
 from edgekit.prepare.rewrites.split_attention import input_of, real
 
-# The opsets since which ONNX has RMSNormalization, and since which ReduceMean has its axes as an input.
+# The first opsets with RMSNormalization, and with the axes of ReduceMean as an input.
 _RMS_NORM_SINCE, _AXES_INPUT_SINCE = 23, 18
 
 
 @node_rewrite("join-rms-norm", {"Mul"}, "write the parts of an RMS normalisation as one node, {count}")
 def join_rms_norm(writer: Writer) -> None:
-    """Writes x / sqrt(mean(x * x) + epsilon) * scale over the last axis as one node, where the pattern ends.
+    """Fuses x / sqrt(mean(x * x) + epsilon) * scale over the last axis into one node.
 
-    That is ONNX's RMSNormalization from opset 23 on, and before it ONNX Runtime's SimplifiedLayerNormalization. The
-    last bits may differ (1e-5 relative).
+    The last node of the pattern is replaced: by ONNX's RMSNormalization from opset 23 on, before that by ONNX Runtime's
+    SimplifiedLayerNormalization. The last bits may differ (1e-5 relative).
     """
     graph = writer.graph
     scaled = vector_beside(graph, writer.node)
@@ -32,13 +32,13 @@ def join_rms_norm(writer: Writer) -> None:
 
 
 def _is_centred(graph: Graph, name: str) -> bool:
-    """Returns True for x - mean(x): that is a layer normalisation, taken apart for who has neither."""
+    """Returns True for x - mean(x): then the pattern is a layer normalisation, split for a provider without it."""
     node = made_by(graph, name, "Sub")
     return node is not None and mean_of(graph, node.input[1]) == node.input[0]
 
 
 def _is_float(graph: Graph, name: str) -> bool:
-    # What lies beside a constant of float32 has its type, also where nothing was inferred.
+    # The other operand is a float32 constant, so x has this type even where type inference gave none.
     return name not in graph.constants and graph.value(name).dtype in {None, "float32"}
 
 
@@ -46,7 +46,7 @@ def _is_float(graph: Graph, name: str) -> bool:
     "split-layer-norm", {"LayerNormalization"}, "write {count} of LayerNormalization as means, differences and a root"
 )
 def split_layer_norm(writer: Writer) -> None:
-    """Writes a float LayerNormalization as (x - mean) / sqrt(mean of squares + epsilon) * scale + bias.
+    """Splits a float LayerNormalization into (x - mean) / sqrt(mean((x - mean)^2) + epsilon) * scale + bias.
 
     The formula is that of ONNX. The last bits may differ (1e-5 relative).
     """
@@ -59,9 +59,10 @@ def split_layer_norm(writer: Writer) -> None:
     "write {count} of RMS normalisation as a mean of squares and a root",
 )
 def split_rms_norm(writer: Writer) -> None:
-    """Writes a float RMSNormalization, or ONNX Runtime's older name for it, as x / sqrt(...) * scale.
+    """Splits a float RMSNormalization into x / sqrt(mean(x * x) + epsilon) * scale.
 
-    The formula is that of ONNX. The last bits may differ (1e-5 relative).
+    SimplifiedLayerNormalization, ONNX Runtime's older name of it, is split too. The formula is that of ONNX. The last
+    bits may differ (1e-5 relative).
     """
     _split_norm(writer, centres=False)
 
@@ -100,15 +101,15 @@ _SUM = 3
     floats=True,
 )
 def split_skip_norm(writer: Writer) -> None:
-    """Writes a SkipLayerNormalization or SkipSimplifiedLayerNormalization as Add and the norm.
+    """Rewrites Skip(Simplified)LayerNormalization(x, skip) to (Simplified)LayerNormalization(x + bias + skip).
 
-    The last bits may differ (1e-5 relative).
+    The bias is optional. The last bits may differ (1e-5 relative).
     """
     node = writer.node
     simple = node.op_type == "SkipSimplifiedLayerNormalization"
     if any(node.output[1:_SUM]) or (not simple and writer.opset < _LAYER_NORM_SINCE):
         return
-    # Scale, then the shift that only the full norm has, then a bias of what is added.
+    # The inputs from the third on: scale, then beta, which only the full norm has, then the bias of the sum.
     scale, *rest = node.input[2:]
     shift, bias = ("", *rest, "")[:2] if simple else (*rest, "", "")[:2]
     source = node.input[0]
@@ -116,7 +117,7 @@ def split_skip_norm(writer: Writer) -> None:
         source = writer.add("Add", [source, bias], "biased")
     total = writer.add("Add", [source, node.input[1]], "sum")
     if len(node.output) > _SUM and node.output[_SUM]:
-        # Others read the sum by this name.
+        # Other nodes read the sum under the name of this output.
         writer.nodes[-1].output[0] = total = node.output[_SUM]
     op = "SimplifiedLayerNormalization" if simple else "LayerNormalization"
     writer.add(op, [total, scale, *filter(None, [shift])], axis=-1, epsilon=node.attributes.get("epsilon", 1e-5))
@@ -132,9 +133,10 @@ _IDS, _SEGMENTS, _WORDS, _PLACES, _KINDS, _GAIN, _SHIFT, _MASK, _POSITIONS = ran
     since=_LAYER_NORM_SINCE,
 )
 def split_embed_norm(writer: Writer) -> None:
-    """Writes an EmbedLayerNormalization as Gather, Add and LayerNormalization.
+    """Rewrites EmbedLayerNormalization to LayerNormalization of the sum of Gathers from its embedding tables.
 
-    The last bits may differ (1e-5 relative).
+    The tables are those of words, positions and, if there are segment ids, segments. The last bits may differ (1e-5
+    relative).
     """
     graph, node, add = writer.graph, writer.node, writer.add
     shape, table = graph.value(node.input[_IDS]).static_shape, graph.value(input_of(node, _PLACES))
@@ -158,7 +160,7 @@ def split_embed_norm(writer: Writer) -> None:
 
 
 def _count(writer: Writer, mask: str, output: str, batch: int) -> None:
-    """Adds what says how many rows of each text count: without a mask, as ONNX Runtime has it, none."""
+    """Adds the output that counts the unmasked tokens of each sample; as in ONNX Runtime it is 0 without a mask."""
     if mask:
         axes = writer.constant("axis", [1], "int64")
         writer.add("ReduceSum", [mask, axes], "counted", keepdims=0)

@@ -9,9 +9,9 @@ _PLAIN = {"transA": 0, "transB": 0, "alpha": 1.0, "beta": 1.0}
 
 @node_rewrite("gemm-to-matmul", {"Gemm"}, since=7)
 def gemm_to_matmul(writer: Writer) -> None:
-    """Writes a Gemm between a Reshape from [1, M, K] and a constant [K, N] as MatMul and Add.
+    """Rewrites Reshape([1, M, K] to [M, K]), Gemm with a constant [K, N] to MatMul, Add, Reshape to [M, N].
 
-    Each result is the same sum of products (MatMulAddFusion undone).
+    Each result is the same sum of products. This undoes ONNX Runtime's MatMulAddFusion.
     """
     graph, node = writer.graph, writer.node
     source = graph.producers.get(node.input[0])
@@ -40,9 +40,9 @@ def gemm_to_matmul(writer: Writer) -> None:
     floats=True,
 )
 def plain_gemm(writer: Writer) -> None:
-    """Puts transA, alpha and beta of a Gemm into nodes of their own.
+    """Rewrites Gemm(A, B, C) with alpha, beta or transA to Gemm(alpha * Transpose(A), B, beta * C).
 
-    The factor moves from the sum to A, so the last bits may differ (1e-6 relative).
+    The factor alpha moves from the product to A, so the last bits may differ (1e-6 relative). transB stays.
     """
     node = writer.node
     alpha, beta = (float(node.attributes.get(name, 1.0)) for name in ("alpha", "beta"))
@@ -71,9 +71,9 @@ def _scale(writer: Writer, name: str, beta: float) -> str:
     "matmul-to-2d", {"MatMul"}, "give {count} of MatMul two dimensions, between Reshapes", since=5, floats=True
 )
 def matmul_to_2d(writer: Writer) -> None:
-    """Gives a MatMul of more than two dimensions and a constant matrix two dimensions.
+    """Rewrites [..., M, K] @ constant [K, N] to Reshape to [-1, K], MatMul, and Reshape to [..., M, N].
 
-    Each result is the same sum of products; the order may differ (1e-6 relative).
+    Each result is the same sum of products; the order of summation may differ (1e-6 relative).
     """
     graph, node = writer.graph, writer.node
     data, matrix = (graph.value(name).static_shape for name in node.input)
@@ -88,13 +88,13 @@ def matmul_to_2d(writer: Writer) -> None:
 
 @node_rewrite("neg-to-mul", {"Neg"}, "write {count} of Neg as a product with -1, which is the same", floats=True)
 def neg_to_mul(writer: Writer) -> None:
-    """Writes a Neg of floats as Mul by -1."""
+    """Rewrites Neg(x) of floats to x * -1."""
     writer.add("Mul", [writer.node.input[0], writer.constant("minus_one", -1)])
 
 
 @node_rewrite("sum-to-add", {"Sum"}, "write {count} of Sum as Add, which is the same", since=7)
 def sum_to_add(writer: Writer) -> None:
-    """Writes a Sum of two or more inputs as Adds."""
+    """Rewrites Sum(a, b, c) to Add(Add(a, b), c)."""
     total, *rest = writer.node.input
     for index, name in enumerate(rest, start=1):
         total = writer.add("Add", [total, name], f"add_{index}" if index < len(rest) else "")

@@ -1,4 +1,4 @@
-"""Fused attention of ONNX Runtime as products and a Softmax: its optimizers fuse what only its own providers take."""
+"""Splits ONNX Runtime's fused attention into MatMul, Softmax and Add, for providers that lack the fused operators."""
 
 from collections.abc import Sequence
 
@@ -10,16 +10,19 @@ from edgekit.graph.graph import Graph, Node
 from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite
 
 OPSET_SINCE = 13
-"""The opset from which on the sizes of Split and the axes of Unsqueeze are inputs."""
+"""The first opset in which the sizes of Split and the axes of Unsqueeze are inputs."""
 MASKED = -1e4
-"""What is added to scores that do not count: a Softmax makes 0 of it, and float16 holds it."""
+"""Added to masked scores: Softmax makes 0 of it, and float16 can hold it."""
 
 
 _MOST_ROWS = 1 << 20
 
 
 class Heads(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes of attention: `tokens` ask and `rows` are asked, each key head serves `heads` / `keys` queries."""
+    """The sizes of attention: number of queries (`tokens`), of key rows (`rows`), and of heads.
+
+    `heads` counts the query heads and `keys` the key heads; `heads` / `keys` query heads share each key head.
+    """
 
     batch: int
     tokens: int
@@ -32,13 +35,13 @@ class Heads(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_sound(self) -> bool:
-        """True if these are sizes: a file may say anything."""
+        """True if the sizes are positive, consistent and not absurdly large: a model file may contain any number."""
         sizes = (self.batch, self.tokens, self.rows, self.heads, self.keys, self.size, self.value_size)
         return min(sizes) > 0 and self.heads % self.keys == 0 and max(self.rows, self.tokens) <= _MOST_ROWS
 
 
 class Parts(msgspec.Struct, kw_only=True):
-    """Writes what stands for one node of attention; a constant that several parts read is written once."""
+    """Builds the nodes that replace one attention node; a constant that several of them read is written once."""
 
     writer: Writer
     heads: Heads
@@ -46,7 +49,7 @@ class Parts(msgspec.Struct, kw_only=True):
 
     @property
     def node(self) -> Node:
-        """The node that is written."""
+        """The node that is replaced."""
         return self.writer.node
 
     def rows(self, count: int, shape: Sequence[int]) -> str:
@@ -71,13 +74,13 @@ class Parts(msgspec.Struct, kw_only=True):
         return tuple(names)
 
     def to_heads(self, x: str, part: str, sizes: Sequence[int]) -> str:
-        """Adds what makes [heads, rows, size] of [rows, heads * size] in each text; `sizes` are those three."""
+        """Adds nodes from [batch, rows, heads * size] to [batch, heads, rows, size]; `sizes` is (heads, rows, size)."""
         heads, rows, size = sizes
         apart = self.reshape(x, f"{part}_apart", [self.heads.batch, rows, heads, size])
         return self.writer.add("Transpose", [apart], f"{part}_heads", perm=[0, 2, 1, 3])
 
     def hide(self, part: str, counts: str, value: float = MASKED) -> str:
-        """Adds what makes a bias of a value that is True where a row counts."""
+        """Adds a Where from a bool mask to an additive bias: 0 where it is True, else `value`, but at least `MASKED`."""
         numbers = [
             self.writer.constant(f"{part}_{name}", number, self.heads.dtype)
             for name, number in (("kept", 0), ("away", max(value, MASKED)))
@@ -85,7 +88,7 @@ class Parts(msgspec.Struct, kw_only=True):
         return self.writer.add("Where", [counts, *numbers], part)
 
     def publish(self, name: str, position: int) -> str:
-        """Gives a value the name of an output of the node, where it has that, and returns its name."""
+        """Renames a value to the node's output at this position, if the node has it; returns the value's final name."""
         output = self.node.output[position] if position < len(self.node.output) else ""
         if not output:
             return name
@@ -94,13 +97,13 @@ class Parts(msgspec.Struct, kw_only=True):
         return output
 
     def attend(self, parts: tuple[str, str, str], scale: float, biases: Sequence[str]) -> None:
-        """Adds Softmax(scale * query * key + biases) * value, and what joins the heads as the last node.
+        """Adds Softmax(scale * query @ key^T + biases) @ value, and as the last node the one that joins the heads.
 
         `parts` are query [batch, heads, tokens, size], key [batch, keys, rows, size] and value; each of `biases` is
         broadcast to [batch, heads, tokens, rows].
         """
         (query, key, value), of, add = parts, self.heads, self.writer.add
-        # Where heads share keys their queries are rows of one product, so that no key is repeated.
+        # Where query heads share a key head, their queries become rows of one MatMul, so that no key is repeated.
         together = (of.batch, of.keys, of.heads // of.keys * of.tokens)
         asked = add("Mul", [query, self.writer.constant("scale", scale or of.size**-0.5, of.dtype)], "scaled")
         asked = self._regroup(asked, "query", (*together, of.size))
@@ -120,19 +123,19 @@ class Parts(msgspec.Struct, kw_only=True):
 
 
 def static_float(graph: Graph, name: str, rank: int) -> tuple[int, ...] | None:
-    """Returns the shape of a float value of so many axes, None where it is something else or not known."""
+    """Returns the shape of a float value of rank `rank`, or None if the value is another or its shape is unknown."""
     value = graph.value(name)
     shape = value.static_shape
     return shape if shape is not None and len(shape) == rank and value.dtype in FLOATS else None
 
 
 def input_of(node: Node, position: int) -> str:
-    """Returns the name of an input, "" where there is none."""
+    """Returns the name of an input, or "" if it is absent."""
     return node.input[position] if node.has_input(position) else ""
 
 
 def real(node: Node, name: str, default: float = 0.0) -> float:
-    """Returns an attribute that is a number; the default if it is absent or something else."""
+    """Returns a numeric attribute, or the default if it is absent or no number."""
     value = node.attributes.get(name)
     return float(value) if isinstance(value, int | float) else default
 
@@ -149,25 +152,25 @@ _MULTI_BIAS, _MULTI_MASK, _MULTI_SCORES, _MULTI_PAST = 3, 4, 5, 6
     since=OPSET_SINCE,
 )
 def split_attention(writer: Writer) -> None:
-    """Writes an Attention or MultiHeadAttention of ONNX Runtime in operators of ONNX.
+    """Rewrites ONNX Runtime's Attention or MultiHeadAttention to Softmax(scale * query @ key^T + bias) @ value.
 
-    Masks may be of each row, or say how many rows count; a cache grows at its end. The last bits may differ (1e-5
-    relative).
+    A mask may have an entry for each key row, or give the number of valid rows. New keys and values are appended to the
+    end of a cache. The last bits may differ (1e-5 relative).
     """
-    # ONNX has an Attention too, since opset 23.
+    # The Attention of the ONNX domain, since opset 23, is another operator.
     if writer.node.domain:
         (_expand_packed if writer.node.op_type == "Attention" else _expand_multi)(writer)
 
 
 def _expand_packed(writer: Writer) -> None:
-    """Writes the form whose weights make queries, keys and values of one input."""
+    """Splits Attention, which multiplies one input by packed weights to make query, key and value."""
     graph, node = writer.graph, writer.node
     shape, weight = static_float(graph, node.input[0], 3), static_float(graph, input_of(node, 1), 2)
     count, is_open = node.integer("num_heads", 0), any(node.has_input(at) for at in (_PACKED_PAST, 6))
     if shape is None or weight is None or count < 1 or is_open or node.integer("do_rotary", 0) or any(node.output[1:]):
         return
     widths = node.entries(_WIDTHS) or (weight[1] // 3,) * 3
-    # Words where numbers belong are no list, and no default either.
+    # A list of strings is malformed and must not be taken for an absent attribute.
     if len(widths) != 3 or (_WIDTHS in node.attributes and node.entries(_WIDTHS) is None):
         return
     heads = Heads(
@@ -190,14 +193,14 @@ def _expand_packed(writer: Writer) -> None:
 
 
 def _expand_multi(writer: Writer) -> None:
-    """Writes the form that is given queries, keys and values, and a cache of these or none."""
+    """Splits MultiHeadAttention, whose inputs are query, key and value, with or without a cache."""
     graph, node = writer.graph, writer.node
     shapes = [graph.value(input_of(node, at)).static_shape for at in range(3)]
     past = [graph.value(input_of(node, at)).static_shape for at in (_MULTI_PAST, _MULTI_PAST + 1)]
     heads = _read_heads(node, shapes, past, writer.dtype)
     is_open = any(node.has_input(at) for at in (8, 9)) or any(node.output[3:])
     mask = None if heads is None else _find_form(graph, input_of(node, _MULTI_MASK), heads)
-    # A key that comes in as heads, and goes out as it is, has no maker that could bear the name.
+    # If such a key passes through unchanged, no new node makes it, and so none can be renamed to the output.
     is_open |= any(len(shapes[at] or ()) == 4 and not past[0] and any(node.output[at : at + 1]) for at in (1, 2))
     if heads is None or not heads.is_sound or heads.dtype not in FLOATS or is_open or mask is None:
         return
@@ -223,7 +226,7 @@ def _expand_multi(writer: Writer) -> None:
 def _read_heads(
     node: Node, shapes: Sequence[tuple[int, ...] | None], past: Sequence[tuple[int, ...] | None], dtype: str
 ) -> Heads | None:
-    """Returns the sizes of what is given queries, keys and values; keys may be in heads already."""
+    """Returns the sizes of a MultiHeadAttention, or None; key and value may be split into heads already."""
     count, (query, key, value) = node.integer("num_heads", 0), shapes
     caches = [shape for shape in past if shape is not None]
     if (
@@ -258,7 +261,7 @@ def _read_heads(
 
 
 def _find_form(graph: Graph, mask: str, heads: Heads) -> str | None:
-    """Returns which form a mask has: "" for none, "rows" or "lengths"; None for one that is not written here."""
+    """Returns the form of a mask: "" for none, "rows" or "lengths"; None for a form that is not supported here."""
     if not mask:
         return ""
     value = graph.value(mask)
@@ -267,7 +270,7 @@ def _find_form(graph: Graph, mask: str, heads: Heads) -> str | None:
 
 
 def _list_biases(parts: Parts, form: str, scores_at: int, before: int) -> list[str]:
-    """Returns what is added to the scores: for rows that do not count, for later ones, and what the node is given."""
+    """Returns the biases of the scores: for masked rows, for later rows (causal mask), and the node's own bias."""
     writer, heads, node = parts.writer, parts.heads, parts.node
     biases: list[str] = []
     if form:
@@ -285,7 +288,7 @@ def _list_biases(parts: Parts, form: str, scores_at: int, before: int) -> list[s
     return biases + [name for name in (input_of(node, scores_at),) if name]
 
 
-# Inputs of the operator; behind the bias are sinks, quantized caches and norms of queries and keys.
+# The inputs of GroupQueryAttention. Those after the bias are sinks, quantized caches, and norms of query and key.
 _PAST, _LENGTHS, _TOTAL, _COS, _SIN, _POSITIONS, _BIAS = 3, 5, 6, 7, 8, 9, 10
 _OTHERS = range(11, 16)
 _KEPT_WHOLE = (
@@ -294,7 +297,10 @@ _KEPT_WHOLE = (
 
 
 class _Case(Parts, kw_only=True):
-    """A node that can be written: how many rows of a cache come in, and how many numbers of each head are rotated."""
+    """A GroupQueryAttention that can be split.
+
+    `past` is the number of rows in the cache input, `turned` how many elements of each head are rotated.
+    """
 
     past: int
     turned: int
@@ -308,10 +314,10 @@ class _Case(Parts, kw_only=True):
     since=OPSET_SINCE,
 )
 def split_grouped_attention(writer: Writer) -> None:
-    """Writes a GroupQueryAttention with its rotation, cache and mask in operators of ONNX.
+    """Splits GroupQueryAttention into its rotary embedding, cache update, mask, MatMuls and Softmax.
 
-    New rows come into the cache at the place that `seqlens_k` says; behind them it keeps what it had, on which no
-    result depends. The last bits may differ (1e-5 relative).
+    New rows are written into the cache at the position that `seqlens_k` gives. The rows after them keep their old
+    values, which do not affect any result. The last bits may differ (1e-5 relative).
     """
     graph, node = writer.graph, writer.node
     heads = None if _is_kept(node) else _read_grouped_heads(graph, node)
@@ -332,7 +338,7 @@ def split_grouped_attention(writer: Writer) -> None:
     last = case.reshape(node.input[_LENGTHS], "last", [heads.batch, 1, 1, 1])
     column, row = _find_places(case, last)
     if case.turned:
-        # Cosines and sines of each token as [batch, 1, tokens, half of what is turned].
+        # Cosines and sines of each token: [batch, 1, tokens, half of the rotated size].
         rows = case.reshape(input_of(case.node, _POSITIONS) or row, "turns", [-1, 1, case.heads.tokens])
         cos, sin = (
             case.writer.add("Gather", [case.node.input[at], rows], part, axis=0)
@@ -346,7 +352,7 @@ def split_grouped_attention(writer: Writer) -> None:
 
 
 def _is_kept(node: Node) -> bool:
-    """Returns True if a node does what is not written here."""
+    """Returns True if a node uses a feature that is not supported here, so that it must stay."""
     quantized = any(node.attributes.get(f"{part}_quant_type", "NONE") != "NONE" for part in "kv")
     options = any(real(node, name) > 0 for name in _KEPT_WHOLE) or not node.integer("causal", 1)
     inputs = any(node.has_input(position) for position in _OTHERS) or not node.has_input(_LENGTHS)
@@ -355,7 +361,7 @@ def _is_kept(node: Node) -> bool:
 
 
 def _read_grouped_heads(graph: Graph, node: Node) -> Heads | None:
-    """Returns the sizes of a node, None where they are not known."""
+    """Returns the sizes of a GroupQueryAttention, or None if they are unknown."""
     shape, total = static_float(graph, node.input[0], 3), graph.number(input_of(node, _TOTAL))
     heads, keys = node.integer("num_heads", 0), node.integer("kv_num_heads", 0)
     if shape is None or total is None or not total.is_integer() or heads < 1 or keys < 1:
@@ -369,12 +375,12 @@ def _read_grouped_heads(graph: Graph, node: Node) -> Heads | None:
 
 
 def _fits(graph: Graph, node: Node, heads: Heads) -> bool:
-    """Returns True if the other inputs have the shapes that the sizes ask for."""
+    """Returns True if the shapes of the other inputs agree with these sizes."""
     past, total = input_of(node, _PAST), graph.number(node.input[_TOTAL])
     shape = static_float(graph, past, 4) if past else (heads.batch, heads.keys, 0, heads.size)
     if shape is None or (shape[0], shape[1], shape[3]) != (heads.batch, heads.keys, heads.size):
         return False
-    # Without a cache all tokens are new; with one there is room for them.
+    # Without a cache all tokens are new; with a cache there must be room for them.
     is_known = total == heads.tokens or (shape[2] > 0 and heads.tokens < (total or 0) <= shape[2] + heads.tokens)
     tables = [static_float(graph, input_of(node, at), 2) for at in (_COS, _SIN)]
     turns = not node.integer("do_rotary", 0) or (
@@ -389,7 +395,7 @@ def _fits(graph: Graph, node: Node, heads: Heads) -> bool:
 
 
 def _split(case: _Case) -> tuple[str, ...]:
-    """Returns queries, keys and values, which may lie side by side in one input."""
+    """Returns query, key and value, which may be packed in one input."""
     if case.node.has_input(1):
         return case.node.input[:3]
     return case.cut(
@@ -398,7 +404,7 @@ def _split(case: _Case) -> tuple[str, ...]:
 
 
 def _find_places(case: _Case, last: str) -> tuple[str, str]:
-    """Returns the row of each new token as [.., tokens, 1], and as [.., 1, tokens]."""
+    """Returns the cache position of each new token, twice: as [.., tokens, 1] and as [.., 1, tokens]."""
     tokens = case.heads.tokens
     if tokens == 1 and not case.is_first:
         return last, last
@@ -410,7 +416,7 @@ def _find_places(case: _Case, last: str) -> tuple[str, str]:
 
 
 def _rotate(case: _Case, x: str, part: str, turns: tuple[str, str]) -> str:
-    """Adds a rotary embedding: two halves of each head are turned as pairs, and what is left stays."""
+    """Adds a rotary embedding: the first `turned` elements of each head are rotated, the others are copied."""
     add, (cos, sin) = case.writer.add, turns
     rest = case.heads.size - case.turned
     low, high, *others = case.cut(x, f"{part}_halves", [*[case.turned // 2] * 2, *([rest] if rest else [])], 3)
@@ -423,7 +429,7 @@ def _rotate(case: _Case, x: str, part: str, turns: tuple[str, str]) -> str:
 
 
 def _remember(case: _Case, new: str, position: int, last: str, places: str) -> str:
-    """Returns the cache with new rows in it."""
+    """Returns the cache with the new rows written into it."""
     add, heads, part = case.writer.add, case.heads, ("", "key", "value")[position]
     if case.is_first:
         return new if heads.rows == heads.tokens else _put_first(case, new, position)
@@ -437,7 +443,7 @@ def _remember(case: _Case, new: str, position: int, last: str, places: str) -> s
     else:
         start = add("Sub", [last, case.writer.constant(f"{part}_before", heads.tokens - 1, "int32")], f"{part}_start")
         is_new = add("GreaterOrEqual", [column, start], f"{part}_new")
-        # Each row of the cache asks for the token that belongs there: a product with ones and zeros moves them.
+        # A MatMul with a 0/1 matrix moves each new token to its row of the cache.
         chosen = add("Equal", [column, places], f"{part}_chosen")
         kind = helper.np_dtype_to_tensor_dtype(np.dtype(heads.dtype))
         new = add("MatMul", [add("Cast", [chosen], f"{part}_choice", to=kind), new], f"{part}_moved")
@@ -445,7 +451,7 @@ def _remember(case: _Case, new: str, position: int, last: str, places: str) -> s
 
 
 def _put_first(case: _Case, new: str, position: int) -> str:
-    """Adds what puts the first rows before what the cache had behind them."""
+    """Adds a Concat of the new rows and the rows that follow them in the cache."""
     part = ("", "key", "value")[position]
     ends = (("from", case.heads.tokens), ("to", case.heads.rows), ("axis", 2))
     bounds = [case.writer.constant(f"{part}_{name}", [value], "int64") for name, value in ends]
@@ -454,7 +460,7 @@ def _put_first(case: _Case, new: str, position: int) -> str:
 
 
 def _mask(case: _Case, last: str, places: str) -> str:
-    """Returns the bias that hides what comes later, what is no text, and what lies before the window."""
+    """Returns the bias that masks later tokens, padding, and tokens before the local window."""
     add, rows = case.writer.add, case.rows(case.heads.rows, (1, 1, 1, case.heads.rows))
     counts = add("LessOrEqual", [rows, places], "earlier")
     if case.is_first:

@@ -1,4 +1,4 @@
-"""int8 weights stored as uint8, for kernels that compute signed ones wrongly or not at all; real values stay."""
+"""int8 weights stored as uint8, for kernels that compute int8 ones wrongly or not at all; real values do not change."""
 
 import math
 from collections.abc import Collection
@@ -12,7 +12,7 @@ from edgekit.graph.rewrite import rewrite
 from edgekit.model.tensors import Array
 
 FIX_ID = "unsigned-weights"
-# NNAPI's model builder registers the weight of a Gemm as it is, and knows no signed one (targets/nnapi/NOTES.md).
+# NNAPI's model builder registers the weight of a Gemm as it is, and has no int8 type (targets/nnapi/NOTES.md).
 _OPS = frozenset({"Gemm", "MatMul"})
 _DATA = ("raw_data", "int32_data")
 
@@ -26,9 +26,9 @@ def write_unsigned_weights(graph: onnx.GraphProto, _opset: int) -> tuple[str, ..
 def store_unsigned(graph: onnx.GraphProto, ops: Collection[str] | None = None) -> tuple[str, ...]:
     """Turns constant int8 inputs of DequantizeLinear into uint8 with zero points 128 higher, in place.
 
-    Only those that nodes of the operators `ops` read beside unsigned or float inputs, if given. What something else
-    reads too is left alone, and so are weights in another file. Returns the names of the nodes that read what was
-    changed.
+    With `ops`, only constants that nodes of these operators read beside unsigned or float inputs are changed. Constants
+    that other nodes read too, and weights in an external file, are left alone. Returns the names of the nodes that read
+    what was changed.
     """
     if not any(tensor.data_type == onnx.TensorProto.INT8 for tensor in graph.initializer):
         return ()
@@ -44,7 +44,7 @@ def store_unsigned(graph: onnx.GraphProto, ops: Collection[str] | None = None) -
             continue
         shape, numbers = list(tensor.dims), _read(tensor)
         if numbers is None:
-            # The model was read without its weights: rules look at the type alone.
+            # The model was loaded without its weights: rules look at the type only.
             tensor.CopyFrom(onnx.TensorProto(name=tensor.name, dims=shape, data_type=onnx.TensorProto.UINT8))
         else:
             tensor.CopyFrom(numpy_helper.from_array(_add_128(numbers), tensor.name))
@@ -82,7 +82,7 @@ def _reads_signed(view: Graph, node: Node, stored: dict[str, onnx.TensorProto]) 
 
 def _move_zero_point(graph: onnx.GraphProto, node: onnx.NodeProto, stored: dict[str, onnx.TensorProto]) -> None:
     given = stored[node.input[2]] if len(node.input) > 2 and node.input[2] else None
-    # Activations may share the zero point, so it is never changed itself. Absent ones are 0 (ONNX's DequantizeLinear).
+    # Activations may share the zero point, so a new one is made. An absent zero point is 0 (ONNX's DequantizeLinear).
     name = f"{given.name if given is not None else node.input[1]}.edgekit.unsigned"
     if name not in stored:
         zero = np.zeros(tuple(stored[node.input[1]].dims), np.int8) if given is None else numpy_helper.to_array(given)
