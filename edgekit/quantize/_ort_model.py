@@ -1,8 +1,9 @@
-"""ONNX Runtime's quantizer and its graph, with an index where the original searches and arrays where it loops.
+"""ONNX Runtime's quantizer and its model class, made faster by an index of tensors and by numpy arrays.
 
-`onnxruntime.quantization` 1.31 looks through all nodes or all initializers for each tensor that it quantizes
-(`ONNXModel.replace_input_of_all_nodes`, `find_by_name`, `initializer_extend`), so that its time grows with the square
-of the nodes, and through the channels of each weight in Python. What comes out is the same to the byte.
+For each tensor that it quantizes, `onnxruntime.quantization` 1.31 searches all nodes or all initializers
+(`ONNXModel.replace_input_of_all_nodes`, `find_by_name`, `initializer_extend`), so its time grows with the square of the
+number of nodes; and it loops over the channels of each weight in Python. The classes here return the same bytes in less
+time.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ _folder: ContextVar[Path] = ContextVar("folder")
 
 
 class _Initializers:
-    """The initializers of a graph in their order, found by name at once."""
+    """The initializers of a graph, in their order, with an index by name."""
 
     def __init__(self, stored: Any) -> None:
         self._stored = stored
@@ -55,12 +56,15 @@ class _Initializers:
 
 
 class IndexedModel(ONNXModel):  # type: ignore[misc] # onnxruntime has no types
-    """A model that knows who reads and who makes each tensor, for as long as it is changed by its own methods."""
+    """An ONNXModel with an index of the producers and readers of each tensor.
+
+    The index is right as long as only the methods of this class change the model.
+    """
 
     def __init__(self, model: onnx.ModelProto) -> None:
         super().__init__(model)
         self._initializers = _Initializers(model.graph.initializer)
-        # A node stands under a name once for each input that has it: the quantizer counts readers so.
+        # A node is listed once for each of its inputs with that name, because the quantizer counts readers so.
         self._readers: dict[str, list[onnx.NodeProto]] = {}
         self._makers: dict[str, list[onnx.NodeProto]] = {}
         for node in model.graph.node:
@@ -97,7 +101,7 @@ class IndexedModel(ONNXModel):  # type: ignore[misc] # onnxruntime has no types
 
     def add_node(self, node: onnx.NodeProto) -> None:
         super().add_node(node)
-        # What was added is a copy.
+        # `super().add_node` appends a copy, and the index needs that copy.
         self._enter(self.model.graph.node[-1])
 
     def input_name_to_nodes(self) -> dict[str, list[onnx.NodeProto]]:
@@ -117,10 +121,10 @@ class IndexedModel(ONNXModel):  # type: ignore[misc] # onnxruntime has no types
         self._move(readers, old_input_name, new_input_name)
 
     def _move(self, readers: Sequence[onnx.NodeProto], old: str, new: str) -> None:
-        """Lets some of a tensor's readers read another one."""
+        """Makes some readers of the tensor `old` read the tensor `new`."""
         for node in readers:
             ONNXModel.replace_node_input(node, old, new)
-        # Messages have no hash; all of these live as long as this list.
+        # Protobuf messages are not hashable; their ids are unique while this list keeps them alive.
         moved = {id(node) for node in readers}
         kept = [node for node in self._readers.pop(old, ()) if id(node) not in moved]
         self._readers.setdefault(new, []).extend(readers)
@@ -135,7 +139,7 @@ class IndexedModel(ONNXModel):  # type: ignore[misc] # onnxruntime has no types
 
 
 class ChannelQuantizer(QDQQuantizer):  # type: ignore[misc] # onnxruntime has no types
-    """The quantizer with the channels of a weight in one array: `channel_overrides` gives their scales so."""
+    """ORT's quantizer with the scales of all channels of a weight in one array, as `channel_overrides` returns them."""
 
     def _calc_initializer_quant_params(self) -> dict[str, Any]:
         found: dict[str, Any] = super()._calc_initializer_quant_params()
@@ -151,7 +155,7 @@ class ChannelQuantizer(QDQQuantizer):  # type: ignore[misc] # onnxruntime has no
         weight_scale: Array,
         weight_name: str,
         bias_tp: Any,
-        is_per_channel: bool,  # noqa: FBT001 - as the original has it
+        is_per_channel: bool,  # noqa: FBT001 - the signature of the overridden method
     ) -> tuple[bool, Any]:
         bias: Array = np.abs(_read(bias_tp))
         if not is_per_channel or weight_scale.ndim != 1 or bias.shape != weight_scale.shape:
@@ -178,7 +182,7 @@ def _find(name: str, items: Any) -> Any:
 
 @contextlib.contextmanager
 def reading_from(folder: Path) -> Generator[None]:
-    """Lets the quantizer read external weights in a folder, which it has no argument for."""
+    """Lets the quantizer read external weights from a folder, for which it has no argument."""
     token = _folder.set(folder)
     try:
         yield
@@ -187,7 +191,7 @@ def reading_from(folder: Path) -> Generator[None]:
 
 
 def _read(tensor: onnx.TensorProto) -> Any:
-    """Returns what an initializer holds; of one without values, whose scales are given, only the shape counts."""
+    """Returns the values of an initializer; one without values has given scales, so only its shape matters."""
     if tensor.data_location == onnx.TensorProto.EXTERNAL:
         return read_array(tensor, _folder.get())
     if tensor.data_type == onnx.TensorProto.FLOAT and tensor.dims and not (tensor.raw_data or tensor.float_data):
@@ -195,7 +199,8 @@ def _read(tensor: onnx.TensorProto) -> Any:
     return tensor_proto_to_array(tensor)
 
 
-# The quantizer calls functions, not methods: for lists the first stays what it is.
+# The quantizer calls these as module functions, which a subclass cannot override; with other arguments they do what the
+# originals do.
 base_quantizer.find_by_name = _find
 qdq_quantizer.find_by_name = _find
 qdq_quantizer.tensor_proto_to_array = _read

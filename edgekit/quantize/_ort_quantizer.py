@@ -1,4 +1,4 @@
-"""The only door to `onnxruntime.quantization`: it places Q and DQ nodes with ranges and settings given to it."""
+"""The only module that calls ORT's quantizer: Q and DQ nodes are placed with given ranges and settings."""
 
 import contextlib
 import logging
@@ -30,7 +30,7 @@ QNN_EXCLUDED_OPS = frozenset({"Cast"})
 """The operators that ORT's QNN rules leave alone (execution_providers/qnn/quant_config.py, OP_TYPES_TO_EXCLUDE)."""
 
 DYNAMIC_OPS = ("Attention", "EmbedLayerNormalization", "Gather", "LSTM", "MatMul")
-"""What has a kernel for int8 weights and activations quantized at each run; ConvInteger has none for int8 weights."""
+"""Operators with kernels for int8 weights and dynamically quantized activations; ConvInteger has none for them."""
 
 _TYPES: dict[str, Any] = {
     "uint8": QuantType.QUInt8,
@@ -39,7 +39,8 @@ _TYPES: dict[str, Any] = {
     "int16": QuantType.QInt16,
 }
 _FULL = 127
-# Initializers of so many values are weights, of which ORT's quantizer reads no values to find scales of activations.
+# Initializers with at least this many values are weights: ORT's quantizer does not need their values for the scales of
+# activations.
 _LARGE = 1024
 _ROUNDED_AT_ONCE = 1 << 20
 _FAILURES = (ValueError, TypeError, AssertionError, KeyError, IndexError, AttributeError, RuntimeError)
@@ -53,13 +54,13 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class QdqRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything ORT's quantizer is told.
+    """All settings of ORT's quantizer.
 
-    `ranges` holds low and high of every float activation. `axes` holds the channel axis of weights that get a scale
-    per channel. `wide` holds low and high of activations that get 16 bits where the others get 8; where a reader takes
-    8 bits of them nevertheless, their entry in `ranges` counts. `weight_limit` is the largest magnitude of a weight.
-    With `float_bias` biases get no Q and DQ. Weights that are `unsigned` have a zero point of their own.
-    With `contrib` ONNX Runtime's own Q and DQ nodes are placed where the opset's do not know all types that come.
+    `ranges` holds low and high of every float activation. `axes` holds the channel axis of weights that get a scale per
+    channel. `wide` holds low and high of activations that get 16 bits where the others get 8; a reader that takes only
+    8 bits of such an activation gets the range in `ranges`. `weight_limit` is the largest magnitude of a weight. With
+    `float_bias` biases get no Q and DQ. `unsigned` weights are asymmetric: they have a zero point. With `contrib`, ONNX
+    Runtime's own Q and DQ nodes are placed, for types that those of the model's opset do not support.
     """
 
     scheme: Literal["qnn", "ort"]
@@ -82,12 +83,12 @@ class QdqRequest(msgspec.Struct, frozen=True, kw_only=True):
 def place_qdq(proto: onnx.ModelProto, request: QdqRequest, subject: str, folder: Path = Path()) -> onnx.ModelProto:
     """Returns the QDQ form of a float model; `proto` needs inferred types in value_info.
 
-    External weights lie in `folder`; those that stay float stay there.
+    External weights are read from `folder`; those that stay float are not moved.
 
     Raises:
         ModelError: ORT's quantizer refuses the model.
     """
-    # Scales of these weights are given, so that nothing asks for their values before they are rounded.
+    # The scales of these weights are given, so the quantizer does not read their values before they are rounded.
     weights = {tensor.name: tensor for tensor in proto.graph.initializer if tensor.name in request.axes}
     quantizer = _open_quantizer(proto, request, subject, left_out=weights.keys(), folder=folder)
     quantizer.model = IndexedModel(quantizer.model.model)
@@ -100,10 +101,10 @@ def place_qdq(proto: onnx.ModelProto, request: QdqRequest, subject: str, folder:
 
 
 def find_grids(proto: onnx.ModelProto, request: QdqRequest, subject: str, folder: Path = Path()) -> dict[str, Array]:
-    """Returns the scales and zero points of activations, by the names that they have in what `place_qdq` returns.
+    """Returns the scales and zero points of activations, by their names in the graph that `place_qdq` returns.
 
-    Where nodes are placed does not depend on ranges: with these another placement needs no second one. External weights
-    lie in `folder`.
+    The placement of Q and DQ does not depend on the ranges: to try other ranges, these scales replace those of a placed
+    graph, without a second placement. External weights are read from `folder`.
 
     Raises:
         ModelError: ORT's quantizer refuses the model.
@@ -124,9 +125,9 @@ def find_grids(proto: onnx.ModelProto, request: QdqRequest, subject: str, folder
 def _open_quantizer(
     proto: onnx.ModelProto, request: QdqRequest, subject: str, *, left_out: Collection[str], folder: Path
 ) -> Any:
-    """Returns ORT's quantizer of a copy of a model without the values of some initializers."""
+    """Returns ORT's quantizer for a copy of a model in which some initializers have no values."""
     options, op_types = _options(proto, request, subject, folder)
-    options["AddQDQPairToWeight"] = True  # what that leaves as floats is rounded below, at once
+    options["AddQDQPairToWeight"] = True  # `_quantize_weights` rounds the float weights that this leaves
     ranges = TensorsData(
         CalibrationMethod.MinMax,
         {
@@ -152,7 +153,7 @@ def _open_quantizer(
 
 
 def _leave_weights_out(proto: onnx.ModelProto, left_out: Collection[str]) -> onnx.ModelProto:
-    """Returns a copy, without metadata, where some initializers have type and shape but no values."""
+    """Returns a copy without metadata, in which some initializers have a type and a shape but no values."""
     copy = onnx.ModelProto()
     copy_fields(proto, copy, {"graph", "metadata_props"})
     copy_fields(proto.graph, copy.graph, {"initializer"})
@@ -165,9 +166,9 @@ def _leave_weights_out(proto: onnx.ModelProto, left_out: Collection[str]) -> onn
 
 
 def _quantize_weights(graph: onnx.GraphProto, weights: Mapping[str, onnx.TensorProto], folder: Path) -> None:
-    """Rounds the float weights that Q nodes read and takes these out: ORT itself would loop over channels in Python.
+    """Rounds the float weights that Q nodes read, and removes these Q nodes: ORT would loop over channels in Python.
 
-    `weights` are those that have no values in the graph.
+    `weights` are the initializers whose values were left out of the graph.
     """
     stored = {tensor.name: weights.get(tensor.name, tensor) for tensor in graph.initializer}
     rounding = {
@@ -182,7 +183,7 @@ def _quantize_weights(graph: onnx.GraphProto, weights: Mapping[str, onnx.TensorP
         if quantized not in stored and quantized not in rounded:
             axis = next((item.i for item in made.attribute if item.name == "axis"), 1)
             weight, scale, zero = (read_array(stored[each], folder) for each in made.input)
-            # In its place from the start: a list that is written anew would hold each twice.
+            # Each is written in place: building a new list would keep every weight in memory twice.
             rounded[quantized] = graph.initializer.add()
             _fill(rounded[quantized], quantized, _round_weight(weight, scale, zero, axis))
         node.input[0] = quantized
@@ -210,7 +211,7 @@ def _round_weight(weight: Array, scale: Array, zero: Array, axis: int) -> Array:
     limits, rounded = np.iinfo(zero.dtype), np.empty(weight.shape, zero.dtype)
     shape = [-1 if index == axis else 1 for index in range(weight.ndim)] if scale.ndim else ()
     scales, zeros = scale.reshape(shape), zero.reshape(shape).astype(np.float32)
-    # Part by part: a table of words takes as much again for every step that has all of it.
+    # In parts: for a large embedding table each step over the whole array would take as much memory again.
     rows = max(1, _ROUNDED_AT_ONCE * len(weight) // weight.size) if weight.size else 1
     for start in range(0, len(weight), rows):
         part = slice(start, start + rows)
@@ -224,7 +225,7 @@ def _round_weight(weight: Array, scale: Array, zero: Array, axis: int) -> Array:
 def quantize_dynamically(
     proto: onnx.ModelProto, kept: Sequence[str], subject: str, *, per_channel: bool = True
 ) -> onnx.ModelProto:
-    """Returns a model whose weights are int8, per channel or not, and whose activations are quantized at each run.
+    """Returns a dynamically quantized model: int8 weights, per channel or not, and activations quantized at each run.
 
     Raises:
         ModelError: ORT's quantizer refuses the model.
@@ -269,7 +270,7 @@ def _options(
         low, high = request.ranges[name]
         own = {"rmin": np.float32(low), "rmax": np.float32(high)}
         overrides[name] = [{"quant_type": kind, **own}]
-    # ORT gives these their 16-bit grid itself, as QNN requires, and refuses a range beside it.
+    # ORT itself gives these the 16-bit scale that QNN requires, and refuses a range in addition.
     fixed = {node.output[0] for node in proto.graph.node if node.op_type in {"Sigmoid", "Tanh"}}
     for name, (low, high) in request.wide.items():
         own = {"rmin": np.float32(low), "rmax": np.float32(high)}
@@ -301,7 +302,10 @@ def _options(
 
 
 def _shown_before_clamps(proto: onnx.ModelProto) -> set[str]:
-    """Returns the outputs that a Relu or Clip reads: ORT would give them the range behind it, as if nobody saw them."""
+    """Returns the graph outputs that a Relu or Clip reads too.
+
+    ORT would give them the range after the Relu or Clip, as if they were not outputs.
+    """
     clamped = {node.input[0] for node in proto.graph.node if node.op_type in {"Relu", "Clip"}}
     return clamped & {value.name for value in proto.graph.output}
 
@@ -309,7 +313,8 @@ def _shown_before_clamps(proto: onnx.ModelProto) -> set[str]:
 def channel_scales(weight: Array, axis: int, limit: int = _FULL) -> Array:
     """Returns the symmetric int8 scale of each channel, float32 [C]: its largest magnitude over `limit`.
 
-    A channel of zeros gets the largest scale, so that its bias, whose step is this scale times the input's, is kept.
+    A channel of zeros gets the largest scale: its bias, whose scale is this one times the input's, then fits into
+    int32.
     """
     others = tuple(index for index in range(weight.ndim) if index != axis)
     scales = np.abs(weight).max(axis=others).astype(np.float32) / np.float32(limit)
@@ -318,10 +323,10 @@ def channel_scales(weight: Array, axis: int, limit: int = _FULL) -> Array:
 
 @contextlib.contextmanager
 def _asking_ort(subject: str) -> Generator[None]:
-    """Turns what ORT's quantizer raises into a ModelError, and keeps it from logging.
+    """Turns the exceptions of ORT's quantizer into a ModelError, and silences its log.
 
-    Only its own calls belong inside: the same exceptions of ours are bugs of ours. It logs with `logging.warning`,
-    which installs a handler on a root logger that has none.
+    Put only calls of the quantizer inside: the same exceptions from edgekit's code would be bugs of edgekit. It logs
+    with `logging.warning`, which installs a handler on a root logger that has none.
     """
     root = logging.getLogger()
     handler, level = logging.NullHandler(), root.manager.disable

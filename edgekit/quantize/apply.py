@@ -1,4 +1,4 @@
-"""Quantizes a model as planned, and checks that what came out is what was planned."""
+"""Quantizes a model as planned, and checks that the result is what was planned."""
 
 import math
 from pathlib import Path
@@ -21,9 +21,9 @@ _FLOATS = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.Tens
 
 
 class QuantizedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A QDQ model, how many nodes compute in integers, which compute in float and why, and the sizes in bytes.
+    """A QDQ model: how many nodes compute in integers, which in float and why, and the sizes in bytes.
 
-    `float_constants` holds the bytes of each constant that stays float, the largest first, without scales of Q and DQ.
+    `float_constants` holds the bytes of each constant that stays float, largest first, without the scales of Q and DQ.
     """
 
     model: Model
@@ -37,7 +37,7 @@ class QuantizedModel(msgspec.Struct, frozen=True, kw_only=True):
 def quantize_model(model: Model, plan: QuantPlan, calibration: Calibration, out: AnyPath) -> QuantizedModel:
     """Writes the QDQ form of a prepared float model to the file `out`; same input, same bytes.
 
-    The calibration is that which the plan was made with, or another of the same samples.
+    The calibration is the one that the plan was made with, or another one of the same samples.
 
     Raises:
         DataError: the plan is of another model, or the calibration of other samples.
@@ -56,9 +56,9 @@ def quantize_model(model: Model, plan: QuantPlan, calibration: Calibration, out:
     _refuse_float_weights(quantized.graph)
     if not units.quantized:
         raise ModelError(f"no node of '{model.path.name}' was quantized", hint="build it with --precision fp32")
-    # Rounding learns signed integers; a zero point of 128 makes them what the target takes. An x64 CPU without VNNI
-    # adds pairs of u8 x s8 products in 16 bits, which saturate (VPMADDUBSW), but those of u8 x u8 exactly (VPMADDWD);
-    # ONNX Runtime's own change of weights (avx2_weight_s8_to_u8.cc) leaves files in ORT format out.
+    # Rounding returns signed integers; a zero point of 128 turns them into the uint8 that the target takes. An x64 CPU
+    # without VNNI adds pairs of u8 x s8 products in 16 bits, which saturate (VPMADDUBSW), but those of u8 x u8 exactly
+    # (VPMADDWD); ONNX Runtime's own conversion of weights (avx2_weight_s8_to_u8.cc) skips files in ORT format.
     if plan.weight == "uint8" and plan.weight_symmetric:
         store_unsigned(quantized.graph)
     elif plan.unsigned_ops:
@@ -79,7 +79,7 @@ def quantize_model(model: Model, plan: QuantPlan, calibration: Calibration, out:
 
 
 class _Units:
-    """The nodes of a QDQ graph, told apart by whether Q and DQ surround them."""
+    """The nodes of a QDQ graph, divided into those between DQ and Q and the others."""
 
     def __init__(self, graph: onnx.GraphProto) -> None:
         self._dequantized = {node.output[0] for node in graph.node if node.op_type == "DequantizeLinear"}

@@ -1,4 +1,4 @@
-"""A plan from a file, held against the model and the target before it is applied: anyone may have edited it."""
+"""Checks a plan from a file against the model and the target before it is applied: anyone may have edited it."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,8 +18,8 @@ from edgekit.quantize.ranges import RANGE_METHODS, TensorRange
 from edgekit.target import Target
 
 MAX_PLAN_BYTES = 1 << 26
-"""What is larger was not printed here: a plan has about 100 bytes a tensor."""
-# What only the target decides.
+"""A larger file was not written by edgekit: a plan takes about 100 bytes a tensor."""
+# Fields that only the target decides.
 _GIVEN = (
     "scheme", "activation", "weight", "activation_symmetric", "weight_symmetric", "reduce_range", "shared_ops",
     "unsigned_ops", "float_bias",
@@ -61,8 +61,8 @@ def require_origin(plan: QuantPlan, model: Model, samples_sha256: str, target: T
 def require_plan(plan: QuantPlan, model: Model, calibration: Calibration, target: Target) -> None:
     """Refuses a plan from a file that cannot be applied.
 
-    Operators may be left out of it, nodes be kept float, ranges be changed and, where the target takes them, tensors
-    get 16 bits. Names must exist, numbers must make scales, and what the target decides must be as it says.
+    A user may leave operators out, keep nodes float, change ranges and, where the target takes 16 bits, give them to
+    tensors. Names must exist, ranges must yield valid scales, and what only the target decides must be unchanged.
 
     Raises:
         UsageError: the plan names something that does not exist, holds an impossible number, or asks for what the
@@ -70,7 +70,7 @@ def require_plan(plan: QuantPlan, model: Model, calibration: Calibration, target
         ModelError: no node of the model can be quantized.
     """
     graph = plan_graph(model, plan, calibration)
-    # What the target itself would plan says which names exist and what only the target decides.
+    # A fresh plan for the target tells which names exist and what only the target decides.
     own = draft_plan(model, graph, plan_calibration(model, plan, calibration), target, plan.precision)
     complaint = next(_complaints(plan, own, graph, target), None)
     if complaint is not None:

@@ -1,6 +1,7 @@
-"""Weights on an integer grid: to the nearest point, by GPTQ, or by coordinate descent (COMQ), for the layer's output.
+"""Rounds weights to an integer grid: to nearest, by GPTQ, or by coordinate descent (COMQ).
 
-4 bits need what 8 do not: scales that cut off the largest weights where the output errs less for it.
+GPTQ and COMQ minimize the error of the layer's output. Weights of 4 bits, unlike those of 8, also need a search for the
+scale: to clip the largest weights may reduce the error.
 """
 
 import contextlib
@@ -14,25 +15,27 @@ from edgekit.model.tensors import Array
 LIMIT = 127
 """The largest magnitude of a symmetric 8-bit weight."""
 REDUCED_LIMIT = 64
-"""The largest one of which two, each times 255, add up within 16 bits (32640): `reduce_range` of ORT's quantizer."""
+"""The largest magnitude with `reduce_range`: two products with 255 add up to 32640, which fits into 16 bits."""
 FOUR_LIMIT = 7
-"""The largest 4-bit weight. The smallest is -8: with 15 steps one more counts, and Qualcomm's HTP takes it."""
-# So many inputs learn of each other's errors one at a time; halves of more do in one product of matrices instead of as
-# many outer products (GPTQ, "Lazy Batch-Updates", by halves). The result is the same. Chosen by hand, as is the size
-# of a triangle that LAPACK inverts.
+"""The largest 4-bit weight. The smallest is -8: one step more matters among 15, and Qualcomm's HTP supports it."""
+# `_ROWS` inputs are rounded one at a time. Errors are carried between halves of larger spans by one matrix product
+# instead of many outer products (GPTQ, "Lazy Batch-Updates", applied recursively); the result is the same. `_BLOCK` is
+# the size of a triangle that LAPACK inverts directly. Both chosen by hand.
 _ROWS, _BLOCK = 8, 64
 # GPTQ, "Cholesky Reformulation": 1 % of the mean of the diagonal.
 _DAMPING = 0.01
-# What is added where float32 leaves that not positive definite; the whole mean bounds any matrix of correlations.
+# More damping, tried if the matrix is not positive definite in float32; the whole mean is enough for any correlation
+# matrix.
 _MORE_DAMPING = (0.0, 0.1, 1.0)
-# The second moment of an input that never fired, beside the others; and where all are 0. Cholesky needs it above 0.
+# Second moments for inputs that were always 0: relative to the other inputs, and absolute if all were 0. Cholesky needs
+# values above 0.
 _DEAD, _LEAST = 1e-6, 1e-30
-# How far a weight may lie from a grid that it was put on before float32, in steps; how many steps may lie between two
-# neighbours where a weight is small. Chosen by hand.
+# How far, in steps, a weight may lie from the grid that it was put on before it was stored in float32; and how many
+# steps may lie between two neighbouring values if all weights are small. Chosen by hand.
 _OFF_GRID, _APART = 1e-2, 4
-# So many weights show at once that most layers lie on no grid.
+# So many weights are checked first: for most layers they already show that there is no grid.
 _LOOKED_AT = 4096
-# An input that moves by less of what the widest one of its layer does stays within half a step of 8 bits.
+# An input whose spread is below this share of the widest spread in its layer stays within half a step of 8 bits.
 _INACTIVE = 1 / 512
 
 
@@ -44,28 +47,29 @@ class Rounded(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def values(self) -> Array:
-        """What the integers stand for, float32 [groups, outputs, inputs]."""
+        """The dequantized weights, float32 [groups, outputs, inputs]."""
         return self.integers.astype(np.float32) * self.scale
 
 
 def lowest(limit: int) -> int:
-    """Returns the smallest integer of weights whose largest is `limit`."""
+    """Returns the smallest integer of a grid whose largest is `limit`."""
     return -limit - 1 if limit == FOUR_LIMIT else -limit
 
 
 def weight_scale(matrix: Array, *, per_channel: bool, floor: Array | float = 0.0, limit: int = LIMIT) -> Array:
-    """Returns the scale float32 [groups, outputs, 1] that puts the largest magnitude on `limit`, but at least `floor`.
+    """Returns the scale float32 [groups, outputs, 1] that maps the largest magnitude to `limit`, at least `floor`.
 
-    A channel of zeros gets the largest scale of its layer. Weights that lie on a grid already, as those of a model that
-    learned to be quantized, keep that (`find_step`).
+    A channel of zeros gets the largest scale of its layer. Weights that lie on a grid already, as after
+    quantization-aware training, keep that grid (`find_step`).
     """
-    # ONNX Runtime gives such a channel a scale of 1 (compute_scale_zp in quant_utils.py), too coarse for its bias.
+    # ONNX Runtime gives a channel of zeros a scale of 1 (compute_scale_zp in quant_utils.py), too coarse for its bias.
     largest = np.abs(matrix).max(axis=2, keepdims=True)
     if not per_channel:
         largest = np.broadcast_to(largest.max(), largest.shape)
     step = find_step(matrix, limit)
     if step is not None:
-        # As fine as the integers allow, since biases count in steps of the weights.
+        # The scale is the smallest whole fraction of the step (step / 1, step / 2, ...) that the integers allow: the
+        # scale of the bias follows from it.
         kept: Array = (step / np.maximum(limit // np.maximum(np.rint(largest / step), 1), 1)).astype(np.float32)
         if (kept >= floor).all():
             return kept
@@ -74,10 +78,10 @@ def weight_scale(matrix: Array, *, per_channel: bool, floor: Array | float = 0.0
 
 
 def find_step(matrix: Array, limit: int = LIMIT) -> float | None:
-    """Returns the step of the grid of integers up to `limit` that all weights lie on, None where there is none.
+    """Returns the step of a uniform grid, with integers up to `limit`, on which all weights lie; None if there is none.
 
-    The least integer that a grid may have, -128 of 8 bits, lies one step outside: to cut the few weights there errs
-    less than another grid for all.
+    A grid may also use -128, one step below -127, which is the lowest integer here: clipping the few weights at -128
+    errs less than another grid for all.
     """
     if np.unique(np.abs(matrix.flat[:_LOOKED_AT])).size > limit + 2:
         return None
@@ -105,54 +109,58 @@ def split_pieces(matrix: Array, groups: int, size: int) -> Array:
 
 
 def join_pieces(split: Array, groups: int) -> Array:
-    """Returns pieces [groups x pieces, outputs, size] side by side again, [groups, outputs, inputs]."""
+    """Returns pieces [groups x pieces, outputs, size] joined again: [groups, outputs, inputs].
+
+    Undoes `split_pieces`.
+    """
     parts = split.reshape(groups, -1, *split.shape[1:])
     return parts.transpose(0, 2, 1, 3).reshape(groups, split.shape[1], -1)
 
 
 def shrink_moment(moment: Array, samples: int) -> Array:
-    """Returns a second moment pulled towards its diagonal by rho = K / (K + n/4), which few samples need."""
-    # Shrinkage as of O. Ledoit and M. Wolf (J. Multivariate Analysis 88, 2004) with the first rho tried, not tuned; n/4
-    # because patches of one image resemble each other. Without it a classifier whose last layer has more inputs than
-    # there are samples had 38 dB on these and 0 dB on held-out ones.
+    """Returns a second moment shrunk towards its diagonal by rho = K / (K + n/4), for estimates from few samples."""
+    # Shrinkage after O. Ledoit and M. Wolf (J. Multivariate Analysis 88, 2004), with K inputs and n patches; rho is the
+    # first that was tried, not tuned, and n/4 because patches of one image resemble each other. Without it, a
+    # classifier whose last layer has more inputs than there are samples had 38 dB on these samples and 0 dB on held-out
+    # ones.
     size = moment.shape[-1]
     rho = size / (size + samples / 4)
     return _add_to_diagonal((1 - rho) * moment, rho * np.diagonal(moment, axis1=1, axis2=2))
 
 
 def damp_moment(moment: Array) -> Array:
-    """Returns a second moment with 1 % of the mean of its diagonal on the diagonal, so that it can be inverted."""
+    """Returns a second moment with 1 % of the mean of its diagonal added to the diagonal: it can be inverted."""
     damping = _DAMPING * np.diagonal(moment, axis1=1, axis2=2).mean(axis=1) + _LEAST
     return _add_to_diagonal(moment, damping[:, None])
 
 
 def _add_to_diagonal(moment: Array, energy: Array | float) -> Array:
-    """Returns matrices [groups, inputs, inputs] with something added to each diagonal, [groups, inputs] or alike."""
+    """Returns matrices [groups, inputs, inputs] with `energy`, [groups, inputs] or a scalar, added to each diagonal."""
     added = moment.copy()
-    # A view of the diagonal: a unit matrix would take as much time as a product of the whole.
+    # This writes through a view of the diagonal: to add a scaled unit matrix would take as long as a product of all.
     np.einsum("gii->gi", added)[...] += energy
     return added
 
 
 def add_spread(moment: Array, spread: Array, samples: int) -> Array:
-    """Returns a second moment with the energy of one more patch on its diagonal; `spread` is [groups, inputs]."""
-    # An input may fire in a place that no patch was taken from.
+    """Returns a second moment with the energy of one extra patch on its diagonal; `spread` is [groups, inputs]."""
+    # An input may be nonzero at a position from which no patch was taken.
     return _add_to_diagonal(moment, spread**2 / (samples + 1))
 
 
 def find_inactive(moment: Array, spread: Array) -> Array:
-    """Returns which inputs, bool [groups, inputs], stayed at zero in every sample, as far as 8 bits can tell.
+    """Returns which inputs, bool [groups, inputs], were zero in every sample at the resolution of 8 bits.
 
-    `spread` is [groups, inputs]. Nothing is known of what such an input does when it fires: its weights are the float
-    model's to say.
+    `spread` is [groups, inputs]. The samples say nothing about such an input when it is nonzero, so its weights must
+    stay those of the float model.
     """
     most = _INACTIVE * spread.max()
-    # Without a bias an input that is always the same takes the part of one, and what it does is known.
+    # The mean square counts too: a constant nonzero input acts as a bias, and its effect is known.
     return np.asarray((spread <= most) & (np.diagonal(moment, axis1=1, axis2=2) <= most**2))
 
 
 def isolate_inactive(moment: Array, inactive: Array) -> Array:
-    """Returns a second moment without what inputs that stayed at zero have to do with others, so they take no error."""
+    """Returns a second moment without correlations of inactive inputs, so that they absorb no error of others."""
     if not inactive.any():
         return moment
     active = ~inactive
@@ -161,13 +169,13 @@ def isolate_inactive(moment: Array, inactive: Array) -> Array:
 
 
 def refit_weights(matrix: Array, moment: Array, noise: float) -> Array:
-    """Returns W C (C + noise I)^-1, the weights that err least when every input carries noise of that variance.
+    """Returns W C (C + noise I)^-1: the weights with the least error if every input carries noise of this variance.
 
-    With `noise` = step^2 / 12 this is the Wiener solution for an input quantized with that step: it turns down inputs
+    With `noise` = step^2 / 12 this is the Wiener solution for an input quantized with that step: it attenuates inputs
     whose signal is below the step.
     """
-    # Least squares in closed form: E|W x - W' (x + e)|^2 is least where W' (C + E[ee']) = W C. Rounding errors count as
-    # uniform within a step and independent of x (B. Widrow's model of quantization), hence step^2 / 12.
+    # Least squares in closed form: E|W x - W' (x + e)|^2 is least where W' (C + E[ee']) = W C. Rounding errors are
+    # taken as uniform within a step and independent of x (B. Widrow's model of quantization), hence step^2 / 12.
     size = moment.shape[-1]
     energy = float(np.trace(moment, axis1=1, axis2=2).max())
     noisy = _add_to_diagonal(moment, max(noise, 1e-9 * energy / size, _LEAST))
@@ -175,20 +183,20 @@ def refit_weights(matrix: Array, moment: Array, noise: float) -> Array:
 
 
 def round_gptq(matrix: Array, moment: Array, scale: Array, noise: float = 0.0, limit: int = LIMIT) -> Rounded:
-    """Rounds weights one input at a time, each time moving the error to the inputs not yet rounded.
+    """Rounds weights one input at a time, and compensates each error by the inputs not yet rounded.
 
     GPTQ (E. Frantar et al., arXiv:2210.17323), which solves OBQ (E. Frantar and D. Alistarh, arXiv:2208.11580) for all
-    outputs in one order: that of falling energy of the inputs.
+    outputs in one order: by falling energy of the inputs.
     """
     diagonal = np.diagonal(moment, axis1=1, axis2=2)
     dead = _DEAD * float(diagonal.mean()) + _LEAST
     damping = np.maximum(np.maximum(noise, dead), _DAMPING * diagonal.mean(axis=1))
-    # Errors move to inputs that come later, so those that matter most come first, while there is most to move them to
-    # ("act-order" of the authors' code, github.com/IST-DASLab/gptq).
+    # Later inputs compensate the errors of earlier ones, so the inputs that matter most come first, while most others
+    # can compensate ("act-order" of the authors' code, github.com/IST-DASLab/gptq).
     order = np.argsort(-diagonal, axis=1, kind="stable")
     groups = np.arange(len(moment))[:, None, None]
     damped = _add_to_diagonal(moment[groups, order[:, :, None], order[:, None, :]], damping[:, None])
-    # Only ratios within a row of the factor count; the division keeps float32 clear of its ends.
+    # Only ratios within a row of the factor matter; the division avoids overflow and underflow of float32.
     upper = _inverse_factor((damped / damping.max()).astype(np.float32))
     rows = np.take_along_axis(matrix, order[:, None, :], axis=2).transpose(2, 0, 1).astype(np.float32)
     rounded = _round_rows(rows, upper, scale[..., 0], limit)
@@ -201,14 +209,15 @@ def _inverse_factor(hessian: Array) -> Array:
     """Returns the upper triangular U with U'U = inverse of `hessian`, from a Cholesky factor in reversed order.
 
     Raises:
-        LinAlgError: no damping makes it positive definite, so it holds no numbers.
+        LinAlgError: no damping makes it positive definite, so it holds NaN or infinity.
     """
-    # GPTQ inverts first and factors then. With J the reversal of order, J H J = L L' gives U = J inv(L) J at once.
+    # The paper inverts first and factorizes then. With J the reversal of order, J H J = L L' gives U = J inv(L) J at
+    # once.
     energy = np.diagonal(hessian, axis1=1, axis2=2).mean(axis=1, keepdims=True)
     for damping in _MORE_DAMPING:
         with contextlib.suppress(np.linalg.LinAlgError):
             lower = np.linalg.cholesky(_add_to_diagonal(hessian, damping * energy)[:, ::-1, ::-1])
-            # LAPACK does not notice every NaN.
+            # LAPACK does not report every NaN.
             if np.isfinite(lower).all():
                 break
     else:
@@ -217,7 +226,7 @@ def _inverse_factor(hessian: Array) -> Array:
 
 
 def _invert_lower(lower: Array) -> Array:
-    """Returns the inverses of lower triangular matrices, by halves: ten times as fast as LAPACK's general inverse."""
+    """Returns inverses of lower triangular matrices, recursively: ten times as fast as LAPACK's general inverse."""
     half = lower.shape[-1] // 2
     if half < _BLOCK // 2:
         return np.linalg.inv(lower)
@@ -230,7 +239,7 @@ def _invert_lower(lower: Array) -> Array:
 
 def _round_rows(rows: Array, upper: Array, scale: Array, limit: int) -> Array:
     """Rounds rows [inputs, groups, outputs] in order; changes `rows`."""
-    # [groups, inputs, outputs] are matrices whose products are one call.
+    # In the layout [groups, inputs, outputs] a batched matrix product is one call.
     rows = np.ascontiguousarray(rows.transpose(1, 0, 2))
     rounded, errors, low = np.empty(rows.shape, np.int8), np.empty(rows.shape, np.float32), lowest(limit)
 
@@ -244,7 +253,8 @@ def _round_rows(rows: Array, upper: Array, scale: Array, limit: int) -> Array:
         for index in range(start, stop):
             grid = np.clip(np.rint(rows[:, index] / scale), low, limit)
             rounded[:, index] = grid
-            # OBQ's update: what rounding one input costs, the best move of the others takes back as far as it can.
+            # OBQ's update: the remaining inputs change so that they compensate as much of this rounding error as they
+            # can.
             error = (rows[:, index] - grid * scale) / upper[:, index, index, None]
             errors[:, index] = error
             rows[:, index + 1 : stop] -= upper[:, index, index + 1 : stop, None] * error[:, None]
@@ -253,7 +263,7 @@ def _round_rows(rows: Array, upper: Array, scale: Array, limit: int) -> Array:
     return rounded.transpose(1, 0, 2)
 
 
-# After four passes over all inputs next to nothing changes any more: 0.1 dB from the second to the fourth.
+# After four passes over all inputs almost nothing changes any more: 0.1 dB from the second to the fourth.
 _PASSES = 4
 _BLOCK_COMQ = 64
 
@@ -261,17 +271,18 @@ _BLOCK_COMQ = 64
 def round_comq(
     matrix: Array, moment: Array, scale: Array, *, fits_scale: bool = True, floor: Array | float = 0.0
 ) -> Rounded:
-    """Rounds weights to 4 bits so that the layer's output errs least, by coordinate descent from the nearest integers.
+    """Rounds weights to 4 bits by coordinate descent on the error of the layer's output, from the nearest integers.
 
     COMQ (A. Zhang et al., arXiv:2403.07134): with all else fixed, the squared error is a parabola in one weight, and
-    so it is in the scale of a channel, which is found again before each pass. Inputs come in the order of their energy;
-    the paper's greedy order, weight by weight, would be one for each output.
+    also in the scale of a channel, which is fitted again before each pass. Inputs are visited by falling energy; the
+    paper's greedy order, weight by weight, would differ for each output.
 
     Args:
         matrix: weights [groups, outputs, inputs].
         moment: second moments [groups, inputs, inputs].
-        scale: scales to begin with, [groups, outputs, 1], or one for each weight where blocks of inputs have their own.
-        fits_scale: whether they may change; those that several groups share, or blocks have, may not.
+        scale: initial scales, [groups, outputs, 1], or one for each weight if blocks of inputs have scales of their
+            own.
+        fits_scale: whether the scales may change; scales of blocks, and scales that several groups share, may not.
         floor: the least scale.
     """
     diagonal = np.diagonal(moment, axis1=1, axis2=2)
@@ -295,7 +306,7 @@ def round_comq(
 
 
 def _fit_scale(weights: Array, counts: Array, hessian: Array, scale: Array) -> Array:
-    """Returns the scales [groups, outputs, 1] with which the integers err least, within a factor of two."""
+    """Returns the scales [groups, outputs, 1] that minimize the error of the integers, within a factor of two."""
     pulled = counts @ hessian
     both, own = ((pulled * other).sum(axis=2, keepdims=True) for other in (weights, counts))
     best = np.divide(both, own, out=scale.copy(), where=(own > 0) & (both > 0))
@@ -303,7 +314,7 @@ def _fit_scale(weights: Array, counts: Array, hessian: Array, scale: Array) -> A
 
 
 def _descend(weights: Array, counts: Array, hessian: Array, scale: Array) -> None:
-    """Gives each input in turn the integers that err least; changes `counts`."""
+    """Sets each input in turn to the integers with the least error; changes `counts`."""
     errors = weights - counts * scale
     slopes = errors @ hessian
     for start in range(0, weights.shape[2], _BLOCK_COMQ):
@@ -311,7 +322,7 @@ def _descend(weights: Array, counts: Array, hessian: Array, scale: Array) -> Non
         before, near = errors[..., start:stop].copy(), slopes[..., start:stop].copy()
         for index in range(start, stop):
             curvature, error = hessian[:, index, index, None], errors[..., index].copy()
-            # Where the slope of the parabola is 0.
+            # The minimum of the parabola.
             wanted = weights[..., index] + near[..., index - start] / curvature - error
             counts[..., index] = np.clip(np.rint(wanted / scale[..., index]), lowest(FOUR_LIMIT), FOUR_LIMIT)
             errors[..., index] = weights[..., index] - counts[..., index] * scale[..., index]
@@ -319,17 +330,17 @@ def _descend(weights: Array, counts: Array, hessian: Array, scale: Array) -> Non
         slopes += (errors[..., start:stop] - before) @ hessian[:, start:stop]
 
 
-# Shares of the scale that keeps the largest weight whole: with 15 steps a finer grid for the many may be worth a cut of
-# the few. Chosen by hand; below a third nothing was ever best.
+# Tried shares of the scale that does not clip the largest weight: with 15 steps a finer grid for most weights may be
+# worth clipping a few. Chosen by hand; a share below a third was never the best.
 _SHARES = np.linspace(1.0, 0.34, 34)
 
 
 def search_scale(matrix: Array, *, energy: Array, floor: Array | float = 0.0) -> Array:
-    """Returns the scale float32 [groups, outputs, 1] with which rounding to the nearest of 4 bits errs least.
+    """Returns the scale float32 [groups, outputs, 1] with the least error of rounding to nearest in 4 bits.
 
     Args:
         matrix: weights [groups, outputs, inputs].
-        energy: the mean square of each input [groups, inputs], by which the squared error of its weights counts.
+        energy: the mean square of each input [groups, inputs], which weights the squared error of its weights.
         floor: the least scale.
     """
     whole = weight_scale(matrix, per_channel=True, floor=floor, limit=FOUR_LIMIT)
@@ -343,7 +354,7 @@ def search_scale(matrix: Array, *, energy: Array, floor: Array | float = 0.0) ->
 
 
 def pack_int4(integers: Array, name: str) -> onnx.TensorProto:
-    """Returns integers from -8 to 7 as a tensor of type INT4: two a byte, the first in the lower half (onnx.proto)."""
+    """Returns integers from -8 to 7 as an INT4 tensor: two per byte, the first in the lower half (onnx.proto)."""
     flat = np.concatenate([integers.reshape(-1), np.zeros(integers.size % 2, np.int8)]).astype(np.uint8) & 15
     packed = flat[::2] | flat[1::2] << 4
     return onnx.TensorProto(name=name, data_type=onnx.TensorProto.INT4, dims=integers.shape, raw_data=packed.tobytes())

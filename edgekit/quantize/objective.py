@@ -1,12 +1,13 @@
-"""The one objective of planning: how much of what a model's outputs tell is lost.
+"""The one objective of planning: how much of the information in a model's outputs is lost.
 
-Every output is taken for the parameters of a distribution: logits of classes for a categorical one, scores behind a
-sigmoid for a Bernoulli one, all other numbers for the mean of a Gaussian one. Each is compared where its Fisher
-information is the same everywhere, so that a step costs alike wherever it is taken: chances by their square roots,
-numbers as they are. The signal-to-noise ratio there is what is told over what of it is lost. For small errors the
-square is the Kullback-Leibler divergence of the two distributions, and for large ones, which that counts by how sure
-a model is of itself, the Hellinger distance, which is bounded (S. Amari and H. Nagaoka, "Methods of Information
-Geometry", 2000, 2.2 and 3.2). Range methods, roundings and bits are chosen by it, and the ranges of what decides.
+Every output is interpreted as the parameters of a distribution: logits of classes of a categorical one, scores before a
+sigmoid of a Bernoulli one, all other numbers as the mean of a Gaussian. It is transformed so that its Fisher
+information is constant, and an error of a given size costs the same everywhere: probabilities by their square roots,
+numbers not at all. The objective is the signal-to-noise ratio of the transformed outputs. For small errors the squared
+distance is the Kullback-Leibler divergence of the two distributions. For large ones, which the divergence weights by
+the confidence of the model, it is the Hellinger distance, which is bounded (S. Amari and H. Nagaoka, "Methods of
+Information Geometry", 2000, 2.2 and 3.2). It chooses range methods, roundings and bits, and the ranges of logits and
+scores.
 """
 
 import math
@@ -26,24 +27,25 @@ from edgekit.quantize.graph.compared_tensors import ComparedTensor, find_compare
 from edgekit.quantize.graph.layers import sample_positions
 from edgekit.quantize.ranges import LEVELS, TensorRange, snap_range
 
-# Operators between logits and the output that leave the order of the values as it is.
+# Operators between logits and the output that keep logits logits: they move or interpolate values.
 _ORDERLY = frozenset({"Flatten", "Identity", "Reshape", "Resize", "Squeeze", "Transpose", "Unsqueeze", "Upsample"})
-# What decides between classes, and along which axis by default (ONNX operators, opset 13).
+# Operators that decide between classes, with their default axis (ONNX operators, opset 13).
 _DECIDING = {"ArgMax": 0, "LogSoftmax": -1, "Softmax": -1}
 FAITHFUL_DB = 40.0
-"""From this ratio on, where 1 part of 10,000 of what outputs tell is lost, plain rounding is enough: a choice."""
-# So many samples say of which kind an output is, and so many numbers are compared: choices, for the time.
+"""From this ratio on, where the noise is 1/10,000 of the signal, plain rounding is enough: a choice."""
+# The number of samples that show the kind of an output, and of values that are compared: choices, to save time.
 _LOOKED_AT, _MOST_VALUES = 2, 1 << 18
-# Each end of a range is tried from all that was seen down to a thousandth of it: a fifth less each time. Choices.
+# Each end of a range is tried from the measured extreme down to a thousandth of it, in steps of a fifth. Choices.
 _SHRINK, _TRIED = 0.8, 32
 _FITTED_VALUES = 1 << 16
 
 
 def find_objective(graph: Graph, calibration: Calibration) -> tuple[ComparedTensor, ...]:
-    """Returns the tensors that stand for the outputs of a graph, each with the distribution that it tells.
+    """Returns the tensors that are compared for the outputs of a graph, each with its kind of distribution.
 
-    Logits and scores count as such where a sample makes many decisions. Of one decision a sample the few that are held
-    out say too little: then all logits count alike, which is the limit of a high temperature.
+    Logits and scores are treated as such only if a sample makes many decisions, as a segmentation map does. With one
+    decision per sample the few held-out decisions say too little: then all logits count alike, which is the limit of a
+    high temperature.
     """
     compared = find_compared_tensors(graph)
     rows = list(_read_held_out(calibration, _LOOKED_AT))
@@ -61,7 +63,7 @@ def find_objective(graph: Graph, calibration: Calibration) -> tuple[ComparedTens
             elif node.op_type == "Sigmoid" and stated_values.isdisjoint(_list_following(graph, node.output[0])):
                 family = "scores"
         elif node is None and reading is not None and reading.kind in {"map", "sequence"}:
-            # What a sigmoid in the graph squashed is compared before it: here it is one that the app computes.
+            # A sigmoid in the graph is handled above, by the tensor before it; here the app computes it.
             family, axis = {"": "classes", RAW: "scores"}.get(reading.squash, ""), reading.axis
         found.append(
             msgspec.structs.replace(each, family=family, axis=axis, centred=False)
@@ -77,9 +79,9 @@ def _read_held_out(calibration: Calibration, most: int | None) -> Iterator[Tenso
 
 
 def measure_loss(compared: ComparedTensor, expected: Array, found: Array) -> Array:
-    """Returns the powers of the signal in a tensor of the float model and of the noise in the other's, float64 [2].
+    """Returns the power of the float model's tensor and that of the other model's error in it, float64 [2].
 
-    Where the values decide how many there are and quantizing changed that, the noise is infinite.
+    If the number of values depends on the data, as after a NonZero, and quantizing changed it, the noise is infinite.
     """
     if expected.size != found.size:
         return np.array([1.0, np.inf])
@@ -98,7 +100,7 @@ def measure_loss(compared: ComparedTensor, expected: Array, found: Array) -> Arr
 
 
 def _list_decisions(value: Array, compared: ComparedTensor, most: int) -> Array:
-    """Returns logits [decisions, classes], of scores [decisions, 1], at places that are spread over all."""
+    """Returns logits [decisions, classes], or scores [decisions, 1], at positions spread over the whole tensor."""
     if compared.family == "classes":
         rows = np.moveaxis(value, compared.axis, -1).reshape(-1, value.shape[compared.axis])
     else:
@@ -107,29 +109,29 @@ def _list_decisions(value: Array, compared: ComparedTensor, most: int) -> Array:
 
 
 def measure_classes(logits: Array, others: Array) -> tuple[float, Array]:
-    """Returns the spread of decisions [N, classes] around their mean, and [N] how far each lies from the other's."""
+    """Returns the power of decisions [N, classes] around their mean, and the squared error [N] of each in the other."""
     one, two = _flatten(logits), _flatten(others)
     return float(((one - one.mean(axis=0)) ** 2).sum(dtype=np.float64)), ((one - two) ** 2).sum(axis=1)
 
 
 def measure_scores(logits: Array, others: Array) -> tuple[float, Array]:
-    """Returns the same for scores [N, 1] behind a sigmoid, which are two classes with the logits (score, 0)."""
+    """Returns the same for scores [N, 1] before a sigmoid, taken as two classes with the logits (score, 0)."""
     return measure_classes(*(np.concatenate([value, np.zeros_like(value)], axis=1) for value in (logits, others)))
 
 
 def _flatten(logits: Array) -> Array:
-    """Returns the square roots of chances, in which the information of a categorical distribution is flat."""
+    """Returns the square roots of the probabilities, for which the Fisher information of a categorical is constant."""
     roots = np.exp(0.5 * (logits.astype(np.float32) - logits.max(axis=1, keepdims=True)))
     return np.asarray(roots / np.sqrt((roots**2).sum(axis=1, keepdims=True)))
 
 
 def fit_ranges(graph: Graph, calibration: Calibration) -> Calibration:
-    """Returns a calibration in which ranges of logits and scores follow from what the decisions lose.
+    """Returns a calibration in which the ranges of logits and scores minimize the loss of the decisions.
 
-    A range method looks at values alone and cuts the highest: of logits those are the surest decisions, and two that
-    are cut to the same value tie. Here each end of the range lies where the decisions of the held-out samples lose
-    least, or as far out as the samples cannot tell from that (one standard error). What a Softmax or sigmoid makes
-    keeps its whole range. The method minmax stays as it is.
+    A range method sees only values and clips the highest. Of logits those are the surest decisions, and two that are
+    clipped to the same value tie. Here each end of the range lies where the decisions of the held-out samples lose
+    least, or as far out as the samples cannot tell from that (one standard error). Outputs of a Softmax or sigmoid keep
+    their whole range. The method minmax is not changed.
     """
     fitted = dict[str, TensorRange]()
     exact = calibration.ranges["minmax"]
@@ -145,7 +147,8 @@ def fit_ranges(graph: Graph, calibration: Calibration) -> Calibration:
         for name in find_sources(graph, each) & exact.keys():
             own = exact[name]
             fitted[name] = TensorRange(low=max(span.low, own.low), high=max(min(span.high, own.high), span.low))
-            # Before a bias is added all is kept: what is cut alike there ties behind it.
+            # The tensor before a bias is added keeps its whole range: values clipped to the same value there tie
+            # afterwards.
             maker = graph.producers.get(name)
             terms = maker.input if maker is not None and maker.op_type == "Add" else ()
             if any(term in graph.constants for term in terms):
@@ -170,16 +173,16 @@ def _list_following(graph: Graph, name: str, ops: Collection[str] = _ORDERLY | {
 
 
 def set_range(graph: Graph, ranges: Mapping[str, TensorRange], name: str, span: TensorRange) -> dict[str, TensorRange]:
-    """Returns ranges in which a tensor has another one, and so has what only moves its values."""
+    """Returns the ranges with `span` for a tensor and for tensors that only move its values."""
     moved = frozenset(_list_following(graph, name, _ORDERLY))
     return {each: span if each in moved else its for each, its in ranges.items()}
 
 
 def fit_range(logits: Array, seen: TensorRange, family: str) -> TensorRange:
-    """Returns the range with which decisions [N, classes] lose least, as wide as that can be told to matter.
+    """Returns the widest range with which decisions [N, classes] lose about as little as with the best one.
 
-    A wider one is as good where the samples do not tell the two apart (one standard error of the difference), or where
-    it loses no more than a faithful model does.
+    A wider range is as good as the best if the samples do not distinguish them (one standard error of the difference),
+    or if it loses no more than a faithful model (FAITHFUL_DB) does.
     """
     measure = measure_classes if family == "classes" else measure_scores
     least = measure(logits, logits)[0] / len(logits) * 10 ** (-FAITHFUL_DB / 10)
@@ -212,7 +215,7 @@ def fit_range(logits: Array, seen: TensorRange, family: str) -> TensorRange:
 
 
 def find_sources(graph: Graph, compared: ComparedTensor) -> frozenset[str]:
-    """Returns a tensor and those before it whose values go to it, in the same order, and nowhere else."""
+    """Returns a compared tensor and the tensors before it whose values only move to it, and go nowhere else."""
     found, waiting = set[str](), [compared.tensor]
     while waiting:
         name = waiting.pop()
@@ -227,10 +230,11 @@ def find_sources(graph: Graph, compared: ComparedTensor) -> frozenset[str]:
 
 
 def find_enlarged(graph: Graph, calibration: Calibration) -> tuple[str, ...]:
-    """Returns what decides between many classes and is interpolated by a Resize, and what lies between the two.
+    """Returns class logits that a Resize interpolates, and the tensors from that Resize to the compared one.
 
-    Rounded to 8 bits once more, what is interpolated between two classes is often as high for both, and of those that
-    are alike the first wins. tools/bench/collapse's dilated_prelu lost 0.41 points on qnn, and 0.21 without that.
+    If interpolated logits are rounded to 8 bits again, two classes are often equally high at the border between them,
+    and the first of equals wins. dilated_prelu of tools/bench/collapse lost 0.41 points on qnn, and 0.21 without that
+    rounding.
     """
     found = dict[str, None]()
     for each in find_objective(graph, calibration):

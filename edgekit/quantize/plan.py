@@ -1,4 +1,4 @@
-"""What quantizing a model for a target will do, as plain data that can be read before anything runs."""
+"""The plan of quantizing a model for a target: plain data that can be read before anything is done."""
 
 import math
 from collections.abc import Collection, Iterator
@@ -19,7 +19,7 @@ from edgekit.quantize.ranges import TensorRange
 from edgekit.quantize.rounding import Rounding
 from edgekit.target import INTEGERS, Precision, Quantization, Target
 
-# Operators that ORT's general rules quantize only behind what is quantized (QDQDirect8BitOp and its like).
+# Operators that ORT's general rules quantize only after a quantized node (QDQDirect8BitOp and others).
 _FOLLOWERS = frozenset(
     {
         "AveragePool", "Clip", "Flatten", "MaxPool", "Relu", "Reshape", "Resize", "Slice", "Split", "Squeeze", "TopK",
@@ -28,7 +28,7 @@ _FOLLOWERS = frozenset(
 )  # fmt: skip
 
 _RECURRENT = frozenset({"GRU", "LSTM", "RNN"})
-# Floats that no provider quantizes.
+# Floating-point types that no provider quantizes.
 _OTHER_FLOATS = {"float16": "float16", "float64": "double precision", "bfloat16": "bfloat16"}
 
 
@@ -41,10 +41,10 @@ class FloatNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One choice of ranges and rounding, and the signal-to-noise ratio that it reached on held-out samples.
+    """One choice of ranges and rounding, with its signal-to-noise ratio on held-out samples.
 
-    `relieved` names the tensors that were taken out of 8 bits; `equalized`: channels of unequal size were equalized.
-    `eight_bit_share` is the share of the weights, by their number, that kept 8 bits where the others got 4.
+    `relieved` names the tensors that left 8 bits; `equalized` says whether channels were equalized. `eight_bit_share`
+    is the share of all weight values that kept 8 bits where the others got 4.
     """
 
     method: str
@@ -56,9 +56,9 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class NarrowConstants(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Float constants that are stored as integers: the bits of each, the bytes saved, and how near outputs stay.
+    """Float constants that are stored as integers: the bits of each, and the bytes saved.
 
-    `ratio_db` is that of the float model with them, over the held-out samples.
+    `ratio_db` is the signal-to-noise ratio of the float model with these constants, over the held-out samples.
     """
 
     bits: dict[str, Literal[8, 16]] = {}
@@ -67,17 +67,17 @@ class NarrowConstants(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class QuantPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What quantizing will do.
+    """All decisions about how a model is quantized.
 
-    `ranges` holds the range of every float activation, `grids` the scales that operators demand whatever the range.
-    `factors` holds for each tensor whose channels are scaled, in the producer and back in its readers, the factors.
-    `axes` holds the channel axis of each weight that gets a scale per channel, `bits` the bits of each that has fewer
-    than 8; those of products of three dimensions lie in blocks of `block`, 0 for none. `float_nodes` are the nodes kept
-    float.
-    `wide` holds the activations that get 16 bits where the others get 8, with their range. `judged` lists what was
+    `ranges` holds the range of every float activation, `grids` the scales and zero points that operators demand
+    whatever the range. `factors` holds the channel factors of each tensor that is equalized: its producer is scaled by
+    them, its readers are scaled back. `axes` holds the channel axis of each weight that gets a scale per channel,
+    `bits` the bits of each weight that has fewer than 8; such weights of MatMuls with inputs of three dimensions share
+    a scale in blocks of `block` values (0: no blocks). `float_nodes` are the nodes kept float. `wide` holds the
+    activations that get 16 bits where the others get 8, with their range. `judged` lists the candidates that were
     tried, best first. `reduce_range` gives weights 7 bits. `shared_ops` are operators whose inputs and output get one
     scale, `unsigned_ops` those whose weights are stored as uint8. With `float_bias` biases stay floats. `narrow` are
-    constants of nodes kept float.
+    the constants of float nodes that are stored as integers.
     """
 
     model_sha256: str
@@ -124,7 +124,7 @@ def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Tar
         raise DataError(f"the calibration is not of '{model.path.name}'", hint="calibrate this model")
     rules = target.quantization.at(precision)
     op_types = _op_types(graph, rules)
-    # What needs more than 8 bits gets 16 where the target has them, and is float elsewhere.
+    # Tensors that need more than 8 bits get 16 if the target supports them, and stay float otherwise.
     widens = target.widens(precision)
     high_precision = {} if rules.activation == "uint16" else find_high_precision_regions(graph)
     exact, axes = calibration.ranges["minmax"], _axes(graph, rules)
@@ -161,12 +161,12 @@ def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Tar
 
 
 def is_relievable(plan: QuantPlan) -> bool:
-    """Returns True if activations have 8 bits, which those that they hurt may leave."""
+    """Returns True if activations have 8 bits, so that sensitive ones may get more."""
     return plan.activation != "uint16"
 
 
 def quantizes_any(graph: Graph, plan: QuantPlan) -> bool:
-    """Returns True if a plan leaves a node to be quantized that does not wait for a quantized neighbour."""
+    """Returns True if a plan quantizes a node that ORT quantizes even without a quantized neighbour."""
     idle = {node.name for node in plan.float_nodes}
     if plan.scheme == "ort":
         idle |= {node.name for node in graph.nodes if node.op_type in _FOLLOWERS}
@@ -209,17 +209,17 @@ def _float_nodes(
         elif node.op_type not in op_types:
             yield FloatNode(name=node.name, op=node.op_type, reason=f"no rule of this target quantizes {node.op_type}")
         elif node.op_type in {"Relu", "Clip"} and {node.input[0], node.output[0]} & graph.captured:
-            # ORT's quantizer folds it into the node before, of whose output the body would read what is not clamped.
+            # ORT's quantizer folds it into the node before; the subgraph would then read the value before the clamp.
             yield FloatNode(name=node.name, op=node.op_type, reason="a control-flow body reads its input or output")
 
 
 def _wide_tensors(
     graph: Graph, nodes: set[str], floats: set[str], exact: dict[str, TensorRange]
 ) -> dict[str, TensorRange]:
-    """Returns the float activations that some nodes read or make, in graph order, with their range.
+    """Returns the ranges of the float activations that some nodes read or make, in graph order.
 
-    So are the constants of recurrent nodes: ORT's QNN rules take these for activations, with one scale for all gates,
-    and what 8 bits round off the states of a step is added up over all steps.
+    The constants of recurrent nodes are included: ORT's QNN rules treat them as activations, with one scale for all
+    gates, and the 8-bit rounding errors of the state would add up over all time steps.
     """
     members = [node for node in graph.nodes if node.name in nodes - floats]
     touched = {name for node in members for name in (*node.input, *node.output)}
@@ -232,7 +232,7 @@ def _wide_tensors(
 
 
 def _grids(graph: Graph, scheme: str, activation: str, op_types: tuple[str, ...]) -> dict[str, Grid]:
-    """Returns 1/256 for Softmax and Sigmoid outputs, which NNAPI demands exactly and XNNPACK within 1e-4."""
+    """Returns the scale 1/256 for Softmax and Sigmoid outputs: NNAPI demands it exactly, XNNPACK within 1e-4."""
     if scheme == "qnn" or activation == "uint16":
         return {}
     grid = Grid(scale=1 / 256, zero_point=-128 if activation == "int8" else 0)
@@ -250,7 +250,8 @@ def _axes(graph: Graph, rules: Quantization) -> dict[str, int]:
     for node in graph.nodes:
         if node.op_type in rules.per_channel_ops and len(node.input) > 1:
             axis = _channel_axis(graph, node)
-            # For a single number times such a weight the HTP never finishes the graph (targets/qnn/NOTES.md).
+            # If a single number is multiplied by a per-channel weight, the HTP never finishes the graph
+            # (targets/qnn/NOTES.md).
             is_single = math.prod(graph.static_shape(node.input[0]) or (0,)) == 1
             if axis is not None and not is_single and graph.readers(node.input[1]) == (node,):
                 axes[node.input[1]] = axis
@@ -258,9 +259,9 @@ def _axes(graph: Graph, rules: Quantization) -> dict[str, int]:
 
 
 def _bits(graph: Graph, rules: Quantization, axes: Collection[str]) -> dict[str, int]:
-    """Returns the bits of the weights that have fewer than 8: of layers that mix their inputs.
+    """Returns the bits of the weights that get fewer than 8: those of layers that sum over several channels.
 
-    A depthwise convolution has a handful of weights a channel, whose errors nothing evens out: it keeps 8 bits.
+    A depthwise convolution has only a few weights per channel, too few for their errors to average out: it keeps 8.
     """
     if rules.weight_bits == 8:
         return {}
@@ -273,10 +274,10 @@ def _bits(graph: Graph, rules: Quantization, axes: Collection[str]) -> dict[str,
 
 
 def _channel_axis(graph: Graph, node: Node) -> int | None:
-    """Returns the output-channel axis of a weighted node's constant weight, None where a scale per channel cannot be.
+    """Returns the output-channel axis of a node's constant weight, None if scales per channel are impossible.
 
-    A grouped ConvTranspose shares an axis between groups, so its int32 bias could not follow the weight's scales, and
-    ONNX Runtime's quantizer fails on a Gemm whose bias is not a number for each column.
+    Groups of a ConvTranspose share an axis of the weight, so the int32 bias could not follow its scales; and ONNX
+    Runtime's quantizer fails on a Gemm whose bias does not have one value per column.
     """
     weight = graph.constants.get(node.input[1])
     if weight is None or weight.data_type != onnx.TensorProto.FLOAT:

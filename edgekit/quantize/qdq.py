@@ -1,7 +1,7 @@
-"""The quantized graph written: Q and DQ nodes, compact forms, QOperator form.
+"""Writes the quantized graph: Q and DQ nodes, a compact form, and the QOperator form.
 
-ONNX Runtime's quantizer places the nodes, then better integers go into the weights. Products whose weights of 4 bits
-lie in blocks stand between Q and DQ of 16 bits. What a file can do without is left out.
+ONNX Runtime's quantizer places the nodes, then the weights are rounded again. MatMuls whose 4-bit weights are quantized
+in blocks become MatMulNBits between Q and DQ of 16 bits. What a file does not need is removed.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ from edgekit.quantize.weight_only.blocks import BlockForm, Blocks, quantize_bloc
 
 # The provider leaves a MatMulNBits of another rank to the CPU (targets/qnn/rules.toml).
 _RANK = 3
-# Those that look at each weight alone; the others learn from the moments of the layer's input.
+# Roundings that treat each weight by itself; the others use the moments of the layer's input.
 _PLAIN = frozenset({"nearest", "bias"})
 
 
@@ -57,17 +57,17 @@ def store_blocks(
     statistics: Path,
     factors: Mapping[str, tuple[float, ...]],
 ) -> None:
-    """Makes each MatMul [., ., K] whose weight [K, N] has 4 bits a MatMulNBits; `qdq`, the QDQ form, is changed.
+    """Turns each MatMul [., ., K] whose weight [K, N] has 4 bits into a MatMulNBits; changes `qdq`.
 
-    Weights are rounded from their float values, with scales that LPBQ can hold: to the nearest, or by `round_blocks`
-    where the plan's rounding learns from samples.
+    Weights are rounded from their float values, with scales that LPBQ can represent: to nearest, or by `round_blocks`
+    if the plan's rounding uses moments of samples.
 
     Args:
         qdq: the QDQ form of `graph`, whose nodes keep their names.
         graph: the float graph.
         plan: says which weights have 4 bits, and how many share a scale.
         statistics: the folder of a calibration's statistics.
-        factors: holds by layer those that the channels of its input were multiplied by since the calibration.
+        factors: for each layer, the factors by which its input channels were scaled since the calibration.
 
     Raises:
         UsageError: the calibration's statistics are gone.
@@ -83,7 +83,7 @@ def store_blocks(
             blocks = None if plan.rounding in _PLAIN else _learn(layer, weight, form, stored, statistics, factors)
             blocks = blocks or quantize_blocks(weight, form.bits, form.block, lpbq=True)
             write_product(qdq.graph, node, layer.weight, blocks, form, len(weight))
-    # Nobody reads the weights of products any more that DequantizeLinear nodes make.
+    # The DequantizeLinear nodes of the replaced weights have no readers any more.
     read = find_reads(qdq.graph)
     kept = [node for node in qdq.graph.node if node.op_type != "DequantizeLinear" or node.output[0] in read]
     set_nodes(qdq.graph, kept)
@@ -97,7 +97,7 @@ def _find_products(
     made = {name for node in qdq.node for name in node.output}
     for node in qdq.node:
         layer = layers.get(node.name)
-        # A node that was left in float reads its weight as it is.
+        # A node that stayed float reads its weight directly, not from a DequantizeLinear.
         if layer is None or node.op_type != "MatMul" or node.input[1] not in made:
             continue
         shape = graph.value(layer.source).shape
@@ -113,7 +113,7 @@ def _learn(
     statistics: Path,
     factors: Mapping[str, tuple[float, ...]],
 ) -> Blocks | None:
-    """Returns the blocks of a weight by its layer's moments, remembered; None where it has none."""
+    """Returns the blocks of a weight, rounded with its layer's moments and stored; None if it has no moments."""
     key = hashlib.sha256(f"blocks {form.block}:{layer.node}:{factors.get(layer.node)}".encode())
     key.update(np.ascontiguousarray(weight).tobytes())
     if known := recall(statistics, key.hexdigest()[:24]):
@@ -128,13 +128,13 @@ def _learn(
     return values, scales
 
 
-# Operators with a grid of their own that the range of their group replaces: a provider that takes a Concat with one
-# scale alone takes its Sigmoid with any. A Softmax keeps its.
+# Operators whose own grid is replaced by the shared range of their group: a provider that requires one scale for all
+# inputs of a Concat accepts any scale of a Sigmoid. A Softmax keeps its own.
 _REPLACEABLE_GRIDS = frozenset({"Sigmoid"})
 
 
 def plan_graph(model: Model, plan: QuantPlan, calibration: Calibration) -> Graph:
-    """Returns the float graph of a model, which was calibrated, with the channels of tensors scaled as planned.
+    """Returns the float graph of a calibrated model, with channels scaled as planned (equalization).
 
     Raises:
         ModelError: the model is quantized already, or older than opset 13.
@@ -144,7 +144,7 @@ def plan_graph(model: Model, plan: QuantPlan, calibration: Calibration) -> Graph
 
 
 def plan_calibration(model: Model, plan: QuantPlan, calibration: Calibration) -> Calibration:
-    """Returns what the calibration of a model says of the graph that a plan quantizes.
+    """Returns the calibration of a model, adapted to the graph that a plan quantizes.
 
     Raises:
         UsageError: the calibration's statistics are gone.
@@ -154,7 +154,7 @@ def plan_calibration(model: Model, plan: QuantPlan, calibration: Calibration) ->
 
 
 def build_qdq(graph: Graph, plan: QuantPlan, statistics: Path, subject: str) -> onnx.ModelProto:
-    """Returns the QDQ form of a float graph as planned, rounded with the statistics of a calibration.
+    """Returns the QDQ form of a float graph as planned; weights are rounded with a calibration's statistics.
 
     Raises:
         ModelError: ORT's quantizer refuses the model.
@@ -164,7 +164,7 @@ def build_qdq(graph: Graph, plan: QuantPlan, statistics: Path, subject: str) -> 
 
 
 def place_plan(graph: Graph, plan: QuantPlan, subject: str) -> onnx.ModelProto:
-    """Returns the QDQ form of a float graph with every weight rounded to the nearest.
+    """Returns the QDQ form of a float graph with every weight rounded to nearest.
 
     Raises:
         ModelError: ORT's quantizer refuses the model.
@@ -177,7 +177,9 @@ def place_plan(graph: Graph, plan: QuantPlan, subject: str) -> onnx.ModelProto:
 
 
 def find_plan_grids(graph: Graph, plan: QuantPlan, subject: str) -> dict[str, Array]:
-    """Returns scales and zero points of activations, by their names in the placed graph of any plan with other ranges.
+    """Returns the scales and zero points of activations, by their names in the graph that `place_plan` returns.
+
+    The names are the same for all plans that differ only in ranges.
 
     Raises:
         ModelError: ORT's quantizer refuses the model.
@@ -232,7 +234,7 @@ def _request(plan: QuantPlan, graph: Graph) -> QdqRequest:
 
 
 def _list_gains(graph: Graph, plan: QuantPlan) -> Iterator[str]:
-    """Yields the weights of normalizations: above zero, the largest of a transformer ten times the others."""
+    """Yields the gains of normalizations: they are positive, and a transformer's largest is ten times the others."""
     floats = {node.name for node in plan.float_nodes}
     for node in graph.nodes:
         is_norm = node.op_type == NORM and NORM in plan.unsigned_ops and node.name not in floats
@@ -241,10 +243,10 @@ def _list_gains(graph: Graph, plan: QuantPlan) -> Iterator[str]:
 
 
 def _feed_floats(graph: onnx.GraphProto, kept: set[str]) -> None:
-    """Lets nodes kept float read float tensors that no quantized node makes as they are, not through Q and DQ."""
-    # ONNX Runtime's quantizer puts Q and DQ on every tensor that a quantized node reads too. A float Conv behind such a
-    # DQ and before a Q would get its weights quantized per tensor when a session is made: WeightBiasQuantization, on by
-    # default (onnxruntime/core/optimizer/qdq_transformer/weight_bias_quantization.cc).
+    """Lets float nodes read tensors that no quantized node makes directly, not through Q and DQ."""
+    # ONNX Runtime's quantizer puts Q and DQ on a tensor for all its readers if one of them is quantized. A float Conv
+    # between such a DQ and a Q would get its weights quantized per tensor when a session is made:
+    # WeightBiasQuantization, on by default (onnxruntime/core/optimizer/qdq_transformer/weight_bias_quantization.cc).
     producers = {name: node for node in graph.node for name in node.output}
     for node in graph.node:
         if node.name not in kept:
@@ -264,21 +266,21 @@ def _float_source(producers: dict[str, onnx.NodeProto], name: str) -> str:
 
 
 NORM = "LayerNormalization"
-"""Its gain is above zero: where a target wants it unsigned, all steps are for that. Others keep the values of int8."""
+"""Its gain is positive: as uint8 it uses all steps above zero. Other uint8 weights keep their int8 values."""
 _QUANTIZERS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 _LETTERS = string.ascii_letters
 _DIGITS = _LETTERS + string.digits
-# What a Conv does where an attribute is absent (ONNX operator Conv), which its schema says in words only.
+# Defaults of Conv's attributes (ONNX operator Conv), which its schema states only in prose.
 _CONV_DEFAULTS: Mapping[str, int] = {"dilations": 1, "strides": 1, "pads": 0}
 
 
 def compact_qdq(proto: onnx.ModelProto) -> None:
-    """Shortens a QDQ model in place; every activation and every node of the user's keeps its name.
+    """Makes a QDQ model smaller, in place; the user's activations and nodes keep their names.
 
-    New names are given to the outputs of Q and DQ nodes, to these nodes themselves, and to the constants that only
-    they read. Activations share equal scales and zero points, biases of one length their zero point. Types of
-    intermediate tensors follow from the graph, and attributes that say what holds without them are left out. On a
-    MobileNetV2 this is a twelfth of the file.
+    Short names are given to Q and DQ nodes, to their outputs, and to the constants that only they read. Activations
+    share equal scales and zero points, biases of equal length share their zero point. Types of intermediate tensors,
+    which follow from the graph, and attributes with default values are removed. On a MobileNetV2 this saves a twelfth
+    of the file.
     """
     graph = proto.graph
     del graph.value_info[:]
@@ -322,10 +324,11 @@ def _share_constants(graph: onnx.GraphProto) -> None:
     for node in graph.node:
         if node.op_type not in _QUANTIZERS:
             continue
-        # int32, biases, has no zero point but 0 (ONNX operator DequantizeLinear), so one serves all of a length. int8,
-        # weights, shares none: with `session.x64quantprecision` ONNX Runtime 1.31 makes both uint8
-        # (avx2_weight_s8_to_u8.cc) and cannot load a model where weights share a zero point. Nor may one be left out:
-        # what ONNX Runtime then saves in runtime style it cannot load, or computes wrongly.
+        # Biases (int32) have no zero point but 0 (ONNX operator DequantizeLinear), so all of one length share it.
+        # Weights (int8) share nothing: with `session.x64quantprecision` ONNX Runtime 1.31 turns weight and zero point
+        # into uint8 (avx2_weight_s8_to_u8.cc), and cannot load a model where weights share a zero point. Nor may the
+        # zero point be omitted: ONNX Runtime cannot load the model that it then saves in runtime style, or computes it
+        # wrongly.
         first = 1
         if node.input[0] in stored:
             first = 2 if stored[node.input[0]].data_type == onnx.TensorProto.INT32 else len(node.input)
@@ -337,14 +340,14 @@ def _share_constants(graph: onnx.GraphProto) -> None:
     zeros = {node.input[2] for node in graph.node if node.op_type in _QUANTIZERS and len(node.input) > 2}
     for tensor in graph.initializer:
         if tensor.name in zeros and tensor.data_type == onnx.TensorProto.INT32 and not any(tensor.raw_data):
-            # As a protobuf's varints zeros have a byte each, in raw_data four.
+            # As varints of a protobuf, zeros take one byte each; in raw_data they take four.
             size = len(tensor.raw_data) // 4
             tensor.ClearField("raw_data")
             tensor.int32_data.extend([0] * size)
 
 
 def _short_names(graph: onnx.GraphProto) -> Mapping[str, str]:
-    """Returns new names of the tensors that quantizers make and of the constants that only they read."""
+    """Returns new names for the outputs of Q and DQ nodes and for the constants that only these nodes read."""
     quantizers = [node for node in graph.node if node.op_type in _QUANTIZERS]
     others = [node for node in graph.node if node.op_type not in _QUANTIZERS]
     kept = {name for node in others for name in node.output}
@@ -357,7 +360,7 @@ def _short_names(graph: onnx.GraphProto) -> Mapping[str, str]:
 
 
 def _free_names(taken: set[str]) -> Iterator[str]:
-    """Yields names of a letter and as few letters and digits as there are, but for those taken."""
+    """Yields names that are not taken: a letter, then as few letters and digits as possible."""
     for number in count():
         rest, name = number // len(_LETTERS), _LETTERS[number % len(_LETTERS)]
         while rest:
@@ -367,7 +370,7 @@ def _free_names(taken: set[str]) -> Iterator[str]:
             yield name
 
 
-# What else ONNX Runtime does at its extended level (onnxruntime/core/optimizer/graph_transformer_utils.cc).
+# Other optimizers of ONNX Runtime's extended level (onnxruntime/core/optimizer/graph_transformer_utils.cc).
 _OTHER_FUSIONS = (
     "AttentionFusion", "BiasDropoutFusion", "BiasGeluFusion", "BiasSoftmaxFusion", "ConvActivationFusion",
     "DynamicQuantizeMatMulFusion", "EmbedLayerNormFusion", "FastGeluFusion", "GatherSliceToSplitFusion",
@@ -378,7 +381,7 @@ _OTHER_FUSIONS = (
 
 
 class QOperatorModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model in QOperator form, and how many integer operators it has of each kind."""
+    """A model in QOperator form, with the number of integer operators of each type."""
 
     model: Model
     operators: dict[str, int]
@@ -388,11 +391,11 @@ def write_qoperator(model: Model, out: Path, cpu: str) -> QOperatorModel:
     """Writes the QOperator form of a prepared QDQ model to `out`, with its scales, zero points and weights unchanged.
 
     Raises:
-        ModelError: no node of the model stands between DQ and Q nodes that ONNX Runtime has an integer operator for.
+        ModelError: no node between DQ and Q nodes has an integer operator in ONNX Runtime.
         RuntimeRefusal: ONNX Runtime cannot load the model.
     """
-    # Prepacked weights are laid out for this machine's kernels. Where int8 is not allowed, ONNX Runtime makes uint8 of
-    # activations (QDQS8ToU8Transformer): an x64's products are of u8 and s8, an Arm's of s8 and s8.
+    # Prepacked weights would have the layout of this machine's kernels. If int8 is not allowed, ONNX Runtime turns
+    # activations into uint8 (QDQS8ToU8Transformer): x64 multiplies u8 by s8, Arm s8 by s8.
     settings = SessionSettings(
         level=Level.EXTENDED,
         config={"session.disable_prepacking": "1", "session.qdqisint8allowed": "1" if cpu == "arm" else "0"},

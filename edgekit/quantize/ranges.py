@@ -1,8 +1,8 @@
-"""From statistics to ranges: minmax, percentile, mse.
+"""Range methods: from statistics to ranges by minmax, moving average, percentile and mse.
 
-A range says which part of an activation its integers span. Histograms grow with their data and do not depend on its
-order. Where a nonlinearity alone reads a tensor, errors count behind it; what an operator joins has one range where a
-provider takes it only so.
+A range says which part of an activation its integers span. Histograms widen with their data, and do not depend on its
+order. If only a nonlinearity reads a tensor, errors are measured after it. The inputs and the output of an operator,
+such as a Concat, share one range if a provider requires that.
 """
 
 import math
@@ -15,23 +15,23 @@ from edgekit.graph.graph import Graph, Node
 from edgekit.model.tensors import Array
 from edgekit.quantize.graph.float_graph import range_source
 
-# On either side of zero. ONNX Runtime has as many in all (PercentileCalibrater in its quantization/calibrate.py).
+# Bins on each side of zero. ONNX Runtime has as many in total (PercentileCalibrater in its quantization/calibrate.py).
 HALF_BINS = 2048
 PARTS = 8
-"""Into how many parts the samples of a histogram are dealt in turn, to see how much they differ; chosen by hand."""
+"""The samples of a histogram are dealt in turn to so many parts, to see how much they differ; chosen by hand."""
 
 # The 99.5 % quantile of Student's t with PARTS - 1 degrees of freedom.
 _T_99 = 3.4995
 
-# What a count may be in half the memory: the samples of a calibration give a part less.
+# Up to this count a histogram fits into uint16, half the memory: a part of a calibration's samples gives less.
 _MOST_NARROW = int(np.iinfo(np.uint16).max)
 
 
 class Histogram(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of values at bin centres; bins without a value are left out.
 
-    `centers` rise and have shape [B], `counts` too; exact zeros have a bin of their own. `parts` [PARTS, B] says from
-    which part of the samples the values come.
+    `centers` is ascending, with shape [B], as has `counts`; exact zeros have a bin of their own. `parts` [PARTS, B]
+    holds the counts of each part of the samples.
     """
 
     centers: Array
@@ -40,15 +40,16 @@ class Histogram(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total(self) -> int:
-        """How many values were counted."""
+        """The number of counted values."""
         return int(self.counts.sum())
 
     def sample_error(self, measured: int, samples: int) -> float:
-        """Returns how far a share read from here may be from that over all `samples`, of which `measured` were counted.
+        """Returns the error of a share of values read from this histogram of `measured` of all `samples`.
 
-        This is the largest half-width, over all values, of the 99 % interval of Student's t for the share of what lies
-        below a value, from how much it differs between the parts, less what is certain because the samples are a part
-        of all (W. Cochran, "Sampling Techniques", 1977, 2.7). 99 % at each value leave about 95 % for all together.
+        The share is that of the values below some value. The error is the half-width of the 99 % interval of Student's
+        t, from the differences between the parts, with the correction for a finite population (W. Cochran, "Sampling
+        Techniques", 1977, 2.7), for the value where it is largest. 99 % at each value give about 95 % for all values at
+        once.
         """
         sizes = self.parts.sum(axis=1)
         if measured >= samples or not sizes.all():
@@ -59,10 +60,10 @@ class Histogram(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HistogramCollector:
-    """Counts values in bins of a power-of-two width, which doubles when a value falls outside.
+    """Counts values in bins whose width is a power of two and doubles when a value falls outside.
 
-    Bins begin at multiples of their width, so doubling merges pairs exactly and the order of the values is of no
-    matter. The width ends between 1/2048 and 1/1024 of the largest magnitude.
+    Bins begin at multiples of their width, so doubling merges pairs of bins exactly, and the order of the values does
+    not matter. The width ends between 1/2048 and 1/1024 of the largest magnitude.
     """
 
     def __init__(self) -> None:
@@ -71,13 +72,13 @@ class HistogramCollector:
         self._zeros = np.zeros(PARTS, np.int32)
 
     def add(self, values: Array) -> None:
-        """Counts finite floats [samples, values]; the samples are dealt to the parts in turn, from call to call."""
+        """Counts finite floats [samples, values]; samples are dealt to the parts in turn, across calls."""
         if not values.size:
             return
         magnitude = max(float(values.max()), -float(values.min()))
         ordinal = int(self._counts.sum() + self._zeros.sum()) // values.shape[1]
         parts = (ordinal + np.arange(len(values))) % PARTS
-        # All values of a part may fall into one bin.
+        # In the worst case all values of a part fall into one bin.
         if -(-(ordinal + len(values)) // PARTS) * values.shape[1] > _MOST_NARROW:
             self._counts = self._counts.astype(np.int32)
         zeros = values.shape[1] - np.count_nonzero(values, axis=1)
@@ -85,7 +86,7 @@ class HistogramCollector:
         if not magnitude:
             return
         self._widen(magnitude)
-        # Wide bins: in float32 a small negative value would underflow to -0, and be counted on the other side of zero.
+        # If bins are wide, a small negative value would underflow to -0 in float32, and be counted as positive.
         scaled = values.astype(np.float64 if self._exponent > 0 else values.dtype) * 2.0**-self._exponent
         bins = np.floor(scaled, out=scaled).astype(np.intp)
         bins += (parts * 2 * HALF_BINS + HALF_BINS)[:, None]
@@ -94,11 +95,11 @@ class HistogramCollector:
         np.subtract.at(self._counts[:, HALF_BINS], parts, zeros.astype(self._counts.dtype))
 
     def state(self) -> Array:
-        """Returns everything counted as int32 [1 + PARTS (1 + bins)]: the exponent of the width, zeros, bins."""
+        """Returns all counts as int32 [1 + PARTS (1 + bins)]: the exponent of the bin width, zeros, bins."""
         return np.concatenate([[np.int32(self._exponent)], self._zeros, self._counts.reshape(-1)])
 
     def restore(self, state: Array) -> bool:
-        """Goes on from a state; returns False, and does nothing, if it is none."""
+        """Continues from an array that `state` returned; returns False, and changes nothing, if it is not one."""
         fits = state.shape == (1 + PARTS * (1 + 2 * HALF_BINS),) and state.dtype == np.int32
         if not fits or state[1:].min() < 0 or not -126 <= state[0] <= 128:
             return False
@@ -119,7 +120,7 @@ class HistogramCollector:
         return Histogram(centers=centers, counts=parts.sum(axis=0), parts=parts)
 
     def _widen(self, magnitude: float) -> None:
-        # 2^-126 is the least normal float32.
+        # 2^-126 is the smallest normal float32.
         needed = max(-126, math.frexp(magnitude)[1] - (HALF_BINS.bit_length() - 1))
         if not self._counts.any():
             self._exponent = max(self._exponent, needed)
@@ -130,9 +131,9 @@ class HistogramCollector:
 
 
 Nonlinearity = Callable[[Array], Array]
-"""What the graph computes from a tensor at once, elementwise."""
+"""An elementwise function of a tensor."""
 
-# One sixth is a rounded number in files.
+# Files hold a rounded 1/6.
 _CLOSE = 1e-5
 
 
@@ -156,7 +157,7 @@ def _silu(values: Array) -> Array:
 
 
 _BY_OP: dict[str, Nonlinearity] = {"Sigmoid": sigmoid, "Tanh": np.tanh, "HardSwish": _hard_swish}
-# Where a function does not change any more, or by less than a step of 8 bits: 3e-4, 7e-4, 0 and 3e-3.
+# Beyond these ends a function is constant, or changes by less than a step of 8 bits: by 3e-4, 7e-4, 0 and 3e-3.
 _SATURATION: dict[Nonlinearity, tuple[float, float]] = {
     sigmoid: (-8.0, 8.0),
     np.tanh: (-4.0, 4.0),
@@ -166,7 +167,7 @@ _SATURATION: dict[Nonlinearity, tuple[float, float]] = {
 
 
 def saturation_of(reader: Nonlinearity | None) -> tuple[float, float]:
-    """Returns between which values a function changes."""
+    """Returns the ends of the interval outside which a function is saturated."""
     return _SATURATION.get(reader, (-math.inf, math.inf)) if reader else (-math.inf, math.inf)
 
 
@@ -185,7 +186,7 @@ def find_nonlinearities(graph: Graph) -> dict[str, Nonlinearity]:
 
 
 def _find_silu(graph: Graph, name: str, nodes: tuple[Node, ...]) -> Iterator[Nonlinearity]:
-    """Yields SiLU or HardSwish where two nodes begin it: one is the product, the other leads to it by itself."""
+    """Yields SiLU or HardSwish if one of two readers is the product, and a chain from the other leads only to it."""
     for product, first in (nodes, nodes[::-1]):
         steps: list[Node] = []
         node = first
@@ -213,21 +214,21 @@ def _is_hard_sigmoid(graph: Graph, steps: list[Node]) -> bool:
 
 
 LEVELS = 255
-"""Steps between the lowest and the highest of 256 integers."""
+"""The number of steps between the lowest and the highest of 256 integers."""
 _LARGEST = float(np.finfo(np.float32).max)
-# From the whole range to a fiftieth of it; chosen by hand.
+# Shares of the range, from all to a fiftieth; chosen by hand.
 _FACTORS = np.linspace(1.0, 0.02, 50).tolist()
 
 
 class TensorRange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The lowest and highest value that the integers of a tensor stand for, before zero is made exact."""
+    """The lowest and highest value that a tensor's integers represent, before the range is shifted to include zero."""
 
     low: float
     high: float
 
 
 class TensorStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """What was seen of a tensor: its lowest and highest value, their means over the samples, and a histogram."""
+    """The statistics of a tensor: its lowest and highest value, their means over the samples, and a histogram."""
 
     exact: TensorRange
     mean: TensorRange
@@ -236,8 +237,8 @@ class TensorStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 def snap_range(exact: TensorRange) -> TensorRange:
     """Returns a range with both ends rounded to 9 significant bits, which moves them by half a step of 255 at most."""
-    # CPUs differ in the last bits of a sum, since their kernels add in other orders; the scale that follows, and so the
-    # bytes of the quantized model, should not.
+    # Kernels of different CPUs add in different orders, so sums differ in their last bits; the scales, and so the bytes
+    # of the quantized model, should not.
     return TensorRange(low=_snap(exact.low), high=_snap(exact.high))
 
 
@@ -249,14 +250,14 @@ def _snap(value: float) -> float:
 def percentile_range(
     exact: TensorRange, histogram: Histogram, percent: float, reader: Nonlinearity | None = None
 ) -> TensorRange:
-    """Returns the range that holds `percent` of the values, the rest cut off in equal parts at both ends.
+    """Returns the range that holds `percent` of the values; half of the others is clipped at each end.
 
-    What lies where `reader` is saturated, such as HardSwish below -3, is cut off too.
+    Values where `reader` is saturated, such as those of HardSwish below -3, are clipped too.
     """
     if not histogram.total:
         return exact
-    # Bins are at most 1/1024 of the largest magnitude wide, a quarter of a step of 8 bits over all: their centres are
-    # near enough.
+    # Bins are at most 1/1024 of the largest magnitude wide, a quarter of a step of 8 bits over the whole range: their
+    # centres are precise enough.
     cumulative = np.cumsum(histogram.counts) / histogram.total
     tail = (100 - percent) / 200
     low = histogram.centers[int(np.searchsorted(cumulative, tail))]
@@ -271,19 +272,19 @@ def _clip_saturated(exact: TensorRange, reader: Nonlinearity | None) -> TensorRa
 
 
 def tail_error(percent: float, values: int) -> float:
-    """Returns how far what is cut off at an end may be from the share wanted, with 95 % certainty, from so many values.
+    """Returns the error, with 95 % confidence, of the clipped share at an end of a percentile range.
 
-    This is the normal bound for values drawn at random; those picked one from each of equal parts of a tensor are
-    never worse (W. Cochran, "Sampling Techniques", 1977, 5.6).
+    This is the bound of the normal approximation for `values` values drawn at random; values picked one from each of
+    equal parts of a tensor are never worse (W. Cochran, "Sampling Techniques", 1977, 5.6).
     """
     tail = (100 - percent) / 200
     return 1.96 * math.sqrt(tail * (1 - tail) / max(1, values))
 
 
 def mse_range(exact: TensorRange, histogram: Histogram, reader: Nonlinearity | None = None) -> TensorRange:
-    """Returns the range with the least mean squared rounding and clipping error at 8 bits, after `reader`.
+    """Returns the range with the least mean squared error of rounding and clipping at 8 bits, after `reader`.
 
-    Both ends shrink together over 50 factors, then each by itself (a search as of OMSE, Y. Choukroun et al.,
+    50 factors are tried for both ends together, then for each end by itself (a search as in OMSE, Y. Choukroun et al.,
     arXiv:1902.06822, for two ends).
     """
     if not histogram.total or exact.high <= exact.low:
@@ -302,7 +303,7 @@ def mse_range(exact: TensorRange, histogram: Histogram, reader: Nonlinearity | N
 
 
 def quantization_error(low: float, high: float, histogram: Histogram, reader: Nonlinearity | None = None) -> float:
-    """Returns the summed squared error, after `reader`, of 8-bit integers over [low, high] made to include zero."""
+    """Returns the summed squared error, after `reader`, of 8-bit integers over [low, high], extended to zero."""
     low, high = min(low, 0.0), max(high, 0.0)
     step = (high - low) / LEVELS
     values = histogram.centers
@@ -321,13 +322,13 @@ def quantization_error(low: float, high: float, histogram: Histogram, reader: No
 PLAIN_METHODS = ("minmax", "moving-average")
 """The range methods that need no histogram."""
 
-# A thousandth and a ten-thousandth of the values: those cut off are about 4 and 0.4 of the 4096 picked from a sample.
+# These clip a ten-thousandth and a thousandth of the values: of the 4096 picked from one sample, about 0.4 and 4.
 PERCENTS = {"percentile-99.99": 99.99, "percentile-99.9": 99.9}
 
 AUTO_METHODS = ("minmax", "mse", *PERCENTS)
-"""The range methods that are judged against each other.
+"""The range methods that are compared with each other.
 
-No one wins on every net of tools/bench/quantize_zoo.py.
+None of them is the best on every network of tools/bench/quantize_zoo.py.
 """
 
 RANGE_METHODS: dict[str, Callable[[TensorStatistics, Nonlinearity | None], TensorRange]] = {
@@ -337,14 +338,17 @@ RANGE_METHODS: dict[str, Callable[[TensorStatistics, Nonlinearity | None], Tenso
     "percentile-99.99": lambda seen, reader: percentile_range(seen.exact, seen.histogram, 99.99, reader),
     "percentile-99.9": lambda seen, reader: percentile_range(seen.exact, seen.histogram, 99.9, reader),
 }
-"""Every range method, by the name that plans and options use. "moving-average" is the mean over the samples of each
-tensor's lowest and highest value: a moving average without decay, so that the order of the samples is of no matter."""
+"""Every range method, by the name that plans and options use.
+
+"moving-average" is the mean over the samples of each tensor's lowest and highest value: a moving average without decay,
+so the order of the samples does not matter.
+"""
 
 METHODS = ("auto", "best", *RANGE_METHODS)
-"""What a user may ask for."""
+"""The range methods that a user may choose."""
 
 
-# ORT's quantizer passes the scale of the input on through these too (QDQDirect8BitOp in
+# These too give their output the scale of their input in ORT's quantizer (QDQDirect8BitOp in
 # onnxruntime/quantization/registry.py).
 _PASSING = frozenset({"AveragePool", "Resize"})
 
@@ -352,10 +356,10 @@ _PASSING = frozenset({"AveragePool", "Resize"})
 def share_ranges(
     graph: Graph, ranges: Mapping[str, TensorRange], ops: Collection[str], floats: Collection[str] = ()
 ) -> dict[str, TensorRange]:
-    """Returns the ranges with one range for the inputs and output of each node of these operators but `floats`.
+    """Returns the ranges, with one shared range for inputs and output of each node of `ops` not in `floats`.
 
-    It covers those of all of them, and of what only moves values before and after them; a tensor that two such nodes
-    read joins theirs.
+    The shared range covers the ranges of all these tensors, and of tensors before and after them that only move values.
+    If two such nodes read one tensor, their groups are merged.
     """
     groups = _join(graph, ops, floats)
     leaders = {name: groups.get(_find_source(graph, name), name) for name in ranges}
@@ -367,12 +371,12 @@ def share_ranges(
 
 
 def shared_tensors(graph: Graph, ops: Collection[str], floats: Collection[str] = ()) -> frozenset[str]:
-    """Returns the tensors whose range is that of a group, by the name of what gives them their range."""
+    """Returns the tensors with the range of a group; a tensor that shares another's scale is named by that one."""
     return frozenset(_join(graph, ops, floats))
 
 
 def _find_source(graph: Graph, name: str) -> str:
-    """Returns the tensor that gives a tensor its scale."""
+    """Returns the tensor from which a tensor takes its scale."""
     while True:
         name = range_source(graph, name)
         if name not in graph.producers or graph.producers[name].op_type not in _PASSING:
@@ -381,7 +385,7 @@ def _find_source(graph: Graph, name: str) -> str:
 
 
 def _join(graph: Graph, ops: Collection[str], floats: Collection[str]) -> dict[str, str]:
-    """Returns the leader of the group of each tensor that such a node reads or makes (union-find)."""
+    """Returns, for each tensor that a node of `ops` reads or makes, the leader of its group (union-find)."""
     leaders: dict[str, str] = {}
 
     def find(name: str) -> str:

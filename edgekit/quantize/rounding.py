@@ -1,7 +1,7 @@
-"""Better integers for the weights of a QDQ graph: rounded with second moments, then biases corrected.
+"""Rounds the weights of a QDQ graph with second moments of layer inputs, and corrects biases.
 
-Layers are rounded one after another, each for what reaches it through the layers that were rounded before it. What
-rounding found is kept beside the statistics that it was found from.
+With the rounding qronos, layers are rounded one after another, each for the inputs that reach it through the layers
+rounded before. Results are stored beside the statistics that they depend on.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ from edgekit.quantize.graph.sessions import open_graph
 
 
 def recall(statistics: Path, key: str) -> dict[str, Array] | None:
-    """Returns the arrays that were kept under a key, None where there are none, or where their file is damaged."""
+    """Returns the arrays that were stored under a key; None if there are none, or if their file is damaged."""
     path = _locate(statistics, key)
     if not path.is_file():
         return None
@@ -60,18 +60,18 @@ def recall(statistics: Path, key: str) -> dict[str, Array] | None:
         with HEADERS, path.open("rb") as file, np.load(file, allow_pickle=False) as fields:
             return {name: fields[name] for name in fields.files}
     except MALFORMED:
-        # It is rounded again, and the file replaced.
+        # The caller rounds again, and replaces the file.
         return None
 
 
 def remember(statistics: Path, key: str, arrays: Mapping[str, Array]) -> None:
-    """Keeps arrays under a key, the digest of all that they depend on beside the statistics.
+    """Stores arrays under a key: a digest of everything they depend on except the statistics.
 
     Raises:
         OutputError: the folder of statistics cannot be written.
     """
     with replacing_file(_locate(statistics, key)) as temporary, temporary.open("wb") as file:
-        # numpy names each array by its keyword.
+        # numpy names each stored array by its keyword.
         np.savez(file, allow_pickle=False, **arrays)
 
 
@@ -79,15 +79,16 @@ def _locate(statistics: Path, key: str) -> Path:
     return statistics / "rounded" / f"{key}.npz"
 
 
-# A bias is int32 with the step of the input times that of the weight, which must be so large that the bias fits: ONNX
-# Runtime's _adjust_weight_scale_for_int32_bias (qdq_quantizer.py) sees to it before weights are corrected, not after.
+# The scale of an int32 bias is that of the input times that of the weight, which must be large enough for the bias to
+# fit. ONNX Runtime's _adjust_weight_scale_for_int32_bias (qdq_quantizer.py) ensures that before weights are corrected,
+# not after.
 _INT32_MARGIN = 1.001 / (2**31 - 1)
 
 
 class QdqLayer(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a layer's parameters are in a QDQ graph: names of initializers, and the step of the quantized input.
+    """The names of a layer's initializers in a QDQ graph, and the step of its quantized input.
 
-    `limit` is the largest magnitude of its integers, `source` the tensor that the layer reads in the QDQ graph.
+    `limit` is the largest magnitude of the weight's integers, `source` the tensor that the layer reads in that graph.
     """
 
     source: str
@@ -106,7 +107,7 @@ class QdqLayer(msgspec.Struct, frozen=True, kw_only=True):
         return self.limit == FOUR_LIMIT
 
     def least_scale(self, layer: Layer, bias: Array) -> Array:
-        """Returns the least scale [groups, outputs, 1] of the weight with which the bias fits into int32."""
+        """Returns the smallest scale [groups, outputs, 1] of the weight with which the bias fits into int32."""
         return (np.abs(bias) * _INT32_MARGIN / self.step).reshape(layer.groups, layer.outputs, 1)
 
 
@@ -117,7 +118,7 @@ def find_places(
     limit: int,
     bits: Mapping[str, int],
 ) -> Iterator[tuple[str, tuple[Layer, QdqLayer]]]:
-    """Yields, by node, layers of the float graph and where they are in its QDQ form."""
+    """Yields, by node name, layers of the float graph with their counterparts in its QDQ form."""
     places = _find_layers(qdq, initializers, limit)
     for layer in read_layers(graph):
         place = places.get(layer.node)
@@ -127,7 +128,7 @@ def find_places(
 
 
 def _find_layers(graph: onnx.GraphProto, initializers: dict[str, onnx.TensorProto], limit: int) -> dict[str, QdqLayer]:
-    """Returns the layers whose input, weight and bias if any come from DQ nodes, with a symmetric int8 weight."""
+    """Returns the layers with a symmetric int8 weight whose input, weight and bias (if any) come from DQ nodes."""
     dequantized = {node.output[0]: node for node in graph.node if node.op_type == "DequantizeLinear"}
     found: dict[str, QdqLayer] = {}
     for node in (node for node in graph.node if node.op_type in LAYER_OPS):
@@ -169,7 +170,8 @@ def write_layer(
         store(place.weight, np.ascontiguousarray(integers))
     store(place.weight_scale, np.asarray(scale if place.per_channel else scale[0]))
     if place.bias is not None and place.bias_scale is not None:
-        # Integer kernels take no scale of the bias (ONNX operator QLinearConv): it is the product of the other two.
+        # Integer kernels have no input for the scale of the bias (ONNX operator QLinearConv): it is the product of the
+        # scales of input and weight.
         step = (np.float32(place.step) * scale).astype(np.float32)
         counts = np.clip(np.rint(bias / step.astype(np.float64)), -(2**31), 2**31 - 1).astype(np.int32)
         store(place.bias, counts)
@@ -177,23 +179,23 @@ def write_layer(
 
 
 Places = Mapping[str, tuple[Layer, QdqLayer]]
-"""Layers of the float graph by their node, and where they are in its QDQ form."""
+"""Layers of the float graph by node name, with their counterparts in its QDQ form."""
 
 
 class _Inputs(msgspec.Struct, frozen=True, kw_only=True):
-    """Patches [P, groups, inputs] of what a layer reads: in the float graph, and behind what was rounded."""
+    """Patches [P, groups, inputs] of a layer's input: in the float graph, and behind the layers rounded so far."""
 
     true: Array
     rounded: Array
 
 
 def round_in_order(qdq: onnx.ModelProto, graph: Graph, statistics: Path, places: Places) -> None:
-    """Rewrites the parameters of layers, in graph order, so that each makes up for the errors that reach it.
+    """Rounds layers in graph order, so that each compensates for the errors that reach it.
 
     As Qronos does (S. Zhang et al., arXiv:2505.11695): with X the inputs of a layer in the float graph and Y those
     behind the layers rounded before, W' = W X'Y (Y'Y)^-1 comes nearest to W X, and W' is rounded with the moment Y'Y.
-    Here both moments are pulled towards what is known without samples (`shrink_moment`), or W' would learn the samples
-    by heart, and weights of 4 bits are rounded by COMQ instead of GPTQ.
+    Unlike there, both moments are shrunk (`shrink_moment`), or W' would overfit the samples, and weights of 4 bits are
+    rounded by COMQ instead of GPTQ.
 
     Raises:
         UsageError: the calibration's statistics are gone.
@@ -212,7 +214,7 @@ def round_in_order(qdq: onnx.ModelProto, graph: Graph, statistics: Path, places:
     kept: dict[str, Array] = {}
     seen: dict[str, Array] = {}
     for index, (layer, place) in enumerate(places.values()):
-        # Layers that read one tensor side by side see it alike: the model runs once for all of them.
+        # Layers that read the same tensor get the same inputs: the model runs once for all of them.
         if layer.node not in seen:
             beside = [each for each, other in places.values() if other.source == place.source]
             seen = _gather(qdq, {layer.source: place.source}, graph, beside, samples)
@@ -237,9 +239,9 @@ def _gather(
     layers: Sequence[Layer],
     samples: Sequence[Tensors],
 ) -> dict[str, Array]:
-    """Returns patches [P, groups, inputs] of what each layer reads, by its node; `names` holds their sources there.
+    """Returns patches [P, groups, inputs] of each layer's input; `names` maps input tensors to their names in `proto`.
 
-    Layers whose input has no known size are left out, all where there are no samples.
+    Layers whose input size is unknown are omitted; without samples, all are.
     """
     places = {each.node: locate_patches(graph, each, patches_per_sample(each, len(samples))) for each in layers}
     where = {each.node: (names[each.source], place) for each in layers if (place := places[each.node]) is not None}
@@ -272,7 +274,7 @@ def _round_layer(graph: Graph, layer: Layer, place: QdqLayer, inputs: _Inputs | 
     if inputs is None:
         inputs = _Inputs(true=np.zeros((1, *matrix.shape[::2])), rounded=np.zeros((1, *matrix.shape[::2])))
     true_mean, mean = inputs.true.mean(axis=0), inputs.rounded.mean(axis=0)
-    # The bias takes the mean error, so only what varies is left to err.
+    # The bias corrects the mean error, so only deviations from the mean matter.
     true, seen = (inputs.true, inputs.rounded) if stored is None else (inputs.true - true_mean, inputs.rounded - mean)
     moment, fitted = _fit(matrix, true, seen, size, layer)
     rounded = _round(fitted, moment, layer, place, floor)
@@ -285,13 +287,13 @@ def _round_layer(graph: Graph, layer: Layer, place: QdqLayer, inputs: _Inputs | 
 
 
 def _fit(matrix: Array, true: Array, seen: Array, size: int, layer: Layer) -> tuple[Array, Array]:
-    """Returns the moment of what is seen, in blocks, and the weights [groups, outputs, inputs] that suit it best."""
+    """Returns the moment of `seen` in blocks, and the weights [groups, outputs, inputs] that fit it best."""
     ones, twos = (np.swapaxes(each.reshape(len(each), -1, size), 0, 1) for each in (true, seen))
     moment, both = (np.swapaxes(each, 1, 2) @ twos / len(true) for each in (twos, ones))
     share = len(true) / 4 / (size + len(true) / 4)
     left = shrink_moment(moment, len(true))
     split = split_pieces(matrix, layer.groups, size)
-    # W' = W (S + share (X'Y - Y'Y)) S^-1, with S the shrunk Y'Y: without errors before, W' is W.
+    # W' = W (S + share (X'Y - Y'Y)) S^-1, with S the shrunk Y'Y: if no errors reach the layer, W' is W.
     change = np.swapaxes(np.linalg.solve(damp_moment(left), np.swapaxes(share * split @ (both - moment), 1, 2)), 1, 2)
     return left, join_pieces(split + change, layer.groups)
 
@@ -313,11 +315,11 @@ def _round(matrix: Array, moment: Array, layer: Layer, place: QdqLayer, floor: A
 Rounding = Literal["nearest", "bias", "gptq", "refit", "comq", "qronos"]
 """How weights are rounded.
 
-nearest: each by itself. bias: the same, and the mean of the error is taken out of the bias (bias correction, M. Nagel
-et al., arXiv:1906.04721, section 4.2). gptq: so that the layer's output errs least, then bias. refit: first refitted by
-least squares to inputs that carry the noise of their own quantization, then gptq. comq: gptq, but weights of 4 bits by
-coordinate descent (`round_comq`). qronos: layer by layer for what reaches each through those before, then as comq
-(`round_in_order`).
+nearest: each weight by itself. bias: the same, then the mean of the output error is subtracted from the bias (bias
+correction, M. Nagel et al., arXiv:1906.04721, section 4.2). gptq: minimizes the error of the layer's output, then
+corrects the bias. refit: first refitted by least squares to inputs that carry the noise of their own quantization, then
+gptq. comq: as gptq, but weights of 4 bits are rounded by coordinate descent (`round_comq`). qronos: layer by layer,
+each for the inputs that reach it through the layers rounded before, otherwise as comq (`round_in_order`).
 """
 
 
@@ -333,11 +335,11 @@ def round_qdq_weights(
     limit: int = LIMIT,
     bits: Mapping[str, int] | None = None,
 ) -> None:
-    """Rewrites weights, their scales and biases of the QDQ form of `graph`; `qdq` is changed.
+    """Rewrites the weights, scales and biases of `qdq`, the QDQ form of `graph`, in place.
 
-    `factors` holds by layer those that the channels of its input were multiplied by since the calibration.
-    `limit` is the largest magnitude of the integers; the weights that `bits` names get 4 bits.
-    What was rounded once is kept in the folder `statistics` for other targets that quantize the same inputs alike.
+    `factors` holds, for each layer, the factors by which its input channels were scaled since the calibration. `limit`
+    is the largest magnitude of the integers; the weights that `bits` names get 4 bits. Results are stored in the folder
+    `statistics`, for other targets that quantize the same layers in the same way.
 
     Raises:
         UsageError: the calibration's statistics are gone.
@@ -366,7 +368,7 @@ def _correct_layers(
     rounding: Rounding,
     factors: Mapping[str, tuple[float, ...]],
 ) -> Iterator[tuple[QdqLayer, dict[str, Array]]]:
-    """Yields what `_correct_layer` returns for each layer that has moments; layers are corrected side by side."""
+    """Yields the result of `_correct_layer` for each layer that has moments; layers are corrected in parallel."""
     with single_blas_thread(), open_moments(statistics / "moments.npz") as stored:
 
         def read(layer: Layer) -> InputMoments | None:
@@ -391,7 +393,7 @@ def _correct_layer(
     statistics: Path,
     rounding: Rounding,
 ) -> dict[str, Array] | None:
-    """Returns integers, scale [channels] and corrected bias of a layer, remembered; None where it has no moments."""
+    """Returns integers, scale [channels] and corrected bias of a layer, and stores them; None without moments."""
     weight = graph.weight(layer.weight)
     stored = None if layer.bias is None else graph.constant(layer.bias)
     bias = np.zeros(layer.groups * layer.outputs) if stored is None else stored.astype(np.float64)
@@ -421,9 +423,9 @@ def _correct_layer(
 
 
 def _mean_error(matrix: Array, rounded: Rounded, mean: Array) -> Array:
-    """Returns E[W x] - E[Wq x], the error [groups, outputs] that every output of a channel has."""
+    """Returns E[W x] - E[Wq x], the mean error [groups, outputs] of each output channel."""
     errors, rows = np.empty(matrix.shape[:2]), max(1, _ERRORS_AT_ONCE // matrix.shape[2])
-    # Part by part: in double precision all of a large layer takes twice its memory for each step.
+    # In parts: in double precision each step over a whole large layer would take twice its memory.
     for start in range(0, matrix.shape[1], rows):
         part = slice(start, start + rows)
         stored = Rounded(integers=rounded.integers[:, part], scale=rounded.scale[:, part])
@@ -432,7 +434,7 @@ def _mean_error(matrix: Array, rounded: Rounded, mean: Array) -> Array:
 
 
 def _round_plainly(graph: Graph, layer: Layer, place: QdqLayer) -> dict[str, Array]:
-    """Returns integers of 4 bits, scale [channels] and bias of a layer, each weight rounded by itself."""
+    """Returns 4-bit integers, scale [channels] and bias of a layer, with each weight rounded to nearest."""
     weight = graph.weight(layer.weight)
     stored = None if layer.bias is None else graph.constant(layer.bias)
     bias = np.zeros(layer.groups * layer.outputs) if stored is None else stored.astype(np.float64)
@@ -457,7 +459,7 @@ def _round_with_moments(
     rounding: Rounding,
 ) -> Rounded:
     refit = rounding == "refit"
-    # The bias takes the mean error, so only what varies is left to err.
+    # The bias corrects the mean error, so only deviations from the mean matter.
     blocks, size = moments.second_moment(centred=layer.bias is not None), moments.size
     spread = moments.spread.reshape(-1, size)
     inactive = find_inactive(blocks, spread)
@@ -466,7 +468,7 @@ def _round_with_moments(
     split = split_pieces(matrix, layer.groups, size)
     noise = place.step**2 / 12 if refit else 0.0
     if refit:
-        # Least squares would take the weights of inputs that never fired for nothing.
+        # Least squares would set the weights of inputs that were always zero to zero.
         split = np.where(inactive[:, None], split, refit_weights(split, blocks, noise))
     scale = find_scale(join_pieces(split, layer.groups))
     if rounding == "comq" and place.has_four_bits:

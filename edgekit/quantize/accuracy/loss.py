@@ -314,7 +314,7 @@ def _judge_vectors(records: Sequence[Array]) -> Loss:
 
     Nearness is the cosine. A neighbour that is as near in the float model, such as the copy of a sample, counts as the
     same. The interval is Wilson's, of a share that was counted: of vectors drawn around 8 or 50 middles, or around
-    none, it holds the true share in 94 to 98 % of draws (tests/quantize/test_quantize_retrieval.py).
+    none, it holds the true share in 93.5 to 98.5 % of draws (tests/quantize/test_quantize_retrieval.py).
     """
     vectors, others = np.stack(records, axis=1)
     cosines, theirs = _compare_all(vectors), _compare_all(others)
