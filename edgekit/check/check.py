@@ -146,7 +146,7 @@ class _Judge(msgspec.Struct, frozen=True, kw_only=True):
         return rules
 
     def find_risks(self, graph: Graph, unit: Unit, *, taken: bool) -> tuple[str, ...]:
-        """Returns why session creation may fail: the provider claims the unit, or may claim it once the layout changed."""
+        """Returns why session creation may fail: the provider claims the unit, or may once the layout changed."""
         subject = Subject(graph=graph, unit=unit, settings=self.settings)
         rules = self.book.provider.risks if taken else self.book.provider.late_risks
         found = [rule.refuse(subject) for rule in rules]

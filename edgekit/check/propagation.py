@@ -127,7 +127,7 @@ class _Draft:
             edge = self._insert([edge], quantizer)
 
     def carry_on(self, quantizer: _Part) -> None:
-        """Walks on from each DQ with one reader and inserts a Q and DQs after each operator that only moves elements."""
+        """Inserts a Q and DQs after each element-moving operator on the path from a DQ with one reader."""
         first = self._edges_after(quantizer)
         ahead = [self._moved_after(first[0])] if len(first) == 1 and first[0].reader is not None else []
         while ahead:

@@ -187,7 +187,7 @@ class CheckReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def taken_bytes(self) -> float:
-        """The share of all bytes read and written that taken nodes account for, 0 to 1; of nodes if no size is known."""
+        """The share of all bytes read and written by taken nodes, 0 to 1; of nodes if no size is known."""
         total = sum(node.bytes for node in self.node_list)
         if total == 0:
             # No shape is known: only nodes can be counted.

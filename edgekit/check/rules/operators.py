@@ -44,7 +44,7 @@ class AxisLast(BaseRule, frozen=True, kw_only=True, tag="axis_last"):
 
 
 class GemmBias(BaseRule, frozen=True, kw_only=True, tag="gemm_bias"):
-    """The shapes allowed for input C, N being the columns of B: "row" is [N] or [1,N], "first" XNNPACK's test of dim 0."""
+    """The shapes allowed for input C; N is the columns of B: "row" is [N] or [1,N], "first" XNNPACK's test of dim 0."""
 
     shapes: tuple[Literal["row", "scalar", "one", "column", "matrix", "first"], ...]
 

@@ -80,7 +80,7 @@ class Parts(msgspec.Struct, kw_only=True):
         return self.writer.add("Transpose", [apart], f"{part}_heads", perm=[0, 2, 1, 3])
 
     def hide(self, part: str, counts: str, value: float = MASKED) -> str:
-        """Adds a Where from a bool mask to an additive bias: 0 where it is True, else `value`, but at least `MASKED`."""
+        """Adds a Where from a bool mask to an additive bias: 0 if True, else `value`, but at least `MASKED`."""
         numbers = [
             self.writer.constant(f"{part}_{name}", number, self.heads.dtype)
             for name, number in (("kept", 0), ("away", max(value, MASKED)))
