@@ -1,4 +1,4 @@
-"""Writing every form of a model that a target loads, reproducible to the byte."""
+"""Writes every form of a model that a target loads, reproducible to the byte."""
 
 from edgekit.convert.convert import ConvertedModel as ConvertedModel
 from edgekit.convert.convert import convert_model as convert_model

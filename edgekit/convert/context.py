@@ -28,10 +28,10 @@ _NAME_LENGTH = 80
 
 
 class ContextOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How to compile a context.
+    """The options to compile a context.
 
-    `socs` are Qualcomm's numbers of the SoCs it is for and `archs` versions of the HTP, such as 73; without either the
-    target says it. Several make one binary for all of them. With `embedded` the binary lies inside the ONNX file.
+    `socs` are Qualcomm's numbers of the SoCs it is for, `archs` versions of the HTP, such as 73; if both are empty, the
+    target's SoC counts. Several of them give one binary for all. With `embedded` the binary lies inside the ONNX file.
     """
 
     socs: tuple[str, ...] = ()
@@ -40,17 +40,17 @@ class ContextOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def serves_several(self) -> bool:
-        """True if one binary serves several chips, which Qualcomm's library for this PC compiles but cannot load."""
+        """True if one binary is for several chips; Qualcomm's library on a PC compiles but cannot load those."""
         return len(self.socs) > 1 or len(self.archs) > 1
 
 
 DEFAULT_CONTEXT = ContextOptions()
 HTP_SOCS: Mapping[str, str] = {"68": "30", "69": "36", "73": "43", "75": "57", "79": "69", "81": "87"}
-"""The versions of the Hexagon Tensor Processor that QAIRT 2.51 compiles for, each with Qualcomm's number of a SoC."""
+"""The versions of the Hexagon Tensor Processor that QAIRT 2.51 compiles for, each with the number of a SoC."""
 
 
 class Context(msgspec.Struct, frozen=True, kw_only=True):
-    """A compiled context model: its files, the first to load, and what it says of the device that can load it.
+    """A compiled context model: its files, the first of which is loaded, and which devices can load it.
 
     `compatibility` is Qualcomm's string (format, API, QAIRT, backend, architecture, SoC, VTCM, flags).
     """
@@ -61,13 +61,13 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def qairt_version(self) -> str:
-        """The version of Qualcomm's runtime that compiled it; the device needs the same or a newer one."""
+        """The version of Qualcomm's runtime that compiled it; the device needs the same version or a newer one."""
         parts = self.compatibility.split(":")
         return parts[2] if len(parts) > 2 else ""
 
 
 def require_compiler() -> None:
-    """Makes sure that QNN's compiler is installed.
+    """Checks that QNN's compiler is installed.
 
     Raises:
         MissingExtraError: onnxruntime-qnn is not installed.
@@ -87,12 +87,12 @@ def compile_context(
     *,
     timeout_s: float = 900.0,
 ) -> Context:
-    """Compiles the model file of that name in `folder` for the target's SoC or those of the options, beside it.
+    """Compiles the model file of that name in `folder` into the same folder, for the options' SoCs or the target's.
 
     Each compilation has a child process of its own, since QNN keeps state that spoils the next one. The child works
-    inside the folder, since the model's path as it is given enters the bytes of the context. What was compiled is then
-    loaded in another child. A context for several chips cannot be loaded here: one is compiled and loaded for each chip
-    by itself.
+    inside the folder, since the model's path as it is given enters the bytes of the context. The compiled context is
+    then loaded in another child. A context for several chips cannot be loaded on a PC: instead, a context for each
+    single chip is compiled and loaded.
 
     Raises:
         UsageError: there is no such SoC number or HTP version.
@@ -102,8 +102,8 @@ def compile_context(
     """
     require_compiler()
     _check_options(options)
-    # QNN does not load a context of several chips on a PC, so each chip's own context is compiled and loaded in its
-    # place.
+    # QNN does not load a context for several chips on a PC: a context for each single chip is compiled and loaded
+    # instead.
     whole = _describe_job(model, CONTEXT_FILE, target, options)
     versions = _run_child(whole, folder, timeout_s)
     singles = [_describe_job(model, f"single{at}.onnx", target, one) for at, one in enumerate(_singles(options))]
@@ -119,10 +119,10 @@ def compile_context(
 
 
 def plan_context(model: str, soc: str, folder: Path, *, timeout_s: float) -> str:
-    """Compiles the model file of that name in `folder` for a SoC, and returns the compiler's plan of it, as text.
+    """Compiles the model file of that name in `folder` for a SoC, and returns the compiler's plan as text.
 
-    The plan lists the NPU's operations in their order, and the bytes that each moves. What QNN leaves to the CPU has
-    no part in it.
+    The plan lists the NPU's operations in their order, and the bytes that each moves. Nodes that QNN leaves to the CPU
+    are not part of it.
 
     Raises:
         MissingExtraError: onnxruntime-qnn is not installed.
@@ -134,7 +134,7 @@ def plan_context(model: str, soc: str, folder: Path, *, timeout_s: float) -> str
     provider = {**options, "profiling_file_path": "profile.csv"}
     job = {"model": model, "out": "planned.onnx", "provider_options": provider, "config": {}, "embed": False}
     _run_child(job, folder, timeout_s)
-    # One for each part of the graph that the NPU takes.
+    # One plan for each part of the graph that the NPU takes.
     plans = sorted(folder.glob("*_schematic.bin"))
     if not plans:
         raise DeviceError(f"QNN's compiler wrote no plan of '{model}'", hint="forecast without --compile")
@@ -144,7 +144,7 @@ def plan_context(model: str, soc: str, folder: Path, *, timeout_s: float) -> str
 def _describe_job(model: str, out: str, target: Target, options: ContextOptions) -> dict[str, Any]:
     provider = dict(target.session.provider_options)
     if options.socs or options.archs:
-        # What the target says of its SoC must not stand beside the chips that were asked for.
+        # The target's own SoC must not be passed together with the requested chips.
         provider.pop("soc_model", None)
         wanted = {"soc_model": ",".join(options.socs), "htp_arch": ",".join(options.archs)}
         provider |= {key: value for key, value in wanted.items() if value}
@@ -160,7 +160,7 @@ def _singles(options: ContextOptions) -> tuple[ContextOptions, ...]:
 
 
 def _check_options(options: ContextOptions) -> None:
-    """Refuses what the provider would take without complaint, to compile for the oldest chip."""
+    """Refuses values that the provider would accept silently, and then compile for the oldest chip."""
     if options.socs and options.archs:
         raise UsageError("a context is for SoCs or for HTP versions, not both", hint="give --soc or --htp-arch")
     for soc in options.socs:
@@ -194,7 +194,7 @@ def _run_child(job: Mapping[str, Any], folder: Path, timeout_s: float) -> dict[s
 
 def _failure(child: Finished, options: Mapping[str, str]) -> DeviceError | RuntimeRefusal:
     last = (child.stderr.strip().splitlines() or [""])[-1]
-    # Any other status is the compiler's own death, often a signal: the model was not judged.
+    # Any other status means that the compiler itself died, often by a signal: it says nothing of the model.
     if child.status != _REFUSED or child.timed_out:
         return DeviceError(
             f"QNN's compiler {child.ending}: {last[:300]}", hint="edgekit check MODEL --target qnn --observe"
@@ -209,5 +209,5 @@ def _failure(child: Finished, options: Mapping[str, str]) -> DeviceError | Runti
 
 
 def shorten_name(name: str) -> str:
-    """Returns the name of a node as a message quotes it: some converters write a whole path for each fused layer."""
+    """Returns the name of a node, shortened for a message: some converters write a whole path for each fused layer."""
     return name if len(name) <= _NAME_LENGTH else f"{name[:_NAME_LENGTH]}..."

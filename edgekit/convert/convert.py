@@ -30,14 +30,15 @@ _ASKED_FOR = "the style, the level and the CPU were asked for"
 
 
 class ConvertedFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """The files of a model and what is known of them.
+    """The files of a converted model, and the facts about them.
 
-    `files` has, for each form in the target's order, the names in the folder, the one to load first; `reason` says why
-    these forms. `census` counts the nodes that each `.ort` form will run, `fates` says what became of those of the
-    source, `unfused` which quantized nodes keep a float activation, `equality` how it compares with the source,
-    `host_traits` what another kind of CPU would write otherwise. `sha256` and `size_bytes` go by file name. `versions`
-    name what wrote the files: onnxruntime, the version of the canonical form, and for a context onnxruntime-qnn and
-    qairt. `target` is empty where the styles were asked for.
+    `files` has for each form, in the target's order, the file names in the folder, the one to load first; `reason` says
+    why these forms. For each `.ort` form, `census` counts the nodes that will run, `fates` says what became of the
+    nodes of the source, `unfused` lists the quantized nodes that keep a float activation, `equality` compares its
+    results with those of the source, and `host_traits` says what another kind of CPU would write differently. `sha256`
+    and `size_bytes` are by file name. `versions` names what wrote the files: onnxruntime, the version of the canonical
+    form, and for a context onnxruntime-qnn and qairt. `target` is empty if the styles were asked for instead of a
+    target.
     """
 
     target: str
@@ -55,7 +56,7 @@ class ConvertedFiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConvertedModel(ConvertedFiles, frozen=True, kw_only=True):
-    """The files that a model was converted to, in a folder."""
+    """The files of a converted model, in a folder."""
 
     source_sha256: str
     folder: Path
@@ -135,7 +136,7 @@ def _convert(
     target: Target | None = None,
     context: ContextOptions = DEFAULT_CONTEXT,
 ) -> ConvertedModel:
-    """Writes a model as ONNX or context, and the model of the source in ORT format; without a target no context."""
+    """Writes a model as ONNX or context, and the source model in ORT format; without a target there is no context."""
     if options.keys() & set(forms):
         refuse_large(source.model)
     if "context" in forms:
@@ -159,14 +160,14 @@ def _convert(
 def _publish(
     model: Model, written: Mapping[Form, Written], work: Path, out: Path, target: Target | None
 ) -> ConvertedModel:
-    """Moves the files into place, the one to load first last, and returns what is known of them."""
+    """Moves the files into the folder, the one to load last, and returns the facts about them."""
     names = [name for form in written.values() for name in form.files]
     sha256 = {name: digest_file(work / name) for name in names}
     sizes = {name: (work / name).stat().st_size for name in names}
     for name in reversed(names):
         move_file(work / name, out / name)
     versions = {"onnxruntime": VERSION, "ort-canonical-form": str(CANONICAL_VERSION)}
-    # What each form has to say, by form: the fields of `Written` that have the same name here.
+    # The facts of every form, by form: the fields of `Written` that have the same name in the result.
     by_form: dict[str, Any] = {
         name: {form: found for form, item in written.items() if (found := getattr(item, name))}
         for name in ("files", "census", "fates", "unfused", "equality", "host_traits")

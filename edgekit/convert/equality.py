@@ -27,7 +27,7 @@ QUANTIZED_TOLERANCE = 0.05
 """Largest error over largest magnitude of an output. Fused float kernels round otherwise in the last bits; where these
 cross a step of a quantized tensor, a value moves by that step."""
 MAX_SAMPLES = 3
-# A result that was folded for one size shows only with another size.
+# A value that was folded for one size is wrong only for another size.
 _OPEN_SIZES = (1, 3)
 
 _NO_TENSORS = "its inputs are no tensors"
@@ -40,11 +40,11 @@ _QUANTIZED_OPS = frozenset(
 
 
 class Equality(msgspec.Struct, frozen=True, kw_only=True):
-    """How a converted file compares with its source, both run on this machine's CPU.
+    """The results of a converted file compared with those of its source, both run on this machine's CPU.
 
-    `error` is the largest difference of an output over the largest magnitude of that output, over all samples; infinite
-    where shapes, types or non-finite values differ. `first_bad` is the first node whose result differs, empty if none
-    does or none could be told. `skipped` says why nothing was compared.
+    `error` is the largest difference in an output divided by the largest magnitude of that output, over all samples;
+    infinite if shapes, types or non-finite values differ. `first_bad` is the first node whose result differs, empty if
+    none does or it could not be found. `skipped` says why nothing was compared.
     """
 
     samples: int
@@ -61,7 +61,7 @@ class Equality(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare_with_source(source: Model, path: Path, options: OrtOptions, samples: Samples | None = None) -> Equality:
-    """Runs a converted file and the model it was made from on the same inputs, and returns how they compare.
+    """Runs a converted file and its source model on the same inputs, and compares their outputs.
 
     A float source runs without any optimisation. A quantized one runs as ONNX Runtime optimises it, because integer
     kernels round where the Q and DQ nodes alone do not. Without samples the inputs are drawn at random. At most
@@ -89,7 +89,7 @@ def compare_with_source(source: Model, path: Path, options: OrtOptions, samples:
 
 
 def compare_onnx(source: Model, changed: Model, samples: Samples | None = None) -> Equality:
-    """Runs two ONNX models on the same inputs, without any optimisation, and returns how the second compares.
+    """Runs two ONNX models on the same inputs without any optimisation, and compares their outputs.
 
     Raises:
         RuntimeRefusal: ONNX Runtime does not run the second where it runs the first.
@@ -103,12 +103,12 @@ def compare_onnx(source: Model, changed: Model, samples: Samples | None = None) 
 
 
 def choose_samples(source: Model, samples: Samples | None) -> Samples | None:
-    """Returns the first samples, drawn at random where there are none; None where inputs are no tensors."""
+    """Returns the first samples, or randomly drawn ones if there are none; None if an input is no tensor."""
     return _draw(source.inputs) if samples is None else limit_samples(samples, MAX_SAMPLES)
 
 
 def _draw(inputs: tuple[TensorSpec, ...]) -> Samples | None:
-    """Returns a drawn sample, or one for each size of `_OPEN_SIZES` where dimensions are open."""
+    """Returns one drawn sample, or one for each size of `_OPEN_SIZES` if dimensions are open."""
     unset = find_unset(inputs, {})
     drawn = [draw_samples(_close_dims(inputs, unset, size)) for size in _OPEN_SIZES[: len(_OPEN_SIZES) if unset else 1]]
     whole = [samples for samples in drawn if samples is not None]
@@ -121,7 +121,7 @@ def _close_dims(inputs: tuple[TensorSpec, ...], names: Iterable[str], size: int)
     try:
         return size_inputs(inputs, dict.fromkeys(names, size))
     except UsageError:
-        # Some formula has no valid size with these numbers: ONNX Runtime then names the input.
+        # A formula of dimensions may have no valid size for these numbers: ONNX Runtime's error then names the input.
         return inputs
 
 
@@ -133,9 +133,9 @@ def _compare(
     *,
     drawn: bool,
 ) -> Equality:
-    """Returns the facts with how the outputs of a file compare with those of a model.
+    """Returns the facts, completed by the comparison of the outputs of a file with those of a model.
 
-    A model may refuse inputs that were drawn at random, which says nothing of the file.
+    A model may refuse randomly drawn inputs; that says nothing about the file.
     """
     source, settings = one
     try:
@@ -144,7 +144,7 @@ def _compare(
         if not drawn:
             raise
         if samples.count > 1:
-            # Dimensions that are open need not all fit together in one size.
+            # Open dimensions need not fit together when all have one size.
             return _compare(facts, one, other, select_samples(samples, [0]), drawn=True)
         # Why nothing was compared, without the path of a temporary file.
         reason = refusal.message.partition("': ")[2] or refusal.message
@@ -170,7 +170,7 @@ def _run(path: Path, settings: SessionSettings, samples: Samples, libraries: Seq
 
 
 def _measure(wanted: Array, got: Array | None) -> float | None:
-    """Returns the largest error over the largest magnitude, or None if every bit is equal."""
+    """Returns the largest error divided by the largest magnitude, or None if every bit is equal."""
     if got is None or wanted.shape != got.shape or wanted.dtype != got.dtype:
         return np.inf
     if wanted.dtype.kind not in "fiub":
@@ -186,7 +186,7 @@ def _measure(wanted: Array, got: Array | None) -> float | None:
 
 
 def _find_first(source: Model, path: Path, graph: onnx.GraphProto, samples: Samples, tolerance: float) -> str:
-    """Returns the name of the first node of the source whose result the file computes otherwise."""
+    """Returns the name of the first node of the source whose result differs in the file."""
     with work_folder() as work:
         shared = _expose(path, work / "exposed.ort", [name for node in graph.node for name in node.output if name])
         proto = read_outside(source)
@@ -206,7 +206,7 @@ def _find_first(source: Model, path: Path, graph: onnx.GraphProto, samples: Samp
 
 
 def _expose(path: Path, out: Path, names: Sequence[str]) -> list[str]:
-    """Writes a file that gives its inner tensors as outputs too; returns which of `names`, in order, it gives."""
+    """Writes the file with inner tensors as further outputs; returns those of `names` that it outputs, in order."""
     with open_tables(path) as file:
         graph: Record = table(table(file.root, "model"), "graph")
         typed = {text(value, "name") for value in records(graph, "node_args") if value.get("type")}

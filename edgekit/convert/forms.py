@@ -35,12 +35,12 @@ from edgekit.target import Target, read_version
 
 
 def find_needed_ort(files: Iterable[Path]) -> str:
-    """Returns the oldest ONNX Runtime that reads all of these files, "" where the oldest that was tried does.
+    """Returns the oldest ONNX Runtime that reads all of these files, "" if the oldest that was measured reads them.
 
     Raises:
         ModelError: a file is damaged.
     """
-    # A version that the table does not know needs the ONNX Runtime that made the file.
+    # A version that is not in the table needs the ONNX Runtime that wrote the file.
     needed = [find_reader(*_read_versions(path)) or VERSION for path in files]
     newest = max(needed, key=read_version, default="")
     return "" if newest == READS[0].since else newest
@@ -60,10 +60,10 @@ _QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")
 
 
 def find_integer_nodes(model: Model, *, signed: bool) -> dict[str, bool]:
-    """Returns for each node that a session still has, but Q and DQ, whether it computes on integers.
+    """Returns for each node of the optimized graph, except Q and DQ nodes, whether it computes on integers.
 
-    `signed` asks for the kernels of Arm, which take signed activations, instead of those of x64; the same graph is made
-    on either. Nodes that only move values are among the first if no DQ makes what they read.
+    `signed` asks for the kernels of Arm, which take signed activations, instead of those of x64; any machine can make
+    either graph. A node that only moves values counts as integer if none of its inputs comes from a DQ node.
 
     Raises:
         RuntimeRefusal: ONNX Runtime makes no session of the model.
@@ -86,14 +86,15 @@ def find_integer_nodes(model: Model, *, signed: bool) -> dict[str, bool]:
 
 ONNX_FILE = "model.onnx"
 STAMP = "edgekit.source_sha256"
-"""The entry of a file's metadata that holds the sha256 of the model whose graph it has."""
+"""The key of a file's metadata that holds the sha256 of the model from which the file was made."""
 
 
 def write_stamped(model: Model, folder: Path) -> Model:
-    """Writes a model, stamped, into a folder and returns it.
+    """Writes a model with its stamp into a folder and returns it.
 
-    Its metadata names the file it came from by sha256, also as Core ML's cache key: that provider keeps compiled models
-    under the key and never compares them with the file (ORT's `coreml_execution_provider`, `ModelCacheDirectory`).
+    The stamp is the sha256 of the source file in the metadata. It is also Core ML's cache key: that provider stores
+    compiled models under the key and never compares them with the file (ORT's `coreml_execution_provider`,
+    `ModelCacheDirectory`).
     """
     proto = read_proto(model, weights=False)
     stamps = {entry.key: entry.value for entry in proto.metadata_props}
@@ -103,7 +104,7 @@ def write_stamped(model: Model, folder: Path) -> Model:
 
 
 def read_stamp(model: Model) -> str:
-    """Returns the sha256 of the model whose graph a file has, "" where it bears no stamp."""
+    """Returns the sha256 of the model from which a file was made, "" if it has no stamp."""
     entries = read_proto(model, weights=False).metadata_props
     return next((entry.value for entry in entries if entry.key == STAMP), "")
 
@@ -127,7 +128,7 @@ def find_folded(source: onnx.GraphProto) -> tuple[str, ...]:
         constants |= {tensor.name for tensor in graph.initializer}
         for node in graph.node:
             if all(name in constants for name in node.input if name) and not node.domain:
-                # Whatever follows from constants alone is folded when the file is written, with this CPU's kernels.
+                # Nodes that read only constants are folded when the file is written, with this CPU's kernels.
                 constants |= set(node.output)
                 if node.op_type not in _EXACT_OPS and any(node.input):
                     found.add(node.op_type)
@@ -135,7 +136,7 @@ def find_folded(source: onnx.GraphProto) -> tuple[str, ...]:
 
 
 def describe_traits(source: onnx.GraphProto, nodes: Sequence[OrtNode]) -> tuple[str, ...]:
-    """Returns a sentence for each reason why another kind of CPU could give other bytes; none if it would not.
+    """Returns a sentence for each reason why another kind of CPU could write other bytes; empty if there is none.
 
     `source` is the model before its constants were folded, `nodes` are those of the converted file.
     """
@@ -163,20 +164,20 @@ def _has_half(source: onnx.GraphProto) -> bool:
 
 
 ORT_FILES: Mapping[Style, str] = {"full": "model.ort", "runtime": "model.runtime.ort"}
-"""The name of the file of each style."""
+"""The file name of each style."""
 
 _NAMED_NODES = 10
-# At these levels Q and DQ nodes are not fused, for debugging: float nodes are then expected.
+# At these levels, which are for debugging, Q and DQ nodes are not fused: float nodes are then expected.
 _WITHOUT_FUSION = frozenset({Level.DISABLED, Level.BASIC})
 
 
 class Written(msgspec.Struct, frozen=True, kw_only=True):
-    """A form on disk: its files, the one to load first, and what is known of them.
+    """A form on disk: its files, the one to load first, and the facts about them.
 
-    `census` counts the nodes that will run, by operator, and `fates` says what became of those of the source. `unfused`
-    are quantized nodes that keep a float activation between themselves and their Q node. `equality` is None where the
-    form was not run. `host_traits` say what another kind of CPU would write otherwise. `compatibility` says which
-    device a context fits; it is empty for other forms.
+    `census` counts the nodes that will run, by operator; `fates` says what became of the nodes of the source. `unfused`
+    are quantized nodes that keep a float activation between themselves and their Q node. `equality` is None if the form
+    was not run. `host_traits` says what another kind of CPU would write differently. `compatibility` says which device
+    a context fits; it is empty for other forms.
     """
 
     files: tuple[str, ...]
@@ -190,7 +191,7 @@ class Written(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
-    """What a form is made from: the model, and the inputs to run it on.
+    """The source of a form: the model, and the inputs to run it on.
 
     Without `checked` nothing is run. `origin` is the model before its constants were folded.
     """
@@ -202,7 +203,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_ort_form(source: Source, folder: Path, options: OrtOptions) -> Written:
-    """Writes a model in ORT format into a folder, takes its census, and runs it against its source.
+    """Writes a model in ORT format into a folder, counts its nodes, and compares its results with those of the source.
 
     Raises:
         ModelError: quantized nodes would run in float, or the file gives other results than its source.
@@ -215,7 +216,7 @@ def write_ort_form(source: Source, folder: Path, options: OrtOptions) -> Written
     unfused = find_unfused(nodes, graph.outputs)
     if options.level not in _WITHOUT_FUSION:
         _refuse_floats([node for node in unfused if not node.activation], path, options)
-    # A fusion that is wrong for this model shows only when it runs.
+    # A fusion that is wrong for this model is found only by running it.
     equality = compare_with_source(source.model, path, options, source.samples) if source.checked else None
     if equality is not None and not equality.passed:
         place = f"first in node '{shorten_name(equality.first_bad)}'" if equality.first_bad else "in its outputs only"
@@ -235,7 +236,7 @@ def write_ort_form(source: Source, folder: Path, options: OrtOptions) -> Written
 
 
 def write_context_form(model: Model, target: Target, folder: Path, options: ContextOptions) -> Written:
-    """Compiles the ONNX file for the target's SoC, beside it.
+    """Compiles the ONNX file for the target's SoC; the context goes into the same folder.
 
     Raises:
         EdgekitError: QNN's compiler is missing, crashed, or does not take the whole model.

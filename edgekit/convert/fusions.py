@@ -1,7 +1,7 @@
-"""What became of each node of a model: kept, fused into another node, removed, or folded into a constant.
+"""The fate of each node of a model: kept, fused into another node, removed, or folded into a constant.
 
-Names of nodes are not reliable, because ONNX Runtime gives them to other nodes. Names of tensors are: the node that
-now computes a tensor does the work of the nodes that computed it before. Both graphs are cut at the tensors that they
+Names of nodes are not reliable, because ONNX Runtime gives them to other nodes. Names of tensors are: the node that now
+computes a tensor does the work of the nodes that computed it before. Both graphs are cut at the tensors that they
 share; the nodes between the same cuts compute the same.
 """
 
@@ -15,26 +15,26 @@ import onnx
 from edgekit.convert.ort_format.report import OrtNode
 
 FOLDED = "folded"
-"""What became of a node whose result is a constant, or is read by nobody, in the converted graph."""
+"""The fate of a node whose result is a constant, or is not read by any node, in the converted graph."""
 GONE = "gone"
-"""What became of a node without a successor: its readers read its input now, or do its work themselves."""
+"""The fate of a node without a successor: its readers now read its input, or do its work themselves."""
 
 _TOKEN = re.compile(r"_token_\d+$")
 _INSERTED = re.compile(r"^(InsertedPrecisionFreeCast_)+")
 _NCHWC = "com.microsoft.nchwc."
-# What ONNX Runtime puts around a node that it gives another layout or type.
+# Operators that ONNX Runtime inserts around a node whose layout or type it changes.
 _LAYOUT_OPS = frozenset({"Transpose", "ReorderOutput", "ReorderInput", "Cast"})
 _MOST_NAMED = 6
-# A Conv, its activation, its Q node.
+# For example from a Conv over its activation to its Q node.
 _MOST_FOLLOWED = 2
-# These compute nothing, so no other node replaces them.
+# Operators that compute nothing, so that no other node replaces them.
 _IDLE_OPS = frozenset({"Dropout", "Identity"})
-# A convolution does not do the work of these: they only changed the layout of its input.
+# A convolution does not replace these: they only changed the layout of its input.
 _MOVES = frozenset({"Flatten", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 
 
 class OpFusion(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of the nodes of one operator: `became` counts them by the operator that does their work now."""
+    """The fate of the nodes of one operator: `became` counts them by the operator that does their work now."""
 
     op: str
     count: int
@@ -56,35 +56,35 @@ class FusedKind(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fusions(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of the nodes of a graph, by operator, and the kinds of fusion; both most frequent first."""
+    """The fates of the nodes of a graph, by operator, and the kinds of fusion; both most frequent first."""
 
     fates: tuple[OpFusion, ...]
     kinds: tuple[FusedKind, ...]
 
 
 class _Region(msgspec.Struct, frozen=True, kw_only=True):
-    """Nodes of the source and of the result between the same tensors, each the one that ends it first."""
+    """Nodes of the source and of the result between the same tensors; in each the last node comes first."""
 
     sources: tuple[OrtNode, ...]
     results: tuple[OrtNode, ...]
 
 
 def trace_fusions(source: onnx.GraphProto, nodes: Sequence[OrtNode]) -> Fusions:
-    """Returns what became of the nodes of the main graph of `source` in a graph of these `nodes`."""
+    """Returns the fates of the nodes of the main graph of `source` in a graph with these `nodes`."""
     given = as_nodes(source)
     fates: dict[int, str] = {}
     kinds: collections.Counter[tuple[tuple[str, ...], str]] = collections.Counter()
     for region in _cut_regions(given, nodes, _find_constants(source)):
         found = _judge_region(region)
         for index, fate in found.items():
-            # Where several nodes read a result, the first region decides, unless it only skips the node.
+            # If several nodes read a result, the first region decides, unless the node has no successor there.
             if fates.get(index, GONE) == GONE:
                 fates[index] = fate
         for name, count in collections.Counter(map(_short, region.results)).items():
-            # A cast is no part of a pattern: those that went are counted by themselves.
+            # A cast is not part of a pattern: removed casts are counted separately.
             members = [given[index].op for index in sorted(found) if found[index] == name]
             into = tuple(op for op in members if op != "Cast")
-            # Where names of tensors are lost in between, a region holds the same pattern several times.
+            # If the tensors between them have lost their names, a region holds the same pattern several times.
             times = count if all(into.count(op) % count == 0 for op in into) else 1
             if len(into) > times:
                 kinds[into[: len(into) // times], name] += times
@@ -102,7 +102,7 @@ def trace_fusions(source: onnx.GraphProto, nodes: Sequence[OrtNode]) -> Fusions:
 
 
 def as_nodes(graph: onnx.GraphProto) -> tuple[OrtNode, ...]:
-    """Returns the nodes of an ONNX graph as those of an ORT-format file, with their places as indices."""
+    """Returns the nodes of an ONNX graph as nodes of an ORT-format file; indices are positions."""
     return tuple(
         OrtNode(
             index=index,
@@ -116,7 +116,7 @@ def as_nodes(graph: onnx.GraphProto) -> tuple[OrtNode, ...]:
 
 
 def _judge_region(region: _Region) -> dict[int, str]:
-    """Returns what became of each node of a region: the node of its own operator, else whatever is new there."""
+    """Returns the fate of each node of a region: a node of its own operator, else the new nodes of the region."""
     left = list(region.results)
     fates = {node.index: GONE for node in region.sources if node.op in _IDLE_OPS}
     for node in region.sources:
@@ -129,8 +129,8 @@ def _judge_region(region: _Region) -> dict[int, str]:
         unique = tuple(dict.fromkeys(names))
         rest = " + ".join(unique) if len(unique) <= _MOST_NAMED else f"{len(names)} nodes"
     else:
-        # All that is there was there before. Where the last node kept its operator, the others went; else the last
-        # result comes from the node before it, which does its work too: Conv and BatchNormalization became Conv.
+        # No node is new. If the last node kept its operator, the others were removed. Otherwise the node that now
+        # gives the last result does their work too, as when Conv and BatchNormalization became Conv.
         last = next((one for one in region.results if _bare(one.op) not in _LAYOUT_OPS), region.results[0])
         rest = GONE if region.sources[0].index in fates else _short(last)
     gone = _MOVES if rest.endswith("Conv") else frozenset[str]()
@@ -143,7 +143,7 @@ def _cut_regions(given: Sequence[OrtNode], nodes: Sequence[OrtNode], constants: 
     now = {name: node for node in nodes for name in node.outputs if name}
     same = _match_tensors(given, nodes)
     makers: dict[str, OrtNode] = {}
-    # A layout or a type that ONNX Runtime puts in gives a tensor its name back: what computes it counts.
+    # A node inserted for a layout or a type gives a tensor its old name again, but the node that computes it counts.
     for node in sorted(nodes, key=lambda node: _bare(node.op) in _LAYOUT_OPS):
         for name in node.outputs:
             if name in same:
@@ -170,7 +170,7 @@ def _walk_back(end: OrtNode, makers: Mapping[str, OrtNode], cuts: Container[str]
 
 
 def _match_tensors(given: Sequence[OrtNode], nodes: Sequence[OrtNode]) -> dict[str, str]:
-    """Returns which tensor of the source each tensor of the result is, in whatever layout or type."""
+    """Returns by tensor of the result the same tensor of the source, whatever its layout or type."""
     names = {name for node in given for name in (*node.inputs, *node.outputs) if name}
     same = {name: name for node in nodes for name in (*node.inputs, *node.outputs) if name in names}
     named = {node.name: node.outputs[0] for node in given if node.name and node.outputs}
@@ -178,14 +178,14 @@ def _match_tensors(given: Sequence[OrtNode], nodes: Sequence[OrtNode]) -> dict[s
     for reader in given:
         for name in reader.inputs:
             readers[name].append(reader)
-    # A tensor that its own node still makes is not renamed: fusions give all their results one name, and number them.
+    # A tensor that its own node still computes has kept its name: fusions give all their results one name with numbers.
     before = {name: node.name for node in given for name in node.outputs}
     kept = {name for node in nodes for name in node.outputs if node.name and before.get(name) == node.name}
     for node in nodes:
         for name in node.outputs:
             blocked = node.op.startswith(_NCHWC) and node.name.endswith("_nchwc")
-            # A blocked node is called after its tensor (nchwc_transformer.cc); others get names with a token, of their
-            # tensor or of themselves.
+            # A blocked node has the name of its tensor (nchwc_transformer.cc); other new names are that of the tensor
+            # or of the node, with a token.
             plain = _INSERTED.sub("", node.name.removesuffix("_nchwc") if blocked else name)
             origin = plain if plain in names else _TOKEN.sub("", plain)
             origin = origin if origin in names else named.get(origin, "")
@@ -196,7 +196,7 @@ def _match_tensors(given: Sequence[OrtNode], nodes: Sequence[OrtNode]) -> dict[s
 
 
 def _follow_name(node: OrtNode, tensor: str, readers: Mapping[str, Sequence[OrtNode]]) -> str:
-    """Returns the tensor that a node computes, where its name is an earlier one's: it fused the Add or Q node."""
+    """Returns the tensor that a node computes; a node that fused an Add or Q node has the name of an earlier tensor."""
     blocked_sum = node.op == f"{_NCHWC}Conv" and len(node.inputs) > 3
     last = {"Add", "Sum"} if blocked_sum else {"QuantizeLinear"} if _bare(node.op).startswith("QLinear") else set[str]()
     found = tensor
@@ -213,7 +213,7 @@ def _follow_name(node: OrtNode, tensor: str, readers: Mapping[str, Sequence[OrtN
 def _find_constants(graph: onnx.GraphProto) -> frozenset[str]:
     constants = {tensor.name for tensor in graph.initializer}
     for node in graph.node:
-        # A node with a body may read tensors that are not among its inputs.
+        # A node with a subgraph may read tensors that are not among its inputs.
         is_plain = not any(attribute.HasField("g") for attribute in node.attribute)
         if is_plain and all(name in constants for name in node.input if name):
             constants |= set(node.output)

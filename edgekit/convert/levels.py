@@ -17,7 +17,7 @@ from edgekit.model.external import skim_model
 from edgekit.model.model import Model, keep_used_opsets, order_nodes, refill
 
 MAX_BYTES = 2**31 - (64 << 20)
-"""A larger model is refused: ONNX Runtime writes the optimized one whole, and protobuf ends at 2 GB."""
+"""A larger model is refused: ONNX Runtime writes the optimized model into one file, and protobuf ends at 2 GB."""
 _LAYOUT_LEVELS = frozenset({Level.LAYOUT, Level.ALL})
 OF_THIS_MACHINE = "layouts of this machine's CPU are in it: load it on the same kind of CPU only"
 
@@ -25,11 +25,11 @@ OF_THIS_MACHINE = "layouts of this machine's CPU are in it: load it on the same 
 class LevelModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model as ONNX Runtime optimizes it at a level.
 
-    `nodes` are those of the main graph, `kinds` the fusions that made them, most frequent first, `casts_gone` how many
-    Cast nodes are fewer than in the model as it was given (negative: more), and `inserted` the nodes of operators that
-    ONNX Runtime alone has, by operator. `warning` says why the file is not for every machine, "" where it is.
-    `median_ms` is a run on this machine with one thread, and `ratio` that time over the one without optimization; None
-    where nothing was timed.
+    `nodes` counts the nodes of the main graph. `kinds` are the fusions that made them, most frequent first.
+    `casts_gone` is how many Cast nodes fewer it has than the given model (negative: more). `inserted` counts by
+    operator the nodes of ONNX Runtime's own operators. `warning` says why the file is not for every machine, "" if it
+    is. `median_ms` is the time of a run on this machine with one thread, `ratio` that time over the one without
+    optimization; both are None if nothing was timed.
     """
 
     level: Level
@@ -89,7 +89,7 @@ def write_level(
 
 
 def describe_level(model: Model, path: Path, level: Level, equality: Equality | None = None) -> LevelModel:
-    """Compares an optimized file with the model that it was made of."""
+    """Compares an optimized file with its source model."""
     before, after = skim_model(model.path).graph, skim_model(path).graph
     casts = Counter(node.op_type for node in before.node)["Cast"] - Counter(node.op_type for node in after.node)["Cast"]
     own = Counter(node.op_type for node in after.node if node.domain not in {"", "ai.onnx", "ai.onnx.ml"})
@@ -109,9 +109,9 @@ def describe_level(model: Model, path: Path, level: Level, equality: Equality | 
 
 
 def _name_reorders(graph: onnx.GraphProto) -> None:
-    """Gives the nodes that turn blocked layouts back names and places by what they give, in place.
+    """Names ReorderOutput nodes after their outputs, and sorts nodes by their outputs, in place.
 
-    ONNX Runtime adds them in the order of a hash table that is seeded anew in each process.
+    ONNX Runtime adds ReorderOutput nodes in the order of a hash table that is seeded anew in each process.
     """
     for node in graph.node:
         if node.op_type == "ReorderOutput":

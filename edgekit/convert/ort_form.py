@@ -15,7 +15,7 @@ from edgekit.model.model import Model
 from edgekit.prepare.constants import find_harmful
 
 REPLAY = {"session.enable_saved_runtime_optimizations": "1"}
-"""The session entry without which ONNX Runtime 1.31 ignores what the runtime style saved (its PR 32077)."""
+"""The session entry without which ONNX Runtime 1.31 ignores saved optimisations (its PR 32077)."""
 
 Style = Literal["full", "runtime"]
 Cpu = Literal["arm", "x64"]
@@ -27,9 +27,9 @@ MAX_ORT_BYTES = 2**31 - (64 << 20)
 class OrtOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How to write an ORT-format file.
 
-    "full" bakes every fusion for the CPU in; "runtime" keeps the operators that providers take and saves the fusions
-    for what they leave. `cpu` is the CPU that will run it: Arm has kernels for signed 8-bit activations, x64 has
-    blocked layouts.
+    "full" contains every fusion for the CPU. "runtime" keeps the operators that providers take, and saves the fusions
+    for the nodes that they leave to the CPU. `cpu` is the CPU that will run it: Arm has kernels for signed 8-bit
+    activations, x64 has blocked layouts.
     """
 
     style: Style
@@ -49,9 +49,9 @@ def write_ort(model: Model, out: Path, options: OrtOptions) -> None:
     with replacing_file(out) as temporary:
         optimize_graph(model.path, temporary, _write_settings(options, model))
         canonicalize_file(temporary)
-        # Loads a file as an app would, with its weights where they lie: its graph and kernels are what can be refused.
+        # Loads a file as an app would, with its weights left in the file: only its graph and kernels can be refused.
         settings = load_settings(options, model)
-        # Mapped, so that loading to see whether it loads does not hold the weights a second time.
+        # Mapped, so that this test does not hold the weights in memory a second time.
         mapped = {"session.use_memory_mapped_ort_model": "1", "session.use_ort_model_bytes_for_initializers": "1"}
         config = {**settings.config, **mapped}
         CpuSession(temporary, msgspec.structs.replace(settings, config=config, libraries=model.custom_ops))
@@ -67,7 +67,7 @@ def refuse_large(model: Model) -> None:
 
 
 def refuse_size(path: Path, size_bytes: int, having: str = "has") -> None:
-    """Refuses a model of a size that the ORT format cannot hold; `having` says of what the size is.
+    """Refuses a size that the ORT format cannot hold; `having` says what has that size.
 
     Raises:
         ModelError: the model is too large for the format.
@@ -80,7 +80,7 @@ def refuse_size(path: Path, size_bytes: int, having: str = "has") -> None:
 
 
 def session_settings(options: OrtOptions, level: Level, source: Model) -> SessionSettings:
-    """Returns the session settings with which the source runs as the converted file will."""
+    """Returns the session settings under which the source runs like the converted file."""
     # The blocked layout exists on x64 alone: a file for Arm that was written on x64 would hold operators that Arm
     # lacks.
     disabled = () if options.cpu == "x64" else ("NchwcTransformer",)
@@ -102,7 +102,7 @@ def _list_harmful(source: Model) -> tuple[str, ...]:
 
 def _write_settings(options: OrtOptions, model: Model) -> SessionSettings:
     settings = session_settings(options, options.level, model)
-    # The format follows from the file's ending by default, and the temporary file's ending is not `.ort`.
+    # By default the format follows from the file's suffix, and the temporary file's suffix is not `.ort`.
     config = {**settings.config, "session.save_model_format": "ORT"}
     if options.style == "runtime":
         config["optimization.minimal_build_optimizations"] = "save"
@@ -110,6 +110,6 @@ def _write_settings(options: OrtOptions, model: Model) -> SessionSettings:
 
 
 def _config(options: OrtOptions) -> dict[str, str]:
-    # Prepacked weights would be of this machine's kernels. Without the second key ONNX Runtime turns s8 activations
-    # into u8 on x64 (qdq_s8_to_u8.cc), and the file for Arm would lose its faster kernels.
+    # Prepacked weights would be in the layout of this machine's kernels. Without the second key ONNX Runtime turns s8
+    # activations into u8 on x64 (qdq_s8_to_u8.cc), and the file for Arm would lose its faster kernels.
     return {"session.disable_prepacking": "1", "session.qdqisint8allowed": "1" if options.cpu == "arm" else "0"}

@@ -1,1 +1,1 @@
-"""Samples, images and labels: read, drawn, judged before they are used."""
+"""Samples, images and labels: read, drawn at random, and checked before they are used."""

@@ -1,4 +1,4 @@
-"""Checks of sample inputs before any work starts: what is refused, and what is only warned of."""
+"""Checks of sample inputs before any work starts: what is refused, and what only causes a warning."""
 
 import hashlib
 import math
@@ -12,33 +12,34 @@ from edgekit.errors import DataError
 from edgekit.model.tensors import Array, Tensors
 
 FEW_SAMPLES = 32
-"""With fewer samples to calibrate with, ranges and the held-out judge are coarse; about 100 are enough."""
+"""With fewer samples, ranges and the evaluation on held-out samples are coarse; about 100 are enough."""
 ALIKE = "make both as the app does"
-"""How a warning ends that calibration was given other samples than verification: it explains what is lost best."""
+"""How a warning ends if the samples for calibration and verification differ: this explains a loss best."""
 # Raw pixels are 255 times as large as those from 0 to 1, and raw 16-bit sound is 32768 times as large as sound from -1
 # to 1.
 _FAR = 100.0
 _PIXELS = (0.0, 255.0)
-# Values between 0 and 255 that reach this are pixels that were resized, whole numbers of them any pixels.
+# Fractional values between 0 and 255 count as resized pixels if they reach this; whole numbers count as raw pixels anyway.
 _LEAST_PIXEL = 64.0
 # The largest magnitude of 16-bit PCM.
 _SOUND = 32768.0
-# Of independent numbers the correlation of neighbours lies within 1 / sqrt(n) of 0; so many times that is no chance
-# (6e-7 of all sets), and pictures and sound lie far above it.
+# Of independent numbers the correlation of neighbours lies within 1 / sqrt(n) of 0. A correlation so many times larger
+# is no chance (6e-7 of all sets); images and sound lie far above it.
 _CHANCE = 5.0
 # The same as a probability, for two sets of samples of which one lies wholly beyond the other.
 _UNLIKELY = 6e-7
-# Shorter rows are features, which have no order.
+# Shorter rows count as features, which have no order.
 _LEAST_ROW = 1000
 _LEAST_SIDE = 8
-# Between two channels, each beside its own spread: gray that was normalised in float32 stays far below it.
+# The largest difference between two channels, relative to their spread, that still counts as gray; gray images that
+# were normalised in float32 stay far below it.
 _GRAY = 0.02
 
 
 class SampleFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about all samples: the sha256 of their content, their number, and a line for each thing that looks wrong.
 
-    `digests` holds the sha256 of each sample by itself.
+    `digests` holds the sha256 of each single sample.
     """
 
     sha256: str
@@ -48,9 +49,10 @@ class SampleFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def refusing_bad(samples: Samples) -> Samples:
-    """Returns the same samples, checked while they are read, for callers that read them once and need no facts.
+    """Returns the same samples, checked as they are read, for callers that read them once and need no facts.
 
-    Reading raises DataError where a sample has a value that is not finite, or there are fewer or more than promised.
+    Reading raises DataError if a sample has a value that is not finite, or if there are fewer or more samples than
+    promised.
     """
 
     def read() -> Iterator[Tensors]:
@@ -66,10 +68,10 @@ def refusing_bad(samples: Samples) -> Samples:
 
 
 def check_samples(samples: Samples, *, computed: Collection[str] = (), golden: Samples | None = None) -> SampleFacts:
-    """Reads every sample once, refuses NaN and infinity, and returns what was seen.
+    """Reads every sample once, refuses NaN and infinity, and returns the facts.
 
-    They are held against each other and against what pictures and sound look like; against `golden` ones of another
-    source, too, with which the model is verified. Of inputs that were `computed`, as state is, nothing is suspicious.
+    Samples are compared with each other and with what images and sound look like, and with the `golden` samples for
+    verification, if these come from another source. Inputs that were `computed`, such as state, cause no warnings.
 
     Raises:
         DataError: a sample has a value that is not finite, does not fit, or there are fewer than were promised.
@@ -81,7 +83,7 @@ def check_samples(samples: Samples, *, computed: Collection[str] = (), golden: S
             if name not in computed:
                 inputs.setdefault(name, _Input()).add(sample[name])
         contents.append(digest_sample(sample))
-        # The digest of digests, so that a sample moved from one place to another is seen, and none has to be kept.
+        # A digest of digests, so that the order of samples matters and no sample has to stay in memory.
         digest.update(contents[-1])
     _check_count(len(contents), samples)
     cut = (f"{samples.batches} batches were cut into {samples.count} samples",) if samples.batches else ()
@@ -113,7 +115,7 @@ def digest_samples(samples: Samples) -> str:
 
 
 def warn_if_few(facts: SampleFacts) -> tuple[str, ...]:
-    """Returns the warnings of samples to calibrate with: those they have, and one if they are few."""
+    """Returns the warnings about calibration samples: their own, and one more if they are few."""
     few = f"{facts.count} samples are few to calibrate with: about 100 make ranges and the judge's choice steady"
     return (few, *facts.warnings) if facts.count < FEW_SAMPLES else facts.warnings
 
@@ -129,17 +131,18 @@ class _Input:
         self._whole = True
         self._rank = 0
         self._values = 0
-        # By lag, over all samples: the correlation of a value with the one so many places on in its row.
+        # By lag, over all samples: the correlation of a value with the one that many places later in its row.
         self._alike = {1: 0.0, 3: 0.0}
         self._below = 0.0
-        # Of NHWC pictures, how much more alike those are that lie a row of one channel apart than those of a whole row.
+        # Of NHWC images, how much more the correlation at a distance of `width` values is than at a whole row of 3 *
+        # `width` values.
         self._folded = 0.0
-        # Of the pictures with three channels, whether a channel told anything that the first does not.
+        # For each image with three channels, whether a channel differs from the first.
         self._colored: list[bool] = []
 
     def add(self, value: Array) -> None:
         self._is_float = self._is_float and value.dtype.kind == "f"
-        # Other whole numbers are tokens, lengths and classes, of which neighbours tell nothing.
+        # Other whole numbers are tokens, lengths and classes, whose neighbours are unrelated.
         if not value.size or not (value.dtype.kind == "f" or (value.dtype.itemsize == 1 and value.ndim == 4)):
             return
         low, high = float(value.min()), float(value.max())
@@ -155,7 +158,7 @@ class _Input:
         self._whole = self._whole and max(-low, high) <= _SOUND and bool((value == np.rint(value)).all())
 
     def _correlate(self, value: Array) -> None:
-        """Adds how much neighbours are alike in a picture of planes or a long row, each weighed by its size."""
+        """Adds the correlation of neighbours in an image or a long row, weighted by its size."""
         is_picture = value.ndim == 4 and value.shape[1] in {1, 3} and min(value.shape[2:]) >= _LEAST_SIDE
         if not is_picture and value.ndim == 4 and value.shape[3] in {1, 3} and min(value.shape[1:3]) >= _LEAST_SIDE:
             self._fold(value)
@@ -177,7 +180,7 @@ class _Input:
         self._below += float((centred[:, 1:] * centred[:, :-1]).sum()) / power
 
     def _fold(self, value: Array) -> None:
-        """Adds how an NHWC picture looks read in NCHW, where a row of pixels is a third as long."""
+        """Adds how an NHWC image looks when read as NCHW, where a row of pixels is a third as long."""
         flat, width = value.reshape(-1).astype(np.float64), value.shape[2]
         flat -= flat.mean()
         power = float((flat * flat).sum()) / value.size
@@ -186,14 +189,14 @@ class _Input:
             self._folded += (near - far) / power
 
     def order(self) -> str:
-        """Returns what is wrong with the order of the values in pictures or sound, "" where nothing is."""
+        """Returns what is wrong with the order of the values in images or sound, "" if nothing is."""
         if not self._values:
             return ""
         chance = _CHANCE / self._values**0.5
         near, third, below = (total / self._values for total in (self._alike[1], self._alike[3], self._below))
         if max(abs(near), abs(below)) < chance:
             return "is noise: neighbours are no more alike than random numbers, as they are in pictures and sound"
-        # In any picture the nearer neighbour is the more alike; where three channels lie interleaved, the third is.
+        # In any image nearer neighbours are more alike; if three channels are interleaved, every third value is.
         if self._rank == 4 and third > near + chance:
             return (
                 "repeats every third value in a row, as NHWC pictures do that were reshaped and not transposed to NCHW"
@@ -203,11 +206,11 @@ class _Input:
         return ""
 
     def usual_reach(self) -> float:
-        """The median over the samples of the largest magnitude; 0 where no floats were seen."""
+        """The median over the samples of the largest magnitude; 0 if there were no floats."""
         return float(np.median(np.maximum(np.abs(self._lows), np.abs(self._highs)))) if self._lows else 0.0
 
     def raw(self) -> str:
-        """Returns what raw data the values look like, "" where they look normalised."""
+        """Returns which raw data the values look like, "" if they look normalised."""
         low, high = min(self._lows), max(self._highs)
         if not self._is_float:
             scaled = bool(self._colored) and 0 <= low < high <= 1
@@ -215,10 +218,10 @@ class _Input:
                 "nothing but 0 and 1, as pixels do that were scaled before they became whole numbers" if scaled else ""
             )
         in_bytes = _PIXELS[0] <= low and high <= _PIXELS[1]
-        # Up to 1 they may be a mask, a one-hot code, or pixels that were scaled.
+        # Values up to 1 may be a mask, a one-hot code, or pixels that were scaled.
         if in_bytes and self._whole and high > 1:
             return f"whole numbers from {low:g} to {high:g}, as raw pixels do"
-        # Interpolation makes numbers between whole ones; of rank 4 because tables of features have such ranges too.
+        # Interpolation makes fractional values. Only rank 4, because tables of features have such ranges too.
         if in_bytes and self._rank == 4 and high >= _LEAST_PIXEL:
             return f"values from {low:g} to {high:g}, as resized pixels do"
         if self._whole and low < 0 and max(-low, high) > _PIXELS[1]:
@@ -228,7 +231,8 @@ class _Input:
     def differences(self, name: str, golden: "_Input") -> Iterator[str]:
         """Yields the first measure by which every sample lies beyond all golden ones.
 
-        Of two sets drawn alike one lies wholly beyond the other in 2 of all the orders that they may have.
+        Of two sets drawn alike, one lies wholly beyond the other in only 2 of all the orders that their values may
+        have.
         """
         count = len(self._lows)
         if 2 * len(self.measures) / math.comb(count + len(golden.measures["mean"]), count) > _UNLIKELY:
@@ -259,7 +263,7 @@ class _Input:
             yield f"input '{name}' holds {self.raw()}: check that this model wants them so"
         reach = np.maximum(np.abs(self._lows), np.abs(self._highs))
         usual, farthest = float(np.median(reach)), int(np.argmax(reach))
-        # Against the median, which the far sample itself does not move.
+        # Compared with the median, which the outlier itself does not move.
         if self._is_float and reach[farthest] > _FAR * usual > 0:
             yield (
                 f"sample {farthest} reaches {reach[farthest]:g} in input '{name}', half of them no more than {usual:g}:"
@@ -268,7 +272,7 @@ class _Input:
 
 
 def _unlike(inputs: Mapping[str, _Input]) -> Iterator[str]:
-    """Yields a doubt where float inputs differ in reach as raw and normalised data do."""
+    """Yields a warning if the magnitudes of float inputs differ as those of raw and normalised data do."""
     reaches = {name: seen.usual_reach() for name, seen in inputs.items() if seen.usual_reach() > 0}
     if len(reaches) < 2:
         return
@@ -307,6 +311,6 @@ def _check_count(count: int, samples: Samples) -> None:
 
 
 def _content(name: str, value: Array) -> bytes:
-    # Objects have no bytes of their own: the array holds pointers.
+    # An array of objects holds pointers, not their bytes.
     data = repr(value.tolist()).encode() if value.dtype.hasobject else np.ascontiguousarray(value).tobytes()
     return f"{name}:{value.dtype}:{value.shape};".encode() + data

@@ -1,4 +1,4 @@
-"""Images as model inputs: the preprocessing that an app must repeat, as data."""
+"""Images as model inputs: the preprocessing, which an app must repeat, is described as data."""
 
 import math
 from pathlib import Path
@@ -15,11 +15,11 @@ from edgekit.serialize import read_toml
 
 SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".webp"})
 # Pillow's own guard warns at a third of this and raises at two thirds (Image.MAX_IMAGE_PIXELS, 89 million); both are
-# for files that unpack to far more than they hold.
+# against files that unpack to far more than their size.
 _MAX_PIXELS = 1 << 28
 _MOST_SIDE = 1 << 14
 _NO_IMAGE: tuple[type[Exception], ...] = (*MALFORMED, UnidentifiedImageError, Image.DecompressionBombError)
-# What the Orientation of EXIF 2.32 (tag 0x0112) asks for, to see the image upright; 1 is upright.
+# The transposition that shows an image upright, by the Orientation of EXIF 2.32 (tag 0x0112); 1 is upright.
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -87,13 +87,13 @@ def read_image(path: Path, preprocess: Preprocess) -> Array:
     """
     try:
         with Image.open(path) as opened:
-            # Asked of the header, before a pixel is unpacked.
+            # The size comes from the header, before a pixel is unpacked.
             if opened.width * opened.height > _MAX_PIXELS:
                 raise DataError(f"'{path}' has {opened.width} x {opened.height} pixels", hint="give smaller images")
             # First the colour, then the size: palettes cannot be interpolated.
             image = _turn_upright(opened.convert("L" if preprocess.color == "L" else "RGB"), opened)
             image = _resize(image, preprocess)
-    # Pillow's readers raise what they stumble over, each another.
+    # Each of Pillow's readers raises other exceptions.
     except _NO_IMAGE as error:
         raise DataError(f"'{path}' is no image that can be read", hint="remove it from the folder") from error
     pixels = np.asarray(image).reshape(image.height, image.width, -1)
@@ -103,8 +103,8 @@ def read_image(path: Path, preprocess: Preprocess) -> Array:
 
 
 def _turn_upright(image: Image.Image, file: Image.Image) -> Image.Image:
-    # Phones store what the sensor saw, and in EXIF how it was held. Pillow's own exif_transpose writes all tags anew,
-    # and fails where one of them is damaged.
+    # Phones store the sensor's image, and in EXIF how the phone was held. Pillow's own exif_transpose rewrites all
+    # tags, and fails if one of them is damaged.
     turn = _UPRIGHT.get(file.getexif().get(ExifTags.Base.Orientation, 1))
     return image if turn is None else image.transpose(turn)
 
@@ -121,7 +121,7 @@ def _resize(image: Image.Image, preprocess: Preprocess) -> Image.Image:
     if preprocess.resize is None:
         return image.resize((width, height), method)
     factor = preprocess.resize / min(image.size)
-    # Never smaller than what is cropped: rounding could leave it one pixel short.
+    # Never smaller than the crop: rounding could leave the image one pixel short.
     image = image.resize((max(width, round(image.width * factor)), max(height, round(image.height * factor))), method)
     left, top = (image.width - width) // 2, (image.height - height) // 2
     return image.crop((left, top, left + width, top + height))
@@ -130,12 +130,12 @@ def _resize(image: Image.Image, preprocess: Preprocess) -> Image.Image:
 def _normalise(pixels: Array, preprocess: Preprocess) -> Array:
     if preprocess.dtype in {"float32", "float16"}:
         mean, std = np.asarray(preprocess.mean, np.float32), np.asarray(preprocess.std, np.float32)
-        # All in float32, as an app does it: in float64 the last bit would differ from what the phone feeds.
-        # What leaves the range of float32 is told of the samples, by name.
+        # All in float32, as in an app: in float64 the last bit would differ from the phone's input. Values beyond the
+        # range of float32 are refused later, by the check of the samples, which names the input.
         with np.errstate(all="ignore"):
             pixels = (pixels.astype(np.float32) * np.float32(preprocess.scale) - mean) / std
     elif preprocess.dtype == "int8":
-        # In 16 bits, because 0 to 255 less 128 does not fit before the subtraction.
+        # In 16 bits, because the values 0 to 255 do not fit into int8 before 128 is subtracted.
         pixels = pixels.astype(np.int16) - 128
     pixels = pixels.astype(preprocess.dtype)
     return np.ascontiguousarray(pixels.transpose(2, 0, 1) if preprocess.layout == "NCHW" else pixels)

@@ -1,4 +1,4 @@
-"""Labels: what is right for each sample, as a class, a text, a mask, an image, or boxes."""
+"""Labels: the correct answer for each sample, as a class, a text, a mask, an image, or boxes."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from edgekit.model.tensors import Array
 
 LabelKind = Literal["class", "text", "array", "boxes", "any"]
 FOLDERS = Path("folders")
-"""Given as the file of labels: the class of an image is the folder that it lies in."""
+"""Given instead of a file of labels: the class of an image is then the folder that it lies in."""
 
 _MAX_BYTES = 1 << 30
 _MALFORMED: tuple[type[Exception], ...] = (*MALFORMED, msgspec.DecodeError)
@@ -33,7 +33,8 @@ Label = int | str | Array | Boxes
 def read_labels(path: Path, samples: Samples) -> tuple[int, ...]:
     """Returns the class of each sample, from a `.npy`, a text file with one class a line, or the folders of images.
 
-    Folders stand for classes where `path` is `folders`: by their names if these are numbers, else in their order.
+    If `path` is `folders`, folders stand for classes: their names if these are numbers, else their positions in sorted
+    order.
 
     Raises:
         DataError: the file cannot be read, holds no whole numbers, or has another number of classes than samples.
@@ -60,10 +61,11 @@ def read_labels(path: Path, samples: Samples) -> tuple[int, ...]:
 
 
 def read_task_labels(path: Path, kind: LabelKind, samples: Samples) -> Sequence[Label]:
-    """Returns the label of each sample in the form that a metric wants.
+    """Returns the label of each sample in the form that a metric needs.
 
     A class is read as by `read_labels`; a text is a line of a text file; an array is a row of a `.npy`; boxes are the
-    entries of a JSON list of {"boxes": [[left, top, right, bottom]], "classes": [int]}. For "any" the file decides.
+    entries of a JSON list of {"boxes": [[left, top, right, bottom]], "classes": [int]}. For "any" the file's form
+    decides.
 
     Raises:
         DataError: the file cannot be read, is of another form, or has another number of labels than samples.

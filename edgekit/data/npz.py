@@ -1,7 +1,7 @@
-"""Rows of `.npz` archives, read one at a time: the archive is never in memory whole.
+"""Rows of `.npz` archives, read one at a time: the archive is never in memory as a whole.
 
 A tensor `y` whose shape changes from row to row is two arrays: `y` with the values of all rows one after another, and
-`y.shapes`, int64, with the shape of each.
+`y.shapes`, int64, with the shape of each row.
 """
 
 import contextlib
@@ -26,10 +26,10 @@ MALFORMED: tuple[type[Exception], ...] = (
     EOFError, KeyError, MemoryError, OSError, OverflowError, RuntimeError, StopIteration, SyntaxError, TypeError,
     ValueError, lzma.LZMAError, struct.error, tokenize.TokenError, zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
-"""What numpy and zipfile raise on damaged arrays: a header is parsed as Python, and its shape is memory to ask for."""
+"""What numpy and zipfile raise on damaged arrays: a header is parsed as Python, and its shape asks for memory."""
 
 _MAX_ROW_BYTES = 1 << 32
-# Version 3.0 differs in the encoding of field names only, and arrays with fields are refused.
+# Version 3.0 differs only in the encoding of field names, and arrays with fields are refused.
 _READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -74,20 +74,20 @@ def read_rows(path: Path) -> Iterator[Tensors]:
             opened.callback(column.shapes.file.close if column.shapes else column.file.close)
         for _ in range(count):
             yield {name: _read_row(column, path) for name, column in columns.items()}
-        # At the end zipfile compares the checksum, too; without this read a damaged last row would pass.
+        # zipfile compares the checksum only at the end; without this read a damaged last row would pass.
         torn = next((name for name, column in columns.items() if column.shapes and column.file.read(1)), None)
         if torn is not None:
             raise DataError(f"array '{torn}' of '{path}' is longer than its shapes say", hint="build it again")
 
 
 def open_npy(path: Path, *, mapped: bool = False) -> Array:
-    """Returns the array of a `.npy` file; `mapped`: it stays in the file, and what is not read takes no memory.
+    """Returns the array of a `.npy` file; a `mapped` one stays in the file, and unread parts take no memory.
 
     Raises:
         OSError: the file cannot be read.
         Exception: one of `MALFORMED`, where it holds no plain array.
     """
-    # Never pickle: it runs code of whoever wrote the file.
+    # No pickle: loading one runs code of whoever wrote the file.
     with HEADERS:
         array: Array = np.load(path, allow_pickle=False, mmap_mode="r" if mapped else None)
     return array
@@ -115,7 +115,7 @@ def _open_columns(archive: zipfile.ZipFile, path: Path) -> dict[str, _Column]:
     columns = {name: _open_column(archive, name, path) for name in _column_names(archive, path)}
     for name in [name for name in columns if f"{name}{SHAPES}" in columns]:
         shapes = columns[f"{name}{SHAPES}"]
-        # Only where it has the form that edgekit writes: an input may by chance be named so.
+        # Only if it has the form that edgekit writes: an input may have such a name by chance.
         if not columns[name].shape and shapes.dtype == np.dtype("<i8") and len(shapes.shape) == 1:
             columns[name] = msgspec.structs.replace(columns[name], shapes=shapes)
             del columns[f"{name}{SHAPES}"]
@@ -148,7 +148,7 @@ def _open_column(archive: zipfile.ZipFile, name: str, path: Path) -> _Column:
 def _read_row(column: _Column, path: Path) -> Array:
     if column.shapes is not None:
         dims = tuple(int(dim) for dim in _read_row(column.shapes, path))
-        # Before they are multiplied: the product of large dimensions would be a size to allocate.
+        # Checked before they are multiplied: the product of large dimensions would be a size to allocate.
         if any(not 0 <= dim <= _MAX_ROW_BYTES for dim in dims):
             raise DataError(f"'{path}' has a row of the shape {list(dims)}", hint="build it again")
         column = msgspec.structs.replace(column, shape=dims, shapes=None)

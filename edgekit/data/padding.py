@@ -1,4 +1,4 @@
-"""Samples of any length for models of fixed ones: filled at the end up to the size of a bucket, and cut back after."""
+"""Samples of any length for models of fixed length: padded at the end to the size of a bucket; outputs are cut back."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,10 +12,10 @@ from edgekit.model.tensors import Array, Tensors, TensorSpec
 
 
 class Padding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the dimension `dim` stands: the axes of inputs that have its size, and those of outputs that go with it.
+    """The axes of inputs that have the size of the dimension `dim`, and the axes of outputs that depend on it.
 
-    `values` holds what each of the inputs is filled with, behind what a sample has. An output axis may have a fixed
-    share of the size, as behind a pooling: of n it then keeps that share, rounded up.
+    `values` holds the padding value of each of the inputs. An output axis may be a fixed fraction of the size, as after
+    a pooling: for a sample of length n it is cut to that fraction of n, rounded up.
     """
 
     dim: str
@@ -24,7 +24,7 @@ class Padding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     values: dict[str, float]
 
     def measure(self, sample: Tensors) -> int:
-        """Returns how long a sample is.
+        """Returns the length of a sample.
 
         Raises:
             DataError: its inputs, or two axes of one, have different lengths.
@@ -37,7 +37,7 @@ class Padding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return found[0][1]
 
     def fill(self, sample: Tensors, size: int) -> dict[str, Array]:
-        """Returns a sample that is no longer than `size`, filled up to it."""
+        """Returns a sample padded to `size`; it must not be longer."""
         return {name: self._fill(name, value, size) for name, value in sample.items()}
 
     def _fill(self, name: str, value: Array, size: int) -> Array:
@@ -48,7 +48,7 @@ class Padding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return np.pad(value, widths, constant_values=np.asarray(self.values[name]).astype(value.dtype))
 
     def cut(self, outputs: Tensors, length: int, size: int) -> dict[str, Array]:
-        """Returns the outputs for a sample of some length, of those that a model of `size` gave for it."""
+        """Returns the outputs of a model of `size`, cut to what belongs to a sample of this length."""
         return {name: self._cut(name, value, length, size) for name, value in outputs.items()}
 
     def _cut(self, name: str, value: Array, length: int, size: int) -> Array:
@@ -62,7 +62,7 @@ def find_padding(
     outputs: Mapping[int, Sequence[TensorSpec]],
     values: Mapping[str, float],
 ) -> Padding:
-    """Returns where a dimension stands in a model, told by its inputs and outputs at several sizes.
+    """Finds the axes of a dimension from the inputs and outputs of a model at several sizes of it.
 
     Raises:
         UsageError: no input has that size, one has a size that follows from it, or a value is for an input that it is
@@ -101,14 +101,14 @@ def _trace_shapes(tensors: Mapping[int, Sequence[TensorSpec]]) -> Iterator[tuple
 
 
 def _find_moving(shapes: _Shapes) -> Iterator[int]:
-    """Yields the axes whose size is not the same at every size of the dimension."""
+    """Yields the axes whose size changes with the size of the dimension."""
     for axis, sizes in enumerate(zip(*shapes.values(), strict=False)):
         if len(set(sizes)) > 1:
             yield axis
 
 
 def _find_shares(shapes: _Shapes) -> Iterator[int]:
-    """Yields the axes that have one share of the dimension at every size of it, to within rounding up."""
+    """Yields the axes that are the same fraction of the dimension at every size of it, rounded up."""
     largest = max(shapes)
     for axis in _find_moving(shapes):
         most = shapes[largest][axis]
@@ -134,7 +134,7 @@ def _is_within(value: int, kind: np.dtype[np.generic]) -> bool:
 
 
 def free_axes(axes: Mapping[str, Sequence[int]], tensors: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """Returns tensors that may have any size in some axes of theirs."""
+    """Returns the specs with these axes of theirs open to any size."""
     return tuple(
         msgspec.structs.replace(
             spec,
@@ -145,9 +145,9 @@ def free_axes(axes: Mapping[str, Sequence[int]], tensors: Sequence[TensorSpec]) 
 
 
 def pad_samples(padding: Padding, samples: Samples, size: int) -> Samples:
-    """Returns samples filled up to a size.
+    """Returns samples padded to a size.
 
-    Reading them raises a DataError where one is longer than that.
+    Reading them raises a DataError if one is longer than that.
     """
 
     def read() -> Iterator[Tensors]:
@@ -164,7 +164,7 @@ def pad_samples(padding: Padding, samples: Samples, size: int) -> Samples:
 
 
 def crop_samples(padding: Padding, samples: Samples, size: int) -> Samples:
-    """Returns samples that were filled up to a larger size, filled up to a smaller one that takes them."""
+    """Returns samples that were padded to a larger size, cropped to a smaller padded size that they fit."""
 
     def read() -> Iterator[Tensors]:
         for sample in samples:
@@ -176,7 +176,7 @@ def crop_samples(padding: Padding, samples: Samples, size: int) -> Samples:
 
 
 def cut_samples(padding: Padding, outputs: Samples, lengths: Sequence[int], size: int) -> Samples:
-    """Returns the outputs of a model of one size, each cut to what its sample of some length has of it."""
+    """Returns the outputs of a model of one size, each cut to what belongs to a sample of its length."""
 
     def read() -> Iterator[Tensors]:
         for length, sample in zip(lengths, outputs, strict=False):

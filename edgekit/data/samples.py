@@ -1,7 +1,7 @@
-"""Where sample inputs come from: they are streamed, one sample at a time.
+"""Sources of sample inputs: they are streamed, one sample at a time.
 
 A function of the user's own may give them (`module:function`, named on the command line or in a recipe, never by a
-bundle), and a model that came without samples gets random ones, the same at each call.
+bundle). A model without samples gets random ones, the same at each call.
 """
 
 import importlib
@@ -27,17 +27,17 @@ from edgekit.model.tensors import DTYPES, HEADERS, Array, Tensors, TensorSpec, s
 
 
 def load_function(source: str, what: str) -> Callable[..., Any]:
-    """Returns the function that `module:function` names; modules of the working folder are found, after installed ones.
+    """Returns the function that `module:function` names; installed modules come before those of the working folder.
 
     Raises:
         UsageError: the module cannot be imported, or has no such function; `what` says what it was wanted for.
     """
     module, _, name = source.partition(":")
     if "" not in sys.path:
-        sys.path.append("")  # last, so that no file of the working folder stands in for an installed module
+        sys.path.append("")  # last, so that no file of the working folder replaces an installed module
     try:
         found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    except Exception as error:  # importing runs the user's own code
+    except Exception as error:  # the user's own code may raise anything
         message = f"cannot load {what} '{source}': {quote_error(error)}"
         raise UsageError(message, hint="module:function, importable from here") from error
     return found
@@ -52,9 +52,9 @@ _NO_TENSOR: tuple[type[Exception], ...] = (*MALFORMED, DecodeError)
 class Samples(msgspec.Struct, frozen=True, kw_only=True):
     """Sample inputs that can be read any number of times, always in the same order.
 
-    `read` starts a new pass and yields one sample at a time, each a tensor per model input with the batch axis of the
-    model. `source` names where they come from, for messages. `class_names` holds, for folders of images in folders,
-    the name of each sample's folder. `batches` says how many batches were cut into samples, 0 where they came singly.
+    `read` starts a new pass and yields one sample at a time, each with a tensor for every model input, batch axis
+    included. `source` is their origin, for messages. `class_names` holds the name of each sample's folder, for images
+    in folders. `batches` says how many batches were cut into samples, 0 if they came singly.
     """
 
     source: str
@@ -75,11 +75,10 @@ def load_samples(
     idle: Collection[str] = (),
     absent: Tensors | None = None,
 ) -> Samples:
-    """Opens sample inputs for a model with these inputs, and judges names, dtype and shape of the first.
+    """Opens sample inputs for a model with these inputs, and checks names, dtype and shape of the first.
 
-    Where the model takes one row and the data are batches, of any size and of several, each row is a sample. Arrays
-    with a name in `idle`, such as inputs that were frozen, are passed over. `absent` says what an input is where the
-    data do not hold it.
+    If the model takes one row and the data are batches (of any size, even of several sizes), each row is a sample.
+    Arrays named in `idle`, such as frozen inputs, are ignored. `absent` gives values for inputs that the data lack.
 
     Raises:
         DataError: the source does not exist, has an unknown form, or does not fit the inputs.
@@ -102,7 +101,7 @@ def load_samples(
         fitting: _Form | None = None
         for index, sample in enumerate(raw):
             form = _describe_form(sample)
-            # Samples of a form that passed as it is need no second look.
+            # Samples of the same form as one that needed no change are not checked again.
             if form == fitting:
                 yield {name: sample[name] for name in names}
                 continue
@@ -114,7 +113,7 @@ def load_samples(
     if count == 0:
         raise DataError(f"'{source}' holds no sample", hint="give at least one, better 100")
     samples = msgspec.structs.replace(raw, count=count, batches=batches if count != batches else 0, read=read)
-    # Reads the first, so that a wrong name or shape is told before any work starts.
+    # Reads the first, so that a wrong name or shape is reported before any work starts.
     next(iter(samples))
     return samples
 
@@ -142,7 +141,7 @@ def _fill_in(samples: Samples, absent: Tensors) -> Samples:
 
 
 def select_samples(samples: Samples, indices: Iterable[int]) -> Samples:
-    """Returns the samples at some positions, in their own order."""
+    """Returns the samples at these positions, in their own order."""
     wanted = frozenset(indices)
 
     def read() -> Iterator[Tensors]:
@@ -155,7 +154,7 @@ def select_samples(samples: Samples, indices: Iterable[int]) -> Samples:
 
 
 def map_samples(samples: Samples, function: Callable[[Tensors], Tensors], *, source: str | None = None) -> Samples:
-    """Returns what a function, such as the run of a session, makes of each sample, anew in each pass."""
+    """Returns the results of a function, such as the run of a session, for each sample; computed anew in each pass."""
     return msgspec.structs.replace(
         samples, source=source or samples.source, read=lambda: (function(sample) for sample in samples)
     )
@@ -167,7 +166,7 @@ def list_samples(rows: Sequence[Tensors], source: str) -> Samples:
 
 
 def keep_small(samples: Samples) -> Samples:
-    """Returns samples that stay in memory once they were read to their end, where they have 32 MB at most."""
+    """Returns samples that stay in memory after their first full pass, if they have 32 MB at most."""
     kept: list[tuple[Tensors, ...]] = []
 
     def read() -> Iterator[Tensors]:
@@ -181,7 +180,7 @@ def keep_small(samples: Samples) -> Samples:
             if size_bytes <= _MOST_KEPT_BYTES:
                 rows.append(sample)
             else:
-                # Too large after all: what was held is let go at once.
+                # Too large: what was stored so far is freed at once.
                 rows.clear()
             yield sample
         if size_bytes <= _MOST_KEPT_BYTES:
@@ -199,7 +198,7 @@ def spread_indices(count: int, wanted: int) -> tuple[int, ...]:
 
 
 def spread_sequences(count: int, wanted: int, steps: int) -> tuple[int, ...]:
-    """Returns at most `wanted` positions of `count` samples, in whole sequences of `steps`, at least one."""
+    """Returns at most `wanted` positions of `count` samples: whole sequences of `steps`, at least one."""
     if steps == 1:
         return spread_indices(count, wanted)
     chosen = spread_indices(count // steps, max(1, wanted // steps))
@@ -207,12 +206,12 @@ def spread_sequences(count: int, wanted: int, steps: int) -> tuple[int, ...]:
 
 
 def limit_samples(samples: Samples, most: int | None, steps: int = 1) -> Samples:
-    """Returns at most that many samples, in whole sequences of `steps`, spread evenly; all where `most` is None."""
+    """Returns at most `most` samples as whole sequences of `steps`, spread evenly; all if `most` is None."""
     return samples if most is None else select_samples(samples, spread_sequences(samples.count, most, steps))
 
 
 def fit_sample(sample: Tensors, inputs: Sequence[TensorSpec], where: str) -> dict[str, Array]:
-    """Returns a sample with the names, dtypes and shapes of the inputs, adding a batch axis of one where it is missing.
+    """Returns a sample with the names, dtypes and shapes of the inputs; a missing batch axis of one is added.
 
     Raises:
         DataError: an input is missing, unknown, of another dtype or of another shape.
@@ -235,10 +234,10 @@ def _describe_form(sample: Tensors) -> _Form:
 
 
 def _split_rows(sample: Tensors, inputs: Sequence[TensorSpec]) -> Iterator[Tensors]:
-    """Yields the rows of a batch for a model of batch one, as batches of one; what is no batch as it is."""
+    """Yields the rows of a batch as batches of one, for a model of batch one; anything else as it is."""
     sizes = {spec.name: _batch_size(sample[spec.name], spec) for spec in inputs if spec.name in sample}
     batched = {size for size in sizes.values() if size != 1}
-    # Inputs of different batch sizes are no batch: each may be an axis that means something else.
+    # Inputs with different first sizes are no batch: each of these axes may mean something else.
     if len(batched) != 1:
         yield sample
         return
@@ -247,14 +246,14 @@ def _split_rows(sample: Tensors, inputs: Sequence[TensorSpec]) -> Iterator[Tenso
 
 
 def _batch_size(value: Array, spec: TensorSpec) -> int:
-    """Returns how many rows a value has for an input that takes one, 1 where it is none or no batch."""
+    """Returns the number of rows in a value for an input that takes one row; 1 if it is no batch."""
     first, *rest = spec.shape or (None,)
     is_batch = first == 1 and value.ndim == 1 + len(rest) and value.shape[0] > 1
     return value.shape[0] if is_batch and shape_matches((1, *value.shape[1:]), spec) else 1
 
 
 def _count_samples(raw: Samples, inputs: Sequence[TensorSpec]) -> tuple[int, int]:
-    """Returns how many samples there are as they come, and how many when batches are cut; all may have to be read."""
+    """Returns the number of samples before and after batches are cut into rows; all samples may have to be read."""
     takes_rows = any(spec.shape and spec.shape[0] == 1 for spec in inputs)
     if raw.class_names or raw.count == 0 or (raw.count != _UNCOUNTED and not takes_rows):
         return raw.count, raw.count
@@ -287,7 +286,7 @@ _FILL_HINT = "one size fills no sample: fill it yourself, or build with several 
 
 
 def _is_shorter(shape: Sequence[int], wanted: Sequence[int | str | None]) -> bool:
-    """Returns True if a sample would fit were it filled along one axis, as a text is; a picture is another picture."""
+    """Returns True if padding along one axis would make a sample fit, as for text; a padded image is another image."""
     known = [(size, want) for size, want in zip(shape, wanted, strict=False) if isinstance(want, int) and size != want]
     return len(shape) == len(wanted) and len(known) == 1 and known[0][0] < known[0][1]
 
@@ -295,7 +294,7 @@ def _is_shorter(shape: Sequence[int], wanted: Sequence[int | str | None]) -> boo
 def _open_source(
     source: str, inputs: Sequence[TensorSpec], given: Sequence[TensorSpec], preprocess: Preprocess | None
 ) -> Samples:
-    """Opens data; `given` are those of the inputs that they must hold."""
+    """Opens data; `given` are the inputs that they must hold."""
     path = Path(source)
     if path.suffix == ".npz" and path.is_file():
         return Samples(source=source, count=count_rows(path), read=lambda: read_rows(path))
@@ -333,7 +332,7 @@ def _from_files(path: Path, files: Sequence[Path], read_one: Callable[[Path], Te
 
 
 def refuse_endless(files: Iterable[Path]) -> None:
-    """Refuses a pipe or a device that lies in a folder: who reads it waits for ever, or reads without end.
+    """Refuses pipes and devices among the files of a folder: reading them would block or never end.
 
     Raises:
         DataError: one of the files is such.
@@ -393,22 +392,22 @@ def _only_input(inputs: Sequence[TensorSpec], path: Path) -> str:
 
 
 def _natural_key(path: Path) -> list[tuple[int, str]]:
-    # Numbers by value: sample 10 comes after sample 9.
+    # Digits compare as numbers: sample 10 comes after sample 9.
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", str(path)) if part]
 
 
 MOST_AXES = 64
-"""How many dimensions numpy's arrays have at most."""
+"""The largest number of dimensions of a numpy array."""
 
 _UNSET_DIM = 1
-# A gibibyte of float32: more than any model takes at a time on what edgekit is for.
+# A gibibyte of float32: more than any model for edgekit's devices takes at a time.
 _MOST_VALUES = 1 << 28
 
 
 def draw_samples(inputs: tuple[TensorSpec, ...], count: int = 1) -> Samples | None:
-    """Returns samples for inputs that are tensors, or None if one is not; an unknown dimension gets the size 1.
+    """Returns random samples for inputs that are tensors, or None if one is not; unknown dimensions get size 1.
 
-    Floats are normal, integers 0 or 1 (they are indices more often than not), strings a letter.
+    Floats are normally distributed, integers 0 or 1 (they are mostly indices), strings a letter.
 
     Raises:
         DataError: an input is so large that nothing could hold it, or has more dimensions than numpy knows.
@@ -437,7 +436,7 @@ def draw_samples(inputs: tuple[TensorSpec, ...], count: int = 1) -> Samples | No
 
 
 def _draw(spec: TensorSpec, index: int) -> Array:
-    # Seeded by the name of the input, so that a model with one more input gives the others the same numbers; crc32, as
+    # Seeded by the name of the input, so that a further input does not change the values of the others. crc32, as
     # `hash` differs from process to process.
     rng = np.random.default_rng([zlib.crc32(spec.name.encode()), index])
     shape = [dim if isinstance(dim, int) else _UNSET_DIM for dim in spec.shape or ()]

@@ -1,4 +1,4 @@
-"""Samples read, split into those that calibrate and those that verify, and judged, in one visit."""
+"""Reads samples, splits them into those for calibration and those for verification, and checks them, in one pass."""
 
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -13,18 +13,18 @@ from edgekit.errors import DataError
 from edgekit.model.state import State, first_state
 from edgekit.model.tensors import TensorSpec
 
-# Without data of its own for verification, one sample in four is kept from calibration and verifies.
+# Without separate data for verification, one sample in four is held out of calibration for it.
 _GOLDEN_SHARE = 4
-# They go into the bundle, and each device of a verification runs them all.
+# At most so many, because they go into the bundle, and each device of a verification runs them all.
 _MAX_GOLDEN_SAMPLES = 64
 _MAX_GOLDEN_BYTES = 256 << 20
 _STATELESS = State()
 
 
 class SampleSets(msgspec.Struct, frozen=True, kw_only=True):
-    """Samples to calibrate with, whose `facts` are known, and samples to verify with, and their `labels`.
+    """Samples for calibration, whose `facts` are known, and samples for verification, with their `labels`.
 
-    `given` are those to verify with as the data hold them, before state or size was added.
+    `given` are those for verification as the data hold them, before state or padding was added.
     """
 
     calibration: Samples
@@ -35,9 +35,9 @@ class SampleSets(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sequences(msgspec.Struct, frozen=True, kw_only=True):
-    """How samples make sequences, and what gives each step the state that the float model then has.
+    """How samples form sequences, and how each step gets the state that the float model has at that point.
 
-    `unroll` gets samples and a name for what it makes of them; it may fill samples up to a size, too.
+    `unroll` gets samples and a name for its result; it may also pad samples to a size.
     """
 
     state: State = _STATELESS
@@ -45,7 +45,7 @@ class Sequences(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def computed(self) -> Collection[str]:
-        """The inputs that the float model gave, and not the data."""
+        """The inputs that come from the float model and not from the data."""
         return self.state.feeds if self.state.steps > 1 else ()
 
 
@@ -60,11 +60,11 @@ def read_sample_sets(
     idle: Collection[str] = (),
     sequences: Sequences | None = None,
 ) -> SampleSets:
-    """Returns the samples of `source` for the inputs of a model, at most so many as `most` to calibrate with.
+    """Returns the samples of `source` for the inputs of a model, at most `most` of them for calibration.
 
-    Without `evaluation` some of them are held out to verify with. `labels`, a file and the kind that a metric wants,
-    are those of the samples to verify with. Bad samples of these raise when they are read. Arrays named in `idle` are
-    passed over. With `sequences` samples stay together in whole ones, and get their state.
+    Without `evaluation` some of them are held out for verification. `labels` (a file, and the kind that a metric needs)
+    belong to the samples for verification; a bad sample among these raises an error only when it is read. Arrays named
+    in `idle` are ignored. With `sequences` samples stay together in whole sequences, and get their state.
 
     Raises:
         DataError: a file cannot be read, does not fit the inputs, holds part of a sequence, or has another number of
@@ -79,7 +79,7 @@ def read_sample_sets(
         held_out = load_sequences(evaluation, inputs, sequences.state, preprocess, idle=idle)
     limited = limit_samples(samples, most, steps)
     samples = sequences.unroll(limited, "calibration")
-    # What was held out is of the same source, and what was filled or has state is no longer as the data hold it.
+    # Held-out samples have the same source: nothing to compare. Padded samples, and those with state, differ from it.
     golden = limit_samples(held_out, FEW_SAMPLES, steps) if evaluation is not None and samples is limited else None
     return SampleSets(
         calibration=samples,
@@ -98,7 +98,7 @@ def load_sequences(
     *,
     idle: Collection[str] = (),
 ) -> Samples:
-    """Opens samples that make whole sequences; inputs that hold state are zero where the data lack them.
+    """Opens samples that form whole sequences; state inputs that the data lack are zero.
 
     Raises:
         DataError: the source cannot be read, does not fit the inputs, or holds part of a sequence.
@@ -114,7 +114,7 @@ def load_sequences(
 
 
 def _hold_out(samples: Samples, steps: int) -> tuple[Samples, Samples]:
-    """Returns the samples to calibrate with and those to verify with: apart, unless there is only one sequence."""
+    """Returns the samples for calibration and those for verification: disjoint, unless there is only one sequence."""
     if samples.count == steps:
         return samples, samples
     size_bytes = max(1, sum(value.nbytes for value in next(iter(samples)).values()))

@@ -1,9 +1,9 @@
-"""How sure a share is that was counted on few samples."""
+"""How certain a share is that was counted on few samples."""
 
 import math
 
 Z95 = 1.959963984540054
-"""The deviations from the mean within which 95 % of a normal distribution lie."""
+"""95 % of a normal distribution lie within so many standard deviations of the mean."""
 
 
 def wilson_interval(hits: int, total: int) -> tuple[float, float]:

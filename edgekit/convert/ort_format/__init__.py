@@ -1,1 +1,1 @@
-"""The ORT format: its tables read and written, its canonical bytes, its census of operators."""
+"""The ORT format: reads and writes its tables, brings its bytes into canonical order, counts its operators."""

@@ -1,9 +1,9 @@
 """Rewrites ORT-format files in one canonical order, so that a model always gives the same bytes, and repairs them.
 
-ONNX Runtime writes parts of the file in the order of a hash table that is seeded anew in each process, hands out
-indices and names of ReorderOutput nodes in that order, and saves optimisations that it cannot replay. Here the operator
-is written into the latter, the nodes are numbered by their outputs, every list without an order is sorted, and tables,
-vectors, strings and weights are laid out front to back by fixed rules.
+ONNX Runtime writes parts of the file in the order of a hash table that is seeded anew in each process, gives
+ReorderOutput nodes their indices and names in that order, and saves optimisations that it cannot replay. This module
+adds the missing operator to such optimisations, numbers the nodes by their outputs, sorts every list that has no order,
+and lays out tables, vectors, strings and weights front to back by fixed rules.
 
 ORT 1.31 saves the QDQ actions of MatMul and Split without the operator they produce (they have no `RunForSave` of their
 own, `qdq_actions.cc`), and then refuses the file where saved optimisations are switched on: "Not enough produced nodes
@@ -63,7 +63,7 @@ _TYPES: Mapping[str, Mapping[str, tuple[tuple[int, int], ...]]] = {
 }
 
 
-# What ONNX Runtime 1.31 registers itself. Level 1 and saved optimizations may add nodes of these when a file is loaded.
+# Domains that ONNX Runtime 1.31 registers itself: loading a file may add nodes of these (level 1, saved optimizations).
 _OWN_DOMAINS = frozenset({
     "", "ai.onnx", "ai.onnx.ml", "ai.onnx.training", "ai.onnx.preview", "ai.onnx.preview.training", "com.microsoft",
     "com.microsoft.experimental", "com.microsoft.nchwc", "org.pytorch.aten",
@@ -73,7 +73,7 @@ _OWN_DOMAINS = frozenset({
 def drop_foreign_opsets(root: Record) -> None:
     """Drops, in place, the opsets of custom operators that no node of the model has.
 
-    ONNX Runtime writes each domain that its process knows, those among them that an earlier session loaded for another
+    ONNX Runtime writes each domain that its process knows, including those that an earlier session loaded for another
     model.
     """
     model = table(root, "model")
@@ -83,24 +83,24 @@ def drop_foreign_opsets(root: Record) -> None:
 
 
 def repair_saved(root: Record) -> None:
-    """Writes, in place, the operator into each saved action that lacks it."""
+    """Adds, in place, the operator to each saved action that lacks it."""
     model = table(root, "model")
-    # A model may import the main domain twice, as "" and as "ai.onnx": here the newer counts.
+    # A model may import the main domain twice, as "" and as "ai.onnx": the newer opset counts.
     opset = max((number(entry, "version") for entry in records(model, "opset_import") if _is_main(entry)), default=0)
     produced: set[str] = set()
     for graph in iterate_graphs(table(model, "graph")):
         for entry in records(table(graph, "runtime_optimizations"), "records"):
             for saved in records(entry, "runtime_optimization_records"):
                 find_op = _PRODUCED.get(text(saved, "action_id"))
-                # A later ONNX Runtime may write the operator itself: then that is kept.
+                # A later ONNX Runtime may write the operator itself: that one stays.
                 if find_op is not None and not saved.get("produced_op_ids"):
                     op = find_op(saved, opset)
                     saved["produced_op_ids"] = [op.encode()]
                     produced.add(op)
     known = cast("list[Record]", table(root, "kernel_type_str_resolver").get("op_kernel_type_str_args", []))
     present = {text(entry, "op_id") for entry in known}
-    # A minimal build looks kernels up by these entries; an operator without one is "not found" although it is linked
-    # in.
+    # A minimal build looks kernels up by these entries: without an entry, an operator is "not found" although it is
+    # linked in.
     known.extend(_describe_types(op) for op in sorted(produced - present))
 
 
@@ -109,7 +109,7 @@ def _is_main(entry: Record) -> bool:
 
 
 def _matmul(saved: Record, opset: int) -> str:
-    """Returns the operator for a MatMul with a Q node behind it, or for one whose result stays float."""
+    """Returns the operator for a MatMul with a Q node after it, or for one whose result stays float."""
     if number(table(saved, "nodes_to_optimize_indices"), "num_outputs"):
         return ":QLinearMatMul:21" if opset >= 21 else ":QLinearMatMul:10"
     return "com.microsoft:MatMulIntegerToFloat:1"
@@ -119,7 +119,7 @@ def _split(_saved: Record, opset: int) -> str:
     return ":Split:18" if opset >= 18 else ":Split:13"
 
 
-# The operator that an action produces, by the action's name and the model's opset.
+# The operator that an action produces, from the action's name and the model's opset.
 _PRODUCED: Mapping[str, Callable[[Record, int], str]] = {"MatMul": _matmul, "dropSplitQDQ": _split}
 
 
@@ -132,7 +132,7 @@ def _describe_types(op: str) -> Record:
 
 
 def _describe_argument(kind: int, index: int) -> Record:
-    """Returns an argument's place; a field that has its default is absent, as ONNX Runtime writes it."""
+    """Returns an argument's position; a field with its default value is absent, as ONNX Runtime writes it."""
     fields: Record = {}
     if kind == _OUTPUT:
         fields["arg_type"] = bytes([_OUTPUT])
@@ -146,13 +146,14 @@ _EDGE = struct.Struct("<Iii")
 
 
 def renumber_reorders(graph: Record) -> Record:
-    """Returns a graph whose ReorderOutput nodes have their indices and names in the order of their outputs.
+    """Returns a graph whose ReorderOutput nodes have indices and names in the order of their outputs.
 
-    A graph with saved optimisations stays as it is: these refer to nodes by index, and have no such nodes.
+    A graph with saved optimisations stays as it is: these refer to nodes by index, and such a graph has no
+    ReorderOutput.
     """
     nodes = records(graph, "nodes")
     reorders = [node for node in nodes if text(node, "domain") == _DOMAIN and text(node, "op_type") == _OP]
-    # One node has nothing to be exchanged with.
+    # A single node has no other order.
     if len(reorders) < 2 or "runtime_optimizations" in graph:
         return graph
     slots = sorted(((number(node, "index"), node.get("name")) for node in reorders), key=lambda slot: slot[0])
@@ -183,30 +184,30 @@ def _renumber_edges(edges: Record, moved: dict[int, int]) -> Record:
 
 
 def _with_index(record: Record, name: str, index: int) -> Record:
-    """Returns a table with a number set; zero is the default, which the format leaves out."""
+    """Returns a table with a number set; the default zero is left out, as in the format."""
     rest = {key: value for key, value in record.items() if key != name}
     return rest | {name: index.to_bytes(4, "little")} if index else rest
 
 
 CANONICAL_VERSION = 1
-"""Grows with each change of the layout, since that changes every digest."""
+"""Grows with each change of the layout, since a change alters every digest."""
 
 KNOWN_FORMATS = ("5", "6")
-# What is compared at once: small enough to stay in a CPU's cache, three times as fast as a MiB.
+# Files are compared in chunks that stay in a CPU's cache: three times as fast as chunks of a MiB.
 _CHUNK_BYTES = 1 << 16
 
 
 def canonicalize_file(path: Path) -> None:
     """Rewrites an ORT-format file in canonical order, with saved optimisations that a session can replay.
 
-    The file is read back and compared before it replaces the old.
+    The new file is read back and compared before it replaces the old one.
 
     Raises:
         ModelError: the file is damaged, or of a format whose order is not known.
     """
     with open_tables(path) as file:
         _refuse_unknown(file, path)
-        # Before sorting, so that what is added is sorted as well.
+        # Before sorting, so that added entries are sorted as well.
         repair_saved(file.root)
         drop_foreign_opsets(file.root)
         root = sort_tables(file.root, ROOT)
@@ -231,9 +232,9 @@ def is_canonical(path: Path) -> bool:
 
 
 def sort_tables(record: Record, kind: str) -> Record:
-    """Returns a table with every list that has no order sorted by its key, all the way down."""
+    """Returns a table in which every list without an order is sorted by its key, recursively."""
     fields = {field.name: field for field in SCHEMA[kind]}
-    # Node indices of x64 files come from a hash table, too, and everything that is sorted below refers to them.
+    # Node indices of x64 files come from a hash table too, and everything that is sorted below refers to them.
     numbered = renumber_reorders(record) if kind == "Graph" else record
     return {name: _sort_value(value, fields[name], record) for name, value in numbered.items()}
 

@@ -1,7 +1,7 @@
-"""Writes records as an ORT-format file; its rules fix the place of every byte.
+"""Writes records as an ORT-format file; fixed rules determine the position of every byte.
 
 Order: header; each distinct vtable once, sorted by its bytes; tables and vectors in the order of a walk from the root;
-each distinct string once, sorted; weights in the order of the walk, aligned so that they can be used where they lie.
+each distinct string once, sorted; weights in the order of the walk, aligned so that kernels can use them in place.
 """
 
 import functools
@@ -20,7 +20,7 @@ _Link: TypeAlias = "int | bytes | _Blob"
 
 
 class _Blob:
-    """Weights, written last and straight from where they lie."""
+    """Weights, written last and directly from the source file's bytes."""
 
     def __init__(self, data: memoryview) -> None:
         self.data = data
@@ -28,9 +28,9 @@ class _Blob:
 
 
 class _Block:
-    """A table or a vector, with the places in it that point to something behind it.
+    """A table or a vector, with the positions of its offsets to later parts of the file.
 
-    `lead` bytes stand before what has to be aligned.
+    The first `lead` bytes come before the part that is aligned.
     """
 
     def __init__(self, content: bytearray, *, align: int, lead: int, vtable: bytes = b"") -> None:
@@ -43,7 +43,7 @@ class _Block:
 
 
 def write_tables(root: Record, path: Path) -> None:
-    """Writes the records of a file in their order.
+    """Writes the records of a file in the given order.
 
     Raises:
         ModelError: the file would have 2 GB or more, which flatbuffers cannot address.
@@ -54,7 +54,7 @@ def write_tables(root: Record, path: Path) -> None:
     vtables = _place_vtables(blocks)
     cursor = _HEADER_BYTES + sum(map(len, vtables))
     for block in blocks:
-        # A vector's elements are aligned, not the four bytes of its length in front of them.
+        # Alignment is that of a vector's elements, not of the four bytes of its length before them.
         cursor += -(cursor + block.lead) % block.align
         block.start = cursor
         cursor += len(block.content)
@@ -62,8 +62,7 @@ def write_tables(root: Record, path: Path) -> None:
     for blob in blobs:
         cursor += 4
         size = len(blob.data)
-        # Weights are used where they lie (session.use_ort_model_bytes_for_initializers), and kernels load 64 bytes at a
-        # time.
+        # Weights are used in place (session.use_ort_model_bytes_for_initializers), and kernels load 64 bytes at a time.
         cursor += -cursor % (64 if size >= 64 else 16 if size >= 16 else 8)
         blob.start = cursor
         cursor += len(blob.data)
@@ -74,7 +73,7 @@ def write_tables(root: Record, path: Path) -> None:
 
 
 class _Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """How tables with the same fields look: where each field lies, in the order of slots."""
+    """The layout that tables with the same fields share: the offset of each field, in the order of slots."""
 
     fields: tuple[tuple[int, Field], ...]
     size: int
@@ -83,7 +82,7 @@ class _Shape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Walk:
-    """Collects blocks and weights, a parent before what it points to."""
+    """Collects blocks and weights; a parent comes before the parts that it points to."""
 
     def __init__(self) -> None:
         self.blocks: list[_Block] = []
@@ -136,7 +135,8 @@ def _shape_table(kind: str, present: frozenset[str]) -> _Shape:
     offsets, size, align = _place_fields(fields)
     placed = tuple((offsets[slot], field) for slot, field in fields)
     slots = [offsets.get(slot, 0) for slot in range(max(offsets, default=-1) + 1)]
-    # A vtable is its own size, the table's size, and an offset a slot; slots behind the last one present are left out.
+    # A vtable holds its own size, the table's size, and an offset for each slot; slots after the last field are left
+    # out.
     vtable = struct.pack(f"<{2 + len(slots)}H", 4 + 2 * len(slots), size, *slots)
     return _Shape(fields=placed, size=size, align=align, vtable=vtable + bytes(-len(vtable) % 4))
 
@@ -144,7 +144,7 @@ def _shape_table(kind: str, present: frozenset[str]) -> _Shape:
 def _place_fields(fields: list[tuple[int, Field]]) -> tuple[dict[int, int], int, int]:
     """Returns the offset of each slot, the size and the alignment of a table.
 
-    One field of four bytes fills the gap behind the leading offset; then come those of eight, four and one byte.
+    One field of four bytes fills the gap after the leading offset; then come fields of eight, four and one byte.
     """
     sizes = {slot: NUMBER_SIZES.get(field.kind, 4) for slot, field in fields}
     order = sorted(sizes, key=lambda slot: (-sizes[slot], slot))
@@ -191,7 +191,7 @@ def _write_all(
     file.writelines(vtables)
     for block in blocks:
         if block.vtable:
-            # The offset to the vtable is signed and counts backwards; all others are unsigned and point ahead.
+            # The offset to the vtable is signed and counts backwards; all other offsets are unsigned and point forward.
             struct.pack_into("<i", block.content, 0, block.start - vtables[block.vtable])
         for offset, link in block.links:
             target = _resolve(link, blocks, strings)

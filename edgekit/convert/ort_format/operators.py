@@ -1,4 +1,4 @@
-"""Which operators a custom minimal build of ONNX Runtime needs, and what a build lacks for a model.
+"""Which operators a custom minimal build of ONNX Runtime needs, and which of them a build lacks for a model.
 
 The config's format is that of ORT's `tools/python/util/reduced_build_config_parser.py`.
 """
@@ -21,10 +21,10 @@ _FAILURES = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, Valu
 
 
 def list_type_entries(models: Sequence[Path]) -> dict[tuple[str, str], str]:
-    """Returns what a build's config says of an operator's types, as JSON, by domain and operator.
+    """Returns the types of each operator as a build's config limits them, in JSON, by domain and operator.
 
-    An operator whose kernel has no code of its own for each type has no entry, and so has one that no node of the files
-    is of: what saved optimisations produce is built with all its types.
+    An operator has no entry if its kernel has no separate code for each type, or if no node of the files is of it:
+    operators that only saved optimisations produce are built with all their types.
 
     Raises:
         ModelError: the tool cannot read a file.
@@ -34,7 +34,7 @@ def list_type_entries(models: Sequence[Path]) -> dict[tuple[str, str], str]:
     for model in models:
         try:
             with warnings.catch_warnings():
-                # It leaves closing the file to the garbage collector.
+                # The tool leaves the file open until it is garbage-collected.
                 warnings.simplefilter("ignore", ResourceWarning)
                 tool.OrtFormatModelProcessor(str(model), operators, manager).process()
         except _FAILURES as error:
@@ -50,7 +50,7 @@ _HEADER = "# For ONNX Runtime's build.sh --minimal_build extended --include_ops_
 _TYPED_HEADER = "# With --enable_reduced_operator_type_support each operator has kernels for these types only.\n"
 _MAIN_DOMAIN = "ai.onnx"
 _ALL = "!no_ops_specified_means_all_ops_are_required"
-# What follows an operator: JSON of two levels at most.
+# The types after an operator: JSON of two levels at most.
 _LIMIT = re.compile(r"\{(?:[^{}]|\{[^{}]*\})*\}")
 _TYPED = re.compile(rf"(\w+)\s*({_LIMIT.pattern})")
 _HINT = "give a file that edgekit operators wrote"
@@ -65,14 +65,14 @@ class _Entry(msgspec.Struct, frozen=True):
 Operators = dict[tuple[str, int], frozenset[str]]
 """Operators by domain and opset."""
 Types = dict[tuple[str, str], frozenset[str]]
-"""What operators, by domain and name, are limited to, such as `input 0 float`; one that is not in it has all types."""
+"""The types that operators, by domain and name, are limited to, such as `input 0 float`; others have all types."""
 
 
 def write_operators(models: Sequence[Path], out: Path, *, types: bool = False) -> None:
     """Writes the config of a build that runs every one of these ORT-format files; no path enters it.
 
-    A runtime-style file wants its full-style file in the list: the layouts that a session gives to the operators its
-    saved optimisations produce stand there only.
+    A runtime-style file should be listed together with its full-style file: only the latter has the layouts that a
+    session gives to the operators of saved optimisations.
 
     Args:
         models: ORT-format files.
@@ -91,7 +91,7 @@ def write_operators(models: Sequence[Path], out: Path, *, types: bool = False) -
 def list_operators(models: Sequence[Path], *, types: bool = False) -> tuple[str, ...]:
     """Returns the lines of a config, `domain;opset;Operator,Operator`, for every one of these ORT-format files.
 
-    With `types` each operator is followed by what its kernel is limited to, as JSON.
+    With `types` each operator is followed by the types of its kernel, as JSON.
 
     Raises:
         UsageError: no file is given.
@@ -101,7 +101,7 @@ def list_operators(models: Sequence[Path], *, types: bool = False) -> tuple[str,
         raise UsageError("there is no model to write a config for", hint="give one .ort file or more")
     reports = [inspect_ort(model) for model in models]
     operators = _group_kernels(kernel for report in reports for kernel in report.kernels)
-    # A kernel that saved optimisations bring needs types that no node tells.
+    # A kernel for saved optimisations may need types that no node of the file has.
     produced = {name for report in reports for name in report.saved_optimizations}
     entries = list_type_entries(models) if types else {}
     limits = {key: entry for key, entry in entries.items() if _full_name(*key) not in produced}
@@ -124,7 +124,7 @@ def read_text(path: Path) -> str:
 
 
 def read_operators(path: Path) -> Operators | None:
-    """Returns the operators of a config, or None if it stands for all of them.
+    """Returns the operators of a config, or None if it stands for all operators.
 
     Raises:
         UsageError: the file is missing, or no config.
@@ -147,7 +147,7 @@ def read_operators(path: Path) -> Operators | None:
 
 
 def read_limits(path: Path) -> Types:
-    """Returns what a config limits operators to.
+    """Returns the types to which a config limits operators.
 
     Raises:
         UsageError: the file is missing, or what it says of types is no JSON of a config.
@@ -171,9 +171,9 @@ def _read_entry(entry: str, path: Path) -> frozenset[str]:
 
 
 def find_lacking(model: Path, config: Path) -> tuple[str, ...]:
-    """Returns what an ORT-format file needs and a build's config has not: operators, as `domain:operator:opset`.
+    """Returns the operators that an ORT-format file needs and a build's config lacks, as `domain:operator:opset`.
 
-    Where the config limits types, those that a kernel would lack are named, too: `domain:operator (input 0 double)`.
+    If the config limits types, missing types of a kernel are listed too: `domain:operator (input 0 double)`.
 
     Raises:
         UsageError: the config cannot be read.
@@ -193,7 +193,7 @@ def find_lacking(model: Path, config: Path) -> tuple[str, ...]:
         missing = _read_entry(entry, config) - limits.get((domain, name), frozenset())
         if (domain, name) in limits and missing:
             lacking.append(f"{domain}:{name} ({', '.join(sorted(missing))})")
-    # Nodes do not tell which types of a produced operator are needed: a limit on it may be one too many.
+    # Nodes do not tell which types a produced operator needs: any limit on its types may be too tight.
     lacking += [
         f"{domain}:{name} (all types: it comes with saved optimisations)"
         for domain, name in sorted(limits)
@@ -203,7 +203,7 @@ def find_lacking(model: Path, config: Path) -> tuple[str, ...]:
 
 
 def _full_name(domain: str, name: str) -> str:
-    """Returns an operator as reports name it: with its domain unless that is ONNX's own."""
+    """Returns an operator's name for reports: with its domain unless that is ONNX's own."""
     return name if domain == _MAIN_DOMAIN else f"{domain}.{name}"
 
 

@@ -27,7 +27,7 @@ _TENSOR, _NAMED = 1, 2
 
 
 def read_interface(path: Path) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """Returns the inputs, without the initializers, and the outputs of an ORT-format file; nothing of it is run.
+    """Returns the inputs (without initializers) and the outputs of an ORT-format file, without running it.
 
     Raises:
         ModelError: the file is missing, cut off, altered, or no ORT-format file.
@@ -56,10 +56,10 @@ def _dim(value: Record) -> int | str | None:
 
 
 ABSENT_NODE = 0xFFFFFFFF
-"""The node index that a saved optimisation writes where it has no node (ORT's kEmptyNodeIndex)."""
+"""The node index that a saved optimisation holds in place of a missing node (ORT's kEmptyNodeIndex)."""
 
-# ORT's `core/flatbuffers/schema/README.md`: version 5 brought the kernel type strings, version 6 the float8 types. Who
-# writes 6 was measured (model/versions.py).
+# ORT's `core/flatbuffers/schema/README.md`: version 5 added the kernel type strings, version 6 the float8 types. Which
+# ONNX Runtimes write 6 was measured (model/versions.py).
 _WRITERS = {
     "4": "ONNX Runtime 1.12 or older",
     "5": "ONNX Runtime 1.13 to 1.15",
@@ -68,7 +68,7 @@ _WRITERS = {
 
 
 class OrtNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A node of an ORT-format graph; `op` bears its domain unless that is ONNX's own."""
+    """A node of an ORT-format graph; `op` includes its domain unless that is ONNX's own."""
 
     index: int
     name: str
@@ -78,7 +78,7 @@ class OrtNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SavedOptimization(msgspec.Struct, frozen=True, kw_only=True):
-    """A fusion that the runtime style saved for the load: which nodes, by index, become which operators."""
+    """A fusion that the runtime style saved for load time: which nodes, by index, become which operators."""
 
     optimizer: str
     action: str
@@ -97,11 +97,11 @@ class OrtGraph(msgspec.Struct, frozen=True, kw_only=True):
 class OrtFileReport(msgspec.Struct, frozen=True, kw_only=True):
     """The facts of an ORT-format file.
 
-    `format_version` is what its writer put first, and `writer` which ONNX Runtimes do that; their own version is not in
-    the file. `canonical_form` is the version of edgekit's order where the file is in it, None where it is not. `ops`
-    counts the nodes of every graph, bodies included, by domain and operator; `saved_optimizations` counts what the
-    runtime style saved, by the operator it produces. `kernels` are the operators that a build must have, as
-    `domain:operator:opset`, and `types` the element types that occur.
+    `format_version` is the version at its beginning, and `writer` says which ONNX Runtimes write that version; their
+    own version is not in the file. `canonical_form` is the version of edgekit's canonical order, None if the file is
+    not in it. `ops` counts the nodes of every graph, subgraphs included, by domain and operator; `saved_optimizations`
+    counts those of the runtime style by the operator they produce. `kernels` are the operators that a build must have,
+    as `domain:operator:opset`, and `types` the element types that occur.
     """
 
     format_version: str
@@ -124,7 +124,7 @@ class OrtFileReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def inspect_ort(path: Path) -> OrtFileReport:
-    """Returns what an ORT-format file of any known version holds; nothing of it is run.
+    """Returns the contents of an ORT-format file of any known version, without running it.
 
     Raises:
         ModelError: the file is missing, cut off, altered, or no ORT-format file.
@@ -236,7 +236,7 @@ def _count(ops: Iterator[str]) -> dict[str, int]:
     return dict(sorted(collections.Counter(ops).items()))
 
 
-# Which nodes a converted file will run, and which INT8 nodes stayed in float.
+# Which nodes of a converted file will run, and which INT8 nodes among them stayed float.
 
 # The order in which a session replays them (ORT's `graph_transformer_utils.cc`).
 _REPLAY_ORDER = ("QDQSelectorActionTransformer", "ConvActivationFusion", "MatMulNBitsFusion")
@@ -251,7 +251,7 @@ _ACTIVATIONS = frozenset({"Relu", "Clip", "LeakyRelu"})
 
 
 class UnfusedNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A node that stands between DQ and Q nodes and will run in float all the same.
+    """A node between DQ and Q nodes that will nevertheless run in float.
 
     `activation` names the operator between it and its Q node, or the fused operator that contains one; it is empty if
     there is none.
@@ -263,9 +263,9 @@ class UnfusedNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def replay_saved(graph: OrtGraph) -> tuple[OrtNode, ...]:
-    """Returns the nodes that are left once a session has replayed the saved optimisations.
+    """Returns the nodes that are left after a session has replayed the saved optimisations.
 
-    One whose nodes are gone is skipped, and a DQ node goes when nothing reads it any more (ORT's
+    An optimisation whose nodes no longer exist is skipped. A DQ node is removed when no node reads it any more (ORT's
     `selectors_actions/actions.cc`).
     """
     left = {node.index: node for node in graph.nodes}
@@ -292,7 +292,7 @@ def count_ops(nodes: Iterable[OrtNode]) -> dict[str, int]:
 def find_unfused(nodes: Iterable[OrtNode], outputs: Iterable[str]) -> tuple[UnfusedNode, ...]:
     """Returns the Conv, Gemm and MatMul nodes that read from DQ nodes, feed a Q node, and will run in float.
 
-    `outputs` are those of the graph: a value that leaves the graph is wanted in float.
+    `outputs` are those of the graph: an output of the graph has to be float, so its node is not counted.
     """
     left = tuple(nodes)
     makers = {name: node for node in left for name in node.outputs}
@@ -323,7 +323,7 @@ def _replay_rank(saved: SavedOptimization) -> int:
 
 
 def _fuse_nodes(members: list[OrtNode], op_id: str) -> OrtNode:
-    """Returns a node that stands for its members, enough of one to be counted and connected."""
+    """Returns a fused node for its members, with just what is needed to count and connect it."""
     made = {name for node in members for name in node.outputs}
     read = [name for node in members for name in node.inputs]
     return OrtNode(

@@ -1,6 +1,6 @@
-"""Reading an ORT-format file into records, without trusting a byte of it.
+"""Reads an ORT-format file into records; no byte of the file is trusted.
 
-Which tables there are, and what each of their slots holds, stands in `schema.toml`.
+`schema.toml` defines the tables and what each of their slots holds.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ class Field(msgspec.Struct, frozen=True):
 
 
 NUMBER_SIZES = {"b": 1, "B": 1, "?": 1, "i": 4, "I": 4, "f": 4, "q": 8, "edge": 12}
-"""Bytes of each number kind; `edge` is the struct EdgeEnd (node index, source slot, destination slot)."""
+"""The size of each kind of number in bytes; `edge` is the struct EdgeEnd (node index, source and destination slot)."""
 
 UNIONS = {"TypeInfoValue": {1: "TensorTypeAndShape", 2: "SequenceType", 3: "MapType"}}
 """Which table a union holds, by the number in the slot before it."""
@@ -54,12 +54,12 @@ SCHEMA: Mapping[str, tuple[Field, ...]] = {
         (Path(__file__).parent / "schema.toml").read_bytes(), type=dict[str, dict[str, str]]
     ).items()
 }
-"""Every table, by its slots in order."""
+"""The slots of every table, in order."""
 
 
 Value: TypeAlias = "bytes | memoryview | Record | list[bytes] | list[Record]"
 Record: TypeAlias = dict[str, Value]
-"""The fields that are present in a table: numbers and number vectors as they lie in the file, strings as bytes."""
+"""The fields that are present in a table: numbers and vectors of numbers as raw bytes of the file, strings as bytes."""
 
 IDENTIFIER = b"ORTM"
 _MAX_DEPTH = 128
@@ -69,7 +69,7 @@ _UINT32 = struct.Struct("<I")
 class TableFile:
     """An ORT-format file as records that point into its bytes.
 
-    `unknown` names what this reader has no field for: slots of a newer format, and deprecated ones.
+    `unknown` names the slots that this reader has no field for: those of a newer format, and deprecated ones.
     """
 
     def __init__(self, data: memoryview, name: str) -> None:
@@ -87,7 +87,7 @@ class TableFile:
         return ModelError(f"'{self._name}' is no whole ORT-format file: {reason}", hint="convert the .onnx model again")
 
     def _spend(self, parts: int) -> None:
-        """Counts tables and list items: each has four bytes of its own, unless a file shares them."""
+        """Counts tables and list items against the file's size: each occupies four bytes, unless a file shares them."""
         self._parts += parts
         if self._parts > len(self._data) // 4:
             raise self._broken("its tables share parts")
@@ -118,7 +118,7 @@ class TableFile:
         return record
 
     def _read_vtable(self, vtable: int, kind: str) -> list[tuple[int, Field]]:
-        """Returns where each field lies that tables with this vtable have; many share one."""
+        """Returns the offsets of the fields in tables with this vtable, which many tables may share."""
         count = max(int.from_bytes(self._bytes(vtable, 2), "little") - 4, 0) // 2
         slots = struct.unpack(f"<{count}H", self._bytes(vtable + 4, count * 2))
         fields = SCHEMA[kind]
@@ -167,7 +167,7 @@ class TableFile:
 
 @contextlib.contextmanager
 def open_tables(path: Path) -> Generator[TableFile]:
-    """Yields an ORT-format file as records; they are valid inside the block only.
+    """Yields an ORT-format file as records; they are valid only inside the block.
 
     Raises:
         ModelError: the file is missing, cut off, altered, or no ORT-format file.
@@ -182,12 +182,12 @@ def open_tables(path: Path) -> Generator[TableFile]:
 
 
 def text(record: Record, name: str) -> str:
-    """Returns a string field as text, empty where it is absent."""
+    """Returns a string field as text, empty if it is absent."""
     return cast("bytes", record.get(name, b"")).decode(errors="replace")
 
 
 def number(record: Record, name: str) -> int:
-    """Returns an integer field, zero where it is absent."""
+    """Returns an integer field, zero if it is absent."""
     return int.from_bytes(cast("bytes", record.get(name, b"")), "little", signed=False)
 
 
@@ -197,17 +197,17 @@ def texts(record: Record, name: str) -> list[str]:
 
 
 def records(record: Record, name: str) -> list[Record]:
-    """Returns a list of tables, empty where it is absent."""
+    """Returns a list of tables, empty if it is absent."""
     return cast("list[Record]", record.get(name, []))
 
 
 def table(record: Record, name: str) -> Record:
-    """Returns a table field, without fields where it is absent."""
+    """Returns a table field, a table without fields if it is absent."""
     return cast("Record", record.get(name, {}))
 
 
 def iterate_graphs(graph: Record) -> Iterator[Record]:
-    """Yields a graph and, depth first, the bodies of its control-flow nodes."""
+    """Yields a graph and, depth first, the subgraphs of its control-flow nodes."""
     yield graph
     for node in records(graph, "nodes"):
         for attribute in records(node, "attributes"):

@@ -1,8 +1,8 @@
-"""Compiles one ONNX model into a QNN context model; a program of its own, started with one JSON argument.
+"""Compiles one ONNX model into a QNN context model; a standalone program, started with one JSON argument.
 
 The argument holds `model`, `out`, `provider_options`, `config`, and `embed`, which puts the context inside the ONNX
-file. With `load` the context `out` is loaded instead, as a device would. On success one JSON object on the last line of
-stdout holds `versions`. A refusal by ONNX Runtime ends with exit code 3 and its message on the last line of stderr.
+file. With `load` the context `out` is loaded instead, as a device would do. On success one JSON object on the last line
+of stdout holds `versions`. A refusal by ONNX Runtime ends with exit code 3 and its message on the last line of stderr.
 """
 
 import json
