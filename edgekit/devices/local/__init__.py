@@ -1,1 +1,1 @@
-"""Devices on this machine: ONNX Runtime in a child process, our C++ runner, emulated arithmetic."""
+"""Devices on this machine: ONNX Runtime in a child process, edgekit's C++ runner, emulated CPUs and arithmetic."""

@@ -1,4 +1,4 @@
-"""ONNX Runtime for 64-bit Arm on this PC: its aarch64 wheel in a Debian root, executed by qemu."""
+"""ONNX Runtime for 64-bit Arm on this PC: its aarch64 wheel in a Debian root file system, executed by qemu."""
 
 import contextlib
 import os
@@ -31,12 +31,12 @@ from edgekit.prepare.external import write_inline
 from edgekit.progress import Progress
 
 CPUS = ("cortex-a76", "cortex-a72")
-"""The first has the dot-product instructions, the second plain NEON: ONNX Runtime takes other kernels."""
+"""The first has dot-product instructions, the second only plain NEON: ONNX Runtime uses different kernels on them."""
 
 REQUIREMENTS = STANDALONE / "arm64" / "requirements.txt"
-"""The wheels that are installed; whatever was installed from another list counts as missing."""
+"""The wheels to install; an installation from another list counts as missing."""
 PYTHON = "/usr/bin/python3"
-"""The interpreter in the root."""
+"""The Python interpreter in the Debian root."""
 
 _QEMU = "qemu-aarch64-static"
 _TOOLS = (_QEMU, "mmdebstrap")
@@ -51,7 +51,7 @@ _ENVIRONMENT = (
 
 
 class Arm64(msgspec.Struct, frozen=True, kw_only=True):
-    """An emulated Arm CPU with the CPU provider: the kernels that an Arm device runs, without its speed."""
+    """The CPU provider on an emulated Arm CPU: it runs the kernels of an Arm device, but not at its speed."""
 
     cpu: str = CPUS[0]
     evidence: Evidence = Evidence.SAME_ARCH
@@ -93,7 +93,7 @@ def run_in_root(device: Device, cpu: str, program: Program, job: Job, work: Path
         request = msgspec.structs.replace(
             program.fill_job(describe_job(job), inside),
             model=f"{inside}/model/{name}",
-            # Without a /sys the session cannot find out how many cores there are.
+            # Without /sys, the session cannot find out the number of cores.
             threads=job.threads or min(os.cpu_count() or 1, 4),
         )
         argv = [*enter_arm64(root, cpu), *program.command(inside)]
@@ -101,17 +101,18 @@ def run_in_root(device: Device, cpu: str, program: Program, job: Job, work: Path
 
 
 def install_arm64(progress: Progress) -> None:
-    """Builds the Debian root with Python and the pinned aarch64 wheels in the cache, and tries it.
+    """Builds the Debian root with Python and the pinned aarch64 wheels in the cache, and tests it.
 
     Raises:
-        DeviceError: a tool is missing, or a step fails; nothing half is left.
+        DeviceError: a tool is missing, or a step fails; no half-finished installation is left.
         OutputError: the cache cannot be written.
     """
     if absent := _list_absent():
         raise DeviceError(f"{absent} not found", hint=_APT)
     with installing() as staging:
         root = staging / "root"
-        # Jobs lie inside the root: without mounts, which only the superuser may make, nothing outside is visible there.
+        # Jobs are stored inside the root: nothing outside is visible there without mounts, which only the superuser may
+        # make.
         (root / "jobs").mkdir(parents=True)
         progress("fetching a Debian arm64 root with mmdebstrap")
         _unpack_debian(staging / "debian.tar", root)
@@ -124,7 +125,7 @@ def install_arm64(progress: Progress) -> None:
 
 @contextlib.contextmanager
 def installing() -> Generator[Path]:
-    """Yields an empty folder, which becomes the installation if the block ends well and is gone if not.
+    """Yields an empty folder, which becomes the installation if the block succeeds, and is removed if not.
 
     Raises:
         OutputError: the cache cannot be written.
@@ -136,18 +137,18 @@ def installing() -> Generator[Path]:
 
 
 def find_installed() -> Path | None:
-    """Returns the folder of what was installed from exactly the pinned wheels, or None."""
+    """Returns the folder of the installation, if it was made from exactly the pinned wheels, else None."""
     stamp = cache_folder() / "arm64" / _STAMP
     return stamp.parent if stamp.is_file() and stamp.read_text() == digest_file(REQUIREMENTS) else None
 
 
 def find_missing_root() -> Missing | None:
-    """Returns what is lacking for a program to run in the Debian root."""
+    """Returns what is lacking to run a program in the Debian root, or None."""
     if find_installed() is None:
         if absent := _list_absent():
             return Missing(reason=f"{absent} not found", command=f"{_APT} && {_INSTALL}")
         return Missing(reason="the Debian arm64 root is not installed", command=_INSTALL)
-    # chroot needs a capability, which a user has only in a user namespace of his own; some systems forbid to make one.
+    # chroot needs a capability that a normal user has only in a new user namespace, which some systems forbid.
     if os.geteuid() != 0 and not run_process(["unshare", "--map-root-user", "true"], timeout_s=20).succeeded:
         return Missing(reason="this user may not make a user namespace", command="sudo edgekit devices list")
     return None
@@ -158,7 +159,7 @@ def _list_absent() -> str:
 
 
 def find_arm64_versions() -> dict[str, str]:
-    """Returns the versions of the pinned ONNX Runtime, of the Python beside it, and of the qemu that was copied."""
+    """Returns the versions of the pinned ONNX Runtime, and of Python and qemu in the Debian root."""
     pinned = re.search(r"^onnxruntime==(\S+)", REQUIREMENTS.read_text(), re.MULTILINE)
     root = arm64_root()
     python = next(iter(sorted(path.name.removeprefix("python") for path in root.glob("usr/lib/python3.*"))), "")
@@ -183,7 +184,7 @@ def arm64_root() -> Path:
 
 
 def find_arm64_library() -> Path | None:
-    """Returns ONNX Runtime's library of the aarch64 wheel, None where that is not installed."""
+    """Returns ONNX Runtime's library in the aarch64 wheel, None if that is not installed."""
     folder = find_installed()
     found = () if folder is None else (folder / "root/site/onnxruntime/capi").glob("libonnxruntime.so*")
     return next(iter(sorted(found)), None)
@@ -191,16 +192,16 @@ def find_arm64_library() -> Path | None:
 
 @contextlib.contextmanager
 def folder_in_arm64(root: Path) -> Generator[Path]:
-    """Yields a folder in the root, which sees it as `/jobs/NAME`; it is gone afterwards."""
+    """Yields a temporary folder in the root, whose programs see it as `/jobs/NAME`."""
     with tempfile.TemporaryDirectory(dir=root / "jobs", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
 
 def _copy_model(model: Path, folder: Path) -> str:
-    """Copies the files of a model, and returns the name of the one to load; weights go inside where 2 GB hold them."""
+    """Copies a model's files, and returns the name of the one to load; external weights go inside it if they fit."""
     facts = load_model(model) if model.suffix == ".onnx" else None
     if facts is not None and facts.external_files and facts.size_bytes <= MOST_INLINE_BYTES:
-        # ONNX Runtime 1.31 asks /proc/self/fd where a file beside the model really lies, and the root has no /proc.
+        # ONNX Runtime 1.31 resolves the path of an external data file by /proc/self/fd, and the root has no /proc.
         folder.mkdir()
         write_inline(read_proto(facts, weights=False), model.parent, folder / model.name)
         return model.name
@@ -211,18 +212,21 @@ def _copy_model(model: Path, folder: Path) -> str:
 
 
 def enter_arm64(root: Path, cpu: str) -> list[str]:
-    """Returns the start of a command in the root, which has neither the host's /proc nor its /sys.
+    """Returns the start of a command that runs in the root, which has no /proc and no /sys.
 
-    With them ONNX Runtime's cpuinfo would read the caches of an x86 and crash. Without a /proc the peak of memory is
-    ru_maxrss, which survives an exec: the fork keeps this process out of it.
+    With the host's, ONNX Runtime's cpuinfo would read the caches of an x86 and crash. Without /proc, the runner takes
+    its peak memory from ru_maxrss, which survives an exec: `--fork` keeps this process's memory out of it.
     """
     enter = ["unshare", "--fork", *([] if os.geteuid() == 0 else ["--map-root-user"]), "chroot"]
-    # A clean environment: PYTHONPATH, LD_* and locales of the host would reach into the root.
+    # A clean environment, because the host's PYTHONPATH, LD_* and locale would be wrong in the root.
     return ["env", "-i", *_ENVIRONMENT, *enter, str(root), "/qemu", "-cpu", cpu]
 
 
 def _unpack_debian(archive: Path, root: Path) -> None:
-    """Fetches the packages and unpacks them; nothing of them runs, so that neither root nor binfmt_misc is needed."""
+    """Fetches and unpacks the packages.
+
+    None of their programs runs, so neither superuser rights nor binfmt_misc are needed.
+    """
     packages = "--include=python3,libstdc++6,libc6"
     argv = ["mmdebstrap", "--mode=chrootless", "--arch=arm64", "--variant=extract", packages, "bookworm", str(archive)]
     _run_step("mmdebstrap", argv, {"TMPDIR": str(archive.parent)})
@@ -231,7 +235,7 @@ def _unpack_debian(archive: Path, root: Path) -> None:
 
 
 def _install_wheels(site: Path) -> None:
-    # pip takes wheels for the platform tags that it is told, not for older ones by itself.
+    # pip takes wheels only for the given platform tags: older ones must be listed too.
     platforms = [f"--platform=manylinux_2_{minor}_aarch64" for minor in (28, 27, 17)]
     _run_step(
         "pip",

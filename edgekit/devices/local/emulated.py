@@ -1,4 +1,4 @@
-"""Our own arithmetic in place of a provider's: 8-bit grids through Q and DQ nodes, half precision by rounding."""
+"""Emulates a provider's arithmetic on the CPU: 8-bit quantization by Q and DQ nodes, half precision by rounding."""
 
 import time
 from collections.abc import Collection, Mapping
@@ -24,10 +24,10 @@ UNOPTIMIZED = SessionSettings(level=Level.DISABLED)
 
 _ELEMENT_TYPES: dict[str, int] = {"tensor(float)": FLOAT, "tensor(float16)": HALF}
 
-# Inputs that say how large a result is: a provider reads them when it builds its graph, in full precision.
+# Inputs that determine the size of the output: a provider reads them in full precision when it builds its graph.
 _EXACT_INPUTS = {"Resize": (1, 2), "Upsample": (1,)}
 
-# Operators that compute nothing, or whose attributes or bodies fix the type of their outputs.
+# Operators that compute nothing, or whose attributes or subgraphs fix the type of their outputs.
 _UNTOUCHED = frozenset({
     "Cast", "CastLike", "Constant", "ConstantOfShape", "EyeLike", "If", "Loop", "Scan", "RandomNormal",
     "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial",
@@ -35,7 +35,10 @@ _UNTOUCHED = frozenset({
 
 
 class _Rounding(msgspec.Struct, kw_only=True):
-    """A graph while it is rewritten; `types` are element types by name, `sources` what taken nodes read for a name."""
+    """A graph while it is rewritten.
+
+    `types` are element types by value name; `sources` maps a value to the rounded one that taken nodes read instead.
+    """
 
     types: Mapping[str, int]
     weights: dict[str, onnx.TensorProto]
@@ -45,11 +48,11 @@ class _Rounding(msgspec.Struct, kw_only=True):
 
 
 def round_to_half(proto: onnx.ModelProto, taken: Collection[str], types: Mapping[str, int]) -> None:
-    """Makes, in place, the nodes named in `taken` read halves, compute in float32 and give halves.
+    """Rewrites a graph in place so that the `taken` nodes read halves, compute in float32 and return halves.
 
-    What they give is rounded even where the graph is float16 throughout: the CPU provider of ONNX Runtime keeps such
-    values in float32 from node to node, so that neither the rounding nor a value beyond 65504, which a target turns
-    into infinity, would be seen. `types` are the ONNX element types of the graph's values.
+    Their outputs are rounded even if the whole graph is float16: ONNX Runtime's CPU provider keeps such values in
+    float32 between nodes, so that neither the rounding nor the overflow of values beyond 65504 to infinity would show.
+    `types` are the ONNX element types of the graph's values.
     """
     graph = proto.graph
     weights = {tensor.name: tensor for tensor in graph.initializer if tensor.data_type in {FLOAT, HALF}}
@@ -62,7 +65,7 @@ def round_to_half(proto: onnx.ModelProto, taken: Collection[str], types: Mapping
             rounding.nodes.append(node)
     set_nodes(graph, rounding.nodes)
     graph.initializer.extend(rounding.added)
-    # Removes weights that have a rounded copy; in a file of IR version 3 they are graph inputs as well.
+    # Remove weights that were replaced by a rounded copy; in a file of IR version 3 they are graph inputs too.
     unused = set(weights).difference(find_reads(graph))
     tensors = [tensor for tensor in graph.initializer if tensor.name not in unused]
     inputs = [value for value in graph.input if value.name not in unused]
@@ -72,9 +75,9 @@ def round_to_half(proto: onnx.ModelProto, taken: Collection[str], types: Mapping
 
 
 def find_float_types(proto: onnx.ModelProto) -> dict[str, int]:
-    """Returns the ONNX element types of the floating-point values of the main graph, by name; weights lie inside.
+    """Returns the ONNX element types of the floating-point values of the main graph, by name; weights must be inside.
 
-    ONNX Runtime is asked, which knows the types of its own operators too. It tells the types of graph outputs only, so
+    ONNX Runtime infers them, because it also knows its own operators. It reports only the types of graph outputs, so
     every value is made one.
 
     Raises:
@@ -102,13 +105,13 @@ def _round_node(rounding: _Rounding, node: onnx.NodeProto) -> None:
     for index, name in enumerate(node.output):
         kind = rounding.types.get(name)
         if kind in {FLOAT, HALF}:
-            # Rounded right behind the node, so that every reader sees what the target would hand on.
+            # Rounded directly after the node, so that every reader gets the value that the target would pass on.
             node.output[index] = f"{name}/full"
             half = name if kind == HALF else f"{name}/half"
             rounding.nodes.append(_cast(node.output[index], half, HALF))
             if kind == FLOAT:
                 rounding.nodes.append(_cast(half, name, FLOAT))
-                # Readers that are taken read it as it is: it was rounded when it was made.
+                # Taken nodes can read it directly, because it is already rounded.
                 rounding.sources[name] = name
 
 
@@ -116,7 +119,7 @@ def _add_source(rounding: _Rounding, name: str) -> str:
     """Returns the name of a float32 copy of a value, rounded to half."""
     source = f"{name}/rounded"
     if name in rounding.weights:
-        # Beyond 65504 half precision has infinity, which is what the target computes with.
+        # Values beyond 65504 become infinity, as on the target.
         with np.errstate(over="ignore"):
             value = numpy_helper.to_array(rounding.weights[name]).astype(np.float16).astype(np.float32)
         rounding.added.append(numpy_helper.from_array(value, source))
@@ -134,12 +137,12 @@ def _cast(source: str, target: str, kind: int) -> onnx.NodeProto:
 
 
 class Emulated(msgspec.Struct, frozen=True, kw_only=True):
-    """The target's arithmetic in this process, on the CPU provider with every optimisation off.
+    """Emulates the target's arithmetic in this process, in the CPU provider with all optimisations off.
 
-    A model with Q and DQ nodes runs as it is: each of its quantized units computes in float and is then rounded onto
-    its grid. A model of precision fp16, whether its file says float32 or float16, is rounded to half around each node
-    that the check says the provider takes, but for those that a file with float16 values leaves in float32. The peak
-    of memory is that of this process, with all it did before.
+    A model with Q and DQ nodes runs unchanged: each quantized unit computes in float, and its output is then quantized.
+    For precision fp16, whether the file is in float32 or float16, values are rounded to half around each node that the
+    provider takes according to the check, except nodes that a file with float16 values keeps in float32. The peak
+    memory is that of this process, including all that it did before.
     """
 
     name: str = "emulated"
@@ -202,7 +205,7 @@ def _run_samples(session: CpuSession, job: Job, out: Path, latency_ms: list[floa
 
 def _predict_placement(proto: onnx.ModelProto, job: Job) -> tuple[PlacedNode, ...]:
     taken = _taken_names(job)
-    # A check of another model would round the wrong nodes, and nothing would tell.
+    # A check of another model would round the wrong nodes, unnoticed.
     stray = taken - {node.name for node in proto.graph.node}
     if stray:
         raise ModelError(
@@ -229,7 +232,7 @@ def _emulate(model: Model, proto: onnx.ModelProto, job: Job, work: Path) -> Path
     is_quantized = any(node.op_type == "DequantizeLinear" for node in proto.graph.node)
     if is_quantized or job.precision != "fp16":
         return model.path
-    # The copy holds its weights inside, rounded ones beside the others until those are dropped.
+    # The copy has its weights inside, for a while both the rounded and the original ones.
     if model.size_bytes > MAX_PROTOBUF_BYTES // 2:
         raise ModelError(f"'{model.path.name}' is too large to emulate in fp16", hint="verify it on a device")
     full = read_proto(model)
@@ -241,9 +244,9 @@ def _emulate(model: Model, proto: onnx.ModelProto, job: Job, work: Path) -> Path
 
 
 def _list_halved(proto: onnx.ModelProto, types: Mapping[str, int]) -> frozenset[str]:
-    """Returns the nodes that compute in half: all in a file that says float32, in another those that read or make it.
+    """Returns the nodes to compute in half: all in a float32 file, else those that read or return float16.
 
-    A file with float16 values leaves nodes in float32 on purpose, and providers compute these so.
+    A file with float16 values keeps other nodes in float32 on purpose, and providers compute those in float32.
     """
     every = frozenset(node.name for node in proto.graph.node)
     halved = {name for name, dtype in types.items() if dtype == HALF}

@@ -1,4 +1,4 @@
-"""Devices of this machine: its CPU provider, edgekit's own runner, and on a Mac the Core ML provider."""
+"""Devices of this machine: the CPU provider, edgekit's own runner, and on a Mac the Core ML provider."""
 
 import platform
 import shutil
@@ -23,10 +23,10 @@ _QEMU = "qemu-x86_64-static"
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):
-    """This machine's CPU: another architecture than the target's, hence `emulated`; `cpu` is an older one under qemu.
+    """This machine's CPU, usually not the target's, hence `emulated`; `cpu` names an older one, emulated by qemu.
 
-    qemu's Haswell is an x64 with AVX2 and without VNNI or AVX-512: MLAS then takes its VPMADDUBSW kernels, whose
-    products of u8 and s8 saturate (targets/cpu/NOTES.md).
+    qemu's Haswell is an x64 with AVX2, but without VNNI and AVX-512: on it MLAS uses its VPMADDUBSW kernels, whose sums
+    of u8 by s8 products saturate (targets/cpu/NOTES.md).
     """
 
     cpu: str = ""
@@ -38,7 +38,7 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
         return f"host:{self.cpu.lower()}" if self.cpu else "host"
 
     def find_missing(self) -> Missing | None:
-        """Returns what is lacking: nothing for the CPU as it is, for another qemu on an x64."""
+        """Returns what is lacking: nothing for the real CPU; an emulated one needs qemu on an x64."""
         if self.cpu and platform.machine() != "x86_64":
             return Missing(reason="this Python is not for x86-64", command=None)
         if self.cpu and shutil.which(_QEMU) is None:
@@ -57,7 +57,7 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Native(msgspec.Struct, frozen=True, kw_only=True):
-    """This machine's CPU through edgekit's own runner, or with `arm` the emulated one of `arm64`."""
+    """edgekit's own runner on this machine's CPU, or with `arm` on the emulated one of `arm64`."""
 
     arm: bool = False
     evidence: Evidence = Evidence.EMULATED
@@ -69,11 +69,11 @@ class Native(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def abi(self) -> str:
-        """The kind of machine that the runner is built for."""
+        """The kind of machine for which the runner is built."""
         return "linux-arm64" if self.arm else host_abi()
 
     def find_missing(self) -> Missing | None:
-        """Returns what is lacking: the runner has to be built."""
+        """Returns what is lacking: the runner must be built, and with `arm` the Debian root installed."""
         return (find_missing_root() if self.arm else None) or find_missing_runner(self.abi)
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:
@@ -92,9 +92,9 @@ class Native(msgspec.Struct, frozen=True, kw_only=True):
 
 PROVIDER = "CoreMLExecutionProvider"
 UNITS = {"all": "ALL", "cpu": "CPUOnly", "gpu": "CPUAndGPU", "ane": "CPUAndNeuralEngine"}
-"""What `coreml:UNITS` may name, and the provider's word for it."""
+"""The values of UNITS in `coreml:UNITS`, and the provider's names for them."""
 
-# The provider's options but its cache, and their values; from ORT's coreml_options.cc.
+# The provider's options except the cache, and their values, from ORT's coreml_options.cc.
 _OPTIONS: dict[str, tuple[str, ...]] = {
     "ModelFormat": ("MLProgram", "NeuralNetwork"),
     "MLComputeUnits": tuple(UNITS.values()),
@@ -107,7 +107,7 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
 
 
 class CoreMl(msgspec.Struct, frozen=True, kw_only=True):
-    """The real provider on Apple hardware, in a child process; `units` overrides the target's compute units."""
+    """The real Core ML provider on Apple hardware, in a child process; `units` overrides the target's compute units."""
 
     units: str = ""
     evidence: Evidence = Evidence.DEVICE
@@ -124,7 +124,7 @@ class CoreMl(msgspec.Struct, frozen=True, kw_only=True):
         return Missing(reason="Core ML runs only on Apple hardware", command=None)
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:
-        """Runs every sample of a job in the Core ML provider; what it compiles is kept for the next run.
+        """Runs every sample of a job in the Core ML provider; compiled models are cached for the next run.
 
         Raises:
             DeviceError: this is no Mac.
@@ -138,10 +138,10 @@ class CoreMl(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def coreml_job(job: Job, units: str = "") -> RunnerJob:
-    """Returns the job that opens a model in the Core ML provider, with a cache of its own.
+    """Returns the job that opens a model in the Core ML provider, with a separate cache folder.
 
-    The provider never notices that a cached model is stale, so that the cache folder is named by the digest of the
-    model's files, the options and ONNX Runtime's version.
+    The provider does not notice that a cached model is stale, so the cache folder is named by the digest of the model's
+    files, the options and ONNX Runtime's version.
 
     Raises:
         TargetError: the target has an option or a value that the provider does not know.
@@ -155,7 +155,7 @@ def coreml_job(job: Job, units: str = "") -> RunnerJob:
 
 
 def provider_options(options: Mapping[str, str], units: str = "") -> dict[str, str]:
-    """Returns a target's options for the provider, with the compute units of the device where it names some.
+    """Returns a target's options for the provider, with the device's compute units if it names some.
 
     Raises:
         TargetError: an option or its value is unknown.

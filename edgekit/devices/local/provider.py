@@ -1,6 +1,6 @@
-"""The execution providers that a PC may have beside the CPU's: a table, and each of them as a device.
+"""The execution providers that a PC may have besides the CPU provider: a table, and each of them as a device.
 
-On a machine without a GPU, SwiftShader takes its place: a Vulkan driver that computes on the CPU.
+On a machine without a GPU, the WebGPU provider uses SwiftShader, a Vulkan driver that computes on the CPU.
 """
 
 import functools
@@ -31,7 +31,7 @@ from edgekit.errors import MissingExtraError
 from edgekit.evidence import Evidence
 from edgekit.machine import spell_install
 
-# Where Debian's and Ubuntu's Chromium put it, with a Vulkan loader of its own.
+# Where Debian's and Ubuntu's Chromium install SwiftShader, with their own Vulkan loader.
 _FOLDERS = (Path("/usr/lib/chromium"), Path("/usr/lib/chromium-browser"))
 _DRIVER = "vk_swiftshader_icd.json"
 _LOADER = "libvulkan.so.1"
@@ -40,14 +40,15 @@ _SYSTEMS = tuple(f"{place}/{_LOADER}" for place in ("lib", "lib/*-linux-gnu", "l
 
 @functools.cache
 def find_swiftshader() -> Mapping[str, str]:
-    """Returns the environment of WebGPU's provider on SwiftShader; it is empty where there is a GPU, or no driver."""
+    """Returns the environment variables for WebGPU on SwiftShader, empty if there is a GPU or no SwiftShader."""
     if sys.platform != "linux" or any(Path("/dev/dri").glob("renderD*")) or Path("/dev/nvidia0").exists():
         return {}
     folder = next((one for one in _FOLDERS if (one / _DRIVER).is_file()), None)
     if folder is None:
         return {}
     found = {"VK_ICD_FILENAMES": str(folder / _DRIVER), "ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER": "1"}
-    # Dawn opens the loader by its name alone. Not ctypes.util.find_library: it starts ldconfig, and then a compiler.
+    # Dawn opens the Vulkan loader by its bare name. ctypes.util.find_library is avoided: it starts ldconfig and even a
+    # compiler.
     if not any(any(Path("/usr").glob(place)) for place in _SYSTEMS) and (folder / _LOADER).is_file():
         found["LD_LIBRARY_PATH"] = str(folder)
     return found
@@ -63,17 +64,17 @@ _INTEL = 0x8086
 
 
 class Provider(msgspec.Struct, frozen=True, kw_only=True):
-    """How a provider comes to this machine, and what it needs here.
+    """How a provider is installed on this machine, and what it needs.
 
-    `name` is ONNX Runtime's. `package` is what pip installs: a plug-in wheel, whose `module` says where the library
-    lies (`get_library_path()`), or without a `module` a build of ONNX Runtime that has the provider built in, in place
-    of the package `onnxruntime`. Of that one the files `parts` are loaded when a session is made, and a session without
-    them runs on the CPU: `needs` is the command that brings what they need. A provider that runs only on certain
-    `systems` names them as `sys.platform` does. `hardware` are the kinds of device that may be asked for by name.
-    A provider of one maker's GPUs names in `drivers` the files under /dev of their drivers on Linux, any of which is
-    there where such a GPU is. `cpu_vendor` is the PCI number of the only vendor whose CPUs the plug-in lists, though it
-    computes on others: 0 for all. `find_environment` says what is set for the process that runs a model. `evidence` is
-    what a run on it is worth.
+    `name` is ONNX Runtime's. `package` is the pip package: either a plug-in wheel, whose `module` returns the path of
+    the library (`get_library_path()`), or, without a `module`, a build of ONNX Runtime with the provider built in,
+    which replaces the package `onnxruntime`. Such a build loads the libraries `parts` when a session is made; if that
+    fails, the session runs on the CPU. `needs` says how to install what they depend on. `systems` are the values of
+    `sys.platform` on which the provider runs, empty for all. `hardware` are the kinds of device that a user may name.
+    `drivers` are files under /dev on Linux, at least one of which exists if there is a GPU of the provider's maker.
+    `cpu_vendor` is the PCI number of the only vendor whose CPUs the plug-in lists, although it computes on others; 0
+    for all. `find_environment` returns variables for the process that runs a model. `evidence` is how much a run
+    proves.
     """
 
     name: str
@@ -94,7 +95,7 @@ class Provider(msgspec.Struct, frozen=True, kw_only=True):
         return self.package.partition("==")[0]
 
 
-# A PC's, WSL's and Jetsons'.
+# Device files on a PC, on WSL, and on Jetsons.
 _NVIDIA = ("nvidiactl", "dxg", "nvhost-gpu", "nvgpu")
 _CUDA = "pip install onnxruntime-gpu[cuda,cudnn], and NVIDIA's driver"
 PROVIDERS: Mapping[str, Provider] = {
@@ -155,16 +156,16 @@ PROVIDERS: Mapping[str, Provider] = {
         systems=("win32",),
     ),
 }
-"""The providers of this machine by the name of their device; another is a row here."""
+"""The providers of this machine by the name of their device; to support another one, add a row."""
 
 
-# These installed providers have devices of their own, which stand in no row above.
+# Providers whose devices are defined elsewhere, not by a row above.
 _OTHERS = {CPU_PROVIDER: "host", "CoreMLExecutionProvider": "coreml"}
 _OTHER_WHEELS = {"onnxruntime-qnn": ("QNNExecutionProvider", "qnn-htp-sim")}
 
 
 class FoundDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Hardware that a provider finds here, and the provider's own version where it tells one."""
+    """Hardware that a provider finds here, and the provider's version if it reports one."""
 
     kind: str
     name: str
@@ -172,9 +173,9 @@ class FoundDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a provider says of this machine; `failure` is why it cannot be used.
+    """What a provider finds on this machine; `failure` says why it cannot be used.
 
-    `vendor_claimed` says that it lists a CPU only because edgekit claimed that it is of the vendor that is supported.
+    `vendor_claimed` says that it lists a CPU only because edgekit presented it as one of the supported vendor.
     """
 
     devices: tuple[FoundDevice, ...] = ()
@@ -185,8 +186,8 @@ class Found(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class OfferedProvider(msgspec.Struct, frozen=True, kw_only=True):
     """A provider that an installed package offers.
 
-    `source` is that package with its version, `hardware` what the provider finds here, `device` the name for `--on`,
-    "" where no device runs it alone. `failure` is why it cannot be used as it is.
+    `source` is that package with its version, `hardware` what the provider finds here, and `device` the name for
+    `--on`, "" if edgekit has no device for it. `failure` says why it cannot be used.
     """
 
     provider: str
@@ -198,7 +199,7 @@ class OfferedProvider(msgspec.Struct, frozen=True, kw_only=True):
 
 @functools.cache
 def ask_provider(device: str) -> Found:
-    """Returns what the provider of a device of PROVIDERS finds here, asked once in a process of its own.
+    """Returns what the provider of a device in PROVIDERS finds here; it is asked once, in a separate process.
 
     Raises:
         MissingExtraError: its wheel is installed, and cannot be imported.
@@ -210,7 +211,7 @@ def ask_provider(device: str) -> Found:
         "cpu_vendor": row.cpu_vendor,
         "parts": [_name_part(part) for part in row.parts],
     }
-    # -P keeps the program's own folder out of sys.path, whose modules would stand in for others.
+    # -P keeps the program's own folder out of sys.path, where its files would shadow other modules.
     argv = [sys.executable, "-P", str(_PROGRAM), msgspec.json.encode(asked).decode()]
     finished = run_process(argv, timeout_s=_TIMEOUT_S, env=row.find_environment())
     if not finished.succeeded:
@@ -223,7 +224,7 @@ def ask_provider(device: str) -> Found:
 
 
 def find_library(row: Provider) -> str:
-    """Returns where a plug-in provider's library lies, "" for a provider that is built in.
+    """Returns the path of a plug-in provider's library, "" for a built-in provider.
 
     Raises:
         MissingExtraError: the wheel cannot be imported, or its library is gone.
@@ -238,7 +239,7 @@ def find_library(row: Provider) -> str:
 
 
 def find_missing_provider(device: str, hardware: str) -> Missing | None:
-    """Returns why the provider of a device cannot be used here on some hardware ("" for any), None where it can."""
+    """Returns why a device's provider cannot be used here on some hardware ("" for any), None if it can."""
     row = PROVIDERS[device]
     if row.systems and sys.platform not in row.systems:
         names = " and ".join({"linux": "Linux", "win32": "Windows"}[system] for system in row.systems)
@@ -252,14 +253,14 @@ def find_missing_provider(device: str, hardware: str) -> Missing | None:
 
 
 def _find_lacking(device: str, hardware: str) -> Missing | None:
-    """Returns what a provider that is installed lacks: a library that it loads, or hardware."""
+    """Returns what an installed provider lacks: a library that it loads, or hardware."""
     row = PROVIDERS[device]
     try:
         found = ask_provider(device)
     except MissingExtraError as error:
         return Missing(reason=error.message, command=error.hint)
     if found.failure:
-        # ONNX Runtime itself says nothing then and takes the CPU.
+        # ONNX Runtime itself would silently use the CPU then.
         return Missing(reason=f"{row.name} cannot be loaded: {found.failure}", command=row.needs or None)
     if row.drivers and sys.platform == "linux" and not any((_DEV / name).exists() for name in row.drivers):
         return Missing(reason=f"this machine has no GPU that {row.name} computes on", command=row.needs or None)
@@ -273,7 +274,7 @@ def _find_lacking(device: str, hardware: str) -> Missing | None:
 
 
 def is_accelerated(device: str) -> bool:
-    """Returns True if a provider that can be used here finds more than a CPU, or the CPU that it is made for."""
+    """Returns True if a usable provider finds other hardware than a CPU, or a CPU of the vendor that it supports."""
     row = PROVIDERS[device]
     if not row.module:
         return True
@@ -286,7 +287,7 @@ def find_provider_versions(device: str) -> dict[str, str]:
     row = PROVIDERS[device]
     try:
         return {"onnxruntime": VERSION, row.distribution: version(row.distribution)}
-    except PackageNotFoundError:  # a build of somebody's own
+    except PackageNotFoundError:  # a custom build
         return {"onnxruntime": VERSION}
 
 
@@ -333,7 +334,7 @@ _NAMED_NODES = 8
 
 
 class LocalProvider(msgspec.Struct, frozen=True, kw_only=True):
-    """A provider of this machine, in a child process; `hardware` chooses among its devices, "" takes the first."""
+    """A provider of this machine, in a child process; `hardware` is the kind of device to use, "" for the first."""
 
     kind: str
     hardware: str = ""
@@ -354,9 +355,9 @@ class LocalProvider(msgspec.Struct, frozen=True, kw_only=True):
         return find_missing_provider(self.kind, self.hardware)
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:
-        """Runs every sample of a job in the provider; what it leaves runs on the CPU, and a note names those nodes.
+        """Runs every sample of a job in the provider; nodes that it leaves run on the CPU, and a note names them.
 
-        A session that has the CPU alone, because the provider could not be made, is a failed run.
+        If the provider could not be created, so that the session has only the CPU provider, the run has failed.
 
         Raises:
             DeviceError: the provider cannot be used here.
@@ -391,7 +392,7 @@ class LocalProvider(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def provider_devices() -> dict[str, LocalProvider]:
-    """Returns the devices of every provider, and those of its kinds of hardware, by name."""
+    """Returns the devices by name: one for each provider, and one for each of its kinds of hardware."""
     devices = (
         LocalProvider(kind=kind, hardware=hardware, evidence=_rate(row.evidence, hardware))
         for kind, row in PROVIDERS.items()
@@ -401,5 +402,5 @@ def provider_devices() -> dict[str, LocalProvider]:
 
 
 def _rate(evidence: Evidence, hardware: str) -> Evidence:
-    """Returns how much a run proves: a GPU or an NPU that is asked for by name is the device itself."""
+    """Returns how much a run proves: a GPU or NPU that the user names is the device itself."""
     return Evidence.DEVICE if hardware in {"gpu", "npu"} else evidence

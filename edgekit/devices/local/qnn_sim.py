@@ -1,4 +1,4 @@
-"""Qualcomm's HTP library on this PC: the QNN plug-in provider with the simulator that its Linux wheel holds."""
+"""Qualcomm's HTP library on this PC: the QNN plug-in provider with the simulator in its Linux wheel."""
 
 import importlib.util
 import itertools
@@ -21,13 +21,13 @@ from edgekit.model.external import skim_model
 
 PROVIDER = "QNNExecutionProvider"
 ARCH_SOCS: Mapping[str, str] = {f"v{arch}": soc for arch, soc in HTP_SOCS.items()}
-"""One SoC number for each architecture of the HTP; the simulator computes by architecture."""
+"""One SoC number for each HTP architecture; for the simulator, only the architecture matters."""
 
 _NO_DEVICE = frozenset({14, 22, 23, 24, 44, 79, 80, 81, 98, 121})
-# The SoC numbers that onnxruntime-qnn 2.7.0 makes a device for (measured: 0 to 130).
+# The SoC numbers for which onnxruntime-qnn 2.7.0 creates a device (measured for 0 to 130).
 _KNOWN_SOCS = frozenset(str(number) for number in range(1, 124) if number not in _NO_DEVICE)
 
-# Options that mean something to a session on a device; the provider takes any other word without complaint.
+# The options that a session on a device knows; the provider silently ignores any other.
 _OPTIONS = frozenset({*PROVIDER_OPTIONS[PROVIDER], "backend_path"})
 
 _PROFILE = "qnn.csv"
@@ -37,7 +37,7 @@ _COMPATIBILITY = "ep_compatibility_info.QNNExecutionProvider"
 
 
 class QnnSimulator(msgspec.Struct, frozen=True, kw_only=True):
-    """The HTP simulator; `arch` overrides the SoC of the target, "" keeps it."""
+    """The HTP simulator; `arch` overrides the target's SoC, "" keeps it."""
 
     arch: str = ""
     evidence: Evidence = Evidence.SIMULATOR
@@ -54,9 +54,10 @@ class QnnSimulator(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:
-        """Runs every sample of a job in the simulator, without the CPU where the provider takes every node.
+        """Runs every sample of a job in the simulator, at first without a fallback to the CPU.
 
-        Where it does not, the job runs again with the CPU allowed, a note says so, and the placement names the nodes.
+        If the provider does not take every node, the job runs again with the fallback; a note says so, and the
+        placement names the nodes.
 
         Raises:
             DeviceError: onnxruntime-qnn is not installed.
@@ -67,54 +68,56 @@ class QnnSimulator(msgspec.Struct, frozen=True, kw_only=True):
         options = provider_options(job.target.session.provider_options, self.arch)
         if job.model.suffix == ".ort":
             return refuse_run(self, f"'{job.model.name}' is in ORT format, which {PROVIDER} never takes")
-        # Qualcomm's library ends the process on a tensor without elements. Its shapes are fixed: one sample tells.
+        # Qualcomm's library aborts the process on an empty tensor. Shapes are fixed, so checking one sample is enough.
         first = itertools.islice(job.samples, 1)
         if empty := [name for sample in first for name, value in sample.items() if value.size == 0]:
             return refuse_run(self, f"input '{empty[0]}' has no elements, on which {PROVIDER} aborts: drop it")
         described = describe_job(job, provider=PROVIDER)
-        # Without this key ONNX Runtime runs on the CPU whatever the provider leaves, and says nothing.
+        # Without this key, ONNX Runtime silently runs nodes on the CPU that the provider does not take.
         strict = {**described.session_config, _FALLBACK: "1"}
         request = msgspec.structs.replace(
             described, library=_library_path(), provider_options=options, session_config=strict
         )
         _check_context(job.model, options["soc_model"])
-        # Each of the two runs has a process and a folder of its own: QNN keeps state between sessions that spoils the
-        # second. The simulator computes in one thread; those that stand for the NPU's units wait in a loop, which costs
-        # a third more CPU seconds where they have another core, and nothing where they share its one.
+        # Each of the two runs has its own process and folder, because QNN keeps state between sessions that breaks the
+        # second. The simulator computes in one thread; the threads that represent the NPU's units spin, which costs a
+        # third more CPU seconds on cores of their own, and nothing if they share the one core.
         run = _run_watched(self, job, request, work / "strict", one_core=True)
-        # Only for this one refusal: another failure with the CPU allowed would look like a run in the simulator.
+        # Retried only after this refusal: after any other failure, a run on the CPU would pass for one in the
+        # simulator.
         if run.failure is None or _FALLBACK_REFUSED not in run.failure:
             return run
         return _run_with_cpu(self, job, request, work)
 
 
 def find_qnn_versions() -> dict[str, str]:
-    """Returns the versions of ONNX Runtime and of the provider's wheel, which holds Qualcomm's libraries."""
+    """Returns the versions of ONNX Runtime and of the provider's wheel, which contains Qualcomm's libraries."""
     return {"onnxruntime": VERSION, "onnxruntime-qnn": version("onnxruntime-qnn")}
 
 
 def provider_options(options: Mapping[str, str], arch: str = "") -> dict[str, str]:
-    """Returns a target's options for the simulator, with the SoC of `arch` where that is given.
+    """Returns a target's options for the simulator, with the SoC of `arch` if it is given.
 
     Raises:
-        TargetError: an option or the SoC is unknown to the provider, which would not say so itself.
+        TargetError: the provider does not know an option or the SoC, and would not say so.
         UsageError: there is no such architecture.
     """
     if arch and arch not in ARCH_SOCS:
         raise UsageError(f"there is no HTP architecture '{arch}'", hint=suggest_name(arch, ARCH_SOCS))
     check_options(PROVIDER, options, _OPTIONS)
-    # The provider takes a misspelt SoC for its default.
+    # The provider silently replaces an unknown SoC by its default.
     soc = ARCH_SOCS[arch] if arch else options.get("soc_model", "")
     if soc not in _KNOWN_SOCS:
         known = ", ".join(f"{number} ({name})" for name, number in ARCH_SOCS.items())
         raise TargetError(f"'{soc}' is no soc_model that the HTP simulator knows", hint=f"for example: {known}")
-    # The provider ignores htp_arch where no SoC is given, and the path of the backend would lead to a device's library.
+    # The provider ignores htp_arch if no SoC is given, and the target's backend path is that of a library on the
+    # device.
     kept = {key: value for key, value in options.items() if key not in {"htp_arch", "backend_path"}}
     return {**kept, "backend_type": "htp", "soc_model": soc}
 
 
 def _run_watched(device: Device, job: Job, request: RunnerJob, folder: Path, *, one_core: bool = False) -> DeviceRun:
-    """Returns a run in a folder of its own; where a profile is asked for, QNN's own one too, of its operations."""
+    """Returns a run in a separate folder; if the job asks for a trace, with QNN's own profile of its operations."""
     folder.mkdir()
     if not job.trace:
         return run_python(device, job, request, folder, one_core=one_core, emulates=True)
@@ -134,11 +137,11 @@ def _run_with_cpu(device: Device, job: Job, request: RunnerJob, work: Path) -> D
 
 
 def _check_context(model: Path, soc: str) -> None:
-    """Refuses a context made for another SoC: the simulator runs it without complaint, a device does not."""
+    """Refuses a context binary made for another SoC: the simulator would run it, a device would not."""
     for entry in skim_model(model).metadata_props:
         if entry.key == _COMPATIBILITY:
             made_for = _context_socs(entry.value)
-            # A context that names no SoC was compiled for an architecture and fits each chip of it.
+            # A context that names no SoC was compiled for an architecture, and runs on all its chips.
             if made_for and soc not in made_for:
                 raise TargetError(
                     f"'{model.name}' is a context for soc_model {', '.join(made_for)}, not {soc}",

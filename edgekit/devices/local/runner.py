@@ -1,7 +1,7 @@
-"""edgekit's own runner: a small program for machines without Python, built here for each kind of machine.
+"""edgekit's own runner: a small C++ program for machines without Python, built for each kind of machine (ABI).
 
-Its sources ship with edgekit. What is built lies in the user's cache, in a folder named by kind and by the digest of
-the sources and flags, so that it is built once. ONNX Runtime's library is no part of it: it is sent along.
+Its sources ship with edgekit. It is built once, into the user's cache, in a folder named by the kind of machine and the
+digest of the sources. ONNX Runtime's library is not part of the program: it is sent along.
 """
 
 import importlib.util
@@ -25,13 +25,13 @@ from edgekit.progress import Progress
 
 PROGRAM, LIBRARY = "edgekit-runner", "libonnxruntime.so"
 ANDROID_API = 29
-"""The oldest Android that the runner is built for."""
+"""The oldest Android API level for which the runner is built."""
 
 _BUILD_TIMEOUT_S = 600.0
 
 
 class Abi(msgspec.Struct, frozen=True, kw_only=True):
-    """A kind of machine: `machine` is what `uname -m` says there, `compiler` makes programs for it on another."""
+    """A kind of machine: `machine` is the output of `uname -m` there, `compiler` the cross compiler for it."""
 
     name: str
     machine: str
@@ -53,7 +53,7 @@ ABIS: dict[str, Abi] = {
 
 
 class NativeRunner(msgspec.Struct, frozen=True, kw_only=True):
-    """A runner for a kind of machine, and the library of ONNX Runtime that it opens; both lie on this machine."""
+    """A runner for a kind of machine, and the ONNX Runtime library that it opens, as files on this machine."""
 
     abi: str
     program: Path
@@ -61,12 +61,12 @@ class NativeRunner(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def files(self) -> dict[str, Path]:
-        """The files that a machine needs, by the names they must have beside each other."""
+        """The files that a machine needs, by their names in a common folder."""
         return {PROGRAM: self.program, LIBRARY: self.library}
 
     def pack(self, libraries: tuple[Path, ...] = ()) -> Program:
-        """Returns the program for another machine; `libraries` are a plug-in provider's, and what that one loads."""
-        # The second is where Qualcomm's FastRPC looks for the half of the library that runs on the DSP.
+        """Returns the program for another machine; `libraries` are a plug-in's and those that it loads."""
+        # In ADSP_LIBRARY_PATH, Qualcomm's FastRPC looks for the part of QNN that runs on the DSP.
         paths = ("env", "LD_LIBRARY_PATH={folder}", "ADSP_LIBRARY_PATH={folder}") if libraries else ()
         return Program(
             files={**self.files, **{path.name: path for path in libraries}},
@@ -82,7 +82,7 @@ def host_abi() -> str:
 
 
 def find_runner(abi: str) -> NativeRunner | None:
-    """Returns the runner that was built from exactly these sources, with its library, or None.
+    """Returns the runner built from the current sources, with its library, or None.
 
     Raises:
         UsageError: there is no such kind of machine.
@@ -109,7 +109,7 @@ def require_runner(abi: str) -> NativeRunner:
 
 
 def find_missing_runner(abi: str) -> Missing | None:
-    """Returns what is lacking for `find_runner` to find one, or None.
+    """Returns why `find_runner` finds no runner, or None if it finds one.
 
     Raises:
         UsageError: there is no such kind of machine.
@@ -132,7 +132,7 @@ def find_missing_runner(abi: str) -> Missing | None:
 
 
 def build_runner(abi: str, progress: Progress, *, ndk: Path | None = None, library: Path | None = None) -> NativeRunner:
-    """Returns the runner for a kind of machine, built if it is not in the cache.
+    """Returns the runner for a kind of machine, and builds it if it is not in the cache.
 
     For Android, `ndk` is the folder of the Android NDK, and `library` ONNX Runtime's archive (`.aar`) or its
     `libonnxruntime.so` for that kind. On Linux the library is that of the onnxruntime wheel.
@@ -144,10 +144,10 @@ def build_runner(abi: str, progress: Progress, *, ndk: Path | None = None, libra
         OutputError: the cache cannot be written.
     """
     known = _known_abi(abi)
-    # A library that the user names always builds anew: it may not be the one in the cache.
+    # If the user names a library, always build: the one in the cache may be another.
     if library is None and (found := find_runner(abi)) is not None:
         return found
-    # Another process may have built it while this one waited, so it is looked for again inside.
+    # Look again inside the lock, because another process may have built it meanwhile.
     with one_at_a_time(_place(known)):
         if library is not None or find_runner(abi) is None:
             _build(known, progress, ndk, library)
@@ -184,13 +184,13 @@ def _known_abi(abi: str) -> Abi:
 
 def _place(abi: Abi) -> Path:
     files = sorted(path for path in find_sources("runner").rglob("*") if path.is_file())
-    # Everything that the bytes of the program depend on here: a change of a source builds it anew.
+    # Everything that determines the program, so that a change of a source leads to a new build.
     parts = [abi.name, str(ANDROID_API), *(f"{path.name} {digest_file(path)}" for path in files)]
     return cache_folder() / "runner" / f"{abi.name}-{digest_bytes(chr(10).join(parts).encode())[:16]}"
 
 
 def _find_wheel_library(abi: str) -> Path | None:
-    """Returns the library of ONNX Runtime that the wheel of this Linux holds."""
+    """Returns ONNX Runtime's library from this machine's wheel, or for linux-arm64 from the aarch64 wheel."""
     if abi != host_abi():
         return find_arm64_library() if abi == "linux-arm64" else None
     spec = importlib.util.find_spec("onnxruntime")
@@ -224,7 +224,7 @@ def _android_flags(abi: Abi, ndk: Path | None, library: Path | None) -> list[str
         raise UsageError(f"'{ndk}' is no Android NDK: it has no {toolchain.name}", hint="give the folder of an NDK")
     return [
         f"-DCMAKE_TOOLCHAIN_FILE={toolchain}", f"-DANDROID_ABI={abi.name}", f"-DANDROID_PLATFORM=android-{ANDROID_API}",
-        # Linked in: a shared C++ library would be one more file to push, and might meet another version of itself.
+        # Linked statically: a shared C++ library would be one more file to push, and might clash with another version.
         "-DANDROID_STL=c++_static",
     ]  # fmt: skip
 

@@ -1,1 +1,1 @@
-"""How a device's process is started and fed: jobs and tensors in, tensors and a report out."""
+"""Starts a device's process, sends it jobs and tensors, and receives tensors and a report."""

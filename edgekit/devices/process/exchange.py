@@ -1,11 +1,11 @@
 """The messages between edgekit and a program that runs a model: a job and samples, then tensors and a report.
 
-The program reads one line of JSON with the job and then one message for each sample. It writes one message for each
-sample and, last, one line of JSON with its report. A line whose status is "running" may come before, when the session
-is made: it tells what is known if the program dies. Behind the last line come the `trace_bytes` of the profiler's file,
-where a job asked for it. A message, or a `.tensors` file, is one line of JSON, a list of {name, dtype, shape,
-size_bytes}, and then the payloads one after another, little-endian and in C order; the payload of strings is a JSON
-array. Nothing that comes back is believed before it has been checked.
+The program reads one line of JSON with the job, and then one message for each sample. It writes one message for each
+sample and, last, one line of JSON with its report. When the session is made, it may write an earlier report with the
+status "running", so that something is known if it dies later. If the job asked for a trace, the profiler's file of
+`trace_bytes` bytes follows the last line. A message, like a `.tensors` file, is one line of JSON, a list of {name,
+dtype, shape, size_bytes}, followed by the payloads, little-endian and in C order; the payload of strings is a JSON
+array. Nothing that comes back is trusted before it has been checked.
 """
 
 import math
@@ -24,25 +24,25 @@ from edgekit.errors import DeviceError
 from edgekit.model.tensors import DTYPES, Array, Tensors, TensorSpec, shape_matches
 from edgekit.target import ChainedProvider
 
-# Bounds for what comes back, before it is parsed or kept: numpy's own limit was 32 axes until 2.0.
+# Limits for what comes back, checked before it is parsed or stored; numpy allowed at most 32 axes until 2.0.
 MAX_HEADER_BYTES = 1 << 20
 MAX_SAMPLE_BYTES = 1 << 32
 MAX_RANK = 32
 MAX_RESULT_BYTES = 1 << 26
-# The profiler writes about a kilobyte a node and run.
+# The profiler writes about a kilobyte per node and run.
 MAX_TRACE_BYTES = 1 << 28
 TRACE = "trace.json"
 
 
 class RunnerJob(RunOptions, frozen=True, kw_only=True):
-    """What the program that runs a model beside the device is asked to do; paths are as that program sees them.
+    """The job for the program that runs a model on the device; paths are as that program sees them.
 
-    `chain` holds other providers, which get what `provider` leaves, before the CPU does.
-    `library` is a plug-in provider's library, "" for providers that are built in; of its devices the first is taken
-    that is of the kind `hardware` (cpu, gpu or npu, "" for any), and while it looks for them every CPU is said to be of
-    `cpu_vendor` (a PCI number, 0 for what it is). With `preload` libraries of CUDA that wheels brought are loaded
-    first. `profile` asks for the placement from the profile of the first sample, for files of ORT format. `runtime` is
-    where a runtime lies that the program must find. `custom_ops` are libraries of operators.
+    `chain` lists further providers, which are offered the nodes that `provider` leaves, before the CPU is. `library` is
+    the library of a plug-in provider, "" for a built-in one. The session uses the plug-in's first device of the kind
+    `hardware` (cpu, gpu or npu, "" for any); while the plug-in enumerates devices, every CPU is presented as one of
+    `cpu_vendor` (a PCI number, 0 for the true one). With `preload`, CUDA libraries from wheels are loaded first.
+    `profile` asks for the placement from the profile of the first sample, for files in ORT format. `runtime` is the
+    path of ONNX Runtime's library, "" if the program knows it. `custom_ops` are libraries of custom operators.
     """
 
     model: str
@@ -61,11 +61,11 @@ class RunnerJob(RunOptions, frozen=True, kw_only=True):
 
 
 class RunnerResult(Measured, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the program that runs a model beside the device says of its run.
+    """The report of the program that runs a model on the device.
 
-    `status` stays "running" when the program died, and is "stopped" when the time was over before the last sample.
-    `placed_whole` names a provider that took every node where the program learned no more than that. So many
-    `trace_bytes` follow the line with it.
+    `status` stays "running" if the program died, and is "stopped" if the time was over before the last sample.
+    `placed_whole` names a provider that took every node, if the program knows nothing else about the placement.
+    `trace_bytes` is the size of the profiler's file that follows the report.
     """
 
     status: Literal["running", "done", "stopped", "refused"]
@@ -88,7 +88,7 @@ def decode_run(data: bytes) -> RunnerResult:
     """Returns a program's report of its run.
 
     Raises:
-        DeviceError: it is not what such a program writes.
+        DeviceError: it is no valid report.
     """
     if len(data) > MAX_RESULT_BYTES:
         raise _malformed(Path("run.json"), f"it is larger than {MAX_RESULT_BYTES} bytes")
@@ -99,9 +99,9 @@ def decode_run(data: bytes) -> RunnerResult:
 
 
 def open_outputs(folder: Path, outputs: Sequence[TensorSpec], source: str) -> tuple[Samples, str]:
-    """Returns the outputs that came back, up to the first that is missing or malformed, and what is wrong with that.
+    """Returns the outputs up to the first that is missing or malformed, and what is wrong with that one.
 
-    The text is empty where nothing is malformed.
+    The text is empty if nothing is malformed.
     """
     count, wrong = 0, f"'{folder.name}' from the device is a link" if folder.is_symlink() else ""
     while not wrong and os.path.lexists(file := folder / tensors_name(count)):
@@ -124,7 +124,7 @@ def tensors_name(index: int) -> str:
 
 
 def write_tensors(path: Path, tensors: Tensors) -> None:
-    """Writes the tensors of one sample into a file that is not there yet, straight: nobody else sees the folder.
+    """Writes the tensors of one sample into a new file, directly, because no other process uses the folder.
 
     Raises:
         OutputError: the folder cannot be written, or there is such a file.
@@ -146,7 +146,7 @@ def encode_tensors(tensors: Tensors) -> bytes:
 
 
 def receive_tensors(stream: IO[bytes], path: Path, specs: Sequence[TensorSpec]) -> None:
-    """Copies one message from a pipe into the new file `path`; no more is read than what `specs` allow.
+    """Copies one message from a pipe into the new file `path`; reads no more than `specs` allow.
 
     Raises:
         DeviceError: it is no message, it does not hold exactly these tensors, or it ends early.
@@ -161,7 +161,7 @@ def receive_tensors(stream: IO[bytes], path: Path, specs: Sequence[TensorSpec]) 
 
 
 def receive_trace(stream: IO[bytes], path: Path, size_bytes: int) -> None:
-    """Copies the profiler's file from a pipe into the new file `path`; nothing in it is read.
+    """Copies the profiler's file from a pipe into the new file `path`, without a look at its content.
 
     Raises:
         DeviceError: it is too large, or it ends early.
@@ -182,7 +182,7 @@ def _take_message(stream: IO[bytes], line: bytes, left: int, path: Path) -> Iter
 
 
 def check_tensors(path: Path, specs: Sequence[TensorSpec]) -> None:
-    """Checks a file of tensors against what is expected, without reading numbers.
+    """Checks a file of tensors against what is expected, without reading numeric payloads.
 
     Raises:
         DeviceError: it is not a file of tensors, or it does not hold exactly these.
@@ -217,14 +217,14 @@ def _read_header(stream: IO[bytes], path: Path, specs: Sequence[TensorSpec]) -> 
     line = stream.readline(MAX_HEADER_BYTES + 1)
     entries = _decode_header(line, path, specs)
     size_bytes = len(line) + sum(entry.size_bytes for entry in entries)
-    # Asked of the open file, not of the name.
+    # The size of the open file: the name could meanwhile refer to another one.
     if size_bytes > MAX_SAMPLE_BYTES or size_bytes != os.fstat(stream.fileno()).st_size:
         raise _malformed(path, "its size is not what its header says")
     return entries
 
 
 def _decode_header(line: bytes, path: Path, specs: Sequence[TensorSpec]) -> list[_Entry]:
-    # No end within the bound: longer than allowed, or cut off.
+    # Without a newline, the header is longer than allowed, or cut off.
     if not line.endswith(b"\n"):
         raise _malformed(path, "its header has no end")
     try:
@@ -233,7 +233,7 @@ def _decode_header(line: bytes, path: Path, specs: Sequence[TensorSpec]) -> list
         raise _malformed(path, f"its header is wrong: {error}") from error
     got = [entry.name for entry in entries]
     wanted = [spec.name for spec in specs]
-    # Sorted lists and not sets, so that a name which comes twice is seen.
+    # Sorted lists, not sets, so that a duplicate name is noticed.
     if sorted(got) != sorted(wanted):
         raise _malformed(path, f"it holds {_quoted(got)}, the model gives {_quoted(wanted)}")
     by_name = {spec.name: spec for spec in specs}
@@ -247,7 +247,7 @@ def _check_entry(path: Path, entry: _Entry, spec: TensorSpec) -> None:
         raise _malformed(path, f"'{entry.name}' is {entry.dtype[:40]}, the model gives {spec.dtype}")
     if not shape_matches(entry.shape, spec):
         raise _malformed(path, f"'{entry.name}' has shape {list(entry.shape)[:16]}, the model gives [{spec}]")
-    # A dimension of 0 counts as 1: [0, 2^40] has no bytes, and is no shape to work with all the same.
+    # A dimension of 0 counts as 1, so that shapes like [0, 2^40], which have no bytes, are refused too.
     if len(entry.shape) > MAX_RANK or math.prod(dim or 1 for dim in entry.shape) > MAX_SAMPLE_BYTES:
         raise _malformed(path, f"the shape of '{entry.name}' is too large")
     if entry.dtype != "string" and entry.size_bytes != np.dtype(DTYPES[entry.dtype]).itemsize * math.prod(entry.shape):

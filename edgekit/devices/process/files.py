@@ -1,4 +1,4 @@
-"""The files that devices need: the user's cache, the sources that ship with edgekit, and those of a model."""
+"""The files that devices need: the user's cache, the sources that ship with edgekit, and the files of a model."""
 
 import functools
 import os
@@ -24,14 +24,14 @@ def find_sources(name: str) -> Path:
 
 
 def digest_sources(name: str) -> str:
-    """Returns the digest of the sources of a program: those of its own folder, and of the runner linked with them."""
+    """Returns the digest of a program's sources: those in its own folder, and those of the runner linked with them."""
     runner = find_sources("runner")
     files = [*runner.rglob("*.cpp"), *runner.rglob("*.h"), *find_sources(name).iterdir()]
     return digest_bytes("\n".join(sorted(f"{path.name} {digest_file(path)}" for path in files)).encode())
 
 
 def list_model_files(model: Path) -> dict[str, Path]:
-    """Returns the files of a model by the names they must have beside each other: itself, and what it refers to.
+    """Returns the model file and its external data files, by their names relative to the model's folder.
 
     Raises:
         ModelError: the file is no model, or names a file that is missing or outside its folder.
@@ -41,15 +41,15 @@ def list_model_files(model: Path) -> dict[str, Path]:
 
 
 def digest_files(files: Mapping[str, Path]) -> str:
-    """Returns the sha256 that names a set of files, by their names, contents and whether they may be executed."""
+    """Returns the sha256 of a set of files: of their names, contents and executable bits."""
     lines = [f"{digest_unchanged(path)} {int(os.access(path, os.X_OK))} {name}" for name, path in sorted(files.items())]
     return digest_bytes("\n".join(lines).encode())
 
 
 def digest_unchanged(path: Path) -> str:
-    """Returns the sha256 of a file, which is read again only when its size or one of its times has changed."""
+    """Returns the sha256 of a file; it is read again only if its size or one of its times has changed."""
     facts = path.stat()
-    # The time of the last change (ctime) also reveals a program that set the modification time back.
+    # The ctime also reveals a change after which a program reset the modification time.
     return _digest_known(path, (facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns))
 
 

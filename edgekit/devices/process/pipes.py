@@ -1,6 +1,6 @@
-"""Two pipes through which a program asks another process to compute: the stand-in for a phone asks, edgekit answers.
+"""Two pipes by which a program lets another process compute: a phone's stand-in asks, edgekit answers.
 
-Each question is a line of JSON and the bytes that belong to it. The server imports as little as it can, because it is
+Each question is a line of JSON followed by its binary data. The server imports as little as it can, because it is
 started for every run.
 """
 
@@ -27,7 +27,7 @@ END = b'{"ask":"end"}\n'
 def open_pipes(folder: Path) -> Generator[tuple[IO[bytes], IO[bytes]]]:
     """Yields the pipes of a folder for a process that serves them: questions to read, answers to write.
 
-    Whoever starts the process holds both pipes open; where that one has ended already, nothing is waited for.
+    The process that started this one holds both pipes open; if it has ended already, opening them fails at once.
 
     Raises:
         OSError: nobody holds the pipes.
@@ -42,10 +42,10 @@ def open_pipes(folder: Path) -> Generator[tuple[IO[bytes], IO[bytes]]]:
 
 
 class Computer(Protocol):
-    """Answers questions about models, each a line of JSON; `read` returns the bytes that follow the line."""
+    """Answers questions about models, each a line of JSON; `read` returns the next bytes after the line."""
 
     def load(self, question: bytes, read: Callable[[int], bytes]) -> None:
-        """Takes a model."""
+        """Loads a model."""
         ...
 
     def compute(self, question: bytes, read: Callable[[int], bytes]) -> bytes:
@@ -62,7 +62,7 @@ class _Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def answer_questions(computer: Computer, ask: IO[bytes], answer: IO[bytes]) -> None:
-    """Answers questions until the last one: by an empty line and the outputs, or by a line that says what is wrong."""
+    """Answers questions until the last one; an answer is an empty line and the outputs, or a line with an error."""
     while line := ask.readline():
         question = msgspec.json.decode(line, type=_Question).ask
         if question == "end":
@@ -81,24 +81,24 @@ def answer_questions(computer: Computer, ask: IO[bytes], answer: IO[bytes]) -> N
 
 
 def serve_pipes(computer: Computer, folder: Path) -> None:
-    """Serves the pipes of a folder, and says at the end what was computed."""
+    """Serves the pipes of a folder, and at the end prints what was computed."""
     with open_pipes(folder) as (ask, answer):
         answer_questions(computer, ask, answer)
     sys.stdout.write(msgspec.json.encode(computer.describe()).decode() + "\n")
 
 
 class Served(msgspec.Struct, kw_only=True):
-    """What the process said at its end, in the last line of its output; empty until then."""
+    """The last line that the serving process printed, available once it has ended; empty before."""
 
     said: str = ""
 
 
 @contextlib.contextmanager
 def serving(folder: Path, module: str, timeout_s: float) -> Generator[Served]:
-    """Yields while `python -m MODULE FOLDER` serves the pipes in a new folder; it ends with the block.
+    """Runs `python -m MODULE FOLDER`, which serves the pipes in a new folder, for the duration of the block.
 
-    Both ends of both pipes stay open here until one side has ended: then the other sees the end too, and neither waits
-    for ever.
+    This process holds both pipes open until one side has ended; then it closes them, so that the other side sees the
+    end and does not wait for ever.
     """
     served = Served()
     folder.mkdir()

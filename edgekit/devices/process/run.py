@@ -1,7 +1,7 @@
-"""Runs a job in a program that reads samples and writes tensors, and judges what comes back.
+"""Runs a job in a program that reads samples and writes tensors, and checks what comes back.
 
-The program is ONNX Runtime in a child of this Python, or another that a command starts: here, in an emulator, or on
-another machine.
+The program is the runner in Python, as a child process, or another one that a command starts: here, in an emulator, or
+on another machine.
 """
 
 import select
@@ -38,13 +38,13 @@ STANDALONE = Path(__file__).parents[1] / "standalone"
 """Programs that run in another process or on another machine, and import nothing of edgekit."""
 ORT_RUNNER = STANDALONE / "ort_runner.py"
 ORT_QUEUE = STANDALONE / "ort_queue.py"
-"""What the runner in Python opens beside itself for a queue of requests."""
+"""The file that the runner in Python loads for a queue of requests, from its own folder."""
 REPLAY_SAVED = "session.enable_saved_runtime_optimizations"
 MAX_LOG = 8192
-# A device may say what it likes: what goes into reports is bounded in number and length.
+# A device may send anything, so the number and length of what goes into reports is limited.
 _MOST_VERSIONS = 32
 
-# The report of a program that wrote none: it was started, and no more is known.
+# Stands for the report of a program that wrote none: only that it was started is known.
 _NO_REPORT = RunnerResult(
     status="running",
     message="",
@@ -58,10 +58,10 @@ _NO_REPORT = RunnerResult(
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
-    """A program that is copied to where it runs: its files by their names there, and the command that starts it.
+    """A program that is copied to where it runs: its files by their names there, and the start command.
 
-    `{folder}` in the command stands for the folder of the files there. `runtime` and `library` name the files that are
-    ONNX Runtime's library and that of a plug-in provider. `notes` go into the report of each run.
+    `{folder}` in the command stands for the folder of the files there. `runtime` is the name of ONNX Runtime's library
+    among the files, `library` that of a plug-in provider's library. `notes` go into the report of each run.
     """
 
     files: Mapping[str, Path]
@@ -75,7 +75,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
         return [word.replace("{folder}", folder) for word in self.argv]
 
     def fill_job(self, request: RunnerJob, folder: str) -> RunnerJob:
-        """Returns a job with the paths of the program's libraries in a folder."""
+        """Returns a job with the paths of the program's libraries filled in."""
         return msgspec.structs.replace(
             request,
             runtime=self.runtime and f"{folder}/{self.runtime}",
@@ -84,7 +84,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def python_program(python: str, notes: tuple[str, ...] = ()) -> Program:
-    """Returns the runner in Python, for the interpreter `python` of another root or machine."""
+    """Returns the runner in Python, for the interpreter `python` in another root file system or on another machine."""
     return Program(
         files={path.name: path for path in (ORT_RUNNER, ORT_QUEUE)},
         argv=(python, f"{{folder}}/{ORT_RUNNER.name}", "--pipe"),
@@ -104,7 +104,7 @@ def require_device(name: str, missing: Missing | None) -> None:
 
 
 def check_options(provider: str, options: Mapping[str, str], known: Collection[str]) -> None:
-    """Refuses an option that a provider does not know: providers ignore such words without complaint.
+    """Refuses an option that a provider does not know, because providers silently ignore unknown options.
 
     Raises:
         TargetError: there is no such option.
@@ -115,11 +115,12 @@ def check_options(provider: str, options: Mapping[str, str], known: Collection[s
 
 
 def describe_job(job: Job, *, provider: str = CPU_PROVIDER) -> RunnerJob:
-    """Returns the job for the program that opens the model on a provider as an app on the target would.
+    """Returns the job for a program that opens the model on a provider, as an app on the target would.
 
-    The options are the target's where the provider is. Two entries of the session are left out: the one that forbids
-    the fallback to the CPU, which ONNX Runtime refuses where the CPU provider is the only one; and the one that replays
-    saved optimisations, unless the file's digest was just checked, because they are applied as the file states them.
+    The target's provider options are used only if the provider is the target's. Two session config entries are left
+    out: the one that forbids the fallback to the CPU, if the provider is the CPU's, because ONNX Runtime refuses that;
+    and the one that replays saved optimisations, unless the file's digest was just checked, because ONNX Runtime
+    applies them without checks.
     """
     session = job.target.session
     is_own = provider == job.target.provider
@@ -129,14 +130,14 @@ def describe_job(job: Job, *, provider: str = CPU_PROVIDER) -> RunnerJob:
     if not job.digests_hold:
         config.pop(REPLAY_SAVED, None)
     return RunnerJob(
-        # Absolute, because the child works in a folder of its own.
+        # Absolute, because the child has its own working directory.
         model=str(job.model.resolve()),
         provider=provider,
         provider_options=session.provider_options if is_own else {},
         chain=(session.chain or ()) if is_own else (),
         session_config=config,
         samples=job.samples.count,
-        # A session of a file in ORT format does not record its assignments: there the profiler names each provider.
+        # ONNX Runtime does not record the assignment of nodes for files in ORT format: the profile tells it there.
         profile=job.model.suffix == ".ort" and not job.trace,
         custom_ops=tuple(map(str, job.custom_ops)),
         **{name: getattr(job, name) for name in RunOptions.__struct_fields__},
@@ -160,10 +161,11 @@ def refuse_run(device: Device, reason: str) -> DeviceRun:
 
 
 class _Answer(msgspec.Struct, kw_only=True):
-    """What has come back so far; `report` stays None until the last line is there.
+    """What has come back so far; `report` is None until a report has arrived.
 
-    `wrong` says what is malformed, and `is_cut` that nothing follows it: then it may be no more than the end of a
-    program that died. `sent` counts the samples that the program was given, `count` the outputs that it gave.
+    `wrong` says what is malformed. `is_cut` says that nothing follows the malformed part, so that it may just be a
+    message that was cut off when the program died. `sent` counts the samples sent to the program, `count` the outputs
+    received.
     """
 
     sent: int = 0
@@ -187,10 +189,10 @@ def run_program(
     """Runs a job with the program that a command starts, and returns it as a run of the device.
 
     `request` is the job with the paths that the program sees. Samples are streamed through pipes, so that neither side
-    holds more than a few in memory; with `by_files` all messages pass through two files, because a process that feeds
-    pipes competes for the cores while runs are timed. Outputs are kept in the folder `work`. When `job.timeout_s` is
-    over the program ends, also one on another machine, whose pipes are closed. A program that `emulates` may die by a
-    fault of the emulator.
+    holds more than a few in memory. With `by_files`, all messages pass through two files instead, because a process
+    that feeds pipes would compete for the cores while runs are timed. Outputs are stored in the folder `work`. After
+    `job.timeout_s` the program is killed; one on another machine ends because its pipes are closed. If the program runs
+    in an emulator (`emulates`), a crash may be the emulator's fault.
 
     Raises:
         DeviceError: the command cannot be started.
@@ -219,7 +221,7 @@ def run_program(
         run = msgspec.structs.replace(run, trace=trace)
     if failure is None:
         return run
-    # A session that was refused is an answer, however its program ended then.
+    # A refused session is a valid answer, however the program ended afterwards.
     is_refusal = answer.report is not None and answer.report.status == "refused"
     return msgspec.structs.replace(
         run, log=_clean_log(finished), crashed=emulates and finished.crashed and not is_refusal
@@ -237,11 +239,11 @@ def run_python(
     one_core: bool = False,
     emulates: bool = False,
 ) -> DeviceRun:
-    """Runs a job with the runner in Python in a child, which `emulator` executes if it is given.
+    """Runs a job with the runner in Python in a child process, executed by `emulator` if it is given.
 
-    `env` is added to the child's environment. With `one_core` all of the child's threads share a core.
+    `env` is added to the child's environment. With `one_core`, all threads of the child share one core.
     """
-    # -P keeps the program's own folder out of sys.path: its neighbours would stand in for modules of the same names.
+    # -P keeps the program's own folder out of sys.path, where its files would shadow modules of the same names.
     argv = [*emulator, sys.executable, "-P", str(ORT_RUNNER), "--pipe"]
     setting = ChildSetting(cwd=work, env=env, one_core=one_core)
     by_files = job.answered is None
@@ -256,7 +258,7 @@ def _list_messages(answer: _Answer, request: RunnerJob, job: Job) -> Iterator[by
 
 
 def _receive(answer: _Answer, job: Job, folder: Path, stream: BufferedReader, *, is_whole: bool = False) -> None:
-    """Reads messages until the last line, into the answer; with `is_whole` no more can come than is there."""
+    """Reads messages into the answer until the last line; `is_whole` says that the stream is a complete file."""
     try:
         while first := _peek(stream):
             # A message begins with the list of its tensors, a report with an object: one byte tells them apart.
@@ -280,7 +282,7 @@ def _receive(answer: _Answer, job: Job, folder: Path, stream: BufferedReader, *,
                 job.answered(read_tensors(file, job.outputs))
     except DeviceError as error:
         answer.wrong = error.message
-        # Whether it is the end is known without waiting: at the end of a pipe `select` says that it can be read.
+        # This tests for the end without waiting: at the end of a pipe, `select` reports it as readable.
         answer.is_cut = (is_whole or bool(select.select([stream.fileno()], [], [], 0)[0])) and not _peek(stream)
 
 
@@ -289,16 +291,16 @@ def _peek(stream: BufferedReader) -> bytes:
 
 
 def _count_wanted(answer: _Answer, job: Job) -> int:
-    """Returns how many outputs must come: where samples follow from outputs, as many as were sent so far."""
+    """Returns how many outputs to expect: if samples depend on outputs, as many as samples were sent so far."""
     return answer.sent if job.answered else job.samples.count
 
 
 def _find_failure(answer: _Answer, finished: Finished, job: Job) -> str | None:
     report = answer.report
-    # First of all: what else is wrong may be no more than the end of a program that was killed.
+    # Checked first, because anything else that is wrong may just follow from the program being killed.
     if finished.timed_out:
         return f"ran out of time ({job.timeout_s:g} s)"
-    # A program that died in the middle of a message is reported by how it died, not by the message that it cut off.
+    # If the program died in the middle of a message, the way it died is reported, not the truncated message.
     if answer.wrong and (finished.succeeded or not answer.is_cut):
         return answer.wrong
     if report is not None and report.status == "refused":
@@ -327,12 +329,12 @@ def _describe_step(answer: _Answer, job: Job) -> str:
 def judge_run(
     device: Device, job: Job, report: RunnerResult | None, outputs: Samples, failure: str | None
 ) -> DeviceRun:
-    """Returns the run of a device from what its program reports, None where that is nothing, and what came back."""
+    """Returns the run of a device from its program's report (None: there is none) and the outputs that came back."""
     report = report or _NO_REPORT
-    # Programs look at the clock before they see that there is no further sample.
+    # Programs check the clock before they know that there is no further sample.
     stopped_early = report.status == "stopped" and outputs.count < job.samples.count
     measured = {name: getattr(report, name) for name in Measured.__struct_fields__}
-    # Times beyond the outputs that are whole belong to a sample that did not come back.
+    # Further times belong to a sample whose outputs did not come back.
     measured["latency_ms"] = report.latency_ms[: outputs.count * job.repeat]
     measured["elapsed_ms"] = report.elapsed_ms[: outputs.count]
     return DeviceRun(
@@ -355,12 +357,12 @@ def describe_stop(count: int, job: Job) -> tuple[str, ...]:
 
 
 def _read_placement(report: RunnerResult, model: Path) -> tuple[PlacedNode, ...]:
-    # The program saw only that one provider took everything: the nodes are those of the file.
+    # The program knows only that one provider took everything, so the nodes are those of the file.
     if report.placed_whole:
         try:
             nodes = skim_model(model).graph.node
         except ModelError:
-            return ()  # a file of another format: the device cannot know that it took its nodes whole
+            return ()  # not an ONNX file: the nodes are not known
         whole = printable(report.placed_whole)
         return tuple(PlacedNode(name=node.name, op=node.op_type, domain=node.domain, provider=whole) for node in nodes)
     return tuple(
@@ -375,18 +377,18 @@ def _read_placement(report: RunnerResult, model: Path) -> tuple[PlacedNode, ...]
 
 
 def last_words(stderr: str) -> str:
-    """Returns the last line that a program wrote, after a colon; empty where it wrote none."""
+    """Returns a colon and the last line that a program wrote; empty if it wrote none."""
     line = last_line(stderr)
     return f": {line[-300:]}" if line else ""
 
 
 def last_line(text: str) -> str:
-    """Returns the last line that says something, without what could steer a terminal."""
+    """Returns the last line that is not blank, without control characters for terminals."""
     return next((line for raw in reversed(text.splitlines()) if (line := _clean_line(raw))), "")
 
 
 def printable(text: str, most: int = 200) -> str:
-    """Returns the beginning of what a device said, with a question mark for what could steer a terminal."""
+    """Returns the beginning of a text from a device, with question marks in place of unprintable characters."""
     return "".join(letter if letter.isprintable() else "?" for letter in text[:most])
 
 
@@ -396,5 +398,5 @@ def _clean_log(finished: Finished) -> str:
 
 
 def _clean_line(text: str) -> str:
-    """Returns one line without what could steer a terminal."""
+    """Returns the text as one line without unprintable characters, which could control a terminal."""
     return "".join(letter for letter in " ".join(text.split()) if letter.isprintable())

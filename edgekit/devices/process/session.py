@@ -1,6 +1,6 @@
-"""One session of a device, kept open for several turns: the inputs of a turn may depend on the outputs of the last.
+"""Keeps one session of a device open for several turns: the inputs of a turn may depend on earlier outputs.
 
-The device runs one job in a thread. Its samples are handed over as they become known, and each output as it comes.
+The device runs one job in a thread. Samples are passed to it as they become known, and outputs back as they arrive.
 """
 
 import contextlib
@@ -21,18 +21,18 @@ from edgekit.model.tensors import Tensors
 _WAITS_FOR_PIPES = os.name != "nt"
 
 Turn = Callable[[Sequence[Tensors]], list[Tensors]]
-"""Runs some samples and returns what each gave."""
+"""Runs some samples and returns the outputs of each."""
 
 _TEST = "edgekit devices test DEVICE shows whether the device works at all"
 
 
 class _Session:
-    """A job that a device runs in a thread of its own, and that waits there for samples."""
+    """A job that a device runs in a separate thread, where it waits for samples."""
 
     def __init__(self, device: Device, job: Job, work: Path) -> None:
         self._timeout_s = job.timeout_s
         self._changed = Condition()
-        # A sample that has its answer is replaced by None, which frees its memory.
+        # A sample that was answered is replaced by None to free its memory.
         self._given: list[Tensors | None] = []
         self._answers: list[Tensors] = []
         self._answered = 0
@@ -45,7 +45,7 @@ class _Session:
         self._thread.start()
 
     def run(self, samples: Sequence[Tensors]) -> list[Tensors]:
-        """Returns what samples gave."""
+        """Returns the outputs of samples."""
         with self._changed:
             self._given.extend(samples)
             self._changed.notify_all()
@@ -66,7 +66,7 @@ class _Session:
         _refuse_failed(self._runs[0])
 
     def end(self) -> None:
-        """Ends the session, so that nothing is written into its folder any more."""
+        """Ends the session; afterwards nothing is written into its folder."""
         self._tell_end()
         self._thread.join(self._timeout_s)
 
@@ -76,7 +76,7 @@ class _Session:
             self._changed.notify_all()
 
     def _read(self) -> Iterator[Tensors]:
-        """Yields the samples and waits for more; before the first answer they may be read several times."""
+        """Yields the samples and waits for more; until the first answer, they can be iterated repeatedly."""
         for index in itertools.count():
             with self._changed:
                 self._changed.wait_for(partial(self._is_known, index))
@@ -101,7 +101,7 @@ class _Session:
     def _work(self, device: Device, job: Job, work: Path) -> None:
         try:
             self._runs.append(device.run_job(job, work))
-        except BaseException as error:  # noqa: BLE001 - it is raised again by the thread that asked
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that asked
             self._errors.append(error)
         finally:
             self._tell_end()
@@ -109,9 +109,10 @@ class _Session:
 
 @contextlib.contextmanager
 def open_session(device: Device, job: Job, work: Path) -> Generator[Turn]:
-    """Yields what runs samples in one session of a device; of those of `job` itself only the count is used: the most.
+    """Yields a function that runs samples in one session of a device.
 
-    Files go into the empty folder `work`. On Windows, where nobody can wait for a pipe, each turn is a run of its own.
+    Of the samples of `job`, only their count is used, as the maximum. Files go into the empty folder `work`. On
+    Windows, where `select` cannot wait for pipes, each turn is a separate run.
 
     Raises:
         CrashError: the program of an emulator died.

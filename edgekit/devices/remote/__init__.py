@@ -1,1 +1,1 @@
-"""Devices behind adb or ssh, and what is stored on them."""
+"""Devices that are reached by adb or ssh, and the files stored on them."""

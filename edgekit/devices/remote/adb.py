@@ -1,4 +1,4 @@
-"""Phones and boards that `adb` reaches: files go there by digest, and a native program runs the model."""
+"""Phones and boards reached by `adb`: files are stored there by digest, and a native program runs the model."""
 
 import re
 import shutil
@@ -15,9 +15,9 @@ from edgekit.errors import DeviceError
 
 ADB = "adb"
 BASE = "/data/local/tmp/edgekit"
-"""Where edgekit keeps its files: the one folder of a phone in which adb's user may write and start programs."""
+"""The folder for edgekit's files: the only one of a phone in which adb's user may both write and execute files."""
 
-# What adb says of a device that cannot be used, the same in our words, and what to do next.
+# Part of adb's message about a device that cannot be used, its explanation, and the command to run next.
 _STATES = (
     (
         "authoriz",  # "unauthorized", or "still authorizing" just before
@@ -33,7 +33,7 @@ _STATES = (
 
 
 class AdbDevice(RemoteDevice, frozen=True, kw_only=True):
-    """A phone or a board that adb knows by `serial`; "" is the only one that is connected."""
+    """A phone or a board that adb knows by `serial`; "" means the only connected one."""
 
     serial: str = ""
 
@@ -48,24 +48,24 @@ class AdbDevice(RemoteDevice, frozen=True, kw_only=True):
             return Missing(reason="adb not found", command="apt-get install adb")
         if self.serial and not is_serial(self.serial):
             return Missing(reason=f"'{self.serial[:80]}' is no serial of a device", command="adb devices -l")
-        # The state alone tells whether there is a link: `adb connect` exits with 0 however it went (measured).
+        # Only the state tells whether there is a link: `adb connect` exits with 0 even if it fails (measured).
         finished = self._adb(["get-state"])
         if finished.stdout.strip() != "device":
             return self._describe_state(finished)
         features = self._adb(["features"]).stdout.split()
-        # Without that feature the exit code of a program never reaches this side.
+        # Without this feature, adb does not transmit the exit code of a program.
         if "shell_v2" not in features:
             return Missing(reason="its adb daemon is older than Android 7: programs have no exit code", command=None)
         return None
 
     def look_at(self) -> Machine:
-        """Returns what the device is.
+        """Returns the device's ABI, system, model and cores.
 
         Raises:
             DeviceError: the device does not answer, or edgekit has no runner for its kind.
         """
         names = ("ro.product.cpu.abi", "ro.build.version.release", "ro.product.model", "ro.soc.model")
-        # The last command's exit code counts: toybox has no nproc on old systems, and that is no fault.
+        # Only the last command's exit code counts: toybox on old systems has no nproc, which is no error.
         script = "\n".join((COUNT_CORES, *(f"getprop {name}" for name in names)))
         lines = [last_line(line)[:80] for line in ask(self, script, step="reading its properties").splitlines()]
         cores, abi, release, model, soc = [*lines, *([""] * 5)][:5]
@@ -79,7 +79,7 @@ class AdbDevice(RemoteDevice, frozen=True, kw_only=True):
 
     def command(self, script: str) -> tuple[str, ...]:
         """Returns the command that runs a script in the device's shell."""
-        # -T: no terminal, which would turn line ends and echo what is sent.
+        # -T: no terminal, which would convert line ends and echo the input.
         return (*self._client(), "shell", "-T", script)
 
     def send_files(self, files: Mapping[str, Path], folder: str) -> None:
@@ -89,7 +89,7 @@ class AdbDevice(RemoteDevice, frozen=True, kw_only=True):
             DeviceError: adb could not copy them.
         """
         with linked_names(files) as paths:
-            for path in paths:  # one at a time: of several, adb's client loses the reason why one failed
+            for path in paths:  # one at a time: with several, adb's client loses the reason of a failure
                 finished = self._adb(["push", path, f"{folder}/"], self.transfer_s(Path(path).stat().st_size))
                 if not finished.succeeded:
                     reason = _push_reason(finished)
@@ -117,13 +117,13 @@ class AdbDevice(RemoteDevice, frozen=True, kw_only=True):
 
 
 def _push_reason(finished: Finished) -> str:
-    """Returns what adb says went wrong; it says so on either stream, between lines of progress."""
+    """Returns adb's error message, which may be on either stream, among lines of progress."""
     if finished.timed_out:
         return "it does not answer"
     lines = f"{finished.stdout}\n{finished.stderr}".replace("\r", "\n").splitlines()
-    # adb 29 writes what went wrong to stdout, adb 36 to stderr, and what stands before "error: " differs: both are
-    # searched for the word.
+    # adb 29 writes errors to stdout, adb 36 to stderr, with different text before "error: ", so both streams are
+    # searched.
     errors = [line for line in lines if "error: " in line]
     line = last_line(errors[-1] if errors else "\n".join(lines))
-    # The files have numbers here, in a folder of this machine that says nothing to the user.
+    # The files are numbered, in a temporary folder whose path means nothing to the user.
     return re.sub(r"'/[^']*/(\d+)'", r"file \1", line.removeprefix("adb: error: "))[-300:] or finished.ending

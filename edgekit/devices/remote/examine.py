@@ -1,6 +1,6 @@
-"""Examines a phone behind adb as an app would find it: its chip, libraries and drivers, and what prevents a session.
+"""Examines a phone over adb: its chip, libraries and drivers, and what would prevent a session in an app.
 
-The table `_SIGNS` holds how each fault is recognised, how it shows, what causes it and how it is mended.
+The table `_SIGNS` lists for each fault how it is recognised, its symptom, its cause and its fix.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ _PROPERTIES = {
     "api_level": "ro.build.version.sdk", "soc": "ro.soc.model", "maker": "ro.soc.manufacturer",
     "platform": "ro.board.platform",
 }  # fmt: skip
-# Vendors' libraries that an app may load, and where Android keeps them.
+# Qualcomm's library that reaches the NPU, and Android's list of the vendor libraries that apps may load.
 _RPC = "libcdsprpc.so"
 _PUBLIC = "/vendor/etc/public.libraries.txt"
 _LOOKS = f"""
@@ -40,11 +40,12 @@ echo "nnapi_drivers=$(ls /vendor/etc/vintf/manifest 2>/dev/null | grep -i neural
 
 
 class PhoneFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a phone tells about itself; "" for what it does not tell.
+    """What a phone reports about itself; "" for what it does not report.
 
-    `htp` is the architecture of its NPU and `soc_model` the number that QNN has for its chip, where edgekit knows it.
-    `rpc` is the library that reaches the NPU, `public` tells whether apps may load it, `rpc_device` what it opens.
-    `skels` are the NPU's own halves of QNN that lie there, `nnapi_drivers` the vendors' drivers of NNAPI.
+    `htp` is the architecture of its NPU, and `soc_model` QNN's number of its chip, if edgekit knows them. `rpc` is the
+    path of the library that reaches the NPU, `public` says whether apps may load it, and `rpc_device` is the device
+    file that it opens. `skels` are the QNN libraries for the NPU side that are installed, `nnapi_drivers` the vendors'
+    NNAPI drivers.
     """
 
     abi: str = ""
@@ -68,7 +69,7 @@ class PhoneFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """What would go wrong in an app there: how it looks, why, and what to do."""
+    """A problem that an app would have on the phone: its symptom, cause and fix."""
 
     id: str
     level: Level
@@ -78,7 +79,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class PhoneReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A phone examined: what it is, and what would refuse a session there."""
+    """The result of examining a phone: its facts, and what would prevent a session there."""
 
     device: str
     facts: PhoneFacts
@@ -86,7 +87,7 @@ class PhoneReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _is_qualcomm(facts: PhoneFacts) -> bool:
-    # Old phones do not say who made the chip; Qualcomm's kernels number it.
+    # Old phones do not report the chip's maker; on Qualcomm's, the kernel reports a chip number.
     return facts.maker.upper() in {"QTI", "QUALCOMM"} or (not facts.maker and bool(facts.soc_id))
 
 
@@ -151,14 +152,14 @@ _SIGNS: tuple[tuple[Callable[[PhoneFacts], bool], Finding], ...] = (
 
 
 def examine_phone(phone: AdbDevice) -> PhoneReport:
-    """Returns what a phone is, and what would refuse a session of an app there.
+    """Returns the facts of a phone, and what would prevent a session of an app there.
 
     Raises:
         DeviceError: adb does not reach it, or it does not answer.
     """
     require_device(phone.name, phone.find_link_fault())
     script = "\n".join(f'echo "{key}=$(getprop {name})"' for key, name in _PROPERTIES.items())
-    # What the last look finds is no exit code of the whole.
+    # The exit code of the last test must not become that of the script.
     said = ask(phone, f"{script}\n{_LOOKS}\ntrue", step="examining it")
     facts = read_facts(said)
     if not facts.abi:
@@ -167,7 +168,7 @@ def examine_phone(phone: AdbDevice) -> PhoneReport:
 
 
 def read_facts(said: str) -> PhoneFacts:
-    """Returns what the script's lines say, each name once; whatever else a shell writes is not looked at."""
+    """Returns the facts in the script's output, lines of NAME=VALUE; other lines are ignored."""
     known = set(PhoneFacts.__struct_fields__) - {"soc_model", "htp"}
     pairs = (line.partition("=") for line in said.splitlines())
     facts = {name: last_line(value)[:200] for name, _, value in pairs if name in known}
@@ -179,7 +180,7 @@ def read_facts(said: str) -> PhoneFacts:
 
 
 def judge_facts(facts: PhoneFacts) -> tuple[Finding, ...]:
-    """Returns what would go wrong on a phone, faults first."""
+    """Returns the problems of a phone, faults first."""
     values = {name: getattr(facts, name) or "unknown" for name in facts.__struct_fields__}
     found = [
         msgspec.structs.replace(finding, cause=finding.cause.format_map(values), fix=finding.fix.format_map(values))

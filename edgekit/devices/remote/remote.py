@@ -1,6 +1,7 @@
-"""Runs a job on another machine: the program and the model go there once, then samples stream.
+"""Runs a job on another machine: the program and the model are sent once, then samples are streamed.
 
-An address (`adb:SERIAL`, `ssh:USER@HOST`) may hold nothing that a command line could take for an option or a command.
+An address (`adb:SERIAL`, `ssh:USER@HOST`) must not contain anything that a command line could interpret as an option or
+a command.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from edgekit.devices.remote.store import Shell, own_name, push_set, remove_folde
 from edgekit.errors import EdgekitError, UsageError
 from edgekit.evidence import Evidence
 
-# No "-" in front, which would make an option of it, and nothing that means something to a shell.
+# No "-" in front, because that would be an option, and no characters that are special in a shell.
 _SERIAL = re.compile(r"(?:[A-Za-z0-9][A-Za-z0-9._-]{0,126}|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?")
 _USER = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,31}@"
 _HOST = r"(?:[A-Za-z0-9][A-Za-z0-9._-]{0,252}|\[?[0-9A-Fa-f]*:[0-9A-Fa-f:.]{1,43}\]?)"
@@ -33,7 +34,7 @@ def is_serial(text: str) -> bool:
 
 
 def check_serial(serial: str) -> str:
-    """Returns a serial.
+    """Returns a serial unchanged, if it is safe on a command line.
 
     Raises:
         UsageError: it could be something else on a command line.
@@ -44,7 +45,7 @@ def check_serial(serial: str) -> str:
 
 
 def check_host(host: str) -> str:
-    """Returns USER@HOST, HOST, or a name of the user's ssh configuration.
+    """Returns USER@HOST, HOST, or a name of the user's ssh configuration unchanged, if it is safe on a command line.
 
     Raises:
         UsageError: it could be something else on a command line.
@@ -59,10 +60,10 @@ def _quote(text: str) -> str:
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """What a machine says of itself; `abi` names the kind of its runner, and `base` is edgekit's folder there.
+    """What a machine reports about itself; `abi` names the runner for it, and `base` is edgekit's folder there.
 
-    `versions` are for the report, "" for what it does not tell. `abi` is "" where there is no runner for that system.
-    `python` is a Python there that has onnxruntime, "" for none.
+    `versions` are for the report, "" for unknown ones. `abi` is "" if edgekit has no runner for that system. `python`
+    is a Python there that has onnxruntime, "" for none.
     """
 
     abi: str
@@ -72,11 +73,11 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RemoteDevice(Shell, frozen=True, kw_only=True):
-    """A phone, board or computer behind a link: what a user may say of it, and how a job is run there.
+    """A phone, board or computer behind a link: the user's settings for it, and how a job is run there.
 
-    `runner` and `library` are edgekit's runner and ONNX Runtime's library for it; without them those are used that
-    `edgekit runner build` made for its ABI. `libraries` are a plug-in provider's library and what that one loads.
-    `provider` is "" for the target's own; with another, a run shows no more than the CPU architecture.
+    `runner` and `library` are edgekit's runner and ONNX Runtime's library for it; by default, those that `edgekit
+    runner build` made for its ABI. `libraries` are a plug-in provider's library and the libraries that it loads.
+    `provider` is "" for the target's own; a run with another one proves no more than one on the same CPU architecture.
     """
 
     runner: Path | None = None
@@ -87,15 +88,15 @@ class RemoteDevice(Shell, frozen=True, kw_only=True):
 
     @property
     def evidence(self) -> Evidence:
-        """How much a run on it proves: another provider than the target's shows no more than the architecture."""
+        """How much a run on it proves: with another provider than the target's, no more than the CPU architecture."""
         return Evidence.SAME_ARCH if self.provider else Evidence.DEVICE
 
     def find_link_fault(self) -> Missing | None:
-        """Returns why no script can be run there, as far as this side can tell, and what to do about it."""
+        """Returns why no script can be run there, as far as this machine can tell, and what to do about it."""
         raise NotImplementedError
 
     def look_at(self) -> Machine:
-        """Returns what the machine is.
+        """Returns a description of the machine.
 
         Raises:
             DeviceError: it does not answer, or nothing can run there.
@@ -104,7 +105,7 @@ class RemoteDevice(Shell, frozen=True, kw_only=True):
 
     @contextlib.contextmanager
     def connected(self) -> Generator[Self]:
-        """Yields the device with a connection that several steps share, where it has one."""
+        """Yields the device, with a connection that several steps share if the device supports that."""
         yield self
 
     def find_missing(self) -> Missing | None:
@@ -148,16 +149,12 @@ class RemoteDevice(Shell, frozen=True, kw_only=True):
         return None if self.find_runner(machine.abi) else find_missing_runner(machine.abi)
 
     def choose_program(self, machine: Machine) -> Program:
-        """Returns what runs a model there.
-
-        Raises:
-            DeviceError: nothing does.
-        """
+        """Returns the program that runs a model there. Raises: DeviceError: there is none."""
         return (self.find_runner(machine.abi) or require_runner(machine.abi)).pack(self.libraries)
 
     def _run_program(self, base: str, program: Program, job: Job, work: Path) -> DeviceRun:
         try:
-            # Program and model are two sets: another model does not send the library again.
+            # Program and model are two sets of files, so that another model does not send the library again.
             folder = push_set(self, base, program.files)
             model = f"{push_set(self, base, list_model_files(job.model))}/{job.model.name}"
         except EdgekitError as error:
@@ -171,7 +168,7 @@ class RemoteDevice(Shell, frozen=True, kw_only=True):
         argv = self.command(wrap_program(base, run_folder, program.command(folder)))
         try:
             run = run_program(self, argv, job, request, work)
-        # Ctrl-C too: a program left running would keep the phone busy and warm.
+        # Also on Ctrl-C: a program left running would keep the phone busy and warm.
         except BaseException:
             remove_folder(self, base, run_folder)
             raise
@@ -182,7 +179,7 @@ class RemoteDevice(Shell, frozen=True, kw_only=True):
 
 @contextlib.contextmanager
 def linked_names(files: Mapping[str, Path]) -> Generator[tuple[str, ...]]:
-    """Yields paths with plain names that lead to files, so that no client has to understand names of the user."""
+    """Yields symbolic links to files under plain names, so that no client has to handle the user's file names."""
     with tempfile.TemporaryDirectory(prefix="edgekit-") as folder:
         for name, path in files.items():
             Path(folder, name).symlink_to(path.resolve())

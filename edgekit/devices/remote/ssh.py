@@ -1,4 +1,4 @@
-"""Boards and computers that `ssh` reaches, with OpenSSH's own programs and the user's own configuration."""
+"""Boards and computers reached by OpenSSH's programs, with the user's own configuration."""
 
 import contextlib
 import shlex
@@ -18,22 +18,22 @@ from edgekit.devices.remote.remote import Machine, RemoteDevice, linked_names
 from edgekit.devices.remote.store import COUNT_CORES, ask, read_count
 from edgekit.errors import DeviceError
 
-# No questions, no endless waits, and none of the forwardings that the user's configuration may ask for.
+# No prompts, no endless waits, and no port forwarding, even if the user's configuration asks for it.
 _OPTIONS = (
     "BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3", "ClearAllForwardings=yes",
 )  # fmt: skip
 
-# A connection that nobody closed, because edgekit was killed, ends by itself.
+# A shared connection ends by itself after this time, in case edgekit is killed before it closes it.
 _SHARED_S = 30
 _PYTHON = "python3"
 _HAS_ONNXRUNTIME = 'import importlib.util as u, sys; sys.exit(u.find_spec("onnxruntime") is None)'
 
 
 class SshDevice(RemoteDevice, frozen=True, kw_only=True):
-    """A machine that ssh reaches as `host`, which is written as the user would for ssh itself.
+    """A machine that ssh reaches as `host`, written as on ssh's own command line.
 
-    Where there is no runner for its kind, a Python there that has onnxruntime runs models; `python` asks for that
-    Python by its path. `control` is the socket of a connection that several commands share, "" for one each.
+    If edgekit has no runner for its kind, a Python there that has onnxruntime runs models; `python` requests a Python
+    by its path. `control` is the socket of a connection that several commands share, "" for separate connections.
     """
 
     host: str
@@ -46,7 +46,7 @@ class SshDevice(RemoteDevice, frozen=True, kw_only=True):
         return f"ssh:{self.host}"
 
     def find_link_fault(self) -> Missing | None:
-        """Returns what is wrong on this side, before anything is asked of the machine."""
+        """Returns what is wrong on this machine, without contacting the other one."""
         for program in ("ssh", "sftp"):
             if shutil.which(program) is None:
                 return Missing(reason=f"{program} not found", command="apt-get install openssh-client")
@@ -56,8 +56,7 @@ class SshDevice(RemoteDevice, frozen=True, kw_only=True):
 
     def command(self, script: str) -> tuple[str, ...]:
         """Returns the command that runs a script in a POSIX shell of the machine."""
-        # `exec sh -c`, because the user's own shell may be fish or csh, which read other scripts; `--` ends the
-        # options.
+        # `exec sh -c`, because the user's login shell may be fish or csh, with another syntax; `--` ends the options.
         return ("ssh", "-T", *self._options(), "--", self.host, f"exec sh -c {shlex.quote(script)}")
 
     def send_files(self, files: Mapping[str, Path], folder: str) -> None:
@@ -84,8 +83,8 @@ class SshDevice(RemoteDevice, frozen=True, kw_only=True):
 
     @contextlib.contextmanager
     def connected(self) -> Generator[Self]:
-        """Yields the device with one connection for all commands, which ends with the block."""
-        # A short path: a Unix socket's name has about 100 bytes (sun_path in unix(7): 108).
+        """Yields the device with one connection for all commands, which is closed after the block."""
+        # A short path, because a Unix socket's name is limited to about 100 bytes (sun_path in unix(7): 108).
         with tempfile.TemporaryDirectory(prefix="edgekit-ssh-") as folder:
             device = msgspec.structs.replace(self, control=f"{folder}/c")
             try:
@@ -102,13 +101,13 @@ class SshDevice(RemoteDevice, frozen=True, kw_only=True):
         Raises:
             DeviceError: the machine is not there, or has nothing to run a model with.
         """
-        # Only the runner in Python serves a queue, also where there is another.
+        # Only the runner in Python serves a queue, even if there is a native runner.
         needs_python = job.queue is not None and not self.python
         device = msgspec.structs.replace(self, python=_PYTHON) if needs_python else self
         return RemoteDevice.run_job(device, job, work)
 
     def look_at(self) -> Machine:
-        """Returns what the machine is; its Python is not looked at on systems for which there is a runner.
+        """Returns a description of the machine; Python is not looked for if there is a native runner for the system.
 
         Raises:
             DeviceError: it does not answer, or not as a POSIX system does.
@@ -151,7 +150,7 @@ exit 0"""
         return Missing(reason=reason, command=lacking.command if lacking else None)
 
     def choose_program(self, machine: Machine) -> Program:
-        """Returns edgekit's runner, or where there is none, or Python is asked for, the runner in Python."""
+        """Returns edgekit's native runner; if there is none, or Python is requested, the runner in Python."""
         native = self.find_runner(machine.abi) if machine.abi and not self.python else None
         if native is not None:
             return native.pack(self.libraries)
@@ -161,6 +160,6 @@ exit 0"""
 
 
 def _sftp_quote(path: str) -> str:
-    """Returns a path as sftp's batches take it: in quotes, with what would be a pattern taken literally."""
+    """Returns a path quoted for sftp's batch files, with wildcards escaped."""
     escaped = "".join(f"\\{letter}" if letter in '\\"*?[' else letter for letter in path)
     return f'"{escaped}"'

@@ -1,9 +1,9 @@
-"""Stores sets of files on a machine that is reached through a shell, and runs programs there that leave nothing behind.
+"""Stores sets of files on a machine that is reached by a shell, and runs programs there that leave nothing behind.
 
-Everything lies below one folder: a set of files under its digest, what is still arriving under `part-...`, and what a
-running program has open under `run-...`. The last two names hold the computer, process and thread they belong to, so
-that what one of them left that died, or whose link did, goes with the next contact. Scripts are POSIX shell, as small
-systems have it; every word that is not ours is quoted.
+Everything is below one folder: each set of files in a folder named by its digest, files that are being sent in
+`part-...`, and the working folder of a running program in `run-...`. The names of the last two contain the computer,
+process and thread that they belong to, so that left-overs of dead ones, or of a broken link, are removed at the next
+contact. Scripts are POSIX shell, as on small systems; every word that does not come from edgekit is quoted.
 """
 
 import hashlib
@@ -24,29 +24,29 @@ from edgekit.devices.process.run import last_line
 from edgekit.errors import DeviceError
 
 STEP_S = 30.0
-"""How long one step of a conversation with a device may take, but for what its bytes need."""
-# adb's client waits for ever for a daemon that stops answering (measured): each step has a limit of its own, which
-# grows with its bytes.
+"""The time limit of one step of a conversation with a device, without the time to transfer files."""
+# adb's client waits for ever if the daemon stops answering (measured), so each step has its own time limit, which grows
+# with the bytes to transfer.
 SLOWEST_BYTES_PER_S = 256 << 10
 """USB 2 and slow Wi-Fi move ten times as many."""
 
 KEPT_SETS = 12
-"""How many sets of files stay on a machine; those used longest ago go first."""
+"""How many sets of files are kept on a machine; the least recently used are removed first."""
 
 COUNT_CORES = "nproc 2>/dev/null || echo"
-"""A line of a script: it writes how many cores there are, or an empty line."""
+"""A line of a script that prints the number of cores, or an empty line."""
 
 _SPARE_BYTES = 4 << 20
-# A slow board's sha256sum; the limit of a step grows with what it has to read.
+# The speed of sha256sum on a slow board; the time limit of a step grows with the bytes to read.
 _SLOWEST_DIGEST_BYTES_PER_S = 4 << 20
 _LIST = ".files"
 _BEGIN = "EDGEKIT-BEGIN"
 _DONE = "EDGEKIT-DONE"
 _KINDS = frozenset({"part", "run"})
-# adb passes a command as a service name whose length has four hex digits: beyond 65,535 bytes it arrives garbled
-# (measured).
+# adb sends a command as a service name whose length has four hex digits: a command of more than 65,535 bytes arrives
+# garbled (measured).
 _MAX_SCRIPT_BYTES = 60_000
-# The process group first, with what the program started; the process alone where there is no setsid.
+# Kills the process group, with the program's children; if there is no setsid, only the process.
 _KILL = "kill -9 -$p 2>/dev/null || kill -9 $p 2>/dev/null"
 _TEST = """h() { if command -v sha256sum >/dev/null; then sha256sum; else shasum -a 256; fi; }
 t() { s=$(h < "$1") || exit 1; [ "${s%% *}" = "$2" ] || { echo "'$3' arrived damaged" >&2; exit 1; }; }
@@ -56,14 +56,14 @@ _CLEAN_PAUSE_S = 0.4
 
 
 def own_name(kind: str) -> str:
-    """Returns a new name for a folder there of the kind `part` or `run`, by which it is known whose it is."""
+    """Returns a new name for a remote folder of the kind `part` or `run`, which tells whose it is."""
     return f"{kind}-{_computer()}-{os.getpid()}-{threading.get_ident()}-{secrets.token_hex(4)}"
 
 
 class Shell(msgspec.Struct, frozen=True, kw_only=True):
     """A machine that runs scripts in a POSIX shell and takes files; a step may take `step_timeout_s`.
 
-    A link that moves fewer than `slowest_bytes_per_s` is taken for dead.
+    A link slower than `slowest_bytes_per_s` counts as dead.
     """
 
     step_timeout_s: float = STEP_S
@@ -75,7 +75,7 @@ class Shell(msgspec.Struct, frozen=True, kw_only=True):
         raise NotImplementedError
 
     def command(self, script: str) -> tuple[str, ...]:
-        """Returns the command that, run here, runs a script there, with stdin, stdout and stderr passed through."""
+        """Returns the local command that runs a script on the machine, with stdin, stdout and stderr passed through."""
         raise NotImplementedError
 
     def send_files(self, files: Mapping[str, Path], folder: str) -> None:
@@ -92,7 +92,11 @@ class Shell(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """What is stored there: the sizes of the wanted set's files, others by digest, left-overs, and the free bytes."""
+    """What is stored on the machine.
+
+    `sizes` are those of the wanted set's files; `copies` maps digests of other stored files to their paths; `left` are
+    the left-overs.
+    """
 
     sizes: tuple[int, ...]
     copies: Mapping[str, str]
@@ -101,14 +105,14 @@ class _Seen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ask(shell: Shell, script: str, *, step: str, timeout_s: float | None = None) -> str:
-    """Returns what a script writes, sure to be whole.
+    """Returns the complete output of a script.
 
-    A link that dies looks like success to some clients, so the script says itself that it came to its end.
+    Some clients report success if the link dies, so the script itself prints a marker when it reaches its end.
 
     Raises:
-        DeviceError: the machine did not run it to its end, or it failed; the message names machine and step.
+        DeviceError: the script did not reach its end, or failed; the message names machine and step.
     """
-    # In a subshell, so that an `exit` in the script cannot skip the line that says it came to its end.
+    # In a subshell, so that an `exit` in the script cannot skip the end marker.
     whole = f"echo {_BEGIN}; (\n{script}\n); rc=$?; echo; echo {_DONE} $rc"
     if len(whole.encode()) > _MAX_SCRIPT_BYTES:
         raise DeviceError(f"'{shell.name}' while {step}: too many files", hint="put the weights into one file")
@@ -133,14 +137,15 @@ def ask(shell: Shell, script: str, *, step: str, timeout_s: float | None = None)
 
 
 def read_count(text: str) -> str:
-    """Returns a number that a machine wrote, "" where it is none."""
+    """Returns a number that a machine printed, "" if it is none."""
     return text.strip() if text.strip().isascii() and text.strip().isdecimal() and len(text.strip()) < 5 else ""
 
 
 def push_set(shell: Shell, base: str, files: Mapping[str, Path]) -> str:
-    """Returns the folder below `base` that holds these files; what is there already is not sent again.
+    """Returns the folder below `base` that holds these files, and sends those that the machine lacks.
 
-    Files that another set holds are copied there. All are compared with their digests before the set gets its name.
+    Files that are part of another set are copied on the machine. All are compared with their digests before the set
+    gets its name.
 
     Raises:
         DeviceError: the machine does not answer, has no space, or holds other bytes than were sent.
@@ -153,9 +158,9 @@ def push_set(shell: Shell, base: str, files: Mapping[str, Path]) -> str:
         if gone:
             ask(shell, f"cd {shlex.quote(base)} || exit 1\n{_removals(base, gone)}", step="removing left-overs")
         return f"{base}/{digest}"
-    if seen.sizes:  # it is there, but as a sudden end of the system leaves files
+    if seen.sizes:  # the set is there, but damaged, as after a sudden power-off
         gone.append(digest)
-    # Under its final name only when all of it is there and right: a set that is found is a set that is whole.
+    # It gets its final name only when it is complete and checked, so that a set that is found is always complete.
     part = own_name("part")
     try:
         _fill(shell, base, part, digest, wanted, seen, gone)
@@ -166,10 +171,10 @@ def push_set(shell: Shell, base: str, files: Mapping[str, Path]) -> str:
 
 
 def wrap_program(base: str, run: str, argv: Sequence[str]) -> str:
-    """Returns the script that runs a program with the shell's streams, and removes its folder when it ends.
+    """Returns the script that runs a program with the shell's streams, and removes the folder of the run at its end.
 
-    The program is not the shell itself, so that the shell can still clean up when the link hangs up: it ends the
-    program then, and what that started. The program's process id lies in the folder for as long as it runs.
+    The program does not replace the shell, so that the shell can clean up when the link hangs up: it then kills the
+    program and its children. The file `pid` in the folder holds the program's process id while it runs.
     """
     folder = shlex.quote(f"{base}/{run}")
     words = " ".join(shlex.quote(word) for word in argv)
@@ -213,7 +218,7 @@ def _fill(
     digests = {name: digest_unchanged(path) for name, path in wanted.items()}
     there = {name: seen.copies[digests[name]] for name in wanted if digests[name] in seen.copies}
     needed = sum(path.stat().st_size for path in wanted.values()) + _SPARE_BYTES
-    # Asked before anything is sent, which may take minutes.
+    # Checked before anything is sent, because sending may take minutes.
     if seen.free_bytes is not None and seen.free_bytes < needed:
         raise DeviceError(
             f"'{shell.name}' while sending files: {needed >> 10} kB are needed below '{base}', "
@@ -222,7 +227,7 @@ def _fill(
         )
     place = shlex.quote(base)
     digest_s = needed / _SLOWEST_DIGEST_BYTES_PER_S
-    # Sent under numbers: clients then need not understand names of the user.
+    # Files are sent under numbers, so that clients need not handle the user's file names.
     numbers = {name: str(index) for index, name in enumerate(wanted)}
     missing = {numbers[name]: path for name, path in wanted.items()}
     copies = "".join(
@@ -240,12 +245,12 @@ def _fill(
 
 
 def _check_script(wanted: Mapping[str, Path], numbers: Mapping[str, str], digests: Mapping[str, str]) -> str:
-    """Returns the lines that compare each file with its digest and give it its name."""
+    """Returns the script lines that compare each file with its digest and give it its name."""
     lines = [_TEST]
     for name, path in wanted.items():
         number, quoted = numbers[name], shlex.quote(name)
         parent = str(PurePosixPath(name).parent)
-        # Neither sftp's `put` nor adb's push can be relied on for modes: adbd widens them to 0666 or 0777.
+        # sftp's `put` and `adb push` do not preserve modes reliably: adbd widens them to 0666 or 0777.
         mode = "700" if os.access(path, os.X_OK) else "600"
         lines += [
             f"t {number} {digests[name]} {quoted}",
@@ -257,7 +262,7 @@ def _check_script(wanted: Mapping[str, Path], numbers: Mapping[str, str], digest
 
 
 def _publish_script(part: str, digest: str) -> str:
-    """Returns the lines that give a whole set its name, and remove the sets that were used longest ago."""
+    """Returns the script lines that give a complete set its name, and remove the least recently used sets."""
     return f"""cd .. || exit 1
 if [ -d {digest} ]; then rm -rf {part}; else mv {part} {digest} || exit 1; fi
 n=0
@@ -270,10 +275,10 @@ done"""
 
 
 def remove_folder(shell: Shell, base: str, name: str) -> None:
-    """Removes a folder of edgekit's and ends its program, if the machine can still be reached within some seconds."""
+    """Removes a remote folder and kills its program, if the machine can be reached within some seconds."""
     script = f"cd {shlex.quote(base)} || exit 0\n{_removals(base, [name])}"
     deadline = time.monotonic() + _CLEAN_S
-    # A link that just broke may be back within seconds; the user is not kept longer than that.
+    # A link that just broke may come back within seconds; the user should not wait longer.
     while (left := deadline - time.monotonic()) > 0:
         try:
             ask(shell, script, step="cleaning up", timeout_s=min(left, shell.step_timeout_s))
@@ -283,7 +288,7 @@ def remove_folder(shell: Shell, base: str, name: str) -> None:
 
 
 def _removals(base: str, names: Sequence[str]) -> str:
-    """Returns the lines that end the programs of folders, where they still run, and remove the folders."""
+    """Returns the script lines that kill the programs of folders, if they still run, and remove the folders."""
     ours = f"{{ [ ! -r /proc/$p/cmdline ] || grep -q {shlex.quote(base)} /proc/$p/cmdline; }}"
     return "".join(
         f"[ -f {name}/pid ] && read -r p < {name}/pid && {ours} && {{ {_KILL}; }}\nrm -rf {name}\n" for name in names
@@ -291,9 +296,10 @@ def _removals(base: str, names: Sequence[str]) -> str:
 
 
 def _is_left_over(name: str) -> bool:
-    """Returns True for a folder of this computer that nothing uses any more.
+    """Returns True for a folder that this computer made and no longer uses.
 
-    Its process is no more; or it is this one, and its thread is no more, or is this one, which has no folder now.
+    Either its process has ended; or it belongs to this process, and its thread has ended or is the current one, which
+    uses no folder now.
     """
     kind, computer, pid, thread, rest = [*name.split("-"), "", "", "", "", ""][:5]
     if kind not in _KINDS or computer != _computer() or not _is_number(pid) or not _is_number(thread):
@@ -304,7 +310,7 @@ def _is_left_over(name: str) -> bool:
         others = {other.ident for other in threading.enumerate()} - {threading.get_ident()}
         return int(thread) not in others
     try:
-        # Signal 0 only asks whether the process is there.
+        # Signal 0 only tests whether the process exists.
         os.kill(int(pid), 0)
     except ProcessLookupError:
         return True
@@ -318,7 +324,7 @@ def _is_number(word: str) -> bool:
 
 
 def _computer() -> str:
-    # Digested, as the phone's folder is no place for the name of a computer.
+    # Hashed, so that the computer's name is not revealed on the phone.
     return hashlib.sha256(f"{platform.node()} {os.getuid()}".encode()).hexdigest()[:8]
 
 

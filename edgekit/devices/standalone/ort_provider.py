@@ -1,7 +1,8 @@
-"""Opens a provider of this machine: one that a library adds to ONNX Runtime, or one that is built in and needs others.
+"""Opens a provider of this machine: a plug-in library, or a built-in one that needs other libraries.
 
-It stands beside `ort_runner.py`, which asks it for a job's provider, and alone it says what a provider finds here:
-`python ort_provider.py '{"provider": ..., "library": ..., "cpu_vendor": ..., "parts": [...]}'` prints a line of JSON.
+`ort_runner.py`, in the same folder, uses it for a job's provider. As a program it prints, as a line of JSON, the
+hardware that a provider finds: `python ort_provider.py '{"provider": ..., "library": ..., "cpu_vendor": ..., "parts":
+[...]}'`.
 """
 
 import ctypes
@@ -19,7 +20,7 @@ Json = dict[str, Any]
 
 
 def main() -> int:
-    """Prints the hardware that a provider finds, and why it cannot be used where it cannot."""
+    """Prints the hardware that a provider finds, and why the provider cannot be used, if so."""
     asked = json.loads(sys.argv[1])
     found: Json = {"devices": [], "failure": "", "vendor_claimed": False}
     try:
@@ -30,16 +31,16 @@ def main() -> int:
             _preload()
             for part in asked["parts"]:
                 ctypes.CDLL(str(Path(ort.__file__).parent / "capi" / part))
-    except Exception as error:  # noqa: BLE001 - ONNX Runtime's exceptions share no base, and each says why
+    except Exception as error:  # noqa: BLE001 - ONNX Runtime's exceptions share no base class; each tells a reason
         found["failure"] = (str(error).strip().splitlines() or [type(error).__name__])[0][:400]
     print(json.dumps(found))  # noqa: T201 - the answer
     return 0
 
 
 def prepare_provider(options: Any, job: Json, providers: list[Any]) -> list[Any] | None:
-    """Makes a job's provider known to ONNX Runtime, and returns those that a session is to be given by name.
+    """Registers a job's provider with ONNX Runtime, and returns the providers to pass to the session by name.
 
-    They are None where a library brings the provider, which is then in the session's options.
+    Returns None for a plug-in provider, which is added to the session's options instead.
 
     Raises:
         RuntimeError: the provider finds no hardware of the kind that the job asks for.
@@ -57,7 +58,7 @@ def prepare_provider(options: Any, job: Json, providers: list[Any]) -> list[Any]
 
 
 def find_devices(job: Json) -> tuple[list[Any], bool]:
-    """Returns the devices that a plug-in provider has here, and whether a CPU was claimed to be another vendor's."""
+    """Returns the devices that a plug-in provider finds here, and whether a CPU was presented as another vendor's."""
     with _claiming_vendor(job["cpu_vendor"]) as claimed:
         ort.register_execution_provider_library(job["provider"], job["library"])
     return [device for device in ort.get_ep_devices() if device.ep_name == job["provider"]], claimed
@@ -65,16 +66,16 @@ def find_devices(job: Json) -> tuple[list[Any], bool]:
 
 @contextmanager
 def _claiming_vendor(vendor: int) -> Generator[bool]:
-    """Claims that every CPU is of a vendor while a library is asked what it can use; 0 claims nothing.
+    """Presents every CPU as one of a vendor while a plug-in enumerates devices; 0 changes nothing.
 
-    OpenVINO's plug-in leaves out CPUs that are not Intel's, though it computes on them (microsoft/onnxruntime#31981).
-    ONNX Runtime hands out its own record of each CPU: {kind, vendor, device} in 4 bytes each. Nothing is written
-    unless these stand there.
+    OpenVINO's plug-in does not list CPUs of other vendors than Intel, although it can compute on them
+    (microsoft/onnxruntime#31981). ONNX Runtime exposes its own record of each CPU: {kind, vendor, device}, 4 bytes
+    each. The vendor is overwritten only if the memory holds exactly these values.
     """
     changed: list[tuple[Any, int]] = []
     cpus = [device.device for device in ort.get_ep_devices() if vendor and _kind(device) == "cpu"]
     for cpu in cpus:
-        # What pybind11 keeps behind the head of a Python object: the address of the record.
+        # pybind11 stores the address of the C++ record after the header of the Python object.
         address = ctypes.c_void_p.from_address(id(cpu) + 16).value
         if cpu.vendor_id == vendor or not address:
             continue
@@ -90,7 +91,7 @@ def _claiming_vendor(vendor: int) -> Generator[bool]:
 
 
 def _preload() -> None:
-    """Loads the libraries of CUDA and cuDNN that wheels brought, which the system's loader does not find."""
+    """Loads CUDA and cuDNN libraries from wheels, which the system's loader would not find."""
     if hasattr(ort, "preload_dlls"):
         ort.preload_dlls()
 

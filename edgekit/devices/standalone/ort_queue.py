@@ -1,6 +1,6 @@
-"""Serves requests that come at random, several at once: dynamic batching, as a server does it.
+"""Serves requests that arrive at random in batches: dynamic batching, as in a server.
 
-`ort_runner.py` beside it runs this file where a job has a queue. It needs numpy alone.
+`ort_runner.py`, in the same folder, runs this file if a job has a queue. It needs only numpy.
 """
 
 import time
@@ -15,16 +15,16 @@ Inputs = dict[str, npt.NDArray[Any]]
 def serve_queue(
     session: Any, inputs: Inputs, queue: dict[str, Any], count: int
 ) -> tuple[list[Any], list[float], float]:
-    """Returns what one request gives, the milliseconds of each from its coming to its answer, and those of all.
+    """Returns the outputs of one request, the milliseconds from each request to its answer, and those of all together.
 
-    A batch begins when it is full, or when its oldest request has waited long enough; it takes what has come by then.
+    A batch starts when it is full, or when its oldest request has waited for `wait_ms`, with the requests present then.
     """
     most: int = queue["most"]
     wait_s: float | None = None if queue["wait_ms"] is None else queue["wait_ms"] / 1e3
     batches = [stack_rows(inputs, queue["rows"], size) for size in range(1, most + 1)]
-    # Memory is planned anew for each size: that is no part of what is measured.
+    # One run for each batch size first, because memory is planned anew for each size: that must not be timed.
     warm = [session.run(None, batch) for batch in batches]
-    # A Poisson process, the same each time: what varies is the machine.
+    # A Poisson process with a fixed seed, so that only the machine varies from run to run.
     pauses: list[float] = np.random.default_rng(0).exponential(1 / queue["rate_per_s"], count).tolist()
     due: list[float] = np.cumsum(np.asarray(pauses)).tolist()
     times: list[float] = []
@@ -44,5 +44,5 @@ def serve_queue(
 
 
 def stack_rows(inputs: Inputs, rows: list[str], size: int) -> Inputs:
-    """Returns a batch of so many equal requests; inputs that have no rows stay as they are."""
+    """Returns a batch of `size` equal requests; inputs without a batch axis stay as they are."""
     return {name: np.concatenate([value] * size) if name in rows else value for name, value in inputs.items()}

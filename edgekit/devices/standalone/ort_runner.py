@@ -1,7 +1,7 @@
 """Runs a model over samples with ONNX Runtime: `python ort_runner.py --pipe` answers each sample of stdin on stdout.
 
-It stands alone, on numpy and onnxruntime only, so that it runs wherever Python has these. The messages are those of
-`edgekit/devices/process/exchange.py`. It exits with 0 when it could write the last line, even if that holds a refusal.
+It needs only numpy and onnxruntime, so that it runs wherever Python has these. The messages are those of
+`edgekit/devices/process/exchange.py`. It exits with 0 if it could write its report, even if that is a refusal.
 """
 
 import importlib
@@ -43,10 +43,10 @@ Array = npt.NDArray[Any]
 
 
 def main() -> int:
-    """Runs the job of stdin's first line; what libraries print goes to stderr."""
+    """Runs the job in the first line of stdin; what libraries print goes to stderr."""
     stdin = sys.stdin.buffer
     with os.fdopen(os.dup(1), "wb") as stdout, tempfile.TemporaryDirectory() as folder:
-        # Libraries write to stdout as they like, which would break the messages; what is left of it leads to stderr.
+        # Libraries may print to stdout, which would corrupt the messages: file descriptor 1 is redirected to stderr.
         os.dup2(2, 1)
         job = json.loads(stdin.readline())
         run = _new_run(job)
@@ -57,7 +57,7 @@ def main() -> int:
 
         try:
             run["status"] = _run_samples(Path(folder), job, run, _read_samples(stdin), answer)
-        # Who asked is gone: there is nobody to report a refusal to.
+        # The process that asked is gone: nobody can receive a report.
         except BrokenPipeError:
             raise
         except Exception as error:  # noqa: BLE001 - ONNX Runtime's exceptions share no base, and each is a refusal
@@ -106,7 +106,7 @@ def _run_samples(
             for part in session.get_provider_graph_assignment_info()
             for node in part.get_nodes()
         ]
-    # Should the session die with the first sample, this much is known.
+    # An early report, in case the process dies with the first sample.
     answer(_finish_run(run))
     names = [output.name for output in session.get_outputs()]
     status, begin = "done", time.perf_counter()
@@ -126,9 +126,9 @@ def _run_samples(
 
 
 def _run_repeatedly(session: Any, inputs: dict[str, Array], job: Json, run: Json) -> list[Any]:
-    """Runs a sample as often as the job says, notes the times, and returns what came out."""
+    """Runs a sample as often as the job says, records the times, and returns the outputs."""
     if job.get("queue"):
-        # Beside this file, and asked for only where both are: other machines get the runner alone.
+        # In the folder of this file; loaded only if needed, because some machines get only the runner.
         serve = runpy.run_path(str(Path(__file__).with_name("ort_queue.py")))["serve_queue"]
         values: list[Any]
         values, run["latency_ms"], elapsed_ms = serve(session, inputs, job["queue"], job["repeat"])
@@ -155,12 +155,12 @@ def _run_repeatedly(session: Any, inputs: dict[str, Array], job: Json, run: Json
     with ThreadPoolExecutor(threads) as pool:
         found = list(pool.map(work, calls))
     run["elapsed_ms"].append((time.perf_counter() - start) * 1e3)
-    # A thread that came late found nothing left to do.
+    # A thread that started late may have found no run left.
     return next(values for values in found if values)
 
 
 def _prepare_call(session: Any, inputs: dict[str, Array], job: Json) -> Callable[[], Callable[[], list[Any]]]:
-    """Returns what runs a sample, and then gives what reads its outputs, which is no part of the run."""
+    """Returns a function that runs a sample, and returns one that reads the outputs, which is not timed."""
     if not job.get("io_binding"):
 
         def call() -> Callable[[], list[Any]]:
@@ -178,7 +178,7 @@ def _prepare_call(session: Any, inputs: dict[str, Array], job: Json) -> Callable
     def call_bound() -> Callable[[], list[Any]]:
         session.run_with_iobinding(binding)
         if not kept:
-            # From now on the outputs are written where these lie.
+            # Later runs write their outputs into the buffers of the first run.
             kept.extend(binding.get_outputs())
             for name, value in zip(names, kept, strict=True):
                 binding.bind_ortvalue_output(name, value)
@@ -188,7 +188,7 @@ def _prepare_call(session: Any, inputs: dict[str, Array], job: Json) -> Callable
 
 
 def _end_profile(session: Any, job: Json, run: Json) -> None:
-    """Reads the placement after the first run, where a profile is to tell it: the profiler slows runs down."""
+    """Reads the placement from the profile after the first run, and stops the profiler, which slows runs down."""
     if job["profile"]:
         job["profile"] = False
         run["placement"] = _profiled_nodes(Path(session.end_profiling()))
@@ -216,10 +216,10 @@ def _open_session(folder: Path, job: Json) -> Any:
     chain = [(each["provider"], each["provider_options"]) for each in (job, *job.get("chain", ()))]
     providers: Any = [_CPU] if provider == _CPU else [*chain, _CPU]
     if job["library"] or job.get("preload"):
-        # Beside this file, as the queue is.
+        # In the folder of this file, like the queue.
         prepare = runpy.run_path(str(Path(__file__).with_name("ort_provider.py")))["prepare_provider"]
         providers = prepare(options, job, providers)
-    # Otherwise a session that cannot be made on the provider is made again on the CPU, without a word.
+    # With the fallback, a session that cannot be made on the provider would silently be made on the CPU.
     session = ort.InferenceSession(job["model"], options, providers, enable_fallback=False)
     if provider not in session.get_providers():
         raise RuntimeError(f"asked for {provider}, and the session has {', '.join(session.get_providers())} alone")
@@ -227,10 +227,10 @@ def _open_session(folder: Path, job: Json) -> Any:
 
 
 def _profiled_nodes(file: Path) -> list[Json]:
-    """Reads the executed nodes; a profile has no domain."""
+    """Returns the executed nodes of a profile, which does not tell their domains."""
     nodes: dict[str, Json] = {}
     for event in json.loads(file.read_bytes()):
-        # Of the events of a node this one names the provider that ran it.
+        # Of a node's events, only this one names the provider that ran it.
         if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
             name = event["name"].removesuffix("_kernel_time")
             arguments = event["args"]
@@ -257,7 +257,7 @@ def _decode(data: bytes, dtype: str) -> Array:
 
 
 def _flatten(name: str, value: Any) -> dict[str, Any]:
-    """Makes tensors of maps and sequences, as `edgekit/model/tensors.py` does."""
+    """Flattens maps and sequences to tensors, as `edgekit/model/tensors.py` does."""
     kind: str = type(value).__name__
     if kind == "dict":
         items: dict[Any, Any] = value
@@ -277,7 +277,7 @@ def _flatten(name: str, value: Any) -> dict[str, Any]:
 
 def _as_array(items: list[Any]) -> Array:
     value = np.asarray(items)
-    # As on edgekit's side: ONNX Runtime's maps hold float32, which Python widened.
+    # As in edgekit: ONNX Runtime's maps hold float32, which Python's floats widened to float64.
     return value.astype(np.float32) if value.dtype == np.float64 else value
 
 
@@ -305,9 +305,9 @@ def _finish_run(run: Json) -> bytes:
 
 
 def read_state(system: Path = Path("/sys")) -> Json:
-    """Reads sensors, clocks and the counters of energy as far as the system tells them, as the C++ runner does."""
+    """Reads sensors, clocks and energy counters, as far as the system has them, like the C++ runner."""
     zones, clocks = system.glob("class/thermal/thermal_zone*"), system.glob("devices/system/cpu/cpu[0-9]*")
-    # Parts of a package, with two colons in their names, are in its own counter.
+    # Zones with two colons in their names are parts of a package, whose counter includes them.
     packages = system.glob("class/powercap/intel-rapl:[0-9]")
     degrees = {f"{zone.name[12:]} {_first_line(zone / 'type')}": _first_line(zone / "temp") for zone in zones}
     speeds = {cpu.name: _first_line(cpu / "cpufreq" / "scaling_cur_freq") for cpu in clocks}
@@ -322,12 +322,12 @@ def read_state(system: Path = Path("/sys")) -> Json:
 def _first_line(path: Path) -> str:
     try:
         return path.read_text(errors="replace").partition("\n")[0].strip()
-    except OSError:  # it is not there, or only root may read it
+    except OSError:  # missing, or readable only by root
         return ""
 
 
 def _read_memory() -> tuple[int, int]:
-    """Reads what is resident and the most that was, from /proc where there is one: ru_maxrss counts the parent too."""
+    """Returns the resident bytes and their peak, if possible from /proc: ru_maxrss may include the parent's peak."""
     if (status := Path("/proc/self/status")).is_file():
         lines = (line.split() for line in status.read_text().splitlines())
         found = {words[0]: int(words[1]) * 1024 for words in lines if words and words[0] in {"VmRSS:", "VmHWM:"}}
