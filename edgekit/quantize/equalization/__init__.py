@@ -1,1 +1,1 @@
-"""Cross-layer equalization: unequal channels scaled between layers."""
+"""Cross-layer equalization: channels of unequal size are scaled between layers."""

@@ -1,7 +1,7 @@
-"""Cross-layer equalization: unequal channels are scaled where they are made, and back where they are read.
+"""Cross-layer equalization: channels are scaled in the layer that makes them, and back in those that read them.
 
-The source of the method is Nagel et al. 2019 (arXiv 1906.04721). Factors are powers of two, so that no weight loses a
-bit.
+The source of the method is Nagel et al. 2019 (arXiv 1906.04721). Factors are powers of two, so that scaling rounds no
+weight.
 """
 
 import tempfile
@@ -39,16 +39,16 @@ from edgekit.quantize.graph.layers import Layer, expand_channel_factors, read_la
 from edgekit.quantize.ranges import TensorRange, snap_range
 
 TINY = float(np.finfo(np.float32).tiny)
-# Operators whose weights share a scale where they have none a channel.
+# Operators whose weight has one scale if it has none per channel.
 _ONE_SCALE_OPS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 _Constant = tuple[str, int]
-"""A node, and which input of it."""
+"""The name of a node, and the index of its input."""
 
 
 class ScaledConstants:
-    """The constants of a graph while they are scaled, by node and input; all factors are powers of two.
+    """The constants of a graph with their factors so far, by node and input; all factors are powers of two.
 
-    So factors of several passes may be joined before a weight is multiplied: it gets the same bits.
+    Since they are exact, the factors of several passes may be multiplied first: the weights get the same bits.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -59,7 +59,7 @@ class ScaledConstants:
         self._read: dict[str, tuple[Layer, Array]] = {}
 
     def scale(self, pair: EqualizationPair, factors: Array) -> None:
-        """Multiplies the channels of a pair where they are made, and divides them where they are read."""
+        """Multiplies a pair's channels in the constants that make them, and divides in the weights that read them."""
         for constant in pair.constants:
             place, its = (constant.node, constant.index), factors[slice(*constant.part)]
             self._scaled.add(place)
@@ -71,7 +71,7 @@ class ScaledConstants:
             self._read[layer.node] = layer, known_factors * factors
 
     def find_sharing(self, pair: EqualizationPair, per_channel: Collection[str]) -> list[ScaledConstant]:
-        """Returns the weights that make a pair's channels and get one scale together."""
+        """Returns the weights that make a pair's channels and have one scale for all channels."""
         return [
             each
             for each in pair.constants
@@ -81,7 +81,7 @@ class ScaledConstants:
         ]
 
     def producer_sizes(self, pair: EqualizationPair, per_channel: Collection[str]) -> Array:
-        """Returns the largest weight that makes each channel, as a share of the largest of all that share its scale."""
+        """Returns the largest weight that makes each channel, relative to the largest with the same scale."""
         sizes = np.zeros(pair.channels)
         for constant in self.find_sharing(pair, per_channel):
             value = np.abs(self.value(constant.node, constant.index))
@@ -90,9 +90,9 @@ class ScaledConstants:
         return sizes
 
     def consumer_sizes(self, pair: EqualizationPair, per_channel: Collection[str]) -> Array | None:
-        """Returns the largest weight that reads each channel, as a share of the largest that shares its scale.
+        """Returns the largest weight that reads each channel, relative to the largest with the same scale.
 
-        None where each channel is read by weights with a scale of their own.
+        None if the weights that read each channel have a scale of their own.
         """
         sizes = np.zeros(pair.channels)
         for layer in pair.consumers:
@@ -105,7 +105,7 @@ class ScaledConstants:
         return sizes if sizes.any() else None
 
     def value(self, node: str, index: int) -> Array:
-        """Returns a constant, scaled."""
+        """Returns a scaled constant."""
         value = self._graph.weight(self._nodes[node].input[index]).astype(np.float32)
         for axis, factors in self._along.get((node, index), {}).items():
             value *= along(factors.astype(np.float32), axis, value.ndim)
@@ -116,9 +116,9 @@ class ScaledConstants:
         return layer.from_matrix(matrix, value.shape)
 
     def write(self, renamed: Mapping[str, str], work: Path | None) -> onnx.ModelProto:
-        """Returns the graph with the scaled constants under names of their own, and tensors renamed.
+        """Returns the graph with the scaled constants under new names, and with renamed tensors.
 
-        Large ones lie in a file of the folder `work`, if one is given, where the graph's own weights lie.
+        Large constants are written to a file in the folder `work`, if given, which also holds the graph's own weights.
 
         Raises:
             OSError: the folder cannot be written.
@@ -146,19 +146,20 @@ class ScaledConstants:
 
 
 def along(values: Array, axis: int, rank: int) -> Array:
-    """Returns a vector in a shape that lies along one axis, counted from the end, of a tensor of this rank."""
+    """Returns a vector reshaped to broadcast along one axis, counted from the end, of a tensor of this rank."""
     return values.reshape([-1 if place == axis else 1 for place in range(-rank, 0)])
 
 
-# Pooling seldom shrinks extremes more than that; beyond, the two tensors are not alike. Chosen by hand.
+# Pooling seldom shrinks extremes by more than this; beyond, the two tensors are not comparable. Chosen by hand.
 _MOST_GROWN = 4.0
-# A sum of many inputs is about normal, and of 64 samples some 10^6 values lie within 5 standard deviations of the mean.
+# A sum of many inputs is about normally distributed, and of 64 samples some 10^6 values lie within 5 standard
+# deviations of the mean.
 _MOST_DEVIATIONS = 6.0
 _LEAST_SLOPE = float(np.finfo(np.float32).tiny)
 
 
 class ChannelRange(msgspec.Struct, frozen=True, kw_only=True):
-    """The lowest and highest value of each channel of a tensor, which are those of a pair from `start` on."""
+    """The lowest and highest value of each channel of a tensor: the channels of a pair from `start` on."""
 
     start: int
     low: Array
@@ -166,7 +167,7 @@ class ChannelRange(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def part(self) -> slice:
-        """Which channels of the pair they are."""
+        """The channels of the pair that the tensor has."""
         return slice(self.start, self.start + len(self.low))
 
     def magnitude(self) -> Array:
@@ -177,10 +178,10 @@ class ChannelRange(msgspec.Struct, frozen=True, kw_only=True):
 def read_channel_ranges(
     graph: Graph, pairs: Iterable[EqualizationPair], statistics: Path, seen: Mapping[str, TensorRange]
 ) -> Iterator[tuple[EqualizationPair, dict[str, ChannelRange]]]:
-    """Yields the ranges of the channels of every tensor of each pair that calibration measured.
+    """Yields the pairs that calibration measured, with the channel ranges of each of their tensors.
 
-    Those of the pair's own tensor are exact, those of tensors before it are worked out back from these; `seen` holds
-    the extremes of whole tensors.
+    The ranges of the pair's own tensor are exact; those of tensors before it are computed from these. `seen` holds the
+    extremes of whole tensors.
 
     Raises:
         UsageError: the calibration's statistics are gone.
@@ -199,7 +200,7 @@ def _trace_back(
     stored: StoredMoments,
     seen: Mapping[str, TensorRange],
 ) -> dict[str, ChannelRange]:
-    """Returns the ranges of the channels of a pair's tensors, from those that its own reaches."""
+    """Returns the channel ranges of a pair's tensors, computed from the extremes of its own tensor."""
     low, high = (each.astype(np.float64) for each in ends)
     ranges = {pair.tensor: ChannelRange(start=0, low=low, high=high)}
     for step in pair.steps:
@@ -217,9 +218,10 @@ def _trace_back(
 
 
 def _undo(step: Step, low: Array, high: Array, floor: Array, growth: tuple[float, float]) -> tuple[Array, Array]:
-    """Returns the lowest and highest value of each channel before a node, from those behind it.
+    """Returns the lowest and highest value of each channel before a node, from those after it.
 
-    `floor` is about the lowest value before it, which counts where a slope turns negative values up or hides them.
+    `floor` is an estimate of the lowest value before it. It is used if the slope is negative, so that negative values
+    become positive, or zero, so that they disappear.
     """
     low, high = (low - step.shift) * growth[0], (high - step.shift) * growth[1]
     if not step.negative_only:
@@ -229,7 +231,7 @@ def _undo(step: Step, low: Array, high: Array, floor: Array, growth: tuple[float
 
 
 def _growth(seen: Mapping[str, TensorRange], step: Step) -> tuple[float, float]:
-    """Returns how much farther a tensor reaches, down and up, than what pooling made of it; 1 without pooling."""
+    """Returns the ratios of a tensor's lowest and highest value to those after pooling; 1 without pooling."""
     if not step.pooled or step.tensor not in seen or step.output not in seen:
         return 1.0, 1.0
     one, two = seen[step.tensor], seen[step.output]
@@ -239,7 +241,7 @@ def _growth(seen: Mapping[str, TensorRange], step: Step) -> tuple[float, float]:
 
 
 def _estimate_floor(graph: Graph, step: Step, stored: StoredMoments, seen: Mapping[str, TensorRange]) -> Array:
-    """Returns about the lowest value of each channel of what a layer makes: six standard deviations below the mean."""
+    """Returns an estimate of each channel's lowest value in a layer's output: mean less six standard deviations."""
     lowest = np.full(len(step.slope), seen[step.tensor].low if step.tensor in seen else 0.0)
     layer = read_layer(graph, graph.producers[step.tensor])
     if layer is None:
@@ -250,7 +252,7 @@ def _estimate_floor(graph: Graph, step: Step, stored: StoredMoments, seen: Mappi
     matrix = layer.to_matrix(graph.weight(layer.weight).astype(np.float64))
     bias = graph.weight(layer.bias).astype(np.float64) if layer.bias else 0.0
     mean = (matrix * moments.mean[:, None]).sum(axis=2).reshape(-1)
-    # For y = W x the variance of y is W C W' with C the covariance of x, a sum over the blocks of x that are kept.
+    # For y = W x the variance of y is W C W' with C the covariance of x, summed over its stored blocks.
     size = moments.size
     weights = matrix.reshape(layer.groups, layer.outputs, -1, size).transpose(0, 2, 1, 3)
     blocks = moments.covariance.reshape(layer.groups, -1, size, size).astype(np.float64)
@@ -259,22 +261,23 @@ def _estimate_floor(graph: Graph, step: Step, stored: StoredMoments, seen: Mappi
     return np.asarray(np.maximum(mean + bias - _MOST_DEVIATIONS * deviation, lowest))
 
 
-# A layer between two pairs is rescaled by both, so one pass undoes a part of the other. The paper repeats until nothing
-# changes. With one scale for all weights of a layer more than four passes gain 0.1 dB on MobileNetV2, where two leave
-# 0.7 dB. With a scale for each channel factors grow on with every pass: four lose 0.5 dB on vww, over eight draws of
-# its samples. Chosen by hand.
+# A layer between two pairs is rescaled by both, so one pass partly undoes the other. The paper repeats until nothing
+# changes. With one scale for all weights of a layer, more than four passes gain 0.1 dB on MobileNetV2, and with only
+# two, 0.7 dB are missing. With scales per channel, factors grow with every pass: four lose 0.5 dB on vww, over eight
+# draws of its samples. Chosen by hand.
 _PASSES, _PASSES_PER_CHANNEL = 4, 2
-# A channel, or its weights, smaller than this share of the largest counts as so large: else one that is dead would get
-# a factor without bound. Chosen by hand; 2^-13 is below any step of 8 bits.
+# Channels, and weights, count as at least this share of the largest: otherwise a dead channel would get an unbounded
+# factor. Chosen by hand; 2^-13 is below any step of 8 bits.
 _LEAST_SHARE = 1e-4
 MeasuredPairs = Sequence[tuple[EqualizationPair, Mapping[str, ChannelRange]]]
-"""Pairs with the ranges of the channels of their tensors."""
-# A channel below a Clip's end may grow up to this share of it: samples do not show all. Chosen by hand.
+"""Pairs, each with the channel ranges of its tensors."""
+# Channels may grow up to this share of a Clip's upper bound, since samples do not show the largest values. Chosen by
+# hand.
 _CEILING_SHARE = 0.9
 
 
 def measure_pairs(graph: Graph, statistics: Path, seen: Mapping[str, TensorRange]) -> MeasuredPairs:
-    """Returns the pairs of a graph whose channels calibration measured; `seen` holds the extremes of whole tensors.
+    """Returns the pairs whose channels calibration measured; `seen` holds the extremes of whole tensors.
 
     Raises:
         UsageError: the calibration's statistics are gone.
@@ -285,12 +288,12 @@ def measure_pairs(graph: Graph, statistics: Path, seen: Mapping[str, TensorRange
 def choose_factors(
     graph: Graph, found: MeasuredPairs, per_channel: Collection[str], *, through_silu: bool = False
 ) -> dict[str, tuple[float, ...]]:
-    """Returns for each tensor worth it the factor of each channel that balances its range with the weights behind it.
+    """Returns channel factors that balance ranges with the weights that read them, for each tensor that needs any.
 
-    Where the weights that make it get one scale together, not one a channel as those named by `per_channel` do, they
-    count like its range: a channel that never fires would otherwise be scaled up until its weights are the largest.
-    With `through_silu` channels are scaled through x * sigmoid(x) too, where they are unequal enough to be worth a
-    product before the sigmoid.
+    If the weights that make a tensor have one scale for all channels (those in `per_channel` have one for each), the
+    size of these weights counts like the range: otherwise a channel that is always zero would be scaled up until its
+    weights are the largest. With `through_silu` channels are scaled through x * sigmoid(x) too, if they are unequal
+    enough to be worth a product before the sigmoid.
     """
     pairs, magnitudes = [pair for pair, _ in found], {pair.tensor: _magnitude(pair, ranges) for pair, ranges in found}
     unscaled = {step.sigmoid for pair in pairs for step in pair.steps if step.sigmoid}
@@ -321,10 +324,11 @@ def _equalize(
     per_channel: Collection[str],
     unscaled: Collection[str],
 ) -> dict[str, Array]:
-    """Returns the factors of the channels of each pair, which are 1 before the sigmoids that are to stay `unscaled`."""
+    """Returns the channel factors of each pair, which are 1 for channels that pass through `unscaled` sigmoids."""
     constants = ScaledConstants(graph)
     total = {name: np.ones(len(magnitude)) for name, magnitude in magnitudes.items()}
-    # Once for all passes: a channel that never fires would be as small as ever after each, and grow with every one.
+    # The lower bound is applied once, not in each pass: otherwise a channel that is always zero would be scaled up in
+    # every pass.
     least = {name: np.maximum(each, _LEAST_SHARE * each.max()) for name, each in magnitudes.items()}
     shared = any(constants.find_sharing(pair, per_channel) for pair in pairs)
     for _ in range(_PASSES if shared else _PASSES_PER_CHANNEL):
@@ -340,13 +344,13 @@ def _equalize(
 
 
 def equalize_graph(graph: Graph, factors: Mapping[str, tuple[float, ...]], work: Path | None = None) -> Graph:
-    """Returns a graph with scaled channels, whose tensors have new names; the same graph where there are no factors.
+    """Returns a graph with scaled channels and new tensor names; without factors, the same graph.
 
-    Where the graph's weights lie in the folder `work`, the scaled ones are written there, layer by layer, and read
-    again where the same is asked for.
+    If the graph's weights lie in the folder `work`, the scaled weights are written there, layer by layer, and read
+    again when the same factors are asked for.
 
     Raises:
-        UsageError: a factor is of no tensor that can be scaled, or no power of two.
+        UsageError: a factor belongs to no tensor that can be scaled, or is not a power of two.
     """
     if not factors:
         return graph
@@ -376,7 +380,7 @@ def equalize_graph(graph: Graph, factors: Mapping[str, tuple[float, ...]], work:
     proto.metadata_props.add(key=NOTE, value=msgspec.json.encode(powers, order="sorted").decode())
     if kept is None:
         return view_model(proto, graph.folder)
-    # Protobuf keeps the memory of fields that were cleared; only a new message is without it.
+    # Protobuf keeps the memory of cleared fields; only a new message frees it.
     write_file(kept, proto.SerializeToString())
     return view_file(kept)
 
@@ -384,9 +388,9 @@ def equalize_graph(graph: Graph, factors: Mapping[str, tuple[float, ...]], work:
 def equalize_calibration(
     graph: Graph, calibration: Calibration, factors: Mapping[str, tuple[float, ...]]
 ) -> Calibration:
-    """Returns what a calibration of `graph` says of the same graph with scaled channels.
+    """Returns the calibration of `graph` adapted to the same graph with scaled channels.
 
-    Scaled tensors get the range of their extremes with every method.
+    Scaled tensors get their minmax range with every method.
 
     Raises:
         UsageError: the calibration's statistics are gone.
@@ -421,13 +425,13 @@ def _clip_range(seen: TensorRange, most: float) -> TensorRange:
 
 
 def scaled_layers(graph: Graph, factors: Mapping[str, tuple[float, ...]]) -> dict[str, tuple[float, ...]]:
-    """Returns for each layer of an equalized graph whose input was scaled, by its node, the factors of its channels."""
+    """Returns the channel factors of each layer, by node name, whose input was scaled in an equalized graph."""
     sources = {layer.node: find_channel_source(graph, layer).removesuffix(SUFFIX) for layer in read_layers(graph)}
     return {node: factors[source] for node, source in sources.items() if source in factors}
 
 
 def _magnitude(pair: EqualizationPair, ranges: Mapping[str, ChannelRange]) -> Array:
-    """Returns how far each channel reaches; before a slope that is a share of the tensor there, if that is larger."""
+    """Returns the size of each channel in the pair's tensor, or before a slope or SiLU if it is relatively larger there."""
     own = ranges[pair.tensor].magnitude()
     share = own / max(float(own.max()), TINY)
     for step in (step for step in pair.steps if step.sigmoid or (step.negative_only and (step.slope != 1).any())):
@@ -438,23 +442,23 @@ def _magnitude(pair: EqualizationPair, ranges: Mapping[str, ChannelRange]) -> Ar
 
 
 def balance_channels(magnitude: Array, made_by: Array, read_by: Array | None, ceiling: float | None) -> Array:
-    """Returns factors, powers of two, that make the sizes of channels and of the weights behind them alike.
+    """Returns factors, powers of two, that balance the sizes of channels with those of the weights that read them.
 
-    `magnitude` is the largest value of each channel, `made_by` and `read_by` the largest weight that makes and that
-    reads it; None where the scale of each channel's weights is its own. The largest channel keeps its size; one that
-    reaches the ceiling keeps it too.
+    `magnitude` is the largest value of each channel; `made_by` and `read_by` are the largest weights that make and read
+    it (`read_by` is None if each channel's weights have a scale of their own). The largest channel keeps its size; so
+    do channels that reach the ceiling.
     """
     if not magnitude.max() > 0:
         return np.ones(len(magnitude))
     magnitude = np.maximum(magnitude, _LEAST_SHARE * magnitude.max())
     size = np.maximum(magnitude / magnitude.max(), made_by)
-    # sqrt(r2 / r1) is what gives both the same size sqrt(r1 r2), so that the product of their shares of the whole
-    # range is largest (Nagel et al., section 4.1; SmoothQuant, section 4, with alpha = 1/2).
+    # sqrt(r2 / r1) gives both the same size sqrt(r1 r2), which maximizes the product of their shares of the whole range
+    # (Nagel et al., section 4.1; SmoothQuant, section 4, with alpha = 1/2).
     factors = 1 / size if read_by is None else np.sqrt(np.maximum(read_by, _LEAST_SHARE) / size)
     if ceiling is None:
         return _round_to_power(factors * magnitude.max() / (magnitude * factors).max())
-    # A Clip cuts every channel at one height and commutes with no factor. The paper puts a Relu in the place of a
-    # Relu6; here channels that touch the end stay as they are, and others stay below it.
+    # A Clip cuts all channels at the same value, so it does not commute with factors. The paper replaces Relu6 by Relu;
+    # here channels that reach the bound are not scaled, and the others stay below it.
     full = magnitude > _CEILING_SHARE * ceiling
     anchor = np.exp(np.log(factors[full]).mean()) if full.any() else (magnitude * factors).max() / magnitude.max()
     limit = 2 ** np.floor(np.log2(_CEILING_SHARE * ceiling / magnitude))

@@ -1,6 +1,6 @@
-"""Pairs for cross-layer equalization: where channels can be scaled by the constants around them.
+"""Finds the pairs for cross-layer equalization: tensors whose channels the constants around them can scale.
 
-Through SiLU and HardSwish, x * sigmoid(x), channels are scaled exactly: what the sigmoid reads is scaled back.
+Through SiLU and HardSwish, x * sigmoid(x), channels are scaled exactly: the input of the sigmoid is scaled back.
 """
 
 from collections.abc import Mapping
@@ -21,22 +21,22 @@ from edgekit.quantize.graph.layers import Layer, read_layers
 from edgekit.quantize.ranges import TensorRange, sigmoid, snap_range
 
 RESTORED = ".edgekit.back"
-"""What a tensor that is scaled back has behind its name."""
+"""The suffix of the names of tensors that are scaled back."""
 LEAST_RATIO = 8.0
-"""Channels less unequal than this are not worth a product before the sigmoid: 3 bits of 8; chosen by hand."""
-# Beyond it a sigmoid is within a step of 1/256 of its end: sigmoid(-8) is 3.4e-4.
+"""If channels differ by less than this ratio (3 bits of 8), a product before the sigmoid is not worth it; chosen by hand."""
+# Beyond this a sigmoid is closer to its limit than a step of 1/256: sigmoid(-8) is 3.4e-4.
 _SIGMOID_REACH = 8.0
-# Negative values whose product is less than this share of the channel's largest may be clipped: a quarter of a step of
-# 8 bits over that channel alone.
+# Negative inputs whose product is less than this share of the channel's largest may be clipped: it is a quarter of a
+# step of 8 bits over that channel alone.
 _NEGLIGIBLE = 0.001
-# x sigmoid(x) has its minimum at -1.28; from minus _KNEE down it only falls off, and at minus _FAR nothing is left.
+# x sigmoid(x) has its minimum at -1.28; below -_KNEE its magnitude only falls, and at -_FAR it is about zero.
 _KNEE, _FAR = 1.3, 40.0
-# So many leave 2^-60 of a range: less than float64 tells apart.
+# So many bisections leave 2^-60 of a range, less than the resolution of float64.
 _HALVINGS = 60
 
 
 def find_silu(graph: Graph, product: Node) -> Node | None:
-    """Returns the Sigmoid or HardSigmoid of x where a node computes x times that and nothing else reads either."""
+    """Returns the Sigmoid or HardSigmoid of x if `product` is x times that, and nothing else reads x or it."""
     if product.op_type != "Mul" or len(product.input) != 2:
         return None
     for name, squashed in (product.input, product.input[::-1]):
@@ -51,14 +51,14 @@ def find_silu(graph: Graph, product: Node) -> Node | None:
 
 
 def saturation_of(node: Node) -> float:
-    """Returns how far from 0 a Sigmoid or HardSigmoid still changes."""
+    """Returns the distance from 0 beyond which a Sigmoid or HardSigmoid is saturated."""
     return _SIGMOID_REACH if node.op_type == "Sigmoid" else 0.5 / _numbers(node).get("alpha", 0.2)
 
 
 def clip_silu_tails(graph: Graph, calibration: Calibration) -> Calibration:
-    """Returns a calibration in which x, where only x * sigmoid(x) reads it, loses the low values that come to about 0.
+    """Returns a calibration without the low values of x for which x * sigmoid(x) is about 0.
 
-    No integers are spent on them, whatever the range method.
+    This applies if nothing else reads x, with every range method: no integers are spent on such values.
     """
     seen = calibration.ranges["minmax"]
     lows: dict[str, float] = {}
@@ -73,12 +73,13 @@ def clip_silu_tails(graph: Graph, calibration: Calibration) -> Calibration:
 
 
 def invert_silu(node: Node, low: Array, high: Array, floor: Array) -> tuple[Array, Array]:
-    """Returns the lowest and highest value that matter of each channel of x, from those of x times its sigmoid, `node`.
+    """Returns the lowest and highest relevant value of each channel of x, from those of x * sigmoid(x).
 
-    `floor` is about the lowest value of each channel. Where the product is next to nothing it does not count.
+    `node` is the sigmoid, `floor` an estimate of the lowest value of each channel of x. Values of x for which the
+    product is about 0 are not relevant.
     """
     enough = _negligible_below(node, np.maximum(np.maximum(np.abs(low), np.abs(high)), np.finfo(np.float32).tiny))
-    # Where x is positive so is the slope, and sigmoid(x) >= 1/2: x is at most twice the product.
+    # For positive x the product rises, and sigmoid(x) >= 1/2: x is at most twice the product.
     below, above = np.zeros(len(high)), np.maximum(2 * high, 0.0)
     for _ in range(_HALVINGS):
         middle = (below + above) / 2
@@ -88,17 +89,17 @@ def invert_silu(node: Node, low: Array, high: Array, floor: Array) -> tuple[Arra
 
 
 def _negligible_below(node: Node, reach: Array) -> Array:
-    """Returns how far below 0 the product of x and its sigmoid is next to nothing beside what it reaches."""
+    """Returns the distance below 0 from which x * sigmoid(x) is negligible relative to `reach`, its magnitude."""
     places = np.linspace(_KNEE, _FAR, 4096)
     rest = np.abs(-places * _squash(node, -places))
     return np.asarray(np.interp(-_NEGLIGIBLE * reach, -rest, places))
 
 
 def restore_sigmoid_inputs(proto: onnx.ModelProto, factors: Mapping[str, Array]) -> None:
-    """Lets each Sigmoid and HardSigmoid read its channels scaled back; `proto` is changed.
+    """Inserts products that scale the inputs of Sigmoid and HardSigmoid nodes back; changes `proto`.
 
-    `factors` are by the node's name and have the shape of a constant that fits what it reads. A tensor that is scaled
-    back has RESTORED behind the name that it had before it was scaled.
+    `factors` holds the factors by the name of the sigmoid node, in a shape that broadcasts to its input. A tensor that
+    is scaled back is named as before equalization, with the suffix RESTORED.
     """
     graph, nodes = proto.graph, list[onnx.NodeProto]()
     known = {value.name: value for value in graph.value_info}
@@ -127,8 +128,8 @@ def _numbers(node: Node) -> dict[str, float]:
     return {name: value for name, value in node.attributes.items() if isinstance(value, float)}
 
 
-# The constant inputs that decide how large the channels of an output are: (input, axis of the channels), from the
-# shapes that the ONNX operators demand. A weight and a bias both, since a shift is scaled too.
+# The constant inputs that determine the size of output channels, as (input, axis of the channels), from the shapes that
+# the ONNX operators demand. Both weight and bias, since a bias must be scaled too.
 _CONSTANT_AXES: dict[str, tuple[tuple[int, int], ...]] = {
     "Conv": ((1, 0), (2, 0)),
     "ConvTranspose": ((1, 1), (2, 0)),
@@ -137,15 +138,16 @@ _CONSTANT_AXES: dict[str, tuple[tuple[int, int], ...]] = {
     "LayerNormalization": ((1, -1), (2, -1)),
     "MatMul": ((1, -1),),
 }
-# What mixes or picks neighbours of a channel: f(s x) = s f(x) for s > 0, as for the slopes of Relu and its like, which
-# is all that equalization asks of a function between two layers (M. Nagel et al., arXiv:1906.04721, section 4.1).
+# Operators that average or select values within a channel: f(s x) = s f(x) for s > 0, as for Relu and similar
+# functions. Equalization requires nothing else of a function between two layers (M. Nagel et al., arXiv:1906.04721,
+# section 4.1).
 _POOLING = frozenset({"Resize", "Upsample", "MaxPool", "AveragePool"})
 
 
 class ScaledConstant(msgspec.Struct, frozen=True, kw_only=True):
-    """A constant to multiply: an input of a node, and the axis of the channels counted from the end (negative).
+    """A constant to multiply: an input of a node, and its channel axis, counted from the end (negative).
 
-    `part` says which channels of the pair they are.
+    `part` says which channels of the pair it has.
     """
 
     node: str
@@ -155,12 +157,12 @@ class ScaledConstant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor before the one of a pair, and what undoes the node behind it: value = (value - shift) / slope.
+    """A tensor before that of a pair, and how to invert the node after it: value = (value - shift) / slope.
 
-    With `negative_only` the slope is that of negative values; where it is not positive it undoes nothing. With `pooled`
-    the node picks or mixes neighbours, so extremes are only about the same. With a `sigmoid`, the name of a Sigmoid or
-    HardSigmoid, the node multiplies the tensor by that of itself. `output` is the tensor it makes, `part` which
-    channels of the pair the tensor has.
+    With `negative_only` the slope applies to negative values only; if it is not positive, the node cannot be inverted.
+    With `pooled` the node selects or averages neighbours, so extremes are only about equal. With `sigmoid`, the name of
+    a Sigmoid or HardSigmoid node, the node multiplies the tensor by its sigmoid. `output` is the node's output, `part`
+    the channels of the pair that the tensor has.
     """
 
     tensor: str
@@ -174,11 +176,11 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EqualizationPair(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor whose channels `constants` make and that only layers with weights read, its `consumers`.
+    """A tensor whose channels `constants` make, and that only layers with weights, its `consumers`, read.
 
-    `axis` is that of the channels, counted from the end. `ceiling` is where a Clip cuts its channels off. `reshaped`
-    are other shapes of it, which layers read instead. Of what a Concat joins some channels may have to stay as they
-    are, `fixed`.
+    `axis` is the channel axis, counted from the end. `ceiling` is the upper bound of a Clip. `reshaped` are reshaped
+    forms of the tensor that layers read instead. `fixed` are channels, from some inputs of a Concat, that cannot be
+    scaled.
     """
 
     tensor: str
@@ -206,7 +208,7 @@ class _Origin(msgspec.Struct, frozen=True, kw_only=True):
     ceiling: float | None = None
 
     def join(self, other: "_Origin") -> "_Origin":
-        """Returns both together; the ceiling is that of the other if it has one."""
+        """Returns both combined; the ceiling is that of the other if it has one."""
         return _Origin(
             constants=self.constants + other.constants,
             steps=self.steps + other.steps,
@@ -216,11 +218,11 @@ class _Origin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_equalization_pairs(graph: Graph) -> tuple[EqualizationPair, ...]:
-    """Returns the pairs of a graph, in graph order: of no tensor that is compared, none before a layer in float."""
+    """Returns the pairs of a graph, in graph order, without compared tensors and without inputs of float layers."""
     floats = find_float_regions(graph)
     layers: dict[str, list[Layer]] = {}
     for layer in read_layers(graph):
-        # No factors are known of the inputs of a ConvTranspose, which its weights have on another axis.
+        # The weights of a ConvTranspose have their inputs on another axis, which the factors do not support.
         if layer.node in floats or layer.op == "ConvTranspose":
             continue
         layers.setdefault(find_channel_source(graph, layer), []).append(layer)
@@ -230,7 +232,7 @@ def find_equalization_pairs(graph: Graph) -> tuple[EqualizationPair, ...]:
 
 
 def find_channel_source(graph: Graph, layer: Layer) -> str:
-    """Returns what a layer reads, or what that was before a Reshape that leaves its channels, the last axis, as is."""
+    """Returns the input of a layer, or the tensor before Reshapes that keep its channels, the last axis."""
     name = layer.source
     while layer.op != "Conv" and name in graph.producers and _keeps_last_axis(graph, graph.producers[name]):
         name = graph.producers[name].input[0]
@@ -252,7 +254,7 @@ def _find_pair(graph: Graph, name: str, consumers: tuple[Layer, ...]) -> Equaliz
 
 
 def _trace(graph: Graph, name: str, axis: int, part: tuple[int, int]) -> _Origin | None:
-    """Returns what makes a tensor, back to the constants that decide how large its channels are."""
+    """Returns the origin of a tensor, back to the constants that determine the size of its channels."""
     found = _Origin()
     node = graph.producers.get(name)
     while node is not None:
@@ -270,7 +272,7 @@ def _trace(graph: Graph, name: str, axis: int, part: tuple[int, int]) -> _Origin
 
 
 def _trace_concat(graph: Graph, node: Node, axis: int, part: tuple[int, int]) -> _Origin | None:
-    """Returns what makes the parts that a Concat joins; those that cannot be scaled are fixed, None if all are."""
+    """Returns the origin of a Concat's inputs; those that cannot be scaled are fixed, and None is returned if all are."""
     shapes = [graph.static_shape(name) for name in node.input]
     joined = node.integer("axis", 0)
     if any(shape is None or joined not in {axis, len(shape) + axis} for shape in shapes):
@@ -292,7 +294,7 @@ def _is_read_once(graph: Graph, name: str) -> bool:
 
 
 def _locate_channels(graph: Graph, layer: Layer) -> tuple[int, int] | None:
-    """Returns the axis of the channels that a layer reads, counted from the end, and how many there are."""
+    """Returns the axis of a layer's input channels, counted from the end, and their number."""
     axis, shape = layer.channel_axis(graph), graph.dims(layer.source)
     channels = None if axis is None else shape[axis]
     return None if axis is None or channels is None else (axis - len(shape), channels)
@@ -306,7 +308,7 @@ def _keeps_last_axis(graph: Graph, node: Node) -> bool:
 
 
 def _find_reshaped(graph: Graph, name: str, consumers: set[str]) -> tuple[str, ...] | None:
-    """Returns the other shapes of a tensor that layers read, None if something else reads it."""
+    """Returns the reshaped forms of a tensor that layers read; None if something else reads the tensor."""
     if not _is_inner(graph, name):
         return None
     found: list[str] = []
@@ -325,7 +327,7 @@ def _is_inner(graph: Graph, name: str) -> bool:
 
 
 def _find_constants(graph: Graph, node: Node, axis: int, part: tuple[int, int]) -> tuple[ScaledConstant, ...] | None:
-    """Returns the constants that scale every channel of what a node makes, None if it has none."""
+    """Returns the constants that scale every channel of a node's output, None if it has none."""
     if node.op_type == "Mul":
         return _find_constant_input(graph, node, axis, part)
     found: list[ScaledConstant] = []
@@ -344,14 +346,15 @@ def _constant_axes(node: Node) -> tuple[tuple[int, int], ...]:
     numbers = node.attributes
     if node.op_type == "Gemm":
         return (1, 0 if numbers.get("transB", 0) else 1), (2, -1)
-    # Its weight [inputs, outputs / groups, ...] has an axis of channels that the groups share.
+    # The output axis of the weight of a grouped ConvTranspose, [inputs, outputs / groups, ...], is shared by the
+    # groups.
     grouped = node.op_type == "ConvTranspose" and numbers.get("group", 1) != 1
     inward = node.op_type == "LayerNormalization" and numbers.get("axis", -1) != -1
     return () if grouped or inward else _CONSTANT_AXES.get(node.op_type, ())
 
 
 def _pass_back(graph: Graph, node: Node, axis: int, part: tuple[int, int]) -> _Origin | None:
-    """Returns how scaled channels pass through a node: the tensor before, what is scaled with it, and its ceiling."""
+    """Returns how scaled channels pass through a node: the tensor before it, constants to scale, and a ceiling."""
     channels = part[1] - part[0]
     step = _unchanged(node.input[0], node.output[0], part)
     if node.op_type in {"Relu", "LeakyRelu", "PRelu", "Clip"}:
@@ -380,7 +383,7 @@ def _unchanged(tensor: str, output: str, part: tuple[int, int]) -> Step:
 
 
 def _read_slope(graph: Graph, node: Node, channels: int) -> tuple[Array, float | None] | None:
-    """Returns what an activation multiplies negative values by, and its ceiling; None if it does something else."""
+    """Returns an activation function's slope for negative values, and its ceiling; None for other functions."""
     if node.op_type == "Relu":
         return np.ones(channels), None
     if node.op_type == "LeakyRelu":
@@ -398,7 +401,7 @@ def _read_slope(graph: Graph, node: Node, channels: int) -> tuple[Array, float |
 def _find_constant_input(
     graph: Graph, node: Node, axis: int, part: tuple[int, int]
 ) -> tuple[ScaledConstant, ...] | None:
-    """Returns the one of two inputs that is a float constant with the channels, None if both or none are constants."""
+    """Returns the input that is a float constant with these channels; None if both or neither are constants."""
     found = [index for index, name in enumerate(node.input) if graph.is_float_constant(name)]
     dims = graph.constants[node.input[found[0]]].dims if len(found) == 1 and len(node.input) == 2 else ()
     if len(dims) < -axis or dims[axis] != part[1] - part[0]:

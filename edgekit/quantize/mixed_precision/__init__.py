@@ -1,1 +1,1 @@
-"""Which tensors leave 8 bits, and which range method and rounding are taken."""
+"""Chooses which tensors leave 8 bits, the range method and the rounding."""

@@ -1,4 +1,4 @@
-"""Chooses how to quantize: candidates are built and judged on held-out samples, the best becomes the plan."""
+"""Chooses how to quantize: candidates are judged on held-out samples, and the best becomes the plan."""
 
 from collections.abc import Mapping
 from functools import cached_property, partial
@@ -44,12 +44,12 @@ from edgekit.quantize.objective import FAITHFUL_DB
 from edgekit.quantize.plan import Candidate, QuantPlan, draft_plan, is_relievable
 from edgekit.target import Precision, Target
 
-# What products before sigmoids must gain, which cost some time on a device: a choice.
+# What equalization through SiLU must gain, since its products before sigmoids cost time on a device: a choice.
 _SILU_DB = 1.0
 
 
 class _Subject(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """What is to be quantized, as it was given."""
+    """The arguments of `plan_quantization`."""
 
     model: Model
     graph: Graph
@@ -74,12 +74,12 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def best_db(self) -> float:
-        """The ratio of the best candidate."""
+        """The signal-to-noise ratio of the best candidate."""
         return self.found.candidates[0].sqnr_db
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
-    """The best plan of a draft, its ratio, and what was tried to take tensors out of 8 bits."""
+    """The best plan of a draft, its signal-to-noise ratio, and the candidates with tensors out of 8 bits."""
 
     plan: QuantPlan
     ratio_db: float
@@ -98,14 +98,15 @@ def plan_quantization(
 ) -> QuantPlan:
     """Returns the plan of quantizing a prepared float model for a target.
 
-    With the method "auto" several range methods and roundings are built and judged on the samples that the calibration
-    held out; what comes nearest to the float model is planned, so it is never worse there than plain minmax. "best"
-    then takes the most harmful tensors out of 8 bits, a few more at a time, as long as that helps: to 16 bits where the
-    target takes them, else to float; "auto" does so only where the model has collapsed (below 20 dB). Below 40 dB
-    channels of unequal size are equalized, if that helps.
-    Without held-out samples (fewer than 8 in all) it is minmax with corrected biases. A named range method is taken as
-    it is. Without `relieve` a collapsed model stays so. A `memo` that was given for another target saves what is the
-    same for both; where its budget of time ends, the best of what was tried is planned.
+    With the method "auto" several range methods and roundings are built and judged on the held-out samples of the
+    calibration. The one that comes nearest to the float model there is planned, so it is never worse there than plain
+    minmax. "best" then takes the most harmful tensors out of 8 bits, a few more at each step, as long as that helps: to
+    16 bits if the target supports them, else to float; "auto" does so only if the model has collapsed (below 20 dB).
+    Below 40 dB, channels of unequal size are equalized if that helps.
+
+    Without held-out samples (fewer than 8 in all) the plan is minmax with corrected biases. A named range method is
+    used without a search. Without `relieve`, no tensors leave 8 bits even if the model has collapsed. A `memo` from
+    another target saves what both have in common. When its time budget ends, the best candidate so far is planned.
 
     Raises:
         UsageError: the precision is no integer precision, there is no such method, or the statistics are gone.
@@ -125,13 +126,13 @@ def plan_quantization(
         model=model, graph=graph, calibration=calibration, target=target, precision=precision, method=method,
         relieve=relieve, memo=memo,
     )  # fmt: skip
-    # What judges the candidates is a session of each: without one there is the plan that needs no judge.
+    # Judging takes a session of each candidate; if ONNX Runtime cannot make one, the plan is one that needs no judging.
     best = memo.budget.attempt("range methods and roundings", partial(_plan_best, subject))
     return choose_ranges(plan, calibration, "minmax", "bias") if best is None else best
 
 
 def plan_minmax(model: Model, calibration: Calibration, target: Target, plan: QuantPlan) -> QuantPlan:
-    """Returns plain minmax with the tensors and nodes out of 8 bits that another plan of the same model has.
+    """Returns plain minmax with the same tensors and nodes out of 8 bits as in another plan of the model.
 
     Raises:
         ModelError: no node of the model can be quantized.
@@ -156,7 +157,7 @@ def _plan_best(subject: _Subject) -> QuantPlan:
     )
     tried = (each.found.candidates for each in (plain, equalized, through_silu) if each is not None)
     lead = prefer_draft(chosen, through_silu, _SILU_DB)
-    # Roundings that learn from samples take their time: only the best draft gets them.
+    # Roundings that learn from samples are slow: only the best draft gets them.
     learned = learn_roundings(lead.draft, lead.found, subject.memo)
     judged = dict.fromkeys((*chain.from_iterable(tried), *learned))
     best = _finish(subject, lead.draft, learned[0])
@@ -164,12 +165,12 @@ def _plan_best(subject: _Subject) -> QuantPlan:
 
 
 def prefer_draft(first: Judged, second: Judged | None, least_gain_db: float) -> Judged:
-    """Returns the second draft where there is one and it gains more than so much, else the first."""
+    """Returns the second draft if it exists and is better by more than `least_gain_db`, else the first."""
     return second if second is not None and second.best_db > first.best_db + least_gain_db else first
 
 
 def _judge(subject: _Subject, factors: Mapping[str, tuple[float, ...]], method: str | None = None) -> Judged:
-    """Returns the draft with channels scaled by factors, judged; `method` is that of `judge_draft`."""
+    """Returns the judged draft with channels scaled by `factors`; `method` is passed to `judge_draft`."""
     graph = equalize_graph(subject.graph, factors, Path(subject.calibration.statistics))
     calibration = adapt_ranges(graph, equalize_calibration(subject.graph, subject.calibration, factors))
     plan = draft_plan(subject.model, graph, calibration, subject.target, subject.precision)
@@ -180,9 +181,9 @@ def _judge(subject: _Subject, factors: Mapping[str, tuple[float, ...]], method: 
 
 
 def _equalize(subject: _Subject, plain: Judged, *, reached: Judged, through_silu: bool) -> Judged | None:
-    """Returns the draft with equalized channels, None where there are none to equalize or no more is needed."""
+    """Returns the draft with equalized channels; None if there are none to equalize, or the ratio is high enough."""
     plan = plain.draft.plan
-    # 16 bits hold unequal channels, but the weights that read them are unequal too, whatever activations have.
+    # Activations of 16 bits can represent unequal channels, but the weights that read these are unequal at any width.
     if reached.best_db >= (GOOD_DB if through_silu else FAITHFUL_DB) or (through_silu and not is_relievable(plan)):
         return None
     if not subject.memo.budget.allows("equalized channels"):
@@ -217,7 +218,7 @@ def _relieve(subject: _Subject, draft: Draft, lead: Candidate) -> Finished:
     if not is_relievable(draft.plan) or is_enough:
         return Finished(plan=draft.plan, ratio_db=lead.sqnr_db, tried=kept)
     widens = subject.target.widens(subject.precision)
-    # Float nodes leave the accelerator, so a plan that is not asked to be the best takes no more than it needs.
+    # Float nodes do not run on the accelerator, so unless "best" is asked for, no more of them are used than needed.
     enough_db = GOOD_DB if widens or thorough else COLLAPSED_DB
     relieve = partial(relieve_plan, draft, lead, enough_db, subject.memo, widens=widens)
     plan, tried = subject.memo.budget.attempt("tensors out of 8 bits", relieve) or (draft.plan, ())

@@ -41,37 +41,38 @@ from edgekit.quantize.ranges import AUTO_METHODS, METHODS, PERCENTS
 from edgekit.quantize.rounding import Rounding
 
 NOTABLE_DB = 0.3
-"""What a change must gain: a choice, 7 % of the noise power."""
-# Rounding with second moments makes up for what rounded weights cost, and a little of what activations do. On ten nets
-# of the zoo and of tools/bench/architectures.py it gained 0.35 dB at most where rounded weights cost no more than that.
+"""The gain below which a change is not worth making: a choice, 7 % of the noise power."""
+# Rounding with second moments recovers what rounded weights cost, and a little of what activations cost. On ten
+# networks of the zoo and of tools/bench/architectures.py it gained at most 0.35 dB if rounded weights cost less than
+# this.
 _WORTH_MOMENTS_DB = 0.5
-# No rounding of weights mends such a model: relief rounds once more.
+# Below this ratio no rounding of weights repairs a model; once tensors leave 8 bits (`relief`), it is rounded again.
 _BROKEN_DB = 10.0
-# With so few weights it takes a tenth of a second, and is tried on all but faithful models: over eight draws of its
-# samples kws comes 0.5 dB nearer on samples that it has not seen. Chosen by hand.
+# With at most so many weights, rounding with moments takes a tenth of a second, and is tried on every model below
+# FAITHFUL_DB: over eight draws of its samples kws came 0.5 dB nearer on samples that it had not seen. Chosen by hand.
 _QUICK_WEIGHTS = 1 << 18
-# Cutting off tails makes steps finer, which 16 bits do not need.
+# Clipping tails makes steps finer, which 16 bits do not need.
 _METHODS_16 = ("minmax",)
-# What "mse" cuts differs from tensor to tensor.
+# From the one that clips least. "mse" is not listed: how much it clips differs from tensor to tensor.
 _LESS_CUT = ("minmax", *sorted(PERCENTS, key=PERCENTS.__getitem__, reverse=True))
 _QUICK: tuple[Rounding, ...] = ("nearest", "bias")
 _SLOW: tuple[Rounding, ...] = ("gptq", "refit")
-# What roundings of 4 bits gained over GPTQ on tools/bench/four_bits.py.
+# For weights of 4 bits: both were better than GPTQ on tools/bench/four_bits.py.
 _FEW_BITS: tuple[Rounding, ...] = ("comq", "qronos")
 
 
 class Judgement(msgspec.Struct, frozen=True, kw_only=True):
-    """The candidates of a draft, best first, and how near its best ranges come with float weights."""
+    """The candidates of a draft, best first, and the ratio of its best ranges with float weights."""
 
     candidates: tuple[Candidate, ...]
     unrounded_db: float
 
 
 class Memo(msgspec.Struct, frozen=True, kw_only=True):
-    """What was judged and ranked before, by a digest of all that it depends on, and the time that is left.
+    """Earlier results, by a digest of everything that they depend on, and the time that is left.
 
-    One memo is passed from target to target: targets whose candidates compute the same share the work. What was judged
-    for another target never changes a plan.
+    One memo is passed from target to target, so that targets whose candidates compute the same share the work. Results
+    for another target never change a plan.
     """
 
     judged: dict[str, Judgement] = {}
@@ -81,7 +82,7 @@ class Memo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Draft(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """A graph to quantize, what calibration says of it, and a plan for it."""
+    """A graph to quantize, its calibration, and a plan for it."""
 
     graph: Graph
     calibration: Calibration
@@ -99,16 +100,16 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def effort(self) -> Effort:
-        """How much may be spent on planning it."""
+        """How many runs planning may take."""
         return find_effort(self.graph, self.calibration.samples)
 
     def choose(self, method: str, rounding: Rounding) -> "Draft":
-        """Returns the draft with the ranges of a method and a rounding."""
+        """Returns the draft with the ranges of `method`, and with `rounding`."""
         plan = choose_ranges(self.plan, self.calibration, method, rounding)
         return msgspec.structs.replace(self, plan=plan)
 
     def use_unsigned(self) -> "Draft":
-        """Returns the draft with unsigned activations: x86 computes them faster, and they lose as much as signed."""
+        """Returns the draft with unsigned activations: the loss is the same, and x86 computes them faster."""
         plan = self.plan
         if plan.activation != "int8":
             return self
@@ -119,7 +120,7 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 def choose_ranges(plan: QuantPlan, calibration: Calibration, method: str, rounding: Rounding) -> QuantPlan:
-    """Returns the plan with the ranges of a method and a rounding.
+    """Returns the plan with the ranges of `method`, and with `rounding`.
 
     Raises:
         UsageError: the calibration has no ranges of this method.
@@ -137,7 +138,7 @@ def sort_candidates(judged: Sequence[Candidate]) -> tuple[Candidate, ...]:
 def judge_draft(draft: Draft, memo: Memo, *, method: str | None = None) -> Judgement:
     """Returns the candidates of a draft: plain minmax, and the quick roundings of the best range method.
 
-    Range methods are compared while weights are float; with a `method` none are.
+    Range methods are compared with float weights; if a `method` is given, it is used without comparison.
 
     Raises:
         UsageError: the statistics are gone.
@@ -146,7 +147,7 @@ def judge_draft(draft: Draft, memo: Memo, *, method: str | None = None) -> Judge
     key = f"{digest_draft(draft)}.{method or ''}"
     if key not in memo.judged:
         found = _judge_quickly(draft, memo.budget, method)
-        # What the budget cut short is not kept: another target may have more time.
+        # A result that the budget cut short is not stored: another target may have more time.
         if memo.budget.left_out:
             return found
         memo.judged[key] = found
@@ -154,9 +155,9 @@ def judge_draft(draft: Draft, memo: Memo, *, method: str | None = None) -> Judge
 
 
 def learn_roundings(draft: Draft, judged: Judgement, memo: Memo) -> tuple[Candidate, ...]:
-    """Returns the candidates of a draft, best first, with those whose roundings learn from samples where that may gain.
+    """Returns the candidates of a draft, best first, including roundings that learn from samples.
 
-    It takes its time, so it is tried only where rounded weights cost something, or where the model is small.
+    These are slow, so they are tried only if rounded weights cost something, or if the model is small.
 
     Raises:
         UsageError: the statistics are gone.
@@ -178,10 +179,10 @@ def learn_roundings(draft: Draft, judged: Judgement, memo: Memo) -> tuple[Candid
 
 
 def choose_again(draft: Draft, memo: Memo) -> QuantPlan:
-    """Returns a relieved plan with the range method and the rounding that are best for it.
+    """Returns a plan with tensors out of 8 bits, with the range method and the rounding that are best for it.
 
-    Where a few tensors made most of the noise, the choice before they left 8 bits was made in that noise. A few samples
-    judge, and the present ranges and rounding stay where others gain little.
+    If these few tensors made most of the noise, the earlier choice was dominated by them. A few samples judge, and the
+    present ranges and rounding stay if others gain little.
     """
     key = digest_draft(draft)
     if key not in memo.chosen:
@@ -193,7 +194,7 @@ def choose_again(draft: Draft, memo: Memo) -> QuantPlan:
 
 
 def _find_best(draft: Draft, budget: Budget) -> tuple[str, Rounding]:
-    """Returns the best range method and rounding of a draft, by a few samples."""
+    """Returns the best range method and rounding of a draft, judged by a few samples."""
     present, placed = draft.plan.method, place_draft(draft)
     methods = (present, *(each for each in AUTO_METHODS if each != present))
     ranges = _judge_ranges(draft, methods, budget, placed, most=FEW_SAMPLES)
@@ -211,10 +212,10 @@ def _find_best(draft: Draft, budget: Budget) -> tuple[str, Rounding]:
 
 
 def judge_plan(draft: Draft) -> Candidate:
-    """Returns how near a draft comes with the ranges and the rounding that its plan has.
+    """Returns the judged candidate of a draft, with the ranges and the rounding of its plan.
 
     Raises:
-        RuntimeRefusal: ONNX Runtime makes no session of it.
+        RuntimeRefusal: ONNX Runtime refuses the graph.
     """
     draft = draft.use_unsigned()
     return _judge_rounding(draft, draft.plan.rounding, place_draft(draft))
@@ -226,11 +227,11 @@ def count_weights(graph: Graph) -> int:
 
 
 def prefer_method(judged: Mapping[str, Closeness], present: str | None = None) -> str:
-    """Returns the best range method, but the present one where the best gains little, or that was not tried.
+    """Returns the best range method, or the present one if the best gains little or the present was not tried.
 
-    Of those that samples do not tell apart the one that cuts least is the best: what is cut are the rarest values, of
-    which few samples show too little (the rule of one standard error, L. Breiman et al., "Classification and Regression
-    Trees", 1984, 3.4.3).
+    Among methods that the samples do not distinguish, the one that clips least is the best: it is the rarest values
+    that are clipped, and a few samples show too few of these (the rule of one standard error, L. Breiman et al.,
+    "Classification and Regression Trees", 1984, 3.4.3).
     """
     if present is not None and present not in judged:
         return present
@@ -241,10 +242,10 @@ def prefer_method(judged: Mapping[str, Closeness], present: str | None = None) -
 
 
 def digest_draft(draft: Draft) -> str:
-    """Returns a digest of all that judging a draft depends on: the plan of the nodes before the compared tensors.
+    """Returns a digest of all that the judgement depends on: the plan of the nodes before the compared tensors.
 
-    A Softmax behind compared logits is left out, so that targets which differ there alone share the judgement. It
-    counts where a float node makes the logits: then the plan of the Softmax says whether Q and DQ lie between them.
+    A Softmax after compared logits is left out, so that targets which differ only there share the judgement. It is
+    included if a float node makes the logits: then the plan of the Softmax decides whether Q and DQ lie between.
     """
     graph, plan = draft.graph, draft.plan
     compared = draft.compared
@@ -261,7 +262,7 @@ def digest_draft(draft: Draft) -> str:
         plan,
         target="",
         judged=(),
-        # Unsigned weights are the same numbers under another name, except for gains of normalizations.
+        # Unsigned weights represent the same numbers as signed ones, except for gains of normalizations.
         unsigned_ops=tuple({NORM} & ops & {*plan.unsigned_ops}),
         op_types=tuple(op for op in plan.op_types if op in ops),
         grids={name: grid for name, grid in plan.grids.items() if name in made},
@@ -271,7 +272,7 @@ def digest_draft(draft: Draft) -> str:
 
 
 def _find_leading(graph: Graph, tensors: Sequence[str]) -> set[str]:
-    """Returns the names of the nodes that some tensors are computed by."""
+    """Returns the names of the nodes that compute some tensors, directly or indirectly."""
     found, waiting = set[str](), list(tensors)
     while waiting:
         maker = graph.producers.get(waiting.pop())
@@ -288,8 +289,8 @@ def _judge_quickly(draft: Draft, budget: Budget, method: str | None) -> Judgemen
     ranges = _judge_ranges(draft, methods, budget, placed)
     best = prefer_method(ranges)
     chosen, tried = draft.choose(best, "nearest"), list[Candidate]()
-    # Plain minmax is among the candidates, so that what is chosen is never worse on these samples: that of the graph as
-    # it is, with which equalized ones are compared too.
+    # Plain minmax is always a candidate, so the choice is never worse than it on these samples. Equalized drafts need
+    # none of their own: they are compared with that of the unchanged graph.
     if best != methods[0]:
         if not (draft.plan.factors or (draft.effort.is_bounded and is_even(ranges))):
             tried += _judge_roundings(plain, ("nearest",), budget, placed)
@@ -301,9 +302,9 @@ def _judge_quickly(draft: Draft, budget: Budget, method: str | None) -> Judgemen
 def _judge_learned(
     draft: Draft, tried: Sequence[Candidate], budget: Budget, placed: onnx.ModelProto, *, most: int | None = None
 ) -> Iterator[Candidate]:
-    """Yields the candidates of a draft whose roundings learn from samples; `tried` are those of quick ones.
+    """Yields the candidates of a draft whose roundings learn from samples; `tried` has those of quick roundings.
 
-    Of a large model a second way is not tried where the first gains nothing, but for 4 bits: it takes its time again.
+    For a large model, the second rounding is not tried if the first gains nothing, except with 4 bits: it is slow too.
     """
     quick_db = max(each.sqnr_db for each in tried)
     for rounding in _FEW_BITS if draft.plan.bits else _SLOW:
@@ -317,10 +318,10 @@ def _judge_learned(
 
 
 def needs_moments(reached_db: float, unrounded_db: float, weights: int) -> bool:
-    """Returns True if rounding so many weights with second moments may gain something on what quick roundings reached.
+    """Returns True if rounding with second moments may improve on the quick roundings.
 
-    Better integers bring back no more than rounded weights cost beside float ones. Of few weights that is tried anyhow,
-    as far as the model is not faithful.
+    It can recover no more than rounded weights cost compared with float ones. For a model with few weights it is tried
+    anyway, unless the model is faithful already.
     """
     is_quick = weights <= _QUICK_WEIGHTS and reached_db < FAITHFUL_DB
     return is_quick or unrounded_db - reached_db > _WORTH_MOMENTS_DB
@@ -329,12 +330,12 @@ def needs_moments(reached_db: float, unrounded_db: float, weights: int) -> bool:
 def _judge_ranges(
     draft: Draft, methods: Sequence[str], budget: Budget, placed: onnx.ModelProto, *, most: int | None = None
 ) -> dict[str, Closeness]:
-    """Returns how near the ranges of the first method come, and those of the others while there is time.
+    """Returns the closeness with the ranges of the first method, and with those of the others while time is left.
 
-    `placed` holds the draft with Q and DQ nodes by the first method; the first `most` held-out samples judge.
+    `placed` is the QDQ form of the draft with the first method; the first `most` held-out samples judge.
     """
     wanted = [each for each in methods if each == methods[0] or budget.allows(f"range method {each}")]
-    # Float weights stand in for the quantized ones, so scales per channel would be computed for nothing.
+    # Weights stay float here, so scales per channel would be computed for nothing.
     plans = {method: msgspec.structs.replace(draft.choose(method, "nearest").plan, axes={}) for method in wanted}
     return judge_plans(draft, plans, placed, most=most)
 
@@ -342,8 +343,8 @@ def _judge_ranges(
 def judge_plans(
     draft: Draft, plans: Mapping[str, QuantPlan], placed: onnx.ModelProto, *, most: int | None = None
 ) -> dict[str, Closeness]:
-    """Returns how near plans come that differ in ranges alone; `placed` is the QDQ form of one of them."""
-    # They differ in scales and zero points: one session takes those of each.
+    """Returns the closeness of plans that differ only in ranges; `placed` is the QDQ form of one of them."""
+    # Only scales and zero points differ, so one session takes them as inputs.
     stripped = strip_weights(placed, draft.graph)
     grids = {each: find_plan_grids(draft.graph, plan, "the candidate") for each, plan in plans.items()}
     names = free_grids(stripped, next(iter(grids.values())))
@@ -361,10 +362,10 @@ def _judge_roundings(
     *,
     most: int | None = None,
 ) -> Iterator[Candidate]:
-    """Yields the candidates of a draft: of the first rounding, and of the others while there is time.
+    """Yields the candidates of a draft: with the first rounding, and with the others while time is left.
 
-    Any but the nearest point may fail, and is left out then. `placed` holds the draft with Q and DQ nodes if they were
-    placed before; the first `most` held-out samples judge.
+    A rounding other than "nearest" that fails is left out. `placed` is the QDQ form of the draft, if it exists already;
+    the first `most` held-out samples judge.
     """
     placed = placed or place_draft(draft)
     for rounding in roundings:
@@ -391,7 +392,7 @@ def _judge_rounding(draft: Draft, rounding: Rounding, placed: onnx.ModelProto, *
 
 
 def place_draft(draft: Draft) -> onnx.ModelProto:
-    """Returns the QDQ form of a draft with every weight rounded to the nearest.
+    """Returns the QDQ form of a draft with every weight rounded to nearest.
 
     Raises:
         ModelError: ORT's quantizer refuses the model.
@@ -402,20 +403,20 @@ def place_draft(draft: Draft) -> onnx.ModelProto:
 LEAST_BYTES = 1 << 14
 """Constants with fewer bytes are not worth storing in fewer bits: a choice."""
 MOST_LOST_DB = 0.1
-"""How many dB of the plan's ratio narrow constants may cost, 2 % of its noise: a choice."""
-# So many are tried one after another where all together are too far off.
+"""How many dB of the plan's ratio narrow constants (stored in 16 or 8 bits) may cost, 2 % of its noise: a choice."""
+# If all constants together cost too much, so many are tried one after another.
 _MOST_TRIED = 8
 _Bits = Literal[8, 16]
 _BITS: tuple[_Bits, ...] = (16, 8)
 
 
 def store_narrow(model: Model, plan: QuantPlan, calibration: Calibration, reached_db: float | None = None) -> QuantPlan:
-    """Returns the plan with the large constants of float nodes in 16 or 8 bits, as far as that does no harm.
+    """Returns the plan with large constants of float nodes stored in 16 or 8 bits, if that costs little.
 
-    A session widens them when it loads the model: placement, memory and time of a run are those of float32. What they
-    cost is judged in the float model, over a few held-out samples, since beside the rounding of activations it is lost
-    in chance: it must be so little that MOST_LOST_DB is taken from the ratio `reached_db` of the plan (that of the best
-    candidate by default). Without held-out samples nothing is changed.
+    A session converts them to float32 when it loads the model: placement, memory and run time are those of float32.
+    Their cost is judged in the float model, over a few held-out samples, since beside the rounding noise of activations
+    it would be lost in chance. The cost must be so small that it takes at most MOST_LOST_DB from the ratio `reached_db`
+    of the plan (by default that of the best candidate). Without held-out samples nothing is changed.
 
     Raises:
         UsageError: the calibration's statistics are gone.
@@ -459,7 +460,7 @@ def store_narrow(model: Model, plan: QuantPlan, calibration: Calibration, reache
 
 
 def find_float_constants(graph: Graph, plan: QuantPlan) -> Iterator[tuple[str, int]]:
-    """Yields the large float constants that only nodes kept float read, and the bytes of each."""
+    """Yields the large float constants that only float nodes read, with the bytes of each."""
     floats = {node.name for node in plan.float_nodes}
     for name, tensor in graph.constants.items():
         readers, size = graph.readers(name), 4 * math.prod(tensor.dims)

@@ -1,4 +1,4 @@
-"""The search for a plan: from the cheapest to dearer ones, until the expected drop meets the goal."""
+"""The search for a plan: from cheap plans to expensive ones, until the estimated drop meets the goal."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -23,33 +23,33 @@ from edgekit.quantize.plan import QuantPlan
 from edgekit.target import INTEGERS, Precision, Target
 
 PLAIN_DROP = 0.005
-"""A drop that the plain mode does not mind: half a point, or of 36 dB 0.18 dB."""
-# How many of the most harmful tensors leave 8 bits, step by step, each about 2.5 times the one before: in stages, since
-# ranking more tensors takes more runs.
+"""The drop that the plain mode accepts: half a point, or 0.18 dB of 36 dB."""
+# How many of the most harmful tensors leave 8 bits at each step, about 2.5 times as many as before. Steps are grouped
+# into stages, since ranking more tensors takes more runs.
 _STAGES = ((1, 3, 8), (20, 40), (80,))
-# The least share of the work that stays in integers in the plain mode: a choice.
+# The plain mode keeps at least this share of the work in integers: a choice.
 _PLAIN_INTEGER = 0.75
-# What more tensors out of 8 bits must save: without it the SiLU detector of tools/bench/collapse kept nine nodes in
-# float for 0.1 points.
+# The drop that more tensors out of 8 bits must save: without this the SiLU detector of tools/bench/collapse kept nine
+# nodes in float for 0.1 points.
 _WORTH = 0.002
-# A drop that is not worth another plan, and one that is worth advice: a tenth of a point, and two points.
+# A drop too small to be worth another plan, a tenth of a point; and one that is worth advice, two points.
 _NEGLIGIBLE, _MUCH = 0.001, 0.02
-# How many tensors leave 8 bits for the advice, and what is left where no plan helps.
+# How many tensors leave 8 bits for the advice, and the advice if no plan helps.
 _MANY, _ELSE = 20, "more samples may help, else leave the model in float"
-# Shares of work that differ by less are the same.
+# Shares of work that differ by less count as equal.
 _SAME_SHARE = 0.005
 _HALF = 0.5
-# How far a forecast of a drop or a ratio may be off: choices, wide enough that a step which is skipped would fail.
+# How far a forecast of a drop (a factor) or of a ratio may be off: choices, wide enough that skipped steps would fail.
 _NEAR, _NEAR_DB = 2.0, 2.0
 _MORE = "plans with more tensors out of 8 bits"
 
 
 class Search(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be quantized, and `measure`, which says what a quantized model of it loses.
+    """What is to be quantized, and `measure`, which returns what a quantized model of it loses.
 
     `work` is a folder for intermediate files. The `memo` may be shared with other targets, and says how long the search
-    may take. `tried` holds what was written there, by the step that it was tried in. With `may_widen` nobody asked for
-    this very precision: where no plan of it meets a goal, one with 16 bits for all activations may.
+    may take. `tried` holds the models that were written there, by the step of the search. With `may_widen` the user did
+    not ask for this precision: if none of its plans meets a goal, 16 bits for all activations may be used.
     """
 
     model: Model
@@ -65,7 +65,7 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def wider(self) -> Precision | None:
-        """The precision with 16 bits for all activations, None where the target has none."""
+        """The precision with 16 bits for all activations, None if the target has none."""
         at = self.target.quantization.at
         few = at(self.precision).weight_bits
         for wide in self.target.precisions if self.relievable else ():
@@ -75,14 +75,14 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def relievable(self) -> bool:
-        """True if activations have 8 bits, which those that they hurt may leave."""
+        """True if activations have 8 bits, so that sensitive ones may get more."""
         return self.target.quantization.at(self.precision).activation != "uint16"
 
 
 class Searched(msgspec.Struct, frozen=True, kw_only=True):
-    """What a search found: every trial in order, and the one that was chosen; `note` says what `met` leaves out.
+    """The result of a search: every trial in order, and the chosen one; `note` qualifies `met`.
 
-    `advice` says what would lose less where much is lost, with the figure that was measured.
+    If much is lost, `advice` says what would lose less, with the measured figure.
     """
 
     trials: tuple[Trial, ...]
@@ -93,32 +93,33 @@ class Searched(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
-    """A drop of at most `max_drop` (a share), which a user `is_asked` for, or which the plain mode is content with."""
+    """A drop of at most `max_drop` (a share): the user asked for it (`is_asked`), or it is that of the plain mode."""
 
     max_drop: float = PLAIN_DROP
     is_asked: bool = False
 
     def is_met(self, prediction: Prediction) -> bool:
-        """Returns True if what is predicted is surely a small enough drop.
+        """Returns True if the predicted drop is small enough, with a margin for collapsed models.
 
-        An estimate that is off by a share of the noise is off by twice as much where the noise is twice as high: of a
-        model that has collapsed by its ratio as much less is to be expected. What labels measured is what it is.
+        The error of an estimate grows with the amplitude of the noise, so below COLLAPSED_DB the estimate must be
+        smaller by the same factor: at 14 dB, half of `max_drop`. A drop measured with labels needs no margin.
         """
         if prediction.source == LABELS or prediction.drop_estimate is None:
             return prediction.meets(self.max_drop)
         return prediction.meets(self.max_drop / 10 ** (max(0.0, COLLAPSED_DB - prediction.sqnr_db) / 20))
 
     def may_meet(self, prediction: Prediction, share: float) -> bool:
-        """Returns True if a plan may meet the goal once such a share of the noise of its activations is gone."""
+        """Returns True if a plan may meet the goal once this share of the noise of its activations is gone."""
         if prediction.drop_estimate is None:
             return prediction.sqnr_db + rise_db(share) >= FAITHFUL_DB - _NEAR_DB
         # A drop falls no faster than the power of the noise.
         return prediction.drop_estimate * (1 - share) <= _NEAR * self.max_drop
 
     def keeps_integers(self, trial: Trial, first: Trial) -> bool:
-        """Returns True if a plan leaves enough of the first one's work in integers: in the plain mode most of it.
+        """Returns True if a plan keeps enough of the first plan's work in integers: in the plain mode most of it.
 
-        What is float an accelerator leaves. Of a model that has collapsed it may be half, and whatever meets the goal.
+        Float nodes do not run on an accelerator. For a collapsed model half of the work is enough, or any share if the
+        plan meets the goal.
         """
         if self.is_asked:
             return True
@@ -132,9 +133,9 @@ def find_plan(
 ) -> tuple[QuantPlan, Searched | None]:
     """Returns the plan to write: that of `search_plan`, with a drop of at most `max_drop` (a share) if one is given.
 
-    It is held against plain minmax with the same nodes, by what the outputs decide over the samples that tell a drop,
-    and the better one is taken. With `narrow` the large constants that stay float get 8 or 16 bits before the last
-    judgement, which is of the file that is written. Where more than 2 points are lost, `advice` says what would help.
+    It is compared with plain minmax with the same float nodes, by the drop of the outputs' decisions over samples, and
+    the better plan is returned. With `narrow`, large constants that stay float get 8 or 16 bits before the final
+    measurement, which is that of the written file. Where more than 2 points are lost, `advice` says what would help.
 
     Raises:
         ModelError: no node of the model can be quantized.
@@ -162,9 +163,9 @@ def find_plan(
 
 
 def _hold_against_minmax(search: Search, searched: Searched, max_drop: float) -> Searched:
-    """Returns what was searched with plain minmax beside it, chosen where that loses less."""
+    """Returns the search result with plain minmax as an added trial, which is chosen if it loses less."""
     chosen, drop = searched.chosen, searched.chosen.prediction.drop_estimate
-    # Minmax cannot lose less than nothing.
+    # Almost nothing is lost, so minmax cannot be better.
     if drop is not None and drop <= _NEGLIGIBLE:
         return searched
     plain = plan_minmax(search.model, search.calibration, search.target, chosen.plan)
@@ -174,7 +175,7 @@ def _hold_against_minmax(search: Search, searched: Searched, max_drop: float) ->
     if trial is None:
         return searched
     searched = msgspec.structs.replace(searched, trials=(*searched.trials, trial))
-    # Drops that differ by less than a tenth of a point are a few decisions: then the ratio decides.
+    # A difference of less than a tenth of a point is a few decisions: then the signal-to-noise ratio decides.
     gain, misses = _drop(chosen) - _drop(trial), not trial.prediction.meets(max_drop)
     is_nearer = trial.prediction.sqnr_db > chosen.prediction.sqnr_db
     if gain < -_NEGLIGIBLE or (gain <= _NEGLIGIBLE and (misses or not is_nearer)):
@@ -183,9 +184,9 @@ def _hold_against_minmax(search: Search, searched: Searched, max_drop: float) ->
 
 
 def _try_wider(search: Search, searched: Searched, max_drop: float, *, adopts: bool) -> Searched:
-    """Returns what was searched with 16 bits for all activations beside it, or with many tensors out of 8 bits.
+    """Returns the search result with one more trial: 16 bits for all activations, or many tensors out of 8 bits.
 
-    It is tried where much is lost, and chosen where it `adopts` what meets a goal that no other plan met.
+    It is tried if much is lost. With `adopts` it is chosen if it meets a goal that no other plan met.
     """
     chosen, wider = searched.chosen, search.wider
     misses = adopts and not searched.met and wider is not None
@@ -215,7 +216,7 @@ def _try_wider(search: Search, searched: Searched, max_drop: float, *, adopts: b
 
 
 def _weigh(search: Search, chosen: Trial, other: Trial) -> str:
-    """Returns in words what another trial than the chosen one loses, and what it costs in bytes and work."""
+    """Returns in words what `other` loses, and its bytes and work compared with the chosen trial."""
     lost = other.prediction.drop_estimate
     figure = f"{other.prediction.sqnr_db:.1f} dB" if lost is None else f"{100 * lost:.2f} points are lost"
     if _drop(other) >= _drop(chosen):
@@ -225,14 +226,15 @@ def _weigh(search: Search, chosen: Trial, other: Trial) -> str:
 
 
 def search_plan(search: Search, goal: Goal, state: State | None = None) -> tuple[QuantPlan, Searched | None]:
-    """Returns the plan that loses little enough with the fewest tensors out of 8 bits, and everything that was tried.
+    """Returns the plan that meets the goal with the fewest tensors out of 8 bits, and all trials.
 
-    First all are in 8 bits; then more and more of the tensors that hurt most leave them, for 16 bits where the target
-    takes them, else for float, until a plan meets the goal and leaves the target no less work than the first. Each plan
-    is measured by what the outputs decide. Where none meets the goal, `choose_trial` or `choose_cheapest` decides.
+    First all tensors have 8 bits. Then more and more of the most harmful ones leave them, for 16 bits if the target
+    supports them, else for float, until a plan meets the goal and the target still runs as much of the work as with the
+    first. Each plan is measured by the decisions of its outputs. If none meets the goal, `choose_trial` or
+    `choose_cheapest` decides.
 
-    Each trial is written to the file of the `state`, from which an interrupted search goes on. What was tried is None
-    where few samples leave nothing to judge by, or no time.
+    Each trial is written to the file of the `state`, from which an interrupted search continues. The trials are None if
+    there are too few samples to judge by, or no time is left.
 
     Raises:
         ModelError: no node of the model can be quantized.
@@ -250,18 +252,18 @@ def search_plan(search: Search, goal: Goal, state: State | None = None) -> tuple
 
 
 def _is_near(prediction: Prediction) -> bool:
-    """Returns True for numbers that decide nothing known and come near: nobody says which difference matters."""
+    """Returns True if outputs are numbers, not decisions, and close: nothing says which difference matters."""
     return prediction.measure == MEASURES["values"].name and prediction.sqnr_db >= FAITHFUL_DB
 
 
 def write_chosen(search: Search, plan: QuantPlan, searched: Searched | None, out: Path) -> QuantizedModel:
-    """Writes the model of a plan to `out`: the file that the search tried it with, else it is quantized.
+    """Writes the model of a plan to `out`: a copy of the file from the search if there is one, else a new one.
 
     Raises:
         EdgekitError: as for `quantize_model`.
     """
     known, quantized = search.tried.get(searched.chosen.step, (None, None)) if searched is not None else (None, None)
-    # A file beside a model stands in it by the name that it had when it was written.
+    # A model refers to its external data by file name, so it cannot be copied under another name.
     if quantized is None or known != plan or quantized.model.external_files:
         return quantize_model(search.model, plan, search.calibration, out)
     copy_file(quantized.model.path, out)
@@ -270,9 +272,9 @@ def write_chosen(search: Search, plan: QuantPlan, searched: Searched | None, out
 
 
 def choose_cheapest(trials: Sequence[Trial], goal: Goal) -> Searched:
-    """Returns the trial of the plain mode: the fewest tensors out of 8 bits with which hardly anything more is saved.
+    """Returns the trial of the plain mode: the fewest tensors out of 8 bits after which more hardly save anything.
 
-    That is the first that meets the goal, or beside which the plan that loses least does not pay.
+    That is the first trial that meets the goal, or over which even the trial with the least loss is not worth its cost.
     """
     enough = _add_worth(min(trials, key=_drop))
     chosen = next(trial for trial in trials if goal.is_met(trial.prediction) or _drop(trial) <= enough)
@@ -280,11 +282,11 @@ def choose_cheapest(trials: Sequence[Trial], goal: Goal) -> Searched:
 
 
 def choose_trial(trials: Sequence[Trial], max_drop: float) -> Searched:
-    """Returns the trial to use: of those that meet the goal the one with most work on the target, else the best.
+    """Returns, of the trials that meet the goal, the one with most work on the target; else the best trial.
 
-    Where that one leaves less than half of the work in integers, one that misses the goal by less than the sampling
-    error, and by no more than the goal itself, is used instead; and where none meets the goal, one whose drop is larger
-    by no more than the goal.
+    If that one keeps less than half of the work in integers, another is used instead, if it keeps half: one that misses
+    the goal by less than the sampling error and by no more than the goal itself, or, if none meets the goal, one whose
+    drop is larger by no more than the goal.
     """
     meeting = [trial for trial in trials if trial.prediction.meets(max_drop)]
     if not meeting:
@@ -323,10 +325,11 @@ def _choose_most_taken(trials: Sequence[Trial]) -> Trial:
 
 
 def _try_plans(search: Search, goal: Goal, first: QuantPlan, state: State | None) -> list[Trial]:
-    """Returns the trials, fewer tensors out of 8 bits first, up to one that is good enough, or the last that may pay.
+    """Returns the trials, by rising number of tensors out of 8 bits, up to one that is good enough or the last.
 
-    What the ranking says of tensors bounds what a step can save: where nothing but bits is spent, steps that cannot be
-    enough are left out, but for the last of each stage. In the plain mode a stage must pay before more is tried.
+    The ranking of tensors bounds what a step can save. If tensors get 16 bits, which takes no work out of integers,
+    steps that cannot meet the goal are skipped, except the last of each stage. In the plain mode a stage must save
+    enough before the next one is tried.
     """
     attempts = _Attempts(search, goal, first, state)
     trial = attempts.run(0)
@@ -353,7 +356,7 @@ def _try_plans(search: Search, goal: Goal, first: QuantPlan, state: State | None
 
 
 class _Attempts:
-    """The trials of a search, in the order of how many tensors left 8 bits; `first` is the plan with none."""
+    """The trials of a search, by rising number of tensors out of 8 bits; `first` is the plan with none."""
 
     def __init__(self, search: Search, goal: Goal, first: QuantPlan, state: State | None) -> None:
         self._search, self._goal, self._first, self._state = search, goal, first, state
@@ -363,10 +366,10 @@ class _Attempts:
         self.trials: list[Trial] = []
 
     def run(self, count: int) -> Trial | None:
-        """Returns a trial, None where time is over, so many cannot be taken, or too little would stay in integers."""
+        """Returns a trial; None if time is over, there are too few tensors, or too little would stay in integers."""
         step, began = f"relieve {count}" if count else "all", time.monotonic()
         self._tell(step)
-        # Whether a goal is met cannot be said without measuring; the plain mode can write a plan that was not measured.
+        # With a goal the first plan must be measured, whatever the budget; the plain mode may write an unmeasured plan.
         is_needed, plan = not count and self._goal.is_asked, partial(self._try, step, count)
         trial = self._known.get(step)
         if trial is None:
@@ -375,13 +378,13 @@ class _Attempts:
         if trial is None or (self.trials and not self._goal.keeps_integers(trial, self.trials[0])):
             return None
         self.trials.append(trial)
-        # A step that the budget cut short is not stored: a later search would take it for whole.
+        # A step that the budget cut short is not stored: a later search would take it for complete.
         if self._state is not None and not self._search.memo.budget.left_out:
             self._state.write(self.trials)
         return trial
 
     def is_enough(self, trial: Trial) -> bool:
-        """Returns True if a trial meets the goal and leaves the target no less work than the first did."""
+        """Returns True if a trial meets the goal and the target runs as much of the work as with the first."""
         return self._goal.is_met(trial.prediction) and trial.taken_macs >= self.trials[0].taken_macs - _SAME_SHARE
 
     def _try(self, step: str, count: int) -> Trial | None:
@@ -396,9 +399,10 @@ class _Attempts:
 
 
 def _add_worth(trial: Trial) -> float:
-    """Returns what a plan with fewer tensors out of 8 bits may lose, so that a trial with more of them does not pay.
+    """Returns the loss up to which a plan with fewer tensors out of 8 bits is preferred to this trial.
 
-    That is 0.2 points more, or what a decibel of noise is worth: decisions change in proportion to its amplitude.
+    That is 0.2 points more, or what a decibel of noise is worth (12 %): decisions change in proportion to its
+    amplitude.
     """
     drop = trial.prediction.drop_estimate
     return _drop(trial) + LEAST_GAIN_DB if drop is None else max(drop + _WORTH, drop * 10 ** (LEAST_GAIN_DB / 20))

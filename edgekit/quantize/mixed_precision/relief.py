@@ -1,6 +1,6 @@
-"""Mixed precision: the tensors that 8 bits hurt most get 16 bits or stay float, a few more at each step.
+"""Mixed precision: the tensors that suffer most from 8 bits get 16 bits or stay float, a few more at each step.
 
-Of weights with 4 bits those that lose most for their size keep 8 bits, as few as bring the model near enough.
+Among weights with 4 bits, those that lose most for their size keep 8 bits, as few as are needed.
 """
 
 import math
@@ -45,12 +45,12 @@ from edgekit.quantize.ranges import AUTO_METHODS
 from edgekit.target import Target
 
 COLLAPSED_DB = 20.0
-"""Below this ratio, where the error is a tenth of the signal, a model has collapsed: a choice."""
+"""Below this ratio, where the amplitude of the error is a tenth of the signal's, a model has collapsed: a choice."""
 GOOD_DB = 30.0
 """From this ratio on, where the error is 3 % of the signal, no more tensors leave 8 bits: a choice."""
-# More tensors out of 8 bits hardly change which range method is best for the others.
+# Beyond this number, tensors out of 8 bits hardly change which range method is best for the others.
 _FEW_RELIEVED = 8
-# So many tensors are ranked at once: few, which most models need, and then those that the steps behind take.
+# So many tensors are ranked at once: first few, which are enough for most models, then as many as later steps take.
 _RANKED = (_FEW_RELIEVED, 40, 80)
 _STEPS, _MOST_VALUES = 255, "percentile-99.9"
 _RELIEF = "more tensors out of 8 bits"
@@ -58,18 +58,19 @@ _TINY = 1e-30
 
 
 LEAST_GAIN_DB = 1.0
-"""What tensors out of 8 bits must gain, a fifth of the noise's power: a choice."""
-# How many leave 8 bits, step by step, each about 2.5 times the one before.
+"""What tensors out of 8 bits must gain, a fifth of the power of the noise: a choice."""
+# How many tensors leave 8 bits at each step, about 2.5 times as many as before.
 _COUNTS = (1, 3, 8, 20, 40)
 
 
 def relieve_plan(
     draft: Draft, lead: Candidate, enough_db: float, memo: Memo, *, widens: bool
 ) -> tuple[QuantPlan, tuple[Candidate, ...]]:
-    """Returns the plan of a draft with the worst tensors out of 8 bits, and what was tried.
+    """Returns the plan of a draft with the worst tensors out of 8 bits, and the tried candidates.
 
-    More and more are taken out until the ratio is good enough, or two steps in a row gain less than a decibel; what
-    gained less is not kept, and what cannot gain it (`bound_relief`) not built. `lead` says how the plan was judged.
+    More and more are taken out until the ratio is good enough, or two steps in a row gain less than a decibel. A step
+    that gained less is not kept, and one that cannot gain it (`bound_relief`) is not built. `lead` is the judged
+    candidate of the draft's own plan.
 
     Raises:
         UsageError: the statistics are gone.
@@ -91,7 +92,7 @@ def relieve_plan(
             tried.append(msgspec.structs.replace(found, relieved=names))
             gains = found.sqnr_db >= wanted_db
             best, reached = (relieved, found.sqnr_db) if gains else (best, reached)
-        # The worst tensor alone may gain nothing where two spoil the same sum.
+        # Taking out only the worst tensor may gain nothing, if two tensors disturb the same sum.
         idle = 0 if gains else idle + (count > 1)
         if idle == 2 or reached >= enough_db or count >= len(noise):
             break
@@ -108,10 +109,10 @@ def relieve_step(
     before: QuantPlan,
     memo: Memo,
 ) -> QuantPlan | None:
-    """Returns a plan with its `count` most harmful tensors out of 8 bits, None where so many cannot be taken.
+    """Returns a plan with its `count` most harmful tensors out of 8 bits, None if it has too few.
 
-    They get 16 bits where the target takes them, and are float otherwise. `before` is what the step before returned: of
-    many tensors it decides the range method and the rounding.
+    They get 16 bits if the target supports them, and stay float otherwise. `before` is the result of the previous step:
+    with many tensors its range method and rounding are used again.
 
     Raises:
         UsageError: the statistics are gone.
@@ -133,11 +134,12 @@ def relieve_step(
 
 
 def fit_inputs(draft: Draft) -> QuantPlan:
-    """Returns a plan in which long-tailed inputs have shorter ranges, as far as the outputs gain from that.
+    """Returns a plan in which long-tailed inputs have shorter ranges, as long as the outputs gain from that.
 
-    Range methods cut what is rare, by the values alone, and 16 bits have none but minmax. But the tail of an input may
-    be longer than any grid is fine, as that of a spectrum's powers is, and what reads it saturated there. Each end with
-    such a tail is halved, which gives all other values a bit, as long as the outputs gain.
+    Range methods clip rare values without regard to the outputs, and with 16 bits the only method is minmax. But the
+    tail of an input, such as the powers of a spectrum, may be too long for any grid, while the layer that reads it is
+    saturated there. Each end with such a tail is halved, which gives all other values one more bit, as long as the
+    outputs gain.
     """
     plan, ends = draft.plan, _find_tails(draft)
     if not ends:
@@ -145,7 +147,8 @@ def fit_inputs(draft: Draft) -> QuantPlan:
     placed = place_draft(draft.use_unsigned())
 
     def judge(tried: QuantPlan) -> float:
-        # Alone: few samples say nothing of tails, and of several plans those are dropped that few say are behind.
+        # Judged one by one: of several plans, those that are worse on a few samples would be dropped, and a few samples
+        # say nothing about tails.
         unsigned = msgspec.structs.replace(draft, plan=tried).use_unsigned()
         return judge_plans(unsigned, {"": unsigned.plan}, placed)[""].ratio_db
 
@@ -164,10 +167,10 @@ def fit_inputs(draft: Draft) -> QuantPlan:
 
 
 def _find_tails(draft: Draft) -> list[tuple[str, str]]:
-    """Returns the ends of input ranges that are worth halving, by the values of the held-out samples.
+    """Returns the ends of input ranges that may be worth halving, judging by the held-out samples.
 
     A range of half the width gives each value inside it one bit more, and takes all 8 bits from each value outside, so
-    less than a ninth of the values may lie there. A picture has no such end, and needs no session to try it.
+    fewer than a ninth of the values may lie there. An image has no such end, so no session is made to try it.
     """
     ranges = {name: draft.plan.ranges[name] for name in draft.graph.inputs if name in draft.plan.ranges}
     ends = {(name, end): sign * getattr(ranges[name], end) for name in ranges for end, sign in _SIGNS.items()}
@@ -184,7 +187,7 @@ _SIGNS = {"low": -1, "high": 1}
 def weigh_relief(
     model: Model, calibration: Calibration, plan: QuantPlan, counts: Sequence[int], memo: Memo
 ) -> dict[int, float]:
-    """Returns for each count the most of the noise that goes once so many of the worst tensors leave 8 bits.
+    """Returns for each count the largest share of the noise that goes if so many of the worst tensors leave 8 bits.
 
     Raises:
         UsageError: the statistics are gone.
@@ -194,18 +197,18 @@ def weigh_relief(
 
 
 def bound_relief(noise: Sequence[float], count: int) -> float:
-    """Returns the share of the noise at the outputs that is gone at most once the `count` worst tensors leave 8 bits.
+    """Returns an upper bound of the noise share that goes once the `count` worst tensors leave 8 bits.
 
-    The noise of single tensors adds up: n_1 + n_2 + ... + w, worst first, where w >= 0 is that of rounded weights. A
-    step takes n_1 + ... + n_count away, which is at most its share of n_1 + n_2 + .... By that share the ratio rises at
-    most (`rise_db`), and a drop falls no faster than the power of the noise. A step that cannot gain enough is not
-    tried, since trying it takes four sessions.
+    The noise of single tensors adds up at the outputs: n_1 + n_2 + ... + w, worst first, where w >= 0 is that of
+    rounded weights. A step removes n_1 + ... + n_count, which is at most its share of n_1 + n_2 + .... This share
+    bounds by how much the ratio rises (`rise_db`), and a drop falls no faster than the power of the noise. A step that
+    cannot gain enough is not tried, since trying it takes four sessions.
     """
     return sum(noise[:count]) / max(sum(noise), _TINY)
 
 
 def rise_db(share: float) -> float:
-    """Returns by how much a ratio rises, in dB, once a share of the noise is gone."""
+    """Returns by how much a signal-to-noise ratio rises, in dB, once a share of the noise is gone."""
     return -10 * math.log10(max(1 - share, _TINY))
 
 
@@ -216,16 +219,16 @@ def _open_draft(model: Model, calibration: Calibration, plan: QuantPlan) -> Draf
 
 
 def adapt_ranges(graph: Graph, calibration: Calibration) -> Calibration:
-    """Returns a calibration whose ranges suit what reads the tensors and what the outputs decide.
+    """Returns a calibration whose ranges fit the readers of the tensors and the decisions of the outputs.
 
-    Ranges of logits follow from the decisions, those of networks from image to image reach as far as white would, and
-    the low values that a SiLU makes 0 of are left out.
+    Ranges of logits follow from the decisions, those of image-to-image networks reach as far as white would, and low
+    values that a SiLU turns into about 0 are clipped.
     """
     return clip_silu_tails(graph, add_image_headroom(graph, fit_ranges(graph, calibration)))
 
 
 def relieve_class_maps(draft: Draft, *, widens: bool) -> Draft:
-    """Returns a draft in which interpolated maps of classes have more than 8 bits, which costs no multiplications."""
+    """Returns a draft with interpolated class maps out of 8 bits, which affects no multiplications."""
     names = find_enlarged(draft.graph, draft.calibration)
     if not names or not is_relievable(draft.plan):
         return draft
@@ -236,12 +239,12 @@ def relieve_class_maps(draft: Draft, *, widens: bool) -> Draft:
 def relieve_tensors(
     graph: Graph, plan: QuantPlan, names: Sequence[str], calibration: Calibration, *, widens: bool
 ) -> QuantPlan:
-    """Returns the plan with some activations out of 8 bits: at 16 bits over all they reach, or float with their nodes.
+    """Returns the plan with some activations out of 8 bits: in 16 bits with their minmax range, or float.
 
-    What lies between a layer and its activation leaves 8 bits too: else a value is rounded, and cut to the range behind
-    the activation, before it reaches its 16 bits. What only moves values gets 16 bits as well, else a Squeeze would
-    round them to 8 bits after all. A tensor that is not quantized at all needs a float producer and float readers, so
-    that no Q or DQ touches it.
+    Tensors between a layer and its activation function leave 8 bits too: otherwise a value is rounded, and clipped to
+    the range after the activation function, before it gets its 16 bits. Outputs of nodes that only move values get 16
+    bits as well: otherwise a Squeeze would round them to 8. If a tensor stays float, so do its producer and its
+    readers, so that no Q or DQ touches it.
     """
     every = dict.fromkeys(each for name in names for each in (name, *find_before_activation(graph, name)))
     if widens:
@@ -258,9 +261,9 @@ def relieve_tensors(
 
 
 def _rank_tensors(draft: Draft, memo: Memo, count: int) -> dict[str, float]:
-    """Returns the tensors whose 8 bits hurt most, worst first, of which `count` count, and the noise of each.
+    """Returns the noise of each tensor in 8 bits, worst first; at least the first `count` are measured by themselves.
 
-    The next steps remember them.
+    The memo keeps the result for later steps.
     """
     plan, worst = msgspec.structs.replace(draft.plan, judged=()), next(each for each in _RANKED if each >= count)
     key = digest_bytes(msgspec.json.encode((plan, draft.calibration.outputs, worst), order="sorted"))
@@ -272,7 +275,7 @@ def _rank_tensors(draft: Draft, memo: Memo, count: int) -> dict[str, float]:
         draft.graph, qdq, draft.compared, draft.statistics, memo.budget,
         worst=worst, most=draft.effort.ranking, weights=_guess_noise(draft),
     )  # fmt: skip
-    # A tensor that only a Relu or Clip reads leaves 8 bits with what that makes: they are one step of a schedule.
+    # A tensor that only a Relu or Clip reads leaves 8 bits together with the output of that node: they count as one.
     folded = folded_activations(draft.graph)
     noise: dict[str, float] = {}
     for error in errors:
@@ -295,16 +298,16 @@ def _guess_noise(draft: Draft) -> dict[str, float]:
 
 
 ENOUGH_DB, ENOUGH_IMAGE_DB = 20.0, FAITHFUL_DB
-"""From this ratio on no more weights get 8 bits: a decision bears an error of a tenth, an image does not."""
-# No more of the weights, by their number, keep 8 bits: half of what 4 bits save would be gone. A choice.
+"""From this ratio on no more weights keep 8 bits: decisions tolerate an error of a tenth, images do not."""
+# The largest share of weight values that keep 8 bits, which gives up half of what 4 bits save: a choice.
 _MOST_KEPT = 0.5
 _SAMPLES = 4
-# In each round more weights keep 8 bits, where the sum of the single errors was too low.
+# If the sum of the single errors was too optimistic, the next round keeps more weights in 8 bits.
 _ROUNDS, _MARGIN_DB = 3, 2.0
 
 
 class WeightError(msgspec.Struct, frozen=True, kw_only=True):
-    """A weight, how many numbers it has, and the output's noise, as a share of the signal, when it alone has 4 bits."""
+    """A weight, its number of values, and the outputs' noise (a share of the signal) when it alone has 4 bits."""
 
     name: str
     size: int
@@ -312,10 +315,10 @@ class WeightError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def keep_eight(draft: Draft, lead: Candidate, budget: Budget) -> tuple[QuantPlan, tuple[Candidate, ...]]:
-    """Returns the plan of a draft with 8 bits for the weights that 4 hurt most for their size, and what was tried.
+    """Returns the plan with 8 bits for the weights that lose most for their size, and the tried candidates.
 
-    As few keep 8 bits as bring the ratio to ENOUGH_DB, that of images to ENOUGH_IMAGE_DB, and no more than half of
-    all. `lead` says how the plan itself was judged.
+    As few weights keep 8 bits as are needed for a ratio of ENOUGH_DB, or ENOUGH_IMAGE_DB if the outputs are images, and
+    no more than half of all. `lead` is the judged candidate of the draft's own plan.
 
     Raises:
         UsageError: the statistics are gone.
@@ -324,7 +327,7 @@ def keep_eight(draft: Draft, lead: Candidate, budget: Budget) -> tuple[QuantPlan
     if not draft.plan.bits or lead.sqnr_db >= enough or not budget.allows("weights of 8 bits"):
         return draft.plan, ()
     placed = place_draft(draft)
-    # One layer after another takes too long to be done again and again: which weights keep 8 bits is found without.
+    # Rounding layer by layer (qronos) is too slow to repeat: the search for the weights with 8 bits uses comq instead.
     quick = draft.choose(draft.plan.method, "comq") if draft.plan.rounding == "qronos" else draft
     tried = list(_try_kept(quick, placed, lead, enough))
     if tried and quick is not draft:
@@ -338,7 +341,7 @@ def keep_eight(draft: Draft, lead: Candidate, budget: Budget) -> tuple[QuantPlan
 def _try_kept(
     draft: Draft, placed: onnx.ModelProto, lead: Candidate, enough: float
 ) -> Iterator[tuple[QuantPlan, Candidate]]:
-    """Yields plans with more and more weights of 8 bits, until one is near enough or as near as it gets."""
+    """Yields plans with more and more weights of 8 bits, until one is good enough or more cannot help."""
     least = _judge(draft, placed, msgspec.structs.replace(draft.plan, bits={}))
     reached = _judge(draft, placed, draft.plan)
     errors = scale_errors(rank_weights(draft, placed), 10 ** (-reached / 10) - 10 ** (-least / 10))
@@ -369,16 +372,16 @@ def _judge(draft: Draft, placed: onnx.ModelProto, plan: QuantPlan) -> float:
 
 
 def scale_errors(errors: Sequence[WeightError], noise: float) -> tuple[WeightError, ...]:
-    """Returns errors scaled so that their sum is the measured noise of all together: they are not independent."""
+    """Returns errors scaled so that their sum is the measured noise of all: single errors are not independent."""
     factor = max(noise, 0.0) / max(sum(error.noise for error in errors), 1e-12)
     return tuple(msgspec.structs.replace(error, noise=factor * error.noise) for error in errors)
 
 
 def choose_kept(errors: Sequence[WeightError], most_noise: float, least_noise: float) -> set[str]:
-    """Returns the weights to keep in 8 bits, so that what is left of the noise is at most so much.
+    """Returns the weights to keep in 8 bits, so that the noise is at most `most_noise`.
 
-    Errors count as independent, so their powers add up: to `least_noise`, which is there with all in 8 bits. Weights
-    that cost most for their size come first; no more than half of all numbers are kept.
+    Errors are taken as independent, so their powers add up, together with `least_noise`, the noise with all weights in
+    8 bits. Weights that cost most for their size come first; at most half of all weight values are kept.
     """
     total, left = sum(error.size for error in errors), least_noise + sum(error.noise for error in errors)
     kept, used = set[str](), 0
@@ -392,14 +395,14 @@ def choose_kept(errors: Sequence[WeightError], most_noise: float, least_noise: f
 
 
 def rank_weights(draft: Draft, placed: onnx.ModelProto) -> tuple[WeightError, ...]:
-    """Returns each weight of 4 bits with what it alone does to the outputs, in graph order.
+    """Returns each weight of 4 bits with the noise that it alone causes at the outputs, in graph order.
 
-    One session serves all: it holds a switch for each weight and its bias.
+    One session measures all: its graph has a switch for each weight and its bias.
 
     Raises:
         UsageError: the statistics are gone.
     """
-    # A switch takes weights between Q and DQ alone; which of them hurt most is no other question in blocks.
+    # A switch works only for weights behind a DQ; with scales for blocks the order of the weights would be the same.
     graph, plan = draft.graph, msgspec.structs.replace(draft.plan, block=0)
     layers = [layer for layer in read_layers(graph) if layer.weight in plan.bits]
     few, eight = (

@@ -1,6 +1,6 @@
-"""How near a quantized candidate comes to the float model on samples that were held out.
+"""Measures how near a quantized candidate comes to the float model on held-out samples.
 
-Variants of a QDQ graph show where a loss comes from: with float weights, and with a switch for each activation.
+Variants of a QDQ graph show where a loss comes from: one with float weights, and one with a switch for each activation.
 """
 
 import math
@@ -27,15 +27,15 @@ from edgekit.quantize.graph.sessions import open_graph
 from edgekit.quantize.objective import measure_loss
 
 SWITCHES = "edgekit.switches"
-"""The input that says which activations are quantized."""
+"""The graph input that says which activations (or weights) are quantized."""
 
 
 def strip_weights(qdq: onnx.ModelProto, graph: Graph) -> onnx.ModelProto:
     """Returns a QDQ graph with the float weights and biases of `graph`.
 
-    Load it with ONNX Runtime's optimizer WeightBiasQuantization switched off, which would quantize them again.
+    Load it with ONNX Runtime's optimizer WeightBiasQuantization off, which would quantize the weights again.
     """
-    # Without initializers: with them the copy would hold every weight for a while.
+    # Initializers are not copied here, or the copy would hold every weight for a while.
     proto = onnx.ModelProto()
     copy_fields(qdq, proto, {"graph"})
     copy_fields(qdq.graph, proto.graph, {"initializer"})
@@ -51,7 +51,7 @@ def strip_weights(qdq: onnx.ModelProto, graph: Graph) -> onnx.ModelProto:
     made = {node.output[0] for node in proto.graph.node if node.output}
     clashing = wanted & made
     set_nodes(proto.graph, [node for node in proto.graph.node if not clashing.intersection(node.output[:1])])
-    # ONNX Runtime folds no DequantizeLinear: what nobody reads would be computed in every run.
+    # ONNX Runtime does not remove a DequantizeLinear without readers, and would compute it in every run.
     read = find_reads(proto.graph)
     set_nodes(proto.graph, [node for node in proto.graph.node if not read.isdisjoint(node.output)])
     read = find_reads(proto.graph)
@@ -61,9 +61,9 @@ def strip_weights(qdq: onnx.ModelProto, graph: Graph) -> onnx.ModelProto:
 
 
 def free_grids(qdq: onnx.ModelProto, known: Collection[str]) -> tuple[str, ...]:
-    """Makes inputs of those scales and zero points of activations that are `known`, in place; returns their names.
+    """Turns the `known` scales and zero points of activations into graph inputs, in place; returns their names.
 
-    What is moved out of a constant, such as a row of an embedding, has the scale of that, whatever the ranges.
+    Values that are taken from a constant, such as a row of an embedding, keep the scale of the constant.
     """
     stored = {tensor.name: tensor for tensor in qdq.graph.initializer}
     sites = [node for node in qdq.graph.node if node.op_type in {"QuantizeLinear", "DequantizeLinear"}]
@@ -71,7 +71,7 @@ def free_grids(qdq: onnx.ModelProto, known: Collection[str]) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name for name in read if name in stored and name in known))
     for name in names:
         qdq.graph.input.append(helper.make_tensor_value_info(name, stored[name].data_type, stored[name].dims))
-    # One by one: a list that is written anew copies every weight.
+    # Deleted one by one: building a new list would copy every weight.
     freed = set(names)
     for index in reversed(range(len(qdq.graph.initializer))):
         if qdq.graph.initializer[index].name in freed:
@@ -80,9 +80,9 @@ def free_grids(qdq: onnx.ModelProto, known: Collection[str]) -> tuple[str, ...]:
 
 
 def switch_activations(qdq: onnx.ModelProto, graph: Graph) -> tuple[onnx.ModelProto, tuple[str, ...]]:
-    """Returns the float graph in which each activation can be quantized by itself, and the names of those.
+    """Returns the float graph with a switch that quantizes each activation, and the names of the activations.
 
-    The extra input SWITCHES, bool [N], says for each whether its readers see it through the Q and DQ of `qdq`.
+    The extra input SWITCHES, bool [N], says for each whether its readers get it through the Q and DQ of `qdq`.
     """
     proto = _copy(graph.model)
     stored = {tensor.name: tensor for tensor in qdq.graph.initializer}
@@ -99,7 +99,7 @@ def switch_activations(qdq: onnx.ModelProto, graph: Graph) -> tuple[onnx.ModelPr
     for node in proto.graph.node:
         for index, name in enumerate(node.input):
             node.input[index] = f"{name}.edgekit.switched" if name in switched else name
-    # One graph with switches is loaded once; a graph for each activation would be optimized as often.
+    # A graph with switches is loaded and optimized once; a graph for each activation would be as often.
     for index, name in enumerate(names):
         proto.graph.initializer.append(numpy_helper.from_array(np.array(index), f"{name}.edgekit.index"))
         proto.graph.node.extend(_switch(name, sites[name]))
@@ -111,7 +111,7 @@ def switch_activations(qdq: onnx.ModelProto, graph: Graph) -> tuple[onnx.ModelPr
 
 
 def switch_weights(graph: Graph, few: onnx.ModelProto, eight: onnx.ModelProto, nodes: Sequence[str]) -> onnx.ModelProto:
-    """Returns the float graph with the rounded weights and biases of some layers, a switch between two forms for each.
+    """Returns the float graph with switches between two rounded forms of the weights and biases of some layers.
 
     The extra input SWITCHES, bool [N], says for each of `nodes` whether it has the weight and bias of `few` or those of
     `eight`, both QDQ forms of the graph.
@@ -137,7 +137,7 @@ def switch_weights(graph: Graph, few: onnx.ModelProto, eight: onnx.ModelProto, n
 
 
 def _dequantize_layers(qdq: onnx.ModelProto, nodes: set[str]) -> dict[str, dict[int, Array]]:
-    """Returns by node what its constant inputs stand for, float32, by the place of each."""
+    """Returns, for each node, its dequantized constant inputs, float32, by the index of the input."""
     stored = {tensor.name: tensor for tensor in qdq.graph.initializer}
     made = {node.output[0]: node for node in qdq.graph.node if node.op_type == "DequantizeLinear"}
     found: dict[str, dict[int, Array]] = {}
@@ -149,7 +149,7 @@ def _dequantize_layers(qdq: onnx.ModelProto, nodes: set[str]) -> dict[str, dict[
 
 
 def _dequantize(node: onnx.NodeProto, stored: Mapping[str, onnx.TensorProto]) -> Array:
-    """Returns what a constant behind a DequantizeLinear with a zero point of 0 stands for."""
+    """Returns the values of a constant behind a DequantizeLinear with a zero point of 0."""
     integers, scale = (numpy_helper.to_array(stored[name]) for name in node.input[:2])
     axis = next((item.i for item in node.attribute if item.name == "axis"), 1)
     shape = [-1 if index == axis else 1 for index in range(integers.ndim)] if scale.ndim else ()
@@ -157,7 +157,7 @@ def _dequantize(node: onnx.NodeProto, stored: Mapping[str, onnx.TensorProto]) ->
 
 
 def _switch(name: str, site: onnx.NodeProto) -> list[onnx.NodeProto]:
-    """Returns an If between an activation through Q and DQ and as it is: a Where would compute both and read all."""
+    """Returns an If between an activation through Q and DQ and the plain one: a Where would compute both."""
     integers, rounded, plain, switch = (f"{name}.edgekit.{part}" for part in ("integers", "rounded", "plain", "switch"))
     parameters = list(site.input[1:])
     through = [
@@ -178,27 +178,27 @@ def _copy(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 FEW_SAMPLES = 4
-"""After so many held-out samples clearly worse candidates are judged no further: a choice, for the time."""
+"""After so many held-out samples clearly worse candidates are judged no further: a choice, to save time."""
 # A candidate is clearly worse from this difference on: a choice.
 _CLEARLY_DB = 1.0
 # Ratios that differ by less, 2 % of the noise power, count as equal.
 _EVEN_DB = 0.1
 _TINY = float(np.finfo(np.float64).tiny)
-# Noise counts up to a hundred times the signal, the -20 dB of `ratio_db`: so much do values of another size cost.
+# Noise counts up to a hundred times the signal (-20 dB, as in `ratio_db`), however far off values are.
 _MOST = 100.0
 
 
 class Closeness(msgspec.Struct, frozen=True, kw_only=True):
     """The signal-to-noise ratio in dB of the compared tensors, by the objective.
 
-    `noise` holds the relative noise of each sample, () where not all samples were judged.
+    `noise` holds the relative noise of each sample; it is empty if not all samples were judged.
     """
 
     ratio_db: float
     noise: tuple[float, ...] = ()
 
     def ties(self, best: "Closeness") -> bool:
-        """Returns True if samples do not tell the two apart: they are within one standard error of their difference."""
+        """Returns True if the samples do not distinguish the two: they differ by at most one standard error."""
         if not len(self.noise) == len(best.noise) > 1:
             return False
         gap = np.subtract(self.noise, best.noise)
@@ -215,9 +215,9 @@ def judge_candidate(
 ) -> float:
     """Returns the signal-to-noise ratio in dB of a candidate over all held-out samples, or the first `most`.
 
-    Of several tensors it is that of their mean noise. It runs on the CPU provider, without saturation; weights that
-    were set aside are read from the folder `statistics`. With `keep_float_weights` ONNX Runtime may not quantize float
-    weights between Q and DQ nodes, as it does by default.
+    With several tensors it is the ratio of their mean noise. The candidate runs on the CPU provider, with products that
+    do not saturate; weights that were set aside are read from the folder `statistics`. With `keep_float_weights` ONNX
+    Runtime does not quantize float weights between Q and DQ nodes, as it does by default.
 
     Raises:
         UsageError: the statistics are gone.
@@ -242,11 +242,11 @@ def judge_grids(
     most: int | None = None,
     few: int | None = None,
 ) -> dict[str, Closeness]:
-    """Returns how near each of several grids comes, which are fed to a graph with float weights.
+    """Returns the closeness of several sets of scales and zero points, the inputs of a graph with float weights.
 
-    They are judged by all held-out samples, or the first `most`. What is clearly worse after a few held-out samples is
-    judged by these alone: by how much it is worse there. A stated `few` also judge alone where the others are as good
-    as each other by them.
+    They are judged by all held-out samples, or the first `most`. A set that is clearly worse after a few samples gets
+    the best ratio less its lag on these few. If `few` is given and after so many samples the other sets are about
+    equal, no more samples are run.
 
     Raises:
         UsageError: the statistics are gone.
@@ -276,19 +276,19 @@ def judge_grids(
 
 
 def find_behind(judged: Mapping[str, Closeness]) -> dict[str, float]:
-    """Returns the candidates that are clearly worse than the best, with the difference in dB."""
+    """Returns the candidates that are clearly worse than the best, each with the difference in dB."""
     best = max(each.ratio_db for each in judged.values())
     return {name: best - each.ratio_db for name, each in judged.items() if best - each.ratio_db > _CLEARLY_DB}
 
 
 def is_even(judged: Mapping[str, Closeness]) -> bool:
-    """Returns True if all candidates come about as near as each other."""
+    """Returns True if all candidates are about equally close."""
     ratios = [each.ratio_db for each in judged.values()]
     return max(ratios) - min(ratios) < _EVEN_DB
 
 
 def _rate(powers: Array) -> Closeness:
-    """Returns the closeness of powers [samples, tensors, 2] of signal and noise."""
+    """Returns the closeness from powers [samples, tensors, 2] of signal and noise."""
     signal = np.maximum(powers[:, :, 0].sum(axis=0), _TINY)
     return Closeness(
         ratio_db=join_ratios([ratio_db(*power) for power in powers.sum(axis=0)]),
@@ -299,10 +299,10 @@ def _rate(powers: Array) -> Closeness:
 def _open_compared(
     qdq: onnx.ModelProto, compared: tuple[ComparedTensor, ...], statistics: Path, *, keep_float_weights: bool
 ) -> tuple[CpuSession, dict[ComparedTensor, str]]:
-    """Returns a session that gives what is compared, and under which names."""
+    """Returns a session whose outputs are the compared tensors, and their names in it."""
     nodes = {node.name: node for node in qdq.graph.node}
     names = {each: nodes[each.reader].input[0] if each.reader else each.tensor for each in compared}
-    # The graph has other outputs for as long as it is read: a copy would hold every weight twice.
+    # The outputs are replaced only while the session is made: a copy of the graph would hold every weight twice.
     given = list(qdq.graph.output)
     del qdq.graph.output[:]
     qdq.graph.output.extend(onnx.ValueInfoProto(name=name) for name in dict.fromkeys(names.values()))
@@ -318,7 +318,7 @@ def _all_powers(names: Mapping[ComparedTensor, str], expected: Tensors, found: T
 
 
 def has_held_out(statistics: Path) -> bool:
-    """Returns True if a calibration held samples out.
+    """Returns True if a calibration has held-out samples.
 
     Raises:
         UsageError: the statistics are gone.

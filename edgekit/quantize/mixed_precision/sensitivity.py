@@ -1,6 +1,6 @@
-"""Sensitivity: what each activation does to the outputs when it alone is quantized.
+"""Sensitivity: the noise at the outputs when a single activation is quantized.
 
-The last parts of a graph are run by themselves where what they read of the parts before is known.
+The last parts of a graph are run by themselves if the tensors that they read from earlier parts are known.
 """
 
 import math
@@ -32,12 +32,12 @@ from edgekit.quantize.objective import find_objective, measure_loss
 from edgekit.quantize.plan import QuantPlan
 from edgekit.quantize.qdq import build_qdq, plan_graph
 
-# What is known is held for each sample: no more tensors are read across a cut, and no more bytes. By hand.
+# Tensors across a cut are kept for each sample: at most so many, and so many bytes in all. Chosen by hand.
 _MOST_TENSORS, _MOST_BYTES = 2, 8 << 20
 
 
 class Suffix(msgspec.Struct, frozen=True, kw_only=True):
-    """A graph without its first `start` nodes; `fed` are its additional inputs, which those compute."""
+    """A graph without its first `start` nodes; `fed` are its additional inputs, which those nodes compute."""
 
     start: int
     fed: tuple[str, ...]
@@ -45,9 +45,9 @@ class Suffix(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def cut_suffixes(proto: onnx.ModelProto, count: int, measure: Callable[[str], int | None]) -> Iterator[Suffix]:
-    """Yields up to `count` suffixes of a graph whose nodes are in order, the longest first, in about equal steps.
+    """Yields up to `count` suffixes of a topologically sorted graph, the longest first, in about equal steps.
 
-    `measure` returns the bytes of a float32 tensor, None of others and of sizes that are not known.
+    `measure` returns the bytes of a float32 tensor; None for other types and unknown sizes.
     """
     nodes = proto.graph.node
     crossing = list(_list_crossing(proto.graph))
@@ -67,7 +67,7 @@ def cut_suffixes(proto: onnx.ModelProto, count: int, measure: Callable[[str], in
 
 
 def _list_crossing(graph: onnx.GraphProto) -> Iterator[tuple[str, ...]]:
-    """Yields for each node what is computed before it and read by it, behind it, or as an output."""
+    """Yields, for each node, the tensors computed before it that it, a later node, or the caller (as outputs) reads."""
     last = {name: index for index, node in enumerate(graph.node) for name in iterate_reads(node)}
     last |= {value.name: len(graph.node) for value in graph.output}
     open_: dict[str, int] = {}
@@ -89,23 +89,23 @@ def _cut(proto: onnx.ModelProto, start: int, fed: tuple[str, ...]) -> onnx.Model
     return cut
 
 
-# By how many held-out samples activations are ranked where all are and where only the worst are: choices, for the time.
+# How many held-out samples rank activations if all are ranked, and if only the worst are: choices, to save time.
 _SAMPLES, _FEWER_SAMPLES = 6, 4
-# Into how many spans activations are parted at first, and how many spans are judged at most for each that is looked
-# for: a search by halves takes about log2(100) = 7 to find one of a hundred.
+# The number of spans that activations are divided into at first, and the largest number of judged spans per activation
+# sought: bisection takes about log2(100) = 7 to find one of a hundred.
 _FIRST_SPANS, _SPANS_EACH = 16, 7
-# How many of a graph's last parts have a session of their own where runs are bounded: a choice.
+# How many suffixes of a graph have a session of their own if runs are bounded: a choice.
 _PARTS = 3
-# What is left of a noise at least where a part seems to have made it all.
+# The least share of a span's noise for its second half, if the first half seems to make all of it.
 _LEAST_LEFT = 0.01
 _TINY = float(np.finfo(np.float64).tiny)
 _RANKING = "the ranking of some activations"
 _Pair = tuple[Tensors, Tensors]
-"""Inputs of a held-out sample, and what the float model makes of them."""
+"""Inputs of a held-out sample, and the float model's tensors for them."""
 
 
 class TensorError(msgspec.Struct, frozen=True, kw_only=True):
-    """An activation, the operator that makes it, and the output's signal-to-noise ratio when it alone is quantized."""
+    """An activation, its operator, and the outputs' signal-to-noise ratio when it alone is quantized."""
 
     name: str
     op: str
@@ -113,9 +113,9 @@ class TensorError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rank_plan(model: Model, plan: QuantPlan, calibration: Calibration) -> tuple[TensorError, ...]:
-    """Returns each activation that a plan quantizes with what it alone does to the outputs, the most harmful first.
+    """Returns the activations that a plan quantizes, each with the error that it alone causes, worst first.
 
-    None where too few samples were there to hold some out.
+    The result is empty if there were too few samples to hold some out.
 
     Raises:
         UsageError: the statistics are gone.
@@ -135,12 +135,12 @@ def search_spans(
     most: int | None = None,
     guesses: Sequence[float] | None = None,
 ) -> list[float]:
-    """Returns for each of `count` things in a row its ratio in dB, found by judging spans of them together.
+    """Returns the ratio in dB of each of `count` items in a row, found by judging spans of items together.
 
-    What several things do adds up, so that a span with much noise is halved before one with little, until the `worst`
-    things are alone, or seven times as many spans were judged, or `most`. What is not alone has its share of its span's
-    noise. With `guesses` of the noise of each thing these decide where spans begin and where they are halved, so that
-    what is bad is soon alone, and one half is judged: the other has the rest of the noise.
+    The noise of items adds up, so the span with the most noise is halved first, until the `worst` items are isolated,
+    or seven times as many spans were judged, or `most`. An item that is not isolated gets an equal share of its span's
+    noise. `guesses` of the noise of each item decide where spans begin and where they are halved, so that bad items are
+    isolated soon; then only one half is judged, and the other gets the rest of the noise.
     """
     most = _SPANS_EACH * worst if most is None else min(_SPANS_EACH * worst, most)
     mass = np.cumsum([0.0, *(guesses or [1.0] * count)])
@@ -148,7 +148,7 @@ def search_spans(
     def cut(target: float) -> int:
         return int(np.searchsorted(mass, target, side="right")) - 1
 
-    # Where there are few, each is judged alone: what two do may also cancel.
+    # Few items are judged one by one: the noise of two may also cancel.
     targets = [mass[-1] * index / _FIRST_SPANS for index in range(_FIRST_SPANS + 1)]
     ends = [*range(count + 1)] if count <= most else [cut(target) for target in targets]
     first = [range(*pair) for pair in pairwise(dict.fromkeys(ends))]
@@ -187,12 +187,12 @@ def rank_activations(
     most: int | None = None,
     weights: Mapping[str, float] | None = None,
 ) -> tuple[TensorError, ...]:
-    """Returns each quantized activation with what it alone does to the outputs, the most harmful first.
+    """Returns the quantized activations, each with the error that it alone causes at the outputs, worst first.
 
-    With `worst` only so many are looked for, among spans of activations that are quantized together (`search_spans`),
-    and judged by themselves; the others follow with their share of what their span does. That takes `most` runs where
-    they are bounded; `weights` are then guesses of what each activation does. What the budget leaves no time for comes
-    last.
+    With `worst` only so many are searched, among spans of activations that are quantized together (`search_spans`), and
+    then judged by themselves; the others follow with their share of their span's noise. `most` bounds the runs of the
+    search, which then uses `weights`, guesses of the noise of each activation, and judges none again. Activations for
+    which the budget leaves no time come last.
 
     Raises:
         UsageError: the statistics are gone.
@@ -203,14 +203,14 @@ def rank_activations(
     ratios, chosen = [np.inf] * len(names), list(range(len(names)))
     if worst is not None and most is not None:
         guesses, few = [(weights or {}).get(name, 0.0) for name in names], held[:1]
-        # They may be wrong: each counts by half, and half is the same for all.
+        # Guesses may be wrong: half of each weight is the guess, the other half is the same for all.
         total = max(sum(guesses), _TINY)
         guesses = [each / total + 1 / len(guesses) for each in guesses]
         ratios = search_spans(
             len(names), lambda spans: [*switched.judge(spans, few)], worst, most=most, guesses=guesses
         )
         chosen = []
-    # Few activations are judged by all samples in no more runs.
+    # For few activations, judging each by all samples takes no more runs than a search.
     elif worst is not None and len(names) * len(held) > (_SPANS_EACH + _FEWER_SAMPLES) * worst:
         few = switched.find_noisiest(held)[: max(1, _SPANS_EACH * worst // len(names))]
         ratios = search_spans(len(names), lambda spans: [*switched.judge(spans, few)], worst)
@@ -224,9 +224,9 @@ def rank_activations(
 
 
 class _Switched:
-    """The sessions that serve all: they hold a switch for each activation.
+    """The sessions that measure all activations: their graphs have a switch for each.
 
-    With `parts` those of the graph's last parts run where everything before them is float anyhow.
+    With `parts`, sessions of that many suffixes run instead of the whole graph if everything before is float anyway.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class _Switched:
         self._budget = budget
 
     def judge(self, spans: Sequence[range], pairs: Sequence[_Pair]) -> Iterator[float]:
-        """Yields the ratio in dB of each span of activations that are quantized, while there is time."""
+        """Yields the ratio in dB with each span of activations quantized, while time is left."""
         began = time.monotonic()
         for pair in pairs if self._fed else ():
             if id(pair) not in self._known:
@@ -272,7 +272,7 @@ class _Switched:
             yield ratio
 
     def find_noisiest(self, pairs: Sequence[_Pair]) -> list[_Pair]:
-        """Returns the samples in falling order of what they add to the noise where all activations are quantized."""
+        """Returns the samples by falling noise when all activations are quantized."""
         powers = np.stack([self._measure(range(len(self.names)), pair) for pair in pairs])
         noise = (powers[:, :, 1] / np.maximum(powers[:, :, 0].sum(axis=0), _TINY)).sum(axis=1)
         return [pairs[index] for index in np.argsort(-noise, kind="stable")]

@@ -1,4 +1,4 @@
-"""Plans that a search tried, kept in a file, so that one that was interrupted goes on."""
+"""The plans that a search tried, stored in a file, so that an interrupted search can continue."""
 
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -15,13 +15,13 @@ from edgekit.quantize.plan import QuantPlan
 from edgekit.target import Precision, Target
 
 MAX_STATE_BYTES = 1 << 28
-"""What is larger was not written here: a plan has about 100 bytes a tensor, and a search tries 7."""
+"""A larger file was not written by edgekit: a plan takes about 100 bytes a tensor, and a search tries 7 plans."""
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One plan that was tried: how it was made, what it costs, and the share of work that the target takes of it.
+    """A tried plan: the step that made it, its predicted loss, and the share of the work that the target runs.
 
-    `integer_macs` is the share of the work that is done in integers, 1.0 if everything is.
+    `integer_macs` is the share of the work that is computed in integers, 1.0 if everything is.
     """
 
     step: str
@@ -32,20 +32,20 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
-    """What a search that was interrupted had tried, the file where it is kept, and what it was a search for."""
+    """The trials of an interrupted search, their file, and the facts that identify the search."""
 
     path: Path
     key: dict[str, str]
     trials: tuple[Trial, ...]
 
     def write(self, trials: Sequence[Trial]) -> None:
-        """Writes what was tried so far."""
+        """Writes the trials so far."""
         stored = _Stored(key=self.key, trials=tuple(trials), sha256=_digest(trials))
         write_file(self.path, msgspec.json.encode(stored, order="sorted"))
 
 
 class _Stored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the file of a state holds; `sha256` is that of the trials."""
+    """The contents of a state's file; `sha256` is the digest of the trials."""
 
     key: dict[str, str]
     trials: tuple[Trial, ...]
@@ -55,12 +55,12 @@ class _Stored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 def open_state(
     path: Path, model: Model, samples_sha256: str, target: Target, precision: Precision, facts: Mapping[str, str]
 ) -> State:
-    """Returns what the file of a state holds for this search, nothing where there is none yet.
+    """Returns the state in a file for this search; it has no trials if there is no file yet.
 
-    `facts` says what else a search depends on, such as the labels by which the drop is measured.
+    `facts` holds what else a search depends on, such as the labels that measure the drop.
 
     Raises:
-        UsageError: the file holds no state, was changed, or is of another search.
+        UsageError: the file holds no state, was changed, or belongs to another search.
         OutputError: it cannot be written.
     """
     key = {
