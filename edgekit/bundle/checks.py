@@ -189,7 +189,9 @@ class _SessionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {key: replace(pattern) for key, pattern in values.items()}
 
 
-_OPTIONS = read_toml(Path(__file__).parent / "session_options.toml", _SessionOptions, hint="install edgekit again")
+_OPTIONS = read_toml(
+    Path(__file__).parent / "session_options.toml", _SessionOptions, hint="edgekit is damaged: install it anew"
+)
 _SESSION: Mapping[str, str] = _OPTIONS.expand(_OPTIONS.session)
 PROVIDER_OPTIONS: Mapping[str, Mapping[str, str]] = {
     provider: _OPTIONS.expand(values) for provider, values in _OPTIONS.providers.items()
