@@ -19,7 +19,7 @@ ALIKE = "make both as the app does"
 # to 1.
 _FAR = 100.0
 _PIXELS = (0.0, 255.0)
-# Fractional values between 0 and 255 count as resized pixels if they reach this; whole numbers count as raw pixels anyway.
+# Fractional values between 0 and 255 count as resized pixels only if they reach this; whole numbers need not.
 _LEAST_PIXEL = 64.0
 # The largest magnitude of 16-bit PCM.
 _SOUND = 32768.0
