@@ -1,1 +1,1 @@
-"""Verify: does a bundle do on its devices what the float model does?"""
+"""Verify: does a bundle give on its devices what the float model gives?"""

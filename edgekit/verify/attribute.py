@@ -1,4 +1,4 @@
-"""Which step loses accuracy: the same samples run through every step from the source model to the device."""
+"""Attributes the loss of accuracy to steps: the same samples run through each step from source model to device."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -19,7 +19,7 @@ from edgekit.verify.report import AttributionStep, Step, VerifyReport
 from edgekit.verify.run_report import RunReport
 from edgekit.verify.task_scores import measure_accuracy
 
-# The words stay: reports of earlier verifications hold the same note, which then stands there once.
+# This wording must not change: reports of earlier verifications contain the same note, which is then not repeated.
 _HISTORY = "where the loss comes from is what an earlier verification found, as the bundle's verify.json tells it"
 
 
@@ -36,9 +36,9 @@ def attribute_loss(
     """Returns the report with the loss of the best run split over the steps that led to it.
 
     `models` holds the models that the bundle was made from, under "prepare" and "quantize"; they run here with every
-    optimisation off, on the samples of that run. The bundle's file of ORT format runs on this machine's CPU provider
-    as the step "convert". What models gave before is `known`, to which the rest is added. The figures are those of the
-    output that lost most. A report without a measured run is returned as it is.
+    optimisation off, on the samples of that run. The bundle's file of ORT format runs on this machine's CPU provider as
+    the step "convert". `known` holds outputs that models gave before; new ones are added. The figures are those of the
+    output that lost most. A report without a measured run is returned unchanged.
     """
     run = min(
         (run for run in report.runs if _worst_output(run)),
@@ -68,10 +68,10 @@ def attribute_loss(
 
 
 def keep_attribution(report: VerifyReport, known: VerifyReport | None) -> VerifyReport:
-    """Returns the report with the attribution that an earlier report of the same bundle held.
+    """Returns the report with the attribution of an earlier report of the same bundle.
 
-    A run of the report on the device that was explained renews the last step; a run on a real device adds the step
-    "device" to what an emulator showed. The rest is history, which a note says, and no part of the verdict.
+    If the report has a run on the device that was explained, the last step is updated; a run on a real device adds the
+    step "device" to what an emulator showed. A note says that the rest is history and no part of the verdict.
     """
     if known is None or not known.attribution or report.attribution:
         return report
@@ -98,9 +98,9 @@ def keep_attribution(report: VerifyReport, known: VerifyReport | None) -> Verify
 def share_loss(steps: Sequence[AttributionStep], accuracy: float | None = None) -> tuple[AttributionStep, ...]:
     """Returns the steps with what each added to the loss: the parts sum to the whole.
 
-    The energy of the error relative to the signal is 10^(-SQNR/10); `noise_share` is the part of the final energy. The
-    losses of agreement start from one, those of accuracy from `accuracy`, that of the source model. A step that cannot
-    be measured has no part, and none has a part of the noise if the end cannot be measured.
+    The energy of the error relative to the signal is 10^(-SQNR/10); `noise_share` is the part of the final energy.
+    Losses of agreement start from 1, losses of accuracy from `accuracy`, that of the source model. A step that cannot
+    be measured has no part, and no step has a part of the noise if the last one cannot be measured.
     """
     if not steps:
         return ()
@@ -144,7 +144,7 @@ def _ask(bundle: Bundle, run: RunReport) -> _Question:
 def _open_steps(
     bundle: Bundle, run: RunReport, models: Mapping[Step, Model], refusals: list[str]
 ) -> Iterator[tuple[Step, CpuSession]]:
-    """Yields the steps that run here with their sessions; why the file of ORT format does not goes into `refusals`."""
+    """Yields the steps that run here, with their sessions; `refusals` gets the reason why the ORT file does not run."""
     steps: tuple[Step, ...] = ("prepare", "quantize")
     for step in steps:
         if step in models:
@@ -162,7 +162,7 @@ def _open_steps(
 
 
 def _find_converted(bundle: Bundle, run: RunReport) -> Path | None:
-    """Returns the file of ORT format that the run used, or else that the bundle holds."""
+    """Returns the file of ORT format that the run used, else the one in the bundle."""
     names = bundle.manifest.forms
     files: dict[str, str] = {form: names[form][0] for form in names if names[form][0].endswith(".ort")}
     chosen = files.get(run.form, next(iter(files.values()), None))
@@ -170,7 +170,7 @@ def _find_converted(bundle: Bundle, run: RunReport) -> Path | None:
 
 
 def _run_samples(session: CpuSession, inputs: Samples, known: KnownOutputs | None) -> Samples:
-    """Returns what a session makes of samples, kept where that is little: it is read more than once."""
+    """Returns a session's outputs; small ones are kept in memory, because they are read more than once."""
     return keep_small(map_samples(inputs, session.run if known is None else partial(known.run, session)))
 
 

@@ -1,6 +1,6 @@
 """A group run on devices from its inputs to its result, and judged by the metric of its task.
 
-Each member is verified by itself too: where the whole does badly, that names the graph.
+Each member is verified by itself too: if the whole group does badly, that shows which model is responsible.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,9 +34,9 @@ from edgekit.verify.task_scores import TaskReport, judge_task
 
 
 class GroupRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What one device made of whole samples: the metric of the task, and how often each member ran.
+    """What one device computed for whole samples: the metric of the task, and how often each member ran.
 
-    `failure` says what stopped it, None where it came to the end; with `crashed` an emulator's program died.
+    `failure` says why the run stopped, None if it finished; `crashed` means that the program of an emulator died.
     """
 
     device: str
@@ -50,7 +50,7 @@ class GroupRun(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def judgement(self) -> Judgement:
-        """Whether the run keeps the metric's limit, with a line for each reason why not."""
+        """Whether the run keeps the metric's limit, with one line for each reason why not."""
         if self.crashed:
             return Judgement(unproven=(f"the emulator crashed, which proves nothing: {self.failure}",))
         if self.failure is not None:
@@ -59,14 +59,14 @@ class GroupRun(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the run passes, as far as that can be told."""
+        """Whether the run passes, if that can be decided."""
         return self.judgement.verdict
 
 
 class GroupReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether a group does on its devices what the float models do: each member by itself, and all of them together.
+    """Whether a group gives on its devices what the float models give: each member by itself, and all together.
 
-    It passes if every member does, and every device that ran keeps the metric.
+    It passes if every member passes and every device that ran keeps the metric's limit.
     """
 
     group: str
@@ -77,19 +77,19 @@ class GroupReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the group passes, as far as that can be told."""
+        """Whether the group passes, if that can be decided."""
         whole = Judgement(unproven=() if self.runs else ("no device ran",)).verdict
         members = self.members.values()
         return worst_verdict((whole, *(each.verdict for each in members), *(run.verdict for run in self.runs)))
 
     @property
     def passed(self) -> bool:
-        """True if nothing speaks against the group, and nothing was left open."""
+        """True if nothing failed and nothing is unproven."""
         return self.verdict == "pass"
 
 
 def choosing(choice: DeviceChoice) -> Callable[[Bundle], Sequence[Device]]:
-    """Returns what finds the chosen devices for a member, or where none is chosen those that its target names."""
+    """Returns a function that finds the chosen devices for a member, or by default those that its target names."""
     return lambda bundle: find_devices(bundle, read_target(bundle), choice)
 
 
@@ -100,7 +100,7 @@ def verify_group(
     required: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> GroupReport:
-    """Runs a group on the devices that `find` has for a member, and writes `verify.json` into its folder if one ran.
+    """Runs a group on the devices that `find` returns for a member; writes `verify.json` into its folder if one ran.
 
     Raises:
         UsageError: there is no such device, or it runs another provider.
@@ -110,7 +110,7 @@ def verify_group(
     say = progress or say_nothing
     with work_folder() as work:
         bundles = {name: extract_member(group, name, work / name) for name in group.manifests}
-        # All members are for one target, and a target's devices are the same for each.
+        # All members are for one target, so they have the same devices.
         devices = find(next(iter(bundles.values())))
         members = {
             name: require_devices(verify_bundle(bundle, devices, progress=say), required)
@@ -141,13 +141,13 @@ def _run_devices(
 
 
 class _Runner:
-    """A device that runs the members of a group: a stage has one session, also where it runs for each token."""
+    """A device that runs the members of a group. Each stage has one session, even if it runs once for each token."""
 
     def __init__(self, group: Group, bundles: Mapping[str, Bundle], device: Device, work: Path) -> None:
         self._group, self._device, self._work = group, device, work
         count = group.manifest.samples
         self._plans = {name: plan_run(bundle, device, count) for name, bundle in bundles.items()}
-        # What runs is a copy whose digests were just compared, as of a bundle of one graph.
+        # A copy runs whose digests were just compared, as for the bundle of a single model.
         self._bundles = {
             name: snapshot_bundle(bundle, [self._plans[name].form], work / "members" / name)
             for name, bundle in bundles.items()
@@ -157,7 +157,7 @@ class _Runner:
         self._open: tuple[str, Turn] | None = None
 
     def run(self) -> GroupRun:
-        """Returns what the device makes of the group's golden samples: as many as its target plans for each member."""
+        """Returns what the device computes for as many golden samples as its target plans for each member."""
         golden, manifest = self._group.golden, self._group.manifest
         labels = read_labels(golden)
         if labels is None:
@@ -187,7 +187,7 @@ class _Runner:
         self._runs[name] += 1
         try:
             if self._open is None or self._open[0] != name:
-                # One at a time: a device may have no room for two.
+                # One at a time: a device may not have memory for two.
                 self._sessions.close()
                 self._open = name, self._sessions.enter_context(self._hold(name, len(samples)))
             return self._open[1](samples)
@@ -201,5 +201,5 @@ class _Runner:
         place.mkdir(parents=True)
         given = Samples(source=name, count=count * turns, read=lambda: iter(()))
         job = make_job(self._bundles[name], self._plans[name], given)
-        # Each token may take what a run by itself may.
+        # The time limit of a single run holds for each token.
         return open_session(self._device, msgspec.structs.replace(job, timeout_s=job.timeout_s * turns), place)

@@ -1,4 +1,4 @@
-"""What earlier verifications found, in a SQLite file: the last good run, and what became worse since."""
+"""The history of verifications, in a SQLite file: the last run that passed, and what became worse since."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,18 +12,18 @@ from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run_report import Cost, RunReport
 
-# What SQLite can count to.
+# The largest integer that SQLite can store.
 _MOST_RUNS = (1 << 63) - 1
 _RUNS = Table(
     name="runs", columns={"bundle": "TEXT", "target": "TEXT", "passed": "INTEGER"}, kind=VerifyReport, noun="run"
 )
-# How far below an earlier signal-to-noise ratio without an interval the next may lie: kernels of another version add in
-# another order, and where that crosses a step of a grid a value moves by it.
+# How far below an earlier signal-to-noise ratio without an interval the next may lie. Kernels of another version add in
+# another order; if that crosses a step of a grid, a value moves by that step.
 _SQNR_SLACK_DB = 1.0
 
 
 class PastRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A verification that was recorded: `time` is UTC, `report` what was found."""
+    """A recorded verification: `time` is UTC, `report` the result."""
 
     id: int
     time: str
@@ -34,12 +34,12 @@ class PastRun(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> Verdict:
-        """What was found then: a run that is recorded as one that did not pass is none today either."""
+        """The recorded verdict; a run that was recorded as not passed never counts as passed."""
         return "pass" if self.passed else "not proven" if self.report.verdict == "not proven" else "fail"
 
 
 class RunsDiff(msgspec.Struct, frozen=True, kw_only=True):
-    """Two recorded verifications: what was different about them, and what became worse from the first to the second."""
+    """Two recorded verifications: what differed between them, and what became worse from the first to the second."""
 
     before: int
     now: int
@@ -48,7 +48,7 @@ class RunsDiff(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def record_report(path: Path, report: VerifyReport) -> int:
-    """Adds a report to a history file, which is made where there is none, and returns its number.
+    """Adds a report to a history file, which is created if it does not exist, and returns its number.
 
     Raises:
         DataError: the file is no history.
@@ -58,7 +58,7 @@ def record_report(path: Path, report: VerifyReport) -> int:
 
 
 def list_runs(path: Path, *, bundle: str | None = None) -> tuple[PastRun, ...]:
-    """Returns the recorded verifications, oldest first; of one bundle where it is named.
+    """Returns the recorded verifications, oldest first; with a name, only those of this bundle.
 
     Raises:
         DataError: there is no such file, or it is no history.
@@ -82,7 +82,7 @@ def read_run(path: Path, number: int) -> PastRun:
 
 
 def find_last_good(path: Path, report: VerifyReport) -> PastRun | None:
-    """Returns the last verification of the same bundle name and target that passed, None where there is none.
+    """Returns the last passed verification of the same bundle name and target, or None.
 
     Raises:
         DataError: the file is no history.
@@ -94,9 +94,9 @@ def find_last_good(path: Path, report: VerifyReport) -> PastRun | None:
 
 
 def compare_with_baseline(report: VerifyReport, before: VerifyReport, source: str) -> VerifyReport:
-    """Returns the report with what is worse than in an earlier one, and with that as the reference of its costs.
+    """Returns the report with its regressions against an earlier one, whose costs become its reference.
 
-    Devices that nobody asked for this time are left out of it.
+    Devices that nobody asked for this time are left out of the comparison.
     """
     earlier = {run.device: run for run in before.runs}
     runs = tuple(_add_cost(run, earlier.get(run.device), source) for run in report.runs)
@@ -110,7 +110,7 @@ def compare_with_baseline(report: VerifyReport, before: VerifyReport, source: st
 
 
 def diff_runs(before: PastRun, now: PastRun) -> RunsDiff:
-    """Returns what was different about two verifications, and what became worse."""
+    """Returns what differed between two verifications, and what became worse."""
     return RunsDiff(
         before=before.id,
         now=now.id,
@@ -120,7 +120,7 @@ def diff_runs(before: PastRun, now: PastRun) -> RunsDiff:
 
 
 def find_changes(before: VerifyReport, now: VerifyReport) -> Iterator[str]:
-    """Yields what is different about two verifications: model, data, versions of runtime and driver, thresholds."""
+    """Yields what differed between two verifications: model, data, versions of runtime and driver, thresholds."""
     for name in sorted(before.ancestry.keys() | now.ancestry.keys()):
         old, new = before.ancestry.get(name, "unknown"), now.ancestry.get(name, "unknown")
         if old != new:
@@ -144,10 +144,12 @@ def find_changes(before: VerifyReport, now: VerifyReport) -> Iterator[str]:
 
 
 def find_regressions(before: VerifyReport, now: VerifyReport) -> tuple[str, ...]:
-    """Returns what is worse than before, one line each: beyond the earlier interval of 95 %, so that chance is no loss.
+    """Returns what became worse, one line each.
 
-    A device, an output or a metric that is gone is worse; so is a provider that takes fewer nodes. Latency and memory
-    have their own limits (`max_latency_ratio`, `max_memory_ratio`).
+    A figure is worse only below the earlier 95 % interval, so that chance alone is no regression.
+
+    A device, an output or a metric that is gone counts as worse; so does a provider that takes fewer nodes. Latency and
+    memory have their own limits (`max_latency_ratio`, `max_memory_ratio`).
     """
     later = {run.device: run for run in now.runs}
     lines: list[str] = []

@@ -1,4 +1,4 @@
-"""Verifying a bundle that is there already: on devices by name, with its own samples or with others."""
+"""Verifies an existing bundle: on devices chosen by name, with its own samples or with others."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,14 +33,14 @@ from edgekit.verify.task_metrics import find_metric
 from edgekit.verify.task_scores import check_class_labels
 
 _INPUTS = f"{GOLDEN}/{INPUTS}"
-# How many samples the float model runs at a time: more would need more memory, and machines of two cores are usual.
+# How many samples the float model runs at a time: more need more memory, and machines with two cores are common.
 _AT_ONCE = 2
 
 
 class RunFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """Runs as files: those to judge, and where the run of the one chosen device goes.
+    """Recorded runs as files: runs to judge, and the path to which the run of the one chosen device is written.
 
-    Where there is a public `run_key`, its owner must have signed the former; the latter is signed with `sign_key`.
+    With a public `run_key`, its owner must have signed the runs to judge; the written run is signed with `sign_key`.
     """
 
     recorded: tuple[Path, ...] = ()
@@ -61,10 +61,10 @@ def verify_on(
     layers: bool = False,
     files: RunFiles = _NO_FILES,
 ) -> VerifyReport:
-    """Verifies a bundle on chosen devices, or those of its target, and writes `verify.json` into it if one ran.
+    """Verifies a bundle on the chosen devices, or its target's, and writes `verify.json` into it if one ran.
 
-    What the build knew of the loss stays in it: the models that it was measured with are gone. Where the bundle cannot
-    be written, a note of the report says so.
+    The loss that the build attributed to steps stays in the file, because the models it was measured with are gone. If
+    the bundle cannot be written, a note of the report says so.
 
     Raises:
         UsageError: there is no such device, it runs another provider, or a run of several devices is to be written.
@@ -90,10 +90,10 @@ def verify_with(
     layers: bool = False,
     progress: Progress | None = None,
 ) -> VerifyReport:
-    """Verifies a bundle with other samples than its golden ones, at most that many; nothing is written into it.
+    """Verifies a bundle with other samples than its golden ones, at most `samples`; nothing is written into it.
 
-    `reference` is the float model that the bundle was made of and says what the outputs should be. `data.source` gives
-    the samples, `data.labels` the class of each.
+    `reference` is the float model that the bundle was made from; its outputs are the reference. `data.source` gives the
+    samples, `data.labels` the class of each.
 
     Raises:
         UsageError: the bundle was made of another model, or there is no such device.
@@ -129,7 +129,7 @@ def verify_with(
 
 
 def _list_inputs(bundle: Bundle) -> Sequence[TensorSpec]:
-    """Returns the inputs that samples are read for: of any length where the bundle has several sizes."""
+    """Returns the inputs that samples are read for; their length is open if the bundle has several sizes."""
     inputs, buckets = bundle.manifest.inputs, bundle.manifest.buckets
     return free_axes(buckets.padding.inputs, inputs) if buckets else inputs
 
@@ -140,9 +140,9 @@ def _fill(bundle: Bundle, samples: Samples) -> Samples:
 
 
 def _add_lengths(bundle: Bundle, source: Model, given: Samples, golden: Golden, work: Path) -> Golden | UnpaddedGolden:
-    """Returns golden samples with what the float model makes of them as long as they are, in a bundle with buckets.
+    """Returns golden samples whose reference outputs the float model computes at their unpadded lengths.
 
-    `given` are those samples before they were filled.
+    This is for a bundle with buckets. `given` are those samples before padding.
     """
     buckets = bundle.manifest.buckets
     if not buckets:
@@ -164,7 +164,7 @@ def _open_source(bundle: Bundle, reference: Path) -> Model:
 
 
 def open_inputs(bundle: Bundle, data: Data | None, samples: int | None = None) -> Samples:
-    """Returns the inputs that a verification runs: at most so many of the data, or all golden samples.
+    """Returns the inputs that a verification runs: at most so many samples of the data, or all golden samples.
 
     Raises:
         DataError: the samples do not fit.
@@ -175,7 +175,7 @@ def open_inputs(bundle: Bundle, data: Data | None, samples: int | None = None) -
 
 
 def find_devices(bundle: Bundle, target: Target, choice: DeviceChoice) -> list[Device]:
-    """Returns the chosen devices, or where none is chosen those that the bundle's target names.
+    """Returns the chosen devices, or by default those that the bundle's target names.
 
     Raises:
         UsageError: there is no such device, it runs another provider, or the file is malformed.
@@ -185,7 +185,7 @@ def find_devices(bundle: Bundle, target: Target, choice: DeviceChoice) -> list[D
 
 
 def _add_files(bundle: Bundle, choice: DeviceChoice, files: RunFiles) -> list[Device]:
-    """Returns the chosen devices and recorded runs; where only these are named, no device of the target's."""
+    """Returns the chosen devices and recorded runs; if only runs are named, the target's devices do not run."""
     recorded: list[Device] = [open_recorded(path, bundle.sha256, files.run_key) for path in files.recorded]
     is_chosen = choice.names or choice.file is not None
     devices = find_devices(bundle, read_target(bundle), choice) if is_chosen or not recorded else []
@@ -200,7 +200,7 @@ def _add_files(bundle: Bundle, choice: DeviceChoice, files: RunFiles) -> list[De
 
 
 def _keep_report(bundle: Bundle, report: VerifyReport) -> VerifyReport:
-    """Writes the report into the bundle; where that cannot be its verdict holds too, and a note is added."""
+    """Writes the report into the bundle; if that fails, a note says so and the verdict still holds."""
     try:
         write_report(bundle, report)
     except OutputError as error:
@@ -211,7 +211,7 @@ def _keep_report(bundle: Bundle, report: VerifyReport) -> VerifyReport:
 
 
 def _describe_ancestry(bundle: Bundle, inputs: str) -> dict[str, str]:
-    """Returns the digests of what a verification rests on, by the word that a user has for it; `inputs` is one."""
+    """Returns the digests of all that a verification depends on, by a word that users know; `inputs` is one."""
     ancestry = bundle.manifest.ancestry
     made_from = {"calibration data": ancestry.data, "quantized model": ancestry.quantized}
     return {

@@ -27,17 +27,16 @@ from edgekit.target import Form, load_target, read_version
 
 TESTED_FORMS: tuple[Form, ...] = ("onnx", "full", "runtime")
 """Forms of a model that this machine can run."""
-# Kernels of another CPU differ by 2 % of the largest number; a file may be off again as far as the model was.
+# Kernels of another CPU differ by 2 % of the largest number; a file may differ once more by the model's own error.
 _SHARE, _ERROR_FACTOR = 0.02, 2.0
 
 
 def list_broken_forms(bundle: Bundle) -> Iterator[str]:
-    """Yields, in words, each model file whose outputs for the self-test's samples lie beyond the self-test's tolerance.
+    """Yields, in words, each model file whose outputs for the self-test's samples are beyond the self-test's tolerance.
 
-    Devices run one form, apps may open another. The tolerance is the manifest's (`edgekit.bundle.expected`)
-    without what it grants to the arithmetic of other devices: twice what the model was off at the build, so that a file
-    of float32 beside one of fp16 lies within it. A form that this machine cannot open, and a bundle without a
-    self-test, are not judged.
+    Devices run one form, apps may open another. The tolerance is the manifest's (`edgekit.bundle.expected`) without its
+    allowance for the arithmetic of other devices: twice the model's error at the build, so that a float32 file beside
+    an fp16 one is within it. A form that this machine cannot open, and a bundle without a self-test, are not judged.
     """
     chosen = [choice.row for choice in bundle.manifest.golden.chosen]
     forms: list[Form] = [form for form in TESTED_FORMS if form in bundle.manifest.forms]
@@ -55,16 +54,16 @@ def list_broken_forms(bundle: Bundle) -> Iterator[str]:
         if fault:
             name = bundle.find_model(form).name
             yield f"'{name}' does not pass the bundle's self-test on this machine: {fault}; build again"
-    # Devices run meanwhile, and need the memory that sessions had.
+    # Devices run meanwhile, and need the memory that the sessions occupied.
     release_memory()
 
 
 def find_other_model(bundle: Bundle) -> tuple[str, ...]:
-    """Returns in words that the bundle's ONNX file is made for another target than its manifest says, if it is.
+    """Returns, in words, that the bundle's ONNX file is made for another target than its manifest says, else None.
 
-    On the CPU a model for another provider gives good outputs too. The target's rules say of the file itself how much
-    of its work the provider takes: clearly less than the manifest promises is another model, by the limit of work that
-    may be lost on a device. The rules are those of edgekit's own targets, a bundle carries none.
+    On the CPU a model for another provider gives good outputs too. The target's rules predict from the file itself how
+    much of its work the provider takes. If that is clearly less than the manifest says (by the limit for work lost on a
+    device), the file is another model. The rules are those of edgekit's own targets, because a bundle contains none.
     """
     manifest = bundle.manifest
     if "onnx" not in manifest.forms or manifest.provider == CPU_PROVIDER or not manifest.placement.taken_macs:
@@ -84,10 +83,10 @@ def find_other_model(bundle: Bundle) -> tuple[str, ...]:
 
 
 def find_self_test_fault(bundle: Bundle, rows: Sequence[int], got: Samples) -> Iterator[str]:
-    """Yields why the loader of an app that runs on this device fails the bundle's self-test: the loader's own rule.
+    """Yields why an app's loader on this device would fail the bundle's self-test, by the loader's own rule.
 
-    `rows` are the golden samples that ran, in order; of the self-test's samples those count that are among them. Every
-    number may lie as far from what the bundle expects as the manifest says (`edgekit_loader.run_self_test`).
+    `rows` are the golden samples that ran, in order; only self-test samples among them count. Every number may differ
+    from the bundle's expected one by the manifest's tolerance (`edgekit_loader.run_self_test`).
     """
     places = {choice.row: place for place, choice in enumerate(bundle.manifest.golden.chosen)}
     try:
@@ -101,14 +100,17 @@ def find_self_test_fault(bundle: Bundle, rows: Sequence[int], got: Samples) -> I
 
 
 def describe_untested(bundle: Bundle) -> str:
-    """Returns what cannot be found out about a bundle that has no self-test, "" where it has one."""
+    """Returns what cannot be checked for a bundle without a self-test, or "" if it has one."""
     if bundle.manifest.golden.chosen:
         return ""
     return "the bundle has no self-test: whether its files were altered, or the reference replayed, was not looked for"
 
 
 def choose_settings(bundle: Bundle, form: Form, path: Path) -> SessionSettings:
-    """Returns what a file of ORT format needs, and no optimisation for ONNX, as the self-test was made."""
+    """Returns the session settings for a file of the bundle.
+
+    A file of ORT format needs its own; an ONNX file runs without optimisation, as when the self-test was made.
+    """
     styles: dict[Form, Style] = {"full": "full", "runtime": "runtime"}
     if form not in styles or path.suffix != ".ort":
         return SessionSettings(level=Level.DISABLED)
@@ -125,7 +127,7 @@ def _try_form(
     expected: Sequence[Tensors],
     limits: Mapping[str, float],
 ) -> str:
-    """Returns what is wrong with what a form gives, "" where that is nothing or this machine cannot open it."""
+    """Returns what is wrong with a form's outputs, or "" if nothing is or this machine cannot open it."""
     path = bundle.find_model(form)
     try:
         session = CpuSession(path, choose_settings(bundle, form, path))
@@ -136,7 +138,7 @@ def _try_form(
 
 
 def _limit_here(bundle: Bundle, expected: Sequence[Tensors], reference: Sequence[Tensors]) -> dict[str, float]:
-    """Returns how far each output may lie from what this kind of machine gave at the build."""
+    """Returns the tolerance of each output against what this kind of machine gave at the build."""
     limits: dict[str, float] = {}
     for name, tolerance in bundle.manifest.golden.tolerance.items():
         pairs = [(own[name], wanted[name]) for own, wanted in zip(expected, reference, strict=True) if name in own]
@@ -154,7 +156,7 @@ def _find_order(bundle: Bundle, names: Sequence[str]) -> str:
 
 
 def _find_fault(limits: Mapping[str, float], expected: Sequence[Tensors], rows: Sequence[Tensors]) -> str:
-    """Returns which output is farther from what was expected than its tolerance, "" if none is."""
+    """Returns the output that differs from the expected one by more than its tolerance, or "" if none does."""
     if len(expected) != len(rows):
         return f"it expects {len(expected)} samples, the manifest names {len(rows)}"
     for name, tolerance in limits.items():
@@ -169,14 +171,14 @@ def _is_near(wanted: Array, found: Array | None, tolerance: float) -> bool:
         return False
     with np.errstate(invalid="ignore"):
         error = np.abs(found.astype(np.float64) - wanted.astype(np.float64))
-    # A comparison with NaN is False, so that one on a single side is a fault; infinities of one sign are equal.
+    # Comparisons with NaN are False, so a NaN on one side only is a fault; infinities of the same sign are equal.
     alike = (wanted == found) | (np.isnan(wanted) & np.isnan(found))
     return bool(((error <= tolerance) | alike).all())
 
 
 _LOOKED_AT = 8
-# A float32 has half precision by chance once in 2^13 (the bits that half precision lacks); constants such as 0 and 1
-# always do, so that a few values tell nothing.
+# A random float32 is exact in half precision once in 2^13 (the bits that half precision lacks); constants such as 0 and
+# 1 always are, so a few values prove nothing.
 _LEAST_VALUES = 16
 
 
@@ -185,9 +187,9 @@ def run_own_model(
 ) -> tuple[Samples | None, tuple[str, ...]]:
     """Returns the outputs of the bundle's own model on this machine's CPU, computed when they are read; and notes.
 
-    The ONNX file runs without optimisation, as when the self-test was made. Of a bundle in half precision it is the
-    file that the device ran, because files in ORT format are made of the float32 model there. `known` keeps outputs
-    between devices. Where no file of the bundle runs here, the outputs are None, and a note says why.
+    The ONNX file runs without optimisation, as when the self-test was made. For a bundle in half precision the file
+    that the device ran is used instead, because files in ORT format are made from the float32 model there. `known`
+    keeps outputs between devices. If no file of the bundle runs here, the outputs are None, and a note says why.
     """
     first = (form,) if bundle.manifest.precision == "fp16" and form in TESTED_FORMS else ()
     reason = "the bundle holds no file that runs on a CPU"
@@ -205,11 +207,11 @@ def run_own_model(
 
 
 def find_half_values(reference: Samples, got: Samples) -> tuple[str, ...]:
-    """Returns a note for each float output whose values all have half precision, where the reference's have not.
+    """Returns a note for each float output whose values are all exact in half precision while the reference's are not.
 
-    The reference is what the bundle's own model gives, where it runs here.
+    The reference is the output of the bundle's own model, if it runs here.
 
-    Values on an integer grid, such as a quantized softmax gives, may have half precision by themselves.
+    Values on an integer grid, such as those of a quantized softmax, may be exact in half precision anyway.
     """
     rows: dict[str, list[tuple[Array, Array]]] = {}
     try:
@@ -230,7 +232,7 @@ def find_half_values(reference: Samples, got: Samples) -> tuple[str, ...]:
 
 
 def find_sameness(reference: Samples) -> tuple[str, ...]:
-    """Returns a note where the float model gives the same outputs for all samples: together they test one case only."""
+    """Returns a note if the float model gives the same outputs for all samples: then they test a single case."""
     if reference.count < 2:
         return ()
     first = next(iter(reference))
@@ -240,10 +242,10 @@ def find_sameness(reference: Samples) -> tuple[str, ...]:
 
 
 def describe_older(run: DeviceRun, minimum_ort: str) -> str | None:
-    """Returns in words that a device ran an older ONNX Runtime than a bundle asks for: the loaders of apps refuse that.
+    """Returns, in words, that a device ran an older ONNX Runtime than the bundle needs: loaders in apps refuse that.
 
-    None where it names one that is new enough: whether that is true cannot be told from here. None too for what only
-    stands for a device: no app runs there (`describe_outdated`).
+    None if the device reports a version that is new enough; whether the report is true cannot be checked from here.
+    None too for emulators and simulators, on which no app runs (`describe_outdated`).
     """
     version = _find_older(run, minimum_ort)
     if version is None or run.evidence is not Evidence.DEVICE:
@@ -252,9 +254,10 @@ def describe_older(run: DeviceRun, minimum_ort: str) -> str | None:
 
 
 def describe_outdated(run: DeviceRun, minimum_ort: str) -> str | None:
-    """Returns in words that an emulator or simulator is older than a bundle asks for, None where it is not.
+    """Returns, in words, that an emulator or simulator is older than a bundle needs, else None.
 
-    What it leaves to the CPU or refuses, the ONNX Runtime of an app may take: that it does proves nothing.
+    The newer ONNX Runtime of an app may take nodes that the old one leaves to the CPU or refuses, so that proves
+    nothing.
     """
     version = _find_older(run, minimum_ort)
     if version is None or run.evidence is Evidence.DEVICE:
@@ -271,12 +274,12 @@ def _find_older(run: DeviceRun, minimum_ort: str) -> str | None:
 
 
 def _is_on_grid(values: Array) -> bool:
-    """Returns True if values are less than 256 steps of one size apart; no two of them need lie one step apart."""
+    """Returns True if values span less than 256 steps of one size; no two of them need be adjacent."""
     levels = np.unique(values.astype(np.float64))
     if levels.size < 3:
         return True
     steps = (levels - levels[0]) / np.diff(levels).min()
-    # Of the 256 values of a quantized softmax few come back from a few samples, and none beside another.
+    # A few samples hit few of the 256 values of a quantized softmax, and perhaps no two adjacent ones.
     grids = (steps * count for count in range(1, math.ceil(256 / steps[-1])))
     return any(bool(np.all(np.abs(grid - np.rint(grid)) < 1e-3)) for grid in grids)
 

@@ -1,4 +1,4 @@
-"""What a provider took on a device: which nodes it left to the CPU, and what becomes of the other model files."""
+"""What a provider took on a device: which nodes it left to the CPU, and how the bundle's other model files run."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -24,18 +24,18 @@ from edgekit.verify.metrics.compare import compare_bundled
 from edgekit.verify.run_report import OBSERVING, FileReport, PlacementGap
 
 _MOST_NAMES = 20
-# Their bodies hold nodes that a session reports, and that the list of the model's nodes does not have.
+# A session reports nodes of their subgraphs that are not in the model's list of nodes.
 _REPEATING = frozenset({"If", "Loop", "Scan", "SequenceMap"})
-# ONNX Runtime merges equal nodes and folds constants before it places them, so that a little work may be gone.
+# ONNX Runtime merges equal nodes and folds constants before it places nodes, so a little work may disappear.
 _MOST_UNSEEN = 0.05
 
 
 def find_gap(run: DeviceRun, job: Job) -> PlacementGap | None:
-    """Returns what was left to the CPU of the nodes that the provider was predicted to take.
+    """Returns which nodes were left to the CPU although the provider was predicted to take them.
 
-    A session's node is one of the model by its name. Those that do the work are counted by operator too, so that a node
-    which an optimiser renamed is not overlooked. Nodes that only round do not count. None where another provider ran,
-    no placement was observed, or no model predicts it.
+    A session's node is matched to the model's by name. Nodes that do the work are also counted by operator, so that a
+    node which an optimiser renamed is not overlooked. Nodes that only quantize or dequantize do not count. None if
+    another provider ran, no placement was observed, or no model predicts it.
     """
     if run.evidence not in OBSERVING or _is_silent(run):
         return None
@@ -55,9 +55,9 @@ def find_gap(run: DeviceRun, job: Job) -> PlacementGap | None:
 
 
 def find_placed(run: DeviceRun, job: Job) -> Placed | None:
-    """Returns where the provider put the nodes of the model, None where it was not observed.
+    """Returns where the provider put the nodes of the model, or None if that was not observed.
 
-    A node that the session tells nothing of, since it was fused into another or renamed, is where it was predicted.
+    A node that the session does not report, because it was fused or renamed, is taken to be where it was predicted.
     """
     if run.failure is not None or run.evidence not in OBSERVING or _is_silent(run) or _holds_compiled(run, job):
         return None
@@ -75,7 +75,7 @@ def _is_silent(run: DeviceRun) -> bool:
 
 
 def describe_hidden(gap: PlacementGap | None) -> str | None:
-    """Returns in words how many nodes predicted for the CPU a device does not report, None where it reports all."""
+    """Returns, in words, how many nodes predicted for the CPU a device does not report, or None if it reports all."""
     if gap is None or not gap.hidden:
         return None
     return (
@@ -85,11 +85,11 @@ def describe_hidden(gap: PlacementGap | None) -> str | None:
 
 
 def describe_unmatched(run: DeviceRun, job: Job) -> str | None:
-    """Returns in words why what a device reports cannot be the placement of this model, None where it can be.
+    """Returns, in words, why a device's report cannot be the placement of this model, or None if it can be.
 
-    Matched both ways are the operators that do the work, by their number, because optimisers rename and fuse them: a
-    device that reports more of them than the model has does not run it, and one that leaves some out hides where they
-    ran. None where a provider's compiled node does not say what is in it: in a profile, or in a context file.
+    Only the operators that do the work are compared, by their number, because optimisers rename and fuse nodes. A
+    device that reports more of them than the model has does not run this model; one that reports fewer hides where they
+    ran. None if the compiled node of a provider does not say what it contains, in a profile or in a context file.
     """
     nodes = job.check.node_list
     if run.failure is not None or run.evidence not in OBSERVING or run.placement_source == "predicted":
@@ -118,7 +118,7 @@ def describe_unmatched(run: DeviceRun, job: Job) -> str | None:
 
 
 def _holds_compiled(run: DeviceRun, job: Job) -> bool:
-    """Returns True if a provider's node stands for others: one of a context file, or in a profile of its own kind."""
+    """Returns True if a provider's node stands for others: a context-file node, or a compiled node in a profile."""
     if any(node.op == "EPContext" for node in run.placement):
         return job.model.suffix == ".onnx" and any(
             node.op_type == "EPContext" for node in skim_model(job.model).graph.node
@@ -130,9 +130,10 @@ def _holds_compiled(run: DeviceRun, job: Job) -> bool:
 
 
 def _count_hidden(check: CheckReport, placement: Sequence[PlacedNode], known: set[str]) -> int:
-    """Returns how many nodes predicted for the CPU are reported neither by name nor as one that an optimiser made.
+    """Returns how many nodes predicted for the CPU are reported neither by name nor under an optimiser's name.
 
-    Those that do the work are matched by `describe_unmatched`, as are bodies, whose nodes have no names of the model.
+    Nodes that do the work are compared in `describe_unmatched`, and so are subgraphs, whose nodes have no names of the
+    model.
     """
     if any(node.op in _REPEATING for node in check.node_list):
         return 0
@@ -143,13 +144,13 @@ def _count_hidden(check: CheckReport, placement: Sequence[PlacedNode], known: se
 
 
 LINKED_RUNTIMES = frozenset({"android", "ios-sim"})
-"""Kinds of devices that are the runtime which an app links."""
+"""Kinds of devices that run the same runtime that an app links."""
 
 
 def try_model_files(
     bundle: Bundle, device: Device, plan: Verification, golden: Golden, work: Path
 ) -> Iterator[FileReport]:
-    """Yields the figures of each other model file of a bundle, run on a device with as few samples as it takes."""
+    """Yields the figures of each other model file of a bundle, run on a device with as few samples as needed."""
     if kind_of(device) not in LINKED_RUNTIMES or is_recorded(device):
         return
     rows = spread_indices(golden.samples, min(LEAST_SAMPLES, plan.samples))

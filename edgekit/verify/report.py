@@ -1,4 +1,4 @@
-"""What a verification found: the facts, and the verdict that is computed from them in one place."""
+"""The result of a verification: the facts, and the verdict that is computed from them in one place."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -34,9 +34,9 @@ _ADVICE: dict[str, str] = {
 class AttributionStep(msgspec.Struct, frozen=True, kw_only=True):
     """How far the model is from the source model after one step of the pipeline, and the loss since the step before.
 
-    `sqnr_db` and `top1_agreement` are against the source model and taken from its worst output; `noise_share` is the
-    part of the final error energy that this step added, negative where it took some away. `top1_loss` and
-    `accuracy_loss` are what the step cost; over all steps they sum to the whole loss.
+    `sqnr_db` and `top1_agreement` compare the worst output with the source model's; `noise_share` is the part of the
+    final error energy that this step added, negative if it removed some. `top1_loss` and `accuracy_loss` are what the
+    step cost; summed over all steps they give the whole loss.
     """
 
     step: Step
@@ -49,9 +49,9 @@ class AttributionStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """One device beside others: its worst output, its accuracy, its times, and what its provider took.
+    """One device in the comparison of devices: its worst output, its accuracy, its times, and what its provider took.
 
-    `same_as` names the first device before it that gave the same outputs to the bit.
+    `same_as` names the first device before it whose outputs were the same to the bit.
     """
 
     device: str
@@ -68,25 +68,25 @@ class DeviceFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def passed(self) -> bool:
-        """True if the device has no failure and nothing of it is unproven."""
+        """True if nothing of the device failed or is unproven."""
         return self.verdict == "pass"
 
 
 class VerifyReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
-    """Whether a bundle does on its devices what the float model does.
+    """Whether a bundle gives on its devices what the float model gives.
 
     It passes if at least one device ran the target's provider, every device that ran passed, and the provider takes
-    enough of the work to be worth its while; a skipped device proves nothing. Where nothing fails, but something could
-    not be decided or no device ran that provider, it is not proven. `taken_macs` is the predicted share of
-    that work. The sizes are those of the file that an app loads and of the float model. `bundle_sha256` is the digest
-    of the bundle's manifest.
-    `layers` are those of the quantized model against the float one, where both were at hand.
+    enough of the work to be worth using; a skipped device proves nothing. If nothing fails, but something could not be
+    decided or no device ran that provider, it is not proven. `taken_macs` is the predicted share of that work. The
+    sizes are those of the file that an app loads and of the float model. `bundle_sha256` is the digest of the bundle's
+    manifest. `layers` are those of the quantized model against the float one, if both were available.
     `attributed_device` is the device of the run that the attribution explains. `ancestry` holds the sha256 of model and
-    data, `regressions` what is worse than in the last good run of the same model and target. `machine` describes the
-    one that edgekit ran on, where emulators and simulators ran too. `alterations` say what in the bundle's model is not
+    data, `regressions` what is worse than in the last passed run of the same model and target. `machine` describes the
+    machine that edgekit ran on, if emulators or simulators ran too. `alterations` say what in the bundle's model is not
     as it was built, `notes` what was left out, and why. `required` names the devices that had to run. `differences` say
-    how far apart devices of one kind lie, which differ in their CPU. `chance` says that the float model guesses the
-    labels no better than chance does, "" where that is not so: then nothing is proven, however well a device agrees.
+    how far apart the outputs of devices of one kind are, which differ in their CPU. `chance` says that the float model
+    guesses the labels no better than chance does, or is "": if it says so, nothing is proven, however well a device
+    agrees.
     """
 
     bundle: str
@@ -123,25 +123,26 @@ class VerifyReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def placed(self) -> Placed | None:
-        """Where the target's own provider put the nodes, by the best evidence there is; None where none told."""
+        """Where the target's own provider put the nodes, by the strongest evidence available; None if there is none."""
         order = [kind.value for kind in Evidence]
-        # A session of an ORT file does not name what its provider compiled; that of the ONNX file beside it does.
+        # A session of an ORT file does not name what its provider compiled; that of the ONNX file in the same bundle
+        # does.
         told = (placed for run in self.runs for placed in (run.placed, *(file.placed for file in run.files)))
         return min(filter(None, told), key=lambda placed: order.index(placed.evidence), default=None)
 
     @property
     def comparison(self) -> tuple[DeviceFigures, ...]:
-        """The devices that ran, side by side; empty where there is only one."""
+        """The comparison of the devices that ran; empty if there is only one."""
         return self.list_figures() if len(self.runs) > 1 else ()
 
     @property
     def advice(self) -> str | None:
-        """What to do about the step that loses the most, None where the loss was not attributed."""
+        """What to do about the step that loses the most, or None if the loss was not attributed to steps."""
         shares = [(step.noise_share, step.step) for step in self.attribution if step.noise_share is not None]
         if not shares:
             return None
         share, step = max(shares)
-        # Of what was added: a later step may take some of it back.
+        # By the error that each step added: a later step may remove some of it.
         added = sum(part for part, _ in shares if part > 0)
         lost = next((found.accuracy_loss for found in self.attribution if found.step == step), None)
         cost = f" and loses {100 * lost:.1f} points of accuracy" if lost and lost > 0 else ""
@@ -151,22 +152,23 @@ class VerifyReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the bundle passes, as far as that can be told."""
+        """Whether the bundle passes, if that can be decided."""
         whole = Judgement(failures=self.failures, unproven=self.unproven).verdict
         return worst_verdict((whole, *(run.verdict for run in self.runs)))
 
     @property
     def passed(self) -> bool:
-        """True if at least one device ran, every one that ran passed, and nothing else speaks against it."""
+        """True if at least one device ran, every one that ran passed, and nothing else failed or is unproven."""
         return self.verdict == "pass"
 
     @property
     def unproven(self) -> tuple[str, ...]:
-        """Why the bundle as a whole is not proven, one line each; each run has its own lines."""
+        """Why the bundle as a whole is not proven, one line per reason; each run has its own lines."""
         guessed = (self.chance,) if self.chance else ()
         if not self.runs:
             return (*guessed, "no device ran, so nothing is proven")
-        # The CPU provider takes every node, which needs no observer; another may take none, or compute otherwise.
+        # The CPU provider takes every node, so nothing needs to observe it; another provider may take none, or compute
+        # differently.
         if any(run.observes_placement or run.provider == CPU_PROVIDER for run in self.runs):
             return guessed
         run = self.runs[0]
@@ -175,7 +177,7 @@ class VerifyReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """Why the bundle as a whole fails, one line each; each run has its own lines."""
+        """Why the bundle as a whole fails, one line per reason; each run has its own lines."""
         found: list[str] = []
         if self.needs_placement and not any(run.observes_placement for run in self.runs):
             found.append("no run observed what the provider takes: verify on a device, or where the provider runs here")
@@ -192,7 +194,7 @@ class VerifyReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def evidence(self) -> Evidence | None:
-        """The best evidence of the runs that passed, None if no run passed."""
+        """The strongest evidence of the runs that passed, or None if no run passed."""
         order = list(Evidence)
         return min((run.evidence for run in self.runs if run.passed), key=order.index, default=None)
 
@@ -217,7 +219,7 @@ def _describe_device(run: RunReport, first: Mapping[str, str]) -> DeviceFigures:
 
 
 def recheck_report(report: VerifyReport, thresholds: Thresholds) -> VerifyReport:
-    """Returns the same facts under other thresholds; nothing runs again."""
+    """Returns the same facts judged by other thresholds; nothing runs again."""
     runs = tuple(msgspec.structs.replace(run, thresholds=thresholds) for run in report.runs)
     return msgspec.structs.replace(
         report,
@@ -232,7 +234,7 @@ def recheck_report(report: VerifyReport, thresholds: Thresholds) -> VerifyReport
 def require_devices(report: VerifyReport, names: Sequence[str]) -> VerifyReport:
     """Returns the report in which it is a failure that one of these devices did not run.
 
-    A name is that of a device, or of its kind: "qnn-htp-sim" stands for "qnn-htp-sim:v73" too.
+    A name is that of a device or of a kind: "qnn-htp-sim" also matches "qnn-htp-sim:v73".
     """
     return msgspec.structs.replace(report, required=tuple(dict.fromkeys((*report.required, *names))))
 
@@ -250,12 +252,12 @@ def _is_named(device: str, name: str) -> bool:
 
 _Report = TypeVar("_Report")
 
-# A report of a thousand layers on eight devices has some megabytes.
+# A report of a thousand layers on eight devices takes some megabytes.
 _MAX_REPORT_BYTES = 64 << 20
 
 
 def write_report(bundle: Bundle, report: VerifyReport) -> Path:
-    """Writes `verify.json` into the bundle, beside what the manifest covers, and returns its path.
+    """Writes `verify.json` into the bundle, next to the files that the manifest covers, and returns its path.
 
     Raises:
         OutputError: the bundle cannot be written.
@@ -266,7 +268,7 @@ def write_report(bundle: Bundle, report: VerifyReport) -> Path:
 
 
 def read_report(path: Path) -> VerifyReport:
-    """Returns the facts of a `verify.json`; the verdicts in it are not believed but computed again.
+    """Returns the facts of a `verify.json`; its verdicts are not trusted but computed again.
 
     Raises:
         DataError: the file is missing or malformed.
@@ -275,7 +277,7 @@ def read_report(path: Path) -> VerifyReport:
 
 
 def read_facts(path: Path, kind: type[_Report]) -> _Report:
-    """Returns a `verify.json` as a report of some kind.
+    """Returns a `verify.json` as a report of the given type.
 
     Raises:
         DataError: the file is missing or malformed.
@@ -293,9 +295,9 @@ def read_facts(path: Path, kind: type[_Report]) -> _Report:
 
 
 def read_known(bundle: Bundle) -> VerifyReport | None:
-    """Returns what an earlier verification of exactly this bundle found, None where there is none that can be read.
+    """Returns what an earlier verification of exactly this bundle found, or None if none can be read.
 
-    No digest covers it, and anybody may have written it: it is history, and no verdict may rest on it.
+    No digest covers this file, and anybody may have written it: it is history, and no verdict may depend on it.
     """
     try:
         report = read_report(bundle.folder / VERIFY)

@@ -1,4 +1,4 @@
-"""Running a bundle on devices and judging what comes back."""
+"""Runs a bundle on devices and judges the outputs that come back."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -59,12 +59,12 @@ from edgekit.verify.suspects import find_ignored_optimisations, find_input_mista
 from edgekit.verify.task_metrics import measure_task
 from edgekit.verify.task_scores import TaskReport, describe_chance, measure_accuracy
 
-# What the own model gives is kept, because several devices run the same samples.
+# Outputs of the bundle's own model are cached, because several devices run the same samples.
 _MOST_KEPT_BYTES = 32 << 20
 
 
 class _Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """What the user asked for; `unpadded` holds the lengths of the samples in `golden`, None where they are unknown."""
+    """What the user asked for; `unpadded` holds the lengths of the samples in `golden`, or None if they are unknown."""
 
     golden: Golden | None
     unpadded: UnpaddedGolden | None
@@ -75,10 +75,10 @@ class _Asked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """A run of a device that came back, beside what it was asked for.
+    """A finished run of a device, with the job that it was given.
 
-    `rows` are the golden samples that ran, `reference` what the float model makes of them, `elapsed_ms` how long the
-    device was waited for.
+    `rows` are the golden samples that ran, `reference` the float model's outputs for them, `elapsed_ms` how long
+    edgekit waited for the device.
     """
 
     bundle: Bundle
@@ -99,17 +99,17 @@ class _Trial(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def false_times(self) -> str | None:
-        """Why the times of the device are left out, None where they count."""
+        """Why the times of the device are left out, or None if they count."""
         return self.impossible_time or find_false_times(self.run.latency_ms, self.elapsed_ms)
 
     @property
     def impossible_time(self) -> str | None:
-        """Which time is none at all, None where all are some."""
+        """The first reported time that is impossible, or None if all are plausible."""
         return find_impossible_time((*self.run.latency_ms, self.run.load_ms))
 
 
 class _Done(msgspec.Struct, frozen=True, kw_only=True):
-    """A run with what is needed to hold it against others, None where not all came back."""
+    """The outputs as other devices' are compared with them, or None if some samples did not come back."""
 
     report: RunReport
     held: KeptOutputs | None = None
@@ -127,14 +127,14 @@ def verify_bundle(
     known: KnownOutputs | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
-    """Runs the golden samples on each device and returns how far the outputs lie from the float reference.
+    """Runs the golden samples on each device and returns how far the outputs are from the float reference.
 
-    A device of the manifest's verification list runs the form and the samples that stand there, any other what an app
-    would load, with all samples. An absent device is skipped; one that dies or lies fails. `golden` and `task` take the
-    place of the bundle's own. With `float_model` a wrong output is held against what that model makes of inputs with a
-    usual mistake. Where outputs are wrong, or with `layers`, the layer is sought that the device computes otherwise.
-    What the bundle's ONNX file gave before is `known`, to which more is added. Each file that runs here takes the
-    self-test. Devices run at once, on a checked copy.
+    A device of the manifest's verification list runs the form and the samples given there; any other runs the form that
+    an app would load, with all samples. An absent device is skipped; one that crashes or reports false results fails.
+    `golden` and `task` replace the bundle's own. With `float_model` a wrong output is compared with what that model
+    gives for inputs with a usual mistake. If outputs are wrong, or with `layers`, the layer that the device computes
+    differently is looked for. `known` holds earlier outputs of the bundle's ONNX file; new ones are added. Each file
+    that runs here takes the self-test. Devices run at the same time, on a checked copy of the bundle.
 
     Raises:
         BundleError: the bundle lacks the form of the model that a device is to run, or was altered since it was opened.
@@ -169,7 +169,7 @@ def verify_bundle(
         max_size_share=manifest.thresholds.max_size_share,
         needs_placement=manifest.thresholds.needs_placement,
         machine=describe_machine(),
-        # What a provider took on a device counts before what the rules say of it.
+        # What a provider was observed to take on a device outweighs what the rules predict.
         alterations=(*broken, *(() if any(run.observes_placement for run in runs) else find_other_model(bundle))),
         layers=evidence.layers,
         first_bad_layer=name_first_bad(evidence.layers),
@@ -181,7 +181,7 @@ def verify_bundle(
 def _run_devices(
     bundle: Bundle, devices: Sequence[Device], asked: _Asked, progress: Progress
 ) -> tuple[tuple[RunReport, ...], tuple[str, ...], tuple[KeptOutputs, ...]]:
-    """Returns what each device did, what is wrong with the files that this machine can run, and what came back."""
+    """Returns the result of each device, what is wrong with the files that this machine can run, and the outputs."""
     forms: list[Form] = [plan_run(bundle, device, bundle.manifest.golden.samples).form for device in devices]
     forms.extend(form for form in TESTED_FORMS if bundle.manifest.forms.get(form))
     with work_folder() as work:
@@ -192,7 +192,7 @@ def _run_devices(
             return _run_device(private, device, asked)
 
         runs, broken = list[_Done](), list[str]()
-        # Devices start slowly: what this process looks at itself is done by then.
+        # Devices start slowly: this process finishes its own checks in the meantime.
         run_together([lambda: runs.extend(run_each(devices, run)), lambda: broken.extend(list_broken_forms(private))])
         reports = tuple(done.report for done in runs)
         if asked.task is not None:
@@ -207,7 +207,7 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> _Done:
     rows = spread_sequences(golden.samples, plan.samples, bundle.manifest.steps)
     job = make_job(bundle, plan, select_samples(read_inputs(golden), rows))
     if (tuned := find_tuned(bundle.manifest, device)) is not None:
-        # The plan's file, one run at a time: what an app does around its session is no part of what is verified.
+        # The file of the manifest's plan, one run at a time: what an app does around its session is not verified.
         job = set_job(job, msgspec.structs.replace(tuned, concurrency=1))
     with work_folder() as work:
         begun = time.monotonic()
@@ -251,7 +251,7 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> _Done:
             sizes=_run_sizes(trial, device, asked, work / "sizes"),
             files=tuple(try_model_files(bundle, device, plan, golden, work / "files")),
         )
-        # A run whose outputs were not digested is not whole.
+        # A run whose outputs have no digest is incomplete.
         if not report.outputs_sha256:
             return _Done(report=report)
         held = keep_outputs(device.name, f"{kind_of(device)} {plan.form}", rows, trial.run.outputs)
@@ -259,7 +259,7 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> _Done:
 
 
 def _run_steps(trial: _Trial, device: Device, work: Path) -> StateReport | None:
-    """Returns what the device makes of whole sequences with its own state, None where there are none."""
+    """Returns the result for whole sequences with the device's own state, or None if the model or samples have none."""
     state, steps = trial.bundle.manifest.state, trial.bundle.manifest.steps
     whole = len(trial.rows) - len(trial.rows) % steps
     if not state or steps == 1 or trial.run.failure is not None:
@@ -272,7 +272,10 @@ def _run_steps(trial: _Trial, device: Device, work: Path) -> StateReport | None:
 
 
 def _run_sizes(trial: _Trial, device: Device, asked: _Asked, work: Path) -> SizesReport | None:
-    """Returns how samples of each size do: in buckets, as far as it is known how long they were, or as they are."""
+    """Returns the figures of each size: of buckets, or of groups of sizes of an open dimension.
+
+    Buckets need the lengths that the samples had before padding.
+    """
     if trial.bundle.manifest.open_dims and trial.run.failure is None:
         return compare_sizes(trial.bundle.manifest, trial.inputs, trial.reference, trial.run.outputs)
     if asked.golden is not None and asked.unpadded is None:
@@ -288,7 +291,7 @@ def _score(trial: _Trial, asked: _Asked) -> Scored | None:
 
 
 def _measure_run(trial: _Trial, asked: _Asked) -> RunReport:
-    """Returns the facts of a run; what may explain them is not looked for yet."""
+    """Returns the facts of a run; possible explanations are not looked for yet."""
     bundle, run = trial.bundle, trial.run
     latency = None if trial.false_times else summarize_latency(run.latency_ms)
     classes = read_classes(trial.golden)
@@ -340,9 +343,10 @@ def _measure_task(trial: _Trial, asked: _Asked) -> TaskReport | None:
 
 
 def _compare(trial: _Trial, asked: _Asked) -> tuple[OutputReport, ...]:
-    """Returns the outputs beside the float model's, in `mismatch` what else than the own model's output came back.
+    """Returns the comparison of outputs with the float model's.
 
-    Those that fail have a suspect where a usual mistake explains them.
+    `mismatch` says which outputs came from something else than the bundle's own model. Failing outputs get a suspect if
+    a usual mistake explains them.
     """
     got, reference = trial.run.outputs, trial.reference
     plain = tuple(_judge_by_all_samples(compare_bundled(trial.bundle, reference, got), trial, asked))
@@ -357,9 +361,10 @@ def _compare(trial: _Trial, asked: _Asked) -> tuple[OutputReport, ...]:
 
 
 def _judge_by_all_samples(outputs: Sequence[OutputReport], trial: _Trial, asked: _Asked) -> Iterator[OutputReport]:
-    """Yields the reports; where few samples leave open what a device decides, by all golden ones.
+    """Yields the reports; if few samples leave open whether a device's decisions agree, all golden samples decide.
 
-    It must decide as the own model does on each that it ran: then what that decides on the others is the device's too.
+    The device must decide as the bundle's own model does on each sample that it ran. Then that model's decisions on the
+    other samples are taken to be the device's too.
     """
     manifest, done = trial.bundle.manifest, len(trial.rows)
     doubtful = {each.name for each in outputs if each.agreements and doubt_output(each, manifest.thresholds)}
@@ -382,7 +387,7 @@ def _name_wrong(outputs: Sequence[OutputReport], trial: _Trial) -> list[str]:
 
 
 def _list_findings(trial: _Trial, asked: _Asked) -> Iterator[str]:
-    """Yields what fails a run whatever its figures are: it did not do what it seems to have done."""
+    """Yields what fails a run whatever its figures are: the device did not do what it reports."""
     manifest, run = trial.bundle.manifest, trial.run
     ignored = find_ignored_optimisations(run, manifest.session_config) if trial.plan.form == "runtime" else None
     found = (
@@ -398,7 +403,7 @@ def _list_findings(trial: _Trial, asked: _Asked) -> Iterator[str]:
 
 
 def _list_notes(trial: _Trial, asked: _Asked) -> Iterator[str]:
-    """Yields what a reader of the figures should know; the times of an emulator mean nothing."""
+    """Yields what a reader of the figures should know, such as that the times of an emulator mean nothing."""
     latency = None if trial.impossible_time else summarize_latency(trial.run.latency_ms)
     if trial.false_times:
         yield trial.false_times
@@ -420,7 +425,7 @@ def _list_notes(trial: _Trial, asked: _Asked) -> Iterator[str]:
 
 
 def _list_causes(trial: _Trial, outputs: Sequence[OutputReport], asked: _Asked) -> Iterator[str]:
-    """Yields the known traps that may explain a run that does not pass."""
+    """Yields the known traps that may explain why a run does not pass."""
     yield from list_traps(trial.bundle, trial.run, trial.job.model, read_cpu_flags())
     forms = trial.bundle.manifest.forms
     own = trial.bundle.find_model("onnx") if "onnx" in forms else trial.job.model
@@ -433,7 +438,7 @@ def _list_causes(trial: _Trial, outputs: Sequence[OutputReport], asked: _Asked) 
 def _look_inside(
     trial: _Trial, device: Device, outputs: Sequence[OutputReport], asked: _Asked, work: Path
 ) -> Located | None:
-    """Returns the layer that the device computes otherwise, None where that was not looked for."""
+    """Returns the layer that the device computes differently, or None if it was not looked for."""
     is_asked = (asked.layers or bool(_name_wrong(outputs, trial))) and not is_recorded(device)
     if trial.run.failure is not None or not is_asked or "onnx" not in trial.bundle.manifest.forms:
         return None

@@ -1,4 +1,4 @@
-"""What one device did with a bundle: the facts, the gates that they are judged by, and the verdict of the run."""
+"""What one device did with a bundle: the facts, the gates by which they are judged, and the verdict of the run."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -18,15 +18,15 @@ from edgekit.verify.state import StateReport, doubt_state, judge_state
 from edgekit.verify.task_scores import Accuracy, TaskReport, judge_task
 
 OBSERVING = (Evidence.DEVICE, Evidence.SIMULATOR, Evidence.SAME_BINARY, Evidence.SAME_EP)
-"""What runs the target's own provider, and so can tell what it takes."""
+"""Kinds of evidence from the target's own provider, which show what it takes."""
 
 
 class PlacementGap(msgspec.Struct, frozen=True, kw_only=True):
     """How many nodes a provider was predicted to take, and which of them ran on the CPU instead.
 
-    `lost_macs` is their share of the model's multiply-accumulates, or of the predicted nodes where nothing multiplies;
-    `nodes` names the first of them. `hidden` counts the nodes that were predicted for the CPU and are nowhere in what
-    the device reports: ONNX Runtime merged them into others, or the device left them out.
+    `lost_macs` is their share of the model's multiply-accumulates, or of the predicted nodes if nothing multiplies;
+    `nodes` names the first of them. `hidden` counts the nodes that were predicted for the CPU and are nowhere in the
+    device's report: ONNX Runtime merged them into others, or the device omitted them.
     """
 
     predicted: int
@@ -39,9 +39,9 @@ class PlacementGap(msgspec.Struct, frozen=True, kw_only=True):
 class FileReport(msgspec.Struct, frozen=True, kw_only=True):
     """A model file that a run did not open, opened on the same device as an app would open it.
 
-    `provider_nodes` counts the nodes that each provider took, `placed` says which, None where that is not known,
-    `outputs` tell how far a few samples lay from the float model, and `failure` says why there are none; with `crashed`
-    an emulator's program died.
+    `provider_nodes` counts the nodes that each provider took; `placed` says which, or is None if that is unknown.
+    `outputs` say how far a few samples were from the float model, and `failure` says why there are none; `crashed`
+    means that the program of an emulator died.
     """
 
     file: str
@@ -57,8 +57,8 @@ class FileReport(msgspec.Struct, frozen=True, kw_only=True):
 class BucketReport(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of samples padded to one size: `outputs` compares them with the float model's without padding.
 
-    `lengths` are those of the samples that ran, none where none did; `failure` says why there are no figures;
-    with `crashed` an emulator's program died.
+    `lengths` are those of the samples that ran, empty if none did; `failure` says why there are no figures; `crashed`
+    means that the program of an emulator died.
     """
 
     size: int
@@ -71,7 +71,7 @@ class BucketReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SizesReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of samples in each size of a dimension that a bundle has a model for.
+    """The figures of samples in each size of a dimension for which a bundle has a model.
 
     `filled` compares the float model's outputs for samples padded to the largest size with those without padding.
     """
@@ -85,7 +85,7 @@ GateName = Literal["run", "output", "metric", "placement", "costs", "session", "
 
 
 class Gate(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that a run is judged by: every reason why it fails there, and every reason why that is not proven.
+    """One criterion of a run: every reason why the run fails it, and every reason why it is not proven.
 
     `name` is "run", "output", "metric", "placement", "costs", "session", "state", "size" or "file"; `subject` names the
     output, the metric, the size or the file.
@@ -100,8 +100,8 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
 class StandIn(msgspec.Struct, frozen=True, kw_only=True):
     """A metric over all labelled samples, measured on a faster device that computes the same.
 
-    `device` measured it. Of the `compared` samples that both ran, `agreeing` got the same score; `task` holds what the
-    device found, less what the other one lost on those.
+    `device` measured it. `agreeing` of the `compared` samples that both devices ran got the same score. `task` holds
+    the faster device's metric, reduced by what the slower one lost on those samples.
     """
 
     device: str
@@ -111,16 +111,16 @@ class StandIn(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def agrees(self) -> bool:
-        """True if every sample that both ran got the same score: then the metric is the other device's too."""
+        """True if every sample that both devices ran got the same score: then the metric holds for this device too."""
         return self.compared > 0 and self.agreeing == self.compared
 
 
-# So many times the share of the work that may be lost, the share of the nodes may: most of them do little.
+# The share of nodes that may be lost is this many times the share of work that may be: most nodes do little work.
 _LOST_NODES = 4.0
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """What an earlier run of a model on the same device took; `source` says which run that was."""
+    """The times and memory of an earlier run of a model on the same device; `source` says which run it was."""
 
     source: str
     latency_ms: float | None
@@ -130,21 +130,19 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
 class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     """What one device did with the samples.
 
-    `provider` is the one that the target promises, `provider_nodes` counts the nodes that each provider took, as
-    observed by `placement_source`. `failure` is the device's own word for a run that did not come to its end, `log` the
-    last words of its program then, `crashed` tells that an emulator's program died, and `notes` what it did otherwise
-    than an app on the target. `task` is a metric that needs labels. `reference_cost` is that of the run which latency
-    and memory are held against, None where there is none: then they are not judged. `outputs_sha256` is of everything
-    that came back, "" where not all of it did.
-    `located` tells of the layers as the device computes them, None where they were not looked at; `gap` of what ran on
-    the CPU although the provider was predicted to take it, and `placed` where all nodes are, None where that is not
-    known. `files` tells of the model files that the bundle ships beside the one that ran, where the device is the
-    runtime that an app links. `stand_in`
-    holds the metric of a device that is faster, where this one ran only some of the labelled samples. `outdated` says
-    that the ONNX Runtime of an emulator is older than the bundle asks for, "" where it is not: what it does not take
-    then says nothing of an app. `steps` is how many samples make a sequence, and `state` tells of sequences with the
-    device's own state, None where the model has none or the samples are no sequences; `sizes` tells of each size of a
-    bundle with buckets, None where it has none.
+    `provider` is the one that the target promises. `provider_nodes` counts the nodes that each provider took, as
+    observed by `placement_source`. `failure` is the device's own message for a run that did not finish, `log` the last
+    lines of its program then; `crashed` means that the program of an emulator died, and `notes` say what the device did
+    differently from an app on the target. `task` is a metric that needs labels. `reference_cost` is that of the run
+    with which latency and memory are compared; if it is None, they are not judged. `outputs_sha256` is the digest of
+    all outputs, or "" if some did not come back. `located` describes the layers as the device computes them, None if
+    they were not looked at; `gap` the nodes that ran on the CPU although the provider was predicted to take them;
+    `placed` says where all nodes are, None if that is unknown. `files` describes the other model files of the bundle,
+    if the device is the runtime that an app links. `stand_in` holds the metric of a faster device, if this one ran only
+    some of the labelled samples. `outdated` says that the ONNX Runtime of an emulator is older than the bundle needs,
+    or is "": what an outdated one does not take proves nothing about an app. `steps` is how many samples make a
+    sequence. `state` is the result for sequences with the device's own state, None if the model has none or the samples
+    are no sequences; `sizes` is the result for each size of a bundle with buckets, None if it has none.
     """
 
     device: str
@@ -182,18 +180,18 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     sizes: SizesReport | None = None
 
     def find_places(self, count: int) -> tuple[int, ...]:
-        """Returns which of `count` samples ran, in their order: spread evenly, up to where the time was over."""
+        """Returns which of `count` samples ran, in their order: spread evenly, until the time limit was reached."""
         return spread_sequences(count, self.planned_samples or self.samples, self.steps)[: self.samples]
 
     @property
     def observes_placement(self) -> bool:
-        """True if the target's provider itself ran and told what it took."""
+        """True if the target's provider itself ran and showed which nodes it takes."""
         observed = self.placement_source != "predicted" and bool(self.provider_nodes)
         return self.failure is None and self.evidence in OBSERVING and observed
 
     @property
     def gates(self) -> tuple[Gate, ...]:
-        """What the run is judged by, each with the reasons why it does not pass there."""
+        """The criteria of the run, each with the reasons why the run does not pass it."""
         if self.crashed:
             return (Gate(name="run", unproven=_judge_end(self)),)
         limits, found = self.thresholds, [self._excuse("run", _judge_end(self))]
@@ -216,18 +214,18 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(found)
 
     def _excuse(self, name: GateName, found: tuple[str, ...], subject: str = "", *, crashed: bool = False) -> Gate:
-        """Returns a gate that an emulator cannot fail if it died or is too old: newer ones may take what it refuses."""
+        """Returns a gate that a crashed or outdated emulator cannot fail: a newer one may take what it refuses."""
         excused = bool(self.outdated) or crashed
         return Gate(name=name, subject=subject, failures=() if excused else found, unproven=found if excused else ())
 
     @property
     def settled_task(self) -> TaskReport | None:
-        """The metric that counts: over all labelled samples on a faster device, where this one agrees with it."""
+        """The metric that counts: over all labelled samples on a faster device, if this device agrees with it."""
         return self.stand_in.task if self.stand_in is not None and self.stand_in.agrees else self.task
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """Every reason why the run does not pass, one line each, and then what explains them."""
+        """Every reason why the run does not pass, one line each, and then possible explanations."""
         found = tuple(line for gate in self.gates for line in gate.failures)
         return (*found, *self.explanations) if found else ()
 
@@ -238,17 +236,17 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def explanations(self) -> tuple[str, ...]:
-        """What may explain that a run does not pass: known traps, the layer, and the padding of samples."""
+        """Possible explanations of a run that does not pass: known traps, the layer, and the padding of samples."""
         return (*self.traps, *_explain_layers(self.located), *_explain_sizes(self.sizes, self.thresholds))
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the run passes, as far as that can be told."""
+        """Whether the run passes, if that can be decided."""
         return Judgement(failures=self.failures, unproven=self.unproven).verdict
 
     @property
     def passed(self) -> bool:
-        """True if the run has no failure and nothing of it is unproven."""
+        """True if nothing of the run failed or is unproven."""
         return self.verdict == "pass"
 
 
@@ -307,12 +305,12 @@ def _judge_placement(run: RunReport) -> tuple[str, ...]:
         return (f"silent fallback: {run.provider} took no node, the run used {used}",)
     found: list[str] = []
     gap, most = run.gap, run.thresholds.max_lost_share
-    # One node may fall back without harm, as a Softmax at the end does; the work that it does counts all the same.
+    # A single node on the CPU may do no harm, such as a Softmax at the end; the work that it does counts all the same.
     if gap is not None and (gap.lost_macs > most or (gap.lost > 1 and gap.lost > _LOST_NODES * most * gap.predicted)):
         names = ", ".join(f"'{name}'" for name in gap.nodes[:5]) + (", ..." if gap.lost > 5 else "")
         lost = f"{gap.lost} of the {gap.predicted} nodes that {run.provider} was predicted to take"
         found.append(f"silent fallback: {lost} ran on {CPU_PROVIDER}, {gap.lost_macs:.0%} of the work: {names}")
-    # What a device does not tell of may not lie on the provider either.
+    # Nodes that a device does not report may not have run on the provider either.
     hidden = 0 if gap is None else gap.hidden
     left, limit = run.provider_nodes.get(CPU_PROVIDER, 0) + hidden, run.thresholds.max_cpu_nodes
     if limit is not None and left > limit:
@@ -321,7 +319,7 @@ def _judge_placement(run: RunReport) -> tuple[str, ...]:
 
 
 def _judge_cost(run: RunReport) -> Iterator[str]:
-    """Yields what is slower or larger than the reference run; a run without one is not judged."""
+    """Yields which costs exceed the reference run's; without a reference run they are not judged."""
     reference, limits = run.reference_cost, run.thresholds
     if reference is None:
         return
@@ -332,7 +330,7 @@ def _judge_cost(run: RunReport) -> Iterator[str]:
     for name, value, before, most in pairs:
         if not before or most is None or run.failure is not None:
             continue
-        # A device that gives none, or one that cannot be, must not pass on that.
+        # A device that reports no figure, or an impossible one, must not pass because of that.
         if not value:
             yield f"{name} was not measured, and {reference.source} has one to hold it against"
         elif value > most * before:
@@ -353,7 +351,7 @@ def _explain_layers(located: Located | None) -> tuple[str, ...]:
 
 
 def _explain_sizes(sizes: SizesReport | None, thresholds: Thresholds) -> tuple[str, ...]:
-    """Returns a line for the first output that padding changes too much on the float model itself."""
+    """Returns a line for the first output that padding changes too much in the float model itself."""
     filled = () if sizes is None else (line for output in sizes.filled for line in judge_output(output, thresholds))
     return tuple(
         f"padding changes the result of the float model itself, as where no mask hides it: {line}; give the model a"

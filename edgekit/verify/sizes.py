@@ -1,6 +1,6 @@
 """Outputs judged by the size of their samples: each bucket of a bundle, and groups of sizes of an open dimension.
 
-Also how far two devices of one kind lie apart, such as two emulated CPUs.
+This module also compares two devices of one kind, such as two emulated CPUs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ _MOST_BYTES = 32 << 20
 class KeptOutputs(msgspec.Struct, frozen=True, kw_only=True):
     """The outputs of a device in memory, by the index of the golden sample.
 
-    Only devices of one `kind` are compared: the same device in two variants that ran the same file.
+    Only devices of one `kind` are compared: variants of the same device that ran the same file.
     """
 
     device: str
@@ -37,7 +37,7 @@ class KeptOutputs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def keep_outputs(device: str, kind: str, indices: Sequence[int], outputs: Samples) -> KeptOutputs | None:
-    """Returns the outputs of a device for the golden samples of these indices, None where they are large."""
+    """Returns the outputs of a device for the golden samples with these indices, or None if they are large."""
     rows: dict[int, Tensors] = {}
     size_bytes = 0
     for index, row in zip(indices, outputs, strict=False):
@@ -49,7 +49,7 @@ def keep_outputs(device: str, kind: str, indices: Sequence[int], outputs: Sample
 
 
 def describe_differences(held: Sequence[KeptOutputs]) -> Iterator[str]:
-    """Yields, for each device whose numbers are not those of the first of its kind, how far apart they lie."""
+    """Yields, for each device whose numbers differ from those of the first of its kind, by how much they differ."""
     first: dict[str, KeptOutputs] = {}
     for other in held:
         one = first.setdefault(other.kind, other)
@@ -64,7 +64,7 @@ def describe_differences(held: Sequence[KeptOutputs]) -> Iterator[str]:
 
 
 def _describe_distance(output: OutputReport) -> str:
-    """Returns how far apart two outputs lie, empty where they are equal."""
+    """Returns, in words, how far apart two outputs are, or "" if they are equal."""
     if output.exact_match is not None and output.exact_match < 1:
         return f"in {1 - output.exact_match:.2%} of its elements"
     if output.max_abs:
@@ -92,7 +92,7 @@ def run_buckets(
     work: Path,
     unpadded: UnpaddedGolden | None = None,
 ) -> SizesReport | None:
-    """Runs the samples `rows`, each in the smallest bucket that takes it; None for a bundle without buckets.
+    """Runs the samples `rows`, each in the smallest bucket that it fits; None for a bundle without buckets.
 
     The samples are the golden ones, or those of `unpadded`. `job` and its `run` are those of the largest bucket with
     all samples: their outputs are cut to the samples' lengths, and nothing runs again. A bucket that is the smallest
@@ -112,7 +112,7 @@ def run_buckets(
     readings, folder, lengths = bundle.manifest.readings or {}, bundle.folder, buckets.lengths
 
     def compare(got: Samples, mine: Sequence[int], size: int) -> tuple[OutputReport, ...]:
-        """Compares what came back for some samples at a size, cut to their lengths."""
+        """Compares the outputs of some samples at one size, cut to the samples' lengths."""
         cut = cut_samples(buckets.padding, got, [lengths[row] for row in mine], size)
         return compare_outputs(select_samples(whole, mine), cut, readings)
 
@@ -170,21 +170,21 @@ def _run_size(device: Device, job: Job, work: Path) -> DeviceRun:
 
 
 def _choose_rows(buckets: Buckets, bucket: Bucket, rows: Sequence[int]) -> list[int]:
-    """Returns the samples for which a bucket is the smallest, or where there are none all that fit into it."""
+    """Returns the samples for which a bucket is the smallest that fits, or if there are none all that fit into it."""
     mine = [row for row in rows if buckets.choose(buckets.lengths[row]) == bucket]
     return mine or [row for row in rows if buckets.lengths[row] <= bucket.size]
 
 
 _MOST_GROUPS = 3
-# Of fewer samples one that quantization happens to hurt decides: a choice.
+# A choice: in a smaller group one sample that quantization happens to hurt would decide.
 _LEAST_SAMPLES = 4
 
 
 def compare_sizes(manifest: Manifest, inputs: Samples, reference: Samples, got: Samples) -> SizesReport | None:
-    """Returns how far samples of small, middle and large sizes of an open dimension lie from the float model.
+    """Returns how far samples of small, middle and large sizes of an open dimension are from the float model.
 
-    It is the dimension of which the samples have most sizes; None where there is none, or too few samples to compare
-    groups of them.
+    It is the dimension in which the samples have the most sizes. None if there is none, or if there are too few samples
+    to compare groups of them.
     """
     found = _measure_most(manifest, inputs)
     if found is None:
@@ -208,7 +208,7 @@ def compare_sizes(manifest: Manifest, inputs: Samples, reference: Samples, got: 
 
 
 def _measure_most(manifest: Manifest, inputs: Samples) -> tuple[str, list[int]] | None:
-    """Returns the open dimension of which samples have most sizes, and that of each."""
+    """Returns the open dimension in which the samples have the most sizes, and the size of each sample."""
     places = {name: (tensor, axis) for name, tensor, axis in list_open(manifest.inputs)}
     if not places:
         return None
@@ -219,7 +219,7 @@ def _measure_most(manifest: Manifest, inputs: Samples) -> tuple[str, list[int]] 
 
 
 def _group(sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Yields the positions of samples, those of like sizes together: one size is never in two groups."""
+    """Yields positions of samples in groups of similar size; samples of equal size are always in the same group."""
     wanted = max(_LEAST_SAMPLES, -(-len(sizes) // _MOST_GROUPS))
     group: list[int] = []
     left = len(sizes)

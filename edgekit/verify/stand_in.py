@@ -1,7 +1,7 @@
 """The metric of a slow device, measured over all labelled samples on a faster device that computes the same.
 
-An emulator runs a few samples, too few for a narrow interval. So it only has to give the same score as a faster device
-on each sample that both ran; how good the model is, the faster device measures on all of them.
+An emulator runs a few samples, too few for a narrow interval. So it only has to get the same score as a faster device
+on each sample that both ran; how good the model is, the faster device measures on all samples.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ from edgekit.verify.run_report import RunReport, StandIn
 from edgekit.verify.task_metrics import compare_records, find_metric, read_records
 from edgekit.verify.task_scores import TaskReport, Unit
 
-# How far scores of one sample may lie apart where two devices compute the same and round otherwise, chosen by hand: a
+# How far scores of one sample may differ between devices that compute the same and round differently, chosen by hand: a
 # point, half a decibel, a hundredth of the value.
 _APART: Mapping[Unit, Callable[[float], float]] = {
     "share": lambda _: 0.01,
@@ -52,7 +52,7 @@ class _Labelled(msgspec.Struct, frozen=True, kw_only=True):
 def score_run(
     limit: TaskLimit, labels: Sequence[Label], rows: Sequence[int], outputs: Samples, device: str, elapsed_ms: float
 ) -> Scored | None:
-    """Returns what a metric keeps of the samples that a device ran, None where it cannot read them."""
+    """Returns what a metric keeps of the samples that a device ran, or None if it cannot read the outputs."""
     try:
         records = list(read_records(limit, outputs, [labels[row] for row in rows]))
     except EdgekitError:
@@ -67,9 +67,9 @@ def add_stand_ins(
     found: Sequence[tuple[RunReport, Scored | None]],
     work: Path,
 ) -> tuple[RunReport, ...]:
-    """Returns the runs, those of few samples with the metric of the fastest device that ran more of them.
+    """Returns the runs; a run of few samples gets the metric of the fastest device that ran more samples.
 
-    Where none did, the bundle's own model runs on this machine, if it can.
+    If no device did, the bundle's own model runs on this machine, if it can.
     """
     labels = read_labels(golden)
     reports = tuple(report for report, _ in found)
@@ -125,13 +125,14 @@ def _agree(limit: TaskLimit, mine: Any, theirs: Any) -> bool:
     metric = find_metric(limit)
     here, there = (_score(metric.prepare, [record]) for record in (mine, theirs))
     if here is None or there is None:
-        # A metric that ranks samples says nothing of one: what it keeps of it is the score, and the label.
+        # A metric that ranks samples gives no figure for a single sample: it keeps only the score and the label of
+        # each.
         here, there = float(mine[0]), float(theirs[0])
     return abs(here - there) <= (0.0 if metric.hits else _APART[metric.unit](there))
 
 
 def _find_loss(limit: TaskLimit, mine: Sequence[Any], theirs: Sequence[Any]) -> float:
-    """Returns by how much a device scores above another on the samples that both ran, 0 where there is no score."""
+    """Returns by how much a device scores above another on the samples that both ran, or 0 if there is no score."""
     metric = find_metric(limit)
     here, there = _score(metric.prepare, mine), _score(metric.prepare, theirs)
     return 0.0 if here is None or there is None else here - there
@@ -145,7 +146,7 @@ def _score(prepare: Callable[[Sequence[Any]], Callable[[Any], float]], records: 
 
 
 def _shift(task: TaskReport, by: float) -> TaskReport:
-    """Returns a metric whose figures are all higher by so much."""
+    """Returns a metric whose figures are all higher by this amount."""
     if task.got is None or not by:
         return task
     share = by / task.reference if task.reference > 0.0 else 0.0

@@ -1,4 +1,4 @@
-"""Models with state: sequences run on a device step by step, the drift of their error, and the judgement on it."""
+"""Models with state: sequences run on a device step by step, the drift of their error, and its judgement."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -21,15 +21,15 @@ from edgekit.verify.metrics.outputs import Decibels, OutputReport, judge_output
 from edgekit.verify.metrics.tensor_metrics import decibels
 
 FAITHFUL_DB = 40.0
-"""From this ratio on, an error of a hundredth, nothing drifts that matters: a choice."""
+"""A signal-to-noise ratio from here on (an error of a hundredth) is good enough for any drift: a choice."""
 
 
 class Drift(msgspec.Struct, frozen=True, kw_only=True):
     """The signal-to-noise ratio of an output in dB at each step, over all sequences.
 
-    `fed_back` is with the state that the device itself had, `given` with that of the float model. None stands where
-    nothing can be measured: the float model's output is zero, or a value is not finite. `late_fed_back` and
-    `late_given` are those of the second half of the steps together.
+    `fed_back` is measured with the device's own state, `given` with the float model's state. None means that nothing
+    can be measured: the float model's output is zero, or a value is not finite. `late_fed_back` and `late_given` are
+    those of the second half of the steps together.
     """
 
     output: str
@@ -40,18 +40,18 @@ class Drift(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def lost_db(self) -> float | None:
-        """By how much feeding back makes the second half of the steps worse, None where that cannot be told."""
+        """By how many dB the device's own state makes the second half of the steps worse, or None if unknown."""
         if self.late_fed_back is None or self.late_given is None:
             return None
         return max(0.0, self.late_given - self.late_fed_back)
 
 
 class StateReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a device made of whole sequences, each step with the state that it had made itself.
+    """The result of a device for whole sequences, in which each step gets the device's own state.
 
     `outputs` hold the figures of what the app reads: outputs that are state are left out, unless all are. `drift` has
-    an entry for each output of numbers. `failure` says why there are no figures, None where there are;
-    with `crashed` an emulator's program died.
+    an entry for each numeric output. `failure` says why there are no figures, None if there are; `crashed` means that
+    the program of an emulator died.
     """
 
     sequences: int
@@ -63,13 +63,16 @@ class StateReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def read(self) -> tuple[Drift, ...]:
-        """The drift of what the app reads: in a cache most of a step is copied, which no step by itself makes worse."""
+        """The drift of the outputs that the app reads.
+
+        Outputs that are state are left out: most of a cache is copied at each step, and a copy adds no error.
+        """
         names = {output.name for output in self.outputs}
         return tuple(drift for drift in self.drift if drift.output in names)
 
 
 def judge_state(report: StateReport, thresholds: Thresholds) -> Iterator[str]:
-    """Yields why a device does not keep its state well enough, a line each."""
+    """Yields why a device does not keep its state well enough, one line per reason."""
     if report.failure is not None:
         if not report.crashed:
             yield f"step by step the device failed: {report.failure}"
@@ -91,7 +94,7 @@ def judge_state(report: StateReport, thresholds: Thresholds) -> Iterator[str]:
 
 
 def doubt_state(report: StateReport) -> Iterator[str]:
-    """Yields why nothing can be told of the state that a device keeps."""
+    """Yields why the state that a device keeps cannot be judged."""
     if report.crashed:
         yield f"step by step the emulator crashed, which proves nothing: {report.failure}"
     if not report.sequences:
@@ -113,7 +116,7 @@ def describe_state(report: StateReport) -> Iterator[str]:
 def measure_drift(
     names: Sequence[str], reference: Samples, fed_back: Samples, given: Samples, steps: int
 ) -> tuple[Drift, ...]:
-    """Returns the drift of outputs; samples of the three come in whole sequences, in the same order."""
+    """Returns the drift of outputs; the three sets of samples hold whole sequences in the same order."""
     powers = {name: np.zeros((3, steps)) for name in names}
     seen = dict.fromkeys(names, False)
     for index, (wanted, back, own) in enumerate(zip(reference, fed_back, given, strict=True)):
@@ -143,7 +146,7 @@ def _powers(wanted: Array, back: Array | None, own: Array | None) -> tuple[float
 
 
 def _error(wanted: Array, got: Array | None) -> float:
-    # An output that is missing or of another shape cannot be measured: its step has no figure, as one that is NaN.
+    # An output that is missing or of another shape cannot be measured: its step has no figure, as with NaN.
     return (
         float("nan")
         if got is None or got.shape != wanted.shape
@@ -168,7 +171,7 @@ def run_sequences(
 ) -> StateReport:
     """Runs the samples of a job as sequences and returns how far they drift.
 
-    `reference` is what the float model gives for them, and `given` what the device made of them with its state; both
+    `reference` holds the float model's outputs, and `given` the device's outputs with the float model's state; both
     hold whole sequences. `readings` say what outputs are for.
     """
     sequences = reference.count // state.steps
@@ -179,7 +182,7 @@ def run_sequences(
         return msgspec.structs.replace(found, failure=error.message, crashed=isinstance(error, CrashError))
     reports = compare_outputs(reference, fed_back, readings)
     names = [spec.name for spec in golden.outputs]
-    # An app reads the outputs that are no state, or where there are none, all.
+    # An app reads the outputs that are no state, or all if there are no others.
     read = tuple(report for report in reports if report.name not in state.feeds.values())
     return msgspec.structs.replace(
         found,
@@ -189,12 +192,12 @@ def run_sequences(
 
 
 def _step(device: Device, job: Job, state: State, golden: Golden, sequences: int, work: Path) -> Samples:
-    """Returns the outputs in the order of the samples, step after step of the first sequence, then of the next."""
+    """Returns the outputs in the order of the samples: all steps of the first sequence, then those of the next."""
     specs, count = {spec.name: spec for spec in golden.inputs}, sequences * state.steps
     whole = msgspec.structs.replace(job, samples=select_samples(job.samples, range(count)))
     session = work / "session"
     session.mkdir(parents=True)
-    # For each step the samples of all sequences: one step is in memory at a time.
+    # One step of all sequences is in memory at a time.
     turns = (list(islice(job.samples, step, count, state.steps)) for step in range(state.steps))
     with open_session(device, whole, session) as run:
         for step, (_, outputs) in enumerate(run_steps(turns, state.feeds, specs, run)):

@@ -1,7 +1,7 @@
 """The usual mistakes behind wrong outputs, and the known traps of mobile runtimes.
 
-A mistake in the outputs is undone and compared again; a mistake in the inputs is made here too. The mistake that then
-fits the outputs is named.
+A mistake in the outputs is undone and the outputs are compared again; a mistake in the inputs is made in the float
+model's inputs too. The mistake that then explains the outputs is named.
 """
 
 import re
@@ -28,14 +28,14 @@ from edgekit.verify.layers.overflows import HALF_MAX
 from edgekit.verify.metrics import tensor_metrics as metrics
 from edgekit.verify.metrics.tensor_metrics import Floats
 
-# How much better an undone mistake must fit than what came back, to be named.
+# How much better the outputs must fit once the mistake is undone, for it to be named.
 _GAIN_DB = 15.0
-# What is left once the mistake is undone must look like a quantized model: targets ask for 12 to 25 dB.
+# With the mistake undone, the error must look like that of a quantized model: targets ask for 12 to 25 dB.
 _FIT_DB = 20.0
 _SAMPLES = 4
-# Every value is held against every other: the square of their number, in memory for each row.
+# Every value is compared with every other, which takes the square of their number in memory for each row.
 _MOST_ORDERED = 4096
-# An order uses each value once; values that are equal by themselves may be used twice.
+# An order uses each value once; values that are equal by chance may be used twice.
 _LEAST_USED = 0.9
 _ORDER = "holds the reference's values in another order: look at layout and channel order"
 _OVERFLOW = (
@@ -48,9 +48,9 @@ _Pairs = Sequence[tuple[Floats, Floats]]
 
 
 def find_suspects(reference: Samples, got: Samples, names: Sequence[str], *, is_half: bool = False) -> dict[str, str]:
-    """Returns, for those outputs of `names` for which a usual mistake explains what came back, that mistake in words.
+    """Returns, for those outputs of `names` that a usual mistake explains, that mistake in words.
 
-    The first samples are looked at. An output that cannot be read or measured has no suspect. `is_half` tells that the
+    Only the first samples are used. An output that cannot be read or measured has no suspect. `is_half` means that the
     target computes in half precision.
     """
     rows = _read_rows(reference, got)
@@ -68,13 +68,13 @@ def find_suspects(reference: Samples, got: Samples, names: Sequence[str], *, is_
 
 
 def find_input_mistake(model: Path, inputs: Samples, got: Samples, output: str) -> str | None:
-    """Returns the mistake in the inputs that explains an output: the float model makes it of inputs so changed.
+    """Returns the mistake in the inputs that explains an output: the float model gives it for inputs changed so.
 
-    Tried are channels in the other order, another layout, and the usual scalings, on the first samples.
+    The mistakes tried, on the first samples, are channels in reverse order, another layout, and the usual scalings.
     """
     rows = _read_rows(inputs, got)
     try:
-        # A compiled context is an ONNX file too, and does not open on the CPU.
+        # A compiled context is an ONNX file too, but does not open on the CPU.
         session = CpuSession(model, SessionSettings(level=Level.DISABLED))
 
         def fit(change: Callable[[Array], Array]) -> float:
@@ -90,25 +90,25 @@ def find_input_mistake(model: Path, inputs: Samples, got: Samples, output: str) 
 
 
 def undo_scale(wanted: Floats, found: Floats) -> Floats:
-    """Returns what came back divided by the one factor that fits best in the sense of least squares."""
+    """Returns the output divided by the one factor that fits best by least squares."""
     product = float(np.dot(found, wanted))
     return found * (float(np.dot(wanted, wanted)) / product) if product else found
 
 
 def undo_offset(wanted: Floats, found: Floats) -> Floats:
-    """Returns what came back without its constant distance from the reference."""
+    """Returns the output without its constant distance from the reference."""
     return found - float(np.mean(found - wanted))
 
 
 def undo_softmax(wanted: Floats, found: Floats) -> Floats:
-    """Returns log of what came back, moved to the mean of the reference: the logits before one softmax too many."""
+    """Returns log(output), moved to the mean of the reference: the logits before one softmax too many."""
     if found.min() <= 0.0:
         return found
     return undo_offset(wanted, np.log(found))
 
 
 def redo_softmax(wanted: Floats, found: Floats) -> Floats:
-    """Returns the softmax of what came back, where the reference sums to one: a softmax was left out."""
+    """Returns the softmax of the output if the reference sums to one: then a softmax was left out."""
     if abs(float(wanted.sum()) - 1.0) > 1e-3:
         return found
     return softmax(found, axis=None)
@@ -134,8 +134,8 @@ def _find_transform(pairs: _Pairs) -> str | None:
 def _find_order(pairs: _Pairs) -> str | None:
     """Returns the words for an output in another order, if one order fits all samples.
 
-    Each value of the reference, as a point of its values in all samples, is looked for among those that came back: one
-    sample alone could be sorted into anything.
+    Each element of the reference, as the vector of its values in all samples, is matched to the nearest element of the
+    output. One sample would not be enough: its values could be sorted to fit anything.
     """
     if len(pairs) < 2 or pairs[0][0].size > _MOST_ORDERED or len({wanted.size for wanted, _ in pairs}) > 1:
         return None
@@ -149,12 +149,12 @@ def _find_order(pairs: _Pairs) -> str | None:
 
 
 def _overflows(rows: Sequence[tuple[Tensors, Tensors]], name: str) -> bool:
-    """Returns True if an output is not finite, or at the end of half precision, where the reference is neither."""
+    """Returns True if an output is not finite, or at the limit of half precision, while the reference is neither."""
     for wanted, found in rows:
         first, second = wanted.get(name), found.get(name)
         if first is None or second is None or first.dtype.kind != "f" or second.dtype.kind != "f":
             continue
-        # What is not a number is not below the limit either.
+        # NaN compares as not below the limit, so it counts too.
         wanted_most, found_most = (float(np.abs(value).max(initial=0.0)) for value in (first, second))
         if wanted_most < HALF_MAX and not found_most < HALF_MAX:
             return True
@@ -180,7 +180,7 @@ def _fit(pairs: _Pairs) -> float:
 
 
 def _pair(rows: Sequence[tuple[Tensors, Tensors]], name: str, other: str) -> _Pairs:
-    """Returns reference and what came back, flat, of the samples where both are numbers of one shape."""
+    """Returns reference and output, flat, of the samples in which both are numbers of the same shape."""
     pairs: list[tuple[Floats, Floats]] = []
     for wanted, found in rows:
         first, second = wanted.get(name), found.get(other)
@@ -211,7 +211,7 @@ def _reverse_channels(value: Array) -> Array:
 
 
 def _swap_layout(value: Array) -> Array:
-    """Returns the values of an image in the shape that it has, but laid out as the other layout would be."""
+    """Returns an image with its shape unchanged, but its values laid out as in the other layout."""
     axis = _channel_axis(value)
     if axis is None:
         return value
@@ -242,23 +242,23 @@ _MISTAKES: dict[str, Callable[[Array], Array]] = {
 
 
 _SOCS: Mapping[str, str] = {soc: arch for arch, soc in ARCH_SOCS.items()}
-# Fewer Q and DQ nodes may be those of the model's inputs and outputs.
+# A smaller number of Q and DQ nodes may be those of the model's inputs and outputs.
 _LEAST_ROUNDED = 4
 # VPMADDUBSW adds two products of u8 and s8 in 16 bits with saturation: 2 * 255 * 64 = 32,640 still fits.
 _SAFE = 64
 
 
 def list_traps(bundle: Bundle, run: DeviceRun, model: Path, cpu_flags: str) -> Iterator[str]:
-    """Yields each known trap that this run may have stepped into, in words that say what to do.
+    """Yields each known trap that this run may have met, in words that say what to do.
 
-    `cpu_flags` is what the machine says of its CPU, "" where it says nothing or is not an x86.
+    `cpu_flags` are the CPU flags of the machine, or "" if they are unknown or it is no x86.
     """
     yield from _find_saturation(run, model, cpu_flags)
     yield from _find_other_htp(bundle, run)
 
 
 def find_ignored_optimisations(run: DeviceRun, wanted: Mapping[str, str]) -> str | None:
-    """Returns a finding where a session left the optimisations unused that a file in runtime style holds.
+    """Returns a finding if a session did not use the optimisations saved in a file of the runtime style.
 
     ONNX Runtime replays them only if `session.enable_saved_runtime_optimizations` is "1", and logs nothing otherwise:
     the integer operators then run as float between Q and DQ nodes (measured: 4 to 14 times slower).
@@ -278,7 +278,7 @@ def find_ignored_optimisations(run: DeviceRun, wanted: Mapping[str, str]) -> str
 
 
 def _find_saturation(run: DeviceRun, model: Path, cpu_flags: str) -> Iterator[str]:
-    """An x86 without VNNI adds pairs of u8 x s8 products in 16 bits, which saturate (VPMADDUBSW)."""
+    """An x86 CPU without VNNI adds pairs of u8 x s8 products in 16 bits, which saturate (VPMADDUBSW)."""
     own = run.evidence in {Evidence.EMULATED, Evidence.SAME_EP, Evidence.SIMULATOR}
     on_host = own and not run.device.startswith("arm64")
     older = run.device == "host:haswell"
@@ -292,7 +292,7 @@ def _find_saturation(run: DeviceRun, model: Path, cpu_flags: str) -> Iterator[st
 
 
 def may_saturate(model: Path) -> bool:
-    """Returns True if a quantized ONNX model has signed 8-bit weights that two products do not fit 16 bits with.
+    """Returns True if a quantized ONNX model has signed 8-bit weights whose products, added in pairs, exceed 16 bits.
 
     Weights from -64 to 64 are safe, and so are unsigned ones; signed activations change nothing, because x64 kernels
     make them unsigned (observed: targets/cpu/NOTES.md). False for other forms of a model.
@@ -312,7 +312,7 @@ def may_saturate(model: Path) -> bool:
 
 
 def _find_other_htp(bundle: Bundle, run: DeviceRun) -> Iterator[str]:
-    """The HTP versions differ: v68 has no fp16 and rounds otherwise than v73, so each has results of its own."""
+    """HTP versions differ: v68 has no fp16 and rounds differently from v73, so each gives results of its own."""
     wanted = _SOCS.get(bundle.manifest.settings.get("soc_model", ""))
     version = re.search(r":(v\d+)$", run.device)
     if wanted is not None and version is not None and version[1] != wanted:

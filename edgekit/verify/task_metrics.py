@@ -1,7 +1,7 @@
-"""Metrics of the task: what a labelled sample is worth, on the float model and on the bundle's.
+"""Metrics of the task: the score of labelled samples, on the float model and on the bundle's.
 
-Accuracy, detection as COCO counts it, text by the decoders that a metric names, language models by the tokens they
-foresee. Packages that only some metrics need are imported when such a metric is asked for.
+They are accuracy, detection as COCO measures it, text by the decoder that the user names, and language models by the
+probability of their tokens. Packages that only some metrics need are imported when such a metric is used.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from edgekit.verify.task_scores import TaskReport, Unit
 
 
 def decode_text(value: Array, limit: TaskLimit) -> str:
-    """Returns the text that an output stands for.
+    """Returns the text that an output decodes to.
 
     Raises:
         UsageError: there is no such decoder.
@@ -52,10 +52,10 @@ def decode_strings(value: Array, _limit: TaskLimit) -> str:
 
 
 def decode_ctc(value: Array, limit: TaskLimit) -> str:
-    """Returns the best path of a [time, classes] output: the best class a step, repeats joined, blanks dropped.
+    """Returns the best path of a [time, classes] output: the best class per step, repeats merged, blanks dropped.
 
-    Graves et al. 2006, "Connectionist temporal classification", section 3.2 (best path decoding). Axes of one are left
-    out. `blank` of the limit is the class that stands for nothing, counted from the end where it is negative.
+    Graves et al. 2006, "Connectionist temporal classification", section 3.2 (best path decoding). Axes of size 1 are
+    ignored. `blank` of the limit is the class of the blank, counted from the end if it is negative.
     """
     dims = [dim for dim in value.shape if dim != 1]
     if len(dims) != 2 or value.dtype.kind != "f":
@@ -75,7 +75,7 @@ def decode_indices(value: Array, limit: TaskLimit) -> str:
 
 
 def _spell(places: list[int], limit: TaskLimit, blank: int | None, classes: int) -> str:
-    """Returns the letters of classes; the alphabet has a letter a class, or one for each but the blank."""
+    """Returns the letters of classes; the alphabet has a letter for each class, or for each class but the blank."""
     letters = list(limit.alphabet)
     if blank is not None and len(letters) == classes - 1:
         letters.insert(blank, "")
@@ -94,7 +94,7 @@ DECODERS: dict[str, Callable[[Array, TaskLimit], str]] = {
 }
 
 
-# Packages that are called otherwise than their module.
+# Packages whose name differs from that of their module.
 _PACKAGES = {"sklearn": "scikit-learn"}
 
 
@@ -116,7 +116,7 @@ Weights = npt.NDArray[np.int64]
 
 
 class Detections(msgspec.Struct, frozen=True, kw_only=True):
-    """What is in one image, and what was found there: boxes as [left, top, right, bottom], scores and classes."""
+    """The labelled and the detected objects of one image: boxes as [left, top, right, bottom], scores and classes."""
 
     label: Boxes
     boxes: Array
@@ -125,7 +125,7 @@ class Detections(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_detections(outputs: Tensors, label: Boxes, limit: TaskLimit) -> Detections:
-    """Returns the detections of one sample: the outputs named `boxes,scores,classes`, or as the limit names them.
+    """Returns the detections of one sample, from the outputs `boxes,scores,classes` or those that the limit names.
 
     Raises:
         DataError: there are no such outputs, or their sizes do not fit.
@@ -147,7 +147,7 @@ def read_detections(outputs: Tensors, label: Boxes, limit: TaskLimit) -> Detecti
 
 
 def prepare_map(records: Sequence[Detections]) -> Callable[[Weights], float]:
-    """Returns a function of how often each image counts that gives the mean AP over IoU 0.50 to 0.95.
+    """Returns a function from how often each image counts to the mean AP over IoU 0.50 to 0.95.
 
     Computed by pycocotools (Lin et al. 2014, "Microsoft COCO"): over the classes that occur in the labels, 0 to 1.
 
@@ -215,9 +215,9 @@ def _as_size(box: Sequence[float] | Array) -> list[float]:
 
 
 def read_token_losses(scores: Array, label: Array) -> tuple[float, float]:
-    """Returns the sum of -log p of the tokens of a text and how many there are, from scores [..., tokens, words].
+    """Returns the sum of -log p over the tokens of a text and their number, from scores [..., tokens, words].
 
-    `label` holds the token that each position is to foresee; a negative one does not count.
+    `label` holds the token that each position must predict; a negative one does not count.
 
     Raises:
         DataError: the scores do not fit the label, or a token is no word of theirs.
@@ -230,7 +230,7 @@ def read_token_losses(scores: Array, label: Array) -> tuple[float, float]:
 
 
 def read_next_tokens(scores: Array, label: Array) -> tuple[float, float]:
-    """Returns for how many tokens of a text the best score is theirs, and how many there are.
+    """Returns for how many tokens of a text the best score is the right token's, and the number of tokens.
 
     Raises:
         DataError: the scores do not fit the label, or a token is no word of theirs.
@@ -252,7 +252,7 @@ def prepare_perplexity(records: Sequence[tuple[float, float]]) -> Callable[[Weig
 
 
 def _match(scores: Array, label: Array) -> tuple[Array, Array]:
-    """Returns the scores [tokens, words] of the positions that count, and the tokens there."""
+    """Returns the scores [tokens, words] of the positions that count, and the tokens to predict there."""
     wanted = np.asarray(label).reshape(-1)
     words = scores.shape[-1] if scores.ndim > 1 else 0
     if wanted.dtype.kind not in "iu" or not words or scores.size != wanted.size * words:
@@ -274,10 +274,10 @@ Scorer = Callable[[Weights], float]
 
 
 class TaskMetric(msgspec.Struct, frozen=True, kw_only=True):
-    """A metric of the task: which labels it needs, what it keeps of a sample, and the score of all that was kept.
+    """A metric of the task: which labels it needs, what it keeps of a sample, and the score of all kept values.
 
-    `prepare` returns a function of how often each sample counts, so that the score of a bootstrap's draw costs little.
-    `hits` tells that a sample is right or wrong and nothing between.
+    `prepare` returns a function of how often each sample counts, so that the score of a bootstrap draw is cheap. `hits`
+    means that a sample is either right or wrong.
     """
 
     labels: LabelKind
@@ -311,9 +311,9 @@ def find_metric(limit: TaskLimit) -> TaskMetric:
 
 
 def measure_task(limit: TaskLimit, reference: Samples, got: Samples, labels: Sequence[Label]) -> TaskReport:
-    """Returns a metric on both sides, over all labelled samples, with the interval of their difference.
+    """Returns a metric on both models, over all labelled samples, with the interval of their difference.
 
-    Memory holds one sample and what the metric keeps of each.
+    Only one sample, and what the metric keeps of each, is in memory.
 
     Raises:
         UsageError: there is no such metric or decoder.
@@ -333,7 +333,7 @@ def measure_task(limit: TaskLimit, reference: Samples, got: Samples, labels: Seq
 
 
 def compare_records(limit: TaskLimit, mine: Sequence[Any], theirs: Sequence[Any]) -> TaskReport:
-    """Returns a metric on both sides from what was kept of each sample, with the interval of their difference.
+    """Returns a metric on both models from what was kept of each sample, with the interval of their difference.
 
     Raises:
         UsageError: there is no such metric.
@@ -406,7 +406,7 @@ def read_records(limit: TaskLimit, samples: Samples, labels: Sequence[Label]) ->
 
 
 def read_hit(outputs: Tensors, label: int, limit: TaskLimit, *, k: int) -> tuple[float, float]:
-    """Returns whether the label is among the k classes ranked first; the label loses ties, as a constant must."""
+    """Returns whether the label is among the k best classes; it loses ties, so that constant scores never win."""
     scores = find_output(outputs, limit, ranks_classes).reshape(-1)
     if not 0 <= label < scores.size:
         raise DataError(f"label {label} is no class of an output of {scores.size}", hint="classes count from 0")
@@ -444,7 +444,7 @@ def read_word_errors(outputs: Tensors, label: str, limit: TaskLimit, *, letters:
 def read_masks(outputs: Tensors, label: Array, limit: TaskLimit) -> Array:
     """Returns intersection and union of each class of a mask as an array [256, 2]; the class `ignore` does not count.
 
-    An output of scores becomes a mask by its best class, along the axis that the label lacks.
+    An output of scores becomes a mask of its best classes, along the axis that the label lacks.
     """
     wanted = np.asarray(label).astype(np.int64).squeeze()
     found = find_output(outputs, limit, lambda value: value.size >= wanted.size).squeeze()
@@ -463,7 +463,7 @@ def read_masks(outputs: Tensors, label: Array, limit: TaskLimit) -> Array:
 
 
 def read_score(outputs: Tensors, label: int, limit: TaskLimit) -> tuple[float, float]:
-    """Returns the score of the class `positive`, or the only one there is, and whether the label is that class."""
+    """Returns the score of the class `positive` (or the only score), and whether the label is that class."""
     scores = find_output(outputs, limit, lambda value: value.dtype.kind == "f").reshape(-1)
     if scores.size == 1:
         return float(scores[0]), float(label == limit.positive)
@@ -498,7 +498,7 @@ def read_text(
 
 
 def prepare_ratio(records: Sequence[tuple[float, float]]) -> Scorer:
-    """Returns the scorer sum a / sum b over what was kept as (a, b) of each sample."""
+    """Returns the scorer sum a / sum b, for a pair (a, b) kept of each sample."""
     table = np.array(records, dtype=np.float64).reshape(-1, 2)
 
     def score(weights: Weights) -> float:
@@ -595,9 +595,9 @@ def _as_fraction(value: Any) -> tuple[float, float]:
 
 
 MOST_SAMPLES = 1024
-"""Where the models agree on so many, 0.2 points of doubt are left to each side (Agresti and Min 2005)."""
+"""Where the models agree on so many samples, 0.2 points of doubt are left on each side (Agresti and Min 2005)."""
 TOP1 = TaskLimit(name="top1")
-"""What labels are taken to be for where nobody says it."""
+"""What labels are assumed to be if nobody says it."""
 
 
 def measure_drop(
@@ -610,8 +610,9 @@ def measure_drop(
 ) -> Prediction:
     """Runs both models over at most MOST_SAMPLES labelled samples, spread evenly, and returns the true drop.
 
-    A drop of what lies between 0 and 1 is in shares of one, another one in shares of the float model's own figure.
-    Outputs of the quantized model that the metric cannot read have lost everything. `outputs` states what outputs are.
+    The drop of a metric between 0 and 1 is a difference of shares; that of another metric is relative to the float
+    model's figure. If the metric cannot read the quantized model's outputs, everything is lost. `outputs` states what
+    outputs are for.
 
     Raises:
         UsageError: there is no such metric or decoder.
@@ -625,7 +626,7 @@ def measure_drop(
 def measure_drop_from(
     reference: FloatReference, quantized: Model, labels: Sequence[Label], limit: TaskLimit = TOP1
 ) -> Prediction:
-    """Returns the true drop against a float model that is held against several; else as `measure_drop`."""
+    """Returns the true drop for a float model that is compared with several models; else as `measure_drop`."""
     likeness, mine, theirs = Likeness(reference.parts), list[Any](), list[Any]()
     kept = [labels[index] for index in reference.indices]
     for pair, label in zip(reference.run_pairs(quantized), kept, strict=True):

@@ -1,4 +1,4 @@
-"""What a metric of the task found, and the judgement on it; how often the first class is the label."""
+"""The result of a metric of the task and its judgement; and how often the first class is the label."""
 
 import contextlib
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ Unit = Literal["share", "dB", "value"]
 class TaskReport(msgspec.Struct, frozen=True, kw_only=True):
     """A metric of the task on the float model and on a device, over the same labelled samples.
 
-    `got` is None where a sample did not come back whole; `mismatch` then says so. `difference` is `got` minus
-    `reference`, `interval` its interval of 95 %; `share_interval` is that of `got` over `reference`. A `unit` of
-    "share" lies between 0 and 1. `labelled` counts the samples that have labels, of which `samples` were measured;
-    `gained` and `lost` count those that changed sides, where a sample is right or wrong and nothing between.
+    `got` is None if a sample did not come back whole; `mismatch` then says so. `difference` is `got` minus `reference`,
+    `interval` its 95 % interval; `share_interval` is that of `got` over `reference`. A `unit` of "share" is between 0
+    and 1. `labelled` counts the samples that have labels, of which `samples` were measured; `gained` and `lost` count
+    those that became right or wrong, if a sample is either right or wrong.
     """
 
     name: str
@@ -45,20 +45,20 @@ class TaskReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_partial(self) -> bool:
-        """True if there are samples with labels that were not measured."""
+        """True if there are labelled samples that were not measured."""
         return self.labelled > self.samples
 
     @property
     def difference(self) -> float | None:
-        """How far the device lies above the float model, None where it was not measured."""
+        """How far the device is above the float model, or None if it was not measured."""
         return None if self.got is None else self.got - self.reference
 
 
 def judge_task(report: TaskReport | None, limit: TaskLimit | None) -> Judgement:
-    """Returns whether a metric keeps its limit, with a line for each reason why it fails or is not proven.
+    """Returns whether a metric keeps its limit, with one line for each reason why it fails or is not proven.
 
-    A figure over all labelled samples that misses the limit fails. It is not proven where the figure keeps the limit
-    and its interval does not, or where it misses the limit on a part of the samples and chance may be the reason.
+    A figure over all labelled samples that misses the limit fails. It is not proven if the figure keeps the limit and
+    its interval does not, or if it misses the limit on a part of the samples and chance may be the reason.
     """
     if limit is None:
         return Judgement()
@@ -88,7 +88,7 @@ def format_score(report: TaskReport, value: float | None) -> str:
 
 
 def describe_difference(report: TaskReport) -> str:
-    """Returns the difference to the float model with its interval, in points."""
+    """Returns the difference from the float model with its interval, in points."""
     if report.difference is None:
         return "not measured"
     factor = 100.0 if report.unit == "share" else 1.0
@@ -138,9 +138,9 @@ def _judge_share(report: TaskReport, got: float, limit: TaskLimit) -> Judgement:
 
 
 class _Figure(msgspec.Struct, frozen=True, kw_only=True):
-    """A loss that may be at most so large: its value, and the ends of its interval, None where that is not known.
+    """A loss with a limit: its value, and the ends of its interval, None if unknown.
 
-    `misses` says that the value is too large, `could` that the bad end is; `least` is the limit as the difference of
+    `misses` says that the value is too large, `could` that the worse end is; `least` is the limit as the difference of
     the two scores.
     """
 
@@ -162,7 +162,7 @@ def _judge_figure(report: TaskReport, limit: TaskLimit, figure: _Figure) -> Judg
     if ends is None:
         words = f'has too few samples ({report.samples}) for an interval; give 30 or more, or set gate = "estimate"'
         return Judgement(unproven=(words,))
-    # By what changed sides where that was counted, else by the width of the interval.
+    # Computed from the samples that became right or wrong if these were counted, else from the width of the interval.
     if report.gained is None or report.lost is None:
         enough = find_enough(report.samples, ends[1] - value, most - value)
     else:
@@ -179,20 +179,20 @@ def _judge_least(report: TaskReport, got: float, limit: TaskLimit) -> Judgement:
 
 
 def _refuse(report: TaskReport, line: str, *, may_be_luck: bool) -> Judgement:
-    """Returns a failure, unless samples are left that were not measured, and chance may be the reason."""
+    """Returns a failure; it is only not proven if some samples were not measured and chance may be the reason."""
     if may_be_luck and report.is_partial:
         return Judgement(unproven=(f"{line}, on {report.samples} of {report.labelled} labelled samples",))
     return Judgement(failures=(line,))
 
 
-# Of fewer samples a good model may miss as many as chance does.
+# On fewer samples even a good model may miss as many by chance.
 _LEAST_LABELLED = 20
 
 
 class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
     """The share of samples whose first class is the label, on the float model and on the device.
 
-    `interval` is that of 95 % of `got` minus `reference`, over the same samples.
+    `interval` is the 95 % interval of `got` minus `reference`, over the same samples.
     """
 
     output: str
@@ -203,7 +203,7 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure_accuracy(reference: Samples, got: Samples, labels: Sequence[int]) -> Accuracy | None:
-    """Returns the top-1 accuracy of both sides on the first output that ranks classes, None if none does.
+    """Returns the top-1 accuracy of both sides on the first output that ranks classes, or None if none does.
 
     A sample that did not come back, or came back with values that are not finite, counts as wrong.
     """
@@ -230,10 +230,10 @@ def describe_accuracy(found: Accuracy) -> str:
 
 
 def describe_chance(golden: Golden) -> str:
-    """Returns in words that the float model is no better than chance on the labels, "" where it is or has none.
+    """Returns, in words, that the float model is no better than chance on the labels; "" if it is, or has none.
 
-    Chance gets one sample of as many as there are classes. The float model is better if the lower end of Wilson's
-    interval of its accuracy lies above that; fewer than 20 samples do not tell.
+    Chance is right in one of N samples for N classes. The float model is better if the lower end of Wilson's interval
+    of its accuracy is above that; fewer than 20 samples are not judged.
     """
     labels = read_classes(golden)
     outputs = read_outputs(golden)

@@ -1,4 +1,4 @@
-"""Comparing any two models on the same samples, by their outputs and layer by layer."""
+"""Compares any two models on the same samples, by their outputs and layer by layer."""
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -32,19 +32,18 @@ from edgekit.verify.task_metrics import find_metric, measure_task
 from edgekit.verify.task_scores import TaskReport, judge_task
 
 LIMITS = Thresholds(min_cosine=0.97, min_top1_agreement=0.9, min_sqnr_db=12.0, granted_samples=1)
-"""What model `b` must keep of model `a` where nothing else is asked: what targets ask of an 8-bit model."""
-# As a build: so many samples tell what outputs are for.
+"""How far model `b` may be from model `a` by default: what targets ask of an 8-bit model."""
+# As in a build: this many samples show what outputs are for.
 _READ_FROM = 16
 
 
 class ModelComparison(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
-    """How far model `b` lies from model `a`; `layers` is empty and `task` None unless asked for.
+    """How far model `b` is from model `a`; `layers` is empty and `task` None unless asked for.
 
-    `renamed` holds those inputs and outputs of `b` that were taken for those of `a` by their places, because no names
-    agree.
-    The outputs are judged by what they are for, as `verify` judges those of a bundle.
-    `device` ran model `b`, None for this machine without optimisation; `failure` is what it did instead of running, and
-    `located` the first layer that it computes otherwise than this machine does.
+    `renamed` holds those inputs and outputs of `b` that were matched to those of `a` by position, because no names
+    agree. The outputs are judged by what they are for, as `verify` judges those of a bundle. `device` ran model `b`,
+    None for this machine without optimisation; `failure` says why it did not run, and `located` is the first layer that
+    it computes differently from this machine.
     """
 
     a: str
@@ -61,13 +60,13 @@ class ModelComparison(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def first_bad_layer(self) -> str | None:
-        """The first layer whose own error stands out, None if none does or none was compared."""
+        """The first layer whose own error stands out, or None if none does or none was compared."""
         if self.located is not None:
             return self.located.layer
         return name_first_bad(self.layers)
 
     def weigh(self, min_sqnr_db: float | None = None) -> Judgement:
-        """Returns why `b` does not do what `a` does, or why that cannot be told; the ratio counts where it is given."""
+        """Returns why `b` does not do what `a` does, or why that is open; a given SQNR limit counts too."""
         if self.failure is not None or not self.outputs:
             return Judgement(failures=(f"the device failed: {self.failure}" if self.failure else "nothing came back",))
         limits = limit_ratio(min_sqnr_db)
@@ -76,26 +75,26 @@ class ModelComparison(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def judge(self, min_sqnr_db: float | None) -> Verdict:
-        """Returns whether `b` does what `a` does, and the metric is good."""
+        """Returns whether `b` does what `a` does, and the metric keeps its limit."""
         return self.weigh(min_sqnr_db).verdict
 
     def reaches(self, min_sqnr_db: float | None) -> bool:
-        """Returns True if nothing speaks against `b`, and nothing was left open."""
+        """Returns True if nothing failed and nothing is unproven."""
         return self.judge(min_sqnr_db) == "pass"
 
 
 def limit_ratio(min_sqnr_db: float | None) -> Thresholds:
-    """Returns what outputs must keep; a ratio that is given counts beside what they are for."""
+    """Returns the thresholds of outputs; an SQNR limit, if given, counts in addition to what the outputs are for."""
     if min_sqnr_db is None:
         return LIMITS
     return msgspec.structs.replace(LIMITS, min_sqnr_db=min_sqnr_db, named=("min_sqnr_db",))
 
 
 def compare_models(a: Model, b: Model, samples: Samples, *, layers: bool = False) -> ModelComparison:
-    """Runs both models here with every optimisation off and returns how far `b` lies from `a`.
+    """Runs both models here with every optimisation off and returns how far `b` is from `a`.
 
-    Floats are cast where the two models want or give different float types. Inputs or outputs that have no name in
-    common go by their places.
+    Floats are cast if the two models have different float types. Inputs or outputs without a common name are matched by
+    position.
 
     Raises:
         ModelError: the layers were asked for, and the models have none in common.
@@ -120,10 +119,10 @@ def compare_models(a: Model, b: Model, samples: Samples, *, layers: bool = False
 def compare_on_device(
     a: Model, b: Model, samples: Samples, device: Device, target: Target, *, layers: bool = False
 ) -> ModelComparison:
-    """Runs model `a` here and model `b` on a device, and returns how far they lie apart.
+    """Runs model `a` here and model `b` on a device, and returns how far apart they are.
 
-    With `layers` the first layer that the device computes otherwise than this machine is looked for, by the tensors
-    inside, or where the device cannot give them by cutting model `b`.
+    With `layers` the first layer that the device computes differently from this machine is looked for, by the tensors
+    inside, or, if the device cannot return these, by cutting model `b`.
 
     Raises:
         DeviceError: the device is not there.
@@ -156,7 +155,7 @@ def compare_on_device(
 
 
 def _read_outputs(model: Model, outputs: Samples) -> dict[str, Reading]:
-    """Returns what the outputs of a model are for, from what it gives for the first samples."""
+    """Returns what the outputs of a model are for, judged by its outputs for the first samples."""
     few = list(islice(outputs, _READ_FROM))
     return read_output_kinds(read_graph(model), few, {}) if few else {}
 
@@ -171,7 +170,7 @@ def _compare_places(
 def add_task(
     report: ModelComparison, a: Model, b: Model, samples: Samples, limit: TaskLimit, *, labels: tuple[Path, Samples]
 ) -> ModelComparison:
-    """Returns the comparison with a metric of the task; `labels` is their file and the samples that it labels.
+    """Returns the comparison with a metric of the task; `labels` is the file of labels and the samples it covers.
 
     Raises:
         UsageError: there is no such metric.
@@ -186,13 +185,13 @@ def add_task(
 
 
 def _pair_names(of_a: Sequence[TensorSpec], of_b: Sequence[TensorSpec]) -> dict[str, str]:
-    """Returns the names in `a` by those in `b`, where there are as many and none is the same."""
+    """Returns the names in `a` by those in `b`, if both have as many and none is equal."""
     is_other = len(of_a) == len(of_b) and {spec.name for spec in of_a}.isdisjoint(spec.name for spec in of_b)
     return {theirs.name: mine.name for mine, theirs in zip(of_a, of_b, strict=True)} if is_other else {}
 
 
 def _name_twice(samples: Samples, renamed: Mapping[str, str]) -> Samples:
-    """Returns samples in which both models find their inputs."""
+    """Returns samples that hold the inputs of both models under each one's names."""
     return map_samples(
         samples,
         lambda sample: {**sample, **{theirs: sample[mine] for theirs, mine in renamed.items() if mine in sample}},

@@ -1,1 +1,1 @@
-"""How far two tensors lie apart, each metric with its formula and interval."""
+"""How far two tensors are apart: each metric with its formula and interval."""

@@ -1,16 +1,17 @@
-"""Whether two runs say the same, by what each output is for: a share of one, whatever the kind, and its interval.
+"""How far two runs agree, judged by what each output is for: a share of one, whatever the kind, with its interval.
 
-| kind | what is shared |
+| kind | what the share counts |
 |---|---|
-| classes, map, labels | decisions: of samples, of places, of entries |
-| sequence | steps; or letters, by their edit distance, where most steps are the blank of CTC |
+| classes, map, labels | equal decisions: of samples, of places, of entries |
+| sequence | equal steps; or letters, by their edit distance, where most steps are the blank of CTC |
 | embedding | how samples resemble each other: the correlation of the cosines of all pairs (Kriegeskorte et al. 2008) |
-| | of a vector of the float model with another of its own, or of the other side; or where that is more, the energy |
-| | of the vectors that can be taken for no other: their error is less than half the distance to the nearest other |
-| values, image | the variance between samples (R2), and the energy, which an offset that all samples share is part of |
+| | of a vector of the float model with another of its own, or of the other run; or, if that is larger, the energy |
+| | of the vectors that cannot be mistaken: their error is less than half the distance to the nearest other vector |
+| values, image | the variance between samples (R2), and the energy, which includes an offset common to all samples |
 
-An output that may be of two kinds has a figure for each. All stand beside one limit: what is more than nine tenths the
-same by every reading passes, what is less by every reading fails, and where readings disagree nothing is proven.
+An output that may be of two kinds has a figure for each. All have the same limit: an output that agrees by more than
+nine tenths for every kind passes, one that agrees by less for every kind fails, and if the kinds disagree nothing is
+proven.
 """
 
 import math
@@ -33,27 +34,28 @@ from edgekit.verify.metrics.intervals import bootstrap_share, span_95
 
 _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Of = Literal["classes", "places", "steps", "letters", "labels", "neighbours", "variance", "energy", "detections"]
-"""What is shared."""
+"""What is compared: the things that the share counts."""
 SHARED: Mapping[Of, str] = {
     "classes": "top-1 agreement", "places": "agreement of places", "steps": "agreement of steps",
     "letters": "agreement of letters", "labels": "agreement of labels", "detections": "detection agreement",
     "neighbours": "agreement of neighbours", "variance": "share of the variance", "energy": "share of the energy",
 }  # fmt: skip
-"""What a share is called."""
+"""The name of a share in messages."""
 
 _DECIDING: Mapping[MeasuredKind, Of] = {"classes": "classes", "map": "places", "sequence": "steps", "labels": "labels"}
-# Draws of pairs, which cost the square of the samples; and fewer samples than this have too few pairs.
+# The number of pairs grows with the square of the samples, so pairs are drawn; and fewer samples than this have too few
+# pairs.
 _PAIR_DRAWS, _LEAST_VECTORS = 200, 4
-# Edits of longer answers cost the square of their letters: there steps count.
+# The edit distance of longer answers costs the square of their length: for them, steps count.
 _MOST_LETTERS = 4096
-# Below this share of the energy float32 itself moves: nothing varies.
+# A variance below this share of the energy is rounding of float32: then nothing varies.
 _STILL = 1e-10
-# A failure is an accusation: chance makes it in less than this many honest runs (a side of 95 %).
+# A failure must be sure: chance causes it in less than this share of honest runs (one side of a 95 % interval).
 _DOUBT = 0.025
 
 
 class Agreement(msgspec.Struct, frozen=True, kw_only=True):
-    """The share of something that two runs have in common, and its interval of 95 %, None for a single sample."""
+    """The share on which two runs agree, and its 95 % interval, None for a single sample."""
 
     of: Of
     share: _Share
@@ -61,10 +63,10 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True):
     samples: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     def is_below(self, least: float) -> bool:
-        """Returns True if so little is no chance of these samples, were the true share `least`.
+        """Returns True if chance would seldom give so low a share, were the true share `least`.
 
-        Shares of samples are held against the binomial distribution itself (Clopper and Pearson 1934), because few
-        samples are far from normal; others against their interval.
+        Shares of samples are tested by the binomial distribution itself (Clopper and Pearson 1934), because few samples
+        are far from normal; others by their interval.
         """
         if self.of != "classes" or not self.samples:
             return (self.share if self.interval is None else self.interval[1]) < least - 1e-12
@@ -93,7 +95,7 @@ def measure_agreement(
 
 
 def count_edits(label: Sequence[object], found: Sequence[object]) -> int:
-    """Returns how many entries to insert, delete or exchange make one of the other (Levenshtein 1966)."""
+    """Returns how many insertions, deletions and substitutions turn one into the other (Levenshtein 1966)."""
     places, wanted = np.arange(len(label) + 1), np.array(list(label))
     row = places
     for index, entry in enumerate(found, start=1):
@@ -107,7 +109,7 @@ class _UnlikeError(Exception):
 
 
 class _Pairs:
-    """Both sides of an output, sample by sample, as often as they are read."""
+    """Both sides of an output, sample by sample; they can be read several times."""
 
     def __init__(self, name: str, reference: Samples, got: Samples) -> None:
         self._name, self._reference, self._got = name, reference, got
@@ -147,7 +149,7 @@ def _share_decisions(reading: Reading, pairs: _Pairs) -> Iterator[Agreement]:
         before, after = read_decisions(wanted, reading), read_decisions(found, reading)
         if of == "steps":
             answers.append((before, after))
-        # Of classes that share the first place any may be named.
+        # If several classes share the first place, any of them is right.
         is_same = _is_first(wanted, before, after) if of == "classes" else before == after
         rows.append((float(np.sum(is_same)), float(before.size)))
     if not rows:
@@ -169,7 +171,7 @@ def _is_first(wanted: Array, before: Array, after: Array) -> bool:
 
 
 def _find_blank(steps: Array) -> int | None:
-    """Returns the class of most steps, which is the blank of CTC (A. Graves et al., 2006), None where none is."""
+    """Returns the class of most steps, which is the blank of CTC (A. Graves et al., 2006), or None if there is none."""
     counts = np.bincount(steps)
     return int(counts.argmax()) if 2 * counts.max() > len(steps) else None
 
@@ -197,7 +199,7 @@ def _share_values(pairs: _Pairs) -> Iterator[Agreement]:
     if not np.isfinite([error, energy]).all():
         raise _UnlikeError
     kept: list[tuple[Of, Array]] = [("energy", energy)]
-    # What a single sample says varies from nothing, and samples of several sizes have no mean.
+    # A single sample has no variance, and samples of several sizes have no mean.
     if count > 1 and len(shapes) == 1 and varying.sum() > _STILL * energy.sum():
         kept.insert(0, ("variance", varying))
     for of, size in kept:
@@ -213,13 +215,13 @@ def _share_vectors(pairs: _Pairs) -> Iterator[Agreement]:
         raise _UnlikeError
     stacked = (np.stack(side) for side in zip(*sides, strict=True))
     gallery, queries = (rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12) for rows in stacked)
-    # Where all samples lie equally far apart, or are nearly parallel, cosines of pairs hold little but rounding. Then
-    # the vectors themselves are the proof, unless one stands for all: that would agree as far as these do.
+    # If all samples are equally far apart, or nearly parallel, cosines of pairs contain little but rounding. Then the
+    # vectors themselves are compared, unless they are all alike: then any constant output would agree too.
     yield max(_share_neighbours(gallery, queries), _share_own(gallery, queries), key=lambda each: each.share)
 
 
 def _share_neighbours(gallery: Array, queries: Array) -> Agreement:
-    # An app's gallery may hold what the float model gave: what turns all vectors alike finds nothing in it.
+    # An app's gallery may hold vectors of the float model: a device that rotates all vectors alike finds nothing in it.
     wanted, found = np.asarray(gallery @ gallery.T), np.asarray(gallery @ queries.T)
     rng, count = np.random.default_rng(0), len(gallery)
     draws = [_correlate(wanted, found, rng.integers(0, count, count)) for _ in range(_PAIR_DRAWS)]
@@ -228,9 +230,9 @@ def _share_neighbours(gallery: Array, queries: Array) -> Agreement:
 
 
 def _share_own(gallery: Array, queries: Array) -> Agreement:
-    """Returns the share of the energy in vectors that no other of the float model can be nearer to.
+    """Returns the share of the energy in vectors that cannot be mistaken for another vector of the float model.
 
-    That is sure where the error is less than half the distance to the nearest other one (the triangle inequality).
+    That is certain if the error is less than half the distance to the nearest other vector (the triangle inequality).
     """
     error = np.square(queries - gallery).sum(axis=1)
     apart = 2.0 - 2.0 * (gallery @ gallery.T)
@@ -241,7 +243,7 @@ def _share_own(gallery: Array, queries: Array) -> Agreement:
 
 
 def _correlate(wanted: Array, found: Array, drawn: Array) -> float:
-    """Returns how cosines of pairs correlate, 0 to 1, of samples that were drawn; a sample is no pair with itself."""
+    """Returns the correlation, 0 to 1, of the cosines of pairs among drawn samples; a sample is no pair with itself."""
     first, second = (drawn[index] for index in np.triu_indices(len(drawn), 1))
     kept = first != second
     one, other = (side[first[kept], second[kept]] for side in (wanted, found))
@@ -254,5 +256,5 @@ def _correlate(wanted: Array, found: Array, drawn: Array) -> float:
 
 def _energy(values: Array) -> float:
     flat = np.asarray(values, np.float64).reshape(-1)
-    # Not np.dot: the threads of BLAS fight with those of a waiting session.
+    # Not np.dot: the threads of BLAS compete with those of a waiting session.
     return float(np.einsum("i,i->", flat, flat))

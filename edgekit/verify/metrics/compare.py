@@ -1,4 +1,4 @@
-"""Comparing the outputs of two runs, sample by sample, in memory that does not grow with their number."""
+"""Compares the outputs of two runs, sample by sample, in memory that does not grow with the number of samples."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,13 +27,13 @@ that memory does not grow with their number."""
 
 
 _Row = tuple[int, Tensors, Tensors | None]
-"""The place of a sample, the reference, and what came back for it, None where nothing did."""
+"""The index of a sample, its reference, and its outputs, None if none came back."""
 
 
 class _Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """One output of one sample: its errors, or why there are none; and what both sides say.
+    """One output of one sample: its errors, or why there are none; and the answers of both sides.
 
-    `shapes` are those of both sides, the second None where nothing came back.
+    `shapes` are those of both sides, the second None if nothing came back.
     """
 
     errors: SampleErrors | None = None
@@ -45,13 +45,13 @@ class _Measured(msgspec.Struct, frozen=True, kw_only=True):
 def compare_outputs(
     reference: Samples, got: Samples, readings: Mapping[str, Reading] | None = None
 ) -> tuple[OutputReport, ...]:
-    """Returns how far every output of `reference` is met by `got`, over all samples.
+    """Returns how far every output of `got` is from that of `reference`, over all samples.
 
-    `readings` say what outputs are for: then each has the share of that which both sides have in common, and nothing is
-    ranked in those that rank no classes.
+    `readings` say what outputs are for. If given, each output also gets its agreement, and only outputs that rank
+    classes get ranks.
 
-    What cannot be compared (a missing output, another shape or dtype, too few samples, a file that is cut off) stands
-    in `OutputReport.mismatch` and fails; it is never left out.
+    If an output cannot be compared (it is missing, has another shape or dtype, too few samples, or its file is cut
+    off), `OutputReport.mismatch` says so and the output fails; it is never left out.
     """
     measured: dict[str, list[_Measured]] = {}
     troubles: list[str] = []
@@ -67,9 +67,9 @@ def compare_outputs(
 
 
 def _read(report: OutputReport, reading: Reading | None, shared: tuple[Agreement, ...]) -> OutputReport:
-    """Returns the report of an output with its agreements; of an output that names no class no ranks are reported.
+    """Returns the report of an output with its agreements; an output that names no class gets no ranks.
 
-    Where samples are missing or not finite, the other figures of the output say so, and it gets no agreements.
+    If samples are missing or not finite, the other figures of the output say so, and it gets no agreements.
     """
     if reading is not None and reading.kind not in {"classes", "labels"}:
         report = msgspec.structs.replace(
@@ -81,9 +81,10 @@ def _read(report: OutputReport, reading: Reading | None, shared: tuple[Agreement
 def mark_reordered(
     outputs: Sequence[OutputReport], wanted: Sequence[str], found: Sequence[str]
 ) -> tuple[OutputReport, ...]:
-    """Returns the reports, with a mismatch for each output that stands at another place than in the reference.
+    """Returns the reports, with a mismatch for each output whose position differs from the reference.
 
-    Names still find it, but apps may read outputs by their place. Where not all names agree, places say nothing.
+    Lookup by name still works, but apps may read outputs by position. If not all names agree, positions are not
+    compared.
     """
     if sorted(wanted) != sorted(found):
         return tuple(outputs)
@@ -97,7 +98,7 @@ def mark_reordered(
 
 
 def _pair(reference: Samples, got: Samples, troubles: list[str]) -> Iterator[_Row]:
-    """Yields each reference with what came back for it, up to the first that lacks one; says why in `troubles`."""
+    """Yields each reference with its outputs, up to the first sample without any; `troubles` gets the reason."""
     others = iter(got)
     for index, wanted in enumerate(reference):
         found = _take(others, troubles)
@@ -132,7 +133,7 @@ def _take(others: Iterator[Tensors], troubles: list[str]) -> Tensors | None:
 
 
 def _measure(name: str, block: Sequence[_Row]) -> Iterator[_Measured]:
-    """Yields what is found of one output in each sample of a block; those of one shape are measured at once."""
+    """Yields the result for one output in each sample of a block; samples of the same shape are measured at once."""
     came = [(one[name], two.get(name), index) for index, one, two in block if name in one and two is not None]
     for form, group in itertools.groupby(came, lambda row: _find_mismatch(*row) or (row[0].shape, row[0].dtype.str)):
         sides = list(group)
@@ -190,15 +191,15 @@ def _report(name: str, rows: Sequence[_Measured], trouble: str | None) -> Output
 
 
 def _place_worst(facts: OutputReport, rows: Sequence[_Measured], worst: int) -> OutputReport:
-    """Returns the facts with the worst of the samples that could be measured."""
+    """Returns the figures over all samples that could be measured, with the worst sample."""
     index, row, errors = [(index, row, row.errors) for index, row in enumerate(rows) if row.errors is not None][worst]
     return msgspec.structs.replace(facts, worst_sample=index, worst_position=errors.position, worst_answers=row.answers)
 
 
 def _agree_in_shape(rows: Sequence[_Measured]) -> float | None:
-    """Returns the share of samples with the shape of the reference, None where the shape does not depend on the data.
+    """Returns the share of samples with the shape of the reference, or None if the shape does not depend on the data.
 
-    It does where it changes from sample to sample on either side.
+    It depends on the data if it changes from sample to sample on either side.
     """
     changes = any(len({row.shapes[side] for row in rows if row.shapes[side] is not None}) > 1 for side in (0, 1))
     return sum(row.shapes[0] == row.shapes[1] for row in rows) / len(rows) if changes else None
@@ -227,17 +228,21 @@ def _measure_all(facts: OutputReport, errors: Sequence[SampleErrors]) -> OutputR
     )
 
 
-# As planning: so many samples tell how a list is read.
+# As in planning: this many samples show how a list is read.
 _READ_FROM = 16
-# From here on two boxes are one: the stricter of the two overlaps that COCO reports, as both are of the same network.
+# Boxes that overlap this much count as the same: the stricter of the two overlaps that COCO reports, because both come
+# from the same network.
 _SAME_BOX = 0.75
 _ROUNDED = 1e-3
 
 
 def read_list(golden: Golden) -> DetectionList | None:
-    """Returns how the float model's outputs list detections, None where they do not, or hold more beside these."""
+    """Returns how the float model's outputs list detections, or None.
+
+    None also if the outputs hold other values that vary between rows.
+    """
     rows = spread_indices(golden.samples, min(_READ_FROM, golden.samples))
-    # As planning: what sizes are depends on the image, which one sample has of open ones.
+    # As in planning: boxes are scaled by the size of the image, which differs between samples if it is open.
     is_open = any(not isinstance(dim, int) for spec in golden.inputs for dim in spec.shape or ())
     image = None if is_open else find_image(next(iter(read_inputs(golden))))
     outputs = list(select_samples(read_outputs(golden), rows))
@@ -248,13 +253,13 @@ def read_list(golden: Golden) -> DetectionList | None:
 
 
 def find_listed(bundle: Bundle) -> DetectionList | None:
-    """Returns the list that a bundle states, None where it states none or its golden samples do not show that one."""
+    """Returns the list that a bundle states, or None if it states none or its golden samples contradict it."""
     found = read_list(bundle.golden) if bundle.manifest.listed else None
     return found if found is not None and found.columns == bundle.manifest.listed else None
 
 
 def describe_unlisted(bundle: Bundle) -> str | None:
-    """Returns what fails a bundle that states a list of detections which its golden samples do not show, else None."""
+    """Returns a failure if a bundle states a list of detections that its golden samples contradict, else None."""
     if not bundle.manifest.listed or find_listed(bundle) is not None:
         return None
     names = ", ".join(sorted(bundle.manifest.listed.outputs))
@@ -262,7 +267,7 @@ def describe_unlisted(bundle: Bundle) -> str | None:
 
 
 def describe_lists(outputs: Sequence[OutputReport]) -> Iterator[str]:
-    """Yields that an output lists detections, which are judged in place of its other figures."""
+    """Yields that an output lists detections, which are judged instead of its other figures."""
     for output in outputs:
         for shared in (each for each in output.agreements if each.of == "detections"):
             ends = shared.interval
@@ -274,9 +279,9 @@ def describe_lists(outputs: Sequence[OutputReport]) -> Iterator[str]:
 
 
 def compare_bundled(bundle: Bundle, reference: Samples, got: Samples) -> tuple[OutputReport, ...]:
-    """Returns how far outputs lie from the float model's, each read as the bundle says, lists by their detections."""
+    """Returns how far outputs are from the float model's, each read as the bundle states, lists by their detections."""
     outputs, listed = compare_outputs(reference, got, bundle.manifest.readings or {}), find_listed(bundle)
-    # What is missing or has another shape has failed already.
+    # An output that is missing or has another shape has failed already.
     if listed is None or [each.samples for each in outputs if each.name in listed.outputs] != [reference.count] * len(
         listed.outputs
     ):
@@ -291,17 +296,18 @@ def compare_bundled(bundle: Bundle, reference: Samples, got: Samples) -> tuple[O
 
 
 def weigh_detections(listed: DetectionList, wanted: Tensors, found: Tensors) -> tuple[float, float]:
-    """Returns the weight of what two lists both name, and the mean of what each names.
+    """Returns the weight of the boxes that two lists share, and the mean of the weights of both lists.
 
-    A row weighs its score squared, as precision does by its ranks: the tail of a list is noise. Rows pair within a
-    class, the surest first, with the box that overlaps most, and share the smaller weight of the two.
+    The weight of a row is its score squared, which like precision favours the top ranks: the tail of a list is noise.
+    Rows pair within a class, the highest score first, with the box that overlaps most, and share the smaller weight of
+    the two.
     """
     if not all(np.isfinite(side[name]).all() for side in (wanted, found) for name in listed.outputs):
         return 0.0, 1.0
     (boxes, chances), (others, theirs) = listed.decode(wanted), listed.decode(found)
     mine, got = chances.max(axis=1) ** 2, theirs.max(axis=1) ** 2
     is_same = np.array_equal(listed.read_others(wanted), listed.read_others(found))
-    # Apps take the first rows for the best: scores that rise or are no shares are no list. What is rounded is granted.
+    # Apps take the first rows as the best: rising scores, or scores outside 0 to 1, are no list. Rounding is tolerated.
     steps = np.diff(listed.read_scores(found), prepend=1.0, append=0.0)
     if not is_same or steps.max() > _ROUNDED:
         return 0.0, float(mine.sum())

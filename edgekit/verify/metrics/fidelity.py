@@ -1,10 +1,10 @@
-"""Whether a device computes what the bundle's own model computes on this machine: whose values are those that came?
+"""Whether a device computes what the bundle's own model computes on this machine, or outputs of another origin.
 
-An honest device runs the same weights, and errs by the rounding of its own kernels: noise, whose size differs by orders
-of magnitude between devices that are all honest (18 to 140 dB below the values on those of the zoo). So its size is
-left to the limits and to the self-test's tolerance, and its form is judged here: each accusation holds what came back
-against another origin (another sample, another element, a constant, the float model), and is made only where that fits
-much better, and where chance would fit as well in less than `CHANCE` of honest outputs.
+An honest device runs the same weights, and its error is the rounding of its own kernels: noise, whose size differs by
+orders of magnitude between honest devices (18 to 140 dB below the values on those of the zoo). So the size of the error
+is left to the limits and to the self-test's tolerance, and its structure is judged here. Each accusation compares the
+outputs with another origin (another sample, another element, a constant, the float model). It is made only if that
+origin fits much better, and if chance would make it fit as well in less than `CHANCE` of honest outputs.
 tests/verify/test_verify_honesty.py counts how often.
 """
 
@@ -25,37 +25,38 @@ Floats = npt.NDArray[np.float64]
 
 CHANCE, _CHANCE_DEVIATES = 1e-4, 3.72
 """How often chance may accuse an honest output, and the same as a normal deviate: a tenth of one run in a thousand."""
-# Larger outputs are looked at in 16 sums of theirs; more samples tell no more.
+# Larger outputs are reduced to 16 sums; more samples than this add no information.
 _MOST_ELEMENTS, _MOST_SAMPLES = 4096, 256
-# Another origin that lies at half the distance (a quarter of the energy) is clearly nearer; 20 dB are no other kernels.
+# An origin at half the distance (a quarter of the energy) is clearly nearer; 20 dB are more than a change of kernels.
 _CLOSER, _MUCH_CLOSER = 4.0, 100.0
-# An error below half of what samples lie apart does not hide whose output it is.
+# An error below half of the distance between samples does not hide which sample an output belongs to.
 _LEAST_MOVE = 0.25
-# What moves by less than 20 dB below its energy may be answered by a constant, and by 25 dB hidden by rounding.
+# Variation more than 20 dB below the energy may be answered by a constant, and more than 25 dB below it may be hidden
+# by rounding.
 _STILL, _STEADY = 100.0, 300.0
-# Values of one output that should be equal are, to this share.
+# Values of one output that should be equal are equal within this share.
 _SAME = 1e-5
 _LEAST_CORRELATION, _HONEST_CORRELATION = 0.3, 0.7
-"""What varies correlates by 0.7 (the root of a half) where as much noise as signal varies: less is no device that
-follows its inputs. Below 0.3 no number of samples makes it one."""
-# Honest devices of the zoo seem to leak 0.024 of the sample before at most, where samples are much alike.
+"""A correlation of 0.7 (the root of a half) means that as much noise as signal varies: below it, a device does not
+follow its inputs. Below 0.3 no number of samples makes it a device that does."""
+# Honest devices of the zoo seem to leak up to 0.024 of the sample before, if samples are much alike.
 _LEAST_LEAK, _LEAST_STEPS = 0.05, 5
-# Where values saturate, a mistaken sample is exactly another's: no match counts for more than 20 dB.
+# If values saturate, a wrong sample may equal another one exactly: no match counts for more than 20 dB.
 _NEAREST = 0.01
-# An element matters if it moves by a twentieth of the largest value.
+# An element matters if it varies by a twentieth of the largest value.
 _LEAST_REACH = 0.05
-# Of the energy, as of the variance that values must keep beside the float model's (`Thresholds.min_agreement`).
+# The share of the energy that must be left, as of the variance beside the float model's (`Thresholds.min_agreement`).
 _LEAST_KEPT = 0.9
-# So many values of a sample at most err on their own: they come from the same layers.
+# At most so many values of a sample have independent errors, because they come from the same layers.
 _MOST_VALUES = 16
-# How far probabilities may add up to something else than one: 10,000 roundings of float32, and of fp16 a few.
+# How far probabilities may add up to something else than 1: 10,000 roundings of float32, and a few of fp16.
 _SHARES = 1e-3
 
 
 class Sides(msgspec.Struct, frozen=True, kw_only=True):
-    """One output in three forms, a sample a row: of the own model, of the float model, and of the device.
+    """One output of the bundle's own model, of the float model, and of the device, with one sample per row.
 
-    A row holds the elements, or where there are too many of them a sketch of 16 sums, from which distances follow.
+    A row holds the elements or, if there are too many, a sketch of 16 sums, from which distances can be estimated.
     """
 
     own: Floats
@@ -65,10 +66,10 @@ class Sides(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_unfaithful(own: Samples, reference: Samples, got: Samples) -> dict[str, str]:
-    """Returns for each output that does not come from the bundle's own model, in words, what came back instead.
+    """Returns, for each output that does not come from the bundle's own model, in words what came back instead.
 
-    All three hold the same samples: what the bundle's own model, the float model and the device make of them. An
-    output that is missing, not finite or of another shape is left out: its figures fail it.
+    All three arguments hold the same samples: the outputs of the bundle's own model, of the float model, and of the
+    device. An output that is missing, not finite or of another shape is left out: its figures fail it.
     """
     every = _read_sides(own, reference, got).items()
     found = {name: describe_origin(sides) or find_distance(sides) for name, sides in every}
@@ -76,27 +77,27 @@ def find_unfaithful(own: Samples, reference: Samples, got: Samples) -> dict[str,
 
 
 def describe_origin(sides: Sides) -> str | None:
-    """Returns in words where an output came from, if not from the bundle's own model, else None."""
+    """Returns, in words, where an output came from if not from the bundle's own model, else None."""
     own, got = sides.own, sides.got
     replay = find_replay(sides)
     if replay is not None or len(own) < 2:
         return replay
     signal, error = _energy(own), _energy(got - own)
     if _energy(np.diff(own, axis=0)) > signal / _STILL and not np.diff(got, axis=0).any():
-        # Two samples may saturate alike, and a grid may be too coarse for what moves.
+        # Two samples may saturate to the same values, and a grid may be too coarse to show what varies.
         return "is the same for every sample" if len(own) > 2 and _is_beyond_steps(own, got) else None
     words = find_leak(own, got) or find_permutation(own, got)
     if words is None and sides.is_whole:
         words = find_swapped(own, got) or find_stuck(own, got)
-    # Where the figures are bad, a model that drowns in noise correlates no more than a device that lies.
+    # If the figures are bad, an honest model whose outputs are mostly noise may correlate as little as a false device.
     return words if words or error * _CLOSER >= signal else find_independence(own, got, signal)
 
 
 def find_distance(sides: Sides) -> str | None:
-    """Returns the words for outputs that are clearly not the own model's, None for what rounding may make of these.
+    """Returns the words for outputs that are clearly not the own model's; None if rounding may explain them.
 
-    Less than nine tenths of their energy is left, beyond chance, and they lie farther from the own model's than these
-    from the float model's: all that the arithmetic cost the model on the way.
+    Less than nine tenths of their energy is left, beyond chance, and they are farther from the own model's outputs than
+    these are from the float model's, which is what all the arithmetic of the model cost.
     """
     error, own = (np.square(side).sum(axis=1) for side in (sides.got - sides.own, sides.own))
     share, interval = bootstrap_share(np.stack([own - error, own], axis=1))
@@ -107,10 +108,10 @@ def find_distance(sides: Sides) -> str | None:
 
 
 def find_replay(sides: Sides) -> str | None:
-    """Returns the words for outputs that are the float model's, where the bundle's own model gives others.
+    """Returns the words for outputs that are the float model's, if the bundle's own model gives others.
 
-    Kernels differ by much less than rounding costs, so that an honest device seldom lies 20 dB nearer to the float
-    model than the bundle's model does. Few values may lie there by chance.
+    Kernels differ by much less than quantization costs, so an honest device is seldom 20 dB nearer to the float model
+    than the bundle's model is. A few values may be so by chance.
     """
     apart, near = _energy(sides.own - sides.reference), _energy(sides.got - sides.reference)
     if not 0.0 < apart < math.inf or not near * _MUCH_CLOSER < apart:
@@ -127,11 +128,11 @@ def find_replay(sides: Sides) -> str | None:
 
 
 def find_leak(own: Floats, got: Floats) -> str | None:
-    """Returns the words for outputs that hold a share of the sample before, None where they do not.
+    """Returns the words for outputs that contain a share of the sample before, or None.
 
-    The error of each sample is a share of the sample before, by least squares with what the sample itself and the mean
-    of all explain taken out: a device that scales or shifts leaks nothing. How sure the share is follows from the
-    samples, each taken as one draw (Liang and Zeger 1986), and is held against Student's distribution, generously.
+    The error of each sample is regressed, by least squares, on the sample before, after the sample itself and the mean
+    of all samples are taken out: a device that only scales or shifts does not leak. The certainty of the share follows
+    from the samples, each taken as one draw (Liang and Zeger 1986), and is tested generously by Student's distribution.
     """
     if len(own) <= _LEAST_STEPS:
         return None
@@ -143,7 +144,7 @@ def find_leak(own: Floats, got: Floats) -> str | None:
         (value.reshape(-1) - basis @ (basis.T @ value.reshape(-1))).reshape(value.shape) for value in (before, error)
     )
     energy = _energy(left)
-    # What is much like the sample itself tells nothing of the one before.
+    # A sample before that is much like the sample itself gives no information.
     if energy <= _SAME * _energy(before) or not energy:
         return None
     share = float(np.vdot(left, rest)) / energy
@@ -155,13 +156,13 @@ def find_leak(own: Floats, got: Floats) -> str | None:
 
 
 def find_permutation(own: Floats, got: Floats) -> str | None:
-    """Returns the words for outputs that came back for other samples than they belong to, None where they did not.
+    """Returns the words for outputs that came back for other samples than they belong to, or None.
 
-    A sample has moved if what came back for it lies four times nearer (in energy) to the own output of another one, and
-    farther from its own than half of what samples lie apart. Only closed cycles of moved samples count: an error that
-    all samples share moves them in one direction. The output of an honest device that errs far falls anywhere, and
-    where samples lie on a line some of them is always near: a match tells the more, the nearer it is beside the second
-    nearest (Lowe 2004), and the more directions there are.
+    A sample has moved if its output is four times nearer (in energy) to the own model's output for another sample, and
+    farther from its own than half of the distance between samples. Only closed cycles of moved samples count, because
+    an error that all samples share moves them in one direction. If an honest device errs by much, its outputs fall
+    anywhere, and if samples lie on a line one of them is always near. So a match counts more the nearer it is relative
+    to the second nearest (Lowe 2004), and the more directions there are.
     """
     count = len(own)
     if count < 2:
@@ -174,7 +175,7 @@ def find_permutation(own: Floats, got: Floats) -> str | None:
         first, second = np.sort(distances)[:2]
         if first * _CLOSER < error[index]:
             nearest[index] = int(distances.argmin())
-            # No match tells more than one of all pairs of samples would by chance: classes that saturate coincide.
+            # A match counts no more than one of all pairs of samples would by chance: classes that saturate coincide.
             chances[index] = max(measure_chance(first, second, dims), 1.0 / count**2)
     moved = _list_cycles(nearest.tolist())
     if not moved or float(np.prod(chances[moved])) >= CHANCE:
@@ -185,8 +186,8 @@ def find_permutation(own: Floats, got: Floats) -> str | None:
 def find_swapped(own: Floats, got: Floats) -> str | None:
     """Returns the words for elements, such as classes, that came back in another order in every sample, else None.
 
-    As `find_permutation`, with an element in place of a sample. The chance of a match is raised to half the number of
-    samples that carry the difference (participation ratio), and counts for each pair of elements that there is.
+    As `find_permutation`, for elements instead of samples. The chance of a match is raised to half the number of
+    samples that carry the difference (participation ratio), and is multiplied by the number of pairs of elements.
     """
     ours, theirs = own.T, got.T
     count, error = len(ours), np.square(got - own).sum(axis=0)
@@ -206,9 +207,9 @@ def find_swapped(own: Floats, got: Floats) -> str | None:
 
 
 def find_stuck(own: Floats, got: Floats) -> str | None:
-    """Returns the words for an element that is one number in every sample, where the own model's moves, else None.
+    """Returns the words for an element that is constant over all samples, if the own model's varies, else None.
 
-    It must err more than twice as much as any other: where a sample is mistaken, what one class loses another gains.
+    It must err more than twice as much as any other: if a sample is wrong, what one class loses another gains.
     """
     error = np.square(got - own).sum(axis=0)
     worst = int(error.argmax())
@@ -221,11 +222,11 @@ def find_stuck(own: Floats, got: Floats) -> str | None:
 
 
 def find_independence(own: Floats, got: Floats, energy: float) -> str | None:
-    """Returns the words for outputs that vary otherwise than the inputs make them, None where they do not.
+    """Returns the words for outputs that do not vary with the inputs as they should, or None.
 
-    `energy` is that of all of the own model's outputs. What varies from sample to sample on both sides must correlate,
-    unless it is too little to be told from rounding. How far a correlation of few values may lie from the true one is
-    told by Fisher's transformation (Fisher 1915), atanh(r) with a deviation of 1 / sqrt(n - 3).
+    `energy` is that of all of the own model's outputs. The variation from sample to sample on both sides must
+    correlate, unless it is too small to be distinguished from rounding. The uncertainty of a correlation of few values
+    is given by Fisher's transformation (Fisher 1915), atanh(r) with a deviation of 1 / sqrt(n - 3).
     """
     wanted, found = _centre(own), _centre(got)
     varying = _energy(wanted)
@@ -241,22 +242,22 @@ def find_independence(own: Floats, got: Floats, energy: float) -> str | None:
 
 
 def count_dimensions(rows: Floats) -> float:
-    """Returns in how many directions the rows vary, at least one: (sum of variances)^2 / sum of their squares.
+    """Returns in how many directions the rows vary, at least 1: (sum of variances)^2 / sum of their squares.
 
-    The participation ratio of the eigenvalues of the covariance matrix (Gao et al. 2017): one where all variance lies
-    along a line, however many values there are.
+    The participation ratio of the eigenvalues of the covariance matrix (Gao et al. 2017): 1 if all variance is along a
+    line, however many values there are.
     """
     centred = _centre(rows)
-    # Both products have the same eigenvalues: the smaller one is taken.
+    # Both products have the same eigenvalues: the smaller one is used.
     covariance = centred @ centred.T if len(centred) < centred.shape[1] else centred.T @ centred
     squares = _energy(covariance)
     return max(1.0, float(np.trace(covariance)) ** 2 / squares) if squares > 0.0 else 1.0
 
 
 def measure_chance(near: float, far: float, dims: float) -> float:
-    """Returns how likely a point falls that near by chance: the share of a ball's volume within a smaller radius.
+    """Returns how likely a point is so near by chance: the share of a ball's volume within a smaller radius.
 
-    Both are energies, squares of the radius.
+    Both arguments are energies, squares of the radius.
     """
     return (near / far) ** (dims / 2.0) if far > 0.0 else 1.0
 
@@ -292,16 +293,16 @@ def _stack(triples: Sequence[tuple[Array, Array, Array]]) -> Sides | None:
 
 
 def _is_beyond_steps(own: Floats, got: Floats) -> bool:
-    """Returns True if what is the same lies farther from the own model's output than a step or two of its grid."""
+    """Returns True if equal values are farther from the own model's output than a step or two of its grid."""
     gaps = np.diff(np.unique(own))
     step = float(gaps[gaps > _SAME * float(np.abs(own).max())].min(initial=math.inf))
     return float(np.abs(got - own).max()) > 2.0 * step if math.isfinite(step) else True
 
 
 def _count_free(error: Floats, reference: Floats) -> float:
-    """Returns how many errors of the bundle's own model carry its distance, at least one, and may go their own way.
+    """Returns how many independent errors carry the own model's distance from the float model, at least 1.
 
-    Of probabilities, which add up to one, one follows from the others.
+    Of probabilities, which add up to 1, one follows from the others.
     """
     shared = (reference.min(axis=1) >= 0.0) & (np.abs(reference.sum(axis=1) - 1.0) < _SHARES)
     bound = float(shared.sum()) if reference.shape[1] > 1 else 0.0

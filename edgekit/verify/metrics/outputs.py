@@ -1,6 +1,6 @@
-"""How far one output lies from the float reference, and the judgement on it.
+"""How far one output is from the float reference, and the judgement on it.
 
-An answer is the value that a sample is reported with: its first class, where the output ranks classes.
+An answer is the value that a sample is reported with: its first class, if the output ranks classes.
 """
 
 from collections import Counter
@@ -24,21 +24,21 @@ Place = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """A place in an output, flat, and the number there: the largest where the output ranks classes."""
+    """A flat index in an output and the number there: the largest number, if the output ranks classes."""
 
     place: Place
     value: float
 
 
 class Answers(msgspec.Struct, frozen=True, kw_only=True):
-    """What the reference answers in a sample, and what came back."""
+    """The answer of the reference in a sample, and the answer that came back."""
 
     wanted: Answer
     got: Answer
 
 
 class ClassChange(msgspec.Struct, frozen=True, kw_only=True):
-    """How many samples of one class on the reference got another one."""
+    """How many samples with one class on the reference got another class."""
 
     wanted: Place
     got: Place
@@ -46,7 +46,7 @@ class ClassChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_answers(wanted: Array, found: Array, errors: Sequence[SampleErrors]) -> list[Answers | None]:
-    """Returns both answers in each sample of arrays `[samples, ...]`, None where nothing is a number or finite."""
+    """Returns both answers in each sample of arrays `[samples, ...]`; None for values that are no finite numbers."""
     first, second = (side.reshape(len(errors), -1) for side in (wanted, found))
     return [
         _answer(one, other, sample) if sample.numeric and sample.elements and not sample.non_finite else None
@@ -55,7 +55,7 @@ def find_answers(wanted: Array, found: Array, errors: Sequence[SampleErrors]) ->
 
 
 def count_changes(pairs: Iterable[tuple[SampleErrors, Answers | None]]) -> tuple[ClassChange, ...]:
-    """Returns which class became which other one in how many samples, the most frequent first, 20 at most."""
+    """Returns which class changed to which other one in how many samples, the most frequent first, at most 20."""
     counts = Counter(
         (answers.wanted.place, answers.got.place)
         for errors, answers in pairs
@@ -81,24 +81,24 @@ Size = Annotated[float, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Correlation = Annotated[float, msgspec.Meta(ge=-1, le=1)]
 Decibels = Annotated[float, msgspec.Meta(ge=-DB_LIMIT, le=DB_LIMIT)]
-"""What a figure can be: a report that is read with another one was not written by edgekit."""
+"""The range of a figure: a report with a value outside it was not written by edgekit."""
 
 
 class OutputReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How far one output of a run lies from the float reference, over all samples.
+    """How far one output of a run is from the float reference, over all samples.
 
-    The figures are None where they are not defined: for integers, booleans and strings only `exact_match` (the share
-    of equal elements) counts, and `iou` for those that are masks; where there is a value that is not finite, nothing
-    can be measured; `top1_agreement`, `top5_agreement` and `rank_correlation` need an output that ranks classes,
-    `kl_divergence` (in nats) one that is a distribution. Where the shape depends on the data, `shape_agreement` is the
-    share of samples that have the reference's, and `samples` counts those alone. `elements` counts the values over all
-    samples; an output that is empty on the float model in every sample has none and proves nothing. Decibels are
-    clamped to plus and minus 200. `worst_sample` is the sample of the largest error, or the first that is not finite,
-    `worst_position` the flat index in it, `worst_answers` what both sides say there; `changes` count which class became
-    which other one. `agreements` say what the two sides share of what the output is for, by each of its readings: where
-    there is one, that is judged, and of a list of detections no figure compares row by row. `mismatch` says in words
-    why the output cannot be compared, or what is wrong with it beyond its distance, None if nothing is; `suspect` names
-    a usual mistake that explains what came back.
+    Undefined figures are None. For integers, booleans and strings only `exact_match` (the share of equal elements)
+    counts, and `iou` for those that are masks. If a value is not finite, nothing can be measured. `top1_agreement`,
+    `top5_agreement` and `rank_correlation` need an output that ranks classes, `kl_divergence` (in nats) one that is a
+    distribution. If the shape depends on the data, `shape_agreement` is the share of samples that have the reference's
+    shape, and `samples` counts only those. `elements` counts the values over all samples; an output that is empty on
+    the float model in every sample has none and proves nothing. Decibels are clamped to plus and minus 200.
+    `worst_sample` is the sample with the largest error, or the first that is not finite, `worst_position` the flat
+    index in it, `worst_answers` the answers of both sides there; `changes` count which class became which other one.
+    `agreements` say how far the two sides agree in what the output is for, one for each of its possible kinds. If there
+    is one, it is judged instead; and for a list of detections no figure compares row by row. `mismatch` says why the
+    output cannot be compared, or what is wrong with it besides its distance, None if nothing is; `suspect` names a
+    usual mistake that explains the output.
     """
 
     name: str
@@ -132,7 +132,7 @@ class OutputReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def agreed(self) -> float | None:
-        """What the two sides share of what the output is for, None where that is not known and nothing is ranked."""
+        """The agreement in what the output is for; None if that is unknown and the output ranks nothing."""
         return self.agreements[0].share if self.agreements else self.top1_agreement
 
 
@@ -146,7 +146,7 @@ def weigh_output(output: OutputReport, thresholds: Thresholds) -> Judgement:
 
 
 def judge_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...]:
-    """Returns every reason why the figures of an output do not reach the thresholds, one line each."""
+    """Returns every reason why the figures of an output miss the thresholds, one line per reason."""
     name = f"output '{output.name}'"
     if output.samples == 0:
         return (f"{name} was compared with no sample" + (f": {output.mismatch}" if output.mismatch else ""),)
@@ -163,7 +163,7 @@ def judge_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...
         if value is not None and not value >= least - 1e-12:
             judged.append(f"{name} has {label} {format_near(value, least)}{unit}, below {least:.12g}{unit}")
     limits = [(each, _least(each, thresholds)) for each in output.agreements]
-    # It fails where every reading misses its limit, and at least one by more than chance.
+    # It fails if every possible kind misses its limit, and at least one by more than chance.
     missed = [each.is_below(least) for each, least in limits if each.share < least - 1e-12]
     if len(missed) == len(limits) and any(missed):
         judged.append(f"{name} has {'; '.join(_describe(*each) for each in limits)}")
@@ -175,9 +175,9 @@ def judge_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...
 
 
 def doubt_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...]:
-    """Returns why an output that does not fail is not proven either, one line each.
+    """Returns why an output that does not fail is not proven either, one line per reason.
 
-    An agreement below its limit may be chance; an output that may be of two kinds may agree as one of them only; and
+    An agreement below its limit may be chance; an output that may be of two kinds may agree as only one of them; and
     with `gate = "bound"` the lower end of the interval counts.
     """
     if not output.samples or output.non_finite or judge_output(output, thresholds):
@@ -217,7 +217,7 @@ def doubt_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...
 
 
 def describe_larger_sets(outputs: Iterable[OutputReport]) -> Iterator[str]:
-    """Yields which outputs are judged by more samples than the device ran."""
+    """Yields which outputs are judged on more samples than the device ran."""
     for output in outputs:
         count = max((each.samples for each in output.agreements), default=0)
         if count > output.samples:
@@ -228,12 +228,12 @@ def describe_larger_sets(outputs: Iterable[OutputReport]) -> Iterator[str]:
 
 
 def _name_kinds(agreements: Iterable[Agreement]) -> str:
-    """Returns the kinds that the output may be of; who made the model can state which."""
+    """Returns the kinds that the output may be of; the author of the model can state the right one."""
     return " or ".join(f'"{kind}"' for kind in dict.fromkeys(_STATED.get(each.of, "values") for each in agreements))
 
 
 def _list_limits(output: OutputReport, thresholds: Thresholds) -> Iterator[tuple[str, float | None, float, str]]:
-    """Yields figures with their limits: only those that the user set, where it is known what the output is for."""
+    """Yields figures with their limits; if it is known what the output is for, only those that the user set."""
     is_read = bool(output.agreements)
     share, granted = thresholds.min_top1_agreement, _count_granted(thresholds) / output.samples
     if not is_read or ("min_cosine" in thresholds.named and not _lists(output)):
@@ -251,7 +251,7 @@ def _lists(output: OutputReport) -> bool:
 
 
 def _least(agreement: Agreement, thresholds: Thresholds) -> float:
-    """Returns the limit of a share."""
+    """Returns the limit of an agreement."""
     return thresholds.min_agreement if agreement.of in _MEASURED else thresholds.min_top1_agreement
 
 
@@ -272,6 +272,6 @@ def _count_granted(thresholds: Thresholds) -> int:
 
 
 def format_near(value: float, limit: float) -> str:
-    """Returns a figure with four digits, or as many more as it takes to see on which side of its limit it lies."""
+    """Returns a figure with four digits, or with as many as show on which side of its limit it is."""
     forms = (f"{value:.{digits}g}" for digits in range(4, 18))
     return next(form for form in forms if (float(form) < limit) == (value < limit))

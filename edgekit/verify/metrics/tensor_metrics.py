@@ -1,7 +1,7 @@
-"""How far an output lies from its reference: pure numpy, sample by sample.
+"""How far an output is from its reference: pure numpy, sample by sample.
 
-Each metric has its formula in its docstring. Agreement says how far two outputs agree in what they say: distributions,
-ranks and masks. A sketch holds a result of any size in 16 numbers, from which distances can be told.
+Each metric has its formula in its docstring. `Agreement` compares what two outputs say: distributions, ranks and masks.
+A sketch reduces a result of any size to 16 numbers, from which distances can be estimated.
 """
 
 import math
@@ -18,9 +18,9 @@ from edgekit.model.tensors import Array, is_numeric
 
 # The logarithm of zero is no number; this is e^-28.
 _LEAST_PROBABILITY = 1e-12
-# Ranks of more values cost a sort each sample and say no more: no classifier has as many classes.
+# Ranks of more values cost a sort for each sample and tell no more: no classifier has as many classes.
 _MAX_RANKED = 100_000
-# Masks are images of 8 bits (PASCAL VOC, Cityscapes); wider integers are indices.
+# Masks are 8-bit images (PASCAL VOC, Cityscapes); wider integers are indices.
 MAX_CLASSES = 256
 
 Floats = npt.NDArray[np.float64]
@@ -30,16 +30,16 @@ Counts = npt.NDArray[np.int64]
 def kl_divergences(reference: Floats, got: Floats, shape: tuple[int, ...]) -> list[float | None]:
     """Returns for each sample the mean over rows of sum p ln(p / q) in nats (Kullback and Leibler 1951).
 
-    p is the reference. A sample of this shape lies flat in each row of the arrays; of a sample, a row is the last axis,
-    or all of it where only one axis counts. None where the rows of the reference are no distributions. What came back
-    is clipped to 1e-12 from below and scaled to a sum of one, so that a probability of zero costs much, but not
-    infinity.
+    p is the reference. Each row of the arrays is a flat sample of the given shape; the distribution is along the last
+    axis of a sample, or over all of it if only one axis is longer than 1. None if the reference holds no distributions.
+    The output q is clipped to 1e-12 from below and scaled to a sum of one, so that a probability of zero costs much,
+    but not infinity.
     """
     count, size = reference.shape
     width = size if max(shape, default=1) == size else shape[-1]
     fits = reference.min(axis=1) >= 0.0 if width > 1 else np.zeros(count, dtype=bool)
     sums = reference.reshape(count, -1, width).sum(axis=2)
-    # Rounding to half precision leaves 2^-11; 1 % is granted for what clips small chances.
+    # Rounding to half precision leaves 2^-11; 1 % tolerates models that clip small probabilities.
     fits &= ~np.any(np.abs(sums - 1.0) > 1e-2, axis=1)
     values: list[float | None] = [None] * count
     if not fits.any():
@@ -59,8 +59,7 @@ def kl_divergences(reference: Floats, got: Floats, shape: tuple[int, ...]) -> li
 def rank_correlations(reference: Floats, got: Floats) -> list[float | None]:
     """Returns the correlation of the ranks of each row, -1 to 1 (Spearman 1904), equal values sharing a mean rank.
 
-    None for fewer than three values, for more than 100,000, and where a side has only one value: then nothing is
-    ranked.
+    None for fewer than three values, for more than 100,000, and if one side has only one value: then nothing is ranked.
     """
     count, size = reference.shape
     if not 3 <= size <= _MAX_RANKED:
@@ -72,9 +71,10 @@ def rank_correlations(reference: Floats, got: Floats) -> list[float | None]:
 
 
 def count_masks(reference: Array, got: Array) -> Counts | None:
-    """Returns intersection and union of each class of a mask, None where the output is no mask.
+    """Returns intersection and union of each class of a mask, or None if the output is no mask.
 
-    A mask is of booleans, whose one class is True, or of integers with two axes that count and at most 256 classes.
+    A mask consists of booleans, whose one class is True, or of integers with two axes longer than 1 and at most 256
+    classes.
     """
     if reference.dtype.kind == "b":
         counts = count_classes(reference, got)
@@ -99,7 +99,7 @@ def mean_iou(counts: npt.NDArray[Any]) -> float | None:
     """Returns the mean over classes of intersection / union (Jaccard 1912), each summed over all samples.
 
     As in the PASCAL VOC segmentation challenge (Everingham et al. 2010), but over the classes that occur on either
-    side. None where no class occurs: two masks that are empty have nothing in common and nothing apart.
+    side. None if no class occurs: the ratio of two empty masks is undefined.
     """
     both, either = counts[counts[:, 1] > 0].T
     return float((both / either).mean()) if either.size else None
@@ -126,11 +126,11 @@ _LARGEST_SUM = 1e15
 
 
 def sketch_samples(values: Array) -> Floats:
-    """Returns the sketch of each of several results of one size, laid along a first axis.
+    """Returns the sketch of each of several results of one size, stacked along a first axis.
 
-    Each value gets a sign and is added up in one of 16 buckets (count sketch, Charikar, Chen and Farach-Colton 2002):
-    the energy of the difference of two results is that of the difference of their sketches, on average. What is not
-    finite counts as zero.
+    Each value gets a sign and is added to one of 16 buckets (count sketch, Charikar, Chen and Farach-Colton 2002): the
+    energy of the difference of two results is, on average, that of the difference of their sketches. Values that are
+    not finite count as zero.
     """
     count, size = len(values), math.prod(values.shape[1:])
     rows = np.asarray(values, dtype=np.float64).reshape(count, size)
@@ -158,10 +158,10 @@ _LARGEST = sys.float_info.max * 2.0**-40
 
 
 class ErrorSums(msgspec.Struct, frozen=True, kw_only=True):
-    """The few sums of one tensor in one sample that a layer is judged by.
+    """The few sums of one tensor in one sample by which a layer is judged.
 
-    `elements` counts all, `non_finite` positions where either side is NaN or infinite; where there is one, the sums are
-    zero and the sample is not measurable.
+    `elements` counts all values, `non_finite` positions where either side is NaN or infinite; if there is one, the sums
+    are zero and the sample is not measurable.
     """
 
     elements: int
@@ -178,8 +178,8 @@ class SampleErrors(ErrorSums, frozen=True, kw_only=True):
     `numeric` is False for labels, of which only the matches count; `matches` counts elements that are exactly equal,
     `reference_non_finite` values of the reference that are NaN or infinite. `position` is the flat index of the largest
     error, of the first label that differs, or of the first value that is not finite. `top1` and `top5` say whether the
-    classes agree and `rank` correlates their order, None for an output that ranks no classes; `kl` is None for one that
-    is no distribution. `masks` counts the classes of a mask, as `count_classes` does.
+    classes agree, and `rank` is the correlation of their order; they are None for an output that ranks no classes. `kl`
+    is None for an output that is no distribution. `masks` counts the classes of a mask, as `count_classes` does.
     """
 
     numeric: bool
@@ -200,9 +200,9 @@ class SampleErrors(ErrorSums, frozen=True, kw_only=True):
 
 
 def measure_samples(references: Array, gots: Array) -> list[SampleErrors]:
-    """Returns the sums of several samples of one shape and type, laid along a first axis, and what their outputs say.
+    """Returns the sums of several samples of one shape and type, stacked along a first axis, and their agreement.
 
-    What they say are ranks of classes and chances; the sums are those of `measure_errors`.
+    Agreement is about ranks of classes and probabilities; the sums are those of `measure_errors`.
     """
     shape = references.shape[1:]
     if not is_numeric(references):
@@ -226,7 +226,7 @@ def measure_errors(reference: Array, got: Array) -> SampleErrors:
     """Returns the sums of one sample; both arrays have the same dtype.
 
     Integers of 8 and 16 bits are quantized reals and measured like floats. Wider integers, booleans and strings are
-    labels or indices: only their exact matches count. Arrays of two shapes have nothing in common: no value matches.
+    labels or indices: only their exact matches count. Arrays of different shapes have no matches.
     """
     if reference.shape != got.shape:
         elements = max(1, reference.size)
@@ -243,7 +243,7 @@ def sum_errors(reference: Array, got: Array) -> ErrorSums:
         with np.errstate(over="ignore", invalid="ignore"):
             error = _as_rows(got[np.newaxis]) - wanted
             energies = [float(np.einsum("ij,ij->i", each, each)[0]) for each in (error, wanted)]
-        # A value that is not finite shows in an energy.
+        # A value that is not finite makes an energy not finite.
         if all(energy <= _LARGEST for energy in energies):
             return ErrorSums(
                 elements=reference.size,
@@ -260,7 +260,7 @@ _Meaning = tuple[bool | None, bool | None, float | None, float | None]
 
 
 def _read_meanings(wanted: Floats, found: Floats, shape: tuple[int, ...], *, is_float: bool) -> Iterator[_Meaning]:
-    """Returns top-1, top-5, rank correlation and divergence of each row, None where an output has no such meaning."""
+    """Returns top-1, top-5, rank correlation and divergence of each row, None for what an output does not have."""
     none: list[None] = [None] * len(wanted)
     chances = kl_divergences(wanted, found, shape) if is_float else none
     if wanted.shape[1] < 2 or max(shape) != wanted.shape[1]:
@@ -270,7 +270,7 @@ def _read_meanings(wanted: Floats, found: Floats, shape: tuple[int, ...], *, is_
 
 
 def _measure_rows(wanted: Floats, found: Floats) -> list[SampleErrors]:
-    """Returns the sums of each row; one that is not finite somewhere has none."""
+    """Returns the sums of each row; a row with a value that is not finite has none."""
     with np.errstate(over="ignore", invalid="ignore"):
         bad = ~(np.isfinite(wanted) & np.isfinite(found))
         non_finite = np.count_nonzero(bad, axis=1)
@@ -343,7 +343,7 @@ def add_sums(first: ErrorSums, second: ErrorSums) -> ErrorSums:
 
 
 def agree_at(reference: Floats, got: Floats, k: int) -> list[bool]:
-    """Returns for each row if the class that `got` ranks first is among the first k of the reference.
+    """Returns for each row whether the class that `got` ranks first is among the first k of the reference.
 
     Ties count as equal.
     """
@@ -365,7 +365,7 @@ def rmse(samples: Sequence[SampleErrors]) -> float:
 def relative_error(samples: Sequence[SampleErrors]) -> float | None:
     """Returns sum |got - ref| / sum |ref|, the error relative to the size of the reference.
 
-    Summed before it is divided, so that values near zero do not blow it up. 0 where there is no error, None for an
+    The sums are divided, not the values, so that values near zero do not dominate. 0 if there is no error, None for an
     error on a reference of zeros.
     """
     error, size = sum(sample.abs_sum for sample in samples), sum(sample.reference_abs_sum for sample in samples)
@@ -377,7 +377,7 @@ def relative_error(samples: Sequence[SampleErrors]) -> float | None:
 def cosine(samples: Sequence[SampleErrors]) -> float:
     """Returns ref . got / (|ref| |got|) over the samples laid end to end; 1 if both are zero, 0 if one of them is.
 
-    Also 0 for what differs and has more energy than a float can hold.
+    Also 0 if they differ and have more energy than a float can hold.
     """
     if any(sample.error_energy and _LARGEST in (sample.reference_energy, sample.energy) for sample in samples):
         return 0.0
@@ -434,10 +434,10 @@ def _as_rows(values: Array) -> Floats:
 
 
 def _energy(first: Floats, second: Floats) -> Floats:
-    # Not np.dot: the threads of BLAS fight with those of a waiting session, at 20 times the cost.
+    # Not np.dot: the threads of BLAS compete with those of a waiting session, at 20 times the cost.
     return _finite(np.einsum("ij,ij->i", first, second))
 
 
 def _finite(values: Floats) -> Floats:
-    """Returns sums that stay finite when a million million of them are added; what is no number is the least."""
+    """Returns sums limited so that a million million of them stay finite; NaN becomes the least value."""
     return np.nan_to_num(values, nan=-_LARGEST).clip(-_LARGEST, _LARGEST)
