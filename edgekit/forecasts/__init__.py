@@ -1,1 +1,1 @@
-"""How long a model will take on which phone, from what other networks took there."""
+"""How long a model will take on which phone, estimated from the times of other networks there."""

@@ -1,4 +1,4 @@
-"""The work of a graph by kind, as an NPU that computes in blocks of channels sees it; from shapes alone."""
+"""The work of a graph by kind, for an NPU that computes in blocks of channels; from shapes alone."""
 
 from collections.abc import Mapping
 from math import prod
@@ -15,26 +15,26 @@ from edgekit.prepare.rewrites.activations import join_hard_swish
 Kind = Literal["matrix", "attention", "vector", "curve", "move", "weights", "spill", "outside", "nodes"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-# Hexagon's matrix unit multiplies tiles of 32 by 32 channels, and its memory holds pictures in blocks of 32 channels
-# (Qualcomm's HTP layouts): a channel more than 32 costs as much as 64.
+# Hexagon's matrix unit multiplies tiles of 32 by 32 channels, and its memory holds activations in blocks of 32 channels
+# (Qualcomm's HTP layouts): 33 channels cost as much as 64.
 BLOCK = 32
 """Channels of a tile."""
-# Vector memory of the flagships since the 8 Gen 1; a value that does not fit goes to DRAM and comes back.
+# Vector memory (VTCM) of the flagships since the 8 Gen 1; a larger value goes to DRAM and back.
 _VTCM_BYTES = 8 << 20
-# A Reshape of fewer elements is told, not done.
+# A Reshape of fewer elements counts as free.
 _SMALL = 1 << 12
 
-# What costs nothing: it is told to the next operator, or done once.
+# Free operators: the compiler folds them into their neighbours, or computes them once.
 _FREE = frozenset(
     {"QuantizeLinear", "DequantizeLinear", "Identity", "Dropout", "Flatten", "Squeeze", "Unsqueeze", "Reshape",
      "Constant", "ConstantOfShape", "Shape", "Cast"}
 )  # fmt: skip
-# What a convolution or a product does as it writes.
+# Operators that a convolution or a product applies as it writes its result.
 _FUSED = frozenset({"Relu", "Clip"})
 _PRODUCTS = frozenset({"Conv", "FusedConv", "ConvTranspose", "Gemm", "MatMul", "Add"})
 _RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
 _CONVS = frozenset({"Conv", "FusedConv", "ConvTranspose", "QLinearConv", "ConvInteger"})
-# Functions that are not linear, and sums over an axis: element for element dearer than an addition.
+# Nonlinear functions and reductions: each element costs more than in an addition.
 _CURVES = frozenset(
     {"Sigmoid", "Tanh", "Erf", "Exp", "Log", "Sqrt", "Pow", "HardSigmoid", "HardSwish", "Gelu", "Elu", "Softplus",
      "Mish", "Sin", "Cos", "Div", "Reciprocal", "LeakyRelu", "PRelu", "Swish", "Celu", "Selu", "Softmax", "LogSoftmax",
@@ -50,14 +50,14 @@ _MOVES = frozenset(
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """What a network does in one inference, by kind, and its multiply-accumulates.
+    """The work of a network in one inference, by kind, and its multiply-accumulates.
 
-    Of `matrix` (convolutions and products with weights) and `attention` (products of two computed values)
-    multiply-accumulates with channels rounded up to blocks of 32. Of `vector` (sums, depthwise convolutions, at their
-    multiply-accumulates), `curve` (functions that are not linear, norms, pools) and `move` (copies in another order)
-    elements, in blocks of channels. `weights` and `outside` (inputs and outputs) are elements, `spill` elements of
-    values larger than the vector memory in 16 bits, `nodes` the operators that are left to run. `unsized` counts nodes
-    of unknown size, `recurrent` layers that run step by step.
+    `matrix` (convolutions and products with weights) and `attention` (products of two computed values) are in
+    multiply-accumulates, with channels rounded up to blocks of 32. `vector` (sums, and depthwise convolutions by their
+    multiply-accumulates), `curve` (nonlinear functions, norms, pools) and `move` (copies in another order) are in
+    elements, in blocks of channels. `weights` and `outside` (inputs and outputs) are in elements, `spill` in elements
+    of values that in 16 bits exceed the vector memory, `nodes` counts the operators that are left to run. `unsized`
+    counts nodes of unknown size, `recurrent` layers that run step by step.
     """
 
     kinds: dict[Kind, float]
@@ -67,7 +67,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def join_graph(model: onnx.ModelProto) -> Graph:
-    """Returns a prepared graph with what one operator of an NPU does in one node: Gelu, HardSwish, RMS norm.
+    """Returns a prepared graph in which what is one operator of an NPU is one node: Gelu, HardSwish, RMS norm.
 
     The model is changed in place.
     """
@@ -76,7 +76,7 @@ def join_graph(model: onnx.ModelProto) -> Graph:
 
 
 def measure_work(graph: Graph) -> Work:
-    """Returns the work of a graph, that of a quantized one as if it were float."""
+    """Returns the work of a graph; that of a quantized graph is counted as if it were float."""
     kinds: dict[Kind, float] = dict.fromkeys(KINDS, 0.0)
     macs = recurrent = 0
     for node in graph.nodes:
@@ -108,7 +108,7 @@ def _is_free(graph: Graph, node: Node) -> bool:
 
 
 def _cuts(graph: Graph, node: Node) -> bool:
-    """Returns True for a Reshape that cuts the innermost axis anew, so that blocks of channels are written anew."""
+    """Returns True for a Reshape that changes the innermost axis, so that blocks of channels have to be rewritten."""
     before, after = graph.value(node.input[0]).sizes, graph.value(node.output[0])
     if not before or not after.sizes:
         return False
@@ -116,7 +116,7 @@ def _cuts(graph: Graph, node: Node) -> bool:
 
 
 def _source(graph: Graph, name: str) -> str:
-    """Returns what a value is but for quantizing and dequantizing."""
+    """Returns the value before any Q and DQ nodes."""
     maker = graph.producers.get(name)
     while maker is not None and maker.op_type in {"QuantizeLinear", "DequantizeLinear"}:
         name = maker.input[0]
@@ -125,7 +125,7 @@ def _source(graph: Graph, name: str) -> str:
 
 
 def _weigh(graph: Graph, node: Node, macs: int, made: float) -> tuple[Kind, float]:
-    """Returns the kind of a node and how much of it there is; `made` is what it writes."""
+    """Returns the kind and the amount of a node's work; `made` is the number of elements that it writes."""
     if macs:
         return _weigh_product(graph, node, macs)
     if node.op_type in _CURVES or node.op_type.startswith("Reduce") or "Pool" in node.op_type:
@@ -140,7 +140,7 @@ def _weigh_product(graph: Graph, node: Node, macs: int) -> tuple[Kind, float]:
         group = max(1, node.integer("group", 1))
         turned = node.op_type == "ConvTranspose"
         inside, outside = (sizes[0] // group, sizes[1]) if turned else (sizes[1], sizes[0] // group)
-        # One channel in, one out: the vector unit does it.
+        # Depthwise (one input channel for each group): the vector unit computes it.
         if inside == 1 and group > 1:
             return "vector", macs * _padding(group * outside)
         return "matrix", macs * _padding(inside) * _padding(outside)
@@ -160,10 +160,10 @@ def _blocks(graph: Graph, name: str) -> float:
 
 
 def _padding(channels: float) -> float:
-    """Returns by what the work grows where channels come in whole blocks."""
+    """Returns the factor by which work grows if channels are rounded up to whole blocks."""
     return -(-channels // BLOCK) * BLOCK / channels if channels > 0 else 1.0
 
 
 def list_amounts(kinds: Mapping[Kind, float]) -> list[float]:
-    """Returns the amounts in the order of `KINDS`, and 1 for what every inference costs."""
+    """Returns the amounts in the order of `KINDS`, and a 1 for the fixed cost of every inference."""
     return [*(kinds.get(kind, 0.0) for kind in KINDS), 1.0]

@@ -1,4 +1,4 @@
-"""Forecasts of a network for devices and precisions, corrected by times that are known, and what they say to do."""
+"""Forecasts of a network for devices and precisions, corrected by known times, and what follows from them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -27,14 +27,14 @@ from edgekit.serialize import NotebookPage
 
 BITS: tuple[Bits, ...] = ("float", "w8a8", "w8a16")
 _NEAREST = 3
-# Of families left out the farthest took 88 times what was forecast (YOLOv9 in w8a8): past that a time is of something
-# else.
+# Over families left out of the fit, the worst error was a factor of 88 (YOLOv9 in w8a8): beyond 100, a given time is
+# that of another network.
 _FARTHEST_OFF = 100.0
 _NO_FLOAT = "its NPU computes no floats"
 
 
 class KnownTime(msgspec.Struct, frozen=True, kw_only=True):
-    """A time that was measured: on a device, in a precision, in ms; `source` says by whom."""
+    """A measured time in ms, on a device, in a precision; `source` says who measured it."""
 
     device: str
     precision: Bits
@@ -43,7 +43,7 @@ class KnownTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Neighbour(msgspec.Struct, frozen=True, kw_only=True):
-    """A measured network that is like this one, and its time on the same device in the same precision."""
+    """A similar measured network, and its time on the same device in the same precision."""
 
     network: str
     distance: float
@@ -51,7 +51,7 @@ class Neighbour(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Placing(msgspec.Struct, frozen=True, kw_only=True):
-    """What the rules say of the provider: the nodes it takes, its partitions, and why nodes stay on the CPU."""
+    """What the provider's rules predict: the nodes it takes, its partitions, and why nodes stay on the CPU."""
 
     nodes: int
     taken: int
@@ -62,17 +62,18 @@ class Placing(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def left(self) -> int:
-        """How many nodes run on the CPU."""
+        """The number of nodes that run on the CPU."""
         return self.nodes - self.taken
 
 
 class DeviceForecast(msgspec.Struct, frozen=True, kw_only=True):
-    """What is forecast for a device in a precision; times in ms, memory in MB, None where there is no ground for it.
+    """A forecast for a device in a precision; times in ms, memory in MB, None if there is no basis for it.
 
-    80 % of networks of families that took no part lie between `low_ms` and `high_ms`. `basis` is "networks" for what
-    others took, "compiled" where QNN's compiler made a plan too, "measured" for a time that was given for this very
-    device, "recalibrated" for one moved from another, "scaled" for a CPU from another model there. `note` says why
-    there is no figure, or what widens it.
+    80 % of the networks of families that were left out of the fit lie between `low_ms` and `high_ms`. `basis` is
+    "networks" if the figure comes from the times of other networks, "compiled" if it also comes from a plan of QNN's
+    compiler, "measured" for a time given for this very device, "recalibrated" for a time transferred from another
+    device, "scaled" for a CPU, from the time of another model there. `note` says why there is no figure, or what widens
+    the interval.
     """
 
     device: str
@@ -93,12 +94,11 @@ class DeviceForecast(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ForecastReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
-    """A forecast of a model for devices: a level of evidence below everything that ran.
+    """A forecast of a model for devices: weaker evidence than any run.
 
-    `distance` is how far the nearest measured network lies, by precision; `faster` in which share of measured pairs a
-    precision was faster than another; `unlike` holds those in which none is near. `traffic` holds the bytes that QNN's
-    compiler plans to move in float, where it was asked.
-    `ground` names where the figures come from.
+    `distance` is that of the nearest measured network, by precision; `faster` the share of measured pairs in which a
+    precision was faster than another; `unlike` holds the precisions in which no measured network is near. `traffic`
+    holds the bytes that QNN's compiler plans to move in float, if it was run. `ground` names the source of the figures.
     """
 
     model: str
@@ -120,12 +120,12 @@ class ForecastReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> Verdict:
-        """Whether `max_ms` is kept: a forecast proves it where the whole interval does."""
+        """Whether `max_ms` is kept: a forecast passes only if the whole interval is below it."""
         return "fail" if self.too_slow else "not proven" if self.unproven else "pass"
 
     @property
     def too_slow(self) -> tuple[str, ...]:
-        """The devices on which no precision is forecast to keep `max_ms`, of those that have a forecast."""
+        """The devices with a forecast on which no precision is forecast to keep `max_ms`."""
         limit = self.max_ms
         if limit is None:
             return ()
@@ -137,7 +137,7 @@ class ForecastReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unproven(self) -> tuple[str, ...]:
-        """The devices that have no forecast, where a limit is set, or whose interval crosses it."""
+        """If a limit is set: the devices that have no forecast, or whose interval includes the limit."""
         limit = self.max_ms
         if limit is None:
             return ()
@@ -147,7 +147,7 @@ class ForecastReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_precisions(text: str) -> tuple[Bits, ...]:
-    """Returns the precisions that a list with commas names; int8 and int16 are other names of w8a8 and w8a16.
+    """Returns the precisions of a comma-separated list; int8 and int16 are other names of w8a8 and w8a16.
 
     Raises:
         UsageError: there is no such precision, or none was measured.
@@ -163,7 +163,7 @@ def read_precisions(text: str) -> tuple[Bits, ...]:
 
 
 def choose_phones() -> tuple[Phone, ...]:
-    """Returns a measured device for each chip that was measured in some precision, by name."""
+    """Returns one measured device for each chip that was measured in some precision, by name."""
     fitted, _ = load_fitted()
     measured = {name for each in fitted.precisions.values() for name in each.devices}
     found: dict[int, Phone] = {}
@@ -185,9 +185,9 @@ def forecast_work(
     placings: Mapping[str, Placing],
     traffic: Traffic | None = None,
 ) -> tuple[tuple[DeviceForecast, ...], dict[Bits, float]]:
-    """Returns what is forecast for devices, and how far the nearest measured network lies, by precision.
+    """Returns the forecasts for devices, and the distance of the nearest measured network, by precision.
 
-    `placings` holds what the rules say for each device, `traffic` what QNN's compiler plans in float.
+    `placings` holds the predicted placement for each device, `traffic` what QNN's compiler plans in float.
 
     Raises:
         UsageError: a known time cannot be of this network.
@@ -198,13 +198,13 @@ def forecast_work(
         estimate = _Estimate(work, precision, known, traffic)
         distances[precision] = estimate.distance
         rows += [estimate.forecast(phone, placings.get(phone.name)) for phone in phones]
-    # Precisions side by side.
+    # The precisions of a device follow each other.
     order = {phone.name: at for at, phone in enumerate(phones)}
     return tuple(sorted(rows, key=lambda row: order[row.device])), distances
 
 
 def forecast_cpu(work: Work, other: Work, machine: str, ms: float) -> DeviceForecast:
-    """Returns what is forecast for the CPU of a machine on which another network took `ms`, in float.
+    """Returns the forecast for the CPU of a machine on which another network took `ms`, in float.
 
     Raises:
         UsageError: the other network does nothing that takes time.
@@ -236,14 +236,14 @@ class _Estimate:
         self.log_ms = math.log(float(split_time(self.fitted.coefficients, work.kinds).sum()))
         self.compiled = self.fitted.compiled if traffic is not None else None
         if self.compiled is not None and traffic is not None:
-            # The graph and the plan err differently, so that their mean errs less than either.
+            # The errors of graph and plan are different, so that the mean of both errs less than either.
             self.log_ms = (self.log_ms + math.log(sum_compiled(self.compiled, work.kinds, traffic))) / 2
-            # Only what has a plan was learned from.
+            # Only networks with a plan were used in the fit.
             self.distance = next(far for name, far in self.ranked.items() if "float" in self.networks[name].traffic)
         self.moved, self.left = self._calibrate()
 
     def _calibrate(self) -> tuple[float | None, float]:
-        """Returns what known times say of the network on the reference device, and what this leaves open."""
+        """Returns log ms on the reference device according to known times, and the remaining uncertainty."""
         found: list[tuple[float, float]] = []
         for time in self.known:
             own = self.model.precisions[time.precision]
@@ -266,7 +266,7 @@ class _Estimate:
             found.append((effect + shift, spread))
         if not found:
             return None, 0.0
-        # Those in the same precision alone, where there are some: between precisions more stays open.
+        # Times in the same precision only, if there are any: between precisions the uncertainty is larger.
         least = min(spread for _, spread in found)
         best = [effect for effect, spread in found if spread == least]
         return float(np.mean(best)), least
@@ -283,7 +283,7 @@ class _Estimate:
             return msgspec.structs.replace(row, note=_NO_FLOAT if lacks else "no network was measured on its chip so")
         own = next((t for t in self.known if t.device == phone.name and t.precision == self.precision), None)
         if own is not None:
-            # What a phone's runs spread by is not known here.
+            # The spread between runs of that phone is not known.
             row = msgspec.structs.replace(row, ms=own.ms, low_ms=own.ms, high_ms=own.ms, basis="measured")
         else:
             row = self._add_time(row, device, placing)
@@ -296,7 +296,7 @@ class _Estimate:
             ends = self.compiled or fitted
             low, high = ends.low * (1 + self.distance), ends.high * (1 + self.distance)
         else:
-            # What is left between devices and between precisions adds up as errors that know nothing of each other do.
+            # The uncertainties between devices and between precisions add up as independent errors.
             high = math.hypot(fitted.spread[device], self.left)
             low = -high
         cpu = self._find_cpu(placing)
@@ -333,9 +333,9 @@ class _Estimate:
 
 
 def find_measured(name: str, fitted: Fitted) -> str | None:
-    """Returns the measured device that has the chip of a device, itself if it was measured; None where none has.
+    """Returns the measured device with the same chip as a device, itself if it was measured; None if there is none.
 
-    Devices that share a number of the SoC have the same times, whatever the names of their chips.
+    Devices with the same SoC number have the same times, whatever the names of their chips.
     """
     if name in fitted.devices:
         return name

@@ -1,8 +1,8 @@
-"""The forecast itself: a sum over kinds of work, a factor for the device, and an interval from families left out.
+"""The forecast model: a sum over kinds of work, a factor for the device, an interval from left-out families.
 
     log ms(network, device) = log sum_k c_k * work_k(network) + d(device)
 
-The coefficients are fitted by `tools/forecast/fit.py`; here they are only multiplied.
+The coefficients are fitted by `tools/forecast/fit.py`; here they are only applied.
 """
 
 import functools
@@ -24,9 +24,9 @@ Bits = Literal["float", "w8a8", "w8a16"]
 
 
 class CompiledFit(msgspec.Struct, frozen=True, kw_only=True):
-    """What was fitted to the compiler's plans of the float networks: milliseconds for each amount of `list_planned`.
+    """The fit to the compiler's plans of the float networks: milliseconds for each amount of `list_planned`.
 
-    `low` and `high` are those of the mean of this forecast's logarithm and the graph's own.
+    `low` and `high` apply to the mean of the logarithms of this forecast and the one from the graph.
     """
 
     coefficients: tuple[float, ...]
@@ -35,15 +35,15 @@ class CompiledFit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fitted(msgspec.Struct, frozen=True, kw_only=True):
-    """What was fitted for a precision.
+    """The fit for a precision.
 
     `coefficients` are milliseconds for each amount of `KINDS` and for every inference, on the reference device;
-    `devices` the logarithm of each device's factor. `low` and `high` are the quantiles 0.1 and 0.9 of the logarithm of
-    measured over forecast time in families left out, over 1 + distance; `farthest` the largest distance among them.
-    `faster` is the share of measured pairs, more than a tenth apart, in which this precision was faster than another.
-    `spread` is, by device, the quantile 0.8 of what a time that is known on another device leaves open, and `over` that
-    between precisions: the median of the logarithm of this one's time over another's, and the quantile 0.8 around it.
-    `compiled` is None where plans do not help.
+    `devices` holds the logarithm of each device's factor. `low` and `high` are the quantiles 0.1 and 0.9 of
+    log(measured / forecast time) over left-out families, divided by 1 + distance; `farthest` is the largest distance
+    among them. `faster` is the share of measured pairs, more than a tenth apart, in which this precision was faster
+    than another. `spread` is by device the uncertainty (quantile 0.8) that remains if the time on another device is
+    known. `over` is that between precisions: the median of log(time in this one / time in the other), and the quantile
+    0.8 around it. `compiled` is None if plans do not improve the forecast.
     """
 
     coefficients: tuple[float, ...]
@@ -58,9 +58,9 @@ class Fitted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KnownNetwork(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A measured network whose graph is known: its family, its work by kind, and what QNN's compiler plans of it.
+    """A measured network whose graph is known: its family, its work by kind, and what QNN's compiler plans for it.
 
-    `operators` are those of the prepared graph, before what one operator of an NPU does is joined.
+    `operators` counts those of the prepared graph, before patterns that an NPU runs as one operator are joined.
     """
 
     family: str
@@ -82,7 +82,7 @@ class MemoryFit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CpuFit(msgspec.Struct, frozen=True, kw_only=True):
-    """By what `least` layers on the CPU and more lengthen a run: logarithms, the quantiles 0.1, 0.5 and 0.9."""
+    """How much a run takes longer with at least `least` layers on the CPU: log factors, quantiles 0.1, 0.5 and 0.9."""
 
     least: int
     low: float
@@ -91,10 +91,10 @@ class CpuFit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CpuSum(msgspec.Struct, frozen=True, kw_only=True):
-    """What networks took on the CPU of a PC, where each kind of work has its share: only ratios of times are used.
+    """The fit to times of networks on the CPU of a PC, by kind of work: only ratios of forecast times are used.
 
-    `low` and `high` are the quantiles 0.1 and 0.9 of the logarithm of measured over forecast time, where one network of
-    another family, on the same machine, gave the scale.
+    `low` and `high` are the quantiles 0.1 and 0.9 of log(measured / forecast time) if one network of another family, on
+    the same machine, gives the scale.
     """
 
     coefficients: tuple[float, ...]
@@ -103,7 +103,7 @@ class CpuSum(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a forecast needs: what was fitted for each precision, and the memory by precision and device."""
+    """All that a forecast needs: the fit for each precision, and that of memory by precision and device."""
 
     reference: str
     cpu_layers: tuple[CpuFit, ...]
@@ -113,7 +113,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
 @functools.lru_cache(maxsize=1)
 def load_fitted() -> tuple[Model, dict[str, KnownNetwork]]:
-    """Returns what was fitted, and the networks that it was fitted to."""
+    """Returns the fitted model, and the networks that it was fitted to."""
     folder = targets_folder() / FOLDER
     return (
         msgspec.json.decode((folder / "model.json").read_bytes(), type=Model),
@@ -128,19 +128,19 @@ def read_networks(path: Path) -> dict[str, KnownNetwork]:
 
 @functools.lru_cache(maxsize=1)
 def load_cpu_sum() -> CpuSum:
-    """Returns what was fitted for ONNX Runtime's CPU provider."""
+    """Returns the fit for ONNX Runtime's CPU provider."""
     return msgspec.json.decode((targets_folder() / FOLDER / "cpu.json").read_bytes(), type=CpuSum)
 
 
 def split_time(coefficients: Iterable[float], kinds: Mapping[Kind, float]) -> Array:
-    """Returns the milliseconds of each kind of work on the reference device, last those of every inference."""
+    """Returns the milliseconds of each kind of work on the reference device; last, the fixed cost."""
     return np.asarray(np.array(list(coefficients)) * np.array(list_amounts(kinds)))
 
 
 def list_planned(kinds: Mapping[Kind, float], traffic: Traffic) -> list[float]:
-    """Returns the amounts that the time of a network with a plan is a sum over.
+    """Returns the amounts of work that determine the time of a network with a compiler's plan.
 
-    Products are those of the graph. The matrix unit computes a depthwise convolution as a dense one of 32 channels by
+    Products are taken from the graph. The matrix unit computes a depthwise convolution as a dense one of 32 channels by
     32. Inputs and outputs stay, because the plan does not tell what ONNX Runtime does with them.
     """
     products = kinds["matrix"] + BLOCK * kinds["vector"]
@@ -148,21 +148,21 @@ def list_planned(kinds: Mapping[Kind, float], traffic: Traffic) -> list[float]:
 
 
 def sum_compiled(fit: CompiledFit, kinds: Mapping[Kind, float], traffic: Traffic) -> float:
-    """Returns the milliseconds on the reference device where the compiler made a plan."""
+    """Returns the milliseconds on the reference device, from the compiler's plan."""
     return float(np.array(fit.coefficients) @ np.array(list_planned(kinds, traffic)))
 
 
 def measure_distance(one: Array, other: Array) -> float:
-    """Returns how unlike two networks are, from their milliseconds by kind.
+    """Returns how different two networks are, from their milliseconds by kind.
 
-    It is half the sum of the differences of their shares (0 to 1), and the orders of magnitude between their times.
+    It is half the sum of the differences of their shares (0 to 1), plus the orders of magnitude between their times.
     """
     shares = float(np.abs(one / one.sum() - other / other.sum()).sum()) / 2
     return shares + abs(math.log10(float(one.sum()) / float(other.sum())))
 
 
 def rank_networks(fitted: Fitted, kinds: Mapping[Kind, float], known: Mapping[str, KnownNetwork]) -> dict[str, float]:
-    """Returns the distance of a network to each that is known, nearest first."""
+    """Returns the distance of a network to each known network, nearest first."""
     own = split_time(fitted.coefficients, kinds)
     far = {name: measure_distance(own, split_time(fitted.coefficients, net.kinds)) for name, net in known.items()}
     return dict(sorted(far.items(), key=lambda pair: pair[1]))
@@ -175,4 +175,4 @@ def sum_memory(fit: MemoryFit, kinds: Mapping[Kind, float]) -> float:
 
 
 MEMORY_KINDS: tuple[Kind, ...] = ("weights", "spill", "outside", "nodes")
-"""What peak memory is a sum of, beside a constant."""
+"""The kinds of work that determine peak memory, besides a constant."""

@@ -1,4 +1,4 @@
-"""What was measured: networks with their times on devices.
+"""The measured table: networks with their times on devices.
 
 The figures are those of the package qai-hub-models (BSD-3-Clause); `tools/forecast/make_table.py` makes the file.
 """
@@ -18,9 +18,9 @@ FOLDER = "forecast"
 
 
 class MeasuredRow(msgspec.Struct, frozen=True, array_like=True):
-    """A network on a device: milliseconds, the unit that computed most, layers in all, and those left to others.
+    """A network on a device: milliseconds, the main compute unit, all layers, and those on GPU and CPU.
 
-    `device` is a place in the table's devices. Memory is the range of the peak, in MB, as AI Hub estimates it.
+    `device` is an index into the table's devices. Memory is the range of the peak, in MB, as AI Hub estimates it.
     """
 
     device: int
@@ -34,7 +34,7 @@ class MeasuredRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Network(msgspec.Struct, frozen=True, kw_only=True):
-    """What the package says of a network."""
+    """What the package states about a network."""
 
     use_case: str
     source: str
@@ -43,7 +43,7 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True):
-    """The measured figures. `rows` goes from NETWORK/COMPONENT over precision and runtime to what was measured."""
+    """The measured figures. `rows` maps NETWORK/COMPONENT to precision, to runtime, to the measured rows."""
 
     source: str
     package: str
@@ -55,19 +55,19 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
     rows: dict[str, dict[str, dict[Runtime, tuple[MeasuredRow, ...]]]]
 
     def find_key(self, name: str) -> str:
-        """Returns the key in `rows` of a network: NETWORK/COMPONENT, or NETWORK where it is one whole."""
+        """Returns a network's key in `rows`, for NETWORK/COMPONENT or, if the network has one component, NETWORK."""
         model, _, part = name.partition("/")
         return name if part else next((key for key in self.rows if key.partition("/")[0] == model), name)
 
     def find_rows(self, network: str, precision: str) -> Mapping[str, MeasuredRow]:
-        """Returns what a network took as ONNX Runtime runs it, by device; none where it was not measured so."""
+        """Returns the measurements of a network with ONNX Runtime, by device; empty if there are none."""
         rows = self.rows.get(network, {}).get(precision, {}).get("onnx", ())
         return {self.devices[row.device]: row for row in rows}
 
 
 @functools.lru_cache(maxsize=1)
 def load_table() -> Table:
-    """Returns the measured figures that edgekit ships."""
+    """Returns the measured table that edgekit ships."""
     packed = (targets_folder() / FOLDER / "measured.json.xz").read_bytes()
     return msgspec.json.decode(lzma.decompress(packed), type=Table)
 

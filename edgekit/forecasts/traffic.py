@@ -8,17 +8,17 @@ import msgspec
 from edgekit.convert.context import plan_context
 
 SOC = "69"
-"""The chip that plans are made for: that of the Galaxy S25, from which the other devices' factors count."""
+"""The chip that plans are made for: that of the Galaxy S25, the reference of the other devices' factors."""
 _NAMES = ("dram_read", "dram_write", "vtcm_read", "vtcm_write", "is_dma")
 _MOVE = re.compile(r'\{"opid"\s*:\s*0x([0-9a-f]+)' + "".join(rf'\s*,\s*"{name}"\s*:\s*(\d+)' for name in _NAMES))
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
-    """What one inference moves.
+    """The data traffic of one inference.
 
     `dram` are the bytes between DRAM and the NPU's vector memory (VTCM), `matrix` and `vector` those that its matrix
-    unit and its vector units read from VTCM and write there. `operations` counts the tiles of work: a convolution on
-    a large picture is many of them.
+    unit and its vector units read from VTCM and write there. `operations` counts the tiles of work: a convolution on a
+    large activation is many of them.
     """
 
     dram: int
@@ -51,7 +51,7 @@ def read_plan(text: str) -> Traffic:
         from_dram, to_dram, read, written, is_dma = map(int, found.groups()[1:])
         operations += 1
         sums["dram"] += from_dram + to_dram
-        # A transfer's VTCM bytes are those of DRAM once more.
+        # The VTCM bytes of a DMA transfer are its DRAM bytes again.
         if not is_dma:
             sums["vector" if int(found[1], 16) in on_vector else "matrix"] += read + written
     return Traffic(**sums, operations=operations)

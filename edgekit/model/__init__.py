@@ -1,1 +1,1 @@
-"""A model file, the facts read from it, and tensors."""
+"""Model files, the facts read from them, and tensors."""

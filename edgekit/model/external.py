@@ -1,8 +1,8 @@
-"""Where weights lie that are not in the model's own file, and reading an ONNX file without its weights.
+"""External data: where weights outside the model's own file lie; and reading an ONNX file without its weights.
 
-The words of `TensorProto.external_data` are those of onnx.proto: `location` is relative to the model's folder; `offset`
-and `length` are decimal. A file is read without its weights by skipping the protobuf fields that hold much data
-(wire format: https://protobuf.dev/programming-guides/encoding).
+The keys of `TensorProto.external_data` are those of onnx.proto: `location` is relative to the model's folder; `offset`
+and `length` are decimal. A file is read without its weights by skipping the protobuf fields that hold much data (wire
+format: https://protobuf.dev/programming-guides/encoding).
 """
 
 import math
@@ -19,19 +19,19 @@ from google.protobuf.message import DecodeError
 from edgekit.errors import ModelError
 
 PAGE_BYTES = 4096
-"""Large weights begin a page, so that ONNX Runtime can map them (onnx's external_data_helper aligns for that too)."""
+"""Large weights begin at a page, so that ONNX Runtime can map them (onnx's external_data_helper does the same)."""
 LEAST_BYTES = 1024
-"""Weights up to this size stay inside: shape inference and constant folding read them, and cannot from other files."""
+"""Weights up to this size stay in the model file: shape inference and constant folding do not read external data."""
 
 
 def begin_page(out: IO[bytes]) -> int:
-    """Fills a file up to the next page, and returns where that begins: what is written there can be mapped."""
+    """Pads a file to the next page and returns the position: data written there can be mapped."""
     out.write(bytes(-out.tell() % PAGE_BYTES))
     return out.tell()
 
 
 class DataPlace(msgspec.Struct, frozen=True):
-    """The bytes of a tensor: `length` of them from `offset` on, in `file` of the model's folder."""
+    """The external data of a tensor: `length` bytes from `offset` on, in `file` of the model's folder."""
 
     file: str
     offset: int
@@ -39,14 +39,14 @@ class DataPlace(msgspec.Struct, frozen=True):
 
 
 def read_words(tensor: onnx.TensorProto) -> dict[str, str]:
-    """Returns the words that say where the data of a tensor lie; none where they lie inside."""
+    """Returns the entries that say where the data of a tensor lie; none if they lie in the model's own file."""
     return {entry.key: entry.value for entry in tensor.external_data}
 
 
 def read_place(tensor: onnx.TensorProto) -> DataPlace | None:
-    """Returns where the data of a tensor lie, None where they lie in the model's own file.
+    """Returns where the external data of a tensor lie, None if they lie in the model's own file.
 
-    Without a length all of the tensor lies there, as ONNX Runtime reads it: so much as its type and shape ask for.
+    A missing length stands for the whole tensor, as in ONNX Runtime: the bytes that its type and shape need.
     """
     if tensor.data_location != onnx.TensorProto.EXTERNAL:
         return None
@@ -56,14 +56,14 @@ def read_place(tensor: onnx.TensorProto) -> DataPlace | None:
 
 
 def list_files(tensors: Iterable[onnx.TensorProto]) -> Iterator[str]:
-    """Yields the files in which data of these tensors lie; all that a tensor names, where a hostile one names two."""
+    """Yields the files that hold data of these tensors; every `location`, even if a hostile tensor has two."""
     for tensor in tensors:
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
             yield from (entry.value for entry in tensor.external_data if entry.key == "location")
 
 
 def point_to(tensor: onnx.TensorProto, place: DataPlace) -> None:
-    """Says in a tensor, in place, that its data lie elsewhere; raw data that it has are dropped."""
+    """Makes a tensor refer to external data, in place; raw data that it has are dropped."""
     tensor.ClearField("raw_data")
     del tensor.external_data[:]
     tensor.data_location = onnx.TensorProto.EXTERNAL
@@ -72,7 +72,7 @@ def point_to(tensor: onnx.TensorProto, place: DataPlace) -> None:
 
 
 def count_bytes(tensor: onnx.TensorProto) -> int | None:
-    """Returns how many bytes the raw data of a tensor have; None for strings, which have none, and elements of 6 bits.
+    """Returns the size of a tensor's raw data; None for strings, which have none, and for elements of 6 bits.
 
     Elements of 2 and 4 bits are packed (onnx.proto, `raw_data`), though numpy holds each in a byte.
     """
@@ -85,11 +85,11 @@ def count_bytes(tensor: onnx.TensorProto) -> int | None:
 
 
 MAX_DATA_BYTES = 1 << 17
-"""Data of a tensor beyond this are left out."""
+"""Data of a tensor beyond this size are left out."""
 
-# Subgraphs within subgraphs: protobuf itself stops at 100 messages, and each graph is three (graph, node, attribute).
+# Nesting of subgraphs: protobuf itself stops at 100 messages, and each graph is three (graph, node, attribute).
 _MAX_DEPTH = 64
-# Which fields of a message hold messages with tensors in them.
+# The fields of each message that may contain tensors.
 _INSIDE: dict[str, dict[int, str]] = {
     "model": {7: "graph"},
     "graph": {1: "node", 5: "tensor"},
@@ -105,7 +105,7 @@ _TENSOR_DATA = frozenset({4, 5, 6, 7, 9, 10, 11})
 
 
 def skim_model(path: Path) -> onnx.ModelProto:
-    """Returns the model without the data of its big tensors; their names, types and shapes stay.
+    """Returns the model without the data of its large tensors; their names, types and shapes stay.
 
     Raises:
         ModelError: the file cannot be read or is no ONNX model.
@@ -114,9 +114,9 @@ def skim_model(path: Path) -> onnx.ModelProto:
 
 
 def point_into(path: Path) -> onnx.ModelProto:
-    """Returns the model with the raw data of its big initializers left in the file, as external data that lie there.
+    """Returns the model with the raw data of its large initializers as external data that lie in the file itself.
 
-    So a model of gigabytes is worked on without ever being in memory; the data keep their place in the file, `path`.
+    So a model of gigabytes can be processed without being in memory; the data keep their place in the file, `path`.
 
     Raises:
         ModelError: the file cannot be read or is no ONNX model.
@@ -126,13 +126,13 @@ def point_into(path: Path) -> onnx.ModelProto:
 
 def _read(path: Path, location: str) -> onnx.ModelProto:
     try:
-        # Mapped, so that weights which are skipped are never read from the disk.
+        # Mapped, so that skipped weights are never read from the disk.
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return onnx.ModelProto.FromString(b"".join(_skim(data, "model", (0, len(data)), 0, location)))
     except OSError as error:
         raise ModelError(f"cannot read '{path}': {error.strerror}", hint="give the path of an .onnx file") from error
     except (DecodeError, ValueError, IndexError, KeyError) as error:
-        # What lists several models is no model.
+        # A file that lists several models is no model itself.
         hint = "give the path of an .onnx file, or export it again"
         if path.suffix == ".toml":
             hint = "edgekit group takes a .toml, edgekit run an edgekit.toml"
@@ -140,9 +140,9 @@ def _read(path: Path, location: str) -> onnx.ModelProto:
 
 
 def _skim(data: mmap.mmap, kind: str, span: tuple[int, int], depth: int, location: str) -> Iterator[bytes]:
-    """Yields the bytes of a message that are kept; `span` is where it begins and ends.
+    """Yields the bytes of a message that stay; `span` is its begin and end.
 
-    With a `location` the raw data that are left out become external data there, and other data stay.
+    With a `location`, raw data that are left out become external data there, and other data stay.
     """
     at, end = span
     place = b""
@@ -150,25 +150,25 @@ def _skim(data: mmap.mmap, kind: str, span: tuple[int, int], depth: int, locatio
         start = at
         key, at = _read_varint(data, at)
         field, wire = key >> 3, key & 7
-        # Everything that is long has wire type 2; varints and fixed numbers are kept as they are.
+        # All long fields have wire type 2; varints and fixed numbers stay as they are.
         if wire != 2:
             at = _skip_scalar(data, at, wire)
             yield data[start:at]
             continue
         size, body = _read_varint(data, at)
         at = body + size
-        # A length that runs out of its message: cut off, or no protobuf at all. Without this a random file could be
-        # read as a model.
+        # A length beyond the end of its message: the file is cut off, or no protobuf. Without this check a random file
+        # could be read as a model.
         if at > end:
             raise ValueError(at)
         inner = _INSIDE[kind].get(field)
         if inner is not None and depth < _MAX_DEPTH:
-            # Its length changes with what is left out, so the field is written anew.
+            # The length changes with what is left out, so the field is written anew.
             kept = b"".join(_skim(data, inner, (body, at), depth + 1, location))
             yield _varint(key) + _varint(len(kept)) + kept
         elif kind not in _TENSORS or field not in _TENSOR_DATA or size <= MAX_DATA_BYTES:
             yield data[start:at]
-        # External data are raw bytes (onnx.proto): other fields of data have another encoding, and stay in the message.
+        # External data are raw bytes (onnx.proto): other data fields have another encoding, and stay in the message.
         elif location and kind == "tensor" and field == _RAW_DATA:
             # The fields of a tensor that say where its data lie.
             tensor = onnx.TensorProto()
@@ -176,14 +176,14 @@ def _skim(data: mmap.mmap, kind: str, span: tuple[int, int], depth: int, locatio
             place = tensor.SerializeToString()
         elif location:
             yield data[start:at]
-    # Last, where it wins: tensors that were loaded from external data say that their data lie in the message.
+    # Written last, where it wins: a tensor loaded from external data states earlier that its data lie in the message.
     yield place
 
 
 def _skip_scalar(data: mmap.mmap, at: int, wire: int) -> int:
     if wire == 0:
         return _read_varint(data, at)[1]
-    # Wire types 3 and 4 are groups, which onnx.proto has none of, and 6 and 7 do not exist: a KeyError, and no model.
+    # Wire types 3 and 4 are groups, which onnx.proto does not use; 6 and 7 do not exist. A KeyError means: no model.
     return at + {1: 8, 5: 4}[wire]
 
 

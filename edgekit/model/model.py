@@ -25,9 +25,9 @@ _T = TypeVar("_T")
 
 
 class Reads(NamedTuple):
-    """The newest IR version, opset of ai.onnx and version of the ORT format with which an ONNX Runtime makes a session.
+    """The newest IR version, opset of ai.onnx and version of the ORT format that an ONNX Runtime loads.
 
-    It refuses anything newer at load. ORT formats below 5, of ONNX Runtime up to 1.12, are read by full builds alone.
+    It refuses anything newer at load. ORT formats below 5, of ONNX Runtime up to 1.12, are read by full builds only.
     """
 
     since: str
@@ -38,7 +38,8 @@ class Reads(NamedTuple):
 
 # Measured 2026-11-22 and 2026-11-23 with the wheels 1.15.1, 1.16.0, 1.16.3, 1.17.3, 1.18.0, 1.19.2, 1.20.1, 1.22.1,
 # 1.23.2, 1.24.4, 1.26.0, 1.28.0 to 1.30.0, 1.31.1 and 1.32.0: a model of one Relu, and one file of each version of the
-# ORT format. Each writes the newest that it reads; its sources call 6 that of 1.15, and 1.15.1 refuses it.
+# ORT format. Each writes the newest version that it reads. The sources of 1.15 call its version 6, but 1.15.1 refuses
+# 6.
 READS = (
     Reads("1.15.0", 9, 19, 5),
     Reads("1.16.0", 9, 19, 6),
@@ -53,13 +54,13 @@ READS = (
 
 
 def reads_of(version: str) -> Reads:
-    """Returns what a version of ONNX Runtime reads; for one older than the table, its first row."""
+    """Returns what a version of ONNX Runtime reads; for one older than the table, the first row."""
     known = [row for row in READS if read_version(row.since) <= read_version(version)]
     return known[-1] if known else READS[0]
 
 
 def find_reader(ir_version: int, opset: int, ort_format: int = 0) -> str | None:
-    """Returns the oldest ONNX Runtime that reads all of it, None where no version that was tried does.
+    """Returns the oldest ONNX Runtime that reads all of these versions, None if no measured one does.
 
     `ort_format` is the version of a file in ORT format.
     """
@@ -71,9 +72,9 @@ QuantizedForm = Literal["", "qdq", "qoperator", "dynamic", "weights"]
 # Sizes in protobuf are signed 32-bit numbers (https://protobuf.dev/programming-guides/proto-limits).
 MAX_PROTOBUF_BYTES = 2**31 - 1
 MOST_INLINE_BYTES = MAX_PROTOBUF_BYTES - (64 << 20)
-"""Up to this size weights are written into the protobuf: the rest is for the graph."""
+"""Weights up to this size are written into the protobuf; the rest of 2 GB is for the graph."""
 LARGE_BYTES = 64 << 20
-"""From this size on models are read weight by weight: a choice."""
+"""Models from this size on are read weight by weight; the limit was chosen by hand."""
 _MAIN_DOMAIN = "ai.onnx"
 _INTEGER_OPS = frozenset({"QuantizeLinear", "DynamicQuantizeLinear", "ConvInteger", "MatMulInteger"})
 
@@ -81,9 +82,9 @@ _INTEGER_OPS = frozenset({"QuantizeLinear", "DynamicQuantizeLinear", "ConvIntege
 class Model(msgspec.Struct, frozen=True, kw_only=True):
     """An ONNX file, its digest, and the facts that every stage needs.
 
-    `sha256` covers the file and, in the order of their names, the files beside it that it names (`external_files`):
-    external data, and what a provider compiled. `inputs` leaves out initializers. `size_bytes` counts those files.
-    `node_count` counts the nodes of the main graph. `custom_ops` are the libraries whose operators it uses.
+    `sha256` covers the file and, in the order of their names, its external files (`external_files`): external data, and
+    what a provider compiled. `size_bytes` includes them. `inputs` leaves out initializers. `node_count` counts the
+    nodes of the main graph. `custom_ops` are the libraries whose operators it uses.
     """
 
     path: Path
@@ -117,7 +118,7 @@ def load_model(path: AnyPath, *, custom_ops: Sequence[AnyPath] = ()) -> Model:
         if not library.is_file():
             raise UsageError(f"there is no custom-op library '{library}'", hint="give the path of a .so file")
     proto = _parse(path)
-    # Refuses names that are no text, which protobuf hands out as bytes that fit nowhere, and what ONNX's rules do.
+    # First refuses names that are no UTF-8, which protobuf returns as bytes; then what breaks ONNX's rules.
     strange = find_strange_text(proto)
     if strange is not None:
         raise ModelError(f"'{path}' has the name {strange[:80]!r}, which is no UTF-8", hint="export the model again")
@@ -143,7 +144,7 @@ def load_model(path: AnyPath, *, custom_ops: Sequence[AnyPath] = ()) -> Model:
 
 
 def measure_files(path: Path) -> int:
-    """Returns the bytes of an ONNX model and its external data, without reading these.
+    """Returns the size of an ONNX model with its external data, without reading these.
 
     Raises:
         ModelError: the file cannot be read, or refers to external data that is missing or outside its folder.
@@ -152,7 +153,7 @@ def measure_files(path: Path) -> int:
 
 
 def list_external(path: Path) -> tuple[str, ...]:
-    """Returns the files beside an ONNX model that it names, sorted, without reading them.
+    """Returns the external files of an ONNX model, sorted, without reading them.
 
     Raises:
         ModelError: the file cannot be read, or names a file that is missing or outside its folder.
@@ -182,7 +183,7 @@ def read_proto(model: Model, *, weights: bool = True) -> onnx.ModelProto:
 
 
 def _read_large(path: Path) -> onnx.ModelProto:
-    """Returns the protobuf of a file, read weight by weight: parsed at once, all would be in memory twice."""
+    """Returns the protobuf of a file, read weight by weight: parsing it at once would hold all weights twice."""
     proto = point_into(path)
     with path.open("rb") as file:
         for graph in iterate_graphs(proto.graph):
@@ -206,24 +207,24 @@ def save_proto(proto: onnx.ModelProto, path: Path) -> Model:
 
 
 def write_proto(proto: onnx.ModelProto, path: Path) -> None:
-    """Writes a protobuf deterministically; weights go beside it where 2 GB do not hold them.
+    """Writes a protobuf deterministically; weights go into a file beside it if they exceed protobuf's 2 GB.
 
     Raises:
         OutputError: `path` cannot be written.
     """
     is_large = count_weight_bytes(proto) > MOST_INLINE_BYTES
     with writing(path):
-        # One file for all weights, named after the model: apps and bundles then have a fixed pair to ship.
+        # One file for all weights, named after the model: apps and bundles then always have the same two files.
         onnx.save(proto, str(path), save_as_external_data=is_large, location=f"{path.name}.data")
 
 
 def count_weight_bytes(proto: onnx.ModelProto) -> int:
-    """Returns how many bytes the weights in a protobuf have; counting all of it fails beyond 2 GB."""
+    """Returns the size of the weights in a protobuf; protobuf's own count fails beyond 2 GB."""
     return sum(len(tensor.raw_data) for tensor in proto.graph.initializer)
 
 
 def move_data(path: Path, out: Path) -> None:
-    """Moves what `write_proto` wrote beside `path`, if anything, to where it belongs beside `out`, of the same name.
+    """Moves the external data that `write_proto` wrote for `path`, if any, into the folder of `out`, under their name.
 
     Raises:
         OutputError: the folder cannot be written.
@@ -234,16 +235,16 @@ def move_data(path: Path, out: Path) -> None:
 
 
 def read_contents(tensor: onnx.TensorProto) -> bytes:
-    """Returns the bytes of a tensor without its name: the same for two that hold the same."""
+    """Returns the bytes of a tensor without its name: equal for tensors with equal contents."""
     unnamed = onnx.TensorProto()
     unnamed.CopyFrom(tensor)
     unnamed.name = ""
-    # Deterministic, because what is compared are these bytes.
+    # Deterministic, because these bytes are compared.
     return unnamed.SerializeToString(deterministic=True)
 
 
 def list_names(graph: onnx.GraphProto) -> set[str]:
-    """Returns the names of all tensors of a graph, bodies included."""
+    """Returns the names of all tensors of a graph, subgraphs included."""
     names: set[str] = set()
     for part in iterate_graphs(graph):
         names |= {value.name for value in (*part.input, *part.output, *part.value_info)}
@@ -253,9 +254,9 @@ def list_names(graph: onnx.GraphProto) -> set[str]:
 
 
 def rename_tensors(graph: onnx.GraphProto, names: Mapping[str, str], *, skip_inputs: bool = False) -> None:
-    """Gives tensors other names, in place, bodies included.
+    """Renames tensors in place, subgraphs included.
 
-    With `skip_inputs` the tensors are inputs of the graph, which keep theirs: only what reads them reads others.
+    With `skip_inputs` the graph's inputs keep their names, and only the nodes that read them read the new names.
     """
     for part in iterate_graphs(graph):
         for node in part.node:
@@ -271,7 +272,7 @@ def rename_tensors(graph: onnx.GraphProto, names: Mapping[str, str], *, skip_inp
 
 
 def iterate_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """Yields a graph and, depth first, the bodies of its control-flow nodes."""
+    """Yields a graph and, depth first, the subgraphs of its control-flow nodes."""
     yield graph
     for node in graph.node:
         for attribute in node.attribute:
@@ -284,8 +285,8 @@ def iterate_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
 def keep_used_opsets(proto: onnx.ModelProto) -> None:
     """Drops, in place, the opsets of domains that no node has, and sorts the others by domain; "ai.onnx" becomes "".
 
-    ONNX Runtime writes every domain that its process knows into a model that it optimizes: its own, and those of
-    custom operators that any earlier session of the process loaded.
+    ONNX Runtime writes every domain that its process knows into a model that it optimizes: its own, and those of custom
+    operators that any earlier session of the process loaded.
     """
     used = {"", *(node.domain for node in iterate_nodes(proto.graph))}
     opsets = {"" if entry.domain == _MAIN_DOMAIN else entry.domain: entry.version for entry in proto.opset_import}
@@ -294,14 +295,14 @@ def keep_used_opsets(proto: onnx.ModelProto) -> None:
 
 
 def refill(field: MutableSequence[_T], values: Iterable[_T]) -> None:
-    """Gives a list of a protobuf other values, some of which may be its own, in place."""
+    """Replaces the values of a protobuf list in place; the new ones may be some of its own."""
     kept = list(values)
     del field[:]
     field.extend(kept)
 
 
 def iterate_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    """Yields the nodes of a graph and, graph by graph, of the bodies of its control-flow nodes."""
+    """Yields the nodes of a graph and, graph by graph, of the subgraphs of its control-flow nodes."""
     return (node for part in iterate_graphs(graph) for node in part.node)
 
 
@@ -312,7 +313,7 @@ def iterate_reads(node: onnx.NodeProto) -> Iterator[str]:
 
 
 def iterate_captured(node: onnx.NodeProto) -> Iterator[str]:
-    """Yields what the bodies of a control-flow node read, their own tensors among them."""
+    """Yields the names that the subgraphs of a control-flow node read, names of their own tensors included."""
     for attribute in node.attribute:
         for body in (attribute.g, *attribute.graphs):
             for graph in iterate_graphs(body):
@@ -321,9 +322,9 @@ def iterate_captured(node: onnx.NodeProto) -> Iterator[str]:
 
 
 def order_nodes(graph: onnx.GraphProto) -> tuple[onnx.NodeProto, ...]:
-    """Returns the nodes, each behind those that it and its bodies read from, otherwise in the order they have.
+    """Returns the nodes, each after those that it and its subgraphs read from, otherwise in their given order.
 
-    A quantizer appends its nodes out of order. Nodes of a cycle, which no runtime takes, come in any order.
+    A quantizer appends its nodes out of order. Nodes of a cycle, which no runtime accepts, come in any order.
     """
     makers = {name: index for index, node in enumerate(graph.node) for name in node.output if name}
     needs = [[makers[name] for name in iterate_reads(node) if name in makers] for node in graph.node]
@@ -333,23 +334,23 @@ def order_nodes(graph: onnx.GraphProto) -> tuple[onnx.NodeProto, ...]:
         stack = [start]
         while stack:
             index = stack[-1]
-            # An explicit stack: models of thousands of nodes in a row go deeper than Python recurses.
+            # An explicit stack: chains of thousands of nodes exceed Python's recursion limit.
             waiting = [] if index in opened else [maker for maker in needs[index] if maker not in opened]
             opened.add(index)
             stack.extend(reversed(waiting))
             if not waiting:
-                # A node may be on the stack twice; the first time it comes off is its place.
+                # A node may be on the stack twice; its place is where it first comes off.
                 ordered.setdefault(stack.pop(), graph.node[index])
     return tuple(ordered.values())
 
 
 def find_reads(graph: onnx.GraphProto) -> set[str]:
-    """Returns every name that the nodes, the bodies and the outputs of a graph read."""
+    """Returns every name that the nodes, the subgraphs and the outputs of a graph read."""
     return {name for node in graph.node for name in iterate_reads(node)} | {value.name for value in graph.output}
 
 
 def drop_unread(graph: onnx.GraphProto) -> None:
-    """Removes the initializers that nothing in a graph reads, in place."""
+    """Removes the initializers that no node of a graph reads, in place."""
     read = find_reads(graph)
     for at in reversed(range(len(graph.initializer))):  # putting the others into a new list would copy each of them
         if graph.initializer[at].name not in read:
@@ -357,21 +358,21 @@ def drop_unread(graph: onnx.GraphProto) -> None:
 
 
 def find_integer_ops(proto: onnx.ModelProto) -> tuple[str, ...]:
-    """Returns the operators by which one sees that a model is quantized, sorted; none for a float model.
+    """Returns the operators that show that a model is quantized, sorted; none for a float model.
 
-    DQ nodes alone are none of them: they store weights in 8 bits, and the model computes in float.
+    DQ nodes alone do not show it: they store weights in 8 bits, and the model computes in float.
     """
     ops = {node.op_type for node in iterate_nodes(proto.graph)}
     return tuple(sorted(op for op in ops if op in _INTEGER_OPS or op.startswith("QLinear")))
 
 
 def find_quantized_form(proto: onnx.ModelProto) -> QuantizedForm:
-    """Returns how a model is quantized: "" for a float model, "weights" where only weights are stored in few bits.
+    """Returns how a model is quantized: "" for a float model, "weights" if only weights are stored in few bits.
 
-    A QDQ model may come from training or from a quantizer; both are taken as they are.
+    A QDQ model may come from quantization-aware training or from a quantizer; both are treated alike.
     """
     ops = {node.op_type for node in iterate_nodes(proto.graph)}
-    # Before Q and DQ are asked for: a QOperator model has those too, at its edges.
+    # Checked before Q and DQ nodes: a QOperator model has those too, at its edges.
     if any(op.startswith("QLinear") for op in ops):
         return "qoperator"
     if ops & {"ConvInteger", "MatMulInteger", "DynamicQuantizeLinear", "DynamicQuantizeMatMul"}:
@@ -449,18 +450,18 @@ def _list_node_files(node: onnx.NodeProto) -> Iterator[str]:
     values = {attribute.name: attribute for attribute in node.attribute}
     for attribute in node.attribute:
         yield from list_files((attribute.t, *attribute.tensors))
-    # What a provider compiled (onnxruntime.ai/docs/execution-providers/EP-Context-Design.html): embed_mode 1, the
-    # default, keeps it in the node itself, 0 in the file that the node names.
+    # A provider's compiled context (onnxruntime.ai/docs/execution-providers/EP-Context-Design.html): with embed_mode 1,
+    # the default, it is in the node itself, with 0 in the file that the node names.
     if node.op_type == "EPContext" and "embed_mode" in values and values["embed_mode"].i == 0:
-        # What is no text becomes a name with backslashes, which is refused like any other that is not safe.
+        # Bytes that are no UTF-8 become a name with backslashes, which is refused like any other unsafe name.
         yield values["ep_cache_context"].s.decode(errors="backslashreplace") if "ep_cache_context" in values else ""
 
 
 def _digest(path: Path, external: tuple[str, ...]) -> str:
     if not external:
         return digest_file(path)
-    # The protobuf refers to the weights by file, offset and length, so that the digest must cover both. Digests of
-    # fixed length, joined, cannot be mistaken for those of other files.
+    # The protobuf refers to the weights by file, offset and length, so the digest must cover both. Digests have a fixed
+    # length, so that joined ones cannot be mistaken for those of other files.
     digest = hashlib.sha256(digest_file(path).encode())
     for name in external:
         digest.update(digest_file(path.parent / name).encode())
@@ -484,7 +485,7 @@ def _dimension(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
 
 
 def read_outside(model: Model) -> onnx.ModelProto:
-    """Returns the protobuf of a model whose large weights stay in files of its folder: its own, or those beside it.
+    """Returns the protobuf of a model whose large weights stay on disk: in its own file, or in external files.
 
     Raises:
         ModelError: the file is gone or unreadable, or weights are cut off.
@@ -494,5 +495,5 @@ def read_outside(model: Model) -> onnx.ModelProto:
 
 
 def keeps_inside(path: Path) -> bool:
-    """Returns True for a model in ONNX's format that is so large that most of it are weights inside."""
+    """Returns True for an ONNX file so large that most of it must be weights inside the file."""
     return path.suffix == ".onnx" and path.is_file() and path.stat().st_size >= LARGE_BYTES

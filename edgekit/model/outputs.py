@@ -1,4 +1,4 @@
-"""What outputs mean: as the model's maker states it, and where the columns of a list of detections are."""
+"""The meaning of outputs: as the model's maker states it, and which columns of a list of detections hold what."""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal, get_args
@@ -11,7 +11,7 @@ from edgekit.model.tensors import TensorSpec
 
 Code = Literal["corners", "middle and size"]
 CODES: tuple[Code, ...] = get_args(Code)
-"""How four numbers are a box."""
+"""How four numbers encode a box."""
 
 
 class Column(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -22,7 +22,7 @@ class Column(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class ListColumns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a list holds the first of four columns of boxes, scores in falling order, and classes, if it has any."""
+    """The columns of a list of detections: the first of four for boxes, falling scores, classes if it has any."""
 
     boxes: Column
     score: Column
@@ -31,26 +31,28 @@ class ListColumns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def outputs(self) -> frozenset[str]:
-        """The outputs that are read."""
+        """The outputs that these columns belong to."""
         return frozenset(each.output for each in (self.boxes, self.score, self.kind) if each is not None)
 
 
 OutputKind = Literal["classes", "map", "sequence", "labels", "image", "values", "scores"]
-"""classes: the scores of one decision. map: those of many, such as pixels or boxes. sequence: those of steps that make
-one answer, such as letters of a word. labels: the decisions themselves.
-image: a picture. values: numbers, such as boxes or an embedding. scores: raw ones; the app has the sigmoid."""
+"""classes: the scores of one decision. map: those of many, such as pixels or boxes.
+
+sequence: those of steps that make one answer, such as letters of a word. labels: the decisions themselves. image: an
+image. values: numbers, such as boxes or an embedding. scores: raw ones, to which the app applies the sigmoid.
+"""
 
 
 MeasuredKind = Literal["classes", "map", "sequence", "labels", "image", "embedding", "values"]
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How an output is read: its kind, the axis of its classes, and what squashes it ("" for nothing).
+    """How an output is interpreted: its kind, the axis of its classes, and the function applied to it ("" for none).
 
     "classes" are the scores of one decision, "map" those of many (pixels, boxes), "sequence" those of steps that make
-    one answer, "labels" the decisions themselves, made by an ArgMax, "embedding" a vector whose neighbours are asked
-    for. Of values it is the axis of the channels, which is the shortest. `other` is what the output may be as well,
-    where neither the graph nor its values tell, and nothing is stated; "" where it is clear.
+    one answer, "labels" the decisions themselves, made by an ArgMax, "embedding" a vector that is used to find nearest
+    neighbours. For values, `axis` is that of the channels, the shortest one. `other` is another possible kind, if
+    neither the graph nor its values decide and nothing is stated; "" if the kind is certain.
     """
 
     kind: MeasuredKind
@@ -61,7 +63,7 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class StatedOutput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an output is, and the axis of its classes or channels, where it has one and that is not told."""
+    """The stated kind of an output, and the axis of its classes or channels; None if not stated."""
 
     kind: OutputKind
     axis: int | None = None

@@ -1,7 +1,7 @@
-"""Validity of a model: what ONNX's rules or ONNX Runtime refuse in any file is refused before a stage reads it.
+"""Validity of a model: a file that breaks ONNX's rules, or that ONNX Runtime refuses, is refused before any stage.
 
-The rules are those of onnx's IR (https://onnx.ai/onnx/repo-docs/IR.html) and of the operators' schemas. What onnx's own
-checker wants beyond ONNX Runtime (names of graphs, sorted nodes, data of every tensor) is not asked for.
+The rules are those of onnx's IR (https://onnx.ai/onnx/repo-docs/IR.html) and of the operators' schemas. Rules of onnx's
+own checker that ONNX Runtime does not need (names of graphs, sorted nodes, data of every tensor) are not checked.
 """
 
 import math
@@ -17,10 +17,10 @@ import onnx
 
 from edgekit.model.external import count_bytes, read_words
 
-# The largest file of weights is far below; a product beyond it is a size that nothing can hold.
+# Far above the largest weights; a product of dimensions beyond it is a size that no memory can hold.
 _MOST_ELEMENTS = 1 << 40
 _MAIN = ("", "ai.onnx")
-# What onnx.proto names, and what ONNX Runtime adds for weights that it has packed.
+# The keys of external data in onnx.proto, and the one that ONNX Runtime adds for prepacked weights.
 _PLACES = frozenset({"basepath", "checksum", "length", "location", "offset"})
 _PREPACKED = "prepacked"
 # Terms of letters, each with one ellipsis at most (ONNX operator Einsum 12).
@@ -30,7 +30,7 @@ _TYPES = frozenset(onnx.TensorProto.DataType.values()) - {onnx.TensorProto.UNDEF
 
 
 class _Form(msgspec.Struct, frozen=True, kw_only=True):
-    """What the schema of an operator asks of its nodes; attributes by name, with their types."""
+    """What an operator's schema requires of its nodes; attributes by name, with their types."""
 
     inputs: tuple[int, int]
     outputs: tuple[int, int]
@@ -39,12 +39,12 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_flaw(proto: onnx.ModelProto) -> str | None:
-    """Returns the first flaw that makes a model invalid, in words, or None; data of tensors may be left out."""
+    """Returns a description of the first flaw that makes a model invalid, or None; tensor data may be left out."""
     return next(_find_flaws(proto), None)
 
 
 def find_torn_tensor(proto: onnx.ModelProto) -> str | None:
-    """Returns the first initializer whose raw data are not as long as its type and shape say, in words, or None."""
+    """Returns a description of the first initializer whose raw data do not fit its type and shape, or None."""
     for tensor in proto.graph.initializer:
         if not tensor.HasField("raw_data") or tensor.data_location == onnx.TensorProto.EXTERNAL:
             continue
@@ -55,7 +55,7 @@ def find_torn_tensor(proto: onnx.ModelProto) -> str | None:
 
 
 def find_strange_text(proto: onnx.ModelProto) -> bytes | None:
-    """Returns the first text in a model that is no UTF-8, which protobuf hands out as bytes, or None."""
+    """Returns the first text in a model that is no UTF-8, which protobuf returns as bytes, or None."""
     return next((text for text in _list_texts(proto) if not isinstance(text, str)), None)
 
 
@@ -145,7 +145,7 @@ def _all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
 
 
 def _check_graph(graph: onnx.GraphProto, opsets: Mapping[str, int], outer: ChainMap[str, None]) -> Iterator[str]:
-    """Yields the flaws of a graph and its bodies; `outer` holds the names that it may read without making them."""
+    """Yields the flaws of a graph and its subgraphs; `outer` holds the names of enclosing graphs that it may read."""
     made = [name for node in graph.node for name in node.output if name]
     given = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
     given |= {tensor.values.name for tensor in graph.sparse_initializer}
@@ -183,12 +183,12 @@ def _bodies(node: onnx.NodeProto) -> list[onnx.GraphProto]:
 
 
 def _check_order(graph: onnx.GraphProto) -> Iterator[str]:
-    """Yields a flaw where nodes wait for each other; nodes may stand in any order, as a quantizer appends its own."""
+    """Yields a flaw if nodes form a cycle; nodes may be in any order, since a quantizer appends its own."""
     makers = {name: index for index, node in enumerate(graph.node) for name in node.output if name}
     needs = {
         index: [makers[name] for name in _list_reads(node) if name in makers] for index, node in enumerate(graph.node)
     }
-    # What only reads what stands before it cannot be part of a cycle: mostly nothing is left to sort.
+    # If each node reads only earlier ones there can be no cycle: mostly nothing is left to sort.
     if not any(maker >= index for index, found in needs.items() for maker in found):
         return
     order = TopologicalSorter(needs)
@@ -199,10 +199,10 @@ def _check_order(graph: onnx.GraphProto) -> Iterator[str]:
 
 
 def _list_reads(node: onnx.NodeProto) -> Iterator[str]:
-    """Yields what a node reads, and what its bodies read of the graphs around them."""
+    """Yields the names that a node reads, and those that its subgraphs read from the graphs around them."""
     yield from node.input
     for body in _bodies(node):
-        # A body may name its own tensors as the node around it names its outputs.
+        # A tensor of a subgraph may have the same name as an output of the node around it.
         own = {value.name for value in body.input} | {tensor.name for tensor in body.initializer}
         own.update(name for inner in body.node for name in inner.output)
         yield from (name for inner in body.node for name in _list_reads(inner) if name not in own)
@@ -228,7 +228,7 @@ def _check_node(node: onnx.NodeProto, where: str, opsets: Mapping[str, int]) -> 
             yield f"{where} has the attribute '{name}' of another type than its operator wants"
     if not domain and node.op_type in _CHECKS:
         yield from _CHECKS[node.op_type](node, where, given)
-    # onnx's shape inference does not end on a text that is no equation.
+    # onnx's shape inference does not terminate on a text that is no equation.
     yield from (
         f"{where} has an equation that is none"
         for name in given
@@ -238,13 +238,15 @@ def _check_node(node: onnx.NodeProto, where: str, opsets: Mapping[str, int]) -> 
 
 def _check_loop(node: onnx.NodeProto, where: str, given: Mapping[str, onnx.AttributeProto]) -> Iterator[str]:
     body = given.get("body")
-    # The body takes the turn, the condition and what is carried; it gives the condition, what is carried, and scans.
+    # The body takes the iteration, the condition and the loop-carried values; it gives the condition, these values, and
+    # the scan outputs.
     if body is not None and (len(body.g.input) != len(node.input) or len(body.g.output) != 1 + len(node.output)):
         yield f"{where} and its body do not have the same number of inputs and outputs"
 
 
 def _check_split(node: onnx.NodeProto, where: str, given: Mapping[str, onnx.AttributeProto]) -> Iterator[str]:
-    # onnx's inference of shapes looks up the size of each output in a list of `num_outputs`: the process ends.
+    # onnx's shape inference looks up the size of each output in a list of `num_outputs` entries, and crashes the
+    # process beyond its end.
     parts = given.get("num_outputs")
     if parts is not None and not parts.ref_attr_name and parts.i < len(node.output):
         yield f"{where} has {len(node.output)} outputs, and num_outputs says {parts.i}"
@@ -263,7 +265,7 @@ def _check_tensor(tensor: onnx.TensorProto) -> Iterator[str]:
 
 
 def _check_place(tensor: onnx.TensorProto) -> Iterator[str]:
-    """Yields a flaw where the words do not say which part of which file holds the data."""
+    """Yields a flaw if the entries do not say which part of which file holds the data."""
     where = read_words(tensor)
     odd = next((key for key in where if key not in _PLACES and not key.startswith(_PREPACKED)), None)
     if odd is not None:
@@ -277,7 +279,7 @@ def _check_place(tensor: onnx.TensorProto) -> Iterator[str]:
 
 def _check_value(value: onnx.ValueInfoProto) -> Iterator[str]:
     tensor = value.type.tensor_type
-    # Unknown dimensions may be written as negative ones; what is known must fit somewhere.
+    # Unknown dimensions may be negative numbers; the product of the known ones must fit into some memory.
     if math.prod(max(1, dim.dim_value) for dim in tensor.shape.dim) > _MOST_ELEMENTS:
         yield f"tensor '{value.name}' has the shape {[dim.dim_value for dim in tensor.shape.dim][:8]}"
     if tensor.elem_type and tensor.elem_type not in _TYPES:
@@ -286,7 +288,7 @@ def _check_value(value: onnx.ValueInfoProto) -> Iterator[str]:
 
 @lru_cache(maxsize=4096)
 def _read_form(op: str, domain: str, version: int) -> _Form | None:
-    """Returns what an operator asks of its nodes, None for one that onnx does not know."""
+    """Returns what an operator requires of its nodes, None for one that onnx does not know."""
     try:
         schema = onnx.defs.get_schema(op, version, domain)
     except onnx.defs.SchemaError:

@@ -1,6 +1,6 @@
 """State: outputs that become inputs of the next step, such as a KV cache or the hidden state of a recurrent layer.
 
-`feed_back` is the one rule by which an output becomes the next input, and `run_steps` the one loop.
+`feed_back` is the only rule by which an output becomes the next input, and `run_steps` the only loop.
 """
 
 import re
@@ -16,23 +16,23 @@ from edgekit.model.tensors import Array, Tensors, TensorSpec
 
 MOST_STEPS = 4096
 MOST_FEEDS = 4096
-"""Bounds for what a recipe or a bundle may ask for: a model of 100 layers feeds 200 tensors back."""
+"""Limits for recipes and bundles: a model of 100 layers feeds 200 tensors back."""
 
-# Words that say of an input that it comes from the step before, and of an output that it goes into the next.
+# Words in the name of an input that comes from the previous step, and of an output for the next step.
 _PAST = frozenset({"past", "prev", "previous", "initial", "init", "old", "last", "in"})
 _NEXT = frozenset({"present", "next", "new", "updated", "out", "n"})
-# Of these alone no pair is meant: an image goes "in" and comes "out".
+# Words that do not make a pair by themselves: an image may also go "in" and come "out".
 _WEAK = frozenset({"in", "out", "n"})
-# Before the whole name of an output that has no such word.
+# Prefix that marks the whole name of an output without such a word.
 _WHOLE = "="
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a model is run step by step: `feeds` names for each input that holds state the output it comes from.
+    """How a model is run step by step: `feeds` gives for each input that holds state the output it comes from.
 
-    So many samples as `steps`, one after another, make a sequence; the first of each begins with the state in the data,
-    or zeros. An output that is longer than its input on one axis gives its last rows, as a window of a KV cache does;
-    one that is shorter is appended to the input, whose oldest rows go.
+    Each `steps` consecutive samples make a sequence, which begins with the state in the data, or zeros. If an output is
+    longer than its input on one axis, its last rows are used, as in a window of a KV cache; if it is shorter, it is
+    appended to the input, whose oldest rows are dropped.
     """
 
     steps: Annotated[int, msgspec.Meta(ge=1, le=MOST_STEPS)] = 1
@@ -43,7 +43,7 @@ def match_state(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> 
     """Returns for each input that holds state the output that feeds it, by name, type and shape.
 
     `past_key_values.0.key` is fed by `present.0.key`, `state` by `new_state`, `state_out` or `stateN`, `h` by `hn`,
-    `initial_h` by `next_h`, `prev_state` by `state`. Names that fit more than one output feed nothing.
+    `initial_h` by `next_h`, `prev_state` by `state`. An input whose name fits more than one output is not paired.
     """
     stems: dict[str, list[TensorSpec]] = {}
     for output in outputs:
@@ -54,13 +54,13 @@ def match_state(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> 
         fitting = {out.name for stem in _input_stems(spec.name) for out in stems.get(stem, ()) if fits(spec, out)}
         if len(fitting) == 1:
             found[spec.name] = fitting.pop()
-    # An output feeds one input: where two would take it, nobody can tell which is meant.
+    # An output feeds one input: if it fits two, the right one is unknown, and neither is paired.
     takers = Counter(found.values())
     return {name: output for name, output in found.items() if takers[output] == 1}
 
 
 def resolve_state(given: State | None, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> State:
-    """Returns the state of a model: what is stated of it, with the feeds found by name where none are stated.
+    """Returns the state of a model as stated; if no feeds are stated, with those found by name.
 
     Raises:
         UsageError: a name is no input or output, the two do not fit, or several steps are asked of a model without
@@ -106,7 +106,7 @@ def _find_unfit(
 
 
 def fits(spec: TensorSpec, output: TensorSpec) -> bool:
-    """Returns True if an output can become this input: one type and rank, and all sizes but one the same."""
+    """Returns True if an output can become this input: same type and rank, and at most one size differs."""
     if spec.dtype != output.dtype or not spec.is_tensor or spec.dtype == "string":
         return False
     if spec.shape is None or output.shape is None:
@@ -117,16 +117,16 @@ def fits(spec: TensorSpec, output: TensorSpec) -> bool:
 
 
 def first_state(spec: TensorSpec) -> Array:
-    """Returns the state that a sequence begins with where the data have none: zeros, empty on open dimensions."""
+    """Returns the initial state of a sequence if the data have none: zeros, with open dimensions of size 0."""
     shape = tuple(dim if isinstance(dim, int) else 0 for dim in spec.shape or ())
     return np.zeros(shape, np.dtype(spec.dtype))
 
 
 def feed_back(spec: TensorSpec, held: Array, output: Array) -> Array:
-    """Returns the input of the next step: what `output` makes of `held`, the input of this one.
+    """Returns an input's value for the next step, from `held`, its value in this step, and `output`.
 
-    On an axis of a fixed size the output's last rows count, behind those of `held` where it is shorter: a window. On
-    an open axis the output counts as it is, and may grow.
+    On an axis of fixed size, the last rows of `output` are used, preceded by the last rows of `held` if `output` is
+    shorter: a window. On an open axis `output` is used as it is, and may grow.
     """
     for axis, size in enumerate(spec.shape or output.shape):
         if not isinstance(size, int) or output.shape[axis] == size:
@@ -144,10 +144,10 @@ def run_steps(
     specs: Mapping[str, TensorSpec],
     run: Callable[[Sequence[Tensors]], Sequence[Tensors]],
 ) -> Iterator[tuple[Sequence[Tensors], Sequence[Tensors]]]:
-    """Yields what goes in and what comes out at each step of some sequences side by side, feeding state back.
+    """Yields the inputs and outputs of each step, for several sequences in parallel, and feeds state back.
 
-    `steps` holds for each step a sample of every sequence; those of the first hold the state to begin with, that of
-    the others is not looked at. `run` may return fewer than it was given: then that was the last step.
+    `steps` holds for each step a sample of every sequence. The samples of the first step hold the initial state; state
+    in later samples is ignored. If `run` returns fewer results than it was given, that was the last step.
     """
     states: list[dict[str, Array]] = []
     for samples in steps:
@@ -171,22 +171,22 @@ def _words(name: str) -> list[str]:
 
 
 def _input_stems(name: str) -> set[str]:
-    """Returns what may be meant by an input's name: all of it, and what is left without words for the past."""
+    """Returns the possible stems of an input's name: the whole name, and the name without words for the past."""
     words = _words(name.replace("past_key_values", "past"))
     rest = [word for word in words if word not in _PAST]
     whole = "_".join(words)
-    # h0 and h_0 come before hn and h_n.
+    # h0 and h_0 pair with hn and h_n.
     found = {whole, re.sub(r"(?<=[a-z])_?0$", "", whole)}
     if len(rest) < len(words):
         found.add(_join(words, rest))
-        # A strong word on this side is enough: prev_state comes after state.
+        # A strong word in the input's name is enough: prev_state pairs with state.
         if not _WEAK.issuperset({*words} - {*rest}):
             found.add(_WHOLE + "_".join(rest))
     return found - {""}
 
 
 def _output_stems(name: str) -> set[str]:
-    """Returns what is left of an output's name without words for what comes next, and a whole one that has none."""
+    """Returns the stems of an output's name: without words for the next step, or the whole name if it has none."""
     words = _words(name)
     rest = [word for word in words if word not in _NEXT]
     if len(rest) < len(words):

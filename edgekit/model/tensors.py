@@ -10,14 +10,14 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 Tensors = Mapping[str, Array]
-"""One sample: an array per tensor name."""
+"""One sample: an array for each tensor name."""
 
 HEADERS = threading.Lock()
 """A lock to hold while reading .npy or .npz files, or parsing Python into a syntax tree.
 
-numpy parses the header of an array as Python, and Python up to 3.11.9 counts the depth of syntax trees once for all
-threads: "SystemError: AST constructor recursion depth mismatch" where the garbage collector hands over to another one
-in the middle. It rarely does, but for a Dask worker, whose callbacks of the collector are Python.
+numpy parses the header of an array as Python, and Python up to 3.11.9 has one counter of the depth of syntax trees for
+all threads: "SystemError: AST constructor recursion depth mismatch" if the garbage collector switches to another thread
+in the middle. That is rare, except in a Dask worker, whose callbacks of the collector are Python.
 """
 
 DTYPES: dict[str, npt.DTypeLike] = {
@@ -31,9 +31,9 @@ DTYPES: dict[str, npt.DTypeLike] = {
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Name, element type and shape of a model input or output.
 
-    `dtype` is numpy's name ("float32", "string", ...), or "sequence" or "map" for values that are no tensor. In
-    `shape` a known dimension is an int, a named one its name, an unnamed unknown one None. `shape` is None where
-    not even the rank is known.
+    `dtype` is numpy's name ("float32", "string", ...), or "sequence" or "map" for values that are no tensor. In `shape`
+    a known dimension is an int, a named one its name, an unnamed unknown one None. `shape` is None if not even the rank
+    is known.
     """
 
     name: str
@@ -47,7 +47,7 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def is_tensor(self) -> bool:
-        """True if the value is a tensor of a type edgekit can carry."""
+        """True if the value is a tensor of a type that edgekit supports."""
         return self.dtype in DTYPES
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def flatten_value(name: str, value: Any) -> dict[str, Array]:
-    """Returns what ONNX Runtime gave for an output as tensors; a tensor is itself.
+    """Returns an output of ONNX Runtime as tensors; a tensor is returned as it is.
 
     A map `y` becomes `y.keys` and `y.values`, a sequence `y.length` and `y[0]`, `y[1]`, ...; a sequence of maps with
     the same keys, as ZipMap gives, one `y.keys` and a row of `y.values` for each. `devices/standalone/ort_runner.py`
@@ -69,7 +69,7 @@ def flatten_value(name: str, value: Any) -> dict[str, Array]:
     if kind == "list":
         entries: list[Any] = value
         maps: list[dict[Any, Any]] = [entry for entry in entries if isinstance(entry, dict)]
-        # ZipMap, as scikit-learn exports classifiers, gives a dict a row.
+        # ZipMap, with which scikit-learn exports classifiers, gives a dict for each row.
         if maps and len(maps) == len(entries) and all(list(entry) == list(maps[0]) for entry in maps):
             rows = [list(entry.values()) for entry in maps]
             return {f"{name}.keys": _as_array(list(maps[0])), f"{name}.values": _as_array(rows)}
@@ -84,18 +84,18 @@ def _as_array(items: list[Any]) -> Array:
     value = np.asarray(items)
     if value.dtype.kind == "U":
         return value.astype(object)
-    # Python's floats become doubles, though what ONNX Runtime put into the map was a float32.
+    # Python's floats become doubles, though ONNX Runtime's map held float32.
     return value.astype(np.float32) if value.dtype == np.float64 else value
 
 
 def is_numeric(value: Array) -> bool:
-    """Returns True for floats and for integers of 8 or 16 bits, whose distance means something."""
-    # Wider integers are mostly indices, classes and counts, where being off by two is not twice as wrong as by one.
+    """Returns True for floats and for integers of 8 or 16 bits, whose differences are meaningful."""
+    # Wider integers are mostly indices, classes and counts: an error of two is not twice as bad as an error of one.
     return value.dtype.kind == "f" or (value.dtype.kind in "iu" and value.dtype.itemsize <= 2)
 
 
 def ranks_classes(value: Array) -> bool:
-    """Returns True for a numeric output of one axis that counts, such as [1, 1000] or [1, 1000, 1, 1]."""
+    """Returns True for a numeric output with one axis longer than 1, such as [1, 1000] or [1, 1000, 1, 1]."""
     return is_numeric(value) and value.size > 1 and max(value.shape, default=1) == value.size
 
 

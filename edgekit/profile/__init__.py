@@ -1,1 +1,1 @@
-"""Where the time of a run goes: ONNX Runtime's profiler read, and held against what the machine reaches."""
+"""Where the time of a run goes: reads ONNX Runtime's profiler, and compares with what the machine reaches."""

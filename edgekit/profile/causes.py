@@ -1,4 +1,4 @@
-"""Why one session is slower than another of the same model: kernels that compute the same value are compared."""
+"""Why one session is slower than another of the same model: compares kernels that compute the same value."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -10,7 +10,7 @@ from edgekit.verify.layers.matching import match_tensors, sort_nodes
 
 
 class SessionKernels(msgspec.Struct, frozen=True, kw_only=True):
-    """The kernels of a session and the graph that it was made of."""
+    """The kernels of a session and the graph that it was made from."""
 
     nodes: tuple[NodeTime, ...]
     graph: Graph
@@ -19,8 +19,8 @@ class SessionKernels(msgspec.Struct, frozen=True, kw_only=True):
 def pair_layers(a: SessionKernels, b: SessionKernels) -> tuple[LayerPair, ...]:
     """Returns the values that both sessions compute, in the order of computation, with the kernels that lead to each.
 
-    A kernel counts for the first matched value behind it. Fusion ends at different values on the two sides, so that
-    values are taken together until both sides have a kernel for them.
+    A kernel counts for the first matched value after it. Fusion ends at different values on the two sides, so values
+    are grouped until both sides have a kernel for them.
     """
     matched = match_tensors(a.graph, b.graph)
     keys = [item.tensor for item in matched]
@@ -35,7 +35,7 @@ def _join(
     keys: Sequence[str], of_a: Mapping[str, list[NodeTime]], of_b: Mapping[str, list[NodeTime]]
 ) -> Iterator[LayerPair]:
     groups: list[tuple[str, list[NodeTime], list[NodeTime]]] = [("", [], [])]
-    # What lies behind the last value is not matched, and comes last.
+    # Kernels after the last matched value come last.
     for key in (*keys, ""):
         _, first, second = groups[-1]
         if _computes(first) and _computes(second) and key:
@@ -45,14 +45,14 @@ def _join(
         first += of_a.get(key, [])
         second += of_b.get(key, [])
     if len(groups) > 1 and not all(map(_computes, groups[-1][1:])):
-        # One side computes nothing for the last values: they belong to the ones before.
+        # One side computes nothing for the last values: they belong to the group before.
         key, first, second = groups.pop()
         groups[-1] = (key, groups[-1][1] + first, groups[-1][2] + second)
     yield from (_make_pair(*group) for group in groups)
 
 
 def _computes(nodes: Iterable[NodeTime]) -> bool:
-    # What only moves or rounds data belongs to what is computed next.
+    # A kernel that only moves or rounds data belongs to the next kernel that computes.
     return any(not node.kind for node in nodes)
 
 
@@ -67,14 +67,14 @@ def _make_pair(tensor: str, first: Sequence[NodeTime], second: Sequence[NodeTime
 
 
 def _assign_kernels(side: SessionKernels, ends: Mapping[str, str]) -> dict[str, list[NodeTime]]:
-    """Returns the kernels that lead to each matched value; those after the last one stand under ""."""
+    """Returns the kernels that lead to each matched value; those after the last one have the key ""."""
     owners = _find_owners(side.graph, ends)
     spent: dict[str, list[NodeTime]] = {}
     waiting: list[NodeTime] = []
     key = ""
     for node in side.nodes:
         waiting.append(node)
-        # What ONNX Runtime put in mostly serves the kernel that follows: a Reorder, a Transpose, a Q node.
+        # Nodes that ONNX Runtime inserted (a Reorder, a Transpose, a Q node) mostly serve the kernel that follows.
         if node.source in owners:
             key = owners[node.source]
             spent.setdefault(key, []).extend(waiting)
@@ -84,7 +84,7 @@ def _assign_kernels(side: SessionKernels, ends: Mapping[str, str]) -> dict[str, 
 
 
 def _find_owners(graph: Graph, ends: Mapping[str, str]) -> dict[str, str]:
-    """Returns for each node the matched value that it computes, or the first one behind it."""
+    """Returns for each node the matched value that it computes, or the first one after it."""
     owners: dict[str, str] = {}
     for node in reversed(sort_nodes(graph)):
         here = next((ends[name] for name in node.output if name in ends), None)
@@ -93,8 +93,8 @@ def _find_owners(graph: Graph, ends: Mapping[str, str]) -> dict[str, str]:
     return owners
 
 
-# Below that share of a run a reason is not worth a line, and multiplications of integers that are not so much faster
-# than those of floats do not pay for rounding. Chosen by hand.
+# Reasons below this share of a run are not reported; and integer multiplication that is not this many times faster than
+# float does not pay for the rounding. Both chosen by hand.
 _WORTH = 0.02
 _FASTER = 1.5
 _NAMED = 5
@@ -110,7 +110,7 @@ _WAYS: dict[Kind, str] = {
 
 
 class SlowAndFast(msgspec.Struct, frozen=True, kw_only=True):
-    """The slower and the faster session, with their profiles, and the layers of both: times (slow, fast)."""
+    """The slower and the faster session, with their profiles; layers of both, with times as (slow, fast)."""
 
     slow: DeviceProfile
     fast: DeviceProfile
@@ -121,15 +121,15 @@ class SlowAndFast(msgspec.Struct, frozen=True, kw_only=True):
 def order_by_speed(
     slow: DeviceProfile, fast: DeviceProfile, graph: Graph | None, pairs: Iterable[LayerPair], *, slow_is_a: bool
 ) -> SlowAndFast:
-    """Returns the two sides of a comparison as the slower, whose graph it is, and the faster."""
+    """Returns the two sides of a comparison in order of speed; `graph` is that of the slower one."""
     layers = tuple((pair, *((pair.a_ms, pair.b_ms) if slow_is_a else (pair.b_ms, pair.a_ms))) for pair in pairs)
     return SlowAndFast(slow=slow, fast=fast, graph=graph, layers=layers)
 
 
 def find_causes(sides: SlowAndFast) -> tuple[Cause, ...]:
-    """Returns why the slower session is slower, the largest part first; reasons may overlap.
+    """Returns why the slower session is slower, the largest cause first; causes may overlap.
 
-    A reason whose part is below 2 % of a run is left out.
+    Causes of less than 2 % of a run are left out.
     """
     least = _WORTH * sides.slow.run_ms
     finders = (_extra_work, _float_islands, _slow_integers, _one_thread, _between, _layers)
@@ -138,7 +138,7 @@ def find_causes(sides: SlowAndFast) -> tuple[Cause, ...]:
 
 
 def _extra_work(sides: SlowAndFast) -> Iterator[Cause]:
-    """Yields conversions and copies that cost the slower session more: they are no part of the model's formulas."""
+    """Yields conversions and copies that cost the slower session more; they are no part of the model's formulas."""
     other = {one.kind: one.self_ms for one in sides.fast.unasked}
     for one in sides.slow.unasked:
         before = other.get(one.kind, 0.0)
@@ -172,7 +172,7 @@ def _float_islands(sides: SlowAndFast) -> Iterator[Cause]:
 
 
 def find_islands(nodes: Iterable[NodeTime], graph: Graph) -> tuple[NodeTime, ...]:
-    """Returns the kernels that compute in float although the model rounds what they read and what they give."""
+    """Returns the kernels that compute in float although the model quantizes their inputs and outputs."""
     by_name = {node.name: node for node in graph.nodes}
     found: list[NodeTime] = []
     for node in nodes:
@@ -187,7 +187,7 @@ def find_islands(nodes: Iterable[NodeTime], graph: Graph) -> tuple[NodeTime, ...
 
 
 def _slow_integers(sides: SlowAndFast) -> Iterator[Cause]:
-    """Yields the machine's own lack of fast integers, and the layers that are slower in them."""
+    """Yields that the machine lacks fast integer instructions, and the layers that are slower in integers."""
     integers = [node for node in sides.slow.nodes if node.integers and node.macs]
     if not integers or any(node.integers and node.macs for node in sides.fast.nodes):
         return
@@ -224,7 +224,7 @@ def _slow_integers(sides: SlowAndFast) -> Iterator[Cause]:
 
 
 def _one_thread(sides: SlowAndFast) -> Iterator[Cause]:
-    """Yields the kernels that keep to one thread, where the others have several."""
+    """Yields the kernels that use one thread although the session has several."""
     if sides.slow.threads == 1 or not any(node.spread for node in sides.slow.nodes):
         return
     alone = [node for node in sides.slow.nodes if not node.spread]
@@ -239,7 +239,7 @@ def _one_thread(sides: SlowAndFast) -> Iterator[Cause]:
 
 
 def _between(sides: SlowAndFast) -> Iterator[Cause]:
-    """Yields the time that passes between kernels, where it is not the profiler's own: it grows with their number."""
+    """Yields the time between kernels, which grows with their number, unless the profiler itself causes it."""
     slow, fast = sides.slow, sides.fast
     if any(one.overhead is None or one.overhead.value > DISTURBED for one in (slow, fast)):
         return
@@ -253,7 +253,7 @@ def _between(sides: SlowAndFast) -> Iterator[Cause]:
 
 
 def _layers(sides: SlowAndFast) -> Iterator[Cause]:
-    """Yields the layer that is slowest beside the other side's, where nothing above explains it."""
+    """Yields the three layers that lose most time to the other side; other causes may explain them too."""
     worse = sorted(sides.layers, key=lambda one: one[2] - one[1])
     for pair, slow, fast in worse[:3]:
         ops = " and ".join(" ".join(side) or "nothing" for side in (pair.a_ops, pair.b_ops))

@@ -1,8 +1,8 @@
 """The file of ONNX Runtime's profiler: which kernels ran when, in which run, on which data.
 
-The file is Chrome's trace format, a list of events; its names and arguments are those of
-`onnxruntime/core/common/profiler.cc` and `core/framework/sequential_executor.cc`. It may come from a device: all of it
-is hostile until it has been checked.
+The file is in Chrome's trace format, a list of events; its names and arguments are those of
+`onnxruntime/core/common/profiler.cc` and `core/framework/sequential_executor.cc`. It may come from a device, so nothing
+in it is trusted until it has been checked.
 """
 
 from bisect import bisect_right
@@ -46,13 +46,13 @@ class _Arguments(msgspec.Struct):
     activation_size: str = "0"
     parameter_size: str = "0"
     output_size: str = "0"
-    # What the arena of the kernel's provider had behind it, from ONNX Runtime 1.31 on.
+    # The state of the arena of the kernel's provider after the kernel, from ONNX Runtime 1.31 on.
     mem_arena_held: str = ""
     mem_arena_held_delta: str = ""
     mem_bytes_in_use: str = ""
     mem_in_use_delta: str = ""
     mem_in_use_peak: str = ""
-    # An empty text in builds without statistics of threads, as those for Android.
+    # An empty text in builds without thread statistics, such as those for Android.
     thread_scheduling_stats: _Threads | str | None = None
 
 
@@ -72,15 +72,15 @@ class Tensor(msgspec.Struct, frozen=True, kw_only=True):
     shape: tuple[int, ...]
 
     def __str__(self) -> str:
-        """Returns it for people: `float[1,3,224,224]`."""
+        """Returns it in readable form: `float[1,3,224,224]`."""
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """A kernel that ran once; times in microseconds, `self_us` without the kernels that ran inside it.
+    """One execution of a kernel; times in microseconds, `self_us` without the kernels that ran inside it.
 
-    `inputs` and `outputs` are what it read and wrote, `bytes` their sizes together; `thread` is the one it was started
-    from, `depth` how many kernels it ran inside of. `spread` says that it gave work to the pool of threads.
+    `inputs` and `outputs` are what it read and wrote, `bytes` their total size. `thread` is the thread that started it,
+    `depth` the number of kernels it ran inside of. `spread` is True if it gave work to the thread pool.
     """
 
     name: str
@@ -98,17 +98,17 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Arena(msgspec.Struct, frozen=True, kw_only=True):
-    """What an arena held of the system's memory, and the most in use of it since the session began, in bytes."""
+    """The system memory that an arena held, and the peak of its use since the session began, in bytes."""
 
     held_bytes: int
     peak_bytes: int
 
 
 class Execution(msgspec.Struct, frozen=True, kw_only=True):
-    """A run of the session, in microseconds from the start of the profiler, and the kernels in it by their start.
+    """A run of the session, in microseconds from the start of the profiler, with its kernels in order of their start.
 
-    `arena` is what the largest arena had come to behind it, `arena_before` in front of its first kernel; None from
-    builds of ONNX Runtime that do not tell.
+    `arena` is the state of the largest arena after the run, `arena_before` before its first kernel; None for builds of
+    ONNX Runtime that do not report it.
     """
 
     start_us: int
@@ -119,7 +119,7 @@ class Execution(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True):
-    """What the profiler saw: the runs in order, and how long reading the model and making the session took, in ms."""
+    """The profiler's results: the runs in order, and the ms to read the model and to create the session."""
 
     executions: tuple[Execution, ...]
     read_ms: float
@@ -127,7 +127,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_trace(path: Path) -> Trace:
-    """Returns what a file of the profiler holds.
+    """Returns the contents of a profiler's file.
 
     Raises:
         DeviceError: it cannot be read, or is no such file, or is larger than a device may send.
@@ -143,7 +143,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def decode_trace(data: bytes) -> Trace:
-    """Returns what the profiler wrote.
+    """Returns the profiler's events as a trace.
 
     Raises:
         DeviceError: it is no trace.
@@ -173,7 +173,7 @@ def _list_executions(events: Sequence[_Event]) -> Iterator[Execution]:
             arenas[at].append(arena)
     for step in _nest(kernels):
         at = bisect_right(starts, step.start_us) - 1
-        # Kernels outside all runs belong to none: constants are folded while the session is made.
+        # Kernels outside all runs belong to none: constants are folded while the session is created.
         if at >= 0 and step.start_us <= runs[at].ts + runs[at].dur:
             by_run[at].append(step)
     for run, steps, told in zip(runs, by_run, arenas, strict=True):
@@ -188,7 +188,7 @@ def _list_executions(events: Sequence[_Event]) -> Iterator[Execution]:
 
 
 def _read_arena(told: _Arguments) -> tuple[Arena, Arena] | None:
-    """Returns the arena before a kernel and behind it, None where ONNX Runtime does not tell."""
+    """Returns the state of the arena before and after a kernel, None if ONNX Runtime does not report it."""
     words = (told.mem_arena_held, told.mem_arena_held_delta, told.mem_bytes_in_use, told.mem_in_use_delta)
     if not told.mem_in_use_peak:
         return None
@@ -198,14 +198,14 @@ def _read_arena(told: _Arguments) -> tuple[Arena, Arena] | None:
 
 
 def _read_count(text: str) -> int:
-    """Returns a number that the profiler wrote as text; 0 for one that it cannot have written."""
+    """Returns a number that the profiler wrote as text; 0 if the text is no number that it can have written."""
     digits = text.removeprefix("-")
     return int(text) if digits.isascii() and digits.isdecimal() and len(digits) < 16 else 0
 
 
 def _nest(kernels: Sequence[_Event]) -> Iterator[Step]:
-    """Yields the kernels with their own times: those of bodies run inside the kernel of their If, Loop or Scan."""
-    # A parent ends after what it holds: of two that start together the longer comes first.
+    """Yields the kernels with their own times: kernels of subgraphs run inside the kernel of their If, Loop or Scan."""
+    # A parent ends after its children: of two that start together, the longer one comes first.
     ordered = sorted(kernels, key=lambda event: (event.tid, event.ts, -event.dur))
     inside: list[int] = [0] * len(ordered)
     depths: list[int] = [0] * len(ordered)
@@ -246,7 +246,7 @@ def _make_step(event: _Event, within: int, depth: int) -> Step:
 
 
 def _read_tensors(shapes: _Shapes) -> tuple[Tensor, ...]:
-    # A list of one entry each, with the type as its key.
+    # A list of dicts with one entry each, whose key is the type.
     return tuple(
         Tensor(dtype=printable(dtype, 40), shape=tuple(shape)) for entry in shapes for dtype, shape in entry.items()
     )

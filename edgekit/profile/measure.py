@@ -1,7 +1,7 @@
-"""One subject on one device: rounds of runs with and without the profiler, and what the times say.
+"""Profiles one subject on one device: rounds of runs with and without the profiler, and conclusions from the times.
 
-QNN's own profiler tells of the operations inside its one kernel. Advice says what `prepare --fix` and `check` would do
-about the nodes that cost the most.
+QNN's own profiler reports the operations inside its single kernel. Advice says what `prepare --fix` and `check` would
+change about the nodes that cost the most.
 """
 
 import csv
@@ -52,9 +52,9 @@ _WORTH = 0.01
 
 
 def give_advice(model: Model, target: Target, nodes: Sequence[NodeTime]) -> tuple[Cause, ...]:
-    """Returns the changes to a model that touch nodes worth a hundredth of the time or more, the largest part first.
+    """Returns changes to a model for nodes that take a hundredth of the time or more, those for the most time first.
 
-    Those are the rewrites that serve every provider, and what `check` advises for a target with a provider of its own.
+    These are the rewrites that help every provider, and the advice of `check` for a target with a provider of its own.
 
     Raises:
         EdgekitError: the model cannot be read, or the target's rules.
@@ -94,7 +94,7 @@ def _list_checks(model: Model, target: Target, nodes: Sequence[NodeTime]) -> Ite
 
 
 def _find_rules(target: Target) -> Target | None:
-    """Returns a target with its rules: that of a bundle has no folder, but is mostly one that edgekit ships."""
+    """Returns a target with its rules; a bundle's target has no folder, but mostly has the name of a shipped target."""
     if target.folder != Path():
         return target
     if target.name not in target_names():
@@ -103,7 +103,7 @@ def _find_rules(target: Target) -> Target | None:
 
 
 def _name_cause(nodes: Sequence[NodeTime], names: Iterable[str], *, rule: str, message: str, advice: str) -> Cause:
-    """Returns a cause that is about the nodes with these names in the model: its message ends in their time."""
+    """Returns a cause about the kernels of these nodes of the model; its message ends in their time."""
     wanted = frozenset(names)
     touched = [node for node in nodes if node.source in wanted]
     milliseconds = sum(node.self_ms for node in touched)
@@ -116,7 +116,7 @@ def _name_cause(nodes: Sequence[NodeTime], names: Iterable[str], *, rule: str, m
     )
 
 
-# Half a kilobyte a node and run, and no more runs than the profile makes.
+# Half a kilobyte for each node and run, for as many runs as a profile makes.
 _MOST_BYTES = 1 << 26
 _EVENT = re.compile(r"(?P<name>.*?):?\s?OpId_(?P<number>\d{1,9}) \(cycles\)")
 
@@ -132,7 +132,7 @@ class _Header(msgspec.Struct, frozen=True):
 
 
 def read_npu(path: Path) -> tuple[Cycles, ...]:
-    """Returns what the operations took in each run, in order.
+    """Returns the cycles of the operations in each run, in order.
 
     Raises:
         DeviceError: it cannot be read, or is no such file.
@@ -153,7 +153,7 @@ def read_npu(path: Path) -> tuple[Cycles, ...]:
 
 
 def list_npu(runs: Sequence[Cycles], sources: Mapping[str, Source]) -> tuple[NpuTime, ...]:
-    """Returns the operations with their median cycles, the most expensive first; the first run is no part of it."""
+    """Returns the operations with their median cycles, the most expensive first; the first run is not counted."""
     steady = runs[1:] or runs
     names = dict.fromkeys(name for run in steady for name in run)
     found = {name: [run[name] for run in steady if name in run] for name in names}
@@ -182,7 +182,7 @@ def _list_runs(rows: Sequence[Sequence[str]]) -> Iterator[Cycles]:
             raise ValueError("a line has too few columns")
         found = _EVENT.fullmatch(row[header.event])
         if row[header.message] == "NODE" and row[header.unit] == "CYCLES" and found:
-            # Nodes of one name are told apart by QNN's number.
+            # Nodes with the same name are distinguished by QNN's number.
             name = printable(found["name"], MAX_LOG)
             name = f"{name} ({found['number']})" if name in cycles else name
             cycles[name] = min(int(row[header.time]), 1 << 53)
@@ -191,23 +191,23 @@ def _list_runs(rows: Sequence[Sequence[str]]) -> Iterator[Cycles]:
             cycles = {}
 
 
-# Two degrees of freedom: enough to say that the profiler costs little, in half a dozen sessions.
+# Two degrees of freedom: enough to show, in half a dozen sessions, that the profiler costs little.
 ROUNDS = 3
 # ONNX Runtime's profiler stops at a million events (profiler.h), and writes about a kilobyte for each; a device may
 # send a quarter of a gigabyte.
 _MOST_EVENTS = 60_000
-# The sum of the kernels lies that near the run, or the report says so.
+# If the kernels make less than this share of the run, the report says so.
 _COVERED = 0.95
 _SECONDS = 10.0
 _LONGEST_S = 3600.0
 
 
 class ProfileOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How much to run: `runs` in each round, else as many as fit into the time; `threads` of 0 lets ORT choose.
+    """How much to run: `runs` in each round, else as many as fit into the time; with `threads` 0, ORT chooses.
 
-    No session starts after `seconds` (None: 10, or no limit where `runs` is given): where a session takes longer to
-    start there are fewer rounds, but always the first one. Without `roofline` no probe is run; with `probe_again` one
-    is run even if the machine was measured before. With `raw` the profiler's own file is kept.
+    No session starts after `seconds` (None: 10, or no limit if `runs` is given). If a session takes longer to start,
+    there are fewer rounds, but the first one always runs. Without `roofline` no probe is run; with `probe_again` one is
+    run even if the machine was measured before. With `raw` the profiler's own file is kept.
     """
 
     runs: int | None = None
@@ -219,15 +219,15 @@ class ProfileOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def limit_s(self) -> float:
-        """The seconds after which nothing begins."""
+        """The seconds after which no session starts."""
         return self.seconds or (_SECONDS if self.runs is None else math.inf)
 
 
 class _Rounds(msgspec.Struct, frozen=True, kw_only=True):
-    """What the rounds on a device gave: the median times without and with the profiler, the traces, and the last run.
+    """Results of the rounds on a device: median times without and with the profiler, the traces, and the last run.
 
-    `npu` holds the cycles that an NPU counted. `plain` is a run without the profiler and `bare` one without an arena,
-    where there was time for them.
+    `npu` holds the cycles that an NPU reported. `plain` is a run without the profiler and `bare` one without an arena,
+    if there was time for them.
     """
 
     rounds: tuple[tuple[float, float], ...]
@@ -240,9 +240,9 @@ class _Rounds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Profiled(msgspec.Struct, frozen=True, kw_only=True):
-    """A profile, the runs that it was made of, for time lines and trace files, and the model's graph, if it has one.
+    """A profile, the runs that it was computed from (for time lines and trace files), and the model's graph, if any.
 
-    `raw` is the last file of ONNX Runtime's profiler as it came, where it was to be kept.
+    `raw` is the last file of ONNX Runtime's profiler, unchanged, if it was to be kept.
     """
 
     profile: DeviceProfile
@@ -252,7 +252,7 @@ class Profiled(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def profile_subject(subject: Subject, device: Device, options: ProfileOptions, progress: Progress) -> Profiled:
-    """Returns where the time of a subject goes on a device; a device that fails is a finding."""
+    """Returns where the time of a subject goes on a device; a failure of the device is reported in the profile."""
     progress(f"profile {subject.name} on {device.name}")
     empty = DeviceProfile(
         subject=subject.name,
@@ -276,7 +276,7 @@ def profile_subject(subject: Subject, device: Device, options: ProfileOptions, p
 
 
 class _Clock:
-    """Counts down the seconds that the user gave."""
+    """Measures how many of the user's seconds are left."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
@@ -292,7 +292,7 @@ def _take_rounds(device: Device, job: Job, options: ProfileOptions, clock: _Cloc
         first = _run(device, msgspec.structs.replace(job, trace=True), 3, work, clock)
         traces, npu, raw = [_read(device, first)], [*_read_cycles(first)], _read_raw(first, options)
     guess_ms = max(1e-3, median(first.latency_ms[1:] or first.latency_ms))
-    # A session is started for each half of a round: what that takes beside its runs counts, too.
+    # A session is started for each half of a round: the time that this takes besides its runs counts, too.
     start_s = max(0.0, time.monotonic() - began - sum(first.latency_ms) / 1e3)
     count = int(max(0.0, min(ROUNDS, clock.left_s / (2 * (start_s + 3 * guess_ms / 1e3)))))
     each_s = min(_SECONDS, clock.left_s / max(1, 2 * count) - start_s)
@@ -302,12 +302,12 @@ def _take_rounds(device: Device, job: Job, options: ProfileOptions, clock: _Cloc
     last, plain = first, None
     for number in range(count):
         times.append({})
-        # The one that is first in a round is second in the next, so that neither always finds the device rested.
+        # The order alternates from round to round, so that neither half always finds the device rested.
         for traced in (False, True) if number % 2 == 0 else (True, False):
             with work_folder() as work:
                 last = _run(device, msgspec.structs.replace(job, trace=traced), runs + 1, work)
                 if traced:
-                    # Of the first few runs hardly one is steady: they count where there are no others.
+                    # The first few runs are hardly ever steady: they count only if there are no others.
                     traces = [*(traces if number else ()), _read(device, last)]
                     npu += _read_cycles(last)
                     raw = _read_raw(last, options)
@@ -331,7 +331,7 @@ def _take_rounds(device: Device, job: Job, options: ProfileOptions, clock: _Cloc
 
 
 def _run(device: Device, job: Job, runs: int, work: Path, clock: _Clock | None = None) -> DeviceRun:
-    """Returns so many runs of a sample, with a clock fewer where the time is over before, at least one."""
+    """Runs one sample so many times; with a clock fewer times if the time is over before, but at least once."""
     asked = msgspec.structs.replace(job, repeat=runs)
     if clock is not None:
         (sample,) = list(job.samples)
@@ -374,7 +374,7 @@ def _add_warning(found: Profiled, warning: str) -> Profiled:
 
 
 def _find_roof(device: Device, options: ProfileOptions, clock: _Clock, progress: Progress) -> tuple[Roof | None, str]:
-    """Returns what a device reaches, or why that is not known: a provider need not take the kernels of the probe."""
+    """Returns what a device reaches, or why that is unknown: a provider need not support the probe's kernels."""
 
     def run(job: Job, work: Path) -> DeviceRun:
         if clock.left_s <= 0:
@@ -392,7 +392,7 @@ def _find_roof(device: Device, options: ProfileOptions, clock: _Clock, progress:
 
 def _describe(empty: DeviceProfile, job: Job, measured: _Rounds, roof: Roof | None) -> Profiled:
     kept = tuple(run for trace in measured.traces for run in choose_runs(trace.executions))
-    # The graph of a file in ORT format is ONNX Runtime's own.
+    # For a file in ORT format there is only ONNX Runtime's own graph.
     model = load_model(job.model) if job.model.suffix == ".onnx" else None
     graph = None if model is None else read_graph(model)
     sources = {} if graph is None else list_sources(graph)
@@ -405,7 +405,7 @@ def _describe(empty: DeviceProfile, job: Job, measured: _Rounds, roof: Roof | No
         runs=len(kept),
         run_ms=float(np.mean([run.duration_us for run in kept])) / 1e3,
         nodes_ms=sum(node.self_ms for node in nodes),
-        # Where there was time for the profiler alone, its runs are all that is known.
+        # If there was time only for runs with the profiler, their times have to do.
         plain_ms=median([plain for plain, _ in measured.rounds] or measured.last.latency_ms),
         overhead=compare_rounds(measured.rounds) if len(measured.rounds) > 1 else None,
         memory=_list_memory(measured),
@@ -423,7 +423,7 @@ def _describe(empty: DeviceProfile, job: Job, measured: _Rounds, roof: Roof | No
 
 
 def _list_memory(measured: _Rounds) -> tuple[PhaseMemory, ...]:
-    """Returns what is held behind each phase of a session, with an arena and without, and by the arena itself."""
+    """Returns the memory of the process after each phase of a session, with and without an arena, and of the arena."""
     held = (measured.plain or measured.last).memory
     bare: Mapping[Phase, tuple[int, int]] = {} if measured.bare is None else measured.bare.memory
     runs = measured.traces[-1].executions
@@ -444,7 +444,7 @@ def _list_memory(measured: _Rounds) -> tuple[PhaseMemory, ...]:
 
 
 def _warn(found: DeviceProfile, measured: _Rounds) -> Iterator[str]:
-    """Yields what makes the figures worth less than they look, worst first."""
+    """Yields what makes the figures less reliable, the worst first."""
     if found.evidence is not Evidence.DEVICE:
         yield f"this is not the device's time ({found.evidence.value}: {found.evidence.meaning})"
     if found.provider != CPU_PROVIDER and not any(node.provider == found.provider for node in found.nodes):

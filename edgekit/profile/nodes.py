@@ -1,7 +1,7 @@
-"""From runs to nodes: what each kernel multiplies and takes, and what that is beside what the machine reaches.
+"""From runs to nodes: the work and the time of each kernel, compared with what the machine reaches.
 
-Multiply-accumulates are counted from the types and shapes that the profiler saw. The graph cannot tell: ONNX Runtime
-fuses and rewrites nodes, and dynamic shapes are known only here.
+Multiply-accumulates are counted from the types and shapes that the profiler saw. The graph is not enough: ONNX Runtime
+fuses and rewrites nodes, and dynamic shapes are known only at run time.
 """
 
 import re
@@ -23,7 +23,7 @@ _Counter = Callable[[Step], int]
 
 
 def count_work(step: Step) -> int:
-    """Returns the multiply-accumulates of a kernel, 0 for one that does not multiply or whose shapes say too little."""
+    """Returns the multiply-accumulates of a kernel, 0 if it does not multiply or its shapes are not sufficient."""
     counter = _COUNTERS.get(step.op)
     return counter(step) if counter and step.outputs else 0
 
@@ -38,8 +38,8 @@ def _elements(tensor: Tensor) -> int:
 
 
 def _conv(step: Step) -> int:
-    # A weight is [M, C/group, kernel...], also where MLAS has reordered it: each number that is made sums over all but
-    # its first axis. Scales and zero points are of lower rank.
+    # A weight is [M, C/group, kernel...], also after MLAS has reordered it: each output element is a sum over all axes
+    # but the first. Scales and zero points are of lower rank.
     weight = next((tensor for tensor in step.inputs[1:] if len(tensor.shape) >= 3), None)
     return 0 if weight is None else _elements(step.outputs[0]) * prod(weight.shape[1:])
 
@@ -55,7 +55,7 @@ def _matmul(step: Step) -> int:
 
 def _gemm(step: Step) -> int:
     # A is [M, K] and B [K, N], each of them perhaps transposed: the product of their sizes is M K N K, and the result
-    # has M N.
+    # has M N elements.
     matrices = [tensor for tensor in step.inputs if len(tensor.shape) == 2]
     made = _elements(step.outputs[0])
     if len(matrices) < 2 or made == 0:
@@ -122,12 +122,12 @@ _KINDS: Mapping[str, Kind] = {
     "MemcpyFromHost": "copies between providers",
     "MemcpyToHost": "copies between providers",
 }
-# What ONNX Runtime adds to the name of a node that it writes anew (nchwc_transformer.cc, nhwc_transformer.cc,
+# Suffixes that ONNX Runtime adds to the name of a node that it rewrites (nchwc_transformer.cc, nhwc_transformer.cc,
 # selectors_actions/helpers.cc).
 _SUFFIX = re.compile(r"(_nchwc|_nhwc|_token_\d+|/duplicated)$")
-# Kernels below that many microseconds are mostly the call itself: chosen by hand, from an Add of one element.
+# Shorter kernels mostly measure the call itself: chosen by hand, from an Add of one element.
 _SHORT_MS = 0.01
-# A second-level cache of phones and PCs holds as much.
+# The size of a second-level cache of phones and PCs.
 _CACHED_BYTES = 1 << 20
 _FEW_RUNS = 8
 
@@ -140,10 +140,10 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def choose_runs(executions: Sequence[Execution]) -> tuple[Execution, ...]:
-    """Returns the runs that count: the steady ones, and of many the middle half by their time.
+    """Returns the runs that count: the steady ones, and if these are many, the half of them with middle times.
 
-    Means over the same runs add up, so that the nodes can be held against the run; the middle half leaves out the runs
-    that the system disturbed.
+    The means of all nodes over the same runs add up to the mean of the run; the middle half leaves out the runs that
+    the system disturbed.
     """
     times = [run.duration_us / 1e3 for run in executions]
     steady = executions[find_steady(times, len(times) // 2) if len(times) > 1 else 0 :]
@@ -154,7 +154,7 @@ def choose_runs(executions: Sequence[Execution]) -> tuple[Execution, ...]:
 
 
 def list_nodes(executions: Sequence[Execution], sources: Mapping[str, Source]) -> tuple[NodeTime, ...]:
-    """Returns the kernels of some runs in the order in which they first ran, with `sources` as `list_sources` gives."""
+    """Returns the kernels of some runs in the order of their first run; `sources` come from `list_sources`."""
     steps: dict[tuple[str, str, int], list[Step]] = defaultdict(list)
     for run in executions:
         for step in run.steps:
@@ -169,7 +169,7 @@ def _make_node(calls: Sequence[Step], runs: int, whole_us: int, sources: Mapping
     source = find_source(first.name, sources)
     macs, size = sum(map(count_work, calls)), sum(step.bytes for step in calls)
     if macs == 0 and multiplies(first):
-        # Prepacked weights are gone when the kernel runs, and their shape with them: the graph still has it.
+        # Prepacked weights are no input of the kernel any more, so their shape is missing: the graph still has it.
         macs = source.macs * len(calls)
     seconds = self_us / 1e6
     return NodeTime(
@@ -195,18 +195,18 @@ def _make_node(calls: Sequence[Step], runs: int, whole_us: int, sources: Mapping
 
 
 def list_sources(graph: Graph) -> dict[str, Source]:
-    """Returns what names of kernels may be made of, each with the node of the model that it stands for.
+    """Returns the names that kernel names are derived from, each with its node of the model.
 
-    A kernel that fusion made has the name of a node or of what the last of the fused ones gives.
+    A fused kernel has the name of a node, or of an output of the last fused node.
     """
     made = {node.name: Source(node=node.name, macs=count_macs(graph, node)) for node in graph.nodes}
     given = {name: made[node.name] for node in graph.nodes for name in node.output if name}
-    # A name of a node counts before that of a tensor.
+    # The name of a node has priority over that of a tensor.
     return given | made
 
 
 def find_source(name: str, sources: Mapping[str, Source]) -> Source:
-    """Returns the node of the model that a kernel stands for, an empty one for what ONNX Runtime put in."""
+    """Returns the node of the model that a kernel stands for, an empty one if ONNX Runtime inserted the kernel."""
     while name not in sources:
         shorter = _SUFFIX.sub("", name)
         if shorter == name:
@@ -216,7 +216,7 @@ def find_source(name: str, sources: Mapping[str, Source]) -> Source:
 
 
 def list_operators(nodes: Sequence[NodeTime]) -> tuple[OperatorTime, ...]:
-    """Returns the operators, the most expensive first; each provider has its own."""
+    """Returns the operators, the most expensive first; an operator counts separately for each provider."""
     groups: dict[tuple[str, str], list[NodeTime]] = defaultdict(list)
     for node in nodes:
         groups[node.op, node.provider].append(node)
@@ -239,7 +239,7 @@ def list_operators(nodes: Sequence[NodeTime]) -> tuple[OperatorTime, ...]:
 
 
 def list_unasked(nodes: Sequence[NodeTime]) -> tuple[Unasked, ...]:
-    """Returns what conversions and copies cost, kind by kind, the most expensive first."""
+    """Returns the cost of conversions and copies by kind, the most expensive first."""
     kinds: dict[Kind, list[NodeTime]] = {}
     for node in nodes:
         if node.kind:
@@ -258,10 +258,10 @@ def list_unasked(nodes: Sequence[NodeTime]) -> tuple[Unasked, ...]:
 
 
 def add_roof_shares(nodes: Sequence[NodeTime], roof: Roof) -> tuple[NodeTime, ...]:
-    """Returns nodes with the share of the machine's peak that they reach: of multiplications or of memory, the larger.
+    """Returns nodes with the share of the machine's peak that they reach: of compute or of memory, the larger.
 
-    Kernels of less than 1 MiB a call are held against what a cache gives, where that was measured.
-    S. Williams, A. Waterman, D. Patterson: Roofline, Communications of the ACM 52 (2009).
+    Kernels of less than 1 MiB a call are compared with the bandwidth of a cache, if that was measured. S. Williams, A.
+    Waterman, D. Patterson: Roofline, Communications of the ACM 52 (2009).
     """
     return tuple(msgspec.structs.replace(node, **_place(node, roof)) for node in nodes)
 
@@ -269,14 +269,14 @@ def add_roof_shares(nodes: Sequence[NodeTime], roof: Roof) -> tuple[NodeTime, ..
 def _place(node: NodeTime, roof: Roof) -> dict[str, float | Bound]:
     peak = roof.integer_gmacs if node.integers else roof.float_gmacs
     compute = node.gmacs_per_s / peak if peak > 0 else 0.0
-    # A session uses the same memory again and again: what is small still lies in a cache when it is read.
+    # A session reuses its memory: small data are still in a cache when they are read.
     near = node.bytes < _CACHED_BYTES * node.calls
     gbytes = max(roof.gbytes, roof.cache_gbytes) if near else roof.gbytes
     memory = node.gbytes_per_s / gbytes if gbytes > 0 else 0.0
     share = max(compute, memory)
     if node.self_ms < _SHORT_MS * node.calls and share < 1.0:
         return {"roof_share": share, "bound": "calls"}
-    # What the kernel could wait for at best is told by its intensity, not by what it reached.
+    # The arithmetic intensity decides what limits a kernel at best, not the speed that it reached.
     needs_compute = node.macs / (peak * 1e6) if peak > 0 else 0.0
     needs_memory = node.bytes / (gbytes * 1e6) if gbytes > 0 else 0.0
     return {"roof_share": share, "bound": "compute" if needs_compute > needs_memory else "memory"}

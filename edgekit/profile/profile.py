@@ -1,4 +1,4 @@
-"""Profiling a subject on devices, and holding two profiles against each other."""
+"""Profiles a subject on devices, and compares two profiles."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +22,7 @@ from edgekit.progress import Progress, say_nothing
 
 
 class ProfileRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A report, and what it was made of."""
+    """A report, and the profiles that it was made from."""
 
     report: ProfileReport
     profiled: tuple[Profiled, ...]
@@ -37,10 +37,10 @@ def profile_on(
     against: Path | None = None,
     progress: Progress | None = None,
 ) -> ProfileRun:
-    """Returns where the time of a bundle or a model goes on devices.
+    """Profiles a bundle or a model on devices.
 
-    With `against` the other is profiled on the first of them too, and the two are held against each other; so are two
-    devices. A device that fails is a finding.
+    With `against` the other one is profiled on the first device too, and the two are compared. Profiles of two devices
+    are compared as well. A failure of a device is reported in its profile.
 
     Raises:
         EdgekitError: the bundle, the model, the data, the target or the name of a device is wrong.
@@ -68,7 +68,7 @@ def profile_on(
 
 
 def _compare(found: Sequence[Profiled], ratio: Ratio | None) -> ProfileComparison | None:
-    """Returns how two profiles compare, None where one failed."""
+    """Returns the comparison of two profiles, None if one of them failed."""
     a, b = found
     first, second = a.profile, b.profile
     if first.failure is not None or second.failure is not None:
@@ -78,12 +78,12 @@ def _compare(found: Sequence[Profiled], ratio: Ratio | None) -> ProfileCompariso
         pairs = pair_layers(
             SessionKernels(nodes=first.nodes, graph=a.graph), SessionKernels(nodes=second.nodes, graph=b.graph)
         )
-    # On one device the rounds without the profiler decide; two devices have only what the profiler saw.
+    # On one device interleaved rounds decide; two devices have only the medians of their separate profiles.
     is_a_slower = ratio.value < 1 if ratio is not None else first.plain_ms > second.plain_ms
     is_known = ratio is None or ratio.verdict != "no difference can be told"
     whole = [any(node.integers and node.macs for node in one.profile.nodes) for one in (a, b)]
     if not is_known and whole[0] != whole[1]:
-        # Integers that bring no gain want an answer too.
+        # Integers that bring no gain need an explanation too.
         is_a_slower = whole[0]
     slow, fast = (a, b) if is_a_slower else (b, a)
     sides = order_by_speed(slow.profile, fast.profile, slow.graph, pairs, slow_is_a=is_a_slower)
@@ -100,7 +100,7 @@ def _compare(found: Sequence[Profiled], ratio: Ratio | None) -> ProfileCompariso
     )
 
 
-# Runs as a file in Chrome's trace format, which Perfetto and chrome://tracing open.
+# Writes runs as a file in Chrome's trace format, which Perfetto and chrome://tracing open.
 #
 # The format: "Trace Event Format", google/catapult. ONNX Runtime's own file is one too, but holds one session, the runs
 # that warm up, and no names for processes and threads.
@@ -109,7 +109,7 @@ _RUNS = 0
 
 
 def encode_chrome(profiled: Sequence[Profiled]) -> bytes:
-    """Returns the runs of profiles as a trace file: a process a profile, a thread a thread, one row for the runs.
+    """Returns the runs of profiles as a trace file: a process for each profile, a thread for each thread and the runs.
 
     The sessions of a profile follow each other without the pauses between them.
     """

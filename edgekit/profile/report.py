@@ -1,4 +1,4 @@
-"""What a profile says, as plain data."""
+"""The results of a profile, as plain data."""
 
 from typing import Literal
 
@@ -11,18 +11,18 @@ from edgekit.evidence import Evidence
 Kind = Literal["", "quantize and dequantize", "casts", "reorders", "transposes", "copies between providers"]
 """Conversions and copies that are no part of the model's formulas; "" for kernels that compute something."""
 Bound = Literal["", "compute", "memory", "calls"]
-"""What limits a kernel: multiplications, memory, or the call itself where it is very short."""
+"""What limits a kernel: multiplications, memory, or for very short kernels the call itself."""
 
 DISTURBED = 1.2
-"""Where the profiler makes runs that many times as long, what lies between kernels is its own work."""
+"""If the profiler makes runs longer by this factor, the time between kernels is mostly the profiler's own."""
 
 
 class Roof(msgspec.Struct, frozen=True, kw_only=True):
     """What a machine reaches with some threads, measured by a probe of four kernels.
 
-    `float_gmacs` and `integer_gmacs` are giga multiply-accumulates a second of a product of matrices in float32, and of
-    uint8 with int8; `gbytes` are gigabytes a second read and written by an Add that no cache holds,
-    `cache_gbytes` by one of 256 KiB.
+    `float_gmacs` and `integer_gmacs` are giga multiply-accumulates a second of a matrix product in float32, and of
+    uint8 with int8; `gbytes` are gigabytes a second read and written by an Add too large for any cache, `cache_gbytes`
+    by one of 256 KiB.
     """
 
     float_gmacs: float
@@ -32,13 +32,13 @@ class Roof(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeTime(msgspec.Struct, frozen=True, kw_only=True):
-    """A kernel of the session: milliseconds a run, and what it did in them.
+    """A kernel of the session: its milliseconds a run, and its work.
 
-    `source` names the node of the model that it comes from, "" where ONNX Runtime put it in. `calls` are those of one
-    run, `self_ms` leaves out the kernels that ran inside it, `max_ms` is its longest call, and `share` is that of the
-    sum over all nodes. `macs` and
-    `bytes` are those of one run. `roof_share` says how close it comes to what the machine reaches: in multiplications
-    or in memory, whichever is closer; None where there is no probe. `spread` says that it gave work to other threads.
+    `source` names the node of the model that it comes from, "" if ONNX Runtime inserted it. `calls`, `macs` and `bytes`
+    are those of one run. `self_ms` leaves out the kernels that ran inside it, `max_ms` is its longest call, and `share`
+    is its part of the sum over all nodes. `roof_share` is the share of the machine's peak that it reaches, in
+    multiplications or in memory, whichever is larger; None if there is no probe. `spread` is True if it gave work to
+    other threads.
     """
 
     name: str
@@ -64,7 +64,7 @@ class NodeTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OperatorTime(msgspec.Struct, frozen=True, kw_only=True):
-    """All kernels of one operator: how many nodes and calls, and their time a run.
+    """All kernels of one operator: the number of nodes and calls, and their time a run.
 
     `average_ms` and `max_ms` are those of one call.
     """
@@ -82,11 +82,11 @@ class OperatorTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PhaseMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process of a session holds behind a phase, and the most that it held until then, in bytes.
+    """The memory of a session's process after a phase, and its peak until then, in bytes.
 
-    `bare_bytes` and `bare_peak_bytes` are those of a session without an arena, None where none was measured.
-    `arena_bytes` is what the arena held, `arena_peak_bytes` the most of it that was in use: None where ONNX Runtime's
-    profiler does not tell, as before 1.31.
+    `bare_bytes` and `bare_peak_bytes` are those of a session without an arena, None if none was measured. `arena_bytes`
+    is what the arena held, `arena_peak_bytes` the peak of what was in use in it; None if ONNX Runtime's profiler does
+    not report it, as before 1.31.
     """
 
     phase: Phase
@@ -99,7 +99,7 @@ class PhaseMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Unasked(msgspec.Struct, frozen=True, kw_only=True):
-    """What conversions and copies of one kind cost; `inserted` nodes are ONNX Runtime's, the rest are the model's."""
+    """The cost of one kind of conversions and copies; ONNX Runtime inserted `inserted` of the nodes."""
 
     kind: Kind
     nodes: int
@@ -109,9 +109,9 @@ class Unasked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
-    """A reason why a run takes long: its milliseconds, and what can be done, "" where nothing is known.
+    """A reason why a run takes long: its milliseconds, and what can be done, "" if nothing is known.
 
-    `nodes` are those that it is about, the most expensive first.
+    `nodes` are the nodes concerned, the most expensive first.
     """
 
     id: str
@@ -122,10 +122,10 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NpuTime(msgspec.Struct, frozen=True, kw_only=True):
-    """An operation of the graph that an NPU was given, as the provider's own profiler saw it.
+    """An operation of the graph that was given to an NPU, as the provider's own profiler saw it.
 
-    `source` names the node of the model, "" where the provider put it in. `cycles` are the median over runs, `share` is
-    that of all operations, and `spread` how far the runs lie apart, beside the median.
+    `source` names the node of the model, "" if the provider inserted it. `cycles` are the median over runs, `share` is
+    their part of all operations, and `spread` is the range over the runs divided by the median.
     """
 
     name: str
@@ -138,12 +138,12 @@ class NpuTime(msgspec.Struct, frozen=True, kw_only=True):
 class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     """Where the time of a run goes on one device.
 
-    `run_ms` is the mean of the runs that count, as the profiler saw them, `nodes_ms` the sum of all kernels in them.
-    `plain_ms` is the median of runs without the profiler, and `overhead` how much longer runs with it take, from
-    interleaved rounds. `load_ms` is how long the session took to make, with the profiler, `make_ms` the part of it
-    after the model was read. `advice` names changes to the model that touch expensive nodes. Times are 0 where
-    `failure` says why there are none. `memory` is what the process holds, phase by phase. `npu` are the
-    operations inside a kernel of an NPU, where its provider tells.
+    `run_ms` is the mean of the counted runs, as the profiler saw them, `nodes_ms` the sum of all kernels in them.
+    `plain_ms` is the median of runs without the profiler, and `overhead` the factor by which the profiler makes runs
+    longer, from interleaved rounds. `load_ms` is the time to create the session, with the profiler, `make_ms` the part
+    of it after the model was read. `advice` lists changes to the model for expensive nodes. Times are 0 if `failure`
+    says why there are none. `memory` is that of the process, phase by phase. `npu` are the operations inside a kernel
+    of an NPU, if its provider reports them.
     """
 
     subject: str
@@ -176,9 +176,9 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def recording(self) -> float:
-        """The share of a run that lies between kernels and is the profiler's: runs without it are that much shorter.
+        """The share of a run between kernels that the profiler itself takes: without it runs are that much shorter.
 
-        It writes an event behind each kernel, which takes 3 to 5 us; 0 where its cost is not told from noise.
+        It writes an event after each kernel, which takes 3 to 5 us; 0 if its cost is within the noise.
         """
         if self.overhead is None or self.overhead.interval[0] <= 1:
             return 0.0
@@ -186,7 +186,7 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def between_us(self) -> float:
-        """How many microseconds lie between two kernels, on average."""
+        """The average number of microseconds between two kernels."""
         calls = sum(node.calls for node in self.nodes)
         return 1e3 * max(0.0, self.run_ms - self.nodes_ms) / calls if calls else 0.0
 
@@ -202,9 +202,9 @@ class LayerPair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProfileComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Two profiles held against each other: A is the first, and the causes say why the slower one is slower.
+    """Two profiles compared: A is the first, and the causes say why the slower one is slower.
 
-    `ratio` is B's time over A's, without the profiler, from interleaved rounds; None where they ran on two devices.
+    `ratio` is B's time over A's, without the profiler, from interleaved rounds; None if they ran on two devices.
     """
 
     a: str
@@ -218,7 +218,7 @@ class ProfileComparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProfileReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The profiles of one subject on devices, or of two, with what sets them apart where there are two."""
+    """The profiles of one subject on devices, or of two subjects; two profiles are also compared."""
 
     profiles: tuple[DeviceProfile, ...] = ()
     comparison: ProfileComparison | None = None

@@ -1,4 +1,4 @@
-"""What a machine reaches: a probe of four kernels, run once per machine and kept in the user's cache."""
+"""What a machine reaches: a probe of four kernels, run once for each machine and stored in the user's cache."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,13 +23,13 @@ from edgekit.profile.nodes import count_work
 from edgekit.profile.report import Roof
 
 # A product of 512 x 512 is large enough for MLAS's best kernels and blocks, and takes 3 ms at 40 GMAC/s. 8 Mi floats
-# read and as many written are 64 MiB: more than the last cache of phones, boards and most PCs.
-# 32 Ki floats are 256 KiB in all, which a second-level cache holds.
+# read and as many written are 64 MiB: more than the last-level cache of phones, boards and most PCs. 32 Ki floats are
+# 256 KiB in all, which a second-level cache holds.
 _SIDE, _FLOATS, _NEAR = 512, 8 << 20, 32 << 10
 _RUNS = 8
 _COPY, _CACHE, _FLOAT, _INTEGER = "edgekit_memory", "edgekit_cache", "edgekit_float", "edgekit_integer"
 
-# Name and operator of each kernel, the input that it reads, spread out to a size, its other operand, and its output.
+# Of each kernel: its name and operator, its input, the size to which that is expanded, its other operand, its output.
 _KERNELS = (
     (_FLOAT, "MatMul", "x", "square", "float_weight", "float_out", "float32"),
     (_INTEGER, "MatMulInteger", "u", "square", "integer_weight", "integer_out", "int32"),
@@ -41,9 +41,9 @@ Runs = Callable[[Job, Path], DeviceRun]
 
 
 def find_roof(device: str, threads: int, run: Runs, work: Path, *, afresh: bool = False) -> Roof:
-    """Returns what a device reaches with so many threads: as it was measured before, or from a probe that is run now.
+    """Returns what a device reaches with so many threads, from an earlier measurement or from a probe that runs now.
 
-    `run` runs a job there. The best of each kernel counts, as whatever disturbs a run makes it slower.
+    `run` runs a job on the device. The best call of each kernel counts, as every disturbance makes a call slower.
 
     Raises:
         DeviceError: the device failed, or its profile lacks a kernel.
@@ -56,7 +56,7 @@ def find_roof(device: str, threads: int, run: Runs, work: Path, *, afresh: bool 
     try:
         write_file(kept, msgspec.json.encode(roof))
     except OutputError:
-        # A cache that cannot be written only costs the next profile its probe.
+        # Without a written cache, the next profile only has to run the probe again.
         return roof
     return roof
 
@@ -96,9 +96,9 @@ def _rate(best: Mapping[str, Step], name: str, count: Callable[[Step], int]) -> 
 
 
 def make_probe() -> onnx.ModelProto:
-    """Returns a model with a product of matrices in float32, one of uint8 with int8, and Adds on large and small data.
+    """Returns a model with a matrix product in float32, one of uint8 with int8, and Adds on large and small data.
 
-    Its inputs are two numbers, spread out inside, so that nothing can be computed before it runs.
+    Its inputs are two numbers, expanded inside the model, so that nothing can be folded before it runs.
     """
     rng = np.random.default_rng(0)
     shape = (_SIDE, _SIDE)
