@@ -12,10 +12,10 @@ from edgekit.model.tensors import Array, Tensors, TensorSpec
 
 
 class Padding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The axes of inputs that have the size of the dimension `dim`, and the axes of outputs that depend on it.
+    """Where the dimension `dim` stands: the axes of inputs that have its size, and those of outputs that go with it.
 
-    `values` holds the padding value of each of the inputs. An output axis may be a fixed fraction of the size, as after
-    a pooling: for a sample of length n it is cut to that fraction of n, rounded up.
+    `values` holds what each of the inputs is filled with, behind what a sample has. An output axis may have a fixed
+    share of the size, as behind a pooling: of n it then keeps that share, rounded up.
     """
 
     dim: str

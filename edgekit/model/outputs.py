@@ -22,7 +22,7 @@ class Column(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class ListColumns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The columns of a list of detections: the first of four for boxes, falling scores, classes if it has any."""
+    """Where a list holds the first of four columns of boxes, scores in falling order, and classes, if it has any."""
 
     boxes: Column
     score: Column
@@ -47,12 +47,12 @@ MeasuredKind = Literal["classes", "map", "sequence", "labels", "image", "embeddi
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How an output is interpreted: its kind, the axis of its classes, and the function applied to it ("" for none).
+    """How an output is read: its kind, the axis of its classes, and what squashes it ("" for nothing).
 
     "classes" are the scores of one decision, "map" those of many (pixels, boxes), "sequence" those of steps that make
-    one answer, "labels" the decisions themselves, made by an ArgMax, "embedding" a vector that is used to find nearest
-    neighbours. For values, `axis` is that of the channels, the shortest one. `other` is another possible kind, if
-    neither the graph nor its values decide and nothing is stated; "" if the kind is certain.
+    one answer, "labels" the decisions themselves, made by an ArgMax, "embedding" a vector whose neighbours are asked
+    for. Of values it is the axis of the channels, which is the shortest. `other` is what the output may be as well,
+    where neither the graph nor its values tell, and nothing is stated; "" where it is clear.
     """
 
     kind: MeasuredKind
@@ -63,7 +63,7 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class StatedOutput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The stated kind of an output, and the axis of its classes or channels; None if not stated."""
+    """What an output is, and the axis of its classes or channels, where it has one and that is not told."""
 
     kind: OutputKind
     axis: int | None = None

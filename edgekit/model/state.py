@@ -28,11 +28,11 @@ _WHOLE = "="
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a model is run step by step: `feeds` gives for each input that holds state the output it comes from.
+    """How a model is run step by step: `feeds` names for each input that holds state the output it comes from.
 
-    Each `steps` consecutive samples make a sequence, which begins with the state in the data, or zeros. If an output is
-    longer than its input on one axis, its last rows are used, as in a window of a KV cache; if it is shorter, it is
-    appended to the input, whose oldest rows are dropped.
+    So many samples as `steps`, one after another, make a sequence; the first of each begins with the state in the data,
+    or zeros. An output that is longer than its input on one axis gives its last rows, as a window of a KV cache does;
+    one that is shorter is appended to the input, whose oldest rows go.
     """
 
     steps: Annotated[int, msgspec.Meta(ge=1, le=MOST_STEPS)] = 1
