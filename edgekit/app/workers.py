@@ -1,6 +1,6 @@
 """Builds cells in parallel: in several processes of this machine, or on the workers of a Dask cluster.
 
-Each process is an `edgekit run --only CELL...`. Workers of a cluster read their inputs from a store, and write their
+Each process runs `edgekit run --only CELL...`. Workers of a cluster read their inputs from a store, and write their
 results to it.
 """
 
@@ -61,9 +61,9 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 def use_cluster(app: App, scheduler: str, store: Store, progress: Progress, *, again: bool = False) -> BuildElsewhere:
     """Returns a function that builds cells on the workers of a scheduler, for example `tcp://10.0.0.1:8786`.
 
-    A finished cell lies in the store, so that no worker and no scheduler that dies loses it, and none builds it again
-    (but with `again`). A cell that is verified on phones or boards runs only on workers whose resources list them
-    (`dask worker --resources "adb:SERIAL=1"`), and one cell at a time has each of them.
+    A finished cell is in the store: it is not lost if a worker or the scheduler dies, and is built again only with
+    `again`. A cell that is verified on phones or boards runs only on workers whose resources list them (`dask worker
+    --resources "adb:SERIAL=1"`), and only one cell at a time uses each of them.
 
     The `BuildElsewhere` raises:
         MissingExtraError: Dask distributed is not installed.

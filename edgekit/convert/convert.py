@@ -78,14 +78,14 @@ def convert_model(
 
     Args:
         model: a prepared model, quantized or not.
-        target: whose `conversion.forms` are written, in its order of preference.
-        out: the folder; files that are there already and have other names stay.
-        ort_source: what the `.ort` forms are written from, where that is another model: the float32 form of an fp16
-            model, because ONNX Runtime's CPU provider would bake a cast to float32 around every node of the latter.
-        origin: the model before it was prepared, which tells whose constants were folded.
-        samples: what each `.ort` form and its source run on; inputs drawn at random where there are none.
+        target: its `conversion.forms` are written, in its order of preference.
+        out: the folder; existing files with other names stay.
+        ort_source: the source of the `.ort` forms, if it is another model: the float32 form of an fp16 model, because
+            ONNX Runtime's CPU provider would bake a cast to float32 around every node of the latter.
+        origin: the model before it was prepared, from which one sees whose constants were folded.
+        samples: the inputs on which each `.ort` form and its source run; drawn at random if there are none.
         checked: whether they run at all.
-        context: how a QNN context is compiled.
+        context: the options of a QNN context.
 
     Raises:
         ModelError: the ORT format cannot hold the model, quantized nodes would run in float, or an `.ort` form gives

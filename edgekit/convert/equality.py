@@ -24,8 +24,8 @@ FLOAT_TOLERANCE = 1e-4
 HALF_TOLERANCE = 1e-2
 FUSED_TOLERANCE = 1e-3
 QUANTIZED_TOLERANCE = 0.05
-"""Largest error over largest magnitude of an output. Fused float kernels round otherwise in the last bits; where these
-cross a step of a quantized tensor, a value moves by that step."""
+"""Largest error divided by largest magnitude of an output. Fused float kernels round the last bits differently; if that
+crosses a step of a quantized tensor, a value moves by that step."""
 MAX_SAMPLES = 3
 # A value that was folded for one size is wrong only for another size.
 _OPEN_SIZES = (1, 3)
@@ -68,7 +68,7 @@ def compare_with_source(source: Model, path: Path, options: OrtOptions, samples:
     `MAX_SAMPLES` are run.
 
     Raises:
-        RuntimeRefusal: ONNX Runtime does not run the file where it runs the source.
+        RuntimeRefusal: ONNX Runtime runs the source but not the file.
     """
     graph = skim_model(source.path).graph
     ops = {node.op_type for part in iterate_graphs(graph) for node in part.node}
@@ -92,7 +92,7 @@ def compare_onnx(source: Model, changed: Model, samples: Samples | None = None) 
     """Runs two ONNX models on the same inputs without any optimisation, and compares their outputs.
 
     Raises:
-        RuntimeRefusal: ONNX Runtime does not run the second where it runs the first.
+        RuntimeRefusal: ONNX Runtime runs the first but not the second.
     """
     facts = Equality(samples=0, bit_equal=False, error=0.0, tolerance=FUSED_TOLERANCE)
     chosen = choose_samples(source, samples)

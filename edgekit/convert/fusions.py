@@ -48,7 +48,7 @@ class OpFusion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FusedKind(msgspec.Struct, frozen=True, kw_only=True):
-    """A kind of fusion: these operators, in the order of the graph, became one node of `into`, so many times."""
+    """A kind of fusion: `count` times the operators `ops`, in graph order, became one `into` node."""
 
     ops: tuple[str, ...]
     into: str

@@ -51,14 +51,14 @@ class LevelModel(msgspec.Struct, frozen=True, kw_only=True):
 def write_level(
     model: Model, level: Level, cpu: Cpu, folder: Path, samples: Samples | None = None, *, checked: bool = True
 ) -> LevelModel:
-    """Writes what ONNX Runtime makes of a model at a level into a folder, as `model.LEVEL.onnx`, the same bytes again.
+    """Writes a model as optimized at a level into a folder, as `model.LEVEL.onnx`; its bytes are reproducible.
 
     Args:
         model: the model as a session would be given it.
         level: how far it is optimized.
         cpu: the CPU that will run it: for "arm" it gets no blocked layouts, which only x64 has.
         folder: where the file goes.
-        samples: the inputs that both run on, to be compared; drawn at random where there are none.
+        samples: the inputs on which both run, to be compared; drawn at random if there are none.
         checked: whether they run at all.
 
     Raises:

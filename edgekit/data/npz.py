@@ -85,7 +85,7 @@ def open_npy(path: Path, *, mapped: bool = False) -> Array:
 
     Raises:
         OSError: the file cannot be read.
-        Exception: one of `MALFORMED`, where it holds no plain array.
+        Exception: one of `MALFORMED`, if it holds no plain array.
     """
     # No pickle: loading one runs code of whoever wrote the file.
     with HEADERS:

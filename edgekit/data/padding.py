@@ -65,8 +65,8 @@ def find_padding(
     """Finds the axes of a dimension from the inputs and outputs of a model at several sizes of it.
 
     Raises:
-        UsageError: no input has that size, one has a size that follows from it, or a value is for an input that it is
-            not in, or none that the input can hold.
+        UsageError: no input has the dimension, a size of an input only follows from it, or a padding value is for an
+            input without the dimension, or does not fit the type of its input.
     """
     places: dict[str, tuple[int, ...]] = {}
     for spec, shapes in _trace_shapes(inputs):

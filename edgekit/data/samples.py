@@ -30,7 +30,7 @@ def load_function(source: str, what: str) -> Callable[..., Any]:
     """Returns the function that `module:function` names; installed modules come before those of the working folder.
 
     Raises:
-        UsageError: the module cannot be imported, or has no such function; `what` says what it was wanted for.
+        UsageError: the module cannot be imported, or has no such function; `what` says what it is for.
     """
     module, _, name = source.partition(":")
     if "" not in sys.path:

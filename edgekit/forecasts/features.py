@@ -67,7 +67,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def join_graph(model: onnx.ModelProto) -> Graph:
-    """Returns a prepared graph in which what is one operator of an NPU is one node: Gelu, HardSwish, RMS norm.
+    """Joins nodes of a prepared model that are one operator of an NPU (Gelu, HardSwish, RMS norm), returns the graph.
 
     The model is changed in place.
     """

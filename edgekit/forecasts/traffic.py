@@ -33,7 +33,7 @@ def compile_traffic(model: str, folder: Path, *, timeout_s: float) -> Traffic:
     Raises:
         MissingExtraError: onnxruntime-qnn is not installed.
         RuntimeRefusal: QNN takes no node of it.
-        DeviceError: the compiler crashed or ran out of time, or told no bytes.
+        DeviceError: the compiler crashed or ran out of time, or reported no bytes.
     """
     return read_plan(plan_context(model, SOC, folder, timeout_s=timeout_s))
 

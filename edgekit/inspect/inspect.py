@@ -114,13 +114,13 @@ def inspect_model(
     dims: Mapping[str, int] | None = None,
     freeze: Mapping[str, float] | None = None,
 ) -> OnnxReport | OrtFileReport:
-    """Returns what an ONNX or ORT-format file contains; weights in external files are not read.
+    """Returns the contents of an ONNX or ORT-format file; weights in external files are not read.
 
     Args:
         path: the file.
-        custom_ops: libraries with custom operators, with which ONNX Runtime is asked to load an ONNX file.
-        dims: sizes of the dynamic dimensions of an ONNX model, for its shapes and its work; all of them, or none.
-        freeze: numbers of inputs that become constants, for its shapes and its work.
+        custom_ops: libraries with custom operators; if any are given, ONNX Runtime tries to load the ONNX file.
+        dims: sizes of the dynamic dimensions of an ONNX model, to compute shapes and work; all of them, or none.
+        freeze: values of inputs that become constants, to compute shapes and work.
 
     Raises:
         ModelError: the file cannot be read.

@@ -331,7 +331,7 @@ def _take_rounds(device: Device, job: Job, options: ProfileOptions, clock: _Cloc
 
 
 def _run(device: Device, job: Job, runs: int, work: Path, clock: _Clock | None = None) -> DeviceRun:
-    """Runs one sample so many times; with a clock fewer times if the time is over before, but at least once."""
+    """Runs one sample `runs` times; with a clock fewer times if its time is over, but at least once."""
     asked = msgspec.structs.replace(job, repeat=runs)
     if clock is not None:
         (sample,) = list(job.samples)
