@@ -35,17 +35,17 @@ from edgekit.package.variant import Identity, Part, Variant, Workplace, list_ent
 from edgekit.target import read_version
 
 PAGE_BYTES = 16 << 10
-"""The size of pages that Google Play asks 64-bit libraries to be aligned to, since November 2025."""
+"""The page size to which 64-bit libraries must be aligned, which Google Play requires since November 2025."""
 
 _NARROW = {"armeabi-v7a": "arm64-v8a", "x86": "x86_64"}
-"""The ABIs of 32 bits, each with its twin of 64 bits, which Google Play asks for beside it."""
+"""The 32-bit ABIs, each with the 64-bit ABI that Google Play requires beside it."""
 
 
 class StoreReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What Google Play checks of the native libraries that a package brings into an app.
+    """What Google Play checks of the native libraries that a package adds to an app.
 
     `archive` is ONNX Runtime's, of `version`, on which the package depends; the bundles need `minimum_ort` or newer.
-    `unseen` are dependencies whose libraries are not on this machine, and were not checked.
+    `unseen` are dependencies whose libraries are not on this machine and were not checked.
     """
 
     archive: str
@@ -62,7 +62,7 @@ class StoreReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def complaints(self) -> tuple[str, ...]:
-        """What Google Play refuses, a line each (developer.android.com: page sizes, 64-bit architectures)."""
+        """What Google Play refuses, one line each (developer.android.com: page sizes, 64-bit architectures)."""
         unaligned = (
             f"'jni/{library.abi}/{library.name}' of '{self.archive}' is aligned to {library.alignment} bytes and not"
             " to 16 KB"
@@ -78,7 +78,7 @@ class StoreReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """Lines about it for the user."""
+        """Lines about the check for the user."""
         aligned = f"all {len(self.libraries)} libraries are aligned to 16 KB, for {', '.join(self.abis)}"
         return (
             f"ONNX Runtime {self.version} of '{self.archive}'; the bundles need {self.minimum_ort} or newer",
@@ -89,7 +89,7 @@ class StoreReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def passed(self) -> bool:
-        """True if there is nothing that Google Play refuses."""
+        """True if Google Play refuses nothing."""
         return not self.complaints
 
 
@@ -97,9 +97,9 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 
 def render_table(template: str, variants: Sequence[Variant], **values: object) -> bytes:
-    """Returns a file of `templates/` filled with bundles; the same bundles give the same bytes.
+    """Returns a file of `templates/` filled in with bundles; the same bundles give the same bytes.
 
-    Templates see `variants` and `values`, and filters that write a string literal: `cpp`, `java`, `kotlin`, `swift`.
+    Templates get `variants` and `values`, and filters that write a string literal: `cpp`, `java`, `kotlin`, `swift`.
     """
     environment = make_environment(_TEMPLATES)
     environment.filters["java"] = quote_java
@@ -107,7 +107,7 @@ def render_table(template: str, variants: Sequence[Variant], **values: object) -
 
 
 def quote_java(text: str) -> str:
-    """Returns a Java string literal; javac reads Unicode escapes before anything else, so controls are octal."""
+    """Returns a Java string literal; javac decodes Unicode escapes first, so control characters are octal."""
 
     def escape(one: str) -> str:
         if one in '"\\':
@@ -120,16 +120,16 @@ def quote_java(text: str) -> str:
 
 _JAVA = Path(__file__).parent / "standalone" / "java"
 _STAND_IN = b"package edgekit.loader;"
-# The API level from which Microsoft's onnxruntime-android runs.
+# The lowest API level on which Microsoft's onnxruntime-android runs.
 _OLDEST_API = 24
 
 
 def collect_aar(parts: Sequence[Part], identity: Identity, workplace: Workplace) -> Mapping[str, Path | bytes]:
     """Returns the files of a Maven repository with one artifact: the archive, its POM, the loader's source.
 
-    The loader's classes get a Java package of their own, so that an app can hold two such archives. They are compiled
-    against the classes of the app's own ONNX Runtime, and against declarations of the five methods of Android that
-    they call, which are in no archive that edgekit could fetch.
+    The loader's classes get a Java package of their own, so that an app can contain two such archives. They are
+    compiled against the classes of the app's own ONNX Runtime, and against declarations of the five methods of Android
+    that they call, which are in no archive that edgekit could download.
 
     Raises:
         MissingExtraError: there is no Java compiler.
@@ -152,10 +152,10 @@ def collect_aar(parts: Sequence[Part], identity: Identity, workplace: Workplace)
     contents: dict[str, Path | bytes] = {
         "AndroidManifest.xml": render_table("AndroidManifest.xml.j2", variants, **values),
         "META-INF/com/android/build/gradle/aar-metadata.properties": b"aarFormatVersion=1.0\naarMetadataVersion=1.0\n",
-        # Part of the archive's format, empty as there are no resources.
+        # Required by the archive's format, but empty because there are no resources.
         "R.txt": b"",
         "classes.jar": work / "classes.jar",
-        # ONNX Runtime's native code looks classes up by name: R8 would rename or drop them.
+        # ONNX Runtime's native code looks classes up by name, and R8 would rename or remove them.
         "proguard.txt": b"-keep class ai.onnxruntime.** { *; }\n",
     }
     for part in parts:
@@ -245,19 +245,19 @@ def report_store(variants: Sequence[Variant], runtime: AppRuntime) -> StoreRepor
 
 
 def _merge_dependencies(variants: Sequence[Variant], runtime: AppRuntime) -> list[Dependency]:
-    """Returns what the bundles need together: the ONNX Runtime of the archive first, and others as new as one needs."""
+    """Returns all dependencies: the archive's ONNX Runtime, and others in the newest version that a bundle needs."""
     merged: dict[str, Dependency] = {}
     for variant in variants:
         for needed in list_android_dependencies(variant.provider, variant.versions, runtime.version):
             known = merged.get(needed.artifact)
-            # Gradle, too, takes the newest of several versions.
+            # Gradle also takes the newest of several versions.
             if known is None or read_version(needed.version) > read_version(known.version):
                 merged[needed.artifact] = needed
     return list(merged.values())
 
 
 _SWIFT = Path(__file__).parent / "standalone" / "swift"
-# iOS 15 has Core ML 5; newer ones are asked for by the target's settings.
+# iOS 15 has Core ML 5; a target's settings can require a newer version.
 _OLDEST_IOS = "15"
 
 
@@ -269,7 +269,7 @@ def collect_swiftpm(parts: Sequence[Part], identity: Identity, _work: Workplace)
     values = {
         "identity": identity,
         "module": module,
-        # One package has one deployment target: the highest that a bundle in it asks for.
+        # A package has one deployment target: the highest that any of its bundles needs.
         "minimum_ios": max(versions, key=lambda text: int(text) if text.isdigit() else 0) + ".0",
         "minimum_ort": max((variant.minimum_ort for variant in variants), key=read_version),
         "swift_package": SWIFT_PACKAGE,
@@ -312,10 +312,10 @@ _SHAREABLE = ("golden/",)
 def collect_ort_package(parts: Sequence[Part], identity: Identity, _work: Workplace) -> Mapping[str, Path | bytes]:
     """Returns the files of a model package: `manifest.json`, `<name>/component.json`, and a folder for each variant.
 
-    A file that several bundles hold, such as the golden inputs, lies once in `shared_assets/sha256-<hex>/`. What each
-    file of a bundle is called, its sha256 and where it lies stands in the variant's `additional_metadata`.
+    A file that several bundles contain, such as the golden inputs, is stored once in `shared_assets/sha256-<hex>/`. The
+    name, the sha256 and the place of each file of a bundle are in the variant's `additional_metadata`.
     """
-    # By name and digest: an asset keeps the file name that loaders ask for.
+    # By name and digest, because an asset keeps the file name that loaders look for.
     counts = Counter(key for part in parts for key in _keys(part.bundle, part.variant))
     shared = {key for key, count in counts.items() if count > 1}
     entries: dict[str, Path | bytes] = {}
@@ -324,7 +324,7 @@ def collect_ort_package(parts: Sequence[Part], identity: Identity, _work: Workpl
         bundle, variant = part.bundle, part.variant
         places: dict[str, str] = {}
         for name, file in variant.files.items():
-            # The digest of a folder that holds one file, as ONNX Runtime computes it.
+            # The digest of a folder with one file, as ONNX Runtime computes it.
             asset = (
                 digest_bytes(f"{file.sha256}  {Path(name).name}\n".encode()) if (name, file.sha256) in shared else None
             )
@@ -340,7 +340,7 @@ def collect_ort_package(parts: Sequence[Part], identity: Identity, _work: Workpl
             "schema_version": "1.0",
             "package_name": identity.name,
             "package_version": identity.version,
-            # Everything lies in the folder, by relative paths.
+            # All files are in the folder, with relative paths.
             "layout": "portable",
             "components": {identity.name: identity.name},
             "additional_metadata": {"producer": "edgekit"},
@@ -350,8 +350,8 @@ def collect_ort_package(parts: Sequence[Part], identity: Identity, _work: Workpl
 
 
 def _keys(bundle: Bundle, variant: Variant) -> list[tuple[str, str]]:
-    """Returns what a bundle may share: golden files, and model forms of one file, which names no other."""
-    # A model with weights beside it names them by their place: it cannot move to the shared folder alone.
+    """Returns what bundles may share: golden files, and models that consist of one file."""
+    # A model with external weights refers to them by path, so it cannot move to the shared folder alone.
     alone = {names[0] for names in bundle.manifest.forms.values() if len(names) == 1}
     return [(name, file.sha256) for name, file in variant.files.items() if name in alone or name.startswith(_SHAREABLE)]
 
@@ -383,7 +383,7 @@ def _describe(bundle: Bundle, variant: Variant, places: Mapping[str, str]) -> di
 
 
 def _read_compatibility(model: Path, provider: str) -> str:
-    """Returns what a compiled model says of the devices it is for, "" for any other model."""
+    """Returns what a compiled model says of the devices it is for, or nothing for any other model."""
     if model.suffix != ".onnx":
         return ""
     properties = skim_model(model).metadata_props

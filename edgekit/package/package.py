@@ -1,4 +1,4 @@
-"""Packs bundles into one package: which kinds there are, which providers each can hold, and the size of its files."""
+"""Packs bundles into one package: the kinds of package, which providers each can contain, and the size of its files."""
 
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -49,7 +49,7 @@ from edgekit.target import read_version
 
 
 def _measure_entries(entries: Mapping[str, Path | bytes]) -> dict[str, int]:
-    """Returns the bytes of every file, and of what is in an AAR, below `aar/`: an app gets that file by file."""
+    """Returns the bytes of every file, and of each file inside an AAR under `aar/`: an app gets these one by one."""
     sizes: dict[str, int] = {}
     for name, source in sorted(entries.items()):
         if isinstance(source, Path) and name.endswith(".aar"):
@@ -74,12 +74,11 @@ Collect = Callable[[Sequence[Part], Identity, Workplace], Mapping[str, Path | by
 
 
 class Form(msgspec.Struct, frozen=True, kw_only=True):
-    """A kind of package: what collects its files, which providers it can hold (none: all), and if it is an archive.
+    """A kind of package: what collects its files, its supported providers (none: all), and whether it is an archive.
 
-    `platform` names the operating system whose provider options the app passes, "" for those of every system.
-    `needs_runtime` is True where the package is made for one archive of ONNX Runtime, `shares` where bundles have
-    their golden samples in common. `refuse` says why such a package cannot hold a bundle, `remark` gives lines for the
-    user.
+    `platform` names the operating system whose provider options the app passes, "" for options of every system.
+    `needs_runtime` is True if the package is made for one archive of ONNX Runtime, `shares` if bundles share their
+    golden samples. `refuse` returns why such a package cannot contain a bundle, `remark` gives lines for the user.
     """
 
     collect: Collect
@@ -115,11 +114,11 @@ FORMS: dict[Kind, Form] = {
     "tar": Form(collect=collect_board, platform="linux", providers=_BOARD, archive="tar"),
     "zip": Form(collect=collect_board, platform="linux", providers=_BOARD, archive="zip"),
 }
-"""Every kind of package."""
+"""All kinds of package."""
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
-    """A bundle of a build that such a package cannot hold, and why."""
+    """A bundle of a build that this kind of package cannot contain, and why."""
 
     path: str
     reason: str
@@ -128,11 +127,11 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
 class PackageReport(msgspec.Struct, frozen=True, kw_only=True):
     """What was packed: the bundles in the order in which an app tries them, and the files of the package.
 
-    `store` is what Google Play checks, None where the package brings no shared library into an app; `remarks` are lines
-    for the user.
+    `store` is what Google Play checks, None if the package adds no shared library to an app; `remarks` are lines for
+    the user.
 
-    `sizes` are the bytes of every file, those in an AAR named one by one, and `model_bytes` those of the models among
-    them. `sha256` is that of the archive; for a folder it is that of the lines `sha256  name`, sorted by name, as
+    `sizes` are the bytes of every file, with those in an AAR listed one by one, and `model_bytes` those of the models
+    among them. `sha256` is that of the archive; for a folder it is that of the lines `sha256  name`, sorted by name, as
     `sha256sum` writes them.
     """
 
@@ -149,12 +148,12 @@ class PackageReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def size_bytes(self) -> int:
-        """All of it together."""
+        """The bytes of the whole package."""
         return sum(self.sizes.values())
 
     @property
     def outweighs(self) -> bool:
-        """True if everything else in it is larger than the models."""
+        """True if everything else in the package is larger than the models."""
         return self.size_bytes > 2 * self.model_bytes
 
 
@@ -169,14 +168,14 @@ def package_bundles(
     runtime: AppRuntime | None = None,
     accept: Callable[[Sequence[Bundle]], None] = lambda _bundles: None,
 ) -> PackageReport:
-    """Writes bundles, or those of a build's folder, as one package and returns what it holds.
+    """Writes bundles, or those of a build's folder, as one package and returns what it contains.
 
-    An AAR is compiled against the classes of `runtime`, and depends on its version. `accept` is shown the bundles
-    before anything is written, and raises where one of them may not go.
-    Of each bundle go the form of the model that the loader opens, the golden samples of its self-test and the manifest;
-    `extras` names what goes along besides. Every bundle is opened first, so that its digests hold, and with a public
-    `key` its signature. Bundles that are given one by one keep their order, in which an app tries them; those of a
-    build are sorted. Same bundles and options, same bytes.
+    An AAR is compiled against the classes of `runtime`, and depends on its version. `accept` gets the bundles before
+    anything is written, and raises if one of them must not be packed. Of each bundle the package contains the form of
+    the model that the loader opens, the golden samples of its self-test and the manifest; `extras` names what is added.
+    Every bundle is opened first, which checks its digests, and with a public `key` its signature. Bundles given one by
+    one keep their order, in which an app tries them; those of a build are sorted. The same bundles and options give the
+    same bytes.
 
     Raises:
         UsageError: a bundle does not fit this kind of package or needs a newer ONNX Runtime than `runtime`, that is
@@ -190,7 +189,7 @@ def package_bundles(
     places, out, key = [as_path(path) for path in paths], as_path(out), None if key is None else as_path(key)
     form = FORMS[kind]
     made_for = _require_runtime(kind, runtime) if form.needs_runtime else None
-    # Opened first, so that nothing is written of a bundle that was altered.
+    # Opened first, so that nothing is written if a bundle was altered.
     bundles, left_out = _choose(places, key, lambda bundle: _find_misfit(bundle, kind, made_for))
     accept(bundles)
     identity = identify(bundles, names, extras)
@@ -211,7 +210,7 @@ def package_bundles(
 
 
 def package_group(group: Group, kind: Kind, out: Path) -> PackageReport:
-    """Writes a group of models as an archive of its folder, signature and all, and returns what it holds.
+    """Writes a group of models as an archive of its folder, signature included, and returns what it contains.
 
     Raises:
         UsageError: this kind of package has no code that runs several models.
@@ -265,7 +264,8 @@ def _choose(
         return fitting, left_out
     for bundle in bundles:
         misfit = find_misfit(bundle)
-        # Named one by one, a bundle that does not fit is a mistake; found in a build's folder, it is only left out.
+        # If the user named a bundle that does not fit, it is a mistake; if it was found in a build's folder, it is left
+        # out.
         if misfit is not None:
             raise UsageError(f"bundle '{bundle.folder}': {misfit}", hint="leave it out, or choose another --as")
     return bundles, ()

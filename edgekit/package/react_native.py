@@ -1,7 +1,7 @@
 """A package for React Native: the bundles as assets of an npm package, with a loader in TypeScript.
 
-The plug-in `onnxruntime-react-native` takes less than ONNX Runtime's other bindings: no session config, and of
-providers only a few flags. A bundle that needs more is refused when it is packed, not first on a phone.
+The plug-in `onnxruntime-react-native` supports less than ONNX Runtime's other bindings: no session config, and only a
+few flags of providers. A bundle that needs more is refused when it is packed, not only later on a phone.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from edgekit.package.variant import Identity, Part, Variant, Workplace, list_ent
 from edgekit.target import read_version
 
 PLUGIN = "1.24.3"
-"""The newest `onnxruntime-react-native`; what it takes was read in its `cpp/SessionUtils.cpp`."""
+"""The newest `onnxruntime-react-native`; its `cpp/SessionUtils.cpp` shows which options it takes."""
 
 _SOURCES = Path(__file__).parent / "standalone" / "react_native"
 _NAMES = {
@@ -36,7 +36,7 @@ _NNAPI = {
     "NNAPI_FLAG_USE_FP16": "useFP16",
     "NNAPI_FLAG_USE_NCHW": "useNCHW",
 }
-# COREMLFlags of coreml_provider_factory.h: the plug-in takes the sum, and none of the newer options by name.
+# COREMLFlags of coreml_provider_factory.h: the plug-in takes their sum, and none of the newer options by name.
 _COREML = {
     "EnableOnSubgraphs=0": 0,
     "EnableOnSubgraphs=1": 2,
@@ -54,13 +54,13 @@ _HARMLESS = {
     "session.intra_op.allow_spinning=0": "threads that wait will spin, which costs time and changes no number",
     "session.qdqisint8allowed=1": "it is so on Arm without it; an emulator for x86-64 computes otherwise",
 }
-"""Entries of a session's config that may be left out: they are the default on a phone, or change no result."""
+"""Entries of a session's config that may be omitted: they are the default on a phone, or change no result."""
 
 _DTYPES = frozenset({"bool", "float32", "float64", "int16", "int32", "int64", "int8", "uint16", "uint8"})
 
 
 def find_unsupported(manifest: Manifest) -> str | None:
-    """Returns why the plug-in cannot run a bundle as its manifest says, None if it can."""
+    """Returns why the plug-in cannot run a bundle as its manifest says, or None if it can."""
     known = {
         "CoreMLExecutionProvider": _COREML.keys(),
         "NnapiExecutionProvider": {f"{name}=1" for name in _NNAPI},
@@ -81,7 +81,7 @@ def find_unsupported(manifest: Manifest) -> str | None:
 
 
 def list_remarks(variants: Sequence[Variant]) -> Iterator[str]:
-    """Yields where the plug-in differs from what the manifests say, and which ONNX Runtime the app must link."""
+    """Yields where the plug-in differs from the manifests, and which ONNX Runtime the app must link."""
     for entry in sorted({entry for variant in variants for entry in _pairs(variant.session_config)}):
         yield f"onnxruntime-react-native {PLUGIN} cannot be told '{entry}': {_HARMLESS[entry]}"
     least = _find_least(variants)
@@ -112,7 +112,7 @@ def collect_react_native(parts: Sequence[Part], identity: Identity, _work: Workp
         "release": choose_android_release(least),
         "remarks": list(list_remarks(variants)),
     }
-    # JSON is TypeScript; what a reader needs of the manifest is typed in `variant.ts`.
+    # JSON is valid TypeScript; the types of the parts that are read are in `variant.ts`.
     table = encode_json([_describe(variant) for variant in variants]).decode().strip()
     entries: dict[str, Path | bytes] = dict(list_files(_SOURCES))
     entries["src/bundles.ts"] = render_table("bundles.ts.j2", variants, table=table, **values)
@@ -134,14 +134,15 @@ def _describe(variant: Variant) -> dict[str, object]:
 
 
 def _plan_session(variant: Variant) -> dict[str, object]:
-    """Returns the session options of a manifest as the plug-in takes them."""
+    """Returns the session options of a manifest in the plug-in's form."""
     options = variant.provider_options
     provider: dict[str, object] = {"name": _NAMES[variant.provider]}
     if variant.provider == "NnapiExecutionProvider":
         provider |= {_NNAPI[key]: True for key in options}
     if variant.provider == "CoreMLExecutionProvider":
         provider["coreMlFlags"] = sum(_COREML[pair] for pair in _pairs(options))
-    # One, because the plug-in leaves out those that a system lacks: the CPU takes what is left of the nodes anyway.
+    # One provider is enough, because the plug-in skips those that a system lacks, and the CPU takes the remaining nodes
+    # anyway.
     session: dict[str, object] = {"executionProviders": [provider]}
     if _THREADS in options:
         session["intraOpNumThreads"] = int(options[_THREADS])

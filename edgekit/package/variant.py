@@ -1,4 +1,4 @@
-"""What a package takes of a bundle: the files that a loader opens (`Cut`), and the facts that it needs (`Variant`)."""
+"""What a package takes from a bundle: the files that a loader opens (`Cut`), and what it must know (`Variant`)."""
 
 import posixpath
 import re
@@ -27,15 +27,15 @@ from edgekit.target import ChainedProvider, Form
 
 Extra = Literal["all", "forms", "golden", "onnx"]
 EXTRAS: tuple[Extra, ...] = ("all", "forms", "golden", "onnx")
-"""What a package can carry besides: whole bundles, every form of the model, all golden samples, the ONNX form."""
+"""What a package can contain in addition: whole bundles, every form of the model, all golden samples, the ONNX form."""
 
 
 class Cut(msgspec.Struct, frozen=True, kw_only=True):
-    """The files of a bundle that a package carries, by their name below the bundle's folder, and its self-test.
+    """The files of a bundle that a package contains, by their name below the bundle's folder, and its self-test.
 
     `golden` is the folder of `inputs.npz`, of `samples` rows; several bundles may share it, and then it begins with
-    `../`. The self-test compares with `reference`: the float model's outputs of every row, or what the bundle's own
-    model gave for the rows `chosen`, which lies in the bundle's own `golden/`.
+    `../`. The self-test compares with `reference`: the float model's outputs of every row, or the bundle's own model's
+    outputs for the rows `chosen`, which are in the bundle's own `golden/`.
     """
 
     files: dict[str, Path]
@@ -50,7 +50,7 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_extras(given: Iterable[str]) -> tuple[Extra, ...]:
-    """Returns names that may stand in one word with commas, each once, sorted.
+    """Returns the extras from a list separated by commas, each once, sorted.
 
     Raises:
         UsageError: there is no such extra.
@@ -83,7 +83,7 @@ def _cut(bundle: Bundle, extras: Collection[Extra], rows: Sequence[int], work: P
         whole = {INPUTS: bundle.folder / GOLDEN / INPUTS, OUTPUTS: bundle.folder / GOLDEN / OUTPUTS}
         golden = _place(files, whole, share=share and "all" not in extras)
         return Cut(files=files, golden=golden, samples=manifest.golden.samples, chosen=chosen, reference="outputs")
-    # One file for all bundles of the same samples.
+    # One file for all bundles with the same samples.
     inputs = work / f"{_inputs(bundle)}.npz"
     if not inputs.exists():
         write_rows(inputs, select_samples(read_inputs(bundle.golden), rows))
@@ -94,8 +94,11 @@ def _cut(bundle: Bundle, extras: Collection[Extra], rows: Sequence[int], work: P
 
 
 def _place(files: dict[str, Path], golden: Mapping[str, Path], *, share: bool) -> str:
-    """Adds golden files to those of a bundle, beside its folder where they are shared, and returns their folder."""
-    # By content: what is the same lies in one folder, whichever bundle it came from.
+    """Adds golden files to those of a bundle and returns their folder.
+
+    Shared golden files are stored beside the bundle's folder.
+    """
+    # By content: equal files are stored in one folder, whichever bundle they came from.
     folder = f"../{GOLDEN}-{digest_file(golden[INPUTS])[:12]}" if share else GOLDEN
     files.update({f"{folder}/{name}": path for name, path in golden.items()})
     return folder
@@ -123,9 +126,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Filled(msgspec.Struct, frozen=True, kw_only=True):
-    """Axes of a tensor that have the size of a bucket, and what fills an input there.
+    """Axes of a tensor that have the size of a bucket, and the value that pads an input there.
 
-    `element` holds the bytes of one, from -128 to 127, the lowest first; none for an output.
+    `element` holds the bytes of one padding value, from -128 to 127, the lowest byte first; it is empty for an output.
     """
 
     name: str
@@ -145,8 +148,8 @@ class VariantBuckets(msgspec.Struct, frozen=True, kw_only=True):
 class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     """Session options for one class of machines, found by `edgekit tune`: a `SessionSetting` as loaders read it.
 
-    The machine is named as `MachineClass` does. `level` is ONNX Runtime's number of it. `provider_options` and
-    `session_config` are all of them, those of the bundle too.
+    The machine is described as in `MachineClass`. `level` is ONNX Runtime's number of it. `provider_options` and
+    `session_config` are complete, with those of the bundle.
     """
 
     system: str
@@ -163,14 +166,14 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
-    """A bundle as the loaders see it; `files` are those that the package carries, the manifest too, sorted by name.
+    """A bundle as the loaders see it; `files` are those that the package contains, the manifest too, sorted by name.
 
-    `name` is that of its folder in the package: ASCII letters, digits, `.`, `_` and `-`. Names in `files` lie below it,
-    or beside it (`../`). `golden` is the folder of `inputs.npz`, `reference` names what the outputs are judged
-    by: "outputs", the float model's of every row, or "expected", the bundle's own of the rows `chosen`, in `golden/`.
-    Those rows are compared with `golden/expected.npz` within `tolerance` in either case. `feeds` names for each input
-    that holds state the output of the step before that it comes from. `buckets` are models of other sizes, the smallest
-    first and `model` last, None where there is one. Of `tuned` the first counts whose machine it is.
+    `name` is that of its folder in the package: ASCII letters, digits, `.`, `_` and `-`. Names in `files` are below it,
+    or beside it (`../`). `golden` is the folder of `inputs.npz`. `reference` names what the outputs are compared with:
+    "outputs", the float model's of every row, or "expected", the bundle's own of the rows `chosen`, in `golden/`. Those
+    rows are compared with `golden/expected.npz` within `tolerance` in either case. `feeds` names for each input that
+    holds state the output of the previous step that it comes from. `buckets` are models of other sizes, the smallest
+    first and `model` last, None if there is one size. Of `tuned` the first entry that fits the machine is used.
     """
 
     name: str
@@ -198,7 +201,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """A bundle of a package, what the package carries of it, and what the loaders know of it."""
+    """A bundle of a package, the files that the package contains of it, and what the loaders know of it."""
 
     bundle: Bundle
     cut: Cut
@@ -206,9 +209,9 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """What a package is called: `group` is a Java package, `name` an artifact, `version` what a resolver compares.
+    """The names of a package: `group` is a Java package, `name` an artifact, `version` what a resolver compares.
 
-    Of what the user wants, "" leaves the choice to edgekit.
+    In what the user asks for, "" leaves the choice to edgekit.
     """
 
     group: str = ""
@@ -217,23 +220,23 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 UNNAMED = Identity()
-"""A package of which edgekit chooses all names."""
+"""A package whose names edgekit chooses."""
 
 
 class Workplace(msgspec.Struct, frozen=True, kw_only=True):
-    """What a package is made with: a folder for intermediate files, and the app's ONNX Runtime, where it matters."""
+    """What a package is made with: a folder for intermediate files, and the app's ONNX Runtime, if it matters."""
 
     folder: Path
     runtime: AppRuntime | None = None
 
 
 def identify(bundles: Sequence[Bundle], names: Identity, extras: Collection[str] = ()) -> Identity:
-    """Returns what a package of these bundles is called; a version that is not given follows from their content.
+    """Returns the names of a package of these bundles; a missing version is derived from their content.
 
     Raises:
         UsageError: a name has characters that Maven, Gradle or SwiftPM do not take.
     """
-    # Other content, other version: Gradle and SwiftPM cache by version, and would keep serving the old one.
+    # Different content, different version: Gradle and SwiftPM cache by version, and would keep serving the old one.
     made = digest_bytes("".join((*(bundle.sha256 for bundle in bundles), *sorted(extras))).encode())[:12]
     identity = Identity(
         group=names.group or "edgekit.models",
@@ -253,11 +256,11 @@ def identify(bundles: Sequence[Bundle], names: Identity, extras: Collection[str]
 def make_parts(
     bundles: Sequence[Bundle], extras: Collection[Extra], work: Path, *, platform: str = "", share: bool = True
 ) -> list[Part]:
-    """Returns what a package carries of each bundle, and what its loaders must know of it, in their order.
+    """Returns what a package contains of each bundle, and what its loaders must know of it, in the bundles' order.
 
-    Of the golden samples those of the self-test go along, those of all bundles together, and with `share` only once;
+    Of the golden samples those of the self-test are packed, those of all bundles together, and with `share` only once;
     they are written into files below the folder `work`. A bundle without a self-test of its own keeps all samples.
-    `platform` names the operating system whose provider options count, "" where those of every system do.
+    `platform` names the operating system whose provider options count, "" if only those of every system do.
 
     Raises:
         UsageError: there is no bundle, two of them are the same, or one cannot be packaged with these extras.
@@ -304,7 +307,7 @@ def clean_name(text: str) -> str:
 
 
 def name_package(model: str) -> str:
-    """Returns what a package of a model is called: Maven and Swift want a letter first, so `320n` is `model-320n`."""
+    """Returns the package name of a model: Maven and Swift require a letter first, so `320n` becomes `model-320n`."""
     name = clean_name(model).lower()[:90]
     return name if name[0].isalpha() else f"model-{name}"
 
@@ -337,7 +340,7 @@ def _list_outputs(bundle: Bundle) -> tuple[TensorSpec, ...]:
 
 
 def _read_open_sample(bundle: Bundle) -> Tensors:
-    """Returns a sample of the self-test of a bundle with open dimensions: all of them have its shapes.
+    """Returns one self-test sample of a bundle with open dimensions: all of its samples have the same shapes.
 
     Raises:
         UsageError: there is no self-test, or open dimensions are of state.
@@ -354,7 +357,7 @@ def _read_open_sample(bundle: Bundle) -> Tensors:
 
 
 def _fix_shapes(bundle: Bundle, tensors: Sequence[BundledTensor], sample: Tensors) -> tuple[TensorSpec, ...]:
-    """Returns tensors with the shapes of a sample, which are those of the loaders' self-test."""
+    """Returns tensors with the shapes of a sample, which all samples of the loaders' self-test have."""
     odd = next((each.name for each in tensors if not shape_matches(sample[each.name].shape, each)), None)
     if odd is not None:
         raise BundleError(f"the self-test of '{bundle.folder}' has another '{odd}'", hint="build the bundle again")
@@ -393,9 +396,10 @@ def _describe(bundle: Bundle, cut: Cut, name: str, platform: str) -> Variant:
         thresholds=Limits(
             min_cosine=manifest.thresholds.min_cosine,
             min_sqnr_db=manifest.thresholds.min_sqnr_db,
-            # A loader has one limit for all outputs: where vectors hold numbers, no class of theirs is asked for.
+            # A loader has one limit for all outputs: if an output holds no classes, agreement of classes is not
+            # required.
             min_top1_agreement=0.0 if _has_numbers(manifest) else manifest.thresholds.min_top1_agreement,
-            # Two classes that lie close may change places within the tolerance, which judges these few samples.
+            # Two classes with close scores may swap places within the tolerance, which judges these few samples.
             granted_samples=cut.samples if cut.reference == "expected" else manifest.thresholds.granted_samples,
         ),
         chosen=cut.chosen,
@@ -433,7 +437,7 @@ def _spell_element(value: float, dtype: str) -> tuple[int, ...]:
 def _list_tuned(manifest: Manifest, options: Mapping[str, str]) -> Iterator[Tuned]:
     for one in manifest.tuned or ():
         setting = one.setting
-        # A setting that was found with another file does not hold for the one that the package carries.
+        # A setting found with another model file does not apply to the file in the package.
         if setting.form in {"", manifest.form}:
             facts: dict[str, Any] = {
                 **msgspec.structs.asdict(one.machine),

@@ -1,8 +1,8 @@
-"""The folder of a group of models: the bundle of each member, the files that they share, and what feeds what.
+"""The folder of a group of models: the bundle of each member, the files that they share, and their connections.
 
-`group.json` lists every file. A file that several members have lies in `shared/` under its sha256. Models whose
-external weights are shared lie with these in `models/`. A group is opened and signed as a folder, or as the archive
-that it was packed into; its README says which graph runs when.
+`group.json` lists every file. A file that several members have is stored in `shared/` under its sha256. Models whose
+external weights are shared are stored with these in `models/`. A group is opened and signed as a folder, or as the
+archive that it was packed into; its README says which model runs when.
 """
 
 import contextlib
@@ -36,16 +36,16 @@ class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Member(_Strict, frozen=True, kw_only=True):
-    """A graph of the group: the digest of its manifest, and the file to load, seen from `group.json`."""
+    """A model of the group: the digest of its manifest, and the file to load, relative to `group.json`."""
 
     manifest: BundledFile
     model_file: str
 
 
 class GroupManifest(_Strict, frozen=True, kw_only=True):
-    """What a group is: its members, what feeds what, its golden samples, and by which metric it is judged.
+    """The content of `group.json`: members, wiring, golden samples, and the metric by which the group is judged.
 
-    `inputs` are the group's own; `outputs` what comes out of it. `files` are its own files, `shared` those of several
+    `inputs` and `outputs` are those of the group as a whole. `files` are its own files, `shared` those of several
     members by their sha256.
     """
 
@@ -63,10 +63,10 @@ class GroupManifest(_Strict, frozen=True, kw_only=True):
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """A folder with a group; `sha256` is the digest of `group.json`, and so of everything that it covers.
+    """An opened group in a folder; `sha256` is the digest of `group.json`, and so of everything that it covers.
 
-    `manifests` are those of the members; `digests` hold the sha256 of every file that a signature covers, by its place.
-    `attested` is what the holder of a key says was verified, None where the group was opened without one.
+    `manifests` are those of the members; `digests` hold the sha256 of every file that a signature covers, by its path.
+    `attested` is what the holder of a key states to have verified, None if the group was opened without a key.
     """
 
     folder: Path
@@ -89,7 +89,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of the model files that an app loads; what several members load counts once."""
+        """The bytes of the model files that an app loads; a file that several members load counts once."""
         sizes: dict[str, int] = {}
         for name, manifest in self.manifests.items():
             places = _places(name, manifest, self.manifest.shared)
@@ -103,7 +103,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupContents(msgspec.Struct, frozen=True, kw_only=True):
-    """What goes into a group beside its members; `wiring` is resolved and valid.
+    """The parts of a group besides its members; `wiring` is resolved and valid.
 
     `programs` are source files for the folder `app/`, which an app may use.
     """
@@ -116,7 +116,7 @@ class GroupContents(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_group(contents: GroupContents, bundles: Mapping[str, Bundle], out: Path) -> Group:
-    """Writes the group of these bundles, all for one target, into the folder `out` and opens it.
+    """Writes the group of these bundles, which must be for one target, into the folder `out` and opens it.
 
     Raises:
         UsageError: the bundles are for several targets, or two models with weights beside them want one name.
@@ -165,7 +165,7 @@ def write_group(contents: GroupContents, bundles: Mapping[str, Bundle], out: Pat
 
 
 def open_group(path: Path, *, key: Path | None = None) -> Group:
-    """Opens the folder of a group after checking every file in it, its wiring, and with a public key its signature.
+    """Opens a group's folder after checking every file, its wiring, and, with a public key, its signature.
 
     Raises:
         BundleError: `group.json` or a manifest is missing, malformed or altered; a file is missing, altered, unlisted,
@@ -179,7 +179,7 @@ def open_group(path: Path, *, key: Path | None = None) -> Group:
     group = decode_strictly(listing.data, GroupManifest, source)
     manifests = {name: _read_member(path, name, member, group) for name, member in group.members.items()}
     if ":" in group.metric.name:
-        # `module:function` imports and runs Python.
+        # A metric `module:function` would import and run Python.
         words = f"'{source}' asks for the metric {group.metric.name[:200]!r}, code that no bundle may run"
         raise BundleError(words, hint="name a metric that edgekit has")
     fault = find_fault(group.wiring, _interfaces(manifests))
@@ -216,7 +216,7 @@ def _interfaces(manifests: Mapping[str, Manifest]) -> dict[str, Interface]:
 
 
 def _find_model(member: str, manifest: Manifest, shared: Mapping[str, object]) -> str:
-    """Returns the file that an app loads of a member, seen from `group.json`."""
+    """Returns the file of a member that an app loads, relative to `group.json`."""
     return _places(member, manifest, shared)[manifest.model_file]
 
 
@@ -230,7 +230,7 @@ def _read_member(path: Path, name: str, member: Member, group: GroupManifest) ->
 
 
 def _list_files(group: GroupManifest, manifests: Mapping[str, Manifest]) -> dict[str, BundledFile]:
-    """Returns every file that has to be there, by its place."""
+    """Returns every file that must exist, by its path."""
     files = dict(group.files)
     for name, manifest in manifests.items():
         entry, places = group.members[name].manifest, _places(name, manifest, group.shared)
@@ -239,9 +239,9 @@ def _list_files(group: GroupManifest, manifests: Mapping[str, Manifest]) -> dict
 
 
 def _places(member: str, manifest: Manifest, shared: Mapping[str, object]) -> dict[str, str]:
-    """Returns where each file of a member lies, seen from `group.json`."""
+    """Returns the path of each file of a member, relative to `group.json`."""
     bound = [names for names in manifest.forms.values() if len(names) > 1]
-    # A model names its external weights by their path: models that share them must lie in one folder.
+    # A model refers to its external weights by path, so models that share weights must be in one folder.
     beside = {name for names in bound if any(manifest.files[each].sha256 in shared for each in names) for name in names}
     apart = {name for names in bound for name in names}
 
@@ -269,9 +269,9 @@ def is_group(path: Path) -> bool:
 
 @contextlib.contextmanager
 def opened_group(path: Path, *, key: Path | None = None) -> Generator[Group]:
-    """Yields a group, checked to the byte; with `key` only one that its private half signed.
+    """Yields a group with every digest checked; with `key`, only one signed with its private half.
 
-    An archive is unpacked into a folder that is gone after the block: what is written into such a group is lost.
+    An archive is unpacked into a folder that is deleted after the block: anything written into such a group is lost.
 
     Raises:
         BundleError: it is no group, was altered, is not safe to open, or is not signed with the key.

@@ -1,8 +1,9 @@
 """Runs a group of models from its inputs to its result, with float models or on a device.
 
 All samples run together: a device is started once for each stage, and once for each token. Between stages, boxes are
-cut out of a picture and resized, as an app does between detector and classifier, and tokens are written into the inputs
-of a stage. An input of fixed size is filled from the left or the right; one of open size gets exactly the new tokens.
+cut out of an image and resized, as an app does between detector and classifier, and tokens are written into the inputs
+of a stage. An input of fixed size is filled from the left or the right; an input of open size gets exactly the new
+tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from edgekit.model.tensors import Array, Tensors, TensorSpec
 
 
 def cut_boxes(crop: Crop, spec: TensorSpec, image: Array, boxes: Array, scores: Array) -> list[Array]:
-    """Returns a picture of the input's shape and type for each of the best boxes, from left to right.
+    """Returns the crops of the best boxes, in the input's shape and type, from left to right.
 
     `image` is [1, C, H, W], `boxes` [..., N, 4] and `scores` [..., N].
 
@@ -44,7 +45,7 @@ def _has_area(box: Array) -> bool:
 
 
 def _resize(image: Array, box: Array, size: tuple[int, int]) -> Array:
-    """Returns the box resized (bilinear, half-pixel centres); beyond the picture's edge its last row goes on."""
+    """Returns the box resized (bilinear, half-pixel centres); beyond the image its edge is repeated."""
     left, top, right, bottom = box
     ys = top + (np.arange(size[0]) + 0.5) * (bottom - top) / size[0] - 0.5
     xs = left + (np.arange(size[1]) + 0.5) * (right - left) / size[1] - 0.5
@@ -66,10 +67,10 @@ def _blend(values: Array, places: Array, axis: int) -> Array:
 def fill_text(
     text: Text, tokens: Tokens, stage: Stage, mine: Interface, known: Sequence[int], read: int, given: Tensors
 ) -> dict[str, Array]:
-    """Returns the inputs by which a stage reads text; `given` are its other inputs, `read` the tokens in its state."""
+    """Returns the inputs of a stage that reads text; `given` are its other inputs, `read` the tokens in its state."""
     is_right, spec = text.align == "right", mine.inputs[text.input]
     length = find_length(spec, mine, given)
-    # An open input takes what is new; one of a fixed size is filled up, or takes the newest.
+    # An open input takes only the new tokens; one of fixed size is filled up, or takes the newest tokens.
     window = known[read:] if length is None else known[-length:] if is_right else known[:length]
     size = len(window) if length is None else length
     first = len(known) - len(window) if is_right else 0
@@ -100,7 +101,7 @@ def find_length(spec: TensorSpec, mine: Interface, given: Tensors) -> int | None
 
 
 def begin_state(spec: TensorSpec) -> Array:
-    """Returns the initial state where no source gives one: zeros for one sample, with open dimensions of size 0."""
+    """Returns the initial state if no source gives one: zeros for one sample, with open dimensions of size 0."""
     shape = spec.shape
     if shape and not isinstance(shape[0], int):
         shape = (1, *shape[1:])
@@ -116,11 +117,11 @@ def count_read(stage: Stage, read: Mapping[str, int]) -> int:
 
 
 def _count_held(stage: Stage, mine: Interface, given: Tensors, default: int) -> int:
-    """Returns the length of the state of a stage on the axis on which it grows, initial padding included."""
+    """Returns the length of a stage's state on the axis on which it grows, initial padding included."""
     for name, output in stage.state.items():
         pairs = zip(mine.inputs[name].shape or (), mine.outputs[output].shape or (), strict=False)
         for axis, (size, made) in enumerate(pairs):
-            # The axis grows where an open size differs from that of the output; cross-attention keeps its length.
+            # On the axis that grows, the open size differs from that of the output; cross-attention keeps its length.
             if axis and not isinstance(size, int) and size != made:
                 return int(given[name].shape[axis])
     return default
@@ -135,11 +136,11 @@ def _place(spec: TensorSpec, values: Sequence[int], length: int, pad: int, *, is
 
 
 Run = Callable[[str, Sequence[Tensors]], Sequence[Tensors]]
-"""Runs a member on some inputs and returns as many outputs."""
+"""Runs a member on some inputs and returns the outputs, one for each."""
 
 
 class _Track(msgspec.Struct, frozen=True, kw_only=True):
-    """The progress of one sample: its inputs, the outputs of the stages, its tokens, and those that were generated.
+    """The progress of one sample: its inputs, the outputs of the stages, its tokens, and the generated ones.
 
     `read` says how many of the tokens each stage with text has read.
     """
@@ -154,7 +155,9 @@ class _Track(msgspec.Struct, frozen=True, kw_only=True):
 def run_pipeline(
     wiring: Wiring, members: Mapping[str, Interface], samples: Sequence[Tensors], run: Run
 ) -> list[dict[str, Array]]:
-    """Returns the result of each sample: what was chosen, without the end token, else the last stage's outputs.
+    """Returns the result of each sample: the tokens or classes chosen, without the end token.
+
+    If nothing is chosen, the result is the last stage's outputs.
 
     `wiring` is resolved and valid.
 
@@ -210,7 +213,7 @@ def _run_loop(stage: Stage, tokens: Tokens | None, mine: Interface, tracks: Sequ
 def _goes_on(stage: Stage, tokens: Tokens | None, mine: Interface, track: _Track) -> bool:
     if tokens is None or stage.text is None or len(track.chosen) >= tokens.most:
         return False
-    # Without a cache the whole text has to fit in.
+    # Without a cache the whole text must fit into the input.
     length = find_length(mine.inputs[stage.text.input], mine, _feed(stage, mine, track))
     if stage.text.align != "right" and length is not None and len(track.tokens) > length:
         return False
@@ -226,11 +229,11 @@ def _fill(stage: Stage, tokens: Tokens | None, mine: Interface, track: _Track, s
 
 
 def _feed(stage: Stage, mine: Interface, track: _Track) -> dict[str, Array]:
-    """Returns the inputs that sources fill, and the state as it begins."""
+    """Returns the inputs that sources fill, and the initial state."""
     inputs = {name: _read(source, track) for name, source in stage.feeds.items()}
     for name in stage.state:
         begun = begin_state(mine.inputs[name])
-        # An initial state may be longer than the input: the window takes its last rows.
+        # An initial state may be longer than the input: the input takes its last rows.
         inputs[name] = feed_back(mine.inputs[name], begun, inputs[name]) if name in inputs else begun
     return inputs
 
@@ -246,7 +249,7 @@ def _take(stage: Stage, track: _Track, outputs: Tensors) -> _Track:
         return track
     track = msgspec.structs.replace(track, read={**track.read, stage.run: len(track.tokens)})
     rows = _rows(stage.run, stage.text.scores, outputs)
-    # A single row belongs to the last token; of several, the row at the place of the token.
+    # A single row belongs to the last token; of several rows, the one at the position of the token counts.
     row = -1 if stage.text.align == "right" or len(rows) == 1 else min(len(track.tokens), len(rows)) - 1
     token = int(rows[row].argmax())
     return msgspec.structs.replace(track, tokens=(*track.tokens, token), chosen=(*track.chosen, token))
@@ -264,7 +267,7 @@ def _run_boxes(stage: Stage, crop: Crop, mine: Interface, tracks: Sequence[_Trac
         for track, pictures in zip(tracks, cut, strict=True)
         for picture in pictures
     ]
-    # A device is not started for nothing.
+    # Without inputs the device need not be started.
     outputs = iter(run(stage.run, given) if given else ())
     return [
         msgspec.structs.replace(

@@ -15,7 +15,7 @@ from edgekit.model.model import Model, load_model, read_proto
 
 
 class SharedWeights(msgspec.Struct, frozen=True, kw_only=True):
-    """The bundles of a group, whose equal weights now lie in one file, and how many bytes those are."""
+    """The bundles of a group, whose equal weights are now in one file, and the bytes of these weights."""
 
     bundles: dict[str, Bundle]
     size_bytes: int = 0
@@ -29,7 +29,7 @@ class SharedModels(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the bytes of a weight lie: in the tensor itself, or so many at an offset of a file."""
+    """Where the bytes of a weight are: in the tensor itself, or at an offset of a file."""
 
     tensor: onnx.TensorProto
     file: Path | None
@@ -37,7 +37,7 @@ class _Place(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
 
     def read(self) -> Iterator[bytes]:
-        """Yields the bytes, a block at a time."""
+        """Yields the bytes, one block at a time."""
         if self.file is None:
             yield self.tensor.raw_data
             return
@@ -47,15 +47,15 @@ class _Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_equal_weights(models: Sequence[Model]) -> int:
-    """Returns how many bytes of weights more than one of these models has, each counted once."""
+    """Returns how many bytes of weights more than one of these models has, each weight counted once."""
     found = [_digest_weights(model, read_proto(model, weights=False)) for model in models]
     return sum(size for _, size in _find_equal(found))
 
 
 def share_weights(bundles: Mapping[str, Bundle], folder: Path, templates: Path) -> SharedWeights:
-    """Returns bundles whose ONNX models name one file, `weights-DIGEST.data`, for the weights that several have.
+    """Returns bundles whose ONNX models refer to one file, `weights-DIGEST.data`, for the weights that several have.
 
-    They are written into `folder`; those that share nothing are returned as they are. `templates` is the folder of the
+    They are written into `folder`; bundles that share nothing are returned unchanged. `templates` is the folder of the
     target.
 
     Raises:
@@ -73,9 +73,9 @@ def share_weights(bundles: Mapping[str, Bundle], folder: Path, templates: Path) 
 
 
 def share_models(models: Mapping[str, Model], folder: Path) -> SharedModels:
-    """Writes those models that have weights in common with another into `folder`, and these weights into one file.
+    """Writes models that have weights in common with another into `folder`, and these weights into one file.
 
-    The returned files of a model lie in several folders; to be loaded they must be put into one.
+    The returned files of a model are in several folders; to load the model they must be put into one.
 
     Raises:
         OutputError: `folder` cannot be written.
@@ -93,7 +93,7 @@ def share_models(models: Mapping[str, Model], folder: Path) -> SharedModels:
         if mine:
             for digest, places in mine.items():
                 _point_to(places, file.name, offsets[digest])
-            # Under the member's name: in a group the models lie beside each other.
+            # Named after the member, because in a group the models are in one folder.
             path = folder / name / "model" / f"{name}.onnx"
             own = _move_others(proto, models[name], file.name, path.with_name(f"{path.name}.data"))
             write_new(path, [proto.SerializeToString(deterministic=True)])
@@ -128,7 +128,7 @@ def _find_equal(weights: Sequence[Mapping[str, Sequence[_Place]]]) -> Iterator[t
 
 
 def _name(equal: Mapping[str, int]) -> str:
-    # Of what is in it, so that the file of another group has another name.
+    # Named after its content, so that the file of another group has another name.
     return hashlib.sha256("".join(sorted(equal)).encode()).hexdigest()[:16]
 
 
@@ -158,7 +158,7 @@ def _point_to(places: Iterable[_Place], name: str, offset: int) -> None:
 
 
 def _move_others(proto: onnx.ModelProto, model: Model, shared: str, path: Path) -> tuple[Path, ...]:
-    """Writes the weights that lay beside the model and are shared with none to `path`, and returns it if there are."""
+    """Writes the external weights of a model that are not shared to `path`, and returns it if there are any."""
     others = {
         tensor.name: _locate(tensor, model.path.parent)
         for tensor in proto.graph.initializer

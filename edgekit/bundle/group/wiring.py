@@ -1,7 +1,7 @@
-"""The wiring of a group: its stages in their order, and what feeds each input. It may come from a stranger.
+"""The wiring of a group: its stages in order, and what feeds each input. It may come from an untrusted source.
 
-A source is `data.NAME`, an input of the group, or `MEMBER.OUTPUT`, the output of an earlier stage. What a wiring leaves
-out is found by names: an input is fed by the output of the same name, a state by the output that continues it.
+A source is `data.NAME`, an input of the group, or `MEMBER.OUTPUT`, the output of an earlier stage. What a wiring does
+not state is found by name: an input is fed by the output of the same name, a state by the output that continues it.
 """
 
 import re
@@ -16,17 +16,17 @@ from edgekit.model.state import MOST_FEEDS, fits, match_state
 from edgekit.model.tensors import TensorSpec
 
 DATA = "data"
-"""Stands for the group's own inputs where a source names a member."""
+"""The name that stands for the group's own inputs in place of a member."""
 CHOSEN = "chosen"
-"""The result of a group that chooses: numbers of tokens or classes, int64 [n]; n differs from sample to sample."""
+"""The result of a group that chooses: indices of tokens or classes, int64 [n]; n differs from sample to sample."""
 MOST_MEMBERS, MOST_TOKENS, MOST_CROPS = 16, 4096, 64
-"""Limits for a group that may come from a stranger."""
+"""Limits for a group that may come from an untrusted source."""
 
 MEMBER_NAME = r"[a-z][a-z0-9_]{0,31}"
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Feeds = Annotated[dict[str, _Name], msgspec.Meta(max_length=MOST_FEEDS)]
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-# What holds the number of any token.
+# Types that can hold the index of any token.
 _WHOLE = ("int64", "int32")
 Fault = tuple[str, str]
 """What is wrong, and a hint."""
@@ -39,9 +39,9 @@ class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class Text(_Strict, frozen=True, kw_only=True):
     """How a stage reads the tokens so far, and predicts the next one.
 
-    `input` takes their numbers, `mask` is 1 where one stands and 0 elsewhere, `positions` counts them from 0. With
-    `align = "right"` the last token stands at the end, as a cache that is a window wants it. Of `scores` [..., rows,
-    tokens] the largest in the row of the last token is the next one.
+    `input` takes their indices, `mask` is 1 where there is a token and 0 elsewhere, `positions` counts them from 0.
+    With `align = "right"` the last token is at the end, as a cache with a sliding window needs it. In `scores` [...,
+    rows, tokens] the largest value in the row of the last token is the next token.
     """
 
     input: _Name
@@ -52,11 +52,11 @@ class Text(_Strict, frozen=True, kw_only=True):
 
 
 class Crop(_Strict, frozen=True, kw_only=True):
-    """How a stage runs once for each of the best boxes of a picture.
+    """How a stage runs once for each of the best boxes of an image.
 
     `image` [1, C, H, W], `boxes` [..., N, 4] (left, top, right, bottom) and `scores` [..., N] are sources. At most
     `most` boxes whose score is `least` or more are cut out, resized (bilinear, half-pixel centres) for `input`, and run
-    from left to right. Of `result` the largest is the class of the box.
+    from left to right. The index of the largest value of `result` is the class of the box.
     """
 
     input: _Name
@@ -70,9 +70,10 @@ class Crop(_Strict, frozen=True, kw_only=True):
 
 
 class Stage(_Strict, frozen=True, kw_only=True):
-    """A member's turn: `feeds` gives inputs their source, `state` the output of the run before.
+    """A stage, which runs one member: `feeds` gives inputs their source, `state` the output of the run before.
 
-    With `repeat` it runs until the end token or the most tokens; an input in `state` begins with its source, or zeros.
+    With `repeat` it runs until the end token or the maximum of tokens; an input in `state` begins with its source, or
+    zeros.
     """
 
     run: _Name
@@ -84,9 +85,9 @@ class Stage(_Strict, frozen=True, kw_only=True):
 
 
 class Tokens(_Strict, frozen=True, kw_only=True):
-    """The tokens that a group begins with, numbers or a source `data.NAME`, and where they end.
+    """The tokens that a group begins with, as numbers or a source `data.NAME`, and where the text ends.
 
-    `end` is the token that ends a text, None for none; at most `most` are generated. `pad` stands where none is.
+    `end` is the token that ends a text, None for none; at most `most` are generated. `pad` fills empty positions.
     """
 
     start: Annotated[tuple[_Token, ...], msgspec.Meta(min_length=1, max_length=MOST_TOKENS)] | _Name
@@ -103,7 +104,7 @@ class Wiring(_Strict, frozen=True, kw_only=True):
 
     @property
     def chooses(self) -> bool:
-        """True if the result is what was chosen, not the outputs of the last stage."""
+        """True if the result is the chosen tokens or classes, not the outputs of the last stage."""
         return any(stage.text or stage.crop for stage in self.stages)
 
 
@@ -120,7 +121,7 @@ def describe_interface(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpe
 
 
 def split_source(source: str) -> tuple[str, str]:
-    """Returns the member (or "data") and the tensor that a source names; tensors may have dots in their names."""
+    """Returns the member (or "data") and the tensor that a source names; tensor names may contain dots."""
     member, _, tensor = source.partition(".")
     return member, tensor
 
@@ -133,7 +134,7 @@ def list_sources(stage: Stage) -> Iterator[str]:
 
 
 def list_data(wiring: Wiring, members: Mapping[str, Interface]) -> tuple[TensorSpec, ...]:
-    """Returns the group's own inputs, by name; one that only boxes are cut from has no shape of its own."""
+    """Returns the group's own inputs, by name; an image from which only boxes are cut has no shape of its own."""
     found: dict[str, TensorSpec] = {}
     for stage in wiring.stages:
         for name, source in stage.feeds.items():
@@ -209,7 +210,7 @@ def _judge_stage(stage: Stage, before: Mapping[str, Stage], members: Mapping[str
 
 
 def _list_roles(stage: Stage) -> list[str]:
-    """Returns the inputs that the stage fills itself: tokens, mask, positions, or the picture of a box."""
+    """Returns the inputs that the stage fills itself: tokens, mask, positions, or the crop of a box."""
     text = () if stage.text is None else (stage.text.input, stage.text.mask, stage.text.positions)
     return [*filter(None, text), *(() if stage.crop is None else (stage.crop.input,))]
 
@@ -251,7 +252,7 @@ def _judge_outputs(stage: Stage, mine: Interface) -> Iterator[Fault]:
 def _can_fill(spec: TensorSpec, *, is_text: bool) -> bool:
     """Returns True if all sizes of an input are known, except for the batch and, for text, the length."""
     known = list(spec.shape or (0,))
-    # Of one axis alone the length is all.
+    # With a single axis, that axis is the length.
     known = known[1:] if len(known) > 1 and not isinstance(known[0], int) else known
     known = known[:-1] if is_text and not isinstance(known[-1], int) else known
     return all(isinstance(dim, int) and dim > 0 for dim in known)
@@ -277,11 +278,11 @@ def _is_same(spec: TensorSpec, made: TensorSpec) -> bool:
 
 
 def resolve_wiring(wiring: Wiring, members: Mapping[str, Interface]) -> Wiring:
-    """Returns the wiring with every source written out; what stands in it is left as it is.
+    """Returns the wiring with every source stated; what it states already does not change.
 
-    An input that nothing fills is fed by the output of its name of the nearest stage before it, else by one that
+    An input without a source is fed by the output of its name from the nearest earlier stage, else by an output that
     `match_state` finds there, else by the group's input of its name. A stage that repeats feeds its own outputs back as
-    `match_state` finds them. Text stands at the right where any stage has state.
+    `match_state` finds them. Text is aligned right if any stage has state.
     """
     stages: list[Stage] = []
     for stage in wiring.stages:
@@ -303,7 +304,7 @@ def _resolve_stage(stage: Stage, mine: Interface, before: Sequence[Stage], membe
         if name in feeds or name in roles:
             continue
         source = _find_source(name, mine, before, members)
-        # State that no source initializes begins with zeros.
+        # State without a source begins with zeros.
         if source is not None or name not in state:
             feeds[name] = source or f"{DATA}.{name}"
     return msgspec.structs.replace(stage, feeds=feeds, state=state)

@@ -1,1 +1,1 @@
-"""Layers of two models compared, and the first bad one named."""
+"""Compares the layers of two models, and names the first bad one."""

@@ -1,7 +1,8 @@
-"""Two models compared layer by layer: the error that has accumulated at each layer, and the error of its own.
+"""Two models compared layer by layer: the error accumulated up to each layer, and the error of the layer alone.
 
-A layer's own error is measured with the inputs that it would have if all layers before it were right. A build compares
-the layers with the float model's and stores the figures in the bundle, because the float model is not in it.
+A layer's own error is measured on the inputs that it would have if all layers before it were exact. A build compares
+the layers with the float model's and stores the figures in the bundle, because the bundle does not contain the float
+model.
 """
 
 import math
@@ -48,7 +49,7 @@ from edgekit.verify.metrics.tensor_metrics import ErrorSums
 
 
 class IsolatedLayers(msgspec.Struct, frozen=True, kw_only=True):
-    """Both models with every matched tensor as an input; model A is opened only where it is needed."""
+    """Both models with every matched tensor as an input; model A is opened only if it is needed."""
 
     models: tuple[Model, Model]
     matched: Sequence[MatchedTensor]
@@ -58,16 +59,16 @@ class IsolatedLayers(msgspec.Struct, frozen=True, kw_only=True):
     of_b: CpuSession
 
     def scale(self, values: Tensors, sign: int = 1) -> dict[str, Array]:
-        """Returns A's tensors by their names, with the channels scaled as B's are, or with -1 back again."""
+        """Returns A's tensors by name, with their channels scaled as B's are; with `sign` -1, scaled back."""
         factors = {item.in_a: self.scaling[item.raw_b] ** sign for item in self.matched if item.raw_b in self.scaling}
         return {name: scale_channels(value, factors[name]) if name in factors else value
                 for name, value in values.items()}  # fmt: skip
 
     def run(self, sample: Tensors, wanted: Tensors, found: Tensors) -> tuple[Tensors, Tensors]:
-        """Returns what A's layers and B's make of A's values, scaled as in B; `wanted` are these, `found` B's.
+        """Returns what A's layers and B's make of A's values, scaled as in B: A's in `wanted`, B's in `found`.
 
-        Where B rounds tensors inside a layer that A does not have, both are given values rounded to B's grid: that
-        rounding is not the layer's.
+        If B rounds tensors inside a layer that A does not have, both get values rounded to B's grid, so that this
+        rounding does not count as the layer's error.
         """
         values = {item.tensor: wanted[item.in_a] for item in self.matched}
         reference = wanted
@@ -97,7 +98,7 @@ def isolate_layers(
 ) -> IsolatedLayers:
     """Returns the isolated layers of two models.
 
-    `values` are those of one sample, for their types; `rounding` holds the grids of B and the factors of its channels.
+    `values` are those of one sample, and give the types; `rounding` holds B's grids and the factors of its channels.
     """
     of_a = None
     if any(region.roundings for region in regions.values()):
@@ -112,25 +113,24 @@ def isolate_layers(
 
 _FAR_CHANNEL: Mapping[Arithmetic, float] = {"float": 0.5, "half": 1.0, "int8": 2.5, "int4": 16.0}
 _FAR_OFFSET: Mapping[Arithmetic, float] = {"float": 0.25, "half": 0.5, "int8": 0.5, "int4": 4.0}
-"""How many steps of 8 bits the worst channel of a layer's own result, and all of it, may be off before it stands out.
-Measured by tools/bench/seeded_faults.py: a zero point off by one is 1.0, two swapped channels are 28 and more."""
-# Of a normal distribution 6 values in 100,000 lie beyond four deviations: a model has some thousand channels.
+"""How many 8-bit steps the worst channel of a layer's own result, and all of it, may be off before the layer stands
+out. Measured by tools/bench/seeded_faults.py: a zero point off by one is 1.0, two swapped channels are 28 and more."""
+# In a normal distribution 6 values in 100,000 are beyond four deviations: a model has about a thousand channels.
 _SIGMAS = 4.0
 
 
 class LayerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the output of a layer of model B lies from the tensor of the same name in model A.
+    """How far the output of a layer of model B is from the tensor of the same name in model A.
 
-    `sqnr_db` and `max_abs` measure the error that has accumulated there; `own_sqnr_db` that of this layer alone, run on
-    A's values. `own_bias` is the share of that error's energy that is a constant offset, which a wrong zero point
-    makes large. None stands for values that are not finite. `offset_steps` (the mean) and
-    `channel_steps` (the root of the mean square of the worst channel and of the middle one) tell how many steps the
-    layer's own result lies from the float values rounded to its grid, where it has one; a step is that of an 8-bit
-    grid, or a 255th of the range of the values. `arithmetic` is the coarsest that computes the layer,
-    `roundings` counts those inside it, `jumps` tells that a small change may make it jump, and `overflows` that A's
-    values lie beyond half precision there, where that is what B computes in. `name` and `op` are those of B's node,
-    `tensor` is the name in A.
-    `rounding_steps` is what rounding weights and result may be expected to cost a channel of it, and all of it.
+    `sqnr_db` and `max_abs` measure the error accumulated up to there; `own_sqnr_db` that of this layer alone, run on
+    A's values. `own_bias` is the share of that error's energy that is a constant offset, which a wrong zero point makes
+    large. None stands for values that are not finite. `offset_steps` (the mean) and `channel_steps` (the root of the
+    mean square of the worst channel and of the middle one) tell how many steps the layer's own result is from the float
+    values rounded to its grid, if it has one; a step is that of an 8-bit grid, or a 255th of the range of the values.
+    `arithmetic` is the coarsest that the layer computes in, `roundings` counts the Q nodes inside it, `jumps` means
+    that a small change of input may change its result abruptly, and `overflows` that A's values exceed half precision
+    there, if B computes in that. `name` and `op` are those of B's node, `tensor` is the name in A. `rounding_steps` is
+    the error expected from rounding weights and result, of one channel and of all.
     """
 
     name: str
@@ -151,11 +151,11 @@ class LayerReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Located(msgspec.Struct, frozen=True, kw_only=True):
-    """The first layer after which a device leaves the model, None if it does not; and how many runs that took.
+    """The first layer that a device computes differently, None if there is none; and how many runs it took to find.
 
-    `found_by` tells whether the device gave the tensors inside, which `layers` then measures, or the model was cut at
-    one of `cuts` places. `notes` say what was done otherwise, and why. `operations` names for each layer what it is in
-    the ML Program that Core ML's provider wrote, "conv 'stem__0' (half)", where that provider runs.
+    `found_by` says whether the device returned the tensors inside, which `layers` then measures, or the model was cut
+    at one of `cuts` places. `notes` say what was done differently, and why. `operations` gives for each layer its name
+    in the ML Program that Core ML's provider wrote, "conv 'stem__0' (half)", if that provider runs.
     """
 
     layer: str | None
@@ -175,7 +175,7 @@ class LayerErrors(msgspec.Struct, frozen=True, kw_only=True):
     steps: StepErrors | None
 
     def add(self, more: "LayerErrors") -> "LayerErrors":
-        """Returns the errors of both together."""
+        """Returns the errors over the samples of both."""
         return LayerErrors(
             found=metrics.add_sums(self.found, more.found),
             own=metrics.add_sums(self.own, more.own),
@@ -184,7 +184,7 @@ class LayerErrors(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def report_layer(name: str, op: str, tensor: str, errors: LayerErrors, step: float) -> LayerReport:
-    """Returns the figures of a layer; without a step above zero it has none in steps."""
+    """Returns the figures of a layer; without a step above zero none of them is in steps."""
     found, own = errors.found, errors.own
     steps = errors.steps if step > 0.0 and not own.non_finite else None
     return LayerReport(
@@ -202,9 +202,9 @@ def report_layer(name: str, op: str, tensor: str, errors: LayerErrors, step: flo
 
 
 class _Seen(msgspec.Struct, kw_only=True):
-    """What the samples showed: the float tensors that both models compute, and how far these lie apart.
+    """The results over samples: the float tensors that both models compute, and how far these are apart.
 
-    `reach` holds for each the largest value that it or what it reads has, `size` the largest RMS of what it reads.
+    `reach` holds for each tensor the largest value of it and its inputs, `size` the largest RMS of its inputs.
     """
 
     matched: tuple[MatchedTensor, ...]
@@ -217,8 +217,8 @@ class _Seen(msgspec.Struct, kw_only=True):
 def compare_layers(a: Model, b: Model, samples: Samples) -> tuple[LayerReport, ...]:
     """Returns every float tensor that both models compute, in the order of computation, with its errors.
 
-    Both models run with every optimisation off, so that no tensor is fused away. Memory holds the tensors of one
-    sample.
+    Both models run with every optimisation off, so that no tensor is fused away. Only the tensors of one sample are in
+    memory.
 
     Raises:
         ModelError: no float tensor of `b` bears the name of one of `a`.
@@ -234,19 +234,20 @@ def compare_layers(a: Model, b: Model, samples: Samples) -> tuple[LayerReport, .
 
 
 def find_first_bad(layers: Sequence[LayerReport]) -> LayerReport | None:
-    """Returns the first layer that stands out, None if none does.
+    """Returns the first layer that stands out, or None.
 
-    A layer stands out if its own result is not finite, or a channel of it lies farther from the float values, rounded
-    to its grid, than `_FAR_CHANNEL`, or all of it farther than `_FAR_OFFSET`: rounding and clipping are then no excuse.
-    Where Q nodes inside the layer could not be told apart, each is granted as much again. One that overflows because
-    the float model's own values lie beyond half precision counts where no other stands out.
+    A layer stands out if its own result is not finite, or if it is farther from the float values, rounded to its grid,
+    than rounding and clipping can explain: a channel by more than `_FAR_CHANNEL`, or the mean of all by more than
+    `_FAR_OFFSET`. If Q nodes inside the layer could not be separated from it, each of them adds the same tolerance
+    again. A layer that overflows because the float model's own values exceed half precision counts only if no other
+    layer stands out.
     """
     bad = [layer for layer in layers if describe_layer(layer)]
     return next((layer for layer in bad if not layer.overflows), next(iter(bad), None))
 
 
 def explain_layers(layers: Sequence[LayerReport]) -> tuple[str, ...]:
-    """Returns a sentence about the first layer that stands out, nothing where none does."""
+    """Returns a sentence about the first layer that stands out, or nothing."""
     bad = find_first_bad(layers)
     if bad is None:
         return ()
@@ -254,13 +255,13 @@ def explain_layers(layers: Sequence[LayerReport]) -> tuple[str, ...]:
 
 
 def name_first_bad(layers: Sequence[LayerReport]) -> str | None:
-    """Returns the name of the first layer that stands out, None if none does."""
+    """Returns the name of the first layer that stands out, or None."""
     layer = find_first_bad(layers)
     return None if layer is None else layer.name
 
 
 def describe_layer(layer: LayerReport) -> str:
-    """Returns in words how a layer stands out, "" if it does not."""
+    """Returns, in words, how a layer stands out, or "" if it does not."""
     if layer.own_sqnr_db is None:
         return "its result is not finite, although what it was given is"
     if layer.arithmetic is None or layer.jumps or layer.channel_steps is None or layer.offset_steps is None:
@@ -280,7 +281,7 @@ def _run_samples(
     samples: Samples,
     rounding: tuple[Mapping[str, Grid | None], Mapping[str, Array]],
 ) -> _Seen:
-    """Runs both models, and each layer alone, on every sample; `rounding` holds B's grids and factors of channels."""
+    """Runs both models, and each layer alone, on every sample; `rounding` holds B's grids and channel factors."""
     (a, b), every, (grids, scaling) = models, match_tensors(*graphs), rounding
     seen = _Seen(matched=every)
     traced_a = open_traced(a, [tensor.in_a for tensor in every])
@@ -301,7 +302,7 @@ def _run_samples(
         reference, own = isolated.run(sample, wanted, found)
         _add_results(seen, grids, (wanted, found, reference, own))
 
-    # A call each: the tensors of a sample are gone before those of the next are computed.
+    # One call per sample, so that its tensors are freed before those of the next are computed.
     for sample in samples:
         add(sample)
     return seen
@@ -310,7 +311,7 @@ def _run_samples(
 def _add_results(
     seen: _Seen, grids: Mapping[str, Grid | None], values: tuple[Tensors, Tensors, Tensors, Tensors]
 ) -> None:
-    """Adds what one sample says of every layer: the values of A, those of B, and what each makes of A's."""
+    """Adds one sample's results for every layer: A's values, B's, and what each model's layer makes of A's."""
     wanted, found, reference, own = values
     sizes = {item.tensor: measure_size(wanted[item.in_a]) for item in seen.matched}
     for item in seen.matched:
@@ -319,7 +320,7 @@ def _add_results(
         seen.reach[name] = max(seen.reach.get(name, 0.0), *(each.largest for each in (size, *reads)))
         seen.size[name] = max(seen.size.get(name, 0.0), *(each.rms for each in reads), 0.0)
         copies = [_widen(own[each]) for each in sorted(item.copies_in_b)]
-        # Widened once: each of the sums is taken in float64.
+        # Converted once, because each of the sums is computed in float64.
         exact, same = _widen(wanted[item.in_a]), reference[item.in_a] is wanted[item.in_a]
         given = (exact, size) if same else (_widen(reference[item.in_a]), None)
         worst, steps = _measure_own(given, copies, grids.get(item.raw_b))
@@ -333,7 +334,7 @@ def _add_results(
 def _measure_own(
     given: tuple[Array, Size | None], own: Sequence[Array], grid: Grid | None
 ) -> tuple[ErrorSums, StepErrors | None]:
-    """Returns the errors of a layer's own results in one sample; where several nodes round it, the worst counts."""
+    """Returns the errors of a layer's own results in one sample; if several nodes round it, the worst counts."""
     wanted, size = given
     pairs = [align_infinities(wanted, value, size) for value in own]
     measured = [(metrics.sum_errors(*pair), pair) for pair in pairs]
@@ -346,7 +347,7 @@ def _widen(value: Array) -> Array:
 
 
 def _keep_comparable(every: Sequence[MatchedTensor], wanted: Tensors, found: Tensors) -> tuple[MatchedTensor, ...]:
-    """Returns the tensors that are floats of one shape on both sides; a sequence or a map came back as its parts."""
+    """Returns the tensors that are floats of the same shape on both sides; sequences and maps are split into parts."""
     return tuple(
         item
         for item in every
@@ -359,9 +360,9 @@ def _keep_comparable(every: Sequence[MatchedTensor], wanted: Tensors, found: Ten
 
 
 def _measure_noise(graph: Graph, region: Region) -> float:
-    """Returns what rounding the weights adds to the results of a region, a root of the mean square for inputs of one.
+    """Returns the expected RMS error that rounding of weights adds to the results of a region, for inputs of RMS 1.
 
-    It is scale * sqrt(terms / 12), as of independent errors that are uniform within a step (Widrow and Kollar 2008), of
+    It is scale * sqrt(terms / 12), for independent errors that are uniform within a step (Widrow and Kollar 2008), of
     the channel with the largest scale.
     """
     noises: list[float] = []
@@ -394,12 +395,12 @@ def _report(item: MatchedTensor, seen: _Seen, grids: Mapping[str, Grid | None], 
     )
 
 
-# As many as tools/bench/seeded_faults.py looks at for its figures.
+# The same number of samples as in tools/bench/seeded_faults.py.
 _SAMPLES = 4
 
 
 class LayerEvidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The layers of a bundle's model against the float model's; `note` says why they were not compared."""
+    """The layers of a bundle's model compared with the float model's; `note` says why they were not compared."""
 
     layers: tuple[LayerReport, ...] = ()
     note: str = ""
@@ -422,12 +423,12 @@ def compare_with_float(prepared: Model, deployed: Model | None, golden: Golden) 
 
 
 def spread_golden(golden: Golden, count: int = _SAMPLES) -> Samples:
-    """Returns the few samples, spread over all, on which the tensors inside a model are looked at."""
+    """Returns the few samples, evenly spread, on which the tensors inside a model are compared."""
     return select_samples(read_inputs(golden), spread_indices(golden.samples, count))
 
 
 def encode_evidence(evidence: LayerEvidence) -> bytes:
-    """Returns what goes into a bundle."""
+    """Returns the comparison as the bytes that go into a bundle."""
     return encode_json(evidence)
 
 

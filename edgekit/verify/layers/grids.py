@@ -1,6 +1,6 @@
-"""The grids that the results of a quantized model are rounded to.
+"""The quantization grids to which the results of a quantized model are rounded.
 
-A region is what lies between a layer's result and the values that it is given.
+A region is the set of nodes between a layer's result and the tensors given as its inputs.
 """
 
 import math
@@ -17,10 +17,11 @@ from edgekit.model.model import Model, read_proto
 from edgekit.model.tensors import Array
 from edgekit.verify.layers.matching import DEQUANTIZE, QUANTIZE, MatchedTensor, sort_nodes
 
-# The steps of an 8-bit grid. Grids of 16 bits are measured in steps of 8: weights of 8 bits cost more than theirs.
+# The steps of an 8-bit grid. 16-bit grids are measured in 8-bit steps too, because 8-bit weights cost more than the
+# steps of a 16-bit grid.
 _STEPS = 255.0
 
-# Where channels differ much in size, what is expected by the largest of them is far too much.
+# If channels differ much in size, the error expected from the largest one is far too large for the others.
 _MOST_NOISE = 1.0
 
 _MOVERS = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
@@ -42,9 +43,9 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
         return self.scale * max(1.0, (self.high - self.low) / _STEPS)
 
     def round_values(self, values: Array) -> _Floats:
-        """Returns what QuantizeLinear and DequantizeLinear make of the values."""
-        # In place: new memory for each step costs as much as the steps. rint rounds halves to even, as QuantizeLinear
-        # does (ONNX operator specification).
+        """Returns the values after QuantizeLinear and DequantizeLinear."""
+        # In place, because allocating memory for each step costs as much as the steps. rint rounds halves to even, as
+        # QuantizeLinear does (ONNX operator specification).
         steps: _Floats = np.atleast_1d(values.astype(np.float64))
         steps /= self.scale
         np.rint(steps, out=steps)
@@ -55,16 +56,16 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
         return steps.reshape(values.shape)
 
     def read_values(self, integers: Array) -> Array:
-        """Returns what DequantizeLinear makes of integers."""
+        """Returns the dequantized values of integers."""
         values: Array = ((integers.astype(np.float64) - self.zero) * self.scale).astype(np.float32)
         return values
 
 
 class StepErrors(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a result lies from where it should: sums over the elements, in the result's own unit.
+    """How far a result is from its expected values: sums over the elements, in the result's own unit.
 
-    `energies` holds the sums of squares channel by channel, once for each axis that may hold the channels. `low` and
-    `high` are the ends of the values that should be. Of an image the last of the axes is that of the channels.
+    `energies` holds the sums of squares per channel, once for each axis that may hold the channels. `low` and `high`
+    are the range of the expected values. For an image the last of the axes is that of the channels.
     """
 
     count: int
@@ -75,16 +76,16 @@ class StepErrors(msgspec.Struct, frozen=True, kw_only=True):
     is_image: bool = False
 
     def find_step(self, grid: Grid | None, least: float = 0.0) -> float:
-        """Returns the size of a step: that of the grid, or a 255th of the range of the values where there is none."""
+        """Returns the size of a step: that of the grid or, without one, a 255th of the range of the values."""
         own = grid.step if grid is not None else (self.high - self.low) / _STEPS
         return max(own, least)
 
     def measure_offset(self, step: float) -> float:
-        """Returns the mean distance in steps, with its sign taken away; a wrong zero point makes it one."""
+        """Returns the absolute mean distance in steps; a zero point off by one makes it 1."""
         return abs(self.total) / max(1, self.count) / step
 
     def measure_channels(self, step: float) -> tuple[float, float]:
-        """Returns the root of the mean square in steps, of the worst channel and of the middle one beside it."""
+        """Returns the root of the mean square, in steps, of the worst channel and of the middle one."""
         found = [(0.0, 0.0)]
         for energies in self.energies:
             roots = np.sqrt(energies * len(energies) / max(1, self.count)) / step
@@ -92,10 +93,10 @@ class StepErrors(msgspec.Struct, frozen=True, kw_only=True):
         return max(found)
 
     def expect_rounding(self, step: float, noise: float) -> tuple[float, float]:
-        """Returns what may be expected of a channel, and of the mean of all, where weights are rounded: in steps.
+        """Returns the error, in steps, to be expected of a channel and of the mean of all if weights are rounded.
 
-        `noise` is what the weights add to each channel, independently. The mean of n rounded values may be off by the
-        root of n less than one of them.
+        `noise` is the independent error that the weights add to each channel. The mean of n rounded values has an error
+        smaller by the root of n than a single value.
         """
         channels = len(self.energies[-1]) if self.is_image else min(len(energies) for energies in self.energies)
         noise_steps = min(noise / step, _MOST_NOISE)
@@ -103,9 +104,9 @@ class StepErrors(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure_steps(grid: Grid | None, wanted: Array, own: Array) -> StepErrors:
-    """Returns how far a layer's result lies from the float values rounded to its grid: clipping and rounding cancel.
+    """Returns how far a layer's result is from the float values rounded to its grid: clipping and rounding cancel out.
 
-    Channels are the last axis and, of results with three axes and more, the second one too.
+    Channels are the last axis and, for results of three or more axes, the second one too.
     """
     exact = np.asarray(wanted, dtype=np.float64)
     target = exact if grid is None else grid.round_values(exact)
@@ -123,7 +124,7 @@ def measure_steps(grid: Grid | None, wanted: Array, own: Array) -> StepErrors:
 
 
 def add_steps(first: StepErrors | None, second: StepErrors) -> StepErrors:
-    """Returns the sums of two samples together; where a channel axis changes its length, the worse one counts."""
+    """Returns the sums over both samples; if a channel axis changes its length, the worse sample counts."""
     if first is None:
         return second
     return StepErrors(
@@ -137,9 +138,9 @@ def add_steps(first: StepErrors | None, second: StepErrors) -> StepErrors:
 
 
 def find_grids(model: Model) -> dict[str, Grid | None]:
-    """Returns the grid of each tensor that is rounded, by the names before the Q node and behind the DQ node.
+    """Returns the grid of each rounded tensor, by the names before its Q node and after its DQ node.
 
-    None stands for a grid that cannot be told, such as one of several scales.
+    None stands for an unknown grid, such as one with several scales.
     """
     graph = view_model(read_proto(model, weights=False))
     rounded = {node.output[0]: read_grid(node, graph) for node in graph.nodes if node.op_type == QUANTIZE}
@@ -149,7 +150,7 @@ def find_grids(model: Model) -> dict[str, Grid | None]:
 
 
 def follow_moves(grids: Mapping[str, Grid | None], graph: Graph) -> dict[str, Grid | None]:
-    """Returns the grids with those of the tensors whose values are only moved before they are rounded."""
+    """Returns the grids, with those of tensors whose elements are only moved before they are rounded."""
     found = dict(grids)
     for node in reversed(sort_nodes(graph)):
         if node.op_type in _MOVERS and node.output[0] in found:
@@ -158,7 +159,7 @@ def follow_moves(grids: Mapping[str, Grid | None], graph: Graph) -> dict[str, Gr
 
 
 def read_grid(node: Node, graph: Graph) -> Grid | None:
-    """Returns the grid of a QuantizeLinear with one scale that the model file holds, None of another."""
+    """Returns the grid of a QuantizeLinear with a single scale stored in the model file, else None."""
     given = [graph.array(name) for name in node.input[1:3] if name]
     if not given or any(value is None or value.size != 1 for value in given):
         return None
@@ -187,20 +188,20 @@ Arithmetic = Literal["float", "half", "int8", "int4"]
 """The coarsest numbers that a result is computed with: float32 and wider, 16 bits, 8 bits, fewer."""
 
 ROUNDING: Mapping[Arithmetic, float] = {"float": 2.0**-20, "half": 2.0**-8, "int8": 0.0, "int4": 0.0}
-"""What a value of one that is read may cost a result, generously: where large values cancel, rounding is no fault.
+"""The error, as a share of an input value, that a result may have: if large values cancel, rounding is no fault.
 
-Float32 has 24 bits and half precision 11 (IEEE 754): four and three bits are granted for sums over many terms. Integers
-have a grid, whose step is granted instead.
+Float32 has 24 bits and half precision 11 (IEEE 754): four and three bits are added for sums over many terms. Integers
+have a grid, whose step is allowed instead.
 """
-# From fine to coarse: the coarser of two models decides what rounding may cost.
+# From fine to coarse: the coarser of two models decides how large rounding errors may be.
 _ORDER: Sequence[Arithmetic] = ("float", "half", "int8", "int4")
 _INTEGER_OPS = ("QLinear", "ConvInteger", "MatMulInteger", "DynamicQuantize", "QGemm", "QAttention", "QOrdered")
 _INTEGERS_ONLY = ("QLinear", "QGemm", "QAttention", "QOrdered")
 _HALF = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
 _FOUR_BITS = frozenset({TensorProto.INT4, TensorProto.UINT4, TensorProto.INT2, TensorProto.UINT2})
-# Large constants of float layers may be stored as bytes, with a Cast and a factor behind them.
+# Large constants of float layers may be stored as bytes, followed by a Cast and a factor.
 _BYTES = frozenset({TensorProto.INT8, TensorProto.UINT8})
-# Operators that a small change can make jump, or that draw.
+# Operators whose result may change abruptly with a small change of input, or is random.
 _JUMPING = frozenset({
     "ArgMax", "ArgMin", "Ceil", "Equal", "Floor", "GatherND", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Mod",
     "NonMaxSuppression", "NonZero", "OneHot", "Round", "ScatterND", "Sign", "TopK", "Unique", "Where", "RandomNormal",
@@ -209,12 +210,12 @@ _JUMPING = frozenset({
 
 
 class Region(msgspec.Struct, frozen=True, kw_only=True):
-    """The nodes that compute a tensor from tensors that are given.
+    """The nodes that compute a tensor from given tensors.
 
-    `reads` are those tensors, by their name in the first model. `roundings` counts the Q nodes before the tensor's own,
-    `results` names what the nodes compute. `jumps` tells of an operator whose result is no smooth function of its
-    inputs, or that computes on integers only, so that what lies between two of them cannot be given; one that reads
-    nothing but the model's own inputs is the same in both.
+    `reads` are the given tensors, by their names in the first model. `roundings` counts the Q nodes before the tensor's
+    own, `results` names what the nodes compute. `jumps` means that an operator's result is no smooth function of its
+    inputs, or that it computes on integers only, so that no value between two of them can be given. Operators that read
+    only the model's own inputs do not count: they give the same in both models.
     """
 
     arithmetic: Arithmetic = "float"
@@ -225,7 +226,7 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_regions(a: Graph, b: Graph, matched: Sequence[MatchedTensor]) -> dict[str, Region]:
-    """Returns the region of each matched tensor, by its name in `a`: that of `b`, in the coarser arithmetic of both."""
+    """Returns the region in `b` of each matched tensor, by its name in `a`, in the coarser arithmetic of both."""
     ends_a = {item.tensor: (item.in_a,) for item in matched}
     ends_b = {item.tensor: tuple(sorted(item.copies_in_b)) for item in matched}
     first, second = _walk_all(a, ends_a), _walk_all(b, ends_b)
@@ -287,7 +288,7 @@ def _walk(
 
 
 def _reads_integers(node: Node, producers: Mapping[str, Node]) -> bool:
-    """Returns True for an operator on integers, and for a DQ node behind one that is no Q node."""
+    """Returns True for an operator on integers, and for a DQ node after a node that is no Q node."""
     before = producers.get(node.input[0]) if node.op_type == DEQUANTIZE else None
     return node.op_type.startswith(_INTEGERS_ONLY) or (before is not None and before.op_type != QUANTIZE)
 

@@ -1,4 +1,4 @@
-"""Which tensor of one model is which of another, and models that give the tensors inside them."""
+"""Matches the tensors of one model to those of another, and makes models that output their inner tensors."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
@@ -19,7 +19,7 @@ QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 
 
 def sort_nodes(graph: Graph) -> list[Node]:
-    """Returns the nodes, each behind those that it reads from: quantizers and converters append some out of order."""
+    """Returns the nodes in topological order: quantizers and converters append some out of order."""
     firsts = (next(filter(None, node.output), "") for node in order_nodes(graph.proto))
     return [graph.producers[name] for name in firsts if name in graph.producers]
 
@@ -42,8 +42,9 @@ _PASSED_OVER = frozenset({QUANTIZE, DEQUANTIZE, "Cast", "Identity", "Dropout"})
 def align_tensors(a: Graph, b: Graph) -> list[tuple[str, str]]:
     """Returns pairs of tensors that both graphs compute, inputs included, in the order of computation of `a`.
 
-    The operators of both graphs, with the shapes of their weights, are aligned as two texts are by `difflib`. Operators
-    that only one graph has, such as a BatchNormalization or Relu that the other folded, belong to the one before.
+    The operators of both graphs, with the shapes of their weights, are aligned like two texts, by `difflib`. Operators
+    that only one graph has, such as a BatchNormalization or Relu that the other folded, count as part of the one
+    before.
     """
     first, second = _Sequence(a), _Sequence(b)
     blocks = SequenceMatcher(None, first.keys, second.keys, autojunk=False).get_matching_blocks()
@@ -58,7 +59,7 @@ def align_tensors(a: Graph, b: Graph) -> list[tuple[str, str]]:
 
 
 class _Sequence:
-    """The computing nodes of a graph in order, with what each is known by and who reads it."""
+    """The computing nodes of a graph in order, with the key by which each is compared, and the readers of values."""
 
     def __init__(self, graph: Graph) -> None:
         computing = list_computing(graph)
@@ -74,7 +75,7 @@ class _Sequence:
                 self._readers.setdefault(name, []).append(place)
 
     def find_ends(self, place: int, alone: frozenset[int]) -> Sequence[str]:
-        """Returns the outputs of a node, or that of the last of the nodes behind it that only this graph has."""
+        """Returns the outputs of a node, or of the last of the nodes after it that only this graph has."""
         node = self.nodes[place]
         while len(node.output) == 1 and node.output[0] not in self._given:
             readers = self._readers.get(node.output[0], [])
@@ -93,9 +94,8 @@ class _Sequence:
         return (node.op_type, *(str(sorted(size)) for size in sizes if len(size) > 1))
 
 
-# Names are believed where they match at least so many of the operators that their order matches.
-#
-# A quantizer keeps the names of all but a few; another exporter shares names such as `output` by accident.
+# Names are trusted if they match at least this share of the operators that the order matches. A quantizer keeps the
+# names of all but a few; another exporter shares names such as `output` by accident.
 _NAMES_COUNT = 0.8
 _CONSTANT_OPS = frozenset({"Constant", "ConstantOfShape", "Shape"})
 
@@ -104,8 +104,8 @@ class MatchedTensor(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor that both models compute.
 
     `tensor` is its name in the first model and `raw_b` that in the second. `in_a` and `in_b` name what the nodes after
-    it read: the value behind Q and DQ, where there are such. `copies_in_b` are all tensors of the second model that
-    hold this value. `layer` and `op` are those of the node that computes it in the second model.
+    it read: the value after Q and DQ, if there are any. `copies_in_b` are all tensors of the second model that hold
+    this value. `layer` and `op` are those of the node that computes it in the second model.
     """
 
     tensor: str
@@ -121,9 +121,9 @@ def match_tensors(a: Graph, b: Graph) -> tuple[MatchedTensor, ...]:
     """Returns the tensors that both graphs compute, inputs included, in the order of computation of `a`.
 
     They are matched by name: ONNX Runtime's quantizer keeps the names of activations, gives a Conv whose Relu or Clip
-    it folds the name of that node's output, and reads what it quantized through Q and DQ
-    (`onnxruntime.quantization.qdq_quantizer`); edgekit adds a word to the names of tensors that it scales. Where the
-    order of the operators matches more of them than the names do, as after another export, the order counts.
+    it folds the name of that node's output, and reads quantized tensors through Q and DQ
+    (`onnxruntime.quantization.qdq_quantizer`); edgekit adds a word to the names of tensors that it scales. If the order
+    of the operators matches more tensors than the names do, as after another export, the order counts.
     """
     made = b.producers
     scaled = {name: name + SUFFIX for name in ordered_tensors(a) if name not in made and name + SUFFIX in made}
@@ -160,7 +160,10 @@ def _match_pairs(a: Graph, b: Graph, pairs: Iterable[tuple[str, str]]) -> tuple[
 
 
 def _find_rounding(graph: Graph) -> frozenset[str]:
-    """Returns what Q and DQ nodes give: it belongs to what they round, a weight to the node that reads it."""
+    """Returns the outputs of Q and DQ nodes.
+
+    They belong to the tensor that these round, or, for a weight, to the node that reads it.
+    """
     return frozenset(name for node in graph.nodes if node.op_type in {QUANTIZE, DEQUANTIZE} for name in node.output)
 
 
@@ -174,7 +177,7 @@ def _count_alike(a: Graph, b: Graph, matched: Sequence[MatchedTensor]) -> int:
 
 
 def ordered_tensors(graph: Graph) -> Iterable[str]:
-    """Yields the inputs and what the nodes compute, in the order of computation."""
+    """Yields the inputs and the results of nodes, in the order of computation."""
     yield from graph.fed
     for node in sort_nodes(graph):
         if node.op_type not in _CONSTANT_OPS:
@@ -182,19 +185,19 @@ def ordered_tensors(graph: Graph) -> Iterable[str]:
 
 
 def _look_behind(name: str, graph: Graph) -> tuple[str, ...]:
-    """Returns the outputs of the DQ nodes behind a tensor, or the tensor itself where it is not quantized."""
+    """Returns the outputs of the DQ nodes of a tensor, or the tensor itself if it is not quantized."""
     quantized = [node.output[0] for node in _find_readers(name, graph) if node.op_type == QUANTIZE]
     behind = [node.output[0] for q in quantized for node in _find_readers(q, graph) if node.op_type == DEQUANTIZE]
     return tuple(behind) or (name,)
 
 
 def _find_readers(name: str, graph: Graph) -> list[Node]:
-    """Returns the nodes whose first input a tensor is: that of Q and DQ nodes is what they round."""
+    """Returns the nodes whose first input is this tensor, which for Q and DQ nodes is the one they round."""
     return [node for node in graph.readers(name) if node.input[0] == name]
 
 
 def _real_node(node: Node, graph: Graph) -> Node:
-    """Returns the node that computes a value, looking back through DQ, Q and casts."""
+    """Returns the node that computes a value, traced back through DQ, Q and casts."""
     while node.op_type in {QUANTIZE, DEQUANTIZE, "Cast"} and node.input[0] in graph.producers:
         node = graph.producers[node.input[0]]
     return node
@@ -211,14 +214,14 @@ _QUIET = {"session.intra_op.allow_spinning": "0"}
 
 
 def open_traced(model: Model, names: Sequence[str]) -> CpuSession:
-    """Returns a session, with every optimisation off, that gives the tensors `names` as outputs."""
+    """Returns a session, with every optimisation off, that has the tensors `names` as outputs."""
     proto = read_outside(model)
     _add_outputs(proto, names)
     return open_proto(proto, model)
 
 
 def open_isolated(model: Model, matched: Sequence[MatchedTensor], dtypes: Mapping[str, np.dtype[Any]]) -> CpuSession:
-    """Returns a session that runs each layer in isolation, on values that are given, not on those of the layer before.
+    """Returns a session that runs each layer in isolation, on given values instead of the results of the layer before.
 
     Each matched tensor becomes an input `ISOLATED_PREFIX` + name, of the type in `dtypes`, which the nodes after it
     read; the Q and DQ nodes that round the tensor itself still belong to the layer that computes it. The outputs are
@@ -242,7 +245,7 @@ def open_isolated(model: Model, matched: Sequence[MatchedTensor], dtypes: Mappin
 
 
 def adapt_sample(sample: Tensors, model: Model) -> dict[str, Array]:
-    """Returns the inputs of a model from a sample, with floats cast to the float type that it wants.
+    """Returns the inputs of a model from a sample, with floats cast to the float type that the model has.
 
     Raises:
         UsageError: the sample lacks an input, or has it in another kind of type.
@@ -258,7 +261,7 @@ def adapt_sample(sample: Tensors, model: Model) -> dict[str, Array]:
 
 
 def open_proto(proto: onnx.ModelProto, model: Model) -> CpuSession:
-    """Returns a session, with every optimisation off, of a graph that was made from a model and shares its weights."""
+    """Returns a session, with every optimisation off, of a graph that shares the weights of its model."""
     config = {**_QUIET, **external_config(model.path.parent)}
     settings = SessionSettings(level=Level.DISABLED, config=config, arena=False, libraries=model.custom_ops)
     return CpuSession(proto.SerializeToString(), settings, subject=str(model.path))

@@ -1,7 +1,7 @@
-"""The first layer that a device computes otherwise: by the tensors inside the model, or by bisection.
+"""Finds the first layer that a device computes differently: by the tensors inside the model, or by bisection.
 
-Probes are tensors that a device can give without changing what it computes: they are added to the outputs of the model.
-Where a device does not give them, the model is cut in two again and again, each part up to a place where few tensors
+Probes are tensors that a device can return without a change of what it computes: they are added to the outputs of the
+model. If a device does not return them, the model is cut in two repeatedly, each time at a place where few tensors
 pass.
 """
 
@@ -35,7 +35,7 @@ from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.metrics.tensor_metrics import ErrorSums, sum_errors
 
 _ROUNDING = frozenset({QUANTIZE, DEQUANTIZE})
-# Runtimes compute these together with the node before, where nothing else reads that node.
+# Runtimes fuse these into the node before, if nothing else reads that node.
 _FUSED_AFTER = frozenset({
     "BatchNormalization", "Clip", "Elu", "HardSigmoid", "HardSwish", "LeakyRelu", "Relu", "Sigmoid", "Tanh",
 })  # fmt: skip
@@ -45,13 +45,13 @@ LAYER_SAMPLES = 4
 """How many samples, spread evenly, are compared layer by layer."""
 _MOST_TENSORS = 256
 _SAME_DB, _CLOSER_DB = 40.0, 6.0
-"""Outputs may move a little when tensors inside become outputs, because fusions end there: their SQNR must be 40 dB, or
-6 dB (half the amplitude) better than that of the error which is looked into."""
+"""Outputs may change a little when tensors inside become outputs, because fusions end there: their SQNR must be 40 dB,
+or 6 dB (half the amplitude) better than that of the error which is investigated."""
 _WRONG_DB, _FAR_STEPS, _FAR_OFFSET = 30.0, 2.0, 0.5
-"""A layer of a device is wrong by itself below this SQNR. With a grid it is wrong where its worst channel (root of the
-mean square) or the mean of all is farther off than so many steps: other kernels round otherwise, by a step at most
+"""A layer of a device is wrong by itself below this SQNR. With a grid it is wrong if its worst channel (root of the
+mean square) or the mean of all is off by more than so many steps: other kernels round differently, by a step at most
 (measured on QNN's simulator and XNNPACK: 1.0 and 0.13)."""
-# Where the outputs are wrong, the worst layer is named if its SQNR lies so far below that of the median layer.
+# If the outputs are wrong, the worst layer is named if its SQNR is so far below that of the median layer.
 _OUTLIER_DB = 20.0
 
 
@@ -75,9 +75,9 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
 def plan_probes(model: Model) -> tuple[Probe, ...]:
     """Returns the tensors to compare in a model, in the order of computation.
 
-    Of a quantized value it is the integers of its QuantizeLinear, so that no group of Q, DQ and a node is split (ONNX
-    Runtime keeps a group whose integers are an output too). A value that only an activation reads is left out, because
-    runtimes compute both at once.
+    For a quantized value it is the integer output of its QuantizeLinear, so that no group of Q, DQ and a node is split
+    (ONNX Runtime keeps a group whose integers are an output too). A value that only an activation reads is left out,
+    because runtimes compute both at once.
     """
     graph = view_model(read_outside(model))
     computing = list_computing(graph)
@@ -101,7 +101,7 @@ def plan_probes(model: Model) -> tuple[Probe, ...]:
 
 
 def _find_start(node: Node, starts: Mapping[str, tuple[str, str]], joined: Collection[str]) -> tuple[str, str]:
-    """Returns name and operator of the layer that a node belongs to: that of what it rounds or ends, or itself."""
+    """Returns name and operator of a node's layer: those of the node that it rounds or ends, or its own."""
     if node.op_type in _ROUNDING:
         return starts.get(node.input[0], (node.input[0], "Input"))
     before = next((name for name in node.input if name in joined), None)
@@ -116,7 +116,7 @@ def _is_fused_into(reader: Node, node: Node, dynamic: Collection[str]) -> bool:
 
 
 def _walk_back(graph: Graph, wanted: Iterable[str], stops: Collection[str]) -> tuple[set[str], set[str]]:
-    """Returns the tensors that `wanted` are computed from, these included, and the `stops` where the walk ended."""
+    """Returns the tensors that `wanted` need, `wanted` included, and the `stops` at which the search ended."""
     kept, met = set[str](), set[str]()
     waiting = list(wanted)
     while waiting:
@@ -131,7 +131,7 @@ def _walk_back(graph: Graph, wanted: Iterable[str], stops: Collection[str]) -> t
 
 
 def _extract(proto: onnx.ModelProto, wanted: Sequence[str], given: Mapping[str, str]) -> None:
-    """Leaves in a model the nodes that the tensors `wanted` need, which become its outputs.
+    """Removes from a model all nodes except those that the tensors `wanted` need; `wanted` become its outputs.
 
     Each tensor in `given` becomes an input `ISOLATED_PREFIX` + name, of its dtype: every node reads it there.
     """
@@ -164,28 +164,28 @@ def _declare(name: str, dtype: str, shape: Sequence[int | str | None] | None) ->
 
 
 def _open_layers(model: Model, wanted: Sequence[Probe], given: Mapping[str, str] | None = None) -> CpuSession:
-    """Returns a session, with every optimisation off, of the nodes that some probes need; `given` as `_extract` has."""
+    """Returns a session, with every optimisation off, of the nodes that some probes need; `given` as in `_extract`."""
     proto = read_outside(model)
     _extract(proto, [probe.tensor for probe in wanted], given or {})
     return open_proto(proto, model)
 
 
 def _save_probed(model: Model, outputs: Sequence[TensorSpec], path: Path) -> Path:
-    """Saves a model that gives these tensors too, and returns its path; its nodes are the same."""
+    """Saves a model with the same nodes and these tensors as additional outputs, and returns its path."""
     proto = read_proto(model)
     proto.graph.output.extend(_declare(spec.name, spec.dtype, spec.shape) for spec in outputs)
     return save_proto(proto, path).path
 
 
 class _Slice(msgspec.Struct, frozen=True, kw_only=True):
-    """Probes that a device gives in one run: those that are compared, and those that they are computed from."""
+    """Probes that a device returns in one run: those to compare, and those from which they are computed."""
 
     wanted: tuple[Probe, ...]
     sources: tuple[Probe, ...]
 
 
 class _Trace(msgspec.Struct, kw_only=True):
-    """What the runs of a device gave so far; `refusal` says why the rest cannot be had."""
+    """The results of the device's runs so far; `refusal` says why the rest cannot be had."""
 
     runs: int = 1
     errors: dict[str, LayerErrors] = {}
@@ -194,7 +194,7 @@ class _Trace(msgspec.Struct, kw_only=True):
 
 
 def look_at_layers(device: Device, job: Job, work: Path, *, may_cut: bool) -> Located:
-    """Returns what `find_device_layer` finds, with Core ML's operations; where it cannot look, a note says why."""
+    """Returns the result of `find_device_layer`, with Core ML's operations; if it cannot look, a note says why."""
     try:
         return _name_operations(device, job, find_device_layer(device, job, work, may_cut=may_cut))
     except EdgekitError as error:
@@ -210,12 +210,13 @@ def find_device_layer(
     may_cut: bool = True,
     slice_bytes: int = 32 << 20,
 ) -> Located:
-    """Returns the first layer of an ONNX model that a device computes otherwise than this machine without optimisation.
+    """Returns the first layer of an ONNX model that a device computes differently from this machine.
 
-    The tensors inside are added to the outputs, in slices of about `slice_bytes` a sample, and the device runs a few
-    samples of the job once for each slice. A layer's own error is its distance from what this machine computes from the
-    inputs that the layer had on the device. Where the outputs of the model change when tensors inside become outputs,
-    or the device then fails, the model is bisected instead, if `may_cut`.
+    This machine runs without optimisation. The tensors inside are added to the outputs, in slices of about
+    `slice_bytes` a sample, and the device runs a few samples of the job once for each slice. A layer's own error is the
+    distance from what this machine computes from the inputs that the layer had on the device. If the outputs of the
+    model change when tensors inside become outputs, or if the device then fails, the model is bisected instead, if
+    `may_cut`.
 
     Raises:
         ModelError: the job's model is no ONNX model.
@@ -247,7 +248,7 @@ def find_device_layer(
 
 
 def _name_operations(device: Device, job: Job, found: Located) -> Located:
-    """Returns what was found of a job's layers with their operations in Core ML's program, where the device has one."""
+    """Returns the located layer with the operations of Core ML's program for each layer, if the device has one."""
     if kind_of(device) != NAME:
         return found
     try:
@@ -268,7 +269,7 @@ def _describe(operation: Operation) -> str:
 def _measure_probes(
     model: Model, job: Job, probes: Sequence[Probe]
 ) -> tuple[dict[str, tuple[TensorSpec, int]], tuple[Probe, ...]]:
-    """Returns type, shape and bytes of each probe that holds numbers, and these probes.
+    """Returns type, shape and bytes of each numeric probe, and these probes.
 
     A dimension that is not the same in every sample is unknown.
     """
@@ -322,7 +323,7 @@ def _run_slice(
     work: Path,
     trace: _Trace,
 ) -> None:
-    """Runs the model once with the tensors of a slice as outputs, and adds what came back to the trace."""
+    """Runs the model once with the tensors of a slice as outputs, and adds the results to the trace."""
     model, part, specs = asked
     known = {spec.name for spec in job.outputs}
     names = {probe.tensor for probe in (*part.sources, *part.wanted)}
@@ -347,7 +348,7 @@ def _run_slice(
 
 
 def _stays_same(plain: Sequence[OutputReport], probed: Sequence[OutputReport]) -> bool:
-    """Returns True if making tensors outputs moved the model's outputs by little, or by clearly less than they err."""
+    """Returns True if the additional outputs changed the model's outputs little, or clearly less than their error."""
     before = {report.name: report for report in plain}
     for report in probed:
         off = before.get(report.name)
@@ -404,7 +405,7 @@ def _is_wrong(layer: LayerReport) -> bool:
 
 
 def _find_worst(layers: Sequence[LayerReport]) -> LayerReport | None:
-    """Returns the layer of the lowest SQNR of its own, where that lies clearly below the median layer's."""
+    """Returns the layer with the lowest SQNR of its own, if that is clearly below the median layer's."""
     known = sorted((layer.own_sqnr_db, place) for place, layer in enumerate(layers) if layer.own_sqnr_db is not None)
     if not known or known[0][0] > known[len(known) // 2][0] - _OUTLIER_DB:
         return None
@@ -412,9 +413,9 @@ def _find_worst(layers: Sequence[LayerReport]) -> LayerReport | None:
 
 
 class Cut(msgspec.Struct, frozen=True, kw_only=True):
-    """The first part of a model: the tensors that come out of it.
+    """The first part of a model: the tensors that are its outputs.
 
-    `layer` names the last node before the cut that is no Q or DQ, or the input where there is none.
+    `layer` names the last node before the cut that is no Q or DQ, or the input if there is none.
     """
 
     outputs: tuple[str, ...]
@@ -424,7 +425,7 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
 def plan_cuts(graph: Graph) -> tuple[Cut, ...]:
     """Returns every place to cut, in the order of computation; the last one is the whole graph.
 
-    A cut never splits a node from the Q and DQ behind it, because the node would then compute in float.
+    A cut never separates a node from the Q and DQ after it, because the node would then compute in float.
     """
     nodes = _order_groups(graph)
     last_read = {name: place for place, node in enumerate(nodes) for name in node.reads}
@@ -442,7 +443,7 @@ def plan_cuts(graph: Graph) -> tuple[Cut, ...]:
 
 
 def _order_groups(graph: Graph) -> list[Node]:
-    """Returns the computing nodes in order, Q and DQ right behind what they round: then branches can be separated."""
+    """Returns the computing nodes, Q and DQ right after the node they round, so that branches can be separated."""
     nodes = list_computing(graph)
     computed = {name for node in nodes for name in node.output}
     rounding: dict[str, list[Node]] = {}
@@ -474,9 +475,9 @@ def save_prefix(model: Model, cut: Cut, path: Path) -> Model:
 def locate_on_device(device: Device, job: Job, work: Path, *, min_sqnr_db: float = 15.0) -> Located:
     """Bisects an ONNX model on a device and returns the first layer whose result is wrong there.
 
-    The job's model is cut in two again and again; each prefix runs on the device and, with every optimisation off,
-    here. A prefix is wrong if an output of it cannot be compared, or has an SQNR below `min_sqnr_db`. It takes at
-    most 2 + log2(cuts) runs. An error that later layers remove, as saturation can, is not found.
+    The job's model is cut in two repeatedly; each prefix runs on the device and, with every optimisation off, here. A
+    prefix is wrong if an output of it cannot be compared, or has an SQNR below `min_sqnr_db`. It takes at most 2 +
+    log2(cuts) runs. An error that later layers remove, as saturation can, is not found.
 
     Raises:
         ModelError: the job's model is no ONNX model.
@@ -525,7 +526,7 @@ def is_right(reports: Sequence[OutputReport], min_sqnr_db: float) -> bool:
 
 
 def _run_here(model: Model, samples: Samples) -> Samples:
-    """Returns what a model gives for samples on this machine, with every optimisation off."""
+    """Returns a model's outputs for samples on this machine, with every optimisation off."""
     session = CpuSession(model.path, SessionSettings(level=Level.DISABLED))
     return map_samples(samples, session.run, source=str(model.path))
 

@@ -1,4 +1,4 @@
-"""What half precision costs inside a model: values that overflow, and nodes that lose too much."""
+"""What half precision costs inside a model: values that overflow, and nodes that lose too much accuracy."""
 
 import functools
 import math
@@ -21,15 +21,15 @@ HALF_MAX = 65504.0
 """The largest finite number of half precision (IEEE 754 binary16)."""
 # Attention masks are minus infinity, the lowest float, or minus a thousand million: a softmax makes zero of all.
 _MASK = -1e8
-# Samples that nobody has seen reach farther than those that were looked at.
+# Samples that were not measured reach farther than those that were.
 _HEADROOM = 2.0
 
 
 def find_overflows(model: Model, samples: Samples) -> dict[str, float]:
-    """Returns the nodes of a float model that read or make a value near or beyond `HALF_MAX`, with the largest.
+    """Returns the nodes of a float model that read or make a value near or beyond `HALF_MAX`, with the largest value.
 
-    Small constants that a node reads count too where half precision would clamp them. Masks do not count. The order is
-    that of computation. Memory holds the tensors of one sample; bodies of nodes are not looked into.
+    Small constants that a node reads count too if half precision would clamp them. Masks do not count. The nodes are in
+    the order of computation. Only the tensors of one sample are in memory; subgraphs are not looked into.
 
     Raises:
         RuntimeRefusal: ONNX Runtime does not run the model.
@@ -52,16 +52,19 @@ def find_overflows(model: Model, samples: Samples) -> dict[str, float]:
 
 
 def _measure_constant(graph: Graph, name: str) -> float:
-    """Returns the largest value of a small constant that half precision would clamp, else 0: a sample moves none."""
+    """Returns the largest value of a small constant if half precision would clamp it, else 0.
+
+    The margin for unseen samples does not apply, because constants do not vary.
+    """
     constant = graph.array(name) if graph.is_float_constant(name) else None
     largest = 0.0 if constant is None else _find_largest(constant)[1]
     return largest if largest > HALF_MAX else 0.0
 
 
 class Size(msgspec.Struct, frozen=True, kw_only=True):
-    """The largest absolute value of a tensor and the root of its mean square: of what is finite and no mask.
+    """The largest absolute value and the RMS of a tensor, over its finite elements that are no mask.
 
-    `is_plain` tells that all of it is.
+    `is_plain` means that all elements are so.
     """
 
     largest: float
@@ -70,9 +73,9 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def align_infinities(wanted: Array, got: Array, size: Size | None = None) -> tuple[Array, Array]:
-    """Returns both with zeros where they agree in what is not finite, and where both hold the value of a mask.
+    """Returns both tensors with 0 where they hold the same non-finite value, or both the value of a mask.
 
-    What is not finite after that is an error. `size` is that of `wanted`, where it is known.
+    Other values that are not finite are errors. `size` is that of `wanted`, if it is known.
     """
     is_plain = _is_plain(wanted, _MASK) if size is None else size.is_plain
     if is_plain and _is_plain(got, -HALF_MAX):
@@ -84,7 +87,7 @@ def align_infinities(wanted: Array, got: Array, size: Size | None = None) -> tup
 
 
 def measure_size(value: Array) -> Size:
-    """Returns the size of a tensor of floats."""
+    """Returns the size of a float tensor."""
     is_plain, largest = _find_largest(value)
     kept = value.astype(np.float64, copy=False).reshape(-1) if is_plain else _keep_measurable(value)
     rms = float(np.sqrt(np.einsum("i,i->", kept, kept) / max(1, kept.size)))
@@ -92,7 +95,7 @@ def measure_size(value: Array) -> Size:
 
 
 def _find_largest(value: Array) -> tuple[bool, float]:
-    """Returns whether all of a tensor is finite and no mask, and the largest absolute value of what is."""
+    """Returns whether all elements are finite and no mask, and the largest absolute value of those that are."""
     low, high = _find_ends(value)
     if low > _MASK and high < np.inf:
         return True, abs(max(-low, high, 0.0))
@@ -106,7 +109,7 @@ def _is_plain(value: Array, above: float) -> bool:
 
 
 def _find_ends(value: Array) -> tuple[float, float]:
-    """Returns the least and the largest value, NaN where one is NaN or there is none: it is beyond no limit."""
+    """Returns the least and the largest value, both NaN if one is NaN or there is none: NaN exceeds no limit."""
     return (float(value.min()), float(value.max())) if value.size else (np.nan, np.nan)
 
 
@@ -116,16 +119,19 @@ def _keep_measurable(value: Array) -> Array:
 
 
 def _widen(value: Array) -> Array:
-    """Returns float32 for half precision, which cannot hold the mask's value: numpy warns of comparing them."""
+    """Converts float16 to float32, because it cannot hold the mask's value and numpy warns when comparing them."""
     return value.astype(np.float32) if value.dtype == np.float16 else value
 
 
-# Chosen by hand: samples that nobody has seen may lose more, and a provider has formulas of its own.
+# Chosen by hand: other samples may lose more, and a provider's kernels may differ.
 _MARGIN_DB = 3.0
 
 
 class LossyNodes(msgspec.Struct, frozen=True, kw_only=True):
-    """Nodes that stay in float32 so that the outputs keep `kept_db`; with all in half precision they keep `sqnr_db`."""
+    """The nodes to keep in float32, and the SQNR of the worst output.
+
+    It is `kept_db` with these nodes in float32, and `sqnr_db` with all nodes in half precision.
+    """
 
     nodes: tuple[str, ...]
     sqnr_db: float
@@ -133,7 +139,7 @@ class LossyNodes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Search(msgspec.Struct, frozen=True, kw_only=True):
-    """A float model, the nodes that half precision may have in the order of computation, and what it gives in float."""
+    """A float model, its nodes that may use half precision in the order of computation, and its float outputs."""
 
     proto: onnx.ModelProto
     halved: Sequence[str]
@@ -143,11 +149,11 @@ class _Search(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_lossy(model: Model, halved: Collection[str], samples: Samples, least_db: float) -> LossyNodes | None:
-    """Returns the nodes that must stay in float32 for `least_db` of SQNR on each output, None where all may be halves.
+    """Returns the nodes to keep in float32 for an SQNR of `least_db` on each output; None if no node needs it.
 
-    `halved` are the nodes that would compute in half precision. What is found is one run of nodes in the order of
-    computation, by two bisections: first where it ends, then where it begins. With all of them in half precision as
-    the provider has it the model is computed once, else some 2 log2(n) times. A model too large to imitate is not.
+    `halved` are the nodes that would compute in half precision. The result is one contiguous run of nodes in the order
+    of computation, found by two bisections: first its end, then its beginning. If half precision everywhere is enough,
+    the model is computed once, else about 2 log2(n) times. A model that is too large to imitate is not measured.
 
     Raises:
         RuntimeRefusal: ONNX Runtime does not run the model.
@@ -156,7 +162,7 @@ def find_lossy(model: Model, halved: Collection[str], samples: Samples, least_db
     if model.size_bytes > MAX_PROTOBUF_BYTES // 2:
         return None
     search = _begin(model, halved, samples)
-    # The bisections come back to some of the runs that they measured.
+    # The bisections return to some of the runs that they measured.
     measure = functools.cache(functools.partial(_measure, search))
     lost_db, least_db = measure(0, 0), least_db + _MARGIN_DB
     if lost_db >= least_db:
@@ -182,7 +188,7 @@ def _begin(model: Model, halved: Collection[str], samples: Samples) -> _Search:
 
 
 def _bisect(most: int, is_enough: Callable[[int], bool]) -> int:
-    """Returns the least count up to `most` that is enough; `most` is, and more is enough where less is."""
+    """Returns the least count up to `most` that is enough; `most` is enough, and more is enough if less is."""
     low, high = 0, most
     while low < high:
         middle = (low + high) // 2
@@ -194,7 +200,7 @@ def _bisect(most: int, is_enough: Callable[[int], bool]) -> int:
 
 
 def _measure(search: _Search, begin: int, end: int) -> float:
-    """Returns the SQNR of the worst float output, in dB, with the nodes from `begin` to `end` left in float32."""
+    """Returns the SQNR in dB of the worst float output, with the nodes from `begin` to `end` kept in float32."""
     proto = onnx.ModelProto()
     proto.CopyFrom(search.proto)
     round_to_half(proto, {*search.halved[:begin], *search.halved[end:]}, search.types)

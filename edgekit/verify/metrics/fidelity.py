@@ -24,7 +24,7 @@ from edgekit.verify.metrics.tensor_metrics import decibels, sketch_samples
 Floats = npt.NDArray[np.float64]
 
 CHANCE, _CHANCE_DEVIATES = 1e-4, 3.72
-"""How often chance may accuse an honest output, and the same as a normal deviate: a tenth of one run in a thousand."""
+"""How often chance may accuse an honest output, and as a normal deviate: a tenth of one run in a thousand."""
 # Larger outputs are reduced to 16 sums; more samples than this add no information.
 _MOST_ELEMENTS, _MOST_SAMPLES = 4096, 256
 # An origin at half the distance (a quarter of the energy) is clearly nearer; 20 dB are more than a change of kernels.
@@ -325,7 +325,7 @@ def _energy(values: Floats) -> float:
 
 
 def _list_cycles(nearest: Sequence[int]) -> list[int]:
-    """Returns the places that one comes back to by going from each to its nearest, others than those at home."""
+    """Returns the places on closed cycles place -> nearest place, without those that are their own nearest."""
     moved: list[int] = []
     for start in range(len(nearest)):
         place, steps = nearest[start], 1
