@@ -1,6 +1,6 @@
-"""Android's binary of ONNX Runtime in a process of this machine: natively, or on an emulated Arm CPU.
+"""Runs ONNX Runtime's binary for Android in a process of this machine: natively, or on an emulated Arm CPU.
 
-`--set` names a core or a phone, whose CPU a process under qemu is shown: /proc/cpuinfo and the flags of AT_HWCAP.
+`--set` names a core or a phone; a process under qemu then sees its CPU in /proc/cpuinfo and the flags of AT_HWCAP.
 """
 
 import contextlib
@@ -31,13 +31,13 @@ from edgekit.model.model import load_model
 _T = TypeVar("_T")
 
 CORES = 4
-"""How many cores the phone has; apps give ONNX Runtime that many threads at most."""
+"""The number of cores of the emulated phone; apps give ONNX Runtime at most that many threads."""
 
 DEFAULT_CORE = "cortex-a76"
-"""What a phone has unless said: Armv8.2 with dot products and half precision, as most since 2019."""
+"""The core of a phone by default: Armv8.2 with dot products and half precision, as in most phones since 2019."""
 
 _TABLE = Path(__file__).parent / "phones.toml"
-# The bits of AT_HWCAP and AT_HWCAP2 from the first on: Linux, arch/arm64/include/uapi/asm/hwcap.h.
+# Names of the bits of AT_HWCAP and AT_HWCAP2, from bit 0: Linux, arch/arm64/include/uapi/asm/hwcap.h.
 _HWCAP = """
 fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm jscvt fcma lrcpc dcpop sha3 sm3 sm4
 asimddp sha512 sve asimdfhm dit uscat ilrcpc flagm ssbs sb paca pacg
@@ -49,7 +49,7 @@ bti mte
 
 
 class Core(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A core: the fields of its MIDR_EL1, its features as Linux names them, and the CPU of qemu that has them all."""
+    """A core: the fields of its MIDR_EL1, its features by Linux's names, and a CPU of qemu that has all of them."""
 
     part: int
     qemu: str
@@ -70,7 +70,7 @@ class Core(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Phone(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A phone, and the names of the kinds of cores that it has, the big ones first."""
+    """A phone, with the names of its kinds of cores, the big ones first."""
 
     title: str
     cores: tuple[str, ...]
@@ -78,7 +78,7 @@ class Phone(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Phones(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The table of cores and phones, with what its sources are called."""
+    """The table of cores and phones, with the titles of its sources."""
 
     sources: dict[str, str]
     cores: dict[str, Core]
@@ -87,7 +87,7 @@ class Phones(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 @functools.cache
 def read_phones() -> Phones:
-    """Returns the table."""
+    """Returns the table of phones.toml."""
     return msgspec.toml.decode(_TABLE.read_bytes(), type=Phones)
 
 
@@ -116,7 +116,7 @@ def _find(name: str, table: Mapping[str, _T], what: str) -> _T:
 
 
 def write_phone(core: Core, root: Path) -> None:
-    """Writes the files that describe a phone of that core below `root`, as `/proc` and `/sys` of the phone.
+    """Writes files below `root` that stand for `/proc` and `/sys` of a phone with that core.
 
     Raises:
         OutputError: the folder cannot be written.
@@ -144,10 +144,10 @@ _CPU_ONLY = "NNAPI_FLAG_CPU_ONLY"
 
 
 class Android(msgspec.Struct, frozen=True, kw_only=True):
-    """The library of an archive for Android with its own providers; `cpu` is a core of Arm or `x86_64`.
+    """ONNX Runtime's library for Android with its own providers; `cpu` is an Arm core or `x86_64`.
 
-    `phone` names the phone whose core it is, "" where none was named; `driver` is the one that NNAPI has. With
-    `computes` NNAPI's networks must be computed, for which LiteRT has to be installed.
+    `phone` names the phone that has the core, "" for none; `driver` is the NNAPI driver to emulate. With `computes`,
+    NNAPI's networks must be computed, for which LiteRT has to be installed.
     """
 
     cpu: str = DEFAULT_CORE
@@ -158,14 +158,14 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The device as reports name it: with its phone and its core, where they are not the usual ones."""
+        """The device as reports name it: with its phone and its core, unless they are the default."""
         if self.phone:
             return f"android:{self.phone}:{self.cpu}"
         return "android" if self.cpu == DEFAULT_CORE else f"android:{self.cpu}"
 
     @property
     def abi(self) -> str:
-        """Which of the archive's libraries runs."""
+        """The ABI of the archive's library that runs."""
         return X86_64 if self.cpu == X86_64 else "arm64-v8a"
 
     def find_missing(self) -> Missing | None:
@@ -201,9 +201,9 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
         return self._try_elsewhere(run, job, work) if run.crashed else run
 
     def _try_elsewhere(self, run: DeviceRun, job: Job, work: Path) -> DeviceRun:
-        """Returns a run that crashed, with what the library for the other ABI did: if both crash, it is the job."""
+        """Runs a job that crashed in the library for the other ABI too: if both crash, the cause is the job."""
         other = msgspec.structs.replace(self, cpu=DEFAULT_CORE if self.abi == X86_64 else X86_64, phone="")
-        # What a job asks step by step was answered once already.
+        # A job that asks step by step cannot be repeated: its steps were answered already.
         if job.answered is not None or other.find_missing() is not None:
             return run
         folder = work / "elsewhere"
@@ -214,7 +214,7 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
 
     def _run(self, job: Job, work: Path) -> DeviceRun:
         request = self._describe_job(job)
-        # A network that is only looked at need not be computed.
+        # Without samples, networks are only built, not computed.
         is_computed = job.target.provider == NNAPI and job.samples.count > 0
         with computing(work / "nnapi", job.timeout_s) if is_computed else contextlib.nullcontext(Service()) as service:
             argv = [*self._enter(job, work, service), str(LOADER.find_program(self.abi)), "--pipe"]
@@ -232,8 +232,9 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
         request = describe_job(job, provider=provider)
         options = dict(request.provider_options if platform is None else platform.provider_options)
         if provider == XNNPACK and _POOL in options and _POOL not in job.chosen:
-            # XNNPACK's threads spin while they wait for each other. Where few cores run them, each operation waits for
-            # the time slice of another: 300 ms a run in place of 0.1 ms. What they compute does not depend on them.
+            # XNNPACK's threads spin while they wait for each other. On few cores, each operation waits for the time
+            # slice of another thread: 300 ms per run instead of 0.1 ms. The results do not depend on the number of
+            # threads.
             options[_POOL] = str(job.threads or 1)
         return msgspec.structs.replace(
             request,
@@ -243,13 +244,13 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _choose_threads(self, provider: str) -> int:
-        """Returns how many threads of its own a session gets: one beside XNNPACK's pool, as edgekit's loaders say."""
+        """Returns the number of the session's own threads: one beside XNNPACK's pool, as in edgekit's loaders for apps."""
         if provider == XNNPACK:
             return 1
         return 0 if self.abi == X86_64 else CORES
 
     def _enter(self, job: Job, work: Path, service: Service) -> tuple[str, ...]:
-        """Returns the start of the command: what the phone says of itself, and what emulates its CPU."""
+        """Returns the start of the command: variables that describe the phone, and the emulator of its CPU."""
         api = job.target.settings.get("api_level", _DEFAULT_API)
         facts = [f"EDGEKIT_ANDROID_API={api}"]
         if service.pipes is not None:
@@ -271,11 +272,12 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
         return ("env", *facts, *emulator, "-cpu", core.qemu)
 
     def _explain_failure(self, run: DeviceRun, job: Job) -> str:
-        """Returns the last message of NNAPI, or which bug of ONNX Runtime a crash is, after a semicolon."""
+        """Returns, after a semicolon, NNAPI's last message or the ONNX Runtime bug behind a crash; else ""."""
         said = re.findall(r"^NNAPI: (.*)", run.log, re.MULTILINE)
         if said:
             return f"; {said[-1]}"
-        # Observed in 1.29.0: on x86-64, not on Arm, the provider reads the type of each node's first input.
+        # Observed in 1.29.0 on x86-64, not on Arm: the provider reads the type of each node's first input, and crashes
+        # if there is none.
         is_crash = self.abi == X86_64 and job.target.provider == XNNPACK and "SIGSEGV" in str(run.failure)
         if not is_crash or job.model.suffix != ".onnx":
             return ""
@@ -286,7 +288,7 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
         return f"; {where}: there XNNPACK's provider for x86-64 crashes, and the one for Arm does not: --on android"
 
     def _list_notes(self, run: DeviceRun, job: Job, request: RunnerJob, service: Service) -> Iterator[str]:
-        """Yields what the emulated phone was, and what was done otherwise than on a real one."""
+        """Yields notes on the emulated phone, and on what was done differently from a real one."""
         if self.abi != X86_64 and run.cpu_features:
             yield f"the phone's CPU: {self.cpu}, with {', '.join(run.cpu_features)}"
         asked = job.target.session.provider_options.get(_POOL, "1")
@@ -309,7 +311,7 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_emulator(abi: str) -> tuple[str, ...] | None:
-    """Returns the command that runs programs of an ABI: nothing where this machine does itself, None where none can."""
+    """Returns the emulator's command for an ABI: empty if the ABI runs natively, None if nothing can run it."""
     if MACHINES[abi] == platform.machine():
         return ()
     if abi == X86_64:
@@ -323,15 +325,15 @@ SETTINGS = {
     "phone": "a phone of phones.toml: each kind of its cores runs",
     "driver": "a .toml file with what the NNAPI driver refuses",
 }
-"""The settings of the device, each with what it is."""
+"""The settings of the device, each with its meaning."""
 
 
 def vary_android(device: Android, settings: Mapping[str, str], provider: str) -> tuple[Android, ...]:
-    """Returns the device as the settings want it, one for each kind of core that they name.
+    """Returns the device with settings applied, once for each kind of core that they name.
 
     Raises:
-        UsageError: there is no such setting, core, phone or driver file, or it means nothing for this device or for
-            the target's provider.
+        UsageError: there is no such setting, core, phone or driver file, or it does not apply to this device or to the
+            target's provider.
     """
     for name in settings:
         if name not in SETTINGS:

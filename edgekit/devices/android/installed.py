@@ -1,7 +1,7 @@
-"""ONNX Runtime's archive for Android (`.aar`): what its libraries say of themselves, and what is installed of it.
+"""Reads ONNX Runtime's archive for Android (`.aar`) and its libraries, and installs it.
 
-The archive is the pinned one, or one that the user names. Beside each library stands a program that opens it, built
-from edgekit's runner and a stand-in for Android.
+The archive is the pinned one, or one that the user names. For each library, a program that runs it is built from
+edgekit's runner and a stand-in for Android.
 """
 
 import re
@@ -32,10 +32,10 @@ _HEADER = struct.Struct("<IIQQQQQQ")
 
 
 class Library(msgspec.Struct, frozen=True, kw_only=True):
-    """A shared library: its machine as `uname -m` names it, what it must find elsewhere, and the words of its tables.
+    """A shared library: its machine as `uname -m` names it, its imports, and the names in its tables.
 
-    `imports` are the names without which it does not load, sorted. `words` are the names that its symbol and version
-    tables hold.
+    `imports` are the symbols without which it does not load, sorted. `words` are all names in its symbol and version
+    tables.
     """
 
     machine: str
@@ -44,17 +44,17 @@ class Library(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_library(path: Path) -> Library:
-    """Returns what a library says of itself.
+    """Reads the machine, imports and names of a library.
 
-    Raises:
-        DeviceError: it is no such library, or is cut off.
+    Raises: DeviceError: it is no 64-bit ELF library, or is truncated.
     """
     try:
         with open_regular(path) as file:
             data = file.read(MAX_BYTES)
     except OSError as error:
         raise DeviceError(f"cannot read '{path}': {error.strerror}", hint="give a libonnxruntime.so") from error
-    # Class 2 is 64-bit, data 1 little-endian; offsets below are those of Elf64_Ehdr, Elf64_Phdr and Elf64_Sym.
+    # ELF class 2 is 64-bit, data encoding 1 is little-endian; the offsets below are those of Elf64_Ehdr, Elf64_Phdr and
+    # Elf64_Sym.
     if data[:6] != b"\x7fELF\x02\x01":
         raise DeviceError(f"'{path.name}' is no 64-bit ELF library", hint="give ONNX Runtime's archive for Android")
     try:
@@ -83,10 +83,10 @@ def _read(data: bytes) -> Library:
 
 
 def read_alignment(data: bytes) -> int:
-    """Returns the least alignment of the segments that a library of 32 or 64 bits maps, in bytes.
+    """Returns the smallest alignment, in bytes, of the loadable segments of a 32-bit or 64-bit library.
 
     Raises:
-        ValueError: it is no ELF file of a little-endian machine, or is cut off.
+        ValueError: it is no little-endian ELF file, or is truncated.
     """
     if data[:4] != b"\x7fELF" or data[4:6] not in {b"\x01\x01", b"\x02\x01"}:
         raise ValueError("no ELF file")
@@ -102,12 +102,12 @@ def read_alignment(data: bytes) -> int:
 
 
 def _imports(data: bytes, loads: list[tuple[int, ...]], tags: dict[int, int], names: bytes) -> Iterator[str]:
-    """Yields what is not defined: GNU's hash table holds what is, and starts behind the last that is not."""
+    """Yields the undefined symbols, which precede the defined ones: the GNU hash table says where those start."""
     _, first = struct.unpack_from("<II", data, _file_offset(loads, tags[_GNU_HASH]))
     symbols = _file_offset(loads, tags[_SYMTAB])
     for index in range(1, first):
         name, info, _, section, _, _ = _SYMBOL.unpack_from(data, symbols + index * _SYMBOL.size)
-        # SHN_UNDEF; a weak symbol may stay undefined, and the loader sets it to zero.
+        # Section 0 is SHN_UNDEF. A weak symbol may stay undefined: the loader sets it to zero.
         if section == 0 and info >> 4 != _WEAK:
             yield names[name : names.index(b"\0", name)].decode()
 
@@ -123,12 +123,12 @@ LIBRARY = "libonnxruntime.so"
 MACHINES = {"arm64-v8a": "aarch64", "x86_64": "x86_64"}
 """The machine of each ABI that can run here."""
 OLDEST = (1, 17)
-"""The oldest ONNX Runtime whose interface edgekit's runner knows."""
+"""The oldest ONNX Runtime whose API edgekit's runner supports."""
 
 _MEMBER = "package/Plugins/Android/onnxruntime.aar"
 _KEPT = re.compile(rf"classes\.jar|headers/[\w.]+\.(?:h|inc)|jni/(?:{'|'.join(MACHINES)})/libonnxruntime4j_jni\.so")
 _NATIVE = re.compile(r"jni/([\w-]+)/([\w.+-]+\.so)")
-# Headers of an ELF file and of its segments stand at its beginning.
+# The ELF header and the program headers are at the beginning of a file.
 _ELF_HEADERS_BYTES = 1 << 13
 _MOST_BYTES = 1 << 30
 _VERSION = re.compile(r"VERS_(\d+)\.(\d+)\.(\d+)$")
@@ -140,7 +140,7 @@ _PROVIDERS = {
 
 
 class OrtLibrary(msgspec.Struct, frozen=True, kw_only=True):
-    """The library of an archive for one ABI: its version, its providers, and what it must find elsewhere."""
+    """The library of an archive for one ABI: its version, providers and imports."""
 
     abi: str
     version: str
@@ -171,12 +171,12 @@ def _read_alignment(file: zipfile.ZipFile, name: str, archive: Path) -> int:
 
 
 def unpack_libraries(archive: Path, folder: Path) -> tuple[OrtLibrary, ...]:
-    """Returns the libraries of an archive for the ABIs that can run here, each in its folder `folder/ABI`.
+    """Unpacks the libraries of an archive for the ABIs that can run here, each into `folder/ABI`.
 
-    The archive's classes, what binds them to the library, and its headers are put into `folder` too.
+    The archive's Java classes, their JNI library and the headers are unpacked into `folder` too.
 
     Raises:
-        DeviceError: it is no whole archive, or its libraries are not those of an ONNX Runtime that can run here.
+        DeviceError: the archive is damaged, or has no library of an ONNX Runtime that can run here.
         UsageError: there is no such file.
         OutputError: the folder cannot be written.
     """
@@ -214,7 +214,7 @@ def _take(file: zipfile.ZipFile, name: str, path: Path) -> None:
 
 
 def read_ort_library(path: Path, abi: str, name: str) -> OrtLibrary:
-    """Returns what a library is; `name` says in an error where it comes from.
+    """Returns a description of a library; `name` is the archive's name in errors.
 
     Raises:
         DeviceError: it is no ONNX Runtime for that ABI, or one that is too old.
@@ -243,7 +243,7 @@ _DEFINED = re.compile(r"^[\w ]*?[ *](?:bionic_(\w+)|(ANeuralNetworks\w+))(?:\(|\
 
 
 def list_stand_ins() -> dict[str, str]:
-    """Returns the functions that the sources define in the place of Android's: their symbols by the names there."""
+    """Returns the stand-ins that the sources define for Android's functions: symbols by Android's names."""
     own: dict[str, str] = {}
     for source in sorted(find_sources("android").glob("*.c")):
         for bionic, neural in _DEFINED.findall(source.read_text()):
@@ -252,9 +252,9 @@ def list_stand_ins() -> dict[str, str]:
 
 
 def place_imports(imports: Collection[str], without: Collection[str] = ()) -> dict[str, str]:
-    """Returns the symbol for each import: the stand-in, else the C library's own.
+    """Returns the symbol for each import: the stand-in if there is one, else the C library's.
 
-    NNAPI's functions are among them, which the library finds by name at run time.
+    NNAPI's functions are added, because the library looks them up by name at run time.
     """
     own = list_stand_ins()
     found_by_name = {name for name in own if name.startswith(("ANeuralNetworks", "ASharedMemory"))}
@@ -275,13 +275,13 @@ LOADER = Loader(
     pinned_sha256="98cddbac92640b4a6af72a03c42e0491851f366d3da66bbaeb5dd66310946cf2",
     header="imports.h",
     place=place_imports,
-    # The runner tells which features the CPU has: those of the phone, as the library sees them.
+    # The runner reports CPU features: it must read those of the emulated phone, like the library.
     runner_flags=("-Dgetauxval=bionic_getauxval",),
 )
 
 
 def find_app_runtime() -> AppRuntime | None:
-    """Returns the archive that is installed, as an app ships it, or None."""
+    """Returns the installed archive as an app ships it, or None."""
     installed = LOADER.find_installed()
     if installed is None:
         return None
@@ -298,8 +298,8 @@ def install_android(progress: Progress, library: Path | None = None) -> Installe
     """Installs the pinned archive, or that of `library`, and builds a program for each of its ABIs that can be built.
 
     Raises:
-        DeviceError: the archive cannot be fetched, is not what it should be or imports what nothing stands for, there
-            is no compiler, or one fails. Nothing half is left.
+        DeviceError: the archive cannot be fetched, is not the pinned one or imports a function without a stand-in,
+            there is no compiler, or one fails. No half-finished installation is left.
         UsageError: there is no such file.
         OutputError: the cache cannot be written.
     """

@@ -1,4 +1,4 @@
-"""What is installed of the device `ios-sim`, and installing it: a framework's object, and the program that opens it.
+"""Installs the device `ios-sim`: the object file of a framework, and the program that runs it.
 
 The framework for Apple's systems (`.xcframework`) is the pinned one, or one that the user names.
 """
@@ -20,22 +20,24 @@ from edgekit.errors import DeviceError, UsageError
 from edgekit.machine import spell_install
 from edgekit.progress import Progress
 
-# In C and C++, what stands for NAME of Apple's is darwin_NAME; a use is found like a definition, and means the same.
+# In the C and C++ sources, the stand-in for Apple's NAME is darwin_NAME; the pattern matches uses too, which does no
+# harm.
 _DEFINED = re.compile(r"\bdarwin_(\w+)")
-# In their own words: structures of this side.
+# Matches of the pattern that are structures, not stand-ins.
 _NO_STAND_INS = frozenset({"stat_", "utsname_"})
 _CLASS = "OBJC_CLASS_$_"
 
 
 def list_stand_ins() -> frozenset[str]:
-    """Returns the names for which the sources define something in the place of Apple's."""
+    """Returns Apple's names for which the sources define a stand-in."""
     return frozenset(name for source in LOADER.list_sources() for name in _DEFINED.findall(source.read_text()))
 
 
 def place_import(name: str, own: Collection[str]) -> str:
-    """Returns the symbol that stands for an import, which has Apple's underscore in front.
+    """Returns the symbol for an import, whose name starts with Apple's underscore.
 
-    What follows a `$` chooses a variant of a function. All classes of Objective-C are one, which answers nothing.
+    A suffix after `$` selects a variant of a function and is dropped. All Objective-C classes become the same object,
+    which ignores every message.
     """
     bare = name.removeprefix("_")
     if bare.startswith(_CLASS):
@@ -45,7 +47,7 @@ def place_import(name: str, own: Collection[str]) -> str:
 
 
 def place_imports(imports: Collection[str], without: Collection[str] = ()) -> dict[str, str]:
-    """Returns the symbol that stands for each import."""
+    """Returns the symbol for each import."""
     own = list_stand_ins() - set(without)
     return {name: place_import(name, own) for name in imports}
 
@@ -53,7 +55,7 @@ def place_imports(imports: Collection[str], without: Collection[str] = ()) -> di
 PINNED_VERSION = "1.29.0"
 PINNED_NAME = "onnxruntime.xcframework"
 ABI = "simulator-x86_64"
-"""The one kind of machine whose code runs here."""
+"""The only slice of the framework whose code runs here."""
 
 LOADER = Loader(
     system="ios",
@@ -66,7 +68,7 @@ LOADER = Loader(
     pinned_sha256="7bba75ff2cae219ee24cf499bc63ed48299f4a672ac10ee6f33319bd81af96da",
     header="image.h",
     place=place_imports,
-    # zig adds a sanitizer unless told otherwise; Apple's code was not compiled for it.
+    # zig enables a sanitizer by default, but Apple's code was not compiled for it.
     flags=("-fno-sanitize=undefined",),
     archive_kind="framework",
 )
@@ -81,11 +83,11 @@ _MEMBER_HEAD = 60
 _LC_SYMTAB = 2
 _KIND_MASK, _EXTERNAL = 0x0E, 0x01
 _OLDEST = (1, 24)
-"""Since then a session says which provider took which node."""
+"""The oldest version whose sessions report which provider took which node."""
 
 
 class Framework(msgspec.Struct, frozen=True, kw_only=True):
-    """The library of a framework for the simulator: `data` is its object for x86-64, `imports` what that asks for."""
+    """The library of a framework for the simulator: `data` is its x86-64 object file, `imports` that file's imports."""
 
     name: str
     sha256: str
@@ -95,7 +97,7 @@ class Framework(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fetch_framework(folder: Path) -> Framework:
-    """Returns the pinned framework, taken out of its package with npm into `folder`.
+    """Fetches the pinned framework with npm into `folder`.
 
     Raises:
         DeviceError: npm is missing or fails, or what it fetched is not what is pinned.
@@ -139,7 +141,7 @@ def _read_library(path: Path, name: str, version: str) -> Framework:
 
 
 def _find_cpu(data: bytes) -> bytes:
-    """Returns the part of a universal file for x86-64; a file for one CPU is that part itself."""
+    """Returns the x86-64 part of a universal file; a file for a single CPU is returned whole."""
     if data[:4] != _FAT:
         return data
     (count,) = struct.unpack_from(">I", data, 4)
@@ -153,7 +155,7 @@ def _find_cpu(data: bytes) -> bytes:
 
 
 def _find_object(archive: bytes) -> bytes:
-    """Returns the only object of an archive; ONNX Runtime links all of its own into one beforehand."""
+    """Returns the only object file of a static library; ONNX Runtime links all its objects into one beforehand."""
     if archive[: len(_ARCHIVE)] != _ARCHIVE:
         raise ValueError("it is no static library")
     objects = [data for data in _list_members(archive) if data[:4] == _OBJECT]
@@ -170,14 +172,14 @@ def _list_members(archive: bytes) -> Iterator[bytes]:
         start = at + _MEMBER_HEAD
         if size < 0 or start + size > len(archive):
             raise ValueError("it is cut off")
-        # BSD writes a long name before the data, and counts it in the size.
+        # BSD's format stores a long name before the data, and includes it in the size.
         skipped = int(head[3:16]) if head[:3] == b"#1/" else 0
         yield archive[start + skipped : start + size]
         at = start + size + size % 2
 
 
 def list_imports(data: bytes) -> tuple[str, ...]:
-    """Returns the names that an object leaves to others, as they stand there: with an underscore in front.
+    """Returns the undefined symbols of an object file, with the leading underscore.
 
     Raises:
         ValueError: it is no object for x86-64, or damaged.
@@ -200,14 +202,15 @@ def _read_symbols(data: bytes, offset: int, count: int, names_at: int, names_siz
     found = {
         names[name : names.index(b"\0", name)].decode()
         for name, kind, value in struct.iter_unpack("<IB3xQ", table)
-        # Of no section, external, and of no size: what has one is a variable that several objects share.
+        # Undefined, external and of value 0: otherwise the value is the size of a common symbol, a variable that
+        # objects share.
         if kind & _KIND_MASK == 0 and kind & _EXTERNAL and value == 0
     }
     return tuple(sorted(found))
 
 
 def explain_machine() -> str | None:
-    """Returns why this machine cannot run the simulator's code, None where it can."""
+    """Returns why this machine cannot run the simulator's code, None if it can."""
     if sys.platform == "linux" and platform.machine() == LOADER.machines[ABI]:
         return None
     return "the simulator's code runs on x86-64 Linux only"
@@ -217,8 +220,8 @@ def install_ios(progress: Progress, framework: Path | None = None) -> Installed:
     """Installs the pinned framework, or that in the folder `framework`, and builds the program for it.
 
     Raises:
-        DeviceError: this is no x86-64 Linux, the framework cannot be fetched, is not what it should be or imports what
-            nothing stands for, there is no compiler, or it fails. Nothing half is left.
+        DeviceError: this is no x86-64 Linux, the framework cannot be fetched, is not the pinned one or imports a
+            function without a stand-in, there is no compiler, or it fails. No half-finished installation is left.
         UsageError: there is no such folder.
         OutputError: the cache cannot be written.
     """

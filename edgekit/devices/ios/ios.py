@@ -1,4 +1,4 @@
-"""ONNX Runtime for the iOS simulator in a process of this machine, with the Core ML provider that an app links."""
+"""Runs ONNX Runtime for the iOS simulator in a process of this machine, with the Core ML provider that an app links."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -29,10 +29,10 @@ _LOG = "EDGEKIT_IOS_LOG"
 
 
 class IosSimulator(msgspec.Struct, frozen=True, kw_only=True):
-    """The release library for the iOS simulator; its Core ML provider partitions, builds and writes what it would.
+    """The release library for the iOS simulator: its real Core ML provider partitions the graph and writes the models.
 
-    It writes into the folder `cache`, where there is one, and takes from there what it finds (`ModelCacheDirectory`).
-    `model_format` is what it writes: ML Programs are computed here, others only placed and built.
+    If `cache` is given, the provider uses that folder as its `ModelCacheDirectory`. `model_format` is the format that
+    it writes: edgekit computes ML Programs; of other formats, models are only placed and built.
     """
 
     cache: Path | None = None
@@ -45,13 +45,13 @@ class IosSimulator(msgspec.Struct, frozen=True, kw_only=True):
         return NAME
 
     def find_missing(self) -> Missing | None:
-        """Returns what is lacking on this machine, or why it computes no models of this format."""
+        """Returns what is lacking on this machine, or that models of this format cannot be computed."""
         if missing := self._find_absent():
             return missing
         if self.model_format == ML_PROGRAM:
             return None
         reason = f"it computes ML Programs alone, not the {self.model_format} format: check --observe places it"
-        # Nothing that can be installed computes it on this machine.
+        # No command: nothing that could be installed computes this format here.
         return Missing(reason=reason, command=None)
 
     def _find_absent(self) -> Missing | None:
@@ -62,7 +62,7 @@ class IosSimulator(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:
-        """Runs every sample of a job in the Core ML provider, on the release of iOS that the target says.
+        """Runs every sample of a job in the Core ML provider, as on the iOS release of the target.
 
         Raises:
             DeviceError: the device is not installed, or cannot run here.
@@ -74,7 +74,7 @@ class IosSimulator(msgspec.Struct, frozen=True, kw_only=True):
         models = work / "models"
         models.mkdir()
         request = _describe_job(job, self.cache)
-        # A program that is only looked at need not be computed.
+        # Without samples, ML Programs are only built, not computed.
         with serving(work / "pipes", _COMPUTES, job.timeout_s) if job.samples.count else nullcontext() as served:
             enter = _enter(job.target.settings, models, work / "pipes" if served else None)
             argv = [*enter, str(LOADER.find_program(ABI)), "--pipe"]
@@ -98,7 +98,7 @@ def _describe_job(job: Job, cache: Path | None) -> RunnerJob:
 
 
 def _list_notes(served: Served | None) -> Iterator[str]:
-    """Yields what computed: the program is the provider's, the arithmetic is ours."""
+    """Yields the note that the ML Program is the provider's, but was computed by edgekit."""
     if served is None or not served.said:
         return
     facts = msgspec.json.decode(served.said, type=Facts)
@@ -111,9 +111,9 @@ def _list_notes(served: Served | None) -> Iterator[str]:
 
 
 def _enter(settings: Mapping[str, str], models: Path, pipes: Path | None) -> tuple[str, ...]:
-    """Returns the start of the command: which iOS it is, where the provider writes its models, who computes them."""
+    """Returns the start of the command, with the iOS release, the models' folder, and the pipes for computing."""
     facts = [f"EDGEKIT_IOS={settings.get('ios', _DEFAULT_IOS)}", f"EDGEKIT_COREML_MODELS={models}"]
     facts += [] if pipes is None else [f"EDGEKIT_COREML_PIPES={pipes}"]
-    # The simulator's library reports its use where it is not told otherwise.
+    # The simulator's library has telemetry on by default.
     facts += ["ORT_DISABLE_TELEMETRY=1", *([f"{_LOG}=1"] if os.environ.get(_LOG) else [])]
     return ("env", *facts)

@@ -1,4 +1,4 @@
-"""Computes the networks that NNAPI is given, with TFLite's reference kernels, in a process of its own."""
+"""Computes NNAPI's networks with TFLite's reference kernels, in a separate process."""
 
 import contextlib
 import importlib.util
@@ -16,13 +16,13 @@ from edgekit.devices.android.nnapi.tflite import write_model
 from edgekit.devices.process.pipes import serve_pipes, serving
 
 # Operations that TFLite's reference kernels lack (ELU) or compute wrong (LOCAL_RESPONSE_NORMALIZATION, whose window
-# ends one channel early): networks with one run on its optimized kernels, as NNAPI's own path on the CPU runs the
-# latter.
+# ends one channel early). Networks with one of them run on TFLite's optimized kernels, with which NNAPI's own CPU path
+# also computes the latter.
 _OPTIMIZED = frozenset({13, 98})
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What was computed: how many operations of each name the networks have, and whether one was relaxed."""
+    """What was computed: the number of operations by name, and whether a network allowed half precision."""
 
     operations: dict[str, int]
     relaxed: bool
@@ -40,13 +40,13 @@ class _Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Computer:
-    """The networks so far, each ready to run."""
+    """Holds the networks loaded so far, and runs them."""
 
     def __init__(self) -> None:
         self._networks: dict[int, tuple[Network, Any]] = {}
 
     def load(self, question: bytes, read: Callable[[int], bytes]) -> None:
-        """Makes the network of a question ready, whose constants follow.
+        """Loads the network of a question; the bytes of its constants follow the question.
 
         Raises:
             EdgekitError: it cannot be computed here.
@@ -60,10 +60,10 @@ class Computer:
         return self.run(run.id, read(sum(part.size for part in run.inputs)))
 
     def take_network(self, network: Network, data: bytes) -> None:
-        """Makes a network ready.
+        """Loads a network.
 
         Raises:
-            DeviceError: it holds an operation that is not computed here.
+            DeviceError: it has an operation that edgekit cannot compute.
             MissingExtraError: ai-edge-litert is not installed.
         """
         model = write_model(network, split_constants(network, data))
@@ -76,13 +76,13 @@ class Computer:
         self._networks[network.id] = network, interpreter
 
     def describe(self) -> Facts:
-        """Returns what the networks hold."""
+        """Returns what the networks contain."""
         networks = [network for network, _ in self._networks.values()]
         counts = Counter(name_operation(operation.type) for network in networks for operation in network.operations)
         return Facts(operations=dict(sorted(counts.items())), relaxed=any(network.relaxed for network in networks))
 
     def run(self, number: int, data: bytes) -> bytes:
-        """Returns the outputs of a network for the bytes of its inputs, one behind the other."""
+        """Returns the bytes of a network's outputs for the concatenated bytes of its inputs."""
         network, interpreter = self._networks[number]
         details = interpreter.get_input_details()
         at = 0
@@ -103,37 +103,37 @@ class Computer:
 
 
 def _turn(value: Any) -> Any:
-    """Returns uint8 values as int8 ones that are lower by 128, and int8 values as the uint8 ones they came from."""
+    """Converts uint8 values to int8 by subtracting 128, and int8 values back to uint8."""
     return (value.view(np.uint8) ^ np.uint8(0x80)).view(np.int8 if value.dtype == np.uint8 else np.uint8)
 
 
-# What NNAPI says it can since Android 12L, where it no longer counts as Android does (NeuralNetworksTypes.h).
+# NNAPI's feature levels since Android 12L, from which on they differ from Android's API levels (NeuralNetworksTypes.h).
 _FEATURE_LEVELS = {32: 1_000_006, 33: 1_000_007}
 _LAST_FEATURE_LEVEL = 1_000_008
 
 
 class Service(msgspec.Struct, kw_only=True):
-    """The process that computes: `pipes` is where the driver reaches it, `facts` what it did, known at its end."""
+    """The process that computes: `pipes` is the folder by which the driver reaches it; `facts` are known at its end."""
 
     pipes: Path | None = None
     facts: Facts | None = None
 
 
 def find_feature_level(api: int) -> int:
-    """Returns the feature level of NNAPI on a phone with that API level of Android, all its updates installed."""
+    """Returns NNAPI's feature level on a phone with that Android API level and all updates."""
     return api if api < min(_FEATURE_LEVELS) else _FEATURE_LEVELS.get(api, _LAST_FEATURE_LEVEL)
 
 
 def can_compute() -> bool:
-    """Returns True if TFLite's kernels are here, in the wheel ai-edge-litert."""
+    """Returns True if TFLite's kernels (the wheel ai-edge-litert) are installed."""
     return importlib.util.find_spec("ai_edge_litert") is not None
 
 
 @contextlib.contextmanager
 def computing(folder: Path, timeout_s: float) -> Generator[Service]:
-    """Yields the process that computes for the driver, which ends with the block.
+    """Runs the process that computes for the NNAPI driver, for the duration of the block.
 
-    Where nothing can compute, networks are built and not run.
+    If TFLite's kernels are not installed, networks can be built but not run.
     """
     service = Service()
     if not can_compute():

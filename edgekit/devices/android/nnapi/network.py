@@ -1,4 +1,4 @@
-"""A network as NNAPI is given it: operands, and operations by their numbers; and what a phone's driver takes of it."""
+"""A network as passed to NNAPI: operands, and operations by number; and which operations a phone's driver takes."""
 
 import re
 from enum import IntEnum
@@ -34,12 +34,12 @@ NUMBERS = {name: number for number, name in NAMES.items()}
 
 
 def name_operation(number: int) -> str:
-    """Returns the name of an operation, or that it has none."""
+    """Returns the name of an operation, or a description by its number if it has none."""
     return NAMES.get(number, f"of number {number}")
 
 
 class OperandType(IntEnum):
-    """Kinds of operands that ONNX Runtime's provider makes."""
+    """The operand types that ONNX Runtime's NNAPI provider uses."""
 
     FLOAT32 = 0
     INT32 = 1
@@ -72,7 +72,7 @@ NUMPY_TYPES: dict[int, type[np.generic]] = {
 
 
 class Operand(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor or a number: `size` bytes of it are constant, -1 where it comes with a run, 0 where it is left out."""
+    """A tensor or a scalar; `size` is that of a constant in bytes, -1 for a value of a run, 0 for an omitted one."""
 
     type: int
     shape: tuple[int, ...]
@@ -84,7 +84,7 @@ class Operand(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
-    """One operation, with the operands that it reads and writes by their places."""
+    """One operation, with the indices of the operands that it reads and writes."""
 
     type: int
     inputs: tuple[int, ...]
@@ -92,7 +92,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Network(msgspec.Struct, frozen=True, kw_only=True):
-    """What one model of NNAPI holds; `relaxed` allows half precision where it says float32."""
+    """The content of one NNAPI model; `relaxed` allows half precision for float32 operands."""
 
     id: int
     relaxed: bool
@@ -103,12 +103,12 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Constants(msgspec.Struct, frozen=True):
-    """The values of constant operands, by place."""
+    """The values of constant operands, by operand index."""
 
     values: dict[int, Array]
 
     def number(self, place: int) -> float:
-        """Returns a single number.
+        """Returns a constant scalar.
 
         Raises:
             LookupError: the operand is not constant.
@@ -116,7 +116,7 @@ class Constants(msgspec.Struct, frozen=True):
         return float(self.values[place].reshape(-1)[0])
 
     def whole(self, place: int) -> int:
-        """Returns a single whole number.
+        """Returns a constant scalar as an integer.
 
         Raises:
             LookupError: the operand is not constant.
@@ -125,7 +125,7 @@ class Constants(msgspec.Struct, frozen=True):
 
 
 def split_constants(network: Network, data: bytes) -> Constants:
-    """Returns the constant operands from their bytes, which follow each other in the order of the operands.
+    """Splits the bytes of the constant operands, which are concatenated in the order of the operands.
 
     Raises:
         ValueError: the bytes do not fit the operands.
@@ -141,7 +141,7 @@ def split_constants(network: Network, data: bytes) -> Constants:
 
 
 _FEATURE_LEVELS = frozenset({27, 28, 29, 30, 31, 1_000_006, 1_000_007, 1_000_008})
-# What TFLite and ONNX call an operation whose name NNAPI spells otherwise.
+# Names in TFLite or ONNX of operations that NNAPI calls differently.
 _OTHER_NAMES = {
     "SIGMOID": "LOGISTIC", "CONV": "CONV_2D", "GEMM": "FULLY_CONNECTED", "PADV2": "PAD_V2", "RELU_N1_TO_1": "RELU1",
     "ARG_MAX": "ARGMAX", "ARG_MIN": "ARGMIN", "SUM": "REDUCE_SUM",
@@ -149,9 +149,9 @@ _OTHER_NAMES = {
 
 
 class Driver(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A driver: the operations that it refuses, by NNAPI's names, and the feature level that it reports.
+    """An NNAPI driver: the operations that it refuses, by NNAPI's names, and the feature level that it reports.
 
-    What it refuses, NNAPI gives to its reference kernels on the CPU. A `feature_level` of None is that of the phone.
+    NNAPI runs refused operations with its reference kernels on the CPU. A `feature_level` of None is that of the phone.
     """
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[\w.:+-]{1,64}$")] = "edgekit-accelerator"
@@ -182,7 +182,7 @@ def read_driver(path: Path) -> Driver:
 
 
 def _suggest(name: str) -> str:
-    """Returns the name that NNAPI has for what TFLite or ONNX call so, else the nearest."""
+    """Returns a hint: NNAPI's name for an operation of TFLite or ONNX, else the most similar name."""
     upper = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).upper()
     if upper in _OTHER_NAMES:
         return f"did you mean '{_OTHER_NAMES[upper]}'?"

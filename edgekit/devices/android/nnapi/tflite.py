@@ -1,4 +1,4 @@
-"""Writes a network of NNAPI as a TFLite model, whose operations have the same numbers and the same meaning."""
+"""Writes an NNAPI network as a TFLite model, whose operations are equivalent."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -14,15 +14,15 @@ from edgekit.machine import spell_install
 from edgekit.model.tensors import Array
 
 INSTALL_LITERT = spell_install("ai-edge-litert==2.3.0")
-"""The command that installs what computes the models."""
+"""The command that installs LiteRT, which computes the models."""
 
-# Versions that say what is used: weights per channel, zero points of weights. Of all others LiteRT's kernels have the
-# first, and look at the types of tensors, not at the version: PRELU has no other.
+# Operator versions that features need, such as per-channel weights and zero points of weights. All other operators get
+# version 1, which LiteRT's kernels accept: they look at the types of tensors, not at the version.
 _VERSIONS = {"CONV_2D": 5, "DEPTHWISE_CONV_2D": 6, "FULLY_CONNECTED": 7, "RESHAPE": 1, "CAST": 1}
 
 
 class Draft:
-    """A model as far as it is written: tensors for the operands of a network, and operators of TFLite on them."""
+    """A TFLite model under construction: tensors for the operands of a network, and operators on them."""
 
     def __init__(self, network: Network, constants: Constants) -> None:
         try:
@@ -42,14 +42,14 @@ class Draft:
         self.places: dict[int, int] = {}
         self.codes: list[Any] = []
         self.operators: list[Any] = []
-        # What comes with a run is no constant, and so not rounded yet.
+        # In a relaxed network, inputs must be rounded to half explicitly; constants are rounded when they are written.
         self.inputs = [self.tensor(place) for place in network.inputs]
         if network.relaxed:
             for place in network.inputs:
                 self.places[place] = self._round(self.places[place])
 
     def add(self, name: str, inputs: Sequence[int], outputs: Sequence[int], options: str = "", **fields: Any) -> None:
-        """Adds one operator of TFLite on operands of NNAPI."""
+        """Adds a TFLite operator on NNAPI operands."""
         read = [-1 if self.is_left_out(place) else self.tensor(place) for place in inputs]
         made = [self.tensor(place) for place in outputs]
         given = [self._twin(tensor) if self.network.relaxed else tensor for tensor in made]
@@ -59,7 +59,7 @@ class Draft:
                 self._round(full, tensor)
 
     def is_left_out(self, place: int) -> bool:
-        """Returns True for an optional operand that is not given."""
+        """Returns True for an omitted optional operand."""
         return self.operands[place].size == 0
 
     def tensor(self, place: int) -> int:
@@ -69,7 +69,7 @@ class Draft:
         return self.places[place]
 
     def new_tensor(self, operand: Operand, value: Array | None) -> int:
-        """Adds a tensor for an operand, with its value where it is constant."""
+        """Adds a tensor for an operand, with its value if it is constant."""
         turned = operand.type == OperandType.TENSOR_QUANT8_ASYMM and self.is_signed
         tensor = self._describe(operand.shape, self.element_type(operand, is_turned=turned))
         if value is not None:
@@ -91,7 +91,7 @@ class Draft:
         return len(self.tensors) - 1
 
     def element_type(self, operand: Operand, *, is_turned: bool) -> int:
-        """Returns TFLite's number for the elements of an operand."""
+        """Returns TFLite's number of the element type of an operand."""
         names = {
             OperandType.TENSOR_FLOAT32: "FLOAT32", OperandType.TENSOR_INT32: "INT32", OperandType.FLOAT32: "FLOAT32",
             OperandType.TENSOR_QUANT8_ASYMM: "INT8" if is_turned else "UINT8", OperandType.INT32: "INT32",
@@ -104,7 +104,7 @@ class Draft:
         return int(getattr(self.schema.TensorType, names[kind]))
 
     def constant(self, value: Array) -> int:
-        """Adds a constant operand of int32 that NNAPI does not have, and returns its place."""
+        """Adds a constant int32 operand that the NNAPI network does not have, and returns its index."""
         operand = Operand(
             type=OperandType.TENSOR_INT32, shape=value.shape, scale=0.0, zero_point=0, size=value.nbytes,
             channel_dimension=0, channel_scales=(),
@@ -114,23 +114,23 @@ class Draft:
         return place
 
     def place(self, operand: Operand) -> int:
-        """Adds an operand that NNAPI does not have, and returns its place."""
+        """Adds an operand that the NNAPI network does not have, and returns its index."""
         self.operands = (*self.operands, operand)
         return len(self.operands) - 1
 
     def like(self, place: int, shape: tuple[int, ...]) -> int:
-        """Adds an operand of the type and the grid of another, and returns its place."""
+        """Adds an operand with the type and quantization parameters of another, and returns its index."""
         return self.place(msgspec.structs.replace(self.operands[place], shape=shape, size=-1))
 
     def transpose(self, source: int, order: Sequence[int], target: int | None = None) -> int:
-        """Adds a transposition, to a new operand where no target is given, and returns where its result is."""
+        """Adds a transposition, to a new operand if no target is given, and returns the index of its result."""
         shape = self.operands[source].shape
         made = self.like(source, tuple(shape[axis] for axis in order)) if target is None else target
         self.add("TRANSPOSE", (source, self.constant(np.array(order, np.int32))), (made,), "TransposeOptions")
         return made
 
     def finish(self) -> bytes:
-        """Returns the whole model."""
+        """Returns the serialized model."""
         graph = self.schema.SubGraphT()
         graph.inputs = self.inputs
         graph.outputs = [self.tensor(place) for place in self.network.outputs]
@@ -166,7 +166,7 @@ class Draft:
         self.operators.append(operator)
 
     def _twin(self, tensor: int) -> int:
-        """Returns a tensor for what an operation gives before it is rounded; of what is not float32, itself."""
+        """Returns a new tensor for an output before rounding; a tensor that is not float32 is returned itself."""
         described = self.tensors[tensor]
         if described.type != self.schema.TensorType.FLOAT32:
             return tensor
@@ -174,7 +174,7 @@ class Draft:
         return len(self.tensors) - 1
 
     def _round(self, source: int, target: int | None = None) -> int:
-        """Adds the way through half precision and back, and returns the tensor at its end."""
+        """Adds casts to half precision and back, and returns the resulting tensor."""
         twin = self._twin(source)
         if twin == source:
             return source
@@ -192,18 +192,18 @@ _DEPTHWISE, _GROUPED = 4, 55
 _POOLS = {1: "AVERAGE_POOL_2D", 12: "L2_POOL_2D", 17: "MAX_POOL_2D"}
 
 Pads = tuple[int, ...] | int
-"""Pads left, right, top, bottom, or a scheme of TFLite."""
+"""Explicit pads (left, right, top, bottom), or a padding scheme of TFLite (SAME or VALID)."""
 
 
 class _Window(msgspec.Struct, frozen=True, kw_only=True):
-    """What a kernel covers along one axis, and by how much it moves."""
+    """The extent of a kernel along one axis, including dilation, and its stride."""
 
     extent: int
     stride: int
 
 
 class _Piece(msgspec.Struct, frozen=True, kw_only=True):
-    """A run of outputs along an axis whose windows have one extent: the inputs from `start` on that they cover."""
+    """Consecutive outputs along an axis with windows of equal extent; they cover `size` inputs from `start` on."""
 
     start: int
     size: int
@@ -225,7 +225,7 @@ def write_conv(draft: Draft, code: int, inputs: Sequence[int], outputs: Sequence
     kernel = draft.operands[inputs[1]].shape[1:3]
     extents = [(kernel[axis] - 1) * dilations[1 - axis] + 1 for axis in (0, 1)]
     windows = (_Window(extent=extents[0], stride=height), _Window(extent=extents[1], stride=width))
-    # TFLite's CONV_2D counts its groups from the channels of its filter.
+    # TFLite's CONV_2D derives the number of groups from the channels of its filter.
     name, kind = ("DEPTHWISE_CONV_2D", "DepthwiseConv2DOptions") if code == _DEPTHWISE else ("CONV_2D", "Conv2DOptions")
 
     def write(source: int, target: int) -> None:
@@ -238,7 +238,7 @@ def write_conv(draft: Draft, code: int, inputs: Sequence[int], outputs: Sequence
 
 
 def write_pool(draft: Draft, code: int, inputs: Sequence[int], outputs: Sequence[int]) -> None:
-    """Writes a pooling; a window that hangs over the border counts what lies inside, as NNAPI's does."""
+    """Writes a pooling; of a window that crosses the border, only the elements inside count, as in NNAPI."""
     pads, rest = _take_padding(draft, inputs[1:], count=5, flag=6)
     width, height, kernel_width, kernel_height, activation = (draft.constants.whole(place) for place in rest[:5])
     windows = (_Window(extent=kernel_height, stride=height), _Window(extent=kernel_width, stride=width))
@@ -260,14 +260,14 @@ def write_pool(draft: Draft, code: int, inputs: Sequence[int], outputs: Sequence
 
 
 def is_nchw(draft: Draft, places: Sequence[int], at: int) -> bool:
-    """Returns True if the operand at a place is there and says that tensors lie in NCHW."""
+    """Returns True if the optional layout operand at that position is given and says NCHW."""
     return len(places) > at and bool(draft.constants.whole(places[at]))
 
 
 def write_in_nhwc(
     draft: Draft, source: int, target: int, write: Callable[[int, int], None], *, from_nchw: bool
 ) -> None:
-    """Writes an operation of one tensor where TFLite has its tensors: of NCHW it is turned before and behind."""
+    """Writes an operation of one tensor in TFLite's layout, NHWC; NCHW tensors are transposed before and after it."""
     if not from_nchw:
         write(source, target)
         return
@@ -278,9 +278,10 @@ def write_in_nhwc(
 
 
 def _take_padding(draft: Draft, places: Sequence[int], *, count: int, flag: int) -> tuple[Pads, list[int]]:
-    """Returns four explicit pads or TFLite's scheme, and the numbers that follow.
+    """Returns four explicit pads or TFLite's scheme, and the operands that follow.
 
-    With `count` numbers behind the padding it is explicit, unless the one at `flag` is the layout of the implicit form.
+    The padding is explicit if at least `count` operands follow four pads, unless the operand at `flag` is a boolean:
+    then it is the layout flag of the form with implicit padding.
     """
     explicit = len(places) >= count + 4
     if explicit and draft.operands[places[flag]].type == OperandType.BOOL:
@@ -291,7 +292,7 @@ def _take_padding(draft: Draft, places: Sequence[int], *, count: int, flag: int)
 
 
 def _choose_padding(draft: Draft, pads: Pads, source: int, target: int, windows: Sequence[_Window]) -> int | None:
-    """Returns TFLite's scheme for pads, None where there is none; `windows` are those of height and width."""
+    """Returns TFLite's scheme that equals some pads, None if there is none; `windows` are those of height and width."""
     if isinstance(pads, int):
         return pads
     if not any(pads):
@@ -299,7 +300,7 @@ def _choose_padding(draft: Draft, pads: Pads, source: int, target: int, windows:
     wanted: list[int] = []
     for axis, window in zip((1, 2), windows, strict=True):
         size, out = draft.operands[source].shape[axis], draft.operands[target].shape[axis]
-        # SAME fixes how many outputs there are, too.
+        # SAME also determines the number of outputs.
         if out != -(-size // window.stride):
             return None
         total = max((out - 1) * window.stride + window.extent - size, 0)
@@ -308,7 +309,7 @@ def _choose_padding(draft: Draft, pads: Pads, source: int, target: int, windows:
 
 
 def _pad(draft: Draft, source: int, pads: Sequence[int]) -> int:
-    """Adds a border of zeros around height and width, and returns the operand that has it."""
+    """Adds zero padding around height and width, and returns the padded operand."""
     left, right, top, bottom = pads
     batch, height, width, channels = draft.operands[source].shape
     border = draft.constant(np.array([[0, 0], [top, bottom], [left, right], [0, 0]], np.int32))
@@ -326,7 +327,7 @@ def _cut_both(
 
 
 def _cut(size: int, outputs: int, window: _Window, before: int) -> list[_Piece]:
-    """Returns an axis cut so that each piece is a pooling without pads: the whole windows, and each that hangs over."""
+    """Cuts an axis into poolings without pads: one piece for all full windows, and one for each clipped window."""
     pieces: list[_Piece] = []
     for index in range(outputs):
         low = index * window.stride - before
@@ -348,7 +349,7 @@ def _pool_in_pieces(
     pieces: tuple[list[_Piece], list[_Piece]],
     pool: Callable[[int, int, int, tuple[int, int]], None],
 ) -> None:
-    """Pools each piece with the kernel that TFLite has, which is exact in integers too, and joins them."""
+    """Pools each piece with TFLite's own kernel, which is exact for integers too, and concatenates the results."""
     batch, channels = draft.operands[source].shape[0], draft.operands[source].shape[3]
     width = draft.operands[target].shape[2]
     bands: list[int] = []
@@ -367,10 +368,10 @@ def _pool_in_pieces(
 
 
 class _Kernel(msgspec.Struct, frozen=True):
-    """An operator of TFLite that means what one of NNAPI does.
+    """The TFLite operator that is equivalent to an NNAPI operation.
 
-    Of NNAPI's inputs the first so many are its own, or those at the places of a tuple. `fields` of the `options` are
-    constants of NNAPI: each is named with the place of its input.
+    `inputs` is the number of NNAPI's inputs that it takes, from the first on, or a tuple of their positions. `fields`
+    of the `options` are constant inputs in NNAPI: each field has the position of that input.
     """
 
     name: str
@@ -414,7 +415,7 @@ def write_model(network: Network, constants: Constants) -> bytes:
     """Returns the TFLite model of a network, with its inputs and outputs in the same order.
 
     Raises:
-        DeviceError: it holds an operation that TFLite lacks in this form.
+        DeviceError: it has an operation that TFLite lacks in this form.
         MissingExtraError: ai-edge-litert is not installed.
     """
     draft = Draft(network, constants)
@@ -442,7 +443,10 @@ def _write_concat(draft: Draft, _code: int, inputs: Sequence[int], outputs: Sequ
 
 
 def _requantize(draft: Draft, place: int, wanted: Operand) -> int:
-    """Returns an operand on the grid of another: NNAPI joins tensors of several grids, TFLite's s8 kernel of one."""
+    """Returns an operand with the quantization of another.
+
+    NNAPI concatenates tensors with different quantization parameters; TFLite's int8 kernel needs equal ones.
+    """
     operand = draft.operands[place]
     if (operand.scale, operand.zero_point) == (wanted.scale, wanted.zero_point):
         return place
@@ -457,16 +461,16 @@ def _write_softmax(draft: Draft, _code: int, inputs: Sequence[int], outputs: Seq
 
 
 def _axis(draft: Draft, inputs: Sequence[int], at: int) -> int:
-    """Returns the axis that an optional input names: the last where it is left out."""
+    """Returns the axis in an optional input, by default the last."""
     return draft.constants.whole(inputs[at]) if len(inputs) > at else -1
 
 
 def _write_along_last(
     draft: Draft, source: int, target: int, axis: int, name: str, options: str, **fields: float
 ) -> None:
-    """Writes an operation along an axis, of which TFLite has that along the last only."""
+    """Writes an operation along any axis by transposition, because TFLite has it only for the last one."""
     rank = len(draft.operands[source].shape)
-    # Exchanging two axes is its own inverse.
+    # Swapping two axes is its own inverse.
     order = list(range(rank))
     order[axis], order[-1] = order[-1], order[axis]
     if order == list(range(rank)):
@@ -508,7 +512,7 @@ def _write_split(draft: Draft, _code: int, inputs: Sequence[int], outputs: Seque
 
 
 def _write_squeeze(draft: Draft, _code: int, inputs: Sequence[int], outputs: Sequence[int]) -> None:
-    # Without axes, LiteRT as NNAPI drops every axis of size 1.
+    # Without axes, LiteRT drops every axis of size 1, like NNAPI.
     axes = [axis for place in inputs[1:] for axis in draft.constants.values.get(place, np.array([], np.int32)).tolist()]
     draft.add("SQUEEZE", inputs[:1], outputs, "SqueezeOptions", squeezeDims=axes)
 

@@ -1,1 +1,1 @@
-"""ML Programs, the models that ONNX Runtime's Core ML provider writes: read and computed."""
+"""Reads and computes ML Programs, the models that ONNX Runtime's Core ML provider writes."""

@@ -1,10 +1,11 @@
 """Computes ML Programs, operation by operation, in the precision that each declares: `python -m ...compute FOLDER`.
 
-Where a program says half precision, an operation reads halves, computes and sums in float32, and gives halves: Core ML
-lets its GPU sum in half precision only where `AllowLowPrecisionAccumulationOnGPU` asks for it.
+In half precision, an operation reads halves, computes and accumulates in float32, and returns halves: on its GPU, Core
+ML accumulates in half precision only if `AllowLowPrecisionAccumulationOnGPU` is set.
 
-The process of ONNX Runtime's Core ML provider (`tools/ios/coreml.cpp`) asks through the pipe `ask` of the folder and
-reads from `answer`. A program that cannot be computed can be loaded: only running it says why.
+The process with ONNX Runtime's Core ML provider (`tools/ios/coreml.cpp`) writes questions into the pipe `ask` of the
+folder and reads from `answer`. A program that cannot be computed can still be loaded; only running it fails, with the
+reason.
 """
 
 import struct
@@ -30,11 +31,11 @@ OPERATIONS: Mapping[str, Callable[[Arguments], Array | tuple[Array, ...]]] = {
     **RESIZING,
     **WINDOWS,
 }
-"""What can be computed, by the name of the operation in MIL."""
+"""The supported operations by their names in MIL."""
 
 
 def require_known(program: Program) -> None:
-    """Refuses a program with an operation that is not computed here.
+    """Refuses a program with an operation that edgekit does not compute.
 
     Raises:
         ValueError: it holds one; the message names it.
@@ -57,7 +58,7 @@ def compute_program(program: Program, inputs: Tensors) -> dict[str, Array]:
             raise ValueError(f"input '{entry.name}' is missing")
         values[entry.name] = _store(inputs[entry.name], entry)
     left = _count_readers(program)
-    # Infinities and what comes of them are results too: a half ends at 65504.
+    # Infinities and NaN are valid results: halves overflow beyond 65504.
     with np.errstate(all="ignore"):
         for operation in program.operations:
             try:
@@ -72,7 +73,7 @@ def compute_program(program: Program, inputs: Tensors) -> dict[str, Array]:
 
 
 def _count_readers(program: Program) -> dict[str, int]:
-    """Returns how many operations read each value; outputs are read once more, by whoever asked."""
+    """Returns how many operations read each value; outputs count once more, because they are returned."""
     left = dict.fromkeys(program.outputs, 1)
     for operation in program.operations:
         for name in {name for names in operation.inputs.values() for name in names}:
@@ -102,11 +103,11 @@ def _store(value: Array, result: Result) -> Array:
 
 
 _ONNX_TYPES: dict[int, type[np.generic]] = {1: np.float32, 6: np.int32, 7: np.int64, 9: np.bool_, 10: np.float16}
-"""Element types that the provider hands over, by their numbers in ONNX."""
+"""The element types that the provider exchanges, by their numbers in ONNX."""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What was computed: how many operations of each name the programs have, and how many give halves."""
+    """What was computed: the number of operations by name, and how many of them return halves."""
 
     operations: dict[str, int]
     halves: int
@@ -126,13 +127,13 @@ class _Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Computer:
-    """The programs so far, by number; a text in the place of one says why it cannot be computed."""
+    """Holds the loaded programs by number, and runs them; a string in place of a program says why it cannot run."""
 
     def __init__(self) -> None:
         self._programs: dict[int, Program | str] = {}
 
     def load(self, question: bytes, read: Callable[[int], bytes]) -> None:  # noqa: ARG002 - its weights lie beside it
-        """Takes the program of a package."""
+        """Loads the program of a package."""
         model = msgspec.json.decode(question, type=_Question)
         try:
             program = read_package(Path(model.path))
@@ -142,7 +143,7 @@ class Computer:
             self._programs[model.id] = str(error)
 
     def compute(self, question: bytes, read: Callable[[int], bytes]) -> bytes:
-        """Returns the outputs that are asked for, each with its rank and sizes before the elements.
+        """Returns the requested outputs, each as its rank, its sizes and its elements.
 
         Raises:
             ValueError: the program cannot be computed; the message says why.
@@ -156,13 +157,13 @@ class Computer:
         parts: list[bytes] = []
         for asked in run.outputs:
             value = np.asarray(found[asked.name], _ONNX_TYPES[asked.type])
-            # Core ML has no scalars: ONNX Runtime takes one element for one where the graph has a scalar.
+            # Core ML has no scalars: a tensor of one element is returned as a scalar if the graph has one there.
             value = value.reshape(()) if not asked.shape and value.size == 1 else value
             parts.append(struct.pack(f"<{1 + value.ndim}q", value.ndim, *value.shape) + value.tobytes())
         return b"".join(parts)
 
     def describe(self) -> Facts:
-        """Returns what the programs hold."""
+        """Returns what the programs contain."""
         programs = [program for program in self._programs.values() if isinstance(program, Program)]
         steps = [step for program in programs for step in program.operations if step.kind != "const"]
         return Facts(
@@ -178,7 +179,7 @@ def _split_inputs(asked: tuple[_Tensor, ...], data: bytes, wanted: dict[str, Res
         dtype = np.dtype(_ONNX_TYPES[entry.type])
         count = int(np.prod(entry.shape, dtype=np.int64))
         value = np.frombuffer(data, dtype, count, at).reshape(entry.shape)
-        # What ONNX has as a scalar, a program takes as one element.
+        # A scalar in ONNX is a tensor of one element in an ML Program.
         shape = wanted[entry.name].shape if entry.name in wanted else entry.shape
         values[entry.name] = value.reshape(1) if value.ndim == 0 and shape == (1,) else value
         at += count * dtype.itemsize

@@ -1,7 +1,7 @@
-"""Operations of an ML Program: element by element, over axes, and those that only move elements.
+"""Operations of an ML Program: elementwise operations, reductions, and those that only move elements.
 
-Formulas are those of coremltools' mil/ops/defs, which document MIL. Parameters come by name, with the defaults of that
-documentation.
+Formulas follow coremltools' mil/ops/defs, which document MIL. Parameters are passed by name, with the defaults
+documented there.
 """
 
 import math
@@ -14,7 +14,7 @@ from edgekit.model.tensors import Array
 
 
 class Arguments(msgspec.Struct, frozen=True):
-    """The parameters of one operation; half precision has become float32, in which it is computed."""
+    """The parameters of one operation; half-precision tensors were converted to float32 for computing."""
 
     values: Mapping[str, tuple[Array | str, ...]]
 
@@ -22,7 +22,7 @@ class Arguments(msgspec.Struct, frozen=True):
         """Returns a tensor.
 
         Raises:
-            ValueError: there is none of that name.
+            ValueError: there is no tensor of that name.
         """
         found = self.values.get(name, ())
         if len(found) != 1 or isinstance(found[0], str):
@@ -38,7 +38,7 @@ class Arguments(msgspec.Struct, frozen=True):
         return self.tensor(name) if name in self.values else None
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Returns a single number.
+        """Returns a scalar.
 
         Raises:
             ValueError: it is missing, and MIL has no default for it.
@@ -48,26 +48,26 @@ class Arguments(msgspec.Struct, frozen=True):
         return float(self.tensor(name).reshape(-1)[0])
 
     def whole(self, name: str, default: int) -> int:
-        """Returns a single whole number."""
+        """Returns an integer scalar."""
         return int(self.number(name, default))
 
     def flag(self, name: str, *, default: bool = False) -> bool:
-        """Returns a single truth."""
+        """Returns a boolean scalar."""
         return bool(self.number(name, default))
 
     def wholes(self, name: str) -> tuple[int, ...] | None:
-        """Returns whole numbers, None where they are absent."""
+        """Returns a list of integers, None if it is absent."""
         found = self.find(name)
         return None if found is None else tuple(int(value) for value in found.reshape(-1))
 
     def text(self, name: str, default: str) -> str:
-        """Returns a word."""
+        """Returns a string."""
         (found,) = self.values.get(name, (default,))
         return found if isinstance(found, str) else default
 
 
 def as_computed(value: Array) -> Array:
-    """Returns a tensor in the precision that is computed in: float32 for halves."""
+    """Returns a tensor in the precision for computing: halves become float32."""
     return value.astype(np.float32) if value.dtype == np.float16 else value
 
 
@@ -99,7 +99,7 @@ def sigmoid(x: Array) -> Array:
 
 
 def _divide(x: Array, y: Array) -> Array:
-    # Whole numbers are divided towards zero.
+    # Integer division rounds towards zero.
     return np.trunc(x / y) if np.issubdtype(x.dtype, np.integer) else x / y
 
 
@@ -191,7 +191,8 @@ _NAMES = {"bool": np.bool_, "fp16": np.float16, "fp32": np.float32, "int8": np.i
 
 def _reshape(given: Arguments) -> Array:
     x, shape = given.tensor("x"), list(given.wholes("shape") or ())
-    # A size of 0 is that of the same axis; in another rank there is none, and releases of MIL differ.
+    # A size of 0 copies the input's size on the same axis; for an output of another rank, MIL versions differ in its
+    # meaning.
     if 0 in shape and len(shape) != x.ndim:
         raise ValueError(f"its shape {shape} leaves sizes to an input of rank {x.ndim}")
     return x.reshape([x.shape[axis] if size == 0 else size for axis, size in enumerate(shape)])
@@ -256,7 +257,7 @@ def _gather(given: Arguments) -> Array:
 
 
 def _gather_points(given: Arguments) -> Array:
-    """Computes `gather_nd`: the last axis of `indices` names a place along the first axes of `x`."""
+    """Computes `gather_nd`: the last axis of `indices` holds coordinates in the first axes of `x`."""
     if given.whole("batch_dims", 0):
         raise ValueError("it gathers in batches")
     places = np.moveaxis(given.tensor("indices").astype(np.int64), -1, 0)
@@ -268,14 +269,15 @@ def _cast(given: Arguments) -> Array:
     if name not in _NAMES:
         raise ValueError(f"it casts to {name!r}")
     x = given.tensor("x")
-    # Towards zero, as C does.
+    # numpy rounds towards zero here, as C does.
     return x.astype(_NAMES[name])
 
 
 def _to_space(name: str, order: tuple[int, ...], place: int) -> Compute:
-    """Returns the operation that spreads channels over blocks, whose place in the block stands at an axis of `order`.
+    """Returns an operation that rearranges channels into spatial blocks.
 
-    It stands first in the channels for `depth_to_space` (ONNX: DCR), and last for `pixel_shuffle` (CRD).
+    `place` says where the block's axes are among the channels: first for `depth_to_space` (ONNX: DCR), last for
+    `pixel_shuffle` (CRD). `name` is the parameter with the block size, `order` the transposition.
     """
 
     def compute(given: Arguments) -> Array:
@@ -335,7 +337,7 @@ def _reduce(
     before: Callable[[Array], Array] = np.asarray,
     after: Callable[[Array], Array] = np.asarray,
 ) -> Callable[[Arguments], Array]:
-    """Returns a reduction of what `before` makes of each value, whose result `after` finishes."""
+    """Returns a reduction by `formula`; `before` is applied to each element, `after` to the result."""
 
     def compute(given: Arguments) -> Array:
         x, axes = before(given.tensor("x")), given.wholes("axes")

@@ -1,7 +1,7 @@
-"""An ML Program and its weights, read from a `.mlpackage`.
+"""Reads an ML Program and its weights from a `.mlpackage`.
 
-The format is that of coremltools' mlmodel/format/Model.proto and MIL.proto, of which the messages that ONNX Runtime's
-builder writes are declared here; weights lie in the blob file of mlmodel/src/MILBlob/Blob/StorageFormat.hpp.
+The format is that of coremltools' mlmodel/format/Model.proto and MIL.proto; the messages that ONNX Runtime's builder
+writes are declared below. Weights are in a blob file, see mlmodel/src/MILBlob/Blob/StorageFormat.hpp.
 """
 
 import math
@@ -17,8 +17,8 @@ from google.protobuf.message import DecodeError
 
 from edgekit.model.tensors import Array
 
-# Each message, and its fields: number, name, type. A `*` stands for a field that may be there several times, as entries
-# of a map are. Fields that are not named here are skipped.
+# Each message with its fields: number, name, type. A `*` marks a repeated field, such as the entries of a map. Other
+# fields are skipped.
 _MESSAGES = """
 Model: 1 version int64, 500 network bytes, 502 program Program
 Program: 2 functions *FunctionEntry
@@ -49,7 +49,7 @@ Raw: 1 values bytes
 
 
 def _declare(text: str) -> Any:
-    """Returns the class of the first of some messages."""
+    """Declares some protobuf messages, and returns the class of the first."""
     field = descriptor_pb2.FieldDescriptorProto
     scalars = {
         "int64": field.TYPE_INT64, "float": field.TYPE_FLOAT, "double": field.TYPE_DOUBLE,
@@ -104,7 +104,7 @@ _BLOB_KINDS: Mapping[int, type[np.generic]] = {
 _MOST_ELEMENTS = 1 << 31
 
 Value = Array | str
-"""A constant: numbers, or text."""
+"""A value: a tensor or a string."""
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,7 +116,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
-    """An operation: constants stand in `constants`, names of values in `inputs`, both by the parameter."""
+    """An operation; for each parameter, `inputs` has the names of values, or `constants` has a constant."""
 
     kind: str
     name: str
@@ -126,7 +126,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
-    """The function `main` of an ML Program; `opset` says which operations there are, such as CoreML6."""
+    """The function `main` of an ML Program; `opset` names the version of the operation set, such as CoreML6."""
 
     specification: int
     opset: str
@@ -136,11 +136,11 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_package(folder: Path) -> Program:
-    """Returns the program in a `.mlpackage` of ONNX Runtime, with all its weights.
+    """Returns the program in a `.mlpackage` of ONNX Runtime, with its weights.
 
     Raises:
-        ValueError: it is a neural network, which edgekit does not compute, is damaged, or holds what no builder of
-            ONNX Runtime's writes.
+        ValueError: it is in the NeuralNetwork format, which edgekit does not compute, is damaged, or contains something
+            that ONNX Runtime never writes.
         OSError: a file cannot be read.
     """
     files = sorted(folder.rglob("*/model.mlmodel")) if folder.is_dir() else [folder]
@@ -151,7 +151,7 @@ def read_package(folder: Path) -> Program:
 
 
 def read_program(data: bytes, folder: Path) -> Program:
-    """Returns the program in a model's bytes; its blob files are named from `folder` on.
+    """Returns the program in a model's bytes; the paths of its blob files are relative to `folder`.
 
     Raises:
         ValueError: it is another kind of model, or damaged.
@@ -188,9 +188,9 @@ class _Blobs:
         self._files: dict[str, bytes] = {}
 
     def read(self, name: str, offset: int, count: int) -> Array:
-        """Returns the elements behind the record at an offset of a file."""
+        """Returns the elements that the blob record at an offset of a file points to."""
         if name not in self._files:
-            # The package's own root stands before it.
+            # Names of blob files start with this placeholder for the package's folder.
             path = self._folder / name.removeprefix("@model_path/")
             if not path.resolve().is_relative_to(self._folder.resolve()):
                 raise ValueError(f"its blob file {name!r} lies outside")
@@ -255,7 +255,7 @@ def _read_value(value: Any, blobs: _Blobs) -> Value:
         return "".join(tensor.texts.values)
     if kind not in DTYPES:
         raise ValueError(f"it has a constant of element type {kind}")
-    if tensor.HasField("raw"):  # what is narrower than the lists stands as bytes
+    if tensor.HasField("raw"):  # element types without a list of their own, such as halves, are stored as bytes
         found = np.frombuffer(tensor.raw.values, DTYPES[kind])
     else:
         lists = (tensor.floats, tensor.doubles, tensor.ints, tensor.bools, tensor.longs)

@@ -1,6 +1,6 @@
-"""Operations that slide a window over a tensor or sample an image anew: convolutions, pools, resizing, grids.
+"""Operations with a sliding window or resampling: convolutions, pooling, resizing, grid sampling.
 
-Windows and grids are computed by the operators of ONNX that mean the same, in ONNX Runtime's CPU provider.
+Windows and grids are computed by the equivalent ONNX operators in ONNX Runtime's CPU provider.
 """
 
 import functools
@@ -23,18 +23,18 @@ _OPSET = 20
 
 @functools.cache
 def _open_operator(op: str, inputs: int, attributes: tuple[tuple[str, Any], ...]) -> CpuSession:
-    """Returns a session of one operator of ONNX on float tensors of any shape."""
+    """Returns a session of a single ONNX operator on float tensors of any shape."""
     names = [f"i{index}" for index in range(inputs)]
     floats = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in (*names, "y")]
     node = helper.make_node(op, names, ["y"], **dict(attributes))
     graph = helper.make_graph([node], "operator", floats[:-1], floats[-1:])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", _OPSET)], ir_version=9)
-    # What one thread sums up does not depend on the number of cores.
+    # With one thread, the order of sums does not depend on the number of cores.
     return CpuSession(model.SerializeToString(), SessionSettings(level=Level.DISABLED, threads=1))
 
 
 def _run_operator(op: str, tensors: Sequence[Array | None], **attributes: object) -> Array:
-    """Returns what an operator of ONNX gives for some tensors, of which those that are None are left out."""
+    """Returns the output of an ONNX operator for some tensors; those that are None are omitted."""
     given = [tensor for tensor in tensors if tensor is not None]
     try:
         session = _open_operator(op, len(given), tuple(attributes.items()))
@@ -44,7 +44,7 @@ def _run_operator(op: str, tensors: Sequence[Array | None], **attributes: object
 
 
 def _blend(x: Array, axis: int, places: Array) -> Array:
-    """Returns `x` at fractional places along an axis, linearly between its neighbours, its edges going on."""
+    """Interpolates `x` linearly at fractional positions along an axis; positions outside are clamped to the edges."""
     last = x.shape[axis] - 1
     places = np.clip(places, 0, last)
     low = np.floor(places).astype(np.int64)
@@ -57,7 +57,7 @@ def _blend(x: Array, axis: int, places: Array) -> Array:
 
 
 def _list_sizes(given: Arguments, x: Array) -> Iterator[tuple[int, int, int, float]]:
-    """Yields each of the last two axes, with its size, that after resizing, and how much larger that is."""
+    """Yields the last two axes, each with its size, its size after resizing, and the scale factor."""
     for axis, name in ((x.ndim - 2, "height"), (x.ndim - 1, "width")):
         old = x.shape[axis]
         size = given.whole(f"target_size_{name}", 0)
@@ -106,7 +106,7 @@ def _resize_linearly(given: Arguments, *, corners: bool, half: bool) -> Array:
 
 
 def _resample(given: Arguments) -> Array:
-    """Computes `resample`: `coordinates` [N, H, W, 2] are x and y, which the mode scales to the image."""
+    """Computes `resample`: `coordinates` [N, H, W, 2] are x and y, from -1 to 1 across the image."""
     mode, padding = (
         given.text("coordinates_mode", "normalized_minus_one_to_one"),
         given.text("padding_mode", "constant"),
@@ -115,7 +115,8 @@ def _resample(given: Arguments) -> Array:
         raise ValueError(f"its coordinates are {mode!r}")
     if padding not in _PADDINGS:
         raise ValueError(f"its padding is {padding!r}")
-    # The operator of ONNX pads with zeros: weights of neighbours add up to 1, so that what is moved can be moved back.
+    # Constant padding in ONNX's operator is always zero. As interpolation weights sum to 1, subtracting the padding
+    # value before and adding it afterwards gives the same as padding with that value.
     fill = np.float32(given.number("padding_value", 0.0))
     sampling = "nearest" if given.text("sampling_mode", "bilinear") == "nearest" else "linear"
     sampled = _run_operator(
@@ -141,7 +142,7 @@ RESIZING: Mapping[str, Callable[[Arguments], Array]] = {
 
 
 class Window(msgspec.Struct, frozen=True, kw_only=True):
-    """A window along each axis in space; `pads` are before and after."""
+    """A window along each spatial axis; `pads` are pairs of the padding before and after."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
@@ -150,15 +151,15 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def spans(self) -> tuple[int, ...]:
-        """How many elements the window reaches over."""
+        """The extent of the window along each axis, including dilation."""
         return tuple((size - 1) * dilation + 1 for size, dilation in zip(self.sizes, self.dilations, strict=True))
 
 
 def read_window(given: Arguments, sizes: tuple[int, ...], extents: tuple[int, ...]) -> Window:
-    """Returns the window of an operation over `extents`, its padding worked out.
+    """Returns the window of an operation over spatial sizes `extents`, with its padding computed.
 
     Raises:
-        ValueError: its kind of padding is none of MIL's.
+        ValueError: MIL has no such kind of padding.
     """
     ones = (1,) * len(sizes)
     window = Window(
@@ -185,7 +186,7 @@ def _pad_same(window: Window, extents: tuple[int, ...], *, lower: bool) -> Itera
 
 
 def _list_pads(pads: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    """Returns pads as ONNX has them: those before all axes, then those behind."""
+    """Returns pads in ONNX's order: those before each axis, then those after each axis."""
     return (*(before for before, _ in pads), *(after for _, after in pads))
 
 
@@ -204,7 +205,7 @@ def convolve(given: Arguments) -> Array:
 
 
 def convolve_transposed(given: Arguments) -> Array:
-    """Computes `conv_transpose`: `x` [N, C, ...], `weight` [C, K/groups, ...]; padding cuts off the result."""
+    """Computes `conv_transpose`: `x` [N, C, ...], `weight` [C, K/groups, ...]; padding crops the result."""
     x, weight = given.tensor("x"), given.tensor("weight")
     window = read_window(given, weight.shape[2:], x.shape[2:])
     wanted = given.wholes("output_shape")
