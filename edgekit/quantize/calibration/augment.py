@@ -1,4 +1,4 @@
-"""The float graph with nodes that measure activations, so that ONNX Runtime returns a few numbers of each tensor."""
+"""Adds nodes that measure activations to the float graph, so ONNX Runtime returns a few numbers per tensor."""
 
 import math
 from collections.abc import Collection, Iterator, Sequence
@@ -34,21 +34,23 @@ LOWS, HIGHS, SUMS, SCORES = "edgekit.lows", "edgekit.highs", "edgekit.sums", "ed
 PICKS, PATCHES = "edgekit.picks", "edgekit.vectors."
 
 PICKED_VALUES = 1 << 18
-"""About how many values of a tensor its histogram holds, over all samples.
+"""About how many values of a tensor its histogram counts, over all samples.
 
-The share that percentile-99.9 cuts off at an end is then known to 0.009 points (`tail_error`);
+The share that percentile-99.9 clips at an end is then exact to 0.009 points (`tail_error`);
 tools/bench/calibrate_ratio.py shows what it costs.
 """
 
-# Values picked from so many tensors make one output: all in one would be in memory twice. Chosen by hand.
+# The values picked from so many tensors are joined into one output: a single output for all would be in memory twice.
+# Chosen by hand.
 _PICKED_TOGETHER = 16
 
-# Operators whose data decide how long the output is.
+# Operators whose output size depends on their data.
 _SHAPED_BY_DATA = frozenset({"Compress", "NonMaxSuppression", "NonZero", "Unique"})
-# How many channels ONNX Runtime lays side by side in its blocked layout, NCHWc: 16 with AVX-512, 8 or 4 elsewhere
+# The channels in a block of ONNX Runtime's blocked layout, NCHWc: 16 with AVX-512, 8 or 4 elsewhere
 # (onnxruntime/core/mlas/lib/platform.cpp, NchwcBlockSize).
 _BLOCK = 16
-# Operators whose images are most likely in that layout (onnxruntime/core/optimizer/nchwc_transformer.cc).
+# Operators whose outputs are most likely in that layout, if they are images
+# (onnxruntime/core/optimizer/nchwc_transformer.cc).
 _BLOCKED_OPS = frozenset(
     {
         "Add", "AveragePool", "Clip", "Concat", "Conv", "GlobalAveragePool", "LeakyRelu", "MaxPool", "Mul", "Relu",
@@ -57,23 +59,24 @@ _BLOCKED_OPS = frozenset(
 )  # fmt: skip
 _BLOCKED, _PLANES, _OTHER = 0, 1, 2
 TensorAxis = tuple[str, int | None]
-"""A tensor, and the axis of its channels or None: two layers may read one tensor with its channels on two axes."""
-# Operators that can make NaN of finite values.
+"""A tensor, and its channel axis or None: two layers may read one tensor with channels on different axes."""
+# Operators that can turn finite values into NaN.
 _NAN_OPS = frozenset(
     {"Div", "Sqrt", "Log", "Pow", "Reciprocal", "Acos", "Asin", "Atanh", "Acosh", "BatchNormalization"}
 )
 
 
 class AugmentedGraph(msgspec.Struct, frozen=True, kw_only=True):
-    """A graph that measures its activations, and which tensors its added outputs hold, in order.
+    """A graph that measures its activations, and the tensors that its added outputs describe, in order.
 
-    `extremes` lists all measured tensors, with the axis of their channels. `lows` and `highs` are those in the vectors
-    of minima and maxima, with the number of entries of each; they leave out what `bounds` knows from the operator
-    alone, such as the 0 of a Relu. `aliases` maps a tensor before a Relu or Clip to the one after it. `scores` are the
-    tensors before a Softmax whose lowest unmasked value is measured too. `sums` are tensors whose sum is taken to catch
+    `extremes` lists all measured tensors with their channel axis. `lows` and `highs` are the tensors in the vectors of
+    minima and maxima, with the number of entries of each; they omit `bounds`, which follow from the operator alone,
+    such as the 0 of a Relu. `aliases` maps a tensor before a Relu or Clip to the one after it. `scores` are the tensors
+    before a Softmax whose lowest unmasked value is measured too. `sums` are tensors whose sum is computed to detect
     NaN, which ONNX Runtime's minimum and maximum skip. `picks` are the tensors in the vectors of picked values, with
-    how many of each. `patches` says how to read the input patches of layers from the output named PATCHES and the node
-    of the first layer: queries, keys and values multiply the same. `channel_axes` is by the node of a layer.
+    the number of values. `patches` says how to read the input patches of layers from the output that is named PATCHES
+    and the first layer's node: several layers, such as queries, keys and values, may share patches. `channel_axes`
+    holds the channel axis of each layer's input, by node name.
     """
 
     proto: onnx.ModelProto
@@ -92,10 +95,10 @@ class AugmentedGraph(msgspec.Struct, frozen=True, kw_only=True):
 def augment_graph(
     graph: Graph, kept: Collection[str] = (), *, picked: int = 0, patch_samples: int = 0
 ) -> AugmentedGraph:
-    """Returns the graph with outputs for the minimum and maximum of each float activation, and with the tensors `kept`.
+    """Returns the graph with the minimum and maximum of each float activation, and the tensors `kept`, as outputs.
 
-    Of each activation `picked` values at fixed positions are outputs too. With `patch_samples`, so are patches of the
-    input of each layer with weights: as many as one of so many samples should give.
+    Also outputs are `picked` values of each activation, at fixed positions, and, with `patch_samples`, patches of the
+    input of each layer with weights: as many as one of so many samples should contribute.
     """
     aliases, unsized, layers = folded_activations(graph), _find_unsized(graph), read_layers(graph)
     unsure = {*aliases, *unsized, *find_infinite_tensors(graph)}
@@ -136,18 +139,18 @@ def augment_graph(
 
 
 def pick_outputs(tensors: int) -> Iterator[tuple[str, slice]]:
-    """Yields the names of the outputs that hold picked values of so many tensors, and which tensors each holds."""
+    """Yields the names of the outputs with the picked values of so many tensors, and the tensors in each."""
     for start in range(0, tensors, _PICKED_TOGETHER):
         yield f"{PICKS}.{start}", slice(start, min(start + _PICKED_TOGETHER, tensors))
 
 
 def picked_values(samples: int) -> int:
-    """Returns how many values of a tensor one of so many samples adds to its histogram."""
+    """Returns how many values of a tensor each of so many samples adds to its histogram."""
     return int(np.clip(PICKED_VALUES // max(1, samples), 256, 8192))
 
 
 def _list_extremes(graph: Graph, names: Sequence[str], layers: Sequence[Layer]) -> list[TensorAxis]:
-    """Returns each tensor with the axes on which its layers have their channels, in the order of `_layout`."""
+    """Returns each tensor with the channel axes that its layers use, in the order of `_layout`."""
     axes: dict[str, list[int | None]] = {}
     for layer in layers:
         axis = layer.channel_axis(graph)
@@ -158,7 +161,7 @@ def _list_extremes(graph: Graph, names: Sequence[str], layers: Sequence[Layer]) 
 
 
 def _find_unsized(graph: Graph) -> frozenset[str]:
-    """Returns the tensors of unknown size behind an operator whose data decide the size: they may be empty."""
+    """Returns the tensors of unknown size after an operator with data-dependent size: they may be empty."""
     found: set[str] = set()
     for node in graph.nodes:
         if node.op_type in _SHAPED_BY_DATA or not found.isdisjoint(node.input):
@@ -172,23 +175,23 @@ def _count_entries(graph: Graph, name: str, axis: int | None) -> int:
 
 
 def _count_pickable(graph: Graph, name: str) -> int:
-    """Returns how many values there are to pick from: those of the first element where the batch size is unknown."""
+    """Returns how many values there are to pick from; with an unknown batch size, those of the first element."""
     first, *rest = graph.dims(name) or (None,)
     known = [dim for dim in (1 if first is None else first, *rest) if dim is not None]
     return math.prod(known) if rest and len(known) == len(rest) + 1 else 0
 
 
 def _is_image(graph: Graph, name: str, axis: int | None) -> bool:
-    """Returns True for one image with a known number of channels: its extremes are taken plane by plane."""
+    """Returns True for one image with a known number of channels: its extremes are computed plane by plane."""
     shape = graph.dims(name)
     return len(shape) == 4 and shape[0] == 1 and shape[1] is not None and axis in {None, 1}
 
 
 def _layout(graph: Graph, name: str, axis: int | None) -> int:
-    """Returns how the extremes of a tensor are taken: in ONNX Runtime's blocked layout, plane by plane, or otherwise.
+    """Returns how a tensor's extremes are computed: in ONNX Runtime's blocked layout, plane by plane, or otherwise.
 
-    A GlobalMaxPool and a Concat of channels work in the blocked layout where its blocks are full, and a Concat only
-    where all that it joins has that layout.
+    A GlobalMaxPool and a Concat of channels run in the blocked layout if all blocks are full, and the Concat only if
+    all its inputs have that layout.
     """
     if not _is_image(graph, name, axis):
         return _OTHER
@@ -209,9 +212,9 @@ class _Builder:
         self._constant("edgekit.flat", np.array([-1]))
 
     def extremes(self, output: str, op: str, wanted: Sequence[TensorAxis]) -> None:
-        """Adds an output with the extremes of tensors, which come in the order of `_layout`.
+        """Adds an output with the extremes of tensors, in the order of `_layout`.
 
-        Those of images are joined before they are flattened, since every small node takes some microseconds.
+        Extremes of images are concatenated before they are flattened, since every small node takes some microseconds.
         """
         layouts = {each: _layout(self._graph, *each) for each in wanted}
         parts: list[str] = []
@@ -223,7 +226,7 @@ class _Builder:
         self.concat(output, parts + others)
 
     def reduce(self, op: str, name: str, axis: int | None = None) -> str:
-        """Adds a reduction to one value, or to one for each index of an axis."""
+        """Adds a reduction to one value, or to one value for each index of an axis."""
         rank = len(self._graph.dims(name))
         source = self._reduce_planes(op, name) if rank == 4 and axis in {None, 1} else name
         others = None if axis is None else [at for at in range(rank) if at != axis]
@@ -231,7 +234,7 @@ class _Builder:
         return self._flatten(reduced) if axis is None else reduced
 
     def lowest_score(self, scores: AttentionScores) -> str:
-        """Adds the lowest value before a Softmax that counts; a row that is masked as a whole does not count."""
+        """Adds the lowest value before a Softmax that is not masked; fully masked rows are ignored."""
         rank = len(self._graph.dims(scores.tensor))
         highest = self._reduce_axes("ReduceMax", scores.tensor, [rank - 1], keepdims=1)
         seen = self._node("Greater", [highest, self._number(MASK_VALUE / 10)])
@@ -243,11 +246,11 @@ class _Builder:
         """Adds values of a tensor at fixed positions."""
         size = _count_pickable(self._graph, name)
         positions = self._constant(f"edgekit.positions.{size}.{count}", sample_positions(size, count))
-        # ONNX Runtime's Gather would copy each single value by a call of memcpy; GatherElements assigns it.
+        # ONNX Runtime's Gather would call memcpy for each single value; GatherElements assigns it.
         return self._node("GatherElements", [self._flatten(name), positions], axis=0)
 
     def patches(self, layers: Collection[Layer], samples: int) -> Iterator[tuple[tuple[Layer, ...], PatchIndices]]:
-        """Adds outputs with patches of the inputs of layers where sizes are known, and yields where these lie."""
+        """Adds outputs with input patches of layers with known sizes; yields the layers and the patches' positions."""
         found = [(layer, locate_patches(self._graph, layer, patches_per_sample(layer, samples))) for layer in layers]
         alike: dict[object, list[tuple[Layer, PatchIndices]]] = {}
         for layer, where in found:
@@ -262,7 +265,7 @@ class _Builder:
             yield (layer, *(other for other, _ in others)), where
 
     def _gather_open(self, name: str, count: int) -> str:
-        """Returns rows of a tensor that has another number of rows in each sample, picked as by `sample_positions`."""
+        """Returns rows of a tensor whose number of rows varies between samples, picked as in `sample_positions`."""
         axis, double = len(self._graph.dims(name)) - 2, onnx.TensorProto.DOUBLE
         shape = self._node("Shape", [name])
         rows = self._node("Gather", [shape, self._constant(f"edgekit.axes.{axis}", np.array([axis]))], axis=0)
@@ -277,13 +280,13 @@ class _Builder:
         return self._node("Gather", [name, self._node("Min", [places, last])], axis=axis)
 
     def concat(self, name: str, parts: list[str]) -> None:
-        """Adds an output of joined vectors, if there are any."""
+        """Adds an output of concatenated vectors, if there are any."""
         if parts:
             self.proto.graph.node.append(helper.make_node("Concat", parts, [name], axis=0))
             self.proto.graph.output.append(helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [None]))
 
     def measure_early(self) -> None:
-        """Puts each measuring node right behind what it measures, so that memory is freed early."""
+        """Moves each measuring node right after the node that it measures, so that memory is freed early."""
         own, places, order = len(self._graph.proto.node), dict[str, int](), list[tuple[int, int]]()
         for index, node in enumerate(self.proto.graph.node):
             place = index if index < own else max((places.get(name, -1) for name in node.input), default=-1)
@@ -292,8 +295,8 @@ class _Builder:
         set_nodes(self.proto.graph, [self.proto.graph.node[index] for _, index in sorted(order)])
 
     def _reduce_planes(self, op: str, name: str) -> str:
-        # A pool reads ONNX Runtime's blocked layout, while a reduction would first turn the whole tensor back into
-        # NCHW. There is no pool for minima.
+        # A pool runs in ONNX Runtime's blocked layout, while a reduction would first convert the whole tensor to NCHW.
+        # There is no pooling operator for minima.
         if op == "ReduceMax":
             return self._node("GlobalMaxPool", [name])
         return self._reduce_axes(op, name, [2, 3], keepdims=1)

@@ -1,4 +1,4 @@
-"""Every float activation of a model measured over the samples, which are streamed: once for all targets."""
+"""Measures every float activation of a model over streamed samples, once for all targets."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -35,32 +35,33 @@ from edgekit.quantize.ranges import (
 )
 
 MEASURED_SAMPLES = 64
-"""From so many samples come histograms, moments and the held-out samples.
+"""So many samples give histograms, moments and the held-out samples.
 
-Chosen by hand: tools/bench/calibrate_ratio.py shows what more would cost, `Calibration.sample_error` what fewer would.
+Chosen by hand: tools/bench/calibrate_ratio.py shows the time that more would take, `Calibration.sample_error` the error
+with fewer.
 """
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The ranges of a model's float activations over some samples: plain data, good for every target.
+    """The ranges of a model's float activations over some samples: plain data, valid for every target.
 
     Attributes:
         model_sha256: the digest of the model's file.
         samples_sha256: a digest of all inputs of all samples.
-        samples: how many samples there were.
-        measured: how many of them the histograms come from.
-        picked: how many values of each tensor a measured sample adds to its histogram, at most.
+        samples: the number of samples.
+        measured: how many of them were counted in the histograms.
+        picked: the largest number of values of a tensor that a measured sample adds to its histogram.
         is_exact: whether the histograms hold all values of all samples.
         sample_error: by how much a share of a tensor's values, read from its histogram, may differ from the share over
-            all samples because not all were measured: with 95 % certainty, for the tensor where it is most.
-        known: how many samples were not run because a cache knew them.
-        notes: what was wrong with a cache, and where few samples judge.
+            all samples because not all were measured: with 95 % confidence, for the tensor with the largest difference.
+        known: how many samples were read from a cache instead of run.
+        notes: problems with a cache, and a remark if few samples judge.
         ranges: by range method, the range of each float activation of the main graph. "minmax" and "moving-average"
-            come from every sample and every value, but for scores that a mask hides before a Softmax; the others come
-            from histograms.
-        statistics: the folder with what is too large for plain data, the moments of layer inputs and the held-out
-            samples, or "" where there is none. It may be removed when all plans are applied.
-        outputs: what was stated of the outputs.
+            come from every value of every sample, except masked scores before a Softmax; the others come from
+            histograms.
+        statistics: the folder with the data that are too large for this struct (moments of layer inputs and held-out
+            samples), "" if there is none. It may be removed once all plans are applied.
+        outputs: what the user stated about the outputs.
     """
 
     model_sha256: str
@@ -77,7 +78,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     outputs: dict[str, StatedOutput] = {}
 
     def map_ranges(self, change: Callable[[str, TensorRange], TensorRange]) -> "Calibration":
-        """Returns a calibration whose ranges `change` made of these, tensor by tensor and method by method."""
+        """Returns a calibration with `change` applied to the range of each tensor, for each method."""
         ranges = {method: {name: change(name, its) for name, its in own.items()} for method, own in self.ranges.items()}
         return msgspec.structs.replace(self, ranges=ranges)
 
@@ -95,15 +96,15 @@ def calibrate_model(
 ) -> Calibration:
     """Measures every float activation of a prepared float model, streaming the samples.
 
-    The lowest and highest values come from every sample. Histograms, for the range methods that need them, and with
-    `fitting` the moments that rounding learns from, come from MEASURED_SAMPLES samples, spread evenly, in a pass of
-    their own. Memory does not grow with the number of samples. `work` is a folder for the statistics and intermediate
-    files. With a `cache` a calibration that was interrupted goes on, and one that ended is read: the result is the same
-    to the last bit. `outputs` states what outputs are.
+    The lowest and highest values come from every sample. Histograms (for the range methods that need them) and, with
+    `fitting`, the moments for rounding come from MEASURED_SAMPLES evenly spread samples, in a separate pass. Memory
+    does not grow with the number of samples. `work` is a folder for the statistics and intermediate files. With a
+    `cache` an interrupted calibration continues, and a complete one is read: the result is the same to the last bit.
+    `outputs` states the kinds of the outputs.
 
     Raises:
         UsageError: there is no such range method.
-        DataError: there is no sample, or a sample makes an activation infinite or NaN.
+        DataError: there are no samples, or a sample makes an activation infinite or NaN.
         ModelError: the model is quantized already, is older than opset 13, or has no float activation.
         OutputError: the cache cannot be written.
     """
@@ -140,7 +141,7 @@ def calibrate_model(
 
 
 def open_float_graph(model: Model, calibration: Calibration) -> Graph:
-    """Returns the float graph of a model, as its calibration stored it, or read again where that is gone.
+    """Returns the float graph of a model: as its calibration stored it, or read again if that file is gone.
 
     Raises:
         ModelError: the model is quantized already, or older than opset 13, or names clash.
@@ -188,7 +189,7 @@ def _choose_ranges(
     statistics: ActivationStatistics,
     methods: Sequence[str],
 ) -> dict[str, dict[str, TensorRange]]:
-    # Histograms hold masked values too, so no method reads the histogram of scores that a mask hides before a Softmax.
+    # Histograms count masked values too, so for masked scores before a Softmax no method uses them.
     masked, empty = statistics.masked(), HistogramCollector().freeze()
     exact, mean = statistics.exact_ranges() | masked, statistics.mean_ranges() | masked
     histograms = statistics.histograms() | dict.fromkeys(masked, empty)

@@ -1,7 +1,7 @@
-"""Samples that are kept of a calibration, with what the float model gives for some.
+"""The samples of a calibration that are stored: held-out samples, with the float model's outputs, and fitting samples.
 
-Held-out samples judge every candidate: nothing is fitted to them. Fitting samples are others, which rounding runs the
-model on again.
+Held-out samples judge every candidate, and nothing is fitted to them. Fitting samples are others, on which rounding
+runs the model again.
 """
 
 from collections.abc import Collection, Iterator
@@ -14,23 +14,25 @@ from edgekit.data.samples import Samples, select_samples, spread_indices
 from edgekit.errors import UsageError
 from edgekit.model.tensors import HEADERS, Array, Tensors
 
-# Weights that were rounded by samples look better on these samples than on others, so some samples are kept from
-# rounding; but where there are few, rounding needs all. The numbers are chosen by hand with
-# tools/bench/quantize_zoo.py.
+# Weights that were rounded with some samples look better on these than on others, so some samples are kept out of
+# rounding; but if there are few, rounding needs all. The numbers are chosen by hand with tools/bench/quantize_zoo.py.
 MOST_SAMPLES = 16
-MOST_BYTES = 64 << 20  # of inputs and outputs together: they are in the cache, and in memory
+MOST_BYTES = 64 << 20  # of inputs and outputs together, which lie in the cache and in memory
 FEWEST_SAMPLES = 8
-"""With fewer samples in all none is held out."""
+"""With fewer samples than this, none is held out."""
 LEAST_KEPT, LEAST_BYTES = 4, 1 << 30
-"""So many large samples, such as those with the KV cache of a language model, are kept up to so many bytes; one is kept
-in any case. Without a judge a plan would be plain minmax, and nobody would be told."""
+"""The first 4 held-out samples may take up to 1 GB, more than MOST_BYTES.
+
+Samples may be large, as with the KV cache of a language model. One is kept in any case: without any to judge by, a plan
+would be plain minmax, and nobody would be told.
+"""
 MOST_FITTED_SAMPLES, MOST_FITTED_BYTES = 16, 32 << 20
-"""So many samples show what reaches a layer: a choice, for the time. For each layer the model runs on all, twice."""
+"""So many fitting samples are stored: a choice, to save time. For each layer the model runs on all of them, twice."""
 _NUMERIC = "fiub"
 
 
 class HeldOut:
-    """Takes samples spread over a stream, at most 16 and at most a third, with some float tensors."""
+    """Keeps samples spread over a stream, at most 16 and at most a third, with some float tensors."""
 
     def __init__(self, count: int, tensors: Collection[str]) -> None:
         self._tensors = tensors
@@ -40,7 +42,7 @@ class HeldOut:
         self.arrays: dict[str, Array] = {}
 
     def describe_loss(self) -> tuple[str, ...]:
-        """Returns how many samples judge, and why, where these are fewer than were wanted."""
+        """Returns a note with the number of judging samples and the reason, if they are fewer than wanted."""
         wanted, kept = len(self._indices), len(self.positions())
         if not kept:
             why = f"{FEWEST_SAMPLES} are needed" if not wanted else "inputs are no plain numbers"
@@ -51,14 +53,14 @@ class HeldOut:
         return (f"{kept} of {wanted} held-out samples judge the plans: each has {each:.0f} MB",)
 
     def offer(self, index: int, sample: Tensors, values: Tensors) -> bool:
-        """Takes a sample with the float model's tensors if it is one to hold out, and returns whether it is."""
+        """Keeps a sample with the float model's tensors if it is to be held out, and returns whether it is."""
         outputs = {name: value for name, value in values.items() if name in self._tensors}
         size_bytes = sum(value.nbytes for value in (*sample.values(), *outputs.values()))
         if index not in self._indices or not _is_numeric(sample) or not self._has_room(size_bytes):
             return False
         self._size_bytes, self._kept = self._size_bytes + size_bytes, self._kept + 1
         self.arrays.update({f"{index}:in:{name}": value for name, value in sample.items()})
-        # An array that ONNX Runtime returns holds the memory of its whole session.
+        # An array that ONNX Runtime returned keeps the memory of its whole session.
         self.arrays.update({f"{index}:out:{name}": value.copy() for name, value in outputs.items()})
         return True
 
@@ -67,16 +69,16 @@ class HeldOut:
         return self._kept == 0 or self._size_bytes + size_bytes <= most
 
     def positions(self) -> set[int]:
-        """Returns the positions, among those offered, of the samples that were taken."""
+        """Returns the positions of the kept samples among those offered."""
         return {int(name.split(":", 1)[0]) for name in self.arrays}
 
     def restore(self, arrays: Tensors) -> bool:
-        """Goes on from arrays that were collected before; returns False if they are none."""
+        """Continues from arrays that were collected before; returns False if they are not such arrays."""
         for name, array in arrays.items():
             index, side, *_ = (*name.split(":", 2), "")
             if side not in {"in", "out"} or not index.isdecimal() or int(index) not in self._indices:
                 return False
-            self.arrays[name] = array.copy()  # a view would hold the whole checkpoint in memory
+            self.arrays[name] = array.copy()  # a view would keep the whole checkpoint in memory
         self._size_bytes, self._kept = sum(array.nbytes for array in arrays.values()), len(self.positions())
         return self._kept <= 1 or self._size_bytes <= (MOST_BYTES if self._kept > LEAST_KEPT else LEAST_BYTES)
 
@@ -101,7 +103,7 @@ def read_held_out(folder: Path) -> Iterator[tuple[dict[str, Array], dict[str, Ar
 
 
 def save_fitted(folder: Path, samples: Samples, indices: Collection[int]) -> None:
-    """Writes fitting samples into a folder: the first of those at `indices`, as many as are allowed."""
+    """Writes fitting samples into a folder: the first of those at `indices`, up to the allowed number and size."""
     arrays: dict[str, Array] = {}
     left = MOST_FITTED_BYTES
     chosen = sorted(indices)[:MOST_FITTED_SAMPLES]

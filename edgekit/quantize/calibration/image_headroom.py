@@ -1,4 +1,4 @@
-"""Headroom for networks that make images of images, whose inputs may be brighter than the samples."""
+"""Headroom for image-to-image networks, whose inputs may be brighter than the samples."""
 
 from collections.abc import Mapping
 
@@ -8,23 +8,23 @@ from edgekit.quantize.accuracy.output_kinds import WHITES, may_be_image
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.ranges import TensorRange, snap_range
 
-# Samples whose brightest pixel is below 1 / 1.25 of white are no photographs, or have another scale; and a range that
-# is a quarter wider loses a third of a bit. Chosen by hand: tests/quantize/test_quantize_image_headroom.py.
+# Samples whose brightest pixel is below 1 / 1.25 of white are not photographs, or have another scale; and widening a
+# range by a quarter costs a third of a bit. Chosen by hand: tests/quantize/test_quantize_image_headroom.py.
 _MOST_HEADROOM = 1.25
 
 
 def makes_images(graph: Graph, outputs: Mapping[str, StatedOutput]) -> bool:
-    """Returns True if an output of a graph is stated to be an image, or may be one where nothing is stated."""
+    """Returns True if an output of a graph is stated to be an image, or, if nothing is stated, may be one."""
     return any(_is_image(graph, name, outputs) for name in graph.outputs)
 
 
 def add_image_headroom(graph: Graph, calibration: Calibration) -> Calibration:
-    """Returns a calibration in which the ranges of a network that makes images of images leave room for white.
+    """Returns a calibration in which the ranges of an image-to-image network leave room for white.
 
-    Where the brightest pixel of all samples is 0.9, a white wall would be clipped and come out darker. The activations
-    of such a network grow about as its input does, so every range is widened by the factor that the input's needs, at
-    most by a quarter. The ranges of the images themselves reach from black to white with every method. This is done
-    where pixels lie between 0 and 1, or 0 and 255.
+    If the brightest pixel of all samples is 0.9, a white wall would be clipped and come out darker. Activations of such
+    a network grow about in proportion to its input, so every range is widened by the factor that the input's range
+    needs, at most by a quarter. The ranges of the images themselves reach from black to white with every method. This
+    is done if pixels lie between 0 and 1, or 0 and 255.
     """
     seen = calibration.ranges["minmax"]
     fed = [value.name for value in graph.proto.input if _is_image(graph, value.name, {})]
@@ -44,7 +44,7 @@ def add_image_headroom(graph: Graph, calibration: Calibration) -> Calibration:
 
 
 def _find_white(seen: Mapping[str, TensorRange], name: str) -> list[float]:
-    """Returns the value that white has in an input, nothing where its values are no such pixels."""
+    """Returns the value of white in an input; an empty list if its values are not such pixels."""
     its = seen.get(name, TensorRange(low=-1.0, high=0.0))
     return [white for white in WHITES if its.low >= 0 and white / _MOST_HEADROOM <= its.high <= white]
 
@@ -52,7 +52,7 @@ def _find_white(seen: Mapping[str, TensorRange], name: str) -> list[float]:
 def _holds_pixels(
     graph: Graph, name: str, seen: TensorRange, white: float, outputs: Mapping[str, StatedOutput]
 ) -> bool:
-    """Returns True if a tensor is an input or output of a graph, or an input resized, whose values may be pixels."""
+    """Returns True if a tensor is an input (possibly resized) or output of a graph whose values may be pixels."""
     if name in graph.outputs:
         return _is_image(graph, name, outputs) and white / _MOST_HEADROOM <= seen.high <= _MOST_HEADROOM * white
     while name in graph.producers and graph.producers[name].op_type in {"Resize", "Upsample"}:

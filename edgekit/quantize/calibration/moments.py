@@ -1,8 +1,8 @@
 """First and second moments of the inputs of layers, gathered inside ONNX Runtime and summed in numpy.
 
-Rounding with second-order information needs nothing else of the data: E[xx'] is the Hessian of a layer's squared output
-error, up to a factor (GPTQ, E. Frantar et al., arXiv:2210.17323), and bias correction multiplies by E[x]. Where a bias
-takes the mean error, the covariance E[xx'] - E[x]E[x]' counts instead.
+Rounding with second-order information needs nothing else from the data: E[xx'] is the Hessian of a layer's squared
+output error, up to a factor (GPTQ, E. Frantar et al., arXiv:2210.17323), and bias correction multiplies by E[x]. If a
+bias corrects the mean error, the covariance E[xx'] - E[x]E[x]' takes the place of E[xx'].
 """
 
 import contextlib
@@ -20,11 +20,13 @@ from edgekit.quantize.calibration.store import ArrayFile
 from edgekit.quantize.graph.layers import Layer, PatchIndices, expand_channel_factors
 
 BUDGET_BYTES = 96 << 20
-"""How much memory all second moments may take; beyond it they are made block diagonal. Chosen by hand:
-tools/bench/calibrate_ratio.py shows the memory of a calibration."""
-# 128 channels x 3 x 3, and halves of that: a block holds whole kernels of neighbouring channels.
+"""The memory for all second moments; if they need more, they are made block diagonal.
+
+Chosen by hand: tools/bench/calibrate_ratio.py shows the memory of a calibration.
+"""
+# 128 channels x 3 x 3, then halves of it: a block holds whole kernels of neighbouring channels.
 _BLOCK_SIZES = (1152, 576, 288, 144)
-# Patches are multiplied when there are so many, since products of a few rows are slow. Chosen by hand.
+# Patches are collected until there are so many, since products of a few rows are slow. Chosen by hand.
 _FLUSH_ROWS = 256
 _FIELDS = ("mean", "spread", "low", "high", "covariance")
 
@@ -32,10 +34,10 @@ _FIELDS = ("mean", "spread", "low", "high", "covariance")
 class InputMoments(msgspec.Struct, frozen=True, kw_only=True):
     """Statistics of a layer's input patches: their `count`, mean [groups, inputs] and covariance.
 
-    `low` and `high` [channels] are the extremes over all places of all samples, and `spread` [groups, inputs] is the
-    difference of the two: it shows an input that seldom fires, which patches may miss. `covariance` is
-    [groups x pieces, size, size]. Where there are several pieces, the inputs are cut into parts of `size`, and the
-    covariance between two parts is left out.
+    `low` and `high` [channels] are the extremes over all positions of all samples, and `spread` [groups, inputs] is
+    their difference: it reveals an input that is seldom nonzero, which patches may miss. `covariance` is [groups x
+    pieces, size, size]. If there are several pieces, the inputs are divided into parts of `size`, and the covariance
+    between different parts is omitted.
     """
 
     count: int
@@ -47,11 +49,11 @@ class InputMoments(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def size(self) -> int:
-        """How many inputs a block of the second moment has."""
+        """The number of inputs in a block of the second moment."""
         return int(self.covariance.shape[-1])
 
     def second_moment(self, *, centred: bool = False) -> Array:
-        """Returns E[xx'], or if `centred` the covariance, in float64 [groups x pieces, size, size]."""
+        """Returns E[xx'], or the covariance if `centred`, in float64 [groups x pieces, size, size]."""
         covariance = self.covariance.astype(np.float64)
         if centred:
             return covariance
@@ -70,18 +72,19 @@ class MomentCollector:
     def __init__(self, layer: Layer, patches: PatchIndices, size: int, file: ArrayFile) -> None:
         self._layer, self._patches, self._size = layer, patches, size
         # Sums over thousands of patches lose digits in float32. Second moments in float64 would take twice the memory,
-        # so only means, which bias correction subtracts, are summed in it.
+        # so only means, which bias correction needs precisely, are summed in float64.
         self._sum = np.zeros((layer.groups, layer.inputs))
-        # The mean of the first patches is subtracted before products are summed. Where an input hardly varies beside
-        # its mean, E[xx'] - E[x]E[x]' of float32 sums would be all rounding, and seldom positive definite.
+        # The mean of the first patches is subtracted before products are summed. If an input varies little compared
+        # with its mean, E[xx'] - E[x]E[x]' from float32 sums would be mostly rounding error, and seldom positive
+        # definite.
         self._shift = np.zeros((layer.groups, layer.inputs), np.float32)
-        # They lie in a file, since they are used once in several samples: in between they take no memory.
+        # The products lie in a file: they are used only once in several samples, and take no memory in between.
         self._products = file.zeros((layer.groups * (layer.inputs // size), size, size), np.float32)
         self._file, self._pending, self._filled = file, file.zeros((0, layer.inputs * layer.groups), np.float32), 0
         self._count = np.zeros((), np.int64)
 
     def arrays(self) -> dict[str, Array]:
-        """Returns the arrays of the sums themselves, after pending patches were added: `restore` writes into them."""
+        """Returns the arrays of the sums, not copies, with pending patches added: `restore` writes into them."""
         self._flush()
         return {"count": self._count, "sum": self._sum, "shift": self._shift, "products": self._products.values}
 
@@ -100,11 +103,11 @@ class MomentCollector:
         self._pending.release()
 
     def freeze(self, lows: Array, highs: Array) -> InputMoments:
-        """Returns the moments of all patches, given the extremes of the source for each channel, or for all at once."""
+        """Returns the moments of all patches, given the source's extremes per channel, or for all channels at once."""
         self._flush()
         count, taps = max(1, int(self._count)), math.prod(self._patches.kernel)
         lows, highs = (np.broadcast_to(ends, self._sum.size // taps) for ends in (lows, highs))
-        # Padding adds zeros to the values that were seen.
+        # Padding adds zeros to the values of patches.
         padded = not all(inside.all() for inside in self._patches.inside)
         spread = np.maximum(highs, 0) - np.minimum(lows, 0) if padded else highs - lows
         return InputMoments(
@@ -122,7 +125,7 @@ class MomentCollector:
         left = (self._sum / count - self._shift).astype(np.float32).reshape(-1, self._size)
         for place, mean in enumerate(left):
             centred[place] -= np.outer(mean, mean)
-        # Where an input never varies, rounding may leave a variance below 0.
+        # If an input never varies, rounding may make its variance negative.
         np.einsum("gii->gi", centred)[...] = np.maximum(np.diagonal(centred, axis1=1, axis2=2), 0)
         return centred
 
@@ -142,7 +145,7 @@ class MomentCollector:
 
 
 def scale_moments(moments: InputMoments, layer: Layer, factors: Array) -> InputMoments:
-    """Returns the moments that a layer's input has once its channels are multiplied by factors."""
+    """Returns the moments of a layer's input after its channels are multiplied by factors."""
     scale = expand_channel_factors(layer, factors)[:, 0].astype(np.float32)
     pieces = scale.reshape(-1, moments.size)
     return msgspec.structs.replace(
@@ -156,7 +159,7 @@ def scale_moments(moments: InputMoments, layer: Layer, factors: Array) -> InputM
 
 
 def block_sizes(layers: Sequence[Layer]) -> dict[str, int]:
-    """Returns by each layer's node how many inputs a block of its second moment has, so that all fit the budget."""
+    """Returns, by node name, the block size of each layer's second moment, so that all fit into the budget."""
     sizes: dict[str, int] = {}
     for limit in _BLOCK_SIZES:
         sizes = {layer.node: _divide(layer.inputs, limit) for layer in layers}
@@ -166,14 +169,14 @@ def block_sizes(layers: Sequence[Layer]) -> dict[str, int]:
 
 
 def patches_per_sample(layer: Layer, samples: int) -> int:
-    """Returns how many patches one of so many samples should give: together about four times the layer's inputs."""
-    # With fewer patches than inputs E[xx'] is singular, for which `shrink_moment` makes up.
+    """Returns how many patches each of so many samples should give: in all about four times the layer's inputs."""
+    # With fewer patches than inputs E[xx'] is singular; `shrink_moment` compensates for that.
     wanted = int(np.clip(4 * layer.inputs, 1024, 4096))
     return int(np.clip(-(-wanted // max(1, samples)), 1, 64))
 
 
 def save_moments(path: Path, moments: Iterable[tuple[Sequence[str], InputMoments]]) -> None:
-    """Writes moments one by one to an .npz file, each with the nodes of the layers that read that input."""
+    """Writes moments one by one to an .npz file, each with the node names of the layers that read the input."""
     places: dict[str, int] = {}
     counts: list[int] = []
     with zipfile.ZipFile(path, "w") as archive:
@@ -193,7 +196,7 @@ def save_moments(path: Path, moments: Iterable[tuple[Sequence[str], InputMoments
 
 
 class StoredMoments:
-    """The moments in an open file, read for one node at a time; threads may read side by side."""
+    """The moments in an open file, read for one node at a time; threads may read in parallel."""
 
     def __init__(self, archive: Mapping[str, Array]) -> None:
         with HEADERS:

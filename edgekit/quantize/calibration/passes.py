@@ -1,4 +1,4 @@
-"""The passes of a calibration over its samples: what the cache knows is skipped, and what is measured is cached."""
+"""The passes of a calibration over its samples: cached samples are skipped, and new results are cached."""
 
 import platform
 import time
@@ -30,17 +30,17 @@ from edgekit.quantize.graph.float_graph import float_activations
 from edgekit.quantize.graph.float_regions import find_infinite_tensors
 
 SUMMED_SAMPLES = 8
-"""After each so many samples pending sums are made, and a checkpoint may be written."""
+"""After every so many samples pending values are summed, and a checkpoint may be written."""
 _MEASURED, _EXTREMES = "measured", "extremes"
-# What a checkpoint may hold besides its arrays: names and shapes, and the digest of each sample.
+# Bytes that a checkpoint may hold besides its arrays: for names and shapes, and for the digest of each sample.
 _SLACK_BYTES, _SAMPLE_BYTES = 1 << 24, 64
 _PROGRESS_SECONDS = 2.0  # chosen by hand
 
 
 class CalibrationTask(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure: histograms, moments and extremes of the samples at `indices`, and extremes of the `others`.
+    """What to measure: histograms, moments and extremes of the samples at `indices`, only extremes of `others`.
 
-    Held-out samples keep the tensors `compared`. `picked` and `patch_samples` are those of `augment_graph`.
+    For held-out samples the tensors `compared` are stored. `picked` and `patch_samples` are those of `augment_graph`.
     """
 
     model: Model
@@ -55,12 +55,15 @@ class CalibrationTask(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def others(self) -> tuple[int, ...]:
-        """The samples of which only the extremes are measured."""
+        """The indices of the samples of which only extremes are measured."""
         return tuple(sorted(set(range(self.samples.count)) - set(self.indices)))
 
 
 class Measurements(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured so far. `seen` holds the sha256 of each sample by its position; `known` came from a cache."""
+    """The measurements so far.
+
+    `seen` holds the sha256 of each measured sample by its index; `known` is how many samples came from a cache.
+    """
 
     task: CalibrationTask
     cache: CalibrationCache
@@ -76,17 +79,17 @@ class Measurements(msgspec.Struct, frozen=True, kw_only=True):
         return not self.task.others and all(count < self.task.picked for _, count in self.augmented.picks)
 
     def everything(self) -> dict[str, Array]:
-        """Returns all that was measured, as arrays."""
+        """Returns all measurements, as arrays."""
         held = {f"held.{name}": array for name, array in self.held_out.arrays.items()}
         return self.statistics.extremes() | self.statistics.sums() | held
 
     def fitted(self) -> list[int]:
-        """Returns the samples that were measured whole and not held out: rounding may learn from them."""
+        """Returns the fully measured samples that are not held out: rounding may learn from them."""
         held = self.held_out.positions()
         return [index for position, index in enumerate(self.task.indices) if position not in held]
 
     def restore(self, found: Checkpoint) -> bool:
-        """Goes on from a checkpoint; returns False if it does not fit, and then these measurements are of no use."""
+        """Continues from a checkpoint; returns False if it does not fit, which makes these measurements unusable."""
         self.seen.clear()
         self.seen.update(found.seen)
         held = {name[5:]: array for name, array in found.arrays.items() if name.startswith("held.")}
@@ -98,7 +101,7 @@ def measure_samples(task: CalibrationTask, progress: Progress) -> Measurements:
     """Runs the augmented model over all samples that the cache does not know.
 
     Raises:
-        DataError: a sample makes an activation infinite or NaN, or is another one than before.
+        DataError: a sample makes an activation infinite or NaN, or differs from the one read before.
         ModelError: nothing in the model computes in float32.
         OutputError: the cache cannot be written.
     """
@@ -109,8 +112,8 @@ def measure_samples(task: CalibrationTask, progress: Progress) -> Measurements:
             f"no node of '{task.model.path.name}' can be quantized: nothing in it computes in float32",
             hint="give the float32 model if this is a float16 one, or build it with --precision fp32",
         )
-    # Histograms and patches cost several times what extremes cost (tools/bench/calibrate_ratio.py): samples that are
-    # not needed for them run without.
+    # Histograms and patches cost several times as much as extremes (tools/bench/calibrate_ratio.py), so samples that
+    # are not needed for them run without.
     with open_cache(task.cache, _key(task, whole), progress) as cache:
         run = _resume(task, whole, cache)
         known, count = len(run.seen), task.samples.count
@@ -126,7 +129,7 @@ def measure_samples(task: CalibrationTask, progress: Progress) -> Measurements:
 
 
 def _key(task: CalibrationTask, whole: AugmentedGraph) -> str:
-    """Returns a digest of all that a calibration depends on but its samples, whose digests are in its files."""
+    """Returns a digest of all that a calibration depends on, except samples, whose digests are in its files."""
     layers = [(layer.node, layer.groups, layer.inputs) for layers, _ in whole.patches for layer in layers]
     facts = {
         "model": task.model.sha256,
@@ -139,7 +142,7 @@ def _key(task: CalibrationTask, whole: AugmentedGraph) -> str:
 
 
 def _resume(task: CalibrationTask, whole: AugmentedGraph, cache: CalibrationCache) -> Measurements:
-    """Returns measurements with what the cache holds of these samples."""
+    """Returns measurements that start with the cached ones of these samples."""
     run = _begin(task, whole, cache)
     if task.cache is None:
         return run
@@ -164,13 +167,13 @@ def _begin(task: CalibrationTask, whole: AugmentedGraph, cache: CalibrationCache
 
 
 def _write(augmented: AugmentedGraph, path: Path) -> AugmentedGraph:
-    """Writes an augmented graph and returns its description without the graph, whose weights would take memory."""
+    """Writes an augmented graph; returns its description without the graph, whose weights would take memory."""
     write_proto(augmented.proto, path)
     return msgspec.structs.replace(augmented, proto=onnx.ModelProto())
 
 
 def _measure(run: Measurements) -> None:
-    """Measures the samples of which everything is wanted, but for those that are known."""
+    """Measures the samples with histograms and moments, except known ones."""
     indices, cache = run.task.indices, run.cache
     for _ in _pass(run, indices, learning=True):
         ended = len(run.seen) == len(indices)
@@ -180,7 +183,7 @@ def _measure(run: Measurements) -> None:
 
 
 def _measure_extremes(run: Measurements) -> None:
-    """Measures the extremes of the other samples, but for those that are known."""
+    """Measures the extremes of the other samples, except known ones."""
     task, cache = run.task, run.cache
     if task.indices and len(run.seen) < task.samples.count:
         _write(augment_graph(task.graph), task.work / "augmented.onnx")
@@ -188,21 +191,21 @@ def _measure_extremes(run: Measurements) -> None:
         for _ in _pass(run, task.others, learning=False):
             cache.save(_EXTREMES, run.seen, run.statistics.extremes, now=len(run.seen) == task.samples.count)
     except EdgekitError:
-        # Once the sample is repaired, the next run goes on from here.
+        # Once the sample is repaired, the next run continues from here.
         cache.save(_EXTREMES, run.seen, run.statistics.extremes, now=True)
         raise
 
 
 def _pass(run: Measurements, indices: Sequence[int], *, learning: bool) -> Iterator[None]:
-    """Measures samples and yields after each, when the statistics hold exactly the samples that were seen.
+    """Measures samples; yields after each, when the statistics hold exactly the samples in `seen`.
 
-    Several run at a time (`count_side_by_side`); their outputs are added in the order of the samples.
+    Several run in parallel (`count_side_by_side`); their outputs are added in the order of the samples.
     """
     task = run.task
     todo = [index for index in indices if index not in run.seen]
     if not todo:
         return
-    # Three samples are held at a time: an arena would keep what the largest tensors of each took.
+    # Three samples are in memory at a time: an arena would keep the memory of the largest tensors of each.
     settings = SessionSettings(threads=1, in_order=True, arena=False)
     session = CpuSession(task.work / "augmented.onnx", settings, subject=task.model.path.name)
 
@@ -215,14 +218,14 @@ def _pass(run: Measurements, indices: Sequence[int], *, learning: bool) -> Itera
 
     began = told = time.monotonic()
     known = len(run.seen)
-    # A `zip` or `enumerate` around the runs would hold one more result in memory.
+    # A `zip` or `enumerate` around the runs would keep one more result in memory.
     indexed = zip(todo, select_samples(task.samples, todo), strict=False)
     for (index, sample), (digest, values) in map_in_order(run_one, indexed, count_side_by_side(task.graph)):
         now, done = time.monotonic(), len(run.seen) - known
         if done and now >= told + _PROGRESS_SECONDS:
             left, told = (now - began) / done * (task.samples.count - len(run.seen)), now
             run.cache.report(f"calibrate: {len(run.seen)} of {task.samples.count} samples, about {left:.0f} s left")
-        # Both passes and the cache know samples by their position: a source that shuffles would mix them up.
+        # Both passes and the cache identify samples by position: a source that shuffles would mix them up.
         if task.cache is not None and task.cache.digests[index] != digest:
             raise DataError(
                 f"sample {index} of '{task.samples.source}' is another one than before",
@@ -233,7 +236,7 @@ def _pass(run: Measurements, indices: Sequence[int], *, learning: bool) -> Itera
             raise DataError(text, hint="mend the sample or the model") from values
         if _has_non_finite(values):
             _refuse(task.graph, sample, task.samples.source, index, task.work)
-        # Where an axis is an input, as of a DFT, each sample decides shapes.
+        # If an axis is an input, as for a DFT, shapes depend on the sample.
         if not run.statistics.fits(values):
             raise DataError(
                 f"sample {index} of '{task.samples.source}' gives a tensor another shape than '{task.model.path.name}'",
@@ -246,8 +249,8 @@ def _pass(run: Measurements, indices: Sequence[int], *, learning: bool) -> Itera
 
 
 def _has_non_finite(values: Tensors) -> bool:
-    """Returns True if a value is NaN or infinite, but for the infinite minimum and maximum of an empty tensor."""
-    # ONNX Runtime's ReduceMin and ReduceMax skip NaN, which the sums among the values show.
+    """Returns True if a value is NaN or infinite, except the infinite minimum and maximum of an empty tensor."""
+    # ONNX Runtime's ReduceMin and ReduceMax skip NaN, but the sums among the values reveal it.
     empty = {LOWS: np.inf, HIGHS: -np.inf, SCORES: np.inf}
     return any(
         value.dtype.kind == "f" and not (np.isfinite(value) | (value == empty.get(name, 0.0))).all()
@@ -285,7 +288,7 @@ def _refuse_weights(graph: Graph, node: Node) -> None:
 
 
 def _non_finite(value: Array) -> str:
-    """Returns "NaN" or "infinity" where a tensor holds it, else ""."""
+    """Returns "NaN" or "infinity" if a tensor holds it, else ""."""
     if value.dtype.kind != "f" or np.isfinite(value).all():
         return ""
     return "NaN" if np.isnan(value).any() else "infinity"

@@ -1,4 +1,4 @@
-"""Statistics of activations over the samples: extremes, histograms and moments, in memory that does not grow."""
+"""Statistics of activations over samples: extremes, histograms and moments, in constant memory."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,7 +27,7 @@ _FLUSH_SAMPLES, _HELD_BYTES = 8, 2 << 20
 
 
 class ActivationStatistics:
-    """Sums up the outputs of an augmented graph, sample by sample; large sums lie in a file of the folder `work`."""
+    """Accumulates the outputs of an augmented graph, sample by sample; large sums lie in a file in `work`."""
 
     def __init__(self, augmented: AugmentedGraph, work: Path) -> None:
         self._augmented = augmented
@@ -46,7 +46,7 @@ class ActivationStatistics:
         ]
 
     def fits(self, values: Tensors) -> bool:
-        """Returns False where a tensor has more or fewer channels than the graph says."""
+        """Returns False if a tensor has more or fewer channels than the graph says."""
         ends = {LOWS: self._lows, HIGHS: self._highs, SCORES: self._scores}
         return all(values[name].size == end.size for name, end in ends.items() if name in values)
 
@@ -67,9 +67,9 @@ class ActivationStatistics:
                 moments.add(values[PATCHES + layer.node])
 
     def sum_pending(self) -> None:
-        """Sums what is pending."""
-        # A sum of floats depends on where it is split. A calibration that was interrupted and goes on must be summed
-        # after the same samples as one that was not, so that both end with the same bits.
+        """Sums pending values."""
+        # A sum of floats depends on where it is split. A resumed calibration must be summed after the same samples as
+        # an uninterrupted one, so that both end with the same bits.
         self._flush()
         self._moment_arrays()
 
@@ -79,13 +79,13 @@ class ActivationStatistics:
         return {f"{end}.{name}": array for end, own in ends.items() for name, array in own.arrays().items()}
 
     def sums(self) -> dict[str, Array]:
-        """Returns the arrays with the histograms and the moments; what is pending is summed first."""
+        """Returns the arrays with the histograms and the moments; pending values are summed first."""
         self._flush()
         states = {f"histogram.{index}": collector.state() for index, collector in enumerate(self._collectors)}
         return states | self._moment_arrays()
 
     def restore(self, arrays: Tensors) -> bool:
-        """Goes on from such arrays; returns False if one does not fit, and then these statistics are of no use."""
+        """Continues from such arrays; returns False if one does not fit, which makes these statistics unusable."""
         own = self.extremes() | self._moment_arrays()
         for name, array in arrays.items():
             kind, _, index = name.partition(".")
@@ -100,7 +100,7 @@ class ActivationStatistics:
         return True
 
     def exact_ranges(self) -> dict[str, TensorRange]:
-        """Returns the lowest and highest value of each tensor over all samples, but of none that was ever empty."""
+        """Returns the lowest and highest value of each tensor over all samples, except tensors that were ever empty."""
         empty = self._lows.sometimes_empty() | self._highs.sometimes_empty()
         return {
             name: TensorRange(low=float(low.min()), high=float(high.max()))
@@ -142,11 +142,11 @@ class ActivationStatistics:
         return {name: collector.freeze() for (name, _), collector in named}
 
     def sample_error(self, measured: int, samples: int) -> float:
-        """Returns by how much a share read from a histogram may differ from that over all samples, for any tensor."""
+        """Returns by how much a share read from any tensor's histogram may differ from that over all samples."""
         return max((each.sample_error(measured, samples) for each in self.histograms().values()), default=0.0)
 
     def moments(self) -> Iterator[tuple[tuple[str, ...], InputMoments]]:
-        """Yields the moments of layer inputs, each with the nodes of the layers that read it."""
+        """Yields the moments of layer inputs, each with the node names of the layers that read it."""
         extremes = self._channel_extremes()
         axes = self._augmented.channel_axes
         for layers, moments in zip(self._layers, self._moments, strict=True):
@@ -154,7 +154,7 @@ class ActivationStatistics:
             yield tuple(layer.node for layer in layers), moments.freeze(*extremes[first.source, axes[first.node]])
 
     def _channel_extremes(self) -> dict[TensorAxis, tuple[Array, Array]]:
-        """Returns the lowest and highest value of each channel, for each axis on which a layer has its channels."""
+        """Returns the lowest and highest value of each channel, for each channel axis that a layer uses."""
         lows, highs = self._lows.entries(), self._highs.entries()
         found: dict[TensorAxis, tuple[Array, Array]] = {}
         for each in self._augmented.extremes:
@@ -187,7 +187,7 @@ class ActivationStatistics:
 
 
 class _Extremes:
-    """The lowest (or highest) value of each entry over all samples, and the sum over samples of each tensor's lowest.
+    """The lowest (or highest) value of each entry over samples, and the sum over samples of each tensor's lowest.
 
     An empty tensor has infinite extremes, which do not count.
     """
@@ -201,7 +201,7 @@ class _Extremes:
 
     @property
     def size(self) -> int:
-        """How many entries all tensors have."""
+        """The number of entries of all tensors."""
         return len(self._best)
 
     def add(self, values: Array | None) -> None:
@@ -227,5 +227,5 @@ class _Extremes:
 
 
 def _or_zero(values: Array) -> Array:
-    """Returns extremes with 0 instead of those of tensors without a value."""
+    """Returns extremes with 0 for tensors that have no values."""
     return np.where(np.isfinite(values), values, 0.0)

@@ -1,7 +1,7 @@
-"""The folder where a calibration is kept while it runs, and the files in it.
+"""The folder with a calibration's files while it runs: checkpoints and large arrays.
 
-A calibration that was killed goes on from its checkpoints. Large arrays lie in files, so that no memory is held for
-them while nobody looks.
+A killed calibration continues from its checkpoints. Large arrays lie in files, so that they take no memory while they
+are not used.
 """
 
 import contextlib
@@ -28,21 +28,21 @@ from edgekit.progress import Progress
 
 
 class FileArray:
-    """An array whose `values` lie in a file; `release` frees the memory that they take, until they are used again."""
+    """An array whose `values` lie in a file; `release` frees their memory until they are used again."""
 
     def __init__(self, mapping: mmap.mmap, shape: Sequence[int], dtype: Any) -> None:
         self._mapping = mapping
         self.values: Array = np.frombuffer(mapping, dtype, math.prod(shape)).reshape(shape)
 
     def release(self) -> None:
-        """Frees memory, where the system can: the file holds what was written."""
+        """Frees memory if the system supports it: the file holds the values."""
         # Only Linux promises that this writes the pages of a shared mapping to the file (madvise(2)).
         if sys.platform == "linux":
             self._mapping.madvise(mmap.MADV_DONTNEED)
 
 
 class ArrayFile:
-    """A file for arrays, made with the first of them."""
+    """A file for arrays, created with the first of them."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -65,18 +65,18 @@ class ArrayFile:
             return FileArray(mmap.mmap(file.fileno(), length, offset=start), shape, dtype)
 
 
-# A format of our own: magic, length of the header, header, arrays, sha256 of all that. Nothing is used before the
-# sha256 was checked, arrays take no more memory than the file has bytes, and none is copied. An .npz promises none of
-# these.
+# A format of edgekit: magic, length of the header, header, arrays, sha256 of all these. Nothing is used before the
+# sha256 is checked, arrays take no more memory than the file has bytes, and none is copied. An .npz guarantees none of
+# this.
 _MAGIC = b"edgekit calibration 1\n"
 _LENGTH = struct.Struct("<Q")
 _DIGEST_BYTES = 32
-# Plain numbers, little endian where that matters: no objects, no structures.
+# The allowed types: plain numbers, little endian if that matters; no objects, no structures.
 _DTYPE = re.compile(r"\|[biu]1|<[iuf][248]")
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """The sha256 of each sample that was seen, by its position, and the arrays that sum the samples up."""
+    """The sha256 of each measured sample, by its index, and the arrays with the sums over these samples."""
 
     seen: dict[int, bytes]
     arrays: dict[str, Array]
@@ -98,7 +98,7 @@ class _Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def write_checkpoint(path: Path, key: str, checkpoint: Checkpoint) -> None:
-    """Writes a checkpoint whole or not at all; its last 32 bytes are the sha256 of all before.
+    """Writes a checkpoint atomically; its last 32 bytes are the sha256 of all before.
 
     Raises:
         OutputError: the folder cannot be written, or is full.
@@ -122,12 +122,12 @@ def write_checkpoint(path: Path, key: str, checkpoint: Checkpoint) -> None:
 
 
 def read_checkpoint(path: Path, key: str, most_bytes: int) -> Checkpoint | None:
-    """Returns what a file holds, None if there is none; it is read once, and used only if its sha256 is right.
+    """Returns the checkpoint in a file, None if there is no file; it is read once, and its sha256 is checked.
 
-    Arrays are views of what was read: they hold all of it in memory.
+    Arrays are views of the file's contents: each keeps all of them in memory.
 
     Raises:
-        DataError: the file is damaged, cut off, of something else, or larger than `most_bytes`.
+        DataError: the file is damaged, truncated, of another kind, or larger than `most_bytes`.
     """
     try:
         with open_regular(path) as file:
@@ -174,14 +174,14 @@ def _refusal(path: Path, reason: str) -> DataError:
     return DataError(f"'{path}' is not used: {reason}", hint="it is measured again")
 
 
-# Writing checkpoints takes at most one part in 20 of the time. A run that is killed then loses the time of 20 writes,
-# or 0.2 s. Chosen by hand; tools/bench/calibrate_ratio.py measures without a cache.
+# Writing checkpoints takes at most a twentieth of the time. A killed run then loses the time of 20 writes, or 0.2 s.
+# Chosen by hand; tools/bench/calibrate_ratio.py measures without a cache.
 _WRITING_SHARE = 20
 _LEAST_SECONDS = 0.2
 
 
 class CacheSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Where to keep a calibration, and the sha256 of each sample in order, as `check_samples` returns them."""
+    """The folder of the cache, and the sha256 of each sample in order, as `check_samples` returns them."""
 
     folder: Path
     digests: tuple[bytes, ...]
@@ -190,7 +190,7 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True):
 class CalibrationCache:
     """Reads and writes the parts of one calibration; without a folder it does nothing.
 
-    `notes` says what was wrong with them.
+    `notes` lists problems with them.
     """
 
     def __init__(self, folder: Path | None, key: str, progress: Progress) -> None:
@@ -199,9 +199,9 @@ class CalibrationCache:
         self.notes: list[str] = []
 
     def load(self, part: str, digests: Mapping[int, bytes] | None, most_bytes: int) -> Checkpoint | None:
-        """Returns the checkpoint of a part, None if there is none, or it is of samples with other digests.
+        """Returns the checkpoint of a part; None if there is none, or if its samples have other digests.
 
-        Without `digests` the caller compares those that are `seen`.
+        Without `digests` the caller must compare those in `seen`.
         """
         if self._folder is None:
             return None
@@ -217,7 +217,7 @@ class CalibrationCache:
         return found
 
     def save(self, part: str, seen: Mapping[int, bytes], arrays: Callable[[], dict[str, Array]], *, now: bool) -> None:
-        """Writes a part if it is time to, or if it must be `now`; where that fails, no more is written."""
+        """Writes a part if enough time has passed, or if `now`; after a failure nothing more is written."""
         began = time.monotonic()
         if self._folder is None or not (now or began >= self._next):
             return
@@ -234,7 +234,7 @@ class CalibrationCache:
         self._progress(text)
 
     def note(self, text: str) -> None:
-        """Says what is wrong, as progress and in the report."""
+        """Reports a problem, as progress and in `notes`."""
         self.notes.append(text)
         self._progress(text)
 
@@ -243,7 +243,7 @@ class CalibrationCache:
 def open_cache(
     settings: CacheSettings | None, key: str, progress: Progress, kind: str = "calibration"
 ) -> Generator[CalibrationCache]:
-    """Yields the cache of the calibration (or of another `kind`) with a key; one that another run has open is not used.
+    """Yields the cache of a calibration (or of another `kind`); one that another run has open is not used.
 
     Raises:
         OutputError: the folder cannot be made.
@@ -254,7 +254,7 @@ def open_cache(
     folder = settings.folder / f"{kind}-{key[:32]}"
     try:
         settings.folder.mkdir(parents=True, exist_ok=True)
-        # Its owner's alone: the samples held out to judge by are in it.
+        # Only the owner may read it, since it holds the held-out samples.
         folder.mkdir(mode=0o700, exist_ok=True)
         lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | STRICT_FLAGS, 0o600)
     except OSError as error:

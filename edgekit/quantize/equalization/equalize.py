@@ -431,7 +431,10 @@ def scaled_layers(graph: Graph, factors: Mapping[str, tuple[float, ...]]) -> dic
 
 
 def _magnitude(pair: EqualizationPair, ranges: Mapping[str, ChannelRange]) -> Array:
-    """Returns the size of each channel in the pair's tensor, or before a slope or SiLU if it is relatively larger there."""
+    """Returns the size of each channel: in the pair's tensor, or before a slope or SiLU if it is larger there.
+
+    "Larger" is relative to the largest channel of each tensor.
+    """
     own = ranges[pair.tensor].magnitude()
     share = own / max(float(own.max()), TINY)
     for step in (step for step in pair.steps if step.sigmoid or (step.negative_only and (step.slope != 1).any())):

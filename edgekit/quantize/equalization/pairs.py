@@ -23,7 +23,7 @@ from edgekit.quantize.ranges import TensorRange, sigmoid, snap_range
 RESTORED = ".edgekit.back"
 """The suffix of the names of tensors that are scaled back."""
 LEAST_RATIO = 8.0
-"""If channels differ by less than this ratio (3 bits of 8), a product before the sigmoid is not worth it; chosen by hand."""
+"""The ratio between channels (3 bits of 8) from which a product before the sigmoid is worth it; chosen by hand."""
 # Beyond this a sigmoid is closer to its limit than a step of 1/256: sigmoid(-8) is 3.4e-4.
 _SIGMOID_REACH = 8.0
 # Negative inputs whose product is less than this share of the channel's largest may be clipped: it is a quarter of a
@@ -272,7 +272,7 @@ def _trace(graph: Graph, name: str, axis: int, part: tuple[int, int]) -> _Origin
 
 
 def _trace_concat(graph: Graph, node: Node, axis: int, part: tuple[int, int]) -> _Origin | None:
-    """Returns the origin of a Concat's inputs; those that cannot be scaled are fixed, and None is returned if all are."""
+    """Returns the origin of a Concat's inputs; those that cannot be scaled are fixed (None if all are)."""
     shapes = [graph.static_shape(name) for name in node.input]
     joined = node.integer("axis", 0)
     if any(shape is None or joined not in {axis, len(shape) + axis} for shape in shapes):

@@ -1,1 +1,1 @@
-"""What quantizing needs to know of a float graph."""
+"""What quantization needs to know about a float graph."""

@@ -1,4 +1,4 @@
-"""The tensors that stand for a graph's outputs where two models are compared, and how raw scores are recognized."""
+"""Finds the tensors by which two models are compared, and recognizes raw scores."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -12,15 +12,15 @@ from edgekit.graph.graph import Graph, Node
 from edgekit.model.tensors import Array
 from edgekit.quantize.graph.float_regions import find_infinite_tensors, find_list_sources
 
-# Raw scores differ from predicted numbers, such as depths and distances, by their values alone. The lowest lies below
-# the first bound, where 8 bits would be too few, none lies above the second, and at most this share is positive (a few
+# Raw scores differ from predicted numbers, such as depths and distances, only by their values: the lowest lies below
+# the first bound (where 8 bits would be too few), none lies above the second, and at most this share is positive (a few
 # of BlazeFace's 896 anchors). Chosen by hand on the detectors of tools/bench/quantize_zoo.py.
 _LOWEST_BELOW, _HIGHEST_UP_TO = -20.0, 20.0
 _MOST_POSITIVE = 0.05
 
 
 def list_raw_scores(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
-    """Returns the tensors with one number a row beside another tensor that has several numbers for the same rows."""
+    """Returns the tensors with one number per row, if another tensor has several numbers for the same rows."""
     tables = {shape[:-1] for shape in shapes.values() if len(shape) > 1 and shape[-1] > 1}
     return frozenset(
         name
@@ -30,9 +30,9 @@ def list_raw_scores(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
 
 
 def are_raw_scores(values: Array, counts: Array | None = None) -> bool:
-    """Returns True where nearly all values are negative, some far below zero and none far above.
+    """Returns True if nearly all values are negative, some far below zero and none far above.
 
-    Each value counts once, or as often as `counts` says.
+    Each value counts once, or as often as `counts` says, as for the bins of a histogram.
     """
     weights = np.ones(values.shape) if counts is None else counts
     if not values.size or values.min() >= _LOWEST_BELOW or values.max() > _HIGHEST_UP_TO:
@@ -40,28 +40,28 @@ def are_raw_scores(values: Array, counts: Array | None = None) -> bool:
     return bool(weights[values > 0].sum() < _MOST_POSITIVE * weights.sum())
 
 
-# Operators that may lie between the tensor to compare and an output.
+# Operators that may lie between a compared tensor and an output.
 _SHAPE_OPS = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Cast"})
 _SELECTION_OPS = frozenset({"ArgMax", "TopK"})
 _SQUASHING_OPS = frozenset({"Softmax", "LogSoftmax", "Sigmoid"})
-# The mean error of fewer values is luck: that of n values is off by about 1 / sqrt(2 n), 12 % for 32. Detectors join a
-# handful of parts (boxes, scores, landmarks), sequences more. Both chosen by hand.
+# The mean error of fewer values is mostly chance: with n values it is off by about 1 / sqrt(2 n), 12 % for 32.
+# Detectors concatenate a few parts (boxes, scores, landmarks), sequences more. Both chosen by hand.
 _FEW_VALUES = 32
 _MOST_PARTS = 8
 
 
 class ComparedTensor(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor to compare: an output, or what the node `reader` makes one of, such as the logits that a Softmax reads.
+    """A tensor to compare: an output, or the tensor before one, such as the logits that a Softmax reads.
 
     Attributes:
         tensor: its name.
-        reader: the node that reads it, "" for an output.
-        centred: whether only differences between the values count, as before a Softmax. Behind it, errors of logits
-            vanish or explode with the confidence.
-        part: (axis, start, stop) of one part of a tensor that is joined of several, such as boxes and scores: the
-            largest part would hide what happens to the others.
-        family: the distribution whose logits it holds, "" for numbers (`edgekit.quantize.objective`).
-        axis: that of the classes.
+        reader: the node that reads it, such as the Softmax; "" for an output.
+        centred: whether only differences between the values count, as before a Softmax. Errors are not measured after
+            it, where those of logits vanish or explode with the confidence.
+        part: (axis, start, stop) of one part of a tensor that is concatenated from several, such as boxes and scores:
+            the largest part would hide the errors of the others.
+        family: the distribution whose logits it holds, "" for plain numbers (`edgekit.quantize.objective`).
+        axis: the axis of the classes.
     """
 
     tensor: str
@@ -73,7 +73,7 @@ class ComparedTensor(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_compared_tensors(graph: Graph) -> tuple[ComparedTensor, ...]:
-    """Returns the float tensors that stand for the outputs of a graph."""
+    """Returns the float tensors that are compared for the outputs of a graph."""
     found: list[ComparedTensor] = []
     infinite = find_infinite_tensors(graph)
     for value in graph.proto.output:
@@ -84,9 +84,9 @@ def find_compared_tensors(graph: Graph) -> tuple[ComparedTensor, ...]:
 
 
 def _trace_output(graph: Graph, output: str) -> Iterator[ComparedTensor]:
-    """Yields the tensors for an output: for a list of what was ranked, all tensors that it takes numbers from.
+    """Yields the compared tensors of an output: for a ranked list, all tensors that it takes numbers from.
 
-    Where two rows of a list change places every number differs, though nothing is wrong.
+    If two rows of a list change places, all their numbers differ, though nothing is wrong.
     """
     found = _trace_back(graph, output)
     made_of = find_list_sources(graph, output) if found.tensor == output else ()
@@ -94,7 +94,7 @@ def _trace_output(graph: Graph, output: str) -> Iterator[ComparedTensor]:
 
 
 def _trace_back(graph: Graph, output: str) -> ComparedTensor:
-    """Returns the tensor that an output was before a Softmax or the like, or before its best entries were selected."""
+    """Returns the tensor of an output before a Softmax or Sigmoid, or before its best entries were selected."""
     found, name = ComparedTensor(tensor=output, reader="", centred=False), output
     while name in graph.producers and graph.producers[name].op_type in _SHAPE_OPS | _SELECTION_OPS | _SQUASHING_OPS:
         node = graph.producers[name]
@@ -115,9 +115,10 @@ def _split(graph: Graph, compared: ComparedTensor) -> list[ComparedTensor]:
 
 
 def _find_parts(graph: Graph, name: str) -> tuple[int, tuple[int, ...]] | None:
-    """Returns the axis along which a tensor is joined, and where its parts begin and end; None where it is not joined.
+    """Returns the axis along which a tensor is concatenated, and the ends of its parts; None if it is not.
 
-    Of a tensor joined from several levels of a network, the parts within a level count, if all levels have the same.
+    If a tensor is concatenated from several levels of a network, its parts are those within a level, if all levels have
+    the same.
     """
     node, shape = graph.producers.get(name), graph.static_shape(name)
     if node is None or shape is None:
@@ -149,7 +150,7 @@ def _find_concat_parts(graph: Graph, node: Node, rank: int) -> tuple[int, tuple[
 
 
 def _find_features(graph: Graph, name: str) -> list[ComparedTensor]:
-    """Returns the input of the layer that makes a tensor of few values: their errors alone would be mostly luck."""
+    """Returns the input of the layer that makes a tensor of few values, whose own errors are mostly chance."""
     while math.prod(graph.static_shape(name) or (_FEW_VALUES,)) < _FEW_VALUES and name in graph.producers:
         node = graph.producers[name]
         name = node.input[0]

@@ -1,7 +1,7 @@
-"""The float graph that is calibrated and quantized: how it is read, and what is known of its tensors.
+"""Reads the float graph that is calibrated and quantized, and tells properties of its tensors.
 
-Reading it renames tensors whose names quantizing would give to others, writes a Gemm with a computed bias as MatMul and
-Add, and raises attention masks, whose large negative numbers would stretch ranges.
+Reading renames tensors whose names quantization would use for others, splits a Gemm with a computed bias into MatMul
+and Add, and raises attention masks, whose large negative numbers would widen ranges.
 """
 
 import re
@@ -35,16 +35,16 @@ from edgekit.model.model import (
 from edgekit.model.tensors import Array
 from edgekit.prepare.basic import drop_initializer_inputs
 
-# What ONNX Runtime's quantizer appends to the name of a tensor (onnxruntime/quantization/quant_utils.py). Where a name
-# is taken it adds no tensor (ONNXModel.add_initializer): a model's own `x_scale` would be read as the scale of `x`.
+# What ONNX Runtime's quantizer appends to the name of a tensor (onnxruntime/quantization/quant_utils.py). If a name is
+# taken, it adds no tensor (ONNXModel.add_initializer), so a model's own `x_scale` would be read as the scale of `x`.
 _ORT_SUFFIX = re.compile(r"_(scale|zero_point|quantized|convert|QuantizeLinear|DequantizeLinear)(_|$)")
-_OURS = "edgekit."  # names of tensors that calibration adds begin so
+_OURS = "edgekit."  # the prefix of tensors that calibration adds
 
 
 def avoid_name_collisions(proto: onnx.ModelProto, subject: str) -> None:
-    """Renames tensors in place whose names quantizing would give to others: `x_scale` where there is an `x`.
+    """Renames tensors, in place, whose names quantization would use for others: `x_scale` if there is an `x`.
 
-    Inputs and outputs keep their names: where `x_scale` is one, `x` is renamed.
+    Inputs and outputs keep their names: if `x_scale` is one, `x` is renamed.
 
     Raises:
         ModelError: both are inputs or outputs.
@@ -76,14 +76,14 @@ def _free_name(name: str, names: set[str]) -> str:
     return new
 
 
-_OPSET = 13  # the lowest that is quantized
+_OPSET = 13  # the lowest opset that is quantized
 
 
 def split_gemms(graph: onnx.GraphProto, folder: Path = Path()) -> tuple[str, ...]:
-    """Replaces each Gemm whose bias is computed by MatMul and Add, in place, and returns the names of these Gemms.
+    """Splits each Gemm with a computed bias into MatMul and Add, in place; returns the names of these Gemms.
 
-    ONNX Runtime itself writes such a Gemm where the products of a recurrent cell are added (MatMulAddFusion). Its
-    integer Gemm adds only a constant of 32 bits, so this one would stay float between Q and DQ nodes
+    ONNX Runtime itself fuses the sum of two products in a recurrent cell into such a Gemm (MatMulAddFusion). Its
+    integer Gemm takes only a constant int32 bias, so such a Gemm would stay float between Q and DQ nodes
     (`qdq_transformer/selectors_actions/qdq_selectors.cc`, GemmNodeGroupSelector).
     """
     split = replace_nodes(graph, _OPSET, {"Gemm"}, _write_product, folder=folder)
@@ -98,7 +98,7 @@ def _write_product(writer: Writer) -> None:
         return
     dtype = next((kind for name in node.input if (kind := graph.value(name).dtype)), "")
     alpha, beta = (float(node.attributes.get(name, 1.0)) for name in ("alpha", "beta"))
-    # The type, which a graph may not tell of an inner tensor, is needed only for factors.
+    # Only factors need the type, which may be unknown for an inner tensor.
     if dtype not in FLOATS and (alpha, beta) != (1.0, 1.0):
         return
     left, right, bias = node.input
@@ -117,7 +117,7 @@ def _write_product(writer: Writer) -> None:
 
 
 def _transpose(graph: Graph, writer: Writer, name: str) -> str:
-    """Returns the transposed matrix; that of a weight is a constant too."""
+    """Returns the transposed matrix; for a weight it is a constant too."""
     value = graph.constant(name)
     if value is None:
         return writer.add("Transpose", [name], "right", perm=[1, 0])
@@ -125,13 +125,13 @@ def _transpose(graph: Graph, writer: Writer, name: str) -> str:
 
 
 MASK_VALUE = -1e4
-"""The value that masks are raised to: a Softmax makes 0 of it beside any score, and float16 holds it (to -65504)."""
+"""The value that masks are raised to: a Softmax turns it into 0, and float16 (down to -65504) can represent it."""
 
-# exp(-12) is 6e-6: beside 8 bits, whose step is 1/256, even a thousand such scores are nothing. A bias counts farther
-# down, since it may lie so far below the highest one beside the highest scores. Chosen by hand:
+# exp(-12) is 6e-6: compared with 1/256, a step of 8 bits, even a thousand such scores are negligible. A bias matters
+# farther down, since one far below the highest bias may be added to the highest scores. Chosen by hand:
 # tests/quantize/test_quantize_attention_masks.py shows the effect.
 SCORE_MARGIN, BIAS_MARGIN = 12.0, 32.0
-"""How far below the highest score of a row scores still count, and how far below the highest bias biases do."""
+"""How far below the highest score of a row scores still matter, and below the highest bias, biases."""
 
 # Operators that may lie between a mask and a Softmax: they reshape or cast the mask, and join it with the scores.
 _SHAPE_OPS = frozenset({"Reshape", "Unsqueeze", "Squeeze", "Identity", "Expand", "Cast"})
@@ -141,10 +141,10 @@ _MOST_STEPS = 12
 
 
 class AttentionScores(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor whose rows a Softmax over the last axis reads; what lies `margin` below a row's highest still counts.
+    """A tensor whose rows a Softmax reads; values down to `margin` below the highest of a row matter.
 
-    `added` are the tensors that it is added to on the way: where these differ by more than the margin, as the scores of
-    a sharp attention do, a mask must lie as far below zero as they differ, or it hides nothing.
+    `added` are the tensors that are added to it on the way. If their values differ by more than the margin, as the
+    scores of a sharp attention do, a mask must lie as far below zero as they differ, or it hides nothing.
     """
 
     tensor: str
@@ -153,10 +153,10 @@ class AttentionScores(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def clamp_masks(graph: onnx.GraphProto, folder: Path = Path()) -> None:
-    """Raises constants below MASK_VALUE that become masks before a Softmax, minus infinity among them, to MASK_VALUE.
+    """Raises constants that mask the input of a Softmax, including minus infinity, to at least MASK_VALUE.
 
-    Masks are added to scores, chosen instead of them, or are a product of 0 or 1 and such a constant. External data lie
-    in `folder`.
+    Masks are added to scores, selected in their place (Where), or computed as the product of 0 or 1 and such a
+    constant. External data are read from `folder`.
     """
     view, made = view_part(graph, folder=folder), set[str]()
     for node in _masking_nodes(view):
@@ -173,7 +173,7 @@ def clamp_masks(graph: onnx.GraphProto, folder: Path = Path()) -> None:
 
 
 def find_attention_scores(graph: Graph) -> tuple[AttentionScores, ...]:
-    """Returns tensors that may be masked scores: those that a Softmax over the last axis reads, and their summands."""
+    """Returns tensors that may be masked scores: the inputs of a Softmax over the last axis, and their summands."""
     found: dict[str, AttentionScores] = {}
     front = [
         AttentionScores(tensor=node.input[0], margin=SCORE_MARGIN)
@@ -202,7 +202,7 @@ def find_attention_scores(graph: Graph) -> tuple[AttentionScores, ...]:
 
 
 def is_masked(low: float, high: float, lowest_counting: float) -> bool:
-    """Returns True if the lowest value is farther below the lowest that counts than this is below the highest."""
+    """Returns True if the lowest value lies farther below the lowest that matters than that below the highest."""
     return low < lowest_counting - (max(high, 0.0) - min(lowest_counting, 0.0))
 
 
@@ -211,7 +211,7 @@ def _is_mask(value: Array) -> bool:
 
 
 def _masking_nodes(graph: Graph) -> Iterator[Node]:
-    """Yields the nodes on a way from a mask to a Softmax, the nearest to the Softmax first."""
+    """Yields the nodes on paths from a mask to a Softmax, nearest to the Softmax first."""
     reached: set[Node] = set()
     front = [node.input[0] for node in graph.nodes if node.op_type == "Softmax"]
     for _ in range(_MOST_STEPS):
@@ -225,7 +225,7 @@ def _masking_nodes(graph: Graph) -> Iterator[Node]:
 MINIMUM_OPSET = 13
 """From opset 13 on Q and DQ nodes have an axis, which weights with a scale per channel need."""
 
-# The file of a graph whose large weights lie in another file beside it.
+# The file name of a graph whose large weights lie in another file beside it.
 _ASIDE_NAME = "float.onnx"
 _WITH_BIAS = frozenset({"Conv", "ConvTranspose", "Gemm"})
 # Operators whose output keeps the scale of their input (onnxruntime/quantization/operators/direct_q8.py and others).
@@ -235,7 +235,7 @@ _MOVEMENT = frozenset(
 
 
 def read_float_graph(model: Model) -> Graph:
-    """Reads the graph of a float model; large weights stay where they lie.
+    """Reads the graph of a float model; large weights stay in their files.
 
     Raises:
         ModelError: the model is quantized already, or older than opset 13, or names clash.
@@ -257,10 +257,10 @@ def read_float_graph(model: Model) -> Graph:
 
 
 def refuse_huge(name: str, size_bytes: int, does: str, hint: str) -> None:
-    """Refuses a model that is too large for a job that copies its float weights; `does` names the job.
+    """Refuses a model that is too large for a job that copies its float weights; `does` describes the job.
 
     Raises:
-        ModelError: it is.
+        ModelError: the model is too large.
     """
     if size_bytes > MOST_INLINE_BYTES:
         size, most = (f"{count / 1e9:.1f} GB" for count in (size_bytes, MOST_INLINE_BYTES))
@@ -268,7 +268,7 @@ def refuse_huge(name: str, size_bytes: int, does: str, hint: str) -> None:
 
 
 def set_weights_aside(graph: Graph, folder: Path) -> Graph:
-    """Moves the large weights of a graph to a file of `folder`, and returns the graph, which takes little memory then.
+    """Moves the large weights of a graph to a file in `folder`; returns the graph, which then takes little memory.
 
     Models written to the folder may refer to that file. `graph` must not be used any more.
     """
@@ -276,19 +276,19 @@ def set_weights_aside(graph: Graph, folder: Path) -> Graph:
     with path.with_name(f"{_ASIDE_NAME}.data").open("wb") as out:
         for tensor in graph.proto.initializer:
             move_weight(tensor, graph.folder, out)
-    # Protobuf keeps the memory of cleared fields, but not in a new message.
+    # Protobuf keeps the memory of cleared fields; only a new message frees it.
     path.write_bytes(graph.model.SerializeToString())
     return view_file(path)
 
 
 def read_aside(folder: Path) -> Graph | None:
-    """Returns the graph that `set_weights_aside` left in a folder, None where there is none."""
+    """Returns the graph that `set_weights_aside` wrote to a folder, None if there is none."""
     path = folder / _ASIDE_NAME
     return view_file(path) if path.is_file() else None
 
 
 def move_weight(tensor: onnx.TensorProto, folder: Path, out: IO[bytes]) -> None:
-    """Appends the data of a large initializer, which may lie in `folder`, to an open file, and points to them there."""
+    """Appends the data of a large initializer to an open file and points to them; they may be read from `folder`."""
     place = read_place(tensor)
     length = place.length if place is not None else len(tensor.raw_data)
     if length <= MAX_DATA_BYTES:
@@ -311,7 +311,7 @@ def float_activations(graph: Graph) -> Iterator[str]:
 
 
 def range_source(graph: Graph, name: str) -> str:
-    """Returns the tensor whose scale a tensor shares, because operators between them only move values."""
+    """Returns the tensor whose scale a tensor shares because the operators between them only move values."""
     while name in graph.producers and graph.producers[name].op_type in _MOVEMENT:
         name = graph.producers[name].input[0]
     return name
@@ -334,7 +334,7 @@ def folded_activations(graph: Graph) -> dict[str, str]:
 
 
 def dequantize_constant(node: onnx.NodeProto, initializers: Mapping[str, onnx.TensorProto], folder: Path) -> Array:
-    """Returns what a DequantizeLinear makes of an initializer; external data lie in `folder`."""
+    """Returns the output of a DequantizeLinear of an initializer; external data are read from `folder`."""
     values, scale, *rest = (read_array(initializers[name], folder) for name in node.input if name)
     axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 1)
     shape = [-1 if scale.ndim == 1 and index == axis % values.ndim else 1 for index in range(values.ndim)]
@@ -343,7 +343,7 @@ def dequantize_constant(node: onnx.NodeProto, initializers: Mapping[str, onnx.Te
 
 
 def known_bounds(graph: Graph, node: Node) -> tuple[float | None, float | None]:
-    """Returns the lower and upper bound of an operator's output, None where it has none."""
+    """Returns the lower and upper bound of an operator's output, None if there is none."""
     if node.op_type in {"Sigmoid", "Softmax", "HardSigmoid"}:
         return 0.0, 1.0
     if node.op_type in {"Relu", "Abs", "Sqrt", "Exp"}:
@@ -390,10 +390,10 @@ def _fold_dequantized_weights(graph: onnx.GraphProto, folder: Path) -> None:
 
 
 def _separate_biases(graph: onnx.GraphProto) -> None:
-    """Gives each Conv and Gemm a bias of its own: as int32 it has the scale of that node's input and weight.
+    """Gives each Conv and Gemm a bias of its own, whose int32 scale follows from the node's input and weight.
 
-    The layers of ALBERT share biases, and exporters store equal tensors once. A bias that an Add reads too would get
-    the 8 bits of that Add, and ONNX Runtime leaves such a Gemm in float.
+    The layers of ALBERT share biases, and exporters store equal tensors once. A bias that an Add reads too would get 8
+    bits for the Add, and ONNX Runtime computes a Gemm with such a bias in float.
     """
     readers = Counter(name for node in graph.node for name in node.input)
     stored, names = {tensor.name: tensor for tensor in graph.initializer}, list_names(graph)
@@ -409,7 +409,7 @@ def _separate_biases(graph: onnx.GraphProto) -> None:
 
 
 def _spell_defaults(graph: onnx.GraphProto) -> None:
-    """Writes the default of `onesided`, 1, to each STFT: without it onnx 1.23 infers the shape of a two-sided one."""
+    """Writes the default `onesided` = 1 to each STFT: without it onnx 1.23 infers the shape of a two-sided one."""
     for node in graph.node:
         if node.op_type == "STFT" and all(attribute.name != "onesided" for attribute in node.attribute):
             node.attribute.append(onnx.helper.make_attribute("onesided", 1))

@@ -1,6 +1,6 @@
-"""Parts of a graph that 8 bits cannot hold, found from the graph alone.
+"""Finds the parts of a graph that 8 bits cannot represent, from the graph alone.
 
-Also the tensors between a layer and its activation function, which are quantized as one tensor.
+Also finds the tensors between a layer and its activation function, which are quantized as one tensor.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,17 +10,17 @@ import numpy as np
 from edgekit.graph.constants import read_array
 from edgekit.graph.graph import Graph, Node
 
-# Operators that providers of ONNX Runtime fuse into the layer before, and others that act alike.
+# Activation functions that ONNX Runtime's providers fuse into the layer before, and similar ones.
 _ACTIVATIONS = frozenset({"Clip", "HardSwish", "LeakyRelu", "PRelu", "Relu"})
-# Operators that exporters write a Sigmoid or HardSigmoid with.
+# Operators from which exporters compose a Sigmoid or HardSigmoid.
 _SIGMOID_OPS = frozenset({"Add", "Clip", "Div", "HardSigmoid", "Mul", "Sigmoid"})
 
 
 def find_before_activation(graph: Graph, name: str) -> tuple[str, ...]:
     """Returns the tensors inside the activation function that makes a tensor, back to a layer or another operator.
 
-    For y = Relu(x) that is x, for y = x * sigmoid(x) both factors, and so on where x is made by an activation function
-    too. Where one of them has 8 bits, 16 bits for the tensor itself would hold nothing more.
+    For y = Relu(x) that is x, for y = x * sigmoid(x) both factors, and further back if an activation function makes x
+    too. If one of them has 8 bits, 16 bits for y itself gain nothing.
     """
     found: dict[str, None] = {}
     waiting = [name]
@@ -41,7 +41,7 @@ def _read_activation(graph: Graph, node: Node) -> Iterator[str]:
 
 
 def _find_silu_inputs(graph: Graph, node: Node) -> list[str]:
-    """Returns the tensors inside a SiLU or HardSwish, scaled by a constant or not; none where a node is neither."""
+    """Returns the tensors inside a SiLU or HardSwish, which may be scaled by a constant; none for other nodes."""
     inputs = _list_variables(graph, node)
     if len(inputs) == 1 and inputs[0] in graph.producers:
         inner = graph.producers[inputs[0]]
@@ -56,7 +56,7 @@ def _find_silu_inputs(graph: Graph, node: Node) -> list[str]:
 
 
 def _trace_sigmoid(graph: Graph, sigmoid: str, value: str) -> list[str]:
-    """Returns the tensors from a sigmoid back to the value that it is computed of, none where it has other inputs."""
+    """Returns the tensors from a sigmoid back to the value that it is computed from; none if it has other inputs."""
     found: list[str] = []
     while sigmoid != value:
         maker = graph.producers.get(sigmoid)
@@ -74,14 +74,14 @@ def _list_variables(graph: Graph, node: Node) -> list[str]:
 
 # Operators with weights: the layers of a network begin with the first of them.
 _LAYERS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU"})
-# Operators that make a mean or a sum of squares.
+# Operators that compute a mean or a sum of squares.
 _REDUCING = frozenset({"ReduceMean", "ReduceSum", "ReduceSumSquare", "ReduceL2", "GlobalAveragePool", "AveragePool"})
-# An exporter writes a normalisation as about ten nodes; chosen by hand, so that a walk ends.
+# Exporters write a normalisation as about ten nodes. This bounds a walk; chosen by hand.
 _MOST_NODES = 24
-# Operators that rank places, before numbers of the best are picked and put into a list.
+# Operators that rank positions, before the numbers of the best ones are gathered into a list.
 _RANKING = frozenset({"ArgMax", "ArgMin", "Equal", "NonMaxSuppression", "NonZero", "TopK"})
 _SPECTRAL = frozenset({"STFT", "DFT", "ReduceL2", "ReduceSumSquare"})
-# Operators that may lie between the inputs of a graph and the power of their spectrum; a network has others too.
+# Operators that may lie between the inputs of a graph and the power of their spectrum; networks use others too.
 _LINEAR = frozenset(
     {
         "Abs", "Add", "AveragePool", "Cast", "Clip", "Concat", "Constant", "Conv", "Div", "Expand", "Gather", "Gemm",
@@ -90,7 +90,8 @@ _LINEAR = frozenset(
     }
 )  # fmt: skip
 
-# Operators that put a constant beside values, such as minus infinity that no maximum picks, and those that pass it on.
+# Operators that combine a constant with values, such as minus infinity that no maximum picks, and operators that pass
+# it on.
 _CONSTANT_BESIDE = frozenset({"Concat", "ConstantOfShape", "Expand", "Pad", "Where"})
 _PASSING = _CONSTANT_BESIDE | frozenset(
     {
@@ -101,9 +102,9 @@ _PASSING = _CONSTANT_BESIDE | frozenset(
 
 
 def find_infinite_tensors(graph: Graph) -> frozenset[str]:
-    """Returns the float tensors that may hold infinity whatever the sample is, because it comes from a constant.
+    """Returns the float tensors that may hold infinity for every sample, because it comes from a constant.
 
-    An example is a Where that hides places from an ArgMax. They have no range, so they stay float.
+    An example is the output of a Where that hides positions from an ArgMax. They have no range, so they stay float.
     """
     found: set[str] = set()
     for node in graph.nodes:
@@ -121,15 +122,15 @@ def _puts_infinity(graph: Graph, node: Node) -> bool:
 
 
 def find_float_regions(graph: Graph) -> dict[str, str]:
-    """Returns the nodes (by name) that integers of no width can compute, each with the reason to keep it float.
+    """Returns the nodes, by name, that no integer width can compute, each with the reason to keep it float.
 
     - Before a Log a value that rounds to zero becomes minus infinity, with 16 bits as with 8. So a spectral front end
-      stays float from the inputs to its Log. Behind a network, as in Softmax and then Log, only the nodes between the
+      stays float from the inputs to its Log. After a network, as with a Log of a Softmax, only the nodes between the
       last layer with weights and the Log stay float.
-    - The root of a spectrum (its magnitude, or a power below one as in PCEN, Y. Wang et al., arXiv:1607.05666) is like
-      its Log.
+    - The root of a spectrum (its magnitude, or a power below one as in PCEN, Y. Wang et al., arXiv:1607.05666) behaves
+      like its Log.
     - A constant that is not finite has no scale.
-    - From the nodes that rank places to the outputs there are indices, and lists with boxes in pixels beside scores.
+    - Nodes from a ranking to the outputs handle indices, and lists that mix boxes in pixels with scores.
     """
     reasons: dict[str, str] = {}
     for node in graph.nodes:
@@ -146,10 +147,10 @@ def find_float_regions(graph: Graph) -> dict[str, str]:
 
 
 def _amplifying(graph: Graph, node: Node) -> Iterator[tuple[Node, str]]:
-    """Yields the nodes whose rounding errors a Log or the root of a spectrum amplifies, itself first, and its kind."""
-    # The slopes 1/x and 1/(2 sqrt x) have no bound near 0, and the power of a spectrum spans many decades: most of its
-    # values lie far below any integer's step. tools/bench/collapse trains such networks.
-    # A network has many roots in its normalisations: for these no walk back to the inputs is begun.
+    """Yields a Log or the root of a spectrum, then the nodes whose rounding errors it amplifies, with its kind."""
+    # The slopes 1/x and 1/(2 sqrt x) are unbounded near 0, and the power of a spectrum spans many decades: most of its
+    # values lie far below the step of any integer grid. tools/bench/collapse trains such networks. Roots in
+    # normalisations, of which a network has many, are skipped without a walk back to the inputs.
     if node.op_type != "Log" and not _is_root(graph, node):
         return
     before = _ancestors(graph, node)
@@ -164,7 +165,7 @@ def _amplifying(graph: Graph, node: Node) -> Iterator[tuple[Node, str]]:
 
 
 def find_list_sources(graph: Graph, output: str) -> tuple[str, ...]:
-    """Returns the float tensors that an output lists numbers from, in graph order; () where it is no list."""
+    """Returns the float tensors from which an output lists numbers, in graph order; () if it is not a list."""
     lists = (members for members in _find_lists(graph) if members[1])
     inside = {member.name: member for node, listing in lists for member in (node, *listing)}
     if output not in graph.producers or graph.producers[output].name not in inside:
@@ -175,9 +176,9 @@ def find_list_sources(graph: Graph, output: str) -> tuple[str, ...]:
 
 
 def _find_lists(graph: Graph) -> Iterator[tuple[Node, list[Node]]]:
-    """Yields each node that ranks, with all nodes behind it, unless layers use what it picks."""
+    """Yields each ranking node with all nodes after it, unless a layer with weights follows."""
     ranking = [node for node in graph.nodes if node.op_type in _RANKING]
-    # Computed from the end for all at once, since exporters write an Equal wherever a shape is open.
+    # Computed backwards once for all nodes, since exporters write an Equal wherever a shape is dynamic.
     leading: set[str] = set()
     for node in reversed(graph.nodes) if ranking else ():
         readers = (reader for name in node.output for reader in graph.readers(name))
@@ -193,7 +194,7 @@ def _is_root(graph: Graph, node: Node) -> bool:
 
 
 def _is_spectrum(graph: Graph, nodes: list[Node]) -> bool:
-    """Returns True if nodes compute the power of a spectrum: linear operators and a square, or a transform."""
+    """Returns True if nodes compute the power of a spectrum: only linear operators with a square or a transform."""
     return all(node.op_type in _LINEAR | _SPECTRAL for node in nodes) and any(
         node.op_type in _SPECTRAL or _exponent(graph, node) == 2 or _is_own_square(node) for node in nodes
     )
@@ -204,16 +205,16 @@ def _is_own_square(node: Node) -> bool:
 
 
 def _exponent(graph: Graph, node: Node) -> float:
-    """Returns the exponent of a Pow, 0 where it is not one number or the node is no Pow."""
+    """Returns the exponent of a Pow; 0 if it is not a single number, or the node is not a Pow."""
     value = graph.constant(node.input[1]) if node.op_type == "Pow" else None
     return float(value.reshape(-1)[0]) if value is not None and value.size == 1 else 0.0
 
 
 def find_high_precision_regions(graph: Graph) -> dict[str, str]:
-    """Returns the nodes (by name) that need 16 bits or float, each with the reason.
+    """Returns the nodes, by name, that need 16 bits or float, each with the reason.
 
-    They belong to a normalisation, whose square root and quotient amplify rounding errors of the variance: from the
-    square and the reduction over the root to the product with what is normalised.
+    They are the nodes of normalisations, whose square root and quotient amplify rounding errors of the variance: the
+    square, the reduction, the root, and the quotient or product with the normalised tensor.
     """
     reasons: dict[str, str] = {}
     for node in graph.nodes:
@@ -224,7 +225,7 @@ def find_high_precision_regions(graph: Graph) -> dict[str, str]:
 
 
 def _normalisation(graph: Graph, root: Node) -> list[Node]:
-    """Returns the nodes of x -> (x - mean) / sqrt(var) around its root, [] where a root is something else."""
+    """Returns the nodes of (x - mean) / sqrt(var) around its root; [] if the root belongs to something else."""
     before, after = _mean_and_variance(graph, root), _normalised(graph, root)
     return [root, *before, *after] if before and after else []
 
@@ -246,7 +247,7 @@ def _mean_and_variance(graph: Graph, root: Node) -> list[Node]:
 
 
 def _normalised(graph: Graph, root: Node) -> list[Node]:
-    # Exporters write x / sqrt(v), x * (1 / sqrt(v)) or x * (scale / sqrt(v)): at most three nodes behind the root.
+    # Exporters write x / sqrt(v), x * (1 / sqrt(v)) or x * (scale / sqrt(v)): at most three nodes after the root.
     found: list[Node] = []
     name = root.output[0]
     for allowed in ({"Reciprocal", "Div"}, {"Mul", "Div"}, {"Mul", "Div"}):

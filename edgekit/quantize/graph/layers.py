@@ -1,4 +1,4 @@
-"""Layers with constant weights as matrices, and where the patches that these multiply lie in the input (im2col)."""
+"""Layers with constant weights as matrices, and the positions of the input patches that they multiply (im2col)."""
 
 import math
 
@@ -11,14 +11,15 @@ from edgekit.model.tensors import Array
 
 _CONVOLUTIONS = frozenset({"Conv", "ConvTranspose"})
 LAYER_OPS = _CONVOLUTIONS | {"Gemm", "MatMul"}
-"""Operators whose constant weights are rounded by the statistics of their inputs."""
+"""Operators whose constant weights are rounded with statistics of their inputs."""
 
 
 class Layer(msgspec.Struct, frozen=True, kw_only=True):
     """A Conv, ConvTranspose, Gemm or MatMul: for each group a matrix [outputs, inputs] times a patch of `source`.
 
-    It makes `groups` x `outputs` channels of `groups` x `inputs` values. `bias` is None where there is none. A patch of
-    a ConvTranspose (of one group) holds what each tap of the kernel reads for a place of the output, or 0.
+    It makes `groups` x `outputs` channels from `groups` x `inputs` values. `bias` is None if there is none. A patch of
+    a ConvTranspose (of one group) holds, for a position of the output, the value that each tap of the kernel reads, or
+    0.
     """
 
     node: str
@@ -32,7 +33,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     transposed: bool
 
     def channel_axis(self, graph: Graph) -> int | None:
-        """Returns the axis of the source that the weight sums over, None where its size is unknown."""
+        """Returns the axis of the source that the weight sums over, None if its size is unknown."""
         shape = graph.dims(self.source)
         axis = 1 if self.op in _CONVOLUTIONS else len(shape) - 1
         return axis if len(shape) > 1 and shape[axis] else None
@@ -50,11 +51,11 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PatchIndices(msgspec.Struct, frozen=True, kw_only=True):
-    """Where patches of a layer's input lie: the indices to gather along each axis, and what they mean.
+    """The positions of patches in a layer's input: the indices to gather along each axis, and their meaning.
 
     `gathers` holds (axis, indices). For a Conv there are `positions` x `kernel` indices of each spatial axis, and those
-    not `inside` [positions, kernel] fall into the padding. Of a tensor that has another number of rows in each sample,
-    at most `open_rows` are gathered, spread over all of its rows.
+    not `inside` [positions, kernel] fall into the padding. From a tensor whose number of rows varies between samples,
+    at most `open_rows` rows are gathered, spread over all.
     """
 
     gathers: tuple[tuple[int, Array], ...]
@@ -64,7 +65,7 @@ class PatchIndices(msgspec.Struct, frozen=True, kw_only=True):
     inside: tuple[Array, ...] = ()
 
     def key(self, layer: Layer) -> tuple[object, ...]:
-        """Returns a key that is equal for layers that multiply the same patches."""
+        """Returns a key that is equal for layers with the same patches."""
         gathers = tuple((axis, indices.tobytes()) for axis, indices in self.gathers)
         inside = tuple(each.tobytes() for each in self.inside)
         return (
@@ -101,7 +102,7 @@ def read_layers(graph: Graph) -> tuple[Layer, ...]:
 
 
 def locate_patches(graph: Graph, layer: Layer, count: int) -> PatchIndices | None:
-    """Returns where about `count` patches lie, spread over the layer's input; None where sizes are unknown."""
+    """Returns the positions of about `count` patches, spread over the layer's input; None if sizes are unknown."""
     shape = graph.dims(layer.source)
     if layer.op not in _CONVOLUTIONS:
         if len(shape) < 2:
@@ -116,27 +117,27 @@ def locate_patches(graph: Graph, layer: Layer, count: int) -> PatchIndices | Non
 
 
 def expand_channel_factors(layer: Layer, factors: Array) -> Array:
-    """Returns factors of a layer's input channels as factors of its inputs, [groups, 1, inputs]."""
+    """Returns factors of a layer's input channels repeated for each of its inputs, [groups, 1, inputs]."""
     taps = layer.groups * layer.inputs // len(factors)
     return np.repeat(factors, taps).reshape(layer.groups, 1, layer.inputs)
 
 
 def sample_positions(size: int, count: int) -> Array:
-    """Returns `count` of `size` positions, rising: one at random in each of equal parts; all where there are no more.
+    """Returns `count` of `size` positions, ascending: a random one in each of equal parts, or all if there are fewer.
 
-    The draw is seeded. Every n-th position instead would fall in step with the rows of an image.
+    The draw is seeded. Every n-th position would instead coincide with the rows of an image.
     """
     parts = sample_offsets(min(count, size))
     return (parts * (size / max(1, len(parts)))).astype(np.int64).clip(0, size - 1)
 
 
 def sample_offsets(count: int) -> Array:
-    """Returns a random place in each of `count` equal parts, counted in parts from the beginning; seeded."""
+    """Returns a random position in each of `count` equal parts, in units of a part; seeded."""
     return np.arange(count) + np.random.default_rng(0).random(count)
 
 
 def read_layer(graph: Graph, node: Node) -> Layer | None:
-    """Returns the layer that a node is, None where its weight is not constant, or others read it."""
+    """Returns a node as a layer; None if its weight is not constant, or other nodes read it."""
     if node.op_type not in LAYER_OPS or node.domain not in {"", "ai.onnx"}:
         return None
     weight = graph.constants.get(node.input[1])
@@ -173,12 +174,13 @@ def _locate_conv_patches(graph: Graph, layer: Layer, spatial: tuple[int, ...], c
     gathers: list[tuple[int, Array]] = []
     inside: list[Array] = []
     for axis, size in enumerate(sizes):
-        # About as many positions along each axis; the others make up for one that is too short.
+        # About the same number of positions along each axis; longer axes compensate for shorter ones.
         positions = sample_positions(size, round(wanted ** (1 / (len(sizes) - axis))))
         wanted = max(1, -(-wanted // len(positions)))
         reach = np.arange(kernel[axis])[None] * dilation[axis]
         if layer.op == "ConvTranspose":
-            # A ConvTranspose is a Conv of its input with stride - 1 zeros between neighbours, which are not written.
+            # A ConvTranspose is a Conv of its input with stride - 1 zeros between neighbours, which are not stored
+            # here.
             taps, left = np.divmod(positions[:, None] + begin[axis] - reach, stride[axis])
         else:
             taps, left = positions[:, None] * stride[axis] + reach - begin[axis], 0
@@ -191,7 +193,7 @@ def _locate_conv_patches(graph: Graph, layer: Layer, spatial: tuple[int, ...], c
 def _conv_geometry(
     node: Node, spatial: tuple[int, ...], kernel: tuple[int, ...]
 ) -> tuple[Array, Array, Array, tuple[int, ...]]:
-    """Returns stride, dilation, padding before and output size of each spatial axis (ONNX: Conv, ConvTranspose)."""
+    """Returns stride, dilation, leading padding and output size of each spatial axis (ONNX: Conv, ConvTranspose)."""
     lists, auto = node.attributes, node.attributes.get("auto_pad", "NOTSET")
     rank = len(kernel)
     stride, dilation = np.array(lists.get("strides") or [1] * rank), np.array(lists.get("dilations") or [1] * rank)

@@ -1,4 +1,4 @@
-"""Sessions of graphs in memory."""
+"""Opens sessions for graphs in memory."""
 
 import contextlib
 import tempfile
@@ -17,12 +17,15 @@ from edgekit.model.model import count_weight_bytes
 from edgekit.prepare.constants import LAYOUT, OPTIMIZER, find_cubics
 
 EXACT_PRODUCTS: Mapping[str, str] = {"session.qdq_matmulnbits_accuracy_level": "1"}
-"""Keeps the products of a MatMul with 8-bit weights and float activations exact. ONNX Runtime 1.32 makes a MatMulNBits
-of it, which by default rounds the activations to 8 bits; no target does so whose activations have 16 bits."""
-# Without VNNI, x64 adds pairs of u8 x s8 products in 16 bits, which saturate: what judges a plan must not.
+"""Keeps the products of a MatMul with 8-bit weights and float activations exact.
+
+ONNX Runtime 1.32 turns it into a MatMulNBits, which by default rounds the activations to 8 bits; no target with 16-bit
+activations does that.
+"""
+# Without VNNI, x64 adds pairs of u8 x s8 products in 16 bits, which saturate; sessions that judge plans must not.
 _PRECISE: Mapping[str, str] = {"session.x64quantprecision": "1", **EXACT_PRODUCTS}
-# A session maps so many bytes of weights, or more, from a file: in a protobuf they would be in memory three times while
-# it is made. Chosen by hand.
+# From this many bytes on, weights are mapped from a file: inside the protobuf they would be in memory three times while
+# a session is made. Chosen by hand.
 _LARGE_BYTES = 16 << 20
 
 
@@ -31,7 +34,7 @@ def open_graph(
 ) -> CpuSession:
     """Returns a session for a graph in memory, whose external weights lie in `folder`.
 
-    Where its own weights have `large_bytes` or more, they are written to a file there for the session.
+    If its own weights take `large_bytes` or more, they are written to a file there for the session.
 
     Raises:
         RuntimeRefusal: ONNX Runtime refuses the graph.
@@ -41,7 +44,7 @@ def open_graph(
     if count_weight_bytes(proto) < large_bytes:
         return _open(proto.SerializeToString(), folder, disabled)
     with _weights_outside(proto, folder) as source:
-        # Memory that quantizing freed lies in the heap between what is still in use.
+        # Memory that quantization freed is still in the heap, between memory in use.
         release_memory()
         return _open(source, folder, disabled)
 
@@ -52,20 +55,20 @@ def _open(source: bytes, folder: Path, disabled: tuple[str, ...]) -> CpuSession:
     try:
         return CpuSession(source, settings)
     except RuntimeRefusal:
-        # With that key ONNX Runtime 1.31 fails where weights share a zero point.
+        # With `session.x64quantprecision` ONNX Runtime 1.31 fails if weights share a zero point.
         return CpuSession(source, msgspec.structs.replace(settings, config={**EXACT_PRODUCTS, **config}))
 
 
 @contextlib.contextmanager
 def _weights_outside(proto: onnx.ModelProto, folder: Path) -> Generator[bytes]:
-    """Yields the bytes of a model whose large weights lie in a file of a folder, which is removed afterwards."""
+    """Yields the bytes of a model whose large weights lie in a file in `folder`, which is removed afterwards."""
     copy = onnx.ModelProto()
     copy_fields(proto, copy, {"graph"})
     copy_fields(proto.graph, copy.graph, {"initializer"})
     with tempfile.NamedTemporaryFile(dir=folder, prefix="session-", suffix=".data", delete=False) as out:
         path = Path(out.name)
         for tensor in proto.graph.initializer:
-            data = tensor.raw_data  # each reading of the field is a copy
+            data = tensor.raw_data  # each access to the field makes a copy
             if len(data) <= MAX_DATA_BYTES:
                 copy.graph.initializer.append(tensor)
                 continue
@@ -75,6 +78,6 @@ def _weights_outside(proto: onnx.ModelProto, folder: Path) -> Generator[bytes]:
     try:
         yield copy.SerializeToString()
     finally:
-        # Windows cannot remove a file that a session has mapped: it goes with the work folder.
+        # Windows cannot remove a file that a session has mapped: it is removed with the work folder.
         with contextlib.suppress(PermissionError):
             path.unlink()

@@ -1,1 +1,1 @@
-"""Weights alone made smaller: fp16, 8 and 4 bits in blocks."""
+"""Weight-only conversion: fp16, dynamic INT8, and 8 or 4 bits in blocks."""

@@ -13,7 +13,7 @@ from edgekit.graph.rewrite import set_nodes
 from edgekit.model.model import iterate_reads, order_nodes, refill, rename_tensors
 
 _LOGGER = logging.getLogger(float16.__name__)
-# How the converter ends the names of the casts behind and before a kept node; before it stands the tensor's name.
+# The converter names the casts after and before a kept node by the tensor's name and these suffixes.
 _TO_HALF, _TO_FLOAT = "_cast_to_fp16_node", "_cast_to_fp32_node"
 
 
@@ -25,9 +25,10 @@ def convert_floats(proto: onnx.ModelProto, kept: Sequence[str], subject: str) ->
     """
     copy = onnx.ModelProto()
     copy.CopyFrom(proto)
-    # Around a kept node it casts what it knows to be float, and onnx infers nothing behind operators of ORT's own.
+    # Around a kept node the converter casts tensors that it knows to be float, but onnx infers no types after ORT's own
+    # operators.
     refill(copy.graph.value_info, infer_model(proto).graph.value_info)
-    # It warns of each weight that it clamps; `convert_to_fp16` names them all at once.
+    # The converter warns of each weight that it clamps; `convert_to_fp16` reports all of them at once.
     _LOGGER.disabled = True
     try:
         converted = cast(
@@ -46,9 +47,9 @@ def convert_floats(proto: onnx.ModelProto, kept: Sequence[str], subject: str) ->
 
 
 def _drop_repeated_casts(graph: onnx.GraphProto) -> None:
-    """Keeps one of the casts that the converter writes for each kept node that reads a value, all under one name."""
-    # onnxruntime/transformers/float16.py names a cast and its output after the tensor alone: where two kept nodes read
-    # it, the graph has two makers of one name, and ONNX Runtime does not load it.
+    """Keeps one of the casts with the same name that the converter writes for several kept readers of a tensor."""
+    # onnxruntime/transformers/float16.py names a cast and its output only after the tensor: if two kept nodes read it,
+    # two nodes have the same output name, and ONNX Runtime does not load the graph.
     seen: set[str] = set()
     nodes: list[onnx.NodeProto] = []
     for node in graph.node:
@@ -61,9 +62,9 @@ def _drop_repeated_casts(graph: onnx.GraphProto) -> None:
 
 
 def _join_kept(graph: onnx.GraphProto) -> None:
-    """Lets kept nodes hand floats to kept nodes: between them the converter casts to float16 and back.
+    """Connects kept nodes directly: between them the converter casts to float16 and back.
 
-    That would round, and make infinity of what float16 cannot hold.
+    That would round values, and turn those that float16 cannot represent into infinity.
     """
     made = {node.name: node for node in graph.node}
     names: dict[str, str] = {}
@@ -76,7 +77,7 @@ def _join_kept(graph: onnx.GraphProto) -> None:
     restored = names.keys()
     read = {name for node in graph.node if node.output[0] not in restored for name in iterate_reads(node)}
     read |= {output.name for output in graph.output}
-    # Where nobody reads the half, the float takes its name: layers are compared by the names of their tensors.
+    # If nothing reads the float16 tensor, the float32 tensor takes its name, since layers are compared by tensor names.
     unread = {node.output[0]: node.input[0] for node in made.values() if node.name == node.output[0] + _TO_HALF}
     unread = {half: whole for half, whole in unread.items() if half not in read and whole in names.values()}
     renamed = {whole: half for half, whole in unread.items()}

@@ -1,6 +1,6 @@
-"""Weights of MatMul and Gemm, and tables of Gather, in 8 or 4 bits with a scale for each block.
+"""Stores weights of MatMul and Gemm, and tables of Gather, in 8 or 4 bits with a scale for each block.
 
-Each weight is rounded to the nearest integer, or all together so that the layer's output errs least on samples.
+Weights are rounded to nearest, or together so that the error of the layer's output on samples is least.
 """
 
 import math
@@ -35,10 +35,10 @@ Blocks = tuple[Array, Array]
 
 
 class BlockForm(msgspec.Struct, frozen=True, kw_only=True):
-    """How weights are stored: their bits, and how many along K share a scale.
+    """How weights are stored: their bits, and how many values along K share a scale.
 
-    `accuracy_level` of MatMulNBits is the precision of products: 0 leaves it to the kernel, 1 is float32, 2 float16,
-    3 bfloat16, 4 int8. With `lpbq` scales are those that Qualcomm's HTP can hold.
+    `accuracy_level` of MatMulNBits is the precision of products: 0 leaves it to the kernel, 1 is float32, 2 float16, 3
+    bfloat16, 4 int8. With `lpbq` scales are restricted to those that Qualcomm's HTP can represent (`snap_scales`).
     """
 
     bits: int
@@ -53,18 +53,18 @@ def pack_weights(
     kept: Collection[str],
     learned: Callable[[str, bool], Blocks | None] | None = None,
 ) -> tuple[str, ...]:
-    """Replaces nodes with constant float32 weights in place, and returns their names.
+    """Replaces nodes with constant float32 weights, in place, and returns the names of the nodes.
 
     MatMul and Gemm become MatMulNBits, with an Add behind it where a Gemm adds a residual; a Gather of rows becomes
-    GatherBlockQuantized. Weights that several nodes read, a head and its embedding too, turned or not, are stored once.
+    GatherBlockQuantized. A weight that several nodes read is stored once, also if a head and its embedding share it,
+    transposed or not.
 
     Args:
         proto: the model.
         form: how the weights are stored: 4 or 8 bits, in blocks of a power of two from 16 on.
         kept: names of nodes to leave as they are.
         learned: returns the blocks of a node's weight, rounded by samples, or None where only rounding to the nearest
-            is possible. Its second argument says whether the weight is the table of a Gather too, as that of a tied
-            head.
+            is possible. Its second argument says whether the weight is also the table of a Gather, as with a tied head.
     """
     graph = proto.graph
     weights = {tensor.name: tensor for tensor in graph.initializer}
@@ -99,7 +99,7 @@ def pack_weights(
 def write_product(
     graph: onnx.GraphProto, node: onnx.NodeProto, weight: str, blocks: Blocks, form: BlockForm, depth: int
 ) -> None:
-    """Makes a MatMulNBits of a MatMul, with the blocks of a weight of `depth` rows, which is stored once."""
+    """Turns a MatMul into a MatMulNBits with the blocks of a weight of `depth` rows, which is stored once."""
     names = _packed_names(weight, form.bits, turned=False)
     if names[0] not in {tensor.name for tensor in graph.initializer}:
         _add_packed(graph, weight, blocks, form.bits, turned=False)
@@ -111,8 +111,8 @@ def quantize_blocks(weight: Array, bits: int, block: int, *, lpbq: bool = False)
 
     With `lpbq` scales are those of Qualcomm's low-power block quantization (`snap_scales`).
     """
-    # Symmetric integers reach one step farther down than up. The scale, of either sign, puts the value of a block that
-    # is largest in magnitude on the lowest integer: that makes 8 steps of 4 bits instead of 7, as ONNX Runtime's own
+    # Signed integers reach one step farther down than up. The scale, which may be negative, maps the value with the
+    # largest magnitude to the lowest integer. With 4 bits that gives 8 steps instead of 7, as ONNX Runtime's own
     # quantizer does (onnxruntime/core/mlas/lib/q4_dq.cpp).
     depth, columns = weight.shape
     blocks = -(-depth // block)
@@ -133,9 +133,9 @@ def snap_scales(scales: Array) -> Array:
     """Returns positive scales [N, blocks], each 1 to 16 sixteenths of the largest of its column.
 
     The HTP stores a float for each column and an integer of 4 bits for each block. With the option
-    `enable_block_quant_weight_optimization` the QNN provider makes such scales of those of a MatMulNBits with 16-bit
-    activations, if none is negative. Other scales are rounded then: outputs err by 2.3 % of the largest one in the
-    simulator, instead of one step.
+    `enable_block_quant_weight_optimization` the QNN provider converts the scales of a MatMulNBits with 16-bit
+    activations to this form, if none is negative. Scales of another form would be rounded: outputs in the simulator
+    then err by 2.3 % of the largest one, instead of one step.
     """
     steps = scales.max(axis=1, keepdims=True) / np.float32(_LPBQ_STEPS)
     counts = np.ceil(np.divide(scales, steps, out=np.zeros_like(scales), where=steps != 0) - np.float32(1e-4))
@@ -150,14 +150,14 @@ def _takes_blocks(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto]) ->
         return False
     if node.op_type == "MatMul":
         return True
-    # MatMulNBits has no factors.
+    # MatMulNBits has no alpha and beta.
     return not _attribute(node, "transA", 0) and _attribute(node, "alpha", 1.0) == _attribute(node, "beta", 1.0) == 1.0
 
 
 def _split_sums(graph: onnx.GraphProto, kept: Collection[str]) -> None:
-    """Writes what a Gemm adds as an Add, unless it is a constant of one dimension: MatMulNBits has no other bias.
+    """Moves the addend of a Gemm into an Add, unless it is a constant vector, the only bias of MatMulNBits.
 
-    ONNX Runtime fuses MatMul and Add into such a Gemm also where a residual is added (MatMulAddFusion).
+    ONNX Runtime fuses MatMul and Add into a Gemm even if a residual is added (MatMulAddFusion).
     """
     weights = {tensor.name: tensor for tensor in graph.initializer}
     nodes: list[onnx.NodeProto] = []
@@ -176,7 +176,7 @@ def _split_sums(graph: onnx.GraphProto, kept: Collection[str]) -> None:
 
 
 def _takes_rows(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], form: BlockForm) -> bool:
-    """Returns True for a Gather of rows that are whole blocks long."""
+    """Returns True for a Gather of rows whose length is a multiple of the block size."""
     tensor = weights.get(node.input[0]) if node.op_type == "Gather" and not node.domain else None
     if tensor is None or tensor.data_type != onnx.TensorProto.FLOAT or len(tensor.dims) != 2:
         return False
@@ -186,7 +186,7 @@ def _takes_rows(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], form
 def _find_heads(
     nodes: Sequence[onnx.NodeProto], weights: dict[str, onnx.TensorProto], tables: Collection[str]
 ) -> dict[str, str]:
-    """Returns by each table its tied head: the node that multiplies by the transpose, which is stored a second time."""
+    """Returns, for each table, its tied head: the node that multiplies by a separately stored transpose of it."""
     found: dict[str, str] = {}
     for node in nodes:
         if _takes_blocks(node, weights):
@@ -200,7 +200,7 @@ def _find_heads(
 def _find_twin(
     tensor: onnx.TensorProto, tables: Sequence[onnx.TensorProto], *, turned: bool
 ) -> tuple[onnx.TensorProto, bool]:
-    """Returns the table that a weight [K, N] is the transpose of, and True; else the weight itself and `turned`."""
+    """Returns the table whose transpose is a weight [K, N], and True; else the weight itself and `turned`."""
     # Exporters write a tied head as a Transpose of the embedding, which constant folding stores as another weight.
     if not turned:
         for table in tables:
@@ -266,7 +266,7 @@ def _gather(node: onnx.NodeProto, names: tuple[str, str], _: tuple[int, int], fo
 
 
 def _flatten_tables(graph: onnx.GraphProto) -> None:
-    """Gives tables the shape [rows, bytes] of GatherBlockQuantized, by a Reshape where MatMulNBits reads them too."""
+    """Gives tables the shape [rows, bytes] for GatherBlockQuantized, by a Reshape if MatMulNBits reads them too."""
     stored = {tensor.name: tensor for tensor in graph.initializer}
     multiplied = {node.input[1] for node in graph.node if node.op_type == "MatMulNBits"}
     readers: dict[str, list[onnx.NodeProto]] = {}
@@ -279,7 +279,7 @@ def _flatten_tables(graph: onnx.GraphProto) -> None:
         if name not in multiplied:
             tensor.dims[:] = flat
             continue
-        # MatMulNBits packs its weight, which must be a constant; a Gather reads the output of a Reshape as well.
+        # The weight of MatMulNBits must be a constant, since it is packed; a Gather can read the output of a Reshape.
         shape = numpy_helper.from_array(np.array(flat), f"{name}_shape")
         graph.initializer.append(shape)
         graph.node.insert(0, helper.make_node("Reshape", [name, shape.name], [f"{name}_flat"], name=f"{name}_flat"))
@@ -287,7 +287,7 @@ def _flatten_tables(graph: onnx.GraphProto) -> None:
             node.input[0] = f"{name}_flat"
 
 
-# Shares of the scale that clips no weight of a block, which are tried. Chosen by hand.
+# Tried shares of the scale that clips no weight of a block. Chosen by hand.
 _SHARES = np.linspace(1.0, 0.6, 9)
 _MIDDLE, _MOST = 8, 15
 
@@ -296,9 +296,9 @@ _MIDDLE, _MOST = 8, 15
 def learn_blocks(
     model: Model, samples: Samples, work: Path, form: BlockForm
 ) -> Generator[Callable[[str, bool], Blocks | None]]:
-    """Yields the function `learned` of `pack_weights`, which rounds weights by samples of their layer's input.
+    """Yields the argument `learned` of `pack_weights`: it rounds weights by samples of their layer's input.
 
-    It returns None for a weight that several nodes read, and where the size of the input is unknown.
+    It returns None if several nodes read a weight, or if the size of the input is unknown.
 
     Raises:
         EdgekitError: the model cannot be calibrated with the samples.
@@ -324,13 +324,13 @@ def round_blocks(weight: Array, moments: InputMoments, form: BlockForm, *, is_ta
     """Returns unsigned values [N, blocks, block] and scales [N, blocks] of a weight [K, N] in 4 bits.
 
     A scale is searched for each block. Then coordinate descent finds the integers of all blocks (`round_comq`), so that
-    one block makes up for the errors of another. Where the weight `is_table` too, as of a head tied to its embedding,
-    the error of each weight counts as well, as much as an input of mean energy makes it count.
+    one block compensates for the errors of another. If the weight also `is_table` (a head tied to its embedding), the
+    error of each single weight counts too, as if an input of mean energy read it.
     """
     depth, block = weight.shape[0], form.block
     scales = _search_scales(weight, moments.energy().reshape(-1), form)
     each = np.repeat(scales, block, axis=1)[:, :depth]
-    # Blocks of zeros have a scale of 0: any other keeps them zero and can be divided by.
+    # Blocks of zeros have a scale of 0. A tiny scale keeps them zero, and can be divided by.
     each = np.where(each, each, np.float32(1e-30))
     size = moments.size
     kept = shrink_moment(moments.second_moment(), moments.count)
@@ -347,7 +347,7 @@ def round_blocks(weight: Array, moments: InputMoments, form: BlockForm, *, is_ta
 
 
 def _search_scales(weight: Array, energy: Array, form: BlockForm) -> Array:
-    """Returns for each block the scale with which rounding to the nearest errs least, [N, blocks]."""
+    """Returns, for each block, the scale with the least error of rounding to nearest, [N, blocks]."""
     block = form.block
     _, whole = quantize_blocks(weight, 4, block, lpbq=form.lpbq)
     columns, blocks = whole.shape

@@ -1,6 +1,6 @@
-"""Weights alone in fewer bits: fp16, dynamic INT8, and 8 or 4 bits in blocks.
+"""Converts weights to fewer bits: fp16, dynamic INT8, and 8 or 4 bits in blocks.
 
-Blocks that look wrong are named: those of zeros alone, and those whose values are no numbers.
+Blocks that look wrong are reported: those of zeros only, and clipped ones.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,17 +23,17 @@ from edgekit.quantize._ort_quantizer import quantize_dynamically
 from edgekit.quantize.weight_only._ort_float16 import convert_floats
 from edgekit.quantize.weight_only.blocks import BlockForm, learn_blocks, pack_weights
 
-# Usually a few per cent of a block's weights lie at an end of the range: a choice.
+# Usually only a few per cent of a block's weights lie at an end of the range: a choice.
 _CLIPPED_SHARE = 0.25
-# Which input holds the weights.
+# The index of the input with the weights, by operator.
 _WEIGHTS = {"MatMulNBits": 1, "GatherBlockQuantized": 0}
 
 
 def lint_blocks(graph: onnx.GraphProto) -> Iterator[str]:
-    """Yields a line for each node with symmetric 4-bit weights that has blocks of zeros or clipped ones.
+    """Yields a line for each node with symmetric 4-bit weights that has all-zero or clipped blocks.
 
     A block is clipped where more than a quarter of its values lie at an end of the range. A table that a MatMulNBits
-    reads too is reported with that node.
+    reads too is reported for that node.
     """
     stored = {tensor.name: tensor for tensor in graph.initializer}
     for node in graph.node:
@@ -73,7 +73,7 @@ class Fp16Model(msgspec.Struct, frozen=True, kw_only=True):
 def convert_to_fp16(model: Model, kept: Sequence[str], out: Path) -> Fp16Model:
     """Writes the fp16 form of a prepared float32 model; inputs and outputs stay float32, and so do the `kept` nodes.
 
-    Keep the nodes that the provider leaves to the CPU, which has few fp16 kernels.
+    Keep in float32 the nodes that the provider leaves to the CPU, which has few fp16 kernels.
 
     Raises:
         ModelError: the model cannot be converted.
@@ -83,7 +83,7 @@ def convert_to_fp16(model: Model, kept: Sequence[str], out: Path) -> Fp16Model:
     converted = convert_floats(proto, kept, model.path.name)
     name_nodes(converted.graph)
     written = save_proto(converted, out)
-    # Without optimizers a session takes little time, and refuses a graph that ONNX Runtime does not take.
+    # A session without optimizers is quick to make, and shows whether ONNX Runtime loads the graph.
     CpuSession(written.path, SessionSettings(level=Level.DISABLED))
     return Fp16Model(model=written, clamped=_clamped(proto, converted))
 
@@ -110,11 +110,11 @@ ACCURACY_LEVELS = (0, 1, 2, 3, 4)
 
 
 class WeightOnlyOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Which form the weights get, and the names of nodes that keep theirs.
+    """The form of the weights, and the names of nodes whose weights are not changed.
 
     In blocks `block` values share a scale, and `accuracy_level` is that of MatMulNBits (4 lets kernels quantize
-    activations to int8 as they come). `rounding` of 4 bits is to the nearest, or by COMQ, from samples. With `lpbq`
-    their scales are those that Qualcomm's HTP holds (low-power block quantization).
+    activations to int8 dynamically). `rounding` of 4-bit weights is to nearest, or by COMQ with samples. With `lpbq`
+    scales are restricted to those that Qualcomm's HTP can represent (low-power block quantization).
     """
 
     form: WeightForm
@@ -126,9 +126,9 @@ class WeightOnlyOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightOnlyModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model with smaller weights, and the nodes whose weights changed; sizes are those of the files.
+    """A model with smaller weights, the nodes whose weights changed, and the sizes of the files.
 
-    `notes` name blocks that look wrong.
+    `notes` reports blocks that look wrong.
     """
 
     model: Model
@@ -147,7 +147,7 @@ def compress_weights(
 
     "fp16" computes in half precision, inputs and outputs stay float32. "dynamic-int8" quantizes weights per channel and
     activations at each run: MatMul, LSTM, Attention and Gather, no Conv, whose kernel takes no signed weights. "int8"
-    and "int4" store the weights of MatMul and Gemm in blocks and compute in float. `samples` are for roundings that
+    and "int4" store the weights of MatMul and Gemm in blocks and compute in float. `samples` are used by roundings that
     learn from them.
 
     Raises:
