@@ -1,4 +1,4 @@
-"""Timing a subject on devices, and saying what the times are worth."""
+"""Times a subject on devices, and says how far the times can be trusted."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ from edgekit.errors import EdgekitError
 from edgekit.evidence import Evidence
 from edgekit.progress import Progress, say_nothing
 
-# The 99th percentile of fewer lies between the slowest run and the one before.
+# With fewer runs, the 99th percentile lies between the two slowest ones.
 _ENOUGH_FOR_P99 = 100
 
 
@@ -34,9 +34,9 @@ def bench_on(
     against: Path | None = None,
     progress: Progress | None = None,
 ) -> BenchReport:
-    """Returns the times of a bundle or a model on devices, opened and run in each way that is asked for, in turn.
+    """Returns the times of a bundle or a model on devices, for each combination of openings and efforts in turn.
 
-    With `against` it says how that one compares with it, each in the first way.
+    With `against`, it compares the two instead, both with the first opening and the first effort.
 
     Raises:
         EdgekitError: the bundle, the model, the data, the target or the name of a device is wrong.
@@ -56,9 +56,9 @@ def bench_subjects(
     against: Subject | None = None,
     progress: Progress | None = None,
 ) -> BenchReport:
-    """Returns the times of subjects on each device, or with `against` how that one compares with the first.
+    """Returns the times of subjects on each device, or with `against` a comparison of that one with the first.
 
-    Devices of this machine run one at a time, others side by side. A device that fails is a finding.
+    Devices on this machine run one at a time, others concurrently. If a device fails, the report says so.
     """
     present, skipped = find_present(devices)
     tell = progress or say_nothing
@@ -116,7 +116,7 @@ def _describe(empty: BenchRun, blocks: Sequence[Block], job: Job) -> BenchRun:
     series, last = np.asarray(join_times(blocks), dtype=np.float64), blocks[-1].run
     counts = count_nodes(last, job)
     median, p90, p95, p99 = (float(value) for value in np.percentile(series, [50.0, 90.0, 95.0, 99.0]))
-    # The millijoules for a sample: of all runs, with those of warming up and the making of the session.
+    # The energy covers all runs, including warm-up, and the making of the session.
     used = [find_energy(block.run.before, block.run.after) for block in blocks]
     runs = sum(len(block.run.latency_ms) for block in blocks)
     known = [joules for joules in used if joules is not None]
@@ -143,14 +143,14 @@ def _describe(empty: BenchRun, blocks: Sequence[Block], job: Job) -> BenchRun:
     )
     return msgspec.structs.replace(
         run,
-        # A time of the CPU must not stand under the accelerator's name.
+        # A time measured on the CPU must not be reported under the accelerator's name.
         provider=empty.provider if counts.get(empty.provider) else CPU_PROVIDER,
         warnings=tuple(_list_warnings(run, empty.provider, blocks)),
     )
 
 
 def _list_warnings(run: BenchRun, provider: str, blocks: Sequence[Block]) -> Iterator[str]:
-    """Yields what makes the figures worth less than they look, worst first."""
+    """Yields reasons why the figures are less reliable than they look, the most serious first."""
     if run.evidence is not Evidence.DEVICE:
         yield f"this is not the device's time ({run.evidence.value}: {run.evidence.meaning})"
     if not run.provider_nodes.get(provider):

@@ -1,4 +1,4 @@
-"""Running one sample many times on a device: warmed up, in slices, as often as the spread asks for."""
+"""Runs one sample many times on a device: after a warm-up, in slices, as often as the spread of the times requires."""
 
 import math
 from collections.abc import Sequence
@@ -18,21 +18,21 @@ from edgekit.model.tensors import Tensors
 from edgekit.progress import Progress
 
 PRECISION = 0.02
-"""How well the median is to be known, as a share of it on either side."""
-# The bounds keep one device from taking hours: a noisy one would ask for more runs without end.
+"""The wanted half width of the median's confidence interval, as a share of the median."""
+# Limits, because a noisy device would require more and more runs.
 MOST_RUNS = 2000
 FIRST_RUNS = 50
 
-# So often the device is asked whether its time is over; a message a run would be part of what is measured.
+# The device checks its time budget after each slice of runs; a message per run would disturb the measurement.
 _SLICE_MS = 200.0
-# The first runs of a session fill its arena and wake the CPU's clock. So long may that take at most; where it ended is
-# read from the times.
+# The first runs of a session fill its arena and raise the CPU's clock. This is the longest warm-up; its actual end is
+# found from the times.
 _WARM_MS = 300.0
 _MOST_WARMUP = 50
-# A clock may tell 0 for a short run, and the guess is divided by.
+# A coarse clock may return 0 for a short run, and the guess is a divisor.
 _FAST_MS = 1e-3
 _WITH_QUEUE = "--on host, arm64, or ssh:HOST where a python3 has onnxruntime"
-# What runs models there is no Python: by the device's address, or its kind.
+# Devices, by address or kind, that do not run models in the runner in Python.
 _WITHOUT_QUEUE = frozenset({"adb", "android", "arm64:native", "emulated", "host:native", "ios-sim"})
 _FEWEST_REQUESTS = 50
 
@@ -40,10 +40,11 @@ _FEWEST_REQUESTS = 50
 class Effort(msgspec.Struct, frozen=True, kw_only=True):
     """How much to run.
 
-    `runs` says how often; where it is None, until the median is known to PRECISION or `seconds` a device are over.
-    `threads` of 0 lets ONNX Runtime choose, or what the bundle was tuned to; so does `inter_threads`, which run nodes
-    side by side where the execution is `parallel` (None: as the bundle was tuned). `concurrency` runs are made at once
-    in one session; with `io_binding` inputs are bound and outputs written where those of the run before lie.
+    `runs` is the number of runs; with None, runs go on until the median is known to PRECISION, or `seconds` per device
+    are over. `threads` is the number of intra-op threads, 0 for that of the tuned bundle, or else ONNX Runtime's
+    default; `inter_threads` likewise is that of inter-op threads, which run nodes concurrently if execution is
+    `parallel` (None: as the bundle was tuned). `concurrency` runs are made at once in one session. With `io_binding`,
+    inputs are bound, and outputs are written into the buffers of the preceding run.
     """
 
     runs: int | None = None
@@ -56,7 +57,7 @@ class Effort(msgspec.Struct, frozen=True, kw_only=True):
     queue: Queue | None = None
 
     def apply(self, job: Job) -> Job:
-        """Returns a job whose session runs as is asked for."""
+        """Returns a job with these session settings."""
         return msgspec.structs.replace(
             job,
             threads=self.threads or job.threads,
@@ -68,10 +69,10 @@ class Effort(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True):
-    """The times of steady runs in one session, in milliseconds, after those of warming up; `first_ms` is the first.
+    """The times of steady runs in one session, after the warm-up, in milliseconds; `first_ms` is that of the first run.
 
-    `pace_ms` is the time after which one more is done: less than a run takes, where several are made at once. `outputs`
-    are those of the sample.
+    `pace_ms` is the typical time from one finished run to the next: less than a run takes if several are made at once.
+    `outputs` are those of the sample.
     """
 
     latency_ms: tuple[float, ...]
@@ -83,15 +84,15 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_enough(device: Device, job: Job, effort: Effort) -> tuple[Block, ...]:
-    """Returns blocks of runs: one, and a second as long as the spread of the first asks for and the time allows.
+    """Returns blocks of runs: a first one, and if its spread requires more runs and time is left, a second.
 
     Raises:
         DeviceError: the device is not there, or failed.
     """
     guess_ms = guess_time(device, job, effort)
     fitting = count_fitting(effort.seconds, guess_ms)
-    # A pilot, and from its spread how many more: the sample size for a wanted half width, in the manner of Stein's two-
-    # stage procedure (Ann. Math. Stat. 16, 1945).
+    # The first block is a pilot, whose spread gives the sample size for the wanted half width, as in Stein's two-stage
+    # procedure (Ann. Math. Stat. 16, 1945).
     first = run_block(device, job, effort.runs or min(FIRST_RUNS, fitting), effort.seconds, guess_ms)
     left = effort.seconds - sum(first.latency_ms) / 1e3
     wanted = min(count_needed(first.latency_ms, PRECISION), MOST_RUNS, fitting) - len(first.latency_ms)
@@ -101,7 +102,7 @@ def run_enough(device: Device, job: Job, effort: Effort) -> tuple[Block, ...]:
 
 
 def guess_time(device: Device, job: Job, effort: Effort) -> float:
-    """Returns about how many milliseconds a run takes.
+    """Returns an estimate of the milliseconds of a run.
 
     Raises:
         DeviceError: the device is not there, or failed.
@@ -117,12 +118,12 @@ def guess_time(device: Device, job: Job, effort: Effort) -> float:
 
 
 def count_fitting(seconds: float, guess_ms: float) -> int:
-    """Returns how many runs fit into a time, at least as many as every device makes."""
+    """Returns how many runs fit into a time, at least LEAST_SAMPLES."""
     return max(LEAST_SAMPLES, int(seconds * 1e3 / guess_ms))
 
 
 def run_queue(device: Device, job: Job, effort: Effort, queue: Queue) -> Block:
-    """Returns the times from requests to their answers, of `effort.runs` or as many as come in its time.
+    """Returns the times from requests to their answers, for `effort.runs` requests or as many as arrive in its time.
 
     Raises:
         DeviceError: the device cannot serve a queue, is not there, or failed.
@@ -139,7 +140,7 @@ def run_queue(device: Device, job: Job, effort: Effort, queue: Queue) -> Block:
     count = effort.runs or max(_FEWEST_REQUESTS, min(MOST_RUNS, int(queue.rate_per_s * effort.seconds)))
     asked = msgspec.structs.replace(job, queue=queue, concurrency=1, io_binding=False)
     run, outputs = _run(device, asked, slices=1, repeat=count, seconds=effort.seconds)
-    # The queue is empty at first, and the first requests are served as they never will be again.
+    # The queue is empty at first, so the first requests are not typical.
     warmup = count // 10
     return Block(
         latency_ms=run.latency_ms[warmup:],
@@ -152,7 +153,7 @@ def run_queue(device: Device, job: Job, effort: Effort, queue: Queue) -> Block:
 
 
 def run_block(device: Device, job: Job, runs: int, seconds: float, guess_ms: float) -> Block:
-    """Returns the times of so many runs, fewer where the time is over before; it is looked at between slices of runs.
+    """Returns the times of `runs` runs, or of fewer if the time is over before, which is checked after each slice.
 
     Raises:
         DeviceError: the device is not there, or failed.
@@ -160,11 +161,11 @@ def run_block(device: Device, job: Job, runs: int, seconds: float, guess_ms: flo
     most = min(_MOST_WARMUP, max(1, math.ceil(_WARM_MS / guess_ms)))
     repeat = max(1, min(runs + most, int(_SLICE_MS / guess_ms)))
     if job.concurrency > 1:
-        # Starting threads is no part of what is measured: a slice is long beside it, and the first only warms up.
+        # Starting threads must not be measured: slices are long in comparison, and the first one only warms up.
         repeat = job.concurrency * max(1, int(_SLICE_MS / guess_ms))
     slices = math.ceil((runs + most) / repeat) + (job.concurrency > 1)
     run, outputs = _run(device, job, slices=slices, repeat=repeat, seconds=seconds)
-    # A device that was slower than thought ran less: half of it still counts.
+    # A device slower than estimated made fewer runs: at most half of them are warm-up.
     warmup = find_steady(run.latency_ms, min(most, len(run.latency_ms) // 2))
     times = run.latency_ms[warmup : warmup + runs]
     steady = run.elapsed_ms[1:]
@@ -180,8 +181,8 @@ def run_block(device: Device, job: Job, runs: int, seconds: float, guess_ms: flo
 
 
 def _run(device: Device, job: Job, *, slices: int, repeat: int, seconds: float) -> tuple[DeviceRun, Tensors]:
-    """Returns a run, and the outputs of its first slice, which are those of every slice."""
-    # One sample over and over: what varies is then the device and not the data.
+    """Returns a run, and the outputs of its first slice, which are the same in every slice."""
+    # The same sample over and over, so that only the device varies, not the data.
     only = list(job.samples)[:1]
     samples = Samples(source=job.samples.source, count=slices, read=lambda: iter(only * slices))
     sliced = msgspec.structs.replace(job, samples=samples, repeat=repeat, budget_s=seconds)
@@ -200,16 +201,17 @@ def join_times(blocks: Sequence[Block]) -> tuple[float, ...]:
     return tuple(time for block in blocks for time in block.latency_ms)
 
 
-# Two subjects on one device in interleaved rounds, so that what changes slowly hits both alike.
+# Comparison of two subjects on one device, in interleaved rounds, so that slow changes affect both alike.
 
-# Seven degrees of freedom: Student's quantile is then 2.36, against 12.7 for two rounds and 1.96 for endless ones.
+# This gives seven degrees of freedom, and a Student quantile of 2.36, against 12.7 for two rounds and 1.96 for
+# infinitely many.
 ROUNDS = 8
 
 
 def compare_on(a: Subject, b: Subject, device: Device, effort: Effort, progress: Progress) -> Comparison:
-    """Returns how B compares with A on a device; a device that fails is a finding.
+    """Returns how B compares with A on a device, or that the device failed.
 
-    The one that is first in a round is second in the next, so that neither always finds the device rested.
+    The order alternates from round to round, so that neither subject always runs on a rested (cooler) device.
     """
     result = Comparison(device=device.name, evidence=device.evidence, a=a.name, b=b.name)
     try:

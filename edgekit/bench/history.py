@@ -1,4 +1,4 @@
-"""What earlier benchmarks found, in a SQLite file, and what became slower since."""
+"""Stores benchmarks in a SQLite file, and tells what became slower since."""
 
 import contextlib
 import sqlite3
@@ -19,7 +19,7 @@ _ReportT = TypeVar("_ReportT")
 
 
 def require_history(path: Path) -> None:
-    """Refuses a history that is not there.
+    """Refuses a history file that does not exist.
 
     Raises:
         DataError: there is no such file.
@@ -30,9 +30,9 @@ def require_history(path: Path) -> None:
 
 @contextlib.contextmanager
 def opened_history(path: Path) -> Generator[sqlite3.Connection]:
-    """Opens a history; what the block does is kept whole or not at all.
+    """Opens a history; the changes of the block are stored completely or not at all.
 
-    SQLite writes its own file, with a journal of its own: this is the one writer beside `_files`.
+    SQLite writes the file itself, with its own journal: this is the only code besides `_files` that writes files.
 
     Raises:
         DataError: the file is no history, or of a newer edgekit.
@@ -46,7 +46,7 @@ def opened_history(path: Path) -> Generator[sqlite3.Connection]:
             yield connection
     except sqlite3.OperationalError as error:
         raise OutputError(f"cannot use the history '{path}': {error}", hint="choose a place you may write") from error
-    # What SQLite says of a damaged file quotes it, and need not be text.
+    # SQLite's message about a damaged file quotes bytes of it, which may be no valid text.
     except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
         raise DataError(
             f"'{path}' is no history: {quote_error(error)}", hint="give a file that --history made"
@@ -54,7 +54,7 @@ def opened_history(path: Path) -> Generator[sqlite3.Connection]:
 
 
 class Row(msgspec.Struct, Generic[_ReportT], frozen=True):
-    """A recorded report: its number, when it was recorded (UTC), and the columns that it is found by."""
+    """A recorded report: its number, the time of recording (UTC), and the columns by which it is found."""
 
     id: int
     time: str
@@ -65,7 +65,7 @@ class Row(msgspec.Struct, Generic[_ReportT], frozen=True):
 class Table(msgspec.Struct, Generic[_ReportT], frozen=True, kw_only=True):
     """A table of a history, which holds reports of one `kind`.
 
-    `columns` are those that a report is found by, with their types in SQL; `noun` is what messages call a row.
+    `columns` are those by which a report is found, with their SQL types; `noun` is the word for a row in messages.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Table(msgspec.Struct, Generic[_ReportT], frozen=True, kw_only=True):
     noun: str
 
     def add(self, path: Path, columns: Sequence[object], report: _ReportT) -> int:
-        """Adds a report to a history, which is made where there is none, and returns its number.
+        """Adds a report to a history, which is created if necessary, and returns the report's number.
 
         Raises:
             DataError: the file is no history.
@@ -93,7 +93,7 @@ class Table(msgspec.Struct, Generic[_ReportT], frozen=True, kw_only=True):
             return int(connection.execute(" ".join(words), row).lastrowid or 0)
 
     def select(self, path: Path, condition: str, values: Sequence[object]) -> list[Row[_ReportT]]:
-        """Returns the rows of a history for which a condition in SQL holds, none where it has no such table.
+        """Returns the rows of a history that meet an SQL condition; none if it has no such table.
 
         Raises:
             DataError: the file is no history, or a report in it is malformed.
@@ -120,7 +120,7 @@ _BENCHES = Table(name="benches", columns={"subject": "TEXT", "machine": "TEXT"},
 
 
 class PastBench(msgspec.Struct, frozen=True, kw_only=True):
-    """A benchmark that was recorded: `time` is UTC, `machine` the one that edgekit ran on."""
+    """A recorded benchmark: `time` is in UTC, `machine` is the one on which edgekit ran."""
 
     id: int
     time: str
@@ -130,7 +130,7 @@ class PastBench(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run compares with the same one of an earlier benchmark; `apart` where the intervals do not overlap."""
+    """A run compared with the same run of an earlier benchmark; `apart` if the intervals do not overlap."""
 
     device: str
     way: str
@@ -140,12 +140,12 @@ class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ratio(self) -> float:
-        """How many times as long it takes now."""
+        """The time now, divided by the earlier one."""
         return self.now_ms / self.before_ms
 
 
 def record_bench(path: Path, report: BenchReport) -> int:
-    """Adds a benchmark to a history file, which is made where there is none, and returns its number.
+    """Adds a benchmark to a history file, which is created if necessary, and returns its number.
 
     Raises:
         DataError: the file is no history.
@@ -155,7 +155,7 @@ def record_bench(path: Path, report: BenchReport) -> int:
 
 
 def list_benches(path: Path, *, subject: str | None = None) -> tuple[PastBench, ...]:
-    """Returns the recorded benchmarks, oldest first; of one subject where it is named.
+    """Returns the recorded benchmarks, oldest first, of all subjects or of one.
 
     Raises:
         DataError: there is no such file, or it is no history.
@@ -165,7 +165,7 @@ def list_benches(path: Path, *, subject: str | None = None) -> tuple[PastBench, 
 
 
 def find_last(path: Path, report: BenchReport) -> PastBench | None:
-    """Returns the last benchmark of the same subject from a machine like this, None where there is none.
+    """Returns the last benchmark of the same subject on a machine like this one, None if there is none.
 
     Raises:
         DataError: the file is no history.
@@ -177,7 +177,7 @@ def find_last(path: Path, report: BenchReport) -> PastBench | None:
 
 
 def compare_benches(before: BenchReport, now: BenchReport) -> Iterator[Slowdown]:
-    """Yields how each run compares with that on the same device in the same way; those that failed are left out."""
+    """Compares each run with the earlier one on the same device with the same settings; failed runs are left out."""
     earlier = {_name_way(run): run for run in before.runs if run.failure is None and run.median_ms > 0}
     for run in now.runs:
         other = earlier.get(_name_way(run))
@@ -189,10 +189,10 @@ def compare_benches(before: BenchReport, now: BenchReport) -> Iterator[Slowdown]
 
 
 def compare_with_last(report: BenchReport, path: Path, max_slowdown: float | None) -> BenchReport:
-    """Returns a report with what became of its times since the last one in a history.
+    """Returns a report with a comparison of its times with the last report in a history.
 
-    Beyond `max_slowdown` times the earlier median, with intervals apart, it is a regression. What is recorded at
-    different times is not interleaved: `compare_on` tells more.
+    A median of more than `max_slowdown` times the earlier one is a regression, if the intervals do not overlap. Runs
+    recorded at different times are not interleaved, so `compare_on` is more reliable.
 
     Raises:
         DataError: the file is no history.

@@ -1,4 +1,4 @@
-"""What a series of run times says: its figures, how sure they are, and whether the device got warmer meanwhile."""
+"""Statistics of a series of run times: quantiles, confidence intervals, drift, and warming of the device."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,16 +10,16 @@ import numpy.typing as npt
 from edgekit.data.wilson import Z95
 from edgekit.devices.device import DeviceState
 
-# Our own thresholds, for a warning only: governors of phones and boards step the clock down at temperatures that are
-# the maker's own.
+# edgekit's own thresholds, only for a warning: the temperatures at which phones and boards lower the clock differ from
+# maker to maker.
 MAX_WARMING_C = 5.0
 MAX_CLOCK_CHANGE = 0.1
 
 
 def describe_change(before: DeviceState | None, after: DeviceState | None) -> Iterator[str]:
-    """Yields a warning for the sensor that rose the most beyond MAX_WARMING_C, and for the clock that changed the most.
+    """Yields warnings about the sensor that warmed the most and the clock that changed the most, beyond the thresholds.
 
-    A device that tells neither gives none.
+    There is none if the device reports neither.
     """
     if before is None or after is None:
         return
@@ -36,16 +36,16 @@ def describe_change(before: DeviceState | None, after: DeviceState | None) -> It
 
 
 def find_energy(before: DeviceState | None, after: DeviceState | None) -> float | None:
-    """Returns the joules that the processor's packages used in between, None where they are not told or began anew."""
+    """Returns the joules that processor packages used in between, None if not reported or if a counter was reset."""
     if before is None or after is None:
         return None
     used = {
         name: after.energy_uj[name] - value
         for name, value in before.energy_uj.items()
-        # Other zones, such as the whole board's, hold the packages once more.
+        # Other zones, such as that of the whole board, include the packages.
         if name.startswith("package") and name in after.energy_uj
     }
-    # A counter that ran over is not guessed at: its range differs from one processor to the next.
+    # An overflow of a counter is not corrected, because its range differs between processors.
     return sum(used.values()) / 1e6 if used and min(used.values()) >= 0 else None
 
 
@@ -56,18 +56,18 @@ def _changes(before: Mapping[str, float], after: Mapping[str, float]) -> dict[st
 Series = npt.NDArray[np.float64]
 
 MAX_DRIFT = 0.05
-"""A change of the median from the first run to the last beyond this is a drift, where chance does not explain it."""
+"""A change over the series by more than this share of the median is a drift, unless it may be due to chance."""
 
 _DRIFT_Z = 3.0
 _DRIFT_LEAST = 12
-# All pairs of 200 points are 19,900; of the 2,000 runs that a block may have they would be two million.
+# 200 points have 19,900 pairs; the 2,000 runs that a block may have would have two million.
 _DRIFT_POINTS = 200
 _FAST = 1e-9
 _BATCH = 5
 _LEAST_MS, _CLOCKS = 0.0005, 1.05
 
-# Student's t for 95 %, two-sided, by degrees of freedom from 1. A table, because scipy would be a dependency for one
-# function; larger degrees by Cornish and Fisher's first term.
+# Student's t for 95 %, two-sided, for 1, 2, ... degrees of freedom. A table avoids scipy as a dependency for one
+# function; for more degrees, the first term of the Cornish-Fisher expansion is used.
 _T95 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
     2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
@@ -75,10 +75,11 @@ _T95 = (
 
 
 class Latency(msgspec.Struct, frozen=True, kw_only=True):
-    """Milliseconds for one sample on the device.
+    """Milliseconds per sample on the device.
 
-    `interval` holds the median with 95 % confidence. `drift` is how much of the median the time grew from the first run
-    to the last (negative: it fell), None where there are too few runs to tell it from chance, or none is seen.
+    `interval` is the 95 % confidence interval of the median. `drift` is the change of the time from the first run to
+    the last as a share of the median (negative: it fell), None if there is none, or if there are too few runs to tell
+    it from chance.
     """
 
     median: float
@@ -90,7 +91,7 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ratio(msgspec.Struct, frozen=True, kw_only=True):
-    """How many times as long B takes as A, with 95 % confidence, from so many rounds of one after the other."""
+    """The time of B divided by that of A, with its 95 % confidence interval, from interleaved rounds."""
 
     value: float
     interval: tuple[float, float]
@@ -98,7 +99,7 @@ class Ratio(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> str:
-        """Which of the two is faster, as far as the rounds can tell."""
+        """Which of the two is faster, or that the rounds cannot tell."""
         low, high = self.interval
         if low > 1:
             return "A is faster"
@@ -108,7 +109,8 @@ class Ratio(msgspec.Struct, frozen=True, kw_only=True):
 def summarize_latency(latency_ms: Sequence[float]) -> Latency | None:
     """Returns the figures of a series of times in the order of the runs, None for an empty one.
 
-    Quantiles are interpolated linearly. The 99th of fewer than 100 runs lies beside the slowest of them.
+    Quantiles are interpolated linearly. With fewer than 100 runs, the 99th percentile lies between the two slowest
+    ones.
     """
     if not latency_ms:
         return None
@@ -120,10 +122,10 @@ def summarize_latency(latency_ms: Sequence[float]) -> Latency | None:
 
 
 def median_interval(latency_ms: Sequence[float] | Series) -> tuple[float, float]:
-    """Returns the 95 % interval of the median from the order of the times alone, whatever their distribution.
+    """Returns the 95 % confidence interval of the median from order statistics, for any distribution.
 
     The ranks come from the binomial distribution with p = 1/2 in its normal approximation (W. J. Conover, Practical
-    Nonparametric Statistics, 3.2). Of fewer than six runs no interval is that sure: it is their whole range.
+    Nonparametric Statistics, 3.2). With fewer than six runs, no interval reaches 95 %: their whole range is returned.
     """
     ordered = np.sort(np.asarray(latency_ms, dtype=np.float64))
     count = len(ordered)
@@ -135,11 +137,11 @@ def median_interval(latency_ms: Sequence[float] | Series) -> tuple[float, float]
 
 
 def find_drift(latency_ms: Sequence[float] | Series) -> float | None:
-    """Returns the share of the median by which the time changed from the first run to the last, None for no drift.
+    """Returns the change of the time from the first run to the last as a share of the median, None for no drift.
 
-    The slope is the median of the slopes of all pairs (P. K. Sen, JASA 63, 1968), which single slow runs do not
-    move. It counts where it makes more than MAX_DRIFT and Kendall's test (H. B. Mann, Econometrica 13, 1945) lies
-    beyond three standard deviations. Long series are thinned to the medians of equal stretches.
+    The slope is the median of the slopes of all pairs (P. K. Sen, JASA 63, 1968), which single slow runs do not affect.
+    It counts as drift if the change exceeds MAX_DRIFT, and Kendall's trend statistic (H. B. Mann, Econometrica 13,
+    1945) exceeds three standard deviations. Long series are reduced to the medians of equal sections.
     """
     series = _thin(np.asarray(latency_ms, dtype=np.float64))
     count, median = len(series), float(np.median(series)) if len(series) else 0.0
@@ -148,18 +150,19 @@ def find_drift(latency_ms: Sequence[float] | Series) -> float | None:
     first, second = np.triu_indices(count, 1)
     differences = series[second] - series[first]
     drift = float(np.median(differences / (second - first))) * (count - 1) / median
-    # The standard deviation of Kendall's S under no trend, without ties, which times in nanoseconds hardly have.
+    # The standard deviation of Kendall's S without a trend and without ties, which are rare among times in nanoseconds.
     deviation = math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
     is_chance = abs(float(np.sign(differences).sum())) < _DRIFT_Z * deviation
     return None if is_chance or abs(drift) <= MAX_DRIFT else drift
 
 
 def find_steady(latency_ms: Sequence[float], most: int) -> int:
-    """Returns how many of the first runs are warming up, at most `most`: what follows them is steady.
+    """Returns how many of the first runs are warm-up, at most `most`; the runs after them are steady.
 
-    MSER-5 (K. P. White, Simulation 69, 1997): the cut after which the spread of what is left, over the square of how
-    much is left, is least, in batches of five. Batches count by their medians, as a pause of the system is no warm-up.
-    The first run is always cut: it fills the arena, and lazy parts of kernels are made in it.
+    This is MSER-5 (K. P. White, Simulation 69, 1997), in batches of five: the cut that minimizes the variance of the
+    remaining batches, divided by their number. Each batch is represented by its median, so that a single pause of the
+    system does not count as warm-up. The first run is always cut: it fills the arena, and kernels are initialized
+    lazily in it.
     """
     count = len(latency_ms) // _BATCH
     batches = np.median(np.reshape(np.asarray(latency_ms[: count * _BATCH], dtype=np.float64), (count, _BATCH)), axis=1)
@@ -171,16 +174,16 @@ def find_steady(latency_ms: Sequence[float], most: int) -> int:
 
 
 def find_impossible_time(times_ms: Sequence[float]) -> str | None:
-    """Returns in words which of the times that a device gives is none at all: NaN, infinite or negative."""
+    """Returns a message about a device's first impossible time (NaN, infinite or negative), or None."""
     wrong = next(((run, time) for run, time in enumerate(times_ms, 1) if not 0.0 <= time < math.inf), None)
     return None if wrong is None else f"it says that run {wrong[0]} took {wrong[1]:g} ms, which is no time"
 
 
 def find_false_times(latency_ms: Sequence[float], elapsed_ms: float) -> str | None:
-    """Returns in words why times of one run each cannot be, None where they can.
+    """Returns a message if the times of single runs are implausible, else None.
 
-    No session returns within half a microsecond, so that less is no measurement; and all of them together took no
-    longer than the device was waited for. A clock of another machine may go a little faster.
+    No session returns within half a microsecond, so a shorter time is no measurement. All times together cannot exceed
+    the time that the device took to answer, with some tolerance for the clock of another machine.
     """
     if not latency_ms:
         return None
@@ -193,15 +196,15 @@ def find_false_times(latency_ms: Sequence[float], elapsed_ms: float) -> str | No
 
 
 def describe_drift(drift: float) -> str:
-    """Returns the warning about a drift."""
+    """Returns the text of the warning about a drift."""
     change = f"{abs(drift):.0%} {'slower' if drift > 0 else 'faster'}"
     return f"the runs became {change} from first to last: clock or temperature changed, or others used the device"
 
 
 def count_needed(latency_ms: Sequence[float], precision: float) -> int:
-    """Returns how many runs would bring the interval of the median to `precision` of it on either side.
+    """Returns how many runs are needed for a half width of the median's interval of `precision` times the median.
 
-    The width shrinks with the square root of the number of runs.
+    The width is inversely proportional to the square root of the number of runs.
     """
     low, high = median_interval(latency_ms)
     median = float(np.median(latency_ms))
@@ -212,17 +215,17 @@ def count_needed(latency_ms: Sequence[float], precision: float) -> int:
 
 
 def compare_rounds(rounds: Sequence[tuple[float, float]]) -> Ratio:
-    """Returns how B compares with A from the median times of both in each round.
+    """Returns the ratio of B's time to A's, from the median times of both in each round.
 
-    What changes slowly, such as clock and temperature, hits both halves of a round alike and cancels in their ratio.
-    The interval is Student's for the mean of the logarithms of the ratios.
+    Slow changes, such as those of clock and temperature, affect both halves of a round alike and cancel in their ratio.
+    The interval is Student's t interval for the mean of the logarithms of the ratios.
 
     Raises:
         ValueError: there are fewer than two rounds, or a time is not above zero.
     """
     if len(rounds) < 2 or not all(time > 0 for times in rounds for time in times):
         raise ValueError("a comparison needs two rounds or more, of times above zero")
-    # Logarithms, so that A against B and B against A are the same statement.
+    # Logarithms make the result symmetric: B against A is the inverse of A against B.
     logs = np.log([b / a for a, b in rounds])
     mean = float(logs.mean())
     degrees = len(logs) - 1

@@ -1,4 +1,4 @@
-"""What a benchmark found: times, how sure they are, and what they are worth."""
+"""The report of a benchmark: times, their confidence intervals, and how far they can be trusted."""
 
 import msgspec
 
@@ -8,18 +8,18 @@ from edgekit.evidence import Evidence
 
 
 class BenchRun(msgspec.Struct, frozen=True, kw_only=True):
-    """The times of one subject on one device, in milliseconds for one run.
+    """The times of one subject on one device, in milliseconds per run.
 
-    `provider` is the target's, or the CPU's where that took no node; `provider_nodes` counts the nodes of each.
-    `interval_ms` holds the median with 95 % confidence. A run takes `batch` samples, `concurrency` runs are made at
-    once, and `throughput_per_s` counts the samples of all. With a `queue`, such as
-    "200/s, 5 ms", times are those from a request to its answer; at most `batch` were run at once, when the first had
-    waited so long, or when they were "full". `load_ms` and `first_ms` are the cold start: making the
-    session, and its first run; `warmup` runs were left out until the times were steady. `model_bytes` counts the files
-    that were loaded. `threads` and `inter_threads` of 0 mean that ONNX Runtime chose; the latter count where nodes ran
-    in `parallel`. `energy_mj` are the millijoules a sample that all packages of the processor used, whoever ran on
-    them, where the system tells. `warnings` say why the figures are worth less than they look. The figures are 0 where
-    `failure` says that the device failed.
+    `provider` is the target's, or the CPU provider if the target's took no node; `provider_nodes` counts the nodes of
+    each. `interval_ms` is the 95 % confidence interval of the median. A run takes `batch` samples, `concurrency` runs
+    are made at once, and `throughput_per_s` counts samples. With a `queue`, such as "200/s, 5 ms", times are those from
+    a request to its answer: requests arrive at 200/s, and a batch of at most `batch` requests starts when the oldest
+    has waited 5 ms, or with "full" only when the batch is full. `load_ms` and `first_ms` are the cold start: the time
+    to make the session, and its first run. `warmup` runs were left out before the times were steady. `model_bytes` is
+    the size of all loaded files. `threads` and `inter_threads` of 0 mean that ONNX Runtime chose; the latter matter
+    only if nodes ran in `parallel`. `energy_mj` is the energy per sample in millijoules of all processor packages,
+    including other programs, if the system reports it. `warnings` say why the figures are less reliable than they look.
+    The figures are 0 if `failure` says that the device failed.
     """
 
     device: str
@@ -56,14 +56,14 @@ class BenchRun(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def execution(self) -> str:
-        """How nodes are executed, in words; "" where one follows the other."""
+        """How nodes are executed, in words; "" for sequential execution."""
         return "" if not self.parallel else f"parallel, {self.inter_threads or 'ORT chooses how many'} at once"
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """How the other subject (B) compares with the subject (A) on one device, in interleaved rounds.
 
-    `ratio` is None where `failure` says that there is none.
+    `ratio` is None if the comparison failed; `failure` says why.
     """
 
     device: str
@@ -79,7 +79,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
     """The times of a subject on several devices, in the order in which they were asked for.
 
-    `regressions` say what is slower than in the last recorded benchmark, beyond what was allowed.
+    `regressions` say what is slower than in the last recorded benchmark by more than was allowed.
     """
 
     subject: str
@@ -92,6 +92,6 @@ class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def succeeded(self) -> bool:
-        """True if something ran, nothing failed, and nothing is slower than was allowed."""
+        """True if something ran, nothing failed, and nothing is slower than allowed."""
         failures = [*(run.failure for run in self.runs), *(found.failure for found in self.comparisons)]
         return bool(failures) and all(failure is None for failure in failures) and not self.regressions

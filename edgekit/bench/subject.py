@@ -1,4 +1,4 @@
-"""What is timed: a bundle, as an app would load it, or a bare model."""
+"""The subject of a benchmark: a bundle, as an app would load it, or a bare model."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ from edgekit.target import Form, Target
 
 
 def cut_rows(inputs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """Returns inputs with a first axis of 1 where theirs is dynamic.
+    """Returns inputs whose dynamic first axes are set to 1.
 
     Raises:
         UsageError: no input has a dynamic first axis, so that there is no batch.
@@ -49,9 +49,9 @@ def cut_rows(inputs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
 
 
 def stack_samples(samples: Samples, inputs: Sequence[TensorSpec], batch: int | None) -> Samples:
-    """Returns the first sample, or so many stacked along dynamic first axes; few samples are taken over and over.
+    """Returns the first sample, or a batch stacked along dynamic first axes; if there are too few samples, they repeat.
 
-    Inputs without such an axis keep the value of the first.
+    Inputs without such an axis keep the value of the first sample.
     """
     kept = list(itertools.islice(samples, batch or 1))
     rows = list(itertools.islice(itertools.cycle(kept), batch or 1))
@@ -63,22 +63,23 @@ def stack_samples(samples: Samples, inputs: Sequence[TensorSpec], batch: int | N
 
 
 def find_free(inputs: Sequence[TensorSpec]) -> frozenset[str]:
-    """Returns the inputs whose first axis is dynamic: those that bring a row for each sample of a batch."""
+    """Returns the inputs whose first axis is dynamic: those with a row for each sample of a batch."""
     return frozenset(spec.name for spec in inputs if spec.shape and _is_free(spec.shape[0]))
 
 
 def _is_free(dim: int | str | None) -> bool:
-    # A formula follows from other dimensions: it is no batch of its own.
+    # A dimension given by a formula follows from other dimensions: it is no independent batch size.
     return dim is None or (isinstance(dim, str) and formula_names(dim) <= {dim})
 
 
 class Opening(msgspec.Struct, frozen=True, kw_only=True):
-    """How a subject is opened: a model with the session options of a target, and with which sample.
+    """How a subject is opened, and with which sample; `target` gives the session options of a bare model.
 
-    Of a model the inputs in `freeze` become constants. The sample is that of `data`, which must fit the sizes that
-    `dims` gives to dynamic dimensions, else a golden one of a bundle, else drawn with these sizes. `batch` stacks so
-    many; None leaves the sample as it is. `form` is that of a bundle to open, None for the one that is planned on the
-    device; with `tuned` it is opened as it was tuned for this kind of machine.
+    The inputs of a bare model in `freeze` become constants. The sample comes from `data`; without it, from the golden
+    samples of a bundle, or from random numbers. `dims` gives sizes to dynamic dimensions, which `data` must fit.
+    `batch` is the number of samples to stack; None leaves the sample as it is. `form` is the form of a bundle to open,
+    None for the one planned for the device; with `tuned`, the bundle is opened with the settings tuned for this kind of
+    machine.
     """
 
     target: str | None = None
@@ -93,8 +94,8 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
 class Subject(msgspec.Struct, frozen=True, kw_only=True):
     """Something to time.
 
-    `target_for` gives the target that a device, by its kind, runs it as; `job_for` the job with one sample, which is a
-    batch of `batch`; `rows` are the inputs that have a row for each. `notes` say what was assumed.
+    `target_for` returns the target for a device's name; `job_for` returns the job for a device, with one sample, which
+    is a batch of `batch`. `rows` are the inputs with a row for each sample of the batch. `notes` say what was assumed.
     """
 
     name: str
@@ -107,10 +108,10 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def open_subject(path: Path, work: Path, opening: Opening) -> Subject:
-    """Returns what `path` names, with a sample for it.
+    """Opens a bundle or a model, with a sample for it.
 
-    Without the name of a target a model is opened as the device's, or in the CPU provider with no options. A bundle has
-    its own. Its files are copied into `work`, and their digests checked.
+    Without the name of a target, a model is opened with the device's default target, or in the CPU provider without
+    options. A bundle has its own target; its files are copied into `work`, and their digests checked.
 
     Raises:
         UsageError: a bundle was given together with a target or dims, a dimension does not exist or is the batch that
@@ -132,7 +133,8 @@ def open_subject(path: Path, work: Path, opening: Opening) -> Subject:
 
 def _open_bundle(path: Path, work: Path, opening: Opening) -> Subject:
     bundle = open_bundle(path)
-    # A copy, digested while it is made: what is timed is then what the manifest covers, whatever happens to the folder.
+    # Digests are checked while a copy is made, so that exactly what the manifest covers is timed, even if the folder
+    # changes later.
     private = snapshot_bundle(bundle, bundle.manifest.forms, work / path.resolve().name)
     chosen = read_target(private)
     inputs = bundle.golden.inputs
@@ -180,7 +182,7 @@ def _open_model(path: Path, work: Path, opening: Opening) -> Subject:
         )
 
     notes = [] if opening.data is not None else list(_describe_unset(inputs, opening))
-    # ONNX Runtime replays saved optimisations as the file states them.
+    # ONNX Runtime applies saved optimisations without checks, so they are not replayed from an unverified file.
     if path.suffix == ".ort" and target is not None and REPLAY_SAVED in target.session.config:
         notes.append("optimisations saved in the file were not replayed: only the digests of a bundle vouch for them")
     return Subject(
@@ -218,7 +220,7 @@ def _describe_unset(inputs: tuple[TensorSpec, ...], opening: Opening) -> Iterato
 
 
 def _flatten_outputs(path: Path, outputs: tuple[TensorSpec, ...], sample: Samples) -> tuple[TensorSpec, ...]:
-    """Returns outputs as devices give them: a map or sequence, as ZipMap makes, as the tensors that one run shows."""
+    """Returns outputs as devices return them: maps and sequences, such as ZipMap's, as the tensors seen in one run."""
     if all(spec.is_tensor for spec in outputs):
         return outputs
     given = CpuSession(path, SessionSettings(level=Level.DISABLED)).run(next(iter(sample)))
@@ -238,7 +240,7 @@ def _read_interface(path: Path) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpe
 
 
 def _check(path: Path, target: Target) -> CheckReport:
-    """Returns what emulated arithmetic needs to know; nothing for what runs without it."""
+    """Returns the check that emulated arithmetic needs; an empty one if it is not needed."""
     if path.suffix != ".ort" and target.provider != CPU_PROVIDER:
         return check_model(load_model(path), target)
     return CheckReport(

@@ -1,4 +1,4 @@
-"""The files that may race, what each optimization level makes of a graph, and writing what was found into a bundle."""
+"""Opens the files that race, and writes the resulting setting into a bundle."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,18 +22,18 @@ from edgekit.errors import BundleError, EdgekitError, UsageError
 from edgekit.model.model import load_model, read_proto
 from edgekit.tune.report import Entrant
 
-# Written and read again in a few seconds; larger ones take their time, and hardly load faster.
+# Models up to this size are converted to ORT format in a few seconds; larger ones take long, and hardly load faster.
 _CHEAP_BYTES = 200_000_000
 ORT_FORM = "ORT format"
 
 Opened = Mapping[str, Subject]
-"""Each file by its name, "" for the one that is opened by default."""
+"""The opened files by name, "" for the default one."""
 
 
 def open_files(
     path: Path, work: Path, opening: Opening, candidates: Sequence[Path], device_for: Callable[[Subject], Device]
 ) -> tuple[Opened, Device, tuple[str, ...]]:
-    """Returns all files that race, the device to race on, and notes on what does not.
+    """Returns all files that race, the device to race on, and notes on files that could not be included.
 
     Raises:
         EdgekitError: the subject, a candidate, the data or the device is wrong.
@@ -45,13 +45,13 @@ def open_files(
     if path.is_dir():
         manifest = open_bundle(path).manifest
         for form in manifest.forms:
-            # The job says which form is the default: a plan may want another one than an app.
+            # The default form is that of the job: the verification plan may choose another one than an app loads.
             if manifest.forms[form][0] != first.job_for(device).model.name:
                 found[form] = open_subject(path, work / form, msgspec.structs.replace(opening, form=form))
     elif _can_convert(path, first, device):
         try:
             folder = work / "ort"
-            # For this machine alone, so with the layouts that its CPU wants.
+            # Only for this machine, so with the memory layouts that suit its CPU.
             options = OrtOptions(style="full", cpu="arm" if host_abi() == "linux-arm64" else "x64")
             made = convert_styles(load_model(path), folder, options, ("full",), checked=False)
             found[ORT_FORM] = open_subject(folder / made.files["full"][0], work / "ort", opening)
@@ -65,7 +65,7 @@ def open_files(
 
 
 def make_jobs(opened: Opened, batches: Mapping[int, Subject], device: Device) -> Callable[[Entrant], Job]:
-    """Returns what makes the job of an entrant: its file with the sample of the default, set as it says."""
+    """Returns a function that makes the job of an entrant, from its file, its setting and the default file's sample."""
     jobs = {name: subject.job_for(device) for name, subject in opened.items()}
     stacked = {batch: subject.job_for(device).samples for batch, subject in batches.items()}
     samples = jobs[""].samples
@@ -78,7 +78,7 @@ def make_jobs(opened: Opened, batches: Mapping[int, Subject], device: Device) ->
 
 
 def open_batches(path: Path, work: Path, opening: Opening, sizes: Sequence[int]) -> dict[int, Subject]:
-    """Returns the subject with so many samples at a time, for each size; none where the batch is not free."""
+    """Returns the subject with each batch size; none if the model has no dynamic batch axis."""
     try:
         return {
             size: open_subject(path, work / f"batch{size}", msgspec.structs.replace(opening, batch=size))
@@ -89,7 +89,7 @@ def open_batches(path: Path, work: Path, opening: Opening, sizes: Sequence[int])
 
 
 def has_branches(job: Job) -> bool:
-    """Returns True if two nodes of a model could run side by side; of a file of ORT format that is not known: True."""
+    """Returns True if two nodes of a model could run concurrently, or if that is not known (ORT format)."""
     if job.model.suffix != ".onnx":
         return True
     graph = read_proto(load_model(job.model), weights=False).graph
@@ -98,7 +98,7 @@ def has_branches(job: Job) -> bool:
     seen: set[int] = set()
     for node in graph.node:
         reads = [depths[name] for name in node.input if name in depths and name not in constants]
-        # What reads constants alone is folded before anything runs.
+        # Nodes that read only constants are folded when the session is made.
         if not reads:
             continue
         depth = max(reads) + 1
@@ -115,14 +115,14 @@ def _can_convert(path: Path, subject: Subject, device: Device) -> bool:
 
 
 def require_bundle(path: Path) -> None:
-    """Refuses what no setting can be written into, before anything is measured.
+    """Refuses, before anything is measured, a path into which no setting can be written.
 
     Raises:
         BundleError: it is no folder with a manifest, or a part of a folder of several targets.
     """
     if not path.is_dir():
         raise BundleError(f"--apply writes into a bundle, and '{path}' is none", hint="build one, or leave --apply out")
-    # The index names the digest of each manifest: changing one would break the others' folder.
+    # The index holds the digest of each manifest: changing one would break the whole folder.
     index = next((parent / INDEX for parent in path.resolve().parents[:2] if (parent / INDEX).is_file()), None)
     if index is not None:
         raise BundleError(
@@ -131,20 +131,21 @@ def require_bundle(path: Path) -> None:
 
 
 def apply_setting(path: Path, tuned: TunedSession) -> str:
-    """Writes a setting into a bundle's manifest in the place of one for the same machines; returns what was done.
+    """Writes a setting into a bundle's manifest, replacing one for the same kind of machine; returns what was done.
 
     Raises:
-        BundleError: the bundle is not whole, or the setting is not for a bundle to pass.
+        BundleError: the bundle is incomplete, or has a setting that a bundle may not request.
         OutputError: the folder cannot be written.
     """
     bundle = open_bundle(path)
     others = [one for one in bundle.manifest.tuned or () if one.machine != tuned.machine]
-    # The narrower class first: the first that holds is taken.
+    # Narrower classes first, because the first one that matches is used.
     ordered = sorted((*others, tuned), key=lambda one: (one.machine.system, one.machine.machine, -one.machine.cores))
     manifest, source = msgspec.structs.replace(bundle.manifest, tuned=tuple(ordered)), path / MANIFEST
     check_requests(manifest, str(source))
     signed = (path / SIGNATURE).exists()
-    # The signature goes first: cut here, the bundle is unsigned and whole, and never signed for other content.
+    # The signature is removed first: if edgekit is interrupted here, the bundle is unsigned but intact, and never
+    # carries a signature of other content.
     (path / SIGNATURE).unlink(missing_ok=True)
     write_file(source, encode_json(manifest))
     unsigned = "; its signature was of the bundle before and is gone: edgekit sign signs it again"

@@ -1,6 +1,6 @@
-"""Races: settings in interleaved rounds, the slower half dropped after each, until one is proved the fastest.
+"""Races settings in interleaved rounds: the slower half is dropped repeatedly, and the last one must prove its gain.
 
-One measurement is a session of its own, warmed up and run.
+Each measurement is a separate session, warmed up and run.
 """
 
 import math
@@ -29,26 +29,30 @@ from edgekit.verify.metrics.compare import compare_bundled, compare_outputs
 from edgekit.verify.metrics.outputs import judge_output
 
 GATE = Thresholds(min_cosine=0.999, min_top1_agreement=0.0, min_sqnr_db=30.0)
-"""What outputs of a bare model must keep beside those of the defaults: settings change how it is computed, not what.
-A bundle's outputs are judged as `verify` judges them, beside the float model's.
+"""The limits for the outputs of a bare model against those of the defaults.
 
-Other kernels add in another order (100 dB and more), and integer kernels differ from the float spelling of the same
-graph by half a step here and there (35 to 50 dB): 30 dB lets both pass. Chosen by hand.
+Settings must not change what is computed. A bundle's outputs are judged as in `verify`, against those of the float
+model.
+
+Other kernels add in another order (100 dB and more), and integer kernels differ from the same graph computed in float
+by half a quantization step here and there (35 to 50 dB): 30 dB accepts both. Chosen by hand.
 """
 
-# Long beside starting a session, short enough that a round of eight settings sees one state of the machine.
+# Long compared with the start of a session, but so short that the machine's state hardly changes during a round of
+# eight settings.
 _RUN_MS = 400.0
 _FEWEST, _MOST = 5, 60
 _FOR_P99, _LONGEST_P99_MS = 100, 2000.0
-# Where runs do not count, a run or two are enough: it is warmed up by so much.
+# For goals that do not depend on run times, two runs are enough: this guess of a run's time leads to almost no warm-up.
 _NO_WARMUP_MS = 1e3
 
 
 class RaceSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """What a race needs: the device, the function that makes a job of an entrant, and the reference for the outputs.
+    """What a race needs: the device, the function that makes an entrant's job, and the reference outputs.
 
-    `bundle` says what its outputs are for, where the reference is the float model's; None of a bare model.
-    `guess_ms` is about what a run with the defaults takes; `seconds` is the most that a measurement may take.
+    `bundle` is given if the reference is the float model's outputs, and tells how to judge outputs; None for a bare
+    model. `guess_ms` is an estimate of the time of a run with the defaults; `seconds` is the time limit of a
+    measurement.
     """
 
     device: Device
@@ -62,10 +66,10 @@ class RaceSetup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure(setup: RaceSetup, entrant: Entrant) -> Measured:
-    """Returns what one session of a setting gave; what fails is a fault, and no error.
+    """Returns the measurement of one session with a setting; a failure becomes its `fault`, not an error.
 
     Raises:
-        DeviceError: the device is gone: no other setting would find it there.
+        DeviceError: the device is gone, so that no other setting could run either.
     """
     try:
         block = _run(setup, setup.job_for(entrant))
@@ -77,7 +81,7 @@ def measure(setup: RaceSetup, entrant: Entrant) -> Measured:
         return Measured(fault=f"failed: {error.message}")
     got = block.outputs
     if entrant.batch > 1:
-        # The first rows are those of the one sample: others have no reference.
+        # Only the first rows are those of the reference's sample.
         got = {name: value[: len(setup.reference[name])] if value.ndim else value for name, value in got.items()}
     sqnr_db, fault = judge_outputs(
         list_samples([setup.reference], "the reference"),
@@ -104,7 +108,7 @@ def measure(setup: RaceSetup, entrant: Entrant) -> Measured:
 def judge_outputs(
     reference: Samples, got: Samples, gate: Thresholds, bundle: Bundle | None = None
 ) -> tuple[float | None, str | None]:
-    """Returns the least SQNR in dB of outputs beside the reference, and why they do not keep the gate, None if so."""
+    """Returns the lowest SQNR of the outputs in dB, and why they fail the gate, None if they pass."""
     reports = compare_outputs(reference, got) if bundle is None else compare_bundled(bundle, reference, got)
     ratios = [report.sqnr_db for report in reports if report.sqnr_db is not None]
     failures = [reason for report in reports for reason in judge_output(report, gate)]
@@ -121,12 +125,12 @@ def _run(setup: RaceSetup, job: Job) -> Block:
     return run_block(setup.device, job, runs, setup.seconds, setup.guess_ms)
 
 
-# A round has some hundred bytes an entrant, and a search a few hundred rounds.
+# A round takes some hundred bytes per entrant, and a search has a few hundred rounds.
 _MOST_BYTES = 1 << 26
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings that were measured one after another, each once, and the seconds that it took."""
+    """Settings that were measured one after another, once each, and the seconds of the round."""
 
     entrants: tuple[Entrant, ...]
     measured: tuple[Measured, ...]
@@ -139,11 +143,11 @@ class _Stored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Journal:
-    """Takes rounds within a time, and keeps them; those that a file holds are not run again.
+    """Runs rounds within a time budget and records them in a file; rounds that the file has are not run again.
 
-    The search asks for the same rounds in the same order as long as the measurements are the same, so that what was
-    kept is simply read again. One that was cut in the middle of a round takes that round anew: its ratios hold only
-    between neighbours.
+    As the search is deterministic, it asks for the same rounds in the same order as long as the measurements are the
+    same, so that recorded rounds can simply be replayed. A round that was interrupted is run again from its start,
+    because its ratios are valid only between measurements close in time.
     """
 
     def __init__(
@@ -162,21 +166,21 @@ class Journal:
 
     @property
     def seconds(self) -> float:
-        """What all rounds took together."""
+        """The total time of all rounds."""
         return sum(one.seconds for one in self.rounds)
 
     @property
     def measurements(self) -> int:
-        """How many sessions were measured."""
+        """The number of measured sessions."""
         return sum(len(one.measured) for one in self.rounds)
 
     def take(
         self, entrants: Sequence[Entrant], *, reserve: int = 0, until_s: float = math.inf
     ) -> Sequence[Measured] | None:
-        """Measures each entrant once, in an order that is turned round each time; None where the time is over.
+        """Measures each entrant once, in an order that changes from round to round; returns None if the time is over.
 
-        Time for `reserve` more measurements is left for what comes after, and none is taken that would end behind
-        `until_s` seconds.
+        A round starts only if time for `reserve` further measurements would be left after it, and if it would end
+        before `until_s` seconds.
         """
         number = len(self.rounds)
         if number < len(self._kept) and self._kept[number].entrants == tuple(entrants):
@@ -188,7 +192,8 @@ class Journal:
             return None
         began = time.monotonic()
         places = list(range(len(entrants)))
-        # What changes slowly hits all alike: nobody is always the first, which finds the machine rested.
+        # Rotating and reversing the order makes slow changes affect all alike: no entrant always runs first, on a
+        # rested machine.
         turned = places[number % len(places) :] + places[: number % len(places)]
         found = {place: self._measure(entrants[place]) for place in (turned if number % 2 == 0 else turned[::-1])}
         measured = tuple(found[place] for place in places)
@@ -198,40 +203,40 @@ class Journal:
         return measured
 
     def _ends_before(self, limit_s: float, count: int) -> bool:
-        # The slowest round is what may come again: the average would be exceeded by half of them.
+        # Estimated by the slowest round, because about half of the rounds take longer than the average.
         each = max((one.seconds / len(one.measured) for one in self.rounds), default=0.0)
         return self.seconds + each * count <= limit_s
 
 
 TakeRound = Callable[[Sequence[Entrant]], Sequence[Measured] | None]
-"""Measures each of some entrants once, one after another; None where there is no time left for it."""
+"""Measures some entrants once each, one after another; returns None if there is no time left."""
 
 LEAST_GAIN = 0.01
-"""A setting that gains less than this is not worth being different from the defaults."""
+"""A setting that gains less is not worth a deviation from the defaults."""
 
 TIME_OVER = "the time was over before it was decided"
 
 _HEAT = 2
-# Half of the last rounds: where the challenger is not ahead by then, the others are saved. Stopping because there is
-# nothing to gain makes no false claim more likely.
+# After half of the final rounds, the comparison stops if the challenger is not ahead, to save time. Stopping for
+# futility does not make false claims more likely.
 _FUTILE = ROUNDS // 2
 
 
 def cost_of(measured: Measured, goal: Goal) -> float:
-    """Returns what a goal wants to be small."""
+    """Returns the quantity that a goal minimizes."""
     costs: Mapping[Goal, float] = {
         "latency": measured.median_ms,
         "p99": measured.p99_ms,
         "throughput": measured.pace_ms,
         "memory": float(measured.peak_rss_bytes),
-        # The first run belongs to it: kernels leave work for it.
+        # Includes the first run, because kernels defer work to it.
         "load": measured.load_ms + measured.first_ms,
     }
     return costs[goal]
 
 
 def race(group: str, holder: Entrant, challengers: Sequence[Entrant], take: TakeRound, goal: Goal) -> Decision:
-    """Returns whether one of the challengers takes the place of the holder."""
+    """Races challengers against the holder (the current setting), and decides whether one replaces it."""
     out: dict[str, str] = {}
     ratios: dict[str, list[float]] = {entrant.name: [] for entrant in challengers}
     living, failure = list(challengers), ""
@@ -262,7 +267,7 @@ def _run_heat(
     take: TakeRound,
     goal: Goal,
 ) -> str:
-    """Adds the ratios of a few rounds, and who is out; returns why the race ends, "" where it goes on."""
+    """Runs a few rounds, adds ratios and failed entrants, and returns why the race ends, "" if it goes on."""
     for _ in range(_HEAT):
         racing = [entrant for entrant in living if entrant.name not in out]
         found = take([holder, *racing])
@@ -281,9 +286,9 @@ def _run_heat(
 def compare_fresh(
     holder: Entrant, challenger: Entrant, take: TakeRound, goal: Goal, futile: int = ROUNDS
 ) -> Ratio | str:
-    """Returns how a challenger compares with the holder in rounds of their own, or why that is not known.
+    """Compares a challenger with the holder in new rounds; returns the ratio, or why there is none.
 
-    After `futile` rounds it ends where the challenger is not ahead.
+    After `futile` rounds it stops if the challenger is not ahead.
     """
     rounds: list[tuple[float, float]] = []
     for number in range(ROUNDS):

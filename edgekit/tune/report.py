@@ -1,4 +1,4 @@
-"""What a search found: each decision with its interval, what was measured of each setting, and what is proven."""
+"""The report of a search: each decision with its interval, the measurements of each setting, and what is proven."""
 
 import msgspec
 
@@ -9,10 +9,11 @@ from edgekit.tune.space import Goal
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """One measurement of a setting: a session made, warmed up and run; times in milliseconds.
+    """One measurement of a setting, in a session of its own, after a warm-up; times in milliseconds.
 
-    `pace_ms` is the time after which one more sample is done. `sqnr_db` says how far the outputs lie from the
-    reference, None where they hold no numbers. `fault` says why the setting is out: it failed, or its outputs differ.
+    `pace_ms` is the typical time from one finished sample to the next. `sqnr_db` is the SQNR of the outputs against the
+    reference, None if they are not numeric. `fault` says why the setting is out of the race: it failed, or its outputs
+    differ.
     """
 
     median_ms: float = 0.0
@@ -27,7 +28,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Entrant(msgspec.Struct, frozen=True, kw_only=True):
-    """A setting in the race: what is different from the defaults, with which file and batch."""
+    """A setting in the race: its differences from the defaults, its file and its batch size."""
 
     name: str
     setting: SessionSetting = SessionSetting()
@@ -36,10 +37,13 @@ class Entrant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a race: the last challenger, how it compares with the holder, whether it was taken, and why.
+    """The result of a race.
 
-    `ratio` is the cost of the challenger over that of the holder, from fresh rounds that chose nothing; None where it
-    did not come to them. `screened` are the ratios by which the others were dropped: they prove nothing.
+    It tells the last challenger, how that compares with the current setting, whether it replaces it, and why.
+
+    `holder` is the current setting. `ratio` is the challenger's cost divided by the holder's, from fresh rounds that
+    were not used to select the challenger; None if there were none. `screened` are the ratios of the selection rounds:
+    they prove nothing, because the best was picked by them.
     """
 
     group: str
@@ -52,9 +56,9 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TriedSetting(msgspec.Struct, frozen=True, kw_only=True):
-    """A setting over all of its measurements: medians, and on which front it lies.
+    """A setting with the medians of all its measurements, and whether it is Pareto-optimal.
 
-    `pareto` is true where no other setting is at least as good in latency, memory and accuracy, and better in one.
+    `pareto` is true if no other setting is at least as good in latency, memory and accuracy, and better in one of them.
     """
 
     entrant: Entrant
@@ -71,9 +75,10 @@ class TriedSetting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LevelRow(msgspec.Struct, frozen=True, kw_only=True):
-    """An optimization level: the nodes that ONNX Runtime leaves, those it fused, and what loading and a run take.
+    """An optimization level: the number of nodes left, the fused nodes by operator, and the times to load and run.
 
-    `nodes` is None where the graph cannot be written: a file of ORT format, or another provider than the CPU's.
+    `nodes` is None if the optimized graph cannot be written: for ORT format, very large models, or other providers than
+    the CPU's.
     """
 
     level: str
@@ -84,13 +89,12 @@ class LevelRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TuneReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a search found on a device.
+    """The result of a search on a device.
 
-    `chosen` are the settings that were decided for; `final` compares them with the defaults in fresh rounds: where its
-    interval does not lie below 1 nothing is claimed, and `chosen` are the defaults. `seconds` of `budget_s` is the time
-    of all measurements, also of those of a run before that was cut off. `busy` is how many programs wanted a
-    core before and after, on the average of a minute, None where that is not known. `applied` says what was written
-    where.
+    `chosen` is the resulting setting; `final` compares it with the defaults in fresh rounds. If the interval of `final`
+    is not entirely below 1, nothing is claimed, and `chosen` is the defaults. `seconds`, of `budget_s`, is the time of
+    all measurements, including those of an earlier, interrupted search that were read back. `busy` is the load average
+    over a minute before and after the search, None if not known. `applied` says what was written where.
     """
 
     subject: str

@@ -1,7 +1,7 @@
-"""The search space as data: groups of settings that are raced against each other, and which of them make sense where.
+"""The search space as data: groups of settings that race against each other, and when each makes sense.
 
-Defaults are ONNX Runtime's. Keys are those of onnxruntime_session_options_config_keys.h; what each provider takes
-stands in its page on https://onnxruntime.ai/docs/execution-providers/ and in the NOTES.md of its target.
+Defaults are ONNX Runtime's. Keys are those of onnxruntime_session_options_config_keys.h; provider options are described
+on the provider's page at https://onnxruntime.ai/docs/execution-providers/ and in the NOTES.md of its target.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,17 +17,17 @@ Goal = Literal["latency", "p99", "throughput", "memory", "load"]
 GOALS: tuple[Goal, ...] = ("latency", "p99", "throughput", "memory", "load")
 
 _SPIN, _POOL = "session.intra_op.allow_spinning", "intra_op_num_threads"
-# Where the cores are not known, a phone of today has eight.
+# Assumed if the number of cores is not known: current phones have eight.
 _CORES = 8
 _BATCHES = (2, 4, 8)
 PROVIDER_OPTIONS = "provider options"
-"""The group of a provider's own options."""
+"""The name of the group with a provider's own options."""
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """What is different about a setting: its name, the fields with their values, and another file or batch.
+    """A change of a setting: its name, the changed fields, and possibly another file or batch size.
 
-    `config` and `provider_options` add to those of the setting that is changed.
+    `config` and `provider_options` are merged into those of the setting.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def touches(self) -> frozenset[str]:
-        """The fields and keys that it changes: two changes that touch the same are no two changes."""
+        """The fields and keys that it changes; two changes of the same field exclude each other."""
         fields = (name for name in (*_FIELDS, "file", "batch") if getattr(self, name) is not None)
         return frozenset((*fields, *self.config, *self.provider_options))
 
@@ -65,7 +65,7 @@ _FIELDS = ("level", "threads", "inter_threads", "parallel", "arena", "memory_pat
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """Changes that are raced together; where they are `apart`, one that won does not rule the others out."""
+    """Changes that race against each other; if they are `apart`, several of them may be adopted."""
 
     name: str
     changes: tuple[Change, ...]
@@ -75,10 +75,9 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 class Circumstances(msgspec.Struct, frozen=True, kw_only=True):
     """What the search space depends on.
 
-    `files` are the other files of the model, `cores` those of the device and `physical` how many of them share no
-    execution unit, 0 where they are not known; `branches` says
-    that the graph has nodes which could run side by side, `free_batch` that the first axes of its inputs are free;
-    `asked` is what the target asks for already.
+    `files` are alternative files of the model. `cores` and `physical` are the device's logical and physical cores, 0 if
+    not known. `branches` says that the graph has nodes that could run concurrently, `free_batch` that the model has a
+    dynamic batch axis. `asked` is the session that the target asks for anyway.
     """
 
     goal: Goal
@@ -97,7 +96,7 @@ LEVELS = Group(
         Change(name=level.value, level=level) for level in (Level.LAYOUT, Level.EXTENDED, Level.BASIC, Level.DISABLED)
     ),
 )
-"""The levels below the default, which is all of them."""
+"""The optimization levels below ONNX Runtime's default, `all`."""
 
 SWITCHES = Group(
     name="switches",
@@ -112,7 +111,7 @@ SWITCHES = Group(
     apart=True,
 )
 
-# What a run costs does not show in these: IO binding and denormals change no memory and no loading.
+# For these goals, switches that affect only the time of runs, such as IO binding and denormals, are left out.
 _SWITCHES_THAT_COUNT: Mapping[Goal, frozenset[str]] = {
     "load": frozenset({"no arena", "no memory pattern", "no prepacking", "initializers beside the arena"}),
     "memory": frozenset({"no arena", "no memory pattern", "no prepacking", "initializers beside the arena"}),
@@ -166,7 +165,7 @@ PROVIDER_CHANGES: Mapping[str, tuple[Change, ...]] = {
 
 
 def list_groups(given: Circumstances) -> Iterator[Group]:
-    """Yields the groups in the order of the races: what ONNX Runtime's guide to tuning names first comes first."""
+    """Yields the groups in the order of the races, which follows ONNX Runtime's tuning guide."""
     for group in _list_all(given):
         changes = tuple(change for change in group.changes if not _is_asked(change, given.asked))
         if changes:
@@ -174,7 +173,7 @@ def list_groups(given: Circumstances) -> Iterator[Group]:
 
 
 def _is_asked(change: Change, asked: Session) -> bool:
-    """Returns True if the target already sets what a change would set."""
+    """Returns True if the target already sets everything that a change would set."""
     have = {**asked.config, **asked.provider_options}
     want = {**change.config, **change.provider_options}
     return change.touches == want.keys() and want.items() <= have.items()
@@ -199,14 +198,14 @@ def _list_all(given: Circumstances) -> Iterator[Group]:
 
 
 def _fitting(changes: Iterable[Change], cores: int) -> Iterator[Change]:
-    """Yields changes of a provider, without more threads in its pool than the device has cores."""
+    """Yields changes of a provider, without those with more pool threads than the device has cores."""
     for change in changes:
         if int(change.provider_options.get(_POOL, "0")) <= (cores or _CORES):
             yield change
 
 
 def _list_threads(units: int, cores: int) -> Iterator[Change]:
-    """Yields thread counts beside the default, which is a thread a physical core: all logical cores, then halves."""
+    """Yields thread counts: all logical cores, and 1/2, 1/4, ... of the physical cores, whose number is the default."""
     yield Change(name="no spinning", config={_SPIN: "0"})
     halves = (units >> shift for shift in range(1, units.bit_length()))
     for count in (*([cores] if cores > units else []), *halves):
@@ -216,7 +215,7 @@ def _list_threads(units: int, cores: int) -> Iterator[Change]:
 
 
 def _list_parallel(units: int) -> Iterator[Change]:
-    """Yields parallel execution as ONNX Runtime chooses, and with the physical cores shared out among nodes."""
+    """Yields parallel execution with default threads, and with the physical cores divided among concurrent nodes."""
     yield Change(name="parallel", parallel=True)
     for shift in range(1, units.bit_length()):
         nodes = 1 << shift

@@ -1,4 +1,4 @@
-"""The search for the settings that serve a goal on a device: groups race one after another, and are summed up."""
+"""Searches the settings that serve a goal on a device: groups of settings race one after another."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -50,10 +50,10 @@ _MOST_GOLDEN = 16
 
 
 class Tuning(msgspec.Struct, frozen=True, kw_only=True):
-    """What a search is for: the goal, how long it may take, other files that may be loaded, and what is done with it.
+    """What a search is asked for: its goal, time budget, alternative files, and what to do with the result.
 
-    `min_sqnr_db` is how near outputs must lie to the reference; None is the bundle's own limit, or that of `GATE`.
-    `state` is a file that keeps the measurements. With `apply` the result is written into the bundle.
+    `min_sqnr_db` is the lowest allowed SQNR of outputs against the reference; None means the bundle's own limits, or
+    `GATE`. `state` is a file that keeps the measurements. With `apply`, the result is written into the bundle.
     """
 
     goal: Goal = "latency"
@@ -79,7 +79,7 @@ class _Search(msgspec.Struct, frozen=True, kw_only=True):
 def tune_on(
     path: Path, choice: DeviceChoice, asked: Tuning, opening: Opening, *, progress: Progress | None = None
 ) -> TuneReport:
-    """Returns which settings serve a goal on a device, and how sure that is; with `apply` they stand in the bundle.
+    """Returns the best settings for a goal on a device, with confidence intervals; `apply` writes them into the bundle.
 
     Raises:
         EdgekitError: the subject, a candidate, the data, the state or the name of a device is wrong, or the device is
@@ -107,7 +107,8 @@ def _prepare(
     progress(f"measure {opened[''].name} on {device.name} with the defaults")
     guess_ms = guess_time(device, job, Effort())
     first = run_block(device, job, 3, 20.0, guess_ms)
-    # What the float model gives; without it, what the defaults give.
+    # The reference is the float model's golden outputs for a bundle without other data, else the outputs of the
+    # defaults.
     bundle = open_bundle(path) if path.is_dir() and opening.data is None else None
     setup = RaceSetup(
         device=device,
@@ -142,9 +143,9 @@ def _prepare(
 
 
 def _find_provider(run: DeviceRun, job: Job) -> str:
-    """Returns the provider that runs a job: options of one that takes no node are not worth a race."""
+    """Returns the provider that runs a job's nodes, because options of a provider that takes no node need no race."""
     counts = count_nodes(run, job)
-    # Where nothing was observed it may have taken all.
+    # If no placement was observed, the target's provider may have taken all nodes.
     return job.target.provider if not counts or job.target.provider in counts else CPU_PROVIDER
 
 
@@ -163,14 +164,15 @@ def _choose_gate(bundle: Bundle | None, min_sqnr_db: float | None) -> Thresholds
 
 
 def _search(search: _Search) -> TuneReport:
-    """Races each group, and then what was chosen against the defaults."""
+    """Races each group, and then the chosen setting against the defaults."""
     groups = list(list_groups(search.given))
     held, decisions = DEFAULTS, list[Decision]()
     for group in groups:
         held, made = _race_group(search, held, group)
         decisions += made
     if held == DEFAULTS:
-        # What was kept for the last comparison is not needed for it: it decides what was not, in the same order.
+        # The time reserved for the final comparison is not needed then: it is used for the undecided groups, in the
+        # same order.
         for group in groups:
             late = [one for one in decisions if one.group == group.name and one.reason.startswith(TIME_OVER)]
             if late and held == DEFAULTS:
@@ -183,7 +185,7 @@ def _search(search: _Search) -> TuneReport:
         final = compare_fresh(DEFAULTS, held, search.journal.take, search.given.goal)
         taken = [one for one in decisions if one.taken]
         if final == TIME_OVER and len(taken) == 1:
-            # One change beside the defaults was held against them already, in fresh rounds that did not choose it.
+            # A single change was already compared with the defaults in fresh rounds that were not used to select it.
             final = taken[0].ratio
     lost = _refuse(search, held, final)
     return TuneReport(
@@ -209,9 +211,9 @@ def _search(search: _Search) -> TuneReport:
 
 
 def _race_group(search: _Search, held: Entrant, group: Group, *, last: bool = False) -> tuple[Entrant, list[Decision]]:
-    """Returns what is held after a group: one of its changes at most, or one after another where they are apart.
+    """Returns the current setting after a group, with at most one of its changes, or several if they are `apart`.
 
-    Half of what is left goes to those behind it, and time is kept for the last comparison, unless it is the `last`.
+    A group may use half of the remaining time, and time is reserved for the final comparison, unless `last` is set.
     """
     journal = search.journal
     free_s = max(0.0, journal.budget_s - journal.seconds)
@@ -237,7 +239,7 @@ def _race_group(search: _Search, held: Entrant, group: Group, *, last: bool = Fa
 
 
 def extend(held: Entrant, change: Change) -> Entrant:
-    """Returns an entrant with one change more."""
+    """Returns an entrant with one more change."""
     return Entrant(
         name=change.name if held == DEFAULTS else f"{held.name} + {change.name}",
         setting=change.apply(held.setting),
@@ -247,7 +249,7 @@ def extend(held: Entrant, change: Change) -> Entrant:
 
 
 def _refuse(search: _Search, held: Entrant, final: Ratio | str | None) -> str:
-    """Returns why the defaults stay, "" where what is held is proven."""
+    """Returns why the defaults stay, "" if the gain of the current setting is proven."""
     if final is None or isinstance(final, str):
         return final or ""
     low, high = final.interval
@@ -272,9 +274,9 @@ def _refuse(search: _Search, held: Entrant, final: Ratio | str | None) -> str:
 
 
 def _describe(found: TuneReport, search: _Search, work: Path) -> TuneReport:
-    """Returns the report with all that was measured."""
+    """Returns the report with all measurements added."""
     tried = sum_up(search.journal.rounds)
-    # The levels were raced beside whatever was held by then, such as another file.
+    # The levels were raced on top of the setting at that time, which may have another file.
     name = next((one.holder for one in found.decisions if one.group == LEVELS.name), DEFAULTS.name)
     held = tried[name].entrant if name in tried else DEFAULTS
     by_level = {
@@ -327,21 +329,21 @@ def _apply(found: TuneReport, path: Path, device: Device) -> TuneReport:
 
 
 def _find_lack(found: TuneReport) -> str:
-    """Returns why nothing can be written into a bundle, "" where something can."""
+    """Returns why the result cannot be written into a bundle, "" if it can."""
     if found.chosen == found.defaults:
         return "the defaults stay"
-    # An emulator's clock is that of the machine that it runs on.
+    # Times in an emulator are times of the machine on which it runs.
     if found.device not in OF_THIS_MACHINE and found.evidence is not Evidence.DEVICE:
         return f"'{found.device}' is no device: its times say nothing of one ({found.evidence.value})"
     return "" if found.machine else f"'{found.device}' does not say what kind of machine it is"
 
 
-# A level is written to be counted: gigabytes of weights are not written five times for that.
+# To count its nodes, the graph of each level is written to a file: too slow for gigabytes of weights.
 _MOST_BYTES = 500_000_000
 
 
 def list_levels(job: Job, tried: Mapping[Level, TriedSetting], work: Path) -> Iterator[LevelRow]:
-    """Yields a row for each level that was measured; nodes are those that the CPU provider of this machine runs."""
+    """Yields a row for each measured level; nodes are those that this machine's CPU provider runs."""
     work.mkdir()
     for level, found in tried.items():
         nodes, fused = _count(job, level, work / f"{level.value}.onnx")
@@ -366,12 +368,12 @@ def _count(job: Job, level: Level, out: Path) -> tuple[int | None, dict[str, int
     return row.nodes, row.inserted
 
 
-# Outputs that are nearer to the reference than that are equal for any use: rounding of float32 lies at 100 dB and more.
+# Outputs above this SQNR count as equal: rounding of float32 gives 100 dB and more.
 _SAME_DB = 90.0
 
 
 def sum_up(rounds: Iterable[Round]) -> Mapping[str, TriedSetting]:
-    """Returns the medians of each setting by its name, in the order in which they were first measured."""
+    """Returns each setting with its medians, by name, in the order of the first measurements."""
     found: dict[str, tuple[Entrant, list[Measured]]] = {}
     for one in rounds:
         for entrant, measured in zip(one.entrants, one.measured, strict=True):
@@ -380,7 +382,7 @@ def sum_up(rounds: Iterable[Round]) -> Mapping[str, TriedSetting]:
 
 
 def mark_front(tried: Sequence[TriedSetting]) -> tuple[TriedSetting, ...]:
-    """Returns settings with those marked that no other one beats: in latency, memory and nearness to the reference."""
+    """Returns settings with the Pareto-optimal ones marked: by latency, memory and SQNR."""
     sound = [one for one in tried if one.fault is None]
     return tuple(
         msgspec.structs.replace(
@@ -415,7 +417,7 @@ def _beats(one: TriedSetting, other: TriedSetting) -> bool:
 
 
 def _figures(one: TriedSetting) -> tuple[float, float, float]:
-    """Returns what is to be small: milliseconds, bytes, and the negative of decibels."""
+    """Returns the figures to minimize: milliseconds, bytes, and negative decibels."""
     return (
         one.median_ms,
         float(one.peak_rss_bytes),

@@ -244,7 +244,7 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _choose_threads(self, provider: str) -> int:
-        """Returns the number of the session's own threads: one beside XNNPACK's pool, as in edgekit's loaders for apps."""
+        """Returns the number of the session's own threads: one beside XNNPACK's pool, as in edgekit's app loaders."""
         if provider == XNNPACK:
             return 1
         return 0 if self.abi == X86_64 else CORES
