@@ -27,7 +27,7 @@ _NAMES = {
     "XnnpackExecutionProvider": "xnnpack",
 }
 PROVIDERS = frozenset(_NAMES)
-"""Those of the plug-in. It has QNN too, under option names that no QNN knows (`backendType` for `backend_type`)."""
+"""The plug-in's providers. Its QNN has option names that QNN does not know (`backendType` for `backend_type`)."""
 
 _SYSTEMS = {"CoreMLExecutionProvider": ("ios",), "NnapiExecutionProvider": ("android",)}
 _NNAPI = {

@@ -87,7 +87,7 @@ def fill_text(
 
 
 def find_length(spec: TensorSpec, mine: Interface, given: Tensors) -> int | None:
-    """Returns how many tokens an input for text takes, None where any number: its own size, or that of its name."""
+    """Returns how many tokens a text input takes: its own size, or that of its named dimension; None for any."""
     size = (spec.shape or (0,))[-1]
     if not isinstance(size, str):
         return size
