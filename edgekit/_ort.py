@@ -35,7 +35,7 @@ REFUSALS: tuple[type[Exception], ...] = tuple(
         "RuntimeException", "DeviceReset",
     )
 )  # fmt: skip
-"""Every exception class that onnxruntime defines; they share no base (a test enumerates them)."""
+"""Every exception class that onnxruntime defines; they share no base class (a test enumerates them)."""
 
 # The exceptions into which pybind11 translates those of C++ (its page "Exceptions"); UnicodeDecodeError comes from a
 # message that is not valid UTF-8.
@@ -96,7 +96,7 @@ class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CpuSession:
-    """A loaded model on the CPU provider of this process; `output_types` are ORT's words, such as `tensor(float)`."""
+    """A loaded model on the CPU provider of this process; `output_types` are ORT's names, such as `tensor(float)`."""
 
     def __init__(self, model: Path | bytes, settings: SessionSettings, *, subject: str | None = None) -> None:
         name = subject or (str(model) if isinstance(model, Path) else "the model")

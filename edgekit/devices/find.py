@@ -122,7 +122,7 @@ def find_device(name: str, target: Target) -> Device:
     """Returns a device for a target; whether it can run on this machine is up to its `find_missing`.
 
     Raises:
-        UsageError: there is no such device, or it stands for another provider than the target's.
+        UsageError: there is no such device, or it runs other providers than the target's.
     """
     device = _known_device(name)
     kind = _kind_of(name)

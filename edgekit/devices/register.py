@@ -111,7 +111,7 @@ def choose_devices(
     """
     listed = (*choice.listed, *(() if choice.file is None else read_devices(choice.file)))
     if not choice.names and not listed:
-        # The default may come from a bundle, which must not make edgekit contact a machine.
+        # The default may come from a bundle, which must not make edgekit contact another machine.
         for name in default:
             refuse_remote(name)
     names = choice.names if choice.names or listed else default

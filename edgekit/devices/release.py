@@ -336,7 +336,7 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
         """Links the program for the imports of a library; `name` names the library in errors.
 
         Raises:
-            DeviceError: the library imports what nothing here stands for, or the linker fails.
+            DeviceError: the library imports a function without a stand-in, or the linker fails.
         """
         table = objects[0].parent / "imports.c"
         self.write_imports(imports, table)
@@ -352,7 +352,7 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
         Returns "", and reports it, if there is no compiler for the ABI. `name` names the library in errors.
 
         Raises:
-            DeviceError: the library imports what nothing here stands for, or the compiler fails.
+            DeviceError: the library imports a function without a stand-in, or the compiler fails.
         """
         compiler = self.find_compiler(self.machines[abi])
         if compiler is None:

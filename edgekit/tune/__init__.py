@@ -1,1 +1,1 @@
-"""What a session is told, searched for a goal: races of settings in interleaved rounds, and what they prove."""
+"""Searches session settings for a goal: settings race in interleaved rounds, and must prove their gain."""

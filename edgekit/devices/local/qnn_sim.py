@@ -154,7 +154,7 @@ def _context_socs(compatibility: str) -> tuple[str, ...]:
     fields = compatibility.split(":")
     if len(fields) < 6 or not re.fullmatch(r"\d+(,\d+)*", fields[5]):
         return ()
-    # 0 stands for no SoC in particular.
+    # 0 means no particular SoC.
     return tuple(number for number in fields[5].split(",") if number != "0")
 
 

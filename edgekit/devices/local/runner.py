@@ -165,7 +165,7 @@ def _build(abi: Abi, progress: Progress, ndk: Path | None, library: Path | None)
 
 
 def copy_runner(runner: NativeRunner, out: Path) -> NativeRunner:
-    """Returns a copy of a runner and its library in the folder `out`, beside each other.
+    """Returns a copy of a runner and its library in the folder `out`.
 
     Raises:
         OutputError: the folder cannot be written.

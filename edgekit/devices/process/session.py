@@ -116,7 +116,7 @@ def open_session(device: Device, job: Job, work: Path) -> Generator[Turn]:
 
     Raises:
         CrashError: the program of an emulator died.
-        DeviceError: the device failed, or gave other than one answer for each sample.
+        DeviceError: the device failed, or did not return exactly one answer for each sample.
     """
     # No turn may stop early, because the next one needs the outputs of every sample.
     job = msgspec.structs.replace(job, budget_s=job.timeout_s)

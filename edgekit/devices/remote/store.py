@@ -1,4 +1,4 @@
-"""Stores sets of files on a machine that is reached by a shell, and runs programs there that leave nothing behind.
+"""Stores sets of files on a machine that is reached by a shell, and runs programs there that leave no files behind.
 
 Everything is below one folder: each set of files in a folder named by its digest, files that are being sent in
 `part-...`, and the working folder of a running program in `run-...`. The names of the last two contain the computer,
@@ -28,7 +28,7 @@ STEP_S = 30.0
 # adb's client waits for ever if the daemon stops answering (measured), so each step has its own time limit, which grows
 # with the bytes to transfer.
 SLOWEST_BYTES_PER_S = 256 << 10
-"""USB 2 and slow Wi-Fi move ten times as many."""
+"""A slower link counts as dead; USB 2 and slow Wi-Fi are ten times faster."""
 
 KEPT_SETS = 12
 """How many sets of files are kept on a machine; the least recently used are removed first."""

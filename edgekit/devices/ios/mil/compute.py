@@ -132,7 +132,7 @@ class Computer:
     def __init__(self) -> None:
         self._programs: dict[int, Program | str] = {}
 
-    def load(self, question: bytes, read: Callable[[int], bytes]) -> None:  # noqa: ARG002 - its weights lie beside it
+    def load(self, question: bytes, read: Callable[[int], bytes]) -> None:  # noqa: ARG002 - weights are in the package
         """Loads the program of a package."""
         model = msgspec.json.decode(question, type=_Question)
         try:
@@ -151,7 +151,7 @@ class Computer:
         run = msgspec.json.decode(question, type=_Question)
         data, program = read(_count_bytes(run)), self._programs[run.id]
         if isinstance(program, str):
-            raise ValueError(program)  # noqa: TRY004 - what the program is, not of which type
+            raise ValueError(program)  # noqa: TRY004 - the string is the reason, not a wrong type
         wanted = {entry.name: entry for entry in program.inputs}
         found = compute_program(program, _split_inputs(run.inputs, data, wanted))
         parts: list[bytes] = []
