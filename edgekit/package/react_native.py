@@ -27,7 +27,7 @@ _NAMES = {
     "XnnpackExecutionProvider": "xnnpack",
 }
 PROVIDERS = frozenset(_NAMES)
-"""The plug-in's providers. Its QNN has option names that QNN does not know (`backendType` for `backend_type`)."""
+"""The plug-in's providers but QNN, whose options it misnames (`backendType` for `backend_type`)."""
 
 _SYSTEMS = {"CoreMLExecutionProvider": ("ios",), "NnapiExecutionProvider": ("android",)}
 _NNAPI = {
