@@ -15,7 +15,8 @@ _FEWEST, _MOST = 48, 256
 # The cost of writing one number to memory, in multiply-accumulates: about 0.3 ns.
 _ELEMENT = 32
 # The number of judgements that the runs are divided into; the share of the runs that ranks activations (most of these
-# start in the middle of the graph); and the share of the runs that says over how many samples drops are estimated.
+# start in the middle of the graph); and the divisor of the runs that gives the number of samples over which drops are
+# estimated.
 _JUDGED, _RANKED, _PREDICTED = 24, 0.75, 6
 # Drops are estimated over at least this part of all samples.
 _TOLD = 3
@@ -50,7 +51,7 @@ class Effort(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def few(self) -> int | None:
-        """After so many samples, candidates that are clearly worse, or as good as the best, are dropped."""
+        """After so many samples no candidate that is clearly worse, or as good as the best, is judged further."""
         return None if self.runs is None else 2
 
     def limit(self, samples: int | None) -> int | None:

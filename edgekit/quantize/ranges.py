@@ -44,12 +44,12 @@ class Histogram(msgspec.Struct, frozen=True, kw_only=True):
         return int(self.counts.sum())
 
     def sample_error(self, measured: int, samples: int) -> float:
-        """Returns the error of a share of values read from this histogram of `measured` of all `samples`.
+        """Returns how far a share read from this histogram may differ from that over all `samples`.
 
-        The share is that of the values below some value. The error is the half-width of the 99 % interval of Student's
-        t, from the differences between the parts, with the correction for a finite population (W. Cochran, "Sampling
-        Techniques", 1977, 2.7), for the value where it is largest. 99 % at each value give about 95 % for all values at
-        once.
+        `measured` of the samples were counted; the share is that of the values below some value. The error is the
+        half-width of the 99 % interval of Student's t, from the differences between the parts, with the correction for
+        a finite population (W. Cochran, "Sampling Techniques", 1977, 2.7), for the value where it is largest. 99 % at
+        each value give about 95 % for all values at once.
         """
         sizes = self.parts.sum(axis=1)
         if measured >= samples or not sizes.all():
@@ -221,7 +221,7 @@ _FACTORS = np.linspace(1.0, 0.02, 50).tolist()
 
 
 class TensorRange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The lowest and highest value that a tensor's integers represent, before the range is shifted to include zero."""
+    """The lowest and highest value of a tensor's integers, before the range is adjusted to represent zero exactly."""
 
     low: float
     high: float
