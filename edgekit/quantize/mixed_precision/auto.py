@@ -148,20 +148,34 @@ def plan_minmax(model: Model, calibration: Calibration, target: Target, plan: Qu
 
 
 def _plan_best(subject: _Subject) -> QuantPlan:
-    """Returns the best plan of three drafts: as it is, equalized, and equalized through SiLU too."""
+    """Returns the best plan of three drafts: unchanged, equalized, and equalized through SiLU too.
+
+    Roundings that learn from samples are slow. If the model is cheap to run, each draft gets them before drafts are
+    compared: equalization may pay only with them. Otherwise only the best draft gets them.
+    """
     plain, attempt = _judge(subject, {}), subject.memo.budget.attempt
+    is_cheap = not plain.draft.effort.is_bounded
     equalized = attempt("equalized channels", partial(_equalize, subject, plain, reached=plain, through_silu=False))
-    chosen = prefer_draft(plain, equalized, NOTABLE_DB)
+    drafts = [each for each in (plain, equalized) if each is not None]
+    if is_cheap:
+        drafts = [_learn(subject, each) for each in drafts]
+    chosen = prefer_draft(drafts[0], drafts[1] if len(drafts) > 1 else None, NOTABLE_DB)
     through_silu = attempt(
         "channels equalized through SiLU", partial(_equalize, subject, plain, reached=chosen, through_silu=True)
     )
-    tried = (each.found.candidates for each in (plain, equalized, through_silu) if each is not None)
-    lead = prefer_draft(chosen, through_silu, _SILU_DB)
-    # Roundings that learn from samples are slow: only the best draft gets them.
-    learned = learn_roundings(lead.draft, lead.found, subject.memo)
-    judged = dict.fromkeys((*chain.from_iterable(tried), *learned))
-    best = _finish(subject, lead.draft, learned[0])
+    if through_silu is not None:
+        drafts.append(_learn(subject, through_silu) if is_cheap else through_silu)
+    lead = prefer_draft(chosen, drafts[-1] if through_silu is not None else None, _SILU_DB)
+    lead = lead if is_cheap else _learn(subject, lead)
+    judged = dict.fromkeys(chain(chain.from_iterable(each.found.candidates for each in drafts), lead.found.candidates))
+    best = _finish(subject, lead.draft, lead.found.candidates[0])
     return msgspec.structs.replace(best.plan, judged=sort_candidates([*sort_candidates([*judged]), *best.tried]))
+
+
+def _learn(subject: _Subject, judged: Judged) -> Judged:
+    """Returns a judged draft with roundings that learn from samples among its candidates, where they may gain."""
+    candidates = learn_roundings(judged.draft, judged.found, subject.memo)
+    return msgspec.structs.replace(judged, found=msgspec.structs.replace(judged.found, candidates=candidates))
 
 
 def prefer_draft(first: Judged, second: Judged | None, least_gain_db: float) -> Judged:

@@ -62,9 +62,10 @@ _FEW_BITS: tuple[Rounding, ...] = ("comq", "qronos")
 
 
 class Judgement(msgspec.Struct, frozen=True, kw_only=True):
-    """The candidates of a draft, best first, and the ratio of its best ranges with float weights."""
+    """The candidates of a draft, best first, its best range method, and the ratio of that with float weights."""
 
     candidates: tuple[Candidate, ...]
+    method: str
     unrounded_db: float
 
 
@@ -162,15 +163,17 @@ def learn_roundings(draft: Draft, judged: Judgement, memo: Memo) -> tuple[Candid
     Raises:
         UsageError: the statistics are gone.
     """
-    draft, lead = draft.use_unsigned(), judged.candidates[0]
-    is_broken = draft.effort.is_bounded and lead.sqnr_db < _BROKEN_DB and is_relievable(draft.plan)
+    draft, best_db = draft.use_unsigned(), judged.candidates[0].sqnr_db
+    is_broken = draft.effort.is_bounded and best_db < _BROKEN_DB and is_relievable(draft.plan)
     weights = count_weights(draft.graph)
-    if is_broken or not weights or not (draft.plan.bits or needs_moments(lead.sqnr_db, judged.unrounded_db, weights)):
+    # Plain minmax may lead before weights are rounded by samples: they are for the method whose ranges are best.
+    tried = [each for each in judged.candidates if each.method == judged.method]
+    reached_db = max((each.sqnr_db for each in tried), default=best_db)
+    if is_broken or not weights or not (draft.plan.bits or needs_moments(reached_db, judged.unrounded_db, weights)):
         return judged.candidates
-    key = f"{digest_draft(draft)}.{lead.method}.learned"
+    key = f"{digest_draft(draft)}.{judged.method}.learned"
     if key not in memo.judged:
-        tried = [each for each in judged.candidates if each.method == lead.method]
-        chosen = draft.choose(lead.method, "nearest")
+        chosen = draft.choose(judged.method, "nearest")
         learned = tuple(_judge_learned(chosen, tried, memo.budget, place_draft(chosen)))
         if memo.budget.left_out:
             return sort_candidates([*judged.candidates, *learned])
@@ -296,7 +299,7 @@ def _judge_quickly(draft: Draft, budget: Budget, method: str | None) -> Judgemen
             tried += _judge_roundings(plain, ("nearest",), budget, placed)
         placed = place_draft(chosen)
     tried += _judge_roundings(chosen, _QUICK if read_layers(draft.graph) else _QUICK[:1], budget, placed)
-    return Judgement(candidates=sort_candidates(tried), unrounded_db=ranges[best].ratio_db)
+    return Judgement(candidates=sort_candidates(tried), method=best, unrounded_db=ranges[best].ratio_db)
 
 
 def _judge_learned(
