@@ -17,6 +17,7 @@ from edgekit.check.report import CheckedNode, CheckReport
 from edgekit.data.samples import Samples
 from edgekit.devices.device import Device, DeviceRun, Job, Missing
 from edgekit.devices.find import find_device
+from edgekit.devices.local.runner import build_runner, host_abi
 from edgekit.devices.process.run import describe_job, run_program
 from edgekit.evidence import Evidence
 from edgekit.model.model import load_model, save_proto
@@ -148,9 +149,12 @@ def noise_samples(count: int = 3) -> list[Tensors]:
 
 
 def present(name: str, target: Target | str = "cpu") -> Device:
-    """A device that can run here; skips where it cannot."""
+    """A device that can run here, with the C++ runner that it lacks; skips where it cannot."""
     device = find_device(name, load_target(target) if isinstance(target, str) else target)
     missing = device.find_missing()
+    if missing is not None and (missing.command or "").startswith("edgekit runner build"):
+        build_runner("linux-arm64" if name.startswith("arm64") else host_abi(), lambda _: None)
+        missing = device.find_missing()
     if missing is not None:
         pytest.skip(f"{name} is not installed: {missing.reason}: {missing.command}")
     return device

@@ -99,7 +99,7 @@ def _run_samples(
     start = time.perf_counter()
     session = _open_session(folder, job)
     run["load_ms"] = (time.perf_counter() - start) * 1e3
-    run["memory"]["session"] = _read_memory()
+    _note_memory(run, "session")
     if not job["profile"]:
         run["placement"] = [
             {"name": node.name, "op": node.op_type, "domain": node.domain, "provider": part.ep_name}
@@ -145,7 +145,7 @@ def _run_repeatedly(session: Any, inputs: dict[str, Array], job: Json, run: Json
             read = call()
             run["latency_ms"].append((time.perf_counter() - start) * 1e3)
             if len(run["latency_ms"]) == 1:
-                run["memory"]["first run"] = _read_memory()
+                _note_memory(run, "first run")
             _end_profile(session, job, run)
         return read()
 
@@ -300,7 +300,7 @@ def _encode(name: str, value: Any) -> tuple[str, bytes]:
 
 
 def _finish_run(run: Json) -> bytes:
-    run["memory"]["all runs"] = _read_memory()
+    _note_memory(run, "all runs")
     return json.dumps({**run, "after": read_state(), "peak_rss_bytes": run["memory"]["all runs"][1]}).encode() + b"\n"
 
 
@@ -324,6 +324,13 @@ def _first_line(path: Path) -> str:
         return path.read_text(errors="replace").partition("\n")[0].strip()
     except OSError:  # missing, or readable only by root
         return ""
+
+
+def _note_memory(run: Json, phase: str) -> None:
+    """Adds the memory after a phase to a run's report; the peak never falls from one phase to the next."""
+    resident, peak = _read_memory()
+    # Linux counts pages for each CPU and sums them up now and then, so that a later peak may read some pages lower.
+    run["memory"][phase] = resident, max(peak, *(before for _, before in run["memory"].values()))
 
 
 def _read_memory() -> tuple[int, int]:
