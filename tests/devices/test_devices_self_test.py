@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from devices_models import present
 
 from edgekit.data.samples import Samples
 from edgekit.devices.device import Device, DeviceRun, Job, Missing
@@ -21,9 +22,9 @@ HONEST: dict[bytes, tuple[DeviceRun, list[Tensors]]] = {}
 
 @pytest.mark.parametrize("name", ["host", "emulated", "qnn-htp-sim", "arm64:native"])
 def test_every_emulator_that_is_here_passes(name: str) -> None:
+    present(name, default_target(name))
     test = try_device(serve_device(name))
-    if test.skipped is not None:
-        pytest.skip(f"{name}: {test.skipped}: {test.command}")
+    assert test.skipped is None
     assert [(check.name, check.detail) for check in test.checks if not check.passed] == []
     assert len(test.checks) == 5
     assert test.versions
