@@ -21,18 +21,19 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from statistics import NormalDist
 
 import msgspec
 import numpy as np
+import onnxruntime
 from row_state import add_state_option, resume_rows
 from stock_ort import quantize_stock
-from stock_state import StockState, open_state
 from zoo_tasks import TASKS, ZOO, ZooTask, load_task, write_calibration
 
+from edgekit._files import digest_bytes, digest_file, write_file
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.data.samples import Samples, fit_sample, load_samples
 from edgekit.data.wilson import Z95
@@ -130,19 +131,49 @@ def score(task: ZooTask, rows: list[Tensors]) -> float:
     return metric.prepare(records)(np.ones(len(records), np.int64))
 
 
-def best_of_ort(task: ZooTask, model: Model, samples: Samples, work: Path, state: StockState) -> _Stock | None:
-    """Returns ONNX Runtime's best setting by the score of the task, None if all fail."""
+def best_of_ort(task: ZooTask, model: Model, samples: Samples, work: Path, state: Path) -> _Stock | None:
+    """Returns ONNX Runtime's best setting by the score of the task, None if all fail.
+
+    The file `state` keeps each setting's score, or why it gave no model, so that no run repeats another's work.
+    """
+    found: dict[str, float | str] = json.loads(state.read_bytes()) if state.is_file() else {}
+    outputs: dict[str, list[Tensors]] = {}
+
+    def run(wanted: Callable[[str], bool]) -> None:
+        for setting in quantize_stock(model, samples, work, wanted):
+            found[setting.name] = setting.failure
+            if setting.path is not None:
+                rows = score_outputs(task, setting.path, model)
+                found[setting.name] = score(task, rows)
+                if setting.name == best():
+                    outputs.clear()
+                    outputs[setting.name] = rows
+            print(
+                f"  {task.name}: ort {setting.name} ({setting.samples} samples): {found[setting.name]}", file=sys.stderr
+            )
+            write_file(state, json.dumps(found, indent=1).encode())
+
+    def scores() -> dict[str, float]:
+        return {name: value for name, value in found.items() if isinstance(value, float)}
+
+    def best() -> str:
+        return max(scores(), key=scores().__getitem__, default="")
+
     with contextlib.redirect_stdout(sys.stderr):
-        for setting in quantize_stock(model, samples, work, state.known):
-            if setting.path is None:
-                state.fail(setting.name, setting.failure)
-                continue
-            rows = score_outputs(task, setting.path, model)
-            value = score(task, rows)
-            print(f"  {task.name}: ort {setting.name} ({setting.samples} samples): {value:.4f}", file=sys.stderr)
-            state.keep(setting.name, value, rows)
-    best = state.best()
-    return None if best is None else (*best, state.scored)
+        run(lambda name: name not in found)
+        if best() and best() not in outputs:  # scored by a run before
+            run(lambda name: name == best())
+    return (best(), outputs[best()], len(scores())) if best() else None
+
+
+def stock_state(task: ZooTask, folder: Path) -> Path:
+    """Returns the file for scores of a model with its calibration, what scores it, and the version of ONNX Runtime."""
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = [onnxruntime.__version__, digest_file(task.model), task.limit.name, repr(task.dims)]
+    facts += [repr(task.labels) if task.limit.name != "psnr" else ""]
+    for arrays in (task.calibration, task.scored):
+        facts += [f"{key} {digest_bytes(np.ascontiguousarray(value).tobytes())}" for key, value in arrays.items()]
+    return folder / f"{task.name}-{digest_bytes(' '.join(facts).encode())[:16]}.json"
 
 
 def bench_model(name: str, targets: tuple[str, ...], *, with_ort: bool, state: Path | None = None) -> Iterator[Row]:
@@ -157,7 +188,7 @@ def bench_model(name: str, targets: tuple[str, ...], *, with_ort: bool, state: P
         reference = score_outputs(task, model.path, model)
         stock = None
         if with_ort:
-            stock = best_of_ort(task, model, samples, work, open_state(task, state or work / "state"))
+            stock = best_of_ort(task, model, samples, work, stock_state(task, state or work / "state"))
         for target in targets:
             yield _bench_target(task, target, work, model, reference, stock)
 

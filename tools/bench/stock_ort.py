@@ -2,7 +2,7 @@
 
 import importlib
 import itertools
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,10 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     failure: str = ""
 
 
-def quantize_stock(model: Model, samples: Samples, work: Path, known: Container[str] = ()) -> Iterator[Setting]:
+def quantize_stock(model: Model, samples: Samples, work: Path, wanted: Callable[[str], bool]) -> Iterator[Setting]:
     """Yields every setting: method x types x per tensor or channel, after ONNX Runtime's own preprocessing.
 
-    The histogram methods get fewer samples where all would not fit into memory. `known` names settings to leave out.
+    The histogram methods get fewer samples where all would not fit into memory. `wanted` chooses settings by name.
     """
     quantization: Any = importlib.import_module("onnxruntime.quantization")
     shape: Any = importlib.import_module("onnxruntime.quantization.shape_inference")
@@ -55,7 +55,7 @@ def quantize_stock(model: Model, samples: Samples, work: Path, known: Container[
         chosen = samples if method == "minmax" else limit_samples(samples, most)
         for (types, (activation, weight)), channels in itertools.product(_TYPES.items(), (False, True)):
             name = f"{method} {types} {'per channel' if channels else 'per tensor'}"
-            if name in known:
+            if not wanted(name):
                 continue
             out = work / f"ort-{name.replace(' ', '-')}.onnx"
             try:
