@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 import msgspec
 
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.bundle.folder import Bundle
 from edgekit.bundle.golden import KnownOutputs, read_classes, read_inputs, read_outputs
-from edgekit.data.samples import Samples, keep_small, map_samples, select_samples
+from edgekit.data.samples import keep_small, map_samples, select_samples
 from edgekit.errors import RuntimeRefusal
 from edgekit.evidence import Evidence
 from edgekit.model.model import Model
@@ -17,17 +16,10 @@ from edgekit.verify.metrics.compare import compare_outputs
 from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.report import AttributionStep, Step, VerifyReport
 from edgekit.verify.run_report import RunReport
-from edgekit.verify.task_scores import measure_accuracy
+from edgekit.verify.task_scores import Accuracy, measure_accuracy
 
 # This wording must not change: reports of earlier verifications contain the same note, which is then not repeated.
 _HISTORY = "where the loss comes from is what an earlier verification found, as the bundle's verify.json tells it"
-
-
-class _Question(msgspec.Struct, frozen=True, kw_only=True):
-    inputs: Samples
-    reference: Samples
-    labels: tuple[int, ...] | None
-    output: str
 
 
 def attribute_loss(
@@ -40,24 +32,24 @@ def attribute_loss(
     the step "convert". `known` holds outputs that models gave before; new ones are added. The figures are those of the
     output that lost most. A report without a measured run is returned unchanged.
     """
-    run = min(
-        (run for run in report.runs if _worst_output(run)),
-        key=lambda run: list(Evidence).index(run.evidence),
-        default=None,
-    )
-    if run is None:
+    measured_runs = [(run, worst) for run in report.runs if (worst := _worst_output(run)) is not None]
+    if not measured_runs:
         return report
-    question = _ask(bundle, run)
+    run, worst = min(measured_runs, key=lambda each: list(Evidence).index(each[0].evidence))
+    indices = run.find_places(bundle.manifest.golden.samples)
+    inputs = select_samples(read_inputs(bundle.golden), indices)
+    reference = select_samples(read_outputs(bundle.golden), indices)
+    classes = read_classes(bundle.golden)
     steps: list[AttributionStep] = []
     refusals: list[str] = []
     for step, session in _open_steps(bundle, run, models, refusals):
-        got = _run_samples(session, question.inputs, (known or {}).get(step))
-        found = next(item for item in compare_outputs(question.reference, got) if item.name == question.output)
-        accuracy = None if question.labels is None else measure_accuracy(question.reference, got, question.labels)
-        steps.append(_describe(step, found, None if accuracy is None else accuracy.got))
-    last: Step = "device" if run.evidence == Evidence.DEVICE else "provider"
-    final = next(item for item in run.outputs if item.name == question.output)
-    steps.append(_describe(last, final, None if run.accuracy is None else run.accuracy.got))
+        earlier = (known or {}).get(step)
+        # Small outputs are kept in memory, because they are read more than once.
+        got = keep_small(map_samples(inputs, session.run if earlier is None else partial(earlier.run, session)))
+        found = next(item for item in compare_outputs(reference, got) if item.name == worst.name)
+        labels = None if classes is None else [classes[index] for index in indices]
+        steps.append(_describe(step, found, None if labels is None else measure_accuracy(reference, got, labels)))
+    steps.append(_describe("device" if run.evidence == Evidence.DEVICE else "provider", worst, run.accuracy))
     measured = None if run.accuracy is None else run.accuracy.reference
     return msgspec.structs.replace(
         report,
@@ -84,7 +76,7 @@ def keep_attribution(report: VerifyReport, known: VerifyReport | None) -> Verify
         found = None if run is None else _worst_output(run)
         if run is not None and found is not None:
             steps = [kept for kept in steps if kept.step != step]
-            steps.append(_describe(step, found, None if run.accuracy is None else run.accuracy.got))
+            steps.append(_describe(step, found, run.accuracy))
             explained = run.device
     accuracies = [run.accuracy.reference for run in (*report.runs, *known.runs) if run.accuracy is not None]
     return msgspec.structs.replace(
@@ -129,29 +121,22 @@ def _worst_output(run: RunReport) -> OutputReport | None:
     return min(measured, key=lambda item: item[:2])[2] if measured else None
 
 
-def _ask(bundle: Bundle, run: RunReport) -> _Question:
-    indices = run.find_places(bundle.manifest.golden.samples)
-    labels = read_classes(bundle.golden)
-    worst = _worst_output(run)
-    return _Question(
-        inputs=select_samples(read_inputs(bundle.golden), indices),
-        reference=select_samples(read_outputs(bundle.golden), indices),
-        labels=None if labels is None else tuple(labels[index] for index in indices),
-        output="" if worst is None else worst.name,
-    )
-
-
 def _open_steps(
     bundle: Bundle, run: RunReport, models: Mapping[Step, Model], refusals: list[str]
 ) -> Iterator[tuple[Step, CpuSession]]:
-    """Yields the steps that run here, with their sessions; `refusals` gets the reason why the ORT file does not run."""
+    """Yields the steps that run here, with their sessions; `refusals` gets the reason why the ORT file does not run.
+
+    That file is the one that the run used, else the first of ORT format in the bundle.
+    """
     steps: tuple[Step, ...] = ("prepare", "quantize")
     for step in steps:
         if step in models:
             yield step, CpuSession(models[step].path, SessionSettings(level=Level.DISABLED, threads=1))
-    converted = _find_converted(bundle, run)
-    if converted is None:
+    names = bundle.manifest.forms
+    files: dict[str, str] = {form: names[form][0] for form in names if names[form][0].endswith(".ort")}
+    if not files:
         return
+    converted = bundle.folder / files.get(run.form, next(iter(files.values())))
     try:
         session = CpuSession(converted, SessionSettings(config=dict(bundle.manifest.session_config), threads=1))
     except RuntimeRefusal as error:
@@ -161,18 +146,6 @@ def _open_steps(
     yield "convert", session
 
 
-def _find_converted(bundle: Bundle, run: RunReport) -> Path | None:
-    """Returns the file of ORT format that the run used, else the one in the bundle."""
-    names = bundle.manifest.forms
-    files: dict[str, str] = {form: names[form][0] for form in names if names[form][0].endswith(".ort")}
-    chosen = files.get(run.form, next(iter(files.values()), None))
-    return None if chosen is None else bundle.folder / chosen
-
-
-def _run_samples(session: CpuSession, inputs: Samples, known: KnownOutputs | None) -> Samples:
-    """Returns a session's outputs; small ones are kept in memory, because they are read more than once."""
-    return keep_small(map_samples(inputs, session.run if known is None else partial(known.run, session)))
-
-
-def _describe(step: Step, found: OutputReport, accuracy: float | None) -> AttributionStep:
-    return AttributionStep(step=step, sqnr_db=found.sqnr_db, top1_agreement=found.top1_agreement, accuracy=accuracy)
+def _describe(step: Step, found: OutputReport, accuracy: Accuracy | None) -> AttributionStep:
+    right = None if accuracy is None else accuracy.got
+    return AttributionStep(step=step, sqnr_db=found.sqnr_db, top1_agreement=found.top1_agreement, accuracy=right)

@@ -4,7 +4,7 @@ Each member is verified by itself too: if the whole group does badly, that shows
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -189,17 +189,15 @@ class _Runner:
             if self._open is None or self._open[0] != name:
                 # One at a time: a device may not have memory for two.
                 self._sessions.close()
-                self._open = name, self._sessions.enter_context(self._hold(name, len(samples)))
+                tokens = self._group.manifest.wiring.tokens
+                turns = tokens.most if tokens is not None else 1
+                given = Samples(source=name, count=len(samples) * turns, read=lambda: iter(()))
+                job = make_job(self._bundles[name], self._plans[name], given)
+                # The time limit of a single run holds for each token.
+                job = msgspec.structs.replace(job, timeout_s=job.timeout_s * turns)
+                place = self._work / "runs" / f"{name}-{self._runs[name]}"
+                place.mkdir(parents=True)
+                self._open = name, self._sessions.enter_context(open_session(self._device, job, place))
             return self._open[1](samples)
         except DeviceError as error:
             raise type(error)(f"member '{name}': {error.message}", hint="see how it does by itself") from error
-
-    def _hold(self, name: str, count: int) -> AbstractContextManager[Turn]:
-        tokens = self._group.manifest.wiring.tokens
-        turns = tokens.most if tokens is not None else 1
-        place = self._work / "runs" / f"{name}-{self._runs[name]}"
-        place.mkdir(parents=True)
-        given = Samples(source=name, count=count * turns, read=lambda: iter(()))
-        job = make_job(self._bundles[name], self._plans[name], given)
-        # The time limit of a single run holds for each token.
-        return open_session(self._device, msgspec.structs.replace(job, timeout_s=job.timeout_s * turns), place)

@@ -98,8 +98,18 @@ def compare_with_baseline(report: VerifyReport, before: VerifyReport, source: st
 
     Devices that nobody asked for this time are left out of the comparison.
     """
-    earlier = {run.device: run for run in before.runs}
-    runs = tuple(_add_cost(run, earlier.get(run.device), source) for run in report.runs)
+    costs = {
+        run.device: Cost(
+            source=source,
+            latency_ms=None if run.latency_ms is None else run.latency_ms.median,
+            peak_rss_bytes=run.peak_rss_bytes,
+        )
+        for run in before.runs
+        if run.failure is None
+    }
+    runs = tuple(
+        msgspec.structs.replace(run, reference_cost=costs.get(run.device, run.reference_cost)) for run in report.runs
+    )
     asked = {run.device for run in report.runs} | {skip.device for skip in report.skipped}
     known = tuple(run for run in before.runs if run.device in asked)
     lines = find_regressions(msgspec.structs.replace(before, runs=known), report)
@@ -205,14 +215,6 @@ def _compare_run(before: RunReport, now: RunReport) -> Iterator[str]:
     taken, left = before.provider_nodes.get(before.provider), now.provider_nodes.get(before.provider, 0)
     if taken and now.evidence is not Evidence.EMULATED and left < taken:
         yield f"{before.provider} on {before.device} takes {left} nodes, before {taken}"
-
-
-def _add_cost(run: RunReport, before: RunReport | None, source: str) -> RunReport:
-    if before is None or before.failure is not None:
-        return run
-    latency = None if before.latency_ms is None else before.latency_ms.median
-    cost = Cost(source=source, latency_ms=latency, peak_rss_bytes=before.peak_rss_bytes)
-    return msgspec.structs.replace(run, reference_cost=cost)
 
 
 def _select(path: Path, condition: str, values: Sequence[object]) -> tuple[PastRun, ...]:

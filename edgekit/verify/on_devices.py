@@ -8,7 +8,7 @@ import msgspec
 from edgekit._files import digest_file, work_folder
 from edgekit.bundle.checks import bundled_task
 from edgekit.bundle.folder import GOLDEN, Bundle, read_target
-from edgekit.bundle.golden import INPUTS, Golden, make_golden, plan_sequences, read_inputs, read_outputs
+from edgekit.bundle.golden import INPUTS, make_golden, plan_sequences, read_inputs, read_outputs
 from edgekit.bundle.sign import require_private_key
 from edgekit.data.data_check import refusing_bad
 from edgekit.data.labels import read_task_labels
@@ -76,7 +76,13 @@ def verify_on(
     report = verify_bundle(bundle, devices, task=task, layers=layers, progress=progress)
     ancestry = _describe_ancestry(bundle, bundle.manifest.files[_INPUTS].sha256)
     report = keep_attribution(msgspec.structs.replace(report, ancestry=ancestry), known)
-    return _keep_report(bundle, report) if report.runs else report
+    if report.runs:
+        try:
+            write_report(bundle, report)
+        except OutputError as error:
+            note = f"the bundle has no new verify.json: {error.message}"
+            return msgspec.structs.replace(report, notes=(*report.notes, note))
+    return report
 
 
 def verify_with(
@@ -107,18 +113,26 @@ def verify_with(
     kind = "class" if metric is None else find_metric(metric).labels
     labels = None if data.labels is None else read_task_labels(data.labels, kind, every)
     kept = spread_sequences(every.count, samples or every.count, state.steps)
+    buckets = bundle.manifest.buckets
     with work_folder() as work:
         (progress or say_nothing)("run the float model")
         sequences = plan_sequences(source, state, bundle.golden.inputs, bundle.golden.outputs, work)
         given = select_samples(every, kept)
-        chosen = refusing_bad(sequences.unroll(_fill(bundle, given), "evaluation"))
+        filled = pad_samples(buckets.padding, given, buckets.sizes[-1].size) if buckets else given
+        chosen = refusing_bad(sequences.unroll(filled, "evaluation"))
         known = None if labels is None else [labels[index] for index in kept]
         golden = make_golden(source, chosen, work, labels=known, at_once=_AT_ONCE, ragged=True)
         check_class_labels(golden)
+        unpadded = None
+        if buckets:
+            # The reference of each bucket is what the float model computes at the unpadded lengths.
+            whole = make_golden(source, given, work / "unpadded", at_once=_AT_ONCE, ragged=True)
+            lengths = tuple(buckets.padding.measure(sample) for sample in given)
+            unpadded = UnpaddedGolden(golden=golden, lengths=lengths, outputs=read_outputs(whole))
         report = verify_bundle(
             bundle,
             devices,
-            golden=_add_lengths(bundle, source, given, golden, work / "unpadded"),
+            golden=unpadded or golden,
             task=task,
             float_model=source.path,
             layers=layers,
@@ -132,24 +146,6 @@ def _list_inputs(bundle: Bundle) -> Sequence[TensorSpec]:
     """Returns the inputs that samples are read for; their length is open if the bundle has several sizes."""
     inputs, buckets = bundle.manifest.inputs, bundle.manifest.buckets
     return free_axes(buckets.padding.inputs, inputs) if buckets else inputs
-
-
-def _fill(bundle: Bundle, samples: Samples) -> Samples:
-    buckets = bundle.manifest.buckets
-    return pad_samples(buckets.padding, samples, buckets.sizes[-1].size) if buckets else samples
-
-
-def _add_lengths(bundle: Bundle, source: Model, given: Samples, golden: Golden, work: Path) -> Golden | UnpaddedGolden:
-    """Returns golden samples whose reference outputs the float model computes at their unpadded lengths.
-
-    This is for a bundle with buckets. `given` are those samples before padding.
-    """
-    buckets = bundle.manifest.buckets
-    if not buckets:
-        return golden
-    lengths = tuple(buckets.padding.measure(sample) for sample in given)
-    whole = make_golden(source, given, work, at_once=_AT_ONCE, ragged=True)
-    return UnpaddedGolden(golden=golden, lengths=lengths, outputs=read_outputs(whole))
 
 
 def _open_source(bundle: Bundle, reference: Path) -> Model:
@@ -197,17 +193,6 @@ def _add_files(bundle: Bundle, choice: DeviceChoice, files: RunFiles) -> list[De
         require_private_key(files.sign_key)
     wrap = Recording(device=devices[0], path=files.export, bundle_sha256=bundle.sha256, key=files.sign_key)
     return [wrap, *recorded]
-
-
-def _keep_report(bundle: Bundle, report: VerifyReport) -> VerifyReport:
-    """Writes the report into the bundle; if that fails, a note says so and the verdict still holds."""
-    try:
-        write_report(bundle, report)
-    except OutputError as error:
-        return msgspec.structs.replace(
-            report, notes=(*report.notes, f"the bundle has no new verify.json: {error.message}")
-        )
-    return report
 
 
 def _describe_ancestry(bundle: Bundle, inputs: str) -> dict[str, str]:

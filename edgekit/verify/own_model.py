@@ -49,11 +49,21 @@ def list_broken_forms(bundle: Bundle) -> Iterator[str]:
     except EdgekitError as error:
         yield f"the self-test cannot be read: {error.message}; build again"
         return
+    wanted = [tensor.name for tensor in bundle.manifest.outputs]
     for form in forms:
-        fault = _try_form(bundle, form, inputs, expected, limits)
+        path = bundle.find_model(form)
+        try:
+            session = CpuSession(path, choose_settings(bundle, form, path))
+            rows = [session.run(sample) for sample in inputs]
+        except RuntimeRefusal:
+            continue
+        names = session.output_names
+        if sorted(names) == sorted(wanted) and list(names) != wanted:
+            fault = f"its outputs are in the order {', '.join(names)}, in the manifest {', '.join(wanted)}"
+        else:
+            fault = _find_fault(limits, expected, rows)
         if fault:
-            name = bundle.find_model(form).name
-            yield f"'{name}' does not pass the bundle's self-test on this machine: {fault}; build again"
+            yield f"'{path.name}' does not pass the bundle's self-test on this machine: {fault}; build again"
     # Devices run meanwhile, and need the memory that the sessions occupied.
     release_memory()
 
@@ -91,10 +101,11 @@ def find_self_test_fault(bundle: Bundle, rows: Sequence[int], got: Samples) -> I
     places = {choice.row: place for place, choice in enumerate(bundle.manifest.golden.chosen)}
     try:
         expected = list(read_rows(bundle.folder / GOLDEN / EXPECTED)) if places else []
-        pairs = [(expected[places[row]], found) for row, found in zip(rows, got, strict=False) if row in places]
+        found = {row: sample for row, sample in zip(rows, got, strict=False) if row in places}
+        wanted = [expected[places[row]] for row in found]
     except (EdgekitError, IndexError):
         return
-    fault = _find_fault(bundle.manifest.golden.tolerance, [pair[0] for pair in pairs], [pair[1] for pair in pairs])
+    fault = _find_fault(bundle.manifest.golden.tolerance, wanted, list(found.values()))
     if fault:
         yield f"an app's self-test fails there: {fault}"
 
@@ -120,23 +131,6 @@ def choose_settings(bundle: Bundle, form: Form, path: Path) -> SessionSettings:
     return msgspec.structs.replace(settings, config=config)
 
 
-def _try_form(
-    bundle: Bundle,
-    form: Form,
-    inputs: Sequence[Tensors],
-    expected: Sequence[Tensors],
-    limits: Mapping[str, float],
-) -> str:
-    """Returns what is wrong with a form's outputs, or "" if nothing is or this machine cannot open it."""
-    path = bundle.find_model(form)
-    try:
-        session = CpuSession(path, choose_settings(bundle, form, path))
-        rows = [session.run(sample) for sample in inputs]
-    except RuntimeRefusal:
-        return ""
-    return _find_order(bundle, session.output_names) or _find_fault(limits, expected, rows)
-
-
 def _limit_here(bundle: Bundle, expected: Sequence[Tensors], reference: Sequence[Tensors]) -> dict[str, float]:
     """Returns the tolerance of each output against what this kind of machine gave at the build."""
     limits: dict[str, float] = {}
@@ -146,13 +140,6 @@ def _limit_here(bundle: Bundle, expected: Sequence[Tensors], reference: Sequence
         size = max((float(np.abs(own).max(initial=0.0)) for own, _ in pairs), default=0.0)
         limits[name] = min(tolerance, max(_ERROR_FACTOR * off, _SHARE * size)) if off or size else tolerance
     return limits
-
-
-def _find_order(bundle: Bundle, names: Sequence[str]) -> str:
-    wanted = [tensor.name for tensor in bundle.manifest.outputs]
-    if sorted(names) != sorted(wanted) or list(names) == wanted:
-        return ""
-    return f"its outputs are in the order {', '.join(names)}, in the manifest {', '.join(wanted)}"
 
 
 def _find_fault(limits: Mapping[str, float], expected: Sequence[Tensors], rows: Sequence[Tensors]) -> str:
@@ -241,36 +228,21 @@ def find_sameness(reference: Samples) -> tuple[str, ...]:
     return (f"the float model gives the same outputs for all {reference.count} samples: together they test one case",)
 
 
-def describe_older(run: DeviceRun, minimum_ort: str) -> str | None:
-    """Returns, in words, that a device ran an older ONNX Runtime than the bundle needs: loaders in apps refuse that.
+def describe_older(run: DeviceRun, minimum_ort: str) -> str:
+    """Returns, in words, that a device ran an older ONNX Runtime than the bundle needs, or "" if it reports none.
 
-    None if the device reports a version that is new enough; whether the report is true cannot be checked from here.
-    None too for emulators and simulators, on which no app runs (`describe_outdated`).
+    On a real device that is a fault, because loaders in apps refuse older ones. On an emulator or simulator, where no
+    app runs, it proves nothing: an app's newer ONNX Runtime may take nodes that the old one leaves to the CPU.
     """
-    version = _find_older(run, minimum_ort)
-    if version is None or run.evidence is not Evidence.DEVICE:
-        return None
-    return f"it ran ONNX Runtime {version}, the bundle asks for {minimum_ort} or newer: loaders refuse older ones"
-
-
-def describe_outdated(run: DeviceRun, minimum_ort: str) -> str | None:
-    """Returns, in words, that an emulator or simulator is older than a bundle needs, else None.
-
-    The newer ONNX Runtime of an app may take nodes that the old one leaves to the CPU or refuses, so that proves
-    nothing.
-    """
-    version = _find_older(run, minimum_ort)
-    if version is None or run.evidence is Evidence.DEVICE:
-        return None
+    version = run.versions.get("onnxruntime", "")
+    if not version or read_version(version) >= read_version(minimum_ort):
+        return ""
+    if run.evidence is Evidence.DEVICE:
+        return f"it ran ONNX Runtime {version}, the bundle asks for {minimum_ort} or newer: loaders refuse older ones"
     return (
         f"it runs ONNX Runtime {version}, the bundle asks for {minimum_ort} or newer: it is too old to show which nodes"
         " the provider takes in an app"
     )
-
-
-def _find_older(run: DeviceRun, minimum_ort: str) -> str | None:
-    version = run.versions.get("onnxruntime", "")
-    return version if version and read_version(version) < read_version(minimum_ort) else None
 
 
 def _is_on_grid(values: Array) -> bool:

@@ -1,6 +1,6 @@
 """The result of a verification: the facts, and the verdict that is computed from them in one place."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -117,9 +117,25 @@ class VerifyReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
     def list_figures(self) -> tuple[DeviceFigures, ...]:
         """Returns the devices that ran, in their order, each with its worst figures."""
         first: dict[str, str] = {}
+        figures: list[DeviceFigures] = []
         for run in self.runs:
-            first.setdefault(run.outputs_sha256, run.device)
-        return tuple(_describe_device(run, first) for run in self.runs)
+            origin = first.setdefault(run.outputs_sha256, run.device) if run.outputs_sha256 else run.device
+            figures.append(
+                DeviceFigures(
+                    device=run.device,
+                    evidence=run.evidence,
+                    verdict=run.verdict,
+                    sqnr_db=min((each.sqnr_db for each in run.outputs if each.sqnr_db is not None), default=None),
+                    top1_agreement=min((each.agreed for each in run.outputs if each.agreed is not None), default=None),
+                    accuracy=None if run.accuracy is None else run.accuracy.got,
+                    latency_ms=run.latency_ms,
+                    nodes_taken=run.provider_nodes.get(run.provider, 0),
+                    nodes=sum(run.provider_nodes.values()),
+                    peak_rss_bytes=run.peak_rss_bytes,
+                    same_as=None if origin == run.device else origin,
+                )
+            )
+        return tuple(figures)
 
     @property
     def placed(self) -> Placed | None:
@@ -189,33 +205,19 @@ class VerifyReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
         if most is not None and self.size_bytes > most * self.source_size_bytes:
             share = self.size_bytes / max(1, self.source_size_bytes)
             found.append(f"the model has {share:.0%} of the float model's size, more than {most:.0%}")
-        absent = _judge_required(self.required, self.runs, self.skipped)
-        return (*found, *absent, *self.alterations, *self.regressions)
+        for name in self.required:
+            if not any(_is_named(run.device, name) for run in self.runs):
+                reason = next(
+                    (skip.reason for skip in self.skipped if _is_named(skip.device, name)), "nothing named it"
+                )
+                found.append(f"device '{name}' was asked for and did not run: {reason}")
+        return (*found, *self.alterations, *self.regressions)
 
     @property
     def evidence(self) -> Evidence | None:
         """The strongest evidence of the runs that passed, or None if no run passed."""
         order = list(Evidence)
         return min((run.evidence for run in self.runs if run.passed), key=order.index, default=None)
-
-
-def _describe_device(run: RunReport, first: Mapping[str, str]) -> DeviceFigures:
-    sqnr = [output.sqnr_db for output in run.outputs if output.sqnr_db is not None]
-    top1 = [output.agreed for output in run.outputs if output.agreed is not None]
-    origin = first[run.outputs_sha256] if run.outputs_sha256 else run.device
-    return DeviceFigures(
-        device=run.device,
-        evidence=run.evidence,
-        verdict=run.verdict,
-        sqnr_db=min(sqnr, default=None),
-        top1_agreement=min(top1, default=None),
-        accuracy=None if run.accuracy is None else run.accuracy.got,
-        latency_ms=run.latency_ms,
-        nodes_taken=run.provider_nodes.get(run.provider, 0),
-        nodes=sum(run.provider_nodes.values()),
-        peak_rss_bytes=run.peak_rss_bytes,
-        same_as=None if origin == run.device else origin,
-    )
 
 
 def recheck_report(report: VerifyReport, thresholds: Thresholds) -> VerifyReport:
@@ -237,13 +239,6 @@ def require_devices(report: VerifyReport, names: Sequence[str]) -> VerifyReport:
     A name is that of a device or of a kind: "qnn-htp-sim" also matches "qnn-htp-sim:v73".
     """
     return msgspec.structs.replace(report, required=tuple(dict.fromkeys((*report.required, *names))))
-
-
-def _judge_required(names: Sequence[str], runs: Sequence[RunReport], skipped: Sequence[SkippedDevice]) -> Iterator[str]:
-    for name in names:
-        if not any(_is_named(run.device, name) for run in runs):
-            reason = next((skip.reason for skip in skipped if _is_named(skip.device, name)), "nothing named it")
-            yield f"device '{name}' was asked for and did not run: {reason}"
 
 
 def _is_named(device: str, name: str) -> bool:

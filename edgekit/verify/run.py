@@ -1,5 +1,6 @@
 """Runs a bundle on devices and judges the outputs that come back."""
 
+import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -33,7 +34,6 @@ from edgekit.verify.metrics.outputs import OutputReport, describe_larger_sets, d
 from edgekit.verify.own_model import (
     TESTED_FORMS,
     describe_older,
-    describe_outdated,
     describe_untested,
     find_half_values,
     find_other_model,
@@ -54,10 +54,10 @@ from edgekit.verify.sizes import (
     run_buckets,
 )
 from edgekit.verify.stand_in import Scored, add_stand_ins, score_run
-from edgekit.verify.state import StateReport, run_sequences
+from edgekit.verify.state import run_sequences
 from edgekit.verify.suspects import find_ignored_optimisations, find_input_mistake, find_suspects, list_traps
 from edgekit.verify.task_metrics import measure_task
-from edgekit.verify.task_scores import TaskReport, describe_chance, measure_accuracy
+from edgekit.verify.task_scores import describe_chance, measure_accuracy
 
 # Outputs of the bundle's own model are cached, because several devices run the same samples.
 _MOST_KEPT_BYTES = 32 << 20
@@ -242,33 +242,23 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> _Done:
             own=own,
             notes=notes,
         )
-        report = _measure_run(trial, asked)
+        report, run = _measure_run(trial, asked), trial.run
         report = msgspec.structs.replace(
             report,
-            traps=() if report.passed else tuple(_list_causes(trial, report.outputs, asked)),
+            traps=() if report.passed else tuple(_list_traps(trial, report.outputs, asked)),
             located=_look_inside(trial, device, report.outputs, asked, work / "layers"),
-            state=_run_steps(trial, device, work / "steps"),
+            state=run_sequences(bundle.manifest, device, job, run, golden, trial.reference, work / "steps"),
             sizes=_run_sizes(trial, device, asked, work / "sizes"),
             files=tuple(try_model_files(bundle, device, plan, golden, work / "files")),
         )
         # A run whose outputs have no digest is incomplete.
         if not report.outputs_sha256:
             return _Done(report=report)
-        held = keep_outputs(device.name, f"{kind_of(device)} {plan.form}", rows, trial.run.outputs)
-        return _Done(report=report, held=held, scored=_score(trial, asked))
-
-
-def _run_steps(trial: _Trial, device: Device, work: Path) -> StateReport | None:
-    """Returns the result for whole sequences with the device's own state, or None if the model or samples have none."""
-    state, steps = trial.bundle.manifest.state, trial.bundle.manifest.steps
-    whole = len(trial.rows) - len(trial.rows) % steps
-    if not state or steps == 1 or trial.run.failure is not None:
-        return None
-    if not whole:
-        return StateReport(sequences=0, steps=steps)
-    reference, given = (select_samples(samples, range(whole)) for samples in (trial.reference, trial.run.outputs))
-    readings = trial.bundle.manifest.readings or {}
-    return run_sequences(device, trial.job, state, trial.golden, reference, given, work, readings=readings)
+        scored, labels = None, read_labels(golden)
+        if asked.task is not None and labels is not None:
+            scored = score_run(asked.task, labels, rows, run.outputs, run.device, trial.elapsed_ms)
+        held = keep_outputs(device.name, f"{kind_of(device)} {plan.form}", rows, run.outputs)
+        return _Done(report=report, held=held, scored=scored)
 
 
 def _run_sizes(trial: _Trial, device: Device, asked: _Asked, work: Path) -> SizesReport | None:
@@ -283,18 +273,20 @@ def _run_sizes(trial: _Trial, device: Device, asked: _Asked, work: Path) -> Size
     return run_buckets(trial.bundle, device, trial.job, trial.run, trial.rows, work, asked.unpadded)
 
 
-def _score(trial: _Trial, asked: _Asked) -> Scored | None:
-    labels = read_labels(trial.golden)
-    if asked.task is None or labels is None:
-        return None
-    return score_run(asked.task, labels, trial.rows, trial.run.outputs, trial.run.device, trial.elapsed_ms)
-
-
 def _measure_run(trial: _Trial, asked: _Asked) -> RunReport:
     """Returns the facts of a run; possible explanations are not looked for yet."""
     bundle, run = trial.bundle, trial.run
-    latency = None if trial.false_times else summarize_latency(run.latency_ms)
-    classes = read_classes(trial.golden)
+    classes, labels = read_classes(trial.golden), read_labels(trial.golden)
+    accuracy, task, digest = None, None, ""
+    if classes is not None:
+        accuracy = measure_accuracy(trial.reference, run.outputs, [classes[row] for row in trial.rows])
+    if asked.task is not None and labels is not None:
+        task = measure_task(asked.task, trial.reference, run.outputs, [labels[row] for row in trial.rows])
+        task = msgspec.structs.replace(task, labelled=len(labels))
+    if run.failure is None:
+        with contextlib.suppress(EdgekitError):
+            digest = digest_samples(run.outputs)
+    older = "" if run.evidence is Evidence.DEVICE else describe_older(run, bundle.manifest.minimum_ort)
     gap, outputs = find_gap(run, trial.job), _compare(trial, asked)
     return RunReport(
         device=run.device,
@@ -310,12 +302,10 @@ def _measure_run(trial: _Trial, asked: _Asked) -> RunReport:
         gap=gap,
         placed=find_placed(run, trial.job),
         outputs=outputs,
-        accuracy=None
-        if classes is None
-        else measure_accuracy(trial.reference, run.outputs, [classes[row] for row in trial.rows]),
-        task=_measure_task(trial, asked),
-        outdated=describe_outdated(run, bundle.manifest.minimum_ort) or "",
-        latency_ms=latency,
+        accuracy=accuracy,
+        task=task,
+        outdated=older,
+        latency_ms=None if trial.false_times else summarize_latency(run.latency_ms),
         load_ms=run.load_ms,
         peak_rss_bytes=run.peak_rss_bytes,
         versions=dict(sorted(run.versions.items())),
@@ -330,16 +320,8 @@ def _measure_run(trial: _Trial, asked: _Asked) -> RunReport:
             *describe_larger_sets(outputs),
         ),
         log=run.log,
-        outputs_sha256="" if run.failure is not None else _digest_outputs(run),
+        outputs_sha256=digest,
     )
-
-
-def _measure_task(trial: _Trial, asked: _Asked) -> TaskReport | None:
-    labels = read_labels(trial.golden)
-    if asked.task is None or labels is None:
-        return None
-    found = measure_task(asked.task, trial.reference, trial.run.outputs, [labels[row] for row in trial.rows])
-    return msgspec.structs.replace(found, labelled=len(labels))
 
 
 def _compare(trial: _Trial, asked: _Asked) -> tuple[OutputReport, ...]:
@@ -389,13 +371,12 @@ def _name_wrong(outputs: Sequence[OutputReport], trial: _Trial) -> list[str]:
 def _list_findings(trial: _Trial, asked: _Asked) -> Iterator[str]:
     """Yields what fails a run whatever its figures are: the device did not do what it reports."""
     manifest, run = trial.bundle.manifest, trial.run
-    ignored = find_ignored_optimisations(run, manifest.session_config) if trial.plan.form == "runtime" else None
     found = (
         trial.impossible_time,
-        describe_older(run, manifest.minimum_ort),
+        describe_older(run, manifest.minimum_ort) if run.evidence is Evidence.DEVICE else None,
         describe_unmatched(run, trial.job),
         describe_unlisted(trial.bundle),
-        ignored,
+        find_ignored_optimisations(run, manifest.session_config) if trial.plan.form == "runtime" else None,
     )
     yield from filter(None, found)
     if run.failure is None and asked.golden is None:
@@ -424,7 +405,7 @@ def _list_notes(trial: _Trial, asked: _Asked) -> Iterator[str]:
         yield from find_half_values(trial.own or trial.reference, trial.run.outputs)
 
 
-def _list_causes(trial: _Trial, outputs: Sequence[OutputReport], asked: _Asked) -> Iterator[str]:
+def _list_traps(trial: _Trial, outputs: Sequence[OutputReport], asked: _Asked) -> Iterator[str]:
     """Yields the known traps that may explain why a run does not pass."""
     yield from list_traps(trial.bundle, trial.run, trial.job.model, read_cpu_flags())
     forms = trial.bundle.manifest.forms
@@ -448,10 +429,3 @@ def _look_inside(
         return located
     note = f"the layers are those of the bundle's ONNX file, the run loaded its form '{trial.plan.form}'"
     return msgspec.structs.replace(located, notes=(*located.notes, note))
-
-
-def _digest_outputs(run: DeviceRun) -> str:
-    try:
-        return digest_samples(run.outputs)
-    except EdgekitError:
-        return ""

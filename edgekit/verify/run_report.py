@@ -1,7 +1,6 @@
 """What one device did with a bundle: the facts, the gates by which they are judged, and the verdict of the run."""
 
 from collections.abc import Iterator
-from itertools import islice
 from typing import Literal
 
 import msgspec
@@ -14,7 +13,7 @@ from edgekit.evidence import Evidence, Judgement, Verdict
 from edgekit.target import Thresholds
 from edgekit.verify.layers.comparison import Located
 from edgekit.verify.metrics.outputs import OutputReport, doubt_output, judge_output, weigh_output
-from edgekit.verify.state import StateReport, doubt_state, judge_state
+from edgekit.verify.state import StateReport, judge_state
 from edgekit.verify.task_scores import Accuracy, TaskReport, judge_task
 
 OBSERVING = (Evidence.DEVICE, Evidence.SIMULATOR, Evidence.SAME_BINARY, Evidence.SAME_EP)
@@ -202,14 +201,15 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
         if self.evidence in OBSERVING:
             found.append(self._excuse("placement", _judge_placement(self)))
         if self.reference_cost is not None:
-            found.append(Gate(name="costs", failures=tuple(_judge_cost(self))))
+            found.append(Gate(name="costs", failures=tuple(_judge_cost(self, self.reference_cost))))
         if self.findings or self.outdated:
             found.append(Gate(name="session", failures=self.findings, unproven=tuple(filter(None, (self.outdated,)))))
         if self.state is not None:
-            failures, unproven = tuple(judge_state(self.state, limits)), tuple(doubt_state(self.state))
-            found.append(Gate(name="state", failures=failures, unproven=unproven))
+            found.append(_make_gate("state", "", judge_state(self.state, limits)))
         if self.sizes is not None:
-            found += (_judge_size(size, f"{self.sizes.dim}={size.size}", self) for size in self.sizes.sizes)
+            for size in self.sizes.sizes:
+                subject = f"{self.sizes.dim}={size.size}"
+                found.append(_make_gate("size", subject, _judge_size(size, subject, self)))
         found += (self._excuse("file", _judge_file(file, self), file.file, crashed=file.crashed) for file in self.files)
         return tuple(found)
 
@@ -237,7 +237,13 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def explanations(self) -> tuple[str, ...]:
         """Possible explanations of a run that does not pass: known traps, the layer, and the padding of samples."""
-        return (*self.traps, *_explain_layers(self.located), *_explain_sizes(self.sizes, self.thresholds))
+        filled = () if self.sizes is None else self.sizes.filled
+        padded = next((line for output in filled for line in judge_output(output, self.thresholds)), None)
+        padding = (
+            f"padding changes the result of the float model itself, as where no mask hides it: {padded}; give the model"
+            " a mask, or build it for one size"
+        )
+        return (*self.traps, *_explain_layers(self.located), *(() if padded is None else (padding,)))
 
     @property
     def verdict(self) -> Verdict:
@@ -272,27 +278,24 @@ def _make_gate(name: GateName, subject: str, found: Judgement) -> Gate:
     return Gate(name=name, subject=subject, failures=found.failures, unproven=found.unproven)
 
 
-def _judge_size(size: BucketReport, subject: str, run: RunReport) -> Gate:
+def _judge_size(size: BucketReport, subject: str, run: RunReport) -> Judgement:
     if not size.lengths:
-        return Gate(name="size", subject=subject, unproven=(f"no sample ran with {subject}",))
-    found = tuple(f"with {subject}, {line}" for line in _list_size_failures(size, run))
-    if size.crashed:
-        return Gate(name="size", subject=subject, unproven=found)
-    doubts = (line for output in size.outputs for line in doubt_output(output, run.thresholds))
-    unproven = tuple(f"with {subject}, {line}" for line in doubts)
-    return Gate(name="size", subject=subject, failures=found, unproven=unproven)
-
-
-def _list_size_failures(size: BucketReport, run: RunReport) -> Iterator[str]:
+        return Judgement(unproven=(f"no sample ran with {subject}",))
+    failures, unproven = list[str](), list[str]()
     if size.failure is not None:
-        yield f"the device failed: {size.failure}"
-        return
-    if run.provider != CPU_PROVIDER and size.provider_nodes and not size.provider_nodes.get(run.provider):
-        yield f"silent fallback: {run.provider} took no node of '{size.file}'"
-    if not any(output.elements != 0 for output in size.outputs):
-        yield "nothing was compared"
-    for output in size.outputs:
-        yield from judge_output(output, run.thresholds)
+        failures.append(f"the device failed: {size.failure}")
+    else:
+        if run.provider != CPU_PROVIDER and size.provider_nodes and not size.provider_nodes.get(run.provider):
+            failures.append(f"silent fallback: {run.provider} took no node of '{size.file}'")
+        if not any(output.elements != 0 for output in size.outputs):
+            failures.append("nothing was compared")
+        for output in size.outputs:
+            failures += judge_output(output, run.thresholds)
+            unproven += doubt_output(output, run.thresholds)
+    failures, unproven = ([f"with {subject}, {line}" for line in lines] for lines in (failures, unproven))
+    if size.crashed:
+        return Judgement(unproven=tuple(failures))
+    return Judgement(failures=tuple(failures), unproven=tuple(unproven))
 
 
 def _judge_placement(run: RunReport) -> tuple[str, ...]:
@@ -318,11 +321,9 @@ def _judge_placement(run: RunReport) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _judge_cost(run: RunReport) -> Iterator[str]:
-    """Yields which costs exceed the reference run's; without a reference run they are not judged."""
-    reference, limits = run.reference_cost, run.thresholds
-    if reference is None:
-        return
+def _judge_cost(run: RunReport, reference: Cost) -> Iterator[str]:
+    """Yields which costs exceed the reference run's."""
+    limits = run.thresholds
     pairs = (
         ("latency", run.latency_ms.median if run.latency_ms else None, reference.latency_ms, limits.max_latency_ratio),
         ("peak memory", run.peak_rss_bytes, reference.peak_rss_bytes, limits.max_memory_ratio),
@@ -348,13 +349,3 @@ def _explain_layers(located: Located | None) -> tuple[str, ...]:
     if not located.notes or located.found_by == "tensors":
         return ("each layer computes on the device what it computes on this machine: the model itself loses this much",)
     return ()
-
-
-def _explain_sizes(sizes: SizesReport | None, thresholds: Thresholds) -> tuple[str, ...]:
-    """Returns a line for the first output that padding changes too much in the float model itself."""
-    filled = () if sizes is None else (line for output in sizes.filled for line in judge_output(output, thresholds))
-    return tuple(
-        f"padding changes the result of the float model itself, as where no mask hides it: {line}; give the model a"
-        " mask, or build it for one size"
-        for line in islice(filled, 1)
-    )

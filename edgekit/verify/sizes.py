@@ -10,7 +10,7 @@ import msgspec
 
 from edgekit.bundle.folder import Bundle
 from edgekit.bundle.golden import Golden, read_outputs
-from edgekit.bundle.manifest import UNPADDED, Bucket, Buckets, Manifest, list_open
+from edgekit.bundle.manifest import UNPADDED, Buckets, Manifest, list_open
 from edgekit.data.padding import crop_samples, cut_samples, free_axes
 from edgekit.data.samples import Samples, list_samples, load_samples, select_samples
 from edgekit.devices.device import Device, DeviceRun, Job
@@ -58,18 +58,15 @@ def describe_differences(held: Sequence[KeptOutputs]) -> Iterator[str]:
             continue
         mine, theirs = (list_samples([side.rows[index] for index in shared], side.device) for side in (one, other))
         for output in compare_outputs(mine, theirs):
-            if distance := _describe_distance(output):
-                names = f"{other.device} and {one.device}"
-                yield f"{names} give different numbers: '{output.name}' differs {distance}; each is judged by itself"
-
-
-def _describe_distance(output: OutputReport) -> str:
-    """Returns, in words, how far apart two outputs are, or "" if they are equal."""
-    if output.exact_match is not None and output.exact_match < 1:
-        return f"in {1 - output.exact_match:.2%} of its elements"
-    if output.max_abs:
-        return f"by at most {output.max_abs:.3g}" + ("" if output.sqnr_db is None else f", {output.sqnr_db:.1f} dB")
-    return ""
+            if output.exact_match is not None and output.exact_match < 1:
+                distance = f"in {1 - output.exact_match:.2%} of its elements"
+            elif output.max_abs:
+                ratio = "" if output.sqnr_db is None else f", {output.sqnr_db:.1f} dB"
+                distance = f"by at most {output.max_abs:.3g}{ratio}"
+            else:
+                continue
+            names = f"{other.device} and {one.device}"
+            yield f"{names} give different numbers: '{output.name}' differs {distance}; each is judged by itself"
 
 
 class UnpaddedGolden(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,22 +115,33 @@ def run_buckets(
 
     sizes: list[BucketReport] = []
     for bucket in buckets.sizes[:-1]:
-        mine = _choose_rows(buckets, bucket, rows)
+        mine = [row for row in rows if buckets.choose(lengths[row]) == bucket]
+        mine = mine or [row for row in rows if lengths[row] <= bucket.size]
         report = BucketReport(size=bucket.size, file=bucket.file, lengths=tuple(lengths[row] for row in mine))
         if mine and not is_recorded(device):
+            given = select_samples(job.samples, [rows.index(row) for row in mine])
+            sized = msgspec.structs.replace(
+                job,
+                model=folder / bucket.file,
+                outputs=free_axes(buckets.padding.outputs, job.outputs),
+                samples=crop_samples(buckets.padding, given, bucket.size),
+            )
+            place = work / str(bucket.size)
+            place.mkdir(parents=True)
             try:
-                sized = _set_size(job, buckets, folder / bucket.file, bucket.size, [rows.index(row) for row in mine])
-                done = _run_size(device, sized, work / str(bucket.size))
-            except EdgekitError as error:
-                report = msgspec.structs.replace(report, failure=error.message)
-            else:
+                done = device.run_job(sized, place)
+                came, failure = done.outputs.count, done.failure
+                if failure is None and came != len(mine):
+                    failure = f"{came} of {len(mine)} samples came back"
                 report = msgspec.structs.replace(
                     report,
-                    outputs=() if done.failure else compare(done.outputs, mine, bucket.size),
+                    outputs=() if failure else compare(done.outputs, mine, bucket.size),
                     provider_nodes=count_nodes(done, sized),
-                    failure=done.failure,
+                    failure=failure,
                     crashed=done.crashed,
                 )
+            except EdgekitError as error:
+                report = msgspec.structs.replace(report, failure=error.message)
         sizes.append(report)
     largest = buckets.sizes[-1]
     report = BucketReport(size=largest.size, file=largest.file, lengths=tuple(lengths[row] for row in rows))
@@ -154,27 +162,6 @@ def _read_unpadded(golden: Golden, buckets: Buckets) -> Samples:
     return samples
 
 
-def _set_size(job: Job, buckets: Buckets, model: Path, size: int, places: Sequence[int]) -> Job:
-    """Returns a job that runs some samples of another job at a smaller size: their padding is cut off."""
-    samples = crop_samples(buckets.padding, select_samples(job.samples, places), size)
-    outputs = free_axes(buckets.padding.outputs, job.outputs)
-    return msgspec.structs.replace(job, model=model, outputs=outputs, samples=samples)
-
-
-def _run_size(device: Device, job: Job, work: Path) -> DeviceRun:
-    work.mkdir(parents=True)
-    run, wanted = device.run_job(job, work), job.samples.count
-    if run.failure is None and run.outputs.count != wanted:
-        return msgspec.structs.replace(run, failure=f"{run.outputs.count} of {wanted} samples came back")
-    return run
-
-
-def _choose_rows(buckets: Buckets, bucket: Bucket, rows: Sequence[int]) -> list[int]:
-    """Returns the samples for which a bucket is the smallest that fits, or if there are none all that fit into it."""
-    mine = [row for row in rows if buckets.choose(buckets.lengths[row]) == bucket]
-    return mine or [row for row in rows if buckets.lengths[row] <= bucket.size]
-
-
 _MOST_GROUPS = 3
 # A choice: in a smaller group one sample that quantization happens to hurt would decide.
 _LEAST_SAMPLES = 4
@@ -186,10 +173,12 @@ def compare_sizes(manifest: Manifest, inputs: Samples, reference: Samples, got: 
     It is the dimension in which the samples have the most sizes. None if there is none, or if there are too few samples
     to compare groups of them.
     """
-    found = _measure_most(manifest, inputs)
-    if found is None:
+    places = {name: (tensor, axis) for name, tensor, axis in list_open(manifest.inputs)}
+    if not places:
         return None
-    dim, sizes = found
+    shapes = [{name: value.shape for name, value in sample.items()} for sample in inputs]
+    sizes_of = {name: [shape[tensor][axis] for shape in shapes] for name, (tensor, axis) in places.items()}
+    dim, sizes = max(sizes_of.items(), key=lambda each: len(set(each[1])))
     groups = list(_group(sizes))
     if len(groups) < 2:
         return None
@@ -205,17 +194,6 @@ def compare_sizes(manifest: Manifest, inputs: Samples, reference: Samples, got: 
         for rows in groups
     )
     return SizesReport(dim=dim, filled=(), sizes=reports)
-
-
-def _measure_most(manifest: Manifest, inputs: Samples) -> tuple[str, list[int]] | None:
-    """Returns the open dimension in which the samples have the most sizes, and the size of each sample."""
-    places = {name: (tensor, axis) for name, tensor, axis in list_open(manifest.inputs)}
-    if not places:
-        return None
-    shapes = [{name: value.shape for name, value in sample.items()} for sample in inputs]
-    sizes = {name: [shape[tensor][axis] for shape in shapes] for name, (tensor, axis) in places.items()}
-    name = max(sizes, key=lambda each: len(set(sizes[each])))
-    return name, sizes[name]
 
 
 def _group(sizes: Sequence[int]) -> Iterator[list[int]]:

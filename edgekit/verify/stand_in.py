@@ -5,6 +5,7 @@ on each sample that both ran; how good the model is, the faster device measures 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,6 @@ class Scored(msgspec.Struct, frozen=True, kw_only=True):
     elapsed_ms: float
 
 
-class _Labelled(msgspec.Struct, frozen=True, kw_only=True):
-    bundle: Bundle
-    golden: Golden
-    limit: TaskLimit
-    labels: Sequence[Label]
-
-
 def score_run(
     limit: TaskLimit, labels: Sequence[Label], rows: Sequence[int], outputs: Samples, device: str, elapsed_ms: float
 ) -> Scored | None:
@@ -76,49 +70,49 @@ def add_stand_ins(
     known = [scored for report, scored in found if scored is not None and report.failure is None]
     if labels is None or all(len(scored.records) == len(labels) for scored in known):
         return reports
-    asked = _Labelled(bundle=bundle, golden=golden, limit=limit, labels=labels)
     whole = [scored for scored in known if len(scored.records) == len(labels)]
-    best = min(whole, key=lambda scored: scored.elapsed_ms) if whole else _run_here(asked, work)
+    best = min(whole, key=lambda scored: scored.elapsed_ms) if whole else _run_here(bundle, golden, limit, labels, work)
     if best is None:
         return reports
-    return tuple(_add_stand_in(report, scored, best, asked) for report, scored in found)
+    score, rows = partial(_score, find_metric(limit).prepare), sorted(best.records)
+    runs: list[RunReport] = []
+    for report, scored in found:
+        if scored is None or report.failure is not None or len(scored.records) >= len(best.records):
+            runs.append(report)
+            continue
+        reference = select_samples(read_outputs(golden), rows)
+        mine = list(read_records(limit, reference, [labels[row] for row in rows]))
+        task = compare_records(limit, mine, [best.records[row] for row in rows])
+        common = sorted(scored.records.keys() & best.records.keys())
+        here, there = ([one.records[row] for row in common] for one in (scored, best))
+        got, wanted = score(here), score(there)
+        lost = 0.0 if got is None or wanted is None else got - wanted
+        stand_in = StandIn(
+            device=best.device,
+            task=_shift(msgspec.structs.replace(task, labelled=len(labels)), lost),
+            compared=len(common),
+            agreeing=sum(map(partial(_agree, limit), here, there)),
+        )
+        runs.append(msgspec.structs.replace(report, stand_in=stand_in))
+    return tuple(runs)
 
 
-def _run_here(asked: _Labelled, work: Path) -> Scored | None:
-    forms: list[Form] = [form for form in TESTED_FORMS if asked.bundle.manifest.forms.get(form)]
-    samples = read_inputs(asked.golden)
+def _run_here(bundle: Bundle, golden: Golden, limit: TaskLimit, labels: Sequence[Label], work: Path) -> Scored | None:
+    forms: list[Form] = [form for form in TESTED_FORMS if bundle.manifest.forms.get(form)]
+    samples = read_inputs(golden)
     for form in forms:
         plan = Verification(device="host", form=form, samples=samples.count)
-        job = msgspec.structs.replace(make_job(asked.bundle, plan, samples), budget_s=_BUDGET_S)
+        job = msgspec.structs.replace(make_job(bundle, plan, samples), budget_s=_BUDGET_S)
         place = work / form
         place.mkdir(parents=True)
         try:
             run = find_device("host", job.target).run_job(job, place)
         except EdgekitError:
             continue
-        rows = range(min(run.outputs.count, len(asked.labels)))
+        rows = range(min(run.outputs.count, len(labels)))
         if run.failure is None:
-            return score_run(asked.limit, asked.labels, rows, run.outputs, f"host ({form})", sum(run.latency_ms))
+            return score_run(limit, labels, rows, run.outputs, f"host ({form})", sum(run.latency_ms))
     return None
-
-
-def _add_stand_in(report: RunReport, scored: Scored | None, best: Scored, asked: _Labelled) -> RunReport:
-    if scored is None or report.failure is not None or len(scored.records) >= len(best.records):
-        return report
-    rows = sorted(best.records)
-    reference = select_samples(read_outputs(asked.golden), rows)
-    mine = list(read_records(asked.limit, reference, [asked.labels[row] for row in rows]))
-    task = compare_records(asked.limit, mine, [best.records[row] for row in rows])
-    common = sorted(scored.records.keys() & best.records.keys())
-    agreeing = sum(_agree(asked.limit, scored.records[row], best.records[row]) for row in common)
-    lost = _find_loss(asked.limit, [scored.records[row] for row in common], [best.records[row] for row in common])
-    stand_in = StandIn(
-        device=best.device,
-        task=_shift(msgspec.structs.replace(task, labelled=len(asked.labels)), lost),
-        compared=len(common),
-        agreeing=agreeing,
-    )
-    return msgspec.structs.replace(report, stand_in=stand_in)
 
 
 def _agree(limit: TaskLimit, mine: Any, theirs: Any) -> bool:
@@ -129,13 +123,6 @@ def _agree(limit: TaskLimit, mine: Any, theirs: Any) -> bool:
         # each.
         here, there = float(mine[0]), float(theirs[0])
     return abs(here - there) <= (0.0 if metric.hits else _APART[metric.unit](there))
-
-
-def _find_loss(limit: TaskLimit, mine: Sequence[Any], theirs: Sequence[Any]) -> float:
-    """Returns by how much a device scores above another on the samples that both ran, or 0 if there is no score."""
-    metric = find_metric(limit)
-    here, there = _score(metric.prepare, mine), _score(metric.prepare, theirs)
-    return 0.0 if here is None or there is None else here - there
 
 
 def _score(prepare: Callable[[Sequence[Any]], Callable[[Any], float]], records: Sequence[Any]) -> float | None:

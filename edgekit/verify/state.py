@@ -1,6 +1,6 @@
 """Models with state: sequences run on a device step by step, the drift of their error, and its judgement."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -8,11 +8,12 @@ import msgspec
 import numpy as np
 
 from edgekit.bundle.golden import Golden, write_rows
+from edgekit.bundle.manifest import Manifest
 from edgekit.data.samples import Samples, load_samples, select_samples
-from edgekit.devices.device import Device, Job
+from edgekit.devices.device import Device, DeviceRun, Job
 from edgekit.devices.process.session import open_session
 from edgekit.errors import CrashError, EdgekitError
-from edgekit.model.outputs import Reading
+from edgekit.evidence import Judgement
 from edgekit.model.state import State, run_steps
 from edgekit.model.tensors import Array, Tensors, is_numeric
 from edgekit.target import Thresholds
@@ -71,34 +72,31 @@ class StateReport(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(drift for drift in self.drift if drift.output in names)
 
 
-def judge_state(report: StateReport, thresholds: Thresholds) -> Iterator[str]:
-    """Yields why a device does not keep its state well enough, one line per reason."""
+def judge_state(report: StateReport, thresholds: Thresholds) -> Judgement:
+    """Returns whether a device keeps its state well enough, with one line for each reason why not."""
+    steps, most = report.steps, thresholds.max_drift_db
+    if report.crashed:
+        return Judgement(unproven=(f"step by step the emulator crashed, which proves nothing: {report.failure}",))
     if report.failure is not None:
-        if not report.crashed:
-            yield f"step by step the device failed: {report.failure}"
-        return
-    if report.sequences and not report.outputs:
-        yield "step by step nothing was compared"
-    for output in report.outputs:
-        yield from (
-            f"with its own state over {report.steps} steps, {line}" for line in judge_output(output, thresholds)
-        )
-    most = thresholds.max_drift_db
+        return Judgement(failures=(f"step by step the device failed: {report.failure}",))
+    if not report.sequences:
+        stopped = f"it stopped before one sequence of {steps} steps was whole: what its own state costs is not known"
+        return Judgement(unproven=(stopped,))
+    if not report.outputs:
+        return Judgement(failures=("step by step nothing was compared",))
+    failures = [
+        f"with its own state over {steps} steps, {line}"
+        for output in report.outputs
+        for line in judge_output(output, thresholds)
+    ]
     for drift in report.read:
         late, lost = drift.late_fed_back, drift.lost_db
         if most is not None and late is not None and lost is not None and late < FAITHFUL_DB and lost > most:
-            yield (
-                f"output '{drift.output}' drifts: in the later of {report.steps} steps its own state costs it"
+            failures.append(
+                f"output '{drift.output}' drifts: in the later of {steps} steps its own state costs it"
                 f" {lost:.1f} dB, more than {most:g} dB"
             )
-
-
-def doubt_state(report: StateReport) -> Iterator[str]:
-    """Yields why the state that a device keeps cannot be judged."""
-    if report.crashed:
-        yield f"step by step the emulator crashed, which proves nothing: {report.failure}"
-    if not report.sequences:
-        yield f"it stopped before one sequence of {report.steps} steps was whole: what its own state costs is not known"
+    return Judgement(failures=tuple(failures))
 
 
 def describe_state(report: StateReport) -> Iterator[str]:
@@ -117,41 +115,33 @@ def measure_drift(
     names: Sequence[str], reference: Samples, fed_back: Samples, given: Samples, steps: int
 ) -> tuple[Drift, ...]:
     """Returns the drift of outputs; the three sets of samples hold whole sequences in the same order."""
-    powers = {name: np.zeros((3, steps)) for name in names}
-    seen = dict.fromkeys(names, False)
+    powers: dict[str, Array] = {}
     for index, (wanted, back, own) in enumerate(zip(reference, fed_back, given, strict=True)):
         for name in names:
-            values = wanted[name], back.get(name), own.get(name)
             if is_numeric(wanted[name]):
-                seen[name] = True
-                powers[name][:, index % steps] += _powers(*values)
-    return tuple(_describe(name, powers[name]) for name in names if seen[name])
-
-
-def _describe(name: str, powers: Array) -> Drift:
-    signal, back, own = powers
-    late = len(signal) // 2
-    return Drift(
-        output=name,
-        fed_back=tuple(_decibels(*pair) for pair in zip(signal, back, strict=True)),
-        given=tuple(_decibels(*pair) for pair in zip(signal, own, strict=True)),
-        late_fed_back=_decibels(signal[late:].sum(), back[late:].sum()),
-        late_given=_decibels(signal[late:].sum(), own[late:].sum()),
+                values = wanted[name].astype(np.float64)
+                found = np.sum(values**2), _error(values, back.get(name)), _error(values, own.get(name))
+                powers.setdefault(name, np.zeros((3, steps)))[:, index % steps] += found
+    late = slice(steps // 2, None)
+    return tuple(
+        Drift(
+            output=name,
+            fed_back=tuple(map(_decibels, signal, back_noise)),
+            given=tuple(map(_decibels, signal, own_noise)),
+            late_fed_back=_decibels(signal[late].sum(), back_noise[late].sum()),
+            late_given=_decibels(signal[late].sum(), own_noise[late].sum()),
+        )
+        for name in names
+        if name in powers
+        for signal, back_noise, own_noise in [powers[name]]
     )
-
-
-def _powers(wanted: Array, back: Array | None, own: Array | None) -> tuple[float, float, float]:
-    signal = wanted.astype(np.float64)
-    return float(np.sum(signal**2)), _error(signal, back), _error(signal, own)
 
 
 def _error(wanted: Array, got: Array | None) -> float:
     # An output that is missing or of another shape cannot be measured: its step has no figure, as with NaN.
-    return (
-        float("nan")
-        if got is None or got.shape != wanted.shape
-        else float(np.sum((got.astype(np.float64) - wanted) ** 2))
-    )
+    if got is None or got.shape != wanted.shape:
+        return float("nan")
+    return float(np.sum((got.astype(np.float64) - wanted) ** 2))
 
 
 def _decibels(signal: float, noise: float) -> float | None:
@@ -159,28 +149,26 @@ def _decibels(signal: float, noise: float) -> float | None:
 
 
 def run_sequences(
-    device: Device,
-    job: Job,
-    state: State,
-    golden: Golden,
-    reference: Samples,
-    given: Samples,
-    work: Path,
-    *,
-    readings: Mapping[str, Reading],
-) -> StateReport:
-    """Runs the samples of a job as sequences and returns how far they drift.
+    manifest: Manifest, device: Device, job: Job, run: DeviceRun, golden: Golden, reference: Samples, work: Path
+) -> StateReport | None:
+    """Runs the samples of a job as whole sequences, with the device's own state, and returns how far they drift.
 
-    `reference` holds the float model's outputs, and `given` the device's outputs with the float model's state; both
-    hold whole sequences. `readings` say what outputs are for.
+    `reference` holds the float model's outputs, and `run` the device's outputs with the float model's state. None if
+    the model has no state, the samples are no sequences, or the run failed.
     """
+    state = manifest.state
+    if not state or state.steps == 1 or run.failure is not None:
+        return None
     sequences = reference.count // state.steps
     found = StateReport(sequences=sequences, steps=state.steps)
+    if not sequences:
+        return found
+    reference, given = (select_samples(samples, range(sequences * state.steps)) for samples in (reference, run.outputs))
     try:
         fed_back = _step(device, job, state, golden, sequences, work)
     except EdgekitError as error:
         return msgspec.structs.replace(found, failure=error.message, crashed=isinstance(error, CrashError))
-    reports = compare_outputs(reference, fed_back, readings)
+    reports = compare_outputs(reference, fed_back, manifest.readings or {})
     names = [spec.name for spec in golden.outputs]
     # An app reads the outputs that are no state, or all if there are no others.
     read = tuple(report for report in reports if report.name not in state.feeds.values())

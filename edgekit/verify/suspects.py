@@ -4,6 +4,7 @@ A mistake in the outputs is undone and the outputs are compared again; a mistake
 model's inputs too. The mistake that then explains the outputs is named.
 """
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -60,8 +61,18 @@ def find_suspects(reference: Samples, got: Samples, names: Sequence[str], *, is_
             suspects[name] = _OVERFLOW
             continue
         pairs = _pair(rows, name, name)
-        suspect = _find_transform(pairs) if pairs else None
-        suspect = suspect or _find_order(pairs) or _find_swapped(rows, name)
+        plain = _fit(pairs)
+        transforms = (
+            words
+            for words, undo in _TRANSFORMS.items()
+            if _explains(_fit([(wanted, undo(wanted, found)) for wanted, found in pairs]), plain)
+        )
+        swaps = (
+            f"came back as '{other}': the outputs are swapped"
+            for other in (rows[0][1] if rows else ())
+            if _explains(_fit(_pair(rows, name, other)), plain)
+        )
+        suspect = next(transforms, None) or _find_order(pairs) or next(swaps, None)
         if suspect:
             suspects[name] = suspect
     return suspects
@@ -122,15 +133,6 @@ _TRANSFORMS: dict[str, Callable[[Floats, Floats], Floats]] = {
 }
 
 
-def _find_transform(pairs: _Pairs) -> str | None:
-    plain = _fit(pairs)
-    for words, undo in _TRANSFORMS.items():
-        fit = _fit([(wanted, undo(wanted, found)) for wanted, found in pairs])
-        if _explains(fit, plain):
-            return words
-    return None
-
-
 def _find_order(pairs: _Pairs) -> str | None:
     """Returns the words for an output in another order, if one order fits all samples.
 
@@ -161,14 +163,6 @@ def _overflows(rows: Sequence[tuple[Tensors, Tensors]], name: str) -> bool:
     return False
 
 
-def _find_swapped(rows: Sequence[tuple[Tensors, Tensors]], name: str) -> str | None:
-    plain = _fit(_pair(rows, name, name))
-    for other in rows[0][1] if rows else ():
-        if _explains(_fit(_pair(rows, name, other)), plain):
-            return f"came back as '{other}': the outputs are swapped"
-    return None
-
-
 def _explains(fit: float, plain: float) -> bool:
     return fit > _FIT_DB and fit > plain + _GAIN_DB
 
@@ -197,11 +191,9 @@ def _pair(rows: Sequence[tuple[Tensors, Tensors]], name: str, other: str) -> _Pa
 
 def _read_rows(reference: Samples, got: Samples) -> list[tuple[Tensors, Tensors]]:
     rows: list[tuple[Tensors, Tensors]] = []
-    try:
+    with contextlib.suppress(EdgekitError):
         for _, wanted, found in zip(range(_SAMPLES), reference, got, strict=False):
             rows.append((wanted, found))
-    except EdgekitError:
-        return rows
     return rows
 
 
@@ -253,8 +245,24 @@ def list_traps(bundle: Bundle, run: DeviceRun, model: Path, cpu_flags: str) -> I
 
     `cpu_flags` are the CPU flags of the machine, or "" if they are unknown or it is no x86.
     """
-    yield from _find_saturation(run, model, cpu_flags)
-    yield from _find_other_htp(bundle, run)
+    # An x86 CPU without VNNI adds pairs of u8 x s8 products in 16 bits, which saturate (VPMADDUBSW).
+    own = run.evidence in {Evidence.EMULATED, Evidence.SAME_EP, Evidence.SIMULATOR}
+    on_host = own and not run.device.startswith("arm64")
+    older = run.device == "host:haswell"
+    if on_host and (older or (cpu_flags and not VNNI.search(cpu_flags))) and may_saturate(model):
+        where = "the emulated CPU" if older else "this machine's CPU"
+        yield (
+            f"{where} has no VNNI: ONNX Runtime's products of activations and s8 weights saturate here, not on Arm;"
+            " verify on arm64, or run here with session.x64quantprecision = 1"
+        )
+    # HTP versions differ: v68 has no fp16 and rounds differently from v73, so each gives results of its own.
+    wanted = _SOCS.get(bundle.manifest.settings.get("soc_model", ""))
+    version = re.search(r":(v\d+)$", run.device)
+    if wanted is not None and version is not None and version[1] != wanted:
+        yield (
+            f"the bundle was built for HTP {wanted}, the device is {version[1]}: their arithmetic differs;"
+            f" build with --set soc_model=N for {version[1]}"
+        )
 
 
 def find_ignored_optimisations(run: DeviceRun, wanted: Mapping[str, str]) -> str | None:
@@ -277,20 +285,6 @@ def find_ignored_optimisations(run: DeviceRun, wanted: Mapping[str, str]) -> str
     )
 
 
-def _find_saturation(run: DeviceRun, model: Path, cpu_flags: str) -> Iterator[str]:
-    """An x86 CPU without VNNI adds pairs of u8 x s8 products in 16 bits, which saturate (VPMADDUBSW)."""
-    own = run.evidence in {Evidence.EMULATED, Evidence.SAME_EP, Evidence.SIMULATOR}
-    on_host = own and not run.device.startswith("arm64")
-    older = run.device == "host:haswell"
-    if not (older or (cpu_flags and not VNNI.search(cpu_flags))) or not on_host or not may_saturate(model):
-        return
-    where = "the emulated CPU" if older else "this machine's CPU"
-    yield (
-        f"{where} has no VNNI: ONNX Runtime's products of activations and s8 weights saturate here, not on Arm;"
-        " verify on arm64, or run here with session.x64quantprecision = 1"
-    )
-
-
 def may_saturate(model: Path) -> bool:
     """Returns True if a quantized ONNX model has signed 8-bit weights whose products, added in pairs, exceed 16 bits.
 
@@ -309,14 +303,3 @@ def may_saturate(model: Path) -> bool:
     return any(
         np.abs(numpy_helper.to_array(weight).astype(np.int16)).max(initial=0) > _SAFE for weight in weights if weight
     )
-
-
-def _find_other_htp(bundle: Bundle, run: DeviceRun) -> Iterator[str]:
-    """HTP versions differ: v68 has no fp16 and rounds differently from v73, so each gives results of its own."""
-    wanted = _SOCS.get(bundle.manifest.settings.get("soc_model", ""))
-    version = re.search(r":(v\d+)$", run.device)
-    if wanted is not None and version is not None and version[1] != wanted:
-        yield (
-            f"the bundle was built for HTP {wanted}, the device is {version[1]}: their arithmetic differs;"
-            f" build with --set soc_model=N for {version[1]}"
-        )

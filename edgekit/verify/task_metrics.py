@@ -156,13 +156,33 @@ def prepare_map(records: Sequence[Detections]) -> Callable[[Weights], float]:
     """
     coco = import_extra("pycocotools.coco", "'map'").COCO
     evaluate = import_extra("pycocotools.cocoeval", "'map'").COCOeval
+    objects = [
+        {
+            "image_id": image,
+            "category_id": name,
+            "bbox": _as_size(box),
+            "area": (box[2] - box[0]) * (box[3] - box[1]),
+            "iscrowd": 0,
+        }
+        for image, record in enumerate(records)
+        for box, name in zip(record.label.boxes, record.label.classes, strict=True)
+    ]
+    detections = [
+        {"image_id": image, "category_id": int(name), "bbox": _as_size(box), "score": float(score)}
+        for image, record in enumerate(records)
+        for box, score, name in zip(record.boxes, record.scores, record.classes, strict=True)
+    ]
+    if not detections:
+        return lambda _weights: 0.0
     with contextlib.redirect_stdout(io.StringIO()):
         truth = coco()
-        truth.dataset = _describe_truth(records)
+        truth.dataset = {
+            "images": [{"id": image} for image in range(len(records))],
+            "categories": [{"id": name} for name in sorted({name for each in records for name in each.label.classes})],
+            "annotations": [{"id": number, **each} for number, each in enumerate(objects, start=1)],
+        }
         truth.createIndex()
-        if not any(record.scores.size for record in records):
-            return lambda _weights: 0.0
-        evaluation = evaluate(truth, truth.loadRes(_describe_found(records)), "bbox")
+        evaluation = evaluate(truth, truth.loadRes(detections), "bbox")
         evaluation.evaluate()
     every, images = list(evaluation.evalImgs), len(records)
 
@@ -176,37 +196,6 @@ def prepare_map(records: Sequence[Detections]) -> Callable[[Weights], float]:
         return float(known.mean()) if known.size else 0.0
 
     return score
-
-
-def _describe_truth(records: Sequence[Detections]) -> dict[str, Any]:
-    objects = [
-        (image, box, name)
-        for image, record in enumerate(records)
-        for box, name in zip(record.label.boxes, record.label.classes, strict=True)
-    ]
-    return {
-        "images": [{"id": image} for image in range(len(records))],
-        "categories": [{"id": name} for name in sorted({name for _, _, name in objects})],
-        "annotations": [
-            {
-                "id": number,
-                "image_id": image,
-                "category_id": name,
-                "bbox": _as_size(box),
-                "area": (box[2] - box[0]) * (box[3] - box[1]),
-                "iscrowd": 0,
-            }
-            for number, (image, box, name) in enumerate(objects, start=1)
-        ],
-    }
-
-
-def _describe_found(records: Sequence[Detections]) -> list[dict[str, Any]]:
-    return [
-        {"image_id": image, "category_id": int(name), "bbox": _as_size(box), "score": float(score)}
-        for image, record in enumerate(records)
-        for box, score, name in zip(record.boxes, record.scores, record.classes, strict=True)
-    ]
 
 
 def _as_size(box: Sequence[float] | Array) -> list[float]:
@@ -238,17 +227,6 @@ def read_next_tokens(scores: Array, label: Array) -> tuple[float, float]:
     chosen, wanted = _match(scores, label)
     hits = chosen.argmax(axis=1) == wanted if len(wanted) else np.zeros(0)
     return float(np.count_nonzero(hits)), float(len(wanted))
-
-
-def prepare_perplexity(records: Sequence[tuple[float, float]]) -> Callable[[Weights], float]:
-    """Returns the scorer of the perplexity: e to the mean of -log p over all tokens."""
-    table = np.array(records, dtype=np.float64).reshape(-1, 2)
-
-    def score(weights: Weights) -> float:
-        losses, tokens = weights @ table
-        return float(np.exp(min(losses / tokens, 700.0))) if tokens else 1.0
-
-    return score
 
 
 def _match(scores: Array, label: Array) -> tuple[Array, Array]:
@@ -299,7 +277,7 @@ def find_metric(limit: TaskLimit) -> TaskMetric:
         function = load_function(limit.name, "metric")
         return TaskMetric(
             labels="any",
-            read=lambda outputs, label, limit: _as_fraction(_call(limit.name, function, outputs, label)),
+            read=lambda outputs, label, limit: _read_own(limit.name, function, outputs, label),
             prepare=prepare_ratio,
             unit="value",
             higher_is_better=limit.higher_is_better,
@@ -323,13 +301,15 @@ def measure_task(limit: TaskLimit, reference: Samples, got: Samples, labels: Seq
     mine = list(read_records(limit, reference, labels))
     try:
         theirs = list(read_records(limit, got, labels))
+        if len(theirs) == len(mine):
+            return compare_records(limit, mine, theirs)
+        mismatch = f"{len(theirs)} of {len(mine)} samples came back"
     except MissingExtraError:
         raise
     except EdgekitError as error:
-        return _mismatch(limit, mine, error.message)
-    if len(theirs) != len(mine):
-        return _mismatch(limit, mine, f"{len(theirs)} of {len(mine)} samples came back")
-    return compare_records(limit, mine, theirs)
+        mismatch = error.message
+    report = _report_reference(limit, mine, find_metric(limit).prepare(mine))
+    return msgspec.structs.replace(report, mismatch=mismatch)
 
 
 def compare_records(limit: TaskLimit, mine: Sequence[Any], theirs: Sequence[Any]) -> TaskReport:
@@ -367,20 +347,6 @@ def read_record(limit: TaskLimit, outputs: Tensors, label: Label) -> Any:
         if value.dtype.kind == "f" and not np.isfinite(value).all():
             raise DataError(f"output '{name}' has values that are not finite", hint="mend the model")
     return find_metric(limit).read(outputs, label, limit)
-
-
-def _call(name: str, function: Callable[..., Any], outputs: Tensors, label: Label) -> Any:
-    try:
-        return function(outputs, label)
-    except Exception as error:  # it is the user's own code, which may raise anything
-        raise DataError(
-            f"metric '{name}' raises {type(error).__name__}: {quote_error(error)}",
-            hint="it is called with outputs by name and a label",
-        ) from error
-
-
-def _mismatch(limit: TaskLimit, mine: Sequence[Any], why: str) -> TaskReport:
-    return msgspec.structs.replace(_report_reference(limit, mine, find_metric(limit).prepare(mine)), mismatch=why)
 
 
 def _report_reference(limit: TaskLimit, mine: Sequence[Any], scores: Scorer) -> TaskReport:
@@ -508,6 +474,12 @@ def prepare_ratio(records: Sequence[tuple[float, float]]) -> Scorer:
     return score
 
 
+def prepare_perplexity(records: Sequence[tuple[float, float]]) -> Scorer:
+    """Returns the scorer of the perplexity: e to the mean of -log p over all tokens."""
+    mean_loss = prepare_ratio(records)
+    return lambda weights: float(np.exp(min(mean_loss(weights), 700.0)))
+
+
 def prepare_masks(records: Sequence[Array]) -> Scorer:
     """Returns the scorer of the mean over classes of intersection / union, each summed over the samples."""
     table = np.stack(records).astype(np.float32)
@@ -581,17 +553,23 @@ METRICS: Mapping[str, TaskMetric] = {
 }
 
 
-_GIVES = "it returns a number, or (above, below) whose sums are divided"
-
-
-def _as_fraction(value: Any) -> tuple[float, float]:
+def _read_own(name: str, function: Callable[..., Any], outputs: Tensors, label: Label) -> tuple[float, float]:
+    """Returns what a user's own function keeps of a sample: a number, or two whose sums are divided."""
     try:
+        value = function(outputs, label)
+    except Exception as error:  # it is the user's own code, which may raise anything
+        raise DataError(
+            f"metric '{name}' raises {type(error).__name__}: {quote_error(error)}",
+            hint="it is called with outputs by name and a label",
+        ) from error
+    with contextlib.suppress(TypeError, ValueError):
         above, below = np.broadcast_to(np.asarray(value, dtype=np.float64), (2,)) if np.ndim(value) else (value, 1.0)
         if math.isfinite(above) and math.isfinite(below):
             return float(above), float(below)
-    except (TypeError, ValueError) as error:
-        raise DataError(f"the metric's own function gave {value!r}", hint=_GIVES) from error
-    raise DataError(f"the metric's own function gave {value!r}", hint=_GIVES)
+    raise DataError(
+        f"the metric's own function gave {value!r}",
+        hint="it returns a number, or (above, below) whose sums are divided",
+    )
 
 
 MOST_SAMPLES = 1024
@@ -635,27 +613,20 @@ def measure_drop_from(
         try:
             theirs.append(read_record(limit, pair.found, label))
         except DataError:
-            return _with_all_lost(likeness.predict(), limit)
-    return _with_drop(likeness.predict(), compare_records(limit, mine, theirs))
-
-
-def _with_drop(prediction: Prediction, report: TaskReport) -> Prediction:
+            return msgspec.structs.replace(
+                likeness.predict(), measure=limit.name, drop_estimate=1.0, drop_interval=(1.0, 1.0), source=LABELS
+            )
+    report = compare_records(limit, mine, theirs)
     got = report.reference if report.got is None else report.got
     sign = 1.0 if report.higher_is_better else -1.0
     scale = 1.0 if report.unit == "share" or report.reference <= 0 else report.reference
     ends = None if report.interval is None else [round(-sign * end / scale, 6) for end in report.interval]
     return msgspec.structs.replace(
-        prediction,
+        likeness.predict(),
         measure=report.name,
         drop_estimate=round(sign * (report.reference - got) / scale, 6),
         drop_interval=None if ends is None else (min(ends), max(ends)),
         source=LABELS,
         reference=round(report.reference, 6),
         got=round(got, 6),
-    )
-
-
-def _with_all_lost(prediction: Prediction, limit: TaskLimit) -> Prediction:
-    return msgspec.structs.replace(
-        prediction, measure=limit.name, drop_estimate=1.0, drop_interval=(1.0, 1.0), source=LABELS
     )

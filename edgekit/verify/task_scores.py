@@ -13,7 +13,7 @@ from edgekit.data.samples import Samples
 from edgekit.data.wilson import wilson_interval
 from edgekit.errors import DataError, EdgekitError
 from edgekit.evidence import Judgement, join_judgements
-from edgekit.model.tensors import Array, Tensors, ranks_classes
+from edgekit.model.tensors import Array, ranks_classes
 from edgekit.target import TaskLimit
 from edgekit.verify.metrics.intervals import describe_enough, find_enough, find_enough_pairs, interval_of_pairs
 
@@ -106,7 +106,9 @@ def _judge_drop(report: TaskReport, got: float, limit: TaskLimit) -> Judgement:
     sign = 1.0 if report.higher_is_better else -1.0
     drop = sign * (report.reference - got) * factor
     low, high = (0.0, 0.0) if report.interval is None else sorted(-sign * end * factor for end in report.interval)
-    figure = _Figure(
+    return _judge_figure(
+        report,
+        limit,
         misses=f"is {drop:.2f} points worse than the float model, more than {most:g}",
         could=f"is {drop:.2f} points worse than the float model, and with {report.samples} samples it could be"
         f" {high:.2f}, more than {most:g}",
@@ -115,7 +117,6 @@ def _judge_drop(report: TaskReport, got: float, limit: TaskLimit) -> Judgement:
         ends=None if report.interval is None else (low, high),
         least=-most / factor,
     )
-    return _judge_figure(report, limit, figure)
 
 
 def _judge_share(report: TaskReport, got: float, limit: TaskLimit) -> Judgement:
@@ -125,7 +126,9 @@ def _judge_share(report: TaskReport, got: float, limit: TaskLimit) -> Judgement:
     if not report.higher_is_better or report.reference <= 0.0:
         return Judgement(failures=("cannot be held against a share of the float model; use max_drop",))
     share, (low, high) = got / report.reference, report.share_interval or (0.0, 0.0)
-    figure = _Figure(
+    return _judge_figure(
+        report,
+        limit,
         misses=f"is {share:.1%} of the float model's, less than {least:.1%}",
         could=f"is {share:.1%} of the float model's, and with {report.samples} samples it could be {low:.1%},"
         f" less than {least:.1%}",
@@ -134,29 +137,26 @@ def _judge_share(report: TaskReport, got: float, limit: TaskLimit) -> Judgement:
         ends=None if report.share_interval is None else (-high, -low),
         least=(least - 1.0) * report.reference,
     )
-    return _judge_figure(report, limit, figure)
 
 
-class _Figure(msgspec.Struct, frozen=True, kw_only=True):
-    """A loss with a limit: its value, and the ends of its interval, None if unknown.
+def _judge_figure(
+    report: TaskReport,
+    limit: TaskLimit,
+    *,
+    misses: str,
+    could: str,
+    value: float,
+    most: float,
+    ends: tuple[float, float] | None,
+    least: float,
+) -> Judgement:
+    """Judges a loss by its limit `most`: its value, and the ends of its interval, None if unknown.
 
     `misses` says that the value is too large, `could` that the worse end is; `least` is the limit as the difference of
     the two scores.
     """
-
-    misses: str
-    could: str
-    value: float
-    most: float
-    ends: tuple[float, float] | None
-    least: float
-
-
-def _judge_figure(report: TaskReport, limit: TaskLimit, figure: _Figure) -> Judgement:
-    value, most, ends = figure.value, figure.most, figure.ends
     if value > most + 1e-9:
-        is_luck = ends is None or ends[0] <= most
-        return _refuse(report, figure.misses, may_be_luck=is_luck)
+        return _refuse(report, misses, may_be_luck=ends is None or ends[0] <= most)
     if limit.gate == "estimate" or (ends is not None and ends[1] <= most + 1e-9):
         return Judgement()
     if ends is None:
@@ -166,8 +166,8 @@ def _judge_figure(report: TaskReport, limit: TaskLimit, figure: _Figure) -> Judg
     if report.gained is None or report.lost is None:
         enough = find_enough(report.samples, ends[1] - value, most - value)
     else:
-        enough = find_enough_pairs(report.samples, report.gained, report.lost, figure.least)
-    return Judgement(unproven=(figure.could + describe_enough(enough),))
+        enough = find_enough_pairs(report.samples, report.gained, report.lost, least)
+    return Judgement(unproven=(could + describe_enough(enough),))
 
 
 def _judge_least(report: TaskReport, got: float, limit: TaskLimit) -> Judgement:
@@ -207,10 +207,10 @@ def measure_accuracy(reference: Samples, got: Samples, labels: Sequence[int]) ->
 
     A sample that did not come back, or came back with values that are not finite, counts as wrong.
     """
-    first = next(iter(reference), dict[str, Array]())
-    name = next((name for name, value in first.items() if ranks_classes(value)), None)
-    if name is None:
+    ranking = _find_ranking(reference)
+    if ranking is None:
         return None
+    name, _ = ranking
     before, now = _list_right(reference, name, labels), _list_right(got, name, labels)
     return Accuracy(
         output=name,
@@ -235,19 +235,18 @@ def describe_chance(golden: Golden) -> str:
     Chance is right in one of N samples for N classes. The float model is better if the lower end of Wilson's interval
     of its accuracy is above that; fewer than 20 samples are not judged.
     """
-    labels = read_classes(golden)
-    outputs = read_outputs(golden)
-    first = next(iter(outputs), dict[str, Array]())
-    value = next((value for value in first.values() if ranks_classes(value)), None)
+    labels, outputs = read_classes(golden), read_outputs(golden)
     found = None if labels is None else measure_accuracy(outputs, outputs, labels)
-    if found is None or value is None:
+    ranking = _find_ranking(outputs)
+    if found is None or ranking is None:
         return ""
-    chance, right = 1.0 / value.size, round(found.reference * found.samples)
+    _, classes = ranking
+    chance, right = 1.0 / classes, round(found.reference * found.samples)
     if found.samples < _LEAST_LABELLED or wilson_interval(right, found.samples)[0] > chance:
         return ""
     return (
         f"the float model is right on {right} of {found.samples} labelled samples ({found.reference:.1%}), no better"
-        f" than chance among {value.size} classes ({chance:.1%}): the labels, their order or the inputs may be wrong"
+        f" than chance among {classes} classes ({chance:.1%}): the labels, their order or the inputs may be wrong"
     )
 
 
@@ -257,24 +256,25 @@ def check_class_labels(golden: Golden) -> None:
     Raises:
         DataError: a label is below 0, or there are not that many classes.
     """
-    labels = read_classes(golden) or ()
-    first = next(iter(read_outputs(golden)), dict[str, Array]())
-    size = next((value.size for value in first.values() if ranks_classes(value)), None)
-    wrong = None if size is None else next((label for label in labels if not 0 <= label < size), None)
-    if wrong is not None:
-        raise DataError(f"label {wrong} is no class of an output of {size}", hint="classes count from 0")
+    ranking = _find_ranking(read_outputs(golden))
+    if ranking is None:
+        return
+    for label in read_classes(golden) or ():
+        if not 0 <= label < ranking[1]:
+            raise DataError(f"label {label} is no class of an output of {ranking[1]}", hint="classes count from 0")
+
+
+def _find_ranking(samples: Samples) -> tuple[str, int] | None:
+    """Returns the name of the first output that ranks classes, and how many it ranks, or None if none does."""
+    first = next(iter(samples), dict[str, Array]())
+    return next(((name, value.size) for name, value in first.items() if ranks_classes(value)), None)
 
 
 def _list_right(samples: Samples, name: str, labels: Sequence[int]) -> npt.NDArray[np.bool_]:
     right = np.zeros(len(labels), dtype=np.bool_)
     with contextlib.suppress(EdgekitError):
         for index, (sample, label) in enumerate(zip(samples, labels, strict=False)):
-            right[index] = _find_class(sample, name) == label
+            value = sample.get(name)
+            if value is not None and value.size and value.dtype.kind in "fiu" and np.isfinite(value).all():
+                right[index] = int(value.argmax()) == label
     return right
-
-
-def _find_class(sample: Tensors, name: str) -> int | None:
-    value = sample.get(name)
-    if value is None or not value.size or value.dtype.kind not in "fiu" or not np.isfinite(value).all():
-        return None
-    return int(value.argmax())

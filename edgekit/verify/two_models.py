@@ -102,7 +102,11 @@ def compare_models(a: Model, b: Model, samples: Samples, *, layers: bool = False
         RuntimeRefusal: ONNX Runtime cannot run a model.
     """
     inputs, outputs = _pair_names(a.inputs, b.inputs), _pair_names(a.outputs, b.outputs)
-    both = _name_twice(samples, inputs)
+    # Samples that hold the inputs of both models under each one's names.
+    both = map_samples(
+        samples,
+        lambda sample: {**sample, **{theirs: sample[mine] for theirs, mine in inputs.items() if mine in sample}},
+    )
     wanted = keep_small(_run_model(a, both, {}))
     dtypes = {name: value.dtype for name, value in next(iter(wanted), dict[str, Array]()).items()}
     found = keep_small(_run_model(b, both, dtypes, outputs))
@@ -190,14 +194,6 @@ def _pair_names(of_a: Sequence[TensorSpec], of_b: Sequence[TensorSpec]) -> dict[
     return {theirs.name: mine.name for mine, theirs in zip(of_a, of_b, strict=True)} if is_other else {}
 
 
-def _name_twice(samples: Samples, renamed: Mapping[str, str]) -> Samples:
-    """Returns samples that hold the inputs of both models under each one's names."""
-    return map_samples(
-        samples,
-        lambda sample: {**sample, **{theirs: sample[mine] for theirs, mine in renamed.items() if mine in sample}},
-    )
-
-
 def _run_model(
     model: Model, samples: Samples, dtypes: dict[str, np.dtype[Any]], renamed: Mapping[str, str] = MappingProxyType({})
 ) -> Samples:
@@ -206,11 +202,9 @@ def _run_model(
     def run(sample: Tensors) -> Tensors:
         found = session.run(adapt_sample(sample, model))
         outputs = {renamed.get(name, name): value for name, value in found.items()}
-        return {name: _cast(value, dtypes.get(name)) for name, value in outputs.items()}
+        for name in outputs.keys() & dtypes.keys():
+            if outputs[name].dtype.kind == dtypes[name].kind == "f":
+                outputs[name] = outputs[name].astype(dtypes[name])
+        return outputs
 
     return map_samples(samples, run, source=str(model.path))
-
-
-def _cast(value: Array, dtype: np.dtype[Any] | None) -> Array:
-    both_float = dtype is not None and value.dtype.kind == dtype.kind == "f"
-    return value.astype(dtype) if both_float else value
