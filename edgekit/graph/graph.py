@@ -12,7 +12,8 @@ import onnx
 from edgekit.graph.constants import MAIN_DOMAINS, is_small, list_constants, read_array, read_constant
 from edgekit.graph.inference import infer_model
 from edgekit.model.external import skim_model
-from edgekit.model.model import Model, tensor_dtype
+from edgekit.model.model import Model, read_spec, tensor_dtype
+from edgekit.model.soundness import list_bodies, read_opsets
 from edgekit.model.tensors import Array
 
 Shape = tuple[int | None, ...]
@@ -129,7 +130,7 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     @property
     def opset(self) -> int:
         """The version of ONNX's own operators."""
-        return _opsets(self.model).get("", 1)
+        return read_opsets(self.model.opset_import).get("", 1)
 
     def value(self, name: str) -> Value:
         """Returns what is known of a tensor, constant or not."""
@@ -241,21 +242,12 @@ def view_part(graph: onnx.GraphProto, opset: int = 1, folder: Path = Path()) -> 
     return _View(model, folder).graph(graph, None)
 
 
-def list_bodies(node: onnx.NodeProto) -> list[onnx.GraphProto]:
-    """Returns the graphs that a node of control flow runs."""
-    return [
-        body
-        for attribute in node.attribute
-        for body in ((attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs)
-    ]
-
-
 class _View:
     """Reads the graphs of one model."""
 
     def __init__(self, model: onnx.ModelProto, folder: Path) -> None:
         self._model, self._folder = model, folder
-        self._opsets = _opsets(model)
+        self._opsets = read_opsets(model.opset_import)
         self._since: dict[tuple[str, str], int] = {}
 
     def graph(self, proto: onnx.GraphProto, outer: Graph | None) -> Graph:
@@ -336,10 +328,6 @@ def _find_free(body: Graph) -> Iterator[str]:
     yield from sorted({*body.consumers, *body.outputs} - own - {""})
 
 
-def _opsets(model: onnx.ModelProto) -> dict[str, int]:
-    return {"" if entry.domain in MAIN_DOMAINS else entry.domain: entry.version for entry in model.opset_import}
-
-
 def _attribute(attribute: onnx.AttributeProto) -> Any:
     value: object = onnx.helper.get_attribute_value(attribute)
     if isinstance(value, (int, float)):
@@ -354,15 +342,6 @@ def _attribute(attribute: onnx.AttributeProto) -> Any:
 
 
 def _value(value: onnx.ValueInfoProto) -> Value:
-    kind = value.type.WhichOneof("value")
-    if kind != "tensor_type":
-        return Value(dtype=kind.removesuffix("_type") if kind else None)
-    tensor = value.type.tensor_type
-    shape = None
-    if tensor.HasField("shape"):
-        shape = tuple(
-            # Some models write -1 for a dimension that is not known.
-            dim.dim_value if dim.HasField("dim_value") and dim.dim_value >= 0 else None
-            for dim in tensor.shape.dim
-        )
-    return Value(dtype=tensor_dtype(tensor.elem_type) if tensor.elem_type else None, shape=shape)
+    spec = read_spec(value)
+    shape = spec.shape and tuple(dim if isinstance(dim, int) else None for dim in spec.shape)
+    return Value(dtype=None if spec.dtype in {"unknown", "undefined"} else spec.dtype, shape=shape)

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from edgekit._files import AnyPath, as_path, digest_file, move_file, safe_join, writing
 from edgekit.errors import BundleError, ModelError, UsageError
 from edgekit.model.external import list_files, point_into, read_place, skim_model
-from edgekit.model.soundness import find_flaw, find_strange_text, find_torn_tensor
+from edgekit.model.soundness import find_flaws, find_strange_text, find_torn_tensor, list_bodies, read_opsets
 from edgekit.model.tensors import TensorSpec
 from edgekit.target import read_version
 
@@ -122,11 +122,21 @@ def load_model(path: AnyPath, *, custom_ops: Sequence[AnyPath] = ()) -> Model:
     strange = find_strange_text(proto)
     if strange is not None:
         raise ModelError(f"'{path}' has the name {strange[:80]!r}, which is no UTF-8", hint="export the model again")
-    if flaw := find_flaw(proto):
+    if flaw := next(find_flaws(proto), None):
         raise ModelError(f"'{path}' is no sound model: {flaw}", hint="export it again")
     external = _find_external(path, proto)
     opsets = {entry.domain or _MAIN_DOMAIN: entry.version for entry in proto.opset_import}
-    _check_versions(path, proto.ir_version, opsets)
+    opset, newest = opsets.get(_MAIN_DOMAIN, 1), onnx.defs.onnx_opset_version()
+    if opset > newest:
+        raise ModelError(
+            f"'{path}' has opset {opset}, newer than {newest}, the newest that onnx {onnx.__version__} knows",
+            hint=f"export it with opset {READS[-1].opset} or lower, which ONNX Runtime {READS[-1].since} reads",
+        )
+    if proto.ir_version > onnx.IR_VERSION:
+        raise ModelError(
+            f"'{path}' has IR version {proto.ir_version}, newer than {onnx.IR_VERSION}, the newest that onnx knows",
+            hint=f"save it with ir_version={READS[-1].ir_version} or lower",
+        )
     initializers = {tensor.name for tensor in proto.graph.initializer}
     return Model(
         path=path,
@@ -135,8 +145,8 @@ def load_model(path: AnyPath, *, custom_ops: Sequence[AnyPath] = ()) -> Model:
         size_bytes=sum(file.stat().st_size for file in (path, *(path.parent / name for name in external))),
         ir_version=proto.ir_version,
         opsets=opsets,
-        inputs=tuple(_spec(value) for value in proto.graph.input if value.name not in initializers),
-        outputs=tuple(_spec(value) for value in proto.graph.output),
+        inputs=tuple(read_spec(value) for value in proto.graph.input if value.name not in initializers),
+        outputs=tuple(read_spec(value) for value in proto.graph.output),
         node_count=len(proto.graph.node),
         external_files=external,
         custom_ops=tuple(library.absolute() for library in libraries),
@@ -171,7 +181,15 @@ def read_proto(model: Model, *, weights: bool = True) -> onnx.ModelProto:
         if model.external_files or model.size_bytes < LARGE_BYTES:
             proto = onnx.load(str(model.path), load_external_data=weights)
         else:
-            proto = _read_large(model.path)
+            # Weight by weight: parsing the file at once would hold all weights twice.
+            proto = point_into(model.path)
+            with model.path.open("rb") as file:
+                for tensor in (tensor for graph in iterate_graphs(proto.graph) for tensor in graph.initializer):
+                    if place := read_place(tensor):
+                        file.seek(place.offset)
+                        tensor.raw_data = file.read(place.length)
+                        del tensor.external_data[:]
+                        tensor.ClearField("data_location")
     except (onnx.checker.ValidationError, DecodeError, OSError, ValueError) as error:
         raise ModelError(
             f"cannot read the weights of '{model.path}': {str(error)[-300:]}",
@@ -179,20 +197,6 @@ def read_proto(model: Model, *, weights: bool = True) -> onnx.ModelProto:
         ) from error
     if torn := find_torn_tensor(proto):
         raise ModelError(f"'{model.path}' is damaged: {torn}", hint="export it again")
-    return proto
-
-
-def _read_large(path: Path) -> onnx.ModelProto:
-    """Returns the protobuf of a file, read weight by weight: parsing it at once would hold all weights twice."""
-    proto = point_into(path)
-    with path.open("rb") as file:
-        for graph in iterate_graphs(proto.graph):
-            for tensor in graph.initializer:
-                if place := read_place(tensor):
-                    file.seek(place.offset)
-                    tensor.raw_data = file.read(place.length)
-                    del tensor.external_data[:]
-                    tensor.ClearField("data_location")
     return proto
 
 
@@ -234,15 +238,6 @@ def move_data(path: Path, out: Path) -> None:
         move_file(data, out.with_name(data.name))
 
 
-def read_contents(tensor: onnx.TensorProto) -> bytes:
-    """Returns the bytes of a tensor without its name: equal for tensors with equal contents."""
-    unnamed = onnx.TensorProto()
-    unnamed.CopyFrom(tensor)
-    unnamed.name = ""
-    # Deterministic, because these bytes are compared.
-    return unnamed.SerializeToString(deterministic=True)
-
-
 def list_names(graph: onnx.GraphProto) -> set[str]:
     """Returns the names of all tensors of a graph, subgraphs included."""
     names: set[str] = set()
@@ -274,12 +269,8 @@ def rename_tensors(graph: onnx.GraphProto, names: Mapping[str, str], *, skip_inp
 def iterate_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
     """Yields a graph and, depth first, the subgraphs of its control-flow nodes."""
     yield graph
-    for node in graph.node:
-        for attribute in node.attribute:
-            for body in (attribute.g, *attribute.graphs):
-                # Reading `attribute.g` of another kind of attribute gives an empty graph, not an error.
-                if body.node or body.output:
-                    yield from iterate_graphs(body)
+    for body in (body for node in graph.node for body in list_bodies(node)):
+        yield from iterate_graphs(body)
 
 
 def keep_used_opsets(proto: onnx.ModelProto) -> None:
@@ -289,8 +280,7 @@ def keep_used_opsets(proto: onnx.ModelProto) -> None:
     operators that any earlier session of the process loaded.
     """
     used = {"", *(node.domain for node in iterate_nodes(proto.graph))}
-    opsets = {"" if entry.domain == _MAIN_DOMAIN else entry.domain: entry.version for entry in proto.opset_import}
-    opsets.setdefault("", 17)
+    opsets = {"": 17, **read_opsets(proto.opset_import)}
     refill(proto.opset_import, (onnx.helper.make_opsetid(name, opsets[name]) for name in sorted(used & set(opsets))))
 
 
@@ -307,18 +297,11 @@ def iterate_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
 
 
 def iterate_reads(node: onnx.NodeProto) -> Iterator[str]:
-    """Yields the names that a node and its subgraphs read."""
+    """Yields the names that a node and its subgraphs read, names of the subgraphs' own tensors included."""
     yield from filter(None, node.input)
-    yield from iterate_captured(node)
-
-
-def iterate_captured(node: onnx.NodeProto) -> Iterator[str]:
-    """Yields the names that the subgraphs of a control-flow node read, names of their own tensors included."""
-    for attribute in node.attribute:
-        for body in (attribute.g, *attribute.graphs):
-            for graph in iterate_graphs(body):
-                yield from (name for inner in graph.node for name in inner.input if name)
-                yield from (value.name for value in graph.output)
+    for graph in (graph for body in list_bodies(node) for graph in iterate_graphs(body)):
+        yield from (name for inner in graph.node for name in inner.input if name)
+        yield from (value.name for value in graph.output)
 
 
 def order_nodes(graph: onnx.GraphProto) -> tuple[onnx.NodeProto, ...]:
@@ -408,24 +391,22 @@ def _parse(path: Path) -> onnx.ModelProto:
     return proto
 
 
-def _check_versions(path: Path, ir_version: int, opsets: dict[str, int]) -> None:
-    opset = opsets.get(_MAIN_DOMAIN, 1)
-    newest = onnx.defs.onnx_opset_version()
-    if opset > newest:
-        raise ModelError(
-            f"'{path}' has opset {opset}, newer than {newest}, the newest that onnx {onnx.__version__} knows",
-            hint=f"export it with opset {READS[-1].opset} or lower, which ONNX Runtime {READS[-1].since} reads",
-        )
-    if ir_version > onnx.IR_VERSION:
-        raise ModelError(
-            f"'{path}' has IR version {ir_version}, newer than {onnx.IR_VERSION}, the newest that onnx knows",
-            hint=f"save it with ir_version={READS[-1].ir_version} or lower",
-        )
-
-
 def _find_external(path: Path, proto: onnx.ModelProto) -> tuple[str, ...]:
-    external = tuple(sorted(set(_external_files(proto))))
-    for name in external:
+    external: set[str] = set()
+    bodies = (onnx.GraphProto(node=function.node) for function in proto.functions)
+    for graph in itertools.chain.from_iterable(map(iterate_graphs, (proto.graph, *bodies))):
+        external.update(list_files(graph.initializer))
+        external.update(list_files(part for each in graph.sparse_initializer for part in (each.values, each.indices)))
+        for node in graph.node:
+            values = {attribute.name: attribute for attribute in node.attribute}
+            external.update(name for item in node.attribute for name in list_files((item.t, *item.tensors)))
+            # A provider's compiled context (onnxruntime.ai/docs/execution-providers/EP-Context-Design.html): with
+            # embed_mode 1, the default, it is in the node itself, with 0 in the file that the node names.
+            if node.op_type == "EPContext" and "embed_mode" in values and values["embed_mode"].i == 0:
+                named = values["ep_cache_context"].s if "ep_cache_context" in values else b""
+                # Bytes that are no UTF-8 become a name with backslashes, which is refused like any other unsafe name.
+                external.add(named.decode(errors="backslashreplace"))
+    for name in sorted(external):
         try:
             file = safe_join(path.parent, name)
         except BundleError as error:
@@ -434,27 +415,7 @@ def _find_external(path: Path, proto: onnx.ModelProto) -> tuple[str, ...]:
             ) from error
         if not file.is_file():
             raise ModelError(f"'{path}' needs external data '{name}', which is missing", hint=f"put it at '{file}'")
-    return external
-
-
-def _external_files(proto: onnx.ModelProto) -> Iterator[str]:
-    bodies = (onnx.GraphProto(node=function.node) for function in proto.functions)
-    for graph in itertools.chain.from_iterable(map(iterate_graphs, (proto.graph, *bodies))):
-        yield from list_files(graph.initializer)
-        yield from list_files(part for each in graph.sparse_initializer for part in (each.values, each.indices))
-        for node in graph.node:
-            yield from _list_node_files(node)
-
-
-def _list_node_files(node: onnx.NodeProto) -> Iterator[str]:
-    values = {attribute.name: attribute for attribute in node.attribute}
-    for attribute in node.attribute:
-        yield from list_files((attribute.t, *attribute.tensors))
-    # A provider's compiled context (onnxruntime.ai/docs/execution-providers/EP-Context-Design.html): with embed_mode 1,
-    # the default, it is in the node itself, with 0 in the file that the node names.
-    if node.op_type == "EPContext" and "embed_mode" in values and values["embed_mode"].i == 0:
-        # Bytes that are no UTF-8 become a name with backslashes, which is refused like any other unsafe name.
-        yield values["ep_cache_context"].s.decode(errors="backslashreplace") if "ep_cache_context" in values else ""
+    return tuple(sorted(external))
 
 
 def _digest(path: Path, external: tuple[str, ...]) -> str:
@@ -468,20 +429,19 @@ def _digest(path: Path, external: tuple[str, ...]) -> str:
     return digest.hexdigest()
 
 
-def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
+def read_spec(value: onnx.ValueInfoProto) -> TensorSpec:
+    """Returns name, type and shape of a value as its protobuf states them."""
     kind = value.type.WhichOneof("value")
     if kind != "tensor_type":
         return TensorSpec(name=value.name, dtype=(kind or "unknown").removesuffix("_type"), shape=None)
     tensor = value.type.tensor_type
-    shape = tuple(_dimension(dim) for dim in tensor.shape.dim) if tensor.HasField("shape") else None
-    return TensorSpec(name=value.name, dtype=tensor_dtype(tensor.elem_type), shape=shape)
-
-
-def _dimension(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
-    kind = dim.WhichOneof("value")
-    if kind == "dim_value":
-        return dim.dim_value if dim.dim_value >= 0 else None
-    return dim.dim_param or None
+    shape = tuple(
+        # Some models write -1 for a dimension that is not known.
+        (dim.dim_value if dim.dim_value >= 0 else None) if dim.HasField("dim_value") else dim.dim_param or None
+        for dim in tensor.shape.dim
+    )
+    has_shape = tensor.HasField("shape")
+    return TensorSpec(name=value.name, dtype=tensor_dtype(tensor.elem_type), shape=shape if has_shape else None)
 
 
 def read_outside(model: Model) -> onnx.ModelProto:

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import onnx
+from google.protobuf.message import Message
 
 from edgekit.model.external import count_bytes, read_words
 
@@ -38,11 +39,6 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
     required: frozenset[str]
 
 
-def find_flaw(proto: onnx.ModelProto) -> str | None:
-    """Returns a description of the first flaw that makes a model invalid, or None; tensor data may be left out."""
-    return next(_find_flaws(proto), None)
-
-
 def find_torn_tensor(proto: onnx.ModelProto) -> str | None:
     """Returns a description of the first initializer whose raw data do not fit its type and shape, or None."""
     for tensor in proto.graph.initializer:
@@ -54,70 +50,45 @@ def find_torn_tensor(proto: onnx.ModelProto) -> str | None:
     return None
 
 
-def find_strange_text(proto: onnx.ModelProto) -> bytes | None:
+def find_strange_text(message: Message) -> bytes | None:
     """Returns the first text in a model that is no UTF-8, which protobuf returns as bytes, or None."""
-    return next((text for text in _list_texts(proto) if not isinstance(text, str)), None)
+    for field, value in message.ListFields():
+        entries: Iterable[Any] = value if hasattr(value, "extend") else (value,)
+        found: Iterable[Any] = ()
+        if field.type == field.TYPE_STRING:
+            found = (text for text in entries if not isinstance(text, str))
+        elif field.type == field.TYPE_MESSAGE:
+            found = filter(None, map(find_strange_text, entries))
+        if (strange := next(iter(found), None)) is not None:
+            return strange
+    return None
 
 
-def _list_texts(proto: onnx.ModelProto) -> Iterator[Any]:
-    yield from (proto.producer_name, proto.producer_version, proto.domain, proto.doc_string)
-    for entry in proto.metadata_props:
-        yield from (entry.key, entry.value)
-    yield from (entry.domain for entry in proto.opset_import)
-    for function in proto.functions:
-        yield from (entry.domain for entry in function.opset_import)
-        yield from (function.name, function.domain, function.doc_string, *function.input, *function.output)
-    graphs = [proto.graph]
-    while graphs:
-        graph = graphs.pop()
-        yield from (graph.name, graph.doc_string)
-        for tensor in graph.initializer:
-            yield from _list_tensor_texts(tensor)
-        for value in (*graph.input, *graph.output, *graph.value_info):
-            yield from (value.name, value.doc_string)
-            yield from (dim.dim_param for dim in value.type.tensor_type.shape.dim)
-        graphs.extend(body for node in graph.node for body in _bodies(node))
-        for node in graph.node:
-            yield from _list_node_texts(node)
-    for function in proto.functions:
-        for node in function.node:
-            yield from _list_node_texts(node)
-
-
-def _list_node_texts(node: onnx.NodeProto) -> Iterator[Any]:
-    yield from (node.name, node.op_type, node.domain, node.overload, node.doc_string, *node.input, *node.output)
-    for attribute in node.attribute:
-        yield from (attribute.name, attribute.ref_attr_name, attribute.doc_string)
-        if attribute.type == onnx.AttributeProto.TENSOR:
-            yield from _list_tensor_texts(attribute.t)
-
-
-def _list_tensor_texts(tensor: onnx.TensorProto) -> Iterator[Any]:
-    yield tensor.name
-    for entry in tensor.external_data:
-        yield from (entry.key, entry.value)
-
-
-def _find_flaws(proto: onnx.ModelProto) -> Iterator[str]:
+def find_flaws(proto: onnx.ModelProto) -> Iterator[str]:
+    """Yields descriptions of the flaws that make a model invalid; tensor data may be left out."""
     yield from _check_functions(proto.functions)
-    opsets = _opsets(proto.opset_import)
-    yield from _check_opsets(opsets)
-    yield from _check_graph(proto.graph, opsets, ChainMap[str, None]())
+    for entry in (*proto.opset_import, *(entry for function in proto.functions for entry in function.opset_import)):
+        if not 0 < entry.version < 2**31:
+            yield f"opset {entry.version} of domain '{entry.domain}'"
+    yield from _check_graph(proto.graph, read_opsets(proto.opset_import), ChainMap[str, None]())
     for function in proto.functions:
-        own = _opsets(function.opset_import)
-        yield from _check_opsets(own)
+        own = read_opsets(function.opset_import)
         for index, node in enumerate(function.node):
             yield from _check_node(node, f"node {index} of function '{function.name}'", own)
 
 
-def _opsets(entries: Iterable[onnx.OperatorSetIdProto]) -> dict[str, int]:
+def read_opsets(entries: Iterable[onnx.OperatorSetIdProto]) -> dict[str, int]:
+    """Returns the imported versions by domain; ONNX's own domain is ""."""
     return {"" if entry.domain in _MAIN else entry.domain: entry.version for entry in entries}
 
 
-def _check_opsets(opsets: Mapping[str, int]) -> Iterator[str]:
-    yield from (
-        f"opset {version} of domain '{domain}'" for domain, version in opsets.items() if not 0 < version < 2**31
-    )
+def list_bodies(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+    """Returns the graphs that a node of control flow runs."""
+    return [
+        body
+        for attribute in node.attribute
+        for body in ((attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs)
+    ]
 
 
 def _check_functions(functions: Sequence[onnx.FunctionProto]) -> Iterator[str]:
@@ -139,9 +110,7 @@ def _all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
     while waiting:
         node = waiting.pop()
         yield node
-        for attribute in node.attribute:
-            for body in (attribute.g, *attribute.graphs):
-                waiting.extend(body.node)
+        waiting.extend(inner for body in list_bodies(node) for inner in body.node)
 
 
 def _check_graph(graph: onnx.GraphProto, opsets: Mapping[str, int], outer: ChainMap[str, None]) -> Iterator[str]:
@@ -152,7 +121,8 @@ def _check_graph(graph: onnx.GraphProto, opsets: Mapping[str, int], outer: Chain
     twice = next((name for name, count in Counter(made).items() if count > 1 or name in given), None)
     if twice is not None:
         yield f"tensor '{twice}' is made twice"
-    for tensor in (*graph.initializer, *(part for sparse in graph.sparse_initializer for part in _parts(sparse))):
+    sparse = (part for tensor in graph.sparse_initializer for part in (tensor.values, tensor.indices))
+    for tensor in (*graph.initializer, *sparse):
         yield from _check_tensor(tensor)
     for value in (*graph.input, *graph.output, *graph.value_info):
         yield from _check_value(value)
@@ -166,20 +136,10 @@ def _check_graph(graph: onnx.GraphProto, opsets: Mapping[str, int], outer: Chain
             if attribute.ref_attr_name
         )
         yield from _check_node(node, where, opsets)
-        for body in _bodies(node):
+        for body in list_bodies(node):
             yield from _check_graph(body, opsets, scope)
     yield from (f"output '{value.name}' is made by nothing" for value in graph.output if value.name not in scope)
     yield from _check_order(graph)
-
-
-def _parts(sparse: onnx.SparseTensorProto) -> tuple[onnx.TensorProto, onnx.TensorProto]:
-    return sparse.values, sparse.indices
-
-
-def _bodies(node: onnx.NodeProto) -> list[onnx.GraphProto]:
-    # Reading `attribute.g` of another kind of attribute gives an empty graph, not an error.
-    bodies = [body for attribute in node.attribute for body in (attribute.g, *attribute.graphs)]
-    return [body for body in bodies if body.node or body.output]
 
 
 def _check_order(graph: onnx.GraphProto) -> Iterator[str]:
@@ -201,7 +161,7 @@ def _check_order(graph: onnx.GraphProto) -> Iterator[str]:
 def _list_reads(node: onnx.NodeProto) -> Iterator[str]:
     """Yields the names that a node reads, and those that its subgraphs read from the graphs around them."""
     yield from node.input
-    for body in _bodies(node):
+    for body in list_bodies(node):
         # A tensor of a subgraph may have the same name as an output of the node around it.
         own = {value.name for value in body.input} | {tensor.name for tensor in body.initializer}
         own.update(name for inner in body.node for name in inner.output)
@@ -226,33 +186,21 @@ def _check_node(node: onnx.NodeProto, where: str, opsets: Mapping[str, int]) -> 
     for name, attribute in given.items():
         if form.attributes.get(name, attribute.type) != attribute.type and not attribute.ref_attr_name:
             yield f"{where} has the attribute '{name}' of another type than its operator wants"
-    if not domain and node.op_type in _CHECKS:
-        yield from _CHECKS[node.op_type](node, where, given)
+    if not domain and node.op_type == "Loop" and "body" in given:
+        # The body takes the iteration, the condition and the loop-carried values; it gives the condition, these values,
+        # and the scan outputs.
+        body = given["body"].g
+        if len(body.input) != len(node.input) or len(body.output) != 1 + len(node.output):
+            yield f"{where} and its body do not have the same number of inputs and outputs"
+    if not domain and node.op_type == "Split" and "num_outputs" in given:
+        # onnx's shape inference looks up the size of each output in a list of `num_outputs` entries, and crashes the
+        # process beyond its end.
+        parts = given["num_outputs"]
+        if not parts.ref_attr_name and parts.i < len(node.output):
+            yield f"{where} has {len(node.output)} outputs, and num_outputs says {parts.i}"
     # onnx's shape inference does not terminate on a text that is no equation.
-    yield from (
-        f"{where} has an equation that is none"
-        for name in given
-        if name == "equation" and _EQUATION.fullmatch(given[name].s) is None
-    )
-
-
-def _check_loop(node: onnx.NodeProto, where: str, given: Mapping[str, onnx.AttributeProto]) -> Iterator[str]:
-    body = given.get("body")
-    # The body takes the iteration, the condition and the loop-carried values; it gives the condition, these values, and
-    # the scan outputs.
-    if body is not None and (len(body.g.input) != len(node.input) or len(body.g.output) != 1 + len(node.output)):
-        yield f"{where} and its body do not have the same number of inputs and outputs"
-
-
-def _check_split(node: onnx.NodeProto, where: str, given: Mapping[str, onnx.AttributeProto]) -> Iterator[str]:
-    # onnx's shape inference looks up the size of each output in a list of `num_outputs` entries, and crashes the
-    # process beyond its end.
-    parts = given.get("num_outputs")
-    if parts is not None and not parts.ref_attr_name and parts.i < len(node.output):
-        yield f"{where} has {len(node.output)} outputs, and num_outputs says {parts.i}"
-
-
-_CHECKS = {"Loop": _check_loop, "Split": _check_split}
+    if "equation" in given and _EQUATION.fullmatch(given["equation"].s) is None:
+        yield f"{where} has an equation that is none"
 
 
 def _check_tensor(tensor: onnx.TensorProto) -> Iterator[str]:

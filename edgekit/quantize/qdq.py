@@ -28,7 +28,6 @@ from edgekit.model.model import (
     list_names,
     load_model,
     order_nodes,
-    read_contents,
     read_proto,
 )
 from edgekit.model.tensors import Array
@@ -335,7 +334,12 @@ def _share_constants(graph: onnx.GraphProto) -> None:
         for place in range(first, len(node.input)):
             constant = stored.get(node.input[place])
             if constant is not None:
-                node.input[place] = kept.setdefault((place, read_contents(constant)), constant.name)
+                unnamed = onnx.TensorProto()
+                unnamed.CopyFrom(constant)
+                unnamed.name = ""
+                # Deterministic, because these bytes are compared.
+                contents = unnamed.SerializeToString(deterministic=True)
+                node.input[place] = kept.setdefault((place, contents), constant.name)
     drop_unread(graph)
     zeros = {node.input[2] for node in graph.node if node.op_type in _QUANTIZERS and len(node.input) > 2}
     for tensor in graph.initializer:
