@@ -3,7 +3,7 @@
 Each is replaced, for inference alone, by an ONNX operator whose outputs have the same types and shapes.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -28,12 +28,12 @@ class _Stored(msgspec.Struct, frozen=True):
 
 
 class _Likening(msgspec.Struct):
-    """One contrib node, the ONNX nodes that replace it, and the known types and shapes of inputs and initializers."""
+    """One contrib node, the known types and shapes of inputs and initializers, and where its substitutes go."""
 
     node: onnx.NodeProto
     known: Mapping[str, _Stored]
     stubs: dict[str, onnx.ValueInfoProto]
-    made: list[onnx.NodeProto] = []
+    made: list[onnx.NodeProto]
 
     def name(self, position: int) -> str:
         return self.node.input[position] if position < len(self.node.input) else ""
@@ -53,12 +53,16 @@ class _Likening(msgspec.Struct):
         self.stubs[name] = helper.make_tensor_value_info(name, dtype, dims)
         return name
 
-    def like(self, op: str, inputs: Sequence[str], output: int = 0, **attributes: Any) -> None:
-        """Adds an ONNX node that makes this output, unless the node lacks that output or one of the inputs."""
+    def like(self, op: str, inputs: Sequence[str], output: int = 0, *, keeps: bool = False, **attributes: Any) -> None:
+        """Adds an ONNX node that makes this output, unless the node lacks that output or one of the inputs.
+
+        With `keeps` it has the attributes of the node that it replaces.
+        """
         names = self.node.output
         if output >= len(names) or not names[output] or not all(inputs):
             return
         self.made.append(helper.make_node(op, inputs, [names[output]], doc_string=_ADDED, **attributes))
+        self.made[-1].attribute.extend(self.node.attribute if keeps else ())
 
 
 def write_alike(proto: onnx.ModelProto) -> bool:
@@ -76,7 +80,13 @@ def write_alike(proto: onnx.ModelProto) -> bool:
     } | {tensor.name: _Stored(tensor.data_type, tuple(tensor.dims)) for tensor in proto.graph.initializer}
     stubs: dict[str, onnx.ValueInfoProto] = {}
     for graph in iterate_graphs(proto.graph):
-        refill(graph.node, [each for node in graph.node for each in _liken(node, known, stubs)])
+        nodes: list[onnx.NodeProto] = []
+        for node in graph.node:
+            if not _is_own(node):
+                nodes.append(node)
+            elif rule := _LIKENESSES.get(node.op_type):
+                rule(_Likening(node, known, stubs, nodes))
+        refill(graph.node, nodes)
     proto.graph.input.extend(stubs.values())
     return True
 
@@ -95,26 +105,11 @@ def _is_own(node: onnx.NodeProto) -> bool:
     return node.domain == ORT_DOMAIN or (node.op_type in ORT_OWN and not node.domain)
 
 
-def _liken(
-    node: onnx.NodeProto, known: Mapping[str, _Stored], stubs: dict[str, onnx.ValueInfoProto]
-) -> Iterator[onnx.NodeProto]:
-    if not _is_own(node):
-        yield node
-        return
-    likening = _Likening(node, known, stubs)
-    rule = _LIKENESSES.get(node.op_type)
-    if rule is not None:
-        rule(likening)
-    yield from likening.made
-
-
 def _same(op: str, *positions: int) -> Callable[[_Likening], None]:
     """Returns a rule: the first output has the type and shape that this ONNX operator gives."""
 
     def liken(of: _Likening) -> None:
-        of.like(op, [of.name(at) for at in positions if at < len(of.node.input)])
-        for node in of.made if op != "Identity" else ():
-            node.attribute.extend(of.node.attribute)
+        of.like(op, [of.name(at) for at in positions if at < len(of.node.input)], keeps=op != "Identity")
 
     return liken
 

@@ -1,5 +1,6 @@
 """A model's graph, read once: nodes, constants, types and shapes of values, producers and consumers."""
 
+import functools
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -248,7 +249,6 @@ class _View:
     def __init__(self, model: onnx.ModelProto, folder: Path) -> None:
         self._model, self._folder = model, folder
         self._opsets = read_opsets(model.opset_import)
-        self._since: dict[tuple[str, str], int] = {}
 
     def graph(self, proto: onnx.GraphProto, outer: Graph | None) -> Graph:
         constants, fed = list_constants(proto), {value.name: None for value in proto.input}
@@ -277,7 +277,7 @@ class _View:
             name=proto.name or f"{proto.op_type}_{index}",
             op_type=proto.op_type,
             domain=domain,
-            since=self._read_since(proto.op_type, domain),
+            since=_since(proto.op_type, self._opsets.get(domain, 1), domain),
             # One entry at least, so that rules can ask for input 0 of an operator that has none.
             input=tuple(proto.input) or ("",),
             output=tuple(proto.output) or ("",),
@@ -287,15 +287,14 @@ class _View:
             proto=proto,
         )
 
-    def _read_since(self, op: str, domain: str) -> int:
-        if (op, domain) not in self._since:
-            try:
-                schema = onnx.defs.get_schema(op, self._opsets.get(domain, 1), domain)
-                self._since[op, domain] = schema.since_version
-            # A custom operator has no schema in onnx, so its versions cannot be told apart.
-            except onnx.defs.SchemaError:
-                self._since[op, domain] = 1
-        return self._since[op, domain]
+
+@functools.lru_cache(maxsize=4096)
+def _since(op: str, version: int, domain: str) -> int:
+    try:
+        return onnx.defs.get_schema(op, version, domain).since_version
+    # A custom operator has no schema in onnx, so its versions cannot be told apart.
+    except onnx.defs.SchemaError:
+        return 1
 
 
 def index_nodes(graph: Graph, nodes: Iterable[Node]) -> Graph:
@@ -343,5 +342,5 @@ def _attribute(attribute: onnx.AttributeProto) -> Any:
 
 def _value(value: onnx.ValueInfoProto) -> Value:
     spec = read_spec(value)
-    shape = spec.shape and tuple(dim if isinstance(dim, int) else None for dim in spec.shape)
+    shape = None if spec.shape is None else tuple(dim if isinstance(dim, int) else None for dim in spec.shape)
     return Value(dtype=None if spec.dtype in {"unknown", "undefined"} else spec.dtype, shape=shape)

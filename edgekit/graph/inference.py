@@ -5,16 +5,14 @@ and some sizes make it run without end; edgekit hides these from it.
 """
 
 import contextlib
-from collections.abc import Iterator
 
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper, shape_inference
 
-from edgekit.graph.constants import MAIN_DOMAINS, is_small, read_constant
+from edgekit.graph.constants import MAIN_DOMAINS, is_small, list_constants
 from edgekit.graph.contrib import write_alike, write_back
-from edgekit.model.model import iterate_graphs, iterate_nodes, refill
-from edgekit.model.tensors import Array
+from edgekit.model.model import copy_fields, iterate_graphs, iterate_nodes, refill
 
 # The inference functions of these operators in onnx 1.23 read the type of the first input without a check. Where that
 # is not known, the process crashes. Found by trying random nodes of every schema.
@@ -74,20 +72,16 @@ def has_long_vector(model: onnx.ModelProto) -> bool:
 
 def may_have_long_vector(model: onnx.ModelProto) -> bool:
     """Returns True if a constant of the model is large enough to be the length of such a vector."""
-    return any(bool((np.abs(values) > _LONGEST).any()) for values in _list_whole_numbers(model))
-
-
-def _list_whole_numbers(model: onnx.ModelProto) -> Iterator[Array]:
-    for graph in iterate_graphs(model.graph):
-        made = (read_constant(node) for node in graph.node if node.op_type == "Constant")
-        for tensor in (*graph.initializer, *made):
-            # Lengths come from int64 constants of one element or a few.
-            if tensor is None or tensor.data_type != onnx.TensorProto.INT64 or len(tensor.dims) > 1:
-                continue
-            if tensor.data_location != onnx.TensorProto.EXTERNAL and is_small(tensor):
-                # Data that do not fit the shape are refused elsewhere.
-                with contextlib.suppress(ValueError):
-                    yield numpy_helper.to_array(tensor)
+    for tensor in (tensor for graph in iterate_graphs(model.graph) for tensor in list_constants(graph).values()):
+        # Lengths come from int64 constants of one element or a few.
+        if tensor.data_type != onnx.TensorProto.INT64 or len(tensor.dims) > 1 or not is_small(tensor):
+            continue
+        # Data that do not fit the shape are refused elsewhere.
+        with contextlib.suppress(ValueError):
+            inside = tensor.data_location != onnx.TensorProto.EXTERNAL
+            if inside and (np.abs(numpy_helper.to_array(tensor)) > _LONGEST).any():
+                return True
+    return False
 
 
 def _is_untyped(node: onnx.NodeProto) -> bool:
@@ -119,7 +113,11 @@ def infer_model(proto: onnx.ModelProto) -> onnx.ModelProto:
         refill(inferred.functions, proto.functions)
     # Large initializers were inputs for inference; they become initializers again.
     del inferred.graph.input[len(proto.graph.input) :]
-    inferred.graph.initializer.extend(tensor if is_small(tensor) else _empty(tensor) for tensor in large)
+    for tensor in large:
+        if is_small(tensor) or tensor.data_location == onnx.TensorProto.EXTERNAL:
+            inferred.graph.initializer.append(tensor)
+        else:
+            inferred.graph.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
     return inferred
 
 
@@ -144,33 +142,16 @@ def _is_aside(tensor: onnx.TensorProto) -> bool:
     return tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.ByteSize() > _MOST_BYTES
 
 
-def _empty(tensor: onnx.TensorProto) -> onnx.TensorProto:
-    """Returns a tensor without its data; one in an external file has none here."""
-    if tensor.data_location == onnx.TensorProto.EXTERNAL:
-        return tensor
-    return onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
-
-
 def _copy_light(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Returns a copy with inputs in place of large initializers: inference fails on an initializer without data."""
     # Built anew instead of copied: a copy of the whole would hold all weights once more before they could be dropped.
-    light = onnx.ModelProto(
-        ir_version=proto.ir_version,
-        producer_name=proto.producer_name,
-        opset_import=proto.opset_import,
-        functions=proto.functions,
-        metadata_props=proto.metadata_props,
-    )
-    graph, source = light.graph, proto.graph
-    graph.name = source.name or "graph"
-    graph.node.extend(source.node)
-    graph.input.extend(source.input)
-    graph.output.extend(source.output)
-    graph.value_info.extend(source.value_info)
-    graph.sparse_initializer.extend(source.sparse_initializer)
-    for tensor in source.initializer:
+    light = onnx.ModelProto()
+    copy_fields(proto, light, {"graph"})
+    copy_fields(proto.graph, light.graph, {"initializer"})
+    light.graph.name = proto.graph.name or "graph"
+    for tensor in proto.graph.initializer:
         if not _is_aside(tensor):
-            graph.initializer.append(tensor)
+            light.graph.initializer.append(tensor)
         else:
-            graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+            light.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
     return light

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import numpy as np
 
 from edgekit.graph.graph import Graph, Node
-from edgekit.model.tensors import Array
 
 # Two numbers of this size may add up to infinity in float32 (3.4e38); scores and biases are far below it.
 _HUGE = 1e30
@@ -62,7 +61,10 @@ def _count(graph: Graph, name: str, known: dict[str, int | None]) -> int | None:
     """Returns the count of a value from those of its sources."""
     node = graph.producers.get(name)
     if name in graph.constants or node is None or node.domain:
-        return _count_constant(graph.inline(name))
+        array = graph.inline(name)
+        if array is None or array.dtype.kind != "f" or not np.isfinite(array).all():
+            return None
+        return int(bool(np.any(np.abs(array) > _HUGE)))
     if _reads_integers(graph, node) or node.op_type in _FINITE:
         return 0
     counts = [known[each] for each in _list_sources(graph, name)]
@@ -73,12 +75,6 @@ def _count(graph: Graph, name: str, known: dict[str, int | None]) -> int | None:
         # A huge number times 10 is infinite.
         return None if any(numbers) else 0
     return sum(numbers) if node.op_type in {"Add", "Sub"} else max(numbers)
-
-
-def _count_constant(array: Array | None) -> int | None:
-    if array is None or array.dtype.kind != "f" or not np.isfinite(array).all():
-        return None
-    return int(bool(np.any(np.abs(array) > _HUGE)))
 
 
 def _reads_integers(graph: Graph, node: Node) -> bool:

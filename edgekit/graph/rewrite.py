@@ -1,6 +1,6 @@
 """Rewrites of a graph: nodes replaced by others that compute the same."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,26 +91,8 @@ def replace_nodes(
             changed.append(node.proto.name)
     if changed:
         kept = [new for node in graph.node for new in made.get(node.output[0] if node.output else "", (node,))]
-        set_nodes(graph, kept)
+        refill(graph.node, kept)
     return tuple(changed)
-
-
-def set_nodes(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:
-    """Replaces the nodes of a graph, in place; nodes of its own may be among the new ones."""
-    refill(graph.node, nodes)
-
-
-def copy_fields(source: Any, target: Any, skipped: Collection[str]) -> None:
-    """Copies the fields of a message except `skipped`, which may be too large to copy and drop."""
-    for field, value in source.ListFields():
-        if field.name in skipped:
-            continue
-        if hasattr(value, "extend"):
-            getattr(target, field.name).extend(value)
-        elif hasattr(value, "CopyFrom"):
-            getattr(target, field.name).CopyFrom(value)
-        else:
-            setattr(target, field.name, value)
 
 
 def _is_valid(node: Node, opset: int) -> bool:

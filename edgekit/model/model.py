@@ -3,10 +3,10 @@
 import functools
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from operator import le
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 import onnx
@@ -289,6 +289,19 @@ def refill(field: MutableSequence[_T], values: Iterable[_T]) -> None:
     kept = list(values)
     del field[:]
     field.extend(kept)
+
+
+def copy_fields(source: Any, target: Any, skipped: Collection[str]) -> None:
+    """Copies the fields of a message except `skipped`, which may be too large to copy and drop."""
+    for field, value in source.ListFields():
+        if field.name in skipped:
+            continue
+        if hasattr(value, "extend"):
+            getattr(target, field.name).extend(value)
+        elif hasattr(value, "CopyFrom"):
+            getattr(target, field.name).CopyFrom(value)
+        else:
+            setattr(target, field.name, value)
 
 
 def iterate_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:

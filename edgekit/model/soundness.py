@@ -53,14 +53,12 @@ def find_torn_tensor(proto: onnx.ModelProto) -> str | None:
 def find_strange_text(message: Message) -> bytes | None:
     """Returns the first text in a model that is no UTF-8, which protobuf returns as bytes, or None."""
     for field, value in message.ListFields():
-        entries: Iterable[Any] = value if hasattr(value, "extend") else (value,)
-        found: Iterable[Any] = ()
-        if field.type == field.TYPE_STRING:
-            found = (text for text in entries if not isinstance(text, str))
-        elif field.type == field.TYPE_MESSAGE:
-            found = filter(None, map(find_strange_text, entries))
-        if (strange := next(iter(found), None)) is not None:
-            return strange
+        for entry in value if hasattr(value, "extend") else (value,):
+            if field.type == field.TYPE_STRING and not isinstance(entry, str):
+                return bytes(entry)
+            strange = find_strange_text(entry) if field.type == field.TYPE_MESSAGE else None
+            if strange is not None:
+                return strange
     return None
 
 

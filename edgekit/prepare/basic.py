@@ -16,7 +16,6 @@ from onnx import TensorProto, defs, helper
 from edgekit._ort import CpuSession, Level, SessionSettings, external_config, optimize_graph
 from edgekit.errors import RuntimeRefusal
 from edgekit.graph.contrib import ORT_DOMAIN
-from edgekit.graph.rewrite import set_nodes
 from edgekit.model.model import Model, iterate_graphs, iterate_nodes, keep_used_opsets, refill, rename_tensors
 from edgekit.prepare.constants import OPTIMIZER
 from edgekit.prepare.external import gather_data
@@ -119,7 +118,7 @@ def guard_half(proto: onnx.ModelProto) -> None:
             nodes.extend(_guard_node(node, types, f"EdgekitGuard{count}_"))
         else:
             nodes.append(node)
-    set_nodes(proto.graph, nodes)
+    refill(proto.graph.node, nodes)
 
 
 def strip_casts(graph: onnx.GraphProto) -> bool:
@@ -131,7 +130,7 @@ def strip_casts(graph: onnx.GraphProto) -> bool:
     for part in iterate_graphs(graph):
         kept = [node for node in part.node if not _INSERTED.match(node.name)]
         stripped |= len(kept) < len(part.node)
-        set_nodes(part, kept)
+        refill(part.node, kept)
         refill(part.value_info, [value for value in part.value_info if not _INSERTED.match(value.name)])
         for node in part.node:
             _strip_prefix(node.input)
@@ -217,7 +216,7 @@ def optimize_basic(proto: onnx.ModelProto, model: Model, path: Path, folder: Pat
     # when the stripped graph is loaded.
     if whole and (not stripped or _loads(optimized, model, path)):
         return optimized
-    set_nodes(proto.graph, nodes)
+    refill(proto.graph.node, nodes)
     if works_outside(model):
         gather_data(proto, folder, path.with_name(f"{path.name}.data"))
     return proto

@@ -12,8 +12,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from edgekit.graph.graph import Graph, Node, view_part
-from edgekit.graph.rewrite import set_nodes
-from edgekit.model.model import list_names
+from edgekit.model.model import list_names, refill
 from edgekit.model.tensors import Array
 from edgekit.target import Target
 
@@ -140,7 +139,7 @@ def narrow_constants(graph: onnx.GraphProto, bits: Mapping[str, int]) -> None:
         added.append(helper.make_node("Cast", [integers], [counts], name=counts, to=_FLOAT))
         added.append(helper.make_node("Mul", [counts, scales], [whole], name=integers))
     if added:
-        set_nodes(graph, [*added, *graph.node])
+        refill(graph.node, [*added, *graph.node])
 
 
 def round_by_channel(values: Array, bits: int) -> tuple[Array, Array]:
@@ -190,4 +189,4 @@ def widen_constants(graph: onnx.GraphProto) -> None:
         graph.initializer.add(name=whole, data_type=_FLOAT, dims=shapes[narrow.integers])
     made = {name for narrow in found.values() for name in (narrow.cast, narrow.mul)}
     if made:
-        set_nodes(graph, [node for node in graph.node if made.isdisjoint(node.output)])
+        refill(graph.node, [node for node in graph.node if made.isdisjoint(node.output)])

@@ -10,9 +10,8 @@ from google.protobuf.message import Message
 
 from edgekit._files import move_file, read_chunks, replacing_file, work_folder, write_file
 from edgekit.errors import ModelError
-from edgekit.graph.rewrite import copy_fields
 from edgekit.model.external import LEAST_BYTES, DataPlace, begin_page, point_to, read_place, read_words
-from edgekit.model.model import MOST_INLINE_BYTES, Model, iterate_graphs, load_model, read_proto
+from edgekit.model.model import MOST_INLINE_BYTES, Model, copy_fields, iterate_graphs, load_model, read_proto
 
 _MessageT = TypeVar("_MessageT", bound=Message)
 

@@ -15,7 +15,6 @@ from onnx import TensorProto, helper, numpy_helper
 
 from edgekit.data.images import Preprocess
 from edgekit.errors import UsageError, suggest_name
-from edgekit.graph.rewrite import set_nodes
 from edgekit.model.model import Model, drop_unread, iterate_reads, list_names, read_proto, refill, rename_tensors
 from edgekit.prepare.basic import name_nodes
 from edgekit.prepare.external import save_graph
@@ -43,7 +42,7 @@ def drop_idle_nodes(graph: onnx.GraphProto) -> None:
         if needed & set(node.output):
             kept.append(node)
             needed.update(iterate_reads(node))
-    set_nodes(graph, reversed(kept))
+    refill(graph.node, reversed(kept))
     drop_unread(graph)
 
 
@@ -224,4 +223,4 @@ def _rename(graph: onnx.GraphProto, renames: Mapping[str, str]) -> None:
 
 def _put_first(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:
     rest = list(graph.node)
-    set_nodes(graph, [*nodes, *rest])
+    refill(graph.node, [*nodes, *rest])

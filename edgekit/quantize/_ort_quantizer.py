@@ -19,8 +19,7 @@ from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 
 from edgekit.errors import ModelError
 from edgekit.graph.constants import read_array
-from edgekit.graph.rewrite import copy_fields, set_nodes
-from edgekit.model.model import find_reads
+from edgekit.model.model import copy_fields, find_reads, refill
 from edgekit.model.tensors import Array
 from edgekit.quantize._ort_model import ChannelQuantizer, IndexedModel, channel_overrides, reading_from
 
@@ -188,7 +187,7 @@ def _quantize_weights(graph: onnx.GraphProto, weights: Mapping[str, onnx.TensorP
             _fill(rounded[quantized], quantized, _round_weight(weight, scale, zero, axis))
         node.input[0] = quantized
     kept = [node for node in graph.node if node.output[0] not in rounding]
-    set_nodes(graph, kept)
+    refill(graph.node, kept)
     read = find_reads(graph)
     for index in reversed(range(len(graph.initializer))):
         name = graph.initializer[index].name

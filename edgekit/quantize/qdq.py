@@ -19,7 +19,6 @@ from onnx import defs, helper
 from edgekit._ort import Level, SessionSettings, optimize_graph
 from edgekit.errors import ModelError
 from edgekit.graph.graph import Graph
-from edgekit.graph.rewrite import set_nodes
 from edgekit.model.model import (
     Model,
     drop_unread,
@@ -29,6 +28,7 @@ from edgekit.model.model import (
     load_model,
     order_nodes,
     read_proto,
+    refill,
 )
 from edgekit.model.tensors import Array
 from edgekit.prepare.basic import import_contrib, name_nodes, restore_stamps, sort_values
@@ -85,7 +85,7 @@ def store_blocks(
     # The DequantizeLinear nodes of the replaced weights have no readers any more.
     read = find_reads(qdq.graph)
     kept = [node for node in qdq.graph.node if node.op_type != "DequantizeLinear" or node.output[0] in read]
-    set_nodes(qdq.graph, kept)
+    refill(qdq.graph.node, kept)
     drop_unread(qdq.graph)
     import_contrib(qdq)
 
@@ -171,7 +171,7 @@ def place_plan(graph: Graph, plan: QuantPlan, subject: str) -> onnx.ModelProto:
     placed = place_qdq(graph.model, _request(plan, graph), subject, graph.folder)
     _feed_floats(placed.graph, {node.name for node in plan.float_nodes})
     nodes = order_nodes(placed.graph)
-    set_nodes(placed.graph, nodes)
+    refill(placed.graph.node, nodes)
     return placed
 
 

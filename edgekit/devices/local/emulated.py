@@ -15,9 +15,8 @@ from edgekit.devices.process.exchange import open_outputs, tensors_name, write_t
 from edgekit.devices.process.run import describe_stop, refuse_run
 from edgekit.errors import EdgekitError, ModelError
 from edgekit.evidence import Evidence
-from edgekit.graph.rewrite import set_nodes
 from edgekit.machine import own_peak_bytes
-from edgekit.model.model import MAX_PROTOBUF_BYTES, Model, find_reads, load_model, read_proto
+from edgekit.model.model import MAX_PROTOBUF_BYTES, Model, find_reads, load_model, read_proto, refill
 
 FLOAT, HALF = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16
 UNOPTIMIZED = SessionSettings(level=Level.DISABLED)
@@ -63,7 +62,7 @@ def round_to_half(proto: onnx.ModelProto, taken: Collection[str], types: Mapping
             _round_node(rounding, node)
         else:
             rounding.nodes.append(node)
-    set_nodes(graph, rounding.nodes)
+    refill(graph.node, rounding.nodes)
     graph.initializer.extend(rounding.added)
     # Remove weights that were replaced by a rounded copy; in a file of IR version 3 they are graph inputs too.
     unused = set(weights).difference(find_reads(graph))

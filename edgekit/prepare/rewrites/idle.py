@@ -5,7 +5,8 @@ import onnx
 
 from edgekit.graph.graph import Graph, Node, view_part
 from edgekit.graph.match import add_up_huge, made_by
-from edgekit.graph.rewrite import Writer, node_rewrite, rewrite, set_nodes
+from edgekit.graph.rewrite import Writer, node_rewrite, rewrite
+from edgekit.model.model import refill
 from edgekit.model.tensors import Array
 
 # Inputs of Resize.
@@ -84,7 +85,7 @@ def drop_idle_relus(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
         for quantizer in quantizers:
             quantizer.proto.input[0] = node.input[0]
         dropped[node.output[0]] = node.proto.name
-    set_nodes(graph, [node for node in graph.node if not node.output or node.output[0] not in dropped])
+    refill(graph.node, [node for node in graph.node if not node.output or node.output[0] not in dropped])
     return tuple(dropped.values())
 
 
@@ -115,7 +116,7 @@ def drop_copies(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
                 name = source[name]  # noqa: PLW2901 - follows a chain of copies
             node.input[at] = name
     if dropped:
-        set_nodes(graph, kept)
+        refill(graph.node, kept)
     return tuple(sorted({node.proto.name for node in dropped}))
 
 

@@ -9,7 +9,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from edgekit.graph.graph import Graph
-from edgekit.graph.rewrite import set_nodes
+from edgekit.model.model import refill
 from edgekit.model.tensors import Array
 from edgekit.quantize.calibration.moments import patches_per_sample
 from edgekit.quantize.graph.float_graph import (
@@ -292,7 +292,7 @@ class _Builder:
             place = index if index < own else max((places.get(name, -1) for name in node.input), default=-1)
             places.update(dict.fromkeys(node.output, place))
             order.append((place, index))
-        set_nodes(self.proto.graph, [self.proto.graph.node[index] for _, index in sorted(order)])
+        refill(self.proto.graph.node, [self.proto.graph.node[index] for _, index in sorted(order)])
 
     def _reduce_planes(self, op: str, name: str) -> str:
         # A pool runs in ONNX Runtime's blocked layout, while a reduction would first convert the whole tensor to NCHW.

@@ -11,7 +11,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from edgekit.graph.graph import Graph, Node
-from edgekit.graph.rewrite import set_nodes
+from edgekit.model.model import refill
 from edgekit.model.scaling import SUFFIX
 from edgekit.model.tensors import Array
 from edgekit.quantize.calibration.calibrate import Calibration
@@ -115,7 +115,7 @@ def restore_sigmoid_inputs(proto: onnx.ModelProto, factors: Mapping[str, Array])
         if made in known:
             graph.value_info.add().CopyFrom(known[made])
             graph.value_info[-1].name = restored
-    set_nodes(graph, nodes[::-1])
+    refill(graph.node, nodes[::-1])
 
 
 def _squash(node: Node, values: Array) -> Array:

@@ -20,7 +20,7 @@ from edgekit.errors import ModelError
 from edgekit.graph.constants import bring_in, lift_constants, read_array
 from edgekit.graph.graph import Graph, Node, view_file, view_model, view_part
 from edgekit.graph.inference import infer_model
-from edgekit.graph.rewrite import FLOATS, Writer, replace_nodes, set_nodes
+from edgekit.graph.rewrite import FLOATS, Writer, replace_nodes
 from edgekit.model.external import MAX_DATA_BYTES, DataPlace, begin_page, point_to, read_place
 from edgekit.model.model import (
     MOST_INLINE_BYTES,
@@ -386,7 +386,7 @@ def _fold_dequantized_weights(graph: onnx.GraphProto, folder: Path) -> None:
             graph.initializer.append(numpy_helper.from_array(values, node.output[0]))
         else:
             kept.append(node)
-    set_nodes(graph, kept)
+    refill(graph.node, kept)
 
 
 def _separate_biases(graph: onnx.GraphProto) -> None:

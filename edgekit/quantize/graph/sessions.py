@@ -10,10 +10,9 @@ import onnx
 
 from edgekit._ort import CpuSession, SessionSettings, external_config
 from edgekit.errors import RuntimeRefusal
-from edgekit.graph.rewrite import copy_fields
 from edgekit.machine import release_memory
 from edgekit.model.external import MAX_DATA_BYTES, DataPlace, begin_page, point_to
-from edgekit.model.model import count_weight_bytes
+from edgekit.model.model import copy_fields, count_weight_bytes
 from edgekit.prepare.constants import LAYOUT, OPTIMIZER, find_cubics
 
 EXACT_PRODUCTS: Mapping[str, str] = {"session.qdq_matmulnbits_accuracy_level": "1"}

@@ -15,9 +15,8 @@ from onnx import helper, numpy_helper
 
 from edgekit._ort import CpuSession
 from edgekit.graph.graph import Graph
-from edgekit.graph.rewrite import copy_fields, set_nodes
 from edgekit.machine import map_in_order
-from edgekit.model.model import find_reads, order_nodes
+from edgekit.model.model import copy_fields, find_reads, order_nodes, refill
 from edgekit.model.tensors import Array, Tensors
 from edgekit.prepare.basic import import_contrib
 from edgekit.quantize.accuracy.loss import join_ratios, ratio_db
@@ -50,10 +49,10 @@ def strip_weights(qdq: onnx.ModelProto, graph: Graph) -> onnx.ModelProto:
     present = {tensor.name for tensor in qdq.graph.initializer}
     made = {node.output[0] for node in proto.graph.node if node.output}
     clashing = wanted & made
-    set_nodes(proto.graph, [node for node in proto.graph.node if not clashing.intersection(node.output[:1])])
+    refill(proto.graph.node, [node for node in proto.graph.node if not clashing.intersection(node.output[:1])])
     # ONNX Runtime does not remove a DequantizeLinear without readers, and would compute it in every run.
     read = find_reads(proto.graph)
-    set_nodes(proto.graph, [node for node in proto.graph.node if not read.isdisjoint(node.output)])
+    refill(proto.graph.node, [node for node in proto.graph.node if not read.isdisjoint(node.output)])
     read = find_reads(proto.graph)
     proto.graph.initializer.extend(tensor for tensor in qdq.graph.initializer if tensor.name in read)
     proto.graph.initializer.extend(graph.constants[name] for name in sorted(wanted - present))
@@ -104,7 +103,7 @@ def switch_activations(qdq: onnx.ModelProto, graph: Graph) -> tuple[onnx.ModelPr
         proto.graph.initializer.append(numpy_helper.from_array(np.array(index), f"{name}.edgekit.index"))
         proto.graph.node.extend(_switch(name, sites[name]))
     nodes = order_nodes(proto.graph)
-    set_nodes(proto.graph, nodes)
+    refill(proto.graph.node, nodes)
     proto.graph.input.append(helper.make_tensor_value_info(SWITCHES, onnx.TensorProto.BOOL, [len(names)]))
     import_contrib(proto)
     return proto, names

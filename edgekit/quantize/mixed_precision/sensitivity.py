@@ -17,9 +17,8 @@ import onnx
 from onnx import helper
 
 from edgekit.graph.graph import Graph
-from edgekit.graph.rewrite import copy_fields
 from edgekit.machine import map_in_order
-from edgekit.model.model import Model, find_reads, iterate_reads
+from edgekit.model.model import Model, copy_fields, find_reads, iterate_reads
 from edgekit.model.tensors import Array, Tensors
 from edgekit.progress import NO_LIMIT, Budget
 from edgekit.quantize.accuracy.loss import join_ratios, ratio_db

@@ -9,7 +9,6 @@ from onnxruntime.transformers import float16
 
 from edgekit.errors import ModelError
 from edgekit.graph.inference import infer_model
-from edgekit.graph.rewrite import set_nodes
 from edgekit.model.model import iterate_reads, order_nodes, refill, rename_tensors
 
 _LOGGER = logging.getLogger(float16.__name__)
@@ -57,8 +56,8 @@ def _drop_repeated_casts(graph: onnx.GraphProto) -> None:
             continue
         seen.update(node.output)
         nodes.append(node)
-    set_nodes(graph, nodes)
-    set_nodes(graph, order_nodes(graph))
+    refill(graph.node, nodes)
+    refill(graph.node, order_nodes(graph))
 
 
 def _join_kept(graph: onnx.GraphProto) -> None:
@@ -81,7 +80,7 @@ def _join_kept(graph: onnx.GraphProto) -> None:
     unread = {node.output[0]: node.input[0] for node in made.values() if node.name == node.output[0] + _TO_HALF}
     unread = {half: whole for half, whole in unread.items() if half not in read and whole in names.values()}
     renamed = {whole: half for half, whole in unread.items()}
-    set_nodes(graph, [node for node in graph.node if node.output[0] not in {*restored, *unread}])
+    refill(graph.node, [node for node in graph.node if node.output[0] not in {*restored, *unread}])
     renaming = {**{old: renamed.get(new, new) for old, new in names.items()}, **renamed}
     refill(graph.value_info, [value for value in graph.value_info if value.name not in {*restored, *unread}])
     rename_tensors(graph, renaming)

@@ -16,8 +16,7 @@ from onnx import helper, numpy_helper
 
 from edgekit.data.samples import Samples
 from edgekit.graph.contrib import ORT_DOMAIN
-from edgekit.graph.rewrite import set_nodes
-from edgekit.model.model import Model, drop_unread
+from edgekit.model.model import Model, drop_unread, refill
 from edgekit.model.tensors import Array
 from edgekit.prepare.basic import import_contrib
 from edgekit.quantize.calibration.calibrate import calibrate_model
@@ -172,7 +171,7 @@ def _split_sums(graph: onnx.GraphProto, kept: Collection[str]) -> None:
         nodes.append(helper.make_node("Add", [product, bias], list(node.output), name=f"{node.name}_sum"))
         del node.input[2:]
         node.output[0] = product
-    set_nodes(graph, nodes)
+    refill(graph.node, nodes)
 
 
 def _takes_rows(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], form: BlockForm) -> bool:
