@@ -25,7 +25,6 @@ from edgekit.model.tensors import Array, Tensors
 from edgekit.verify.layers.grids import (
     ROUNDING,
     Arithmetic,
-    Grid,
     Region,
     StepErrors,
     add_steps,
@@ -43,73 +42,9 @@ from edgekit.verify.layers.matching import (
     open_isolated,
     open_traced,
 )
-from edgekit.verify.layers.overflows import HALF_MAX, Size, align_infinities, measure_size
+from edgekit.verify.layers.overflows import HALF_MAX, align_infinities, measure_size
 from edgekit.verify.metrics import tensor_metrics as metrics
 from edgekit.verify.metrics.tensor_metrics import ErrorSums
-
-
-class IsolatedLayers(msgspec.Struct, frozen=True, kw_only=True):
-    """Both models with every matched tensor as an input; model A is opened only if it is needed."""
-
-    models: tuple[Model, Model]
-    matched: Sequence[MatchedTensor]
-    grids: Mapping[str, Grid | None]
-    scaling: Mapping[str, Array]
-    of_a: CpuSession | None
-    of_b: CpuSession
-
-    def scale(self, values: Tensors, sign: int = 1) -> dict[str, Array]:
-        """Returns A's tensors by name, with their channels scaled as B's are; with `sign` -1, scaled back."""
-        factors = {item.in_a: self.scaling[item.raw_b] ** sign for item in self.matched if item.raw_b in self.scaling}
-        return {name: scale_channels(value, factors[name]) if name in factors else value
-                for name, value in values.items()}  # fmt: skip
-
-    def run(self, sample: Tensors, wanted: Tensors, found: Tensors) -> tuple[Tensors, Tensors]:
-        """Returns what A's layers and B's make of A's values, scaled as in B: A's in `wanted`, B's in `found`.
-
-        If B rounds tensors inside a layer that A does not have, both get values rounded to B's grid, so that this
-        rounding does not count as the layer's error.
-        """
-        values = {item.tensor: wanted[item.in_a] for item in self.matched}
-        reference = wanted
-        if self.of_a is not None:
-            values = {item.tensor: self._round(item, values[item.tensor]) for item in self.matched}
-            plain = self.scale({item.in_a: values[item.tensor] for item in self.matched}, -1)
-            feed = {
-                ISOLATED_PREFIX + item.tensor: plain[item.in_a].astype(wanted[item.in_a].dtype) for item in self.matched
-            }
-            reference = self.scale(self.of_a.run({**adapt_sample(sample, self.models[0]), **feed}))
-        with np.errstate(over="ignore"):
-            feed = {ISOLATED_PREFIX + item.tensor: values[item.tensor].astype(found[item.in_b].dtype)
-                    for item in self.matched}  # fmt: skip
-        return reference, self.of_b.run({**adapt_sample(sample, self.models[1]), **feed})
-
-    def _round(self, item: MatchedTensor, value: Array) -> Array:
-        grid = self.grids.get(item.raw_b)
-        return value if grid is None else grid.round_values(value).astype(value.dtype)
-
-
-def isolate_layers(
-    models: tuple[Model, Model],
-    matched: Sequence[MatchedTensor],
-    values: tuple[Tensors, Tensors],
-    regions: Mapping[str, Region],
-    rounding: tuple[Mapping[str, Grid | None], Mapping[str, Array]],
-) -> IsolatedLayers:
-    """Returns the isolated layers of two models.
-
-    `values` are those of one sample, and give the types; `rounding` holds B's grids and the factors of its channels.
-    """
-    of_a = None
-    if any(region.roundings for region in regions.values()):
-        mirrored = [
-            msgspec.structs.replace(item, raw_b=item.tensor, in_b=item.in_a, copies_in_b=frozenset({item.in_a}))
-            for item in matched
-        ]
-        of_a = open_isolated(models[0], mirrored, {item.tensor: values[0][item.in_a].dtype for item in matched})
-    of_b = open_isolated(models[1], matched, {item.tensor: values[1][item.in_b].dtype for item in matched})
-    return IsolatedLayers(models=models, matched=matched, grids=rounding[0], scaling=rounding[1], of_a=of_a, of_b=of_b)
-
 
 _FAR_CHANNEL: Mapping[Arithmetic, float] = {"float": 0.5, "half": 1.0, "int8": 2.5, "int4": 16.0}
 _FAR_OFFSET: Mapping[Arithmetic, float] = {"float": 0.25, "half": 0.5, "int8": 0.5, "int4": 4.0}
@@ -201,17 +136,135 @@ def report_layer(name: str, op: str, tensor: str, errors: LayerErrors, step: flo
     )
 
 
-class _Seen(msgspec.Struct, kw_only=True):
-    """The results over samples: the float tensors that both models compute, and how far these are apart.
+class _Comparison:
+    """The float tensors that two models compute, and how far these are apart over the samples that were added.
 
-    `reach` holds for each tensor the largest value of it and its inputs, `size` the largest RMS of its inputs.
+    `_reach` holds for each tensor the largest value of it and its inputs, `_size` the largest RMS of its inputs.
     """
 
-    matched: tuple[MatchedTensor, ...]
-    regions: dict[str, Region] = {}
-    errors: dict[str, LayerErrors] = {}
-    reach: dict[str, float] = {}
-    size: dict[str, float] = {}
+    def __init__(self, a: Model, b: Model) -> None:
+        protos = read_proto(a, weights=False), read_proto(b, weights=False)
+        self._models = a, b
+        self._graphs = view_model(protos[0], a.path.parent), view_model(protos[1], b.path.parent)
+        self._grids, self._scaling = find_grids(b), read_scaling(protos[1])
+        self._moved_grids = follow_moves(self._grids, self._graphs[1])
+        self._matched = match_tensors(*self._graphs)
+        self._traced_a = open_traced(a, [tensor.in_a for tensor in self._matched])
+        self._traced_b = open_traced(b, [tensor.in_b for tensor in self._matched])
+        self._isolated: tuple[CpuSession | None, CpuSession] | None = None
+        self._regions: dict[str, Region] = {}
+        self._errors: dict[str, LayerErrors] = {}
+        self._reach: dict[str, float] = {}
+        self._size: dict[str, float] = {}
+
+    def add(self, sample: Tensors) -> None:
+        """Runs both models, and each layer alone, on one sample."""
+        a, b = self._models
+        wanted = self._scale(self._traced_a.run(adapt_sample(sample, a)))
+        found = self._traced_b.run(adapt_sample(sample, b))
+        if self._isolated is None:
+            self._isolated = self._open_isolated(wanted, found)
+        reference, own = self._run_isolated(sample, wanted, found, *self._isolated)
+        sizes = {item.tensor: measure_size(wanted[item.in_a]) for item in self._matched}
+        for item in self._matched:
+            name, size = item.tensor, sizes[item.tensor]
+            reads = [sizes[each] for each in self._regions[name].reads]
+            self._reach[name] = max(self._reach.get(name, 0.0), *(each.largest for each in (size, *reads)))
+            self._size[name] = max(self._size.get(name, 0.0), *(each.rms for each in reads), 0.0)
+            # Converted once, because each of the sums is computed in float64.
+            exact, same = _widen(wanted[item.in_a]), reference[item.in_a] is wanted[item.in_a]
+            given, given_size = (exact, size) if same else (_widen(reference[item.in_a]), None)
+            copies = (_widen(own[each]) for each in sorted(item.copies_in_b))
+            pairs = [align_infinities(given, value, given_size) for value in copies]
+            measured = [(metrics.sum_errors(*pair), pair) for pair in pairs]
+            # If several nodes round the result, the worst counts.
+            worst, pair = max(measured, key=lambda one: (one[0].non_finite, one[0].error_energy))
+            errors = LayerErrors(
+                found=metrics.sum_errors(*align_infinities(exact, _widen(found[item.in_b]), size)),
+                own=worst,
+                steps=None if worst.non_finite else measure_steps(self._grids.get(item.raw_b), *pair),
+            )
+            before = self._errors.get(name)
+            self._errors[name] = errors if before is None else before.add(errors)
+
+    def report(self) -> tuple[LayerReport, ...]:
+        """Returns every tensor that was compared, in the order of computation."""
+        return tuple(self._report(item) for item in self._matched if self._errors)
+
+    def _scale(self, values: Tensors, sign: int = 1) -> dict[str, Array]:
+        """Returns A's tensors by name, with their channels scaled as B's are; with `sign` -1, scaled back."""
+        factors = {
+            item.in_a: self._scaling[item.raw_b] ** sign for item in self._matched if item.raw_b in self._scaling
+        }
+        return {name: scale_channels(value, factors[name]) if name in factors else value
+                for name, value in values.items()}  # fmt: skip
+
+    def _open_isolated(self, wanted: Tensors, found: Tensors) -> tuple[CpuSession | None, CpuSession]:
+        """Opens both models with every matched tensor as an input; model A only if B rounds inside a layer.
+
+        Compared are the tensors that are floats of the same shape on both sides; sequences and maps are split into
+        parts. The values are those of one sample.
+        """
+        self._matched = tuple(
+            item
+            for item in self._matched
+            if item.in_a in wanted
+            and item.in_b in found
+            and wanted[item.in_a].dtype.kind == found[item.in_b].dtype.kind == "f"
+            and wanted[item.in_a].shape == found[item.in_b].shape
+            and wanted[item.in_a].size
+        )
+        self._regions, (a, b), of_a = find_regions(*self._graphs, self._matched), self._models, None
+        if any(region.roundings for region in self._regions.values()):
+            mirrored = [
+                msgspec.structs.replace(item, raw_b=item.tensor, in_b=item.in_a, copies_in_b=frozenset({item.in_a}))
+                for item in self._matched
+            ]
+            of_a = open_isolated(a, mirrored, {item.tensor: wanted[item.in_a].dtype for item in self._matched})
+        return of_a, open_isolated(b, self._matched, {item.tensor: found[item.in_b].dtype for item in self._matched})
+
+    def _run_isolated(
+        self, sample: Tensors, wanted: Tensors, found: Tensors, of_a: CpuSession | None, of_b: CpuSession
+    ) -> tuple[Tensors, Tensors]:
+        """Returns what A's layers and B's make of A's values, scaled as in B: A's in `wanted`, B's in `found`.
+
+        If B rounds tensors inside a layer that A does not have, both get values rounded to B's grid, so that this
+        rounding does not count as the layer's error.
+        """
+        values = {item.tensor: wanted[item.in_a] for item in self._matched}
+        reference = wanted
+        if of_a is not None:
+            for item in self._matched:
+                value, grid = values[item.tensor], self._moved_grids.get(item.raw_b)
+                values[item.tensor] = value if grid is None else grid.round_values(value).astype(value.dtype)
+            plain = self._scale({item.in_a: values[item.tensor] for item in self._matched}, -1)
+            feed = {
+                ISOLATED_PREFIX + item.tensor: plain[item.in_a].astype(wanted[item.in_a].dtype)
+                for item in self._matched
+            }
+            reference = self._scale(of_a.run({**adapt_sample(sample, self._models[0]), **feed}))
+        with np.errstate(over="ignore"):
+            feed = {ISOLATED_PREFIX + item.tensor: values[item.tensor].astype(found[item.in_b].dtype)
+                    for item in self._matched}  # fmt: skip
+        return reference, of_b.run({**adapt_sample(sample, self._models[1]), **feed})
+
+    def _report(self, item: MatchedTensor) -> LayerReport:
+        region, errors, reach = self._regions[item.tensor], self._errors[item.tensor], self._reach[item.tensor]
+        grid, moved = self._grids.get(item.raw_b), errors.steps
+        is_unknown = grid is None and item.raw_b in self._grids
+        step = 0.0 if moved is None or is_unknown else moved.find_step(grid, ROUNDING[region.arithmetic] * reach)
+        layer = report_layer(item.layer, item.op, item.tensor, errors, step)
+        rounding = None
+        if moved is not None and layer.offset_steps is not None:
+            rounding = moved.expect_rounding(step, _measure_noise(self._graphs[1], region) * self._size[item.tensor])
+        return msgspec.structs.replace(
+            layer,
+            arithmetic=region.arithmetic,
+            roundings=region.roundings,
+            jumps=region.jumps,
+            overflows=region.arithmetic == "half" and reach > HALF_MAX,
+            rounding_steps=rounding,
+        )
 
 
 def compare_layers(a: Model, b: Model, samples: Samples) -> tuple[LayerReport, ...]:
@@ -224,13 +277,14 @@ def compare_layers(a: Model, b: Model, samples: Samples) -> tuple[LayerReport, .
         ModelError: no float tensor of `b` bears the name of one of `a`.
         UsageError: the samples do not fit a model.
     """
-    protos = read_proto(a, weights=False), read_proto(b, weights=False)
-    graphs = view_model(protos[0], a.path.parent), view_model(protos[1], b.path.parent)
-    grids = find_grids(b)
-    seen = _run_samples((a, b), graphs, samples, (grids, read_scaling(protos[1])))
-    if not seen.errors:
+    compared = _Comparison(a, b)
+    # One call per sample, so that its tensors are freed before those of the next are computed.
+    for sample in samples:
+        compared.add(sample)
+    layers = compared.report()
+    if not layers:
         raise ModelError(f"'{b.path}' and '{a.path}' have no layer in common", hint="compare models of one origin")
-    return tuple(_report(item, seen, grids, graphs[1]) for item in seen.matched)
+    return layers
 
 
 def find_first_bad(layers: Sequence[LayerReport]) -> LayerReport | None:
@@ -275,88 +329,8 @@ def describe_layer(layer: LayerReport) -> str:
     return ""
 
 
-def _run_samples(
-    models: tuple[Model, Model],
-    graphs: tuple[Graph, Graph],
-    samples: Samples,
-    rounding: tuple[Mapping[str, Grid | None], Mapping[str, Array]],
-) -> _Seen:
-    """Runs both models, and each layer alone, on every sample; `rounding` holds B's grids and channel factors."""
-    (a, b), every, (grids, scaling) = models, match_tensors(*graphs), rounding
-    seen = _Seen(matched=every)
-    traced_a = open_traced(a, [tensor.in_a for tensor in every])
-    traced_b = open_traced(b, [tensor.in_b for tensor in every])
-    isolated: IsolatedLayers | None = None
-
-    def add(sample: Tensors) -> None:
-        nonlocal isolated
-        wanted, found = traced_a.run(adapt_sample(sample, a)), traced_b.run(adapt_sample(sample, b))
-        scaled = {item.in_a: scaling[item.raw_b] for item in seen.matched if item.raw_b in scaling}
-        wanted = {**wanted, **{name: scale_channels(wanted[name], factors) for name, factors in scaled.items()}}
-        if isolated is None:
-            seen.matched = _keep_comparable(every, wanted, found)
-            seen.regions = find_regions(*graphs, seen.matched)
-            isolated = isolate_layers(
-                models, seen.matched, (wanted, found), seen.regions, (follow_moves(grids, graphs[1]), scaling)
-            )
-        reference, own = isolated.run(sample, wanted, found)
-        _add_results(seen, grids, (wanted, found, reference, own))
-
-    # One call per sample, so that its tensors are freed before those of the next are computed.
-    for sample in samples:
-        add(sample)
-    return seen
-
-
-def _add_results(
-    seen: _Seen, grids: Mapping[str, Grid | None], values: tuple[Tensors, Tensors, Tensors, Tensors]
-) -> None:
-    """Adds one sample's results for every layer: A's values, B's, and what each model's layer makes of A's."""
-    wanted, found, reference, own = values
-    sizes = {item.tensor: measure_size(wanted[item.in_a]) for item in seen.matched}
-    for item in seen.matched:
-        name, size = item.tensor, sizes[item.tensor]
-        reads = [sizes[each] for each in seen.regions[name].reads]
-        seen.reach[name] = max(seen.reach.get(name, 0.0), *(each.largest for each in (size, *reads)))
-        seen.size[name] = max(seen.size.get(name, 0.0), *(each.rms for each in reads), 0.0)
-        copies = [_widen(own[each]) for each in sorted(item.copies_in_b)]
-        # Converted once, because each of the sums is computed in float64.
-        exact, same = _widen(wanted[item.in_a]), reference[item.in_a] is wanted[item.in_a]
-        given = (exact, size) if same else (_widen(reference[item.in_a]), None)
-        worst, steps = _measure_own(given, copies, grids.get(item.raw_b))
-        errors = LayerErrors(
-            found=metrics.sum_errors(*align_infinities(exact, _widen(found[item.in_b]), size)), own=worst, steps=steps
-        )
-        before = seen.errors.get(name)
-        seen.errors[name] = errors if before is None else before.add(errors)
-
-
-def _measure_own(
-    given: tuple[Array, Size | None], own: Sequence[Array], grid: Grid | None
-) -> tuple[ErrorSums, StepErrors | None]:
-    """Returns the errors of a layer's own results in one sample; if several nodes round it, the worst counts."""
-    wanted, size = given
-    pairs = [align_infinities(wanted, value, size) for value in own]
-    measured = [(metrics.sum_errors(*pair), pair) for pair in pairs]
-    worst, pair = max(measured, key=lambda one: (one[0].non_finite, one[0].error_energy))
-    return worst, None if worst.non_finite else measure_steps(grid, *pair)
-
-
 def _widen(value: Array) -> Array:
     return value.astype(np.float64, copy=False)
-
-
-def _keep_comparable(every: Sequence[MatchedTensor], wanted: Tensors, found: Tensors) -> tuple[MatchedTensor, ...]:
-    """Returns the tensors that are floats of the same shape on both sides; sequences and maps are split into parts."""
-    return tuple(
-        item
-        for item in every
-        if item.in_a in wanted
-        and item.in_b in found
-        and wanted[item.in_a].dtype.kind == found[item.in_b].dtype.kind == "f"
-        and wanted[item.in_a].shape == found[item.in_b].shape
-        and wanted[item.in_a].size
-    )
 
 
 def _measure_noise(graph: Graph, region: Region) -> float:
@@ -375,24 +349,6 @@ def _measure_noise(graph: Graph, region: Region) -> float:
             terms = math.prod(dims) / max(1, dims[0 if by_row else -1]) if len(dims) > 1 else 0.0
             noises.append(0.0 if scale is None else float(scale.max(initial=0.0)) * math.sqrt(terms / 12.0))
     return math.hypot(*noises)
-
-
-def _report(item: MatchedTensor, seen: _Seen, grids: Mapping[str, Grid | None], graph: Graph) -> LayerReport:
-    region, errors, reach = seen.regions[item.tensor], seen.errors[item.tensor], seen.reach[item.tensor]
-    grid, moved = grids.get(item.raw_b), errors.steps
-    is_unknown = grid is None and item.raw_b in grids
-    step = 0.0 if moved is None or is_unknown else moved.find_step(grid, ROUNDING[region.arithmetic] * reach)
-    layer = report_layer(item.layer, item.op, item.tensor, errors, step)
-    is_stepped = moved is not None and layer.offset_steps is not None
-    noise = _measure_noise(graph, region) * seen.size[item.tensor] if is_stepped else 0.0
-    return msgspec.structs.replace(
-        layer,
-        arithmetic=region.arithmetic,
-        roundings=region.roundings,
-        jumps=region.jumps,
-        overflows=region.arithmetic == "half" and reach > HALF_MAX,
-        rounding_steps=moved.expect_rounding(step, noise) if moved is not None and is_stepped else None,
-    )
 
 
 # The same number of samples as in tools/bench/seeded_faults.py.

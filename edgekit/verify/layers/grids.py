@@ -4,7 +4,7 @@ A region is the set of nodes between a layer's result and the tensors given as i
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -112,11 +112,13 @@ def measure_steps(grid: Grid | None, wanted: Array, own: Array) -> StepErrors:
     target = exact if grid is None else grid.round_values(exact)
     error = np.asarray(own, dtype=np.float64) - target
     axes = [error.ndim - 1] if error.ndim < 3 else [error.ndim - 1, 1]
-    squares = error * error
+    places, squares = range(error.ndim), error * error
     return StepErrors(
         count=error.size,
         total=float(error.sum()),
-        energies=tuple(_sum_along(squares, axis) for axis in axes),
+        energies=tuple(
+            np.atleast_1d(squares.sum(axis=tuple(place for place in places if place != axis))) for axis in axes
+        ),
         low=float(target.min()),
         high=float(target.max()),
         is_image=error.ndim > 3,
@@ -130,7 +132,10 @@ def add_steps(first: StepErrors | None, second: StepErrors) -> StepErrors:
     return StepErrors(
         count=first.count + second.count,
         total=first.total + second.total,
-        energies=tuple(_add_channels(one, other) for one, other in zip(first.energies, second.energies, strict=False)),
+        energies=tuple(
+            one + other if one.shape == other.shape else max(one, other, key=np.sum)
+            for one, other in zip(first.energies, second.energies, strict=False)
+        ),
         low=min(first.low, second.low),
         high=max(first.high, second.high),
         is_image=first.is_image,
@@ -169,19 +174,6 @@ def read_grid(node: Node, graph: Graph) -> Grid | None:
         return None
     limits = np.iinfo(zero.dtype)
     return Grid(scale=float(scale), zero=int(zero), low=int(limits.min), high=int(limits.max))
-
-
-def _sum_along(squares: _Floats, axis: int) -> _Floats:
-    if squares.ndim == 0:
-        return squares.reshape(1)
-    others: Sequence[int] = [place for place in range(squares.ndim) if place != axis]
-    return np.atleast_1d(np.asarray(squares.sum(axis=tuple(others)), dtype=np.float64))
-
-
-def _add_channels(first: _Floats, second: _Floats) -> _Floats:
-    if first.shape == second.shape:
-        return first + second
-    return first if first.mean() * len(first) >= second.mean() * len(second) else second
 
 
 Arithmetic = Literal["float", "half", "int8", "int4"]
@@ -243,7 +235,11 @@ def find_regions(a: Graph, b: Graph, matched: Sequence[MatchedTensor]) -> dict[s
 def _walk_all(graph: Graph, ends: Mapping[str, tuple[str, ...]]) -> dict[str, Region]:
     types = {name: tensor.data_type for name, tensor in graph.constants.items()}
     given = {name: key for key, names in ends.items() for name in names}
-    is_half = _uses_half(graph, types.values())
+    is_half = (
+        not _HALF.isdisjoint(types.values())
+        or any(graph.values[name].dtype in {"float16", "bfloat16"} for name in graph.inputs)
+        or any(node.integer("to", 0) in _HALF for node in graph.nodes if node.op_type == "Cast")
+    )
     return {key: _walk(names, graph.producers, given, types, is_half=is_half) for key, names in ends.items()}
 
 
@@ -299,9 +295,3 @@ def _name_arithmetic(ops: Sequence[str], types: set[int], *, is_half: bool) -> A
     if DEQUANTIZE in ops or any(op.startswith(_INTEGER_OPS) for op in ops) or not types.isdisjoint(_BYTES):
         return "int8"
     return "half" if is_half else "float"
-
-
-def _uses_half(graph: Graph, types: Iterable[int]) -> bool:
-    if not _HALF.isdisjoint(types) or any(graph.values[name].dtype in {"float16", "bfloat16"} for name in graph.inputs):
-        return True
-    return any(node.integer("to", 0) in _HALF for node in graph.nodes if node.op_type == "Cast")

@@ -141,15 +141,15 @@ def _match_pairs(a: Graph, b: Graph, pairs: Iterable[tuple[str, str]]) -> tuple[
         if raw not in known_b or (name in rounds_a and raw in rounds_b):
             continue
         behind_a, behind_b = _look_behind(name, a), _look_behind(raw, b)
-        node = b.producers.get(raw)
+        node = _real_node(b.producers[raw], b) if raw in b.producers else None
         if (node is None and behind_b == (raw,)) or behind_b[0] in seen:
             continue
         seen.add(behind_b[0])
         matched.append(
             MatchedTensor(
                 tensor=name,
-                layer=_name_layer(raw, node, b),
-                op="Input" if node is None else _real_node(node, b).op_type,
+                layer=raw if node is None else node.name or raw,
+                op="Input" if node is None else node.op_type,
                 in_a=behind_a[0],
                 raw_b=raw,
                 in_b=behind_b[0],
@@ -203,10 +203,6 @@ def _real_node(node: Node, graph: Graph) -> Node:
     return node
 
 
-def _name_layer(tensor: str, node: Node | None, graph: Graph) -> str:
-    return tensor if node is None else _real_node(node, graph).name or tensor
-
-
 ISOLATED_PREFIX = "edgekit.isolated:"
 
 # Several sessions take turns: the threads of those that wait must not keep the cores busy.
@@ -253,7 +249,8 @@ def adapt_sample(sample: Tensors, model: Model) -> dict[str, Array]:
     adapted: dict[str, Array] = {}
     for spec in model.inputs:
         value = sample.get(spec.name)
-        if value is None or (value.dtype.name != spec.dtype and not _both_float(value, spec.dtype)):
+        kinds = "UO" if spec.dtype == "string" else "f" if spec.dtype.startswith("float") else ""
+        if value is None or (value.dtype.name != spec.dtype and value.dtype.kind not in kinds):
             has = ", ".join(f"{name} ({item.dtype})" for name, item in sample.items())
             raise UsageError(f"'{model.path}' wants the input {spec}", hint=f"the samples have: {has}")
         adapted[spec.name] = value if spec.dtype == "string" else value.astype(DTYPES[spec.dtype], copy=False)
@@ -265,10 +262,6 @@ def open_proto(proto: onnx.ModelProto, model: Model) -> CpuSession:
     config = {**_QUIET, **external_config(model.path.parent)}
     settings = SessionSettings(level=Level.DISABLED, config=config, arena=False, libraries=model.custom_ops)
     return CpuSession(proto.SerializeToString(), settings, subject=str(model.path))
-
-
-def _both_float(value: Array, dtype: str) -> bool:
-    return (value.dtype.kind == "f" and dtype.startswith("float")) or (value.dtype.kind in "UO" and dtype == "string")
 
 
 def _add_outputs(proto: onnx.ModelProto, names: Sequence[str]) -> None:

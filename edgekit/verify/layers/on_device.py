@@ -7,7 +7,7 @@ pass.
 
 import shutil
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -86,7 +86,12 @@ def plan_probes(model: Model) -> tuple[Probe, ...]:
     joined: set[str] = set()
     probes: list[Probe] = []
     for node in computing:
-        start = _find_start(node, starts, joined)
+        # The layer of a node is that of the node which it rounds or ends, or its own.
+        before = next((name for name in node.input if name in joined), None)
+        if node.op_type in _ROUNDING:
+            start = starts.get(node.input[0], (node.input[0], "Input"))
+        else:
+            start = (node.name or node.output[0], node.op_type) if before is None else starts[before]
         for name in filter(None, node.output):
             starts[name] = start
             after = graph.consumers.get(name, ())
@@ -98,14 +103,6 @@ def plan_probes(model: Model) -> tuple[Probe, ...]:
             ):
                 probes.append(Probe(tensor=name, layer=start[0], op=start[1], grid=grid))
     return tuple(probes)
-
-
-def _find_start(node: Node, starts: Mapping[str, tuple[str, str]], joined: Collection[str]) -> tuple[str, str]:
-    """Returns name and operator of a node's layer: those of the node that it rounds or ends, or its own."""
-    if node.op_type in _ROUNDING:
-        return starts.get(node.input[0], (node.input[0], "Input"))
-    before = next((name for name in node.input if name in joined), None)
-    return (node.name or node.output[0], node.op_type) if before is None else starts[before]
 
 
 def _is_fused_into(reader: Node, node: Node, dynamic: Collection[str]) -> bool:
@@ -170,35 +167,25 @@ def _open_layers(model: Model, wanted: Sequence[Probe], given: Mapping[str, str]
     return open_proto(proto, model)
 
 
-def _save_probed(model: Model, outputs: Sequence[TensorSpec], path: Path) -> Path:
-    """Saves a model with the same nodes and these tensors as additional outputs, and returns its path."""
-    proto = read_proto(model)
-    proto.graph.output.extend(_declare(spec.name, spec.dtype, spec.shape) for spec in outputs)
-    return save_proto(proto, path).path
-
-
-class _Slice(msgspec.Struct, frozen=True, kw_only=True):
-    """Probes that a device returns in one run: those to compare, and those from which they are computed."""
-
-    wanted: tuple[Probe, ...]
-    sources: tuple[Probe, ...]
-
-
-class _Trace(msgspec.Struct, kw_only=True):
-    """The results of the device's runs so far; `refusal` says why the rest cannot be had."""
-
-    runs: int = 1
-    errors: dict[str, LayerErrors] = {}
-    notes: tuple[str, ...] = ()
-    refusal: str = ""
-
-
 def look_at_layers(device: Device, job: Job, work: Path, *, may_cut: bool) -> Located:
-    """Returns the result of `find_device_layer`, with Core ML's operations; if it cannot look, a note says why."""
+    """Returns the result of `find_device_layer`, with each layer's operations in Core ML's program, if there is one.
+
+    If the layers cannot be looked at, a note says why.
+    """
     try:
-        return _name_operations(device, job, find_device_layer(device, job, work, may_cut=may_cut))
+        found = find_device_layer(device, job, work, may_cut=may_cut)
     except EdgekitError as error:
         return Located(layer=None, runs=0, cuts=0, notes=(f"the layers were not compared: {error.message}",))
+    if kind_of(device) != NAME:
+        return found
+    try:
+        matched = match_operations(job)
+    except (EdgekitError, ValueError) as error:
+        note = f"the layers were not matched to Core ML's program: {error}"
+        return msgspec.structs.replace(found, notes=(*found.notes, note))
+    return msgspec.structs.replace(
+        found, operations={name: tuple(map(_describe, operations)) for name, operations in matched.items()}
+    )
 
 
 def find_device_layer(
@@ -223,42 +210,23 @@ def find_device_layer(
         DeviceError: the device is not there.
     """
     job = msgspec.structs.replace(job, samples=limit_samples(job.samples, LAYER_SAMPLES))
-    model = load_model(job.model)
-    plain_folder = work / "plain"
-    plain_folder.mkdir(parents=True)
-    plain = device.run_job(job, plain_folder)
-    trace = _Trace(refusal=plain.failure or "")
-    outputs = () if plain.failure else compare_outputs(_run_here(model, job.samples), plain.outputs)
-    specs, probes = _measure_probes(model, job, plan_probes(model))
-    for index, part in enumerate(_list_slices(model, probes, specs, slice_bytes)):
-        if not trace.refusal:
-            _run_slice(device, job, (model, part, specs), (plain, outputs), work / f"slice{index}", trace)
-    if trace.refusal and may_cut:
+    probing = _Probing(device, job, work)
+    for index, part in enumerate(probing.list_slices(slice_bytes)):
+        if not probing.refusal:
+            probing.run(part, work / f"slice{index}")
+    refusal, runs, notes = probing.refusal, probing.runs, probing.notes
+    if refusal and may_cut:
         located = locate_on_device(device, job, work / "cuts", min_sqnr_db=min_sqnr_db)
-        note = f"the model was bisected, because {trace.refusal}"
-        return msgspec.structs.replace(located, runs=located.runs + trace.runs, notes=(*trace.notes, note))
-    if trace.refusal:
-        note = f"the layers were not compared, because {trace.refusal}; to bisect the model: edgekit verify --layers"
-        return Located(layer=None, runs=trace.runs, cuts=0, notes=(*trace.notes, note))
-    layers = tuple(_report(probe, trace.errors[probe.tensor]) for probe in probes if probe.tensor in trace.errors)
-    wrong = not is_right(outputs, min_sqnr_db)
+        note = f"the model was bisected, because {refusal}"
+        return msgspec.structs.replace(located, runs=located.runs + runs, notes=(*notes, note))
+    if refusal:
+        note = f"the layers were not compared, because {refusal}; to bisect the model: edgekit verify --layers"
+        return Located(layer=None, runs=runs, cuts=0, notes=(*notes, note))
+    layers = probing.report()
+    wrong = not is_right(probing.outputs, min_sqnr_db)
     bad = next((layer for layer in layers if _is_wrong(layer)), None) or (_find_worst(layers) if wrong else None)
     name = None if bad is None else bad.name
-    return Located(layer=name, runs=trace.runs, cuts=0, layers=layers, found_by="tensors", notes=trace.notes)
-
-
-def _name_operations(device: Device, job: Job, found: Located) -> Located:
-    """Returns the located layer with the operations of Core ML's program for each layer, if the device has one."""
-    if kind_of(device) != NAME:
-        return found
-    try:
-        matched = match_operations(job)
-    except (EdgekitError, ValueError) as error:
-        note = f"the layers were not matched to Core ML's program: {error}"
-        return msgspec.structs.replace(found, notes=(*found.notes, note))
-    return msgspec.structs.replace(
-        found, operations={name: tuple(map(_describe, operations)) for name, operations in matched.items()}
-    )
+    return Located(layer=name, runs=runs, cuts=0, layers=layers, found_by="tensors", notes=notes)
 
 
 def _describe(operation: Operation) -> str:
@@ -266,85 +234,120 @@ def _describe(operation: Operation) -> str:
     return f"{operation.kind} '{operation.name}' ({'half' if is_half else 'float'})"
 
 
-def _measure_probes(
-    model: Model, job: Job, probes: Sequence[Probe]
-) -> tuple[dict[str, tuple[TensorSpec, int]], tuple[Probe, ...]]:
-    """Returns type, shape and bytes of each numeric probe, and these probes.
+class _Probing:
+    """A model whose tensors inside a device returns, a slice of them in each run.
 
-    A dimension that is not the same in every sample is unknown.
+    `specs` holds type, shape and bytes of each tensor, `probes` those that are compared. `outputs` compare the model's
+    own outputs with those of this machine; `refusal` says why no more tensors can be had.
     """
-    seen: dict[str, tuple[TensorSpec, int]] = {}
-    session = _open_layers(model, probes)
-    for sample in job.samples:
-        for name, value in session.run(sample).items():
-            before = seen.get(name)
-            shape = value.shape if before is None else _join_shapes(before[0].shape or (), value.shape)
-            size_bytes = max(value.nbytes, 0 if before is None else before[1])
-            seen[name] = (TensorSpec(name=name, dtype=value.dtype.name, shape=shape), size_bytes)
-    kept = tuple(
-        probe
-        for probe in probes
-        if probe.tensor in seen
-        and seen[probe.tensor][1]
-        and (probe.grid is not None or seen[probe.tensor][0].dtype.startswith("float"))
-    )
-    return seen, kept
 
+    def __init__(self, device: Device, job: Job, work: Path) -> None:
+        self.device, self.job = device, job
+        self.model = load_model(job.model)
+        folder = work / "plain"
+        folder.mkdir(parents=True)
+        self.plain = device.run_job(job, folder)
+        self.refusal = self.plain.failure or ""
+        reference = _run_here(self.model, job.samples)
+        self.outputs = () if self.refusal else compare_outputs(reference, self.plain.outputs)
+        self.runs = 1
+        self.notes: tuple[str, ...] = ()
+        self.errors: dict[str, LayerErrors] = {}
+        self.specs: dict[str, tuple[TensorSpec, int]] = {}
+        planned = plan_probes(self.model)
+        session = _open_layers(self.model, planned)
+        for sample in job.samples:
+            for name, value in session.run(sample).items():
+                self._add_spec(name, value)
+        self.probes = [probe for probe in planned if self._is_measurable(probe)]
 
-def _join_shapes(first: Sequence[int | str | None], second: Sequence[int]) -> tuple[int | str | None, ...] | None:
-    if len(first) != len(second):
-        return None
-    return tuple(dim if dim == other else None for dim, other in zip(first, second, strict=True))
+    def list_slices(self, slice_bytes: int) -> Sequence[Sequence[Probe]]:
+        """Returns the probes in slices of about so many bytes a sample."""
+        parts: list[list[Probe]] = []
+        size_bytes = 0
+        for probe in self.probes:
+            more = self.specs[probe.tensor][1]
+            if not parts or size_bytes + more > slice_bytes or len(parts[-1]) >= _MOST_TENSORS:
+                parts.append([])
+                size_bytes = 0
+            parts[-1].append(probe)
+            size_bytes += more
+        return parts
 
+    def run(self, wanted: Sequence[Probe], work: Path) -> None:
+        """Runs the model once with these tensors as outputs, and those from which their layers compute them."""
+        job, graph = self.job, view_model(read_outside(self.model))
+        _, met = _walk_back(graph, [probe.tensor for probe in wanted], {probe.tensor for probe in self.probes})
+        sources = [probe for probe in self.probes if probe.tensor in met]
+        names = {probe.tensor for probe in (*sources, *wanted)}
+        added = [self.specs[name][0] for name in sorted(names - {spec.name for spec in job.outputs})]
+        folder = work / "run"
+        folder.mkdir(parents=True)
+        proto = read_proto(self.model)
+        proto.graph.output.extend(_declare(spec.name, spec.dtype, spec.shape) for spec in added)
+        path = save_proto(proto, work / "probed.onnx").path
+        run = self.device.run_job(msgspec.structs.replace(job, model=path, outputs=(*job.outputs, *added)), folder)
+        self.runs += 1
+        if run.failure is not None:
+            self.refusal = f"with tensors inside as outputs the device failed: {run.failure}"
+        elif not names <= next(iter(run.outputs), dict[str, Array]()).keys():
+            self.refusal = "the device does not give tensors inside"
+        elif not _stays_same(self.outputs, compare_outputs(self.plain.outputs, run.outputs)):
+            self.refusal = "the outputs change when tensors inside become outputs too"
+        else:
+            left = _count_left(run) - _count_left(self.plain)
+            more = ", ".join(f"{count} {op}" for op, count in sorted(left.items()))
+            note = (f"with tensors inside as outputs more nodes ran on the CPU: {more}",) if more else ()
+            self.notes = tuple(dict.fromkeys((*self.notes, *note)))
+            self._add_errors(wanted, sources, run.outputs)
+        shutil.rmtree(work)
 
-def _list_slices(
-    model: Model, probes: Sequence[Probe], specs: Mapping[str, tuple[TensorSpec, int]], slice_bytes: int
-) -> Iterator[_Slice]:
-    graph, names = view_model(read_outside(model)), {probe.tensor for probe in probes}
-    parts: list[list[Probe]] = []
-    size_bytes = 0
-    for probe in probes:
-        more = specs[probe.tensor][1]
-        if not parts or size_bytes + more > slice_bytes or len(parts[-1]) >= _MOST_TENSORS:
-            parts.append([])
-            size_bytes = 0
-        parts[-1].append(probe)
-        size_bytes += more
-    for part in parts:
-        _, met = _walk_back(graph, [probe.tensor for probe in part], names)
-        yield _Slice(wanted=tuple(part), sources=tuple(probe for probe in probes if probe.tensor in met))
+    def report(self) -> tuple[LayerReport, ...]:
+        """Returns the figures of each layer that was measured, in the order of computation."""
+        return tuple(
+            report_layer(
+                probe.layer,
+                probe.op,
+                probe.tensor,
+                self.errors[probe.tensor],
+                0.0 if probe.grid is None else probe.grid.step,
+            )
+            for probe in self.probes
+            if probe.tensor in self.errors
+        )
 
+    def _add_spec(self, name: str, value: Array) -> None:
+        """Adds a sample's tensor: a dimension that is not the same in every sample is unknown."""
+        shape: tuple[int | str | None, ...] | None = value.shape
+        size_bytes = value.nbytes
+        if name in self.specs:
+            before, most = self.specs[name]
+            dims, size_bytes = before.shape or (), max(size_bytes, most)
+            same = (dim if dim == other else None for dim, other in zip(dims, value.shape, strict=False))
+            shape = tuple(same) if len(dims) == value.ndim else None
+        self.specs[name] = TensorSpec(name=name, dtype=value.dtype.name, shape=shape), size_bytes
 
-def _run_slice(
-    device: Device,
-    job: Job,
-    asked: tuple[Model, _Slice, Mapping[str, tuple[TensorSpec, int]]],
-    plain: tuple[DeviceRun, Sequence[OutputReport]],
-    work: Path,
-    trace: _Trace,
-) -> None:
-    """Runs the model once with the tensors of a slice as outputs, and adds the results to the trace."""
-    model, part, specs = asked
-    known = {spec.name for spec in job.outputs}
-    names = {probe.tensor for probe in (*part.sources, *part.wanted)}
-    added = {name: specs[name][0] for name in sorted(names - known)}
-    folder = work / "run"
-    folder.mkdir(parents=True)
-    path = _save_probed(model, tuple(added.values()), work / "probed.onnx")
-    run = device.run_job(msgspec.structs.replace(job, model=path, outputs=(*job.outputs, *added.values())), folder)
-    trace.runs += 1
-    if run.failure is not None:
-        trace.refusal = f"with tensors inside as outputs the device failed: {run.failure}"
-    elif not names <= next(iter(run.outputs), dict[str, Array]()).keys():
-        trace.refusal = "the device does not give tensors inside"
-    elif not _stays_same(plain[1], compare_outputs(plain[0].outputs, run.outputs)):
-        trace.refusal = "the outputs change when tensors inside become outputs too"
-    else:
-        more = ", ".join(f"{count} {op}" for op, count in sorted((_count_left(run) - _count_left(plain[0])).items()))
-        note = (f"with tensors inside as outputs more nodes ran on the CPU: {more}",) if more else ()
-        trace.notes = tuple(dict.fromkeys((*trace.notes, *note)))
-        _add_errors(model, part, job, run, trace.errors)
-    shutil.rmtree(work)
+    def _is_measurable(self, probe: Probe) -> bool:
+        spec, size_bytes = self.specs.get(probe.tensor, (None, 0))
+        return spec is not None and size_bytes > 0 and (probe.grid is not None or spec.dtype.startswith("float"))
+
+    def _add_errors(self, wanted: Sequence[Probe], sources: Sequence[Probe], outputs: Samples) -> None:
+        here, isolated = _open_layers(self.model, wanted), None
+        for sample, got in zip(self.job.samples, outputs, strict=False):
+            if isolated is None:
+                isolated = _open_layers(self.model, wanted, {one.tensor: got[one.tensor].dtype.name for one in sources})
+            exact = here.run(sample)
+            own = isolated.run({**sample, **{ISOLATED_PREFIX + probe.tensor: got[probe.tensor] for probe in sources}})
+            for probe in wanted:
+                found, expected = probe.read(got), probe.read(own)
+                is_stepped = probe.grid is not None and expected.shape == found.shape
+                measured = LayerErrors(
+                    found=_measure(probe.read(exact), found),
+                    own=_measure(expected, found),
+                    steps=measure_steps(probe.grid, expected, found) if is_stepped else None,
+                )
+                before = self.errors.get(probe.tensor)
+                self.errors[probe.tensor] = measured if before is None else before.add(measured)
 
 
 def _stays_same(plain: Sequence[OutputReport], probed: Sequence[OutputReport]) -> bool:
@@ -365,35 +368,8 @@ def _count_left(run: DeviceRun) -> Counter[str]:
     return Counter(node.op for node in run.placement if node.provider == CPU_PROVIDER)
 
 
-def _add_errors(model: Model, part: _Slice, job: Job, run: DeviceRun, errors: dict[str, LayerErrors]) -> None:
-    here = _open_layers(model, part.wanted)
-    isolated = None
-    for sample, got in zip(job.samples, run.outputs, strict=False):
-        if isolated is None:
-            isolated = _open_layers(
-                model, part.wanted, {one.tensor: got[one.tensor].dtype.name for one in part.sources}
-            )
-        wanted = here.run(sample)
-        own = isolated.run({**sample, **{ISOLATED_PREFIX + probe.tensor: got[probe.tensor] for probe in part.sources}})
-        for probe in part.wanted:
-            found, expected = probe.read(got), probe.read(own)
-            is_stepped = probe.grid is not None and expected.shape == found.shape
-            measured = LayerErrors(
-                found=_measure(probe.read(wanted), found),
-                own=_measure(expected, found),
-                steps=measure_steps(probe.grid, expected, found) if is_stepped else None,
-            )
-            before = errors.get(probe.tensor)
-            errors[probe.tensor] = measured if before is None else before.add(measured)
-
-
 def _measure(wanted: Array, found: Array) -> ErrorSums:
     return sum_errors(*(align_infinities(wanted, found) if wanted.shape == found.shape else (wanted, found)))
-
-
-def _report(probe: Probe, errors: LayerErrors) -> LayerReport:
-    step = 0.0 if probe.grid is None else probe.grid.step
-    return report_layer(probe.layer, probe.op, probe.tensor, errors, step)
 
 
 def _is_wrong(layer: LayerReport) -> bool:
@@ -504,7 +480,10 @@ def _prefix_is_right(device: Device, job: Job, model: Model, cut: Cut, work: Pat
     folder.mkdir(parents=True)
     prefix = save_prefix(model, cut, work / "prefix.onnx")
     reference = _run_here(prefix, job.samples)
-    outputs = tuple(_specify(name, value) for name, value in next(iter(reference), dict[str, Array]()).items())
+    outputs = tuple(
+        TensorSpec(name=name, dtype="string" if value.dtype.kind in "UO" else value.dtype.name, shape=value.shape)
+        for name, value in next(iter(reference), dict[str, Array]()).items()
+    )
     kept = {node.name for node in read_proto(prefix, weights=False).graph.node}
     check = msgspec.structs.replace(
         job.check, node_list=tuple(node for node in job.check.node_list if node.name in kept)
@@ -529,7 +508,3 @@ def _run_here(model: Model, samples: Samples) -> Samples:
     """Returns a model's outputs for samples on this machine, with every optimisation off."""
     session = CpuSession(model.path, SessionSettings(level=Level.DISABLED))
     return map_samples(samples, session.run, source=str(model.path))
-
-
-def _specify(name: str, value: Array) -> TensorSpec:
-    return TensorSpec(name=name, dtype="string" if value.dtype.kind in "UO" else value.dtype.name, shape=value.shape)

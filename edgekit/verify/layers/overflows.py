@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 
 import msgspec
 import numpy as np
@@ -11,9 +11,9 @@ import onnx
 from edgekit._ort import CpuSession
 from edgekit.data.samples import Samples
 from edgekit.devices.local.emulated import UNOPTIMIZED, find_float_types, round_to_half
-from edgekit.graph.graph import Graph, read_graph
+from edgekit.graph.graph import read_graph
 from edgekit.model.model import MAX_PROTOBUF_BYTES, Model, read_proto
-from edgekit.model.tensors import Array, Tensors
+from edgekit.model.tensors import Array
 from edgekit.verify.layers.matching import adapt_sample, open_traced
 from edgekit.verify.metrics.tensor_metrics import SampleErrors, measure_errors, sqnr_db
 
@@ -37,28 +37,23 @@ def find_overflows(model: Model, samples: Samples) -> dict[str, float]:
     """
     graph = read_graph(model)
     computed = [name for node in graph.nodes for name in node.output if name and graph.is_float(name)]
-    reach = {name: _measure_constant(graph, name) for node in graph.nodes for name in node.input if name}
+    reach: dict[str, float] = {}
+    for name in {name for node in graph.nodes for name in node.input if graph.is_float_constant(name)}:
+        constant = graph.array(name)
+        largest = 0.0 if constant is None else _find_largest(constant)[1]
+        # The margin for unseen samples does not apply, because constants do not vary.
+        reach[name] = largest if largest > HALF_MAX else 0.0
     traced = open_traced(model, computed)
     for sample in samples:
         given = adapt_sample(sample, model)
         for name, value in {**given, **traced.run(given)}.items():
             if value.dtype.kind == "f":
                 reach[name] = max(reach.get(name, 0.0), _find_largest(value)[1])
-    largest = {
+    largest_of = {
         node.name: max((reach.get(name, 0.0) for name in (*node.input, *node.output)), default=0.0)
         for node in graph.nodes
     }
-    return {name: value for name, value in largest.items() if value * _HEADROOM > HALF_MAX}
-
-
-def _measure_constant(graph: Graph, name: str) -> float:
-    """Returns the largest value of a small constant if half precision would clamp it, else 0.
-
-    The margin for unseen samples does not apply, because constants do not vary.
-    """
-    constant = graph.array(name) if graph.is_float_constant(name) else None
-    largest = 0.0 if constant is None else _find_largest(constant)[1]
-    return largest if largest > HALF_MAX else 0.0
+    return {name: value for name, value in largest_of.items() if value * _HEADROOM > HALF_MAX}
 
 
 class Size(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,16 +133,6 @@ class LossyNodes(msgspec.Struct, frozen=True, kw_only=True):
     kept_db: float
 
 
-class _Search(msgspec.Struct, frozen=True, kw_only=True):
-    """A float model, its nodes that may use half precision in the order of computation, and its float outputs."""
-
-    proto: onnx.ModelProto
-    halved: Sequence[str]
-    types: Mapping[str, int]
-    samples: tuple[Tensors, ...]
-    wanted: tuple[Mapping[str, Array], ...]
-
-
 def find_lossy(model: Model, halved: Collection[str], samples: Samples, least_db: float) -> LossyNodes | None:
     """Returns the nodes to keep in float32 for an SQNR of `least_db` on each output; None if no node needs it.
 
@@ -161,30 +146,37 @@ def find_lossy(model: Model, halved: Collection[str], samples: Samples, least_db
     """
     if model.size_bytes > MAX_PROTOBUF_BYTES // 2:
         return None
-    search = _begin(model, halved, samples)
+    source = read_proto(model)
+    names, types = [node.name for node in source.graph.node if node.name in halved], find_float_types(source)
+    given = [adapt_sample(sample, model) for sample in samples]
+    reference = list(map(CpuSession(model.path, UNOPTIMIZED).run, given))
+
     # The bisections return to some of the runs that they measured.
-    measure = functools.cache(functools.partial(_measure, search))
+    @functools.cache
+    def measure(begin: int, end: int) -> float:
+        """Returns the SQNR in dB of the worst float output, with the nodes from `begin` to `end` kept in float32."""
+        proto = onnx.ModelProto()
+        proto.CopyFrom(source)
+        round_to_half(proto, {*names[:begin], *names[end:]}, types)
+        session = CpuSession(proto.SerializeToString(), UNOPTIMIZED)
+        errors: dict[str, list[SampleErrors]] = {}
+        for sample, wanted in zip(given, reference, strict=True):
+            found = session.run(sample)
+            for name, value in wanted.items():
+                if value.dtype.kind == "f":
+                    errors.setdefault(name, []).append(measure_errors(*align_infinities(value, found[name])))
+        if any(error.non_finite for each in errors.values() for error in each):
+            return -math.inf
+        return min(map(sqnr_db, errors.values()), default=math.inf)
+
     lost_db, least_db = measure(0, 0), least_db + _MARGIN_DB
     if lost_db >= least_db:
         return None
-    end = _bisect(len(search.halved), lambda count: measure(0, count) >= least_db)
+    end = _bisect(len(names), lambda count: measure(0, count) >= least_db)
     # From the end backwards: the shortest run before `end` that is enough.
     length = _bisect(end, lambda count: measure(end - count, end) >= least_db)
-    nodes = tuple(search.halved[end - length : end])
+    nodes = tuple(names[end - length : end])
     return LossyNodes(nodes=nodes, sqnr_db=lost_db, kept_db=measure(end - length, end))
-
-
-def _begin(model: Model, halved: Collection[str], samples: Samples) -> _Search:
-    proto = read_proto(model)
-    given = tuple(adapt_sample(sample, model) for sample in samples)
-    session = CpuSession(model.path, UNOPTIMIZED)
-    return _Search(
-        proto=proto,
-        halved=[node.name for node in proto.graph.node if node.name in halved],
-        types=find_float_types(proto),
-        samples=given,
-        wanted=tuple(session.run(sample) for sample in given),
-    )
 
 
 def _bisect(most: int, is_enough: Callable[[int], bool]) -> int:
@@ -197,20 +189,3 @@ def _bisect(most: int, is_enough: Callable[[int], bool]) -> int:
         else:
             low = middle + 1
     return high
-
-
-def _measure(search: _Search, begin: int, end: int) -> float:
-    """Returns the SQNR in dB of the worst float output, with the nodes from `begin` to `end` kept in float32."""
-    proto = onnx.ModelProto()
-    proto.CopyFrom(search.proto)
-    round_to_half(proto, {*search.halved[:begin], *search.halved[end:]}, search.types)
-    session = CpuSession(proto.SerializeToString(), UNOPTIMIZED)
-    errors: dict[str, list[SampleErrors]] = {}
-    for sample, wanted in zip(search.samples, search.wanted, strict=True):
-        found = session.run(sample)
-        for name, value in wanted.items():
-            if value.dtype.kind == "f":
-                errors.setdefault(name, []).append(measure_errors(*align_infinities(value, found[name])))
-    if any(error.non_finite for each in errors.values() for error in each):
-        return -math.inf
-    return min(map(sqnr_db, errors.values()), default=math.inf)

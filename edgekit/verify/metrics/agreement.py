@@ -15,8 +15,7 @@ proven.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import comb
 from typing import Annotated, Literal
@@ -83,10 +82,14 @@ def measure_agreement(
     """
     found: dict[str, tuple[Agreement, ...]] = {}
     for name, reading in readings.items():
-        measures = tuple(_list_measures(reading))
+        pairs, shared = _Pairs(name, reference, got), list[Agreement]()
+        other = Reading(kind=reading.other, axis=reading.other_axis) if reading.other else None
         try:
-            pairs = _Pairs(name, reference, got)
-            shared = [each for measure in measures for each in measure(pairs)]
+            for each in filter(None, (reading, other)):
+                if each.kind in _DECIDING:
+                    shared += _share_decisions(each, pairs)
+                else:
+                    shared += _share_vectors(pairs) if each.kind == "embedding" else _share_values(pairs)
         except (EdgekitError, _UnlikeError):
             continue
         if shared:
@@ -129,17 +132,6 @@ def _take(side: Tensors, name: str) -> Array:
     return value
 
 
-def _list_measures(reading: Reading) -> Iterator[Callable[[_Pairs], Iterator[Agreement]]]:
-    other = Reading(kind=reading.other, axis=reading.other_axis) if reading.other else None
-    for each in filter(None, (reading, other)):
-        if each.kind in _DECIDING:
-            yield partial(_share_decisions, each)
-        elif each.kind == "embedding":
-            yield _share_vectors
-        else:
-            yield _share_values
-
-
 def _share_decisions(reading: Reading, pairs: _Pairs) -> Iterator[Agreement]:
     rows, answers = list[tuple[float, float]](), list[tuple[Array, Array]]()
     of = _DECIDING[reading.kind]
@@ -149,9 +141,12 @@ def _share_decisions(reading: Reading, pairs: _Pairs) -> Iterator[Agreement]:
         before, after = read_decisions(wanted, reading), read_decisions(found, reading)
         if of == "steps":
             answers.append((before, after))
-        # If several classes share the first place, any of them is right.
-        is_same = _is_first(wanted, before, after) if of == "classes" else before == after
-        rows.append((float(np.sum(is_same)), float(before.size)))
+        hits = float(np.sum(before == after))
+        if of == "classes":
+            # If several classes share the first place, any of them is right.
+            flat, first, other = wanted.reshape(-1), before[0], after[0]
+            hits = float(first == other or (flat.size > 1 and flat[other] >= flat[first]))
+        rows.append((hits, float(before.size)))
     if not rows:
         return
     if answers and (blank := _find_blank(np.concatenate([before for before, _ in answers]))) is not None:
@@ -163,11 +158,6 @@ def _share_decisions(reading: Reading, pairs: _Pairs) -> Iterator[Agreement]:
     if of == "classes":
         interval = wilson_interval(int(sum(hits for hits, _ in rows)), len(rows))
     yield Agreement(of=of, share=share, interval=interval, samples=len(rows))
-
-
-def _is_first(wanted: Array, before: Array, after: Array) -> bool:
-    flat = wanted.reshape(-1)
-    return bool(before[0] == after[0] or (flat.size > 1 and flat[after[0]] >= flat[before[0]]))
 
 
 def _find_blank(steps: Array) -> int | None:
@@ -217,29 +207,21 @@ def _share_vectors(pairs: _Pairs) -> Iterator[Agreement]:
     gallery, queries = (rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12) for rows in stacked)
     # If all samples are equally far apart, or nearly parallel, cosines of pairs contain little but rounding. Then the
     # vectors themselves are compared, unless they are all alike: then any constant output would agree too.
-    yield max(_share_neighbours(gallery, queries), _share_own(gallery, queries), key=lambda each: each.share)
-
-
-def _share_neighbours(gallery: Array, queries: Array) -> Agreement:
     # An app's gallery may hold vectors of the float model: a device that rotates all vectors alike finds nothing in it.
     wanted, found = np.asarray(gallery @ gallery.T), np.asarray(gallery @ queries.T)
     rng, count = np.random.default_rng(0), len(gallery)
     draws = [_correlate(wanted, found, rng.integers(0, count, count)) for _ in range(_PAIR_DRAWS)]
     share = _correlate(wanted, found, np.arange(count))
-    return Agreement(of="neighbours", share=share, interval=span_95(draws), samples=count)
-
-
-def _share_own(gallery: Array, queries: Array) -> Agreement:
-    """Returns the share of the energy in vectors that cannot be mistaken for another vector of the float model.
-
-    That is certain if the error is less than half the distance to the nearest other vector (the triangle inequality).
-    """
+    neighbours = Agreement(of="neighbours", share=share, interval=span_95(draws), samples=count)
+    # The energy in vectors that cannot be mistaken for another vector of the float model. That is certain if the error
+    # is less than half the distance to the nearest other vector (the triangle inequality).
     error = np.square(queries - gallery).sum(axis=1)
-    apart = 2.0 - 2.0 * (gallery @ gallery.T)
+    apart = 2.0 - 2.0 * wanted
     np.fill_diagonal(apart, np.inf)
     kept = np.where(4.0 * error < apart.min(axis=1), 1.0 - error, 0.0)
     share, interval = bootstrap_share(np.stack([kept, np.ones_like(kept)], axis=1))
-    return Agreement(of="energy", share=share, interval=interval, samples=len(kept))
+    energy = Agreement(of="energy", share=share, interval=interval, samples=count)
+    yield max(neighbours, energy, key=lambda each: each.share)
 
 
 def _correlate(wanted: Array, found: Array, drawn: Array) -> float:

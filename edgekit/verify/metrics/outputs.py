@@ -199,10 +199,11 @@ def doubt_output(output: OutputReport, thresholds: Thresholds) -> tuple[str, ...
         others = ", ".join(
             f"{SHARED[each.of]} {each.share:.4g}" for each, least in limits if (each, least) not in missed
         )
+        kinds = " or ".join(f'"{kind}"' for kind in dict.fromkeys(_STATED.get(each.of, "values") for each, _ in limits))
         hint = (
             "samples that differ more would tell"
             if {each.of for each, _ in limits} <= {"variance", "energy"}
-            else f"state what it is, [outputs] {output.name} = {_name_kinds(each for each, _ in limits)}"
+            else f"state what it is, [outputs] {output.name} = {kinds}"
         )
         lines = "; ".join(_describe(*each) for each in missed)
         return (*found, f"output '{output.name}' has {others}, but {lines}: {hint}")
@@ -225,11 +226,6 @@ def describe_larger_sets(outputs: Iterable[OutputReport]) -> Iterator[str]:
                 f"output '{output.name}' decides on all {output.samples} samples as the bundle's own model does on this"
                 f" machine, so the decisions of that model on {count} samples are judged"
             )
-
-
-def _name_kinds(agreements: Iterable[Agreement]) -> str:
-    """Returns the kinds that the output may be of; the author of the model can state the right one."""
-    return " or ".join(f'"{kind}"' for kind in dict.fromkeys(_STATED.get(each.of, "values") for each in agreements))
 
 
 def _list_limits(output: OutputReport, thresholds: Thresholds) -> Iterator[tuple[str, float | None, float, str]]:

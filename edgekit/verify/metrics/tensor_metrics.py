@@ -6,7 +6,7 @@ A sketch reduces a result of any size to 16 numbers, from which distances can be
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -214,11 +214,16 @@ def measure_samples(references: Array, gots: Array) -> list[SampleErrors]:
         return errors
     if len(good) < len(errors):
         wanted, found = wanted[good], found[good]
+    meanings: dict[str, Sequence[float | bool | None]] = {}
     with np.errstate(over="ignore", invalid="ignore"):
-        meanings = _read_meanings(wanted, found, shape, is_float=references.dtype.kind == "f")
-    for index, meaning in zip(good, meanings, strict=True):
-        top1, top5, rank, kl = meaning
-        errors[index] = msgspec.structs.replace(errors[index], top1=top1, top5=top5, rank=rank, kl=kl)
+        if references.dtype.kind == "f":
+            meanings["kl"] = kl_divergences(wanted, found, shape)
+        if wanted.shape[1] > 1 and max(shape) == wanted.shape[1]:
+            meanings["top1"], meanings["top5"] = agree_at(wanted, found, 1), agree_at(wanted, found, 5)
+            meanings["rank"] = rank_correlations(wanted, found)
+    for row, index in enumerate(good):
+        figures = {name: values[row] for name, values in meanings.items()}
+        errors[index] = msgspec.structs.replace(errors[index], **figures)
     return errors
 
 
@@ -254,19 +259,6 @@ def sum_errors(reference: Array, got: Array) -> ErrorSums:
                 max_abs=abs(max(-float(error.min()), float(error.max()))),
             )
     return measure_errors(reference, got)
-
-
-_Meaning = tuple[bool | None, bool | None, float | None, float | None]
-
-
-def _read_meanings(wanted: Floats, found: Floats, shape: tuple[int, ...], *, is_float: bool) -> Iterator[_Meaning]:
-    """Returns top-1, top-5, rank correlation and divergence of each row, None for what an output does not have."""
-    none: list[None] = [None] * len(wanted)
-    chances = kl_divergences(wanted, found, shape) if is_float else none
-    if wanted.shape[1] < 2 or max(shape) != wanted.shape[1]:
-        return zip(none, none, none, chances, strict=True)
-    top1, top5 = (agree_at(wanted, found, k) for k in (1, 5))
-    return zip(top1, top5, rank_correlations(wanted, found), chances, strict=True)
 
 
 def _measure_rows(wanted: Floats, found: Floats) -> list[SampleErrors]:
