@@ -24,19 +24,6 @@ from edgekit.prepare.rewrites.idle import leave_out_empty_inputs
 _INTEGERS = {"int8": onnx.TensorProto.INT8, "uint8": onnx.TensorProto.UINT8}
 
 
-def with_fixed_dims(graph: Graph, size: int = 1) -> Graph:
-    """Returns the graph with every unknown dimension set: to the size used for counting work, else to `size`."""
-    return msgspec.structs.replace(
-        graph,
-        values={
-            name: value
-            if value.sizes is None
-            else Value(dtype=value.dtype, shape=tuple(size if dim is None else dim for dim in value.sizes))
-            for name, value in graph.values.items()
-        },
-    )
-
-
 def with_activations(graph: Graph, old: str, new: str, *, weights: bool) -> Graph:
     """Returns the graph with 8-bit activations of type `new` instead of `old`; with `weights`, such weights too."""
     values = {
@@ -102,10 +89,6 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
             if not node.taken and op in {None, node.op} and any(because in reason for reason in node.reasons)
         )
 
-    def of_op(self, op: str) -> list[Node]:
-        """Returns the nodes of an operator in the main graph."""
-        return [node for node in self.graph.nodes if node.op_type == op]
-
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """The nodes that a piece of advice concerns, and the graph after the change.
@@ -168,10 +151,12 @@ def _judge(case: Case, adviser: Adviser, finding: Finding) -> Advice | None:
     # A rewrite may help other targets but not this one.
     if gain_nodes <= 0 and not adviser.always:
         return None
+    count = len(finding.nodes)
+    named = ", ".join(finding.nodes[:_NAMED]) + (f" and {count - _NAMED} more" if count > _NAMED else "")
     return Advice(
         id=adviser.id,
-        subject=finding.subject or _names(finding.nodes),
-        message=adviser.message.format(count=_count(len(finding.nodes), "node"), word=finding.word),
+        subject=finding.subject or named,
+        message=adviser.message.format(count="1 node" if count == 1 else f"{count} nodes", word=finding.word),
         fix=adviser.fix,
         gain_nodes=gain_nodes if finding.changed is None else max(0, gain_nodes),
         gain_macs=gain_macs,
@@ -202,7 +187,14 @@ def _find_rewrite(rewrite: Rewrite) -> Callable[[Case], Iterator[Finding]]:
 def _find_dims(case: Case) -> Iterator[Finding]:
     dynamic = case.refused(because="dynamic")
     if dynamic:
-        yield Finding(nodes=dynamic, changed=with_fixed_dims(case.graph))
+        # Every unknown dimension gets the size that is used for counting work, else 1.
+        values = {
+            name: value
+            if value.sizes is None
+            else Value(dtype=value.dtype, shape=tuple(1 if dim is None else dim for dim in value.sizes))
+            for name, value in case.graph.values.items()
+        }
+        yield Finding(nodes=dynamic, changed=msgspec.structs.replace(case.graph, values=values))
 
 
 def _find_float(case: Case) -> Iterator[Finding]:
@@ -215,8 +207,11 @@ def _find_float(case: Case) -> Iterator[Finding]:
 def _find_sign(old: str, new: str) -> Callable[[Case], Iterator[Finding]]:
     def find(case: Case) -> Iterator[Finding]:
         left = set(case.refused("QuantizeLinear"))
-        made = [node for node in case.of_op("QuantizeLinear") if node.name in left]
-        refused = tuple(node.name for node in made if case.graph.value(node.output[0]).dtype == old)
+        refused = tuple(
+            node.name
+            for node in case.graph.nodes
+            if node.name in left and case.graph.value(node.output[0]).dtype == old
+        )
         if refused:
             # XNNPACK needs activations and weights of the same signedness; NNAPI needs unsigned activations and takes
             # either kind of weights (NOTES.md of both).
@@ -327,12 +322,3 @@ ADVISERS: tuple[Adviser, ...] = (
     ),
 )
 """All kinds of advice."""
-
-
-def _count(number: int, what: str) -> str:
-    return f"1 {what}" if number == 1 else f"{number} {what}s"
-
-
-def _names(names: Sequence[str]) -> str:
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,13 +1,13 @@
 """Check: which nodes a target takes, which it does not and why, predicted from rules before anything runs."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from edgekit._ort import VERSION
 from edgekit.check.advice import give_advice
 from edgekit.check.macs import choose_sizes, count_bytes, count_macs, count_open, count_unsized, value_bytes
-from edgekit.check.placement import Placement, place_units
+from edgekit.check.placement import place_units
 from edgekit.check.propagation import propagate_quantization
 from edgekit.check.report import CheckedNode, CheckReport
 from edgekit.check.rules.rulebook import Op, Rule, RuleBook, derive_settings, load_rules
@@ -110,10 +110,15 @@ class _Judge(msgspec.Struct, frozen=True, kw_only=True):
         ops, alone = self._find_ops(node), book.provider.alone
         if not ops:
             what = "kernel" if alone else "builder"
-            missing = f"{book.provider.name} has no {what} for {_full_name(node.op_type, node.domain)}"
-            return (Refusal(reason=missing, fatal=alone),)
+            name = f"{node.domain}:{node.op_type}" if node.domain else node.op_type
+            return (Refusal(reason=f"{book.provider.name} has no {what} for {name}", fatal=alone),)
         # All reasons are collected: a user who fixed only the first of two would gain nothing and not know why.
-        found = [Refusal(reason=why, fatal=alone) for why in _version_reasons(ops, book, unit)]
+        found: list[Refusal] = []
+        low = max(op.since[0] for op in ops)
+        high = min(book.provider.since_max, *(op.since[1] for op in ops))
+        if not low <= node.since <= high:
+            bound = f"older than {low}, the first" if node.since < low else f"newer than {high}, the last"
+            found.append(Refusal(reason=f"{node.op_type} of opset {node.since} is {bound} that is taken", fatal=alone))
         subject = Subject(graph=graph, unit=unit, settings=self.settings)
         for rule in self._list_rules(ops):
             reason = None if rule.soft else rule.refuse(subject)
@@ -129,8 +134,8 @@ class _Judge(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(dict.fromkeys(remark for remark in found if remark))
 
     def _find_ops(self, node: Node) -> list[Op]:
-        domain = node.domain or "ai.onnx"
-        return [op for op in self.book.op if node.op_type in op.types and _names_domain(op, self.book, domain)]
+        domain, known = node.domain or "ai.onnx", self.book.provider.domains
+        return [op for op in self.book.op if node.op_type in op.types and domain in (op.domains or known or (domain,))]
 
     def _is_unknown(self, node: Node) -> bool:
         """Returns True for an ONNX operator version that is newer than the list of the provider's kernels."""
@@ -159,25 +164,6 @@ class _Judge(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(risk for risk in found if risk)
 
 
-def _names_domain(op: Op, book: RuleBook, domain: str) -> bool:
-    domains = op.domains or book.provider.domains
-    return not domains or domain in domains
-
-
-def _full_name(op: str, domain: str) -> str:
-    return f"{domain}:{op}" if domain else op
-
-
-def _version_reasons(ops: Sequence[Op], book: RuleBook, unit: Unit) -> list[str]:
-    low = max(op.since[0] for op in ops)
-    high = min(book.provider.since_max, *(op.since[1] for op in ops))
-    since = unit.node.since
-    what = f"{unit.node.op_type} of opset {since}"
-    if since < low:
-        return [f"{what} is older than {low}, the first that is taken"]
-    return [f"{what} is newer than {high}, the last that is taken"] if since > high else []
-
-
 def _check_nodes(graph: Graph, judge: _Judge, blocked: str | None) -> list[CheckedNode]:
     book = judge.book
     table: dict[str, Selector] = {**SELECTORS, **book.units.add}
@@ -198,7 +184,40 @@ def _check_nodes(graph: Graph, judge: _Judge, blocked: str | None) -> list[Check
         for unit in units
     ]
     placement = place_units(shown, units, [not found for found in refusals], book.placing)
-    return _list_nodes(graph, shown, units, refusals, placement, judge, blocked)
+    owners = {shown.nodes[member].name: at for at, unit in enumerate(units) for member in unit.members}
+    listed: list[CheckedNode] = []
+    for node in graph.nodes:
+        at = owners[node.name]
+        unit, partition = units[at], placement.partitions[at]
+        taken, alone = partition is not None, unit.node.name == node.name
+        reasons = [refusal.reason for refusal in refusals[at]]
+        reasons += [placement.reasons[at]] if at in placement.reasons else []
+        about = "" if alone else f"the {unit.node.op_type} of its unit is not taken: "
+        remarks = judge.find_remarks(shown, unit) if taken and alone else ()
+        is_quantized = any(operand.is_quantized for operand in unit.inputs)
+        # The first refusal that is not fatal leaves the unit to the CPU, unless a crash comes before it: then, or if
+        # all are fatal, no session can be made.
+        is_fatal = next((each.crashes for each in refusals[at] if each.crashes or not each.fatal), bool(refusals[at]))
+        checked = CheckedNode(
+            name=node.name,
+            op=node.op_type,
+            domain=node.domain or "ai.onnx",
+            taken=taken,
+            reasons=() if taken else tuple(dict.fromkeys(about + why for why in reasons)),
+            macs=count_macs(graph, node),
+            bytes=count_bytes(graph, node),
+            partition=partition,
+            unit=None if alone else unit.node.name,
+            risks=judge.find_risks(shown, unit, taken=taken) if taken or alone else (),
+            remarks=remarks,
+            fatal=at in placement.broken or is_fatal,
+            reads=tuple(dict.fromkeys(graph.producers[name].name for name in node.input if name in graph.producers)),
+        )
+        integers = taken and alone and not remarks and is_quantized and not checked.is_quantizer
+        listed.append(msgspec.structs.replace(checked, integers=integers))
+        for body in node.bodies:
+            listed += _check_body(body, listed[-1], judge, blocked)
+    return listed
 
 
 def _body_refusals(unit: Unit, judge: _Judge) -> tuple[Refusal, ...]:
@@ -209,66 +228,6 @@ def _body_refusals(unit: Unit, judge: _Judge) -> tuple[Refusal, ...]:
             for refusal in judge.find_refusals(body, inner):
                 return (Refusal(reason=f"'{inner.node.name}' in its body is not taken: {refusal.reason}"),)
     return ()
-
-
-def _list_nodes(
-    graph: Graph, shown: Graph, units: Sequence[Unit], refusals: Sequence[tuple[Refusal, ...]], placement: Placement,
-    judge: _Judge, blocked: str | None,
-) -> list[CheckedNode]:  # fmt: skip
-    owners = {shown.nodes[member].name: at for at, unit in enumerate(units) for member in unit.members}
-    listed: list[CheckedNode] = []
-    for node in graph.nodes:
-        at = owners[node.name]
-        unit, partition = units[at], placement.partitions[at]
-        taken, alone = partition is not None, unit.node.name == node.name
-        reasons = [refusal.reason for refusal in refusals[at]]
-        reasons += [placement.reasons[at]] if at in placement.reasons else []
-        remarks = judge.find_remarks(shown, unit) if taken and alone else ()
-        listed.append(
-            CheckedNode(
-                name=node.name,
-                op=node.op_type,
-                domain=node.domain or "ai.onnx",
-                taken=taken,
-                reasons=() if taken else tuple(dict.fromkeys(_for_member(why, unit, alone=alone) for why in reasons)),
-                macs=count_macs(graph, node),
-                bytes=count_bytes(graph, node),
-                partition=partition,
-                unit=None if alone else unit.node.name,
-                risks=judge.find_risks(shown, unit, taken=taken) if taken or alone else (),
-                remarks=remarks,
-                integers=taken and alone and not remarks and _is_integer(unit),
-                fatal=at in placement.broken or _are_fatal(refusals[at]),
-                reads=tuple(dict.fromkeys(maker.name for maker in _makers(graph, node))),
-            )
-        )
-        for body in node.bodies:
-            listed += _check_body(body, listed[-1], judge, blocked)
-    return listed
-
-
-def _are_fatal(refusals: Sequence[Refusal]) -> bool:
-    """Returns True if no session can be made.
-
-    The first refusal that is not fatal leaves the unit to the CPU, unless a crash comes before it.
-    """
-    for refusal in refusals:
-        if refusal.crashes or not refusal.fatal:
-            return refusal.crashes
-    return bool(refusals)
-
-
-def _is_integer(unit: Unit) -> bool:
-    quantized = any(operand.is_quantized for operand in unit.inputs)
-    return quantized and unit.node.op_type not in {"QuantizeLinear", "DequantizeLinear"}
-
-
-def _makers(graph: Graph, node: Node) -> Iterator[Node]:
-    return (graph.producers[name] for name in node.input if name in graph.producers)
-
-
-def _for_member(reason: str, unit: Unit, *, alone: bool) -> str:
-    return reason if alone else f"the {unit.node.op_type} of its unit is not taken: {reason}"
 
 
 def _check_body(body: Graph, parent: CheckedNode, judge: _Judge, blocked: str | None) -> list[CheckedNode]:
@@ -290,24 +249,18 @@ def _check_body(body: Graph, parent: CheckedNode, judge: _Judge, blocked: str | 
 
 def count_crossings(graph: Graph, nodes: Sequence[CheckedNode]) -> tuple[int, int]:
     """Returns how many computed values of the main graph cross between partitions or to the CPU, and their bytes."""
-    placed = dict(zip((node.index for node in graph.nodes), _main_nodes(graph, nodes), strict=True))
-    count = size_bytes = 0
+    partitions: dict[int, int | None] = {}
+    place = count = size_bytes = 0
+    for node in graph.nodes:
+        partitions[node.index] = nodes[place].partition
+        place += 1 + sum(_count_nodes(body) for body in node.bodies)
     for name, node in graph.producers.items():
-        here = placed[node.index].partition
         # A value is copied once, however many nodes read it on the other side.
-        if any(placed[consumer.index].partition != here for consumer in graph.consumers.get(name, ())):
+        readers = graph.consumers.get(name, ())
+        if any(partitions[reader.index] != partitions[node.index] for reader in readers):
             count += 1
             size_bytes += value_bytes(graph.value(name))
     return count, size_bytes
-
-
-def _main_nodes(graph: Graph, nodes: Sequence[CheckedNode]) -> list[CheckedNode]:
-    kept: list[CheckedNode] = []
-    at = 0
-    for node in graph.nodes:
-        kept.append(nodes[at])
-        at += 1 + sum(_count_nodes(body) for body in node.bodies)
-    return kept
 
 
 def _count_nodes(graph: Graph) -> int:

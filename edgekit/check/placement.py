@@ -8,7 +8,7 @@ import msgspec
 
 from edgekit.check.report import CheckedNode, CheckReport, Disagreement, Placed
 from edgekit.check.rules.rulebook import Placing
-from edgekit.check.rules.units import Unit, unit_of_each
+from edgekit.check.rules.units import Unit
 from edgekit.graph.graph import Graph, Node
 
 _SMALL_CONSTANT = 100
@@ -81,7 +81,7 @@ def _find_broken(
 
 
 def _followers(graph: Graph, units: Sequence[Unit]) -> list[tuple[int, ...]]:
-    owners = unit_of_each(units)
+    owners = {member: at for at, unit in enumerate(units) for member in unit.members}
     found: list[tuple[int, ...]] = []
     for at, unit in enumerate(units):
         # A dict keeps the order of the followers, which decides the order of the queue, and so the partition of a unit.
@@ -184,15 +184,12 @@ def _drop_reason(graph: Graph, group: Sequence[Unit], placing: Placing) -> str |
     if placing.drop_if_only and all(name in placing.drop_if_only for name in names):
         return "its partition would hold only nodes that compute nothing, and the provider gives such a partition back"
     # NNAPI drops partitions that read only constants (nnapi_execution_provider.cc).
-    if placing.drop_constant and _is_constant(graph, group):
+    members = [graph.nodes[member] for unit in group for member in unit.members]
+    made = {name for node in members for name in node.output}
+    read = {name for node in members for name in node.input if name}
+    if placing.drop_constant and all(name in graph.constants for name in read - made):
         return "nothing that its partition reads is computed"
     return None
-
-
-def _is_constant(graph: Graph, group: Sequence[Unit]) -> bool:
-    made = {name for unit in group for member in unit.members for name in graph.nodes[member].output}
-    read = {name for unit in group for member in unit.members for name in graph.nodes[member].input if name}
-    return all(name in graph.constants for name in read - made)
 
 
 # NNAPI's list of operators to stop at contains NonMaxSuppression, and excludes all nodes after it

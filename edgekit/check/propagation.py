@@ -5,7 +5,8 @@ unit (core/optimizer/qdq_transformer/qdq_propagation.cc, run by every session of
 that graph, and not the one in the file.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import onnx
@@ -165,11 +166,8 @@ class _Draft:
         if name not in self._makers:
             known = name in self._graph.inputs or name in self._graph.constants
             return _Edge(value=name, reader=part) if known and name not in self._graph.captured else None
-        return _Edge(value=name, reader=part) if self._is_read_once(name) else None
-
-    def _is_read_once(self, name: str) -> bool:
         outside = name in self._graph.outputs or name in self._graph.captured
-        return len(self._edges.get(name, ())) == 1 and not outside
+        return _Edge(value=name, reader=part) if len(self._edges.get(name, ())) == 1 and not outside else None
 
     def _moved_before(self, edge: _Edge) -> _Edge | None:
         maker = self._makers.get(edge.value)
@@ -192,7 +190,12 @@ class _Draft:
         value = self._value(base)
         quantized = self._name(f"{base}_q_to_dq", value, self._dtype(like))
         leaves = any(edge.reader is None for edge in edges)
-        source = self._rename(base, value) if leaves else base
+        source = base
+        if leaves:
+            maker = self._makers.pop(base)
+            source = self._name(f"{base}_pre_q", value, value.dtype)
+            maker.output[maker.output.index(base)] = source
+            self._makers[source] = maker
         first = self._add(_Q, f"{base}_q", like, [source, *parameters], quantized, before=edges[0].reader)
         for edge in edges:
             result = base if edge.reader is None else self._name(f"{base}_post_dq", value, value.dtype)
@@ -209,13 +212,6 @@ class _Draft:
     def _value(self, name: str) -> Value:
         return self._values.get(name) or self._graph.value(name)
 
-    def _rename(self, base: str, value: Value) -> str:
-        maker = self._makers.pop(base)
-        source = self._name(f"{base}_pre_q", value, value.dtype)
-        maker.output[maker.output.index(base)] = source
-        self._makers[source] = maker
-        return source
-
     def _dtype(self, like: _Part) -> str | None:
         zero = like.like.input[2] if like.like.has_input(2) else ""
         return self._graph.value(zero).dtype if zero else "uint8"
@@ -226,7 +222,8 @@ class _Draft:
         return name
 
     def _free(self, wanted: str) -> str:
-        name = next(each for each in _numbered(wanted) if each not in self._taken)
+        numbered = (f"{wanted}_{count}" for count in itertools.count(1))
+        name = next(each for each in itertools.chain([wanted], numbered) if each not in self._taken)
         self._taken.add(name)
         return name
 
@@ -239,11 +236,3 @@ class _Draft:
         for at, each in enumerate(inputs):
             self._edges.setdefault(each, []).append(_Edge(value=each, reader=part, at=at))
         return part
-
-
-def _numbered(name: str) -> Iterator[str]:
-    yield name
-    count = 1
-    while True:
-        yield f"{name}_{count}"
-        count += 1

@@ -11,7 +11,7 @@ from types import MappingProxyType
 import msgspec
 
 from edgekit._ort import CPU_PROVIDER
-from edgekit._proc import Finished, run_process
+from edgekit._proc import run_process
 from edgekit.check.macs import count_macs
 from edgekit.check.report import CheckReport, Verdict
 from edgekit.check.rules.rulebook import RuleBook, load_rules
@@ -48,7 +48,8 @@ def recommend_target(
     """
     fit = [name for name, report in reports.items() if report.verdict != "no" and name not in refused]
     # The CPU takes everything in one partition, and would win every comparison of shares.
-    usable = [name for name in fit if not _is_cpu(targets.get(name))] or fit
+    cpus = {name for name, target in targets.items() if target.provider == CPU_PROVIDER}
+    usable = [name for name in fit if name not in cpus] or fit
     if not usable:
         why = "each refuses the model or takes less than half of its work; use the CPU"
         return Recommendation(target=None, reasons=(why,), rest=tuple(reports))
@@ -57,7 +58,12 @@ def recommend_target(
     others = [other for other in reports if other != name]
     rest = tuple(sorted(others, key=lambda at: rank_report(reports[at]), reverse=True))
     reasons = [f"{best.verdict}: {describe_share(best)}"]
-    reasons += [_compare(reports[other], name=other, refused=other in refused) for other in rest]
+    reasons += [
+        f"{other} refused the model when it was asked"
+        if other in refused
+        else f"{other}: {reports[other].verdict}, {describe_share(reports[other])}"
+        for other in rest
+    ]
     if target is None:
         return Recommendation(target=name, reasons=tuple(reasons), rest=rest)
     is_quantized = any(node.is_quantizer for node in best.node_list)
@@ -84,16 +90,6 @@ def describe_share(report: CheckReport) -> str:
         f"{report.taken_macs:.0%} of the MACs and {report.taken_bytes:.0%} of the activation bytes in"
         f" {report.partitions} partitions; {report.crossings} values ({report.crossing_bytes} bytes) cross"
     )
-
-
-def _is_cpu(target: Target | None) -> bool:
-    return target is not None and target.provider == CPU_PROVIDER
-
-
-def _compare(report: CheckReport, *, name: str, refused: bool) -> str:
-    if refused:
-        return f"{name} refused the model when it was asked"
-    return f"{name}: {report.verdict}, {describe_share(report)}"
 
 
 _PROGRAM = Path(__file__).parent / "standalone" / "ort_usability.py"
@@ -135,7 +131,11 @@ def ask_ort_checker(model: Path) -> OrtOpinions:
     finished = run_process([sys.executable, "-P", str(_PROGRAM), str(model.resolve())], timeout_s=_TIMEOUT_S)
     lines = finished.stdout.strip().splitlines()
     if not finished.succeeded or not lines:
-        return OrtOpinions(failure=_describe_death(finished))
+        # The last line that names an error is the exception itself; what follows may come from the interpreter.
+        errors = [line.strip() for line in finished.stderr.splitlines() if line.strip()]
+        last = next((line for line in reversed(errors) if "Error" in line), errors[-1] if errors else "")
+        shown = "".join(letter for letter in last if letter.isprintable())[:300]
+        return OrtOpinions(failure=f"it {finished.ending}" + (f": {shown}" if shown else ""))
     try:
         return OrtOpinions(opinions=msgspec.json.decode(lines[-1], type=tuple[OrtOpinion, ...]))
     except msgspec.DecodeError as error:
@@ -148,45 +148,31 @@ def find_opinion(opinions: OrtOpinions, report: CheckReport) -> OrtOpinion | Non
     return next((opinion for opinion in opinions.opinions if opinion.provider == provider), None)
 
 
-def explain_difference(opinion: OrtOpinion, report: CheckReport) -> tuple[str, ...]:
-    """Returns the reasons why the checker and a report disagree, one per line; nothing if they agree."""
-    return () if opinion.verdict == report.verdict else tuple(_reasons(opinion, report))
-
-
-def _reasons(opinion: OrtOpinion, report: CheckReport) -> Iterator[str]:
+def explain_difference(opinion: OrtOpinion, report: CheckReport) -> Iterator[str]:
+    """Yields the reasons why the checker and a report disagree, one per line; nothing if they agree."""
+    if opinion.verdict == report.verdict:
+        return
     taken_ops = {node.op for node in report.node_list if node.taken}
     if lacking := sorted(taken_ops & set(opinion.unknown_ops)):
         yield f"its table lacks {', '.join(lacking)}, which the provider takes"
     if opinion.dynamic_nodes:
         yield f"it refuses {opinion.dynamic_nodes} nodes for a dynamic shape, and counts omitted optional inputs as one"
     if _RANKS.index(opinion.verdict) > _RANKS.index(report.verdict):
-        yield from _overlooked(opinion, report)
+        refused = [node for node in report.node_list if not node.taken and node.op not in opinion.unknown_ops]
+        if refused:
+            worst = max(refused, key=lambda node: (node.macs, node.bytes))
+            why = f" ({worst.op} '{worst.name}': {worst.reasons[0]})" if worst.reasons else ""
+            yield f"it knows operator names only; check finds {len(refused)} refused nodes that it passes{why}"
+        if report.is_refused or report.risks:
+            yield "it does not know what makes a session fail"
+        if any(node.is_quantizer for node in report.node_list):
+            yield "it does not know units of QuantizeLinear and DequantizeLinear"
     if gone := sorted(set(opinion.unknown_ops) - {node.op for node in report.node_list}):
         yield f"{', '.join(gone)} is no longer there: edgekit rewrites it before the check"
     yield (
         f"it counts nodes ({opinion.taken} of {opinion.nodes} in {opinion.partitions} partitions); check weighs work"
         f" ({report.taken_macs:.0%} in {report.partitions} partitions)"
     )
-
-
-def _overlooked(opinion: OrtOpinion, report: CheckReport) -> Iterator[str]:
-    refused = [node for node in report.node_list if not node.taken and node.op not in opinion.unknown_ops]
-    if refused:
-        worst = max(refused, key=lambda node: (node.macs, node.bytes))
-        why = f" ({worst.op} '{worst.name}': {worst.reasons[0]})" if worst.reasons else ""
-        yield f"it knows operator names only; check finds {len(refused)} refused nodes that it passes{why}"
-    if report.is_refused or report.risks:
-        yield "it does not know what makes a session fail"
-    if any(node.is_quantizer for node in report.node_list):
-        yield "it does not know units of QuantizeLinear and DequantizeLinear"
-
-
-def _describe_death(finished: Finished) -> str:
-    # The last line that names an error is the exception itself; what follows may come from the interpreter.
-    lines = [line.strip() for line in finished.stderr.splitlines() if line.strip()]
-    last = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "")
-    shown = "".join(letter for letter in last if letter.isprintable())[:300]
-    return f"it {finished.ending}" + (f": {shown}" if shown else "")
 
 
 # The share of a float model that a target can compute in integers: known before anything is calibrated.

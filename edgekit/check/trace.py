@@ -47,13 +47,18 @@ class _View(msgspec.Struct, frozen=True, kw_only=True):
 def trace_nodes(source: Graph, prepared: Graph) -> Iterator[tuple[Graph, Node, Trace]]:
     """Yields each node of `source` with its graph and what became of it, a body's nodes after the node that has it."""
     names = {node.name: node for node in prepared.nodes}
+    needed: set[int] = set()
+    for node in reversed(source.nodes):
+        readers = {reader.index for name in node.output for reader in source.consumers.get(name, ())}
+        if readers & needed or any(name in source.outputs for name in node.output):
+            needed.add(node.index)
     view = _View(
         source=source,
         prepared=prepared,
         names=names,
         known=frozenset(node.name for node in source.nodes),
         constant=_constant_nodes(source, names),
-        idle=_idle_nodes(source),
+        idle=frozenset(node.index for node in source.nodes) - needed,
     )
     found: dict[int, Trace] = {}
     makers = {name: node.index for name, node in source.producers.items()}
@@ -142,23 +147,19 @@ def _describe_input(view: _View, node: Node, reader: Node) -> Trace:
     if read in view.prepared.constants:
         return Trace(fate="folded", note="its result is a constant")
     maker = view.prepared.producers.get(read)
-    if read in _sources_of(view, node):
+    # What the node reads, traced back through removed nodes.
+    sources: set[str] = set()
+    name = node.input[0]
+    while name and name not in sources:
+        sources.add(name)
+        before = view.source.producers.get(name)
+        name = "" if before is None or name in view.prepared.producers else before.input[0]
+    if read in sources:
         return Trace(fate="removed", note="it only hands its input on")
     if maker is None:
         return Trace(fate="removed", note=f"'{reader.name}' reads '{read}' in its place")
     how = "the same as" if maker.op_type == node.op_type else "merged into"
     return Trace(fate="fused", became=(maker.name,), note=f"{how} {maker.op_type} '{maker.name}'")
-
-
-def _sources_of(view: _View, node: Node) -> set[str]:
-    """Returns what a node reads, traced back through removed nodes."""
-    found: set[str] = set()
-    name = node.input[0]
-    while name and name not in found:
-        found.add(name)
-        maker = view.source.producers.get(name)
-        name = "" if maker is None or name in view.prepared.producers else maker.input[0]
-    return found
 
 
 def _constant_nodes(graph: Graph, names: Mapping[str, Node]) -> frozenset[int]:
@@ -172,15 +173,6 @@ def _constant_nodes(graph: Graph, names: Mapping[str, Node]) -> frozenset[int]:
             found.add(node.index)
             results.update(node.output)
     return frozenset(found)
-
-
-def _idle_nodes(graph: Graph) -> frozenset[int]:
-    needed: set[int] = set()
-    for node in reversed(graph.nodes):
-        readers = {reader.index for name in node.output for reader in graph.consumers.get(name, ())}
-        if readers & needed or any(name in graph.outputs for name in node.output):
-            needed.add(node.index)
-    return frozenset(node.index for node in graph.nodes) - needed
 
 
 def _names(nodes: list[Node]) -> tuple[str, ...]:

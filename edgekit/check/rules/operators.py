@@ -5,8 +5,6 @@ from typing import Literal
 
 from edgekit.check.rules.rules import BaseRule, Subject
 from edgekit.check.rules.units import clip_bounds
-from edgekit.graph.graph import Shape
-from edgekit.model.tensors import Array
 
 # Scales are float32, and quotients such as 2/3 are rounded in it.
 _WHOLE_TOLERANCE = 1e-4
@@ -203,7 +201,14 @@ class ResizeScales(BaseRule, frozen=True, kw_only=True, tag="resize_scales"):
             yield "neither scales nor sizes is a constant with one entry a dimension"
             return
         outer = len(shape) - self.spatial
-        if self.exact and not _is_exact(factors, shape, subject.unit.outputs[0].shape):
+        made = subject.unit.outputs[0].shape
+        if self.exact and not (
+            made is not None
+            and all(
+                abs(factor * (old or 1) - (new or 1)) < _WHOLE_TOLERANCE
+                for factor, old, new in zip(factors, shape, made, strict=True)
+            )
+        ):
             yield f"its scales {factors} are not the quotients of the sizes"
         for axis, factor in enumerate(factors[:outer]):
             if factor != 1:
@@ -212,27 +217,18 @@ class ResizeScales(BaseRule, frozen=True, kw_only=True, tag="resize_scales"):
         # (targets/nnapi/NOTES.md; deduced, not run).
         if self.not_alone and factors[-1] != 1 and all(factor == 1 for factor in factors[outer:-1]):
             yield "only the last axis changes"
-        yield from self._factor_reasons(factors[outer:], shape[outer:], subject.array(3))
-
-    def _factor_reasons(self, factors: list[float], dims: Shape, sizes: Array | None) -> Iterator[str]:
-        if not self.mixed and min(factors, default=1) < 1 < max(factors, default=1):
+        changed = factors[outer:]
+        if not self.mixed and min(changed, default=1) < 1 < max(changed, default=1):
             yield "one axis grows and the other shrinks"
-        for factor, dim in zip(factors, dims, strict=True):
+        for factor, dim in zip(changed, shape[outer:], strict=True):
             if factor * (dim or 0) < self.least - _WHOLE_TOLERANCE:
                 yield f"an axis of {dim} elements is left with fewer than {self.least}"
-            if 0 < factor < 1 and self.divisor and sizes is None:
+            if 0 < factor < 1 and self.divisor and subject.array(3) is None:
                 step = 1 / factor
                 if abs(step - round(step)) > _WHOLE_TOLERANCE or (dim or 0) % round(step):
                     yield f"scale {factor:g} is not one over a divisor of {dim}"
             if factor >= 1 and self.whole and abs(factor - round(factor)) > _WHOLE_TOLERANCE:
                 yield f"scale {factor:g} is not a whole number"
-
-
-def _is_exact(factors: list[float], before: Shape, after: Shape | None) -> bool:
-    return after is not None and all(
-        abs(factor * (old or 1) - (new or 1)) < _WHOLE_TOLERANCE
-        for factor, old, new in zip(factors, before, after, strict=True)
-    )
 
 
 def _find_factors(subject: Subject) -> list[float] | None:

@@ -7,49 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from edgekit.check.rules.operators import (
-    AxisLast,
-    Bounds,
-    ConvKernel,
-    GemmBias,
-    GroupedDilation,
-    MatMulRanks,
-    PadReach,
-    ReshapeTarget,
-    ResizeScales,
-    SlopeShape,
-    SplitSizes,
-)  # fmt: skip
-from edgekit.check.rules.rules import (
-    Attribute,
-    Between,
-    Computed,
-    Constant,
-    Count,
-    DimLimit,
-    Dtype,
-    EqualEntries,
-    FiniteScale,
-    Forms,
-    GraphEdge,
-    Inline,
-    Internal,
-    KnownShape,
-    Length,
-    Mirrored,
-    Never,
-    NonZero,
-    Quantized,
-    QuantizedOutput,
-    Rank,
-    Readers,
-    SameDtype,
-    SameQuantization,
-    Setting,
-    Static,
-    Traced,
-    Values,
-)  # fmt: skip
+from edgekit.check.rules import operators, rules
 from edgekit.check.rules.units import Selector
 from edgekit.errors import TargetError
 from edgekit.serialize import read_toml
@@ -61,11 +19,13 @@ class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 Rule = (
-    Never | Forms | Dtype | SameDtype | Rank | Static | KnownShape | NonZero | DimLimit | Constant | Computed
-    | Internal | Traced | Inline | Attribute | Length | EqualEntries | Mirrored | Count | Values | Setting | Bounds
-    | Quantized | SameQuantization | QuantizedOutput | FiniteScale | GroupedDilation | GraphEdge | Between | Readers
-    | GemmBias | MatMulRanks | ReshapeTarget | SplitSizes | ResizeScales | SlopeShape | ConvKernel | PadReach
-    | AxisLast
+    rules.Never | rules.Forms | rules.Dtype | rules.SameDtype | rules.Rank | rules.Static | rules.KnownShape
+    | rules.NonZero | rules.DimLimit | rules.Constant | rules.Computed | rules.Internal | rules.Traced | rules.Inline
+    | rules.Attribute | rules.Length | rules.EqualEntries | rules.Mirrored | rules.Count | rules.Values
+    | rules.Setting | rules.Quantized | rules.SameQuantization | rules.QuantizedOutput | rules.FiniteScale
+    | rules.GraphEdge | rules.Between | rules.Readers | operators.AxisLast | operators.Bounds | operators.ConvKernel
+    | operators.GemmBias | operators.GroupedDilation | operators.MatMulRanks | operators.PadReach
+    | operators.ReshapeTarget | operators.ResizeScales | operators.SlopeShape | operators.SplitSizes
 )  # fmt: skip
 """All kinds of rule that `rules.toml` may name."""
 

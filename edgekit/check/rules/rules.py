@@ -84,7 +84,9 @@ class When(_Strict, frozen=True, kw_only=True):
 
     def holds(self, subject: Subject) -> bool:
         """Returns True if every field of the condition holds for the unit."""
-        unit, node = subject.unit, subject.unit.node
+        unit, node, producers = subject.unit, subject.unit.node, subject.graph.producers
+        names = [operand.name for operand in unit.inputs] if self.fed_by else ()
+        makers = {producers[name].op_type for name in names if name in producers}
         return (
             node.op_type not in self.except_ops
             and (not self.ops or node.op_type in self.ops)
@@ -95,14 +97,7 @@ class When(_Strict, frozen=True, kw_only=True):
             and all(subject.settings.get(name) in allowed for name, allowed in self.settings.items())
             and all(subject.number(name) < limit for name, limit in self.below.items())
             and all(subject.number(name) >= limit for name, limit in self.at_least.items())
-            and self._fits_operands(subject)
-        )
-
-    def _fits_operands(self, subject: Subject) -> bool:
-        unit, producers = subject.unit, subject.graph.producers
-        makers = [producers[operand.name].op_type for operand in unit.inputs if operand.name in producers]
-        return (
-            self.quantized in {None, any(operand.is_quantized for operand in unit.inputs)}
+            and self.quantized in {None, any(operand.is_quantized for operand in unit.inputs)}
             and len(unit.inputs) >= self.inputs_min
             and all(unit.has_input(at) for at in self.present)
             and not any(unit.has_input(at) for at in self.absent)
@@ -110,7 +105,7 @@ class When(_Strict, frozen=True, kw_only=True):
             and all(unit.rank_of(int(at)) in ranks for at, ranks in self.ranks.items())
             # An unknown shape, and one of rank 0, does not count as a single element: (0,) never equals {1}.
             and all(unit.has_input(at) and set(unit.inputs[at].shape or (0,)) == {1} for at in self.single)
-            and (not self.fed_by or any(op in self.fed_by for op in makers))
+            and (not self.fed_by or not makers.isdisjoint(self.fed_by))
             and self.leaves in {None, any(operand.name in subject.graph.outputs for operand in unit.outputs)}
         )
 
@@ -536,32 +531,28 @@ class Quantized(BaseRule, frozen=True, kw_only=True, tag="quantized"):
     tolerance: float = 0.0
 
     def _reasons(self, subject: Subject) -> Iterator[str]:
+        graph = subject.graph
         for what, operand in subject.operands(self.at, self.of):
-            if operand.is_quantized:
-                yield from self._shape_reasons(what, operand, subject.graph)
-                yield from self._value_reasons(what, operand, subject.graph)
-
-    def _shape_reasons(self, what: str, operand: Operand, graph: Graph) -> Iterator[str]:
-        names = [name for name in (operand.scale, operand.zero_point) if name]
-        if any(name not in graph.constants for name in names):
-            yield f"the scale or zero point of {what} is computed; it must be a constant"
-        if self.scalar and any(graph.value(name).shape != () for name in names):
-            yield f"the scale or zero point of {what} is a list; it must be a scalar"
-        # Counted by shape, because large constants are loaded without their data here.
-        scales = graph.value(names[0]).elements
-        if scales != 1 and not self.per_channel:
-            yield f"{what} is quantized per channel ({scales} scales); only per tensor is taken"
-        size = None if self.axis is None or operand.shape is None or scales == 1 else operand.shape[self.axis]
-        if self.axis is not None and operand.shape is not None and scales not in {1, size}:
-            yield f"{what} has {scales} scales; per channel they go along axis {self.axis}, of size {size}"
-
-    def _value_reasons(self, what: str, operand: Operand, graph: Graph) -> Iterator[str]:
-        parameters = read_parameters(graph, operand)
-        scale, zero = (part.reshape(-1).tolist() for part in parameters) if parameters else ([], [])
-        if self.zero_point is not None and set(zero) - {self.zero_point}:
-            yield f"the zero point of {what} is {zero[0]}; it must be {self.zero_point}"
-        if self.scale is not None and any(abs(entry - self.scale) > self.tolerance for entry in scale):
-            yield f"the scale of {what} is {scale[0]:.6g}; it must be {self.scale:g}"
+            if not operand.is_quantized:
+                continue
+            names = [name for name in (operand.scale, operand.zero_point) if name]
+            if any(name not in graph.constants for name in names):
+                yield f"the scale or zero point of {what} is computed; it must be a constant"
+            if self.scalar and any(graph.value(name).shape != () for name in names):
+                yield f"the scale or zero point of {what} is a list; it must be a scalar"
+            # Counted by shape, because large constants are loaded without their data here.
+            scales = graph.value(names[0]).elements
+            if scales != 1 and not self.per_channel:
+                yield f"{what} is quantized per channel ({scales} scales); only per tensor is taken"
+            size = None if self.axis is None or operand.shape is None or scales == 1 else operand.shape[self.axis]
+            if self.axis is not None and operand.shape is not None and scales not in {1, size}:
+                yield f"{what} has {scales} scales; per channel they go along axis {self.axis}, of size {size}"
+            parameters = read_parameters(graph, operand)
+            scale, zero = (part.reshape(-1).tolist() for part in parameters) if parameters else ([], [])
+            if self.zero_point is not None and set(zero) - {self.zero_point}:
+                yield f"the zero point of {what} is {zero[0]}; it must be {self.zero_point}"
+            if self.scale is not None and any(abs(entry - self.scale) > self.tolerance for entry in scale):
+                yield f"the scale of {what} is {scale[0]:.6g}; it must be {self.scale:g}"
 
 
 class SameQuantization(BaseRule, frozen=True, kw_only=True, tag="same_quantization"):

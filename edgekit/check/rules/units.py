@@ -3,7 +3,7 @@
 The grouping is ONNX Runtime's (core/optimizer/qdq_transformer/selectors_actions/qdq_selectors.cc and shared/utils.cc).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -147,26 +147,28 @@ def single_unit(graph: Graph, node: Node) -> Unit:
     return Unit(node=node, members=(node.index,), inputs=inputs, outputs=outputs)
 
 
-class _Surround(msgspec.Struct, frozen=True, kw_only=True):
-    """The nodes around a node: the DQ of each input, the Q of each output, and a redundant activation in between."""
-
-    before: dict[int, Node]
-    after: list[tuple[int, Node]]
-    clip: Node | None
-
-
 def _group(graph: Graph, node: Node, selector: Selector, *, absorb_clips: bool) -> Unit | None:
-    around = _look_around(graph, node, absorb_clips=absorb_clips)
     if node.domain not in _GROUP_DOMAINS or node.since not in SELECTED_SINCE.get(node.op_type, (node.since,)):
         return None
-    if around is None or not _accepts(graph, node, selector, around):
+    made = ((at, graph.producers.get(name)) for at, name in enumerate(node.input))
+    before = {at: dq for at, dq in made if dq is not None and dq.op_type == "DequantizeLinear" and dq.has_input(1)}
+    clip = _redundant_candidate(graph, node) if absorb_clips and before else None
+    quantizers = [
+        (position, reader)
+        for position, name in enumerate((clip or node).output)
+        for reader in graph.consumers.get(name, ())
+        if reader.op_type == "QuantizeLinear" and reader.input[0] == name and reader.has_input(1)
+    ]
+    if clip is not None and (len(quantizers) != 1 or not _is_redundant(graph, clip, quantizers[0][1])):
+        return None
+    if not _accepts(graph, node, selector, list(before.values()), [q for _, q in quantizers], clip):
         return None
     # The DQ makes a graph output, so it has to stay.
-    if any(dq.output[0] in graph.outputs for dq in around.before.values()):
+    if any(dq.output[0] in graph.outputs for dq in before.values()):
         return None
-    before, after = around.before, dict(around.after)
-    middle = (node.index,) if around.clip is None else (node.index, around.clip.index)
-    members = (*(dq.index for dq in before.values()), *middle, *(q.index for _, q in around.after))
+    after = dict(quantizers)
+    middle = (node.index,) if clip is None else (node.index, clip.index)
+    members = (*(dq.index for dq in before.values()), *middle, *(q.index for _, q in quantizers))
     return Unit(
         node=node,
         members=tuple(dict.fromkeys(members)),
@@ -182,45 +184,33 @@ def _group(graph: Graph, node: Node, selector: Selector, *, absorb_clips: bool) 
     )
 
 
-def _look_around(graph: Graph, node: Node, *, absorb_clips: bool) -> _Surround | None:
-    dqs = ((at, _producer(graph, name, "DequantizeLinear")) for at, name in enumerate(node.input))
-    before = {at: dq for at, dq in dqs if dq is not None}
-    clip = _redundant_candidate(graph, node) if absorb_clips and before else None
-    after = [
-        (position, reader)
-        for position, name in enumerate((clip or node).output)
-        for reader in graph.consumers.get(name, ())
-        if reader.op_type == "QuantizeLinear" and reader.input[0] == name and reader.has_input(1)
-    ]
-    if clip is not None and (len(after) != 1 or not _is_redundant(graph, clip, after[0][1])):
-        return None
-    return _Surround(before=before, after=after, clip=clip)
-
-
-def _accepts(graph: Graph, node: Node, selector: Selector, around: _Surround) -> bool:
-    dtypes = [graph.value(dq.input[0]).dtype for dq in around.before.values()]
-    results = [graph.value(q.output[0]).dtype for _, q in around.after]
-    wanted = _wanted_dqs(node, selector, len(dtypes))
-    if not dtypes or len(dtypes) != wanted or (selector in _UNCLIPPED and around.clip is not None):
+def _accepts(
+    graph: Graph, node: Node, selector: Selector, before: Sequence[Node], after: Sequence[Node], clip: Node | None
+) -> bool:
+    """Returns True if a node between these DQ and Q nodes, and perhaps a redundant activation, is a group."""
+    dtypes = [graph.value(dq.input[0]).dtype for dq in before]
+    results = [graph.value(q.output[0]).dtype for q in after]
+    # Optional inputs of these operators may be float, without a DQ.
+    is_free = selector in {"any", "pad", "batchnorm"}
+    wanted = len(dtypes) if is_free else _DQ_COUNTS.get(selector, sum(bool(name) for name in node.input))
+    if not dtypes or len(dtypes) != wanted or (selector in _UNCLIPPED and clip is not None):
         return False
     # ArgMax finds the same position in integers as in floats, and its result is an index: it needs no Q.
     if selector == "drop_dq":
         return True
     if selector == "topk":
         return dtypes == results
-    if not _covers_outputs(graph, node, around) and not (selector in _UNQUANTIZED_OUTPUT and not results):
+    # A result that is also read in float, or is a graph output, cannot exist in integers only.
+    outputs = [name for name in node.output if name]
+    edges = sum(len(graph.consumers.get(name, ())) for name in outputs)
+    leaves = any(name in graph.outputs for name in outputs)
+    is_covered = after and not leaves and len(after) == len(outputs) and (clip is not None or edges == len(after))
+    if not is_covered and not (selector in _UNQUANTIZED_OUTPUT and not results):
         return False
     # An operator that only moves elements can do so on the integers only if both sides have the same parameters.
-    if selector == "drop" and not _same_parameters(graph, around.before[min(around.before)], around.after[0][1]):
+    if selector == "drop" and not _same_parameters(graph, before[0], after[0]):
         return False
     return _dtypes_fit(selector, dtypes, results, node)
-
-
-def _wanted_dqs(node: Node, selector: Selector, found: int) -> int:
-    # Optional inputs of these operators may be float, without a DQ.
-    if selector in {"any", "pad", "batchnorm"}:
-        return found
-    return _DQ_COUNTS.get(selector, sum(bool(name) for name in node.input))
 
 
 def _dtypes_fit(selector: Selector, dtypes: Sequence[str | None], results: Sequence[str | None], node: Node) -> bool:
@@ -259,20 +249,6 @@ def _has_other_bias(graph: Graph, unit: Unit) -> bool:
     return bool((np.abs(b - product) > _BIAS_TOLERANCE * np.abs(product)).any())
 
 
-def _covers_outputs(graph: Graph, node: Node, around: _Surround) -> bool:
-    outputs = [name for name in node.output if name]
-    if not around.after or any(name in graph.outputs for name in outputs):
-        return False
-    # A result that is also read in float, or is a graph output, cannot exist in integers only.
-    edges = sum(len(graph.consumers.get(name, ())) for name in outputs)
-    return len(around.after) == len(outputs) and (around.clip is not None or edges == len(around.after))
-
-
-def _producer(graph: Graph, name: str, op: str) -> Node | None:
-    node = graph.producers.get(name)
-    return node if node is not None and node.op_type == op and node.has_input(1) else None
-
-
 def _redundant_candidate(graph: Graph, node: Node) -> Node | None:
     edges = [reader for name in node.output for reader in graph.consumers.get(name, ())]
     if len(edges) != 1:
@@ -302,10 +278,16 @@ def _is_redundant(graph: Graph, clip: Node, quantizer: Node) -> bool:
     return low <= limits.min and limits.max <= high
 
 
+_ENDLESS = (float("-inf"), float("inf"))
+
+
 def clip_bounds(graph: Graph, inputs: Sequence[str], attributes: Mapping[str, object]) -> tuple[float, float] | None:
     """Returns the bounds of a Clip, infinite if it has none, or None if a bound is no constant."""
     # Clip has its bounds as attributes up to opset 10 and as inputs from 11 on (ONNX's changelog of operators).
-    bounds = [_number(attributes.get("min"), float("-inf")), _number(attributes.get("max"), float("inf"))]
+    given = attributes.get("min"), attributes.get("max")
+    bounds = [
+        float(value) if isinstance(value, (int, float)) else end for value, end in zip(given, _ENDLESS, strict=True)
+    ]
     for place, name in enumerate(inputs[1:3]):
         if name:
             array = graph.array(name)
@@ -313,10 +295,6 @@ def clip_bounds(graph: Graph, inputs: Sequence[str], attributes: Mapping[str, ob
                 return None
             bounds[place] = float(array.reshape(-1)[0])
     return bounds[0], bounds[1]
-
-
-def _number(value: object, default: float) -> float:
-    return float(value) if isinstance(value, (int, float)) else default
 
 
 def read_parameters(graph: Graph, operand: Operand) -> tuple[Array, Array] | None:
@@ -385,8 +363,3 @@ def _linear_operands(graph: Graph, node: Node) -> tuple[tuple[Operand, ...], tup
     if node.op_type == "QuantizeLinear" and len(node.input) >= 2:
         return (_operand(graph, node.input[0]),), (at(node.output[0], 1),)
     return None
-
-
-def unit_of_each(units: Iterable[Unit]) -> dict[int, int]:
-    """Returns for each node position the position of the unit that contains it."""
-    return {member: at for at, unit in enumerate(units) for member in unit.members}
