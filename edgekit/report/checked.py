@@ -85,26 +85,21 @@ def table_check(report: CheckReport) -> Table:
     Nodes have the names of the user's model where these are known. Nodes with the most work come first.
     """
     groups: dict[tuple[str, str], list[tuple[str, int]]] = {}
-    for name, op, macs, why in _list_left(report):
-        groups.setdefault((op, why), []).append((name, macs))
-    table = make_table("op", "nodes", "MACs", "why not", "which")
-    for (op, why), nodes in sorted(groups.items(), key=lambda item: -sum(macs for _, macs in item[1])):
-        more = f" and {len(nodes) - _MOST_NAMES} more: --json has all" if len(nodes) > _MOST_NAMES else ""
-        names = ", ".join(name for name, _ in nodes[:_MOST_NAMES]) + more
-        table.add_row(op, str(len(nodes)), format_count(sum(macs for _, macs in nodes)), why, names)
-    return table
-
-
-def _list_left(report: CheckReport) -> Iterator[tuple[str, str, int, str]]:
-    """Yields name, operator, multiply-accumulates and reason of each node that is not taken."""
     # Nodes that the preparation added have no counterpart in the user's model: they get rows of their own.
     named = {name for node in report.model_nodes for name in node.became}
     for node in report.model_nodes:
         if not node.taken:
-            yield node.name, node.op, node.macs, "\n".join(node.reasons) or node.note
+            groups.setdefault((node.op, "\n".join(node.reasons) or node.note), []).append((node.name, node.macs))
     for made in report.node_list:
         if not made.taken and made.name not in named:
-            yield made.name or "(no name)", made.op, made.macs, "\n".join(made.reasons)
+            nodes = groups.setdefault((made.op, "\n".join(made.reasons)), [])
+            nodes.append((made.name or "(no name)", made.macs))
+    rows: list[tuple[str, ...]] = []
+    for (op, why), nodes in sorted(groups.items(), key=lambda item: -sum(macs for _, macs in item[1])):
+        more = f" and {len(nodes) - _MOST_NAMES} more: --json has all" if len(nodes) > _MOST_NAMES else ""
+        names = ", ".join(name for name, _ in nodes[:_MOST_NAMES]) + more
+        rows.append((op, str(len(nodes)), format_count(sum(macs for _, macs in nodes)), why, names))
+    return make_table("op", "nodes", "MACs", "why not", "which", rows=rows)
 
 
 def describe_fates(report: CheckReport) -> str:

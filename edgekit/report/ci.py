@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from xml.etree import ElementTree as ET
 
 from edgekit.bench.report import BenchReport, BenchRun
-from edgekit.devices.device import SkippedDevice
 from edgekit.evidence import Verdict
 from edgekit.report.tables import format_or_dash
 from edgekit.report.text import list_verify_remarks
@@ -29,7 +28,21 @@ def render_junit(reports: Sequence[VerifyReport], *, accept_unproven: bool = Fal
     type "not proven", or with `accept_unproven` a skipped case. The format is that of Jenkins (`jenkins-junit.xsd`),
     which GitLab, GitHub Actions and Azure read too.
     """
-    suites = [_describe_report(report, accepts=accept_unproven) for report in reports]
+    suites: list[ET.Element] = []
+    for report in reports:
+        cases = [case for run in report.runs for case in _describe_run(report.bundle, run, accepts=accept_unproven)]
+        for skip in report.skipped:
+            case = _element("testcase", name="run", classname=f"{report.bundle}.{skip.device}", time="0")
+            advice = f"; to run it: {skip.command}" if skip.command else ""
+            case.append(_element("skipped", message=skip.reason + advice))
+            cases.append(case)
+        bundle = _element("testcase", name="the bundle as a whole", classname=report.bundle, time="0")
+        _judge(bundle, report.failures, report.unproven, accepts=accept_unproven)
+        cases.append(bundle)
+        failed, skipped = (sum(case.find(tag) is not None for case in cases) for tag in ("failure", "skipped"))
+        counts = {"tests": str(len(cases)), "failures": str(failed), "errors": "0", "skipped": str(skipped)}
+        suites.append(_element("testsuite", name=report.bundle, **counts))
+        suites[-1].extend(cases)
     counts = {name: str(sum(int(suite.get(name, "0")) for suite in suites)) for name in ("tests", "failures", "errors")}
     root = _element("testsuites", name="edgekit verify", **counts)
     root.extend(suites)
@@ -38,25 +51,14 @@ def render_junit(reports: Sequence[VerifyReport], *, accept_unproven: bool = Fal
     return data + b"\n"
 
 
-def _describe_report(report: VerifyReport, *, accepts: bool) -> ET.Element:
-    cases = [case for run in report.runs for case in _describe_run(report.bundle, run, accepts=accepts)]
-    cases += [_describe_skip(report.bundle, skip) for skip in report.skipped]
-    bundle = _element("testcase", name="the bundle as a whole", classname=report.bundle, time="0")
-    _judge(bundle, report.failures, report.unproven, accepts=accepts)
-    cases.append(bundle)
-    failed, skipped = (sum(case.find(tag) is not None for case in cases) for tag in ("failure", "skipped"))
-    counts = {"tests": str(len(cases)), "failures": str(failed), "errors": "0", "skipped": str(skipped)}
-    suite = _element("testsuite", name=report.bundle, **counts)
-    suite.extend(cases)
-    return suite
-
-
 def _describe_run(bundle: str, run: RunReport, *, accepts: bool) -> Iterator[ET.Element]:
     """Yields a case for each gate of a run; explanations of a failure are in the first case that fails."""
     outputs = {output.name: output for output in run.outputs}
     explanations = run.explanations
     for gate in run.gates:
-        seconds = _count_seconds(run) if gate.name == "run" else 0.0
+        # An estimate from the median: the time of each sample is not stored.
+        median = 0.0 if run.latency_ms is None else run.latency_ms.median
+        seconds = (run.load_ms + median * run.samples) / 1e3 if gate.name == "run" else 0.0
         name = f"{gate.name} {gate.subject}" if gate.subject else gate.name
         case = _element("testcase", name=name, classname=f"{bundle}.{run.device}", time=f"{seconds:.3f}")
         # Explanations belong to the run, not to a gate: they are printed once, with the first gate that fails.
@@ -75,25 +77,12 @@ def _describe_run(bundle: str, run: RunReport, *, accepts: bool) -> Iterator[ET.
         yield case
 
 
-def _count_seconds(run: RunReport) -> float:
-    median = 0.0 if run.latency_ms is None else run.latency_ms.median
-    # An estimate from the median: the time of each sample is not stored.
-    return (run.load_ms + median * run.samples) / 1e3
-
-
 def _describe_output(output: OutputReport) -> str:
     figures = {"cosine": output.cosine, "SQNR dB": output.sqnr_db, "top-1 agreement": output.top1_agreement}
     figures |= {"exact match": output.exact_match, "IoU": output.iou}
     figures |= {SHARED[each.of]: each.share for each in output.agreements if each.of != "classes"}
     known = ", ".join(f"{name} {value:.5g}" for name, value in figures.items() if value is not None)
     return f"output '{output.name}' over {output.samples} samples: {known or 'not measured'}"
-
-
-def _describe_skip(bundle: str, skip: SkippedDevice) -> ET.Element:
-    case = _element("testcase", name="run", classname=f"{bundle}.{skip.device}", time="0")
-    advice = f"; to run it: {skip.command}" if skip.command else ""
-    case.append(_element("skipped", message=skip.reason + advice))
-    return case
 
 
 def _judge(case: ET.Element, failures: Sequence[str], unproven: Sequence[str], *, accepts: bool) -> None:
@@ -145,10 +134,7 @@ def _describe_bench(report: BenchReport) -> Iterator[str]:
         yield "|---|---|--:|--:|--:|---|--:|--:|--:|--:|--:|"
         yield from (_describe_times(run) for run in report.runs)
         yield ""
-    remarks = list(list_bench_remarks(report))
-    yield from (f"- {_escape(remark)}" for remark in remarks[:_MOST_REMARKS])
-    if len(remarks) > _MOST_REMARKS:
-        yield f"- and {len(remarks) - _MOST_REMARKS} more"
+    yield from _list_remarks(list(list_bench_remarks(report)))
     yield ""
 
 
@@ -187,13 +173,16 @@ def _describe(report: VerifyReport) -> Iterator[str]:
         if task is not None:
             values = f"float {format_score(task, task.reference)}, here {format_score(task, task.got)}"
             yield f"- {_escape(run.device)}: {_escape(task.name)} {values}, {describe_difference(task)} points"
-    remarks = list(list_verify_remarks(report))
-    yield from (f"- {_escape(remark)}" for remark in remarks[:_MOST_REMARKS])
-    if len(remarks) > _MOST_REMARKS:
-        yield f"- and {len(remarks) - _MOST_REMARKS} more"
+    yield from _list_remarks(list(list_verify_remarks(report)))
     if report.advice:
         yield f"- {_escape(report.advice)}"
     yield ""
+
+
+def _list_remarks(remarks: Sequence[str]) -> Iterator[str]:
+    yield from (f"- {_escape(remark)}" for remark in remarks[:_MOST_REMARKS])
+    if len(remarks) > _MOST_REMARKS:
+        yield f"- and {len(remarks) - _MOST_REMARKS} more"
 
 
 def _escape(text: str) -> str:

@@ -2,12 +2,13 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from rich.text import Text
 
 from edgekit.evidence import Verdict, worst_verdict
 from edgekit.inspect.diff import Delta
@@ -25,11 +26,13 @@ from edgekit.verify.groups import GroupReport, GroupRun
 from edgekit.verify.task_scores import describe_difference, format_score
 
 
-def make_table(*columns: str) -> Table:
-    """Returns an empty table with these columns; long cells wrap."""
+def make_table(*columns: str, rows: Iterable[Sequence[str | Text]] = ()) -> Table:
+    """Returns a table with these columns and rows; long cells wrap."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in columns:
         table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
@@ -92,7 +95,8 @@ def list_changes(delta: Delta) -> Iterator[str]:
     yield from (f"file {file.name}: {_size(file.old_bytes, file.new_bytes)}" for file in delta.files)
     yield from (f"{fact.key}: {_move(fact.old, fact.new)}" for fact in delta.facts)
     yield from (f"placement {fact.key}: {_move(fact.old, fact.new)}" for fact in delta.placement)
-    nodes = [f"node {node.name} ({node.op}): {_place(node.old)} -> {_place(node.new)}" for node in delta.nodes]
+    place = {None: "absent", True: "provider", False: "CPU"}
+    nodes = [f"node {node.name} ({node.op}): {place[node.old]} -> {place[node.new]}" for node in delta.nodes]
     layers = [
         f"layer {layer.name} ({_move(layer.old_op, layer.new_op)}): {_size(layer.old_bytes, layer.new_bytes)}"
         for layer in delta.layers
@@ -133,26 +137,18 @@ def _word(value: object) -> str:
             return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _place(taken: bool | None) -> str:  # noqa: FBT001 - it is the fact itself
-    return {None: "absent", True: "provider", False: "CPU"}[taken]
-
-
 def _share(part: int, whole: int) -> str:
     return f"{part / whole:.1%}" if whole else "-"
 
 
 def table_sizes(report: PackageReport) -> Table:
     """Returns the files of a package as a table, largest first."""
-    table = make_table("file", "bytes", "share")
     ranked = sorted(report.sizes.items(), key=lambda pair: (-pair[1], pair[0]))
-    for name, size_bytes in ranked[:_MOST_ROWS]:
-        table.add_row(name, f"{size_bytes:,}", _share_of_package(size_bytes, report))
-    rest = ranked[_MOST_ROWS:]
+    shown, rest = ranked[:_MOST_ROWS], ranked[_MOST_ROWS:]
     if rest:
-        left = sum(size_bytes for _, size_bytes in rest)
-        table.add_row(f"{len(rest)} smaller files", f"{left:,}", _share_of_package(left, report))
-    table.add_row("all", f"{report.size_bytes:,}", "")
-    return table
+        shown.append((f"{len(rest)} smaller files", sum(size_bytes for _, size_bytes in rest)))
+    rows = [(name, f"{size_bytes:,}", _share(size_bytes, report.size_bytes)) for name, size_bytes in shown]
+    return make_table("file", "bytes", "share", rows=[*rows, ("all", f"{report.size_bytes:,}", "")])
 
 
 def list_size_remarks(report: PackageReport) -> Iterator[str]:
@@ -165,10 +161,6 @@ def list_size_remarks(report: PackageReport) -> Iterator[str]:
             f"warning: what is no model weighs {rest / max(1, report.model_bytes):.1f} times as much as the models;"
             f" the largest file is '{largest}'"
         )
-
-
-def _share_of_package(size_bytes: int, report: PackageReport) -> str:
-    return f"{size_bytes / report.size_bytes:.1%}"
 
 
 class GroupTarget(msgspec.Struct, frozen=True, kw_only=True):
@@ -324,7 +316,17 @@ def describe_quantization(report: QuantizeReport) -> Iterator[str]:
     kept = f"{report.quantized_nodes} nodes are {report.precision}, {len(report.float_nodes)} stay float"
     size += f", {report.float_bytes / 1e3:.0f} kB of it float constants" if report.float_bytes >= _NOTABLE_BYTES else ""
     yield f"{report.out}: {kept}; {size}"
-    yield from _describe_floats(report)
+    reasons = Counter(node.reason for node in report.float_nodes)
+    for reason, count in reasons.most_common(_MOST_LINES):
+        yield f"- {count} in float: {reason}"
+    if len(reasons) > _MOST_LINES:
+        yield f"- {len(report.float_nodes)} in float for {len(reasons)} reasons in all: --json lists them"
+    large = [f"'{name}' {size / 1e3:.0f} kB" for name, size in report.float_constants.items() if size >= _LARGE_BYTES]
+    if large:
+        more = f" and {len(large) - _MOST_LINES} more" if len(large) > _MOST_LINES else ""
+        yield f"- large constants in float: {', '.join(large[:_MOST_LINES])}{more}"
+    if report.narrow.bits:
+        yield f"- {describe_narrow(report.narrow)}"
     yield f"expected: {describe_prediction(report.predicted)}"
     share = f"{report.target} takes {report.taken} of it, {100 * report.taken_macs:.1f} % of the work"
     yield f"{share}; no session of it is expected" if report.refused else share
@@ -356,21 +358,6 @@ def describe_quantization(report: QuantizeReport) -> Iterator[str]:
         share = f"{100 * seen.sample_error:.2g} % of a tensor's values"
         yield f"histograms are of {seen.measured} of {seen.samples} samples: shares hold for all to within {share}"
     yield from (f"warning: {warning}" for warning in (*report.data_warnings, *report.calibration.notes))
-
-
-def _describe_floats(report: QuantizeReport) -> Iterator[str]:
-    """Yields each reason why nodes stay float, and which large constants stay float with them."""
-    reasons = Counter(node.reason for node in report.float_nodes)
-    for reason, count in reasons.most_common(_MOST_LINES):
-        yield f"- {count} in float: {reason}"
-    if len(reasons) > _MOST_LINES:
-        yield f"- {len(report.float_nodes)} in float for {len(reasons)} reasons in all: --json lists them"
-    large = [f"'{name}' {size / 1e3:.0f} kB" for name, size in report.float_constants.items() if size >= _LARGE_BYTES]
-    if large:
-        more = f" and {len(large) - _MOST_LINES} more" if len(large) > _MOST_LINES else ""
-        yield f"- large constants in float: {', '.join(large[:_MOST_LINES])}{more}"
-    if report.narrow.bits:
-        yield f"- {describe_narrow(report.narrow)}"
 
 
 def describe_narrow(narrow: NarrowConstants) -> str:

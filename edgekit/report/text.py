@@ -22,8 +22,9 @@ from edgekit.report.tables import format_bytes, format_count, format_or_dash, ma
 from edgekit.serialize import to_builtins
 from edgekit.target import Target, TaskLimit
 from edgekit.verify.layers.comparison import LayerReport, Located, explain_layers
+from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.report import VerifyReport
-from edgekit.verify.run_report import BucketReport, FileReport, RunReport, SizesReport
+from edgekit.verify.run_report import RunReport
 from edgekit.verify.state import describe_state
 from edgekit.verify.task_scores import TaskReport, describe_accuracy, describe_difference, format_score, judge_task
 from edgekit.verify.two_models import ModelComparison
@@ -38,9 +39,14 @@ _COLORS: Mapping[Verdict, str] = {"pass": _GOOD, "fail": _BAD, "not proven": _UN
 
 def table_build(report: BuildReport) -> Table:
     """Returns a build as a table: a row for each target."""
-    table = make_table("target", "precision", "nodes taken", "parts", "size", "agreement", "evidence", "result")
+    rows: list[tuple[str | Text, ...]] = []
     for bundle in report.bundles:
-        table.add_row(
+        result = Text(bundle.verdict, _COLORS[bundle.verdict])
+        if bundle.path is None:
+            result = Text("no bundle", _BAD)
+        elif bundle.verify is None or not bundle.verify.runs:
+            result = Text("not verified" if bundle.verify is None else "nothing ran", _UNKNOWN)
+        rows.append((
             bundle.target,
             bundle.precision or "-",
             describe_taken(bundle.placed),
@@ -48,9 +54,10 @@ def table_build(report: BuildReport) -> Table:
             describe_size(bundle),
             describe_agreement(bundle.verify),
             describe_evidence(bundle.verify),
-            _result(bundle),
-        )
-    return table
+            result,
+        ))  # fmt: skip
+    columns = ("target", "precision", "nodes taken", "parts", "size", "agreement", "evidence", "result")
+    return make_table(*columns, rows=rows)
 
 
 def list_remarks(report: BuildReport) -> list[str]:
@@ -97,8 +104,15 @@ def _list_run_remarks(run: RunReport) -> Iterator[str]:
     yield from (f"not proven: {line}" for line in _shorten(run.unproven))
     yield from run.notes
     yield from describe_state(run.state) if run.state else ()
-    yield from (_describe_sizes(run.sizes),) if run.sizes else ()
-    yield from (_describe_file(file) for file in run.files if file.failure is None)
+    if run.sizes:
+        # The worst SQNR for each size, against the float model run at the samples' own lengths.
+        sizes = ", ".join(
+            f"{size.size} ({len(size.lengths)} samples{_describe_worst(size.outputs)})" for size in run.sizes.sizes
+        )
+        yield f"each sample beside the float model at its own '{run.sizes.dim}': {sizes}"
+    for file in (file for file in run.files if file.failure is None):
+        nodes = ", ".join(f"{count} nodes on {provider}" for provider, count in file.provider_nodes.items())
+        yield f"'{file.file}' opens too: {nodes or 'nodes unknown'}{_describe_worst(file.outputs)}"
     # A failure that no layer explains says so itself.
     if run.located and (run.located.layer or not run.failures):
         yield from list_located(run.located)
@@ -111,21 +125,9 @@ def _shorten(lines: Sequence[str]) -> Iterator[str]:
         yield f"and {len(lines) - _MOST_LINES} more reasons of this kind: --json lists them"
 
 
-def _describe_sizes(sizes: SizesReport) -> str:
-    """Returns the worst SQNR for each size, against the float model run at the samples' own lengths."""
-
-    def describe(size: BucketReport) -> str:
-        worst = min((output.sqnr_db for output in size.outputs if output.sqnr_db is not None), default=None)
-        return f"{size.size} ({len(size.lengths)} samples{'' if worst is None else f', {worst:.1f} dB'})"
-
-    return f"each sample beside the float model at its own '{sizes.dim}': {', '.join(map(describe, sizes.sizes))}"
-
-
-def _describe_file(file: FileReport) -> str:
-    """Returns where the nodes of a model file ran, and its worst SQNR."""
-    nodes = ", ".join(f"{count} nodes on {provider}" for provider, count in file.provider_nodes.items())
-    worst = min((output.sqnr_db for output in file.outputs if output.sqnr_db is not None), default=None)
-    return f"'{file.file}' opens too: {nodes or 'nodes unknown'}" + ("" if worst is None else f", {worst:.1f} dB")
+def _describe_worst(outputs: Iterable[OutputReport]) -> str:
+    worst = min((output.sqnr_db for output in outputs if output.sqnr_db is not None), default=None)
+    return "" if worst is None else f", {worst:.1f} dB"
 
 
 def table_verify(report: VerifyReport) -> Table:
@@ -179,31 +181,33 @@ def list_metric(run: RunReport) -> Iterator[str]:
 
 def table_device_figures(report: VerifyReport) -> Table:
     """Returns the devices of a verification side by side: a row for each device."""
-    table = make_table("device", "SQNR", "agreement", "accuracy", "median", "p95", "p99", "nodes", "memory", "outputs")
-    for figures in report.comparison:
-        latency = figures.latency_ms
-        table.add_row(
+    rows = (
+        (
             figures.device,
             format_or_dash(figures.sqnr_db, "{:.1f} dB"),
             format_or_dash(figures.top1_agreement, "{:.1%}"),
             format_or_dash(figures.accuracy, "{:.1%}"),
-            format_or_dash(latency.median if latency else None, "{:.2f} ms"),
-            format_or_dash(latency.p95 if latency else None, "{:.2f} ms"),
-            format_or_dash(latency.p99 if latency else None, "{:.2f} ms"),
+            *(
+                format_or_dash(getattr(figures.latency_ms, name, None), "{:.2f} ms")
+                for name in ("median", "p95", "p99")
+            ),
             f"{figures.nodes_taken}/{figures.nodes}",
             format_bytes(figures.peak_rss_bytes),
             f"as {figures.same_as}" if figures.same_as else "own",
         )
-    return table
+        for figures in report.comparison
+    )
+    columns = ("device", "SQNR", "agreement", "accuracy", "median", "p95", "p99", "nodes", "memory", "outputs")
+    return make_table(*columns, rows=rows)
 
 
 def table_targets(targets: Sequence[Target]) -> Table:
     """Returns targets as a table: a row for each target."""
-    table = make_table("target", "what it is", "precision", "verified here by")
-    for target in targets:
-        devices = ", ".join(planned.device for planned in target.verification)
-        table.add_row(target.name, target.title, target.precision, devices)
-    return table
+    rows = (
+        (target.name, target.title, target.precision, ", ".join(planned.device for planned in target.verification))
+        for target in targets
+    )
+    return make_table("target", "what it is", "precision", "verified here by", rows=rows)
 
 
 def table_parameters(target: Target) -> Table:
@@ -230,18 +234,14 @@ def table_devices(statuses: Sequence[DeviceStatus]) -> Table:
 
 def table_providers(offered: Sequence[OfferedProvider]) -> Table:
     """Returns the installed providers as a table: a row for each provider."""
-    table = make_table("provider", "from", "--on", "what it finds here, or what it lacks")
-    for one in offered:
-        table.add_row(one.provider, one.source, one.device or "-", one.failure or ", ".join(one.hardware))
-    return table
+    rows = ((one.provider, one.source, one.device or "-", one.failure or ", ".join(one.hardware)) for one in offered)
+    return make_table("provider", "from", "--on", "what it finds here, or what it lacks", rows=rows)
 
 
 def table_self_test(test: SelfTest) -> Table:
     """Returns what was tried on a device as a table: a row for each check."""
-    table = make_table("check", "result", "what was seen")
-    for check in test.checks:
-        table.add_row(check.name, _verdict("pass" if check.passed else "fail"), check.detail)
-    return table
+    rows = ((check.name, _verdict("pass" if check.passed else "fail"), check.detail) for check in test.checks)
+    return make_table("check", "result", "what was seen", rows=rows)
 
 
 def table_contents(report: OnnxReport | OrtFileReport) -> Table:
@@ -269,19 +269,19 @@ def table_contents(report: OnnxReport | OrtFileReport) -> Table:
 
 def table_outputs(report: ModelComparison) -> Table:
     """Returns a comparison of two models as a table: a row for each output."""
-    table = make_table("output", "cosine", "SQNR", "max error", "top-1", "equal", "remark")
-    for output in report.outputs:
-        remark = output.mismatch or (f"{output.non_finite} values are not finite" if output.non_finite else "")
-        table.add_row(
+    rows = (
+        (
             output.name,
             format_or_dash(output.cosine, "{:.5f}"),
             format_or_dash(output.sqnr_db, "{:.1f} dB"),
             format_or_dash(output.max_abs, "{:.4g}"),
             format_or_dash(output.top1_agreement, "{:.1%}"),
             format_or_dash(output.exact_match, "{:.1%}"),
-            remark,
+            output.mismatch or (f"{output.non_finite} values are not finite" if output.non_finite else ""),
         )
-    return table
+        for output in report.outputs
+    )
+    return make_table("output", "cosine", "SQNR", "max error", "top-1", "equal", "remark", rows=rows)
 
 
 def list_comparison_remarks(report: ModelComparison, min_sqnr_db: float | None = None) -> Iterator[str]:
@@ -296,17 +296,17 @@ def list_comparison_remarks(report: ModelComparison, min_sqnr_db: float | None =
 
 def table_layers(layers: Sequence[LayerReport]) -> Table:
     """Returns layers as a table: the accumulated error, and the error of each layer alone on correct inputs."""
-    table = make_table("layer", "op", "SQNR so far", "own SQNR", "max error")
-    for layer in layers:
-        own = format_or_dash(layer.own_sqnr_db, "{:.1f} dB")
-        table.add_row(
+    rows = (
+        (
             layer.name,
             layer.op,
             format_or_dash(layer.sqnr_db, "{:.1f} dB"),
-            own,
+            format_or_dash(layer.own_sqnr_db, "{:.1f} dB"),
             format_or_dash(layer.max_abs, "{:.4g}"),
         )
-    return table
+        for layer in layers
+    )
+    return make_table("layer", "op", "SQNR so far", "own SQNR", "max error", rows=rows)
 
 
 def list_located(found: Located) -> Iterator[str]:
@@ -348,16 +348,6 @@ def describe_evidence(verify: VerifyReport | None) -> str:
     return ", ".join(dict.fromkeys(kind if kind == device else f"{kind} ({device})" for kind, device in kinds))
 
 
-def _result(bundle: BundleSummary) -> Text:
-    if bundle.path is None:
-        return Text("no bundle", _BAD)
-    if bundle.verify is None:
-        return Text("not verified", _UNKNOWN)
-    if not bundle.verify.runs:
-        return Text("nothing ran", _UNKNOWN)
-    return _verdict(bundle.verdict)
-
-
 def _verdict(verdict: Verdict) -> Text:
     return Text(verdict, _COLORS[verdict])
 
@@ -392,7 +382,13 @@ def headline_build(report: BuildReport) -> str:
     # A higher precision does not help if calibration saw other inputs than the app's.
     unlike = next((warning for warning in report.data_warnings if warning.endswith(ALIKE)), None)
     step = f" Next: {unlike}." if step and unlike else step
-    return f"{said}; {bad.target}: {_find_bundle_reason(bad)}.{step}"
+    if bad.failure is not None:
+        reason = _quote(bad.failure)
+    elif bad.verify is None or not bad.verify.runs:
+        reason = "not verified" if bad.verify is None else "nothing ran"
+    else:
+        reason = ("" if bad.verdict == "fail" else "not proven: ") + _find_reason(bad.verify)
+    return f"{said}; {bad.target}: {reason}.{step}"
 
 
 def describe_verified(report: BuildReport) -> str:
@@ -406,16 +402,6 @@ def describe_verified(report: BuildReport) -> str:
         return f"{kept} others verified on each device"
     some = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
     return f"{kept} kept back, of which {some} ran on each device"
-
-
-def _find_bundle_reason(bundle: BundleSummary) -> str:
-    if bundle.failure is not None:
-        return _quote(bundle.failure)
-    if bundle.verify is None:
-        return "not verified"
-    if not bundle.verify.runs:
-        return "nothing ran"
-    return ("" if bundle.verdict == "fail" else "not proven: ") + _find_reason(bundle.verify)
 
 
 _NEXT: Mapping[str, str] = {

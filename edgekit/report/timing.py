@@ -8,7 +8,7 @@ from rich.text import Text
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit.bench.latency import Ratio
-from edgekit.bench.report import BenchReport, BenchRun, Comparison
+from edgekit.bench.report import BenchReport, Comparison
 from edgekit.bundle.manifest import SessionSetting
 from edgekit.evidence import Evidence
 from edgekit.profile.report import Cause, DeviceProfile, NodeTime, ProfileComparison, ProfileReport
@@ -32,21 +32,22 @@ class SeriesPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 def list_series(report: BenchReport) -> tuple[SeriesPoint, ...]:
     """Returns a point for each figure of each run that did not fail."""
-    return tuple(point for run in report.runs if run.failure is None for point in _list(report.subject, run))
-
-
-def _list(subject: str, run: BenchRun) -> Iterator[SeriesPoint]:
-    way = f"batch {run.batch}, {run.concurrency} at once" + (", IO binding" if run.io_binding else "")
-    way += f", queue {run.queue}" if run.queue else ""
-    name = f"{subject} on {run.device}, {way}"
-    low, high = run.interval_ms
-    extra = f"{run.iterations} runs, {run.evidence.value}, {run.provider}"
-    yield SeriesPoint(
-        name=f"{name}: median", unit="ms", value=run.median_ms, range=f"± {(high - low) / 2:.3g}", extra=extra
-    )
-    yield SeriesPoint(name=f"{name}: p99", unit="ms", value=run.p99_ms, extra=extra)
-    yield SeriesPoint(name=f"{name}: load", unit="ms", value=run.load_ms, extra=extra)
-    yield SeriesPoint(name=f"{name}: memory", unit="MB", value=run.peak_rss_bytes / 1e6, extra=extra)
+    points: list[SeriesPoint] = []
+    for run in (run for run in report.runs if run.failure is None):
+        way = f"batch {run.batch}, {run.concurrency} at once" + (", IO binding" if run.io_binding else "")
+        way += f", queue {run.queue}" if run.queue else ""
+        low, high = run.interval_ms
+        figures = (
+            ("median", "ms", run.median_ms, f"± {(high - low) / 2:.3g}"),
+            ("p99", "ms", run.p99_ms, ""),
+            ("load", "ms", run.load_ms, ""),
+            ("memory", "MB", run.peak_rss_bytes / 1e6, ""),
+        )
+        extra = f"{run.iterations} runs, {run.evidence.value}, {run.provider}"
+        for figure, unit, value, spread in figures:
+            name = f"{report.subject} on {run.device}, {way}: {figure}"
+            points.append(SeriesPoint(name=name, unit=unit, value=value, range=spread, extra=extra))
+    return tuple(points)
 
 
 _BAD, _UNKNOWN = "red", "yellow"
@@ -134,11 +135,8 @@ def headline_profile(profile: DeviceProfile) -> str:
 
 def table_operators(profile: DeviceProfile, most: int) -> Table:
     """Returns the operators as a table, the most expensive first."""
-    table = make_table(
-        "operator", "provider", "nodes", "calls", "total", "average", "maximum", "share", "GMAC/s", "GB/s"
-    )
-    for one in profile.operators[:most]:
-        table.add_row(
+    rows = (
+        (
             one.op,
             short_provider(one.provider),
             str(one.nodes),
@@ -150,40 +148,36 @@ def table_operators(profile: DeviceProfile, most: int) -> Table:
             _rate(one.macs, one.self_ms),
             _rate(one.bytes, one.self_ms),
         )
-    return table
+        for one in profile.operators[:most]
+    )
+    columns = ("operator", "provider", "nodes", "calls", "total", "average", "maximum", "share", "GMAC/s", "GB/s")
+    return make_table(*columns, rows=rows)
 
 
 def table_memory(profile: DeviceProfile) -> Table:
     """Returns the memory of the process after each phase, with and without the arena, and the memory of the arena."""
-    table = make_table(
-        "memory behind", "held", "peak", "held without arena", "peak without arena", "arena holds", "most in use there"
-    )
+    rows: list[tuple[str, ...]] = []
     for one in profile.memory:
         bare = (one.bare_bytes, one.bare_peak_bytes, one.arena_bytes, one.arena_peak_bytes)
-        table.add_row(
-            one.phase,
-            format_bytes(one.resident_bytes),
-            format_bytes(one.peak_bytes),
-            *("-" if size is None else format_bytes(size) for size in bare),
-        )
-    return table
+        known = ("-" if size is None else format_bytes(size) for size in bare)
+        rows.append((one.phase, format_bytes(one.resident_bytes), format_bytes(one.peak_bytes), *known))
+    columns = ("held", "peak", "held without arena", "peak without arena", "arena holds", "most in use there")
+    return make_table("memory behind", *columns, rows=rows)
 
 
 def table_npu(profile: DeviceProfile, most: int) -> Table:
     """Returns the most expensive operations of the graph that was given to an NPU, as a table."""
-    table = make_table("inside the NPU's graph", "node", "cycles", "share", "runs apart by")
-    for one in profile.npu[:most]:
-        table.add_row(
-            shorten(one.name), shorten(one.source) or "-", f"{one.cycles:.0f}", f"{one.share:.1%}", f"{one.spread:.0%}"
-        )
-    return table
+    rows = (
+        (shorten(one.name), shorten(one.source) or "-", f"{one.cycles:.0f}", f"{one.share:.1%}", f"{one.spread:.0%}")
+        for one in profile.npu[:most]
+    )
+    return make_table("inside the NPU's graph", "node", "cycles", "share", "runs apart by", rows=rows)
 
 
 def table_nodes(profile: DeviceProfile, most: int) -> Table:
     """Returns the most expensive kernels as a table."""
-    table = make_table("node", "operator", "self", "share", "MACs", "bytes", "GMAC/s", "GB/s", "of the roof", "shapes")
-    for node in rank_nodes(profile)[:most]:
-        table.add_row(
+    rows = (
+        (
             shorten(node.source or node.name),
             node.op,
             f"{node.self_ms:.3g} ms",
@@ -195,7 +189,10 @@ def table_nodes(profile: DeviceProfile, most: int) -> Table:
             "-" if node.roof_share is None else f"{min(node.roof_share, 1):.0%} {node.bound}",
             f"{describe_shapes(node.inputs)} -> {describe_shapes(node.outputs)}",
         )
-    return table
+        for node in rank_nodes(profile)[:most]
+    )
+    columns = ("node", "operator", "self", "share", "MACs", "bytes", "GMAC/s", "GB/s", "of the roof", "shapes")
+    return make_table(*columns, rows=rows)
 
 
 def rank_nodes(profile: DeviceProfile) -> list[NodeTime]:
@@ -205,7 +202,13 @@ def rank_nodes(profile: DeviceProfile) -> list[NodeTime]:
 
 def list_profile_remarks(profile: DeviceProfile) -> Iterator[str]:
     """Yields overheads, what the machine reaches, what would help, and how reliable the figures are."""
-    yield from describe_unasked(profile)
+    # The cost of conversions and copies, which are no part of the model's formulas: a line for each kind.
+    copies = "copies between providers"
+    if profile.provider != CPU_PROVIDER and all(one.kind != copies for one in profile.unasked):
+        yield f"{copies}: none (no Memcpy kernel ran)"
+    for one in profile.unasked:
+        inserted = f", {one.inserted} of them put in by ONNX Runtime" if one.inserted else ""
+        yield f"{one.kind}: {one.self_ms:.3g} ms ({one.share:.1%}) in {one.nodes} kernels{inserted}"
     if profile.roof is not None:
         roof = profile.roof
         yield (
@@ -215,16 +218,6 @@ def list_profile_remarks(profile: DeviceProfile) -> Iterator[str]:
         )
     yield from (f"would help: {describe_cause(cause)}" for cause in profile.advice)
     yield from profile.warnings
-
-
-def describe_unasked(profile: DeviceProfile) -> Iterator[str]:
-    """Yields the cost of conversions and copies, which are no part of the model's formulas: a line for each kind."""
-    copies = "copies between providers"
-    if profile.provider != CPU_PROVIDER and all(one.kind != copies for one in profile.unasked):
-        yield f"{copies}: none (no Memcpy kernel ran)"
-    for one in profile.unasked:
-        inserted = f", {one.inserted} of them put in by ONNX Runtime" if one.inserted else ""
-        yield f"{one.kind}: {one.self_ms:.3g} ms ({one.share:.1%}) in {one.nodes} kernels{inserted}"
 
 
 def describe_profiles(found: ProfileComparison) -> str:
@@ -246,12 +239,17 @@ def describe_cause(cause: Cause) -> str:
 
 def table_pairs(found: ProfileComparison, most: int) -> Table:
     """Returns the layers whose times differ most as a table."""
-    table = make_table("value", "A", "B", "B - A", "kernels of A", "kernels of B")
-    for pair in sorted(found.pairs, key=lambda pair: -abs(pair.b_ms - pair.a_ms))[:most]:
-        change = pair.b_ms - pair.a_ms
-        ops = (", ".join(side) or "-" for side in (pair.a_ops, pair.b_ops))
-        table.add_row(shorten(pair.tensor), f"{pair.a_ms:.3g} ms", f"{pair.b_ms:.3g} ms", f"{change:+.3g} ms", *ops)
-    return table
+    rows = (
+        (
+            shorten(pair.tensor),
+            f"{pair.a_ms:.3g} ms",
+            f"{pair.b_ms:.3g} ms",
+            f"{pair.b_ms - pair.a_ms:+.3g} ms",
+            *(", ".join(side) or "-" for side in (pair.a_ops, pair.b_ops)),
+        )
+        for pair in sorted(found.pairs, key=lambda pair: -abs(pair.b_ms - pair.a_ms))[:most]
+    )
+    return make_table("value", "A", "B", "B - A", "kernels of A", "kernels of B", rows=rows)
 
 
 def list_report_remarks(report: ProfileReport) -> Iterator[str]:
@@ -311,16 +309,17 @@ def describe_ratio(ratio: Ratio) -> str:
 
 def table_levels(report: TuneReport) -> Table:
     """Returns as a table what each optimization level makes of the graph."""
-    table = make_table("level", "nodes", "fused", "load", "p50")
-    for row in report.levels:
-        table.add_row(
+    rows = (
+        (
             row.level,
             format_or_dash(row.nodes, "{}"),
             describe_fused(row.fused),
             format_or_dash(row.load_ms, "{:.0f} ms"),
             format_or_dash(row.median_ms, "{:.3g} ms"),
         )
-    return table
+        for row in report.levels
+    )
+    return make_table("level", "nodes", "fused", "load", "p50", rows=rows)
 
 
 def describe_fused(fused: Mapping[str, int]) -> str:
@@ -330,11 +329,17 @@ def describe_fused(fused: Mapping[str, int]) -> str:
 
 def table_decisions(report: TuneReport) -> Table:
     """Returns each race as a table: the last challenger, its cost, and why it was taken or not."""
-    table = make_table("race", "last challenger", "cost", "taken", "why")
-    for one in report.decisions:
-        cost = "-" if one.ratio is None else f"{one.ratio.value:.3f}"
-        table.add_row(one.group, one.challenger or "-", cost, Text("yes", "green") if one.taken else "no", one.reason)
-    return table
+    rows = (
+        (
+            one.group,
+            one.challenger or "-",
+            "-" if one.ratio is None else f"{one.ratio.value:.3f}",
+            Text("yes", "green") if one.taken else "no",
+            one.reason,
+        )
+        for one in report.decisions
+    )
+    return make_table("race", "last challenger", "cost", "taken", "why", rows=rows)
 
 
 def table_tried(report: TuneReport) -> Table:
@@ -383,15 +388,6 @@ def describe_setting(entrant: Entrant) -> Iterator[str]:
     yield from (f"{key} = {value}" for key, value in {**setting.config, **setting.provider_options}.items())
 
 
-def _explain_rest(report: TuneReport) -> str:
-    """Returns why part of the time budget is left, "" if hardly any is."""
-    if report.seconds > _USED * report.budget_s:
-        return ""
-    if any("time was over" in one.reason for one in report.decisions):
-        return ": what is left is less than another round, with what the last comparison needs, would take"
-    return ": every race was decided before"
-
-
 def list_tuning_remarks(report: TuneReport) -> Iterator[str]:
     """Yields the settings, and how reliable the result is: evidence, load, time; at the end what was written."""
     if report.chosen != report.defaults:
@@ -413,7 +409,10 @@ def list_tuning_remarks(report: TuneReport) -> Iterator[str]:
                 "others used this machine: ratios hold for it as it was, and more threads or spinning may pay on a"
                 " quiet one"
             )
+    rest = "" if report.seconds > _USED * report.budget_s else ": every race was decided before"
+    if rest and any("time was over" in one.reason for one in report.decisions):
+        rest = ": what is left is less than another round, with what the last comparison needs, would take"
     used = f"{report.seconds:.0f} of {report.budget_s:.0f} s"
-    yield f"{report.measurements} sessions were measured in {used}{_explain_rest(report)}"
+    yield f"{report.measurements} sessions were measured in {used}{rest}"
     if report.applied:
         yield f"written: {report.applied}"

@@ -13,7 +13,6 @@ from edgekit.model.tensors import Array
 from edgekit.verify.layers.comparison import LayerReport, Located, find_first_bad
 from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.report import AttributionStep, VerifyReport
-from edgekit.verify.run_report import RunReport
 from edgekit.verify.two_models import ModelComparison
 
 # The chart is 1000 units wide: more points could not be told apart.
@@ -141,8 +140,11 @@ def draw_worst(inputs: Samples, report: VerifyReport) -> tuple[Picture, ...]:
     """Returns the worst samples of each run as images, for inputs that are images; `inputs` are the verified ones."""
     captions: dict[int, list[str]] = {}
     for run in report.runs:
-        for sample, caption in _list_worst(inputs.count, run):
-            captions.setdefault(sample, []).append(caption)
+        places = run.find_places(inputs.count)
+        for output in run.outputs:
+            if output.worst_sample is not None and output.worst_sample < len(places):
+                caption = f"{output.name} on {run.device}{describe_answers(output)}"
+                captions.setdefault(places[output.worst_sample], []).append(caption)
     return draw_samples(inputs, captions)
 
 
@@ -197,15 +199,6 @@ def _find_planes(value: Array) -> Array | None:
     if one.shape[0] in {1, 3} and min(one.shape[1:]) >= 8:
         return np.moveaxis(one, 0, 2)
     return one if one.shape[2] in {1, 3} and min(one.shape[:2]) >= 8 else None
-
-
-def _list_worst(count: int, run: RunReport) -> list[tuple[int, str]]:
-    indices = run.find_places(count)
-    return [
-        (indices[output.worst_sample], f"{output.name} on {run.device}{describe_answers(output)}")
-        for output in run.outputs
-        if output.worst_sample is not None and output.worst_sample < len(indices)
-    ]
 
 
 def describe_answers(output: OutputReport) -> str:

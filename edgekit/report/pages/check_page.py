@@ -1,13 +1,13 @@
 """A check as one HTML page: the graph as a strip that shows which unit takes which part, and as blocks of nodes."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
 from typing import Literal
 
 import msgspec
 
 from edgekit.check.report import CheckedNode, CheckReport
-from edgekit.evidence import Evidence
 from edgekit.progress import StageTime
 from edgekit.report.checked import (
     CheckSummary,
@@ -25,6 +25,8 @@ from edgekit.report.tables import format_bytes
 
 _MOST_STRETCHES = 200
 
+Place = Literal["taken", "left", "fatal"]
+
 
 class Stretch(msgspec.Struct, frozen=True, kw_only=True):
     """Consecutive nodes that go to one place: the position and width of the stretch, in percent of the whole graph.
@@ -32,7 +34,7 @@ class Stretch(msgspec.Struct, frozen=True, kw_only=True):
     `odd` alternates, so that adjacent partitions can be told apart.
     """
 
-    place: Literal["taken", "left", "fatal"]
+    place: Place
     odd: bool
     left: float
     width: float
@@ -62,27 +64,23 @@ def draw_strip(report: CheckReport) -> tuple[Stretch, ...]:
     if len(stretches) > _MOST_STRETCHES:
         size = -(-len(nodes) // _MOST_STRETCHES)
         stretches = [list(nodes[start : start + size]) for start in range(0, len(nodes), size)]
-    return tuple(_draw(stretches, len(nodes)))
-
-
-def _draw(stretches: Sequence[Sequence[CheckedNode]], total: int) -> Iterator[Stretch]:
+    drawn: list[Stretch] = []
     start = 0
-    for nodes in stretches:
-        left = next((node for node in nodes if not node.taken), None)
-        first = nodes[0] if left is None else left
+    for part in stretches:
+        first = next((node for node in part if not node.taken), part[0])
         partition = first.partition
         where = "the session fails" if first.fatal else "CPU" if partition is None else f"partition {partition}"
-        yield Stretch(
-            place="fatal" if first.fatal else "left" if left is not None else "taken",
+        stretch = Stretch(
+            place=_place(first),
             odd=bool((partition or 0) % 2),
-            left=100 * start / total,
-            width=100 * len(nodes) / total,
-            title=f"{where}: {len(nodes)} nodes, from {nodes[0].op} {nodes[0].name}",
+            left=100 * start / len(nodes),
+            width=100 * len(part) / len(nodes),
+            title=f"{where}: {len(part)} nodes, from {part[0].op} {part[0].name}",
         )
-        start += len(nodes)
+        drawn.append(stretch)
+        start += len(part)
+    return tuple(drawn)
 
-
-Place = Literal["taken", "left", "fatal"]
 
 CHIP_WIDTH = 150
 _PITCH_X, _PITCH_Y, _CHIP_HEIGHT, _MARGIN = 164, 40, 26, 8
@@ -127,15 +125,35 @@ def draw_blocks(report: CheckReport) -> Iterator[Block]:
 
 
 def _draw_block(nodes: Sequence[CheckedNode], total: int, *, is_open: bool) -> Block:
-    spots = _find_spots(nodes)
-    rows = max(y for _, y in spots.values()) + 1
-    columns = max(x for x, _ in spots.values()) + 1
+    # Column and row of each node: the row below all nodes that it reads, and the first free column there. Nodes in
+    # other blocks have no row here, so they do not push a node down.
+    spots: list[tuple[int, int]] = []
+    places: dict[str, int] = {}
+    used: Counter[int] = Counter()
+    edges: list[str] = []
+    for at, node in enumerate(nodes):
+        before = [spots[places[name]] for name in node.reads if name in places]
+        row = max((y + 1 for _, y in before), default=0)
+        spots.append((used[row], row))
+        places[node.name] = at
+        used[row] += 1
+        for source in before:
+            (x1, y1), (x2, y2) = _centre(source, bottom=True), _centre(spots[at], bottom=False)
+            middle = (y1 + y2) // 2
+            edges.append(f"M{x1} {y1}C{x1} {middle} {x2} {middle} {x2} {y2}")
+    first = nodes[0]
+    where = "left to the CPU" if first.partition is None else f"partition {first.partition}"
+    where = "the session fails here" if first.fatal else where
+    work = f", {sum(node.macs for node in nodes) / total:.1%} of MACs" if total else ""
+    counts = Counter(node.op for node in nodes)
+    ranked = [f"{counts[op]} {op}" for op in sorted(counts, key=lambda op: (-counts[op], op))]
+    ops = ", ".join(ranked if len(ranked) <= 4 else [*ranked[:4], "…"])
     return Block(
-        place=_place(nodes[0]),
-        summary=_summarize(nodes, total),
+        place=_place(first),
+        summary=f"{where}: {len(nodes)} node{'s' if len(nodes) > 1 else ''}{work} ({ops})",
         is_open=is_open,
-        width=columns * _PITCH_X + 2 * _MARGIN,
-        height=rows * _PITCH_Y + 2 * _MARGIN,
+        width=max(used.values()) * _PITCH_X + 2 * _MARGIN,
+        height=len(used) * _PITCH_Y + 2 * _MARGIN,
         chips=tuple(
             Chip(
                 x=spots[at][0] * _PITCH_X + _MARGIN,
@@ -146,33 +164,8 @@ def _draw_block(nodes: Sequence[CheckedNode], total: int, *, is_open: bool) -> B
             )
             for at, node in enumerate(nodes)
         ),
-        edges=" ".join(_draw_edges(nodes, spots)),
+        edges=" ".join(edges),
     )
-
-
-def _find_spots(nodes: Sequence[CheckedNode]) -> dict[int, tuple[int, int]]:
-    """Returns column and row of each node: the row below all nodes that it reads, and the first free column there."""
-    rows: dict[str, int] = {}
-    used: dict[int, int] = {}
-    spots: dict[int, tuple[int, int]] = {}
-    for at, node in enumerate(nodes):
-        # Nodes in other blocks have no row here, so they do not push a node down.
-        row = max((rows[name] + 1 for name in node.reads if name in rows), default=0)
-        rows[node.name] = row
-        spots[at] = (used.get(row, 0), row)
-        used[row] = used.get(row, 0) + 1
-    return spots
-
-
-def _draw_edges(nodes: Sequence[CheckedNode], spots: dict[int, tuple[int, int]]) -> Iterator[str]:
-    position = {node.name: at for at, node in enumerate(nodes)}
-    for at, node in enumerate(nodes):
-        for name in node.reads:
-            if name in position:
-                x1, y1 = _centre(spots[position[name]], bottom=True)
-                x2, y2 = _centre(spots[at], bottom=False)
-                middle = (y1 + y2) // 2
-                yield f"M{x1} {y1}C{x1} {middle} {x2} {middle} {x2} {y2}"
 
 
 def _centre(spot: tuple[int, int], *, bottom: bool) -> tuple[int, int]:
@@ -182,30 +175,6 @@ def _centre(spot: tuple[int, int], *, bottom: bool) -> tuple[int, int]:
 
 def _place(node: CheckedNode) -> Place:
     return "fatal" if node.fatal else "taken" if node.taken else "left"
-
-
-def _summarize(nodes: Sequence[CheckedNode], total: int) -> str:
-    first = nodes[0]
-    place = (
-        "the session fails here"
-        if first.fatal
-        else f"partition {first.partition}"
-        if first.partition is not None
-        else "left to the CPU"
-    )
-    work = f", {sum(node.macs for node in nodes) / total:.1%} of MACs" if total else ""
-    ops = ", ".join(_count_ops(nodes))
-    return f"{place}: {len(nodes)} node{'s' if len(nodes) > 1 else ''}{work} ({ops})"
-
-
-def _count_ops(nodes: Iterable[CheckedNode]) -> Iterator[str]:
-    counts: dict[str, int] = {}
-    for node in nodes:
-        counts[node.op] = counts.get(node.op, 0) + 1
-    ranked = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
-    yield from (f"{count} {op}" for op, count in ranked[:4])
-    if len(ranked) > 4:
-        yield "…"
 
 
 def _describe(node: CheckedNode) -> Iterator[str]:
@@ -239,5 +208,4 @@ def render_check(summary: CheckSummary) -> str:
         observed=summary.observed,
         recommendation=describe_recommendation(summary.recommended, summary.targets),
         opinions=[] if summary.ort is None else list(list_ort_opinions(summary.ort, summary.targets)),
-        evidence_kinds=list(Evidence),
     )

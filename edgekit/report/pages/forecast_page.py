@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from edgekit.evidence import Evidence
 from edgekit.forecasts.forecast import DeviceForecast, ForecastReport
 from edgekit.report.forecasts import (
     describe_cpu,
@@ -105,5 +104,4 @@ def render_forecast(report: ForecastReport) -> str:
         headline=headline_forecast(report),
         remarks=list(list_forecast_remarks(report)),
         picture=draw_devices(report),
-        evidence_kinds=list(Evidence),
     )

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 
 import jinja2
 
+from edgekit.evidence import Evidence
+
 
 def make_page(
     name: str, filters: Mapping[str, Callable[..., object]], *, script: str = "page.js", **values: object
@@ -39,4 +41,5 @@ def _environment(filters: tuple[tuple[str, Callable[..., object]], ...]) -> jinj
         lstrip_blocks=True,
     )
     templates.filters.update(filters)
+    templates.globals["evidence_kinds"] = list(Evidence)
     return templates

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 
-from edgekit.evidence import Evidence
 from edgekit.profile.measure import Profiled
 from edgekit.profile.profile import ProfileRun
 from edgekit.profile.report import DeviceProfile, NodeTime
@@ -248,5 +247,4 @@ def render_profile(run: ProfileRun) -> str:
         profiled=run.profiled,
         compared=None if comparison is None else describe_comparison(comparison),
         remarks=list(list_report_remarks(run.report)),
-        evidence_kinds=list(Evidence),
     )

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from edgekit.evidence import Evidence
 from edgekit.report.pages.pages import make_page
 from edgekit.report.tables import format_bytes
 from edgekit.report.timing import (
@@ -115,5 +114,4 @@ def render_tuning(report: TuneReport) -> str:
         report=report,
         headline=headline_tuning(report),
         remarks=list(list_tuning_remarks(report)),
-        evidence_kinds=list(Evidence),
     )
