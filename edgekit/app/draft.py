@@ -60,7 +60,7 @@ def draft_app(
     model is added at its end, for the targets of that file.
 
     Raises:
-        EdgekitError: the model cannot be read, or there is no image, or a target that does not exist.
+        EdgekitError: the model cannot be read, or there is no image, or data or a target that does not exist.
         UsageError: neither data nor images are given, or the model has no input for images.
     """
     if (data is None) == (images is None):
@@ -68,6 +68,8 @@ def draft_app(
     unknown = next((name for name in targets if name not in target_names()), None)
     if unknown is not None:
         raise UsageError(f"there is no target '{unknown}'", hint=f"targets: {', '.join(target_names())}")
+    if labels is not None and not labels.exists():
+        raise DataError(f"the labels '{labels}' do not exist", hint="check the path")
     source = load_model(model)
     metadata = _read_metadata(source)
     dims, remarks = _guess_dims(source, images, metadata), list[str]()
@@ -91,7 +93,7 @@ def draft_app(
         dims=dims,
         frozen=frozen,
         freeze={entry.name: entry.value for entry in frozen},
-        source=str(data) if images is None else _relate(images, folder),
+        source=_find_data(str(data), folder) if images is None else _relate(images, folder),
         labels=None if labels is None else _relate(labels, folder),
         preprocess=None if preprocess is None else msgspec.to_builtins(preprocess),
         targets=targets,
@@ -232,6 +234,15 @@ def _find_compared(graph: Graph, name: str) -> int | None:
 
 def _count_nodes(graph: Graph) -> int:
     return sum(1 + sum(map(_count_nodes, node.bodies)) for node in graph.nodes)
+
+
+def _find_data(data: str, folder: Path) -> str:
+    """Returns how the file names its data: a path relative to `folder`, or `module:function` as it is."""
+    if Path(data).exists():
+        return _relate(Path(data), folder)
+    if ":" not in data:
+        raise DataError(f"the data '{data}' does not exist", hint="check the path, or name a module:function")
+    return data
 
 
 def _relate(path: Path, folder: Path) -> str:

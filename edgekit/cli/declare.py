@@ -49,6 +49,10 @@ class Option:
         """Returns click's option for a parameter of this name and type."""
         kind, optional, several = _read_type(hint)
         known: dict[str, Any] = {"type": kind, "multiple": several, "required": not (optional or several)}
+        # click's names of ranges would stand in a message: "'five' is not a valid float range".
+        limits = self._told.get("type")
+        if isinstance(limits, click.FloatRange | click.IntRange):
+            limits.name = "number" if isinstance(limits, click.FloatRange) else "integer"
         # The type is that of what the callback returns, and says nothing of what is typed.
         if "callback" in self._told:
             known = {}

@@ -103,6 +103,8 @@ def compare_versions(old: Path, new: Path, *, target: str | None = None) -> Delt
     # A folder may have the name of a model.
     kinds = {path.suffix in MODEL_SUFFIXES and path.is_file() for path in (old, new)}
     if len(kinds) > 1:
+        if missing := next((path for path in (old, new) if not path.exists()), None):
+            raise UsageError(f"there is nothing at '{missing}'", hint="check the path of the model or bundle")
         raise UsageError(f"'{old}' and '{new}' are a model and a bundle", hint="give two models or two bundles")
     if kinds == {True}:
         return _compare_models(old, new)

@@ -164,7 +164,27 @@ def test_init_asks_the_model_and_says_what_it_guessed(tmp_path: Path, capsys: py
     assert "has this model already" in capsys.readouterr().err
     assert run_command(["init", str(tmp_path / "net.onnx"), "--out", str(tmp_path / "no.toml")]) == 2
     assert run_command([*words, "--target", "pnnapi", "--out", str(tmp_path / "no.toml")]) == 2
+    assert run_command([*words, "--labels", "lables.txt", "--out", str(tmp_path / "no.toml")]) == 2
     assert not (tmp_path / "no.toml").exists()
+
+
+def test_init_names_data_from_the_place_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y) { y = Relu(x) }',
+        tmp_path / "net.onnx",
+    )
+    np.savez("samples.npz", x=np.zeros((8, 4), np.float32))
+    assert run_command(["init", "net.onnx", "--data", "samlpes.npz"]) == 2
+    assert "the data 'samlpes.npz' does not exist (check the path" in capsys.readouterr().err
+    assert not Path("edgekit.toml").exists()
+    for data, named in (("samples.npz", str(tmp_path / "samples.npz")), ("mine:samples", "mine:samples")):
+        out = tmp_path / data[:4] / "edgekit.toml"
+        assert run_command(["init", "net.onnx", "--data", data, "--out", str(out)]) == 0
+        (cell, *_) = list_cells(load_app(out))
+        assert str(cell.data.source) == named
 
 
 def test_init_reads_what_the_exporter_wrote_and_adds_a_model(tmp_path: Path) -> None:

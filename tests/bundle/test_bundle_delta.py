@@ -85,6 +85,8 @@ def test_two_models_are_compared_by_layers(tmp_path: Path, capsys: pytest.Captur
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path, pair: tuple[Bundle, Bundle]) -> None:
     model = save_classifier(tmp_path / "a.onnx").path
+    with pytest.raises(UsageError, match=r"nothing at '.*b\.onnx'"):
+        compare_versions(model, tmp_path / "b.onnx")
     with pytest.raises(UsageError, match="a model and a bundle"):
         compare_versions(model, pair[0].folder)
     with pytest.raises(BundleError, match="cannot read"):

@@ -98,6 +98,7 @@ def test_an_error_says_where_it_stands(
     [
         ("[commands.chek]", "line 5, column 1: commands.chek: there is no such command (did you mean 'check'?)"),
         ("[commands.bench]\nruns = 0", "line 6, column 1: commands.bench.runs: 0 is not in the range 1<=x<=100000"),
+        ('[commands.bench]\nruns = "few"', "line 6, column 1: commands.bench.runs: 'few' is not a valid integer"),
         ("[commands.check]\nset = [true]", "line 6, column 1: commands.check.set: it takes a text, a list of texts"),
     ],
 )
