@@ -56,7 +56,7 @@ def find_strange_text(message: Message) -> bytes | None:
         for entry in value if hasattr(value, "extend") else (value,):
             if field.type == field.TYPE_STRING and not isinstance(entry, str):
                 return bytes(entry)
-            strange = find_strange_text(entry) if field.type == field.TYPE_MESSAGE else None
+            strange = find_strange_text(entry) if isinstance(entry, Message) else None
             if strange is not None:
                 return strange
     return None
