@@ -16,7 +16,7 @@ from edgekit.check.report import CheckReport
 from edgekit.convert.ort_format.report import read_interface
 from edgekit.data.samples import Samples, draw_samples, list_samples, load_samples
 from edgekit.devices.bundled import find_tuned, make_job, plan_run, set_job
-from edgekit.devices.device import Device, Job
+from edgekit.devices.device import Device, Job, make_empty_check
 from edgekit.devices.find import default_target
 from edgekit.devices.named import address_of
 from edgekit.devices.process.run import REPLAY_SAVED
@@ -243,12 +243,4 @@ def _check(path: Path, target: Target) -> CheckReport:
     """Returns the check that emulated arithmetic needs; an empty one if it is not needed."""
     if path.suffix != ".ort" and target.provider != CPU_PROVIDER:
         return check_model(load_model(path), target)
-    return CheckReport(
-        target=target.name,
-        model=path.stem,
-        sha256=digest_file(path),
-        evidence="predicted",
-        settings={},
-        node_list=(),
-        advice=(),
-    )
+    return make_empty_check(target, path.stem, digest_file(path))

@@ -12,8 +12,7 @@ from edgekit.bundle.manifest import MachineClass, Manifest, SessionSetting, clas
 from edgekit.data.samples import Samples
 from edgekit.devices.device import LEAST_SAMPLES, Device, Job
 from edgekit.devices.named import address_of, is_remote, kind_of
-from edgekit.machine import count_cores, count_physical_cores
-from edgekit.model.tensors import TensorSpec
+from edgekit.machine import count_cores
 from edgekit.target import Form, Verification
 
 # Operators whose output shape depends on values: a quantized model may give another shape than the float model.
@@ -21,8 +20,6 @@ _SHAPED_BY_DATA = frozenset({"Compress", "NonMaxSuppression", "NonZero", "Unique
 
 # Time limits: of a run of LEAST_SAMPLES samples, and of any run.
 _TIMEOUT_S, _MOST_S = 300.0, 3600.0
-
-_NEEDING_ONNX = frozenset({"emulated"})
 
 OF_THIS_MACHINE = frozenset({"host", "host:native"})
 """Devices that are this machine itself, not an emulation of another one."""
@@ -36,7 +33,7 @@ def plan_run(bundle: Bundle, device: Device, samples: int) -> Verification:
     manifest = bundle.manifest
     planned = {verification.device: verification for verification in manifest.verification}
     plan = planned.get(address_of(device)) or planned.get(kind_of(device))
-    form: Form = "onnx" if kind_of(device) in _NEEDING_ONNX and "onnx" in manifest.forms else manifest.form
+    form: Form = "onnx" if kind_of(device) == "emulated" and "onnx" in manifest.forms else manifest.form
     plan = plan or Verification(device=device.name, form=form, samples=samples)
     return msgspec.structs.replace(plan, samples=min(plan.samples, samples))
 
@@ -58,7 +55,10 @@ def make_job(bundle: Bundle, plan: Verification, samples: Samples) -> Job:
         model=bundle.find_model(plan.form),
         target=read_target(bundle),
         precision=bundle.manifest.precision,
-        outputs=tuple(_free_dims(spec) if free else spec for spec in bundle.golden.outputs),
+        outputs=tuple(
+            msgspec.structs.replace(spec, shape=spec.shape and (None,) * len(spec.shape)) if free else spec
+            for spec in bundle.golden.outputs
+        ),
         check=check,
         samples=samples,
         least_samples=least,
@@ -86,11 +86,6 @@ def count_device_cores(device: Device, versions: Mapping[str, str]) -> int:
         return count_cores()
     kind = read_class(versions)
     return 0 if kind is None else kind.cores
-
-
-def count_device_units(device: Device, versions: Mapping[str, str]) -> int:
-    """Returns the number of physical cores of a device, ONNX Runtime's default number of threads; 0 if not known."""
-    return count_device_cores(device, versions) if is_remote(device) else count_physical_cores()
 
 
 def find_tuned(manifest: Manifest, device: Device) -> SessionSetting | None:
@@ -135,8 +130,3 @@ def set_job(job: Job, setting: SessionSetting) -> Job:
         io_binding=setting.io_binding,
         concurrency=setting.concurrency,
     )
-
-
-def _free_dims(spec: TensorSpec) -> TensorSpec:
-    shape = None if spec.shape is None else (None,) * len(spec.shape)
-    return TensorSpec(name=spec.name, dtype=spec.dtype, shape=shape)

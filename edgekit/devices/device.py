@@ -86,6 +86,13 @@ class Job(RunOptions, frozen=True, kw_only=True):
     answered: Callable[[Tensors], None] | None = None
 
 
+def make_empty_check(target: Target, model: str, sha256: str = "") -> CheckReport:
+    """Returns the check of a job for a device that does not imitate the target: it needs no predicted placement."""
+    return CheckReport(
+        target=target.name, model=model, sha256=sha256, evidence="predicted", settings={}, node_list=(), advice=()
+    )
+
+
 class PlacedNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A node and the provider to which a session assigned it."""
 

@@ -135,7 +135,7 @@ def find_device(name: str, target: Target) -> Device:
         providers = " and ".join(sorted(_providers_of(name)))
         raise UsageError(
             f"'{name}' runs {providers}, and target '{target.name}' uses {target.provider}",
-            hint=f"devices of this target: {', '.join(_fitting_names(target))}",
+            hint=f"devices of this target: {', '.join(other for other in _DEVICES if _fits(other, target))}",
         )
     # For the target `cpu`, whose own provider is the CPU provider, a run in the CPU provider proves more than for
     # others.
@@ -158,7 +158,10 @@ def serve_device(name: str) -> tuple[tuple[Device, Target], ...]:
 
 
 def serve_targets(name: str) -> tuple[Target, ...]:
-    """Returns a target for each provider that a device serves, the default one first."""
+    """Returns a target for each provider that a device, such as `arm64` or `host:cuda`, serves.
+
+    The first is the one that the device uses for a model if the user names none.
+    """
     if targets := _kind_of(name).targets:
         return tuple(map(load_target, targets))
     # A provider that has no target gets the target `cpu` with its own name as provider.
@@ -167,7 +170,7 @@ def serve_targets(name: str) -> tuple[Target, ...]:
 
 
 def default_target(name: str) -> Target:
-    """Returns the target that a device, such as `arm64` or `host:cuda`, uses for a model if the user names none."""
+    """Returns the target that a device uses for a model if the user names none."""
     return serve_targets(name)[0]
 
 
@@ -185,26 +188,35 @@ def vary_device(device: Device, settings: Mapping[str, str], target: Target) -> 
     return vary_android(device, settings, target.provider) if isinstance(device, Android) else None
 
 
-def refuse_remote(name: str) -> None:
-    """Refuses a device on another machine: only the user, not a bundle, may decide which machines edgekit contacts.
-
-    Raises:
-        UsageError: the name is that of a device reached by adb or ssh.
-    """
-    if name.partition(":")[0] in _REMOTE:
-        raise UsageError(
-            f"the bundle asks to run on {name[:200]!r}, and no bundle may choose that",
-            hint="if it is yours, name it: --on",
-        )
-
-
 def list_devices(target: Target | None = None) -> tuple[DeviceStatus, ...]:
-    """Returns the status of every device, or only of those that can run `target`."""
-    return tuple(
-        _describe_status(name)
-        for name in device_names()
-        if _has_own_line(name) and (target is None or name in _fitting_names(target))
-    )
+    """Returns the status of every device, or only of those that can run `target`.
+
+    Variants that need the same as their device, such as `arm64:native`, are left out.
+    """
+    listed: list[DeviceStatus] = []
+    for name, device in _DEVICES.items():
+        own = device if isinstance(device, LocalProvider) else None
+        is_variant = ":" in name and (own is None or own.hardware)
+        if is_variant or (target is not None and not _fits(name, target)):
+            continue
+        found = {served.name: rated.find_missing() for rated, served in serve_device(name)}
+        lacking = {served: missing for served, missing in found.items() if missing is not None}
+        available = len(lacking) < len(found)
+        served, missing = next(iter(lacking.items()), ("", Missing(reason="", command=None)))
+        versions: dict[str, str] = {}
+        if available:
+            versions = _kind_of(name).find_versions() if own is None else find_provider_versions(own.kind)
+        listed.append(
+            DeviceStatus(
+                name=name,
+                evidence=device.evidence,
+                available=available,
+                reason=f"not for {served}: {missing.reason}" if available and lacking else missing.reason,
+                command=missing.command or "",
+                versions=versions,
+            )
+        )
+    return tuple(listed)
 
 
 def install_device(
@@ -256,10 +268,6 @@ def _known_device(name: str) -> Device:
     return _DEVICES[name]
 
 
-def _fitting_names(target: Target) -> tuple[str, ...]:
-    return tuple(name for name in device_names() if _fits(name, target))
-
-
 def _fits(name: str, target: Target) -> bool:
     if target.provider in _kind_of(name).replaced:
         return False
@@ -272,31 +280,3 @@ def _providers_of(name: str) -> frozenset[str]:
     if isinstance(device, LocalProvider):
         return frozenset({device.provider})
     return _kind_of(name).providers
-
-
-def _has_own_line(name: str) -> bool:
-    """Returns True for a device that is listed; variants that need the same, such as `arm64:native`, are not."""
-    device = _DEVICES[name]
-    return ":" not in name or (isinstance(device, LocalProvider) and not device.hardware)
-
-
-def _describe_status(name: str) -> DeviceStatus:
-    device = _DEVICES[name]
-    found = {target.name: rated.find_missing() for rated, target in serve_device(name)}
-    lacking = {target: missing for target, missing in found.items() if missing is not None}
-    available = len(lacking) < len(found)
-    target, missing = next(iter(lacking.items()), ("", Missing(reason="", command=None)))
-    return DeviceStatus(
-        name=name,
-        evidence=device.evidence,
-        available=available,
-        reason=f"not for {target}: {missing.reason}" if available and lacking else missing.reason,
-        command=missing.command or "",
-        versions=_find_versions(name, device) if available else {},
-    )
-
-
-def _find_versions(name: str, device: Device) -> dict[str, str]:
-    if isinstance(device, LocalProvider):
-        return find_provider_versions(device.kind)
-    return _kind_of(name).find_versions()

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -76,10 +76,18 @@ def write_coreml(model: Model, target: Target, out: Path, *, packages: bool, cac
         if cache:
             releases = (oldest, *(release for release in _RELEASES if release > oldest))
             _require_alike(model, target, releases, first, work)
-            kept = _write_cache(first, out / CACHE, releases)
-        named = zip(first, _name_packages(first, model.path.stem), strict=True) if packages else ()
-        found = tuple(_write_package(partition, out / name) for partition, name in named)
-    return CoreMlFiles(packages=found, cache=kept)
+            key = first[0].parent.parent.name
+            sizes = [_copy(path, out / CACHE / key / path.parent.name / path.name) for path in first]
+            kept = CoreMlCache(folder=CACHE, key=key, releases=releases, size_bytes=sum(sizes))
+        written: list[CoreMlPackage] = []
+        for index, partition in enumerate(first if packages else ()):
+            number = f".{index}" if len(first) > 1 else ""
+            name = f"{model.path.stem}{number}.{'mlpackage' if partition.is_dir() else 'mlmodel'}"
+            operations = read_package(partition).operations if partition.is_dir() else ()
+            kinds = Counter(operation.kind for operation in operations if operation.kind != "const")
+            size = _copy(partition, out / name)
+            written.append(CoreMlPackage(name=name, operations=dict(kinds.most_common()), size_bytes=size))
+    return CoreMlFiles(packages=tuple(written), cache=kept)
 
 
 def match_operations(job: Job) -> dict[str, tuple[Operation, ...]]:
@@ -139,13 +147,6 @@ def _ask_provider(job: Job, folder: Path) -> tuple[Path, ...]:
     return tuple(found)
 
 
-def _name_packages(partitions: Sequence[Path], stem: str) -> list[str]:
-    ending = "mlpackage" if partitions[0].is_dir() else "mlmodel"
-    if len(partitions) == 1:
-        return [f"{stem}.{ending}"]
-    return [f"{stem}.{index}.{ending}" for index in range(len(partitions))]
-
-
 def _require_alike(model: Model, target: Target, releases: Sequence[int], first: Sequence[Path], work: Path) -> None:
     made = {releases[0]: [_outline(partition) for partition in first]}
     for release in releases[1:]:
@@ -171,34 +172,13 @@ def _outline(partition: Path) -> object:
     return program.inputs, program.outputs
 
 
-def _write_cache(partitions: Sequence[Path], out: Path, releases: tuple[int, ...]) -> CoreMlCache:
-    key = partitions[0].parent.parent.name
-    sizes = [_copy(path, out / key / path.parent.name / path.name) for path in partitions]
-    return CoreMlCache(folder=out.name, key=key, releases=releases, size_bytes=sum(sizes))
-
-
-def _write_package(partition: Path, to: Path) -> CoreMlPackage:
-    size = _copy(partition, to)
-    operations = () if partition.is_file() else read_package(partition).operations
-    kinds = Counter(operation.kind for operation in operations if operation.kind != "const")
-    return CoreMlPackage(name=to.name, operations=dict(kinds.most_common()), size_bytes=size)
-
-
-def _list_files(partition: Path) -> Iterator[Path]:
-    """Yields the files of a package, without the provider's temporary files (`tmp`)."""
-    if partition.is_file():
-        yield partition
-        return
-    for path in sorted(partition.rglob("*")):
-        if path.is_file() and path.relative_to(partition).parts[0] != "tmp":
-            yield path
-
-
 def _copy(partition: Path, to: Path) -> int:
-    """Copies a package, or a file, and returns its size in bytes."""
+    """Copies a package without the provider's temporary files (`tmp`), or a file, and returns its size in bytes."""
     total = 0
-    for path in _list_files(partition):
-        with path.open("rb") as file:
-            write_new(to / path.relative_to(partition), read_chunks(file))
-        total += path.stat().st_size
+    for path in [partition] if partition.is_file() else sorted(partition.rglob("*")):
+        inside = path.relative_to(partition)
+        if path.is_file() and inside.parts[:1] != ("tmp",):
+            with path.open("rb") as file:
+                write_new(to / inside, read_chunks(file))
+            total += path.stat().st_size
     return total

@@ -42,7 +42,15 @@ def run_each(devices: Sequence[Device], run: Callable[[Device], _T], *, timed: b
 
     def work(lane: Sequence[int]) -> None:
         for index in lane:
-            results[index] = _take_turn(devices[index], run, timed=timed)
+            device = devices[index]
+            turn: contextlib.AbstractContextManager[object] = _ALONE if timed else _slots()
+            if is_remote(device):
+                # Another process or thread of this machine may use the same phone; the system releases the lock of a
+                # process that dies.
+                place = cache_folder() / "leases" / digest_bytes(address_of(device).encode()) / "lock"
+                turn = one_at_a_time(place)
+            with turn:
+                results[index] = run(device)
 
     run_together([functools.partial(work, lane) for lane in lanes.values()])
     return tuple(results[index] for index in range(len(devices)))
@@ -71,8 +79,12 @@ def running_behind(call: Callable[[_Item], _T], at_once: int, more: int) -> Gene
     def make_next() -> None:
         with contextlib.suppress(IndexError):
             future, item = waiting.popleft()
-            if future.set_running_or_notify_cancel():
-                _complete(future, functools.partial(call, item))
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(call(item))
+            except BaseException as error:  # noqa: BLE001 - raised again where the result is asked for
+                future.set_exception(error)
 
     with ThreadPoolExecutor(at_once) as pool, ThreadPoolExecutor(more) as others:
 
@@ -92,13 +104,6 @@ def running_behind(call: Callable[[_Item], _T], at_once: int, more: int) -> Gene
             raise
 
 
-def _complete(future: Future[_T], call: Callable[[], _T]) -> None:
-    try:
-        future.set_result(call())
-    except BaseException as error:  # noqa: BLE001 - raised again where the result is asked for
-        future.set_exception(error)
-
-
 def count_slots(cores: int, free_bytes: int | None) -> int:
     """Returns how many runs this machine can do at once, by its cores and its free memory (None: unknown).
 
@@ -106,16 +111,6 @@ def count_slots(cores: int, free_bytes: int | None) -> int:
     """
     by_memory = cores if free_bytes is None else free_bytes // MEMORY_A_RUN
     return max(1, min(2 * cores, by_memory))
-
-
-def _take_turn(device: Device, run: Callable[[Device], _T], *, timed: bool) -> _T:
-    if is_remote(device):
-        # Another process or thread of this machine may use the same phone; the system releases the lock of a process
-        # that dies.
-        with one_at_a_time(cache_folder() / "leases" / digest_bytes(address_of(device).encode()) / "lock"):
-            return run(device)
-    with _ALONE if timed else _slots():
-        return run(device)
 
 
 def _finish(futures: Sequence[Future[_T]]) -> None:

@@ -8,8 +8,6 @@ from edgekit._ort import CPU_PROVIDER
 from edgekit.check.report import CheckedNode, CheckReport
 from edgekit.devices.android.android import XNNPACK
 from edgekit.devices.device import DeviceRun, Job
-from edgekit.graph.graph import read_graph
-from edgekit.model.model import Model
 from edgekit.target import Target
 
 # The suffix that ONNX Runtime's layout transformation adds to the names of nodes that it recreates.
@@ -18,8 +16,8 @@ _TOKEN = re.compile(r"_token_\d+$")
 # Activations that XNNPACK fuses into the preceding operator and never takes alone; optimisers of the CPU fuse them too.
 _FUSED = frozenset({"Clip", "Relu"})
 
-# Operators for which XNNPACK has kernels (onnxruntime/core/providers/xnnpack/xnnpack_execution_provider.cc).
-_XNNPACK_OPS = _FUSED | {"AveragePool", "Conv", "ConvTranspose", "Gemm", "MatMul", "MaxPool", "Resize", "Softmax"}
+XNNPACK_OPS = _FUSED | {"AveragePool", "Conv", "ConvTranspose", "Gemm", "MatMul", "MaxPool", "Resize", "Softmax"}
+"""Operators for which XNNPACK has kernels (onnxruntime/core/providers/xnnpack/xnnpack_execution_provider.cc)."""
 
 FAMILIES: Mapping[str, str] = {
     "Conv": "Conv", "FusedConv": "Conv", "QLinearConv": "Conv", "ConvInteger": "Conv", "NhwcFusedConv": "Conv",
@@ -55,20 +53,6 @@ def goes_unnamed(node: CheckedNode, target: Target) -> bool:
     1.29 for Android).
     """
     return target.provider == XNNPACK and node.taken and not node.integers and not node.is_quantizer
-
-
-def add_unnamed(model: Model, providers: Mapping[str, str]) -> dict[str, str]:
-    """Returns the place of every node of a model on XNNPACK, from a session without fusions: see `goes_unnamed`.
-
-    A node that the session does not list can be on XNNPACK only if it is one of XNNPACK's operators. Any other unlisted
-    node was removed, recreated, or decomposed, as a HardSwish without a kernel is. Nodes of the session that the model
-    lacks, such as a Transpose for the layout, are left out.
-    """
-    return {
-        node.name: providers.get(node.name, XNNPACK)
-        for node in read_graph(model).nodes
-        if node.name in providers or node.op_type in _XNNPACK_OPS
-    }
 
 
 def count_nodes(run: DeviceRun, job: Job) -> dict[str, int]:

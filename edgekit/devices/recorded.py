@@ -111,7 +111,16 @@ class Recording(msgspec.Struct, kw_only=True):
         run = self.device.run_job(job, work)
         if self.written is None:
             waited_ms = 1000.0 * (time.monotonic() - begun)
-            claim = _claim(run, job, self.bundle_sha256, waited_ms)
+            fields = set(DeviceRun.__struct_fields__) & set(Claim.__struct_fields__) - {"waited_ms"}
+            claim = Claim(
+                bundle_sha256=self.bundle_sha256,
+                model_sha256=digest_file(job.model),
+                inputs_sha256=digest_samples(job.samples),
+                outputs_sha256=digest_samples(run.outputs),
+                samples=run.outputs.count,
+                **{name: getattr(run, name) for name in fields},
+                waited_ms=waited_ms,
+            )
             self.written = claim, run.outputs
             _write_run(self.path, claim, run.outputs, self.key)
         elif job.answered is not None and not self.written[0].turns:
@@ -228,7 +237,10 @@ def open_recorded(path: Path, bundle_sha256: str, key: Path | None = None) -> Re
             claim = msgspec.json.decode(second, type=Claim)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise DataError(f"'{path}' is no recorded run: {error}", hint=_HINT) from error
-        digest = _digest_rest(second, file)
+        rest = hashlib.sha256(second)
+        for chunk in read_chunks(file):
+            rest.update(chunk)
+        digest = rest.hexdigest()
     if key is not None:
         check_seal(head.seal, digest, str(path), key)
         voucher = f"signed with the key '{key.name}'"
@@ -244,19 +256,6 @@ def is_recorded(device: Device) -> bool:
     return isinstance(device, Recorded)
 
 
-def _claim(run: DeviceRun, job: Job, bundle_sha256: str, waited_ms: float) -> Claim:
-    fields = set(DeviceRun.__struct_fields__) & set(Claim.__struct_fields__)
-    return Claim(
-        bundle_sha256=bundle_sha256,
-        model_sha256=digest_file(job.model),
-        inputs_sha256=digest_samples(job.samples),
-        outputs_sha256=digest_samples(run.outputs),
-        samples=run.outputs.count,
-        **{name: getattr(run, name) for name in fields - {"waited_ms"}},
-        waited_ms=waited_ms,
-    )
-
-
 def _write_run(path: Path, claim: Claim, outputs: Iterable[Tensors], key: Path | None) -> None:
     with work_folder() as work:
         body = work / "body"
@@ -266,13 +265,6 @@ def _write_run(path: Path, claim: Claim, outputs: Iterable[Tensors], key: Path |
         head = msgspec.json.encode(_Head(format=_FORMAT, seal=seal)) + b"\n"
         with replacing_file(path) as temporary, body.open("rb") as file:
             write_new(temporary, itertools.chain((head,), read_chunks(file)))
-
-
-def _digest_rest(line: bytes, file: IO[bytes]) -> str:
-    digest = hashlib.sha256(line)
-    for chunk in read_chunks(file):
-        digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _open(path: Path) -> IO[bytes]:

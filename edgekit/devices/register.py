@@ -10,9 +10,9 @@ import msgspec
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.device import Device
-from edgekit.devices.find import find_device, refuse_remote, vary_device
+from edgekit.devices.find import find_device, vary_device
 from edgekit.devices.local.provider import PROVIDERS, is_accelerated
-from edgekit.devices.named import NamedDevice, address_of
+from edgekit.devices.named import REMOTE, NamedDevice, address_of
 from edgekit.errors import UsageError
 from edgekit.evidence import Evidence
 from edgekit.machine import VNNI, read_cpu_flags
@@ -111,9 +111,13 @@ def choose_devices(
     """
     listed = (*choice.listed, *(() if choice.file is None else read_devices(choice.file)))
     if not choice.names and not listed:
-        # The default may come from a bundle, which must not make edgekit contact another machine.
+        # The default may come from a bundle: only the user may decide which machines edgekit contacts.
         for name in default:
-            refuse_remote(name)
+            if name.partition(":")[0] in REMOTE:
+                raise UsageError(
+                    f"the bundle asks to run on {name[:200]!r}, and no bundle may choose that",
+                    hint="if it is yours, name it: --on",
+                )
     names = choice.names if choice.names or listed else default
     devices = [device for name in names for device in _find_set(name, target_for, choice.settings)]
     if choice.settings and not any(_takes_settings(name, target_for) for name in names):
@@ -121,7 +125,14 @@ def choose_devices(
         raise UsageError(
             f"{named} means nothing for {', '.join(names) or 'these devices'}", hint="--on android takes it"
         )
-    return [*devices, *(device for entry in listed for device in _find_listed(entry, target_for))]
+    for entry in listed:
+        if entry.settings and not _takes_settings(entry.device, target_for):
+            raise UsageError(
+                f"'settings' of device '{entry.name}' mean nothing for '{entry.device}'", hint="leave them out"
+            )
+        found = _find_set(entry.device, target_for, entry.settings)
+        devices += [_name_device(entry, device, is_one=len(found) == 1) for device in found]
+    return devices
 
 
 def _find_set(name: str, target_for: Callable[[str], Target], settings: Mapping[str, str]) -> Sequence[Device]:
@@ -136,17 +147,8 @@ def _takes_settings(name: str, target_for: Callable[[str], Target]) -> bool:
     return vary_device(find_device(name, target), {}, target) is not None
 
 
-def _find_listed(entry: ListedDevice, target_for: Callable[[str], Target]) -> Sequence[Device]:
-    if entry.settings and not _takes_settings(entry.device, target_for):
-        raise UsageError(
-            f"'settings' of device '{entry.name}' mean nothing for '{entry.device}'", hint="leave them out"
-        )
-    found = _find_set(entry.device, target_for, entry.settings)
-    names = [entry.name if len(found) == 1 else f"{entry.name}:{address_of(device).split(':')[-1]}" for device in found]
-    return [_label(entry, name, device) for name, device in zip(names, found, strict=True)]
-
-
-def _label(entry: ListedDevice, name: str, device: Device) -> Device:
+def _name_device(entry: ListedDevice, device: Device, *, is_one: bool) -> NamedDevice:
+    """Returns a device of a file with the entry's name, files and limits; one of several has its CPU in its name."""
     given = {"runner": entry.runner, "library": entry.library, "provider": entry.provider}
     changes = {key: value if key == "provider" else Path(value) for key, value in given.items() if value is not None}
     for key in changes:
@@ -154,9 +156,12 @@ def _label(entry: ListedDevice, name: str, device: Device) -> Device:
             raise UsageError(
                 f"'{key}' of device '{entry.name}' means nothing for '{entry.device}'", hint="leave it out"
             )
-    adapted = cast("Device", msgspec.structs.replace(cast("msgspec.Struct", device), **changes))
     return NamedDevice(
-        label=name, device=adapted, timeout_s=entry.timeout_s, budget_s=entry.budget_s, place=entry.labgrid
+        label=entry.name if is_one else f"{entry.name}:{address_of(device).split(':')[-1]}",
+        device=cast("Device", msgspec.structs.replace(cast("msgspec.Struct", device), **changes)),
+        timeout_s=entry.timeout_s,
+        budget_s=entry.budget_s,
+        place=entry.labgrid,
     )
 
 
@@ -167,12 +172,23 @@ def choose_here(recipe: Recipe, *, alone: bool = False) -> Recipe:
     """
     if _AUTO not in recipe.targets:
         return recipe
-    here = [target for target in map(load_target, target_names()) if _runs_here(target)]
+    here: list[Target] = []
+    for target in map(load_target, target_names()):
+        # `cpu` runs everywhere, another target where its own provider is installed with hardware for it.
+        if target.provider != CPU_PROVIDER:
+            device = find_device(target.verification[0].device, target)
+            # Simulators and emulators are no hardware of this machine.
+            is_own = device.name in PROVIDERS or device.evidence is Evidence.DEVICE
+            if not is_own or device.find_missing() or (device.name in PROVIDERS and not is_accelerated(device.name)):
+                continue
+        here.append(target)
     if alone:
         here = [max(here, key=lambda target: len(target.fallback))]
     found = [target.name for target in here]
     targets = [name for given in recipe.targets for name in (found if given == _AUTO else [given])]
-    settings = {"arch": _name_arch(), **recipe.settings} if "cpu" in targets else recipe.settings
+    arch = "x64-vnni" if VNNI.search(read_cpu_flags()) else "x64"
+    arch = "arm64" if platform.machine().lower() in {"arm64", "aarch64"} else arch
+    settings = {"arch": arch, **recipe.settings} if "cpu" in targets else recipe.settings
     return msgspec.structs.replace(recipe, targets=tuple(dict.fromkeys(targets)), settings=settings)
 
 
@@ -180,21 +196,3 @@ def load_target_here(name: str, settings: Mapping[str, str] | None = None) -> Ta
     """Returns a target as `load_target` does, or for "auto" the best target of this machine."""
     recipe = choose_here(Recipe(targets=(name,), settings=dict(settings or {})), alone=True)
     return load_targets(recipe)[0] if name == _AUTO else load_target(name, settings)
-
-
-def _runs_here(target: Target) -> bool:
-    """Returns True for `cpu`, and for a target whose own provider is installed here with hardware for it."""
-    if target.provider == CPU_PROVIDER:
-        return True
-    device = find_device(target.verification[0].device, target)
-    if device.find_missing() is not None:
-        return False
-    # Simulators and emulators are no hardware of this machine.
-    return is_accelerated(device.name) if device.name in PROVIDERS else device.evidence is Evidence.DEVICE
-
-
-def _name_arch() -> str:
-    """Returns the value of the setting `arch` of target `cpu` that fits this machine's CPU."""
-    if platform.machine().lower() in {"arm64", "aarch64"}:
-        return "arm64"
-    return "x64-vnni" if VNNI.search(read_cpu_flags()) else "x64"

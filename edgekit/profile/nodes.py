@@ -28,11 +28,6 @@ def count_work(step: Step) -> int:
     return counter(step) if counter and step.outputs else 0
 
 
-def multiplies(step: Step) -> bool:
-    """Returns True for a kernel whose work can be counted."""
-    return step.op in _COUNTERS
-
-
 def _elements(tensor: Tensor) -> int:
     return prod(tensor.shape)
 
@@ -84,30 +79,13 @@ def _recurrent(step: Step) -> int:
 
 
 _COUNTERS: Mapping[str, _Counter] = {
-    "Conv": _conv,
-    "FusedConv": _conv,
-    "NhwcFusedConv": _conv,
-    "ConvInteger": _conv,
-    "QLinearConv": _conv,
+    **dict.fromkeys(("Conv", "FusedConv", "NhwcFusedConv", "ConvInteger", "QLinearConv"), _conv),
     "ConvTranspose": _conv_transpose,
-    "MatMul": _matmul,
-    "FusedMatMul": _matmul,
-    "MatMulInteger": _matmul,
-    "MatMulIntegerToFloat": _matmul,
-    "DynamicQuantizeMatMul": _matmul,
-    "QLinearMatMul": _matmul,
-    "MatMulNBits": _matmul,
-    "MatMulFpQ4": _matmul,
-    "Gemm": _gemm,
-    "FusedGemm": _gemm,
-    "QGemm": _gemm,
-    "LSTM": _recurrent,
-    "GRU": _recurrent,
-    "RNN": _recurrent,
-    "DynamicQuantizeLSTM": _recurrent,
-    "Attention": _attention,
-    "QAttention": _attention,
-    "MultiHeadAttention": _attention,
+    **dict.fromkeys(("MatMul", "FusedMatMul", "MatMulInteger", "MatMulIntegerToFloat", "QLinearMatMul"), _matmul),
+    **dict.fromkeys(("DynamicQuantizeMatMul", "MatMulNBits", "MatMulFpQ4"), _matmul),
+    **dict.fromkeys(("Gemm", "FusedGemm", "QGemm"), _gemm),
+    **dict.fromkeys(("LSTM", "GRU", "RNN", "DynamicQuantizeLSTM"), _recurrent),
+    **dict.fromkeys(("Attention", "QAttention", "MultiHeadAttention"), _attention),
 }
 
 
@@ -168,7 +146,7 @@ def _make_node(calls: Sequence[Step], runs: int, whole_us: int, sources: Mapping
     self_us = sum(step.self_us for step in calls)
     source = find_source(first.name, sources)
     macs, size = sum(map(count_work, calls)), sum(step.bytes for step in calls)
-    if macs == 0 and multiplies(first):
+    if macs == 0 and first.op in _COUNTERS:
         # Prepacked weights are no input of the kernel any more, so their shape is missing: the graph still has it.
         macs = source.macs * len(calls)
     seconds = self_us / 1e6
@@ -263,20 +241,18 @@ def add_roof_shares(nodes: Sequence[NodeTime], roof: Roof) -> tuple[NodeTime, ..
     Kernels of less than 1 MiB a call are compared with the bandwidth of a cache, if that was measured. S. Williams, A.
     Waterman, D. Patterson: Roofline, Communications of the ACM 52 (2009).
     """
-    return tuple(msgspec.structs.replace(node, **_place(node, roof)) for node in nodes)
-
-
-def _place(node: NodeTime, roof: Roof) -> dict[str, float | Bound]:
-    peak = roof.integer_gmacs if node.integers else roof.float_gmacs
-    compute = node.gmacs_per_s / peak if peak > 0 else 0.0
-    # A session reuses its memory: small data are still in a cache when they are read.
-    near = node.bytes < _CACHED_BYTES * node.calls
-    gbytes = max(roof.gbytes, roof.cache_gbytes) if near else roof.gbytes
-    memory = node.gbytes_per_s / gbytes if gbytes > 0 else 0.0
-    share = max(compute, memory)
-    if node.self_ms < _SHORT_MS * node.calls and share < 1.0:
-        return {"roof_share": share, "bound": "calls"}
-    # The arithmetic intensity decides what limits a kernel at best, not the speed that it reached.
-    needs_compute = node.macs / (peak * 1e6) if peak > 0 else 0.0
-    needs_memory = node.bytes / (gbytes * 1e6) if gbytes > 0 else 0.0
-    return {"roof_share": share, "bound": "compute" if needs_compute > needs_memory else "memory"}
+    found: list[NodeTime] = []
+    for node in nodes:
+        peak = roof.integer_gmacs if node.integers else roof.float_gmacs
+        # A session reuses its memory: small data are still in a cache when they are read.
+        near = node.bytes < _CACHED_BYTES * node.calls
+        gbytes = max(roof.gbytes, roof.cache_gbytes) if near else roof.gbytes
+        share = max(node.gmacs_per_s / peak if peak > 0 else 0.0, node.gbytes_per_s / gbytes if gbytes > 0 else 0.0)
+        # The arithmetic intensity decides what limits a kernel at best, not the speed that it reached.
+        needs_compute = node.macs / (peak * 1e6) if peak > 0 else 0.0
+        needs_memory = node.bytes / (gbytes * 1e6) if gbytes > 0 else 0.0
+        bound: Bound = "compute" if needs_compute > needs_memory else "memory"
+        if node.self_ms < _SHORT_MS * node.calls and share < 1.0:
+            bound = "calls"
+        found.append(msgspec.structs.replace(node, roof_share=share, bound=bound))
+    return tuple(found)

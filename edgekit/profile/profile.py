@@ -14,7 +14,6 @@ from edgekit.devices.device import find_present
 from edgekit.devices.parallel import run_each
 from edgekit.devices.register import DeviceChoice, choose_devices
 from edgekit.profile.causes import SessionKernels, find_causes, order_by_speed, pair_layers
-from edgekit.profile.events import Execution, Step
 from edgekit.profile.measure import Profiled, ProfileOptions, profile_subject
 from edgekit.profile.nodes import count_work
 from edgekit.profile.report import LayerPair, ProfileComparison, ProfileReport
@@ -120,45 +119,33 @@ def encode_chrome(profiled: Sequence[Profiled]) -> bytes:
 
 def _list_events(process: int, one: Profiled) -> Iterator[dict[str, Any]]:
     name = f"{one.profile.subject} on {one.profile.device}"
-    most = max((len(_threads(run)) for run in one.executions), default=0)
     yield {"ph": "M", "pid": process, "tid": _RUNS, "name": "process_name", "args": {"name": name}}
-    yield {"ph": "M", "pid": process, "tid": _RUNS, "name": "thread_name", "args": {"name": "runs"}}
-    for index in range(1, most + 1):
-        yield {"ph": "M", "pid": process, "tid": index, "name": "thread_name", "args": {"name": f"thread {index}"}}
+    # The threads of each run, numbered in the order in which they began; each session has its own.
+    threads = [
+        {thread: index for index, thread in enumerate(dict.fromkeys(step.thread for step in run.steps), 1)}
+        for run in one.executions
+    ]
+    for index in range(max(map(len, threads), default=0) + 1):
+        label = f"thread {index}" if index != _RUNS else "runs"
+        yield {"ph": "M", "pid": process, "tid": index, "name": "thread_name", "args": {"name": label}}
     start = 0
-    for number, run in enumerate(one.executions):
-        shift = start - run.start_us
-        threads = _threads(run)
-        yield _span(process, _RUNS, f"run {number}", "run", start, run.duration_us, {})
+    for number, (run, numbers) in enumerate(zip(one.executions, threads, strict=True)):
+        spans = [(_RUNS, f"run {number}", "run", start, run.duration_us, dict[str, Any]())]
         for step in run.steps:
-            facts = _describe(step)
-            yield _span(
-                process, threads[step.thread], step.op, step.name, step.start_us + shift, step.duration_us, facts
-            )
+            facts = {
+                "node": step.name,
+                "provider": step.provider,
+                "self_us": step.self_us,
+                "inputs": " ".join(map(str, step.inputs)),
+                "outputs": " ".join(map(str, step.outputs)),
+                "macs": count_work(step),
+                "bytes": step.bytes,
+            }
+            begin = step.start_us + start - run.start_us
+            spans.append((numbers[step.thread], step.op, step.name, begin, step.duration_us, facts))
+        for thread, title, category, begin, duration, facts in spans:
+            yield {
+                "ph": "X", "pid": process, "tid": thread, "name": title, "cat": category, "ts": begin,
+                "dur": duration, "args": facts,
+            }  # fmt: skip
         start += run.duration_us
-
-
-def _threads(run: Execution) -> dict[int, int]:
-    """Returns the threads of a run, numbered in the order in which they began; each session has its own."""
-    return {thread: index for index, thread in enumerate(dict.fromkeys(step.thread for step in run.steps), 1)}
-
-
-def _span(
-    process: int, thread: int, name: str, category: str, start: int, duration: int, facts: dict[str, Any]
-) -> dict[str, Any]:
-    return {
-        "ph": "X", "pid": process, "tid": thread, "name": name, "cat": category, "ts": start, "dur": duration,
-        "args": facts,
-    }  # fmt: skip
-
-
-def _describe(step: Step) -> dict[str, Any]:
-    return {
-        "node": step.name,
-        "provider": step.provider,
-        "self_us": step.self_us,
-        "inputs": " ".join(map(str, step.inputs)),
-        "outputs": " ".join(map(str, step.outputs)),
-        "macs": count_work(step),
-        "bytes": step.bytes,
-    }

@@ -1,5 +1,6 @@
 """What a machine reaches: a probe of four kernels, run once for each machine and stored in the user's cache."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -10,9 +11,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from edgekit._files import digest_bytes, write_file
 from edgekit._ort import VERSION, Level
-from edgekit.check.report import CheckReport
 from edgekit.data.samples import list_samples
-from edgekit.devices.device import DeviceRun, Job
+from edgekit.devices.device import DeviceRun, Job, make_empty_check
 from edgekit.devices.find import cpu_target
 from edgekit.devices.process.files import cache_folder
 from edgekit.errors import DeviceError, OutputError
@@ -50,29 +50,36 @@ def find_roof(device: str, threads: int, run: Runs, work: Path, *, afresh: bool 
     """
     key = msgspec.json.encode([device, threads, VERSION, sorted(describe_machine().items())])
     kept = cache_folder() / "roofline" / f"{digest_bytes(key)[:24]}.json"
-    if not afresh and (known := _read(kept)) is not None:
-        return known
+    if not afresh:
+        with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
+            known = msgspec.json.decode(kept.read_bytes(), type=Roof)
+            if min(known.float_gmacs, known.integer_gmacs, known.gbytes, known.cache_gbytes) > 0:
+                return known
     roof = _measure(device, threads, run, work)
-    try:
+    # Without a written cache, the next profile only has to run the probe again.
+    with contextlib.suppress(OutputError):
         write_file(kept, msgspec.json.encode(roof))
-    except OutputError:
-        # Without a written cache, the next profile only has to run the probe again.
-        return roof
     return roof
-
-
-def _read(kept: Path) -> Roof | None:
-    try:
-        roof = msgspec.json.decode(kept.read_bytes(), type=Roof)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-        return None
-    return roof if min(roof.float_gmacs, roof.integer_gmacs, roof.gbytes, roof.cache_gbytes) > 0 else None
 
 
 def _measure(device: str, threads: int, run: Runs, work: Path) -> Roof:
     model = work / "probe.onnx"
     write_file(model, make_probe().SerializeToString())
-    done = run(_make_job(model, threads), work / "run")
+    target = cpu_target()
+    sample: Tensors = {"x": np.array([0.5], np.float32), "u": np.array([3], np.uint8)}
+    job = Job(
+        model=model,
+        target=target,
+        precision=target.precision,
+        outputs=tuple(TensorSpec(name=output, dtype=dtype, shape=()) for *_, output, dtype in _KERNELS),
+        check=make_empty_check(target, "probe"),
+        samples=list_samples([sample], "probe"),
+        repeat=_RUNS,
+        threads=threads,
+        level=Level.BASIC,
+        trace=True,
+    )
+    done = run(job, work / "run")
     if done.failure is not None or done.trace is None:
         reason = done.failure or "it gave no profile"
         raise DeviceError(f"'{device}' cannot run the probe: {reason}", hint="without it: --no-roofline")
@@ -126,24 +133,3 @@ def make_probe() -> onnx.ModelProto:
     stored = [numpy_helper.from_array(value, name) for name, value in weights.items()]
     graph = helper.make_graph(nodes, "probe", inputs, outputs, stored)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
-
-
-def _make_job(model: Path, threads: int) -> Job:
-    target = cpu_target()
-    sample: Tensors = {"x": np.array([0.5], np.float32), "u": np.array([3], np.uint8)}
-    outputs = tuple(TensorSpec(name=output, dtype=dtype, shape=()) for *_, output, dtype in _KERNELS)
-    check = CheckReport(
-        target=target.name, model="probe", sha256="", evidence="predicted", settings={}, node_list=(), advice=()
-    )
-    return Job(
-        model=model,
-        target=target,
-        precision=target.precision,
-        outputs=outputs,
-        check=check,
-        samples=list_samples([sample], "probe"),
-        repeat=_RUNS,
-        threads=threads,
-        level=Level.BASIC,
-        trace=True,
-    )

@@ -14,7 +14,7 @@ from devices_models import present as require
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.devices.find import find_device, install_device, list_devices, serve_device
-from edgekit.devices.ios.installed import ABI, LOADER, list_stand_ins, open_framework, place_import
+from edgekit.devices.ios.installed import ABI, LOADER, open_framework, place_imports
 from edgekit.devices.ios.ios import IosSimulator
 from edgekit.devices.local.host import PROVIDER
 from edgekit.devices.observe import Observed, observe_placement, observe_target
@@ -125,12 +125,12 @@ def test_other_devices_take_no_framework_and_this_one_no_library() -> None:
 
 
 def test_names_are_those_of_this_machine_unless_something_stands_for_them() -> None:
-    own = list_stand_ins()
-    assert place_import("_open", own) == "darwin_open"
-    assert place_import("_realpath$DARWIN_EXTSN", own) == "darwin_realpath"
-    assert place_import("_strlen", own) == "strlen"
-    assert place_import("__ZNSt3__15mutex4lockEv", own) == "darwin__ZNSt3__15mutex4lockEv"
-    assert place_import("_OBJC_CLASS_$_NSData", own) == "apple_object"
+    places = {
+        "_open": "darwin_open", "_realpath$DARWIN_EXTSN": "darwin_realpath", "_strlen": "strlen",
+        "__ZNSt3__15mutex4lockEv": "darwin__ZNSt3__15mutex4lockEv", "_OBJC_CLASS_$_NSData": "apple_object",
+    }  # fmt: skip
+    assert place_imports(places) == places
+    assert place_imports(["_open"], without=["open"]) == {"_open": "open"}
 
 
 def test_what_was_built_from_other_sources_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,13 +198,10 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
         if installed is None or provider not in {*installed.providers, CPU_PROVIDER}:
             return refuse_run(self, f"'{installed.archive if installed else ''}' was built without {provider}")
         run = self._run(job, work)
-        return self._try_elsewhere(run, job, work) if run.crashed else run
-
-    def _try_elsewhere(self, run: DeviceRun, job: Job, work: Path) -> DeviceRun:
-        """Runs a job that crashed in the library for the other ABI too: if both crash, the cause is the job."""
         other = msgspec.structs.replace(self, cpu=DEFAULT_CORE if self.abi == X86_64 else X86_64, phone="")
-        # A job that asks step by step cannot be repeated: its steps were answered already.
-        if job.answered is not None or other.find_missing() is not None:
+        # A job that crashed runs in the library for the other ABI too: if both crash, the cause is the job. A job that
+        # asks step by step cannot be repeated: its steps were answered already.
+        if not run.crashed or job.answered is not None or other.find_missing() is not None:
             return run
         folder = work / "elsewhere"
         folder.mkdir()
@@ -236,18 +233,14 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
             # slice of another thread: 300 ms per run instead of 0.1 ms. The results do not depend on the number of
             # threads.
             options[_POOL] = str(job.threads or 1)
+        # The session's own threads: one beside XNNPACK's pool, as in edgekit's app loaders.
+        threads = 1 if provider == XNNPACK else 0 if self.abi == X86_64 else CORES
         return msgspec.structs.replace(
             request,
             provider_options=options,
             runtime=str(LOADER.find_library(self.abi)),
-            threads=job.threads or self._choose_threads(provider),
+            threads=job.threads or threads,
         )
-
-    def _choose_threads(self, provider: str) -> int:
-        """Returns the number of the session's own threads: one beside XNNPACK's pool, as in edgekit's app loaders."""
-        if provider == XNNPACK:
-            return 1
-        return 0 if self.abi == X86_64 else CORES
 
     def _enter(self, job: Job, work: Path, service: Service) -> tuple[str, ...]:
         """Returns the start of the command: variables that describe the phone, and the emulator of its CPU."""

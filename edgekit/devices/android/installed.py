@@ -8,7 +8,7 @@ import re
 import struct
 import zipfile
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
@@ -28,7 +28,6 @@ _LOAD, _DYNAMIC = 1, 2
 _STRTAB, _SYMTAB, _STRSZ, _GNU_HASH = 5, 6, 10, 0x6FFFFEF5
 _WEAK = 2
 _SYMBOL = struct.Struct("<IBBHQQ")
-_HEADER = struct.Struct("<IIQQQQQQ")
 
 
 class Library(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,9 +64,7 @@ def read_library(path: Path) -> Library:
 
 def _read(data: bytes) -> Library:
     (machine,) = struct.unpack_from("<H", data, 18)
-    (start,) = struct.unpack_from("<Q", data, 32)
-    size, count = struct.unpack_from("<HH", data, 54)
-    headers = [_HEADER.unpack_from(data, start + size * index) for index in range(count)]
+    headers = _read_headers(data)
     loads = [header for header in headers if header[0] == _LOAD]
     if any(offset + held > len(data) for _, _, offset, _, _, held, _, _ in loads):
         raise ValueError("a segment lies behind the end")
@@ -75,41 +72,28 @@ def _read(data: bytes) -> Library:
     tags = dict(struct.iter_unpack("<QQ", data[dynamic[2] : dynamic[2] + dynamic[5]]))
     names_at = _file_offset(loads, tags[_STRTAB])
     names = data[names_at : names_at + tags[_STRSZ]]
-    return Library(
-        machine=ELF_MACHINES.get(machine, f"machine {machine}"),
-        imports=tuple(sorted(_imports(data, loads, tags, names))),
-        words=frozenset(word.decode(errors="replace") for word in names.split(b"\0")),
-    )
-
-
-def read_alignment(data: bytes) -> int:
-    """Returns the smallest alignment, in bytes, of the loadable segments of a 32-bit or 64-bit library.
-
-    Raises:
-        ValueError: it is no little-endian ELF file, or is truncated.
-    """
-    if data[:4] != b"\x7fELF" or data[4:6] not in {b"\x01\x01", b"\x02\x01"}:
-        raise ValueError("no ELF file")
-    wide = data[4] == 2
-    # e_phoff, and e_phentsize with e_phnum, of Elf32_Ehdr and Elf64_Ehdr; p_align is last in both program headers.
-    try:
-        (start,) = struct.unpack_from("<Q" if wide else "<I", data, 32 if wide else 28)
-        size, count = struct.unpack_from("<HH", data, 54 if wide else 42)
-        headers = [struct.unpack_from("<IIQQQQQQ" if wide else "<8I", data, start + size * at) for at in range(count)]
-    except struct.error as error:
-        raise ValueError("cut off") from error
-    return min((header[7] for header in headers if header[0] == _LOAD), default=0)
-
-
-def _imports(data: bytes, loads: list[tuple[int, ...]], tags: dict[int, int], names: bytes) -> Iterator[str]:
-    """Yields the undefined symbols, which precede the defined ones: the GNU hash table says where those start."""
+    # The undefined symbols precede the defined ones: the GNU hash table says where those start.
     _, first = struct.unpack_from("<II", data, _file_offset(loads, tags[_GNU_HASH]))
-    symbols = _file_offset(loads, tags[_SYMTAB])
+    symbols, imports = _file_offset(loads, tags[_SYMTAB]), list[str]()
     for index in range(1, first):
         name, info, _, section, _, _ = _SYMBOL.unpack_from(data, symbols + index * _SYMBOL.size)
         # Section 0 is SHN_UNDEF. A weak symbol may stay undefined: the loader sets it to zero.
         if section == 0 and info >> 4 != _WEAK:
-            yield names[name : names.index(b"\0", name)].decode()
+            imports.append(names[name : names.index(b"\0", name)].decode())
+    return Library(
+        machine=ELF_MACHINES.get(machine, f"machine {machine}"),
+        imports=tuple(sorted(imports)),
+        words=frozenset(word.decode(errors="replace") for word in names.split(b"\0")),
+    )
+
+
+def _read_headers(data: bytes) -> list[tuple[int, ...]]:
+    """Returns the program headers of a little-endian ELF file of 32 or 64 bits."""
+    wide = data[4] == 2
+    # e_phoff, and e_phentsize with e_phnum, of Elf32_Ehdr and Elf64_Ehdr.
+    (start,) = struct.unpack_from("<Q" if wide else "<I", data, 32 if wide else 28)
+    size, count = struct.unpack_from("<HH", data, 54 if wide else 42)
+    return [struct.unpack_from("<IIQQQQQQ" if wide else "<8I", data, start + size * at) for at in range(count)]
 
 
 def _file_offset(loads: list[tuple[int, ...]], address: int) -> int:
@@ -149,25 +133,25 @@ class OrtLibrary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def list_native_libraries(archive: Path) -> tuple[NativeLibrary, ...]:
-    """Returns every shared library of an archive, for each ABI, with the alignment of its segments.
+    """Returns every shared library of an archive, for each ABI, with the smallest alignment of its loaded segments.
 
     Raises:
-        DeviceError: one is damaged.
+        DeviceError: one is no little-endian ELF file, or is truncated.
     """
+    found: list[NativeLibrary] = []
     with zipfile.ZipFile(archive) as file:
-        return tuple(
-            NativeLibrary(abi=match[1], name=match[2], alignment=_read_alignment(file, match[0], archive))
-            for name in sorted(file.namelist())
-            if (match := _NATIVE.fullmatch(name))
-        )
-
-
-def _read_alignment(file: zipfile.ZipFile, name: str, archive: Path) -> int:
-    with file.open(name) as member:
-        try:
-            return read_alignment(member.read(_ELF_HEADERS_BYTES))
-        except ValueError as error:
-            raise DeviceError(f"'{name}' of '{archive}' is damaged: {error}", hint="fetch it again") from error
+        for match in filter(None, map(_NATIVE.fullmatch, sorted(file.namelist()))):
+            with file.open(match[0]) as member:
+                data = member.read(_ELF_HEADERS_BYTES)
+            if data[:6] not in {b"\x7fELF\x01\x01", b"\x7fELF\x02\x01"}:
+                raise DeviceError(f"'{match[0]}' of '{archive}' is damaged: no ELF file", hint="fetch it again")
+            try:
+                # p_align is the last field of both program headers.
+                alignments = [header[7] for header in _read_headers(data) if header[0] == _LOAD]
+            except struct.error as error:
+                raise DeviceError(f"'{match[0]}' of '{archive}' is damaged: cut off", hint="fetch it again") from error
+            found.append(NativeLibrary(abi=match[1], name=match[2], alignment=min(alignments, default=0)))
+    return tuple(found)
 
 
 def unpack_libraries(archive: Path, folder: Path) -> tuple[OrtLibrary, ...]:

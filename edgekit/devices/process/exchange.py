@@ -137,9 +137,11 @@ def encode_tensors(tensors: Tensors) -> bytes:
     entries: list[_Entry] = []
     payloads: list[bytes] = []
     for name, value in tensors.items():
-        is_text = value.dtype.kind in "OU"
-        payload = msgspec.json.encode([str(item) for item in value.flat]) if is_text else _little_endian(value)
-        dtype = "string" if is_text else value.dtype.name
+        dtype = "string" if value.dtype.kind in "OU" else value.dtype.name
+        if dtype == "string":
+            payload = msgspec.json.encode([str(item) for item in value.flat])
+        else:
+            payload = np.ascontiguousarray(value.astype(value.dtype.newbyteorder("<"), copy=False)).tobytes()
         entries.append(_Entry(name=name, dtype=dtype, shape=value.shape, size_bytes=len(payload)))
         payloads.append(payload)
     return b"".join((msgspec.json.encode(entries), b"\n", *payloads))
@@ -238,20 +240,17 @@ def _decode_header(line: bytes, path: Path, specs: Sequence[TensorSpec]) -> list
         raise _malformed(path, f"it holds {_quoted(got)}, the model gives {_quoted(wanted)}")
     by_name = {spec.name: spec for spec in specs}
     for entry in entries:
-        _check_entry(path, entry, by_name[entry.name])
+        spec, size = by_name[entry.name], math.prod(entry.shape)
+        if entry.dtype != spec.dtype or entry.dtype not in DTYPES:
+            raise _malformed(path, f"'{entry.name}' is {entry.dtype[:40]}, the model gives {spec.dtype}")
+        if not shape_matches(entry.shape, spec):
+            raise _malformed(path, f"'{entry.name}' has shape {list(entry.shape)[:16]}, the model gives [{spec}]")
+        # A dimension of 0 counts as 1, so that shapes like [0, 2^40], which have no bytes, are refused too.
+        if len(entry.shape) > MAX_RANK or math.prod(dim or 1 for dim in entry.shape) > MAX_SAMPLE_BYTES:
+            raise _malformed(path, f"the shape of '{entry.name}' is too large")
+        if entry.dtype != "string" and entry.size_bytes != np.dtype(DTYPES[entry.dtype]).itemsize * size:
+            raise _malformed(path, f"the size of '{entry.name}' is not that of its shape")
     return entries
-
-
-def _check_entry(path: Path, entry: _Entry, spec: TensorSpec) -> None:
-    if entry.dtype != spec.dtype or entry.dtype not in DTYPES:
-        raise _malformed(path, f"'{entry.name}' is {entry.dtype[:40]}, the model gives {spec.dtype}")
-    if not shape_matches(entry.shape, spec):
-        raise _malformed(path, f"'{entry.name}' has shape {list(entry.shape)[:16]}, the model gives [{spec}]")
-    # A dimension of 0 counts as 1, so that shapes like [0, 2^40], which have no bytes, are refused too.
-    if len(entry.shape) > MAX_RANK or math.prod(dim or 1 for dim in entry.shape) > MAX_SAMPLE_BYTES:
-        raise _malformed(path, f"the shape of '{entry.name}' is too large")
-    if entry.dtype != "string" and entry.size_bytes != np.dtype(DTYPES[entry.dtype]).itemsize * math.prod(entry.shape):
-        raise _malformed(path, f"the size of '{entry.name}' is not that of its shape")
 
 
 def _read_payload(stream: IO[bytes], entry: _Entry, path: Path) -> Array:
@@ -267,10 +266,6 @@ def _read_payload(stream: IO[bytes], entry: _Entry, path: Path) -> Array:
     if len(items) != math.prod(entry.shape):
         raise _malformed(path, f"the size of '{entry.name}' is not that of its shape")
     return np.array(items, dtype=object).reshape(entry.shape)
-
-
-def _little_endian(value: Array) -> bytes:
-    return np.ascontiguousarray(value.astype(value.dtype.newbyteorder("<"), copy=False)).tobytes()
 
 
 def _malformed(path: Path, reason: str) -> DeviceError:

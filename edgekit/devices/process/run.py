@@ -200,20 +200,28 @@ def run_program(
     """
     answer = _Answer()
     receive = partial(_receive, answer, job, work / "out")
-    messages = _list_messages(answer, request, job)
+
+    def send() -> Iterator[bytes]:
+        yield msgspec.json.encode(request) + b"\n"
+        for sample in job.samples:
+            answer.sent += 1
+            yield encode_tensors(sample)
+
     if by_files:
         with tempfile.TemporaryFile(dir=work) as given, tempfile.TemporaryFile(dir=work) as said:
-            given.writelines(messages)
+            given.writelines(send())
             given.seek(0)
             finished = run_process(argv, timeout_s=job.timeout_s, setting=setting, stdin=given, stdout=said)
             said.seek(0)
             with open(said.fileno(), "rb", closefd=False) as stream:
                 receive(stream, is_whole=True)
     else:
-        finished = stream_process(argv, timeout_s=job.timeout_s, feed=messages, take=receive, setting=setting)
+        finished = stream_process(argv, timeout_s=job.timeout_s, feed=send(), take=receive, setting=setting)
     failure = _find_failure(answer, finished, job)
     if failure and not by_files:
-        failure = f"'{device.name}' {_describe_step(answer, job)}: {failure}"
+        step = f"at sample {answer.count + 1} of {job.samples.count}" if answer.count else "before the first outputs"
+        step = "after the last sample" if answer.count == job.samples.count else step
+        failure = f"'{device.name}' {step}: {failure}"
     outputs, _ = open_outputs(work / "out", job.outputs, device.name)
     run = judge_run(device, job, answer.report, outputs, failure)
     trace = work / "out" / TRACE
@@ -223,9 +231,9 @@ def run_program(
         return run
     # A refused session is a valid answer, however the program ended afterwards.
     is_refusal = answer.report is not None and answer.report.status == "refused"
-    return msgspec.structs.replace(
-        run, log=_clean_log(finished), crashed=emulates and finished.crashed and not is_refusal
-    )
+    text = f"{finished.stdout[-MAX_LOG:]}\n{finished.stderr[-MAX_LOG:]}"
+    log = "\n".join(line for raw in text.splitlines() if (line := _clean_line(raw)))[-MAX_LOG:]
+    return msgspec.structs.replace(run, log=log, crashed=emulates and finished.crashed and not is_refusal)
 
 
 def run_python(
@@ -248,13 +256,6 @@ def run_python(
     setting = ChildSetting(cwd=work, env=env, one_core=one_core)
     by_files = job.answered is None
     return run_program(device, argv, job, request, work, setting=setting, by_files=by_files, emulates=emulates)
-
-
-def _list_messages(answer: _Answer, request: RunnerJob, job: Job) -> Iterator[bytes]:
-    yield msgspec.json.encode(request) + b"\n"
-    for sample in job.samples:
-        answer.sent += 1
-        yield encode_tensors(sample)
 
 
 def _receive(answer: _Answer, job: Job, folder: Path, stream: BufferedReader, *, is_whole: bool = False) -> None:
@@ -309,21 +310,11 @@ def _find_failure(answer: _Answer, finished: Finished, job: Job) -> str | None:
         return f"the program {finished.ending}{last_words(finished.stderr)}"
     if report is None or report.status == "running":
         return f"the program ended before its work was done{last_words(finished.stderr)}"
-    return _find_shortage(answer, report, job)
-
-
-def _find_shortage(answer: _Answer, report: RunnerResult, job: Job) -> str | None:
     wanted, times = _count_wanted(answer, job), len(report.latency_ms)
     least = min(LEAST_SAMPLES, job.least_samples, wanted) if report.status == "stopped" else wanted
     if least <= answer.count <= wanted and answer.count * job.repeat == times:
         return None
     return f"{answer.count} of {wanted} samples came back, with {times} times"
-
-
-def _describe_step(answer: _Answer, job: Job) -> str:
-    if answer.count == job.samples.count:
-        return "after the last sample"
-    return f"at sample {answer.count + 1} of {job.samples.count}" if answer.count else "before the first outputs"
 
 
 def judge_run(
@@ -390,11 +381,6 @@ def last_line(text: str) -> str:
 def printable(text: str, most: int = 200) -> str:
     """Returns the beginning of a text from a device, with question marks in place of unprintable characters."""
     return "".join(letter if letter.isprintable() else "?" for letter in text[:most])
-
-
-def _clean_log(finished: Finished) -> str:
-    text = f"{finished.stdout[-MAX_LOG:]}\n{finished.stderr[-MAX_LOG:]}"
-    return "\n".join(line for raw in text.splitlines() if (line := _clean_line(raw)))[-MAX_LOG:]
 
 
 def _clean_line(text: str) -> str:

@@ -122,7 +122,18 @@ def open_session(device: Device, job: Job, work: Path) -> Generator[Turn]:
     job = msgspec.structs.replace(job, budget_s=job.timeout_s)
     if not _WAITS_FOR_PIPES:
         folders = (work / f"turn-{turn}" for turn in itertools.count())
-        yield lambda samples: _run_alone(device, job, samples, next(folders))
+
+        def run_alone(samples: Sequence[Tensors]) -> list[Tensors]:
+            folder = next(folders)
+            folder.mkdir(parents=True)
+            turn = Samples(source=job.samples.source, count=len(samples), read=lambda: iter(samples))
+            run = device.run_job(msgspec.structs.replace(job, samples=turn), folder)
+            _refuse_failed(run)
+            if run.outputs.count != len(samples):
+                raise _explain(run.outputs.count, len(samples))
+            return list(run.outputs)
+
+        yield run_alone
         return
     session = _Session(device, job, work)
     try:
@@ -130,16 +141,6 @@ def open_session(device: Device, job: Job, work: Path) -> Generator[Turn]:
         session.finish()
     finally:
         session.end()
-
-
-def _run_alone(device: Device, job: Job, samples: Sequence[Tensors], work: Path) -> list[Tensors]:
-    work.mkdir(parents=True)
-    turn = Samples(source=job.samples.source, count=len(samples), read=lambda: iter(samples))
-    run = device.run_job(msgspec.structs.replace(job, samples=turn), work)
-    _refuse_failed(run)
-    if run.outputs.count != len(samples):
-        raise _explain(run.outputs.count, len(samples))
-    return list(run.outputs)
 
 
 def _refuse_failed(run: DeviceRun) -> None:

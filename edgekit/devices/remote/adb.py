@@ -51,7 +51,16 @@ class AdbDevice(RemoteDevice, frozen=True, kw_only=True):
         # Only the state tells whether there is a link: `adb connect` exits with 0 even if it fails (measured).
         finished = self._adb(["get-state"])
         if finished.stdout.strip() != "device":
-            return self._describe_state(finished)
+            said = f"{finished.stdout}\n{finished.stderr}"
+            find = f"adb connect {self.serial}" if ":" in self.serial else "adb devices -l"
+            values = {"serial": self.serial, "find": find, "adb": " ".join(self._client())}
+            for words, reason, command in _STATES:
+                if words in said:
+                    return Missing(reason=reason.format(**values), command=command.format(**values))
+            if finished.timed_out:
+                return Missing(reason="adb does not answer", command="adb kill-server")
+            state = last_line(finished.stdout) or last_line(finished.stderr) or "unknown"
+            return Missing(reason=f"it is in the state '{state[:120]}'", command="adb devices -l")
         features = self._adb(["features"]).stdout.split()
         # Without this feature, adb does not transmit the exit code of a program.
         if "shell_v2" not in features:
@@ -94,19 +103,6 @@ class AdbDevice(RemoteDevice, frozen=True, kw_only=True):
                 if not finished.succeeded:
                     reason = _push_reason(finished)
                     raise DeviceError(f"'{self.name}' while sending files: {reason}", hint="edgekit devices list")
-
-    def _describe_state(self, finished: Finished) -> Missing:
-        said = f"{finished.stdout}\n{finished.stderr}"
-        find = f"adb connect {self.serial}" if ":" in self.serial else "adb devices -l"
-        for words, reason, command in _STATES:
-            if words in said:
-                adb = " ".join(self._client())
-                values = {"serial": self.serial, "find": find, "adb": adb}
-                return Missing(reason=reason.format(**values), command=command.format(**values))
-        if finished.timed_out:
-            return Missing(reason="adb does not answer", command="adb kill-server")
-        state = last_line(finished.stdout) or last_line(finished.stderr) or "unknown"
-        return Missing(reason=f"it is in the state '{state[:120]}'", command="adb devices -l")
 
     def _client(self) -> tuple[str, ...]:
         return (ADB, "-s", self.serial) if self.serial else (ADB,)

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
-from edgekit._proc import Finished, run_process
+from edgekit._proc import run_process
 from edgekit.devices.process.files import digest_files, digest_unchanged
 from edgekit.devices.process.run import last_line
 from edgekit.errors import DeviceError
@@ -127,7 +127,10 @@ def ask(shell: Shell, script: str, *, step: str, timeout_s: float | None = None)
             hint="make the shell's start-up files silent where no terminal is: that text would mix with tensors",
         )
     if not done:
-        raise DeviceError(f"'{shell.name}' while {step}: {_why(finished)}", hint="edgekit devices list")
+        why = "it does not answer" if finished.timed_out else last_line(finished.stderr)
+        raise DeviceError(
+            f"'{shell.name}' while {step}: {why or 'the link broke before the end'}", hint="edgekit devices list"
+        )
     if code.strip() != "0":
         reason = last_line(finished.stderr) or f"the shell ended with exit code {code.strip()}"
         raise DeviceError(
@@ -150,7 +153,11 @@ def push_set(shell: Shell, base: str, files: Mapping[str, Path]) -> str:
     Raises:
         DeviceError: the machine does not answer, has no space, or holds other bytes than were sent.
     """
-    wanted = {_safe_name(name): path for name, path in sorted(files.items())}
+    wanted = dict(sorted(files.items()))
+    for name in wanted:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or str(path) != name or name == _LIST or not name.isprintable():
+            raise DeviceError(f"'{name}' is no name for a file on a device", hint="rename the file")
     digest = digest_files(files)
     seen = _look(shell, base, digest, list(wanted))
     gone = list(seen.left)
@@ -240,13 +247,8 @@ def _fill(
         missing.pop(number, None)
     if missing:
         shell.send_files(missing, f"{base}/{part}")
-    script = f"cd {place}/{part} || exit 1\n{_check_script(wanted, numbers, digests)}{_publish_script(part, digest)}"
-    ask(shell, script, step="checking what arrived", timeout_s=shell.step_timeout_s + digest_s)
-
-
-def _check_script(wanted: Mapping[str, Path], numbers: Mapping[str, str], digests: Mapping[str, str]) -> str:
-    """Returns the script lines that compare each file with its digest and give it its name."""
-    lines = [_TEST]
+    # Each file is compared with its digest and gets its name, then the set; the least recently used sets are removed.
+    lines = [f"cd {place}/{part} || exit 1\n{_TEST}"]
     for name, path in wanted.items():
         number, quoted = numbers[name], shlex.quote(name)
         parent = str(PurePosixPath(name).parent)
@@ -258,12 +260,7 @@ def _check_script(wanted: Mapping[str, Path], numbers: Mapping[str, str], digest
             f"chmod {mode} {number} && mv {number} {quoted} || exit 1",
             f"printf '%s\\n' {shlex.quote(f'{digests[name]} {name}')} >> {_LIST} || exit 1",
         ]
-    return "\n".join(lines) + "\n"
-
-
-def _publish_script(part: str, digest: str) -> str:
-    """Returns the script lines that give a complete set its name, and remove the least recently used sets."""
-    return f"""cd .. || exit 1
+    publish = f"""cd .. || exit 1
 if [ -d {digest} ]; then rm -rf {part}; else mv {part} {digest} || exit 1; fi
 n=0
 for d in $(ls -t); do
@@ -272,6 +269,8 @@ for d in $(ls -t); do
     *) n=$((n + 1)); [ $n -le {KEPT_SETS} ] || rm -rf "$d" ;;
     esac
 done"""
+    script = "\n".join([*lines, publish])
+    ask(shell, script, step="checking what arrived", timeout_s=shell.step_timeout_s + digest_s)
 
 
 def remove_folder(shell: Shell, base: str, name: str) -> None:
@@ -326,16 +325,3 @@ def _is_number(word: str) -> bool:
 def _computer() -> str:
     # Hashed, so that the computer's name is not revealed on the phone.
     return hashlib.sha256(f"{platform.node()} {os.getuid()}".encode()).hexdigest()[:8]
-
-
-def _safe_name(name: str) -> str:
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or str(path) != name or name == _LIST or not name.isprintable():
-        raise DeviceError(f"'{name}' is no name for a file on a device", hint="rename the file")
-    return name
-
-
-def _why(finished: Finished) -> str:
-    if finished.timed_out:
-        return "it does not answer"
-    return last_line(finished.stderr) or "the link broke before the end"

@@ -49,7 +49,19 @@ def main() -> int:
         # Libraries may print to stdout, which would corrupt the messages: file descriptor 1 is redirected to stderr.
         os.dup2(2, 1)
         job = json.loads(stdin.readline())
-        run = _new_run(job)
+        run: Json = {
+            "status": "running",
+            "message": "",
+            "load_ms": 0.0,
+            "latency_ms": [],
+            "elapsed_ms": [],
+            "peak_rss_bytes": 0,
+            "memory": {"start": _read_memory()},
+            "before": read_state(),
+            "versions": {"onnxruntime": ort.__version__, "python": platform.python_version()},
+            "placement": [],
+            "placement_source": "profile" if job["profile"] else "session",
+        }
 
         def answer(data: bytes) -> None:
             stdout.write(data)
@@ -62,7 +74,8 @@ def main() -> int:
             raise
         except Exception as error:  # noqa: BLE001 - ONNX Runtime's exceptions share no base, and each is a refusal
             run["status"] = "refused"
-            run["message"] = _one_line(error)
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            run["message"] = (lines or [type(error).__name__])[0][:400]
         trace = run.pop("trace", None)
         run["trace_bytes"] = trace.stat().st_size if trace is not None else 0
         stdout.write(_finish_run(run))
@@ -70,22 +83,6 @@ def main() -> int:
             with trace.open("rb") as source:
                 shutil.copyfileobj(source, stdout)
     return 0
-
-
-def _new_run(job: Json) -> Json:
-    return {
-        "status": "running",
-        "message": "",
-        "load_ms": 0.0,
-        "latency_ms": [],
-        "elapsed_ms": [],
-        "peak_rss_bytes": 0,
-        "memory": {"start": _read_memory()},
-        "before": read_state(),
-        "versions": {"onnxruntime": ort.__version__, "python": platform.python_version()},
-        "placement": [],
-        "placement_source": "profile" if job["profile"] else "session",
-    }
 
 
 def _read_samples(stdin: IO[bytes]) -> Iterator[dict[str, Array]]:
@@ -146,7 +143,10 @@ def _run_repeatedly(session: Any, inputs: dict[str, Array], job: Json, run: Json
             run["latency_ms"].append((time.perf_counter() - start) * 1e3)
             if len(run["latency_ms"]) == 1:
                 _note_memory(run, "first run")
-            _end_profile(session, job, run)
+            if job["profile"]:
+                # The first run tells the placement; then the profiler is stopped, because it slows runs down.
+                job["profile"] = False
+                run["placement"] = _profiled_nodes(Path(session.end_profiling()))
         return read()
 
     if threads == 1:
@@ -185,13 +185,6 @@ def _prepare_call(session: Any, inputs: dict[str, Array], job: Json) -> Callable
         return lambda: list(binding.copy_outputs_to_cpu())
 
     return call_bound
-
-
-def _end_profile(session: Any, job: Json, run: Json) -> None:
-    """Reads the placement from the profile after the first run, and stops the profiler, which slows runs down."""
-    if job["profile"]:
-        job["profile"] = False
-        run["placement"] = _profiled_nodes(Path(session.end_profiling()))
 
 
 def _open_session(folder: Path, job: Json) -> Any:
@@ -344,10 +337,6 @@ def _read_memory() -> tuple[int, int]:
     unit = 1 if sys.platform == "darwin" else 1024
     peak: int = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return 0, peak * unit
-
-
-def _one_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:400]
 
 
 if __name__ == "__main__":

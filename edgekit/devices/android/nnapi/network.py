@@ -174,17 +174,14 @@ def read_driver(path: Path) -> Driver:
     driver = read_toml(path, Driver, hint="--set driver=FILE.toml", keys=suggest)
     for name in driver.refused:
         if name not in NUMBERS:
-            raise UsageError(f"'{path}' refuses '{name}', which is no operation of NNAPI", hint=_suggest(name))
+            # NNAPI's name for an operation of TFLite or ONNX, else the most similar name.
+            upper = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).upper()
+            near = suggest_name(upper, NUMBERS)
+            hint = near if near.startswith("did") else "the names are those of NeuralNetworksTypes.h, as CONV_2D"
+            if upper in _OTHER_NAMES:
+                hint = f"did you mean '{_OTHER_NAMES[upper]}'?"
+            raise UsageError(f"'{path}' refuses '{name}', which is no operation of NNAPI", hint=hint)
     if driver.feature_level not in {None, *_FEATURE_LEVELS}:
         levels = ", ".join(map(str, sorted(_FEATURE_LEVELS)))
         raise UsageError(f"'{path}' has no feature level of NNAPI: {driver.feature_level}", hint=f"one of {levels}")
     return driver
-
-
-def _suggest(name: str) -> str:
-    """Returns a hint: NNAPI's name for an operation of TFLite or ONNX, else the most similar name."""
-    upper = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).upper()
-    if upper in _OTHER_NAMES:
-        return f"did you mean '{_OTHER_NAMES[upper]}'?"
-    near = suggest_name(upper, NUMBERS)
-    return near if near.startswith("did") else "the names are those of NeuralNetworksTypes.h, as CONV_2D"

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from edgekit.devices.ios.mil.operations import ELEMENTWISE, LAYOUT, REDUCTIONS, Arguments, as_computed
+from edgekit.devices.ios.mil.operations import ELEMENTWISE, LAYOUT, REDUCTIONS, Arguments
 from edgekit.devices.ios.mil.program import Operation, Program, Result, Value, read_package
 from edgekit.devices.ios.mil.windows import RESIZING, WINDOWS
 from edgekit.devices.process.pipes import serve_pipes
@@ -57,12 +57,15 @@ def compute_program(program: Program, inputs: Tensors) -> dict[str, Array]:
         if entry.name not in inputs:
             raise ValueError(f"input '{entry.name}' is missing")
         values[entry.name] = _store(inputs[entry.name], entry)
-    left = _count_readers(program)
+    # How many operations still read each value; outputs count once more, because they are returned.
+    left = Counter(program.outputs)
+    for operation in program.operations:
+        left.update({name for names in operation.inputs.values() for name in names})
     # Infinities and NaN are valid results: halves overflow beyond 65504.
     with np.errstate(all="ignore"):
         for operation in program.operations:
             try:
-                values.update(_compute(operation, values))
+                values |= _compute(operation, values)
             except (ValueError, LookupError, TypeError) as error:
                 raise ValueError(f"{operation.kind} '{operation.name}': {error}") from error
             for name in {name for names in operation.inputs.values() for name in names}:
@@ -72,27 +75,20 @@ def compute_program(program: Program, inputs: Tensors) -> dict[str, Array]:
     return {name: value for name in program.outputs if isinstance(value := values[name], np.ndarray)}
 
 
-def _count_readers(program: Program) -> dict[str, int]:
-    """Returns how many operations read each value; outputs count once more, because they are returned."""
-    left = dict.fromkeys(program.outputs, 1)
-    for operation in program.operations:
-        for name in {name for names in operation.inputs.values() for name in names}:
-            left[name] = left.get(name, 0) + 1
-    return left
-
-
 def _compute(operation: Operation, values: Mapping[str, Value]) -> dict[str, Value]:
     if operation.kind == "const":
         return {operation.results[0].name: operation.constants["val"]}
     given: dict[str, tuple[Value, ...]] = {name: (value,) for name, value in operation.constants.items()}
     given |= {name: tuple(values[source] for source in sources) for name, sources in operation.inputs.items()}
-    arguments = Arguments(
-        {
-            name: tuple(value if isinstance(value, str) else as_computed(value) for value in parts)
-            for name, parts in given.items()
-        }
-    )
-    found = OPERATIONS[operation.kind](arguments)
+    # Halves are computed in float32.
+    wide = {
+        name: tuple(
+            value.astype(np.float32) if isinstance(value, np.ndarray) and value.dtype == np.float16 else value
+            for value in parts
+        )
+        for name, parts in given.items()
+    }
+    found = OPERATIONS[operation.kind](Arguments(wide))
     parts = found if isinstance(found, tuple) else (found,)
     return {result.name: _store(part, result) for result, part in zip(operation.results, parts, strict=True)}
 
@@ -149,11 +145,19 @@ class Computer:
             ValueError: the program cannot be computed; the message says why.
         """
         run = msgspec.json.decode(question, type=_Question)
-        data, program = read(_count_bytes(run)), self._programs[run.id]
+        values: dict[str, Array] = {}
+        for entry in run.inputs:
+            dtype = np.dtype(_ONNX_TYPES[entry.type])
+            data = read(int(np.prod(entry.shape, dtype=np.int64)) * dtype.itemsize)
+            values[entry.name] = np.frombuffer(data, dtype).reshape(entry.shape)
+        program = self._programs[run.id]
         if isinstance(program, str):
             raise ValueError(program)  # noqa: TRY004 - the string is the reason, not a wrong type
-        wanted = {entry.name: entry for entry in program.inputs}
-        found = compute_program(program, _split_inputs(run.inputs, data, wanted))
+        for wanted in program.inputs:
+            # A scalar in ONNX is a tensor of one element in an ML Program.
+            if wanted.shape == (1,) and wanted.name in values and values[wanted.name].ndim == 0:
+                values[wanted.name] = values[wanted.name].reshape(1)
+        found = compute_program(program, values)
         parts: list[bytes] = []
         for asked in run.outputs:
             value = np.asarray(found[asked.name], _ONNX_TYPES[asked.type])
@@ -170,27 +174,6 @@ class Computer:
             operations=dict(sorted(Counter(step.kind for step in steps).items())),
             halves=sum(any(result.dtype is np.float16 for result in step.results) for step in steps),
         )
-
-
-def _split_inputs(asked: tuple[_Tensor, ...], data: bytes, wanted: dict[str, Result]) -> dict[str, Array]:
-    values: dict[str, Array] = {}
-    at = 0
-    for entry in asked:
-        dtype = np.dtype(_ONNX_TYPES[entry.type])
-        count = int(np.prod(entry.shape, dtype=np.int64))
-        value = np.frombuffer(data, dtype, count, at).reshape(entry.shape)
-        # A scalar in ONNX is a tensor of one element in an ML Program.
-        shape = wanted[entry.name].shape if entry.name in wanted else entry.shape
-        values[entry.name] = value.reshape(1) if value.ndim == 0 and shape == (1,) else value
-        at += count * dtype.itemsize
-    return values
-
-
-def _count_bytes(question: _Question) -> int:
-    return sum(
-        int(np.prod(entry.shape, dtype=np.int64)) * np.dtype(_ONNX_TYPES[entry.type]).itemsize
-        for entry in question.inputs
-    )
 
 
 if __name__ == "__main__":

@@ -66,11 +66,6 @@ class Arguments(msgspec.Struct, frozen=True):
         return found if isinstance(found, str) else default
 
 
-def as_computed(value: Array) -> Array:
-    """Returns a tensor in the precision for computing: halves become float32."""
-    return value.astype(np.float32) if value.dtype == np.float16 else value
-
-
 Compute = Callable[[Arguments], Array]
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
