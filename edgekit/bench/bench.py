@@ -8,7 +8,7 @@ import numpy as np
 
 from edgekit._files import work_folder
 from edgekit._ort import CPU_PROVIDER
-from edgekit.bench.blocks import PRECISION, Block, Effort, compare_on, join_times, run_enough, run_queue
+from edgekit.bench.blocks import PRECISION, Block, Effort, compare_on, run_enough, run_queue
 from edgekit.bench.latency import describe_change, describe_drift, find_drift, find_energy, median_interval
 from edgekit.bench.report import BenchReport, BenchRun
 from edgekit.bench.subject import Opening, Subject, open_subject
@@ -77,15 +77,18 @@ def bench_subjects(
 
 def _bench_device(subject: Subject, effort: Effort, progress: Progress, device: Device) -> BenchRun:
     progress(f"time {subject.name} on {device.name}" + (f", {subject.batch} at a time" if subject.batch > 1 else ""))
+    queue, told = effort.queue, ""
+    if queue is not None:
+        told = f"{queue.rate_per_s:g}/s, {'full' if queue.wait_ms is None else f'{queue.wait_ms:g} ms'}"
     run = BenchRun(
         device=device.name,
         evidence=device.evidence,
         provider=CPU_PROVIDER,
         threads=effort.threads,
-        batch=subject.batch if effort.queue is None else effort.queue.most,
+        batch=subject.batch if queue is None else queue.most,
         concurrency=effort.concurrency,
         io_binding=effort.io_binding,
-        queue=_name_queue(effort),
+        queue=told,
     )
     try:
         job = effort.apply(subject.job_for(device))
@@ -96,24 +99,16 @@ def _bench_device(subject: Subject, effort: Effort, progress: Progress, device: 
             inter_threads=job.inter_threads,
             parallel=job.parallel,
         )
-        if effort.queue is not None:
-            queue = msgspec.structs.replace(effort.queue, rows=subject.rows)
-            return _describe(run, (run_queue(device, job, effort, queue),), job)
-        return _describe(run, run_enough(device, job, effort), job)
+        if queue is None:
+            return _describe(run, run_enough(device, job, effort), job)
+        queue = msgspec.structs.replace(queue, rows=subject.rows)
+        return _describe(run, (run_queue(device, job, effort, queue),), job)
     except EdgekitError as error:
         return msgspec.structs.replace(run, failure=error.message)
 
 
-def _name_queue(effort: Effort) -> str:
-    queue = effort.queue
-    if queue is None:
-        return ""
-    waits = "full" if queue.wait_ms is None else f"{queue.wait_ms:g} ms"
-    return f"{queue.rate_per_s:g}/s, {waits}"
-
-
 def _describe(empty: BenchRun, blocks: Sequence[Block], job: Job) -> BenchRun:
-    series, last = np.asarray(join_times(blocks), dtype=np.float64), blocks[-1].run
+    series, last = np.concatenate([block.latency_ms for block in blocks]), blocks[-1].run
     counts = count_nodes(last, job)
     median, p90, p95, p99 = (float(value) for value in np.percentile(series, [50.0, 90.0, 95.0, 99.0]))
     # The energy covers all runs, including warm-up, and the making of the session.

@@ -1,7 +1,6 @@
 """Runs one sample many times on a device: after a warm-up, in slices, as often as the spread of the times requires."""
 
 import math
-from collections.abc import Sequence
 from statistics import median
 
 import msgspec
@@ -107,14 +106,8 @@ def guess_time(device: Device, job: Job, effort: Effort) -> float:
     Raises:
         DeviceError: the device is not there, or failed.
     """
-    return max(
-        _FAST_MS,
-        median(
-            _run(device, job, slices=1, repeat=2 * job.concurrency, seconds=effort.seconds)[0].latency_ms[
-                job.concurrency :
-            ]
-        ),
-    )
+    run, _ = _run(device, job, slices=1, repeat=2 * job.concurrency, seconds=effort.seconds)
+    return max(_FAST_MS, median(run.latency_ms[job.concurrency :]))
 
 
 def count_fitting(seconds: float, guess_ms: float) -> int:
@@ -196,11 +189,6 @@ def _run(device: Device, job: Job, *, slices: int, repeat: int, seconds: float) 
     return run, outputs or {}
 
 
-def join_times(blocks: Sequence[Block]) -> tuple[float, ...]:
-    """Returns the times of several blocks in order."""
-    return tuple(time for block in blocks for time in block.latency_ms)
-
-
 # Comparison of two subjects on one device, in interleaved rounds, so that slow changes affect both alike.
 
 # This gives seven degrees of freedom, and a Student quantile of 2.36, against 12.7 for two rounds and 1.96 for
@@ -214,8 +202,18 @@ def compare_on(a: Subject, b: Subject, device: Device, effort: Effort, progress:
     The order alternates from round to round, so that neither subject always runs on a rested (cooler) device.
     """
     result = Comparison(device=device.name, evidence=device.evidence, a=a.name, b=b.name)
+    rounds: list[tuple[float, float]] = []
     try:
-        rounds = _run_rounds((a, b), device, effort, progress)
+        jobs = [effort.apply(subject.job_for(device)) for subject in (a, b)]
+        guesses = [guess_time(device, job, effort) for job in jobs]
+        seconds = effort.seconds / (2 * ROUNDS)
+        for number in range(ROUNDS):
+            progress(f"round {number + 1} of {ROUNDS} on {device.name}")
+            medians: dict[int, float] = {}
+            for side in (0, 1) if number % 2 == 0 else (1, 0):
+                runs = effort.runs or min(FIRST_RUNS, count_fitting(seconds, guesses[side]))
+                medians[side] = median(run_block(device, jobs[side], runs, seconds, guesses[side]).latency_ms)
+            rounds.append((medians[0], medians[1]))
         ratio = compare_rounds(rounds)
     except EdgekitError as error:
         return msgspec.structs.replace(result, failure=error.message)
@@ -223,20 +221,3 @@ def compare_on(a: Subject, b: Subject, device: Device, effort: Effort, progress:
         return msgspec.structs.replace(result, failure=f"the device gave times that cannot be: {error}")
     a_ms, b_ms = (median(times) for times in zip(*rounds, strict=True))
     return msgspec.structs.replace(result, ratio=ratio, a_median_ms=a_ms, b_median_ms=b_ms)
-
-
-def _run_rounds(
-    subjects: tuple[Subject, Subject], device: Device, effort: Effort, progress: Progress
-) -> list[tuple[float, float]]:
-    jobs = [effort.apply(subject.job_for(device)) for subject in subjects]
-    guesses = [guess_time(device, job, effort) for job in jobs]
-    seconds = effort.seconds / (2 * ROUNDS)
-    rounds: list[tuple[float, float]] = []
-    for number in range(ROUNDS):
-        progress(f"round {number + 1} of {ROUNDS} on {device.name}")
-        medians: dict[int, float] = {}
-        for side in (0, 1) if number % 2 == 0 else (1, 0):
-            runs = effort.runs or min(FIRST_RUNS, count_fitting(seconds, guesses[side]))
-            medians[side] = median(run_block(device, jobs[side], runs, seconds, guesses[side]).latency_ms)
-        rounds.append((medians[0], medians[1]))
-    return rounds

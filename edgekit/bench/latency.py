@@ -143,7 +143,9 @@ def find_drift(latency_ms: Sequence[float] | Series) -> float | None:
     It counts as drift if the change exceeds MAX_DRIFT, and Kendall's trend statistic (H. B. Mann, Econometrica 13,
     1945) exceeds three standard deviations. Long series are reduced to the medians of equal sections.
     """
-    series = _thin(np.asarray(latency_ms, dtype=np.float64))
+    series = np.asarray(latency_ms, dtype=np.float64)
+    if len(series) > _DRIFT_POINTS:
+        series = np.array([np.median(part) for part in np.array_split(series, _DRIFT_POINTS)])
     count, median = len(series), float(np.median(series)) if len(series) else 0.0
     if count < _DRIFT_LEAST or median <= _FAST:
         return None
@@ -232,9 +234,3 @@ def compare_rounds(rounds: Sequence[tuple[float, float]]) -> Ratio:
     quantile = _T95[degrees - 1] if degrees <= len(_T95) else Z95 * (1 + (Z95**2 + 1) / (4 * degrees))
     half = quantile * float(logs.std(ddof=1)) / math.sqrt(len(logs))
     return Ratio(value=math.exp(mean), interval=(math.exp(mean - half), math.exp(mean + half)), rounds=len(logs))
-
-
-def _thin(series: Series) -> Series:
-    if len(series) <= _DRIFT_POINTS:
-        return series
-    return np.array([np.median(part) for part in np.array_split(series, _DRIFT_POINTS)])

@@ -1,7 +1,7 @@
 """The subject of a benchmark: a bundle, as an app would load it, or a bare model."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -163,7 +163,11 @@ def _open_model(path: Path, work: Path, opening: Opening) -> Subject:
     elif opening.freeze:
         raise UsageError(f"--freeze cannot change '{path}': it is in ORT format", hint="give the ONNX model")
     target = None if opening.target is None else load_target_here(opening.target)
-    inputs, outputs = _read_interface(path)
+    if path.suffix == ".ort":
+        inputs, outputs = read_interface(path)
+    else:
+        model = load_model(path)
+        inputs, outputs = model.inputs, model.outputs
     sample = stack_samples(_read_samples(path, inputs, opening), inputs, opening.batch)
     outputs = _flatten_outputs(path, outputs, sample)
 
@@ -181,7 +185,11 @@ def _open_model(path: Path, work: Path, opening: Opening) -> Subject:
             samples=sample,
         )
 
-    notes = [] if opening.data is not None else list(_describe_unset(inputs, opening))
+    notes: list[str] = []
+    unset = find_unset(inputs if opening.batch is None else cut_rows(inputs), opening.dims)
+    if unset and opening.data is None:
+        names = ", ".join(f"'{name}'" for name in sorted(unset))
+        notes.append(f"without a --dim, {names} ran with the size 1")
     # ONNX Runtime applies saved optimisations without checks, so they are not replayed from an unverified file.
     if path.suffix == ".ort" and target is not None and REPLAY_SAVED in target.session.config:
         notes.append("optimisations saved in the file were not replayed: only the digests of a bundle vouch for them")
@@ -212,13 +220,6 @@ def _read_samples(path: Path, inputs: tuple[TensorSpec, ...], opening: Opening) 
     return samples
 
 
-def _describe_unset(inputs: tuple[TensorSpec, ...], opening: Opening) -> Iterator[str]:
-    unset = find_unset(inputs if opening.batch is None else cut_rows(inputs), opening.dims)
-    if unset:
-        names = ", ".join(f"'{name}'" for name in sorted(unset))
-        yield f"without a --dim, {names} ran with the size 1"
-
-
 def _flatten_outputs(path: Path, outputs: tuple[TensorSpec, ...], sample: Samples) -> tuple[TensorSpec, ...]:
     """Returns outputs as devices return them: maps and sequences, such as ZipMap's, as the tensors seen in one run."""
     if all(spec.is_tensor for spec in outputs):
@@ -230,13 +231,6 @@ def _flatten_outputs(path: Path, outputs: tuple[TensorSpec, ...], sample: Sample
     )
     known = {spec.name: spec for spec in outputs}
     return tuple(known.get(spec.name, spec) for spec in flat)
-
-
-def _read_interface(path: Path) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    if path.suffix == ".ort":
-        return read_interface(path)
-    model = load_model(path)
-    return model.inputs, model.outputs
 
 
 def _check(path: Path, target: Target) -> CheckReport:

@@ -10,7 +10,7 @@ import msgspec
 from edgekit.bundle.folder import Bundle, read_check, read_target
 from edgekit.bundle.manifest import MachineClass, Manifest, SessionSetting, class_of_this_machine
 from edgekit.data.samples import Samples
-from edgekit.devices.device import LEAST_SAMPLES, Device, Job
+from edgekit.devices.device import LEAST_SAMPLES, Device, Job, RunOptions
 from edgekit.devices.named import address_of, is_remote, kind_of
 from edgekit.machine import count_cores
 from edgekit.target import Form, Verification
@@ -121,12 +121,5 @@ def set_job(job: Job, setting: SessionSetting) -> Job:
         job,
         target=msgspec.structs.replace(job.target, session=session),
         chosen=frozenset(setting.provider_options),
-        level=setting.level,
-        threads=setting.threads,
-        inter_threads=setting.inter_threads,
-        parallel=setting.parallel,
-        arena=setting.arena,
-        memory_pattern=setting.memory_pattern,
-        io_binding=setting.io_binding,
-        concurrency=setting.concurrency,
+        **{name: getattr(setting, name) for name in RunOptions.__struct_fields__ if hasattr(setting, name)},
     )

@@ -68,7 +68,7 @@ class Job(RunOptions, frozen=True, kw_only=True):
     load. `digests_hold` says that the file was just compared with the digest in its bundle: only then are optimisations
     replayed that were saved in an ORT-format file. `chosen` are the keys of provider options that were tuned for this
     very device: the device keeps them, although it would override others (as `android` does with XNNPACK's threads).
-    `answered` is called with the outputs of each sample as soon as they arrive, because later samples may depend on
+    `on_outputs` is called with the outputs of each sample as soon as they arrive, because later samples may depend on
     them, as with the state of a language model. Then all samples run in one session, `samples` may end before its count
     is reached, and each sample is read only when it is sent.
     """
@@ -83,7 +83,7 @@ class Job(RunOptions, frozen=True, kw_only=True):
     custom_ops: tuple[Path, ...] = ()
     chosen: frozenset[str] = frozenset()
     digests_hold: bool = False
-    answered: Callable[[Tensors], None] | None = None
+    on_outputs: Callable[[Tensors], None] | None = None
 
 
 def make_empty_check(target: Target, model: str, sha256: str = "") -> CheckReport:

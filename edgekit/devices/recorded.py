@@ -76,7 +76,7 @@ class _Head(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Recording(msgspec.Struct, kw_only=True):
     """A device whose first run is written into the file `path`, signed with `key` if it is given.
 
-    The first run that is asked step by step (`Job.answered`) is added to the file.
+    The first run that is asked step by step (`Job.on_outputs`) is added to the file.
     """
 
     device: Device
@@ -123,7 +123,7 @@ class Recording(msgspec.Struct, kw_only=True):
             )
             self.written = claim, run.outputs
             _write_run(self.path, claim, run.outputs, self.key)
-        elif job.answered is not None and not self.written[0].turns:
+        elif job.on_outputs is not None and not self.written[0].turns:
             claim, outputs = self.written
             digest = digest_samples(run.outputs)
             claim = msgspec.structs.replace(claim, turns=run.outputs.count, turns_sha256=digest)
@@ -171,12 +171,12 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
         outputs = select_samples(every, range(count))
         if digest_samples(outputs) != self.claim.outputs_sha256:
             raise self._explain("holds other outputs than it says")
-        if job.answered is not None:
+        if job.on_outputs is not None:
             outputs = select_samples(every, range(count, every.count))
             if digest_samples(outputs) != self.claim.turns_sha256:
                 raise self._explain("holds other turns than it says")
             for _, answer in zip(job.samples, outputs, strict=False):
-                job.answered(answer)
+                job.on_outputs(answer)
         fields = set(DeviceRun.__struct_fields__) & set(Claim.__struct_fields__) - {"device", "notes"}
         return DeviceRun(
             device=f"{self.claim.device} (recorded)",
@@ -192,7 +192,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
             yield "is of another bundle, or of another build of it"
         if claim.model_sha256 != digest_file(job.model):
             yield "is of another model file than is judged here"
-        if job.answered is not None:
+        if job.on_outputs is not None:
             # No digest of inputs is needed: they follow from the outputs, and from the samples that were compared for
             # the first run.
             if claim.turns != job.samples.count:

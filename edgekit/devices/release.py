@@ -7,6 +7,7 @@ to its stand-in on this machine.
 
 import base64
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import platform
@@ -163,23 +164,6 @@ _WORKERS = 2
 _UNDEFINED = re.compile(r"undefined (?:reference to|symbol:) [`']?([\w.]+)")
 
 
-def write_table(header: str, places: Mapping[str, str], path: Path) -> None:
-    """Writes the C table of what a library may import: each imported name with the address of its stand-in.
-
-    `places` maps names to symbols; `header` declares `struct import`, a pair of name and address.
-
-    Raises:
-        OutputError: the file cannot be written.
-    """
-    names = sorted(places)
-    lines = [f'#include "{header}"']
-    lines += [f'extern char place_{index}[] __asm__("{places[name]}");' for index, name in enumerate(names)]
-    lines += ["const struct import imports[] = {"]
-    lines += [f'  {{"{name}", place_{index}}},' for index, name in enumerate(names)]
-    lines += ["};", f"const unsigned import_count = {len(names)};"]
-    write_file(path, "\n".join(lines).encode())
-
-
 def compile_sources(jobs: Sequence[tuple[Sequence[str], Path]], objects: Path) -> tuple[Path, ...]:
     """Compiles sources into the folder `objects`; each job is a pair of the compiler with its flags, and the source.
 
@@ -189,34 +173,15 @@ def compile_sources(jobs: Sequence[tuple[Sequence[str], Path]], objects: Path) -
     objects.mkdir(parents=True, exist_ok=True)
     made = [objects / f"{source.name}.o" for _, source in jobs]
     steps = [[*words, "-c", "-o", str(out), str(source)] for (words, source), out in zip(jobs, made, strict=True)]
-    run: Callable[[Sequence[str]], Finished] = lambda argv: run_process(argv, timeout_s=_BUILD_TIMEOUT_S)  # noqa: E731
     with ThreadPoolExecutor(_WORKERS) as pool:
-        for finished in pool.map(run, steps):
-            if not finished.succeeded:
-                raise _failed(finished)
+        for finished in pool.map(functools.partial(run_process, timeout_s=_BUILD_TIMEOUT_S), steps):
+            _require_success(finished)
     return tuple(made)
 
 
-def link_program(argv: Sequence[str], name: str) -> None:
-    """Links a program with a command; `name` names the library in an error about missing imports.
-
-    Raises:
-        DeviceError: the library imports a function that has no stand-in, or the linker fails.
-    """
-    finished = run_process(argv, timeout_s=_BUILD_TIMEOUT_S)
-    if finished.succeeded:
-        return
-    lacking = sorted(set(_UNDEFINED.findall(finished.stdout + finished.stderr)))
-    if lacking:
-        raise DeviceError(
-            f"'{name}' imports what edgekit has no stand-in for: {', '.join(lacking[:12])}",
-            hint="give the archive of another version of ONNX Runtime",
-        )
-    raise _failed(finished)
-
-
-def _failed(finished: Finished) -> DeviceError:
-    return DeviceError(f"'{finished.argv[0]}' {finished.explanation}", hint="check the compiler")
+def _require_success(finished: Finished) -> None:
+    if not finished.succeeded:
+        raise DeviceError(f"'{finished.argv[0]}' {finished.explanation}", hint="check the compiler")
 
 
 class Installed(msgspec.Struct, frozen=True, kw_only=True):
@@ -287,32 +252,26 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(sorted((*self.sources.glob("*.c"), *self.sources.glob("*.cpp"))))
 
     def write_imports(self, imports: Collection[str], path: Path, *, without: Collection[str] = ()) -> None:
-        """Writes the table of what a library may import.
+        """Writes the C table of what a library may import: each imported name with the address of its stand-in.
 
         `without` names stand-ins to leave out, to test if they are needed.
 
         Raises:
             OutputError: the file cannot be written.
         """
-        write_table(self.header, self.place(imports, without), path)
+        places = sorted(self.place(imports, without).items())
+        lines = [f'#include "{self.header}"']
+        lines += [f'extern char place_{index}[] __asm__("{place}");' for index, (_, place) in enumerate(places)]
+        lines += ["const struct import imports[] = {"]
+        lines += [f'  {{"{name}", place_{index}}},' for index, (name, _) in enumerate(places)]
+        lines += ["};", f"const unsigned import_count = {len(places)};"]
+        write_file(path, "\n".join(lines).encode())
 
     def compile_command(self, compiler: Compiler, source: Path) -> list[str]:
         """Returns the start of the command that compiles a source of the stand-in."""
         is_c = source.suffix == ".c"
         words = [*compiler.c, "-std=gnu11", "-fno-builtin"] if is_c else [*compiler.cpp, "-std=c++17"]
         return [*words, "-O2", "-Wall", "-Wextra", "-Werror", *self.flags, f"-I{self.sources}"]
-
-    def compile_sources(self, compiler: Compiler, objects: Path) -> tuple[Path, ...]:
-        """Compiles the runner and the stand-in into the folder `objects`; this does not depend on the library.
-
-        Raises:
-            DeviceError: the compiler fails.
-        """
-        runner = [*compiler.cpp, "-std=c++17", "-Os", "-fvisibility=hidden", "-ffunction-sections"]
-        runner += [*self.flags, *self.runner_flags]
-        jobs = [(runner, source) for source in sorted((find_sources("runner") / "src").glob("*.cpp"))]
-        jobs += [(self.compile_command(compiler, source), source) for source in self.list_sources()]
-        return compile_sources(jobs, objects)
 
     def link(
         self, compiler: Compiler, objects: Sequence[Path], imports: Collection[str], program: Path, *, name: str
@@ -326,7 +285,14 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
         self.write_imports(imports, table)
         compiled = compile_sources([(self.compile_command(compiler, table), table)], table.parent)
         argv = [*compiler.cpp, "-O2", "-static", "-s", *self.flags, "-o", str(program)]
-        link_program([*argv, *map(str, (*objects, *compiled)), "-pthread"], name)
+        finished = run_process([*argv, *map(str, (*objects, *compiled)), "-pthread"], timeout_s=_BUILD_TIMEOUT_S)
+        lacking = sorted(set(_UNDEFINED.findall(finished.stdout + finished.stderr)))
+        if lacking and not finished.succeeded:
+            raise DeviceError(
+                f"'{name}' imports what edgekit has no stand-in for: {', '.join(lacking[:12])}",
+                hint="give the archive of another version of ONNX Runtime",
+            )
+        _require_success(finished)
 
     def build(
         self, abi: str, imports: Collection[str], folder: Path, work: Path, progress: Progress, *, name: str
@@ -344,7 +310,11 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
             return ""
         slow = ", which compiles its C++ library first: minutes" if compiler.name == "zig" else ""
         progress(f"compiling the stand-in for {self.title} on {abi} with {compiler.name}{slow}")
-        objects = self.compile_sources(compiler, work / abi)
+        runner = [*compiler.cpp, "-std=c++17", "-Os", "-fvisibility=hidden", "-ffunction-sections"]
+        runner += [*self.flags, *self.runner_flags]
+        jobs = [(runner, source) for source in sorted((find_sources("runner") / "src").glob("*.cpp"))]
+        jobs += [(self.compile_command(compiler, source), source) for source in self.list_sources()]
+        objects = compile_sources(jobs, work / abi)
         self.link(compiler, objects, imports, folder / abi / PROGRAM, name=name)
         return compiler.describe()
 

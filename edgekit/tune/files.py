@@ -42,13 +42,14 @@ def open_files(
     device = device_for(first)
     found: dict[str, Subject] = {"": first}
     notes: list[str] = []
+    is_plain = first.job_for(device).target.provider == CPU_PROVIDER and device.name.startswith("host")
     if path.is_dir():
         manifest = open_bundle(path).manifest
         for form in manifest.forms:
             # The default form is that of the job: the verification plan may choose another one than an app loads.
             if manifest.forms[form][0] != first.job_for(device).model.name:
                 found[form] = open_subject(path, work / form, msgspec.structs.replace(opening, form=form))
-    elif _can_convert(path, first, device):
+    elif path.suffix == ".onnx" and is_plain and path.stat().st_size < _CHEAP_BYTES:
         try:
             folder = work / "ort"
             # Only for this machine, so with the memory layouts that suit its CPU.
@@ -107,11 +108,6 @@ def has_branches(job: Job) -> bool:
         seen.add(depth)
         depths |= dict.fromkeys(node.output, depth)
     return False
-
-
-def _can_convert(path: Path, subject: Subject, device: Device) -> bool:
-    is_plain = subject.job_for(device).target.provider == CPU_PROVIDER and device.name.startswith("host")
-    return path.suffix == ".onnx" and is_plain and path.stat().st_size < _CHEAP_BYTES
 
 
 def require_bundle(path: Path) -> None:

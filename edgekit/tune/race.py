@@ -254,8 +254,13 @@ def race(group: str, holder: Entrant, challengers: Sequence[Entrant], take: Take
     empty = Decision(group=group, holder=holder.name, screened=known)
     if failure or not living:
         best = min(known, key=lambda name: known[name], default=None)
-        so_far = "" if failure != TIME_OVER or best is None else f": so far '{best}' at {known[best]:.3f} was the best"
-        return msgspec.structs.replace(empty, reason=failure + so_far or _explain_none(out, known))
+        figure = "" if best is None else f"'{best}' at {known[best]:.3f}"
+        if failure:
+            so_far = f": so far {figure} was the best" if failure == TIME_OVER and figure else ""
+            return msgspec.structs.replace(empty, reason=failure + so_far)
+        told = [f"no gain: none was ahead by {LEAST_GAIN:.0%}: the best was {figure}"] if figure else []
+        told += [f"'{name}' is out: {why}" for name, why in out.items()]
+        return msgspec.structs.replace(empty, reason="; ".join(told))
     return _decide(empty, holder, living[0], take, goal)
 
 
@@ -320,10 +325,3 @@ def _decide(empty: Decision, holder: Entrant, challenger: Entrant, take: TakeRou
     else:
         return msgspec.structs.replace(named, ratio=found, taken=True, reason=told)
     return msgspec.structs.replace(named, ratio=found, reason=reason)
-
-
-def _explain_none(out: Mapping[str, str], screened: Mapping[str, float]) -> str:
-    best = min(screened, key=lambda name: screened[name], default=None)
-    none = f"no gain: none was ahead by {LEAST_GAIN:.0%}"
-    told = [] if best is None else [f"{none}: the best was '{best}' at {screened[best]:.3f}"]
-    return "; ".join([*told, *(f"'{name}' is out: {why}" for name, why in out.items())])

@@ -4,7 +4,7 @@ Defaults are ONNX Runtime's. Keys are those of onnxruntime_session_options_confi
 on the provider's page at https://onnxruntime.ai/docs/execution-providers/ and in the NOTES.md of its target.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import msgspec
@@ -166,70 +166,54 @@ PROVIDER_CHANGES: Mapping[str, tuple[Change, ...]] = {
 
 def list_groups(given: Circumstances) -> Iterator[Group]:
     """Yields the groups in the order of the races, which follows ONNX Runtime's tuning guide."""
+    have = {**given.asked.config, **given.asked.provider_options}
     for group in _list_all(given):
-        changes = tuple(change for change in group.changes if not _is_asked(change, given.asked))
-        if changes:
-            yield msgspec.structs.replace(group, changes=changes)
-
-
-def _is_asked(change: Change, asked: Session) -> bool:
-    """Returns True if the target already sets everything that a change would set."""
-    have = {**asked.config, **asked.provider_options}
-    want = {**change.config, **change.provider_options}
-    return change.touches == want.keys() and want.items() <= have.items()
+        kept: list[Change] = []
+        for change in group.changes:
+            want = {**change.config, **change.provider_options}
+            # The target may already set everything that the change would set.
+            if change.touches != want.keys() or not want.items() <= have.items():
+                kept.append(change)
+        if kept:
+            yield msgspec.structs.replace(group, changes=tuple(kept))
 
 
 def _list_all(given: Circumstances) -> Iterator[Group]:
-    units = given.physical or given.cores or _CORES
-    yield Group(name="threads", changes=tuple(_list_threads(units, given.cores or _CORES)))
+    cores = given.cores or _CORES
+    units = given.physical or cores
+    halves = [units >> shift for shift in range(1, units.bit_length())]
+    # Thread counts: all logical cores, and 1/2, 1/4, ... of the physical cores, whose number is the default.
+    threads = [Change(name="no spinning", config={_SPIN: "0"})]
+    for count in ([cores] if cores > units else []) + halves:
+        threads.append(Change(name=f"{count} thread{'s' if count > 1 else ''}", threads=count))
+        if count > 1:
+            threads.append(Change(name=f"{count} threads, no spinning", threads=count, config={_SPIN: "0"}))
+    yield Group(name="threads", changes=tuple(threads))
     if given.branches and given.goal not in {"load", "memory"}:
-        yield Group(name="execution", changes=tuple(_list_parallel(units)))
+        # Parallel execution with default threads, and with the physical cores divided among concurrent nodes.
+        divided = ((units // nodes, nodes) for nodes in (1 << shift for shift in range(1, units.bit_length())))
+        parallel = (
+            Change(name=f"parallel, {nodes} by {each} threads", parallel=True, inter_threads=nodes, threads=each)
+            for each, nodes in divided
+        )
+        yield Group(name="execution", changes=(Change(name="parallel", parallel=True), *parallel))
     if given.files:
         yield Group(name="file", changes=tuple(Change(name=f"file {name}", file=name) for name in given.files))
     yield LEVELS
-    options = tuple(_fitting(PROVIDER_CHANGES.get(given.provider, ()), given.cores))
-    if options:
-        yield Group(name=PROVIDER_OPTIONS, changes=options, apart=True)
+    # A pool of more threads than the device has cores is left out.
+    options = (
+        change
+        for change in PROVIDER_CHANGES.get(given.provider, ())
+        if int(change.provider_options.get(_POOL, "0")) <= cores
+    )
+    yield Group(name=PROVIDER_OPTIONS, changes=tuple(options), apart=True)
     counting = _SWITCHES_THAT_COUNT.get(given.goal)
     kept = tuple(change for change in SWITCHES.changes if counting is None or change.name in counting)
     yield msgspec.structs.replace(SWITCHES, changes=kept)
     if given.goal == "throughput":
-        yield Group(name="calls", changes=tuple(_list_calls(given)))
-
-
-def _fitting(changes: Iterable[Change], cores: int) -> Iterator[Change]:
-    """Yields changes of a provider, without those with more pool threads than the device has cores."""
-    for change in changes:
-        if int(change.provider_options.get(_POOL, "0")) <= (cores or _CORES):
-            yield change
-
-
-def _list_threads(units: int, cores: int) -> Iterator[Change]:
-    """Yields thread counts: all logical cores, and 1/2, 1/4, ... of the physical cores, whose number is the default."""
-    yield Change(name="no spinning", config={_SPIN: "0"})
-    halves = (units >> shift for shift in range(1, units.bit_length()))
-    for count in (*([cores] if cores > units else []), *halves):
-        yield Change(name=f"{count} thread{'s' if count > 1 else ''}", threads=count)
-        if count > 1:
-            yield Change(name=f"{count} threads, no spinning", threads=count, config={_SPIN: "0"})
-
-
-def _list_parallel(units: int) -> Iterator[Change]:
-    """Yields parallel execution with default threads, and with the physical cores divided among concurrent nodes."""
-    yield Change(name="parallel", parallel=True)
-    for shift in range(1, units.bit_length()):
-        nodes = 1 << shift
-        yield Change(
-            name=f"parallel, {nodes} by {units // nodes} threads",
-            parallel=True,
-            inter_threads=nodes,
-            threads=units // nodes,
-        )
-
-
-def _list_calls(given: Circumstances) -> Iterator[Change]:
-    for count in (2, 4):
-        yield Change(name=f"{count} runs at once", concurrency=count)
-        yield Change(name=f"{count} runs at once, 1 thread each", concurrency=count, threads=1)
-    if given.free_batch:
-        yield from (Change(name=f"batch {count}", batch=count) for count in _BATCHES)
+        calls: list[Change] = []
+        for count in (2, 4):
+            calls.append(Change(name=f"{count} runs at once", concurrency=count))
+            calls.append(Change(name=f"{count} runs at once, 1 thread each", concurrency=count, threads=1))
+        batches = (Change(name=f"batch {count}", batch=count) for count in _BATCHES if given.free_batch)
+        yield Group(name="calls", changes=(*calls, *batches))

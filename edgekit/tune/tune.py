@@ -1,5 +1,6 @@
 """Searches the settings that serve a goal on a device: groups of settings race one after another."""
 
+import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -13,22 +14,22 @@ from edgekit._ort import CPU_PROVIDER, Level, SessionSettings, optimize_graph
 from edgekit.bench.blocks import ROUNDS, Block, Effort, guess_time, run_block
 from edgekit.bench.latency import Ratio
 from edgekit.bench.subject import Opening, Subject
-from edgekit.bundle.folder import Bundle, open_bundle
+from edgekit.bundle.folder import open_bundle
 from edgekit.bundle.golden import read_inputs, read_outputs
 from edgekit.bundle.manifest import TunedSession, TuningEvidence
 from edgekit.convert.levels import describe_level
 from edgekit.data.samples import select_samples
-from edgekit.devices.bundled import OF_THIS_MACHINE, count_device_cores, count_device_units, find_class, read_class
-from edgekit.devices.device import Device, DeviceRun, Job
-from edgekit.devices.named import address_of
+from edgekit.devices.bundled import OF_THIS_MACHINE, count_device_cores, find_class, read_class
+from edgekit.devices.device import Device, Job
+from edgekit.devices.named import address_of, is_remote
 from edgekit.devices.placed import count_nodes
 from edgekit.devices.process.run import require_device
 from edgekit.devices.register import DeviceChoice, choose_devices
 from edgekit.errors import EdgekitError, UsageError
 from edgekit.evidence import Evidence
+from edgekit.machine import count_physical_cores
 from edgekit.model.model import load_model
 from edgekit.progress import Progress, say_nothing
-from edgekit.target import Thresholds
 from edgekit.tune.files import apply_setting, has_branches, make_jobs, open_batches, open_files, require_bundle
 from edgekit.tune.race import (
     GATE,
@@ -110,21 +111,27 @@ def _prepare(
     # The reference is the float model's golden outputs for a bundle without other data, else the outputs of the
     # defaults.
     bundle = open_bundle(path) if path.is_dir() and opening.data is None else None
+    gate = GATE if bundle is None else bundle.manifest.thresholds
+    if asked.min_sqnr_db is not None:
+        gate = msgspec.structs.replace(gate, min_sqnr_db=asked.min_sqnr_db, min_cosine=-1.0, named=("min_sqnr_db",))
     setup = RaceSetup(
         device=device,
         goal=asked.goal,
         job_for=job_for,
         reference=next(iter(read_outputs(bundle.golden))) if bundle is not None else first.outputs,
-        gate=_choose_gate(bundle, asked.min_sqnr_db),
+        gate=gate,
         bundle=bundle,
         guess_ms=guess_ms,
     )
+    # Options of a provider that takes no node need no race. If no placement was observed, it may have taken all nodes.
+    counts, own = count_nodes(first.run, job), job.target.provider
+    cores = count_device_cores(device, first.run.versions)
     given = Circumstances(
         goal=asked.goal,
-        provider=_find_provider(first.run, job),
+        provider=own if not counts or own in counts else CPU_PROVIDER,
         files=tuple(name for name in opened if name),
-        cores=count_device_cores(device, first.run.versions),
-        physical=count_device_units(device, first.run.versions),
+        cores=cores,
+        physical=cores if is_remote(device) else count_physical_cores(),
         branches=has_branches(job),
         free_batch=bool(batches),
         asked=job.target.session,
@@ -142,25 +149,11 @@ def _prepare(
     )
 
 
-def _find_provider(run: DeviceRun, job: Job) -> str:
-    """Returns the provider that runs a job's nodes, because options of a provider that takes no node need no race."""
-    counts = count_nodes(run, job)
-    # If no placement was observed, the target's provider may have taken all nodes.
-    return job.target.provider if not counts or job.target.provider in counts else CPU_PROVIDER
-
-
 def _choose_device(choice: DeviceChoice, subject: Subject) -> Device:
     devices = choose_devices(choice, subject.target_for, default=(subject.default_device,))
     if len(devices) != 1:
         raise UsageError("tune races on one device at a time", hint="give one --on; each device has its own best")
     return devices[0]
-
-
-def _choose_gate(bundle: Bundle | None, min_sqnr_db: float | None) -> Thresholds:
-    gate = GATE if bundle is None else bundle.manifest.thresholds
-    if min_sqnr_db is None:
-        return gate
-    return msgspec.structs.replace(gate, min_sqnr_db=min_sqnr_db, min_cosine=-1.0, named=("min_sqnr_db",))
 
 
 def _search(search: _Search) -> TuneReport:
@@ -303,7 +296,12 @@ def _read_load() -> float | None:
 
 
 def _apply(found: TuneReport, path: Path, device: Device) -> TuneReport:
-    lack = _find_lack(found)
+    lack = "" if found.machine else f"'{found.device}' does not say what kind of machine it is"
+    # Times in an emulator are times of the machine on which it runs.
+    if found.device not in OF_THIS_MACHINE and found.evidence is not Evidence.DEVICE:
+        lack = f"'{found.device}' is no device: its times say nothing of one ({found.evidence.value})"
+    if found.chosen == found.defaults:
+        lack = "the defaults stay"
     if lack:
         return msgspec.structs.replace(found, applied=f"nothing: {lack}")
     if found.machine is None or found.final is None:
@@ -328,16 +326,6 @@ def _apply(found: TuneReport, path: Path, device: Device) -> TuneReport:
     return msgspec.structs.replace(found, applied=done)
 
 
-def _find_lack(found: TuneReport) -> str:
-    """Returns why the result cannot be written into a bundle, "" if it can."""
-    if found.chosen == found.defaults:
-        return "the defaults stay"
-    # Times in an emulator are times of the machine on which it runs.
-    if found.device not in OF_THIS_MACHINE and found.evidence is not Evidence.DEVICE:
-        return f"'{found.device}' is no device: its times say nothing of one ({found.evidence.value})"
-    return "" if found.machine else f"'{found.device}' does not say what kind of machine it is"
-
-
 # To count its nodes, the graph of each level is written to a file: too slow for gigabytes of weights.
 _MOST_BYTES = 500_000_000
 
@@ -345,8 +333,16 @@ _MOST_BYTES = 500_000_000
 def list_levels(job: Job, tried: Mapping[Level, TriedSetting], work: Path) -> Iterator[LevelRow]:
     """Yields a row for each measured level; nodes are those that this machine's CPU provider runs."""
     work.mkdir()
+    is_small = job.model.suffix == ".onnx" and job.model.stat().st_size < _MOST_BYTES
     for level, found in tried.items():
-        nodes, fused = _count(job, level, work / f"{level.value}.onnx")
+        nodes: int | None = None
+        fused: dict[str, int] = {}
+        if job.target.provider == CPU_PROVIDER and is_small:
+            out = work / f"{level.value}.onnx"
+            with contextlib.suppress(EdgekitError):
+                optimize_graph(job.model, out, SessionSettings(level=level, config=dict(job.target.session.config)))
+                row = describe_level(load_model(job.model), out, level)
+                nodes, fused = row.nodes, row.inserted
         yield LevelRow(
             level=level.value,
             nodes=nodes,
@@ -354,18 +350,6 @@ def list_levels(job: Job, tried: Mapping[Level, TriedSetting], work: Path) -> It
             load_ms=None if found.fault else found.load_ms,
             median_ms=None if found.fault else found.median_ms,
         )
-
-
-def _count(job: Job, level: Level, out: Path) -> tuple[int | None, dict[str, int]]:
-    small = job.model.suffix == ".onnx" and job.model.stat().st_size < _MOST_BYTES
-    if job.target.provider != CPU_PROVIDER or not small:
-        return None, {}
-    try:
-        optimize_graph(job.model, out, SessionSettings(level=level, config=dict(job.target.session.config)))
-        row = describe_level(load_model(job.model), out, level)
-    except EdgekitError:
-        return None, {}
-    return row.nodes, row.inserted
 
 
 # Outputs above this SQNR count as equal: rounding of float32 gives 100 dB and more.
@@ -383,12 +367,19 @@ def sum_up(rounds: Iterable[Round]) -> Mapping[str, TriedSetting]:
 
 def mark_front(tried: Sequence[TriedSetting]) -> tuple[TriedSetting, ...]:
     """Returns settings with the Pareto-optimal ones marked: by latency, memory and SQNR."""
-    sound = [one for one in tried if one.fault is None]
-    return tuple(
-        msgspec.structs.replace(
-            one, pareto=one.fault is None and not any(_beats(other, one) for other in sound if other is not one)
-        )
+    # To be minimized: milliseconds, bytes, and negative decibels.
+    figures = [
+        (one.median_ms, one.peak_rss_bytes, -min(_SAME_DB, _SAME_DB if one.sqnr_db is None else one.sqnr_db))
         for one in tried
+    ]
+    sound = [own for one, own in zip(tried, figures, strict=True) if one.fault is None]
+
+    def is_beaten(own: tuple[float, int, float]) -> bool:
+        return any(other != own and all(a <= b for a, b in zip(other, own, strict=True)) for other in sound)
+
+    return tuple(
+        msgspec.structs.replace(one, pareto=one.fault is None and not is_beaten(own))
+        for one, own in zip(tried, figures, strict=True)
     )
 
 
@@ -408,18 +399,4 @@ def _sum_up(entrant: Entrant, measured: Sequence[Measured]) -> TriedSetting:
         peak_rss_bytes=int(median(one.peak_rss_bytes for one in sound)),
         sqnr_db=min((one.sqnr_db for one in sound if one.sqnr_db is not None), default=None),
         fault=fault,
-    )
-
-
-def _beats(one: TriedSetting, other: TriedSetting) -> bool:
-    pairs = [(_figures(one)[index], _figures(other)[index]) for index in range(3)]
-    return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
-
-
-def _figures(one: TriedSetting) -> tuple[float, float, float]:
-    """Returns the figures to minimize: milliseconds, bytes, and negative decibels."""
-    return (
-        one.median_ms,
-        float(one.peak_rss_bytes),
-        -min(_SAME_DB, one.sqnr_db if one.sqnr_db is not None else _SAME_DB),
     )

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,11 @@ import pytest
 from onnx import helper, numpy_helper, parser
 
 from edgekit._proc import ChildSetting
-from edgekit.check.report import CheckedNode, CheckReport
-from edgekit.data.samples import Samples
-from edgekit.devices.device import Device, DeviceRun, Job, Missing
+from edgekit.check.report import CheckedNode
+from edgekit.data.samples import list_samples
+from edgekit.devices.device import Device, DeviceRun, Job, Missing, make_empty_check
 from edgekit.devices.find import find_device
-from edgekit.devices.local.runner import build_runner, host_abi
+from edgekit.devices.local.runner import NativeRunner, build_runner, find_missing_runner, host_abi
 from edgekit.devices.process.run import describe_job, run_program
 from edgekit.evidence import Evidence
 from edgekit.model.model import load_model, save_proto
@@ -101,7 +101,7 @@ def text_model(path: Path, body: str, *, opset: int = 17) -> Path:
 def make_job(
     path: Path,
     target: str,
-    samples: list[Tensors] | None = None,
+    samples: Sequence[Tensors] | None = None,
     *,
     precision: Precision = "int8",
     left: tuple[str, ...] = (),
@@ -111,34 +111,19 @@ def make_job(
     model = load_model(path)
     nodes = tuple(
         CheckedNode(
-            name=node.name,
-            op=node.op_type,
-            domain=node.domain,
-            taken=node.name not in left,
-            reasons=(),
-            macs=0,
-            bytes=0,
-            partition=0,
+            name=node.name, op=node.op_type, domain=node.domain, taken=node.name not in left, reasons=(), macs=0,
+            bytes=0, partition=0,
         )
         for node in onnx.load(str(path)).graph.node
-    )
-    check = CheckReport(
-        target=target,
-        model=model.name,
-        sha256=model.sha256,
-        evidence="predicted",
-        settings={},
-        node_list=nodes,
-        advice=(),
-    )
-    rows = noise_samples() if samples is None else samples
+    )  # fmt: skip
+    check = make_empty_check(load_target(target), model.name, model.sha256)
     return Job(
         model=path,
         target=load_target(target),
         precision=precision,
         outputs=model.outputs,
-        check=check,
-        samples=Samples(source="rows", count=len(rows), read=lambda: iter(rows)),
+        check=msgspec.structs.replace(check, node_list=nodes),
+        samples=list_samples(noise_samples() if samples is None else samples, "rows"),
         timeout_s=timeout_s,
     )
 
@@ -153,11 +138,19 @@ def present(name: str, target: Target | str = "cpu") -> Device:
     device = find_device(name, load_target(target) if isinstance(target, str) else target)
     missing = device.find_missing()
     if missing is not None and (missing.command or "").startswith("edgekit runner build"):
-        build_runner("linux-arm64" if name.startswith("arm64") else host_abi(), lambda _: None)
+        require_runner("linux-arm64" if name.startswith("arm64") else host_abi())
         missing = device.find_missing()
     if missing is not None:
         pytest.skip(f"{name} is not installed: {missing.reason}: {missing.command}")
     return device
+
+
+def require_runner(abi: str) -> NativeRunner:
+    """The C++ runner for a kind of machine, which the cache keeps; skips where it cannot be built."""
+    missing = find_missing_runner(abi)
+    if missing is not None and missing.command is not None and not missing.command.startswith("edgekit runner build"):
+        pytest.skip(f"{missing.reason}: {missing.command}")
+    return build_runner(abi, lambda _: None)
 
 
 def pretend(

@@ -10,19 +10,18 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from devices_models import float_conv, make_job, noise_samples, present, qdq_conv, text_model
+from devices_models import float_conv, make_job, present, qdq_conv, text_model
 from test_devices_android_abi import Built, build_checks
 
-from edgekit._ort import CPU_PROVIDER, CpuSession, SessionSettings
+from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.android.android import NNAPI, XNNPACK
 from edgekit.devices.android.installed import LIBRARY, LOADER, MACHINES, read_library, unpack_libraries
 from edgekit.devices.android.nnapi.compute import find_feature_level
-from edgekit.devices.find import find_device, install_device, list_devices, serve_device
+from edgekit.devices.find import find_device, install_device, list_devices
 from edgekit.devices.local.runner import PROGRAM
 from edgekit.devices.observe import observe_placement
 from edgekit.devices.process.files import find_sources
 from edgekit.devices.release import Installed
-from edgekit.devices.self_test import try_device
 from edgekit.errors import DeviceError, EdgekitError, UsageError
 from edgekit.evidence import Evidence
 from edgekit.model.model import load_model
@@ -207,25 +206,6 @@ def test_evidence_tells_the_phone_s_file_from_that_of_another_cpu() -> None:
 @pytest.mark.parametrize(("api", "level"), [(27, 27), (31, 31), (32, 1000006), (33, 1000007), (36, 1000008)])
 def test_the_feature_level_is_that_of_the_release(api: int, level: int) -> None:
     assert find_feature_level(api) == level
-
-
-@pytest.mark.parametrize("name", ["android", "android:x86_64"])
-def test_the_device_can_be_believed(name: str) -> None:
-    present(name, "nnapi")
-    test = try_device(serve_device(name))
-    assert [check for check in test.checks if not check.passed] == []
-    assert [check.name.partition(":")[0] for check in test.checks] == ["xnnpack"] * 5 + ["nnapi"] * 5
-    assert test.versions["onnxruntime"]
-
-
-def test_a_quantized_model_runs_in_xnnpack_itself(tmp_path: Path, work: Path) -> None:
-    model = qdq_conv(tmp_path / "q.onnx", np.int8)
-    run = present("android:x86_64", "xnnpack").run_job(make_job(model, "xnnpack"), work)
-    assert (run.failure, run.outputs.count, run.placement_source) == (None, 3, "session")
-    assert {node.provider for node in run.placement if "Conv" in node.op} == {XNNPACK}
-    session = CpuSession(model, SessionSettings())
-    for sample, got in zip(noise_samples(), run.outputs, strict=True):
-        assert np.abs(session.run(sample)["y"] - got["y"]).max() <= 1 / 16 + 1e-6
 
 
 @pytest.mark.parametrize("api", ["27", "29", "31", "33"])

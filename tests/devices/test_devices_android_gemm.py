@@ -3,13 +3,10 @@
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
-from devices_models import float_conv, make_job, present, text_model
+from devices_models import float_conv, present, text_model
 
 from edgekit.check.check import check_model
-from edgekit.devices.android.android import NNAPI, Android
-from edgekit.devices.android.nnapi.network import Driver
 from edgekit.devices.find import find_device
 from edgekit.devices.observe import Observed, compare_placement, observe_placement, observe_target
 from edgekit.model.model import load_model
@@ -69,33 +66,6 @@ def test_a_session_fails_exactly_where_check_says_so(spelling: str, weight: str,
     again = observe_placement(fixed, target, device)
     assert again.failure is None
     assert compare_placement(check_model(fixed, target), again, device).disagreements == ()
-
-
-@pytest.mark.parametrize(("settings", "turned"), [({}, True), ({"layout": "NCHW"}, False), ({"cpu": "off"}, True)])
-def test_flags_reach_the_provider(settings: dict[str, str], turned: bool, tmp_path: Path) -> None:
-    """In NHWC the layout of a Conv is changed by Transposes around it; in NCHW there are none."""
-    target = load_target("nnapi", settings)
-    device = present("android:x86_64", target)
-    path = float_conv(tmp_path / "m.onnx")
-    job = msgspec.structs.replace(make_job(path, "nnapi"), target=target)
-    (tmp_path / "work").mkdir()
-    run = device.run_job(job, tmp_path / "work")
-    assert run.failure is None
-    assert {node.provider for node in run.placement if node.op == "Conv"} == {NNAPI}
-    assert any(node.op == "Transpose" for node in run.placement) == turned
-
-
-@pytest.mark.parametrize(("cpu", "failure"), [("on", ""), ("off", "The model cannot run")])
-def test_without_nnapi_s_own_cpu_a_driver_must_take_everything(cpu: str, failure: str, tmp_path: Path) -> None:
-    target = load_target("nnapi", {"cpu": cpu})
-    device = present("android:x86_64", target)
-    job = msgspec.structs.replace(make_job(float_conv(tmp_path / "m.onnx"), "nnapi"), target=target)
-    assert isinstance(device, Android)
-    choosy = msgspec.structs.replace(device, driver=Driver(refused=("CONV_2D",)))
-    (tmp_path / "work").mkdir()
-    run = choosy.run_job(job, tmp_path / "work")
-    assert failure in (run.failure or "")
-    assert bool(failure) == (run.failure is not None)
 
 
 def test_without_litert_nnapi_is_skipped_with_the_command_and_still_observed(

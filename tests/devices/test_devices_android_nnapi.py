@@ -11,17 +11,16 @@ import pytest
 from devices_models import Stub, make_job, present, qdq_conv, text_model
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
-from edgekit.data.samples import Samples
-from edgekit.devices.android.android import NNAPI
+from edgekit.devices.android.android import NNAPI, Android
 from edgekit.devices.android.installed import LOADER
 from edgekit.devices.android.nnapi.compute import Computer
-from edgekit.devices.android.nnapi.network import Network, Operand, OperandType, Operation, split_constants
-from edgekit.devices.device import Device, DeviceRun
+from edgekit.devices.android.nnapi.network import Driver, Network, Operand, OperandType, Operation, split_constants
+from edgekit.devices.device import DeviceRun
 from edgekit.devices.process.pipes import END, answer_questions
 from edgekit.devices.process.run import describe_job, run_program
 from edgekit.errors import DeviceError
 from edgekit.model.tensors import Array, Tensors
-from edgekit.target import load_target
+from edgekit.target import Platform, load_target
 
 pytestmark = pytest.mark.slow
 
@@ -62,15 +61,19 @@ FLOAT_OPERATIONS = {
 }  # fmt: skip
 
 
-def require_device(api: str = "33") -> Device:
-    return present("android:x86_64", load_target("nnapi", {"api_level": api}))
-
-
-def run_on_nnapi(path: Path, rows: Sequence[Tensors], work: Path, api: str = "33") -> DeviceRun:
-    device, target = require_device(api), load_target("nnapi", {"api_level": api})
-    samples = Samples(source="rows", count=len(rows), read=lambda: iter(rows))
-    job = msgspec.structs.replace(make_job(path, "nnapi"), target=target, samples=samples)
-    return device.run_job(job, work)
+def run_on_nnapi(
+    path: Path, rows: Sequence[Tensors], work: Path, *flags: str, api: str = "33", driver: Driver | None = None
+) -> DeviceRun:
+    """Runs samples on a phone of an API level whose app sets some flags."""
+    target = load_target("nnapi", {"api_level": api})
+    if flags:
+        android = Platform(minimum_os="27", runtime="", provider_options=dict.fromkeys(flags, "1"))
+        session = msgspec.structs.replace(target.session, platforms={"android": android})
+        target = msgspec.structs.replace(target, session=session)
+    device = present("android:x86_64", target)
+    assert isinstance(device, Android)
+    job = msgspec.structs.replace(make_job(path, "nnapi", rows), target=target)
+    return msgspec.structs.replace(device, driver=driver).run_job(job, work)
 
 
 def float_model(path: Path) -> Path:
@@ -122,7 +125,7 @@ def declare_shapes(path: Path, row: Tensors | None = None) -> Path:
 @pytest.fixture(scope="module")
 def computed(tmp_path_factory: pytest.TempPathFactory) -> tuple[DeviceRun, list[Tensors], list[Tensors]]:
     """A run of every operation, what came back, and what ONNX Runtime's CPU provider computes in float."""
-    require_device()
+    present("android:x86_64", "nnapi")
     folder = tmp_path_factory.mktemp("nnapi")
     path = float_model(folder / "float.onnx")
     rng = np.random.default_rng(6)
@@ -154,7 +157,7 @@ def test_a_quantized_convolution_lies_on_its_grid(api: str, tmp_path: Path, work
     path = qdq_conv(tmp_path / "q.onnx", np.uint8)
     rng = np.random.default_rng(7)
     rows = [{"x": rng.normal(0, 1, (1, 4, 8, 8)).astype(np.float32)} for _ in range(3)]
-    run = run_on_nnapi(path, rows, work, api)
+    run = run_on_nnapi(path, rows, work, api=api)
     assert run.failure is None
     session = CpuSession(path, SessionSettings(level=Level.DISABLED))
     for row, got in zip(rows, run.outputs, strict=True):
@@ -177,7 +180,7 @@ def network_of(code: int, operands: tuple[Operand, ...], outputs: int = 1) -> Ne
 
 
 def test_grids_that_differ_are_joined_on_that_of_the_output() -> None:
-    require_device()
+    present("android:x86_64", "nnapi")
     kind = OperandType.TENSOR_QUANT8_ASYMM_SIGNED
     operands = (
         tensor(kind, 1, 4, scale=0.5), tensor(kind, 1, 4, scale=0.25, zero=3), tensor(OperandType.INT32, size=4),
@@ -191,7 +194,7 @@ def test_grids_that_differ_are_joined_on_that_of_the_output() -> None:
 
 
 def test_an_operation_of_one_version_is_computed_beside_signed_integers() -> None:
-    require_device()
+    present("android:x86_64", "nnapi")
     kind = OperandType.TENSOR_QUANT8_ASYMM_SIGNED
     operands = (tensor(kind, 1, 4, scale=0.5), tensor(kind, 4, size=4, scale=0.25), tensor(kind, 1, 4, scale=0.5))
     computer = Computer()
@@ -204,14 +207,14 @@ def test_an_operation_of_one_version_is_computed_beside_signed_integers() -> Non
     ("code", "words"), [(16, "NNAPI's operation LSTM is not computed here"), (1000, "operation of number 1000")]
 )
 def test_an_operation_that_tflite_lacks_is_named(code: int, words: str) -> None:
-    require_device()
+    present("android:x86_64", "nnapi")
     float32 = OperandType.TENSOR_FLOAT32
     with pytest.raises(DeviceError, match=words):
         Computer().take_network(network_of(code, (tensor(float32, 1), tensor(float32, 1))), b"")
 
 
 def test_questions_are_answered_until_the_last() -> None:
-    require_device()
+    present("android:x86_64", "nnapi")
     float32 = OperandType.TENSOR_FLOAT32
     network = network_of(19, (tensor(float32, 3), tensor(float32, 3)))
     value = np.array([-1, 0, 2], np.float32)
@@ -242,7 +245,7 @@ def test_constants_lie_one_behind_the_other() -> None:
 def test_without_tflite_s_kernels_a_network_is_built_and_the_run_says_what_is_missing(
     tmp_path: Path, work: Path
 ) -> None:
-    require_device()
+    present("android:x86_64", "nnapi")
     path = text_model(tmp_path / "r.onnx", "(float[1,4] x) => (float[1,4] y) { t = Relu(x) y = Sigmoid(t) }")
     job = make_job(path, "nnapi", [{"x": np.ones((1, 4), np.float32)}])
     request = msgspec.structs.replace(describe_job(job, provider=NNAPI), runtime=str(LOADER.find_library("x86_64")))

@@ -1,13 +1,12 @@
 """What an app and a phone ask of NNAPI: half precision, NCHW, with and without its CPU, a driver that refuses."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
-from devices_models import make_job, qdq_conv, text_model
-from test_devices_android_nnapi import FLOAT_OPERATIONS, float_model, network_of, require_device, tensor
+from devices_models import make_job, present, qdq_conv, text_model
+from test_devices_android_nnapi import FLOAT_OPERATIONS, float_model, network_of, run_on_nnapi, tensor
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
 from edgekit.convert.ort_form import OrtOptions, write_ort
@@ -20,7 +19,7 @@ from edgekit.errors import DeviceError
 from edgekit.evidence import Evidence
 from edgekit.model.model import load_model
 from edgekit.model.tensors import Array, Tensors
-from edgekit.target import Platform, load_target
+from edgekit.target import load_target
 
 pytestmark = pytest.mark.slow
 
@@ -29,20 +28,6 @@ DENSE = """
 { t = Gemm<transB=1>(x, w, b) y = Sigmoid(t) }
 """
 WEIGHTS = np.random.default_rng(1).normal(0, 1, (4, 8)).astype(np.float32)
-
-
-def run(
-    path: Path, rows: Sequence[Tensors], work: Path, *flags: str, api: str = "33", driver: Driver | None = None
-) -> DeviceRun:
-    require_device(api)
-    target = load_target("nnapi", {"api_level": api})
-    android = Platform(minimum_os="27", runtime="", provider_options=dict.fromkeys(flags, "1"))
-    session = msgspec.structs.replace(target.session, platforms={"android": android})
-    samples = Samples(source="rows", count=len(rows), read=lambda: iter(rows))
-    job = msgspec.structs.replace(
-        make_job(path, "nnapi"), target=msgspec.structs.replace(target, session=session), samples=samples
-    )
-    return Android(cpu=X86_64, evidence=Evidence.SAME_EP, driver=driver).run_job(job, work)
 
 
 def dense_model(path: Path) -> Path:
@@ -62,7 +47,7 @@ def test_in_nchw_each_operation_is_its_formula_too(tmp_path: Path, work: Path) -
     path = float_model(tmp_path / "float.onnx")
     rng = np.random.default_rng(6)
     row: Tensors = {name: rng.normal(0, 1, (1, 4, 8, 8)).astype(np.float32) for name in ("x", "x2")}
-    found = run(path, [row], work, "NNAPI_FLAG_USE_NCHW")
+    found = run_on_nnapi(path, [row], work, "NNAPI_FLAG_USE_NCHW")
     assert found.failure is None
     (got,) = found.outputs
     wanted = CpuSession(path, SessionSettings(level=Level.DISABLED)).run(row)
@@ -77,7 +62,7 @@ def test_in_nchw_each_operation_is_its_formula_too(tmp_path: Path, work: Path) -
 
 def test_half_precision_rounds_what_is_read_and_given(tmp_path: Path, work: Path) -> None:
     path, rows = dense_model(tmp_path / "d.onnx"), dense_rows()
-    found = run(path, rows, work, "NNAPI_FLAG_USE_FP16")
+    found = run_on_nnapi(path, rows, work, "NNAPI_FLAG_USE_FP16")
     assert "NNAPI was allowed half precision: here each operation reads and gives halves" in found.notes
     bias = np.array([0.1, 0.2, 0.3, 0.4], np.float32)
     for row, got in zip(rows, found.outputs, strict=True):
@@ -87,14 +72,14 @@ def test_half_precision_rounds_what_is_read_and_given(tmp_path: Path, work: Path
 
 
 def test_full_precision_is_not_rounded(tmp_path: Path, work: Path) -> None:
-    found = run(dense_model(tmp_path / "d.onnx"), dense_rows(), work)
+    found = run_on_nnapi(dense_model(tmp_path / "d.onnx"), dense_rows(), work)
     assert not [note for note in found.notes if "half" in note]
     assert any(not np.array_equal(row["y"], half(row["y"])) for row in found.outputs)
 
 
 def test_a_relaxed_network_gives_what_halves_give() -> None:
     """A value beyond 65504 becomes infinite, as on a phone; a sum of halves is rounded once."""
-    require_device()
+    present("android:x86_64", "nnapi")
     kind = OperandType.TENSOR_FLOAT32
     operands = (tensor(kind, 4), tensor(kind, 4, size=16), tensor(OperandType.INT32, size=4), tensor(kind, 4))
     network = msgspec.structs.replace(network_of(0, operands), relaxed=True)
@@ -126,7 +111,7 @@ def test_what_a_driver_refuses(
     refused: tuple[str, ...], flags: tuple[str, ...], failure: str, note: str, tmp_path: Path, work: Path
 ) -> None:
     driver = Driver(name="npu", refused=refused)
-    found = run(dense_model(tmp_path / "d.onnx"), dense_rows(), work, *flags, driver=driver)
+    found = run_on_nnapi(dense_model(tmp_path / "d.onnx"), dense_rows(), work, *flags, driver=driver)
     if failure:
         assert failure in str(found.failure)
         assert "npu" in str(found.failure)
@@ -138,7 +123,7 @@ def test_what_a_driver_refuses(
 
 def test_parameters_of_the_target_stand_for_flags(tmp_path: Path, work: Path) -> None:
     """In NCHW nothing is turned for NNAPI; without its CPU a driver that refuses ends the session."""
-    require_device()
+    present("android:x86_64", "nnapi")
     path = text_model(tmp_path / "p.onnx", "(float[1,4,8,8] x) => (float[1,4,1,1] y) { y = GlobalAveragePool(x) }")
     found: dict[str, DeviceRun] = {}
     for layout in ("NHWC", "NCHW"):
@@ -158,7 +143,7 @@ def test_parameters_of_the_target_stand_for_flags(tmp_path: Path, work: Path) ->
 def test_a_driver_of_an_old_level_takes_less(flags: tuple[str, ...], provider: str, tmp_path: Path, work: Path) -> None:
     """Weights per channel need level 29. With NNAPI's CPU its level counts, which is Android's; else the driver's."""
     path = qdq_conv(tmp_path / "q.onnx", np.uint8)
-    found = run(path, [], work, *flags, api="31", driver=Driver(feature_level=28))
+    found = run_on_nnapi(path, [], work, *flags, api="31", driver=Driver(feature_level=28))
     assert {node.provider for node in found.placement if node.op == "Conv"} == {provider}
 
 
@@ -167,7 +152,7 @@ def test_a_driver_of_an_old_level_takes_less(flags: tuple[str, ...], provider: s
 @pytest.mark.parametrize("code", [1, 17])
 def test_pooling_over_pads_is_that_of_integers(kind: OperandType, pads: tuple[int, ...], code: int) -> None:
     """The mean of what lies inside, rounded half up, and the maximum of it: to the bit."""
-    require_device()
+    present("android:x86_64", "nnapi")
     (left, right, top, bottom), window, stride = pads, 3, 2
     height, width = (6 + top + bottom - window) // stride + 1, (7 + left + right - window) // stride + 1
     numbers = [left, right, top, bottom, stride, stride, window, window, 0]
@@ -196,7 +181,7 @@ def _mean(inside: Array) -> Array:
 
 
 def test_pooling_over_nothing_is_refused() -> None:
-    require_device()
+    present("android:x86_64", "nnapi")
     kind = OperandType.TENSOR_FLOAT32
     numbers = [3, 0, 0, 0, 1, 1, 2, 2, 0]
     operands = (
@@ -224,7 +209,7 @@ def test_saved_fusions_skip_the_transposes_of_a_changed_layout(
     target, samples = load_target("nnapi"), Samples(source="rows", count=1, read=lambda: iter(rows))
     job = msgspec.structs.replace(make_job(path, "nnapi"), target=target, samples=samples)
     write_ort(load_model(path), tmp_path / "m.ort", OrtOptions(style="runtime", cpu="arm", level=level))
-    require_device()
+    present("android:x86_64", "nnapi")
     android = Android(cpu=X86_64, evidence=Evidence.SAME_EP)
     done = android.run_job(msgspec.structs.replace(job, model=tmp_path / "m.ort"), work)
     assert done.failure is None

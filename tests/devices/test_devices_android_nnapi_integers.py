@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from devices_models import text_model
-from test_devices_android_nnapi import declare_shapes, require_device, run_on_nnapi
+from devices_models import present, text_model
+from test_devices_android_nnapi import declare_shapes, run_on_nnapi
 
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.devices.android.android import NNAPI
@@ -182,7 +182,7 @@ def _convolve(name: str, left: Part, source: Array, grid: dict[str, Any]) -> Arr
 
 @pytest.mark.parametrize("name", BODIES)
 def test_an_integer_operation_is_tflite_s_to_the_bit(name: str, tmp_path: Path, work: Path) -> None:
-    require_device()
+    present("android:x86_64", "nnapi")
     inputs = "float[1,4,8,8] x" + (", float[1,4,8,8] u" if name in {"add", "mul"} else "")
     path = text_model(tmp_path / "q.onnx", f"({inputs}) => (float y) <{CONSTANTS}> {{ {LEFT} {BODIES[name]} }}")
     rng = np.random.default_rng(9)

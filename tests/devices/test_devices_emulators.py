@@ -12,7 +12,7 @@ from edgekit.data.samples import Samples
 from edgekit.devices.device import LEAST_SAMPLES
 from edgekit.devices.local.qnn_sim import QnnSimulator
 from edgekit.evidence import Evidence
-from edgekit.model.tensors import Array
+from edgekit.model.tensors import DTYPES, Array
 
 pytestmark = pytest.mark.slow
 
@@ -95,28 +95,31 @@ def test_the_real_provider_takes_the_convolution(name: str, tmp_path: Path, work
     assert run.placement_source != "predicted"
 
 
-@pytest.mark.parametrize("name", ["host", "android:x86_64", "emulated"])
+@pytest.mark.parametrize("name", ["host", "host:native", "android:x86_64", "emulated"])
 def test_every_type_of_tensor_passes_unchanged(name: str, tmp_path: Path, work: Path) -> None:
+    rng = np.random.default_rng(5)
     values: dict[str, Array] = {
-        "f32": np.array([[1.5, -0.0]], np.float32), "f64": np.array([[1e300]], np.float64),
-        "i8": np.array([[-128]], np.int8), "u8": np.array([[255]], np.uint8), "i32": np.array([[-7]], np.int32),
-        "i64": np.array([[2**62]], np.int64), "b": np.array([[True, False]]), "e": np.zeros((1, 0), np.float32),
-        "s": np.array([["häuser", 'a"b\n']], object),
-    }  # fmt: skip
-    kinds = {"f32": "float", "f64": "double", "i8": "int8", "u8": "uint8", "i32": "int32", "i64": "int64", "b": "bool"}
-    kinds |= {"e": "float", "s": "string"}
-    shapes = {key: ",".join(map(str, value.shape)) for key, value in values.items()}
-    ins = ", ".join(f"{kinds[key]}[{shapes[key]}] {key}" for key in values)
-    outs = ", ".join(f"{kinds[key]}[{shapes[key]}] {key}_out" for key in values)
-    body = " ".join(f"{key}_out = Identity({key})" for key in values)
+        dtype: rng.integers(0, 2, (1, 7)).astype(kind) for dtype, kind in DTYPES.items() if dtype != "string"
+    }
+    values |= {"i64": np.array([[2**62]]), "f64": np.array([[1e300]]), "minus": np.array([[-0.0]], np.float32)}
+    values |= {"string": np.array([["grüße", 'a\nb\x01"\\', "\U0001f600", "x\x00y", ""]], object)}
+    values |= {"scalar": np.array(2.5, np.float32)}
+    kinds = {key: "string" if value.dtype == object else value.dtype.name for key, value in values.items()}
+    words = {key: {"float32": "float", "float64": "double"}.get(kind, kind) for key, kind in kinds.items()}
+    dims = {key: "[1,N]" if value.ndim else "" for key, value in values.items()}
+    ins = ", ".join(f"{words[key]}{dims[key]} {key}_in" for key in values)
+    outs = ", ".join(f"{words[key]}{dims[key]} {key}_out" for key in values)
+    body = " ".join(f"{key}_out = Identity({key}_in)" for key in values)
     model = text_model(tmp_path / "all.onnx", f"({ins}) => ({outs}) {{ {body} }}")
-    device = present(name, TARGETS[name])
-    run = device.run_job(make_job(model, TARGETS[name], [values], precision="fp32"), work)
+    full = {f"{key}_in": value for key, value in values.items()}
+    rows = [full, {key: value[:, :0] if value.ndim else value for key, value in full.items()}]
+    target = TARGETS.get(name, "nnapi")
+    run = present(name, target).run_job(make_job(model, target, rows, precision="fp32"), work)
     assert run.failure is None
-    (got,) = run.outputs
-    for key, value in values.items():
-        np.testing.assert_array_equal(got[f"{key}_out"], value)
-        assert got[f"{key}_out"].dtype.kind == value.dtype.kind
+    for row, got in zip(rows, run.outputs, strict=True):
+        for key in values:
+            np.testing.assert_array_equal(got[f"{key}_out"], row[f"{key}_in"])
+            assert got[f"{key}_out"].dtype == row[f"{key}_in"].dtype
 
 
 def test_nodes_that_qnn_refuses_are_named(tmp_path: Path, work: Path) -> None:

@@ -9,17 +9,14 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from devices_models import float_conv, make_job, text_model
-from devices_models import present as require
+from devices_models import float_conv, make_job, present, text_model
 
 from edgekit._ort import CpuSession, SessionSettings
-from edgekit.devices.find import find_device, install_device, list_devices, serve_device
+from edgekit.devices.find import find_device, install_device
 from edgekit.devices.ios.installed import ABI, LOADER, open_framework, place_imports
 from edgekit.devices.ios.ios import IosSimulator
 from edgekit.devices.local.host import PROVIDER
 from edgekit.devices.observe import Observed, observe_placement, observe_target
-from edgekit.devices.release import Installed
-from edgekit.devices.self_test import try_device
 from edgekit.errors import DeviceError, EdgekitError, UsageError
 from edgekit.evidence import Evidence
 from edgekit.model.model import load_model
@@ -28,11 +25,12 @@ from edgekit.target import load_target
 SLICE = "ios-arm64_x86_64-simulator/onnxruntime.framework"
 
 
-def present() -> IosSimulator:
+@pytest.fixture
+def device() -> IosSimulator:
     # zig compiles its C++ library first, for a minute and more: CI has not the time to install it.
-    device = require("ios-sim", "coreml")
-    assert isinstance(device, IosSimulator)
-    return device
+    found = present("ios-sim", "coreml")
+    assert isinstance(found, IosSimulator)
+    return found
 
 
 def object_of(imports: tuple[str, ...], *, cpu: int = 0x01000007) -> bytes:
@@ -133,18 +131,6 @@ def test_names_are_those_of_this_machine_unless_something_stands_for_them() -> N
     assert place_imports(["_open"], without=["open"]) == {"_open": "open"}
 
 
-def test_what_was_built_from_other_sources_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path))
-    facts = Installed(
-        archive="a", sha256="", version="1.29.0", providers=(), abis=(ABI,), sources="other", compilers={}
-    )
-    LOADER.folder.mkdir(parents=True)
-    (LOADER.folder / "device.json").write_bytes(msgspec.json.encode(facts))
-    assert LOADER.find_installed() is None
-    (status,) = (status for status in list_devices() if status.name == "ios-sim")
-    assert (status.available, status.command) == (False, "edgekit devices install ios-sim")
-
-
 def test_another_machine_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path))
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
@@ -156,8 +142,7 @@ def test_another_machine_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("model_format", ["MLProgram", "NeuralNetwork"])
-def test_the_provider_itself_says_where_nodes_go(model_format: str, tmp_path: Path) -> None:
-    device = present()
+def test_the_provider_itself_says_where_nodes_go(device: IosSimulator, model_format: str, tmp_path: Path) -> None:
     body = "(float[1,4,8,8] x) => (float[1,4,8,8] y) { a = Relu(x) b = Acos(a) y = Sigmoid(b) }"
     target = load_target("coreml", {"model_format": model_format})
     seen = observe_placement(load_model(text_model(tmp_path / "m.onnx", body)), target, device)
@@ -166,9 +151,10 @@ def test_the_provider_itself_says_where_nodes_go(model_format: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("ios", "taken"), [("15", False), ("16", True)])
-def test_the_release_of_ios_is_what_the_target_says(ios: str, taken: bool, tmp_path: Path) -> None:
+def test_the_release_of_ios_is_what_the_target_says(
+    device: IosSimulator, ios: str, taken: bool, tmp_path: Path
+) -> None:
     """Core ML 6, which came with iOS 16, has 16-bit inputs of operators that Core ML 5 has not."""
-    device = present()
     body = "(float16[1,4,8,8] x) => (float16[1,2,8,8] y) <int64[1] s = {0}, int64[1] e = {2}, int64[1] a = {1}>"
     body += " { y = Slice(x, s, e, a) }"
     seen = observe_placement(
@@ -177,17 +163,18 @@ def test_the_release_of_ios_is_what_the_target_says(ios: str, taken: bool, tmp_p
     assert (seen.providers["n0"] == PROVIDER) == taken
 
 
+@pytest.mark.usefixtures("device")
 def test_check_holds_its_rules_against_the_provider(tmp_path: Path) -> None:
-    present()
     observed = observe_target(load_model(float_conv(tmp_path / "f.onnx")), load_target("coreml"))
     assert isinstance(observed, Observed)
     assert (observed.device, observed.evidence, observed.failure) == ("ios-sim", Evidence.SAME_EP, None)
     assert (observed.nodes, observed.taken, observed.disagreements) == (2, 2, ())
 
 
-def test_an_exception_of_onnxruntime_comes_back_in_its_own_words(tmp_path: Path, work: Path) -> None:
+def test_an_exception_of_onnxruntime_comes_back_in_its_own_words(
+    device: IosSimulator, tmp_path: Path, work: Path
+) -> None:
     """It is thrown and caught inside the library, through frames that Apple's compiler described."""
-    device = present()
     broken = tmp_path / "broken.onnx"
     broken.write_bytes(b"no model")
     job = msgspec.structs.replace(make_job(float_conv(tmp_path / "f.onnx"), "coreml"), model=broken)
@@ -197,10 +184,10 @@ def test_an_exception_of_onnxruntime_comes_back_in_its_own_words(tmp_path: Path,
     assert "Protobuf parsing failed" in run.failure
 
 
+@pytest.mark.usefixtures("device")
 def test_a_library_that_is_damaged_is_a_refusal_and_not_a_crash(
     tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    present()
     kept = LOADER.folder
     monkeypatch.setenv("EDGEKIT_CACHE", str(tmp_path))
     shutil.copytree(kept, LOADER.folder)
@@ -210,8 +197,7 @@ def test_a_library_that_is_damaged_is_a_refusal_and_not_a_crash(
     assert "is cut off" in str(with_half.failure)
 
 
-def test_an_unknown_option_is_refused_before(tmp_path: Path, work: Path) -> None:
-    device = present()
+def test_an_unknown_option_is_refused_before(device: IosSimulator, tmp_path: Path, work: Path) -> None:
     job = make_job(float_conv(tmp_path / "f.onnx"), "coreml")
     session = msgspec.structs.replace(job.target.session, provider_options={"Units": "ALL"}, platforms={})
     target = msgspec.structs.replace(job.target, session=session)
@@ -219,17 +205,17 @@ def test_an_unknown_option_is_refused_before(tmp_path: Path, work: Path) -> None
         device.run_job(msgspec.structs.replace(job, target=target), work)
 
 
-def test_two_runs_in_a_row_place_alike(tmp_path: Path) -> None:
-    device = present()
+def test_two_runs_in_a_row_place_alike(device: IosSimulator, tmp_path: Path) -> None:
     model = load_model(float_conv(tmp_path / "f.onnx"))
     seen = [observe_placement(model, load_target("coreml"), device).providers for _ in range(2)]
     assert seen[0] == seen[1]
     assert np.all([provider == PROVIDER for provider in seen[0].values()])
 
 
-def test_the_program_is_computed_in_the_precision_that_it_declares(tmp_path: Path, work: Path) -> None:
+def test_the_program_is_computed_in_the_precision_that_it_declares(
+    device: IosSimulator, tmp_path: Path, work: Path
+) -> None:
     """The weights of a float16 model become halves in the program; a float32 one is computed as it stands."""
-    device = present()
     job = make_job(float_conv(tmp_path / "f.onnx"), "coreml", precision="fp32")
     run = device.run_job(job, work)
     assert (run.failure, run.outputs.count) == (None, job.samples.count)
@@ -239,9 +225,10 @@ def test_the_program_is_computed_in_the_precision_that_it_declares(tmp_path: Pat
         assert np.allclose(session.run(sample)["y"], got["y"], atol=1e-5)
 
 
-def test_what_the_provider_writes_counts_and_not_what_the_graph_says(tmp_path: Path, work: Path) -> None:
+def test_what_the_provider_writes_counts_and_not_what_the_graph_says(
+    device: IosSimulator, tmp_path: Path, work: Path
+) -> None:
     """It writes Reciprocal as 1 / (x + 0.0001)."""
-    device = present()
     model = text_model(tmp_path / "r.onnx", "(float[1,4,8,8] x) => (float[1,4,8,8] y) { y = Reciprocal(x) }")
     job = make_job(model, "coreml", precision="fp32")
     run = device.run_job(job, work)
@@ -250,17 +237,16 @@ def test_what_the_provider_writes_counts_and_not_what_the_graph_says(tmp_path: P
         assert not np.allclose(got["y"], 1 / sample["x"], rtol=1e-5)
 
 
-def test_a_neural_network_is_placed_and_not_computed(tmp_path: Path, work: Path) -> None:
-    device = present()
+def test_a_neural_network_is_placed_and_not_computed(device: IosSimulator, tmp_path: Path, work: Path) -> None:
     job = make_job(float_conv(tmp_path / "f.onnx"), "coreml", precision="fp32")
     target = load_target("coreml", {"model_format": "NeuralNetwork"})
     run = device.run_job(msgspec.structs.replace(job, target=target), work)
     assert "the model is a neural network: edgekit computes ML Programs only" in str(run.failure)
 
 
+@pytest.mark.usefixtures("device")
 def test_a_bundle_in_the_older_format_is_skipped_and_not_failed() -> None:
     """Nothing computes it here: a device that refused it would say "fail" of a bundle that may be right."""
-    present()
     missing = find_device("ios-sim", load_target("coreml", {"model_format": "NeuralNetwork"})).find_missing()
     assert missing is not None
     assert missing.command is None
@@ -268,15 +254,9 @@ def test_a_bundle_in_the_older_format_is_skipped_and_not_failed() -> None:
     assert find_device("ios-sim", load_target("coreml")).find_missing() is None
 
 
+@pytest.mark.usefixtures("device")
 def test_the_older_format_is_observed_all_the_same(tmp_path: Path) -> None:
-    present()
     target = load_target("coreml", {"model_format": "NeuralNetwork"})
     seen = observe_target(load_model(float_conv(tmp_path / "f.onnx")), target)
     assert isinstance(seen, Observed)
     assert (seen.device, seen.failure, seen.taken) == ("ios-sim", None, seen.nodes)
-
-
-def test_the_device_can_be_believed() -> None:
-    present()
-    test = try_device(serve_device("ios-sim"))
-    assert [check for check in test.checks if not check.passed] == []

@@ -7,11 +7,12 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from devices_models import present
 
 from edgekit.devices.ios.installed import LOADER, list_imports
-from edgekit.devices.release import Compiler, compile_sources, find_zig, link_program, write_table
+from edgekit.devices.release import Compiler, compile_sources, find_zig
 
 pytestmark = pytest.mark.slow
 
@@ -72,13 +73,14 @@ def build_checks(compiler: Compiler, folder: Path) -> None:
     LOADER.write_imports(names, folder / "imports.c")
     own = {name: name.removeprefix("_").partition("$")[0] for name in names}
     own = {name: place for name, place in own.items() if place not in APPLES}
-    write_table("tables.h", own, folder / "own.c")
+    msgspec.structs.replace(LOADER, header="tables.h", place=lambda *_: own).write_imports(own, folder / "own.c")
     tables = [folder / "imports.c", folder / "own.c"]
     includes = f"-I{SOURCES}"
     objects += compile_sources(
         [([*LOADER.compile_command(compiler, table), includes], table) for table in tables], folder
     )
-    link_program([*compiler.cpp, "-O2", "-static", "-s", "-o", str(folder / "main"), *map(str, objects)], "checks.cpp")
+    link = [*compiler.cpp, "-O2", "-static", "-s", "-o", str(folder / "main"), *map(str, objects)]
+    subprocess.run(link, check=True)
 
 
 @pytest.fixture(scope="session")

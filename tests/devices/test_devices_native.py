@@ -9,35 +9,20 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from devices_models import Stub, float_conv, make_job, noise_samples, present, qdq_conv, text_model
+from devices_models import Stub, float_conv, make_job, noise_samples, present, qdq_conv, require_runner
 
 from edgekit._proc import run_process
 from edgekit.data.samples import Samples
-from edgekit.devices.device import Device
 from edgekit.devices.find import find_device
-from edgekit.devices.local.runner import NativeRunner, build_runner, copy_runner, find_missing_runner, host_abi
+from edgekit.devices.local.runner import build_runner, copy_runner, host_abi
 from edgekit.devices.process.run import describe_job, run_program
 from edgekit.errors import UsageError
-from edgekit.model.tensors import DTYPES, Tensors
 from edgekit.target import load_target
 
 pytestmark = pytest.mark.slow
 
 MAX_BYTES = 300_000
 JOB = {"model": "none.onnx", "provider": "CPUExecutionProvider"}
-
-
-def require_runner(abi: str) -> NativeRunner:
-    """Builds the runner, which the cache keeps, or skips with the reason and the command."""
-    missing = find_missing_runner(abi)
-    if missing is not None and missing.command is not None and not missing.command.startswith("edgekit runner build"):
-        pytest.skip(f"{missing.reason}: {missing.command}")
-    return build_runner(abi, lambda _: None)
-
-
-def require_native(name: str) -> Device:
-    require_runner("linux-arm64" if name.startswith("arm64") else host_abi())
-    return present(name, "nnapi")
 
 
 def feed(data: bytes, *, job: object = None) -> "subprocess.CompletedProcess[bytes]":
@@ -61,7 +46,7 @@ def test_the_bits_are_those_of_python(tmp_path: Path, native: str, python: str, 
     job = make_job(float_conv(path) if kind == "float" else qdq_conv(path, np.uint8), "nnapi")
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    got = require_native(native).run_job(job, tmp_path / "a")
+    got = present(native, "nnapi").run_job(job, tmp_path / "a")
     want = find_device(python, load_target("nnapi")).run_job(job, tmp_path / "b")
     assert got.failure is None
     assert got.placement == want.placement
@@ -69,33 +54,6 @@ def test_the_bits_are_those_of_python(tmp_path: Path, native: str, python: str, 
     assert got.cpu_features
     for mine, other in zip(got.outputs, want.outputs, strict=True):
         assert mine["y"].tobytes() == other["y"].tobytes()
-
-
-def test_every_element_type_passes(tmp_path: Path, work: Path) -> None:
-    onnx_names = {"float32": "float", "float64": "double"}
-    names = [name for name in DTYPES if name != "string"]
-    inputs = ", ".join(f"{onnx_names.get(name, name)}[N] {name}" for name in names)
-    outputs = ", ".join(f"{onnx_names.get(name, name)}[N] {name}_y" for name in names)
-    body = " ".join(f"{name}_y = Identity({name})" for name in names)
-    model = text_model(
-        tmp_path / "m.onnx",
-        f"({inputs}, string[K] s, float scalar) => ({outputs}, string[K] t, float y) "
-        f"{{ {body} t = Identity(s) y = Neg(scalar) }}",
-    )
-    rng = np.random.default_rng(5)
-    sample: Tensors = {
-        **{name: rng.integers(0, 2, 7).astype(DTYPES[name]) for name in names},
-        "s": np.array(["", "grüße", 'a\nb\x01"\\', "\U0001f600", "x\x00y"], object),
-        "scalar": np.array(2.5, np.float32),
-    }
-    empty = {name: value if name == "scalar" else value[:0] for name, value in sample.items()}
-    run = require_native("host:native").run_job(make_job(model, "nnapi", [sample, empty]), work)
-    assert run.failure is None
-    for given, got in zip([sample, empty], run.outputs, strict=True):
-        for name in names:
-            assert got[f"{name}_y"].tobytes() == given[name].tobytes()
-        assert got["t"].tolist() == given["s"].tolist()
-        assert got["y"].item() == -2.5
 
 
 @pytest.mark.parametrize(

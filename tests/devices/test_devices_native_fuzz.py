@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from devices_models import float_conv, noise_samples
+from devices_models import float_conv, noise_samples, require_runner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_devices_native import require_runner
 
 from edgekit._files import work_folder
 from edgekit._proc import run_process

@@ -8,8 +8,7 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
-from devices_models import Stub, make_job, present, qdq_conv
-from test_devices_native import require_runner
+from devices_models import Stub, make_job, present, qdq_conv, require_runner
 
 from edgekit.convert.convert import convert_model
 from edgekit.devices.device import DeviceRun, Job

@@ -63,13 +63,6 @@ def test_an_ort_file_tells_its_placement_by_a_profile_that_is_gone_afterwards(tm
     assert [entry.name for entry in tmp_path.iterdir() if entry.is_dir()] == ["work"]
 
 
-def test_each_of_many_runs_is_timed(tmp_path: Path, work: Path) -> None:
-    job = msgspec.structs.replace(make_job(float_conv(tmp_path / "f.onnx"), "nnapi"), repeat=5)
-    run = run_piped(job, work)
-    assert run.failure is None
-    assert len(run.latency_ms) == 15
-
-
 def test_a_budget_that_is_over_stops_the_run(tmp_path: Path, work: Path) -> None:
     job = make_job(float_conv(tmp_path / "f.onnx"), "nnapi", noise_samples(400))
     run = run_piped(msgspec.structs.replace(job, budget_s=0.0), work)

@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from devices_models import float_conv, noise_samples, text_model
+from devices_models import float_conv, noise_samples, require_runner, text_model
 from onnx import numpy_helper
-from test_devices_native import require_runner
 
 from edgekit._files import digest_file
 from edgekit._ort import CpuSession, Level, SessionSettings

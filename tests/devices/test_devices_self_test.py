@@ -20,14 +20,19 @@ pytestmark = pytest.mark.slow
 HONEST: dict[bytes, tuple[DeviceRun, list[Tensors]]] = {}
 
 
-@pytest.mark.parametrize("name", ["host", "emulated", "qnn-htp-sim", "arm64:native"])
+@pytest.mark.parametrize(
+    "name", ["host", "emulated", "qnn-htp-sim", "arm64:native", "android", "android:x86_64", "ios-sim"]
+)
 def test_every_emulator_that_is_here_passes(name: str) -> None:
-    present(name, default_target(name))
-    test = try_device(serve_device(name))
+    served = serve_device(name)
+    for _, target in served:
+        present(name, target)
+    test = try_device(served)
     assert test.skipped is None
     assert [(check.name, check.detail) for check in test.checks if not check.passed] == []
-    assert len(test.checks) == 5
-    assert test.versions
+    assert len(test.checks) == 5 * len(served)
+    assert [check.name.startswith("nnapi: ") for check in test.checks][-5:] == [name.startswith("android")] * 5
+    assert test.versions["onnxruntime"]
 
 
 def try_alone(device: Device) -> SelfTest:

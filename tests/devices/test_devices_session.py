@@ -100,8 +100,8 @@ class Doing(msgspec.Struct, frozen=True, kw_only=True):
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:  # noqa: ARG002 - the seam
         for outputs in self.turns(job):
-            if job.answered is not None:
-                job.answered(outputs)
+            if job.on_outputs is not None:
+                job.on_outputs(outputs)
         run = refuse_run(self, "")
         return msgspec.structs.replace(run, failure=self.failure)
 

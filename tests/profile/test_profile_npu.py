@@ -5,15 +5,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from devices_models import make_job, noise_samples, qdq_conv
+from devices_models import make_job, noise_samples, present, qdq_conv
 
-from edgekit.devices.find import find_device
 from edgekit.errors import DeviceError
 from edgekit.graph.graph import read_graph
 from edgekit.model.model import load_model
 from edgekit.profile.measure import list_npu, read_npu
 from edgekit.profile.nodes import list_sources
-from edgekit.target import load_target
 
 pytestmark = pytest.mark.slow
 
@@ -72,10 +70,7 @@ def test_what_is_no_profile_is_refused_in_one_line(data: bytes, tmp_path: Path) 
 
 
 def test_the_simulator_tells_what_runs_inside(tmp_path: Path) -> None:
-    device = find_device("qnn-htp-sim", load_target("qnn"))
-    missing = device.find_missing()
-    if missing is not None:
-        pytest.skip(f"{missing.reason}: {missing.command}")
+    device = present("qnn-htp-sim", "qnn")
     model = qdq_conv(tmp_path / "q.onnx", activation=np.uint8)
     job = msgspec.structs.replace(make_job(model, "qnn", noise_samples(1)), trace=True, repeat=3)
     (tmp_path / "work").mkdir()

@@ -10,15 +10,14 @@ import msgspec
 import numpy as np
 import pytest
 from demo_paths import MODEL
-from devices_models import Stub, float_conv, qdq_conv
-from other_machine.keeper import require
+from devices_models import Stub, float_conv, qdq_conv, require_runner
 from tiny_models import parse_model
 
 from edgekit.bench.latency import Ratio
 from edgekit.cli.main import run_command
 from edgekit.devices.device import DeviceRun, Job
 from edgekit.devices.find import find_device
-from edgekit.devices.local.runner import build_runner, host_abi
+from edgekit.devices.local.runner import host_abi
 from edgekit.devices.process.run import refuse_run
 from edgekit.errors import DeviceError
 from edgekit.evidence import Evidence
@@ -40,14 +39,13 @@ NATIVE = ["--on", "host:native", "--runs", "4", "--threads", "1", "-q"]
 
 @pytest.fixture(scope="module", autouse=True)
 def _runner() -> None:
-    require("cmake", "cmake")
-    build_runner(host_abi(), lambda _: None)
+    require_runner(host_abi())
 
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache with the runner of the user's, and no roofline."""
-    kept = build_runner(host_abi(), lambda _: None).program.parents[1]
+    kept = require_runner(host_abi()).program.parents[1]
     cache = tmp_path / "cache"
     cache.mkdir()
     (cache / "runner").symlink_to(kept)

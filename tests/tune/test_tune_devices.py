@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 from bundle_models import make_bundle
-from devices_models import float_conv, make_job, noise_samples, qdq_conv
+from devices_models import float_conv, make_job, noise_samples, present, qdq_conv
 from other_machine.board import ssh_board
 from other_machine.client import Adb
 from other_machine.keeper import start_machine
@@ -19,7 +19,6 @@ from edgekit.bench.subject import Opening
 from edgekit.bundle import checks
 from edgekit.bundle.manifest import MachineClass, SessionSetting
 from edgekit.devices.bundled import count_device_cores, read_class, set_job
-from edgekit.devices.device import Device
 from edgekit.devices.find import find_device
 from edgekit.devices.local.runner import NativeRunner
 from edgekit.devices.process.run import describe_job
@@ -43,14 +42,6 @@ def tune(path: Path, device: str, runner: NativeRunner, budget_s: float = 0.4) -
     """Tunes on a device as a devices.toml lists it, with the runner of this machine."""
     entry = ListedDevice(name="it", device=device, runner=str(runner.program), library=str(runner.library))
     return tune_on(path, DeviceChoice(listed=(entry,)), Tuning(budget_s=budget_s), Opening())
-
-
-def require_device(name: str, target: str) -> Device:
-    device = find_device(name, load_target(target))
-    missing = device.find_missing()
-    if missing is not None:
-        pytest.skip(f"{missing.reason}: {missing.command}")
-    return device
 
 
 def test_a_phone_races_and_says_what_kind_it_is(adb: Adb, tmp_path: Path, host_runner: NativeRunner) -> None:
@@ -120,7 +111,7 @@ def test_what_is_raced_of_a_provider_is_what_a_bundle_may_say() -> None:
 
 
 def test_the_simulator_is_told_the_options_of_the_npu(tmp_path: Path) -> None:
-    device = require_device("qnn-htp-sim", "qnn")
+    device = present("qnn-htp-sim", "qnn")
     job = make_job(qdq_conv(tmp_path / "q.onnx", np.uint8), "qnn", noise_samples(1))
     changes = [change.provider_options for change in PROVIDER_CHANGES["QNNExecutionProvider"]]
     options = {key: value for change in changes for key, value in change.items()}
@@ -137,7 +128,7 @@ def test_the_simulator_is_told_the_options_of_the_npu(tmp_path: Path) -> None:
 
 
 def test_an_emulated_phone_has_as_many_xnnpack_threads_as_are_raced(tmp_path: Path) -> None:
-    device = require_device("android:x86_64", "xnnpack")
+    device = present("android:x86_64", "xnnpack")
     job = make_job(float_conv(tmp_path / "f.onnx"), "xnnpack", noise_samples(1), precision="fp32")
     told = set_job(job, SessionSetting(provider_options={"intra_op_num_threads": "4"}))
     assert job.target.session.platforms["android"].provider_options["intra_op_num_threads"] == "4"

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 from bundle_models import PASSED, make_bundle
-from other_machine.keeper import require
+from devices_models import require_runner
 from tiny_models import parse_model
 
 from edgekit._ort import Level
@@ -29,7 +29,7 @@ from edgekit.cli.main import run_command
 from edgekit.devices.bundled import find_tuned, set_job
 from edgekit.devices.device import Device
 from edgekit.devices.find import find_device
-from edgekit.devices.local.runner import build_runner, host_abi
+from edgekit.devices.local.runner import host_abi
 from edgekit.errors import BundleError
 from edgekit.evidence import Evidence
 from edgekit.profile.events import read_trace
@@ -54,8 +54,7 @@ EVERYTHING = SessionSetting(
 
 @pytest.fixture(scope="module", autouse=True)
 def _runner() -> None:
-    require("cmake", "cmake")
-    build_runner(host_abi(), lambda _: None)
+    require_runner(host_abi())
 
 
 @pytest.fixture(params=["host", "host:native"])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bundle"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "devices"))
 
 from bundle_models import make_bundle
 from verify_models import make_images, quantize, save_network

@@ -8,8 +8,9 @@ import numpy as np
 import onnx
 import pytest
 from bundle_models import make_bundle, make_check, save_graph
+from devices_models import present
 from onnx import TensorProto, helper, numpy_helper
-from verify_devices import InProcess, find_or_skip, from_list, turning
+from verify_devices import InProcess, from_list, turning
 from verify_models import LAYERS, break_layer, make_images, turn_layer
 
 from edgekit.data.samples import Samples
@@ -41,7 +42,7 @@ def job_of(model: Model, target: str = "nnapi", samples: Samples | None = None) 
 
 
 def look(name: str, target: str, job: Job, work: Path, *, layer: str | None = None) -> Located:
-    device = find_or_skip(name, target)
+    device = present(name, target)
     return find_device_layer(device if layer is None else turning(device, layer), job, work)
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from devices_models import present
 from group_models import make_speech
-from verify_devices import InProcess, find_or_skip
+from verify_devices import InProcess
 
 from edgekit.bundle.folder import VERIFY
 from edgekit.bundle.group.group import Group, open_group, opened_group
@@ -115,7 +116,7 @@ def test_a_group_that_ran_nowhere_is_not_proven(speech: Group) -> None:
 
 @pytest.mark.slow
 def test_a_group_passes_in_qnns_simulator(tmp_path: Path) -> None:
-    find_or_skip("qnn-htp-sim", "qnn")
+    present("qnn-htp-sim", "qnn")
     path, source = make_speech(tmp_path, samples=4), str(tmp_path / "speech.npz")
     data = Data(source=source, evaluation=source, labels=tmp_path / "speech.txt")
     build_group(path, data, tmp_path / "out", Recipe(targets=("qnn",), forms=("onnx",)), verify=False)

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from verify_devices import InProcess, find_or_skip, tell_truth
+from devices_models import present
+from verify_devices import InProcess, tell_truth
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit.bundle.folder import Bundle, open_bundle
@@ -73,7 +74,7 @@ def test_a_file_that_an_app_cannot_use_fails_the_run(built: dict[str, Bundle], r
 
 
 def test_the_simulator_s_library_opens_the_files_of_a_core_ml_bundle(demo_build: Path) -> None:
-    device = find_or_skip("ios-sim", "coreml")
+    device = present("ios-sim", "coreml")
     bundle = open_bundle(next((demo_build / "bundles").glob("*-coreml")))
     (run,) = verify_bundle(bundle, [device], layers=True).runs
     assert run.passed, run.failures
@@ -86,7 +87,7 @@ def test_the_simulator_s_library_opens_the_files_of_a_core_ml_bundle(demo_build:
 
 
 def test_android_s_own_binary_opens_the_files_of_a_bundle(built: dict[str, Bundle]) -> None:
-    report = verify_bundle(built["cpu"], [find_or_skip("android:x86_64", "cpu")])
+    report = verify_bundle(built["cpu"], [present("android:x86_64", "cpu")])
     (run,) = report.runs
     assert report.passed, run.failures
     assert {file.file: set(file.provider_nodes) for file in run.files} == {

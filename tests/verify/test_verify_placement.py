@@ -9,9 +9,10 @@ import numpy as np
 import onnx
 import pytest
 from bundle_models import make_check, make_contents
+from devices_models import present
 from exported_models import draw_inputs, export_bert
 from onnx import helper, numpy_helper
-from verify_devices import CPU_PROVIDER, Altering, InProcess, find_or_skip
+from verify_devices import CPU_PROVIDER, Altering, InProcess
 from verify_models import make_images, save_network
 
 from edgekit.bundle.folder import Bundle, open_bundle, read_check, write_bundle
@@ -95,7 +96,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 def test_layers_that_fall_back_fail_the_run(
     tmp_path: Path, device: str, target: str, change: Change, lost: str, names: str
 ) -> None:
-    inner = find_or_skip(device, target)
+    inner = present(device, target)
     bundle = make_network_bundle(tmp_path, target)
     good = verify_bundle(bundle, [inner]).runs[0]
     assert good.passed
@@ -129,7 +130,7 @@ def compute_all_weights(proto: onnx.ModelProto) -> None:
 @pytest.mark.slow
 def test_xnnpack_took_what_its_session_does_not_name_and_a_real_fallback_fails(tmp_path: Path) -> None:
     target = load_target("xnnpack")
-    inner = find_or_skip("android:x86_64", "xnnpack")
+    inner = present("android:x86_64", "xnnpack")
     bert = export_bert(tmp_path / "bert.onnx", "torchscript17")
     drawn = [draw_inputs(bert, seed) for seed in range(4)]
     stacked = {name: np.stack([each[name] for each in drawn]) for name in drawn[0]}

@@ -50,9 +50,9 @@ class Decaying(InProcess, frozen=True, kw_only=True):
         def decay(row: Tensors) -> Tensors:
             return {**row, "new_h": row["new_h"] * np.float32(self.factor)}
 
-        answered = job.answered
-        if answered is not None:
-            job = msgspec.structs.replace(job, answered=lambda row: answered(decay(row)))
+        tell = job.on_outputs
+        if tell is not None:
+            job = msgspec.structs.replace(job, on_outputs=lambda row: tell(decay(row)))
         run = super().run_job(job, work)
         return msgspec.structs.replace(run, outputs=from_list([decay(row) for row in run.outputs]))
 
@@ -64,7 +64,7 @@ class Stumbling(InProcess, frozen=True, kw_only=True):
     dies: bool = False
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:
-        if job.answered is None:
+        if job.on_outputs is None:
             return super().run_job(job, work)
         first = Samples(source="it", count=self.turns, read=lambda: islice(job.samples, self.turns))
         run = super().run_job(msgspec.structs.replace(job, samples=first), work)

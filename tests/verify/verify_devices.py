@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 import onnx
-import pytest
 from verify_models import turn_weights
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
@@ -16,12 +15,10 @@ from edgekit.bundle.archive import unpack_archive
 from edgekit.bundle.folder import Bundle
 from edgekit.data.samples import Samples, list_samples
 from edgekit.devices.device import Device, DeviceRun, Job, Missing, PlacedNode
-from edgekit.devices.find import find_device
 from edgekit.errors import DeviceError
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import Tensors
 from edgekit.package.package import package_bundles
-from edgekit.target import load_target
 
 Lie = Callable[[list[Tensors]], list[Tensors]]
 
@@ -58,8 +55,8 @@ class InProcess(msgspec.Struct, frozen=True, kw_only=True):
             begun = time.perf_counter()
             truths.append(session.run(sample))
             times.append(1000.0 * (time.perf_counter() - begun))
-            if job.answered is not None:
-                job.answered(truths[-1])
+            if job.on_outputs is not None:
+                job.on_outputs(truths[-1])
         outputs = self.lie(truths)
         nodes = self.report_placement(job)
         return DeviceRun(
@@ -145,15 +142,6 @@ def breaking_after(rows: Sequence[Tensors]) -> Samples:
     return Samples(source="the device", count=len(rows) + 1, read=read)
 
 
-def find_or_skip(name: str, target: str) -> Device:
-    """Returns a device, and skips the test where that is not installed."""
-    device = find_device(name, load_target(target))
-    missing = device.find_missing()
-    if missing is not None:
-        pytest.skip(f"{name} is not installed: {missing.reason}: {missing.command}")
-    return device
-
-
 def open_loader(bundle: Bundle, folder: Path) -> tuple[Any, Any]:
     """Returns the Python loader of a bundle that was packaged as an archive, and its one variant."""
     package_bundles([bundle.folder], "tar", folder / "p.tar")
@@ -174,7 +162,6 @@ __all__ = [
     "InProcess",
     "Lie",
     "breaking_after",
-    "find_or_skip",
     "from_list",
     "open_loader",
     "tell_truth",

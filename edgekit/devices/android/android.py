@@ -201,7 +201,7 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
         other = msgspec.structs.replace(self, cpu=DEFAULT_CORE if self.abi == X86_64 else X86_64, phone="")
         # A job that crashed runs in the library for the other ABI too: if both crash, the cause is the job. A job that
         # asks step by step cannot be repeated: its steps were answered already.
-        if not run.crashed or job.answered is not None or other.find_missing() is not None:
+        if not run.crashed or job.on_outputs is not None or other.find_missing() is not None:
             return run
         folder = work / "elsewhere"
         folder.mkdir()

@@ -193,8 +193,8 @@ def _run_samples(session: CpuSession, job: Job, out: Path, latency_ms: list[floa
             latency_ms.append((time.perf_counter() - start) * 1e3)
             if turn == 0:
                 write_tensors(out / tensors_name(index), values)
-                if job.answered is not None:
-                    job.answered(values)
+                if job.on_outputs is not None:
+                    job.on_outputs(values)
     return False
 
 

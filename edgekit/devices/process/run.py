@@ -254,7 +254,7 @@ def run_python(
     # -P keeps the program's own folder out of sys.path, where its files would shadow modules of the same names.
     argv = [*emulator, sys.executable, "-P", str(ORT_RUNNER), "--pipe"]
     setting = ChildSetting(cwd=work, env=env, one_core=one_core)
-    by_files = job.answered is None
+    by_files = job.on_outputs is None
     return run_program(device, argv, job, request, work, setting=setting, by_files=by_files, emulates=emulates)
 
 
@@ -279,8 +279,8 @@ def _receive(answer: _Answer, job: Job, folder: Path, stream: BufferedReader, *,
             file = folder / tensors_name(answer.count)
             receive_tensors(stream, file, job.outputs)
             answer.count += 1
-            if job.answered is not None:
-                job.answered(read_tensors(file, job.outputs))
+            if job.on_outputs is not None:
+                job.on_outputs(read_tensors(file, job.outputs))
     except DeviceError as error:
         answer.wrong = error.message
         # This tests for the end without waiting: at the end of a pipe, `select` reports it as readable.
@@ -293,7 +293,7 @@ def _peek(stream: BufferedReader) -> bytes:
 
 def _count_wanted(answer: _Answer, job: Job) -> int:
     """Returns how many outputs to expect: if samples depend on outputs, as many as samples were sent so far."""
-    return answer.sent if job.answered else job.samples.count
+    return answer.sent if job.on_outputs else job.samples.count
 
 
 def _find_failure(answer: _Answer, finished: Finished, job: Job) -> str | None:

@@ -40,7 +40,7 @@ class _Session:
         self._runs: list[DeviceRun] = []
         self._errors: list[BaseException] = []
         source = Samples(source=job.samples.source, count=job.samples.count, read=self._read)
-        job = msgspec.structs.replace(job, samples=source, answered=self._answer)
+        job = msgspec.structs.replace(job, samples=source, on_outputs=self._answer)
         self._thread = Thread(target=self._work, args=(device, job, work), daemon=True)
         self._thread.start()
 

@@ -6,14 +6,15 @@ from typing import Any
 
 import msgspec
 import pytest
+from devices_models import require_runner
 
 from edgekit._ort import CPU_PROVIDER
-from edgekit.devices.local.runner import NativeRunner, build_runner, host_abi
+from edgekit.devices.local.runner import NativeRunner, host_abi
 from edgekit.devices.remote.adb import AdbDevice
 from edgekit.devices.remote.ssh import SshDevice
 from other_machine.board import Board, ssh_board
 from other_machine.client import Adb, adb_server
-from other_machine.keeper import OtherMachine, require, start_machine
+from other_machine.keeper import OtherMachine, start_machine
 
 
 @pytest.fixture(scope="session")
@@ -33,16 +34,13 @@ def adb(own_adb_server: Adb, monkeypatch: pytest.MonkeyPatch) -> Adb:
 @pytest.fixture(scope="session")
 def host_runner() -> NativeRunner:
     """The runner for this machine, built once into the cache."""
-    require("cmake", "cmake")
-    return build_runner(host_abi(), lambda _: None)
+    return require_runner(host_abi())
 
 
 @pytest.fixture(scope="session")
 def arm_runner() -> NativeRunner:
     """The runner for a 64-bit Arm Linux."""
-    require("cmake", "cmake")
-    require("aarch64-linux-gnu-g++", "g++-aarch64-linux-gnu")
-    return build_runner("linux-arm64", lambda _: None)
+    return require_runner("linux-arm64")
 
 
 class Phone(msgspec.Struct, frozen=True, kw_only=True):
