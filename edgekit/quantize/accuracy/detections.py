@@ -15,7 +15,7 @@ import numpy as np
 
 from edgekit.data.wilson import Z95
 from edgekit.model.tensors import Array, Tensors
-from edgekit.quantize.accuracy.heads import overlap_boxes
+from edgekit.quantize.accuracy.heads import overlap_boxes, overlap_pairs
 from edgekit.quantize.accuracy.loss import Loss, discount_loss
 
 _THRESHOLDS = np.linspace(0.5, 0.95, 10)
@@ -92,10 +92,11 @@ def record_detections(head: Detector, expected: Tensors, found: Tensors) -> Arra
     taken = np.zeros(len(mine.rows), np.bool_)
     records = np.stack([mine.classes, mine.scores, mine.scores, np.zeros_like(mine.scores), np.zeros_like(mine.scores)])
     records, more = records.T.copy(), list[list[float]]()
+    # Another place may show the object now, with a float box that is as good: what counts is how far that moved.
+    moved = 1 - overlap_pairs(boxes[got.rows], got.boxes) if head.keeps_places else np.zeros(len(got.rows))
     for index, score in enumerate(got.scores):
         row, kind = int(got.rows[index]), int(got.classes[index])
-        # Another place may show the object now, with a float box that is as good: what counts is how far that moved.
-        apart = 1 - float(overlap_boxes(boxes[row : row + 1], others[row : row + 1])[0, 0]) if head.keeps_places else 0
+        apart = float(moved[index])
         free = np.where(taken, 0.0, overlaps[index])
         best = int(free.argmax()) if free.size else 0
         if free.size and free[best] >= _SAME_OBJECT:

@@ -353,11 +353,22 @@ def _keep_peaks(scores: Array, sides: tuple[int, int]) -> Array:
 
 def overlap_boxes(one: Array, two: Array) -> Array:
     """Returns intersection over union of all pairs of boxes, given by their corners, float64 [first, second]."""
-    low = np.maximum(one[:, None, :2], two[None, :, :2])
-    high = np.minimum(one[:, None, 2:], two[None, :, 2:])
-    both = np.clip(high - low, 0, None).prod(axis=-1)
-    sizes = [np.clip(boxes[:, 2:] - boxes[:, :2], 0, None).prod(axis=1) for boxes in (one, two)]
-    return np.asarray(both / np.maximum(sizes[0][:, None] + sizes[1][None] - both, 1e-12))
+    return overlap_pairs(one[:, None], two[None])
+
+
+def overlap_pairs(one: Array, two: Array) -> Array:
+    """Returns intersection over union of boxes [..., 4], given by their corners, that stand at the same place."""
+    # By side: a product over an axis of two numbers takes ten times as long.
+    wide, high = (
+        np.maximum(np.minimum(one[..., side + 2], two[..., side + 2]) - np.maximum(one[..., side], two[..., side]), 0)
+        for side in (0, 1)
+    )
+    first, second = (
+        np.maximum(boxes[..., 2] - boxes[..., 0], 0) * np.maximum(boxes[..., 3] - boxes[..., 1], 0)
+        for boxes in (one, two)
+    )
+    both = wide * high
+    return np.asarray(both / np.maximum(first + second - both, 1e-12))
 
 
 def are_boxes(boxes: Array, image: tuple[int, int], *, explicit: bool) -> bool:
