@@ -104,6 +104,15 @@ def beside(graph: Graph, node: Node | None, wanted: float) -> str | None:
     return next((name for name, number in ((one, other), (other, one)) if is_near(graph.number(number), wanted)), None)
 
 
+def scaled_by(graph: Graph, node: Node | None, factor: float) -> str | None:
+    """Returns x where a node is x * factor, in either order, or x / (1 / factor)."""
+    if node is None or node.domain or node.op_type not in {"Mul", "Div"}:
+        return None
+    if node.op_type == "Mul":
+        return beside(graph, node, factor)
+    return node.input[0] if is_near(graph.number(node.input[1]), 1 / factor) else None
+
+
 def factors(graph: Graph, name: str, stop: str = "", depth: int = _DEEPEST) -> tuple[float, tuple[str, ...]]:
     """Returns a value as a number times values, through Mul, and Div by a number; `stop` is not looked into."""
     number = graph.number(name)

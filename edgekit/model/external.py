@@ -152,7 +152,9 @@ def _skim(data: mmap.mmap, kind: str, span: tuple[int, int], depth: int, locatio
         field, wire = key >> 3, key & 7
         # All long fields have wire type 2; varints and fixed numbers stay as they are.
         if wire != 2:
-            at = _skip_scalar(data, at, wire)
+            # Wire types 3 and 4 are groups, which onnx.proto does not use; 6 and 7 do not exist. A KeyError means: no
+            # model.
+            at = _read_varint(data, at)[1] if wire == 0 else at + {1: 8, 5: 4}[wire]
             yield data[start:at]
             continue
         size, body = _read_varint(data, at)
@@ -165,7 +167,7 @@ def _skim(data: mmap.mmap, kind: str, span: tuple[int, int], depth: int, locatio
         if inner is not None and depth < _MAX_DEPTH:
             # The length changes with what is left out, so the field is written anew.
             kept = b"".join(_skim(data, inner, (body, at), depth + 1, location))
-            yield _varint(key) + _varint(len(kept)) + kept
+            yield write_varint(key) + write_varint(len(kept)) + kept
         elif kind not in _TENSORS or field not in _TENSOR_DATA or size <= MAX_DATA_BYTES:
             yield data[start:at]
         # External data are raw bytes (onnx.proto): other data fields have another encoding, and stay in the message.
@@ -178,13 +180,6 @@ def _skim(data: mmap.mmap, kind: str, span: tuple[int, int], depth: int, locatio
             yield data[start:at]
     # Written last, where it wins: a tensor loaded from external data states earlier that its data lie in the message.
     yield place
-
-
-def _skip_scalar(data: mmap.mmap, at: int, wire: int) -> int:
-    if wire == 0:
-        return _read_varint(data, at)[1]
-    # Wire types 3 and 4 are groups, which onnx.proto does not use; 6 and 7 do not exist. A KeyError means: no model.
-    return at + {1: 8, 5: 4}[wire]
 
 
 def _read_varint(data: mmap.mmap, at: int) -> tuple[int, int]:
@@ -200,7 +195,8 @@ def _read_varint(data: mmap.mmap, at: int) -> tuple[int, int]:
     raise ValueError(at)
 
 
-def _varint(value: int) -> bytes:
+def write_varint(value: int) -> bytes:
+    """Returns a number as protobuf writes it: seven bits a byte, the lowest first."""
     parts = bytearray()
     while value > 0x7F:
         parts.append(value & 0x7F | 0x80)

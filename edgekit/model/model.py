@@ -309,6 +309,14 @@ def iterate_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
     return (node for part in iterate_graphs(graph) for node in part.node)
 
 
+def iterate_tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    """Yields the initializers and the attributes' tensors of a graph and, graph by graph, of its subgraphs."""
+    for part in iterate_graphs(graph):
+        yield from part.initializer
+        for node in part.node:
+            yield from (attribute.t for attribute in node.attribute if attribute.HasField("t"))
+
+
 def iterate_reads(node: onnx.NodeProto) -> Iterator[str]:
     """Yields the names that a node and its subgraphs read, names of the subgraphs' own tensors included."""
     yield from filter(None, node.input)

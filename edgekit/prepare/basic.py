@@ -6,7 +6,6 @@ of other devices have these kernels, so both changes are undone here.
 """
 
 import re
-from collections.abc import Collection, MutableSequence
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,13 @@ from onnx import TensorProto, defs, helper
 from edgekit._ort import CpuSession, Level, SessionSettings, external_config, optimize_graph
 from edgekit.errors import RuntimeRefusal
 from edgekit.graph.contrib import ORT_DOMAIN
-from edgekit.model.model import Model, iterate_graphs, iterate_nodes, keep_used_opsets, refill, rename_tensors
+from edgekit.graph.inference import infer_model
+from edgekit.model.model import Model, iterate_graphs, iterate_nodes, keep_used_opsets, refill
 from edgekit.prepare.constants import OPTIMIZER
 from edgekit.prepare.external import gather_data
-from edgekit.prepare.shapes import infer_types
 from edgekit.prepare.stripped import put_stand_ins, restore_nodes
 
 # Small changes that keep what a model computes: names, domains, order, metadata.
-
-_MADE = ".prepared"
 
 
 def merge_domains(proto: onnx.ModelProto) -> None:
@@ -76,16 +73,6 @@ def name_nodes(graph: onnx.GraphProto) -> None:
         seen.add(node.name)
 
 
-def rename_made(graph: onnx.GraphProto, given: Collection[str]) -> None:
-    """Renames the initializers that ONNX Runtime added (those not in `given`), in place.
-
-    A session that optimizes the graph again makes constants of the same names, and ONNX Runtime 1.31 fails on two that
-    are alike ("Attempt to replace the existing tensor").
-    """
-    made = {tensor.name: f"{tensor.name}{_MADE}" for tensor in graph.initializer if tensor.name not in given}
-    rename_tensors(graph, made)
-
-
 def restore_stamps(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:
     """Restores the metadata of the original model, and drops opset imports that no node needs, in place."""
     keep_used_opsets(proto)
@@ -109,15 +96,27 @@ _INSERTED = re.compile(r"^(InsertedPrecisionFreeCast_|EdgekitGuard\d+_)+")
 
 def guard_half(proto: onnx.ModelProto) -> None:
     """Inserts casts around fp16 function operators, in place, so that ONNX Runtime does not inline them."""
-    if not _has_half(proto.graph):
+    types = {tensor.name: tensor.data_type for tensor in proto.graph.initializer}
+    types |= {value.name: value.type.tensor_type.elem_type for value in proto.graph.input}
+    if TensorProto.FLOAT16 not in types.values():
         return
-    types = infer_types(proto)
+    inferred = infer_model(proto).graph
+    types |= {value.name: value.type.tensor_type.elem_type for value in (*inferred.value_info, *inferred.output)}
     nodes: list[onnx.NodeProto] = []
     for count, node in enumerate(proto.graph.node):
-        if _is_function(node) and any(types.get(name) == TensorProto.FLOAT16 for name in node.input):
-            nodes.extend(_guard_node(node, types, f"EdgekitGuard{count}_"))
-        else:
+        schema: Any = defs.get_schema(node.op_type) if not node.domain and defs.has(node.op_type) else None
+        halves = [name for name in dict.fromkeys(node.input) if types.get(name) == TensorProto.FLOAT16]
+        if schema is None or not halves or not (schema.has_function or schema.has_context_dependent_function):
             nodes.append(node)
+            continue
+        prefix = f"EdgekitGuard{count}_"
+        outputs = [name for name in node.output if types.get(name) == TensorProto.FLOAT16]
+        inside = onnx.NodeProto()
+        inside.CopyFrom(node)
+        inside.input[:] = [f"{prefix}{name}" if name in halves else name for name in node.input]
+        inside.output[:] = [f"{prefix}{name}" if name in outputs else name for name in node.output]
+        before = [_cast(name, f"{prefix}{name}", TensorProto.FLOAT) for name in halves]
+        nodes += [*before, inside, *(_cast(f"{prefix}{name}", name, TensorProto.FLOAT16) for name in outputs)]
     refill(proto.graph.node, nodes)
 
 
@@ -133,46 +132,15 @@ def strip_casts(graph: onnx.GraphProto) -> bool:
         refill(part.node, kept)
         refill(part.value_info, [value for value in part.value_info if not _INSERTED.match(value.name)])
         for node in part.node:
-            _strip_prefix(node.input)
-            _strip_prefix(node.output)
+            node.input[:] = [_INSERTED.sub("", name) for name in node.input]
+            node.output[:] = [_INSERTED.sub("", name) for name in node.output]
     return stripped
-
-
-def _has_half(graph: onnx.GraphProto) -> bool:
-    return any(tensor.data_type == TensorProto.FLOAT16 for tensor in graph.initializer) or any(
-        value.type.tensor_type.elem_type == TensorProto.FLOAT16 for value in graph.input
-    )
-
-
-def _is_function(node: onnx.NodeProto) -> bool:
-    if node.domain or not defs.has(node.op_type):
-        return False
-    schema: Any = defs.get_schema(node.op_type)
-    return bool(schema.has_function or schema.has_context_dependent_function)
-
-
-def _guard_node(node: onnx.NodeProto, types: dict[str, int], prefix: str) -> list[onnx.NodeProto]:
-    halves = list(dict.fromkeys(name for name in node.input if types.get(name) == TensorProto.FLOAT16))
-    outputs = [name for name in node.output if types.get(name) == TensorProto.FLOAT16]
-    inside = onnx.NodeProto()
-    inside.CopyFrom(node)
-    inside.input[:] = [f"{prefix}{name}" if name in halves else name for name in node.input]
-    inside.output[:] = [f"{prefix}{name}" if name in outputs else name for name in node.output]
-    before = [_cast(name, f"{prefix}{name}", TensorProto.FLOAT) for name in halves]
-    return [*before, inside, *(_cast(f"{prefix}{name}", name, TensorProto.FLOAT16) for name in outputs)]
 
 
 def _cast(source: str, result: str, to: int) -> onnx.NodeProto:
     name = source if _INSERTED.match(source) else result
     return helper.make_node("Cast", [source], [result], name=f"{name}/cast", to=to)
 
-
-def _strip_prefix(names: MutableSequence[str]) -> None:
-    names[:] = [_INSERTED.sub("", name) for name in names]
-
-
-EXTERNAL_FROM_BYTES = 1 << 30
-"""A model of this size or more keeps its weights in a file beside it: protobuf ends at 2 GB, and copies cost memory."""
 
 OUTSIDE_FROM_BYTES = 1 << 26
 """Weights of a model of this size or more lie in files while its graph is worked on, so that no copy is in memory."""
@@ -181,11 +149,6 @@ OUTSIDE_FROM_BYTES = 1 << 26
 # quantizer put them.
 _QDQ_CHANGERS = ("DoubleQDQPairsRemover", "QDQPropagationTransformer", OPTIMIZER)
 _EXTERNAL = "session.optimized_model_external_initializers"
-
-
-def keeps_external(model: Model) -> bool:
-    """Returns True if the weights of a model stay outside the protobuf."""
-    return model.size_bytes >= EXTERNAL_FROM_BYTES
 
 
 def works_outside(model: Model) -> bool:
@@ -207,8 +170,19 @@ def optimize_basic(proto: onnx.ModelProto, model: Model, path: Path, folder: Pat
     # Both come before the session sees the graph: at any level it replaces operators that it has no kernel for.
     guard_half(proto)
     replaced = put_stand_ins(proto.graph)
-    serialized = proto.SerializeToString(deterministic=True)
-    optimize_graph(serialized, path, _settings(proto, model, path, folder), subject=str(model.path))
+    # Prepacked copies of all weights would double the memory, for a session that never runs.
+    config = external_config(folder) | {"session.disable_prepacking": "1"}
+    if works_outside(model):
+        config |= {f"{_EXTERNAL}_file_name": f"{path.name}.data", f"{_EXTERNAL}_min_size_in_bytes": "1024"}
+    quantized = any(node.op_type == "DequantizeLinear" for node in proto.graph.node)
+    settings = SessionSettings(
+        level=Level.BASIC,
+        config=config,
+        disabled_optimizers=_QDQ_CHANGERS if quantized else (),
+        threads=1,
+        libraries=model.custom_ops,
+    )
+    optimize_graph(proto.SerializeToString(deterministic=True), path, settings, subject=str(model.path))
     optimized = onnx.load(str(path), load_external_data=False)
     stripped = strip_casts(optimized.graph)
     whole = restore_nodes(optimized.graph, replaced)
@@ -220,21 +194,6 @@ def optimize_basic(proto: onnx.ModelProto, model: Model, path: Path, folder: Pat
     if works_outside(model):
         gather_data(proto, folder, path.with_name(f"{path.name}.data"))
     return proto
-
-
-def _settings(proto: onnx.ModelProto, model: Model, path: Path, folder: Path) -> SessionSettings:
-    # Prepacked copies of all weights would double the memory, for a session that never runs.
-    config = external_config(folder) | {"session.disable_prepacking": "1"}
-    if works_outside(model):
-        config |= {f"{_EXTERNAL}_file_name": f"{path.name}.data", f"{_EXTERNAL}_min_size_in_bytes": "1024"}
-    quantized = any(node.op_type == "DequantizeLinear" for node in proto.graph.node)
-    return SessionSettings(
-        level=Level.BASIC,
-        config=config,
-        disabled_optimizers=_QDQ_CHANGERS if quantized else (),
-        threads=1,
-        libraries=model.custom_ops,
-    )
 
 
 def _loads(proto: onnx.ModelProto, model: Model, path: Path) -> bool:

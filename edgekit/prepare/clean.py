@@ -9,14 +9,12 @@ import onnx
 
 from edgekit._files import AnyPath, as_path, replacing_file
 from edgekit.model.external import point_into, skim_model
-from edgekit.model.model import Model, list_names, load_model, move_data, read_proto, refill, save_proto
+from edgekit.model.model import Model, list_names, load_model, move_data, read_proto, refill, rename_tensors, save_proto
 from edgekit.prepare.basic import (
     drop_initializer_inputs,
-    keeps_external,
     merge_domains,
     name_nodes,
     optimize_basic,
-    rename_made,
     restore_stamps,
     sort_values,
     works_outside,
@@ -29,6 +27,10 @@ from edgekit.prepare.stripped import put_weights, skim_weights, strip_weights
 
 # Before this IR version every initializer had to be listed among the inputs, and was a constant all the same.
 _OVERRIDING = 4
+# A model of this size or more keeps its weights in a file beside it: protobuf ends at 2 GB, and copies cost memory.
+_EXTERNAL_FROM_BYTES = 1 << 30
+# What is appended to the names of constants that ONNX Runtime made.
+_MADE = ".prepared"
 
 
 def prepare_model(
@@ -79,7 +81,10 @@ def prepare_model(
         if folds_first:
             fix_dims(proto.graph, dims, may_stay_open=may_stay_open)
         proto = optimize_basic(convert_opset(proto, chosen), model, temporary, folder)
-        rename_made(proto.graph, given)
+        # A session that optimizes the graph again makes constants of the same names, and ONNX Runtime 1.31 fails on two
+        # that are alike ("Attempt to replace the existing tensor").
+        made = {tensor.name for tensor in proto.graph.initializer} - given
+        rename_tensors(proto.graph, {name: f"{name}{_MADE}" for name in made})
         _tidy(proto, origin)
         _write(proto, model, temporary, out)
     return load_model(out, custom_ops=model.custom_ops)
@@ -122,15 +127,7 @@ def sketch_model(model: Model, out: Path, dims: Mapping[str, int], *, may_stay_o
     fix_dims(proto.graph, dims, may_stay_open=may_stay_open)
     origin, chosen = _copy_texts(proto), choose_opset(proto, None)
     lower_ir_version(proto, chosen)
-    shells = strip_weights(proto)
-    with replacing_file(out) as temporary:
-        if chosen < read_opset(proto) <= MAX_OPSET:
-            proto = optimize_basic(proto, model, temporary.with_name("first.onnx"), model.path.parent)
-        proto = optimize_basic(convert_opset(proto, chosen), model, temporary, model.path.parent)
-        put_weights(proto.graph, shells)
-        _tidy(proto, origin)
-        _write(proto, model, temporary, out)
-    return load_model(out, custom_ops=model.custom_ops)
+    return _write_sketch(proto, model, out, origin, chosen)
 
 
 def show_model(model: Model, out: Path) -> Model:
@@ -150,9 +147,16 @@ def show_model(model: Model, out: Path) -> Model:
     # A caller may give another value for them, so a session treats them as inputs.
     fed = {value.name for value in proto.graph.input}
     refill(proto.graph.initializer, [tensor for tensor in proto.graph.initializer if tensor.name not in fed])
-    origin, shells = _copy_texts(proto), strip_weights(proto)
+    return _write_sketch(proto, model, out, _copy_texts(proto), read_opset(proto))
+
+
+def _write_sketch(proto: onnx.ModelProto, model: Model, out: Path, origin: onnx.ModelProto, opset: int) -> Model:
+    """Writes what ONNX Runtime makes of a graph in this opset, without the values of large weights."""
+    shells = strip_weights(proto)
     with replacing_file(out) as temporary:
-        proto = optimize_basic(proto, model, temporary, model.path.parent)
+        if opset < read_opset(proto) <= MAX_OPSET:
+            proto = optimize_basic(proto, model, temporary.with_name("first.onnx"), model.path.parent)
+        proto = optimize_basic(convert_opset(proto, opset), model, temporary, model.path.parent)
         put_weights(proto.graph, shells)
         _tidy(proto, origin)
         _write(proto, model, temporary, out)
@@ -204,7 +208,7 @@ def _tidy(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:
 
 
 def _write(proto: onnx.ModelProto, model: Model, temporary: Path, out: Path) -> None:
-    if works_outside(model) and not keeps_external(model):
+    if works_outside(model) and model.size_bytes < _EXTERNAL_FROM_BYTES:
         write_inline(proto, temporary.parent, temporary)
         return
     temporary.write_bytes(proto.SerializeToString(deterministic=True))

@@ -166,7 +166,8 @@ def find_narrow(graph: onnx.GraphProto) -> dict[str, Narrow]:
     casts = {
         node.output[0]: node
         for node in graph.node
-        if node.op_type == "Cast" and types.get(node.input[0]) in _INTEGERS and _casts_to(node) == _FLOAT
+        if node.op_type == "Cast" and types.get(node.input[0]) in _INTEGERS
+        if any(attribute.name == "to" and attribute.i == _FLOAT for attribute in node.attribute)
     }
     return {
         node.output[0]: Narrow(
@@ -175,10 +176,6 @@ def find_narrow(graph: onnx.GraphProto) -> dict[str, Narrow]:
         for node in graph.node
         if node.op_type == "Mul" and node.input[0] in casts and types.get(node.input[1]) == _FLOAT
     }
-
-
-def _casts_to(node: onnx.NodeProto) -> int | None:
-    return next((attribute.i for attribute in node.attribute if attribute.name == "to"), None)
 
 
 def widen_constants(graph: onnx.GraphProto) -> None:

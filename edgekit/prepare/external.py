@@ -1,19 +1,15 @@
 """Models with external data: the weights are moved into the model file or beside it without being loaded."""
 
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO, TypeVar
 
 import onnx
 from google.protobuf.message import Message
 
 from edgekit._files import move_file, read_chunks, replacing_file, work_folder, write_file
 from edgekit.errors import ModelError
-from edgekit.model.external import LEAST_BYTES, DataPlace, begin_page, point_to, read_place, read_words
-from edgekit.model.model import MOST_INLINE_BYTES, Model, copy_fields, iterate_graphs, load_model, read_proto
-
-_MessageT = TypeVar("_MessageT", bound=Message)
+from edgekit.model.external import LEAST_BYTES, DataPlace, begin_page, point_to, read_place, read_words, write_varint
+from edgekit.model.model import MOST_INLINE_BYTES, Model, copy_fields, iterate_tensors, load_model, read_proto
 
 _LENGTH_DELIMITED = 2
 # Field numbers of onnx.proto.
@@ -26,19 +22,25 @@ def write_inline(proto: onnx.ModelProto, folder: Path, path: Path) -> None:
     The bytes are those of `SerializeToString(deterministic=True)`: fields in the order of their numbers.
     """
     graph = proto.graph
-    light = _keep(graph, lambda number: number != _INITIALIZER)
-    head, tail = _split(light, _INITIALIZER)
+    head, tail = _split(graph, _INITIALIZER)
     tensors = [_open_tensor(tensor) for tensor in graph.initializer]
     sizes = [len(before) + size + len(after) for before, _, size, after in tensors]
     frames = [_frame(_INITIALIZER, size) for size in sizes]
     length = len(head) + len(tail) + sum(sizes) + sum(map(len, frames))
-    first, last = _split(_keep(proto, lambda number: number != _GRAPH), _GRAPH)
+    first, last = _split(proto, _GRAPH)
     with path.open("wb") as out:
         out.write(first + _frame(_GRAPH, length) + head)
         for frame, (before, place, _, after) in zip(frames, tensors, strict=True):
             out.write(frame + before)
             if place is not None:
-                _copy(place, folder, out)
+                left = place.length
+                with (folder / place.file).open("rb") as file:
+                    file.seek(place.offset)
+                    for block in read_chunks(file, left):
+                        out.write(block)
+                        left -= len(block)
+                if left:
+                    raise OSError(f"'{folder / place.file}' ends within a weight")
             out.write(after)
         out.write(tail + last)
 
@@ -61,36 +63,15 @@ def _open_tensor(tensor: onnx.TensorProto) -> tuple[bytes, DataPlace | None, int
 
 def _split(message: Message, field: int) -> tuple[bytes, bytes]:
     """Returns the bytes of the fields before and behind a field."""
-    before, behind = _keep(message, lambda number: number < field), _keep(message, lambda number: number > field)
+    before, behind = type(message)(), type(message)()
+    numbers = {each.name: each.number for each, _ in message.ListFields()}
+    copy_fields(message, before, {name for name, number in numbers.items() if number >= field})
+    copy_fields(message, behind, {name for name, number in numbers.items() if number <= field})
     return before.SerializeToString(deterministic=True), behind.SerializeToString(deterministic=True)
 
 
-def _keep(message: _MessageT, wanted: Callable[[int], bool]) -> _MessageT:
-    made = type(message)()
-    copy_fields(message, made, {field.name for field, _ in message.ListFields() if not wanted(field.number)})
-    return made
-
-
 def _frame(field: int, length: int) -> bytes:
-    return bytes(_varint(field << 3 | _LENGTH_DELIMITED)) + bytes(_varint(length))
-
-
-def _varint(value: int) -> Iterator[int]:
-    while value > 0x7F:
-        yield value & 0x7F | 0x80
-        value >>= 7
-    yield value
-
-
-def _copy(place: DataPlace, folder: Path, out: BinaryIO) -> None:
-    left = place.length
-    with (folder / place.file).open("rb") as file:
-        file.seek(place.offset)
-        for block in read_chunks(file, left):
-            out.write(block)
-            left -= len(block)
-    if left:
-        raise OSError(f"'{folder / place.file}' ends within a weight")
+    return write_varint(field << 3 | _LENGTH_DELIMITED) + write_varint(length)
 
 
 def write_beside(proto: onnx.ModelProto, source: Model, path: Path) -> Model:
@@ -150,8 +131,12 @@ def place_weights(model: Model, *, external: bool) -> Model:
         return model
     proto = read_proto(model)
     if external:
-        with replacing_file(data) as temporary:
-            proto = spill_data(proto, temporary)
+        with replacing_file(data) as temporary, temporary.open("wb") as out:
+            for tensor in proto.graph.initializer:
+                content = tensor.raw_data
+                if len(content) > LEAST_BYTES:
+                    point_to(tensor, DataPlace(data.name, begin_page(out), len(content)))
+                    out.write(content)
         write_file(path, proto.SerializeToString(deterministic=True))
     else:
         refuse_inline(model)
@@ -161,24 +146,12 @@ def place_weights(model: Model, *, external: bool) -> Model:
     return load_model(path, custom_ops=model.custom_ops)
 
 
-def spill_data(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
-    """Returns the model with its large weights in the file `path`; the memory they took is free once `proto` is."""
-    with path.open("wb") as out:
-        for tensor in proto.graph.initializer:
-            data = tensor.raw_data
-            if len(data) > LEAST_BYTES:
-                point_to(tensor, DataPlace(path.name, begin_page(out), len(data)))
-                out.write(data)
-    # Protobuf keeps the memory of fields that were cleared; only a new message is without it.
-    return onnx.ModelProto.FromString(proto.SerializeToString())
-
-
 def gather_data(proto: onnx.ModelProto, folder: Path, path: Path) -> None:
     """Copies the external weights of a graph from `folder` into the file `path`, and points to them there, in place.
 
     Weights of several files go into one, each file on a page of its own.
     """
-    places = [(tensor, place) for tensor in _iterate_tensors(proto.graph) if (place := read_place(tensor))]
+    places = [(tensor, place) for tensor in iterate_tensors(proto.graph) if (place := read_place(tensor))]
     starts: dict[str, int] = {}
     with path.open("wb") as out:
         for name in sorted({place.file for _, place in places}):
@@ -187,10 +160,3 @@ def gather_data(proto: onnx.ModelProto, folder: Path, path: Path) -> None:
                 shutil.copyfileobj(file, out, 1 << 20)
     for tensor, place in places:
         point_to(tensor, DataPlace(path.name, starts[place.file] + place.offset, place.length))
-
-
-def _iterate_tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-    for part in iterate_graphs(graph):
-        yield from part.initializer
-        for node in part.node:
-            yield from (attribute.t for attribute in node.attribute if attribute.HasField("t"))

@@ -218,20 +218,17 @@ def choose_dims(
         names = "' and '".join(buckets)
         raise UsageError(f"'{names}' have several sizes", hint="one dimension can: give the others one size each")
     ((name, sizes),) = buckets.items()
-    told = ",".join(str(size) for size in sizes)
-    if list(sizes) != sorted(set(sizes)) or len(sizes) < 2 or sizes[0] < 1:
+    given = ",".join(map(str, sizes))
+    rising = sorted({size for size in sizes if size > 0})
+    if list(sizes) != rising or len(sizes) < 2:
+        example = ",".join(map(str, rising if len(rising) > 1 else (64, 128, 256)))
         raise UsageError(
-            f"the buckets '{name}={told}' do not rise from 1 or more",
-            hint=f"each size once, the smallest first: --dim {name}={','.join(map(str, _put_in_order(sizes)))}",
+            f"the buckets '{name}={given}' do not rise from 1 or more",
+            hint=f"each size once, the smallest first: --dim {name}={example}",
         )
     if name in dims:
-        raise UsageError(f"'{name}' is given both {dims[name]} and {told}", hint="leave one of them out")
+        raise UsageError(f"'{name}' is given both {dims[name]} and {given}", hint="leave one of them out")
     return {**dims, name: sizes[-1]}
-
-
-def _put_in_order(sizes: Sequence[int]) -> list[int]:
-    rising = sorted({size for size in sizes if size > 0})
-    return rising if len(rising) > 1 else [64, 128, 256]
 
 
 def prepare_buckets(

@@ -4,7 +4,7 @@ Outputs are dropped and inputs frozen to constants. A model also gets the inputs
 layout, other names.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -56,26 +56,21 @@ def freeze_inputs(graph: onnx.GraphProto, values: Mapping[str, float]) -> None:
     for name, number in values.items():
         if name not in inputs:
             raise UsageError(f"the model has no input '{name}'", hint=suggest_name(name, inputs))
-        graph.initializer.append(_fill(inputs[name], number))
+        tensor = inputs[name].type.tensor_type
+        if not inputs[name].type.HasField("tensor_type") or tensor.elem_type == onnx.TensorProto.STRING:
+            raise UsageError(f"input '{name}' holds no numbers", hint="freeze inputs of numbers only")
+        dtype = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.elem_type))
+        with np.errstate(over="ignore", invalid="ignore"):
+            filled = np.full([dim.dim_value for dim in tensor.shape.dim], number).astype(dtype)
+        if dtype.kind in "iub" and not np.all(filled == number):
+            raise UsageError(f"input '{name}' of {dtype} cannot hold {number}", hint="give a number of its type")
+        graph.initializer.append(numpy_helper.from_array(filled, name))
     refill(graph.input, [value for value in graph.input if value.name not in values])
-
-
-def _fill(value: onnx.ValueInfoProto, number: float) -> onnx.TensorProto:
-    tensor = value.type.tensor_type
-    if not value.type.HasField("tensor_type") or tensor.elem_type == onnx.TensorProto.STRING:
-        raise UsageError(f"input '{value.name}' holds no numbers", hint="freeze inputs of numbers only")
-    dtype = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.elem_type))
-    shape = [dim.dim_value for dim in tensor.shape.dim]
-    with np.errstate(over="ignore", invalid="ignore"):
-        filled = np.full(shape, number).astype(dtype)
-    if dtype.kind in "iub" and not np.all(filled == number):
-        raise UsageError(f"input '{value.name}' of {dtype} cannot hold {number}", hint="give a number of its type")
-    return numpy_helper.from_array(filled, value.name)
 
 
 Layout = Literal["nchw", "nhwc"]
 LAYOUTS: Mapping[str, Layout] = {"nchw": "nchw", "nhwc": "nhwc"}
-_FLOATS = {TensorProto.FLOAT: np.float32, TensorProto.FLOAT16: np.float16}
+_FLOATS = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16})
 _CHANNELS = frozenset({1, 3, 4})
 # What is added to the name of an input for the tensor that takes its place inside.
 _INNER = "/edgekit"
@@ -115,7 +110,11 @@ def change_interface(model: Model, out: Path, changes: InterfaceChanges) -> Mode
         _embed_preprocess(proto.graph, changes.preprocess, changes.image_input)
     for name, layout in changes.layouts.items():
         _change_layout(proto.graph, name, layout)
-    _rename(proto.graph, changes.renames)
+    taken, new_names = list_names(proto.graph) - changes.renames.keys(), list(changes.renames.values())
+    for old, new in changes.renames.items():
+        if new in taken or not new or new_names.count(new) > 1:
+            raise UsageError(f"'{old}' cannot be called '{new}', a name that is taken", hint="choose another name")
+    rename_tensors(proto.graph, changes.renames)
     name_nodes(proto.graph)
     return save_graph(proto, model, out)
 
@@ -127,18 +126,24 @@ def remaining_preprocess(preprocess: Preprocess) -> Preprocess:
 
 def _refuse_unknown(graph: onnx.GraphProto, changes: InterfaceChanges) -> None:
     inputs = [value.name for value in graph.input]
-    outputs = [value.name for value in graph.output]
-    wanted = (*changes.layouts, *((changes.image_input,) if changes.image_input else ()))
-    for name in wanted:
-        if name not in inputs:
-            raise UsageError(f"the model has no input '{name}'", hint=suggest_name(name, inputs))
-    for name in changes.renames:
-        if name not in (*inputs, *outputs):
-            raise UsageError(f"the model has no input or output '{name}'", hint=suggest_name(name, (*inputs, *outputs)))
+    both = [*inputs, *(value.name for value in graph.output)]
+    for names, known, what in (
+        ((*changes.layouts, *filter(None, [changes.image_input])), inputs, "input"),
+        (changes.renames, both, "input or output"),
+    ):
+        for name in names:
+            if name not in known:
+                raise UsageError(f"the model has no {what} '{name}'", hint=suggest_name(name, known))
 
 
 def _embed_preprocess(graph: onnx.GraphProto, preprocess: Preprocess, name: str) -> None:
-    value = _find_image(graph, name)
+    types = {value.name: value.type.tensor_type for value in graph.input if name in {"", value.name}}
+    images = [each for each, kind in types.items() if kind.elem_type in _FLOATS and len(kind.shape.dim) == 4]
+    if len(images) != 1:
+        listed = ", ".join(f"'{each}'" for each in images or (value.name for value in graph.input))
+        found = "has several inputs that can be an image" if images else "has no float input of rank 4 for an image"
+        raise UsageError(f"the model {found}: {listed}", hint="name it: --embed-preprocess INPUT=FILE.toml")
+    value = next(value for value in graph.input if value.name == images[0])
     elem_type = value.type.tensor_type.elem_type
     shape = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
     axis = 1 if preprocess.layout == "NCHW" else len(shape) - 1
@@ -166,21 +171,7 @@ def _embed_preprocess(graph: onnx.GraphProto, preprocess: Preprocess, name: str)
     if elem_type == TensorProto.FLOAT16:
         nodes[-1].output[0] = f"{inner}/float32"
         nodes.append(helper.make_node("Cast", [f"{inner}/float32"], [inner], name=f"{inner}/half", to=elem_type))
-    _put_first(graph, nodes)
-
-
-def _find_image(graph: onnx.GraphProto, name: str) -> onnx.ValueInfoProto:
-    images = [value for value in graph.input if _is_image(value) and name in {"", value.name}]
-    if len(images) != 1:
-        names = ", ".join(f"'{value.name}'" for value in (images or graph.input))
-        found = "has several inputs that can be an image" if images else "has no float input of rank 4 for an image"
-        raise UsageError(f"the model {found}: {names}", hint="name it: --embed-preprocess INPUT=FILE.toml")
-    return images[0]
-
-
-def _is_image(value: onnx.ValueInfoProto) -> bool:
-    tensor = value.type.tensor_type
-    return tensor.elem_type in _FLOATS and len(tensor.shape.dim) == 4
+    refill(graph.node, [*nodes, *graph.node])
 
 
 def _change_layout(graph: onnx.GraphProto, name: str, layout: Layout) -> None:
@@ -202,7 +193,8 @@ def _change_layout(graph: onnx.GraphProto, name: str, layout: Layout) -> None:
     inner = _stand_behind(graph, name)
     refill(value.type.tensor_type.shape.dim, given)
     back = first if layout == "nhwc" else last
-    _put_first(graph, [helper.make_node("Transpose", [name], [inner], name=f"{inner}/transpose", perm=back)])
+    turned = helper.make_node("Transpose", [name], [inner], name=f"{inner}/transpose", perm=back)
+    refill(graph.node, [turned, *graph.node])
 
 
 def _stand_behind(graph: onnx.GraphProto, name: str) -> str:
@@ -211,16 +203,3 @@ def _stand_behind(graph: onnx.GraphProto, name: str) -> str:
     inner = next(free for count in range(len(taken) + 1) if (free := f"{name}{_INNER}{count or ''}") not in taken)
     rename_tensors(graph, {name: inner}, skip_inputs=True)
     return inner
-
-
-def _rename(graph: onnx.GraphProto, renames: Mapping[str, str]) -> None:
-    kept = list_names(graph) - renames.keys()
-    for old, new in renames.items():
-        if new in kept or not new or list(renames.values()).count(new) > 1:
-            raise UsageError(f"'{old}' cannot be called '{new}', a name that is taken", hint="choose another name")
-    rename_tensors(graph, renames)
-
-
-def _put_first(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:
-    rest = list(graph.node)
-    refill(graph.node, [*nodes, *rest])

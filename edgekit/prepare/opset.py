@@ -4,7 +4,6 @@ onnx's converter can lower few operators. Here the opset is also lowered where a
 both versions.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,13 @@ from edgekit.model.model import (
     find_reader,
     iterate_graphs,
     iterate_nodes,
+    iterate_tensors,
     read_proto,
     reads_of,
     refill,
     save_proto,
 )
 from edgekit.prepare.stripped import put_weights, weights_aside
-
-
-def find_newer_ops(proto: onnx.ModelProto, own: int, opset: int) -> tuple[str, ...]:
-    """Returns the operators in use that have another meaning in the older opset, or do not exist there, sorted."""
-    nodes = [node for node in iterate_nodes(proto.graph) if not node.domain]
-    return tuple(sorted({node.op_type for node in nodes if not _means_the_same(node, own, opset)}))
 
 
 def _means_the_same(node: onnx.NodeProto, own: int, opset: int) -> bool:
@@ -52,16 +46,10 @@ def _means_the_same(node: onnx.NodeProto, own: int, opset: int) -> bool:
     if names != [formal.name for formal in new.inputs][: len(node.input)]:
         return False
     given = {attribute.name for attribute in node.attribute}
-    return given <= set(old.attributes) and all(
-        _default(old, name) == _default(new, name) for name in set(old.attributes) - given
+    before, after = old.attributes, new.attributes
+    return given <= set(before) and all(
+        name in after and after[name].default_value == before[name].default_value for name in set(before) - given
     )
-
-
-def _default(schema: Any, name: str) -> bytes | None:
-    if name not in schema.attributes:
-        return None
-    value: bytes = schema.attributes[name].default_value.SerializeToString(deterministic=True)
-    return value
 
 
 MAX_OPSET = reads_of(VERSION).opset
@@ -127,7 +115,9 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
             f"cannot convert opset {own} to {opset}: Scan had a batch axis before opset {_SCAN_SINCE}",
             hint=f"export the model with opset {opset}",
         )
-    newer = find_newer_ops(proto, own, opset) if opset < own else ()
+    nodes = [node for node in iterate_nodes(proto.graph) if not node.domain] if opset < own else []
+    # Those in use that have another meaning in the older opset, or do not exist there.
+    newer = sorted({node.op_type for node in nodes if not _means_the_same(node, own, opset)})
     if opset < own and not newer:
         # Imports the older opset in place of the model's own, in place.
         for entry in proto.opset_import:
@@ -135,7 +125,13 @@ def convert_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
                 entry.version = opset
         return proto
     with weights_aside(proto) as weights:
-        _put_aside(proto, own)
+        # Normalizations that only ONNX Runtime has leave ONNX's domain, so that the converter leaves them alone.
+        unknown = {*ORT_OWN, *(["LayerNormalization"] if own < _LAYER_NORM_SINCE else [])}
+        aside = [node for node in iterate_nodes(proto.graph) if not node.domain and node.op_type in unknown]
+        for node in aside:
+            node.domain = _ASIDE
+        if aside:
+            proto.opset_import.add(domain=_ASIDE, version=1)
         try:
             converted = version_converter.convert_version(proto, opset)
         except _FAILURES as error:
@@ -189,35 +185,20 @@ def lower_ir_version(proto: onnx.ModelProto, opset: int, newest: int = MAX_IR_VE
     proto.ir_version = min(max(proto.ir_version, 8), newest)
 
 
-def _put_aside(proto: onnx.ModelProto, opset: int) -> None:
-    """Moves normalizations that only ONNX Runtime has out of ONNX's domain, so that the converter leaves them alone."""
-    unknown = {*ORT_OWN, *(["LayerNormalization"] if opset < _LAYER_NORM_SINCE else [])}
-    nodes = [node for node in iterate_nodes(proto.graph) if not node.domain and node.op_type in unknown]
-    for node in nodes:
-        node.domain = _ASIDE
-    if nodes:
-        proto.opset_import.add(domain=_ASIDE, version=1)
-
-
 def _put_back(proto: onnx.ModelProto) -> None:
-    """Moves them back."""
+    """Moves the normalizations back into ONNX's domain."""
     refill(proto.opset_import, [entry for entry in proto.opset_import if entry.domain != _ASIDE])
     for node in iterate_nodes(proto.graph):
         node.domain = "" if node.domain == _ASIDE else node.domain
 
 
 def _uses_new_types(proto: onnx.ModelProto) -> bool:
+    kinds = {tensor.data_type for tensor in iterate_tensors(proto.graph)}
+    for graph in iterate_graphs(proto.graph):
+        kinds |= {value.type.tensor_type.elem_type for value in (*graph.input, *graph.output, *graph.value_info)}
+        kinds |= {item.i for node in graph.node for item in node.attribute if item.name == "to"}
     # The newest element type of IR version 9 (onnx.proto's history of IR_VERSION).
-    newest = onnx.TensorProto.FLOAT8E5M2FNUZ
-    return any(kind > newest for graph in iterate_graphs(proto.graph) for kind in _element_types(graph))
-
-
-def _element_types(graph: onnx.GraphProto) -> Iterator[int]:
-    yield from (tensor.data_type for tensor in graph.initializer)
-    yield from (value.type.tensor_type.elem_type for value in (*graph.input, *graph.output, *graph.value_info))
-    for node in graph.node:
-        yield from (attribute.t.data_type for attribute in node.attribute)
-        yield from (attribute.i for attribute in node.attribute if attribute.name == "to")
+    return max(kinds, default=0) > onnx.TensorProto.FLOAT8E5M2FNUZ
 
 
 def _has_parted_norms(graph: onnx.GraphProto) -> bool:

@@ -19,20 +19,8 @@ from edgekit.model.model import refill
 from edgekit.model.tensors import HEADERS, TensorSpec
 
 
-def _floor(value: Fraction) -> Fraction:
-    return Fraction(math.floor(value))
-
-
-def _ceil(value: Fraction) -> Fraction:
-    return Fraction(math.ceil(value))
-
-
-def _ceil_div(left: Fraction, right: Fraction) -> Fraction:
-    return _ceil(left / right)
-
-
-def _floor_div(left: Fraction, right: Fraction) -> Fraction:
-    return _floor(left / right)
+def _ceil_div(left: Fraction, right: Fraction) -> int:
+    return math.ceil(left / right)
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
@@ -43,25 +31,25 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
 
 
 _MAX_EXPONENT, _MAX_BASE = 8, 2**31
-_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
-    ast.FloorDiv: _floor_div,
+    ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
     ast.Pow: _power,
 }
 # What sympy and torch.utils._sympy write, in upper or lower case: exporters print their formulas.
-_FUNCTIONS: dict[str, Callable[..., Fraction]] = {
-    "ceil": _ceil,
+_FUNCTIONS: dict[str, Callable[..., Fraction | int]] = {
+    "ceil": math.ceil,
     "ceildiv": _ceil_div,
-    "ceiling": _ceil,
-    "ceiltoint": _ceil,
+    "ceiling": math.ceil,
+    "ceiltoint": math.ceil,
     "cleandiv": operator.truediv,
-    "floor": _floor,
-    "floordiv": _floor_div,
-    "floortoint": _floor,
+    "floor": math.floor,
+    "floordiv": operator.floordiv,
+    "floortoint": math.floor,
     "inttruediv": operator.truediv,
     "max": max,
     "min": min,
@@ -70,7 +58,7 @@ _FUNCTIONS: dict[str, Callable[..., Fraction]] = {
     "powbynatural": _power,
     "pythonmod": operator.mod,
     # Rounds towards zero, which is down: sizes are not negative.
-    "trunctoint": _floor,
+    "trunctoint": math.floor,
 }
 _MAX_LENGTH = 200
 
@@ -142,9 +130,9 @@ def _evaluate(tree: ast.expr, sizes: Mapping[str, Fraction]) -> Fraction:
         case ast.UnaryOp(op=ast.USub(), operand=inner):
             return -_evaluate(inner, sizes)
         case ast.BinOp(left=left, op=sign, right=right):
-            return _OPERATORS[type(sign)](_evaluate(left, sizes), _evaluate(right, sizes))
+            return Fraction(_OPERATORS[type(sign)](_evaluate(left, sizes), _evaluate(right, sizes)))
         case ast.Call(func=ast.Name(id=name), args=[_, *_] as arguments, keywords=[]):
-            return _FUNCTIONS[name.lower()](*(_evaluate(argument, sizes) for argument in arguments))
+            return Fraction(_FUNCTIONS[name.lower()](*(_evaluate(argument, sizes) for argument in arguments)))
         case _:
             raise ValueError(ast.dump(tree))
 
@@ -284,25 +272,20 @@ def _refuse_missing(graph: onnx.GraphProto, sizes: Mapping[str, int]) -> None:
     raise UsageError(f"the model has {noun} without a number: {places}", hint=f"add {options}")
 
 
-def infer_types(proto: onnx.ModelProto) -> dict[str, int]:
-    """Returns the element type of each tensor of the main graph, by name, as far as it can be inferred."""
-    inferred = infer_model(proto).graph
-    types = {tensor.name: tensor.data_type for tensor in proto.graph.initializer}
-    types |= {
-        value.name: value.type.tensor_type.elem_type
-        for value in (*inferred.input, *inferred.value_info, *inferred.output)
-    }
-    return types
-
-
 def infer_outputs(proto: onnx.ModelProto) -> None:
     """Gives the graph's outputs the shapes that follow from the inputs', where they are known, in place."""
-    unknown = [value for value in proto.graph.output if value.type.HasField("tensor_type") and not _is_static(value)]
-    if not unknown:
-        return
+    unknown = [
+        value
+        for value in proto.graph.output
+        if value.type.HasField("tensor_type")
+        and not (
+            value.type.tensor_type.HasField("shape")
+            and all(dim.HasField("dim_value") for dim in value.type.tensor_type.shape.dim)
+        )
+    ]
     for value in unknown:
         value.type.tensor_type.ClearField("shape")
-    shapes = {value.name: value.type.tensor_type for value in infer_model(proto).graph.output}
+    shapes = {value.name: value.type.tensor_type for value in infer_model(proto).graph.output} if unknown else {}
     for value in unknown:
         if shapes[value.name].HasField("shape"):
             value.type.tensor_type.shape.CopyFrom(shapes[value.name].shape)
@@ -312,11 +295,6 @@ def infer_values(proto: onnx.ModelProto) -> None:
     """Gives the values of the main graph the types and shapes that can be inferred, in place."""
     inferred = infer_model(proto).graph.value_info
     refill(proto.graph.value_info, [value for value in inferred if value.type.HasField("tensor_type")])
-
-
-def _is_static(value: onnx.ValueInfoProto) -> bool:
-    tensor = value.type.tensor_type
-    return tensor.HasField("shape") and all(dim.HasField("dim_value") for dim in tensor.shape.dim)
 
 
 _UNSET_DIM = 1

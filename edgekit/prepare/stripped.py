@@ -6,7 +6,7 @@ their values. Operators without a kernel in ONNX Runtime's CPU provider are repl
 
 import contextlib
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 import onnx
@@ -14,7 +14,7 @@ from onnx import helper, numpy_helper
 
 from edgekit.graph.graph import Graph, Node, view_part
 from edgekit.model.external import LEAST_BYTES, skim_model
-from edgekit.model.model import iterate_graphs, iterate_nodes, refill
+from edgekit.model.model import iterate_nodes, iterate_tensors, refill
 
 
 @contextlib.contextmanager
@@ -55,8 +55,8 @@ def skim_weights(path: Path) -> onnx.ModelProto | None:
     """Returns a model without its large weights, or None where a rewrite turned out to need one of their values."""
     proto = skim_model(path)
     absent = {tensor.name for tensor in proto.graph.initializer if _is_absent(tensor)}
-    inner = any(_is_absent(tensor) for tensor in _inner_tensors(proto.graph))
-    return proto if not inner and absent <= set(_find_weights(proto.graph)) else None
+    is_inner = sum(map(_is_absent, iterate_tensors(proto.graph))) > len(absent)
+    return proto if not is_inner and absent <= set(_find_weights(proto.graph)) else None
 
 
 def strip_weights(proto: onnx.ModelProto) -> list[onnx.TensorProto]:
@@ -133,14 +133,6 @@ def _made_constants(graph: onnx.GraphProto) -> list[tuple[str, tuple[int, tuple[
         dims = numpy_helper.to_array(shape).reshape(-1).tolist()
         found.append((node.output[0], (value, tuple(int(dim) for dim in dims))))
     return found
-
-
-def _inner_tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-    for part in iterate_graphs(graph):
-        if part is not graph:
-            yield from part.initializer
-        for node in part.node:
-            yield from (attribute.t for attribute in node.attribute if attribute.HasField("t"))
 
 
 def _is_absent(tensor: onnx.TensorProto) -> bool:

@@ -1,16 +1,16 @@
 """Activation functions: Clip, PRelu, HardSwish, GELU and Softmax, fused into one node or split into simpler ones."""
 
 import math
-from collections.abc import Callable, Iterable
-from itertools import pairwise, permutations
+from itertools import permutations
 
 import numpy as np
 import onnx
 
 from edgekit.graph.contrib import ORT_DOMAIN
 from edgekit.graph.graph import Graph, Node
-from edgekit.graph.match import beside, factors, is_near, made_by, reduced_axis, square_of, walk_product
+from edgekit.graph.match import beside, factors, is_near, made_by, reduced_axis, scaled_by, square_of, walk_product
 from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite, replace_nodes, rewrite
+from edgekit.prepare.rewrites.split_attention import real
 
 
 @node_rewrite(
@@ -105,68 +105,21 @@ def join_hard_swish(writer: Writer) -> None:
     relative).
     """
     graph = writer.graph
-    whole = _divided_by_six(graph, writer.node)
-    product = writer.node if whole is None else made_by(graph, whole, "Mul")
-    data = _gated(graph, product, scaled=whole is None) if product is not None else None
-    if data is not None and graph.value(data).dtype in FLOATS:
-        writer.add("HardSwish", [data])
-
-
-def _gated(graph: Graph, node: Node, *, scaled: bool) -> str | None:
-    """Returns x of x * gate, where gate is Clip(x + 3, 0, 6).
-
-    With `scaled` the gate is Clip(x + 3, 0, 6) / 6 or HardSigmoid(x).
-    """
-    if node.op_type != "Mul" or node.domain:
-        return None
-    for data, gate in permutations(node.input, 2):
-        made = graph.producers.get(gate)
-        if made is None:
-            continue
-        if scaled and _is_hard_sigmoid(made) and made.input[0] == data:
-            return data
-        inner = _divided_by_six(graph, made) if scaled else gate
-        if inner is not None and _gate_of(graph, inner) == data:
-            return data
-    return None
-
-
-def _is_hard_sigmoid(node: Node) -> bool:
-    alpha, beta = (float(node.attributes.get(name, default)) for name, default in (("alpha", 0.2), ("beta", 0.5)))
-    return node.op_type == "HardSigmoid" and not node.domain and _is_close(alpha, 1 / 6) and beta == 0.5
-
-
-def _divided_by_six(graph: Graph, node: Node) -> str | None:
-    """Returns the value that a node divides by 6 (or multiplies by 1/6), or None for any other node."""
-    if node.domain or node.op_type not in {"Mul", "Div"}:
-        return None
-    if node.op_type == "Mul":
-        return _beside(graph, permutations(node.input, 2), 1 / 6)
-    # Only the second operand of a Div is the divisor.
-    return _beside(graph, pairwise(node.input), 6.0)
-
-
-def _gate_of(graph: Graph, name: str) -> str | None:
-    """Returns x if a value is Clip(x + 3, 0, 6), else None."""
-    clip = made_by(graph, name, "Clip")
-    add = made_by(graph, clip.input[0], "Add") if clip is not None else None
-    if clip is None or add is None or [graph.number(bound) for bound in clip.input[1:]] != [0, 6]:
-        return None
-    return _beside(graph, permutations(add.input, 2), 3.0)
-
-
-def _beside(graph: Graph, pairs: Iterable[tuple[str, ...]], factor: float) -> str | None:
-    """Returns the first operand of the first pair whose second operand is the constant `factor`, else None."""
-    for value, constant in pairs:
-        number = graph.number(constant)
-        if number is not None and _is_close(number, factor):
-            return value
-    return None
-
-
-def _is_close(number: float, wanted: float) -> bool:
-    """Returns True if a constant of the model equals the wanted number within rounding, such as 0.16667 for 1/6."""
-    return math.isclose(number, wanted, abs_tol=1e-5)
+    whole = scaled_by(graph, writer.node, 1 / 6)
+    product = made_by(graph, writer.node.output[0] if whole is None else whole, "Mul")
+    for data, gate in permutations(product.input, 2) if product is not None else ():
+        # Where the product is divided by 6, its gate is Clip(x + 3, 0, 6); else the gate is divided, or a HardSigmoid.
+        inner = gate if whole is not None else scaled_by(graph, graph.producers.get(gate), 1 / 6)
+        clip = made_by(graph, inner or "", "Clip")
+        sigmoid = made_by(graph, gate, "HardSigmoid") if whole is None else None
+        is_gate = False
+        if clip is not None and [graph.number(bound) for bound in clip.input[1:]] == [0, 6]:
+            is_gate = beside(graph, made_by(graph, clip.input[0], "Add"), 3.0) == data
+        elif sigmoid is not None and sigmoid.input[0] == data:
+            is_gate = is_near(real(sigmoid, "alpha", 0.2), 1 / 6) and real(sigmoid, "beta", 0.5) == 0.5
+        if is_gate and graph.value(data).dtype in FLOATS:
+            writer.add("HardSwish", [data])
+            return
 
 
 def _add_bias(writer: Writer) -> str:
@@ -194,7 +147,7 @@ def split_gelu(writer: Writer) -> None:
     The last bits may differ (1e-6 relative).
     """
     if _gelu_form(writer.node) == "none":
-        _write_gelu(writer, _bend_erf)
+        _write_gelu(writer)
 
 
 @node_rewrite("split-tanh-gelu", {"Gelu", "FastGelu"}, "write {count} of Gelu with Tanh", floats=True)
@@ -204,31 +157,26 @@ def split_tanh_gelu(writer: Writer) -> None:
     It is x / 2 * (1 + Tanh(sqrt(2 / pi) * (x + 0.044715 * x^3))). The last bits may differ (1e-5 relative).
     """
     if _gelu_form(writer.node) == "tanh":
-        _write_gelu(writer, _bend_tanh)
+        _write_gelu(writer)
 
 
 def _gelu_form(node: Node) -> str:
     return "tanh" if node.op_type == "FastGelu" else str(node.attributes.get("approximate", "none"))
 
 
-def _write_gelu(writer: Writer, bend: Callable[[Writer, str], str]) -> None:
-    data = _add_bias(writer)
+def _write_gelu(writer: Writer) -> None:
+    """Writes x / 2 * (1 + Erf or Tanh of a multiple of x)."""
+    add, data, moved = writer.add, _add_bias(writer), ""
     one, half = writer.constant("one", 1), writer.constant("half", 0.5)
-    gate = writer.add("Add", [bend(writer, data), one], "gate")
-    writer.add("Mul", [writer.add("Mul", [data, half], "halved"), gate])
-
-
-def _bend_erf(writer: Writer, data: str) -> str:
-    root = writer.constant("root", math.sqrt(0.5))
-    return writer.add("Erf", [writer.add("Mul", [data, root], "narrow")], "bent")
-
-
-def _bend_tanh(writer: Writer, data: str) -> str:
-    cubic, root = writer.constant("cubic", _CUBIC), writer.constant("root", math.sqrt(2 / math.pi))
-    # x * (1 + 0.044715 * x * x) avoids a Pow, which some providers lack.
-    square = writer.add("Mul", [writer.add("Mul", [data, data], "square"), cubic], "bow")
-    moved = writer.add("Add", [data, writer.add("Mul", [data, square], "third")], "moved")
-    return writer.add("Tanh", [writer.add("Mul", [moved, root], "narrow")], "bent")
+    bend, factor = "Erf", math.sqrt(0.5)
+    if _gelu_form(writer.node) == "tanh":
+        bend, factor, cubic = "Tanh", math.sqrt(2 / math.pi), writer.constant("cubic", _CUBIC)
+        # x * (1 + 0.044715 * x * x) avoids a Pow, which some providers lack.
+        square = add("Mul", [add("Mul", [data, data], "square"), cubic], "bow")
+        moved = add("Add", [data, add("Mul", [data, square], "third")], "moved")
+    narrow = add("Mul", [moved or data, writer.constant("root", factor)], "narrow")
+    gate = add("Add", [add(bend, [narrow], "bent"), one], "gate")
+    add("Mul", [add("Mul", [data, half], "halved"), gate])
 
 
 @node_rewrite(
@@ -266,30 +214,21 @@ def _join_gelu(writer: Writer) -> None:
         bent = made_by(graph, beside(graph, made_by(graph, gate, "Add"), 1.0) or "", "Erf", "Tanh")
         if bent is None:
             continue
-        data = _find_erf(graph, bent) if bent.op_type == "Erf" else _find_tanh(graph, bent)
-        if data is None or not _is_half(graph, output, data, gate):
+        is_exact = bent.op_type == "Erf"
+        if is_exact:
+            data = scaled_by(graph, graph.producers.get(bent.input[0]), math.sqrt(0.5))
+        else:
+            data = _find_tanh(graph, bent)
+        if data is None or graph.value(data).dtype == "float16":
+            return
+        number, values = factors(graph, output, data)
+        if not is_near(number, 0.5) or sorted(values) != sorted((data, gate)):
             return
         if writer.opset >= _GELU_SINCE:
-            writer.add("Gelu", [data], approximate="none" if bent.op_type == "Erf" else "tanh")
+            writer.add("Gelu", [data], approximate="none" if is_exact else "tanh")
         else:
-            writer.add("Gelu" if bent.op_type == "Erf" else "FastGelu", [data], domain=ORT_DOMAIN)
+            writer.add("Gelu" if is_exact else "FastGelu", [data], domain=ORT_DOMAIN)
         return
-
-
-def _is_half(graph: Graph, output: str, data: str, gate: str) -> bool:
-    """Returns True if a product is 0.5 * data * gate, and `data` is not float16."""
-    number, values = factors(graph, output, data)
-    return is_near(number, 0.5) and sorted(values) == sorted((data, gate)) and graph.value(data).dtype != "float16"
-
-
-def _find_erf(graph: Graph, erf: Node) -> str | None:
-    """Returns x if a node is Erf(x / sqrt 2), else None."""
-    node = made_by(graph, erf.input[0], "Div", "Mul")
-    if node is None:
-        return None
-    if node.op_type == "Mul":
-        return beside(graph, node, math.sqrt(0.5))
-    return node.input[0] if is_near(graph.number(node.input[1]), math.sqrt(2)) else None
 
 
 def _find_tanh(graph: Graph, tanh: Node) -> str | None:

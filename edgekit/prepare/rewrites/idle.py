@@ -7,7 +7,6 @@ from edgekit.graph.graph import Graph, Node, view_part
 from edgekit.graph.match import add_up_huge, made_by
 from edgekit.graph.rewrite import Writer, node_rewrite, rewrite
 from edgekit.model.model import refill
-from edgekit.model.tensors import Array
 
 # Inputs of Resize.
 _ROI, _SCALES = 1, 2
@@ -61,15 +60,13 @@ def _has_finite_rows(graph: Graph, softmax: Node) -> bool:
     added = made_by(graph, scores, "Add")
     for score, mask in (added.input, added.input[::-1]) if added is not None else ():
         array = graph.inline(mask)
-        if array is not None and array.ndim == len(graph.value(scores).shape or ()) and _leaves_some(array, axis):
+        if array is None or array.ndim != len(graph.value(scores).shape or ()):
+            continue
+        hides = np.isneginf(array)
+        # A mask of finite numbers and minus infinity that leaves at least one element of each row unmasked.
+        if np.isfinite(array[~hides]).all() and not hides.all(axis=axis).any():
             return add_up_huge(graph, score) == 0
     return False
-
-
-def _leaves_some(mask: Array, axis: int) -> bool:
-    """Returns True if a mask of 0 and minus infinity leaves at least one element of each row unmasked."""
-    hides = np.isneginf(mask)
-    return bool(np.isfinite(mask[~hides]).all() and not hides.all(axis=axis).any())
 
 
 @rewrite("idle-relu", "remove {count} of Relu before a QuantizeLinear that cuts off the same")

@@ -63,20 +63,36 @@ def join_attention(writer: Writer) -> None:
     # The kernel of the CPU provider supports float32 only.
     if found is None or sizes is None or graph.value(found.query).dtype != "float32":
         return
-    if found.mask and not _fits_mask(_mask_dims(graph, found.mask), sizes):
-        return
-    mask = _write_mask(writer, found.mask, sizes) if found.mask else ""
+    mask = found.mask
+    if mask:
+        dims = _dims(graph, mask)
+        missing = 4 - len(dims) if len(dims) > 1 else 0
+        # Leading axes of size 1 are added up to four axes.
+        whole = (1,) * missing + dims
+        if len(whole) != 4 or sizes.tokens is None or sizes.rows is None or whole[3] != sizes.rows:
+            return
+        if whole[0] not in {1, sizes.batch} or whole[1] not in {1, sizes.heads} or whole[2] not in {1, sizes.tokens}:
+            return
+        if missing:
+            axes = writer.constant("mask_axes", list(range(missing)), "int64")
+            mask = writer.add("Unsqueeze", [mask, axes], "mask_apart")
+        if whole[2] != sizes.tokens:
+            # The kernel needs a row for each query; the mask has one for all, such as BERT's padding mask.
+            shape = writer.constant("mask_shape", [1, 1, sizes.tokens, 1], "int64")
+            mask = writer.add("Expand", [mask, shape], "mask")
     width = sizes.heads * sizes.size
-    query = _find_rows(writer, found.query, _SWAP_HEADS, "query") or _join_heads(writer, found.query, width)
+    query = _find_rows(writer, found.query, _SWAP_HEADS, "query")
+    if not query:
+        beside = writer.add("Transpose", [found.query], "query_rows", perm=_SWAP_HEADS)
+        query = writer.add("Reshape", [beside, writer.constant("query_shape", [0, 0, width], "int64")], "query")
     # The kernel takes key and value either both as [batch, rows, heads * size] or both as [batch, heads, rows, size].
-    pair = [_find_key_rows(writer, found.turned), _find_rows(writer, found.value, _SWAP_HEADS, "value")]
+    # Keys as [batch, heads, rows, size], before the model's own Transpose of the last two axes.
+    turn = made_by(graph, _skip_idle(graph, found.turned), "Transpose")
+    keys = turn.input[0] if turn is not None and turn.entries("perm") == _TURN else ""
+    key_rows = _find_rows(writer, keys or found.turned, _SWAP_HEADS if keys else _TURN_APART, "key")
+    pair = [key_rows, _find_rows(writer, found.value, _SWAP_HEADS, "value")]
     if not all(pair):
-        # Keys as [batch, heads, rows, size]: read before the model's own Transpose of the last two axes, else
-        # transposed back.
-        pair = [
-            _unturn(graph, found.turned) or writer.add("Transpose", [found.turned], "keys", perm=_TURN),
-            found.value,
-        ]
+        pair = [keys or writer.add("Transpose", [found.turned], "keys", perm=_TURN), found.value]
     inputs = [query, *pair, "", "", mask] if mask else [query, *pair]
     mixed = writer.add(
         "MultiHeadAttention", inputs, "attention", domain=ORT_DOMAIN, num_heads=sizes.heads, scale=found.scale
@@ -162,20 +178,6 @@ def _find_rows(writer: Writer, name: str, perm: tuple[int, ...], part: str) -> s
     return writer.add("Reshape", [apart, writer.constant(f"{part}_shape", [0, 0, width], "int64")], part)
 
 
-def _find_key_rows(writer: Writer, turned: str) -> str:
-    """Returns the rows that transposed keys were split from, by one or by two Transposes; "" if there are none."""
-    keys = _unturn(writer.graph, turned)
-    if keys:
-        return _find_rows(writer, keys, _SWAP_HEADS, "key")
-    return _find_rows(writer, turned, _TURN_APART, "key")
-
-
-def _unturn(graph: Graph, turned: str) -> str:
-    """Returns the input of a Transpose of the last two axes, the keys per head; "" if there is no such node."""
-    node = made_by(graph, _skip_idle(graph, turned), "Transpose")
-    return node.input[0] if node is not None and node.entries("perm") == _TURN else ""
-
-
 def _skip_idle(graph: Graph, name: str) -> str:
     """Returns the value before Reshapes that do not change the shape."""
     node = made_by(graph, name, "Reshape")
@@ -202,36 +204,6 @@ def _only(graph: Graph, name: str, op: str) -> Node | None:
     return None
 
 
-def _join_heads(writer: Writer, name: str, width: int) -> str:
-    beside = writer.add("Transpose", [name], "query_rows", perm=_SWAP_HEADS)
-    return writer.add("Reshape", [beside, writer.constant("query_shape", [0, 0, width], "int64")], "query")
-
-
-def _mask_dims(graph: Graph, mask: str) -> Shape:
-    """Returns the shape of a mask, with leading axes of size 1 added up to four axes."""
-    dims = _dims(graph, mask)
-    return (1,) * (4 - len(dims)) + dims if len(dims) > 1 else dims
-
-
-def _fits_mask(mask: Shape, sizes: _Sizes) -> bool:
-    if len(mask) != 4 or sizes.tokens is None or sizes.rows is None or mask[3] != sizes.rows:
-        return False
-    return mask[0] in {1, sizes.batch} and mask[1] in {1, sizes.heads} and mask[2] in {1, sizes.tokens}
-
-
-def _write_mask(writer: Writer, name: str, sizes: _Sizes) -> str:
-    """Returns a mask as the kernel needs it: with four axes, and one row for each query."""
-    missing, mask = 4 - len(_dims(writer.graph, name)), _mask_dims(writer.graph, name)
-    if missing:
-        axes = writer.constant("mask_axes", list(range(missing)), "int64")
-        name = writer.add("Unsqueeze", [name, axes], "mask_apart")
-    if mask[2] == sizes.tokens:
-        return name
-    # The mask has one row for all queries, such as BERT's padding mask.
-    shape = writer.constant("mask_shape", [1, 1, sizes.tokens, 1], "int64")
-    return writer.add("Expand", [name, shape], "mask")
-
-
 # Operators allowed between Cos or Sin and the Mul: casts, changes of axes, and one factor for all angles.
 _TABLE_OPS = ("Cast", "Identity", "Mul", "Reshape", "Unsqueeze")
 
@@ -249,28 +221,24 @@ def join_rotary(graph: onnx.GraphProto, opset: int) -> tuple[str, ...]:
     return replace_nodes(graph, opset, ops, lambda writer: _join_rotary(writer, tables))
 
 
-class _Rotation(msgspec.Struct, frozen=True, kw_only=True):
-    """The rotated value x, and the tables [.., rows, size] that x and rotate_half(x) are multiplied by."""
-
-    x: str
-    cos: str
-    sin: str
-
-
 def _join_rotary(writer: Writer, tables: dict[str, str]) -> None:
     graph, found = writer.graph, _match_rotary(writer.graph, writer.node)
-    shape = graph.value(found.x).static_shape if found is not None else None
-    if found is None or shape is None or len(shape) != 4 or graph.value(found.x).dtype != "float32":
+    if found is None:
         return
-    if not all(_has_equal_halves(graph, name, shape) for name in (found.cos, found.sin)):
+    x, *angles = found
+    shape = graph.value(x).static_shape
+    if shape is None or len(shape) != 4 or graph.value(x).dtype != "float32":
         return
-    cos, sin = (_write_table(writer, name, shape, tables) for name in (found.cos, found.sin))
+    if not all(_has_equal_halves(graph, name, shape) for name in angles):
+        return
+    cos, sin = (_write_table(writer, name, shape, tables) for name in angles)
     # Position ids of one element give the position of the first row.
     first = writer.constant("first_row", [0], "int64")
-    writer.add("RotaryEmbedding", [found.x, first, cos, sin], domain=ORT_DOMAIN, interleaved=0)
+    writer.add("RotaryEmbedding", [x, first, cos, sin], domain=ORT_DOMAIN, interleaved=0)
 
 
-def _match_rotary(graph: Graph, node: Node) -> _Rotation | None:
+def _match_rotary(graph: Graph, node: Node) -> tuple[str, str, str] | None:
+    """Returns the rotated value x, and the tables [.., rows, size] that x and rotate_half(x) are multiplied by."""
     for one, other in (node.input, node.input[::-1]):
         plain, turning = made_by(graph, one, "Mul"), made_by(graph, other, "Mul")
         if plain is None or turning is None:
@@ -278,7 +246,7 @@ def _match_rotary(graph: Graph, node: Node) -> _Rotation | None:
         for turned, sin in (turning.input, turning.input[::-1]):
             x = _find_turned(graph, turned)
             if x is not None and x in plain.input:
-                return _Rotation(x=x, cos=plain.input[1 - plain.input.index(x)], sin=sin)
+                return x, plain.input[1 - plain.input.index(x)], sin
     return None
 
 

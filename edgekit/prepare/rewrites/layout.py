@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import numpy as np
 import onnx
 
-from edgekit.graph.graph import Graph, Node
 from edgekit.graph.match import made_by
 from edgekit.graph.rewrite import Writer, node_rewrite
 
@@ -66,7 +65,11 @@ def flatten_expand(writer: Writer) -> None:
     """
     graph, node = writer.graph, writer.node
     expand = node if node.op_type == "Expand" else made_by(graph, node.input[0], "Expand")
-    if expand is None or (_find_reader(graph, expand) or expand) is not node:
+    readers = graph.readers(expand.output[0]) if expand is not None else ()
+    # The Reshape that alone reads the Expand is replaced in its place.
+    is_hidden = expand is not None and expand.output[0] in graph.outputs | graph.captured
+    is_reshaped = len(readers) == 1 and readers[0].op_type == "Reshape" and not is_hidden
+    if expand is None or (readers[0] if is_reshaped else expand) is not node:
         return
     source, wanted = (graph.value(name).static_shape for name in (expand.input[0], expand.output[0]))
     shape = graph.value(node.output[0]).static_shape
@@ -81,13 +84,6 @@ def flatten_expand(writer: Writer) -> None:
     flat = writer.add("Reshape", [x, writer.constant("before", before, "int64")], "flat")
     grown = writer.add("Expand", [flat, writer.constant("after", after, "int64")], "grown")
     writer.add("Reshape", [grown, writer.constant("shape", shape, "int64")])
-
-
-def _find_reader(graph: Graph, expand: Node) -> Node | None:
-    """Returns the Reshape that alone reads an Expand."""
-    name, readers = expand.output[0], graph.readers(expand.output[0])
-    hidden = name in graph.outputs or name in graph.captured
-    return readers[0] if len(readers) == 1 and readers[0].op_type == "Reshape" and not hidden else None
 
 
 def _join_axes(source: Sequence[int], wanted: Sequence[int]) -> list[tuple[int, int]]:
@@ -117,8 +113,10 @@ def plain_gather(writer: Writer) -> None:
 
     A Cast restores the bools and a Reshape the shape. Values are copied only.
     """
-    graph, node = writer.graph, writer.node
-    rows, is_bool = _read_rows(graph, node), writer.dtype == "bool"
+    graph, node, rows, is_bool = writer.graph, writer.node, None, writer.dtype == "bool"
+    array = graph.array(node.input[1]) if node.op_type == "GatherND" else None
+    if array is not None and array.ndim > _MOST_GATHERED and not node.integer("batch_dims", 0):
+        rows = array.reshape(-1, array.shape[-1]) if graph.value(node.output[0]).static_shape is not None else None
     if rows is None and not is_bool:
         return
     value, indices = node.input[0], node.input[1]
@@ -133,14 +131,6 @@ def plain_gather(writer: Writer) -> None:
         value = writer.add("Reshape", [value, shape], "shaped" if is_bool else "")
     if is_bool:
         writer.add("Cast", [value], to=onnx.TensorProto.BOOL)
-
-
-def _read_rows(graph: Graph, node: Node) -> np.ndarray | None:
-    """Returns the constant indices of a GatherND of many axes as rows, None for any other node."""
-    indices = graph.array(node.input[1]) if node.op_type == "GatherND" else None
-    if indices is None or indices.ndim <= _MOST_GATHERED or node.integer("batch_dims", 0):
-        return None
-    return None if graph.value(node.output[0]).static_shape is None else indices.reshape(-1, indices.shape[-1])
 
 
 @node_rewrite(
@@ -207,20 +197,16 @@ def pad_reflect(writer: Writer) -> None:
     wanted = [(axis, *pair) for axis, pair in enumerate(pads.reshape(2, -1).T.tolist()) if any(pair)]
     value = node.input[0]
     for axis, before, after in wanted:
-        left = [_mirror(writer, value, f"axis_{axis}/before", (before, 0, axis))] if before else []
+        parts = [value]
         # Mode reflect begins at the last but one element: the edge itself is not repeated.
-        right = [_mirror(writer, value, f"axis_{axis}/after", (-2, -2 - after, axis))] if after else []
+        for side, count, start, end in (("before", before, before, 0), ("after", after, -2, -2 - after)):
+            if count:
+                bounds = (("start", start), ("end", end), ("axis", axis), ("step", -1))
+                part = f"axis_{axis}/{side}"
+                names = [writer.constant(f"{part}/{name}", [number], "int64") for name, number in bounds]
+                parts.insert(0 if side == "before" else len(parts), writer.add("Slice", [value, *names], part))
         last = axis == wanted[-1][0]
-        value = writer.add("Concat", [*left, value, *right], "" if last else f"axis_{axis}", axis=axis)
-
-
-def _mirror(writer: Writer, value: str, part: str, span: tuple[int, int, int]) -> str:
-    start, end, axis = span
-    names = [
-        writer.constant(f"{part}/{name}", [number], "int64")
-        for name, number in (("start", start), ("end", end), ("axis", axis), ("step", -1))
-    ]
-    return writer.add("Slice", [value, *names], part)
+        value = writer.add("Concat", parts, "" if last else f"axis_{axis}", axis=axis)
 
 
 @node_rewrite(

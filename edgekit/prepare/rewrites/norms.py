@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from edgekit.graph.graph import Graph
 from edgekit.graph.match import made_by, mean_of, quotient_of, root_of, square_of, vector_beside
 from edgekit.graph.rewrite import FLOATS, Writer, node_rewrite
 from edgekit.prepare.rewrites.split_attention import input_of, real
@@ -25,21 +24,15 @@ def join_rms_norm(writer: Writer) -> None:
     if scaled is None or quotient is None or root is None:
         return
     x, (squares, epsilon) = quotient[0], root
-    if square_of(graph, mean_of(graph, squares) or "") != x or not _is_float(graph, x) or _is_centred(graph, x):
+    # The scale is a float32 constant, so x has this type even where type inference gave none.
+    is_float = x not in graph.constants and graph.value(x).dtype in {None, "float32"}
+    # With x - mean(x) the pattern is a layer normalisation, split for a provider without it.
+    centred = made_by(graph, x, "Sub")
+    is_centred = centred is not None and mean_of(graph, centred.input[1]) == centred.input[0]
+    if square_of(graph, mean_of(graph, squares) or "") != x or not is_float or is_centred:
         return
     op = "RMSNormalization" if writer.opset >= _RMS_NORM_SINCE else "SimplifiedLayerNormalization"
     writer.add(op, [x, scaled[1]], axis=-1, epsilon=epsilon)
-
-
-def _is_centred(graph: Graph, name: str) -> bool:
-    """Returns True for x - mean(x): then the pattern is a layer normalisation, split for a provider without it."""
-    node = made_by(graph, name, "Sub")
-    return node is not None and mean_of(graph, node.input[1]) == node.input[0]
-
-
-def _is_float(graph: Graph, name: str) -> bool:
-    # The other operand is a float32 constant, so x has this type even where type inference gave none.
-    return name not in graph.constants and graph.value(name).dtype in {None, "float32"}
 
 
 @node_rewrite(
@@ -154,16 +147,11 @@ def split_embed_norm(writer: Writer) -> None:
     if outputs[2]:
         writer.nodes[-1].output[0] = total = outputs[2]
     if outputs[1]:
-        _count(writer, input_of(node, _MASK), outputs[1], shape[0])
+        # This output counts the unmasked tokens of each sample; as in ONNX Runtime it is 0 without a mask.
+        if node.has_input(_MASK):
+            add("ReduceSum", [node.input[_MASK], writer.constant("axis", [1], "int64")], "counted", keepdims=0)
+        else:
+            add("Identity", [writer.constant("none", [0] * shape[0], "int32")], "counted")
+        writer.nodes[-1].output[0] = outputs[1]
     norm = [total, node.input[_GAIN], node.input[_SHIFT]]
     add("LayerNormalization", norm, axis=-1, epsilon=real(node, "epsilon", 1e-12))
-
-
-def _count(writer: Writer, mask: str, output: str, batch: int) -> None:
-    """Adds the output that counts the unmasked tokens of each sample; as in ONNX Runtime it is 0 without a mask."""
-    if mask:
-        axes = writer.constant("axis", [1], "int64")
-        writer.add("ReduceSum", [mask, axes], "counted", keepdims=0)
-    else:
-        writer.add("Identity", [writer.constant("none", [0] * batch, "int32")], "counted")
-    writer.nodes[-1].output[0] = output

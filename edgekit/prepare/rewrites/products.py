@@ -55,16 +55,13 @@ def plain_gemm(writer: Writer) -> None:
     if alpha != 1:
         left = writer.add("Mul", [left, writer.constant("alpha", alpha)], "scaled")
     if biased and beta != 1:
-        bias = [_scale(writer, node.input[2], beta)]
+        value = writer.graph.array(node.input[2])
+        if value is not None:
+            bias = [writer.constant("bias", value * value.dtype.type(beta))]
+        else:
+            bias = [writer.add("Mul", [node.input[2], writer.constant("beta", beta)], "bias")]
     kept: dict[str, Any] = {"transB": 1} if node.attributes.get("transB", 0) else {}
     writer.add("Gemm", [left, node.input[1], *bias], **kept)
-
-
-def _scale(writer: Writer, name: str, beta: float) -> str:
-    value = writer.graph.array(name)
-    if value is not None:
-        return writer.constant("bias", value * value.dtype.type(beta))
-    return writer.add("Mul", [name, writer.constant("beta", beta)], "bias")
 
 
 @node_rewrite(

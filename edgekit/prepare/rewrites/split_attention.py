@@ -331,7 +331,10 @@ def split_grouped_attention(writer: Writer) -> None:
         turned=2 * table[1] if table and node.integer("do_rotary", 0) else 0,
         is_first=heads.tokens == graph.number(node.input[_TOTAL]),
     )
-    query, key, value = _split(case)
+    query, key, value = node.input[:3]
+    if not node.has_input(1):
+        widths = [count * heads.size for count in (heads.heads, heads.keys, heads.keys)]
+        query, key, value = case.cut(node.input[0], "packed", widths, 2)
     query = case.to_heads(query, "query", (heads.heads, heads.tokens, heads.size))
     new = (heads.keys, heads.tokens, heads.size)
     key, value = case.to_heads(key, "key", new), case.to_heads(value, "value", new)
@@ -394,15 +397,6 @@ def _fits(graph: Graph, node: Node, heads: Heads) -> bool:
     return is_known and turns and places and bias and graph.value(node.input[_LENGTHS]).dtype == "int32"
 
 
-def _split(case: _Case) -> tuple[str, ...]:
-    """Returns query, key and value, which may be packed in one input."""
-    if case.node.has_input(1):
-        return case.node.input[:3]
-    return case.cut(
-        case.node.input[0], "packed", [each * case.heads.size for each in (case.heads.heads, *[case.heads.keys] * 2)], 2
-    )
-
-
 def _find_places(case: _Case, last: str) -> tuple[str, str]:
     """Returns the cache position of each new token, twice: as [.., tokens, 1] and as [.., 1, tokens]."""
     tokens = case.heads.tokens
@@ -431,9 +425,14 @@ def _rotate(case: _Case, x: str, part: str, turns: tuple[str, str]) -> str:
 def _remember(case: _Case, new: str, position: int, last: str, places: str) -> str:
     """Returns the cache with the new rows written into it."""
     add, heads, part = case.writer.add, case.heads, ("", "key", "value")[position]
-    if case.is_first:
-        return new if heads.rows == heads.tokens else _put_first(case, new, position)
     past = case.node.input[_PAST + position - 1]
+    if case.is_first:
+        if heads.rows == heads.tokens:
+            return new
+        # The rows that follow the new ones in the cache.
+        ends = (("from", heads.tokens), ("to", heads.rows), ("axis", 2))
+        bounds = [case.writer.constant(f"{part}_{name}", [value], "int64") for name, value in ends]
+        return add("Concat", [new, add("Slice", [past, *bounds], f"{part}_rest")], f"{part}_cache", axis=2)
     if heads.rows > case.past:
         empty = np.zeros((heads.batch, heads.keys, heads.rows - case.past, heads.size))
         past = add("Concat", [past, case.writer.constant(f"{part}_empty", empty, heads.dtype)], f"{part}_all", axis=2)
@@ -448,15 +447,6 @@ def _remember(case: _Case, new: str, position: int, last: str, places: str) -> s
         kind = helper.np_dtype_to_tensor_dtype(np.dtype(heads.dtype))
         new = add("MatMul", [add("Cast", [chosen], f"{part}_choice", to=kind), new], f"{part}_moved")
     return add("Where", [is_new, new, past], f"{part}_cache")
-
-
-def _put_first(case: _Case, new: str, position: int) -> str:
-    """Adds a Concat of the new rows and the rows that follow them in the cache."""
-    part = ("", "key", "value")[position]
-    ends = (("from", case.heads.tokens), ("to", case.heads.rows), ("axis", 2))
-    bounds = [case.writer.constant(f"{part}_{name}", [value], "int64") for name, value in ends]
-    rest = case.writer.add("Slice", [case.node.input[_PAST + position - 1], *bounds], f"{part}_rest")
-    return case.writer.add("Concat", [new, rest], f"{part}_cache", axis=2)
 
 
 def _mask(case: _Case, last: str, places: str) -> str:

@@ -14,7 +14,6 @@ from edgekit.model.tensors import Array
 FIX_ID = "unsigned-weights"
 # NNAPI's model builder registers the weight of a Gemm as it is, and has no int8 type (targets/nnapi/NOTES.md).
 _OPS = frozenset({"Gemm", "MatMul"})
-_DATA = ("raw_data", "int32_data")
 
 
 @rewrite(FIX_ID, "store the int8 weights of {count} as uint8 with a zero point of 128, which is the same")
@@ -42,14 +41,22 @@ def store_unsigned(graph: onnx.GraphProto, ops: Collection[str] | None = None) -
             and not any(node.op_type in ops and not _reads_signed(view, node, stored) for node in behind)
         ):
             continue
-        shape, numbers = list(tensor.dims), _read(tensor)
-        if numbers is None:
+        if math.prod(tensor.dims) and not tensor.raw_data and not tensor.int32_data:
             # The model was loaded without its weights: rules look at the type only.
-            tensor.CopyFrom(onnx.TensorProto(name=tensor.name, dims=shape, data_type=onnx.TensorProto.UINT8))
+            tensor.data_type = onnx.TensorProto.UINT8
         else:
-            tensor.CopyFrom(numpy_helper.from_array(_add_128(numbers), tensor.name))
-        for node in readers:
-            _move_zero_point(graph, node.proto, stored)
+            tensor.CopyFrom(numpy_helper.from_array(_add_128(numpy_helper.to_array(tensor)), tensor.name))
+        for node in (reader.proto for reader in readers):
+            given = stored[node.input[2]] if len(node.input) > 2 and node.input[2] else None
+            # Activations may share the zero point, so a new one is made. An absent zero point is 0 (ONNX's
+            # DequantizeLinear).
+            name = f"{given.name if given is not None else node.input[1]}.edgekit.unsigned"
+            if name not in stored:
+                zeros = np.zeros(tuple(stored[node.input[1]].dims), np.int8)
+                zero = zeros if given is None else numpy_helper.to_array(given)
+                stored[name] = numpy_helper.from_array(_add_128(zero), name)
+                graph.initializer.append(stored[name])
+            node.input[2:] = [name]
         changed += [node.name for node in behind]
     return tuple(dict.fromkeys(changed))
 
@@ -78,22 +85,6 @@ def _reads_signed(view: Graph, node: Node, stored: dict[str, onnx.TensorProto]) 
         return False
     zero = stored.get(made_by.input[2])
     return zero is not None and zero.data_type == onnx.TensorProto.INT8
-
-
-def _move_zero_point(graph: onnx.GraphProto, node: onnx.NodeProto, stored: dict[str, onnx.TensorProto]) -> None:
-    given = stored[node.input[2]] if len(node.input) > 2 and node.input[2] else None
-    # Activations may share the zero point, so a new one is made. An absent zero point is 0 (ONNX's DequantizeLinear).
-    name = f"{given.name if given is not None else node.input[1]}.edgekit.unsigned"
-    if name not in stored:
-        zero = np.zeros(tuple(stored[node.input[1]].dims), np.int8) if given is None else numpy_helper.to_array(given)
-        stored[name] = numpy_helper.from_array(_add_128(zero), name)
-        graph.initializer.append(stored[name])
-    node.input[2:] = [name]
-
-
-def _read(tensor: onnx.TensorProto) -> Array | None:
-    has_data = math.prod(tensor.dims) == 0 or any(getattr(tensor, field) for field in _DATA)
-    return numpy_helper.to_array(tensor) if has_data else None
 
 
 def _add_128(numbers: Array) -> Array:
