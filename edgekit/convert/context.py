@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import onnx
 
-from edgekit._proc import Finished, run_process
+from edgekit._proc import run_process
 from edgekit.errors import DeviceError, MissingExtraError, RuntimeRefusal, UsageError, suggest_name
 from edgekit.machine import spell_install
 from edgekit.target import Target
@@ -21,8 +21,8 @@ INSTALL_QNN = spell_install("onnxruntime-qnn==2.7.0")
 _PROGRAM = Path(__file__).parent / "standalone" / "qnn_context.py"
 _COMPATIBILITY = "ep_compatibility_info.QNNExecutionProvider"
 _REFUSED = 3
-_ARCHS_AT, _SOCS_AT = 4, 5
-"""Where the compatibility string holds HTP versions and SoCs (read back from contexts of QAIRT 2.51)."""
+_QAIRT_AT, _ARCHS_AT, _SOCS_AT = 2, 4, 5
+"""Where the compatibility string holds QAIRT's version, HTP versions and SoCs (read from contexts of QAIRT 2.51)."""
 _NAMED_NODES = 8
 _NAME_LENGTH = 80
 
@@ -38,11 +38,6 @@ class ContextOptions(msgspec.Struct, frozen=True, kw_only=True):
     archs: tuple[str, ...] = ()
     embedded: bool = False
 
-    @property
-    def serves_several(self) -> bool:
-        """True if one binary is for several chips; Qualcomm's library on a PC compiles but cannot load those."""
-        return len(self.socs) > 1 or len(self.archs) > 1
-
 
 DEFAULT_CONTEXT = ContextOptions()
 HTP_SOCS: Mapping[str, str] = {"68": "30", "69": "36", "73": "43", "75": "57", "79": "69", "81": "87"}
@@ -52,18 +47,13 @@ HTP_SOCS: Mapping[str, str] = {"68": "30", "69": "36", "73": "43", "75": "57", "
 class Context(msgspec.Struct, frozen=True, kw_only=True):
     """A compiled context model: its files, the first of which is loaded, and which devices can load it.
 
-    `compatibility` is Qualcomm's string (format, API, QAIRT, backend, architecture, SoC, VTCM, flags).
+    `compatibility` is Qualcomm's string (format, API, QAIRT, backend, architecture, SoC, VTCM, flags). Of the
+    `versions`, "qairt" is that of Qualcomm's runtime; the device needs the same version or a newer one.
     """
 
     files: tuple[str, ...]
     compatibility: str
     versions: Mapping[str, str]
-
-    @property
-    def qairt_version(self) -> str:
-        """The version of Qualcomm's runtime that compiled it; the device needs the same version or a newer one."""
-        parts = self.compatibility.split(":")
-        return parts[2] if len(parts) > 2 else ""
 
 
 def require_compiler() -> None:
@@ -102,19 +92,30 @@ def compile_context(
     """
     require_compiler()
     _check_options(options)
-    # QNN does not load a context for several chips on a PC: a context for each single chip is compiled and loaded
-    # instead.
     whole = _describe_job(model, CONTEXT_FILE, target, options)
     versions = _run_child(whole, folder, timeout_s)
-    singles = [_describe_job(model, f"single{at}.onnx", target, one) for at, one in enumerate(_singles(options))]
+    # QNN does not load a context for several chips on a PC: a context for each single chip is compiled and loaded
+    # instead.
+    chips = [ContextOptions(socs=(soc,), embedded=True) for soc in options.socs]
+    chips += [ContextOptions(archs=(arch,), embedded=True) for arch in options.archs]
+    parts = enumerate(chips if len(chips) > 1 else ())
+    singles = [_describe_job(model, f"single{at}.onnx", target, one) for at, one in parts]
     for job in singles:
         _run_child(job, folder, timeout_s)
     for job in singles or [whole]:
         _run_child({**job, "load": True}, folder, timeout_s)
     props = onnx.load(str(folder / CONTEXT_FILE), load_external_data=False).metadata_props
     compatibility = next((entry.value for entry in props if entry.key == _COMPATIBILITY), "")
-    _check_compatibility(compatibility, options)
+    fields = dict(enumerate(compatibility.split(":")))
+    for wanted, place in ((options.archs, _ARCHS_AT), (options.socs, _SOCS_AT)):
+        missing = [name for name in wanted if name not in fields.get(place, "").split(",")]
+        if missing:
+            raise RuntimeRefusal(
+                f"QNN's compiler left out {', '.join(missing)}: the context says '{compatibility}'",
+                hint="compile one context for each chip",
+            )
     data = sorted(path.name for path in folder.glob(f"{Path(CONTEXT_FILE).stem}*.bin"))
+    versions["qairt"] = fields.get(_QAIRT_AT, "")
     return Context(files=(CONTEXT_FILE, *data), compatibility=compatibility, versions=versions)
 
 
@@ -152,13 +153,6 @@ def _describe_job(model: str, out: str, target: Target, options: ContextOptions)
     return {"model": model, "out": out, "provider_options": provider, "config": config, "embed": options.embedded}
 
 
-def _singles(options: ContextOptions) -> tuple[ContextOptions, ...]:
-    if not options.serves_several:
-        return ()
-    socs = tuple(ContextOptions(socs=(soc,), embedded=True) for soc in options.socs)
-    return socs or tuple(ContextOptions(archs=(arch,), embedded=True) for arch in options.archs)
-
-
 def _check_options(options: ContextOptions) -> None:
     """Refuses values that the provider would accept silently, and then compile for the oldest chip."""
     if options.socs and options.archs:
@@ -171,39 +165,23 @@ def _check_options(options: ContextOptions) -> None:
             raise UsageError(f"there is no HTP version '{arch}'", hint=suggest_name(arch, HTP_SOCS))
 
 
-def _check_compatibility(compatibility: str, options: ContextOptions) -> None:
-    fields = compatibility.split(":")
-    written = [fields[place].split(",") if len(fields) > place else [] for place in (_ARCHS_AT, _SOCS_AT)]
-    for wanted, found in zip((options.archs, options.socs), written, strict=True):
-        missing = [name for name in wanted if name not in found]
-        if missing:
-            raise RuntimeRefusal(
-                f"QNN's compiler left out {', '.join(missing)}: the context says '{compatibility}'",
-                hint="compile one context for each chip",
-            )
-
-
 def _run_child(job: Mapping[str, Any], folder: Path, timeout_s: float) -> dict[str, str]:
     argv = [sys.executable, str(_PROGRAM), json.dumps(job, sort_keys=True)]
     child = run_process(argv, timeout_s=timeout_s, cwd=folder)
-    if not child.succeeded:
-        raise _failure(child, job["provider_options"])
-    versions: dict[str, str] = json.loads(child.stdout.strip().splitlines()[-1])["versions"]
-    return versions
-
-
-def _failure(child: Finished, options: Mapping[str, str]) -> DeviceError | RuntimeRefusal:
-    last = (child.stderr.strip().splitlines() or [""])[-1]
+    if child.succeeded:
+        versions: dict[str, str] = json.loads(child.stdout.strip().splitlines()[-1])["versions"]
+        return versions
+    last, options = (child.stderr.strip().splitlines() or [""])[-1], job["provider_options"]
     # Any other status means that the compiler itself died, often by a signal: it says nothing of the model.
     if child.status != _REFUSED or child.timed_out:
-        return DeviceError(
+        raise DeviceError(
             f"QNN's compiler {child.ending}: {last[:300]}", hint="edgekit check MODEL --target qnn --observe"
         )
     settings = ", ".join(f"{key}={options[key]}" for key in ("soc_model", "htp_arch") if key in options)
     left = re.findall(r"\{ name: (.*?), type: (\w+) \}", child.stderr)
     nodes = ", ".join(f"'{shorten_name(name)}' ({op})" for name, op in list(dict.fromkeys(left))[:_NAMED_NODES])
     reason = f"does not take the whole model, for one {nodes}" if nodes else f"refuses the model: {last[:300]}"
-    return RuntimeRefusal(
+    raise RuntimeRefusal(
         f"QNN for {settings} {reason}", hint="edgekit check MODEL --target qnn tells why, and what to change"
     )
 

@@ -8,16 +8,9 @@ import msgspec
 
 from edgekit._files import AnyPath, as_path, digest_file, move_file, work_folder
 from edgekit._ort import VERSION, Level
-from edgekit.convert.context import DEFAULT_CONTEXT, ContextOptions, require_compiler
+from edgekit.convert.context import DEFAULT_CONTEXT, ContextOptions, compile_context, require_compiler
 from edgekit.convert.equality import Equality
-from edgekit.convert.forms import (
-    ORT_FILES,
-    Source,
-    Written,
-    write_context_form,
-    write_ort_form,
-    write_stamped,
-)
+from edgekit.convert.forms import ORT_FILES, Source, Written, write_ort_form, write_stamped
 from edgekit.convert.fusions import OpFusion
 from edgekit.convert.ort_form import OrtOptions, refuse_large
 from edgekit.convert.ort_format.canonical import CANONICAL_VERSION
@@ -151,7 +144,8 @@ def _convert(
             if form in options:
                 return write_ort_form(source, work, options[form])
             if form == "context" and target is not None:
-                return write_context_form(stamped, target, work, context)
+                made = compile_context(stamped.path.name, target, work, context)
+                return Written(files=made.files, compatibility=made.compatibility, versions=made.versions)
             return Written(files=(stamped.path.name, *stamped.external_files))
 
         return _publish(model, {form: write(form) for form in forms}, work, out, target)

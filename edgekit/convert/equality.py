@@ -1,7 +1,8 @@
 """Compares a converted file with its source by running both, and names the first node whose result differs."""
 
+import contextlib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,8 +17,8 @@ from edgekit.convert.ort_format.tables import Record, open_tables, records, tabl
 from edgekit.data.samples import Samples, draw_samples, limit_samples, select_samples
 from edgekit.errors import RuntimeRefusal, UsageError
 from edgekit.model.external import skim_model
-from edgekit.model.model import Model, iterate_graphs, read_outside
-from edgekit.model.tensors import Array, TensorSpec
+from edgekit.model.model import Model, iterate_nodes, read_outside
+from edgekit.model.tensors import Array
 from edgekit.prepare.shapes import find_unset, size_inputs
 
 FLOAT_TOLERANCE = 1e-4
@@ -71,8 +72,11 @@ def compare_with_source(source: Model, path: Path, options: OrtOptions, samples:
         RuntimeRefusal: ONNX Runtime runs the source but not the file.
     """
     graph = skim_model(source.path).graph
-    ops = {node.op_type for part in iterate_graphs(graph) for node in part.node}
-    tolerance = _choose_tolerance(graph, ops)
+    ops = {node.op_type for node in iterate_nodes(graph)}
+    half = any(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in graph.initializer)
+    tolerance = HALF_TOLERANCE if half else FLOAT_TOLERANCE
+    if ops & _QUANTIZED_OPS or any(op.startswith("QLinear") for op in ops):
+        tolerance = QUANTIZED_TOLERANCE
     facts = Equality(samples=0, bit_equal=False, error=0.0, tolerance=tolerance)
     if drawn := sorted(ops & _RANDOM_OPS):
         return msgspec.structs.replace(facts, skipped=f"it draws random numbers: {', '.join(drawn)}")
@@ -103,26 +107,22 @@ def compare_onnx(source: Model, changed: Model, samples: Samples | None = None) 
 
 
 def choose_samples(source: Model, samples: Samples | None) -> Samples | None:
-    """Returns the first samples, or randomly drawn ones if there are none; None if an input is no tensor."""
-    return _draw(source.inputs) if samples is None else limit_samples(samples, MAX_SAMPLES)
+    """Returns the first samples, or randomly drawn ones if there are none; None if an input is no tensor.
 
-
-def _draw(inputs: tuple[TensorSpec, ...]) -> Samples | None:
-    """Returns one drawn sample, or one for each size of `_OPEN_SIZES` if dimensions are open."""
-    unset = find_unset(inputs, {})
-    drawn = [draw_samples(_close_dims(inputs, unset, size)) for size in _OPEN_SIZES[: len(_OPEN_SIZES) if unset else 1]]
-    whole = [samples for samples in drawn if samples is not None]
-    if not whole:
-        return None
-    return msgspec.structs.replace(whole[0], count=len(whole), read=lambda: itertools.chain.from_iterable(whole))
-
-
-def _close_dims(inputs: tuple[TensorSpec, ...], names: Iterable[str], size: int) -> tuple[TensorSpec, ...]:
-    try:
-        return size_inputs(inputs, dict.fromkeys(names, size))
-    except UsageError:
+    One sample is drawn, or one for each size of `_OPEN_SIZES` if dimensions are open.
+    """
+    if samples is not None:
+        return limit_samples(samples, MAX_SAMPLES)
+    unset, drawn = find_unset(source.inputs, {}), list[Samples]()
+    for size in _OPEN_SIZES if unset else (1,):
+        inputs = source.inputs
         # A formula of dimensions may have no valid size for these numbers: ONNX Runtime's error then names the input.
-        return inputs
+        with contextlib.suppress(UsageError):
+            inputs = size_inputs(inputs, dict.fromkeys(unset, size))
+        drawn += filter(None, [draw_samples(inputs)])
+    if not drawn:
+        return None
+    return msgspec.structs.replace(drawn[0], count=len(drawn), read=lambda: itertools.chain.from_iterable(drawn))
 
 
 def _compare(
@@ -157,13 +157,6 @@ def _compare(
     return msgspec.structs.replace(facts, samples=samples.count, bit_equal=not found, error=max(found, default=0.0))
 
 
-def _choose_tolerance(graph: onnx.GraphProto, ops: set[str]) -> float:
-    if ops & _QUANTIZED_OPS or any(op.startswith("QLinear") for op in ops):
-        return QUANTIZED_TOLERANCE
-    half = any(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in graph.initializer)
-    return HALF_TOLERANCE if half else FLOAT_TOLERANCE
-
-
 def _run(path: Path, settings: SessionSettings, samples: Samples, libraries: Sequence[Path]) -> list[dict[str, Array]]:
     session = CpuSession(path, msgspec.structs.replace(settings, libraries=tuple(libraries)))
     return [session.run(sample) for sample in samples]
@@ -188,7 +181,16 @@ def _measure(wanted: Array, got: Array | None) -> float | None:
 def _find_first(source: Model, path: Path, graph: onnx.GraphProto, samples: Samples, tolerance: float) -> str:
     """Returns the name of the first node of the source whose result differs in the file."""
     with work_folder() as work:
-        shared = _expose(path, work / "exposed.ort", [name for node in graph.node for name in node.output if name])
+        # The file with inner tensors as further outputs: those that the source has too, in its order.
+        with open_tables(path) as file:
+            exposed_graph: Record = table(table(file.root, "model"), "graph")
+            typed = {text(value, "name") for value in records(exposed_graph, "node_args") if value.get("type")}
+            made = {name for node in records(exposed_graph, "nodes") for name in texts(node, "outputs")} & typed
+            outputs = dict.fromkeys(name for node in graph.node for name in node.output if name)
+            shared = [name for name in outputs if name in made]
+            given = dict.fromkeys([*texts(exposed_graph, "outputs"), *shared])
+            exposed_graph["outputs"] = [name.encode() for name in given]
+            write_tables(file.root, work / "exposed.ort")
         proto = read_outside(source)
         known = {value.name for value in proto.graph.output}
         proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in shared if name not in known)
@@ -203,16 +205,3 @@ def _find_first(source: Model, path: Path, graph: onnx.GraphProto, samples: Samp
                 if (_measure(wanted[name], got[name]) or 0.0) > tolerance:
                     return makers[name]
     return ""
-
-
-def _expose(path: Path, out: Path, names: Sequence[str]) -> list[str]:
-    """Writes the file with inner tensors as further outputs; returns those of `names` that it outputs, in order."""
-    with open_tables(path) as file:
-        graph: Record = table(table(file.root, "model"), "graph")
-        typed = {text(value, "name") for value in records(graph, "node_args") if value.get("type")}
-        made = {name for node in records(graph, "nodes") for name in texts(node, "outputs")} & typed
-        shared = [name for name in dict.fromkeys(names) if name in made]
-        given = dict.fromkeys([*texts(graph, "outputs"), *shared])
-        graph["outputs"] = [name.encode() for name in given]
-        write_tables(file.root, out)
-    return shared

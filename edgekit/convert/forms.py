@@ -13,7 +13,7 @@ import onnx
 
 from edgekit._files import work_folder
 from edgekit._ort import VERSION, Level, SessionSettings, optimize_graph
-from edgekit.convert.context import ContextOptions, compile_context, shorten_name
+from edgekit.convert.context import shorten_name
 from edgekit.convert.equality import Equality, compare_with_source
 from edgekit.convert.fusions import OpFusion, trace_fusions
 from edgekit.convert.ort_form import OrtOptions, Style, write_ort
@@ -29,9 +29,9 @@ from edgekit.convert.ort_format.report import (
 from edgekit.data.samples import Samples
 from edgekit.errors import ModelError
 from edgekit.model.external import skim_model
-from edgekit.model.model import READS, Model, find_reader, iterate_graphs, read_proto
+from edgekit.model.model import READS, Model, find_reader, iterate_graphs, list_element_types, read_proto
 from edgekit.prepare.external import write_beside
-from edgekit.target import Target, read_version
+from edgekit.target import read_version
 
 
 def find_needed_ort(files: Iterable[Path]) -> str:
@@ -40,19 +40,19 @@ def find_needed_ort(files: Iterable[Path]) -> str:
     Raises:
         ModelError: a file is damaged.
     """
-    # A version that is not in the table needs the ONNX Runtime that wrote the file.
-    needed = [find_reader(*_read_versions(path)) or VERSION for path in files]
+    needed: list[str] = []
+    for path in files:
+        if path.suffix == ".ort":
+            report = inspect_ort(path)
+            reader = find_reader(report.ir_version, report.opsets.get("ai.onnx", 0), int(report.format_version))
+        else:
+            model = skim_model(path)
+            opset = max((entry.version for entry in model.opset_import if not entry.domain), default=0)
+            reader = find_reader(model.ir_version, opset)
+        # A version that is not in the table needs the ONNX Runtime that wrote the file.
+        needed.append(reader or VERSION)
     newest = max(needed, key=read_version, default="")
     return "" if newest == READS[0].since else newest
-
-
-def _read_versions(path: Path) -> tuple[int, int, int]:
-    """Returns the IR version of a file, its opset of ai.onnx, and the version of its ORT format or 0."""
-    if path.suffix == ".ort":
-        report = inspect_ort(path)
-        return report.ir_version, report.opsets.get("ai.onnx", 0), int(report.format_version)
-    model = skim_model(path)
-    return model.ir_version, max((entry.version for entry in model.opset_import if not entry.domain), default=0), 0
 
 
 _INTEGER = re.compile(r"QLinear|QGemm|MatMulInteger|ConvInteger|DynamicQuantize")
@@ -144,23 +144,13 @@ def describe_traits(source: onnx.GraphProto, nodes: Sequence[OrtNode]) -> tuple[
     traits: list[str] = []
     if folded := find_folded(source):
         traits.append(f"constants were computed by this CPU's float kernels: {', '.join(folded)}")
-    if _has_half(source):
+    if onnx.TensorProto.FLOAT16 in list_element_types(source):
         traits.append("fp16 nodes: which casts are baked in depends on the fp16 kernels of this ONNX Runtime build")
     if any(op.startswith("com.microsoft.nchwc.") for op in ops):
         traits.append("blocked layouts (NCHWc) exist on x64 only")
     if "com.microsoft.NhwcFusedConv" in ops:
         traits.append("NhwcFusedConv is made, and loads, on an Arm CPU with SME only")
     return tuple(traits)
-
-
-def _has_half(source: onnx.GraphProto) -> bool:
-    half = onnx.TensorProto.FLOAT16
-    return any(
-        any(tensor.data_type == half for tensor in graph.initializer)
-        or any(value.type.tensor_type.elem_type == half for value in (*graph.input, *graph.value_info, *graph.output))
-        or any(node.op_type == "Cast" and any(item.i == half for item in node.attribute) for node in graph.node)
-        for graph in iterate_graphs(source)
-    )
 
 
 ORT_FILES: Mapping[Style, str] = {"full": "model.ort", "runtime": "model.runtime.ort"}
@@ -187,7 +177,7 @@ class Written(msgspec.Struct, frozen=True, kw_only=True):
     equality: Equality | None = None
     host_traits: tuple[str, ...] = ()
     compatibility: str = ""
-    versions: dict[str, str] = {}
+    versions: Mapping[str, str] = {}
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
@@ -214,8 +204,13 @@ def write_ort_form(source: Source, folder: Path, options: OrtOptions) -> Written
     graph = read_graph(path)
     nodes = replay_saved(graph)
     unfused = find_unfused(nodes, graph.outputs)
-    if options.level not in _WITHOUT_FUSION:
-        _refuse_floats([node for node in unfused if not node.activation], path, options)
+    stuck = [node for node in unfused if not node.activation and options.level not in _WITHOUT_FUSION]
+    if stuck:
+        names = ", ".join(f"'{shorten_name(node.name)}' ({node.op})" for node in stuck[:_NAMED_NODES])
+        raise ModelError(
+            f"INT8 did not stick: {len(stuck)} nodes of '{path.name}' would run in float on {options.cpu}: {names}",
+            hint="ORT's CPU kernels want u8 or s8 activations with s8 weights, and u8 with u8: edgekit quantize MODEL",
+        )
     # A fusion that is wrong for this model is found only by running it.
     equality = compare_with_source(source.model, path, options, source.samples) if source.checked else None
     if equality is not None and not equality.passed:
@@ -233,26 +228,3 @@ def write_ort_form(source: Source, folder: Path, options: OrtOptions) -> Written
         equality=equality,
         host_traits=describe_traits(skim_model(source.origin.path).graph, graph.nodes),
     )
-
-
-def write_context_form(model: Model, target: Target, folder: Path, options: ContextOptions) -> Written:
-    """Compiles the ONNX file for the target's SoC; the context goes into the same folder.
-
-    Raises:
-        EdgekitError: QNN's compiler is missing, crashed, or does not take the whole model.
-    """
-    context = compile_context(model.path.name, target, folder, options)
-    return Written(
-        files=context.files,
-        compatibility=context.compatibility,
-        versions={**context.versions, "qairt": context.qairt_version},
-    )
-
-
-def _refuse_floats(stuck: list[UnfusedNode], path: Path, options: OrtOptions) -> None:
-    if stuck:
-        names = ", ".join(f"'{shorten_name(node.name)}' ({node.op})" for node in stuck[:_NAMED_NODES])
-        raise ModelError(
-            f"INT8 did not stick: {len(stuck)} nodes of '{path.name}' would run in float on {options.cpu}: {names}",
-            hint="ORT's CPU kernels want u8 or s8 activations with s8 weights, and u8 with u8: edgekit quantize MODEL",
-        )

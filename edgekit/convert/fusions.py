@@ -62,11 +62,8 @@ class Fusions(msgspec.Struct, frozen=True, kw_only=True):
     kinds: tuple[FusedKind, ...]
 
 
-class _Region(msgspec.Struct, frozen=True, kw_only=True):
-    """Nodes of the source and of the result between the same tensors; in each the last node comes first."""
-
-    sources: tuple[OrtNode, ...]
-    results: tuple[OrtNode, ...]
+_Region = tuple[tuple[OrtNode, ...], tuple[OrtNode, ...]]
+"""Nodes of the source and of the result between the same tensors; in each the last node comes first."""
 
 
 def trace_fusions(source: onnx.GraphProto, nodes: Sequence[OrtNode]) -> Fusions:
@@ -74,13 +71,13 @@ def trace_fusions(source: onnx.GraphProto, nodes: Sequence[OrtNode]) -> Fusions:
     given = as_nodes(source)
     fates: dict[int, str] = {}
     kinds: collections.Counter[tuple[tuple[str, ...], str]] = collections.Counter()
-    for region in _cut_regions(given, nodes, _find_constants(source)):
-        found = _judge_region(region)
+    for sources, results in _cut_regions(given, nodes, _find_constants(source)):
+        found = _judge_region(sources, results)
         for index, fate in found.items():
             # If several nodes read a result, the first region decides, unless the node has no successor there.
             if fates.get(index, GONE) == GONE:
                 fates[index] = fate
-        for name, count in collections.Counter(map(_short, region.results)).items():
+        for name, count in collections.Counter(map(_short, results)).items():
             # A cast is not part of a pattern: removed casts are counted separately.
             members = [given[index].op for index in sorted(found) if found[index] == name]
             into = tuple(op for op in members if op != "Cast")
@@ -93,7 +90,12 @@ def trace_fusions(source: onnx.GraphProto, nodes: Sequence[OrtNode]) -> Fusions:
         counts[node.op][fates.get(node.index, FOLDED)] += 1
     ranked = sorted(counts.items(), key=lambda item: (-item[1].total(), item[0]))
     return Fusions(
-        fates=tuple(OpFusion(op=op, count=count.total(), became=_by_frequency(count)) for op, count in ranked),
+        fates=tuple(
+            OpFusion(
+                op=op, count=count.total(), became=dict(sorted(count.items(), key=lambda item: (-item[1], item[0])))
+            )
+            for op, count in ranked
+        ),
         kinds=tuple(
             FusedKind(ops=ops, into=into, count=count)
             for (ops, into), count in sorted(kinds.items(), key=lambda item: (-item[1], item[0]))
@@ -115,11 +117,11 @@ def as_nodes(graph: onnx.GraphProto) -> tuple[OrtNode, ...]:
     )
 
 
-def _judge_region(region: _Region) -> dict[int, str]:
+def _judge_region(sources: Sequence[OrtNode], results: Sequence[OrtNode]) -> dict[int, str]:
     """Returns the fate of each node of a region: a node of its own operator, else the new nodes of the region."""
-    left = list(region.results)
-    fates = {node.index: GONE for node in region.sources if node.op in _IDLE_OPS}
-    for node in region.sources:
+    left = list(results)
+    fates = {node.index: GONE for node in sources if node.op in _IDLE_OPS}
+    for node in sources:
         same = next((one for one in left if _bare(one.op) == _bare(node.op)), None)
         if same is not None:
             left.remove(same)
@@ -131,10 +133,10 @@ def _judge_region(region: _Region) -> dict[int, str]:
     else:
         # No node is new. If the last node kept its operator, the others were removed. Otherwise the node that now
         # gives the last result does their work too, as when Conv and BatchNormalization became Conv.
-        last = next((one for one in region.results if _bare(one.op) not in _LAYOUT_OPS), region.results[0])
-        rest = GONE if region.sources[0].index in fates else _short(last)
+        last = next((one for one in results if _bare(one.op) not in _LAYOUT_OPS), results[0])
+        rest = GONE if sources[0].index in fates else _short(last)
     gone = _MOVES if rest.endswith("Conv") else frozenset[str]()
-    return {node.index: fates.get(node.index, GONE if node.op in gone else rest) for node in region.sources}
+    return {node.index: fates.get(node.index, GONE if node.op in gone else rest) for node in sources}
 
 
 def _cut_regions(given: Sequence[OrtNode], nodes: Sequence[OrtNode], constants: Container[str]) -> Iterator[_Region]:
@@ -153,7 +155,7 @@ def _cut_regions(given: Sequence[OrtNode], nodes: Sequence[OrtNode], constants: 
         last = [makers[name] for name in end.outputs if name in makers and name in before]
         if last:
             results = {id(node): node for one in last for node in _walk_back(one, now, same)}
-            yield _Region(sources=_walk_back(end, before, alive), results=tuple(results.values()))
+            yield _walk_back(end, before, alive), tuple(results.values())
 
 
 def _walk_back(end: OrtNode, makers: Mapping[str, OrtNode], cuts: Container[str]) -> tuple[OrtNode, ...]:
@@ -226,7 +228,3 @@ def _bare(op: str) -> str:
 
 def _short(node: OrtNode) -> str:
     return node.op.removeprefix("com.microsoft.")
-
-
-def _by_frequency(count: collections.Counter[str]) -> dict[str, int]:
-    return dict(sorted(count.items(), key=lambda item: (-item[1], item[0])))

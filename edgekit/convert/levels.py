@@ -75,7 +75,14 @@ def write_level(
     path = folder / f"model.{level.value}.onnx"
     optimize_graph(model.path, path, msgspec.structs.replace(settings, libraries=model.custom_ops))
     proto = onnx.load(str(path))
-    _name_reorders(proto.graph)
+    # ONNX Runtime adds ReorderOutput nodes in the order of a hash table that is seeded anew in each process: they are
+    # named after their outputs, and the nodes sorted by their outputs.
+    reorders = [node for node in proto.graph.node if node.op_type == "ReorderOutput"]
+    for node in reorders:
+        node.name = f"ReorderOutput_{node.output[0]}"
+    if reorders:
+        nodes = sorted(proto.graph.node, key=lambda node: next(filter(None, node.output), ""))
+        refill(proto.graph.node, order_nodes(onnx.GraphProto(node=nodes)))
     keep_used_opsets(proto)
     path.write_bytes(proto.SerializeToString(deterministic=True))
     equality = compare_with_source(model, path, options, samples) if checked else None
@@ -106,16 +113,3 @@ def describe_level(model: Model, path: Path, level: Level, equality: Equality | 
         warning=OF_THIS_MACHINE if blocked and level in _LAYOUT_LEVELS else "",
         equality=equality,
     )
-
-
-def _name_reorders(graph: onnx.GraphProto) -> None:
-    """Names ReorderOutput nodes after their outputs, and sorts nodes by their outputs, in place.
-
-    ONNX Runtime adds ReorderOutput nodes in the order of a hash table that is seeded anew in each process.
-    """
-    for node in graph.node:
-        if node.op_type == "ReorderOutput":
-            node.name = f"ReorderOutput_{node.output[0]}"
-    nodes = sorted(graph.node, key=lambda node: next(filter(None, node.output), ""))
-    if any(node.op_type == "ReorderOutput" for node in nodes):
-        refill(graph.node, order_nodes(onnx.GraphProto(node=nodes)))

@@ -47,7 +47,13 @@ def write_ort(model: Model, out: Path, options: OrtOptions) -> None:
     """
     refuse_large(model)
     with replacing_file(out) as temporary:
-        optimize_graph(model.path, temporary, _write_settings(options, model))
+        settings = session_settings(options, options.level, model)
+        # By default the format follows from the file's suffix, and the temporary file's suffix is not `.ort`.
+        config = {**settings.config, "session.save_model_format": "ORT"}
+        if options.style == "runtime":
+            config["optimization.minimal_build_optimizations"] = "save"
+        settings = msgspec.structs.replace(settings, config=config, libraries=model.custom_ops)
+        optimize_graph(model.path, temporary, settings)
         canonicalize_file(temporary)
         # Loads a file as an app would, with its weights left in the file: only its graph and kernels can be refused.
         settings = load_settings(options, model)
@@ -98,15 +104,6 @@ def _list_harmful(source: Model) -> tuple[str, ...]:
     with contextlib.suppress(ModelError):  # a file that cannot be read is refused when it is opened
         return tuple(find_harmful(skim_model(source.path).graph))
     return ()
-
-
-def _write_settings(options: OrtOptions, model: Model) -> SessionSettings:
-    settings = session_settings(options, options.level, model)
-    # By default the format follows from the file's suffix, and the temporary file's suffix is not `.ort`.
-    config = {**settings.config, "session.save_model_format": "ORT"}
-    if options.style == "runtime":
-        config["optimization.minimal_build_optimizations"] = "save"
-    return msgspec.structs.replace(settings, config=config, libraries=model.custom_ops)
 
 
 def _config(options: OrtOptions) -> dict[str, str]:

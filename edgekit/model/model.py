@@ -317,6 +317,15 @@ def iterate_tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
             yield from (attribute.t for attribute in node.attribute if attribute.HasField("t"))
 
 
+def list_element_types(graph: onnx.GraphProto) -> set[int]:
+    """Returns the element types of the tensors and values of a graph, and those that its nodes cast to."""
+    kinds = {tensor.data_type for tensor in iterate_tensors(graph)}
+    for part in iterate_graphs(graph):
+        kinds |= {value.type.tensor_type.elem_type for value in (*part.input, *part.output, *part.value_info)}
+        kinds |= {item.i for node in part.node for item in node.attribute if item.name == "to"}
+    return kinds
+
+
 def iterate_reads(node: onnx.NodeProto) -> Iterator[str]:
     """Yields the names that a node and its subgraphs read, names of the subgraphs' own tensors included."""
     yield from filter(None, node.input)

@@ -17,9 +17,8 @@ from edgekit.graph.contrib import ORT_DOMAIN, ORT_OWN
 from edgekit.model.model import (
     Model,
     find_reader,
-    iterate_graphs,
     iterate_nodes,
-    iterate_tensors,
+    list_element_types,
     read_proto,
     reads_of,
     refill,
@@ -65,6 +64,8 @@ _LAYER_NORM_SINCE = 17
 _FUSED_NORMS = frozenset({"EmbedLayerNormalization", "LayerNormalization", "SkipLayerNormalization"})
 _ASIDE = "edgekit.aside"
 _PORTABLE_IR_VERSION = 9
+# The newest element type of that version (onnx.proto's history of IR_VERSION).
+_NEWEST_PORTABLE_TYPE = onnx.TensorProto.FLOAT8E5M2FNUZ
 _SCAN_SINCE = 9
 _FAILURES = (version_converter.ConvertError, shape_inference.InferenceError, RuntimeError, ValueError)
 
@@ -180,7 +181,8 @@ def lower_ir_version(proto: onnx.ModelProto, opset: int, newest: int = MAX_IR_VE
     IR version 9 belongs to the opsets up to 20. None is newer than the `newest` that ONNX Runtime reads.
     Below 8 it is raised: version 3 wants initializers among the inputs.
     """
-    if proto.ir_version > _PORTABLE_IR_VERSION and opset <= 20 and not _uses_new_types(proto):
+    is_portable = opset <= 20 and max(list_element_types(proto.graph), default=0) <= _NEWEST_PORTABLE_TYPE
+    if proto.ir_version > _PORTABLE_IR_VERSION and is_portable:
         proto.ir_version = _PORTABLE_IR_VERSION
     proto.ir_version = min(max(proto.ir_version, 8), newest)
 
@@ -190,15 +192,6 @@ def _put_back(proto: onnx.ModelProto) -> None:
     refill(proto.opset_import, [entry for entry in proto.opset_import if entry.domain != _ASIDE])
     for node in iterate_nodes(proto.graph):
         node.domain = "" if node.domain == _ASIDE else node.domain
-
-
-def _uses_new_types(proto: onnx.ModelProto) -> bool:
-    kinds = {tensor.data_type for tensor in iterate_tensors(proto.graph)}
-    for graph in iterate_graphs(proto.graph):
-        kinds |= {value.type.tensor_type.elem_type for value in (*graph.input, *graph.output, *graph.value_info)}
-        kinds |= {item.i for node in graph.node for item in node.attribute if item.name == "to"}
-    # The newest element type of IR version 9 (onnx.proto's history of IR_VERSION).
-    return max(kinds, default=0) > onnx.TensorProto.FLOAT8E5M2FNUZ
 
 
 def _has_parted_norms(graph: onnx.GraphProto) -> bool:

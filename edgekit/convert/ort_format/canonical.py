@@ -12,7 +12,7 @@ in the runtime optimization record" (`selector_action_transformer.cc`).
 
 import filecmp
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
@@ -24,7 +24,6 @@ from edgekit.convert.ort_format.tables import (
     UNIONS,
     Field,
     Record,
-    TableFile,
     Value,
     iterate_graphs,
     number,
@@ -86,59 +85,41 @@ def repair_saved(root: Record) -> None:
     """Adds, in place, the operator to each saved action that lacks it."""
     model = table(root, "model")
     # A model may import the main domain twice, as "" and as "ai.onnx": the newer opset counts.
-    opset = max((number(entry, "version") for entry in records(model, "opset_import") if _is_main(entry)), default=0)
+    imported = (entry for entry in records(model, "opset_import") if text(entry, "domain") in {"", "ai.onnx"})
+    opset = max((number(entry, "version") for entry in imported), default=0)
     produced: set[str] = set()
     for graph in iterate_graphs(table(model, "graph")):
         for entry in records(table(graph, "runtime_optimizations"), "records"):
             for saved in records(entry, "runtime_optimization_records"):
-                find_op = _PRODUCED.get(text(saved, "action_id"))
+                action = text(saved, "action_id")
                 # A later ONNX Runtime may write the operator itself: that one stays.
-                if find_op is not None and not saved.get("produced_op_ids"):
-                    op = find_op(saved, opset)
-                    saved["produced_op_ids"] = [op.encode()]
-                    produced.add(op)
+                if action not in {"MatMul", "dropSplitQDQ"} or saved.get("produced_op_ids"):
+                    continue
+                if action == "dropSplitQDQ":
+                    op = ":Split:18" if opset >= 18 else ":Split:13"
+                elif number(table(saved, "nodes_to_optimize_indices"), "num_outputs"):
+                    op = ":QLinearMatMul:21" if opset >= 21 else ":QLinearMatMul:10"
+                else:
+                    # No Q node follows: the result stays float.
+                    op = "com.microsoft:MatMulIntegerToFloat:1"
+                saved["produced_op_ids"] = [op.encode()]
+                produced.add(op)
     known = cast("list[Record]", table(root, "kernel_type_str_resolver").get("op_kernel_type_str_args", []))
     present = {text(entry, "op_id") for entry in known}
     # A minimal build looks kernels up by these entries: without an entry, an operator is "not found" although it is
     # linked in.
-    known.extend(_describe_types(op) for op in sorted(produced - present))
-
-
-def _is_main(entry: Record) -> bool:
-    return text(entry, "domain") in {"", "ai.onnx"}
-
-
-def _matmul(saved: Record, opset: int) -> str:
-    """Returns the operator for a MatMul with a Q node after it, or for one whose result stays float."""
-    if number(table(saved, "nodes_to_optimize_indices"), "num_outputs"):
-        return ":QLinearMatMul:21" if opset >= 21 else ":QLinearMatMul:10"
-    return "com.microsoft:MatMulIntegerToFloat:1"
-
-
-def _split(_saved: Record, opset: int) -> str:
-    return ":Split:18" if opset >= 18 else ":Split:13"
-
-
-# The operator that an action produces, from the action's name and the model's opset.
-_PRODUCED: Mapping[str, Callable[[Record, int], str]] = {"MatMul": _matmul, "dropSplitQDQ": _split}
-
-
-def _describe_types(op: str) -> Record:
-    arguments: list[Record] = [
-        {"kernel_type_str": name.encode(), "args": [_describe_argument(*place) for place in places]}
-        for name, places in _TYPES[op].items()
-    ]
-    return {"op_id": op.encode(), "kernel_type_str_args": arguments}
+    for op in sorted(produced - present):
+        arguments: list[Record] = [
+            {"kernel_type_str": name.encode(), "args": [_describe_argument(*place) for place in places]}
+            for name, places in _TYPES[op].items()
+        ]
+        known.append({"op_id": op.encode(), "kernel_type_str_args": arguments})
 
 
 def _describe_argument(kind: int, index: int) -> Record:
     """Returns an argument's position; a field with its default value is absent, as ONNX Runtime writes it."""
-    fields: Record = {}
-    if kind == _OUTPUT:
-        fields["arg_type"] = bytes([_OUTPUT])
-    if index:
-        fields["index"] = index.to_bytes(4, "little")
-    return fields
+    fields: Record = {"arg_type": bytes([_OUTPUT])} if kind == _OUTPUT else {}
+    return fields | ({"index": index.to_bytes(4, "little")} if index else {})
 
 
 _DOMAIN, _OP = "com.microsoft.nchwc", "ReorderOutput"
@@ -161,14 +142,13 @@ def renumber_reorders(graph: Record) -> Record:
     moved = {number(node, "index"): index for node, (index, _) in zip(ordered, slots, strict=True)}
     names = {index: name or b"" for index, name in slots}
     renumbered: Record = dict(graph)
-    renumbered["nodes"] = [_renumber_node(node, moved, names) for node in nodes]
+    indices = [moved.get(number(node, "index")) for node in nodes]
+    renumbered["nodes"] = [
+        node if index is None else _with_index(node, "index", index) | {"name": names[index]}
+        for node, index in zip(nodes, indices, strict=True)
+    ]
     renumbered["node_edges"] = [_renumber_edges(edges, moved) for edges in records(graph, "node_edges")]
     return renumbered
-
-
-def _renumber_node(node: Record, moved: dict[int, int], names: dict[int, Value]) -> Record:
-    index = moved.get(number(node, "index"))
-    return node if index is None else _with_index(node, "index", index) | {"name": names[index]}
 
 
 def _renumber_edges(edges: Record, moved: dict[int, int]) -> Record:
@@ -206,7 +186,15 @@ def canonicalize_file(path: Path) -> None:
         ModelError: the file is damaged, or of a format whose order is not known.
     """
     with open_tables(path) as file:
-        _refuse_unknown(file, path)
+        version = text(file.root, "ort_version")
+        if version not in KNOWN_FORMATS:
+            raise ModelError(
+                f"'{path}' has ORT format version '{version}', whose order is not known",
+                hint=f"known: {', '.join(KNOWN_FORMATS)}; convert it with ONNX Runtime 1.31",
+            )
+        if file.unknown:
+            unknown = ", ".join(sorted(file.unknown))
+            raise ModelError(f"'{path}' holds tables that are not known: {unknown}", hint="use ONNX Runtime 1.31")
         # Before sorting, so that added entries are sorted as well.
         repair_saved(file.root)
         drop_foreign_opsets(file.root)
@@ -247,11 +235,7 @@ def _sort_value(value: Value, field: Field, record: Record) -> Value:
         return value
     items = [sort_tables(item, field.of) for item in cast("list[Record]", value)]
     # `sorted` is stable: records whose keys are equal keep the order that ONNX Runtime gave them.
-    return sorted(items, key=lambda item: _sort_key(item, field)) if field.key else items
-
-
-def _sort_key(record: Record, field: Field) -> tuple[bytes | int, ...]:
-    return tuple(_key_part(record, path, field.of) for path in field.key)
+    return sorted(items, key=lambda item: [_key_part(item, path, field.of) for path in field.key])
 
 
 def _key_part(record: Record, path: str, kind: str) -> bytes | int:
@@ -260,18 +244,6 @@ def _key_part(record: Record, path: str, kind: str) -> bytes | int:
     if tail:
         return _key_part(cast("Record", record.get(head, {})), tail, field.of)
     return cast("bytes", record.get(head, b"")) if field.kind == "string" else number(record, head)
-
-
-def _refuse_unknown(file: TableFile, path: Path) -> None:
-    version = text(file.root, "ort_version")
-    if version not in KNOWN_FORMATS:
-        raise ModelError(
-            f"'{path}' has ORT format version '{version}', whose order is not known",
-            hint=f"known: {', '.join(KNOWN_FORMATS)}; convert it with ONNX Runtime 1.31",
-        )
-    if file.unknown:
-        names = ", ".join(sorted(file.unknown))
-        raise ModelError(f"'{path}' holds tables that are not known: {names}", hint="use ONNX Runtime 1.31")
 
 
 def _same_value(left: Value, right: Value) -> bool:

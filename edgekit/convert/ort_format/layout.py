@@ -51,14 +51,20 @@ def write_tables(root: Record, path: Path) -> None:
     walk = _Walk()
     walk.add_table(root, ROOT)
     blocks, blobs = walk.blocks, walk.blobs
-    vtables = _place_vtables(blocks)
-    cursor = _HEADER_BYTES + sum(map(len, vtables))
+    cursor, vtables, strings = _HEADER_BYTES, dict[bytes, int](), dict[bytes, int]()
+    for vtable in sorted({block.vtable for block in blocks if block.vtable}):
+        vtables[vtable] = cursor
+        cursor += len(vtable)
     for block in blocks:
         # Alignment is that of a vector's elements, not of the four bytes of its length before them.
         cursor += -(cursor + block.lead) % block.align
         block.start = cursor
         cursor += len(block.content)
-    strings, cursor = _place_strings(blocks, cursor)
+    cursor += -cursor % 4
+    for string in sorted({link for block in blocks for _, link in block.links if isinstance(link, bytes)}):
+        strings[string] = cursor
+        cursor += 4 + len(string) + 1
+        cursor += -cursor % 4
     for blob in blobs:
         cursor += 4
         size = len(blob.data)
@@ -105,7 +111,13 @@ class _Walk:
 
     def _add_vector(self, value: memoryview | list[bytes] | list[Record], field: Field) -> _Link:
         if isinstance(value, memoryview):
-            return self._add_blob(value) if field.kind == "weights" else self._add_numbers(value, field.kind[1:-1])
+            if field.kind == "weights":
+                self.blobs.append(_Blob(value))
+                return self.blobs[-1]
+            size = NUMBER_SIZES[field.kind[1:-1]]
+            count = struct.pack("<I", len(value) // size)
+            self._add_block(_Block(bytearray(count + bytes(value)), align=8 if size == 8 else 4, lead=4))
+            return len(self.blocks) - 1
         block = self._add_block(_Block(bytearray(4 + 4 * len(value)), align=4, lead=0))
         index = len(self.blocks) - 1
         struct.pack_into("<I", block.content, 0, len(value))
@@ -114,15 +126,6 @@ class _Walk:
             link = item if isinstance(item, bytes) else self.add_table(item, field.of)
             block.links.append((4 + 4 * place, link))
         return index
-
-    def _add_numbers(self, value: memoryview, kind: str) -> int:
-        count = struct.pack("<I", len(value) // NUMBER_SIZES[kind])
-        self._add_block(_Block(bytearray(count + bytes(value)), align=8 if NUMBER_SIZES[kind] == 8 else 4, lead=4))
-        return len(self.blocks) - 1
-
-    def _add_blob(self, value: memoryview) -> _Blob:
-        self.blobs.append(_Blob(value))
-        return self.blobs[-1]
 
     def _add_block(self, block: _Block) -> _Block:
         self.blocks.append(block)
@@ -165,25 +168,6 @@ def _place_fields(fields: list[tuple[int, Field]]) -> tuple[dict[int, int], int,
     return offsets, cursor + -cursor % 4, 8 if eights else 4
 
 
-def _place_vtables(blocks: list[_Block]) -> dict[bytes, int]:
-    cursor = _HEADER_BYTES
-    places: dict[bytes, int] = {}
-    for vtable in sorted({block.vtable for block in blocks if block.vtable}):
-        places[vtable] = cursor
-        cursor += len(vtable)
-    return places
-
-
-def _place_strings(blocks: list[_Block], cursor: int) -> tuple[dict[bytes, int], int]:
-    cursor += -cursor % 4
-    places: dict[bytes, int] = {}
-    for string in sorted({link for block in blocks for _, link in block.links if isinstance(link, bytes)}):
-        places[string] = cursor
-        cursor += 4 + len(string) + 1
-        cursor += -cursor % 4
-    return places, cursor
-
-
 def _write_all(
     file: BinaryIO, blocks: list[_Block], vtables: dict[bytes, int], strings: dict[bytes, int], blobs: list[_Blob]
 ) -> None:
@@ -194,7 +178,10 @@ def _write_all(
             # The offset to the vtable is signed and counts backwards; all other offsets are unsigned and point forward.
             struct.pack_into("<i", block.content, 0, block.start - vtables[block.vtable])
         for offset, link in block.links:
-            target = _resolve(link, blocks, strings)
+            if isinstance(link, int):
+                target = blocks[link].start
+            else:
+                target = strings[link] if isinstance(link, bytes) else link.start - 4
             struct.pack_into("<I", block.content, offset, target - block.start - offset)
         _pad_to(file, block.start)
         file.write(block.content)
@@ -206,12 +193,6 @@ def _write_all(
         file.write(struct.pack("<I", len(blob.data)))
         file.write(blob.data)
     _pad_to(file, file.tell() + -file.tell() % 8)
-
-
-def _resolve(link: _Link, blocks: list[_Block], strings: dict[bytes, int]) -> int:
-    if isinstance(link, int):
-        return blocks[link].start
-    return strings[link] if isinstance(link, bytes) else link.start - 4
 
 
 def _pad_to(file: BinaryIO, position: int) -> None:

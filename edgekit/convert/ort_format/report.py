@@ -11,7 +11,6 @@ import onnx
 from edgekit.convert.ort_format.canonical import CANONICAL_VERSION, is_canonical
 from edgekit.convert.ort_format.tables import (
     Record,
-    TableFile,
     iterate_graphs,
     number,
     open_tables,
@@ -44,15 +43,13 @@ def _spec(name: str, kind: Record) -> TensorSpec:
     if number(kind, "value_type") != _TENSOR:
         return TensorSpec(name=name, dtype="sequence", shape=None)
     tensor = table(kind, "value")
-    shape = tuple(_dim(table(dim, "value")) for dim in records(table(tensor, "shape"), "dim"))
+    sizes = [table(dim, "value") for dim in records(table(tensor, "shape"), "dim")]
+    shape = tuple(
+        (text(size, "dim_param") if number(size, "dim_type") == _NAMED else number(size, "dim_value")) or None
+        for size in sizes
+    )
     has_shape = "shape" in tensor
     return TensorSpec(name=name, dtype=tensor_dtype(number(tensor, "elem_type")), shape=shape if has_shape else None)
-
-
-def _dim(value: Record) -> int | str | None:
-    if number(value, "dim_type") == _NAMED:
-        return text(value, "dim_param") or None
-    return number(value, "dim_value") or None
 
 
 ABSENT_NODE = 0xFFFFFFFF
@@ -130,8 +127,37 @@ def inspect_ort(path: Path) -> OrtFileReport:
         ModelError: the file is missing, cut off, altered, or no ORT-format file.
     """
     with open_tables(path) as file:
-        report = _report_file(file, path.stat().st_size)
-    return msgspec.structs.replace(report, canonical_form=CANONICAL_VERSION if is_canonical(path) else None)
+        model = table(file.root, "model")
+        graph = table(model, "graph")
+        graphs = list(iterate_graphs(graph))
+        nodes = [node for part in graphs for node in records(part, "nodes")]
+        tensors = [tensor for part in graphs for tensor in records(part, "initializers")]
+        produced = [op for part in graphs for saved in _saved_optimizations(part) for op in saved.produces]
+        kernels = {f"{text(node, 'domain')}:{text(node, 'op_type')}:{number(node, 'since_version')}" for node in nodes}
+        types = {number for part in graphs for number in _element_types(part)}
+        known = onnx.TensorProto.DataType.values()
+        opsets = {
+            text(entry, "domain") or "ai.onnx": number(entry, "version") for entry in records(model, "opset_import")
+        }
+        return OrtFileReport(
+            format_version=text(file.root, "ort_version"),
+            writer=_WRITERS.get(text(file.root, "ort_version"), "unknown"),
+            canonical_form=CANONICAL_VERSION if is_canonical(path) else None,
+            ir_version=number(model, "ir_version"),
+            producer=" ".join(filter(None, (text(model, "producer_name"), text(model, "producer_version")))),
+            opsets=opsets,
+            inputs=tuple(texts(graph, "inputs")),
+            outputs=tuple(texts(graph, "outputs")),
+            ops=_count(_qualified(text(node, "domain"), text(node, "op_type")) for node in nodes),
+            nodes=len(nodes),
+            initializers=len(tensors),
+            initializer_bytes=sum(len(tensor.get("raw_data", b"")) for tensor in tensors),
+            saved_optimizations=_count(bare_op(op) for op in produced),
+            kernels=tuple(sorted(kernels | set(produced))),
+            types=tuple(sorted(tensor_dtype(each) if each in known else f"type {each}" for each in types)),
+            metadata={text(entry, "key"): text(entry, "value") for entry in records(model, "metadata_props")},
+            size_bytes=path.stat().st_size,
+        )
 
 
 def read_graph(path: Path) -> OrtGraph:
@@ -142,8 +168,18 @@ def read_graph(path: Path) -> OrtGraph:
     """
     with open_tables(path) as file:
         graph = table(table(file.root, "model"), "graph")
+        nodes = (
+            OrtNode(
+                index=number(node, "index"),
+                name=text(node, "name"),
+                op=_qualified(text(node, "domain"), text(node, "op_type")),
+                inputs=tuple(texts(node, "inputs")),
+                outputs=tuple(texts(node, "outputs")),
+            )
+            for node in records(graph, "nodes")
+        )
         return OrtGraph(
-            nodes=tuple(_read_node(node) for node in records(graph, "nodes")),
+            nodes=tuple(nodes),
             saved=tuple(_saved_optimizations(graph)),
             outputs=tuple(texts(graph, "outputs")),
         )
@@ -153,36 +189,6 @@ def bare_op(op_id: str) -> str:
     """Returns the operator of ORT's `domain:op:version`, without the version."""
     domain, _, rest = op_id.partition(":")
     return _qualified(domain, rest.rpartition(":")[0] or rest)
-
-
-def _report_file(file: TableFile, size_bytes: int) -> OrtFileReport:
-    model = table(file.root, "model")
-    graph = table(model, "graph")
-    graphs = list(iterate_graphs(graph))
-    nodes = [node for part in graphs for node in records(part, "nodes")]
-    tensors = [tensor for part in graphs for tensor in records(part, "initializers")]
-    produced = [op for part in graphs for saved in _saved_optimizations(part) for op in saved.produces]
-    return OrtFileReport(
-        format_version=text(file.root, "ort_version"),
-        writer=_WRITERS.get(text(file.root, "ort_version"), "unknown"),
-        canonical_form=None,
-        ir_version=number(model, "ir_version"),
-        producer=" ".join(filter(None, (text(model, "producer_name"), text(model, "producer_version")))),
-        opsets={
-            text(entry, "domain") or "ai.onnx": number(entry, "version") for entry in records(model, "opset_import")
-        },
-        inputs=tuple(texts(graph, "inputs")),
-        outputs=tuple(texts(graph, "outputs")),
-        ops=_count(_qualified(text(node, "domain"), text(node, "op_type")) for node in nodes),
-        nodes=len(nodes),
-        initializers=len(tensors),
-        initializer_bytes=sum(len(tensor.get("raw_data", b"")) for tensor in tensors),
-        saved_optimizations=_count(bare_op(op) for op in produced),
-        kernels=tuple(sorted({_kernel(node) for node in nodes} | set(produced))),
-        types=tuple(sorted({_type_name(number) for part in graphs for number in _element_types(part)})),
-        metadata={text(entry, "key"): text(entry, "value") for entry in records(model, "metadata_props")},
-        size_bytes=size_bytes,
-    )
 
 
 def _element_types(graph: Record) -> Iterator[int]:
@@ -195,21 +201,6 @@ def _element_types(graph: Record) -> Iterator[int]:
             if isinstance(element, bytes):
                 yield int.from_bytes(element, "little")
             kind = element if isinstance(element, dict) else {}
-
-
-def _type_name(number: int) -> str:
-    known = onnx.TensorProto.DataType.values()
-    return tensor_dtype(number) if number in known else f"type {number}"
-
-
-def _read_node(node: Record) -> OrtNode:
-    return OrtNode(
-        index=number(node, "index"),
-        name=text(node, "name"),
-        op=_qualified(text(node, "domain"), text(node, "op_type")),
-        inputs=tuple(texts(node, "inputs")),
-        outputs=tuple(texts(node, "outputs")),
-    )
 
 
 def _saved_optimizations(graph: Record) -> Iterator[SavedOptimization]:
@@ -226,10 +217,6 @@ def _saved_optimizations(graph: Record) -> Iterator[SavedOptimization]:
 
 def _qualified(domain: str, op: str) -> str:
     return f"{domain}.{op}" if domain else op
-
-
-def _kernel(node: Record) -> str:
-    return f"{text(node, 'domain')}:{text(node, 'op_type')}:{number(node, 'since_version')}"
 
 
 def _count(ops: Iterator[str]) -> dict[str, int]:
@@ -270,7 +257,8 @@ def replay_saved(graph: OrtGraph) -> tuple[OrtNode, ...]:
     """
     left = {node.index: node for node in graph.nodes}
     fresh = itertools.count(-1, -1)
-    for saved in sorted(graph.saved, key=_replay_rank):
+    order = dict(zip(_REPLAY_ORDER, itertools.count(), strict=False))
+    for saved in sorted(graph.saved, key=lambda saved: order.get(saved.optimizer, len(order))):
         indices = [index for index in dict.fromkeys(saved.nodes) if index != ABSENT_NODE]
         if not indices or any(index not in left for index in indices):
             continue
@@ -278,9 +266,19 @@ def replay_saved(graph: OrtGraph) -> tuple[OrtNode, ...]:
         for index in indices:
             if left[index].op != "DequantizeLinear":
                 del left[index]
-        left.update((next(fresh), _fuse_nodes(members, op)) for op in saved.produces)
-    read = {name for node in left.values() for name in node.inputs} | set(graph.outputs)
-    return tuple(node for node in left.values() if node.op != "DequantizeLinear" or read & set(node.outputs))
+        made = {name for node in members for name in node.outputs}
+        read = [name for node in members for name in node.inputs]
+        for op_id in saved.produces:
+            # The fused node, with just what is needed to count and connect it.
+            left[next(fresh)] = OrtNode(
+                index=-1,
+                name=next((node.name for node in members if node.op != "DequantizeLinear"), ""),
+                op=bare_op(op_id),
+                inputs=tuple(name for name in read if name not in made),
+                outputs=tuple(name for node in members for name in node.outputs if name not in read),
+            )
+    needed = {name for node in left.values() for name in node.inputs} | set(graph.outputs)
+    return tuple(node for node in left.values() if node.op != "DequantizeLinear" or needed & set(node.outputs))
 
 
 def count_ops(nodes: Iterable[OrtNode]) -> dict[str, int]:
@@ -295,7 +293,7 @@ def find_unfused(nodes: Iterable[OrtNode], outputs: Iterable[str]) -> tuple[Unfu
     `outputs` are those of the graph: an output of the graph has to be float, so its node is not counted.
     """
     left = tuple(nodes)
-    makers = {name: node for node in left for name in node.outputs}
+    dequantized = {name for node in left if node.op == "DequantizeLinear" for name in node.outputs}
     readers: dict[str, list[OrtNode]] = collections.defaultdict(list)
     for node in left:
         for name in node.inputs:
@@ -304,9 +302,7 @@ def find_unfused(nodes: Iterable[OrtNode], outputs: Iterable[str]) -> tuple[Unfu
         readers[name] = []
     found: list[UnfusedNode] = []
     for node in left:
-        if node.op not in _FLOAT_OPS or not all(
-            _maker_op(name, makers) == "DequantizeLinear" for name in node.inputs[:2]
-        ):
+        if node.op not in _FLOAT_OPS or not dequantized.issuperset(node.inputs[:2]):
             continue
         reader = _only_reader(node, readers)
         activation = reader if reader is not None and reader.op in _ACTIVATIONS else None
@@ -316,27 +312,6 @@ def find_unfused(nodes: Iterable[OrtNode], outputs: Iterable[str]) -> tuple[Unfu
             op = within if activation is None else activation.op
             found.append(UnfusedNode(name=node.name, op=_FLOAT_OPS[node.op], activation=op))
     return tuple(found)
-
-
-def _replay_rank(saved: SavedOptimization) -> int:
-    return _REPLAY_ORDER.index(saved.optimizer) if saved.optimizer in _REPLAY_ORDER else len(_REPLAY_ORDER)
-
-
-def _fuse_nodes(members: list[OrtNode], op_id: str) -> OrtNode:
-    """Returns a fused node for its members, with just what is needed to count and connect it."""
-    made = {name for node in members for name in node.outputs}
-    read = [name for node in members for name in node.inputs]
-    return OrtNode(
-        index=-1,
-        name=next((node.name for node in members if node.op != "DequantizeLinear"), ""),
-        op=bare_op(op_id),
-        inputs=tuple(name for name in read if name not in made),
-        outputs=tuple(name for node in members for name in node.outputs if name not in read),
-    )
-
-
-def _maker_op(name: str, makers: Mapping[str, OrtNode]) -> str:
-    return makers[name].op if name in makers else ""
 
 
 def _only_reader(node: OrtNode, readers: Mapping[str, Sequence[OrtNode]]) -> OrtNode | None:

@@ -110,6 +110,7 @@ class TableFile:
             raise self._broken("its tables are nested too deeply")
         self._spend(1)
         vtable = position - int.from_bytes(self._bytes(position, 4), "little", signed=True)
+        # Many tables may share a vtable, which holds the offsets of their fields.
         if (vtable, kind) not in self._vtables:
             self._vtables[vtable, kind] = self._read_vtable(vtable, kind)
         record: Record = {}
@@ -137,11 +138,13 @@ class TableFile:
         if field.kind == "string":
             return self._read_string(target)
         if field.kind in ("table", "union"):
-            kind = field.of if field.kind == "table" else self._union_table(field, record)
+            kind = field.of
+            if field.kind == "union":
+                tag = number(record, f"{field.name}_type")
+                if tag not in UNIONS[field.of]:
+                    raise self._broken(f"it holds a value of unknown kind {tag}")
+                kind = UNIONS[field.of][tag]
             return self._read_table(target, kind, depth)
-        return self._read_vector(target, field, depth)
-
-    def _read_vector(self, target: int, field: Field, depth: int) -> Value:
         count = self._uint32(target)
         element = "B" if field.kind == "weights" else field.kind[1:-1]
         data = self._bytes(target + 4, count * NUMBER_SIZES.get(element, 4))
@@ -157,12 +160,6 @@ class TableFile:
         if position not in self._strings:
             self._strings[position] = bytes(self._bytes(position + 4, self._uint32(position)))
         return self._strings[position]
-
-    def _union_table(self, field: Field, record: Record) -> str:
-        tag = number(record, f"{field.name}_type")
-        if tag not in UNIONS[field.of]:
-            raise self._broken(f"it holds a value of unknown kind {tag}")
-        return UNIONS[field.of][tag]
 
 
 @contextlib.contextmanager
