@@ -19,7 +19,7 @@ from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 
 from edgekit.errors import ModelError
 from edgekit.graph.constants import read_array
-from edgekit.model.model import copy_fields, find_reads, refill
+from edgekit.model.model import copy_fields, drop_unread, refill
 from edgekit.model.tensors import Array
 from edgekit.quantize._ort_model import ChannelQuantizer, IndexedModel, channel_overrides, reading_from
 
@@ -134,7 +134,15 @@ def _open_quantizer(
             for name, (low, high) in request.ranges.items()
         },
     )
-    copy = _leave_weights_out(proto, left_out)
+    # A copy without metadata, in which some initializers have a type and a shape but no values.
+    copy = onnx.ModelProto()
+    copy_fields(proto, copy, {"graph", "metadata_props"})
+    copy_fields(proto.graph, copy.graph, {"initializer"})
+    for tensor in proto.graph.initializer:
+        if tensor.name not in left_out:
+            copy.graph.initializer.append(tensor)
+        else:
+            copy.graph.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
     with _asking_ort(subject), reading_from(folder):
         add_infer_metadata(copy)
         return ChannelQuantizer(
@@ -149,19 +157,6 @@ def _open_quantizer(
             op_types,
             options,
         )
-
-
-def _leave_weights_out(proto: onnx.ModelProto, left_out: Collection[str]) -> onnx.ModelProto:
-    """Returns a copy without metadata, in which some initializers have a type and a shape but no values."""
-    copy = onnx.ModelProto()
-    copy_fields(proto, copy, {"graph", "metadata_props"})
-    copy_fields(proto.graph, copy.graph, {"initializer"})
-    for tensor in proto.graph.initializer:
-        if tensor.name not in left_out:
-            copy.graph.initializer.append(tensor)
-        else:
-            copy.graph.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
-    return copy
 
 
 def _quantize_weights(graph: onnx.GraphProto, weights: Mapping[str, onnx.TensorProto], folder: Path) -> None:
@@ -182,25 +177,16 @@ def _quantize_weights(graph: onnx.GraphProto, weights: Mapping[str, onnx.TensorP
         if quantized not in stored and quantized not in rounded:
             axis = next((item.i for item in made.attribute if item.name == "axis"), 1)
             weight, scale, zero = (read_array(stored[each], folder) for each in made.input)
+            integers = _round_weight(weight, scale, zero, axis)
             # Each is written in place: building a new list would keep every weight in memory twice.
-            rounded[quantized] = graph.initializer.add()
-            _fill(rounded[quantized], quantized, _round_weight(weight, scale, zero, axis))
+            rounded[quantized] = graph.initializer.add(name=quantized, dims=integers.shape, raw_data=integers.tobytes())
+            rounded[quantized].data_type = onnx.helper.np_dtype_to_tensor_dtype(integers.dtype)
         node.input[0] = quantized
-    kept = [node for node in graph.node if node.output[0] not in rounding]
-    refill(graph.node, kept)
-    read = find_reads(graph)
-    for index in reversed(range(len(graph.initializer))):
-        name = graph.initializer[index].name
-        if name not in read:
-            del graph.initializer[index]
-        elif name in weights:
-            graph.initializer[index].CopyFrom(weights[name])
-
-
-def _fill(tensor: onnx.TensorProto, name: str, values: Array) -> None:
-    tensor.name, tensor.data_type = name, onnx.helper.np_dtype_to_tensor_dtype(values.dtype)
-    tensor.dims.extend(values.shape)
-    tensor.raw_data = values.tobytes()
+    refill(graph.node, [node for node in graph.node if node.output[0] not in rounding])
+    drop_unread(graph)
+    for tensor in graph.initializer:
+        if tensor.name in weights:
+            tensor.CopyFrom(weights[tensor.name])
 
 
 def _round_weight(weight: Array, scale: Array, zero: Array, axis: int) -> Array:
@@ -265,7 +251,9 @@ def _options(
     for name, grid in request.grids.items():
         numbers = {"scale": np.array(grid.scale, np.float32), "zero_point": np.array(grid.zero_point, dtype)}
         overrides[name] = [{"quant_type": kind, **numbers}]
-    for name in _shown_before_clamps(proto) & request.ranges.keys():
+    # To a graph output that a Relu or Clip reads too ORT would give the range after the Relu or Clip.
+    clamped = {node.input[0] for node in proto.graph.node if node.op_type in {"Relu", "Clip"}}
+    for name in clamped & {value.name for value in proto.graph.output} & request.ranges.keys():
         low, high = request.ranges[name]
         own = {"rmin": np.float32(low), "rmax": np.float32(high)}
         overrides[name] = [{"quant_type": kind, **own}]
@@ -298,15 +286,6 @@ def _options(
         "QuantizeBias": not request.float_bias,
         "TensorQuantOverrides": overrides,
     }, list(request.op_types)
-
-
-def _shown_before_clamps(proto: onnx.ModelProto) -> set[str]:
-    """Returns the graph outputs that a Relu or Clip reads too.
-
-    ORT would give them the range after the Relu or Clip, as if they were not outputs.
-    """
-    clamped = {node.input[0] for node in proto.graph.node if node.op_type in {"Relu", "Clip"}}
-    return clamped & {value.name for value in proto.graph.output}
 
 
 def channel_scales(weight: Array, axis: int, limit: int = _FULL) -> Array:

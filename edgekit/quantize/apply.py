@@ -9,7 +9,6 @@ import onnx
 from edgekit._files import AnyPath, as_path
 from edgekit.errors import DataError, ModelError
 from edgekit.graph.constants import bring_in
-from edgekit.graph.graph import Graph
 from edgekit.model.model import Model, save_proto
 from edgekit.prepare.constants import find_float_weights, find_narrow, narrow_constants
 from edgekit.prepare.rewrites.unsigned_weights import store_unsigned
@@ -18,6 +17,7 @@ from edgekit.quantize.plan import FloatNode, QuantPlan
 from edgekit.quantize.qdq import build_qdq, compact_qdq, plan_graph
 
 _FLOATS = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE})
+_SCALING = frozenset({"QuantizeLinear", "DequantizeLinear"})
 
 
 class QuantizedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,9 +52,20 @@ def quantize_model(model: Model, plan: QuantPlan, calibration: Calibration, out:
     graph = plan_graph(model, plan, calibration)
     quantized = build_qdq(graph, plan, Path(calibration.statistics), model.path.name)
     bring_in(quantized.graph, graph.folder)
-    units = _Units(quantized.graph)
-    _refuse_float_weights(quantized.graph)
-    if not units.quantized:
+    dequantized = {node.output[0] for node in quantized.graph.node if node.op_type == "DequantizeLinear"}
+    requantized = {node.input[0] for node in quantized.graph.node if node.op_type == "QuantizeLinear"}
+    computing = [node for node in quantized.graph.node if node.op_type not in _SCALING]
+    # Nodes between DQ and Q compute in integers.
+    are_integer = [
+        not dequantized.isdisjoint(node.input) and not requantized.isdisjoint(node.output) for node in computing
+    ]
+    if found := find_float_weights(quantized.graph):
+        raise ModelError(
+            f"node '{found[0]}' would keep a float weight between Q and DQ nodes, which ONNX Runtime rounds to 8 bits"
+            " per tensor",
+            hint="keep its neighbours float too, or quantize its weight",
+        )
+    if not any(are_integer):
         raise ModelError(f"no node of '{model.path.name}' was quantized", hint="build it with --precision fp32")
     # Rounding returns signed integers; a zero point of 128 turns them into the uint8 that the target takes. An x64 CPU
     # without VNNI adds pairs of u8 x s8 products in 16 bits, which saturate (VPMADDUBSW), but those of u8 x u8 exactly
@@ -68,47 +79,24 @@ def quantize_model(model: Model, plan: QuantPlan, calibration: Calibration, out:
     out.parent.mkdir(parents=True, exist_ok=True)
     float_constants = _measure_float_constants(quantized.graph)
     written = save_proto(quantized, out)
+    planned = {node.name: node for node in plan.float_nodes}
+    unplanned = "it is not between quantized neighbours"
     return QuantizedModel(
         model=written,
-        quantized_nodes=len(units.quantized),
-        float_nodes=_explain(units.floating, plan, graph),
+        quantized_nodes=sum(are_integer),
+        float_nodes=tuple(
+            planned.get(node.name) or FloatNode(name=node.name, op=node.op_type, reason=unplanned)
+            for node, is_integer in zip(computing, are_integer, strict=True)
+            if not is_integer and any(graph.is_float(name) for name in (*node.input, *node.output))
+        ),
         size_before=model.size_bytes,
         size_after=written.size_bytes,
         float_constants=float_constants,
     )
 
 
-class _Units:
-    """The nodes of a QDQ graph, divided into those between DQ and Q and the others."""
-
-    def __init__(self, graph: onnx.GraphProto) -> None:
-        self._dequantized = {node.output[0] for node in graph.node if node.op_type == "DequantizeLinear"}
-        self._requantized = {node.input[0] for node in graph.node if node.op_type == "QuantizeLinear"}
-        nodes = [node for node in graph.node if node.op_type not in {"QuantizeLinear", "DequantizeLinear"}]
-        self.quantized = [node for node in nodes if self._is_integer(node)]
-        self.floating = [node for node in nodes if not self._is_integer(node)]
-
-    def _is_integer(self, node: onnx.NodeProto) -> bool:
-        return (
-            bool(node.input)
-            and any(name in self._dequantized for name in node.input)
-            and any(name in self._requantized for name in node.output)
-        )
-
-
-def _refuse_float_weights(graph: onnx.GraphProto) -> None:
-    found = find_float_weights(graph)
-    if found:
-        raise ModelError(
-            f"node '{found[0]}' would keep a float weight between Q and DQ nodes, which ONNX Runtime rounds to 8 bits"
-            " per tensor",
-            hint="keep its neighbours float too, or quantize its weight",
-        )
-
-
 def _measure_float_constants(graph: onnx.GraphProto) -> dict[str, int]:
-    scaling = {"QuantizeLinear", "DequantizeLinear"}
-    read = {name for node in graph.node if node.op_type not in scaling for name in node.input}
+    read = {name for node in graph.node if node.op_type not in _SCALING for name in node.input}
     stored = {
         tensor.name: math.prod(tensor.dims) * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
         for tensor in graph.initializer
@@ -118,13 +106,3 @@ def _measure_float_constants(graph: onnx.GraphProto) -> dict[str, int]:
     sizes = {name: stored[name] for name in floats & read - {each.scales for each in narrow.values()}}
     sizes |= {name: stored[each.integers] + stored[each.scales] for name, each in narrow.items()}
     return dict(sorted(sizes.items(), key=lambda item: (-item[1], item[0])))
-
-
-def _explain(nodes: list[onnx.NodeProto], plan: QuantPlan, graph: Graph) -> tuple[FloatNode, ...]:
-    planned = {node.name: node for node in plan.float_nodes}
-    floats = (node for node in nodes if any(graph.is_float(name) for name in (*node.input, *node.output)))
-    return tuple(
-        planned.get(node.name)
-        or FloatNode(name=node.name, op=node.op_type, reason="it is not between quantized neighbours")
-        for node in floats
-    )

@@ -1,6 +1,6 @@
 """Checks a plan from a file against the model and the target before it is applied: anyone may have edited it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -14,7 +14,7 @@ from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.mixed_precision.candidates import find_float_constants
 from edgekit.quantize.plan import QuantPlan, draft_plan
 from edgekit.quantize.qdq import plan_calibration, plan_graph
-from edgekit.quantize.ranges import RANGE_METHODS, TensorRange
+from edgekit.quantize.ranges import RANGE_METHODS
 from edgekit.target import Target
 
 MAX_PLAN_BYTES = 1 << 26
@@ -88,7 +88,16 @@ def _complaints(plan: QuantPlan, own: QuantPlan, graph: Graph, target: Target) -
         yield f"has the range method '{plan.method}'", suggest_name(plan.method, RANGE_METHODS)
     for op in sorted({*plan.op_types} - {*own.op_types}):
         yield f"quantizes '{op}', which this model or target does not have", suggest_name(op, own.op_types)
-    yield from _odd_nodes(plan, graph)
+    ops = {node.name: node.op_type for node in graph.nodes}
+    for node in plan.float_nodes:
+        if node.name not in ops:
+            yield f"keeps node '{node.name}' float, which does not exist", suggest_name(node.name, ops)
+        elif ops[node.name] != node.op:
+            yield f"takes node '{node.name}' for {node.op}; it is {ops[node.name]}", _HINT
+    constants = dict(find_float_constants(graph, plan))
+    for name in plan.narrow.bits:
+        if name not in constants:
+            yield f"narrows '{name}', which is no large constant of float nodes alone", suggest_name(name, constants)
     yield from _odd_ranges(plan, own, target)
     if plan.block not in {0, own.block}:
         takes = f"takes {own.block}" if own.block else "takes none"
@@ -108,19 +117,6 @@ def _show(plan: QuantPlan, field: str) -> str:
     return ", ".join(cast("tuple[str, ...]", value)) or "none" if isinstance(value, tuple) else f"{value}".lower()
 
 
-def _odd_nodes(plan: QuantPlan, graph: Graph) -> Iterator[_Complaint]:
-    ops = {node.name: node.op_type for node in graph.nodes}
-    for node in plan.float_nodes:
-        if node.name not in ops:
-            yield f"keeps node '{node.name}' float, which does not exist", suggest_name(node.name, ops)
-        elif ops[node.name] != node.op:
-            yield f"takes node '{node.name}' for {node.op}; it is {ops[node.name]}", _HINT
-    constants = dict(find_float_constants(graph, plan))
-    for name in plan.narrow.bits:
-        if name not in constants:
-            yield f"narrows '{name}', which is no large constant of float nodes alone", suggest_name(name, constants)
-
-
 def _odd_ranges(plan: QuantPlan, own: QuantPlan, target: Target) -> Iterator[_Complaint]:
     for tables in (plan.ranges, plan.wide, plan.grids):
         for name in sorted(set(tables) - set(own.ranges) - set(own.wide)):
@@ -130,16 +126,11 @@ def _odd_ranges(plan: QuantPlan, own: QuantPlan, target: Target) -> Iterator[_Co
         yield f"lacks the range of '{missing}'", _HINT
     if plan.wide and not target.widens(plan.precision):
         yield f"gives '{next(iter(plan.wide))}' 16 bits, which target '{target.name}' does not take", _HINT
-    yield from _impossible(plan.ranges)
-    yield from _impossible(plan.wide)
+    for name, span in (*plan.ranges.items(), *plan.wide.items()):
+        if not (span.low <= span.high and max(span.high, 0.0) - min(span.low, 0.0) <= _MOST):
+            yield f"gives '{name}' the range from {span.low:g} to {span.high:g}, which has no scale", _HINT
     limits = np.iinfo(plan.activation)
     for name, grid in plan.grids.items():
         if not _LEAST <= grid.scale <= _MOST or not limits.min <= grid.zero_point <= limits.max:
             what = f"scale {grid.scale:g} and the zero point {grid.zero_point}"
             yield f"gives '{name}' the {what}, which {plan.activation} cannot have", _HINT
-
-
-def _impossible(ranges: Mapping[str, TensorRange]) -> Iterator[_Complaint]:
-    for name, span in ranges.items():
-        if not (span.low <= span.high and max(span.high, 0.0) - min(span.low, 0.0) <= _MOST):
-            yield f"gives '{name}' the range from {span.low:g} to {span.high:g}, which has no scale", _HINT

@@ -18,8 +18,8 @@ _ELEMENT = 32
 # start in the middle of the graph); and the divisor of the runs that gives the number of samples over which drops are
 # estimated.
 _JUDGED, _RANKED, _PREDICTED = 24, 0.75, 6
-# Drops are estimated over at least this part of all samples.
-_TOLD = 3
+# Drops are estimated over at least a third of all samples.
+_PREDICTED_SHARE = 3
 # Samples run in parallel only where the activations of a run take no more than this: a choice, to bound memory.
 _SIDE_BY_SIDE_BYTES = 16 << 20
 
@@ -75,7 +75,7 @@ def find_effort(graph: Graph, samples: int) -> Effort:
     if work <= _LARGE:
         return Effort(work=work)
     runs = min(max(int(_FREE // work), _EACH_SAMPLE * samples, _FEWEST), _MOST)
-    return Effort(work=work, runs=runs, predicting=max(runs // _PREDICTED, samples // _TOLD))
+    return Effort(work=work, runs=runs, predicting=max(runs // _PREDICTED, samples // _PREDICTED_SHARE))
 
 
 def count_side_by_side(graph: Graph) -> int | None:

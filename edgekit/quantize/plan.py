@@ -123,7 +123,9 @@ def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Tar
     if calibration.model_sha256 != model.sha256:
         raise DataError(f"the calibration is not of '{model.path.name}'", hint="calibrate this model")
     rules = target.quantization.at(precision)
-    op_types = _op_types(graph, rules)
+    present = {node.op_type for node in graph.nodes} - set(rules.float_ops)
+    allowed = present - QNN_EXCLUDED_OPS if rules.scheme == "qnn" else present & set(GENERAL_OPS)
+    op_types = tuple(sorted(present & set(rules.op_types) if rules.op_types else allowed))
     # Tensors that need more than 8 bits get 16 if the target supports them, and stay float otherwise.
     widens = target.widens(precision)
     high_precision = {} if rules.activation == "uint16" else find_high_precision_regions(graph)
@@ -171,14 +173,6 @@ def quantizes_any(graph: Graph, plan: QuantPlan) -> bool:
     if plan.scheme == "ort":
         idle |= {node.name for node in graph.nodes if node.op_type in _FOLLOWERS}
     return any(node.name not in idle for node in _float_computing(graph))
-
-
-def _op_types(graph: Graph, rules: Quantization) -> tuple[str, ...]:
-    present = {node.op_type for node in graph.nodes} - set(rules.float_ops)
-    if rules.op_types:
-        return tuple(sorted(present & set(rules.op_types)))
-    allowed = present - QNN_EXCLUDED_OPS if rules.scheme == "qnn" else present & set(GENERAL_OPS)
-    return tuple(sorted(allowed))
 
 
 def _float_computing(graph: Graph) -> list[Node]:

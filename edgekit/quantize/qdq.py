@@ -30,17 +30,18 @@ from edgekit.model.model import (
     read_proto,
     refill,
 )
+from edgekit.model.soundness import read_opsets
 from edgekit.model.tensors import Array
 from edgekit.prepare.basic import import_contrib, name_nodes, restore_stamps, sort_values
 from edgekit.quantize._ort_quantizer import QdqRequest, find_grids, place_qdq
 from edgekit.quantize.calibration.calibrate import Calibration, open_float_graph
-from edgekit.quantize.calibration.moments import StoredMoments, open_moments, scale_moments
+from edgekit.quantize.calibration.moments import StoredMoments, open_moments
 from edgekit.quantize.equalization.equalize import equalize_calibration, equalize_graph, scaled_layers
 from edgekit.quantize.gptq import LIMIT, REDUCED_LIMIT
 from edgekit.quantize.graph.layers import Layer, read_layers
 from edgekit.quantize.plan import QuantPlan
 from edgekit.quantize.ranges import share_ranges, shared_tensors
-from edgekit.quantize.rounding import recall, remember, round_qdq_weights
+from edgekit.quantize.rounding import read_moments, recall, remember, round_qdq_weights
 from edgekit.quantize.weight_only.blocks import BlockForm, Blocks, quantize_blocks, round_blocks, write_product
 
 # The provider leaves a MatMulNBits of another rank to the CPU (targets/qnn/rules.toml).
@@ -73,7 +74,14 @@ def store_blocks(
     """
     form = BlockForm(bits=4, block=plan.block, lpbq=True)
     layers = {layer.node: layer for layer in read_layers(graph) if layer.op == "MatMul" and layer.weight in plan.bits}
-    found = list(_find_products(qdq.graph, graph, layers))
+    made = {name for node in qdq.graph.node for name in node.output}
+    # A node that stayed float reads its weight directly, not from a DequantizeLinear.
+    found = [
+        (node, layers[node.name])
+        for node in qdq.graph.node
+        if node.op_type == "MatMul" and node.name in layers and node.input[1] in made
+    ]
+    found = [(node, layer) for node, layer in found if len(graph.value(layer.source).shape or ()) == _RANK]
     if not found:
         return
     with open_moments(statistics / "moments.npz") as stored:
@@ -90,20 +98,6 @@ def store_blocks(
     import_contrib(qdq)
 
 
-def _find_products(
-    qdq: onnx.GraphProto, graph: Graph, layers: Mapping[str, Layer]
-) -> Iterator[tuple[onnx.NodeProto, Layer]]:
-    made = {name for node in qdq.node for name in node.output}
-    for node in qdq.node:
-        layer = layers.get(node.name)
-        # A node that stayed float reads its weight directly, not from a DequantizeLinear.
-        if layer is None or node.op_type != "MatMul" or node.input[1] not in made:
-            continue
-        shape = graph.value(layer.source).shape
-        if shape is not None and len(shape) == _RANK:
-            yield node, layer
-
-
 def _learn(
     layer: Layer,
     weight: Array,
@@ -117,11 +111,9 @@ def _learn(
     key.update(np.ascontiguousarray(weight).tobytes())
     if known := recall(statistics, key.hexdigest()[:24]):
         return known["values"], known["scales"]
-    moments = stored(layer.node)
+    moments = read_moments(stored, layer, factors)
     if moments is None:
         return None
-    if layer.node in factors:
-        moments = scale_moments(moments, layer, np.asarray(factors[layer.node]))
     values, scales = round_blocks(weight, moments, form)
     remember(statistics, key.hexdigest()[:24], {"values": values, "scales": scales})
     return values, scales
@@ -206,9 +198,15 @@ def _limit(plan: QuantPlan) -> int:
 
 
 def _request(plan: QuantPlan, graph: Graph) -> QdqRequest:
-    ranges, grids = plan.ranges, plan.grids
+    ranges, grids, floats = plan.ranges, plan.grids, {node.name for node in plan.float_nodes}
+    # The gains of normalizations are positive, and a transformer's largest is ten times the others.
+    gains = tuple(
+        node.input[1]
+        for node in graph.nodes
+        if node.op_type == NORM and NORM in plan.unsigned_ops and node.name not in floats
+        if graph.is_float_constant(node.input[1])
+    )
     if plan.shared_ops:
-        floats = {node.name for node in plan.float_nodes}
         shared = shared_tensors(graph, plan.shared_ops, floats)
         ranges = share_ranges(graph, ranges, plan.shared_ops, floats)
         freed = {name for name in shared & grids.keys() if graph.producers[name].op_type in _REPLACEABLE_GRIDS}
@@ -226,19 +224,10 @@ def _request(plan: QuantPlan, graph: Graph) -> QdqRequest:
         weight_limit=_limit(plan),
         axes=plan.axes,
         wide={name: (span.low, span.high) for name, span in plan.wide.items()},
-        unsigned=tuple(_list_gains(graph, plan)),
+        unsigned=gains,
         contrib=bool(plan.bits),
         float_bias=plan.float_bias,
     )
-
-
-def _list_gains(graph: Graph, plan: QuantPlan) -> Iterator[str]:
-    """Yields the gains of normalizations: they are positive, and a transformer's largest is ten times the others."""
-    floats = {node.name for node in plan.float_nodes}
-    for node in graph.nodes:
-        is_norm = node.op_type == NORM and NORM in plan.unsigned_ops and node.name not in floats
-        if is_norm and graph.is_float_constant(node.input[1]):
-            yield node.input[1]
 
 
 def _feed_floats(graph: onnx.GraphProto, kept: set[str]) -> None:
@@ -251,17 +240,14 @@ def _feed_floats(graph: onnx.GraphProto, kept: set[str]) -> None:
         if node.name not in kept:
             continue
         for index, name in enumerate(node.input):
-            source = _float_source(producers, name)
-            if source != name and (source not in producers or producers[source].name in kept):
-                node.input[index] = source
-
-
-def _float_source(producers: dict[str, onnx.NodeProto], name: str) -> str:
-    dequantize = producers.get(name)
-    if dequantize is None or dequantize.op_type != "DequantizeLinear":
-        return name
-    quantize = producers.get(dequantize.input[0])
-    return quantize.input[0] if quantize is not None and quantize.op_type == "QuantizeLinear" else name
+            dequantize = producers.get(name)
+            is_dequantized = dequantize is not None and dequantize.op_type == "DequantizeLinear"
+            quantize = producers.get(dequantize.input[0]) if dequantize is not None and is_dequantized else None
+            if quantize is None or quantize.op_type != "QuantizeLinear":
+                continue
+            source = producers.get(quantize.input[0])
+            if source is None or source.name in kept:
+                node.input[index] = quantize.input[0]
 
 
 NORM = "LayerNormalization"
@@ -283,7 +269,12 @@ def compact_qdq(proto: onnx.ModelProto) -> None:
     """
     graph = proto.graph
     del graph.value_info[:]
-    _drop_defaults(proto)
+    opsets = read_opsets(proto.opset_import)
+    for node in graph.node:
+        node.ClearField("doc_string")
+        if node.domain in {"", "ai.onnx"} and defs.has(node.op_type):
+            schema = defs.get_schema(node.op_type, opsets.get("", 1))
+            refill(node.attribute, [item for item in node.attribute if not _is_default(node.op_type, item, schema)])
     _share_constants(graph)
     tensors, nodes = _short_names(graph), _free_names({node.name for node in graph.node})
     for node in graph.node:
@@ -294,18 +285,6 @@ def compact_qdq(proto: onnx.ModelProto) -> None:
                 field[index] = tensors.get(name, name)
     for tensor in graph.initializer:
         tensor.name = tensors.get(tensor.name, tensor.name)
-
-
-def _drop_defaults(proto: onnx.ModelProto) -> None:
-    opsets = {entry.domain: entry.version for entry in proto.opset_import}
-    version = opsets.get("", opsets.get("ai.onnx", 1))
-    for node in proto.graph.node:
-        node.ClearField("doc_string")
-        if node.domain in {"", "ai.onnx"} and defs.has(node.op_type):
-            schema = defs.get_schema(node.op_type, version)
-            kept = [item for item in node.attribute if not _is_default(node.op_type, item, schema)]
-            del node.attribute[:]
-            node.attribute.extend(kept)
 
 
 def _is_default(op: str, attribute: onnx.AttributeProto, schema: defs.OpSchema) -> bool:

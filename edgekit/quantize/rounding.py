@@ -5,8 +5,7 @@ rounded before. Results are stored beside the statistics that they depend on.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +22,7 @@ from edgekit.model.tensors import HEADERS, Array, Tensors
 from edgekit.quantize.calibration.held_out import read_fitted
 from edgekit.quantize.calibration.moments import (
     InputMoments,
+    StoredMoments,
     block_sizes,
     open_moments,
     patches_per_sample,
@@ -106,34 +106,26 @@ class QdqLayer(msgspec.Struct, frozen=True, kw_only=True):
         """True if its weight gets 4 bits."""
         return self.limit == FOUR_LIMIT
 
-    def least_scale(self, layer: Layer, bias: Array) -> Array:
-        """Returns the smallest scale [groups, outputs, 1] of the weight with which the bias fits into int32."""
-        return (np.abs(bias) * _INT32_MARGIN / self.step).reshape(layer.groups, layer.outputs, 1)
+
+Places = Mapping[str, tuple[Layer, QdqLayer]]
+"""Layers of the float graph by node name, with their counterparts in its QDQ form."""
 
 
-def find_places(
+def _find_places(
     qdq: onnx.GraphProto,
-    initializers: dict[str, onnx.TensorProto],
+    initializers: Mapping[str, onnx.TensorProto],
     graph: Graph,
     limit: int,
     bits: Mapping[str, int],
-) -> Iterator[tuple[str, tuple[Layer, QdqLayer]]]:
-    """Yields, by node name, layers of the float graph with their counterparts in its QDQ form."""
-    places = _find_layers(qdq, initializers, limit)
-    for layer in read_layers(graph):
-        place = places.get(layer.node)
-        if place is not None and (layer.bias is None) == (place.bias is None):
-            is_few = layer.weight in bits and place.per_channel
-            yield layer.node, (layer, msgspec.structs.replace(place, limit=FOUR_LIMIT) if is_few else place)
-
-
-def _find_layers(graph: onnx.GraphProto, initializers: dict[str, onnx.TensorProto], limit: int) -> dict[str, QdqLayer]:
+) -> Places:
     """Returns the layers with a symmetric int8 weight whose input, weight and bias (if any) come from DQ nodes."""
-    dequantized = {node.output[0]: node for node in graph.node if node.op_type == "DequantizeLinear"}
-    found: dict[str, QdqLayer] = {}
-    for node in (node for node in graph.node if node.op_type in LAYER_OPS):
+    layers = {layer.node: layer for layer in read_layers(graph)}
+    dequantized = {node.output[0]: node for node in qdq.node if node.op_type == "DequantizeLinear"}
+    places: dict[str, QdqLayer] = {}
+    for node in (node for node in qdq.node if node.op_type in LAYER_OPS and node.name in layers):
+        layer = layers[node.name]
         source, weight, bias, *_ = (*(dequantized.get(name) for name in node.input), None)
-        if source is None or weight is None:
+        if source is None or weight is None or (layer.bias is None) != (bias is None):
             continue
         stored, zero = initializers.get(weight.input[0]), initializers.get(weight.input[2])
         if stored is None or zero is None or stored.data_type != onnx.TensorProto.INT8:
@@ -141,7 +133,7 @@ def _find_layers(graph: onnx.GraphProto, initializers: dict[str, onnx.TensorProt
         scale = numpy_helper.to_array(initializers[weight.input[1]])
         if numpy_helper.to_array(zero).any() or scale.dtype != np.float32:
             continue
-        found[node.name] = QdqLayer(
+        places[node.name] = QdqLayer(
             source=node.input[0],
             weight=weight.input[0],
             weight_scale=weight.input[1],
@@ -150,9 +142,9 @@ def _find_layers(graph: onnx.GraphProto, initializers: dict[str, onnx.TensorProt
             bias_scale=bias.input[1] if bias is not None else None,
             step=float(numpy_helper.to_array(initializers[source.input[1]])),
             per_channel=scale.ndim > 0,
-            limit=limit,
+            limit=FOUR_LIMIT if layer.weight in bits and scale.ndim else limit,
         )
-    return found
+    return {name: (layer, places[name]) for name, layer in layers.items() if name in places}
 
 
 def write_layer(
@@ -178,17 +170,6 @@ def write_layer(
         store(place.bias_scale, step if place.per_channel else step[:1])
 
 
-Places = Mapping[str, tuple[Layer, QdqLayer]]
-"""Layers of the float graph by node name, with their counterparts in its QDQ form."""
-
-
-class _Inputs(msgspec.Struct, frozen=True, kw_only=True):
-    """Patches [P, groups, inputs] of a layer's input: in the float graph, and behind the layers rounded so far."""
-
-    true: Array
-    rounded: Array
-
-
 def round_in_order(qdq: onnx.ModelProto, graph: Graph, statistics: Path, places: Places) -> None:
     """Rounds layers in graph order, so that each compensates for the errors that reach it.
 
@@ -201,7 +182,9 @@ def round_in_order(qdq: onnx.ModelProto, graph: Graph, statistics: Path, places:
         UsageError: the calibration's statistics are gone.
     """
     initializers = {tensor.name: tensor for tensor in qdq.graph.initializer}
-    key = _digest(qdq, places)
+    digest = hashlib.sha256(repr([(node, place.limit) for node, (_, place) in places.items()]).encode())
+    digest.update(qdq.SerializeToString(deterministic=True))
+    key = digest.hexdigest()[:24]
     if known := recall(statistics, key):
         for index, (_, place) in enumerate(places.values()):
             own = {name: known[f"{index}.{name}"] for name in ("integers", "scale", "bias")}
@@ -218,18 +201,13 @@ def round_in_order(qdq: onnx.ModelProto, graph: Graph, statistics: Path, places:
         if layer.node not in seen:
             beside = [each for each, other in places.values() if other.source == place.source]
             seen = _gather(qdq, {layer.source: place.source}, graph, beside, samples)
-        inputs = _Inputs(true=true[layer.node], rounded=seen[layer.node]) if layer.node in true else None
-        own = _round_layer(graph, layer, place, inputs, sizes[layer.node])
+        # Without samples, or where its size is unknown, a layer is rounded for an input of zeros.
+        zeros = np.zeros((1, layer.groups, layer.inputs))
+        inputs, rounded = (each.get(layer.node, zeros) for each in (true, seen))
+        own = _round_for_inputs(graph, layer, place, inputs, rounded, sizes[layer.node])
         write_layer(initializers, place, **own)
         kept |= {f"{index}.{name}": value for name, value in own.items()}
     remember(statistics, key, kept)
-
-
-def _digest(qdq: onnx.ModelProto, places: Places) -> str:
-    limits = [(node, place.limit) for node, (_, place) in places.items()]
-    digest = hashlib.sha256(repr(limits).encode())
-    digest.update(qdq.SerializeToString(deterministic=True))
-    return digest.hexdigest()[:24]
 
 
 def _gather(
@@ -265,19 +243,46 @@ def _gather(
     return {node: found.astype(np.float64).reshape(-1, *sizes[node]) for node, found in patches.items()}
 
 
-def _round_layer(graph: Graph, layer: Layer, place: QdqLayer, inputs: _Inputs | None, size: int) -> dict[str, Array]:
-    """Returns integers, scale [channels] and bias [channels] of a layer."""
+def _read_layer(graph: Graph, layer: Layer, place: QdqLayer) -> tuple[Array, Array, Array, Array]:
+    """Returns a layer's weight, its bias [channels], its matrix, and the smallest scale with which the bias fits."""
     weight = graph.weight(layer.weight)
     stored = None if layer.bias is None else graph.constant(layer.bias)
     bias = np.zeros(layer.groups * layer.outputs) if stored is None else stored.astype(np.float64)
-    matrix, floor = layer.to_matrix(weight).astype(np.float64), place.least_scale(layer, bias)
-    if inputs is None:
-        inputs = _Inputs(true=np.zeros((1, *matrix.shape[::2])), rounded=np.zeros((1, *matrix.shape[::2])))
-    true_mean, mean = inputs.true.mean(axis=0), inputs.rounded.mean(axis=0)
-    # The bias corrects the mean error, so only deviations from the mean matter.
-    true, seen = (inputs.true, inputs.rounded) if stored is None else (inputs.true - true_mean, inputs.rounded - mean)
-    moment, fitted = _fit(matrix, true, seen, size, layer)
-    rounded = _round(fitted, moment, layer, place, floor)
+    floor = (np.abs(bias) * _INT32_MARGIN / place.step).reshape(layer.groups, layer.outputs, 1)
+    return weight, bias, layer.to_matrix(weight), floor
+
+
+def _find_scale(matrix: Array, place: QdqLayer, floor: Array, energy: Array) -> Array:
+    """Returns the scale [groups, outputs, 1]; `energy` [groups, inputs] is the mean square of each input."""
+    if place.has_four_bits:
+        return search_scale(matrix, energy=energy, floor=floor)
+    return weight_scale(matrix, per_channel=place.per_channel, floor=floor, limit=place.limit)
+
+
+def _round_for_inputs(
+    graph: Graph, layer: Layer, place: QdqLayer, true: Array, seen: Array, size: int
+) -> dict[str, Array]:
+    """Returns integers, scale [channels] and bias [channels] of a layer.
+
+    `true` and `seen` are patches [P, groups, inputs] of its input: in the float graph, and behind the layers rounded so
+    far. `size` inputs make a block of the moment.
+    """
+    weight, bias, matrix, floor = _read_layer(graph, layer, place)
+    matrix, true_mean, mean = matrix.astype(np.float64), true.mean(axis=0), seen.mean(axis=0)
+    if layer.bias is not None:
+        # The bias corrects the mean error, so only deviations from the mean matter.
+        true, seen = true - true_mean, seen - mean
+    ones, twos = (np.swapaxes(each.reshape(len(each), -1, size), 0, 1) for each in (true, seen))
+    moment, both = (np.swapaxes(each, 1, 2) @ twos / len(true) for each in (twos, ones))
+    share = len(true) / 4 / (size + len(true) / 4)
+    left = shrink_moment(moment, len(true))
+    split = split_pieces(matrix, layer.groups, size)
+    # W' = W (S + share (X'Y - Y'Y)) S^-1, with S the shrunk Y'Y: if no errors reach the layer, W' is W.
+    change = np.swapaxes(np.linalg.solve(damp_moment(left), np.swapaxes(share * split @ (both - moment), 1, 2)), 1, 2)
+    fitted = join_pieces(split + change, layer.groups)
+    energy = np.diagonal(left, axis1=1, axis2=2).reshape(layer.groups, layer.inputs)
+    scale = _find_scale(fitted, place, floor, energy)
+    rounded = _round_pieces(fitted, left, layer, place, scale, by_comq=place.has_four_bits, floor=floor)
     corrected = (matrix * true_mean[:, None]).sum(axis=2) - (rounded.values * mean[:, None]).sum(axis=2)
     return {
         "integers": layer.from_matrix(rounded.integers, weight.shape),
@@ -286,29 +291,26 @@ def _round_layer(graph: Graph, layer: Layer, place: QdqLayer, inputs: _Inputs | 
     }
 
 
-def _fit(matrix: Array, true: Array, seen: Array, size: int, layer: Layer) -> tuple[Array, Array]:
-    """Returns the moment of `seen` in blocks, and the weights [groups, outputs, inputs] that fit it best."""
-    ones, twos = (np.swapaxes(each.reshape(len(each), -1, size), 0, 1) for each in (true, seen))
-    moment, both = (np.swapaxes(each, 1, 2) @ twos / len(true) for each in (twos, ones))
-    share = len(true) / 4 / (size + len(true) / 4)
-    left = shrink_moment(moment, len(true))
-    split = split_pieces(matrix, layer.groups, size)
-    # W' = W (S + share (X'Y - Y'Y)) S^-1, with S the shrunk Y'Y: if no errors reach the layer, W' is W.
-    change = np.swapaxes(np.linalg.solve(damp_moment(left), np.swapaxes(share * split @ (both - moment), 1, 2)), 1, 2)
-    return left, join_pieces(split + change, layer.groups)
-
-
-def _round(matrix: Array, moment: Array, layer: Layer, place: QdqLayer, floor: Array) -> Rounded:
+def _round_pieces(
+    matrix: Array,
+    moment: Array,
+    layer: Layer,
+    place: QdqLayer,
+    scale: Array,
+    *,
+    by_comq: bool,
+    noise: float = 0.0,
+    floor: Array | float = 0.0,
+) -> Rounded:
+    """Rounds weights [groups, outputs, inputs] with the moments of blocks of their inputs, by COMQ or GPTQ."""
     size = moment.shape[-1]
     pieces, split = layer.inputs // size, split_pieces(matrix, layer.groups, size)
-    if place.has_four_bits:
-        energy = np.diagonal(moment, axis1=1, axis2=2).reshape(layer.groups, layer.inputs)
-        scale = search_scale(matrix, energy=energy, floor=floor)
-        found = round_comq(split, moment, np.repeat(scale, pieces, axis=0), fits_scale=pieces == 1, floor=floor)
+    scales = np.repeat(scale, pieces, axis=0)
+    if by_comq:
+        found = round_comq(split, moment, scales, fits_scale=pieces == 1, floor=floor)
         scale = found.scale if pieces == 1 else scale
     else:
-        scale = weight_scale(matrix, per_channel=place.per_channel, floor=floor, limit=place.limit)
-        found = round_gptq(split, moment, np.repeat(scale, pieces, axis=0), limit=place.limit)
+        found = round_gptq(split, moment, scales, noise, place.limit)
     return Rounded(integers=join_pieces(found.integers, layer.groups), scale=scale)
 
 
@@ -348,56 +350,47 @@ def round_qdq_weights(
     if rounding == "nearest" and not few:
         return
     initializers = {tensor.name: tensor for tensor in qdq.graph.initializer}
-    places = dict(find_places(qdq.graph, initializers, graph, limit, few))
+    places = _find_places(qdq.graph, initializers, graph, limit, few)
     if rounding == "nearest":
         for layer, place in places.values():
             if place.has_four_bits:
-                write_layer(initializers, place, **_round_plainly(graph, layer, place))
+                weight, bias, matrix, floor = _read_layer(graph, layer, place)
+                scale = search_scale(matrix, energy=np.ones((layer.groups, layer.inputs)), floor=floor)
+                integers = layer.from_matrix(round_nearest(matrix, scale, place.limit).integers, weight.shape)
+                write_layer(initializers, place, integers=integers, scale=scale.reshape(-1), bias=bias)
         return
     if rounding == "qronos":
         round_in_order(qdq, graph, statistics, places)
         return
-    for place, corrected in _correct_layers(graph, places, statistics, rounding, factors):
-        write_layer(initializers, place, **corrected)
-
-
-def _correct_layers(
-    graph: Graph,
-    places: Places,
-    statistics: Path,
-    rounding: Rounding,
-    factors: Mapping[str, tuple[float, ...]],
-) -> Iterator[tuple[QdqLayer, dict[str, Array]]]:
-    """Yields the result of `_correct_layer` for each layer that has moments; layers are corrected in parallel."""
     with single_blas_thread(), open_moments(statistics / "moments.npz") as stored:
 
-        def read(layer: Layer) -> InputMoments | None:
-            moments = stored(layer.node)
-            if moments is None or layer.node not in factors:
-                return moments
-            return scale_moments(moments, layer, np.asarray(factors[layer.node]))
-
-        def correct(place: tuple[Layer, QdqLayer]) -> dict[str, Array] | None:
-            return _correct_layer(graph, *place, read, statistics, rounding)
+        def correct(pair: tuple[Layer, QdqLayer]) -> dict[str, Array] | None:
+            return _correct_layer(graph, *pair, stored, factors, statistics, rounding)
 
         for (_, place), corrected in map_in_order(correct, places.values()):
             if corrected is not None:
-                yield place, corrected
+                write_layer(initializers, place, **corrected)
+
+
+def read_moments(stored: StoredMoments, layer: Layer, factors: Mapping[str, tuple[float, ...]]) -> InputMoments | None:
+    """Returns the moments of a layer's input, scaled as the input was since the calibration; None if it has none."""
+    moments = stored(layer.node)
+    if moments is None or layer.node not in factors:
+        return moments
+    return scale_moments(moments, layer, np.asarray(factors[layer.node]))
 
 
 def _correct_layer(
     graph: Graph,
     layer: Layer,
     place: QdqLayer,
-    read: Callable[[Layer], InputMoments | None],
+    stored: StoredMoments,
+    factors: Mapping[str, tuple[float, ...]],
     statistics: Path,
     rounding: Rounding,
 ) -> dict[str, Array] | None:
     """Returns integers, scale [channels] and corrected bias of a layer, and stores them; None without moments."""
-    weight = graph.weight(layer.weight)
-    stored = None if layer.bias is None else graph.constant(layer.bias)
-    bias = np.zeros(layer.groups * layer.outputs) if stored is None else stored.astype(np.float64)
-    matrix, floor = layer.to_matrix(weight), place.least_scale(layer, bias)
+    weight, bias, matrix, floor = _read_layer(graph, layer, place)
     largest = weight_scale(matrix, per_channel=place.per_channel, floor=floor, limit=place.limit)
     step = place.step.hex() if rounding == "refit" else ""
     key = hashlib.sha256(f"{layer.node}:{rounding}:{place.per_channel}:{step};".encode())
@@ -405,74 +398,43 @@ def _correct_layer(
         key.update(part.tobytes())
     if known := recall(statistics, key.hexdigest()[:24]):
         return known
-    moments = read(layer)
+    moments = read_moments(stored, layer, factors)
     if moments is None:
         return None
-    find_scale = _scale_finder(place, floor, moments)
     if rounding == "bias":
-        rounded = round_nearest(matrix, find_scale(matrix), place.limit)
+        rounded = round_nearest(matrix, _find_scale(matrix, place, floor, moments.energy()), place.limit)
     else:
-        rounded = _round_with_moments(layer, matrix, moments, place, find_scale, rounding)
+        rounded = _round_with_moments(layer, matrix, moments, place, floor, rounding)
+    errors, rows = np.empty(matrix.shape[:2]), max(1, _ERRORS_AT_ONCE // matrix.shape[2])
+    # The mean error E[W x] - E[Wq x] of each output channel, in parts: in double precision each step over a whole large
+    # layer would take twice its memory.
+    for start in range(0, matrix.shape[1], rows):
+        span = slice(start, start + rows)
+        values = Rounded(integers=rounded.integers[:, span], scale=rounded.scale[:, span]).values
+        errors[:, span] = ((matrix[:, span].astype(np.float64) - values) * moments.mean[:, None]).sum(axis=2)
     corrected = {
         "integers": layer.from_matrix(rounded.integers, weight.shape),
         "scale": rounded.scale.reshape(-1),
-        "bias": bias + _mean_error(matrix, rounded, moments.mean).reshape(-1),
+        "bias": bias + errors.reshape(-1),
     }
     remember(statistics, key.hexdigest()[:24], corrected)
     return corrected
 
 
-def _mean_error(matrix: Array, rounded: Rounded, mean: Array) -> Array:
-    """Returns E[W x] - E[Wq x], the mean error [groups, outputs] of each output channel."""
-    errors, rows = np.empty(matrix.shape[:2]), max(1, _ERRORS_AT_ONCE // matrix.shape[2])
-    # In parts: in double precision each step over a whole large layer would take twice its memory.
-    for start in range(0, matrix.shape[1], rows):
-        part = slice(start, start + rows)
-        stored = Rounded(integers=rounded.integers[:, part], scale=rounded.scale[:, part])
-        errors[:, part] = ((matrix[:, part].astype(np.float64) - stored.values) * mean[:, None]).sum(axis=2)
-    return errors
-
-
-def _round_plainly(graph: Graph, layer: Layer, place: QdqLayer) -> dict[str, Array]:
-    """Returns 4-bit integers, scale [channels] and bias of a layer, with each weight rounded to nearest."""
-    weight = graph.weight(layer.weight)
-    stored = None if layer.bias is None else graph.constant(layer.bias)
-    bias = np.zeros(layer.groups * layer.outputs) if stored is None else stored.astype(np.float64)
-    matrix = layer.to_matrix(weight)
-    scale = search_scale(matrix, energy=np.ones((layer.groups, layer.inputs)), floor=place.least_scale(layer, bias))
-    integers = round_nearest(matrix, scale, place.limit).integers
-    return {"integers": layer.from_matrix(integers, weight.shape), "scale": scale.reshape(-1), "bias": bias}
-
-
-def _scale_finder(place: QdqLayer, floor: Array, moments: InputMoments) -> Callable[[Array], Array]:
-    if not place.has_four_bits:
-        return partial(weight_scale, per_channel=place.per_channel, floor=floor, limit=place.limit)
-    return partial(search_scale, energy=moments.energy(), floor=floor)
-
-
 def _round_with_moments(
-    layer: Layer,
-    matrix: Array,
-    moments: InputMoments,
-    place: QdqLayer,
-    find_scale: Callable[[Array], Array],
-    rounding: Rounding,
+    layer: Layer, matrix: Array, moments: InputMoments, place: QdqLayer, floor: Array, rounding: Rounding
 ) -> Rounded:
-    refit = rounding == "refit"
     # The bias corrects the mean error, so only deviations from the mean matter.
     blocks, size = moments.second_moment(centred=layer.bias is not None), moments.size
     spread = moments.spread.reshape(-1, size)
     inactive = find_inactive(blocks, spread)
     blocks = isolate_inactive(add_spread(shrink_moment(blocks, moments.count), spread, moments.count), inactive)
-    pieces = layer.inputs // size
-    split = split_pieces(matrix, layer.groups, size)
-    noise = place.step**2 / 12 if refit else 0.0
-    if refit:
+    noise = place.step**2 / 12 if rounding == "refit" else 0.0
+    if rounding == "refit":
+        split = split_pieces(matrix, layer.groups, size)
         # Least squares would set the weights of inputs that were always zero to zero.
         split = np.where(inactive[:, None], split, refit_weights(split, blocks, noise))
-    scale = find_scale(join_pieces(split, layer.groups))
-    if rounding == "comq" and place.has_four_bits:
-        found = round_comq(split, blocks, np.repeat(scale, pieces, axis=0), fits_scale=pieces == 1)
-        return Rounded(integers=join_pieces(found.integers, layer.groups), scale=found.scale if pieces == 1 else scale)
-    found = round_gptq(split, blocks, np.repeat(scale, pieces, axis=0), noise, place.limit)
-    return Rounded(integers=join_pieces(found.integers, layer.groups), scale=scale)
+        matrix = join_pieces(split, layer.groups)
+    scale = _find_scale(matrix, place, floor, moments.energy())
+    by_comq = rounding == "comq" and place.has_four_bits
+    return _round_pieces(matrix, blocks, layer, place, scale, by_comq=by_comq, noise=noise)

@@ -155,7 +155,6 @@ _MOST_GROWN = 4.0
 # A sum of many inputs is about normally distributed, and of 64 samples some 10^6 values lie within 5 standard
 # deviations of the mean.
 _MOST_DEVIATIONS = 6.0
-_LEAST_SLOPE = float(np.finfo(np.float32).tiny)
 
 
 class ChannelRange(msgspec.Struct, frozen=True, kw_only=True):
@@ -212,32 +211,21 @@ def _trace_back(
             node = next(node for node in graph.readers(step.tensor) if node.name == step.sigmoid)
             low, high = invert_silu(node, after.low[part], after.high[part], floor)
         else:
-            low, high = _undo(step, after.low[part], after.high[part], floor, _growth(seen, step))
+            low, high = after.low[part] - step.shift, after.high[part] - step.shift
+            if step.pooled and step.tensor in seen and step.output in seen:
+                # Pooling may shrink the extremes.
+                one, two = seen[step.tensor], seen[step.output]
+                ratios = (
+                    first / second if second else 1.0 for first, second in ((one.low, two.low), (one.high, two.high))
+                )
+                growth = [float(np.clip(ratio, 1.0, _MOST_GROWN)) for ratio in ratios]
+                low, high = low * growth[0], high * growth[1]
+            if step.negative_only:
+                # A negative slope turns negative values positive, and a slope of zero hides them.
+                turned = np.maximum(high / np.minimum(step.slope, -TINY), np.minimum(floor, 0.0))
+                low = np.where(step.slope > 0, low / np.where(step.slope > 0, step.slope, 1.0), turned)
         ranges[step.tensor] = ChannelRange(start=step.part[0], low=low, high=high)
     return ranges
-
-
-def _undo(step: Step, low: Array, high: Array, floor: Array, growth: tuple[float, float]) -> tuple[Array, Array]:
-    """Returns the lowest and highest value of each channel before a node, from those after it.
-
-    `floor` is an estimate of the lowest value before it. It is used if the slope is negative, so that negative values
-    become positive, or zero, so that they disappear.
-    """
-    low, high = (low - step.shift) * growth[0], (high - step.shift) * growth[1]
-    if not step.negative_only:
-        return low, high
-    turned = np.maximum(high / np.minimum(step.slope, -_LEAST_SLOPE), np.minimum(floor, 0.0))
-    return np.where(step.slope > 0, low / np.where(step.slope > 0, step.slope, 1.0), turned), high
-
-
-def _growth(seen: Mapping[str, TensorRange], step: Step) -> tuple[float, float]:
-    """Returns the ratios of a tensor's lowest and highest value to those after pooling; 1 without pooling."""
-    if not step.pooled or step.tensor not in seen or step.output not in seen:
-        return 1.0, 1.0
-    one, two = seen[step.tensor], seen[step.output]
-    ends = ((one.low, two.low), (one.high, two.high))
-    low, high = (float(np.clip(first / second, 1.0, _MOST_GROWN)) if second else 1.0 for first, second in ends)
-    return low, high
 
 
 def _estimate_floor(graph: Graph, step: Step, stored: StoredMoments, seen: Mapping[str, TensorRange]) -> Array:
@@ -364,7 +352,9 @@ def equalize_graph(graph: Graph, factors: Mapping[str, tuple[float, ...]], work:
     sigmoids: dict[str, Array] = {}
     for name, its in factors.items():
         values, pair = np.asarray(its), pairs.get(name)
-        if pair is None or len(values) != pair.channels or not _are_powers(values):
+        mantissas, exponents = np.frexp(values)
+        are_powers = (mantissas == 0.5).all() and (np.abs(exponents) < 40).all()
+        if pair is None or len(values) != pair.channels or not are_powers:
             raise UsageError(f"the plan cannot scale the channels of '{name}'", hint="plan the quantization again")
         constants.scale(pair, values)
         renamed |= {tensor: tensor + SUFFIX for tensor in pair.tensors}
@@ -413,15 +403,15 @@ def equalize_calibration(
     ranges = {
         method: {
             **{name + SUFFIX if name in renamed else name: changed.get(name, seen) for name, seen in own.items()},
-            **{name + RESTORED: _clip_range(own[name], most) for name, most in saturations.items() if name in own},
+            **{
+                name + RESTORED: snap_range(TensorRange(low=max(own[name].low, -most), high=min(own[name].high, most)))
+                for name, most in saturations.items()
+                if name in own
+            },
         }
         for method, own in calibration.ranges.items()
     }
     return msgspec.structs.replace(calibration, ranges=ranges)
-
-
-def _clip_range(seen: TensorRange, most: float) -> TensorRange:
-    return snap_range(TensorRange(low=max(seen.low, -most), high=min(seen.high, most)))
 
 
 def scaled_layers(graph: Graph, factors: Mapping[str, tuple[float, ...]]) -> dict[str, tuple[float, ...]]:
@@ -470,8 +460,3 @@ def balance_channels(magnitude: Array, made_by: Array, read_by: Array | None, ce
 
 def _round_to_power(values: Array) -> Array:
     return np.asarray(2 ** np.rint(np.log2(values)))
-
-
-def _are_powers(values: Array) -> bool:
-    mantissas, exponents = np.frexp(values)
-    return bool((mantissas == 0.5).all() and (np.abs(exponents) < 40).all())

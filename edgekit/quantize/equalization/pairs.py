@@ -240,13 +240,21 @@ def find_channel_source(graph: Graph, layer: Layer) -> str:
 
 
 def _find_pair(graph: Graph, name: str, consumers: tuple[Layer, ...]) -> EqualizationPair | None:
-    places = {_locate_channels(graph, layer) for layer in consumers}
+    # The axis of the input channels, counted from the end, and their number.
+    places: set[tuple[int, int]] = set()
+    for layer in consumers:
+        axis, shape = layer.channel_axis(graph), graph.dims(layer.source)
+        channels = None if axis is None else shape[axis]
+        if axis is None or channels is None:
+            return None
+        places.add((axis - len(shape), channels))
     reshaped = _find_reshaped(graph, name, {layer.node for layer in consumers})
-    place = places.pop() if len(places) == 1 and reshaped is not None else None
-    origin = None if place is None else _trace(graph, name, place[0], (0, place[1]))
-    if origin is None or place is None or reshaped is None:
+    if len(places) != 1 or reshaped is None:
         return None
-    axis, channels = place
+    ((axis, channels),) = places
+    origin = _trace(graph, name, axis, (0, channels))
+    if origin is None:
+        return None
     return EqualizationPair(
         tensor=name, axis=axis, channels=channels, constants=origin.constants, steps=origin.steps,
         ceiling=origin.ceiling, consumers=consumers, reshaped=reshaped, fixed=origin.fixed,
@@ -293,13 +301,6 @@ def _is_read_once(graph: Graph, name: str) -> bool:
     return _is_inner(graph, name) and len(graph.readers(name)) == 1
 
 
-def _locate_channels(graph: Graph, layer: Layer) -> tuple[int, int] | None:
-    """Returns the axis of a layer's input channels, counted from the end, and their number."""
-    axis, shape = layer.channel_axis(graph), graph.dims(layer.source)
-    channels = None if axis is None else shape[axis]
-    return None if axis is None or channels is None else (axis - len(shape), channels)
-
-
 def _keeps_last_axis(graph: Graph, node: Node) -> bool:
     if node.op_type != "Reshape":
         return False
@@ -330,8 +331,15 @@ def _find_constants(graph: Graph, node: Node, axis: int, part: tuple[int, int]) 
     """Returns the constants that scale every channel of a node's output, None if it has none."""
     if node.op_type == "Mul":
         return _find_constant_input(graph, node, axis, part)
+    axes = _CONSTANT_AXES.get(node.op_type, ())
+    if node.op_type == "Gemm":
+        axes = ((1, 0 if node.integer("transB", 0) else 1), (2, -1))
+    # The output axis of the weight of a grouped ConvTranspose, [inputs, outputs / groups, ...], is shared by the
+    # groups.
+    grouped = node.op_type == "ConvTranspose" and node.integer("group", 1) != 1
+    inward = node.op_type == "LayerNormalization" and node.integer("axis", -1) != -1
     found: list[ScaledConstant] = []
-    for index, own_axis in _constant_axes(node):
+    for index, own_axis in () if grouped or inward else axes:
         if not node.has_input(index):
             continue
         dims = graph.constants[node.input[index]].dims if graph.is_float_constant(node.input[index]) else ()
@@ -340,17 +348,6 @@ def _find_constants(graph: Graph, node: Node, axis: int, part: tuple[int, int]) 
         from_end = own_axis if own_axis < 0 else own_axis - len(dims)
         found.append(ScaledConstant(node=node.name, index=index, axis=from_end, part=part))
     return tuple(found) or None
-
-
-def _constant_axes(node: Node) -> tuple[tuple[int, int], ...]:
-    numbers = node.attributes
-    if node.op_type == "Gemm":
-        return (1, 0 if numbers.get("transB", 0) else 1), (2, -1)
-    # The output axis of the weight of a grouped ConvTranspose, [inputs, outputs / groups, ...], is shared by the
-    # groups.
-    grouped = node.op_type == "ConvTranspose" and numbers.get("group", 1) != 1
-    inward = node.op_type == "LayerNormalization" and numbers.get("axis", -1) != -1
-    return () if grouped or inward else _CONSTANT_AXES.get(node.op_type, ())
 
 
 def _pass_back(graph: Graph, node: Node, axis: int, part: tuple[int, int]) -> _Origin | None:

@@ -1,7 +1,7 @@
 """Finds the tensors by which two models are compared, and recognizes raw scores."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Literal
 
@@ -76,21 +76,19 @@ def find_compared_tensors(graph: Graph) -> tuple[ComparedTensor, ...]:
     """Returns the float tensors that are compared for the outputs of a graph."""
     found: list[ComparedTensor] = []
     infinite = find_infinite_tensors(graph)
-    for value in graph.proto.output:
-        for compared in _trace_output(graph, value.name):
-            if graph.is_float(compared.tensor) and compared.tensor not in infinite:
-                found += [*_split(graph, compared), *_find_features(graph, compared.tensor)]
+    for output in (value.name for value in graph.proto.output):
+        traced = _trace_back(graph, output)
+        # Of a ranked list, all tensors that it takes numbers from are compared: if two of its rows change places, all
+        # their numbers differ, though nothing is wrong.
+        made_of = find_list_sources(graph, output) if traced.tensor == output else ()
+        for compared in [_trace_back(graph, name) for name in made_of] or [traced]:
+            if not graph.is_float(compared.tensor) or compared.tensor in infinite:
+                continue
+            parts = None if compared.centred else _find_parts(graph, compared.tensor)
+            spans = [(parts[0], *span) for span in pairwise(parts[1])] if parts is not None else [None]
+            found += [msgspec.structs.replace(compared, part=span) for span in spans]
+            found += _find_features(graph, compared.tensor)
     return tuple(dict.fromkeys(found))
-
-
-def _trace_output(graph: Graph, output: str) -> Iterator[ComparedTensor]:
-    """Yields the compared tensors of an output: for a ranked list, all tensors that it takes numbers from.
-
-    If two rows of a list change places, all their numbers differ, though nothing is wrong.
-    """
-    found = _trace_back(graph, output)
-    made_of = find_list_sources(graph, output) if found.tensor == output else ()
-    yield from (_trace_back(graph, name) for name in made_of) if made_of else (found,)
 
 
 def _trace_back(graph: Graph, output: str) -> ComparedTensor:
@@ -104,14 +102,6 @@ def _trace_back(graph: Graph, output: str) -> ComparedTensor:
         if node.op_type in _SELECTION_OPS:
             found = ComparedTensor(tensor=name, reader=node.name, centred=False)
     return found
-
-
-def _split(graph: Graph, compared: ComparedTensor) -> list[ComparedTensor]:
-    found = None if compared.centred else _find_parts(graph, compared.tensor)
-    if found is None:
-        return [compared]
-    axis, ends = found
-    return [msgspec.structs.replace(compared, part=(axis, *part)) for part in pairwise(ends)]
 
 
 def _find_parts(graph: Graph, name: str) -> tuple[int, tuple[int, ...]] | None:

@@ -6,7 +6,7 @@ and Add, and raises attention masks, whose large negative numbers would widen ra
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -23,7 +23,6 @@ from edgekit.graph.inference import infer_model
 from edgekit.graph.rewrite import FLOATS, Writer, replace_nodes
 from edgekit.model.external import MAX_DATA_BYTES, DataPlace, begin_page, point_to, read_place
 from edgekit.model.model import (
-    MOST_INLINE_BYTES,
     Model,
     drop_unread,
     find_integer_ops,
@@ -32,7 +31,6 @@ from edgekit.model.model import (
     refill,
     rename_tensors,
 )
-from edgekit.model.tensors import Array
 from edgekit.prepare.basic import drop_initializer_inputs
 
 # What ONNX Runtime's quantizer appends to the name of a tensor (onnxruntime/quantization/quant_utils.py). If a name is
@@ -105,7 +103,11 @@ def _write_product(writer: Writer) -> None:
     if node.integer("transA", 0):
         left = writer.add("Transpose", [left], "left", perm=[1, 0])
     if node.integer("transB", 0):
-        right = _transpose(graph, writer, right)
+        weight = graph.constant(right)
+        if weight is None:
+            right = writer.add("Transpose", [right], "right", perm=[1, 0])
+        else:
+            right = writer.constant("weight", np.ascontiguousarray(weight.T), weight.dtype.name)
     if alpha != 1:
         left = writer.add("Mul", [left, writer.constant("alpha", alpha, dtype)], "scaled")
     if beta != 1:
@@ -114,14 +116,6 @@ def _write_product(writer: Writer) -> None:
     product, total = writer.nodes[-2:]
     # The node with the weight keeps the name of the Gemm.
     product.name, total.name = total.name, f"{total.name}/sum"
-
-
-def _transpose(graph: Graph, writer: Writer, name: str) -> str:
-    """Returns the transposed matrix; for a weight it is a constant too."""
-    value = graph.constant(name)
-    if value is None:
-        return writer.add("Transpose", [name], "right", perm=[1, 0])
-    return writer.constant("weight", np.ascontiguousarray(value.T), value.dtype.name)
 
 
 MASK_VALUE = -1e4
@@ -162,7 +156,9 @@ def clamp_masks(graph: onnx.GraphProto, folder: Path = Path()) -> None:
     for node in _masking_nodes(view):
         for index, name in enumerate(node.input):
             value = view.constant(name) if view.is_float_constant(name) else None
-            if value is None or not _is_mask(value):
+            if value is None or not value.size or np.isnan(value).any():
+                continue
+            if value.min() >= MASK_VALUE or value.max() >= -MASK_VALUE:
                 continue
             clamped = f"{name}.edgekit.bounded"
             if clamped not in made:
@@ -206,10 +202,6 @@ def is_masked(low: float, high: float, lowest_counting: float) -> bool:
     return low < lowest_counting - (max(high, 0.0) - min(lowest_counting, 0.0))
 
 
-def _is_mask(value: Array) -> bool:
-    return bool((value < MASK_VALUE).any()) and not np.isnan(value).any() and bool(value.max() < -MASK_VALUE)
-
-
 def _masking_nodes(graph: Graph) -> Iterator[Node]:
     """Yields the nodes on paths from a mask to a Softmax, nearest to the Softmax first."""
     reached: set[Node] = set()
@@ -249,22 +241,14 @@ def read_float_graph(model: Model) -> Graph:
     _separate_biases(proto.graph)
     avoid_name_collisions(proto, model.path.name)
     clamp_masks(proto.graph, folder)
-    _spell_defaults(proto.graph)
+    for node in proto.graph.node:
+        # Without the default `onesided` = 1 onnx 1.23 infers the shape of a two-sided STFT.
+        if node.op_type == "STFT" and all(attribute.name != "onesided" for attribute in node.attribute):
+            node.attribute.append(onnx.helper.make_attribute("onesided", 1))
     known = {value.name for value in (*proto.graph.input, *proto.graph.output)}
     refill(proto.graph.value_info, [value for value in infer_model(proto).graph.value_info if value.name not in known])
     drop_initializer_inputs(proto.graph)
     return view_model(proto, folder)
-
-
-def refuse_huge(name: str, size_bytes: int, does: str, hint: str) -> None:
-    """Refuses a model that is too large for a job that copies its float weights; `does` describes the job.
-
-    Raises:
-        ModelError: the model is too large.
-    """
-    if size_bytes > MOST_INLINE_BYTES:
-        size, most = (f"{count / 1e9:.1f} GB" for count in (size_bytes, MOST_INLINE_BYTES))
-        raise ModelError(f"'{name}' has {size}; {does} up to {most}, for it takes several times as much", hint=hint)
 
 
 def set_weights_aside(graph: Graph, folder: Path) -> Graph:
@@ -333,15 +317,6 @@ def folded_activations(graph: Graph) -> dict[str, str]:
     return folded
 
 
-def dequantize_constant(node: onnx.NodeProto, initializers: Mapping[str, onnx.TensorProto], folder: Path) -> Array:
-    """Returns the output of a DequantizeLinear of an initializer; external data are read from `folder`."""
-    values, scale, *rest = (read_array(initializers[name], folder) for name in node.input if name)
-    axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 1)
-    shape = [-1 if scale.ndim == 1 and index == axis % values.ndim else 1 for index in range(values.ndim)]
-    shift = rest[0].astype(np.float32) if rest else np.zeros_like(scale)
-    return np.asarray((values.astype(np.float32) - shift.reshape(shape)) * scale.reshape(shape)).astype(scale.dtype)
-
-
 def known_bounds(graph: Graph, node: Node) -> tuple[float | None, float | None]:
     """Returns the lower and upper bound of an operator's output, None if there is none."""
     if node.op_type in {"Sigmoid", "Softmax", "HardSigmoid"}:
@@ -381,11 +356,15 @@ def _fold_dequantized_weights(graph: onnx.GraphProto, folder: Path) -> None:
     initializers = {tensor.name: tensor for tensor in graph.initializer}
     kept: list[onnx.NodeProto] = []
     for node in graph.node:
-        if node.op_type == "DequantizeLinear" and all(name in initializers for name in node.input):
-            values = dequantize_constant(node, initializers, folder)
-            graph.initializer.append(numpy_helper.from_array(values, node.output[0]))
-        else:
+        if node.op_type != "DequantizeLinear" or not initializers.keys() >= set(node.input):
             kept.append(node)
+            continue
+        values, scale, *rest = (read_array(initializers[name], folder) for name in node.input)
+        axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 1)
+        shape = [-1 if scale.ndim == 1 and index == axis % values.ndim else 1 for index in range(values.ndim)]
+        shift = rest[0].astype(np.float32) if rest else np.zeros_like(scale)
+        weight = np.asarray((values.astype(np.float32) - shift.reshape(shape)) * scale.reshape(shape))
+        graph.initializer.append(numpy_helper.from_array(weight.astype(scale.dtype), node.output[0]))
     refill(graph.node, kept)
 
 
@@ -406,10 +385,3 @@ def _separate_biases(graph: onnx.GraphProto) -> None:
         copy.CopyFrom(stored[bias])
         copy.name = node.input[2] = _free_name(bias, names)
         names.add(copy.name)
-
-
-def _spell_defaults(graph: onnx.GraphProto) -> None:
-    """Writes the default `onesided` = 1 to each STFT: without it onnx 1.23 infers the shape of a two-sided one."""
-    for node in graph.node:
-        if node.op_type == "STFT" and all(attribute.name != "onesided" for attribute in node.attribute):
-            node.attribute.append(onnx.helper.make_attribute("onesided", 1))

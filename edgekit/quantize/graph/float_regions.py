@@ -26,18 +26,14 @@ def find_before_activation(graph: Graph, name: str) -> tuple[str, ...]:
     waiting = [name]
     while waiting:
         maker = graph.producers.get(waiting.pop())
-        for before in _read_activation(graph, maker) if maker is not None else ():
+        if maker is None:
+            continue
+        inner = maker.input[:1] if maker.op_type in _ACTIVATIONS else ()
+        for before in _find_silu_inputs(graph, maker) if maker.op_type in {"Mul", "Div"} else inner:
             if before in graph.producers and before not in found:
                 found[before] = None
                 waiting.append(before)
     return tuple(found)
-
-
-def _read_activation(graph: Graph, node: Node) -> Iterator[str]:
-    if node.op_type in _ACTIVATIONS:
-        yield node.input[0]
-    elif node.op_type in {"Mul", "Div"}:
-        yield from _find_silu_inputs(graph, node)
 
 
 def _find_silu_inputs(graph: Graph, node: Node) -> list[str]:
@@ -108,17 +104,17 @@ def find_infinite_tensors(graph: Graph) -> frozenset[str]:
     """
     found: set[str] = set()
     for node in graph.nodes:
-        made = node.op_type in _CONSTANT_BESIDE and _puts_infinity(graph, node)
-        if made or (node.op_type in _PASSING and not found.isdisjoint(node.input)):
+        is_infinite = node.op_type in _PASSING and not found.isdisjoint(node.input)
+        if not is_infinite and node.op_type in _CONSTANT_BESIDE:
+            tensors = [graph.constants[name] for name in node.input if graph.is_float_constant(name)]
+            tensors += [attribute.t for attribute in node.proto.attribute if attribute.name == "value"]
+            values = [read_array(tensor, graph.folder) for tensor in tensors]
+            is_infinite = any(
+                value.dtype.kind == "f" and np.isinf(value).any() and not np.isnan(value).any() for value in values
+            )
+        if is_infinite:
             found.update(name for name in node.output if graph.is_float(name))
     return frozenset(found)
-
-
-def _puts_infinity(graph: Graph, node: Node) -> bool:
-    tensors = [graph.constants[name] for name in node.input if graph.is_float_constant(name)]
-    tensors += [attribute.t for attribute in node.proto.attribute if attribute.name == "value"]
-    values = [read_array(tensor, graph.folder) for tensor in tensors]
-    return any(value.dtype.kind == "f" and np.isinf(value).any() and not np.isnan(value).any() for value in values)
 
 
 def find_float_regions(graph: Graph) -> dict[str, str]:
@@ -134,7 +130,8 @@ def find_float_regions(graph: Graph) -> dict[str, str]:
     """
     reasons: dict[str, str] = {}
     for node in graph.nodes:
-        if any(_is_infinite(graph, name) for name in node.input):
+        constants = (graph.weight(name) for name in node.input if graph.is_float_constant(name))
+        if not all(np.isfinite(value).all() for value in constants):
             reasons.setdefault(node.name, "a constant of it is not finite")
         if node.output and graph.is_float(node.output[0]):
             for member, kind in _amplifying(graph, node):
@@ -151,10 +148,14 @@ def _amplifying(graph: Graph, node: Node) -> Iterator[tuple[Node, str]]:
     # The slopes 1/x and 1/(2 sqrt x) are unbounded near 0, and the power of a spectrum spans many decades: most of its
     # values lie far below the step of any integer grid. tools/bench/collapse trains such networks. Roots in
     # normalisations, of which a network has many, are skipped without a walk back to the inputs.
-    if node.op_type != "Log" and not _is_root(graph, node):
+    is_root = 0 < _exponent(graph, node) < 1 if node.op_type != "Sqrt" else not _normalisation(graph, node)
+    if node.op_type != "Log" and not is_root:
         return
     before = _ancestors(graph, node)
-    is_spectrum = _is_spectrum(graph, before)
+    # The power of a spectrum: only linear operators with a square or a transform.
+    is_spectrum = all(each.op_type in _LINEAR | _SPECTRAL for each in before) and any(
+        each.op_type in _SPECTRAL or _exponent(graph, each) == 2 or _is_own_square(each) for each in before
+    )
     if node.op_type == "Log":
         is_front = is_spectrum or _count_layers(before) <= _count_layers(_descendants(graph, node))
         for member in (node, *(before if is_front else _ancestors(graph, node, stop=_LAYERS))):
@@ -187,17 +188,6 @@ def _find_lists(graph: Graph) -> Iterator[tuple[Node, list[Node]]]:
     for node in ranking:
         if node.name not in leading:
             yield node, _descendants(graph, node)
-
-
-def _is_root(graph: Graph, node: Node) -> bool:
-    return 0 < _exponent(graph, node) < 1 if node.op_type != "Sqrt" else not _normalisation(graph, node)
-
-
-def _is_spectrum(graph: Graph, nodes: list[Node]) -> bool:
-    """Returns True if nodes compute the power of a spectrum: only linear operators with a square or a transform."""
-    return all(node.op_type in _LINEAR | _SPECTRAL for node in nodes) and any(
-        node.op_type in _SPECTRAL or _exponent(graph, node) == 2 or _is_own_square(node) for node in nodes
-    )
 
 
 def _is_own_square(node: Node) -> bool:
@@ -290,8 +280,3 @@ def _walk(start: Node, step: Callable[[Node], Iterator[Node]], stop: frozenset[s
 
 def _count_layers(nodes: list[Node]) -> int:
     return sum(node.op_type in _LAYERS for node in nodes)
-
-
-def _is_infinite(graph: Graph, name: str) -> bool:
-    value = graph.constant(name) if graph.is_float_constant(name) else None
-    return value is not None and not bool(np.isfinite(value).all())

@@ -146,7 +146,9 @@ def read_layer(graph: Graph, node: Node) -> Layer | None:
         return None
     numbers = node.attributes
     bias = node.input[2] if node.op_type != "MatMul" and node.has_input(2) else None
-    if bias is not None and not _own_vector(graph, bias):
+    vector = graph.constants.get(bias or "")
+    # A bias is a constant with one axis that no other node reads.
+    if bias is not None and (vector is None or len(vector.dims) != 1 or len(graph.readers(bias)) != 1):
         return None
     groups, transposed = int(numbers.get("group", 1)), node.op_type != "Conv" and not numbers.get("transB", 0)
     plain = all(numbers.get(name, 1) == 1 for name in ("alpha", "beta")) and not numbers.get("transA", 0)
@@ -160,11 +162,6 @@ def read_layer(graph: Graph, node: Node) -> Layer | None:
         node=node.name, op=node.op_type, source=node.input[0], weight=node.input[1], bias=bias, groups=groups,
         outputs=outputs // groups, inputs=math.prod(weight.dims) // outputs, transposed=transposed,
     )  # fmt: skip
-
-
-def _own_vector(graph: Graph, name: str) -> bool:
-    tensor = graph.constants.get(name)
-    return tensor is not None and len(tensor.dims) == 1 and len(graph.readers(name)) == 1
 
 
 def _locate_conv_patches(graph: Graph, layer: Layer, spatial: tuple[int, ...], count: int) -> PatchIndices:

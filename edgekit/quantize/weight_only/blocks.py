@@ -15,14 +15,15 @@ import onnx
 from onnx import helper, numpy_helper
 
 from edgekit.data.samples import Samples
+from edgekit.errors import ModelError
 from edgekit.graph.contrib import ORT_DOMAIN
-from edgekit.model.model import Model, drop_unread, refill
+from edgekit.model.model import MOST_INLINE_BYTES, Model, drop_unread, refill
 from edgekit.model.tensors import Array
 from edgekit.prepare.basic import import_contrib
 from edgekit.quantize.calibration.calibrate import calibrate_model
 from edgekit.quantize.calibration.moments import InputMoments, open_moments
 from edgekit.quantize.gptq import add_spread, join_pieces, round_comq, shrink_moment, split_pieces
-from edgekit.quantize.graph.float_graph import read_float_graph, refuse_huge
+from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.ranges import PLAIN_METHODS
 
@@ -85,7 +86,8 @@ def pack_weights(
             is_table = tensor.name in tables
             reader = heads.get(tensor.name) if is_table else node.name
             blocks = None if learned is None or reader is None else learned(reader, is_table)
-            blocks = blocks or _round_each(tensor, form, turned=turned)
+            weight = numpy_helper.to_array(tensor)
+            blocks = blocks or quantize_blocks(weight.T if turned else weight, form.bits, form.block, lpbq=form.lpbq)
             packed[tensor.name, turned] = _add_packed(graph, tensor.name, blocks, form.bits, turned=turned)
         (_gather if gathers else _replace)(node, packed[tensor.name, turned], shape, form)
         changed.append(node.name)
@@ -226,11 +228,6 @@ def _shape(tensor: onnx.TensorProto, *, turned: bool) -> tuple[int, int]:
     return (second, first) if turned else (first, second)
 
 
-def _round_each(tensor: onnx.TensorProto, form: BlockForm, *, turned: bool) -> Blocks:
-    weight = numpy_helper.to_array(tensor)
-    return quantize_blocks(weight.T if turned else weight, form.bits, form.block, lpbq=form.lpbq)
-
-
 def _add_packed(graph: onnx.GraphProto, weight: str, blocks: Blocks, bits: int, *, turned: bool) -> tuple[str, str]:
     values, scales = blocks
     packed = values[..., ::2] | (values[..., 1::2] << 4) if bits == 4 else values
@@ -302,8 +299,14 @@ def learn_blocks(
     Raises:
         EdgekitError: the model cannot be calibrated with the samples.
     """
-    hint = "leave --data out: weights are rounded to the nearest"
-    refuse_huge(model.path.name, model.size_bytes, "weights are rounded by samples", hint)
+    # The float weights are copied several times.
+    if model.size_bytes > MOST_INLINE_BYTES:
+        size, most = (f"{count / 1e9:.1f} GB" for count in (model.size_bytes, MOST_INLINE_BYTES))
+        raise ModelError(
+            f"'{model.path.name}' has {size}; weights are rounded by samples up to {most}, for it takes several times"
+            " as much",
+            hint="leave --data out: weights are rounded to the nearest",
+        )
     graph = read_float_graph(model)
     layers = {layer.node: layer for layer in read_layers(graph) if layer.op in {"Gemm", "MatMul"}}
     calibrate_model(model, samples, work=work, methods=PLAIN_METHODS)

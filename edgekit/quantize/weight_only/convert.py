@@ -3,7 +3,7 @@
 Blocks that look wrong are reported: those of zeros only, and clipped ones.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +17,6 @@ from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.data.samples import Samples
 from edgekit.errors import ModelError, UsageError, suggest_name
 from edgekit.model.model import Model, find_quantized_form, read_proto, save_proto
-from edgekit.model.tensors import Array
 from edgekit.prepare.basic import name_nodes
 from edgekit.quantize._ort_quantizer import quantize_dynamically
 from edgekit.quantize.weight_only._ort_float16 import convert_floats
@@ -46,17 +45,13 @@ def lint_blocks(graph: onnx.GraphProto) -> Iterator[str]:
             continue
         packed, scales = (numpy_helper.to_array(stored[name]) for name in names)
         flat = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), scales.size // len(packed), -1)
-        yield from _lint(node.name, flat, scales.reshape(flat.shape[:2]), "column" if place else "row")
-
-
-def _lint(name: str, flat: Array, scales: Array, line: str) -> Iterator[str]:
-    empty = (flat == 8).all(axis=2) | (scales == 0)
-    clipped = ~empty & (((flat == 0) | (flat == 15)).mean(axis=2) > _CLIPPED_SHARE)
-    for what, found in (("hold zeros alone", empty), ("are clipped", clipped)):
-        if found.any():
-            column, block = np.argwhere(found)[0]
-            first = f"the first is block {block} of {line} {column}"
-            yield f"node '{name}': {np.count_nonzero(found)} of {found.size} blocks {what}; {first}"
+        empty = (flat == 8).all(axis=2) | (scales.reshape(flat.shape[:2]) == 0)
+        clipped = ~empty & (((flat == 0) | (flat == 15)).mean(axis=2) > _CLIPPED_SHARE)
+        for what, found in (("hold zeros alone", empty), ("are clipped", clipped)):
+            if found.any():
+                line, block = np.argwhere(found)[0]
+                first = f"the first is block {block} of {'column' if place else 'row'} {line}"
+                yield f"node '{node.name}': {np.count_nonzero(found)} of {found.size} blocks {what}; {first}"
 
 
 MAX_HALF = 65504.0
@@ -85,16 +80,13 @@ def convert_to_fp16(model: Model, kept: Sequence[str], out: Path) -> Fp16Model:
     written = save_proto(converted, out)
     # A session without optimizers is quick to make, and shows whether ONNX Runtime loads the graph.
     CpuSession(written.path, SessionSettings(level=Level.DISABLED))
-    return Fp16Model(model=written, clamped=_clamped(proto, converted))
-
-
-def _clamped(before: onnx.ModelProto, after: onnx.ModelProto) -> tuple[str, ...]:
-    halves = {tensor.name for tensor in after.graph.initializer if tensor.data_type == onnx.TensorProto.FLOAT16}
-    return tuple(
+    halves = {tensor.name for tensor in converted.graph.initializer if tensor.data_type == onnx.TensorProto.FLOAT16}
+    clamped = (
         tensor.name
-        for tensor in before.graph.initializer
+        for tensor in proto.graph.initializer
         if tensor.name in halves and (np.abs(numpy_helper.to_array(tensor)) > MAX_HALF).any()
     )
+    return Fp16Model(model=written, clamped=tuple(clamped))
 
 
 WeightForm = Literal["fp16", "dynamic-int8", "int8", "int4"]
@@ -170,7 +162,24 @@ def compress_weights(
         raise UsageError(f"{options.rounding} rounds 4-bit weights by samples", hint="--weights int4 --data DATA")
     if options.lpbq and options.form != "int4":
         raise UsageError("LPBQ is a form of 4-bit weights", hint="--weights int4")
-    written, changed = _WRITERS[options.form](model, proto, options, out, samples)
+    if options.form == "fp16":
+        written = convert_to_fp16(model, options.kept, out).model
+        changed = tuple(node.name for node in proto.graph.node if node.name not in options.kept)
+    elif options.form == "dynamic-int8":
+        written = save_proto(quantize_dynamically(proto, options.kept, model.path.name), out)
+        left = {node.name for node in read_proto(written, weights=False).graph.node}
+        changed = tuple(node.name for node in proto.graph.node if node.name not in left)
+    else:
+        bits = int(options.form.removeprefix("int"))
+        block = BlockForm(bits=bits, block=options.block, accuracy_level=options.accuracy_level, lpbq=options.lpbq)
+        if options.rounding == "nearest" or samples is None:
+            changed = pack_weights(proto, block, options.kept)
+        else:
+            with work_folder() as work, learn_blocks(model, samples, work, block) as learned:
+                changed = pack_weights(proto, block, options.kept, learned)
+        written = save_proto(proto, out)
+    if options.form != "fp16":  # which was loaded already
+        CpuSession(written.path, SessionSettings(level=Level.DISABLED, libraries=model.custom_ops))
     if not changed:
         raise ModelError(f"'{model.name}' has no weights that {options.form} takes", hint="try another form of weights")
     return WeightOnlyModel(
@@ -182,49 +191,3 @@ def compress_weights(
         size_after=written.size_bytes,
         notes=tuple(lint_blocks(read_proto(written).graph)) if options.form == "int4" else (),
     )
-
-
-_Written = tuple[Model, tuple[str, ...]]
-
-
-def _convert_to_fp16(
-    model: Model, proto: onnx.ModelProto, options: WeightOnlyOptions, out: Path, _: Samples | None
-) -> _Written:
-    written = convert_to_fp16(model, options.kept, out).model
-    return written, tuple(node.name for node in proto.graph.node if node.name not in options.kept)
-
-
-def _quantize_dynamically(
-    model: Model, proto: onnx.ModelProto, options: WeightOnlyOptions, out: Path, _: Samples | None
-) -> _Written:
-    before = {node.name for node in proto.graph.node}
-    written = save_proto(quantize_dynamically(proto, options.kept, model.path.name), out)
-    left = {node.name for node in read_proto(written, weights=False).graph.node}
-    changed = tuple(node.name for node in proto.graph.node if node.name in before - left)
-    return _loaded(written, model), changed
-
-
-def _pack(
-    model: Model, proto: onnx.ModelProto, options: WeightOnlyOptions, out: Path, samples: Samples | None
-) -> _Written:
-    bits = int(options.form.removeprefix("int"))
-    form = BlockForm(bits=bits, block=options.block, accuracy_level=options.accuracy_level, lpbq=options.lpbq)
-    if options.rounding == "nearest" or samples is None:
-        changed = pack_weights(proto, form, options.kept)
-    else:
-        with work_folder() as work, learn_blocks(model, samples, work, form) as learned:
-            changed = pack_weights(proto, form, options.kept, learned)
-    return _loaded(save_proto(proto, out), model), changed
-
-
-def _loaded(written: Model, model: Model) -> Model:
-    CpuSession(written.path, SessionSettings(level=Level.DISABLED, libraries=model.custom_ops))
-    return written
-
-
-_WRITERS: dict[WeightForm, Callable[[Model, onnx.ModelProto, WeightOnlyOptions, Path, Samples | None], _Written]] = {
-    "fp16": _convert_to_fp16,
-    "dynamic-int8": _quantize_dynamically,
-    "int8": _pack,
-    "int4": _pack,
-}
