@@ -93,22 +93,18 @@ def _check_functions(functions: Sequence[onnx.FunctionProto]) -> Iterator[str]:
     named = {(function.domain, function.name, function.overload): function for function in functions}
     if len(named) < len(functions):
         yield "two local functions of one name"
-    calls = {
-        key: {(node.domain, node.op_type, node.overload) for node in _all_nodes(function.node)} & named.keys()
-        for key, function in named.items()
-    }
+    calls: dict[tuple[str, str, str], set[tuple[str, str, str]]] = {}
+    for key, function in named.items():
+        called, waiting = set[tuple[str, str, str]](), list(function.node)
+        while waiting:
+            node = waiting.pop()
+            called.add((node.domain, node.op_type, node.overload))
+            waiting.extend(inner for body in list_bodies(node) for inner in body.node)
+        calls[key] = called & named.keys()
     try:
         TopologicalSorter(calls).prepare()
     except CycleError as error:
         yield f"local function '{error.args[1][0][1]}' calls itself"
-
-
-def _all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        yield node
-        waiting.extend(inner for body in list_bodies(node) for inner in body.node)
 
 
 def _check_graph(graph: onnx.GraphProto, opsets: Mapping[str, int], outer: ChainMap[str, None]) -> Iterator[str]:
@@ -205,22 +201,18 @@ def _check_tensor(tensor: onnx.TensorProto) -> Iterator[str]:
     if tensor.data_type not in _TYPES:
         yield f"tensor '{tensor.name}' has the type {tensor.data_type}, which is none"
     if tensor.data_location == onnx.TensorProto.EXTERNAL:
-        yield from _check_place(tensor)
+        # The entries must say which part of which file holds the data.
+        where = read_words(tensor)
+        odd = next((key for key in where if key not in _PLACES and not key.startswith(_PREPACKED)), None)
+        if odd is not None:
+            yield f"tensor '{tensor.name}' lies in another file with the unknown word '{odd[:80]}'"
+        if not where.get("location"):
+            yield f"tensor '{tensor.name}' lies in another file, which has no name"
+        numbers = [where[key] for key in ("offset", "length") if key in where]
+        if not all(number.isascii() and number.isdigit() and len(number) < 19 for number in numbers):
+            yield f"tensor '{tensor.name}' lies in another file, in no part of it"
     if any(dim < 0 for dim in tensor.dims) or math.prod(tensor.dims) > _MOST_ELEMENTS:
         yield f"tensor '{tensor.name}' has the shape {list(tensor.dims)[:8]}"
-
-
-def _check_place(tensor: onnx.TensorProto) -> Iterator[str]:
-    """Yields a flaw if the entries do not say which part of which file holds the data."""
-    where = read_words(tensor)
-    odd = next((key for key in where if key not in _PLACES and not key.startswith(_PREPACKED)), None)
-    if odd is not None:
-        yield f"tensor '{tensor.name}' lies in another file with the unknown word '{odd[:80]}'"
-    if not where.get("location"):
-        yield f"tensor '{tensor.name}' lies in another file, which has no name"
-    numbers = [where[key] for key in ("offset", "length") if key in where]
-    if not all(number.isascii() and number.isdigit() and len(number) < 19 for number in numbers):
-        yield f"tensor '{tensor.name}' lies in another file, in no part of it"
 
 
 def _check_value(value: onnx.ValueInfoProto) -> Iterator[str]:

@@ -78,9 +78,14 @@ def resolve_state(given: State | None, inputs: Sequence[TensorSpec], outputs: Se
 def find_fault(state: State, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> tuple[str, str] | None:
     """Returns what is wrong with the state of a model with these inputs and outputs, and a hint, or None."""
     takes, gives = {spec.name: spec for spec in inputs}, {spec.name: spec for spec in outputs}
-    unfit = next(filter(None, (_find_unfit(*feed, takes, gives) for feed in state.feeds.items())), None)
-    if unfit is not None:
-        return unfit
+    for name, output in state.feeds.items():
+        if name not in takes:
+            return f"feeds '{name[:99]}', which is no input of the model", suggest_name(name, takes)
+        if output not in gives:
+            return f"feeds '{name}' from '{output[:99]}', which is no output", suggest_name(output, gives)
+        if not fits(takes[name], gives[output]):
+            what = f"feeds [{takes[name]}] from [{gives[output]}], which does not fit"
+            return what, "types and ranks must be the same, and all sizes but one"
     again = next((output for output, count in Counter(state.feeds.values()).items() if count > 1), None)
     if again is not None:
         return f"feeds several inputs from '{again}'", "name one output for each input"
@@ -89,19 +94,6 @@ def find_fault(state: State, inputs: Sequence[TensorSpec], outputs: Sequence[Ten
         return "asks for steps, and no output of the model feeds an input", f"feeds = {{INPUT = OUTPUT}}, of {names}"
     if state.steps > 1 and len(state.feeds) == len(inputs):
         return "feeds every input", "leave out the one that brings something new"
-    return None
-
-
-def _find_unfit(
-    name: str, output: str, takes: Mapping[str, TensorSpec], gives: Mapping[str, TensorSpec]
-) -> tuple[str, str] | None:
-    if name not in takes:
-        return f"feeds '{name[:99]}', which is no input of the model", suggest_name(name, takes)
-    if output not in gives:
-        return f"feeds '{name}' from '{output[:99]}', which is no output", suggest_name(output, gives)
-    if not fits(takes[name], gives[output]):
-        what = f"feeds [{takes[name]}] from [{gives[output]}], which does not fit"
-        return what, "types and ranks must be the same, and all sizes but one"
     return None
 
 
@@ -157,13 +149,10 @@ def run_steps(
         yield given, outputs
         if len(outputs) < len(given):
             return
-        states = [_next_state(feeds, specs, *pair) for pair in zip(given, outputs, strict=True)]
-
-
-def _next_state(
-    feeds: Mapping[str, str], specs: Mapping[str, TensorSpec], given: Tensors, outputs: Tensors
-) -> dict[str, Array]:
-    return {name: feed_back(specs[name], given[name], outputs[output]) for name, output in feeds.items()}
+        states = [
+            {name: feed_back(specs[name], held[name], made[output]) for name, output in feeds.items()}
+            for held, made in zip(given, outputs, strict=True)
+        ]
 
 
 def _words(name: str) -> list[str]:

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from edgekit.graph.graph import Graph, Node, view_part
+from edgekit.graph.graph import view_part
 from edgekit.model.model import list_names, refill
 from edgekit.model.tensors import Array
 from edgekit.target import Target
@@ -35,26 +35,27 @@ def find_float_weights(graph: onnx.GraphProto) -> tuple[str, ...]:
     These are layers with a constant float weight that read a DQ with one scale and whose only reader is a Q, directly
     or behind Relu and Clip (core/optimizer/qdq_transformer/weight_bias_quantization.cc).
     """
-    view = view_part(graph)
-
-    def feeds_quantizer(node: Node) -> bool:
-        while len(node.output) == 1 and node.output[0] not in view.outputs:
-            following = view.consumers.get(node.output[0], ())
-            if len(following) != 1:
-                return False
-            node = following[0]
-            if node.op_type not in _PASSED:
-                return node.op_type == "QuantizeLinear"
-        return False
-
-    return tuple(
-        node.proto.name
-        for node in view.nodes
-        if node.op_type in _WEIGHTED
-        and view.is_float_constant(node.input[1])
-        and _has_one_scale(view.producers.get(node.input[0]), view)
-        and feeds_quantizer(node)
-    )
+    view, found = view_part(graph), list[str]()
+    for node in view.nodes:
+        source = view.producers.get(node.input[0])
+        if node.op_type not in _WEIGHTED or source is None or source.op_type != "DequantizeLinear":
+            continue
+        if not view.is_float_constant(node.input[1]):
+            continue
+        scale = view.constants.get(source.input[1])
+        # A computed scale may be one number. It is assumed to be, since quantizing silently is worse than a key too
+        # many.
+        if scale is not None and list(scale.dims) not in ([], [1]):
+            continue
+        last = node
+        while last is node or last.op_type in _PASSED:
+            readers = view.consumers.get(last.output[0], ()) if len(last.output) == 1 else ()
+            if len(readers) != 1 or last.output[0] in view.outputs:
+                break
+            last = readers[0]
+        if last.op_type == "QuantizeLinear":
+            found.append(node.proto.name)
+    return tuple(found)
 
 
 def find_cubics(graph: onnx.GraphProto) -> tuple[str, ...]:
@@ -96,15 +97,6 @@ def disable_harmful(target: Target, graph: onnx.GraphProto) -> tuple[Target, tup
         for name, nodes in found.items()
     )
     return msgspec.structs.replace(target, session=session), tuple(told)
-
-
-def _has_one_scale(node: Node | None, graph: Graph) -> bool:
-    if node is None or node.op_type != "DequantizeLinear":
-        return False
-    scale = graph.constants.get(node.input[1])
-    # A computed scale may be one number. It is assumed to be, since quantizing silently is worse than a key too
-    # many.
-    return scale is None or list(scale.dims) in ([], [1])
 
 
 _FLOAT = onnx.TensorProto.FLOAT

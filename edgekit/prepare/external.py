@@ -23,15 +23,28 @@ def write_inline(proto: onnx.ModelProto, folder: Path, path: Path) -> None:
     """
     graph = proto.graph
     head, tail = _split(graph, _INITIALIZER)
-    tensors = [_open_tensor(tensor) for tensor in graph.initializer]
-    sizes = [len(before) + size + len(after) for before, _, size, after in tensors]
-    frames = [_frame(_INITIALIZER, size) for size in sizes]
-    length = len(head) + len(tail) + sum(sizes) + sum(map(len, frames))
+    # The bytes before the data of each tensor, their place, and the bytes after them.
+    tensors: list[tuple[bytes, DataPlace | None, bytes]] = []
+    length = len(head) + len(tail)
+    for tensor in graph.initializer:
+        place = read_place(tensor)
+        before, after = b"", tensor.SerializeToString(deterministic=True)
+        if place is not None:
+            bare = onnx.TensorProto()
+            # ONNX Runtime writes an empty `doc_string` with weights that lie outside alone.
+            copy_fields(
+                tensor, bare, {"external_data", "data_location", *(() if tensor.doc_string else ("doc_string",))}
+            )
+            before, after = _split(bare, _RAW_DATA)
+            before += _frame(_RAW_DATA, place.length)
+        size = len(before) + len(after) + (place.length if place is not None else 0)
+        tensors.append((_frame(_INITIALIZER, size) + before, place, after))
+        length += len(tensors[-1][0]) + size - len(before)
     first, last = _split(proto, _GRAPH)
     with path.open("wb") as out:
         out.write(first + _frame(_GRAPH, length) + head)
-        for frame, (before, place, _, after) in zip(frames, tensors, strict=True):
-            out.write(frame + before)
+        for before, place, after in tensors:
+            out.write(before)
             if place is not None:
                 left = place.length
                 with (folder / place.file).open("rb") as file:
@@ -43,22 +56,6 @@ def write_inline(proto: onnx.ModelProto, folder: Path, path: Path) -> None:
                     raise OSError(f"'{folder / place.file}' ends within a weight")
             out.write(after)
         out.write(tail + last)
-
-
-def _open_tensor(tensor: onnx.TensorProto) -> tuple[bytes, DataPlace | None, int, bytes]:
-    """Returns the bytes before the data, the place and size of the data, and the bytes after them."""
-    place = read_place(tensor)
-    if place is None:
-        return tensor.SerializeToString(deterministic=True), None, 0, b""
-    bare = onnx.TensorProto()
-    bare.CopyFrom(tensor)
-    bare.ClearField("external_data")
-    bare.ClearField("data_location")
-    # ONNX Runtime writes an empty one with weights that lie outside alone.
-    if not bare.doc_string:
-        bare.ClearField("doc_string")
-    before, after = _split(bare, _RAW_DATA)
-    return before + _frame(_RAW_DATA, place.length), place, place.length, after
 
 
 def _split(message: Message, field: int) -> tuple[bytes, bytes]:

@@ -177,7 +177,17 @@ def fix_dims(graph: onnx.GraphProto, dims: Mapping[str, int], *, may_stay_open: 
         if not 0 <= size <= _MAX_DIM:
             raise UsageError(f"'{key}={size}' is no size of a dimension", hint="a whole number from 0 to 2147483648")
     for value in _real_inputs(graph):
-        _give_rank(value, dims, may_stay_open=may_stay_open)
+        tensor = value.type.tensor_type
+        if not value.type.HasField("tensor_type") or tensor.HasField("shape"):
+            continue
+        rank = next(axis for axis in range(len(dims) + 1) if f"{value.name}:{axis}" not in dims)
+        if not rank and not may_stay_open:
+            raise UsageError(
+                f"input '{value.name}' has no rank, so its whole shape is needed",
+                hint=f"add --dim {value.name}:0=INT --dim {value.name}:1=INT and so on, one for each axis",
+            )
+        for _ in range(rank):
+            tensor.shape.dim.add()
     sizes = _resolve_keys(graph, dims)
     sizes |= _derive_formulas(graph, sizes)
     if not may_stay_open:
@@ -197,22 +207,6 @@ def _real_inputs(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
 
 def _is_known(dim: onnx.TensorShapeProto.Dimension) -> bool:
     return dim.HasField("dim_value") and dim.dim_value >= 0
-
-
-def _give_rank(value: onnx.ValueInfoProto, dims: Mapping[str, int], *, may_stay_open: bool) -> None:
-    tensor = value.type.tensor_type
-    if not value.type.HasField("tensor_type") or tensor.HasField("shape"):
-        return
-    rank = next(axis for axis in range(len(dims) + 1) if f"{value.name}:{axis}" not in dims)
-    if rank == 0 and may_stay_open:
-        return
-    if rank == 0:
-        raise UsageError(
-            f"input '{value.name}' has no rank, so its whole shape is needed",
-            hint=f"add --dim {value.name}:0=INT --dim {value.name}:1=INT and so on, one for each axis",
-        )
-    for _ in range(rank):
-        tensor.shape.dim.add()
 
 
 def _resolve_keys(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str, int]:

@@ -109,17 +109,13 @@ def repair_saved(root: Record) -> None:
     # A minimal build looks kernels up by these entries: without an entry, an operator is "not found" although it is
     # linked in.
     for op in sorted(produced - present):
-        arguments: list[Record] = [
-            {"kernel_type_str": name.encode(), "args": [_describe_argument(*place) for place in places]}
-            for name, places in _TYPES[op].items()
-        ]
+        arguments: list[Record] = []
+        for name, places in _TYPES[op].items():
+            # The positions of its arguments; a field with its default value is absent, as ONNX Runtime writes it.
+            fields = [{"arg_type": bytes([kind]), "index": index.to_bytes(4, "little")} for kind, index in places]
+            given: list[Record] = [{key: value for key, value in each.items() if any(value)} for each in fields]
+            arguments.append({"kernel_type_str": name.encode(), "args": given})
         known.append({"op_id": op.encode(), "kernel_type_str_args": arguments})
-
-
-def _describe_argument(kind: int, index: int) -> Record:
-    """Returns an argument's position; a field with its default value is absent, as ONNX Runtime writes it."""
-    fields: Record = {"arg_type": bytes([_OUTPUT])} if kind == _OUTPUT else {}
-    return fields | ({"index": index.to_bytes(4, "little")} if index else {})
 
 
 _DOMAIN, _OP = "com.microsoft.nchwc", "ReorderOutput"

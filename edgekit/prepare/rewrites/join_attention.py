@@ -120,24 +120,18 @@ def _match_attention(graph: Graph, node: Node) -> _Attention | None:
     added = _only(graph, softmax.input[0], "Add")
     pairs = ((softmax.input[0], ""),) if added is None else (added.input, added.input[::-1])
     for scores, mask in pairs:
-        product = _product_of(graph, scores)
-        if product is not None:
-            scale, query, turned = product
-            return _Attention(query=query, turned=turned, value=mixed.input[1], mask=mask, scale=scale, instead=instead)
+        scale, names = factors(graph, scores)
+        product = _only(graph, names[0], "MatMul") if len(names) == 1 else None
+        if product is None:
+            continue
+        # The scale may be applied to the product, to the query, to the keys, or split among them.
+        (by_query, query), (by_key, turned) = (factors(graph, name) for name in product.input)
+        if len(query) == len(turned) == 1:
+            return _Attention(
+                query=query[0], turned=turned[0], value=mixed.input[1], mask=mask, scale=scale * by_query * by_key,
+                instead=instead,
+            )  # fmt: skip
     return None
-
-
-def _product_of(graph: Graph, scores: str) -> tuple[float, str, str] | None:
-    """Returns scale, query and transposed keys if a value is scale * query @ turned, else None.
-
-    The scale may be applied to the product, to the query, to the keys, or split among them.
-    """
-    scale, names = factors(graph, scores)
-    product = _only(graph, names[0], "MatMul") if len(names) == 1 else None
-    if product is None:
-        return None
-    (by_query, query), (by_key, turned) = (factors(graph, name) for name in product.input)
-    return (scale * by_query * by_key, query[0], turned[0]) if len(query) == len(turned) == 1 else None
 
 
 def _read_sizes(graph: Graph, found: _Attention) -> _Sizes | None:

@@ -45,23 +45,17 @@ def _find_silu_inputs(graph: Graph, node: Node) -> list[str]:
         return [inputs[0], *before] if before else []
     if node.op_type == "Mul" and len(inputs) == 2:
         for value, sigmoid in (inputs, inputs[::-1]):
-            between = _trace_sigmoid(graph, sigmoid, value)
-            if between:
+            # From the sigmoid back to the value that it is computed from, and from nothing else.
+            between, name = list[str](), sigmoid
+            while name != value and (maker := graph.producers.get(name)) and maker.op_type in _SIGMOID_OPS:
+                between.append(name)
+                sources = _list_variables(graph, maker)
+                if len(sources) != 1:
+                    break
+                name = sources[0]
+            if name == value and between:
                 return [*between, value]
     return []
-
-
-def _trace_sigmoid(graph: Graph, sigmoid: str, value: str) -> list[str]:
-    """Returns the tensors from a sigmoid back to the value that it is computed from; none if it has other inputs."""
-    found: list[str] = []
-    while sigmoid != value:
-        maker = graph.producers.get(sigmoid)
-        inputs = [] if maker is None or maker.op_type not in _SIGMOID_OPS else _list_variables(graph, maker)
-        if len(inputs) != 1:
-            return []
-        found.append(sigmoid)
-        sigmoid = inputs[0]
-    return found
 
 
 def _list_variables(graph: Graph, node: Node) -> list[str]:

@@ -40,24 +40,15 @@ def convert_floats(proto: onnx.ModelProto, kept: Sequence[str], subject: str) ->
         ) from error
     finally:
         _LOGGER.disabled = False
-    _drop_repeated_casts(converted.graph)
+    # onnxruntime/transformers/float16.py names a cast and its output only after the tensor: if two kept nodes read it,
+    # two nodes have the same output name, and ONNX Runtime does not load the graph. One of them is kept.
+    nodes: dict[tuple[str, ...], onnx.NodeProto] = {}
+    for node in converted.graph.node:
+        nodes.setdefault(tuple(node.output), node)
+    refill(converted.graph.node, nodes.values())
+    refill(converted.graph.node, order_nodes(converted.graph))
     _join_kept(converted.graph)
     return converted
-
-
-def _drop_repeated_casts(graph: onnx.GraphProto) -> None:
-    """Keeps one of the casts with the same name that the converter writes for several kept readers of a tensor."""
-    # onnxruntime/transformers/float16.py names a cast and its output only after the tensor: if two kept nodes read it,
-    # two nodes have the same output name, and ONNX Runtime does not load the graph.
-    seen: set[str] = set()
-    nodes: list[onnx.NodeProto] = []
-    for node in graph.node:
-        if node.op_type == "Cast" and node.output[0] in seen:
-            continue
-        seen.update(node.output)
-        nodes.append(node)
-    refill(graph.node, nodes)
-    refill(graph.node, order_nodes(graph))
 
 
 def _join_kept(graph: onnx.GraphProto) -> None:
