@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper, parser
+from onnx import helper, numpy_helper, parser
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.convert.ort_form import OrtOptions, write_ort
@@ -26,28 +26,10 @@ def all_forms() -> Target:
     return msgspec.structs.replace(target, conversion=conversion)
 
 
-def save_graph(
-    path: Path, nodes: list[onnx.NodeProto], weights: dict[str, Array], shapes: dict[str, list[int]]
-) -> Model:
-    """Writes a graph from `x` to `y`, and returns its model."""
-    graph = helper.make_graph(
-        nodes,
-        "g",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shapes["x"])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, shapes["y"])],
-        [numpy_helper.from_array(value, name) for name, value in weights.items()],
-    )
-    return _save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
-
-
 def save_text(path: Path, graph: str, weights: Mapping[str, Array]) -> Model:
     """Writes a graph in onnx's text form with these weights, and returns its model."""
     proto = parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> g {graph}')
     proto.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in weights.items())
-    return _save(proto, path)
-
-
-def _save(proto: onnx.ModelProto, path: Path) -> Model:
     helper.set_model_props(proto, {"author": "me"})
     path.parent.mkdir(parents=True, exist_ok=True)
     onnx.save(proto, str(path))
@@ -75,25 +57,17 @@ def make_qdq(path: Path, activation: str = "uint8", weight: str = "int8", betwee
     rng = np.random.default_rng(2)
     zero = np.array(128 if activation == "uint8" else 0, activation)
     weights: dict[str, Array] = {"s": np.array(0.05, np.float32), "z": zero, "wz": np.array(0, weight)}
-    nodes = [helper.make_node("QuantizeLinear", ["x", "s", "z"], ["x_q"], name="x_q")]
-    nodes += [helper.make_node("DequantizeLinear", ["x_q", "s", "z"], ["x_dq"], name="x_dq")]
+    nodes = ["[x_q] x_q = QuantizeLinear(x, s, z) [x_dq] x_dq = DequantizeLinear(x_q, s, z)"]
     source = "x_dq"
     for index in (1, 2):
         weights[f"w{index}"] = rng.integers(0 if weight == "uint8" else -60, 60, (3, 3, 1, 1)).astype(weight)
-        nodes += [
-            helper.make_node("DequantizeLinear", [f"w{index}", "s", "wz"], [f"w{index}_dq"], name=f"w{index}_dq"),
-            helper.make_node("Conv", [source, f"w{index}_dq"], [f"c{index}"], name=f"conv{index}"),
-        ]
-        last = f"c{index}"
-        if between:
-            nodes += [helper.make_node(between, [last], [f"r{index}"], name=f"{between}{index}")]
-            last = f"r{index}"
+        nodes += [f"[w{index}_dq] w{index}_dq = DequantizeLinear(w{index}, s, wz)"]
+        nodes += [f"[conv{index}] c{index} = Conv({source}, w{index}_dq)"]
+        nodes += [f"[{between}{index}] r{index} = {between}(c{index})"] if between else []
         source = "y" if index == 2 else f"d{index}"
-        nodes += [
-            helper.make_node("QuantizeLinear", [last, "s", "z"], [f"q{index}"], name=f"q{index}"),
-            helper.make_node("DequantizeLinear", [f"q{index}", "s", "z"], [source], name=f"dq{index}"),
-        ]
-    return save_graph(path, nodes, weights, {"x": [1, 3, 4, 4], "y": [1, 3, 4, 4]})
+        nodes += [f"[q{index}] q{index} = QuantizeLinear({'r' if between else 'c'}{index}, s, z)"]
+        nodes += [f"[dq{index}] {source} = DequantizeLinear(q{index}, s, z)"]
+    return save_text(path, f"(float[1,3,4,4] x) => (float[1,3,4,4] y) {{ {' '.join(nodes)} }}", weights)
 
 
 def run_ort(path: Path, shape: tuple[int, ...], *, saved: bool = True) -> Array:

@@ -6,8 +6,7 @@ import numpy as np
 import onnx
 import pytest
 from arm64_saver import MISSING, convert_on_arm64
-from convert_models import ARM, RUNTIME, make_float, make_qdq, save_graph, write_form
-from onnx import helper
+from convert_models import ARM, RUNTIME, make_float, make_qdq, save_text, write_form
 
 from edgekit.convert.forms import describe_traits
 from edgekit.convert.ort_form import OrtOptions
@@ -28,9 +27,8 @@ def test_both_machines_write_the_same_bytes(tmp_path: Path, make: type, options:
 
 def test_a_constant_that_depends_on_the_cpu_is_told(tmp_path: Path) -> None:
     values = np.random.default_rng(0).uniform(0.1, 3, (64, 64)).astype(np.float32)
-    nodes = [helper.make_node("Log", ["a"], ["c"]), helper.make_node("Mul", ["x", "c"], ["y"])]
-    weights = {"a": values}
-    model = save_graph(tmp_path / "m.onnx", nodes, weights, {"x": [64, 64], "y": [64, 64]})
+    graph = "(float[64,64] x) => (float[64,64] y) { c = Log(a) y = Mul(x, c) }"
+    model = save_text(tmp_path / "m.onnx", graph, {"a": values})
     here = write_form(model, tmp_path / "here.ort", ARM)
     assert convert_on_arm64(model.path, tmp_path / "there.ort", "full").read_bytes() != here
     assert describe_traits(onnx.load(str(model.path)).graph, ()) == (

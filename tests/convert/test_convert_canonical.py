@@ -9,8 +9,7 @@ from typing import cast
 
 import numpy as np
 import pytest
-from convert_models import ARM, RUNTIME, ZOO, make_float, make_qdq, run_ort, save_graph, write_form
-from onnx import helper
+from convert_models import ARM, RUNTIME, ZOO, make_float, make_qdq, run_ort, save_text, write_form
 
 from edgekit._ort import Level, SessionSettings, optimize_graph
 from edgekit.convert.ort_form import OrtOptions
@@ -20,6 +19,7 @@ from edgekit.convert.ort_format.report import inspect_ort
 from edgekit.convert.ort_format.tables import ROOT, SCHEMA, UNIONS, Record, Value, number, open_tables, records, table
 from edgekit.errors import ModelError
 from edgekit.model.model import Model
+from edgekit.model.tensors import Array
 
 RAW = {"session.save_model_format": "ORT", "session.qdqisint8allowed": "1"}
 SAVE = {"optimization.minimal_build_optimizations": "save"}
@@ -160,13 +160,12 @@ def test_the_canonical_form_has_a_version() -> None:
 def make_branches(path: Path) -> Model:
     """Returns a model whose x64 form has several ReorderOutput nodes."""
     rng = np.random.default_rng(4)
-    nodes, weights = [], {}
-    for index in range(6):
-        weights[f"w{index}"] = rng.standard_normal((16, 16, 1, 1)).astype(np.float32)
-        nodes.append(helper.make_node("Conv", ["x", f"w{index}"], [f"c{index}"], name=f"conv{index}"))
-        nodes.append(helper.make_node("Softmax", [f"c{index}"], [f"t{index}"], name=f"t{index}", axis=-1))
-    nodes.append(helper.make_node("Concat", [f"t{index}" for index in range(6)], ["y"], name="cat", axis=1))
-    return save_graph(path, nodes, weights, {"x": [1, 16, 8, 8], "y": [1, 96, 8, 8]})
+    shape = (16, 16, 1, 1)
+    weights: dict[str, Array] = {f"w{index}": rng.standard_normal(shape).astype(np.float32) for index in range(6)}
+    pair = "[convN] cN = Conv(x, wN) [tN] tN = Softmax<axis=-1>(cN) "
+    branches = "".join(pair.replace("N", str(index)) for index in range(6))
+    joined = "[cat] y = Concat<axis=1>(t0, t1, t2, t3, t4, t5)"
+    return save_text(path, f"(float[1,16,8,8] x) => (float[1,96,8,8] y) {{ {branches} {joined} }}", weights)
 
 
 def test_x64_files_with_blocked_layouts_are_canonical_too(tmp_path: Path) -> None:

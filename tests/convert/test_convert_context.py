@@ -6,8 +6,7 @@ from pathlib import Path
 import msgspec
 import onnx
 import pytest
-from convert_models import make_float, make_qdq, save_graph
-from onnx import helper
+from convert_models import make_float, make_qdq, save_text
 
 from edgekit.convert import context
 from edgekit.convert.context import ContextOptions, compile_context
@@ -87,8 +86,8 @@ def test_the_same_model_gives_the_same_context_anywhere(tmp_path: Path) -> None:
 
 @needs_qnn
 def test_a_node_that_qnn_does_not_take_is_named(tmp_path: Path) -> None:
-    nodes = [helper.make_node("Det", ["x"], ["d"], name="my_det"), helper.make_node("Relu", ["d"], ["y"], name="relu")]
-    model = save_graph(tmp_path / "m.onnx", nodes, {}, {"x": [1, 3, 4, 4], "y": [1, 3]})
+    graph = "(float[1,3,4,4] x) => (float[1,3] y) { [my_det] d = Det(x) [relu] y = Relu(d) }"
+    model = save_text(tmp_path / "m.onnx", graph, {})
     with pytest.raises(RuntimeRefusal, match=r"soc_model=69 does not take the whole model.* 'my_det' \(Det\)"):
         convert_model(model, load_target("qnn"), tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -6,7 +6,7 @@ from typing import Any, cast
 import numpy as np
 import onnx
 import pytest
-from convert_models import ARM, RUNTIME, all_forms, make_float, make_qdq, save_graph, save_text, write_form
+from convert_models import ARM, RUNTIME, all_forms, make_float, make_qdq, save_text, write_form
 from onnx import helper, parser
 
 from edgekit.convert.convert import convert_model
@@ -50,8 +50,7 @@ def test_a_file_passes_within_the_tolerance_or_where_nothing_was_compared(
 
 def giving(path: Path, value: Any, dtype: str = "float32") -> Model:
     """Returns a model that gives a value whatever it reads."""
-    nodes = [helper.make_node("Identity", ["c"], ["y"])]
-    model = save_graph(path, nodes, {"c": np.array(value, dtype)}, {"x": [1], "y": []})
+    model = save_text(path, "(float[1] x) => (float y) { y = Identity(c) }", {"c": np.array(value, dtype)})
     proto = onnx.load(str(model.path))
     proto.graph.output[0].CopyFrom(onnx.ValueInfoProto(name="y"))
     kind = helper.np_dtype_to_tensor_dtype(np.array(value, dtype).dtype)

@@ -5,20 +5,33 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import parser
+from onnx import numpy_helper, parser
 
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array
+from edgekit.prepare.fix import FixedModel, fix_model
 
 ZOO = Path(__file__).parents[3] / "shared/zoo"
 
 
-def make_model(text: str, path: Path, *, opset: int = 17, ir_version: int = 8, imports: str = "") -> Model:
-    """Writes a model given as onnx's text form of its graph, and returns it."""
+def make_model(
+    text: str,
+    path: Path,
+    *,
+    opset: int = 17,
+    ir_version: int = 8,
+    imports: str = "",
+    weights: Mapping[str, Array] | None = None,
+    external: bool = False,
+) -> Model:
+    """Writes a model given as onnx's text form of its graph, with these weights, inside or beside it; returns it."""
     head = f'<ir_version: {ir_version}, opset_import: ["" : {opset}{imports}]> '
     path.parent.mkdir(parents=True, exist_ok=True)
-    onnx.save(parser.parse_model(head + text), str(path))
+    proto = parser.parse_model(head + text)
+    for name, value in (weights or {}).items():
+        proto.graph.initializer.append(numpy_helper.from_array(np.asarray(value), name))
+    onnx.save(proto, str(path), save_as_external_data=external, location=f"{path.name}.data")
     return load_model(path)
 
 
@@ -41,3 +54,17 @@ def run_model(path: Path, inputs: Mapping[str, Array], level: Level = Level.DISA
 def op_names(path: Path) -> Sequence[str]:
     """Returns the operators of the main graph in order."""
     return [node.op_type for node in onnx.load(str(path), load_external_data=False).graph.node]
+
+
+def rewrite(folder: Path, text: str, id_: str, *, opset: int = 17) -> FixedModel:
+    """Returns what a rewrite makes of a model in onnx's text form."""
+    return fix_model(make_model(text, folder / "m.onnx", opset=opset), folder / "out.onnx", [id_])
+
+
+def assert_same(folder: Path, fixed: FixedModel, share: float, seeds: Sequence[int] = (0,)) -> None:
+    """Checks that outputs moved by at most this share of the largest value of each."""
+    model = load_model(folder / "m.onnx")
+    for inputs in (make_inputs(model, seed) for seed in seeds):
+        results = (run_model(path, inputs).values() for path in (model.path, fixed.model.path))
+        for expected, got in zip(*results, strict=True):
+            assert np.max(np.abs(expected - got)) <= share * np.max(np.abs(expected))

@@ -195,15 +195,6 @@ def test_the_same_model_gives_the_same_bytes_anywhere(tmp_path: Path) -> None:
     assert first.sha256 == second.sha256
 
 
-@pytest.mark.parametrize("opset", [13, 15, 21])
-def test_the_wanted_opset_is_there(tmp_path: Path, opset: int) -> None:
-    model = make_model(CONV, tmp_path / "m.onnx", opset=17)
-    prepared = prepare_model(model, tmp_path / "out.onnx", {}, opset=opset)
-    assert prepared.opsets == {"ai.onnx": opset}
-    inputs = make_inputs(prepared)
-    assert np.allclose(run_model(prepared.path, inputs)["y"], run_model(model.path, inputs)["y"])
-
-
 def test_an_impossible_opset_is_refused(tmp_path: Path) -> None:
     model = make_model("g (float[1,4] x) => (float[1,4] y) { y = HardSwish(x) }", tmp_path / "m.onnx")
     with pytest.raises(UsageError, match="no opset '99'"):

@@ -8,14 +8,14 @@ import numpy as np
 import onnx
 import pytest
 from exported_models import EXPORTED, STYLES, draw_inputs, export_genai
-from prepare_models import make_model, op_names, run_model
+from prepare_models import assert_same, make_model, op_names, rewrite, run_model
 
 from edgekit.check.check import check_model
 from edgekit.check.recommend import explain_no_gain
 from edgekit.graph.graph import read_graph
 from edgekit.jobs.check import fix_for_target
 from edgekit.model.model import Model
-from edgekit.prepare.fix import fix_model, ready_model
+from edgekit.prepare.fix import ready_model
 from edgekit.target import Precision, load_target
 
 WHOLE = {
@@ -117,11 +117,9 @@ def test_a_generated_int4_model_is_judged_as_qnn_places_it(tmp_path: Path) -> No
     ],
 )
 def test_gelu_is_known_in_other_spellings(tmp_path: Path, body: str) -> None:
-    model = make_model(f"g (float[2,9] x) => (float[2,9] y) {CONSTANTS} {{ {body} }}", tmp_path / "m.onnx")
-    fixed = fix_model(model, tmp_path / "out.onnx", ["join-gelu"])
+    fixed = rewrite(tmp_path, f"g (float[2,9] x) => (float[2,9] y) {CONSTANTS} {{ {body} }}", "join-gelu")
     assert len(op_names(fixed.model.path)) == 1
-    inputs = {"x": np.random.default_rng(0).normal(0, 3, (2, 9)).astype(np.float32)}
-    assert np.allclose(run_model(model.path, inputs)["y"], run_model(fixed.model.path, inputs)["y"], atol=1e-6)
+    assert_same(tmp_path, fixed, 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -142,8 +140,7 @@ def test_gelu_is_known_in_other_spellings(tmp_path: Path, body: str) -> None:
 )
 def test_what_is_nearly_gelu_stays(tmp_path: Path, body: str) -> None:
     text = f"g (float[2,9] x, float[2,9] z) => (float[2,9] y) {CONSTANTS} {{ {body} }}"
-    model = make_model(text, tmp_path / "m.onnx")
-    assert fix_model(model, tmp_path / "out.onnx", ["join-gelu"]).fixes == ()
+    assert rewrite(tmp_path, text, "join-gelu").fixes == ()
 
 
 @pytest.mark.parametrize(
@@ -155,11 +152,10 @@ def test_what_is_nearly_gelu_stays(tmp_path: Path, body: str) -> None:
     ],
 )
 def test_rms_norms_are_known_in_other_spellings(tmp_path: Path, body: str) -> None:
-    model = make_model(f"g (float[2,4,3] x) => (float[2,4,3] y) {NUMBERS} {{ {body} }}", tmp_path / "m.onnx", opset=18)
-    fixed = fix_model(model, tmp_path / "out.onnx", ["join-rms-norm"])
+    text = f"g (float[2,4,3] x) => (float[2,4,3] y) {NUMBERS} {{ {body} }}"
+    fixed = rewrite(tmp_path, text, "join-rms-norm", opset=18)
     assert op_names(fixed.model.path) == ["SimplifiedLayerNormalization"]
-    inputs = {"x": np.random.default_rng(0).normal(0, 3, (2, 4, 3)).astype(np.float32)}
-    assert np.allclose(run_model(model.path, inputs)["y"], run_model(fixed.model.path, inputs)["y"], atol=1e-5)
+    assert_same(tmp_path, fixed, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -177,5 +173,4 @@ def test_rms_norms_are_known_in_other_spellings(tmp_path: Path, body: str) -> No
 )
 def test_what_is_nearly_an_rms_norm_stays(tmp_path: Path, body: str) -> None:
     text = f"g (float[2,4,3] x, float[2,4,3] z) => (float[?,?,3] y) {NUMBERS} {{ {body} }}"
-    model = make_model(text, tmp_path / "m.onnx", opset=18)
-    assert fix_model(model, tmp_path / "out.onnx", ["join-rms-norm"]).fixes == ()
+    assert rewrite(tmp_path, text, "join-rms-norm", opset=18).fixes == ()

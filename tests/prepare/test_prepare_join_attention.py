@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import pytest
 from exported_models import EXPORTED, STYLES, draw_inputs
-from prepare_models import make_inputs, make_model, op_names, run_model
+from prepare_models import assert_same, make_inputs, make_model, op_names, rewrite, run_model
 
 from edgekit.jobs.check import fix_for_target
 from edgekit.model.model import Model
@@ -48,14 +48,11 @@ APART = {
 
 @pytest.mark.parametrize("case", JOINED)
 def test_attention_becomes_one_node(tmp_path: Path, case: str) -> None:
-    model = make_model(ROWS + JOINED[case] + END, tmp_path / "m.onnx")
-    fixed = fix_model(model, tmp_path / "out.onnx", ["join-attention"])
+    fixed = rewrite(tmp_path, ROWS + JOINED[case] + END, "join-attention")
     counts = Counter(op_names(fixed.model.path))
     assert counts["MultiHeadAttention"] == 1
     assert counts["Softmax"] == counts["MatMul"] == 0
-    inputs = make_inputs(model, 1)
-    expected, got = (run_model(path, inputs)["y"] for path in (model.path, fixed.model.path))
-    assert np.allclose(expected, got, rtol=0, atol=1e-5 * float(np.abs(expected).max()))
+    assert_same(tmp_path, fixed, 1e-5, seeds=[1])
 
 
 @pytest.mark.parametrize("case", APART)
@@ -63,13 +60,12 @@ def test_what_is_nearly_attention_stays(tmp_path: Path, case: str) -> None:
     text = ROWS + APART[case] + END
     if case == "read twice":
         text = text.replace("=> (float[1,5,8] y)", "=> (float[1,5,8] y, float[1,2,5,3] x2)")
-    assert fix_model(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx", ["join-attention"]).fixes == ()
+    assert rewrite(tmp_path, text, "join-attention").fixes == ()
 
 
 def test_attention_of_doubles_stays(tmp_path: Path) -> None:
     text = (ROWS + JOINED["one transpose, no mask"] + END).replace("float", "double")
-    model = make_model(text, tmp_path / "m.onnx")
-    assert fix_model(model, tmp_path / "out.onnx", ["join-attention"]).fixes == ()
+    assert rewrite(tmp_path, text, "join-attention").fixes == ()
 
 
 def test_keys_that_several_texts_share_stay_apart(tmp_path: Path) -> None:
@@ -77,8 +73,7 @@ def test_keys_that_several_texts_share_stay_apart(tmp_path: Path) -> None:
     text = text.replace("int64[4] s =", "int64[4] e = {2,5,2,4}, int64[4] s =").replace(
         "Reshape(q, s)", "Reshape(q, e)"
     )
-    model = make_model(text, tmp_path / "m.onnx")
-    assert fix_model(model, tmp_path / "out.onnx", ["join-attention"]).fixes == ()
+    assert rewrite(tmp_path, text, "join-attention").fixes == ()
 
 
 def test_rows_that_a_mask_hides_whole_stay_zero(tmp_path: Path) -> None:
@@ -165,8 +160,7 @@ def test_a_guard_of_something_else_stays(tmp_path: Path) -> None:
         ("IsNaN(c)", "IsInf(c)"),
     ):
         text = GUARD.replace("BODY", "s = MatMul(x, x1)").replace(old, new)
-        model = make_model(text, tmp_path / "m.onnx")
-        assert fix_model(model, tmp_path / "out.onnx", ["idle-nan-guard"]).fixes == ()
+        assert rewrite(tmp_path, text, "idle-nan-guard").fixes == ()
 
 
 @pytest.mark.parametrize(
@@ -182,11 +176,10 @@ def test_a_guard_of_something_else_stays(tmp_path: Path) -> None:
 )
 def test_an_add_of_zeros_goes_unless_it_is_a_bias_or_widens(tmp_path: Path, zeros: str, goes: bool) -> None:
     shape = "float[1,2,3]" if "[1,2,3]" in zeros else "float[2,3]"
-    model = make_model(f"g (float[2,3] x) => ({shape} y) <{zeros}> {{ a = Neg(x) y = Add(o, a) }}", tmp_path / "m.onnx")
-    fixed = fix_model(model, tmp_path / "out.onnx", ["idle-add"])
+    text = f"g (float[2,3] x) => ({shape} y) <{zeros}> {{ a = Neg(x) y = Add(o, a) }}"
+    fixed = rewrite(tmp_path, text, "idle-add")
     assert ("Add" not in op_names(fixed.model.path)) == goes
-    inputs = make_inputs(model)
-    assert np.array_equal(run_model(model.path, inputs)["y"], run_model(fixed.model.path, inputs)["y"])
+    assert_same(tmp_path, fixed, 0)
 
 
 ROTARY = (
@@ -218,19 +211,15 @@ NO_TURNS = {
 
 @pytest.mark.parametrize("case", TURNS)
 def test_a_rotary_embedding_becomes_one_node(tmp_path: Path, case: str) -> None:
-    model = make_model(ROTARY.replace("BODY", TURNS[case]), tmp_path / "m.onnx")
-    fixed = fix_model(model, tmp_path / "out.onnx", ["join-rotary"])
+    fixed = rewrite(tmp_path, ROTARY.replace("BODY", TURNS[case]), "join-rotary")
     assert op_names(fixed.model.path).count("RotaryEmbedding") == 1
     assert {"Neg", "Add"}.isdisjoint(op_names(fixed.model.path))
-    inputs = make_inputs(model, 1)
-    expected, got = (run_model(path, inputs)["y"] for path in (model.path, fixed.model.path))
-    assert np.allclose(expected, got, rtol=0, atol=1e-6 * float(np.abs(expected).max()))
+    assert_same(tmp_path, fixed, 1e-6, seeds=[1])
 
 
 @pytest.mark.parametrize("case", NO_TURNS)
 def test_what_is_nearly_a_rotary_embedding_stays(tmp_path: Path, case: str) -> None:
-    model = make_model(ROTARY.replace("BODY", NO_TURNS[case]), tmp_path / "m.onnx")
-    assert fix_model(model, tmp_path / "out.onnx", ["join-rotary"]).fixes == ()
+    assert rewrite(tmp_path, ROTARY.replace("BODY", NO_TURNS[case]), "join-rotary").fixes == ()
 
 
 def test_tables_of_rotary_embeddings_are_cut_once(tmp_path: Path) -> None:
@@ -239,5 +228,5 @@ def test_tables_of_rotary_embeddings_are_cut_once(tmp_path: Path) -> None:
     )
     body += "u2 = Mul(y, c1) v2 = Mul(r2, s1) y2 = Add(u2, v2)"
     text = ROTARY.replace("BODY", body).replace("=> (float[1,2,3,4] y)", "=> (float[1,2,3,4] y2)")
-    fixed = fix_model(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx", ["join-rotary"])
+    fixed = rewrite(tmp_path, text, "join-rotary")
     assert Counter(op_names(fixed.model.path))["RotaryEmbedding"] == Counter(op_names(fixed.model.path))["Slice"] == 2

@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import helper, numpy_helper
-from prepare_models import run_model
+from prepare_models import make_model, run_model
 
 from edgekit.model.external import point_into
-from edgekit.model.model import Model, load_model
+from edgekit.model.model import Model
+from edgekit.model.tensors import Array
 from edgekit.prepare import basic
 from edgekit.prepare.clean import prepare_model, sketch_model
 from edgekit.prepare.external import write_inline
@@ -19,23 +19,15 @@ from edgekit.prepare.fix import fix_model
 def make_layers(path: Path, *, external: bool = False) -> Model:
     """Writes hidden layers whose weights are larger than what skimming leaves inside, with a GELU in parts."""
     rng = np.random.default_rng(0)
-    weights = {
+    weights: dict[str, Array] = {
         "up": rng.standard_normal((64, 1024)).astype(np.float32) / 8,
         "down": rng.standard_normal((1024, 64)).astype(np.float32) / 32,
         "bias": rng.standard_normal(1024).astype(np.float32),
-        "root": np.float32(2**0.5), "one": np.float32(1), "half": np.float32(0.5),
+        "root": np.array(2**0.5, np.float32), "one": np.array(1, np.float32), "half": np.array(0.5, np.float32),
     }  # fmt: skip
-    links = (
-        ("MatMul", "x", "up", "a"), ("Add", "a", "bias", "b"), ("Div", "b", "root", "c"), ("Erf", "c", "", "d"),
-        ("Add", "d", "one", "e"), ("Mul", "b", "e", "f"), ("Mul", "f", "half", "g"), ("MatMul", "g", "down", "y"),
-    )  # fmt: skip
-    nodes = [helper.make_node(op, [name for name in (left, right) if name], [made]) for op, left, right, made in links]
-    ends = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n", 64]) for name in ("x", "y")]
-    tensors = [numpy_helper.from_array(np.asarray(value), name) for name, value in weights.items()]
-    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], tensors, doc_string="layers")
-    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8, producer_name="t")
-    onnx.save(proto, str(path), save_as_external_data=external, location=f"{path.name}.data")
-    return load_model(path)
+    text = """g (float[n,64] x) => (float[n,64] y) { a = MatMul(x, up) b = Add(a, bias) c = Div(b, root) d = Erf(c)
+      e = Add(d, one) f = Mul(b, e) g = Mul(f, half) y = MatMul(g, down) }"""
+    return make_model(text, path, weights=weights, external=external)
 
 
 def test_weights_are_written_inside_byte_for_byte(tmp_path: Path) -> None:

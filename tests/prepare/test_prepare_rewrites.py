@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-import numpy as np
 import onnx
 import pytest
-from prepare_models import make_inputs, make_model, op_names, run_model
+from prepare_models import assert_same, make_model, op_names, rewrite
 
 from edgekit.errors import ModelError
 from edgekit.graph.contrib import ORT_OWN
@@ -226,12 +225,7 @@ def test_the_pattern_is_rewritten_and_the_result_stays(tmp_path: Path, id_: str)
     # onnx does not know what ONNX Runtime has in ONNX's own domain.
     if ORT_OWN.isdisjoint(op_names(fixed.model.path)):
         onnx.checker.check_model(onnx.load(str(fixed.model.path)))
-    for seed in range(4):
-        inputs = make_inputs(model, seed)
-        for expected, got in zip(
-            *(run_model(path, inputs).values() for path in (model.path, fixed.model.path)), strict=True
-        ):
-            assert np.max(np.abs(expected - got)) <= TOLERANCE.get(id_, 0) * np.max(np.abs(expected))
+    assert_same(tmp_path, fixed, TOLERANCE.get(id_, 0), seeds=range(4))
 
 
 def _with_empty_input(model: Model) -> Model:
@@ -242,10 +236,8 @@ def _with_empty_input(model: Model) -> Model:
 
 @pytest.mark.parametrize("id_", WITHOUT)
 def test_what_only_looks_like_it_stays(tmp_path: Path, id_: str) -> None:
-    model = make_model(WITHOUT[id_], tmp_path / "m.onnx")
-    fixed = fix_model(model, tmp_path / "out.onnx", [id_])
-    assert fixed.fixes == ()
-    assert op_names(fixed.model.path) == op_names(model.path)
+    assert rewrite(tmp_path, WITHOUT[id_], id_).fixes == ()
+    assert op_names(tmp_path / "out.onnx") == op_names(tmp_path / "m.onnx")
 
 
 @pytest.mark.parametrize(
@@ -259,13 +251,9 @@ def test_what_only_looks_like_it_stays(tmp_path: Path, id_: str) -> None:
 )
 def test_hard_swish_is_known_in_other_spellings(tmp_path: Path, body: str) -> None:
     constants = "<float t = {3}, float z = {0}, float s = {6}, float k = {0.16666667}>"
-    model = make_model(f"g (float[2,9] x) => (float[2,9] y) {constants} {{ {body} }}", tmp_path / "m.onnx")
-    fixed = fix_model(model, tmp_path / "out.onnx", ["join-hard-swish"])
+    fixed = rewrite(tmp_path, f"g (float[2,9] x) => (float[2,9] y) {constants} {{ {body} }}", "join-hard-swish")
     assert "HardSwish" in op_names(fixed.model.path)
-    inputs = make_inputs(model)
-    assert np.allclose(
-        run_model(model.path, inputs)["y"], run_model(fixed.model.path, inputs)["y"], rtol=1e-6, atol=1e-6
-    )
+    assert_same(tmp_path, fixed, 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -290,26 +278,24 @@ def test_hard_swish_is_known_in_other_spellings(tmp_path: Path, body: str) -> No
 )
 def test_what_is_nearly_a_hard_swish_stays(tmp_path: Path, body: str) -> None:
     constants = "<float t = {3}, float z = {0}, float s = {6}, float k = {0.16666667}>"
-    model = make_model(f"g (float[2,9] x) => (float[2,9] y) {constants} {{ {body} }}", tmp_path / "m.onnx")
-    assert fix_model(model, tmp_path / "out.onnx", ["join-hard-swish"]).fixes == ()
+    text = f"g (float[2,9] x) => (float[2,9] y) {constants} {{ {body} }}"
+    assert rewrite(tmp_path, text, "join-hard-swish").fixes == ()
 
 
 @pytest.mark.parametrize(("opset", "joined"), [(13, False), (14, True)])
 def test_a_hard_swish_is_written_only_for_opsets_that_have_it(tmp_path: Path, opset: int, joined: bool) -> None:
-    model = make_model(WITH["join-hard-swish"], tmp_path / "m.onnx", opset=opset)
-    assert bool(fix_model(model, tmp_path / "out.onnx", ["join-hard-swish"]).fixes) == joined
+    assert bool(rewrite(tmp_path, WITH["join-hard-swish"], "join-hard-swish", opset=opset).fixes) == joined
 
 
 @pytest.mark.parametrize("id_", ["join-hard-swish", "split-hard-swish"])
 def test_a_hard_swish_of_doubles_stays(tmp_path: Path, id_: str) -> None:
-    model = make_model(WITH[id_].replace("float", "double"), tmp_path / "m.onnx")
-    assert fix_model(model, tmp_path / "out.onnx", [id_]).fixes == ()
+    assert rewrite(tmp_path, WITH[id_].replace("float", "double"), id_).fixes == ()
 
 
 def test_a_clip_of_fp16_is_rewritten_in_fp16(tmp_path: Path) -> None:
     text = "g (float16[2,9] x) => (float16[2,9] y) { y = HardSwish(x) }"
-    fixed = fix_model(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx", ["split-hard-swish"])
-    onnx.checker.check_model(onnx.load(str(fixed.model.path)), full_check=True)
+    rewrite(tmp_path, text, "split-hard-swish")
+    onnx.checker.check_model(onnx.load(str(tmp_path / "out.onnx")), full_check=True)
 
 
 def test_a_copy_that_a_body_reads_stays(tmp_path: Path) -> None:
@@ -317,8 +303,7 @@ def test_a_copy_that_a_body_reads_stays(tmp_path: Path) -> None:
         "g (bool c, float[2] x) => (float[2] y) { a = Identity(x) y = If (c) "
         "<then_branch = t () => (float[2] u) { u = Neg(a) }, else_branch = e () => (float[2] v) { v = Abs(a) }> }"
     )
-    fixed = fix_model(make_model(text, tmp_path / "m.onnx"), tmp_path / "out.onnx", ["drop-copies"])
-    assert fixed.fixes == ()
+    assert rewrite(tmp_path, text, "drop-copies").fixes == ()
 
 
 def test_what_helps_some_targets_only_is_not_done_unasked(tmp_path: Path) -> None:

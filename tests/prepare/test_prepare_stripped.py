@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
 from prepare_models import ZOO, make_model, op_names
 
 from edgekit.check.check import check_model
@@ -27,16 +26,10 @@ def _with_weights(path: Path, *, normalised: bool) -> Model:
     """Writes a convolution with 150 kB of weights, followed by a BatchNormalization or a Relu."""
     rng = np.random.default_rng(0)
     weights = {"w": rng.normal(size=(64, 64, 3, 3)), **{name: np.ones(64) for name in "smbv"}}
-    follower = ["BatchNormalization", ["c", "s", "b", "m", "v"]] if normalised else ["Relu", ["c"]]
-    nodes = [
-        helper.make_node("Conv", ["x", "w"], ["c"], "conv", pads=[1, 1, 1, 1]),
-        helper.make_node(str(follower[0]), list(follower[1]), ["y"], "next"),
-    ]
-    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 64, 8, 8]) for name in "xy"]
-    tensors = [numpy_helper.from_array(array.astype(np.float32), name) for name, array in weights.items()]
-    graph = helper.make_graph(nodes, "g", values[:1], values[1:], tensors)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), str(path))
-    return load_model(path)
+    follower = "BatchNormalization(c, s, b, m, v)" if normalised else "Relu(c)"
+    shape = "float[1,64,8,8]"
+    text = f"g ({shape} x) => ({shape} y) {{ [conv] c = Conv<pads=[1,1,1,1]>(x, w) [next] y = {follower} }}"
+    return make_model(text, path, weights={name: array.astype(np.float32) for name, array in weights.items()})
 
 
 def _judge_both(model: Model, folder: Path) -> tuple[Model, Model]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from prepare_models import make_model
 
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.errors import ModelError, UsageError
@@ -25,29 +25,11 @@ def make_block(path: Path) -> Model:
         "root2": np.array(2**0.5, np.float32), "one": np.array(1, np.float32), "half": np.array(0.5, np.float32),
         "gain": rng.uniform(0.5, 2, 16).astype(np.float32), "shift": rng.standard_normal(16).astype(np.float32),
     }  # fmt: skip
-    nodes = [
-        helper.make_node("MatMul", ["x", "w1"], ["m1"], name="up"),
-        helper.make_node("Add", ["m1", "b1"], ["a1"], name="up_bias"),
-        helper.make_node("Div", ["a1", "root2"], ["d"], name="div"),
-        helper.make_node("Erf", ["d"], ["e"], name="erf"),
-        helper.make_node("Add", ["e", "one"], ["p"], name="plus"),
-        helper.make_node("Mul", ["a1", "p"], ["t"], name="times"),
-        helper.make_node("Mul", ["t", "half"], ["g"], name="gelu"),
-        helper.make_node("MatMul", ["g", "w2"], ["m2"], name="down"),
-        helper.make_node("Add", ["m2", "b2"], ["a2"], name="down_bias"),
-        helper.make_node("Add", ["a2", "x"], ["r"], name="residual"),
-        helper.make_node("LayerNormalization", ["r", "gain", "shift"], ["y"], name="norm", axis=-1),
-    ]
-    shape: list[str | int | None] = ["batch", 4, 16]
-    graph = helper.make_graph(
-        nodes,
-        "g",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, shape)],
-        [numpy_helper.from_array(value, name) for name, value in weights.items()],
-    )
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), str(path))
-    return load_model(path)
+    text = """g (float[batch,4,16] x) => (float[batch,4,16] y) {
+      [up] m1 = MatMul(x, w1) [up_bias] a1 = Add(m1, b1) [div] d = Div(a1, root2) [erf] e = Erf(d)
+      [plus] p = Add(e, one) [times] t = Mul(a1, p) [gelu] g = Mul(t, half) [down] m2 = MatMul(g, w2)
+      [down_bias] a2 = Add(m2, b2) [residual] r = Add(a2, x) [norm] y = LayerNormalization<axis=-1>(r, gain, shift) }"""
+    return make_model(text, path, weights=weights)
 
 
 def keep(model: Model, _: Path) -> Model:

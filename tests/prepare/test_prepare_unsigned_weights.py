@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
-from prepare_models import make_inputs, make_model, run_model
+from prepare_models import assert_same, make_model, rewrite
 
 from edgekit.check.check import check_model
 from edgekit.model.model import Model, load_model
@@ -49,12 +49,10 @@ def weights(path: Path) -> list[np.ndarray]:
     ],
 )
 def test_every_value_stays(text: str, tmp_path: Path) -> None:
-    model = make_model(f"g (float[2,3] x) => (float[2,2] y) {text}", tmp_path / "m.onnx")
-    fixed = fix_model(model, tmp_path / "out.onnx", [FIX_ID])
+    fixed = rewrite(tmp_path, f"g (float[2,3] x) => (float[2,2] y) {text}", FIX_ID)
     assert [fix.id for fix in fixed.fixes] == [FIX_ID]
     assert {weight.dtype.name for weight in weights(fixed.model.path)} == {"uint8"}
-    inputs = make_inputs(model)
-    assert (run_model(model.path, inputs)["y"] == run_model(fixed.model.path, inputs)["y"]).all()
+    assert_same(tmp_path, fixed, 0)
     onnx.checker.check_model(onnx.load(str(fixed.model.path)))
 
 
@@ -81,10 +79,9 @@ def test_every_value_stays(text: str, tmp_path: Path) -> None:
     ],
 )
 def test_what_something_else_reads_or_makes_is_left_alone(text: str, tmp_path: Path) -> None:
-    model = make_model(f"g (float[2,3] x) => {text}", tmp_path / "m.onnx")
-    fixed = fix_model(model, tmp_path / "out.onnx", [FIX_ID])
-    assert fixed.fixes == ()
-    assert [weight.dtype for weight in weights(fixed.model.path)] == [weight.dtype for weight in weights(model.path)]
+    assert rewrite(tmp_path, f"g (float[2,3] x) => {text}", FIX_ID).fixes == ()
+    before, after = (weights(tmp_path / name) for name in ("m.onnx", "out.onnx"))
+    assert [weight.dtype for weight in before] == [weight.dtype for weight in after]
 
 
 def test_a_zero_point_that_others_read_stays(tmp_path: Path) -> None:
@@ -92,12 +89,10 @@ def test_a_zero_point_that_others_read_stays(tmp_path: Path) -> None:
         f"g (float[2,3] x) => (float[2,2] y) <{W}, int8[2] v = {{1, 2}}, float s = {{0.5}}, int8 z = {{0}}> "
         "{ f = DequantizeLinear(w, s, z) h = DequantizeLinear(v, s, z) m = MatMul(x, f) y = Add(m, h) }"
     )
-    model = make_model(text, tmp_path / "m.onnx")
-    fixed = fix_model(model, tmp_path / "out.onnx", [FIX_ID]).model
-    assert [weight.dtype.name for weight in weights(fixed.path)] == ["uint8", "int8"]
-    assert constants(fixed.path)["z"] == np.int8(0)
-    inputs = make_inputs(model)
-    assert (run_model(model.path, inputs)["y"] == run_model(fixed.path, inputs)["y"]).all()
+    fixed = rewrite(tmp_path, text, FIX_ID)
+    assert [weight.dtype.name for weight in weights(fixed.model.path)] == ["uint8", "int8"]
+    assert constants(fixed.model.path)["z"] == np.int8(0)
+    assert_same(tmp_path, fixed, 0)
 
 
 def big_gemm(folder: Path) -> Model:

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from quantize_models import make_model
 
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.model import external
@@ -25,25 +25,16 @@ BIASES: dict[str, Array] = {
 }
 
 
-def write_model(path: Path, nodes: list[onnx.NodeProto], weights: dict[str, Array]) -> Model:
-    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [ROWS, WIDTH]) for name in ("x", "y")]
-    tensors = [numpy_helper.from_array(value, name) for name, value in weights.items()]
-    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], tensors)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), str(path))
-    return load_model(path)
+HEAD = f'<ir_version: 8, opset_import: ["" : 17]> g (float[{ROWS},{WIDTH}] x) => (float[{ROWS},{WIDTH}] y) '
 
 
 def make_residuals(path: Path, weights: dict[str, Array]) -> Model:
     """Writes x + MatMul(Relu(MatMul x)) twice."""
-    nodes: list[onnx.NodeProto] = []
-    for index, (source, end) in enumerate((("x", "middle"), ("middle", "y"))):
-        nodes += [
-            helper.make_node("MatMul", [source, f"up{index}"], [f"u{index}"], name=f"up{index}"),
-            helper.make_node("Relu", [f"u{index}"], [f"r{index}"], name=f"relu{index}"),
-            helper.make_node("MatMul", [f"r{index}", f"down{index}"], [f"d{index}"], name=f"down{index}"),
-            helper.make_node("Add", [source, f"d{index}"], [end], name=f"add{index}"),
-        ]
-    return write_model(path, nodes, weights)
+    layer = (
+        "[upN] uN = MatMul({0}, upN) [reluN] rN = Relu(uN) [downN] dN = MatMul(rN, downN) [addN] {1} = Add({0}, dN) "
+    )
+    layers = layer.format("x", "middle").replace("N", "0") + layer.format("middle", "y").replace("N", "1")
+    return make_model(f"{HEAD}{{ {layers} }}", path, constants=weights)
 
 
 def draw_weights() -> dict[str, Array]:
@@ -111,10 +102,10 @@ def test_a_gemm_with_any_constant_bias_gets_blocks_and_one_with_factors_none(
     first, second = draw_weights()["up0"], draw_weights()["down0"]
 
     def make(path: Path, weight: Array) -> Model:
-        gemm = helper.make_node("Gemm", ["h", "turned", "c"], ["y"], name="gemm", transB=1, alpha=factor)
-        nodes = [helper.make_node("MatMul", ["x", "w"], ["h"], name="matmul"), gemm]
+        text = f"[matmul] h = MatMul(x, w) [gemm] y = Gemm<transB=1, alpha={factor}>(h, turned, c)"
         turned = np.ascontiguousarray(weight.T)
-        return write_model(path, nodes, {"w": round_weight(first, 8), "turned": turned, "c": BIASES[bias]})
+        weights = {"w": round_weight(first, 8), "turned": turned, "c": BIASES[bias]}
+        return make_model(f"{HEAD}{{ {text} }}", path, constants=weights)
 
     light = compress_weights(make(tmp_path / "m.onnx", second), WeightOnlyOptions(form="int8"), tmp_path / "c.onnx")
     assert light.changed == (("matmul", "gemm") if factor == 1 else ("matmul",))

@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from quantize_models import make_samples
+from quantize_models import make_model, make_samples
 
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.data.samples import Samples
@@ -35,20 +35,9 @@ def make_perceptron(path: Path) -> Model:
         "w2": rng.standard_normal((10, 64)).astype(np.float32) / 8,
         "b2": rng.standard_normal(10).astype(np.float32),
     }
-    nodes = [
-        helper.make_node("MatMul", ["x", "w1"], ["a"], name="first"),
-        helper.make_node("Relu", ["a"], ["r"], name="relu"),
-        helper.make_node("Gemm", ["r", "w2", "b2"], ["y"], name="second", transB=1),
-    ]
-    graph = helper.make_graph(
-        nodes,
-        "g",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 100])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [2, 10])],
-        [numpy_helper.from_array(value, name) for name, value in weights.items()],
-    )
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), str(path))
-    return load_model(path)
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[2,100] x) => (float[2,10] y) {
+      [first] a = MatMul(x, w1) [relu] r = Relu(a) [second] y = Gemm<transB=1>(r, w2, b2) }"""
+    return make_model(text, path, constants=weights)
 
 
 def run(model: Model) -> Array:
@@ -116,23 +105,11 @@ def make_trained_qdq(path: Path) -> Model:
         "s_w": rng.uniform(0.001, 0.01, 4).astype(np.float32), "z_w": np.zeros(4, np.int8),
         "s_out": np.array(0.0777777, np.float32), "z_out": np.array(121, np.uint8),
     }  # fmt: skip
-    nodes = [
-        helper.make_node("QuantizeLinear", ["x", "s_in", "z_in"], ["xq"], name="q_in"),
-        helper.make_node("DequantizeLinear", ["xq", "s_in", "z_in"], ["xd"], name="dq_in"),
-        helper.make_node("DequantizeLinear", ["w", "s_w", "z_w"], ["wd"], name="dq_w", axis=0),
-        helper.make_node("Conv", ["xd", "wd"], ["c"], name="conv"),
-        helper.make_node("QuantizeLinear", ["c", "s_out", "z_out"], ["cq"], name="q_out"),
-        helper.make_node("DequantizeLinear", ["cq", "s_out", "z_out"], ["y"], name="dq_out"),
-    ]
-    graph = helper.make_graph(
-        nodes,
-        "g",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 3, 4, 4])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 4, 4, 4])],
-        [numpy_helper.from_array(value, name) for name, value in weights.items()],
-    )
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), str(path))
-    return load_model(path)
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,4,4] x) => (float[1,4,4,4] y) {
+      [q_in] xq = QuantizeLinear(x, s_in, z_in) [dq_in] xd = DequantizeLinear(xq, s_in, z_in)
+      [dq_w] wd = DequantizeLinear<axis=0>(w, s_w, z_w) [conv] c = Conv(xd, wd)
+      [q_out] cq = QuantizeLinear(c, s_out, z_out) [dq_out] y = DequantizeLinear(cq, s_out, z_out) }"""
+    return make_model(text, path, constants=weights)
 
 
 def constants(model: Model) -> dict[bytes, int]:
@@ -278,23 +255,10 @@ def make_tied(path: Path, head: str) -> Model:
     rng.standard_normal((40, 64))
     weights: dict[str, Array] = {"table": table, "w": rng.standard_normal((64, 64)).astype(np.float32) / 8}
     weights |= {"flat": np.array([-1, 64]), "turned": np.ascontiguousarray(table.T), "other": table[::-1].copy()}
-    nodes = [
-        helper.make_node("Gather", ["table", "ids"], ["e"], name="embed"),
-        helper.make_node("MatMul", ["e", "w"], ["h"], name="mix"),
-        helper.make_node("Reshape", ["h", "flat"], ["f"], name="flatten"),
-        helper.make_node("MatMul", ["f", "turned"], ["y"], name="head")
-        if head == "turned"
-        else helper.make_node("Gemm", ["f", head], ["y"], name="head", transB=1),
-    ]
-    graph = helper.make_graph(
-        nodes,
-        "g",
-        [helper.make_tensor_value_info("ids", TensorProto.INT64, [1, 6])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [6, 40])],
-        [numpy_helper.from_array(value, name) for name, value in weights.items()],
-    )
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), str(path))
-    return load_model(path)
+    product = "MatMul(f, turned)" if head == "turned" else f"Gemm<transB=1>(f, {head})"
+    text = f"""<ir_version: 8, opset_import: ["" : 17]> g (int64[1,6] ids) => (float[6,40] y) {{
+      [embed] e = Gather(table, ids) [mix] h = MatMul(e, w) [flatten] f = Reshape(h, flat) [head] y = {product} }}"""
+    return make_model(text, path, constants=weights)
 
 
 @pytest.mark.parametrize(("form", "least_db"), [("int8", 38), ("int4", 14)])
