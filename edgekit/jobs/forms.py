@@ -25,7 +25,7 @@ from edgekit.jobs.check import fix_for_target
 from edgekit.model.model import Model, load_model, read_proto
 from edgekit.prepare.constants import disable_harmful
 from edgekit.prepare.fix import fix_model
-from edgekit.prepare.rewrites import unsigned_weights
+from edgekit.prepare.rewrites import products
 from edgekit.quantize import Calibration, QuantPlan, quantize_model
 from edgekit.quantize.weight_only.convert import convert_to_fp16
 from edgekit.target import Precision, Target
@@ -202,7 +202,7 @@ def _remake(inputs: BuildInputs, making: Making, target: Target, work: Path) -> 
         rewritten = work / "rewritten" / model.path.name
         model = fix_for_target(model, rewritten, target, stays_float=making.plan is None)[0].model
     if inputs.is_quantized and target.quantization.unsigned_ops:
-        return fix_model(model, work / "unsigned.onnx", [unsigned_weights.FIX_ID]).model
+        return fix_model(model, work / "unsigned.onnx", [products.UNSIGNED_WEIGHTS]).model
     if making.plan is None or not isinstance(inputs.calibration, Calibration):
         return model
     plan = msgspec.structs.replace(making.plan, model_sha256=model.sha256)

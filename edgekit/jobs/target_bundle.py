@@ -29,7 +29,7 @@ from edgekit.machine import release_memory
 from edgekit.model.model import Model, load_model
 from edgekit.model.outputs import Reading
 from edgekit.prepare.fix import fix_model
-from edgekit.prepare.rewrites import unsigned_weights
+from edgekit.prepare.rewrites import products
 from edgekit.quantize import Calibration, QuantizedModel, QuantPlan
 from edgekit.quantize.accuracy.output_kinds import read_output_kinds
 from edgekit.quantize.calibration.calibrate import open_float_graph
@@ -378,7 +378,7 @@ def _store_unsigned(model: Model, target: Target, out: Path, notes: list[str]) -
     """Returns a quantized model with its weights in the types that the target takes, the same values."""
     if not target.quantization.unsigned_ops:
         return model
-    fixed = fix_model(model, out, [unsigned_weights.FIX_ID])
+    fixed = fix_model(model, out, [products.UNSIGNED_WEIGHTS])
     count = sum(len(fix.nodes) for fix in fixed.fixes)
     if not count:
         return model

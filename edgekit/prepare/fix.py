@@ -24,7 +24,6 @@ from edgekit.prepare.rewrites import (
     norms,
     products,
     split_attention,
-    unsigned_weights,
 )
 from edgekit.prepare.shapes import infer_values
 from edgekit.target import Target
@@ -88,7 +87,7 @@ SPELLINGS = _by_id(
     activations.split_gelu,
     activations.split_tanh_gelu,
     activations.clip_to_min_max,
-    unsigned_weights.write_unsigned_weights,
+    products.write_unsigned_weights,
 )
 """Rewrites that help some providers only.
 
@@ -150,7 +149,7 @@ def fix_model(model: Model, out: Path, ids: Collection[str] = tuple(FIXES)) -> F
         OutputError: `out` cannot be written.
     """
     # One rewrite alone looks at the numbers of weights.
-    outside = works_outside(model) and not model.external_files and unsigned_weights.FIX_ID not in ids
+    outside = works_outside(model) and not model.external_files and products.UNSIGNED_WEIGHTS not in ids
     proto = point_into(model.path) if outside else read_proto(model, weights=False)
     merge_domains(proto)
     name_nodes(proto.graph)

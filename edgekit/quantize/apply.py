@@ -11,7 +11,7 @@ from edgekit.errors import DataError, ModelError
 from edgekit.graph.constants import bring_in
 from edgekit.model.model import Model, save_proto
 from edgekit.prepare.constants import find_float_weights, find_narrow, narrow_constants
-from edgekit.prepare.rewrites.unsigned_weights import store_unsigned
+from edgekit.prepare.rewrites.products import store_unsigned
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.plan import FloatNode, QuantPlan
 from edgekit.quantize.qdq import build_qdq, compact_qdq, plan_graph

@@ -11,7 +11,7 @@ from edgekit.devices.find import find_device
 from edgekit.devices.observe import Observed, compare_placement, observe_placement, observe_target
 from edgekit.model.model import load_model
 from edgekit.prepare.fix import fix_model
-from edgekit.prepare.rewrites.unsigned_weights import FIX_ID
+from edgekit.prepare.rewrites.products import UNSIGNED_WEIGHTS
 from edgekit.target import load_target
 
 pytestmark = pytest.mark.slow
@@ -62,7 +62,7 @@ def test_a_session_fails_exactly_where_check_says_so(spelling: str, weight: str,
     if seen.failure is None:
         assert compare_placement(report, seen, device).disagreements == ()
         return
-    fixed = fix_model(model, tmp_path / "fixed.onnx", [FIX_ID]).model
+    fixed = fix_model(model, tmp_path / "fixed.onnx", [UNSIGNED_WEIGHTS]).model
     again = observe_placement(fixed, target, device)
     assert again.failure is None
     assert compare_placement(check_model(fixed, target), again, device).disagreements == ()

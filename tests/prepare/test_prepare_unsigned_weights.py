@@ -11,7 +11,7 @@ from prepare_models import assert_same, make_model, rewrite
 from edgekit.check.check import check_model
 from edgekit.model.model import Model, load_model
 from edgekit.prepare.fix import fix_model
-from edgekit.prepare.rewrites.unsigned_weights import FIX_ID
+from edgekit.prepare.rewrites.products import UNSIGNED_WEIGHTS
 from edgekit.target import load_target
 
 W = "int8[3,2] w = {127, -2, 3, -127, 5, -128}"
@@ -49,8 +49,8 @@ def weights(path: Path) -> list[np.ndarray]:
     ],
 )
 def test_every_value_stays(text: str, tmp_path: Path) -> None:
-    fixed = rewrite(tmp_path, f"g (float[2,3] x) => (float[2,2] y) {text}", FIX_ID)
-    assert [fix.id for fix in fixed.fixes] == [FIX_ID]
+    fixed = rewrite(tmp_path, f"g (float[2,3] x) => (float[2,2] y) {text}", UNSIGNED_WEIGHTS)
+    assert [fix.id for fix in fixed.fixes] == [UNSIGNED_WEIGHTS]
     assert {weight.dtype.name for weight in weights(fixed.model.path)} == {"uint8"}
     assert_same(tmp_path, fixed, 0)
     onnx.checker.check_model(onnx.load(str(fixed.model.path)))
@@ -79,7 +79,7 @@ def test_every_value_stays(text: str, tmp_path: Path) -> None:
     ],
 )
 def test_what_something_else_reads_or_makes_is_left_alone(text: str, tmp_path: Path) -> None:
-    assert rewrite(tmp_path, f"g (float[2,3] x) => {text}", FIX_ID).fixes == ()
+    assert rewrite(tmp_path, f"g (float[2,3] x) => {text}", UNSIGNED_WEIGHTS).fixes == ()
     before, after = (weights(tmp_path / name) for name in ("m.onnx", "out.onnx"))
     assert [weight.dtype for weight in before] == [weight.dtype for weight in after]
 
@@ -89,7 +89,7 @@ def test_a_zero_point_that_others_read_stays(tmp_path: Path) -> None:
         f"g (float[2,3] x) => (float[2,2] y) <{W}, int8[2] v = {{1, 2}}, float s = {{0.5}}, int8 z = {{0}}> "
         "{ f = DequantizeLinear(w, s, z) h = DequantizeLinear(v, s, z) m = MatMul(x, f) y = Add(m, h) }"
     )
-    fixed = rewrite(tmp_path, text, FIX_ID)
+    fixed = rewrite(tmp_path, text, UNSIGNED_WEIGHTS)
     assert [weight.dtype.name for weight in weights(fixed.model.path)] == ["uint8", "int8"]
     assert constants(fixed.model.path)["z"] == np.int8(0)
     assert_same(tmp_path, fixed, 0)
@@ -114,9 +114,9 @@ def test_nnapi_is_said_to_refuse_a_signed_gemm_and_to_take_the_rewritten_one(tmp
     assert (gemm.fatal, report.verdict) == (True, "no")
     assert "the model builder registers no int8 weight" in gemm.reasons[0]
     advice = {each.id: each for each in report.advice}
-    assert (advice[FIX_ID].nodes, advice[FIX_ID].fix) == ((gemm.name,), "automatic")
-    assert advice[FIX_ID].gain_nodes > 0
-    fixed = fix_model(model, tmp_path / "fixed.onnx", [FIX_ID]).model
+    assert (advice[UNSIGNED_WEIGHTS].nodes, advice[UNSIGNED_WEIGHTS].fix) == ((gemm.name,), "automatic")
+    assert advice[UNSIGNED_WEIGHTS].gain_nodes > 0
+    fixed = fix_model(model, tmp_path / "fixed.onnx", [UNSIGNED_WEIGHTS]).model
     again = check_model(fixed, target)
     assert (again.verdict, again.advice) == ("yes", ())
     assert (weights(fixed.path)[0] == 131).all()
@@ -126,7 +126,7 @@ def test_weights_in_another_file_are_left_alone_and_nothing_is_promised(tmp_path
     proto = onnx.load(str(big_gemm(tmp_path).path))
     onnx.save(proto, str(tmp_path / "e.onnx"), save_as_external_data=True, location="w.data", size_threshold=1 << 10)
     model = load_model(tmp_path / "e.onnx")
-    assert FIX_ID not in {each.id for each in check_model(model, load_target("nnapi")).advice}
-    fixed = fix_model(model, tmp_path / "out" / "m.onnx", [FIX_ID])
+    assert UNSIGNED_WEIGHTS not in {each.id for each in check_model(model, load_target("nnapi")).advice}
+    fixed = fix_model(model, tmp_path / "out" / "m.onnx", [UNSIGNED_WEIGHTS])
     assert fixed.fixes == ()
     assert (weights(fixed.model.path)[0] == 3).all()

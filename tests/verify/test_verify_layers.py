@@ -15,8 +15,8 @@ from verify_models import LAYERS, break_layer, make_images, save_network
 from edgekit.data.samples import Samples
 from edgekit.errors import ModelError, UsageError
 from edgekit.model.model import Model, load_model
-from edgekit.model.scaling import NOTE, SUFFIX, read_scaling, scale_channels, write_powers
 from edgekit.model.tensors import Array
+from edgekit.quantize.equalization.pairs import NOTE, SUFFIX, read_scaling, scale_channels, write_powers
 from edgekit.quantize.weight_only.convert import convert_to_fp16
 from edgekit.verify.layers.comparison import LayerReport, compare_layers, explain_layers, find_first_bad, name_first_bad
 from edgekit.verify.layers.overflows import align_infinities

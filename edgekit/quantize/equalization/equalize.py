@@ -18,13 +18,14 @@ from edgekit._files import digest_bytes, write_file
 from edgekit.errors import UsageError
 from edgekit.graph.graph import Graph, view_file, view_model
 from edgekit.model.model import drop_unread, rename_tensors
-from edgekit.model.scaling import NOTE, SUFFIX, write_powers
 from edgekit.model.tensors import Array
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.calibration.moments import StoredMoments, open_moments
 from edgekit.quantize.equalization.pairs import (
     LEAST_RATIO,
+    NOTE,
     RESTORED,
+    SUFFIX,
     EqualizationPair,
     ScaledConstant,
     Step,
@@ -33,6 +34,7 @@ from edgekit.quantize.equalization.pairs import (
     invert_silu,
     restore_sigmoid_inputs,
     saturation_of,
+    write_powers,
 )
 from edgekit.quantize.graph.float_graph import move_weight
 from edgekit.quantize.graph.layers import Layer, expand_channel_factors, read_layer, read_layers

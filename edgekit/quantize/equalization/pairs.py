@@ -1,6 +1,7 @@
 """Finds the pairs for cross-layer equalization: tensors whose channels the constants around them can scale.
 
-Through SiLU and HardSwish, x * sigmoid(x), channels are scaled exactly: the input of the sigmoid is scaled back.
+Through SiLU and HardSwish, x * sigmoid(x), channels are scaled exactly: the input of the sigmoid is scaled back. The
+factors are noted in the model's metadata.
 """
 
 from collections.abc import Mapping
@@ -12,7 +13,6 @@ from onnx import helper, numpy_helper
 
 from edgekit.graph.graph import Graph, Node
 from edgekit.model.model import refill
-from edgekit.model.scaling import SUFFIX
 from edgekit.model.tensors import Array
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
@@ -20,6 +20,12 @@ from edgekit.quantize.graph.float_regions import find_float_regions
 from edgekit.quantize.graph.layers import Layer, read_layers
 from edgekit.quantize.ranges import TensorRange, sigmoid, snap_range
 
+SUFFIX = "_equalized"
+"""The suffix of a scaled tensor's name."""
+NOTE = "edgekit.equalized"
+"""The metadata key of the factors: JSON, by the name that the tensor had before."""
+# Characters 40 to 120, printable ASCII, for the powers -40 to 40: metadata in ONNX is text.
+_ZERO_POWER, _MOST_POWER = 80, 40
 RESTORED = ".edgekit.back"
 """The suffix of the names of tensors that are scaled back."""
 LEAST_RATIO = 8.0
@@ -404,3 +410,42 @@ def _find_constant_input(
     if len(dims) < -axis or dims[axis] != part[1] - part[0]:
         return None
     return (ScaledConstant(node=node.name, index=found[0], axis=axis, part=part),)
+
+
+# The factors in the model's metadata: they are needed to compare the layers of the quantized model with those of the
+# float model.
+
+
+def write_powers(factors: Array) -> str:
+    """Returns factors that are powers of two as text, with one printable character for each channel."""
+    return "".join(chr(_ZERO_POWER + int(power)) for power in np.log2(factors).round().clip(-_MOST_POWER, _MOST_POWER))
+
+
+def read_scaling(proto: onnx.ModelProto) -> dict[str, Array]:
+    """Returns the factors of the channels of each scaled tensor, by its name in the model; empty if there are none.
+
+    Metadata that cannot be read were not written by edgekit, and count as none.
+    """
+    text = next((entry.value for entry in proto.metadata_props if entry.key == NOTE), "{}")
+    try:
+        powers = msgspec.json.decode(text, type=dict[str, str])
+    except (msgspec.MsgspecError, RecursionError):
+        return {}
+    numbers = {
+        name: np.array([ord(power) - _ZERO_POWER for power in its]).clip(-_MOST_POWER, _MOST_POWER)
+        for name, its in powers.items()
+    }
+    # Powers of two scale a float without rounding, so that the equalized model computes the same as before.
+    return {name + SUFFIX: np.ldexp(1.0, exponents) for name, exponents in numbers.items()}
+
+
+def scale_channels(value: Array, factors: Array) -> Array:
+    """Returns a float tensor with each channel times its factor; channels are axis 1 of images, else the last axis.
+
+    A tensor whose axis has another number of channels is returned as it is.
+    """
+    axis = 1 if value.ndim > 2 and value.shape[1] == len(factors) else value.ndim - 1
+    if value.ndim == 0 or value.dtype.kind != "f" or value.shape[axis] != len(factors):
+        return value
+    shape = [-1 if place == axis else 1 for place in range(value.ndim)]
+    return np.asarray(value * factors.astype(value.dtype).reshape(shape), dtype=value.dtype)

@@ -20,8 +20,8 @@ from edgekit.data.samples import Samples, select_samples, spread_indices
 from edgekit.errors import BundleError, ModelError, RuntimeRefusal
 from edgekit.graph.graph import Graph, view_model
 from edgekit.model.model import Model, read_proto
-from edgekit.model.scaling import read_scaling, scale_channels
 from edgekit.model.tensors import Array, Tensors
+from edgekit.quantize.equalization.pairs import read_scaling, scale_channels
 from edgekit.verify.layers.grids import (
     ROUNDING,
     Arithmetic,

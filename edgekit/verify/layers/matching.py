@@ -12,8 +12,8 @@ from edgekit._ort import CpuSession, Level, SessionSettings, external_config
 from edgekit.errors import UsageError
 from edgekit.graph.graph import Graph, Node
 from edgekit.model.model import Model, order_nodes, read_outside
-from edgekit.model.scaling import SUFFIX
 from edgekit.model.tensors import DTYPES, Array, Tensors
+from edgekit.quantize.equalization.pairs import SUFFIX
 
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 
