@@ -253,16 +253,14 @@ def check_requests(manifest: Manifest, source: str) -> None:
         _check_words(platform.provider_options, options, f"platforms.{name[:99]}.provider_options", source)
 
 
-def check_same(manifest: Manifest, said: Collection[str], target: Target, source: str) -> None:
+def check_same(manifest: Manifest, target: Target, source: str) -> None:
     """Refuses a bundle whose manifest and `target.json` tell apps and devices different things.
-
-    `said` are the keys that the file has: one of schema version 1 lacks some, which were filled in on reading.
 
     Raises:
         BundleError: they contradict each other.
     """
     for key, read in SAID_BY_TARGET.items():
-        if key in said and getattr(manifest, key) != read(target):
+        if getattr(manifest, key) != read(target):
             raise BundleError(
                 f"'{source}' and target.json beside it contradict each other in '{key}'", hint="build the bundle again"
             )

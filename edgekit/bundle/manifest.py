@@ -1,14 +1,13 @@
 """The manifest of a bundle: what is in it, how an app must open it, and where it came from.
 
 This module also has the parts of a manifest: buckets (models for several sizes of one dimension), open dimensions
-(whose size an app chooses), tuned settings (found by a search), and the migration of older schema versions. Last comes
-the JSON Schema that is published.
+(whose size an app chooses) and tuned settings (found by a search). Last comes the JSON Schema that is published.
 """
 
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -24,60 +23,6 @@ from edgekit.model.state import State, find_fault
 from edgekit.model.tensors import Tensors, TensorSpec
 from edgekit.recipe import Licence
 from edgekit.target import ChainedProvider, Form, Platform, Precision, Thresholds, Verification
-
-_Table = dict[str, Any]
-
-_TENSOR: _Table = {"layout": "", "value_range": None, "preprocessing": None, "postprocessing": None}
-_GOLDEN: _Table = {"chosen": [], "tolerance": {}, "expected_from": ""}
-
-
-def migrate_manifest(raw: Any) -> Any:
-    """Returns a manifest of version 1 as one of version 2, and anything else as it is.
-
-    What version 1 did not say is filled in as unknown. Malformed values are left as they are, for the decoder to
-    refuse.
-    Before `readings` there were `numbers`, the names of vectors without classes.
-    """
-    table = _table(raw)
-    if isinstance(table.get("numbers"), list):
-        names: list[Any] = table["numbers"]
-        rest = {key: value for key, value in table.items() if key != "numbers"}
-        return rest | {"readings": {str(name): {"kind": "values"} for name in names}}
-    if table.get("schema_version") != 1:
-        return raw
-    versions, files = _table(table.get("versions")), _table(table.get("files"))
-    placement: _Table = {"providers": {}, "node_list": _table(files.get("check.json")).get("sha256", "")}
-    added: _Table = {
-        "platforms": {},
-        "tested": {"onnxruntime": versions.get("onnxruntime", ""), "qairt": versions.get("qairt"), "socs": []},
-        "canonical_form": 1 if {"full", "runtime"} & _table(table.get("forms")).keys() else None,
-        "provenance": {"command": "", "recipe": {}},
-        "licence": {},
-        "fallback": [],
-        "evidence": "verify.json",
-    }
-    return {
-        **added,
-        **table,
-        "schema_version": 2,
-        "inputs": _widen(table.get("inputs")),
-        "outputs": _widen(table.get("outputs")),
-        "golden": _merge(_GOLDEN, table.get("golden")),
-        "placement": _merge(placement, table.get("placement")),
-    }
-
-
-def _widen(tensors: Any) -> Any:
-    return [_merge(_TENSOR, item) for item in cast("Sequence[Any]", tensors)] if isinstance(tensors, list) else tensors
-
-
-def _merge(defaults: _Table, value: Any) -> Any:
-    return {**defaults, **_table(value)} if isinstance(value, dict) else value
-
-
-def _table(value: Any) -> _Table:
-    return cast("_Table", value) if isinstance(value, dict) else {}
-
 
 _MOST_BUCKETS = 64
 
@@ -465,56 +410,46 @@ def encode_json(value: object) -> bytes:
 def decode_manifest(data: bytes, source: str) -> Manifest:
     """Returns a manifest, read strictly: an unknown, missing or ill-typed key is an error that names it.
 
-    A manifest of an older schema version becomes one of today. The bytes must be those that edgekit writes: another
-    order, a key that comes twice or other white space is an alteration, because readers would not agree on it.
+    The bytes must be those that edgekit writes: another order, a key that comes twice or other white space is an
+    alteration, because readers would not agree on it.
 
     Raises:
         BundleError: the manifest is malformed, not canonical, of an unknown schema version, or contradicts itself.
     """
-    manifest = decode_strictly(data, Manifest, source, migrate_manifest)
+    manifest = decode_strictly(data, Manifest, source)
     for form in (manifest.form, *manifest.forms):
         if not manifest.forms.get(form):
             raise BundleError(f"'{source}' names no file for form '{form}'", hint="build the bundle again")
     for name in (name for names in manifest.forms.values() for name in names):
         if name not in manifest.files:
             raise BundleError(f"'{source}' does not list the model file {name[:200]!r}", hint="build the bundle again")
-    for what, find in (
-        ("state", _find_state_fault),
-        ("buckets", _find_bucket_fault),
-        ("open dimensions", _find_dim_fault),
-    ):
-        fault = find(manifest)
-        if fault is not None:
-            raise BundleError(f"the {what} in '{source}' {fault}", hint="build the bundle again")
+    for fault in _list_faults(manifest):
+        raise BundleError(f"the {fault[0]} in '{source}' {fault[1]}", hint="build the bundle again")
     return manifest
 
 
-def _find_state_fault(manifest: Manifest) -> str | None:
-    if not manifest.state:
-        return None
-    fault = find_fault(manifest.state, manifest.inputs, manifest.outputs)
-    if fault is None and manifest.golden.samples % manifest.steps:
-        return f"has {manifest.steps} steps, and {manifest.golden.samples} golden samples make no whole sequences"
-    return None if fault is None else fault[0]
-
-
-def _find_bucket_fault(manifest: Manifest) -> str | None:
-    if not manifest.buckets:
-        return None
-    if manifest.steps > 1:
-        return "are of a model with state, whose steps they cannot run"
-    if UNPADDED not in manifest.files:
-        return f"lack '{UNPADDED}'"
-    files, samples = manifest.forms[manifest.form], manifest.golden.samples
-    return find_bucket_fault(manifest.buckets, files, manifest.inputs, manifest.outputs, samples)
-
-
-def _find_dim_fault(manifest: Manifest) -> str | None:
-    if manifest.open_dims is msgspec.UNSET:
-        return None
-    if manifest.buckets:
-        return "stand beside buckets"
-    return find_open_dim_fault(manifest.open_dims, manifest.inputs, manifest.golden.samples)
+def _list_faults(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Yields what contradicts the rest of a manifest, and in which way."""
+    state, buckets, sizes, samples = manifest.state, manifest.buckets, manifest.open_dims, manifest.golden.samples
+    if state:
+        fault = find_fault(state, manifest.inputs, manifest.outputs)
+        if fault is not None:
+            yield "state", fault[0]
+        elif samples % manifest.steps:
+            yield "state", f"has {manifest.steps} steps, and {samples} golden samples make no whole sequences"
+    if buckets:
+        if manifest.steps > 1:
+            yield "buckets", "are of a model with state, whose steps they cannot run"
+        if UNPADDED not in manifest.files:
+            yield "buckets", f"lack '{UNPADDED}'"
+        files = manifest.forms[manifest.form]
+        if wrong := find_bucket_fault(buckets, files, manifest.inputs, manifest.outputs, samples):
+            yield "buckets", wrong
+    if sizes is not msgspec.UNSET:
+        if buckets:
+            yield "open dimensions", "stand beside buckets"
+        if wrong := find_open_dim_fault(sizes, manifest.inputs, samples):
+            yield "open dimensions", wrong
 
 
 def decode_json(data: bytes, source: str) -> Any:
@@ -531,20 +466,17 @@ def decode_json(data: bytes, source: str) -> Any:
         raise BundleError(f"'{source}' is malformed: {quote_error(error)}", hint="build the bundle again") from error
 
 
-def decode_strictly(
-    data: bytes, kind: type[_Value], source: str, migrate: Callable[[Any], Any] = lambda raw: raw
-) -> _Value:
+def decode_strictly(data: bytes, kind: type[_Value], source: str) -> _Value:
     """Returns JSON as a value of a kind, if it is to the byte what `encode_json` makes of its content.
 
-    Readers disagree on keys that come twice (RFC 8259, 4): a signature would cover two meanings. `migrate` makes what
-    an older version wrote that of today.
+    Readers disagree on keys that come twice (RFC 8259, 4): a signature would cover two meanings.
 
     Raises:
         BundleError: it is no JSON, is spelt in another way, or a key is unknown, missing or ill-typed.
     """
     raw = decode_json(data, source)
     try:
-        value = msgspec.convert(migrate(raw), kind)
+        value = msgspec.convert(raw, kind)
     except (msgspec.ValidationError, RecursionError) as error:
         raise BundleError(f"'{source}' is malformed: {quote_error(error)}", hint="build the bundle again") from error
     if encode_json(raw) != data:
