@@ -29,6 +29,7 @@ _MAKERS = {
     **{name: (name, 0) for name in _ERRORS},
     "refuse": ("UsageError", 1),
     "__init__": ("ModelError", 0),
+    "PipelineError": ("DataError", 0),
 }
 """What makes an error, by its name: the error's class, and which argument is the message; `hint` is a keyword."""
 _MOST_VARIANTS = 24

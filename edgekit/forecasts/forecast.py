@@ -8,20 +8,20 @@ import numpy as np
 
 from edgekit.errors import UsageError, suggest_name
 from edgekit.evidence import Evidence, Verdict
-from edgekit.forecasts.features import Work
+from edgekit.forecasts.features import Traffic, Work
 from edgekit.forecasts.model import (
     Bits,
     CpuFit,
     Fitted,
     load_cpu_sum,
     load_fitted,
+    load_phones,
+    load_table,
     rank_networks,
     split_time,
     sum_compiled,
     sum_memory,
 )
-from edgekit.forecasts.table import load_phones, load_table
-from edgekit.forecasts.traffic import Traffic
 from edgekit.phones import Phone
 from edgekit.serialize import NotebookPage
 

@@ -31,7 +31,7 @@ from edgekit.model.model import Model, load_model
 from edgekit.progress import Budget, Progress, Stopwatch, say_nothing
 from edgekit.quantize import Calibration
 from edgekit.recipe import Data, Recipe, load_targets
-from edgekit.report.pages.charts import Picture, draw_worst
+from edgekit.report.pages.charts import draw_worst
 from edgekit.report.pages.html import render_build
 from edgekit.report.summary import BuildReport, BundleSummary
 from edgekit.serialize import to_json
@@ -118,7 +118,13 @@ def build(
         report = _sum_up(inputs, job, built, reports, verified=verify, out=out, start=start)
         report = msgspec.structs.replace(report, forecast=told)
         write_file(staging / "report.json", to_json(report).encode())
-        write_file(staging / "report.html", render_build(report, _draw_worst(built, reports)).encode())
+        whole = {result.target.name: result for result in built if isinstance(result, BuiltBundle)}
+        pictures = {
+            name: draw_worst(read_inputs(whole[name].bundle.golden), found)
+            for name, found in reports.items()
+            if name in whole
+        }
+        write_file(staging / "report.html", render_build(report, pictures).encode())
     return report
 
 
@@ -132,12 +138,20 @@ def _sum_up(
     out: Path,
     start: float,
 ) -> BuildReport:
+    facts, feeds = inputs.samples.facts, inputs.state.feeds
+    warnings = list(warn_if_few(facts) if inputs.calibration else facts.warnings)
+    if feeds and inputs.state.steps == 1:
+        pairs = ", ".join(f"'{output}' feeds '{name}'" for name, output in list(feeds.items())[:4])
+        said = f"the model has state ({pairs}), and each sample ran as a first step: --steps N runs sequences of N"
+        warnings.insert(0, said)
+    if isinstance(inputs.calibration, Calibration):
+        warnings += inputs.calibration.notes
     return BuildReport(
         model=inputs.source.name,
         sha256=job.origin,
         verified=verified,
         calibration_samples=inputs.samples.calibration.count,
-        data_warnings=_list_doubts(inputs),
+        data_warnings=tuple(warnings),
         fixed_axes=find_neglected_axes(inputs.source, job.targets),
         golden_samples=inputs.golden.samples,
         fixes={fix.id: len(fix.nodes) for fix in inputs.fixes},
@@ -148,27 +162,6 @@ def _sum_up(
         versions=list_versions(),
         report=out / "report.html",
     )
-
-
-def _list_doubts(inputs: BuildInputs) -> tuple[str, ...]:
-    facts = inputs.samples.facts
-    warnings = list(warn_if_few(facts) if inputs.calibration else facts.warnings)
-    feeds = inputs.state.feeds
-    if feeds and inputs.state.steps == 1:
-        pairs = ", ".join(f"'{output}' feeds '{name}'" for name, output in list(feeds.items())[:4])
-        said = f"the model has state ({pairs}), and each sample ran as a first step: --steps N runs sequences of N"
-        warnings.insert(0, said)
-    return (*warnings, *(inputs.calibration.notes if isinstance(inputs.calibration, Calibration) else ()))
-
-
-def _draw_worst(
-    built: Sequence[BuiltBundle | EdgekitError], reports: Mapping[str, VerifyReport]
-) -> dict[str, tuple[Picture, ...]]:
-    whole = [result for result in built if isinstance(result, BuiltBundle) and result.target.name in reports]
-    return {
-        result.target.name: draw_worst(read_inputs(result.bundle.golden), reports[result.target.name])
-        for result in whole
-    }
 
 
 def _build_all(

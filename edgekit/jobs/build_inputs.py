@@ -30,7 +30,7 @@ from edgekit.model.state import State
 from edgekit.model.tensors import Array, Tensors
 from edgekit.prepare import ready_model
 from edgekit.prepare.clean import freeze_model
-from edgekit.prepare.fix import BucketModels, Fix, FixedModel, choose_dims, prepare_buckets
+from edgekit.prepare.fix import BucketModels, Fix, choose_dims, prepare_buckets
 from edgekit.prepare.opset import lower_model
 from edgekit.progress import Budget, Progress, Stopwatch
 from edgekit.quantize import Calibration, calibrate_model
@@ -184,11 +184,16 @@ def _find_key(given: Model, data: Data, metric: TaskLimit | None, job: BuildJob)
 
 def _read_inputs(given: Model, data: Data, metric: TaskLimit | None, job: BuildJob, folder: Path) -> BuildInputs:
     folder.mkdir(exist_ok=True)
-    source = freeze_model(lower_model(given, folder / "lowered"), folder / "frozen", job.recipe.freeze)
-    fixed, sized = _prepare(source, job, folder)
+    recipe = job.recipe
+    source = freeze_model(lower_model(given, folder / "lowered"), folder / "frozen", recipe.freeze)
+    job.progress("prepare the model")
+    refuse_profiles(job.targets, source.inputs)
+    dims = choose_dims(recipe.dims, recipe.buckets, recipe.pad)
+    fixed = ready_model(source, folder, dims, may_stay_open=not recipe.buckets and takes_any_size(job.targets))
     prepared = fixed.model
-    outputs = check_outputs(job.recipe.outputs, prepared)
-    sequences = plan_sequences(source, job.recipe.state, prepared.inputs, prepared.outputs, folder)
+    sized = prepare_buckets(source, prepared, dims, recipe.buckets, recipe.pad, folder)
+    outputs = check_outputs(recipe.outputs, prepared)
+    sequences = plan_sequences(source, recipe.state, prepared.inputs, prepared.outputs, folder)
     job.begin("samples", "read the samples")
     samples = read_sample_sets(
         prepared.inputs if sized is None else free_axes(sized.padding.inputs, prepared.inputs),
@@ -196,14 +201,18 @@ def _read_inputs(given: Model, data: Data, metric: TaskLimit | None, job: BuildJ
         evaluation=data.evaluation,
         labels=None if data.labels is None else (data.labels, find_metric(metric).labels if metric else "class"),
         preprocess=data.preprocess,
-        most=job.recipe.samples,
-        idle=job.recipe.freeze,
+        most=recipe.samples,
+        idle=recipe.freeze,
         sequences=_filling(sequences, sized),
     )
     job.begin("float model", "run the float model")
     # Of the model as it was given, not as it was prepared: errors of the preparation count as well.
     golden = _make_golden(source, prepared, samples, job, folder)
-    recorded = _open_recorded(data, golden, source, job)
+    recorded: dict[str, Recorded] = {}
+    if data.golden is not None:
+        recorded = open_recorded(data.golden, source.name, [target.name for target in job.targets])
+        for bundle in recorded.values():
+            adopt_reference(golden, bundle)
     buckets = None if sized is None else _run_unpadded(source, sized, samples, recorded, folder)
     return BuildInputs(
         folder=folder,
@@ -240,16 +249,6 @@ def calibrate_inputs(inputs: BuildInputs, job: BuildJob) -> BuildInputs:
     if inputs.folder.name in job.kept.inputs:
         job.kept.inputs[inputs.folder.name] = inputs
     return inputs
-
-
-def _prepare(source: Model, job: BuildJob, folder: Path) -> tuple[FixedModel, BucketModels | None]:
-    job.progress("prepare the model")
-    recipe = job.recipe
-    refuse_profiles(job.targets, source.inputs)
-    dims = choose_dims(recipe.dims, recipe.buckets, recipe.pad)
-    is_free = not recipe.buckets and takes_any_size(job.targets)
-    fixed = ready_model(source, folder, dims, may_stay_open=is_free)
-    return fixed, prepare_buckets(source, fixed.model, dims, recipe.buckets, recipe.pad, folder)
 
 
 def _make_golden(source: Model, prepared: Model, samples: SampleSets, job: BuildJob, folder: Path) -> Golden:
@@ -319,12 +318,11 @@ def _run_float(source: Model, samples: SampleSets, job: BuildJob, place: Path) -
         if not known.ran:
             job.progress(f"what the float model gives for {golden.samples} samples is read from the cache")
         elif outputs:
-            cache.save(OUTPUTS, dict(enumerate(outputs)), lambda: _join_outputs(outputs), now=True)
+            arrays = {
+                f"{place} {name}": value for place, each in enumerate(outputs.values()) for name, value in each.items()
+            }
+            cache.save(OUTPUTS, dict(enumerate(outputs)), lambda: arrays, now=True)
     return golden
-
-
-def _join_outputs(known: Mapping[bytes, Tensors]) -> dict[str, Array]:
-    return {f"{place} {name}": value for place, each in enumerate(known.values()) for name, value in each.items()}
 
 
 def _split_outputs(found: Checkpoint, cache: CalibrationCache) -> dict[bytes, Tensors]:
@@ -340,16 +338,6 @@ def _split_outputs(found: Checkpoint, cache: CalibrationCache) -> dict[bytes, Te
         return dict(known)
     cache.note(f"what is kept as '{OUTPUTS}' is not used: it does not fit this model")
     return {}
-
-
-def _open_recorded(data: Data, golden: Golden, source: Model, job: BuildJob) -> dict[str, Recorded]:
-    """Returns the records of bundles that were built before, and copies their float reference into `golden`."""
-    if data.golden is None:
-        return {}
-    recorded = open_recorded(data.golden, source.name, [target.name for target in job.targets])
-    for bundle in recorded.values():
-        adopt_reference(golden, bundle)
-    return recorded
 
 
 def _find_floats(prepared: Model, job: BuildJob) -> dict[str, str]:

@@ -135,13 +135,17 @@ def convert_for(
         source = lower_model(source, work / "lowered", options.runtime or VERSION)
         source = freeze_model(source, work / "frozen", recipe.freeze)
         progress("prepare the model")
-        prepare = partial(_prepare, recipe=recipe, targets=targets)
+        # A file without a target is for ONNX Runtime's own provider.
+        prepare = partial(prepare_model, dims=recipe.dims, may_stay_open=takes_any_size(targets))
         prepared = prepare(source, work / "prepared.onnx")
         samples = None
         if options.data is not None:
             data = options.data
             samples = load_samples(data.source, prepared.inputs, data.preprocess, idle=recipe.freeze)
-        floating, fusion = _fuse(source, prepared, _choose_fusions(options.fuse, targets), samples, prepare, work)
+        # For GPUs all fusions that there are.
+        for_cpu = all(target.name == "cpu" for target in targets)
+        fuse = None if options.fuse is None else msgspec.structs.replace(options.fuse, for_cpu=for_cpu)
+        floating, fusion = _fuse(source, prepared, fuse, samples, prepare, work)
         small = None
         if options.weights is not None:
             small = compress_weights(floating, options.weights, work / "light.onnx", samples)
@@ -166,7 +170,11 @@ def convert_for(
         if options.levels:
             progress("optimize and time each level")
             # As an app would give it to a session: what preparing does is part of what the levels do.
-            given = _fix_given(source, recipe, work) if current is prepared else current
+            given = source if current is prepared else current
+            if current is prepared and recipe.dims:
+                proto = read_proto(source)
+                fix_dims(proto.graph, recipe.dims, may_stay_open=True)
+                given = msgspec.structs.replace(save_proto(proto, work / "given.onnx"), custom_ops=source.custom_ops)
             levels = optimize_levels(
                 given, options.levels, options.ort.cpu, staging, work, samples, checked=options.checked
             )
@@ -208,15 +216,6 @@ def _find_minimum(folder: Path, files: Mapping[str, Sequence[str]], targets: Seq
     return needs[most]
 
 
-def _fix_given(source: Model, recipe: Recipe, work: Path) -> Model:
-    """Returns a model as it was given, with the dimensions that were named."""
-    if not recipe.dims:
-        return source
-    proto = read_proto(source)
-    fix_dims(proto.graph, recipe.dims, may_stay_open=True)
-    return msgspec.structs.replace(save_proto(proto, work / "given.onnx"), custom_ops=source.custom_ops)
-
-
 def _write_coreml(
     converted: ConvertedModel, targets: Sequence[Target], options: CoreMlOptions, progress: Progress
 ) -> CoreMlFiles | None:
@@ -228,17 +227,6 @@ def _write_coreml(
     progress("ask the Core ML provider")
     model = load_model(converted.folder / converted.files["onnx"][0])
     return write_coreml(model, targets[0], converted.folder, packages=options.packages, cache=options.cache)
-
-
-def _prepare(source: Model, out: Path, recipe: Recipe, targets: Sequence[Target]) -> Model:
-    # A file without a target is for ONNX Runtime's own provider.
-    return prepare_model(source, out, recipe.dims, may_stay_open=takes_any_size(targets))
-
-
-def _choose_fusions(options: FuseOptions | None, targets: Sequence[Target]) -> FuseOptions | None:
-    """Returns how to fuse: for GPUs all that there is."""
-    for_cpu = all(target.name == "cpu" for target in targets)
-    return None if options is None else msgspec.structs.replace(options, for_cpu=for_cpu)
 
 
 def _fuse(

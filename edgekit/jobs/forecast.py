@@ -1,6 +1,8 @@
-"""Forecasting a model or a bundle as the user has it, for phones that nobody needs to own."""
+"""Forecasting a model or a bundle as the user has it, for phones that nobody needs to own; QNN's compiler may help."""
 
 import re
+import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -10,10 +12,10 @@ import onnx
 from edgekit._files import work_folder
 from edgekit.bundle.folder import open_bundle
 from edgekit.check.check import check_graph, count_crossings
-from edgekit.check.report import CheckedNode
 from edgekit.check.rules.rulebook import load_rules
-from edgekit.errors import UsageError
-from edgekit.forecasts.features import Work, join_graph, measure_work
+from edgekit.convert.context import require_compiler
+from edgekit.errors import DeviceError, RuntimeRefusal, UsageError
+from edgekit.forecasts.features import SOC, Traffic, Work, compile_traffic, join_graph, measure_work
 from edgekit.forecasts.forecast import (
     BITS,
     DeviceForecast,
@@ -24,19 +26,18 @@ from edgekit.forecasts.forecast import (
     forecast_cpu,
     forecast_work,
 )
-from edgekit.forecasts.model import Bits, load_fitted
-from edgekit.forecasts.table import load_phones, load_table
+from edgekit.forecasts.model import Bits, load_fitted, load_phones, load_table
 from edgekit.graph.graph import Graph, view_model
 from edgekit.graph.inference import infer_model
 from edgekit.jobs.known_times import BITS_OF, CpuTime
-from edgekit.jobs.traffic import compile_model
 from edgekit.model.external import skim_model
 from edgekit.model.model import Model, load_model
-from edgekit.phones import Phone, find_phone
+from edgekit.phones import find_phone
 from edgekit.prepare.basic import name_nodes
-from edgekit.prepare.clean import freeze_model, sketch_model
+from edgekit.prepare.clean import freeze_model, prepare_model, sketch_model
 from edgekit.prepare.shapes import find_unset
 from edgekit.recipe import Recipe, choose_precision
+from edgekit.report.tables import format_bytes
 from edgekit.target import Precision, Target, load_target
 
 # Makers of which no free measurements were found, by words in the names of what has their chips, and the target whose
@@ -47,6 +48,9 @@ _NO_GROUND: tuple[tuple[str, str, str], ...] = (
     ("MediaTek's APU", "nnapi", r"mediatek|dimensity|helio|\bmt\d{4}"),
     ("Samsung's Exynos", "nnapi", r"exynos"),
 )  # fmt: skip
+COMPILE_SECONDS = 180.0
+"""How long QNN's compiler may take for a forecast."""
+_QUANTIZED = frozenset({"QuantizeLinear", "DequantizeLinear", "QLinearConv", "QLinearMatMul"})
 
 
 def forecast(
@@ -90,15 +94,24 @@ def forecast(
     phones = tuple(dict.fromkeys(find_phone(name, load_phones()) for name in named)) if named and not every else phones
     source = load_model(path)
     graph, counted = _count_work(source, dims or {})
-    placings = {phone.name: placing for phone, placing in _place_all(graph, phones)}
+    # One with an HTP that QNN's rules do not know is as the next older.
+    arches = sorted(map(int, load_target("qnn").parameters["htp_arch"].choices))
+    arch_of = {phone.name: max((arch for arch in arches if arch <= phone.htp), default=arches[0]) for phone in phones}
+    placed = {arch: _place(graph, "qnn", {"htp_arch": str(arch)}) for arch in sorted(set(arch_of.values()))}
+    placings = {name: placed[arch] for name, arch in arch_of.items()}
     traffic, said = compile_model(source, graph, dims or {}) if compiles else (None, "")
     known = [time for time in measured if isinstance(time, KnownTime)]
     on_cpu = [time for time in measured if isinstance(time, CpuTime)]
     rows, distances = forecast_work(counted, phones, chosen, known, placings, traffic)
     rows += tuple(forecast_cpu(counted, _count_timed(time.model, dims or {}), time.machine, time.ms) for time in on_cpu)
     rows += tuple(
-        _tell_other(name, maker, target, graph, bit) for name, (maker, target) in others.items() for bit in chosen
-    )
+        DeviceForecast(
+            device=name, chipset=maker, soc_model=None, htp=None, precision=bit, placing=_place(graph, target, {}),
+            basis="none", note=f"no free measurements of {maker} were found: only what {target} takes is told",
+        )
+        for name, (maker, target) in others.items()
+        for bit in chosen
+    )  # fmt: skip
     unlike: tuple[Bits, ...] = tuple(
         bit for bit, far in distances.items() if far > load_fitted()[0].precisions[bit].farthest
     )
@@ -180,14 +193,6 @@ def _find_other(name: str) -> tuple[str, str] | None:
     return next(found, None)
 
 
-def _place_all(graph: Graph, phones: Sequence[Phone]) -> list[tuple[Phone, Placing]]:
-    """Returns what the rules of QNN say for each phone; one with an HTP that they do not know is as the next older."""
-    known = sorted(map(int, load_target("qnn").parameters["htp_arch"].choices))
-    arches = {phone.name: max((arch for arch in known if arch <= phone.htp), default=known[0]) for phone in phones}
-    placed = {arch: _place(graph, "qnn", {"htp_arch": str(arch)}) for arch in sorted(set(arches.values()))}
-    return [(phone, placed[arches[phone.name]]) for phone in phones]
-
-
 def _place(graph: Graph, name: str, settings: Mapping[str, str]) -> Placing:
     target = load_target(name, settings)
     options = {**target.session.provider_options, **target.settings}
@@ -198,23 +203,9 @@ def _place(graph: Graph, name: str, settings: Mapping[str, str]) -> Placing:
         taken=len(nodes) - len(left),
         partitions=len({node.partition for node in nodes if node.partition is not None}),
         crossing_bytes=count_crossings(graph, nodes)[1],
-        cpu_ops=_count_ops(left),
+        cpu_ops=dict(Counter(node.op for node in left).most_common()),
         reasons=tuple(dict.fromkeys(reason for node in left for reason in node.reasons[:1]))[:5],
     )
-
-
-def _count_ops(nodes: Sequence[CheckedNode]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for node in nodes:
-        counts[node.op] = counts.get(node.op, 0) + 1
-    return dict(sorted(counts.items(), key=lambda pair: -pair[1]))
-
-
-def _tell_other(name: str, maker: str, target: str, graph: Graph, precision: Bits) -> DeviceForecast:
-    return DeviceForecast(
-        device=name, chipset=maker, soc_model=None, htp=None, precision=precision, placing=_place(graph, target, {}),
-        basis="none", note=f"no free measurements of {maker} were found: only what {target} takes is told",
-    )  # fmt: skip
 
 
 def _list_remarks(
@@ -236,3 +227,29 @@ def _list_remarks(
     moved = "moved the forecast of every device"
     remarks += [f"{time.ms:g} ms on {time.device} in {time.precision} ({time.source}) {moved}" for time in measured]
     return remarks
+
+
+def compile_model(source: Model, graph: Graph, dims: Mapping[str, int]) -> tuple[Traffic | None, str]:
+    """Returns what the compiler plans, None where it fails, and a remark on it; `graph` is that of the model.
+
+    Raises:
+        UsageError: the model is quantized, of which no plans were learned from.
+        MissingExtraError: onnxruntime-qnn is not installed.
+    """
+    if any(node.op_type in _QUANTIZED for node in graph.nodes):
+        raise UsageError(
+            f"'{source.name}' is quantized, and --compile was fitted to plans of float models",
+            hint="give the float model, or leave --compile out",
+        )
+    require_compiler()
+    began = time.monotonic()
+    try:
+        with work_folder() as work:
+            prepared = prepare_model(source, work / "prepared.onnx", dims)
+            found = compile_traffic(prepared.path.name, work, timeout_s=COMPILE_SECONDS)
+    except (DeviceError, RuntimeRefusal) as error:
+        return None, f"forecast from the graph alone, without a plan: {error}"
+    return found, (
+        f"QNN's compiler plans {found.operations:,} operations in float for SoC {SOC}, and moves"
+        f" {format_bytes(found.dram)} from and to DRAM (compiled in {time.monotonic() - began:.0f} s)"
+    )

@@ -6,9 +6,9 @@ the golden samples, and what each member is calibrated with.
 
 import contextlib
 import math
-import re
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +20,6 @@ from edgekit.bundle.checks import find_fault as find_name_fault
 from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.bundle.golden import INPUTS, OUTPUTS, Golden, Rows, write_labels, write_rows, writing_rows
 from edgekit.bundle.group.group import GroupContents, write_group
-from edgekit.bundle.group.pipeline import run_pipeline
 from edgekit.bundle.group.weights import find_equal_weights, share_weights
 from edgekit.bundle.group.wiring import (
     MOST_MEMBERS,
@@ -34,13 +33,14 @@ from edgekit.bundle.group.wiring import (
     find_fault,
     list_data,
     resolve_wiring,
+    run_pipeline,
     split_source,
 )
 from edgekit.data.labels import Label
 from edgekit.data.samples import Samples
 from edgekit.data.split import SampleSets, read_sample_sets
 from edgekit.devices.register import DeviceChoice, choose_here
-from edgekit.errors import EdgekitError, UsageError, suggest_name
+from edgekit.errors import EdgekitError, UsageError
 from edgekit.jobs.build import build
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array, Tensors
@@ -52,7 +52,7 @@ from edgekit.progress import Progress, name_steps, say_nothing
 from edgekit.recipe import Data, PrecisionChoice, Recipe, load_targets, takes_any_size
 from edgekit.report.summary import BuildReport
 from edgekit.report.tables import GroupBuild, GroupTarget
-from edgekit.serialize import read_toml, to_json
+from edgekit.serialize import read_toml, suggest_key, to_json
 from edgekit.target import Form, Target, TaskLimit
 from edgekit.verify.groups import choosing, verify_group
 from edgekit.verify.task_metrics import decode_text, find_metric
@@ -85,6 +85,12 @@ class GroupFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 _TABLES = (GroupFile, MemberFile, Stage, Text, Crop, Tokens, TaskLimit)
+# The key that may be meant, of any table, or those of the file.
+_KEYS = partial(
+    suggest_key,
+    valid={key for table in _TABLES for key in table.__struct_fields__},
+    otherwise=f"the keys are {', '.join(GroupFile.__struct_fields__)}",
+)
 
 
 def read_group_file(path: Path) -> GroupFile:
@@ -93,20 +99,12 @@ def read_group_file(path: Path) -> GroupFile:
     Raises:
         UsageError: the file cannot be read, is malformed, has an unknown key, or a name that is no file's.
     """
-    found = read_toml(path, GroupFile, hint="a group is a .toml file", keys=_suggest_key)
+    found = read_toml(path, GroupFile, hint="a group is a .toml file", keys=_KEYS)
     found = msgspec.structs.replace(found, name=found.name or path.stem)
     fault = "has a folder in it" if "/" in found.name else find_name_fault(found.name)
     if fault is not None:
         raise UsageError(f"the name {found.name[:99]!r} in '{path}' {fault}", hint='name = "speech"')
     return found
-
-
-def _suggest_key(said: str) -> str:
-    """Returns a hint for what is wrong in a file: the key that may be meant, of any table, or those of the file."""
-    unknown = re.search(r"unknown field `([^`]*)`", said)
-    if unknown is None:
-        return f"the keys are {', '.join(GroupFile.__struct_fields__)}"
-    return suggest_name(unknown[1], {key for table in _TABLES for key in table.__struct_fields__})
 
 
 _CALIBRATION, _EVALUATION = 256, 64
@@ -271,7 +269,14 @@ def build_group(
     with work_folder() as work, staged_entries(out) as staging:
         group = _open_members(path, file, work, is_free=takes_any_size(targets))
         say(f"run the float models of {file.name}")
-        sets = _read_samples(group, file, data, recipe)
+        sets = read_sample_sets(
+            list_data(group.wiring, group.interfaces),
+            data.source,
+            evaluation=data.evaluation,
+            labels=None if data.labels is None else (data.labels, find_metric(file.metric).labels),
+            preprocess=data.preprocess,
+            most=recipe.samples,
+        )
         samples = run_float(group, sets, file.metric, work / "samples")
         job = _Job(
             file=file,
@@ -334,17 +339,6 @@ def _prepare(name: str, model: Model, member: MemberFile, folder: Path, *, is_fr
             hint = f"dims = {{ {sizes} }} in [members.{name}]; for cpu alone they stay open"
         raise UsageError(f"member '{name}': {error.message}", hint=hint) from error
     return describe_interface(ready.inputs, ready.outputs)
-
-
-def _read_samples(group: FloatGroup, file: GroupFile, data: Data, recipe: Recipe) -> SampleSets:
-    return read_sample_sets(
-        list_data(group.wiring, group.interfaces),
-        data.source,
-        evaluation=data.evaluation,
-        labels=None if data.labels is None else (data.labels, find_metric(file.metric).labels),
-        preprocess=data.preprocess,
-        most=recipe.samples,
-    )
 
 
 def _describe_truncation(group: FloatGroup, sets: SampleSets) -> Iterator[str]:

@@ -12,8 +12,7 @@ from edgekit.bundle.folder import open_bundle
 from edgekit.errors import UsageError
 from edgekit.evidence import Evidence
 from edgekit.forecasts.forecast import KnownTime, read_precisions
-from edgekit.forecasts.model import Bits
-from edgekit.forecasts.table import load_phones
+from edgekit.forecasts.model import Bits, load_phones
 from edgekit.phones import Phone, find_phone
 from edgekit.target import Precision, load_target
 from edgekit.verify.history import list_runs

@@ -29,7 +29,7 @@ from edgekit.prepare.clean import freeze_model
 from edgekit.prepare.fix import FixedModel
 from edgekit.prepare.opset import lower_model
 from edgekit.progress import Budget, Progress, say_nothing
-from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization
+from edgekit.quantize import QuantPlan, calibrate_model, plan_quantization
 from edgekit.quantize.accuracy.predict import FloatReference, Prediction
 from edgekit.quantize.apply import QuantizedModel
 from edgekit.quantize.calibration.store import CacheSettings
@@ -64,14 +64,6 @@ class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
     cache: Path | None = None
     layers: bool = False
     time_budget_s: float | None = None
-
-    def read_plan(self) -> QuantPlan | None:
-        """Returns the plan in the file, None where no file is named.
-
-        Raises:
-            UsageError: the file cannot be read or holds no plan.
-        """
-        return None if self.plan is None else read_plan(self.plan)
 
     def budget(self, start: float, progress: Progress) -> Budget:
         """Returns the time of a search that is part of what began at `start`, by `time.monotonic()`."""
@@ -125,7 +117,11 @@ def quantize_for(
         state, search = _open_state(job, how.state, data.labels, recipe.metric), _open_search(job, how)
         plan, searched = _choose_plan(job, search, how.method, state)
         quantized, predicted, check = _write_model(job, search, plan, searched, out)
-        layers = _measure_layers(job, search.calibration, plan) if how.layers else ()
+        layers: tuple[ActivationReport, ...] = ()
+        if how.layers:
+            job.budget.progress("quantize each activation alone")
+            seen = plan_calibration(job.prepared, plan, search.calibration).ranges["minmax"]
+            layers = tuple(describe_layers(plan, seen, rank_plan(job.prepared, plan, search.calibration)))
     return QuantizeReport(
         model=job.source.name,
         out=out,
@@ -176,8 +172,11 @@ def plan_for(
 
 
 def _open_job(model: Path, data: Data, recipe: Recipe, how: QuantizeOptions, work: Path, budget: Budget) -> _Job:
-    target = _one_target(recipe)
-    plan = how.read_plan()
+    targets = load_targets(choose_here(recipe, alone=True))
+    if len(targets) != 1:
+        names = ", ".join(target.name for target in targets)
+        raise UsageError("a model is quantized for one target at a time", hint=f"name one of {names}")
+    target, plan = targets[0], None if how.plan is None else read_plan(how.plan)
     precision = _choose_integers(target, recipe, plan)
     source = freeze_model(lower_model(load_model(model), work / "lowered"), work / "frozen", recipe.freeze)
     fixed = ready_model(source, work, recipe.dims, may_stay_open=takes_any_size((target,)))
@@ -194,8 +193,15 @@ def _open_job(model: Path, data: Data, recipe: Recipe, how: QuantizeOptions, wor
     sequences = plan_sequences(source, recipe.state, fixed.model.inputs, fixed.model.outputs, work)
     every = load_sequences(data.source, fixed.model.inputs, sequences.state, data.preprocess, idle=recipe.freeze)
     samples, limit = limit_samples(every, recipe.samples, sequences.state.steps), recipe.metric or TOP1
-    # Before the calibration, which takes the most time.
-    labels = _read_labels(data.labels, limit, every, samples)
+    labels: Sequence[Label] | None = None
+    if data.labels is not None:
+        # Labels belong to samples by position: with samples left out they would belong to the wrong ones.
+        if samples.count < every.count:
+            raise UsageError(
+                "--labels with --samples", hint="give as many samples as there are labels, or leave one out"
+            )
+        # Before the calibration, which takes the most time.
+        labels = read_task_labels(data.labels, find_metric(limit).labels, every)
     samples = sequences.unroll(samples, "calibration")
     most = None if labels is None else MOST_LABELLED
     reference = FloatReference(fixed.model, samples, outputs, most=most)
@@ -225,14 +231,6 @@ def _open_job(model: Path, data: Data, recipe: Recipe, how: QuantizeOptions, wor
     )
 
 
-def _one_target(recipe: Recipe) -> Target:
-    targets = load_targets(choose_here(recipe, alone=True))
-    if len(targets) != 1:
-        names = ", ".join(target.name for target in targets)
-        raise UsageError("a model is quantized for one target at a time", hint=f"name one of {names}")
-    return targets[0]
-
-
 def _choose_integers(target: Target, recipe: Recipe, plan: QuantPlan | None) -> Precision:
     """Returns the integer precision to quantize with: that of a plan that is given, which the recipe may repeat."""
     if not any(precision in INTEGERS for precision in target.precisions):
@@ -247,15 +245,6 @@ def _choose_integers(target: Target, recipe: Recipe, plan: QuantPlan | None) -> 
     return choose_precision(target, plan.precision)
 
 
-def _read_labels(path: Path | None, limit: TaskLimit, every: Samples, samples: Samples) -> Sequence[Label] | None:
-    if path is None:
-        return None
-    # Labels belong to samples by position: with samples left out they would belong to the wrong ones.
-    if samples.count < every.count:
-        raise UsageError("--labels with --samples", hint="give as many samples as there are labels, or leave one out")
-    return read_task_labels(path, find_metric(limit).labels, every)
-
-
 def _open_state(job: _Job, path: Path | None, labels: Path | None, metric: TaskLimit | None) -> State | None:
     if path is None:
         return None
@@ -265,27 +254,6 @@ def _open_state(job: _Job, path: Path | None, labels: Path | None, metric: TaskL
     measured = f"{metric or TOP1} of {digest_bytes(digests.encode())}" if files else "none"
     facts = {"labels": measured, "outputs": msgspec.json.encode(job.outputs, order="sorted").decode()}
     return open_state(path, job.prepared, job.facts.sha256, job.target, job.precision, facts)
-
-
-def _calibrate(job: _Job, how: QuantizeOptions) -> Calibration:
-    """Returns a calibration with the statistics that the method, or the plan from a file, needs."""
-    plan = job.given
-    if plan is None:
-        fitting = how.method in _OPEN_METHODS
-        methods: Sequence[str] = AUTO_METHODS if fitting else (how.method,)
-    else:
-        # A plan holds its ranges: only what fits weights to statistics has to measure more.
-        methods, fitting = PLAIN_METHODS, plan.rounding != "nearest" or bool(plan.factors)
-    return calibrate_model(
-        job.prepared,
-        job.samples,
-        work=job.work / "calibration",
-        methods=methods,
-        fitting=fitting or how.layers,
-        cache=None if how.cache is None else CacheSettings(folder=how.cache, digests=job.facts.digests),
-        outputs=job.outputs,
-        progress=job.budget.progress,
-    )
 
 
 def _choose_plan(job: _Job, search: Search, method: str, state: State | None) -> tuple[QuantPlan, Searched | None]:
@@ -306,8 +274,24 @@ def _choose_plan(job: _Job, search: Search, method: str, state: State | None) ->
 
 
 def _open_search(job: _Job, how: QuantizeOptions) -> Search:
-    began = time.monotonic()
-    calibration = _calibrate(job, how)
+    """Returns the search for a plan, with the statistics that the method, or the plan from a file, needs."""
+    began, plan = time.monotonic(), job.given
+    if plan is None:
+        fitting = how.method in _OPEN_METHODS
+        methods: Sequence[str] = AUTO_METHODS if fitting else (how.method,)
+    else:
+        # A plan holds its ranges: only what fits weights to statistics has to measure more.
+        methods, fitting = PLAIN_METHODS, plan.rounding != "nearest" or bool(plan.factors)
+    calibration = calibrate_model(
+        job.prepared,
+        job.samples,
+        work=job.work / "calibration",
+        methods=methods,
+        fitting=fitting or how.layers,
+        cache=None if how.cache is None else CacheSettings(folder=how.cache, digests=job.facts.digests),
+        outputs=job.outputs,
+        progress=job.budget.progress,
+    )
     # What was planned is written and measured: running both models over a sample takes about as long as calibrating it.
     budget = job.budget.keep_back((time.monotonic() - began) * job.measured / job.samples.count)
     return Search(
@@ -340,10 +324,3 @@ def _write_model(
         # Weights beyond 2 GB lie beside the model, under the name that stands in it.
         move_data(temporary, out)
     return quantized, predicted, check
-
-
-def _measure_layers(job: _Job, calibration: Calibration, plan: QuantPlan) -> tuple[ActivationReport, ...]:
-    job.budget.progress("quantize each activation alone")
-    seen = plan_calibration(job.prepared, plan, calibration).ranges["minmax"]
-    errors = rank_plan(job.prepared, plan, calibration)
-    return tuple(describe_layers(plan, seen, errors))

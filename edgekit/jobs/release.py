@@ -1,6 +1,6 @@
 """Signing, joining and packing bundles that passed their verification, or that the user allows all the same."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,7 +60,7 @@ def sign_verified(
         return _sign_group(folder, key, allowed)
     # Signing refuses an archive with words of its own.
     bundles = () if folder.is_file() else _list_bundles(open_any(folder))
-    doubts = _refuse_doubtful(bundles, allowed=allowed)
+    doubts = _refuse(map(_find_doubt, bundles), allowed)
     return sign_bundle(folder, key, _attest(bundles, doubts)), doubts
 
 
@@ -75,7 +75,7 @@ def join_verified(
         OutputError: `out` cannot be written.
     """
     bundles = find_bundles(paths)
-    doubts = _refuse_doubtful([_place(bundle) for bundle in bundles], allowed=allowed)
+    doubts = _refuse(map(_find_doubt, map(_place, bundles)), allowed)
     return join_bundles(bundles, out), doubts
 
 
@@ -96,7 +96,7 @@ def package_verified(
     doubts: list[Doubt] = []
 
     def accept(bundles: Sequence[Bundle]) -> None:
-        doubts.extend(_refuse_doubtful([_place(bundle) for bundle in bundles], allowed=allowed))
+        doubts.extend(_refuse(map(_find_doubt, map(_place, bundles)), allowed))
 
     report = package_bundles(paths, kind, out, accept=accept, runtime=find_app_runtime(), **options)
     return report, tuple(doubts)
@@ -154,7 +154,7 @@ def _sign_group(folder: Path, key: Path, allowed: Allowed) -> tuple[SignedBundle
     group = open_group(folder)
     report = _read_group_report(group)
     members = _list_members(group, report)
-    doubts = _refuse_group(group, report, members, allowed)
+    doubts = _refuse([_find_doubt_of(group, report, members)], allowed)
     weak = [doubt for doubt in map(_find_doubt, members) if doubt is not None]
     result = _attest(members, weak, _describe_whole(group, report, doubts))
     return sign_bundle(folder, key, result), doubts
@@ -178,7 +178,7 @@ def _package_group(
         raise UsageError(words, hint="leave --name, --group, --package-version and --with out")
     group = open_group(paths[0], key=key)
     report = _read_group_report(group)
-    doubts = _refuse_group(group, report, _list_members(group, report), allowed)
+    doubts = _refuse([_find_doubt_of(group, report, _list_members(group, report))], allowed)
     return package_group(group, kind, out), doubts
 
 
@@ -202,13 +202,6 @@ def _read_group_report(group: Group) -> GroupReport | None:
     except DataError:
         return None
     return report if report.sha256 == group.sha256 else None
-
-
-def _refuse_group(
-    group: Group, report: GroupReport | None, members: Sequence[_Released], allowed: Allowed
-) -> tuple[Doubt, ...]:
-    doubt = _find_doubt_of(group, report, members)
-    return _refuse([] if doubt is None else [doubt], allowed)
 
 
 def _find_doubt_of(group: Group, report: GroupReport | None, members: Sequence[_Released]) -> Doubt | None:
@@ -255,11 +248,9 @@ def _read_report(folder: Path) -> VerifyReport | None:
         return None
 
 
-def _refuse_doubtful(bundles: Sequence[_Released], *, allowed: Allowed) -> tuple[Doubt, ...]:
-    return _refuse([doubt for doubt in map(_find_doubt, bundles) if doubt is not None], allowed)
-
-
-def _refuse(doubts: Sequence[Doubt], allowed: Allowed) -> tuple[Doubt, ...]:
+def _refuse(found: Iterable[Doubt | None], allowed: Allowed) -> tuple[Doubt, ...]:
+    """Returns the doubts that are allowed; None stands for a bundle without any."""
+    doubts = tuple(doubt for doubt in found if doubt is not None)
     for doubt in doubts:
         if not allowed.takes(doubt):
             option = "--accept-unproven" if doubt.verdict == "not proven" else "--allow-failed"
@@ -268,28 +259,22 @@ def _refuse(doubts: Sequence[Doubt], allowed: Allowed) -> tuple[Doubt, ...]:
                 f"bundle '{doubt.bundle}' {doubt.reason}",
                 hint=f"edgekit {command} {doubt.bundle}, or {option} to release it all the same",
             )
-    return tuple(doubts)
+    return doubts
 
 
 def _find_doubt(bundle: _Released) -> Doubt | None:
-    reason = _find_fault(bundle)
-    if reason is not None:
-        return Doubt(bundle=str(bundle.folder), reason=reason)
-    report = bundle.report
-    if report is None or report.verdict == "pass":
-        return None
-    lines = (*report.unproven, *(line for run in report.runs for line in run.unproven))
-    return Doubt(bundle=str(bundle.folder), reason=f"is not proven: {lines[0]}", verdict="not proven")
-
-
-def _find_fault(bundle: _Released) -> str | None:
-    report = bundle.report
+    report, name = bundle.report, str(bundle.folder)
     if report is None:
-        return "was not verified"
+        return Doubt(bundle=name, reason="was not verified")
     # The evidence lies beside the manifest and is not covered by it: it counts only for the manifest that it names.
     if report.bundle_sha256 != bundle.sha256:
-        return "was verified before it became what it is now"
-    return "did not pass its verification" if report.verdict == "fail" else None
+        return Doubt(bundle=name, reason="was verified before it became what it is now")
+    if report.verdict == "fail":
+        return Doubt(bundle=name, reason="did not pass its verification")
+    if report.verdict == "pass":
+        return None
+    lines = (*report.unproven, *(line for run in report.runs for line in run.unproven))
+    return Doubt(bundle=name, reason=f"is not proven: {lines[0]}", verdict="not proven")
 
 
 def _attest(bundles: Sequence[_Released], doubts: Sequence[Doubt], whole: _Whole | None = None) -> TestResult:

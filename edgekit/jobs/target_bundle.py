@@ -4,7 +4,7 @@ A model is shipped only if the target is expected to start it. If the best model
 for example without the rewrites for the target, with some nodes in float, or at last all of it in float.
 """
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -27,7 +27,6 @@ from edgekit.jobs.forms import Deployed, Making, deploy_model, make_sizes
 from edgekit.jobs.prepare import list_versions
 from edgekit.machine import release_memory
 from edgekit.model.model import Model, load_model
-from edgekit.model.outputs import Reading
 from edgekit.prepare.fix import fix_model
 from edgekit.prepare.rewrites import products
 from edgekit.quantize import Calibration, QuantizedModel, QuantPlan
@@ -291,7 +290,12 @@ class _Ladder:
         model, quantized, plan = inputs.prepared, None, None
         if inputs.is_quantized:
             notes.append("the model is quantized already: taken as it is")
-            model = _store_unsigned(model, target, work / "unsigned.onnx", notes)
+            if target.quantization.unsigned_ops:
+                fixed = fix_model(model, work / "unsigned.onnx", [products.UNSIGNED_WEIGHTS])
+                count = sum(len(fix.nodes) for fix in fixed.fixes)
+                if count:
+                    model = fixed.model
+                    notes.append(f"int8 weights of Gemm and MatMul are stored as uint8, the same values: {count} nodes")
         elif target.name in inputs.floats:
             notes.append(f"built as fp32: {inputs.floats[target.name]}")
         elif way.precision in INTEGERS:
@@ -308,10 +312,36 @@ class _Ladder:
         return _Made(model=model, quantized=quantized, plan=plan, check=check, notes=tuple(notes))
 
     def _plan(self, way: Way, inputs: BuildInputs) -> _Planned:
-        if way.is_rewritten not in self._plans:
-            work = self._work / ("plans" if way.is_rewritten else "plans-unrewritten")
-            work.mkdir()
-            self._plans[way.is_rewritten] = _plan(inputs, self._target, way.precision, self._job, work)
+        """Returns the plan for the model of a way; ways with the same graph share it."""
+        if way.is_rewritten in self._plans:
+            return self._plans[way.is_rewritten]
+        if not isinstance(inputs.calibration, Calibration):
+            raise inputs.calibration or DataError("there is no calibration", hint="give --data")
+        recipe, memo, notes = self._job.recipe, self._job.memo, list[str]()
+        work = self._work / ("plans" if way.is_rewritten else "plans-unrewritten")
+        work.mkdir()
+        search = Search(
+            model=inputs.prepared,
+            calibration=inputs.calibration,
+            target=self._target,
+            precision=way.precision,
+            measure=inputs.reference.predict_drop,
+            work=work,
+            memo=memo,
+            progress=self._job.progress,
+            may_widen=recipe.precision == "auto",
+        )
+        max_drop = recipe.max_drop
+        goal = None if max_drop is None else max_drop / 100
+        plan, searched = find_plan(search, max_drop=goal, narrow=recipe.float_constants == "auto")
+        if searched is not None:
+            if max_drop is not None and not searched.met:
+                notes.append(f"no plan is expected to drop at most {max_drop:g} points; this is the best")
+            if searched.advice:
+                notes += [f"expected: {describe_prediction(searched.chosen.prediction)}", searched.advice]
+        if memo.budget.left_out:
+            notes.append(f"the time budget ended before {', '.join(memo.budget.left_out)} were tried")
+        self._plans[way.is_rewritten] = _Planned(search=search, plan=plan, searched=searched, notes=tuple(notes))
         return self._plans[way.is_rewritten]
 
 
@@ -351,45 +381,39 @@ def write_ready(ready: ReadyBundle) -> BuiltBundle:
     Raises:
         EdgekitError: it cannot be written.
     """
+    contents, names = ready.contents, ready.converted.files.get("onnx")
     models: dict[Step, Model] = {"prepare": ready.prepared}
     if ready.quantized is not None:
         models["quantize"] = ready.quantized.model
-    bundle = write_bundle(msgspec.structs.replace(ready.contents, layers=_compare_layers(ready)), ready.folder)
+    deployed = models.get("quantize")
+    if names:
+        deployed = load_model(ready.converted.folder / names[0], custom_ops=ready.prepared.custom_ops)
+    # Comparing layers takes the most memory of a build, while emulators run: memory freed by planning goes back first.
+    release_memory()
+    layers = encode_evidence(compare_with_float(ready.prepared, deployed, contents.golden))
+    release_memory()
+    bundle = write_bundle(msgspec.structs.replace(contents, layers=layers), ready.folder)
+    notes = list(ready.notes)
+    if sizes := bundle.manifest.open_dims:
+        known = "; ".join(f"'{name}' {', '.join(map(str, each))}" for name, each in sizes.items())
+        notes.append(f"any size may be passed where a dimension stays open; golden samples have: {known}")
     return BuiltBundle(
         bundle=bundle,
-        target=ready.contents.target,
-        check=ready.contents.check,
+        target=contents.target,
+        check=contents.check,
         models=models,
         converted=ready.converted,
         quantized=ready.quantized,
-        notes=(*ready.notes, *_describe_open_dims(bundle.manifest.open_dims or {})),
+        notes=tuple(notes),
     )
-
-
-def _describe_open_dims(sizes: Mapping[str, Sequence[int]]) -> Sequence[str]:
-    """Returns a note on dimensions that stay open, with the sizes at which the bundle can be verified."""
-    if not sizes:
-        return ()
-    known = "; ".join(f"'{name}' {', '.join(map(str, each))}" for name, each in sizes.items())
-    return (f"any size may be passed where a dimension stays open; golden samples have: {known}",)
-
-
-def _store_unsigned(model: Model, target: Target, out: Path, notes: list[str]) -> Model:
-    """Returns a quantized model with its weights in the types that the target takes, the same values."""
-    if not target.quantization.unsigned_ops:
-        return model
-    fixed = fix_model(model, out, [products.UNSIGNED_WEIGHTS])
-    count = sum(len(fix.nodes) for fix in fixed.fixes)
-    if not count:
-        return model
-    notes.append(f"int8 weights of Gemm and MatMul are stored as uint8, the same values: {count} nodes")
-    return fixed.model
 
 
 def _collect(
     inputs: BuildInputs, precision: Precision, deployed: Deployed, quantized: QuantizedModel | None, job: BuildJob
 ) -> Contents:
     target, converted, listed = deployed.target, deployed.converted, read_list(inputs.golden)
+    rows = spread_indices(inputs.golden.samples, _READ_FROM)
+    outputs = list(select_samples(read_outputs(inputs.golden), rows))
     return Contents(
         source=inputs.source,
         target=target,
@@ -411,52 +435,5 @@ def _collect(
         recorded=inputs.recorded.get(target.name),
         # What is stated of an output is what it is.
         listed=None if listed is None or listed.outputs & inputs.outputs.keys() else listed.columns,
-        readings=_read_outputs(inputs),
+        readings=read_output_kinds(read_graph(inputs.prepared), outputs, inputs.outputs),
     )
-
-
-def _read_outputs(inputs: BuildInputs) -> Mapping[str, Reading]:
-    """Returns what each output is used for, guessed from the float model's outputs for some golden samples."""
-    rows = spread_indices(inputs.golden.samples, _READ_FROM)
-    outputs = list(select_samples(read_outputs(inputs.golden), rows))
-    return read_output_kinds(read_graph(inputs.prepared), outputs, inputs.outputs)
-
-
-def _compare_layers(ready: ReadyBundle) -> bytes:
-    names, prepared = ready.converted.files.get("onnx"), ready.prepared
-    deployed = None if ready.quantized is None else ready.quantized.model
-    if names:
-        deployed = load_model(ready.converted.folder / names[0], custom_ops=prepared.custom_ops)
-    # Comparing layers takes the most memory of a build, while emulators run: memory freed by planning goes back first.
-    release_memory()
-    evidence = encode_evidence(compare_with_float(prepared, deployed, ready.contents.golden))
-    release_memory()
-    return evidence
-
-
-def _plan(inputs: BuildInputs, target: Target, precision: Precision, job: BuildJob, work: Path) -> _Planned:
-    if not isinstance(inputs.calibration, Calibration):
-        raise inputs.calibration or DataError("there is no calibration", hint="give --data")
-    max_drop, notes = job.recipe.max_drop, list[str]()
-    search = Search(
-        model=inputs.prepared,
-        calibration=inputs.calibration,
-        target=target,
-        precision=precision,
-        measure=inputs.reference.predict_drop,
-        work=work,
-        memo=job.memo,
-        progress=job.progress,
-        may_widen=job.recipe.precision == "auto",
-    )
-    plan, searched = find_plan(
-        search, max_drop=None if max_drop is None else max_drop / 100, narrow=job.recipe.float_constants == "auto"
-    )
-    if searched is not None and max_drop is not None and not searched.met:
-        notes.append(f"no plan is expected to drop at most {max_drop:g} points; this is the best")
-    if searched is not None:
-        predicted, advice = searched.chosen.prediction, searched.advice
-        notes += [f"expected: {describe_prediction(predicted)}", advice] if advice else []
-    if job.memo.budget.left_out:
-        notes.append(f"the time budget ended before {', '.join(job.memo.budget.left_out)} were tried")
-    return _Planned(search=search, plan=plan, searched=searched, notes=tuple(notes))

@@ -19,6 +19,7 @@ from edgekit.app_runtime import AppRuntime, NativeLibrary
 from edgekit.bundle.archive import list_files, write_archive
 from edgekit.bundle.checks import read_bounded
 from edgekit.bundle.folder import Bundle
+from edgekit.bundle.group import edgekit_pipeline
 from edgekit.bundle.manifest import encode_json
 from edgekit.bundle.sign import SIGNATURE
 from edgekit.bundle.snippets import (
@@ -286,8 +287,12 @@ def collect_swiftpm(parts: Sequence[Part], identity: Identity, _work: Workplace)
 
 BUNDLES = "bundles"
 _STANDALONE = Path(__file__).parent / "standalone"
-GROUP_PROGRAMS = (_STANDALONE / "group" / "edgekit_group.py", _STANDALONE / "python" / "edgekit_loader.py")
-"""The Python code that runs a group of models: a program, and the loader that it imports."""
+GROUP_PROGRAMS = (
+    _STANDALONE / "group" / "edgekit_group.py",
+    _STANDALONE / "python" / "edgekit_loader.py",
+    Path(edgekit_pipeline.__file__),
+)
+"""The Python code that runs a group of models: a program, and the loader and the pipeline that it imports."""
 
 
 def collect_board(parts: Sequence[Part], identity: Identity, _work: Workplace) -> Mapping[str, Path | bytes]:

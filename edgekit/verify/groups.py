@@ -13,7 +13,7 @@ from edgekit._files import work_folder, write_file
 from edgekit.bundle.folder import VERIFY, Bundle, read_target, snapshot_bundle
 from edgekit.bundle.golden import read_inputs, read_labels, read_outputs
 from edgekit.bundle.group.group import Group, extract_member
-from edgekit.bundle.group.pipeline import run_pipeline
+from edgekit.bundle.group.wiring import run_pipeline
 from edgekit.data.samples import Samples, list_samples, select_samples, spread_indices
 from edgekit.devices.bundled import make_job, plan_run
 from edgekit.devices.device import Device

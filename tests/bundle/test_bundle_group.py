@@ -18,12 +18,20 @@ from group_models import make_digits, make_talk, talk_on
 from tiny_models import parse_model
 
 from edgekit.bundle.golden import read_inputs, read_outputs
+from edgekit.bundle.group.edgekit_pipeline import CHOSEN, PipelineError, cut_boxes
 from edgekit.bundle.group.group import GROUP, Group, extract_member, open_group
-from edgekit.bundle.group.pipeline import cut_boxes, run_pipeline
 from edgekit.bundle.group.weights import find_equal_weights
-from edgekit.bundle.group.wiring import CHOSEN, Crop, Interface, Wiring, describe_interface, find_fault, resolve_wiring
+from edgekit.bundle.group.wiring import (
+    Crop,
+    Interface,
+    Wiring,
+    describe_interface,
+    find_fault,
+    resolve_wiring,
+    run_pipeline,
+)
 from edgekit.bundle.manifest import encode_json
-from edgekit.errors import BundleError, DataError
+from edgekit.errors import BundleError
 from edgekit.jobs.group import build_group
 from edgekit.model.model import load_model
 from edgekit.model.tensors import Tensors, TensorSpec
@@ -181,17 +189,14 @@ def test_the_end_token_ends_one_text_and_not_its_neighbour() -> None:
 def test_boxes_are_cut_out_from_left_to_right() -> None:
     image = np.arange(64, dtype=np.float32).reshape(1, 1, 8, 8)
     boxes = np.array([[[4, 0, 8, 4], [0, 0, 2, 2], [2, 2, 2, 8], [0, 4, 4, 8], [0, 0, np.nan, 2]]], np.float32)
-    crop = msgspec.convert({**BOX, "least": 0.5, "most": 2}, Crop)
-    scores, wanted = np.array([[0.9, 0.4, 1.0, 0.6, 1.0]], np.float32), spec("y", 1, 1, 2, 2)
+    crop = msgspec.to_builtins(msgspec.convert({**BOX, "least": 0.5, "most": 2}, Crop))
+    scores, wanted = np.array([[0.9, 0.4, 1.0, 0.6, 1.0]], np.float32), msgspec.to_builtins(spec("y", 1, 1, 2, 2))
     found = cut_boxes(crop, wanted, image, boxes, scores)
     # Of 4 x 4 pixels the means of 2 x 2; what has no area, and what scores too little, is no box.
     assert [picture.reshape(-1).tolist() for picture in found] == [[36.5, 38.5, 52.5, 54.5], [8.5, 10.5, 24.5, 26.5]]
-    shares = msgspec.structs.replace(crop, units="shares")
-    again = cut_boxes(
-        shares, spec("y", 1, 1, 2, 2), image, boxes / 8, np.array([[0.9, 0.4, 1.0, 0.6, 1.0]], np.float32)
-    )
+    again = cut_boxes({**crop, "units": "shares"}, wanted, image, boxes / 8, scores)
     assert np.array_equal(np.stack(found), np.stack(again))
-    with pytest.raises(DataError, match="no boxes can be cut out"):
+    with pytest.raises(PipelineError, match="no boxes can be cut out"):
         cut_boxes(crop, wanted, image, boxes[..., :3], boxes[..., 0])
 
 

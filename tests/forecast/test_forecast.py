@@ -16,11 +16,9 @@ from edgekit.bench.report import BenchReport, BenchRun
 from edgekit.cli.main import run_command
 from edgekit.errors import DataError, UsageError
 from edgekit.evidence import Evidence
-from edgekit.forecasts.features import join_graph, measure_work
+from edgekit.forecasts.features import Traffic, join_graph, measure_work, read_plan
 from edgekit.forecasts.forecast import KnownTime
-from edgekit.forecasts.model import Bits, load_fitted, split_time
-from edgekit.forecasts.table import load_phones, load_table
-from edgekit.forecasts.traffic import Traffic, read_plan
+from edgekit.forecasts.model import Bits, load_fitted, load_phones, load_table, split_time
 from edgekit.graph.inference import infer_model
 from edgekit.jobs.forecast import forecast
 from edgekit.jobs.known_times import parse_cpu_times, parse_measured, read_history

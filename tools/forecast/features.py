@@ -26,11 +26,9 @@ from onnx import numpy_helper
 from edgekit._files import work_folder
 from edgekit.devices.process.files import cache_folder
 from edgekit.errors import EdgekitError
-from edgekit.forecasts.features import join_graph, measure_work
+from edgekit.forecasts.features import SOC, Traffic, compile_traffic, join_graph, measure_work
 from edgekit.forecasts.forecast import BITS
-from edgekit.forecasts.model import Bits, KnownNetwork, read_networks
-from edgekit.forecasts.table import load_table
-from edgekit.forecasts.traffic import SOC, Traffic, compile_traffic
+from edgekit.forecasts.model import Bits, KnownNetwork, load_table, read_networks
 from edgekit.graph.inference import infer_model
 from edgekit.model.external import skim_model
 from edgekit.model.model import Model, load_model

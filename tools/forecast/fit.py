@@ -18,8 +18,15 @@ from scipy.optimize import nnls
 from scipy.stats import spearmanr
 
 from edgekit.forecasts.features import list_amounts
-from edgekit.forecasts.model import MEMORY_KINDS, Bits, KnownNetwork, list_planned, measure_distance, read_networks
-from edgekit.forecasts.table import load_table
+from edgekit.forecasts.model import (
+    MEMORY_KINDS,
+    Bits,
+    KnownNetwork,
+    list_planned,
+    load_table,
+    measure_distance,
+    read_networks,
+)
 from edgekit.model.tensors import Array
 
 FOLDER = Path(__file__).parent.parent.parent / "targets" / "forecast"

@@ -4,7 +4,7 @@
     python tools/forecast/make_table.py WHEELS/qai_hub_models-0.65.0-py3-none-any.whl
 
 Only networks that the file already has are opened: others are kept out of it, to judge the forecast with. The columns
-are those of `MeasuredRow` in edgekit/forecasts/table.py, of the phones those of `Phone` in edgekit/phones.py.
+are those of `MeasuredRow` in edgekit/forecasts/model.py, of the phones those of `Phone` in edgekit/phones.py.
 """
 
 import json

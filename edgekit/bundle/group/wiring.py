@@ -1,4 +1,6 @@
-"""The wiring of a group: its stages in order, and what feeds each input. It may come from an untrusted source.
+"""The wiring of a group: its stages in order, what feeds each input, and how samples run through it.
+
+A wiring may come from an untrusted source.
 
 A source is `data.NAME`, an input of the group, or `MEMBER.OUTPUT`, the output of an earlier stage. What a wiring does
 not state is found by name: an input is fed by the output of the same name, a state by the output that continues it.
@@ -6,19 +8,16 @@ not state is found by name: an input is fed by the output of the same name, a st
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Literal
 
 import msgspec
 
-from edgekit.errors import suggest_name
+from edgekit.bundle.group.edgekit_pipeline import DATA, PipelineError, run_sample
+from edgekit.errors import DataError, suggest_name
 from edgekit.model.state import MOST_FEEDS, fits, match_state
-from edgekit.model.tensors import TensorSpec
+from edgekit.model.tensors import Array, Tensors, TensorSpec
 
-DATA = "data"
-"""The name that stands for the group's own inputs in place of a member."""
-CHOSEN = "chosen"
-"""The result of a group that chooses: indices of tokens or classes, int64 [n]; n differs from sample to sample."""
 MOST_MEMBERS, MOST_TOKENS, MOST_CROPS = 16, 4096, 64
 """Limits for a group that may come from an untrusted source."""
 
@@ -328,3 +327,42 @@ def _align(stage: Stage, align: Literal["left", "right"]) -> Stage:
         return stage
     text = msgspec.structs.replace(stage.text, align=align)
     return msgspec.structs.replace(stage, text=text)
+
+
+Run = Callable[[str, Sequence[Tensors]], Sequence[Tensors]]
+"""Runs a member on some inputs and returns the outputs, one for each."""
+
+
+def run_pipeline(
+    wiring: Wiring, members: Mapping[str, Interface], samples: Sequence[Tensors], run: Run
+) -> list[dict[str, Array]]:
+    """Returns the result of each sample: the tokens or classes chosen, without the end token.
+
+    If nothing is chosen, the result is the last stage's outputs. All samples run together: a device is started once for
+    each stage, and once for each token. `wiring` is resolved and valid.
+
+    Raises:
+        DataError: a sample begins with no tokens, or a member's output is nothing that a stage can read.
+    """
+    order = [stage.run for stage in wiring.stages]
+    plain, specs = msgspec.to_builtins(wiring), msgspec.to_builtins(members)
+    results: list[dict[str, Array]] = [{} for _ in samples]
+    asked: dict[int, tuple[str, Sequence[Tensors]]] = {}
+    try:
+        pipelines = [run_sample(plain, specs, dict(sample)) for sample in samples]
+        outputs: dict[int, Sequence[Tensors] | None] = dict.fromkeys(range(len(samples)))
+        while outputs:
+            for place, made in outputs.items():
+                try:
+                    asked[place] = pipelines[place].send(made)
+                except StopIteration as end:
+                    results[place] = end.value
+            # The member of the earliest stage: whoever is done with that waits for the others.
+            member = min((name for name, _ in asked.values()), key=order.index, default="")
+            turn = {place: asked.pop(place)[1] for place in sorted(asked) if asked[place][0] == member}
+            given = [inputs for each in turn.values() for inputs in each]
+            left = iter(run(member, given) if given else ())
+            outputs = {place: [next(left) for _ in each] for place, each in turn.items()}
+    except PipelineError as error:
+        raise DataError(str(error), hint=error.hint) from error
+    return results
