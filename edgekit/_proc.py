@@ -237,24 +237,18 @@ def _start(
     except OSError as error:
         raise DeviceError(f"cannot start '{argv[0]}': {error.strerror}", hint="edgekit doctor") from error
     _RUNNING.add(child.pid)
-    if setting.one_core:
-        _keep_to_one_core(child.pid)
+    if setting.one_core and hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        with contextlib.suppress(OSError):  # it has ended already
+            # The process id chooses the core, so that several children are spread over the cores; threads that a child
+            # starts later inherit it.
+            os.sched_setaffinity(child.pid, {cores[child.pid % len(cores)]})
     if (
         child.stdin is not None and fcntl is not None and hasattr(fcntl, "F_SETPIPE_SZ")
     ):  # Linux: fewer, larger messages
         with contextlib.suppress(OSError):
             fcntl.fcntl(child.stdin, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
     return child
-
-
-def _keep_to_one_core(pid: int) -> None:
-    """Binds a process that has just started to one core; threads that it starts later inherit this."""
-    if not hasattr(os, "sched_setaffinity"):
-        return
-    cores = sorted(os.sched_getaffinity(0))
-    with contextlib.suppress(OSError):  # it has ended already
-        # The process id chooses the core, so that several children are spread over the cores.
-        os.sched_setaffinity(pid, {cores[pid % len(cores)]})
 
 
 def end_children() -> None:

@@ -55,11 +55,9 @@ Result = TypeVar("Result")
 
 def describe_machine() -> dict[str, str]:
     """Returns the operating system, the processor, its cores and Python's version, but no host or user name."""
-    lines = _CPU_INFO.read_text(errors="replace").splitlines() if _CPU_INFO.is_file() else []
-    found = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     return {
         "cores": str(os.cpu_count() or 1),
-        "cpu": found or platform.processor() or "unknown",
+        "cpu": _read_cpu("model name").partition(":")[2].strip() or platform.processor() or "unknown",
         "machine": platform.machine(),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
@@ -68,8 +66,13 @@ def describe_machine() -> dict[str, str]:
 
 def read_cpu_flags() -> str:
     """Returns the flags of this machine's x86 CPU, "" where there are none."""
+    return _read_cpu("flags")
+
+
+def _read_cpu(begin: str) -> str:
+    """Returns the first line about a processor that begins so, "" where Linux does not tell."""
     lines = _CPU_INFO.read_text(errors="replace").splitlines() if _CPU_INFO.is_file() else []
-    return next((line for line in lines if line.startswith("flags")), "")
+    return next((line for line in lines if line.startswith(begin)), "")
 
 
 def peak_bytes(usage: Any) -> int:
@@ -134,12 +137,27 @@ def map_in_order(
         yield from ((item, function(item)) for item in items)
         return
     ahead: deque[tuple[Item, Future[Result]]] = deque()
+    source, failure = iter(items), None
     with ThreadPoolExecutor(at_once) as pool:
         try:
-            yield from _run_ahead(pool, function, items, at_once, ahead)
+            while True:
+                try:
+                    item = next(source)
+                except StopIteration:
+                    break
+                except Exception as error:  # noqa: BLE001 # raised below, in its turn
+                    failure = error
+                    break
+                ahead.append((item, pool.submit(function, item)))
+                if len(ahead) > at_once:
+                    yield _take_first(ahead)
+            while ahead:
+                yield _take_first(ahead)
         finally:
             for _, future in ahead:
                 future.cancel()
+    if failure is not None:
+        raise failure
 
 
 def release_memory() -> None:
@@ -149,31 +167,6 @@ def release_memory() -> None:
     trim = None if sys.platform == "win32" else getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def _run_ahead(
-    pool: ThreadPoolExecutor,
-    function: Callable[[Item], Result],
-    items: Iterable[Item],
-    at_once: int,
-    ahead: deque[tuple[Item, Future[Result]]],
-) -> Iterator[tuple[Item, Result]]:
-    source, failure = iter(items), None
-    while True:
-        try:
-            item = next(source)
-        except StopIteration:
-            break
-        except Exception as error:  # noqa: BLE001 # raised below, in its turn
-            failure = error
-            break
-        ahead.append((item, pool.submit(function, item)))
-        if len(ahead) > at_once:
-            yield _take_first(ahead)
-    while ahead:
-        yield _take_first(ahead)
-    if failure is not None:
-        raise failure
 
 
 def _take_first(ahead: deque[tuple[Item, Future[Result]]]) -> tuple[Item, Result]:

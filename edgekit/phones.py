@@ -52,7 +52,10 @@ def find_phone(name: str, known: Sequence[Phone]) -> Phone:
     found = exact or sorted((phone for phone in known if _has(phone, words)), key=lambda phone: len(phone.name))
     if not found:
         raise UsageError(f"no device '{name}' is known", hint=f"near it: {', '.join(_near(name, known))}")
-    if len({phone.chipset for phone in found}) > 1 and not _begins(found, len(words)):
+    # The first is meant if it adds at most a maker's name or a kind to the words, and the others more.
+    lengths = [len(phone.name.split()) for phone in found]
+    is_meant = lengths[0] <= len(words) + 1 and lengths[0] < min(lengths[1:2], default=lengths[0])
+    if len({phone.chipset for phone in found}) > 1 and not is_meant:
         names = ", ".join(phone.name for phone in found[:6])
         raise UsageError(f"'{name}' stands for several devices", hint=f"name one of them: {names}")
     return found[0]
@@ -62,12 +65,6 @@ def _has(phone: Phone, words: Iterable[str]) -> bool:
     own = {*phone.name.casefold().split(), *phone.marketing.casefold().replace("®", "").replace("™", "").split()}
     wanted = list(words)
     return bool(wanted) and all(word in own for word in wanted)
-
-
-def _begins(found: list[Phone], words: int) -> bool:
-    """Returns True if the first adds at most a maker's name or a kind to the words, and the others more."""
-    first, second = (len(phone.name.split()) for phone in found[:2])
-    return first < second and first <= words + 1
 
 
 def _near(name: str, known: Iterable[Phone]) -> list[str]:

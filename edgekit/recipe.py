@@ -182,12 +182,9 @@ def refuse_profiles(targets: Sequence[Target], inputs: Sequence[TensorSpec]) -> 
                     hint=suggest_name(name, [spec.name for spec in inputs]),
                 )
             fixed = known.shape or shape
-            if len(fixed) != len(shape) or any(map(_differs, fixed, shape)):
+            pairs = zip(fixed, shape, strict=False)
+            if len(fixed) != len(shape) or any(isinstance(size, int) and size != own for size, own in pairs):
                 raise UsageError(f"the profile {name}:{'x'.join(map(str, shape))} does not fit {known}", hint=words)
-
-
-def _differs(known: int | str | None, given: int) -> bool:
-    return isinstance(known, int) and known != given
 
 
 def choose_precision(target: Target, wanted: PrecisionChoice) -> Precision:

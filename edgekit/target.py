@@ -283,7 +283,9 @@ class Target(_Strict, frozen=True, kw_only=True):
     def profiles(self) -> tuple[dict[str, tuple[int, ...]], ...]:
         """The smallest, the usual and the largest shape of each input that is named there; () where none is set."""
         given = [self.settings.get(name, "") for name in self.shape_profiles or ()]
-        return tuple(_read_shapes(text) for text in given) if any(given) else ()
+        entries = [[entry.rpartition(":") for entry in text.split(",") if entry] for text in given]
+        shapes = ({name: tuple(map(int, shape.split("x"))) for name, _, shape in each} for each in entries)
+        return tuple(shapes) if any(given) else ()
 
     def widens(self, precision: Precision) -> bool:
         """Returns True if activations that 8 bits hurt may get 16 in a precision that has 8 for the others."""
@@ -317,7 +319,9 @@ def load_target(name: str, settings: Mapping[str, str | float] | None = None) ->
         UsageError: there is no such target or parameter, or a parameter's value is not allowed.
         TargetError: `target.toml` is malformed, or names a form that its provider cannot use.
     """
-    folder = _find_folder(name)
+    folder = targets_folder() / name if name in target_names() else Path(name)
+    if not folder.is_dir():
+        raise UsageError(f"there is no target '{name}'", hint=suggest_name(name, (*target_names(), *_GROUPS, "auto")))
     target = _read_target(folder)
     chosen = {key: parameter.default for key, parameter in target.parameters.items() if not parameter.names}
     _refuse_unusable(target, folder)
@@ -339,7 +343,11 @@ def load_target(name: str, settings: Mapping[str, str | float] | None = None) ->
         provider_options=_fill(target.session.provider_options, chosen),
         config=_fill(target.session.config, chosen),
         platforms={name: _fill_platform(target, name, chosen) for name in target.session.platforms},
-        chain=tuple(_fill_chained(each, chosen) for each in target.session.chain or ()) or msgspec.UNSET,
+        chain=tuple(
+            ChainedProvider(provider=each.provider, provider_options=_fill(each.provider_options, chosen))
+            for each in target.session.chain or ()
+        )
+        or msgspec.UNSET,
     )
     minimum_ort = target.minimum_ort.format_map(chosen)
     return msgspec.structs.replace(target, session=session, minimum_ort=minimum_ort)
@@ -374,15 +382,6 @@ def targets_folder() -> Path:
     """Returns the folder that holds the targets edgekit ships, and the data about their devices."""
     shipped = Path(__file__).parent / "_targets"
     return shipped if shipped.is_dir() else Path(__file__).parent.parent / "targets"
-
-
-def _find_folder(name: str) -> Path:
-    if name in target_names():
-        return targets_folder() / name
-    path = Path(name)
-    if path.is_dir():
-        return path
-    raise UsageError(f"there is no target '{name}'", hint=suggest_name(name, (*target_names(), *_GROUPS, "auto")))
 
 
 def _name_settings(target: Target, folder: Path, settings: Mapping[str, str]) -> dict[str, str]:
@@ -422,11 +421,6 @@ def _check_setting(target: Target, key: str, value: str) -> str:
     return value
 
 
-def _read_shapes(text: str) -> dict[str, tuple[int, ...]]:
-    pairs = (entry.rpartition(":") for entry in text.split(",") if entry)
-    return {name: tuple(map(int, shape.split("x"))) for name, _, shape in pairs}
-
-
 def _refuse_profiles(target: Target) -> None:
     """Refuses profiles that are not whole: all of them name the same inputs, and no size falls from one to the next."""
     shapes = target.profiles
@@ -463,10 +457,6 @@ def _fill_platform(target: Target, name: str, settings: Mapping[str, str]) -> Pl
         runtime=platform.runtime or target.runtime,
         provider_options=_fill({**target.session.provider_options, **platform.provider_options}, settings),
     )
-
-
-def _fill_chained(chained: ChainedProvider, settings: Mapping[str, str]) -> ChainedProvider:
-    return msgspec.structs.replace(chained, provider_options=_fill(chained.provider_options, settings))
 
 
 def _fill(entries: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:

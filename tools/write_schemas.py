@@ -1,8 +1,7 @@
-"""Writes the JSON Schemas of the package anew; a test says when that is due."""
+"""Writes the JSON Schema of the package anew; a test says when that is due."""
 
 from edgekit._files import write_file
-from edgekit.bundle.manifest import render_schemas, schema_folder
+from edgekit.bundle.manifest import SCHEMA_FILE, render_schema
 
-for name, text in render_schemas().items():
-    write_file(schema_folder() / name, text)
-    print(f"wrote {name}")
+write_file(SCHEMA_FILE, render_schema())
+print(f"wrote {SCHEMA_FILE.name}")

@@ -119,7 +119,10 @@ def _read_tar(file: IO[bytes]) -> Iterator[Member]:
             # nothing here needs.
             entry = tarfile.TarInfo.frombuf(file.read(tarfile.BLOCKSIZE), "utf-8", "strict")
         except tarfile.EOFHeaderError:  # type: ignore[attr-defined] # typeshed leaves it out
-            return _check_tail(file)
+            # Some readers (`tar --ignore-zeros`) take what stands behind the end for files.
+            if any(chunk.count(0) != len(chunk) for chunk in read_chunks(file)):
+                raise ValueError("something stands behind its end") from None
+            return
         start += tarfile.BLOCKSIZE
         # GNU's binary sizes may be negative.
         if entry.size < 0 or start + entry.size > total_bytes:
@@ -135,13 +138,6 @@ def _read_tar(file: IO[bytes]) -> Iterator[Member]:
         else:
             raise ValueError(f"{name[:200]!r} is a link, a device or of an unknown kind")
         start += -(-entry.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
-
-
-def _check_tail(file: IO[bytes]) -> None:
-    """Refuses a tar with more than zeros behind its end, which some readers (`tar --ignore-zeros`) take for files."""
-    for chunk in read_chunks(file):
-        if chunk.count(0) != len(chunk):
-            raise ValueError("something stands behind its end")
 
 
 def _read_slice(file: IO[bytes], start: int, size_bytes: int, name: str) -> Iterator[bytes]:

@@ -93,6 +93,7 @@ def describe_contents(contents: Contents, golden: GoldenFacts, files: dict[str, 
     if not loadable:
         message = f"there is no model file in a form that target '{target.name}' loads"
         raise BundleError(message, hint="convert it first")
+    soc = target.socs.get(target.settings.get("soc_model", ""))
     return Manifest(
         **{key: read(target) for key, read in SAID_BY_TARGET.items()},
         name=contents.source.name,
@@ -109,7 +110,11 @@ def describe_contents(contents: Contents, golden: GoldenFacts, files: dict[str, 
         versions=dict(contents.versions),
         source_size_bytes=contents.source.size_bytes,
         model_size_bytes=sum(path.stat().st_size for path in contents.files[loadable[0]]),
-        tested=_describe_tested(contents),
+        tested=Tested(
+            onnxruntime=contents.versions.get("onnxruntime", ""),
+            qairt=contents.versions.get("qairt"),
+            socs=() if soc is None else (soc,),
+        ),
         canonical_form=CANONICAL_VERSION if {"full", "runtime"} & forms.keys() else None,
         provenance=_describe_provenance(contents),
         licence=contents.recipe.licence,
@@ -188,16 +193,6 @@ def _describe_placement(check: CheckReport, target: Target, node_list: str) -> P
         taken_macs=check.taken_macs,
         providers=shares,
         node_list=node_list,
-    )
-
-
-def _describe_tested(contents: Contents) -> Tested:
-    name = contents.target.socs.get(contents.target.settings.get("soc_model", ""))
-    versions = contents.versions
-    return Tested(
-        onnxruntime=versions.get("onnxruntime", ""),
-        qairt=versions.get("qairt"),
-        socs=() if name is None else (name,),
     )
 
 

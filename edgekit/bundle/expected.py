@@ -82,7 +82,10 @@ def write_expected(
         # Not optimised: fusions differ between versions and machines of ONNX Runtime, and would be in the expected
         # numbers.
         session = CpuSession(files[form][0], SessionSettings(level=Level.DISABLED))
-        seen = _keep_common(list(_look(session, golden)))
+        every = list(_look(session, golden))
+        # The samples of the shapes that most of them have.
+        common = max(every, key=lambda item: sum(other.fed == item.fed for other in every))
+        seen = [item for item in every if item.fed == common.fed]
         chosen = _choose(seen)
         is_open = not all(spec.is_static for spec in golden.inputs)
         fixed = {
@@ -131,12 +134,6 @@ def _look(session: CpuSession, golden: Golden) -> Iterator[_Seen]:
             fed={name: value.shape for name, value in sample.items()},
             shapes={name: value.shape for name, value in got.items()},
         )
-
-
-def _keep_common(seen: Sequence[_Seen]) -> list[_Seen]:
-    """Returns the samples of the shapes that most of them have."""
-    common = max(seen, key=lambda item: sum(other.fed == item.fed for other in seen))
-    return [item for item in seen if item.fed == common.fed]
 
 
 def _choose(seen: Sequence[_Seen]) -> tuple[ChosenSample, ...]:

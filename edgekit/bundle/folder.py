@@ -1,10 +1,10 @@
-"""Bundles as folders: written, opened after every byte was compared with the manifest, and copied for a device.
+"""Bundles as folders: written, opened after every byte was compared with the manifest, copied for a device, nested.
 
 A device runs a copy that was digested while it was made, so that nobody can exchange a file in between.
 """
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
@@ -13,11 +13,13 @@ import msgspec
 from edgekit._files import (
     AnyPath,
     as_path,
+    copy_once,
     digest_bytes,
     digest_file,
     open_regular,
     replace_file,
     safe_join,
+    staged_folder,
     write_file,
     write_new,
 )
@@ -120,7 +122,9 @@ def write_bundle(contents: Contents, out: Path) -> Bundle:
     if contents.unpadded is not None:
         replace_file(contents.unpadded, out / UNPADDED)
     write_file(out / CHECK, encode_json(contents.check))
-    write_file(out / TARGET, encode_json(_describe_target(contents.target)))
+    told = msgspec.structs.asdict(contents.target)
+    told = {key: value for key, value in told.items() if key != "folder" and value is not msgspec.UNSET}
+    write_file(out / TARGET, encode_json(told))
     if contents.layers is not None:
         write_file(out / LAYERS, contents.layers)
     # Before the manifest: it names the digests of what is written here.
@@ -157,7 +161,8 @@ def _conclude(draft: Manifest, target: Target, out: Path) -> Bundle:
     for name, text in snippets.items():
         write_file(out / APP / name, text.encode())
     write_file(out / README, render_readme(target, draft, notes, snippets).encode())
-    manifest = msgspec.structs.replace(draft, files=_digest_files(out))
+    files = {name: BundledFile.describe(path) for name, path in iterate_files(out) if name not in UNLISTED}
+    manifest = msgspec.structs.replace(draft, files=files)
     # A manifest that asks for what no bundle may is not written: the bundle could not be opened again.
     check_requests(manifest, str(out / MANIFEST))
     # Last, and the digest is that of the very bytes that were written.
@@ -286,14 +291,6 @@ def _read_json(bundle: Bundle, name: str, kind: type[_Value]) -> _Value:
         raise BundleError(f"'{file}' is malformed: {error}", hint="build the bundle again") from error
 
 
-def _describe_target(target: Target) -> dict[str, object]:
-    return {
-        key: value
-        for key, value in msgspec.structs.asdict(target).items()
-        if key != "folder" and value is not msgspec.UNSET
-    }
-
-
 def _make_self_test(contents: Contents, out: Path) -> GoldenFacts:
     models: dict[Form, list[Path]] = {
         form: [out / path.name for path in paths] for form, paths in contents.files.items()
@@ -318,10 +315,6 @@ def _copy_models(files: Mapping[Form, tuple[Path, ...]], out: Path) -> None:
         if taken.setdefault(path.name.lower(), path) != path:
             raise OutputError(f"two files of the bundle want the name '{path.name}'", hint="rename the model")
         replace_file(path, out / path.name)
-
-
-def _digest_files(folder: Path) -> dict[str, BundledFile]:
-    return {name: BundledFile.describe(path) for name, path in iterate_files(folder) if name not in UNLISTED}
 
 
 _CHUNK_BYTES = 1 << 20
@@ -371,3 +364,59 @@ def _read_checked(bundle: Bundle, name: str) -> Iterator[bytes]:
         raise BundleError(
             f"{name!r} of bundle '{bundle.folder}' was altered after it was opened", hint="build the bundle again"
         )
+
+
+# Bundles inside one folder, which stores once what several of them have: variants of an index, members of a group. Each
+# has a folder with its manifest; its files lie there too, or elsewhere below the root. The file that lists all of the
+# root (`index.json`, `group.json`) names the digest of each manifest.
+_HINT = "build it again, or fetch it again"
+
+
+def require_folder_name(name: str, source: str) -> None:
+    """Refuses a name of which a folder below the root is to be made, before anything there is opened.
+
+    Raises:
+        BundleError: it could lead somewhere else.
+    """
+    if "/" in name or find_fault(name):
+        raise BundleError(f"'{source}' has no safe folder for {name[:99]!r}", hint=_HINT)
+
+
+def read_nested(root: Path, folder: str, entry: BundledFile, source: str) -> Manifest:
+    """Returns the manifest in a folder below the root, if it has the digest that the listing `source` says.
+
+    Raises:
+        BundleError: it is missing, malformed or altered.
+    """
+    data = read_bounded(root, f"{folder}/{MANIFEST}")
+    if digest_bytes(data) != entry.sha256:
+        raise BundleError(f"'{folder}/{MANIFEST}' was altered: its sha256 is not that in '{source}'", hint=_HINT)
+    return decode_manifest(data, f"{root}/{folder}/{MANIFEST}")
+
+
+def list_nested(
+    folder: str, entry: BundledFile, manifest: Manifest, places: Mapping[str, str]
+) -> dict[str, BundledFile]:
+    """Returns the manifest in a folder and every file that it lists, by their places seen from the root."""
+    return {f"{folder}/{MANIFEST}": entry, **{places[name]: file for name, file in manifest.files.items()}}
+
+
+def extract_nested(
+    root: Path, folder: str, entry: BundledFile, find_places: Callable[[Manifest], Mapping[str, str]], out: Path
+) -> Bundle:
+    """Writes a bundle, as it was before it was put into the root, into the folder `out` and opens it.
+
+    Raises:
+        BundleError: it was altered since the root was opened.
+        OutputError: `out` cannot be written.
+    """
+    data = read_bounded(root, f"{folder}/{MANIFEST}")
+    places = find_places(decode_manifest(data, f"{root}/{folder}/{MANIFEST}"))
+    with staged_folder(out) as staging:
+        for name, place in places.items():
+            copy_once(root / place, staging / name)
+        write_file(staging / MANIFEST, data)
+    bundle = open_bundle(out)
+    if bundle.sha256 != entry.sha256:
+        raise BundleError(f"'{folder}' of '{root}' was altered", hint=_HINT)
+    return bundle

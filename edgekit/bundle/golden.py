@@ -261,17 +261,14 @@ class KnownOutputs(msgspec.Struct, kw_only=True):
         found = self.outputs.get(digest)
         if found is None:
             found = session.run(sample)
-            self._add(digest, found)
+            self.ran += 1
+            size_bytes = sum(value.nbytes for value in found.values())
+            # Kept are numbers, as long as there is room for them.
+            if size_bytes <= self.room_bytes and all(value.dtype.kind in "biuf" for value in found.values()):
+                self.room_bytes -= size_bytes
+                # An array that ONNX Runtime returns keeps the memory of the whole session alive.
+                self.outputs[digest] = {name: value.copy() for name, value in found.items()}
         return found
-
-    def _add(self, digest: bytes, outputs: Tensors) -> None:
-        """Takes the outputs of a sample that ran, if they are numbers and there is room for them."""
-        self.ran += 1
-        size_bytes = sum(value.nbytes for value in outputs.values())
-        if size_bytes <= self.room_bytes and all(value.dtype.kind in "biuf" for value in outputs.values()):
-            self.room_bytes -= size_bytes
-            # An array that ONNX Runtime returns keeps the memory of the whole session alive.
-            self.outputs[digest] = {name: value.copy() for name, value in outputs.items()}
 
 
 def make_golden(

@@ -486,20 +486,12 @@ def decode_strictly(data: bytes, kind: type[_Value], source: str) -> _Value:
     return value
 
 
-_TITLES: Mapping[str, tuple[type, str]] = {
-    "manifest.schema.json": (Manifest, "edgekit bundle manifest, schema version 2"),
-}
-_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+SCHEMA_FILE = Path(__file__).parent / "manifest.schema.json"
+"""The JSON Schema of a manifest, as it is published."""
 
 
-def render_schemas() -> dict[str, bytes]:
-    """Returns the text of each schema by the name of its file beside this module."""
-    return {
-        name: encode_json({"$schema": _DIALECT, "title": title, **msgspec.json.schema(kind)})
-        for name, (kind, title) in _TITLES.items()
-    }
-
-
-def schema_folder() -> Path:
-    """Returns the folder that the schemas are published in."""
-    return Path(__file__).parent
+def render_schema() -> bytes:
+    """Returns the text of the JSON Schema of a manifest."""
+    title = "edgekit bundle manifest, schema version 2"
+    dialect = "https://json-schema.org/draft/2020-12/schema"
+    return encode_json({"$schema": dialect, "title": title, **msgspec.json.schema(Manifest)})

@@ -16,10 +16,19 @@ from edgekit._files import copy_once, digest_bytes, staged_folder, work_folder, 
 from edgekit._ort import CPU_PROVIDER
 from edgekit.bundle.archive import opened_folder
 from edgekit.bundle.expected import Recorded
-from edgekit.bundle.folder import MANIFEST, VERIFY, Bundle, open_bundle, read_listing
+from edgekit.bundle.folder import (
+    MANIFEST,
+    VERIFY,
+    Bundle,
+    extract_nested,
+    list_nested,
+    open_bundle,
+    read_listing,
+    read_nested,
+    require_folder_name,
+)
 from edgekit.bundle.group.group import is_group, open_group
 from edgekit.bundle.manifest import BundledFile, Manifest, decode_strictly, encode_json
-from edgekit.bundle.nested import extract_nested, list_nested, read_nested, require_folder_name
 from edgekit.bundle.sign import TestResult, sign_files
 from edgekit.errors import BundleError, OutputError, UsageError, suggest_name
 from edgekit.target import read_version
@@ -301,9 +310,12 @@ def opened_any(path: Path, *, key: Path | None = None) -> Generator[Bundle | Mul
         BundleError: it is no bundle, was altered, is not safe to open, or is not signed with the key.
         UsageError: the key cannot be read.
     """
-    with opened_folder(path) as folder:
+    with opened_folder(path) as unpacked:
+        entries = [] if unpacked == path else list(unpacked.iterdir())
+        # In an archive the manifest stands at the root, or in the one folder there.
+        folder = entries[0] if len(entries) == 1 and entries[0].is_dir() else unpacked
         # The signature is checked after unpacking, too: an archive is no way around it.
-        yield open_any(folder if folder == path else _find_root(folder), key=key)
+        yield open_any(folder, key=key)
 
 
 @contextlib.contextmanager
@@ -371,9 +383,3 @@ def sign_bundle(folder: Path, key: Path, result: TestResult) -> SignedBundle:
     found = open_group(folder) if is_group(folder) else open_any(folder)
     keyid = sign_files(folder, found.digests, result, key)
     return SignedBundle(bundle=folder, sha256=found.sha256, key=keyid, attested=result)
-
-
-def _find_root(unpacked: Path) -> Path:
-    """Returns the folder that holds the manifest: the archive's own root, or the one folder in it."""
-    entries = list(unpacked.iterdir())
-    return entries[0] if len(entries) == 1 and entries[0].is_dir() else unpacked

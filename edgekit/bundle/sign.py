@@ -126,13 +126,6 @@ def encode_preauth(payload: bytes) -> bytes:
     return b"DSSEv1 %d %b %d %b" % (len(kind), kind, len(payload), payload)
 
 
-def encode_envelope(statement: Statement, keyid: str, sign: Callable[[bytes], bytes]) -> bytes:
-    """Returns the bytes of a file with a statement and its signature."""
-    payload = encode_json(statement)
-    signature = EnvelopeSignature(keyid=keyid, sig=base64.b64encode(sign(encode_preauth(payload))).decode())
-    return encode_json(Envelope(payload=base64.b64encode(payload).decode(), signatures=(signature,)))
-
-
 def read_envelope(folder: Path) -> Envelope:
     """Returns the envelope in a folder; nothing in it is believed yet.
 
@@ -149,15 +142,6 @@ def read_envelope(folder: Path) -> Envelope:
     return decode_strictly(data, Envelope, str(place))
 
 
-def read_statement(payload: bytes, folder: Path) -> Statement:
-    """Returns the statement that an envelope held, which is to be believed once its signature was checked.
-
-    Raises:
-        BundleError: it is no statement as edgekit writes them.
-    """
-    return decode_strictly(payload, Statement, f"{folder / SIGNATURE} (payload)")
-
-
 def check_subjects(statement: Statement, digests: Mapping[str, str], folder: Path) -> None:
     """Refuses a statement whose subjects are not these files with their sha256, all of them and no others.
 
@@ -172,13 +156,17 @@ def check_subjects(statement: Statement, digests: Mapping[str, str], folder: Pat
     raise BundleError(f"the signature of '{folder}' is of another {name[:200]!r}", hint="do not use it: fetch it again")
 
 
+def _spell(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
 def decode_base64(text: str) -> bytes | None:
     """Returns the bytes, None where it is not canonical base64: a signature must have one spelling only."""
     try:
         data = base64.b64decode(text, validate=True)
     except ValueError:
         return None
-    return data if base64.b64encode(data).decode() == text else None
+    return data if _spell(data) == text else None
 
 
 # Keys have some hundred bytes; a large file under their name is not read whole.
@@ -229,11 +217,10 @@ def sign_files(folder: Path, digests: Mapping[str, str], result: TestResult, key
         OutputError: the folder cannot be written.
         MissingExtraError: `cryptography` is not installed.
     """
-    serialization, _ = _load_library()
-    signer = _load_private(key)
-    keyid = _identify(signer.public_key(), serialization)
-    statement = Statement(subject=list_subjects(digests), predicate=result)
-    write_file(folder / SIGNATURE, encode_envelope(statement, keyid, signer.sign))
+    signer, keyid = _load_private(key)
+    payload = encode_json(Statement(subject=list_subjects(digests), predicate=result))
+    signature = EnvelopeSignature(keyid=keyid, sig=_spell(signer.sign(encode_preauth(payload))))
+    write_file(folder / SIGNATURE, encode_json(Envelope(payload=_spell(payload), signatures=(signature,))))
     return keyid
 
 
@@ -254,7 +241,8 @@ def check_signature(data: bytes, name: str, folder: Path, key: Path) -> Statemen
     payload = decode_base64(envelope.payload)
     if payload is None or not _verifies(public, signature.sig, encode_preauth(payload)):
         raise BundleError(f"the signature of '{folder}' was altered", hint="do not use it: fetch it again")
-    statement = read_statement(payload, folder)
+    # To be believed, now that its signature was checked.
+    statement = decode_strictly(payload, Statement, f"{folder / SIGNATURE} (payload)")
     if digest_bytes(data) not in [one.digest.sha256 for one in statement.subject if one.name == name]:
         raise BundleError(
             f"'{name}' of '{folder}' was altered after it was signed", hint="do not use it: fetch it again"
@@ -276,10 +264,8 @@ def seal_digest(digest: str, key: Path) -> Seal:
         UsageError: the key cannot be read, or is no Ed25519 private key without a password.
         MissingExtraError: `cryptography` is not installed.
     """
-    serialization, _ = _load_library()
-    signer = _load_private(key)
-    signature = base64.b64encode(signer.sign(_name_run(digest))).decode()
-    return Seal(keyid=_identify(signer.public_key(), serialization), signature=signature)
+    signer, keyid = _load_private(key)
+    return Seal(keyid=keyid, signature=_spell(signer.sign(_name_run(digest))))
 
 
 def check_seal(seal: Seal | None, digest: str, what: str, key: Path) -> None:
@@ -334,12 +320,13 @@ def _load_library() -> tuple[Any, Any]:
     return serialization, ed25519
 
 
-def _load_private(key: Path) -> Any:
+def _load_private(key: Path) -> tuple[Any, str]:
+    """Returns a private key, and the id of its public half."""
     serialization, ed25519 = _load_library()
     private = _load_key(key, "private", lambda data: serialization.load_pem_private_key(data, password=None))
     if not isinstance(private, ed25519.Ed25519PrivateKey):
         raise UsageError(f"'{key}' is no Ed25519 private key", hint=_KEY_HINT)
-    return private
+    return private, _identify(private.public_key(), serialization)
 
 
 def _load_key(path: Path, half: str, load: Callable[[bytes], object]) -> object:

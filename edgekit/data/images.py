@@ -91,8 +91,11 @@ def read_image(path: Path, preprocess: Preprocess) -> Array:
             if opened.width * opened.height > _MAX_PIXELS:
                 raise DataError(f"'{path}' has {opened.width} x {opened.height} pixels", hint="give smaller images")
             # First the colour, then the size: palettes cannot be interpolated.
-            image = _turn_upright(opened.convert("L" if preprocess.color == "L" else "RGB"), opened)
-            image = _resize(image, preprocess)
+            image = opened.convert("L" if preprocess.color == "L" else "RGB")
+            # Phones store the sensor's image, and in EXIF how the phone was held. Pillow's own exif_transpose rewrites
+            # all tags, and fails if one of them is damaged.
+            turn = _UPRIGHT.get(opened.getexif().get(ExifTags.Base.Orientation, 1))
+            image = _resize(image if turn is None else image.transpose(turn), preprocess)
     # Each of Pillow's readers raises other exceptions.
     except _NO_IMAGE as error:
         raise DataError(f"'{path}' is no image that can be read", hint="remove it from the folder") from error
@@ -100,13 +103,6 @@ def read_image(path: Path, preprocess: Preprocess) -> Array:
     if preprocess.color == "BGR":
         pixels = pixels[..., ::-1]
     return _normalise(pixels, preprocess)
-
-
-def _turn_upright(image: Image.Image, file: Image.Image) -> Image.Image:
-    # Phones store the sensor's image, and in EXIF how the phone was held. Pillow's own exif_transpose rewrites all
-    # tags, and fails if one of them is damaged.
-    turn = _UPRIGHT.get(file.getexif().get(ExifTags.Base.Orientation, 1))
-    return image if turn is None else image.transpose(turn)
 
 
 def _resize(image: Image.Image, preprocess: Preprocess) -> Image.Image:

@@ -103,16 +103,12 @@ def _open_archive(path: Path) -> Generator[zipfile.ZipFile]:
         yield archive
 
 
-def _column_names(archive: zipfile.ZipFile, path: Path) -> list[str]:
-    names = archive.namelist()
-    odd = next((name for name in names if not name.endswith(".npy")), None)
+def _open_columns(archive: zipfile.ZipFile, path: Path) -> dict[str, _Column]:
+    odd = next((name for name in archive.namelist() if not name.endswith(".npy")), None)
     if odd is not None:
         raise DataError(f"'{path}' holds '{odd}', which is no array", hint="write it with numpy.savez")
-    return [name.removesuffix(".npy") for name in names]
-
-
-def _open_columns(archive: zipfile.ZipFile, path: Path) -> dict[str, _Column]:
-    columns = {name: _open_column(archive, name, path) for name in _column_names(archive, path)}
+    names = [name.removesuffix(".npy") for name in archive.namelist()]
+    columns = {name: _open_column(archive, name, path) for name in names}
     for name in [name for name in columns if f"{name}{SHAPES}" in columns]:
         shapes = columns[f"{name}{SHAPES}"]
         # Only if it has the form that edgekit writes: an input may have such a name by chance.

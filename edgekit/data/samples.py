@@ -93,14 +93,18 @@ def load_samples(
             hint="export the model with tensors as inputs",
         )
     given = [spec for spec in inputs if not absent or spec.name not in absent]
-    raw = _fill_in(_leave_out(_open_source(source, inputs, given, preprocess), idle), absent or {})
+    raw, names = _open_source(source, inputs, given, preprocess), [spec.name for spec in inputs]
 
-    names = [spec.name for spec in inputs]
+    def complete(sample: Tensors) -> Tensors:
+        return {**(absent or {}), **{name: value for name, value in sample.items() if name not in idle}}
+
+    if idle or absent:
+        raw = map_samples(raw, complete)
 
     def read() -> Iterator[Tensors]:
-        fitting: _Form | None = None
+        fitting: list[tuple[str, np.dtype[Any], tuple[int, ...]]] | None = None
         for index, sample in enumerate(raw):
-            form = _describe_form(sample)
+            form = [(name, value.dtype, value.shape) for name, value in sample.items()]
             # Samples of the same form as one that needed no change are not checked again.
             if form == fitting:
                 yield {name: sample[name] for name in names}
@@ -116,28 +120,6 @@ def load_samples(
     # Reads the first, so that a wrong name or shape is reported before any work starts.
     next(iter(samples))
     return samples
-
-
-def _leave_out(samples: Samples, names: Collection[str]) -> Samples:
-    if not names:
-        return samples
-
-    def read() -> Iterator[Tensors]:
-        for sample in samples:
-            yield {name: value for name, value in sample.items() if name not in names}
-
-    return msgspec.structs.replace(samples, read=read)
-
-
-def _fill_in(samples: Samples, absent: Tensors) -> Samples:
-    if not absent:
-        return samples
-
-    def read() -> Iterator[Tensors]:
-        for sample in samples:
-            yield {**absent, **sample}
-
-    return msgspec.structs.replace(samples, read=read)
 
 
 def select_samples(samples: Samples, indices: Iterable[int]) -> Samples:
@@ -224,13 +206,6 @@ def fit_sample(sample: Tensors, inputs: Sequence[TensorSpec], where: str) -> dic
     if missing is not None:
         raise DataError(f"{where} lacks the model input '{missing}'", hint=f"it has: {', '.join(sample) or 'nothing'}")
     return {spec.name: _fit(np.asarray(sample[spec.name]), spec, where) for spec in inputs}
-
-
-_Form = list[tuple[str, np.dtype[Any], tuple[int, ...]]]
-
-
-def _describe_form(sample: Tensors) -> _Form:
-    return [(name, value.dtype, value.shape) for name, value in sample.items()]
 
 
 def _split_rows(sample: Tensors, inputs: Sequence[TensorSpec]) -> Iterator[Tensors]:

@@ -139,15 +139,21 @@ def collect_aar(parts: Sequence[Part], identity: Identity, workplace: Workplace)
     work, runtime = workplace.folder, _require_runtime(workplace)
     variants = [part.variant for part in parts]
     package = f"{identity.group}.{re.sub('[^a-z0-9_]', '_', identity.name.lower())}"
+    levels = [part.bundle.manifest.settings.get("api_level", "") for part in parts]
     values = {
         "identity": identity,
         "package": package,
         "assets": package,
-        "minimum_api": max([_OLDEST_API, *(_api_level(part.bundle) for part in parts)]),
+        "minimum_api": max([_OLDEST_API, *(int(level) for level in levels if level.isdigit())]),
         "dependencies": _merge_dependencies(variants, runtime),
         "store": report_store(variants, runtime),
     }
-    sources = _list_sources(variants, package, values)
+    folder = package.replace(".", "/")
+    sources: dict[str, Path | bytes] = {
+        f"{folder}/{name}": path.read_bytes().replace(_STAND_IN, f"package {package};".encode(), 1)
+        for name, path in list_files(_JAVA / "loader").items()
+    }
+    sources[f"{folder}/Bundles.java"] = render_table("Bundles.java.j2", variants, **values)
     write_archive(_compile(sources, runtime, work), work / "classes.jar", "zip")
     write_archive(sources, work / "sources.jar", "zip")
     contents: dict[str, Path | bytes] = {
@@ -171,16 +177,6 @@ def collect_aar(parts: Sequence[Part], identity: Identity, workplace: Workplace)
     }
 
 
-def _list_sources(variants: Sequence[Variant], package: str, values: Mapping[str, object]) -> dict[str, Path | bytes]:
-    folder = package.replace(".", "/")
-    sources: dict[str, Path | bytes] = {
-        f"{folder}/{name}": path.read_bytes().replace(_STAND_IN, f"package {package};".encode(), 1)
-        for name, path in list_files(_JAVA / "loader").items()
-    }
-    sources[f"{folder}/Bundles.java"] = render_table("Bundles.java.j2", variants, **values)
-    return sources
-
-
 def _compile(sources: Mapping[str, Path | bytes], runtime: AppRuntime, work: Path) -> dict[str, Path | bytes]:
     """Compiles for Java 8, which every Android build takes; the same compiler gives the same bytes."""
     for name, source in sources.items():
@@ -194,16 +190,13 @@ def _compile(sources: Mapping[str, Path | bytes], runtime: AppRuntime, work: Pat
     argv += ["-d", str(work / "classes")]
     done = run_process([*argv, *(str(work / "java" / name) for name in sorted(sources))], timeout_s=300)
     if not done.succeeded:
+        errors = (line.partition("error: ")[2] for line in done.stderr.splitlines() if "error: " in line)
         raise UsageError(
             f"the loader does not fit the classes of '{runtime.archive}', ONNX Runtime {runtime.version}:"
-            f" {_first_error(done.stderr)}",
+            f" {next(errors, done.stderr[-300:])}",
             hint="edgekit devices install android --library FILE.aar, of another version",
         )
     return dict(list_files(work / "classes"))
-
-
-def _first_error(said: str) -> str:
-    return next((line.partition("error: ")[2] for line in said.splitlines() if "error: " in line), said[-300:])
 
 
 def _require_runtime(workplace: Workplace) -> AppRuntime:
@@ -225,11 +218,6 @@ def _find_javac() -> str:
             "an AAR holds compiled Java, and there is no javac here", hint="apt-get install openjdk-17-jdk-headless"
         )
     return found
-
-
-def _api_level(bundle: Bundle) -> int:
-    level = bundle.manifest.settings.get("api_level", "")
-    return int(level) if level.isdigit() else _OLDEST_API
 
 
 def report_store(variants: Sequence[Variant], runtime: AppRuntime) -> StoreReport:
@@ -334,8 +322,8 @@ def collect_ort_package(parts: Sequence[Part], identity: Identity, _work: Workpl
                 digest_bytes(f"{file.sha256}  {Path(name).name}\n".encode()) if (name, file.sha256) in shared else None
             )
             places[name] = name if asset is None else f"sha256:{asset}/{Path(name).name}"
-            folder = f"{identity.name}/{variant.name}/{name}" if asset is None else _asset_path(asset, name)
-            entries[folder] = part.cut.files[name]
+            own, beside = f"{identity.name}/{variant.name}/{name}", f"shared_assets/sha256-{asset}/{Path(name).name}"
+            entries[own if asset is None else beside] = part.cut.files[name]
         if (bundle.folder / SIGNATURE).exists():
             entries[f"{identity.name}/{variant.name}/{SIGNATURE}"] = read_bounded(bundle.folder, SIGNATURE)
         described[variant.name] = _describe(bundle, variant, places)
@@ -359,10 +347,6 @@ def _keys(bundle: Bundle, variant: Variant) -> list[tuple[str, str]]:
     # A model with external weights refers to them by path, so it cannot move to the shared folder alone.
     alone = {names[0] for names in bundle.manifest.forms.values() if len(names) == 1}
     return [(name, file.sha256) for name, file in variant.files.items() if name in alone or name.startswith(_SHAREABLE)]
-
-
-def _asset_path(asset: str, name: str) -> str:
-    return f"shared_assets/sha256-{asset}/{Path(name).name}"
 
 
 def _describe(bundle: Bundle, variant: Variant, places: Mapping[str, str]) -> dict[str, object]:

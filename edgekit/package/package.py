@@ -236,7 +236,14 @@ def _write(entries: Mapping[str, Path | bytes], kind: Kind, out: Path, **facts: 
         write_archive(entries, out, archive)
         sha256 = digest_file(out)
     else:
-        _write_folder(entries, out)
+        if out.is_dir() and any(out.iterdir()):
+            raise OutputError(f"'{out}' holds something already", hint="give a folder that does not exist yet")
+        with staged_entries(out) as staging:
+            for name, source in entries.items():
+                place = staging / name
+                place.parent.mkdir(parents=True, exist_ok=True)
+                with place.open("xb") as file:
+                    copy_into(source, file)
         sha256 = digest_bytes("".join(f"{digest}  {name}\n" for name, digest in files.items()).encode())
     return PackageReport(kind=kind, out=str(out), sha256=sha256, files=files, sizes=sizes, **facts)
 
@@ -278,17 +285,6 @@ def _find_misfit(bundle: Bundle, kind: Kind, runtime: AppRuntime | None) -> str 
     if runtime is not None and read_version(runtime.version) < read_version(least):
         return f"it needs ONNX Runtime {least}, and '{runtime.archive}' holds {runtime.version}"
     return FORMS[kind].refuse(bundle.manifest)
-
-
-def _write_folder(entries: Mapping[str, Path | bytes], out: Path) -> None:
-    if out.is_dir() and any(out.iterdir()):
-        raise OutputError(f"'{out}' holds something already", hint="give a folder that does not exist yet")
-    with staged_entries(out) as staging:
-        for name, source in entries.items():
-            place = staging / name
-            place.parent.mkdir(parents=True, exist_ok=True)
-            with place.open("xb") as file:
-                copy_into(source, file)
 
 
 def _digest(source: Path | bytes) -> str:

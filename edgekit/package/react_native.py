@@ -128,13 +128,7 @@ _UNUSED = ("buckets", "chain", "provider_options", "session_config", "tuned", "v
 
 
 def _describe(variant: Variant) -> dict[str, object]:
-    described: dict[str, object] = msgspec.to_builtins(variant)
-    kept = {key: value for key, value in described.items() if key not in _UNUSED}
-    return {**kept, "systems": _SYSTEMS.get(variant.provider, ()), "session": _plan_session(variant)}
-
-
-def _plan_session(variant: Variant) -> dict[str, object]:
-    """Returns the session options of a manifest in the plug-in's form."""
+    """Returns what the loader reads of a bundle, with the session options in the plug-in's form."""
     options = variant.provider_options
     provider: dict[str, object] = {"name": _NAMES[variant.provider]}
     if variant.provider == "NnapiExecutionProvider":
@@ -146,4 +140,6 @@ def _plan_session(variant: Variant) -> dict[str, object]:
     session: dict[str, object] = {"executionProviders": [provider]}
     if _THREADS in options:
         session["intraOpNumThreads"] = int(options[_THREADS])
-    return session
+    described: dict[str, object] = msgspec.to_builtins(variant)
+    kept = {key: value for key, value in described.items() if key not in _UNUSED}
+    return {**kept, "systems": _SYSTEMS.get(variant.provider, ()), "session": session}

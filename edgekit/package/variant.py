@@ -67,7 +67,11 @@ def _inputs(bundle: Bundle) -> str:
 
 
 def _cut(bundle: Bundle, extras: Collection[Extra], rows: Sequence[int], work: Path, *, share: bool) -> Cut:
-    manifest, files = bundle.manifest, _list_models(bundle, extras)
+    manifest = bundle.manifest
+    forms: set[Form] = {manifest.form, *(manifest.forms if "forms" in extras else ())}
+    if "onnx" in extras and "onnx" in manifest.forms:
+        forms.add("onnx")
+    files = {name: bundle.folder / name for form in sorted(forms) for name in manifest.forms[form]}
     files[MANIFEST] = bundle.folder / MANIFEST
     chosen = tuple(sample.row for sample in manifest.golden.chosen)
     if "all" in extras:
@@ -102,14 +106,6 @@ def _place(files: dict[str, Path], golden: Mapping[str, Path], *, share: bool) -
     folder = f"../{GOLDEN}-{digest_file(golden[INPUTS])[:12]}" if share else GOLDEN
     files.update({f"{folder}/{name}": path for name, path in golden.items()})
     return folder
-
-
-def _list_models(bundle: Bundle, extras: Collection[Extra]) -> dict[str, Path]:
-    manifest = bundle.manifest
-    forms: set[Form] = {manifest.form, *(manifest.forms if "forms" in extras else ())}
-    if "onnx" in extras and "onnx" in manifest.forms:
-        forms.add("onnx")
-    return {name: bundle.folder / name for form in sorted(forms) for name in manifest.forms[form]}
 
 
 # GraphOptimizationLevel of onnxruntime_c_api.h.
@@ -375,6 +371,7 @@ def _describe(bundle: Bundle, cut: Cut, name: str, platform: str) -> Variant:
         raise BundleError(
             f"'{bundle.folder / MANIFEST}' is not in edgekit's canonical form", hint="build the bundle again"
         )
+    has_numbers = any(each.kind in {"values", "embedding"} for each in (manifest.readings or {}).values())
     own = manifest.platforms.get(platform)
     options = own.provider_options if own is not None else manifest.provider_options
     return Variant(
@@ -398,7 +395,7 @@ def _describe(bundle: Bundle, cut: Cut, name: str, platform: str) -> Variant:
             min_sqnr_db=manifest.thresholds.min_sqnr_db,
             # A loader has one limit for all outputs: if an output holds no classes, agreement of classes is not
             # required.
-            min_top1_agreement=0.0 if _has_numbers(manifest) else manifest.thresholds.min_top1_agreement,
+            min_top1_agreement=0.0 if has_numbers else manifest.thresholds.min_top1_agreement,
             # Two classes with close scores may swap places within the tolerance, which judges these few samples.
             granted_samples=cut.samples if cut.reference == "expected" else manifest.thresholds.granted_samples,
         ),
@@ -411,27 +408,18 @@ def _describe(bundle: Bundle, cut: Cut, name: str, platform: str) -> Variant:
     )
 
 
-def _has_numbers(manifest: Manifest) -> bool:
-    kinds = [reading.kind for reading in (manifest.readings or {}).values()]
-    return any(kind in {"values", "embedding"} for kind in kinds)
-
-
 def _describe_buckets(buckets: Buckets, inputs: Sequence[TensorSpec]) -> VariantBuckets:
-    padding, dtypes = buckets.padding, {spec.name: spec.dtype for spec in inputs}
+    padding, dtypes = buckets.padding, {spec.name: np.dtype(spec.dtype).newbyteorder("<") for spec in inputs}
+    elements = {name: np.asarray(padding.values[name]).astype(dtypes[name]).tobytes() for name in padding.inputs}
     return VariantBuckets(
         dim=padding.dim,
         sizes=buckets.sizes,
         inputs=tuple(
-            Filled(name=name, axes=axes, element=_spell_element(padding.values[name], dtypes[name]))
+            Filled(name=name, axes=axes, element=tuple(np.frombuffer(elements[name], np.int8).tolist()))
             for name, axes in sorted(padding.inputs.items())
         ),
         outputs=tuple(Filled(name=name, axes=axes) for name, axes in sorted(padding.outputs.items())),
     )
-
-
-def _spell_element(value: float, dtype: str) -> tuple[int, ...]:
-    kind = np.dtype(dtype).newbyteorder("<")
-    return tuple(int(byte) for byte in np.frombuffer(np.asarray(value).astype(kind).tobytes(), np.int8))
 
 
 def _list_tuned(manifest: Manifest, options: Mapping[str, str]) -> Iterator[Tuned]:

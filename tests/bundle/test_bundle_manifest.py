@@ -10,7 +10,7 @@ from bundle_models import make_bundle, make_contents
 
 from edgekit.bundle.checks import read_bounded
 from edgekit.bundle.folder import write_bundle
-from edgekit.bundle.manifest import MAX_MANIFEST_BYTES, decode_manifest, encode_json, render_schemas
+from edgekit.bundle.manifest import MAX_MANIFEST_BYTES, decode_manifest, encode_json, render_schema
 from edgekit.data.images import Preprocess
 from edgekit.errors import BundleError
 from edgekit.recipe import Licence, Recipe, TensorNotes
@@ -24,7 +24,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 def validate(manifest: bytes) -> None:
-    jsonschema.Draft202012Validator(json.loads(render_schemas()["manifest.schema.json"])).validate(json.loads(manifest))
+    jsonschema.Draft202012Validator(json.loads(render_schema())).validate(json.loads(manifest))
 
 
 def test_of_a_manifest_that_is_too_large_no_more_is_read_than_shows_it(tmp_path: Path) -> None:

@@ -16,11 +16,20 @@ import msgspec
 
 from edgekit._files import copy_once, staged_folder, write_file
 from edgekit.bundle.archive import opened_folder
-from edgekit.bundle.folder import APP, GOLDEN, MANIFEST, Bundle, read_listing
+from edgekit.bundle.folder import (
+    APP,
+    GOLDEN,
+    MANIFEST,
+    Bundle,
+    extract_nested,
+    list_nested,
+    read_listing,
+    read_nested,
+    require_folder_name,
+)
 from edgekit.bundle.golden import Golden
 from edgekit.bundle.group.wiring import MOST_MEMBERS, Interface, Wiring, describe_interface, find_fault
 from edgekit.bundle.manifest import BundledFile, Manifest, decode_strictly, encode_json
-from edgekit.bundle.nested import extract_nested, list_nested, read_nested, require_folder_name
 from edgekit.bundle.sign import TestResult
 from edgekit.bundle.snippets import README, render_template
 from edgekit.errors import BundleError, UsageError

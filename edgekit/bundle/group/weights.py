@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import onnx
 
-from edgekit._files import read_chunks, write_new
+from edgekit._files import digest_bytes, read_chunks, write_new
 from edgekit.bundle.folder import Bundle, replace_model
 from edgekit.model.external import LEAST_BYTES, PAGE_BYTES, DataPlace, point_to, read_place, read_words
 from edgekit.model.model import Model, load_model, read_proto
@@ -49,7 +49,7 @@ class _Place(msgspec.Struct, frozen=True, kw_only=True):
 def find_equal_weights(models: Sequence[Model]) -> int:
     """Returns how many bytes of weights more than one of these models has, each weight counted once."""
     found = [_digest_weights(model, read_proto(model, weights=False)) for model in models]
-    return sum(size for _, size in _find_equal(found))
+    return sum(_find_equal(found).values())
 
 
 def share_weights(bundles: Mapping[str, Bundle], folder: Path, templates: Path) -> SharedWeights:
@@ -82,11 +82,13 @@ def share_models(models: Mapping[str, Model], folder: Path) -> SharedModels:
     """
     protos = {name: read_proto(model, weights=False) for name, model in models.items()}
     weights = {name: _digest_weights(model, protos[name]) for name, model in models.items()}
-    equal = dict(_find_equal(list(weights.values())))
+    equal = _find_equal(list(weights.values()))
     if not equal:
         return SharedModels(files={}, size_bytes=0)
-    file = folder / f"weights-{_name(equal)}.data"
-    offsets = _write_weights(file, {digest: _find(digest, weights.values()) for digest in equal})
+    # Named after its content, so that the file of another group has another name.
+    file = folder / f"weights-{digest_bytes(''.join(equal).encode())[:16]}.data"
+    found = {digest: places[0] for each in reversed(weights.values()) for digest, places in each.items()}
+    offsets = _write_weights(file, {digest: found[digest] for digest in equal})
     made: dict[str, tuple[Path, ...]] = {}
     for name, proto in protos.items():
         mine = {digest: places for digest, places in weights[name].items() if digest in offsets}
@@ -121,19 +123,11 @@ def _locate(tensor: onnx.TensorProto, folder: Path) -> _Place:
     return _Place(tensor=tensor, file=folder / place.file, offset=place.offset, size_bytes=place.length)
 
 
-def _find_equal(weights: Sequence[Mapping[str, Sequence[_Place]]]) -> Iterator[tuple[str, int]]:
+def _find_equal(weights: Sequence[Mapping[str, Sequence[_Place]]]) -> dict[str, int]:
+    """Returns the bytes of each weight that several models have, by digest, in its order."""
     counts = Counter(digest for found in weights for digest in found)
     sizes = {digest: places[0].size_bytes for found in weights for digest, places in found.items()}
-    yield from ((digest, sizes[digest]) for digest in sorted(counts) if counts[digest] > 1)
-
-
-def _name(equal: Mapping[str, int]) -> str:
-    # Named after its content, so that the file of another group has another name.
-    return hashlib.sha256("".join(sorted(equal)).encode()).hexdigest()[:16]
-
-
-def _find(digest: str, weights: Iterable[Mapping[str, Sequence[_Place]]]) -> _Place:
-    return next(found[digest][0] for found in weights if digest in found)
+    return {digest: sizes[digest] for digest in sorted(counts) if counts[digest] > 1}
 
 
 def _write_weights(file: Path, places: Mapping[str, _Place]) -> dict[str, int]:

@@ -238,11 +238,12 @@ def _judge_outputs(stage: Stage, mine: Interface) -> Iterator[Fault]:
     for name in read:
         if name not in mine.outputs:
             yield f"chooses by '{name[:99]}', which is no output", suggest_name(name, mine.outputs)
+    of_tokens = () if stage.text is None else (stage.text.input, stage.text.positions)
     for name in _list_roles(stage):
         spec = mine.inputs.get(name)
         if spec is not None and not _can_fill(spec, is_text=stage.crop is None):
             yield f"cannot fill [{spec}]", "give its dimensions sizes: dims = { NAME = 64 }"
-        elif spec is not None and name in _list_token_inputs(stage) and spec.dtype not in _WHOLE:
+        elif spec is not None and name in of_tokens and spec.dtype not in _WHOLE:
             yield f"cannot write numbers of tokens into [{spec}]", f"it takes {' or '.join(_WHOLE)}"
         elif spec is not None and spec.dtype == "string":
             yield f"cannot fill [{spec}]", "it takes numbers"
@@ -257,23 +258,16 @@ def _can_fill(spec: TensorSpec, *, is_text: bool) -> bool:
     return all(isinstance(dim, int) and dim > 0 for dim in known)
 
 
-def _list_token_inputs(stage: Stage) -> tuple[str, ...]:
-    return () if stage.text is None else (stage.text.input, stage.text.positions)
-
-
 def _judge_feed(name: str, stage: Stage, members: Mapping[str, Interface]) -> Iterator[Fault]:
     owner, tensor = split_source(stage.feeds[name])
     spec, made = members[stage.run].inputs[name], members[owner].outputs.get(tensor) if owner in members else None
     if made is None:
         return
+    sizes = zip(spec.shape or (), made.shape or (), strict=False)
+    differs = any(isinstance(size, int) and isinstance(own, int) and size != own for size, own in sizes)
     # An initial state is cut to the size of its input; any other source must have that size.
-    if not fits(spec, made) or (name not in stage.state and not _is_same(spec, made)):
+    if not fits(spec, made) or (name not in stage.state and differs):
         yield f"feeds [{spec}] from [{made}]", "types and sizes must be the same"
-
-
-def _is_same(spec: TensorSpec, made: TensorSpec) -> bool:
-    pairs = zip(spec.shape or (), made.shape or (), strict=False)
-    return not any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in pairs)
 
 
 def resolve_wiring(wiring: Wiring, members: Mapping[str, Interface]) -> Wiring:
@@ -287,18 +281,18 @@ def resolve_wiring(wiring: Wiring, members: Mapping[str, Interface]) -> Wiring:
     for stage in wiring.stages:
         mine = members.get(stage.run)
         stages.append(stage if mine is None else _resolve_stage(stage, mine, stages, members))
-    align: Literal["left", "right"] = "right" if any(stage.state for stage in stages) else "left"
-    return msgspec.structs.replace(wiring, stages=tuple(_align(stage, align) for stage in stages))
+    align = "right" if any(stage.state for stage in stages) else "left"
+    for place, stage in enumerate(stages):
+        if stage.text is not None and stage.text.align is None:
+            stages[place] = msgspec.structs.replace(stage, text=msgspec.structs.replace(stage.text, align=align))
+    return msgspec.structs.replace(wiring, stages=tuple(stages))
 
 
 def _resolve_stage(stage: Stage, mine: Interface, before: Sequence[Stage], members: Mapping[str, Interface]) -> Stage:
     state = dict(stage.state)
     if stage.repeat and not state:
         state = match_state(list(mine.inputs.values()), list(mine.outputs.values()))
-    text, crop = stage.text, stage.crop
-    roles = {text.input, text.mask, text.positions} if text else set[str]()
-    roles |= {crop.input} if crop else set()
-    feeds = dict(stage.feeds)
+    roles, feeds = _list_roles(stage), dict(stage.feeds)
     for name in mine.inputs:
         if name in feeds or name in roles:
             continue
@@ -320,13 +314,6 @@ def _find_source(name: str, mine: Interface, before: Sequence[Stage], members: M
         if name in found:
             return f"{stage.run}.{found[name]}"
     return None
-
-
-def _align(stage: Stage, align: Literal["left", "right"]) -> Stage:
-    if stage.text is None or stage.text.align is not None:
-        return stage
-    text = msgspec.structs.replace(stage.text, align=align)
-    return msgspec.structs.replace(stage, text=text)
 
 
 Run = Callable[[str, Sequence[Tensors]], Sequence[Tensors]]
