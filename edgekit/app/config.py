@@ -323,12 +323,36 @@ def list_cells(app: App) -> tuple[Cell, ...]:
     Raises:
         EdgekitError: a preprocessing file or a target cannot be read.
     """
+    folder, gates, cells = app.path.parent, app.table.gates, list[Cell]()
     subjects: dict[str, ModelTable | GroupTable] = {**app.table.models, **app.table.groups}
-    return tuple(
-        _make_cell(app, name, subject, target)
-        for name, subject in subjects.items()
-        for target in subject.targets or tuple(app.table.targets)
-    )
+    for name, subject in subjects.items():
+        given, of_model = subject.data, dict[str, Any]()
+        preprocess = given.preprocess
+        data = Data(
+            source=_place(folder, given.source),
+            evaluation=None if given.evaluation is None else _place(folder, given.evaluation),
+            labels=None if given.labels is None else folder / given.labels,
+            preprocess=load_preprocess(folder / preprocess) if isinstance(preprocess, str) else preprocess,
+            golden=None if given.golden is None else folder / given.golden,
+        )
+        if isinstance(subject, ModelTable):
+            of_model = {key: getattr(subject, key) for key in _OF_MODEL}
+            of_model |= {"max_drop": gates.max_drop, "metric": gates.metric}
+        for target in subject.targets or tuple(app.table.targets):
+            table = app.table.targets[target]
+            named = _name_target(app, target, table)
+            recipe = Recipe(
+                **of_model,
+                samples=given.samples,
+                targets=(named,),
+                settings={key: str(value) for key, value in table.settings.items()},
+                precision=table.precision,
+                thresholds={load_target(named).name: table.thresholds} if table.thresholds else {},
+                fix=table.fix,
+            )
+            path, is_group = folder / subject.path, isinstance(subject, GroupTable)
+            cells.append(Cell(model=name, target=target, path=path, data=data, recipe=recipe, is_group=is_group))
+    return tuple(cells)
 
 
 def choose_for(app: App) -> DeviceChoice:
@@ -361,46 +385,6 @@ def describe_schema() -> dict[str, Any]:
     changes = {key: value for key, value in defined[limits["$ref"].rpartition("/")[2]].items() if key != "required"}
     schema["$defs"]["TargetTable"]["properties"]["thresholds"] = changes
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": FILE, **schema}
-
-
-def _make_data(folder: Path, data: DataTable) -> Data:
-    given = data.preprocess
-    return Data(
-        source=_place(folder, data.source),
-        evaluation=None if data.evaluation is None else _place(folder, data.evaluation),
-        labels=None if data.labels is None else folder / data.labels,
-        preprocess=load_preprocess(folder / given) if isinstance(given, str) else given,
-        golden=None if data.golden is None else folder / data.golden,
-    )
-
-
-def _make_cell(app: App, name: str, subject: ModelTable | GroupTable, target: str) -> Cell:
-    folder, gates, of_model = app.path.parent, app.table.gates, dict[str, Any]()
-    if isinstance(subject, ModelTable):
-        of_model = {key: getattr(subject, key) for key in _OF_MODEL}
-        of_model |= {"max_drop": gates.max_drop, "metric": gates.metric}
-    return Cell(
-        model=name,
-        target=target,
-        path=folder / subject.path,
-        data=_make_data(folder, subject.data),
-        recipe=_make_recipe(app, target, **of_model, samples=subject.data.samples),
-        is_group=isinstance(subject, GroupTable),
-    )
-
-
-def _make_recipe(app: App, target: str, **of_subject: Any) -> Recipe:
-    """Returns the recipe for a target: the options of its table, and those of the model or group."""
-    table = app.table.targets[target]
-    named = _name_target(app, target, table)
-    return Recipe(
-        **of_subject,
-        targets=(named,),
-        settings={key: str(value) for key, value in table.settings.items()},
-        precision=table.precision,
-        thresholds={load_target(named).name: table.thresholds} if table.thresholds else {},
-        fix=table.fix,
-    )
 
 
 def _place(folder: Path, source: str) -> str:
@@ -439,7 +423,12 @@ def _check_names(app: App, source: Source) -> None:
         ("groups", "give its group.toml", table.groups),
     ):
         for name, subject in subjects.items():
-            _check_subject(app, source, section, name, subject, hint)
+            for target in subject.targets:
+                source.require_name(target, table.targets, "target", section, name, "targets")
+            path = app.path.parent / subject.path
+            if not path.is_file():
+                words = f"there is no {section.removesuffix('s')} '{path}'"
+                raise source.refuse((section, name, "path"), words, hint=hint)
     for name, group in table.groups.items():
         if name in table.models:
             raise source.refuse(("groups", name), f"a model is called '{name}', too", hint="give it another name")
@@ -453,16 +442,6 @@ def _check_names(app: App, source: Source) -> None:
             source.require_name(package.model, known, "model", "packages", name, "model")
         for target in package.targets:
             source.require_name(target, table.targets, "target", "packages", name, "targets")
-
-
-def _check_subject(
-    app: App, source: Source, section: str, name: str, subject: ModelTable | GroupTable, hint: str
-) -> None:
-    for target in subject.targets:
-        source.require_name(target, app.table.targets, "target", section, name, "targets")
-    path = app.path.parent / subject.path
-    if not path.is_file():
-        raise source.refuse((section, name, "path"), f"there is no {section.removesuffix('s')} '{path}'", hint=hint)
 
 
 def _check_target(app: App, name: str, table: TargetTable, source: Source) -> None:

@@ -147,7 +147,10 @@ def _read_metadata(model: Model) -> _Metadata:
 def _guess_dims(model: Model, images: Path | None, metadata: _Metadata) -> dict[str, int]:
     """Returns a size for each dynamic dimension: the side of the images for height and width, else one."""
     sizes: dict[str, int] = {}
-    side = metadata.side or (None if images is None else _guess_side(images, metadata.stride))
+    side, step = metadata.side, metadata.stride
+    if side is None and images is not None:
+        shorter = statistics.median(min(size) for size in _read_sizes(images))
+        side = max(step, min(_USUAL_SIDE * 2, round(shorter / step) * step))
     for spec in model.inputs:
         for axis, dim in enumerate(spec.shape or ()):
             if not isinstance(dim, int):
@@ -161,11 +164,6 @@ def _find_planes(spec: TensorSpec) -> tuple[int, ...]:
     if spec.shape is None or len(spec.shape) != 4:
         return ()
     return (1, 2) if spec.shape[3] in {1, 3} else (2, 3)
-
-
-def _guess_side(folder: Path, step: int) -> int:
-    shorter = [min(size) for size in _read_sizes(folder)]
-    return max(step, min(_USUAL_SIDE * 2, round(statistics.median(shorter) / step) * step))
 
 
 def _read_sizes(folder: Path) -> Iterator[tuple[int, int]]:
@@ -214,7 +212,12 @@ def _find_frozen(model: Model, dims: Mapping[str, int]) -> Iterator[_Frozen]:
     """Yields the scalar integer inputs that choose a branch, each with a value that the graph compares it with."""
     graph = view_model(read_proto(model, weights=False), model.path.parent)
     for spec in model.inputs:
-        value = _find_compared(graph, spec.name) if spec.dtype in _WHOLE and spec.shape in {(), (1,)} else None
+        if spec.dtype not in _WHOLE or spec.shape not in {(), (1,)}:
+            continue
+        # The value that an Equal compares the input with.
+        readers = (node for node in graph.readers(spec.name) if node.op_type == "Equal")
+        compared = ([graph.number(other) for other in node.input if other != spec.name] for node in readers)
+        value = next((int(numbers[0]) for numbers in compared if numbers and numbers[0] is not None), None)
         if value is None:
             continue
         own = {name: size for name, size in dims.items() if not name.startswith(f"{spec.name}:")}
@@ -222,14 +225,6 @@ def _find_frozen(model: Model, dims: Mapping[str, int]) -> Iterator[_Frozen]:
             frozen = prepare_model(model, work / "frozen.onnx", own, constants={spec.name: value})
             after = _count_nodes(view_model(read_proto(frozen, weights=False)))
         yield _Frozen(name=spec.name, value=value, before=_count_nodes(graph), after=after)
-
-
-def _find_compared(graph: Graph, name: str) -> int | None:
-    for node in graph.readers(name):
-        numbers = [graph.number(other) for other in node.input if other != name]
-        if node.op_type == "Equal" and numbers and numbers[0] is not None:
-            return int(numbers[0])
-    return None
 
 
 def _count_nodes(graph: Graph) -> int:

@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import msgspec
@@ -126,17 +126,12 @@ def _choose(cells: Sequence[Cell], only: Sequence[str]) -> tuple[Cell, ...]:
 
 
 def _write_reports(app: App, report: AppReport) -> None:
-    verified = [found for cell in report.cells if (found := _read_verification(app, cell)) is not None]
+    verified: list[VerifyReport] = []
+    for cell in report.cells:
+        # Of groups, and of bundles that were not verified, there is no such report.
+        with suppress(DataError):
+            verified += [read_report(app.out / cell.bundle / "verify.json")] if cell.bundle else []
     write_file(app.out / "report.json", to_json(report).encode())
     write_file(app.out / "report.html", render_app(report).encode())
     write_file(app.out / "junit.xml", render_junit(verified, accept_unproven=app.table.verify.accept_unproven))
     write_file(app.out / "summary.md", render_markdown(verified).encode())
-
-
-def _read_verification(app: App, cell: CellResult) -> VerifyReport | None:
-    if not cell.bundle:
-        return None
-    try:
-        return read_report(app.out / cell.bundle / "verify.json")
-    except DataError:
-        return None

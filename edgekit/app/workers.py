@@ -83,7 +83,10 @@ def use_cluster(app: App, scheduler: str, store: Store, progress: Progress, *, a
                 except EdgekitError as error:
                     found[cell.name] = fail_cell(cell, f"It cannot be built: {error}.")
                     continue
-                futures[_submit(client, order, rank)] = cell
+                # Named by its content: two apps that ask for the same cell share one task.
+                name, slots = f"{_KEY}{order.key}", dict.fromkeys(order.devices, 1)
+                future = client.submit(fill_order, order, key=name, resources=slots or None, priority=-rank, pure=False)
+                futures[future] = cell
             for future in distributed.as_completed(futures, loop=client.loop):
                 cell = futures[future]
                 found[cell.name] = _land(app, cell, future, store, scheduler)
@@ -184,12 +187,6 @@ def _make_order(app: App, cell: Cell, store: Store, digests: Digests, *, again: 
         devices=list_slots(app),
         again=again,
     )
-
-
-def _submit(client: Any, order: Order, rank: int) -> Any:
-    # Named by its content: two apps that ask for the same cell share one task.
-    name, slots = f"{_KEY}{order.key}", dict.fromkeys(order.devices, 1)
-    return client.submit(fill_order, order, key=name, resources=slots or None, priority=-rank, pure=False)
 
 
 def _land(app: App, cell: Cell, future: Any, store: Store, scheduler: str) -> CellResult:

@@ -12,7 +12,6 @@ from edgekit._files import write_file
 from edgekit.bench.bench import bench_on
 from edgekit.bench.blocks import Effort
 from edgekit.bench.history import compare_with_last, record_bench
-from edgekit.bench.report import BenchReport
 from edgekit.cli import options
 from edgekit.cli.declare import Argument, Option, as_command, number
 from edgekit.cli.main import NO, YES
@@ -113,13 +112,28 @@ def command(
     )
     efforts = _list_efforts(effort, concurrency, batches, queues)
     openings = [msgspec.structs.replace(opening, batch=batch) for batch in ((1,) if queues else batches or (None,))]
-    _refuse_contradictions(against, len(openings) * len(efforts), history, max_slowdown)
+    if against is not None and len(openings) * len(efforts) > 1:
+        raise UsageError("--against compares in one way", hint="give --batch and --concurrency one number each")
+    if max_slowdown is not None and history is None:
+        raise UsageError("--max-slowdown compares with a history", hint="give --history FILE")
     options.require_places((markdown, series, history), (subject, against))
     with showing_progress(volume) as progress:
         report = bench_on(subject, choice, efforts, openings, against=against, progress=progress)
-    report = _keep(report, history, max_slowdown)
-    _write(report, markdown, series)
-    show_json(report) if as_json else _show_bench(report)
+    if history is not None:
+        # The report is recorded as it came: what it is held against is its own.
+        held = compare_with_last(report, history, max_slowdown)
+        record_bench(history, report)
+        report = held
+    if markdown is not None:
+        write_file(markdown, render_bench_markdown(report).encode())
+    if series is not None:
+        write_file(series, to_json(list_series(report)).encode())
+    if as_json:
+        show_json(report)
+        return YES if report.succeeded else NO
+    if report.runs or report.skipped:
+        print_table(table_bench(report))
+    show_remarks(list_bench_remarks(report))
     return YES if report.succeeded else NO
 
 
@@ -134,33 +148,3 @@ def _list_efforts(
     asked = [msgspec.structs.replace(queue, most=size) for size in batches or (1, 8) for queue in queues]
     # A batch of one is full with its first request.
     return [msgspec.structs.replace(effort, queue=one) for one in asked if one.most > 1 or one.wait_ms is not None]
-
-
-def _refuse_contradictions(against: Path | None, ways: int, history: Path | None, max_slowdown: float | None) -> None:
-    if against is not None and ways > 1:
-        raise UsageError("--against compares in one way", hint="give --batch and --concurrency one number each")
-    if max_slowdown is not None and history is None:
-        raise UsageError("--max-slowdown compares with a history", hint="give --history FILE")
-
-
-def _keep(report: BenchReport, history: Path | None, max_slowdown: float | None) -> BenchReport:
-    """Returns the report beside the last one of a history, to which it is added."""
-    if history is None:
-        return report
-    held = compare_with_last(report, history, max_slowdown)
-    record_bench(history, report)
-    return held
-
-
-def _write(report: BenchReport, markdown: Path | None, series: Path | None) -> None:
-    if markdown is not None:
-        write_file(markdown, render_bench_markdown(report).encode())
-    if series is not None:
-        write_file(series, to_json(list_series(report)).encode())
-
-
-def _show_bench(report: BenchReport) -> None:
-    """Prints times: the table, each comparison, and what the times are worth."""
-    if report.runs or report.skipped:
-        print_table(table_bench(report))
-    show_remarks(list_bench_remarks(report))

@@ -1,6 +1,5 @@
 """`edgekit build`."""
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -47,14 +46,7 @@ def command(
             "Limit planning and verifying to this time; calibrating, converting and starting devices come on top"
         ),
     ],
-    verify: Annotated[
-        bool,
-        Option(
-            "Run each bundle on the emulators and simulators of its device that this machine has.",
-            words="--verify/--no-verify",
-            default=True,
-        ),
-    ],
+    verify: Annotated[bool, options.verifying("bundle")],
     out: Annotated[Path, Option("Where the bundles go.", "DIR")],
     accept_unproven: options.AcceptUnproven,
     as_json: options.Json,
@@ -77,8 +69,9 @@ def command(
     given = {"targets": targets, "precision": precision, "samples": samples, "max_drop": max_drop, "fix": fix}
     chosen = options.choose_recipe(recipe, tables, given, steps)
     samples_from = options.read_data(data, preprocess, evaluation=evaluation, labels=labels, golden=golden)
-    run = partial(build, model, samples_from, out, chosen, verify=verify, cache=cache, time_budget_s=time_budget)
     with showing_progress(volume) as progress:
-        report = run(progress=progress)
+        report = build(
+            model, samples_from, out, chosen, verify=verify, cache=cache, time_budget_s=time_budget, progress=progress
+        )
     show_json(report) if as_json else show_build(report)
     return options.exit_code(report.verdict, accept_unproven=accept_unproven)

@@ -7,7 +7,7 @@ from typing import Annotated
 import click
 import msgspec
 
-from edgekit._files import require_place, work_folder, write_file
+from edgekit._files import work_folder, write_file
 from edgekit.cli import options
 from edgekit.cli.declare import Argument, Option, as_command, number
 from edgekit.cli.main import YES
@@ -16,12 +16,12 @@ from edgekit.cli.terminal import show_comparison
 from edgekit.convert.ort_form import Cpu
 from edgekit.data.data_check import refusing_bad
 from edgekit.data.images import load_preprocess
-from edgekit.data.samples import Samples, limit_samples, load_samples
+from edgekit.data.samples import limit_samples, load_samples
 from edgekit.devices.find import find_device
 from edgekit.devices.register import load_target_here
 from edgekit.errors import UsageError
 from edgekit.jobs.formats import FormatReport, compare_formats
-from edgekit.model.model import Model, load_model
+from edgekit.model.model import load_model
 from edgekit.prepare.clean import freeze_model
 from edgekit.prepare.opset import lower_model
 from edgekit.prepare.shapes import size_inputs
@@ -29,8 +29,7 @@ from edgekit.recipe import Recipe, load_metric
 from edgekit.report.pages.charts import draw_outputs
 from edgekit.report.pages.html import render_comparison
 from edgekit.report.tables import format_bytes, make_table
-from edgekit.target import TaskLimit
-from edgekit.verify.two_models import ModelComparison, add_task, compare_models, compare_on_device
+from edgekit.verify.two_models import add_task, compare_models, compare_on_device
 
 # Beyond this nothing but the sign of zero differs.
 _EQUAL_DB = 200.0
@@ -86,13 +85,16 @@ def command(
                 hint="edgekit compare MODEL --formats --data DATA",
             )
         recipe = Recipe(dims=dims, freeze=freeze, samples=samples)
+        own: Cpu = "arm" if platform.machine().lower() in {"arm64", "aarch64"} else "x64"
         with showing_progress(volume) as progress:
-            found = compare_formats(a, options.read_data(data, preprocess), recipe, cpu or _own_cpu(), progress)
+            found = compare_formats(a, options.read_data(data, preprocess), recipe, cpu or own, progress)
         show_json(found) if as_json else _show_formats(found)
         return YES
     if (metric is None) != (labels is None) or (max_metric_drop is not None and metric is None):
         raise UsageError("--metric, with or without --max-metric-drop, goes with --labels", hint="give both")
-    _check_places(target, device, html)
+    if target and device is None:
+        raise UsageError("--target says how a device opens B", hint="give --on DEVICE too, or leave it out")
+    options.require_places((html,), ())
     with work_folder() as work, showing_progress(volume) as progress:
         first = freeze_model(load_model(a, custom_ops=custom_ops), work / "frozen-a", freeze)
         inputs = size_inputs(first.inputs, dims, may_stay_open=True)
@@ -104,18 +106,20 @@ def command(
         second = freeze_model(second, work / "frozen-b", both)
         first, second = lower_model(first, work / "a"), lower_model(second, work / "b")
         progress(f"compare on {chosen.count} samples")
-        report = _compare(first, second, chosen, device, target, layers=layers)
+        if device is None:
+            report = compare_models(first, second, chosen, layers=layers)
+        else:
+            opens = load_target_here(target or "nnapi")
+            report = compare_on_device(first, second, chosen, find_device(device, opens), opens, layers=layers)
         if metric is not None and labels is not None:
-            limit = _load_task(metric, max_metric_drop)
+            limit = load_metric(metric)
+            if max_metric_drop is not None:
+                limit = msgspec.structs.replace(limit, max_drop=max_metric_drop)
             report = add_task(report, first, second, chosen, limit, labels=(labels, given))
     if html is not None:
-        write_file(html, _render(report, chosen, min_sqnr))
+        write_file(html, render_comparison(report, draw_outputs(chosen, report), min_sqnr_db=min_sqnr).encode())
     show_json(report) if as_json else show_comparison(report, min_sqnr)
     return options.exit_code(report.judge(min_sqnr), accept_unproven=accept_unproven)
-
-
-def _own_cpu() -> Cpu:
-    return "arm" if platform.machine().lower() in {"arm64", "aarch64"} else "x64"
 
 
 def _show_formats(report: FormatReport) -> None:
@@ -138,28 +142,3 @@ def _show_formats(report: FormatReport) -> None:
     print_table(table)
     same = "others" if report.apart else "the same"
     show_line(f"- ranges from {report.calibrated} samples, judged by {report.judged} ({same}), kernels of {report.cpu}")
-
-
-def _compare(
-    first: Model, second: Model, samples: Samples, device: str | None, target: str | None, *, layers: bool
-) -> ModelComparison:
-    if device is None:
-        return compare_models(first, second, samples, layers=layers)
-    opens = load_target_here(target or "nnapi")
-    return compare_on_device(first, second, samples, find_device(device, opens), opens, layers=layers)
-
-
-def _check_places(target: str | None, device: str | None, html: Path | None) -> None:
-    if target and device is None:
-        raise UsageError("--target says how a device opens B", hint="give --on DEVICE too, or leave it out")
-    if html is not None:
-        require_place(html)
-
-
-def _load_task(metric: str, max_drop: float | None) -> TaskLimit:
-    task = load_metric(metric)
-    return task if max_drop is None else msgspec.structs.replace(task, max_drop=max_drop)
-
-
-def _render(report: ModelComparison, samples: Samples, min_sqnr: float | None) -> bytes:
-    return render_comparison(report, draw_outputs(samples, report), min_sqnr_db=min_sqnr).encode()

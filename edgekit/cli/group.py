@@ -44,14 +44,7 @@ def build(
     precision: options.PrecisionWord,
     samples: options.SampleCount,
     recipe: Annotated[Path | None, Option("Options of `edgekit build` for every member (.toml).", "FILE")],
-    verify: Annotated[
-        bool,
-        Option(
-            "Run each group on the emulators and simulators of its device that this machine has.",
-            words="--verify/--no-verify",
-            default=True,
-        ),
-    ],
+    verify: Annotated[bool, options.verifying("group")],
     out: Annotated[Path, Option("Where the folders go.", "DIR")],
     accept_unproven: options.AcceptUnproven,
     as_json: options.Json,

@@ -1,19 +1,17 @@
 """`edgekit join`."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 from edgekit._files import work_folder
 from edgekit.bundle.archive import KINDS, Kind, list_files, write_archive
-from edgekit.bundle.multi import MultiBundle
 from edgekit.bundle.sign import require_private_key
 from edgekit.cli import options
 from edgekit.cli.declare import Argument, Option, as_command
 from edgekit.cli.main import YES
 from edgekit.cli.release import Allowance, show_doubts
 from edgekit.cli.screen import show_json, show_line
-from edgekit.jobs.release import Doubt, join_verified, sign_verified
+from edgekit.jobs.release import join_verified, sign_verified
 
 
 @as_command
@@ -48,14 +46,10 @@ def command(
         if kind is not None:
             write_archive(list_files(joined.folder), out, kind)
     show_doubts(doubts)
-    _show(joined, out, doubts, as_json=as_json)
-    return YES
-
-
-def _show(joined: MultiBundle, out: Path, doubts: Sequence[Doubt], *, as_json: bool) -> None:
     if as_json:
         show_json({"out": out, "sha256": joined.sha256, "index": joined.index, "allowed": doubts})
-        return
+        return YES
     for variant in joined.index.variants:
         show_line(f"{variant.target}: {variant.provider}, {variant.precision}, {variant.model_file}")
     show_line(f"{out} ({joined.sha256}): {len(joined.index.shared)} files are stored once for several targets")
+    return YES

@@ -93,6 +93,11 @@ def parsing(kind: type) -> Callable[[click.Context, click.Parameter, tuple[str, 
     return parse
 
 
+def _numbers(help_text: str) -> Option:
+    """Returns an option that gives inputs a number."""
+    return Option(help_text, "INPUT=NUMBER", multiple=True, callback=parsing(float))
+
+
 ModelFile = Annotated[Path, Argument()]
 ModelFiles = Annotated[tuple[Path, ...], Argument()]
 DataSource = Annotated[str, Option("Sample inputs: .npz, folder, or module:function.", "DATA")]
@@ -121,25 +126,9 @@ DimsOrBuckets = Annotated[
     tuple[str, ...],
     Option("The size of a dynamic dimension; of one several, with a model for each.", "NAME=INT[,INT...]", "--dim"),
 ]
-Pad = Annotated[
-    dict[str, float],
-    Option(
-        "The number that fills an input up to the next size (default 0).",
-        "INPUT=NUMBER",
-        multiple=True,
-        callback=parsing(float),
-    ),
-]
+Pad = Annotated[dict[str, float], _numbers("The number that fills an input up to the next size (default 0).")]
 Shapes = Annotated[tuple[str, ...], Option("All dimensions of an input.", "INPUT=1,3,224,224", "--shape")]
-Freeze = Annotated[
-    dict[str, float],
-    Option(
-        "Make an input a constant; the data may still contain it.",
-        "INPUT=NUMBER",
-        multiple=True,
-        callback=parsing(float),
-    ),
-]
+Freeze = Annotated[dict[str, float], _numbers("Make an input a constant; the data may still contain it.")]
 SampleCount = Annotated[int | None, Option("Use at most N samples.", "N", type=click.IntRange(min=1))]
 Steps = Annotated[
     int | None,
@@ -203,6 +192,15 @@ def max_drop(help_text: str) -> Option:
 def time_budget(help_text: str) -> Option:
     """Returns the option --time-budget, a time."""
     return Option(f"{help_text} (90s, 5m, 1h).", "60s", type=_Time())
+
+
+def verifying(what: str) -> Option:
+    """Returns the option --verify/--no-verify of a build of bundles or groups."""
+    return Option(
+        f"Run each {what} on the emulators and simulators of its device that this machine has.",
+        words="--verify/--no-verify",
+        default=True,
+    )
 
 
 def parse_buckets(dims: tuple[str, ...], shapes: tuple[str, ...], path: Path) -> dict[str, dict[str, Any]]:

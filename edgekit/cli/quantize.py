@@ -7,7 +7,7 @@ from typing import Annotated
 
 import click
 
-from edgekit._files import require_apart, require_place, write_file
+from edgekit._files import write_file
 from edgekit.cli import options
 from edgekit.cli.declare import Option, as_command
 from edgekit.cli.main import NO, YES
@@ -18,7 +18,6 @@ from edgekit.quantize.ranges import METHODS
 from edgekit.recipe import INTEGER_PRECISIONS, PrecisionChoice, load_metric
 from edgekit.report.summary import QuantizeReport
 from edgekit.report.tables import describe_quantization
-from edgekit.target import TaskLimit
 
 # An option, the options that would have no effect beside it, and why.
 _ALONE = (
@@ -70,21 +69,26 @@ def command(
       edgekit quantize model.onnx --data samples.npz --target nnapi --out model.int8.onnx
       edgekit quantize model.onnx --data samples.npz --labels masks.npy --metric miou --target qnn --out q.onnx
     """
+    if metric is not None and labels is None:
+        raise UsageError("--metric needs labels", hint="give --labels FILE")
+    limit = None if metric is None else load_metric(metric)
     tables = {"dims": dims, "freeze": freeze, "settings": settings}
-    values = {"precision": precision, "samples": samples, "max_drop": max_drop, "metric": _read_metric(metric, labels)}
+    values = {"precision": precision, "samples": samples, "max_drop": max_drop, "metric": limit}
     chosen = options.choose_recipe(recipe, tables, {**values, "targets": (target,), "thresholds": {}}, steps)
     source = options.read_data(data, preprocess, labels=labels)
     # A default was not typed, so it conflicts with nothing.
     given = {**click.get_current_context().params, "method": method != "auto", "max_drop": chosen.max_drop}
     _refuse_idle(given)
-    _check_places(model, [out, html, state], [Path(data), labels, plan, preprocess, recipe])
+    options.require_places((out, html, state), (model, Path(data), labels, plan, preprocess, recipe))
     layers = html is not None
     how = QuantizeOptions(method=method, plan=plan, state=state, cache=cache, layers=layers, time_budget_s=time_budget)
     with showing_progress(volume) as progress:
         if plan_only:
             show_json(plan_for(model, source, chosen, how, progress))
             return YES
-        report = quantize_for(model, source, _need_out(out), chosen, how, progress)
+        if out is None:
+            raise UsageError("Missing option '--out'", hint="name the file to write, or give --plan-only")
+        report = quantize_for(model, source, out, chosen, how, progress)
     return _show(report, html, as_json=as_json)
 
 
@@ -96,25 +100,6 @@ def _refuse_idle(given: Mapping[str, object]) -> None:
             raise UsageError(f"--{option.replace('_', '-')} {why}", hint=f"leave out {unheard}")
     if given["state"] and given["max_drop"] is None:
         raise UsageError("--state keeps what a search tries", hint="add --max-drop PCT, or leave it out")
-
-
-def _check_places(model: Path, written: list[Path | None], read: list[Path | None]) -> None:
-    places = [path for path in written if path is not None]
-    require_apart(places, [model, *(path for path in read if path is not None)])
-    for place in places:
-        require_place(place)
-
-
-def _read_metric(metric: str | None, labels: Path | None) -> TaskLimit | None:
-    if metric is not None and labels is None:
-        raise UsageError("--metric needs labels", hint="give --labels FILE")
-    return None if metric is None else load_metric(metric)
-
-
-def _need_out(out: Path | None) -> Path:
-    if out is None:
-        raise UsageError("Missing option '--out'", hint="name the file to write, or give --plan-only")
-    return out
 
 
 def _show(report: QuantizeReport, html: Path | None, *, as_json: bool) -> int:

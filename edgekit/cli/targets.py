@@ -1,6 +1,5 @@
 """`edgekit targets`."""
 
-from collections.abc import Sequence
 from typing import Annotated
 
 from edgekit.cli import options
@@ -8,7 +7,7 @@ from edgekit.cli.declare import Argument, as_command
 from edgekit.cli.main import YES
 from edgekit.cli.screen import print_table, show_json, show_line
 from edgekit.report import text
-from edgekit.target import Target, load_target, target_names
+from edgekit.target import load_target, target_names
 
 
 @as_command
@@ -25,19 +24,12 @@ def command(
     """
     if name is None:
         targets = [load_target(known) for known in target_names()]
-        show_json({"targets": targets}) if as_json else _show_targets(targets)
+        show_json({"targets": targets}) if as_json else print_table(text.table_targets(targets))
         return YES
     target = load_target(name, settings)
-    show_json(target) if as_json else _show_target(target)
-    return YES
-
-
-def _show_targets(targets: Sequence[Target]) -> None:
-    """Prints targets as a table."""
-    print_table(text.table_targets(targets))
-
-
-def _show_target(target: Target) -> None:
-    """Prints one target with its parameters."""
+    if as_json:
+        show_json(target)
+        return YES
     show_line(f"{target.name}: {target.title}\n{target.precision}: {target.precision_reason}")
     print_table(text.table_parameters(target))
+    return YES

@@ -1,19 +1,21 @@
-"""`edgekit verify`."""
+"""`edgekit verify`, and the limits on the command line that replace those of the target."""
 
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
+import click
 import msgspec
 
 from edgekit._files import require_place, write_file
-from edgekit.bundle.folder import Bundle
+from edgekit.bundle.checks import bundled_task
+from edgekit.bundle.manifest import Manifest
 from edgekit.bundle.multi import opened_any, opened_bundle
 from edgekit.cli import options
-from edgekit.cli.declare import Argument, From, Option, as_command
-from edgekit.cli.limits import Limits
+from edgekit.cli.declare import Argument, From, Option, as_command, number
 from edgekit.cli.main import YES
+from edgekit.cli.options import Metric, MetricDrop
 from edgekit.cli.release import describe_attested
 from edgekit.cli.screen import show_json, show_line, showing_progress
 from edgekit.cli.subjects import Devices, Required, add_required
@@ -21,13 +23,94 @@ from edgekit.cli.terminal import show_verify
 from edgekit.data.images import load_preprocess
 from edgekit.errors import UsageError
 from edgekit.progress import Progress
-from edgekit.recipe import Data
+from edgekit.recipe import Data, load_metric
 from edgekit.report.ci import render_junit, render_markdown
 from edgekit.report.pages.charts import Picture, draw_worst
 from edgekit.report.pages.html import render_verify
+from edgekit.target import TaskLimit, Thresholds
 from edgekit.verify.history import compare_with_baseline, find_last_good, record_report
 from edgekit.verify.on_devices import RunFiles, open_inputs, verify_on, verify_with
 from edgekit.verify.report import VerifyReport, read_report, recheck_report, require_devices
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits by the names that they have in `Thresholds`; None where the option was not given.
+
+    `metric` names a metric of the task; `max_metric_drop` and `min_metric_share` are its limits.
+    """
+
+    min_cosine: Annotated[float | None, number("Least cosine of an output.", click.FloatRange(-1, 1))]
+    min_sqnr_db: Annotated[
+        float | None, number("Least signal-to-noise ratio in dB.", click.FloatRange(-200, 200), "--min-sqnr")
+    ]
+    min_top1_agreement: Annotated[
+        float | None,
+        number(
+            "Least share of samples whose top-1 agrees (of integer outputs: of equal elements).",
+            click.FloatRange(0, 1),
+            "--min-top1",
+        ),
+    ]
+    gate: Annotated[
+        str | None,
+        Option(
+            "Judge by the measured figures (estimate) or by their 95 % intervals (bound), also of the metric.",
+            type=click.Choice(["estimate", "bound"]),
+        ),
+    ]
+    max_cpu_nodes: Annotated[
+        int | None, Option("Largest number of nodes left to the CPU.", "N", type=click.IntRange(min=0))
+    ]
+    max_lost_share: Annotated[
+        float | None,
+        number(
+            "Largest share of work that ran on the CPU although the rules predicted the provider.",
+            click.FloatRange(0, 1),
+            "--max-lost",
+        ),
+    ]
+    needs_placement: Annotated[
+        bool | None, Option("Fail if no run observed which nodes the provider takes.", is_flag=True, default=None)
+    ]
+    max_latency_ratio: Annotated[
+        float | None, number("Largest ratio of the latency to that of the earlier run.", click.FloatRange(min=0))
+    ]
+    max_memory_ratio: Annotated[
+        float | None, number("Largest ratio of the memory to that of the earlier run.", click.FloatRange(min=0))
+    ]
+    max_size_bytes: Annotated[
+        int | None, Option("Largest size of the model file.", "BYTES", "--max-size", type=click.IntRange(min=0))
+    ]
+    metric: Metric
+    max_metric_drop: MetricDrop
+    min_metric_share: Annotated[
+        float | None, number("Least share of the float model's metric.", click.FloatRange(0, 1))
+    ]
+
+    def find_task(self, manifest: Manifest) -> TaskLimit | None:
+        """Returns the metric to measure: the one that was named, else that of the bundle, with the limits given.
+
+        Raises:
+            UsageError: the bundle asks for a function of somebody's own.
+        """
+        return self._limit(bundled_task(manifest) if self.metric is None else load_metric(self.metric))
+
+    def apply(self, thresholds: Thresholds) -> Thresholds:
+        """Returns the thresholds with the limits that were given; a share that the user names grants no sample more."""
+        given = {
+            name: getattr(self, name) for name in Thresholds.__struct_fields__ if getattr(self, name, None) is not None
+        }
+        if self.min_top1_agreement is not None:
+            # The samples that may differ were granted for the target's own share.
+            given["granted_samples"] = 0
+        task = thresholds.task if self.metric is None else load_metric(self.metric)
+        named = tuple(dict.fromkeys((*thresholds.named, *given)))
+        return msgspec.structs.replace(thresholds, task=self._limit(task), **given, named=named)
+
+    def _limit(self, task: TaskLimit | None) -> TaskLimit | None:
+        given = {"max_drop": self.max_metric_drop, "min_share": self.min_metric_share, "gate": self.gate}
+        set_ones = {name: value for name, value in given.items() if value is not None}
+        return None if task is None else msgspec.structs.replace(task, **set_ones)
 
 
 def _choose_files(
@@ -120,18 +203,14 @@ def command(
     # After the comparison, so that a run is never held against itself.
     if before.history is not None:
         record_report(before.history, report)
-    _write(report, places, pictures, accept_unproven=accept_unproven)
-    show_json(report) if as_json else show_verify(report)
-    return options.exit_code(report.verdict, accept_unproven=accept_unproven)
-
-
-def _write(report: VerifyReport, places: _Places, pictures: Sequence[Picture], *, accept_unproven: bool) -> None:
     if places.junit is not None:
         write_file(places.junit, render_junit((report,), accept_unproven=accept_unproven))
     if places.html is not None:
         write_file(places.html, render_verify(report, pictures).encode())
     if places.markdown is not None:
         write_file(places.markdown, render_markdown((report,)).encode())
+    show_json(report) if as_json else show_verify(report)
+    return options.exit_code(report.verdict, accept_unproven=accept_unproven)
 
 
 def _check_options(question: _Question, limits: Limits, before: _Before) -> None:
@@ -205,7 +284,20 @@ def _answer(
         preprocess = load_preprocess(question.preprocess) if question.preprocess else None
         data = Data(source=question.data, labels=question.labels, preprocess=preprocess)
     with opened_bundle(question.bundle or Path(), key=question.key, target=question.target) as bundle:
-        report = _run(bundle, question, data, limits, progress)
+        task, choice = limits.find_task(bundle.manifest), add_required(question.devices, question.require)
+        if data is None or question.reference is None:
+            report = verify_on(bundle, choice, progress, task=task, layers=question.layers, files=question.files)
+        else:
+            report = verify_with(
+                bundle,
+                question.reference,
+                data,
+                choice,
+                samples=question.samples,
+                task=task,
+                layers=question.layers,
+                progress=progress,
+            )
         inputs = open_inputs(bundle, data, question.samples) if draws else None
         return report, () if inputs is None else draw_worst(inputs, report)
 
@@ -228,34 +320,13 @@ def _check_files(question: _Question, before: _Before, places: _Places, *, as_js
     return YES
 
 
-def _run(bundle: Bundle, question: _Question, data: Data | None, limits: Limits, progress: Progress) -> VerifyReport:
-    task = limits.find_task(bundle.manifest)
-    choice = add_required(question.devices, question.require)
-    if data is None or question.reference is None:
-        return verify_on(bundle, choice, progress, task=task, layers=question.layers, files=question.files)
-    return verify_with(
-        bundle,
-        question.reference,
-        data,
-        choice,
-        samples=question.samples,
-        task=task,
-        layers=question.layers,
-        progress=progress,
-    )
-
-
-def _list_required(report: VerifyReport, question: _Question) -> Sequence[str]:
-    """Returns the devices whose absence is a failure: in continuous integration nobody reads what was skipped."""
-    named = question.devices.names or question.devices.file is not None
-    # GitHub, GitLab and CircleCI set it.
-    in_ci = os.environ.get("CI", "").lower() in {"1", "true"}
-    return (*question.require, *(skip.device for skip in report.skipped if named and in_ci))
-
-
 def _judge(report: VerifyReport, question: _Question, limits: Limits, before: _Before) -> VerifyReport:
     """Returns the report under the limits that were given; those that were not are as they were."""
-    report = require_devices(report, _list_required(report, question))
+    named = question.devices.names or question.devices.file is not None
+    # GitHub, GitLab and CircleCI set it: nobody reads there what was skipped, so that it is a failure.
+    in_ci = os.environ.get("CI", "").lower() in {"1", "true"}
+    skipped = [skip.device for skip in report.skipped if named and in_ci]
+    report = require_devices(report, (*question.require, *skipped))
     if report.runs:
         # Judged again from the figures: limits given here leave the bundle's own evidence as it was written.
         report = recheck_report(report, limits.apply(report.runs[0].thresholds))
