@@ -342,7 +342,14 @@ def load_target(name: str, settings: Mapping[str, str | float] | None = None) ->
     session = Session(
         provider_options=_fill(target.session.provider_options, chosen),
         config=_fill(target.session.config, chosen),
-        platforms={name: _fill_platform(target, name, chosen) for name in target.session.platforms},
+        platforms={
+            name: Platform(
+                minimum_os=platform.minimum_os.format_map(chosen),
+                runtime=platform.runtime or target.runtime,
+                provider_options=_fill({**target.session.provider_options, **platform.provider_options}, chosen),
+            )
+            for name, platform in target.session.platforms.items()
+        },
         chain=tuple(
             ChainedProvider(provider=each.provider, provider_options=_fill(each.provider_options, chosen))
             for each in target.session.chain or ()
@@ -448,15 +455,6 @@ def _vary(target: Target) -> Target:
             kept = {name: it for name, it in given.items() if it is not None}
             target = msgspec.structs.replace(target, session=session, **kept)
     return target
-
-
-def _fill_platform(target: Target, name: str, settings: Mapping[str, str]) -> Platform:
-    platform = target.session.platforms[name]
-    return Platform(
-        minimum_os=platform.minimum_os.format_map(settings),
-        runtime=platform.runtime or target.runtime,
-        provider_options=_fill({**target.session.provider_options, **platform.provider_options}, settings),
-    )
 
 
 def _fill(entries: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:

@@ -133,18 +133,6 @@ def measure_open(inputs: Sequence[TensorSpec], samples: Iterable[Tensors]) -> di
     return {name: tuple(sorted(sizes)) for name, sizes in found.items()}
 
 
-def find_open_dim_fault(sizes: Mapping[str, Sequence[int]], inputs: Sequence[TensorSpec], samples: int) -> str | None:
-    """Returns what is wrong with the open dimensions that a manifest states, None where nothing is."""
-    if not 0 < len(sizes) <= _MOST_DIMS or set(sizes) != {name for name, _, _ in list_open(inputs)}:
-        return "are not those that its inputs leave without a number"
-    # A dimension of one name may have other sizes in another input, which ONNX Runtime only warns of.
-    most = samples * max(1, len(inputs))
-    for each in sizes.values():
-        if not 0 < len(each) <= most or list(each) != sorted(set(each)) or each[0] < 0:
-            return "have sizes that are not in order"
-    return None
-
-
 _Threads = Annotated[int, msgspec.Meta(ge=0, le=1024)]
 _AtLeastOne = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 _Word = Annotated[str, msgspec.Meta(max_length=200)]
@@ -446,10 +434,15 @@ def _list_faults(manifest: Manifest) -> Iterator[tuple[str, str]]:
         if wrong := find_bucket_fault(buckets, files, manifest.inputs, manifest.outputs, samples):
             yield "buckets", wrong
     if sizes is not msgspec.UNSET:
+        # A dimension of one name may have other sizes in another input, which ONNX Runtime only warns of.
+        most = samples * max(1, len(manifest.inputs))
         if buckets:
             yield "open dimensions", "stand beside buckets"
-        if wrong := find_open_dim_fault(sizes, manifest.inputs, samples):
-            yield "open dimensions", wrong
+        if not 0 < len(sizes) <= _MOST_DIMS or set(sizes) != {name for name, _, _ in list_open(manifest.inputs)}:
+            yield "open dimensions", "are not those that its inputs leave without a number"
+        for each in sizes.values():
+            if not 0 < len(each) <= most or list(each) != sorted(set(each)) or each[0] < 0:
+                yield "open dimensions", "have sizes that are not in order"
 
 
 def decode_json(data: bytes, source: str) -> Any:

@@ -125,7 +125,14 @@ def join_bundles(bundles: Sequence[Bundle], out: Path) -> MultiBundle:
         UsageError: there is no bundle, two are for one target, or they are of different models.
         OutputError: `out` cannot be written, or is a folder with other files.
     """
-    _check_joinable(bundles)
+    targets = Counter(bundle.manifest.target for bundle in bundles)
+    twice = next((target for target, count in targets.items() if count > 1), None)
+    if not bundles:
+        raise UsageError("there is no bundle to join", hint="give the folders that edgekit build made")
+    if twice is not None:
+        raise UsageError(f"two bundles are for the target '{twice}'", hint="join one bundle of each target")
+    if len({bundle.manifest.ancestry.source for bundle in bundles}) > 1:
+        raise UsageError("the bundles are of different models", hint="join the bundles of one edgekit build")
     # The order of arguments must not show in the bytes.
     bundles = sorted(bundles, key=lambda bundle: bundle.manifest.target)
     index = _make_index([(bundle.manifest, bundle.manifest_file) for bundle in bundles])
@@ -207,17 +214,6 @@ def _runs_on(variant: Variant, system: str, version: str, soc: str) -> bool:
     return not least or read_version(version) >= read_version(least)
 
 
-def _check_joinable(bundles: Sequence[Bundle]) -> None:
-    targets = Counter(bundle.manifest.target for bundle in bundles)
-    twice = next((target for target, count in targets.items() if count > 1), None)
-    if not bundles:
-        raise UsageError("there is no bundle to join", hint="give the folders that edgekit build made")
-    if twice is not None:
-        raise UsageError(f"two bundles are for the target '{twice}'", hint="join one bundle of each target")
-    if len({bundle.manifest.ancestry.source for bundle in bundles}) > 1:
-        raise UsageError("the bundles are of different models", hint="join the bundles of one edgekit build")
-
-
 def _make_index(manifests: Sequence[tuple[Manifest, BundledFile]]) -> Index:
     """Returns the index of variants with these manifests, each once and of one model; each stands beside its file."""
     ordered = sorted({manifest.target: (manifest, file) for manifest, file in manifests}.values(), key=_rank)
@@ -229,7 +225,18 @@ def _make_index(manifests: Sequence[tuple[Manifest, BundledFile]]) -> Index:
         name=first.name,
         source=first.ancestry.source,
         variants=tuple(
-            _describe_variant(manifest, file, set(shared))
+            Variant(
+                target=manifest.target,
+                folder=f"{_VARIANTS}/{manifest.target}",
+                manifest=file,
+                provider=manifest.provider,
+                systems={name: platform.minimum_os for name, platform in manifest.platforms.items()},
+                socs=manifest.tested.socs,
+                minimum_ort=manifest.minimum_ort,
+                precision=manifest.precision,
+                model_file=_places(manifest, set(shared))[manifest.model_file],
+                fallback=manifest.fallback,
+            )
             for manifest, file in ordered
             if manifest.ancestry.source == first.ancestry.source
         ),
@@ -240,22 +247,6 @@ def _make_index(manifests: Sequence[tuple[Manifest, BundledFile]]) -> Index:
 def _rank(described: tuple[Manifest, BundledFile]) -> tuple[int, str]:
     provider, target = described[0].provider, described[0].target
     return (PREFERENCE.index(provider) if provider in PREFERENCE else len(PREFERENCE), target)
-
-
-def _describe_variant(manifest: Manifest, file: BundledFile, shared: set[str]) -> Variant:
-    """Returns what an index says of a variant whose manifest has this digest and size."""
-    return Variant(
-        target=manifest.target,
-        folder=f"{_VARIANTS}/{manifest.target}",
-        manifest=file,
-        provider=manifest.provider,
-        systems={name: platform.minimum_os for name, platform in manifest.platforms.items()},
-        socs=manifest.tested.socs,
-        minimum_ort=manifest.minimum_ort,
-        precision=manifest.precision,
-        model_file=_places(manifest, shared)[manifest.model_file],
-        fallback=manifest.fallback,
-    )
 
 
 def _sharable(manifest: Manifest) -> dict[str, str]:

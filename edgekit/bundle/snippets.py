@@ -187,6 +187,8 @@ def render_readme(target: Target, manifest: Manifest, notes: str, snippets: Mapp
     It holds nothing that differs from run to run: figures stand in `verify.json`.
     """
     release = choose_android_release(manifest.minimum_ort)
+    same = Evidence.SAME_EP if manifest.provider == CPU_PROVIDER else None
+    levels = [(entry.device, same or LEVELS.get(entry.device)) for entry in manifest.verification]
     return render_template(
         "README.md.j2",
         manifest=manifest,
@@ -196,15 +198,13 @@ def render_readme(target: Target, manifest: Manifest, notes: str, snippets: Mapp
         interface=describe_interface(manifest),
         dependencies=list_android_dependencies(manifest.provider, manifest.versions, release),
         swift_package=SWIFT_PACKAGE,
-        evidence=[(entry.device, *_describe_level(entry.device, manifest)) for entry in manifest.verification],
+        evidence=[
+            (device, level.value, level.meaning) if level else (device, "by device", "see verify.json")
+            for device, level in levels
+        ],
     )
 
 
 def render_template(name: str, /, **values: object) -> str:
     """Returns a template of this room, filled with values."""
     return make_environment(_TEMPLATES).get_template(name).render(values)
-
-
-def _describe_level(device: str, manifest: Manifest) -> tuple[str, str]:
-    level = Evidence.SAME_EP if manifest.provider == CPU_PROVIDER else LEVELS.get(device)
-    return (level.value, level.meaning) if level else ("by device", "see verify.json")

@@ -17,7 +17,6 @@ from edgekit.convert.context import DEFAULT_CONTEXT, ContextOptions
 from edgekit.convert.equality import Equality
 from edgekit.convert.levels import LevelModel
 from edgekit.convert.ort_form import Cpu, OrtOptions, Style
-from edgekit.devices.packages import CoreMlFiles
 from edgekit.devices.register import load_target_here
 from edgekit.errors import UsageError
 from edgekit.jobs.convert import ConvertOptions, ConvertReport, CoreMlOptions, convert_for
@@ -31,7 +30,7 @@ from edgekit.quantize.weight_only.convert import (
 )
 from edgekit.recipe import Data, Recipe
 from edgekit.report.tables import format_bytes, make_table
-from edgekit.target import Form, Target
+from edgekit.target import Target
 
 _STYLES: dict[str, tuple[Style, ...]] = {"full": ("full",), "runtime": ("runtime",), "both": ("full", "runtime")}
 _FEW_PARTS = 4
@@ -248,8 +247,19 @@ def _refuse_fixed_options(target: Target, named: Sequence[str], styles: tuple[St
 
 def _show_conversion(report: ConvertReport) -> None:
     """Prints the files of a conversion, why these, and what is known of each."""
-    for form in report.files:
-        _show_form(report, form)
+    for form, names in report.files.items():
+        size = format_bytes(sum(report.size_bytes[name] for name in names))
+        show_line(f"{form}: {' + '.join(str(report.out / name) for name in names)}, {size}")
+        for fate in report.fates.get(form, ()):
+            # Only what changed: operators that all became themselves tell nothing.
+            if fate.op not in _PLUMBING and fate.became != {fate.op: fate.count}:
+                show_line(f"  {fate.sentence}")
+        for node in report.unfused.get(form, ()):
+            show_line(f"  '{node.name}' ({node.op}) keeps a float {node.activation}")
+        if form in report.equality:
+            show_line(f"  {_describe_equality(report.equality[form])}")
+        for trait in report.host_traits.get(form, ()):
+            show_line(f"  other bytes on another kind of CPU: {trait}")
     if report.fusion is not None:
         fused = ", ".join(f"{count} {op}" for op, count in report.fusion.fused.items())
         nodes = f"{report.fusion.nodes_before} nodes became {report.fusion.nodes_after}"
@@ -262,8 +272,15 @@ def _show_conversion(report: ConvertReport) -> None:
         _show_levels(report)
     if report.quantized:
         show_line(f"quantized already ({report.quantized}): taken as it is")
-    if report.coreml is not None:
-        _show_coreml(report.coreml, report.out)
+    for package in report.coreml.packages if report.coreml is not None else ():
+        operations = ", ".join(f"{count} {kind}" for kind, count in package.operations.items()) or "a neural network"
+        size = format_bytes(package.size_bytes)
+        show_line(f"Core ML: {report.out / package.name}, {size}: {operations}")
+    if report.coreml is not None and (cache := report.coreml.cache) is not None:
+        where, size = report.out / cache.folder, format_bytes(cache.size_bytes)
+        show_line(f"Core ML's cache: {where}, {size}, key {cache.key}")
+        releases = ", ".join(map(str, cache.releases))
+        show_line(f"  the same partitions on iOS {releases}; what it saves on a phone was not measured")
     if report.compatibility:
         show_line(f"compatibility: {report.compatibility}")
     if report.minimum_ort:
@@ -304,17 +321,6 @@ def _describe_fusions(row: LevelModel) -> Iterator[str]:
         yield f"{abs(row.casts_gone)} Cast {'gone' if row.casts_gone > 0 else 'more'}"
 
 
-def _show_coreml(files: CoreMlFiles, out: Path) -> None:
-    for package in files.packages:
-        operations = ", ".join(f"{count} {kind}" for kind, count in package.operations.items()) or "a neural network"
-        show_line(f"Core ML: {out / package.name}, {format_bytes(package.size_bytes)}: {operations}")
-    if files.cache is not None:
-        where, size = out / files.cache.folder, format_bytes(files.cache.size_bytes)
-        show_line(f"Core ML's cache: {where}, {size}, key {files.cache.key}")
-        releases = ", ".join(map(str, files.cache.releases))
-        show_line(f"  the same partitions on iOS {releases}; what it saves on a phone was not measured")
-
-
 def _describe_equality(found: Equality) -> str:
     """Returns in words how a file compares with its source."""
     if found.skipped:
@@ -322,19 +328,3 @@ def _describe_equality(found: Equality) -> str:
     if found.bit_equal:
         return f"bit-equal to its source on {found.samples} samples"
     return f"error {found.error:.1g} of {found.tolerance:g} allowed against its source on {found.samples} samples"
-
-
-def _show_form(report: ConvertReport, form: Form) -> None:
-    names = report.files[form]
-    size = format_bytes(sum(report.size_bytes[name] for name in names))
-    show_line(f"{form}: {' + '.join(str(report.out / name) for name in names)}, {size}")
-    for fate in report.fates.get(form, ()):
-        # Only what changed: operators that all became themselves tell nothing.
-        if fate.op not in _PLUMBING and fate.became != {fate.op: fate.count}:
-            show_line(f"  {fate.sentence}")
-    for node in report.unfused.get(form, ()):
-        show_line(f"  '{node.name}' ({node.op}) keeps a float {node.activation}")
-    if form in report.equality:
-        show_line(f"  {_describe_equality(report.equality[form])}")
-    for trait in report.host_traits.get(form, ()):
-        show_line(f"  other bytes on another kind of CPU: {trait}")

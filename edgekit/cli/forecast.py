@@ -11,7 +11,7 @@ from edgekit.cli.declare import Argument, Option, as_command, number
 from edgekit.cli.main import NO, UNPROVEN, YES
 from edgekit.cli.screen import print_table, show_json, show_line, show_remarks, showing_progress
 from edgekit.errors import UsageError
-from edgekit.forecasts.forecast import BITS, ForecastReport, KnownTime, read_precisions
+from edgekit.forecasts.forecast import BITS, KnownTime, read_precisions
 from edgekit.jobs.forecast import forecast
 from edgekit.jobs.known_times import CpuTime, parse_cpu_times, parse_measured, read_history
 from edgekit.model.model import load_model
@@ -76,12 +76,10 @@ def command(
         report = forecast(frozen, devices, precisions, known, dims=sizes, every=every, max_ms=max_ms, compiles=compiles)
     if html is not None:
         write_file(html, render_forecast(report).encode())
-    show_json(report) if as_json else show_forecast(report)
+    if as_json:
+        show_json(report)
+    else:
+        show_line(text.headline_forecast(report))
+        print_table(text.table_forecast(report))
+        show_remarks(text.list_forecast_remarks(report))
     return NO if report.too_slow else UNPROVEN if report.unproven else YES
-
-
-def show_forecast(report: ForecastReport) -> None:
-    """Prints a forecast: the table of devices, then what to know of it."""
-    show_line(text.headline_forecast(report))
-    print_table(text.table_forecast(report))
-    show_remarks(text.list_forecast_remarks(report))

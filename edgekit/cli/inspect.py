@@ -7,7 +7,7 @@ from edgekit.cli.declare import Option, as_command
 from edgekit.cli.main import YES
 from edgekit.cli.screen import print_table, show_json
 from edgekit.inspect.inspect import inspect_model
-from edgekit.inspect.sizes import SizeReport, measure_sizes
+from edgekit.inspect.sizes import measure_sizes
 from edgekit.report import tables, text
 
 
@@ -29,15 +29,13 @@ def command(
     """
     if sizes:
         measured = measure_sizes(model)
-        show_json(measured) if as_json else _show_sizes(measured)
+        if as_json:
+            show_json(measured)
+            return YES
+        print_table(tables.table_files(measured))
+        if measured.layers:
+            print_table(tables.table_layer_sizes(measured))
         return YES
     report = inspect_model(model, custom_ops=custom_ops, dims=dims, freeze=freeze)
     show_json(report) if as_json else print_table(text.table_contents(report))
     return YES
-
-
-def _show_sizes(report: SizeReport) -> None:
-    """Prints where the bytes of a bundle or model are."""
-    print_table(tables.table_files(report))
-    if report.layers:
-        print_table(tables.table_layer_sizes(report))

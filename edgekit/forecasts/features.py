@@ -107,19 +107,13 @@ def _is_free(graph: Graph, node: Node) -> bool:
     if not computed:
         return True
     if node.op_type == "Reshape":
-        return not _cuts(graph, node)
+        before, after = graph.value(node.input[0]).sizes, graph.value(node.output[0])
+        # One that changes the innermost axis is not free: blocks of channels have to be rewritten.
+        return not before or not after.sizes or before[-1] == after.sizes[-1] or after.elements <= _SMALL
     if node.op_type in _FUSED:
         maker = graph.producers.get(_source(graph, node.input[0]))
         return maker is not None and maker.op_type in _PRODUCTS
     return node.op_type in _FREE
-
-
-def _cuts(graph: Graph, node: Node) -> bool:
-    """Returns True for a Reshape that changes the innermost axis, so that blocks of channels have to be rewritten."""
-    before, after = graph.value(node.input[0]).sizes, graph.value(node.output[0])
-    if not before or not after.sizes:
-        return False
-    return before[-1] != after.sizes[-1] and after.elements > _SMALL
 
 
 def _source(graph: Graph, name: str) -> str:

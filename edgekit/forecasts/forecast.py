@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import islice
 
 import msgspec
 import numpy as np
@@ -287,7 +288,16 @@ class _Estimate:
             row = msgspec.structs.replace(row, ms=own.ms, low_ms=own.ms, high_ms=own.ms, basis="measured")
         else:
             row = self._add_time(row, device, placing)
-        return self._add_memory(msgspec.structs.replace(row, nearest=self._list_nearest(device)), device)
+        rows = (
+            (name, distance, self.table.find_rows(self.table.find_key(name), self.precision).get(device))
+            for name, distance in self.ranked.items()
+        )
+        near = (
+            Neighbour(network=name, distance=round(distance, 3), ms=known.ms)
+            for name, distance, known in rows
+            if known is not None
+        )
+        return self._add_memory(msgspec.structs.replace(row, nearest=tuple(islice(near, _NEAREST))), device)
 
     def _add_time(self, row: DeviceForecast, device: str, placing: Placing | None) -> DeviceForecast:
         fitted = self.fitted
@@ -312,16 +322,6 @@ class _Estimate:
     def _find_cpu(self, placing: Placing | None) -> CpuFit | None:
         layers = 0 if placing is None else placing.left
         return next((each for each in reversed(self.model.cpu_layers) if layers >= each.least), None)
-
-    def _list_nearest(self, device: str) -> tuple[Neighbour, ...]:
-        found: list[Neighbour] = []
-        for name, distance in self.ranked.items():
-            row = self.table.find_rows(self.table.find_key(name), self.precision).get(device)
-            if row is not None:
-                found.append(Neighbour(network=name, distance=round(distance, 3), ms=row.ms))
-            if len(found) == _NEAREST:
-                break
-        return tuple(found)
 
     def _add_memory(self, row: DeviceForecast, device: str) -> DeviceForecast:
         fit = self.model.memory[self.precision].get(device)

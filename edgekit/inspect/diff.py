@@ -12,7 +12,7 @@ from edgekit.bundle.multi import opened_bundle
 from edgekit.check.report import CheckReport
 from edgekit.errors import UsageError
 from edgekit.inspect.inspect import inspect_model
-from edgekit.inspect.sizes import MODEL_SUFFIXES, LayerSize, measure_layers
+from edgekit.inspect.sizes import MODEL_SUFFIXES, LayerSize, find_shown_model, measure_layers
 from edgekit.serialize import to_builtins
 from edgekit.verify.report import VerifyReport, read_known
 
@@ -115,7 +115,8 @@ def compare_versions(old: Path, new: Path, *, target: str | None = None) -> Delt
 def _compare_models(old: Path, new: Path) -> Delta:
     sizes = tuple(path.stat().st_size for path in (old, new))
     same = digest_file(old) == digest_file(new)
-    facts = [_pick(to_builtins(inspect_model(path)), _MODEL_FACTS) for path in (old, new)]
+    tables = [to_builtins(inspect_model(path)) for path in (old, new)]
+    facts = [{key: table[key] for key in _MODEL_FACTS if key in table} for table in tables]
     # Files with one digest are equal: there is nothing to compare.
     layers = () if same else tuple(_compare_layers(measure_layers(old), measure_layers(new)))
     return Delta(
@@ -137,8 +138,10 @@ def _compare_models(old: Path, new: Path) -> Delta:
 def _compare_bundles(old: tuple[str, Bundle], new: tuple[str, Bundle]) -> Delta:
     first, second = old[1].manifest, new[1].manifest
     files = [name for name in sorted({*first.files, *second.files}) if first.files.get(name) != second.files.get(name)]
-    plain = [_without(to_builtins(manifest), _OWN_SECTION) for manifest in (first, second)]
-    models = [_find_layers(bundle) for _, bundle in (old, new)]
+    tables = [to_builtins(manifest) for manifest in (first, second)]
+    plain = [{key: value for key, value in table.items() if key not in _OWN_SECTION} for table in tables]
+    shown = [find_shown_model(bundle) for _, bundle in (old, new)]
+    models = [() if model is None else measure_layers(model) for model in shown]
     return Delta(
         old=old[0],
         new=new[0],
@@ -160,12 +163,6 @@ def _compare_bundles(old: tuple[str, Bundle], new: tuple[str, Bundle]) -> Delta:
         layers=tuple(_compare_layers(models[0], models[1])),
         accuracy=tuple(_compare_accuracy(read_known(old[1]), read_known(new[1]))),
     )
-
-
-def _find_layers(bundle: Bundle) -> tuple[LayerSize, ...]:
-    names = (bundle.manifest.model_file, *bundle.manifest.forms.get("onnx", ()))
-    model = next((bundle.folder / name for name in names if Path(name).suffix in MODEL_SUFFIXES), None)
-    return () if model is None else measure_layers(model)
 
 
 def _compare_facts(old: Any, new: Any, key: str = "") -> Iterator[FactChange]:
@@ -222,11 +219,3 @@ def _list_figures(report: VerifyReport | None) -> Mapping[tuple[str, str, str], 
         if run.accuracy is not None:
             figures[run.device, run.accuracy.output, "accuracy"] = run.accuracy.got
     return figures
-
-
-def _pick(table: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    return {key: table[key] for key in keys if key in table}
-
-
-def _without(table: Mapping[str, Any], keys: frozenset[str]) -> dict[str, Any]:
-    return {key: value for key, value in table.items() if key not in keys}

@@ -87,24 +87,20 @@ def list_fixed_axes(inputs: Sequence[TensorSpec], producer: str) -> tuple[str, .
     A first axis of size 1 is the single row of the exporter's example, if the input has further axes. The second axis
     of an integer input of rank 2 (tokens) has the length of that example. Phones want fixed sizes; servers do not.
     """
-    return tuple(_describe_axes(spec, axes, producer) for spec in inputs if (axes := _find_fixed(spec)))
-
-
-def _find_fixed(spec: TensorSpec) -> dict[int, str]:
-    shape = spec.shape or ()
-    batch = {0: "batch"} if len(shape) > 1 and shape[0] == 1 else {}
-    is_tokens = len(shape) == 2 and spec.dtype in {"int32", "int64"}
-    length = {1: "sequence"} if is_tokens and any(isinstance(size, int) and size > 1 for size in shape[1:]) else {}
-    return {**batch, **length}
-
-
-def _describe_axes(spec: TensorSpec, axes: Mapping[int, str], producer: str) -> str:
-    shape, named = spec.shape or (), repr({spec.name: dict(axes)})
-    fixed = " and ".join(f"axis {axis} ({name}) at {shape[axis]}" for axis, name in axes.items())
-    told = next(
+    opened = next(
         (how for name, how in _OPENED.items() if name in producer.lower()), "its exporter's dynamic axes, {axes}"
     )
-    return f"input '{spec.name}' has {fixed}, fixed by the export: {told.replace('{axes}', named)} leaves it open"
+    lines: list[str] = []
+    for spec in inputs:
+        shape = spec.shape or ()
+        axes = {0: "batch"} if len(shape) > 1 and shape[0] == 1 else {}
+        if len(shape) == 2 and spec.dtype in {"int32", "int64"} and isinstance(shape[1], int) and shape[1] > 1:
+            axes[1] = "sequence"
+        if axes:
+            fixed = " and ".join(f"axis {axis} ({name}) at {shape[axis]}" for axis, name in axes.items())
+            how = opened.replace("{axes}", repr({spec.name: axes}))
+            lines.append(f"input '{spec.name}' has {fixed}, fixed by the export: {how} leaves it open")
+    return tuple(lines)
 
 
 def inspect_model(

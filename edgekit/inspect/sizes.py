@@ -84,7 +84,7 @@ def measure_sizes(path: Path) -> SizeReport:
         return _report(str(path), _model_files(path), path)
     with opened_any(path) as found:
         files = [FileSize(name=name, size_bytes=file.lstat().st_size) for name, file in iterate_files(found.folder)]
-        return _report(str(path), files, _find_model(found))
+        return _report(str(path), files, find_shown_model(found))
 
 
 def measure_layers(path: Path) -> tuple[LayerSize, ...]:
@@ -108,7 +108,7 @@ def _report(subject: str, files: Sequence[FileSize], model: Path | None) -> Size
     )
 
 
-def _find_model(found: Bundle | MultiBundle) -> Path | None:
+def find_shown_model(found: Bundle | MultiBundle) -> Path | None:
     """Returns the model file whose layers are shown: the one to load, else ONNX; None for several targets."""
     if isinstance(found, MultiBundle):
         return None

@@ -1,6 +1,7 @@
 """Checking a model as the user has it against targets, and rewriting it for one."""
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,10 @@ def check_targets(
     as_is: dict[str, Placed] = {}
     with work_folder() as work:
         progress("prepare the model")
-        shown = _show(source, work)
+        shown = None
+        # The graph that a session of the file as it is would show to a provider; there may be none.
+        with suppress(ModelError, RuntimeRefusal):
+            shown = show_model(source, work / "shown.onnx")
         source = freeze_model(source, work / "frozen", recipe.freeze)
         prepared, refusal = _prepare(source, work, recipe, observe=observe)
         # Once for all targets: what became of the nodes does not depend on them.
@@ -120,14 +124,6 @@ def find_neglected_axes(source: Model, targets: Sequence[Target]) -> tuple[str, 
     if any(each.is_for_phones and each.provider != CPU_PROVIDER for each in targets):
         return ()
     return list_fixed_axes(source.inputs, read_proto(source, weights=False).producer_name)
-
-
-def _show(source: Model, work: Path) -> Model | None:
-    """Returns the graph that a session of the file as it is would show to a provider, or None if none can be made."""
-    try:
-        return show_model(source, work / "shown.onnx")
-    except (ModelError, RuntimeRefusal):
-        return None
 
 
 def _prepare(source: Model, work: Path, recipe: Recipe, *, observe: bool) -> tuple[Model, str | None]:

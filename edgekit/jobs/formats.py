@@ -1,7 +1,7 @@
 """Quantization formats side by side: what each costs in accuracy, and what it brings in time and size, in one table."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -22,8 +22,8 @@ from edgekit.prepare.clean import freeze_model, prepare_model
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize._ort_quantizer import quantize_dynamically
 from edgekit.quantize.apply import quantize_model
-from edgekit.quantize.calibration.calibrate import Calibration, calibrate_model, open_float_graph
-from edgekit.quantize.plan import QuantPlan, draft_plan
+from edgekit.quantize.calibration.calibrate import calibrate_model, open_float_graph
+from edgekit.quantize.plan import draft_plan
 from edgekit.quantize.qdq import write_qoperator
 from edgekit.recipe import Data, Recipe
 from edgekit.target import load_target
@@ -178,10 +178,21 @@ def compare_formats(
         plan = draft_plan(prepared, open_float_graph(prepared, calibration), calibration, target, "int8")
         files: dict[str, Path] = {_FLOAT: prepared.path}
         notes: dict[str, str] = {}
-        for name, write in _list_writers(prepared, plan, calibration, cpu, work):
+        writers: dict[str, tuple[Path, Callable[[], object]]] = {}
+        for grain, chosen in (("per channel", plan), ("per tensor", msgspec.structs.replace(plan, axes={}, bits={}))):
+            stem = grain.replace(" ", "-")
+            qdq, qop, dynamic = (work / f"{kind}-{stem}.onnx" for kind in ("qdq", "qop", "dynamic"))
+            quantize = partial(quantize_model, prepared, chosen, calibration, qdq)
+            writers[f"QDQ, static, {grain}"] = qdq, quantize
+            # Made of the QDQ model before it.
+            writers[f"QOperator, static, {grain}"] = qop, partial(_write_operators, qdq, qop, cpu)
+            quantize_weights = partial(_write_dynamic, prepared, dynamic, per_channel=chosen is plan)
+            writers[f"QOperator, dynamic, {grain}"] = dynamic, quantize_weights
+        for name, (path, write) in writers.items():
             progress(f"write {name}")
             try:
-                files[name] = write().path
+                write()
+                files[name] = path
             except EdgekitError as error:
                 notes[name] = error.message
         progress("run and time each")
@@ -196,30 +207,11 @@ def compare_formats(
     )
 
 
-def _list_writers(
-    model: Model, plan: QuantPlan, calibration: Calibration, cpu: Cpu, work: Path
-) -> Iterator[tuple[str, Callable[[], Model]]]:
-    """Yields what writes each format; one in QOperator form is made of the QDQ model before it."""
-    for grain, chosen in (("per channel", plan), ("per tensor", msgspec.structs.replace(plan, axes={}, bits={}))):
-        stem = grain.replace(" ", "-")
-        qdq = work / f"qdq-{stem}.onnx"
-        yield f"QDQ, static, {grain}", partial(_write_static, model, chosen, calibration, qdq)
-        yield f"QOperator, static, {grain}", partial(_write_operators, qdq, work / f"qop-{stem}.onnx", cpu)
-        yield (
-            f"QOperator, dynamic, {grain}",
-            partial(_write_dynamic, model, work / f"dynamic-{stem}.onnx", per_channel=chosen is plan),
-        )
+def _write_operators(qdq: Path, out: Path, cpu: Cpu) -> None:
+    write_qoperator(load_model(qdq), out, cpu)
 
 
-def _write_static(model: Model, plan: QuantPlan, calibration: Calibration, out: Path) -> Model:
-    return quantize_model(model, plan, calibration, out).model
-
-
-def _write_operators(qdq: Path, out: Path, cpu: Cpu) -> Model:
-    return write_qoperator(load_model(qdq), out, cpu).model
-
-
-def _write_dynamic(model: Model, out: Path, *, per_channel: bool) -> Model:
+def _write_dynamic(model: Model, out: Path, *, per_channel: bool) -> None:
     proto = read_proto(model)
     written = save_proto(quantize_dynamically(proto, (), model.path.name, per_channel=per_channel), out)
     if len(read_proto(written, weights=False).graph.node) == len(proto.graph.node):
@@ -228,7 +220,6 @@ def _write_dynamic(model: Model, out: Path, *, per_channel: bool) -> Model:
             " runs no other operator with int8 weights dynamically",
             hint="the static formats, QDQ and QOperator, take it",
         )
-    return written
 
 
 def _measure(files: Mapping[str, Path], model: Model, samples: Samples) -> list[FormatRow]:

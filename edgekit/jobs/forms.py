@@ -4,7 +4,8 @@ In a bundle with buckets, the model of each size is made in the same way as that
 in half precision is found out once, for the largest.
 """
 
-from collections.abc import Callable, Collection, Mapping
+import contextlib
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -48,7 +49,11 @@ def halve_model(
         RuntimeRefusal: ONNX Runtime does not load the result.
     """
     left = [node.name for node in check.node_list if not node.taken]
-    beyond = {name: reach for name, reach in _find_overflows(prepared, golden).items() if name not in left}
+    beyond: dict[str, float] = {}
+    # Where a run is refused the layers cannot be compared either, and what they say of it goes into the bundle.
+    with contextlib.suppress(RuntimeRefusal):
+        reaches = find_overflows(prepared, spread_golden(golden))
+        beyond = {name: reach for name, reach in reaches.items() if name not in left}
     if beyond:
         worst = max(beyond, key=beyond.__getitem__)
         notes.append(
@@ -57,37 +62,19 @@ def halve_model(
             " --precision fp32 keeps all of them"
         )
     halved = [node.name for node in check.node_list if node.taken and node.name not in beyond]
-    lossy = _find_lossy(prepared, halved, target, golden, notes)
-    converted = convert_to_fp16(prepared, [*left, *beyond, *lossy], out)
+    lossy, least_db = None, target.thresholds.min_sqnr_db
+    with contextlib.suppress(RuntimeRefusal):
+        lossy = find_lossy(prepared, halved, spread_golden(golden, _SAMPLES), least_db)
+    if lossy is not None:
+        notes.append(
+            f"{len(lossy.nodes)} nodes from '{lossy.nodes[0]}' to '{lossy.nodes[-1]}' stay in float32: in half"
+            f" precision the outputs keep {lossy.sqnr_db:.1f} dB of the {least_db:g} that the target asks for, so"
+            f" {lossy.kept_db:.1f} dB are expected; --precision fp32 keeps all of them"
+        )
+    converted = convert_to_fp16(prepared, [*left, *beyond, *(lossy.nodes if lossy else ())], out)
     if converted.clamped:
         notes.append(f"weights beyond 65504 were clamped to fp16's range in {', '.join(converted.clamped[:5])}")
     return converted.model
-
-
-def _find_overflows(prepared: Model, golden: Golden) -> dict[str, float]:
-    try:
-        return find_overflows(prepared, spread_golden(golden))
-    except RuntimeRefusal:
-        # The layers cannot be compared either, and what they say of it goes into the bundle.
-        return {}
-
-
-def _find_lossy(
-    prepared: Model, halved: Collection[str], target: Target, golden: Golden, notes: list[str]
-) -> tuple[str, ...]:
-    least_db = target.thresholds.min_sqnr_db
-    try:
-        found = find_lossy(prepared, halved, spread_golden(golden, _SAMPLES), least_db)
-    except RuntimeRefusal:
-        return ()
-    if found is None:
-        return ()
-    notes.append(
-        f"{len(found.nodes)} nodes from '{found.nodes[0]}' to '{found.nodes[-1]}' stay in float32: in half precision"
-        f" the outputs keep {found.sqnr_db:.1f} dB of the {least_db:g} that the target asks for, so {found.kept_db:.1f}"
-        " dB are expected; --precision fp32 keeps all of them"
-    )
-    return found.nodes
 
 
 class Deployed(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from edgekit.errors import UsageError
 from edgekit.evidence import Evidence
 from edgekit.forecasts.forecast import KnownTime, read_precisions
 from edgekit.forecasts.model import Bits, load_phones
-from edgekit.phones import Phone, find_phone
+from edgekit.phones import find_phone
 from edgekit.target import Precision, load_target
 from edgekit.verify.history import list_runs
 
@@ -72,11 +72,19 @@ def read_history(path: Path, subject: Path) -> tuple[KnownTime, ...]:
     """
     name = subject.resolve().name
     precision = BITS_OF.get(open_bundle(subject).manifest.precision, "float") if subject.is_dir() else "float"
+    numbers = {soc.casefold(): int(number) for number, soc in load_target("qnn").socs.items()}
     found: dict[str, KnownTime] = {}
     # What an emulator took says nothing of a phone.
     for time in _list_recorded(path, name):
         if time.provider == _NPU and time.evidence is Evidence.DEVICE:
-            phone = _find_chip(time)
+            number = numbers.get(time.soc.casefold())
+            known = (phone for phone in load_phones() if phone.soc_model == number and phone.form == "Phone")
+            phone = next(known, None)
+            if phone is None:
+                raise UsageError(
+                    f"{time.source}: '{time.device}' says that its chip is '{time.soc}', which edgekit has no name for",
+                    hint=f'give the time by hand: --measured "DEVICE={time.ms:.4g}ms"',
+                )
             found[phone.name] = KnownTime(device=phone.name, precision=precision, ms=time.ms, source=time.source)
     if not found:
         raise UsageError(
@@ -137,19 +145,6 @@ def _list_recorded(path: Path, subject: str) -> Iterator[_Recorded]:
                     device=run.device, evidence=run.evidence, provider=run.provider,
                     soc=run.versions.get("soc", ""), ms=run.latency_ms.median, source=f"run {past.id} of {path.name}",
                 )  # fmt: skip
-
-
-def _find_chip(time: _Recorded) -> Phone:
-    """Returns a device with the chip that a phone named."""
-    numbers = {name.casefold(): int(number) for number, name in load_target("qnn").socs.items()}
-    number = numbers.get(time.soc.casefold())
-    found = next((phone for phone in load_phones() if phone.soc_model == number and phone.form == "Phone"), None)
-    if found is None:
-        raise UsageError(
-            f"{time.source}: '{time.device}' says that its chip is '{time.soc}', which edgekit has no name for",
-            hint=f'give the time by hand: --measured "DEVICE={time.ms:.4g}ms"',
-        )
-    return found
 
 
 def _read_ms(text: str) -> float | None:

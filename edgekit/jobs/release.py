@@ -57,7 +57,12 @@ def sign_verified(
         OutputError: the folder cannot be written.
     """
     if is_group(folder):
-        return _sign_group(folder, key, allowed)
+        group = open_group(folder)
+        report = _read_group_report(group)
+        members = _list_members(group, report)
+        doubts = _refuse([_find_doubt_of(group, report, members)], allowed)
+        weak = [doubt for doubt in map(_find_doubt, members) if doubt is not None]
+        return sign_bundle(folder, key, _attest(members, weak, _describe_whole(group, report, doubts))), doubts
     # Signing refuses an archive with words of its own.
     bundles = () if folder.is_file() else _list_bundles(open_any(folder))
     doubts = _refuse(map(_find_doubt, bundles), allowed)
@@ -148,16 +153,6 @@ def _place(bundle: Bundle) -> _Released:
         manifest=MANIFEST,
         report=_read_report(bundle.folder),
     )
-
-
-def _sign_group(folder: Path, key: Path, allowed: Allowed) -> tuple[SignedBundle, tuple[Doubt, ...]]:
-    group = open_group(folder)
-    report = _read_group_report(group)
-    members = _list_members(group, report)
-    doubts = _refuse([_find_doubt_of(group, report, members)], allowed)
-    weak = [doubt for doubt in map(_find_doubt, members) if doubt is not None]
-    result = _attest(members, weak, _describe_whole(group, report, doubts))
-    return sign_bundle(folder, key, result), doubts
 
 
 def _package_group(

@@ -367,13 +367,8 @@ def _describe(bundle: Bundle, variant: Variant, places: Mapping[str, str]) -> di
             },
         },
     }
-    compatibility = _read_compatibility(bundle.folder / variant.model, variant.provider)
-    return {**described, "compatibility_string": compatibility} if compatibility else described
-
-
-def _read_compatibility(model: Path, provider: str) -> str:
-    """Returns what a compiled model says of the devices it is for, or nothing for any other model."""
-    if model.suffix != ".onnx":
-        return ""
-    properties = skim_model(model).metadata_props
-    return next((entry.value for entry in properties if entry.key == f"{_COMPATIBILITY}{provider}"), "")
+    # What a compiled model says of the devices it is for.
+    model = bundle.folder / variant.model
+    properties = skim_model(model).metadata_props if model.suffix == ".onnx" else ()
+    said = next((each.value for each in properties if each.key == f"{_COMPATIBILITY}{variant.provider}"), "")
+    return {**described, "compatibility_string": said} if said else described

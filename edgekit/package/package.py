@@ -60,15 +60,6 @@ def _measure_entries(entries: Mapping[str, Path | bytes]) -> dict[str, int]:
     return sizes
 
 
-def _measure_models(parts: Sequence[Part]) -> int:
-    """Returns the bytes of the model files of a package, each content once."""
-    sizes: dict[str, int] = {}
-    for part in parts:
-        names = {name for names in part.bundle.manifest.forms.values() for name in names}
-        sizes |= {file.sha256: file.size_bytes for name, file in part.variant.files.items() if name in names}
-    return sum(sizes.values())
-
-
 Kind = Literal["aar", "ort-package", "react-native", "swiftpm", "tar", "zip"]
 Collect = Callable[[Sequence[Part], Identity, Workplace], Mapping[str, Path | bytes]]
 
@@ -197,13 +188,18 @@ def package_bundles(
         parts = make_parts(bundles, extras, work / "golden", platform=form.platform, share=form.shares)
         entries = form.collect(parts, identity, Workplace(folder=work, runtime=made_for))
         variants = tuple(part.variant for part in parts)
+        # Of the model files, each content once.
+        sizes: dict[str, int] = {}
+        for part in parts:
+            models = {name for names in part.bundle.manifest.forms.values() for name in names}
+            sizes |= {file.sha256: file.size_bytes for name, file in part.variant.files.items() if name in models}
         return _write(
             entries,
             kind,
             out,
             bundles=variants,
             left_out=left_out,
-            model_bytes=_measure_models(parts),
+            model_bytes=sum(sizes.values()),
             store=None if made_for is None else report_store(variants, made_for),
             remarks=tuple(form.remark(variants)),
         )

@@ -165,15 +165,6 @@ def _list_faults(wiring: Wiring, members: Mapping[str, Interface]) -> Iterator[F
             yield f"runs '{name[:99]}', which is no member", suggest_name(name, members)
         elif runs[name] != 1:
             yield f"runs '{name}' in {runs[name]} stages", "each member has one stage"
-    yield from _judge_choice(wiring)
-    before: dict[str, Stage] = {}
-    for stage in wiring.stages:
-        for what, hint in _judge_stage(stage, before, members):
-            yield f"has a stage '{stage.run}' that {what}", hint
-        before[stage.run] = stage
-
-
-def _judge_choice(wiring: Wiring) -> Iterator[Fault]:
     texts, crops = [stage for stage in wiring.stages if stage.text], [stage for stage in wiring.stages if stage.crop]
     if bool(texts) != bool(wiring.tokens):
         yield "has tokens and no stage with text, or the other way round", "[tokens] start = [1], and a stage's `text`"
@@ -183,6 +174,11 @@ def _judge_choice(wiring: Wiring) -> Iterator[Fault]:
         owner, tensor = split_source(wiring.tokens.start)
         if owner != DATA or not tensor:
             yield f"begins with {wiring.tokens.start[:99]!r}", f"numbers of tokens, or {DATA}.NAME"
+    before: dict[str, Stage] = {}
+    for stage in wiring.stages:
+        for what, hint in _judge_stage(stage, before, members):
+            yield f"has a stage '{stage.run}' that {what}", hint
+        before[stage.run] = stage
 
 
 def _judge_stage(stage: Stage, before: Mapping[str, Stage], members: Mapping[str, Interface]) -> Iterator[Fault]:
@@ -280,27 +276,25 @@ def resolve_wiring(wiring: Wiring, members: Mapping[str, Interface]) -> Wiring:
     stages: list[Stage] = []
     for stage in wiring.stages:
         mine = members.get(stage.run)
-        stages.append(stage if mine is None else _resolve_stage(stage, mine, stages, members))
+        if mine is None:
+            stages.append(stage)
+            continue
+        state, roles, feeds = dict(stage.state), _list_roles(stage), dict(stage.feeds)
+        if stage.repeat and not state:
+            state = match_state(list(mine.inputs.values()), list(mine.outputs.values()))
+        for name in mine.inputs:
+            if name in feeds or name in roles:
+                continue
+            source = _find_source(name, mine, stages, members)
+            # State without a source begins with zeros.
+            if source is not None or name not in state:
+                feeds[name] = source or f"{DATA}.{name}"
+        stages.append(msgspec.structs.replace(stage, feeds=feeds, state=state))
     align = "right" if any(stage.state for stage in stages) else "left"
     for place, stage in enumerate(stages):
         if stage.text is not None and stage.text.align is None:
             stages[place] = msgspec.structs.replace(stage, text=msgspec.structs.replace(stage.text, align=align))
     return msgspec.structs.replace(wiring, stages=tuple(stages))
-
-
-def _resolve_stage(stage: Stage, mine: Interface, before: Sequence[Stage], members: Mapping[str, Interface]) -> Stage:
-    state = dict(stage.state)
-    if stage.repeat and not state:
-        state = match_state(list(mine.inputs.values()), list(mine.outputs.values()))
-    roles, feeds = _list_roles(stage), dict(stage.feeds)
-    for name in mine.inputs:
-        if name in feeds or name in roles:
-            continue
-        source = _find_source(name, mine, before, members)
-        # State without a source begins with zeros.
-        if source is not None or name not in state:
-            feeds[name] = source or f"{DATA}.{name}"
-    return msgspec.structs.replace(stage, feeds=feeds, state=state)
 
 
 def _find_source(name: str, mine: Interface, before: Sequence[Stage], members: Mapping[str, Interface]) -> str | None:
