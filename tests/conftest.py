@@ -1,13 +1,15 @@
 """What every test shares: hypothesis profiles, and CI's rule that nothing may be skipped which can run there."""
 
 import gc
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -73,6 +75,18 @@ def relu_model(tmp_path: Path) -> Path:
         '<ir_version: 8, opset_import: ["" : 17]> g (float[1,3] x) => (float[1,3] y) { y = Relu(x) }',
         tmp_path / "relu.onnx",
     )
+
+
+@pytest.fixture
+def answer(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Runs a command with --json, which must end with an exit code, 0 by default; returns what it prints."""
+
+    def run(arguments: Sequence[str], code: int = 0) -> Any:
+        capsys.readouterr()
+        assert run_command([*arguments, "--json"]) == code
+        return json.loads(capsys.readouterr().out)
+
+    return run
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """`edgekit bench`, `edgekit devices test` and `--on-file`: exit codes, JSON, and one line for whatever is wrong."""
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,8 @@ KEYS = {
 BENCH = ["bench", str(MODEL), "--on", "host", "--runs", "10", "-q"]
 
 
-def answer(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> Any:
-    capsys.readouterr()
-    assert run_command([*arguments, "--json"]) == code
-    return json.loads(capsys.readouterr().out)
-
-
-def test_bench_keeps_its_contract(capsys: pytest.CaptureFixture[str]) -> None:
-    report = answer([*BENCH, "--threads", "1"], capsys)
+def test_bench_keeps_its_contract(answer: Callable[..., Any]) -> None:
+    report = answer([*BENCH, "--threads", "1"])
     (run,) = report["runs"]
     assert report["subject"] == MODEL.name
     assert run.keys() >= KEYS
@@ -46,15 +40,15 @@ def test_bench_compares_in_turns(
     assert last == ""
 
 
-def test_a_device_that_is_not_here_is_no(capsys: pytest.CaptureFixture[str]) -> None:
-    report = answer(["bench", str(MODEL), "--on", "coreml", "-q"], capsys, code=1)
+def test_a_device_that_is_not_here_is_no(answer: Callable[..., Any]) -> None:
+    report = answer(["bench", str(MODEL), "--on", "coreml", "-q"], 1)
     assert report["skipped"][0]["device"] == "coreml"
 
 
-def test_bench_takes_devices_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_takes_devices_from_a_file(tmp_path: Path, answer: Callable[..., Any]) -> None:
     (tmp_path / "d.toml").write_text('[[device]]\nname = "my desk"\ndevice = "host"\n')
     arguments = ["bench", str(MODEL), "--on-file", str(tmp_path / "d.toml"), "--runs", "5", "-q"]
-    assert [run["device"] for run in answer(arguments, capsys)["runs"]] == ["my desk"]
+    assert [run["device"] for run in answer(arguments)["runs"]] == ["my desk"]
 
 
 @pytest.mark.parametrize(
@@ -83,16 +77,16 @@ def test_whatever_is_wrong_is_one_line(arguments: list[str], message: str, capsy
     assert captured.err.count("\n") == 1
 
 
-def test_devices_test_says_what_was_tried(capsys: pytest.CaptureFixture[str]) -> None:
-    test = answer(["devices", "test", "host", "-q"], capsys)
+def test_devices_test_says_what_was_tried(capsys: pytest.CaptureFixture[str], answer: Callable[..., Any]) -> None:
+    test = answer(["devices", "test", "host", "-q"])
     assert test["passed"] is True
     assert {"outputs", "placement", "an altered weight is noticed"} <= {check["name"] for check in test["checks"]}
     assert run_command(["devices", "test", "coreml"]) == 1
     assert "not tried: Core ML runs only on Apple" in capsys.readouterr().out
 
 
-def test_devices_list_tells_the_versions(capsys: pytest.CaptureFixture[str]) -> None:
-    devices = {device["name"]: device for device in answer(["devices", "list"], capsys)["devices"]}
+def test_devices_list_tells_the_versions(answer: Callable[..., Any]) -> None:
+    devices = {device["name"]: device for device in answer(["devices", "list"])["devices"]}
     assert devices["host"]["versions"]["onnxruntime"]
     android = devices["android"]
     assert not android["available"] or android["versions"]["onnxruntime"]

@@ -1,7 +1,9 @@
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,34 +25,31 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, object]:
-    capsys.readouterr()
-    assert run_command([*argv, "--json"]) == 0
-    document: dict[str, object] = json.loads(capsys.readouterr().out)
-    return document
-
-
-def test_a_bundle_is_signed_and_checked(build: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bundle_is_signed_and_checked(
+    build: Path, capsys: pytest.CaptureFixture[str], answer: Callable[..., Any]
+) -> None:
     bundle, key, public = str(build / "out" / "digits_mobilenet-coreml"), str(build / "key"), str(build / "key.pub")
     assert run_command(["verify", bundle, "--key", public, "--files-only"]) == 2
     error = capsys.readouterr().err
     assert "is not signed" in error
     assert error.count("\n") == 1
-    signed = run_json(capsys, "sign", bundle, "--key", key, "--allow-failed")
+    signed = answer(["sign", bundle, "--key", key, "--allow-failed"])
     assert "digits_mobilenet-coreml was not verified" in str(signed["attested"])
-    whole = run_json(capsys, "verify", bundle, "--key", public, "--files-only")
+    whole = answer(["verify", bundle, "--key", public, "--files-only"])
     assert whole["sha256"] == signed["sha256"]
     assert whole["signed"] is True
     assert whole["attested"] == signed["attested"]
-    assert run_json(capsys, "verify", bundle, "--files-only")["attested"] is None
+    assert answer(["verify", bundle, "--files-only"])["attested"] is None
     assert run_command(["verify", bundle, "--key", public, "--on", "emulated"]) == 3
 
 
-def test_joined_targets_are_opened_from_an_archive(build: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_joined_targets_are_opened_from_an_archive(
+    build: Path, capsys: pytest.CaptureFixture[str], answer: Callable[..., Any]
+) -> None:
     archive, public = str(build / "all.zip"), str(build / "key.pub")
     join = ("join", str(build / "out"), "--allow-failed", "--out")
-    joined = run_json(capsys, *join, archive, "--key", str(build / "key"))
-    again = run_json(capsys, *join, str(build / "folder"))
+    joined = answer([*join, archive, "--key", str(build / "key")])
+    again = answer([*join, str(build / "folder")])
     assert joined["sha256"] == again["sha256"]
     assert run_command(["verify", archive, "--key", public, "--files-only"]) == 0
     emulated = ["--target", "coreml", "--on", "emulated", "--accept-unproven"]
@@ -64,7 +63,7 @@ def test_joined_targets_are_opened_from_an_archive(build: Path, capsys: pytest.C
 
 
 def test_a_signature_says_what_was_verified_where_and_with_which_figures(
-    build: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    build: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: Callable[..., Any]
 ) -> None:
     for target, code in (("coreml", 3), ("cpu", 0)):
         shutil.copytree(build / "out" / f"digits_mobilenet-{target}", tmp_path / "in" / target)
@@ -72,7 +71,7 @@ def test_a_signature_says_what_was_verified_where_and_with_which_figures(
     joined, public = tmp_path / "all.tar", str(build / "key.pub")
     join = ["join", str(tmp_path / "in"), "--out", str(joined), "--key", str(build / "key"), "--accept-unproven"]
     assert run_command(join) == 0
-    said = run_json(capsys, "verify", str(joined), "--key", public, "--files-only")["attested"]
+    said = answer(["verify", str(joined), "--key", public, "--files-only"])["attested"]
     assert isinstance(said, dict)
     names = [f"digits_mobilenet-{target}" for target in ("coreml", "cpu")]
     # No run of Core ML's provider is in it: the bundle is warned of, what ran on the host passed.
@@ -105,10 +104,12 @@ def test_what_makes_no_sense_is_refused(argv: list[str], capsys: pytest.CaptureF
     assert capsys.readouterr().err.startswith("edgekit: error: ")
 
 
-def test_a_build_is_repeated_with_its_reference(build: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_build_is_repeated_with_its_reference(
+    build: Path, capsys: pytest.CaptureFixture[str], answer: Callable[..., Any]
+) -> None:
     argv = ["build", str(MODEL), "--data", str(CALIBRATION), "--samples", "8", "--precision", "fp32", "--no-verify"]
     first = json.loads((build / "out" / "report.json").read_bytes())
-    again = run_json(capsys, *argv, "--target", "coreml", "--golden", str(build / "out"), "--out", str(build / "again"))
+    again = answer([*argv, "--target", "coreml", "--golden", str(build / "out"), "--out", str(build / "again")])
     assert again["bundles"][0]["sha256"] == first["bundles"][0]["sha256"]  # type: ignore[index]
     assert run_command([*argv, "--golden", str(build), "--out", str(build / "no")]) == 2
     assert "holds no bundle" in capsys.readouterr().err
@@ -143,23 +144,25 @@ def release(folder: Path, work: Path, key: Path) -> list[list[str]]:
     ]
 
 
-def test_what_was_not_verified_is_not_released(build: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_not_verified_is_not_released(
+    build: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: Callable[..., Any]
+) -> None:
     bundle = tmp_path / "digits_mobilenet-cpu"
     shutil.copytree(build / "out" / bundle.name, bundle)
     (bundle / "signature.json").unlink(missing_ok=True)
     for command in release(bundle, tmp_path, build / "key"):
         assert run_command(command) == 2
         assert "was not verified" in capsys.readouterr().err
-        allowed = run_json(capsys, *command, "--allow-failed")["allowed"]
+        allowed = answer([*command, "--allow-failed"])["allowed"]
         assert allowed == [{"bundle": str(bundle), "reason": "was not verified", "verdict": "fail"}]
     assert run_command(["verify", str(bundle), "--on", "host"]) == 0
     (tmp_path / "again").mkdir()
     for command in release(bundle, tmp_path / "again", build / "key"):
-        assert run_json(capsys, *command)["allowed"] == []
+        assert answer([*command])["allowed"] == []
 
 
 def test_what_is_not_proven_is_released_where_somebody_says_so(
-    build: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    build: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: Callable[..., Any]
 ) -> None:
     bundle = tmp_path / "digits_mobilenet-cpu"
     shutil.copytree(build / "out" / bundle.name, bundle)
@@ -174,9 +177,9 @@ def test_what_is_not_proven_is_released_where_somebody_says_so(
         said = capsys.readouterr().err
         assert "is not proven: output 'logits' has top-1 agreement 1" in said
         assert "--accept-unproven to release it" in said
-        allowed = run_json(capsys, *command, "--accept-unproven")["allowed"]
+        allowed = answer([*command, "--accept-unproven"])["allowed"]
         assert [doubt["verdict"] for doubt in allowed] == ["not proven"]  # type: ignore[attr-defined]
-    attested = run_json(capsys, "verify", str(bundle), "--key", str(build / "key.pub"), "--files-only")["attested"]
+    attested = answer(["verify", str(bundle), "--key", str(build / "key.pub"), "--files-only"])["attested"]
     assert attested["result"] == "WARNED"  # type: ignore[index]
     assert len(attested["edgekit_allowed"]) == 1  # type: ignore[index]
     # What failed is not let through by it.

@@ -1,6 +1,6 @@
 """`edgekit check`: what it observes, its page, and its recommendation."""
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +22,15 @@ from edgekit.target import load_target
 HOSTILE = "<script>alert(1)</script>\"'>"
 
 
-def _json(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> Any:
-    capsys.readouterr()
-    assert run_command(["check", *arguments, "--json"]) == code
-    return json.loads(capsys.readouterr().out)
-
-
 def _require(device: str, target: str) -> None:
     missing = find_device(device, load_target(target)).find_missing()
     if missing is not None:
         pytest.skip(f"needs {device}: {missing.command}")
 
 
-def test_what_was_observed_stands_in_the_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_observed_stands_in_the_json(answer: Callable[..., Any]) -> None:
     _require("qnn-htp-sim", "qnn")
-    targets = _json([str(MODEL), "--target", "qnn", "--target", "coreml", "--observe"], capsys)["targets"]
+    targets = answer(["check", str(MODEL), "--target", "qnn", "--target", "coreml", "--observe"])["targets"]
     assert targets["qnn"]["evidence"] == "simulator"
     assert {"device": "qnn-htp-sim", "nodes": 62, "taken": 62, "disagreements": []}.items() <= targets["qnn"][
         "observed"
@@ -49,20 +43,20 @@ def test_what_was_observed_stands_in_the_json(capsys: pytest.CaptureFixture[str]
         assert "Core ML runs only on Apple hardware" in coreml["not_observed"]
 
 
-def test_nothing_is_observed_without_being_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    report = _json([str(MODEL), "--target", "qnn"], capsys)
+def test_nothing_is_observed_without_being_asked(answer: Callable[..., Any]) -> None:
+    report = answer(["check", str(MODEL), "--target", "qnn"])
     assert "observed" not in report["targets"]["qnn"]
     assert report["recommendation"].startswith("qnn: yes")
 
 
-def test_a_refusal_by_the_vendors_code_is_a_no(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refusal_by_the_vendors_code_is_a_no(tmp_path: Path, answer: Callable[..., Any]) -> None:
     _require("qnn-htp-sim", "qnn")
     text = (
         '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4,8,8] x) => (float[1,4,8,8] y)'
         "{ [a] t = Relu(x) [b] u = IsNaN(t) [c] v = Not(u) [d] w = Cast<to=1>(v) [e] y = Mul(w, t) }"
     )
     arguments = [str(parse_model(text, tmp_path / "m.onnx")), "--target", "qnn", "--set", "soc_model=30"]
-    report = _json([*arguments, "--observe"], capsys, code=1)
+    report = answer(["check", *arguments, "--observe"], 1)
     assert "1002" in report["targets"]["qnn"]["observed"]["failure"]
     assert report["recommendation"].startswith("none")
 
@@ -82,12 +76,12 @@ def test_the_text_ends_with_the_recommendation(capsys: pytest.CaptureFixture[str
 
 
 def test_a_model_that_cannot_be_loaded_is_told_of_all_the_same(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: Callable[..., Any]
 ) -> None:
     head = '<ir_version: 8, opset_import: ["" : 17, "my.domain" : 1]>'
     text = f"{head} g (float[2] x) => (float[2] y) {{ [odd] y = my.domain.Foo(x) }}"
     model = parse_model(text, tmp_path / "m.onnx")
-    report = _json([str(model), "--target", "nnapi"], capsys, code=1)
+    report = answer(["check", str(model), "--target", "nnapi"], 1)
     assert "Foo" in report["refusal"]
     assert [node["name"] for node in report["targets"]["nnapi"]["node_list"]] == ["odd"]
     assert report["targets"]["nnapi"]["model_nodes"][0]["fate"] == "kept"
@@ -213,10 +207,10 @@ def _overridable(path: Path, ir_version: int) -> Path:
 
 @pytest.mark.parametrize(("ir_version", "taken"), [(3, 3), (6, 2)])
 def test_the_file_as_it_is_is_told_beside_what_prepare_makes_of_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], ir_version: int, taken: int
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: Callable[..., Any], ir_version: int, taken: int
 ) -> None:
     model = str(_overridable(tmp_path / "m.onnx", ir_version))
-    found = _json([model, "--target", "nnapi"], capsys)["targets"]["nnapi"]
+    found = answer(["check", model, "--target", "nnapi"])["targets"]["nnapi"]
     # From IR version 4 on a caller may give another weight, and NNAPI wants a constant.
     assert (found["taken"], found["as_is"]["taken"]) == (3, taken)
     assert run_command(["check", model, "--target", "nnapi"]) == 0
@@ -224,10 +218,10 @@ def test_the_file_as_it_is_is_told_beside_what_prepare_makes_of_it(
     assert ("the file as it is: 2/3" in told) is (taken == 2)
 
 
-def test_an_input_can_be_frozen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_input_can_be_frozen(tmp_path: Path, answer: Callable[..., Any]) -> None:
     text = (
         '<ir_version: 8, opset_import: ["" : 17]> g (float[2,4] x, float[4,3] w) => (float[2,3] y) { y = MatMul(x, w) }'
     )
     model = str(parse_model(text, tmp_path / "m.onnx"))
-    found = _json([model, "--target", "xnnpack", "--freeze", "w=1"], capsys)["targets"]["xnnpack"]
+    found = answer(["check", model, "--target", "xnnpack", "--freeze", "w=1"])["targets"]["xnnpack"]
     assert (found["taken"], found["as_is"]["taken"]) == (1, 0)

@@ -1,6 +1,5 @@
 """Each command: its exit codes, its JSON, and one line for whatever is wrong."""
 
-import json
 import os
 import re
 import shutil
@@ -24,12 +23,6 @@ from edgekit.model.model import load_model
 BUILD = ["build", str(MODEL), "--data", str(CALIBRATION)]
 
 
-def _json(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> Any:
-    capsys.readouterr()
-    assert run_command([*arguments, "--json"]) == code
-    return json.loads(capsys.readouterr().out)
-
-
 @pytest.fixture(scope="module")
 def bundles(demo_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy: `verify` writes into it."""
@@ -46,8 +39,8 @@ def test_every_command_has_help_with_an_example(name: str, capsys: pytest.Captur
     assert command.get_short_help_str(200) == COMMANDS[name]
 
 
-def test_build_and_verify_answer_in_json(bundles: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = _json(["verify", str(bundles / "digits_mobilenet-cpu"), "--on", "host"], capsys)
+def test_build_and_verify_answer_in_json(bundles: Path, answer: Callable[..., Any]) -> None:
+    report = answer(["verify", str(bundles / "digits_mobilenet-cpu"), "--on", "host"])
     assert {"bundle", "target", "passed", "runs", "attribution", "first_bad_layer"} <= report.keys()
     run = report["runs"][0]
     keys = {"device", "evidence", "passed", "provider_nodes", "outputs", "latency_ms", "thresholds", "failures"}
@@ -57,12 +50,12 @@ def test_build_and_verify_answer_in_json(bundles: Path, capsys: pytest.CaptureFi
 
 
 def test_verify_proves_nothing_when_nothing_can_run(
-    bundles: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    bundles: Path, answer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if sys.platform == "darwin":
         pytest.skip("Core ML runs here")
     monkeypatch.delenv("CI", raising=False)  # where every device that is named has to run
-    report = _json(["verify", str(bundles / "digits_mobilenet-coreml"), "--on", "coreml"], capsys, code=3)
+    report = answer(["verify", str(bundles / "digits_mobilenet-coreml"), "--on", "coreml"], 3)
     assert report["passed"] is False
     assert report["skipped"][0]["device"] == "coreml"
 
@@ -74,8 +67,8 @@ def test_a_damaged_bundle_is_refused(bundles: Path, tmp_path: Path, capsys: pyte
     assert "model.onnx" in capsys.readouterr().err
 
 
-def test_check_answers_in_json_and_says_no(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = _json(["check", str(MODEL), "--target", "nnapi", "--set", "api_level=31"], capsys)
+def test_check_answers_in_json_and_says_no(tmp_path: Path, answer: Callable[..., Any]) -> None:
+    report = answer(["check", str(MODEL), "--target", "nnapi", "--set", "api_level=31"])
     checked = report["targets"]["nnapi"]
     keys = {"evidence", "nodes", "taken", "partitions", "taken_macs", "verdict", "node_list", "advice"}
     assert keys <= checked.keys()
@@ -84,23 +77,23 @@ def test_check_answers_in_json_and_says_no(tmp_path: Path, capsys: pytest.Captur
     assert run_command(["check", str(parse_model(text, tmp_path / "erf.onnx")), "--target", "nnapi"]) == 1
 
 
-def test_inspect_targets_devices_and_doctor_answer_in_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _json(["inspect", str(MODEL)], capsys)["ops"]["Conv"] == 31
-    assert _json(["targets", "qnn"], capsys)["settings"]["soc_model"] == "69"
-    assert {target["name"] for target in _json(["targets"], capsys)["targets"]} >= {"nnapi", "qnn"}
-    assert _json(["devices", "list"], capsys)["devices"]
-    assert "onnxruntime" in _json(["doctor"], capsys)["versions"]
+def test_inspect_targets_devices_and_doctor_answer_in_json(answer: Callable[..., Any]) -> None:
+    assert answer(["inspect", str(MODEL)])["ops"]["Conv"] == 31
+    assert answer(["targets", "qnn"])["settings"]["soc_model"] == "69"
+    assert {target["name"] for target in answer(["targets"])["targets"]} >= {"nnapi", "qnn"}
+    assert answer(["devices", "list"])["devices"]
+    assert "onnxruntime" in answer(["doctor"])["versions"]
 
 
 @pytest.mark.slow
-def test_prepare_quantize_and_convert_write_what_they_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prepare_quantize_and_convert_write_what_they_say(tmp_path: Path, answer: Callable[..., Any]) -> None:
     prepared, quantized, out = tmp_path / "p.onnx", tmp_path / "q.onnx", tmp_path / "converted"
-    assert _json(["prepare", str(MODEL), "--out", str(prepared)], capsys)["model"]["node_count"] > 50
+    assert answer(["prepare", str(MODEL), "--out", str(prepared)])["model"]["node_count"] > 50
     arguments = ["quantize", str(prepared), "--data", str(CALIBRATION), "--target", "nnapi", "--samples", "4"]
-    report = _json([*arguments, "--out", str(quantized)], capsys)
+    report = answer([*arguments, "--out", str(quantized)])
     keys = {"model", "out", "target", "samples", "size_before", "size_after", "quantized_nodes", "float_nodes"}
     assert keys <= report.keys()
-    assert _json(["convert", str(quantized), "--style", "both", "--out", str(out)], capsys)["files"].keys() == {
+    assert answer(["convert", str(quantized), "--style", "both", "--out", str(out)])["files"].keys() == {
         "full",
         "runtime",
     }
@@ -108,7 +101,9 @@ def test_prepare_quantize_and_convert_write_what_they_say(tmp_path: Path, capsys
     assert (out / "model.runtime.ort").exists()
 
 
-def test_quantize_measures_the_drop_by_a_metric_of_the_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quantize_measures_the_drop_by_a_metric_of_the_task(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: Callable[..., Any]
+) -> None:
     weights = ", ".join(str(value) for value in np.random.default_rng(0).normal(size=15).round(3))
     text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,8,8] x) => (float[1,5,8,8] y)
       <float[5,3,1,1] w = {{{weights}}}> {{ y = Conv(x, w) }}"""
@@ -118,7 +113,7 @@ def test_quantize_measures_the_drop_by_a_metric_of_the_task(tmp_path: Path, caps
     np.save(tmp_path / "masks.npy", np.einsum("kc,nchw->nkhw", kernel, rows).argmax(1))
     arguments = ["quantize", str(model), "--data", str(tmp_path / "d.npz"), "--target", "qnn", "--metric", "miou"]
     arguments += ["--out", str(tmp_path / "q.onnx"), "--max-drop", "5", "-q"]
-    found = _json([*arguments, "--labels", str(tmp_path / "masks.npy")], capsys)["predicted"]
+    found = answer([*arguments, "--labels", str(tmp_path / "masks.npy")])["predicted"]
     assert (found["measure"], found["source"], found["reference"]) == ("miou", "labels", 1.0)
     assert found["drop_interval"][0] <= found["drop_estimate"] <= 0.05
     assert found["drop_estimate"] == pytest.approx(1 - found["got"])
@@ -126,23 +121,23 @@ def test_quantize_measures_the_drop_by_a_metric_of_the_task(tmp_path: Path, caps
     assert "--metric needs labels" in capsys.readouterr().err
 
 
-def test_compare_says_how_far_and_no_below_a_limit(bundles: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_says_how_far_and_no_below_a_limit(bundles: Path, answer: Callable[..., Any]) -> None:
     quantized = bundles / "digits_mobilenet-nnapi" / "model.onnx"
     arguments = ["compare", str(MODEL), str(quantized), "--data", str(CALIBRATION), "--samples", "4", "--layers"]
-    report = _json([*arguments, "--min-sqnr", "15"], capsys)
+    report = answer([*arguments, "--min-sqnr", "15"])
     assert {"a", "b", "samples", "outputs", "layers"} <= report.keys()
     assert {"name", "op", "sqnr_db", "max_abs"} <= report["layers"][0].keys()
     assert run_command([*arguments, "--min-sqnr", "60"]) == 1
 
 
-def test_prepare_takes_shapes_outputs_and_constants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prepare_takes_shapes_outputs_and_constants(tmp_path: Path, answer: Callable[..., Any]) -> None:
     text = (
         '<ir_version: 8, opset_import: ["" : 17]> g (float[N,M] x, float[1] k) => (float[N,M] y, float[N,M] z)'
         "{ y = Mul(x, k) z = Add(x, k) }"
     )
     model = parse_model(text, tmp_path / "m.onnx")
     arguments = ["prepare", str(model), "--shape", "x=2,3", "--freeze", "k=2", "--outputs", "z"]
-    report = _json([*arguments, "--out", str(tmp_path / "p.onnx")], capsys)["model"]
+    report = answer([*arguments, "--out", str(tmp_path / "p.onnx")])["model"]
     assert [spec["name"] for spec in (*report["inputs"], *report["outputs"])] == ["x", "z"]
     assert report["outputs"][0]["shape"] == [2, 3]
     for wrong in (["--shape", "x=2"], ["--shape", "q=2,3"], ["--shape", "x=2,-1"], ["--freeze", "k=two"]):
@@ -204,12 +199,10 @@ def test_a_dynamic_dimension_must_be_given(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.slow
-def test_a_recipe_gives_the_options_and_the_command_line_wins(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recipe_gives_the_options_and_the_command_line_wins(tmp_path: Path, answer: Callable[..., Any]) -> None:
     (tmp_path / "r.toml").write_text('targets = ["nnapi"]\nsamples = 4\n[settings]\napi_level = "31"\n')
     arguments = [*BUILD, "--recipe", str(tmp_path / "r.toml"), "--samples", "6", "--no-verify"]
-    report = _json([*arguments, "--out", str(tmp_path / "out")], capsys)
+    report = answer([*arguments, "--out", str(tmp_path / "out")])
     assert [bundle["target"] for bundle in report["bundles"]] == ["nnapi"]
     assert report["calibration_samples"] == 6
     assert report["bundles"][0]["check"]["settings"] == {"api_level": "31", "layout": "NHWC", "cpu": "on"}

@@ -1,7 +1,7 @@
 """`convert` and `operators` on the command line: their exit codes, JSON, and refusals."""
 
-import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,6 @@ from edgekit.quantize.weight_only.convert import WeightOnlyOptions
 ZOO = Path(__file__).parents[3] / "shared/zoo"
 
 
-def _json(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> Any:
-    capsys.readouterr()
-    assert run_command([*arguments, "--json"]) == code
-    return json.loads(capsys.readouterr().out)
-
-
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("convert") / "out"
@@ -31,9 +25,9 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_convert_tells_what_it_wrote_and_that_it_is_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_tells_what_it_wrote_and_that_it_is_equal(tmp_path: Path, answer: Callable[..., Any]) -> None:
     arguments = ["convert", str(MODEL), "--target", "nnapi", "--data", str(CALIBRATION), "--out", str(tmp_path / "o")]
-    report = _json(arguments, capsys)
+    report = answer(arguments)
     assert report["files"] == {"runtime": ["model.runtime.ort"], "onnx": ["model.onnx"]}
     assert (report["target"], report["quantized"]) == ("nnapi", "")
     assert "skip Transposes" in report["reason"]
@@ -83,7 +77,7 @@ def test_convert_refuses_what_does_not_fit(
 
 
 def test_operators_of_a_build_are_written_listed_and_compared(
-    converted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    converted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: Callable[..., Any]
 ) -> None:
     full, runtime = str(converted / "model.ort"), str(converted / "model.runtime.ort")
     config = str(tmp_path / "required.config")
@@ -91,7 +85,7 @@ def test_operators_of_a_build_are_written_listed_and_compared(
     assert run_command(["operators", full, runtime, "--compare", config]) == 0
     assert "has all it needs" in capsys.readouterr().out
     (tmp_path / "small.config").write_text("ai.onnx;11;Conv\n")
-    report = _json(["operators", full, "--compare", str(tmp_path / "small.config")], capsys, code=1)
+    report = answer(["operators", full, "--compare", str(tmp_path / "small.config")], 1)
     assert "com.microsoft:FusedConv:1" in report["lacking"][full]
     assert run_command(["operators", full]) == 0
     assert "com.microsoft;1;FusedConv" in capsys.readouterr().out
@@ -136,9 +130,11 @@ def test_what_weights_of_4_bits_bring_below_2_gb_is_not_refused_for_its_float_si
     _refuse_large(tmp_path / "m.onnx", (), ConvertOptions(weights=WeightOnlyOptions(form="int4")))
 
 
-def test_quantization_formats_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quantization_formats_stand_side_by_side(
+    capsys: pytest.CaptureFixture[str], answer: Callable[..., Any]
+) -> None:
     arguments = ["compare", str(MODEL), "--formats", "--data", str(CALIBRATION), "--samples", "16"]
-    report = _json([*arguments, "--cpu", "x64"], capsys)
+    report = answer([*arguments, "--cpu", "x64"])
     assert (report["calibrated"], report["judged"], report["apart"]) == (8, 8, True)
     rows = {row["name"]: row for row in report["rows"]}
     assert list(rows) == ["float"] + [
@@ -161,14 +157,14 @@ def test_quantization_formats_stand_side_by_side(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.skipif(not ZOO.is_dir(), reason="needs ../shared/zoo")
-def test_a_format_that_a_real_model_cannot_have_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_format_that_a_real_model_cannot_have_says_why(tmp_path: Path, answer: Callable[..., Any]) -> None:
     model = ZOO / "models/squeezenet1.1_fp32.onnx"
     (spec,) = load_model(model).inputs
     shape = [size if isinstance(size, int) else 1 for size in spec.shape or ()]
     rng = np.random.default_rng(0)
     rows: dict[str, Any] = {spec.name: rng.random((2, *shape[1:]), np.float32)}
     np.savez(tmp_path / "x.npz", **rows)
-    report = _json(["compare", str(model), "--formats", "--data", str(tmp_path / "x.npz")], capsys)
+    report = answer(["compare", str(model), "--formats", "--data", str(tmp_path / "x.npz")])
     rows = {row["name"]: row for row in report["rows"]}
     assert "has no MatMul, LSTM, Attention or Gather" in rows["QOperator, dynamic, per channel"]["note"]
     assert rows["QDQ, static, per channel"]["size_bytes"] < rows["float"]["size_bytes"] / 3

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
@@ -32,12 +33,6 @@ def bundle(built: Path, tmp_path: Path) -> Path:
     return shutil.copytree(built, tmp_path / built.name)
 
 
-def _verify(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> Any:
-    capsys.readouterr()
-    assert run_command(["verify", *arguments, "--json"]) == code
-    return json.loads(capsys.readouterr().out)
-
-
 def _refuse(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     capsys.readouterr()
     assert run_command(["verify", *arguments]) == 2
@@ -46,12 +41,10 @@ def _refuse(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return shown.err
 
 
-def test_other_samples_are_measured_and_leave_the_bundle_alone(
-    bundle: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_samples_are_measured_and_leave_the_bundle_alone(bundle: Path, answer: Callable[..., Any]) -> None:
     before = sorted(bundle.rglob("*"))
     labels = ["--labels", str(LABELS)]
-    (run,) = _verify([str(bundle), "--on", "host", *WITH_DATA, *labels], capsys)["runs"]
+    (run,) = answer(["verify", str(bundle), "--on", "host", *WITH_DATA, *labels])["runs"]
     assert run["samples"] == 8
     assert run["accuracy"]["samples"] == 8
     assert run["accuracy"]["reference"] > 0.8
@@ -59,12 +52,12 @@ def test_other_samples_are_measured_and_leave_the_bundle_alone(
 
 
 def test_the_reference_is_the_float_model_not_the_golden_outputs(
-    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bundle: Path, tmp_path: Path, answer: Callable[..., Any]
 ) -> None:
     np.savez(tmp_path / "golden.npz", **np.load(bundle / "golden" / "inputs.npz"))
     data = ["--data", str(tmp_path / "golden.npz"), "--reference", str(MODEL)]
-    ours = _verify([str(bundle), "--on", "host", *data], capsys)["runs"][0]["outputs"]
-    assert ours == _verify([str(bundle), "--on", "host"], capsys)["runs"][0]["outputs"]
+    ours = answer(["verify", str(bundle), "--on", "host", *data])["runs"][0]["outputs"]
+    assert ours == answer(["verify", str(bundle), "--on", "host"])["runs"][0]["outputs"]
 
 
 def test_another_model_is_no_reference(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,23 +75,23 @@ def test_labels_of_another_length_are_refused(bundle: Path, tmp_path: Path, caps
     assert f"give {len(np.load(LABELS))} whole numbers" in message
 
 
-def test_labels_go_with_their_samples(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_labels_go_with_their_samples(bundle: Path, tmp_path: Path, answer: Callable[..., Any]) -> None:
     labels = np.load(LABELS)
     kept = [index * len(labels) // 8 for index in range(8)]
     wrong = (labels + 1) % 10
     wrong[kept] = labels[kept]
     np.save(tmp_path / "labels.npy", wrong)
-    report = _verify([str(bundle), "--on", "host", *WITH_DATA, "--labels", str(tmp_path / "labels.npy")], capsys)
+    report = answer(["verify", str(bundle), "--on", "host", *WITH_DATA, "--labels", str(tmp_path / "labels.npy")])
     assert report["runs"][0]["accuracy"]["reference"] > 0.8
 
 
 @pytest.mark.parametrize("limit", [["--min-cosine", "1"], ["--min-sqnr", "90"]])
 def test_a_limit_that_is_not_reached_is_a_no_and_a_failure_in_junit(
-    bundle: Path, limit: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bundle: Path, limit: list[str], tmp_path: Path, answer: Callable[..., Any]
 ) -> None:
     junit, page = tmp_path / "out" / "v.xml", tmp_path / "out" / "v.html"
     reports = ["--junit", str(junit), "--html", str(page)]
-    report = _verify([str(bundle), "--on", "host", *limit, *reports], capsys, code=1)
+    report = answer(["verify", str(bundle), "--on", "host", *limit, *reports], 1)
     failure = ET.parse(junit).find("testsuite/testcase/failure")  # noqa: S314 - our own text
     assert failure is not None
     assert failure.get("message") == report["runs"][0]["failures"][0]
@@ -106,38 +99,34 @@ def test_a_limit_that_is_not_reached_is_a_no_and_a_failure_in_junit(
     assert sorted(path.name for path in junit.parent.iterdir()) == ["v.html", "v.xml"]
 
 
-def test_a_required_device_must_run(
-    bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_required_device_must_run(bundle: Path, monkeypatch: pytest.MonkeyPatch, answer: Callable[..., Any]) -> None:
     """In continuous integration nobody reads what was skipped: there every device that is named must run."""
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
     named = [str(bundle), "--on", "host", "--on", "adb:1"]
-    assert _verify(named, capsys)["skipped"][0]["device"] == "adb:1"
+    assert answer(["verify", *named])["skipped"][0]["device"] == "adb:1"
     monkeypatch.setenv("CI", "true")
-    failing = _verify(named, capsys, code=1)
+    failing = answer(["verify", *named], 1)
     assert "device 'adb:1' was asked for and did not run" in failing["failures"][0]
     monkeypatch.setenv("CI", "0")
-    required = _verify([*named[:3], "--require", "adb:1"], capsys, code=1)
+    required = answer(["verify", *named[:3], "--require", "adb:1"], 1)
     assert required["required"] == ["adb:1"]
-    assert _verify([*named[:3], "--require", "host"], capsys)["passed"]
+    assert answer(["verify", *named[:3], "--require", "host"])["passed"]
 
 
-def test_limits_do_not_go_into_the_bundle(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lax = _verify([str(bundle), "--on", "host", "--min-sqnr", "-200", "--min-cosine", "-1"], capsys)
+def test_limits_do_not_go_into_the_bundle(bundle: Path, answer: Callable[..., Any]) -> None:
+    lax = answer(["verify", str(bundle), "--on", "host", "--min-sqnr", "-200", "--min-cosine", "-1"])
     assert lax["runs"][0]["thresholds"]["min_sqnr_db"] == -200
     kept = json.loads((bundle / "verify.json").read_text())["runs"][0]["thresholds"]
     assert kept["min_sqnr_db"] == open_bundle(bundle).manifest.thresholds.min_sqnr_db
 
 
-def test_recheck_says_yes_and_no_without_running(
-    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report = _verify([str(bundle), "--on", "host"], capsys)
+def test_recheck_says_yes_and_no_without_running(bundle: Path, tmp_path: Path, answer: Callable[..., Any]) -> None:
+    report = answer(["verify", str(bundle), "--on", "host"])
     facts = shutil.copy(bundle / "verify.json", tmp_path / "facts.json")
     shutil.rmtree(bundle)
-    assert _verify(["--recheck", str(facts)], capsys) == report
-    no = _verify(["--recheck", str(facts), "--min-sqnr", "90", "--junit", str(tmp_path / "j.xml")], capsys, code=1)
+    assert answer(["verify", "--recheck", str(facts)]) == report
+    no = answer(["verify", "--recheck", str(facts), "--min-sqnr", "90", "--junit", str(tmp_path / "j.xml")], 1)
     assert "below 90 dB" in no["runs"][0]["failures"][0]
     assert "below 90 dB" in (tmp_path / "j.xml").read_text()
 
@@ -182,7 +171,7 @@ def test_the_gate_reaches_the_metric_and_what_is_not_proven_is_exit_code_3(
     assert codes == [3, 0, 1]
 
 
-def test_a_share_that_is_named_grants_no_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_share_that_is_named_grants_no_sample(tmp_path: Path, answer: Callable[..., Any]) -> None:
     output = {"name": "y", "samples": 8, "cosine": 1.0, "sqnr_db": 50.0, "top1_agreement": 0.875}
     limits = {"min_cosine": 0.9, "min_top1_agreement": 0.9, "min_sqnr_db": 20.0, "granted_samples": 1}
     run = {"device": "host", "evidence": "same-ep", "provider": "P", "form": "onnx", "samples": 8, "load_ms": 1.0}
@@ -190,8 +179,8 @@ def test_a_share_that_is_named_grants_no_sample(tmp_path: Path, capsys: pytest.C
     run |= {"latency_ms": None, "peak_rss_bytes": 1, "versions": {}, "thresholds": limits, "failure": None}
     facts = tmp_path / "verify.json"
     facts.write_text(json.dumps({"bundle": "b", "target": "t", "runs": [run], "skipped": []}))
-    assert _verify(["--recheck", str(facts)], capsys)["passed"]
-    assert not _verify(["--recheck", str(facts), "--min-top1", "0.9"], capsys, code=1)["passed"]
+    assert answer(["verify", "--recheck", str(facts)])["passed"]
+    assert not answer(["verify", "--recheck", str(facts), "--min-top1", "0.9"], 1)["passed"]
 
 
 @pytest.mark.parametrize(
@@ -229,34 +218,32 @@ def test_what_is_wrong_is_one_line(
     open_bundle(built)
 
 
-def test_a_metric_is_shown_on_both_sides_and_gates(
-    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_metric_is_shown_on_both_sides_and_gates(bundle: Path, tmp_path: Path, answer: Callable[..., Any]) -> None:
     asked = [str(bundle), "--on", "host", *WITH_DATA, "--labels", str(LABELS), "--metric", "top1"]
-    task = _verify(asked, capsys)["runs"][0]["task"]
+    task = answer(["verify", *asked])["runs"][0]["task"]
     assert (task["samples"], task["unit"], len(task["interval"])) == (8, "share", 2)
     # Eight samples that agree cannot tell half a point.
-    assert "points worse" in " ".join(_verify([*asked, "--max-metric-drop", "0.5"], capsys, 3)["runs"][0]["unproven"])
+    assert "points worse" in " ".join(answer(["verify", *asked, "--max-metric-drop", "0.5"], 3)["runs"][0]["unproven"])
     limit = tmp_path / "metric.toml"
     limit.write_text('name = "top3"\nmax_drop = 50.0\ngate = "estimate"\n')
-    assert _verify([*asked[:-1], str(limit)], capsys)["runs"][0]["task"]["name"] == "top3"
+    assert answer(["verify", *asked[:-1], str(limit)])["runs"][0]["task"]["name"] == "top3"
 
 
-def test_markdown_says_the_verdict(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_markdown_says_the_verdict(bundle: Path, tmp_path: Path, answer: Callable[..., Any]) -> None:
     page = tmp_path / "summary.md"
-    _verify([str(bundle), "--on", "host", "--markdown", str(page)], capsys)
+    answer(["verify", str(bundle), "--on", "host", "--markdown", str(page)])
     assert page.read_text().startswith("### \N{WHITE HEAVY CHECK MARK} digits\\_mobilenet-cpu: pass\n")
-    _verify([str(bundle), "--on", "host", "--min-sqnr", "90", "--markdown", str(page)], capsys, code=1)
+    answer(["verify", str(bundle), "--on", "host", "--min-sqnr", "90", "--markdown", str(page)], 1)
     assert "below 90 dB" in page.read_text()
     assert "| **fail** |" in page.read_text()
 
 
 def test_the_history_is_kept_listed_shown_and_compared(
-    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: Callable[..., Any]
 ) -> None:
     history = ["--history", str(tmp_path / "h.sqlite")]
     for _ in range(2):
-        _verify([str(bundle), "--on", "host", *history], capsys)
+        answer(["verify", str(bundle), "--on", "host", *history])
     assert run_command(["runs", "list", *history, "--json"]) == 0
     assert [run["id"] for run in json.loads(capsys.readouterr().out)["runs"]] == [1, 2]
     assert run_command(["runs", "show", "2", *history]) == 0
@@ -302,13 +289,13 @@ def test_the_page_shows_the_worst_samples(bundle: Path, tmp_path: Path, data: li
 
 
 def test_a_device_that_is_not_there_leaves_the_evidence_alone(
-    bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    bundle: Path, answer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _verify([str(bundle), "--on", "host"], capsys)
+    answer(["verify", str(bundle), "--on", "host"])
     before = (bundle / "verify.json").read_bytes()
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CI", raising=False)  # where every device that is named has to run
-    report = _verify([str(bundle), "--on", "adb:1"], capsys, code=3)
+    report = answer(["verify", str(bundle), "--on", "adb:1"], 3)
     assert report["skipped"][0]["device"] == "adb:1"
     assert (bundle / "verify.json").read_bytes() == before
 
@@ -335,10 +322,10 @@ def test_compare_refuses_in_one_line(options: list[str], message: str, capsys: p
 
 
 def test_a_history_without_such_a_bundle_says_so(
-    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: Callable[..., Any]
 ) -> None:
     history = tmp_path / "h.sqlite"
-    _verify([str(bundle), "--on", "host", "--history", str(history)], capsys)
+    answer(["verify", str(bundle), "--on", "host", "--history", str(history)])
     assert run_command(["runs", "list", "--history", str(history), "--bundle", "other"]) == 0
     assert capsys.readouterr().out == "no verification of 'other' is recorded\n"
 
@@ -348,9 +335,14 @@ def test_a_history_without_such_a_bundle_says_so(
     [("cosine", 5.0), ("samples", -5), ("non_finite", -1), ("top1_agreement", 7.0), ("sqnr_db", 1e308), ("iou", "1")],
 )
 def test_figures_that_cannot_be_are_not_judged(
-    bundle: Path, tmp_path: Path, name: str, value: object, capsys: pytest.CaptureFixture[str]
+    bundle: Path,
+    tmp_path: Path,
+    name: str,
+    value: object,
+    capsys: pytest.CaptureFixture[str],
+    answer: Callable[..., Any],
 ) -> None:
-    report = _verify([str(bundle), "--on", "host"], capsys)
+    report = answer(["verify", str(bundle), "--on", "host"])
     report["runs"][0]["outputs"][0][name] = value
     (tmp_path / "v.json").write_text(json.dumps(report))
     said = _refuse(["--recheck", str(tmp_path / "v.json")], capsys)
@@ -398,18 +390,16 @@ def test_without_a_run_there_are_no_reports(bundle: Path, tmp_path: Path, capsys
         )
 
 
-def test_a_figure_is_told_from_its_limit(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = _verify([str(bundle), "--on", "host", "--min-cosine", "0.99999999"], capsys, code=1)
+def test_a_figure_is_told_from_its_limit(bundle: Path, answer: Callable[..., Any]) -> None:
+    report = answer(["verify", str(bundle), "--on", "host", "--min-cosine", "0.99999999"], 1)
     (line,) = report["runs"][0]["failures"]
     assert ", below 0.99999999" in line
     assert "cosine 1," not in line
 
 
-def test_a_bundle_that_cannot_be_written_is_judged_all_the_same(
-    bundle: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bundle_that_cannot_be_written_is_judged_all_the_same(bundle: Path, answer: Callable[..., Any]) -> None:
     (bundle / "verify.json").mkdir()
-    report = _verify([str(bundle), "--on", "host"], capsys)
+    report = answer(["verify", str(bundle), "--on", "host"])
     assert report["passed"]
     (note,) = report["notes"]
     assert note.startswith(f"the bundle has no new verify.json: cannot write '{bundle / 'verify.json'}'")

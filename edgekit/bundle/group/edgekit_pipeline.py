@@ -220,9 +220,9 @@ def cut_boxes(crop: Table, spec: Table, image: Any, boxes: Any, scores: Any) -> 
     if image.ndim != 4 or corners.ndim != 2 or corners.shape[1] != 4 or len(corners) != ranked.size:
         shapes = f"image {list(image.shape)}, boxes {list(boxes.shape)}, scores {list(scores.shape)}"
         raise PipelineError(f"no boxes can be cut out of {shapes}", hint="they are [1,C,H,W], [...,N,4] and [...,N]")
-    shape = spec["shape"] or ()
+    shape: list[Any] = list(spec["shape"] or ())
     if len(shape) != 4 or shape[1] != image.shape[1]:
-        message = f"a picture {list(image.shape)} does not fit [{spec['name']}: {spec['dtype']}{list(shape)}]"
+        message = f"a picture {list(image.shape)} does not fit [{spec['name']}: {spec['dtype']}{shape}]"
         raise PipelineError(message, hint="as many channels, [1,C,H,W]")
     if crop["units"] == "shares":
         height, width = image.shape[2:]
