@@ -208,7 +208,15 @@ def _adjust(name: str, target: Target, recipe: Recipe) -> Target:
     mine: Mapping[str, str] = {key: value for key, value in recipe.settings.items() if key in target.parameters}
     target = _keep_forms(load_target(name, mine), recipe.forms or (_SHARING if recipe.buckets else ()), recipe.buckets)
     choose_precision(target, recipe.precision)
-    thresholds = _change_limits(target, recipe.thresholds.get(target.name, {}))
+    changes = recipe.thresholds.get(target.name, {})
+    named = {"named": sorted(changes)} if changes else {}
+    try:
+        thresholds = msgspec.convert(msgspec.to_builtins(target.thresholds) | changes | named, Thresholds)
+    except msgspec.ValidationError as error:
+        limits = ", ".join(Thresholds.__struct_fields__)
+        raise UsageError(
+            f"the recipe's [thresholds.{target.name}] is wrong: {error}", hint=f"limits: {limits}"
+        ) from error
     if recipe.max_drop is not None:
         least = 1 - recipe.max_drop / 100
         thresholds = msgspec.structs.replace(thresholds, min_top1_agreement=least, granted_samples=0)
@@ -240,14 +248,3 @@ def _keep_forms(target: Target, wanted: Collection[Form], buckets: Collection[st
             each if each.form in forms else msgspec.structs.replace(each, form=forms[0]) for each in target.verification
         ),
     )
-
-
-def _change_limits(target: Target, changes: Mapping[str, Any]) -> Thresholds:
-    try:
-        named = {"named": sorted(changes)} if changes else {}
-        return msgspec.convert(msgspec.to_builtins(target.thresholds) | dict(changes) | named, Thresholds)
-    except msgspec.ValidationError as error:
-        limits = ", ".join(Thresholds.__struct_fields__)
-        raise UsageError(
-            f"the recipe's [thresholds.{target.name}] is wrong: {error}", hint=f"limits: {limits}"
-        ) from error

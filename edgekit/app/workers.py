@@ -102,7 +102,33 @@ def fill_order(order: Order) -> CellResult | None:
     If the store cannot be used, or this worker would build something else than the key names, the result says so.
     """
     try:
-        return _fill(order)
+        distributed = importlib.import_module("distributed")
+        worker, store = distributed.get_worker(), open_store(order.store)
+        place = Path(worker.local_directory) / "edgekit"
+        cell = _place(order.cell, {what: fetch_files(each, store, place) for what, each in order.inputs.items()})
+        # A folder for each key: another app may have a cell of this name. The calibration cache serves them all.
+        app = msgspec.structs.replace(order.app, path=place / order.key / "edgekit.toml")
+        digests = Digests(place / "digests.json")
+        key, _ = find_key(app, cell, digests)
+        if key != order.key:
+            raise DeviceError(
+                f"worker '{worker.address}' would make something else: its versions or its data functions differ",
+                hint="install there what is installed here",
+            )
+        if not order.again and store.has(name_cell(key)):
+            return None
+        with ExitStack() as leases:
+            for device in order.devices:
+                # A lock on a device expires by itself some seconds after its worker was killed.
+                leases.enter_context(distributed.Semaphore(max_leases=1, name=f"edgekit-{device}"))
+            facts = {"cell": cell.name, "key": key, "worker": str(worker.address)}
+            worker.log_event(TOPIC, {"what": "begin", **facts})
+            result = build_cell(app, cell, digests, say_nothing, Kept(folder=place / CACHE))
+            if result.bundle:
+                publish_cell(app, cell, key, store)
+            worker.log_event(TOPIC, {"what": "done", **facts, "seconds": result.seconds})
+        forget_cell(app, cell)
+        return result
     except EdgekitError as error:
         return fail_cell(order.cell, f"It cannot be built: {error}.")
 
@@ -114,36 +140,6 @@ def list_slots(app: App) -> tuple[str, ...]:
     words = (*verify.on, *verify.require) if verify.enabled else ()
     named = dict.fromkeys(known[name].device if name in known else name for name in words)
     return tuple(name for name in named if name.partition(":")[0] in REMOTE)
-
-
-def _fill(order: Order) -> CellResult | None:
-    distributed = importlib.import_module("distributed")
-    worker, store = distributed.get_worker(), open_store(order.store)
-    place = Path(worker.local_directory) / "edgekit"
-    cell = _place(order.cell, {what: fetch_files(each, store, place) for what, each in order.inputs.items()})
-    # A folder for each key: another app may have a cell of this name. The calibration cache serves them all.
-    app = msgspec.structs.replace(order.app, path=place / order.key / "edgekit.toml")
-    digests = Digests(place / "digests.json")
-    key, _ = find_key(app, cell, digests)
-    if key != order.key:
-        raise DeviceError(
-            f"worker '{worker.address}' would make something else: its versions or its data functions differ",
-            hint="install there what is installed here",
-        )
-    if not order.again and store.has(name_cell(key)):
-        return None
-    with ExitStack() as leases:
-        for device in order.devices:
-            # A lock on a device expires by itself some seconds after its worker was killed.
-            leases.enter_context(distributed.Semaphore(max_leases=1, name=f"edgekit-{device}"))
-        facts = {"cell": cell.name, "key": key, "worker": str(worker.address)}
-        worker.log_event(TOPIC, {"what": "begin", **facts})
-        result = build_cell(app, cell, digests, say_nothing, Kept(folder=place / CACHE))
-        if result.bundle:
-            publish_cell(app, cell, key, store)
-        worker.log_event(TOPIC, {"what": "done", **facts, "seconds": result.seconds})
-    forget_cell(app, cell)
-    return result
 
 
 def _connect(distributed: Any, scheduler: str) -> Any:

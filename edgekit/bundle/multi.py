@@ -165,7 +165,12 @@ def open_index(path: Path, *, key: Path | None = None) -> MultiBundle:
     """
     listing = read_listing(path, INDEX, key)
     index = decode_strictly(listing.data, Index, listing.source)
-    manifests = [(_read_manifest(path, variant), variant.manifest) for variant in index.variants]
+    manifests: list[tuple[Manifest, BundledFile]] = []
+    for variant in index.variants:
+        # The index is not believed in where it points.
+        is_own = variant.folder == f"{_VARIANTS}/{variant.target}"
+        require_folder_name(variant.target if is_own else variant.folder, listing.source)
+        manifests.append((read_nested(path, variant.folder, variant.manifest, INDEX), variant.manifest))
     # The index follows from the manifests: computed again it must be the same, and need not be trusted.
     if not manifests or index != _make_index(manifests):
         raise BundleError(
@@ -272,14 +277,6 @@ def _list_files(index: Index, manifests: Sequence[Manifest]) -> dict[str, Bundle
         variant = variants[manifest.target]
         files |= list_nested(variant.folder, variant.manifest, manifest, _places(manifest, set(index.shared)))
     return files
-
-
-def _read_manifest(path: Path, variant: Variant) -> Manifest:
-    """Returns the manifest of a variant, if it is the one that the index speaks of."""
-    # The index is not believed in where it points.
-    is_own = variant.folder == f"{_VARIANTS}/{variant.target}"
-    require_folder_name(variant.target if is_own else variant.folder, str(path / INDEX))
-    return read_nested(path, variant.folder, variant.manifest, INDEX)
 
 
 class SignedBundle(msgspec.Struct, frozen=True, kw_only=True):

@@ -126,22 +126,6 @@ def encode_preauth(payload: bytes) -> bytes:
     return b"DSSEv1 %d %b %d %b" % (len(kind), kind, len(payload), payload)
 
 
-def read_envelope(folder: Path) -> Envelope:
-    """Returns the envelope in a folder; nothing in it is believed yet.
-
-    Raises:
-        BundleError: there is none, it is malformed, a link, or in the form of an earlier edgekit.
-    """
-    place = folder / SIGNATURE
-    if not os.path.lexists(place):
-        raise BundleError(f"'{folder}' is not signed", hint=f"sign it: {_SIGN}")
-    data = read_bounded(folder, SIGNATURE)
-    raw = decode_json(data, str(place))
-    if isinstance(raw, dict) and "algorithm" in raw:
-        raise BundleError(f"'{place}' has the form of an earlier edgekit", hint=f"sign it again: {_SIGN}")
-    return decode_strictly(data, Envelope, str(place))
-
-
 def check_subjects(statement: Statement, digests: Mapping[str, str], folder: Path) -> None:
     """Refuses a statement whose subjects are not these files with their sha256, all of them and no others.
 
@@ -235,14 +219,22 @@ def check_signature(data: bytes, name: str, folder: Path, key: Path) -> Statemen
         MissingExtraError: `cryptography` is not installed.
     """
     public, wanted = _load_public(key)
-    envelope = read_envelope(folder)
+    place = folder / SIGNATURE
+    if not os.path.lexists(place):
+        raise BundleError(f"'{folder}' is not signed", hint=f"sign it: {_SIGN}")
+    # Nothing in the envelope is believed yet.
+    enclosed = read_bounded(folder, SIGNATURE)
+    raw = decode_json(enclosed, str(place))
+    if isinstance(raw, dict) and "algorithm" in raw:
+        raise BundleError(f"'{place}' has the form of an earlier edgekit", hint=f"sign it again: {_SIGN}")
+    envelope = decode_strictly(enclosed, Envelope, str(place))
     (signature,) = envelope.signatures
     _require_key(signature.keyid, wanted, str(folder))
     payload = decode_base64(envelope.payload)
     if payload is None or not _verifies(public, signature.sig, encode_preauth(payload)):
         raise BundleError(f"the signature of '{folder}' was altered", hint="do not use it: fetch it again")
     # To be believed, now that its signature was checked.
-    statement = decode_strictly(payload, Statement, f"{folder / SIGNATURE} (payload)")
+    statement = decode_strictly(payload, Statement, f"{place} (payload)")
     if digest_bytes(data) not in [one.digest.sha256 for one in statement.subject if one.name == name]:
         raise BundleError(
             f"'{name}' of '{folder}' was altered after it was signed", hint="do not use it: fetch it again"

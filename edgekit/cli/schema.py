@@ -24,7 +24,17 @@ def command(
       edgekit schema --json
     """
     schema = describe_file()
-    show_json({"schema_version": 1, "edgekit.toml": schema, "commands": _list_commands()} if as_json else schema)
+    if not as_json:
+        show_json(schema)
+        return YES
+    context = click.Context(group, info_name="edgekit")
+    known = {name: group.get_command(context, name) for name in sorted(COMMANDS)}
+    commands = {
+        name: {"help": COMMANDS[name], "parameters": [_describe(each) for each in entry.params]}
+        for name, entry in known.items()
+        if entry is not None
+    }
+    show_json({"schema_version": 1, "edgekit.toml": schema, "commands": commands})
     return YES
 
 
@@ -38,16 +48,6 @@ def describe_file() -> dict[str, Any]:
         "additionalProperties": False,
     }
     return schema
-
-
-def _list_commands() -> dict[str, Any]:
-    context = click.Context(group, info_name="edgekit")
-    found: dict[str, Any] = {}
-    for name in sorted(COMMANDS):
-        entry = group.get_command(context, name)
-        if entry is not None:
-            found[name] = {"help": COMMANDS[name], "parameters": [_describe(each) for each in entry.params]}
-    return found
 
 
 def _describe(parameter: click.Parameter) -> dict[str, Any]:

@@ -179,13 +179,19 @@ def collect_aar(parts: Sequence[Part], identity: Identity, workplace: Workplace)
 
 def _compile(sources: Mapping[str, Path | bytes], runtime: AppRuntime, work: Path) -> dict[str, Path | bytes]:
     """Compiles for Java 8, which every Android build takes; the same compiler gives the same bytes."""
+    home = os.environ.get("JAVA_HOME", "")
+    javac = (shutil.which(str(Path(home) / "bin" / "javac")) if home else None) or shutil.which("javac")
+    if javac is None:
+        raise MissingExtraError(
+            "an AAR holds compiled Java, and there is no javac here", hint="apt-get install openjdk-17-jdk-headless"
+        )
     for name, source in sources.items():
         place = work / "java" / name
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(source if isinstance(source, bytes) else source.read_bytes())
     (work / "classes").mkdir()
     brief = ("-J-XX:TieredStopAtLevel=1", "-J-XX:+UseSerialGC")  # the optimizing compiler costs more than it saves here
-    argv = [_find_javac(), *brief, "--release", "8", "-Xlint:-options", "-encoding", "UTF-8", "-proc:none"]
+    argv = [javac, *brief, "--release", "8", "-Xlint:-options", "-encoding", "UTF-8", "-proc:none"]
     argv += ["-implicit:none", "-classpath", str(runtime.classes), "-sourcepath", str(_JAVA / "platform")]
     argv += ["-d", str(work / "classes")]
     done = run_process([*argv, *(str(work / "java" / name) for name in sorted(sources))], timeout_s=300)
@@ -207,17 +213,6 @@ def _require_runtime(workplace: Workplace) -> AppRuntime:
             hint="edgekit devices install android",
         )
     return runtime
-
-
-def _find_javac() -> str:
-    home = os.environ.get("JAVA_HOME", "")
-    found = shutil.which(str(Path(home) / "bin" / "javac")) if home else None
-    found = found or shutil.which("javac")
-    if found is None:
-        raise MissingExtraError(
-            "an AAR holds compiled Java, and there is no javac here", hint="apt-get install openjdk-17-jdk-headless"
-        )
-    return found
 
 
 def report_store(variants: Sequence[Variant], runtime: AppRuntime) -> StoreReport:

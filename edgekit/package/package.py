@@ -47,19 +47,6 @@ from edgekit.package.variant import (
 )
 from edgekit.target import read_version
 
-
-def _measure_entries(entries: Mapping[str, Path | bytes]) -> dict[str, int]:
-    """Returns the bytes of every file, and of each file inside an AAR under `aar/`: an app gets these one by one."""
-    sizes: dict[str, int] = {}
-    for name, source in sorted(entries.items()):
-        if isinstance(source, Path) and name.endswith(".aar"):
-            with zipfile.ZipFile(source) as archive:
-                sizes |= {f"aar/{entry.filename}": entry.file_size for entry in archive.infolist()}
-        else:
-            sizes[name] = measure_content(source)
-    return sizes
-
-
 Kind = Literal["aar", "ort-package", "react-native", "swiftpm", "tar", "zip"]
 Collect = Callable[[Sequence[Part], Identity, Workplace], Mapping[str, Path | bytes]]
 
@@ -226,7 +213,14 @@ def package_group(group: Group, kind: Kind, out: Path) -> PackageReport:
 def _write(entries: Mapping[str, Path | bytes], kind: Kind, out: Path, **facts: Any) -> PackageReport:
     """Writes the package, and returns its report with these facts."""
     # Before anything is written, so that the report names what was to be packed.
-    files, sizes = {name: _digest(entries[name]) for name in sorted(entries)}, _measure_entries(entries)
+    files, sizes = {name: _digest(entries[name]) for name in sorted(entries)}, dict[str, int]()
+    for name, source in sorted(entries.items()):
+        if isinstance(source, Path) and name.endswith(".aar"):
+            # An app gets the files inside one by one.
+            with zipfile.ZipFile(source) as aar:
+                sizes |= {f"aar/{entry.filename}": entry.file_size for entry in aar.infolist()}
+        else:
+            sizes[name] = measure_content(source)
     archive = FORMS[kind].archive
     if archive is not None:
         write_archive(entries, out, archive)

@@ -186,7 +186,12 @@ def open_group(path: Path, *, key: Path | None = None) -> Group:
     listing = read_listing(path, GROUP, key)
     source = listing.source
     group = decode_strictly(listing.data, GroupManifest, source)
-    manifests = {name: _read_member(path, name, member, group) for name, member in group.members.items()}
+    manifests: dict[str, Manifest] = {}
+    for name, member in group.members.items():
+        require_folder_name(name, source)
+        manifest = manifests[name] = read_nested(path, f"{_MEMBERS}/{name}", member.manifest, source)
+        if (manifest.target, _find_model(name, manifest, group.shared)) != (group.target, member.model_file):
+            raise BundleError(f"'{source}' contradicts the manifest of '{name}'", hint="build the group again")
     if ":" in group.metric.name:
         # A metric `module:function` would import and run Python.
         words = f"'{source}' asks for the metric {group.metric.name[:200]!r}, code that no bundle may run"
@@ -227,15 +232,6 @@ def _interfaces(manifests: Mapping[str, Manifest]) -> dict[str, Interface]:
 def _find_model(member: str, manifest: Manifest, shared: Mapping[str, object]) -> str:
     """Returns the file of a member that an app loads, relative to `group.json`."""
     return _places(member, manifest, shared)[manifest.model_file]
-
-
-def _read_member(path: Path, name: str, member: Member, group: GroupManifest) -> Manifest:
-    source = str(path / GROUP)
-    require_folder_name(name, source)
-    manifest = read_nested(path, f"{_MEMBERS}/{name}", member.manifest, source)
-    if (manifest.target, _find_model(name, manifest, group.shared)) != (group.target, member.model_file):
-        raise BundleError(f"'{source}' contradicts the manifest of '{name}'", hint="build the group again")
-    return manifest
 
 
 def _list_files(group: GroupManifest, manifests: Mapping[str, Manifest]) -> dict[str, BundledFile]:
