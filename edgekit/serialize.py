@@ -85,7 +85,9 @@ def to_builtins(value: object) -> Any:
     """
     match value:
         case msgspec.Struct():
-            names = (*value.__struct_fields__, *_property_names(type(value)))
+            members = (member for base in reversed(type(value).__mro__) for member in vars(base).items())
+            properties = [name for name, it in members if isinstance(it, property) and not name.startswith("_")]
+            names = (*value.__struct_fields__, *properties)
             fields = {name: getattr(value, name) for name in names}
             return {name: to_builtins(field) for name, field in fields.items() if field is not msgspec.UNSET}
         case Mapping():
@@ -111,15 +113,6 @@ def escape_controls(text: str) -> str:
 def to_json(value: object) -> str:
     """Returns a value as JSON for people and scripts: indented, with a newline at the end, keys in their own order."""
     return msgspec.json.format(msgspec.json.encode(to_builtins(value)), indent=2).decode() + "\n"
-
-
-def _property_names(kind: type) -> list[str]:
-    return [
-        name
-        for base in reversed(kind.__mro__)
-        for name, member in vars(base).items()
-        if isinstance(member, property) and not name.startswith("_")
-    ]
 
 
 def _decode(data: bytes, kind: Any) -> object:

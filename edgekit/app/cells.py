@@ -20,7 +20,6 @@ from edgekit.jobs.group import build_group, read_group_file
 from edgekit.model.model import load_model
 from edgekit.progress import Progress, name_steps
 from edgekit.report.pages.html import render_build
-from edgekit.report.summary import BuildReport
 from edgekit.report.tables import headline_group
 from edgekit.report.text import describe_agreement, describe_evidence, headline_build
 from edgekit.serialize import to_json
@@ -85,9 +84,15 @@ def _build_model(app: App, cell: Cell, folder: Path, progress: Progress, kept: K
         time_budget_s=app.table.time_budget_s,
         progress=progress,
     )
-    if verify.enabled and (verify.names_devices or verify.require):
-        report = _verify_on(app, report, folder)
     (bundle,) = report.bundles
+    if verify.enabled and (verify.names_devices or verify.require) and bundle.path is not None:
+        found = verify_on(open_bundle(bundle.path), choose_for(app)) if verify.names_devices else bundle.verify
+        if found is not None:
+            found = require_devices(found, verify.require)
+        bundle = msgspec.structs.replace(bundle, verify=found)
+        report = msgspec.structs.replace(report, bundles=(bundle,), verified=True)
+        write_file(folder / "report.json", to_json(report).encode())
+        write_file(folder / "report.html", render_build(report).encode())
     return _describe(
         app,
         cell,
@@ -109,23 +114,6 @@ def _build_model(app: App, cell: Cell, folder: Path, progress: Progress, kept: K
 def forget_cell(app: App, cell: Cell) -> None:
     """Removes the result of a cell, so that it is built again."""
     shutil.rmtree(cell_folder(app, cell), ignore_errors=True)
-
-
-def _verify_on(app: App, report: BuildReport, folder: Path) -> BuildReport:
-    """Verifies the bundle on the devices that the app names, and rewrites the report with the result."""
-    (summary,), verify = report.bundles, app.table.verify
-    if summary.path is None:
-        return report
-    found = summary.verify
-    if verify.names_devices:
-        found = verify_on(open_bundle(summary.path), choose_for(app))
-    if found is not None:
-        found = require_devices(found, verify.require)
-    bundles = (msgspec.structs.replace(summary, verify=found),)
-    report = msgspec.structs.replace(report, bundles=bundles, verified=True)
-    write_file(folder / "report.json", to_json(report).encode())
-    write_file(folder / "report.html", render_build(report).encode())
-    return report
 
 
 def _describe(app: App, cell: Cell, bundle: Path | None, report: Path, **found: Any) -> CellResult:

@@ -93,6 +93,11 @@ def describe_contents(contents: Contents, golden: GoldenFacts, files: dict[str, 
     if not loadable:
         message = f"there is no model file in a form that target '{target.name}' loads"
         raise BundleError(message, hint="convert it first")
+    shares: dict[str, ProviderShare] = {}
+    for provider, taken in ((target.provider, True), (CPU_PROVIDER, False)):
+        # For the CPU target both rows are the same provider, which runs all nodes.
+        nodes = [each for each in contents.check.node_list if each.taken is taken or target.provider == CPU_PROVIDER]
+        shares[provider] = ProviderShare(nodes=len(nodes), macs=sum(node.macs for node in nodes))
     soc = target.socs.get(target.settings.get("soc_model", ""))
     return Manifest(
         **{key: read(target) for key, read in SAID_BY_TARGET.items()},
@@ -105,7 +110,14 @@ def describe_contents(contents: Contents, golden: GoldenFacts, files: dict[str, 
         inputs=_describe_inputs(contents),
         outputs=_describe_tensors(contents, contents.golden.outputs, read_outputs(contents.golden)),
         golden=golden,
-        placement=_describe_placement(contents.check, target, check),
+        placement=Placement(
+            nodes=contents.check.nodes,
+            taken=contents.check.taken,
+            partitions=contents.check.partitions,
+            taken_macs=contents.check.taken_macs,
+            providers=shares,
+            node_list=check,
+        ),
         ancestry=contents.ancestry,
         versions=dict(contents.versions),
         source_size_bytes=contents.source.size_bytes,
@@ -149,7 +161,14 @@ def _describe_tensors(
     is_input: bool = False,
 ) -> tuple[BundledTensor, ...]:
     """Returns what an app must know of inputs or outputs; the notes of the recipe come before what was found."""
-    ranges, tensors = _measure_ranges(samples), contents.recipe.tensors
+    ranges, tensors = dict[str, tuple[float, float]](), contents.recipe.tensors
+    for name, value in (pair for sample in samples for pair in sample.items()):
+        # JSON has neither infinity nor NaN; text has no range.
+        numbers = value[np.isfinite(value)] if value.dtype.kind == "f" else value
+        if value.dtype.kind in "fiub" and numbers.size:
+            low, high = float(numbers.min()), float(numbers.max())
+            known = ranges.get(name, (low, high))
+            ranges[name] = (min(low, known[0]), max(high, known[1]))
     noted = [(spec, tensors.get(spec.name, TensorNotes())) for spec in specs]
     return tuple(
         BundledTensor(
@@ -162,37 +181,6 @@ def _describe_tensors(
             postprocessing=None if is_input else notes.postprocessing,
         )
         for spec, notes in noted
-    )
-
-
-def _measure_ranges(samples: Samples) -> dict[str, tuple[float, float]]:
-    """Returns the least and largest finite number of each tensor; text and tensors without any have none."""
-    ranges: dict[str, tuple[float, float]] = {}
-    for sample in samples:
-        for name, value in sample.items():
-            # JSON has neither infinity nor NaN.
-            numbers = value[np.isfinite(value)] if value.dtype.kind == "f" else value
-            if value.dtype.kind not in "fiub" or not numbers.size:
-                continue
-            low, high = float(numbers.min()), float(numbers.max())
-            known = ranges.get(name, (low, high))
-            ranges[name] = (min(low, known[0]), max(high, known[1]))
-    return ranges
-
-
-def _describe_placement(check: CheckReport, target: Target, node_list: str) -> Placement:
-    shares: dict[str, ProviderShare] = {}
-    for provider, taken in ((target.provider, True), (CPU_PROVIDER, False)):
-        # For the CPU target both rows are the same provider, which runs all nodes.
-        nodes = [node for node in check.node_list if node.taken is taken or target.provider == CPU_PROVIDER]
-        shares[provider] = ProviderShare(nodes=len(nodes), macs=sum(node.macs for node in nodes))
-    return Placement(
-        nodes=check.nodes,
-        taken=check.taken,
-        partitions=check.partitions,
-        taken_macs=check.taken_macs,
-        providers=shares,
-        node_list=node_list,
     )
 
 

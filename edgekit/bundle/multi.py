@@ -205,18 +205,14 @@ def choose_variant(
     CPU first runs there.
     """
     for variant in index.variants:
-        if variant.provider in {*providers, CPU_PROVIDER} and _runs_on(variant, system, version, soc):
+        least = variant.systems.get(system)
+        runs_here = least is not None and (not variant.socs or soc in variant.socs)
+        is_new_enough = not least or read_version(version) >= read_version(least)
+        if variant.provider in {*providers, CPU_PROVIDER} and runs_here and is_new_enough:
             return Choice(variant=variant, provider=variant.provider)
     general = [variant for variant in index.variants if not variant.socs and "cpu" in variant.fallback]
     nearest = min(general, key=lambda variant: len(variant.fallback), default=None)
     return None if nearest is None else Choice(variant=nearest, provider=CPU_PROVIDER)
-
-
-def _runs_on(variant: Variant, system: str, version: str, soc: str) -> bool:
-    if system not in variant.systems or (variant.socs and soc not in variant.socs):
-        return False
-    least = variant.systems[system]
-    return not least or read_version(version) >= read_version(least)
 
 
 def _make_index(manifests: Sequence[tuple[Manifest, BundledFile]]) -> Index:

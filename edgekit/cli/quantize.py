@@ -16,7 +16,6 @@ from edgekit.errors import UsageError
 from edgekit.jobs.quantize import QuantizeOptions, plan_for, quantize_for
 from edgekit.quantize.ranges import METHODS
 from edgekit.recipe import INTEGER_PRECISIONS, PrecisionChoice, load_metric
-from edgekit.report.summary import QuantizeReport
 from edgekit.report.tables import describe_quantization
 
 # An option, the options that would have no effect beside it, and why.
@@ -89,7 +88,12 @@ def command(
         if out is None:
             raise UsageError("Missing option '--out'", hint="name the file to write, or give --plan-only")
         report = quantize_for(model, source, out, chosen, how, progress)
-    return _show(report, html, as_json=as_json)
+    if html is not None:
+        # Imported only if needed: importing all that pages show takes as long as quantizing a small network.
+        pages = importlib.import_module("edgekit.report.pages.html")
+        write_file(html, pages.render_quantization(report).encode())
+    show_json(report) if as_json else show_lines(describe_quantization(report))
+    return NO if report.met is False else YES
 
 
 def _refuse_idle(given: Mapping[str, object]) -> None:
@@ -100,15 +104,3 @@ def _refuse_idle(given: Mapping[str, object]) -> None:
             raise UsageError(f"--{option.replace('_', '-')} {why}", hint=f"leave out {unheard}")
     if given["state"] and given["max_drop"] is None:
         raise UsageError("--state keeps what a search tries", hint="add --max-drop PCT, or leave it out")
-
-
-def _show(report: QuantizeReport, html: Path | None, *, as_json: bool) -> int:
-    if html is not None:
-        # Imported only if needed: importing all that pages show takes as long as quantizing a small network.
-        pages = importlib.import_module("edgekit.report.pages.html")
-        write_file(html, pages.render_quantization(report).encode())
-    if as_json:
-        show_json(report)
-    else:
-        show_lines(describe_quantization(report))
-    return NO if report.met is False else YES

@@ -13,7 +13,6 @@ from edgekit.cli.screen import print_table, show_json, show_line, show_remarks, 
 from edgekit.cli.subjects import Devices, ModelOpening
 from edgekit.report import timing as text
 from edgekit.report.pages.tune_page import render_tuning
-from edgekit.tune.report import TuneReport
 from edgekit.tune.space import GOALS, Goal
 from edgekit.tune.tune import Tuning, tune_on
 
@@ -68,15 +67,13 @@ def command(
         report = tune_on(subject, choice, asked, opening, progress=progress)
     if html is not None:
         write_file(html, render_tuning(report).encode())
-    show_json(report) if as_json else _show(report)
-    return YES
-
-
-def _show(report: TuneReport) -> None:
-    """Prints the table of levels, the decisions, and what was chosen."""
+    if as_json:
+        show_json(report)
+        return YES
     if report.levels:
         print_table(text.table_levels(report))
     print_table(text.table_decisions(report))
     print_table(text.table_tried(report))
     show_line(text.headline_tuning(report))
     show_remarks(text.list_tuning_remarks(report))
+    return YES

@@ -162,7 +162,16 @@ def read_build_inputs(given: Model, data: Data, job: BuildJob) -> BuildInputs:
             job.kept.inputs[key] = inputs
     else:
         refuse_profiles(job.targets, inputs.source.inputs)
-    floats = {} if inputs.is_quantized else _find_floats(inputs.prepared, job)
+    floats: dict[str, str] = {}
+    graph = read_graph(inputs.prepared)
+    for target in () if inputs.is_quantized else job.targets:
+        precision = choose_precision(target, job.recipe.precision)
+        reason = explain_no_gain(graph, target, precision, partial(check_model, inputs.prepared, target))
+        if reason is not None and "fp32" in target.precisions:
+            # Told before the work begins.
+            job.progress(reason)
+            # A precision that the user asked for is never exchanged for another.
+            floats |= {target.name: reason} if job.recipe.precision == "auto" else {}
     return msgspec.structs.replace(inputs, floats=floats)
 
 
@@ -338,20 +347,6 @@ def _split_outputs(found: Checkpoint, cache: CalibrationCache) -> dict[bytes, Te
         return dict(known)
     cache.note(f"what is kept as '{OUTPUTS}' is not used: it does not fit this model")
     return {}
-
-
-def _find_floats(prepared: Model, job: BuildJob) -> dict[str, str]:
-    """Returns by target why integers would gain nothing, and shows it as progress before the work begins."""
-    found: dict[str, str] = {}
-    graph = read_graph(prepared)
-    for target in job.targets:
-        precision = choose_precision(target, job.recipe.precision)
-        reason = explain_no_gain(graph, target, precision, partial(check_model, prepared, target))
-        if reason is not None and "fp32" in target.precisions:
-            job.progress(reason)
-            # A precision that the user asked for is never exchanged for another.
-            found |= {target.name: reason} if job.recipe.precision == "auto" else {}
-    return found
 
 
 def _find_metric(data: Data, job: BuildJob) -> TaskLimit | None:

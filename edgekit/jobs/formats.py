@@ -19,7 +19,7 @@ from edgekit.errors import EdgekitError, ModelError, RuntimeRefusal
 from edgekit.model.model import Model, load_model, read_proto, save_proto
 from edgekit.model.tensors import Tensors
 from edgekit.prepare.clean import freeze_model, prepare_model
-from edgekit.progress import Progress, say_nothing
+from edgekit.progress import Progress
 from edgekit.quantize._ort_quantizer import quantize_dynamically
 from edgekit.quantize.apply import quantize_model
 from edgekit.quantize.calibration.calibrate import calibrate_model, open_float_graph
@@ -151,9 +151,7 @@ class FormatReport(msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[FormatRow, ...]
 
 
-def compare_formats(
-    model: Path, data: Data, recipe: Recipe, cpu: Cpu, progress: Progress | None = None
-) -> FormatReport:
+def compare_formats(model: Path, data: Data, recipe: Recipe, cpu: Cpu, progress: Progress) -> FormatReport:
     """Quantizes a float model in each format and compares the results.
 
     The formats are QDQ and QOperator, static and dynamic, per tensor and per channel. All use min-max ranges, so that
@@ -162,7 +160,6 @@ def compare_formats(
     Raises:
         EdgekitError: the model or the data is wrong, or ONNX Runtime refuses the float model.
     """
-    progress = progress or say_nothing
     with work_folder() as work:
         source = freeze_model(load_model(model), work / "frozen", recipe.freeze)
         prepared = prepare_model(source, work / "prepared.onnx", recipe.dims, may_stay_open=True)

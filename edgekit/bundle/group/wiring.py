@@ -198,30 +198,33 @@ def _judge_stage(stage: Stage, before: Mapping[str, Stage], members: Mapping[str
     if stage.state and not stage.repeat:
         yield "has state and runs once", "repeat = true"
     for source in list_sources(stage):
-        yield from _judge_source(source, before, members)
+        owner, tensor = split_source(source)
+        if owner == DATA:
+            if not tensor:
+                yield f"is fed from {source[:99]!r}", f"{DATA}.NAME is an input of the group"
+        elif owner not in before:
+            yield f"is fed from {source[:99]!r}, and no stage before it has that name", suggest_name(owner, before)
+        elif before[owner].repeat or before[owner].crop is not None:
+            yield f"is fed from '{owner}', which runs several times", "feed it from a stage that runs once"
+        elif tensor not in members[owner].outputs:
+            yield f"is fed from {source[:99]!r}, which is no output", suggest_name(tensor, members[owner].outputs)
     yield from _judge_outputs(stage, mine)
     for name in stage.feeds.keys() & mine.inputs.keys():
-        yield from _judge_feed(name, stage, members)
+        owner, tensor = split_source(stage.feeds[name])
+        spec, made = mine.inputs[name], members[owner].outputs.get(tensor) if owner in members else None
+        if made is None:
+            continue
+        sizes = zip(spec.shape or (), made.shape or (), strict=False)
+        differs = any(isinstance(size, int) and isinstance(own, int) and size != own for size, own in sizes)
+        # An initial state is cut to the size of its input; any other source must have that size.
+        if not fits(spec, made) or (name not in stage.state and differs):
+            yield f"feeds [{spec}] from [{made}]", "types and sizes must be the same"
 
 
 def _list_roles(stage: Stage) -> list[str]:
     """Returns the inputs that the stage fills itself: tokens, mask, positions, or the crop of a box."""
     text = () if stage.text is None else (stage.text.input, stage.text.mask, stage.text.positions)
     return [*filter(None, text), *(() if stage.crop is None else (stage.crop.input,))]
-
-
-def _judge_source(source: str, before: Mapping[str, Stage], members: Mapping[str, Interface]) -> Iterator[Fault]:
-    owner, tensor = split_source(source)
-    if owner == DATA:
-        if not tensor:
-            yield f"is fed from {source[:99]!r}", f"{DATA}.NAME is an input of the group"
-        return
-    if owner not in before:
-        yield f"is fed from {source[:99]!r}, and no stage before it has that name", suggest_name(owner, before)
-    elif before[owner].repeat or before[owner].crop is not None:
-        yield f"is fed from '{owner}', which runs several times", "feed it from a stage that runs once"
-    elif tensor not in members[owner].outputs:
-        yield f"is fed from {source[:99]!r}, which is no output", suggest_name(tensor, members[owner].outputs)
 
 
 def _judge_outputs(stage: Stage, mine: Interface) -> Iterator[Fault]:
@@ -252,18 +255,6 @@ def _can_fill(spec: TensorSpec, *, is_text: bool) -> bool:
     known = known[1:] if len(known) > 1 and not isinstance(known[0], int) else known
     known = known[:-1] if is_text and not isinstance(known[-1], int) else known
     return all(isinstance(dim, int) and dim > 0 for dim in known)
-
-
-def _judge_feed(name: str, stage: Stage, members: Mapping[str, Interface]) -> Iterator[Fault]:
-    owner, tensor = split_source(stage.feeds[name])
-    spec, made = members[stage.run].inputs[name], members[owner].outputs.get(tensor) if owner in members else None
-    if made is None:
-        return
-    sizes = zip(spec.shape or (), made.shape or (), strict=False)
-    differs = any(isinstance(size, int) and isinstance(own, int) and size != own for size, own in sizes)
-    # An initial state is cut to the size of its input; any other source must have that size.
-    if not fits(spec, made) or (name not in stage.state and differs):
-        yield f"feeds [{spec}] from [{made}]", "types and sizes must be the same"
 
 
 def resolve_wiring(wiring: Wiring, members: Mapping[str, Interface]) -> Wiring:
