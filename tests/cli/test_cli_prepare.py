@@ -1,6 +1,7 @@
 """`prepare` on the command line: the inputs an app wants, custom operators, and refusals that name what is valid."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,7 @@ def test_prepare_makes_the_interface_an_app_wants(tmp_path: Path, capsys: pytest
     ],
 )
 def test_prepare_refuses_what_does_not_exist(
-    tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, arguments: list[str], message: str, refused: Callable[..., str]
 ) -> None:
-    assert run_command(["prepare", str(MODEL), *arguments, "--out", str(tmp_path / "o/out.onnx")]) == 2
-    assert message in capsys.readouterr().err
+    assert message in refused("prepare", str(MODEL), *arguments, "--out", str(tmp_path / "o/out.onnx"))
     assert not list(tmp_path.glob("o/*"))
