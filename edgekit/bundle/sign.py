@@ -315,7 +315,7 @@ def _load_library() -> tuple[Any, Any]:
 def _load_private(key: Path) -> tuple[Any, str]:
     """Returns a private key, and the id of its public half."""
     serialization, ed25519 = _load_library()
-    private = _load_key(key, "private", lambda data: serialization.load_pem_private_key(data, password=None))
+    private: Any = _load_key(key, "private", lambda data: serialization.load_pem_private_key(data, password=None))
     if not isinstance(private, ed25519.Ed25519PrivateKey):
         raise UsageError(f"'{key}' is no Ed25519 private key", hint=_KEY_HINT)
     return private, _identify(private.public_key(), serialization)

@@ -48,8 +48,9 @@ class _Sample:
         self._made: dict[str, Tensors] = {DATA: inputs}
         self._read: dict[str, int] = {}
         self._classes: list[int] = []
-        start = self._rules["start"] if self._rules else []
-        self._tokens = [int(token) for token in self._find(start).flat] if isinstance(start, str) else [*start]
+        start: Any = self._rules["start"] if self._rules else []
+        begun: Any = self._find(start).flat if isinstance(start, str) else start
+        self._tokens = [int(token) for token in begun]
         if isinstance(start, str) and not self._tokens:
             raise PipelineError(f"a sample has no tokens in '{start}'", hint="a text begins with one token at least")
         self._first = len(self._tokens)
@@ -81,7 +82,7 @@ class _Sample:
             (outputs,) = yield stage["run"], [given]
             self._take(stage, outputs)
             state = {
-                name: _feed_back(specs[name]["shape"], given[name], outputs[output])
+                name: _feed_back(_list_sizes(specs[name]), given[name], outputs[output])
                 for name, output in stage["state"].items()
             }
         return {}
@@ -107,7 +108,7 @@ class _Sample:
             inputs[name] = self._find(source)
         for name in stage["state"]:
             # Zeros for one sample, with open dimensions of size 0.
-            shape = specs[name]["shape"] or ()
+            shape = _list_sizes(specs[name])
             sizes = [size if isinstance(size, int) else int(not axis) for axis, size in enumerate(shape)]
             zeros = np.zeros(sizes, specs[name]["dtype"])
             # An initial state may be longer than the input: the input takes its last rows.
@@ -148,7 +149,7 @@ class _Sample:
         """Returns the length of a stage's state on the axis on which it grows, initial padding included."""
         mine = self._members[stage["run"]]
         for name, output in stage["state"].items():
-            pairs = zip(mine["inputs"][name]["shape"] or (), mine["outputs"][output]["shape"] or (), strict=False)
+            pairs = zip(_list_sizes(mine["inputs"][name]), _list_sizes(mine["outputs"][output]), strict=False)
             for axis, (size, made) in enumerate(pairs):
                 # On the axis that grows, the open size differs from the output's; cross-attention keeps its length.
                 if axis and not isinstance(size, int) and size != made:
@@ -174,7 +175,12 @@ def _rows(member: str, name: str, outputs: Tensors) -> Any:
     return value.reshape(-1, value.shape[-1])
 
 
-def _feed_back(shape: Any, held: Any, output: Any) -> Any:
+def _list_sizes(spec: Table) -> list[Any]:
+    """Returns the size of each axis: a number, or the name of an open dimension, or None for one without a name."""
+    return list(spec["shape"] or ())
+
+
+def _feed_back(shape: list[Any], held: Any, output: Any) -> Any:
     """Returns the input of the next run: the last rows of an output, behind those of `held` if it is shorter.
 
     On an open axis the output counts as it is, and may grow.
@@ -189,20 +195,20 @@ def _feed_back(shape: Any, held: Any, output: Any) -> Any:
 
 def _find_length(specs: Table, name: str, given: Tensors) -> int | None:
     """Returns how many tokens an input takes: its own size, or that of its named dimension elsewhere; None for any."""
-    size = (specs[name]["shape"] or (0,))[-1]
+    size = [0, *_list_sizes(specs[name])][-1]
     if not isinstance(size, str):
         return size if size is None else int(size)
     named = {
         dim: int(value.shape[axis])
         for other, value in given.items()
-        for axis, dim in enumerate(specs[other]["shape"] or ())
+        for axis, dim in enumerate(_list_sizes(specs[other]))
         if isinstance(dim, str)
     }
     return named.get(size)
 
 
 def _place(spec: Table, values: list[int], length: int, pad: int, *, is_right: bool) -> Any:
-    sizes = [dim if isinstance(dim, int) else 1 for dim in (spec["shape"] or ())[:-1]]
+    sizes = [dim if isinstance(dim, int) else 1 for dim in _list_sizes(spec)[:-1]]
     array = np.full([*sizes, length], pad, spec["dtype"])
     array[..., slice(length - len(values), length) if is_right else slice(0, len(values))] = values
     return array
@@ -220,7 +226,7 @@ def cut_boxes(crop: Table, spec: Table, image: Any, boxes: Any, scores: Any) -> 
     if image.ndim != 4 or corners.ndim != 2 or corners.shape[1] != 4 or len(corners) != ranked.size:
         shapes = f"image {list(image.shape)}, boxes {list(boxes.shape)}, scores {list(scores.shape)}"
         raise PipelineError(f"no boxes can be cut out of {shapes}", hint="they are [1,C,H,W], [...,N,4] and [...,N]")
-    shape: list[Any] = list(spec["shape"] or ())
+    shape = _list_sizes(spec)
     if len(shape) != 4 or shape[1] != image.shape[1]:
         message = f"a picture {list(image.shape)} does not fit [{spec['name']}: {spec['dtype']}{shape}]"
         raise PipelineError(message, hint="as many channels, [1,C,H,W]")
