@@ -1,4 +1,4 @@
-"""Lets `mkdocs build` add the pages that are made from the code; mkdocs.yml names this file in `hooks`."""
+"""Lets `mkdocs build` add the pages that are generated from the code; mkdocs.yml names this file in `hooks`."""
 
 import re
 import shutil
@@ -18,7 +18,7 @@ _TARGET = re.compile(r"<!-- target (\w+) -->")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds the reference, all messages, and of each target the notes on where its facts come from."""
+    """Adds the reference, all messages, and for each target the notes on the sources of its facts."""
     notes = {f"targets/{path.parent.name}-notes.md": path.read_text() for path in ROOT.glob("targets/*/NOTES.md")}
     for path, text in {**render_reference(), "reference/messages.md": render_messages(), **notes}.items():
         files.append(File.generated(config, path, content=text))
@@ -26,17 +26,18 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:  # noqa: ARG001 - mkdocs' signature
-    """Puts the tables of a target where its page asks for them."""
+    """Inserts the tables of a target where its page asks for them."""
     return _TARGET.sub(lambda found: render_target(found[1]), markdown)
 
 
-# Browsers give a page that is opened from the file system no worker, in which the search would run: this stands in.
+# On a page that is opened from the file system, browsers start no worker, which the search needs: this file replaces
+# it.
 _SHIM = Path(__file__).parent / "docs/node_modules/iframe-worker/shim/index.js"
 _SHIM_URL, _SHIM_PLACE = "https://unpkg.com/iframe-worker/shim", "assets/javascripts/iframe-worker.js"
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:  # noqa: ARG001 - mkdocs' signature
-    """Takes from beside the pages what Material's offline plugin would fetch from elsewhere."""
+    """Replaces an address from which Material's offline plugin would load a script by a file next to the pages."""
     return output.replace(_SHIM_URL, "../" * page.url.count("/") + _SHIM_PLACE)
 
 
@@ -46,5 +47,5 @@ def on_post_template(output_content: str, template_name: str, config: Any) -> st
 
 
 def on_post_build(config: Any) -> None:
-    """Puts it beside the pages."""
+    """Copies that file next to the pages."""
     shutil.copy(_SHIM, Path(config["site_dir"]) / _SHIM_PLACE)

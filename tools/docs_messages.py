@@ -1,4 +1,4 @@
-"""Renders the page of all messages: each error with its next step, and the sentences of reports, room by room."""
+"""Renders the page of all messages: each error with its next step, and the sentences of reports, by room."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,7 +7,7 @@ from docs_texts import Message, list_messages
 
 from edgekit import errors
 
-# The page is long, which makes the search of the site rank its parts low: who pastes a message looks for this page.
+# The search of the site ranks parts of long pages low, but a user who pastes a message looks for this page.
 _HEAD = """---
 search:
   boost: 2
@@ -86,7 +86,7 @@ def _render_room(messages: Sequence[Message], title: str, page: str) -> Iterator
 
 
 def _code(text: str) -> str:
-    """Returns a message as code, as which it can be searched; one that holds code itself as prose."""
+    """Returns a message as code, so that it can be searched; as prose if it contains code itself."""
     return _prose(text) if "`" in text else f"`{_cell(text)}`"
 
 

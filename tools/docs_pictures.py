@@ -1,4 +1,4 @@
-"""Draws the pictures of HTML pages in docs/images anew, from the demo's model: `python tools/docs_pictures.py`.
+"""Draws the pictures of HTML pages in docs/images again, from the demo's model: `python tools/docs_pictures.py`.
 
 Needs chromium (`apt-get install chromium`). Each picture has 32 colours, so that it stays small.
 """

@@ -52,13 +52,13 @@ WRITTEN: Mapping[str, tuple[type, str]] = {
     "target.toml": (Target, "A target of your own: `--target FOLDER`. See [Add a target](../how-to/new-target.md)."),
     "plan.json": (QuantPlan, "`edgekit quantize --plan-only` prints it; edited, it comes back with `--plan FILE`."),
 }
-"""Files that a user writes or edits: what each holds and which option takes it."""
+"""Files that a user writes or edits, with their content and the option that takes each."""
 
 SCHEMAS = (
     "edgekit.toml", "recipe.toml", "group.toml", "preprocess.toml", "metric.toml", "devices.toml", "driver.toml",
     "plan.json",
 )  # fmt: skip
-"""Those of which there is a JSON Schema; a target.toml has keys that are set while it is read."""
+"""Those for which there is a JSON Schema; a target.toml has keys that are set while it is read."""
 
 REPORTS: Mapping[str, tuple[type, str]] = {
     "manifest.json": (Manifest, "In every bundle. `manifest.schema.json` in the package is its JSON Schema."),
@@ -81,7 +81,7 @@ REPORTS: Mapping[str, tuple[type, str]] = {
     "edgekit tune": (TuneReport, ""),
     "edgekit diff": (Delta, ""),
 }
-"""What edgekit writes or prints with `--json`: the value, and where else it stands."""
+"""Values that edgekit prints with `--json` or writes, and the files in which they are."""
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _HEAD = "<!-- made by tools/docs_reference.py -->\n"
@@ -132,7 +132,7 @@ def render_reference() -> dict[str, str]:
 
 
 def render_schema(title: str, kind: Any) -> str:
-    """Returns the JSON Schema of a file that a user writes, for editors that check TOML and JSON by one."""
+    """Returns the JSON Schema of a file that a user writes, with which editors check TOML and JSON."""
     whole = dict[Literal["device"], tuple[kind, ...]] if title == "devices.toml" else kind
     schema = msgspec.json.schema(whole)
     text = msgspec.json.encode({"$schema": _DIALECT, "title": title, **schema})
@@ -166,7 +166,7 @@ def _render_commands(root: click.Group) -> Iterator[str]:
 
 
 def _render_help(text: str) -> str:
-    """Returns a help text of click as Markdown: its examples become code."""
+    """Returns a help text of click as Markdown; its examples become code."""
     parts: list[str] = []
     for paragraph in inspect.cleandoc(text).split("\n\n"):
         if paragraph.startswith("\b"):
@@ -260,6 +260,6 @@ def render_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _escape(text: str, *, cell: bool = True) -> str:
-    """Returns prose with what Markdown would take for HTML, and for emphasis in a cell, written out."""
+    """Returns prose with the characters escaped that Markdown would read as HTML, or in a table cell as emphasis."""
     text = text.replace("<", "&lt;")
     return text.replace("*", r"\*") if cell else text

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def render_target(name: str) -> str:
-    """Returns what `target.toml` says of a target: parameters, quantization, files, session, verification, limits."""
+    """Returns the tables of a target: parameters, quantization, files, session, verification, limits."""
     target = load_target(name)
     return "\n".join((*_render_facts(target), *_render_session(target), *_render_proof(target)))
 

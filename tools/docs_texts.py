@@ -1,4 +1,4 @@
-"""The texts that the program may print, read from the syntax trees of `edgekit/`: no list of them can be out of date.
+"""Lists the texts that the program may print, from the syntax trees of `edgekit/`, so that the list is never outdated.
 
 `…` stands where the program puts a name or a number: f"there is no file '{path}'" is read as "there is no file '…'".
 """
@@ -31,7 +31,8 @@ _MAKERS = {
     "__init__": ("ModelError", 0),
     "PipelineError": ("DataError", 0),
 }
-"""What makes an error, by its name: the error's class, and which argument is the message; `hint` is a keyword."""
+"""The functions that make an error, by name: the error's class, and the argument with the message; `hint` is a keyword.
+"""
 _MOST_VARIANTS = 24
 _DEEPEST = 6
 
@@ -46,7 +47,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Raised(msgspec.Struct, frozen=True, kw_only=True):
-    """An error as the source makes it: the name of its class, and the expressions of message and hint."""
+    """An error in the source: the name of its class, and the expressions of message and hint."""
 
     kind: str
     message: ast.expr
@@ -60,7 +61,7 @@ def list_messages() -> tuple[Message, ...]:
     for file in sorted(PACKAGE.rglob("*.py")):
         parts = file.relative_to(PACKAGE).parts
         if "standalone" in parts:
-            continue  # Programs on the other side of a process: what they say comes back inside a message.
+            continue  # Programs that run in another process: their texts come back inside a message.
         room = parts[0] if len(parts) > 1 else ""
         has_sentences = room not in {"cli", ""} and "pages" not in parts
         found.update(dict.fromkeys(read_module(file.read_text(), room, has_sentences=has_sentences)))
@@ -68,7 +69,7 @@ def list_messages() -> tuple[Message, ...]:
 
 
 def read_module(source: str, room: str = "", *, has_sentences: bool = True) -> list[Message]:
-    """Returns the errors that a module makes, then the sentences in it that are part of none."""
+    """Returns the errors that a module raises, then its other sentences."""
     module = _Module(ast.parse(source))
     raised = list(dict.fromkeys(_list_errors(module, room)))
     known = {message.text for message in raised}
@@ -77,7 +78,7 @@ def read_module(source: str, room: str = "", *, has_sentences: bool = True) -> l
 
 
 def find_raises(tree: ast.AST) -> Iterator[Raised]:
-    """Yields each error that is made in a part of a module: what has a message, and a hint by its name."""
+    """Yields each error in a part of a module: calls with a message and a keyword `hint`."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
@@ -100,7 +101,7 @@ def _list_errors(module: "_Module", room: str) -> Iterator[Message]:
 
 
 class _Module:
-    """A module's functions and calls by their names, and the expressions that its names stand for."""
+    """A module's functions and calls by name, and the expressions that its names may have."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.nodes = list(ast.walk(tree))
@@ -147,7 +148,7 @@ class _Scope:
         return tuple(dict.fromkeys(text for node in nodes for text in self.spell(node, depth))) or (_ANY,)
 
     def _spell_part(self, part: ast.expr, depth: int) -> tuple[str, ...]:
-        """Returns the texts of a part of an f-string: `…` for a value, unless all that it may be is known."""
+        """Returns the texts of a part of an f-string: `…` for a value, unless all its possible values are known."""
         if not isinstance(part, ast.FormattedValue):
             return self.spell(part, depth)
         if not isinstance(part.value, (ast.Name, ast.Subscript)):
@@ -157,7 +158,7 @@ class _Scope:
         return texts if is_known else (_ANY,)
 
     def _find(self, node: ast.expr, depth: int) -> Sequence[ast.expr]:
-        """Returns the expressions of which an expression gives one: those of a name, or what a function returns."""
+        """Returns the expressions that an expression may be: those of a name, or the results of a function."""
         found: Sequence[ast.expr] = ()
         match node:
             case ast.Name(id=name):
@@ -177,7 +178,7 @@ class _Scope:
         return found
 
     def _pick(self, value: ast.expr, key: ast.expr, depth: int) -> Iterator[ast.expr]:
-        """Yields what an expression may hold under a key: an element of a tuple, any value of a mapping."""
+        """Yields the possible values of an expression's item: an element of a tuple, any value of a mapping."""
         match value, key:
             case ast.Tuple(elts=elements), ast.Constant(value=int(place)) if place < len(elements):
                 yield elements[place]
@@ -191,7 +192,7 @@ class _Scope:
 
 
 def _list_bindings(body: Sequence[ast.stmt]) -> dict[str, list[ast.expr]]:
-    """Returns the names that statements bind, with what each may stand for; `…` for an element of a loop."""
+    """Returns the names that statements bind, with their possible values; `…` for an element of a loop."""
     found: dict[str, list[ast.expr]] = {}
     for node in (inner for statement in body for inner in ast.walk(statement)):
         match node:
@@ -216,7 +217,7 @@ def _bind(target: ast.expr, value: ast.expr, found: dict[str, list[ast.expr]]) -
 
 
 def _list_imported_texts(module: ast.Module) -> dict[str, list[ast.expr]]:
-    """Returns the texts that a module takes from others of the package, by their names here."""
+    """Returns the texts that a module imports from other modules of the package, by their names here."""
     found: dict[str, list[ast.expr]] = {}
     for node in module.body:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("edgekit"):
@@ -228,7 +229,7 @@ def _list_imported_texts(module: ast.Module) -> dict[str, list[ast.expr]]:
 
 
 def _list_given(calls: Sequence[ast.Call], function: ast.FunctionDef) -> Iterator[tuple[str, ast.expr]]:
-    """Yields the parameters of a function with what calls of its module give for them."""
+    """Yields the parameters of a function, with the arguments that calls in its module give for them."""
     places = [given.arg for given in function.args.args]
     names = {*places, *(given.arg for given in function.args.kwonlyargs)}
     for call in calls:
@@ -242,7 +243,7 @@ def _list_results(function: ast.FunctionDef) -> list[ast.expr]:
 
 
 def _join(parts: list[tuple[str, ...]]) -> tuple[str, ...]:
-    """Returns each way to put the parts together; parts with too many texts become `…`."""
+    """Returns each combination of the parts; parts with too many texts become `…`."""
     if math.prod(map(len, parts)) > _MOST_VARIANTS:
         parts = [texts if len(texts) == 1 else (_ANY,) for texts in parts]
     joined = (re.sub(r"…(\s?…)+", _ANY, "".join(each)) for each in product(*parts))
@@ -254,7 +255,7 @@ _PROGRAM = re.compile(r"[\n\\<{}$^#]|\|\||&&|SELECT |CREATE |import |__|\(\?|--m
 
 
 def _list_sentences(module: _Module) -> Iterator[str]:
-    """Yields the texts of a module that read as a sentence: no docstring, no part of an error, no program."""
+    """Yields the texts of a module that read as a sentence, without docstrings, parts of errors and programs."""
     nodes = module.nodes
     silent = {id(inner) for node in nodes if _is_silent(node) for inner in ast.walk(node)}
     parts = (part for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values)

@@ -1,4 +1,4 @@
-"""Says in words what values a field of a struct takes, for the reference pages."""
+"""Describes the values of a struct's field in words, for the reference pages."""
 
 import enum
 import types
@@ -28,7 +28,7 @@ def type_hints(kind: Any) -> dict[str, Any]:
 
 
 def describe_type(hint: Any, *, links: bool) -> str:
-    """Returns what a field takes, in words; a struct by its name, which links to its table on the same page."""
+    """Returns the type of a field in words; a struct by its name, which links to its table on the same page."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Literal:
         return ", ".join(f"`{part}`" for part in parts)
@@ -68,7 +68,7 @@ def _describe_bounds(constraints: Sequence[object]) -> list[str]:
 
 
 def describe_default(field: msgspec.structs.FieldInfo) -> str:
-    """Returns the default of a field as JSON, "" where there is none and it must be given."""
+    """Returns the default of a field as JSON, "" if there is none and the field is required."""
     if field.required:
         return ""
     value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
@@ -77,7 +77,7 @@ def describe_default(field: msgspec.structs.FieldInfo) -> str:
 
 
 def list_properties(kind: type) -> dict[str, Any]:
-    """Returns what the properties of a value give, by their names: they are written into its JSON too."""
+    """Returns the types of a value's properties, by name: they are written into its JSON too."""
     found = {
         name: member
         for base in reversed(kind.__mro__)
@@ -88,7 +88,7 @@ def list_properties(kind: type) -> dict[str, Any]:
 
 
 def find_structs(roots: Sequence[type], *, computed: bool) -> list[type]:
-    """Returns each struct that the fields of some structs hold, at any depth; `computed`: their properties too."""
+    """Returns each struct in the fields of some structs, at any depth; with `computed` also in their properties."""
     found: dict[type, None] = {}
     waiting: list[Any] = list(roots)
     while waiting:

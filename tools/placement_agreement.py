@@ -8,17 +8,19 @@
 
     python tools/placement_agreement.py --target nnapi --shipped BUNDLES --shipped MORE_BUNDLES --work DIR
 
-QNN is asked through the plug-in provider of onnxruntime-qnn, one child process for each model; XNNPACK and NNAPI in
-Android's own binary of ONNX Runtime (`edgekit devices install android`), that for x86-64, which places alike; Core ML
-in the library for the iOS simulator (`edgekit devices install ios-sim`); OpenVINO and WebGPU through their plug-ins on
-this machine.
-With --shipped asked about are the files that `build` wrote for the target: quantized, halved, mixed, as they lie in
-the bundles below a folder (those of `make bench GROUP=corpus`, and any others), each with its own target's settings.
-Models and observations stay in DIR: a second run is quick. Agreement counts the nodes of models whose session could be
-made. A DQ whose name the change of the layout gave to another place is counted apart: the provider took a DQ of that
-name, and left what the model's DQ feeds. Sessions that fail are counted apart too, against the nodes that check calls
-fatal. With --known only models are asked about that hold an operator of rules.toml: which ones those are does not
-change with a target's settings.
+QNN is asked through the plug-in provider of onnxruntime-qnn, with one child process for each model; XNNPACK and NNAPI
+in Android's own library of ONNX Runtime (`edgekit devices install android`), in its build for x86-64, which places
+nodes in the same way; Core ML in the library for the iOS simulator (`edgekit devices install ios-sim`); OpenVINO and
+WebGPU through their plug-ins on this machine.
+
+With --shipped the tool examines the files that `build` wrote for the target (quantized, fp16, mixed) in all bundles
+below a folder, such as those of `make bench GROUP=corpus`, each with its own target's settings. Models and observations
+stay in DIR, so that a second run is quick.
+
+Agreement counts the nodes of models for which a session could be created. A DQ is counted apart if the layout change
+gave its name to a DQ at another place: the provider then took a DQ of that name, but not the reader of the model's DQ.
+Sessions that fail are counted apart too, and compared with the nodes that check calls fatal. With --known only models
+with an operator of rules.toml are examined: which models these are does not depend on a target's settings.
 """
 
 import argparse
@@ -49,7 +51,7 @@ from edgekit.model.model import load_model
 from edgekit.target import Target, load_target
 
 _TIMEOUT_S = 120.0
-# Which share of the nodes must agree.
+# The share of nodes that must agree.
 _SHIPPED = 0.999
 _LEAST = {"coreml": 0.998, "nnapi": 0.998, "openvino": 0.995, "qnn": 0.99, "webgpu": 0.995, "xnnpack": 0.998}
 # The device that asks the provider of a target in its own child process.
@@ -102,7 +104,7 @@ def main() -> int:
 
 
 def _find_shipped(folders: list[Path], target: str) -> Iterator[Bundle]:
-    """Yields the bundles of a target below some folders that hold a model as an ONNX file."""
+    """Yields the bundles of a target below some folders that contain an ONNX file of the model."""
     for folder in folders:
         for file in sorted(folder.rglob(f"*-{target}/manifest.json")):
             bundle = open_bundle(file.parent)
@@ -162,7 +164,7 @@ def _observe(path: Path, target: Target, work: Path, name: str) -> ObservedPlace
 
 
 def observe_qnn(path: Path, target: Target) -> ObservedPlacement:
-    """Returns where the plug-in provider puts each node, asked in a child process."""
+    """Returns the placement of each node by the plug-in provider, asked in a child process."""
     argv = [sys.executable, __file__, "--observe", str(path), "--soc", target.settings["soc_model"]]
     finished = run_process(argv, timeout_s=_TIMEOUT_S)
     if not finished.succeeded:
@@ -207,7 +209,7 @@ def _place_on_qnn(path: Path, soc: str) -> dict[str, Any]:
 
 
 def observe_release(path: Path, target: Target) -> ObservedPlacement:
-    """Returns where the provider in a release binary for phones, or in a wheel for this machine, puts each node."""
+    """Returns the placement of each node by the provider in a library for phones, or in a wheel for this machine."""
     device = find_device(_DEVICES.get(target.name, "android:x86_64"), target)
     try:
         return observe_placement(load_model(path), target, device, samples=0)
@@ -241,14 +243,14 @@ def _compare(report: CheckReport, seen: ObservedPlacement, tally: Tally, graph: 
 
 
 def _is_moved(name: str, graph: Graph, seen: ObservedPlacement) -> bool:
-    """Returns True for a DQ that feeds only what the CPU runs: that one has a DQ of another name in the session."""
+    """Returns True for a DQ that feeds only nodes on the CPU: it has another name in the session."""
     node = next(node for node in graph.nodes if node.name == name)
     readers = graph.consumers.get(node.output[0], ())
     return bool(readers) and all(seen.providers.get(reader.name) == CPU_PROVIDER for reader in readers)
 
 
 def _find_break(report: CheckReport, seen: ObservedPlacement) -> str:
-    """Returns how the provider splits or refuses a model, empty if it does neither."""
+    """Returns how the provider splits or refuses a model; empty if it does neither."""
     if seen.failure is not None:
         return f"refused: {seen.failure}"
     if report.wants_whole and (seen.partitions or 1) > 1:

@@ -12,7 +12,7 @@ Shape = tuple[int, ...]
 
 
 class Net:
-    """A network that grows node by node from one float input."""
+    """A network that is built node by node from one float input."""
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -40,7 +40,7 @@ class Net:
         self.known.append((f"{name}_y", shape))
 
     def proto(self) -> onnx.ModelProto:
-        """Returns the model; every value that nothing reads is an output."""
+        """Returns the model; every value without a reader is an output."""
         read = {name for node in self.nodes for name in node.input}
         outputs = [helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in self.known if n not in read]
         graph = helper.make_graph(self.nodes, "generated", self.inputs, outputs, self.constants)

@@ -1,4 +1,4 @@
-"""Models to measure placement on: onnx's node tests and light models, the zoo, and the zoo quantized."""
+"""Models for measuring placement: onnx's node tests and light models, the zoo, and the zoo quantized."""
 
 import contextlib
 import logging
@@ -20,7 +20,7 @@ ZOO = Path(__file__).parents[2] / "shared/zoo/models"
 ort: Any = onnxruntime
 MAX_OPSET = 26
 SEEDS = range(60)
-"""The seeds of the generated models that the rules were corrected with; others are held out."""
+"""The seeds of the generated models with which the rules were corrected; others are held out."""
 QUANTIZED = (
     "mobilenetv2_1.0_224_fp32", "squeezenet1.1_fp32", "vww_96_float", "kws_dscnn_float", "superres_core_224",
     "ultraface_rfb320", "ppocr_cls_mbv3", "fastestdet", "mnist_cnn_pytorch", "light_resnet50", "light_shufflenet",
@@ -35,7 +35,7 @@ HEAVY = ("light_vgg19", "light_bvlc_alexnet", "light_zfnet512")
 
 
 def write_models(sources: list[str], folder: Path, seeds: range = SEEDS) -> Iterator[Path]:
-    """Yields the prepared files of each source, leaving out what ONNX Runtime refuses; `seeds` make generated ones."""
+    """Yields the prepared files of each source, without those that ONNX Runtime refuses; `seeds` generate models."""
     ort.set_default_logger_severity(4)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore", RuntimeWarning)
@@ -51,9 +51,10 @@ def write_models(sources: list[str], folder: Path, seeds: range = SEEDS) -> Iter
 
 
 def prepare_proto(proto: onnx.ModelProto, path: Path) -> None:
-    """Writes the graph that a provider sees: dimensions fixed to 1, basic optimisation, a unique name for each node.
+    """Writes the graph that a provider sees: dimensions fixed to 1, basic optimization, a unique name for each node.
 
-    What a function becomes is folded when it is optimised again only, as a session does that loads the file.
+    The nodes that a function is expanded to are folded only by a second optimization, as in a session that loads the
+    file.
     """
     _fix_inputs(proto)
     for _ in range(2):
@@ -88,7 +89,7 @@ def _name_nodes(proto: onnx.ModelProto) -> None:
 
 
 def _node_tests(folder: Path) -> Iterator[tuple[str, onnx.ModelProto]]:
-    """Yields each node test, with its inputs but the first as constants too, and what quantizing makes of it."""
+    """Yields each node test, also with all inputs but the first as constants, and quantized."""
     source = folder / "node" / "_float"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -108,7 +109,7 @@ def _node_tests(folder: Path) -> Iterator[tuple[str, onnx.ModelProto]]:
             for scheme in ("u8s8", "s8s8"):
                 with contextlib.suppress(*_REFUSALS):
                     quantized = _quantize(source, scheme, f"{case.name}__{scheme}")
-                    # An operator that the quantizer leaves alone was asked for in float already.
+                    # If the quantizer leaves the operator alone, the float model has already been examined.
                     if not quantized.graph.node or any(
                         node.op_type == "QuantizeLinear" for node in quantized.graph.node
                     ):
@@ -122,7 +123,7 @@ def _freeze_inputs(proto: onnx.ModelProto, samples: Any) -> bool:
     for at in range(before - 1, 0, -1):
         sample = samples[at] if at < len(samples) else None
         if isinstance(sample, (list, dict)):
-            continue  # a sequence or an optional value is no initializer
+            continue  # a sequence or an optional value cannot be an initializer
         array = numpy_helper.to_array(sample) if isinstance(sample, onnx.TensorProto) else np.asarray(sample)
         value = proto.graph.input[at]
         if array.dtype.kind not in "fiub":
@@ -161,7 +162,7 @@ def _quantized_models(folder: Path) -> Iterator[tuple[str, onnx.ModelProto]]:
 
 
 def _quantize(source: Path, scheme: str, name: str) -> onnx.ModelProto:
-    """Returns a quantized model; an empty one where a run before has written it."""
+    """Returns a quantized model, or an empty one if an earlier run wrote it."""
     if source.with_name(f"{name}.onnx").exists():
         return onnx.ModelProto()
     out = source.with_suffix(".q")

@@ -1,8 +1,8 @@
-"""Writes the kernels of ONNX Runtime's CPU provider into `targets/cpu/rules.toml`, as the installed wheel lists them.
+"""Writes the kernels of ONNX Runtime's CPU provider, as the wheel lists them, into `targets/cpu/rules.toml`.
 
     python tools/refresh_cpu_kernels.py
 
-What stands above the marker in that file is written by hand and is kept.
+The part above the marker in that file is written by hand and is kept.
 """
 
 import importlib
@@ -21,9 +21,9 @@ NEWEST = 10_000
 DOMAINS = {"": "ai.onnx", "ai.onnx.ml": "ai.onnx.ml", "com.microsoft": "com.microsoft"}
 NAMES = {"float": "float32", "double": "float64"}
 LIMITED = ("qdq-uint8", "qdq-int8", "qdq-uint16", "qdq-int16", "qdq-uint4", "qdq-int4")
-"""A quantized unit runs in float where it has no kernel of its own, so it needs the float32 kernel only."""
+"""A quantized unit without an integer kernel runs in float, so it needs only the float32 kernel."""
 CAST = "cast"
-"""Stands among the types of a kernel that takes float16 only through casts to float32."""
+"""The marker among the types of a kernel that takes float16 only through casts to float32."""
 
 Key = tuple[str, int, int, tuple[str, ...]]
 
@@ -59,7 +59,7 @@ def list_kernels() -> Iterator[tuple[str, str, tuple[int, int, tuple[str, ...]]]
 
 
 def list_functions() -> Iterator[tuple[str, str, tuple[int, int, tuple[str, ...]]]]:
-    """Yields the operators without a kernel that ONNX defines as a function of others, which a session unfolds."""
+    """Yields the operators without a kernel that ONNX defines as functions of others, which a session expands."""
     kernels = {(kernel.domain, kernel.op_name) for kernel in state.get_all_opkernel_def()}
     schemas: Sequence[Any] = onnx.defs.get_all_schemas()
     for schema in schemas:
@@ -69,7 +69,7 @@ def list_functions() -> Iterator[tuple[str, str, tuple[int, int, tuple[str, ...]
 
 
 def first_types() -> Mapping[tuple[str, str], Sequence[str]]:
-    """Returns the names that an operator's first input has for its type, or the first output where it has no input."""
+    """Returns the names of the type of an operator's first input, or of its first output if it has no input."""
     found: dict[tuple[str, str], list[str]] = {}
     for schema in state.get_all_operator_schema():
         for parameter in list(schema.inputs)[:1] or list(schema.outputs)[:1]:
@@ -78,7 +78,7 @@ def first_types() -> Mapping[tuple[str, str], Sequence[str]]:
 
 
 def forms(types: Iterable[str]) -> tuple[str, ...]:
-    """Returns element types as check spells them; none where the kernel takes any."""
+    """Returns element types by the names that check uses; none if the kernel takes any."""
     plain = {plain_name(text) for text in types}
     if "float32" in plain:
         plain |= {*LIMITED, *(() if "float16" in plain else ("float16", CAST))}

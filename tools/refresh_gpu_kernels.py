@@ -1,9 +1,9 @@
-"""Writes the kernels of a provider of ONNX Runtime into `targets/NAME/rules.toml`, as its documentation lists them.
+"""Writes the kernels of a provider, as ONNX Runtime's documentation lists them, into `targets/NAME/rules.toml`.
 
     python tools/refresh_gpu_kernels.py ORT/docs/OperatorKernels.md --target cuda --target directml
 
-OperatorKernels.md is written by ONNX Runtime from its registrations, so it tells of providers that no machine here can
-load. What stands above the marker in the rules is written by hand and is kept.
+ONNX Runtime writes OperatorKernels.md from its registrations, so it covers providers that cannot be loaded on this
+machine. The part above the marker in the rules is written by hand and is kept.
 """
 
 import argparse
@@ -23,9 +23,9 @@ TARGETS = Path(__file__).parents[1] / "targets"
 MARKER = "# Below: the registered kernels, written by tools/refresh_gpu_kernels.py."
 HEADINGS = {"cuda": "CUDAExecutionProvider", "directml": "DmlExecutionProvider"}
 DOMAINS = {"ai.onnx": "", "com.microsoft": "com.microsoft"}
-# Where Q and DQ are grouped with the node between them, what it takes as float it also takes so.
+# Where Q and DQ form a unit with the node between them, the node is also taken with these types if it is in float.
 QUANTIZED = {"cuda": (), "directml": ("qdq-int8", "qdq-uint8")}
-# The first input of Where is the condition: check takes its type from the second.
+# The first input of Where is the condition, so check takes the type from the second.
 DATA_INPUTS = {"Where": 1}
 
 
@@ -40,7 +40,7 @@ class Kernel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main() -> None:
-    """Rewrites the lower part of the rules of each target asked for."""
+    """Rewrites the lower part of the rules of each named target."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", type=Path)
     parser.add_argument("--target", action="append", choices=sorted(HEADINGS), required=True)
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def write_rules(path: Path, kernels: Iterable[Kernel], source: str, quantized: Sequence[str] = ()) -> None:
-    """Replaces what stands below the marker of a `rules.toml`."""
+    """Replaces the part below the marker of a `rules.toml`."""
     kept = path.read_text(encoding="utf-8").partition(MARKER)[0]
     entries = render_ops(kernels, source, quantized)
     path.write_text(f"{kept}{MARKER}\n\n" + "\n\n".join(entries) + "\n", encoding="utf-8")
@@ -75,13 +75,13 @@ def read_table(text: str, provider: str) -> Iterator[Kernel]:
 
 
 def _read_version(text: str) -> tuple[int, int] | None:
-    # "13+" stands for 13 alone: a kernel without an end fits no newer version of its operator (kernel_registry.cc).
+    # "13+" means only 13: a kernel without an end version fits no newer version of its operator (kernel_registry.cc).
     found = re.fullmatch(r"\[(\d+), (\d+)\]|(\d+)\+?", text.strip())
     return None if found is None else (int(found[1] or found[3]), int(found[2] or found[3]))
 
 
 def render_ops(kernels: Iterable[Kernel], source: str, quantized: Sequence[str] = ()) -> list[str]:
-    """Returns one `[[op]]` entry for all operators whose kernels differ in nothing."""
+    """Returns one `[[op]]` entry for all operators whose kernels are equal."""
     by_op: dict[tuple[str, str], list[Kernel]] = defaultdict(list)
     for kernel in kernels:
         by_op[kernel.domain, kernel.op].append(kernel)
@@ -125,7 +125,7 @@ def _render(kernels: Sequence[Kernel], schemas: Sequence[Any], quantized: Sequen
     lines = [f"since = [{low}, {high}]"]
     lines += [f"forms = {json.dumps(sorted({kind for its in forms.values() for kind in its}))}"] if forms else []
     rules = _by_version(forms, known, lambda its: f'kind = "forms", allowed = {json.dumps(its)}') if forms else []
-    # One set for all versions is in `forms` already.
+    # If all versions have the same types, these are already in `forms`.
     rules = rules if len(set(forms.values())) > 1 else []
     for (side, at), its in sorted(others.items()):
         of = "" if side == "inputs" else 'of = "outputs", '

@@ -1,6 +1,6 @@
-"""Counts the house: lines of code, modules, functions with one caller. `python tools/shape.py [ROOT]`, or `make shape`.
+"""Counts lines of code, modules, and functions with one caller. `python tools/shape.py [ROOT]`, or `make shape`.
 
-Which module may import which is not held here but by import-linter's contracts in pyproject.toml. The counts are no
+Import-linter's contracts in pyproject.toml, not this program, say which module may import which. The counts are no
 limits: a module is a chapter that a person reads in one sitting, however long that is.
 """
 
@@ -16,7 +16,7 @@ BANNED_NAMES = frozenset({"utils", "util", "common", "helpers", "base", "core", 
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tree of modules amounts to; lines are of code, without blank lines, comments and docstrings."""
+    """The counts of a tree of modules; lines are lines of code, without blank lines, comments and docstrings."""
 
     modules: int
     median_module_lines: float
@@ -43,8 +43,8 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 def measure_shape(folder: Path) -> Shape:
     """Returns the counts of all Python modules below a folder.
 
-    A function counts as called from one place where its name is read once in the whole tree, an import not counted:
-    two functions of one name share their readers, so the share is a little too low.
+    A function counts as called from one place if its name is read once in the whole tree, apart from imports. Two
+    functions of the same name share their readers, so the share is slightly too low.
     """
     trees = {path: ast.parse(path.read_bytes()) for path in sorted(folder.rglob("*.py"))}
     lines = {path: _code_lines(tree) for path, tree in trees.items()}
@@ -63,7 +63,7 @@ def measure_shape(folder: Path) -> Shape:
 
 
 def find_banned_names(folder: Path) -> list[str]:
-    """Returns a line for each module whose name would let anything in."""
+    """Returns a line for each module whose name is so general that it excludes nothing."""
     paths = (path for path in sorted(folder.rglob("*.py")) if path.stem in BANNED_NAMES)
     return [f"{path}: a module named '{path.stem}' excludes nothing; name what it owns" for path in paths]
 
@@ -79,7 +79,7 @@ def _length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def _code_lines(tree: ast.Module) -> set[int]:
-    """Returns the lines on which something of the syntax tree begins or ends, docstrings apart."""
+    """Returns the lines on which a node of the syntax tree begins or ends, without docstrings."""
     docs = {
         id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     }

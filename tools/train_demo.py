@@ -2,8 +2,8 @@
 
 The model is a small MobileNetV2 (inverted residuals, depthwise convolutions, ReLU6, global pooling). The data is
 scikit-learn's digits, scaled to [0, 1], resized from 8x8 to 32x32 (bilinear) and split at random, stratified by digit,
-into three disjoint parts: evaluation, calibration and the rest for training. Nothing is selected by the evaluation
-split, but the same people wrote all three: the accuracy says nothing about other hands.
+into three disjoint parts: evaluation, calibration and the rest for training. The evaluation split is used for no
+choice. But the same people wrote the digits of all three parts, so the accuracy says nothing about other handwritings.
 
 Run it from a checkout. It takes two to three minutes on two cores; the same machine and packages give the same bytes:
 
@@ -74,7 +74,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Conv:
-    """A convolution with batch normalisation and, if `relu6`, an activation."""
+    """A convolution with batch normalization and, if `relu6`, an activation."""
 
     name: str
     inputs: int
@@ -153,7 +153,7 @@ def forward(params: Tree, moments: Tree | None, images: jax.Array) -> tuple[jax.
 
     Args:
         params: The trained arrays.
-        moments: Mean and variance for each batch normalisation; None takes those of this batch.
+        moments: Mean and variance for each batch normalization; None takes those of this batch.
         images: A batch [N,1,32,32].
 
     Returns:
@@ -178,7 +178,8 @@ def forward(params: Tree, moments: Tree | None, images: jax.Array) -> tuple[jax.
 def convolve(x: jax.Array, weight: jax.Array, conv: Conv) -> jax.Array:
     """Returns the convolution of NCHW images, padded so that stride 1 keeps the size.
 
-    A depthwise one is a sum of shifted images: XLA's own takes more than twice as long to train on a CPU.
+    A depthwise one is computed as a sum of shifted images, because XLA's own takes more than twice as long to train on
+    a CPU.
     """
     pad = conv.kernel // 2
     if conv.groups == 1:
@@ -198,13 +199,13 @@ def measure_moments(x: jax.Array) -> dict[str, jax.Array]:
 
 
 def fold_norm(layer: dict[str, jax.Array], moments: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Returns batch normalisation as a factor and an offset for each channel."""
+    """Returns batch normalization as a factor and an offset for each channel."""
     factor = layer["scale"] / jnp.sqrt(moments["variance"] + EPSILON)
     return factor, layer["shift"] - moments["mean"] * factor
 
 
 def augment(key: jax.Array, images: jax.Array) -> jax.Array:
-    """Returns the images, each turned, zoomed and shifted a little at random."""
+    """Returns the images, each rotated, zoomed and shifted a little at random."""
     limits = jnp.array([MAX_TURN, MAX_ZOOM, MAX_SHIFT, MAX_SHIFT])[:, None, None, None]
     turn, zoom, down, right = limits * jax.random.uniform(key, (4, len(images), 1, 1), minval=-1.0)
     cosine, sine = jnp.cos(turn) * (1 + zoom), jnp.sin(turn) * (1 + zoom)
@@ -248,7 +249,7 @@ def train_network(split: Split) -> tuple[Tree, Tree]:
 
 
 def shuffled_batches(count: int) -> Iterator[Array]:
-    """Yields the indices of each batch of the training; what fills no batch waits for the next epoch."""
+    """Yields the indices of each batch of the training; images that do not fill a batch wait for the next epoch."""
     generator = np.random.default_rng(SEED)
     for _ in range(EPOCHS):
         order = generator.permutation(count)
@@ -277,7 +278,7 @@ class GraphWriter:
 
 
 def build_graph(params: Tree, moments: Tree) -> onnx.GraphProto:
-    """Returns the network for one image, with batch normalisation folded into the convolutions."""
+    """Returns the network for one image, with batch normalization folded into the convolutions."""
     graph = GraphWriter()
     limits = [graph.add_array("relu6/min", 0.0), graph.add_array("relu6/max", 6.0)]
     x = INPUT

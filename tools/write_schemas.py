@@ -1,4 +1,4 @@
-"""Writes the JSON Schema of the package anew; a test says when that is due."""
+"""Writes the JSON Schema of the package; a test fails if it is out of date."""
 
 from edgekit._files import write_file
 from edgekit.bundle.manifest import SCHEMA_FILE, render_schema

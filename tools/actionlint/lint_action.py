@@ -1,6 +1,7 @@
 """Lints the steps of `action.yml` with actionlint: `python tools/actionlint/lint_action.py [FILE]`.
 
-actionlint reads workflows: the steps of a composite action become those of a job, its inputs those of a workflow.
+actionlint reads only workflows, so the steps of a composite action are written as those of a job, and its inputs as
+those of a workflow.
 """
 
 import subprocess
@@ -14,7 +15,7 @@ HERE = Path(__file__).parent
 
 
 def make_workflow(action: Path) -> str:
-    """Returns a workflow that does what a composite action does."""
+    """Returns a workflow with the same steps as a composite action."""
     given = yaml.safe_load(action.read_text())
     inputs = {
         name: {"type": "string", "default": entry.get("default", "")} for name, entry in given.get("inputs", {}).items()

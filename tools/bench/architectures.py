@@ -1,6 +1,6 @@
-"""Architectures of the field at their true size, with drawn weights: what counts is time and memory, not what they say.
+"""Well-known architectures at their true size with random weights: for measuring time and memory, not outputs.
 
-Weights are drawn so that values keep their size from layer to layer.
+Random weights are scaled so that the magnitude of activations stays the same from layer to layer.
 """
 
 import itertools
@@ -17,7 +17,7 @@ Inputs = Callable[[np.random.Generator], dict[str, Array]]
 
 
 class Architecture(msgspec.Struct, frozen=True, kw_only=True):
-    """A net, and what draws one sample for it."""
+    """A network, and a function that draws one sample for it."""
 
     net: Net
     draw: Inputs
@@ -43,7 +43,7 @@ def conv_net(nodes: int, *, channels: int = 32, side: int = 64) -> Architecture:
 
 
 def residual_net(*, side: int = 224, classes: int = 1000) -> Architecture:
-    """Returns ResNet-50 (arXiv:1512.03385, version 1.5: strides in the 3 x 3), normalisation folded into weights."""
+    """Returns ResNet-50 (arXiv:1512.03385, version 1.5: strides in the 3 x 3), normalization folded into weights."""
     net = Net("resnet50", 17, 50)
     net.inputs["image"] = (3, side, side)
     x = net.add("Relu", [net.conv("image", (3, 64), 7, stride=2)])
@@ -102,7 +102,7 @@ def attention(
 
 
 def transformer(net: Net, x: str, depth: int, sizes: tuple[int, int, int], mask: str = "") -> str:
-    """Adds blocks of attention and a hidden layer of four times the width, normalised before each."""
+    """Adds blocks of attention and a hidden layer of four times the width, each after a normalization."""
     width = sizes[1]
     for _ in range(depth):
         x = net.add("Add", [x, attention(net, layer_norm(net, x, width), sizes, mask)])
@@ -112,7 +112,7 @@ def transformer(net: Net, x: str, depth: int, sizes: tuple[int, int, int], mask:
 
 
 def encoder(depth: int, width: int, words: int, *, tokens: int = 128) -> Architecture:
-    """Returns a text encoder with a table of words and a classifier."""
+    """Returns a text encoder with an embedding table and a classifier."""
     net = Net(f"encoder{depth}x{width}", 17, width)
     net.inputs["ids"] = (tokens,)
     table = net.constant(net.rng.normal(0, 1, (words, width)).astype(np.float32))
@@ -192,8 +192,8 @@ def language_model(
 ) -> Architecture:
     """Returns a decoder that takes one token and a cache of `past` rows; the default has 98M parameters.
 
-    The head is tied to the table of words. The newest row stands last, and the mask hides what was not filled yet; what
-    is drawn is step by step, and begins again after so many `steps`.
+    The output layer shares the weights of the embedding table. The newest row is the last, and the mask hides rows that
+    are not filled yet. Samples are the consecutive steps of sequences of `steps` steps.
     """
     net, size = Net(f"lm{depth}x{width}", 17, width), 64
     heads = width // size
@@ -308,4 +308,4 @@ ARCHITECTURES: Mapping[str, Callable[[], Architecture]] = {
     "lm100m": language_model,
 }
 GROWING: tuple[int, ...] = (100, 200, 400, 800, 1600)
-"""Nodes of conv nets whose cost should grow with their number."""
+"""The numbers of nodes of convolutional networks for which the growth of the cost is measured."""

@@ -1,9 +1,9 @@
-"""Builds real models of ../shared/zoo for the four accelerators and prints what it costs and what comes out.
+"""Builds real models of ../shared/zoo for the four accelerators, and prints the cost of the builds and their results.
 
-`make bench`, or `python tools/bench/build_zoo.py [MODEL]... [--samples N]`. Time is given in seconds, as a ratio to
-plain float inference over the same samples in the same run, and in CPU seconds; memory is the peak of the whole process
-tree. On a busy machine emulators run fewer samples, as many as their time allows. edgekit is compiled to bytecode
-before, as it is where it was installed.
+`make bench`, or `python tools/bench/build_zoo.py [MODEL]... [--samples N]`. Time is given in seconds, in CPU seconds,
+and as a ratio to plain float inference over the same samples in the same run; memory is the peak of the whole process
+tree. On a busy machine emulators run as many samples as their time allows. edgekit is first compiled to bytecode, as in
+an installation.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def main() -> int:
     if not ZOO.is_dir():
         print(f"needs {ZOO}")
         return 2
-    # Processes that compile every module of edgekit again, where nothing may be kept, are no figure of the build.
+    # If bytecode cannot be stored, each process would compile every module again, and the figures would include that.
     subprocess.run([sys.executable, "-m", "compileall", "-q", str(ROOT / "edgekit")], check=True)
     return max(bench_model(name, args.samples) for name in args.models)
 
@@ -84,7 +84,7 @@ def repeat_samples(path: Path, count: int) -> None:
 
 
 def time_float(model: Path, data: Path) -> float:
-    """Returns the seconds that stock ONNX Runtime needs for the samples, one at a time."""
+    """Returns the seconds that plain ONNX Runtime needs for the samples, one at a time."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     session = onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
@@ -110,7 +110,7 @@ def run_measured(command: list[str]) -> tuple[float, int, str]:
 
 
 def watch_memory(child: "subprocess.Popen[str]", peaks: list[int]) -> None:
-    """Keeps the peak of the tree's proportional memory in `peaks[0]` until the child ends."""
+    """Updates `peaks[0]` with the proportional memory of the process tree until the child ends."""
     while child.poll() is None:
         peaks[0] = max(peaks[0], sum(map(own_memory, descendants(child.pid))))
         time.sleep(0.2)

@@ -1,11 +1,11 @@
-"""Time and memory of calibration against plain float inference over the same samples, in the same run.
+"""Compares time and memory of calibration with plain float inference over the same samples, in the same run.
 
     python tools/bench/calibrate_ratio.py [MODEL.onnx [DIM=SIZE]...] [--samples 256] [--method NAME]...
 
-Without a model: the ResNet-50 of the onnx package (random weights) and the MobileNetV2 of ../shared/zoo. Inputs are
-random images, and making them counts on neither side. "auto" measures what every rounding needs besides. Each
-measurement is a process of its own; wall and CPU seconds are compared with a plain pass that follows it, or on a busy
-machine, with `--interleaved`, with a plain run before each sample (then the peak is that of both).
+Without a model it measures the ResNet-50 of the onnx package (random weights) and the MobileNetV2 of ../shared/zoo.
+Inputs are random images; the time to make them is not counted. "auto" also measures the statistics for all kinds of
+rounding. Each measurement is a process of its own. Wall and CPU seconds are compared with a plain pass that follows, or
+on a busy machine, with `--interleaved`, with a plain run before each sample (then the peak memory is that of both).
 """
 
 import argparse
@@ -57,19 +57,19 @@ def clock() -> tuple[float, float]:
 
 
 def peak_memory() -> float:
-    """Returns the most memory that this process had, in MB; what `getrusage` says begins with its parent's."""
+    """Returns the peak memory of this process in MB; the value of `getrusage` would begin with the parent's."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
 def add_since(start: tuple[float, float], spent: list[float]) -> None:
-    """Adds one, and the wall and CPU seconds since `start`."""
+    """Adds to `spent` one sample, and the wall and CPU seconds since `start`."""
     for place, (begin, end) in enumerate(zip((0.0, *start), (1.0, *clock()), strict=True)):
         spent[place] += end - begin
 
 
 def read_timed(samples: Samples, spent: list[float]) -> Iterator[Tensors]:
-    """Yields samples; adds to `spent` how many there were, and what making them took."""
+    """Yields samples; adds to `spent` their number and the time to make them."""
     every, start = iter(samples), clock()
     for sample in every:
         add_since(start, spent)
@@ -78,7 +78,7 @@ def read_timed(samples: Samples, spent: list[float]) -> Iterator[Tensors]:
 
 
 def infer(model: Model, samples: Iterator[Tensors], spent: list[float]) -> Iterator[Tensors]:
-    """Yields samples after a plain run each; adds to `spent` how many there were, wall and CPU seconds."""
+    """Yields each sample after a plain run of it; adds to `spent` the number of samples, wall and CPU seconds."""
     session = CpuSession(model.path, SessionSettings())
     for sample in samples:
         start = clock()

@@ -1,11 +1,11 @@
-"""Seconds and memory of `edgekit check`, as whole processes, beside ONNX Runtime's own usability checker.
+"""Measures seconds and memory of `edgekit check` as a process, next to ONNX Runtime's own usability checker.
 
     python tools/bench/check_speed.py [--runs N]
 
-Checking MobileNetV2 (of ../shared/zoo, or the demo's) for every target is to take 0.5 s once Python has imported what
-it needs, and a whole process for VGG-19 (light_vgg19 of the onnx package, whose weights are 575 MB once they are made)
-2 s and 400 MB. Seconds are processor time, the least of N runs taken in turns, because other work on the machine
-lengthens the clock's. Prints a line a subject and a JSON line; returns 1 over a limit.
+The limits: checking MobileNetV2 (of ../shared/zoo, or the demo's model) for every target takes 0.5 s after Python's
+imports, and a whole process for VGG-19 (light_vgg19 of the onnx package, whose weights are 575 MB once they are
+generated) takes 2 s and 400 MB. Seconds are CPU time, the least of N interleaved runs, because other work on the
+machine lengthens wall time. It prints a line for each model and a JSON line, and returns 1 if a limit is exceeded.
 """
 
 import argparse

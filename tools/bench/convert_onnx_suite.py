@@ -1,8 +1,8 @@
 """Prepares and converts each node test and light model of the onnx package: `python convert_onnx_suite.py [NAME]`.
 
-Each model that ONNX Runtime loads is prepared, and written in both ORT styles; each file must load, and give what the
-model gives on the test's own inputs, for light models on inputs drawn at random. Prints a line for each that does not,
-and the counts. With a NAME only models whose name contains it are run.
+Each model that ONNX Runtime loads is prepared, and written in both ORT styles. Each file must load, and must return the
+model's outputs on the test's own inputs (light models: on random inputs). It prints a line for each file that does not,
+and the counts. With a NAME it runs only models whose name contains it.
 """
 
 import collections
@@ -69,7 +69,7 @@ STEPS: dict[str, Callable[[Model, Path], Path]] = {"prepare": _prepare, "full": 
 
 
 def list_cases() -> list[Any]:
-    """Returns the node tests with a model, without those that draw random numbers."""
+    """Returns the node tests that have a model, without those with random operators."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return [case for case in collect_testcases(None) if case.model is not None and not _is_random(case.model)]
@@ -81,7 +81,7 @@ def list_light() -> list[Path]:
 
 
 def check_case(case: Any, folder: Path) -> dict[str, str]:
-    """Returns what each step came to: "equal", "differs", or why it was refused; nothing if ORT does not run it."""
+    """Returns the result of each step: "equal", "differs", or why it was refused; empty if ONNX Runtime fails."""
     path = folder / "model.onnx"
     onnx.save(case.model, str(path))
     names = [value.name for value in case.model.graph.input]
@@ -90,9 +90,10 @@ def check_case(case: Any, folder: Path) -> dict[str, str]:
 
 
 def check_light(light: Path, folder: Path) -> dict[str, str]:
-    """Returns the same for a light model; it is prepared first, since its initializers are inputs (IR version 3).
+    """Returns the same for a light model, which is prepared first because its initializers are inputs (IR version 3).
 
-    ONNX Runtime folds some of these and leaves their inputs in the file, which then wants them of the caller.
+    ONNX Runtime folds some of these initializers, but leaves their inputs in the file, so the caller would have to give
+    them.
     """
     path = folder / "model.onnx"
     path.write_bytes(light.read_bytes())

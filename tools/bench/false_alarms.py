@@ -1,14 +1,14 @@
-"""Verifies honest runs of drawn networks and counts how often one is accused of lying.
+"""Verifies honest runs of random networks, and counts how often one is accused of lying.
 
     python tools/bench/false_alarms.py [--device host] [--networks 100] [--runs 10] [--seed 0] [--state FILE]
 
-Each network (perceptrons and convolutions; logits, chances, scores and images; one output value to 256) is built for a
-target and verified: first with its own golden samples, then with 2 to 64 others. `--device host` computes in this
-process with ONNX Runtime at one of its levels of optimisation; `qnn-htp-sim`, `android:x86_64` and others are the real
-devices, for the targets that they are of. Accused is a run that has a finding, whose output is said to follow other
-samples, or whose times or precision are doubted, and a bundle of which a file is said to be altered; figures below a
-limit are no accusation, and a run that the device refuses is none. At most one run in 1,000 may be. `--state` keeps
-what was done, so that the next call goes on from there.
+Each network (perceptrons and convolutions; outputs are logits, probabilities, scores or images, of one value to 256) is
+built for a target and verified: first with its own golden samples, then with 2 to 64 others. `--device host` computes
+in this process with ONNX Runtime at one of its optimization levels; `qnn-htp-sim`, `android:x86_64` and others are the
+real devices, for their own targets. An accusation is a finding about a run, the statement that its output follows other
+samples, a doubt about its times or precision, or the statement that a file of the bundle was altered. A figure below a
+limit is no accusation, and a run that the device refuses does not count. At most one run in 1,000 may be accused.
+`--state` stores the results, so that the next call continues from there.
 """
 
 import argparse
@@ -52,7 +52,7 @@ _SIZES = (2, 3, 4, 6, 8, 16, 32, 64)
 
 
 class Honest(msgspec.Struct, frozen=True, kw_only=True):
-    """Computes what it is given, and says of each node where it was predicted."""
+    """An honest device: computes its inputs, and reports each node at its predicted place."""
 
     level: Level
     name: str = "honest"
@@ -91,7 +91,7 @@ def _place(job: Job, *, taken: bool) -> str:
 def draw_network(rng: np.random.Generator, path: Path) -> tuple[int, ...]:
     """Saves a network with random weights, and returns the shape of its input."""
     head, classes = rng.choice(_HEADS), int(rng.choice([1, 1, 2, 2, 3, 10, 100, 256]))
-    # A softmax of one value is 1 whatever comes in, and ONNX Runtime's integer kernel makes 0 of it: a true finding.
+    # A Softmax over one value is always 1, but ONNX Runtime's integer kernel returns 0: that finding would be true.
     classes = max(2, classes) if head == "Softmax" else classes
     is_image = head == "image" or rng.random() < 0.5
     width, shape = int(rng.integers(4, 33)), (1, 3, 12, 12) if is_image else (1, 16)
@@ -135,14 +135,14 @@ def draw_network(rng: np.random.Generator, path: Path) -> tuple[int, ...]:
 
 
 def draw_samples(rng: np.random.Generator, shape: tuple[int, ...], count: int) -> Samples:
-    """Returns inputs around one that they have in common, from nearly the same to all different."""
+    """Returns inputs that vary around a common one, from nearly equal to completely different."""
     shared, spread = rng.normal(size=shape), float(rng.choice([0.1, 0.5, 1.0]))
     rows = [{"x": (shared + spread * rng.normal(size=shape)).astype(np.float32)} for _ in range(count)]
     return listed(rows)
 
 
 class Count(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of the runs of one network on one device: `told` are the accusations, a tuple for each run."""
+    """The results of the runs of one network on one device: `told` are the accusations, one tuple for each run."""
 
     device: str
     seed: int
@@ -152,7 +152,7 @@ class Count(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def verify_network(rng: np.random.Generator, name: str, runs: int, work: Path) -> Iterator[VerifyReport]:
-    """Yields the verifications of one drawn network."""
+    """Yields the verifications of one random network."""
     shape = draw_network(rng, work / "drawn.onnx")
     np.savez(work / "data.npz", x=np.stack([row["x"][0] for row in draw_samples(rng, shape, 48)]))
     recipe = Recipe(targets=(str(rng.choice(_TARGETS[name])),))
@@ -165,7 +165,7 @@ def verify_network(rng: np.random.Generator, name: str, runs: int, work: Path) -
         samples = draw_samples(rng, shape, int(rng.choice(_SIZES)))
         golden = make_golden(source, samples, work / f"golden{index}") if index else None
         device = find_honest(name, bundle, Level(rng.choice(list(Level))))
-        # The ONNX file where the target plans nothing for the device: the provider then does what it can.
+        # If the target plans no run on this device, it gets the ONNX file, of which the provider takes what it can.
         plan = (*bundle.manifest.verification, Verification(device=device.name, form="onnx", samples=64))
         manifest = msgspec.structs.replace(bundle.manifest, verification=plan)
         yield verify_bundle(msgspec.structs.replace(bundle, manifest=manifest), [device], golden=golden)
@@ -177,7 +177,7 @@ def find_honest(name: str, bundle: Bundle, level: Level) -> Device:
 
 
 def list_accusations(report: VerifyReport) -> Iterator[str]:
-    """Yields what an honest device or bundle is accused of."""
+    """Yields the accusations against an honest device or bundle."""
     yield from report.alterations
     for run in report.runs:
         yield from run.findings
@@ -186,7 +186,7 @@ def list_accusations(report: VerifyReport) -> Iterator[str]:
 
 
 def count_network(name: str, seed: int, runs: int) -> Count:
-    """Returns how often the runs of one network are accused; those that the device refused count as no run."""
+    """Returns how many runs of one network are accused; runs that the device refused are not counted."""
     done, refused, told = 0, 0, list[tuple[str, ...]]()
     with tempfile.TemporaryDirectory() as work:
         for report in verify_network(np.random.default_rng(seed), name, runs, Path(work)):
@@ -199,14 +199,14 @@ def count_network(name: str, seed: int, runs: int) -> Count:
 
 
 def read_state(path: Path | None) -> dict[tuple[str, int], Count]:
-    """Returns what was counted before, by device and seed."""
+    """Returns the stored counts, by device and seed."""
     lines = path.read_bytes().splitlines() if path is not None and path.exists() else []
     counts = [msgspec.json.decode(line, type=Count) for line in lines]
     return {(count.device, count.seed): count for count in counts}
 
 
 def main() -> int:
-    """Prints what was accused, and returns 1 where it is too much."""
+    """Prints the accusations, and returns 1 if there are too many."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("networks", 100), ("runs", 10), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)

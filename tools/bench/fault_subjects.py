@@ -1,4 +1,4 @@
-"""The models that faults are put into, made ready as the product makes them ready, and the faults in them."""
+"""Models for the tests of fault detection, prepared and deployed as edgekit does it, and faults in their layers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,14 +21,17 @@ from edgekit.quantize.weight_only.convert import convert_to_fp16
 from edgekit.target import Target, load_target
 
 _DRAWN = {"ppocr_cls_mbv3": (1, 3, 48, 192), "mnist8_cntk": (1, 1, 28, 28)}
-"""Models that the zoo has no inputs for, with the shape of drawn ones."""
+"""Models for which the zoo has no inputs, with the shape of their random inputs."""
 _UNPREPARED = frozenset({"silero_vad"})
-"""All of it lies in the two bodies of an If, of which no length of the input suits both: ONNX Runtime refuses the model
-where its dimensions are fixed, so that nothing is built from it. Faults go into the bodies of the float model."""
+"""Its whole graph is in the subgraphs of an If, and no input length suits both.
+
+So ONNX Runtime refuses the model if its dimensions are fixed, and no model is prepared from it. Faults are put into the
+subgraphs of the float model.
+"""
 
 
 class Subject(msgspec.Struct, frozen=True, kw_only=True):
-    """A float model made ready, with samples to learn from and to judge with."""
+    """A prepared float model, with samples for calibration and for verification."""
 
     name: str
     prepared: Model
@@ -38,7 +41,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def open_zoo(name: str, zoo: Path, work: Path) -> Subject:
-    """Returns a model of the zoo; dimensions that are open become those of the first sample."""
+    """Returns a model of the zoo; open dimensions get the sizes of the first sample."""
     source = load_model(zoo / "models" / f"{name}.onnx")
     if name in _UNPREPARED:
         learn, judge = (as_samples(read_inputs(zoo, name)[0], source, start) for start in (0, 1))
@@ -63,14 +66,14 @@ def open_zoo(name: str, zoo: Path, work: Path) -> Subject:
 
 
 def open_held_out(name: str, work: Path) -> Subject:
-    """Returns a model that no rule was made with."""
+    """Returns one of the models of held_out_models.py, from which no rule of the verification was made."""
     source = MODELS[name](work / f"{name}.onnx")
     prepared = fix_model(prepare_model(source, work / "prepared.onnx", {}), work / "fixed.onnx").model
     return Subject(name=name, prepared=prepared, learn=draw_inputs(prepared, 48, 1), judge=draw_inputs(prepared, 50, 2))
 
 
 def deploy(subject: Subject, form: str, work: Path) -> tuple[Model, Target]:
-    """Returns the model as it is deployed, with the target whose limits count: int8, fp16 or fp32."""
+    """Returns the deployed model (int8, fp16 or fp32), and the target whose limits apply."""
     target = load_target("nnapi" if form == "int8" else "coreml")
     if form == "fp32":
         return subject.prepared, target
@@ -83,7 +86,7 @@ def deploy(subject: Subject, form: str, work: Path) -> tuple[Model, Target]:
 
 
 class Seeded(msgspec.Struct, frozen=True, kw_only=True):
-    """A kind of fault on one layer of a graph: 0 is the model's own, others are bodies of its control flow."""
+    """A kind of fault in one layer of a graph; graph 0 is the main graph, others are subgraphs of control flow."""
 
     kind: str
     layer: str
@@ -92,7 +95,7 @@ class Seeded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def seed_faults(model: Model, faults: Mapping[str, Fault], layers: int) -> Iterator[tuple[Seeded, onnx.ModelProto]]:
-    """Yields each kind of fault on some layers, with the model that has it."""
+    """Yields each kind of fault in some layers, with the corrupted model."""
     proto = onnx.load(str(model.path))
     rng = np.random.default_rng(5)
     places = [place for place, _ in enumerate(iterate_graphs(proto.graph)) if place or list_layers(proto)]
@@ -109,7 +112,7 @@ def seed_faults(model: Model, faults: Mapping[str, Fault], layers: int) -> Itera
 
 
 def put_fault(proto: onnx.ModelProto, fault: Seeded, corrupt: Fault) -> bool:
-    """Puts a fault into a model; False where the layer has nothing to corrupt so."""
+    """Puts a fault into a model; returns False if the layer has nothing that this fault could corrupt."""
     view = view_graph(proto, fault.graph)
     if not corrupt(view, fault.layer, np.random.default_rng(fault.seed)):
         return False
@@ -118,7 +121,7 @@ def put_fault(proto: onnx.ModelProto, fault: Seeded, corrupt: Fault) -> bool:
 
 
 def view_graph(proto: onnx.ModelProto, place: int) -> onnx.ModelProto:
-    """Returns the model, or a copy of a body as a model of its own, its Constant nodes as initializers."""
+    """Returns the model, or a copy of a subgraph as a model, with its Constant nodes as initializers."""
     if place == 0:
         return proto
     view = onnx.ModelProto(opset_import=proto.opset_import)
@@ -137,6 +140,6 @@ def listed(rows: Sequence[Tensors]) -> Samples:
 
 
 def run_all(model: Model, samples: Samples) -> list[Tensors]:
-    """Returns the outputs of a model with every optimisation off."""
+    """Returns the outputs of a model with every optimization off."""
     session = CpuSession(model.path, SessionSettings(level=Level.DISABLED))
     return [session.run(sample) for sample in samples]

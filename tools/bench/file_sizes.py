@@ -1,10 +1,10 @@
-"""How large INT8 files are as a share of float, and what no QDQ file can do without.
+"""Prints the size of INT8 files relative to float files, and the least size that any QDQ file must have.
 
     python tools/bench/file_sizes.py [--targets qnn,xnnpack] [MODEL.onnx [DIM=SIZE]...]
 
-Without a model: those of ../shared/zoo and the demo's. The floor is 8-bit weights, their scales, 32-bit biases and the
-scales of these, nothing else: no node, no name, no shape, no zero point. Calibrated with two random samples, because
-sizes hardly depend on the data: "float" counts the nodes that stay float.
+Without a model it uses those of ../shared/zoo and the demo's. The least size is that of 8-bit weights, their scales,
+32-bit biases and the scales of these, without nodes, names, shapes and zero points. Calibration uses two random
+samples, because sizes hardly depend on the data. "float" counts the nodes that stay float.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Models that no rule of the verification was made with, built here: drawn weights, usual shapes."""
+"""Models with random weights and usual shapes from which no rule of the verification was made."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ _OPSET, _IR = 17, 9
 
 
 class _Net:
-    """A graph that grows node by node, with weights drawn as a trained model's: the channels differ in size."""
+    """A graph that grows node by node, with random weights whose channels differ in size, as in trained models."""
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -132,7 +132,7 @@ def make_recurrent(path: Path) -> Model:
 
 
 def make_detector(path: Path) -> Model:
-    """Saves a detector: depthwise blocks with squeeze and excite and hard swish, two scales joined, two heads."""
+    """Saves a detector: depthwise blocks with squeeze-and-excitation and HardSwish, two scales joined, two outputs."""
     net, width, levels = _Net(14), 16, list[str]()
     last = net.add("HardSwish", [net.norm(net.conv("x", 3, width, stride=2), width)])
     for out in (24, 32):
@@ -156,7 +156,7 @@ def make_detector(path: Path) -> Model:
 
 
 def make_mlp(path: Path) -> Model:
-    """Saves a perceptron over normalised features: LeakyRelu, Elu and PRelu between linear layers, 20 classes."""
+    """Saves a perceptron over normalized features: LeakyRelu, Elu and PRelu between linear layers, 20 classes."""
     net = _Net(15)
     mean, spread = (net.constant(net.rng.uniform(0.5, 1.5, 40).astype(np.float32)) for _ in range(2))
     last = net.add("Div", [net.add("Sub", ["x", mean]), spread])
@@ -169,7 +169,7 @@ def make_mlp(path: Path) -> Model:
 
 
 def make_gated(path: Path) -> Model:
-    """Saves a convolution over time, two GRU layers and a linear one at each step, 12 classes a step."""
+    """Saves a convolution over time, two GRU layers and a linear layer at each step, with 12 classes for each step."""
     net, hidden = _Net(16), 24
     weight = net.weigh((20, 10, 5), 50)
     last = net.add("Conv", ["x", weight, net.bias(20)], pads=[2, 2], kernel_shape=[5])
@@ -184,7 +184,7 @@ def make_gated(path: Path) -> Model:
 
 
 def make_unet(path: Path) -> Model:
-    """Saves a U-Net: two levels down by pooling and up by a transposed convolution and a Resize, 5 classes a pixel."""
+    """Saves a U-Net: two levels down by pooling, up by a transposed convolution and a Resize, 5 classes a pixel."""
     net, ways, last, width = _Net(17), list[tuple[str, int]](), "x", 1
     for out in (12, 24):
         last = net.add("Relu", [net.norm(net.conv(last, width, out), out)])
@@ -202,7 +202,7 @@ def make_unet(path: Path) -> Model:
 
 
 def make_grouped(path: Path) -> Model:
-    """Saves grouped convolutions with Clip, Sub and a padded AveragePool, and two heads: 10 classes and 4 numbers."""
+    """Saves grouped convolutions with Clip, Sub and a padded AveragePool, and two outputs: 10 classes and 4 numbers."""
     net, width = _Net(18), 24
     last = net.add("Sub", ["x", net.constant(net.rng.normal(scale=0.3, size=(1, 3, 1, 1)).astype(np.float32))])
     zero, six = (net.constant(np.array(value, np.float32)) for value in (0, 6))
@@ -231,7 +231,7 @@ MODELS: dict[str, Callable[[Path], Model]] = {
 
 
 def draw_inputs(model: Model, count: int, seed: int) -> Samples:
-    """Returns samples for a model: smooth noise with a level and a contrast of its own in each."""
+    """Returns samples for a model: smooth noise, each with its own level and contrast."""
     rng = np.random.default_rng(seed)
     spec = model.inputs[0]
     shape = tuple(dim for dim in spec.shape or () if isinstance(dim, int))

@@ -1,6 +1,7 @@
-"""Faults that are put into one layer of a deployed model: integers between Q and DQ, half precision or plain floats.
+"""Faults for one layer of a deployed model: with integers between Q and DQ, in half precision, or in float32.
 
-Each changes the model in place and returns True, or returns False where the layer has nothing to corrupt so.
+Each function changes the model in place and returns True, or returns False if the layer has nothing that it could
+corrupt.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ def find_node(proto: onnx.ModelProto, layer: str) -> onnx.NodeProto:
 def find_weight(
     proto: onnx.ModelProto, layer: str, place: int = 1
 ) -> tuple[onnx.NodeProto | None, onnx.TensorProto] | None:
-    """Returns a weight of a layer, and the DQ node in front of it if it has one; None where it has no such weight."""
+    """Returns a weight of a layer, and the DQ node before it if there is one; None if it has no such weight."""
     producers = {name: node for node in proto.graph.node for name in node.output}
     tensors = {tensor.name: tensor for tensor in proto.graph.initializer}
     node = next((node for node in proto.graph.node if node.name == layer), None)
@@ -46,7 +47,7 @@ def list_layers(proto: onnx.ModelProto) -> list[str]:
 
 
 def change_weight(proto: onnx.ModelProto, layer: str, change: Callable[[Array], Array | None], place: int = 1) -> bool:
-    """Changes a layer's weight as it is stored; False where it has none or it would stay the same."""
+    """Changes a layer's stored weight; returns False if it has none, or if it would stay the same."""
     found = find_weight(proto, layer, place)
     values = None if found is None else change(numpy_helper.to_array(found[1]).copy())
     if found is None or values is None or np.array_equal(values, numpy_helper.to_array(found[1])):
@@ -56,7 +57,7 @@ def change_weight(proto: onnx.ModelProto, layer: str, change: Callable[[Array], 
 
 
 def double_scale(proto: onnx.ModelProto, layer: str, _rng: np.random.Generator) -> bool:
-    """Doubles the scale of the layer's weight, or the weight where it has no scale."""
+    """Doubles the scale of the layer's weight, or the weight if it has no scale."""
     found = find_weight(proto, layer)
     if found is None:
         return False
@@ -122,7 +123,7 @@ def _flip(proto: onnx.ModelProto, layer: str, rng: np.random.Generator, bits: di
 
 
 def transpose_weight(proto: onnx.ModelProto, layer: str, _rng: np.random.Generator) -> bool:
-    """Writes the weight in another order of its axes."""
+    """Stores the weight with its axes in another order."""
 
     def change(values: Array) -> Array | None:
         if values.ndim < 2:
@@ -154,7 +155,7 @@ def overflow_half(proto: onnx.ModelProto, layer: str, _rng: np.random.Generator)
 
 
 def drop_bias(proto: onnx.ModelProto, layer: str, _rng: np.random.Generator) -> bool:
-    """Writes zeros over the layer's bias."""
+    """Sets the layer's bias to zeros."""
     if len(find_node(proto, layer).input) < 3:
         return False
     return change_weight(proto, layer, np.zeros_like, place=2)
@@ -173,7 +174,7 @@ def shift_padding(proto: onnx.ModelProto, layer: str, _rng: np.random.Generator)
 
 
 def change_axis(proto: onnx.ModelProto, layer: str, _rng: np.random.Generator) -> bool:
-    """Lets a Softmax run along the axis before the one that it should."""
+    """Lets a Softmax run along the axis before its own."""
     node = find_node(proto, layer)
     if node.op_type not in {"Softmax", "LogSoftmax"}:
         return False
@@ -244,7 +245,7 @@ FAULTS: dict[str, Fault] = {
     "bit flip": flip_bit,
     "wrong transpose": transpose_weight,
 }
-"""What the project promises to find."""
+"""The kinds of fault that edgekit promises to find."""
 
 HELD_OUT: dict[str, Fault] = {
     "middle bit flip": flip_middle_bit,
@@ -256,11 +257,11 @@ HELD_OUT: dict[str, Fault] = {
     "neighbour's weight": take_neighbour,
     "outputs swapped": swap_outputs,
 }
-"""What the rules were not made with."""
+"""Kinds of fault from which no rule was made."""
 
 
 def list_subjects(proto: onnx.ModelProto, fault: Fault) -> Iterator[str]:
-    """Yields the layers that a fault can be put into."""
+    """Yields the layers into which a fault can be put."""
     weighted = fault in FAULTS.values() or fault in {flip_middle_bit, take_neighbour}
     names = list_layers(proto) if weighted else [node.name for node in proto.graph.node if node.name]
     for name in names:

@@ -1,12 +1,12 @@
-"""What adb and ssh cost on loopback: 100 samples of 224x224x3 through a device, against a plain copy and the inference.
+"""Measures the cost of adb and ssh on loopback: 100 samples of 224x224x3, next to a plain copy and to inference.
 
     python tools/bench/link_overhead.py
 
-The machine side is the tests' own, with programs of this machine, so that the transport shows and not an emulator. The
-model is cheap for the same reason. "The inference" is the same job by the same runner on this machine without a link:
-its start, loading and running; the sum of the runner's own latencies alone is printed too. The ways run in turn,
-several times, because this machine may be busy; the least time of each counts. The files of the job are on the device
-already, as they are from the second run on.
+The remote side is the daemon of the tests, with programs for this machine, so that the connection is measured and not
+an emulator; the model is cheap for the same reason. "The inference" is the same job by the same runner on this machine
+without a connection: starting, loading and running; the sum of only the runner's latencies is printed too. The variants
+run in turn, several times, because this machine may be busy, and the least time of each counts. The files of the job
+are already on the device, as from the second run on.
 """
 
 import os
@@ -41,7 +41,7 @@ SHAPE = (1, 3, 224, 224)
 
 
 def main() -> int:
-    """Prints the ratio of each link, and returns 1 if one is above the limit."""
+    """Prints the ratio for each connection, and returns 1 if one is above the limit."""
     with tempfile.TemporaryDirectory(prefix="edgekit-link-") as name:
         folder = Path(name)
         job = _make_job(folder)
@@ -96,7 +96,7 @@ def _compare(name: str, device: Device, job: Job, copy: list[str], folder: Path)
 
 
 def _run(device: Device, job: Job, place: Path) -> float:
-    """Returns the seconds of inference in a run that must go well."""
+    """Returns the seconds of inference in a run, which must succeed."""
     place.mkdir()
     run = device.run_job(job, place)
     if run.failure is not None:

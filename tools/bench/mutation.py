@@ -1,13 +1,13 @@
-"""Would a test notice? Changes one operator, constant or step of a judge at a time and runs the tests beside it.
+"""Changes one operator, constant or statement of a checking module at a time, and runs its tests.
 
     python tools/bench/mutation.py [--sample 12] [--seed 0] [--budget 1800] [MODULE[:LINE] ...]
 
-A mutation is what a slip of the hand would be: a flipped or shifted comparison, `and` for `or`, a dropped term, another
-constant, a refusal that is left out. Each is made in a copy of the tree, one per run, drawn by the seed; a mutant is
-killed if a test fails or hangs. MODULE is a part of a path of the table below, such as `verify` or `history.py:213`.
-Messages, annotations, decorators and seeds stay as they are. A driver of our own: cosmic-ray 8 knows no sample, no
-budget and one test command for all, and changes the very tree that one works in; mutmut 3 leaves out constants outside
-functions and needs a run of all tests first.
+A mutation is a typical mistake: a flipped or shifted comparison, `and` for `or`, a dropped term, another constant, a
+check that is left out. Each is made in a copy of the tree, one for each run, drawn by the seed; a mutant is killed if a
+test fails or hangs. MODULE is a part of a path in the table below, such as `verify` or `history.py:213`. Messages,
+annotations, decorators and seeds are not changed. Existing tools did not fit: cosmic-ray 8 has no sampling, no time
+budget and only one test command, and changes the working tree; mutmut 3 leaves out constants outside functions, and
+needs a run of all tests first.
 """
 
 import argparse
@@ -33,9 +33,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = ("edgekit", "tests", "targets", "tools", "pyproject.toml", "README.md")
 SLOW_IMPORTS = ("numpy", "onnx", "onnxruntime", "PIL.Image", "rich.console", "jinja2", "click")
-"""What each run would import anew: two seconds that a forked child saves."""
+"""Modules that each run would import again: a forked child saves two seconds."""
 SLOWEST = 4.0
-"""A mutant that takes this many times as long as the right code hangs."""
+"""A mutant hangs if its tests take this many times as long as with the right code."""
 LEAST_KILLED = 0.85
 TESTS = {
     "verify/metrics/tensor_metrics.py": "verify/test_verify_metrics.py",
@@ -81,7 +81,7 @@ TESTS = {
     "devices/local/emulated.py": "devices/test_devices_emulated.py",
     "prepare/basic.py": "prepare/test_prepare_clean.py",
 }
-"""Judges, gates and numerics of `edgekit/`, each with the tests of `tests/` that are to hold it, fastest first."""
+"""Checks, gates and numerics of `edgekit/`, each with the tests that should notice a mutation, fastest first."""
 
 _OPERATORS: dict[type[ast.AST], tuple[type[ast.AST], ...]] = {
     ast.Lt: (ast.LtE, ast.GtE),
@@ -156,7 +156,7 @@ def _walk(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, ast.expr | ast.s
 
 
 def _is_kept(node: ast.AST) -> bool:
-    """Returns True for messages, seeds, and what only guards against slips: `zip(..., strict=True)`."""
+    """Returns True for messages, seeds, and guards against mistakes such as `zip(..., strict=True)`."""
     is_seed = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("default_rng")
     return isinstance(node, ast.JoinedStr) or is_seed or (isinstance(node, ast.keyword) and node.arg == "strict")
 
@@ -216,13 +216,13 @@ def _run_tests(root: Path, names: Sequence[str]) -> None:
 
 
 class Bench(msgspec.Struct, frozen=True):
-    """A copy of the tree in which the tests of a module are run, and how long they take with the right code."""
+    """A copy of the tree in which the tests of a module run, and their time with the right code."""
 
     root: Path
     seconds: dict[str, float]
 
     def run(self, module: str, limit_s: float) -> Outcome:
-        """Runs the tests of a module until the first that fails, for at most a time."""
+        """Runs the tests of a module until the first failure, or until a time limit."""
         child = multiprocessing.get_context("fork").Process(target=_run_tests, args=(self.root, TESTS[module].split()))
         child.start()
         child.join(limit_s)
@@ -235,7 +235,7 @@ class Bench(msgspec.Struct, frozen=True):
         return "killed" if child.exitcode else "survived"
 
     def measure(self, module: str) -> None:
-        """Runs the tests of a module against the right code; their time is the limit for its mutants."""
+        """Runs the tests of a module with the right code; their time sets the limit for its mutants."""
         start = time.monotonic()
         passed = self.run(module, 600.0) == "survived"
         self.seconds[module] = time.monotonic() - start if passed else math.inf
@@ -254,7 +254,7 @@ class Bench(msgspec.Struct, frozen=True):
 
 
 def draw(wanted: Sequence[str], sample: int, seed: int) -> dict[str, list[Mutation]]:
-    """Returns for each module that is asked for the changes to try: all of a line that is named, else a sample."""
+    """Returns the changes to try for each requested module: all changes of a line that is named, else a sample."""
     drawn = {}
     for module in TESTS:
         names = [name for name in wanted if name.split(":")[0].removeprefix("edgekit/") in module]
@@ -269,7 +269,7 @@ def draw(wanted: Sequence[str], sample: int, seed: int) -> dict[str, list[Mutati
 
 
 def try_all(bench: Bench, drawn: dict[str, list[Mutation]], budget_s: float) -> Iterator[tuple[Mutation, Outcome]]:
-    """Yields each change and what became of it, one of each module in turn, until the time is up."""
+    """Yields each change and its result, taking the modules in turn, until the time is over."""
     end = time.monotonic() + budget_s
     for turn in range(max(map(len, drawn.values()), default=0)):
         for module, mutations in drawn.items():
@@ -294,7 +294,7 @@ def show(tried: Sequence[tuple[Mutation, Outcome]]) -> float:
 
 
 def main() -> None:
-    """Draws, tries and prints; exits with 1 where too few are killed, or tests fail as they are."""
+    """Draws, tries and prints mutations; exits with 1 if too few are killed, or if tests fail without a mutation."""
     for name in SLOW_IMPORTS:
         importlib.import_module(name)
     parser = argparse.ArgumentParser()

@@ -1,4 +1,4 @@
-"""A writer of ONNX graphs with drawn weights."""
+"""A writer of ONNX graphs with random weights."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from edgekit.model.tensors import Array
 
 
 class Net:
-    """Collects nodes and constants in the order of execution; every tensor has the batch first."""
+    """Collects nodes and constants in execution order; the first axis of every tensor is the batch."""
 
     def __init__(self, name: str, opset: int, seed: int) -> None:
         self.name, self.opset = name, opset

@@ -1,4 +1,4 @@
-"""Faults beside the promised ones: what exporters, converters and hands get wrong. Data for `seeded_faults`."""
+"""Faults besides the promised ones: mistakes of exporters, converters and people. Data for `seeded_faults`."""
 
 from collections.abc import Callable
 
@@ -23,7 +23,7 @@ def swap_inputs(proto: onnx.ModelProto, layer: str, _rng: np.random.Generator) -
 
 
 def swap_joined(proto: onnx.ModelProto, layer: str, _rng: np.random.Generator) -> bool:
-    """Joins the first two inputs of a Concat in the other order."""
+    """Exchanges the first two inputs of a Concat."""
     node = find_node(proto, layer)
     if node.op_type != "Concat" or len(node.input) < 2 or node.input[0] == node.input[1]:
         return False
@@ -32,12 +32,12 @@ def swap_joined(proto: onnx.ModelProto, layer: str, _rng: np.random.Generator) -
 
 
 def clip_activation(proto: onnx.ModelProto, layer: str, _rng: np.random.Generator) -> bool:
-    """Halves the scale that the layer's result is rounded with, so that the larger half of its range is clipped."""
+    """Halves the scale of the layer's result, so that the larger half of its range is clipped."""
     return _rescale(proto, layer, 0.5, both=True)
 
 
 def double_activation(proto: onnx.ModelProto, layer: str, _rng: np.random.Generator) -> bool:
-    """Reads the layer's result with twice the scale that it was rounded with."""
+    """Dequantizes the layer's result with twice its scale."""
     return _rescale(proto, layer, 2.0, both=False)
 
 
@@ -90,7 +90,7 @@ def double_bias(proto: onnx.ModelProto, layer: str, _rng: np.random.Generator) -
 
 
 def change_operand(proto: onnx.ModelProto, layer: str, _rng: np.random.Generator) -> bool:
-    """Makes the float constant of an Add, Mul, Sub, Div, PRelu or of a normalization half as large again."""
+    """Multiplies the float constant of an Add, Mul, Sub, Div, PRelu or of a normalization by 1.5."""
     node = find_node(proto, layer)
     if node.op_type not in {"Add", "Mul", "Sub", "Div", "PRelu"} and not node.op_type.endswith("Normalization"):
         return False
@@ -128,7 +128,7 @@ def change_slope(proto: onnx.ModelProto, layer: str, _rng: np.random.Generator) 
 
 
 def count_padding(proto: onnx.ModelProto, layer: str, _rng: np.random.Generator) -> bool:
-    """Lets an AveragePool count its padding, or leave it out, where it should not."""
+    """Inverts count_include_pad of an AveragePool."""
     node = find_node(proto, layer)
     pads = next((list(item.ints) for item in node.attribute if item.name == "pads"), list[int]())
     if node.op_type != "AveragePool" or not any(pads):
@@ -139,7 +139,7 @@ def count_padding(proto: onnx.ModelProto, layer: str, _rng: np.random.Generator)
 
 
 def change_resize(proto: onnx.ModelProto, layer: str, _rng: np.random.Generator) -> bool:
-    """Takes the pixels of a Resize at other places."""
+    """Changes the coordinate transformation of a Resize."""
     node = find_node(proto, layer)
     if node.op_type != "Resize":
         return False
@@ -160,7 +160,7 @@ def reverse_time(proto: onnx.ModelProto, layer: str, _rng: np.random.Generator) 
 
 
 def move_reset(proto: onnx.ModelProto, layer: str, _rng: np.random.Generator) -> bool:
-    """Applies the reset gate of a GRU at the other place, as two frameworks do."""
+    """Applies the reset gate of a GRU at the other place; frameworks differ in this."""
     node = find_node(proto, layer)
     if node.op_type != "GRU":
         return False
@@ -170,7 +170,7 @@ def move_reset(proto: onnx.ModelProto, layer: str, _rng: np.random.Generator) ->
 
 
 def change_pool(proto: onnx.ModelProto, layer: str, _rng: np.random.Generator) -> bool:
-    """Takes the largest value in place of the mean, or the other way round."""
+    """Exchanges the maximum and the mean in pooling and reductions."""
     node = find_node(proto, layer)
     others = {"MaxPool": "AveragePool", "GlobalAveragePool": "GlobalMaxPool", "ReduceMean": "ReduceMax"}
     if node.op_type not in others or len(node.output) > 1:

@@ -1,17 +1,17 @@
-"""Peak memory of commands over the size of the model: `python peak_memory.py [90] [400] [1600] [3000] [--limit 8]`.
+"""Measures peak memory relative to a model's size: `peak_memory.py [90] [400] [1600] [3000] [--limit 8]`.
 
-With `--residual` each pair is added to what a LayerNormalization before it reads, as transformers are, so that a signal
-reaches the end, and the bundle is verified too.
+With `--residual` each pair of layers is added to the input of a LayerNormalization before it, as in transformers, so
+that a signal reaches the end; the bundle is verified too.
 
-`--table` measures plain `quantize`, which compares plans, of a table of words of so many MB before two such pairs.
+`--table` measures plain `quantize`, which compares plans, on an embedding table of so many MB before two such pairs.
 
-`--net NAME` measures plain `quantize` of a net of architectures.py instead, with `--samples` of them.
+`--net NAME` measures plain `quantize` of a network of architectures.py instead, with `--samples` samples.
 
-A model is a chain of hidden layers of so many MB; above 2 GB its weights lie in a file beside it. Each command is a
-process of its own: printed are its CPU seconds and its peak (`ru_maxrss`), which may be 1.2 times the model for
-`prepare` and `check` and twice for what quantizes, and 200 MB more for the interpreter and its libraries. With
-`--limit GB` no command may have more private memory than that (`RLIMIT_DATA`, which counts what is written to and not
-files that are mapped).
+A model is a chain of hidden layers of so many MB; above 2 GB its weights are in a file beside it. Each command is a
+process of its own. Its CPU seconds and its peak memory (`ru_maxrss`) are printed. The peak may be 1.2 times the model's
+size for `prepare` and `check`, and twice its size for commands that quantize, plus 200 MB for the interpreter and its
+libraries. With `--limit GB` no command may have more private memory than that (`RLIMIT_DATA`, which counts written
+memory and not mapped files).
 """
 
 import argparse
@@ -42,7 +42,7 @@ SHARES = {"prepare": 1.2, "check": 1.2, "quantize": 2.0, "int4": 2.0, "build": 2
 
 
 def make_chain(path: Path, size_mb: int, *, residual: bool) -> None:
-    """Writes pairs of MatMul with a Relu between; in a process of its own, whose memory a child would inherit."""
+    """Writes pairs of MatMul with a Relu between them, in a process of its own: a child would inherit its memory."""
     rng, data = np.random.default_rng(0), path.with_name(f"{path.name}.data")
     external, weights, nodes = size_mb >= EXTERNAL_FROM_MB, list[TensorProto](), list[onnx.NodeProto]()
     x = "x"
@@ -87,9 +87,9 @@ def make_chain(path: Path, size_mb: int, *, residual: bool) -> None:
 
 
 def make_table(path: Path, size_mb: int) -> None:
-    """Writes a table of words with two residual pairs behind it, whose weights lie in a file beside the graph."""
+    """Writes an embedding table followed by two residual pairs, whose weights are in a file beside the graph."""
     rng, rows = np.random.default_rng(0), max(1, round(size_mb * 1e6 / (4 * WIDTH * TABLE_ROWS))) * TABLE_ROWS
-    # Channels of unequal size behind the first normalization: they are equalized.
+    # Channels of unequal size after the first normalization, so that they are equalized.
     weights = [
         numpy_helper.from_array(np.exp(1.5 * rng.standard_normal(WIDTH)).astype(np.float32), "gain0"),
         numpy_helper.from_array(np.ones(WIDTH, np.float32), "gain1"),
@@ -125,7 +125,7 @@ def make_table(path: Path, size_mb: int) -> None:
 
 
 def measure_table(size_mb: int, samples: int, limit_bytes: int | None) -> bool:
-    """Prints a line for plain `quantize` of a large table; returns True if it stays within its share."""
+    """Prints a line for plain `quantize` of a large table; returns True if it stays below its limit."""
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_FOLDER")) as folder:
         model, data = Path(folder) / "model.onnx", f"{folder}/data.npz"
         subprocess.run([sys.executable, __file__, "--make-table", str(model), str(size_mb)], check=True)
@@ -136,7 +136,7 @@ def measure_table(size_mb: int, samples: int, limit_bytes: int | None) -> bool:
 
 
 def list_commands(model: Path) -> dict[str, list[str]]:
-    """Returns what is measured, by name."""
+    """Returns the commands to measure, by name."""
     folder = model.parent
     sized = ["--dim", "batch=1"]
     small = f"{folder}/int4/model.onnx"
@@ -170,7 +170,7 @@ def measure(arguments: list[str], limit_bytes: int | None) -> tuple[int, float, 
 
 
 def measure_model(size_mb: int, limit_bytes: int | None, options: argparse.Namespace) -> bool:
-    """Prints a line for each command on one model; returns True if all stay within their share."""
+    """Prints a line for each command on one model; returns True if all stay below their limits."""
     within = True
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_FOLDER")) as folder:
         model = Path(folder) / "model.onnx"
@@ -186,7 +186,7 @@ def measure_model(size_mb: int, limit_bytes: int | None, options: argparse.Names
 
 
 def measure_net(name: str, samples: int, limit_bytes: int | None) -> bool:
-    """Prints a line for plain `quantize` of an architecture; returns True if it stays within its share."""
+    """Prints a line for plain `quantize` of an architecture; returns True if it stays below its limit."""
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_FOLDER")) as folder:
         subprocess.run([sys.executable, __file__, "--make-net", folder, name, str(samples)], check=True)
         model, data = Path(folder) / "model.onnx", f"{folder}/data.npz"
@@ -195,7 +195,7 @@ def measure_net(name: str, samples: int, limit_bytes: int | None) -> bool:
 
 
 def show(name: str, arguments: list[str], size: int, limit_bytes: int | None) -> bool:
-    """Measures a command and prints a line of it; returns True if it stays within its share."""
+    """Measures a command and prints a line; returns True if it stays below its limit."""
     code, seconds, peak, line = measure(arguments, limit_bytes)
     fits = code == 0 and peak <= SHARES[name] * size + SPARE_BYTES
     share = (peak - SPARE_BYTES) / size
@@ -205,7 +205,7 @@ def show(name: str, arguments: list[str], size: int, limit_bytes: int | None) ->
 
 
 def main() -> int:
-    """Returns 1 if a command fails or takes more than its share."""
+    """Returns 1 if a command fails or exceeds its limit."""
     if sys.argv[1:2] in (["--make"], ["--make-residual"]):
         make_chain(Path(sys.argv[2]), int(sys.argv[3]), residual=sys.argv[1] == "--make-residual")
         return 0
@@ -225,7 +225,7 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=32, help="that calibrate and verify")
     options = parser.parse_args()
     limit = None if options.limit is None else int(options.limit * 1e9)
-    # All are measured, also behind one that takes too much.
+    # All are measured, even after one that exceeds its limit.
     within = [measure_net(name, options.samples, limit) for name in options.net]
     if options.table:
         within = [measure_table(size, options.samples, limit) for size in options.sizes]

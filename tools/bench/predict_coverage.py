@@ -1,14 +1,14 @@
-"""Holds the drop that is estimated without labels against the true one, over models, targets and bad plans.
+"""Compares the drop that is estimated without labels with the true one, over models, targets and bad plans.
 
     python tools/bench/predict_coverage.py [MODEL]... [--targets nnapi,qnn] [--json FILE] [--state DIR]
 
-Each labelled classifier of ../shared/zoo is quantized by plans that are good, bad and very bad: ranges that are too
-wide (bits lost) or too narrow (values clipped), one scale for all channels. `same` asks whether the interval from some
-samples holds the drop that labels show on these samples; `other` takes the interval from the calibration samples, as
-the command does, and the drop from samples that it never saw. The interval is of the drop over all samples of the kind,
-and so few labels have an error of their own: estimate and truth may lie apart by the root of the sum of the squares of
-both reaches. `bare` is `same` without the error of the labels. The goal is 90 %; interval_coverage.py has the labels
-that tell whether intervals are too wide.
+Each labelled classifier of ../shared/zoo is quantized by plans that are good, bad and very bad: with ranges that are
+too wide (bits lost) or too narrow (values clipped), or one scale for all channels. `same` asks whether the interval
+from some samples contains the drop that labels show on the same samples; `other` takes the interval from the
+calibration samples, as the command does, and the drop from other samples. The interval is for the drop over all samples
+of the kind, and a few labels have a sampling error of their own: so estimate and truth may differ by the root of the
+sum of the squares of both half-widths. `bare` is `same` without the error of the labels. The goal is 90 %;
+interval_coverage.py has enough labels to show whether intervals are too wide.
 """
 
 import argparse
@@ -43,7 +43,7 @@ SCALES = (0.25, 0.5, 0.75, 1.0, 2.0, 4.0, 8.0, 16.0)
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """One plan: what was estimated on two sets of samples, and what labels show on the second."""
+    """One plan: the estimates on two sets of samples, and what the labels of the second show."""
 
     model: str
     target: str
@@ -55,18 +55,18 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bare(self) -> bool:
-        """True if the interval holds the drop that labels show on its own samples."""
+        """True if the interval contains the drop that labels show on its own samples."""
         low, high = self.here.drop_interval or (0.0, 0.0)
         return low - 1e-9 <= (self.truth.drop_estimate or 0.0) <= high + 1e-9
 
     @property
     def same(self) -> bool:
-        """True if it holds that drop as far as so many labels tell it."""
+        """True if it contains that drop within the sampling error of the labels."""
         return _reaches(self.here, self.truth)
 
     @property
     def other(self) -> bool:
-        """True if the interval from other samples does."""
+        """True if the interval from other samples contains the drop."""
         return _reaches(self.elsewhere, self.truth)
 
     @property
@@ -148,7 +148,7 @@ def summarize(cases: list[Case], name: str) -> str:
     if not cases:
         return f"{name}: no case"
     errors = np.array([(case.here.drop_estimate or 0.0) - (case.truth.drop_estimate or 0.0) for case in cases]) * 100
-    # What a normal error is off by on average: sqrt(2 / pi) of its deviation.
+    # The mean absolute error of a normal distribution: sqrt(2 / pi) of its deviation.
     reaches = [np.ptp(case.truth.drop_interval or (0.0, 0.0)) / 2 for case in cases]
     doubt = 100 * float(np.mean(reaches)) / Z95 * (2 / np.pi) ** 0.5
     same, other, bare = (100 * float(np.mean([getattr(case, key) for case in cases])) for key in _COUNTED)
@@ -161,7 +161,7 @@ def summarize(cases: list[Case], name: str) -> str:
 
 
 def main() -> int:
-    """Benches the classifiers named on the command line, all of them by default."""
+    """Runs the benchmark for the classifiers named on the command line, by default for all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=list(CLASSIFIERS))
     parser.add_argument("--targets", default=",".join(int8_targets()))

@@ -2,10 +2,10 @@
 
     python tools/bench/quantize_onnx_suite.py [NAME] [--targets qnn,nnapi] [--every N] [--zoo] [--state DIR]
 
-Each float model is quantized as `edgekit quantize` does, for one of the targets after the other, with twelve samples
-drawn at random. It comes out quantized and loads, or it is refused in one line; anything else is a traceback, and the
-exit code 1. With a NAME only models whose name contains it are run, `--every` takes one of so many, and `--zoo` takes
-the models of ../shared/zoo instead.
+Each float model is quantized as by `edgekit quantize`, for the targets in turn, with twelve random samples. The result
+must be a quantized model that loads, or a refusal in one line; anything else is a traceback, and makes exit code 1.
+With a NAME only models whose name contains it are run, `--every N` takes every N-th, and `--zoo` takes the models of
+../shared/zoo instead.
 """
 
 import argparse
@@ -37,7 +37,7 @@ _FLOATS = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.Tens
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a model: "quantized", "refused" or "traceback", and the last line of why."""
+    """The result for a model: "quantized", "refused" or "traceback", and the last line of the reason."""
 
     name: str
     target: str
@@ -46,7 +46,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def list_models(*, zoo: bool) -> Iterator[tuple[str, Callable[[Path], Path]]]:
-    """Yields each model that takes floats, by name, and what writes it into a folder."""
+    """Yields each model with float inputs, by name, with the function that writes it into a folder."""
     if zoo:
         yield from ((path.stem, lambda _, path=path: path) for path in sorted((ZOO / "models").glob("*.onnx")))
         return
@@ -62,7 +62,7 @@ def _write(proto: onnx.ModelProto, folder: Path) -> Path:
 
 
 def try_model(name: str, target: str, place: Callable[[Path], Path]) -> Iterator[Outcome]:
-    """Yields what becomes of one model, nothing where its inputs are no tensors."""
+    """Yields the result for one model; nothing if its inputs are not tensors."""
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         try:

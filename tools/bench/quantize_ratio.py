@@ -1,11 +1,11 @@
-"""CPU seconds of plain `quantize` over those of ONNX Runtime's `quantize_static`, for architectures at true size.
+"""Compares the CPU seconds of `quantize` with ONNX Runtime's `quantize_static`, for architectures at true size.
 
     python tools/bench/quantize_ratio.py [NAME...] [--samples 32] [--target cpu] [--growth]
 
-ONNX Runtime's is MinMax and per channel, in QDQ form, with the same samples. Each measurement is a process of its own,
-and counts its CPU seconds whole; modules of both are compiled before, as an installed package is. The limit is 3. With
-`--growth` conv nets of 100 to 1,600 nodes are quantized, and the exponent of the CPU seconds in the number of nodes may
-be 1.2.
+ONNX Runtime's settings are MinMax and per channel, in QDQ form, with the same samples. Each measurement is a process of
+its own, and all of its CPU seconds count; the modules of both are compiled to bytecode before, as in an installation.
+The limit for the ratio is 3. With `--growth` convolutional networks of 100 to 1,600 nodes are quantized, and the
+exponent by which CPU seconds grow with the number of nodes may be 1.2.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def write_model(architecture: Architecture, folder: Path, samples: int) -> tuple
     np.savez(data, allow_pickle=False, **{name: np.stack([row[name] for row in rows]) for name in rows[0]})
     proto = architecture.net.to_onnx()
     for value in proto.graph.input:
-        # State is not drawn: a sequence begins with zeros.
+        # State is not random: a sequence begins with zeros.
         if value.name in rows[0] and rows[0][value.name].dtype == np.int64:
             value.type.tensor_type.elem_type = onnx.TensorProto.INT64
     onnx.save(proto, str(model))
@@ -58,7 +58,7 @@ def quantize_stock(model: Path, data: Path, out: Path) -> None:
 
 
 def compile_package() -> None:
-    """Writes the bytecode of edgekit's modules, as `pip install` does of ONNX Runtime's."""
+    """Compiles edgekit's modules to bytecode, as `pip install` does for ONNX Runtime's."""
     compileall.compile_dir(Path(__file__).parents[2] / "edgekit", quiet=1)
 
 
@@ -74,7 +74,7 @@ def measure(command: list[str]) -> tuple[float, float]:
 
 
 def compare(name: str, architecture: Architecture, samples: int, target: str) -> tuple[float, float]:
-    """Prints a line; returns the CPU seconds of edgekit and those over ONNX Runtime's."""
+    """Prints a line; returns edgekit's CPU seconds, and their ratio to ONNX Runtime's."""
     with tempfile.TemporaryDirectory() as folder:
         model, data = write_model(architecture, Path(folder), samples)
         out = Path(folder) / "quantized.onnx"

@@ -1,17 +1,16 @@
-"""Quantizes every labelled model of ../shared/zoo automatically and holds it against ONNX Runtime's own settings.
+"""Quantizes every labelled model of ../shared/zoo automatically, and compares it with ONNX Runtime's settings.
 
     python tools/bench/quantize_zoo.py [MODEL]... [--targets nnapi,nnapi:api_level=28] [--json FILE] [--no-ort]
         [--state DIR]
 
-What scores a model never calibrates it.
-`edgekit` is the automatic mode, `--max-drop 0.5`, without labels; `ORT` the best of all of ONNX Runtime's settings,
-picked by the very score that is printed, which favours it: so the interval of 95 % of that difference is one that holds
-for all settings at once. Two verdicts a row: `drop` is "ok" where at most
-half a point is lost (images: 0.15 dB) or the interval of the difference reaches that; `ORT` is "ok" where edgekit is
-not worse than the best setting, or not beyond the sampling error.
-`--state` keeps rows for as long as the code is the same, and what ONNX Runtime's settings score, by digests of model
-and data and its version: a run goes on, and a later one only repeats edgekit's part. Without targets (`--targets ""`)
-only that is filled. Returns 1 where a verdict is no.
+No sample is used both to score a model and to calibrate it. `edgekit` is the automatic mode, `--max-drop 0.5`, without
+labels. `ORT` is the best of all of ONNX Runtime's settings, chosen by the very score that is printed, which favours it;
+therefore the 95 % interval of that difference is one that holds for all settings at once. Each row has two verdicts:
+`drop` is "ok" if at most half a point is lost (images: 0.15 dB) or the interval of the difference reaches that; `ORT`
+is "ok" if edgekit is not worse than the best setting, or only within the sampling error. `--state` stores rows as long
+as the code stays the same, and the scores of ONNX Runtime's settings by the digests of model and data and its version:
+so an interrupted run continues, and a later one repeats only edgekit's part. Without targets (`--targets ""`) only the
+scores of ONNX Runtime are computed. It returns 1 if a verdict is no.
 """
 
 import argparse
@@ -49,14 +48,14 @@ from edgekit.verify.task_scores import TaskReport
 
 MAX_DROP = 0.5
 _Stock = tuple[str, list[Tensors], int]
-"""The best setting, its outputs, and among how many it was picked."""
+"""The best setting, its outputs, and the number of settings from which it was chosen."""
 
 _DB_OF_POINT = 0.3
-"""What a point is worth where the score is in decibels."""
+"""The equivalent of a point for scores in decibels."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One model on one target: scores, differences to the float model and to the best of ONNX Runtime, in points."""
+    """One model on one target: scores, and their differences in points to the float model and ONNX Runtime's best."""
 
     model: str
     target: str
@@ -80,7 +79,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def keeps(self) -> bool:
-        """True if the drop is small enough, or could be as far as the samples tell."""
+        """True if the drop is small enough, or could be within the sampling error."""
         return not self.failure and max(self.difference, self.interval[1]) >= -MAX_DROP
 
     @property
@@ -102,7 +101,7 @@ def read_target_name(target: str) -> tuple[str, dict[str, str]]:
 
 
 def score_outputs(task: ZooTask, path: Path, model: Model) -> list[Tensors]:
-    """Returns what a model gives for each scored sample, decoded."""
+    """Returns a model's decoded outputs for each scored sample."""
     session = CpuSession(path, SessionSettings())
     if task.stream:
         count = len(task.labels)
@@ -120,7 +119,7 @@ def read_scored(task: ZooTask, model: Model) -> Iterator[Tensors]:
 
 
 def in_memory(rows: list[Tensors]) -> Samples:
-    """Returns rows that are in memory as samples."""
+    """Returns rows of arrays as samples."""
     return Samples(source="zoo", count=len(rows), read=lambda: iter(rows))
 
 
@@ -134,7 +133,7 @@ def score(task: ZooTask, rows: list[Tensors]) -> float:
 def best_of_ort(task: ZooTask, model: Model, samples: Samples, work: Path, state: Path) -> _Stock | None:
     """Returns ONNX Runtime's best setting by the score of the task, None if all fail.
 
-    The file `state` keeps each setting's score, or why it gave no model, so that no run repeats another's work.
+    The file `state` stores each setting's score, or why it gave no model, so that no run repeats another's work.
     """
     found: dict[str, float | str] = json.loads(state.read_bytes()) if state.is_file() else {}
     outputs: dict[str, list[Tensors]] = {}
@@ -167,7 +166,7 @@ def best_of_ort(task: ZooTask, model: Model, samples: Samples, work: Path, state
 
 
 def stock_state(task: ZooTask, folder: Path) -> Path:
-    """Returns the file for scores of a model with its calibration, what scores it, and the version of ONNX Runtime."""
+    """Returns the file for a model's scores with some calibration data, scoring data and version of ONNX Runtime."""
     folder.mkdir(parents=True, exist_ok=True)
     facts = [onnxruntime.__version__, digest_file(task.model), task.limit.name, repr(task.dims)]
     facts += [repr(task.labels) if task.limit.name != "psnr" else ""]
@@ -246,7 +245,7 @@ def _points(report: TaskReport, value: float | None) -> float:
 
 
 def _interval(report: TaskReport, *, among: int = 1) -> tuple[float, float]:
-    """Returns the interval of a difference, which holds for so many differences at once (Bonferroni)."""
+    """Returns the interval of a difference, for so many differences at once (Bonferroni)."""
     middle = report.difference or 0.0
     low, high = report.interval or (middle, middle)
     wider = NormalDist().inv_cdf(1 - 0.025 / among) / Z95
@@ -269,7 +268,7 @@ def describe(row: Row) -> str:
 
 
 def _in_child(name: str, target: str, args: argparse.Namespace) -> Iterator[Row]:
-    """Benches a model on a target in a process of its own, so that its memory is its own."""
+    """Measures a model on a target in a process of its own, so that memory is counted separately."""
     command = [sys.executable, __file__, name, "--child", "--targets", target]
     command += ["--no-ort"] if args.no_ort else []
     command += ["--state", str(args.state)] if args.state else []
@@ -281,7 +280,7 @@ def _in_child(name: str, target: str, args: argparse.Namespace) -> Iterator[Row]
 
 
 def main() -> int:
-    """Benches the models named on the command line, all of them by default."""
+    """Runs the benchmark for the models named on the command line, by default for all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=list(TASKS))
     parser.add_argument("--targets", default=",".join(int8_targets()))

@@ -1,7 +1,7 @@
 """Builds the demo's bundles many times and counts distinct ones: `python reproducible.py [RUNS] [TARGET...]`.
 
 Each run is a process with its own folder, umask, PYTHONHASHSEED, environment size, number of CPUs, and, as root, user.
-The digests are those of the joined bundles, so every file of every target but the evidence counts.
+The digests are those of the joined bundles, so they cover every file of every target except the evidence.
 """
 
 import json
@@ -19,12 +19,12 @@ DEMO = Path(edgekit.__file__).parent / "demo"
 SAMPLES = "16"
 NOBODY = 65534
 PYTHONS = (sys.executable, "/usr/bin/python3")
-"""Another user may not be allowed to run the first, if it lies in a home."""
+"""Another user may not be allowed to run the first Python, if it is in a home folder."""
 MODULES = os.pathsep.join(path for path in sys.path if path.endswith("site-packages") or Path(path) == Path.cwd())
 
 
 def make_argv(out: Path, targets: list[str], run: int) -> list[str]:
-    """Returns the command of a run: its user and its CPUs differ from those of the run before."""
+    """Returns the command of a run, with another user and other CPUs than the run before."""
     wanted = [word for target in targets for word in ("--target", target)]
     files = [str(DEMO / "digits_mobilenet.onnx"), "--data", str(DEMO / "calibration.npz")]
     build = ["build", *files, "--samples", SAMPLES, "--no-verify", "--json", "--out", str(out)]
@@ -37,14 +37,14 @@ def make_argv(out: Path, targets: list[str], run: int) -> list[str]:
 
 
 def find_user(run: int) -> list[str]:
-    """Returns what makes a command run as another user: in every other run, where that can be done."""
+    """Returns the prefix that runs a command as another user: in every other run, if that is possible."""
     if os.geteuid() != 0 or not shutil.which("setpriv") or not run % 2:
         return []
     return ["setpriv", f"--reuid={NOBODY - run}", f"--regid={NOBODY}", "--clear-groups"]
 
 
 def can_run(argv: list[str]) -> bool:
-    """Says whether a Python starts and finds what edgekit stands on."""
+    """Says whether a Python starts and finds edgekit's dependencies."""
     env = {**os.environ, "PYTHONPATH": MODULES}
     done = subprocess.run([*argv, "-c", "import onnxruntime, onnx"], env=env, capture_output=True, check=False)
     return done.returncode == 0

@@ -1,6 +1,6 @@
-"""Rows of a bench kept in a folder, so that a run that was cut off goes on: `--state DIR`.
+"""Rows of a benchmark, stored in a folder so that an interrupted run continues: `--state DIR`.
 
-What was kept counts as long as edgekit's code and targets, and the programs of the benches, are the same to the byte.
+Stored rows are used as long as edgekit's code, the targets and the benchmarks are the same to the byte.
 """
 
 import argparse
@@ -21,12 +21,12 @@ Row = TypeVar("Row", bound=msgspec.Struct)
 
 
 def add_state_option(parser: argparse.ArgumentParser) -> None:
-    """Adds `--state` to the options of a bench."""
+    """Adds `--state` to the options of a benchmark."""
     parser.add_argument("--state", type=Path, metavar="DIR", help="keep what was measured, and go on from it")
 
 
 def resume_rows(state: Path | None, name: str, kind: type[Row], make: Callable[[], Iterable[Row]]) -> Iterator[Row]:
-    """Yields the rows that `make` gives under a name; those that were kept of all that this code gave before."""
+    """Yields the rows that `make` returns for a name, or the stored ones of an earlier run with the same code."""
     if state is None:
         yield from make()
         return
@@ -44,7 +44,7 @@ def resume_rows(state: Path | None, name: str, kind: type[Row], make: Callable[[
 
 @functools.cache
 def digest_code() -> str:
-    """Returns a digest of all that figures depend on here."""
+    """Returns a digest of everything on which figures depend."""
     digest = hashlib.sha256()
     for path in sorted(path for pattern in _CODE for path in _ROOT.glob(pattern)):
         digest.update(str(path.relative_to(_ROOT)).encode())

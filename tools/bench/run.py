@@ -1,6 +1,6 @@
-"""Runs the benches of a group, or all: `python tools/bench/run.py [accuracy|bytes|corpus|speed|...]...`.
+"""Runs the benchmarks of a group, or all: `python tools/bench/run.py [accuracy|bytes|corpus|speed|...]...`.
 
-`--list` shows what each proves. A bench that fails does not stop the others; the exit code is 1 if one did.
+`--list` shows what each proves. A benchmark that fails does not stop the others; the exit code is 1 if one failed.
 """
 
 import argparse
@@ -43,7 +43,7 @@ BENCHES = (
 
 
 def main() -> int:
-    """Runs the benches of the groups that were named."""
+    """Runs the benchmarks of the named groups."""
     groups = sorted({bench.group for bench in BENCHES})
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("groups", nargs="*", metavar="GROUP", help=", ".join(groups))
@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def run_bench(bench: Bench) -> int:
-    """Runs one bench and returns 1 if it failed."""
+    """Runs one benchmark and returns 1 if it failed."""
     print(f"== {bench.command}: {bench.proves}", flush=True)
     program, *words = bench.command.split()
     return int(subprocess.run([sys.executable, str(HERE / program), *words], check=False).returncode != 0)

@@ -1,15 +1,16 @@
-"""Corrupts one layer of a deployed model and asks verify which layer it was, and whether it notices.
+"""Corrupts one layer of a deployed model, and asks whether `verify` notices and names the layer.
 
     python tools/bench/seeded_faults.py [MODEL]... [--layers 3] [--forms int8,fp16,fp32] [--kinds all|promised]
                                         [--state FILE] [--zoo ../shared/zoo]
 
-For each model, kind of fault and some layers: does `compare_layers` name the layer, which explains and decides nothing;
-do the target's limits say no where 15 % of the first classes change, more than any of them grants; and does bisection
-on a device that gives nothing but outputs name the layer in at most 2 log2(N) runs. A clean model must pass. A fault
-that moves no output by more than -60 dB and is not named is no fault that anybody could notice: it does not count.
+For each model, each kind of fault and some layers there are three questions. Does `compare_layers`, which explains and
+decides nothing, name the layer? Do the target's limits say no if 15 % of the first classes change, which is more than
+any limit allows? On a device that returns only outputs, does bisection name the layer in at most 2 log2(N) runs? A
+clean model must pass. A fault that changes no output by more than -60 dB and is not named does not count, because
+nobody could notice it.
 
-With `--state` what is done is written down, model by model and form by form, and not done again: the table at the end
-is that of the whole file. Bisection is asked for the promised kinds in integers.
+With `--state` results are stored, model by model and form by form, and not computed again; the table at the end is that
+of the whole file. Bisection is tried for the promised kinds of fault in integers.
 """
 
 import argparse
@@ -65,7 +66,7 @@ _UNNOTICEABLE_DB = 60.0
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer to a question about a fault of a kind, right or not, with what was said."""
+    """The answer to a question about a kind of fault, right or wrong, with the message."""
 
     question: str
     kind: str
@@ -74,11 +75,11 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 State = dict[str, list[Answer]]
-"""What was found, by model and form."""
+"""The answers by model and form."""
 
 
 class Miscomputing(msgspec.Struct, frozen=True, kw_only=True):
-    """A device that gives nothing but outputs, and has the fault wherever the layer is in what it runs."""
+    """A device that returns only outputs, and has the fault whenever the layer is part of what it runs."""
 
     fault: Seeded
     name: str = "miscomputing"
@@ -116,7 +117,7 @@ def count_changed(clean: Sequence[Tensors], got: Sequence[Tensors]) -> float:
 def judge(
     subject: Subject, reference: Sequence[Tensors], got: Sequence[Tensors], target: Target, *, doubts: bool = False
 ) -> list[str]:
-    """Returns what the target's limits say against the outputs, with `doubts` also why nothing is proven."""
+    """Returns the findings by the target's limits about the outputs, with `doubts` also why nothing is proven."""
     readings = read_output_kinds(read_graph(subject.prepared), reference[:16], {})
     reports = compare_outputs(listed(reference), listed(got), readings)
     judges = (judge_output, doubt_output) if doubts else (judge_output,)
@@ -124,9 +125,9 @@ def judge(
 
 
 def names_layer(found: str | None, fault: Seeded, proto: onnx.ModelProto) -> bool:
-    """Returns True if the layer was named, or the node that the fault added to it, or one that shares its weight.
+    """Returns True if the report names the layer, the node that the fault added to it, or one that shares its weight.
 
-    Where two outputs are swapped either of their layers is right.
+    If two outputs are exchanged, either of their layers is right.
     """
     if found is None:
         return False
@@ -173,13 +174,13 @@ def measure_model(
 
 
 def measure_move(right: Sequence[Tensors], got: Sequence[Tensors]) -> float:
-    """Returns the least SQNR of an output with the fault against the clean one, minus 200 where it is not finite."""
+    """Returns the least SQNR of an output with the fault relative to the clean one; -200 if it is not finite."""
     reports = compare_outputs(listed(right), listed(got))
     return min((-200.0 if item.sqnr_db is None else item.sqnr_db for item in reports), default=-200.0)
 
 
 def bisect(clean: Model, target: Target, fault: Seeded, samples: Samples, words: str) -> Iterator[Answer]:
-    """Yields whether a device that gives nothing but outputs is found out in time, if its outputs show the fault."""
+    """Yields whether the fault of a device that returns only outputs is found in time, if its outputs show it."""
     job = Job(
         model=clean.path, target=target, precision="int8", outputs=clean.outputs, check=check_model(clean, target),
         samples=limit_samples(samples, 2),
@@ -194,7 +195,7 @@ def bisect(clean: Model, target: Target, fault: Seeded, samples: Samples, words:
 
 
 def print_table(title: str, rows: Mapping[str, Sequence[Answer]]) -> None:
-    """Prints right answers of all, a row for each key and a column for each question."""
+    """Prints the number of right answers, with a row for each key and a column for each question."""
     width = max(len(key) for key in (title, *rows))
     print(f"{title:<{width}}  " + "  ".join(f"{question:>9}" for question in _LEAST))
     for key, answers in rows.items():
@@ -204,7 +205,7 @@ def print_table(title: str, rows: Mapping[str, Sequence[Answer]]) -> None:
 
 
 def print_state(state: State) -> int:
-    """Prints the table of all that was found, and what went wrong; 1 where a share is below what is promised."""
+    """Prints the table of all answers and the wrong ones; returns 1 if a share is below the promise."""
     every = [answer for answers in state.values() for answer in answers]
     print_table("model and form", state)
     kinds = dict.fromkeys(answer.kind for answer in every)
@@ -222,7 +223,7 @@ def print_state(state: State) -> int:
 
 
 def main() -> int:
-    """Prints the shares and what went wrong; 1 where a share is below what the project promises."""
+    """Prints the shares and the wrong answers; returns 1 if a share is below what the project promises."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=(*DEFAULT, *MODELS))
     parser.add_argument("--layers", type=int, default=3)

@@ -1,4 +1,4 @@
-"""What ONNX Runtime's own static quantization makes of a model, in each of its settings."""
+"""The results of ONNX Runtime's own static quantization of a model, in each of its settings."""
 
 import importlib
 import itertools
@@ -13,7 +13,7 @@ from edgekit.data.samples import Samples, limit_samples
 from edgekit.model.model import Model
 
 _HISTOGRAM_BYTES = 300_000_000
-"""Of float activations, which ONNX Runtime's histogram methods keep several times over, all samples at once."""
+"""A limit for float activations, which ONNX Runtime's histogram methods keep several times, for all samples at once."""
 
 METHODS: Mapping[str, tuple[str, Mapping[str, float]]] = {
     "minmax": ("MinMax", {}),
@@ -25,7 +25,7 @@ _TYPES = {"u8u8": ("QUInt8", "QUInt8"), "u8s8": ("QUInt8", "QInt8"), "s8s8": ("Q
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """One of ONNX Runtime's settings, and the file it gave; `failure` says why there is none."""
+    """One of ONNX Runtime's settings, and the file that it gave; `failure` says why there is none."""
 
     name: str
     samples: int
@@ -36,7 +36,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 def quantize_stock(model: Model, samples: Samples, work: Path, wanted: Callable[[str], bool]) -> Iterator[Setting]:
     """Yields every setting: method x types x per tensor or channel, after ONNX Runtime's own preprocessing.
 
-    The histogram methods get fewer samples where all would not fit into memory. `wanted` chooses settings by name.
+    The histogram methods get fewer samples if all would not fit into memory. `wanted` chooses settings by name.
     """
     quantization: Any = importlib.import_module("onnxruntime.quantization")
     shape: Any = importlib.import_module("onnxruntime.quantization.shape_inference")
@@ -78,7 +78,7 @@ def quantize_stock(model: Model, samples: Samples, work: Path, wanted: Callable[
 
 
 def _activation_bytes(path: Path) -> int:
-    """Returns what the float tensors of one sample take together."""
+    """Returns the bytes of the float tensors of one sample."""
     graph = onnx.shape_inference.infer_shapes(onnx.load(str(path))).graph
     total = 0
     for value in graph.value_info:

@@ -1,19 +1,19 @@
-"""Stories of new users, from `edgekit init` to a package that a project of its own resolves, compiles and runs.
+"""Runs stories of new users, from `edgekit init` to a package that another project resolves, compiles and runs.
 
-    phone    a text detector as Paddle exports them (dynamic height and width under its names, HardSwish, HardSigmoid),
-             fed with JPEGs, some of them turned by their EXIF: XNNPACK, an AAR that Maven resolves and a JVM opens
-    board    a page-orientation net, images and labels: the CPU of a board, a tar that CMake builds and a program runs
-    python   a voice-activity net with recurrent state and an `If` on the sample rate: a tar that Python opens
-    react    the page-orientation net in an app of React Native: an npm package that tsc compiles and Node opens
+    phone    a text detector as Paddle exports it (dynamic height and width under Paddle's names, HardSwish,
+             HardSigmoid), with JPEGs, some rotated by their EXIF: XNNPACK, an AAR that Maven resolves and a JVM opens
+    board    a page-orientation network, with labels: the CPU of a board, a tar that CMake builds and a program runs
+    python   a voice-activity network with recurrent state and an `If` on the sample rate: a tar that Python opens
+    react    the page-orientation network in a React Native app: an npm package that tsc compiles and Node opens
     text     an encoder and a decoder that write text, as one group: a tar that Python opens
-    mend     a model that fails because the app's normalisation was forgotten: found by the first sentence, and mended
-    ci       a pipeline with the step of GitHub's action: it stops a damaged model, and keeps what did not change
+    mend     a model that fails because the app's normalization is missing: the first sentence says so
+    ci       a pipeline with the step of GitHub's action: it stops a damaged model, and keeps unchanged results
     script   the Python of the README, as it is copied
-    slips    what goes wrong on the way: each is one line that says what to do, exit code 2, and nothing is written
+    slips    frequent mistakes: each gives one line that says what to do, exit code 2, and nothing is written
 
-`python tools/bench/stories.py [STORY]...`. Each must come to its end with exit code 0; the seconds are those of the
-commands of edgekit, and of a second `edgekit run`, in which nothing is made. The last line of a story has its minutes,
-its CPU seconds, compilers and all, and its stumbles: what was otherwise than the story says.
+`python tools/bench/stories.py [STORY]...`. Each must end with exit code 0. The seconds are those of edgekit's commands,
+and of a second `edgekit run`, in which nothing is built. The last line of a story has its minutes, its CPU seconds
+including compilers, and its stumbles: whatever was different from the story.
 """
 
 import argparse
@@ -51,11 +51,11 @@ ORIENTATION = 0x0112
 
 
 class StoryError(Exception):
-    """A story does not come to its end."""
+    """A story could not be finished."""
 
 
 def main() -> int:
-    """Tells the stories that were named, or all."""
+    """Runs the named stories, or all."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("stories", nargs="*", metavar="STORY", help=", ".join(STORIES))
     chosen = options.parse_args().stories or list(STORIES)
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def tell(name: str) -> int:
-    """Tells a story, prints what it took, and returns its stumbles."""
+    """Runs a story, prints its cost, and returns its stumbles."""
     before, start, stumbles = count_cpu(), time.monotonic(), 0
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -101,7 +101,7 @@ def tell_phone(work: Path) -> None:
     (resolved,) = (local / "edgekit").rglob("*.aar")
     unpack_archive(resolved, work / "aar")
     (runtime,) = (local / "com" / "microsoft" / "onnxruntime").rglob("onnxruntime-1.29.0.jar")
-    # The project: a class of its own in the package of the loader, as a test of an app has it.
+    # The app's project: a class of its own in the loader's package, as an app's test would have it.
     source = (ROOT / "tests" / "package" / "standalone" / "Check.java").read_text()
     (work / "Check.java").write_text(source.replace("package edgekit.loader;", "package edgekit.models.det;"))
     path = os.pathsep.join(map(str, (work, work / "aar" / "classes.jar", runtime)))
@@ -129,7 +129,7 @@ def tell_board(work: Path) -> None:
 
 
 def tell_python(work: Path) -> None:
-    """A recurrent net, opened by Python."""
+    """A recurrent network, opened by Python."""
     onnx.save(make_voice(), work / "vad.onnx")
     rng = np.random.default_rng(3)
     sound = rng.normal(size=(64, 1, 512)).astype(np.float32)
@@ -147,7 +147,7 @@ def tell_python(work: Path) -> None:
 
 
 def tell_react(work: Path) -> None:
-    """A classifier in an app of React Native; ONNX Runtime for Node stands for the plug-in, whose API is the same."""
+    """A classifier in a React Native app; ONNX Runtime for Node, with the same API, takes the place of the plug-in."""
     make_images(work / "pages", 40)
     onnx.save(make_classifier(work / "pages"), work / "page.onnx")
     edgekit("react", work, "init", "page.onnx", "--images", "pages", "--target", "cpu")
@@ -181,7 +181,7 @@ def tell_text(work: Path) -> None:
 
 
 def tell_mend(work: Path) -> None:
-    """A failing model is diagnosed, and mended."""
+    """A failing model is diagnosed and corrected."""
     for name in ("digits_mobilenet.onnx", "calibration.npz", "evaluation.npz", "evaluation_labels.npy"):
         shutil.copy(DEMO / name, work / name)
     pixels = np.load(work / "calibration.npz")["image"] * 255
@@ -238,7 +238,7 @@ def tell_ci(work: Path) -> None:
 
 
 def run_step(work: Path, *, code: int) -> str:
-    """Runs the step of GitHub's action, and returns what it adds to the page of the job."""
+    """Runs the step of GitHub's action, and returns the text that it adds to the page of the job."""
     steps = {step["name"]: step for step in yaml.safe_load((ROOT / "action.yml").read_text())["runs"]["steps"]}
     page = work / "page.md"
     page.unlink(missing_ok=True)
@@ -268,7 +268,7 @@ def tell_script(work: Path) -> None:
 
 
 def tell_slips(work: Path) -> None:
-    """The slips of a first afternoon."""
+    """Mistakes that a new user makes."""
     make_images(work / "pages", 8)
     onnx.save(make_classifier(work / "pages"), work / "page.onnx")
     onnx.save(make_voice(), work / "vad.onnx")
@@ -313,7 +313,7 @@ STORIES: Mapping[str, Callable[[Path], None]] = {
 
 
 def run_twice(story: str, work: Path) -> None:
-    """Runs an app, and again: then nothing is made."""
+    """Runs an app twice; the second time nothing is built."""
     edgekit(story, work, "run")
     spent = edgekit(story, work, "run")
     cells = json.loads((work / "build" / "report.json").read_bytes())["cells"]
@@ -322,7 +322,7 @@ def run_twice(story: str, work: Path) -> None:
 
 
 def edgekit(story: str, work: Path, *words: str) -> float:
-    """Runs a command, and returns its seconds of CPU; one that does not say yes ends the story."""
+    """Runs a command, and returns its CPU seconds; the story ends if it does not succeed."""
     before, start = count_cpu(), time.monotonic()
     said = program([sys.executable, "-m", "edgekit", *words], cwd=work)
     spent = count_cpu() - before
@@ -333,7 +333,7 @@ def edgekit(story: str, work: Path, *words: str) -> float:
 
 
 def edgekit_says(story: str, work: Path, *words: str, code: int) -> str:
-    """Runs a command that must end with an exit code, and returns what it says."""
+    """Runs a command that must end with an exit code, and returns its output."""
     before, start = count_cpu(), time.monotonic()
     said = program([sys.executable, "-m", "edgekit", *words], cwd=work, code=code)
     spent, passed = count_cpu() - before, time.monotonic() - start
@@ -342,7 +342,7 @@ def edgekit_says(story: str, work: Path, *words: str, code: int) -> str:
 
 
 def program(argv: Sequence[str | Path], cwd: Path | None = None, *, code: int = 0) -> str:
-    """Runs a program of the story to its end, and returns what it says."""
+    """Runs a program of the story, and returns its output."""
     words = [str(word) for word in argv]
     done = subprocess.run(words, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     require(done.returncode == code, f"{' '.join(words[:4])} ended with {done.returncode}: {done.stdout[-1500:]}")
@@ -350,7 +350,7 @@ def program(argv: Sequence[str | Path], cwd: Path | None = None, *, code: int = 
 
 
 def require(fact: bool, said: str) -> None:  # noqa: FBT001 - as assert
-    """Ends the story where a fact does not hold."""
+    """Ends the story if a fact is not true."""
     if not fact:
         raise StoryError(said)
 
@@ -362,7 +362,7 @@ def edit(work: Path, more: str) -> None:
 
 
 def make_images(folder: Path, count: int) -> None:
-    """Writes JPEGs of four kinds of page; each third is stored turned, and says so in its EXIF."""
+    """Writes JPEGs of four kinds of page; every third is stored rotated, with an EXIF tag that says so."""
     folder.mkdir()
     rng = np.random.default_rng(1)
     for index in range(count):
@@ -371,13 +371,13 @@ def make_images(folder: Path, count: int) -> None:
         page[20 + 10 * kind : 120, 30:130, kind % 3] -= 30 * (1 + kind)
         image, exif = Image.fromarray(page.clip(0, 255).astype(np.uint8)), Image.Exif()
         if index % 3 == 0:
-            # Orientation 6: the viewer turns it by 90 degrees clockwise, so it is stored turned the other way.
+            # Orientation 6: the viewer rotates it by 90 degrees clockwise, so it is stored rotated the other way.
             image, exif[ORIENTATION] = image.transpose(Image.Transpose.ROTATE_90), 6
         image.save(folder / f"page{index:02}.jpg", quality=92, exif=exif)
 
 
 def make_detector() -> onnx.ModelProto:
-    """Returns a small net of the shape of PP-OCR's detector."""
+    """Returns a small network with the structure of PP-OCR's detector."""
     rng = np.random.default_rng(0)
     nodes, weights = list[onnx.NodeProto](), list[onnx.TensorProto]()
 
@@ -412,7 +412,7 @@ def make_detector() -> onnx.ModelProto:
 
 
 def make_classifier(folder: Path) -> onnx.ModelProto:
-    """Returns a net of random features and a last layer that was fitted to the four kinds of page."""
+    """Returns a network of random features, with a last layer that was fitted to the four kinds of page."""
     rng = np.random.default_rng(2)
     first = rng.normal(size=(16, 3, 3, 3)).astype(np.float32) * 0.4
     features = helper.make_graph(
@@ -446,7 +446,7 @@ def make_classifier(folder: Path) -> onnx.ModelProto:
 
 
 def make_voice() -> onnx.ModelProto:
-    """Returns a recurrent net whose sample rate decides which of two front ends runs."""
+    """Returns a recurrent network whose sample rate decides which of two front ends runs."""
     rng = np.random.default_rng(5)
     model = parser.parse_model("""
         <ir_version: 8, opset_import: ["" : 17]>

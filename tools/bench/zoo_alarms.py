@@ -2,9 +2,9 @@
 
     python tools/bench/zoo_alarms.py [MODEL]... [--target NAME]... [--runs 3] [--samples 24]
 
-Each bundle is verified with its own golden samples, then with other eval samples drawn at random, on every device that
-its target names and that is here. What counts as an accusation is said in `false_alarms.py`; figures below a limit are
-none, and a run that the device refuses is none.
+Each bundle is verified with its own golden samples, then with other random eval samples, on every device that its
+target names and that this machine has. `false_alarms.py` defines an accusation; a figure below a limit is none, and a
+run that the device refuses does not count.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def verify_model(name: str, targets: tuple[str, ...], runs: int, samples: int, w
 
 
 def main() -> int:
-    """Prints what was accused, model by model, and returns 1 where it is too much."""
+    """Prints the accusations, model by model, and returns 1 if there are too many."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=MODELS)
     parser.add_argument("--target", action="append", default=[])

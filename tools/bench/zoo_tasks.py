@@ -1,8 +1,8 @@
-"""The labelled models of ../shared/zoo: what calibrates them, what scores them, and by which metric.
+"""The labelled models of ../shared/zoo: their calibration samples, scored samples and metrics.
 
-Calibration and scoring never share a sample. Photographs are scored twice, the second time mirrored, because there are
-few: an interval from pairs that are alike is a little narrow. What the zoo holds no truth for is made here: text lines
-that stand upright or on their head for the direction classifier, photographs made three times smaller for
+No sample is used both for calibration and for scoring. Photographs are scored twice, the second time mirrored, because
+there are few: intervals from such similar pairs are slightly too narrow. Two tasks for which the zoo has no labels are
+generated: upright and upside-down text lines for the direction classifier, and photographs reduced to a third for
 super-resolution.
 """
 
@@ -42,9 +42,9 @@ Run = Callable[[Tensors], Tensors]
 
 
 class ZooTask(msgspec.Struct, frozen=True, kw_only=True):
-    """One labelled model: arrays with a row a sample, labels of the scored rows, and how they are scored.
+    """One labelled model: arrays with one row for each sample, labels of the scored rows, and how they are scored.
 
-    `decode` turns the model's outputs into what the metric reads; `stream` runs the model many times over one sample.
+    `decode` turns the model's outputs into the input of the metric; `stream` runs the model many times over one sample.
     """
 
     name: str
@@ -59,7 +59,7 @@ class ZooTask(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def model(self) -> Path:
-        """Where the model lies."""
+        """The path of the model."""
         return self.path or ZOO / "models" / f"{self.name}.onnx"
 
 
@@ -88,7 +88,7 @@ def as_samples(inputs: dict[str, Array], model: Model, start: int) -> Samples:
     def read() -> Iterator[Tensors]:
         for index in indices:
             row: dict[str, Array] = {name: np.asarray(value[index], order="C") for name, value in inputs.items()}
-            # Some of the zoo's arithmetic ends in double precision.
+            # Some of the zoo's preprocessing gives double precision.
             row = {name: value.astype(np.float32) if value.dtype.char == "d" else value for name, value in row.items()}
             yield fit_sample(row, model.inputs, f"sample {index}")
 
@@ -105,7 +105,7 @@ def _inputs_of(zoo: Path) -> Any:
 
 
 def _classes(name: str, *, dims: Mapping[str, int] | None = None) -> ZooTask:
-    """Returns a classifier of which every second sample calibrates and the others are scored."""
+    """Returns a classifier with every second sample for calibration and the others for scoring."""
     inputs, labels = _inputs_of(ZOO).MODELS[name]()
     count = len(labels)
     inputs = {key: value.astype(np.float32) if value.dtype.kind == "f" else value for key, value in inputs.items()}
@@ -156,7 +156,7 @@ def _mnist_cntk(name: str) -> ZooTask:
 
 
 def _photos(width: int, height: int) -> Array:
-    """Returns ImageNet's photographs [n, h, w, 3] at some size; they calibrate what COCO's labelled ones score."""
+    """Returns ImageNet's photographs [n, h, w, 3], which calibrate models that COCO's labelled photographs score."""
     files = sorted((ZOO / "data" / "imagenet200_256").glob("*.jpg"))[::2]
     return np.stack([_resize(Image.open(file), width, height) for file in files]).astype(np.float32)
 
@@ -232,9 +232,9 @@ def _decode_fastestdet(outputs: Tensors) -> Tensors:
 def suppress(
     boxes: Array, scores: Array, classes: Array, *, least: float = 0.01, first: int | None = None, most: int = 100
 ) -> Tensors:
-    """Returns what is left where of two boxes of a class that overlap the better one stays.
+    """Returns the boxes that remain if of two overlapping boxes of a class only the better one is kept (NMS).
 
-    Of the boxes that score at least `least` the `first` ones count, and at most so many as `most` are left.
+    Of the boxes with a score of at least `least`, the `first` ones are considered, and at most `most` remain.
     """
     left = [int(index) for index in np.argsort(-scores, kind="stable")[:first] if scores[index] >= least]
     kept: list[int] = []
@@ -250,7 +250,7 @@ def suppress(
 
 
 def _superres(name: str) -> ZooTask:
-    """Truth: four photographs of 336 x 336 side by side; the input is their mean over 3 x 3."""
+    """The true images are four photographs of 336 x 336 side by side; the input is their mean over 3 x 3 pixels."""
     side = 3 * _SUPERRES_SIDE // 2
     crops: list[Array] = []
     for file in sorted((ZOO / "data" / "coco_train48").glob("*.jpg")):
@@ -274,7 +274,7 @@ def _voice(name: str) -> ZooTask:
     rows = list(csv.DictReader((ZOO / "data" / "speech_commands_120" / "labels.csv").open()))
     labels = tuple(int(row["word"] != "Silence") for row in rows)
     audio = inputs["input"]
-    # Silence is rare: both halves get their part of it.
+    # Silence is rare, so both halves get a part of it.
     order = np.argsort(labels, kind="stable")
     return ZooTask(
         name=name,
@@ -287,9 +287,10 @@ def _voice(name: str) -> ZooTask:
 
 
 def _silero(name: str) -> ZooTask:
-    """The voice detector at 16 kHz, which hands its state from chunk to chunk; a clip scores as its best chunk.
+    """The voice detector at 16 kHz, which passes its state from chunk to chunk; a clip's best chunk scores.
 
-    The rate is made a constant, as `edgekit prepare --freeze sr=16000` does: a graph within an `If` stays float.
+    The rate is made a constant, as with `edgekit prepare --freeze sr=16000`, because a graph within an `If` stays
+    float.
     """
     task = _voice(name)
     path = _freeze_rate(name)
@@ -318,7 +319,7 @@ def _freeze_rate(name: str) -> Path:
 
 
 def _run_chunks(run: Run, audio: Array) -> Iterator[tuple[Tensors, Array]]:
-    """Yields what goes in and the voice's probability, chunk by chunk."""
+    """Yields the inputs and the voice's probability, chunk by chunk."""
     state = np.zeros((2, 1, 128), np.float32)
     for start in range(0, audio.size - _CONTEXT - _CHUNK + 1, _CHUNK):
         inputs = {"input": audio[None, start : start + _CONTEXT + _CHUNK], "state": state}
@@ -328,7 +329,7 @@ def _run_chunks(run: Run, audio: Array) -> Iterator[tuple[Tensors, Array]]:
 
 
 def _direction(name: str) -> ZooTask:
-    """Text lines of random words, half of them on their head, at the size that the direction classifier reads."""
+    """Text lines of random words, half of them upside down, at the input size of the direction classifier."""
     rng = np.random.default_rng(0)
     lines = np.stack([_draw_line(rng, upside_down=bool(index % 2)).astype(np.float32) for index in range(_TEXT_LINES)])
     pixels = ((lines / 255 - 0.5) / 0.5).astype(np.float32).transpose(0, 3, 1, 2)

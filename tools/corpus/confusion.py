@@ -1,7 +1,7 @@
-"""Builds and verifies each network for the mobile targets and the CPU, asks the oracle, and counts who was right.
+"""Builds and verifies each network for the mobile targets and the CPU, asks the oracle, and counts wrong verdicts.
 
-A network is a process of its own, and what was found of it a line of CORPUS/runs/LABEL.jsonl: a run that was stopped
-goes on where it was.
+Each network has a process of its own, and its result is a line of CORPUS/runs/LABEL.jsonl, so that a stopped run
+continues where it was.
 """
 
 import json
@@ -30,15 +30,15 @@ from edgekit.report.summary import BundleSummary
 
 Verdict = Literal["pass", "fail", "not proven", "no bundle", "traceback"]
 MOST_CPU_S = 120.0
-# What a provider takes of the nodes where it may be called idle.
+# Below this share of the nodes a provider may be called idle.
 _IDLE = 0.75
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One target of one network: what edgekit said, its first reason, and the truth where there is a bundle.
+    """One target of one network: edgekit's verdict, its first reason, and the truth if there is a bundle.
 
-    `idle` says that the verdict blames the provider for taking less of the work than the target asks for. `untrue` are
-    facts that notes or `check.json` tell and that the shipped file contradicts.
+    `idle` is True if the verdict is that the provider takes less of the work than the target requires. `untrue` are
+    statements of notes or of `check.json` that the shipped file contradicts.
     """
 
     target: str
@@ -51,12 +51,12 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def state(self) -> State | Literal["no bundle"]:
-        """What the oracle says."""
+        """The oracle's answer."""
         return "no bundle" if self.truth is None else self.truth.state
 
     @property
     def is_wrong(self) -> bool:
-        """True where edgekit said the contrary of the truth; what is open, or not proven, contradicts nothing."""
+        """True if the verdict contradicts the truth; an open truth or a verdict of "not proven" contradicts nothing."""
         if self.verdict == "pass":
             return self.state in {"wrong", "does not start"}
         if self.verdict == "fail" and self.idle and self.truth and (self.truth.taken or 0) < _IDLE:
@@ -65,7 +65,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found of one network, and what it cost; `failure` where the whole build ended without a report."""
+    """The results and the cost of one network; `failure` if the whole build ended without a report."""
 
     net: str
     held_out: bool
@@ -101,7 +101,7 @@ def _used_cpu_s() -> float:
 
 
 def judge_bundle(bundle: BundleSummary, net: Net) -> Finding:
-    """Returns what edgekit said of one target, and why, beside the truth."""
+    """Returns edgekit's verdict on one target, with its reason, and the truth."""
     if bundle.path is None:
         return Finding(target=bundle.target, verdict="no bundle", reason=bundle.failure or "")
     try:
@@ -123,15 +123,15 @@ def judge_bundle(bundle: BundleSummary, net: Net) -> Finding:
 
 
 def find_untrue(bundle: BundleSummary, folder: Path) -> Iterator[str]:
-    """Yields what is told of a bundle's ONNX file and is not so: a rewrite not made, a check of other bytes."""
+    """Yields untrue statements about a bundle's ONNX file: a rewrite that was not made, a check of other bytes."""
     path = folder / "model.onnx"
     if not path.is_file():
         return
-    # Rewrites change what they are given, so the nodes are listed first.
+    # Rewrites change the model in place, so the nodes are listed first.
     shipped = onnx.load(str(path), load_external_data=False)
     computed, names = set(_list_computed(shipped.graph)), {node.name for node in shipped.graph.node}
     told = {name for name in REWRITES if any(f"{name} (" in note for note in bundle.notes)}
-    # A rewrite that was made finds nothing more to do.
+    # If a rewrite was made, applying it again changes nothing.
     yield from (f"{fix.id} finds more to do" for fix in apply_rewrites(shipped, told))
     checked = json.loads((folder / "check.json").read_text())
     if checked["sha256"] != bundle.files["model.onnx"]:
@@ -141,7 +141,7 @@ def find_untrue(bundle: BundleSummary, folder: Path) -> Iterator[str]:
 
 
 def _list_computed(graph: onnx.GraphProto) -> Iterator[str]:
-    """Yields the nodes that a session computes: what reads constants alone, such as narrow weights, it may fold."""
+    """Yields the nodes that a session computes, without nodes that read only constants, which it may fold."""
     constants = {"", *(tensor.name for tensor in graph.initializer)}
     for node in graph.node:
         if node.input and constants.issuperset(node.input):
@@ -151,7 +151,7 @@ def _list_computed(graph: onnx.GraphProto) -> Iterator[str]:
 
 
 def run_corpus(nets: Sequence[Net], targets: Sequence[str], label: str, jobs: int, timeout_s: float) -> Iterator[Row]:
-    """Judges the networks that the label's file lacks, `jobs` at once, and yields the rows of all."""
+    """Judges the networks that are not in the label's file yet, `jobs` at once, and yields the rows of all."""
     kept = CORPUS / "runs" / f"{label}.jsonl"
     kept.parent.mkdir(parents=True, exist_ok=True)
     rows = read_rows(label)
@@ -161,7 +161,7 @@ def run_corpus(nets: Sequence[Net], targets: Sequence[str], label: str, jobs: in
         work = [pool.submit(_judge_apart, net, targets, label, timeout_s) for net in nets if net.name not in done]
         for each in as_completed(work):
             row = each.result()
-            # What broke or took too long is tried again by the next run.
+            # Networks that failed or took too long are tried again by the next run.
             if not row.failure:
                 with kept.open("ab") as file:
                     file.write(msgspec.json.encode(row) + b"\n")
@@ -171,7 +171,7 @@ def run_corpus(nets: Sequence[Net], targets: Sequence[str], label: str, jobs: in
 def _judge_apart(net: Net, targets: Sequence[str], label: str, timeout_s: float) -> Row:
     out = CORPUS / "bundles" / label / net.name
     shutil.rmtree(out, ignore_errors=True)
-    # Others of this machine go first.
+    # Other programs on this machine have priority.
     command = ["nice", "-n", "10", sys.executable, str(Path(__file__).with_name("corpus.py")), "judge", net.name]
     command += ["--out", str(out), "--targets", ",".join(targets)]
     try:
@@ -179,7 +179,7 @@ def _judge_apart(net: Net, targets: Sequence[str], label: str, timeout_s: float)
     except subprocess.TimeoutExpired:
         failure = f"it took more than {timeout_s:.0f} s"
     except subprocess.CalledProcessError as error:
-        # The oracle broke, or the process died: that is said as such, and no verdict of edgekit's.
+        # If the oracle failed or the process died, the row says that, and has no verdict of edgekit's.
         failure = error.stderr[-300:]
     else:
         return msgspec.json.decode(ended.stdout, type=Row)
@@ -187,7 +187,7 @@ def _judge_apart(net: Net, targets: Sequence[str], label: str, timeout_s: float)
 
 
 def read_rows(label: str) -> list[Row]:
-    """Returns what was found so far under a label."""
+    """Returns the stored rows of a label."""
     kept = CORPUS / "runs" / f"{label}.jsonl"
     return [msgspec.json.decode(line, type=Row) for line in kept.read_bytes().splitlines()] if kept.is_file() else []
 
@@ -196,7 +196,7 @@ _STATES = ("right", "open", "wrong", "does not start", "no bundle")
 
 
 def format_matrix(rows: Sequence[Row]) -> Iterator[str]:
-    """Yields the confusion matrix, per target and of all, then what costs too much and what is wrong."""
+    """Yields the confusion matrix, for each target and in total, then too expensive networks and wrong verdicts."""
     found = [(row, finding) for row in rows for finding in row.findings]
     counts = Counter[tuple[str, str]]((finding.verdict, finding.state) for _, finding in found)
     yield f"| edgekit says | {' | '.join(f'truth: {state}' for state in _STATES)} |"

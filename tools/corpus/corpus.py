@@ -1,13 +1,13 @@
-"""Networks of strangers: made once, built for five targets, and each verdict held against the truth.
+"""Networks published by others: generated once, built for five targets, and each verdict compared with the truth.
 
     python tools/corpus/corpus.py make [--only WORD]
     python tools/corpus/corpus.py bench [--only WORD] [--label NAME] [--held-out]
     python tools/corpus/corpus.py show LABEL
 
 `make` installs PyTorch and libraries of architectures below $EDGEKIT_CACHE/corpus (6 GB), writes the networks of
-nets.toml through both exporters and takes trained ones out of packages. `bench` (`make bench GROUP=corpus`) builds and
-verifies those that are there. It returns 1 where more than 1 % of the verdicts are wrong, where one ends in a
-traceback, costs more than 120 CPU seconds, or where a shipped file does not start or is not what is told of it.
+nets.toml with both exporters, and takes trained ones out of packages. `bench` (`make bench GROUP=corpus`) builds and
+verifies the networks that are there. It returns 1 if more than 1 % of the verdicts are wrong, if a network ends in a
+traceback or costs more than 120 CPU seconds, or if a shipped file does not start or contradicts its description.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from edgekit.target import load_target
 
 
 def main() -> int:
-    """Runs what the first word asks for."""
+    """Runs the subcommand."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["make", "bench", "show", "judge"])
     parser.add_argument("name", nargs="?", default="")
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Runs the networks that are there and were asked for."""
+    """Runs the requested networks that are there."""
     made = list_made(list_nets())
     nets = [net for net in made if options.only in net.name and (options.held_out or not net.held_out)]
     if not nets:
@@ -65,7 +65,7 @@ def bench(options: argparse.Namespace) -> int:
         if missing := find_device(DEVICES[target], load_target(target)).find_missing():
             print(f"'{DEVICES[target]}' cannot run here: {missing.reason} ({missing.command})")
             return 2
-    # The small ones first: a run that is stopped has seen many.
+    # The small ones first, so that a stopped run has covered many.
     nets = sorted(nets, key=lambda net: (net.folder / "model.onnx").stat().st_size)[: options.most or None]
     rows = list[Row]()
     label = options.label or _read_commit()
@@ -77,7 +77,7 @@ def bench(options: argparse.Namespace) -> int:
 
 
 def report(rows: list[Row]) -> int:
-    """Prints the matrix, of held-out networks apart, and returns 1 where a promise is broken."""
+    """Prints the matrix, separately for held-out networks, and returns 1 if a promise is broken."""
     for held_out in (False, True):
         if own := [row for row in rows if row.held_out is held_out]:
             print("\nheld out:" if held_out else "", *format_matrix(own), sep="\n")

@@ -1,7 +1,7 @@
-"""Samples of the corpus: crops of photographs, sounds, words. It runs here and where PyTorch lives.
+"""Samples of the corpus: crops of photographs, sounds, words. Runs with edgekit's Python and with PyTorch's.
 
-A network with drawn weights tells nothing of noise: samples must differ in brightness, contrast, colour and detail as
-real ones do, or all of them get the same answer.
+Samples must differ in brightness, contrast, colour and detail as real ones do: a network with random weights gives the
+same answer for all samples of noise.
 """
 
 from collections.abc import Callable, Mapping
@@ -55,7 +55,7 @@ def draw_spectrum(rng: np.random.Generator, shape: tuple[int, ...], photos: Path
 
 
 def draw_words(rng: np.random.Generator, shape: tuple[int, ...], _: Path) -> Array:
-    """Returns indices of words [1, N], the frequent ones small; each text has a subject whose words come again."""
+    """Returns indices of words [1, N], the frequent ones small; each text has a subject whose words recur."""
     subject = rng.integers(4, 500, 6)
     words = np.where(rng.random(shape) < 0.5, rng.choice(subject, shape), rng.geometric(0.02, shape) % 496 + 4)
     return np.asarray(words, np.int64)

@@ -1,4 +1,4 @@
-"""Makes the corpus: a Python with PyTorch, photographs, architectures as exporters write them, trained networks."""
+"""Makes the corpus: a Python with PyTorch, photographs, exported architectures, trained networks."""
 
 import io
 import json
@@ -30,12 +30,12 @@ _PHOTOS = (
     *(f"skimage/data/{name}.*" for name in ("astronaut", "chelsea", "coffee", "rocket", "motorcycle_left", "retina",
                                             "grass", "page")),
 )  # fmt: skip
-# What calibrates, what edgekit verifies with, what the oracle alone sees: samples each, and the seed that draws them.
+# Samples for calibration, for edgekit's verification, and for the oracle alone: their number, and the seed.
 _SETS = {"calib": (16, 1), "eval": (16, 2), "held": (48, 3)}
 
 
 def make_corpus(only: str = "") -> Iterator[str]:
-    """Makes what is not there yet of the networks whose name contains `only`; yields a line for each that fails."""
+    """Makes the missing networks whose name contains `only`; yields a line for each that fails."""
     make_python()
     specs, packaged = read_specs()
     missing = [spec for spec in specs if only in spec.name and not _is_written(spec)]
@@ -43,7 +43,7 @@ def make_corpus(only: str = "") -> Iterator[str]:
         rows = [{**msgspec.to_builtins(spec), "name": spec.name, "shape": spec.shape} for spec in missing]
         command = [str(PYTHON), str(HERE / "far" / "export.py"), str(NETS)]
         said = subprocess.run(command, input=json.dumps(rows), stdout=subprocess.PIPE, text=True, check=False).stdout
-        # Ultralytics greets on standard output where it is imported for the first time.
+        # Ultralytics prints a greeting when it is imported for the first time.
         ended = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
         yield from (f"{row['name']}: {row['failure']}" for row in ended if "failure" in row)
     for each in packaged:
@@ -57,7 +57,7 @@ def make_corpus(only: str = "") -> Iterator[str]:
 
 
 def make_python() -> None:
-    """Installs PyTorch and the libraries of architectures as locked, once, and takes photographs out of them."""
+    """Installs the pinned PyTorch and libraries of architectures, once, and takes photographs out of them."""
     stamp, wanted = CORPUS / "installed", LOCK.read_text()
     if stamp.is_file() and stamp.read_text() == wanted:
         return
@@ -91,7 +91,7 @@ def fetch(each: Packaged) -> None:
 
 
 def _find_archive(package: str) -> str:
-    """Returns where a package lies: its wheel, or else its sources, on PyPI, or after "npm:" in the npm registry."""
+    """Returns the address of a package: its wheel, or else its sources, on PyPI, or after "npm:" on npm."""
     name, _, version = package.removeprefix("npm:").partition("==")
     if package.startswith("npm:"):
         return f"https://registry.npmjs.org/{name}/-/{name.rpartition('/')[2]}-{version}.tgz"
@@ -119,5 +119,5 @@ def _draw(folder: Path, kind: str, name: str, of: Spec | Packaged) -> None:
 
 
 def list_made(nets: Sequence[Net]) -> list[Net]:
-    """Returns the networks that are there."""
+    """Returns the networks that were made."""
     return [net for net in nets if (net.folder / "model.onnx").is_file() and (net.folder / "held.npz").is_file()]

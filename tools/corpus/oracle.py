@@ -1,8 +1,8 @@
-"""What is true of a bundle, asked without any gate of edgekit: does its file start, and answer as the float model?
+"""Finds the truth about a bundle without edgekit's gates: does it start, and answer as the float model?
 
-The library that apps link runs the file on samples that neither chose nor judged anything; stock ONNX Runtime runs the
-float model on the same. What is compared is the decision that the output is for, in plain numpy, between a bound above
-which nobody would complain and one below which everybody would; between them the truth is left open.
+The library that apps link runs the file, and stock ONNX Runtime runs the float model, on samples that were used for
+nothing else. The decision for which the output is made is compared, in plain numpy. Above one bound the answer is
+right, as nobody would complain; below another it is wrong, as everybody would; between them the truth is left open.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,16 +25,16 @@ from edgekit.model.tensors import Array
 DEVICES: Mapping[str, str] = {
     "nnapi": "android:x86_64", "xnnpack": "android:x86_64", "coreml": "ios-sim", "qnn": "qnn-htp-sim", "cpu": "host"
 }  # fmt: skip
-"""The targets, and what runs the real library of each."""
+"""The targets, and the device that runs each one's real library."""
 
 State = Literal["right", "wrong", "open", "does not start"]
 _BUDGET_S = 30.0
 
 
 class Truth(msgspec.Struct, frozen=True, kw_only=True):
-    """What the oracle says of one bundle: `agreement` is 1 where nothing differs, over so many `samples`.
+    """The oracle's answer about one bundle: `agreement` is 1 if nothing differs, over `samples` samples.
 
-    `taken` is the share of the session's nodes that are not left to the CPU provider, None where nobody observed it.
+    `taken` is the share of the session's nodes that are not left to the CPU provider; None if it was not observed.
     """
 
     state: State
@@ -45,7 +45,7 @@ class Truth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def share_equal(wanted: Array, got: Array, axis: int) -> float:
-    """Returns the share of decisions that are the same, where classes lie along `axis`."""
+    """Returns the share of equal decisions, with the classes along `axis`."""
     return float((wanted.argmax(axis) == got.argmax(axis)).mean())
 
 
@@ -56,7 +56,7 @@ def explained(wanted: Array, got: Array) -> float:
 
 
 def same_neighbours(wanted: Array, got: Array) -> float:
-    """Returns how samples resemble each other in both: the correlation of the cosines between them."""
+    """Returns how equally samples resemble each other in both: the correlation of the cosines of all pairs."""
 
     def cosines(rows: Array) -> Array:
         rows = rows.reshape(len(rows), -1).astype(np.float64)
@@ -67,7 +67,7 @@ def same_neighbours(wanted: Array, got: Array) -> float:
 
 
 def same_boxes(wanted: Array, got: Array) -> float:
-    """Returns the F1 of the rows (left, top, right, bottom, score, class) that both find, at half overlap."""
+    """Returns the F1 of the detections (left, top, right, bottom, score, class) that both have, at an IoU of 0.5."""
     scores = [_match_boxes(*pair) for pair in zip(wanted, got, strict=True)]
     return float(np.mean(scores))
 
@@ -92,13 +92,13 @@ MEASURES: Mapping[Answers, tuple[Callable[[Array, Array], float], float, float]]
     "vector": (same_neighbours, 0.9, 0.7),
     "boxes": (same_boxes, 0.9, 0.75),
 }
-"""For each kind of answer its measure (samples are stacked first), and the bounds of right and wrong."""
+"""For each kind of output its measure (of stacked samples), and the bounds of right and wrong."""
 
 
 def ask_oracle(folder: Path, net: Net) -> Truth:
-    """Runs a bundle's file in the library that apps link, and holds its outputs against the float model's.
+    """Runs a bundle's file in the library that apps link, and compares its outputs with the float model's.
 
-    The first output is what the network answers, others are values; the truth is that of the worst.
+    The first output is the network's answer, others are values; the worst output decides.
 
     Raises:
         BundleError: the bundle cannot be opened.
@@ -124,7 +124,7 @@ def ask_oracle(folder: Path, net: Net) -> Truth:
 
 
 def run_float(net: Net, count: int) -> dict[str, Array]:
-    """Returns what stock ONNX Runtime makes of the first samples, stacked, by output."""
+    """Returns stock ONNX Runtime's outputs for the first samples, stacked, by output name."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     session = onnxruntime.InferenceSession(str(net.folder / "model.onnx"), options, providers=["CPUExecutionProvider"])
@@ -141,7 +141,7 @@ def run_float(net: Net, count: int) -> dict[str, Array]:
 
 
 def judge(answers: Answers, wanted: Array, got: Array) -> Truth:
-    """Returns the truth of outputs, one of each sample: NaN is wrong, whatever else agrees."""
+    """Returns the truth for lists of outputs, one for each sample: NaN is wrong, even if everything else agrees."""
     if wanted.shape != got.shape or not np.isfinite(got).all():
         return Truth(state="wrong", agreement=0.0, samples=len(got))
     measure, right, wrong = MEASURES[answers]

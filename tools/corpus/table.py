@@ -1,4 +1,4 @@
-"""The table of the corpus, nets.toml, as values; where the networks lie."""
+"""The table of the corpus, nets.toml, as values, and the folders of the networks."""
 
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -19,9 +19,9 @@ PHOTOS = CORPUS / "photos"
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An architecture, how it is made, and what its one output is for; `options` go to its maker.
+    """An architecture, its maker, and the purpose of its one output; `options` go to its maker.
 
-    `field` is the output that is taken where there are several. `side` is that of an image in pixels.
+    `field` is the output to use if there are several. `side` is that of an image in pixels.
     """
 
     model: str
@@ -36,7 +36,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def name(self) -> str:
-        """The name of its folder, less the exporter's."""
+        """The name of its folder, without the exporter's."""
         return f"{self.library}-{self.model.removesuffix('.yaml')}".lower()
 
     @property
@@ -50,8 +50,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Packaged(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A trained network inside a package of PyPI, or of npm (`npm:NAME==VERSION`), whose file is `member`.
 
-    Samples of `kind` and `shape` go to `input`, `scale` times what DRAWS gives plus `shift`. The `others`, such as a
-    state, are zero; what is frozen is a constant of the build.
+    Samples of `kind` and `shape` go to `input`: `scale` times the values from DRAWS, plus `shift`. The `others`, such
+    as a state, are zero; frozen inputs are constants of the build.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Packaged(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     held_out: bool = False
 
     def fit(self, values: Array) -> Array:
-        """Returns drawn values as this network wants them."""
+        """Returns random values, scaled as this network needs them."""
         if values.dtype == np.float32:
             values = np.asarray(values * self.scale + self.shift, np.float32)
         return np.moveaxis(values, -3, -1) if self.channels_last else values
@@ -100,7 +100,7 @@ def read_specs() -> tuple[list[Spec], list[Packaged]]:
 
 
 def list_nets() -> list[Net]:
-    """Returns each network of the table: an architecture is one as each exporter writes it."""
+    """Returns each network of the table; an architecture is one network for each exporter."""
     specs, packaged = read_specs()
     nets = [
         Net(

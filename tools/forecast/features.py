@@ -1,11 +1,11 @@
-"""Exports the networks of nets.toml and keeps what they do, in targets/forecast/networks.json.
+"""Exports the networks of nets.toml, and stores their amounts of work in targets/forecast/networks.json.
 
     python tools/forecast/features.py [--compile] [NAME...]
 
-Their work is counted by kind. With --compile QNN's compiler plans each network in each precision that was measured, and
-the bytes of its plans are kept too: a minute or two each. What is known already is not compiled again. Needs the Python
-of the corpus (`tools/corpus/corpus.py make`), or of EDGEKIT_CORPUS_PYTHON. Of the graphs, without weights, those stay
-that lie in ~/.cache/edgekit/forecast; a plan is made with weights that are drawn.
+The work is counted by kind. With --compile QNN's compiler plans each network in each precision that was measured, and
+the bytes that its plans move are stored too; this takes a minute or two for each. Known results are not compiled again.
+It needs the Python of the corpus (`tools/corpus/corpus.py make`), or that of EDGEKIT_CORPUS_PYTHON. The graphs, without
+weights, stay in ~/.cache/edgekit/forecast; plans are made with random weights.
 """
 
 import json
@@ -51,7 +51,7 @@ _PRECISIONS: Mapping[Bits, Precision] = {"w8a8": "int8", "w8a16": "int16"}
 
 
 def find_graphs(names: list[str]) -> Iterator[tuple[str, Path]]:
-    """Yields the networks with the files of their prepared graphs, without weights: as they were kept, or exported."""
+    """Yields the networks with the files of their prepared graphs, without weights: from the cache, or exported."""
     KEPT.mkdir(parents=True, exist_ok=True)
     files = {name: KEPT / f"{name.replace('/', '+')}.onnx" for name in names}
     yield from ((name, file) for name, file in files.items() if file.is_file())
@@ -81,7 +81,7 @@ def find_graphs(names: list[str]) -> Iterator[tuple[str, Path]]:
 
 
 def draw_weights(graph: Path, out: Path) -> None:
-    """Writes a graph with the weights that it lacks: drawn, because a compiler would merge equal ones."""
+    """Writes a graph with the missing weights as random numbers, because a compiler would merge equal ones."""
     proto, rng = onnx.load(graph, load_external_data=False), np.random.default_rng(0)
     for tensor in proto.graph.initializer:
         count = int(np.prod(tensor.dims))
@@ -94,12 +94,12 @@ def draw_weights(graph: Path, out: Path) -> None:
 
 
 def quantize_blindly(model: Model, precision: Precision, out: Path) -> Model:
-    """Writes a prepared float model in integers with ranges that are drawn: its answers mean nothing, its bytes do.
+    """Quantizes a prepared float model with random ranges: its outputs mean nothing, only its size does.
 
     Raises:
         ModelError: no node of the model can be quantized.
     """
-    # Ranges that are all the same would spare the compiler the operators that bring one range to another.
+    # If all ranges were the same, the compiler would not need operators that convert one range to another.
     ranges = {name: _draw_range(name) for name in float_activations(read_float_graph(model))}
     calibration = Calibration(
         model_sha256=model.sha256, samples_sha256="", samples=1, measured=1, picked=1, is_exact=True, sample_error=0.0,
@@ -115,14 +115,14 @@ def _draw_range(name: str) -> TensorRange:
 
 
 def list_measured(name: str) -> list[Bits]:
-    """Returns float, and the precisions in which a network was measured on an NPU alone."""
+    """Returns float, and the precisions in which a network was measured entirely on an NPU."""
     table = load_table()
     rows = {bits: table.find_rows(table.find_key(name), bits).values() for bits in BITS}
     return [bits for bits in BITS if any(row.unit == "NPU" and not row.cpu_layers for row in rows[bits])]
 
 
 def compile_drawn(graph: Path, bits: Bits) -> Traffic:
-    """Returns what the compiler plans for a graph whose weights, and ranges where it is quantized, are drawn.
+    """Returns the compiler's plan for a graph with random weights, and random ranges if it is quantized.
 
     Raises:
         EdgekitError: it cannot be quantized, or the compiler refuses it or fails.
@@ -136,7 +136,7 @@ def compile_drawn(graph: Path, bits: Bits) -> Traffic:
 
 
 def measure_network(graph: Path, family: str, precisions: list[Bits], known: KnownNetwork | None) -> KnownNetwork:
-    """Returns what a network does, compiled in the precisions of which nothing is known."""
+    """Returns the work of a network, and the plans of the precisions that are not known yet."""
     proto = onnx.load(graph, load_external_data=False)
     operators = sum(node.op_type != "Constant" for node in proto.graph.node)
     traffic = dict(known.traffic) if known is not None else {}
@@ -152,7 +152,7 @@ def measure_network(graph: Path, family: str, precisions: list[Bits], known: Kno
 
 
 def write_networks(known: Mapping[str, KnownNetwork]) -> None:
-    """Writes the file, a network a line, amounts as whole numbers."""
+    """Writes the file with one network in each line, and amounts as whole numbers."""
     rows = {name: msgspec.to_builtins(network) for name, network in known.items()}
     for name, network in known.items():
         rows[name]["kinds"] = {kind: round(amount) for kind, amount in network.kinds.items()}
@@ -161,7 +161,7 @@ def write_networks(known: Mapping[str, KnownNetwork]) -> None:
 
 
 def main() -> None:
-    """Counts the networks that are named, or all, and writes the file anew after each."""
+    """Counts the named networks, or all, and writes the file again after each."""
     specs: dict[str, Any] = tomllib.loads((HERE / "nets.toml").read_text())
     names, compiles = [word for word in sys.argv[1:] if word != "--compile"], "--compile" in sys.argv
     known = read_networks(OUT) if OUT.is_file() else {}

@@ -1,4 +1,4 @@
-"""Fits the forecast to the table, leaves families out to see what it is worth, and writes targets/forecast/model.json.
+"""Fits the forecast to the table, evaluates it on left-out families, and writes targets/forecast/model.json.
 
     python tools/forecast/fit.py [--dry]
 
@@ -33,25 +33,25 @@ FOLDER = Path(__file__).parent.parent.parent / "targets" / "forecast"
 REFERENCE = "Samsung Galaxy S25"
 PRECISIONS: tuple[Bits, ...] = ("float", "w8a8", "w8a16")
 SHORT = "S25"
-# Names of one chip, whose figures are the same: one of each counts.
+# These are names of the same chip, with the same figures, so only one of each counts.
 TWINS = frozenset({"Dragonwing Q-8750", "Snapdragon XR2 Gen 2", "Dragonwing IQ-X7181", "Dragonwing Q-7790",
                    "SA8650P ADP", "SA8775P ADP"})  # fmt: skip
 _ROUNDS = 15
 LEAST_NETWORKS = 10
-# The table has little between 3 and 6 layers on the CPU: what few cost is hard to tell from nothing.
+# The table has few networks with 3 to 6 layers on the CPU, so the effect of few layers is hard to tell from none.
 FEW_LAYERS = 5
-# The layers that the table counts lie between the operators that are left to run and all of the graph, but for those
-# that a provider adds at the border: where they do not, another graph was measured.
+# The number of layers in the table lies between the operators that remain to run and all nodes of the graph, except for
+# those that a provider adds at its inputs and outputs. If it does not, another graph was measured.
 _FEWEST, _MOST, _ADDED = 0.9, 1.1, 10
-# What an export folds away makes weights fewer than parameters, nothing makes them more.
+# Folding during the export can only make the weights fewer than the parameters.
 _MORE_WEIGHTS = 1.05
 
 
 def is_measured_graph(name: str, network: KnownNetwork) -> bool:
-    """Returns True where a graph has about the layers that the table counts in float, and no more weights."""
+    """Returns True if a graph has about as many layers as the table counts in float, and no more weights."""
     table = load_table()
     stated = re.match(r"~?([\d.]+)\s*([KM])", table.networks[name.partition("/")[0]].parameters)
-    # Of a part of a network the table does not state the parameters.
+    # For a part of a network the table does not state the parameters.
     if stated and "/" not in name:
         parameters = float(stated[1]) * {"K": 1e3, "M": 1e6}[stated[2]]
         if network.kinds["weights"] > _MORE_WEIGHTS * parameters:
@@ -64,10 +64,9 @@ def is_measured_graph(name: str, network: KnownNetwork) -> bool:
 
 
 class Rows:
-    """What was measured in one precision of the networks with graphs, on the NPU alone: log ms by network, device.
+    """The measurements in one precision of the networks with graphs, entirely on the NPU: log ms by network, device.
 
-    `amounts` holds the work by kind, `planned` what the plan of the float network adds up to, NaN
-    where there is none.
+    `amounts` is the work by kind, `planned` the sum over the plan of the float network, NaN if there is none.
     """
 
     def __init__(self, precision: Bits, networks: Mapping[str, KnownNetwork]) -> None:
@@ -83,7 +82,7 @@ class Rows:
                 self.memory[name] = {device: float(row.memory_high) for device, row in taken.items()}
         self.names = sorted(found)
         counts = Counter(device for each in found.values() for device in each)
-        # Of fewer no interval of 80 % can be told.
+        # From fewer no interval of 80 % can be estimated.
         self.devices = sorted(device for device, count in counts.items() if count >= LEAST_NETWORKS)
         self.logs = np.array([[found[name].get(device, np.nan) for device in self.devices] for name in self.names])
         self.families = np.array([networks[name].family for name in self.names])
@@ -108,7 +107,7 @@ def polish(logs: Array, reference: int) -> tuple[Array, Array]:
 
 
 def fit(amounts: Array, logs: Array) -> Array:
-    """Returns coefficients that are not negative, for the least sum of roots of errors: most networks count."""
+    """Returns non-negative coefficients with the least sum of roots of errors, so that most networks count."""
     ms = np.exp(logs)
     scale = amounts.mean(0)
     scale[scale == 0] = 1
@@ -118,13 +117,14 @@ def fit(amounts: Array, logs: Array) -> Array:
     for _ in range(_ROUNDS):
         found, _ = nnls(scaled / ms[:, None] * weights[:, None], weights)
         ratio = np.maximum(scaled @ found, 1e-9) / ms
-        # Iterative weights: so weighted, the square of the error is the root of its logarithm.
+        # Iteratively reweighted least squares: with these weights the squared error is the root of the logarithm's
+        # error.
         weights = np.sqrt(np.maximum(np.abs(np.log(ratio)), 0.1) ** 0.5 / np.maximum((ratio - 1) ** 2, 0.01))
     return np.asarray(found / scale)
 
 
 def find_distance(coefficients: Array, row: Array, others: Array) -> float:
-    """Returns the distance of a network to the nearest of others."""
+    """Returns the distance of a network to the nearest of some others."""
     return min(measure_distance(coefficients * row, coefficients * other) for other in others)
 
 
@@ -134,7 +134,7 @@ def ratio(value: float) -> str:
 
 
 def leave_out(one: Rows, networks: Array) -> tuple[Array, Array]:
-    """Returns the forecast of each network from other families, and how far the nearest of these lies."""
+    """Returns the forecast of each network by a fit to other families, and the distance of the nearest of these."""
     predicted, far = np.zeros(len(one.names)), np.zeros(len(one.names))
     for family in sorted(set(one.families)):
         out = one.families == family
@@ -145,7 +145,7 @@ def leave_out(one: Rows, networks: Array) -> tuple[Array, Array]:
 
 
 def leave_plans_out(one: Rows, networks: Array) -> tuple[Array, Array]:
-    """Returns what `leave_out` does for the networks with a plan, from those of other families; NaN for the others."""
+    """Returns the result of `leave_out` for the networks with a plan, fitted to other families; NaN for the others."""
     predicted, far = np.full(len(one.names), np.nan), np.full(len(one.names), np.nan)
     for family in sorted(set(one.families[one.compiled])):
         out, rest = one.compiled & (one.families == family), one.compiled & (one.families != family)
@@ -156,7 +156,7 @@ def leave_plans_out(one: Rows, networks: Array) -> tuple[Array, Array]:
 
 
 def is_nearer(networks: Array, from_plans: Array, from_graphs: Array) -> bool:
-    """Returns True where plans forecast the networks that have one better than their graphs alone do."""
+    """Returns True if plans forecast the networks that have one better than their graphs do."""
     told = ~np.isnan(from_plans)
     plans, graphs = (np.abs(networks - each)[told] for each in (from_plans, from_graphs))
     print(
@@ -189,7 +189,7 @@ def main() -> None:
             },
             **shown,
         }
-        # The two err differently, so that their mean errs less than either.
+        # The errors of the two are different, so the error of their mean is smaller than either.
         predicted, far = leave_plans_out(one, effects[precision])
         from_plans[precision] = (left_out[precision] + predicted) / 2
         if one.compiled.sum() < LEAST_NETWORKS:
@@ -225,7 +225,7 @@ def list_numbers(values: Array) -> list[float]:
 
 
 def report(title: str, one: Rows, predicted: Array, far: Array, devices: Array) -> dict[str, Any]:
-    """Prints what the forecast of families left out is worth, of networks that have one; returns its interval."""
+    """Prints the accuracy of the forecast for left-out families, of networks that have one; returns its interval."""
     there = ~np.isnan(predicted)
     chosen_families = set(one.families[there])
     errors = one.logs - (predicted[:, None] + devices)
@@ -279,7 +279,7 @@ def report(title: str, one: Rows, predicted: Array, far: Array, devices: Array) 
 
 
 def bridge(precision: Bits, one: Rows, other: Bits, two: Rows, effects: Mapping[Bits, Array]) -> tuple[float, float]:
-    """Returns the median of the logarithm of one precision's time over another's, and what 80 % keep around it."""
+    """Returns the median logarithm of the ratio of one precision's time to another's, and its 80 % interval."""
     both = sorted(set(one.names) & set(two.names))
     logs = np.array(
         [effects[precision][one.names.index(name)] - effects[other][two.names.index(name)] for name in both]
@@ -294,9 +294,9 @@ def bridge(precision: Bits, one: Rows, other: Bits, two: Rows, effects: Mapping[
 
 
 def fit_cpu_layers() -> list[dict[str, float]]:
-    """Returns by what layers on the CPU lengthen a run, for few and for many of them, as logarithms.
+    """Returns the factors by which a few and many layers on the CPU lengthen a run, as logarithms.
 
-    The time of ONNX Runtime with such layers is held against that of QNN alone, without any, on the same device.
+    The time of ONNX Runtime with such layers is compared with that of QNN without any, on the same device.
     """
     table = load_table()
     found = list[tuple[int, float, str]]()
@@ -325,9 +325,9 @@ def fit_cpu_layers() -> list[dict[str, float]]:
 def find_faster(
     one: Bits, other: Bits, rows: Mapping[Bits, Rows], guesses: Mapping[Bits, Array], words: str = ""
 ) -> float:
-    """Returns in which share of pairs, where they differ by more than 10 %, the first precision is the faster.
+    """Returns the share of pairs in which the first precision is faster, if they differ by more than 10 %.
 
-    Prints how often a comparison of the forecasts would name it rightly.
+    Prints how often a comparison of the forecasts would predict this.
     """
     a, b = rows[one], rows[other]
     right, first = list[bool](), list[bool]()

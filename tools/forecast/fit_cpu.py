@@ -1,9 +1,10 @@
-"""Fits a sum over kinds of work to what networks of the corpus take on this machine's CPU: targets/forecast/cpu.json.
+"""Fits a sum over kinds of work to the times of the corpus on this machine's CPU: targets/forecast/cpu.json.
 
-    python tools/forecast/fit_cpu.py FILE.jsonl      times the networks that FILE lacks, then fits and writes
+    python tools/forecast/fit_cpu.py FILE.jsonl      times the networks that are not in FILE yet, then fits and writes
 
-The networks are those of `tools/corpus/corpus.py make`, in float, a batch of one, on one thread. A time is the least
-processor time of three, which other programs lengthen little. Machines differ by a factor, which one time there gives.
+The networks are those of `tools/corpus/corpus.py make`, in float, with a batch of one, on one thread. A time is the
+least CPU time of three, because other programs hardly lengthen CPU time. Machines differ by a factor, which one
+measured time on a machine gives.
 """
 
 import json
@@ -26,13 +27,13 @@ from edgekit.model.external import skim_model
 from edgekit.model.model import load_model
 from edgekit.prepare.clean import sketch_model
 
-# Below, a session's own cost is all that is seen.
+# Below this, a time is only the session's own cost.
 _LEAST_MACS = 1e6
 _MOST_BYTES = 120e6
 
 
 def time_network(path: Path) -> dict[str, Any] | None:
-    """Returns the milliseconds of a network and its work; None where an input is no picture of one size."""
+    """Returns the milliseconds of a network and its work; None if an input is not an image of one size."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
@@ -54,12 +55,12 @@ def time_network(path: Path) -> dict[str, Any] | None:
 
 
 def main() -> None:
-    """Times, leaves families out, writes."""
+    """Measures, evaluates on left-out families, and writes."""
     place = Path(sys.argv[1])
     known = {row["name"]: row for row in map(json.loads, place.read_text().splitlines())} if place.is_file() else {}
     for folder in sorted((cache_folder() / "corpus/nets").iterdir()):
         file = folder / "model.onnx"
-        # The other exporter's graph of the same network is no other network.
+        # The graph of another exporter is the same network.
         left = folder.name in known or folder.name.endswith("-dynamo") or "timm-test_" in folder.name
         if left or not file.is_file() or file.stat().st_size > _MOST_BYTES:
             continue

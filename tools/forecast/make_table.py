@@ -1,10 +1,10 @@
-"""Makes targets/forecast/measured.json.xz and targets/qnn/phones.json anew from the package that they come from.
+"""Makes targets/forecast/measured.json.xz and targets/qnn/phones.json again, from the package with their data.
 
     python -m pip download --no-deps qai-hub-models==0.65.0 -d WHEELS
     python tools/forecast/make_table.py WHEELS/qai_hub_models-0.65.0-py3-none-any.whl
 
-Only networks that the file already has are opened: others are kept out of it, to judge the forecast with. The columns
-are those of `MeasuredRow` in edgekit/forecasts/model.py, of the phones those of `Phone` in edgekit/phones.py.
+Only networks that are already in the file are read: others are kept out to judge the forecast. The columns are those of
+`MeasuredRow` in edgekit/forecasts/model.py; those of the phones are `Phone` in edgekit/phones.py.
 """
 
 import json
@@ -25,7 +25,7 @@ _RUNTIMES = ("onnx", "precompiled_qnn_onnx", "qnn_context_binary", "qnn_dlc", "t
 
 
 def read_devices(wheel: zipfile.ZipFile) -> list[dict[str, Any]]:
-    """Returns the devices with a Hexagon NPU of which the package says the HTP version."""
+    """Returns the devices with a Hexagon NPU whose HTP version the package states."""
     told = yaml.safe_load(wheel.read("qai_hub_models/devices_and_chipsets.yaml"))
     listed: list[dict[str, Any]] = []
     for name, device in sorted(told["devices"].items()):
@@ -47,7 +47,7 @@ def read_devices(wheel: zipfile.ZipFile) -> list[dict[str, Any]]:
 
 
 def read_network(wheel: zipfile.ZipFile, model: str, devices: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns what the package says of a model, and its rows by component, precision and runtime."""
+    """Returns the package's facts about a model, and its rows by component, precision and runtime."""
     folder = f"qai_hub_models/models/{model}"
     about = yaml.safe_load(wheel.read(f"{folder}/manifest.yaml"))
     details = {key: str(value) for key, value in (about.get("technical_details") or {}).items()}
@@ -84,7 +84,7 @@ def write(path: Path, table: object) -> None:
 
 
 def main() -> None:
-    """Makes the file, and says how many rows it has."""
+    """Writes the file, and prints the number of its rows."""
     kept = json.loads(lzma.decompress(OUT.read_bytes()))["networks"]
     with zipfile.ZipFile(sys.argv[1]) as wheel:
         devices = read_devices(wheel)

@@ -1,4 +1,4 @@
-"""The cases: which command, on which subjects, with which options; all drawn from a seed and a number."""
+"""Draws the cases: a command, its subjects and its options, from a seed and a number."""
 
 import shutil
 from collections.abc import Callable
@@ -28,7 +28,7 @@ class Case:
         self.command = ""
 
     def prepare(self, commands: tuple[str, ...] = ()) -> None:
-        """Copies the subjects, damages one or two of them, and spells the arguments."""
+        """Copies the subjects, damages one or two of them, and writes the arguments."""
         (self.folder / "tmp").mkdir(parents=True)
         chosen = [plan for plan in PLANS if plan[0] in commands] if commands else list(PLANS)
         self.command, _, plan = self.rng.choices(chosen, [weight for _, weight, _ in chosen])[0]
@@ -38,19 +38,19 @@ class Case:
         outside = str(self.folder.parent.parent / "outside")
         if len(self.arguments) > 1 and self.rng.random() < 0.08:
             at = self.rng.randrange(1, len(self.arguments))
-            # No shell can hand over a zero byte; and a user may well name a place outside.
+            # No shell can pass a zero byte; and a user may well name a place outside.
             word = draw_text(self.rng).replace("\0", "0")
             self.arguments[at] = "elsewhere" if "loot" in word or OUTSIDE in word or word == ".." else word
-            # It may have been the place to write to.
+            # It may be the output path.
             self.writes.add(self.arguments[at].partition("/")[0])
-        # By chance a word became the option that names such a place.
+        # By chance a word is now the option that names such a place.
         self.writes |= {name for word, name in pairwise(self.arguments) if word == "--out"}
         self.arguments = [word.replace(OUTSIDE, outside) for word in self.arguments]
         for path in self.rng.sample(self.taken, min(len(self.taken), self.rng.choice((0, 1, 1, 1, 1, 1, 2)))):
             mutate_path(self.rng, path)
 
     def take(self, name: str) -> str:
-        """Copies a subject, file or folder, and returns its place, relative to the case's folder."""
+        """Copies a subject (a file or a folder), and returns its path relative to the case's folder."""
         source, place = self.subjects / name, self.folder / Path(name).name
         if place.exists():
             return place.name
@@ -62,7 +62,7 @@ class Case:
         return place.name
 
     def model(self, *names: str) -> str:
-        """Takes one of some models, or of all float ones."""
+        """Chooses one of some models, or of all float ones."""
         name = self.rng.choice(names or _FLOAT_MODELS)
         if not names and self.rng.random() < 0.05:
             self.take("external/external.data")
@@ -70,19 +70,19 @@ class Case:
         return self.take(f"models/{name}.onnx")
 
     def some(self, share: float, *words: str) -> list[str]:
-        """Returns the words with this chance, else none."""
+        """Returns the words with this probability, else nothing."""
         return list(words) if self.rng.random() < share else []
 
     def file(self, share: float, name: str, subject: str) -> list[str]:
-        """Returns an option with a subject, taken, with this chance, else nothing."""
+        """Returns an option with a copied subject with this probability, else nothing."""
         return [name, self.take(subject)] if self.rng.random() < share else []
 
     def option(self, share: float, name: str, *values: str) -> list[str]:
-        """Returns an option with one of some values with this chance, else nothing."""
+        """Returns an option with one of some values with this probability, else nothing."""
         return [name, self.rng.choice(values)] if self.rng.random() < share else []
 
     def target(self) -> str:
-        """Returns a target by name, or takes the folder of one."""
+        """Returns a target's name, or copies the folder of one."""
         return self.take("target") if self.rng.random() < 0.15 else self.rng.choice(_TARGETS)
 
     def dims(self) -> list[str]:
@@ -93,7 +93,7 @@ class Case:
         return found
 
     def buckets(self) -> list[str]:
-        """Returns several sizes of a dimension, mostly of one that has such, and what fills inputs."""
+        """Returns several sizes of a dimension, mostly of one that exists, and the padding of inputs."""
         sizes = self.rng.choice(
             ("2,8", "2,5,8", "2,5,8", "8,2", "2,2", "2,", "0,8", "2,x", "2,2147483647", ",".join("8" * 70))
         )
@@ -107,7 +107,7 @@ class Case:
         return ["--out", name]
 
     def bundle(self) -> str:
-        """Takes a bundle in one of its shapes."""
+        """Copies a bundle in one of its forms."""
         shapes = (
             "bundles/net-cpu",
             "bundles/net-nnapi",
@@ -122,7 +122,7 @@ class Case:
         return self.take(self.rng.choice((*shapes[:2], *shapes, "made/packed.tar")))
 
     def data(self, model: str) -> list[str]:
-        """Takes samples that fit a model, or others."""
+        """Copies samples that fit a model, or others."""
         stem = Path(model).stem
         if stem == "words" and self.rng.random() < 0.9:
             return ["--data", self.take("data/words")]
@@ -235,7 +235,7 @@ def _build(case: Case) -> list[str]:
         more += ["--eval", case.take("data/net.npz"), "--labels", case.take("data/labels.npy")]
     verify = "--verify" if case.rng.random() < 0.2 else "--no-verify"
     if Path(model).stem == "words":
-        # Half of them with open dimensions, which the cpu takes.
+        # Half of them have open dimensions, which the target cpu takes.
         sizes = case.buckets() if case.rng.random() < 0.5 else case.some(0.5, "--dim", "N=1")
         targets = ["--target", case.target() if case.rng.random() < 0.3 else "cpu"]
     else:
@@ -285,7 +285,7 @@ def _verify_recheck(case: Case) -> list[str]:
 
 
 def _judging(case: Case) -> list[str]:
-    """Returns how a verification may be judged: a metric with its limits, intervals, and what counts as a pass."""
+    """Returns options for how a verification is judged: a metric with its limits, intervals, what counts as a pass."""
     metric = case.option(0.2, "--metric", "top1", "auc", "psnr", "x", "os:system")
     return [
         *metric,
@@ -466,4 +466,4 @@ PLANS: tuple[tuple[str, float, Callable[[Case], list[str]]], ...] = (
     ("completion", 0.3, _nothing),
     ("doctor", 0.05, _nothing),
 )
-"""Every command with how often it is drawn; what takes long is drawn rarely. `demo` reads nothing of a stranger."""
+"""Every command with its weight in the draw: slow commands are drawn rarely. `demo` reads no foreign file."""

@@ -1,14 +1,14 @@
-"""Gives every command damaged files, and says which of them it did not refuse in one line.
+"""Gives damaged files to every command, and reports those that were not refused in one line.
 
     python tools/fuzz/fuzz.py [--seconds 600 | --cases 1000] [--seed 1] [--command inspect] [--only 17] [--out DIR]
 
 Each case is drawn from the seed and its number: the same seed on the same commit draws the same cases. A case calls a
-command in this process' children, on copies of small models, samples, bundles and reports of which one or two are
-damaged. It fails if a traceback leaves the command, if a child dies or takes more than 10 s of processor time, if exit
-code 2 does not come with one line that ends in a hint, if anything is written, read or started outside the case's
-folder, or left in its temporary folder, if an input is changed, or if JSON is none.
+command in a child of this process, on copies of small models, samples, bundles and reports, of which one or two are
+damaged. It fails in these cases: a traceback leaves the command; a child dies or takes more than 10 s of CPU time; exit
+code 2 comes without a line that ends in a hint; something is written, read or started outside the case's folder, or
+left in its temporary folder; an input is changed; the output of `--json` is not JSON.
 
-Findings lie in a folder each, with the files and `command.json`; `--only NUMBER` runs one of them again.
+Each finding has a folder with the files and `command.json`; `--only NUMBER` runs one of them again.
 """
 
 import argparse
@@ -38,7 +38,7 @@ _HANG_WALL_S = 90.0
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """What is run: numbers from `first` on, until `cases` are done or `seconds` are over."""
+    """The cases to run: numbers from `first` on, until `cases` are done or `seconds` are over."""
 
     seed: int
     first: int
@@ -50,7 +50,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Found(msgspec.Struct):
-    """What was run so far: how many cases of each command and exit code, and the findings by what they share."""
+    """The results so far: the number of cases by command and exit code, and the findings by their key."""
 
     cases: int = 0
     ends: Counter[str] = Counter()
@@ -59,7 +59,7 @@ class Found(msgspec.Struct):
 
 
 def run(asked: Asked) -> Found:
-    """Runs cases in batches, each in a child of its own, until they or the time are over."""
+    """Runs cases in batches, each in a child of its own, until the cases are done or the time is over."""
     found = Found()
     started = time.monotonic()
     next_case = asked.first
@@ -75,14 +75,14 @@ def run(asked: Asked) -> Found:
 
 
 def _import_all() -> None:
-    """Imports every module of edgekit, so that no child has to, and edits of the tree during a run change nothing."""
+    """Imports every module of edgekit, so that no child has to, and changes of the tree during a run have no effect."""
     for module in pkgutil.walk_packages(edgekit.__path__, "edgekit."):
         if ".standalone." not in module.name and not module.name.endswith("__main__"):
             importlib.import_module(module.name)
 
 
 def _run_batch(asked: Asked, numbers: list[int]) -> Iterator[Outcome]:
-    """Yields the outcomes of some cases; where the child dies, the last is that of the case it died of."""
+    """Yields the outcomes of some cases; if the child dies, the last outcome is that of the case in which it died."""
     reader, writer = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -114,7 +114,7 @@ def _run_batch(asked: Asked, numbers: list[int]) -> Iterator[Outcome]:
 
 
 def _read_lines(descriptor: int, child: int) -> Iterator[bytes]:
-    """Yields what a child tells, and ends one that is silent for too long."""
+    """Yields the lines of a child, and ends the child if it is silent for too long."""
     pending = b""
     while True:
         if not select.select([descriptor], [], [], _HANG_WALL_S)[0]:
@@ -160,7 +160,7 @@ def _keep(asked: Asked, outcome: Outcome) -> None:
     source = asked.work / "cases" / str(outcome.number)
     if source.is_dir():
         asked.out.mkdir(parents=True, exist_ok=True)
-        # Moved, as it may hold links and pipes, which a copy would follow or wait for.
+        # Moved, because it may hold links and pipes, which a copy would follow or wait for.
         shutil.move(source, place)
         (place / "finding.txt").write_text(f"{outcome.kind}: {outcome.key}\n{outcome.text}", errors="replace")
 
@@ -185,7 +185,7 @@ def _show(asked: Asked, found: Found, seconds: float) -> None:
 
 
 def main() -> int:
-    """Runs what the options ask for, prints the counts, and returns 1 if there is a finding."""
+    """Runs the requested cases, prints the counts, and returns 1 if there is a finding."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float)
     parser.add_argument("--cases", type=int)
@@ -196,7 +196,7 @@ def main() -> int:
     parser.add_argument("--subjects", type=Path, help="a folder where the subjects are kept for the next run")
     parser.add_argument("--out", type=Path, default=Path("build/fuzz"))
     given = parser.parse_args()
-    # What a user does not see is no finding here; the tests turn every warning into an error.
+    # Warnings that a user does not see are no findings here; the tests turn every warning into an error.
     warnings.simplefilter("default")
     keep_network_away()
     _import_all()
@@ -225,7 +225,7 @@ def _lay_out(work: Path, kept: Path | None) -> None:
         shutil.copytree(kept, work / "subjects")
         return
     (work / "subjects/made").mkdir(parents=True)
-    # In a child, as ONNX Runtime's threads do not survive the forks to come.
+    # In a child, because ONNX Runtime's threads do not survive the forks to come.
     child = os.fork()
     if child == 0:
         status = 1

@@ -1,4 +1,4 @@
-"""Damage to any file or bundle: which kind of damage fits is known by its name."""
+"""Damages any file or bundle, in a way that fits its name."""
 
 import hashlib
 import io
@@ -50,7 +50,7 @@ def _mutate_folder(rng: Random, folder: Path) -> None:
         _mutate_entry(rng, chosen)
     else:
         mutate_path(rng, chosen)
-    # As an adversary would: without right digests nothing behind the check of the files is ever reached.
+    # An adversary would correct the digests too; otherwise nothing after the check of the files would be reached.
     if manifest in files and rng.random() < 0.75:
         _forge_digests(folder)
 
@@ -73,7 +73,7 @@ def _forge_digests(folder: Path) -> None:
 
 
 def _mutate_entry(rng: Random, path: Path) -> None:
-    """Makes a file something else: gone, empty, a link, a folder, a pipe that nobody writes into."""
+    """Replaces a file by something else: nothing, an empty file, a link, a folder, a pipe that nobody writes to."""
     path.unlink()
     kind = rng.randrange(6)
     if kind == 0:
@@ -92,7 +92,7 @@ _NO_PATH = dict.fromkeys(map(ord, "/\0"))
 
 
 def _mutate_history(rng: Random, path: Path) -> None:
-    """Damages the bytes of a history, or what its rows say."""
+    """Damages the bytes of a history, or the content of its rows."""
     if rng.random() < 0.4:
         _rewrite(path, damage_bytes(rng, path.read_bytes()))
         return
@@ -201,7 +201,7 @@ def _write_zip(members: Mapping[str, bytes], method: int = zipfile.ZIP_STORED) -
 
 
 def _mutate_zip(rng: Random, data: bytes) -> bytes:
-    """Adds a hostile member, doubles one, damages one, adds a tail; or damages the bytes."""
+    """Adds a hostile member, duplicates one, damages one, appends bytes; or damages the bytes."""
     kind = rng.randrange(6)
     if kind == 0:
         return damage_bytes(rng, data)
@@ -220,7 +220,7 @@ def _mutate_zip(rng: Random, data: bytes) -> bytes:
 
 
 def _mutate_tar(rng: Random, data: bytes) -> bytes:
-    """Adds a hostile member or a tail, or damages a header or the bytes."""
+    """Adds a hostile member, appends bytes, or damages a header or the bytes."""
     kind = rng.randrange(5)
     if kind == 0:
         return damage_bytes(rng, data)

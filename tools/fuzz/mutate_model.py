@@ -1,4 +1,4 @@
-"""Damage to ONNX models that knows what a model is: the protobuf stays well-formed, and what it says becomes wrong."""
+"""Damages the content of ONNX models: the protobuf stays well-formed, but its statements become wrong."""
 
 from collections.abc import Callable, Iterator
 from random import Random
@@ -16,7 +16,7 @@ _MOST_BYTES = 1 << 18
 
 
 def mutate_model(rng: Random, data: bytes) -> bytes:
-    """Returns a model with one to four mutations; a sixth of the time its bytes are damaged as any file's are."""
+    """Returns a model with one to four mutations; in one of six cases its bytes are damaged like those of any file."""
     if rng.random() < 0.15:
         return damage_bytes(rng, data)
     proto = onnx.ModelProto()
@@ -25,12 +25,12 @@ def mutate_model(rng: Random, data: bytes) -> bytes:
     except DecodeError:
         return damage_bytes(rng, data)
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
-        # Each of them walks through the whole.
+        # Each mutation walks through the whole model.
         if proto.ByteSize() > _MOST_BYTES:
             break
         try:
             rng.choice(_MUTATIONS)(rng, proto)
-        # A mutation that has nothing to work on, or a value that the field does not take: the model stays as it is.
+        # If a mutation finds nothing to change, or the field does not take the value, the model stays as it is.
         except (IndexError, ValueError, TypeError, KeyError):
             continue
     return proto.SerializeToString()
@@ -64,7 +64,7 @@ def _draw_value(rng: Random, field: Any, old: Any) -> Any:
 
 
 def _change_any_field(rng: Random, proto: onnx.ModelProto) -> None:
-    """Clears, doubles, removes or replaces a field of some message, whatever it is."""
+    """Clears, duplicates, removes or replaces a field of any message."""
     message = rng.choice(list(_messages(proto)))
     field, value = rng.choice(message.ListFields())
     kind = rng.randrange(4)
@@ -110,7 +110,7 @@ def _names(proto: onnx.ModelProto) -> list[str]:
 
 
 def _rewire(rng: Random, proto: onnx.ModelProto) -> None:
-    """Lets a node read or write a tensor of another, or its own: names doubled, cycles, self-references."""
+    """Lets a node read or write a tensor of another node, or its own: duplicate names, cycles, self-references."""
     node = rng.choice(_nodes(proto))
     side = rng.choice((node.input, node.output))
     side[rng.randrange(len(side))] = rng.choice([*_names(proto), "", "nowhere"])
@@ -139,7 +139,7 @@ def _change_raw_data(rng: Random, proto: onnx.ModelProto) -> None:
 
 
 def _move_data_out(rng: Random, proto: onnx.ModelProto) -> None:
-    """Says that the data of a tensor lie in a file: this one, none, one outside, a folder."""
+    """States that the data of a tensor are in a file: this one, a missing one, one outside, a folder."""
     tensor = rng.choice(_tensors(proto))
     tensor.data_location = TensorProto.EXTERNAL
     for key in rng.sample(("location", "offset", "length", "checksum"), rng.randrange(1, 5)):
@@ -200,7 +200,7 @@ def _change_arity(rng: Random, proto: onnx.ModelProto) -> None:
 
 
 def _change_number(rng: Random, proto: onnx.ModelProto) -> None:
-    """Changes a number of an attribute a little: axes, strides and groups that are just wrong pass the first checks."""
+    """Changes a number of an attribute slightly: axes, strides and groups that are almost right pass first checks."""
     attribute = rng.choice([attribute for node in _nodes(proto) for attribute in node.attribute])
     if attribute.ints:
         at = rng.randrange(len(attribute.ints))
@@ -236,7 +236,7 @@ def _insert_node(rng: Random, proto: onnx.ModelProto) -> None:
             node.attribute.append(helper.make_attribute(entry.name, body))
     at = rng.randrange(len(proto.graph.node) + 1)
     proto.graph.node.insert(at, node)
-    # What read some tensor now reads the new one, or the new one is given out.
+    # The readers of some tensor now read the new one, or the new one is an output.
     for other in proto.graph.node[at + 1 :]:
         other.input[:] = [node.output[0] if name == made else name for name in other.input]
     if rng.random() < 0.5:
@@ -280,9 +280,9 @@ def _call_itself(rng: Random, proto: onnx.ModelProto) -> None:
 
 
 def _nest(rng: Random, proto: onnx.ModelProto) -> None:
-    """Puts the graph into bodies within bodies."""
+    """Puts the graph into nested subgraphs."""
     for _ in range(rng.choice((1, 2, 8, 25, 90))):
-        # Each level doubles it.
+        # Each level doubles the size.
         if proto.ByteSize() > 1 << 17:
             return
         body = onnx.GraphProto()
@@ -293,7 +293,7 @@ def _nest(rng: Random, proto: onnx.ModelProto) -> None:
 
 
 def _repeat_node(rng: Random, proto: onnx.ModelProto) -> None:
-    """Doubles nodes under the same name, few or many."""
+    """Duplicates nodes under the same name, few or many."""
     at = rng.randrange(len(proto.graph.node))
     node = proto.graph.node[at]
     for index in range(rng.choice((1, 2, 50, 50, _MOST_NODES)) if proto.ByteSize() < 1 << 17 else 1):
@@ -316,7 +316,7 @@ def _change_versions(rng: Random, proto: onnx.ModelProto) -> None:
 
 
 def _make_output(rng: Random, proto: onnx.ModelProto) -> None:
-    """Makes an input, a constant, a doubled or a missing tensor an output of the graph."""
+    """Makes an input, a constant, a duplicate or a missing tensor an output of the graph."""
     kind = rng.randrange(3)
     if kind == 0:
         rng.choice(proto.graph.output).name = rng.choice(_names(proto))
@@ -327,7 +327,7 @@ def _make_output(rng: Random, proto: onnx.ModelProto) -> None:
 
 
 def _fill_weights(rng: Random, proto: onnx.ModelProto) -> None:
-    """Fills the weights with one number: none, the largest, no number."""
+    """Fills the weights with one number: NaN, infinity, the largest, the smallest, zero."""
     tensor = rng.choice([tensor for tensor in _tensors(proto) if tensor.data_type == TensorProto.FLOAT])
     pattern = rng.choice((b"\0\0\xc0\x7f", b"\0\0\x80\x7f", b"\xff\xff\x7f\x7f", b"\x01\0\0\0", b"\0\0\0\0"))
     tensor.raw_data = pattern * (len(tensor.raw_data) // 4)

@@ -1,4 +1,4 @@
-"""Damage to TOML and JSON: values, keys, depth and spelling."""
+"""Damages TOML and JSON: values, keys, depth and spelling."""
 
 import json
 from random import Random
@@ -13,7 +13,7 @@ _VALUES = (
 
 
 def mutate_toml(rng: Random, data: bytes) -> bytes:
-    """Returns a TOML file with a line changed, added, doubled or lost, or its bytes damaged."""
+    """Returns a TOML file with a line changed, added, duplicated or removed, or with its bytes damaged."""
     if rng.random() < 0.15:
         return damage_bytes(rng, data)
     lines = data.decode().splitlines()
@@ -47,7 +47,7 @@ def _draw_toml(rng: Random) -> str:
 
 
 def mutate_json(rng: Random, data: bytes) -> bytes:
-    """Returns a JSON file with a value or key changed, spelled as edgekit spells it, or otherwise, or damaged."""
+    """Returns a JSON file with a value or key changed, in edgekit's spelling or another, or with its bytes damaged."""
     if rng.random() < 0.1:
         return damage_bytes(rng, data)
     if rng.random() < 0.03:
@@ -56,7 +56,7 @@ def mutate_json(rng: Random, data: bytes) -> bytes:
         )
     try:
         tree = json.loads(data)
-    # Damaged before, it may be no JSON any more, or too deep for Python.
+    # After earlier damage it may not be JSON, or be too deep for Python.
     except (ValueError, RecursionError):
         return damage_bytes(rng, data)
     for _ in range(rng.choice((1, 1, 1, 2, 5))):
@@ -65,7 +65,7 @@ def mutate_json(rng: Random, data: bytes) -> bytes:
 
 
 def spell_json(tree: object) -> bytes:
-    """Returns JSON in the one spelling that bundles have, so that what is tried is the content."""
+    """Returns JSON in the one spelling of bundles, so that its content is tested and not the spelling."""
     text = json.dumps(tree, indent=2, sort_keys=True, ensure_ascii=False)
     return text.encode(errors="surrogatepass") + b"\n"
 

@@ -1,10 +1,10 @@
-"""Values that programs stumble over, and how a draw among them stays the same for the same seed."""
+"""Values with which programs often fail, and draws among them that depend only on the seed."""
 
 from random import Random
 from typing import Any
 
 OUTSIDE = "@OUTSIDE@"
-"""In drawn texts this stands for a folder that nobody may write into or read from; the place is known at run time."""
+"""In drawn texts a placeholder for a folder that nobody may write to or read from; its path is known at run time."""
 
 TEXTS = (
     "",
@@ -58,7 +58,7 @@ def draw_integer(rng: Random, *, near: int = 0) -> int:
 
 
 def draw_json(rng: Random, depth: int = 3) -> Any:
-    """Returns any value that JSON can hold, and NaN, which it cannot."""
+    """Returns any value that JSON can hold, or NaN, which it cannot hold."""
     kind = rng.randrange(9 if depth else 6)
     if kind < 2:
         return draw_text(rng)
@@ -74,7 +74,7 @@ def draw_json(rng: Random, depth: int = 3) -> Any:
 
 
 def damage_bytes(rng: Random, data: bytes) -> bytes:
-    """Returns the bytes with some flipped, cut, inserted, doubled or overwritten by the largest and least numbers."""
+    """Returns the bytes with some flipped, removed, inserted, duplicated or overwritten by extreme numbers."""
     changed = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 4, 16))):
         at = rng.randrange(len(changed) + 1)

@@ -1,4 +1,4 @@
-"""What is damaged: small models, samples, recipes, plans, bundles, archives, reports and keys, all of them whole."""
+"""Makes the undamaged subjects: small models, samples, recipes, plans, bundles, archives, reports and keys."""
 
 import contextlib
 import io
@@ -78,7 +78,7 @@ def _make(folder: Path) -> bool:
 
 
 def _save_model(rng: np.random.Generator, text: str, path: Path) -> None:
-    """Writes a model; weights that its text only declares are drawn."""
+    """Writes a model; weights that its text only declares are random."""
     proto = parser.parse_model(f"{_HEAD} {text}")
     path.parent.mkdir(exist_ok=True)
     known = {tensor.name for tensor in proto.graph.initializer}
@@ -156,7 +156,7 @@ def _save_texts(folder: Path) -> None:
 
 
 def _run_commands(folder: Path) -> None:
-    """Makes what edgekit itself writes: prepared, quantized and converted models, bundles, packages, reports, keys."""
+    """Makes the files that edgekit writes: prepared and quantized models, bundles, packages, reports, keys."""
     net, data, made = (str(folder / name) for name in ("models/net.onnx", "data/net.npz", "made"))
     bundles = folder / "bundles"
     _edgekit("quantize", net, "--data", data, "--target", "cpu", "--out", str(folder / "models/qdq.onnx"))
@@ -184,7 +184,7 @@ def _run_commands(folder: Path) -> None:
     history = f"{made}/history.sqlite"
     for _ in range(2):
         _edgekit("verify", f"{bundles}/net-cpu", "--on", "host", "--history", history)
-    # The host runs no NNAPI: what its run shows is not proven.
+    # The host has no NNAPI, so its run leaves the bundle not proven.
     _edgekit("verify", f"{bundles}/net-nnapi", "--on", "host", "--history", history, "--accept-unproven")
     shutil.copy(bundles / "net-cpu/verify.json", folder / "made/verify.json")
     _edgekit("sign", "--new-key", f"{made}/key.pem")

@@ -1,4 +1,4 @@
-"""Runs cases in a process of their own, and judges what each did: how it ended, what it said, what it wrote."""
+"""Runs cases in a process of their own, and judges each: how it ended, what it printed, what it wrote."""
 
 import contextlib
 import faulthandler
@@ -23,12 +23,12 @@ from edgekit.cli.main import run_command
 HANG_CPU_S = 10.0
 _MOST_BYTES = 8 << 30
 _MOST_LINE = 3000
-# What commands may start: this Python as a device's child, and what `find_missing` of devices asks for its version.
+# Programs that commands may start: this Python for a device's child, and those whose version `find_missing` asks.
 _PROGRAMS = ("python", "node", "cmake", "git", "adb", "qemu", "ssh", "zig", "java")
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a case: `kind` is "ok" or what was wrong, `key` is the same for findings of one cause."""
+    """The outcome of a case: `kind` is "ok" or what was wrong, `key` is the same for findings of one cause."""
 
     number: int
     command: str
@@ -41,7 +41,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fence:
-    """Notes what is done outside the folder of the case that runs now; Python cannot take such a hook away again."""
+    """Records accesses outside the folder of the current case. Python cannot remove such a hook."""
 
     def __init__(self) -> None:
         self.inside = ""
@@ -50,7 +50,7 @@ class Fence:
         self.broken: list[str] = []
 
     def watch(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Is called by Python for each event of its audit table (docs.python.org/3/library/audit_events.html)."""
+        """Handles an event of Python's audit table (docs.python.org/3/library/audit_events.html)."""
         if not self.inside:
             return
         if event == "open" and isinstance(arguments[0], str | bytes | os.PathLike):
@@ -71,10 +71,10 @@ class Fence:
     def _check_paths(self, event: str, arguments: tuple[Any, ...]) -> None:
         for argument in arguments[:2]:
             if isinstance(argument, str | bytes | os.PathLike):
-                # The parent alone is followed: what is removed or renamed may itself be a link.
+                # Only links in the parent are followed: the file that is removed or renamed may itself be a link.
                 path = Path(os.path.abspath(os.fsdecode(argument)))  # noqa: PTH100 - Path.absolute keeps ".."
                 place = str(Path(os.path.realpath(path.parent)) / path.name)
-                # A name relative to an open folder, as rmtree gives it, means another place than it says.
+                # A name relative to an open folder, as in rmtree, is another place than it seems.
                 if len(arguments) > 1 and isinstance(arguments[-1], int) and arguments[-1] != -1:
                     continue
                 if not self._is_allowed(place):
@@ -88,12 +88,12 @@ FENCE = Fence()
 
 
 def serve(seed: int, numbers: list[int], folder: Path, commands: tuple[str, ...]) -> None:
-    """Runs cases and writes, for each, a line to the descriptor 3 before it begins and one after it ended."""
+    """Runs cases and writes a line to the descriptor 3 before each begins and one after it ended."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, 1 << 30))
     sys.addaudithook(FENCE.watch)
-    # A case that takes too much processor time ends here, in its traceback.
+    # A case that takes too much CPU time ends here, in its traceback.
     for number in numbers:
         place = folder / "cases" / str(number)
         _tell({"begin": number})
@@ -141,7 +141,7 @@ _MARK = "\x01stderr\x01"
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """How a command ended: its exit code, or the traceback that left it; its output; what it said on stderr."""
+    """How a command ended: its exit code, or the traceback that left it; its output; its lines on stderr."""
 
     code: int | None
     trace: str
@@ -206,7 +206,7 @@ def _list_files(folder: Path) -> dict[str, tuple[int, int, int]]:
 def judge(
     case: Case, told: Told, before: Mapping[str, tuple[int, int, int]], after: Mapping[str, tuple[int, int, int]]
 ) -> Iterator[tuple[str, str, str]]:
-    """Yields what is wrong with what a case did: its kind, what findings of one cause share, and the words."""
+    """Yields the faults of a case: their kind, the key that findings of one cause share, and a text."""
     if told.code is None:
         yield "traceback", _place_of(told.trace), told.trace
     if "Traceback (most recent call last)" in told.words + told.shown:
@@ -268,13 +268,13 @@ def _judge_files(
 
 
 def describe_ending(status: int) -> str:
-    """Returns how a worker ended that did not tell: the signal's name, or its exit code."""
+    """Returns how a worker ended that reported nothing: the signal's name, or its exit code."""
     code = os.waitstatus_to_exitcode(status)
     return signal.Signals(-code).name if code < 0 else f"exit {code}"
 
 
 def keep_network_away() -> None:
-    """Lets no name be looked up in this process, whatever is tried."""
+    """Makes every look-up of a host name in this process fail."""
 
     def refuse(*_arguments: object, **_options: object) -> list[object]:
         raise OSError("no network in here")

@@ -2,10 +2,10 @@
 
     export.py FOLDER < specs.json
 
-`specs.json` lists networks as `Spec` of table.py does. Each becomes FOLDER/NAME/model.onnx; what fails is said on a
-line of standard output as {"name": ..., "failure": ...}, and does not stop the others. Weights are drawn so that values
-keep their size from layer to layer, normalization learns its statistics from samples, and the last layer is centred, so
-that the answers differ from sample to sample as those of a trained network do.
+`specs.json` lists networks in the form of `Spec` in table.py. Each is written to FOLDER/NAME/model.onnx; a failure is a
+line on standard output, {"name": ..., "failure": ...}, and does not stop the others. Random weights are scaled so that
+the magnitude of activations stays the same from layer to layer, normalization gets its statistics from samples, and the
+last layer is centred, so that answers differ from sample to sample as those of a trained network do.
 """
 
 import json
@@ -28,7 +28,7 @@ from inputs import draw_samples
 
 LAYERS = nn.Linear | nn.Conv1d | nn.Conv2d | nn.ConvTranspose2d
 BATCH_NORMS = nn.BatchNorm1d | nn.BatchNorm2d
-# What a last layer's answers spread by, like those of a trained classifier.
+# The spread of the last layer's outputs, like that of a trained classifier.
 _SPREAD = 3.0
 _SAMPLES, _BATCH = 32, 16
 
@@ -42,7 +42,7 @@ class Plain(nn.Module):  # type: ignore[misc] # PyTorch lives elsewhere
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the one output."""
-        # Without a mask the causal models look for texts that were packed together.
+        # Without a mask the causal models would look for packed texts.
         mask = {"attention_mask": torch.ones_like(x)} if self.word == "input_ids" else {}
         made = self.net(**{self.word: x}, **mask) if self.word else self.net(x)
         while not isinstance(made, torch.Tensor):
@@ -71,7 +71,7 @@ def make_transformers(spec: Mapping[str, Any]) -> nn.Module:
 
 
 def make_ultralytics(spec: Mapping[str, Any]) -> nn.Module:
-    """Returns a detector of ultralytics as it exports it."""
+    """Returns a detector of ultralytics in the form in which it is exported."""
     net = ultralytics.YOLO(spec["model"], verbose=False).model
     for module in net.modules():
         if hasattr(module, "export"):
@@ -88,7 +88,7 @@ MAKERS: Mapping[str, Callable[[Mapping[str, Any]], nn.Module]] = {
 
 
 def draw_weights(net: nn.Module) -> None:
-    """Draws what keeps the size of values; constants that are no weights (of DFL, of positions) stay."""
+    """Draws weights that keep the magnitude of values; constants that are not weights (of DFL, of positions) stay."""
     layers = {id(module.weight) for module in net.modules() if isinstance(module, LAYERS)}
     for name, weight in net.named_parameters():
         if not weight.requires_grad:
@@ -104,7 +104,7 @@ def draw_weights(net: nn.Module) -> None:
 
 
 def learn_statistics(net: nn.Module, samples: torch.Tensor) -> None:
-    """Runs samples with normalization in training mode, so that it keeps their mean and variance."""
+    """Runs samples with normalization in training mode, so that it stores their mean and variance."""
     norms = [module for module in net.modules() if isinstance(module, BATCH_NORMS)]
     for norm in norms:
         norm.reset_running_stats()
@@ -122,7 +122,7 @@ def run_batches(net: nn.Module, samples: torch.Tensor) -> torch.Tensor:
 
 
 def centre_answers(net: nn.Module, samples: torch.Tensor, axis: int) -> None:
-    """Gives the layer that ends in the classes of `axis` a bias that takes their mean away, and the weights a scale."""
+    """Gives the last layer before the classes of `axis` a bias that removes their mean, and scales its weights."""
     ends = list[nn.Module]()
     hooks = [
         module.register_forward_hook(lambda module, *_: ends.append(module))
@@ -143,7 +143,7 @@ def centre_answers(net: nn.Module, samples: torch.Tensor, axis: int) -> None:
 
 
 def write_onnx(net: nn.Module, sample: torch.Tensor, exporter: str, out: Path) -> None:
-    """Writes a network as an exporter does: TorchScript's leaves the batch open, as most that are published do."""
+    """Writes a network with an exporter; with TorchScript's the batch stays open, as in most published models."""
     words: dict[str, Any] = {"input_names": ["input"], "output_names": ["output"]}
     if exporter == "dynamo":
         torch.onnx.export(net, (sample,), str(out), dynamo=True, external_data=False, verbose=False, **words)
@@ -153,7 +153,7 @@ def write_onnx(net: nn.Module, sample: torch.Tensor, exporter: str, out: Path) -
 
 
 def export(spec: Mapping[str, Any], folder: Path) -> None:
-    """Writes one network, as each exporter that lacks it writes it."""
+    """Writes one network with each exporter whose file is missing."""
     torch.manual_seed(sum(map(ord, spec["model"])))
     drawn = draw_samples(spec["input"], tuple(spec["shape"]), _SAMPLES, 7, folder.parent / "photos")
     samples = torch.from_numpy(drawn.reshape(-1, *drawn.shape[2:]))
@@ -171,7 +171,7 @@ def export(spec: Mapping[str, Any], folder: Path) -> None:
 
 
 def main() -> None:
-    """Writes what standard input lists."""
+    """Writes the networks that standard input lists."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     folder, said = Path(sys.argv[1]), os.fdopen(os.dup(1), "w")

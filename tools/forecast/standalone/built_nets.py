@@ -1,6 +1,7 @@
-"""Networks of the table that no package has, or that are short: built after the papers and their published code.
+"""Networks of the table that no package has, or that are short, built from the papers and their published code.
 
-Weights are those that PyTorch draws. The numbers of parameters are those of the table, but for what folds away.
+Weights are PyTorch's random initial weights. The numbers of parameters are those of the table, except for parameters
+that are folded away.
 """
 # ruff: noqa: D102 - what a class says is what its forward does
 
@@ -16,7 +17,7 @@ from torch.nn import functional
 
 
 def conv(inside: int, outside: int, size: int = 3, **more: Any) -> nn.Conv2d:
-    """Returns a convolution that keeps the size of the picture."""
+    """Returns a convolution that keeps the size of the image."""
     return nn.Conv2d(inside, outside, size, padding=size // 2, **more)
 
 
@@ -80,7 +81,7 @@ class Rrdb(nn.Module):  # type: ignore[misc]
 
 
 class Compact(nn.Module):  # type: ignore[misc]
-    """Real-ESRGAN's small network: convolutions with PReLU, pixel shuffle, and the picture added."""
+    """Real-ESRGAN's small network: convolutions with PReLU, pixel shuffle, and the input image added."""
 
     def __init__(self, channels: int = 64, layers: int = 32, scale: int = 4) -> None:
         super().__init__()
@@ -116,7 +117,7 @@ class SrGan(nn.Module):  # type: ignore[misc]
 
 
 class Norm(nn.Module):  # type: ignore[misc]
-    """LayerNorm over the channels of a picture."""
+    """LayerNorm over the channels of an image."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -127,7 +128,7 @@ class Norm(nn.Module):  # type: ignore[misc]
 
 
 class NafBlock(nn.Module):  # type: ignore[misc]
-    """A block of NAFNet (Chen et al. 2022): gates are products of halves."""
+    """A block of NAFNet (Chen et al. 2022); its gates are products of two halves of the channels."""
 
     def __init__(self, c: int) -> None:
         super().__init__()
@@ -175,7 +176,7 @@ class NafNet(nn.Module):  # type: ignore[misc]
 
 
 class HrPose(nn.Module):  # type: ignore[misc]
-    """HRNet for poses: the finest map alone; with `joined`, all four maps enlarged and put together."""
+    """HRNet for poses: only the finest map; with `joined`, all four maps enlarged and concatenated."""
 
     def __init__(self, name: str, points: int, *, joined: bool) -> None:
         super().__init__()
@@ -217,7 +218,7 @@ class IrSe(nn.Module):  # type: ignore[misc]
 
 
 def make_irse(counts: Sequence[int]) -> nn.Module:
-    """Returns IR-SE of as many blocks in each of its four stages."""
+    """Returns IR-SE with the given numbers of blocks in its four stages."""
     blocks, inside = list[nn.Module](), 64
     for outside, count in zip((64, 128, 256, 512), counts, strict=True):
         blocks += [IrSe(inside if i == 0 else outside, outside, 2 if i == 0 else 1) for i in range(count)]
@@ -228,7 +229,7 @@ def make_irse(counts: Sequence[int]) -> nn.Module:
 
 
 def make_mobilenet_v1(inside: int, classes: int, stride: int) -> nn.Module:
-    """Returns MobileNet v1 (Howard et al. 2017) whose maps shrink to a `stride`-th and no further."""
+    """Returns MobileNet v1 (Howard et al. 2017) whose maps shrink to one `stride`-th and no further."""
     rows = [(64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2), *[(512, 1)] * 5, (1024, 2), (1024, 1)]
     layers = [conv(inside, 32, stride=2, bias=False), nn.BatchNorm2d(32), nn.ReLU6()]
     c, shrunk = 32, 2
@@ -284,7 +285,7 @@ def leaky() -> nn.Module:
 
 
 def enlarge(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Returns maps in the size of others."""
+    """Returns maps resized to the size of others."""
     return functional.interpolate(x, size=like.shape[2:], mode="bilinear", align_corners=False)
 
 
@@ -344,7 +345,7 @@ def make_osnet() -> nn.Module:
 
 
 class Rsu(nn.Module):  # type: ignore[misc]
-    """A block of U2-Net (Qin et al. 2020): a U of its own, `flat` with dilations in place of pools."""
+    """A block of U2-Net (Qin et al. 2020): a small U-Net, with `flat` with dilations in place of pooling."""
 
     def __init__(self, depth: int, inside: int, c: int, outside: int, *, flat: bool = False) -> None:
         super().__init__()
@@ -369,7 +370,7 @@ class Rsu(nn.Module):  # type: ignore[misc]
 
 
 class U2Net(nn.Module):  # type: ignore[misc]
-    """U2-Net: six such blocks down, five up, and a map from each."""
+    """U2-Net: six such blocks down, five up, and an output map from each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -396,7 +397,7 @@ class U2Net(nn.Module):  # type: ignore[misc]
 
 
 class Residual(nn.Module):  # type: ignore[misc]
-    """Two convolutions before which a Relu stands, as MiDaS refines maps."""
+    """Two convolutions with a Relu before each, as MiDaS refines maps."""
 
     def __init__(self, c: int) -> None:
         super().__init__()
@@ -430,7 +431,7 @@ class Midas(nn.Module):  # type: ignore[misc]
 
 
 class Craft(nn.Module):  # type: ignore[misc]
-    """CRAFT (Baek et al. 2019) on VGG16: where text stands."""
+    """CRAFT (Baek et al. 2019) on VGG16, a text detector."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -457,7 +458,7 @@ class Craft(nn.Module):  # type: ignore[misc]
 
 
 class Elan(nn.Module):  # type: ignore[misc]
-    """Four branches of one, one, two and three convolutions, put together: YOLOv7 (Wang et al. 2022)."""
+    """Four branches of one, one, two and three convolutions, concatenated: YOLOv7 (Wang et al. 2022)."""
 
     def __init__(self, inside: int, c: int) -> None:
         super().__init__()
@@ -518,7 +519,7 @@ def late(inside: int, outside: int, size: int = 3, **more: Any) -> nn.Sequential
 
 
 class Dilated(nn.Module):  # type: ignore[misc]
-    """Three dilated convolutions, put together: SalsaNext (Cortinhal et al. 2020)."""
+    """Three dilated convolutions, concatenated: SalsaNext (Cortinhal et al. 2020)."""
 
     def __init__(self, inside: int, c: int, *, adds: bool) -> None:
         super().__init__()
@@ -550,7 +551,7 @@ class Context(nn.Module):  # type: ignore[misc]
 
 
 class SalsaNext(nn.Module):  # type: ignore[misc]
-    """SalsaNext: classes of the points of a lidar's range image."""
+    """SalsaNext: a class for each point of a lidar's range image."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()

@@ -2,8 +2,8 @@
 
     export_nets.py NETS.toml FOLDER NAME...
 
-Weights are random, at the resolution that the table was measured with. What packages do not
-have is in built_nets.py. Constant weights would be merged by a compiler, so they are drawn.
+Weights are random, and the resolution is that with which the table was measured. Networks that no package has are in
+built_nets.py. Weights are random because a compiler would merge equal ones.
 """
 
 import json
@@ -25,20 +25,20 @@ from torch import nn
 
 
 class Plain(nn.Module):  # type: ignore[misc] # PyTorch lives elsewhere
-    """A network called with one tensor for each word, that returns tensors alone."""
+    """A network that is called with one tensor for each name, and returns only tensors."""
 
     def __init__(self, net: nn.Module, words: Sequence[str], more: Mapping[str, Any], fields: Sequence[str]) -> None:
         super().__init__()
         self.net, self.words, self.more, self.fields = net, words, more, fields
 
     def forward(self, *xs: torch.Tensor) -> Any:
-        """Returns the tensors of the fields that are named, or all of them."""
+        """Returns the tensors of the named fields, or all of them."""
         made = self.net(**dict(zip(self.words, xs, strict=True)), **self.more) if self.words else self.net(*xs)
         return tuple(made[field] for field in self.fields) if self.fields else tuple(list_tensors(made))
 
 
 def list_tensors(made: Any) -> list[torch.Tensor]:
-    """Returns the tensors in what a network returned."""
+    """Returns the tensors in a network's result."""
     if isinstance(made, torch.Tensor):
         return [made]
     parts = made.values() if isinstance(made, Mapping) else made if isinstance(made, (list, tuple)) else ()
@@ -66,7 +66,7 @@ def make_transformers(spec: Mapping[str, Any]) -> nn.Module:
 
 
 def make_ultralytics(spec: Mapping[str, Any]) -> nn.Module:
-    """Returns a detector of ultralytics as it exports it."""
+    """Returns a detector of ultralytics in the form in which it is exported."""
     net = ultralytics.YOLO(spec["model"], verbose=False, **spec.get("options", {})).model
     for module in net.modules():
         if hasattr(module, "export"):
@@ -89,7 +89,7 @@ MAKERS: Mapping[str, Callable[[Mapping[str, Any]], nn.Module]] = {
 
 
 def export(spec: Mapping[str, Any], out: Path) -> int:
-    """Writes one network, and returns how many parameters it has."""
+    """Writes one network, and returns its number of parameters."""
     torch.manual_seed(0)
     net = MAKERS[spec["library"]](spec).eval()
     inputs = []
@@ -108,10 +108,10 @@ def export(spec: Mapping[str, Any], out: Path) -> int:
 
 
 def main() -> None:
-    """Writes the networks that are named, and says of each its parameters or why it failed."""
+    """Writes the named networks, and prints each one's number of parameters or why it failed."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    # Its one operator for a whole layer of attention has no form in ONNX.
+    # Its single operator for a whole layer of attention does not exist in ONNX.
     torch.backends.mha.set_fastpath_enabled(False)
     table, folder, said = tomllib.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # the libraries talk
