@@ -57,7 +57,7 @@ def recommend_target(
     best, target = reports[name], targets.get(name)
     others = [other for other in reports if other != name]
     rest = tuple(sorted(others, key=lambda at: rank_report(reports[at]), reverse=True))
-    reasons = [f"{best.verdict}: {describe_share(best)}"]
+    reasons = [f"{name}: {best.verdict}, {describe_share(best)}"]
     reasons += [
         f"{other} refused the model when it was asked"
         if other in refused

@@ -378,16 +378,19 @@ def headline_build(report: BuildReport) -> str:
     bad = next((bundle for bundle in report.bundles if bundle not in good), None)
     if bad is None:
         return f"{said}."
+    is_open = bad.verify is not None and bad.failure is None and bad.verdict != "fail"
+    if is_open and count == 1:
+        said = "The bundle is not proven"
     step = "" if bad.verify is None or bad.failure is not None else _find_next(bad.verify)
     # A higher precision does not help if calibration saw other inputs than the app's.
     unlike = next((warning for warning in report.data_warnings if warning.endswith(ALIKE)), None)
-    step = f" Next: {unlike}." if step and unlike else step
+    step = f" Next: {unlike}." if step and unlike and not is_open else step
     if bad.failure is not None:
         reason = _quote(bad.failure)
     elif bad.verify is None or not bad.verify.runs:
         reason = "not verified" if bad.verify is None else "nothing ran"
     else:
-        reason = ("" if bad.verdict == "fail" else "not proven: ") + _find_reason(bad.verify)
+        reason = ("not proven: " if is_open and count > 1 else "") + _find_reason(bad.verify)
     return f"{said}; {bad.target}: {reason}.{step}"
 
 
@@ -427,6 +430,9 @@ def _find_reason(report: VerifyReport) -> str:
 def _find_next(report: VerifyReport) -> str:
     """Returns the next step as a sentence, "" if the reason names it already or none is known."""
     run = next((run for run in report.runs if run.failures), None)
+    if not report.failures and run is None and report.unproven:
+        absent = next((skip for skip in report.skipped if skip.command), None)
+        return "" if absent is None else f" Next: {absent.command}, so that {absent.device} runs it."
     if report.failures or run is None:
         return ""
     gate = next(gate.name for gate in run.gates if gate.failures)

@@ -188,7 +188,8 @@ class VerifyReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
         if any(run.observes_placement or run.provider == CPU_PROVIDER for run in self.runs):
             return guessed
         run = self.runs[0]
-        unused = f"no run used {run.provider}: {run.device} ({run.evidence}) shows what the file computes elsewhere"
+        evidence = "" if run.device == run.evidence else f" ({run.evidence})"
+        unused = f"no run used {run.provider}: {run.device}{evidence} shows what the file computes elsewhere"
         return (*guessed, unused)
 
     @property
