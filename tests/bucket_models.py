@@ -1,4 +1,4 @@
-"""A net that takes texts of any length, and a bundle of it with a model for each of three."""
+"""A network that takes texts of any length, and a bundle of it with a model for each of three sizes."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from onnx import numpy_helper, parser
 from edgekit.jobs.build import build
 from edgekit.recipe import Data, PrecisionChoice, Recipe
 
-# The mean over all tokens; "masked" leaves out those that fill up. `t` has a row for each, `half` for every other.
+# The mean over all tokens; "masked" leaves out the padding. `t` has a row for each token, `half` for every other.
 NET = """<ir_version: 8, opset_import: ["" : 17]>
   g (int64[batch,sequence] ids, float[batch,sequence] mask) => (float[batch,8] y, float[batch,sequence,32] t,
      float[batch,every_other,32] half)

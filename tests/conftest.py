@@ -1,4 +1,4 @@
-"""What every test shares: hypothesis profiles, and CI's rule that nothing may be skipped which can run there."""
+"""Shared by all tests: hypothesis profiles, fixtures, and CI's rule that no test may be skipped that can run there."""
 
 import gc
 import json
@@ -24,7 +24,7 @@ hypothesis.settings.register_profile("quick", max_examples=25, deadline=None, de
 hypothesis.settings.register_profile("fuzz", max_examples=5000, deadline=None)
 hypothesis.settings.load_profile("quick")
 
-# A shell that starts us with &, or nohup, would have all that we start ignore what is sent to it.
+# A shell that starts pytest with & or nohup makes it ignore some signals, and child processes would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -42,13 +42,13 @@ CANNOT_RUN_IN_CI = (
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Counts as slow whatever waits for one of the fixtures that take seconds."""
+    """Marks as slow every test that uses one of the fixtures that take seconds."""
     if isinstance(item, pytest.Function) and not SLOW_FIXTURES.isdisjoint(item.fixturenames):
         item.add_marker("slow")
 
 
 def pytest_collection_finish() -> None:
-    """Leaves the imported modules and the collected tests to themselves: each calibration collects garbage twice."""
+    """Excludes the imported modules and collected tests from garbage collection: each calibration collects twice."""
     gc.collect()
     gc.freeze()
 
@@ -58,7 +58,7 @@ def pytest_runtest_makereport(
     item: pytest.Item,  # noqa: ARG001 - pytest's signature
     call: pytest.CallInfo[None],  # noqa: ARG001
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Turns a skip into a failure where CI is set, unless its reason is one that CI cannot mend."""
+    """Turns a skip into a failure if CI is set, unless its reason cannot be removed in CI."""
     report = yield
     if report.skipped and not hasattr(report, "wasxfail") and os.environ.get("CI"):
         reason = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else str(report.longrepr)
@@ -79,7 +79,7 @@ def relu_model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def answer(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """Runs a command with --json, which must end with an exit code, 0 by default; returns what it prints."""
+    """Runs a command with --json, which must end with an exit code, 0 by default; returns its output."""
 
     def run(arguments: Sequence[str], code: int = 0) -> Any:
         capsys.readouterr()
@@ -91,7 +91,7 @@ def answer(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
 
 @pytest.fixture
 def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs a command in `tmp_path` that must be refused in one line with a hint, leaving no file; returns the line."""
+    """Runs a command in `tmp_path` that must be refused in one line with a hint, without a file; returns the line."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
@@ -112,7 +112,7 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 @pytest.fixture(scope="session")
 def make_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], None]], Path]:
-    """Makes a folder of some name that all workers of this run share; what is in it is not to be changed."""
+    """Makes a named folder that all workers of this run share; tests must not change its content."""
     own = tmp_path_factory.getbasetemp()
     shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
@@ -129,7 +129,7 @@ def make_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callab
 
 @pytest.fixture(scope="session")
 def built_wheel(make_once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
-    """The wheel, made by the command of `make wheel`."""
+    """The wheel, built by the command of `make wheel`."""
 
     def build_wheel(out: Path) -> None:
         command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)]
@@ -141,9 +141,9 @@ def built_wheel(make_once: Callable[[str, Callable[[Path], None]], Path]) -> Pat
 
 @pytest.fixture(scope="session")
 def demo_build(make_once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
-    """A build of the digits from few samples: `bundles` for each target that edgekit ships, and one beside it.
+    """A build of the digits with few samples: `bundles` holds one for each target that edgekit ships, and one more.
 
-    `digits_mobilenet-plain` is that for XNNPACK with the CPU's provider.
+    `digits_mobilenet-plain` is the bundle for XNNPACK, with the CPU's provider.
     """
     return make_once("demo-build", _build_demo)
 

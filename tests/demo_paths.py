@@ -1,4 +1,4 @@
-"""Where the demo model and its data lie."""
+"""The paths of the demo's model and data."""
 
 from pathlib import Path
 

@@ -1,8 +1,8 @@
-"""Small transformers node by node as exporters write them, with drawn weights.
+"""Small transformers with random weights, node by node as exporters write them.
 
-`torchscript` is what PyTorch's TorchScript exporter (and Optimum, which calls it) writes up to opset 16,
-`torchscript17` the same with LayerNormalization; `dynamo` is torchlib's spelling (onnxscript, opset 18); `dynamo23`
-the operators of opset 23 that newer exporters keep whole.
+The forms are: `torchscript`, from PyTorch's TorchScript exporter (and Optimum, which calls it) up to opset 16;
+`torchscript17`, the same with LayerNormalization; `dynamo`, from torchlib (onnxscript, opset 18); and `dynamo23`, with
+the operators of opset 23 that newer exporters do not decompose.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,11 +18,11 @@ from edgekit.model.tensors import Array
 
 TOKENS, WIDTH, HEADS, WORDS = 8, 32, 2, 50
 STYLES: Mapping[str, int] = {"torchscript": 14, "torchscript17": 17, "dynamo": 18, "dynamo23": 23}
-"""The spellings, and the opset of each."""
+"""The forms, and the opset of each."""
 
 
 class Exported:
-    """Collects nodes and weights of one graph in a spelling."""
+    """Collects nodes and weights of one graph in one form."""
 
     def __init__(self, style: str, seed: int = 0) -> None:
         self.style, self.opset = style, STYLES[style]
@@ -53,7 +53,7 @@ class Exported:
     def linear(self, x: str, inputs: int, outputs: int) -> str:
         made = self.add("MatMul", [x, self.weight(inputs, outputs)])
         bias = self.constant(self.rng.normal(0, 0.1, outputs))
-        # nn.Linear: TorchScript writes the bias first, torchlib behind.
+        # nn.Linear: TorchScript writes the bias as the first operand, torchlib as the second.
         return self.add("Add", [made, bias] if self.is_dynamo else [bias, made])
 
     def mean(self, x: str) -> str:
@@ -134,7 +134,7 @@ class Exported:
             scores = self.add("Div", [self.add("MatMul", [query, turned]), self.constant(size**0.5)])
         chances = self.add("Softmax", [self.add("Add", [scores, mask])], axis=-1)
         if self.is_dynamo:
-            # PyTorch 2.15: rows that a mask hides whole become 0.
+            # PyTorch 2.15: rows that a mask hides completely become 0.
             chances = self.add("Where", [self.add("IsNaN", [chances]), self.constant(0), chances])
         mixed = self.add("MatMul", [chances, value])
         joined = self.add("Transpose", [mixed], perm=[0, 2, 1, 3])
@@ -154,7 +154,7 @@ class Exported:
 
 
 def export_bert(path: Path, style: str, layers: int = 1, gelu: str = "erf") -> Model:
-    """Writes BERT's encoder: ids and a mask of floats, normalised behind each residual, a classifier of 4."""
+    """Writes BERT's encoder: ids and a float mask, a normalization after each residual, a classifier of 4 classes."""
     net = Exported(style)
     cast = net.add("Cast", [net.add("Unsqueeze", ["attention_mask", net.constant([1, 2], "int64")])], to=1)
     mask = net.add("Mul", [net.add("Sub", [net.constant(1), cast]), net.constant(-3.4028234663852886e38)])
@@ -174,7 +174,7 @@ def export_bert(path: Path, style: str, layers: int = 1, gelu: str = "erf") -> M
 
 
 def export_llama(path: Path, style: str, layers: int = 1) -> Model:
-    """Writes Llama's decoder without a cache: RMSNorm, rotary embeddings, one key head for all queries, SiLU."""
+    """Writes Llama's decoder without a cache: RMSNorm, rotary embeddings, one head of keys for all queries, SiLU."""
     net = Exported(style)
     size = WIDTH // HEADS
     angles = np.outer(np.arange(TOKENS), 1e4 ** (-np.arange(0, size, 2) / size))
@@ -195,7 +195,7 @@ def export_llama(path: Path, style: str, layers: int = 1) -> Model:
 
 
 def export_genai(path: Path, layers: int = 2, past: int = 4) -> Model:
-    """Writes what ORT GenAI's builder writes for the CPU in int4: contrib operators, a cache, one new token."""
+    """Writes a model as ORT GenAI's builder does for the CPU in int4: contrib operators, a cache, one new token."""
     net, size = Exported("torchscript17"), WIDTH // HEADS
     contrib: dict[str, Any] = {"domain": "com.microsoft"}
 
@@ -242,7 +242,7 @@ def export_genai(path: Path, layers: int = 2, past: int = 4) -> Model:
 
 
 def export_optimized(path: Path, opset: int = 17) -> Model:
-    """Writes what ONNX Runtime's optimizer for transformers (Optimum's O2 and O3) makes of a BERT of two layers."""
+    """Writes a BERT of two layers as ONNX Runtime's optimizer for transformers (Optimum's O2 and O3) writes it."""
     net, contrib = Exported("torchscript17"), {"domain": "com.microsoft"}
     net.opset = opset
     tables = [net.constant(net.rng.normal(0, 1, (rows, WIDTH))) for rows in (WORDS, TOKENS, 2)]
@@ -256,7 +256,7 @@ def export_optimized(path: Path, opset: int = 17) -> Model:
         skip = [told, x, net.gain(WIDTH), net.weight(WIDTH), net.gain(WIDTH)]
         x = net.add("SkipLayerNormalization", skip, epsilon=1e-12, **contrib)
         hidden = net.add("MatMul", [x, net.weight(WIDTH, 4 * WIDTH)])
-        # O3 takes the form with Tanh.
+        # O3 uses the form with Tanh.
         hidden = net.add("FastGelu" if layer else "BiasGelu", [hidden, net.gain(4 * WIDTH)], **contrib)
         told = net.add("MatMul", [hidden, net.weight(4 * WIDTH, WIDTH)])
         skip = [told, x, net.gain(WIDTH), net.weight(WIDTH), net.gain(WIDTH)]
@@ -277,7 +277,7 @@ EXPORTED: Mapping[str, Callable[[Path, str], Model]] = {
 
 
 def draw_inputs(model: Model, seed: int = 0) -> dict[str, Array]:
-    """Returns ids, ones for the mask but for its last two tokens, and zeros for the types."""
+    """Returns ids, a mask of ones except for its last two tokens, and zeros for the types."""
     rng = np.random.default_rng(seed)
     mask = np.ones((1, TOKENS), np.int64)
     mask[:, -2:] = 0

@@ -1,7 +1,7 @@
-"""Small groups of models that do a task exactly, with data and labels: what a test or a bench builds.
+"""Small groups of models that solve a task exactly, with data and labels, for tests and benchmarks.
 
-`make_speech` is an encoder and a decoder without cache, `make_talk` prefill and decode with equal weights and a KV
-cache, `make_digits` a detector and a classifier of boxes.
+`make_speech` makes an encoder and a decoder without a cache, `make_talk` a prefill and a decode model with equal
+weights and a KV cache, `make_digits` a detector and a classifier of boxes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ WORDS, WINDOW, PROMPT, MOST = 16, 12, 6, 5
 def _save(path: Path, graph: str, weights: Mapping[str, Array]) -> Path:
     """Writes a graph in onnx's text form with these weights."""
     parsed = parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> g {graph}').SerializeToString()
-    # The text form has no names with dots, which caches have.
+    # The text form does not allow names with dots, which caches have.
     proto = onnx.ModelProto.FromString(parsed.replace(b"past_", b"past.").replace(b"present_", b"present."))
     for place, node in enumerate(proto.graph.node):
         node.name = f"node_{place}"
@@ -35,13 +35,13 @@ def _save(path: Path, graph: str, weights: Mapping[str, Array]) -> Path:
 
 
 def make_speech(folder: Path, samples: int = 40, seed: int = 0) -> Path:
-    """Writes encoder, decoder, `speech.npz`, `speech.txt` and `speech.toml`, and returns the last.
+    """Writes an encoder, a decoder, `speech.npz`, `speech.txt` and `speech.toml`, and returns the last.
 
-    A frame of sound is a noisy code of a letter; the decoder spells what the encoder heard, up to a frame of silence.
+    A frame of sound is a noisy code of a letter; the decoder spells the letters up to a frame of silence.
     """
     rng = np.random.default_rng(seed)
     tokens = len(LETTERS) + 2
-    # Codes far enough apart that noise and 8 bits leave each nearest to its own letter.
+    # The codes are so far apart that noise and 8 bits leave each closest to its own letter.
     codes = np.linalg.qr(rng.normal(size=(WIDTH, WIDTH)))[0][:tokens].astype(np.float32) * 4
     mix = rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) / np.sqrt(WIDTH)
     _save(
@@ -52,7 +52,7 @@ def make_speech(folder: Path, samples: int = 40, seed: int = 0) -> Path:
           memory = Concat<axis = 2>(bent, mixed) }}""",
         {"mix": mix},
     )
-    # What undoes the encoder, and asks which code it was.
+    # This inverts the encoder, and finds the nearest code.
     ask = np.concatenate([np.zeros((WIDTH, tokens)), np.linalg.inv(mix) @ codes.T]).astype(np.float32)
     embedding = rng.normal(size=(tokens, WIDTH)).astype(np.float32)
     weights = {
@@ -107,7 +107,7 @@ gate = "estimate"
 
 
 def talk_weights(seed: int = 0) -> dict[str, Array]:
-    """Returns the weights that prefill and decode of `make_talk` share."""
+    """Returns the weights that the prefill and decode models of `make_talk` share."""
     rng = np.random.default_rng(seed)
     names = {"embed": (WORDS, WIDTH), "where": (64, WIDTH), **dict.fromkeys(("wq", "wk", "wv", "wo"), (WIDTH, WIDTH))}
     drawn = {name: rng.normal(size=shape) / np.sqrt(shape[-1]) for name, shape in names.items()}
@@ -116,7 +116,7 @@ def talk_weights(seed: int = 0) -> dict[str, Array]:
 
 
 def _attention(rows: int, past: int) -> str:
-    """Returns one causal layer behind a window of `past`, the mask being of all that is there."""
+    """Returns one causal layer after a window of `past`; the mask covers the window and the new tokens."""
     names = ("key", "value")
     caches = "".join(f", float[1,{past},{WIDTH}] past_{name}" for name in names) if past else ""
     made = "".join(f", float[1,{past + rows},{WIDTH}] present_{name}" for name in names)
@@ -147,7 +147,7 @@ def _attention(rows: int, past: int) -> str:
 
 
 def make_talk(folder: Path, samples: int = 24, seed: int = 0) -> Path:
-    """Writes prefill, decode, `talk.npz` and `talk.toml`, and returns the last: a causal layer with drawn weights."""
+    """Writes a prefill and a decode model with one causal layer, `talk.npz` and `talk.toml`, and returns the last."""
     weights: dict[str, Array] = {
         **talk_weights(seed),
         "one": np.array(1.0),
@@ -186,7 +186,7 @@ text = {{ input = "ids", scores = "logits", mask = "mask", positions = "position
 
 
 def talk_on(tokens: Sequence[int], seed: int = 0) -> list[int]:
-    """Returns what prefill and decode of `make_talk` should say, computed over the whole text at each token."""
+    """Returns the right answers of prefill and decode of `make_talk`, computed over the whole text at each token."""
     w, known = {name: value.astype(np.float64) for name, value in talk_weights(seed).items()}, list(tokens)
     for _ in range(MOST):
         x = w["embed"][known] + w["where"][np.arange(len(known))]
@@ -198,10 +198,10 @@ def talk_on(tokens: Sequence[int], seed: int = 0) -> list[int]:
 
 
 def make_digits(folder: Path, samples: int = 24, seed: int = 0) -> Path:
-    """Writes detector, classifier, `digits.npz`, `digits.txt` and `digits.toml`, and returns the last.
+    """Writes a detector, a classifier, `digits.npz`, `digits.txt` and `digits.toml`, and returns the last.
 
-    A picture [1, 2, 16, 32] has squares of 8 pixels in a row of four places; the first channel tells where, the sum of
-    the second which class. The detector scores the four places, the classifier averages what is cut out.
+    An image [1, 2, 16, 32] has squares of 8 pixels in a row of four places; the first channel says where, the sum of
+    the second which class. The detector scores the four places; the classifier averages the crop.
     """
     boxes = np.array([[[8 * place, 4, 8 * place + 8, 12] for place in range(4)]], np.float32)
     weights: dict[str, Array] = {

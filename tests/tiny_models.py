@@ -1,4 +1,4 @@
-"""Tiny models given in onnx's text form, and a net for tests that are about the run and not about the model."""
+"""Tiny models from onnx's text form, and a network for tests in which the model does not matter."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from onnx import numpy_helper, parser
 
 
 def parse_model(text: str, path: Path, **fields: Any) -> Path:
-    """Writes a model given in onnx's text form and returns its path; `fields` are set on the ModelProto."""
+    """Writes a model from onnx's text form and returns its path; `fields` are set on the ModelProto."""
     model = parser.parse_model(text)
     for name, value in fields.items():
         setattr(model, name, value)
@@ -18,7 +18,7 @@ def parse_model(text: str, path: Path, **fields: Any) -> Path:
 
 
 def write_small_net(model: Path, samples: Path) -> None:
-    """Writes a net of three layers and ten classes, and 32 samples of it."""
+    """Writes a network of three layers and ten classes, and 32 samples for it."""
     rng = np.random.default_rng(5)
     parse_model(
         '<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,8,8] x) => (float[1,10] y)'

@@ -22,7 +22,7 @@ from edgekit.model.model import Model, load_model
 from edgekit.target import Target, load_target
 
 PASSED = TestResult(result="PASSED", configuration=(), passed_tests=("tiny-nnapi on host",))
-"""What a signer says."""
+"""The test result that a signer states."""
 
 
 def save_classifier(path: Path, *, classes: int = 5) -> Model:
@@ -60,7 +60,7 @@ NAMES = {"mixed": "mix", "likely": "sigmoid", "scores": "turn", "kept": "nms"}
 
 
 def save_detector(path: Path) -> Model:
-    """A detector with its NMS inside: 16 boxes of 4 corners and 2 logits in, what is left and best scores out."""
+    """A detector that contains its NMS: 16 boxes of 4 corners and 2 logits in, the remaining boxes and scores out."""
     proto = parser.parse_model(DETECTOR)
     for node in proto.graph.node:
         node.name = NAMES.get(node.output[0], node.output[0])
@@ -69,7 +69,7 @@ def save_detector(path: Path) -> Model:
 
 
 def make_scenes(count: int = 6) -> Samples:
-    """Returns scenes for the detector: the second has nothing in it."""
+    """Returns scenes for the detector; the second one is empty."""
     rng = np.random.default_rng(5)
     corners = rng.uniform(0, 0.7, size=(count, 1, 16, 2)).astype(np.float32)
     logits = rng.normal(scale=2.0, size=(count, 1, 16, 2)).astype(np.float32)
@@ -130,7 +130,7 @@ def _make_once(target: str, labels: tuple[int, ...] | None) -> tuple[tempfile.Te
 
 
 def make_bundle(folder: Path, *, target: str = "nnapi", labels: tuple[int, ...] | None = None) -> Bundle:
-    """A bundle of the classifier, its model and its golden samples: a copy of what is made once in a process."""
+    """A bundle of the classifier, its model and its golden samples: a copy of one that is made once in each process."""
     made, bundle = _make_once(target, labels)
     shutil.copytree(made.name, folder, dirs_exist_ok=True)
     return msgspec.structs.replace(bundle, folder=folder / bundle.folder.name)

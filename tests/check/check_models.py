@@ -1,4 +1,4 @@
-"""Tiny models for the tests of check, and what check says of them."""
+"""Tiny models for the tests of check, and functions that return the result of checking them."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path

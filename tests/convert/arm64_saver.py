@@ -1,4 +1,4 @@
-"""Converting on emulated 64-bit Arm: ONNX Runtime's aarch64 wheel writes the raw file, which is put in order here."""
+"""Converts on emulated 64-bit Arm: ONNX Runtime's aarch64 wheel writes the raw file, which is made canonical here."""
 
 import shutil
 import subprocess
@@ -30,7 +30,7 @@ ort.InferenceSession(model, options, providers=["CPUExecutionProvider"], disable
 
 
 def convert_on_arm64(model: Path, out: Path, style: Style, cpu: str = "cortex-a76") -> Path:
-    """Writes a model in canonical ORT format as a 64-bit Arm machine writes it."""
+    """Writes a model in canonical ORT format, with the optimizations of a 64-bit Arm machine."""
     root = arm64_root()
     with folder_in_arm64(root) as folder:
         inside = f"/jobs/{folder.name}"

@@ -37,7 +37,7 @@ def save_text(path: Path, graph: str, weights: Mapping[str, Array]) -> Model:
 
 
 def make_float(path: Path) -> Model:
-    """Returns Conv, Relu, Conv, Sigmoid, with a branch, on float32[1,3,8,8]."""
+    """Returns a model of Conv, Relu, Conv, Sigmoid, with a branch, on float32[1,3,8,8]."""
     rng = np.random.default_rng(1)
     weights: dict[str, Array] = {
         "w1": rng.standard_normal((8, 3, 3, 3)).astype(np.float32),
@@ -53,7 +53,7 @@ def make_float(path: Path) -> Model:
 
 
 def make_qdq(path: Path, activation: str = "uint8", weight: str = "int8", between: str = "") -> Model:
-    """Returns two quantized Conv nodes, with the operator `between` each and its Q node."""
+    """Returns a model of two quantized Conv nodes, each followed by the operator `between` before its Q node."""
     rng = np.random.default_rng(2)
     zero = np.array(128 if activation == "uint8" else 0, activation)
     weights: dict[str, Array] = {"s": np.array(0.05, np.float32), "z": zero, "wz": np.array(0, weight)}
@@ -71,7 +71,7 @@ def make_qdq(path: Path, activation: str = "uint8", weight: str = "int8", betwee
 
 
 def run_ort(path: Path, shape: tuple[int, ...], *, saved: bool = True) -> Array:
-    """Returns what a file gives for fixed random values, with or without saved optimisations."""
+    """Returns the outputs of a file for fixed random values, with or without saved optimizations."""
     values = np.random.default_rng(3).standard_normal(shape).astype(np.float32)
     config = {"session.enable_saved_runtime_optimizations": str(int(saved)), "session.qdqisint8allowed": "1"}
     return CpuSession(path, SessionSettings(config=config, threads=1)).run({"x": values})["y"]

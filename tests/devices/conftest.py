@@ -1,4 +1,4 @@
-"""The empty folder that a run is given, and the fixtures of other machines."""
+"""Fixtures for the folder of a run, and for other machines."""
 
 from pathlib import Path
 

@@ -1,16 +1,16 @@
-"""edgekit's arithmetic of ML Programs against the values that coremltools infers, operation by operation.
+"""Compares edgekit's arithmetic of ML Programs with the values that coremltools infers, operation by operation.
 
     python tests/devices/coreml_values.py [--opset iOS17]
 
-coremltools computes an operation whose parameters are all known while it converts a model (`value_inference` in its
-mil/ops/defs): Apple's own formulas, in NumPy. Parameters that a case leaves out take the default of each side, so the
-defaults are held against each other too. Every case is computed in float32 and with halves: there both sides round,
-coremltools after every step, edgekit once at the end. Operations for which coremltools infers nothing are named;
-tests/devices/test_devices_mil.py holds those against ONNX's operators.
+If all parameters of an operation are known, coremltools computes it while it converts a model (`value_inference` in its
+mil/ops/defs): with Apple's own formulas, in NumPy. Parameters that a case leaves out get the default of each side, so
+defaults are compared too. Every case is computed in float32 and in float16; in float16 both sides round, coremltools
+after every step, edgekit once at the end. Operations for which coremltools infers nothing are listed;
+tests/devices/test_devices_mil.py compares those with ONNX's operators.
 
-Distances are in units in the last place (ULP) of the largest value of the output: what is left of a sum whose terms
-cancel has no more digits than they had. Not held: `concat` with `interleave` and `cumsum` with `exclusive`, for which
-coremltools 9.0 infers what its own documentation does not say, or fails; ONNX Runtime's builder writes neither.
+Distances are in units in the last place (ULP) of the largest value of the output, because a sum whose terms cancel has
+no more digits than its terms. Two cases are not compared, `concat` with `interleave` and `cumsum` with `exclusive`:
+coremltools 9.0 contradicts its own documentation there, or fails. ONNX Runtime's builder writes neither.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from edgekit.model.tensors import Array
 OPSETS = ("iOS15", "iOS16", "iOS17", "iOS18")
 DTYPES = ("float32", "float16")
 MOST_ULP = 2.0
-"""exp, tanh and sums differ by 1 between two libraries; a wrong formula or default by thousands."""
+"""Two libraries differ by 1 in exp, tanh and sums; a wrong formula or default differs by thousands."""
 
 _RANDOM = np.random.default_rng(22)
 ROWS = _RANDOM.standard_normal((3, 8)).astype(np.float32)
@@ -54,7 +54,7 @@ _REDUCED = ("reduce_l1_norm", "reduce_l2_norm", "reduce_log_sum_exp", "reduce_ma
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """How far both sides lie apart in one case: `distance` as it is, `ulp` in units of the largest value."""
+    """The difference of both sides in one case: `distance` absolute, `ulp` in units of the largest value."""
 
     kind: str
     dtype: str
@@ -64,7 +64,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def list_cases() -> Iterator[tuple[str, Given]]:
-    """Yields each operation with what it is given."""
+    """Yields each operation with its parameters."""
     for kind in _UNARY:
         yield kind, {"x": 2 * ROWS}
     for kind in _BINARY:
@@ -158,7 +158,7 @@ def _list_moves() -> Iterator[tuple[str, Given]]:
 
 
 def list_inferred(opset: str) -> frozenset[str]:
-    """Returns the operations of ours whose values coremltools infers in an opset."""
+    """Returns edgekit's operations whose values coremltools infers in an opset."""
     import coremltools  # noqa: PLC0415 - the judge and its tests need none
     from coremltools.converters.mil.mil.operation import Operation as Base  # noqa: PLC0415
     from coremltools.converters.mil.mil.ops.registry import SSAOpRegistry  # noqa: PLC0415
@@ -169,7 +169,7 @@ def list_inferred(opset: str) -> frozenset[str]:
 
 
 def infer(kind: str, given: Given, opset: str) -> tuple[Array, ...]:
-    """Returns what coremltools infers of an operation.
+    """Returns the result that coremltools infers for an operation.
 
     Raises:
         ValueError: coremltools refuses the parameters, or infers nothing of them.
@@ -187,7 +187,7 @@ def infer(kind: str, given: Given, opset: str) -> tuple[Array, ...]:
 
 
 def compute(kind: str, given: Given, theirs: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Returns what edgekit computes of an operation, declared in the element types of `theirs`.
+    """Returns edgekit's result for an operation, declared in the element types of `theirs`.
 
     Raises:
         ValueError: it cannot be computed.
@@ -211,7 +211,7 @@ def compute(kind: str, given: Given, theirs: tuple[Array, ...]) -> tuple[Array, 
 
 
 def compare(kind: str, dtype: str, ours: tuple[Array, ...], theirs: tuple[Array, ...]) -> Row:
-    """Returns how far the results of both sides lie apart."""
+    """Returns the difference between the results of both sides."""
     row = Row(kind=kind, dtype=dtype)
     for mine, other in zip(ours, theirs, strict=True):
         if mine.shape != other.shape:
@@ -244,7 +244,7 @@ def _as_dtype(value: Any, dtype: str) -> Any:
 
 
 def hold_all(opset: str) -> Iterator[Row]:
-    """Yields each case of an opset in each element type, and the operations that no case is of."""
+    """Yields each case of an opset in each element type, and the operations without a case."""
     inferred = list_inferred(opset)
     cases = [(kind, given) for kind, given in list_cases() if kind in inferred]
     for kind, given in cases:
@@ -270,11 +270,11 @@ def summarize(rows: Iterable[Row]) -> Iterator[str]:
 
 
 def main() -> int:
-    """Prints a line for each operation, and returns 1 where one is further from coremltools than rounding explains."""
+    """Prints a line for each operation; returns 1 if one differs from coremltools by more than rounding explains."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--opset", action="append", choices=OPSETS, help="all where none is named")
     opsets = parser.parse_args().opset or OPSETS
-    # coremltools says of each library that only a Mac has that it is missing, and NumPy of each infinity.
+    # coremltools warns of each library that only a Mac has, and NumPy of each infinity.
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     rows = [row for opset in opsets for row in hold_all(opset)]

@@ -1,4 +1,4 @@
-"""Tiny models, the jobs that run them, devices that must be here, and programs that only pretend to run a model."""
+"""Tiny models, jobs that run them, devices that a test requires, and programs that only pretend to run a model."""
 
 import json
 import sys
@@ -28,7 +28,7 @@ SHAPE = (1, 4, 8, 8)
 
 
 class Stub(msgspec.Struct, frozen=True, kw_only=True):
-    """A device of which only the name counts, and in the place of which tests run a program."""
+    """A device of which only the name is used; tests run a program in its place."""
 
     name: str = "stub"
     evidence: Evidence = Evidence.DEVICE
@@ -56,7 +56,7 @@ def float_conv(path: Path, *, opset: int = 17) -> Path:
 
 
 def qdq_conv(path: Path, activation: type[np.integer[Any]]) -> Path:
-    """The same between Q and DQ, weights int8 per channel, bias int32; both scales fit the values."""
+    """The same between Q and DQ: weights int8 per channel, bias int32, and both scales fit the values."""
     weight, bias = conv_weights()
     zero = np.array(0 if activation is np.int8 else 128, activation)
     x_scale, y_scale = np.float32(1 / 32), np.float32(1 / 16)
@@ -107,7 +107,7 @@ def make_job(
     left: tuple[str, ...] = (),
     timeout_s: float = 60.0,
 ) -> Job:
-    """A job whose check says that the provider takes every node but those of `left`."""
+    """A job whose check predicts that the provider takes every node except those of `left`."""
     model = load_model(path)
     nodes = tuple(
         CheckedNode(
@@ -134,7 +134,7 @@ def noise_samples(count: int = 3) -> list[Tensors]:
 
 
 def present(name: str, target: Target | str = "cpu") -> Device:
-    """A device that can run here, with the C++ runner that it lacks; skips where it cannot."""
+    """A device that can run here, with the C++ runner that it needs; skips the test if there is none."""
     device = find_device(name, load_target(target) if isinstance(target, str) else target)
     missing = device.find_missing()
     if missing is not None and (missing.command or "").startswith("edgekit runner build"):
@@ -146,7 +146,7 @@ def present(name: str, target: Target | str = "cpu") -> Device:
 
 
 def require_runner(abi: str) -> NativeRunner:
-    """The C++ runner for a kind of machine, which the cache keeps; skips where it cannot be built."""
+    """The C++ runner for a kind of machine, which the cache stores; skips the test if it cannot be built."""
     missing = find_missing_runner(abi)
     if missing is not None and missing.command is not None and not missing.command.startswith("edgekit runner build"):
         pytest.skip(f"{missing.reason}: {missing.command}")
@@ -163,7 +163,7 @@ def pretend(
     by_files: bool = True,
     emulates: bool = False,
 ) -> DeviceRun:
-    """What edgekit makes of a program that reads everything, says something, and goes on as `after` says."""
+    """The run of a program that reads all its input, prints something, and continues as `after` says."""
     (work / "said").write_bytes(said)
     say = "sys.stdin.buffer.read(); sys.stdout.buffer.write(open('said', 'rb').read()); sys.stdout.flush()"
     argv = [sys.executable, "-c", f"import os, sys, time; {say}; {after}"]
@@ -175,7 +175,7 @@ def pretend(
 
 
 OUTPUTS = b'[{"name":"y","dtype":"float32","shape":[1,4,8,8],"size_bytes":1024}]\n' + bytes(1024)
-"""What a program gives for one sample of `float_conv`."""
+"""The answer of a program for one sample of `float_conv`."""
 
 REPORT = {
     "status": "done", "message": "", "load_ms": 1, "latency_ms": [1, 1, 1], "peak_rss_bytes": 1, "versions": {},

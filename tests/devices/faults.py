@@ -1,4 +1,4 @@
-"""The faults that a device must survive: what is done to it, and what the one line that edgekit says must hold."""
+"""Faults that a device must survive: how each is caused, and a pattern for edgekit's one line of message."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,9 +16,9 @@ def nothing(_: OtherMachine) -> None:
 class AdbFault(NamedTuple):
     """A fault behind adb.
 
-    `wire` is what the daemon does, from before the connection on where `early`. `prepare` changes the device. `says`
-    is a pattern for the one line; "" where the run must succeed all the same. `returns` is whether the device answers
-    again afterwards, `program` what takes the runner's place.
+    `wire` is the fault of the daemon, which begins before the connection if `early`. `prepare` changes the device.
+    `says` is a pattern for the message; "" if the run must succeed all the same. `returns` is whether the device
+    answers again afterwards, `program` replaces the runner.
     """
 
     name: str
@@ -33,9 +33,9 @@ class AdbFault(NamedTuple):
 
 
 class SshFault(NamedTuple):
-    """A fault behind ssh: as behind adb, but that `wire` is Wire.fail's.
+    """A fault behind ssh: like one behind adb, but `wire` is that of Wire.fail.
 
-    Where `warm`, a run went well before, so that only samples pass.
+    If `warm`, a run succeeded before, so that only samples are sent.
     """
 
     name: str
@@ -50,7 +50,7 @@ class SshFault(NamedTuple):
 
 
 def _program(name: str, text: str) -> Callable[[OtherMachine], None]:
-    """Puts a program before those of the system."""
+    """Puts a program into the PATH before those of the system."""
 
     def put(machine: OtherMachine) -> None:
         path = machine.root / "system/bin" / name
@@ -93,12 +93,12 @@ def _enters(*, before: str = "", sftp: str = "") -> Callable[[Board], None]:
 
 
 def _out(kind: str, service: str = "", after: int = 0, **more: Any) -> dict[str, Any]:
-    """Returns what goes wrong once some bytes have come from the device."""
+    """Returns a fault that happens after some bytes came from the device."""
     return {"kind": kind, "after": after, **({"service": service} if service else {}), **more}
 
 
 def _in(kind: str, service: str = "", after: int = 0) -> dict[str, Any]:
-    """Returns what goes wrong once some bytes have gone to the device."""
+    """Returns a fault that happens after some bytes went to the device."""
     return _out(kind, service, after, towards="in")
 
 

@@ -42,7 +42,7 @@ def named(name: str, dtype: str, shape: Iterable[int]) -> bytes:
 
 
 def constant(value: Array | str) -> bytes:
-    """A value that stands in the program itself."""
+    """A value that is stored in the program itself."""
     if isinstance(value, str):
         return field(2, field(1, field(1, 2))) + field(3, field(1, field(4, field(1, value))))
     kind = value.dtype.name
@@ -57,7 +57,7 @@ def constant(value: Array | str) -> bytes:
 
 
 def blob(value: Array, offset: int) -> bytes:
-    """A value that stands in the blob file."""
+    """A value that is stored in the blob file."""
     place = field(1, "@model_path/weights/weight.bin") + field(2, offset)
     return field(2, tensor_type(value.dtype.name, value.shape)) + field(5, place)
 
@@ -81,7 +81,7 @@ def write_package(
     operations: Iterable[bytes],
     weights: Iterable[Array] = (),
 ) -> Path:
-    """Writes a package; each of `weights` has its record at a multiple of 64 bytes, behind a header of 64."""
+    """Writes a package; the record of each of the `weights` begins at a multiple of 64 bytes, after a header of 64."""
     place = folder / "Data" / "com.microsoft.OnnxRuntime"
     (place / "weights").mkdir(parents=True)
     data = bytearray(64)

@@ -1,4 +1,4 @@
-"""The pages of the documentation, and the commands that stand in them."""
+"""The pages of the documentation, and the commands in them."""
 
 import contextlib
 import re
@@ -21,7 +21,7 @@ _ENDS = {">", "|", "&&"}
 class Command(msgspec.Struct, frozen=True, kw_only=True):
     """A line `edgekit ...  # exit code N` of a page.
 
-    `is_run` where its block has the mark; where it has none, `why` says what keeps a test from running it.
+    `is_run` is True if its block has the mark; otherwise `why` says why no test can run it.
     """
 
     line: str
@@ -32,7 +32,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def list_commands(text: str) -> Iterator[Command]:
-    """Yields the commands of edgekit in the blocks of a page, what a shell would make of them left out."""
+    """Yields the commands of edgekit in the blocks of a page, without what follows for the shell, such as a pipe."""
     for mark, why, block in _BLOCK.findall(text):
         for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
@@ -50,7 +50,7 @@ def list_commands(text: str) -> Iterator[Command]:
 
 
 def run_page(text: str, folder: Path) -> Iterator[str]:
-    """Runs the marked commands of a page in a folder, and yields a line for each that ends otherwise than it says."""
+    """Runs the marked commands of a page in a folder; yields a line for each with an unexpected exit code."""
     with contextlib.chdir(folder):
         for command in list_commands(text):
             if command.is_run and (code := run_command(list(command.arguments))) != command.exit_code:

@@ -1,7 +1,7 @@
-"""Android's own ONNX Runtime where loaders can run with it on this machine: its headers, its classes, its libraries.
+"""Lets loaders run with Android's own ONNX Runtime on this machine: its headers, its classes, its libraries.
 
-C++ is linked with the loader of `tools/android` in place of Android's linker, as the device `android` is. Java runs on
-this machine's JVM with the archive's classes, whose native methods are handed on to the archive's own binding.
+C++ programs are linked with the loader of `tools/android` in place of Android's linker, like the device `android`. Java
+runs on this machine's JVM with the archive's classes, whose native methods call the archive's own binding.
 """
 
 import platform
@@ -21,7 +21,7 @@ MACHINES = {"arm64-v8a": "aarch64", "x86_64": "x86_64"}
 
 
 def find_runtime() -> AppRuntime:
-    """The archive that packages are made for here."""
+    """The archive for which packages are made in the tests."""
     runtime = find_app_runtime()
     if runtime is None:
         pytest.skip("android is not installed: edgekit devices install android")
@@ -33,7 +33,7 @@ def android_headers() -> Path:
 
 
 def android_libraries(abi: str) -> Path:
-    """The folder of the archive's libraries for an ABI that runs here."""
+    """The folder of the archive's libraries for an ABI that can run here."""
     installed = LOADER.find_installed()
     if installed is None or abi not in installed.abis:
         pytest.skip(f"android is not installed for {abi}: edgekit devices install android")
@@ -41,7 +41,7 @@ def android_libraries(abi: str) -> Path:
 
 
 def enter_phone(abi: str, work: Path) -> tuple[str, ...]:
-    """The beginning of a command that runs a program of an ABI, on Arm with the CPU of a phone."""
+    """The prefix of a command that runs a program of an ABI; on Arm, with the CPU of a phone."""
     emulator = find_emulator(abi)
     if emulator is None:
         pytest.skip("qemu-aarch64-static not found: apt-get install qemu-user-static")
@@ -69,18 +69,18 @@ def link_for_android(abi: str, source: Path, program: Path, *flags: str | Path) 
 
 
 def build_natives(folder: Path) -> Path:
-    """A folder with the library that Java loads in place of the archive's binding, which it loads in its turn."""
+    """A folder with the library that Java loads in place of the archive's binding, and which loads that binding."""
     abi = platform.machine()
     own, compiler = android_libraries(abi), _require_compiler(abi)
     library, binding = read_library(own / LIBRARY), read_library(own / BINDING)
-    # What the binding wants of the library is found in it.
+    # The functions of the library that the binding needs are found in it.
     system = {name for name in (*library.imports, *binding.imports) if not name.startswith("Ort")}
     LOADER.write_imports(system, folder / "imports.c")
     names = sorted(word for word in binding.words if word.startswith("Java_"))
     (folder / "names.c").write_text(
         "const char *const native_names[] = {" + "".join(f'"{name}", ' for name in names) + "0};\n"
     )
-    # Each native method is one jump, because a C function would have to know how many arguments to hand on.
+    # Each native method is one jump, because a C function would have to know the number of arguments to pass on.
     jumps = (
         f".globl {name}\n.type {name}, @function\n{name}: jmp *native_places+{8 * at}(%rip)"
         for at, name in enumerate(names)

@@ -1,4 +1,4 @@
-"""What the tests of loaders share: the real library, the real provider, and damage."""
+"""Shared by the tests of loaders: the real library, the real provider, and damage to files."""
 
 import importlib.util
 import os
@@ -12,7 +12,7 @@ import onnxruntime
 import pytest
 
 MakeOnce = Callable[[str, Callable[[Path], object]], Path]
-"""The fixture `make_once`: what builds or compiles for seconds is made once for all workers of a run."""
+"""The fixture `make_once`, which makes slow things once for all workers of a run."""
 NNAPI, QNN, XNNPACK = "digits_mobilenet-nnapi", "digits_mobilenet-qnn", "digits_mobilenet-xnnpack"
 PACKAGE = "edgekit.models.digits_mobilenet"
 CPU, PLAIN = "digits_mobilenet-cpu", "digits_mobilenet-plain"
@@ -59,13 +59,13 @@ def join_jars(*places: str | Path) -> str:
 
 
 def run_or_fail(argv: Sequence[str | Path]) -> None:
-    """Runs what must succeed, such as a compiler."""
+    """Runs a command that must succeed, such as a compiler."""
     code, shown = run_program(argv)
     assert code == 0, shown
 
 
 def compile_java(source: Path, package: str, path: str, out: Path) -> None:
-    """Compiles a program as a class of the package of an archive, whose name is its own."""
+    """Compiles a program as a class in an archive's own Java package."""
     text = source.read_text().replace("package edgekit.loader;", f"package {package};")
     (out / source.name).write_text(text)
     run_or_fail(["javac", "-cp", path, "-d", out, out / source.name])

@@ -1,4 +1,4 @@
-"""Java libraries of Maven Central for the tests: each pinned by its sha256, kept in edgekit's cache."""
+"""Java libraries of Maven Central for the tests: each is pinned by its sha256 and stored in edgekit's cache."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A net for tests that are about the run and not about the model."""
+"""A network for tests in which the model does not matter."""
 
 import shutil
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from edgekit.target import load_target
 
 @pytest.fixture
 def small(tmp_path: Path) -> tuple[Path, Data]:
-    """A net of three layers and ten classes, and samples of it."""
+    """A network of three layers and ten classes, and samples for it."""
     write_small_net(tmp_path / "small.onnx", tmp_path / "small.npz")
     return tmp_path / "small.onnx", Data(source=str(tmp_path / "small.npz"))
 
@@ -24,7 +24,7 @@ _EMULATED = '[[verification]]\ndevice = "android"\nform = "onnx"\nsamples = 8\n'
 
 @pytest.fixture(scope="session")
 def without_arm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """Returns a target that is verified without emulated 64-bit Arm, where the demo is verified too."""
+    """Returns a target that is verified without emulated 64-bit Arm, on which the tests verify the demo."""
 
     def make(target: str) -> str:
         folder = tmp_path_factory.mktemp("targets") / target
@@ -38,7 +38,7 @@ def without_arm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str
 
 @pytest.fixture(scope="session")
 def nnapi(without_arm: Callable[[str], str]) -> str:
-    """NNAPI verified in Android's library for x86-64 alone."""
+    """The target nnapi, verified only in Android's library for x86-64."""
     missing = find_device("android:x86_64", load_target("nnapi")).find_missing()
     if missing is not None:
         pytest.skip(f"android:x86_64: {missing.reason}: {missing.command}")

@@ -1,4 +1,4 @@
-"""Models that are awkward to quantize, each with the samples it takes."""
+"""Models that are difficult to quantize, each with its samples."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -132,7 +132,7 @@ def _loop() -> Hard:
 
 
 def _picked(limit: float) -> Hard:
-    """Values above a limit: how many there are is up to the values."""
+    """Values above a limit; their number depends on the input."""
     return _conv(
         _node("Greater", "c limit", "g"), _node("NonZero", "g", "i"), _node("Transpose", "i", "j"),
         _node("GatherND", "c j", "v"), _node("Mul", "v v", "y"), limit=np.array(limit, np.float32),
@@ -207,7 +207,7 @@ def _scalars() -> Hard:
 
 
 def _renamed(**names: str) -> Hard:
-    """The net with other names of its tensors."""
+    """The network with other names of its tensors."""
     proto = _net()
     for node in proto.graph.node:
         node.input[:] = [names.get(name, name) for name in node.input]
@@ -278,7 +278,7 @@ TAKEN: dict[str, Hard] = {
     ),
     "no values at all": _picked(1e9),
 }  # fmt: skip
-"""What must become a correct INT8 model."""
+"""Models that must become a correct INT8 model."""
 
 
 def _strange_word() -> Hard:
@@ -304,4 +304,4 @@ REFUSED: dict[str, tuple[Hard, str]] = {
         "reads 'c', which nothing makes",
     ),
 }
-"""What must be refused in one line."""
+"""Models that must be refused in one line."""

@@ -1,4 +1,4 @@
-"""Small networks of the shapes that strangers bring: how exporters write blocks that edgekit once judged wrongly."""
+"""Small networks with blocks as exporters write them, on which edgekit once gave a wrong verdict."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +16,8 @@ from edgekit.model.tensors import Array
 class Stranger(msgspec.Struct, frozen=True, kw_only=True):
     """A network in onnx's text form with one input `x` and one output `y`.
 
-    `weights` are drawn so that values keep their size, `constants` stand as they are. It is built for `target`.
+    Random `weights` are scaled so that the magnitude of values stays the same; `constants` are used as they are. The
+    network is built for `target`.
     """
 
     nodes: str
@@ -127,7 +128,7 @@ STRANGERS: Mapping[str, Stranger] = {
 
 
 def write_stranger(stranger: Stranger, folder: Path) -> None:
-    """Writes model.onnx, and samples that calibrate, verify, and are held back for the oracle."""
+    """Writes model.onnx, and samples for calibration, for verification and for the oracle."""
     rng = np.random.default_rng(11)
     shape = ",".join(map(str, stranger.shape))
     header = '<ir_version: 8, opset_import: ["" : 17]>'

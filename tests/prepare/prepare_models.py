@@ -25,7 +25,7 @@ def make_model(
     weights: Mapping[str, Array] | None = None,
     external: bool = False,
 ) -> Model:
-    """Writes a model given as onnx's text form of its graph, with these weights, inside or beside it; returns it."""
+    """Writes a model from onnx's text form of its graph; the weights are in it or in a file beside it; returns it."""
     head = f'<ir_version: {ir_version}, opset_import: ["" : {opset}{imports}]> '
     path.parent.mkdir(parents=True, exist_ok=True)
     proto = parser.parse_model(head + text)
@@ -57,12 +57,12 @@ def op_names(path: Path) -> Sequence[str]:
 
 
 def rewrite(folder: Path, text: str, id_: str, *, opset: int = 17) -> FixedModel:
-    """Returns what a rewrite makes of a model in onnx's text form."""
+    """Returns the model after a rewrite, from onnx's text form."""
     return fix_model(make_model(text, folder / "m.onnx", opset=opset), folder / "out.onnx", [id_])
 
 
 def assert_same(folder: Path, fixed: FixedModel, share: float, seeds: Sequence[int] = (0,)) -> None:
-    """Checks that outputs moved by at most this share of the largest value of each."""
+    """Checks that outputs changed by at most this share of the largest value of each."""
     model = load_model(folder / "m.onnx")
     for inputs in (make_inputs(model, seed) for seed in seeds):
         results = (run_model(path, inputs).values() for path in (model.path, fixed.model.path))

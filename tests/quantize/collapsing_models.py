@@ -1,4 +1,4 @@
-"""Tiny nets with the structures that stock quantization ruins: depthwise, detector, spectrum, PReLU, sub-pixel."""
+"""Tiny networks with structures that stock quantization ruins: depthwise, detector, spectrum, PReLU, sub-pixel."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,12 +61,12 @@ SHAPES: dict[str, Shapes] = {
 UNEQUAL: dict[str, tuple[tuple[int, int], ...]] = {
     SEPARABLE: ((1, 2), (2, 3), (3, 4)), SEGMENTATION: ((1, 2), (2, 3), (3, 4)), SUBPIXEL: ((1, 2), (2, 3)),
 }  # fmt: skip
-"""Between which convolutions, by number, channels differ."""
+"""The indices of the convolutions between which channels differ."""
 SLOPES = ("slope", "s1", "s2", "s3")
 
 
 def make_collapsing(text: str, folder: Path, decades: float = 2.0) -> Model:
-    """A net whose channels differ in size as folded batch normalisation makes them, up to powers of ten."""
+    """A network whose channels differ by up to powers of ten, as after folding batch normalization."""
     proto = read_float_graph(make_model(text, folder / "plain.onnx", SHAPES[text])).model
     arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
     arrays |= {name: np.full(SHAPES[text][name], 0.25, np.float32) for name in SLOPES if name in SHAPES[text]}
@@ -96,7 +96,7 @@ def fourier_weights() -> tuple[Array, Array]:
 
 
 def draw_samples(model: Model, count: int, seed: int) -> Samples:
-    """Waves of very unequal loudness for a spectrum; images of smooth patches for the others."""
+    """Waves of very different amplitude for a spectrum; images of smooth patches for the other networks."""
     return make_samples(list(_rows(model, count, seed)))
 
 

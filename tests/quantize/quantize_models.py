@@ -59,7 +59,7 @@ def conv_net(folder: Path) -> Model:
 
 
 def make_samples(arrays: Sequence[Tensors], source: str = "test data") -> Samples:
-    """Samples held in a list."""
+    """Samples from a list."""
 
     def read() -> Iterator[Tensors]:
         yield from arrays
@@ -78,7 +78,7 @@ def random_samples(model: Model, count: int = 12, seed: int = 1) -> Samples:
 
 
 def dequantized_constants(model: Model, name: str) -> list[Array]:
-    """The constants of the DQ node that makes a tensor, or that makes the weight of the layer with that output."""
+    """The constants of the DQ node that makes a tensor, or the weight of the layer with that output."""
     graph = onnx.load(str(model.path)).graph
     stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
     makers = {output: node for node in graph.node for output in node.output}

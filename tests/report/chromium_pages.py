@@ -1,4 +1,4 @@
-"""What tests of pages do in Chromium."""
+"""Functions for tests of HTML pages in Chromium."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 from selenium import webdriver
 
-# What lies beyond the right edge, but in a drawing, which one may push.
+# The elements beyond the right edge of the page, except in a drawing, which can be scrolled.
 CUT_OFF = """
 const edge = document.documentElement.clientWidth + 1;
 document.querySelectorAll("details").forEach((closed) => closed.open = true);
@@ -16,7 +16,7 @@ return [...document.querySelectorAll("body *")].filter((part) => !part.closest("
 
 
 def open_page(browser: webdriver.Chrome, page: str, place: Path) -> list[str]:
-    """Opens a page from a file, and returns what the console says."""
+    """Opens a page from a file, and returns the messages of the console."""
     place.write_text(page)
     browser.get(place.as_uri())
     log: list[dict[str, Any]] = browser.get_log("browser")  # type: ignore[no-untyped-call]

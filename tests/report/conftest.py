@@ -1,4 +1,4 @@
-"""One real Chromium for all pages of a worker; each test finds it as a fresh one would be."""
+"""One real Chromium for all pages of a worker, which is reset after each test."""
 
 import shutil
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What several tests of verify share: a network in float and in INT8, its bundles, and a small bundle."""
+"""Shared by several tests of verify: a network in float and in INT8, its bundles, and a small bundle."""
 
 import shutil
 import sys
@@ -45,7 +45,7 @@ def _build_network(folder: Path) -> None:
 
 @pytest.fixture(scope="session")
 def tiny(make_once: MakeOnce) -> Bundle:
-    """A bundle of a small classifier for NNAPI with six labelled golden samples; it is not to be changed."""
+    """A bundle of a small classifier for NNAPI with six labelled golden samples; tests must not change it."""
     return open_bundle(make_once("tiny-bundle", _make_tiny) / TINY)
 
 

@@ -1,4 +1,4 @@
-"""Devices for tests: one that really runs the model on the CPU of this process, and the lies it can be told to tell."""
+"""Devices for tests: one that runs the model on the CPU in this process, and lies that it can return."""
 
 import importlib.util
 import time
@@ -28,10 +28,10 @@ def tell_truth(outputs: list[Tensors]) -> list[Tensors]:
 
 
 class InProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """Runs the model here, says of each node where it was predicted, and passes the outputs through `lie`.
+    """Runs the model in this process, reports each node at its predicted place, and passes the outputs through `lie`.
 
-    With `times` it gives these. With `nodes` it reports so many that do no work, with `provider` that it took every
-    node.
+    It reports `times`, if given. With `nodes` it reports that many nodes that do no work; with `provider` it reports
+    that this provider took every node.
     """
 
     name: str = "emulated"
@@ -90,7 +90,7 @@ class InProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Altering(msgspec.Struct, frozen=True, kw_only=True):
-    """A real device that is handed the model as `change` leaves it."""
+    """A real device that gets the model after `change`."""
 
     inner: Device
     change: Callable[[onnx.ModelProto], None]
@@ -117,12 +117,12 @@ class Altering(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def turning(inner: Device, layer: str) -> Altering:
-    """Returns a real device that is handed the model with the sign of one layer's weights turned."""
+    """Returns a real device that gets the model with the sign of one layer's weights inverted."""
     return Altering(inner=inner, change=lambda proto: turn_weights(proto, layer))
 
 
 class Absent(InProcess, frozen=True, kw_only=True):
-    """Says that it is there, and is not."""
+    """A device that claims to be available, but fails."""
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:  # noqa: ARG002 - the seam
         raise DeviceError("'phone' was unplugged", hint="adb devices")
@@ -133,7 +133,7 @@ def from_list(rows: Sequence[Tensors]) -> Samples:
 
 
 def breaking_after(rows: Sequence[Tensors]) -> Samples:
-    """Samples whose reading breaks after the rows."""
+    """Samples whose iterator fails after the rows."""
 
     def read() -> Iterator[Tensors]:
         yield from rows

@@ -1,4 +1,4 @@
-"""A small float network, its INT8 form by edgekit's own quantizer, and ways to break one layer of it."""
+"""A small float network, its INT8 form by edgekit's own quantizer, and ways to corrupt one layer of it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -60,7 +60,7 @@ def quantize(folder: Path) -> tuple[Model, Model]:
 
 
 def turn_layer(source: Path, path: Path, layer: str) -> Path:
-    """Saves a model with the sign of one layer's weights turned."""
+    """Saves a model with the sign of one layer's weights inverted."""
     proto = onnx.load(str(source))
     turn_weights(proto, layer)
     onnx.save(proto, str(path))
@@ -68,7 +68,7 @@ def turn_layer(source: Path, path: Path, layer: str) -> Path:
 
 
 def turn_weights(proto: onnx.ModelProto, layer: str) -> None:
-    """Turns the sign of one layer's weights, where the model has that layer."""
+    """Inverts the sign of one layer's weights, if the model has that layer."""
     producers = {name: node for node in proto.graph.node for name in node.output}
     for node in proto.graph.node:
         if node.name == layer:
