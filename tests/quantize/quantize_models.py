@@ -10,6 +10,8 @@ from onnx import numpy_helper, parser
 from edgekit.data.samples import Samples
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array, Tensors
+from edgekit.quantize import QuantizedModel, calibrate_model, plan_quantization, quantize_model
+from edgekit.target import load_target
 
 CONV_NET = """
   <ir_version: 8, opset_import: ["" : 17]>
@@ -75,6 +77,15 @@ def random_samples(model: Model, count: int = 12, seed: int = 1) -> Samples:
         return rng.normal(size=[dim if isinstance(dim, int) else 1 for dim in shape or ()]).astype(np.float32)
 
     return make_samples([{spec.name: draw(spec.shape) for spec in model.inputs} for _ in range(count)])
+
+
+def quantize(
+    model: Model, folder: Path, target: str = "cpu", samples: Samples | None = None, method: str = "auto"
+) -> QuantizedModel:
+    """A model in 8 bits for a target, calibrated with these samples, or with random ones."""
+    calibration = calibrate_model(model, random_samples(model) if samples is None else samples, work=folder / "work")
+    plan = plan_quantization(model, calibration, load_target(target), "int8", method=method)
+    return quantize_model(model, plan, calibration, folder / f"{target}.onnx")
 
 
 def dequantized_constants(model: Model, name: str) -> list[Array]:

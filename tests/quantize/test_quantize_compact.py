@@ -1,5 +1,6 @@
 import numpy as np
 import onnx
+import pytest
 from onnx import parser
 
 from edgekit._ort import CpuSession, Level, SessionSettings
@@ -44,26 +45,28 @@ def run(proto: onnx.ModelProto, *, flag: bool) -> np.ndarray:
     return session.run({"x": x, "flag": np.array(flag)})["y"]
 
 
-def test_a_compact_model_is_smaller_and_computes_the_same_in_bodies_too() -> None:
-    whole, small = qdq_model(), qdq_model()
-    compact_qdq(small)
+@pytest.fixture(scope="module")
+def small() -> onnx.ModelProto:
+    proto = qdq_model()
+    compact_qdq(proto)
+    return proto
+
+
+def test_a_compact_model_is_smaller_and_computes_the_same_in_bodies_too(small: onnx.ModelProto) -> None:
+    whole = qdq_model()
     for flag in (True, False):
         np.testing.assert_array_equal(run(whole, flag=flag), run(small, flag=flag))
     assert small.ByteSize() < 0.8 * whole.ByteSize()
     onnx.checker.check_model(small, full_check=True)
 
 
-def test_what_goes_without_saying_is_left_out_and_nothing_else() -> None:
-    small = qdq_model()
-    compact_qdq(small)
+def test_what_goes_without_saying_is_left_out_and_nothing_else(small: onnx.ModelProto) -> None:
     first, second = ({item.name for item in node.attribute} for node in small.graph.node if node.op_type == "Conv")
     assert (first, second) == ({"group"}, {"group", "pads"})
     assert not any(node.doc_string for node in small.graph.node)
 
 
-def test_activations_share_scales_and_zero_points_and_weights_do_not() -> None:
-    small = qdq_model()
-    compact_qdq(small)
+def test_activations_share_scales_and_zero_points_and_weights_do_not(small: onnx.ModelProto) -> None:
     stored = {tensor.name: tensor for tensor in small.graph.initializer}
     reads = [tuple(node.input) for node in small.graph.node if node.op_type.endswith("antizeLinear")]
     activations = {names[1:] for names in reads if names[0] not in stored}
@@ -72,9 +75,7 @@ def test_activations_share_scales_and_zero_points_and_weights_do_not() -> None:
     assert len({names[2] for names in weights}) == len(weights) == 3
 
 
-def test_names_do_not_hide_those_of_bodies() -> None:
-    small = qdq_model()
-    compact_qdq(small)
+def test_names_do_not_hide_those_of_bodies(small: onnx.ModelProto) -> None:
     names = [tensor.name for tensor in small.graph.initializer]
     names += [name for node in small.graph.node for name in node.output]
     assert len(names) == len(set(names))

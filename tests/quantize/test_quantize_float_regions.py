@@ -3,13 +3,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from quantize_models import make_model, make_samples, op_types, random_samples
+from quantize_models import make_model, make_samples, op_types, quantize, random_samples
 
 from edgekit._ort import CpuSession, SessionSettings
-from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.graph.float_regions import find_float_regions, find_high_precision_regions
-from edgekit.target import load_target
 
 FRONT = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,64] x) => (float[1,4] y)
   <float eps = {1e-6}> {
@@ -44,9 +42,7 @@ def test_front_end_reads_the_input_itself(tmp_path: Path) -> None:
     model = make_model(FRONT, tmp_path / "m.onnx", SHAPES)
     rng = np.random.default_rng(0)
     rows = [{"x": (rng.normal(size=(1, 64)) * 10.0 ** rng.uniform(-3, 1)).astype(np.float32)} for _ in range(40)]
-    calibration = calibrate_model(model, make_samples(rows), work=tmp_path / "work")
-    plan = plan_quantization(model, calibration, load_target("nnapi"), "int8")
-    quantized = quantize_model(model, plan, calibration, tmp_path / "q.onnx")
+    quantized = quantize(model, tmp_path, "nnapi", make_samples(rows))
     assert op_types(quantized.model)[0] == "MatMul"
     assert {node.op for node in quantized.float_nodes} == {"MatMul", "Mul", "Add", "Log"}
     one, two = CpuSession(model.path, SessionSettings()), CpuSession(quantized.model.path, SessionSettings())
@@ -94,10 +90,8 @@ def test_a_transform_that_is_an_operator_is_calibrated_and_stays_float(tmp_path:
       c = Max(m, eps) l = Log(c) h = MatMul(l, w1) r = Relu(h) y = MatMul(r, w2) }"""
     shapes: dict[str, tuple[int, ...]] = {"window": (64,), "mel": (33, 20), "w1": (20, 16), "w2": (16, 40)}
     model = make_model(text, tmp_path / "m.onnx", shapes)
-    plan = plan_quantization(
-        model, calibrate_model(model, random_samples(model), work=tmp_path / "work"), load_target("qnn"), "int8"
-    )
-    assert [node.op for node in plan.float_nodes] == ["STFT", "Mul", "ReduceSum", "MatMul", "Max", "Log"]
+    floats = quantize(model, tmp_path, "qnn").float_nodes
+    assert [node.op for node in floats] == ["STFT", "Mul", "ReduceSum", "MatMul", "Max", "Log"]
 
 
 def test_infinity_that_a_constant_puts_in_stays_float_and_refuses_nothing(tmp_path: Path) -> None:
@@ -107,13 +101,11 @@ def test_infinity_that_a_constant_puts_in_stays_float_and_refuses_nothing(tmp_pa
       z = Max(p, zero) r = Relu(h) y = MatMul(r, w2) }"""
     model = make_model(text, tmp_path / "m.onnx", {"w1": (8, 16), "w2": (16, 4)})
     samples = random_samples(model, 24)
-    calibration = calibrate_model(model, samples, work=tmp_path / "work")
     for name in ("qnn", "xnnpack"):
-        plan = plan_quantization(model, calibration, load_target(name), "int8")
-        reasons = {node.op: node.reason for node in plan.float_nodes}
+        quantized = quantize(model, tmp_path, name, samples)
+        reasons = {node.op: node.reason for node in quantized.float_nodes}
         assert {"Where", "Pad", "ArgMax"} <= reasons.keys()
         assert "infinity" in reasons["ArgMax"]
-        quantized = quantize_model(model, plan, calibration, tmp_path / f"{name}.onnx")
         assert op_types(quantized.model).count("MatMul") + op_types(quantized.model).count("Gemm") == 2
         assert quantized.quantized_nodes >= 2
         for sample in samples:

@@ -2,9 +2,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
-from quantize_models import make_model, make_samples, random_samples
+from quantize_models import make_model, random_samples
 
 from edgekit.check.check import check_model
 from edgekit.errors import DataError, ModelError, UsageError
@@ -34,9 +33,6 @@ def test_targets_differ_as_their_files_say(net: Model, calibration: Calibration)
     assert plans["nnapi"].axes == {"w1": 0, "w2": 0, "w3": 0}
     assert plans["nnapi"].grids["y"].zero_point == 0
     assert [node.op for node in plans["xnnpack"].float_nodes] == ["Softmax"]
-
-
-def test_int16_means_uint16_activations(net: Model, calibration: Calibration) -> None:
     assert plan_quantization(net, calibration, load_target("qnn"), "int16").activation == "uint16"
 
 
@@ -70,62 +66,6 @@ def test_a_float_tensor_takes_its_maker_and_readers_out_of_8_bits(net: Model, ca
     assert reasons["n0_Conv"] == "it makes or reads 'x', which 8 bits do not hold"
     assert relieved.float_nodes[: len(plan.float_nodes)] == plan.float_nodes
     assert relieved.wide == plan.wide == {}
-
-
-@pytest.mark.parametrize(
-    ("node", "weight", "axis"),
-    [
-        ("ConvTranspose(x, w)", (8, 5, 1, 1), 1),
-        ("ConvTranspose<group=2>(x, w)", (8, 5, 1, 1), None),
-        ("Conv<group=2>(x, w)", (6, 4, 1, 1), 0),
-        ("Conv(x, w)", (6, 8, 1, 1), 0),
-        ("MatMul(x, w)", (8, 6), 1),
-        ("MatMul(x, w)", (8, 8, 6), None),
-    ],
-)
-def test_weights_get_a_scale_per_output_channel_where_their_bias_can_follow(
-    tmp_path: Path, node: str, weight: tuple[int, ...], axis: int | None
-) -> None:
-    text = f'<ir_version: 8, opset_import: ["" : 17]> g (float[1,8,8,8] x) => (float[N,C,H,W] y) {{ y = {node} }}'
-    model = make_model(text, tmp_path / "m.onnx", {"w": weight})
-    calibration = calibrate_model(model, random_samples(model, 4), work=tmp_path / "work")
-    plan = plan_quantization(model, calibration, load_target("cpu"), "int8", method="minmax")
-    assert plan.axes == ({} if axis is None else {"w": axis})
-
-
-@pytest.mark.parametrize(
-    ("node", "weight", "bias", "axis"),
-    [
-        ("Gemm<transB=1>(x, w, b)", (6, 8), (6,), 0),
-        ("Gemm(x, w, b)", (8, 6), (6,), 1),
-        ("Gemm(x, w)", (8, 6), (6,), 1),
-        ("Gemm(x, w, b)", (8, 6), (1, 6), None),
-    ],
-)
-def test_a_gemm_gets_a_scale_per_column_unless_its_bias_has_two_dimensions(
-    tmp_path: Path, node: str, weight: tuple[int, ...], bias: tuple[int, ...], axis: int | None
-) -> None:
-    text = f'<ir_version: 8, opset_import: ["" : 17]> g (float[1,8] x) => (float[1,6] y) {{ y = {node} }}'
-    model = make_model(text, tmp_path / "m.onnx", {"w": weight, "b": bias})
-    calibration = calibrate_model(model, random_samples(model, 4), work=tmp_path / "work")
-    plan = plan_quantization(model, calibration, load_target("cpu"), "int8", method="minmax")
-    assert plan.axes == ({} if axis is None else {"w": axis})
-
-
-def test_node_without_integer_form_says_why(tmp_path: Path) -> None:
-    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y) { a = Erf(x) y = Add(a, x) }'
-    model = make_model(text, tmp_path / "m.onnx")
-    calibration = calibrate_model(model, random_samples(model), work=tmp_path / "work")
-    plan = plan_quantization(model, calibration, load_target("nnapi"), "int8")
-    assert [(node.op, node.reason) for node in plan.float_nodes] == [("Erf", "no rule of this target quantizes Erf")]
-
-
-def test_nothing_to_quantize_is_refused(tmp_path: Path) -> None:
-    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y) { y = Erf(x) }'
-    model = make_model(text, tmp_path / "m.onnx")
-    calibration = calibrate_model(model, make_samples([{"x": np.ones((1, 4), np.float32)}]), work=tmp_path / "work")
-    with pytest.raises(ModelError, match=r"no node of 'm\.onnx' can be quantized"):
-        plan_quantization(model, calibration, load_target("nnapi"), "int8")
 
 
 @pytest.mark.parametrize("api_level", ["28", "29"])
@@ -172,6 +112,37 @@ def draft(
 
 def reasons(plan: QuantPlan) -> dict[str, str]:
     return {node.op: node.reason for node in plan.float_nodes}
+
+
+@pytest.mark.parametrize(
+    ("node", "shape", "weight", "bias", "axis"),
+    [
+        ("ConvTranspose(x, w)", "1,8,8,8", (8, 5, 1, 1), (), 1),
+        ("ConvTranspose<group=2>(x, w)", "1,8,8,8", (8, 5, 1, 1), (), None),
+        ("Conv<group=2>(x, w)", "1,8,8,8", (6, 4, 1, 1), (), 0),
+        ("Conv(x, w)", "1,8,8,8", (6, 8, 1, 1), (), 0),
+        ("MatMul(x, w)", "1,8,8,8", (8, 6), (), 1),
+        ("MatMul(x, w)", "1,8,8,8", (8, 8, 6), (), None),
+        ("Gemm<transB=1>(x, w, b)", "2,8", (6, 8), (6,), 0),
+        ("Gemm(x, w, b)", "2,8", (8, 6), (6,), 1),
+        ("Gemm(x, w)", "2,8", (8, 6), (6,), 1),
+        ("Gemm(x, w, b)", "2,8", (8, 6), (1, 6), None),
+        ("Gemm(x, w, b)", "2,8", (8, 6), (1,), None),
+        ("Gemm(x, w, b)", "2,8", (8, 6), (), None),
+    ],
+)
+def test_weights_get_a_scale_per_output_channel_where_their_bias_can_follow(
+    tmp_path: Path, node: str, shape: str, weight: tuple[int, ...], bias: tuple[int, ...], axis: int | None
+) -> None:
+    plan = draft(tmp_path, "cpu", f"(float[{shape}] x) => (float y) {{ y = {node} }}", {"w": weight, "b": bias})
+    assert plan.axes == ({} if axis is None else {"w": axis})
+
+
+def test_a_node_without_an_integer_form_says_why_and_alone_is_refused(tmp_path: Path) -> None:
+    body = "(float[1,4] x) => (float[1,4] y) { a = Erf(x) y = Add(a, x) }"
+    assert reasons(draft(tmp_path, "nnapi", body)) == {"Erf": "no rule of this target quantizes Erf"}
+    with pytest.raises(ModelError, match=r"no node of 'm\.onnx' can be quantized"):
+        draft(tmp_path, "nnapi", "(float[1,4] x) => (float[1,4] y) { y = Erf(x) }")
 
 
 NORMALISED = """(float[1,32] x) => (float[1,8] y) <float eps = {1e-5}> {
@@ -244,12 +215,6 @@ def test_only_a_constant_weight_of_one_layer_gets_a_scale_per_channel(
     assert draft(tmp_path, "cpu", text, {"w": (8, 8)}).axes == axes
     assert draft(tmp_path, "cpu", text, {"w": (8, 8)}, per_channel_ops=("Conv",)).axes == {}
     assert draft(tmp_path, "cpu", text, {"w": (8, 8)}, weight_symmetric=False).axes == {}
-
-
-@pytest.mark.parametrize("bias", [(), (1,), (1, 4), (4,)])
-def test_a_gemm_has_a_scale_per_channel_if_its_bias_is_a_number_for_each(tmp_path: Path, bias: tuple[int, ...]) -> None:
-    text = "(float[2,8] x) => (float[2,4] y) { y = Gemm<transB=1>(x, w, b) }"
-    assert draft(tmp_path, "qnn", text, {"w": (4, 8), "b": bias}).axes == ({"w": 0} if bias == (4,) else {})
 
 
 def test_a_single_number_times_a_weight_has_one_scale(tmp_path: Path) -> None:
