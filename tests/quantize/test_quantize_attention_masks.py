@@ -6,14 +6,13 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper
 from quantize_models import make_model, make_samples
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.data.samples import Samples
-from edgekit.model.model import Model, load_model
+from edgekit.model.model import Model
 from edgekit.model.tensors import Array
-from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.target import load_target
 
@@ -61,17 +60,21 @@ def rows(model: Model, lowest: float) -> Samples:
     return make_samples([{name: value for name, value in each.items() if name in names} for each in every])
 
 
+def quantize(model: Model, samples: Samples, target: str, folder: Path) -> tuple[Calibration, Model]:
+    calibration = calibrate_model(model, samples, work=folder / "work", methods=("minmax",), fitting=False)
+    plan = plan_quantization(model, calibration, load_target(target), "int8", method="minmax")
+    return calibration, quantize_model(model, plan, calibration, folder / "q.onnx").model
+
+
 @pytest.mark.parametrize(
     ("mask", "lowest"), [(mask, lowest) for mask in MASKS for lowest in LOWEST.get(mask, MASK_VALUE)]
 )
 def test_masked_scores_keep_their_precision(mask: str, lowest: float, tmp_path: Path) -> None:
     model = attention(mask, lowest, tmp_path)
     samples = rows(model, lowest)
-    calibration = calibrate_model(model, samples, work=tmp_path / "work", methods=("minmax",), fitting=False)
+    calibration, quantized = quantize(model, samples, "nnapi", tmp_path)
     scores = calibration.ranges["minmax"]["m"]
     assert -40 < scores.low < scores.high < 20
-    plan = plan_quantization(model, calibration, load_target("nnapi"), "int8", method="minmax")
-    quantized = quantize_model(model, plan, calibration, tmp_path / "q.onnx").model
     one, two = CpuSession(model.path, SessionSettings()), CpuSession(quantized.path, SessionSettings())
     for sample in samples:
         expected, found = one.run(sample)["y"], two.run(sample)["y"]
@@ -82,13 +85,11 @@ def test_masked_scores_keep_their_precision(mask: str, lowest: float, tmp_path: 
 def test_a_mask_hides_scores_of_a_sharp_attention_too(mask: str, tmp_path: Path) -> None:
     model = attention(mask, -1e4, tmp_path, factor=3.0)
     samples = rows(model, -1e4)
-    calibration = calibrate_model(model, samples, work=tmp_path / "work", methods=("minmax",), fitting=False)
+    calibration, quantized = quantize(model, samples, "qnn", tmp_path)
     ranges = calibration.ranges["minmax"]
     scores = ranges["s"].high - ranges["s"].low
     assert scores > 40
     assert -2 * scores < ranges["f"].low < -scores
-    plan = plan_quantization(model, calibration, load_target("qnn"), "int8", method="minmax")
-    quantized = quantize_model(model, plan, calibration, tmp_path / "q.onnx").model
     session = CpuSession(quantized.path, SessionSettings())
     for sample in samples:
         # The first token sees nothing but itself: what others are must be of no matter to it.
@@ -101,7 +102,7 @@ def test_a_mask_hides_scores_of_a_sharp_attention_too(mask: str, tmp_path: Path)
 def test_scores_without_a_mask_keep_their_exact_range(tmp_path: Path) -> None:
     model = attention("added", 0.0, tmp_path)
     samples = rows(model, 0.0)
-    calibration = calibrate_model(model, samples, work=tmp_path / "work", methods=("minmax",), fitting=False)
+    calibration, _ = quantize(model, samples, "qnn", tmp_path)
     proto = onnx.load(str(model.path))
     proto.graph.output.append(onnx.ValueInfoProto(name="m"))
     session = CpuSession(proto.SerializeToString(), SessionSettings())
@@ -111,11 +112,7 @@ def test_scores_without_a_mask_keep_their_exact_range(tmp_path: Path) -> None:
 
 def test_a_huge_weight_that_hides_nothing_is_left_alone(tmp_path: Path) -> None:
     text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y) { m = Add(x, b) y = Relu(m) }'
-    path = tmp_path / "m.onnx"
-    make_model(text, path, {"b": (4,)})
-    proto = onnx.load(str(path))
-    proto.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.full(4, -1e9, np.float32), "b"))
-    onnx.save(proto, str(path))
-    value = read_float_graph(load_model(path)).constant("b")
+    model = make_model(text, tmp_path / "m.onnx", constants={"b": np.full(4, -1e9, np.float32)})
+    value = read_float_graph(model).constant("b")
     assert value is not None
     assert value.max() == -1e9

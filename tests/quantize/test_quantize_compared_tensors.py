@@ -23,14 +23,6 @@ def test_logits_are_judged_not_probabilities(tmp_path: Path) -> None:
     assert points == (ComparedTensor(tensor="z", reader="n2_Softmax", centred=True),)
 
 
-def test_few_outputs_are_judged_with_their_features(tmp_path: Path) -> None:
-    text = (
-        '<ir_version: 8, opset_import: ["" : 17]> g (float[1,64] x) => (float[1,2] y) { h = Relu(x) y = MatMul(h, w) }'
-    )
-    points = find_compared_tensors(read_float_graph(make_model(text, tmp_path / "m.onnx", {"w": (64, 2)})))
-    assert [point.tensor for point in points] == ["y", "h"]
-
-
 @pytest.mark.parametrize(
     "body",
     [

@@ -13,7 +13,7 @@ from edgekit._ort import CpuSession, SessionSettings
 from edgekit._proc import run_process
 from edgekit.convert.forms import find_integer_nodes
 from edgekit.data.samples import Samples
-from edgekit.model.model import Model, load_model
+from edgekit.model.model import Model
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize import Calibration, QuantizedModel, calibrate_model, plan_quantization, quantize_model
 from edgekit.target import load_target
@@ -98,14 +98,11 @@ def test_seven_bits_leave_room_for_two_products(
 def loud_net(folder: Path) -> tuple[Model, Samples]:
     """A layer whose inputs and weights are all near the end of their range, so that pairs of products are large."""
     text = '<ir_version: 8, opset_import: ["" : 17]> g (float[4,64] x) => (float[4,32] y) { y = MatMul(x, w) }'
-    model = make_model(text, folder / "loud.onnx", {"w": (64, 32)})
-    proto = onnx.load(str(model.path))
     rng = np.random.default_rng(3)
     large = rng.uniform(0.8, 1, (64, 32)) * rng.choice([-1, 1], (64, 32))
-    proto.graph.initializer[0].CopyFrom(onnx.numpy_helper.from_array(large.astype(np.float32), "w"))
-    onnx.save(proto, str(model.path))
+    model = make_model(text, folder / "loud.onnx", constants={"w": large.astype(np.float32)})
     samples = [{"x": rng.uniform(0.8, 1, (4, 64)).astype(np.float32)} for _ in range(12)]
-    return load_model(model.path), make_samples(samples)
+    return model, make_samples(samples)
 
 
 @pytest.mark.skipif(shutil.which(QEMU) is None, reason=f"{QEMU} not found: apt-get install qemu-user-static")

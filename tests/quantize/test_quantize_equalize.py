@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from collapsing_models import SEPARABLE, make_collapsing
-from onnx import numpy_helper, parser
+from onnx import numpy_helper
 from quantize_models import make_model, make_samples, random_samples
 
 from edgekit._ort import CpuSession, SessionSettings
@@ -16,7 +16,7 @@ from edgekit.errors import UsageError
 from edgekit.graph.graph import Graph
 from edgekit.jobs.quantize import QuantizeOptions, plan_for, quantize_for
 from edgekit.jobs.target_bundle import Way, change_plan
-from edgekit.model.model import Model, load_model, save_proto
+from edgekit.model.model import Model, save_proto
 from edgekit.model.outputs import StatedOutput
 from edgekit.model.tensors import Array
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
@@ -92,14 +92,10 @@ def weighted_factors(
     text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,2,4,4] x) => (float[1,N,4,4] y) {
       c = Conv(x, w1, b1) r = Relu(c) y = Conv(r, w2) }"""
     text = text.replace("Conv(r", "Conv<group=2>(r") if depthwise else text
-    proto = parser.parse_model(text)
-    for node in proto.graph.node:
-        node.name = node.output[0]
     reading = np.array([[1.0], [4.0]]) if depthwise else np.linspace(-1, 1, 40)[:, None] * [1.0, 4.0]
     values = {"w1": np.diag([16.0, 1.0])[..., None, None], "b1": [0.0, bias], "w2": reading[..., None, None]}
-    for name, value in values.items():
-        proto.graph.initializer.append(numpy_helper.from_array(np.asarray(value, np.float32), name))
-    model = save_proto(proto, tmp_path / "weighted.onnx")
+    constants: dict[str, Array] = {name: np.asarray(value, np.float32) for name, value in values.items()}
+    model = make_model(text, tmp_path / "weighted.onnx", constants=constants)
     rows = np.random.default_rng(0).uniform(-1, 1, (8, 1, 2, 4, 4)).astype(np.float32)
     rows[0, ..., 0], rows[1, ..., 0] = 1, -1
     calibration = calibrate_model(model, make_samples([{"x": row} for row in rows]), work=tmp_path / "work")
@@ -149,6 +145,22 @@ def sqnr_db(model: Model, other: Model) -> float:
     return float(10 * np.log10((one**2).sum() / ((one - two) ** 2).sum()))
 
 
+def equalize(graph: Graph, factors: Mapping[str, tuple[float, ...]], model: Model, folder: Path) -> tuple[Graph, Model]:
+    """Returns the equalized graph and its model, which computes the same as before to the last bit."""
+    equalized = equalize_graph(graph, factors)
+    other = save_proto(equalized.model, folder / "equalized.onnx")
+    for sample in random_samples(model, count=4, seed=2):
+        one, two = (CpuSession(each.path, SessionSettings()).run(sample)["y"] for each in (model, other))
+        assert np.array_equal(one, two)
+    return equalized, other
+
+
+def ranges_again(model: Model, samples: Model, folder: Path) -> Mapping[str, TensorRange]:
+    """Returns the ranges that calibrating an equalized model finds with the samples of the other."""
+    again = calibrate_model(model, random_samples(samples, count=48), work=folder / "w")
+    return again.ranges["minmax"]
+
+
 def test_the_pairs_are_behind_what_keeps_signs_and_factors(unequal: tuple[Model, Calibration]) -> None:
     pairs = {pair.tensor: pair for pair in find_equalization_pairs(read_float_graph(unequal[0]))}
     assert list(pairs) == ["r", "p", "c", "f"]
@@ -167,35 +179,18 @@ def test_a_normalisation_is_a_pair_through_the_reshapes_behind_it(tmp_path: Path
     assert [(pair.tensor, pair.reshaped, len(pair.consumers)) for pair in pairs] == [("n", ("one", "two"), 3)]
 
 
-def test_the_float_model_computes_the_same_to_the_last_bit(unequal: tuple[Model, Calibration], tmp_path: Path) -> None:
-    graph = read_float_graph(unequal[0])
-    factors = choose_measured(graph, unequal[1])
-    assert set(factors) >= {"r", "p", "c"}
-    assert not scales_silu(graph, factors)
-    equalized = equalize_graph(graph, factors)
-    save_proto(equalized.model, tmp_path / "equalized.onnx")
-    for sample in random_samples(unequal[0], count=4, seed=2):
-        one, two = (
-            CpuSession(path, SessionSettings()).run(sample)["y"]
-            for path in (unequal[0].path, tmp_path / "equalized.onnx")
-        )
-        assert np.array_equal(one, two)
-
-
 def test_the_ranges_of_scaled_channels_are_those_that_calibrating_again_finds(
     unequal: tuple[Model, Calibration], tmp_path: Path
 ) -> None:
     model, calibration = unequal
     graph = read_float_graph(model)
     factors = choose_measured(graph, calibration)
-    equalized = equalize_graph(graph, factors)
-    save_proto(equalized.model, tmp_path / "equalized.onnx")
-    again = calibrate_model(
-        load_model(tmp_path / "equalized.onnx"), random_samples(model, count=48), work=tmp_path / "w"
-    )
+    assert set(factors) >= {"r", "p", "c"}
+    assert not scales_silu(graph, factors)
+    equalized, other = equalize(graph, factors, model, tmp_path)
     derived = equalize_calibration(graph, calibration, factors).ranges["minmax"]
     assert set(derived) == set(float_activations(equalized))
-    for name, span in again.ranges["minmax"].items():
+    for name, span in ranges_again(other, model, tmp_path).items():
         wide = span.high - span.low
         assert derived[name].low == pytest.approx(span.low, abs=0.01 * wide)
         assert derived[name].high == pytest.approx(span.high, abs=0.01 * wide)
@@ -222,18 +217,9 @@ def test_channels_are_scaled_through_joins_and_resizing_and_slopes_below_zero(tm
     factors = choose_measured(graph, calibration, seen=seen)
     assert set(factors) == {"p", "z"}
     assert set(factors["z"][16:]) == {1.0}
-    equalized = equalize_graph(graph, factors)
-    save_proto(equalized.model, tmp_path / "equalized.onnx")
-    sample = next(iter(random_samples(model, count=1, seed=2)))
-    one, two = (
-        CpuSession(path, SessionSettings()).run(sample)["y"] for path in (model.path, tmp_path / "equalized.onnx")
-    )
-    assert np.array_equal(one, two)
-    again = calibrate_model(
-        load_model(tmp_path / "equalized.onnx"), random_samples(model, count=48), work=tmp_path / "w"
-    )
+    _, other = equalize(graph, factors, model, tmp_path)
     derived = equalize_calibration(graph, calibration, factors).ranges["minmax"]
-    for name, span in again.ranges["minmax"].items():
+    for name, span in ranges_again(other, model, tmp_path).items():
         # What a slope below zero hides is told by mean and spread.
         assert 0.9 * (span.high - span.low) <= derived[name].high - derived[name].low <= 2 * (span.high - span.low)
 
@@ -303,12 +289,14 @@ SILU_NET = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,12,12] x) =>
   q = Mul(h, b) y = Conv(q, w3, b3) }"""
 
 
+SILU_SHAPES: dict[str, tuple[int, ...]] = {
+    "w1": (24, 3, 1, 1), "b1": (24,), "w2": (24, 24, 1, 1), "b2": (24,), "w3": (40, 24, 1, 1), "b3": (40,),
+}  # fmt: skip
+
+
 @pytest.fixture
 def silu_net(tmp_path: Path) -> tuple[Model, Calibration]:
-    shapes: dict[str, tuple[int, ...]] = {
-        "w1": (24, 3, 1, 1), "b1": (24,), "w2": (24, 24, 1, 1), "b2": (24,), "w3": (40, 24, 1, 1), "b3": (40,),
-    }  # fmt: skip
-    proto = onnx.load(make_model(SILU_NET, tmp_path / "even.onnx", shapes).path)
+    proto = onnx.load(make_model(SILU_NET, tmp_path / "even.onnx", SILU_SHAPES).path)
     held, rng = {tensor.name: tensor for tensor in proto.graph.initializer}, np.random.default_rng(4)
     for made, read in (("w1", "w2"), ("w2", "w3")):
         factors = (10 ** rng.uniform(-2.5, 0, 24)).astype(np.float32)
@@ -332,20 +320,12 @@ def test_channels_are_scaled_through_silu_to_the_last_bit(silu_net: tuple[Model,
     assert set(factors) == {"p", "q"}
     assert scales_silu(graph, factors)
     assert not scales_silu(graph, {"p": (1.0,) * 24})
-    equalized = equalize_graph(graph, factors)
-    save_proto(equalized.model, tmp_path / "equalized.onnx")
-    for sample in random_samples(model, count=4, seed=2):
-        one, two = (
-            CpuSession(path, SessionSettings()).run(sample)["y"] for path in (model.path, tmp_path / "equalized.onnx")
-        )
-        assert np.array_equal(one, two)
-    again = calibrate_model(
-        load_model(tmp_path / "equalized.onnx"), random_samples(model, count=48), work=tmp_path / "w"
-    )
+    equalized, other = equalize(graph, factors, model, tmp_path)
+    again = ranges_again(other, model, tmp_path)
     derived = equalize_calibration(graph, calibration, factors).ranges["minmax"]
     assert set(derived) == set(float_activations(equalized))
     for name in ("p", "q"):
-        span = again.ranges["minmax"][f"{name}_equalized"]
+        span = again[f"{name}_equalized"]
         assert derived[f"{name}_equalized"].high == pytest.approx(span.high, rel=0.01)
     assert derived[f"a{RESTORED}"].high <= 8
     assert derived[f"b{RESTORED}"].low >= -3.01
@@ -368,10 +348,7 @@ def test_unequal_channels_before_a_sigmoid_come_back_in_8_bits(
 
 
 def test_channels_of_like_size_get_no_product_before_a_sigmoid(tmp_path: Path) -> None:
-    shapes: dict[str, tuple[int, ...]] = {
-        "w1": (24, 3, 1, 1), "b1": (24,), "w2": (24, 24, 1, 1), "b2": (24,), "w3": (40, 24, 1, 1), "b3": (40,),
-    }  # fmt: skip
-    model = make_model(SILU_NET, tmp_path / "m.onnx", shapes)
+    model = make_model(SILU_NET, tmp_path / "m.onnx", SILU_SHAPES)
     calibration = calibrate_model(model, random_samples(model, count=12), work=tmp_path / "work")
     graph, seen = read_float_graph(model), calibration.ranges["minmax"]
     assert not scales_silu(graph, choose_measured(graph, calibration, seen=seen, through_silu=True))

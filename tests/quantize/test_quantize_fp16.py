@@ -12,6 +12,7 @@ from edgekit.model.model import load_model, read_proto
 from edgekit.prepare import prepare_model
 from edgekit.quantize.weight_only.convert import convert_to_fp16
 
+HEAD = '<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]> g '
 SAMPLE = {"image": np.random.default_rng(0).random((1, 1, 32, 32), dtype=np.float32)}
 
 
@@ -29,7 +30,7 @@ def test_the_demo_halves_and_stays_close(tmp_path: Path) -> None:
 def test_nodes_stand_after_those_that_they_read_in_bodies_too(tmp_path: Path) -> None:
     """ONNX asks for it, and edgekit refuses a model where it is not so."""
     text = (
-        '<ir_version: 8, opset_import: ["" : 17]> g (bool c, float[2,2] x) => (float[2,2] y) {'
+        f"{HEAD} (bool c, float[2,2] x) => (float[2,2] y) {{"
         " a = Relu(x) r = If(c) <then_branch = t () => (float[2,2] u) { u = Add(a, x) },"
         " else_branch = e () => (float[2,2] v) { v = Abs(a) }> y = Neg(r) }"
     )
@@ -48,12 +49,8 @@ def test_kept_nodes_stay_float32(tmp_path: Path) -> None:
 
 
 def test_two_kept_nodes_may_read_one_value(tmp_path: Path) -> None:
-    text = (
-        '<ir_version: 8, opset_import: ["" : 17]> g (float[2,2] x) => (float[2,2] y)'
-        "{ a = Relu(x) b = Abs(a) c = Neg(a) y = Add(b, c) }"
-    )
-    proto_path = parse_model(text, tmp_path / "m.onnx")
-    prepared = prepare_model(load_model(proto_path), tmp_path / "p.onnx", {})
+    text = f"{HEAD} (float[2,2] x) => (float[2,2] y) {{ a = Relu(x) b = Abs(a) c = Neg(a) y = Add(b, c) }}"
+    prepared = prepare_model(load_model(parse_model(text, tmp_path / "m.onnx")), tmp_path / "p.onnx", {})
     kept = [node.name for node in read_proto(prepared).graph.node if node.op_type in {"Abs", "Neg"}]
     converted = convert_to_fp16(prepared, kept, tmp_path / "h.onnx")
     names = [node.name for node in read_proto(converted.model).graph.node]
@@ -94,10 +91,6 @@ def test_kept_nodes_may_stand_behind_an_operator_of_onnx_runtimes_own(tmp_path: 
 
 
 def test_weights_beyond_half_are_named(tmp_path: Path) -> None:
-    text = (
-        '<ir_version: 8, opset_import: ["" : 17]> g (float[2] x) => (float[2] y) <float[2] w = {1.0, 100000.0}>'
-        "{ y = Mul(x, w) }"
-    )
-    assert convert_to_fp16(load_model(parse_model(text, tmp_path / "m.onnx")), (), tmp_path / "h.onnx").clamped == (
-        "w",
-    )
+    text = f"{HEAD} (float[2] x) => (float[2] y) <float[2] w = {{1.0, 100000.0}}> {{ y = Mul(x, w) }}"
+    model = load_model(parse_model(text, tmp_path / "m.onnx"))
+    assert convert_to_fp16(model, (), tmp_path / "h.onnx").clamped == ("w",)
