@@ -19,10 +19,9 @@ from edgekit.target import Target
 OPTIMIZER = "WeightBiasQuantization"
 LAYOUT = "NhwcTransformer"
 DISABLED = "optimization.disable_specified_optimizers"
-KEEP_FLOAT_WEIGHTS: Mapping[str, str] = {DISABLED: OPTIMIZER}
-"""The session entry that switches these optimizers off.
+"""The session entry that switches optimizers off.
 
-Without it results are wrong, and ONNX Runtime reports no error.
+Where it does not name those that would harm a graph, results are wrong, and ONNX Runtime reports no error.
 """
 
 _WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm"})
@@ -91,12 +90,12 @@ def disable_harmful(target: Target, graph: onnx.GraphProto) -> tuple[Target, tup
     off = target.session.config.get(DISABLED, "").split(";")
     value = ";".join([*(name for name in off if name and name not in found), *found])
     session = msgspec.structs.replace(target.session, config={**target.session.config, DISABLED: value})
-    told = (
+    notes = (
         _REASONS[name].format(len(nodes), ", ".join(f"'{each}'" for each in nodes[:3]))
         + f", so the session needs {DISABLED} = {value}"
         for name, nodes in found.items()
     )
-    return msgspec.structs.replace(target, session=session), tuple(told)
+    return msgspec.structs.replace(target, session=session), tuple(notes)
 
 
 _FLOAT = onnx.TensorProto.FLOAT

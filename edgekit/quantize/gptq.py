@@ -32,7 +32,7 @@ _MORE_DAMPING = (0.0, 0.1, 1.0)
 _DEAD, _LEAST = 1e-6, 1e-30
 # How far, in steps, a weight may lie from the grid that it was put on before it was stored in float32; and how many
 # steps may lie between two neighbouring values if all weights are small. Chosen by hand.
-_OFF_GRID, _APART = 1e-2, 4
+_OFF_GRID, _MOST_STEPS_BETWEEN = 1e-2, 4
 # So many weights are checked first: for most layers they already show that there is no grid.
 _LOOKED_AT = 4096
 # An input whose spread is below this share of the widest spread in its layer stays within half a step of 8 bits.
@@ -88,7 +88,7 @@ def find_step(matrix: Array, limit: int = LIMIT) -> float | None:
     values = np.unique(np.abs(matrix)).astype(np.float64)
     gaps = np.diff(values, prepend=0.0)
     gaps = gaps[gaps > _OFF_GRID * values[-1] / (limit + 1)]
-    for part in range(1, _APART + 1) if gaps.size else ():
+    for part in range(1, _MOST_STEPS_BETWEEN + 1) if gaps.size else ():
         counts = np.rint(values * part / gaps.min())
         step = float(values @ counts / (counts @ counts))
         if counts[-1] <= limit + 1 and np.abs(values - counts * step).max() <= _OFF_GRID * step:

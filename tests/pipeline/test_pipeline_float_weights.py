@@ -11,7 +11,7 @@ from tiny_models import parse_model
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.bundle.folder import open_bundle
 from edgekit.jobs.build import build
-from edgekit.prepare.constants import KEEP_FLOAT_WEIGHTS
+from edgekit.prepare.constants import DISABLED, OPTIMIZER
 from edgekit.recipe import Data, Recipe
 
 TEXT = (
@@ -38,10 +38,10 @@ def test_the_session_is_told_to_keep_them(tmp_path: Path, target: str) -> None:
     assert "1 layers keep float weights between Q and DQ nodes ('n')" in summary.notes[-1]
     bundle = open_bundle(tmp_path / "out" / f"m-{target}")
     config = bundle.manifest.session_config
-    assert KEEP_FLOAT_WEIGHTS.items() <= config.items()
+    assert config[DISABLED] == OPTIMIZER
     config = {key: value for key, value in config.items() if key != "session.disable_cpu_ep_fallback"}
     sample = {"x": rng.normal(0, 1, (1, 4, 4, 4)).astype(np.float32)}
-    wanted = CpuSession(path, SessionSettings(config=dict(KEEP_FLOAT_WEIGHTS))).run(sample)["y"]
+    wanted = CpuSession(path, SessionSettings(config={DISABLED: OPTIMIZER})).run(sample)["y"]
     files = [name for name in bundle.manifest.files if name.endswith((".onnx", ".ort")) and "/" not in name]
     plain = [name for name in files if "context" not in name and "ctx" not in name]
     for name in plain:

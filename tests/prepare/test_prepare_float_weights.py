@@ -11,7 +11,7 @@ from tiny_models import parse_model
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.errors import RuntimeRefusal
-from edgekit.prepare.constants import KEEP_FLOAT_WEIGHTS, disable_harmful, find_float_weights
+from edgekit.prepare.constants import DISABLED, OPTIMIZER, disable_harmful, find_float_weights
 from edgekit.target import load_target
 
 HEAD = (
@@ -43,7 +43,7 @@ def write(body: str, path: Path) -> Path:
 
 def run(path: Path, *, kept: bool) -> np.ndarray:
     sample = {"x": np.random.default_rng(1).normal(0, 1, (1, 4, 4, 4)).astype(np.float32)}
-    return CpuSession(path, SessionSettings(config=dict(KEEP_FLOAT_WEIGHTS) if kept else {})).run(sample)["y"]
+    return CpuSession(path, SessionSettings(config={DISABLED: OPTIMIZER} if kept else {})).run(sample)["y"]
 
 
 @pytest.mark.parametrize("body", BODIES)
@@ -57,11 +57,10 @@ def test_what_is_found_is_what_a_session_rounds(tmp_path: Path, body: str) -> No
 def test_what_a_target_switches_off_itself_stays_off(tmp_path: Path) -> None:
     path = write(next(body for body in BODIES if BODIES[body]), tmp_path / "m.onnx")
     target = load_target("cpu", {})
-    ((key, optimizer),) = KEEP_FLOAT_WEIGHTS.items()
-    session = msgspec.structs.replace(target.session, config={key: "ConstantFolding"})
+    session = msgspec.structs.replace(target.session, config={DISABLED: "ConstantFolding"})
     target = msgspec.structs.replace(target, session=session)
     config = disable_harmful(target, onnx.load(str(path)).graph)[0].session.config
-    assert config[key] == f"ConstantFolding;{optimizer}"
+    assert config[DISABLED] == f"ConstantFolding;{OPTIMIZER}"
     sample = {"x": np.random.default_rng(1).normal(0, 1, (1, 4, 4, 4)).astype(np.float32)}
     got = CpuSession(path, SessionSettings(config=config)).run(sample)["y"]
     np.testing.assert_array_equal(got, run(path, kept=True))

@@ -78,7 +78,6 @@ class SavedOptimization(msgspec.Struct, frozen=True, kw_only=True):
     """A fusion that the runtime style saved for load time: which nodes, by index, become which operators."""
 
     optimizer: str
-    action: str
     nodes: tuple[int, ...]
     produces: tuple[str, ...]
 
@@ -209,7 +208,6 @@ def _saved_optimizations(graph: Record) -> Iterator[SavedOptimization]:
             indices = table(saved, "nodes_to_optimize_indices").get("node_indices", memoryview(b""))
             yield SavedOptimization(
                 optimizer=text(container, "optimizer_name"),
-                action=text(saved, "action_id"),
                 nodes=tuple(memoryview(bytes(indices)).cast("I")),  # type: ignore[arg-type]
                 produces=tuple(texts(saved, "produced_op_ids")),
             )

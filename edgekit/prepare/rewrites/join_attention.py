@@ -18,7 +18,8 @@ from edgekit.model.tensors import Array
 from edgekit.prepare.rewrites.idle import find_guarded
 from edgekit.prepare.rewrites.split_attention import OPSET_SINCE
 
-_SWAP_HEADS, _TURN, _TURN_APART = (0, 2, 1, 3), (0, 1, 3, 2), (0, 2, 3, 1)
+# The axes of a Transpose: rows and heads change places; keys per head are transposed; rows become transposed keys.
+_SWAP_HEADS, _TURN, _TURN_ROWS = (0, 2, 1, 3), (0, 1, 3, 2), (0, 2, 3, 1)
 
 
 class _Attention(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +90,7 @@ def join_attention(writer: Writer) -> None:
     # Keys as [batch, heads, rows, size], before the model's own Transpose of the last two axes.
     turn = made_by(graph, _skip_idle(graph, found.turned), "Transpose")
     keys = turn.input[0] if turn is not None and turn.entries("perm") == _TURN else ""
-    key_rows = _find_rows(writer, keys or found.turned, _SWAP_HEADS if keys else _TURN_APART, "key")
+    key_rows = _find_rows(writer, keys or found.turned, _SWAP_HEADS if keys else _TURN_ROWS, "key")
     pair = [key_rows, _find_rows(writer, found.value, _SWAP_HEADS, "value")]
     if not all(pair):
         pair = [keys or writer.add("Transpose", [found.turned], "keys", perm=_TURN), found.value]

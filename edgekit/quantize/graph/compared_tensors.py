@@ -29,15 +29,11 @@ def list_raw_scores(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
     )
 
 
-def are_raw_scores(values: Array, counts: Array | None = None) -> bool:
-    """Returns True if nearly all values are negative, some far below zero and none far above.
-
-    Each value counts once, or as often as `counts` says, as for the bins of a histogram.
-    """
-    weights = np.ones(values.shape) if counts is None else counts
+def are_raw_scores(values: Array) -> bool:
+    """Returns True if nearly all values are negative, some far below zero and none far above."""
     if not values.size or values.min() >= _LOWEST_BELOW or values.max() > _HIGHEST_UP_TO:
         return False
-    return bool(weights[values > 0].sum() < _MOST_POSITIVE * weights.sum())
+    return bool(np.count_nonzero(values > 0) < _MOST_POSITIVE * values.size)
 
 
 # Operators that may lie between a compared tensor and an output.
