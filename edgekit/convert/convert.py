@@ -148,18 +148,13 @@ def _convert(
                 return Written(files=made.files, compatibility=made.compatibility, versions=made.versions)
             return Written(files=(stamped.path.name, *stamped.external_files))
 
-        return _publish(model, {form: write(form) for form in forms}, work, out, target)
-
-
-def _publish(
-    model: Model, written: Mapping[Form, Written], work: Path, out: Path, target: Target | None
-) -> ConvertedModel:
-    """Moves the files into the folder, the one to load last, and returns the facts about them."""
-    names = [name for form in written.values() for name in form.files]
-    sha256 = {name: digest_file(work / name) for name in names}
-    sizes = {name: (work / name).stat().st_size for name in names}
-    for name in reversed(names):
-        move_file(work / name, out / name)
+        written = {form: write(form) for form in forms}
+        names = [name for form in written.values() for name in form.files]
+        sha256 = {name: digest_file(work / name) for name in names}
+        sizes = {name: (work / name).stat().st_size for name in names}
+        # The file to load comes last.
+        for name in reversed(names):
+            move_file(work / name, out / name)
     versions = {"onnxruntime": VERSION, "ort-canonical-form": str(CANONICAL_VERSION)}
     # The facts of every form, by form: the fields of `Written` that have the same name in the result.
     by_form: dict[str, Any] = {

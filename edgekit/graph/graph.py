@@ -2,7 +2,7 @@
 
 import functools
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -272,6 +272,12 @@ class _View:
     def _node(self, proto: onnx.NodeProto, index: int, graph: Graph) -> Node:
         domain = "" if proto.domain in MAIN_DOMAINS else proto.domain
         bodies = tuple(self.graph(body, graph) for body in list_bodies(proto))
+        captured: list[str] = []
+        for body in bodies:
+            own = {*body.inputs, *(tensor.name for tensor in body.proto.initializer)}
+            own.update(tensor.values.name for tensor in body.proto.sparse_initializer)
+            own.update(name for node in body.proto.node for name in node.output)
+            captured += sorted({*body.consumers, *body.outputs} - own - {""})
         return Node(
             index=index,
             name=proto.name or f"{proto.op_type}_{index}",
@@ -283,7 +289,7 @@ class _View:
             output=tuple(proto.output) or ("",),
             attributes={attribute.name: _attribute(attribute) for attribute in proto.attribute},
             bodies=bodies,
-            captured=tuple(name for body in bodies for name in _find_free(body)),
+            captured=tuple(captured),
             proto=proto,
         )
 
@@ -317,14 +323,6 @@ def index_nodes(graph: Graph, nodes: Iterable[Node]) -> Graph:
 def _within(own: dict[str, _T], outer: Mapping[str, _T]) -> Mapping[str, _T]:
     # Names of the inner graph hide those outside, and nothing is copied for each body.
     return ChainMap(own, cast("dict[str, _T]", outer))
-
-
-def _find_free(body: Graph) -> Iterator[str]:
-    """Yields the names that a subgraph reads from the outer graphs."""
-    own = {*body.inputs, *(tensor.name for tensor in body.proto.initializer)}
-    own.update(tensor.values.name for tensor in body.proto.sparse_initializer)
-    own.update(name for node in body.proto.node for name in node.output)
-    yield from sorted({*body.consumers, *body.outputs} - own - {""})
 
 
 def _attribute(attribute: onnx.AttributeProto) -> Any:

@@ -190,8 +190,18 @@ def fix_dims(graph: onnx.GraphProto, dims: Mapping[str, int], *, may_stay_open: 
             tensor.shape.dim.add()
     sizes = _resolve_keys(graph, dims)
     sizes |= _derive_formulas(graph, sizes)
-    if not may_stay_open:
-        _refuse_missing(graph, sizes)
+    missing: dict[str, DynamicDim] = {}
+    for open_ in () if may_stay_open else find_dynamic_dims(graph):
+        # A formula follows from its names: the user is asked for it only where these have numbers and it still has no
+        # value.
+        for name in sorted(formula_names(open_.name) - sizes.keys()) or [open_.name]:
+            if open_.name not in sizes:
+                missing.setdefault(name, open_)
+    if missing:
+        places = ", ".join(f"'{name}' (axis {each.axis} of input '{each.input}')" for name, each in missing.items())
+        options = " ".join(f"--dim {name}=INT" for name in missing)
+        noun = "a dynamic dimension" if len(missing) == 1 else "dynamic dimensions"
+        raise UsageError(f"the model has {noun} without a number: {places}", hint=f"add {options}")
     for value in (*graph.input, *graph.output):
         for axis, dim in enumerate(value.type.tensor_type.shape.dim):
             name = dim.dim_param or f"{value.name}:{axis}"
@@ -248,22 +258,6 @@ def _derive_formulas(graph: onnx.GraphProto, sizes: Mapping[str, int]) -> dict[s
         if not 0 <= size <= _MAX_DIM:
             raise UsageError(f"dimension '{name}' comes to {size}", hint="give other numbers to the names in it")
     return derived
-
-
-def _refuse_missing(graph: onnx.GraphProto, sizes: Mapping[str, int]) -> None:
-    missing: dict[str, DynamicDim] = {}
-    for dim in find_dynamic_dims(graph):
-        # A formula follows from its names: the user is asked for it only where these have numbers and it still has no
-        # value.
-        for name in sorted(formula_names(dim.name) - sizes.keys()) or [dim.name]:
-            if dim.name not in sizes:
-                missing.setdefault(name, dim)
-    if not missing:
-        return
-    places = ", ".join(f"'{name}' (axis {dim.axis} of input '{dim.input}')" for name, dim in missing.items())
-    options = " ".join(f"--dim {name}=INT" for name in missing)
-    noun = "a dynamic dimension" if len(missing) == 1 else "dynamic dimensions"
-    raise UsageError(f"the model has {noun} without a number: {places}", hint=f"add {options}")
 
 
 def infer_outputs(proto: onnx.ModelProto) -> None:

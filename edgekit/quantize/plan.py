@@ -131,6 +131,10 @@ def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Tar
     high_precision = {} if rules.activation == "uint16" else find_high_precision_regions(graph)
     exact, axes = calibration.ranges["minmax"], _axes(graph, rules)
     float_nodes = tuple(_float_nodes(graph, op_types, {} if widens else high_precision, exact.keys()))
+    # Layers that sum over several channels get few bits. A depthwise convolution has only a few weights per channel,
+    # too few for their errors to average out.
+    mixing = (layer for layer in read_layers(graph) if layer.outputs > 1 or layer.groups == 1)
+    few = [each.weight for each in mixing if each.weight in axes and each.op != "ConvTranspose"]
     plan = QuantPlan(
         model_sha256=model.sha256,
         samples_sha256=calibration.samples_sha256,
@@ -151,7 +155,7 @@ def draft_plan(model: Model, graph: Graph, calibration: Calibration, target: Tar
         ranges=exact,
         grids=_grids(graph, rules.scheme, rules.activation, op_types),
         axes=axes,
-        bits=_bits(graph, rules, axes),
+        bits=dict.fromkeys(few if rules.weight_bits != 8 else (), rules.weight_bits),
         block=rules.weight_block if rules.weight_bits == 4 else 0,
         float_nodes=float_nodes,
         wide=_wide_tensors(graph, set(high_precision), {node.name for node in float_nodes}, exact) if widens else {},
@@ -250,21 +254,6 @@ def _axes(graph: Graph, rules: Quantization) -> dict[str, int]:
             if axis is not None and not is_single and graph.readers(node.input[1]) == (node,):
                 axes[node.input[1]] = axis
     return axes
-
-
-def _bits(graph: Graph, rules: Quantization, axes: Collection[str]) -> dict[str, int]:
-    """Returns the bits of the weights that get fewer than 8: those of layers that sum over several channels.
-
-    A depthwise convolution has only a few weights per channel, too few for their errors to average out: it keeps 8.
-    """
-    if rules.weight_bits == 8:
-        return {}
-    layers = (
-        layer
-        for layer in read_layers(graph)
-        if layer.weight in axes and layer.op != "ConvTranspose" and (layer.outputs > 1 or layer.groups == 1)
-    )
-    return {layer.weight: rules.weight_bits for layer in layers}
 
 
 def _channel_axis(graph: Graph, node: Node) -> int | None:

@@ -29,7 +29,7 @@ def test_a_config_merges_models_and_is_read_by_onnx_runtime(tmp_path: Path) -> N
     assert not types.is_typed_registration_needed("ai.onnx", "Conv", "double")
     read = read_operators(tmp_path / "ops.config")
     assert read is not None
-    assert {key: set(names) for key, names in read.items()} == {
+    assert {key: set(names) for key, names in read[0].items()} == {
         (domain, opset): names for domain, opsets in operators.items() for opset, names in opsets.items()
     }
     assert all(find_lacking(model, tmp_path / "ops.config") == () for model in models)
@@ -101,11 +101,13 @@ def test_a_config_for_all_operators_lacks_nothing(tmp_path: Path) -> None:
 def test_a_config_that_onnx_runtime_wrote_is_read(tmp_path: Path) -> None:
     content = 'ai.onnx;11,13;Conv{"inputs": {"0": ["float", "int8_t"]}},Relu\ncom.microsoft;1;QGemm\n'
     (tmp_path / "theirs.config").write_text("# a comment\n" + content)
-    assert read_operators(tmp_path / "theirs.config") == {
+    operators = {
         ("ai.onnx", 11): frozenset({"Conv", "Relu"}),
         ("ai.onnx", 13): frozenset({"Conv", "Relu"}),
         ("com.microsoft", 1): frozenset({"QGemm"}),
     }
+    types = {("ai.onnx", "Conv"): frozenset({"input 0 float", "input 0 int8_t"})}
+    assert read_operators(tmp_path / "theirs.config") == (operators, types)
 
 
 def test_wrong_input_is_refused(tmp_path: Path) -> None:

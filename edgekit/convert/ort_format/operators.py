@@ -123,14 +123,15 @@ def read_text(path: Path) -> str:
         raise UsageError(f"cannot read the config '{path}'", hint=_HINT) from error
 
 
-def read_operators(path: Path) -> Operators | None:
-    """Returns the operators of a config, or None if it stands for all operators.
+def read_operators(path: Path) -> tuple[Operators, Types] | None:
+    """Returns the operators of a config and their types, or None if it stands for all operators.
 
     Raises:
         UsageError: the file is missing, or no config.
     """
     lines = [line.strip() for line in read_text(path).splitlines()]
     named: defaultdict[tuple[str, int], set[str]] = defaultdict(set)
+    limits: Types = {}
     for number, line in enumerate(lines, start=1):
         if not line or line.startswith(("#", "!")):
             continue
@@ -139,25 +140,14 @@ def read_operators(path: Path) -> Operators | None:
             raise UsageError(
                 f"line {number} of '{path}' is no line of a config", hint="a line is `domain;opset;Operator,Operator`"
             )
+        domain = match[1]
         for opset in match[2].split(","):
-            named[match[1], int(opset)] |= {name.strip() for name in match[3].split(",")}
+            named[domain, int(opset)] |= {name.strip() for name in match[3].split(",")}
+        for typed in _TYPED.finditer(line):
+            limits[domain, typed[1]] = limits.get((domain, typed[1]), frozenset()) | _read_entry(typed[2], path)
     if not named and _ALL in lines:
         return None
-    return {key: frozenset(names) for key, names in named.items()}
-
-
-def read_limits(path: Path) -> Types:
-    """Returns the types to which a config limits operators.
-
-    Raises:
-        UsageError: the file is missing, or what it says of types is no JSON of a config.
-    """
-    limits: Types = {}
-    for line in read_text(path).splitlines():
-        domain = line.partition(";")[0].strip()
-        for match in () if line.startswith(("#", "!")) else _TYPED.finditer(line):
-            limits[domain, match[1]] = limits.get((domain, match[1]), frozenset()) | _read_entry(match[2], path)
-    return limits
+    return {key: frozenset(names) for key, names in named.items()}, limits
 
 
 def _read_entry(entry: str, path: Path) -> frozenset[str]:
@@ -179,10 +169,10 @@ def find_lacking(model: Path, config: Path) -> tuple[str, ...]:
         UsageError: the config cannot be read.
         ModelError: the model is damaged, or no ORT-format file.
     """
-    built = read_operators(config)
-    if built is None:
+    found = read_operators(config)
+    if found is None:
         return ()
-    report, limits = inspect_ort(model), read_limits(config)
+    (built, limits), report = found, inspect_ort(model)
     needed = _group_kernels(report.kernels)
     lacking = [
         f"{domain}:{name}:{opset}"

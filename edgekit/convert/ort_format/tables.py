@@ -112,24 +112,19 @@ class TableFile:
         vtable = position - int.from_bytes(self._bytes(position, 4), "little", signed=True)
         # Many tables may share a vtable, which holds the offsets of their fields.
         if (vtable, kind) not in self._vtables:
-            self._vtables[vtable, kind] = self._read_vtable(vtable, kind)
+            count = max(int.from_bytes(self._bytes(vtable, 2), "little") - 4, 0) // 2
+            slots = struct.unpack(f"<{count}H", self._bytes(vtable + 4, count * 2))
+            fields, present = SCHEMA[kind], list[tuple[int, Field]]()
+            for index, slot in enumerate(slots):
+                if slot and (index >= len(fields) or fields[index].kind == "deprecated"):
+                    self.unknown.add(f"{kind}.{fields[index].name if index < len(fields) else index}")
+                elif slot:
+                    present.append((slot, fields[index]))
+            self._vtables[vtable, kind] = present
         record: Record = {}
         for slot, field in self._vtables[vtable, kind]:
             record[field.name] = self._read_field(position + slot, field, record, depth + 1)
         return record
-
-    def _read_vtable(self, vtable: int, kind: str) -> list[tuple[int, Field]]:
-        """Returns the offsets of the fields in tables with this vtable, which many tables may share."""
-        count = max(int.from_bytes(self._bytes(vtable, 2), "little") - 4, 0) // 2
-        slots = struct.unpack(f"<{count}H", self._bytes(vtable + 4, count * 2))
-        fields = SCHEMA[kind]
-        present: list[tuple[int, Field]] = []
-        for index, slot in enumerate(slots):
-            if slot and (index >= len(fields) or fields[index].kind == "deprecated"):
-                self.unknown.add(f"{kind}.{fields[index].name if index < len(fields) else index}")
-            elif slot:
-                present.append((slot, fields[index]))
-        return present
 
     def _read_field(self, position: int, field: Field, record: Record, depth: int) -> Value:
         if field.kind in NUMBER_SIZES:

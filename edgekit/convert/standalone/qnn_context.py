@@ -31,8 +31,9 @@ def main() -> int:
         if job.get("load"):
             ort.InferenceSession(job["out"], options, enable_fallback=False)
         else:
-            embed = job["embed"]
-            compiler = ort.ModelCompiler(options, job["model"], embed_compiled_data_into_model=embed, flags=_flags())
+            embed, flags = job["embed"], ort.OrtCompileApiFlags
+            strict = int(flags.ERROR_IF_NO_NODES_COMPILED) | int(flags.ERROR_IF_OUTPUT_FILE_EXISTS)
+            compiler = ort.ModelCompiler(options, job["model"], embed_compiled_data_into_model=embed, flags=strict)
             compiler.compile_to_file(job["out"])
     except Exception as error:  # noqa: BLE001 - onnxruntime's exceptions have no base of their own
         sys.stderr.write("\n" + " ".join(str(error).split()) + "\n")
@@ -40,11 +41,6 @@ def main() -> int:
     versions = {"onnxruntime": ort.__version__, "onnxruntime-qnn": qnn.__version__}
     sys.stdout.write("\n" + json.dumps({"versions": versions}) + "\n")
     return 0
-
-
-def _flags() -> int:
-    flags = ort.OrtCompileApiFlags
-    return int(flags.ERROR_IF_NO_NODES_COMPILED) | int(flags.ERROR_IF_OUTPUT_FILE_EXISTS)
 
 
 if __name__ == "__main__":

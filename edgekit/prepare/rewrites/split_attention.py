@@ -320,7 +320,7 @@ def split_grouped_attention(writer: Writer) -> None:
     values, which do not affect any result. The last bits may differ (1e-5 relative).
     """
     graph, node = writer.graph, writer.node
-    heads = None if _is_kept(node) else _read_grouped_heads(graph, node)
+    heads = _read_grouped_heads(graph, node)
     if heads is None or not heads.is_sound or not _fits(graph, node, heads):
         return
     past, table = graph.value(input_of(node, _PAST)).static_shape, graph.value(input_of(node, _COS)).static_shape
@@ -354,17 +354,14 @@ def split_grouped_attention(writer: Writer) -> None:
     )
 
 
-def _is_kept(node: Node) -> bool:
-    """Returns True if a node uses a feature that is not supported here, so that it must stay."""
+def _read_grouped_heads(graph: Graph, node: Node) -> Heads | None:
+    """Returns the sizes of a GroupQueryAttention; None if they are unknown, or it uses a feature not supported here."""
     quantized = any(node.attributes.get(f"{part}_quant_type", "NONE") != "NONE" for part in "kv")
     options = any(real(node, name) > 0 for name in _KEPT_WHOLE) or not node.integer("causal", 1)
     inputs = any(node.has_input(position) for position in _OTHERS) or not node.has_input(_LENGTHS)
-    inputs = inputs or node.has_input(_PAST) != node.has_input(_PAST + 1)
-    return quantized or options or inputs or any(node.output[3:]) or node.has_input(1) != node.has_input(2)
-
-
-def _read_grouped_heads(graph: Graph, node: Node) -> Heads | None:
-    """Returns the sizes of a GroupQueryAttention, or None if they are unknown."""
+    inputs = inputs or node.has_input(_PAST) != node.has_input(_PAST + 1) or node.has_input(1) != node.has_input(2)
+    if quantized or options or inputs or any(node.output[3:]):
+        return None
     shape, total = static_float(graph, node.input[0], 3), graph.number(input_of(node, _TOTAL))
     heads, keys = node.integer("num_heads", 0), node.integer("kv_num_heads", 0)
     if shape is None or total is None or not total.is_integer() or heads < 1 or keys < 1:

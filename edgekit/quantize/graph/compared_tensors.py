@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from edgekit.graph.graph import Graph, Node
+from edgekit.graph.graph import Graph
 from edgekit.model.tensors import Array
 from edgekit.quantize.graph.float_regions import find_infinite_tensors, find_list_sources
 
@@ -110,7 +110,16 @@ def _find_parts(graph: Graph, name: str) -> tuple[int, tuple[int, ...]] | None:
     if node is None or shape is None:
         return None
     if node.op_type == "Concat":
-        return _find_concat_parts(graph, node, len(shape))
+        axis = node.integer("axis", 0) % len(shape)
+        parts = {_find_parts(graph, each) for each in node.input}
+        only = next(iter(parts)) if len(parts) == 1 else None
+        if only is not None and only[0] != axis:
+            return only
+        shapes = [graph.static_shape(each) for each in node.input]
+        if len(shapes) > _MOST_PARTS or any(each is None for each in shapes):
+            return None
+        sizes = [each[axis] for each in shapes if each is not None]
+        return axis, tuple(int(end) for end in np.cumsum([0, *sizes]))
     inner = _find_parts(graph, node.input[0]) if node.op_type in _SHAPE_OPS | {"Sigmoid"} else None
     if inner is None:
         return None
@@ -119,20 +128,6 @@ def _find_parts(graph: Graph, name: str) -> tuple[int, tuple[int, ...]] | None:
         order = node.entries("perm") or tuple(range(len(shape)))[::-1]
         return order.index(axis), ends
     return inner if graph.dims(node.input[0])[: axis + 1] == shape[: axis + 1] else None
-
-
-def _find_concat_parts(graph: Graph, node: Node, rank: int) -> tuple[int, tuple[int, ...]] | None:
-    axis = node.integer("axis", 0) % rank
-    inner = {_find_parts(graph, name) for name in node.input}
-    if len(inner) == 1:
-        (parts,) = inner
-        if parts is not None and parts[0] != axis:
-            return parts
-    shapes = [graph.static_shape(name) for name in node.input]
-    if len(shapes) > _MOST_PARTS or any(shape is None for shape in shapes):
-        return None
-    sizes = [shape[axis] for shape in shapes if shape is not None]
-    return axis, tuple(int(end) for end in np.cumsum([0, *sizes]))
 
 
 def _find_features(graph: Graph, name: str) -> list[ComparedTensor]:
