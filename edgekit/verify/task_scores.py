@@ -175,7 +175,10 @@ def _judge_least(report: TaskReport, got: float, limit: TaskLimit) -> Judgement:
     if least is None or (got >= least if report.higher_is_better else got <= least):
         return Judgement()
     words = "below" if report.higher_is_better else "above"
-    return _refuse(report, f"is {format_score(report, got)}, {words} {least:g}", may_be_luck=True)
+    # Where right answers are counted, the interval of their share tells what more samples could still show.
+    is_counted = report.gained is not None and report.unit == "share"
+    best = wilson_interval(round(got * report.samples), report.samples)[1] if is_counted else least
+    return _refuse(report, f"is {format_score(report, got)}, {words} {least:g}", may_be_luck=best >= least)
 
 
 def _refuse(report: TaskReport, line: str, *, may_be_luck: bool) -> Judgement:

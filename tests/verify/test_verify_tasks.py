@@ -284,6 +284,10 @@ def test_a_least_value_and_what_is_missing() -> None:
     assert judge_task(agree(600, 60), TaskLimit(name="top1", at_least=0.95)).failures == (
         "metric 'top1' is 90.0%, below 0.95",
     )
+    # A part of the samples tells enough where no luck with the others could reach the limit.
+    part, ruined = (msgspec.structs.replace(agree(64, wrong), labelled=400) for wrong in (8, 57))
+    assert "on 64 of 400 labelled samples" in judge_task(part, TaskLimit(name="top1", at_least=0.9)).unproven[0]
+    assert judge_task(ruined, TaskLimit(name="top1", at_least=0.9)).failures == ("metric 'top1' is 10.9%, below 0.9",)
     assert "was not measured: it needs labels" in judge_task(None, LIMIT).unproven[0]
     assert "was not measured" in judge_task(agree(600), TaskLimit(name="top5", max_drop=0.5)).unproven[0]
 
