@@ -224,7 +224,9 @@ def _count(ops: Iterator[str]) -> dict[str, int]:
 # Which nodes of a converted file will run, and which INT8 nodes among them stayed float.
 
 # The order in which a session replays them (ORT's `graph_transformer_utils.cc`).
-_REPLAY_ORDER = ("QDQSelectorActionTransformer", "ConvActivationFusion", "MatMulNBitsFusion")
+_REPLAY_ORDER: Mapping[str, int] = {
+    "QDQSelectorActionTransformer": 0, "ConvActivationFusion": 1, "MatMulNBitsFusion": 2,
+}  # fmt: skip
 
 # The operators that do nearly all the work and have 8-bit kernels in ORT's CPU provider.
 _FLOAT_OPS = {
@@ -255,8 +257,7 @@ def replay_saved(graph: OrtGraph) -> tuple[OrtNode, ...]:
     """
     left = {node.index: node for node in graph.nodes}
     fresh = itertools.count(-1, -1)
-    order = dict(zip(_REPLAY_ORDER, itertools.count(), strict=False))
-    for saved in sorted(graph.saved, key=lambda saved: order.get(saved.optimizer, len(order))):
+    for saved in sorted(graph.saved, key=lambda saved: _REPLAY_ORDER.get(saved.optimizer, len(_REPLAY_ORDER))):
         indices = [index for index in dict.fromkeys(saved.nodes) if index != ABSENT_NODE]
         if not indices or any(index not in left for index in indices):
             continue

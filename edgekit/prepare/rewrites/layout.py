@@ -65,11 +65,13 @@ def flatten_expand(writer: Writer) -> None:
     """
     graph, node = writer.graph, writer.node
     expand = node if node.op_type == "Expand" else made_by(graph, node.input[0], "Expand")
-    readers = graph.readers(expand.output[0]) if expand is not None else ()
+    if expand is None:
+        return
+    readers = graph.readers(expand.output[0])
     # The Reshape that alone reads the Expand is replaced in its place.
-    is_hidden = expand is not None and expand.output[0] in graph.outputs | graph.captured
+    is_hidden = expand.output[0] in graph.outputs | graph.captured
     is_reshaped = len(readers) == 1 and readers[0].op_type == "Reshape" and not is_hidden
-    if expand is None or (readers[0] if is_reshaped else expand) is not node:
+    if (readers[0] if is_reshaped else expand) is not node:
         return
     source, wanted = (graph.value(name).static_shape for name in (expand.input[0], expand.output[0]))
     shape = graph.value(node.output[0]).static_shape
