@@ -119,18 +119,13 @@ def _find_shares(shapes: _Shapes) -> Iterator[int]:
 def _check_value(name: str, value: float, dtype: str) -> float:
     if dtype == "string":
         raise UsageError(f"input '{name}' is text, which no bucket can fill", hint="build without buckets")
-    kind = np.dtype(dtype)
-    fits = math.isfinite(value) and (kind.kind == "f" or (value == int(value) and _is_within(int(value), kind)))
+    kind, fits = np.dtype(dtype), math.isfinite(value)
+    if fits and kind.kind != "f":
+        low, high = (0, 1) if kind.kind == "b" else (np.iinfo(kind.name).min, np.iinfo(kind.name).max)
+        fits = value == int(value) and low <= value <= high
     if not fits:
         raise UsageError(f"input '{name}' is {dtype} and cannot be filled with {value:g}", hint="give another value")
     return float(value)
-
-
-def _is_within(value: int, kind: np.dtype[np.generic]) -> bool:
-    if kind.kind == "b":
-        return value in {0, 1}
-    limits = np.iinfo(kind.name)
-    return int(limits.min) <= value <= int(limits.max)
 
 
 def free_axes(axes: Mapping[str, Sequence[int]], tensors: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:

@@ -216,7 +216,16 @@ def _read_inputs(given: Model, data: Data, metric: TaskLimit | None, job: BuildJ
     )
     job.begin("float model", "run the float model")
     # Of the model as it was given, not as it was prepared: errors of the preparation count as well.
-    golden = _make_golden(source, prepared, samples, job, folder)
+    golden = _run_float(source, samples, job, folder / "golden")
+    check_class_labels(golden)
+    if not all(spec.is_static for spec in prepared.inputs):
+        # Every dimension is open that the model leaves open, whatever sizes the samples have.
+        names = {name for name, _, _ in list_open(prepared.inputs)}
+        golden = msgspec.structs.replace(
+            golden,
+            inputs=tuple(open_specs(golden.inputs, prepared.inputs, names)),
+            outputs=tuple(open_specs(golden.outputs, prepared.outputs, names)),
+        )
     recorded: dict[str, Recorded] = {}
     if data.golden is not None:
         recorded = open_recorded(data.golden, source.name, [target.name for target in job.targets])
@@ -258,20 +267,6 @@ def calibrate_inputs(inputs: BuildInputs, job: BuildJob) -> BuildInputs:
     if inputs.folder.name in job.kept.inputs:
         job.kept.inputs[inputs.folder.name] = inputs
     return inputs
-
-
-def _make_golden(source: Model, prepared: Model, samples: SampleSets, job: BuildJob, folder: Path) -> Golden:
-    """Returns the golden samples, with every dimension open that the model leaves open, whatever sizes they have."""
-    golden = _run_float(source, samples, job, folder / "golden")
-    check_class_labels(golden)
-    if all(spec.is_static for spec in prepared.inputs):
-        return golden
-    names = {name for name, _, _ in list_open(prepared.inputs)}
-    inputs, outputs = (
-        tuple(open_specs(known, stated, names))
-        for known, stated in ((golden.inputs, prepared.inputs), (golden.outputs, prepared.outputs))
-    )
-    return msgspec.structs.replace(golden, inputs=inputs, outputs=outputs)
 
 
 def _filling(sequences: Sequences, sized: BucketModels | None) -> Sequences:

@@ -200,8 +200,8 @@ def _share(models: Mapping[int, Model], sized: BucketInputs, name: str, work: Pa
     largest = sized.models.largest
     names = {size: name if size == largest else f"{name}-{size}" for size in models}
     # Each under a name of its own, also where nothing is shared: the files of all sizes lie in one folder.
-    shared = share_models({names[size]: model for size, model in models.items()}, work)
-    made = {size: shared.files.get(names[size]) or _rename(model, names[size], work) for size, model in models.items()}
+    shared, _ = share_models({names[size]: model for size, model in models.items()}, work)
+    made = {size: shared.get(names[size]) or _rename(model, names[size], work) for size, model in models.items()}
     # In one folder, as in the bundle: a model loads where its weights lie beside it.
     of_each = {size: tuple(_gather(path, work, work / "together") for path in paths) for size, paths in made.items()}
     files = tuple(dict.fromkeys(path for paths in of_each.values() for path in paths))

@@ -19,7 +19,7 @@ from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.bundle.checks import find_fault as find_name_fault
 from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.bundle.golden import INPUTS, OUTPUTS, Golden, Rows, write_labels, write_rows, writing_rows
-from edgekit.bundle.group.group import GroupContents, write_group
+from edgekit.bundle.group.group import write_group
 from edgekit.bundle.group.weights import find_equal_weights, share_weights
 from edgekit.bundle.group.wiring import (
     MOST_MEMBERS,
@@ -384,16 +384,10 @@ def _finish(target: Target, built: Mapping[str, tuple[Path, BuildReport]], job: 
         notes += [f"{name}: {note}" for note in summary.notes]
         bundles[name] = open_bundle(folder / summary.path.name)
     file, place = job.file, f"{job.file.name}-{target.name}"
-    contents = GroupContents(
-        name=file.name,
-        wiring=job.group.wiring,
-        golden=job.samples.golden,
-        metric=file.metric,
-        programs=GROUP_PROGRAMS,
-    )
+    wiring, golden = job.group.wiring, job.samples.golden
     try:
-        shared = share_weights(bundles, job.work / "shared" / target.name, target.folder)
-        group = write_group(contents, shared.bundles, job.staging / place)
+        sharing, shared_bytes = share_weights(bundles, job.work / "shared" / target.name, target.folder)
+        group = write_group(file.name, wiring, sharing, golden, file.metric, GROUP_PROGRAMS, job.staging / place)
         found = verify_group(group, choosing(DeviceChoice()), progress=job.progress) if job.verify else None
     except EdgekitError as error:
         return GroupTarget(target=target.name, failure=str(error), notes=tuple(notes))
@@ -403,6 +397,6 @@ def _finish(target: Target, built: Mapping[str, tuple[Path, BuildReport]], job: 
         notes=tuple(notes),
         size_bytes=group.size_bytes,
         # A compiled context has weights of its own.
-        shared_bytes=shared.size_bytes if all(each.form == "onnx" for each in group.manifests.values()) else 0,
+        shared_bytes=shared_bytes if all(each.form == "onnx" for each in group.manifests.values()) else 0,
         verify=found,
     )

@@ -7,7 +7,7 @@ archive that it was packed into; its README says which model runs when.
 
 import contextlib
 from collections import Counter
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -111,27 +111,24 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         return _interfaces(self.manifests)
 
 
-class GroupContents(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts of a group besides its members; `wiring` is resolved and valid.
-
-    `programs` are source files for the folder `app/`, which an app may use.
-    """
-
-    name: str
-    wiring: Wiring
-    golden: Golden
-    metric: TaskLimit
-    programs: tuple[Path, ...] = ()
-
-
-def write_group(contents: GroupContents, bundles: Mapping[str, Bundle], out: Path) -> Group:
+def write_group(
+    name: str,
+    wiring: Wiring,
+    bundles: Mapping[str, Bundle],
+    golden: Golden,
+    metric: TaskLimit,
+    programs: Sequence[Path],
+    out: Path,
+) -> Group:
     """Writes the group of these bundles, which must be for one target, into the folder `out` and opens it.
+
+    `wiring` is resolved and valid. `programs` are source files for the folder `app/`, which an app may use.
 
     Raises:
         UsageError: the bundles are for several targets, or two models with weights beside them want one name.
         OutputError: `out` cannot be written.
     """
-    manifests = {name: bundle.manifest for name, bundle in bundles.items()}
+    manifests = {member: bundle.manifest for member, bundle in bundles.items()}
     targets = {manifest.target for manifest in manifests.values()}
     if len(targets) != 1:
         named = ", ".join(sorted(targets))
@@ -142,33 +139,33 @@ def write_group(contents: GroupContents, bundles: Mapping[str, Bundle], out: Pat
     shared = {digest: entries[digest] for digest in sorted(counts) if counts[digest] > 1}
     _check_places(manifests, shared)
     with staged_folder(out) as staging:
-        for name, bundle in bundles.items():
-            write_file(staging / _MEMBERS / name / MANIFEST, (bundle.folder / MANIFEST).read_bytes())
-            for file, place in _places(name, bundle.manifest, shared).items():
+        for member, bundle in bundles.items():
+            write_file(staging / _MEMBERS / member / MANIFEST, (bundle.folder / MANIFEST).read_bytes())
+            for file, place in _places(member, bundle.manifest, shared).items():
                 copy_once(bundle.folder / file, staging / place)
-        own = {f"{GOLDEN}/{path.name}": path for path in contents.golden.files}
-        own |= {f"{APP}/{path.name}": path for path in contents.programs}
+        own = {f"{GOLDEN}/{path.name}": path for path in golden.files}
+        own |= {f"{APP}/{path.name}": path for path in programs}
         for place, path in own.items():
             copy_once(path, staging / place)
         draft = GroupManifest(
-            name=contents.name,
+            name=name,
             target=targets.pop(),
-            wiring=contents.wiring,
+            wiring=wiring,
             members={
-                name: Member(manifest=bundle.manifest_file, model_file=_find_model(name, bundle.manifest, shared))
-                for name, bundle in bundles.items()
+                member: Member(manifest=bundle.manifest_file, model_file=_find_model(member, bundle.manifest, shared))
+                for member, bundle in bundles.items()
             },
-            inputs=contents.golden.inputs,
-            outputs=contents.golden.outputs,
-            samples=contents.golden.samples,
-            metric=contents.metric,
+            inputs=golden.inputs,
+            outputs=golden.outputs,
+            samples=golden.samples,
+            metric=metric,
             files={},
             shared=shared,
         )
-        models = {name: member.model_file for name, member in draft.members.items()}
+        models = {member: entry.model_file for member, entry in draft.members.items()}
         page = {"name": draft.name, "target": draft.target, "models": models, **msgspec.structs.asdict(draft.wiring)}
         write_file(staging / README, render_template("group.md.j2", **page).encode())
-        files = {name: BundledFile.describe(staging / name) for name in (README, *own)}
+        files = {place: BundledFile.describe(staging / place) for place in (README, *own)}
         write_file(staging / GROUP, encode_json(msgspec.structs.replace(draft, files=files)))
     return open_group(out)
 

@@ -14,20 +14,6 @@ from edgekit.model.external import LEAST_BYTES, PAGE_BYTES, DataPlace, point_to,
 from edgekit.model.model import Model, load_model, read_proto
 
 
-class SharedWeights(msgspec.Struct, frozen=True, kw_only=True):
-    """The bundles of a group, whose equal weights are now in one file, and the bytes of these weights."""
-
-    bundles: dict[str, Bundle]
-    size_bytes: int = 0
-
-
-class SharedModels(msgspec.Struct, frozen=True, kw_only=True):
-    """The files of each of some models, the one to load first, and how many bytes of weights several of them share."""
-
-    files: dict[str, tuple[Path, ...]]
-    size_bytes: int
-
-
 class _Place(msgspec.Struct, frozen=True, kw_only=True):
     """Where the bytes of a weight are: in the tensor itself, or at an offset of a file."""
 
@@ -52,11 +38,11 @@ def find_equal_weights(models: Sequence[Model]) -> int:
     return sum(_find_equal(found).values())
 
 
-def share_weights(bundles: Mapping[str, Bundle], folder: Path, templates: Path) -> SharedWeights:
+def share_weights(bundles: Mapping[str, Bundle], folder: Path, templates: Path) -> tuple[dict[str, Bundle], int]:
     """Returns bundles whose ONNX models refer to one file, `weights-DIGEST.data`, for the weights that several have.
 
-    They are written into `folder`; bundles that share nothing are returned unchanged. `templates` is the folder of the
-    target.
+    They are written into `folder`; bundles that share nothing are returned unchanged. Beside them the bytes of these
+    weights are returned. `templates` is the folder of the target.
 
     Raises:
         OutputError: `folder` cannot be written.
@@ -64,18 +50,19 @@ def share_weights(bundles: Mapping[str, Bundle], folder: Path, templates: Path) 
     models = {
         name: load_model(each.find_model("onnx")) for name, each in bundles.items() if "onnx" in each.manifest.forms
     }
-    shared = share_models(models, folder)
+    shared, size_bytes = share_models(models, folder)
     made = {
         name: replace_model(bundles[name], "onnx", files, templates, folder / name / "bundle")
-        for name, files in shared.files.items()
+        for name, files in shared.items()
     }
-    return SharedWeights(bundles={**bundles, **made}, size_bytes=shared.size_bytes)
+    return {**bundles, **made}, size_bytes
 
 
-def share_models(models: Mapping[str, Model], folder: Path) -> SharedModels:
+def share_models(models: Mapping[str, Model], folder: Path) -> tuple[dict[str, tuple[Path, ...]], int]:
     """Writes models that have weights in common with another into `folder`, and these weights into one file.
 
-    The returned files of a model are in several folders; to load the model they must be put into one.
+    Returns the files of each such model, the one to load first, and the bytes of the weights in common. The files of a
+    model are in several folders; to load the model they must be put into one.
 
     Raises:
         OutputError: `folder` cannot be written.
@@ -84,7 +71,7 @@ def share_models(models: Mapping[str, Model], folder: Path) -> SharedModels:
     weights = {name: _digest_weights(model, protos[name]) for name, model in models.items()}
     equal = _find_equal(list(weights.values()))
     if not equal:
-        return SharedModels(files={}, size_bytes=0)
+        return {}, 0
     # Named after its content, so that the file of another group has another name.
     file = folder / f"weights-{digest_bytes(''.join(equal).encode())[:16]}.data"
     found = {digest: places[0] for each in reversed(weights.values()) for digest, places in each.items()}
@@ -100,7 +87,7 @@ def share_models(models: Mapping[str, Model], folder: Path) -> SharedModels:
             own = _move_others(proto, models[name], file.name, path.with_name(f"{path.name}.data"))
             write_new(path, [proto.SerializeToString(deterministic=True)])
             made[name] = (path, file, *own)
-    return SharedModels(files=made, size_bytes=sum(equal.values()))
+    return made, sum(equal.values())
 
 
 def _digest_weights(model: Model, proto: onnx.ModelProto) -> dict[str, list[_Place]]:
