@@ -231,7 +231,7 @@ def run_anywhere(
     only: Sequence[str] = (),
     again: bool = False,
     bare: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = say_nothing,
     landed: Progress = say_nothing,
 ) -> AppReport:
     """Runs an app as `run_app`, with the workers, the scheduler and the store of its `[sweep]`.
@@ -239,7 +239,7 @@ def run_anywhere(
     Raises:
         EdgekitError: as `run_app` and `open_store`; or the scheduler does not answer.
     """
-    sweep, progress = app.table.sweep, progress or say_nothing
+    sweep = app.table.sweep
     place = sweep.store
     if place is not None and "://" not in place:
         place = str(app.path.parent.absolute() / place)

@@ -16,7 +16,7 @@ from onnx import helper, numpy_helper
 from edgekit._files import digest_file, replace_file
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.bundle.golden import INPUTS, OUTPUTS, Golden, read_inputs, read_outputs, write_rows
-from edgekit.bundle.manifest import UNPADDED, ChosenSample, GoldenFacts, Manifest
+from edgekit.bundle.manifest import ChosenSample, GoldenFacts, Manifest
 from edgekit.data.samples import Samples, load_samples, select_samples, spread_indices
 from edgekit.errors import DataError, RuntimeRefusal, UsageError
 from edgekit.model.model import load_model, read_proto
@@ -275,20 +275,16 @@ def adopt_reference(golden: Golden, recorded: Recorded) -> None:
         raise UsageError(
             f"'{recorded.folder}' was made with other golden samples", hint="give the data it was made with"
         )
-    _adopt_outputs(golden, recorded, recorded.golden / OUTPUTS)
+    adopt_outputs(golden, recorded, recorded.golden / OUTPUTS)
 
 
-def adopt_unpadded(golden: Golden, recorded: Recorded) -> None:
-    """Takes over the recorded outputs of samples at their own sizes; `adopt_reference` has compared the inputs.
+def adopt_outputs(golden: Golden, recorded: Recorded, file: Path) -> None:
+    """Takes over outputs in a `file` of a recorded bundle, whose inputs were compared.
 
     Raises:
         UsageError: the recorded outputs are not those of this model.
         DataError: they cannot be read.
     """
-    _adopt_outputs(golden, recorded, recorded.folder / UNPADDED)
-
-
-def _adopt_outputs(golden: Golden, recorded: Recorded, file: Path) -> None:
     theirs = load_samples(str(file), golden.outputs)
     for index, (own, other) in enumerate(zip(read_outputs(golden), theirs, strict=True)):
         for name, value in own.items():

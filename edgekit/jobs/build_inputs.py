@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 
 from edgekit._files import digest_bytes
-from edgekit.bundle.expected import Recorded, adopt_reference, adopt_unpadded
+from edgekit.bundle.expected import Recorded, adopt_outputs, adopt_reference
 from edgekit.bundle.golden import OUTPUTS, Golden, KnownOutputs, make_golden, plan_sequences
-from edgekit.bundle.manifest import list_open, open_specs
+from edgekit.bundle.manifest import UNPADDED, list_open, open_specs
 from edgekit.bundle.multi import open_recorded
 from edgekit.check.check import check_model
 from edgekit.check.recommend import explain_no_gain
@@ -302,7 +302,7 @@ def _run_unpadded(
         )
     golden = make_golden(source, samples.given, folder / "unpadded", ragged=True)
     for bundle in recorded.values():
-        adopt_unpadded(golden, bundle)
+        adopt_outputs(golden, bundle, bundle.folder / UNPADDED)
     return BucketInputs(models=sized, given=samples.given, lengths=lengths, unpadded=golden.folder / OUTPUTS)
 
 

@@ -54,7 +54,7 @@ class TargetGain(msgspec.Struct, frozen=True):
 
 
 def check_targets(
-    model: Path, recipe: Recipe, progress: Progress | None = None, *, observe: bool = False, compare_ort: bool = False
+    model: Path, recipe: Recipe, progress: Progress = say_nothing, *, observe: bool = False, compare_ort: bool = False
 ) -> CheckSummary:
     """Prepares a model and returns what each target of the recipe would take of it.
 
@@ -71,7 +71,6 @@ def check_targets(
     Raises:
         EdgekitError: the model or the recipe is wrong.
     """
-    progress = progress or say_nothing
     recipe = choose_here(recipe)
     targets, source = load_targets(recipe), load_model(model)
     refuse_profiles(targets, source.inputs)

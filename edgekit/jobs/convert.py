@@ -119,7 +119,7 @@ class ConvertReport(ConvertedFiles, frozen=True, kw_only=True):
 
 
 def convert_for(
-    model: Path, out: Path, recipe: Recipe, options: ConvertOptions, progress: Progress | None = None
+    model: Path, out: Path, recipe: Recipe, options: ConvertOptions, progress: Progress = say_nothing
 ) -> ConvertReport:
     """Writes a model into the folder `out`: for the one target of the recipe, or without one in the styles asked for.
 
@@ -127,7 +127,6 @@ def convert_for(
         EdgekitError: the model or the recipe is wrong, ONNX Runtime refuses the model, or a file gives other results
             than its source.
     """
-    progress = progress or say_nothing
     targets = load_targets(choose_here(recipe, alone=True))
     _refuse_large(model, targets, options)
     source = load_model(model, custom_ops=options.custom_ops)

@@ -254,7 +254,7 @@ def build_group(
     recipe: Recipe | None = None,
     *,
     verify: bool = True,
-    progress: Progress | None = None,
+    progress: Progress = say_nothing,
 ) -> GroupBuild:
     """Makes the folder of a group for each target, verifies it end to end, and writes both and a report into `out`.
 
@@ -264,11 +264,11 @@ def build_group(
     Raises:
         EdgekitError: the file, a model, the data or the recipe is wrong; then `out` is as it was.
     """
-    start, say, recipe = time.monotonic(), progress or say_nothing, recipe or Recipe()
+    start, recipe = time.monotonic(), recipe or Recipe()
     file, targets = read_group_file(path), load_targets(choose_here(recipe))
     with work_folder() as work, staged_entries(out) as staging:
         group = _open_members(path, file, work, is_free=takes_any_size(targets))
-        say(f"run the float models of {file.name}")
+        progress(f"run the float models of {file.name}")
         sets = read_sample_sets(
             list_data(group.wiring, group.interfaces),
             data.source,
@@ -287,7 +287,7 @@ def build_group(
             staging=staging,
             out=out,
             verify=verify,
-            progress=say,
+            progress=progress,
             notes=tuple(_describe_truncation(group, sets)),
         )
         built = _build_members(job)

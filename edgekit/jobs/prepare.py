@@ -48,13 +48,13 @@ class PrepareReport(msgspec.Struct, frozen=True, kw_only=True):
     gain: TargetGain | None = None
 
 
-def prepare_for(source: Model, out: Path, options: PrepareOptions, progress: Progress | None = None) -> PrepareReport:
+def prepare_for(source: Model, out: Path, options: PrepareOptions, progress: Progress = say_nothing) -> PrepareReport:
     """Writes the prepared form of a model to `out`.
 
     Raises:
         EdgekitError: the model or an option is wrong.
     """
-    progress, changes = progress or say_nothing, options.changes
+    changes = options.changes
     if options.external is False:
         refuse_inline(source)
     progress("prepare the model")

@@ -100,7 +100,7 @@ def quantize_for(
     out: Path,
     recipe: Recipe,
     options: QuantizeOptions | None = None,
-    progress: Progress | None = None,
+    progress: Progress = say_nothing,
 ) -> QuantizeReport:
     """Writes the QDQ form of a model for the one target of the recipe.
 
@@ -112,7 +112,7 @@ def quantize_for(
     start, how = time.monotonic(), options or QuantizeOptions()
     require_place(out)
     with work_folder() as work:
-        job = _open_job(model, data, recipe, how, work, how.budget(start, progress or say_nothing))
+        job = _open_job(model, data, recipe, how, work, how.budget(start, progress))
         require_apart([out], [job.source.path, *(job.source.path.parent / name for name in job.source.external_files)])
         state, search = _open_state(job, how.state, data.labels, recipe.metric), _open_search(job, how)
         plan, searched = _choose_plan(job, search, how.method, state)
@@ -156,7 +156,7 @@ def quantize_for(
 
 
 def plan_for(
-    model: Path, data: Data, recipe: Recipe, options: QuantizeOptions | None = None, progress: Progress | None = None
+    model: Path, data: Data, recipe: Recipe, options: QuantizeOptions | None = None, progress: Progress = say_nothing
 ) -> QuantPlan:
     """Returns what quantizing a model for the one target of the recipe would do, without writing a model.
 
@@ -164,7 +164,7 @@ def plan_for(
         EdgekitError: the model, the data or the recipe is wrong, or the target takes no integers.
     """
     how = msgspec.structs.replace(options or QuantizeOptions(), plan=None)
-    budget = how.budget(time.monotonic(), progress or say_nothing)
+    budget = how.budget(time.monotonic(), progress)
     with work_folder() as work:
         job = _open_job(model, data, recipe, how, work, budget)
         plan, _ = _choose_plan(job, _open_search(job, how), how.method, None)
