@@ -164,18 +164,6 @@ def list_benches(path: Path, *, subject: str | None = None) -> tuple[PastBench, 
     return _select(path, "WHERE ? IS NULL OR subject = ? ORDER BY id", (subject, subject))
 
 
-def find_last(path: Path, report: BenchReport) -> PastBench | None:
-    """Returns the last benchmark of the same subject on a machine like this one, None if there is none.
-
-    Raises:
-        DataError: the file is no history.
-    """
-    if not path.exists():
-        return None
-    where = "WHERE subject = ? AND machine = ? ORDER BY id DESC LIMIT 1"
-    return next(iter(_select(path, where, (report.subject, _name_machine()))), None)
-
-
 def compare_benches(before: BenchReport, now: BenchReport) -> Iterator[Slowdown]:
     """Compares each run with the earlier one on the same device with the same settings; failed runs are left out."""
     earlier = {_name_way(run): run for run in before.runs if run.failure is None and run.median_ms > 0}
@@ -189,7 +177,7 @@ def compare_benches(before: BenchReport, now: BenchReport) -> Iterator[Slowdown]
 
 
 def compare_with_last(report: BenchReport, path: Path, max_slowdown: float | None) -> BenchReport:
-    """Returns a report with a comparison of its times with the last report in a history.
+    """Returns a report with a comparison of its times with the last of its subject on a machine like this one.
 
     A median of more than `max_slowdown` times the earlier one is a regression, if the intervals do not overlap. Runs
     recorded at different times are not interleaved, so `compare_on` is more reliable.
@@ -197,9 +185,11 @@ def compare_with_last(report: BenchReport, path: Path, max_slowdown: float | Non
     Raises:
         DataError: the file is no history.
     """
-    last = find_last(path, report)
-    if last is None:
+    where = "WHERE subject = ? AND machine = ? ORDER BY id DESC LIMIT 1"
+    past = _select(path, where, (report.subject, _name_machine())) if path.exists() else ()
+    if not past:
         return report
+    (last,) = past
     found = tuple(compare_benches(last.report, report))
     source = f"run {last.id} of {last.time}"
     return msgspec.structs.replace(

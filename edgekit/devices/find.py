@@ -32,7 +32,7 @@ from edgekit.devices.local.qnn_sim import ARCH_SOCS, QnnSimulator, find_qnn_vers
 from edgekit.devices.local.qnn_sim import PROVIDER as QNN
 from edgekit.devices.release import Installed, Loader
 from edgekit.devices.remote.adb import AdbDevice
-from edgekit.devices.remote.remote import check_host, check_serial
+from edgekit.devices.remote.remote import check_address
 from edgekit.devices.remote.ssh import SshDevice
 from edgekit.errors import UsageError, suggest_name
 from edgekit.evidence import Evidence
@@ -59,8 +59,8 @@ _DEVICES: dict[str, Device] = {
 
 # Remote devices by the part of their name before the colon; the rest is the address.
 _REMOTE: dict[str, Callable[[str], Device]] = {
-    "adb": lambda serial: AdbDevice(serial=check_serial(serial)),
-    "ssh": lambda host: SshDevice(host=check_host(host)),
+    "adb": lambda serial: AdbDevice(serial=check_address("adb", serial)),
+    "ssh": lambda host: SshDevice(host=check_address("ssh", host)),
 }
 
 

@@ -1,6 +1,6 @@
 """Tests whether a device can be trusted, with a model whose outputs are known, and with models that must fail."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +22,12 @@ from edgekit.target import Target
 TOLERANCE = 5e-3
 """The largest error of a half-precision convolution of these sizes, as a share of the largest output."""
 
+Change = Literal["", "weight", "domain"]
+_MODELS: dict[Change, str] = {
+    "": "a convolution",
+    "weight": "an altered convolution",
+    "domain": "a model that cannot run",
+}
 _SHAPE = (1, 4, 8, 8)
 _SAMPLES = 3
 
@@ -68,12 +74,12 @@ def try_device(served: Sequence[tuple[Device, Target]], progress: Progress | Non
             test = msgspec.structs.replace(test, skipped=missing.reason, command=missing.command)
             continue
         label = f"{target.name}: " if len(served) > 1 else ""
-        for name, change, judge in _TRIALS:
+        for change, name in _MODELS.items():
             tell(f"{label}{name} on {device.name}")
             try:
                 with work_folder() as work:
                     run = _run(device, target, _make_model(change), work)
-                    checks, versions = tuple(judge(run, device, target)), run.versions
+                    checks, versions = tuple(_judge(change, run, device, target)), run.versions
             except EdgekitError as error:
                 checks, versions = (SelfCheck(name=name, passed=False, detail=error.message),), {}
             named = (msgspec.structs.replace(check, name=label + check.name) for check in checks)
@@ -103,31 +109,29 @@ def _run(device: Device, target: Target, proto: onnx.ModelProto, work: Path) -> 
     )
 
 
-def _judge_outputs(run: DeviceRun, device: Device, target: Target) -> Iterator[SelfCheck]:
-    if run.failure is not None:
-        yield SelfCheck(name="outputs", passed=False, detail=run.failure)
-        return
-    error = _error(run)
-    yield SelfCheck(name="outputs", passed=error <= TOLERANCE, detail=f"largest error {error:.2g} of the range")
-    taken = [node.op for node in run.placement if node.provider == target.provider and "Conv" in node.op]
-    seen = ", ".join(sorted({f"{node.op} on {node.provider}" for node in run.placement})) or "no node"
-    is_seen = run.placement_source != "predicted" or device.evidence is Evidence.EMULATED
-    yield SelfCheck(name="placement", passed=bool(taken) and is_seen, detail=f"{seen} ({run.placement_source})")
-    is_timed = len(run.latency_ms) == run.outputs.count and min(run.latency_ms, default=0.0) > 0
-    yield SelfCheck(name="times", passed=is_timed, detail=f"{len(run.latency_ms)} for {run.outputs.count} samples")
-
-
-def _judge_altered(run: DeviceRun, _device: Device, _target: Target) -> Iterator[SelfCheck]:
+def _judge(change: Change, run: DeviceRun, device: Device, target: Target) -> Iterator[SelfCheck]:
+    """Yields what the run of a model shows: the known one, or one that was changed to be a negative control."""
     error = _error(run) if run.failure is None else 0.0
-    detail = run.failure or f"largest error {error:.2g} of the range"
-    # Ten times what rounding can cause: the difference must come from the altered weight, not from precision.
-    yield SelfCheck(name="an altered weight is noticed", passed=error > 10 * TOLERANCE, detail=detail)
-
-
-def _judge_impossible(run: DeviceRun, _device: Device, _target: Target) -> Iterator[SelfCheck]:
-    passed = run.failure is not None and run.outputs.count == 0
-    detail = run.failure or f"it gave {run.outputs.count} outputs"
-    yield SelfCheck(name="a model that cannot run is refused", passed=passed, detail=detail[:200])
+    said = run.failure or f"largest error {error:.2g} of the range"
+    if change == "domain":
+        passed, said = (
+            run.failure is not None and run.outputs.count == 0,
+            run.failure or f"it gave {run.outputs.count} outputs",
+        )
+        yield SelfCheck(name="a model that cannot run is refused", passed=passed, detail=said[:200])
+        return
+    if change == "weight":
+        # Ten times what rounding can cause: the difference must come from the altered weight, not from precision.
+        yield SelfCheck(name="an altered weight is noticed", passed=error > 10 * TOLERANCE, detail=said)
+        return
+    yield SelfCheck(name="outputs", passed=run.failure is None and error <= TOLERANCE, detail=said)
+    if run.failure is None:
+        taken = [node.op for node in run.placement if node.provider == target.provider and "Conv" in node.op]
+        seen = ", ".join(sorted({f"{node.op} on {node.provider}" for node in run.placement})) or "no node"
+        is_seen = run.placement_source != "predicted" or device.evidence is Evidence.EMULATED
+        yield SelfCheck(name="placement", passed=bool(taken) and is_seen, detail=f"{seen} ({run.placement_source})")
+        is_timed = len(run.latency_ms) == run.outputs.count and min(run.latency_ms, default=0.0) > 0
+        yield SelfCheck(name="times", passed=is_timed, detail=f"{len(run.latency_ms)} for {run.outputs.count} samples")
 
 
 def _error(run: DeviceRun) -> float:
@@ -155,7 +159,7 @@ def _rows() -> list[Tensors]:
     return [{"x": rng.integers(-16, 17, _SHAPE).astype(np.float32) / 8} for _ in range(_SAMPLES)]
 
 
-def _make_model(change: Literal["", "weight", "domain"]) -> onnx.ModelProto:
+def _make_model(change: Change) -> onnx.ModelProto:
     """Returns a convolution; `change` alters one of its weights, or moves a node into a domain that nobody knows."""
     weights = _weights()
     weights[0, 0, 1, 1] += 4 * (change == "weight")
@@ -174,11 +178,3 @@ def _make_model(change: Literal["", "weight", "domain"]) -> onnx.ModelProto:
     # Old versions, for every ONNX Runtime that a device may have: 1.16 reads at most IR 9 and opset 19.
     opsets = [helper.make_opsetid(name, version) for name, version in {"": 17, domain: 17}.items()]
     return helper.make_model(graph, ir_version=9, opset_imports=opsets)
-
-
-_Judge = Callable[[DeviceRun, Device, Target], Iterator[SelfCheck]]
-_TRIALS: tuple[tuple[str, Literal["", "weight", "domain"], _Judge], ...] = (
-    ("a convolution", "", _judge_outputs),
-    ("an altered convolution", "weight", _judge_altered),
-    ("a model that cannot run", "domain", _judge_impossible),
-)

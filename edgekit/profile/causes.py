@@ -110,20 +110,16 @@ class SlowAndFast(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[tuple[LayerPair, float, float], ...] = ()
 
 
-def order_by_speed(
+def find_causes(
     slow: DeviceProfile, fast: DeviceProfile, graph: Graph | None, pairs: Iterable[LayerPair], *, slow_is_a: bool
-) -> SlowAndFast:
-    """Returns the two sides of a comparison in order of speed; `graph` is that of the slower one."""
-    layers = tuple((pair, *((pair.a_ms, pair.b_ms) if slow_is_a else (pair.b_ms, pair.a_ms))) for pair in pairs)
-    return SlowAndFast(slow=slow, fast=fast, graph=graph, layers=layers)
-
-
-def find_causes(sides: SlowAndFast) -> tuple[Cause, ...]:
+) -> tuple[Cause, ...]:
     """Returns why the slower session is slower, the largest cause first; causes may overlap.
 
-    Causes of less than 2 % of a run are left out.
+    `graph` is that of the slower session. Causes of less than 2 % of a run are left out.
     """
-    least = _WORTH * sides.slow.run_ms
+    layers = tuple((pair, *((pair.a_ms, pair.b_ms) if slow_is_a else (pair.b_ms, pair.a_ms))) for pair in pairs)
+    sides = SlowAndFast(slow=slow, fast=fast, graph=graph, layers=layers)
+    least = _WORTH * slow.run_ms
     finders = (_extra_work, _float_islands, _slow_integers, _one_thread, _between, _layers)
     found = [cause for finder in finders for cause in finder(sides) if cause.milliseconds >= least]
     return tuple(sorted(found, key=lambda cause: -cause.milliseconds))
@@ -149,7 +145,17 @@ def _float_islands(sides: SlowAndFast) -> Iterator[Cause]:
     graph = sides.graph
     if graph is None:
         return
-    islands = find_islands(sides.slow.nodes, graph)
+    by_name = {node.name: node for node in graph.nodes}
+    islands: list[NodeTime] = []
+    for node in sides.slow.nodes:
+        own = by_name.get(node.source)
+        is_float = bool(node.inputs) and node.inputs[0].startswith("float[") and not node.integers
+        if own is None or node.kind or not is_float:
+            continue
+        reads = any((maker := graph.producers.get(name)) and maker.op_type == _DEQUANTIZE for name in own.input[:1])
+        gives = [reader.op_type for name in own.output for reader in graph.consumers.get(name, ())]
+        if reads and gives and all(op == _QUANTIZE for op in gives):
+            islands.append(node)
     whole = sum(node.self_ms for node in islands)
     if not islands:
         return
@@ -161,21 +167,6 @@ def _float_islands(sides: SlowAndFast) -> Iterator[Cause]:
         advice="quantize the float model for this provider: edgekit quantize FLOAT --target cpu places Q and DQ for it",
         nodes=_name(islands),
     )
-
-
-def find_islands(nodes: Iterable[NodeTime], graph: Graph) -> tuple[NodeTime, ...]:
-    """Returns the kernels that compute in float although the model quantizes their inputs and outputs."""
-    by_name = {node.name: node for node in graph.nodes}
-    found: list[NodeTime] = []
-    for node in nodes:
-        own = by_name.get(node.source)
-        if own is None or node.kind or node.integers or not (bool(node.inputs) and node.inputs[0].startswith("float[")):
-            continue
-        reads = any((maker := graph.producers.get(name)) and maker.op_type == _DEQUANTIZE for name in own.input[:1])
-        gives = [reader.op_type for name in own.output for reader in graph.consumers.get(name, ())]
-        if reads and gives and all(op == _QUANTIZE for op in gives):
-            found.append(node)
-    return tuple(found)
 
 
 def _slow_integers(sides: SlowAndFast) -> Iterator[Cause]:

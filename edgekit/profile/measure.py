@@ -102,13 +102,6 @@ Cycles = Mapping[str, int]
 """The cycles of each operation of a run, by its name, in the order of the file."""
 
 
-class _Header(msgspec.Struct, frozen=True):
-    message: int
-    time: int
-    unit: int
-    event: int
-
-
 def read_npu(path: Path) -> tuple[Cycles, ...]:
     """Returns the cycles of the operations in each run, in order.
 
@@ -123,10 +116,26 @@ def read_npu(path: Path) -> tuple[Cycles, ...]:
     if len(data) > _MOST_BYTES:
         raise DeviceError(f"QNN's profile is larger than {_MOST_BYTES} bytes", hint="profile fewer runs: --runs 5")
     try:
-        return tuple(_list_runs(list(csv.reader(data.decode().splitlines()))))
-    except (UnicodeDecodeError, csv.Error, ValueError) as error:
+        return tuple(_list_runs(data.decode()))
+    except (UnicodeDecodeError, csv.Error, ValueError, KeyError) as error:
         hint = "another onnxruntime-qnn may write another form: edgekit doctor"
         raise DeviceError(f"QNN's profile is malformed: {printable(str(error))}", hint=hint) from error
+
+
+def _list_runs(text: str) -> Iterator[Cycles]:
+    cycles: dict[str, int] = {}
+    for row in csv.DictReader(text.splitlines()):
+        if None in row.values():
+            raise ValueError("a line has too few columns")
+        found = _EVENT.fullmatch(row["Event Identifier"])
+        if row["Message"] == "NODE" and row["Unit of Measurement"] == "CYCLES" and found:
+            # Nodes with the same name are distinguished by QNN's number.
+            name = printable(found["name"], MAX_LOG)
+            name = f"{name} ({found['number']})" if name in cycles else name
+            cycles[name] = min(int(row["Time"]), 1 << 53)
+        elif row["Message"] == "EXECUTE" and cycles:
+            yield cycles
+            cycles = {}
 
 
 def list_npu(runs: Sequence[Cycles], sources: Mapping[str, Source]) -> tuple[NpuTime, ...]:
@@ -147,25 +156,6 @@ def list_npu(runs: Sequence[Cycles], sources: Mapping[str, Source]) -> tuple[Npu
         for name, cycles in middle.items()
     )
     return tuple(sorted(times, key=lambda one: -one.cycles))
-
-
-def _list_runs(rows: Sequence[Sequence[str]]) -> Iterator[Cycles]:
-    if not rows:
-        return
-    header = _Header(*(rows[0].index(name) for name in ("Message", "Time", "Unit of Measurement", "Event Identifier")))
-    cycles: dict[str, int] = {}
-    for row in rows[1:]:
-        if len(row) < len(rows[0]):
-            raise ValueError("a line has too few columns")
-        found = _EVENT.fullmatch(row[header.event])
-        if row[header.message] == "NODE" and row[header.unit] == "CYCLES" and found:
-            # Nodes with the same name are distinguished by QNN's number.
-            name = printable(found["name"], MAX_LOG)
-            name = f"{name} ({found['number']})" if name in cycles else name
-            cycles[name] = min(int(row[header.time]), 1 << 53)
-        elif row[header.message] == "EXECUTE" and cycles:
-            yield cycles
-            cycles = {}
 
 
 # Two degrees of freedom: enough to show, in half a dozen sessions, that the profiler costs little.

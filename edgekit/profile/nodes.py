@@ -138,38 +138,37 @@ def list_nodes(executions: Sequence[Execution], sources: Mapping[str, Source]) -
         for step in run.steps:
             steps[step.name, step.op, step.depth].append(step)
     whole = sum(step.self_us for calls in steps.values() for step in calls)
-    return tuple(_make_node(calls, len(executions), whole, sources) for calls in steps.values())
-
-
-def _make_node(calls: Sequence[Step], runs: int, whole_us: int, sources: Mapping[str, Source]) -> NodeTime:
-    first = calls[0]
-    self_us = sum(step.self_us for step in calls)
-    source = find_source(first.name, sources)
-    macs, size = sum(map(count_work, calls)), sum(step.bytes for step in calls)
-    if macs == 0 and first.op in _COUNTERS:
-        # Prepacked weights are no input of the kernel any more, so their shape is missing: the graph still has it.
-        macs = source.macs * len(calls)
-    seconds = self_us / 1e6
-    return NodeTime(
-        name=first.name,
-        op=first.op,
-        provider=first.provider,
-        source=source.node,
-        calls=len(calls) / runs,
-        total_ms=sum(step.duration_us for step in calls) / runs / 1e3,
-        self_ms=self_us / runs / 1e3,
-        share=self_us / whole_us if whole_us else 0.0,
-        inputs=tuple(map(str, first.inputs)),
-        outputs=tuple(map(str, first.outputs)),
-        macs=macs // runs,
-        bytes=size // runs,
-        gmacs_per_s=macs / seconds / 1e9 if seconds else 0.0,
-        gbytes_per_s=size / seconds / 1e9 if seconds else 0.0,
-        integers=bool(first.inputs) and first.inputs[0].dtype in _INTEGERS,
-        spread=any(step.spread for step in calls),
-        kind=_KINDS.get(first.op, ""),
-        max_ms=max(step.self_us for step in calls) / 1e3,
-    )
+    runs, nodes = len(executions), list[NodeTime]()
+    for calls in steps.values():
+        first, self_us = calls[0], sum(step.self_us for step in calls)
+        source = find_source(first.name, sources)
+        macs, size = sum(map(count_work, calls)), sum(step.bytes for step in calls)
+        if macs == 0 and first.op in _COUNTERS:
+            # Prepacked weights are no input of the kernel any more, so their shape is missing: the graph still has it.
+            macs = source.macs * len(calls)
+        seconds = self_us / 1e6
+        node = NodeTime(
+            name=first.name,
+            op=first.op,
+            provider=first.provider,
+            source=source.node,
+            calls=len(calls) / runs,
+            total_ms=sum(step.duration_us for step in calls) / runs / 1e3,
+            self_ms=self_us / runs / 1e3,
+            share=self_us / whole if whole else 0.0,
+            inputs=tuple(map(str, first.inputs)),
+            outputs=tuple(map(str, first.outputs)),
+            macs=macs // runs,
+            bytes=size // runs,
+            gmacs_per_s=macs / seconds / 1e9 if seconds else 0.0,
+            gbytes_per_s=size / seconds / 1e9 if seconds else 0.0,
+            integers=bool(first.inputs) and first.inputs[0].dtype in _INTEGERS,
+            spread=any(step.spread for step in calls),
+            kind=_KINDS.get(first.op, ""),
+            max_ms=max(step.self_us for step in calls) / 1e3,
+        )
+        nodes.append(node)
+    return tuple(nodes)
 
 
 def list_sources(graph: Graph) -> dict[str, Source]:

@@ -13,7 +13,7 @@ from edgekit.bench.subject import Opening, open_subject
 from edgekit.devices.device import find_present
 from edgekit.devices.parallel import run_each
 from edgekit.devices.register import DeviceChoice, choose_devices
-from edgekit.profile.causes import SessionKernels, find_causes, order_by_speed, pair_layers
+from edgekit.profile.causes import SessionKernels, find_causes, pair_layers
 from edgekit.profile.measure import Profiled, ProfileOptions, profile_subject
 from edgekit.profile.nodes import count_work
 from edgekit.profile.report import LayerPair, ProfileComparison, ProfileReport
@@ -85,7 +85,7 @@ def _compare(found: Sequence[Profiled], ratio: Ratio | None) -> ProfileCompariso
         # Integers that bring no gain need an explanation too.
         is_a_slower = whole[0]
     slow, fast = (a, b) if is_a_slower else (b, a)
-    sides = order_by_speed(slow.profile, fast.profile, slow.graph, pairs, slow_is_a=is_a_slower)
+    causes = find_causes(slow.profile, fast.profile, slow.graph, pairs, slow_is_a=is_a_slower)
     one_device = first.device == second.device
     return ProfileComparison(
         a=first.subject if one_device else f"{first.subject} on {first.device}",
@@ -95,7 +95,7 @@ def _compare(found: Sequence[Profiled], ratio: Ratio | None) -> ProfileCompariso
         ratio=ratio,
         slower=("a" if is_a_slower else "b") if is_known else "",
         pairs=pairs,
-        causes=find_causes(sides) if is_known or whole[0] != whole[1] else (),
+        causes=causes if is_known or whole[0] != whole[1] else (),
     )
 
 

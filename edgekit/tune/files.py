@@ -78,17 +78,6 @@ def make_jobs(opened: Opened, batches: Mapping[int, Subject], device: Device) ->
     return job_for
 
 
-def open_batches(path: Path, work: Path, opening: Opening, sizes: Sequence[int]) -> dict[int, Subject]:
-    """Returns the subject with each batch size; none if the model has no dynamic batch axis."""
-    try:
-        return {
-            size: open_subject(path, work / f"batch{size}", msgspec.structs.replace(opening, batch=size))
-            for size in sizes
-        }
-    except EdgekitError:
-        return {}
-
-
 def has_branches(job: Job) -> bool:
     """Returns True if two nodes of a model could run concurrently, or if that is not known (ORT format)."""
     if job.model.suffix != ".onnx":

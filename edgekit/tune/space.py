@@ -19,7 +19,8 @@ GOALS: tuple[Goal, ...] = ("latency", "p99", "throughput", "memory", "load")
 _SPIN, _POOL = "session.intra_op.allow_spinning", "intra_op_num_threads"
 # Assumed if the number of cores is not known: current phones have eight.
 _CORES = 8
-_BATCHES = (2, 4, 8)
+BATCHES = (2, 4, 8)
+"""The batch sizes that are raced for throughput."""
 PROVIDER_OPTIONS = "provider options"
 """The name of the group with a provider's own options."""
 
@@ -215,5 +216,5 @@ def _list_all(given: Circumstances) -> Iterator[Group]:
         for count in (2, 4):
             calls.append(Change(name=f"{count} runs at once", concurrency=count))
             calls.append(Change(name=f"{count} runs at once, 1 thread each", concurrency=count, threads=1))
-        batches = (Change(name=f"batch {count}", batch=count) for count in _BATCHES if given.free_batch)
+        batches = (Change(name=f"batch {count}", batch=count) for count in BATCHES if given.free_batch)
         yield Group(name="calls", changes=(*calls, *batches))

@@ -13,7 +13,7 @@ from edgekit._files import work_folder
 from edgekit._ort import CPU_PROVIDER, Level, SessionSettings, optimize_graph
 from edgekit.bench.blocks import ROUNDS, Block, Effort, guess_time, run_block
 from edgekit.bench.latency import Ratio
-from edgekit.bench.subject import Opening, Subject
+from edgekit.bench.subject import Opening, Subject, open_subject
 from edgekit.bundle.folder import open_bundle
 from edgekit.bundle.golden import read_inputs, read_outputs
 from edgekit.bundle.manifest import TunedSession, TuningEvidence
@@ -30,7 +30,7 @@ from edgekit.evidence import Evidence
 from edgekit.machine import count_physical_cores
 from edgekit.model.model import load_model
 from edgekit.progress import Progress, say_nothing
-from edgekit.tune.files import apply_setting, has_branches, make_jobs, open_batches, open_files, require_bundle
+from edgekit.tune.files import apply_setting, has_branches, make_jobs, open_files, require_bundle
 from edgekit.tune.race import (
     GATE,
     LEAST_GAIN,
@@ -44,7 +44,7 @@ from edgekit.tune.race import (
     race,
 )
 from edgekit.tune.report import Decision, Entrant, LevelRow, Measured, TriedSetting, TuneReport
-from edgekit.tune.space import LEVELS, Change, Circumstances, Goal, Group, list_groups
+from edgekit.tune.space import BATCHES, LEVELS, Change, Circumstances, Goal, Group, list_groups
 
 DEFAULTS = Entrant(name="defaults")
 _MOST_GOLDEN = 16
@@ -102,7 +102,12 @@ def _prepare(
     plain = msgspec.structs.replace(opening, tuned=False)
     opened, device, notes = open_files(path, work, plain, asked.candidates, partial(_choose_device, choice))
     require_device(device.name, device.find_missing())
-    batches = open_batches(path, work, plain, (2, 4, 8)) if asked.goal == "throughput" else {}
+    batches: dict[int, Subject] = {}
+    # A model without a dynamic batch axis is raced without batches.
+    with contextlib.suppress(EdgekitError):
+        if asked.goal == "throughput":
+            stacked = {size: msgspec.structs.replace(plain, batch=size) for size in BATCHES}
+            batches = {size: open_subject(path, work / f"batch{size}", one) for size, one in stacked.items()}
     job_for = make_jobs(opened, batches, device)
     job = job_for(DEFAULTS)
     progress(f"measure {opened[''].name} on {device.name} with the defaults")

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from bundle_models import save_classifier
 
-from edgekit.bench.history import compare_benches, compare_with_last, find_last, list_benches, record_bench
+from edgekit.bench.history import compare_benches, compare_with_last, list_benches, record_bench
 from edgekit.bench.report import BenchReport, BenchRun
 from edgekit.cli.main import run_command
 from edgekit.errors import DataError, OutputError
@@ -58,8 +58,9 @@ def test_only_the_same_is_compared(tmp_path: Path) -> None:
     (one,) = compare_benches(before, now)
     assert (one.way, round(one.ratio, 3), one.apart) == ("batch 8", 1.5, True)
     record_bench(tmp_path / "h", before)
-    assert find_last(tmp_path / "h", report(RUN, subject="other.onnx")) is None
-    assert find_last(tmp_path / "none", report(RUN)) is None
+    other = report(RUN, subject="other.onnx")
+    assert compare_with_last(other, tmp_path / "h", 1.1) == other
+    assert compare_with_last(report(RUN), tmp_path / "none", 1.1) == report(RUN)
 
 
 def test_a_history_is_kept_with_verifications_and_refused_where_it_is_none(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from edgekit.devices.remote.remote import check_host, check_serial
+from edgekit.devices.remote.remote import check_address
 from edgekit.errors import UsageError
 
 HOSTILE = [
@@ -16,19 +16,19 @@ HOSTILE = [
     ["R5CT1234", "emulator-5554", "192.168.1.2:5555", "[::1]:5555", "localhost:5555", "adb-1A2B._adb-tls-connect._tcp"],
 )
 def test_serials_that_adb_prints_pass(serial: str) -> None:
-    assert check_serial(serial) == serial
+    assert check_address("adb", serial) == serial
 
 
 @pytest.mark.parametrize(
     "host", ["pi@raspberry.local", "board", "root@10.0.0.7", "user_1@my-host", "pi@fe80::1", "::1"]
 )
 def test_hosts_that_ssh_takes_pass(host: str) -> None:
-    assert check_host(host) == host
+    assert check_address("ssh", host) == host
 
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_anything_else_is_refused_in_one_line(text: str) -> None:
-    for check in (check_serial, check_host):
+    for kind in ("adb", "ssh"):
         with pytest.raises(UsageError) as caught:
-            check(text)
+            check_address(kind, text)
         assert str(caught.value).isprintable()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from devices_models import float_conv, make_job, noise_samples
-from faults import ADB_FAULTS, SSH_FAULTS, AdbFault, SshFault
+from faults import ADB_FAULTS, SSH_FAULTS, Fault
 from other_machine.board import Board, ssh_board
 from other_machine.client import Adb
 from other_machine.keeper import OtherMachine, start_machine
@@ -30,7 +30,7 @@ CLEANS_LATER = ("vanish", "stall", "reboot")
 """Faults after which the device cannot be reached for some seconds: what is left there goes with the next contact."""
 
 
-def _marked(faults: Sequence[AdbFault] | Sequence[SshFault]) -> list[object]:
+def _marked(faults: Sequence[Fault]) -> list[object]:
     return [pytest.param(f, id=f.name, marks=[] if f.quick else [pytest.mark.faults]) for f in faults]
 
 
@@ -40,7 +40,7 @@ def job(tmp_path: Path) -> Job:
 
 
 @pytest.mark.parametrize("fault", _marked(ADB_FAULTS))
-def test_adb(fault: AdbFault, adb: Adb, job: Job, work: Path, host_runner: NativeRunner) -> None:
+def test_adb(fault: Fault, adb: Adb, job: Job, work: Path, host_runner: NativeRunner) -> None:
     with start_machine(arm=False, adb=True, space_bytes=fault.space_bytes) as machine:
         fault.prepare(machine)
         if fault.early:
@@ -73,7 +73,7 @@ def test_adb(fault: AdbFault, adb: Adb, job: Job, work: Path, host_runner: Nativ
 
 
 @pytest.mark.parametrize("fault", _marked(SSH_FAULTS))
-def test_ssh(fault: SshFault, job: Job, work: Path, host_runner: NativeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ssh(fault: Fault, job: Job, work: Path, host_runner: NativeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     with ssh_board(arm=False, space_bytes=fault.space_bytes) as board:
         monkeypatch.setenv("PATH", board.programs, prepend=os.pathsep)
         good = SshDevice(
@@ -133,7 +133,7 @@ def _limited(job: Job, says: str) -> Job:
     )
 
 
-def _program(fault: AdbFault | SshFault, host_runner: NativeRunner, work: Path) -> Path:
+def _program(fault: Fault, host_runner: NativeRunner, work: Path) -> Path:
     """Returns the runner, or what takes its place."""
     if not fault.program:
         return host_runner.program

@@ -13,7 +13,7 @@ from onnx import helper
 from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun, Job
 from edgekit.devices.process.exchange import RunnerResult, decode_run
-from edgekit.devices.process.run import ORT_RUNNER, judge_run, printable
+from edgekit.devices.process.run import judge_run, printable
 from edgekit.errors import DeviceError, EdgekitError
 from edgekit.model.model import load_model
 from edgekit.model.tensors import Tensors
@@ -134,9 +134,3 @@ def test_more_versions_than_anyone_needs_are_cut(work: Path) -> None:
 
 def test_a_giant_run_is_not_read_to_its_end(work: Path) -> None:
     assert "larger than" in str(came_back(work, "{" * (1 << 26) + "{").failure)
-
-
-def test_a_job_is_json_and_an_argument_list(tmp_path: Path) -> None:
-    job = hostile_job(tmp_path / "m.onnx", "nnapi")
-    assert ORT_RUNNER.is_file()
-    assert msgspec.json.decode(msgspec.json.encode(job.outputs))[0]["name"] == f"out {NAMES[0]}"

@@ -43,22 +43,10 @@ CHECKS: dict[str, tuple[str, ...]] = {
 
 
 # What this machine has nothing of: without its stand-in a check cannot even be loaded.
-APPLES = frozenset(
-    {
-        "_DefaultRuneLocale",
-        "__bzero",
-        "__error",
-        "__maskrune",
-        "__sincosf_stret",
-        "__tolower",
-        "__toupper",
-        "_tlv_atexit",
-        "_tlv_bootstrap",
-        "clock_gettime_nsec_np",
-        "memset_pattern16",
-        "pthread_cond_timedwait_relative_np",
-    }
-)
+APPLES = frozenset({
+    "_DefaultRuneLocale", "__bzero", "__error", "__maskrune", "__sincosf_stret", "__tolower", "__toupper",
+    "_tlv_atexit", "_tlv_bootstrap", "clock_gettime_nsec_np", "memset_pattern16", "pthread_cond_timedwait_relative_np",
+})  # fmt: skip
 
 
 def build_checks(compiler: Compiler, folder: Path) -> None:

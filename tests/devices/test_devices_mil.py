@@ -117,23 +117,13 @@ def test_what_is_no_message_is_refused(tmp_path: Path) -> None:
 
 def test_questions_are_answered_one_by_one(tmp_path: Path) -> None:
     package = scaled(tmp_path / "a.mlpackage")
-    ask = io.BytesIO(
-        msgspec.json.encode({"ask": "model", "id": 0, "path": str(package)})
-        + b"\n"
-        + msgspec.json.encode({"ask": "model", "id": 1, "path": str(tmp_path / "none")})
-        + b"\n"
-        + msgspec.json.encode(
-            {
-                "ask": "run",
-                "id": 0,
-                "inputs": [{"name": "x", "type": 1, "shape": [2, 4]}],
-                "outputs": [{"name": "y", "type": 1, "shape": [2, 4]}],
-            }
-        )
-        + b"\n"
-        + X.tobytes()
-        + b'{"ask":"run","id":1}\n{"ask":"end"}\n'
-    )
+    x, y = ({"name": name, "type": 1, "shape": [2, 4]} for name in "xy")
+    questions: list[dict[str, Any]] = [
+        {"ask": "model", "id": 0, "path": str(package)}, {"ask": "model", "id": 1, "path": str(tmp_path / "none")},
+        {"ask": "run", "id": 0, "inputs": [x], "outputs": [y]},
+    ]  # fmt: skip
+    lines = b"".join(msgspec.json.encode(question) + b"\n" for question in questions)
+    ask = io.BytesIO(lines + X.tobytes() + b'{"ask":"run","id":1}\n{"ask":"end"}\n')
     answer = io.BytesIO()
     computer = Computer()
     answer_questions(computer, ask, answer)
@@ -155,7 +145,8 @@ CUSTOM: dict[str, Any] = {"pad_type": "custom"}
 SIZED: dict[str, Any] = {"x": IMAGE, "target_size_height": 5, "target_size_width": 20}
 NONE = np.array([], np.float32)
 
-# An operation, what it is given, the operator of ONNX that means the same, its inputs and its attributes.
+# An operation of which coremltools infers no value, or not of such input: coreml_values.py has the others. What it is
+# given, the operator of ONNX that means the same, its inputs and its attributes.
 CASES: list[tuple[str, dict[str, Any], str, list[Array], dict[str, Any]]] = [
     ("conv", CUSTOM | {"x": IMAGE, "weight": WEIGHT, "bias": BIAS, "pad": [1, 2, 0, 1], "strides": [2, 1],
                        "dilations": [1, 2]},
@@ -188,41 +179,8 @@ CASES: list[tuple[str, dict[str, Any], str, list[Array], dict[str, Any]]] = [
      "BatchNormalization", [IMAGE, FOUR, FOUR, FOUR, FOUR], {"epsilon": 1e-3}),
     ("instance_norm", {"x": IMAGE, "gamma": FOUR, "beta": FOUR, "epsilon": 1e-3},
      "InstanceNormalization", [IMAGE, FOUR, FOUR], {"epsilon": 1e-3}),
-    ("layer_norm", {"x": ROWS, "axes": [-1], "gamma": ROWS[0], "beta": ROWS[1], "epsilon": 1e-3},
-     "LayerNormalization", [ROWS, ROWS[0], ROWS[1]], {"epsilon": 1e-3}),
     ("local_response_norm", {"x": IMAGE, "size": 3, "alpha": 0.1, "beta": 0.6, "k": 2.0},
      "LRN", [IMAGE], {"size": 3, "alpha": 0.1, "beta": 0.6, "bias": 2.0}),
-    ("softmax", {"x": ROWS, "axis": 0}, "Softmax", [ROWS], {"axis": 0}),
-    ("linear", {"x": ROWS, "weight": ROWS, "bias": ROWS[0, :3]},
-     "Gemm", [ROWS, ROWS, ROWS[0, :3]], {"transB": 1}),
-    ("matmul", {"x": ROWS, "y": ROWS, "transpose_y": True}, "Gemm", [ROWS, ROWS], {"transB": 1}),
-    ("reduce_argmax", {"x": ROWS, "axis": 1, "keep_dims": True}, "ArgMax", [ROWS], {"axis": 1}),
-    ("reduce_sum", {"x": ROWS, "axes": [0], "keep_dims": False},
-     "ReduceSum", [ROWS, np.array([0])], {"keepdims": 0}),
-    ("reduce_log_sum_exp", {"x": ROWS, "axes": [1], "keep_dims": True},
-     "ReduceLogSumExp", [ROWS, np.array([1])], {}),
-    ("reduce_l2_norm", {"x": ROWS, "axes": [1], "keep_dims": True}, "ReduceL2", [ROWS, np.array([1])], {}),
-    ("gelu", {"x": ROWS, "mode": "EXACT"}, "Gelu", [ROWS], {}),
-    ("gelu", {"x": ROWS, "mode": "TANH_APPROXIMATION"}, "Gelu", [ROWS], {"approximate": "tanh"}),
-    ("elu", {"x": ROWS, "alpha": 0.7}, "Elu", [ROWS], {"alpha": 0.7}),
-    ("leaky_relu", {"x": ROWS, "alpha": 0.2}, "LeakyRelu", [ROWS], {"alpha": 0.2}),
-    ("prelu", {"x": IMAGE, "alpha": FOUR}, "PRelu", [IMAGE, FOUR.reshape(4, 1, 1)], {}),
-    ("sigmoid_hard", {"x": ROWS, "alpha": 0.3, "beta": 0.4}, "HardSigmoid", [ROWS], {"alpha": 0.3, "beta": 0.4}),
-    ("sigmoid", {"x": ROWS * 20}, "Sigmoid", [ROWS * 20], {}),
-    ("softplus", {"x": ROWS}, "Softplus", [ROWS], {}),
-    ("softsign", {"x": ROWS}, "Softsign", [ROWS], {}),
-    ("erf", {"x": ROWS}, "Erf", [ROWS], {}),
-    ("round", {"x": ROWS * 3}, "Round", [ROWS * 3], {}),
-    ("clip", {"x": ROWS, "alpha": -0.5, "beta": 0.5},
-     "Clip", [ROWS, np.array(-0.5, np.float32), np.array(0.5, np.float32)], {}),
-    ("concat", {"values": [ROWS, ROWS], "axis": 1}, "Concat", [ROWS, ROWS], {"axis": 1}),
-    ("slice_by_index", {"x": ROWS, "begin": [0, 7], "end": [0, 1], "stride": [1, -2], "begin_mask": [True, False],
-                        "end_mask": [True, False]},
-     "Slice", [ROWS, np.array([7]), np.array([1]), np.array([1]), np.array([-2])], {}),
-    ("pad", {"x": IMAGE, "pad": [1, 2, 0, 3], "mode": "constant", "constant_val": 0.5},
-     "Pad", [IMAGE, np.array([0, 0, 1, 0, 0, 0, 2, 3]), np.array(0.5, np.float32)], {}),
-    ("pad", {"x": IMAGE, "pad": [1, 2, 0, 3], "mode": "reflect"},
-     "Pad", [IMAGE, np.array([0, 0, 1, 0, 0, 0, 2, 3])], {"mode": "reflect"}),
     ("gather", {"x": ROWS, "indices": np.array([2, -1]), "axis": 1}, "Gather", [ROWS, np.array([2, -1])], {"axis": 1}),
     ("gather_nd", {"x": ROWS, "indices": np.array([[2, 1], [0, 3]])},
      "GatherND", [ROWS, np.array([[2, 1], [0, 3]])], {}),
@@ -230,8 +188,6 @@ CASES: list[tuple[str, dict[str, Any], str, list[Array], dict[str, Any]]] = [
     ("pixel_shuffle", {"x": IMAGE, "upscale_factor": 2}, "DepthToSpace", [IMAGE], {"blocksize": 2, "mode": "CRD"}),
     ("space_to_depth", {"x": IMAGE[:, :, :6, :8], "block_size": 2},
      "SpaceToDepth", [np.ascontiguousarray(IMAGE[:, :, :6, :8])], {"blocksize": 2}),
-    ("tile", {"x": ROWS, "reps": [2, 1]}, "Tile", [ROWS, np.array([2, 1])], {}),
-    ("transpose", {"x": IMAGE, "perm": [0, 2, 3, 1]}, "Transpose", [IMAGE], {"perm": [0, 2, 3, 1]}),
     ("upsample_nearest_neighbor", {"x": IMAGE, "scale_factor_height": 2, "scale_factor_width": 3},
      "Resize", [IMAGE, NONE, np.array([1, 1, 2, 3], np.float32)],
      {"mode": "nearest", "nearest_mode": "floor", "coordinate_transformation_mode": "asymmetric"}),
@@ -274,9 +230,11 @@ def test_an_operation_is_what_onnx_means_by_it(case: int, tmp_path: Path) -> Non
     ]
     used = [name if feed.size else "" for name, feed in zip(names, feeds, strict=True)]
     kept = [value for value in inputs if value.name in used]
-    dtype = onnx.TensorProto.INT64 if op == "ArgMax" else onnx.TensorProto.FLOAT
     graph = helper.make_graph(
-        [helper.make_node(op, used, ["y"], **attributes)], "g", kept, [helper.make_tensor_value_info("y", dtype, None)]
+        [helper.make_node(op, used, ["y"], **attributes)],
+        "g",
+        kept,
+        [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
     onnx.save(model, str(tmp_path / "m.onnx"))

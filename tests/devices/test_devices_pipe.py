@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from devices_models import OUTPUTS, Stub, encode_report, float_conv, make_job, noise_samples, pretend, text_model
+from devices_models import OUTPUTS, Stub, encode_report, float_conv, make_job, noise_samples, pretend
 
 from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun, Job
@@ -43,16 +43,6 @@ def test_a_pipe_gives_what_files_give(tmp_path: Path, work: Path) -> None:
     assert len(piped.latency_ms) == piped.outputs.count == 3
     for got, want in zip(piped.outputs, direct.outputs, strict=True):
         np.testing.assert_array_equal(got["y"], want["y"])
-
-
-def test_strings_and_scalars_pass(tmp_path: Path, work: Path) -> None:
-    head = "(string s, float x) => (string t, float y, float[0] z)"
-    body = f"{head} {{ t = Identity(s) y = Neg(x) z = Constant<value = float[0] {{}}>() }}"
-    sample: Tensors = {"s": np.array("grüße\n", object), "x": np.array(2, np.float32)}
-    run = run_piped(make_job(text_model(tmp_path / "m.onnx", body), "nnapi", [sample]), work)
-    assert run.failure is None
-    (got,) = run.outputs
-    assert (got["t"].item(), got["y"].item(), got["z"].shape) == ("grüße\n", -2.0, (0,))
 
 
 def test_an_ort_file_tells_its_placement_by_a_profile_that_is_gone_afterwards(tmp_path: Path, work: Path) -> None:

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import msgspec
 import pytest
 from devices_models import float_conv, make_job
 
@@ -103,8 +102,3 @@ def test_a_key_that_means_nothing_for_a_device_is_an_error(tmp_path: Path) -> No
     file = write(tmp_path, '[[device]]\nname = "a"\ndevice = "host"\nrunner = "r"')
     with pytest.raises(UsageError, match="'runner' of device 'a' means nothing for 'host'"):
         choose_devices(DeviceChoice(file=file), target_for, default=())
-
-
-def test_listed_devices_are_plain_data(tmp_path: Path) -> None:
-    listed = read_devices(write(tmp_path, '[[device]]\nname = "a"\ndevice = "host"'))
-    assert msgspec.json.decode(msgspec.json.encode(listed))[0]["name"] == "a"

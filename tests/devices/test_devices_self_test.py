@@ -12,7 +12,6 @@ from edgekit.devices.device import Device, DeviceRun, Job, Missing
 from edgekit.devices.find import default_target, serve_device
 from edgekit.devices.local.host import Host
 from edgekit.devices.self_test import SelfTest, try_device
-from edgekit.evidence import Evidence
 from edgekit.model.tensors import Tensors
 
 pytestmark = pytest.mark.slow
@@ -109,8 +108,3 @@ def test_a_device_that_is_not_there_is_not_tried() -> None:
 
     test = try_alone(Absent())
     assert (test.passed, test.skipped, test.command, test.checks) == (False, "unplugged", "plug it in", ())
-
-
-def test_a_device_is_told_apart_by_name_only() -> None:
-    device: Device = Host()
-    assert try_alone(device).evidence is Evidence.EMULATED

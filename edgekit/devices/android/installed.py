@@ -168,33 +168,25 @@ def unpack_libraries(archive: Path, folder: Path) -> tuple[OrtLibrary, ...]:
         raise UsageError(f"there is no file '{archive}'", hint="--library onnxruntime-android-VERSION.aar")
     try:
         with zipfile.ZipFile(archive) as file:
-            return tuple(_unpack(file, archive, folder))
+            sizes = {info.filename: info.file_size for info in file.infolist()}
+            if sum(sizes.values()) > _MOST_BYTES:
+                raise DeviceError(f"'{archive}' unpacks to more than a GiB", hint="give ONNX Runtime's own archive")
+            found = [abi for abi in MACHINES if f"jni/{abi}/{LIBRARY}" in sizes]
+            if not found:
+                libraries = (name.split("/") for name in sizes if re.fullmatch(rf"jni/.*/{LIBRARY}", name))
+                has = ", ".join(sorted(words[1] for words in libraries))
+                raise DeviceError(
+                    f"'{archive}' holds no {LIBRARY} for {' or '.join(MACHINES)}{f', only for {has}' * bool(has)}",
+                    hint="give ONNX Runtime's archive for Android, onnxruntime-android-VERSION.aar",
+                )
+            kept = {name: folder / name.removeprefix("jni/") for name in sizes if _KEPT.fullmatch(name)}
+            kept |= {f"jni/{abi}/{LIBRARY}": folder / abi / LIBRARY for abi in found}
+            for name, path in kept.items():
+                with file.open(name) as member:
+                    write_member(member, path)
+            return tuple(read_ort_library(folder / abi / LIBRARY, abi, archive.name) for abi in found)
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
         raise DeviceError(f"'{archive}' is no whole .aar: {error}", hint="fetch it again") from error
-
-
-def _unpack(file: zipfile.ZipFile, archive: Path, folder: Path) -> list[OrtLibrary]:
-    sizes = {info.filename: info.file_size for info in file.infolist()}
-    if sum(sizes.values()) > _MOST_BYTES:
-        raise DeviceError(f"'{archive}' unpacks to more than a GiB", hint="give ONNX Runtime's own archive")
-    found = [abi for abi in MACHINES if f"jni/{abi}/{LIBRARY}" in sizes]
-    if not found:
-        has = sorted(name.split("/")[1] for name in sizes if name.startswith("jni/") and name.endswith(f"/{LIBRARY}"))
-        raise DeviceError(
-            f"'{archive}' holds no {LIBRARY} for {' or '.join(MACHINES)}"
-            + (f", only for {', '.join(has)}" * bool(has)),
-            hint="give ONNX Runtime's archive for Android, onnxruntime-android-VERSION.aar",
-        )
-    for name in filter(_KEPT.fullmatch, sizes):
-        _take(file, name, folder / name.removeprefix("jni/"))
-    for abi in found:
-        _take(file, f"jni/{abi}/{LIBRARY}", folder / abi / LIBRARY)
-    return [read_ort_library(folder / abi / LIBRARY, abi, archive.name) for abi in found]
-
-
-def _take(file: zipfile.ZipFile, name: str, path: Path) -> None:
-    with file.open(name) as member:
-        write_member(member, path)
 
 
 def read_ort_library(path: Path, abi: str, name: str) -> OrtLibrary:

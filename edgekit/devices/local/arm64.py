@@ -84,15 +84,25 @@ def run_in_root(device: Device, cpu: str, program: Program, job: Job, work: Path
     root = arm64_root()
     with folder_in_arm64(root) as folder:
         inside = f"/jobs/{folder.name}"
+        model, own = job.model, folder / "model"
         try:
-            name = _copy_model(job.model, folder / "model")
+            facts = load_model(model) if model.suffix == ".onnx" else None
+            if facts is not None and facts.external_files and facts.size_bytes <= MOST_INLINE_BYTES:
+                # ONNX Runtime 1.31 resolves the path of an external data file by /proc/self/fd, and the root has no
+                # /proc: the weights go inside the file.
+                own.mkdir()
+                write_inline(read_proto(facts, weights=False), model.parent, own / model.name)
+            else:
+                for name, source in list_model_files(model).items():
+                    (own / name).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(source, own / name)
         except EdgekitError as error:
             return refuse_run(device, error.message)
         for file, source in program.files.items():
             shutil.copy(source, folder / file)
         request = msgspec.structs.replace(
             program.fill_job(describe_job(job), inside),
-            model=f"{inside}/model/{name}",
+            model=f"{inside}/model/{model.name}",
             # Without /sys, the session cannot find out the number of cores.
             threads=job.threads or min(os.cpu_count() or 1, 4),
         )
@@ -197,32 +207,11 @@ def arm64_root() -> Path:
     return folder / "root"
 
 
-def find_arm64_library() -> Path | None:
-    """Returns ONNX Runtime's library in the aarch64 wheel, None if that is not installed."""
-    folder = find_installed()
-    found = () if folder is None else (folder / "root/site/onnxruntime/capi").glob("libonnxruntime.so*")
-    return next(iter(sorted(found)), None)
-
-
 @contextlib.contextmanager
 def folder_in_arm64(root: Path) -> Generator[Path]:
     """Yields a temporary folder in the root, whose programs see it as `/jobs/NAME`."""
     with tempfile.TemporaryDirectory(dir=root / "jobs", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
-
-
-def _copy_model(model: Path, folder: Path) -> str:
-    """Copies a model's files, and returns the name of the one to load; external weights go inside it if they fit."""
-    facts = load_model(model) if model.suffix == ".onnx" else None
-    if facts is not None and facts.external_files and facts.size_bytes <= MOST_INLINE_BYTES:
-        # ONNX Runtime 1.31 resolves the path of an external data file by /proc/self/fd, and the root has no /proc.
-        folder.mkdir()
-        write_inline(read_proto(facts, weights=False), model.parent, folder / model.name)
-        return model.name
-    for name, source in list_model_files(model).items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, folder / name)
-    return model.name
 
 
 def enter_arm64(root: Path, cpu: str) -> list[str]:

@@ -17,7 +17,7 @@ from edgekit._files import digest_bytes, digest_file, one_at_a_time, staged_entr
 from edgekit._proc import run_process
 from edgekit.bundle.archive import unpack_archive
 from edgekit.devices.device import Missing
-from edgekit.devices.local.arm64 import find_arm64_library
+from edgekit.devices.local.arm64 import find_installed
 from edgekit.devices.process.files import cache_folder, find_sources
 from edgekit.devices.process.run import Program
 from edgekit.errors import DeviceError, UsageError, suggest_name
@@ -167,7 +167,16 @@ def _build(abi: Abi, progress: Progress, ndk: Path | None, library: Path | None)
         flags = ["-DEDGEKIT_STRICT=ON", *([] if abi.is_host else cross)]
     with staged_folder(_place(abi)) as staging, work_folder() as work:
         if library is not None:
-            _take_library(abi, library, staging / LIBRARY, work)
+            source = library
+            if not library.is_file():
+                raise UsageError(f"there is no file '{library}'", hint="--library onnxruntime-android-VERSION.aar")
+            if library.suffix == ".aar":
+                unpack_archive(library, work / "aar")
+                source = work / "aar" / "jni" / abi.name / LIBRARY
+                if not source.is_file():
+                    hint = "give ONNX Runtime's own archive"
+                    raise UsageError(f"'{library}' holds no {LIBRARY} for {abi.name}", hint=hint)
+            shutil.copyfile(source, staging / LIBRARY)
         progress(f"compiling the runner for {abi.name}")
         _compile(flags, work / "build")
         shutil.copy(work / "build" / PROGRAM, staging / PROGRAM)
@@ -200,12 +209,13 @@ def _place(abi: Abi) -> Path:
 
 def _find_wheel_library(abi: str) -> Path | None:
     """Returns ONNX Runtime's library from this machine's wheel, or for linux-arm64 from the aarch64 wheel."""
-    if abi != host_abi():
-        return find_arm64_library() if abi == "linux-arm64" else None
-    spec = importlib.util.find_spec("onnxruntime")
-    if spec is None or spec.origin is None:
-        return None
-    return next(iter(sorted((Path(spec.origin).parent / "capi").glob("libonnxruntime.so*"))), None)
+    folder = None
+    if abi == host_abi():
+        spec = importlib.util.find_spec("onnxruntime")
+        folder = Path(spec.origin).parent if spec is not None and spec.origin is not None else None
+    elif abi == "linux-arm64" and (root := find_installed()) is not None:
+        folder = root / "root/site/onnxruntime"
+    return None if folder is None else next(iter(sorted((folder / "capi").glob("libonnxruntime.so*"))), None)
 
 
 def _android_flags(abi: Abi, ndk: Path | None, library: Path | None) -> list[str]:
@@ -233,15 +243,3 @@ def _compile(flags: Sequence[str], work: Path) -> None:
         finished = run_process(argv, timeout_s=_BUILD_TIMEOUT_S)
         if not finished.succeeded:
             raise DeviceError(f"cmake {finished.explanation}", hint="check the compiler or the NDK")
-
-
-def _take_library(abi: Abi, library: Path, target: Path, work: Path) -> None:
-    if not library.is_file():
-        raise UsageError(f"there is no file '{library}'", hint="--library onnxruntime-android-VERSION.aar")
-    source = library
-    if library.suffix == ".aar":
-        unpack_archive(library, work / "aar")
-        source = work / "aar" / "jni" / abi.name / LIBRARY
-        if not source.is_file():
-            raise UsageError(f"'{library}' holds no {LIBRARY} for {abi.name}", hint="give ONNX Runtime's own archive")
-    shutil.copyfile(source, target)

@@ -101,7 +101,14 @@ class AdbDevice(RemoteDevice, frozen=True, kw_only=True):
             for path in paths:  # one at a time: with several, adb's client loses the reason of a failure
                 finished = self._adb(["push", path, f"{folder}/"], self.transfer_s(Path(path).stat().st_size))
                 if not finished.succeeded:
-                    reason = _push_reason(finished)
+                    # adb's message may be on either stream, among lines of progress: adb 29 writes errors to stdout,
+                    # adb 36 to stderr, with different text before "error: ".
+                    lines = f"{finished.stdout}\n{finished.stderr}".replace("\r", "\n").splitlines()
+                    errors = [line for line in lines if "error: " in line]
+                    line = last_line(errors[-1] if errors else "\n".join(lines)).removeprefix("adb: error: ")
+                    # The files are numbered, in a temporary folder whose path means nothing to the user.
+                    said = re.sub(r"'/[^']*/(\d+)'", r"file \1", line)[-300:] or finished.ending
+                    reason = "it does not answer" if finished.timed_out else said
                     raise DeviceError(f"'{self.name}' while sending files: {reason}", hint="edgekit devices list")
 
     def _client(self) -> tuple[str, ...]:
@@ -110,16 +117,3 @@ class AdbDevice(RemoteDevice, frozen=True, kw_only=True):
     def _adb(self, words: Sequence[str], timeout_s: float | None = None) -> Finished:
         argv = [*self._client(), *words]
         return run_process(argv, timeout_s=self.step_timeout_s if timeout_s is None else timeout_s)
-
-
-def _push_reason(finished: Finished) -> str:
-    """Returns adb's error message, which may be on either stream, among lines of progress."""
-    if finished.timed_out:
-        return "it does not answer"
-    lines = f"{finished.stdout}\n{finished.stderr}".replace("\r", "\n").splitlines()
-    # adb 29 writes errors to stdout, adb 36 to stderr, with different text before "error: ", so both streams are
-    # searched.
-    errors = [line for line in lines if "error: " in line]
-    line = last_line(errors[-1] if errors else "\n".join(lines))
-    # The files are numbered, in a temporary folder whose path means nothing to the user.
-    return re.sub(r"'/[^']*/(\d+)'", r"file \1", line.removeprefix("adb: error: "))[-300:] or finished.ending

@@ -28,35 +28,27 @@ _HOST = r"(?:[A-Za-z0-9][A-Za-z0-9._-]{0,252}|\[?[0-9A-Fa-f]*:[0-9A-Fa-f:.]{1,43
 _SSH = re.compile(f"(?:{_USER})?{_HOST}")
 
 
+_ADDRESSES = {
+    "adb": (_SERIAL, "is no serial of a device", "adb devices lists them"),
+    "ssh": (_SSH, "is no USER@HOST", "give ports and options in ~/.ssh/config under a name"),
+}
+
+
 def is_serial(text: str) -> bool:
     """Returns True for a serial as `adb devices` prints it: a number, `emulator-5554`, or HOST:PORT."""
     return _SERIAL.fullmatch(text) is not None
 
 
-def check_serial(serial: str) -> str:
-    """Returns a serial unchanged, if it is safe on a command line.
+def check_address(kind: str, address: str) -> str:
+    """Returns a serial (`adb`), or USER@HOST, HOST or a name of the ssh configuration (`ssh`), unchanged.
 
     Raises:
         UsageError: it could be something else on a command line.
     """
-    if not is_serial(serial):
-        raise UsageError(f"{_quote(serial)} is no serial of a device", hint="adb devices lists them")
-    return serial
-
-
-def check_host(host: str) -> str:
-    """Returns USER@HOST, HOST, or a name of the user's ssh configuration unchanged, if it is safe on a command line.
-
-    Raises:
-        UsageError: it could be something else on a command line.
-    """
-    if not _SSH.fullmatch(host):
-        raise UsageError(f"{_quote(host)} is no USER@HOST", hint="give ports and options in ~/.ssh/config under a name")
-    return host
-
-
-def _quote(text: str) -> str:
-    return ascii(text[:80])
+    pattern, problem, hint = _ADDRESSES[kind]
+    if not pattern.fullmatch(address):
+        raise UsageError(f"{address[:80]!a} {problem}", hint=hint)
+    return address
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):

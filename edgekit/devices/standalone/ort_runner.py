@@ -239,14 +239,13 @@ def _read_tensors(line: bytes, stream: IO[bytes]) -> dict[str, Array]:
         data = stream.read(entry["size_bytes"])
         if len(data) != entry["size_bytes"]:
             raise EOFError(f"the samples end in the middle of '{entry['name']}'")
-        tensors[entry["name"]] = _decode(data, entry["dtype"]).reshape(entry["shape"])
+        if entry["dtype"] == "string":
+            value: Array = np.array(json.loads(data), dtype=object)
+        else:
+            dtype = np.dtype(entry["dtype"])
+            value = np.frombuffer(data, dtype.newbyteorder("<")).astype(dtype, copy=False)
+        tensors[entry["name"]] = value.reshape(entry["shape"])
     return tensors
-
-
-def _decode(data: bytes, dtype: str) -> Array:
-    if dtype == "string":
-        return np.array(json.loads(data), dtype=object)
-    return np.frombuffer(data, np.dtype(dtype).newbyteorder("<")).astype(dtype, copy=False)
 
 
 def _flatten(name: str, value: Any) -> dict[str, Any]:
@@ -278,18 +277,16 @@ def _join_tensors(tensors: dict[str, Any]) -> bytes:
     entries: list[Json] = []
     payloads: list[bytes] = []
     for name, value in tensors.items():
-        dtype, payload = _encode(name, value)
+        if not hasattr(value, "dtype"):
+            raise TypeError(f"output '{name}' is no tensor: remove it from the outputs")
+        dtype = "string" if value.dtype.kind in "OU" else value.dtype.name
+        if dtype == "string":
+            payload = json.dumps([str(item) for item in value.flat]).encode()
+        else:
+            payload = value.astype(value.dtype.newbyteorder("<"), copy=False).tobytes()
         entries.append({"name": name, "dtype": dtype, "shape": value.shape, "size_bytes": len(payload)})
         payloads.append(payload)
     return b"".join((json.dumps(entries).encode(), b"\n", *payloads))
-
-
-def _encode(name: str, value: Any) -> tuple[str, bytes]:
-    if not hasattr(value, "dtype"):
-        raise TypeError(f"output '{name}' is no tensor: remove it from the outputs")
-    if value.dtype.kind in "OU":
-        return "string", json.dumps([str(item) for item in value.flat]).encode()
-    return value.dtype.name, value.astype(value.dtype.newbyteorder("<"), copy=False).tobytes()
 
 
 def _finish_run(run: Json) -> bytes:

@@ -8,7 +8,7 @@ import threading
 from typing import Any
 
 from adb_daemon.faults import Faults, later
-from adb_daemon.shell import serve_exec, serve_shell
+from adb_daemon.shell import serve_shell
 from adb_daemon.sync import serve_sync
 from adb_daemon.wire import AUTH, CLSE, CNXN, MAX_DATA, OKAY, OPEN, VERSION, WRTE, Link, Stream
 
@@ -108,26 +108,21 @@ class Daemon:
         link.sock.close()
 
     def _greet(self, link: Link, kind: int, max_data: int) -> None:
-        """Answers CNXN at once, or asks for a signature that is never good enough, or says nothing."""
+        """Answers CNXN at once, or asks for a signature that is never good enough."""
         if kind == CNXN:
             link.max_data = min(MAX_DATA, max_data)
         fault = self.faults.fault
-        if fault.kind == "mute":
-            return
         if fault.kind == "unauthorized":
             if kind == CNXN or fault.times > 0:
                 fault.times -= kind == AUTH
                 link.send(AUTH, 1, 0, _TOKEN)
-            return
-        if fault.kind == "turned-away":
-            link.cut()
             return
         banner = fault.text if fault.kind == "banner" else f"{_BANNER}features={_FEATURES}"
         link.send(CNXN, VERSION, MAX_DATA, banner.encode())
 
     def _open(self, link: Link, streams: dict[int, Stream], peer: int, service: str) -> None:
         self.services.append(service)
-        if self.faults.takes("refuse", service) or not service.startswith(("shell", "exec:", "sync:", "reboot:")):
+        if self.faults.takes("refuse", service) or not service.startswith(("shell,v2", "sync:", "reboot:")):
             link.send(CLSE, 0, peer)
             return
         stream = Stream(link, next(self._ids), peer, service)
@@ -139,8 +134,6 @@ class Daemon:
         head, _, text = stream.service.partition(":")
         if head.startswith("shell,v2"):
             serve_shell(stream, text)
-        elif head in {"shell", "exec"}:
-            serve_exec(stream, text)
         elif head == "sync":
             self.received += serve_sync(stream)
         else:

@@ -1,4 +1,4 @@
-"""The services that run a command: `shell,v2`, the old `shell`, and `exec`."""
+"""The service that runs a command: `shell,v2`."""
 
 import os
 import signal
@@ -25,7 +25,10 @@ _ENVIRONMENT = {
 
 def serve_shell(stream: Stream, text: str) -> None:
     """Runs a command by shell v2: packets of stdin, stdout and stderr, and its exit code at the end."""
-    child = _start(text, subprocess.PIPE)
+    child = subprocess.Popen(
+        [_SHELL, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd="/",
+        env=_ENVIRONMENT, start_new_session=True,
+    )  # fmt: skip
     stream.pids.append(child.pid)
     stream.on_close = lambda: _hang_up(child)
     lock = threading.Lock()
@@ -43,35 +46,8 @@ def serve_shell(stream: Stream, text: str) -> None:
     status = child.wait()
     if stream.link.faults.takes("no-exit", stream.service):
         return
-    if stream.link.faults.takes("exit-lies", stream.service):
-        status = 0
     code = status if status >= 0 else 0x80 | -status
     stream.write(_PACKET.pack(EXIT, 1) + bytes([code]))
-
-
-def serve_exec(stream: Stream, text: str) -> None:
-    """Runs a command with both outputs in one, and no exit code."""
-    child = _start(text, subprocess.STDOUT)
-    stream.pids.append(child.pid)
-
-    def feed() -> None:
-        while (data := stream.read()) is not None:
-            _write(child, data)
-        _close_stdin(child)
-
-    threading.Thread(target=feed, daemon=True).start()
-    assert child.stdout is not None
-    while data := os.read(child.stdout.fileno(), 1 << 16):
-        if not stream.write(data):
-            break
-    child.wait()
-
-
-def _start(text: str, stderr: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [_SHELL, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, cwd="/",
-        env=_ENVIRONMENT, start_new_session=True,
-    )  # fmt: skip
 
 
 def _pump(stream: Stream, lock: threading.Lock, pipe: IO[bytes], kind: int) -> None:

@@ -1,7 +1,6 @@
-"""The service that moves files: STAT, LIST, SEND and RECV, old and new."""
+"""The service that takes files: STAT, old and new, and SEND."""
 
 import errno
-import os
 import stat
 import struct
 from pathlib import Path
@@ -31,65 +30,40 @@ def serve_sync(stream: Stream) -> int:
             break
         text = name.decode()
         try:
-            received += _answer(stream, kind, text)
+            if kind == b"SEND":
+                received += _receive(stream, text)
+                continue
         except Refused as refused:
             _fail(stream, str(refused))
             break
-    return received
-
-
-def _answer(stream: Stream, kind: bytes, text: str) -> int:
-    if kind in {b"STAT", b"STA2", b"LST2"}:
+        if kind not in {b"STAT", b"STA2", b"LST2"}:
+            _fail(stream, f"unknown command {int.from_bytes(kind, 'little'):08x}")
+            break
         _tell_stat(stream, kind, text)
-    elif kind in {b"LIST", b"LIS2"}:
-        _list(stream, Path(text), new=kind == b"LIS2")
-    elif kind == b"SEND":
-        return _receive(stream, text)
-    elif kind == b"RECV":
-        _give(stream, Path(text))
-    else:
-        raise Refused(f"unknown command {int.from_bytes(kind, 'little'):08x}")
-    return 0
+    return received
 
 
 def _fail(stream: Stream, text: str) -> None:
     stream.write(_REQUEST.pack(b"FAIL", len(text)) + text.encode())
 
 
-def _stat(name: str, *, follow: bool) -> tuple[int, os.stat_result | None]:
-    try:
-        return 0, Path(name).stat(follow_symlinks=follow)
-    except OSError as error:
-        return error.errno or errno.EIO, None
-
-
-def _new_fields(problem: int, found: os.stat_result | None) -> bytes:
-    if found is None:
-        return _NEW.pack(problem, *([0] * 10))
-    times = (int(found.st_atime), int(found.st_mtime), int(found.st_ctime))
-    owner = (found.st_mode, found.st_nlink, found.st_uid, found.st_gid)
-    return _NEW.pack(0, found.st_dev, found.st_ino, *owner, found.st_size, *times)
-
-
-def _old_fields(found: os.stat_result | None) -> bytes:
-    return _OLD.pack(found.st_mode, found.st_size & 0xFFFFFFFF, int(found.st_mtime)) if found else _OLD.pack(0, 0, 0)
-
-
 def _tell_stat(stream: Stream, kind: bytes, name: str) -> None:
-    problem, found = _stat(name, follow=kind == b"STA2")
+    problem, found = 0, None
+    try:
+        found = Path(name).stat(follow_symlinks=kind == b"STA2")
+    except OSError as error:
+        problem = error.errno or errno.EIO
     if stream.link.faults.takes("stat-lies", stream.service):
         problem, found = errno.EACCES, None
-    stream.write(kind + (_old_fields(found) if kind == b"STAT" else _new_fields(problem, found)))
-
-
-def _list(stream: Stream, folder: Path, *, new: bool) -> None:
-    entries = sorted(folder.iterdir()) if folder.is_dir() else []
-    for entry in entries:
-        problem, found = _stat(str(entry), follow=False)
-        name = entry.name.encode()
-        fields = _new_fields(problem, found) if new else _old_fields(found)
-        stream.write((b"DNT2" if new else b"DENT") + fields + struct.pack("<I", len(name)) + name)
-    stream.write(b"DONE" + bytes(72 if new else 16))
+    if kind == b"STAT":
+        fields = _OLD.pack(found.st_mode, found.st_size & 0xFFFFFFFF, int(found.st_mtime)) if found else bytes(12)
+    elif found is None:
+        fields = _NEW.pack(problem, *([0] * 10))
+    else:
+        times = (int(found.st_atime), int(found.st_mtime), int(found.st_ctime))
+        owner = (found.st_mode, found.st_nlink, found.st_uid, found.st_gid)
+        fields = _NEW.pack(0, found.st_dev, found.st_ino, *owner, found.st_size, *times)
+    stream.write(kind + fields)
 
 
 def _receive(stream: Stream, request: str) -> int:
@@ -152,21 +126,3 @@ def _drain(stream: Stream) -> None:
             continue
     except Refused:
         return
-
-
-def _give(stream: Stream, path: Path) -> None:
-    """Sends a file in large messages: small ones wait for each other's acknowledgement."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise Refused(f"open failed: {error.strerror}") from error
-    if stream.link.faults.takes("short-pull", stream.service):
-        data = data[: stream.link.faults.fault.after]
-    parts = [data[start : start + _MAX_CHUNK] for start in range(0, len(data), _MAX_CHUNK)]
-    pending = bytearray()
-    for part in parts:
-        pending += _REQUEST.pack(b"DATA", len(part)) + part
-        if len(pending) > 900_000:
-            stream.write(bytes(pending))
-            pending.clear()
-    stream.write(bytes(pending) + _REQUEST.pack(b"DONE", 0))

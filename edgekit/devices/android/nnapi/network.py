@@ -56,19 +56,12 @@ class OperandType(IntEnum):
 
 
 NUMPY_TYPES: dict[int, type[np.generic]] = {
-    OperandType.FLOAT32: np.float32,
-    OperandType.INT32: np.int32,
-    OperandType.UINT32: np.uint32,
-    OperandType.TENSOR_FLOAT32: np.float32,
-    OperandType.TENSOR_INT32: np.int32,
-    OperandType.TENSOR_QUANT8_ASYMM: np.uint8,
-    OperandType.BOOL: np.bool_,
-    OperandType.TENSOR_FLOAT16: np.float16,
-    OperandType.TENSOR_BOOL8: np.bool_,
-    OperandType.FLOAT16: np.float16,
-    OperandType.TENSOR_QUANT8_SYMM_PER_CHANNEL: np.int8,
-    OperandType.TENSOR_QUANT8_ASYMM_SIGNED: np.int8,
-}
+    OperandType.FLOAT32: np.float32, OperandType.INT32: np.int32, OperandType.UINT32: np.uint32,
+    OperandType.TENSOR_FLOAT32: np.float32, OperandType.TENSOR_INT32: np.int32, OperandType.BOOL: np.bool_,
+    OperandType.TENSOR_QUANT8_ASYMM: np.uint8, OperandType.TENSOR_QUANT8_ASYMM_SIGNED: np.int8,
+    OperandType.TENSOR_QUANT8_SYMM_PER_CHANNEL: np.int8, OperandType.TENSOR_BOOL8: np.bool_,
+    OperandType.FLOAT16: np.float16, OperandType.TENSOR_FLOAT16: np.float16,
+}  # fmt: skip
 
 
 class Operand(msgspec.Struct, frozen=True, kw_only=True):

@@ -433,7 +433,15 @@ def _write_other(builder: ModelBuilder, name: str, inputs: Sequence[int], output
     whole, source, target = builder.constants.whole, inputs[0], outputs[0]
     match name:
         case "CONCATENATION":
-            parts = [_requantize(builder, place, builder.operands[target]) for place in inputs[:-1]]
+            # NNAPI concatenates tensors with different quantization; TFLite's int8 kernel needs that of the output.
+            wanted, parts = builder.operands[target], list(inputs[:-1])
+            for index, place in enumerate(parts):
+                own = builder.operands[place]
+                if (own.scale, own.zero_point) != (wanted.scale, wanted.zero_point):
+                    parts[index] = builder.add_operand(
+                        msgspec.structs.replace(own, scale=wanted.scale, zero_point=wanted.zero_point, size=-1)
+                    )
+                    builder.add("QUANTIZE", (place,), (parts[index],), "QuantizeOptions")
             builder.add(name, parts, outputs, "ConcatenationOptions", axis=whole(inputs[-1]))
         case "SOFTMAX":
             axis, beta = whole(inputs[2]) if len(inputs) > 2 else -1, builder.constants.number(inputs[1])
@@ -471,21 +479,6 @@ def _write_other(builder: ModelBuilder, name: str, inputs: Sequence[int], output
             builder.add(f"ARG_{word}", (source, axis), outputs, kind, outputType=builder.schema.TensorType.INT32)
         case _:
             raise DeviceError(f"NNAPI's operation {name} is not computed here", hint="use another device")
-
-
-def _requantize(builder: ModelBuilder, place: int, wanted: Operand) -> int:
-    """Returns an operand with the quantization of another.
-
-    NNAPI concatenates tensors with different quantization parameters; TFLite's int8 kernel needs equal ones.
-    """
-    operand = builder.operands[place]
-    if (operand.scale, operand.zero_point) == (wanted.scale, wanted.zero_point):
-        return place
-    made = builder.add_operand(
-        msgspec.structs.replace(operand, scale=wanted.scale, zero_point=wanted.zero_point, size=-1)
-    )
-    builder.add("QUANTIZE", (place,), (made,), "QuantizeOptions")
-    return made
 
 
 def _write_along_last(

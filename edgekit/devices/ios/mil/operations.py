@@ -111,8 +111,7 @@ def _gelu(given: Arguments) -> Array:
 def _prelu(given: Arguments) -> Array:
     x = given.tensor("x")
     alpha = given.tensor("alpha")
-    per_channel = alpha.ndim == 1 and x.ndim > 2
-    return np.where(x >= 0, x, x * (alpha.reshape(-1, *[1] * (x.ndim - 2)) if per_channel else alpha))
+    return np.where(x >= 0, x, x * (_per_channel(alpha, x) if alpha.ndim == 1 and x.ndim > 2 else alpha))
 
 
 def _with_alpha(formula: Callable[[Array, np.float32], Array]) -> Compute:
@@ -123,59 +122,36 @@ def _with_epsilon(formula: Callable[[Array], Array], default: float) -> Compute:
     return lambda given: formula(given.tensor("x") + np.float32(given.number("epsilon", default)))
 
 
+_UNARY: Mapping[str, Callable[[Array], Array]] = {
+    "abs": np.abs, "ceil": np.ceil, "cos": np.cos, "erf": erf, "exp": np.exp, "floor": np.floor, "identity": np.array,
+    "logical_not": np.logical_not, "relu": lambda x: np.maximum(x, 0), "relu6": lambda x: np.clip(x, 0, 6),
+    "round": np.rint, "sigmoid": sigmoid, "sign": np.sign, "silu": lambda x: x * sigmoid(x), "sin": np.sin,
+    "softplus": lambda x: np.logaddexp(x, 0), "softsign": lambda x: x / (1 + np.abs(x)), "sqrt": np.sqrt,
+    "square": np.square, "tan": np.tan, "tanh": np.tanh,
+}  # fmt: skip
+_BINARY: Mapping[str, Callable[[Array, Array], Array]] = {
+    "add": np.add, "equal": np.equal, "floor_div": np.floor_divide, "greater": np.greater,
+    "greater_equal": np.greater_equal, "less": np.less, "less_equal": np.less_equal, "logical_and": np.logical_and,
+    "logical_or": np.logical_or, "maximum": np.maximum, "minimum": np.minimum, "mod": np.mod, "mul": np.multiply,
+    "not_equal": np.not_equal, "pow": np.power, "real_div": _divide, "sub": np.subtract,
+}  # fmt: skip
 ELEMENTWISE: Mapping[str, Compute] = {
-    "abs": unary(np.abs),
-    "add": binary(np.add),
-    "ceil": unary(np.ceil),
+    **{name: unary(formula) for name, formula in _UNARY.items()},
+    **{name: binary(formula) for name, formula in _BINARY.items()},
     "clip": lambda given: np.clip(
         given.tensor("x"), given.number("alpha", -np.inf), given.number("beta", np.inf)
     ).astype(given.tensor("x").dtype),
-    "cos": unary(np.cos),
     "elu": _with_alpha(lambda x, alpha: np.where(x >= 0, x, alpha * np.expm1(np.minimum(x, 0)))),
-    "equal": binary(np.equal),
-    "erf": unary(erf),
-    "exp": unary(np.exp),
-    "floor": unary(np.floor),
-    "floor_div": binary(np.floor_divide),
     "gelu": _gelu,
-    "greater": binary(np.greater),
-    "greater_equal": binary(np.greater_equal),
-    "identity": unary(np.array),
     "inverse": _with_epsilon(np.reciprocal, 1e-4),
     "leaky_relu": _with_alpha(lambda x, alpha: np.where(x >= 0, x, x * alpha)),
-    "less": binary(np.less),
-    "less_equal": binary(np.less_equal),
     "log": _with_epsilon(np.log, 1e-45),
-    "logical_and": binary(np.logical_and),
-    "logical_not": unary(np.logical_not),
-    "logical_or": binary(np.logical_or),
-    "maximum": binary(np.maximum),
-    "minimum": binary(np.minimum),
-    "mod": binary(np.mod),
-    "mul": binary(np.multiply),
-    "not_equal": binary(np.not_equal),
-    "pow": binary(np.power),
     "prelu": _prelu,
-    "real_div": binary(_divide),
-    "relu": unary(lambda x: np.maximum(x, 0)),
-    "relu6": unary(lambda x: np.clip(x, 0, 6)),
-    "round": unary(np.rint),
     "rsqrt": _with_epsilon(lambda x: 1 / np.sqrt(x), 1e-12),
     "select": lambda given: np.where(given.tensor("cond").astype(np.bool_), given.tensor("a"), given.tensor("b")),
-    "sigmoid": unary(sigmoid),
     "sigmoid_hard": lambda given: np.clip(
         np.float32(given.number("alpha")) * given.tensor("x") + np.float32(given.number("beta")), 0, 1
     ),
-    "sign": unary(np.sign),
-    "silu": unary(lambda x: x * sigmoid(x)),
-    "sin": unary(np.sin),
-    "softplus": unary(lambda x: np.logaddexp(x, 0)),
-    "softsign": unary(lambda x: x / (1 + np.abs(x))),
-    "sqrt": unary(np.sqrt),
-    "square": unary(np.square),
-    "sub": binary(np.subtract),
-    "tan": unary(np.tan),
-    "tanh": unary(np.tanh),
 }
 """Operations by their names in MIL."""
 

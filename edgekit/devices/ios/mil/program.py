@@ -76,31 +76,17 @@ def _declare(text: str) -> Any:
 _MODEL = _declare(_MESSAGES)
 
 DTYPES: Mapping[int, type[np.generic]] = {
-    1: np.bool_,
-    10: np.float16,
-    11: np.float32,
-    12: np.float64,
-    21: np.int8,
-    22: np.int16,
-    23: np.int32,
-    24: np.int64,
-    31: np.uint8,
-    32: np.uint16,
-}
+    1: np.bool_, 10: np.float16, 11: np.float32, 12: np.float64, 21: np.int8, 22: np.int16, 23: np.int32,
+    24: np.int64, 31: np.uint8, 32: np.uint16,
+}  # fmt: skip
 """Element types by their numbers in MIL.proto."""
 
 _TEXT = 2
 _SENTINEL = 0xDEADBEEF
 _BLOB_HEAD = struct.Struct("<IIQQ")
 _BLOB_KINDS: Mapping[int, type[np.generic]] = {
-    1: np.float16,
-    2: np.float32,
-    3: np.uint8,
-    4: np.int8,
-    6: np.int16,
-    7: np.uint16,
-    14: np.int32,
-}
+    1: np.float16, 2: np.float32, 3: np.uint8, 4: np.int8, 6: np.int16, 7: np.uint16, 14: np.int32,
+}  # fmt: skip
 _MOST_ELEMENTS = 1 << 31
 
 Value = Array | str

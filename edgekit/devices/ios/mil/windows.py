@@ -65,23 +65,12 @@ def _list_sizes(given: Arguments, x: Array) -> Iterator[tuple[int, int, int, flo
         yield axis, old, size or int(old * factor), factor
 
 
-def _resize_nearest(given: Arguments) -> Array:
-    x = given.tensor("x")
-    for axis, old, size, _ in _list_sizes(given, x):
-        x = np.take(x, np.arange(size) * old // size, axis)
-    return x
-
-
-def _upsample_nearest(given: Arguments) -> Array:
+def _resize_nearest(given: Arguments, *, by_factor: bool) -> Array:
     x = given.tensor("x")
     for axis, old, size, factor in _list_sizes(given, x):
-        x = np.take(x, np.minimum((np.arange(size) / factor).astype(np.int64), old - 1), axis)
+        at = np.arange(size)
+        x = np.take(x, np.minimum((at / factor).astype(np.int64), old - 1) if by_factor else at * old // size, axis)
     return x
-
-
-def _upsample_bilinear(given: Arguments) -> Array:
-    corners, half = given.flag("align_corners", default=True), given.flag("half_pixel_centers", default=True)
-    return _resize_linearly(given, corners=corners, half=half)
 
 
 def _resize_bilinear(given: Arguments) -> Array:
@@ -134,9 +123,11 @@ _PADDINGS = {"constant": "zeros", "border": "border"}
 RESIZING: Mapping[str, Callable[[Arguments], Array]] = {
     "resample": _resample,
     "resize_bilinear": _resize_bilinear,
-    "resize_nearest_neighbor": _resize_nearest,
-    "upsample_bilinear": _upsample_bilinear,
-    "upsample_nearest_neighbor": _upsample_nearest,
+    "resize_nearest_neighbor": lambda given: _resize_nearest(given, by_factor=False),
+    "upsample_bilinear": lambda given: _resize_linearly(
+        given, corners=given.flag("align_corners", default=True), half=given.flag("half_pixel_centers", default=True)
+    ),
+    "upsample_nearest_neighbor": lambda given: _resize_nearest(given, by_factor=True),
 }
 """Operations by their names in MIL."""
 
@@ -240,10 +231,6 @@ def _pool(given: Arguments, op: str, **attributes: int) -> Array:
     )
 
 
-def _average_pool(given: Arguments) -> Array:
-    return _pool(given, "AveragePool", count_include_pad=int(not given.flag("exclude_padding_from_average")))
-
-
 def _normalize_locally(given: Arguments) -> Array:
     return _run_operator(
         "LRN",
@@ -256,7 +243,9 @@ def _normalize_locally(given: Arguments) -> Array:
 
 
 WINDOWS: Mapping[str, Callable[[Arguments], Array]] = {
-    "avg_pool": _average_pool,
+    "avg_pool": lambda given: _pool(
+        given, "AveragePool", count_include_pad=int(not given.flag("exclude_padding_from_average"))
+    ),
     "conv": convolve,
     "conv_transpose": convolve_transposed,
     "local_response_norm": _normalize_locally,
