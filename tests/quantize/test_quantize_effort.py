@@ -18,7 +18,7 @@ from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.effort import Effort, count_side_by_side, find_effort
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.mixed_precision.score import Closeness, is_even
-from edgekit.quantize.mixed_precision.sensitivity import cut_suffixes, search_spans
+from edgekit.quantize.mixed_precision.sensitivity import PARTS, find_cuts, nest_parts, search_spans
 from edgekit.target import load_target
 
 _SETTINGS = SessionSettings()
@@ -109,20 +109,30 @@ def test_guesses_find_the_worst_in_half_of_the_runs() -> None:
     assert np.argsort(ratios)[:1].tolist() == [99]
 
 
-def test_the_last_part_of_a_graph_gives_what_the_whole_gives(net: Model) -> None:
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_run_may_start_at_each_cut_and_gives_what_the_whole_gives(net: Model, count: int) -> None:
     graph = read_float_graph(net)
-    (suffix,) = cut_suffixes(graph.model, 1, lambda name: 4 * graph.value(name).elements)
-    assert 0 < len(suffix.proto.graph.node) < len(graph.model.graph.node)
-    sample = next(iter(random_samples(net)))
-    whole = onnx.ModelProto()
-    whole.CopyFrom(graph.model)
-    whole.graph.output.extend(onnx.ValueInfoProto(name=name) for name in suffix.fed)
-    every = CpuSession(whole.SerializeToString(), _SETTINGS).run(sample)
-    fed = {name: every[name] for name in suffix.fed}
-    found = CpuSession(suffix.proto.SerializeToString(), _SETTINGS).run({**sample, **fed})
-    assert np.allclose(found["y"], every["y"], atol=1e-6)
+    proto = onnx.ModelProto()
+    proto.CopyFrom(graph.model)
+    cuts = [*find_cuts(proto, count, lambda name: 4 * graph.value(name).elements)]
+    assert len(cuts) == count
+    assert all(0 < cut.start < len(graph.model.graph.node) for cut in cuts)
+    nest_parts(proto, cuts, graph.dims)
+    fed = dict.fromkeys(name for cut in cuts for name in cut.fed)
+    proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in fed)
+    session, sample = CpuSession(proto.SerializeToString(), _SETTINGS), next(iter(random_samples(net)))
+    unread = {f"{name}.edgekit.fed": np.zeros(graph.static_shape(name) or (), np.float32) for name in fed}
+    whole = session.run({**sample, **unread, PARTS: np.zeros(count, bool)})
+    plain = CpuSession(graph.model.SerializeToString(), _SETTINGS).run(sample)
+    assert np.allclose(whole["y"], plain["y"], atol=1e-6)
+    for index in range(count):
+        # What lies across other cuts is not read, and the sample neither.
+        known = {f"{name}.edgekit.fed": whole[name] for name in cuts[index].fed}
+        none = {name: np.full_like(value, np.nan) for name, value in sample.items()}
+        found = session.run({**none, **unread, **known, PARTS: np.arange(count) == index})
+        assert np.allclose(found["y"], whole["y"], atol=1e-6)
     # What is too large to keep for each sample is cut nowhere.
-    assert not [*cut_suffixes(graph.model, 1, lambda _: None)]
+    assert not [*find_cuts(graph.model, 1, lambda _: None)]
 
 
 def test_methods_that_are_as_good_as_each_other_are_judged_no_further() -> None:

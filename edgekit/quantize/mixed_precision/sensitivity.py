@@ -1,6 +1,6 @@
 """Sensitivity: the noise at the outputs when a single activation is quantized.
 
-The last parts of a graph are run by themselves if the tensors that they read from earlier parts are known.
+If the tensors that the last parts of a graph read from earlier parts are known, only the last parts are run.
 """
 
 import math
@@ -14,11 +14,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import onnx
-from onnx import helper
+from onnx import helper, numpy_helper
 
 from edgekit.graph.graph import Graph
 from edgekit.machine import map_in_order
-from edgekit.model.model import Model, copy_fields, find_reads, iterate_reads
+from edgekit.model.model import Model, iterate_reads, refill
 from edgekit.model.tensors import Array, Tensors
 from edgekit.progress import NO_LIMIT, Budget
 from edgekit.quantize.accuracy.loss import join_ratios, ratio_db
@@ -35,16 +35,19 @@ from edgekit.quantize.qdq import build_qdq, plan_graph
 _MOST_TENSORS, _MOST_BYTES = 2, 8 << 20
 
 
-class Suffix(msgspec.Struct, frozen=True, kw_only=True):
-    """A graph without its first `start` nodes; `fed` are its additional inputs, which those nodes compute."""
+PARTS = "edgekit.parts"
+"""The graph input that says for each cut whether the tensors across it are fed."""
+
+
+class Cut(msgspec.Struct, frozen=True, kw_only=True):
+    """A place between nodes of a sorted graph: before the node `start`; the tensors `fed` lie across it."""
 
     start: int
     fed: tuple[str, ...]
-    proto: onnx.ModelProto
 
 
-def cut_suffixes(proto: onnx.ModelProto, count: int, measure: Callable[[str], int | None]) -> Iterator[Suffix]:
-    """Yields up to `count` suffixes of a topologically sorted graph, the longest first, in about equal steps.
+def find_cuts(proto: onnx.ModelProto, count: int, measure: Callable[[str], int | None]) -> Iterator[Cut]:
+    """Yields up to `count` cuts of a topologically sorted graph, in about equal steps.
 
     `measure` returns the bytes of a float32 tensor; None for other types and unknown sizes.
     """
@@ -62,7 +65,40 @@ def cut_suffixes(proto: onnx.ModelProto, count: int, measure: Callable[[str], in
         if start is None:
             return
         before = start
-        yield Suffix(start=start, fed=crossing[start], proto=_cut(proto, start, crossing[start]))
+        yield Cut(start=start, fed=crossing[start])
+
+
+def nest_parts(proto: onnx.ModelProto, cuts: Sequence[Cut], dims: Callable[[str], Sequence[int | None] | None]) -> None:
+    """Puts all nodes before each cut into an If that takes the tensors across it from inputs instead, in place.
+
+    Parts lie in each other, so one session can start at each cut, where a session for each would hold the weights as
+    often. The tensor `x` is fed as `x.edgekit.fed`; `dims` returns the dimensions of a tensor.
+    """
+    every, body, start = list[str](), list[onnx.NodeProto](), 0
+    for index, cut in enumerate(cuts):
+        body += proto.graph.node[start : cut.start]
+        start = cut.start
+        every = [*dict.fromkeys((*every, *cut.fed))]
+        place, is_fed = f"{PARTS}.{index}", f"{PARTS}.{index}.fed"
+        proto.graph.initializer.append(numpy_helper.from_array(np.array(index), place))
+        copies = [helper.make_node("Identity", [f"{name}.edgekit.fed"], [name]) for name in every]
+        outputs = [onnx.ValueInfoProto(name=name) for name in every]
+        body = [
+            helper.make_node("Gather", [PARTS, place], [is_fed]),
+            helper.make_node(
+                "If", [is_fed], every,
+                then_branch=helper.make_graph(copies, "fed", [], outputs),
+                else_branch=helper.make_graph(body, "computed", [], outputs),
+            ),
+        ]  # fmt: skip
+    body += proto.graph.node[start:]
+    refill(proto.graph.node, body)
+    for name in every:
+        proto.graph.input.append(
+            helper.make_tensor_value_info(f"{name}.edgekit.fed", onnx.TensorProto.FLOAT, dims(name))
+        )
+    if cuts:
+        proto.graph.input.append(helper.make_tensor_value_info(PARTS, onnx.TensorProto.BOOL, [len(cuts)]))
 
 
 def _list_crossing(graph: onnx.GraphProto) -> Iterator[tuple[str, ...]]:
@@ -76,24 +112,12 @@ def _list_crossing(graph: onnx.GraphProto) -> Iterator[tuple[str, ...]]:
         open_ |= {name: last[name] for name in node.output if name in last}
 
 
-def _cut(proto: onnx.ModelProto, start: int, fed: tuple[str, ...]) -> onnx.ModelProto:
-    cut = onnx.ModelProto()
-    copy_fields(proto, cut, {"graph"})
-    copy_fields(proto.graph, cut.graph, {"node", "initializer", "value_info"})
-    cut.graph.node.extend(proto.graph.node[start:])
-    read = find_reads(cut.graph)
-    cut.graph.initializer.extend(tensor for tensor in proto.graph.initializer if tensor.name in read)
-    for name in fed:
-        cut.graph.input.append(helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None))
-    return cut
-
-
 # How many held-out samples rank activations if all are ranked, and if only the worst are: choices, to save time.
 _SAMPLES, _FEWER_SAMPLES = 6, 4
 # The number of spans that activations are divided into at first, and the largest number of judged spans per activation
 # sought: bisection takes about log2(100) = 7 to find one of a hundred.
 _FIRST_SPANS, _SPANS_EACH = 16, 7
-# How many suffixes of a graph have a session of their own if runs are bounded: a choice.
+# At how many cuts a run may start if runs are bounded: a choice.
 _PARTS = 3
 # The least share of a span's noise for its second half, if the first half seems to make all of it.
 _LEAST_LEFT = 0.01
@@ -197,7 +221,7 @@ def rank_activations(
         UsageError: the statistics are gone.
     """
     held: list[_Pair] = [pair for _, pair in zip(range(_SAMPLES), read_held_out(statistics), strict=False)]
-    switched = _Switched(graph, qdq, compared, budget, parts=0 if most is None else _PARTS)
+    switched = _Switched(graph, qdq, compared, budget, cuts=0 if most is None else _PARTS)
     names = switched.names
     ratios, chosen = [np.inf] * len(names), list(range(len(names)))
     if worst is not None and most is not None:
@@ -223,9 +247,9 @@ def rank_activations(
 
 
 class _Switched:
-    """The sessions that measure all activations: their graphs have a switch for each.
+    """The session that measures all activations: its graph has a switch for each.
 
-    With `parts`, sessions of that many suffixes run instead of the whole graph if everything before is float anyway.
+    With `cuts`, runs start at the last of so many cuts before which everything is float anyway.
     """
 
     def __init__(
@@ -235,7 +259,7 @@ class _Switched:
         compared: Sequence[ComparedTensor],
         budget: Budget,
         *,
-        parts: int = 0,
+        cuts: int = 0,
     ) -> None:
         proto, self.names = switch_activations(qdq, graph)
         switched = {name: f"{name}.edgekit.switched" for name in self.names}
@@ -245,21 +269,20 @@ class _Switched:
         proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in self._outputs)
         places = {name: index for index, node in enumerate(proto.graph.node) for name in node.output}
         self._places = [places[switched[name]] for name in self.names]
-        suffixes = [*cut_suffixes(proto, parts, partial(_measure_bytes, graph))]
-        self._fed = dict.fromkeys(name for each in suffixes for name in each.fed)
-        proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in self._fed)
+        shapes = partial(_find_shape, graph)
+        self._cuts = [*find_cuts(proto, cuts, lambda name: _count_bytes(shapes(name)))]
+        nest_parts(proto, self._cuts, shapes)
+        self._fed = {name: shapes(name) or () for each in self._cuts for name in each.fed}
+        proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in self._fed if name not in self._outputs)
         self._session = open_graph(proto, graph.folder, keep_float_weights=False)
-        self._parts = [(each, open_graph(each.proto, graph.folder, keep_float_weights=False)) for each in suffixes]
         self._known: dict[int, Tensors] = {}
         self._budget = budget
 
     def judge(self, spans: Sequence[range], pairs: Sequence[_Pair]) -> Iterator[float]:
         """Yields the ratio in dB with each span of activations quantized, while time is left."""
         began = time.monotonic()
-        for pair in pairs if self._fed else ():
-            if id(pair) not in self._known:
-                off = {**pair[0], SWITCHES: np.zeros(len(self.names), bool)}
-                self._known[id(pair)] = self._session.run(off, [*self._fed])
+        for pair in pairs:
+            self._feed(pair)
 
         def rate(span: range) -> float:
             powers = np.sum([self._measure(span, pair) for pair in pairs], axis=0)
@@ -277,16 +300,32 @@ class _Switched:
         return [pairs[index] for index in np.argsort(-noise, kind="stable")]
 
     def _measure(self, span: range, pair: _Pair) -> Array:
-        switches = np.zeros(len(self.names), bool)
-        switches[span.start : span.stop] = True
-        start = min(self._places[span.start : span.stop])
-        part, session = next((each for each in reversed(self._parts) if each[0].start <= start), (None, self._session))
-        fed = {name: self._known[id(pair)][name] for name in part.fed} if part is not None else {}
-        found = session.run({**pair[0], **fed, SWITCHES: switches}, self._outputs)
+        found = self._run({**pair[0], **self._feed(pair)}, span, self._outputs)
         return np.stack([measure_loss(each, pair[1][each.tensor], found[name]) for each, name in self._shown.items()])
 
+    def _feed(self, pair: _Pair) -> Tensors:
+        """Returns the tensors across the cuts in the float model, which are computed once for each sample."""
+        if id(pair) not in self._known:
+            # Fed to a run that starts at the first node, these are not read.
+            unread = {f"{name}.edgekit.fed": np.zeros(shape, np.float32) for name, shape in self._fed.items()}
+            known = self._run({**pair[0], **unread}, range(0), [*self._fed]) if self._fed else {}
+            self._known[id(pair)] = {f"{name}.edgekit.fed": value for name, value in known.items()}
+        return self._known[id(pair)]
 
-def _measure_bytes(graph: Graph, name: str) -> int | None:
+    def _run(self, inputs: Tensors, span: range, outputs: Sequence[str]) -> Tensors:
+        switches, parts = np.zeros(len(self.names), bool), np.zeros(len(self._cuts), bool)
+        switches[span.start : span.stop] = True
+        start = min(self._places[span.start : span.stop], default=0)
+        starts = [index for index, cut in enumerate(self._cuts) if cut.start <= start]
+        parts[starts[-1:]] = True
+        return self._session.run({**inputs, SWITCHES: switches, **({PARTS: parts} if self._cuts else {})}, outputs)
+
+
+def _find_shape(graph: Graph, name: str) -> tuple[int, ...] | None:
+    """Returns the shape of a float tensor or of its switched form, None if it is not known."""
     source = name.removesuffix(".edgekit.switched")
-    is_sized = graph.is_float(source) and None not in (graph.dims(source) or (None,))
-    return 4 * graph.value(source).elements if is_sized else None
+    return graph.static_shape(source) if graph.is_float(source) else None
+
+
+def _count_bytes(shape: tuple[int, ...] | None) -> int | None:
+    return None if shape is None else 4 * math.prod(shape)
