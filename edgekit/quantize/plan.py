@@ -223,10 +223,14 @@ def _wide_tensors(
     touched = {name for node in members for name in (*node.input, *node.output)}
     wide = {name: exact[name] for name in float_activations(graph) if name in touched and name in exact}
     recurrent = [node for node in graph.nodes if node.op_type in _RECURRENT and node.name not in floats]
-    for name in (name for node in recurrent for name in node.input if graph.is_float_constant(name)):
-        values = graph.weight(name)
-        wide[name] = TensorRange(low=float(values.min()), high=float(values.max()))
-    return wide
+    constants = {name for node in recurrent for name in node.input if graph.is_float_constant(name)}
+    return wide | {name: span_constant(graph, name) for name in sorted(constants)}
+
+
+def span_constant(graph: Graph, name: str) -> TensorRange:
+    """Returns the range of all values of a constant."""
+    values = graph.weight(name)
+    return TensorRange(low=float(values.min()), high=float(values.max()))
 
 
 def _grids(graph: Graph, scheme: str, activation: str, op_types: tuple[str, ...]) -> dict[str, Grid]:

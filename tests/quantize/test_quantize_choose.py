@@ -17,6 +17,7 @@ from edgekit.quantize.mixed_precision.candidates import (
     Draft,
     Judgement,
     Memo,
+    choose_ranges,
     digest_draft,
     judge_draft,
     learn_roundings,
@@ -323,12 +324,12 @@ def test_another_draft_is_used_where_its_best_candidate_gains_enough(net: Model,
     assert prefer_draft(first, None, 1.0) is first
 
 
-def test_a_step_with_many_tensors_out_of_8_bits_keeps_the_method_of_the_one_before(
+def test_a_step_with_many_tensors_out_of_8_bits_keeps_the_ranges_of_the_one_before(
     collapsing: tuple[Model, Calibration],
 ) -> None:
     model, calibration = collapsing
     plan = plan_quantization(model, calibration, load_target("qnn"), "int8", method="minmax")
-    before, memo = msgspec.structs.replace(plan, method="mse", rounding="nearest"), Memo()
+    before, memo = choose_ranges(plan, calibration, "mse", "nearest"), Memo()
     few, more, many, none = (
         relieve_step(model, calibration, load_target("qnn"), plan, count, before=before, memo=memo)
         for count in (8, 9, 14, 15)

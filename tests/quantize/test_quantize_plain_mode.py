@@ -168,6 +168,46 @@ def test_only_what_may_be_enough_is_tried(
     assert searched.chosen.step == tried[-1]
 
 
+def draw_deep(folder: Path, layers: int) -> Model:
+    """A chain of layers, of whose tensors no few make most of the noise."""
+    middle = " ".join(f"g{i} = MatMul(h{i - 1}, w{i}) h{i} = Tanh(g{i})" for i in range(1, layers))
+    text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[1,16] x) => (float[1,16] y) {{
+      h0 = MatMul(x, w0) {middle} y = MatMul(h{layers - 1}, v) }}"""
+    return make_model(text, folder / "m.onnx", {"v": (16, 16), **{f"w{i}": (16, 16) for i in range(layers)}})
+
+
+@pytest.mark.parametrize(
+    ("drops", "chosen"),
+    [
+        ({8: 0.25, 20: 0.21, 40: 0.2}, "relieve 20"),
+        ({3: 0.25, 8: 0.21, 40: 0.2}, "relieve 8"),
+        ({8: 0.25, 20: 0.25, 40: 0.2}, "relieve 40"),
+        ({40: 0.295}, "all"),
+        # The worst 20 make too little of the noise to lose so little without them.
+        ({40: 0.03}, "relieve 40"),
+    ],
+    ids=["twenty do as well as forty", "eight do", "forty are needed", "more hardly save anything", "fewer cannot do"],
+)
+def test_where_none_may_be_enough_most_are_tried_first_and_then_fewer_by_bisection(
+    tmp_path: Path, drops: dict[int, float], chosen: str
+) -> None:
+    model = draw_deep(tmp_path, 17)
+    calibration = calibrate_model(model, random_samples(model, count=24), work=tmp_path / "work")
+    steps = {"all": 0.3, **{f"relieve {count}": drop for count, drop in drops.items()}}
+
+    def measure(quantized: Model) -> Prediction:
+        return told(steps[quantized.path.stem], 25.0)(quantized)
+
+    search = Search(
+        model=model, calibration=calibration, target=load_target("qnn"), precision="int8",
+        measure=measure, work=tmp_path,
+    )  # fmt: skip
+    _, searched = search_plan(search, Goal())
+    assert searched is not None
+    assert [trial.step for trial in searched.trials] == [*steps]
+    assert searched.chosen.step == chosen
+
+
 def test_where_no_few_tensors_make_the_noise_none_leave_8_bits(tmp_path: Path) -> None:
     branches = 12
     terms = "".join(f"h{i} = MatMul(x, w{i}) t{i} = Tanh(h{i}) " for i in range(branches))
@@ -301,11 +341,7 @@ def test_advice_is_given_from_two_points_on_and_promises_nothing_that_was_not_me
 
 
 def test_advice_tells_of_a_plan_that_was_tried_and_tries_it_no_second_time(tmp_path: Path) -> None:
-    layers = " ".join(f"g{i} = MatMul(h{i - 1}, w{i}) h{i} = Tanh(g{i})" for i in range(1, 21))
-    text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[1,16] x) => (float[1,16] y) {{
-      h0 = MatMul(x, w0) {layers} y = MatMul(h20, v) }}"""
-    shapes = {"v": (16, 16), **{f"w{i}": (16, 16) for i in range(21)}}
-    model = make_model(text, tmp_path / "m.onnx", shapes)
+    model = draw_deep(tmp_path, 21)
     calibration = calibrate_model(model, random_samples(model, count=24), work=tmp_path / "work")
     steps: list[str] = []
 

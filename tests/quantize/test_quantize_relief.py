@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
-from quantize_models import make_model, random_samples
+from quantize_models import make_model, make_samples, random_samples
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.model.model import Model
@@ -70,6 +70,22 @@ def test_no_8_bits_lie_between_a_layer_and_what_left_8_bits(activation: str, tar
     assert {dtype.name for dtype in roundings_before(onnx.load(str(made.path)), "r")} <= {"uint16"}
     plain = quantize_model(model, plan, calibration, tmp_path / "p.onnx").model
     assert sqnr_db(model, made) > sqnr_db(model, plain) + 6
+
+
+def test_a_table_that_leaves_8_bits_is_stored_in_16(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (int64[1,4] x) => (float[1,4,16] y) {
+      rows = Gather(table, x) h = MatMul(rows, w) y = Tanh(h) }"""
+    model = make_model(text, tmp_path / "m.onnx", {"table": (50, 16), "w": (16, 16)})
+    samples = make_samples([{"x": np.arange(index, index + 4)[None]} for index in range(12)])
+    calibration = calibrate_model(model, samples, work=tmp_path / "work")
+    plan = plan_quantization(model, calibration, load_target("qnn"), "int8", method="minmax")
+    relieved = relieve_tensors(read_float_graph(model), plan, ("table",), calibration, widens=True)
+    stored = {}
+    for each in (plan, relieved):
+        made = onnx.load(str(quantize_model(model, each, calibration, tmp_path / "q.onnx").model.path))
+        (table,) = [numpy_helper.to_array(tensor) for tensor in made.graph.initializer if tensor.dims == [50, 16]]
+        stored[table.dtype.name] = len(np.unique(table))
+    assert stored["uint16"] > 2 * stored["uint8"]
 
 
 def sqnr_db(model: Model, quantized: Model) -> float:

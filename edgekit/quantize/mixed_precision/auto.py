@@ -21,6 +21,7 @@ from edgekit.quantize.equalization.equalize import (
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.mixed_precision.candidates import (
     NOTABLE_DB,
+    QUICK,
     Draft,
     Judgement,
     Memo,
@@ -76,6 +77,11 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     def best_db(self) -> float:
         """The signal-to-noise ratio of the best candidate."""
         return self.found.candidates[0].sqnr_db
+
+    @property
+    def quick_db(self) -> float:
+        """The ratio of the best candidate whose rounding does not learn from samples."""
+        return max(each.sqnr_db for each in self.found.candidates if each.rounding in QUICK)
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,20 +160,15 @@ def _plan_best(subject: _Subject) -> QuantPlan:
     compared: equalization may pay only with them. Otherwise only the best draft gets them.
     """
     plain, attempt = _judge(subject, {}), subject.memo.budget.attempt
-    is_cheap = not plain.draft.effort.is_bounded
     equalized = attempt("equalized channels", partial(_equalize, subject, plain, reached=plain, through_silu=False))
-    drafts = [each for each in (plain, equalized) if each is not None]
-    if is_cheap:
-        drafts = [_learn(subject, each) for each in drafts]
-    chosen = prefer_draft(drafts[0], drafts[1] if len(drafts) > 1 else None, NOTABLE_DB)
+    chosen = prefer_draft(plain, equalized, NOTABLE_DB)
     through_silu = attempt(
         "channels equalized through SiLU", partial(_equalize, subject, plain, reached=chosen, through_silu=True)
     )
-    if through_silu is not None:
-        drafts.append(_learn(subject, through_silu) if is_cheap else through_silu)
-    lead = prefer_draft(chosen, drafts[-1] if through_silu is not None else None, _SILU_DB)
-    lead = lead if is_cheap else _learn(subject, lead)
-    judged = dict.fromkeys(chain(chain.from_iterable(each.found.candidates for each in drafts), lead.found.candidates))
+    lead = prefer_draft(chosen, through_silu, _SILU_DB)
+    lead = _learn(subject, lead) if lead.draft.effort.is_bounded else lead
+    drafts = [each for each in (plain, equalized, through_silu) if each is not None]
+    judged = dict.fromkeys(chain.from_iterable(each.found.candidates for each in (*drafts, lead)))
     best = _finish(subject, lead.draft, lead.found.candidates[0])
     return msgspec.structs.replace(best.plan, judged=sort_candidates([*sort_candidates([*judged]), *best.tried]))
 
@@ -184,21 +185,26 @@ def prefer_draft(first: Judged, second: Judged | None, least_gain_db: float) -> 
 
 
 def _judge(subject: _Subject, factors: Mapping[str, tuple[float, ...]], method: str | None = None) -> Judged:
-    """Returns the judged draft with channels scaled by `factors`; `method` is passed to `judge_draft`."""
+    """Returns the judged draft with channels scaled by `factors`; `method` is passed to `judge_draft`.
+
+    If runs are cheap, its candidates include roundings that learn from samples.
+    """
     graph = equalize_graph(subject.graph, factors, Path(subject.calibration.statistics))
     calibration = adapt_ranges(graph, equalize_calibration(subject.graph, subject.calibration, factors))
     plan = draft_plan(subject.model, graph, calibration, subject.target, subject.precision)
     plan = msgspec.structs.replace(plan, factors=dict(factors))
     draft = Draft(graph=graph, calibration=calibration, plan=plan)
     draft = relieve_class_maps(draft, widens=subject.target.widens(subject.precision))
-    return Judged(draft=draft, found=judge_draft(draft, subject.memo, method=method))
+    judged = Judged(draft=draft, found=judge_draft(draft, subject.memo, method=method))
+    return judged if draft.effort.is_bounded else _learn(subject, judged)
 
 
 def _equalize(subject: _Subject, plain: Judged, *, reached: Judged, through_silu: bool) -> Judged | None:
     """Returns the draft with equalized channels; None if there are none to equalize, or the ratio is high enough."""
     plan = plain.draft.plan
     # Activations of 16 bits can represent unequal channels, but the weights that read these are unequal at any width.
-    if reached.best_db >= (GOOD_DB if through_silu else FAITHFUL_DB) or (through_silu and not is_relievable(plan)):
+    is_enough = reached.best_db >= GOOD_DB if through_silu else reached.quick_db >= FAITHFUL_DB
+    if is_enough or (through_silu and not is_relievable(plan)):
         return None
     if not subject.memo.budget.allows("equalized channels"):
         return None

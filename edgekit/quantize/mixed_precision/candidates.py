@@ -55,7 +55,8 @@ _QUICK_WEIGHTS = 1 << 18
 _METHODS_16 = ("minmax",)
 # From the one that clips least. "mse" is not listed: how much it clips differs from tensor to tensor.
 _LESS_CUT = ("minmax", *sorted(PERCENTS, key=PERCENTS.__getitem__, reverse=True))
-_QUICK: tuple[Rounding, ...] = ("nearest", "bias")
+QUICK: tuple[Rounding, ...] = ("nearest", "bias")
+"""The roundings that do not learn from samples."""
 _SLOW: tuple[Rounding, ...] = ("gptq", "refit")
 # For weights of 4 bits: both were better than GPTQ on tools/bench/four_bits.py.
 _FEW_BITS: tuple[Rounding, ...] = ("comq", "qronos")
@@ -298,7 +299,7 @@ def _judge_quickly(draft: Draft, budget: Budget, method: str | None) -> Judgemen
         if not (draft.plan.factors or (draft.effort.is_bounded and is_even(ranges))):
             tried += _judge_roundings(plain, ("nearest",), budget, placed)
         placed = place_draft(chosen)
-    tried += _judge_roundings(chosen, _QUICK if read_layers(draft.graph) else _QUICK[:1], budget, placed)
+    tried += _judge_roundings(chosen, QUICK if read_layers(draft.graph) else QUICK[:1], budget, placed)
     return Judgement(candidates=sort_candidates(tried), method=best, unrounded_db=ranges[best].ratio_db)
 
 

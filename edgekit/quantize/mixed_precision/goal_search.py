@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -24,9 +25,9 @@ from edgekit.target import INTEGERS, Precision, Target
 
 PLAIN_DROP = 0.005
 """The drop that the plain mode accepts: half a point, or 0.18 dB of 36 dB."""
-# How many of the most harmful tensors leave 8 bits at each step, about 2.5 times as many as before. Steps are grouped
-# into stages, since ranking more tensors takes more runs.
-_STAGES = ((1, 3, 8), (20, 40), (80,))
+# How many of the most harmful tensors may leave 8 bits, about 2.5 times as many at each step. Ranking more tensors
+# takes more runs, so the first few are ranked by themselves.
+_FEW, _MORE_THAN_FEW = (1, 3, 8), (20, 40, 80)
 # The plain mode keeps at least this share of the work in integers: a choice.
 _PLAIN_INTEGER = 0.75
 # The drop that more tensors out of 8 bits must save: without this the SiLU detector of tools/bench/collapse kept nine
@@ -41,6 +42,8 @@ _SAME_SHARE = 0.005
 _HALF = 0.5
 # How far a forecast of a drop (a factor) or of a ratio may be off: choices, wide enough that skipped steps would fail.
 _NEAR, _NEAR_DB = 2.0, 2.0
+# The least share of the noise that a forecast leaves, so that shares of it can be taken.
+_NONE_LEFT = 1e-9
 _MORE = "plans with more tensors out of 8 bits"
 
 
@@ -110,22 +113,7 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
 
     def may_meet(self, prediction: Prediction, share: float) -> bool:
         """Returns True if a plan may meet the goal once this share of the noise of its activations is gone."""
-        if prediction.drop_estimate is None:
-            return prediction.sqnr_db + rise_db(share) >= FAITHFUL_DB - _NEAR_DB
-        # A drop falls no faster than the power of the noise.
-        return prediction.drop_estimate * (1 - share) <= _NEAR * self.max_drop
-
-    def keeps_integers(self, trial: Trial, first: Trial) -> bool:
-        """Returns True if a plan keeps enough of the first plan's work in integers: in the plain mode most of it.
-
-        Float nodes do not run on an accelerator. For a collapsed model half of the work is enough, or any share if the
-        plan meets the goal.
-        """
-        if self.is_asked:
-            return True
-        has_collapsed = bool(first.plan.judged) and first.plan.judged[0].sqnr_db < COLLAPSED_DB
-        least = _HALF if has_collapsed else _PLAIN_INTEGER
-        return trial.integer_macs >= least * first.integer_macs or (has_collapsed and self.is_met(trial.prediction))
+        return _least_drop(prediction, share) <= (-FAITHFUL_DB if prediction.drop_estimate is None else self.max_drop)
 
 
 def find_plan(
@@ -247,8 +235,12 @@ def search_plan(search: Search, goal: Goal, state: State | None = None) -> tuple
     trials = _try_plans(search, goal, first, state)
     if not trials:
         return first, None
-    searched = choose_trial(trials, goal.max_drop) if goal.is_asked else choose_cheapest(trials, goal)
+    searched = _choose(trials, goal)
     return searched.chosen.plan, searched
+
+
+def _choose(trials: Sequence[Trial], goal: Goal) -> Searched:
+    return choose_trial(trials, goal.max_drop) if goal.is_asked else choose_cheapest(trials, goal)
 
 
 def _is_near(prediction: Prediction) -> bool:
@@ -276,7 +268,7 @@ def choose_cheapest(trials: Sequence[Trial], goal: Goal) -> Searched:
 
     That is the first trial that meets the goal, or over which even the trial with the least loss is not worth its cost.
     """
-    enough = _add_worth(min(trials, key=_drop))
+    enough = _add_worth(trials)
     chosen = next(trial for trial in trials if goal.is_met(trial.prediction) or _drop(trial) <= enough)
     return Searched(trials=tuple(trials), chosen=chosen, met=True)
 
@@ -325,71 +317,109 @@ def _choose_most_taken(trials: Sequence[Trial]) -> Trial:
 
 
 def _try_plans(search: Search, goal: Goal, first: QuantPlan, state: State | None) -> list[Trial]:
-    """Returns the trials, by rising number of tensors out of 8 bits, up to one that is good enough or the last.
+    """Returns the trials, by rising number of tensors out of 8 bits.
 
-    The ranking of tensors bounds what a step can save. If tensors get 16 bits, which takes no work out of integers,
-    steps that cannot meet the goal are skipped, except the last of each stage. In the plain mode a stage must save
-    enough before the next one is tried.
+    The ranking of tensors bounds what a plan can save. Plans that may meet the goal by this bound are tried first, the
+    fewest tensors before more, until one is good enough. If none is, the largest number that pays is tried, and smaller
+    ones by bisection.
     """
     attempts = _Attempts(search, goal, first, state)
-    trial = attempts.run(0)
-    if trial is None or (not goal.is_asked and _is_near(trial.prediction)):
-        return attempts.trials
-    for counts in _STAGES if search.relievable else ():
-        if attempts.is_enough(trial) or not search.memo.budget.allows(_MORE):
-            break
+    plain = attempts.run(0)
+    if plain is None or not search.relievable or (not goal.is_asked and _is_near(plain.prediction)):
+        return attempts.in_order
+    last, left = plain, {0: 1.0}
+    for counts in (_FEW, _MORE_THAN_FEW):
+        if attempts.is_enough(last) or not search.memo.budget.allows(_MORE):
+            return attempts.in_order
         weigh = partial(weigh_relief, search.model, search.calibration, first, counts, search.memo)
         shares = search.memo.budget.attempt(_MORE, weigh)
         if shares is None:
-            break
-        before, plain = trial, attempts.trials[0].prediction
-        pays = goal.is_asked or rise_db(shares[counts[-1]]) >= LEAST_GAIN_DB
-        each = counts[-1:] if search.target.widens(search.precision) else counts
+            return attempts.in_order
+        left |= {count: max(1 - share, _NONE_LEFT) for count, share in shares.items()}
         for count in counts:
-            if goal.may_meet(plain, shares[count]) or (pays and count in each):
+            # The last trial is without part of the noise already.
+            if goal.may_meet(last.prediction, 1 - left[count] / left[max(attempts.trials)]):
                 trial = attempts.run(count)
-                if trial is None or attempts.is_enough(trial):
-                    return attempts.trials
-        if not goal.is_asked and _add_worth(trial) > _drop(before):
+                if trial is None:
+                    break
+                if attempts.is_enough(trial):
+                    return attempts.in_order
+                last = trial
+    for count in sorted(left, reverse=True):
+        pays = goal.is_asked or rise_db(1 - left[count]) >= LEAST_GAIN_DB
+        if count in attempts.trials or (pays and attempts.run(count, may_meet=False)):
             break
-    return attempts.trials
+    while True:
+        chosen = attempts.choose()
+        below = max((count for count in attempts.trials if count < chosen), default=chosen)
+        enough = max(goal.max_drop, _add_worth(attempts.in_order))
+        fewer = [count for count in left if below < count < chosen]
+        fewer = [count for count in fewer if _least_drop(plain.prediction, 1 - left[count]) <= enough]
+        if not fewer or attempts.run(fewer[len(fewer) // 2]) is None:
+            return attempts.in_order
 
 
 class _Attempts:
-    """The trials of a search, by rising number of tensors out of 8 bits; `first` is the plan with none."""
+    """The trials of a search, by the number of tensors out of 8 bits; `first` is the plan with none."""
 
     def __init__(self, search: Search, goal: Goal, first: QuantPlan, state: State | None) -> None:
         self._search, self._goal, self._first, self._state = search, goal, first, state
         self._known = {trial.step: trial for trial in state.trials} if state is not None else {}
-        self._most = 1 + (sum(map(len, _STAGES)) if search.relievable else 0)
+        self._most = 1 + (len(_FEW + _MORE_THAN_FEW) if search.relievable else 0)
         self._seconds: list[float] = []
-        self.trials: list[Trial] = []
+        self.trials: dict[int, Trial] = {}
 
-    def run(self, count: int) -> Trial | None:
+    @property
+    def in_order(self) -> list[Trial]:
+        """The trials by rising number of tensors."""
+        return [self.trials[count] for count in sorted(self.trials)]
+
+    def run(self, count: int, *, may_meet: bool = True) -> Trial | None:
         """Returns a trial; None if time is over, there are too few tensors, or too little would stay in integers."""
         step, began = f"relieve {count}" if count else "all", time.monotonic()
         self._tell(step)
         # With a goal the first plan must be measured, whatever the budget; the plain mode may write an unmeasured plan.
-        is_needed, plan = not count and self._goal.is_asked, partial(self._try, step, count)
+        is_needed, plan = not count and self._goal.is_asked, partial(self._try, step, count, may_meet=may_meet)
         trial = self._known.get(step)
         if trial is None:
             trial = plan() if is_needed else self._search.memo.budget.attempt(f"the plan '{step}'", plan)
         self._seconds.append(time.monotonic() - began)
-        if trial is None or (self.trials and not self._goal.keeps_integers(trial, self.trials[0])):
+        if trial is None:
             return None
-        self.trials.append(trial)
+        self.trials[count] = trial
         # A step that the budget cut short is not stored: a later search would take it for complete.
         if self._state is not None and not self._search.memo.budget.left_out:
-            self._state.write(self.trials)
+            self._state.write(self.in_order)
         return trial
 
     def is_enough(self, trial: Trial) -> bool:
         """Returns True if a trial meets the goal and the target runs as much of the work as with the first."""
         return self._goal.is_met(trial.prediction) and trial.taken_macs >= self.trials[0].taken_macs - _SAME_SHARE
 
-    def _try(self, step: str, count: int) -> Trial | None:
-        plan = _plan_step(self._search, self.trials, count) if count else self._first
-        return None if plan is None else _try_plan(self._search, step, plan)
+    def choose(self) -> int:
+        """Returns the number of tensors of the trial that would be chosen."""
+        chosen = _choose(self.in_order, self._goal).chosen
+        return next(count for count, trial in self.trials.items() if trial is chosen)
+
+    def _try(self, step: str, count: int, *, may_meet: bool) -> Trial | None:
+        """Returns a trial that keeps enough of the first plan's work in integers: in the plain mode most of it.
+
+        Float nodes do not run on an accelerator. For a collapsed model half of the work is enough, or any share if the
+        plan meets the goal.
+        """
+        if not count:
+            return _try_plan(self._search, step, self._first)
+        plan = _plan_step(self._search, self.in_order, count)
+        if plan is None:
+            return None
+        has_collapsed = bool(self._first.judged) and self._first.judged[0].sqnr_db < COLLAPSED_DB
+        share = 0.0 if self._goal.is_asked else _HALF if has_collapsed else _PLAIN_INTEGER
+        work = _share_work(self._search, step, plan)
+        is_kept = work.integer >= share * self.trials[0].integer_macs
+        if not is_kept and not (has_collapsed and may_meet):
+            return None
+        trial = _measure(self._search, step, plan, work)
+        return trial if is_kept or self._goal.is_met(trial.prediction) else None
 
     def _tell(self, step: str) -> None:
         done = len(self._seconds)
@@ -398,14 +428,25 @@ class _Attempts:
         self._search.progress(f"{self._search.target.name}: try {done + 1} of {self._most} ({step}){left}")
 
 
-def _add_worth(trial: Trial) -> float:
-    """Returns the loss up to which a plan with fewer tensors out of 8 bits is preferred to this trial.
+def _add_worth(trials: Sequence[Trial]) -> float:
+    """Returns the loss up to which a plan with fewer tensors out of 8 bits is preferred to that with the least loss.
 
     That is 0.2 points more, or what a decibel of noise is worth (12 %): decisions change in proportion to its
     amplitude.
     """
-    drop = trial.prediction.drop_estimate
-    return _drop(trial) + LEAST_GAIN_DB if drop is None else max(drop + _WORTH, drop * 10 ** (LEAST_GAIN_DB / 20))
+    best = min(trials, key=_drop)
+    drop = best.prediction.drop_estimate
+    return _drop(best) + LEAST_GAIN_DB if drop is None else max(drop + _WORTH, drop * 10 ** (LEAST_GAIN_DB / 20))
+
+
+def _least_drop(prediction: Prediction, share: float) -> float:
+    """Returns a lower bound of the drop (as `_drop`) once a share of the noise of the activations is gone.
+
+    A drop falls no faster than the power of the noise.
+    """
+    if prediction.drop_estimate is None:
+        return -(prediction.sqnr_db + rise_db(share) + _NEAR_DB)
+    return prediction.drop_estimate * (1 - share) / _NEAR
 
 
 def _plan_first(search: Search) -> QuantPlan:
@@ -421,19 +462,29 @@ def _plan_step(search: Search, trials: Sequence[Trial], count: int) -> QuantPlan
     )  # fmt: skip
 
 
+class _Work(NamedTuple):
+    """The shares of a model's work that the target takes, and that is computed in integers."""
+
+    taken: float
+    integer: float
+
+
 def _try_plan(search: Search, step: str, plan: QuantPlan) -> Trial:
+    return _measure(search, step, plan, _share_work(search, step, plan))
+
+
+def _share_work(search: Search, step: str, plan: QuantPlan) -> _Work:
     quantized = _quantize(search, step, plan)
-    prediction, check = search.measure(quantized.model), check_model(quantized.model, search.target, advises=False)
+    check = check_model(quantized.model, search.target, advises=False)
     kept = {node.name for node in quantized.float_nodes}
     total = sum(node.macs for node in check.node_list)
     float_macs = sum(node.macs for node in check.node_list if node.name in kept)
-    return Trial(
-        step=step,
-        plan=plan,
-        prediction=prediction,
-        taken_macs=check.taken_macs,
-        integer_macs=round(1 - float_macs / total, 4) if total else 1.0,
-    )
+    return _Work(check.taken_macs, round(1 - float_macs / total, 4) if total else 1.0)
+
+
+def _measure(search: Search, step: str, plan: QuantPlan, work: _Work) -> Trial:
+    prediction = search.measure(_quantize(search, step, plan).model)
+    return Trial(step=step, plan=plan, prediction=prediction, taken_macs=work.taken, integer_macs=work.integer)
 
 
 def _quantize(search: Search, step: str, plan: QuantPlan) -> QuantizedModel:

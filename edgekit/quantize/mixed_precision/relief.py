@@ -31,7 +31,6 @@ from edgekit.quantize.mixed_precision.candidates import (
     Draft,
     Memo,
     choose_again,
-    choose_ranges,
     judge_plan,
     judge_plans,
     place_draft,
@@ -39,7 +38,7 @@ from edgekit.quantize.mixed_precision.candidates import (
 from edgekit.quantize.mixed_precision.score import SWITCHES, judge_candidate, switch_weights
 from edgekit.quantize.mixed_precision.sensitivity import rank_activations
 from edgekit.quantize.objective import FAITHFUL_DB, find_enlarged, fit_ranges, measure_loss, set_range
-from edgekit.quantize.plan import Candidate, FloatNode, QuantPlan, is_relievable, quantizes_any
+from edgekit.quantize.plan import Candidate, FloatNode, QuantPlan, is_relievable, quantizes_any, span_constant
 from edgekit.quantize.qdq import build_qdq, plan_calibration, plan_graph, round_weights
 from edgekit.quantize.ranges import AUTO_METHODS
 from edgekit.target import Target
@@ -50,6 +49,8 @@ GOOD_DB = 30.0
 """From this ratio on, where the error is 3 % of the signal, no more tensors leave 8 bits: a choice."""
 # Beyond this number, tensors out of 8 bits hardly change which range method is best for the others.
 _FEW_RELIEVED = 8
+# The share of the noise that dominates the choice of ranges: a choice.
+_MOST_NOISE = 0.5
 # So many tensors are ranked at once: first few, which are enough for most models, then as many as later steps take.
 _RANKED = (_FEW_RELIEVED, 40, 80)
 _STEPS, _MOST_VALUES = 255, "percentile-99.9"
@@ -111,24 +112,31 @@ def relieve_step(
 ) -> QuantPlan | None:
     """Returns a plan with its `count` most harmful tensors out of 8 bits, None if it has too few.
 
-    They get 16 bits if the target supports them, and stay float otherwise. `before` is the result of the previous step:
-    with many tensors its range method and rounding are used again.
+    They get 16 bits if the target supports them, and stay float otherwise. `before` is the plan with the next smaller
+    number of them. Its ranges and its rounding are used again, unless these few tensors make most of the noise: then
+    the earlier choice was dominated by them.
 
     Raises:
         UsageError: the statistics are gone.
     """
     draft = _open_draft(model, calibration, plan)
     graph, calibration = draft.graph, draft.calibration
-    order = tuple(_rank_tensors(draft, memo, count))
-    if count > 2 * len(order):
+    noise = _rank_tensors(draft, memo, count)
+    if count > 2 * len(noise):
         return None
-    relieved = relieve_tensors(graph, plan, order[:count], calibration, widens=target.widens(plan.precision))
+    relieved = relieve_tensors(graph, plan, (*noise,)[:count], calibration, widens=target.widens(plan.precision))
     if not quantizes_any(graph, relieved):
         return None
-    if count > _FEW_RELIEVED:
-        relieved = choose_ranges(relieved, calibration, before.method, before.rounding)
-    elif is_relievable(plan) and {*AUTO_METHODS, plan.method} <= calibration.ranges.keys():
+    is_dominated = count <= _FEW_RELIEVED and bound_relief([*noise.values()], count) > _MOST_NOISE
+    if is_dominated and is_relievable(plan) and {*AUTO_METHODS, plan.method} <= calibration.ranges.keys():
         relieved = choose_again(msgspec.structs.replace(draft, plan=relieved), memo)
+    else:
+        wide = {name: before.wide.get(name, span) for name, span in relieved.wide.items()}
+        relieved = msgspec.structs.replace(
+            relieved, method=before.method, rounding=before.rounding, ranges=before.ranges, wide=wide
+        )
+    if count > _FEW_RELIEVED:
+        return relieved
     fitted = memo.budget.attempt("ranges of inputs", partial(fit_inputs, msgspec.structs.replace(draft, plan=relieved)))
     return fitted or relieved
 
@@ -250,7 +258,9 @@ def relieve_tensors(
     if widens:
         seen = calibration.ranges["minmax"]
         exact = {name: its for name, its in seen.items() if range_source(graph, name) in every}
-        return msgspec.structs.replace(plan, wide={**plan.wide, **exact})
+        # Rows that a Gather takes from a table have its grid: the table is stored in 16 bits too.
+        tables = {name: span_constant(graph, name) for name in every if graph.is_float_constant(name)}
+        return msgspec.structs.replace(plan, wide={**plan.wide, **exact, **tables})
     kept = {node.name: node for node in plan.float_nodes}
     for name in every:
         maker = graph.producers.get(name)
@@ -265,7 +275,9 @@ def _rank_tensors(draft: Draft, memo: Memo, count: int) -> dict[str, float]:
 
     The memo keeps the result for later steps.
     """
-    plan, worst = msgspec.structs.replace(draft.plan, judged=()), next(each for each in _RANKED if each >= count)
+    plan, effort = msgspec.structs.replace(draft.plan, judged=()), draft.effort
+    # Where runs are bounded, one ranking takes them all: another would only begin again.
+    worst = _RANKED[-1] if effort.is_bounded else next(each for each in _RANKED if each >= count)
     key = digest_bytes(msgspec.json.encode((plan, draft.calibration.outputs, worst), order="sorted"))
     if key in memo.ranked:
         return memo.ranked[key]
@@ -273,7 +285,7 @@ def _rank_tensors(draft: Draft, memo: Memo, count: int) -> dict[str, float]:
     qdq = build_qdq(draft.graph, unsigned.plan, draft.statistics, "the candidate")
     errors = rank_activations(
         draft.graph, qdq, draft.compared, draft.statistics, memo.budget,
-        worst=worst, most=draft.effort.ranking, weights=_guess_noise(draft),
+        worst=worst, most=effort.ranking, weights=_guess_noise(draft),
     )  # fmt: skip
     # A tensor that only a Relu or Clip reads leaves 8 bits together with the output of that node: they count as one.
     folded = folded_activations(draft.graph)
