@@ -11,7 +11,7 @@ import onnx
 
 from edgekit.errors import UsageError
 from edgekit.graph.graph import Graph, Node, Value, infer_graph
-from edgekit.prepare.shapes import DynamicDim, find_dynamic_dims, fix_dims, formula_names
+from edgekit.prepare.shapes import find_dynamic_dims, fix_dims, formula_names
 
 # All other types count as one byte: 8-bit types, bool, and strings, whose length is unknown.
 _BITS = {
@@ -162,10 +162,12 @@ def choose_sizes(graph: onnx.GraphProto) -> dict[str, int]:
     # Dimensions that are a single name come before names that occur in formulas only.
     for is_formula in (False, True):
         for dim in dims:
-            names = formula_names(dim.name)
+            names, rank = formula_names(dim.name), ranks[dim.input]
+            sides = [each for each in dims if each.input == dim.input and each.axis]
+            size = _SIDE if rank >= _PICTURE_RANK and len(sides) > 1 else _LENGTH
             if bool(names) == is_formula:
                 for name in sorted(names) or [dim.name]:
-                    sizes.setdefault(name, _choose_size(dim, ranks[dim.input], dims))
+                    sizes.setdefault(name, _SAMPLES if dim.axis == 0 and rank > 1 else size)
     return sizes
 
 
@@ -192,13 +194,6 @@ def count_open(graph: Graph) -> Graph:
 def count_unsized(graph: Graph) -> int:
     """Returns how many nodes that multiply have an unknown amount of work, subgraphs included."""
     return sum(has_unknown_work(each, node) for each in _list_graphs(graph) for node in each.nodes)
-
-
-def _choose_size(dim: DynamicDim, rank: int, dims: tuple[DynamicDim, ...]) -> int:
-    if dim.axis == 0 and rank > 1:
-        return _SAMPLES
-    sides = [each for each in dims if each.input == dim.input and each.axis]
-    return _SIDE if rank >= _PICTURE_RANK and len(sides) > 1 else _LENGTH
 
 
 def _list_graphs(graph: Graph) -> Iterator[Graph]:

@@ -14,9 +14,9 @@ from edgekit._ort import CPU_PROVIDER
 from edgekit._proc import run_process
 from edgekit.check.macs import count_macs
 from edgekit.check.report import CheckReport, Verdict
-from edgekit.check.rules.rulebook import RuleBook, load_rules
+from edgekit.check.rules.rulebook import load_rules
 from edgekit.evidence import Evidence
-from edgekit.graph.graph import Graph, Node
+from edgekit.graph.graph import Graph
 from edgekit.model.model import find_integer_ops
 from edgekit.target import INTEGERS, Form, Precision, Target
 
@@ -197,15 +197,14 @@ def explain_no_gain(graph: Graph, target: Target, precision: Precision, check: C
     form = f"qdq-{target.quantization.activation}"
     counts = [(count_macs(graph, node), node) for node in graph.nodes]
     total = sum(macs for macs, _ in counts)
-    most = sum(macs for macs, node in counts if macs and _has_form(node, book, form)) / total if total else 1.0
+    supported = 0
+    for macs, node in counts:
+        entries = [op for op in book.op if node.op_type in op.types]
+        supported += macs if entries and all(not op.forms or form in op.forms for op in entries) else 0
+    most = supported / total if total else 1.0
     if most >= target.thresholds.min_taken_macs:
         return None
     taken = check().taken_macs
     if taken <= most:
         return None
     return f"{target.name} takes at most {most:.0%} of this model's work in {precision}, and {taken:.0%} in float"
-
-
-def _has_form(node: Node, book: RuleBook, form: str) -> bool:
-    entries = [op for op in book.op if node.op_type in op.types]
-    return bool(entries) and all(not op.forms or form in op.forms for op in entries)

@@ -47,7 +47,15 @@ class _View(msgspec.Struct, frozen=True, kw_only=True):
 def trace_nodes(source: Graph, prepared: Graph) -> Iterator[tuple[Graph, Node, Trace]]:
     """Yields each node of `source` with its graph and what became of it, a body's nodes after the node that has it."""
     names = {node.name: node for node in prepared.nodes}
-    needed: set[int] = set()
+    constant, needed = set[int](), set[int]()
+    results: set[str] = set()
+    for node in source.nodes:
+        inputs = [name for name in node.input if name]
+        known = all(name in source.constants or name in results for name in inputs)
+        fixed = bool(inputs) and not node.bodies and known
+        if fixed or (node.op_type in _SHAPE_OPS and node.name not in names):
+            constant.add(node.index)
+            results.update(node.output)
     for node in reversed(source.nodes):
         readers = {reader.index for name in node.output for reader in source.consumers.get(name, ())}
         if readers & needed or any(name in source.outputs for name in node.output):
@@ -57,7 +65,7 @@ def trace_nodes(source: Graph, prepared: Graph) -> Iterator[tuple[Graph, Node, T
         prepared=prepared,
         names=names,
         known=frozenset(node.name for node in source.nodes),
-        constant=_constant_nodes(source, names),
+        constant=frozenset(constant),
         idle=frozenset(node.index for node in source.nodes) - needed,
     )
     found: dict[int, Trace] = {}
@@ -160,19 +168,6 @@ def _describe_input(view: _View, node: Node, reader: Node) -> Trace:
         return Trace(fate="removed", note=f"'{reader.name}' reads '{read}' in its place")
     how = "the same as" if maker.op_type == node.op_type else "merged into"
     return Trace(fate="fused", became=(maker.name,), note=f"{how} {maker.op_type} '{maker.name}'")
-
-
-def _constant_nodes(graph: Graph, names: Mapping[str, Node]) -> frozenset[int]:
-    found: set[int] = set()
-    results: set[str] = set()
-    for node in graph.nodes:
-        inputs = [name for name in node.input if name]
-        known = all(name in graph.constants or name in results for name in inputs)
-        fixed = bool(inputs) and not node.bodies and known
-        if fixed or (node.op_type in _SHAPE_OPS and node.name not in names):
-            found.add(node.index)
-            results.update(node.output)
-    return frozenset(found)
 
 
 def _names(nodes: list[Node]) -> tuple[str, ...]:

@@ -111,7 +111,17 @@ def describe_fates(report: CheckReport) -> str:
 
 def list_check_remarks(report: CheckReport, seen: Observed | NotObserved | None = None) -> Iterator[str]:
     """Yields the remarks on a verdict, except the nodes not taken: first the worst, last what the real provider did."""
-    yield from describe_open(report)
+    if report.counted_at is not msgspec.UNSET:
+        sizes = ", ".join(f"{name}={size}" for name, size in report.counted_at.items())
+        options = " ".join(f"--dim {name}=INT" for name in report.counted_at)
+        yield f"open dimensions: work is counted at {sizes}; {options} says what is taken once they have sizes of yours"
+        if report.unsized_nodes:
+            one = report.unsized_nodes == 1
+            what = "1 node that multiplies is" if one else f"{report.unsized_nodes} nodes that multiply is"
+            yield (
+                f"the work of {what} not known even there: each size that is not counts as 1, and shares are no more"
+                " than that"
+            )
     for node in report.node_list:
         if node.fatal:
             yield f"fatal: {node.op} '{node.name}' makes the provider refuse the whole session"
@@ -119,22 +129,6 @@ def list_check_remarks(report: CheckReport, seen: Observed | NotObserved | None 
     yield from list_remarks(report)
     if seen is not None:
         yield from list_observed(seen)
-
-
-def describe_open(report: CheckReport) -> Iterator[str]:
-    """Yields the sizes at which work was counted if dimensions are open, and how many nodes have unknown work."""
-    if report.counted_at is msgspec.UNSET:
-        return
-    sizes = ", ".join(f"{name}={size}" for name, size in report.counted_at.items())
-    options = " ".join(f"--dim {name}=INT" for name in report.counted_at)
-    yield f"open dimensions: work is counted at {sizes}; {options} says what is taken once they have sizes of yours"
-    if report.unsized_nodes:
-        what = (
-            "the work of 1 node that multiplies is"
-            if report.unsized_nodes == 1
-            else (f"the work of {report.unsized_nodes} nodes that multiply is")
-        )
-        yield f"{what} not known even there: each size that is not counts as 1, and shares are no more than that"
 
 
 def list_remarks(report: CheckReport) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """What a provider took on a device: which nodes it left to the CPU, and how the bundle's other model files run."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -10,10 +10,10 @@ from edgekit._ort import CPU_PROVIDER
 from edgekit.bundle.folder import Bundle
 from edgekit.bundle.golden import Golden, read_inputs, read_outputs
 from edgekit.check.placement import place_observed
-from edgekit.check.report import CheckedNode, CheckReport, Placed
+from edgekit.check.report import CheckedNode, Placed
 from edgekit.data.samples import select_samples, spread_indices
 from edgekit.devices.bundled import make_job
-from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job, PlacedNode
+from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job
 from edgekit.devices.named import kind_of
 from edgekit.devices.placed import FAMILIES, count_nodes, find_lost, goes_unnamed, match_nodes, name_as_model
 from edgekit.devices.recorded import is_recorded
@@ -45,12 +45,20 @@ def find_gap(run: DeviceRun, job: Job) -> PlacementGap | None:
     taken = [node for node in check.node_list if node.taken and not node.is_quantizer]
     lost = find_lost(run, check)
     total = sum(node.macs for node in check.node_list)
+    hidden, known = 0, places.keys() & names
+    # Nodes that do the work are compared in `describe_unmatched`, and so are subgraphs, whose nodes have no names of
+    # the model. What is left is reported neither by name nor under a name of the optimiser's.
+    if not _holds_compiled(run, job) and all(node.op not in _REPEATING for node in check.node_list):
+        left = (node for node in check.node_list if not node.taken and not node.is_quantizer)
+        unseen = sum(node.op not in FAMILIES and node.name not in known for node in left)
+        made = sum(node.provider == CPU_PROVIDER and node.name not in known for node in run.placement)
+        hidden = max(0, unseen - made)
     return PlacementGap(
         predicted=len(taken),
         lost=len(lost),
         lost_macs=sum(node.macs for node in lost) / total if total else len(lost) / max(1, len(taken)),
         nodes=tuple(node.name for node in lost[:_MOST_NAMES]),
-        hidden=0 if _holds_compiled(run, job) else _count_hidden(check, run.placement, places.keys() & names),
+        hidden=hidden,
     )
 
 
@@ -127,20 +135,6 @@ def _holds_compiled(run: DeviceRun, job: Job) -> bool:
     return run.placement_source == "profile" and any(
         node.provider != CPU_PROVIDER and node.op not in known for node in run.placement
     )
-
-
-def _count_hidden(check: CheckReport, placement: Sequence[PlacedNode], known: set[str]) -> int:
-    """Returns how many nodes predicted for the CPU are reported neither by name nor under an optimiser's name.
-
-    Nodes that do the work are compared in `describe_unmatched`, and so are subgraphs, whose nodes have no names of the
-    model.
-    """
-    if any(node.op in _REPEATING for node in check.node_list):
-        return 0
-    left = (node for node in check.node_list if not node.taken and not node.is_quantizer)
-    unseen = sum(node.op not in FAMILIES and node.name not in known for node in left)
-    made = sum(node.provider == CPU_PROVIDER and node.name not in known for node in placement)
-    return max(0, unseen - made)
 
 
 LINKED_RUNTIMES = frozenset({"android", "ios-sim"})

@@ -10,7 +10,7 @@ import msgspec
 
 from edgekit.bundle.folder import Bundle
 from edgekit.bundle.golden import Golden, read_outputs
-from edgekit.bundle.manifest import UNPADDED, Buckets, Manifest, list_open
+from edgekit.bundle.manifest import UNPADDED, Manifest, list_open
 from edgekit.data.padding import crop_samples, cut_samples, free_axes
 from edgekit.data.samples import Samples, list_samples, load_samples, select_samples
 from edgekit.devices.device import Device, DeviceRun, Job
@@ -102,7 +102,11 @@ def run_buckets(
     if not buckets or run.failure is not None:
         return None
     if unpadded is None:
-        whole, filled = _read_unpadded(bundle.golden, buckets), read_outputs(bundle.golden)
+        golden, open_outputs = bundle.golden, free_axes(buckets.padding.outputs, bundle.golden.outputs)
+        whole, filled = load_samples(str(golden.folder.parent / UNPADDED), open_outputs), read_outputs(golden)
+        if whole.count != golden.samples:
+            said = f"'{UNPADDED}' holds {whole.count} samples, not {golden.samples}"
+            raise DataError(said, hint="build the bundle again")
     else:
         whole, filled = unpadded.outputs, read_outputs(unpadded.golden)
         buckets = msgspec.structs.replace(buckets, lengths=unpadded.lengths)
@@ -151,15 +155,6 @@ def run_buckets(
         filled=compare(select_samples(filled, rows), rows, largest.size),
         sizes=tuple(sizes),
     )
-
-
-def _read_unpadded(golden: Golden, buckets: Buckets) -> Samples:
-    samples = load_samples(str(golden.folder.parent / UNPADDED), free_axes(buckets.padding.outputs, golden.outputs))
-    if samples.count != golden.samples:
-        raise DataError(
-            f"'{UNPADDED}' holds {samples.count} samples, not {golden.samples}", hint="build the bundle again"
-        )
-    return samples
 
 
 _MOST_GROUPS = 3

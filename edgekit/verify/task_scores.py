@@ -67,13 +67,8 @@ def judge_task(report: TaskReport | None, limit: TaskLimit | None) -> Judgement:
         return Judgement(unproven=(f"{name} was not measured: it needs labels (--labels)",))
     if report.got is None:
         return Judgement(failures=(f"{name} was not measured on every sample: {report.mismatch}",))
-    found = join_judgements(
-        (
-            _judge_drop(report, report.got, limit),
-            _judge_share(report, report.got, limit),
-            _judge_least(report, report.got, limit),
-        )
-    )
+    judges = (_judge_drop, _judge_share, _judge_least)
+    found = join_judgements(judge(report, report.got, limit) for judge in judges)
     return Judgement(
         failures=tuple(f"{name} {line}" for line in found.failures),
         unproven=tuple(f"{name} {line}" for line in found.unproven),

@@ -133,18 +133,18 @@ def group_units(
         if unit is not None and not (fits_bias and selector == "conv" and _has_other_bias(graph, unit)):
             grouped[node.index] = unit
     inside = {member for target, unit in grouped.items() for member in unit.members if member != target}
-    return tuple(
-        grouped.get(node.index) or single_unit(graph, node) for node in graph.nodes if node.index not in inside
-    )
-
-
-def single_unit(graph: Graph, node: Node) -> Unit:
-    """Returns the unit of a node alone; QLinear operators get their parameters as operands, as in ORT's NodeUnit."""
-    inputs, outputs = _linear_operands(graph, node) or (
-        tuple(_operand(graph, name) for name in node.input),
-        tuple(_operand(graph, name) for name in node.output),
-    )
-    return Unit(node=node, members=(node.index,), inputs=inputs, outputs=outputs)
+    units: list[Unit] = []
+    for node in graph.nodes:
+        if node.index in grouped:
+            units.append(grouped[node.index])
+        elif node.index not in inside:
+            # QLinear operators get their parameters as operands, as in ORT's NodeUnit.
+            inputs, outputs = _linear_operands(graph, node) or (
+                tuple(_operand(graph, name) for name in node.input),
+                tuple(_operand(graph, name) for name in node.output),
+            )
+            units.append(Unit(node=node, members=(node.index,), inputs=inputs, outputs=outputs))
+    return tuple(units)
 
 
 def _group(graph: Graph, node: Node, selector: Selector, *, absorb_clips: bool) -> Unit | None:

@@ -15,7 +15,7 @@ from edgekit.report.timing import (
     headline_tuning,
     list_tuning_remarks,
 )
-from edgekit.tune.report import TriedSetting, TuneReport
+from edgekit.tune.report import TuneReport
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70.0, 985.0, 16.0, 280.0
 
@@ -56,7 +56,7 @@ def draw_front(report: TuneReport) -> ParetoChart | None:
             y=up.place(one.peak_rss_bytes),
             front=one.pareto,
             chosen=one.entrant == report.chosen,
-            loss=_find_loss(one),
+            loss=0.0 if one.sqnr_db is None else min(1.0, max(0.0, (100.0 - one.sqnr_db) / 70.0)),
             title=f"{one.entrant.name}: {one.median_ms:.3g} ms, {format_bytes(one.peak_rss_bytes)},"
             f" outputs {describe_nearness(one)}",
         )
@@ -90,10 +90,6 @@ class _Scale(msgspec.Struct, frozen=True):
 
     def list_marks(self) -> list[float]:
         return [math.exp(self.low + (self.high - self.low) * step / 4) for step in range(5)]
-
-
-def _find_loss(one: TriedSetting) -> float:
-    return 0.0 if one.sqnr_db is None else min(1.0, max(0.0, (100.0 - one.sqnr_db) / 70.0))
 
 
 _FILTERS: Mapping[str, Callable[..., object]] = {

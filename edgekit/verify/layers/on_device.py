@@ -258,8 +258,20 @@ class _Probing:
         session = _open_layers(self.model, planned)
         for sample in job.samples:
             for name, value in session.run(sample).items():
-                self._add_spec(name, value)
-        self.probes = [probe for probe in planned if self._is_measurable(probe)]
+                # A dimension that is not the same in every sample is unknown.
+                spec, size_bytes = self.specs.get(name, (None, 0))
+                shape: Sequence[int | str | None] = value.shape
+                if spec is not None:
+                    same = (dim if dim == other else None for dim, other in zip(spec.shape or (), shape, strict=False))
+                    shape = tuple(same)
+                is_ranked = spec is None or len(spec.shape or ()) == value.ndim
+                spec = TensorSpec(name=name, dtype=value.dtype.name, shape=tuple(shape) if is_ranked else None)
+                self.specs[name] = spec, max(value.nbytes, size_bytes)
+        self.probes: list[Probe] = []
+        for probe in planned:
+            spec, size_bytes = self.specs.get(probe.tensor, (None, 0))
+            if spec is not None and size_bytes and (probe.grid is not None or spec.dtype.startswith("float")):
+                self.probes.append(probe)
 
     def list_slices(self, slice_bytes: int) -> Sequence[Sequence[Probe]]:
         """Returns the probes in slices of about so many bytes a sample."""
@@ -315,21 +327,6 @@ class _Probing:
             for probe in self.probes
             if probe.tensor in self.errors
         )
-
-    def _add_spec(self, name: str, value: Array) -> None:
-        """Adds a sample's tensor: a dimension that is not the same in every sample is unknown."""
-        shape: tuple[int | str | None, ...] | None = value.shape
-        size_bytes = value.nbytes
-        if name in self.specs:
-            before, most = self.specs[name]
-            dims, size_bytes = before.shape or (), max(size_bytes, most)
-            same = (dim if dim == other else None for dim, other in zip(dims, value.shape, strict=False))
-            shape = tuple(same) if len(dims) == value.ndim else None
-        self.specs[name] = TensorSpec(name=name, dtype=value.dtype.name, shape=shape), size_bytes
-
-    def _is_measurable(self, probe: Probe) -> bool:
-        spec, size_bytes = self.specs.get(probe.tensor, (None, 0))
-        return spec is not None and size_bytes > 0 and (probe.grid is not None or spec.dtype.startswith("float"))
 
     def _add_errors(self, wanted: Sequence[Probe], sources: Sequence[Probe], outputs: Samples) -> None:
         here, isolated = _open_layers(self.model, wanted), None

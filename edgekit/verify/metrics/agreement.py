@@ -149,21 +149,18 @@ def _share_decisions(reading: Reading, pairs: _Pairs) -> Iterator[Agreement]:
         rows.append((hits, float(before.size)))
     if not rows:
         return
-    if answers and (blank := _find_blank(np.concatenate([before for before, _ in answers]))) is not None:
+    if answers:
+        # The class of most steps is the blank of CTC (A. Graves et al., 2006).
+        counts = np.bincount(np.concatenate([before for before, _ in answers]))
+        blank = int(counts.argmax())
         spelt = [(_spell(before, blank), _spell(after, blank)) for before, after in answers]
-        if max(len(one) for pair in spelt for one in pair) <= _MOST_LETTERS:
+        if 2 * counts.max() > counts.sum() and max(len(one) for pair in spelt for one in pair) <= _MOST_LETTERS:
             of, sizes = "letters", [(max(map(len, pair)), count_edits(*pair)) for pair in spelt]
             rows = [(float(size - edits), float(size)) for size, edits in sizes]
     share, interval = bootstrap_share(np.array(rows))
     if of == "classes":
         interval = wilson_interval(int(sum(hits for hits, _ in rows)), len(rows))
     yield Agreement(of=of, share=share, interval=interval, samples=len(rows))
-
-
-def _find_blank(steps: Array) -> int | None:
-    """Returns the class of most steps, which is the blank of CTC (A. Graves et al., 2006), or None if there is none."""
-    counts = np.bincount(steps)
-    return int(counts.argmax()) if 2 * counts.max() > len(steps) else None
 
 
 def _spell(steps: Array, blank: int) -> list[int]:

@@ -9,7 +9,7 @@ tests/verify/test_verify_honesty.py counts how often.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -158,29 +158,24 @@ def find_leak(own: Floats, got: Floats) -> str | None:
 def find_permutation(own: Floats, got: Floats) -> str | None:
     """Returns the words for outputs that came back for other samples than they belong to, or None.
 
-    A sample has moved if its output is four times nearer (in energy) to the own model's output for another sample, and
-    farther from its own than half of the distance between samples. Only closed cycles of moved samples count, because
-    an error that all samples share moves them in one direction. If an honest device errs by much, its outputs fall
-    anywhere, and if samples lie on a line one of them is always near. So a match counts more the nearer it is relative
-    to the second nearest (Lowe 2004), and the more directions there are.
+    If an honest device errs by much, its outputs fall anywhere, and if samples lie on a line one of them is always
+    near. So a match counts more the nearer it is relative to the second nearest (Lowe 2004), and the more directions
+    there are.
     """
     count = len(own)
     if count < 2:
         return None
-    apart = _energy(_centre(own)) / count
-    error = np.square(got - own).sum(axis=1)
-    nearest, chances, dims = np.arange(count), np.ones(count), count_dimensions(own)
-    for index in np.flatnonzero(error > _LEAST_MOVE * apart):
-        distances = np.square(own - got[index]).sum(axis=1)
+    dims = count_dimensions(own)
+
+    def weigh(_index: int, distances: Floats) -> float:
+        # A match counts no more than one of all pairs of samples would by chance: classes that saturate coincide.
         first, second = np.sort(distances)[:2]
-        if first * _CLOSER < error[index]:
-            nearest[index] = int(distances.argmin())
-            # A match counts no more than one of all pairs of samples would by chance: classes that saturate coincide.
-            chances[index] = max(measure_chance(first, second, dims), 1.0 / count**2)
-    moved = _list_cycles(nearest.tolist())
-    if not moved or float(np.prod(chances[moved])) >= CHANCE:
+        return max(measure_chance(first, second, dims), 1.0 / count**2)
+
+    moved = _find_moved(own, got, _energy(_centre(own)) / count, weigh)
+    if moved is None:
         return None
-    return f"came back for other samples: that of sample {moved[0]} belongs to sample {nearest[moved[0]]}"
+    return f"came back for other samples: that of sample {moved[0]} belongs to sample {moved[1]}"
 
 
 def find_swapped(own: Floats, got: Floats) -> str | None:
@@ -189,21 +184,40 @@ def find_swapped(own: Floats, got: Floats) -> str | None:
     As `find_permutation`, for elements instead of samples. The chance of a match is raised to half the number of
     samples that carry the difference (participation ratio), and is multiplied by the number of pairs of elements.
     """
-    ours, theirs = own.T, got.T
-    count, error = len(ours), np.square(got - own).sum(axis=0)
-    apart = _energy(_centre(own)) / count
-    nearest, chances = np.arange(count), np.ones(count)
+    ours, error = own.T, np.square(got - own).sum(axis=0)
+
+    def weigh(index: int, distances: Floats) -> float:
+        place = int(distances.argmin())
+        ratio = max(float(distances[place]) / float(error[index]), _NEAREST)
+        return float(ratio ** (_count_carriers(ours[index] - ours[place]) / 2.0))
+
+    moved = _find_moved(ours, got.T, _energy(_centre(own)) / len(ours), weigh, pairs=len(ours) ** 2)
+    if moved is None:
+        return None
+    return f"has its elements in another order: what belongs to {moved[1]} came back as {moved[0]}"
+
+
+def _find_moved(
+    own: Floats, got: Floats, apart: float, weigh: Callable[[int, Floats], float], pairs: int = 1
+) -> tuple[int, int] | None:
+    """Returns the first row that came back in another's place, and that place; None if chance may explain all matches.
+
+    A row has moved if it is four times nearer (in energy) to another of the own model's rows, and farther from its own
+    than half of the distance between rows, whose mean square is `apart`. Only closed cycles of moved rows count,
+    because an error that all rows share moves them in one direction. `weigh` returns the chance of a match, from the
+    distances to all rows; `pairs` is how many matches could be found.
+    """
+    error = np.square(got - own).sum(axis=1)
+    nearest, chances = np.arange(len(own)), np.ones(len(own))
     for index in np.flatnonzero(error > _LEAST_MOVE * apart):
-        distances = np.square(ours - theirs[index]).sum(axis=1)
+        distances = np.square(own - got[index]).sum(axis=1)
         place = int(distances.argmin())
         if distances[place] * _CLOSER < error[index]:
-            nearest[index] = place
-            ratio = max(float(distances[place]) / float(error[index]), _NEAREST)
-            chances[index] = ratio ** (_count_carriers(ours[index] - ours[place]) / 2.0)
+            nearest[index], chances[index] = place, weigh(int(index), distances)
     moved = _list_cycles(nearest.tolist())
-    if not moved or float(np.prod(chances[moved])) * count**2 >= CHANCE:
+    if not moved or float(np.prod(chances[moved])) * pairs >= CHANCE:
         return None
-    return f"has its elements in another order: what belongs to {nearest[moved[0]]} came back as {moved[0]}"
+    return moved[0], int(nearest[moved[0]])
 
 
 def find_stuck(own: Floats, got: Floats) -> str | None:
