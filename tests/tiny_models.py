@@ -7,6 +7,9 @@ import numpy as np
 import onnx
 from onnx import numpy_helper, parser
 
+from edgekit.model.model import Model, load_model
+from edgekit.model.tensors import Array
+
 
 def parse_model(text: str, path: Path, **fields: Any) -> Path:
     """Writes a model from onnx's text form and returns its path; `fields` are set on the ModelProto."""
@@ -15,6 +18,14 @@ def parse_model(text: str, path: Path, **fields: Any) -> Path:
         setattr(model, name, value)
     onnx.save(model, str(path))
     return path
+
+
+def save_net(text: str, path: Path, **weights: Array) -> Model:
+    """Writes a graph given in onnx's text form, with these weights beside those of the text, and loads the model."""
+    proto = parser.parse_model(f'<ir_version: 9, opset_import: ["" : 17]> g {text}')
+    proto.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in weights.items())
+    onnx.save(proto, str(path))
+    return load_model(path)
 
 
 def write_small_net(model: Path, samples: Path) -> None:

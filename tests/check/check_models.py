@@ -6,13 +6,14 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper, parser
+from onnx import parser
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+from tiny_models import parse_model, save_net
 
 from edgekit.check.check import check_graph, check_model
 from edgekit.check.report import CheckedNode, CheckReport
 from edgekit.check.rules.rulebook import load_rules
-from edgekit.graph.graph import infer_graph
+from edgekit.graph.graph import Graph, infer_graph
 from edgekit.model.model import load_model
 from edgekit.target import load_target
 
@@ -25,6 +26,16 @@ def check_proto(proto: onnx.ModelProto, target: str, settings: Mapping[str, str]
     opset = {entry.domain: entry.version for entry in proto.opset_import}.get("", 1)
     known = {**loaded.session.provider_options, **loaded.settings}
     return list(check_graph(infer_graph(proto), load_rules(loaded), known, opset=opset))
+
+
+def graph_of(body: str, opset: int = 17) -> Graph:
+    """Returns the view of a graph given in onnx's text form."""
+    return infer_graph(parser.parse_model(f'<ir_version: 8, opset_import: ["" : {opset}, "com.microsoft" : 1]> {body}'))
+
+
+def save_text(body: str, path: Path) -> Path:
+    """Writes a graph given in onnx's text form."""
+    return parse_model(f'<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]> {body}', path)
 
 
 def check_text(body: str, target: str, settings: Mapping[str, str] | None = None, opset: int = 17) -> list[CheckedNode]:
@@ -50,39 +61,21 @@ def conv_net(path: Path) -> Path:
         "w1": (8, 3, 3, 3), "b1": (8,), "w2": (8, 1, 3, 3), "b2": (8,), "w3": (8, 8, 1, 1), "b3": (8,),
         "wf": (8, 4), "bf": (4,),
     }  # fmt: skip
-    tensors = [numpy_helper.from_array(rng.normal(size=shape).astype(np.float32), n) for n, shape in weights.items()]
-    tensors += [
-        numpy_helper.from_array(np.asarray(value, np.float32), name) for name, value in (("low", 0), ("high", 6))
-    ]
-    same: dict[str, Any] = {"pads": [1, 1, 1, 1], "kernel_shape": [3, 3]}
-    nodes = [
-        helper.make_node("Conv", ["x", "w1", "b1"], ["c1"], "conv1", strides=[2, 2], **same),
-        helper.make_node("Clip", ["c1", "low", "high"], ["r1"], "clip1"),
-        helper.make_node("Conv", ["r1", "w2", "b2"], ["c2"], "conv2", group=8, **same),
-        helper.make_node("Clip", ["c2", "low", "high"], ["r2"], "clip2"),
-        helper.make_node("Conv", ["r2", "w3", "b3"], ["c3"], "conv3", kernel_shape=[1, 1]),
-        helper.make_node("Add", ["r1", "c3"], ["a"], "add"),
-        helper.make_node("GlobalAveragePool", ["a"], ["p"], "pool"),
-        helper.make_node("Flatten", ["p"], ["f"], "flatten"),
-        helper.make_node("Gemm", ["f", "wf", "bf"], ["y"], "gemm"),
-    ]
-    graph = helper.make_graph(
-        nodes,
-        "net",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 3, 16, 16])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 4])],
-        tensors,
-    )
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), str(path))
+    text = """(float[1,3,16,16] x) => (float[1,4] y) <float low = {0}, float high = {6}> {
+      [conv1] c1 = Conv<strides = [2,2], pads = [1,1,1,1], kernel_shape = [3,3]>(x, w1, b1)
+      [clip1] r1 = Clip(c1, low, high)
+      [conv2] c2 = Conv<group = 8, pads = [1,1,1,1], kernel_shape = [3,3]>(r1, w2, b2)
+      [clip2] r2 = Clip(c2, low, high)
+      [conv3] c3 = Conv<kernel_shape = [1,1]>(r2, w3, b3)
+      [add] a = Add(r1, c3) [pool] p = GlobalAveragePool(a) [flatten] f = Flatten(p) [gemm] y = Gemm(f, wf, bf) }"""
+    save_net(text, path, **{name: rng.normal(size=shape).astype(np.float32) for name, shape in weights.items()})
     return path
 
 
 class _Reader(CalibrationDataReader):  # type: ignore[misc]  # onnxruntime has no types
     def __init__(self) -> None:
-        rng = np.random.default_rng(1)
-        self._samples: Iterator[dict[str, Any]] = iter(
-            [{"x": rng.normal(size=(1, 3, 16, 16)).astype(np.float32)} for _ in range(2)]
-        )
+        rows = np.random.default_rng(1).normal(size=(2, 1, 3, 16, 16)).astype(np.float32)
+        self._samples: Iterator[dict[str, Any]] = iter([{"x": row} for row in rows])
 
     def get_next(self) -> dict[str, Any] | None:
         """Returns the next sample."""

@@ -3,17 +3,14 @@
 from pathlib import Path
 
 import pytest
-from check_models import check_file, quantized_net
+from check_models import check_file, quantized_net, save_text
 from onnxruntime.quantization import QuantType
-from tiny_models import parse_model
 
 from edgekit.check.report import Advice
 
-HEAD = '<ir_version: 8, opset_import: ["" : 17]> g'
-
 
 def _advice(tmp_path: Path, body: str, target: str) -> dict[str, Advice]:
-    return {entry.id: entry for entry in check_file(parse_model(f"{HEAD} {body}", tmp_path / "m.onnx"), target).advice}
+    return {entry.id: entry for entry in check_file(save_text(f"g {body}", tmp_path / "m.onnx"), target).advice}
 
 
 def test_a_sum_of_two_is_an_add(tmp_path: Path) -> None:

@@ -5,9 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from check_models import check_file, conv_net, quantized_net
+from check_models import check_file, conv_net, quantized_net, save_text
 from onnxruntime.quantization import QuantType
-from tiny_models import parse_model
 
 from edgekit.target import load_target
 
@@ -37,8 +36,7 @@ def test_networks(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_session_that_fails_is_predicted(tmp_path: Path) -> None:
-    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[2,4] x) => (float[2,4] y) { [n] y = Elu(x) }'
-    path = parse_model(text, tmp_path / "m.onnx")
+    path = save_text("g (float[2,4] x) => (float[2,4] y) { [n] y = Elu(x) }", tmp_path / "m.onnx")
     failure = observe_qnn(path, load_target("qnn", {"soc_model": "30"})).failure
     assert failure is not None
     assert "1002" in failure

@@ -3,9 +3,8 @@
 from pathlib import Path
 
 import pytest
-from check_models import check_file, check_text, conv_net, quantized_net
+from check_models import check_file, check_text, conv_net, quantized_net, save_text
 from onnxruntime.quantization import QuantType
-from tiny_models import parse_model
 
 from edgekit.convert.forms import find_integer_nodes
 from edgekit.devices.observe import Observed, observe_target
@@ -40,12 +39,12 @@ CALLS = {
 
 
 def qdq_text(call: str, form: str = QDQ) -> str:
-    return f'<ir_version: 8, opset_import: ["" : 17]> g (float[1,4,4,4] x) => (float y) {form.format(call=call)}'
+    return f"g (float[1,4,4,4] x) => (float y) {form.format(call=call)}"
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_an_operator_runs_in_integers_as_predicted(tmp_path: Path, call: str) -> None:
-    path = parse_model(qdq_text(call), tmp_path / "m.onnx")
+    path = save_text(qdq_text(call), tmp_path / "m.onnx")
     report = check_file(path, "cpu")
     (node,) = (node for node in report.node_list if node.name == "n")
     seen = find_integer_nodes(load_model(path), signed=True).get("n", False)
@@ -55,7 +54,7 @@ def test_an_operator_runs_in_integers_as_predicted(tmp_path: Path, call: str) ->
 
 @pytest.mark.parametrize("call", ["Transpose<perm=[0,1,3,2]>(b)", "MaxPool<kernel_shape=[2,2]>(b)"])
 def test_what_moves_values_needs_one_scale_on_both_sides(tmp_path: Path, call: str) -> None:
-    path = parse_model(qdq_text(call, ANOTHER_STEP), tmp_path / "m.onnx")
+    path = save_text(qdq_text(call, ANOTHER_STEP), tmp_path / "m.onnx")
     (node,) = (node for node in check_file(path, "cpu").node_list if node.name == "n")
     assert (node.integers, find_integer_nodes(load_model(path), signed=True)["n"]) == (False, False)
     assert "not all quantized as its 8-bit kernel wants them" in node.remarks[0]
@@ -101,9 +100,8 @@ def test_what_has_no_kernel_makes_no_session(body: str, reason: str) -> None:
 
 
 def test_a_session_that_is_refused_is_observed(tmp_path: Path) -> None:
-    text = '<ir_version: 8, opset_import: ["" : 17]> g (bfloat16[4] x) => (bfloat16[4] y) { [n] y = Tanh(x) }'
-    model = load_model(parse_model(text, tmp_path / "m.onnx"))
-    seen = observe_target(model, load_target("cpu"))
+    path = save_text("g (bfloat16[4] x) => (bfloat16[4] y) { [n] y = Tanh(x) }", tmp_path / "m.onnx")
+    seen = observe_target(load_model(path), load_target("cpu"))
     assert isinstance(seen, Observed)
     assert seen.failure is not None
 
@@ -111,6 +109,6 @@ def test_a_session_that_is_refused_is_observed(tmp_path: Path) -> None:
 def test_the_cpu_is_recommended_only_where_no_accelerator_is_of_use(tmp_path: Path) -> None:
     accelerated = check_targets(conv_net(tmp_path / "net.onnx"), Recipe(targets=("all",)))
     assert accelerated.recommended.target not in {None, "cpu"}
-    text = '<ir_version: 8, opset_import: ["" : 17]> g (double[4] x) => (double[4] y) { y = Tanh(x) }'
-    plain = check_targets(parse_model(text, tmp_path / "m.onnx"), Recipe(targets=("all",)))
+    path = save_text("g (double[4] x) => (double[4] y) { y = Tanh(x) }", tmp_path / "m.onnx")
+    plain = check_targets(path, Recipe(targets=("all",)))
     assert plain.recommended.target == "cpu"

@@ -1,10 +1,9 @@
 """Multiply-accumulates from shapes, against counts made by hand."""
 
 import pytest
-from onnx import parser
+from check_models import graph_of
 
 from edgekit.check.macs import count_macs
-from edgekit.graph.graph import infer_graph
 
 
 @pytest.mark.parametrize(
@@ -30,5 +29,5 @@ from edgekit.graph.graph import infer_graph
     ],
 )  # fmt: skip
 def test_counts(body: str, macs: int) -> None:
-    graph = infer_graph(parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> g {body}'))
+    graph = graph_of(f"g {body}")
     assert count_macs(graph, graph.nodes[0]) == macs

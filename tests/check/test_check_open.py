@@ -7,12 +7,10 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from check_models import check_file
-from tiny_models import parse_model
+from check_models import check_file, save_text
 
 from edgekit.cli.main import run_command
 
-HEAD = '<ir_version: 8, opset_import: ["" : 17]> '
 PICTURE = (
     "g (float[batch,3,height,width] x) => (float[N,5,h,w] y) <float[8,3,3,3] a = {{{}}}, float[5,8,3,3] b = {{{}}}>"
     "{{ c = Conv<pads=[1,1,1,1], strides=[2,2]>(x, a)  y = Conv<pads=[1,1,1,1], strides=[2,2]>(c, b) }}"
@@ -39,7 +37,7 @@ def check_json(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
 def test_sides_stay_open_on_the_cpu_and_convs_are_counted_at_a_size_that_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = str(parse_model(HEAD + PICTURE, tmp_path / "p.onnx"))
+    model = str(save_text(PICTURE, tmp_path / "p.onnx"))
     report = check_json(capsys, model, "--target", "cpu")["cpu"]
     assert (report["counted_at"], report["unsized_nodes"]) == ({"batch": 1, "height": 224, "width": 224}, 0)
     assert [node["macs"] for node in report["node_list"]] == PICTURE_MACS
@@ -55,7 +53,7 @@ def test_sides_stay_open_on_the_cpu_and_convs_are_counted_at_a_size_that_is_told
 def test_a_provider_that_takes_nothing_without_sizes_is_asked_about_the_file_as_it_is(
     target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = str(parse_model(HEAD + PICTURE, tmp_path / "p.onnx"))
+    model = str(save_text(PICTURE, tmp_path / "p.onnx"))
     found = check_json(capsys, model, "--target", target, "--target", "cpu")
     assert [(found[name]["taken"], found[name]["as_is"]["taken"]) for name in (target, "cpu")] == [(0, 0), (2, 2)]
     assert run_command(["check", model, "--target", target]) == 1
@@ -64,7 +62,7 @@ def test_a_provider_that_takes_nothing_without_sizes_is_asked_about_the_file_as_
 
 
 def test_a_formula_is_counted_as_it_follows(tmp_path: Path) -> None:
-    path = parse_model(HEAD + CACHE, tmp_path / "c.onnx")
+    path = save_text(CACHE, tmp_path / "c.onnx")
     proto = onnx.load(str(path))
     # The text form has no formulas.
     proto.graph.input[1].type.tensor_type.shape.dim[2].dim_param = "past + sequence"
@@ -75,7 +73,7 @@ def test_a_formula_is_counted_as_it_follows(tmp_path: Path) -> None:
 
 
 def test_what_no_size_tells_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = parse_model(HEAD + HIDDEN, tmp_path / "n.onnx")
+    model = save_text(HIDDEN, tmp_path / "n.onnx")
     report = check_file(model, "cpu")
     assert report.unsized_nodes == 1
     assert [node.macs for node in report.node_list if node.op == "MatMul"] == [4 * 4]
@@ -84,7 +82,7 @@ def test_what_no_size_tells_is_said(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_what_fixed_sizes_would_gain_is_counted_at_the_same_sizes(tmp_path: Path) -> None:
-    report = check_file(parse_model(HEAD + PICTURE, tmp_path / "p.onnx"), "xnnpack")
+    report = check_file(save_text(PICTURE, tmp_path / "p.onnx"), "xnnpack")
     assert report.verdict == "no"
     (advice,) = report.advice
     assert (advice.gain_nodes, advice.gain_macs) == (2, sum(PICTURE_MACS))
@@ -94,7 +92,7 @@ def test_what_fixed_sizes_would_gain_is_counted_at_the_same_sizes(tmp_path: Path
 def test_a_batch_that_the_export_fixed_is_told_where_no_phone_wants_it(
     target: str, size: str, told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = parse_model(HEAD + f"g (float[{size},4] x) => (float[{size},4] y) {{ y = Relu(x) }}", tmp_path / "p.onnx")
+    path = save_text(f"g (float[{size},4] x) => (float[{size},4] y) {{ y = Relu(x) }}", tmp_path / "p.onnx")
     proto = onnx.load(path)
     proto.producer_name = "pytorch"
     onnx.save(proto, path)

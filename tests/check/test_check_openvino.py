@@ -4,8 +4,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from check_models import check_file, check_text
-from tiny_models import parse_model
+from check_models import check_file, check_text, save_text
 
 from edgekit.devices.find import find_device
 from edgekit.devices.observe import Observed, observe_target
@@ -53,11 +52,11 @@ def test_what_openvino_cannot_compile_makes_no_session(body: str, reason: str) -
 
 
 def test_a_pad_between_dq_and_q_and_signed_activations_are_risks(tmp_path: Path) -> None:
-    report = check_file(parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {PAD}', tmp_path / "m.onnx"), "openvino")
+    report = check_file(save_text(PAD, tmp_path / "m.onnx"), "openvino")
     assert report.verdict == "maybe"
     assert any("fills in another value than zero" in risk for risk in report.risks)
     signed = PAD.replace("uint8", "int8")
-    path = parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {signed}', tmp_path / "signed.onnx")
+    path = save_text(signed, tmp_path / "signed.onnx")
     assert any("signed activations" in risk for risk in check_file(path, "openvino").risks)
 
 
@@ -69,7 +68,7 @@ def test_a_pad_between_dq_and_q_and_signed_activations_are_risks(tmp_path: Path)
 def test_the_plug_in_does_what_is_predicted(tmp_path: Path, body: str) -> None:
     target = load_target("openvino")
     assert find_device("openvino", target).find_missing() is None
-    path = parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {body}', tmp_path / "m.onnx")
+    path = save_text(body, tmp_path / "m.onnx")
     observed = observe_target(load_model(path), target)
     assert isinstance(observed, Observed)
     assert (observed.failure is None) == (check_file(path, "openvino").verdict == "yes")

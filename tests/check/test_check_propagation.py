@@ -6,11 +6,10 @@ from pathlib import Path
 import onnx
 import onnxruntime
 import pytest
-from check_models import check_file, check_text, why_not
+from check_models import check_file, check_text, save_text, why_not
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import parser
-from tiny_models import parse_model
 
 from edgekit.check.propagation import propagate_quantization
 from edgekit.devices.find import find_device
@@ -150,7 +149,7 @@ def test_the_smallest_graphs_are_placed_as_the_provider_places_them(tmp_path: Pa
     missing = device.find_missing()
     if missing is not None:
         pytest.skip(f"{device.name} is not installed: {missing.reason}: {missing.command}")
-    path = parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {body}', tmp_path / "m.onnx")
+    path = save_text(body, tmp_path / "m.onnx")
     seen = observe_placement(load_model(path), known, device, samples=0)
     matched = match_nodes(check_file(path, target), seen.providers)
     assert len(matched) >= 2

@@ -6,13 +6,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from check_models import check_text, why_not
-from onnx import parser
+from check_models import check_text, graph_of, why_not
 
 from edgekit.check.rules.rulebook import Rule
 from edgekit.check.rules.rules import BaseRule, Forms, Never, Subject, When
 from edgekit.check.rules.units import group_units
-from edgekit.graph.graph import infer_graph
 
 CASES: list[dict[str, str]] = tomllib.loads((Path(__file__).parent / "rule_cases.toml").read_text())["case"]
 
@@ -55,7 +53,7 @@ CONV = """g (float[1,4,8,8] x, float s, int64[K] k) => (float[1,4,8,8] y) <float
 
 def subject_of(op: str) -> Subject:
     """Returns a node of a small graph, asked about for a target with two parameters."""
-    graph = infer_graph(parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {CONV}'))
+    graph = graph_of(CONV)
     unit = next(unit for unit in group_units(graph, None) if unit.node.op_type == op)
     return Subject(graph=graph, unit=unit, settings={"level": "29", "kind": "fast"})
 

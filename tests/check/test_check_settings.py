@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-import msgspec
 import pytest
-from check_models import check_file, check_text, why_not
-from tiny_models import parse_model
+from check_models import check_file, check_text, save_text, why_not
+from msgspec.structs import replace
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit.check.check import check_model
@@ -106,26 +105,25 @@ def test_every_parameter_has_a_case() -> None:
 
 
 def test_the_verdict_follows_the_parameter(tmp_path: Path) -> None:
-    model = parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {RESIZE}', tmp_path / "m.onnx")
+    model = save_text(RESIZE, tmp_path / "m.onnx")
     verdicts = [check_file(model, "nnapi", {"api_level": level}).verdict for level in ("29", "31")]
     assert verdicts == ["no", "yes"]
 
 
 def test_without_its_cpu_nnapi_may_fail(tmp_path: Path) -> None:
-    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[4] x) => (float[4] y) { y = Relu(x) }'
-    on, off = (check_file(parse_model(text, tmp_path / "m.onnx"), "nnapi", {"cpu": cpu}) for cpu in ("on", "off"))
+    path = save_text("g (float[4] x) => (float[4] y) { y = Relu(x) }", tmp_path / "m.onnx")
+    on, off = (check_file(path, "nnapi", {"cpu": cpu}) for cpu in ("on", "off"))
     assert (on.verdict, on.risks, off.verdict, len(off.risks)) == ("yes", (), "maybe", 1)
 
 
 @pytest.mark.parametrize("enters", ["0", "1"])
 def test_an_option_of_core_ml_lets_bodies_be_placed(enters: str, tmp_path: Path) -> None:
     """Held against the provider itself where `ios-sim` is installed."""
-    text = f'<ir_version: 8, opset_import: ["" : 17]> {BRANCHES}'
-    model, target = load_model(parse_model(text, tmp_path / "m.onnx")), load_target("coreml")
+    model, target = load_model(save_text(BRANCHES, tmp_path / "m.onnx")), load_target("coreml")
     options = {**target.session.provider_options, "EnableOnSubgraphs": enters}
-    platforms = {"ios": msgspec.structs.replace(target.session.platforms["ios"], provider_options=options)}
-    session = msgspec.structs.replace(target.session, provider_options=options, platforms=platforms)
-    changed = msgspec.structs.replace(target, session=session)
+    platforms = {"ios": replace(target.session.platforms["ios"], provider_options=options)}
+    session = replace(target.session, provider_options=options, platforms=platforms)
+    changed = replace(target, session=session)
     taken = {node.op: node.taken for node in check_model(model, changed).node_list}
     assert taken == {"If": False, "Sqrt": enters == "1", "Abs": False}
     if IosSimulator().find_missing() is None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from check_models import conv_net
+from check_models import conv_net, save_text
 from tiny_models import parse_model
 
 from edgekit.check.check import check_model
@@ -12,8 +12,6 @@ from edgekit.cli.main import run_command
 from edgekit.model.model import load_model
 from edgekit.prepare.clean import prepare_model
 from edgekit.target import load_target
-
-HEAD = '<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]> g'
 
 
 def _tell(path: Path, target: str = "nnapi", dims: dict[str, int] | None = None) -> dict[str, ModelNode]:
@@ -29,7 +27,7 @@ def _tell(path: Path, target: str = "nnapi", dims: dict[str, int] | None = None)
 def _tell_text(
     tmp_path: Path, body: str, target: str = "nnapi", dims: dict[str, int] | None = None
 ) -> dict[str, ModelNode]:
-    return _tell(parse_model(f"{HEAD} {body}", tmp_path / "m.onnx"), target, dims)
+    return _tell(save_text(f"g {body}", tmp_path / "m.onnx"), target, dims)
 
 
 def test_what_is_still_there_is_told_as_it_was_checked(tmp_path: Path) -> None:

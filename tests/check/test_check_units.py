@@ -1,23 +1,17 @@
 """Node units form as ONNX Runtime's selectors form them."""
 
 import pytest
-from onnx import parser
+from check_models import graph_of
 
 from edgekit.check.propagation import propagate_quantization
 from edgekit.check.rules.units import SELECTORS, Unit, group_units
-from edgekit.graph.graph import Graph, infer_graph
 
-HEAD = '<ir_version: 8, opset_import: ["" : 17]>'
 QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")
 SCALES = "float s = {0.5}, float t = {0.25}, uint8 z = {0}, uint8 m = {128}, int8 i = {0}"
 
 
-def _graph(text: str) -> Graph:
-    return infer_graph(parser.parse_model(f"{HEAD} g {text}"))
-
-
 def _units(text: str) -> dict[str, Unit]:
-    return {unit.node.op_type: unit for unit in group_units(propagate_quantization(_graph(text)), SELECTORS)}
+    return {unit.node.op_type: unit for unit in group_units(propagate_quantization(graph_of(f"g {text}")), SELECTORS)}
 
 
 def _wrap(inputs: str, body: str) -> str:
@@ -68,4 +62,4 @@ def test_each_reader_of_a_dq_has_one_of_its_own(op: str) -> None:
 
 def test_no_selectors_no_units() -> None:
     body = "a = DequantizeLinear(x, s, z) b = Sigmoid(a) y = QuantizeLinear(b, s, z)"
-    assert len(group_units(_graph(_wrap("uint8[4] x", body)), None)) == 3
+    assert len(group_units(graph_of(f"g {_wrap('uint8[4] x', body)}"), None)) == 3

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import onnx
 import pytest
-from check_models import TARGETS, check_file, check_text, conv_net, quantized_net, why_not
+from check_models import TARGETS, check_file, check_text, conv_net, graph_of, quantized_net, why_not
+from msgspec.structs import replace
 from onnx import parser
 from onnxruntime.quantization import QuantType
 
@@ -141,7 +141,7 @@ def test_a_list_of_kernels_speaks_for_the_opsets_that_it_was_made_of(
 @pytest.mark.parametrize(("opset", "inside"), [(12, False), (13, True), (17, True), (18, False)])
 def test_a_model_is_judged_from_the_first_opset_to_the_last(opset: int, *, inside: bool) -> None:
     book = load_rules(load_target("nnapi"))
-    book = msgspec.structs.replace(book, provider=msgspec.structs.replace(book.provider, opset_min=13, opset_max=17))
+    book = replace(book, provider=replace(book.provider, opset_min=13, opset_max=17))
     (node,) = check_graph(infer_graph(RELU), book, load_target("nnapi").settings, opset=opset)
     assert node.taken is inside
     assert ("is outside 13 to 17" in why_not([node])) is not inside
@@ -161,8 +161,8 @@ def test_an_operator_is_taken_from_its_first_version_to_its_last(
     since: tuple[int, int], most: int, reason: str
 ) -> None:
     book = load_rules(load_target("nnapi"))
-    ops = tuple(msgspec.structs.replace(op, since=since) if "Relu" in op.types else op for op in book.op)
-    book = msgspec.structs.replace(book, op=ops, provider=msgspec.structs.replace(book.provider, since_max=most))
+    ops = tuple(replace(op, since=since) if "Relu" in op.types else op for op in book.op)
+    book = replace(book, op=ops, provider=replace(book.provider, since_max=most))
     assert why_not(list(check_graph(infer_graph(RELU), book, load_target("nnapi").settings, opset=17))) == reason
 
 
@@ -217,11 +217,11 @@ def test_shares_are_of_the_work_and_of_the_bytes() -> None:
     assert (report.taken_macs, report.taken_bytes, report.main_share) == (0.8, 0.3, 0.6)
     assert (report.crossing_share, report.integer_macs, report.is_refused) == (0.4, 0.0, False)
     assert report_of((1, 10, 0), crossing_bytes=40).crossing_share == 1.0
-    fatal = msgspec.structs.replace(report.node_list[2], fatal=True)
-    refused = msgspec.structs.replace(report, node_list=(*report.node_list[:2], fatal))
+    fatal = replace(report.node_list[2], fatal=True)
+    refused = replace(report, node_list=(*report.node_list[:2], fatal))
     assert (refused.is_refused, refused.verdict) == (True, "no")
-    integer = msgspec.structs.replace(report.node_list[1], integers=True)
-    assert msgspec.structs.replace(report, node_list=(*report.node_list[:1], integer)).integer_macs == 0.25
+    integer = replace(report.node_list[1], integers=True)
+    assert replace(report, node_list=(*report.node_list[:1], integer)).integer_macs == 0.25
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_shares_are_of_the_work_and_of_the_bytes() -> None:
 )
 def test_a_value_crosses_once_where_one_of_its_readers_is_elsewhere(places: tuple[int | None, ...], count: int) -> None:
     text = "g (float[1,4] x) => (float[1,4] y) { a = Neg(x) b = Abs(a) c = Add(a, b) y = Exp(c) }"
-    graph = infer_graph(parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}'))
+    graph = graph_of(text)
     nodes = report_of(*((1, 1, place) for place in places)).node_list
     assert count_crossings(graph, nodes) == (count, 16 * count)
 
@@ -241,7 +241,7 @@ def test_what_crosses_behind_a_body_is_told_by_the_nodes_of_the_main_graph() -> 
           else_branch = v () => (float[1,4] r) { r = Neg(n) }> },
         else_branch = e () => (float[1,4] s) { s = Exp(a) }>
       y = Exp(b) }"""
-    graph = infer_graph(parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}'))
+    graph = graph_of(text)
     inside = (7, 8, 9, 10, 11, 12)
     for behind, count in ((0, 0), (1, 1)):
         nodes = report_of(*((1, 1, place) for place in (0, 0, *inside, behind))).node_list
@@ -260,13 +260,9 @@ def test_the_report_of_a_model_counts_crossings_and_says_if_the_target_wants_it_
 @pytest.mark.parametrize(("alone", "fatal"), [(False, False), (True, True)])
 def test_what_the_only_provider_refuses_stops_the_session(*, alone: bool, fatal: bool) -> None:
     book = load_rules(load_target("nnapi"))
-    book = msgspec.structs.replace(book, provider=msgspec.structs.replace(book.provider, alone=alone))
+    book = replace(book, provider=replace(book.provider, alone=alone))
     for body, opset in (("LSTM(x)", 17), ("Relu(x)", 6), ("Elu(x)", 17), ("Split(x)", 11)):
-        graph = infer_graph(
-            parser.parse_model(
-                f'<ir_version: 8, opset_import: ["" : {opset}]> g (float[1,4] x) => (float[1,4] y) {{ y = {body} }}'
-            )
-        )
+        graph = graph_of(f"g (float[1,4] x) => (float[1,4] y) {{ y = {body} }}", opset)
         (node,) = check_graph(graph, book, load_target("nnapi").settings, opset=opset)
         assert (node.taken, node.fatal) == (False, fatal), body
 
@@ -278,10 +274,8 @@ def test_an_activation_joins_its_unit_from_a_version_of_onnx_runtime_on(minor: s
     assert book.units.clip_from_ort_minor == 17
     body = """g (uint8[4] x) => (uint8[4] y) <float s = {0.5}, uint8 z = {0}> {
       a = DequantizeLinear(x, s, z) b = Sigmoid(a) c = Relu(b) y = QuantizeLinear(c, s, z) }"""
-    graph = infer_graph(parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {body}'))
-    units = msgspec.structs.replace(book.units, add={"Sigmoid": "unary"})
-    nodes = check_graph(
-        graph, msgspec.structs.replace(book, units=units), {**target.settings, "ort": f"1.{minor}.0"}, opset=17
-    )
+    graph = graph_of(body)
+    units = replace(book.units, add={"Sigmoid": "unary"})
+    nodes = check_graph(graph, replace(book, units=units), {**target.settings, "ort": f"1.{minor}.0"}, opset=17)
     assert [node.unit is not None for node in nodes] == ([True, False, True, True] if whole else [False] * 4)
     assert not any(node.integers for node in nodes if node.op == "Relu")

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 from chromium_pages import CUT_OFF, open_page
 from demo_paths import CALIBRATION, MODEL
+from msgspec.structs import replace
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -55,7 +55,7 @@ LAYERS = tuple(
 
 def _full() -> VerifyReport:
     report = _report(GOOD, BAD, DEAD)
-    return msgspec.structs.replace(report, attribution=STEPS, layers=LAYERS, attributed_device="emulated")
+    return replace(report, attribution=STEPS, layers=LAYERS, attributed_device="emulated")
 
 
 def _column(browser: webdriver.Chrome, name: str) -> list[str]:
@@ -66,7 +66,7 @@ def _column(browser: webdriver.Chrome, name: str) -> list[str]:
 
 
 def test_a_page_sorts_and_filters_without_a_word_on_the_console(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    runs = (msgspec.structs.replace(GOOD, device="b", samples=12), msgspec.structs.replace(BAD, device="a", samples=9))
+    runs = (replace(GOOD, device="b", samples=12), replace(BAD, device="a", samples=9))
     assert open_page(browser, render_verify(_report(*runs, DEAD)), tmp_path / "v.html") == []
     assert _column(browser, "device") == ["b", "a", "phone"]
     head = browser.find_element(By.CSS_SELECTOR, "table.filtered thead th")
@@ -92,7 +92,7 @@ def test_the_chart_names_the_layer_under_the_pointer(browser: webdriver.Chrome, 
 
 
 def test_a_comparison_of_models_is_a_page_too(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    good, bad = GOOD.outputs[0], msgspec.structs.replace(GOOD.outputs[0], name=HOSTILE, sqnr_db=9.0)
+    good, bad = GOOD.outputs[0], replace(GOOD.outputs[0], name=HOSTILE, sqnr_db=9.0)
     report = ModelComparison(a="float", b=HOSTILE, samples=8, outputs=(good, bad), layers=LAYERS, device="arm64")
     page = render_comparison(report, min_sqnr_db=15.0)
     assert open_page(browser, page, tmp_path / "c.html") == []
@@ -146,14 +146,10 @@ def test_worst_samples_are_shown_as_pictures(browser: webdriver.Chrome, tmp_path
 
 def test_a_page_of_the_largest_build_stays_small_and_whole(browser: webdriver.Chrome, tmp_path: Path) -> None:
     located = Located(layer="conv7", runs=2, cuts=0, found_by="tensors", layers=LAYERS * 40)
-    outputs = tuple(
-        msgspec.structs.replace(GOOD.outputs[0], name=f"y{index}", worst_sample=index) for index in range(6)
-    )
-    runs = tuple(
-        msgspec.structs.replace(GOOD, device=name, outputs=outputs, located=located) for name in ("a", "b", "c")
-    )
-    many = msgspec.structs.replace(_full(), runs=runs, layers=LAYERS * 40)
-    bundles = tuple(msgspec.structs.replace(_build().bundles[0], target=f"t{index}", verify=many) for index in range(4))
+    outputs = tuple(replace(GOOD.outputs[0], name=f"y{index}", worst_sample=index) for index in range(6))
+    runs = tuple(replace(GOOD, device=name, outputs=outputs, located=located) for name in ("a", "b", "c"))
+    many = replace(_full(), runs=runs, layers=LAYERS * 40)
+    bundles = tuple(replace(_build().bundles[0], target=f"t{index}", verify=many) for index in range(4))
     noise = np.random.default_rng(0).integers(0, 255, size=(8, 1, 224, 224, 3)).astype(np.uint8)
     inputs = Samples(source="noise", count=8, read=lambda: ({"image": image} for image in noise))
     pictures = draw_worst(inputs, many)
@@ -196,9 +192,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     summary = CheckSummary(
         model=LONG, sha256="a" * 64, targets={"coreml": check}, recommended=recommend_target({"coreml": check}, {})
     )
-    full = msgspec.structs.replace(_full(), bundle=LONG)
-    build = _build(bundles=(msgspec.structs.replace(_build().bundles[0], verify=full, check=check),))
-    output = msgspec.structs.replace(GOOD.outputs[0], name=LONG)
+    full = replace(_full(), bundle=LONG)
+    build = _build(bundles=(replace(_build().bundles[0], verify=full, check=check),))
+    output = replace(GOOD.outputs[0], name=LONG)
     models = ModelComparison(a=LONG, b="float", samples=8, outputs=(output,), layers=LAYERS, device="arm64")
     return {
         "app": render_app(_app()),
@@ -233,16 +229,14 @@ def test_a_strip_shows_who_takes_which_stretch(
     assert [part.title.split(":")[0] for part in stretches] == ["partition 0", "CPU", "partition 1"]
     open_page(browser, pages["check"], tmp_path / "p.html")
     assert len(browser.find_elements(By.CSS_SELECTOR, ".strip i")) == len(stretches)
-    many = msgspec.structs.replace(
-        check, node_list=tuple(msgspec.structs.replace(check.node_list[0], partition=at) for at in range(1000))
-    )
+    many = replace(check, node_list=tuple(replace(check.node_list[0], partition=at) for at in range(1000)))
     assert len(draw_strip(many)) == 200
 
 
 def test_the_layers_of_a_device_are_a_chart_of_their_own(browser: webdriver.Chrome, tmp_path: Path) -> None:
     notes = ("with tensors given out more nodes ran on the CPU: 4 Transpose",)
     located = Located(layer="conv3", runs=2, cuts=0, found_by="tensors", layers=LAYERS, notes=notes)
-    run = msgspec.structs.replace(BAD, located=located)
+    run = replace(BAD, located=located)
     assert open_page(browser, render_verify(_report(run)), tmp_path / "v.html") == []
     assert [dot.get_attribute("r") for dot in browser.find_elements(By.CSS_SELECTOR, ".chart circle.bad")] == ["6"]
     assert "Layer by layer on arm64" in browser.page_source
@@ -251,9 +245,9 @@ def test_the_layers_of_a_device_are_a_chart_of_their_own(browser: webdriver.Chro
 
 def test_samples_are_those_that_ran() -> None:
     """A run of 8 samples, spread over 16, that ended after 3: its third sample is the fifth of all."""
-    stopped = msgspec.structs.replace(GOOD, samples=3, planned_samples=8)
+    stopped = replace(GOOD, samples=3, planned_samples=8)
     assert stopped.find_places(16) == (0, 2, 4)
-    assert msgspec.structs.replace(GOOD, samples=4).find_places(16) == (0, 4, 8, 12)
+    assert replace(GOOD, samples=4).find_places(16) == (0, 4, 8, 12)
 
 
 def test_shares_add_up_to_a_hundred() -> None:
@@ -275,10 +269,10 @@ def test_the_answers_of_the_worst_sample_and_what_became_what() -> None:
     (output,) = compare_outputs(one, other)
     assert describe_answers(output) == ": float class 0 (0.8), here class 2 (0.7)"
     assert [(change.wanted, change.got, change.samples) for change in output.changes] == [(0, 2, 2)]
-    run = msgspec.structs.replace(GOOD, outputs=(output,))
+    run = replace(GOOD, outputs=(output,))
     page = render_verify(_report(run))
     assert "class 0 became 2 in 2" in page
-    plain = msgspec.structs.replace(output, top1_agreement=None)
+    plain = replace(output, top1_agreement=None)
     assert describe_answers(plain) == ": float 0.8, here 0.7"
 
 
@@ -290,11 +284,11 @@ def test_the_first_sentence_is_the_verdict_and_its_reason() -> None:
     assert headline_verify(_report(GOOD, BAD)).startswith("It fails: arm64: output 'y' has cosine 0.999")
     assert headline_verify(_report()).startswith("Nothing ran")
     good, *_ = _build().bundles
-    passing = msgspec.structs.replace(good, verify=_report(GOOD), failure=None)
+    passing = replace(good, verify=_report(GOOD), failure=None)
     assert headline_build(_build(bundles=(passing,))) == "1 of 1 bundle does what the float model does."
-    failed = msgspec.structs.replace(good, target="qnn", path=None, failure="no room")
+    failed = replace(good, target="qnn", path=None, failure="no room")
     assert headline_build(_build(bundles=(passing, failed))).endswith("; qnn: no room.")
-    bad = msgspec.structs.replace(good, verify=_report(BAD), failure=None)
+    bad = replace(good, verify=_report(BAD), failure=None)
     unlike = f"input 'x' has a mean of 100 to 120 in the samples to calibrate with and of 0 to 1: {ALIKE}"
     assert headline_build(_build(bundles=(bad,), data_warnings=("few", unlike))).endswith(f" Next: {unlike}.")
     proven_elsewhere = _report(msgspec.structs.replace(GOOD, provider="CoreMLExecutionProvider"))

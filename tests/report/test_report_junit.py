@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterator
 from xml.etree import ElementTree as ET
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.device import SkippedDevice
@@ -36,10 +36,8 @@ GOOD = RunReport(
     thresholds=Thresholds(min_cosine=0.9, min_top1_agreement=0.9, min_sqnr_db=20.0),
     failure=None,
 )
-BAD = msgspec.structs.replace(
-    GOOD, device="arm64", thresholds=Thresholds(min_cosine=1.0, min_top1_agreement=0.9, min_sqnr_db=40.0)
-)
-DEAD = msgspec.structs.replace(GOOD, device="phone", outputs=(), failure="the cable fell out")
+BAD = replace(GOOD, device="arm64", thresholds=Thresholds(min_cosine=1.0, min_top1_agreement=0.9, min_sqnr_db=40.0))
+DEAD = replace(GOOD, device="phone", outputs=(), failure="the cable fell out")
 SKIPPED = SkippedDevice(device="coreml", reason="no Mac", command="buy one")
 
 
@@ -99,7 +97,7 @@ def _names(suite: ET.Element) -> list[tuple[str, str]]:
 
 
 def test_each_output_of_each_device_is_a_case() -> None:
-    two = msgspec.structs.replace(GOOD, outputs=(*GOOD.outputs, msgspec.structs.replace(GOOD.outputs[0], name="z")))
+    two = replace(GOOD, outputs=(*GOOD.outputs, replace(GOOD.outputs[0], name="z")))
     suite = _suite(_report(two, BAD, DEAD))
     assert suite.attrib == {"name": "m-t", "tests": "8", "failures": "2", "errors": "0", "skipped": "1"}
     assert _names(suite) == [
@@ -119,13 +117,13 @@ def test_each_output_of_each_device_is_a_case() -> None:
 
 def test_what_else_a_run_is_judged_by_is_a_case() -> None:
     limit = TaskLimit(name="top1", max_drop=0.5)
-    run = msgspec.structs.replace(
+    run = replace(
         GOOD,
         evidence=Evidence.DEVICE,
         provider="P",
         provider_nodes={CPU_PROVIDER: 3},
         placement_source="session",
-        thresholds=msgspec.structs.replace(GOOD.thresholds, task=limit, max_latency_ratio=1.1),
+        thresholds=replace(GOOD.thresholds, task=limit, max_latency_ratio=1.1),
         reference_cost=Cost(source="run 3", latency_ms=None, peak_rss_bytes=1),
         findings=("the saved runtime optimisations were ignored",),
         traps=("this machine's CPU has no VNNI",),
@@ -144,8 +142,8 @@ def test_what_else_a_run_is_judged_by_is_a_case() -> None:
 
 
 def test_what_is_not_proven_is_skipped_where_that_is_accepted() -> None:
-    limits = msgspec.structs.replace(GOOD.thresholds, task=TaskLimit(name="top1", max_drop=0.5))
-    report = _report(msgspec.structs.replace(GOOD, thresholds=limits), skipped=())
+    limits = replace(GOOD.thresholds, task=TaskLimit(name="top1", max_drop=0.5))
+    report = _report(replace(GOOD, thresholds=limits), skipped=())
     for accepts, counts in ((False, ("1", "0")), (True, ("0", "1"))):
         root = ET.fromstring(render_junit((report,), accept_unproven=accepts))  # noqa: S314 - our own text
         assert list(_find_faults(root)) == []
@@ -178,7 +176,7 @@ def test_the_evidence_and_the_figures_stand_in_the_case() -> None:
     assert output == "output 'y' over 8 samples: cosine 0.999, SQNR dB 30, top-1 agreement 1"
 
 
-IDLE = msgspec.structs.replace(_report(GOOD), taken_macs=0.0, min_taken_macs=0.5)
+IDLE = replace(_report(GOOD), taken_macs=0.0, min_taken_macs=0.5)
 
 
 @pytest.mark.parametrize(
@@ -199,8 +197,8 @@ def test_what_speaks_against_the_whole_bundle_is_a_case() -> None:
 
 
 def _hostile() -> VerifyReport:
-    output = msgspec.structs.replace(GOOD.outputs[0], name=HOSTILE, cosine=0.1)
-    run = msgspec.structs.replace(GOOD, device=HOSTILE, outputs=(output,), notes=(HOSTILE,), versions={HOSTILE: "1"})
+    output = replace(GOOD.outputs[0], name=HOSTILE, cosine=0.1)
+    run = replace(GOOD, device=HOSTILE, outputs=(output,), notes=(HOSTILE,), versions={HOSTILE: "1"})
     skipped = SkippedDevice(device=HOSTILE, reason=HOSTILE, command=HOSTILE)
     return _report(run, bundle=HOSTILE, skipped=(skipped,))
 
@@ -241,5 +239,5 @@ def test_the_page_says_what_passed_what_failed_and_what_did_not_run() -> None:
 
 
 def test_a_report_that_says_little_of_its_machine_still_has_a_page() -> None:
-    page = render_verify(msgspec.structs.replace(_report(GOOD), machine={"x": "y"}))
+    page = render_verify(replace(_report(GOOD), machine={"x": "y"}))
     assert "edgekit ran on ?, ? cores" in page

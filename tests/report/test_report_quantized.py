@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from tiny_models import parse_model
 
 from edgekit.jobs.quantize import quantize_for
@@ -51,11 +51,11 @@ def test_a_recipe_keeps_large_constants_whole(report: QuantizeReport, tmp_path: 
 def test_many_reasons_and_constants_are_counted_and_few_are_left_out(report: QuantizeReport) -> None:
     nodes = tuple(FloatNode(name=f"n{index}", op="Mul", reason=f"reason {index % 7}") for index in range(9))
     sizes = {f"c{index}": 20_000 for index in range(8)} | {"small": 9_999}
-    lines = list(describe_quantization(msgspec.structs.replace(report, float_nodes=nodes, float_constants=sizes)))
+    lines = list(describe_quantization(replace(report, float_nodes=nodes, float_constants=sizes)))
     assert [line for line in lines if " in float: reason" in line][:2] == [
         "- 2 in float: reason 0", "- 2 in float: reason 1",
     ]  # fmt: skip
     assert "- 9 in float for 7 reasons in all: --json lists them" in lines
     assert "- large constants in float: 'c0' 20 kB, 'c1' 20 kB, 'c2' 20 kB, 'c3' 20 kB, 'c4' 20 kB and 3 more" in lines
-    none = msgspec.structs.replace(report, float_nodes=(), float_constants={"small": 9_999})
+    none = replace(report, float_nodes=(), float_constants={"small": 9_999})
     assert not any("in float" in line for line in describe_quantization(none))

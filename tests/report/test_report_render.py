@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-import msgspec
+from msgspec.structs import replace
 from rich.console import Console
 
 import edgekit
@@ -53,9 +53,9 @@ def _verify(*runs: RunReport) -> VerifyReport:
 def _report(**fields: object) -> BuildReport:
     whole = BundleSummary(target="good", title="Good", path=Path("out/good"), precision="int8", size_after=10)
     bundles = (
-        msgspec.structs.replace(whole, verify=_verify(_run(30.0))),
-        msgspec.structs.replace(whole, target="bad", verify=_verify(_run(10.0))),
-        msgspec.structs.replace(whole, target="idle", verify=_verify()),
+        replace(whole, verify=_verify(_run(30.0))),
+        replace(whole, target="bad", verify=_verify(_run(10.0))),
+        replace(whole, target="idle", verify=_verify()),
         BundleSummary(target="none", title="None", failure=f"cannot be built: {HOSTILE}"),
     )
     report = BuildReport(
@@ -71,7 +71,7 @@ def _report(**fields: object) -> BuildReport:
         versions={},
         report=Path("out/report.html"),
     )
-    return msgspec.structs.replace(report, **fields)
+    return replace(report, **fields)
 
 
 def test_only_what_ran_and_reached_its_thresholds_passes() -> None:
@@ -85,7 +85,7 @@ def test_only_what_ran_and_reached_its_thresholds_passes() -> None:
 def test_a_build_without_verification_passes_if_each_bundle_was_made() -> None:
     report = _report(verified=False)
     assert not report.passed
-    unverified = msgspec.structs.replace(report.bundles[0], verify=None)
+    unverified = replace(report.bundles[0], verify=None)
     assert _report(verified=False, bundles=(unverified,)).passed
     assert not _report(verified=True, bundles=(unverified,)).passed
 

@@ -1,11 +1,11 @@
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import onnx
 import pytest
 from bundle_models import make_check
 from markupsafe import escape
+from msgspec.structs import replace
 from verify_devices import InProcess
 from verify_models import break_layer, make_images
 
@@ -49,7 +49,7 @@ def bundle_of(steps: dict[Step, Model], quantized: Model, folder: Path, *, float
         versions={},
     )
     evidence = compare_with_float(float_model or steps["prepare"], quantized, contents.golden)
-    return write_bundle(msgspec.structs.replace(contents, layers=encode_evidence(evidence)), folder / "bundle")
+    return write_bundle(replace(contents, layers=encode_evidence(evidence)), folder / "bundle")
 
 
 def test_the_loss_of_an_honest_device_is_that_of_quantization(steps: dict[Step, Model], honest: Bundle) -> None:
@@ -133,4 +133,4 @@ def test_a_run_of_nan_is_not_attributed(steps: dict[Step, Model], honest: Bundle
     device = InProcess(lie=lambda rows: [{"y": row["y"] * np.float32(np.nan)} for row in rows])
     report = verify_bundle(honest, [device])
     assert attribute_loss(honest, report, steps) == report
-    assert msgspec.structs.replace(report, runs=()).passed is False
+    assert replace(report, runs=()).passed is False

@@ -2,11 +2,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import onnx
 import pytest
 from bundle_models import make_check
+from msgspec.structs import replace
 from onnx import TensorProto, helper, numpy_helper
 from verify_devices import InProcess
 from verify_models import LAYERS, make_images, save_network
@@ -33,7 +33,7 @@ class Miscomputing(InProcess, frozen=True, kw_only=True):
                 proto.graph.node.append(helper.make_node("Neg", [node.input[-1]], ["edgekit.turned"]))
                 node.input[-1] = "edgekit.turned"
         onnx.save(proto, str(work / "turned.onnx"))
-        return super().run_job(msgspec.structs.replace(job, model=work / "turned.onnx"), work)
+        return super().run_job(replace(job, model=work / "turned.onnx"), work)
 
 
 def job_of(model: Model) -> Job:

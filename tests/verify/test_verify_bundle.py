@@ -2,11 +2,11 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import onnx
 import pytest
 from bundle_models import make_bundle, make_contents, make_samples
+from msgspec.structs import replace
 from onnx import TensorProto, helper
 from verify_devices import CPU_PROVIDER, Absent, InProcess, Lie
 
@@ -107,7 +107,7 @@ def test_a_model_for_another_provider_fails_where_only_the_cpu_ran(tmp_path: Pat
     del proto.graph.node[0]
     proto.graph.node.insert(0, helper.make_node("Einsum", ["x", "w"], ["xw"], name="mul", equation="ij,jk->ik"))
     onnx.save(proto, str(tmp_path / "other.onnx"))
-    swapped = msgspec.structs.replace(contents, files={"onnx": (tmp_path / "other.onnx",)})
+    swapped = replace(contents, files={"onnx": (tmp_path / "other.onnx",)})
     other = write_bundle(swapped, tmp_path / "other")
     kept = verify_bundle(honest, [Host()])
     # The host runs no XNNPACK, so that nothing is proven of it; nothing speaks against it either.
@@ -123,8 +123,8 @@ def test_a_crash_on_another_file_or_size_proves_nothing_of_it(bundle: Bundle) ->
         file = FileReport(file="model.ort", form="full", failure="was ended by SIGSEGV", crashed=crashed)
         size = BucketReport(size=8, file="model.onnx", lengths=(8,), failure="was ended by SIGSEGV", crashed=crashed)
         sizes = SizesReport(dim="n", filled=(), sizes=(size,))
-        assert msgspec.structs.replace(run, files=(file,)).verdict == verdict
-        assert msgspec.structs.replace(run, sizes=sizes).verdict == verdict
+        assert replace(run, files=(file,)).verdict == verdict
+        assert replace(run, sizes=sizes).verdict == verdict
 
 
 def test_a_bundle_whose_provider_no_device_ran_is_not_proven(bundle: Bundle) -> None:
@@ -155,16 +155,16 @@ def test_no_device_is_no_pass(bundle: Bundle) -> None:
 def test_nodes_left_to_the_cpu_are_limited(bundle: Bundle) -> None:
     report = verify_bundle(bundle, [InProcess()])
     counts = {"NnapiExecutionProvider": 2, CPU_PROVIDER: 1}
-    strict = msgspec.structs.replace(bundle.manifest.thresholds, max_cpu_nodes=0)
-    run = msgspec.structs.replace(report.runs[0], provider_nodes=counts)
+    strict = replace(bundle.manifest.thresholds, max_cpu_nodes=0)
+    run = replace(report.runs[0], provider_nodes=counts)
     assert run.passed
-    assert not msgspec.structs.replace(run, thresholds=strict).passed
+    assert not replace(run, thresholds=strict).passed
 
 
 def test_the_device_gets_the_planned_samples(tmp_path: Path) -> None:
     bundle = make_bundle(tmp_path)
     plan = Verification(device="emulated", form="onnx", samples=3)
-    fewer = msgspec.structs.replace(bundle, manifest=msgspec.structs.replace(bundle.manifest, verification=(plan,)))
+    fewer = replace(bundle, manifest=replace(bundle.manifest, verification=(plan,)))
     assert verify_bundle(fewer, [InProcess()]).runs[0].samples == 3
     assert verify_bundle(fewer, [InProcess(name="ssh:me@board")]).runs[0].samples == 6
 
@@ -173,8 +173,8 @@ def test_imitated_arithmetic_gets_the_onnx_file_though_no_plan_names_it(tmp_path
     bundle = make_bundle(tmp_path)
     names = bundle.manifest.forms["onnx"]
     forms: dict[Form, tuple[str, ...]] = {"onnx": names, "runtime": names}
-    manifest = msgspec.structs.replace(bundle.manifest, verification=(), form="runtime", forms=forms)
-    unplanned = msgspec.structs.replace(bundle, manifest=manifest)
+    manifest = replace(bundle.manifest, verification=(), form="runtime", forms=forms)
+    unplanned = replace(bundle, manifest=manifest)
     assert plan_run(unplanned, InProcess(name="emulated"), 6).form == "onnx"
     assert plan_run(unplanned, InProcess(name="host"), 6).form == "runtime"
 
@@ -184,7 +184,7 @@ def test_the_report_comes_back_and_is_judged_again(bundle: Bundle) -> None:
     file = write_report(bundle, report)
     assert read_report(file) == report
     assert open_bundle(bundle.folder) == bundle
-    stricter = msgspec.structs.replace(bundle.manifest.thresholds, min_sqnr_db=80.0)
+    stricter = replace(bundle.manifest.thresholds, min_sqnr_db=80.0)
     assert report.passed
     assert not recheck_report(report, stricter).passed
 
@@ -218,7 +218,7 @@ def test_the_json_keeps_its_contract(bundle: Bundle) -> None:
 def test_a_provider_that_takes_too_little_work_is_not_worth_it(bundle: Bundle) -> None:
     report = verify_bundle(bundle, [InProcess()])
     assert report.passed
-    idle = msgspec.structs.replace(report, taken_macs=0.3)
+    idle = replace(report, taken_macs=0.3)
     assert not idle.passed
     assert "takes 30% of the work, less than 50%" in idle.failures[0]
 
@@ -236,7 +236,7 @@ def test_a_model_that_gives_maps_is_verified_in_another_process(tmp_path: Path) 
     model = load_model(tmp_path / "m.onnx")
     contents = make_contents(tmp_path)
     golden = make_golden(model, make_samples(), tmp_path / "maps")
-    contents = msgspec.structs.replace(contents, source=model, files={"onnx": (model.path,)}, golden=golden)
+    contents = replace(contents, source=model, files={"onnx": (model.path,)}, golden=golden)
     (run,) = verify_bundle(write_bundle(contents, tmp_path / "maps-nnapi"), [Host()]).runs
     assert run.failure is None
     assert [(output.name, output.exact_match, output.sqnr_db) for output in run.outputs] == [
@@ -278,14 +278,8 @@ def test_runs_keep_the_order_of_the_devices(bundle: Bundle) -> None:
 def test_a_device_that_slows_down_is_told_of_but_not_an_emulator(
     tmp_path: Path, evidence: Evidence, warned: bool
 ) -> None:
-    class Slowing(InProcess, frozen=True, kw_only=True):
-        """Gets hotter with every sample."""
-
-        def run_job(self, job: Job, work: Path) -> DeviceRun:
-            run = InProcess.run_job(self, job, work)
-            return msgspec.structs.replace(run, latency_ms=tuple(0.001 * (10.0 + index) for index in range(24)))
-
-    (run,) = verify_bundle(make_bundle(tmp_path), [Slowing(evidence=evidence)]).runs
+    slowing = InProcess(evidence=evidence, times=tuple(0.001 * (10.0 + index) for index in range(24)))
+    (run,) = verify_bundle(make_bundle(tmp_path), [slowing]).runs
     assert run.latency_ms is not None
     assert run.latency_ms.drift is not None
     assert any("slower from first to last" in note for note in run.notes) is warned
@@ -293,27 +287,27 @@ def test_a_device_that_slows_down_is_told_of_but_not_an_emulator(
 
 def test_a_gate_on_the_bound_needs_enough_samples(bundle: Bundle) -> None:
     report = verify_bundle(bundle, [InProcess()])
-    strict = msgspec.structs.replace(bundle.manifest.thresholds, gate="bound")
+    strict = replace(bundle.manifest.thresholds, gate="bound")
     held = recheck_report(report, strict)
     assert (held.verdict, held.runs[0].failures) == ("not proven", ())
     (line,) = held.runs[0].unproven
     assert "has top-1 agreement 1, and with 6 samples it could be 0.6097, below 0.9: about 35 samples would" in line
-    many = msgspec.structs.replace(report.runs[0].outputs[0], samples=64, top1_interval=(0.943, 1.0))
-    run = msgspec.structs.replace(report.runs[0], outputs=(many,), thresholds=strict)
+    many = replace(report.runs[0].outputs[0], samples=64, top1_interval=(0.943, 1.0))
+    run = replace(report.runs[0], outputs=(many,), thresholds=strict)
     assert run.passed
-    loud = msgspec.structs.replace(many, sqnr_db=14.0, sqnr_interval_db=(11.0, 17.0))
-    assert "it could be 11 dB" in msgspec.structs.replace(run, outputs=(loud,)).unproven[0]
+    loud = replace(many, sqnr_db=14.0, sqnr_interval_db=(11.0, 17.0))
+    assert "it could be 11 dB" in replace(run, outputs=(loud,)).unproven[0]
 
 
 def test_the_size_is_limited(bundle: Bundle) -> None:
     report = verify_bundle(bundle, [InProcess()])
     limits = bundle.manifest.thresholds
     assert report.size_bytes == report.source_size_bytes > 0
-    small = recheck_report(report, msgspec.structs.replace(limits, max_size_bytes=100))
+    small = recheck_report(report, replace(limits, max_size_bytes=100))
     assert "more than 100" in small.failures[0]
-    half = recheck_report(report, msgspec.structs.replace(limits, max_size_share=0.5))
+    half = recheck_report(report, replace(limits, max_size_share=0.5))
     assert "100% of the float model's size, more than 50%" in half.failures[0]
-    assert recheck_report(report, msgspec.structs.replace(limits, max_size_share=1.0)).passed
+    assert recheck_report(report, replace(limits, max_size_share=1.0)).passed
 
 
 def test_a_metric_is_measured_on_both_sides_and_judged(bundle: Bundle) -> None:
@@ -323,19 +317,19 @@ def test_a_metric_is_measured_on_both_sides_and_judged(bundle: Bundle) -> None:
     assert good is not None
     assert bad is not None
     assert (good.samples, good.difference) == (6, 0.0)
-    strict = recheck_report(report, msgspec.structs.replace(bundle.manifest.thresholds, task=limit))
+    strict = recheck_report(report, replace(bundle.manifest.thresholds, task=limit))
     assert "metric 'top1' is 0.00 points worse" in strict.runs[0].unproven[0]
     assert [run.verdict for run in strict.runs] == ["not proven", "fail"]
     assert strict.verdict == "fail"
-    fair = msgspec.structs.replace(limit, gate="estimate")
-    fairly = recheck_report(report, msgspec.structs.replace(bundle.manifest.thresholds, task=fair))
+    fair = replace(limit, gate="estimate")
+    fairly = recheck_report(report, replace(bundle.manifest.thresholds, task=fair))
     assert fairly.runs[0].passed
     assert not fairly.runs[1].passed
 
 
 def test_a_metric_without_labels_is_no_pass(tmp_path: Path) -> None:
     report = verify_bundle(make_bundle(tmp_path), [InProcess()], task=TaskLimit(name="top1"))
-    limits = msgspec.structs.replace(report.runs[0].thresholds, task=TaskLimit(name="top1"))
+    limits = replace(report.runs[0].thresholds, task=TaskLimit(name="top1"))
     found = recheck_report(report, limits)
     assert "metric 'top1' was not measured: it needs labels" in found.runs[0].unproven[0]
     assert (found.verdict, found.passed) == ("not proven", False)
@@ -346,7 +340,7 @@ def test_labels_that_are_texts_go_into_the_bundle(tmp_path: Path) -> None:
     for labels in (["a", "b", "", "d", "e", "f"], [Boxes(boxes=((0, 0, 1, 1),), classes=(1,))] * 6):
         golden = make_golden(contents.source, make_samples(), tmp_path / labels[0].__class__.__name__, labels=labels)
         folder = tmp_path / f"{labels[0].__class__.__name__}-bundle"
-        bundle = write_bundle(msgspec.structs.replace(contents, golden=golden), folder)
+        bundle = write_bundle(replace(contents, golden=golden), folder)
         assert read_labels(open_bundle(bundle.folder).golden) == labels
 
 
@@ -357,7 +351,7 @@ def test_what_the_build_knew_of_the_loss_is_kept(bundle: Bundle) -> None:
         AttributionStep(step="provider", sqnr_db=28.0, top1_agreement=0.9, accuracy=0.8),
     )
     first = verify_bundle(bundle, [InProcess()])
-    first = msgspec.structs.replace(first, attribution=steps, attributed_device="emulated", first_bad_layer="mul")
+    first = replace(first, attribution=steps, attributed_device="emulated", first_bad_layer="mul")
     write_report(bundle, first)
     known = read_known(bundle)
     again = verify_bundle(bundle, [InProcess(lie=change_all(lambda y: y * 1.01))])
@@ -372,7 +366,7 @@ def test_what_the_build_knew_of_the_loss_is_kept(bundle: Bundle) -> None:
     assert [step.step for step in added] == ["prepare", "quantize", "provider", "device"]
     assert added[-1].noise_share is not None
     assert added[-1].noise_share > 0.8
-    assert read_known(msgspec.structs.replace(bundle, folder=bundle.folder.parent)) is None
+    assert read_known(replace(bundle, folder=bundle.folder.parent)) is None
 
 
 def test_losses_sum_to_the_whole() -> None:

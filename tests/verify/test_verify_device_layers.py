@@ -2,14 +2,15 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import numpy as np
 import onnx
 import pytest
-from bundle_models import make_bundle, make_check, save_graph
+from bundle_models import make_bundle, make_check
 from devices_models import present
-from onnx import TensorProto, helper, numpy_helper
+from msgspec.structs import replace
+from tiny_models import save_net
 from verify_devices import InProcess, from_list, turning
 from verify_models import LAYERS, break_layer, make_images, turn_layer
 
@@ -77,9 +78,19 @@ def test_emulated_arm_gives_the_tensors_inside(models: tuple[Model, Model], tmp_
 
 
 def test_slices_find_what_one_run_finds(models: tuple[Model, Model], tmp_path: Path) -> None:
-    device, job = turning(InProcess(), "conv3"), job_of(models[1])
+    asked: list[list[str]] = []
+
+    def note(job: Job, _run: DeviceRun) -> dict[str, Any]:
+        asked.append([spec.name for spec in job.outputs])
+        return {}
+
+    device, job = turning(InProcess(retell=note), "conv3"), job_of(models[1])
     whole = find_device_layer(device, job, tmp_path / "whole")
+    asked.clear()
     sliced = find_device_layer(device, job, tmp_path / "sliced", slice_bytes=4000)
+    # Of what lies before a slice the device gives only what its layers read.
+    assert asked[0] == ["y"]
+    assert max(map(len, asked[:-1])) == 3
     assert (whole.layer, sliced.layer) == ("conv3", "conv3")
     assert (whole.runs, sliced.runs) == (2, 6)
     assert sliced.layers == whole.layers
@@ -94,7 +105,7 @@ class Flipping(InProcess, frozen=True, kw_only=True):
             return weight
 
         flipped = break_layer(load_model(job.model), work / "flipped.onnx", "conv2", flip)
-        return InProcess.run_job(self, msgspec.structs.replace(job, model=flipped.path), work)
+        return InProcess.run_job(self, replace(job, model=flipped.path), work)
 
 
 def test_one_wrong_weight_is_enough(models: tuple[Model, Model], tmp_path: Path) -> None:
@@ -109,10 +120,10 @@ class Withholding(InProcess, frozen=True, kw_only=True):
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:
         turned = turn_layer(job.model, work / "turned.onnx", self.layer)
-        run = InProcess.run_job(self, msgspec.structs.replace(job, model=turned), work)
+        run = InProcess.run_job(self, replace(job, model=turned), work)
         is_whole = any(spec.name == "y" for spec in job.outputs)
         rows: list[Tensors] = [{"y": row["y"]} if is_whole else row for row in run.outputs]
-        return msgspec.structs.replace(run, outputs=from_list(rows))
+        return replace(run, outputs=from_list(rows))
 
 
 @FORMS
@@ -135,7 +146,7 @@ class Fusing(InProcess, frozen=True, kw_only=True):
         if {"r1", "r2", "r3"} <= names:
             return InProcess.run_job(self, job, work)
         turned = turn_layer(job.model, work / "turned.onnx", "conv2")
-        return InProcess.run_job(self, msgspec.structs.replace(job, model=turned), work)
+        return InProcess.run_job(self, replace(job, model=turned), work)
 
 
 def test_outputs_that_change_as_tensors_are_given_out_are_no_evidence(
@@ -162,16 +173,9 @@ def test_what_is_looked_at_parts_no_group(models: tuple[Model, Model]) -> None:
 
 
 def test_a_value_that_two_nodes_read_is_looked_at(tmp_path: Path) -> None:
-    nodes = [
-        helper.make_node("MatMul", ["x", "w"], ["m"], "mul"),
-        helper.make_node("Add", ["m", "b"], ["a"], "bias"),
-        helper.make_node("Sigmoid", ["a"], ["s"], "gate"),
-        helper.make_node("Mul", ["a", "s"], ["y"], "silu"),
-    ]
-    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 4]) for name in "xy")
-    constants = [numpy_helper.from_array(np.eye(4, dtype=np.float32), "w")]
-    constants.append(numpy_helper.from_array(np.ones(4, np.float32), "b"))
-    model = save_graph(helper.make_graph(nodes, "g", [x], [y], constants), tmp_path / "silu.onnx")
+    body = "[mul] m = MatMul(x, w) [bias] a = Add(m, b) [gate] s = Sigmoid(a) [silu] y = Mul(a, s)"
+    weights = {"w": np.eye(4, dtype=np.float32), "b": np.ones(4, np.float32)}
+    model = save_net(f"(float[1,4] x) => (float[1,4] y) {{ {body} }}", tmp_path / "silu.onnx", **weights)
     assert [(probe.layer, probe.tensor) for probe in plan_probes(model)] == [("mul", "a"), ("gate", "s"), ("silu", "y")]
 
 

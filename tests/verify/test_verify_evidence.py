@@ -4,9 +4,9 @@ import json
 import os
 from pathlib import Path
 
-import msgspec
 import pytest
 from bundle_models import make_bundle, make_contents
+from msgspec.structs import replace
 from verify_devices import InProcess
 
 from edgekit.bundle.folder import LAYERS, VERIFY, Bundle, open_bundle, write_bundle
@@ -30,7 +30,7 @@ WORDS = "layer 'mul' (MatMul) is the first whose result is not the float model's
 def make_suspect(folder: Path, target: str = "nnapi") -> Bundle:
     """Returns a bundle in which the build found a layer that is not the float model's, though the outputs agree."""
     evidence = encode_evidence(LayerEvidence(layers=(BAD,)))
-    contents = msgspec.structs.replace(make_contents(folder, target=target), layers=evidence)
+    contents = replace(make_contents(folder, target=target), layers=evidence)
     return write_bundle(contents, folder / f"tiny-{target}")
 
 
@@ -56,9 +56,7 @@ def test_what_was_found_of_layers_outlives_join(tmp_path: Path) -> None:
 
 
 def test_a_bundle_that_keeps_less_is_said_to(tmp_path: Path) -> None:
-    bundle = write_bundle(
-        msgspec.structs.replace(make_contents(tmp_path), layers=encode_evidence(LayerEvidence())), tmp_path / "whole"
-    )
+    bundle = write_bundle(replace(make_contents(tmp_path), layers=encode_evidence(LayerEvidence())), tmp_path / "whole")
     assert verify_again(bundle).notes == ()
     (tmp_path / "in").mkdir()
     less = make_bundle(tmp_path / "in")
@@ -76,7 +74,7 @@ def test_a_forged_verify_json_fails_no_bundle(tmp_path: Path) -> None:
     bundle = make_bundle(tmp_path)
     good = verify_again(bundle)
     assert good.passed
-    write_report(bundle, msgspec.structs.replace(good, layers=(BAD,), first_bad_layer="mul", alterations=("forged",)))
+    write_report(bundle, replace(good, layers=(BAD,), first_bad_layer="mul", alterations=("forged",)))
     report = verify_again(open_bundle(bundle.folder))
     assert (report.passed, report.layers, report.first_bad_layer) == (True, (), None)
 
@@ -90,7 +88,7 @@ def test_digests_cover_what_was_found_of_the_layers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"layers": 3}', b'{"other": 1}', b"[" * 100_000])
 def test_malformed_evidence_is_refused(tmp_path: Path, content: bytes) -> None:
-    bundle = write_bundle(msgspec.structs.replace(make_contents(tmp_path), layers=content), tmp_path / "tiny-nnapi")
+    bundle = write_bundle(replace(make_contents(tmp_path), layers=content), tmp_path / "tiny-nnapi")
     with pytest.raises(BundleError, match=r"layers\.json' is malformed"):
         read_evidence(bundle)
 

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from edgekit.data.wilson import wilson_interval
 from edgekit.evidence import Judgement
@@ -49,13 +50,13 @@ def chance(total: int, share: float, limits: Thresholds) -> float:
 @pytest.mark.parametrize("least", [0.9, 0.97, 0.99])
 @pytest.mark.parametrize("total", [8, 30, 100, 300, 900])
 def test_agreement_two_points_too_low_seldom_passes_on_the_bound(least: float, total: int) -> None:
-    limits = msgspec.structs.replace(BOUND, min_top1_agreement=least)
+    limits = replace(BOUND, min_top1_agreement=least)
     assert chance(total, least - POINTS, limits) <= LUCK
     assert chance(total, least, limits) <= LUCK
 
 
 def test_the_estimate_alone_lets_luck_pass() -> None:
-    plain = msgspec.structs.replace(BOUND, gate="estimate", granted_samples=1)
+    plain = replace(BOUND, gate="estimate", granted_samples=1)
     assert chance(100, 0.88, plain) > 0.2
     assert chance(100, 0.88, BOUND) < 0.01
 
@@ -147,7 +148,7 @@ def test_an_output_is_refused_for_each_figure_below_its_limit(figures: dict[str,
 )
 def test_on_the_bound_the_worst_end_of_an_interval_counts(figures: dict[str, Any], words: str) -> None:
     report = OutputReport(**{"name": "y", "samples": 10, "cosine": 0.9, **figures})
-    limits = msgspec.structs.replace(LIMITS, gate="bound")
+    limits = replace(LIMITS, gate="bound")
     failed, left_open = judge_output(report, limits), doubt_output(report, limits)
     assert len(failed + left_open) == bool(words)
     assert words in "".join(failed + left_open)

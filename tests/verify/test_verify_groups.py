@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
-import msgspec
 import pytest
 from devices_models import present
 from group_models import make_speech
+from msgspec.structs import replace
 from verify_devices import InProcess
 
 from edgekit.bundle.folder import VERIFY
@@ -48,7 +48,7 @@ class Deaf(InProcess, frozen=True, kw_only=True):
                 yield {**sample, "memory": sample["memory"] * 0} if "memory" in sample else sample
 
         forgetful = Samples(source="", count=job.samples.count, read=read)
-        return super().run_job(msgspec.structs.replace(job, samples=forgetful), work)
+        return super().run_job(replace(job, samples=forgetful), work)
 
 
 class Tired(InProcess, frozen=True, kw_only=True):
@@ -59,7 +59,7 @@ class Tired(InProcess, frozen=True, kw_only=True):
             yield from islice(job.samples, 60)
             raise DeviceError("the battery is empty", hint="charge it")
 
-        tiring = msgspec.structs.replace(job, samples=Samples(source="", count=job.samples.count, read=read))
+        tiring = replace(job, samples=Samples(source="", count=job.samples.count, read=read))
         return super().run_job(tiring if work.name.startswith("decoder-") else job, work)
 
 
@@ -70,8 +70,8 @@ class Dying(InProcess, frozen=True, kw_only=True):
         if not work.name.startswith("decoder-"):
             return super().run_job(job, work)
         first = Samples(source="", count=job.samples.count, read=lambda: islice(job.samples, 60))
-        run = super().run_job(msgspec.structs.replace(job, samples=first), work)
-        return msgspec.structs.replace(run, failure="was ended by SIGSEGV", crashed=True)
+        run = super().run_job(replace(job, samples=first), work)
+        return replace(run, failure="was ended by SIGSEGV", crashed=True)
 
 
 def run(group: Group, device: InProcess) -> GroupReport:

@@ -4,9 +4,9 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from verify_devices import InProcess
 
 from edgekit.bench.latency import Latency
@@ -35,8 +35,8 @@ from edgekit.verify.task_scores import TaskReport
 @pytest.fixture(scope="module")
 def bundle(tiny: Bundle) -> Bundle:
     # Noise that a self-test of float32 would not grant is what these tests compare.
-    golden = msgspec.structs.replace(tiny.manifest.golden, tolerance={"y": 10.0})
-    return msgspec.structs.replace(tiny, manifest=msgspec.structs.replace(tiny.manifest, golden=golden))
+    golden = replace(tiny.manifest.golden, tolerance={"y": 10.0})
+    return replace(tiny, manifest=replace(tiny.manifest, golden=golden))
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_runs_are_recorded_and_come_back(bundle: Bundle, report: VerifyReport, t
     last = find_last_good(file, bad)
     assert last is not None
     assert last.id == 1
-    other = msgspec.structs.replace(report, target="qnn", bundle="tiny-qnn")
+    other = replace(report, target="qnn", bundle="tiny-qnn")
     assert find_last_good(file, other) is None
     assert list_runs(file, bundle="other") == ()
 
@@ -69,7 +69,7 @@ def test_a_time_on_the_npu_of_a_phone_is_known_to_the_forecast(
 ) -> None:
     file = tmp_path / "h.sqlite"
     npu = "QNNExecutionProvider"
-    phone = msgspec.structs.replace(
+    phone = replace(
         report.runs[0], evidence=Evidence.DEVICE, provider=npu, provider_nodes={npu: 3}, versions={"soc": "SM8750"},
         latency_ms=Latency(median=1.5, p95=2.0),
     )  # fmt: skip
@@ -77,21 +77,21 @@ def test_a_time_on_the_npu_of_a_phone_is_known_to_the_forecast(
     if subject != bundle.folder:
         bundle.folder.rename(subject)
     # What the provider took nothing of says nothing of it.
-    for run in (phone, msgspec.structs.replace(phone, provider_nodes={"CPUExecutionProvider": 3})):
-        record_report(file, msgspec.structs.replace(report, runs=(run,)))
+    for run in (phone, replace(phone, provider_nodes={"CPUExecutionProvider": 3})):
+        record_report(file, replace(report, runs=(run,)))
     (time,) = read_history(file, subject)
     assert (time.device, time.ms, time.source) == ("Samsung Galaxy S25", 1.5, "run 1 of h.sqlite")
 
 
 def test_what_became_worse_fails_and_says_what_changed(bundle: Bundle) -> None:
-    good = msgspec.structs.replace(verify_bundle(bundle, [InProcess()]), ancestry={"model": "a" * 64, "data": "b" * 64})
+    good = replace(verify_bundle(bundle, [InProcess()]), ancestry={"model": "a" * 64, "data": "b" * 64})
     worse = verify_bundle(bundle, [InProcess(lie=shake)])
-    worse = msgspec.structs.replace(worse, ancestry={"model": "c" * 64, "data": "b" * 64})
+    worse = replace(worse, ancestry={"model": "c" * 64, "data": "b" * 64})
     run = worse.runs[0]
-    limits = msgspec.structs.replace(run.thresholds, min_cosine=0.5)
-    worse = msgspec.structs.replace(
+    limits = replace(run.thresholds, min_cosine=0.5)
+    worse = replace(
         worse,
-        runs=(msgspec.structs.replace(run, versions={"onnxruntime": "1.32.0", "driver": "2"}, thresholds=limits),),
+        runs=(replace(run, versions={"onnxruntime": "1.32.0", "driver": "2"}, thresholds=limits),),
     )
     assert worse.passed
     held = compare_with_baseline(worse, good, "run 7")
@@ -138,15 +138,12 @@ def test_a_metric_is_worse_beyond_half_its_interval(
         interval=interval,
     )  # fmt: skip
     before, now = (
-        msgspec.structs.replace(report, runs=(msgspec.structs.replace(report.runs[0], task=each),))
-        for each in (task, msgspec.structs.replace(task, got=got))
+        replace(report, runs=(replace(report.runs[0], task=each),)) for each in (task, replace(task, got=got))
     )
     assert bool(find_regressions(before, now)) is worse
-    without, other = (
-        msgspec.structs.replace(now.runs[0], task=each) for each in (None, msgspec.structs.replace(task, name="top5"))
-    )
+    without, other = (replace(now.runs[0], task=each) for each in (None, replace(task, name="top5")))
     for run in (without, other):
-        (line,) = find_regressions(before, msgspec.structs.replace(now, runs=(run,)))
+        (line,) = find_regressions(before, replace(now, runs=(run,)))
         assert line == "metric 'top1' on emulated was not measured"
 
 
@@ -171,7 +168,7 @@ def test_an_output_is_worse_below_its_interval(
     report: VerifyReport, before: dict[str, Any], now: dict[str, Any], words: str
 ) -> None:
     old, new = (
-        msgspec.structs.replace(report, runs=(msgspec.structs.replace(report.runs[0], outputs=outputs),))
+        replace(report, runs=(replace(report.runs[0], outputs=outputs),))
         for outputs in ((OutputReport(name="y", samples=6, **fields),) for fields in (before, now))
     )
     lines = find_regressions(old, new)
@@ -181,24 +178,24 @@ def test_an_output_is_worse_below_its_interval(
 
 def test_what_is_gone_or_new_is_told(report: VerifyReport) -> None:
     (run,) = report.runs
-    less = msgspec.structs.replace(report, runs=(msgspec.structs.replace(run, outputs=(), samples=3),))
+    less = replace(report, runs=(replace(run, outputs=(), samples=3),))
     assert find_regressions(report, less) == ("output 'y' on emulated is gone",)
     assert list(find_changes(report, less)) == ["samples on emulated 6 -> 3"]
-    other = msgspec.structs.replace(report, runs=(msgspec.structs.replace(run, device="phone"), run))
+    other = replace(report, runs=(replace(run, device="phone"), run))
     assert list(find_changes(report, other)) == ["device phone is new"]
     assert find_regressions(report, other) == ()
     assert find_regressions(other, report) == ("device phone did not run",)
     assert find_regressions(other, less) == ("device phone did not run", "output 'y' on emulated is gone")
-    assert list(find_changes(report, msgspec.structs.replace(other, runs=(other.runs[0], *less.runs)))) == [
+    assert list(find_changes(report, replace(other, runs=(other.runs[0], *less.runs)))) == [
         "device phone is new", "samples on emulated 6 -> 3"
     ]  # fmt: skip
     skipped = (SkippedDevice(device="phone", reason="unplugged", command=None),)
-    absent = msgspec.structs.replace(report, skipped=skipped)
+    absent = replace(report, skipped=skipped)
     assert find_regressions(other, absent) == ("device phone did not run: unplugged",)
     assert compare_with_baseline(report, other, "run 1").passed  # nobody asked for the phone
     assert not compare_with_baseline(absent, other, "run 1").passed
-    moved = msgspec.structs.replace(report, ancestry={"model": "b" * 64})
-    (line,) = find_changes(msgspec.structs.replace(report, ancestry={"model": "a" * 64}), moved)
+    moved = replace(report, ancestry={"model": "b" * 64})
+    (line,) = find_changes(replace(report, ancestry={"model": "a" * 64}), moved)
     assert line == f"model {'a' * 12} -> {'b' * 12}"
 
 
@@ -213,20 +210,20 @@ def test_the_nodes_of_an_emulator_are_no_placement(bundle: Bundle) -> None:
 
 def test_latency_and_memory_are_held_against_the_reference_run(bundle: Bundle) -> None:
     before = verify_bundle(bundle, [InProcess(evidence=Evidence.DEVICE)])
-    steady = msgspec.structs.replace(before.runs[0], latency_ms=Latency(median=1.0, p95=1.0))
-    before = msgspec.structs.replace(before, runs=(steady,))
-    slow = msgspec.structs.replace(before.runs[0], latency_ms=Latency(median=1.5, p95=2.0), peak_rss_bytes=3)
-    now = compare_with_baseline(msgspec.structs.replace(before, runs=(slow,)), before, "base.json")
+    steady = replace(before.runs[0], latency_ms=Latency(median=1.0, p95=1.0))
+    before = replace(before, runs=(steady,))
+    slow = replace(before.runs[0], latency_ms=Latency(median=1.5, p95=2.0), peak_rss_bytes=3)
+    now = compare_with_baseline(replace(before, runs=(slow,)), before, "base.json")
     assert now.passed
-    limits = msgspec.structs.replace(slow.thresholds, max_latency_ratio=1.2, max_memory_ratio=2.0)
+    limits = replace(slow.thresholds, max_latency_ratio=1.2, max_memory_ratio=2.0)
     lines = recheck_report(now, limits).runs[0].failures
     assert lines == (
         "latency is 1.50 times that of base.json, more than 1.2 times",
         "peak memory is 3.00 times that of base.json, more than 2 times",
     )
-    assert recheck_report(now, msgspec.structs.replace(limits, max_latency_ratio=1.6, max_memory_ratio=3.0)).passed
-    silent = msgspec.structs.replace(before.runs[0], latency_ms=None, peak_rss_bytes=0)
-    now = compare_with_baseline(msgspec.structs.replace(before, runs=(silent,)), before, "base.json")
+    assert recheck_report(now, replace(limits, max_latency_ratio=1.6, max_memory_ratio=3.0)).passed
+    silent = replace(before.runs[0], latency_ms=None, peak_rss_bytes=0)
+    now = compare_with_baseline(replace(before, runs=(silent,)), before, "base.json")
     assert now.passed
     assert recheck_report(now, limits).runs[0].failures == (
         "latency was not measured, and base.json has one to hold it against",

@@ -7,8 +7,9 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
+from msgspec.structs import replace
 from onnx import TensorProto, helper, numpy_helper
-from tiny_models import parse_model
+from tiny_models import save_net
 from verify_devices import from_list
 from verify_models import LAYERS, break_layer, make_images, save_network
 
@@ -88,16 +89,9 @@ def test_memory_of_the_sums_does_not_grow(models: tuple[Model, Model]) -> None:
 
 
 def test_models_without_a_common_layer_are_refused(models: tuple[Model, Model], tmp_path: Path) -> None:
-    graph = helper.make_graph(
-        [helper.make_node("Abs", ["x"], ["other"])],
-        "other",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 3, 12, 12])],
-        [helper.make_tensor_value_info("other", TensorProto.FLOAT, [1, 3, 12, 12])],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
-    onnx.save(model, str(tmp_path / "other.onnx"))
+    text = "(float[1,3,12,12] x) => (float[1,3,12,12] other) { other = Abs(x) }"
     with pytest.raises(ModelError, match="no layer in common"):
-        compare_layers(models[0], load_model(tmp_path / "other.onnx"), make_images(1))
+        compare_layers(models[0], save_net(text, tmp_path / "other.onnx"), make_images(1))
 
 
 def test_samples_of_another_model_are_refused(models: tuple[Model, Model]) -> None:
@@ -123,7 +117,7 @@ def test_a_half_precision_model_is_compared_with_the_float_one(tmp_path: Path) -
 
 
 def test_rounding_behind_a_reshape_that_the_other_model_lacks_is_no_fault(tmp_path: Path) -> None:
-    head = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4,24] x) => (float[1,4,24] y)'
+    head = "(float[1,4,24] x) => (float[1,4,24] y)"
     plain = f"{head} <float c = {{9}}> {{ m = Mul(x, c)  y = Softmax<axis = -1>(m) }}"
     moved = (
         f"{head} <float c = {{9}}, float s = {{0.5}}, uint8 z = {{128}}, int64[3] n = {{1, 4, 24}}> {{ m = Mul(x, c)"
@@ -132,11 +126,35 @@ def test_rounding_behind_a_reshape_that_the_other_model_lacks_is_no_fault(tmp_pa
     )
     rows = np.random.default_rng(2).normal(size=(4, 1, 4, 24)).astype(np.float32)
     samples = Samples(source="x", count=4, read=lambda: ({"x": row} for row in rows))
-    plain_model = load_model(parse_model(plain, tmp_path / "a.onnx"))
+    plain_model = save_net(plain, tmp_path / "a.onnx")
     for act, is_clean in (("d", True), ("z2", False)):
         text = moved.replace("t = Softmax(ACT)", f"z2 = Neg(d)  t = Softmax({act})")
-        layers = compare_layers(plain_model, load_model(parse_model(text, tmp_path / f"{act}.onnx")), samples)
+        layers = compare_layers(plain_model, save_net(text, tmp_path / f"{act}.onnx"), samples)
         assert (find_first_bad(layers) is None) is is_clean
+
+
+def test_a_result_on_a_grid_with_several_scales_is_not_counted_in_steps(tmp_path: Path) -> None:
+    """Its channels have steps of their own, and no single step tells how far a value may be off."""
+    head = "(float[1,2,4] x) => (float[1,2,4] y)"
+    models = [
+        save_net(f"{head} {{ [double] m = Add(x, x) y = Relu(m) }}", tmp_path / "float.onnx"),
+        *(
+            save_net(
+                f"{head} <float{dims} s = {{{scales}}}, uint8{dims} z = {{{zeros}}}> {{ [double] m = Add(x, x)"
+                "  q = QuantizeLinear<axis = 1>(m, s, z)  d = DequantizeLinear<axis = 1>(q, s, z)  y = Relu(d) }",
+                tmp_path / f"{name}.onnx",
+            )
+            for name, dims, scales, zeros in (("one", "", "0.05", "128"), ("two", "[2]", "0.05, 0.05", "128, 128"))
+        ),
+    ]
+    samples = from_list([{"x": np.linspace(-3, 3, 8, dtype=np.float32).reshape(1, 2, 4)}])
+    one, two = (
+        next(layer for layer in compare_layers(models[0], model, samples) if layer.tensor == "m")
+        for model in models[1:]
+    )
+    assert one.channel_steps is not None
+    assert (two.channel_steps, two.offset_steps, two.rounding_steps) == (None, None, None)
+    assert two.own_sqnr_db == one.own_sqnr_db
 
 
 def test_the_comparison_is_plain_data(models: tuple[Model, Model]) -> None:
@@ -145,11 +163,8 @@ def test_the_comparison_is_plain_data(models: tuple[Model, Model]) -> None:
 
 
 def test_sequences_beside_the_layers_are_no_layers(tmp_path: Path) -> None:
-    text = (
-        '<ir_version: 8, opset_import: ["" : 17]> g (float[1,8] x) => (float[1,8] y, seq(float[1,8]) s)'
-        "{ y = Relu(x) s = SequenceConstruct(y, y) }"
-    )
-    model = load_model(parse_model(text, tmp_path / "m.onnx"))
+    text = "(float[1,8] x) => (float[1,8] y, seq(float[1,8]) s) { y = Relu(x) s = SequenceConstruct(y, y) }"
+    model = save_net(text, tmp_path / "m.onnx")
     rows = [{"x": np.ones((1, 8), np.float32)}]
     layers = compare_layers(model, model, from_list(rows))
     assert [layer.tensor for layer in layers] == ["y"]
@@ -293,14 +308,14 @@ LAYER = LayerReport(
     ],
 )
 def test_what_stands_out(changes: dict[str, object], is_bad: bool) -> None:
-    said = explain_layers([msgspec.structs.replace(LAYER, **changes), LAYER])
+    said = explain_layers([replace(LAYER, **changes), LAYER])
     assert bool(said) is is_bad
     assert all("layer 'a' (Conv) is the first whose result is not the float model's" in line for line in said)
 
 
 def test_an_overflow_counts_where_no_other_layer_stands_out() -> None:
-    over = msgspec.structs.replace(LAYER, own_sqnr_db=None, own_bias=None, overflows=True, arithmetic="half")
-    other = msgspec.structs.replace(LAYER, name="other", offset_steps=3.0)
+    over = replace(LAYER, own_sqnr_db=None, own_bias=None, overflows=True, arithmetic="half")
+    other = replace(LAYER, name="other", offset_steps=3.0)
     assert find_first_bad([over, LAYER]) is over
     assert find_first_bad([over, other]) is other
 

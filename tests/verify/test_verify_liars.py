@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
-from verify_devices import CPU_PROVIDER, Absent, InProcess, Lie, from_list
+from msgspec.structs import replace
+from tiny_models import save_net
+from verify_devices import CPU_PROVIDER, Absent, InProcess, Lie, Retell, from_list
 
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.bundle.expected import EXPECTED
@@ -29,17 +29,6 @@ from edgekit.verify.run import verify_bundle
 pytestmark = pytest.mark.slow
 
 COUNT, CLASSES = 16, 12
-Retell = Callable[[DeviceRun], dict[str, Any]]
-
-
-class Liar(InProcess, frozen=True, kw_only=True):
-    """Runs the model, and says otherwise of the run what `retell` says."""
-
-    retell: Retell = lambda _: {}
-
-    def run_job(self, job: Job, work: Path) -> DeviceRun:
-        run = InProcess.run_job(self, job, work)
-        return msgspec.structs.replace(run, **self.retell(run))
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,23 +47,11 @@ def save_network(path: Path, seed: int) -> Path:
         name: rng.normal(scale=(2 / np.prod(shape[1:])) ** 0.5, size=shape).astype(np.float32)
         for name, shape in shapes.items()
     }
-    nodes = [
-        helper.make_node("Conv", ["x", "w0"], ["c0"], name="conv0", pads=[1] * 4),
-        helper.make_node("Relu", ["c0"], ["r0"], name="relu0"),
-        helper.make_node("Conv", ["r0", "w1"], ["c1"], name="conv1", pads=[1] * 4),
-        helper.make_node("Relu", ["c1"], ["r1"], name="relu1"),
-        helper.make_node("GlobalAveragePool", ["r1"], ["pooled"], name="pool"),
-        helper.make_node("Flatten", ["pooled"], ["flat"], name="flatten"),
-        helper.make_node("Gemm", ["flat", "wy"], ["y"], name="head_y"),
-        helper.make_node("Gemm", ["flat", "wz"], ["raw"], name="head_z"),
-        helper.make_node("Softplus", ["raw"], ["z"], name="softplus"),
-    ]
-    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, CLASSES]) for name in "yz"]
-    graph = helper.make_graph(
-        nodes, "two heads", [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 3, 12, 12])], outputs,
-        [numpy_helper.from_array(value, name) for name, value in weights.items()],
-    )  # fmt: skip
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), str(path))
+    body = """[conv0] c0 = Conv<pads = [1,1,1,1]>(x, w0) [relu0] r0 = Relu(c0)
+      [conv1] c1 = Conv<pads = [1,1,1,1]>(r0, w1) [relu1] r1 = Relu(c1) [pool] pooled = GlobalAveragePool(r1)
+      [flatten] flat = Flatten(pooled) [head_y] y = Gemm(flat, wy) [head_z] raw = Gemm(flat, wz)
+      [softplus] z = Softplus(raw)"""
+    save_net(f"(float[1,3,12,12] x) => (float[1,{CLASSES}] y, float[1,{CLASSES}] z) {{ {body} }}", path, **weights)
     return path
 
 
@@ -136,21 +113,18 @@ def run_model(path: Path, samples: Samples) -> list[Tensors]:
 
 
 def replace_nodes(alter: Callable[[PlacedNode], PlacedNode | None]) -> Retell:
-    def retell(run: DeviceRun) -> dict[str, Any]:
-        return {"placement": tuple(node for node in map(alter, run.placement) if node is not None)}
-
-    return retell
+    return lambda _, run: {"placement": tuple(node for node in map(alter, run.placement) if node is not None)}
 
 
 def move(names: Sequence[str], provider: str = CPU_PROVIDER) -> Retell:
-    return replace_nodes(lambda node: msgspec.structs.replace(node, provider=provider) if node.name in names else node)
+    return replace_nodes(lambda node: replace(node, provider=provider) if node.name in names else node)
 
 
 def hide(name: str) -> Retell:
     return replace_nodes(lambda node: None if node.name == name else node)
 
 
-def add_node(run: DeviceRun) -> dict[str, Any]:
+def add_node(_job: Job, run: DeviceRun) -> dict[str, Any]:
     npu = next(node.provider for node in run.placement if node.provider != CPU_PROVIDER)
     return {"placement": (*run.placement, PlacedNode(name="conv2", op="Conv", domain="", provider=npu))}
 
@@ -160,11 +134,11 @@ def lying(lie: Lie) -> Callable[[Case], InProcess]:
 
 
 def telling(**told: Any) -> Callable[[Case], InProcess]:
-    return lambda _: Liar(retell=lambda _: told)
+    return lambda _: InProcess(retell=lambda _job, _run: told)
 
 
 def retelling(retell: Retell) -> Callable[[Case], InProcess]:
-    return lambda _: Liar(retell=retell)
+    return lambda _: InProcess(retell=retell)
 
 
 def replay_float(noise: float) -> Callable[[Case], InProcess]:
@@ -319,4 +293,4 @@ def test_a_lie_that_changes_no_figure_is_told(case: Case, kind: str) -> None:
 
 def test_there_are_as_many_kinds_as_the_docs_say() -> None:
     page = (Path(__file__).parents[2] / "docs" / "concepts" / "security.md").read_text()
-    assert f"{len(FAILS) + len(TOLD)} kinds are played" in page
+    assert f"{len(FAILS) + len(TOLD)} kinds of lie" in page

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import onnx
 import pytest
+from msgspec.structs import replace
 from onnx import numpy_helper, parser
 from verify_devices import InProcess, Lie
 
@@ -115,7 +115,7 @@ def test_a_broken_list_fails(bundle: Bundle, broken: Callable[[Array], None]) ->
 
 def test_a_bundle_that_calls_other_columns_a_list_fails_and_is_judged_row_by_row(bundle: Bundle) -> None:
     listed = ListColumns(boxes=column(0), score=column(5), kind=None, code="corners")
-    stated = msgspec.structs.replace(bundle, manifest=msgspec.structs.replace(bundle.manifest, listed=listed))
+    stated = replace(bundle, manifest=replace(bundle.manifest, listed=listed))
     (run,) = verify_bundle(stated, [InProcess()]).runs
     assert any("the manifest says that y list detections" in line for line in run.failures)
     assert any("has share of the variance" in line for line in run.failures)

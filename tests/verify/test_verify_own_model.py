@@ -2,11 +2,10 @@
 
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
-from bundle_models import save_graph
-from onnx import TensorProto, helper, numpy_helper
+from msgspec.structs import replace
+from tiny_models import save_net
 from verify_devices import InProcess, Lie, from_list
 
 from edgekit.bundle.folder import Bundle, open_bundle
@@ -24,13 +23,8 @@ from edgekit.verify.run import verify_bundle
 
 def save_model(path: Path) -> Model:
     """Two outputs that grow with the first input, and hardly move within the range that is calibrated."""
-    weight = np.array([[1.0, 0.5], [0.01, -0.01]], np.float32)
-    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"], name="mul")]
-    graph = helper.make_graph(
-        nodes, "line", [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 2])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 2])], [numpy_helper.from_array(weight, "w")],
-    )  # fmt: skip
-    return save_graph(graph, path)
+    text = "(float[1,2] x) => (float[1,2] y) <float[2,2] w = {1, 0.5, 0.01, -0.01}> { [mul] y = MatMul(x, w) }"
+    return save_net(text, path)
 
 
 @pytest.fixture(scope="module")
@@ -101,10 +95,7 @@ def test_the_first_file_that_runs_here_is_the_own_model(bundle: Bundle) -> None:
     samples = from_list([{"x": np.ones((1, 2), np.float32)}])
     (name,) = bundle.manifest.forms["onnx"]
     forms: list[dict[Form, tuple[str, ...]]] = [{"onnx": ("manifest.json",), "full": (name,)}, {"context": (name,)}]
-    second, none = (
-        run_own(msgspec.structs.replace(bundle, manifest=msgspec.structs.replace(bundle.manifest, forms=each)), samples)
-        for each in forms
-    )
+    second, none = (run_own(replace(bundle, manifest=replace(bundle.manifest, forms=each)), samples) for each in forms)
     assert np.array_equal(run_own(bundle, samples)[0]["y"], second[0]["y"])
     assert not none
 
@@ -116,8 +107,8 @@ def test_what_a_recipe_states_to_be_values_is_judged_as_no_classifier(bundle: Bu
     build(source, Data(source=str(data)), tmp_path / "out", recipe, verify=False)
     stated = open_bundle(tmp_path / "out" / "line-nnapi")
     assert [reading.kind for reading in (stated.manifest.readings or {}).values()] == ["values"]
-    ranked = msgspec.structs.replace(bundle.manifest, readings={"y": Reading(kind="classes", axis=1)})
-    classes = msgspec.structs.replace(bundle, manifest=ranked)
+    ranked = replace(bundle.manifest, readings={"y": Reading(kind="classes", axis=1)})
+    classes = replace(bundle, manifest=ranked)
     plain, judged = (verify_bundle(each, [InProcess()]).runs[0].outputs[0] for each in (classes, stated))
     assert plain.top1_agreement is not None
     assert (judged.top1_agreement, judged.changes, judged.sqnr_db) == (None, (), plain.sqnr_db)
@@ -148,10 +139,10 @@ def test_what_few_samples_leave_open_all_golden_ones_tell(bundle: Bundle, shift:
     def stop(rows: list[Tensors]) -> list[Tensors]:
         return [{"y": row["y"] if place or not shift else row["y"][:, ::-1]} for place, row in enumerate(rows[:4])]
 
-    limits = msgspec.structs.replace(bundle.manifest.thresholds, gate="bound", min_top1_agreement=0.6)
+    limits = replace(bundle.manifest.thresholds, gate="bound", min_top1_agreement=0.6)
     readings = {"y": Reading(kind="classes", axis=1)}
-    manifest = msgspec.structs.replace(bundle.manifest, thresholds=limits, readings=readings)
-    strict = msgspec.structs.replace(bundle, manifest=manifest)
+    manifest = replace(bundle.manifest, thresholds=limits, readings=readings)
+    strict = replace(bundle, manifest=manifest)
     (run,) = verify_bundle(strict, [InProcess(lie=stop, stopped_early=True)]).runs
     (shared,) = run.outputs[0].agreements
     assert (shared.samples, run.outputs[0].samples) == (4 if shift else bundle.golden.samples, 4)

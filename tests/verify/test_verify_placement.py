@@ -4,13 +4,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import onnx
 import pytest
 from bundle_models import make_check, make_contents
 from devices_models import present
 from exported_models import draw_inputs, export_bert
+from msgspec.structs import replace
 from onnx import helper, numpy_helper
 from verify_devices import CPU_PROVIDER, Altering, InProcess
 from verify_models import make_images, save_network
@@ -63,7 +63,7 @@ def replace_relus(proto: onnx.ModelProto) -> None:
 
 def make_network_bundle(folder: Path, target: str) -> Bundle:
     model = save_network(folder / "network.onnx")
-    contents = msgspec.structs.replace(
+    contents = replace(
         make_contents(folder, target=target),
         source=model,
         files={"onnx": (model.path,)},
@@ -71,7 +71,7 @@ def make_network_bundle(folder: Path, target: str) -> Bundle:
         check=make_check(model, load_target(target)),
     )
     bundle = write_bundle(contents, folder / f"network-{target}")
-    return msgspec.structs.replace(bundle, manifest=msgspec.structs.replace(bundle.manifest, verification=()))
+    return replace(bundle, manifest=replace(bundle.manifest, verification=()))
 
 
 @pytest.fixture(scope="module")
@@ -151,22 +151,19 @@ def _place(bundle: Bundle, *lost: str, renamed: str = "", op: str = "Conv") -> R
     """Returns the run of a device that says that some nodes ran on the CPU, one of them under another name."""
     ops = {node.name: node.op for node in read_check(bundle).node_list}
 
-    class Telling(InProcess, frozen=True, kw_only=True):
-        """Tells where each node ran."""
-
-        def run_job(self, job: Job, work: Path) -> DeviceRun:
-            nodes = tuple(
-                PlacedNode(
-                    name=renamed if name in lost and renamed else name,
-                    op=op if name in lost and renamed else own,
-                    domain="",
-                    provider=CPU_PROVIDER if name in lost else job.target.provider,
-                )
-                for name, own in ops.items()
+    def retell(job: Job, _run: DeviceRun) -> dict[str, Any]:
+        nodes = tuple(
+            PlacedNode(
+                name=renamed if name in lost and renamed else name,
+                op=op if name in lost and renamed else own,
+                domain="",
+                provider=CPU_PROVIDER if name in lost else job.target.provider,
             )
-            return msgspec.structs.replace(InProcess.run_job(self, job, work), placement=nodes)
+            for name, own in ops.items()
+        )
+        return {"placement": nodes}
 
-    return verify_bundle(bundle, [Telling(evidence=Evidence.DEVICE)]).runs[0]
+    return verify_bundle(bundle, [InProcess(evidence=Evidence.DEVICE, retell=retell)]).runs[0]
 
 
 def test_little_may_be_lost_and_renamed_work_is_found(network: Bundle) -> None:
@@ -180,16 +177,16 @@ def test_little_may_be_lost_and_renamed_work_is_found(network: Bundle) -> None:
 
 def test_the_share_that_may_be_lost_is_a_limit(network: Bundle) -> None:
     report = verify_bundle(network, [InProcess()])
-    run = msgspec.structs.replace(_place(network, "conv2"), thresholds=network.manifest.thresholds)
-    report = msgspec.structs.replace(report, runs=(run,))
+    run = replace(_place(network, "conv2"), thresholds=network.manifest.thresholds)
+    report = replace(report, runs=(run,))
     assert not report.passed
-    loose = msgspec.structs.replace(network.manifest.thresholds, max_lost_share=0.5)
+    loose = replace(network.manifest.thresholds, max_lost_share=0.5)
     assert recheck_report(report, loose).passed
 
 
 def test_a_prediction_is_no_observation_where_the_gate_asks_for_one(network: Bundle) -> None:
     emulated = InProcess(evidence=Evidence.EMULATED)
-    strict = msgspec.structs.replace(network.manifest.thresholds, needs_placement=True)
+    strict = replace(network.manifest.thresholds, needs_placement=True)
     report = recheck_report(verify_bundle(network, [emulated]), strict)
     assert report.failures == (
         "no run observed what the provider takes: verify on a device, or where the provider runs here",
@@ -252,7 +249,7 @@ def test_a_gap_is_what_was_predicted_taken_and_ran_on_the_cpu(placed: str, lost:
 
 
 def test_without_products_nodes_count_and_without_observation_nothing_does() -> None:
-    plain = tuple(msgspec.structs.replace(node, macs=0) for node in NODES)
+    plain = tuple(replace(node, macs=0) for node in NODES)
     gap = gap_of("a Conv cpu", plain)
     assert gap is not None
     assert gap.lost_macs == pytest.approx(1 / 3)
@@ -296,10 +293,10 @@ def test_nodes_of_the_cpu_that_nobody_reports_are_counted(placed: str, hidden: i
 def test_a_limit_of_nodes_on_the_cpu_counts_those_that_are_hidden(network: Bundle) -> None:
     (run,) = verify_bundle(network, [InProcess(evidence=Evidence.DEVICE)]).runs
     assert run.gap is not None
-    hiding = msgspec.structs.replace(run, gap=msgspec.structs.replace(run.gap, hidden=2))
+    hiding = replace(run, gap=replace(run.gap, hidden=2))
     for most, passed in ((2, True), (1, False)):
-        limits = msgspec.structs.replace(run.thresholds, max_cpu_nodes=most + run.provider_nodes.get(CPU_PROVIDER, 0))
-        assert msgspec.structs.replace(hiding, thresholds=limits).passed is passed
+        limits = replace(run.thresholds, max_cpu_nodes=most + run.provider_nodes.get(CPU_PROVIDER, 0))
+        assert replace(hiding, thresholds=limits).passed is passed
     assert describe_hidden(None) is None
 
 
@@ -334,14 +331,14 @@ def test_what_a_device_reports_must_be_the_placement_of_this_model(placed: str, 
 )
 def test_xnnpack_does_not_name_floats_that_it_takes_alone(placed: str, words: str | None) -> None:
     run, job = observe(placed, source="session")
-    on_xnnpack = msgspec.structs.replace(job, target=load_target("xnnpack"))
+    on_xnnpack = replace(job, target=load_target("xnnpack"))
     told = describe_unmatched(run, on_xnnpack)
     assert told is None if words is None else words in str(told)
     # A QDQ group has a name, and so has what runs on the CPU.
     for change in ({"integers": True}, {"taken": False}):
-        nodes = tuple(msgspec.structs.replace(node, **change) for node in NODES)
-        check = msgspec.structs.replace(job.check, node_list=nodes)
-        hidden = describe_unmatched(run, msgspec.structs.replace(on_xnnpack, check=check))
+        nodes = tuple(replace(node, **change) for node in NODES)
+        check = replace(job.check, node_list=nodes)
+        hidden = describe_unmatched(run, replace(on_xnnpack, check=check))
         assert ("ran nowhere" in str(hidden)) == (words is None)
 
 
@@ -361,11 +358,8 @@ def test_nodes_that_go_unnamed_count_where_the_cpu_did_not_take_them(
 ) -> None:
     run, job = observe(placed, source=source)
     npu, xnnpack = job.target.provider, load_target("xnnpack")
-    moved = tuple(
-        msgspec.structs.replace(node, provider=xnnpack.provider) if node.provider == npu else node
-        for node in run.placement
-    )
-    there = count_nodes(msgspec.structs.replace(run, placement=moved), msgspec.structs.replace(job, target=xnnpack))
+    moved = tuple(replace(node, provider=xnnpack.provider) if node.provider == npu else node for node in run.placement)
+    there = count_nodes(replace(run, placement=moved), replace(job, target=xnnpack))
     assert (there.get(CPU_PROVIDER, 0), there.get(xnnpack.provider, 0)) == counts
     # A provider that names what it takes took no more than it names.
     assert count_nodes(run, job).get(npu, 0) == placed.count("npu")
@@ -389,9 +383,9 @@ def test_a_compiled_node_of_a_context_file_holds_the_work(tmp_path: Path) -> Non
     run, job = observe("ctx EPContext npu", source="session")
     for name, whole in (("m.onnx", True), ("m.ort", False)):
         onnx.save(proto, tmp_path / name)
-        assert (describe_unmatched(run, msgspec.structs.replace(job, model=tmp_path / name)) is None) is whole
+        assert (describe_unmatched(run, replace(job, model=tmp_path / name)) is None) is whole
     onnx.save(helper.make_model(helper.make_graph([], "g", [], [])), tmp_path / "m.onnx")
-    assert describe_unmatched(run, msgspec.structs.replace(job, model=tmp_path / "m.onnx")) is not None
+    assert describe_unmatched(run, replace(job, model=tmp_path / "m.onnx")) is not None
 
 
 @pytest.mark.parametrize(("count", "end"), [(5, "'n3', 'n4'"), (6, "'n3', 'n4', ...")])
@@ -401,14 +395,10 @@ def test_of_many_nodes_that_ran_nowhere_five_are_named(count: int, end: str) -> 
 
 
 def test_a_device_that_leaves_out_what_ran_on_the_cpu_fails(network: Bundle) -> None:
+    def hide(_job: Job, run: DeviceRun) -> dict[str, Any]:
+        return {"placement": tuple(node for node in run.placement if node.name != "conv2")}
 
-    class Hiding(InProcess, frozen=True, kw_only=True):
-        """Says nothing of a layer."""
-
-        def report_placement(self, job: Job) -> tuple[PlacedNode, ...]:
-            return tuple(node for node in InProcess.report_placement(self, job) if node.name != "conv2")
-
-    (run,) = verify_bundle(network, [Hiding(evidence=Evidence.DEVICE)]).runs
+    (run,) = verify_bundle(network, [InProcess(evidence=Evidence.DEVICE, retell=hide)]).runs
     assert not run.passed
     assert "its placement is not whole: 1 nodes that do the model's work ran nowhere, as 'conv2'" in run.failures[0]
     assert verify_bundle(network, [InProcess(evidence=Evidence.DEVICE)]).runs[0].passed

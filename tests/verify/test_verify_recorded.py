@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 from stepped_models import make
 
 from edgekit.bundle.folder import Bundle, open_bundle
@@ -117,7 +117,7 @@ def test_wrong_outputs_with_their_right_digest_fail_by_the_limits(
     bundle: Bundle, exported: Path, tmp_path: Path
 ) -> None:
     wrong = [{name: -value for name, value in sample.items()} for sample in read_outputs(bundle.golden)]
-    samples = msgspec.structs.replace(read_outputs(bundle.golden), read=lambda: iter(wrong))
+    samples = replace(read_outputs(bundle.golden), read=lambda: iter(wrong))
     body = b"".join(map(encode_tensors, wrong))
     path = alter(exported, tmp_path / "lie.run", lambda c: c.update(outputs_sha256=digest_samples(samples)), body)
     (run,) = judge(bundle, path).runs

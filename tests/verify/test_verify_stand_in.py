@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 from bundle_models import make_contents, make_samples
+from msgspec.structs import replace
 from verify_devices import InProcess, Lie
 
 from edgekit.bundle.folder import Bundle, write_bundle
@@ -30,9 +30,9 @@ def make_labelled(folder: Path, label: Callable[[Tensors], Label], count: int = 
     plain = make_golden(contents.source, make_samples(count), folder / "plain")
     labels = [label(row) for row in read_outputs(plain)]
     golden = make_golden(contents.source, make_samples(count), folder / "own", labels=labels)
-    bundle = write_bundle(msgspec.structs.replace(contents, golden=golden), folder / "labelled")
+    bundle = write_bundle(replace(contents, golden=golden), folder / "labelled")
     plans = tuple(Verification(device=name, form="onnx", samples=FEW) for name in ("slow", "slower"))
-    return msgspec.structs.replace(bundle, manifest=msgspec.structs.replace(bundle.manifest, verification=plans))
+    return replace(bundle, manifest=replace(bundle.manifest, verification=plans))
 
 
 def best_class(row: Tensors) -> Label:
@@ -46,7 +46,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 def verify(bundle: Bundle, *devices: InProcess, limit: TaskLimit = LIMIT) -> VerifyReport:
     report = verify_bundle(bundle, devices, task=limit)
-    return recheck_report(report, msgspec.structs.replace(bundle.manifest.thresholds, task=limit))
+    return recheck_report(report, replace(bundle.manifest.thresholds, task=limit))
 
 
 def wrong_on(*rows: int) -> Lie:
@@ -141,7 +141,7 @@ def test_an_emulator_that_is_too_old_proves_nothing_and_a_device_fails(
 ) -> None:
     contents = make_contents(tmp_path)
     bundle = write_bundle(contents, tmp_path / "new")
-    newer = msgspec.structs.replace(bundle, manifest=msgspec.structs.replace(bundle.manifest, minimum_ort="99.0.0"))
+    newer = replace(bundle, manifest=replace(bundle.manifest, minimum_ort="99.0.0"))
     # It takes no node: in a runtime that is new enough that is a silent fallback.
     fallen = InProcess(evidence=evidence, provider="CPUExecutionProvider")
     (old,) = verify_bundle(newer, [fallen]).runs
@@ -151,9 +151,9 @@ def test_an_emulator_that_is_too_old_proves_nothing_and_a_device_fails(
     (new,) = verify_bundle(bundle, [fallen]).runs
     assert (new.verdict, new.outdated) == ("fail", "")
     # What it does not load, a newer one may; what it computes wrongly is wrong.
-    (dead,) = verify_bundle(newer, [msgspec.structs.replace(fallen, failure="opset 99 is not known")]).runs
+    (dead,) = verify_bundle(newer, [replace(fallen, failure="opset 99 is not known")]).runs
     assert dead.verdict == verdict
-    (wrong,) = verify_bundle(newer, [msgspec.structs.replace(fallen, lie=wrong_on(*range(6)))]).runs
+    (wrong,) = verify_bundle(newer, [replace(fallen, lie=wrong_on(*range(6)))]).runs
     assert wrong.verdict == "fail"
 
 

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
+from msgspec.structs import replace
 from onnx import numpy_helper
 from stepped_models import RECURRENT, STEPS, make, save_data
 from tiny_models import parse_model
@@ -52,9 +53,9 @@ class Decaying(InProcess, frozen=True, kw_only=True):
 
         tell = job.on_outputs
         if tell is not None:
-            job = msgspec.structs.replace(job, on_outputs=lambda row: tell(decay(row)))
+            job = replace(job, on_outputs=lambda row: tell(decay(row)))
         run = super().run_job(job, work)
-        return msgspec.structs.replace(run, outputs=from_list([decay(row) for row in run.outputs]))
+        return replace(run, outputs=from_list([decay(row) for row in run.outputs]))
 
 
 class Stumbling(InProcess, frozen=True, kw_only=True):
@@ -67,8 +68,8 @@ class Stumbling(InProcess, frozen=True, kw_only=True):
         if job.on_outputs is None:
             return super().run_job(job, work)
         first = Samples(source="it", count=self.turns, read=lambda: islice(job.samples, self.turns))
-        run = super().run_job(msgspec.structs.replace(job, samples=first), work)
-        return run if self.turns else msgspec.structs.replace(run, failure="it is asleep", crashed=self.dies)
+        run = super().run_job(replace(job, samples=first), work)
+        return run if self.turns else replace(run, failure="it is asleep", crashed=self.dies)
 
 
 def test_golden_samples_are_whole_sequences_with_the_float_models_state(bundle: Bundle) -> None:
@@ -91,7 +92,7 @@ def test_an_honest_device_keeps_its_state(bundle: Bundle, tmp_path: Path) -> Non
     assert [output.name for output in run.state.outputs] == ["y"]  # of the state the app sees nothing
     assert {drift.output: drift.lost_db for drift in run.state.drift} == {"y": 0.0, "new_h": 0.0}
     assert any("2 sequences of 8 steps" in line for line in list_verify_remarks(report))
-    copied = msgspec.structs.replace(bundle, folder=tmp_path)
+    copied = replace(bundle, folder=tmp_path)
     write_report(copied, report)
     assert to_json(read_report(tmp_path / "verify.json")) == to_json(report)
 
@@ -100,7 +101,7 @@ def test_an_honest_device_keeps_its_state(bundle: Bundle, tmp_path: Path) -> Non
 def test_a_device_whose_state_drifts_fails(bundle: Bundle, factor: float, said: str) -> None:
     # Its two numbers are read as classes, which the state hardly moves: here they are a curve.
     readings = {"y": Reading(kind="values", axis=1)}
-    curve = msgspec.structs.replace(bundle, manifest=msgspec.structs.replace(bundle.manifest, readings=readings))
+    curve = replace(bundle, manifest=replace(bundle.manifest, readings=readings))
     (run,) = verify_bundle(curve, [Decaying(factor=factor)]).runs
     gates = {gate.name for gate in run.gates if gate.failures}
     assert "state" in gates
@@ -111,8 +112,8 @@ def test_a_device_whose_state_drifts_fails(bundle: Bundle, factor: float, said: 
         drift = run.state.drift[0]
         # The more steps, the more its error adds up.
         assert drift.fed_back[1] > drift.fed_back[3] > drift.fed_back[7]  # type: ignore[operator]
-        loose = msgspec.structs.replace(run.thresholds, max_drift_db=None)
-        assert msgspec.structs.replace(run, thresholds=loose, findings=()).passed
+        loose = replace(run.thresholds, max_drift_db=None)
+        assert replace(run, thresholds=loose, findings=()).passed
 
 
 @pytest.mark.parametrize(("turns", "said"), [(0, "it is asleep"), (3, "1 of 2 samples came back")])
@@ -135,8 +136,8 @@ def test_a_device_that_stops_within_the_first_sequence_is_not_proven(bundle: Bun
 
 
 def test_a_slow_device_runs_one_whole_sequence(bundle: Bundle) -> None:
-    slow = msgspec.structs.replace(bundle.manifest.verification[0], device="emulated", samples=3)
-    few = msgspec.structs.replace(bundle, manifest=msgspec.structs.replace(bundle.manifest, verification=(slow,)))
+    slow = replace(bundle.manifest.verification[0], device="emulated", samples=3)
+    few = replace(bundle, manifest=replace(bundle.manifest, verification=(slow,)))
     (run,) = verify_bundle(few, [InProcess()]).runs
     assert run.samples == STEPS
     assert run.find_places(bundle.golden.samples) == tuple(range(STEPS))

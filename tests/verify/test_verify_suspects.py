@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import onnx
 import pytest
 from bundle_models import make_bundle
+from msgspec.structs import replace
 from onnx import numpy_helper
 from verify_devices import InProcess, from_list
 from verify_models import make_images, save_network
@@ -15,7 +15,7 @@ from verify_models import make_images, save_network
 from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
 from edgekit.bundle.folder import Bundle
 from edgekit.data.samples import Samples
-from edgekit.devices.device import DeviceRun, Job, PlacedNode
+from edgekit.devices.device import DeviceRun, PlacedNode
 from edgekit.evidence import Evidence
 from edgekit.model.model import Model
 from edgekit.model.tensors import Array, Tensors
@@ -266,26 +266,22 @@ def test_an_overflow_in_half_precision_is_named(bundle: Bundle) -> None:
         got = from_list([{"y": np.full((1, 8), broken, np.float32)}] * 3)
         assert "overflows in half precision" in find_suspects(from_list(rows), got, ["y"], is_half=True)["y"]
         assert "overflows" not in find_suspects(from_list(rows), got, ["y"]).get("y", "")
-    half = msgspec.structs.replace(bundle, manifest=msgspec.structs.replace(bundle.manifest, precision="fp16"))
+    half = replace(bundle, manifest=replace(bundle.manifest, precision="fp16"))
     lie = InProcess(lie=lambda rows: [{"y": row["y"] * np.float32(np.inf)} for row in rows])
     assert "overflows in half precision" in " / ".join(verify_bundle(half, [lie]).runs[0].failures)
 
 
 def test_a_finding_fails_a_run_whose_figures_are_good(tmp_path: Path) -> None:
-    class Forgetful(InProcess, frozen=True, kw_only=True):
-        """Runs the file in runtime style without its optimisations."""
-
-        def run_job(self, job: Job, work: Path) -> DeviceRun:
-            placement = run_of("QuantizeLinear", *["DequantizeLinear", "Conv"] * 3).placement
-            return msgspec.structs.replace(super().run_job(job, work), placement=placement)
-
+    # It runs the file in runtime style without its optimisations.
+    placement = run_of("QuantizeLinear", *["DequantizeLinear", "Conv"] * 3).placement
+    forgetful = InProcess(evidence=Evidence.EMULATED, retell=lambda _job, _run: {"placement": placement})
     bundle = make_bundle(tmp_path)
-    plan = msgspec.structs.replace(bundle.manifest.verification[0], device="emulated", form="onnx")
-    bundle = msgspec.structs.replace(bundle, manifest=msgspec.structs.replace(bundle.manifest, verification=(plan,)))
-    run = verify_bundle(bundle, [Forgetful(evidence=Evidence.EMULATED)]).runs[0]
+    plan = replace(bundle.manifest.verification[0], device="emulated", form="onnx")
+    bundle = replace(bundle, manifest=replace(bundle.manifest, verification=(plan,)))
+    run = verify_bundle(bundle, [forgetful]).runs[0]
     assert run.passed
-    assert not msgspec.structs.replace(run, findings=("the saved runtime optimisations were ignored",)).passed
-    assert msgspec.structs.replace(run, traps=("a trap alone explains nothing",)).passed
+    assert not replace(run, findings=("the saved runtime optimisations were ignored",)).passed
+    assert replace(run, traps=("a trap alone explains nothing",)).passed
 
 
 def test_a_compiled_context_is_asked_for_no_mistake(tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from bundle_models import make_samples, save_classifier
+from msgspec.structs import replace
 from verify_devices import from_list
 
 from edgekit.bundle.golden import make_golden
@@ -250,21 +250,21 @@ def test_a_hundred_samples_prove_neither_pass_nor_fail() -> None:
     # As many as it says pass, and not because there are far too many.
     assert judge_task(agree(int(told[1])), LIMIT).verdict == "pass"
     assert judge_task(agree(int(0.9 * int(told[1]))), LIMIT).verdict == "not proven"
-    assert judge_task(agree(100), msgspec.structs.replace(LIMIT, gate="estimate")).verdict == "pass"
+    assert judge_task(agree(100), replace(LIMIT, gate="estimate")).verdict == "pass"
     assert judge_task(agree(600), LIMIT).verdict == "pass"
 
 
 def test_a_part_of_the_labelled_samples_fails_only_beyond_chance() -> None:
     for wrong, labelled, verdict in ((1, 8, "fail"), (1, 400, "not proven"), (6, 400, "fail"), (0, 400, "not proven")):
-        report = msgspec.structs.replace(agree(8, wrong), labelled=labelled)
+        report = replace(agree(8, wrong), labelled=labelled)
         assert judge_task(report, LIMIT).verdict == verdict, (wrong, labelled)
-    (line,) = judge_task(msgspec.structs.replace(agree(8, 1), labelled=400), LIMIT).unproven
+    (line,) = judge_task(replace(agree(8, 1), labelled=400), LIMIT).unproven
     assert "on 8 of 400 labelled samples" in line
 
 
 def test_a_drop_beyond_the_limit_is_a_no_however_it_is_judged() -> None:
     for gate in ("bound", "estimate"):
-        limit = msgspec.structs.replace(LIMIT, gate=gate)
+        limit = replace(LIMIT, gate=gate)
         assert (
             "is 1.00 points worse than the float model, more than 0.5" in judge_task(agree(600, 6), limit).failures[0]
         )

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import onnx
 import pytest
-from bundle_models import make_contents, make_samples, save_graph
-from onnx import TensorProto, helper, numpy_helper
+from bundle_models import make_contents, make_samples
+from msgspec.structs import replace
+from tiny_models import save_net
 from verify_devices import InProcess
 
 from edgekit.bundle.folder import write_bundle
@@ -27,15 +27,8 @@ WEIGHT = np.random.default_rng(1).normal(size=(8, 5)).astype(np.float32)
 
 
 def save_softmax(weight: npt.NDArray[np.float32], path: Path) -> Model:
-    nodes = [
-        helper.make_node("MatMul", ["x", "w"], ["xw"], name="mul"),
-        helper.make_node("Softmax", ["xw"], ["y"], name="softmax", axis=1),
-    ]
-    given, made = (
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, size]) for name, size in (("x", 8), ("y", 5))
-    )
-    graph = helper.make_graph(nodes, "classifier", [given], [made], [numpy_helper.from_array(weight, "w")])
-    return save_graph(graph, path)
+    text = "(float[1,8] x) => (float[1,5] y) { [mul] xw = MatMul(x, w) [softmax] y = Softmax<axis = 1>(xw) }"
+    return save_net(text, path, w=weight)
 
 
 def test_two_classes_exchanged_fail_without_any_limit_and_sharper_ones_pass(tmp_path: Path) -> None:
@@ -52,7 +45,7 @@ def test_two_classes_exchanged_fail_without_any_limit_and_sharper_ones_pass(tmp_
 
 def test_a_setting_is_tuned_by_what_the_outputs_of_a_bundle_are_for(tmp_path: Path) -> None:
     readings = {"y": Reading(kind="classes", axis=1)}
-    bundle = write_bundle(msgspec.structs.replace(make_contents(tmp_path), readings=readings), tmp_path / "read")
+    bundle = write_bundle(replace(make_contents(tmp_path), readings=readings), tmp_path / "read")
     limits = bundle.manifest.thresholds
     rows = [{"y": row} for row in np.random.default_rng(2).normal(size=(16, 1, 5)).astype(np.float32)]
 
@@ -69,9 +62,8 @@ def test_a_setting_is_tuned_by_what_the_outputs_of_a_bundle_are_for(tmp_path: Pa
 
 @pytest.fixture
 def model(tmp_path: Path) -> Model:
-    nodes = [helper.make_node("Relu", ["x"], ["up"], name="up"), helper.make_node("Neg", ["x"], ["down"], name="down")]
-    inputs, *outputs = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 8]) for name in ("x", "up", "down"))
-    return save_graph(helper.make_graph(nodes, "two", [inputs], outputs), tmp_path / "two.onnx")
+    text = "(float[1,8] x) => (float[1,8] up, float[1,8] down) { [up] up = Relu(x) [down] down = Neg(x) }"
+    return save_net(text, tmp_path / "two.onnx")
 
 
 def reorder(model: Model, path: Path) -> Model:
@@ -96,7 +88,7 @@ def test_a_model_with_its_outputs_in_another_order_is_another_model(model: Model
 
 def test_a_file_of_a_bundle_with_its_outputs_in_another_order_fails(model: Model, tmp_path: Path) -> None:
     other = reorder(model, tmp_path / "two.other.onnx")
-    contents = msgspec.structs.replace(
+    contents = replace(
         make_contents(tmp_path),
         source=model,
         files={"onnx": (other.path,)},

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import onnx
+from msgspec.structs import replace
 from verify_models import turn_weights
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
@@ -21,22 +22,29 @@ from edgekit.model.tensors import Tensors
 from edgekit.package.package import package_bundles
 
 Lie = Callable[[list[Tensors]], list[Tensors]]
+Retell = Callable[[Job, DeviceRun], dict[str, Any]]
 
 
 def tell_truth(outputs: list[Tensors]) -> list[Tensors]:
     return outputs
 
 
+def retell_nothing(_job: Job, _run: DeviceRun) -> dict[str, Any]:
+    return {}
+
+
 class InProcess(msgspec.Struct, frozen=True, kw_only=True):
     """Runs the model in this process, reports each node at its predicted place, and passes the outputs through `lie`.
 
     It reports `times`, if given. With `nodes` it reports that many nodes that do no work; with `provider` it reports
-    that this provider took every node.
+    that this provider took every node. `retell` returns what it says otherwise of
+    the run.
     """
 
     name: str = "emulated"
     evidence: Evidence = Evidence.SAME_EP
     lie: Lie = tell_truth
+    retell: Retell = retell_nothing
     provider: str | None = None
     missing: Missing | None = None
     failure: str | None = None
@@ -59,7 +67,7 @@ class InProcess(msgspec.Struct, frozen=True, kw_only=True):
                 job.on_outputs(truths[-1])
         outputs = self.lie(truths)
         nodes = self.report_placement(job)
-        return DeviceRun(
+        run = DeviceRun(
             device=self.name,
             evidence=self.evidence,
             outputs=from_list(outputs),
@@ -73,6 +81,7 @@ class InProcess(msgspec.Struct, frozen=True, kw_only=True):
             crashed=self.crashed,
             stopped_early=self.stopped_early,
         )
+        return replace(run, **self.retell(job, run))
 
     def report_placement(self, job: Job) -> tuple[PlacedNode, ...]:
         provider = self.provider or job.target.provider
@@ -112,7 +121,7 @@ class Altering(msgspec.Struct, frozen=True, kw_only=True):
         (work / "altered").mkdir()
         onnx.save(proto, str(work / "altered" / job.model.name))
         (work / "inner").mkdir()
-        altered = msgspec.structs.replace(job, model=work / "altered" / job.model.name)
+        altered = replace(job, model=work / "altered" / job.model.name)
         return self.inner.run_job(altered, work / "inner")
 
 
@@ -161,6 +170,7 @@ __all__ = [
     "Altering",
     "InProcess",
     "Lie",
+    "Retell",
     "breaking_after",
     "from_list",
     "open_loader",

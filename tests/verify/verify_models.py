@@ -5,10 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import numpy_helper
+from tiny_models import save_net
 
 from edgekit.data.samples import Samples
 from edgekit.model.model import Model, load_model
+from edgekit.model.tensors import Array
 from edgekit.prepare.clean import prepare_model
 from edgekit.quantize.apply import quantize_model
 from edgekit.quantize.calibration.calibrate import calibrate_model
@@ -26,29 +28,16 @@ def make_images(count: int = 4) -> Samples:
 
 def save_network(path: Path) -> Model:
     """Five 3x3 convolutions with ReLU, pooled into 24 classes."""
-    rng = np.random.default_rng(4)
-    weights: list[onnx.TensorProto] = []
-    nodes: list[onnx.NodeProto] = []
-    last = "x"
+    rng, weights, last, body = np.random.default_rng(4), dict[str, Array](), "x", ""
     for index in range(LAYERS):
         width = 3 if index == 0 else CHANNELS
-        weight = rng.normal(scale=(2 / (9 * width)) ** 0.5, size=(CHANNELS, width, 3, 3)).astype(np.float32)
-        weights.append(numpy_helper.from_array(weight, f"w{index}"))
-        nodes.append(helper.make_node("Conv", [last, f"w{index}"], [f"c{index}"], name=f"conv{index}", pads=[1] * 4))
-        nodes.append(helper.make_node("Relu", [f"c{index}"], [f"r{index}"], name=f"relu{index}"))
+        weight = rng.normal(scale=(2 / (9 * width)) ** 0.5, size=(CHANNELS, width, 3, 3))
+        weights[f"w{index}"] = weight.astype(np.float32)
+        body += f"[conv{index}] c{index} = Conv<pads = [1,1,1,1]>({last}, w{index})"
+        body += f"[relu{index}] r{index} = Relu(c{index}) "
         last = f"r{index}"
-    nodes.append(helper.make_node("GlobalAveragePool", [last], ["pooled"], name="pool"))
-    nodes.append(helper.make_node("Flatten", ["pooled"], ["y"], name="flatten"))
-    graph = helper.make_graph(
-        nodes,
-        "network",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 3, 12, 12])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, CHANNELS])],
-        weights,
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
-    onnx.save(model, str(path))
-    return load_model(path)
+    body += f"[pool] pooled = GlobalAveragePool({last}) [flatten] y = Flatten(pooled)"
+    return save_net(f"(float[1,3,12,12] x) => (float[1,{CHANNELS}] y) {{ {body} }}", path, **weights)
 
 
 def quantize(folder: Path) -> tuple[Model, Model]:

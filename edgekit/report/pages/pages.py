@@ -23,7 +23,8 @@ def make_page(
     # The page's policy names this script by its sha256 (Content Security Policy Level 3, script-src), so that no other
     # text in the page can run as a script.
     digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-    page = templates.get_template(f"{name}.html.j2").render(digest=digest, script=script, **values)
+    given = {"digest": digest, "script": script, "evidence_kinds": list(Evidence), **values}
+    page = templates.get_template(f"{name}.html.j2").render(given)
     # Names of files may hold lone surrogates (PEP 383), which UTF-8 cannot encode.
     return page.encode(errors="replace").decode()
 
@@ -41,5 +42,4 @@ def _environment(filters: tuple[tuple[str, Callable[..., object]], ...]) -> jinj
         lstrip_blocks=True,
     )
     templates.filters.update(filters)
-    templates.globals["evidence_kinds"] = list(Evidence)
     return templates
