@@ -291,8 +291,8 @@ def test_the_first_sentence_is_the_verdict_and_its_reason() -> None:
     bad = replace(good, verify=_report(BAD), failure=None)
     unlike = f"input 'x' has a mean of 100 to 120 in the samples to calibrate with and of 0 to 1: {ALIKE}"
     assert headline_build(_build(bundles=(bad,), data_warnings=("few", unlike))).endswith(f" Next: {unlike}.")
-    proven_elsewhere = _report(msgspec.structs.replace(GOOD, provider="CoreMLExecutionProvider"))
-    open_one = msgspec.structs.replace(good, target="coreml", verify=proven_elsewhere, failure=None)
+    proven_elsewhere = _report(replace(GOOD, provider="CoreMLExecutionProvider"))
+    open_one = replace(good, target="coreml", verify=proven_elsewhere, failure=None)
     why = "no run used CoreMLExecutionProvider: emulated shows what the file computes elsewhere. Next: buy one, so that"
     said = headline_build(_build(bundles=(open_one,), data_warnings=(unlike,)))
     assert said.startswith(f"The bundle is not proven; coreml: {why}")
