@@ -285,7 +285,7 @@ def test_a_least_value_and_what_is_missing() -> None:
         "metric 'top1' is 90.0%, below 0.95",
     )
     # A part of the samples tells enough where no luck with the others could reach the limit.
-    part, ruined = (msgspec.structs.replace(agree(64, wrong), labelled=400) for wrong in (8, 57))
+    part, ruined = (replace(agree(64, wrong), labelled=400) for wrong in (8, 57))
     assert "on 64 of 400 labelled samples" in judge_task(part, TaskLimit(name="top1", at_least=0.9)).unproven[0]
     assert judge_task(ruined, TaskLimit(name="top1", at_least=0.9)).failures == ("metric 'top1' is 10.9%, below 0.9",)
     assert "was not measured: it needs labels" in judge_task(None, LIMIT).unproven[0]
