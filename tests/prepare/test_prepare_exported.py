@@ -1,6 +1,7 @@
 """What exporters write of transformers is brought into the operators that providers take whole."""
 
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from edgekit.model.model import Model
 from edgekit.prepare.fix import ready_model
 from edgekit.target import Precision, load_target
 
+Loader = Callable[[str, str], tuple[Model, Model]]
 WHOLE = {
     "bert": {"LayerNormalization": 3, "Gelu": 1},
     "bert_tanh": {"LayerNormalization": 3, "FastGelu": 1},
@@ -40,9 +42,8 @@ PARTS = {"Erf", "Sqrt", "ReduceMean", "Pow", "Reciprocal"}
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("name", EXPORTED)
-def test_norms_and_gelu_become_whole(tmp_path: Path, name: str, style: str) -> None:
-    model = EXPORTED[name](tmp_path / "m.onnx", style)
-    ready = ready_model(model, tmp_path, {}).model
+def test_norms_and_gelu_become_whole(exported: Loader, name: str, style: str) -> None:
+    model, ready = exported(name, style)
     counts = Counter(node.op_type for node in onnx.load(str(ready.path)).graph.node)
     wanted = (WHOLE_23 if style == "dynamo23" else WHOLE)[name]
     assert {op: counts[op] for op in wanted} == wanted
@@ -54,16 +55,15 @@ def test_norms_and_gelu_become_whole(tmp_path: Path, name: str, style: str) -> N
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("name", EXPORTED)
-def test_qnn_takes_every_node(tmp_path: Path, name: str, style: str) -> None:
-    ready = ready_model(EXPORTED[name](tmp_path / "m.onnx", style), tmp_path, {}).model
-    fixed, _ = fix_for_target(ready, tmp_path / "fixed.onnx", load_target("qnn"))
+def test_qnn_takes_every_node(exported: Loader, tmp_path: Path, name: str, style: str) -> None:
+    fixed, _ = fix_for_target(exported(name, style)[1], tmp_path / "fixed.onnx", load_target("qnn"))
     report = check_model(fixed.model, load_target("qnn"))
     assert [node.name for node in report.node_list if not node.taken] == []
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_coreml_and_nnapi_take_a_decoder_in_one_part(tmp_path: Path, style: str) -> None:
-    ready = ready_model(EXPORTED["llama"](tmp_path / "m.onnx", style), tmp_path, {}).model
+def test_coreml_and_nnapi_take_a_decoder_in_one_part(exported: Loader, tmp_path: Path, style: str) -> None:
+    _, ready = exported("llama", style)
     for name, left in (("coreml", set[str]()), ("nnapi", {"Gather"})):
         target = load_target(name)
         fixed, _ = fix_for_target(ready, tmp_path / f"{name}.onnx", target)
@@ -78,8 +78,8 @@ def explain(model: Model, name: str, precision: Precision) -> str | None:
     return explain_no_gain(read_graph(model), target, precision, partial(check_model, model, target))
 
 
-def test_xnnpack_is_known_to_gain_nothing_from_integers(tmp_path: Path) -> None:
-    model = ready_model(EXPORTED["bert"](tmp_path / "m.onnx", "dynamo"), tmp_path, {}).model
+def test_xnnpack_is_known_to_gain_nothing_from_integers(exported: Loader) -> None:
+    _, model = exported("bert", "dynamo")
     reason = explain(model, "xnnpack", "int8")
     assert reason is not None
     assert reason.startswith("xnnpack takes at most 0% of this model's work in int8, and 9")

@@ -1,17 +1,18 @@
 """Attention and rotary embeddings become one node each for the CPU, and guards and masks that do nothing go."""
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
-from exported_models import EXPORTED, STYLES, draw_inputs
+from exported_models import STYLES, draw_inputs
 from prepare_models import assert_same, make_inputs, make_model, op_names, rewrite, run_model
 
 from edgekit.jobs.check import fix_for_target
 from edgekit.model.model import Model
-from edgekit.prepare.fix import fix_model, ready_model
+from edgekit.prepare.fix import fix_model
 from edgekit.target import load_target
 
 # Two heads of four numbers, five rows that ask three: what stands between the marks is what each case changes.
@@ -90,10 +91,9 @@ def test_rows_that_a_mask_hides_whole_stay_zero(tmp_path: Path) -> None:
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_the_cpu_gets_the_attention_of_exporters_whole_where_it_stays_float(
-    tmp_path: Path, name: str, style: str
+    exported: Callable[[str, str], tuple[Model, Model]], tmp_path: Path, name: str, style: str
 ) -> None:
-    model = EXPORTED[name](tmp_path / "m.onnx", style)
-    ready, target = ready_model(model, tmp_path, {}).model, load_target("cpu")
+    (model, ready), target = exported(name, style), load_target("cpu")
     fixed, _ = fix_for_target(ready, tmp_path / "float.onnx", target, stays_float=True)
     assert op_names(fixed.model.path).count("MultiHeadAttention") == 1
     assert "Softmax" not in op_names(fixed.model.path)
