@@ -26,15 +26,10 @@ GOOD = RunReport(
     form="onnx",
     samples=8,
     provider_nodes={CPU_PROVIDER: 3},
-    placement_source="predicted",
     outputs=(OutputReport(name="y", samples=8, max_abs=0.1, cosine=0.999, sqnr_db=30.0, top1_agreement=1.0),),
-    accuracy=None,
-    latency_ms=None,
     load_ms=1.0,
     peak_rss_bytes=1,
-    versions={},
     thresholds=Thresholds(min_cosine=0.9, min_top1_agreement=0.9, min_sqnr_db=20.0),
-    failure=None,
 )
 BAD = replace(GOOD, device="arm64", thresholds=Thresholds(min_cosine=1.0, min_top1_agreement=0.9, min_sqnr_db=40.0))
 DEAD = replace(GOOD, device="phone", outputs=(), failure="the cable fell out")

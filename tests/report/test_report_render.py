@@ -4,18 +4,16 @@ from pathlib import Path
 
 from msgspec.structs import replace
 from rich.console import Console
+from test_report_junit import GOOD
 
 import edgekit
-from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.device import SkippedDevice
-from edgekit.evidence import Evidence
 from edgekit.progress import StageTime
 from edgekit.report.pages.check_page import draw_stages
 from edgekit.report.pages.html import render_build
 from edgekit.report.summary import BuildReport, BundleSummary
 from edgekit.report.tables import format_bytes
 from edgekit.report.text import describe_agreement, list_remarks, table_build
-from edgekit.target import Thresholds
 from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run_report import RunReport
@@ -24,25 +22,8 @@ HOSTILE = "<script>alert(1)</script>"
 
 
 def _run(sqnr_db: float) -> RunReport:
-    return RunReport(
-        device="emulated",
-        evidence=Evidence.EMULATED,
-        provider=CPU_PROVIDER,
-        form="onnx",
-        samples=8,
-        provider_nodes={CPU_PROVIDER: 3},
-        placement_source="predicted",
-        outputs=(
-            OutputReport(name=HOSTILE, samples=8, max_abs=0.1, cosine=0.999, sqnr_db=sqnr_db, top1_agreement=0.875),
-        ),
-        accuracy=None,
-        latency_ms=None,
-        load_ms=1.0,
-        peak_rss_bytes=1,
-        versions={},
-        thresholds=Thresholds(min_cosine=0.9, min_top1_agreement=0.9, min_sqnr_db=20.0, granted_samples=1),
-        failure=None,
-    )
+    output = OutputReport(name=HOSTILE, samples=8, max_abs=0.1, cosine=0.999, sqnr_db=sqnr_db, top1_agreement=0.875)
+    return replace(GOOD, outputs=(output,), thresholds=replace(GOOD.thresholds, granted_samples=1))
 
 
 def _verify(*runs: RunReport) -> VerifyReport:

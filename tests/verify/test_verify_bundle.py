@@ -8,7 +8,7 @@ import pytest
 from bundle_models import make_bundle, make_contents, make_samples
 from msgspec.structs import replace
 from onnx import TensorProto, helper
-from verify_devices import CPU_PROVIDER, Absent, InProcess, Lie
+from verify_devices import CPU_PROVIDER, Absent, InProcess, Lie, restate
 
 from edgekit.bundle.folder import Bundle, open_bundle, write_bundle
 from edgekit.bundle.golden import make_golden, read_labels
@@ -164,7 +164,7 @@ def test_nodes_left_to_the_cpu_are_limited(bundle: Bundle) -> None:
 def test_the_device_gets_the_planned_samples(tmp_path: Path) -> None:
     bundle = make_bundle(tmp_path)
     plan = Verification(device="emulated", form="onnx", samples=3)
-    fewer = replace(bundle, manifest=replace(bundle.manifest, verification=(plan,)))
+    fewer = restate(bundle, verification=(plan,))
     assert verify_bundle(fewer, [InProcess()]).runs[0].samples == 3
     assert verify_bundle(fewer, [InProcess(name="ssh:me@board")]).runs[0].samples == 6
 
@@ -173,8 +173,7 @@ def test_imitated_arithmetic_gets_the_onnx_file_though_no_plan_names_it(tmp_path
     bundle = make_bundle(tmp_path)
     names = bundle.manifest.forms["onnx"]
     forms: dict[Form, tuple[str, ...]] = {"onnx": names, "runtime": names}
-    manifest = replace(bundle.manifest, verification=(), form="runtime", forms=forms)
-    unplanned = replace(bundle, manifest=manifest)
+    unplanned = restate(bundle, verification=(), form="runtime", forms=forms)
     assert plan_run(unplanned, InProcess(name="emulated"), 6).form == "onnx"
     assert plan_run(unplanned, InProcess(name="host"), 6).form == "runtime"
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from verify_devices import InProcess
+from verify_devices import InProcess, restate
 
 from edgekit.bench.latency import Latency
 from edgekit.bundle.folder import Bundle
@@ -36,7 +36,7 @@ from edgekit.verify.task_scores import TaskReport
 def bundle(tiny: Bundle) -> Bundle:
     # Noise that a self-test of float32 would not grant is what these tests compare.
     golden = replace(tiny.manifest.golden, tolerance={"y": 10.0})
-    return replace(tiny, manifest=replace(tiny.manifest, golden=golden))
+    return restate(tiny, golden=golden)
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from msgspec.structs import replace
 from onnx import numpy_helper, parser
-from verify_devices import InProcess, Lie
+from verify_devices import InProcess, Lie, restate
 
 from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.jobs.build import build
@@ -115,7 +114,7 @@ def test_a_broken_list_fails(bundle: Bundle, broken: Callable[[Array], None]) ->
 
 def test_a_bundle_that_calls_other_columns_a_list_fails_and_is_judged_row_by_row(bundle: Bundle) -> None:
     listed = ListColumns(boxes=column(0), score=column(5), kind=None, code="corners")
-    stated = replace(bundle, manifest=replace(bundle.manifest, listed=listed))
+    stated = restate(bundle, listed=listed)
     (run,) = verify_bundle(stated, [InProcess()]).runs
     assert any("the manifest says that y list detections" in line for line in run.failures)
     assert any("has share of the variance" in line for line in run.failures)

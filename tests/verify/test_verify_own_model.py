@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 from tiny_models import save_net
-from verify_devices import InProcess, Lie, from_list
+from verify_devices import InProcess, Lie, from_list, restate
 
 from edgekit.bundle.folder import Bundle, open_bundle
 from edgekit.bundle.golden import Golden, KnownOutputs, make_golden, read_outputs
@@ -95,7 +95,7 @@ def test_the_first_file_that_runs_here_is_the_own_model(bundle: Bundle) -> None:
     samples = from_list([{"x": np.ones((1, 2), np.float32)}])
     (name,) = bundle.manifest.forms["onnx"]
     forms: list[dict[Form, tuple[str, ...]]] = [{"onnx": ("manifest.json",), "full": (name,)}, {"context": (name,)}]
-    second, none = (run_own(replace(bundle, manifest=replace(bundle.manifest, forms=each)), samples) for each in forms)
+    second, none = (run_own(restate(bundle, forms=each), samples) for each in forms)
     assert np.array_equal(run_own(bundle, samples)[0]["y"], second[0]["y"])
     assert not none
 
@@ -107,8 +107,7 @@ def test_what_a_recipe_states_to_be_values_is_judged_as_no_classifier(bundle: Bu
     build(source, Data(source=str(data)), tmp_path / "out", recipe, verify=False)
     stated = open_bundle(tmp_path / "out" / "line-nnapi")
     assert [reading.kind for reading in (stated.manifest.readings or {}).values()] == ["values"]
-    ranked = replace(bundle.manifest, readings={"y": Reading(kind="classes", axis=1)})
-    classes = replace(bundle, manifest=ranked)
+    classes = restate(bundle, readings={"y": Reading(kind="classes", axis=1)})
     plain, judged = (verify_bundle(each, [InProcess()]).runs[0].outputs[0] for each in (classes, stated))
     assert plain.top1_agreement is not None
     assert (judged.top1_agreement, judged.changes, judged.sqnr_db) == (None, (), plain.sqnr_db)
@@ -141,8 +140,7 @@ def test_what_few_samples_leave_open_all_golden_ones_tell(bundle: Bundle, shift:
 
     limits = replace(bundle.manifest.thresholds, gate="bound", min_top1_agreement=0.6)
     readings = {"y": Reading(kind="classes", axis=1)}
-    manifest = replace(bundle.manifest, thresholds=limits, readings=readings)
-    strict = replace(bundle, manifest=manifest)
+    strict = restate(bundle, thresholds=limits, readings=readings)
     (run,) = verify_bundle(strict, [InProcess(lie=stop, stopped_early=True)]).runs
     (shared,) = run.outputs[0].agreements
     assert (shared.samples, run.outputs[0].samples) == (4 if shift else bundle.golden.samples, 4)

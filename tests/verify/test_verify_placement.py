@@ -12,7 +12,7 @@ from devices_models import present
 from exported_models import draw_inputs, export_bert
 from msgspec.structs import replace
 from onnx import helper, numpy_helper
-from verify_devices import CPU_PROVIDER, Altering, InProcess
+from verify_devices import CPU_PROVIDER, Altering, InProcess, restate
 from verify_models import make_images, save_network
 
 from edgekit.bundle.folder import Bundle, open_bundle, read_check, write_bundle
@@ -71,7 +71,7 @@ def make_network_bundle(folder: Path, target: str) -> Bundle:
         check=make_check(model, load_target(target)),
     )
     bundle = write_bundle(contents, folder / f"network-{target}")
-    return replace(bundle, manifest=replace(bundle.manifest, verification=()))
+    return restate(bundle, verification=())
 
 
 @pytest.fixture(scope="module")

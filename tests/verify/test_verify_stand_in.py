@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from bundle_models import make_contents, make_samples
 from msgspec.structs import replace
-from verify_devices import InProcess, Lie
+from verify_devices import InProcess, Lie, restate
 
 from edgekit.bundle.folder import Bundle, write_bundle
 from edgekit.bundle.golden import make_golden, read_outputs
@@ -32,7 +32,7 @@ def make_labelled(folder: Path, label: Callable[[Tensors], Label], count: int = 
     golden = make_golden(contents.source, make_samples(count), folder / "own", labels=labels)
     bundle = write_bundle(replace(contents, golden=golden), folder / "labelled")
     plans = tuple(Verification(device=name, form="onnx", samples=FEW) for name in ("slow", "slower"))
-    return replace(bundle, manifest=replace(bundle.manifest, verification=plans))
+    return restate(bundle, verification=plans)
 
 
 def best_class(row: Tensors) -> Label:
@@ -141,7 +141,7 @@ def test_an_emulator_that_is_too_old_proves_nothing_and_a_device_fails(
 ) -> None:
     contents = make_contents(tmp_path)
     bundle = write_bundle(contents, tmp_path / "new")
-    newer = replace(bundle, manifest=replace(bundle.manifest, minimum_ort="99.0.0"))
+    newer = restate(bundle, minimum_ort="99.0.0")
     # It takes no node: in a runtime that is new enough that is a silent fallback.
     fallen = InProcess(evidence=evidence, provider="CPUExecutionProvider")
     (old,) = verify_bundle(newer, [fallen]).runs

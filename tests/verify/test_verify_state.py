@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from onnx import numpy_helper
 from stepped_models import RECURRENT, STEPS, make, save_data
 from tiny_models import parse_model
-from verify_devices import InProcess, from_list, open_loader
+from verify_devices import InProcess, from_list, open_loader, restate
 
 import edgekit
 from edgekit.bundle.folder import Bundle, open_bundle
@@ -101,7 +101,7 @@ def test_an_honest_device_keeps_its_state(bundle: Bundle, tmp_path: Path) -> Non
 def test_a_device_whose_state_drifts_fails(bundle: Bundle, factor: float, said: str) -> None:
     # Its two numbers are read as classes, which the state hardly moves: here they are a curve.
     readings = {"y": Reading(kind="values", axis=1)}
-    curve = replace(bundle, manifest=replace(bundle.manifest, readings=readings))
+    curve = restate(bundle, readings=readings)
     (run,) = verify_bundle(curve, [Decaying(factor=factor)]).runs
     gates = {gate.name for gate in run.gates if gate.failures}
     assert "state" in gates
@@ -137,7 +137,7 @@ def test_a_device_that_stops_within_the_first_sequence_is_not_proven(bundle: Bun
 
 def test_a_slow_device_runs_one_whole_sequence(bundle: Bundle) -> None:
     slow = replace(bundle.manifest.verification[0], device="emulated", samples=3)
-    few = replace(bundle, manifest=replace(bundle.manifest, verification=(slow,)))
+    few = restate(bundle, verification=(slow,))
     (run,) = verify_bundle(few, [InProcess()]).runs
     assert run.samples == STEPS
     assert run.find_places(bundle.golden.samples) == tuple(range(STEPS))

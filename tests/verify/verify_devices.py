@@ -37,8 +37,8 @@ class InProcess(msgspec.Struct, frozen=True, kw_only=True):
     """Runs the model in this process, reports each node at its predicted place, and passes the outputs through `lie`.
 
     It reports `times`, if given. With `nodes` it reports that many nodes that do no work; with `provider` it reports
-    that this provider took every node. `retell` returns what it says otherwise of
-    the run.
+    that this provider took every node. `retell` returns what
+    else it says otherwise of the run.
     """
 
     name: str = "emulated"
@@ -137,6 +137,11 @@ class Absent(InProcess, frozen=True, kw_only=True):
         raise DeviceError("'phone' was unplugged", hint="adb devices")
 
 
+def restate(bundle: Bundle, **said: Any) -> Bundle:
+    """Returns a bundle whose manifest says something else, of which the files know nothing."""
+    return replace(bundle, manifest=replace(bundle.manifest, **said))
+
+
 def from_list(rows: Sequence[Tensors]) -> Samples:
     return list_samples(rows, "the device")
 
@@ -174,6 +179,7 @@ __all__ = [
     "breaking_after",
     "from_list",
     "open_loader",
+    "restate",
     "tell_truth",
     "turning",
 ]
