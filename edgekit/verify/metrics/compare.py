@@ -160,7 +160,9 @@ def _find_mismatch(wanted: Array, found: Array | None, index: int) -> str | None
 
 def _report(name: str, rows: Sequence[_Measured], trouble: str | None) -> OutputReport:
     errors = [row.errors for row in rows if row.errors is not None]
-    agreement = _agree_in_shape(rows)
+    # The shape depends on the data if it changes from sample to sample on either side.
+    changes_shape = any(len({row.shapes[side] for row in rows if row.shapes[side] is not None}) > 1 for side in (0, 1))
+    agreement = sum(row.shapes[0] == row.shapes[1] for row in rows) / len(rows) if changes_shape else None
     unexcused = [row for row in rows if row.mismatch and not (agreement and row.shapes[1] not in {None, row.shapes[0]})]
     mismatch = next((row.mismatch for row in unexcused), trouble)
     non_finite = sum(sample.non_finite for sample in errors)
@@ -194,15 +196,6 @@ def _place_worst(facts: OutputReport, rows: Sequence[_Measured], worst: int) -> 
     """Returns the figures over all samples that could be measured, with the worst sample."""
     index, row, errors = [(index, row, row.errors) for index, row in enumerate(rows) if row.errors is not None][worst]
     return msgspec.structs.replace(facts, worst_sample=index, worst_position=errors.position, worst_answers=row.answers)
-
-
-def _agree_in_shape(rows: Sequence[_Measured]) -> float | None:
-    """Returns the share of samples with the shape of the reference, or None if the shape does not depend on the data.
-
-    It depends on the data if it changes from sample to sample on either side.
-    """
-    changes = any(len({row.shapes[side] for row in rows if row.shapes[side] is not None}) > 1 for side in (0, 1))
-    return sum(row.shapes[0] == row.shapes[1] for row in rows) / len(rows) if changes else None
 
 
 def _measure_all(facts: OutputReport, errors: Sequence[SampleErrors]) -> OutputReport:

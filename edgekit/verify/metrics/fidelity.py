@@ -84,8 +84,12 @@ def describe_origin(sides: Sides) -> str | None:
         return replay
     signal, error = _energy(own), _energy(got - own)
     if _energy(np.diff(own, axis=0)) > signal / _STILL and not np.diff(got, axis=0).any():
-        # Two samples may saturate to the same values, and a grid may be too coarse to show what varies.
-        return "is the same for every sample" if len(own) > 2 and _is_beyond_steps(own, got) else None
+        # Two samples may saturate to the same values, and a grid may be too coarse to show what varies: then equal
+        # values lie within a step or two of the own model's outputs.
+        gaps = np.diff(np.unique(own))
+        step = float(gaps[gaps > _SAME * float(np.abs(own).max())].min(initial=math.inf))
+        is_beyond = not math.isfinite(step) or float(np.abs(got - own).max()) > 2.0 * step
+        return "is the same for every sample" if len(own) > 2 and is_beyond else None
     words = find_leak(own, got) or find_permutation(own, got)
     if words is None and sides.is_whole:
         words = find_swapped(own, got) or find_stuck(own, got)
@@ -288,29 +292,20 @@ def _read_sides(own: Samples, reference: Samples, got: Samples) -> dict[str, Sid
                     rows.setdefault(name, []).append((value, exact, came))
     except EdgekitError:
         return {}
-    stacked = {name: _stack(triples) for name, triples in rows.items()}
-    return {name: sides for name, sides in stacked.items() if sides is not None}
-
-
-def _stack(triples: Sequence[tuple[Array, Array, Array]]) -> Sides | None:
-    size = triples[0][0].size
-    if any(mine.size != size or not all(np.isfinite(side).all() for side in (mine, *rest)) for mine, *rest in triples):
-        return None
-    is_whole = size <= _MOST_ELEMENTS
-    own, reference, got = (
-        np.stack([side.reshape(-1).astype(np.float64) for side in sides])
-        if is_whole
-        else sketch_samples(np.stack(sides))
-        for sides in zip(*triples, strict=True)
-    )
-    return Sides(own=own, reference=reference, got=got, is_whole=is_whole)
-
-
-def _is_beyond_steps(own: Floats, got: Floats) -> bool:
-    """Returns True if equal values are farther from the own model's output than a step or two of its grid."""
-    gaps = np.diff(np.unique(own))
-    step = float(gaps[gaps > _SAME * float(np.abs(own).max())].min(initial=math.inf))
-    return float(np.abs(got - own).max()) > 2.0 * step if math.isfinite(step) else True
+    stacked: dict[str, Sides] = {}
+    for name, triples in rows.items():
+        is_even = len({mine.size for mine, _, _ in triples}) == 1
+        if not is_even or not all(np.isfinite(side).all() for triple in triples for side in triple):
+            continue
+        is_whole = triples[0][0].size <= _MOST_ELEMENTS
+        matrices = [
+            np.stack([side.reshape(-1).astype(np.float64) for side in sides])
+            if is_whole
+            else sketch_samples(np.stack(sides))
+            for sides in zip(*triples, strict=True)
+        ]
+        stacked[name] = Sides(own=matrices[0], reference=matrices[1], got=matrices[2], is_whole=is_whole)
+    return stacked
 
 
 def _count_free(error: Floats, reference: Floats) -> float:
