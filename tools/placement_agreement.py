@@ -43,8 +43,7 @@ from edgekit.bundle.folder import Bundle, open_bundle, read_target
 from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport
 from edgekit.devices.find import find_device
-from edgekit.devices.observe import ObservedPlacement, observe_placement
-from edgekit.devices.placed import match_nodes, name_as_model
+from edgekit.devices.observe import ObservedPlacement, match_nodes, name_as_model, observe_placement
 from edgekit.errors import EdgekitError
 from edgekit.graph.graph import Graph, read_graph
 from edgekit.model.model import load_model

@@ -13,8 +13,8 @@ from edgekit.bench.latency import describe_change, describe_drift, find_drift, f
 from edgekit.bench.report import BenchReport, BenchRun
 from edgekit.bench.subject import Opening, Subject, open_subject
 from edgekit.devices.device import Device, Job, find_present
+from edgekit.devices.observe import count_nodes
 from edgekit.devices.parallel import run_each
-from edgekit.devices.placed import count_nodes
 from edgekit.devices.process.files import list_model_files
 from edgekit.devices.register import DeviceChoice, choose_devices
 from edgekit.errors import EdgekitError

@@ -233,6 +233,26 @@ class Device(Protocol):
         ...
 
 
+class WrappedDevice(msgspec.Struct, frozen=True, kw_only=True):
+    """A device that is another one to its users; a subclass changes what that one is given, or what comes back."""
+
+    device: Device
+
+    @property
+    def name(self) -> str:
+        """The wrapped device's own."""
+        return self.device.name
+
+    @property
+    def evidence(self) -> Evidence:
+        """The wrapped device's own."""
+        return self.device.evidence
+
+    def find_missing(self) -> Missing | None:
+        """Returns what the wrapped device lacks."""
+        return self.device.find_missing()
+
+
 Devices = Sequence[Device]
 
 

@@ -15,10 +15,9 @@ import msgspec
 
 from edgekit._files import digest_bytes, one_at_a_time
 from edgekit._proc import Finished, run_process
-from edgekit.devices.device import Device, DeviceRun, Job, Missing
+from edgekit.devices.device import Device, DeviceRun, Job, WrappedDevice
 from edgekit.devices.process.files import cache_folder
 from edgekit.errors import DeviceError
-from edgekit.evidence import Evidence
 
 REMOTE = frozenset({"adb", "ssh"})
 """Kinds of devices that are other machines."""
@@ -73,14 +72,13 @@ def _quote(done: Finished) -> str:
     return lines[-1].removeprefix(f"{_CLIENT}: ") if lines else done.ending
 
 
-class NamedDevice(msgspec.Struct, frozen=True, kw_only=True):
+class NamedDevice(WrappedDevice, frozen=True, kw_only=True):
     """A device of `devices.toml`: reports call it `label`; a limit of None leaves that of the job.
 
     A `place` of Labgrid is acquired while it runs.
     """
 
     label: str
-    device: Device
     timeout_s: float | None = None
     budget_s: float | None = None
     place: str | None = None
@@ -89,15 +87,6 @@ class NamedDevice(msgspec.Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         """The user's name for it."""
         return self.label
-
-    @property
-    def evidence(self) -> Evidence:
-        """How much a run on it proves."""
-        return self.device.evidence
-
-    def find_missing(self) -> Missing | None:
-        """Returns what is lacking on this machine."""
-        return self.device.find_missing()
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:
         """Runs every sample of a job within the limits.

@@ -2,8 +2,6 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -75,7 +73,17 @@ def write_coreml(model: Model, target: Target, out: Path, *, packages: bool, cac
         kept = None
         if cache:
             releases = (oldest, *(release for release in _RELEASES if release > oldest))
-            _require_alike(model, target, releases, first, work)
+            before, wanted = oldest, [_outline(partition) for partition in first]
+            for release in releases[1:]:
+                other = msgspec.structs.replace(target, settings={**target.settings, "ios": str(release)})
+                made = _ask_provider(describe_job(model, other, samples=0), work / str(release))
+                if [_outline(partition) for partition in made] != wanted:
+                    raise DeviceError(
+                        f"the Core ML provider makes other partitions of '{model.name}' on iOS {release} than on"
+                        f" {before}: there a cache would be taken for what it is not",
+                        hint=f"--set ios={release}, or leave --cache out",
+                    )
+                before = release
             key = first[0].parent.parent.name
             sizes = [_copy(path, out / CACHE / key / path.parent.name / path.name) for path in first]
             kept = CoreMlCache(folder=CACHE, key=key, releases=releases, size_bytes=sum(sizes))
@@ -103,12 +111,12 @@ def match_operations(job: Job) -> dict[str, tuple[Operation, ...]]:
     job = msgspec.structs.replace(job, samples=select_samples(job.samples, ()))
     with work_folder() as work:
         programs = [read_package(partition) for partition in _ask_provider(job, work / "models")]
-    makers = {
-        _name_in_mil(name): node.name
-        for node in read_graph(load_model(job.model)).nodes
-        for name in node.output
-        if name
-    }
+    makers: dict[str, str] = {}
+    for node in read_graph(load_model(job.model)).nodes:
+        for name in filter(None, node.output):
+            # The provider's name of a tensor (ORT's ModelBuilder::GetSafeName).
+            safe = re.sub(r"[^A-Za-z0-9_]", "_", name)
+            makers[f"_{safe}" if name[0].isdigit() else safe] = node.name
     found: dict[str, tuple[Operation, ...]] = {}
     for program in programs:
         waiting: list[Operation] = []
@@ -121,12 +129,6 @@ def match_operations(job: Job) -> dict[str, tuple[Operation, ...]]:
                 found[maker] = (*found.get(maker, ()), *waiting)
                 waiting = []
     return found
-
-
-def _name_in_mil(name: str) -> str:
-    """Returns the name of a tensor as the provider writes it (ORT's ModelBuilder::GetSafeName)."""
-    safe = re.sub(r"[^A-Za-z0-9_]", "_", name)
-    return f"_{safe}" if name[0].isdigit() else safe
 
 
 def _ask_provider(job: Job, folder: Path) -> tuple[Path, ...]:
@@ -145,23 +147,6 @@ def _ask_provider(job: Job, folder: Path) -> tuple[Path, ...]:
             f"the Core ML provider takes nothing of '{job.model.stem}'", hint="edgekit check --target coreml says why"
         )
     return tuple(found)
-
-
-def _require_alike(model: Model, target: Target, releases: Sequence[int], first: Sequence[Path], work: Path) -> None:
-    made = {releases[0]: [_outline(partition) for partition in first]}
-    for release in releases[1:]:
-        other = msgspec.structs.replace(target, settings={**target.settings, "ios": str(release)})
-        made[release] = [
-            _outline(partition)
-            for partition in _ask_provider(describe_job(model, other, samples=0), work / str(release))
-        ]
-    for before, after in pairwise(releases):
-        if made[before] != made[after]:
-            raise DeviceError(
-                f"the Core ML provider makes other partitions of '{model.name}' on iOS {after} than on {before}: there"
-                " a cache would be taken for what it is not",
-                hint=f"--set ios={after}, or leave --cache out",
-            )
 
 
 def _outline(partition: Path) -> object:

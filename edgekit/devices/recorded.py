@@ -18,7 +18,7 @@ from edgekit._files import digest_file, open_regular, read_chunks, replacing_fil
 from edgekit.bundle.sign import Seal, check_seal, seal_digest
 from edgekit.data.data_check import digest_samples
 from edgekit.data.samples import Samples, select_samples
-from edgekit.devices.device import Count, Device, DeviceRun, Job, Milliseconds, Missing, PlacedNode
+from edgekit.devices.device import Count, Device, DeviceRun, Job, Milliseconds, Missing, PlacedNode, WrappedDevice
 from edgekit.devices.process.exchange import (
     MAX_RESULT_BYTES,
     encode_tensors,
@@ -40,6 +40,8 @@ _Line = Annotated[str, msgspec.Meta(max_length=2000)]
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a file claims about a run, with the digests of the bundle, the model file, the inputs and the outputs.
+
+    The file may be a stranger's, so that each field is bounded; those of `DeviceRun` are not.
 
     `samples` is the number of outputs that follow, `waited_ms` how long the device took to answer; the other fields are
     those of `DeviceRun`. After these outputs follow those of `turns` steps of a session that was asked step by step.
@@ -73,31 +75,17 @@ class _Head(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     seal: Seal | None
 
 
-class Recording(msgspec.Struct, kw_only=True):
+class Recording(WrappedDevice, frozen=True, kw_only=True):
     """A device whose first run is written into the file `path`, signed with `key` if it is given.
 
-    The first run that is asked step by step (`Job.on_outputs`) is added to the file.
+    The first run that is asked step by step (`Job.on_outputs`) is added to the file. `written` is empty until then, and
+    afterwards has what the file says of the first run, with its outputs.
     """
 
-    device: Device
     path: Path
     bundle_sha256: str
     key: Path | None = None
-    written: tuple[Claim, Samples] | None = None
-
-    @property
-    def name(self) -> str:
-        """The device's own."""
-        return self.device.name
-
-    @property
-    def evidence(self) -> Evidence:
-        """The device's own."""
-        return self.device.evidence
-
-    def find_missing(self) -> Missing | None:
-        """Returns what the device lacks."""
-        return self.device.find_missing()
+    written: list[tuple[Claim, Samples]] = msgspec.field(default_factory=list)
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:
         """Runs a job on the device, and records the first run and the first run whose samples are turns.
@@ -109,7 +97,7 @@ class Recording(msgspec.Struct, kw_only=True):
         """
         begun = time.monotonic()
         run = self.device.run_job(job, work)
-        if self.written is None:
+        if not self.written:
             waited_ms = 1000.0 * (time.monotonic() - begun)
             fields = set(DeviceRun.__struct_fields__) & set(Claim.__struct_fields__) - {"waited_ms"}
             claim = Claim(
@@ -121,13 +109,13 @@ class Recording(msgspec.Struct, kw_only=True):
                 **{name: getattr(run, name) for name in fields},
                 waited_ms=waited_ms,
             )
-            self.written = claim, run.outputs
+            self.written.append((claim, run.outputs))
             _write_run(self.path, claim, run.outputs, self.key)
-        elif job.on_outputs is not None and not self.written[0].turns:
-            claim, outputs = self.written
+        elif job.on_outputs is not None and not self.written[0][0].turns:
+            claim, outputs = self.written[0]
             digest = digest_samples(run.outputs)
             claim = msgspec.structs.replace(claim, turns=run.outputs.count, turns_sha256=digest)
-            self.written = claim, outputs
+            self.written[0] = claim, outputs
             _write_run(self.path, claim, itertools.chain(outputs, run.outputs), self.key)
         return run
 

@@ -22,7 +22,7 @@ from edgekit.data.samples import select_samples
 from edgekit.devices.bundled import OF_THIS_MACHINE, count_device_cores, find_class, read_class
 from edgekit.devices.device import Device, Job
 from edgekit.devices.named import address_of, is_remote
-from edgekit.devices.placed import count_nodes
+from edgekit.devices.observe import count_nodes
 from edgekit.devices.process.run import require_device
 from edgekit.devices.register import DeviceChoice, choose_devices
 from edgekit.errors import EdgekitError, UsageError

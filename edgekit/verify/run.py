@@ -17,8 +17,8 @@ from edgekit.data.samples import Samples, keep_small, select_samples, spread_seq
 from edgekit.devices.bundled import find_tuned, make_job, plan_run, set_job
 from edgekit.devices.device import LEAST_SAMPLES, Device, DeviceRun, Job, find_present
 from edgekit.devices.named import kind_of
+from edgekit.devices.observe import count_nodes
 from edgekit.devices.parallel import run_each, run_together
-from edgekit.devices.placed import count_nodes
 from edgekit.devices.recorded import is_recorded
 from edgekit.errors import EdgekitError
 from edgekit.evidence import Evidence

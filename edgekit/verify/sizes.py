@@ -14,7 +14,7 @@ from edgekit.bundle.manifest import UNPADDED, Manifest, list_open
 from edgekit.data.padding import crop_samples, cut_samples, free_axes
 from edgekit.data.samples import Samples, list_samples, load_samples, select_samples
 from edgekit.devices.device import Device, DeviceRun, Job
-from edgekit.devices.placed import count_nodes
+from edgekit.devices.observe import count_nodes
 from edgekit.devices.recorded import is_recorded
 from edgekit.errors import DataError, EdgekitError
 from edgekit.model.tensors import Tensors

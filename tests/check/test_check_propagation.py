@@ -13,8 +13,7 @@ from onnx import parser
 
 from edgekit.check.propagation import propagate_quantization
 from edgekit.devices.find import find_device
-from edgekit.devices.observe import observe_placement
-from edgekit.devices.placed import match_nodes
+from edgekit.devices.observe import match_nodes, observe_placement
 from edgekit.graph.graph import infer_graph
 from edgekit.model.model import load_model
 from edgekit.target import load_target

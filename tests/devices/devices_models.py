@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from onnx import helper, numpy_helper, parser
 from edgekit._proc import ChildSetting
 from edgekit.check.report import CheckedNode
 from edgekit.data.samples import list_samples
-from edgekit.devices.device import Device, DeviceRun, Job, Missing, make_empty_check
+from edgekit.devices.device import Device, DeviceRun, Job, Missing, WrappedDevice, make_empty_check
 from edgekit.devices.find import find_device
 from edgekit.devices.local.runner import NativeRunner, build_runner, find_missing_runner, host_abi
 from edgekit.devices.process.run import describe_job, run_program
@@ -38,6 +38,21 @@ class Stub(msgspec.Struct, frozen=True, kw_only=True):
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:
         raise NotImplementedError
+
+
+class Altering(WrappedDevice, frozen=True, kw_only=True):
+    """A real device that is handed the model as `change` leaves it."""
+
+    change: Callable[[onnx.ModelProto], None]
+
+    def run_job(self, job: Job, work: Path) -> DeviceRun:
+        proto = onnx.load(str(job.model))
+        self.change(proto)
+        (work / "altered").mkdir()
+        onnx.save(proto, str(work / "altered" / job.model.name))
+        (work / "inner").mkdir()
+        altered = msgspec.structs.replace(job, model=work / "altered" / job.model.name)
+        return self.device.run_job(altered, work / "inner")
 
 
 def conv_weights() -> tuple[Array, Array]:

@@ -2,45 +2,28 @@
 
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import onnx
 import pytest
-from devices_models import make_job, noise_samples, qdq_conv
+from devices_models import Altering, make_job, noise_samples, qdq_conv
 from onnx import numpy_helper
 from other_machine.fixtures import Phone
 
-from edgekit.devices.device import Device, DeviceRun, Job, Missing
+from edgekit.devices.device import Device, Job
 from edgekit.devices.remote.ssh import SshDevice
-from edgekit.evidence import Evidence
 from edgekit.verify.layers.on_device import find_device_layer
 
 pytestmark = pytest.mark.slow
 
 
-class Altered(msgspec.Struct, frozen=True, kw_only=True):
-    """A device that is handed the model with other weights."""
-
-    inner: Device
-    name: str = "altered"
-    evidence: Evidence = Evidence.DEVICE
-
-    def find_missing(self) -> Missing | None:
-        return self.inner.find_missing()
-
-    def run_job(self, job: Job, work: Path) -> DeviceRun:
-        proto = onnx.load(str(job.model))
-        weight = next(tensor for tensor in proto.graph.initializer if tensor.name == "wq")
-        weight.CopyFrom(numpy_helper.from_array(-numpy_helper.to_array(weight), "wq"))
-        (work / "altered").mkdir()
-        onnx.save(proto, str(work / "altered" / "m.onnx"))
-        (work / "inner").mkdir()
-        return self.inner.run_job(msgspec.structs.replace(job, model=work / "altered" / "m.onnx"), work / "inner")
+def negate_weights(proto: onnx.ModelProto) -> None:
+    weight = next(tensor for tensor in proto.graph.initializer if tensor.name == "wq")
+    weight.CopyFrom(numpy_helper.from_array(-numpy_helper.to_array(weight), "wq"))
 
 
 def _layers(device: Device, job: Job, work: Path) -> list[tuple[str | None, str]]:
     honest = find_device_layer(device, job, work / "honest")
-    altered = find_device_layer(Altered(inner=device), job, work / "altered")
+    altered = find_device_layer(Altering(device=device, change=negate_weights), job, work / "altered")
     assert [layer.name for layer in honest.layers] == ["x", "conv"]
     return [(found.layer, found.found_by) for found in (honest, altered)]
 

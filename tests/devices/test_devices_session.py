@@ -15,7 +15,7 @@ from stepped_models import STEPS, make
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit.bundle.folder import Bundle, open_bundle
-from edgekit.devices.device import Device, DeviceRun, Job, Missing
+from edgekit.devices.device import Device, DeviceRun, Job, Missing, WrappedDevice
 from edgekit.devices.local.emulated import Emulated
 from edgekit.devices.local.host import Host
 from edgekit.devices.process import session
@@ -33,31 +33,19 @@ def bundle(make_once: Callable[[str, Callable[[Path], None]], Path]) -> Bundle:
     return open_bundle(make_once("recurrent", make) / "out" / "recurrent-cpu")
 
 
-class Watched(msgspec.Struct, frozen=True, kw_only=True):
+class Watched(WrappedDevice, frozen=True, kw_only=True):
     """A real device, and the jobs that it was given."""
 
-    inner: Device
     jobs: list[Job] = msgspec.field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        return self.inner.name
-
-    @property
-    def evidence(self) -> Evidence:
-        return self.inner.evidence
-
-    def find_missing(self) -> Missing | None:
-        return self.inner.find_missing()
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:
         self.jobs.append(job)
-        return self.inner.run_job(job, work)
+        return self.device.run_job(job, work)
 
 
 def keeps_its_state(bundle: Bundle, device: Device, *, jobs: int = 2) -> None:
     """Holds a device to what an honest one does: all steps in one session, and the state costs it nothing."""
-    watched = Watched(inner=device)
+    watched = Watched(device=device)
     (run,) = verify_bundle(bundle, [watched]).runs
     assert run.passed, run.failures
     assert run.state is not None

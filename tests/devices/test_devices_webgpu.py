@@ -13,8 +13,7 @@ from edgekit.check.check import check_model
 from edgekit.devices.find import find_device
 from edgekit.devices.local import provider
 from edgekit.devices.local.provider import find_swiftshader
-from edgekit.devices.observe import describe_job, observe_placement
-from edgekit.devices.placed import match_nodes
+from edgekit.devices.observe import describe_job, match_nodes, observe_placement
 from edgekit.model.model import Model, load_model
 from edgekit.target import load_target
 

@@ -16,10 +16,10 @@ from edgekit.devices.observe import (
     Observed,
     compare_placement,
     describe_job,
+    name_as_model,
     observe_placement,
     observe_target,
 )
-from edgekit.devices.placed import name_as_model
 from edgekit.evidence import Evidence
 from edgekit.model.model import Model, load_model
 from edgekit.prepare.clean import prepare_model

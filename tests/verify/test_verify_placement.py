@@ -20,7 +20,7 @@ from edgekit.bundle.golden import make_golden
 from edgekit.check.report import CheckedNode, CheckReport
 from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun, Job, PlacedNode
-from edgekit.devices.placed import count_nodes
+from edgekit.devices.observe import count_nodes
 from edgekit.evidence import Evidence
 from edgekit.jobs.build import build
 from edgekit.recipe import Data, Recipe
@@ -102,7 +102,7 @@ def test_layers_that_fall_back_fail_the_run(
     assert good.passed
     assert good.gap is not None
     assert (good.gap.lost, good.observes_placement) == (0, True)
-    bad = verify_bundle(bundle, [Altering(inner=inner, change=change)]).runs[0]
+    bad = verify_bundle(bundle, [Altering(device=inner, change=change)]).runs[0]
     line = bad.failures[0]
     assert line.startswith(f"silent fallback: {lost} was predicted to take ran on CPUExecutionProvider")
     assert names in line
@@ -143,7 +143,7 @@ def test_xnnpack_took_what_its_session_does_not_name_and_a_real_fallback_fails(t
     good = verify_bundle(bundle, [inner]).runs[0]
     assert good.passed
     assert good.provider_nodes == {CPU_PROVIDER: 36, target.provider: 9}
-    bad = verify_bundle(bundle, [Altering(inner=inner, change=compute_all_weights)]).runs[0]
+    bad = verify_bundle(bundle, [Altering(device=inner, change=compute_all_weights)]).runs[0]
     assert bad.failures[0].startswith(f"silent fallback: 8 of the 9 nodes that {target.provider} was predicted to take")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import onnx
+from devices_models import Altering
 from msgspec.structs import replace
 from verify_models import turn_weights
 
@@ -98,36 +98,9 @@ class InProcess(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Altering(msgspec.Struct, frozen=True, kw_only=True):
-    """A real device that gets the model after `change`."""
-
-    inner: Device
-    change: Callable[[onnx.ModelProto], None]
-
-    @property
-    def name(self) -> str:
-        return self.inner.name
-
-    @property
-    def evidence(self) -> Evidence:
-        return self.inner.evidence
-
-    def find_missing(self) -> Missing | None:
-        return self.inner.find_missing()
-
-    def run_job(self, job: Job, work: Path) -> DeviceRun:
-        proto = onnx.load(str(job.model))
-        self.change(proto)
-        (work / "altered").mkdir()
-        onnx.save(proto, str(work / "altered" / job.model.name))
-        (work / "inner").mkdir()
-        altered = replace(job, model=work / "altered" / job.model.name)
-        return self.inner.run_job(altered, work / "inner")
-
-
 def turning(inner: Device, layer: str) -> Altering:
     """Returns a real device that gets the model with the sign of one layer's weights inverted."""
-    return Altering(inner=inner, change=lambda proto: turn_weights(proto, layer))
+    return Altering(device=inner, change=lambda proto: turn_weights(proto, layer))
 
 
 class Absent(InProcess, frozen=True, kw_only=True):
