@@ -45,7 +45,7 @@ from edgekit.report.summary import ActivationReport, QuantizeReport
 from edgekit.report.tables import describe_calibration, describe_layers, describe_trials
 from edgekit.target import INTEGERS, Precision, Target, TaskLimit
 from edgekit.verify.task_metrics import MOST_SAMPLES as MOST_LABELLED
-from edgekit.verify.task_metrics import TOP1, find_metric, measure_drop_from
+from edgekit.verify.task_metrics import TOP1, find_metric, measure_drop
 
 # Methods that choose a range method by what they measure.
 _OPEN_METHODS = frozenset({"auto", "best"})
@@ -207,7 +207,7 @@ def _open_job(model: Path, data: Data, recipe: Recipe, how: QuantizeOptions, wor
     reference = FloatReference(fixed.model, samples, outputs, most=most)
     measure = reference.predict_drop
     if labels is not None:
-        measure = partial(measure_drop_from, reference, labels=labels, limit=limit)
+        measure = partial(measure_drop, reference, labels=labels, limit=limit)
     facts = check_samples(samples, computed=sequences.computed)
     if plan is not None:
         require_origin(plan, fixed.model, facts.sha256, target)

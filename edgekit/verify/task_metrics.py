@@ -22,7 +22,6 @@ from edgekit.data.samples import Samples, load_function
 from edgekit.errors import DataError, EdgekitError, MissingExtraError, UsageError, quote_error, suggest_name
 from edgekit.machine import spell_install
 from edgekit.model.model import Model
-from edgekit.model.outputs import StatedOutput
 from edgekit.model.tensors import Array, Tensors, ranks_classes
 from edgekit.quantize.accuracy.predict import LABELS, FloatReference, Likeness, Prediction
 from edgekit.target import TaskLimit
@@ -579,18 +578,12 @@ TOP1 = TaskLimit(name="top1")
 
 
 def measure_drop(
-    model: Model,
-    quantized: Model,
-    samples: Samples,
-    labels: Sequence[Label],
-    limit: TaskLimit = TOP1,
-    outputs: Mapping[str, StatedOutput] | None = None,
+    reference: FloatReference, quantized: Model, labels: Sequence[Label], limit: TaskLimit = TOP1
 ) -> Prediction:
-    """Runs both models over at most MOST_SAMPLES labelled samples, spread evenly, and returns the true drop.
+    """Returns the true drop of a metric from a float model, over its labelled samples, to a quantized one.
 
     The drop of a metric between 0 and 1 is a difference of shares; that of another metric is relative to the float
-    model's figure. If the metric cannot read the quantized model's outputs, everything is lost. `outputs` states what
-    outputs are for.
+    model's figure. If the metric cannot read the quantized model's outputs, everything is lost.
 
     Raises:
         UsageError: there is no such metric or decoder.
@@ -598,13 +591,6 @@ def measure_drop(
         MissingExtraError: the metric needs a package that is not installed.
         RuntimeRefusal: ONNX Runtime refuses a model.
     """
-    return measure_drop_from(FloatReference(model, samples, outputs, most=MOST_SAMPLES), quantized, labels, limit)
-
-
-def measure_drop_from(
-    reference: FloatReference, quantized: Model, labels: Sequence[Label], limit: TaskLimit = TOP1
-) -> Prediction:
-    """Returns the true drop for a float model that is compared with several models; else as `measure_drop`."""
     likeness, mine, theirs = Likeness(reference.parts), list[Any](), list[Any]()
     kept = [labels[index] for index in reference.indices]
     for pair, label in zip(reference.run_pairs(quantized), kept, strict=True):

@@ -1,5 +1,5 @@
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from quantize_models import make_model, make_samples
 
+from edgekit.data.labels import Label
 from edgekit.data.samples import Samples
 from edgekit.data.wilson import wilson_interval
 from edgekit.model.model import Model
@@ -18,7 +19,7 @@ from edgekit.quantize.accuracy.output_kinds import read_output_kinds
 from edgekit.quantize.accuracy.predict import FloatReference, Prediction, predict_drop, wanted_samples
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.target import TaskLimit
-from edgekit.verify.task_metrics import measure_drop, measure_drop_from
+from edgekit.verify.task_metrics import MOST_SAMPLES, TOP1, measure_drop
 
 CLASSIFIER = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y)
   <float[4] b = {BIAS}> { y = Add(x, b) }"""
@@ -32,6 +33,13 @@ def classifier(folder: Path, name: str, bias: str) -> Model:
 def samples() -> Samples:
     rows = np.random.default_rng(0).normal(size=(100, 1, 4)).astype(np.float32)
     return make_samples([{"x": row * 3} for row in rows])
+
+
+def true_drop(
+    good: Model, other: Model, samples: Samples, labels: Sequence[Label], limit: TaskLimit = TOP1
+) -> Prediction:
+    """Returns the true drop of one model from another over labelled samples."""
+    return measure_drop(FloatReference(good, samples, most=MOST_SAMPLES), other, labels, limit)
 
 
 def test_a_model_and_itself_differ_in_nothing(samples: Samples, tmp_path: Path) -> None:
@@ -65,8 +73,8 @@ def test_samples_are_read_once_more_and_the_float_model_never_runs_again(samples
     for predict, expected in (
         (FloatReference(good, counted).predict_drop, predict_drop(good, bad, samples)),
         (
-            partial(measure_drop_from, FloatReference(good, counted), labels=[0] * 100),
-            measure_drop(good, bad, samples, [0] * 100),
+            partial(measure_drop, FloatReference(good, counted), labels=[0] * 100),
+            true_drop(good, bad, samples, [0] * 100),
         ),
     ):
         reads.clear()
@@ -118,7 +126,7 @@ def test_the_estimate_lies_near_the_drop_where_confidence_is_right(tmp_path: Pat
     labels = [int(rng.choice(4, p=row / row.sum())) for row in powers.astype(np.float64)]
     samples = make_samples([{"x": row} for row in rows])
     good, off = classifier(tmp_path, "good", "0, 0, 0, 0"), classifier(tmp_path, "off", "1, 0, -1, 0")
-    guess, truth = predict_drop(good, off, samples), measure_drop(good, off, samples, labels)
+    guess, truth = predict_drop(good, off, samples), true_drop(good, off, samples, labels)
     assert (guess.source, truth.source) == ("the float model's confidence", "labels")
     assert guess.drop_interval is not None
     assert truth.drop_estimate is not None
@@ -288,31 +296,31 @@ def test_labels_tell_the_drop_of_any_metric_of_the_task(tmp_path: Path) -> None:
     rows = np.random.default_rng(0).normal(size=(40, 1, 5, 16, 16)).astype(np.float32) * 3
     samples = make_samples([{"x": row} for row in rows])
     masks, images = [row[0].argmax(0) for row in rows], [row + 0.3 for row in rows]
-    overlap = measure_drop(good, bad, samples, masks, TaskLimit(name="miou"))
+    overlap = true_drop(good, bad, samples, masks, TaskLimit(name="miou"))
     assert (overlap.measure, overlap.source, overlap.reference) == ("miou", "labels", 1.0)
     assert overlap.drop_estimate is not None
     assert overlap.got == pytest.approx(1 - overlap.drop_estimate)
-    noise = measure_drop(good, bad, samples, images, TaskLimit(name="psnr", peak=20.0))
+    noise = true_drop(good, bad, samples, images, TaskLimit(name="psnr", peak=20.0))
     assert noise.reference == pytest.approx(36.48, abs=0.01)
     assert noise.got == pytest.approx(24.17, abs=0.01)
     assert noise.drop_estimate == pytest.approx(1 - (noise.got or 0) / (noise.reference or 1), abs=1e-4)
-    assert measure_drop(good, good, samples, masks, TaskLimit(name="miou")).drop_estimate == 0
+    assert true_drop(good, good, samples, masks, TaskLimit(name="miou")).drop_estimate == 0
     assert overlap.drop_interval is not None
     assert overlap.drop_interval[0] < overlap.drop_estimate < overlap.drop_interval[1] < 1.2 * overlap.drop_estimate
     assert overlap.drop_interval == tuple(round(end, 6) for end in overlap.drop_interval)
     assert noise.drop_interval is not None
     assert noise.drop_interval == pytest.approx((noise.drop_estimate,) * 2, abs=0.01)
-    negative = measure_drop(good, bad, samples, images, TaskLimit(name="psnr", peak=0.1))
+    negative = true_drop(good, bad, samples, images, TaskLimit(name="psnr", peak=0.1))
     assert negative.drop_estimate == pytest.approx(
         36.48 - 24.17, abs=0.01
     )  # of a reference below 0 dB no share is taken
-    small = measure_drop(good, bad, samples, images, TaskLimit(name="psnr", peak=0.32))
+    small = true_drop(good, bad, samples, images, TaskLimit(name="psnr", peak=0.32))
     assert small.reference == pytest.approx(0.56, abs=0.01)
     assert small.drop_estimate == pytest.approx((36.48 - 24.17) / 0.56, abs=0.5)
     for figure in (small.reference, small.got, small.drop_estimate, noise.drop_estimate):
         assert figure == round(figure or 0, 6)
     few = make_samples([{"x": row} for row in rows[:20]])
-    assert measure_drop(good, bad, few, masks[:20], TaskLimit(name="miou")).drop_interval is None
+    assert true_drop(good, bad, few, masks[:20], TaskLimit(name="miou")).drop_interval is None
 
 
 def test_a_loss_that_grows_is_a_drop(samples: Samples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,18 +330,18 @@ def test_a_loss_that_grows_is_a_drop(samples: Samples, tmp_path: Path, monkeypat
         "def lost(outputs, label):\n    return float(outputs['y'][0, 0] > 1e6), 1.0\n"
     )
     good, bad = classifier(tmp_path, "good", "0, 0, 0, 0"), classifier(tmp_path, "bad", "5, 0, 0, 0")
-    found = measure_drop(good, bad, samples, [0] * 100, TaskLimit(name="own_loss:far", higher_is_better=False))
+    found = true_drop(good, bad, samples, [0] * 100, TaskLimit(name="own_loss:far", higher_is_better=False))
     assert found.reference is not None
     assert found.got == pytest.approx(found.reference + 5, abs=1e-4)
     assert found.drop_estimate == pytest.approx(5 / found.reference, abs=1e-5)
     assert found.drop_interval == pytest.approx((found.drop_estimate,) * 2, abs=1e-5)
-    lost = measure_drop(good, bad, samples, [0] * 100, TaskLimit(name="own_loss:lost"))
+    lost = true_drop(good, bad, samples, [0] * 100, TaskLimit(name="own_loss:lost"))
     assert (lost.reference, lost.drop_estimate) == (0, 0)
 
 
 def test_outputs_that_the_metric_cannot_read_have_lost_everything(samples: Samples, tmp_path: Path) -> None:
     good, bad = classifier(tmp_path, "good", "0, 0, 0, 0"), classifier(tmp_path, "bad", "0, 0, 0, nan")
-    lost = measure_drop(good, bad, samples, [0] * 100)
+    lost = true_drop(good, bad, samples, [0] * 100)
     assert (lost.measure, lost.source, lost.drop_estimate, lost.drop_interval) == ("top1", "labels", 1.0, (1.0, 1.0))
     assert not lost.meets(0.99)
 

@@ -32,9 +32,10 @@ from edgekit.errors import EdgekitError
 from edgekit.model.model import Model, load_model
 from edgekit.prepare.clean import prepare_model
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization, quantize_model
-from edgekit.quantize.accuracy.predict import MOST_SAMPLES, Prediction, predict_drop
+from edgekit.quantize.accuracy.predict import MOST_SAMPLES, FloatReference, Prediction, predict_drop
 from edgekit.quantize.ranges import TensorRange
-from edgekit.target import TaskLimit, load_target
+from edgekit.target import load_target
+from edgekit.verify.task_metrics import MOST_SAMPLES as MOST_LABELLED
 from edgekit.verify.task_metrics import measure_drop
 
 CLASSIFIERS = tuple(name for name in TASKS if name not in {"superres_core_224", "fastestdet", "silero_vad"})
@@ -130,7 +131,7 @@ def _measure(task: ZooTask, model: Model, quantized: Model, learn: Samples, labe
         samples=scored.count,
         elsewhere=predict_drop(model, quantized, learn),
         here=predict_drop(model, quantized, scored),
-        truth=measure_drop(model, quantized, scored, labels, TaskLimit(name="top1")),
+        truth=measure_drop(FloatReference(model, scored, most=MOST_LABELLED), quantized, labels),
     )
 
 
