@@ -94,6 +94,7 @@ Every command has `--help`. Its exit code is its verdict:
 | 0 | yes, or done |
 | 1 | the answer is no: a bundle failed, a target takes too little, two files differ |
 | 2 | an option, a file or a value is wrong; one line names it and says what to do, and nothing was written |
+| 3 | not proven: nothing speaks against it, but what was asked for could not be shown; `--accept-unproven` makes it 0 |
 | 130 | interrupted; nothing half-written is left |
 
 `--json` prints one JSON object on stdout and nothing else there; progress goes to stderr. `-q` silences it.

@@ -176,12 +176,15 @@ def _build_all(
     finished: dict[str, Future[_Finished]] = {}
     ladders: dict[str, _Ladder] = {}
     order = sorted(job.targets, key=lambda target: (job.plans_for(target, inputs.floats), *_rank(target)))
-    finish = partial(_finish, job=job, verify=verify, writing=Lock())
+    writing = Lock()
+    finish = partial(_finish, job=job, verify=verify, writing=writing)
     planned_share = 1 / 2 if verify else 1.0
     with running_behind(finish, _BESIDE, _MORE_AFTERWARDS) as begin:
         for waiting, target in zip(range(len(order), 0, -1), order, strict=True):
             if job.plans_for(target, inputs.floats):
-                inputs = calibrate_inputs(inputs, job)
+                # Beside layers that are compared, it would need the most memory of a build.
+                with writing:
+                    inputs = calibrate_inputs(inputs, job)
             limited = job.limit_planning(planned_share * job.seconds_left(waiting))
             ladders[target.name] = ready_bundles(inputs, target, limited, job.work / target.name)
             made = _ready_target(ladders[target.name], target, job)
