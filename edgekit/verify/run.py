@@ -44,7 +44,7 @@ from edgekit.verify.own_model import (
 )
 from edgekit.verify.placement import describe_hidden, describe_unmatched, find_gap, find_placed, try_model_files
 from edgekit.verify.report import VerifyReport
-from edgekit.verify.run_report import RunReport, SizesReport
+from edgekit.verify.run_report import RunReport
 from edgekit.verify.sizes import (
     KeptOutputs,
     UnpaddedGolden,
@@ -91,11 +91,6 @@ class _Trial(msgspec.Struct, frozen=True, kw_only=True):
     elapsed_ms: float
     own: Samples | None
     notes: tuple[str, ...]
-
-    @property
-    def inputs(self) -> Samples:
-        """The samples that ran."""
-        return select_samples(self.job.samples, range(len(self.rows)))
 
     @property
     def false_times(self) -> str | None:
@@ -226,8 +221,9 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> _Done:
         elapsed_ms = 1000.0 * (time.monotonic() - begun)
         if run.stopped_early and run.outputs.count >= min(LEAST_SAMPLES, len(rows)):
             rows = rows[: run.outputs.count]
+        ran = select_samples(job.samples, range(len(rows)))
         if run.failure is None:
-            own, notes = run_own_model(bundle, plan.form, select_samples(job.samples, range(len(rows))), asked.known)
+            own, notes = run_own_model(bundle, plan.form, ran, asked.known)
         else:
             own, notes = None, ()
         trial = _Trial(
@@ -242,13 +238,18 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> _Done:
             own=own,
             notes=notes,
         )
-        report, run = _measure_run(trial, asked), trial.run
+        report, run, sizes = _measure_run(trial, asked), trial.run, None
+        if bundle.manifest.open_dims and run.failure is None:
+            sizes = compare_sizes(bundle.manifest, ran, trial.reference, run.outputs)
+        elif asked.golden is None or asked.unpadded is not None:
+            # Buckets need the lengths that the samples had before padding.
+            sizes = run_buckets(bundle, device, job, run, rows, work / "sizes", asked.unpadded)
         report = msgspec.structs.replace(
             report,
             traps=() if report.passed else tuple(_list_traps(trial, report.outputs, asked)),
             located=_look_inside(trial, device, report.outputs, asked, work / "layers"),
             state=run_sequences(bundle.manifest, device, job, run, golden, trial.reference, work / "steps"),
-            sizes=_run_sizes(trial, device, asked, work / "sizes"),
+            sizes=sizes,
             files=tuple(try_model_files(bundle, device, plan, golden, work / "files")),
         )
         # A run whose outputs have no digest is incomplete.
@@ -259,18 +260,6 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> _Done:
             scored = score_run(asked.task, labels, rows, run.outputs, run.device, trial.elapsed_ms)
         held = keep_outputs(device.name, f"{kind_of(device)} {plan.form}", rows, run.outputs)
         return _Done(report=report, held=held, scored=scored)
-
-
-def _run_sizes(trial: _Trial, device: Device, asked: _Asked, work: Path) -> SizesReport | None:
-    """Returns the figures of each size: of buckets, or of groups of sizes of an open dimension.
-
-    Buckets need the lengths that the samples had before padding.
-    """
-    if trial.bundle.manifest.open_dims and trial.run.failure is None:
-        return compare_sizes(trial.bundle.manifest, trial.inputs, trial.reference, trial.run.outputs)
-    if asked.golden is not None and asked.unpadded is None:
-        return None
-    return run_buckets(trial.bundle, device, trial.job, trial.run, trial.rows, work, asked.unpadded)
 
 
 def _measure_run(trial: _Trial, asked: _Asked) -> RunReport:

@@ -20,7 +20,7 @@ from edgekit.target import load_target
 LOADED = [load_target(target) for target in TARGETS]
 BOOKS = [load_rules(target) for target in LOADED]
 OPS = sorted({op for book in BOOKS for entry in book.op for op in entry.types} | {"Sum", "Dropout", "NoSuchOperator"})
-ATTRIBUTES = (
+ATTRIBUTES = [
     "axis",
     "kernel_shape",
     "pads",
@@ -32,7 +32,7 @@ ATTRIBUTES = (
     "auto_pad",
     "min",
     "axes",
-)
+]
 CONSTANTS = [
     numpy_helper.from_array(np.ones(shape, dtype), f"c{at}")
     for at, (shape, dtype) in enumerate(
