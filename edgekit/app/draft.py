@@ -68,8 +68,6 @@ def draft_app(
     unknown = next((name for name in targets if name not in target_names()), None)
     if unknown is not None:
         raise UsageError(f"there is no target '{unknown}'", hint=f"targets: {', '.join(target_names())}")
-    if labels is not None and not labels.exists():
-        raise DataError(f"the labels '{labels}' do not exist", hint="check the path")
     source = load_model(model)
     metadata = _read_metadata(source)
     dims, remarks = _guess_dims(source, images, metadata), list[str]()
@@ -87,13 +85,15 @@ def draft_app(
             f" {preprocess.dtype}{', in a frame' if preprocess.letterbox is not None else ''}:"
             " compare that with how the model was trained"
         )
-    text = _render(
+    environment = make_environment(Path(__file__).parent / "templates")
+    environment.filters.update({"toml": _write_value, "key": _quote_key, "table": _write_table})
+    text = environment.get_template("edgekit.toml.j2").render(
         name=source.name,
         path=_relate(source.path, folder),
         dims=dims,
         frozen=frozen,
         freeze={entry.name: entry.value for entry in frozen},
-        source=_find_data(str(data), folder) if images is None else _relate(images, folder),
+        source=_relate(images or Path(str(data)), folder),
         labels=None if labels is None else _relate(labels, folder),
         preprocess=None if preprocess is None else msgspec.to_builtins(preprocess),
         targets=targets,
@@ -102,12 +102,6 @@ def draft_app(
     )
     before = beside.rstrip("\n") + "\n" if beside else ""
     return Draft(text=before + text, remarks=tuple(remarks))
-
-
-def _render(**values: object) -> str:
-    environment = make_environment(Path(__file__).parent / "templates")
-    environment.filters.update({"toml": _write_value, "key": _quote_key, "table": _write_table})
-    return environment.get_template("edgekit.toml.j2").render(values)
 
 
 class _Metadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -231,16 +225,12 @@ def _count_nodes(graph: Graph) -> int:
     return sum(1 + sum(map(_count_nodes, node.bodies)) for node in graph.nodes)
 
 
-def _find_data(data: str, folder: Path) -> str:
-    """Returns how the file names its data: a path relative to `folder`, or `module:function` as it is."""
-    if Path(data).exists():
-        return _relate(Path(data), folder)
-    if ":" not in data:
-        raise DataError(f"the data '{data}' does not exist", hint="check the path, or name a module:function")
-    return data
-
-
 def _relate(path: Path, folder: Path) -> str:
+    if not path.exists():
+        # `module:function` is no path, and stays as it is.
+        if ":" in str(path):
+            return str(path)
+        raise DataError(f"'{path}' does not exist", hint="check the path")
     full, root = path.absolute(), folder.absolute()
     return full.relative_to(root).as_posix() if full.is_relative_to(root) else str(full)
 

@@ -63,7 +63,11 @@ def run_app(
         # Before anything is built that needs a signature.
         require_private_key(app.path.parent / app.table.keys.sign)
     every, digests = list_cells(app), Digests(app.out / STORE)
-    cells = _choose(every, only)
+    for word in only:
+        known = {name for cell in every for name in (cell.name, cell.model, cell.target)}
+        if word not in known:
+            raise UsageError(f"--only '{word}': the app has no such model or target", hint=suggest_name(word, known))
+    cells = [cell for cell in every if not only or {*only} & {cell.name, cell.model, cell.target}]
     if again:
         for cell in cells:
             forget_cell(app, cell)
@@ -80,7 +84,11 @@ def run_app(
             if number == 1 or waiting[number - 2].model != cell.model:
                 opened.close()
                 kept = Kept(folder=app.out / CACHE, work=opened.enter_context(work_folder()))
-            result = next(built) or _build(app, cell, digests, kept, store, progress)
+            result = next(built)
+            if result is None:
+                result = build_cell(app, cell, digests, progress, kept)
+                if store is not None and result.bundle:
+                    publish_cell(app, cell, result.key, store)
             found[cell.name] = result
             left_s = (time.monotonic() - began) / number * (len(waiting) - number)
             left = f", about {left_s:.0f} s left" if number < len(waiting) else ""
@@ -110,13 +118,6 @@ def list_watched(app: App) -> Iterator[Path]:
         yield from itertools.chain.from_iterable(list_inputs(cell, ()).values())
 
 
-def _build(app: App, cell: Cell, digests: Digests, kept: Kept, store: Store | None, progress: Progress) -> CellResult:
-    result = build_cell(app, cell, digests, progress, kept)
-    if store is not None and result.bundle:
-        publish_cell(app, cell, result.key, store)
-    return result
-
-
 def _find_stored(app: App, cell: Cell, digests: Digests, store: Store) -> CellResult | None:
     try:
         key, _ = find_key(app, cell, digests)
@@ -124,15 +125,6 @@ def _find_stored(app: App, cell: Cell, digests: Digests, store: Store) -> CellRe
         return None
     result = fetch_cell(app, cell, key, store)
     return None if result is None else msgspec.structs.replace(result, state="kept")
-
-
-def _choose(cells: Sequence[Cell], only: Sequence[str]) -> tuple[Cell, ...]:
-    for word in only:
-        known = {name for cell in cells for name in (cell.name, cell.model, cell.target)}
-        if word not in known:
-            raise UsageError(f"--only '{word}': the app has no such model or target", hint=suggest_name(word, known))
-    wanted = set(only)
-    return tuple(cell for cell in cells if not only or wanted & {cell.name, cell.model, cell.target})
 
 
 def _write_reports(app: App, report: AppReport) -> None:

@@ -378,7 +378,7 @@ def headline_build(report: BuildReport) -> str:
     bad = next((bundle for bundle in report.bundles if bundle not in good), None)
     if bad is None:
         return f"{said}."
-    is_open = bad.verify is not None and bad.failure is None and bad.verdict != "fail"
+    is_open = bad.verdict == "not proven"
     if is_open and count == 1:
         said = "The bundle is not proven"
     step = "" if bad.verify is None or bad.failure is not None else _find_next(bad.verify)

@@ -180,7 +180,7 @@ def test_init_names_data_from_the_place_of_the_file(
     )
     np.savez("samples.npz", x=np.zeros((8, 4), np.float32))
     assert run_command(["init", "net.onnx", "--data", "samlpes.npz"]) == 2
-    assert "the data 'samlpes.npz' does not exist (check the path" in capsys.readouterr().err
+    assert "'samlpes.npz' does not exist (check the path)" in capsys.readouterr().err
     assert not Path("edgekit.toml").exists()
     for data, named in (("samples.npz", str(tmp_path / "samples.npz")), ("mine:samples", "mine:samples")):
         out = tmp_path / data[:4] / "edgekit.toml"
