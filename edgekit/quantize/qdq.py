@@ -37,6 +37,7 @@ from edgekit.quantize._ort_quantizer import QdqRequest, find_grids, place_qdq
 from edgekit.quantize.calibration.calibrate import Calibration, open_float_graph
 from edgekit.quantize.calibration.moments import StoredMoments, open_moments
 from edgekit.quantize.equalization.equalize import equalize_calibration, equalize_graph, scaled_layers
+from edgekit.quantize.gains import NORM, multiply_gains
 from edgekit.quantize.gptq import LIMIT, REDUCED_LIMIT
 from edgekit.quantize.graph.layers import Layer, read_layers
 from edgekit.quantize.plan import QuantPlan
@@ -162,6 +163,7 @@ def place_plan(graph: Graph, plan: QuantPlan, subject: str) -> onnx.ModelProto:
     """
     placed = place_qdq(graph.model, _request(plan, graph), subject, graph.folder)
     _feed_floats(placed.graph, {node.name for node in plan.float_nodes})
+    multiply_gains(placed.graph, graph)
     nodes = order_nodes(placed.graph)
     refill(placed.graph.node, nodes)
     return placed
@@ -250,8 +252,6 @@ def _feed_floats(graph: onnx.GraphProto, kept: set[str]) -> None:
                 node.input[index] = quantize.input[0]
 
 
-NORM = "LayerNormalization"
-"""Its gain is positive: as uint8 it uses all steps above zero. Other uint8 weights keep their int8 values."""
 _QUANTIZERS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 _LETTERS = string.ascii_letters
 _DIGITS = _LETTERS + string.digits

@@ -11,7 +11,7 @@ from edgekit.data.samples import Samples
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize import QuantizedModel, calibrate_model, plan_quantization, quantize_model
-from edgekit.target import load_target
+from edgekit.target import Precision, load_target
 
 CONV_NET = """
   <ir_version: 8, opset_import: ["" : 17]>
@@ -80,11 +80,16 @@ def random_samples(model: Model, count: int = 12, seed: int = 1) -> Samples:
 
 
 def quantize(
-    model: Model, folder: Path, target: str = "cpu", samples: Samples | None = None, method: str = "auto"
+    model: Model,
+    folder: Path,
+    target: str = "cpu",
+    samples: Samples | None = None,
+    method: str = "auto",
+    precision: Precision = "int8",
 ) -> QuantizedModel:
-    """A model in 8 bits for a target, calibrated with these samples, or with random ones."""
+    """A model in integers for a target, calibrated with these samples, or with random ones."""
     calibration = calibrate_model(model, random_samples(model) if samples is None else samples, work=folder / "work")
-    plan = plan_quantization(model, calibration, load_target(target), "int8", method=method)
+    plan = plan_quantization(model, calibration, load_target(target), precision, method=method)
     return quantize_model(model, plan, calibration, folder / f"{target}.onnx")
 
 

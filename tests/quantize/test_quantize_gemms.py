@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from quantize_models import dequantized_constants, make_model, quantize, random_samples
+from quantize_models import dequantized_constants, make_model, op_types, quantize, random_samples
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.convert.convert import convert_model
@@ -95,3 +95,30 @@ def test_the_gain_of_a_normalization_has_all_255_steps_on_qnn(target: str, step:
         integers, scale, zero = dequantized_constants(written, norm.output[0])
         assert (str(integers.dtype), int(zero), int(integers.max())) == ("uint8", 0, 255)
         assert float(scale) == pytest.approx(step, rel=1e-5)
+
+
+@pytest.mark.parametrize("shift", [0.5, None])
+@pytest.mark.parametrize("loudest", [12, 1])
+def test_a_gain_that_8_bits_do_not_hold_is_a_product_beside_16_bits(
+    tmp_path: Path, shift: float | None, loudest: float
+) -> None:
+    gain = np.linspace(1, 1.1, 8).astype(np.float32)
+    gain[3] = loudest
+    constants: dict[str, Array] = {"gain": gain, "eye": np.eye(8, dtype=np.float32)}
+    if shift is not None:
+        constants["shift"] = np.full(8, shift, np.float32)
+    text = NORM if shift is not None else NORM.replace(", shift)", ")")
+    model = make_model(text, tmp_path / "m.onnx", constants=constants)
+    samples = random_samples(model, count=16)
+    narrow = quantize(model, tmp_path, "qnn", samples).model
+    assert "Mul" not in op_types(narrow)
+    wide = quantize(model, tmp_path, "qnn", samples, precision="int16").model
+    assert op_types(wide).count("Mul") == (loudest > 1)
+    if loudest > 1:
+        norm = next(node for node in onnx.load(str(wide.path)).graph.node if node.op_type == "LayerNormalization")
+        integers, scale, zero = dequantized_constants(wide, norm.output[0])
+        assert (integers.astype(float) - float(zero)) * float(scale) == pytest.approx(1.0)
+    for sample in random_samples(model):
+        exact, got = (CpuSession(each.path, SessionSettings()).run(sample)["y"] for each in (model, wide))
+        # Steps of 12 / 255 would be wrong by 2 % of up to 2.8.
+        np.testing.assert_allclose(got[..., :3], exact[..., :3], atol=0.01)

@@ -42,7 +42,8 @@ def strip_weights(qdq: onnx.ModelProto, graph: Graph) -> onnx.ModelProto:
     wanted: set[str] = set()
     for node in proto.graph.node:
         source = floats.get(node.name)
-        for index, name in enumerate(source.input if source is not None else ()):
+        # A product that stands for a normalization reads the gain alone (`multiply_gains`).
+        for index, name in enumerate(source.input[: len(node.input)] if source is not None else ()):
             if graph.is_float_constant(name):
                 node.input[index] = name
                 wanted.add(name)

@@ -1,0 +1,89 @@
+"""Gains of normalizations for which 8 bits are too few, where activations have 16."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from edgekit.graph.graph import Graph
+from edgekit.model.model import drop_unread, find_reads, refill
+from edgekit.model.tensors import Array
+
+NORM = "LayerNormalization"
+"""Its gain is positive: as uint8 it uses all steps above zero. Other uint8 weights keep their int8 values."""
+# From this ratio of the median gain to the error of rounding on, a gain of 8 bits stays: a choice. It is reached unless
+# the largest gain is more than five times the median.
+_EXACT_DB = 45.0
+_MOST_8, _MOST_16 = 255, 65535
+
+
+def multiply_gains(qdq: onnx.GraphProto, graph: Graph) -> None:
+    """Turns coarse gains of normalizations whose output has 16 bits into products, in place; nodes are not in order.
+
+    QNN takes only gains of 8 bits, and one large channel makes all their steps coarse. So LayerNormalization(x, gain,
+    bias) becomes LayerNormalization(x, 1, bias / gain) * gain, where the factor has 16 bits. What is normalized over N
+    channels lies within sqrt(N - 1), so the grid of the new tensor needs no samples.
+    """
+    floats = {node.output[0]: node for node in graph.nodes if node.op_type == NORM}
+    stored = {tensor.name: tensor for tensor in qdq.initializer}
+    makers = {name: node for node in qdq.node for name in node.output}
+    rounders = {node.input[0]: node for node in qdq.node if node.op_type == "QuantizeLinear"}
+    for node in [node for node in qdq.node if node.op_type == NORM]:
+        rounder, read = rounders.get(node.output[0]), [makers[name] for name in node.input if name in makers]
+        norm = floats[node.output[0].removesuffix("_QuantizeLinear_Input")]
+        # A float normalization reads its constants directly.
+        if rounder is None or len(read) < len(node.input) or stored[rounder.input[2]].data_type != _UINT16:
+            continue
+        gain, *rest = (graph.weight(name).astype(np.float64) for name in norm.input[1:])
+        bias, reach = rest[0] if rest else np.zeros_like(gain), math.sqrt(max(gain.size - 1, 1))
+        noise = float(np.mean((_dequantize(read[1], stored) - gain) ** 2))
+        is_exact = noise * 10 ** (_EXACT_DB / 10) <= float(np.median(gain**2))
+        # The bias may at most double the range.
+        if is_exact or gain.ndim != 1 or not np.all((gain != 0) & (np.abs(bias) <= reach * np.abs(gain))):
+            continue
+        made, name, prefix = node.output[0], node.name, f"{norm.output[0]}.edgekit"
+        even = f"{prefix}.even"
+        low, high = min(float(gain.min()), 0.0), max(float(gain.max()), 0.0)
+        scale = (high - low) / _MOST_16
+        zero = round(-low / scale)
+        step = float(numpy_helper.to_array(stored[read[0].input[1]])) / _MOST_8
+        parts = {
+            "one": (np.full(gain.size, _MOST_8, np.uint8), 1 / _MOST_8, 0),
+            "shift": (np.rint(bias / gain / step).astype(np.int32), step, 0),
+            "gain": (np.clip(np.rint(gain / scale) + zero, 0, _MOST_16).astype(np.uint16), scale, zero),
+        }
+        for part, (values, each, offset) in parts.items():
+            grid = _add_grid(qdq, f"{prefix}.{part}", each, values.dtype.type(offset))
+            qdq.initializer.append(numpy_helper.from_array(values, f"{prefix}.{part}.integers"))
+            qdq.node.append(_dequantizer([f"{prefix}.{part}.integers", *grid], f"{prefix}.{part}", rounder.domain))
+        node.input[1:] = [f"{prefix}.one", f"{prefix}.shift"][: len(node.input) - 1]
+        # The product takes the name, which stands for the node that makes the tensor and reads the gain.
+        node.output[0], node.name = even, f"{prefix}.norm"
+        grid = _add_grid(qdq, even, 4 * reach / _MOST_16, np.uint16(_MOST_16 // 2 + 1))
+        qdq.node.append(helper.make_node("QuantizeLinear", [even, *grid], [f"{even}.integers"], domain=rounder.domain))
+        qdq.node.append(_dequantizer([f"{even}.integers", *grid], f"{even}.rounded", rounder.domain))
+        qdq.node.append(helper.make_node("Mul", [f"{even}.rounded", f"{prefix}.gain"], [made], name=name))
+    wanted = find_reads(qdq)
+    refill(qdq.node, [node for node in qdq.node if node.op_type != "DequantizeLinear" or node.output[0] in wanted])
+    drop_unread(qdq)
+
+
+_UINT16 = onnx.TensorProto.UINT16
+
+
+def _dequantize(node: onnx.NodeProto, stored: Mapping[str, onnx.TensorProto]) -> Array:
+    integers, scale, zero = (numpy_helper.to_array(stored[name]).astype(np.float64) for name in node.input)
+    return np.asarray((integers - zero) * scale)
+
+
+def _add_grid(qdq: onnx.GraphProto, name: str, scale: float, zero: np.generic) -> tuple[str, str]:
+    """Adds a scale and a zero point; returns their names."""
+    qdq.initializer.append(numpy_helper.from_array(np.array(scale, np.float32), f"{name}.scale"))
+    qdq.initializer.append(numpy_helper.from_array(np.array(zero), f"{name}.zero"))
+    return f"{name}.scale", f"{name}.zero"
+
+
+def _dequantizer(inputs: Sequence[str], output: str, domain: str) -> onnx.NodeProto:
+    return helper.make_node("DequantizeLinear", inputs, [output], domain=domain)
