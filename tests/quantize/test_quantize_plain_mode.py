@@ -179,12 +179,12 @@ def draw_deep(folder: Path, layers: int) -> Model:
 @pytest.mark.parametrize(
     ("drops", "chosen"),
     [
-        ({8: 0.25, 20: 0.21, 40: 0.2}, "relieve 20"),
-        ({3: 0.25, 8: 0.21, 40: 0.2}, "relieve 8"),
-        ({8: 0.25, 20: 0.25, 40: 0.2}, "relieve 40"),
+        ({8: 0.29, 20: 0.26, 40: 0.25}, "relieve 20"),
+        ({3: 0.29, 8: 0.26, 40: 0.25}, "relieve 8"),
+        ({8: 0.29, 20: 0.29, 40: 0.25}, "relieve 40"),
         ({40: 0.295}, "all"),
         # The worst 20 make too little of the noise to lose so little without them.
-        ({40: 0.03}, "relieve 40"),
+        ({40: 0.05}, "relieve 40"),
     ],
     ids=["twenty do as well as forty", "eight do", "forty are needed", "more hardly save anything", "fewer cannot do"],
 )

@@ -113,7 +113,8 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
 
     def may_meet(self, prediction: Prediction, share: float) -> bool:
         """Returns True if a plan may meet the goal once this share of the noise of its activations is gone."""
-        return _least_drop(prediction, share) <= (-FAITHFUL_DB if prediction.drop_estimate is None else self.max_drop)
+        is_unknown = prediction.drop_estimate is None
+        return _least_drop(prediction, share) <= (_NEAR_DB - FAITHFUL_DB if is_unknown else _NEAR * self.max_drop)
 
 
 def find_plan(
@@ -445,8 +446,8 @@ def _least_drop(prediction: Prediction, share: float) -> float:
     A drop falls no faster than the power of the noise.
     """
     if prediction.drop_estimate is None:
-        return -(prediction.sqnr_db + rise_db(share) + _NEAR_DB)
-    return prediction.drop_estimate * (1 - share) / _NEAR
+        return -(prediction.sqnr_db + rise_db(share))
+    return prediction.drop_estimate * (1 - share)
 
 
 def _plan_first(search: Search) -> QuantPlan:
