@@ -80,7 +80,10 @@ def find_head(outputs: Sequence[Tensors], image: tuple[int, int]) -> Head | None
     """
     best, reached = None, (0, 0.0)
     for boxes, scores in _pair_columns(outputs[0]):
-        sides, rows = _sides(outputs[0], boxes[0]), sum(_count_rows(outputs[0], boxes[0]))
+        sides, rows = _sides(outputs[0], boxes[0]), 0
+        for name in boxes[0].outputs:
+            shape = outputs[0][name].shape
+            rows += math.prod(shape) // shape[boxes[0].axis] * boxes[0].anchors
         if rows > _MOST_ROWS or any(_LEAST_CELL * height > image[0] for _, height, _ in sides):
             continue
         for head in _read_scores(outputs, boxes, scores):
@@ -184,13 +187,6 @@ def _split_table(table: Columns) -> Iterator[tuple[Columns, tuple[Columns, ...]]
         if width + 2 <= count:
             yield part(0, width), (part(width, width + 1), part(width + 1, count))
             yield part(1, width + 1), (part(0, 1), part(width + 1, count))
-
-
-def _count_rows(outputs: Tensors, columns: Columns) -> list[int]:
-    return [
-        math.prod(outputs[name].shape) // outputs[name].shape[columns.axis] * columns.anchors
-        for name in columns.outputs
-    ]
 
 
 def _sides(outputs: Tensors, columns: Columns) -> tuple[tuple[int, int, int], ...]:

@@ -64,8 +64,10 @@ def lay_grids(
     # A graph that decodes its boxes joins them to a table. Numbers of a map, such as heat, may look like boxes.
     if columns == (4,) and not sides:
         yield from ((code, None) for code in sorted(EXPLICIT))
-    grids = [_as_grid(sides, image)] if sides else list(_guess_grids(rows, image))
-    for grid in grids:
+    levels = tuple(
+        Level(anchors=count, height=height, width=width, anchors_first=True) for count, height, width in sides
+    )
+    for grid in [Grid(levels=levels, image=image)] if sides else _guess_grids(rows, image):
         has_anchors = len(grid.levels) == len(_ANCHORS) and all(level.anchors == 3 for level in grid.levels)
         for code in _CODES_BY_COLUMNS.get(columns, _BINNED):
             if has_anchors or code not in _ANCHORED:
@@ -81,13 +83,6 @@ def decode_boxes(code: str, values: Array, grid: Grid | None, rows: Array | None
         return EXPLICIT[code](values)
     places = _find_places(grid)
     return CODES[code](values, places if rows is None else places.take(rows))
-
-
-def _as_grid(sides: tuple[tuple[int, int, int], ...], image: tuple[int, int]) -> Grid:
-    levels = tuple(
-        Level(anchors=count, height=height, width=width, anchors_first=True) for count, height, width in sides
-    )
-    return Grid(levels=levels, image=image)
 
 
 def _guess_grids(rows: int, image: tuple[int, int]) -> Iterator[Grid]:

@@ -109,7 +109,10 @@ def calibrate_model(
         OutputError: the cache cannot be written.
     """
     work = as_path(work)
-    methods = _check_methods(methods)
+    for method in methods:
+        if method not in RANGE_METHODS:
+            raise UsageError(f"there is no range method '{method}'", hint=suggest_name(method, METHODS))
+    methods = tuple(name for name in RANGE_METHODS if name in {*methods, *PLAIN_METHODS})
     work.mkdir(parents=True, exist_ok=True)
     graph = set_weights_aside(read_float_graph(model), work)
     if not samples.count:
@@ -174,13 +177,6 @@ def _make_task(
         picked=picked_values(len(indices)) if with_histograms else 0,
         patch_samples=len(indices) if fitting else 0,
     )
-
-
-def _check_methods(methods: Sequence[str]) -> tuple[str, ...]:
-    for method in methods:
-        if method not in RANGE_METHODS:
-            raise UsageError(f"there is no range method '{method}'", hint=suggest_name(method, METHODS))
-    return tuple(name for name in RANGE_METHODS if name in {*methods, *PLAIN_METHODS})
 
 
 def _choose_ranges(

@@ -152,7 +152,11 @@ def _read(file: IO[bytes], path: Path, key: str, most_bytes: int) -> Checkpoint:
     (length,) = _LENGTH.unpack(body[len(_MAGIC) : start].tobytes())
     header = msgspec.msgpack.decode(body[start : start + length].tobytes(), type=_Header)
     start += length
-    _check_arrays(header, path, len(body) - start)
+    for its in header.arrays:
+        if not _DTYPE.fullmatch(its.dtype) or any(size < 0 for size in its.shape):
+            raise _refusal(path, f"it holds an array of {its.dtype[:20]!r}")
+    if sum(its.size_bytes() for its in header.arrays) != len(body) - start:
+        raise EOFError
     arrays: dict[str, Array] = {}
     for its in header.arrays:
         arrays[its.name] = body[start : start + its.size_bytes()].view(its.dtype).reshape(its.shape)
@@ -160,14 +164,6 @@ def _read(file: IO[bytes], path: Path, key: str, most_bytes: int) -> Checkpoint:
     if header.key != key:
         raise _refusal(path, "it is of another model, other settings or another version")
     return Checkpoint(seen=header.seen, arrays=arrays)
-
-
-def _check_arrays(header: _Header, path: Path, left_bytes: int) -> None:
-    for its in header.arrays:
-        if not _DTYPE.fullmatch(its.dtype) or any(size < 0 for size in its.shape):
-            raise _refusal(path, f"it holds an array of {its.dtype[:20]!r}")
-    if sum(its.size_bytes() for its in header.arrays) != left_bytes:
-        raise EOFError
 
 
 def _refusal(path: Path, reason: str) -> DataError:

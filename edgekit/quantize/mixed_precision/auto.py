@@ -147,7 +147,12 @@ def plan_minmax(model: Model, calibration: Calibration, target: Target, plan: Qu
     draft = draft_plan(model, graph, calibration, target, plan.precision)
     names, known = {node.name for node in graph.nodes}, {node.name for node in draft.float_nodes}
     added = tuple(node for node in plan.float_nodes if node.name in names - known)
-    wide = {name: exact[name] for name in plan.wide if name in exact and name not in draft.wide}
+    # The range of a table is that of its values.
+    wide = {
+        name: exact.get(name, span)
+        for name, span in plan.wide.items()
+        if name not in draft.wide and (name in exact or graph.is_float_constant(name))
+    }
     return msgspec.structs.replace(
         draft, float_nodes=(*draft.float_nodes, *added), wide=draft.wide | wide, bits=plan.bits, judged=plan.judged
     )

@@ -22,6 +22,7 @@ from edgekit.prepare.constants import narrow_constants
 from edgekit.progress import Budget
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.effort import Effort, find_effort
+from edgekit.quantize.gains import NORM
 from edgekit.quantize.graph.compared_tensors import ComparedTensor
 from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.mixed_precision.score import (
@@ -36,7 +37,7 @@ from edgekit.quantize.mixed_precision.score import (
 )
 from edgekit.quantize.objective import FAITHFUL_DB, find_objective
 from edgekit.quantize.plan import Candidate, NarrowConstants, QuantPlan, is_relievable
-from edgekit.quantize.qdq import NORM, find_plan_grids, place_plan, plan_graph, round_weights
+from edgekit.quantize.qdq import find_plan_grids, place_plan, plan_graph, round_weights
 from edgekit.quantize.ranges import AUTO_METHODS, METHODS, PERCENTS
 from edgekit.quantize.rounding import Rounding
 

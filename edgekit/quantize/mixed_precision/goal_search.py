@@ -230,7 +230,9 @@ def search_plan(search: Search, goal: Goal, state: State | None = None) -> tuple
     """
     known = [trial.plan for trial in state.trials if trial.step == "all"] if state is not None else []
     search.progress(f"{search.target.name}: choose ranges and roundings")
-    first = known[0] if known else _plan_first(search)
+    first = known[0] if known else plan_quantization(
+        search.model, search.calibration, search.target, search.precision, relieve=False, memo=search.memo
+    )  # fmt: skip
     if not goal.is_asked and not (first.judged and search.memo.budget.allows(_MORE)):
         return first, None
     trials = _try_plans(search, goal, first, state)
@@ -378,7 +380,10 @@ class _Attempts:
     def run(self, count: int, *, may_meet: bool = True) -> Trial | None:
         """Returns a trial; None if time is over, there are too few tensors, or too little would stay in integers."""
         step, began = f"relieve {count}" if count else "all", time.monotonic()
-        self._tell(step)
+        done, left = len(self._seconds), ", known" if step in self._known else ""
+        if done and not left:
+            left = f", at most {sum(self._seconds) / done * (self._most - done):.0f} s left"
+        self._search.progress(f"{self._search.target.name}: try {done + 1} of {self._most} ({step}){left}")
         # With a goal the first plan must be measured, whatever the budget; the plain mode may write an unmeasured plan.
         is_needed, plan = not count and self._goal.is_asked, partial(self._try, step, count, may_meet=may_meet)
         trial = self._known.get(step)
@@ -410,7 +415,8 @@ class _Attempts:
         """
         if not count:
             return _try_plan(self._search, step, self._first)
-        plan = _plan_step(self._search, self.in_order, count)
+        fewer = [trial for number, trial in sorted(self.trials.items()) if number < count]
+        plan = _plan_step(self._search, fewer, count)
         if plan is None:
             return None
         has_collapsed = bool(self._first.judged) and self._first.judged[0].sqnr_db < COLLAPSED_DB
@@ -421,12 +427,6 @@ class _Attempts:
             return None
         trial = _measure(self._search, step, plan, work)
         return trial if is_kept or self._goal.is_met(trial.prediction) else None
-
-    def _tell(self, step: str) -> None:
-        done = len(self._seconds)
-        left = f", at most {sum(self._seconds) / done * (self._most - done):.0f} s left" if done else ""
-        left = ", known" if step in self._known else left
-        self._search.progress(f"{self._search.target.name}: try {done + 1} of {self._most} ({step}){left}")
 
 
 def _add_worth(trials: Sequence[Trial]) -> float:
@@ -448,12 +448,6 @@ def _least_drop(prediction: Prediction, share: float) -> float:
     if prediction.drop_estimate is None:
         return -(prediction.sqnr_db + rise_db(share))
     return prediction.drop_estimate * (1 - share)
-
-
-def _plan_first(search: Search) -> QuantPlan:
-    return plan_quantization(
-        search.model, search.calibration, search.target, search.precision, relieve=False, memo=search.memo
-    )
 
 
 def _plan_step(search: Search, trials: Sequence[Trial], count: int) -> QuantPlan | None:
