@@ -9,17 +9,7 @@ import msgspec
 
 from edgekit.check.report import CheckedNode, CheckReport
 from edgekit.progress import StageTime
-from edgekit.report.checked import (
-    CheckSummary,
-    describe_advice,
-    describe_disagreement,
-    describe_fates,
-    describe_recommendation,
-    describe_work,
-    list_observed,
-    list_ort_opinions,
-    list_remarks,
-)
+from edgekit.report import checked
 from edgekit.report.pages.pages import make_page
 from edgekit.report.tables import format_bytes
 
@@ -187,18 +177,18 @@ def _describe(node: CheckedNode) -> Iterator[str]:
 
 _FILTERS: Mapping[str, Callable[..., object]] = {
     "bytes": format_bytes,
-    "work": describe_work,
-    "disagreement": describe_disagreement,
-    "observed": list_observed,
-    "advice": describe_advice,
-    "remarks": list_remarks,
-    "fates": describe_fates,
+    "work": checked.describe_work,
+    "disagreement": checked.describe_disagreement,
+    "observed": checked.list_observed,
+    "advice": checked.describe_advice,
+    "remarks": checked.list_remarks,
+    "fates": checked.describe_fates,
     "blocks": draw_blocks,
     "strip": draw_strip,
 }
 
 
-def render_check(summary: CheckSummary) -> str:
+def render_check(summary: checked.CheckSummary) -> str:
     """Returns the checks of a model, by target, as an HTML page."""
     return make_page(
         "check",
@@ -206,6 +196,6 @@ def render_check(summary: CheckSummary) -> str:
         summary=summary,
         reports=summary.targets,
         observed=summary.observed,
-        recommendation=describe_recommendation(summary.recommended, summary.targets),
-        opinions=[] if summary.ort is None else list(list_ort_opinions(summary.ort, summary.targets)),
+        recommendation=checked.describe_recommendation(summary.recommended, summary.targets),
+        opinions=[] if summary.ort is None else list(checked.list_ort_opinions(summary.ort, summary.targets)),
     )

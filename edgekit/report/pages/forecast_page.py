@@ -6,13 +6,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from edgekit.forecasts.forecast import DeviceForecast, ForecastReport
-from edgekit.report.forecasts import (
-    describe_cpu,
-    describe_interval,
-    describe_time,
-    headline_forecast,
-    list_forecast_remarks,
-)
+from edgekit.report import forecasts
 from edgekit.report.pages.pages import make_page
 
 _LEFT, _RIGHT, _TOP, _ROW, _GAP = 250.0, 985.0, 30.0, 15.0, 9.0
@@ -77,21 +71,21 @@ def draw_devices(report: ForecastReport) -> Picture | None:
 
 
 def _draw(row: DeviceForecast, y: float, across: Callable[[float], float]) -> Span:
-    ms = row.ms or 0.0
+    ms, interval = row.ms or 0.0, forecasts.describe_interval(row)
     return Span(
         y=y,
         left=across(row.low_ms or ms),
         right=across(row.high_ms or ms),
         mark=across(ms),
         precision=row.precision,
-        note=f"{row.device}, {row.precision}: {describe_time(row)} ms, 80 % between {describe_interval(row)} ms",
+        note=f"{row.device}, {row.precision}: {forecasts.describe_time(row)} ms, 80 % between {interval} ms",
     )
 
 
 _FILTERS: Mapping[str, Callable[..., object]] = {
-    "time": describe_time,
-    "interval": describe_interval,
-    "cpu": describe_cpu,
+    "time": forecasts.describe_time,
+    "interval": forecasts.describe_interval,
+    "cpu": forecasts.describe_cpu,
 }
 
 
@@ -101,7 +95,7 @@ def render_forecast(report: ForecastReport) -> str:
         "forecast",
         _FILTERS,
         report=report,
-        headline=headline_forecast(report),
-        remarks=list(list_forecast_remarks(report)),
+        headline=forecasts.headline_forecast(report),
+        remarks=list(forecasts.list_forecast_remarks(report)),
         picture=draw_devices(report),
     )

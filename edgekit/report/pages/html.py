@@ -14,25 +14,13 @@ from edgekit.check.recommend import recommend_target
 from edgekit.check.report import CheckReport
 from edgekit.machine import find_module
 from edgekit.progress import Progress, say_nothing
+from edgekit.report import text
 from edgekit.report.checked import CheckSummary, describe_taken
 from edgekit.report.pages.charts import Picture, place_bars, place_layers
 from edgekit.report.pages.check_page import draw_stages, draw_strip, render_check
 from edgekit.report.pages.pages import make_page
 from edgekit.report.summary import BuildReport, QuantizeReport
 from edgekit.report.tables import describe_prediction, format_bytes
-from edgekit.report.text import (
-    describe_agreement,
-    describe_evidence,
-    describe_remarks,
-    describe_size,
-    describe_verified,
-    headline_build,
-    headline_verify,
-    list_comparison_remarks,
-    list_located,
-    list_metric,
-    list_verify_remarks,
-)
 from edgekit.serialize import escape_controls
 from edgekit.verify.metrics.outputs import weigh_output
 from edgekit.verify.report import VerifyReport
@@ -56,16 +44,16 @@ class Bar(msgspec.Struct, frozen=True, kw_only=True):
 
 _FILTERS: Mapping[str, Callable[..., object]] = {
     "taken": describe_taken,
-    "size": describe_size,
-    "agreement": describe_agreement,
-    "evidence": describe_evidence,
-    "remarks": describe_remarks,
+    "size": text.describe_size,
+    "agreement": text.describe_agreement,
+    "evidence": text.describe_evidence,
+    "remarks": text.describe_remarks,
     "bytes": format_bytes,
     "prediction": describe_prediction,
     "bars": place_bars,
     "chart": place_layers,
-    "located": list_located,
-    "metric": list_metric,
+    "located": text.list_located,
+    "metric": text.list_metric,
     "strip": draw_strip,
     "stages": draw_stages,
 }
@@ -77,8 +65,8 @@ def render_build(report: BuildReport, pictures: Mapping[str, Sequence[Picture]] 
         "build",
         _FILTERS,
         report=report,
-        headline=headline_build(report),
-        verified=describe_verified(report),
+        headline=text.headline_build(report),
+        verified=text.describe_verified(report),
         pictures=pictures or {},
     )
 
@@ -89,8 +77,8 @@ def render_verify(report: VerifyReport, pictures: Sequence[Picture] = ()) -> str
         "verify",
         _FILTERS,
         report=report,
-        headline=headline_verify(report),
-        remarks=list(list_verify_remarks(report)),
+        headline=text.headline_verify(report),
+        remarks=list(text.list_verify_remarks(report)),
         pictures=pictures,
     )
 
@@ -101,7 +89,7 @@ def render_comparison(
     """Returns a comparison of two models as an HTML page, judged by `min_sqnr_db` as the command judges it."""
     limits = limit_ratio(min_sqnr_db)
     verdicts = {output.name: weigh_output(output, limits).verdict for output in report.outputs}
-    remarks = list(list_comparison_remarks(report, min_sqnr_db))
+    remarks = list(text.list_comparison_remarks(report, min_sqnr_db))
     return make_page(
         "compare",
         _FILTERS,

@@ -10,18 +10,9 @@ import msgspec
 from edgekit.profile.measure import Profiled
 from edgekit.profile.profile import ProfileRun
 from edgekit.profile.report import DeviceProfile, NodeTime
+from edgekit.report import timing
 from edgekit.report.pages.pages import make_page
 from edgekit.report.tables import format_bytes, format_count
-from edgekit.report.timing import (
-    describe_cause,
-    describe_shapes,
-    headline_profile,
-    list_profile_remarks,
-    list_report_remarks,
-    rank_nodes,
-    short_provider,
-)
-from edgekit.report.timing import describe_profiles as describe_comparison
 
 WIDTH, HEIGHT = 1000.0, 320.0
 MOST_SPANS = 100_000
@@ -89,7 +80,7 @@ def draw_treemap(profile: DeviceProfile) -> tuple[Box, ...]:
     """Returns a box for each node, those of one operator together; areas are proportional to times."""
     hues = number_hues(profile)
     groups: dict[str, list[NodeTime]] = defaultdict(list)
-    for node in rank_nodes(profile):
+    for node in timing.rank_nodes(profile):
         groups[node.op].append(node)
     ranked = sorted(groups, key=lambda op: -sum(node.share for node in groups[op]))
     weights = [sum(node.share for node in groups[op]) for op in ranked]
@@ -119,9 +110,9 @@ def describe_node(node: NodeTime) -> str:
     rate = f", {node.gmacs_per_s:.3g} GMAC/s" if node.macs else ""
     roof = "" if node.roof_share is None else f", {min(node.roof_share, 1):.0%} of the roof"
     return (
-        f"{node.op} {node.source or node.name} ({short_provider(node.provider)}): {node.self_ms:.3g} ms,"
-        f" {node.share:.1%}{rate}, {node.gbytes_per_s:.3g} GB/s{roof}; {describe_shapes(node.inputs)} ->"
-        f" {describe_shapes(node.outputs)}"
+        f"{node.op} {node.source or node.name} ({timing.short_provider(node.provider)}): {node.self_ms:.3g} ms,"
+        f" {node.share:.1%}{rate}, {node.gbytes_per_s:.3g} GB/s{roof}; {timing.describe_shapes(node.inputs)} ->"
+        f" {timing.describe_shapes(node.outputs)}"
     )
 
 
@@ -220,16 +211,16 @@ def list_spans(profiled: Profiled) -> dict[str, Any]:
 
 
 _FILTERS: Mapping[str, Callable[..., object]] = {
-    "headline": headline_profile,
-    "ranked": rank_nodes,
-    "remarks": list_profile_remarks,
-    "provider": short_provider,
-    "shapes": describe_shapes,
+    "headline": timing.headline_profile,
+    "ranked": timing.rank_nodes,
+    "remarks": timing.list_profile_remarks,
+    "provider": timing.short_provider,
+    "shapes": timing.describe_shapes,
     "treemap": draw_treemap,
     "roofline": draw_roof,
     "hues": number_hues,
     "spans": list_spans,
-    "cause": describe_cause,
+    "cause": timing.describe_cause,
     "bytes": format_bytes,
     "count": format_count,
 }
@@ -245,6 +236,6 @@ def render_profile(run: ProfileRun) -> str:
         hues=HUES,
         report=run.report,
         profiled=run.profiled,
-        compared=None if comparison is None else describe_comparison(comparison),
-        remarks=list(list_report_remarks(run.report)),
+        compared=None if comparison is None else timing.describe_profiles(comparison),
+        remarks=list(timing.list_report_remarks(run.report)),
     )

@@ -5,16 +5,9 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from edgekit.report import timing
 from edgekit.report.pages.pages import make_page
 from edgekit.report.tables import format_bytes
-from edgekit.report.timing import (
-    describe_fused,
-    describe_nearness,
-    describe_ratio,
-    describe_setting,
-    headline_tuning,
-    list_tuning_remarks,
-)
 from edgekit.tune.report import TuneReport
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70.0, 985.0, 16.0, 280.0
@@ -58,7 +51,7 @@ def draw_front(report: TuneReport) -> ParetoChart | None:
             chosen=one.entrant == report.chosen,
             loss=0.0 if one.sqnr_db is None else min(1.0, max(0.0, (100.0 - one.sqnr_db) / 70.0)),
             title=f"{one.entrant.name}: {one.median_ms:.3g} ms, {format_bytes(one.peak_rss_bytes)},"
-            f" outputs {describe_nearness(one)}",
+            f" outputs {timing.describe_nearness(one)}",
         )
         for one in sound
     )
@@ -95,10 +88,10 @@ class _Scale(msgspec.Struct, frozen=True):
 _FILTERS: Mapping[str, Callable[..., object]] = {
     "bytes": format_bytes,
     "front": draw_front,
-    "fused": describe_fused,
-    "nearness": describe_nearness,
-    "ratio": describe_ratio,
-    "setting": describe_setting,
+    "fused": timing.describe_fused,
+    "nearness": timing.describe_nearness,
+    "ratio": timing.describe_ratio,
+    "setting": timing.describe_setting,
 }
 
 
@@ -108,6 +101,6 @@ def render_tuning(report: TuneReport) -> str:
         "tune",
         _FILTERS,
         report=report,
-        headline=headline_tuning(report),
-        remarks=list(list_tuning_remarks(report)),
+        headline=timing.headline_tuning(report),
+        remarks=list(timing.list_tuning_remarks(report)),
     )
