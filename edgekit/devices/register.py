@@ -177,9 +177,10 @@ def choose_here(recipe: Recipe, *, alone: bool = False) -> Recipe:
         # `cpu` runs everywhere, another target where its own provider is installed with hardware for it.
         if target.provider != CPU_PROVIDER:
             device = find_device(target.verification[0].device, target)
+            if device.find_missing() is not None:
+                continue
             # Simulators and emulators are no hardware of this machine.
-            is_own = device.name in PROVIDERS or device.evidence is Evidence.DEVICE
-            if not is_own or device.find_missing() or (device.name in PROVIDERS and not is_accelerated(device.name)):
+            if not (is_accelerated(device.name) if device.name in PROVIDERS else device.evidence is Evidence.DEVICE):
                 continue
         here.append(target)
     if alone:

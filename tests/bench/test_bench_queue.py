@@ -18,11 +18,12 @@ from edgekit.devices.device import Queue
 from edgekit.devices.find import find_device
 from edgekit.devices.observe import describe_job
 from edgekit.devices.remote.ssh import SshDevice
-from edgekit.devices.standalone import ort_queue
+from edgekit.devices.standalone import ort_runner
 from edgekit.errors import DeviceError
 from edgekit.model.model import load_model
 from edgekit.target import load_target
 
+RELU = '<ir_version: 8, opset_import: ["" : 17]> g (float[n,4] x) => (float[n,4] y) { y = Relu(x) }'
 X = {"x": np.ones((1, 4), np.float32), "scale": np.ones(2, np.float32)}
 
 
@@ -50,7 +51,7 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
     # Times of this machine depend on who else uses it.
-    monkeypatch.setattr(ort_queue, "time", made)
+    monkeypatch.setattr(ort_runner, "time", made)
     return made
 
 
@@ -59,7 +60,7 @@ def serve(
 ) -> tuple[list[int], list[float]]:
     queue = {"most": most, "wait_ms": wait_ms, "rate_per_s": rate, "rows": ["x"]}
     machine.sizes.clear()
-    values, times, elapsed_ms = ort_queue.serve_queue(machine, X, queue, count)
+    values, times, elapsed_ms = ort_runner.serve_queue(machine, X, queue, count)
     assert values[0].shape == (1, 4)
     assert len(times) == count
     assert elapsed_ms >= max(times)
@@ -93,14 +94,8 @@ def test_more_at_once_serve_what_one_by_one_cannot(machine: Machine) -> None:
     assert max(sizes) > 1
 
 
-def test_rows_are_stacked_where_there_are_any() -> None:
-    batch = ort_queue.stack_rows(X, ["x"], 3)
-    assert (batch["x"].shape, batch["scale"].shape) == ((3, 4), (2,))
-
-
 def test_bench_serves_a_queue(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[n,4] x) => (float[n,4] y) { y = Relu(x) }'
-    model = parse_model(text, tmp_path / "m.onnx")
+    model = parse_model(RELU, tmp_path / "m.onnx")
     bench = ["bench", str(model), "--runs", "50", "-q", "--queue", "2000:2", "--batch", "1,4"]
     assert run_command([*bench, "--json"]) == 0
     runs = json.loads(capsys.readouterr().out)["runs"]
@@ -118,22 +113,20 @@ def test_bench_serves_a_queue(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ):
         assert run_command(["bench", str(model), *wrong]) == 2
         assert words in capsys.readouterr().err
-    fixed = parse_model(text.replace("n,4", "1,4"), tmp_path / "f.onnx")
+    fixed = parse_model(RELU.replace("n,4", "1,4"), tmp_path / "f.onnx")
     assert run_command(["bench", str(fixed), "--queue", "9"]) == 2
     assert "no input has a dynamic first axis" in capsys.readouterr().err
 
 
 def test_only_the_runner_in_python_serves_a_queue(tmp_path: Path) -> None:
-    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[n,4] x) => (float[n,4] y) { y = Relu(x) }'
     target = load_target("cpu")
-    job = describe_job(load_model(parse_model(text, tmp_path / "m.onnx")), target, samples=0)
+    job = describe_job(load_model(parse_model(RELU, tmp_path / "m.onnx")), target, samples=0)
     with pytest.raises(DeviceError, match="'host:native' serves no queue: only the runner in Python does"):
         run_queue(find_device("host:native", target), job, Effort(), Queue(most=4, wait_ms=None, rate_per_s=9.0))
 
 
 def test_a_board_with_python_serves_a_queue_and_one_without_says_so(tmp_path: Path) -> None:
-    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[n,4] x) => (float[n,4] y) { y = Relu(x) }'
-    subject = open_subject(parse_model(text, tmp_path / "m.onnx"), tmp_path, Opening(batch=1))
+    subject = open_subject(parse_model(RELU, tmp_path / "m.onnx"), tmp_path, Opening(batch=1))
     queue = Queue(most=4, wait_ms=1.0, rate_per_s=2000.0, rows=subject.rows)
     board = SshDevice(host="board", python=sys.executable)
     with ssh_board(arm=False) as machine, pytest.MonkeyPatch.context() as patch:

@@ -29,7 +29,6 @@ def wheel(built_wheel: Path) -> list[str]:
         "edgekit/demo/digits_mobilenet.onnx",
         "edgekit/demo/LICENSE.md",
         "edgekit/devices/standalone/ort_provider.py",
-        "edgekit/devices/standalone/ort_queue.py",
         "edgekit/devices/standalone/ort_runner.py",
         "edgekit/convert/standalone/qnn_context.py",
         "edgekit/_runner/CMakeLists.txt",

@@ -37,8 +37,6 @@ from edgekit.model.external import skim_model
 STANDALONE = Path(__file__).parents[1] / "standalone"
 """Programs that run in another process or on another machine, and import nothing of edgekit."""
 ORT_RUNNER = STANDALONE / "ort_runner.py"
-ORT_QUEUE = STANDALONE / "ort_queue.py"
-"""The file that the runner in Python loads for a queue of requests, from its own folder."""
 REPLAY_SAVED = "session.enable_saved_runtime_optimizations"
 MAX_LOG = 8192
 # A device may send anything, so the number and length of what goes into reports is limited.
@@ -86,7 +84,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 def python_program(python: str, notes: tuple[str, ...] = ()) -> Program:
     """Returns the runner in Python, for the interpreter `python` in another root file system or on another machine."""
     return Program(
-        files={path.name: path for path in (ORT_RUNNER, ORT_QUEUE)},
+        files={ORT_RUNNER.name: ORT_RUNNER},
         argv=(python, f"{{folder}}/{ORT_RUNNER.name}", "--pipe"),
         notes=notes,
     )

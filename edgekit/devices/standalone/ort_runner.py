@@ -125,10 +125,7 @@ def _run_samples(
 def _run_repeatedly(session: Any, inputs: dict[str, Array], job: Json, run: Json) -> list[Any]:
     """Runs a sample as often as the job says, records the times, and returns the outputs."""
     if job.get("queue"):
-        # In the folder of this file; loaded only if needed, because some machines get only the runner.
-        serve = runpy.run_path(str(Path(__file__).with_name("ort_queue.py")))["serve_queue"]
-        values: list[Any]
-        values, run["latency_ms"], elapsed_ms = serve(session, inputs, job["queue"], job["repeat"])
+        values, run["latency_ms"], elapsed_ms = serve_queue(session, inputs, job["queue"], job["repeat"])
         run["elapsed_ms"] = [elapsed_ms]
         return values
     turns = iter(range(job.get("repeat", 1)))
@@ -157,6 +154,42 @@ def _run_repeatedly(session: Any, inputs: dict[str, Array], job: Json, run: Json
     run["elapsed_ms"].append((time.perf_counter() - start) * 1e3)
     # A thread that started late may have found no run left.
     return next(values for values in found if values)
+
+
+def serve_queue(
+    session: Any, inputs: dict[str, Array], queue: Json, count: int
+) -> tuple[list[Any], list[float], float]:
+    """Serves requests that arrive at random in batches: dynamic batching, as in a server.
+
+    Returns the outputs of one request, the milliseconds from each request to its answer, and those of all together. A
+    batch starts when it is full, or when its oldest request has waited for `wait_ms`, with the requests present then.
+    Inputs without a batch axis are the same for each batch.
+    """
+    most: int = queue["most"]
+    wait_s: float | None = None if queue["wait_ms"] is None else queue["wait_ms"] / 1e3
+    batches = [
+        {name: np.concatenate([value] * size) if name in queue["rows"] else value for name, value in inputs.items()}
+        for size in range(1, most + 1)
+    ]
+    # One run for each batch size first, because memory is planned anew for each size: that must not be timed.
+    warm = [session.run(None, batch) for batch in batches]
+    # A Poisson process with a fixed seed, so that only the machine varies from run to run.
+    pauses: list[float] = np.random.default_rng(0).exponential(1 / queue["rate_per_s"], count).tolist()
+    due: list[float] = np.cumsum(np.asarray(pauses)).tolist()
+    times: list[float] = []
+    begin = time.perf_counter()
+    while len(times) < count:
+        done = len(times)
+        full = due[min(done + most, count) - 1]
+        ready = full if wait_s is None else min(full, due[done] + wait_s)
+        time.sleep(max(0.0, begin + ready - time.perf_counter()))
+        now, size = max(ready, time.perf_counter() - begin), 1
+        while size < min(most, count - done) and due[done + size] <= now:
+            size += 1
+        session.run(None, batches[size - 1])
+        end = time.perf_counter() - begin
+        times += [(end - at) * 1e3 for at in due[done : done + size]]
+    return list(warm[0]), times, (time.perf_counter() - begin) * 1e3
 
 
 def _prepare_call(session: Any, inputs: dict[str, Array], job: Json) -> Callable[[], Callable[[], list[Any]]]:
@@ -209,7 +242,7 @@ def _open_session(folder: Path, job: Json) -> Any:
     chain = [(each["provider"], each["provider_options"]) for each in (job, *job.get("chain", ()))]
     providers: Any = [_CPU] if provider == _CPU else [*chain, _CPU]
     if job["library"] or job.get("preload"):
-        # In the folder of this file, like the queue.
+        # In the folder of this file; loaded only if needed, because other machines get only the runner.
         prepare = runpy.run_path(str(Path(__file__).with_name("ort_provider.py")))["prepare_provider"]
         providers = prepare(options, job, providers)
     # With the fallback, a session that cannot be made on the provider would silently be made on the CPU.
