@@ -1,6 +1,4 @@
-"""Fixtures of the quantize stage."""
-
-from pathlib import Path
+"""Fixtures of the quantize stage; no test changes their files."""
 
 import pytest
 from quantize_models import conv_net, random_samples
@@ -9,11 +7,11 @@ from edgekit.model.model import Model
 from edgekit.quantize import Calibration, calibrate_model
 
 
-@pytest.fixture
-def net(tmp_path: Path) -> Model:
-    return conv_net(tmp_path)
+@pytest.fixture(scope="session")
+def net(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return conv_net(tmp_path_factory.mktemp("net"))
 
 
-@pytest.fixture
-def calibration(net: Model, tmp_path: Path) -> Calibration:
-    return calibrate_model(net, random_samples(net), work=tmp_path / "work")
+@pytest.fixture(scope="session")
+def calibration(net: Model, tmp_path_factory: pytest.TempPathFactory) -> Calibration:
+    return calibrate_model(net, random_samples(net), work=tmp_path_factory.mktemp("calibration"))
