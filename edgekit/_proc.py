@@ -77,7 +77,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
         """How it ended, and what it wrote about the cause: the first line with "error", else the end of its output."""
         lines = [" ".join(line.split()) for line in (self.stdout + self.stderr).splitlines()]
         reason = next((line for line in lines if "error" in line.lower()), " ".join(lines)[-300:])
-        return f"{self.ending}: {reason[:400]}"
+        return f"{self.ending}: {reason[:400]}".removesuffix(": ")
 
 
 def run_process(
