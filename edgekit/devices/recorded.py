@@ -85,7 +85,7 @@ class Recording(WrappedDevice, frozen=True, kw_only=True):
     path: Path
     bundle_sha256: str
     key: Path | None = None
-    written: list[tuple[Claim, Samples]] = msgspec.field(default_factory=list)
+    written: list[tuple[Claim, Samples]] = msgspec.field(default_factory=list[tuple[Claim, Samples]])
 
     def run_job(self, job: Job, work: Path) -> DeviceRun:
         """Runs a job on the device, and records the first run and the first run whose samples are turns.

@@ -72,11 +72,15 @@ class QnnSimulator(msgspec.Struct, frozen=True, kw_only=True):
         first = itertools.islice(job.samples, 1)
         if empty := [name for sample in first for name, value in sample.items() if value.size == 0]:
             return refuse_run(self, f"input '{empty[0]}' has no elements, on which {PROVIDER} aborts: drop it")
+        try:
+            import onnxruntime_qnn  # noqa: PLC0415 - an optional extra
+        except ImportError as error:
+            raise MissingExtraError(f"the QNN provider cannot be loaded: {error}", hint=INSTALL_QNN) from error
         described = describe_job(job, provider=PROVIDER)
         # Without this key, ONNX Runtime silently runs nodes on the CPU that the provider does not take.
         strict = {**described.session_config, _FALLBACK: "1"}
         request = msgspec.structs.replace(
-            described, library=_library_path(), provider_options=options, session_config=strict
+            described, library=str(onnxruntime_qnn.get_library_path()), provider_options=options, session_config=strict
         )
         _check_context(job.model, options["soc_model"])
         # Each of the two runs has its own process and folder, because QNN keeps state between sessions that breaks the
@@ -147,12 +151,3 @@ def _check_context(model: Path, soc: str) -> None:
                     f"'{model.name}' is a context for soc_model {', '.join(made_for)}, not {soc}",
                     hint=f"build the model for it: --target qnn with soc_model={soc}",
                 )
-
-
-def _library_path() -> str:
-    try:
-        import onnxruntime_qnn  # noqa: PLC0415 - an optional extra
-    except ImportError as error:
-        message = f"the QNN provider cannot be loaded: {error}"
-        raise MissingExtraError(message, hint=INSTALL_QNN) from error
-    return str(onnxruntime_qnn.get_library_path())
