@@ -8,7 +8,7 @@ import platform
 from pathlib import Path
 
 import pytest
-from package_loaders import run_or_fail
+from package_loaders import run_program
 
 from edgekit.app_runtime import AppRuntime
 from edgekit.devices.android.android import DEFAULT_CORE, find_core, find_emulator, write_phone
@@ -63,8 +63,8 @@ def link_for_android(abi: str, source: Path, program: Path, *flags: str | Path) 
     options = ("-std=gnu11", "-O1", "-fno-builtin", "-I", LOADER.sources, "-c")
     for part in (*sorted(LOADER.sources.glob("*.c")), table):
         objects.append(work / f"{part.stem}.o")
-        run_or_fail([*compiler.c, *options, part, "-o", objects[-1]])
-    run_or_fail([*compiler.cpp, "-std=c++17", "-O1", *flags, source, *objects, "-static", "-pthread", "-o", program])
+        run_program([*compiler.c, *options, part, "-o", objects[-1]])
+    run_program([*compiler.cpp, "-std=c++17", "-O1", *flags, source, *objects, "-static", "-pthread", "-o", program])
     return program
 
 
@@ -97,7 +97,7 @@ def build_natives(folder: Path) -> Path:
     ]
     (folder / "natives").mkdir()
     out = folder / "natives" / BINDING
-    run_or_fail([*compiler.c, *flags, *sources, *LOADER.sources.glob("*.c"), "-lm", "-pthread", "-o", out])
+    run_program([*compiler.c, *flags, *sources, *LOADER.sources.glob("*.c"), "-lm", "-pthread", "-o", out])
     return out.parent
 
 

@@ -36,13 +36,13 @@ def find_qnn() -> str:
     if importlib.util.find_spec("onnxruntime_qnn") is None:
         pytest.skip("needs onnxruntime-qnn: pip install onnxruntime-qnn==2.7.0")
     code = "import onnxruntime_qnn; print(onnxruntime_qnn.get_library_path())"
-    return run_program([sys.executable, "-c", code])[1].strip()
+    return run_program([sys.executable, "-c", code]).strip()
 
 
-def run_program(argv: Sequence[str | Path], cwd: Path | None = None) -> tuple[int, str]:
+def run_program(argv: Sequence[str | Path], *, code: int = 0) -> str:
+    """What a command prints, such as a compiler, that must end with this exit code."""
     done = subprocess.run(
         [str(word) for word in argv],
-        cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -50,7 +50,8 @@ def run_program(argv: Sequence[str | Path], cwd: Path | None = None) -> tuple[in
         check=False,
         env={**os.environ, "ORT_DISABLE_TELEMETRY": "1", "MAVEN_OPTS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"},
     )
-    return done.returncode, done.stdout
+    assert done.returncode == code, done.stdout[-5000:]
+    return done.stdout
 
 
 def join_jars(*places: str | Path) -> str:
@@ -58,17 +59,11 @@ def join_jars(*places: str | Path) -> str:
     return os.pathsep.join(map(str, places))
 
 
-def run_or_fail(argv: Sequence[str | Path]) -> None:
-    """Runs a command that must succeed, such as a compiler."""
-    code, shown = run_program(argv)
-    assert code == 0, shown
-
-
 def compile_java(source: Path, package: str, path: str, out: Path) -> None:
     """Compiles a program as a class in an archive's own Java package."""
     text = source.read_text().replace("package edgekit.loader;", f"package {package};")
     (out / source.name).write_text(text)
-    run_or_fail(["javac", "-cp", path, "-d", out, out / source.name])
+    run_program(["javac", "-cp", path, "-d", out, out / source.name])
 
 
 def flip_byte(path: Path) -> None:

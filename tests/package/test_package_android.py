@@ -19,7 +19,7 @@ from android_parts import (
     find_runtime,
     link_for_android,
 )
-from package_loaders import CPU, NNAPI, PACKAGE, QNN, XNNPACK, MakeOnce, join_jars, run_or_fail, run_program
+from package_loaders import CPU, NNAPI, PACKAGE, QNN, XNNPACK, MakeOnce, join_jars, run_program
 from package_maven import ANDROID, KOTLIN_MAIN, fetch_jar, fetch_kotlin
 
 from edgekit.bundle.archive import unpack_archive
@@ -73,7 +73,7 @@ def kotlin(repository: Path, unpacked: Path, bundles: Path, make_once: MakeOnce)
             sources.append(work / f"{target}.kt")
             sources[-1].write_text(f"package {target}\n\n{(bundles / name / 'app' / 'ModelSession.kt').read_text()}")
         options = ("-no-stdlib", "-no-reflect", "-Werror", "-classpath", path, "-d", str(work / "out"))
-        run_or_fail(["java", "-XX:TieredStopAtLevel=1", "-cp", compiler, KOTLIN_MAIN, *options, *sources])
+        run_program(["java", "-XX:TieredStopAtLevel=1", "-cp", compiler, KOTLIN_MAIN, *options, *sources])
 
     return join_jars(make_once("kotlin", compile_kotlin) / "out", library, find_runtime().classes)
 
@@ -102,8 +102,7 @@ def wrap_usage(readme: str) -> str:
 def test_java_opens_the_first_bundle_that_the_phone_can(
     java: Sequence[str], neural: Sequence[str], unpacked: Path, tmp_path: Path
 ) -> None:
-    code, shown = run_program([*neural, *java, unpacked / "assets" / PACKAGE, tmp_path, "open", "-"])
-    assert code == 0, shown
+    shown = run_program([*neural, *java, unpacked / "assets" / PACKAGE, tmp_path, "open", "-"])
     assert f"not opened: {QNN}: give the library of QNNExecutionProvider" in shown
     assert f"{NNAPI}: self-test passed with" in shown
     assert int(TAKEN.findall(shown)[-1]) > 0
@@ -113,8 +112,7 @@ def test_java_opens_the_first_bundle_that_the_phone_can(
 def test_java_opens_the_bundle_with_every_key_and_option_and_its_self_test_can_say_no(
     name: str, java: Sequence[str], neural: Sequence[str], unpacked: Path, bundles: Path, tmp_path: Path
 ) -> None:
-    code, shown = run_program([*neural, *java, unpacked / "assets" / PACKAGE, tmp_path, "keys", name])
-    assert code == 0, shown
+    shown = run_program([*neural, *java, unpacked / "assets" / PACKAGE, tmp_path, "keys", name])
     manifest = open_bundle(bundles / name).manifest
     assert f"{name}: self-test passed with" in shown
     assert "tuned elsewhere: opened\ntuned here: refused\n" in shown
@@ -133,8 +131,7 @@ def test_java_opens_the_bundle_with_every_key_and_option_and_its_self_test_can_s
 @pytest.mark.parametrize("name", [CPU, NNAPI, XNNPACK])
 def test_the_kotlin_snippet_opens_the_bundle(name: str, machine: Sequence[str], kotlin: str, bundles: Path) -> None:
     manifest = open_bundle(bundles / name).manifest
-    code, shown = run_program([*machine, kotlin, "use.SnippetsKt", manifest.target, bundles / name])
-    assert code == 0, shown
+    shown = run_program([*machine, kotlin, "use.SnippetsKt", manifest.target, bundles / name])
     assert f"inputs: [{', '.join(tensor.name for tensor in manifest.inputs)}]" in shown
     assert (len(TAKEN.findall(shown)) > 0) == (name == NNAPI)
     if name == XNNPACK:
@@ -148,12 +145,8 @@ def test_cpp_opens_xnnpack_on_arm_and_says_what_it_cannot(bundles: Path, tmp_pat
     program = link_for_android(abi, tmp_path / "board" / "cpp" / "main.cc", tmp_path / "edgekit_run")
     enter = enter_phone(abi, tmp_path)
     run: list[str | Path] = [*enter, program, android_libraries(abi) / LIBRARY, tmp_path / "board" / "bundles"]
-    code, shown = run_program([*run, "--only", XNNPACK])
-    assert code == 0, shown
-    assert f"{XNNPACK}: self-test passed with" in shown
-    code, shown = run_program([*run, "--only", QNN])
-    assert code == 1
-    assert "give the library of QNNExecutionProvider" in shown
+    assert f"{XNNPACK}: self-test passed with" in run_program([*run, "--only", XNNPACK])
+    assert "give the library of QNNExecutionProvider" in run_program([*run, "--only", QNN], code=1)
 
 
 @pytest.mark.parametrize("name", [CPU, XNNPACK])
@@ -165,8 +158,7 @@ def test_the_cpp_snippet_opens_the_bundle(name: str, bundles: Path, tmp_path: Pa
     program = link_for_android(
         "x86_64", HERE / "standalone" / "run_snippet.cc", tmp_path / "run_snippet", *flags, "-include", snippet
     )
-    code, shown = run_program([program, android_libraries("x86_64") / LIBRARY, bundle.folder])
-    assert code == 0, shown
+    shown = run_program([program, android_libraries("x86_64") / LIBRARY, bundle.folder])
     assert f"placed on [{bundle.manifest.provider}]" in shown
     assert [f"input: {tensor.name}" in shown for tensor in bundle.manifest.inputs] == [True]
 
@@ -183,5 +175,5 @@ def test_the_cpp_loader_calls_the_places_of_the_real_header(fault: str, tmp_path
     ]
     source = tmp_path / "places.cc"
     source.write_text("\n".join(("#include <onnxruntime_c_api.h>", "#include <cstddef>", *lines, "")))
-    code, shown = run_program(["g++", "-std=c++17", "-fsyntax-only", "-isystem", android_headers(), source])
-    assert (code == 0) is not bool(fault), shown
+    command = ["g++", "-std=c++17", "-fsyntax-only", "-isystem", str(android_headers()), str(source)]
+    run_program(command, code=1 if fault else 0)

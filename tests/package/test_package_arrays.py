@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import stepped_models
 from android_parts import find_runtime
-from package_loaders import MakeOnce, compile_java, find_library, join_jars, require_program, run_or_fail, run_program
+from package_loaders import MakeOnce, compile_java, find_library, join_jars, require_program, run_program
 from package_maven import ORT, fetch_jar
 from tiny_models import parse_model
 
@@ -56,7 +56,7 @@ def program(sized: Bundle, stepped: Bundle, batches: Bundle, make_once: MakeOnce
         unpack_archive(folder / "board.tar", folder / "board")
         warnings = ("-std=c++17", "-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror")
         source, out = PROGRAMS / "run_arrays.cc", folder / "run_arrays"
-        run_or_fail([compiler, *warnings, "-I", folder / "board" / "cpp", source, "-o", out, "-ldl"])
+        run_program([compiler, *warnings, "-I", folder / "board" / "cpp", source, "-o", out, "-ldl"])
 
     made = make_once("arrays-board", compile_program)
     return [made / "run_arrays", find_library(), made / "board" / "bundles"]
@@ -104,27 +104,21 @@ def hold_together(got: Sequence[Tensors], wanted: Sequence[Tensors]) -> None:
 
 @pytest.mark.parametrize("length", [1, 5, 12])
 def test_the_cpp_loader_fills_picks_and_cuts(program: list[str | Path], sized: Bundle, length: int) -> None:
-    code, shown = run_program([*program, "sizes", str(length)])
-    assert code == 0, shown
-    hold_together(read_arrays(shown), [run_sized(sized, length)])
+    hold_together(read_arrays(run_program([*program, "sizes", str(length)])), [run_sized(sized, length)])
 
 
 def test_the_cpp_loader_takes_no_sample_that_is_too_long(program: list[str | Path]) -> None:
-    _, shown = run_program([*program, "sizes", "13"])
-    assert "takes no sample of 13" in shown
+    assert "takes no sample of 13" in run_program([*program, "sizes", "13"])
 
 
 def test_the_cpp_loader_feeds_state_back(program: list[str | Path], stepped: Bundle) -> None:
-    code, shown = run_program([*program, "steps", "5"])
-    assert code == 0, shown
-    hold_together(read_arrays(shown), run_stepped(stepped, 5))
+    hold_together(read_arrays(run_program([*program, "steps", "5"])), run_stepped(stepped, 5))
 
 
 def test_the_cpp_loader_keeps_a_session_warm_for_batches_of_any_size(
     program: list[str | Path], batches: Bundle
 ) -> None:
-    code, shown = run_program([*program, "warm", "3"])
-    assert code == 0, shown
+    shown = run_program([*program, "warm", "3"])
     session = CpuSession(batches.find_model("onnx"), SessionSettings())
     samples = [
         (np.arange(rows * 4, dtype=np.float32) + first).reshape(rows, 4) for rows in (1, 1, 3, 3, 1) for first in (1, 2)
@@ -155,14 +149,11 @@ def java(sized: Bundle, stepped: Bundle, make_once: MakeOnce, tmp_path: Path) ->
 def test_the_java_loader_fills_picks_cuts_and_feeds_state_back(
     java: list[str | Path], sized: Bundle, stepped: Bundle
 ) -> None:
-    code, shown = run_program([*java, "5", "4"])
-    assert code == 0, shown
-    first, *steps = read_arrays(shown)
+    first, *steps = read_arrays(run_program([*java, "5", "4"]))
     # The first step of the second bundle has other names than the first bundle's outputs, all but `y`.
     hold_together([first], [run_sized(sized, 5)])
     hold_together(steps, run_stepped(stepped, 4))
 
 
 def test_the_java_loader_takes_no_sample_that_is_too_long(java: list[str | Path]) -> None:
-    _, shown = run_program([*java, "13", "1"])
-    assert "takes no sample of 13" in shown
+    assert "takes no sample of 13" in run_program([*java, "13", "1"], code=1)

@@ -25,7 +25,6 @@ from package_loaders import (
     find_qnn,
     flip_byte,
     require_program,
-    run_or_fail,
     run_program,
 )  # fmt: skip
 from tiny_models import parse_model
@@ -66,8 +65,8 @@ def program(board: Path, make_once: MakeOnce) -> Path:
     require_program("cmake", "cmake")
 
     def build_program(out: Path) -> None:
-        run_or_fail(["cmake", "-S", board / "cpp", "-B", out, f"-DCMAKE_CXX_FLAGS={' '.join(WARNINGS)}"])
-        run_or_fail(["cmake", "--build", out])
+        run_program(["cmake", "-S", board / "cpp", "-B", out, f"-DCMAKE_CXX_FLAGS={' '.join(WARNINGS)}"])
+        run_program(["cmake", "--build", out])
 
     return make_once("board-program", build_program) / "edgekit_run"
 
@@ -127,22 +126,18 @@ def test_a_signature_goes_along_and_a_key_is_asked_for(bundles: Path, tmp_path: 
 
 
 def test_the_cpp_loader_opens_the_first_bundle_that_the_machine_can_run(program: Path, board: Path) -> None:
-    code, shown = run_program([program, find_library(), board / "bundles", "--plugin", find_qnn()])
-    assert code == 0, shown
+    shown = run_program([program, find_library(), board / "bundles", "--plugin", find_qnn()])
     assert f"{QNN}: self-test passed with" in shown
 
 
 def test_the_cpp_loader_never_falls_back_in_silence(program: Path, board: Path) -> None:
-    code, shown = run_program([program, find_library(), board / "bundles", "--only", XNNPACK])
-    assert code == 1
+    shown = run_program([program, find_library(), board / "bundles", "--only", XNNPACK], code=1)
     assert f"{XNNPACK}: not opened: XNNPACK execution provider is not supported in this build" in shown
-    code, shown = run_program([program, find_library(), board / "bundles"])
-    assert code == 0, shown
+    shown = run_program([program, find_library(), board / "bundles"])
     assert f"{QNN}: not opened: give the library of QNNExecutionProvider" in shown
     assert f"{XNNPACK}: not opened: XNNPACK execution provider is not supported in this build" in shown
     assert "digits_mobilenet-cpu: " in shown
-    code, shown = run_program([program, find_library(), board / "bundles", "--cpu", "--only", XNNPACK])
-    assert code == 0, shown
+    run_program([program, find_library(), board / "bundles", "--cpu", "--only", XNNPACK])
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "golden/expected.npz", "manifest.json", "golden"])
@@ -153,9 +148,7 @@ def test_the_loaders_name_an_altered_file(name: str, program: Path, damaged: Pat
     flip_byte(damaged / "bundles" / XNNPACK / name)
     options = ["--cpu", "--only", XNNPACK]
     for command in ([program, find_library(), damaged / "bundles"], [sys.executable, _loader(damaged)]):
-        code, shown = run_program([*command, *options])
-        assert code == 1
-        assert f"'{name}' of bundle '{XNNPACK}' was altered" in shown
+        assert f"'{name}' of bundle '{XNNPACK}' was altered" in run_program([*command, *options], code=1)
 
 
 def test_the_cpp_loader_passes_every_session_key_on_and_its_self_test_can_say_no(
@@ -163,11 +156,9 @@ def test_the_cpp_loader_passes_every_session_key_on_and_its_self_test_can_say_no
 ) -> None:
     require_program("clang++", "clang")
     source, out = HERE / "standalone" / "check_loader.cc", tmp_path / "check_loader"
-    code, shown = run_program(["clang++", *WARNINGS, "-I", board / "cpp", source, "-o", out, "-ldl"])
-    assert code == 0, shown
+    run_program(["clang++", *WARNINGS, "-I", board / "cpp", source, "-o", out, "-ldl"])
     system = platform.system().lower()
-    code, shown = run_program([out, find_library(), board / "bundles", XNNPACK, system, platform.machine()])
-    assert code == 0, shown
+    shown = run_program([out, find_library(), board / "bundles", XNNPACK, system, platform.machine()])
     assert "tuned here: refused\ntuned elsewhere: opened\nuntuned: opened\n" in shown
     manifest = open_bundle(bundles / XNNPACK).manifest
     lines = shown.splitlines()
@@ -179,9 +170,7 @@ def test_the_cpp_loader_passes_every_session_key_on_and_its_self_test_can_say_no
 
 
 def test_the_python_loader_runs_the_bundle_on_the_simulator(board: Path) -> None:
-    code, shown = run_program([sys.executable, _loader(board), "--plugin", find_qnn()])
-    assert code == 0, shown
-    assert f"{QNN}: self-test passed with" in shown
+    assert f"{QNN}: self-test passed with" in run_program([sys.executable, _loader(board), "--plugin", find_qnn()])
 
 
 def test_the_python_loader_passes_every_key_on_and_its_self_test_can_say_no(damaged: Path, bundles: Path) -> None:
@@ -194,16 +183,11 @@ def test_the_python_loader_passes_every_key_on_and_its_self_test_can_say_no(dama
     for key in sorted(manifest.session_config):
         long = {**variant, "session_config": {**variant["session_config"], key: "x" * 100_000}}
         table.write_text(json.dumps([long]))
-        code, shown = run_program([sys.executable, _loader(damaged), "--cpu"])
-        assert code == 1
-        assert "not opened" in shown, key
+        assert "not opened" in run_program([sys.executable, _loader(damaged), "--cpu"], code=1), key
     table.write_text(json.dumps([{**variant, "thresholds": {**variant["thresholds"], "min_sqnr_db": 199.0}}]))
-    code, shown = run_program([sys.executable, _loader(damaged), "--cpu"])
-    assert code == 1
-    assert "SQNR in dB" in shown
+    assert "SQNR in dB" in run_program([sys.executable, _loader(damaged), "--cpu"], code=1)
     table.write_text(json.dumps([{**variant, "tolerance": dict.fromkeys(variant["tolerance"], -1.0)}]))
-    code, shown = run_program([sys.executable, _loader(damaged), "--cpu"])
-    assert code == 1
+    shown = run_program([sys.executable, _loader(damaged), "--cpu"], code=1)
     assert shown.count("is off by") == len(manifest.golden.chosen) > 0
 
 
@@ -274,8 +258,8 @@ def test_more_goes_along_when_asked_for(extras: tuple[Extra, ...], bundles: Path
         variants = json.loads((tmp_path / "more" / "python" / "edgekit_bundles.json").read_bytes())
         assert variants[0]["samples"] == manifest.golden.samples
         assert report.outweighs
-        code, shown = run_program([sys.executable, _loader(tmp_path / "more"), "--plugin", find_qnn()])
-        assert (code, f"with {manifest.golden.samples} samples" in shown) == (0, True), shown
+        shown = run_program([sys.executable, _loader(tmp_path / "more"), "--plugin", find_qnn()])
+        assert f"with {manifest.golden.samples} samples" in shown
 
 
 def test_a_package_can_carry_only_what_there_is() -> None:
@@ -291,9 +275,7 @@ def test_without_its_provider_option_the_npu_cannot_be_opened(damaged: Path) -> 
     (variant,) = (variant for variant in variants if variant["name"] == QNN)
     del variant["provider_options"]["backend_type"]
     table.write_text(json.dumps([variant]))
-    code, shown = run_program([sys.executable, _loader(damaged), "--plugin", find_qnn()])
-    assert code == 1
-    assert "not opened" in shown
+    assert "not opened" in run_program([sys.executable, _loader(damaged), "--plugin", find_qnn()], code=1)
 
 
 def test_the_cpp_loader_gives_a_session_every_provider_of_the_chain_in_order(
@@ -311,21 +293,19 @@ def test_the_cpp_loader_gives_a_session_every_provider_of_the_chain_in_order(
     run, recorder = tmp_path / "run", tmp_path / "recorder.so"
     headers = ("-isystem", android_headers())
     loader, source = tmp_path / "p" / "cpp", HERE / "standalone" / "record_nvidia.cc"
-    run_or_fail(["g++", *WARNINGS, "-I", loader, loader / "main.cc", "-o", run, "-ldl"])
-    run_or_fail(["g++", "-std=c++17", "-shared", "-fPIC", *headers, source, "-o", recorder, "-ldl"])
+    run_program(["g++", *WARNINGS, "-I", loader, loader / "main.cc", "-o", run, "-ldl"])
+    run_program(["g++", "-std=c++17", "-shared", "-fPIC", *headers, source, "-o", recorder, "-ldl"])
     # The real library, built without a GPU, must be asked for the first provider, and refuse.
-    code, shown = run_program([run, find_library(), tmp_path / "p" / "bundles"])
-    assert (code, "not opened: TensorRT execution provider is not enabled in this build" in shown) == (1, True), shown
+    shown = run_program([run, find_library(), tmp_path / "p" / "bundles"], code=1)
+    assert "not opened: TensorRT execution provider is not enabled in this build" in shown
     monkeypatch.setenv("REAL_ORT", str(find_library()))
-    code, shown = run_program([run, recorder, tmp_path / "p" / "bundles"])
-    assert code == 0, shown
+    shown = run_program([run, recorder, tmp_path / "p" / "bundles"])
     *first, then, behind, limit, last, passed = shown.splitlines()
     assert {"option device_id=1", "option trt_max_workspace_size=65536"} <= {*first}
     assert (then, last) == ("then TensorRT", "then CUDA")
     assert (behind, limit) == ("option device_id=1", "option gpu_mem_limit=1073741824")
     assert "self-test passed with" in passed
-    code, shown = run_program([run, recorder, tmp_path / "p" / "bundles", "--cpu", "--time", "3"])
-    assert (code, "then " in shown) == (0, False), shown
+    assert "then " not in run_program([run, recorder, tmp_path / "p" / "bundles", "--cpu", "--time", "3"])
     found = re.search(r"CPU time of a request: (\S+) ms warm, (\S+) ms run, (\S+) ms with a session", shown)
     assert found is not None, shown
     # Making a session takes many times as long as one Relu, warm or not.

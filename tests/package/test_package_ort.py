@@ -16,7 +16,6 @@ from package_loaders import (
     find_library,
     find_qnn,
     require_program,
-    run_or_fail,
     run_program,
 )  # fmt: skip
 
@@ -53,22 +52,20 @@ def program(chosen: tuple[Path, ...], make_once: MakeOnce) -> Path:
         package_bundles(chosen, "tar", folder / "board.tar", extras=("all",))
         unpack_archive(folder / "board.tar", folder / "board")
         out, source = folder / "open_package", HERE / "standalone" / "open_package.cc"
-        run_or_fail(["g++", "-std=c++17", "-I", folder / "board" / "cpp", source, "-o", out, "-ldl"])
+        run_program(["g++", "-std=c++17", "-I", folder / "board" / "cpp", source, "-o", out, "-ldl"])
 
     return make_once("ort-package-program", compile_program) / "open_package"
 
 
 def test_onnxruntime_chooses_the_cpu_variant_and_runs_a_shared_model(program: Path, package: Path) -> None:
-    code, shown = run_program([program, find_library(), package, NAME])
-    assert code == 0, shown
+    shown = run_program([program, find_library(), package, NAME])
     assert shown.splitlines() == [f"chosen: {PLAIN}", "self-test passed"]
     info = _component(package)[PLAIN]["executor_info"]["ort"]
     assert info["model_file"].startswith("sha256:")
 
 
 def test_onnxruntime_chooses_the_npu_variant_with_its_options(program: Path, package: Path) -> None:
-    code, shown = run_program([program, find_library(), package, NAME, "QNNExecutionProvider", find_qnn()])
-    assert code == 0, shown
+    shown = run_program([program, find_library(), package, NAME, "QNNExecutionProvider", find_qnn()])
     assert f"chosen: {QNN}" in shown
     assert "self-test passed" in shown
 
@@ -92,9 +89,7 @@ def test_onnxruntime_refuses_a_session_key_that_cannot_be(program: Path, package
     for key in component["variants"][PLAIN]["executor_info"]["ort"]["session_options"]:
         component["variants"][PLAIN]["executor_info"]["ort"]["session_options"][key] = "x" * 100_000
     file.write_text(json.dumps(component))
-    code, shown = run_program([program, find_library(), tmp_path / "package", NAME])
-    assert code == 1
-    assert "longer than maximum length" in shown
+    assert "longer than maximum length" in run_program([program, find_library(), tmp_path / "package", NAME], code=1)
 
 
 def test_shared_files_lie_once_under_the_digest_that_onnxruntime_computes(package: Path) -> None:
