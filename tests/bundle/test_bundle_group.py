@@ -31,7 +31,7 @@ from edgekit.bundle.group.wiring import (
     run_pipeline,
 )
 from edgekit.bundle.manifest import encode_json
-from edgekit.errors import BundleError
+from edgekit.errors import BundleError, DataError
 from edgekit.jobs.group import build_group
 from edgekit.model.model import load_model
 from edgekit.model.tensors import Tensors, TensorSpec
@@ -171,19 +171,32 @@ def test_text_without_a_cache_is_read_from_the_left_until_it_is_full() -> None:
     assert seen == [[4, 7, 7], [4, 5, 7], [4, 5, 6]]
 
 
-def test_the_end_token_ends_one_text_and_not_its_neighbour() -> None:
-    members = {"m": describe_interface([spec("ids", 1, 1, dtype="int64")], [spec("logits", 1, 4)])}
-    stage = {"run": "m", "repeat": True, "text": {**TEXT, "align": "right"}}
-    wiring = resolve_wiring(wire(stage, tokens={"start": "data.first", "end": 3, "most": 5}), members)
-    counts: list[int] = []
+READER = describe_interface([spec("ids", 1, 1, dtype="int64")], [spec("logits", 1, 4)])
+READ = {"run": "m", "repeat": True, "text": {**TEXT, "align": "right"}}
 
-    def run(_: str, samples: Sequence[Tensors]) -> list[Tensors]:
-        counts.append(len(samples))
+
+def test_the_end_token_ends_one_text_and_not_its_neighbour_and_the_next_stage_waits_for_all() -> None:
+    members = {"m": READER, "n": READER}
+    stages = (READ, {"run": "n", "feeds": {"ids": "data.first"}})
+    wiring = resolve_wiring(wire(*stages, tokens={"start": "data.first", "end": 3, "most": 5}), members)
+    counts: list[tuple[str, int]] = []
+
+    def run(member: str, samples: Sequence[Tensors]) -> list[Tensors]:
+        counts.append((member, len(samples)))
         return [{"logits": np.eye(4)[[(int(sample["ids"][0, 0]) + 1) % 4]]} for sample in samples]
 
     results = run_pipeline(wiring, members, [{"first": np.array([[first]])} for first in (0, 2, 3)], run)
     assert [result[CHOSEN].tolist() for result in results] == [[1, 2], [], [0, 1, 2]]
-    assert counts == [3, 2, 2, 1]
+    assert counts == [("m", 3), ("m", 2), ("m", 2), ("m", 1), ("n", 3)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"), [([], "a sample has no tokens in 'data.first'"), ([1], "'m' gave an empty 'logits'")]
+)
+def test_nothing_to_read_and_nothing_to_choose_from_are_errors(tokens: list[int], said: str) -> None:
+    wiring = resolve_wiring(wire(READ, tokens={"start": "data.first"}), {"m": READER})
+    with pytest.raises(DataError, match=said):
+        run_pipeline(wiring, {"m": READER}, [{"first": np.array(tokens)}], lambda *_: [{"logits": np.zeros((0, 4))}])
 
 
 def test_boxes_are_cut_out_from_left_to_right() -> None:
@@ -196,6 +209,7 @@ def test_boxes_are_cut_out_from_left_to_right() -> None:
     assert [picture.reshape(-1).tolist() for picture in found] == [[36.5, 38.5, 52.5, 54.5], [8.5, 10.5, 24.5, 26.5]]
     again = cut_boxes({**crop, "units": "shares"}, wanted, image, boxes / 8, scores)
     assert np.array_equal(np.stack(found), np.stack(again))
+    assert [len(cut_boxes({**crop, "most": most}, wanted, image, boxes, scores)) for most in (1, 9)] == [1, 2]
     with pytest.raises(PipelineError, match="no boxes can be cut out"):
         cut_boxes(crop, wanted, image, boxes[..., :3], boxes[..., 0])
 
