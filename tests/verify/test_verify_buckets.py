@@ -226,10 +226,27 @@ def test_an_earlier_build_is_repeated_to_the_byte(tmp_path: Path) -> None:
     assert (again / "manifest.json").read_bytes() == (first / "manifest.json").read_bytes()
 
 
-def test_a_manifest_cannot_have_text_filled(bundle: Bundle) -> None:
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda it: it["inputs"][0].update(dtype="string"), "fill axes"),
+        (lambda it: it["files"].pop(UNPADDED), "lack 'golden/unpadded.npz'"),
+        (lambda it: it.update(open_dims={"sequence": [4]}), "stand beside buckets"),
+        (
+            lambda it: (
+                it.update(state={"steps": 2, "feeds": {"ids": it["outputs"][0]["name"]}}),
+                it["inputs"][0].update(dtype=it["outputs"][0]["dtype"], shape=it["outputs"][0]["shape"]),
+            ),
+            "are of a model with state",
+        ),
+    ],
+)
+def test_a_manifest_cannot_state_buckets_beside_what_excludes_them(
+    bundle: Bundle, spoil: Callable[[dict[str, Any]], object], said: str
+) -> None:
     raw = msgspec.json.decode(encode_json(bundle.manifest))
-    raw["inputs"][0]["dtype"] = "string"
-    with pytest.raises(BundleError, match="fill axes"):
+    spoil(raw)
+    with pytest.raises(BundleError, match=said):
         decode_manifest(encode_json(raw), "it")
 
 
