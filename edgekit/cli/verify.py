@@ -197,9 +197,11 @@ def command(
     if question.files_only:
         return _check_files(question, before, places, as_json=as_json)
     _check_places(question, before, places)
+    # Before the run, which may write over it.
+    baseline = None if before.baseline is None else read_report(before.baseline)
     with showing_progress(volume) as progress:
         report, pictures = _answer(question, limits, progress, draws=places.html is not None)
-        report = _judge(report, question, limits, before)
+        report = _judge(report, question, limits, before, baseline)
     # After the comparison, so that a run is never held against itself.
     if before.history is not None:
         record_report(before.history, report)
@@ -320,7 +322,9 @@ def _check_files(question: _Question, before: _Before, places: _Places, *, as_js
     return YES
 
 
-def _judge(report: VerifyReport, question: _Question, limits: Limits, before: _Before) -> VerifyReport:
+def _judge(
+    report: VerifyReport, question: _Question, limits: Limits, before: _Before, baseline: VerifyReport | None
+) -> VerifyReport:
     """Returns the report under the limits that were given; those that were not are as they were."""
     named = question.devices.names or question.devices.file is not None
     # GitHub, GitLab and CircleCI set it: nobody reads there what was skipped, so that it is a failure.
@@ -330,7 +334,7 @@ def _judge(report: VerifyReport, question: _Question, limits: Limits, before: _B
     if report.runs:
         # Judged again from the figures: limits given here leave the bundle's own evidence as it was written.
         report = recheck_report(report, limits.apply(report.runs[0].thresholds))
-    if before.baseline is not None:
-        return compare_with_baseline(report, read_report(before.baseline), str(before.baseline))
+    if baseline is not None:
+        return compare_with_baseline(report, baseline, str(before.baseline))
     last = None if before.history is None else find_last_good(before.history, report)
     return report if last is None else compare_with_baseline(report, last.report, f"run {last.id}")

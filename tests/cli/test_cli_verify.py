@@ -33,14 +33,6 @@ def bundle(built: Path, tmp_path: Path) -> Path:
     return shutil.copytree(built, tmp_path / built.name)
 
 
-def _refuse(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    capsys.readouterr()
-    assert run_command(["verify", *arguments]) == 2
-    shown = capsys.readouterr()
-    assert (shown.out, shown.err.count("\n")) == ("", 1)
-    return shown.err
-
-
 def test_other_samples_are_measured_and_leave_the_bundle_alone(bundle: Path, answer: Callable[..., Any]) -> None:
     before = sorted(bundle.rglob("*"))
     labels = ["--labels", str(LABELS)]
@@ -60,17 +52,17 @@ def test_the_reference_is_the_float_model_not_the_golden_outputs(
     assert ours == answer(["verify", str(bundle), "--on", "host"])["runs"][0]["outputs"]
 
 
-def test_another_model_is_no_reference(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_model_is_no_reference(bundle: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
     text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y) { y = Relu(x) }'
     other = parse_model(text, tmp_path / "other.onnx")
-    message = _refuse([str(bundle), "--data", str(EVALUATION), "--reference", str(other)], capsys)
+    message = refused("verify", str(bundle), "--data", str(EVALUATION), "--reference", str(other))
     assert str(other) in message
     assert open_bundle(bundle).manifest.ancestry.source in message
 
 
-def test_labels_of_another_length_are_refused(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_labels_of_another_length_are_refused(bundle: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
     np.save(tmp_path / "few.npy", np.load(LABELS)[:-1])
-    message = _refuse([str(bundle), *WITH_DATA, "--labels", str(tmp_path / "few.npy")], capsys)
+    message = refused("verify", str(bundle), *WITH_DATA, "--labels", str(tmp_path / "few.npy"))
     assert "few.npy" in message
     assert f"give {len(np.load(LABELS))} whole numbers" in message
 
@@ -205,16 +197,9 @@ def test_a_share_that_is_named_grants_no_sample(tmp_path: Path, answer: Callable
     ],
 )
 def test_what_is_wrong_is_one_line(
-    arguments: list[str],
-    message: str,
-    built: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str], message: str, built: Path, refused: Callable[..., str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert message in _refuse([word.replace("BUNDLE", str(built)) for word in arguments], capsys)
-    assert list(tmp_path.iterdir()) == []
+    assert message in refused("verify", *(word.replace("BUNDLE", str(built)) for word in arguments))
     open_bundle(built)
 
 
@@ -258,9 +243,18 @@ def test_the_history_is_kept_listed_shown_and_compared(
         assert f"has no run {missing}" in refused("runs", "show", missing, *history)
 
 
-def test_a_ratio_needs_a_reference_run(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "give --baseline FILE or --history" in _refuse([str(bundle), "--max-latency-ratio", "1.2"], capsys)
-    assert "cannot read 'none.json'" in _refuse([str(bundle), "--on", "host", "--baseline", "none.json"], capsys)
+def test_a_ratio_needs_a_reference_run(bundle: Path, refused: Callable[..., str]) -> None:
+    assert "give --baseline FILE or --history" in refused("verify", str(bundle), "--max-latency-ratio", "1.2")
+    assert "cannot read 'none.json'" in refused("verify", str(bundle), "--on", "host", "--baseline", "none.json")
+
+
+def test_a_run_is_held_against_the_baseline_that_it_writes_over(bundle: Path, answer: Callable[..., Any]) -> None:
+    before, asked = bundle / "verify.json", ["verify", str(bundle), "--on", "host"]
+    report = answer(asked)
+    report["runs"][0]["peak_rss_bytes"] = 1
+    before.write_text(json.dumps(report))
+    (run,) = answer([*asked, "--baseline", str(before), "--max-memory-ratio", "2"], 1)["runs"]
+    assert "peak memory" in run["failures"][0]
 
 
 def test_compare_takes_a_metric(capsys: pytest.CaptureFixture[str]) -> None:
@@ -303,8 +297,8 @@ def test_a_device_that_is_not_there_leaves_the_evidence_alone(
     assert (bundle / "verify.json").read_bytes() == before
 
 
-def test_a_model_is_no_bundle(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "is a model, not a bundle (edgekit build makes bundles" in _refuse([str(MODEL)], capsys)
+def test_a_model_is_no_bundle(refused: Callable[..., str]) -> None:
+    assert "is a model, not a bundle (edgekit build makes bundles" in refused("verify", str(MODEL))
 
 
 @pytest.mark.parametrize(
@@ -316,12 +310,9 @@ def test_a_model_is_no_bundle(capsys: pytest.CaptureFixture[str]) -> None:
         (["--on", "host", "--target", "nap"], "there is no target 'nap'"),
     ],
 )
-def test_compare_refuses_in_one_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_refuses_in_one_line(options: list[str], message: str, refused: Callable[..., str]) -> None:
     arguments = ["compare", str(MODEL), str(MODEL), "--data", str(EVALUATION), "--samples", "2", *options]
-    assert run_command(arguments) == 2
-    shown = capsys.readouterr()
-    assert (shown.out, shown.err.count("\n")) == ("", 1)
-    assert message in shown.err
+    assert message in refused(*arguments)
 
 
 def test_a_history_without_such_a_bundle_says_so(
@@ -338,17 +329,12 @@ def test_a_history_without_such_a_bundle_says_so(
     [("cosine", 5.0), ("samples", -5), ("non_finite", -1), ("top1_agreement", 7.0), ("sqnr_db", 1e308), ("iou", "1")],
 )
 def test_figures_that_cannot_be_are_not_judged(
-    bundle: Path,
-    tmp_path: Path,
-    name: str,
-    value: object,
-    capsys: pytest.CaptureFixture[str],
-    answer: Callable[..., Any],
+    bundle: Path, tmp_path: Path, name: str, value: object, answer: Callable[..., Any], refused: Callable[..., str]
 ) -> None:
     report = answer(["verify", str(bundle), "--on", "host"])
     report["runs"][0]["outputs"][0][name] = value
     (tmp_path / "v.json").write_text(json.dumps(report))
-    said = _refuse(["--recheck", str(tmp_path / "v.json")], capsys)
+    said = refused("verify", "--recheck", str(tmp_path / "v.json"))
     assert f"'{tmp_path / 'v.json'}' is malformed: " in said
     assert f"`$.runs[0].outputs[0].{name}`" in said
 
@@ -366,30 +352,30 @@ def metric(outputs, label):
 
 
 def test_functions_of_the_user_that_raise_are_told_of_in_one_line(
-    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own_functions.py").write_text(_OWN)
     (tmp_path / "own_broken.py").write_text("def f(:")
     reference = ["--on", "host", "--reference", str(MODEL)]
     labelled = [*WITH_DATA, "--on", "host", "--labels", str(LABELS)]
-    assert "'own_functions:samples'" in _refuse([str(bundle), *reference, "--data", "own_functions:samples"], capsys)
-    assert "cannot load samples 'own_broken:f'" in _refuse([str(bundle), *reference, "--data", "own_broken:f"], capsys)
-    said = _refuse([str(bundle), *labelled, "--metric", "own_functions:metric"], capsys)
+    assert "'own_functions:samples'" in refused("verify", str(bundle), *reference, "--data", "own_functions:samples")
+    assert "cannot load samples 'own_broken:f'" in refused("verify", str(bundle), *reference, "--data", "own_broken:f")
+    said = refused("verify", str(bundle), *labelled, "--metric", "own_functions:metric")
     assert "metric 'own_functions:metric' raises ZeroDivisionError: division by zero" in said
-    assert "cannot load metric 'own_broken:f'" in _refuse([str(bundle), *labelled, "--metric", "own_broken:f"], capsys)
+    assert "cannot load metric 'own_broken:f'" in refused("verify", str(bundle), *labelled, "--metric", "own_broken:f")
 
 
-def test_a_label_that_is_no_class_is_refused(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_label_that_is_no_class_is_refused(bundle: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
     np.save(tmp_path / "l.npy", np.full_like(np.load(LABELS), -1))
     arguments = [*WITH_DATA, "--on", "host", "--labels", str(tmp_path / "l.npy")]
-    assert "label -1 is no class of an output of 10" in _refuse([str(bundle), *arguments], capsys)
+    assert "label -1 is no class of an output of 10" in refused("verify", str(bundle), *arguments)
 
 
-def test_without_a_run_there_are_no_reports(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_run_there_are_no_reports(bundle: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
     for option in (["--on", "host"], ["--html", str(tmp_path / "v.html")], ["--layers"]):
-        assert "means nothing here (--files-only runs nothing)" in _refuse(
-            [str(bundle), "--files-only", *option], capsys
+        assert "means nothing here (--files-only runs nothing)" in refused(
+            "verify", str(bundle), "--files-only", *option
         )
 
 
