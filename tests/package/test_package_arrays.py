@@ -156,4 +156,4 @@ def test_the_java_loader_fills_picks_cuts_and_feeds_state_back(
 
 
 def test_the_java_loader_takes_no_sample_that_is_too_long(java: list[str | Path]) -> None:
-    assert "takes no sample of 13" in run_program([*java, "13", "1"], code=1)
+    assert "takes no sample of 13" in run_program([*java, "13", "1"])
