@@ -100,7 +100,8 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         before = sorted(tmp_path.rglob("*"))
         capsys.readouterr()
         assert run_command([*arguments]) == 2
-        said = capsys.readouterr().err
+        shown, said = capsys.readouterr()
+        assert shown == ""
         assert said.startswith("edgekit: error: ")
         assert said.endswith(")\n")
         assert said.count("\n") == 1

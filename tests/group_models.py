@@ -4,6 +4,8 @@
 weights and a KV cache, `make_digits` a detector and a classifier of boxes.
 """
 
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -278,3 +280,10 @@ gate = "estimate"
 """
     )
     return path
+
+
+def run_program(folder: Path) -> str:
+    """What the program that a group ships says of its golden samples, and the end of its error if there is one."""
+    program = [sys.executable, str(folder / "app" / "edgekit_group.py")]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr[-500:]

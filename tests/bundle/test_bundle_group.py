@@ -3,8 +3,6 @@
 import hashlib
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from group_models import make_digits, make_talk, talk_on
+from group_models import make_digits, make_talk, run_program, talk_on
 from tiny_models import parse_model
 
 from edgekit.bundle.golden import read_inputs, read_outputs
@@ -264,13 +262,6 @@ def test_equal_weights_are_stored_once_and_both_models_load_them(talk: Path) -> 
         assert onnxruntime.InferenceSession(str(path)).get_outputs()[0].name == "logits"
 
 
-def run_program(folder: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, str(folder / "app" / "edgekit_group.py")], capture_output=True, text=True, check=False
-    )
-    return done.stdout + done.stderr[-500:]
-
-
 def test_the_groups_own_program_does_what_the_pipeline_does(talk: Path, digits: Path) -> None:
     assert run_program(talk).startswith("24 of 24 golden samples")
     assert run_program(digits).startswith("24 of 24 golden samples")
@@ -331,7 +322,7 @@ def stage(raw: dict[str, Any], place: int) -> dict[str, Any]:
         (lambda raw: stage(raw, 1)["feeds"].update({"past.key": "prefill.logits"}), "feeds .past.key"),
         (lambda raw: stage(raw, 1)["feeds"].update({"past.key": "other.logits"}), "no stage before it has that name"),
         (lambda raw: raw["wiring"]["tokens"].update(most=10**6), "malformed"),
-        (lambda raw: raw["members"].update({"../x": raw["members"]["decode"]}), "safe folder|name"),
+        (lambda raw: raw["members"].update({"../x": raw["members"]["decode"]}), "no safe folder"),
         (lambda raw: raw["members"]["decode"].update(model_file="members/decode/other.onnx"), "contradicts"),
         (lambda raw: raw["members"]["decode"]["manifest"].update(sha256="0" * 64), "its sha256 is not that in"),
         (lambda raw: raw.update(target="qnn"), "contradicts"),

@@ -1,7 +1,5 @@
 """Groups whose members have open dimensions: text as long as it is, state that grows, sizes that follow from others."""
 
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,7 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
-from group_models import make_talk, talk_on
+from group_models import make_talk, run_program, talk_on
 
 from edgekit.bundle.golden import read_inputs, read_outputs
 from edgekit.bundle.group.edgekit_pipeline import CHOSEN
@@ -54,8 +52,7 @@ def test_a_cache_grows_and_the_groups_own_program_does_the_same(tmp_path: Path) 
     group = open_group(tmp_path / "out" / "talk-cpu")
     prompts = [sample["prompt"][0].tolist() for sample in read_inputs(group.golden)]
     assert [result[CHOSEN].tolist() for result in read_outputs(group.golden)] == [talk_on(prompt) for prompt in prompts]
-    program = [sys.executable, str(group.folder / "app" / "edgekit_group.py")]
-    assert subprocess.run(program, capture_output=True, text=True, check=True).stdout.startswith("6 of 6")
+    assert run_program(group.folder).startswith("6 of 6")
 
 
 def test_a_target_that_wants_sizes_names_the_member(tmp_path: Path, refused: Callable[..., str]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 from demo_paths import MODEL
+from devices_models import present
 from tiny_models import parse_model
 
 from edgekit.check.recommend import recommend_target
@@ -22,14 +23,8 @@ from edgekit.target import load_target
 HOSTILE = "<script>alert(1)</script>\"'>"
 
 
-def _require(device: str, target: str) -> None:
-    missing = find_device(device, load_target(target)).find_missing()
-    if missing is not None:
-        pytest.skip(f"needs {device}: {missing.command}")
-
-
 def test_what_was_observed_stands_in_the_json(answer: Callable[..., Any]) -> None:
-    _require("qnn-htp-sim", "qnn")
+    present("qnn-htp-sim", "qnn")
     targets = answer(["check", str(MODEL), "--target", "qnn", "--target", "coreml", "--observe"])["targets"]
     assert targets["qnn"]["evidence"] == "simulator"
     assert {"device": "qnn-htp-sim", "nodes": 62, "taken": 62, "disagreements": []}.items() <= targets["qnn"][
@@ -50,7 +45,7 @@ def test_nothing_is_observed_without_being_asked(answer: Callable[..., Any]) -> 
 
 
 def test_a_refusal_by_the_vendors_code_is_a_no(tmp_path: Path, answer: Callable[..., Any]) -> None:
-    _require("qnn-htp-sim", "qnn")
+    present("qnn-htp-sim", "qnn")
     text = (
         '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4,8,8] x) => (float[1,4,8,8] y)'
         "{ [a] t = Relu(x) [b] u = IsNaN(t) [c] v = Not(u) [d] w = Cast<to=1>(v) [e] y = Mul(w, t) }"

@@ -11,6 +11,8 @@ from pathlib import Path
 import onnxruntime
 import pytest
 
+from edgekit.bundle.archive import list_files
+
 MakeOnce = Callable[[str, Callable[[Path], object]], Path]
 """The fixture `make_once`, which makes slow things once for all workers of a run."""
 NNAPI, QNN, XNNPACK = "digits_mobilenet-nnapi", "digits_mobilenet-qnn", "digits_mobilenet-xnnpack"
@@ -64,6 +66,11 @@ def compile_java(source: Path, package: str, path: str, out: Path) -> None:
     text = source.read_text().replace("package edgekit.loader;", f"package {package};")
     (out / source.name).write_text(text)
     run_program(["javac", "-cp", path, "-d", out, out / source.name])
+
+
+def read_all(folder: Path) -> dict[str, bytes]:
+    """The bytes of each file below a folder, by name."""
+    return {name: path.read_bytes() for name, path in list_files(folder).items()}
 
 
 def flip_byte(path: Path) -> None:

@@ -16,7 +16,18 @@ import msgspec
 import numpy as np
 import pytest
 from android_parts import find_runtime
-from package_loaders import NNAPI, PACKAGE, QNN, XNNPACK, find_qnn, flip_byte, join_jars, require_program, run_program
+from package_loaders import (
+    NNAPI,
+    PACKAGE,
+    QNN,
+    XNNPACK,
+    find_qnn,
+    flip_byte,
+    join_jars,
+    read_all,
+    require_program,
+    run_program,
+)
 from package_maven import ANDROID, GET, ORT, fetch_jar, maven_repository, run_maven
 
 from edgekit._files import digest_file
@@ -171,9 +182,7 @@ def test_the_declarations_of_android_compile_to_the_classes_that_android_gives(
     sources = sorted((tmp_path / "source").rglob("*.java"))
     options = ["--release", "8", "-Xlint:-options", "-encoding", "UTF-8", "-proc:none"]
     run_program(["javac", *options, "-cp", path, "-d", tmp_path / "real", *sources])
-    ours, real = list_files(tmp_path / "ours"), list_files(tmp_path / "real")
-    assert ours.keys() == real.keys()
-    assert all(ours[name].read_bytes() == real[name].read_bytes() for name in ours)
+    assert read_all(tmp_path / "ours") == read_all(tmp_path / "real")
 
 
 def test_maven_finds_the_archive(repository: Path) -> None:

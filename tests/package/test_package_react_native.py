@@ -14,9 +14,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from package_loaders import CPU, NNAPI, QNN, XNNPACK, MakeOnce, flip_byte, run_program
+from package_loaders import CPU, NNAPI, QNN, XNNPACK, MakeOnce, flip_byte, read_all, run_program
 
-from edgekit.bundle.archive import list_files
 from edgekit.bundle.folder import open_bundle
 from edgekit.errors import UsageError
 from edgekit.package.package import package_bundles
@@ -209,8 +208,7 @@ def test_the_same_bundles_give_the_same_package_and_a_name_npm_takes(
     package: Path, bundles: Path, tmp_path: Path
 ) -> None:
     package_bundles((bundles,), "react-native", tmp_path / "again")
-    ours, again = list_files(package), list_files(tmp_path / "again")
-    assert {name: path.read_bytes() for name, path in ours.items()} == {n: p.read_bytes() for n, p in again.items()}
+    assert read_all(package) == read_all(tmp_path / "again")
     package_bundles((bundles / CPU,), "react-native", tmp_path / "named", names=Identity(name="Digits"))
     assert json.loads((tmp_path / "named" / "package.json").read_text())["name"] == "digits"
     assert (tmp_path / "named" / "digits.podspec").is_file()

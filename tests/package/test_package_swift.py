@@ -5,9 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from package_loaders import CPU, QNN, XNNPACK, MakeOnce
+from package_loaders import CPU, QNN, XNNPACK, MakeOnce, read_all
 
-from edgekit.bundle.archive import list_files
 from edgekit.bundle.folder import open_bundle
 from edgekit.bundle.manifest import MachineClass, SessionSetting, TunedSession, TuningEvidence
 from edgekit.errors import OutputError, UsageError
@@ -73,9 +72,7 @@ def test_the_table_has_what_a_bundle_was_tuned_to(bundles: Path, tmp_path: Path)
 
 def test_the_same_bundles_give_the_same_package(package: Path, bundles: Path, tmp_path: Path) -> None:
     package_bundles((bundles,), "swiftpm", tmp_path / "again")
-    ours, again = list_files(package), list_files(tmp_path / "again")
-    assert ours.keys() == again.keys()
-    assert all(ours[name].read_bytes() == again[name].read_bytes() for name in ours)
+    assert read_all(package) == read_all(tmp_path / "again")
 
 
 def test_apple_has_no_qnn_and_a_full_folder_is_left_alone(bundles: Path, package: Path, tmp_path: Path) -> None:

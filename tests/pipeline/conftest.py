@@ -5,11 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from devices_models import present
 from tiny_models import write_small_net
 
-from edgekit.devices.find import find_device
 from edgekit.recipe import Data
-from edgekit.target import load_target
 
 
 @pytest.fixture
@@ -39,7 +38,5 @@ def without_arm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str
 @pytest.fixture(scope="session")
 def nnapi(without_arm: Callable[[str], str]) -> str:
     """The target nnapi, verified only in Android's library for x86-64."""
-    missing = find_device("android:x86_64", load_target("nnapi")).find_missing()
-    if missing is not None:
-        pytest.skip(f"android:x86_64: {missing.reason}: {missing.command}")
+    present("android:x86_64", "nnapi")
     return without_arm("nnapi")

@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 import pytest
 from demo_paths import CALIBRATION, EVALUATION, LABELS, MODEL
+from devices_models import present
 from onnx import numpy_helper
 from tiny_models import parse_model, write_small_net
 
@@ -51,9 +52,7 @@ class Made(msgspec.Struct, frozen=True, kw_only=True):
 @pytest.fixture(scope="module")
 def made(built_wheel: Path, make_once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
     for name, target in (("qnn-htp-sim", "qnn"), ("android", "xnnpack"), ("android:x86_64", "nnapi")):
-        missing = find_device(name, load_target(target)).find_missing()
-        if missing is not None:
-            pytest.skip(f"{missing.reason}; to run it: {missing.command}")
+        present(name, target)
 
     def fill(folder: Path) -> None:
         place = folder / "env"
@@ -349,9 +348,7 @@ def test_weights_stored_in_8_bits_do_not_make_a_model_quantized(tmp_path: Path, 
 
 @pytest.mark.parametrize(("precision", "least_db"), [("int16", 45), ("w4a16", 25), ("w4a8", 25)])
 def test_other_integers_pass_on_the_simulator(tmp_path: Path, precision: Precision, least_db: float) -> None:
-    missing = find_device("qnn-htp-sim", load_target("qnn")).find_missing()
-    if missing is not None:
-        pytest.skip(f"{missing.reason}; to run it: {missing.command}")
+    present("qnn-htp-sim", "qnn")
     rng = np.random.default_rng(7)
     path = parse_model(
         '<ir_version: 8, opset_import: ["" : 17]> g (float[1,3,16,16] x) => (float[1,10] y) {'

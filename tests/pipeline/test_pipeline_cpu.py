@@ -6,15 +6,14 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
+from devices_models import present
 from onnx import numpy_helper
 from tiny_models import parse_model
 
 from edgekit.bundle.folder import open_bundle
-from edgekit.devices.find import find_device
 from edgekit.devices.register import DeviceChoice
 from edgekit.jobs.build import build
 from edgekit.recipe import Data, Recipe
-from edgekit.target import load_target
 from edgekit.verify.on_devices import verify_on
 
 pytestmark = pytest.mark.slow
@@ -22,9 +21,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def haswell() -> None:
-    missing = find_device("host:haswell", load_target("cpu")).find_missing()
-    if missing is not None:
-        pytest.skip(f"{missing.reason}: {missing.command}")
+    present("host:haswell")
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from demo_paths import CALIBRATION, MODEL
+from devices_models import present
 
-from edgekit.devices.find import find_device
 from edgekit.devices.local.provider import OPENVINO
 from edgekit.jobs.build import build
 from edgekit.recipe import Data, PrecisionChoice, Recipe, load_targets
@@ -15,9 +15,7 @@ from edgekit.target import find_group, load_target, target_names
 
 @pytest.fixture
 def openvino() -> None:
-    missing = find_device("openvino", load_target("openvino")).find_missing()
-    if missing is not None:
-        pytest.skip(f"onnxruntime-ep-openvino is not installed: {missing.reason}")
+    present("openvino", "openvino")
 
 
 def test_the_targets_of_pcs_are_a_group_and_no_part_of_all() -> None:

@@ -7,10 +7,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from devices_models import present
 from stranger_models import STRANGERS, write_stranger
-
-from edgekit.devices.find import find_device
-from edgekit.target import load_target
 
 sys.path.append(str(Path(__file__).parents[2] / "tools" / "corpus"))
 from confusion import Finding, Row, Verdict, format_matrix, judge_net
@@ -22,8 +20,7 @@ from table import Answers, Net, list_nets, read_specs
 @pytest.mark.parametrize("name", STRANGERS)
 def test_a_verdict_is_what_the_oracle_says(name: str, tmp_path: Path, without_arm: Callable[[str], str]) -> None:
     stranger = STRANGERS[name]
-    if missing := find_device(DEVICES[stranger.target], load_target(stranger.target)).find_missing():
-        pytest.skip(missing.reason)
+    present(DEVICES[stranger.target], stranger.target)
     write_stranger(stranger, tmp_path)
     net = Net(name=name, folder=tmp_path, answers=stranger.answers)
     (finding,) = judge_net(net, [without_arm(stranger.target)], tmp_path / "out").findings

@@ -1,16 +1,11 @@
 """Shared by several tests of verify: a network in float and in INT8, its bundles, and a small bundle."""
 
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "bundle"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "devices"))
-
 from bundle_models import make_bundle
 from verify_models import make_images, quantize, save_network
 

@@ -1,4 +1,0 @@
-import sys
-from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).parents[1] / room) for room in ("bundle", "devices")]
