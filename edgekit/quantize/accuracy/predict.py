@@ -21,7 +21,7 @@ from edgekit.quantize.accuracy.head_search import DetectionList, find_head, find
 from edgekit.quantize.accuracy.heads import Head
 from edgekit.quantize.accuracy.loss import MEASURES, Loss, ratio_db, reach_without_labels
 from edgekit.quantize.accuracy.output_kinds import read_output_kinds
-from edgekit.quantize.effort import find_effort
+from edgekit.quantize.effort import count_side_by_side, find_effort
 from edgekit.quantize.graph.sessions import EXACT_PRODUCTS
 
 MOST_SAMPLES = 256
@@ -138,6 +138,16 @@ class FloatReference:
         return spread_indices(self._samples.count, most)
 
     @cached_property
+    def _at_once(self) -> int | None:
+        """How many samples run in parallel: fewer where activations take much memory."""
+        return count_side_by_side(self._graph)
+
+    @property
+    def _settings(self) -> SessionSettings:
+        """Without an arena where activations take much memory: one in each of the two sessions would keep theirs."""
+        return msgspec.structs.replace(_SETTINGS, arena=self._at_once is None)
+
+    @cached_property
     def _graph(self) -> Graph:
         # Read when it is first needed, which is never for a model that stays float; without weights, which the session
         # holds already.
@@ -185,11 +195,13 @@ class FloatReference:
         if todo and largest * len(todo) <= self._room:
             # All outputs of the float model can be kept: it is closed before the other is opened.
             float_session = self._open()
-            for (index, _), outputs in map_in_order(lambda sample: float_session.run(sample[1]), self._read(todo)):
+            for (index, _), outputs in map_in_order(
+                lambda sample: float_session.run(sample[1]), self._read(todo), self._at_once
+            ):
                 self._keep(index, outputs)
         self._close()
         harmful = (LAYOUT,) if find_cubics(skim_model(quantized.path).graph) else ()
-        session = CpuSession(quantized.path, msgspec.structs.replace(_SETTINGS, disabled_optimizers=harmful))
+        session = CpuSession(quantized.path, msgspec.structs.replace(self._settings, disabled_optimizers=harmful))
 
         def run(sample: tuple[int, Tensors]) -> Pair:
             return Pair(expected=self._run(*sample), found=session.run(sample[1]))
@@ -197,13 +209,13 @@ class FloatReference:
         if not self._known.keys() >= {*self.indices}:
             # Threads that run side by side must find it open.
             self._open()
-        for (index, _), pair in map_in_order(run, self._read(self.indices)):
+        for (index, _), pair in map_in_order(run, self._read(self.indices), self._at_once):
             self._keep(index, pair.expected)
             yield pair
         self._close()
 
     def _open(self) -> CpuSession:
-        self._session = self._session or CpuSession(self._model.path, _SETTINGS)
+        self._session = self._session or CpuSession(self._model.path, self._settings)
         return self._session
 
     def _close(self) -> None:
