@@ -308,7 +308,7 @@ class _Switched:
         if id(pair) not in self._known:
             # Fed to a run that starts at the first node, these are not read.
             unread = {f"{name}.edgekit.fed": np.zeros(shape, np.float32) for name, shape in self._fed.items()}
-            known = self._run({**pair[0], **unread}, range(0), [*self._fed]) if self._fed else {}
+            known: Tensors = self._run({**pair[0], **unread}, range(0), [*self._fed]) if self._fed else {}
             self._known[id(pair)] = {f"{name}.edgekit.fed": value for name, value in known.items()}
         return self._known[id(pair)]
 
