@@ -129,7 +129,7 @@ def test_a_build_that_is_not_proven_is_exit_code_3(
     report = json.loads(capsys.readouterr().out)
     assert (code, report["verdict"], report["bundles"][0]["verdict"]) == (3, "not proven", "not proven")
     assert all(not run["failures"] for run in report["bundles"][0]["verify"]["runs"])
-    assert "coreml: not proven" in Path("out/report.html").read_text()
+    assert "not proven; coreml: " in Path("out/report.html").read_text()
     assert run_command([*argv, "--accept-unproven"]) == 0
 
 
