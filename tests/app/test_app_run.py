@@ -275,6 +275,7 @@ sign = "release.pem"
     assert run_command(["verify", str(bundle), "--files-only", "--key", str(public)]) == 2
 
 
+@pytest.mark.long
 def test_a_group_is_built_kept_signed_and_packed_with_the_models(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Callable[..., str]
 ) -> None:

@@ -74,6 +74,7 @@ def test_maps_are_profiled_converted_and_compared(
     assert run_command(["compare", pipeline.name, "other.onnx", "--data", "rows.npz", "--min-sqnr", "40"]) == 1
 
 
+@pytest.mark.long
 def test_what_the_page_of_times_says_times_scikit_learn_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,7 +24,7 @@ from edgekit.prepare.basic import name_nodes
 from edgekit.prepare.opset import read_opset
 from edgekit.target import load_target
 
-pytestmark = [pytest.mark.fuzz, pytest.mark.slow]
+pytestmark = [pytest.mark.fuzz, pytest.mark.slow, pytest.mark.long]
 
 DATA = Path(loader.DATA_DIR)
 EACH = None if settings().max_examples > 1000 else 2

@@ -19,6 +19,7 @@ from edgekit.cli.main import COMMANDS  # noqa: E402
 FILE = (0o100644, 5, 1)
 
 
+@pytest.mark.long
 @pytest.mark.fuzz
 @pytest.mark.slow
 def test_hundreds_of_damaged_inputs_of_all_commands(tmp_path: Path) -> None:

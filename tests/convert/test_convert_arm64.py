@@ -14,6 +14,7 @@ from edgekit.convert.ort_form import OrtOptions
 pytestmark = [
     pytest.mark.skipif(MISSING is not None, reason=f"needs arm64: {MISSING and MISSING.command}"),
     pytest.mark.slow,
+    pytest.mark.long,
 ]
 
 

@@ -128,6 +128,7 @@ def test_what_an_archive_imports_and_nothing_stands_for_is_named(
         LOADER.link(built.compiler, objects, imports, tmp_path / "program", name="new.aar")
 
 
+@pytest.mark.long
 def test_the_archive_of_another_version_is_installed_and_used(
     tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

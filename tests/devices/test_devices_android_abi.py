@@ -97,7 +97,10 @@ def build_checks(abi: str, make_once: Callable[[str, Callable[[Path], None]], Pa
     )
 
 
-@pytest.fixture(scope="session", params=[("arm64-v8a", "gcc"), ("arm64-v8a", "zig"), ("x86_64", "gcc")], ids="-".join)
+_ZIG = pytest.param(("arm64-v8a", "zig"), marks=pytest.mark.long)  # zig compiles its C++ library for a minute
+
+
+@pytest.fixture(scope="session", params=[("arm64-v8a", "gcc"), _ZIG, ("x86_64", "gcc")], ids="-".join)
 def built(request: pytest.FixtureRequest, make_once: Callable[[str, Callable[[Path], None]], Path]) -> Built:
     abi, name = request.param
     return build_checks(abi, make_once, name)
@@ -140,7 +143,7 @@ def fails_without(name: str, built: Built, work: Path) -> bool:
         return True
 
 
-@pytest.mark.parametrize("compiler", ["gcc", "zig"])
+@pytest.mark.parametrize("compiler", ["gcc", pytest.param("zig", marks=pytest.mark.long)])
 def test_a_stack_guard_has_its_place_on_arm(
     compiler: str, make_once: Callable[[str, Callable[[Path], None]], Path], tmp_path: Path
 ) -> None:

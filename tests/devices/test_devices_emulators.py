@@ -30,6 +30,7 @@ def reference(path: Path) -> list[Array]:
     return [session.run(sample)["y"] for sample in noise_samples()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_quantized_model_runs_on_its_grid(name: str, tmp_path: Path, work: Path) -> None:
     device = present(name, TARGETS[name])

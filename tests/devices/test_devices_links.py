@@ -73,6 +73,7 @@ def test_a_phone_computes_what_its_onnx_runtime_computes(
     assert device.name in failure
 
 
+@pytest.mark.long
 def test_arm_devices_compute_what_arm_computes(adb: Adb, tmp_path: Path, work: Path, arm_runner: NativeRunner) -> None:
     direct = present("arm64:native")
     job = make_job(qdq_conv(tmp_path / "q.onnx", np.uint8), "nnapi", noise_samples(4))

@@ -116,6 +116,7 @@ def write_aar(path: Path, name: str = "jni/arm64-v8a/libonnxruntime.so") -> Path
     return path
 
 
+@pytest.mark.long
 def test_an_android_runner_takes_its_library_from_the_archive(tmp_path: Path, ndk: Path) -> None:
     assert find_missing_runner("arm64-v8a") is not None
     built = build_runner("arm64-v8a", lambda _: None, ndk=ndk, library=write_aar(tmp_path / "ort.aar"))

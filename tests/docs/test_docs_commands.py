@@ -11,6 +11,7 @@ from doc_pages import ALL_PAGES, PAGES, list_commands, run_page
 from edgekit.cli.main import group
 
 _TUTORIAL = "docs/tutorial.md"
+_LONG = {"docs/how-to/failing-build.md"}
 _RUN = [name for name, text in PAGES.items() if name != _TUTORIAL and any(c.is_run for c in list_commands(text))]
 
 
@@ -19,7 +20,7 @@ def test_the_tutorial_ends_with_verified_bundles(tutorial: Path) -> None:
     assert (tutorial / "model.tar").is_file()
 
 
-@pytest.mark.parametrize("name", _RUN)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name in _LONG)) for name in _RUN])
 def test_what_a_page_says_runs(name: str, tutorial: Path, tmp_path: Path) -> None:
     folder = tmp_path / "work"
     shutil.copytree(tutorial, folder)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from doc_pages import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 pytest.importorskip("mkdocs", reason="mkdocs is missing: pip install -r tools/lock/docs.txt")
 

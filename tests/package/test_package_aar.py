@@ -173,6 +173,7 @@ def test_classes_that_the_loader_does_not_fit_are_named(bundles: Path, tmp_path:
     assert not (tmp_path / "no").exists()
 
 
+@pytest.mark.long
 def test_the_declarations_of_android_compile_to_the_classes_that_android_gives(
     repository: Path, unpacked: Path, tmp_path: Path
 ) -> None:
@@ -185,6 +186,7 @@ def test_the_declarations_of_android_compile_to_the_classes_that_android_gives(
     assert read_all(tmp_path / "ours") == read_all(tmp_path / "real")
 
 
+@pytest.mark.long
 def test_maven_finds_the_archive(repository: Path) -> None:
     archive = _only(repository, "*.aar")
     coordinates = f"edgekit.models:digits_mobilenet:{archive.parent.name}:aar"

@@ -128,6 +128,7 @@ def test_java_opens_the_bundle_with_every_key_and_option_and_its_self_test_can_s
     assert shown.count("is off by") == len(manifest.golden.chosen) > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [CPU, NNAPI, XNNPACK])
 def test_the_kotlin_snippet_opens_the_bundle(name: str, machine: Sequence[str], kotlin: str, bundles: Path) -> None:
     manifest = open_bundle(bundles / name).manifest
@@ -138,6 +139,7 @@ def test_the_kotlin_snippet_opens_the_bundle(name: str, machine: Sequence[str], 
         assert f"threads: {int(manifest.provider_options['intra_op_num_threads']) - 1}\n" in shown
 
 
+@pytest.mark.long
 def test_cpp_opens_xnnpack_on_arm_and_says_what_it_cannot(bundles: Path, tmp_path: Path) -> None:
     abi = "arm64-v8a"
     package_bundles((bundles / XNNPACK, bundles / QNN), "tar", tmp_path / "board.tar")

@@ -146,6 +146,7 @@ def java(sized: Bundle, stepped: Bundle, make_once: MakeOnce, tmp_path: Path) ->
     return ["java", "-cp", classes, f"{assets.name}.RunArrays", assets, tmp_path / "work"]
 
 
+@pytest.mark.long
 def test_the_java_loader_fills_picks_cuts_and_feeds_state_back(
     java: list[str | Path], sized: Bundle, stepped: Bundle
 ) -> None:
@@ -155,5 +156,6 @@ def test_the_java_loader_fills_picks_cuts_and_feeds_state_back(
     hold_together(steps, run_stepped(stepped, 4))
 
 
+@pytest.mark.long
 def test_the_java_loader_takes_no_sample_that_is_too_long(java: list[str | Path]) -> None:
     assert "takes no sample of 13" in run_program([*java, "13", "1"])

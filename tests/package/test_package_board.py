@@ -278,6 +278,7 @@ def test_without_its_provider_option_the_npu_cannot_be_opened(damaged: Path) -> 
     assert "not opened" in run_program([sys.executable, _loader(damaged), "--plugin", find_qnn()], code=1)
 
 
+@pytest.mark.long
 def test_the_cpp_loader_gives_a_session_every_provider_of_the_chain_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -213,6 +213,7 @@ def test_every_bundle_opens_and_verifies_again(demo: BuildReport) -> None:
     assert verify_on(open_bundle(nnapi), DeviceChoice(names=("android:x86_64",))).passed
 
 
+@pytest.mark.long
 def test_the_wheel_runs_the_demo_in_an_environment_of_its_own_and_gives_the_same_bytes(
     made: Path, demo: BuildReport, tmp_path: Path
 ) -> None:

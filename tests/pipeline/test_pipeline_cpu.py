@@ -46,6 +46,7 @@ def small(tmp_path: Path) -> tuple[Path, Data, Recipe]:
     return path, data, Recipe(targets=("cpu",), thresholds=limits, outputs={"y": "values"})
 
 
+@pytest.mark.long
 def test_a_bundle_for_any_x64_passes_without_vnni(small: tuple[Path, Data, Recipe], tmp_path: Path) -> None:
     path, data, recipe = small
     recipe = msgspec.structs.replace(recipe, settings={"arch": "x64"})
@@ -57,6 +58,7 @@ def test_a_bundle_for_any_x64_passes_without_vnni(small: tuple[Path, Data, Recip
     ]
 
 
+@pytest.mark.long
 def test_a_bundle_for_vnni_fails_without_it_and_is_told_why(small: tuple[Path, Data, Recipe], tmp_path: Path) -> None:
     path, data, recipe = small
     recipe = msgspec.structs.replace(recipe, settings={"arch": "x64-vnni"})

@@ -105,6 +105,7 @@ def loud_net(folder: Path) -> tuple[Model, Samples]:
     return model, make_samples(samples)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which(QEMU) is None, reason=f"{QEMU} not found: apt-get install qemu-user-static")
 def test_without_vnni_only_the_model_for_any_x64_is_right(tmp_path: Path) -> None:
     model, samples = loud_net(tmp_path)

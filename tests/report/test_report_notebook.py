@@ -25,6 +25,7 @@ def test_a_cell_that_ends_with_a_report_shows_its_page() -> None:
     assert html.unescape(page) == render_verify(_report(GOOD))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_example_runs_and_shows_its_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))

@@ -71,6 +71,7 @@ def test_the_altered_layer_is_named_and_no_other(
     assert max(far[f"conv{index}"] for index in range(2, LAYERS)) < 0.0
 
 
+@pytest.mark.long
 def test_emulated_arm_gives_the_tensors_inside(models: tuple[Model, Model], tmp_path: Path) -> None:
     job = job_of(models[1], samples=make_images(1))
     located = look("arm64", "nnapi", job, tmp_path, layer="conv3")
