@@ -24,17 +24,19 @@ _MOST_BOXES, _LEAST_SCORE = 100, 0.01
 _MOST_CANDIDATES = 300
 # Boxes that overlap by so much show one object; no two overlap by 2.
 _SAME_OBJECT, _NEVER = 0.5, 2.0
-# A detection is right with this power of its score: what suppression leaves where boxes overlap less than they should
-# is mostly wrong. Each of the four sides of a box misses the object's by this deviation, so that a box misses it by
-# twice that on average. Both from the detectors of tools/bench/detector_drop.py that were not held out.
+# The probability that a detection is right is its score to the power _CERTAINTY: the power lowers small scores most,
+# since most boxes that non-maximum suppression wrongly leaves are false detections. _MISS is the deviation of each of
+# the four error components of a box (in units of 1 - IoU), so a box misses its object by about twice that. Both are
+# fitted on the small detectors of docs/reference/measured.md ("What detectors lose") that are not marked as held out.
 _CERTAINTY = 1.8
 _MISS = 0.13
 _DRAWS = 100
-# The share of the AP that scores promise which is left, since they do not tell which objects the model never finds.
-# Five detectors of tools/bench/interval_coverage.py have 0.46 (FastestDet, on photographs), 0.63, 0.78, 0.85 and 1.1 of
-# it. Fitted with each left out in turn it comes to 0.75, which misses the drop as much (0.75 points for 0.79) and that
-# of photographs by more, so this stays. On a map of centres every object has a peak, however low, and `_likelihood`
-# gives the AP as it is: 12.2 to 13.1, true 12.7.
+# The true AP as a share of the AP computed from scores, which is too high, because scores do not tell which objects the
+# model never finds. Chosen after five detectors, whose shares were 0.46 (FastestDet, on photographs), 0.63, 0.78, 0.85
+# and 1.1. A fit that left out each detector in turn gave 0.75: the error of the drop was about the same (0.75 points
+# instead of 0.79), but larger on photographs, so 0.6 stays. A CenterNet needs no such factor, because every object has
+# a peak on its map, however low: with `_likelihood` its computed AP was 12.2 to 13.1, and its true AP 12.7. All of this
+# was measured once, the program is gone.
 _ALL_SEEN = 0.6
 # The deviation of that and of `discount_loss` to either side, as a share of the drop: from detector to detector the
 # logarithm of the true over the estimated loss has a deviation of 0.47 (six of them, 3 to 12 plans each), so that 95 %
@@ -139,9 +141,9 @@ def _likelihood(chances: Array, *, centred: bool) -> Array:
     """Returns how likely detections are right.
 
     A map of centres lies above zero everywhere, and a model that is little sure comes nowhere near one: what counts is
-    how far a peak rises from the level of most peaks to the highest. Of a CenterNet (tools/bench/collapse) whose
-    highest was 0.45, peaks of 0.34, 0.25, 0.18 and 0.12 were right in 25, 12, 4.6 and 1.1 % of cases; this says 24, 12,
-    4.9 and 1.5.
+    how far a peak rises from the median peak to the highest. For a small CenterNet whose highest peak was 0.45, peaks
+    of 0.34, 0.25, 0.18 and 0.12 were right in 25, 12, 4.6 and 1.1 % of cases; this function returns 24, 12, 4.9 and
+    1.5 % (measured once, the program is gone).
     """
     if not centred or not len(chances):
         return np.asarray(chances**_CERTAINTY)

@@ -1,4 +1,4 @@
-"""What is lost of each kind of output where a quantized model gives other numbers, with an interval of 95 %.
+"""How much accuracy each kind of output loses where a quantized model's differs, with an interval of 95 %.
 
 Each kind has a `Measure`: what is recorded of a sample, and what all records together say. No labels are needed: the
 float model's outputs, and how sure it is of them, stand for the truth.
@@ -39,9 +39,9 @@ def join_ratios(ratios: Sequence[float]) -> float:
 def discount_loss(share: float) -> float:
     """Returns the loss to expect of a figure where the float model's own outputs, taken for the truth, lose `share`.
 
-    Half of a small loss counts, and all of it where all is lost: what moves a little moves towards the real truth as
-    often as away from it. 46 plans of six detectors lost 0.06 where 0.10 was computed, 0.2 for 0.25, 0.32 for 0.44 and
-    0.6 for 0.65.
+    Half of a small loss counts, and all of a total loss: an output that moves a little from that of the float model
+    moves towards the truth as often as away from it. Over 46 plans of six detectors a computed loss of 0.10 was a true
+    loss of 0.06; for 0.25, 0.44 and 0.65 the true losses were 0.2, 0.32 and 0.6 (measured once, the program is gone).
     """
     share = float(np.clip(share, -1.0, 1.0))
     return share * (1 + abs(share)) / 2
@@ -57,9 +57,10 @@ From three nets that enlarge images three times, on 180 images (docs/concepts/ac
 _RESAMPLES = 200
 # Jeffreys' prior of a share adds half a change, which costs half of what a change can cost.
 _PRIOR_CHANGES, _PRIOR_COST = 0.5, 0.5
-# The standard deviation of the mean cost of a change, where few answers change and where all do: a net may be sure, and
-# wrong, of exactly what changes. From two nets of tools/bench/interval_coverage.py, one much too sure and one not sure
-# enough, and from a ruined MobileNetV2.
+# The standard deviation of the mean cost of a changed answer: the first where few answers change, the second where all
+# do. It is not zero, because a network may be overconfident in just those answers that quantization changes. Fitted on
+# an overconfident and an underconfident classifier, and on a MobileNetV2 that quantization had ruined (measured once,
+# the program is gone). docs/reference/measured.md ("How far the estimates miss") says how often intervals hold.
 _FEW_COST_DEVIATION, _ALL_COST_DEVIATION = 0.2, 0.1
 # What a changed label costs where no confidence is known: half way between nothing and all.
 _UNKNOWN_COST = 0.5
@@ -67,22 +68,24 @@ _UNKNOWN_COST = 0.5
 _RARE_CLASS = 1e-3
 # Of so many neighbouring places (4 x 4) the truth is taken to be the same: chosen by hand.
 _SAME_TRUTH = 16
-# The standard deviation of an estimated overlap, as a share of the drop: the net of tools/bench/interval_coverage.py
-# lost 1.2 to 1.8 times what was estimated, because it is unsure where it is right.
+# The standard deviation of an estimated drop of the mean IoU, as a share of that drop. Fitted on one small segmentation
+# network, which lost 1.2 to 1.8 times the estimate, because it is underconfident (measured once, the program is gone).
+# Means over its plans (docs/reference/measured.md, "How far the estimates miss"): 1.35 points lost, 0.93 estimated.
 _MAP_DEVIATION = 0.3
 # Beyond what float32 can tell, so that logarithms stay finite.
 _DB_LIMIT = 200.0
 # A variance that is a smaller share of the power comes from rounding in sums of float64.
 _ROUNDING_SHARE = 1e-12
-# Channels with less than this share of the largest deviation are a group of their own, such as scores beside boxes.
+# Channels whose deviation is a smaller share of the largest one form a second group, such as scores beside boxes.
 _SMALL_CHANNEL = 0.01
 # This share of an image's values, at each end, may be overshoots and is no part of its peak.
 _OVERSHOOT = 0.01
 _TABLE_VALUES, _TABLE_PLACES = 5, 16
 """An output with so many values at so many places is a table that code outside decides by, such as a raw detector's."""
-# Noise may make up for the float model's own misses, or add to them, by chance. Of a model that misses a share
-# u = 0.1 of the variance this moves the loss by 2 x 1.96 sqrt(lost u / n); n = 107 independent values are those of the
-# pose net of tools/bench/interval_coverage.py, where all plans that lose at most 5 points are then held.
+# Quantization noise may by chance cancel errors of the float model, or add to them. If the float model misses a share
+# u = 0.1 of the variance, this moves the loss by 2 x 1.96 sqrt(lost u / n). n = 107 independent values was fitted on a
+# network for heatmaps of joints: with it, the intervals of all its plans that lose at most 5 points contain the true
+# drop (docs/reference/measured.md, "How far the estimates miss", pose_heatmaps).
 _CHANCE = 0.12
 # Cosines of float32 vectors that differ by less are equal but for rounding.
 _EQUALLY_NEAR = 1e-6

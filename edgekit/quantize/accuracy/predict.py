@@ -174,7 +174,7 @@ class FloatReference:
         The float model's probabilities stand for the truth. Where a decision changes, the expected loss is the
         probability of the float model's class less that of the new one (after D. Guillory et al., "Predicting with
         confidence on unseen distributions", 2021). How other kinds of output are judged stands in
-        `edgekit.quantize.accuracy.loss`; of several outputs the one that loses most is told.
+        `edgekit.quantize.accuracy.loss`; of several outputs, the one that loses most is reported.
 
         Raises:
             RuntimeRefusal: ONNX Runtime refuses a model.
@@ -250,7 +250,7 @@ class FloatReference:
             return {name: each for name, each in outputs.items() if name not in stated or stated[name].kind == "scores"}
 
         image = find_image(next(iter(self._samples)))
-        # Anchors and strides follow from the sizes of picture and outputs, which differ from sample to sample here.
+        # Anchors and strides follow from the sizes of image and outputs, which differ from sample to sample here.
         is_open = any(not isinstance(dim, int) for spec in self._model.inputs for dim in (spec.shape or ())[1:])
         if image is None or is_open:
             return None
