@@ -30,8 +30,8 @@ PLAIN_DROP = 0.005
 _FEW, _MORE_THAN_FEW = (1, 3, 8), (20, 40, 80)
 # The plain mode keeps at least this share of the work in integers: a choice.
 _PLAIN_INTEGER = 0.75
-# The drop that more tensors out of 8 bits must save: without this the SiLU detector of tools/bench/collapse kept nine
-# nodes in float for 0.1 points.
+# A plan with more tensors out of 8 bits must save at least this much of the drop. Chosen after a small detector with
+# SiLU, which without this bound kept nine nodes in float for 0.1 points (measured once, the program is gone).
 _WORTH = 0.002
 # A drop too small to be worth another plan, a tenth of a point; and one that is worth advice, two points.
 _NEGLIGIBLE, _MUCH = 0.001, 0.02
@@ -217,13 +217,18 @@ def _weigh(search: Search, chosen: Trial, other: Trial) -> str:
 def search_plan(search: Search, goal: Goal, state: State | None = None) -> tuple[QuantPlan, Searched | None]:
     """Returns the plan that meets the goal with the fewest tensors out of 8 bits, and all trials.
 
-    First all tensors have 8 bits. Then more and more of the most harmful ones leave them, for 16 bits if the target
-    supports them, else for float, until a plan meets the goal and the target still runs as much of the work as with the
-    first. Each plan is measured by the decisions of its outputs. If none meets the goal, `choose_trial` or
-    `choose_cheapest` decides.
+    1. The first plan keeps all activations in 8 bits. In the plain mode it is returned without trials (None) if there
+       are too few samples to judge by, or no time is left.
+    2. Its drop is measured (`Search.measure`), as that of every later plan. If it meets the goal, the search ends.
+    3. Else tensors are ranked by the noise that they cause, and plans with 1, 3, 8, then 20, 40 and 80 of them out of
+       8 bits are considered: in 16 bits if the target supports that, else in float. Each plan costs a measurement, so
+       one that cannot meet the goal, by the noise that it would remove, is skipped (`_try_plans`).
+    4. The search ends at the first plan that meets the goal, if the target still runs as much of the work as with the
+       first plan. Else the largest number of tensors that pays is tried, and then smaller ones, to see whether they
+       do as well.
+    5. `choose_trial` (the user gave a goal) or `choose_cheapest` (plain mode) selects one of the trials.
 
-    Each trial is written to the file of the `state`, from which an interrupted search continues. The trials are None if
-    there are too few samples to judge by, or no time is left.
+    Each trial is written to the file of the `state`, from which an interrupted search continues.
 
     Raises:
         ModelError: no node of the model can be quantized.
@@ -269,7 +274,8 @@ def write_chosen(search: Search, plan: QuantPlan, searched: Searched | None, out
 def choose_cheapest(trials: Sequence[Trial], goal: Goal) -> Searched:
     """Returns the trial of the plain mode: the fewest tensors out of 8 bits after which more hardly save anything.
 
-    That is the first trial that meets the goal, or over which even the trial with the least loss is not worth its cost.
+    That is the first trial that meets the goal, or whose drop is so near the least drop of all trials that the
+    difference is not worth more tensors out of 8 bits (`_add_worth`).
     """
     enough = _add_worth(trials)
     chosen = next(trial for trial in trials if goal.is_met(trial.prediction) or _drop(trial) <= enough)
@@ -322,9 +328,15 @@ def _choose_most_taken(trials: Sequence[Trial]) -> Trial:
 def _try_plans(search: Search, goal: Goal, first: QuantPlan, state: State | None) -> list[Trial]:
     """Returns the trials, by rising number of tensors out of 8 bits.
 
-    The ranking of tensors bounds what a plan can save. Plans that may meet the goal by this bound are tried first, the
-    fewest tensors before more, until one is good enough. If none is, the largest number that pays is tried, and smaller
-    ones by bisection.
+    1. The plan with no tensor out of 8 bits is measured. It is the only one if the target has no wider precision, or,
+       in the plain mode, if outputs are plain values that hardly differ.
+    2. Few tensors (1, 3, 8) are ranked first, then many (20, 40, 80), because a longer ranking takes more runs. The
+       ranking forecasts the share of the noise that each number of tensors removes, which bounds the drop from below.
+    3. Rising numbers are tried, except those whose bound is more than twice the goal. The first that is good enough
+       ends the search.
+    4. If none is good enough, the largest number is tried that removes enough noise to pay for its cost.
+    5. Then fewer tensors may do: among the numbers between the chosen trial and the next smaller trial, the middle
+       one of those whose bound allows a good enough drop is tried, until none is left.
     """
     attempts = _Attempts(search, goal, first, state)
     plain = attempts.run(0)
