@@ -13,8 +13,8 @@ from edgekit.model.tensors import Array
 
 NORM = "LayerNormalization"
 """Its gain is positive: as uint8 it uses all steps above zero. Other uint8 weights keep their int8 values."""
-# From this ratio of the median gain to the error of rounding on, a gain of 8 bits stays: a choice. It is reached unless
-# the largest gain is more than five times the median.
+# An 8-bit gain stays if the ratio of the median gain to its rounding error is at least this: a choice. The ratio is
+# lower only if the largest gain is more than about five times the median.
 _EXACT_DB = 45.0
 _MOST_8, _MOST_16 = 255, 65535
 
@@ -22,9 +22,16 @@ _MOST_8, _MOST_16 = 255, 65535
 def multiply_gains(qdq: onnx.GraphProto, graph: Graph) -> None:
     """Turns coarse gains of normalizations whose output has 16 bits into products, in place; nodes are not in order.
 
-    QNN takes only gains of 8 bits, and one large channel makes all their steps coarse. So LayerNormalization(x, gain,
-    bias) becomes LayerNormalization(x, 1, bias / gain) * gain, where the factor has 16 bits. What is normalized over N
-    channels lies within sqrt(N - 1), so the grid of the new tensor needs no samples.
+    Why: QNN accepts only 8-bit gains of LayerNormalization, and all channels share one scale. If one channel's gain is
+    large, the scale is too coarse for the others.
+
+    1. Nodes are selected whose output has 16 bits and whose 8-bit gain has a large rounding error compared with the
+       median gain (below _EXACT_DB). Zero gains, and a bias that would more than double the range, exclude a node.
+    2. LayerNormalization(x, gain, bias) becomes LayerNormalization(x, 1, bias / gain) * gain, which is the same value.
+       The gain of 1 is exact in 8 bits, and the factor of the Mul gets 16 bits.
+    3. The new tensor between the two nodes gets a 16-bit scale without calibration: a value that is normalized over N
+       channels lies within +-sqrt(N - 1), and the bias at most doubles that.
+    4. The Mul takes over the node's name and output, and the old gain and bias are removed if nothing else reads them.
     """
     floats = {node.output[0]: node for node in graph.nodes if node.op_type == NORM}
     stored = {tensor.name: tensor for tensor in qdq.initializer}
