@@ -22,7 +22,7 @@ _THRESHOLDS = np.linspace(0.5, 0.95, 10)
 # COCO counts at most so many boxes of an image; what scores less is noise and costs time.
 _MOST_BOXES, _LEAST_SCORE = 100, 0.01
 _MOST_CANDIDATES = 300
-# Boxes that overlap by so much show one object; no two overlap by 2.
+# Boxes with at least this IoU show one object. No IoU reaches _NEVER, so with it nothing is suppressed.
 _SAME_OBJECT, _NEVER = 0.5, 2.0
 # The probability that a detection is right is its score to the power _CERTAINTY: the power lowers small scores most,
 # since most boxes that non-maximum suppression wrongly leaves are false detections. _MISS is the deviation of each of
@@ -38,10 +38,10 @@ _DRAWS = 100
 # a peak on its map, however low: with `_likelihood` its computed AP was 12.2 to 13.1, and its true AP 12.7. All of this
 # was measured once, the program is gone.
 _ALL_SEEN = 0.6
-# The deviation of that and of `discount_loss` to either side, as a share of the drop: from detector to detector the
-# logarithm of the true over the estimated loss has a deviation of 0.47 (six of them, 3 to 12 plans each), so that 95 %
-# of further detectors lie between 1 / 2.7 and 2.7 times the estimate. Below it, less is possible, as least is lost of
-# small drops.
+# The standard deviations, below and above, of the errors of _ALL_SEEN and `discount_loss`, as shares of the drop.
+# Fitted on six detectors with 3 to 12 plans each: the logarithm of true over estimated loss has a deviation of 0.47, so
+# 95 % of other detectors should lie between 1 / 2.7 and 2.7 times the estimate (measured once, the program is gone).
+# The lower end is farther out than that, because the smaller a computed drop is, the smaller is its true share.
 _LESS, _MORE = 0.4, 0.85
 
 

@@ -54,8 +54,8 @@ _SHUFFLES = 8
 _LEAST_CENTRED, _BEYOND_CELL = 0.1, 0.25
 # The background of a softmax has the highest score in at least this share of places.
 _BACKGROUND = 0.6
-# The share of an objectness that is left once it is multiplied by the highest class: 0.85 and more. For the column of a
-# class it is less than 0.5, even where a detector hardly tells its classes apart.
+# Objectness times the highest class score is at least 0.85 of the objectness. If the column is a class instead, it is
+# less than 0.5, even for a detector that hardly distinguishes its classes. The bound lies between.
 _CLASS_SHARE = 0.65
 _MOST_COMPARED = 60
 # Decoded boxes come before those of a grid, and corners, which may also be read as middle and size, before all.

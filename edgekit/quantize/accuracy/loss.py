@@ -48,25 +48,25 @@ def discount_loss(share: float) -> float:
 
 
 LEAST_PSNR_DB, _MOST_PSNR_DB = 36.0, 48.0
-"""How near the float model's images are taken to be to the true ones, at least and at most.
+"""The least and the highest PSNR of the float model's images against the true ones that is assumed.
 
-From three nets that enlarge images three times, on 180 images (docs/concepts/accuracy.md).
+Fitted on three networks that enlarge images three times, with 180 images (docs/concepts/accuracy.md).
 """
 
 # Draws of a bootstrap: a choice, for the time.
 _RESAMPLES = 200
-# Jeffreys' prior of a share adds half a change, which costs half of what a change can cost.
+# Jeffreys' prior for a share adds half a changed answer; its cost is taken as half of the largest possible cost.
 _PRIOR_CHANGES, _PRIOR_COST = 0.5, 0.5
 # The standard deviation of the mean cost of a changed answer: the first where few answers change, the second where all
 # do. It is not zero, because a network may be overconfident in just those answers that quantization changes. Fitted on
 # an overconfident and an underconfident classifier, and on a MobileNetV2 that quantization had ruined (measured once,
 # the program is gone). docs/reference/measured.md ("How far the estimates miss") says how often intervals hold.
 _FEW_COST_DEVIATION, _ALL_COST_DEVIATION = 0.2, 0.1
-# What a changed label costs where no confidence is known: half way between nothing and all.
+# The cost of a changed label if the confidence is unknown: half way between 0 and 1.
 _UNKNOWN_COST = 0.5
-# A class with a smaller share of the places is left out of the mean overlap, which it would decide by chance.
+# A class with a smaller share of the pixels is left out of the mean IoU, in which it would add mostly chance.
 _RARE_CLASS = 1e-3
-# Of so many neighbouring places (4 x 4) the truth is taken to be the same: chosen by hand.
+# So many neighbouring pixels (4 x 4) are assumed to have the same true class: chosen by hand.
 _SAME_TRUTH = 16
 # The standard deviation of an estimated drop of the mean IoU, as a share of that drop. Fitted on one small segmentation
 # network, which lost 1.2 to 1.8 times the estimate, because it is underconfident (measured once, the program is gone).
@@ -81,7 +81,7 @@ _SMALL_CHANNEL = 0.01
 # This share of an image's values, at each end, may be overshoots and is no part of its peak.
 _OVERSHOOT = 0.01
 _TABLE_VALUES, _TABLE_PLACES = 5, 16
-"""An output with so many values at so many places is a table that code outside decides by, such as a raw detector's."""
+"""An output with at least so many values at so many places is a table from which the app decides (a raw detector's)."""
 # Quantization noise may by chance cancel errors of the float model, or add to them. If the float model misses a share
 # u = 0.1 of the variance, this moves the loss by 2 x 1.96 sqrt(lost u / n). n = 107 independent values was fitted on a
 # network for heatmaps of joints: with it, the intervals of all its plans that lose at most 5 points contain the true
@@ -116,8 +116,8 @@ class Measure(msgspec.Struct, frozen=True, kw_only=True):
 def _record_classes(expected: Array, found: Array, reading: Reading) -> Array:
     """Returns what a change of the first class costs on average, and 1 if there is a change, else 0.
 
-    The old class was right with the float model's probability of it: then 1 is lost. The new one is right with its
-    probability: then 1 is gained.
+    The old class is right with the float model's probability p: then 1 is lost. The new class is right with the float
+    model's probability q: then 1 is gained. So the mean cost is p - q.
     """
     before, after = int(read_decisions(expected, reading)[0]), int(read_decisions(found, reading)[0])
     if before == after:
@@ -221,9 +221,9 @@ def _record_image(expected: Array, found: Array, _reading: Reading) -> Array:
 def _detail(images: Array) -> float:
     """Returns the mean square of what is finer than four pixels: images less their means over 4 x 4, enlarged again.
 
-    Pictures have about as much power in each octave (D. J. Field, 1987), and a net that enlarges them misses the truth
-    by about the finest octave that it shows. The images of three nets came as near to the truth as this says, or up to
-    2 dB nearer; those of one net were up to 9 dB less near.
+    Photographs have about equal power in each octave (D. J. Field, 1987), and the error of a network that enlarges them
+    is about the power of the finest octave that it shows. The PSNR of three networks against the truth was as this
+    predicts, or up to 2 dB higher; that of one network was up to 9 dB lower (measured once).
     """
     first = 2 if images.shape[1] in IMAGE_CHANNELS else 1
     height, width = (side // _FINE for side in images.shape[first : first + 2])
@@ -275,7 +275,7 @@ def _judge_values(records: Sequence[Array]) -> Loss:
     half of a small loss: over 26 good and bad plans of two detectors mean AP fell by 0 to 0.42 points for each point of
     R2, unless more than half of R2 was lost.
 
-    The interval knows that noise makes up for the float model's own misses by chance, or adds to them.
+    The interval includes that noise may by chance cancel errors of the float model, or add to them (_CHANCE).
     """
     table = np.stack(records)
     total = table.sum(axis=0)
@@ -359,8 +359,8 @@ MEASURES: Mapping[MeasuredKind, Measure] = {
 def _interval_of_costs(costs: Array, total: int) -> tuple[float, float]:
     """Returns the interval of the share of changes times the mean cost of one, by the variances of both (delta method).
 
-    The share's is that of Jeffreys' posterior (L. D. Brown, T. T. Cai and A. DasGupta, 2001). The cost's is what the
-    costs that were seen tell of their mean, and how far confidences may be wrong.
+    The variance of the share is that of Jeffreys' posterior (L. D. Brown, T. T. Cai and A. DasGupta, 2001). The
+    variance of the mean cost is that of the observed costs, plus one for wrong confidences (`_cost_deviation`).
     """
     count = len(costs) + _PRIOR_CHANGES
     rate, cost = count / (total + 2 * _PRIOR_CHANGES), (float(costs.sum()) + _PRIOR_CHANGES * _PRIOR_COST) / count
@@ -379,7 +379,7 @@ def _cost_deviation(rate: float) -> float:
 def reach_without_labels(measure: str, estimate: float, changed: float) -> float:
     """Returns half of the width that an interval keeps however many samples there are, because labels are missing.
 
-    `changed` is the share of decisions that changed: what one costs only labels tell.
+    `changed` is the share of decisions that changed; the true cost of a change is known only with labels.
     """
     if measure in {MEASURES["classes"].name, MEASURES["sequence"].name}:
         return Z95 * changed * _cost_deviation(changed)

@@ -1,4 +1,4 @@
-"""The kind of each output: as it is stated, or as its values and the graph tell."""
+"""The kind of each output: as the user stated it, or guessed from its values and the graph."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -18,7 +18,7 @@ RAW = "raw"
 """The `squash` of scores whose sigmoid the app computes."""
 IMAGE_CHANNELS = frozenset({1, 3, 4})
 """Grey, RGB and RGBA."""
-# A picture has longer sides: a choice.
+# The shortest side of an image output: a choice.
 _LEAST_SIDE = 8
 WHITES = (1.0, 255.0)
 """The value of white: of floats, and of bytes."""
@@ -32,7 +32,7 @@ _MOST_STEPS = 512
 _BOX = 4
 # The next bounds tell raw scores from other numbers where the graph has no Softmax, Sigmoid or ArgMax. All are chosen
 # by hand: each was added for a network that was misread, and together they read the outputs of the zoo and of models
-# from packages rightly. The first is the mean of the largest probability of a map, were its values logits; that of
+# from packages correctly. The first is the mean of the largest probability of a map, were its values logits; that of
 # features is less.
 _LEAST_CONFIDENCE = 0.6
 # The mean magnitude of the largest channel of a map over that of the smallest: that of boxes in pixels is more.

@@ -25,16 +25,16 @@ from edgekit.quantize.effort import count_side_by_side, find_effort
 from edgekit.quantize.graph.sessions import EXACT_PRODUCTS
 
 MOST_SAMPLES = 256
-"""So many samples tell half a point, which is one changed answer of 200; more cost time."""
+"""The most samples that are compared. They resolve half a point, which is one changed answer of 200; more cost time."""
 WANTED_REACH = 0.005
 """How wide, to each side, the interval of a drop should be at most: half a point."""
 FAITHFUL_DB = 30.0
 """Outputs of unknown kinds meet any goal from this ratio on, an error of 3 % of the values: a choice."""
-# By so many samples the kind of an output is guessed: a choice, for the time.
+# The number of samples from which the kind of an output is guessed: a choice, to save time.
 _KIND_SAMPLES = 4
-# By so many the head of a detector is read, since not every image shows an object: a choice, for the time.
+# The number for the head of a detector: more, since not every image shows an object. A choice, to save time.
 _HEAD_SAMPLES = 16
-# The float model's outputs are kept in so much memory; those beyond are computed again: a choice.
+# The memory for stored outputs of the float model; outputs that do not fit are computed again: a choice.
 _MOST_KEPT_BYTES = 64 << 20
 _SETTINGS = SessionSettings(threads=1, one_block=False, config=dict(EXACT_PRODUCTS))
 LABELS = "labels"
@@ -77,11 +77,11 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def wanted_samples(prediction: Prediction) -> float | None:
-    """Returns how many samples would tell a share of right answers to half a point, None where these do.
+    """Returns how many samples would narrow the interval to half a point to each side, None if these are enough.
 
-    The width of an interval falls with the root of the number of samples, or with the number itself where not one
-    answer changed. What only labels tell stays: infinity where no number of unlabelled samples is enough, of which at
-    most MOST_SAMPLES count.
+    The width of an interval falls with the square root of the number of samples, or with the number itself if no answer
+    changed. A part of it does not fall without labels (`reach_without_labels`). The result is infinity if no number of
+    unlabelled samples is enough; at most MOST_SAMPLES of them are used.
     """
     ends, estimate, agreement = prediction.drop_interval, prediction.drop_estimate, prediction.top1_agreement
     if ends is None or estimate is None or agreement is None:
@@ -157,7 +157,8 @@ class FloatReference:
     def parts(self) -> tuple["Part", ...]:
         """The outputs that count, and how: a detector's head, and the first other output that makes one decision.
 
-        All other outputs count where none makes one decision. The float model's outputs for a few samples tell.
+        If no output makes one decision, all others count. The kinds are guessed from outputs of the float model for a
+        few samples.
         """
         few = self._run_few(_KIND_SAMPLES)
         readings, head = read_output_kinds(self._graph, few, self._stated), self._find_head(few[0])
