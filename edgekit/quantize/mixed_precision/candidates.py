@@ -185,8 +185,8 @@ def learn_roundings(draft: Draft, judged: Judgement, memo: Memo) -> tuple[Candid
 def choose_again(draft: Draft, memo: Memo) -> QuantPlan:
     """Returns a plan with tensors out of 8 bits, with the range method and the rounding that are best for it.
 
-    If these few tensors made most of the noise, the earlier choice was dominated by them. A few samples judge, and the
-    present ranges and rounding stay if others gain little.
+    If these few tensors made most of the noise, the present choice was made mostly for them, so it may not be the best
+    for the others. Candidates are judged on a few samples, and the present choice stays if others gain little.
     """
     key = digest_draft(draft)
     if key not in memo.chosen:

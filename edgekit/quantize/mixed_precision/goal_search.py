@@ -40,9 +40,10 @@ _MANY, _ELSE = 20, "more samples may help, else leave the model in float"
 # Shares of work that differ by less count as equal.
 _SAME_SHARE = 0.005
 _HALF = 0.5
-# How far a forecast of a drop (a factor) or of a ratio may be off: choices, wide enough that skipped steps would fail.
+# The assumed error of a forecast: a factor for a drop, dB for a ratio. Choices, so wide that only steps which would
+# miss the goal are skipped.
 _NEAR, _NEAR_DB = 2.0, 2.0
-# The least share of the noise that a forecast leaves, so that shares of it can be taken.
+# The least share of the noise that a forecast leaves; not 0, because later forecasts are divided by it.
 _NONE_LEFT = 1e-9
 _MORE = "plans with more tensors out of 8 bits"
 
@@ -252,7 +253,7 @@ def _choose(trials: Sequence[Trial], goal: Goal) -> Searched:
 
 
 def _is_near(prediction: Prediction) -> bool:
-    """Returns True if outputs are numbers, not decisions, and close: nothing says which difference matters."""
+    """Returns True if outputs are plain values near the float model's: they make no decision that could change."""
     return prediction.measure == MEASURES["values"].name and prediction.sqnr_db >= FAITHFUL_DB
 
 

@@ -113,8 +113,8 @@ def relieve_step(
     """Returns a plan with its `count` most harmful tensors out of 8 bits, None if it has too few.
 
     They get 16 bits if the target supports them, and stay float otherwise. `before` is the plan with the next smaller
-    number of them. Its ranges and its rounding are used again, unless these few tensors make most of the noise: then
-    the earlier choice was dominated by them.
+    number of them. Its ranges and its rounding are used again, unless few tensors make most of the noise: then ranges
+    and rounding had been chosen mostly for these tensors, and are chosen again for the others.
 
     Raises:
         UsageError: the statistics are gone.
@@ -207,10 +207,11 @@ def weigh_relief(
 def bound_relief(noise: Sequence[float], count: int) -> float:
     """Returns an upper bound of the noise share that goes once the `count` worst tensors leave 8 bits.
 
-    The noise of single tensors adds up at the outputs: n_1 + n_2 + ... + w, worst first, where w >= 0 is that of
-    rounded weights. A step removes n_1 + ... + n_count, which is at most its share of n_1 + n_2 + .... This share
-    bounds by how much the ratio rises (`rise_db`), and a drop falls no faster than the power of the noise. A step that
-    cannot gain enough is not tried, since trying it takes four sessions.
+    `noise` holds n_1, n_2, ..., the noise power at the outputs if one tensor alone has 8 bits, worst first. These add
+    up, together with w >= 0, the noise of rounded weights. A step removes n_1 + ... + n_count of the total. Since w is
+    not known, the result leaves it out: (n_1 + ... + n_count) / (n_1 + n_2 + ...), which is never too small. It bounds
+    how much the ratio rises (`rise_db`), and how much the drop falls: no faster than the power of the noise. A step
+    that cannot gain enough is not tried, since trying it takes four sessions.
     """
     return sum(noise[:count]) / max(sum(noise), _TINY)
 
