@@ -14,8 +14,9 @@ from edgekit.data.samples import Samples, select_samples, spread_indices
 from edgekit.errors import UsageError
 from edgekit.model.tensors import HEADERS, Array, Tensors
 
-# Weights that were rounded with some samples look better on these than on others, so some samples are kept out of
-# rounding; but if there are few, rounding needs all. The numbers are chosen by hand with tools/bench/quantize_zoo.py.
+# Weights that were rounded with some samples look better on these than on others, so some samples are not used for
+# rounding; but if there are few samples, rounding needs all. The numbers are chosen by hand with
+# tools/bench/quantize_zoo.py.
 MOST_SAMPLES = 16
 MOST_BYTES = 64 << 20  # of inputs and outputs together, which lie in the cache and in memory
 FEWEST_SAMPLES = 8
