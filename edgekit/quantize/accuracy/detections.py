@@ -106,7 +106,7 @@ def record_detections(head: Detector, expected: Tensors, found: Tensors) -> Arra
             # A CenterNet learns no box beside a centre: a peak one place on is held against the box of the old peak.
             records[best, 3:] = score, apart if head.suppresses else 1 - overlaps[index, best]
             continue
-        # A second box on an object is wrong; elsewhere the float model itself says how likely an object is, if it does.
+        # A second box on an object is wrong. Elsewhere an object is as likely as the float model's score at that row.
         is_wrong = not head.keeps_places or overlaps[index].max(initial=0) >= _SAME_OBJECT
         more.append([kind, 0.0 if is_wrong else float(chances[row, kind]), 0.0, float(score), apart])
     return np.concatenate([records, np.array(more).reshape(-1, 5)])

@@ -22,11 +22,11 @@ IMAGE_CHANNELS = frozenset({1, 3, 4})
 _LEAST_SIDE = 8
 WHITES = (1.0, 255.0)
 """The value of white: of floats, and of bytes."""
-# The brightest pixel of a few images, in shares of white; a network that sharpens overshoots. A choice.
+# The bounds of the brightest pixel of a few images, relative to white; sharpening overshoots white. Choices.
 _LEAST_WHITE, _MOST_WHITE = 0.2, 1.5
-# More entries along an axis are places rather than classes, unless they add up to one or weights make them.
+# An axis with more entries holds places, not classes, unless they add up to one or a layer's weights make them.
 _MOST_CLASSES = 8192
-# More places are boxes or pixels in a row rather than the steps of one answer: a choice.
+# A sequence has at most so many steps; more are boxes or pixels: a choice.
 _MOST_STEPS = 512
 # So many entries along the last of three axes, or fewer, are corners of boxes.
 _BOX = 4
@@ -52,9 +52,9 @@ def read_output_kinds(
 ) -> dict[str, Reading]:
     """Returns how each output that can be judged is read, from the float model's outputs for a few samples.
 
-    What is not stated is guessed. Numbers that decide nothing are values, such as those of an embedding, whose largest
-    entry says little. Raw scores of a map are recognized by the confidence that they show, and by classes whose scores
-    have about the same size.
+    If the user stated no kind, it is guessed. Numbers that decide nothing are values, such as those of an embedding,
+    whose largest entry says little. Raw scores of a map are recognized by the confidence that they show, and by classes
+    whose scores have about the same size.
     """
     raw_scores = list_raw_scores({name: value.shape for name, value in outputs[0].items()})
     found: dict[str, Reading] = {}

@@ -1,4 +1,4 @@
-"""What the graph tells of an output: which of its axes a layer with weights makes, and what stands behind that layer.
+"""What the graph shows of an output: which of its axes a layer with weights makes, and which operators follow it.
 
 Each class has weights of its own, so the axis of classes is the output axis of a linear layer. An axis that comes from
 the input, such as the frames of a sound or pixels, holds places. Behind a normalization or a Tanh there are no scores.
