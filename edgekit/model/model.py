@@ -362,9 +362,12 @@ def find_reads(graph: onnx.GraphProto) -> set[str]:
     return {name for node in graph.node for name in iterate_reads(node)} | {value.name for value in graph.output}
 
 
-def drop_unread(graph: onnx.GraphProto) -> None:
-    """Removes the initializers that no node of a graph reads, in place."""
+def drop_unread(graph: onnx.GraphProto, ops: Collection[str] = ()) -> None:
+    """Removes the nodes of `ops` without readers, then the initializers that no node of a graph reads, in place."""
     read = find_reads(graph)
+    if any(node.op_type in ops and read.isdisjoint(node.output) for node in graph.node):
+        refill(graph.node, [node for node in graph.node if node.op_type not in ops or not read.isdisjoint(node.output)])
+        read = find_reads(graph)
     for at in reversed(range(len(graph.initializer))):  # putting the others into a new list would copy each of them
         if graph.initializer[at].name not in read:
             del graph.initializer[at]

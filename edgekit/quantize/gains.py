@@ -1,15 +1,15 @@
 """Gains of normalizations for which 8 bits are too few, where activations have 16."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
 from edgekit.graph.graph import Graph
-from edgekit.model.model import drop_unread, find_reads, refill
-from edgekit.model.tensors import Array
+from edgekit.model.model import drop_unread
+from edgekit.quantize.graph.float_graph import read_dequantized
 
 NORM = "LayerNormalization"
 """Its gain is positive: as uint8 it uses all steps above zero. Other uint8 weights keep their int8 values."""
@@ -26,26 +26,36 @@ def multiply_gains(qdq: onnx.GraphProto, graph: Graph) -> None:
     large, the scale is too coarse for the others.
 
     1. Nodes are selected whose output has 16 bits and whose 8-bit gain has a large rounding error compared with the
-       median gain (below _EXACT_DB). Zero gains, and a bias that would more than double the range, exclude a node.
+       median gain (below _EXACT_DB). Zero or computed gains, and a bias that
+       would more than double the range, exclude a node.
     2. LayerNormalization(x, gain, bias) becomes LayerNormalization(x, 1, bias / gain) * gain, which is the same value.
        The gain of 1 is exact in 8 bits, and the factor of the Mul gets 16 bits.
     3. The new tensor between the two nodes gets a 16-bit scale without calibration: a value that is normalized over N
        channels lies within +-sqrt(N - 1), and the bias at most doubles that.
     4. The Mul takes over the node's name and output, and the old gain and bias are removed if nothing else reads them.
     """
-    floats = {node.output[0]: node for node in graph.nodes if node.op_type == NORM}
+    floats = {
+        node.output[0]: node
+        for node in graph.nodes
+        if node.op_type == NORM and all(graph.is_float_constant(name) for name in node.input[1:])
+    }
+    if not floats:
+        return
     stored = {tensor.name: tensor for tensor in qdq.initializer}
     makers = {name: node for node in qdq.node for name in node.output}
     rounders = {node.input[0]: node for node in qdq.node if node.op_type == "QuantizeLinear"}
     for node in [node for node in qdq.node if node.op_type == NORM]:
         rounder, read = rounders.get(node.output[0]), [makers[name] for name in node.input if name in makers]
-        norm = floats[node.output[0].removesuffix("_QuantizeLinear_Input")]
+        norm = floats.get(node.output[0].removesuffix("_QuantizeLinear_Input"))
         # A float normalization reads its constants directly.
-        if rounder is None or len(read) < len(node.input) or stored[rounder.input[2]].data_type != _UINT16:
+        if norm is None or rounder is None or len(read) < len(node.input):
+            continue
+        if stored[rounder.input[2]].data_type != onnx.TensorProto.UINT16:
             continue
         gain, *rest = (graph.weight(name).astype(np.float64) for name in norm.input[1:])
         bias, reach = rest[0] if rest else np.zeros_like(gain), math.sqrt(max(gain.size - 1, 1))
-        noise = float(np.mean((_dequantize(read[1], stored) - gain) ** 2))
+        rounded = read_dequantized(read[1], lambda name: numpy_helper.to_array(stored[name]))
+        noise = float(np.mean((rounded - gain) ** 2))
         is_exact = noise * 10 ** (_EXACT_DB / 10) <= float(np.median(gain**2))
         # The bias may at most double the range.
         if is_exact or gain.ndim != 1 or not np.all((gain != 0) & (np.abs(bias) <= reach * np.abs(gain))):
@@ -72,17 +82,7 @@ def multiply_gains(qdq: onnx.GraphProto, graph: Graph) -> None:
         qdq.node.append(helper.make_node("QuantizeLinear", [even, *grid], [f"{even}.integers"], domain=rounder.domain))
         qdq.node.append(_dequantizer([f"{even}.integers", *grid], f"{even}.rounded", rounder.domain))
         qdq.node.append(helper.make_node("Mul", [f"{even}.rounded", f"{prefix}.gain"], [made], name=name))
-    wanted = find_reads(qdq)
-    refill(qdq.node, [node for node in qdq.node if node.op_type != "DequantizeLinear" or node.output[0] in wanted])
-    drop_unread(qdq)
-
-
-_UINT16 = onnx.TensorProto.UINT16
-
-
-def _dequantize(node: onnx.NodeProto, stored: Mapping[str, onnx.TensorProto]) -> Array:
-    integers, scale, zero = (numpy_helper.to_array(stored[name]).astype(np.float64) for name in node.input)
-    return np.asarray((integers - zero) * scale)
+    drop_unread(qdq, ["DequantizeLinear"])
 
 
 def _add_grid(qdq: onnx.GraphProto, name: str, scale: float, zero: np.generic) -> tuple[str, str]:

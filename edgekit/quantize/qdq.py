@@ -22,7 +22,6 @@ from edgekit.graph.graph import Graph
 from edgekit.model.model import (
     Model,
     drop_unread,
-    find_reads,
     iterate_graphs,
     list_names,
     load_model,
@@ -92,10 +91,7 @@ def store_blocks(
             blocks = blocks or quantize_blocks(weight, form.bits, form.block, lpbq=True)
             write_product(qdq.graph, node, layer.weight, blocks, form, len(weight))
     # The DequantizeLinear nodes of the replaced weights have no readers any more.
-    read = find_reads(qdq.graph)
-    kept = [node for node in qdq.graph.node if node.op_type != "DequantizeLinear" or node.output[0] in read]
-    refill(qdq.graph.node, kept)
-    drop_unread(qdq.graph)
+    drop_unread(qdq.graph, ["DequantizeLinear"])
     import_contrib(qdq)
 
 

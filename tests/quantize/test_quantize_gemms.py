@@ -97,6 +97,13 @@ def test_the_gain_of_a_normalization_has_all_255_steps_on_qnn(target: str, step:
         assert float(scale) == pytest.approx(step, rel=1e-5)
 
 
+def test_a_computed_gain_stays_as_it_is_beside_16_bits(tmp_path: Path) -> None:
+    text = NORM.replace("  h =", "  mean = ReduceMean <axes = [0, 1], keepdims = 0> (x) gain = Sigmoid(mean) h =")
+    constants: dict[str, Array] = {"shift": np.zeros(8, np.float32), "eye": np.eye(8, dtype=np.float32)}
+    model = make_model(text, tmp_path / "m.onnx", constants=constants)
+    assert "Mul" not in op_types(quantize(model, tmp_path, "qnn", precision="int16").model)
+
+
 @pytest.mark.parametrize("shift", [0.5, None])
 @pytest.mark.parametrize("loudest", [12, 1])
 def test_a_gain_that_8_bits_do_not_hold_is_a_product_beside_16_bits(

@@ -6,7 +6,7 @@ and Add, and raises attention masks, whose large negative numbers would widen ra
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -31,6 +31,7 @@ from edgekit.model.model import (
     refill,
     rename_tensors,
 )
+from edgekit.model.tensors import Array
 from edgekit.prepare.basic import drop_initializer_inputs
 
 # What ONNX Runtime's quantizer appends to the name of a tensor (onnxruntime/quantization/quant_utils.py). If a name is
@@ -359,13 +360,22 @@ def _fold_dequantized_weights(graph: onnx.GraphProto, folder: Path) -> None:
         if node.op_type != "DequantizeLinear" or not initializers.keys() >= set(node.input):
             kept.append(node)
             continue
-        values, scale, *rest = (read_array(initializers[name], folder) for name in node.input)
-        axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 1)
-        shape = [-1 if scale.ndim == 1 and index == axis % values.ndim else 1 for index in range(values.ndim)]
-        shift = rest[0].astype(np.float32) if rest else np.zeros_like(scale)
-        weight = np.asarray((values.astype(np.float32) - shift.reshape(shape)) * scale.reshape(shape))
-        graph.initializer.append(numpy_helper.from_array(weight.astype(scale.dtype), node.output[0]))
+        weight = read_dequantized(node, lambda name: read_array(initializers[name], folder))
+        graph.initializer.append(numpy_helper.from_array(weight, node.output[0]))
     refill(graph.node, kept)
+
+
+def read_dequantized(node: onnx.NodeProto, read: Callable[[str], Array]) -> Array:
+    """Returns the values of a constant behind a DequantizeLinear, in the type of its scale.
+
+    `read` returns a constant by its name. The scale is one number, or has one for each index of an axis.
+    """
+    values, scale, *rest = map(read, node.input)
+    axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 1)
+    shape = [-1 if scale.ndim == 1 and index == axis % values.ndim else 1 for index in range(values.ndim)]
+    shift = rest[0].astype(np.float32) if rest else np.zeros_like(scale)
+    weight = np.asarray((values.astype(np.float32) - shift.reshape(shape)) * scale.reshape(shape))
+    return weight.astype(scale.dtype)
 
 
 def _separate_biases(graph: onnx.GraphProto) -> None:

@@ -22,6 +22,7 @@ from edgekit.prepare.basic import import_contrib
 from edgekit.quantize.accuracy.loss import join_ratios, ratio_db
 from edgekit.quantize.calibration.held_out import read_held_out
 from edgekit.quantize.graph.compared_tensors import ComparedTensor
+from edgekit.quantize.graph.float_graph import read_dequantized
 from edgekit.quantize.graph.sessions import open_graph
 from edgekit.quantize.objective import measure_loss
 
@@ -144,16 +145,11 @@ def _dequantize_layers(qdq: onnx.ModelProto, nodes: set[str]) -> dict[str, dict[
     for node in qdq.graph.node:
         if node.name in nodes:
             sources = {place: made[name] for place, name in enumerate(node.input) if name in made and place}
-            found[node.name] = {place: _dequantize(source, stored) for place, source in sources.items()}
+            found[node.name] = {
+                place: read_dequantized(source, lambda name: numpy_helper.to_array(stored[name]))
+                for place, source in sources.items()
+            }
     return found
-
-
-def _dequantize(node: onnx.NodeProto, stored: Mapping[str, onnx.TensorProto]) -> Array:
-    """Returns the values of a constant behind a DequantizeLinear with a zero point of 0."""
-    integers, scale = (numpy_helper.to_array(stored[name]) for name in node.input[:2])
-    axis = next((item.i for item in node.attribute if item.name == "axis"), 1)
-    shape = [-1 if index == axis else 1 for index in range(integers.ndim)] if scale.ndim else ()
-    return np.asarray(integers.astype(np.float32) * scale.reshape(shape))
 
 
 def _switch(name: str, site: onnx.NodeProto) -> list[onnx.NodeProto]:
