@@ -41,6 +41,27 @@ def told(drop: float | None, sqnr_db: float, source: str = "test") -> Callable[[
     return measure
 
 
+def begin_search(
+    model: Model,
+    calibration: Calibration,
+    measure: Callable[[Model], Prediction],
+    work: Path,
+    target: Target | None = None,
+    *,
+    may_widen: bool = False,
+) -> Search:
+    """A search for a plan in 8 bits, for QNN where no target is given."""
+    return Search(
+        model=model,
+        calibration=calibration,
+        target=target or load_target("qnn"),
+        precision="int8",
+        measure=measure,
+        work=work,
+        may_widen=may_widen,
+    )
+
+
 @pytest.mark.parametrize(
     ("drop", "sqnr_db", "is_enough"),
     [
@@ -57,10 +78,7 @@ def test_tensors_leave_8_bits_where_too_much_is_lost_whatever_the_ratio(
         is_first = quantized.path.stem == "all"
         return told(drop if is_first else drop and 0.0001, sqnr_db if is_first else 40.0)(quantized)
 
-    search = Search(
-        model=model, calibration=calibration, target=load_target("qnn"), precision="int8",
-        measure=measure, work=tmp_path,
-    )  # fmt: skip
+    search = begin_search(model, calibration, measure, tmp_path)
     plan, searched = search_plan(search, Goal())
     assert plan.judged[0].sqnr_db < 20
     assert searched is not None
@@ -78,10 +96,7 @@ def test_tensors_of_a_collapsed_model_leave_8_bits_only_where_that_saves_points(
     def measure(quantized: Model) -> Prediction:
         return told(drops.pop(0), 15.0)(quantized)
 
-    search = Search(
-        model=model, calibration=calibration, target=load_target("qnn"), precision="int8",
-        measure=measure, work=tmp_path,
-    )  # fmt: skip
+    search = begin_search(model, calibration, measure, tmp_path)
     _, searched = search_plan(search, Goal())
     assert searched is not None
     assert searched.chosen.step == step
@@ -93,10 +108,7 @@ def test_a_search_of_a_collapsed_model_begins_with_all_in_8_bits(
     collapsing: tuple[Model, Calibration], tmp_path: Path, drop: float, source: str
 ) -> None:
     model, calibration = collapsing
-    search = Search(
-        model=model, calibration=calibration, target=load_target("qnn"), precision="int8",
-        measure=told(drop, 15.0, source), work=tmp_path,
-    )  # fmt: skip
+    search = begin_search(model, calibration, told(drop, 15.0, source), tmp_path)
     plan, found = search_plan(search, Goal(is_asked=True))
     assert found is not None
     assert [trial.step for trial in found.trials] == ["all"]
@@ -114,10 +126,7 @@ def test_a_search_goes_on_while_a_stage_pays_and_to_the_end_where_a_goal_was_ask
     def measure(quantized: Model) -> Prediction:
         return told(drops[quantized.path.stem], 15.0)(quantized)
 
-    search = Search(
-        model=model, calibration=calibration, target=load_target("qnn"), precision="int8",
-        measure=measure, work=tmp_path,
-    )  # fmt: skip
+    search = begin_search(model, calibration, measure, tmp_path)
     state = open_state(tmp_path / "state.json", model, "samples", search.target, "int8", {})
     _, plain = search_plan(search, Goal())
     _, asked = search_plan(search, Goal(is_asked=True), state)
@@ -158,10 +167,7 @@ def test_only_what_may_be_enough_is_tried(
         steps.append(quantized.path.stem)
         return told(drops[steps[-1]], 25.0)(quantized)
 
-    search = Search(
-        model=model, calibration=calibration, target=with_one_scale("qnn"), precision="int8",
-        measure=measure, work=tmp_path,
-    )  # fmt: skip
+    search = begin_search(model, calibration, measure, tmp_path, with_one_scale("qnn"))
     _, searched = search_plan(search, Goal())
     assert steps[: len(tried)] == tried
     assert searched is not None
@@ -198,10 +204,7 @@ def test_where_none_may_be_enough_most_are_tried_first_and_then_fewer_by_bisecti
     def measure(quantized: Model) -> Prediction:
         return told(steps[quantized.path.stem], 25.0)(quantized)
 
-    search = Search(
-        model=model, calibration=calibration, target=load_target("qnn"), precision="int8",
-        measure=measure, work=tmp_path,
-    )  # fmt: skip
+    search = begin_search(model, calibration, measure, tmp_path)
     _, searched = search_plan(search, Goal())
     assert searched is not None
     assert [trial.step for trial in searched.trials] == [*steps]
@@ -216,10 +219,7 @@ def test_where_no_few_tensors_make_the_noise_none_leave_8_bits(tmp_path: Path) -
     weights = {f"w{i}": (16, 16) for i in range(branches)}
     model = make_model(f"{head} {{ {terms} y = Concat<axis=1>({sums}) }}", tmp_path / "m.onnx", weights)
     calibration = calibrate_model(model, random_samples(model, count=24), work=tmp_path / "work")
-    search = Search(
-        model=model, calibration=calibration, target=load_target("cpu"), precision="int8",
-        measure=told(0.3, 25.0), work=tmp_path,
-    )  # fmt: skip
+    search = begin_search(model, calibration, told(0.3, 25.0), tmp_path, load_target("cpu"))
     _, searched = search_plan(search, Goal())
     assert searched is not None
     assert [trial.step for trial in searched.trials] == ["all"]
@@ -236,10 +236,7 @@ def test_what_was_tried_is_not_quantized_again_and_another_plan_is(
     collapsing: tuple[Model, Calibration], tmp_path: Path
 ) -> None:
     model, calibration = collapsing
-    search = Search(
-        model=model, calibration=calibration, target=load_target("qnn"), precision="int8",
-        measure=told(0.002, 15.0), work=tmp_path,
-    )  # fmt: skip
+    search = begin_search(model, calibration, told(0.002, 15.0), tmp_path)
     plan, searched = search_plan(search, Goal())
     assert searched is not None
     anew = quantize_model(model, plan, calibration, tmp_path / "out.onnx")
@@ -276,10 +273,7 @@ def test_plain_minmax_is_taken_where_it_loses_less(
         steps.append(quantized.path.stem)
         return told(drops.get(steps[-1], 0.05), 25.0)(quantized)
 
-    search = Search(
-        model=model, calibration=calibration, target=load_target("qnn"), precision="int8",
-        measure=measure, work=tmp_path,
-    )  # fmt: skip
+    search = begin_search(model, calibration, measure, tmp_path)
     plan, searched = find_plan(search, max_drop=None, narrow=True)
     assert searched is not None
     assert (searched.chosen.step, searched.met) == (chosen, met)
@@ -296,10 +290,7 @@ def test_a_plan_that_loses_much_says_what_16_bits_would_lose(
     def measure(quantized: Model) -> Prediction:
         return told(0.001 if quantized.path.stem == "int16" else 0.1, 12.0)(quantized)
 
-    search = Search(
-        model=model, calibration=calibration, target=load_target("qnn"), precision="int8",
-        measure=measure, work=tmp_path, may_widen=True,
-    )  # fmt: skip
+    search = begin_search(model, calibration, measure, tmp_path, may_widen=True)
     plan, searched = find_plan(search, max_drop=None, narrow=False)
     assert searched is not None
     assert plan.precision == "int8"
@@ -330,10 +321,7 @@ def test_advice_is_given_from_two_points_on_and_promises_nothing_that_was_not_me
     collapsing: tuple[Model, Calibration], tmp_path: Path, drop: float, target: str, advice: str
 ) -> None:
     model, calibration = collapsing
-    search = Search(
-        model=model, calibration=calibration, target=load_target(target), precision="int8",
-        measure=told(drop, 25.0), work=tmp_path, may_widen=True,
-    )  # fmt: skip
+    search = begin_search(model, calibration, told(drop, 25.0), tmp_path, load_target(target), may_widen=True)
     _, searched = find_plan(search, max_drop=None, narrow=False)
     assert searched is not None
     assert searched.advice.startswith(advice)
@@ -349,10 +337,7 @@ def test_advice_tells_of_a_plan_that_was_tried_and_tries_it_no_second_time(tmp_p
         steps.append(quantized.path.stem)
         return told(0.5 if steps[-1] == "all" else 0.2, 25.0)(quantized)
 
-    search = Search(
-        model=model, calibration=calibration, target=load_target("nnapi"), precision="int8",
-        measure=measure, work=tmp_path,
-    )  # fmt: skip
+    search = begin_search(model, calibration, measure, tmp_path, load_target("nnapi"))
     _, searched = find_plan(search, max_drop=0.005, narrow=False)
     assert searched is not None
     assert not searched.met
@@ -367,10 +352,7 @@ def test_what_is_written_never_loses_more_than_plain_minmax(text: str, target: s
     samples = draw_samples(model, 24, 1)
     calibration = calibrate_model(model, samples, work=tmp_path / "work")
     measure = FloatReference(model, samples).predict_drop
-    search = Search(
-        model=model, calibration=calibration, target=load_target(target), precision="int8", measure=measure,
-        work=tmp_path,
-    )  # fmt: skip
+    search = begin_search(model, calibration, measure, tmp_path, load_target(target))
     plan, searched = find_plan(search, max_drop=None, narrow=True)
     written = measure(write_chosen(search, plan, searched, tmp_path / "written.onnx").model)
     stock = plan_minmax(model, calibration, search.target, plan)
@@ -440,10 +422,7 @@ def test_readers_encoders_and_faithful_plans_are_measured_and_never_worse_than_m
     model, samples = draw(tmp_path)
     calibration = calibrate_model(model, samples, work=tmp_path / "work")
     measure = FloatReference(model, samples).predict_drop
-    search = Search(
-        model=model, calibration=calibration, target=load_target(target), precision="int8", measure=measure,
-        work=tmp_path,
-    )  # fmt: skip
+    search = begin_search(model, calibration, measure, tmp_path, load_target(target))
     plan, searched = find_plan(search, max_drop=None, narrow=True)
     assert searched is not None
     written = measure(write_chosen(search, plan, searched, tmp_path / "written.onnx").model)
