@@ -15,7 +15,7 @@ from edgekit.machine import describe_machine
 from edgekit.serialize import to_json
 
 _VERSION = 1
-_ReportT = TypeVar("_ReportT")
+_RowT = TypeVar("_RowT")
 
 
 def require_history(path: Path) -> None:
@@ -53,27 +53,19 @@ def opened_history(path: Path) -> Generator[sqlite3.Connection]:
         ) from error
 
 
-class Row(msgspec.Struct, Generic[_ReportT], frozen=True):
-    """A recorded report: its number, the time of recording (UTC), and the columns by which it is found."""
+class Table(msgspec.Struct, Generic[_RowT], frozen=True, kw_only=True):
+    """A table of a history, whose rows become values of one `kind`.
 
-    id: int
-    time: str
-    columns: tuple[str, ...]
-    report: _ReportT
-
-
-class Table(msgspec.Struct, Generic[_ReportT], frozen=True, kw_only=True):
-    """A table of a history, which holds reports of one `kind`.
-
-    `columns` are those by which a report is found, with their SQL types; `noun` is the word for a row in messages.
+    They have a number `id`, the UTC `time` of recording, `columns` by which they are found, with their SQL types, and a
+    `report`. `noun` is the word for a row in messages.
     """
 
     name: str
     columns: Mapping[str, str]
-    kind: type[_ReportT]
+    kind: type[_RowT]
     noun: str
 
-    def add(self, path: Path, columns: Sequence[object], report: _ReportT) -> int:
+    def add(self, path: Path, columns: Sequence[object], report: object) -> int:
         """Adds a report to a history, which is created if necessary, and returns the report's number.
 
         Raises:
@@ -92,7 +84,7 @@ class Table(msgspec.Struct, Generic[_ReportT], frozen=True, kw_only=True):
             words = ("INSERT INTO", self.name, "(", ", ".join(list(types)[1:]), ") VALUES (", marks, ")")
             return int(connection.execute(" ".join(words), row).lastrowid or 0)
 
-    def select(self, path: Path, condition: str, values: Sequence[object]) -> list[Row[_ReportT]]:
+    def select(self, path: Path, condition: str, values: Sequence[object]) -> tuple[_RowT, ...]:
         """Returns the rows of a history that meet an SQL condition; none if it has no such table.
 
         Raises:
@@ -101,22 +93,21 @@ class Table(msgspec.Struct, Generic[_ReportT], frozen=True, kw_only=True):
         known = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?"
         with opened_history(path) as connection:
             if connection.execute(known, (self.name,)).fetchone() is None:
-                return []
-            words = ("SELECT id, time,", ", ".join(self.columns), ", report FROM", self.name, condition)
+                return ()
+            names = ("id", "time", *self.columns, "report")
+            words = ("SELECT", ", ".join(names), "FROM", self.name, condition)
             rows = connection.execute(" ".join(words), tuple(values)).fetchall()
-        return [self._read(row, path) for row in rows]
-
-    def _read(self, row: Sequence[object], path: Path) -> Row[_ReportT]:
-        number, time, *columns, text = map(str, row)
-        try:
-            return Row(int(number), time, tuple(columns), msgspec.json.decode(text, type=self.kind))
-        except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise DataError(
-                f"{self.noun} {number} of '{path}' is malformed: {error}", hint="use another history file"
-            ) from error
-
-
-_BENCHES = Table(name="benches", columns={"subject": "TEXT", "machine": "TEXT"}, kind=BenchReport, noun="benchmark")
+        found: list[_RowT] = []
+        for row in rows:
+            try:
+                fields = {**dict(zip(names, row, strict=True)), "report": msgspec.json.decode(str(row[-1]))}
+                # SQLite has no type for truth values: they are the integers 0 and 1.
+                found.append(msgspec.convert(fields, self.kind, strict=False))
+            except (msgspec.DecodeError, ValueError, RecursionError) as error:
+                raise DataError(
+                    f"{self.noun} {row[0]} of '{path}' is malformed: {error}", hint="use another history file"
+                ) from error
+        return tuple(found)
 
 
 class PastBench(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,6 +118,9 @@ class PastBench(msgspec.Struct, frozen=True, kw_only=True):
     subject: str
     machine: str
     report: BenchReport
+
+
+_BENCHES = Table(name="benches", columns={"subject": "TEXT", "machine": "TEXT"}, kind=PastBench, noun="benchmark")
 
 
 class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,7 +155,7 @@ def list_benches(path: Path, *, subject: str | None = None) -> tuple[PastBench, 
         DataError: there is no such file, or it is no history.
     """
     require_history(path)
-    return _select(path, "WHERE ? IS NULL OR subject = ? ORDER BY id", (subject, subject))
+    return _BENCHES.select(path, "WHERE ? IS NULL OR subject = ? ORDER BY id", (subject, subject))
 
 
 def compare_benches(before: BenchReport, now: BenchReport) -> Iterator[Slowdown]:
@@ -186,7 +180,7 @@ def compare_with_last(report: BenchReport, path: Path, max_slowdown: float | Non
         DataError: the file is no history.
     """
     where = "WHERE subject = ? AND machine = ? ORDER BY id DESC LIMIT 1"
-    past = _select(path, where, (report.subject, _name_machine())) if path.exists() else ()
+    past = _BENCHES.select(path, where, (report.subject, _name_machine())) if path.exists() else ()
     if not past:
         return report
     (last,) = past
@@ -200,13 +194,6 @@ def compare_with_last(report: BenchReport, path: Path, max_slowdown: float | Non
             for one in found
             if max_slowdown is not None and one.apart and one.ratio > max_slowdown
         ),
-    )
-
-
-def _select(path: Path, condition: str, values: Sequence[object]) -> tuple[PastBench, ...]:
-    return tuple(
-        PastBench(id=row.id, time=row.time, subject=row.columns[0], machine=row.columns[1], report=row.report)
-        for row in _BENCHES.select(path, condition, values)
     )
 
 

@@ -127,14 +127,10 @@ def _source(graph: Graph, name: str) -> str:
 
 def _weigh(graph: Graph, node: Node, macs: int, made: float) -> tuple[Kind, float]:
     """Returns the kind and the amount of a node's work; `made` is the number of elements that it writes."""
-    if macs:
-        return _weigh_product(graph, node, macs)
-    if node.op_type in _CURVES or node.op_type.startswith("Reduce") or "Pool" in node.op_type:
-        return "curve", max(made, _blocks(graph, node.input[0]))
-    return ("move" if node.op_type in _MOVES else "vector"), made
-
-
-def _weigh_product(graph: Graph, node: Node, macs: int) -> tuple[Kind, float]:
+    if not macs:
+        if node.op_type in _CURVES or node.op_type.startswith("Reduce") or "Pool" in node.op_type:
+            return "curve", max(made, _blocks(graph, node.input[0]))
+        return ("move" if node.op_type in _MOVES else "vector"), made
     weight = _source(graph, node.input[1]) if node.has_input(1) else ""
     sizes = [size or 1 for size in graph.value(weight).sizes or ()]
     if node.op_type in _CONVS and len(sizes) >= 3:

@@ -9,19 +9,17 @@ import numpy as np
 
 from edgekit.errors import UsageError, suggest_name
 from edgekit.evidence import Evidence, Verdict
-from edgekit.forecasts.features import Traffic, Work
+from edgekit.forecasts.features import Traffic, Work, list_amounts
 from edgekit.forecasts.model import (
+    MEMORY_KINDS,
     Bits,
-    CpuFit,
     Fitted,
-    load_cpu_sum,
+    list_planned,
+    load_cpu_fit,
     load_fitted,
     load_phones,
     load_table,
     rank_networks,
-    split_time,
-    sum_compiled,
-    sum_memory,
 )
 from edgekit.phones import Phone
 from edgekit.serialize import NotebookPage
@@ -168,14 +166,10 @@ def choose_phones() -> tuple[Phone, ...]:
     fitted, _ = load_fitted()
     measured = {name for each in fitted.precisions.values() for name in each.devices}
     found: dict[int, Phone] = {}
-    for phone in sorted(load_phones(), key=_rank):
+    for phone in sorted(load_phones(), key=lambda phone: (phone.form != "Phone", phone.name)):
         if phone.name in measured:
             found.setdefault(phone.soc_model, phone)
     return tuple(sorted(found.values(), key=lambda phone: phone.name))
-
-
-def _rank(phone: Phone) -> tuple[bool, str]:
-    return phone.form != "Phone", phone.name
 
 
 def forecast_work(
@@ -210,37 +204,38 @@ def forecast_cpu(work: Work, other: Work, machine: str, ms: float) -> DeviceFore
     Raises:
         UsageError: the other network does nothing that takes time.
     """
-    fitted = load_cpu_sum()
-    took, own = (float(split_time(fitted.coefficients, each.kinds).sum()) for each in (other, work))
+    fitted = load_cpu_fit()
+    took, own = (fitted.sum(list_amounts(each.kinds)) for each in (other, work))
     if not took > 0:
         raise UsageError(f"{machine}: that model does no work to scale by", hint="give one that multiplies")
-    scaled = ms * own / took
-    values = (float(f"{scaled * math.exp(value):.4g}") for value in (0.0, fitted.low, fitted.high))
-    middle, low, high = values
+    middle, low, high = (_round(ms * own / took * math.exp(value)) for value in (0.0, fitted.low, fitted.high))
     return DeviceForecast(
         device=machine, chipset="CPU", soc_model=None, htp=None, precision="float", basis="scaled",
         ms=middle, low_ms=low, high_ms=high, note=f"scaled by the work from {ms:g} ms of another model there",
     )  # fmt: skip
 
 
+def _round(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
 class _Estimate:
     """The forecast of a network in one precision, for any device."""
 
-    def __init__(self, work: Work, precision: Bits, known: Sequence[KnownTime], traffic: Traffic | None = None) -> None:
-        self.model, self.networks = load_fitted()
-        self.table = load_table()
+    def __init__(self, work: Work, precision: Bits, known: Sequence[KnownTime], traffic: Traffic | None) -> None:
+        self.model, networks = load_fitted()
         self.work, self.known = work, known
         self.precision: Bits = precision
         self.fitted: Fitted = self.model.precisions[precision]
-        self.ranked = rank_networks(self.fitted, work.kinds, self.networks)
+        self.ranked = rank_networks(self.fitted, work.kinds, networks)
         self.distance = next(iter(self.ranked.values()))
-        self.log_ms = math.log(float(split_time(self.fitted.coefficients, work.kinds).sum()))
+        self.log_ms = math.log(self.fitted.sum(list_amounts(work.kinds)))
         self.compiled = self.fitted.compiled if traffic is not None else None
         if self.compiled is not None and traffic is not None:
             # The errors of graph and plan are different, so that the mean of both errs less than either.
-            self.log_ms = (self.log_ms + math.log(sum_compiled(self.compiled, work.kinds, traffic))) / 2
+            self.log_ms = (self.log_ms + math.log(self.compiled.sum(list_planned(work.kinds, traffic)))) / 2
             # Only networks with a plan were used in the fit.
-            self.distance = next(far for name, far in self.ranked.items() if "float" in self.networks[name].traffic)
+            self.distance = next(far for name, far in self.ranked.items() if "float" in networks[name].traffic)
         self.moved, self.left = self._calibrate()
 
     def _calibrate(self) -> tuple[float | None, float]:
@@ -255,7 +250,7 @@ class _Estimate:
                     hint=f"a time on one of these moves the forecast: {', '.join(sorted(own.devices)[:6])}, ...",
                 )
             effect = math.log(time.ms) - own.devices[device]
-            guess = float(split_time(own.coefficients, self.work.kinds).sum())
+            guess = own.sum(list_amounts(self.work.kinds))
             if abs(effect - math.log(guess)) > math.log(_FARTHEST_OFF):
                 forecast = guess * math.exp(own.devices[device])
                 raise UsageError(
@@ -288,16 +283,19 @@ class _Estimate:
             row = msgspec.structs.replace(row, ms=own.ms, low_ms=own.ms, high_ms=own.ms, basis="measured")
         else:
             row = self._add_time(row, device, placing)
-        rows = (
-            (name, distance, self.table.find_rows(self.table.find_key(name), self.precision).get(device))
-            for name, distance in self.ranked.items()
-        )
+        table = load_table()
         near = (
-            Neighbour(network=name, distance=round(distance, 3), ms=known.ms)
-            for name, distance, known in rows
-            if known is not None
+            Neighbour(network=name, distance=round(distance, 3), ms=measured[device].ms)
+            for name, distance in self.ranked.items()
+            if device in (measured := table.find_rows(table.find_key(name), self.precision))
         )
-        return self._add_memory(msgspec.structs.replace(row, nearest=tuple(islice(near, _NEAREST))), device)
+        row = msgspec.structs.replace(row, nearest=tuple(islice(near, _NEAREST)))
+        fit = self.model.memory[self.precision].get(device)
+        if fit is None:
+            return row
+        mb = max(1.0, fit.sum([*(self.work.kinds.get(kind, 0.0) for kind in MEMORY_KINDS), 1.0]))
+        low, high = (round(mb * math.exp(value), 1) for value in (fit.low, fit.high))
+        return msgspec.structs.replace(row, memory_mb=round(mb, 1), low_mb=low, high_mb=high)
 
     def _add_time(self, row: DeviceForecast, device: str, placing: Placing | None) -> DeviceForecast:
         fitted = self.fitted
@@ -309,27 +307,16 @@ class _Estimate:
             # The uncertainties between devices and between precisions add up as independent errors.
             high = math.hypot(fitted.spread[device], self.left)
             low = -high
-        cpu = self._find_cpu(placing)
+        left = 0 if placing is None else placing.left
+        cpu = next((each for each in reversed(self.model.cpu_layers) if left >= each.least), None)
         if cpu is not None and self.moved is None:
             middle, low, high = (
                 middle + cpu.middle, -math.hypot(low, cpu.low - cpu.middle), math.hypot(high, cpu.high - cpu.middle)
             )  # fmt: skip
         basis = "recalibrated" if self.moved is not None else "networks" if self.compiled is None else "compiled"
-        ms, low_ms, high_ms = (float(f"{math.exp(value):.4g}") for value in (middle, middle + low, middle + high))
+        ms, low_ms, high_ms = (_round(math.exp(value)) for value in (middle, middle + low, middle + high))
         note = f"{placing.left} of {placing.nodes} nodes on the CPU" if cpu is not None and placing is not None else ""
         return msgspec.structs.replace(row, ms=ms, low_ms=low_ms, high_ms=high_ms, basis=basis, note=note)
-
-    def _find_cpu(self, placing: Placing | None) -> CpuFit | None:
-        layers = 0 if placing is None else placing.left
-        return next((each for each in reversed(self.model.cpu_layers) if layers >= each.least), None)
-
-    def _add_memory(self, row: DeviceForecast, device: str) -> DeviceForecast:
-        fit = self.model.memory[self.precision].get(device)
-        if fit is None:
-            return row
-        mb = sum_memory(fit, self.work.kinds)
-        low, high = (round(mb * math.exp(value), 1) for value in (fit.low, fit.high))
-        return msgspec.structs.replace(row, memory_mb=round(mb, 1), low_mb=low, high_mb=high)
 
 
 def find_measured(name: str, fitted: Fitted) -> str | None:

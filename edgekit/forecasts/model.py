@@ -92,38 +92,40 @@ def load_phones() -> tuple[Phone, ...]:
 Bits = Literal["float", "w8a8", "w8a16"]
 
 
-class CompiledFit(msgspec.Struct, frozen=True, kw_only=True):
-    """The fit to the compiler's plans of the float networks: milliseconds for each amount of `list_planned`.
-
-    `low` and `high` apply to the mean of the logarithms of this forecast and the one from the graph.
-    """
+class Fit(msgspec.Struct, frozen=True, kw_only=True):
+    """A sum over amounts of work, with the quantiles 0.1 and 0.9 of log(measured / forecast) over left-out families."""
 
     coefficients: tuple[float, ...]
     low: float
     high: float
 
+    def sum(self, amounts: Iterable[float]) -> float:
+        """Returns what is forecast for these amounts: milliseconds on the reference device, or MB."""
+        return float(self.split(amounts).sum())
 
-class Fitted(msgspec.Struct, frozen=True, kw_only=True):
-    """The fit for a precision.
+    def split(self, amounts: Iterable[float]) -> Array:
+        """Returns what each amount contributes to the forecast."""
+        return np.asarray(np.array(self.coefficients) * np.array(list(amounts)))
 
-    `coefficients` are milliseconds for each amount of `KINDS` and for every inference, on the reference device;
-    `devices` holds the logarithm of each device's factor. `low` and `high` are the quantiles 0.1 and 0.9 of
-    log(measured / forecast time) over left-out families, divided by 1 + distance; `farthest` is the largest distance
-    among them. `faster` is the share of measured pairs, more than a tenth apart, in which this precision was faster
-    than another. `spread` is by device the uncertainty (quantile 0.8) that remains if the time on another device is
-    known. `over` is that between precisions: the median of log(time in this one / time in the other), and the quantile
-    0.8 around it. `compiled` is None if plans do not improve the forecast.
+
+class Fitted(Fit, frozen=True, kw_only=True):
+    """The fit for a precision: milliseconds for each amount of `list_amounts`, on the reference device.
+
+    `devices` holds the logarithm of each device's factor. `low` and `high` are divided by 1 + distance; `farthest` is
+    the largest distance of a left-out family. `faster` is the share of measured pairs, more than a tenth apart, in
+    which this precision was faster than another. `spread` is by device the uncertainty (quantile 0.8) that remains if
+    the time on another device is known. `over` is that between precisions: the median of log(time in this one / time in
+    the other), and the quantile 0.8 around it. `compiled` is the fit to the compiler's plans of the float networks, for
+    each amount of `list_planned`; its `low` and `high` apply to the mean of the logarithms of that forecast and the one
+    from the graph. It is None if plans do not improve the forecast.
     """
 
-    coefficients: tuple[float, ...]
     devices: dict[str, float]
-    low: float
-    high: float
     farthest: float
     spread: dict[str, float]
     over: dict[Bits, tuple[float, float]] = {}
     faster: dict[Bits, float] = {}
-    compiled: CompiledFit | None = None
+    compiled: Fit | None = None
 
 
 class KnownNetwork(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -139,17 +141,6 @@ class KnownNetwork(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     traffic: dict[Bits, Traffic] = {}
 
 
-class MemoryFit(msgspec.Struct, frozen=True, kw_only=True):
-    """Peak memory on a device: MB for each of `MEMORY_KINDS`, and for every session.
-
-    `low` and `high` are the quantiles 0.1 and 0.9 of the logarithm of measured over forecast memory.
-    """
-
-    coefficients: tuple[float, ...]
-    low: float
-    high: float
-
-
 class CpuFit(msgspec.Struct, frozen=True, kw_only=True):
     """How much a run takes longer with at least `least` layers on the CPU: log factors, quantiles 0.1, 0.5 and 0.9."""
 
@@ -159,25 +150,16 @@ class CpuFit(msgspec.Struct, frozen=True, kw_only=True):
     high: float
 
 
-class CpuSum(msgspec.Struct, frozen=True, kw_only=True):
-    """The fit to times of networks on the CPU of a PC, by kind of work: only ratios of forecast times are used.
-
-    `low` and `high` are the quantiles 0.1 and 0.9 of log(measured / forecast time) if one network of another family, on
-    the same machine, gives the scale.
-    """
-
-    coefficients: tuple[float, ...]
-    low: float
-    high: float
-
-
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a forecast needs: the fit for each precision, and that of memory by precision and device."""
+    """All that a forecast needs: the fit for each precision, and that of peak memory by precision and device.
+
+    Memory is in MB, for each of `MEMORY_KINDS` and for every session.
+    """
 
     reference: str
     cpu_layers: tuple[CpuFit, ...]
     precisions: dict[Bits, Fitted]
-    memory: dict[Bits, dict[str, MemoryFit]]
+    memory: dict[Bits, dict[str, Fit]]
 
 
 @functools.lru_cache(maxsize=1)
@@ -196,14 +178,12 @@ def read_networks(path: Path) -> dict[str, KnownNetwork]:
 
 
 @functools.lru_cache(maxsize=1)
-def load_cpu_sum() -> CpuSum:
-    """Returns the fit for ONNX Runtime's CPU provider."""
-    return msgspec.json.decode((targets_folder() / FOLDER / "cpu.json").read_bytes(), type=CpuSum)
+def load_cpu_fit() -> Fit:
+    """Returns the fit to times of networks on the CPU of a PC, by kind of work: only ratios of its sums are used.
 
-
-def split_time(coefficients: Iterable[float], kinds: Mapping[Kind, float]) -> Array:
-    """Returns the milliseconds of each kind of work on the reference device; last, the fixed cost."""
-    return np.asarray(np.array(list(coefficients)) * np.array(list_amounts(kinds)))
+    Its `low` and `high` hold if one network of another family, on the same machine, gives the scale.
+    """
+    return msgspec.json.decode((targets_folder() / FOLDER / "cpu.json").read_bytes(), type=Fit)
 
 
 def list_planned(kinds: Mapping[Kind, float], traffic: Traffic) -> list[float]:
@@ -214,11 +194,6 @@ def list_planned(kinds: Mapping[Kind, float], traffic: Traffic) -> list[float]:
     """
     products = kinds["matrix"] + BLOCK * kinds["vector"]
     return [float(traffic.dram), float(traffic.vector), products, kinds["nodes"], kinds["outside"], 1.0]
-
-
-def sum_compiled(fit: CompiledFit, kinds: Mapping[Kind, float], traffic: Traffic) -> float:
-    """Returns the milliseconds on the reference device, from the compiler's plan."""
-    return float(np.array(fit.coefficients) @ np.array(list_planned(kinds, traffic)))
 
 
 def measure_distance(one: Array, other: Array) -> float:
@@ -232,15 +207,9 @@ def measure_distance(one: Array, other: Array) -> float:
 
 def rank_networks(fitted: Fitted, kinds: Mapping[Kind, float], known: Mapping[str, KnownNetwork]) -> dict[str, float]:
     """Returns the distance of a network to each known network, nearest first."""
-    own = split_time(fitted.coefficients, kinds)
-    far = {name: measure_distance(own, split_time(fitted.coefficients, net.kinds)) for name, net in known.items()}
+    own = fitted.split(list_amounts(kinds))
+    far = {name: measure_distance(own, fitted.split(list_amounts(net.kinds))) for name, net in known.items()}
     return dict(sorted(far.items(), key=lambda pair: pair[1]))
-
-
-def sum_memory(fit: MemoryFit, kinds: Mapping[Kind, float]) -> float:
-    """Returns the peak memory in MB."""
-    amounts = np.array([*(kinds.get(kind, 0.0) for kind in MEMORY_KINDS), 1.0])
-    return max(1.0, float(np.array(fit.coefficients) @ amounts))
 
 
 MEMORY_KINDS: tuple[Kind, ...] = ("weights", "spill", "outside", "nodes")

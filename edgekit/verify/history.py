@@ -1,6 +1,6 @@
 """The history of verifications, in a SQLite file: the last run that passed, and what became worse since."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -14,9 +14,6 @@ from edgekit.verify.run_report import Cost, RunReport
 
 # The largest integer that SQLite can store.
 _MOST_RUNS = (1 << 63) - 1
-_RUNS = Table(
-    name="runs", columns={"bundle": "TEXT", "target": "TEXT", "passed": "INTEGER"}, kind=VerifyReport, noun="run"
-)
 # How far below an earlier signal-to-noise ratio without an interval the next may lie. Kernels of another version add in
 # another order; if that crosses a step of a grid, a value moves by that step.
 _SQNR_SLACK_DB = 1.0
@@ -36,6 +33,9 @@ class PastRun(msgspec.Struct, frozen=True, kw_only=True):
     def verdict(self) -> Verdict:
         """The recorded verdict; a run that was recorded as not passed never counts as passed."""
         return "pass" if self.passed else "not proven" if self.report.verdict == "not proven" else "fail"
+
+
+_RUNS = Table(name="runs", columns={"bundle": "TEXT", "target": "TEXT", "passed": "INTEGER"}, kind=PastRun, noun="run")
 
 
 class RunsDiff(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +64,7 @@ def list_runs(path: Path, *, bundle: str | None = None) -> tuple[PastRun, ...]:
         DataError: there is no such file, or it is no history.
     """
     require_history(path)
-    return _select(path, "WHERE ? IS NULL OR bundle = ? ORDER BY id", (bundle, bundle))
+    return _RUNS.select(path, "WHERE ? IS NULL OR bundle = ? ORDER BY id", (bundle, bundle))
 
 
 def read_run(path: Path, number: int) -> PastRun:
@@ -75,7 +75,7 @@ def read_run(path: Path, number: int) -> PastRun:
         DataError: there is no such file, or it is no history.
     """
     require_history(path)
-    found = _select(path, "WHERE id = ?", (max(-1, min(number, _MOST_RUNS)),))
+    found = _RUNS.select(path, "WHERE id = ?", (max(-1, min(number, _MOST_RUNS)),))
     if not found:
         raise UsageError(f"'{path}' has no run {number}", hint=f"edgekit runs list --history {path}")
     return found[0]
@@ -90,7 +90,7 @@ def find_last_good(path: Path, report: VerifyReport) -> PastRun | None:
     if not path.exists():
         return None
     where = "WHERE bundle = ? AND target = ? AND passed = 1 ORDER BY id DESC LIMIT 1"
-    return next(iter(_select(path, where, (report.bundle, report.target))), None)
+    return next(iter(_RUNS.select(path, where, (report.bundle, report.target))), None)
 
 
 def compare_with_baseline(report: VerifyReport, before: VerifyReport, source: str) -> VerifyReport:
@@ -215,17 +215,3 @@ def _compare_run(before: RunReport, now: RunReport) -> Iterator[str]:
     taken, left = before.provider_nodes.get(before.provider), now.provider_nodes.get(before.provider, 0)
     if taken and now.evidence is not Evidence.EMULATED and left < taken:
         yield f"{before.provider} on {before.device} takes {left} nodes, before {taken}"
-
-
-def _select(path: Path, condition: str, values: Sequence[object]) -> tuple[PastRun, ...]:
-    return tuple(
-        PastRun(
-            id=row.id,
-            time=row.time,
-            bundle=row.columns[0],
-            target=row.columns[1],
-            passed=row.columns[2] != "0",
-            report=row.report,
-        )
-        for row in _RUNS.select(path, condition, values)
-    )

@@ -17,9 +17,9 @@ from edgekit.bench.report import BenchReport, BenchRun
 from edgekit.cli.main import run_command
 from edgekit.errors import DataError, UsageError
 from edgekit.evidence import Evidence
-from edgekit.forecasts.features import Traffic, join_graph, measure_work, read_plan
+from edgekit.forecasts.features import Traffic, join_graph, list_amounts, measure_work, read_plan
 from edgekit.forecasts.forecast import KnownTime
-from edgekit.forecasts.model import Bits, load_fitted, load_phones, load_table, split_time
+from edgekit.forecasts.model import Bits, load_fitted, load_phones, load_table
 from edgekit.graph.inference import infer_model
 from edgekit.jobs.forecast import forecast
 from edgekit.jobs.known_times import parse_cpu_times, parse_measured, read_history
@@ -55,7 +55,7 @@ def test_a_known_network_is_forecast_near_its_time_and_itself_is_the_nearest() -
     model, networks = load_fitted()
     fitted = model.precisions["float"]
     measured = load_table().find_rows(load_table().find_key("resnet50"), "float")["Samsung Galaxy S25"].ms
-    assert float(split_time(fitted.coefficients, networks["resnet50"].kinds).sum()) == pytest.approx(measured, rel=0.5)
+    assert fitted.sum(list_amounts(networks["resnet50"].kinds)) == pytest.approx(measured, rel=0.5)
 
 
 def test_the_evidence_is_below_everything(tmp_path: Path) -> None:
