@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,14 +15,14 @@ from bundle_models import make_bundle
 from demo_paths import MODEL
 from tiny_models import parse_model
 
-from edgekit._ort import CpuSession, SessionSettings
+from edgekit._ort import CPU_PROVIDER, CpuSession, SessionSettings
 from edgekit.bench.bench import bench_on, bench_subjects
 from edgekit.bench.blocks import ROUNDS, Effort, run_block
 from edgekit.bench.latency import find_energy
 from edgekit.bench.subject import Opening, open_subject
 from edgekit.cli.main import run_command
-from edgekit.devices.device import DeviceRun, DeviceState, Job, Missing
-from edgekit.devices.local.host import Host
+from edgekit.data.samples import list_samples
+from edgekit.devices.device import DeviceRun, DeviceState, Job, Missing, PlacedNode
 from edgekit.devices.register import DeviceChoice
 from edgekit.devices.standalone import ort_runner
 from edgekit.errors import BundleError, DeviceError, UsageError
@@ -45,8 +46,11 @@ def matmul_model(path: Path, size: int, *, times: int = 1) -> Path:
     return parse_model(text, path)
 
 
-class Phone(Host, frozen=True, kw_only=True):
-    """Stands for a device of its own: computes here, and tells the times and states that a test wants."""
+class Phone(msgspec.Struct, frozen=True, kw_only=True):
+    """Stands for a device of its own: computes in this process, and tells the times and states that a test wants.
+
+    Without a `scale` it tells the times that it took.
+    """
 
     name: str = "adb:1"
     evidence: Evidence = Evidence.DEVICE
@@ -54,23 +58,41 @@ class Phone(Host, frozen=True, kw_only=True):
     after: DeviceState | None = None
     failure: str | None = None
     missing: Missing | None = None
-    scale: float = 1.0
+    scale: float | None = 1.0
 
     def find_missing(self) -> Missing | None:
         return self.missing
 
-    def run_job(self, job: Job, work: Path) -> DeviceRun:
-        run = Host.run_job(self, job, work)
-        count = len(run.latency_ms)
-        times = tuple(10 * self.scale * (1 + self.slowing * i / max(1, count - 1)) for i in range(count))
-        before = (
-            None
-            if self.after is None
-            else DeviceState(
-                temperatures_c={"soc": 30.0}, clocks_khz={"cpu7": 3_000_000}, energy_uj={"package-0": 1_000_000}
-            )
+    def run_job(self, job: Job, work: Path) -> DeviceRun:  # noqa: ARG002 - the seam
+        session = CpuSession(job.model, SessionSettings(threads=1))
+        samples = list(job.samples)
+        outputs, times = [session.run(sample) for sample in samples], list[float]()
+        count = len(samples) * job.repeat
+        for index in range(count):
+            if self.scale is None:
+                begun = time.perf_counter()
+                session.run(samples[0])
+                times.append(1e3 * (time.perf_counter() - begun))
+            else:
+                times.append(10 * self.scale * (1 + self.slowing * index / max(1, count - 1)))
+        before = DeviceState(
+            temperatures_c={"soc": 30.0}, clocks_khz={"cpu7": 3_000_000}, energy_uj={"package-0": 1_000_000}
         )
-        return msgspec.structs.replace(run, latency_ms=times, before=before, after=self.after, failure=self.failure)
+        return DeviceRun(
+            device=self.name,
+            evidence=self.evidence,
+            outputs=list_samples(outputs, self.name),
+            placement=(PlacedNode(name="n", op="MatMul", domain="", provider=CPU_PROVIDER),),
+            placement_source="session",
+            load_ms=1.0,
+            latency_ms=tuple(times),
+            elapsed_ms=tuple(sum(times[place : place + job.repeat]) for place in range(0, count, job.repeat)),
+            peak_rss_bytes=1,
+            versions={},
+            failure=self.failure,
+            before=None if self.after is None else before,
+            after=self.after,
+        )
 
 
 def test_a_device_whose_times_are_none_is_not_timed(tmp_path: Path) -> None:
@@ -145,7 +167,9 @@ def test_sizes_that_are_not_known_become_one_and_a_note_says_so(tmp_path: Path) 
 
 def test_the_slower_of_two_is_found_in_turns(tmp_path: Path) -> None:
     small, large = matmul_model(tmp_path / "a.onnx", 96), matmul_model(tmp_path / "b.onnx", 96, times=6)
-    report = bench_on(small, HOST, [Effort(seconds=6, threads=1)], against=large)
+    subjects = [open_subject(path, tmp_path, Opening()) for path in (small, large)]
+    effort = Effort(runs=20)
+    report = bench_subjects(subjects[:1], [Phone(scale=None)], [effort], against=subjects[1])
     (found,) = report.comparisons
     assert found.ratio is not None
     assert found.ratio.verdict == "A is faster"
@@ -203,9 +227,10 @@ def test_the_state_of_a_machine_is_read_as_linux_tells_it(tmp_path: Path) -> Non
 )
 def test_a_device_that_changes_under_way_is_warned_of(tmp_path: Path, phone: Phone, warning: str) -> None:
     subject = open_subject(matmul_model(tmp_path / "m.onnx", 8), tmp_path, Opening())
-    (run,) = bench_subjects([subject], [phone], QUICK).runs
+    effort = Effort(runs=120)
+    (run,) = bench_subjects([subject], [phone], [effort]).runs
     assert any(warning in line for line in run.warnings)
-    (steady,) = bench_subjects([subject], [Phone()], [Effort(runs=120)]).runs
+    (steady,) = bench_subjects([subject], [Phone()], [effort]).runs
     assert steady.warnings == ()
 
 
