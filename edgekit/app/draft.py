@@ -12,13 +12,14 @@ from PIL import Image
 from edgekit._files import work_folder
 from edgekit.bundle.snippets import make_environment
 from edgekit.data.images import SUFFIXES, Preprocess
-from edgekit.data.samples import refuse_endless
+from edgekit.data.samples import read_shapes, refuse_endless
 from edgekit.errors import DataError, UsageError
 from edgekit.graph.graph import Graph, view_model
 from edgekit.model.model import Model, load_model, read_proto
 from edgekit.model.tensors import TensorSpec
 from edgekit.package.package import Kind
 from edgekit.prepare.clean import prepare_model
+from edgekit.prepare.shapes import find_sizes
 from edgekit.target import target_names
 
 _MOST_IMAGES = 64
@@ -71,6 +72,9 @@ def draft_app(
     source = load_model(model)
     metadata = _read_metadata(source)
     dims, remarks = _guess_dims(source, images, metadata), list[str]()
+    # `init` runs no code of the user's, so samples of a function tell nothing here.
+    if data is not None and Path(data).exists():
+        dims |= find_sizes(source.inputs, read_shapes(data, source.inputs))
     frozen = list(_find_frozen(source, dims))
     preprocess = None if images is None else _guess_preprocess(source, images, {entry.name for entry in frozen}, dims)
     if preprocess is not None:

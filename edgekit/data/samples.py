@@ -10,6 +10,7 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ def load_function(source: str, what: str) -> Callable[..., Any]:
 
 _MOST_KEPT_BYTES = 32 << 20
 _FORMS_HINT = "DATA is a .npz, a folder of .npz, .npy or images, ONNX test_data_set folders, or module:function"
+# So many samples are read to see whether all have the same sizes: a choice.
+_LOOKED_AT = 8
 _UNCOUNTED = -1
 _NO_TENSOR: tuple[type[Exception], ...] = (*MALFORMED, DecodeError)
 
@@ -120,6 +123,25 @@ def load_samples(
     # Reads the first, so that a wrong name or shape is reported before any work starts.
     next(iter(samples))
     return samples
+
+
+def read_shapes(
+    source: AnyPath, inputs: Sequence[TensorSpec], preprocess: Preprocess | None = None
+) -> Sequence[Mapping[str, tuple[int, ...]]]:
+    """Returns the shape of each input in the first few samples, with a batch axis of one where a sample has none.
+
+    Raises:
+        DataError: the source does not exist, or has an unknown form.
+        UsageError: `module:function` names nothing that can be imported.
+    """
+    source = source if isinstance(source, str) else str(as_path(source))
+    ranks = {spec.name: len(spec.shape) for spec in inputs if spec.shape is not None}
+
+    def add_batch(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (1, *shape) if len(shape) + 1 == ranks.get(name) else shape
+
+    rows = islice(_open_source(source, inputs, inputs, preprocess), _LOOKED_AT)
+    return [{name: add_batch(name, value.shape) for name, value in row.items()} for row in rows]
 
 
 def select_samples(samples: Samples, indices: Iterable[int]) -> Samples:

@@ -32,6 +32,7 @@ from edgekit.prepare import ready_model
 from edgekit.prepare.clean import freeze_model
 from edgekit.prepare.fix import BucketModels, Fix, choose_dims, prepare_buckets
 from edgekit.prepare.opset import lower_model
+from edgekit.prepare.shapes import proposing_sizes
 from edgekit.progress import Budget, Progress, Stopwatch
 from edgekit.quantize import Calibration, calibrate_model
 from edgekit.quantize.accuracy.predict import FloatReference
@@ -198,7 +199,8 @@ def _read_inputs(given: Model, data: Data, metric: TaskLimit | None, job: BuildJ
     job.progress("prepare the model")
     refuse_profiles(job.targets, source.inputs)
     dims = choose_dims(recipe.dims, recipe.buckets, recipe.pad)
-    fixed = ready_model(source, folder, dims, may_stay_open=not recipe.buckets and takes_any_size(job.targets))
+    with proposing_sizes(source.inputs, data.source, data.preprocess):
+        fixed = ready_model(source, folder, dims, may_stay_open=not recipe.buckets and takes_any_size(job.targets))
     prepared = fixed.model
     sized = prepare_buckets(source, prepared, dims, recipe.buckets, recipe.pad, folder)
     outputs = check_outputs(recipe.outputs, prepared)

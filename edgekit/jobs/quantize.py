@@ -28,6 +28,7 @@ from edgekit.prepare import Fix, ready_model
 from edgekit.prepare.clean import freeze_model
 from edgekit.prepare.fix import FixedModel
 from edgekit.prepare.opset import lower_model
+from edgekit.prepare.shapes import proposing_sizes
 from edgekit.progress import Budget, Progress, say_nothing
 from edgekit.quantize import QuantPlan, calibrate_model, plan_quantization
 from edgekit.quantize.accuracy.predict import FloatReference, Prediction
@@ -179,7 +180,8 @@ def _open_job(model: Path, data: Data, recipe: Recipe, how: QuantizeOptions, wor
     target, plan = targets[0], None if how.plan is None else read_plan(how.plan)
     precision = _choose_integers(target, recipe, plan)
     source = freeze_model(lower_model(load_model(model), work / "lowered"), work / "frozen", recipe.freeze)
-    fixed = ready_model(source, work, recipe.dims, may_stay_open=takes_any_size((target,)))
+    with proposing_sizes(source.inputs, data.source, data.preprocess):
+        fixed = ready_model(source, work, recipe.dims, may_stay_open=takes_any_size((target,)))
     if recipe.fix:
         known = {fix.id for fix in fixed.fixes}
         rewrite = partial(gain_on_target, fixed.model, work / "fixed", target, stays_float=False, known=known)

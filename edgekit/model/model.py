@@ -16,7 +16,7 @@ from edgekit._files import AnyPath, as_path, digest_file, move_file, safe_join, 
 from edgekit.errors import BundleError, ModelError, UsageError
 from edgekit.model.external import list_files, point_into, read_place, skim_model
 from edgekit.model.soundness import find_flaws, find_strange_text, find_torn_tensor, list_bodies, read_opsets
-from edgekit.model.tensors import TensorSpec
+from edgekit.model.tensors import TensorSpec, name_dim
 from edgekit.target import read_version
 
 _T = TypeVar("_T")
@@ -470,7 +470,7 @@ def read_spec(value: onnx.ValueInfoProto) -> TensorSpec:
     tensor = value.type.tensor_type
     shape = tuple(
         # Some models write -1 for a dimension that is not known.
-        (dim.dim_value if dim.dim_value >= 0 else None) if dim.HasField("dim_value") else dim.dim_param or None
+        (dim.dim_value if dim.dim_value >= 0 else None) if dim.HasField("dim_value") else name_dim(dim.dim_param)
         for dim in tensor.shape.dim
     )
     has_shape = tensor.HasField("shape")

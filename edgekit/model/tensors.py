@@ -55,6 +55,14 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return f"{self.name}: {self.dtype}[{dims}]"
 
 
+def name_dim(text: str) -> str | None:
+    """Returns the name of a dimension, None for a placeholder without a letter such as "?".
+
+    Paddle's exporters write "?" for every dimension that is not known, so height and width would be one dimension.
+    """
+    return text if any(char.isalpha() for char in text) else None
+
+
 def flatten_value(name: str, value: Any) -> dict[str, Array]:
     """Returns an output of ONNX Runtime as tensors; a tensor is returned as it is.
 

@@ -4,19 +4,25 @@ A dimension's name may be a formula of others, such as `2*batch` or `floor(heigh
 """
 
 import ast
+import itertools
 import math
 import operator
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from fractions import Fraction
 
 import msgspec
 import onnx
 from onnx import TensorProto, helper
 
-from edgekit.errors import UsageError, suggest_name
+from edgekit._files import AnyPath
+from edgekit.data.images import Preprocess
+from edgekit.data.samples import read_shapes
+from edgekit.errors import EdgekitError, UsageError, suggest_name
 from edgekit.graph.inference import infer_model
 from edgekit.model.model import refill
-from edgekit.model.tensors import HEADERS, TensorSpec
+from edgekit.model.tensors import HEADERS, TensorSpec, name_dim
 
 
 def _ceil_div(left: Fraction, right: Fraction) -> int:
@@ -154,7 +160,7 @@ class DynamicDim(msgspec.Struct, frozen=True, kw_only=True):
 def find_dynamic_dims(graph: onnx.GraphProto) -> tuple[DynamicDim, ...]:
     """Returns the input dimensions without a number, in the order of inputs and axes; initializers are no inputs."""
     return tuple(
-        DynamicDim(input=value.name, axis=axis, name=dim.dim_param or f"{value.name}:{axis}")
+        DynamicDim(input=value.name, axis=axis, name=_name_axis(value, axis))
         for value in _real_inputs(graph)
         for axis, dim in enumerate(value.type.tensor_type.shape.dim)
         if not _is_known(dim)
@@ -199,15 +205,60 @@ def fix_dims(graph: onnx.GraphProto, dims: Mapping[str, int], *, may_stay_open: 
                 missing.setdefault(name, open_)
     if missing:
         places = ", ".join(f"'{name}' (axis {each.axis} of input '{each.input}')" for name, each in missing.items())
-        options = " ".join(f"--dim {name}=INT" for name in missing)
         noun = "a dynamic dimension" if len(missing) == 1 else "dynamic dimensions"
-        raise UsageError(f"the model has {noun} without a number: {places}", hint=f"add {options}")
+        raise OpenDimsError(f"the model has {noun} without a number: {places}", names=tuple(missing))
     for value in (*graph.input, *graph.output):
         for axis, dim in enumerate(value.type.tensor_type.shape.dim):
-            name = dim.dim_param or f"{value.name}:{axis}"
-            if name in sizes:
+            if (name := _name_axis(value, axis)) in sizes:
                 dim.dim_value = sizes[name]
     del graph.value_info[:]
+
+
+class OpenDimsError(UsageError):
+    """Dimensions of inputs have no number; `names` are what `--dim` calls them, and `sizes` the numbers to propose."""
+
+    def __init__(self, message: str, *, names: Sequence[str], sizes: Mapping[str, int] | None = None) -> None:
+        known = sizes or {}
+        pairs = (f"{name}={known.get(name, 'INT')}" for name in names)
+        options = " ".join(f"--dim {shlex.quote(pair)}" for pair in pairs)
+        super().__init__(message, hint=f"add {options}{', as in the samples' if known else ''}")
+        self.names = names
+
+
+def find_sizes(inputs: Sequence[TensorSpec], rows: Sequence[Mapping[str, tuple[int, ...]]]) -> dict[str, int]:
+    """Returns the number of each dynamic dimension that has the same in all rows, by what `--dim` calls it.
+
+    A row holds the shape of each input. A dimension named by a formula is solved for the name in it.
+    """
+    seen: dict[str, set[int]] = {}
+    for spec, shapes in itertools.product(inputs, rows):
+        for axis, (dim, size) in enumerate(zip(spec.shape or (), shapes.get(spec.name, ()), strict=False)):
+            if not isinstance(dim, int):
+                text = dim or f"{spec.name}:{axis}"
+                name, number = solve_dim(text, size, {}) or (text, size)
+                seen.setdefault(name, set()).add(number)
+    return {name: sizes.pop() for name, sizes in seen.items() if len(sizes) == 1}
+
+
+@contextmanager
+def proposing_sizes(inputs: Sequence[TensorSpec], source: AnyPath, preprocess: Preprocess | None) -> Iterator[None]:
+    """Adds to the error about open dimensions of a model the numbers that its samples have.
+
+    Raises:
+        OpenDimsError: inputs have dimensions without a number.
+    """
+    try:
+        yield
+    except OpenDimsError as error:
+        sizes: dict[str, int] = {}
+        # If the samples are wrong too, that is said when they are used.
+        with suppress(EdgekitError):
+            sizes = find_sizes(inputs, read_shapes(source, inputs, preprocess))
+        raise OpenDimsError(error.message, names=error.names, sizes=sizes) from error
+
+
+def _name_axis(value: onnx.ValueInfoProto, axis: int) -> str:
+    return name_dim(value.type.tensor_type.shape.dim[axis].dim_param) or f"{value.name}:{axis}"
 
 
 def _real_inputs(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
@@ -235,7 +286,7 @@ def _resolve_keys(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str, 
             raise UsageError(f"the model has no dynamic dimension '{key}'", hint=suggest_name(key, names))
         if dim is not None and _is_known(dim) and dim.dim_value != size:
             raise UsageError(f"'{key}={size}' contradicts the model", hint=f"it is fixed at {dim.dim_value} there")
-        name = dim.dim_param or key if dim is not None else key
+        name = (name_dim(dim.dim_param) if dim is not None else None) or key
         if sizes.setdefault(name, size) != size:
             raise UsageError(f"'{name}' is given both {sizes[name]} and {size}", hint="give it one number")
     return sizes

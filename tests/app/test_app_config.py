@@ -175,18 +175,22 @@ def test_init_names_data_from_the_place_of_the_file(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     parse_model(
-        '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y) { y = Relu(x) }',
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[batch,length] x) => (float[N,M] y) { y = Relu(x) }',
         tmp_path / "net.onnx",
     )
     np.savez("samples.npz", x=np.zeros((8, 4), np.float32))
     assert run_command(["init", "net.onnx", "--data", "samlpes.npz"]) == 2
     assert "'samlpes.npz' does not exist (check the path)" in capsys.readouterr().err
     assert not Path("edgekit.toml").exists()
-    for data, named in (("samples.npz", str(tmp_path / "samples.npz")), ("mine:samples", "mine:samples")):
+    for data, named, length in (
+        ("samples.npz", str(tmp_path / "samples.npz"), 4),
+        ("mine:samples", "mine:samples", 1),
+    ):
         out = tmp_path / data[:4] / "edgekit.toml"
         assert run_command(["init", "net.onnx", "--data", data, "--out", str(out)]) == 0
         (cell, *_) = list_cells(load_app(out))
         assert str(cell.data.source) == named
+        assert cell.recipe.dims == {"batch": 1, "length": length}
 
 
 def test_init_reads_what_the_exporter_wrote_and_adds_a_model(tmp_path: Path) -> None:

@@ -155,6 +155,20 @@ def test_options_that_do_not_fit_are_refused_before_work_starts(
     assert not Path("q.onnx").exists()
 
 
+@pytest.mark.parametrize("command", ["quantize", "build"])
+def test_sizes_that_are_asked_for_are_those_of_the_samples(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[batch,3,side,side] x) => (float[N,C,H,W] y) { y = Relu(x) }'
+    )
+    model = parse_model(text, tmp_path / "m.onnx")
+    np.savez(tmp_path / "d.npz", x=np.zeros((12, 3, 8, 8), np.float32))
+    words = [command, str(model), "--data", str(tmp_path / "d.npz"), "--target", "nnapi", "--out", str(tmp_path / "q")]
+    assert run_command(words) == 2
+    assert "(add --dim batch=1 --dim side=8, as in the samples)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("place", ["m.onnx", "d.npz", "."])
 def test_neither_the_model_nor_the_samples_are_written_over(
     place: str, folder: Path, capsys: pytest.CaptureFixture[str]

@@ -2,14 +2,17 @@
 
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 from prepare_models import make_model
 
+from edgekit.data.samples import read_shapes
 from edgekit.errors import UsageError
 from edgekit.model.model import load_model
+from edgekit.model.tensors import TensorSpec
 from edgekit.prepare.clean import prepare_model
-from edgekit.prepare.shapes import derive_dim, find_dynamic_dims, solve_dim
+from edgekit.prepare.shapes import derive_dim, find_dynamic_dims, find_sizes, proposing_sizes, solve_dim
 
 TWO = "g (float[N,S] x, float[?,S] z) => (float[A,B] y, float[N,S] w) { y = Concat<axis = 0>(x, z)  w = Abs(x) }"
 
@@ -35,6 +38,39 @@ def test_missing_dims_are_all_named_with_their_options(tmp_path: Path) -> None:
         prepare_model(model, tmp_path / "out.onnx", {"S": 3})
     assert caught.value.hint == "add --dim N=INT --dim z:0=INT"
     assert not (tmp_path / "out.onnx").exists()
+
+
+def test_a_placeholder_is_no_name(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    proto = onnx.load(str(make_model("g (float[1,3,?,?] x) => (float[?,?,?,?] y) { y = Abs(x) }", path).path))
+    for axis in (2, 3):
+        proto.graph.input[0].type.tensor_type.shape.dim[axis].dim_param = "?"
+    onnx.save(proto, str(path))
+    assert load_model(path).inputs[0].shape == (1, 3, None, None)
+    prepared = prepare_model(load_model(path), tmp_path / "out.onnx", {"x:2": 48, "x:3": 192})
+    assert [spec.shape for spec in (*prepared.inputs, *prepared.outputs)] == [(1, 3, 48, 192)] * 2
+    with pytest.raises(UsageError, match=r"no dynamic dimension '\?'"):
+        prepare_model(load_model(path), tmp_path / "out.onnx", {"?": 48})
+
+
+def test_sizes_of_the_samples_are_proposed(tmp_path: Path) -> None:
+    model = make_model(TWO, tmp_path / "m.onnx")
+    np.savez(tmp_path / "d.npz", x=np.zeros((5, 2, 3), np.float32), z=np.zeros((5, 4, 3), np.float32))
+    with pytest.raises(UsageError) as caught, proposing_sizes(model.inputs, tmp_path / "d.npz", None):
+        prepare_model(model, tmp_path / "out.onnx", {"S": 3})
+    assert caught.value.hint == "add --dim N=2 --dim z:0=4, as in the samples"
+    with pytest.raises(UsageError) as caught, proposing_sizes(model.inputs, tmp_path / "gone.npz", None):
+        prepare_model(model, tmp_path / "out.onnx", {"S": 3})
+    assert caught.value.hint == "add --dim N=INT --dim z:0=INT"
+
+
+def test_a_size_is_solved_for_the_name_in_a_formula_and_a_batch_axis_is_added(tmp_path: Path) -> None:
+    spec = TensorSpec(name="x", dtype="float32", shape=("batch", "2*length", None, 7))
+    np.savez(tmp_path / "d.npz", x=np.zeros((2, 6, 5, 7), np.float32))
+    rows = read_shapes(tmp_path / "d.npz", [spec])
+    assert rows == [{"x": (1, 6, 5, 7)}] * 2
+    assert find_sizes([spec], rows) == {"batch": 1, "length": 3, "x:2": 5}
+    assert find_sizes([spec], [*rows, {"x": (1, 6, 4, 7)}]) == {"batch": 1, "length": 3}
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_a_target_that_wants_sizes_still_asks_for_them(tmp_path: Path, capsys: p
     data, out = write_samples(tmp_path / "d", (3, 4)), str(tmp_path / "o")
     words = ["--target", "cpu", "--target", "xnnpack", "--out", out]
     assert run_command(["build", str(write_net(tmp_path)), "--data", data, *words]) == 2
-    assert "add --dim batch=INT --dim sequence=INT" in capsys.readouterr().err
+    assert "add --dim batch=1 --dim sequence=INT, as in the samples" in capsys.readouterr().err
 
 
 def test_state_that_grows_cannot_be_packaged(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from edgekit.convert.ort_format.tables import (
     texts,
 )
 from edgekit.model.model import tensor_dtype
-from edgekit.model.tensors import TensorSpec
+from edgekit.model.tensors import TensorSpec, name_dim
 
 _TENSOR, _NAMED = 1, 2
 
@@ -45,7 +45,7 @@ def _spec(name: str, kind: Record) -> TensorSpec:
     tensor = table(kind, "value")
     sizes = [table(dim, "value") for dim in records(table(tensor, "shape"), "dim")]
     shape = tuple(
-        (text(size, "dim_param") if number(size, "dim_type") == _NAMED else number(size, "dim_value")) or None
+        name_dim(text(size, "dim_param")) if number(size, "dim_type") == _NAMED else number(size, "dim_value") or None
         for size in sizes
     )
     has_shape = "shape" in tensor
