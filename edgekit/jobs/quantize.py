@@ -31,7 +31,7 @@ from edgekit.prepare.opset import lower_model
 from edgekit.prepare.shapes import proposing_sizes
 from edgekit.progress import Budget, Progress, say_nothing
 from edgekit.quantize import QuantPlan, calibrate_model, plan_quantization
-from edgekit.quantize.accuracy.predict import FloatReference, Prediction
+from edgekit.quantize.accuracy.predict import Difference, FloatReference, Prediction
 from edgekit.quantize.apply import QuantizedModel
 from edgekit.quantize.calibration.store import CacheSettings
 from edgekit.quantize.check_plan import read_plan, require_origin, require_plan
@@ -90,6 +90,7 @@ class _Job(msgspec.Struct, frozen=True, kw_only=True):
     max_drop: float | None
     narrow: bool
     measure: Callable[[Model], Prediction]
+    compare: Callable[[Model, Model], Difference]
     measured: int
     work: Path
     budget: Budget
@@ -227,6 +228,7 @@ def _open_job(model: Path, data: Data, recipe: Recipe, how: QuantizeOptions, wor
         max_drop=recipe.max_drop,
         narrow=recipe.float_constants == "auto",
         measure=measure,
+        compare=reference.compare,
         measured=len(reference.indices),
         work=work,
         budget=budget,
@@ -302,6 +304,7 @@ def _open_search(job: _Job, how: QuantizeOptions) -> Search:
         target=job.target,
         precision=job.precision,
         measure=job.measure,
+        compare=job.compare,
         work=job.work,
         memo=Memo(budget=budget),
         progress=job.budget.progress,

@@ -326,6 +326,7 @@ class _Ladder:
             target=self._target,
             precision=way.precision,
             measure=inputs.reference.predict_drop,
+            compare=inputs.reference.compare,
             work=work,
             memo=memo,
             progress=self._job.progress,

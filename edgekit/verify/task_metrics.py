@@ -23,7 +23,7 @@ from edgekit.errors import DataError, EdgekitError, MissingExtraError, UsageErro
 from edgekit.machine import spell_install
 from edgekit.model.model import Model
 from edgekit.model.tensors import Array, Tensors, ranks_classes
-from edgekit.quantize.accuracy.predict import LABELS, FloatReference, Likeness, Prediction
+from edgekit.quantize.accuracy.predict import LABELS, FloatReference, Prediction
 from edgekit.target import TaskLimit
 from edgekit.verify.metrics.agreement import count_edits
 from edgekit.verify.metrics.intervals import bootstrap_pairs, interval_of_pairs
@@ -591,24 +591,25 @@ def measure_drop(
         MissingExtraError: the metric needs a package that is not installed.
         RuntimeRefusal: ONNX Runtime refuses a model.
     """
-    likeness, mine, theirs = Likeness(reference.parts), list[Any](), list[Any]()
+    mine, theirs = list[Any](), list[Any]()
     kept = [labels[index] for index in reference.indices]
     for pair, label in zip(reference.run_pairs(quantized), kept, strict=True):
-        likeness.add(pair)
         mine.append(read_record(limit, pair.expected, label))
-        try:
+        with contextlib.suppress(DataError):
             theirs.append(read_record(limit, pair.found, label))
-        except DataError:
-            return msgspec.structs.replace(
-                likeness.predict(), measure=limit.name, drop_estimate=1.0, drop_interval=(1.0, 1.0), source=LABELS
-            )
+    # The models do not run again.
+    predicted = reference.predict_drop(quantized)
+    if len(theirs) < len(mine):
+        return msgspec.structs.replace(
+            predicted, measure=limit.name, drop_estimate=1.0, drop_interval=(1.0, 1.0), source=LABELS
+        )
     report = compare_records(limit, mine, theirs)
     got = report.reference if report.got is None else report.got
     sign = 1.0 if report.higher_is_better else -1.0
     scale = 1.0 if report.unit == "share" or report.reference <= 0 else report.reference
     ends = None if report.interval is None else [round(-sign * end / scale, 6) for end in report.interval]
     return msgspec.structs.replace(
-        likeness.predict(),
+        predicted,
         measure=report.name,
         drop_estimate=round(sign * (report.reference - got) / scale, 6),
         drop_interval=None if ends is None else (min(ends), max(ends)),

@@ -1,7 +1,5 @@
 """Nets that make images: white that no sample showed, and losses that only smooth images show."""
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +12,7 @@ from edgekit.data.samples import Samples
 from edgekit.model.model import Model
 from edgekit.model.tensors import Array
 from edgekit.quantize import Calibration, calibrate_model, quantize_model
-from edgekit.quantize.accuracy.predict import Prediction, predict_drop
+from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.calibration.image_headroom import add_image_headroom
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.mixed_precision.goal_search import Goal, Search, search_plan
@@ -66,21 +64,17 @@ def test_a_classifier_of_images_keeps_its_ranges(tmp_path: Path) -> None:
     assert add_image_headroom(read_float_graph(model), calibration) == calibration
 
 
-def search(
-    model: Model, calibration: Calibration, target: str, measure: Callable[[Model], Prediction], work: Path
-) -> Search:
-    return Search(
-        model=model, calibration=calibration, target=load_target(target), precision="int8", measure=measure, work=work
-    )
-
-
 @pytest.mark.parametrize("name", ["qnn", "nnapi"])
 def test_quantizing_spares_smooth_images_but_leaves_most_of_the_work_in_integers(
     dim: tuple[Model, Samples, Calibration], tmp_path: Path, name: str
 ) -> None:
     model, samples, calibration = dim
-    measure, goal = partial(predict_drop, model, samples=samples), Goal(max_drop=0.0005, is_asked=True)
-    plan, searched = search_plan(search(model, calibration, name, measure, tmp_path), goal)
+    reference, goal = FloatReference(model, samples), Goal(max_drop=0.0005, is_asked=True)
+    search = Search(
+        model=model, calibration=calibration, target=load_target(name), precision="int8", work=tmp_path,
+        measure=reference.predict_drop, compare=reference.compare,
+    )  # fmt: skip
+    plan, searched = search_plan(search, goal)
     assert searched is not None
     assert not goal.is_met(searched.trials[0].prediction)
     assert searched.chosen.step == "relieve 3"

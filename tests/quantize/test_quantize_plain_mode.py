@@ -15,7 +15,7 @@ from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.loss import MEASURES
-from edgekit.quantize.accuracy.predict import LABELS, FloatReference, Prediction
+from edgekit.quantize.accuracy.predict import LABELS, Difference, FloatReference, Prediction
 from edgekit.quantize.mixed_precision.auto import plan_minmax
 from edgekit.quantize.mixed_precision.goal_search import Goal, Search, find_plan, search_plan, write_chosen
 from edgekit.quantize.mixed_precision.relief import LEAST_GAIN_DB, bound_relief, rise_db
@@ -49,6 +49,7 @@ def begin_search(
     target: Target | None = None,
     *,
     may_widen: bool = False,
+    compare: Callable[[Model, Model], Difference] = lambda _one, _two: Difference(chance=0.0005, moved=0.0),
 ) -> Search:
     """A search for a plan in 8 bits, for QNN where no target is given."""
     return Search(
@@ -57,6 +58,7 @@ def begin_search(
         target=target or load_target("qnn"),
         precision="int8",
         measure=measure,
+        compare=compare,
         work=work,
         may_widen=may_widen,
     )
@@ -253,18 +255,23 @@ def test_what_was_tried_is_not_quantized_again_and_another_plan_is(
 
 
 @pytest.mark.parametrize(
-    ("drops", "chosen", "met"),
+    ("drops", "moved", "chosen"),
     [
-        ({"all": 0.04, "minmax": 0.004}, "minmax", True),
-        ({"all": 0.004, "minmax": 0.0025}, "minmax", True),
-        ({"all": 0.004, "minmax": 0.0035}, "all", True),
-        ({"all": 0.004, "minmax": 0.005}, "all", True),
-        ({"all": 0.0009}, "all", True),
+        ({"all": 0.04, "minmax": 0.004}, -1.0, "minmax"),
+        ({"all": 0.004, "minmax": 0.0025}, -1.0, "minmax"),
+        ({"all": 0.004, "minmax": 0.0035}, -1.0, "all"),
+        ({"all": 0.004, "minmax": 0.0045}, 1.0, "minmax"),
+        ({"all": 0.0045, "minmax": 0.0055}, 1.0, "all"),
+        ({"all": 0.004, "minmax": 0.0055}, 1.0, "all"),
+        ({"all": 0.0009}, 1.0, "all"),
     ],
-    ids=["far better", "a little better", "not told apart", "worse", "nothing to gain"],
+    ids=[
+        *("far better", "a little better", "not told apart, moves more", "not told apart, moves less"),
+        *("not told apart, misses the goal", "worse", "nothing to gain"),
+    ],
 )
 def test_plain_minmax_is_taken_where_it_loses_less(
-    collapsing: tuple[Model, Calibration], tmp_path: Path, drops: dict[str, float], chosen: str, *, met: bool
+    collapsing: tuple[Model, Calibration], tmp_path: Path, drops: dict[str, float], moved: float, chosen: str
 ) -> None:
     model, calibration = collapsing
     steps: list[str] = []
@@ -273,10 +280,13 @@ def test_plain_minmax_is_taken_where_it_loses_less(
         steps.append(quantized.path.stem)
         return told(drops.get(steps[-1], 0.05), 25.0)(quantized)
 
-    search = begin_search(model, calibration, measure, tmp_path)
+    def compare(_chosen: Model, _minmax: Model) -> Difference:
+        return Difference(chance=0.0005, moved=moved)
+
+    search = begin_search(model, calibration, measure, tmp_path, compare=compare)
     plan, searched = find_plan(search, max_drop=None, narrow=True)
     assert searched is not None
-    assert (searched.chosen.step, searched.met) == (chosen, met)
+    assert (searched.chosen.step, searched.met) == (chosen, True)
     assert drops.keys() <= set(steps)
     assert ("minmax" in steps) == ("minmax" in drops)
     assert (plan.method, plan.rounding) == ("minmax", "nearest") or chosen != "minmax"

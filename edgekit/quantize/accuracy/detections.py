@@ -16,7 +16,7 @@ import numpy as np
 from edgekit.data.wilson import Z95
 from edgekit.model.tensors import Array, Tensors
 from edgekit.quantize.accuracy.heads import overlap_boxes, overlap_pairs
-from edgekit.quantize.accuracy.loss import Loss, discount_loss
+from edgekit.quantize.accuracy.loss import Loss, discount_loss, measure_hellinger
 
 _THRESHOLDS = np.linspace(0.5, 0.95, 10)
 # COCO counts at most so many boxes of an image; what scores less is noise and costs time.
@@ -110,6 +110,20 @@ def record_detections(head: Detector, expected: Tensors, found: Tensors) -> Arra
         is_wrong = not head.keeps_places or overlaps[index].max(initial=0) >= _SAME_OBJECT
         more.append([kind, 0.0 if is_wrong else float(chances[row, kind]), 0.0, float(score), apart])
     return np.concatenate([records, np.array(more).reshape(-1, 5)])
+
+
+def soften_detections(records: Sequence[Array]) -> Array:
+    """Returns how far the detections of each sample moved, as a share of how many there are.
+
+    Whether a row shows an object is a decision of the float model's score, compared by the Hellinger distance; where it
+    does, the box counts by what it no longer overlaps.
+    """
+    table = np.concatenate([*records, np.zeros((0, 5))])
+    scores, others = np.clip(table[:, 2], 0, 1), np.clip(table[:, 3], 0, 1)
+    moved = measure_hellinger(np.stack([scores, 1 - scores]), np.stack([others, 1 - others])) + scores * table[:, 4]
+    images = np.repeat(np.arange(len(records)), [len(record) for record in records])
+    expected = max(float(scores.sum()) / max(len(records), 1), 1e-12)
+    return np.bincount(images, moved, minlength=len(records)) / expected
 
 
 def estimate_drop(records: Sequence[Array], *, centred: bool = False) -> Loss:

@@ -2,6 +2,13 @@
 
 Each kind has a `Measure`: what is recorded of a sample, and what all records together say. No labels are needed: the
 float model's outputs, and how sure it is of them, stand for the truth.
+
+Beside the decisions that changed, a record shows how far each sample's decisions moved (`Measure.soften`), in the
+metric of `edgekit.quantize.objective`: half the squared distance between the square roots of the probabilities p and q
+of two models, which is Hellinger's, 1 - sum sqrt(p_k q_k). Few decisions change, and whether one does depends on
+chance; but all of them move, so the mean of the distances tells two plans apart with fewer samples. A decision that is
+near its border counts most: with logits that move by e, the distance is about an eighth of the variance of e under p,
+which vanishes where one class is sure.
 """
 
 import math
@@ -14,6 +21,7 @@ from edgekit.data.wilson import Z95, wilson_interval
 from edgekit.model.outputs import MeasuredKind, Reading
 from edgekit.model.tensors import Array
 from edgekit.quantize.accuracy.output_kinds import IMAGE_CHANNELS, read_decisions, read_probabilities
+from edgekit.quantize.ranges import softmax
 
 # Below -20 dB nothing is left of a signal, and above 80 dB float32 itself rounds more: within these, no single output
 # outweighs the others in a mean.
@@ -101,16 +109,28 @@ class Loss(msgspec.Struct, frozen=True, kw_only=True):
     agreement: float | None = None
 
 
-class Measure(msgspec.Struct, frozen=True, kw_only=True):
+class Measure(msgspec.Struct, frozen=True):
     """How outputs of one kind are compared: what is recorded of a sample, and what all records say.
 
-    `source` names what the loss is estimated from.
+    `source` names what the loss is estimated from. `soften` tells how far each sample moved, float64 [samples], by the
+    Hellinger distance of decisions or by the noise as a share of the signal.
     """
 
     name: str
     source: str
     record: Callable[[Array, Array, Reading], Array]
     judge: Callable[[Sequence[Array]], Loss]
+    soften: Callable[[Sequence[Array]], Array]
+
+
+def measure_hellinger(one: Array, two: Array) -> Array:
+    """Returns the squared Hellinger distance, 0 to 1, of distributions along the first axis."""
+    return np.asarray(np.maximum(1 - np.sqrt(one * two).sum(axis=0), 0.0))
+
+
+def _soften_last(records: Sequence[Array]) -> Array:
+    """Returns the distances, which are the last entry of records of decisions."""
+    return np.array([record[-1] for record in records])
 
 
 def _record_classes(expected: Array, found: Array, reading: Reading) -> Array:
@@ -120,10 +140,9 @@ def _record_classes(expected: Array, found: Array, reading: Reading) -> Array:
     model's probability q: then 1 is gained. So the mean cost is p - q.
     """
     before, after = int(read_decisions(expected, reading)[0]), int(read_decisions(found, reading)[0])
-    if before == after:
-        return np.zeros(2)
-    old, new = (float(chance) for chance in read_probabilities(expected, reading)[[before, after], 0])
-    return np.array([old - new, 1.0])
+    chances, others = (read_probabilities(value, reading, expected) for value in (expected, found))
+    old, new = (float(chance) for chance in chances[[before, after], 0])
+    return np.array([old - new, float(before != after), float(measure_hellinger(chances, others).mean())])
 
 
 def _record_sequence(expected: Array, found: Array, reading: Reading) -> Array:
@@ -132,16 +151,17 @@ def _record_sequence(expected: Array, found: Array, reading: Reading) -> Array:
     A class that most steps have is the blank of CTC (A. Graves et al., 2006). Then answers are compared as CTC spells
     them, without blanks and with repeats once, so that a letter one step later is no change.
     """
-    chances = read_probabilities(expected, reading)
+    chances, others = (read_probabilities(value, reading, expected) for value in (expected, found))
     before, after = read_decisions(expected, reading), read_decisions(found, reading)
+    moved = float(measure_hellinger(chances, others).mean())
     counts = np.bincount(before)
     blank = int(counts.argmax()) if 2 * counts.max() > len(before) else None
     if (before == after).all() or (blank is not None and _spell(before, blank) == _spell(after, blank)):
-        return np.zeros(2)
+        return np.array([0.0, 0.0, moved])
     # Steps are taken to be independent, so a long answer is the less sure.
     steps = np.arange(len(before))
     old, new = (float(np.prod(chances[answer, steps])) for answer in (before, after))
-    return np.array([old - new, 1.0])
+    return np.array([old - new, 1.0, moved])
 
 
 def _spell(decisions: Array, blank: int) -> list[int]:
@@ -157,13 +177,14 @@ def _judge_classes(records: Sequence[Array]) -> Loss:
 
 
 def _record_map(expected: Array, found: Array, reading: Reading) -> Array:
-    """Returns sums over places for each class, float64 [7, classes]; the float model's probabilities are the truth.
+    """Returns sums over places for each class, float64 [8, classes]; the float model's probabilities are the truth.
 
     The rows are the expected intersection and union before, the same after, how many places the class had, how many of
-    these it keeps, and the variance of the truth at places that changed from or to it.
+    these it keeps, the variance of the truth at places that changed from or to it, and how far its places moved.
     """
-    chances = read_probabilities(expected, reading)
+    chances, others = (read_probabilities(value, reading, expected) for value in (expected, found))
     classes, places = chances.shape
+    moved = np.bincount(chances.argmax(axis=0), measure_hellinger(chances, others), minlength=classes)
     before, after = read_decisions(expected, reading), read_decisions(found, reading)
     changed = np.flatnonzero(before != after)
     rows, variance = list[Array](), np.zeros(classes)
@@ -173,7 +194,7 @@ def _record_map(expected: Array, found: Array, reading: Reading) -> Array:
         chance = chances[mask[changed], changed]
         variance += np.bincount(mask[changed], chance * (1 - chance), minlength=classes)
     rows += [np.bincount(mask, minlength=classes) for mask in (before, before[before == after])]
-    return np.stack([*rows, variance]).astype(np.float64)
+    return np.stack([*rows, variance, moved]).astype(np.float64)
 
 
 def _judge_map(records: Sequence[Array]) -> Loss:
@@ -197,6 +218,10 @@ def _judge_map(records: Sequence[Array]) -> Loss:
     return Loss(estimate=estimate, interval=(max(estimate - low, -1.0), min(estimate + high, 1.0)), agreement=agreement)
 
 
+def _soften_map(records: Sequence[Array]) -> Array:
+    return np.array([record[7].sum() / record[4].sum() for record in records])
+
+
 def _record_labels(expected: Array, found: Array, reading: Reading) -> Array:
     same = read_decisions(expected, reading) == read_decisions(found, reading)
     return np.array([np.count_nonzero(~same), same.size], dtype=np.float64)
@@ -210,6 +235,10 @@ def _judge_labels(records: Sequence[Array]) -> Loss:
     if table[:, 1].max() == 1:
         most = wilson_interval(int(table[:, 0].sum()), len(table))[1]
     return Loss(estimate=_UNKNOWN_COST * changed, interval=(0.0, most), agreement=1 - changed)
+
+
+def _soften_labels(records: Sequence[Array]) -> Array:
+    return np.array([changed / count for changed, count in records])
 
 
 def _record_image(expected: Array, found: Array, _reading: Reading) -> Array:
@@ -254,6 +283,10 @@ def _judge_image(records: Sequence[Array]) -> Loss:
         return np.asarray(sums[..., 0] / sums[..., 1])
 
     return Loss(estimate=float(score(pairs.sum(axis=0))), interval=_bootstrap(pairs, score))
+
+
+def _soften_image(records: Sequence[Array]) -> Array:
+    return np.array([record[0] for record in records])
 
 
 def _record_values(expected: Array, found: Array, reading: Reading) -> Array:
@@ -303,6 +336,11 @@ def _judge_values(records: Sequence[Array]) -> Loss:
     return Loss(estimate=estimate, interval=(max(low - reach, -1.0), min(high + reach, 1.0)))
 
 
+def _soften_values(records: Sequence[Array]) -> Array:
+    table = np.stack(records)
+    return np.asarray(table[:, 2].sum(axis=1) / max(float(table[:, 1].sum(axis=1).mean()), 1e-30))
+
+
 def _variance(sums: Array) -> Array:
     means = sums[..., 0, :] / sums[..., 3, :]
     return np.asarray(np.maximum(sums[..., 1, :] / sums[..., 3, :] - means**2, 0.0))
@@ -327,6 +365,20 @@ def _judge_vectors(records: Sequence[Array]) -> Loss:
     return Loss(estimate=share, interval=wilson_interval(changed, len(cosines)), agreement=1 - share)
 
 
+def _soften_vectors(records: Sequence[Array]) -> Array:
+    """Returns how far each sample's choice of its nearest neighbour moved.
+
+    The choice is a decision between the other samples, and cosines are its logits. They have no scale of their own: it
+    is the median margin between the first and the second neighbour, so half of the decisions are near their border.
+    """
+    both = [_compare_all(vectors) for vectors in np.stack(records, axis=1)]
+    if len(records) < 3:
+        return np.zeros(len(records))
+    first = np.sort(both[0], axis=1)
+    margin = max(float(np.median(first[:, -1] - first[:, -2])), _EQUALLY_NEAR)
+    return measure_hellinger(*(softmax(cosines / margin, axis=1).T for cosines in both))
+
+
 def _compare_all(vectors: Array) -> Array:
     """Returns the cosine of each pair of vectors, float64 [samples, samples], minus infinity of one with itself."""
     directions = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
@@ -336,23 +388,17 @@ def _compare_all(vectors: Array) -> Array:
 
 
 _CONFIDENCE, _DIFFERENCES = "the float model's confidence", "the differences"
+_NEIGHBOURS = "the neighbours of each sample among the others"
 MEASURES: Mapping[MeasuredKind, Measure] = {
-    "classes": Measure(name="top-1 accuracy", source=_CONFIDENCE, record=_record_classes, judge=_judge_classes),
-    "map": Measure(name="mean overlap of classes (mIoU)", source=_CONFIDENCE, record=_record_map, judge=_judge_map),
-    "sequence": Measure(
-        name="whole answers (exact match)", source=_CONFIDENCE, record=_record_sequence, judge=_judge_classes
-    ),
-    "labels": Measure(name="equal labels", source="the changed labels", record=_record_labels, judge=_judge_labels),
-    "values": Measure(
-        name="spread of the values (R2)", source=_DIFFERENCES, record=_record_values, judge=_judge_values
-    ),
+    "classes": Measure("top-1 accuracy", _CONFIDENCE, _record_classes, _judge_classes, _soften_last),
+    "map": Measure("mean overlap of classes (mIoU)", _CONFIDENCE, _record_map, _judge_map, _soften_map),
+    "sequence": Measure("whole answers (exact match)", _CONFIDENCE, _record_sequence, _judge_classes, _soften_last),
+    "labels": Measure("equal labels", "the changed labels", _record_labels, _judge_labels, _soften_labels),
+    "values": Measure("spread of the values (R2)", _DIFFERENCES, _record_values, _judge_values, _soften_values),
     "embedding": Measure(
-        name="nearest neighbours (recall@1)",
-        source="the neighbours of each sample among the others",
-        record=_record_vectors,
-        judge=_judge_vectors,
+        "nearest neighbours (recall@1)", _NEIGHBOURS, _record_vectors, _judge_vectors, _soften_vectors
     ),
-    "image": Measure(name="PSNR of images", source=_DIFFERENCES, record=_record_image, judge=_judge_image),
+    "image": Measure("PSNR of images", _DIFFERENCES, _record_image, _judge_image, _soften_image),
 }
 
 

@@ -73,8 +73,12 @@ def read_output_kinds(
     return found
 
 
-def read_probabilities(value: Array, reading: Reading) -> Array:
-    """Returns the probability of each class at each place, float64 [classes, places]."""
+def read_probabilities(value: Array, reading: Reading, like: Array | None = None) -> Array:
+    """Returns the probability of each class at each place, float64 [classes, places].
+
+    `like` is the float model's output: where it holds probabilities, those in `value` are scaled to add up to one,
+    which rounded ones do not do by themselves.
+    """
     rows = np.moveaxis(value.astype(np.float64), reading.axis, 0).reshape(value.shape[reading.axis], -1)
     if reading.squash in {"Sigmoid", RAW}:
         rows = sigmoid(rows) if reading.squash == RAW else np.clip(rows, 0, 1)
@@ -82,6 +86,8 @@ def read_probabilities(value: Array, reading: Reading) -> Array:
         return np.asarray(rows / np.maximum(rows.sum(axis=0), 1e-12))
     if _is_distribution(rows):
         return rows
+    if like is not None and like is not value and _is_distribution(np.moveaxis(like, reading.axis, 0)):
+        return np.asarray(np.maximum(rows, 0) / np.maximum(np.maximum(rows, 0).sum(axis=0), 1e-12))
     return softmax(rows, axis=0)
 
 

@@ -16,7 +16,7 @@ from edgekit.model.model import Model
 from edgekit.model.outputs import Reading, StatedOutput
 from edgekit.model.tensors import Array, Tensors
 from edgekit.prepare.constants import LAYOUT, find_cubics
-from edgekit.quantize.accuracy.detections import estimate_drop, record_detections
+from edgekit.quantize.accuracy.detections import estimate_drop, record_detections, soften_detections
 from edgekit.quantize.accuracy.head_search import DetectionList, find_head, find_image, find_list, may_be_head
 from edgekit.quantize.accuracy.heads import Head
 from edgekit.quantize.accuracy.loss import MEASURES, Loss, ratio_db, reach_without_labels
@@ -36,6 +36,10 @@ _KIND_SAMPLES = 4
 _HEAD_SAMPLES = 16
 # The memory for stored outputs of the float model; outputs that do not fit are computed again: a choice.
 _MOST_KEPT_BYTES = 64 << 20
+# Larger records, such as those of long vectors, are not remembered together: a choice.
+_MOST_REMEMBERED_BYTES = 4 << 20
+# The samples are dealt to so many groups, each of which is left out in turn.
+_GROUPS = 8
 _SETTINGS = SessionSettings(threads=1, one_block=False, config=dict(EXACT_PRODUCTS))
 LABELS = "labels"
 """The source of a drop that was measured with labels."""
@@ -129,6 +133,7 @@ class FloatReference:
         self._model, self._samples, self._stated, self._most = model, samples, outputs or {}, most
         self._session: CpuSession | None = None
         self._known: dict[int, Tensors] = {}
+        self._likenesses: dict[str, Likeness] = {}
         self._room = _MOST_KEPT_BYTES
 
     @cached_property
@@ -170,7 +175,7 @@ class FloatReference:
         return (*heads, *(_read_part(name, reading, shapes[name]) for name, reading in chosen.items()))
 
     def predict_drop(self, quantized: Model) -> Prediction:
-        """Returns what a quantized model will cost.
+        """Returns what a quantized model will cost; its likeness is remembered.
 
         The float model's probabilities stand for the truth. Where a decision changes, the expected loss is the
         probability of the float model's class less that of the new one (after D. Guillory et al., "Predicting with
@@ -180,17 +185,37 @@ class FloatReference:
         Raises:
             RuntimeRefusal: ONNX Runtime refuses a model.
         """
-        likeness = Likeness(self.parts)
-        for pair in self.run_pairs(quantized):
-            likeness.add(pair)
-        return likeness.predict()
+        return self._like(quantized).predict()
 
-    def run_pairs(self, quantized: Model) -> Iterator[Pair]:
-        """Yields the outputs of both models for each sample.
+    def compare(self, first: Model, second: Model) -> "Difference":
+        """Returns whether a second quantized model of the float one loses less than the first.
 
         Raises:
             RuntimeRefusal: ONNX Runtime refuses a model.
         """
+        return self._like(first).compare(self._like(second))
+
+    def _like(self, quantized: Model) -> "Likeness":
+        if quantized.sha256 not in self._likenesses:
+            for _ in self.run_pairs(quantized):
+                pass
+        return self._likenesses[quantized.sha256]
+
+    def run_pairs(self, quantized: Model) -> Iterator[Pair]:
+        """Yields the outputs of both models for each sample, and remembers how alike they are.
+
+        Raises:
+            RuntimeRefusal: ONNX Runtime refuses a model.
+        """
+        likeness = Likeness(self.parts)
+        for pair in self._run_pairs(quantized):
+            likeness.add(pair)
+            yield pair
+        if likeness.size_bytes > _MOST_REMEMBERED_BYTES:
+            self._likenesses.clear()
+        self._likenesses[quantized.sha256] = likeness
+
+    def _run_pairs(self, quantized: Model) -> Iterator[Pair]:
         todo = [index for index in self.indices if index not in self._known]
         largest = max((_count_bytes(outputs) for outputs in self._known.values()), default=math.inf)
         if todo and largest * len(todo) <= self._room:
@@ -261,11 +286,22 @@ class FloatReference:
         return find([drop_stated(outputs) for outputs in self._run_few(_HEAD_SAMPLES)], image)
 
 
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """How much more one quantized model loses than another, over the same samples.
+
+    `chance` is the standard error of the difference between their estimated drops. `moved` is by how much farther the
+    first moves the decisions, which decides between models whose drops differ by chance.
+    """
+
+    chance: float
+    moved: float
+
+
 class Part(msgspec.Struct, frozen=True, kw_only=True):
     """An output that is judged, or the outputs of a detector's head together, with their shapes by name.
 
-    `record` gives what is kept of a sample, and `judge` the loss that all records show; `measure` and `source` are
-    those of the `Prediction`.
+    `record` gives what is kept of a sample, `judge` the loss that all records show, and `soften` how far each sample
+    moved; `measure` and `source` are those of the `Prediction`.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -273,6 +309,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     record: Callable[[Tensors, Tensors], Array]
     judge: Callable[[Sequence[Array]], Loss]
+    soften: Callable[[Sequence[Array]], Array]
 
 
 def _as_part(head: Head | DetectionList, shapes: Mapping[str, tuple[int, ...]]) -> Part:
@@ -282,6 +319,7 @@ def _as_part(head: Head | DetectionList, shapes: Mapping[str, tuple[int, ...]]) 
         source="the float model's detections",
         record=partial(record_detections, head),
         judge=partial(estimate_drop, centred=head.centred),
+        soften=soften_detections,
     )
 
 
@@ -293,6 +331,7 @@ def _read_part(name: str, reading: Reading, shape: tuple[int, ...]) -> Part:
         source=measure.source,
         record=lambda expected, found: measure.record(expected[name], found[name], reading),
         judge=measure.judge,
+        soften=measure.soften,
     )
 
 
@@ -322,6 +361,25 @@ class Likeness:
                 continue
             self._records[index].append(part.record(pair.expected, pair.found))
 
+    @property
+    def size_bytes(self) -> int:
+        """The memory of the records."""
+        return sum(record.nbytes for records in self._records for record in records)
+
+    def compare(self, other: "Likeness") -> Difference:
+        """Returns the difference to the likeness of another model, over the same samples.
+
+        The error of the difference of two estimated drops is that of a jackknife (B. Efron and C. Stein, "The jackknife
+        estimate of variance", 1981): groups of samples are left out in turn, from both models alike, since a sample
+        that is hard for one is hard for the other.
+        """
+        if not (self.is_whole and other.is_whole and self._count > 1):
+            return Difference(chance=0.0, moved=0.0)
+        groups, indices = min(_GROUPS, self._count), np.arange(self._count)
+        kept = [indices[indices % groups != each] for each in range(groups)]
+        gaps = [self.estimate(each) - other.estimate(each) for each in kept]
+        return Difference(chance=math.sqrt(groups - 1) * float(np.std(gaps)), moved=self.moved() - other.moved())
+
     def predict(self) -> Prediction:
         """Returns the worst loss of all outputs whose kind is known."""
         ratios, worst = [ratio_db(*power) for power in self._powers.values()], self._find_worst()
@@ -346,11 +404,26 @@ class Likeness:
             source=part.source,
         )
 
+    @property
+    def is_whole(self) -> bool:
+        """True if every part has a record of each sample."""
+        return bool(self._parts and self._count) and all(len(records) == self._count for records in self._records)
+
+    def estimate(self, kept: Array) -> float:
+        """Returns the estimated drop over some samples."""
+        pairs = zip(self._parts, self._records, strict=True)
+        return max(part.judge([records[index] for index in kept]).estimate for part, records in pairs)
+
+    def moved(self) -> float:
+        """Returns how far the outputs of a sample moved on average, summed over the parts."""
+        pairs = zip(self._parts, self._records, strict=True)
+        return sum(float(part.soften(records).mean()) for part, records in pairs)
+
     def _find_worst(self) -> tuple[Part, Loss] | None:
         # Of an output that is not finite all is lost, whatever its finite samples say.
         if self._broken:
             return self._parts[min(self._broken)], Loss(estimate=1.0, interval=(1.0, 1.0), agreement=0.0)
-        if not self._parts or not self._count or any(len(records) < self._count for records in self._records):
+        if not self.is_whole:
             return None
         judged = [(part, part.judge(records)) for part, records in zip(self._parts, self._records, strict=True)]
         return max(judged, key=lambda each: each[1].estimate)

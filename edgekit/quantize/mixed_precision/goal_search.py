@@ -10,10 +10,11 @@ import msgspec
 
 from edgekit._files import copy_file
 from edgekit.check.check import check_model
+from edgekit.data.wilson import Z95
 from edgekit.model.model import Model
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize.accuracy.loss import MEASURES
-from edgekit.quantize.accuracy.predict import FAITHFUL_DB, LABELS, Prediction
+from edgekit.quantize.accuracy.predict import FAITHFUL_DB, LABELS, Difference, Prediction
 from edgekit.quantize.apply import QuantizedModel, quantize_model
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.mixed_precision.auto import plan_minmax, plan_quantization
@@ -51,6 +52,7 @@ _MORE = "plans with more tensors out of 8 bits"
 class Search(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be quantized, and `measure`, which returns what a quantized model of it loses.
 
+    `compare` returns how two quantized models differ, over the same samples.
     `work` is a folder for intermediate files. The `memo` may be shared with other targets, and says how long the search
     may take. `tried` holds the models that were written there, by the step of the search. With `may_widen` the user did
     not ask for this precision: if none of its plans meets a goal, 16 bits for all activations may be used.
@@ -61,6 +63,7 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     target: Target
     precision: Precision
     measure: Callable[[Model], Prediction]
+    compare: Callable[[Model, Model], Difference]
     work: Path
     memo: Memo = msgspec.field(default_factory=Memo)
     progress: Progress = say_nothing
@@ -153,10 +156,19 @@ def find_plan(
 
 
 def _hold_against_minmax(search: Search, searched: Searched, max_drop: float) -> Searched:
-    """Returns the search result with plain minmax as an added trial, which is chosen if it loses less."""
-    chosen, drop = searched.chosen, searched.chosen.prediction.drop_estimate
-    # Almost nothing is lost, so minmax cannot be better.
-    if drop is not None and drop <= _NEGLIGIBLE:
+    """Returns the search result with plain minmax as an added trial, which is chosen if it loses less.
+
+    Both plans are compared over all samples, sample by sample. With d the difference of their estimated drops and s its
+    standard error, d decides if |d| > 1.96 s, since it then differs from 0 with 95 % confidence. Else the few decisions
+    that changed do not tell the plans apart. Then the better plan is the one that moves all decisions less: the mean
+    squared Hellinger distance of a decision (`Measure.soften`), which every sample contributes to. Its ratio to the
+    signal is not used, because it counts errors of logits that decide nothing.
+
+    A plan that meets the goal is kept beside one that does not, unless the difference is more than chance.
+    """
+    chosen, found = searched.chosen, searched.chosen.prediction
+    # No decision changed, so none can be saved.
+    if found.drop_estimate is not None and found.drop_estimate <= _NEGLIGIBLE and found.top1_agreement in {None, 1.0}:
         return searched
     plain = plan_minmax(search.model, search.calibration, search.target, chosen.plan)
     if plain == chosen.plan or not search.memo.budget.allows("plain minmax"):
@@ -165,10 +177,11 @@ def _hold_against_minmax(search: Search, searched: Searched, max_drop: float) ->
     if trial is None:
         return searched
     searched = msgspec.structs.replace(searched, trials=(*searched.trials, trial))
-    # A difference of less than a tenth of a point is a few decisions: then the signal-to-noise ratio decides.
     gain, misses = _drop(chosen) - _drop(trial), not trial.prediction.meets(max_drop)
-    is_nearer = trial.prediction.sqnr_db > chosen.prediction.sqnr_db
-    if gain < -_NEGLIGIBLE or (gain <= _NEGLIGIBLE and (misses or not is_nearer)):
+    difference = search.compare(*(_quantize(search, each.step, each.plan).model for each in (chosen, trial)))
+    reach = Z95 * difference.chance
+    is_worse = found.meets(max_drop) and misses
+    if gain <= reach and (gain < -reach or is_worse or difference.moved <= 0):
         return searched
     return msgspec.structs.replace(searched, chosen=trial, met=searched.met or trial.prediction.meets(max_drop))
 

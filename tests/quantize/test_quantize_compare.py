@@ -1,0 +1,130 @@
+"""Two plans of one network are told apart by their decisions, and where these hardly differ, by how far they moved."""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from quantize_models import make_model, make_samples
+
+from edgekit.data.samples import Samples
+from edgekit.data.wilson import Z95
+from edgekit.model.model import Model
+from edgekit.model.tensors import Array
+from edgekit.quantize import calibrate_model, plan_quantization
+from edgekit.quantize.accuracy.detections import soften_detections
+from edgekit.quantize.accuracy.loss import MEASURES, measure_hellinger
+from edgekit.quantize.accuracy.predict import FloatReference
+from edgekit.quantize.mixed_precision.goal_search import Search, find_plan, write_chosen
+from edgekit.quantize.mixed_precision.trials import State, Trial
+from edgekit.quantize.ranges import softmax
+from edgekit.target import Precision, load_target
+
+LOGITS = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y)
+  <float[4] b = {BIAS}> { y = Add(x, b) }"""
+VECTORS = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,16] x) => (float[1,16] y) { y = MatMul(x, w) }"""
+TRAINED = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,8] x) => (float[1,5] y) {
+  a = Gemm(x, w1, b1) h = Relu(a) y = Gemm(h, w2, b2) }"""
+
+
+def add_bias(folder: Path, bias: str) -> Model:
+    return make_model(LOGITS.replace("BIAS", bias), folder / f"{bias}.onnx")
+
+
+@pytest.fixture
+def reference(tmp_path: Path) -> FloatReference:
+    """Logits of four classes, of which the last never wins."""
+    rows = np.random.default_rng(0).normal(size=(100, 1, 4)).astype(np.float32) * 3
+    rows[:, :, 3] = -20
+    return FloatReference(add_bias(tmp_path, "0, 0, 0, 0"), make_samples([{"x": row} for row in rows]))
+
+
+def test_what_decides_nothing_counts_for_nothing(reference: FloatReference, tmp_path: Path) -> None:
+    loud, quiet = add_bias(tmp_path, "0, 0, 0, -40"), add_bias(tmp_path, "0.05, 0, 0, 0")
+    assert reference.predict_drop(loud).sqnr_db < reference.predict_drop(quiet).sqnr_db - 30
+    found = reference.compare(loud, quiet)
+    assert found.moved < 0
+    assert reference.compare(quiet, loud).moved == -found.moved
+    assert reference.compare(quiet, quiet) == msgspec.structs.replace(found, chance=0.0, moved=0.0)
+
+
+@pytest.mark.parametrize(("bias", "is_chance"), [("0.05, 0, 0, 0", True), ("9, 0, 0, 0", False)])
+def test_few_changed_decisions_are_chance_and_many_are_not(
+    reference: FloatReference, tmp_path: Path, bias: str, *, is_chance: bool
+) -> None:
+    changed, same = add_bias(tmp_path, bias), add_bias(tmp_path, "0, 0, 0, -1")
+    drops = [reference.predict_drop(model).drop_estimate or 0.0 for model in (changed, same)]
+    found = reference.compare(changed, same)
+    assert (drops[0] - drops[1] <= Z95 * found.chance) == is_chance
+    assert found.moved > 0
+
+
+def test_vectors_move_by_their_choice_of_neighbours(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    noise: Array = rng.normal(0, 0.02, (16, 16))
+    eye = np.eye(16)
+    models = [
+        make_model(VECTORS, tmp_path / f"{index}.onnx", constants={"w": value.astype(np.float32)})
+        for index, value in enumerate((eye, 2 * eye, eye + noise))
+    ]
+    rows = rng.normal(size=(40, 1, 16))
+    rows /= np.linalg.norm(rows, axis=2, keepdims=True)
+    reference = FloatReference(models[0], make_samples([{"x": row.astype(np.float32)} for row in rows]))
+    assert reference.predict_drop(models[1]).measure == MEASURES["embedding"].name
+    # Twice the length is all noise to a ratio, and nothing to a cosine.
+    ratios = [reference.predict_drop(each).sqnr_db for each in models[1:]]
+    assert ratios == [pytest.approx(0, abs=0.1), pytest.approx(22, abs=3)]
+    assert reference.compare(models[1], models[2]).moved < 0
+
+
+def test_distances_are_those_of_the_decisions() -> None:
+    logits: Array = np.array([[2.0, 0.0, -1.0], [0.1, 0.0, -9.0]]).T
+    one, two = softmax(logits, axis=0), softmax(logits + np.array([[0.01], [0.0], [0.0]]), axis=0)
+    found = measure_hellinger(one, two)
+    # For small errors it is a quarter of the Kullback-Leibler divergence, an eighth of the variance of the error.
+    assert found == pytest.approx(0.01**2 * one[0] * (1 - one[0]) / 8, rel=0.02)
+    assert measure_hellinger(np.array([[1.0], [0.0]]), np.array([[0.0], [1.0]])) == pytest.approx(1.0)
+    rows = np.array([[0, 0.9, 0.9, 0.9, 0.0], [1, 0.5, 0.5, 0.5, 0.2]])
+    lost = rows.copy()
+    lost[0, 3] = 0.0
+    assert soften_detections([rows, lost]).tolist() == pytest.approx(np.array([0.1, 0.1 + 1 - 0.1**0.5]) / 1.4)
+
+
+def train(folder: Path) -> tuple[Model, Samples]:
+    """A network of random features, whose last layer is fitted to five clusters."""
+    rng = np.random.default_rng(2)
+    middles = rng.normal(size=(5, 8)) * 1.2
+    kinds = rng.integers(0, 5, 400)
+    values: Array = middles[kinds] + rng.normal(size=(400, 8))
+    first, shift = rng.normal(size=(8, 32)), rng.normal(size=32)
+    hidden = np.c_[np.maximum(values @ first + shift, 0), np.ones(400)]
+    last = 8 * np.linalg.lstsq(hidden, np.eye(5)[kinds], rcond=None)[0]
+    constants = {"w1": first, "b1": shift, "w2": last[:-1], "b2": last[-1]}
+    model = make_model(
+        TRAINED, folder / "m.onnx", constants={name: each.astype(np.float32) for name, each in constants.items()}
+    )
+    return model, make_samples([{"x": row.astype(np.float32)[None]} for row in values[:200]])
+
+
+@pytest.mark.parametrize(("precision", "is_sound"), [("int8", True), ("int16", False)], ids=["sound", "winners tie"])
+def test_the_plan_that_decides_worse_is_refused(tmp_path: Path, precision: Precision, *, is_sound: bool) -> None:
+    model, samples = train(tmp_path)
+    calibration, target = calibrate_model(model, samples, work=tmp_path / "work"), load_target("qnn")
+    plan = plan_quantization(model, calibration, target, precision)
+    if not is_sound:
+        logits = msgspec.structs.replace(plan.ranges["y"], high=plan.ranges["y"].high * 0.15)
+        plan = msgspec.structs.replace(plan, ranges={**plan.ranges, "y": logits})
+    reference = FloatReference(model, samples)
+    search = Search(
+        model=model, calibration=calibration, target=target, precision=precision, measure=reference.predict_drop,
+        compare=reference.compare, work=tmp_path,
+    )  # fmt: skip
+    made = write_chosen(search, plan, None, tmp_path / "given.onnx").model
+    trial = Trial(step="all", plan=plan, prediction=reference.predict_drop(made), taken_macs=1.0)
+    state = State(path=tmp_path / "state.json", key={}, trials=(trial,))
+    chosen, searched = find_plan(search, max_drop=1.0, narrow=False, state=state)
+    assert searched is not None
+    assert [each.step for each in searched.trials] == ["all", "minmax"]
+    assert (chosen == plan) == is_sound
+    lost, least = (each.prediction.drop_estimate or 0.0 for each in searched.trials)
+    assert (lost > least + 0.1) != is_sound
