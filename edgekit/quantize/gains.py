@@ -1,88 +1,181 @@
-"""Gains of normalizations for which 8 bits are too few, where activations have 16."""
+"""Gains of normalizations for which 8 bits are too few, where activations have 16.
+
+QNN takes only 8-bit gains of a LayerNormalization, and all channels share one scale: if one gain is large, the scale is
+too coarse for the others. LayerNormalization(x, gain, bias) is LayerNormalization(x, 1, bias / gain) * gain, in which 1
+is exact and the factor of the Mul gets 16 bits.
+
+Such a product is worth its time where the rounded gain loses more than the rounded weights behind it. Before the gain
+every channel has the variance 1. If a matrix W of 8-bit weights reads the output, and rounding changes the gain g by e
+and the matrix by E, the result gets the noise sum of (W_ij e_j)^2 from the gain, and sum of (E_ij g_j)^2 from the
+matrix. No product reduces the second, so a gain whose noise is below it stays as it is. If no matrix reads the output,
+the gain is held against weights that are spread evenly over the 127 steps of int8: rounding moves each by a variance of
+1 / 12 of a squared step, and their own is 127^2 / 3, so the noise is 1 / (4 x 127^2) of the signal, the sum of g_j^2.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import msgspec
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from edgekit.graph.graph import Graph
+from edgekit.graph.graph import Graph, Node
 from edgekit.model.model import drop_unread
+from edgekit.model.tensors import Array
 from edgekit.quantize.graph.float_graph import read_dequantized
 
 NORM = "LayerNormalization"
 """Its gain is positive: as uint8 it uses all steps above zero. Other uint8 weights keep their int8 values."""
-# An 8-bit gain stays if the ratio of the median gain to its rounding error is at least this: a choice. The ratio is
-# lower only if the largest gain is more than about five times the median.
-_EXACT_DB = 45.0
-_MOST_8, _MOST_16 = 255, 65535
+_MOST_8, _MOST_16, _MOST_32 = 255, 65535, 2**31 - 1
+_EVEN_NOISE = 1 / (4 * 127**2)
+# Operators between a normalization and the matrices that read it.
+_MOVING = frozenset({"Flatten", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"})
+
+
+class _Placed:
+    """The nodes and constants of a QDQ graph by name."""
+
+    def __init__(self, qdq: onnx.GraphProto) -> None:
+        self.stored = {tensor.name: tensor for tensor in qdq.initializer}
+        self.makers = {name: node for node in qdq.node for name in node.output}
+        self.nodes = {node.name: node for node in qdq.node}
+        self.rounders = {node.input[0]: node for node in qdq.node if node.op_type == "QuantizeLinear"}
+
+    def read(self, name: str) -> Array:
+        """Returns a constant."""
+        return numpy_helper.to_array(self.stored[name])
+
+    def dequantize(self, node: onnx.NodeProto, index: int) -> Array | None:
+        """Returns the rounded values of a node's constant input, None if it is not rounded."""
+        maker = self.makers.get(node.input[index])
+        if maker is None or maker.op_type != "DequantizeLinear" or maker.input[0] not in self.stored:
+            return None
+        return read_dequantized(maker, self.read).astype(np.float64)
+
+
+class _Split(msgspec.Struct, frozen=True, kw_only=True):
+    """A normalization of the QDQ graph that becomes two nodes: without gain, with `shift` as bias, and a product.
+
+    `step` is the scale of the shift, that of the normalization's input over 255; `has_bias` says whether it has one.
+    """
+
+    node: onnx.NodeProto
+    rounder: onnx.NodeProto
+    prefix: str
+    gain: Array
+    shift: Array
+    step: float
+    has_bias: bool
+
+    @property
+    def reach(self) -> float:
+        """The largest magnitude of a value that is normalized over these channels."""
+        return math.sqrt(max(self.gain.size - 1, 1))
+
+    @property
+    def is_possible(self) -> bool:
+        """True if no gain is zero, the bias at most doubles the range, and it fits into int32."""
+        return bool(
+            np.all(self.gain != 0)
+            and np.all(np.abs(self.shift) <= self.reach)
+            and np.all(np.abs(self.shift) <= self.step * _MOST_32)
+        )
 
 
 def multiply_gains(qdq: onnx.GraphProto, graph: Graph) -> None:
-    """Turns coarse gains of normalizations whose output has 16 bits into products, in place; nodes are not in order.
+    """Turns gains that lose more than the weights behind them into products, in place; nodes are not in order.
 
-    Why: QNN accepts only 8-bit gains of LayerNormalization, and all channels share one scale. If one channel's gain is
-    large, the scale is too coarse for the others.
-
-    1. Nodes are selected whose output has 16 bits and whose 8-bit gain has a large rounding error compared with the
-       median gain (below _EXACT_DB). Zero or computed gains, and a bias that
-       would more than double the range, exclude a node.
-    2. LayerNormalization(x, gain, bias) becomes LayerNormalization(x, 1, bias / gain) * gain, which is the same value.
-       The gain of 1 is exact in 8 bits, and the factor of the Mul gets 16 bits.
-    3. The new tensor between the two nodes gets a 16-bit scale without calibration: a value that is normalized over N
-       channels lies within +-sqrt(N - 1), and the bias at most doubles that.
-    4. The Mul takes over the node's name and output, and the old gain and bias are removed if nothing else reads them.
+    Only normalizations are changed whose output has 16 bits. Gains that are computed or zero stay, and so does a gain
+    beside a bias that would more than double the range.
     """
-    floats = {
+    norms = {
         node.output[0]: node
         for node in graph.nodes
         if node.op_type == NORM and all(graph.is_float_constant(name) for name in node.input[1:])
     }
-    if not floats:
+    if not norms:
         return
-    stored = {tensor.name: tensor for tensor in qdq.initializer}
-    makers = {name: node for node in qdq.node for name in node.output}
-    rounders = {node.input[0]: node for node in qdq.node if node.op_type == "QuantizeLinear"}
+    placed = _Placed(qdq)
     for node in [node for node in qdq.node if node.op_type == NORM]:
-        rounder, read = rounders.get(node.output[0]), [makers[name] for name in node.input if name in makers]
-        norm = floats.get(node.output[0].removesuffix("_QuantizeLinear_Input"))
-        # A float normalization reads its constants directly.
-        if norm is None or rounder is None or len(read) < len(node.input):
-            continue
-        if stored[rounder.input[2]].data_type != onnx.TensorProto.UINT16:
-            continue
-        gain, *rest = (graph.weight(name).astype(np.float64) for name in norm.input[1:])
-        bias, reach = rest[0] if rest else np.zeros_like(gain), math.sqrt(max(gain.size - 1, 1))
-        rounded = read_dequantized(read[1], lambda name: numpy_helper.to_array(stored[name]))
-        noise = float(np.mean((rounded - gain) ** 2))
-        is_exact = noise * 10 ** (_EXACT_DB / 10) <= float(np.median(gain**2))
-        # The bias may at most double the range.
-        if is_exact or gain.ndim != 1 or not np.all((gain != 0) & (np.abs(bias) <= reach * np.abs(gain))):
-            continue
-        made, name, prefix = node.output[0], node.name, f"{norm.output[0]}.edgekit"
-        even = f"{prefix}.even"
-        low, high = min(float(gain.min()), 0.0), max(float(gain.max()), 0.0)
-        scale = (high - low) / _MOST_16
-        zero = round(-low / scale)
-        step = float(numpy_helper.to_array(stored[read[0].input[1]])) / _MOST_8
-        parts = {
-            "one": (np.full(gain.size, _MOST_8, np.uint8), 1 / _MOST_8, 0),
-            "shift": (np.rint(bias / gain / step).astype(np.int32), step, 0),
-            "gain": (np.clip(np.rint(gain / scale) + zero, 0, _MOST_16).astype(np.uint16), scale, zero),
-        }
-        for part, (values, each, offset) in parts.items():
-            grid = _add_grid(qdq, f"{prefix}.{part}", each, values.dtype.type(offset))
-            qdq.initializer.append(numpy_helper.from_array(values, f"{prefix}.{part}.integers"))
-            qdq.node.append(_dequantizer([f"{prefix}.{part}.integers", *grid], f"{prefix}.{part}", rounder.domain))
-        node.input[1:] = [f"{prefix}.one", f"{prefix}.shift"][: len(node.input) - 1]
-        # The product takes the name, which stands for the node that makes the tensor and reads the gain.
-        node.output[0], node.name = even, f"{prefix}.norm"
-        grid = _add_grid(qdq, even, 4 * reach / _MOST_16, np.uint16(_MOST_16 // 2 + 1))
-        qdq.node.append(helper.make_node("QuantizeLinear", [even, *grid], [f"{even}.integers"], domain=rounder.domain))
-        qdq.node.append(_dequantizer([f"{even}.integers", *grid], f"{even}.rounded", rounder.domain))
-        qdq.node.append(helper.make_node("Mul", [f"{even}.rounded", f"{prefix}.gain"], [made], name=name))
+        norm = norms.get(node.output[0].removesuffix("_QuantizeLinear_Input"))
+        split = _plan_split(placed, graph, node, norm) if norm is not None else None
+        if split is not None:
+            _split_node(qdq, split)
     drop_unread(qdq, ["DequantizeLinear"])
+
+
+def _plan_split(placed: _Placed, graph: Graph, node: onnx.NodeProto, norm: Node) -> _Split | None:
+    """Returns how a normalization is split, None if it stays."""
+    rounder, rounded = placed.rounders.get(node.output[0]), placed.dequantize(node, 1)
+    source = placed.makers.get(node.input[0])
+    gain, *rest = (graph.weight(name).astype(np.float64) for name in norm.input[1:])
+    is_last = norm.integer("axis", -1) in {-1, len(graph.dims(norm.input[0])) - 1}
+    # A float normalization reads its constants directly.
+    if rounder is None or rounded is None or source is None or gain.ndim != 1 or not is_last:
+        return None
+    if placed.stored[rounder.input[2]].data_type != onnx.TensorProto.UINT16 or not gain.all():
+        return None
+    split = _Split(
+        node=node,
+        rounder=rounder,
+        prefix=f"{norm.output[0]}.edgekit",
+        gain=gain,
+        shift=rest[0] / gain if rest else np.zeros_like(gain),
+        step=float(placed.read(source.input[1])) / _MOST_8,
+        has_bias=bool(rest),
+    )
+    if not split.is_possible:
+        return None
+    pairs = [*_read_matrices(placed, graph, norm.output[0], gain.size)]
+    reached = sum([(exact**2).sum(axis=1) for exact, _ in pairs]) if pairs else np.ones_like(gain)
+    lost = sum([((weights - exact) ** 2).sum(axis=1) for exact, weights in pairs]) if pairs else reached * _EVEN_NOISE
+    return split if float((reached * (rounded - gain) ** 2).sum()) > float((lost * gain**2).sum()) else None
+
+
+def _read_matrices(placed: _Placed, graph: Graph, name: str, channels: int) -> Iterator[tuple[Array, Array]]:
+    """Yields the matrices [channels, outputs] that read a tensor, each exact and rounded."""
+    for reader in graph.readers(name):
+        if reader.op_type in _MOVING and reader.input[0] == name:
+            yield from _read_matrices(placed, graph, reader.output[0], channels)
+        node = placed.nodes.get(reader.name)
+        if reader.op_type not in {"Gemm", "MatMul"} or node is None or not graph.is_float_constant(reader.input[1]):
+            continue
+        exact = graph.weight(reader.input[1]).astype(np.float64)
+        found = placed.dequantize(node, 1)
+        pair = (exact, exact if found is None else found)
+        one, two = (each.T for each in pair) if reader.integer("transB", 0) else pair
+        if one.ndim == 2 and len(one) == channels:
+            yield one, two
+
+
+def _split_node(qdq: onnx.GraphProto, split: _Split) -> None:
+    """Turns a normalization into one without gain and a product.
+
+    The tensor between the two gets its 16-bit scale without calibration: normalized values lie within +-sqrt(N - 1)
+    over N channels, and the shift at most doubles that. The product takes over the node's name and output, since these
+    stand for what makes the tensor and reads the gain.
+    """
+    node, prefix, domain = split.node, split.prefix, split.rounder.domain
+    low, high = min(float(split.gain.min()), 0.0), max(float(split.gain.max()), 0.0)
+    scale = (high - low) / _MOST_16
+    zero = round(-low / scale)
+    parts = {
+        "one": (np.full(split.gain.size, _MOST_8, np.uint8), 1 / _MOST_8, 0),
+        "shift": (np.rint(split.shift / split.step).astype(np.int32), split.step, 0),
+        "gain": (np.clip(np.rint(split.gain / scale) + zero, 0, _MOST_16).astype(np.uint16), scale, zero),
+    }
+    for part, (values, step, offset) in parts.items():
+        grid = _add_grid(qdq, f"{prefix}.{part}", step, values.dtype.type(offset))
+        qdq.initializer.append(numpy_helper.from_array(values, f"{prefix}.{part}.integers"))
+        qdq.node.append(_dequantizer([f"{prefix}.{part}.integers", *grid], f"{prefix}.{part}", domain))
+    even, made, name = f"{prefix}.even", node.output[0], node.name
+    node.input[1:] = [f"{prefix}.one", *([f"{prefix}.shift"] if split.has_bias else [])]
+    node.output[0], node.name = even, f"{prefix}.norm"
+    grid = _add_grid(qdq, even, 4 * split.reach / _MOST_16, np.uint16(_MOST_16 // 2 + 1))
+    qdq.node.append(helper.make_node("QuantizeLinear", [even, *grid], [f"{even}.integers"], domain=domain))
+    qdq.node.append(_dequantizer([f"{even}.integers", *grid], f"{even}.rounded", domain))
+    qdq.node.append(helper.make_node("Mul", [f"{even}.rounded", f"{prefix}.gain"], [made], name=name))
 
 
 def _add_grid(qdq: onnx.GraphProto, name: str, scale: float, zero: np.generic) -> tuple[str, str]:

@@ -111,7 +111,10 @@ def test_a_gain_that_8_bits_do_not_hold_is_a_product_beside_16_bits(
 ) -> None:
     gain = np.linspace(1, 1.1, 8).astype(np.float32)
     gain[3] = loudest
-    constants: dict[str, Array] = {"gain": gain, "eye": np.eye(8, dtype=np.float32)}
+    # The loudest channel reaches one output alone, so that the other outputs show how exact their gains are.
+    weights = np.triu(np.random.default_rng(6).uniform(-0.5, 0.5, (8, 8)), 1)
+    weights[3] = 0
+    constants: dict[str, Array] = {"gain": gain, "eye": (weights + np.eye(8)).astype(np.float32)}
     if shift is not None:
         constants["shift"] = np.full(8, shift, np.float32)
     text = NORM if shift is not None else NORM.replace(", shift)", ")")
@@ -129,3 +132,45 @@ def test_a_gain_that_8_bits_do_not_hold_is_a_product_beside_16_bits(
         exact, got = (CpuSession(each.path, SessionSettings()).run(sample)["y"] for each in (model, wide))
         # Steps of 12 / 255 would be wrong by 2 % of up to 2.8.
         np.testing.assert_allclose(got[..., :3], exact[..., :3], atol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("text", "products"),
+    [
+        (NORM, 1),
+        (NORM.replace("MatMul(h, eye)", "Gemm<transB=1>(f, turned)").replace(") y", ") f = Reshape(h, rows) y"), 1),
+        (NORM.replace("eye", "drawn"), 0),
+        (NORM.replace("(x, gain", "<axis=1>(x, gain"), 0),
+        (NORM.replace("(x, gain", "(x, zeros"), 0),
+        (
+            NORM.replace("y = ", "m = ").replace(
+                " }", " n = LayerNormalization(m, gain, shift) y = MatMul(n, turned) }"
+            ),
+            2,
+        ),
+    ],
+    ids=[
+        "exact weights",
+        "a Gemm behind a Reshape",
+        "coarse weights",
+        "two axes",
+        "zero gains",
+        "a gain that two share",
+    ],
+)
+def test_a_gain_becomes_a_product_where_it_loses_more_than_the_weights_behind_it(
+    text: str, products: int, tmp_path: Path
+) -> None:
+    gain = np.linspace(1, 1.1, 8).astype(np.float32)
+    gain[3] = 12
+    drawn: Array = np.random.default_rng(7).normal(size=(8, 8)).astype(np.float32)
+    constants: dict[str, Array] = {"gain": gain, "zeros": gain * (np.arange(8) > 0), "drawn": drawn}
+    constants |= {"shift": np.zeros(8, np.float32), "rows": np.array([4, 8])}
+    constants |= {name: np.eye(8, dtype=np.float32) for name in ("eye", "turned")}
+    model = make_model(
+        text.replace("(float[1,4,8] y)", "(float[4,8] y)") if "rows" in text else text,
+        tmp_path / "m.onnx",
+        constants={name: value for name, value in constants.items() if name in text},
+    )
+    made = quantize(model, tmp_path, "qnn", random_samples(model, count=16), precision="int16").model
+    assert op_types(made).count("Mul") == products
