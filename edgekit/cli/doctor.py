@@ -9,8 +9,8 @@ from edgekit.cli.screen import show_json, show_line
 from edgekit.cli.terminal import show_devices
 from edgekit.devices.find import list_devices
 from edgekit.devices.local.provider import list_offered
-from edgekit.devices.remote.adb import AdbDevice
 from edgekit.devices.remote.examine import PhoneReport, examine_phone
+from edgekit.devices.remote.remote import AdbDevice, check_address
 from edgekit.errors import UsageError
 from edgekit.jobs.prepare import list_versions
 
@@ -34,7 +34,7 @@ def command(
         kind, _, serial = device.partition(":")
         if kind != "adb":
             raise UsageError(f"'{device}' is no phone behind adb", hint="give adb:SERIAL; adb devices -l lists them")
-        report = examine_phone(AdbDevice(serial=serial))
+        report = examine_phone(AdbDevice(serial=serial and check_address("adb", serial)))
         show_json(report) if as_json else _show_phone(report)
         return NO if any(finding.level == "fault" for finding in report.findings) else YES
     versions, devices, offered = list_versions(), list_devices(), list_offered()

@@ -16,11 +16,9 @@ from edgekit.devices.android.android import (
 )
 from edgekit.devices.android.android import PROVIDERS as ANDROID
 from edgekit.devices.android.installed import LOADER as ANDROID_LOADER
-from edgekit.devices.android.installed import install_android
 from edgekit.devices.device import Device, DeviceStatus, Missing
-from edgekit.devices.ios.installed import LOADER as IOS_LOADER
-from edgekit.devices.ios.installed import install_ios
-from edgekit.devices.ios.ios import ML_PROGRAM, IosSimulator
+from edgekit.devices.ios.ios import LOADER as IOS_LOADER
+from edgekit.devices.ios.ios import ML_PROGRAM, IosSimulator, install_ios
 from edgekit.devices.ios.ios import NAME as IOS_SIMULATOR
 from edgekit.devices.ios.ios import PROVIDERS as IOS
 from edgekit.devices.local.arm64 import CPUS, Arm64, find_arm64_versions, install_arm64
@@ -31,9 +29,7 @@ from edgekit.devices.local.provider import PROVIDERS, LocalProvider, find_provid
 from edgekit.devices.local.qnn_sim import ARCH_SOCS, QnnSimulator, find_qnn_versions
 from edgekit.devices.local.qnn_sim import PROVIDER as QNN
 from edgekit.devices.release import Installed, Loader
-from edgekit.devices.remote.adb import AdbDevice
-from edgekit.devices.remote.remote import check_address
-from edgekit.devices.remote.ssh import SshDevice
+from edgekit.devices.remote.remote import AdbDevice, SshDevice, check_address
 from edgekit.errors import UsageError, suggest_name
 from edgekit.evidence import Evidence
 from edgekit.progress import Progress
@@ -93,7 +89,7 @@ _KINDS = {
         find_versions=ANDROID_LOADER.find_versions,
         option="--library FILE.aar",
         loader=ANDROID_LOADER,
-        install=install_android,
+        install=ANDROID_LOADER.install,
     ),
     IOS_SIMULATOR: _Kind(
         targets=("coreml",),

@@ -6,7 +6,6 @@ to its stand-in on this machine.
 """
 
 import base64
-import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -15,7 +14,7 @@ import re
 import shutil
 import sys
 import tarfile
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
@@ -184,6 +183,20 @@ def _require_success(finished: Finished) -> None:
         raise DeviceError(f"'{finished.argv[0]}' {finished.explanation}", hint="check the compiler")
 
 
+class Release(msgspec.Struct, frozen=True, kw_only=True):
+    """ONNX Runtime's archive for a phone's system, as it was read; `archive` is its name.
+
+    `imports` are those of the library for each ABI that can run here; `libraries` are all shared libraries.
+    """
+
+    archive: str
+    sha256: str
+    version: str
+    providers: tuple[str, ...]
+    imports: Mapping[str, tuple[str, ...]]
+    libraries: tuple[NativeLibrary, ...] = ()
+
+
 class Installed(msgspec.Struct, frozen=True, kw_only=True):
     """An installed library of a phone: its archive, version, providers and ABIs.
 
@@ -217,10 +230,11 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
     `system` names the folder of the stand-in's sources, `title` the system in messages, and `device` the folder in the
     user's cache. `machines` maps each ABI that can run here to its machine; `find_compiler` finds a compiler for a
     machine, and `needs` has the command that installs one, by ABI. `library` is the file name of ONNX Runtime's
-    library, and `pinned_sha256` the digest of the archive that edgekit fetches itself. `place` returns the symbol for
-    each import; its second argument names stand-ins to leave out. `header` declares the table of symbols. `flags` are
-    compiler flags for every source, `runner_flags` for the runner's. `archive_kind` is the key of the archive in the
-    versions of reports.
+    library, and `pinned_sha256` the digest of the archive that edgekit fetches itself. `unpack` reads the archive that
+    the user gave, or fetches the pinned one into its second folder, and writes what is kept into the first. `place`
+    returns the symbol for each import; its second argument names stand-ins to leave out. `header` declares the table of
+    symbols. `flags` are compiler flags for every source, `runner_flags` for the runner's. `archive_kind` is the key of
+    the archive in the versions of reports.
     """
 
     system: str
@@ -231,6 +245,7 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
     needs: Mapping[str, str]
     library: str
     pinned_sha256: str
+    unpack: Callable[[Path | None, Path, Path, Progress], Release]
     header: str
     place: Callable[[Collection[str], Collection[str]], Mapping[str, str]]
     flags: tuple[str, ...] = ()
@@ -294,15 +309,33 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
             )
         _require_success(finished)
 
-    def build(
-        self, abi: str, imports: Collection[str], folder: Path, work: Path, progress: Progress, *, name: str
-    ) -> str:
-        """Builds the program for an ABI in `folder/ABI`, and returns the compiler's name and version.
-
-        Returns "", and reports it, if there is no compiler for the ABI. `name` names the library in errors.
+    def install(self, progress: Progress, given: Path | None = None) -> Installed:
+        """Installs the archive that the user gave, or else the pinned one, and builds a program for each of its ABIs.
 
         Raises:
-            DeviceError: the library imports a function without a stand-in, or the compiler fails.
+            DeviceError: it cannot run here or be fetched, is not the pinned archive or imports a function without a
+                stand-in, there is no compiler, or one fails. No half-finished installation is left.
+            UsageError: there is no such archive.
+            OutputError: the cache cannot be written.
+        """
+        lacking = f"there is no compiler for the stand-in for {self.title}"
+        if not any(map(self.find_compiler, self.machines.values())):
+            raise DeviceError(lacking, hint=next(iter(self.needs.values())))
+        with one_at_a_time(self.folder), staged_folder(self.folder) as staging, work_folder() as work:
+            release = self.unpack(given, staging, work, progress)
+            compilers = {abi: self._build(abi, release, staging, work, progress) for abi in release.imports}
+            abis = tuple(abi for abi, compiler in compilers.items() if compiler)
+            if not abis:
+                raise DeviceError(lacking, hint=self.needs[next(iter(compilers))])
+            facts = {name: getattr(release, name) for name in Release.__struct_fields__ if name != "imports"}
+            installed = Installed(**facts, abis=abis, sources=digest_sources(self.system), compilers=compilers)
+            write_file(staging / FACTS, msgspec.json.encode(installed))
+        return installed
+
+    def _build(self, abi: str, release: Release, folder: Path, work: Path, progress: Progress) -> str:
+        """Builds the program for an ABI in `folder/ABI`, and returns the compiler's name and version.
+
+        Returns "", and reports it, if there is no compiler for the ABI.
         """
         compiler = self.find_compiler(self.machines[abi])
         if compiler is None:
@@ -315,18 +348,8 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True):
         jobs = [(runner, source) for source in sorted((find_sources("runner") / "src").glob("*.cpp"))]
         jobs += [(self.compile_command(compiler, source), source) for source in self.list_sources()]
         objects = compile_sources(jobs, work / abi)
-        self.link(compiler, objects, imports, folder / abi / PROGRAM, name=name)
+        self.link(compiler, objects, release.imports[abi], folder / abi / PROGRAM, name=release.archive)
         return compiler.describe()
-
-    @contextlib.contextmanager
-    def installing(self) -> Generator[tuple[Path, Path]]:
-        """Yields an empty folder, which becomes the device's if the block succeeds, and one for intermediate files.
-
-        Raises:
-            OutputError: the cache cannot be written.
-        """
-        with one_at_a_time(self.folder), staged_folder(self.folder) as staging, work_folder() as work:
-            yield staging, work
 
     def find_installed(self) -> Installed | None:
         """Returns what is installed, if it was built from the current sources, else None."""

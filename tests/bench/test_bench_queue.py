@@ -17,7 +17,7 @@ from edgekit.cli.main import run_command
 from edgekit.devices.device import Queue
 from edgekit.devices.find import find_device
 from edgekit.devices.observe import describe_job
-from edgekit.devices.remote.ssh import SshDevice
+from edgekit.devices.remote.remote import SshDevice
 from edgekit.devices.standalone import ort_runner
 from edgekit.errors import DeviceError
 from edgekit.model.model import load_model

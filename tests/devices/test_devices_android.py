@@ -15,7 +15,7 @@ from test_devices_android_abi import Built, build_checks
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.android.android import NNAPI, XNNPACK
-from edgekit.devices.android.installed import LIBRARY, LOADER, MACHINES, read_library, unpack_libraries
+from edgekit.devices.android.installed import LIBRARY, LOADER, MACHINES, read_library, unpack_archive
 from edgekit.devices.android.nnapi.compute import find_feature_level
 from edgekit.devices.find import find_device, install_device, list_devices
 from edgekit.devices.local.runner import PROGRAM
@@ -60,10 +60,11 @@ def archive_of(path: Path, entries: dict[str, bytes]) -> Path:
 def test_what_an_archive_holds_is_taken_out(tmp_path: Path) -> None:
     library = library_for_android(tmp_path / "made" / LIBRARY).read_bytes() + b"XnnpackExecutionProvider\0"
     entries = {"classes.jar": b"jar", "headers/onnxruntime_c_api.h": b"h", f"jni/x86_64/{LIBRARY}": library}
-    entries |= {"other.txt": b"left where it is", "jni/x86_64/libonnxruntime4j_jni.so": b"binding"}
-    (found,) = unpack_libraries(archive_of(tmp_path / "a.aar", entries), tmp_path / "out")
-    assert (found.abi, found.version, found.providers) == ("x86_64", "1.29.0", (XNNPACK,))
-    assert found.imports == ("no_such_function",)
+    entries |= {"other.txt": b"left where it is", "jni/x86_64/libonnxruntime4j_jni.so": library}
+    archive = archive_of(tmp_path / "a.aar", entries)
+    found = unpack_archive(archive, tmp_path / "out", tmp_path, lambda _: None)
+    assert (found.archive, found.version, found.providers) == ("a.aar", "1.29.0", (XNNPACK,))
+    assert found.imports == {"x86_64": ("no_such_function",)}
     names = sorted(path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.*"))
     assert names == [
         "classes.jar",

@@ -17,8 +17,7 @@ from other_machine.keeper import OtherMachine, start_machine
 from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.device import Device, Job
 from edgekit.devices.local.runner import NativeRunner
-from edgekit.devices.remote.adb import AdbDevice
-from edgekit.devices.remote.ssh import SshDevice
+from edgekit.devices.remote.remote import AdbDevice, SshDevice
 from edgekit.errors import EdgekitError
 
 pytestmark = pytest.mark.slow

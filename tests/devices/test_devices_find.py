@@ -11,8 +11,7 @@ from edgekit.devices.local.arm64 import REQUIREMENTS, find_installed, installing
 from edgekit.devices.named import NamedDevice
 from edgekit.devices.register import DeviceChoice, choose_devices
 from edgekit.devices.release import find_node
-from edgekit.devices.remote.adb import AdbDevice
-from edgekit.devices.remote.ssh import SshDevice
+from edgekit.devices.remote.remote import AdbDevice, SshDevice
 from edgekit.errors import DeviceError, UsageError
 from edgekit.evidence import Evidence
 from edgekit.target import load_target

@@ -13,10 +13,10 @@ from devices_models import float_conv, make_job, present, text_model
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.devices.find import find_device, install_device
-from edgekit.devices.ios.installed import ABI, LOADER, open_framework, place_imports
-from edgekit.devices.ios.ios import IosSimulator
+from edgekit.devices.ios.ios import ABI, LOADER, IosSimulator, place_imports, unpack_framework
 from edgekit.devices.local.host import PROVIDER
 from edgekit.devices.observe import Observed, observe_placement, observe_target
+from edgekit.devices.release import Release
 from edgekit.errors import DeviceError, EdgekitError, UsageError
 from edgekit.evidence import Evidence
 from edgekit.model.model import load_model
@@ -70,13 +70,17 @@ def framework_of(folder: Path, library: bytes, *, version: str = "1.29.0") -> Pa
     return folder
 
 
+def unpack(framework: Path) -> Release:
+    return unpack_framework(framework, framework.parent, framework.parent, lambda _: None)
+
+
 def test_the_object_for_this_cpu_is_taken_out_of_a_framework(tmp_path: Path) -> None:
     mine = object_of(("_open", "_OBJC_CLASS_$_NSData"))
     library = universal_of({0x0100000C: archive_of(object_of(())), 0x01000007: archive_of(mine)})
-    found = open_framework(framework_of(tmp_path / "onnxruntime.xcframework", library))
-    assert (found.name, found.version) == ("onnxruntime.xcframework", "1.29.0")
-    assert found.imports == ("_OBJC_CLASS_$_NSData", "_open")
-    assert found.data == mine
+    found = unpack(framework_of(tmp_path / "onnxruntime.xcframework", library))
+    assert (found.archive, found.version) == ("onnxruntime.xcframework", "1.29.0")
+    assert found.imports == {ABI: ("_OBJC_CLASS_$_NSData", "_open")}
+    assert (tmp_path / ABI / "onnxruntime.o").read_bytes() == mine
 
 
 def bad_libraries() -> dict[str, tuple[bytes, str, str]]:
@@ -99,20 +103,20 @@ def bad_libraries() -> dict[str, tuple[bytes, str, str]]:
 def test_a_bad_framework_is_refused_in_one_line(case: str, tmp_path: Path) -> None:
     library, version, words = bad_libraries()[case]
     with pytest.raises(DeviceError, match=words) as caught:
-        open_framework(framework_of(tmp_path / "a.xcframework", library, version=version))
+        unpack(framework_of(tmp_path / "a.xcframework", library, version=version))
     assert "\n" not in caught.value.message
     assert caught.value.hint
 
 
 def test_a_folder_that_is_no_framework_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no folder"):
-        open_framework(tmp_path / "a.xcframework")
+        unpack(tmp_path / "a.xcframework")
     with pytest.raises(DeviceError, match="holds no ios-arm64_x86_64-simulator"):
-        open_framework(tmp_path)
+        unpack(tmp_path)
     framework_of(tmp_path / "b.xcframework", b"")
     (tmp_path / "b.xcframework" / SLICE / "Info.plist").unlink()
     with pytest.raises(DeviceError, match="does not say its version"):
-        open_framework(tmp_path / "b.xcframework")
+        unpack(tmp_path / "b.xcframework")
 
 
 def test_other_devices_take_no_framework_and_this_one_no_library() -> None:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from devices_models import present
 
-from edgekit.devices.ios.installed import LOADER, list_imports
+from edgekit.devices.ios.ios import LOADER, list_imports
 from edgekit.devices.release import Compiler, compile_sources, find_zig
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ from onnx import numpy_helper
 from other_machine.fixtures import Phone
 
 from edgekit.devices.device import Device, Job
-from edgekit.devices.remote.ssh import SshDevice
+from edgekit.devices.remote.remote import SshDevice
 from edgekit.verify.layers.on_device import find_device_layer
 
 pytestmark = pytest.mark.slow

@@ -21,8 +21,7 @@ from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.device import Device, Job
 from edgekit.devices.local.host import Host
 from edgekit.devices.local.runner import NativeRunner
-from edgekit.devices.remote.adb import BASE, AdbDevice
-from edgekit.devices.remote.ssh import SshDevice
+from edgekit.devices.remote.remote import BASE, AdbDevice, SshDevice
 from edgekit.devices.remote.store import KEPT_SETS, push_set
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import Array
@@ -34,7 +33,7 @@ _HOSTILE = "a b'$(touch owned);\"&#.onnx"
 _HANGING_RUN = """
 from pathlib import Path
 from edgekit._proc import stream_process
-from edgekit.devices.remote.adb import BASE, AdbDevice
+from edgekit.devices.remote.remote import BASE, AdbDevice
 from edgekit.devices.remote.store import push_set, remove_folder, wrap_program, own_name
 phone = AdbDevice(serial={serial!r})
 folder, run = push_set(phone, BASE, {{"runner": Path({program!r})}}), own_name("run")
@@ -149,13 +148,6 @@ def test_only_the_sets_used_last_are_kept(phone: Phone, tmp_path: Path) -> None:
     kept.write_bytes(b"")  # as a sudden reboot leaves it
     assert push(b"last" * 250) == kept
     assert kept.stat().st_size == 1000
-
-
-@pytest.mark.parametrize("host", ["-oProxyCommand=touch owned", "", "a b", "a\nb"])
-def test_a_host_cannot_be_an_option(host: str) -> None:
-    missing = SshDevice(host=host).find_missing()
-    assert missing is not None
-    assert "is no name of a host" in missing.reason
 
 
 def _count_sleeping(machine: OtherMachine) -> int:

@@ -21,7 +21,7 @@ from edgekit.devices.local.host import Host
 from edgekit.devices.process import session
 from edgekit.devices.process.run import refuse_run
 from edgekit.devices.process.session import open_session
-from edgekit.devices.remote.ssh import SshDevice
+from edgekit.devices.remote.remote import SshDevice
 from edgekit.errors import DeviceError
 from edgekit.evidence import Evidence
 from edgekit.model.tensors import Tensors

@@ -11,7 +11,7 @@ from test_devices_pipe import PYTHON, run_piped
 
 from edgekit.devices.device import DeviceRun, Job
 from edgekit.devices.local.host import Host
-from edgekit.devices.remote.ssh import SshDevice
+from edgekit.devices.remote.remote import SshDevice
 from edgekit.profile.events import read_trace
 
 pytestmark = pytest.mark.slow

@@ -23,8 +23,7 @@ from edgekit.devices.find import find_device
 from edgekit.devices.local.runner import NativeRunner
 from edgekit.devices.process.run import describe_job
 from edgekit.devices.register import DeviceChoice, ListedDevice
-from edgekit.devices.remote.adb import AdbDevice
-from edgekit.devices.remote.ssh import SshDevice
+from edgekit.devices.remote.remote import AdbDevice, SshDevice
 from edgekit.errors import DeviceError
 from edgekit.evidence import Evidence
 from edgekit.machine import count_cores

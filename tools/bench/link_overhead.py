@@ -32,8 +32,7 @@ from edgekit._ort import CPU_PROVIDER  # noqa: E402
 from edgekit.devices.device import Device, Job  # noqa: E402
 from edgekit.devices.local.host import Native  # noqa: E402
 from edgekit.devices.local.runner import build_runner, host_abi  # noqa: E402
-from edgekit.devices.remote.adb import AdbDevice  # noqa: E402
-from edgekit.devices.remote.ssh import SshDevice  # noqa: E402
+from edgekit.devices.remote.remote import AdbDevice, SshDevice  # noqa: E402
 from edgekit.model.model import save_proto  # noqa: E402
 
 SAMPLES, ROUNDS, LIMIT = 100, 7, 1.5

@@ -224,10 +224,8 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _describe_job(self, job: Job) -> RunnerJob:
-        provider = job.target.provider
-        platform = job.target.session.platforms.get("android")
-        request = describe_job(job, provider=provider)
-        options = dict(request.provider_options if platform is None else platform.provider_options)
+        provider, session = job.target.provider, job.target.session
+        options = dict(session.platforms.get("android", session).provider_options)
         if provider == XNNPACK and _POOL in options and _POOL not in job.chosen:
             # XNNPACK's threads spin while they wait for each other. On few cores, each operation waits for the time
             # slice of another thread: 300 ms per run instead of 0.1 ms. The results do not depend on the number of
@@ -235,8 +233,9 @@ class Android(msgspec.Struct, frozen=True, kw_only=True):
             options[_POOL] = str(job.threads or 1)
         # The session's own threads: one beside XNNPACK's pool, as in edgekit's app loaders.
         threads = 1 if provider == XNNPACK else 0 if self.abi == X86_64 else CORES
-        return msgspec.structs.replace(
-            request,
+        return describe_job(
+            job,
+            provider=provider,
             provider_options=options,
             runtime=str(LOADER.find_library(self.abi)),
             threads=job.threads or threads,

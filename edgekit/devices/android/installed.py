@@ -13,13 +13,14 @@ from pathlib import Path
 
 import msgspec
 
-from edgekit._files import digest_file, open_regular, write_file
+from edgekit._files import digest_file, open_regular
 from edgekit.app_runtime import AppRuntime, NativeLibrary
-from edgekit.devices.process.files import digest_sources, find_sources
-from edgekit.devices.release import FACTS, Installed, Loader, fetch_members, find_compiler, write_member
+from edgekit.devices.process.files import find_sources
+from edgekit.devices.release import Loader, Release, fetch_members, find_compiler, write_member
 from edgekit.errors import DeviceError, UsageError
 from edgekit.machine import spell_install
 from edgekit.progress import Progress
+from edgekit.target import read_version
 
 ELF_MACHINES = {62: "x86_64", 183: "aarch64"}
 MAX_BYTES = 1 << 30
@@ -123,15 +124,6 @@ _PROVIDERS = {
 }
 
 
-class OrtLibrary(msgspec.Struct, frozen=True, kw_only=True):
-    """The library of an archive for one ABI: its version, providers and imports."""
-
-    abi: str
-    version: str
-    providers: tuple[str, ...]
-    imports: tuple[str, ...]
-
-
 def list_native_libraries(archive: Path) -> tuple[NativeLibrary, ...]:
     """Returns every shared library of an archive, for each ABI, with the smallest alignment of its loaded segments.
 
@@ -154,16 +146,22 @@ def list_native_libraries(archive: Path) -> tuple[NativeLibrary, ...]:
     return tuple(found)
 
 
-def unpack_libraries(archive: Path, folder: Path) -> tuple[OrtLibrary, ...]:
+def unpack_archive(given: Path | None, folder: Path, work: Path, progress: Progress) -> Release:
     """Unpacks the libraries of an archive for the ABIs that can run here, each into `folder/ABI`.
 
-    The archive's Java classes, their JNI library and the headers are unpacked into `folder` too.
+    The archive's Java classes, their JNI library and the headers are unpacked into `folder` too. Without an archive the
+    pinned one is fetched into the folder `work`.
 
     Raises:
-        DeviceError: the archive is damaged, or has no library of an ONNX Runtime that can run here.
+        DeviceError: the archive cannot be fetched or is damaged, or has no library of an ONNX Runtime that can run
+            here.
         UsageError: there is no such file.
-        OutputError: the folder cannot be written.
+        OutputError: a folder cannot be written.
     """
+    archive = given
+    if archive is None:
+        progress("fetching ONNX Runtime for Android with npm: 150 MB")
+        (archive,) = fetch_members(work, {_MEMBER: LOADER.pinned_sha256}, instead="--library FILE.aar")
     if not archive.is_file():
         raise UsageError(f"there is no file '{archive}'", hint="--library onnxruntime-android-VERSION.aar")
     try:
@@ -184,34 +182,30 @@ def unpack_libraries(archive: Path, folder: Path) -> tuple[OrtLibrary, ...]:
             for name, path in kept.items():
                 with file.open(name) as member:
                     write_member(member, path)
-            return tuple(read_ort_library(folder / abi / LIBRARY, abi, archive.name) for abi in found)
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
         raise DeviceError(f"'{archive}' is no whole .aar: {error}", hint="fetch it again") from error
-
-
-def read_ort_library(path: Path, abi: str, name: str) -> OrtLibrary:
-    """Returns a description of a library; `name` is the archive's name in errors.
-
-    Raises:
-        DeviceError: it is no ONNX Runtime for that ABI, or one that is too old.
-    """
-    elf = read_library(path)
-    if elf.machine != MACHINES[abi]:
-        raise DeviceError(f"the {abi} library of '{name}' is for {elf.machine}", hint="give ONNX Runtime's own archive")
-    versions = [match for word in elf.words if (match := _VERSION.match(word))]
-    if "OrtGetApiBase" not in elf.words or len(versions) != 1:
-        raise DeviceError(f"the {abi} library of '{name}' is no ONNX Runtime", hint="give ONNX Runtime's own archive")
-    numbers = tuple(map(int, versions[0].groups()))
-    if numbers < OLDEST:
-        raise DeviceError(
-            f"'{name}' is ONNX Runtime {'.'.join(map(str, numbers))}", hint=f"{OLDEST[0]}.{OLDEST[1]} is the oldest"
-        )
-    data = path.read_bytes()
-    return OrtLibrary(
-        abi=abi,
-        version=".".join(map(str, numbers)),
+    imports, version = dict[str, tuple[str, ...]](), ""
+    for abi in found:
+        elf = read_library(folder / abi / LIBRARY)
+        where = f"the {abi} library of '{archive.name}'"
+        if elf.machine != MACHINES[abi]:
+            raise DeviceError(f"{where} is for {elf.machine}", hint="give ONNX Runtime's own archive")
+        versions = [match for word in elf.words if (match := _VERSION.match(word))]
+        if "OrtGetApiBase" not in elf.words or len(versions) != 1:
+            raise DeviceError(f"{where} is no ONNX Runtime", hint="give ONNX Runtime's own archive")
+        version = ".".join(versions[0].groups())
+        if read_version(version) < OLDEST:
+            hint = f"{OLDEST[0]}.{OLDEST[1]} is the oldest"
+            raise DeviceError(f"'{archive.name}' is ONNX Runtime {version}", hint=hint)
+        imports[abi] = elf.imports
+    data = (folder / found[0] / LIBRARY).read_bytes()
+    return Release(
+        archive=archive.name,
+        sha256=digest_file(archive),
+        version=version,
         providers=tuple(provider for provider, trace in _PROVIDERS.items() if trace in data),
-        imports=elf.imports,
+        imports=imports,
+        libraries=list_native_libraries(archive),
     )
 
 
@@ -248,6 +242,7 @@ LOADER = Loader(
         "x86_64": f"apt-get install g++, or {spell_install('ziglang')}",
     },
     library=LIBRARY,
+    unpack=unpack_archive,
     pinned_sha256="98cddbac92640b4a6af72a03c42e0491851f366d3da66bbaeb5dd66310946cf2",
     header="imports.h",
     place=place_imports,
@@ -268,38 +263,3 @@ def find_app_runtime() -> AppRuntime | None:
         libraries=installed.libraries,
         classes=LOADER.folder / "classes.jar",
     )
-
-
-def install_android(progress: Progress, library: Path | None = None) -> Installed:
-    """Installs the pinned archive, or that of `library`, and builds a program for each of its ABIs that can be built.
-
-    Raises:
-        DeviceError: the archive cannot be fetched, is not the pinned one or imports a function without a stand-in,
-            there is no compiler, or one fails. No half-finished installation is left.
-        UsageError: there is no such file.
-        OutputError: the cache cannot be written.
-    """
-    with LOADER.installing() as (staging, work):
-        archive = library
-        if archive is None:
-            progress("fetching ONNX Runtime for Android with npm: 150 MB")
-            (archive,) = fetch_members(work, {_MEMBER: LOADER.pinned_sha256}, instead="--library FILE.aar")
-        found = unpack_libraries(archive, staging)
-        compilers = {
-            ort.abi: LOADER.build(ort.abi, ort.imports, staging, work, progress, name=archive.name) for ort in found
-        }
-        built = [ort for ort in found if compilers[ort.abi]]
-        if not built:
-            raise DeviceError("there is no compiler for Android's stand-in", hint=LOADER.needs[found[0].abi])
-        facts = Installed(
-            archive=archive.name,
-            sha256=digest_file(archive),
-            version=built[0].version,
-            providers=built[0].providers,
-            abis=tuple(ort.abi for ort in built),
-            libraries=list_native_libraries(archive),
-            sources=digest_sources(LOADER.system),
-            compilers=compilers,
-        )
-        write_file(staging / FACTS, msgspec.json.encode(facts))
-    return facts

@@ -100,12 +100,10 @@ def run_in_root(device: Device, cpu: str, program: Program, job: Job, work: Path
             return refuse_run(device, error.message)
         for file, source in program.files.items():
             shutil.copy(source, folder / file)
-        request = msgspec.structs.replace(
-            program.fill_job(describe_job(job), inside),
-            model=f"{inside}/model/{model.name}",
-            # Without /sys, the session cannot find out the number of cores.
-            threads=job.threads or min(os.cpu_count() or 1, 4),
-        )
+        # Without /sys, the session cannot find out the number of cores.
+        threads = job.threads or min(os.cpu_count() or 1, 4)
+        inner = f"{inside}/model/{model.name}"
+        request = describe_job(job, model=inner, threads=threads, **program.find_libraries(inside))
         argv = [*enter_arm64(root, cpu), *program.command(inside)]
         return run_program(device, argv, job, request, work, emulates=True)
 

@@ -86,7 +86,7 @@ class Native(msgspec.Struct, frozen=True, kw_only=True):
         native = require_runner(self.abi)
         if self.arm:
             return run_in_root(self, CPUS[0], native.pack(), job, work)
-        request = msgspec.structs.replace(describe_job(job), runtime=str(native.library))
+        request = describe_job(job, runtime=str(native.library))
         return run_program(self, [str(native.program), "--pipe"], job, request, work)
 
 
@@ -150,8 +150,8 @@ def coreml_job(job: Job, units: str = "") -> RunnerJob:
     options = provider_options(job.target.session.provider_options, units)
     state = f"{digest_files(list_model_files(job.model))} {sorted(options.items())} {VERSION}"
     cache = cache_folder() / "coreml" / digest_bytes(state.encode())[:32]
-    request = describe_job(job, provider=PROVIDER)
-    return msgspec.structs.replace(request, provider_options={**options, "ModelCacheDirectory": str(cache)})
+    options = {**options, "ModelCacheDirectory": str(cache)}
+    return describe_job(job, provider=PROVIDER, provider_options=options)
 
 
 def provider_options(options: Mapping[str, str], units: str = "") -> dict[str, str]:

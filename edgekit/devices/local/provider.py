@@ -361,16 +361,15 @@ class LocalProvider(msgspec.Struct, frozen=True, kw_only=True):
         """
         require_device(self.name, self.find_missing())
         row = PROVIDERS[self.kind]
-        request = describe_job(job, provider=row.name)
-        options = request.provider_options
-        check_options(row.name, options, PROVIDER_OPTIONS.get(row.name, options))
-        request = msgspec.structs.replace(
-            request,
+        request = describe_job(
+            job,
+            provider=row.name,
             library=find_library(row),
             hardware=self.hardware,
             cpu_vendor=row.cpu_vendor,
             preload=not row.module,
         )
+        check_options(row.name, request.provider_options, PROVIDER_OPTIONS.get(row.name, request.provider_options))
         run = run_python(self, job, request, work, env=row.find_environment())
         left = [node.name or node.op for node in run.placement if node.provider == CPU_PROVIDER]
         notes = [f"the provider leaves {len(left)} nodes to the CPU: {', '.join(left[:_NAMED_NODES])}"] if left else []

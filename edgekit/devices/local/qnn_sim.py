@@ -76,24 +76,22 @@ class QnnSimulator(msgspec.Struct, frozen=True, kw_only=True):
             import onnxruntime_qnn  # noqa: PLC0415 - an optional extra
         except ImportError as error:
             raise MissingExtraError(f"the QNN provider cannot be loaded: {error}", hint=INSTALL_QNN) from error
-        described = describe_job(job, provider=PROVIDER)
-        # Without this key, ONNX Runtime silently runs nodes on the CPU that the provider does not take.
-        strict = {**described.session_config, _FALLBACK: "1"}
-        request = msgspec.structs.replace(
-            described, library=str(onnxruntime_qnn.get_library_path()), provider_options=options, session_config=strict
-        )
+        library = str(onnxruntime_qnn.get_library_path())
+        request = describe_job(job, provider=PROVIDER, library=library, provider_options=options)
+        config = dict(request.session_config)
         _check_context(job.model, options["soc_model"])
         # Each of the two runs has its own process and folder, because QNN keeps state between sessions that breaks the
         # second. The simulator computes in one thread; the threads that represent the NPU's units spin, which costs a
         # third more CPU seconds on cores of their own, and nothing if they share the one core.
-        run = _run_watched(self, job, request, work / "strict", one_core=True)
+        # Without this key, ONNX Runtime silently runs nodes on the CPU that the provider does not take.
+        strict = msgspec.structs.replace(request, session_config={**config, _FALLBACK: "1"})
+        run = _run_watched(self, job, strict, work / "strict", one_core=True)
         # Retried only after this refusal: after any other failure, a run on the CPU would pass for one in the
         # simulator.
         if run.failure is None or _FALLBACK_REFUSED not in run.failure:
             return run
-        config = {key: value for key, value in strict.items() if key != _FALLBACK}
-        request = msgspec.structs.replace(request, session_config=config)
-        run = _run_watched(self, job, request, work / "fallback")
+        config.pop(_FALLBACK, None)
+        run = _run_watched(self, job, msgspec.structs.replace(request, session_config=config), work / "fallback")
         left = [node.name or node.op for node in run.placement if node.provider != PROVIDER]
         note = f"the provider refuses {len(left)} nodes, which ran on the CPU: {', '.join(left[:8])}"
         return msgspec.structs.replace(run, notes=(note, *run.notes))

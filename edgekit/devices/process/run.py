@@ -72,13 +72,10 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the command that starts the program in a folder."""
         return [word.replace("{folder}", folder) for word in self.argv]
 
-    def fill_job(self, request: RunnerJob, folder: str) -> RunnerJob:
-        """Returns a job with the paths of the program's libraries filled in."""
-        return msgspec.structs.replace(
-            request,
-            runtime=self.runtime and f"{folder}/{self.runtime}",
-            library=self.library and f"{folder}/{self.library}",
-        )
+    def find_libraries(self, folder: str) -> dict[str, str]:
+        """Returns the paths of ONNX Runtime's and the provider's library, as `RunnerJob` has them."""
+        names = {"runtime": self.runtime, "library": self.library}
+        return {key: name and f"{folder}/{name}" for key, name in names.items()}
 
 
 def python_program(python: str, notes: tuple[str, ...] = ()) -> Program:
@@ -112,8 +109,10 @@ def check_options(provider: str, options: Mapping[str, str], known: Collection[s
             raise TargetError(f"'{key}' is no option of {provider}", hint=suggest_name(key, known))
 
 
-def describe_job(job: Job, *, provider: str = CPU_PROVIDER) -> RunnerJob:
+def describe_job(job: Job, *, provider: str = CPU_PROVIDER, **changes: object) -> RunnerJob:
     """Returns the job for a program that opens the model on a provider, as an app on the target would.
+
+    `changes` are fields that a device has otherwise.
 
     The target's provider options are used only if the provider is the target's. Two session config entries are left
     out: the one that forbids the fallback to the CPU, if the provider is the CPU's, because ONNX Runtime refuses that;
@@ -127,7 +126,7 @@ def describe_job(job: Job, *, provider: str = CPU_PROVIDER) -> RunnerJob:
         config.pop("session.disable_cpu_ep_fallback", None)
     if not job.digests_hold:
         config.pop(REPLAY_SAVED, None)
-    return RunnerJob(
+    request = RunnerJob(
         # Absolute, because the child has its own working directory.
         model=str(job.model.resolve()),
         provider=provider,
@@ -140,6 +139,7 @@ def describe_job(job: Job, *, provider: str = CPU_PROVIDER) -> RunnerJob:
         custom_ops=tuple(map(str, job.custom_ops)),
         **{name: getattr(job, name) for name in RunOptions.__struct_fields__},
     )
+    return msgspec.structs.replace(request, **changes)
 
 
 def refuse_run(device: Device, reason: str) -> DeviceRun:

@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from edgekit.devices.process.run import last_line, require_device
-from edgekit.devices.remote.adb import AdbDevice
+from edgekit.devices.remote.remote import AdbDevice
 from edgekit.devices.remote.store import ask
 from edgekit.errors import DeviceError
 from edgekit.target import load_target

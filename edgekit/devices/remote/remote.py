@@ -1,27 +1,49 @@
-"""Runs a job on another machine: the program and the model are sent once, then samples are streamed.
+"""Devices behind adb and ssh: the program and the model are sent once, then samples are streamed.
 
-An address (`adb:SERIAL`, `ssh:USER@HOST`) must not contain anything that a command line could interpret as an option or
-a command.
+On a phone, files are stored by digest and a native program runs the model. Boards and computers are reached by
+OpenSSH's programs, with the user's own configuration. An address (`adb:SERIAL`, `ssh:USER@HOST`) must not contain
+anything that a command line could interpret as an option or a command.
 """
 
 import contextlib
 import re
+import shlex
+import shutil
 import tempfile
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
 import msgspec
 
+from edgekit._proc import Finished, run_process
 from edgekit.devices.device import DeviceRun, Job, Missing
-from edgekit.devices.local.runner import NativeRunner, find_missing_runner, find_runner, require_runner
+from edgekit.devices.local.runner import ABIS, NativeRunner, find_missing_runner, find_runner, require_runner
 from edgekit.devices.process.files import list_model_files
-from edgekit.devices.process.run import Program, describe_job, refuse_run, require_device, run_program
-from edgekit.devices.remote.store import Shell, own_name, push_set, remove_folder, wrap_program
-from edgekit.errors import EdgekitError, UsageError
+from edgekit.devices.process.run import (
+    Program,
+    describe_job,
+    last_line,
+    python_program,
+    refuse_run,
+    require_device,
+    run_program,
+)
+from edgekit.devices.remote.store import (
+    COUNT_CORES,
+    Shell,
+    ask,
+    own_name,
+    push_set,
+    read_count,
+    remove_folder,
+    wrap_program,
+)
+from edgekit.errors import DeviceError, EdgekitError, UsageError
 from edgekit.evidence import Evidence
 
-# No "-" in front, because that would be an option, and no characters that are special in a shell.
+# No "-" in front, because that would be an option, and no characters that are special in a shell. `adb devices` prints
+# serials as a number, `emulator-5554` or HOST:PORT.
 _SERIAL = re.compile(r"(?:[A-Za-z0-9][A-Za-z0-9._-]{0,126}|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?")
 _USER = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,31}@"
 _HOST = r"(?:[A-Za-z0-9][A-Za-z0-9._-]{0,252}|\[?[0-9A-Fa-f]*:[0-9A-Fa-f:.]{1,43}\]?)"
@@ -32,11 +54,6 @@ _ADDRESSES = {
     "adb": (_SERIAL, "is no serial of a device", "adb devices lists them"),
     "ssh": (_SSH, "is no USER@HOST", "give ports and options in ~/.ssh/config under a name"),
 }
-
-
-def is_serial(text: str) -> bool:
-    """Returns True for a serial as `adb devices` prints it: a number, `emulator-5554`, or HOST:PORT."""
-    return _SERIAL.fullmatch(text) is not None
 
 
 def check_address(kind: str, address: str) -> str:
@@ -151,11 +168,9 @@ class RemoteDevice(Shell, frozen=True, kw_only=True):
             model = f"{push_set(self, base, list_model_files(job.model))}/{job.model.name}"
         except EdgekitError as error:
             return refuse_run(self, error.message)
-        request = msgspec.structs.replace(
-            program.fill_job(describe_job(job, provider=self.provider or job.target.provider), folder),
-            model=model,
-            threads=self.threads or job.threads,
-        )
+        provider, threads = self.provider or job.target.provider, self.threads or job.threads
+        libraries = program.find_libraries(folder)
+        request = describe_job(job, provider=provider, model=model, threads=threads, **libraries)
         run_folder = own_name("run")
         argv = self.command(wrap_program(base, run_folder, program.command(folder)))
         try:
@@ -176,3 +191,252 @@ def linked_names(files: Mapping[str, Path]) -> Generator[tuple[str, ...]]:
         for name, path in files.items():
             Path(folder, name).symlink_to(path.resolve())
         yield tuple(f"{folder}/{name}" for name in files)
+
+
+ADB = "adb"
+BASE = "/data/local/tmp/edgekit"
+"""The folder for edgekit's files: the only one of a phone in which adb's user may both write and execute files."""
+
+# Part of adb's message about a device that cannot be used, its explanation, and the command to run next.
+_STATES = (
+    (
+        "authoriz",  # "unauthorized", or "still authorizing" just before
+        "it has not been told to trust this computer: confirm the dialog on its screen",
+        "{adb} get-state",
+    ),
+    ("offline", "it is offline", "adb disconnect {serial} && adb connect {serial}"),
+    ("no permissions", "this user may not open its USB port", "apt-get install android-sdk-platform-tools-common"),
+    ("more than one", "there are several devices: name one as adb:SERIAL", "adb devices -l"),
+    ("not found", "adb knows no device '{serial}'", "{find}"),
+    ("no devices", "adb knows no device", "adb devices -l"),
+)
+
+
+class AdbDevice(RemoteDevice, frozen=True, kw_only=True):
+    """A phone or a board that adb knows by `serial`; "" means the only connected one."""
+
+    serial: str = ""
+
+    @property
+    def name(self) -> str:
+        """The device as the user names it."""
+        return f"adb:{self.serial}" if self.serial else ADB
+
+    def find_link_fault(self) -> Missing | None:
+        """Returns why adb cannot run a program on this device, and what to do about it."""
+        if shutil.which(ADB) is None:
+            return Missing(reason="adb not found", command="apt-get install adb")
+        # Only the state tells whether there is a link: `adb connect` exits with 0 even if it fails (measured).
+        finished = self._adb(["get-state"])
+        if finished.stdout.strip() != "device":
+            said = f"{finished.stdout}\n{finished.stderr}"
+            find = f"adb connect {self.serial}" if ":" in self.serial else "adb devices -l"
+            values = {"serial": self.serial, "find": find, "adb": " ".join(self._client())}
+            for words, reason, command in _STATES:
+                if words in said:
+                    return Missing(reason=reason.format(**values), command=command.format(**values))
+            if finished.timed_out:
+                return Missing(reason="adb does not answer", command="adb kill-server")
+            state = last_line(finished.stdout) or last_line(finished.stderr) or "unknown"
+            return Missing(reason=f"it is in the state '{state[:120]}'", command="adb devices -l")
+        features = self._adb(["features"]).stdout.split()
+        # Without this feature, adb does not transmit the exit code of a program.
+        if "shell_v2" not in features:
+            return Missing(reason="its adb daemon is older than Android 7: programs have no exit code", command=None)
+        return None
+
+    def look_at(self) -> Machine:
+        """Returns the device's ABI, system, model and cores.
+
+        Raises:
+            DeviceError: the device does not answer, or edgekit has no runner for its kind.
+        """
+        names = ("ro.product.cpu.abi", "ro.build.version.release", "ro.product.model", "ro.soc.model")
+        # Only the last command's exit code counts: toybox on old systems has no nproc, which is no error.
+        script = "\n".join((COUNT_CORES, *(f"getprop {name}" for name in names)))
+        lines = [last_line(line)[:80] for line in ask(self, script, step="reading its properties").splitlines()]
+        cores, abi, release, model, soc = [*lines, *([""] * 5)][:5]
+        if abi not in ABIS:
+            raise DeviceError(f"'{self.name}' has the ABI '{abi}'", hint=f"edgekit has runners for {', '.join(ABIS)}")
+        about = {
+            "system": f"Android {ABIS[abi].machine}", "android": release, "model": model, "soc": soc, "abi": abi,
+            "cores": read_count(cores),
+        }  # fmt: skip
+        return Machine(abi=abi, base=BASE, versions=about)
+
+    def command(self, script: str) -> tuple[str, ...]:
+        """Returns the command that runs a script in the device's shell."""
+        # -T: no terminal, which would convert line ends and echo the input.
+        return (*self._client(), "shell", "-T", script)
+
+    def send_files(self, files: Mapping[str, Path], folder: str) -> None:
+        """Copies files into a folder of the device, under plain names.
+
+        Raises:
+            DeviceError: adb could not copy them.
+        """
+        with linked_names(files) as paths:
+            for path in paths:  # one at a time: with several, adb's client loses the reason of a failure
+                finished = self._adb(["push", path, f"{folder}/"], self.transfer_s(Path(path).stat().st_size))
+                if not finished.succeeded:
+                    # adb's message may be on either stream, among lines of progress: adb 29 writes errors to stdout,
+                    # adb 36 to stderr, with different text before "error: ".
+                    lines = f"{finished.stdout}\n{finished.stderr}".replace("\r", "\n").splitlines()
+                    errors = [line for line in lines if "error: " in line]
+                    line = last_line(errors[-1] if errors else "\n".join(lines)).removeprefix("adb: error: ")
+                    # The files are numbered, in a temporary folder whose path means nothing to the user.
+                    said = re.sub(r"'/[^']*/(\d+)'", r"file \1", line)[-300:] or finished.ending
+                    reason = "it does not answer" if finished.timed_out else said
+                    raise DeviceError(f"'{self.name}' while sending files: {reason}", hint="edgekit devices list")
+
+    def _client(self) -> tuple[str, ...]:
+        return (ADB, "-s", self.serial) if self.serial else (ADB,)
+
+    def _adb(self, words: Sequence[str], timeout_s: float | None = None) -> Finished:
+        argv = [*self._client(), *words]
+        return run_process(argv, timeout_s=self.step_timeout_s if timeout_s is None else timeout_s)
+
+
+# No prompts, no endless waits, and no port forwarding, even if the user's configuration asks for it.
+_OPTIONS = (
+    "BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3", "ClearAllForwardings=yes",
+)  # fmt: skip
+
+# A shared connection ends by itself after this time, in case edgekit is killed before it closes it.
+_SHARED_S = 30
+_PYTHON = "python3"
+_HAS_ONNXRUNTIME = 'import importlib.util as u, sys; sys.exit(u.find_spec("onnxruntime") is None)'
+
+
+class SshDevice(RemoteDevice, frozen=True, kw_only=True):
+    """A machine that ssh reaches as `host`, written as on ssh's own command line.
+
+    If edgekit has no runner for its kind, a Python there that has onnxruntime runs models; `python` requests a Python
+    by its path. `control` is the socket of a connection that several commands share, "" for separate connections.
+    """
+
+    host: str
+    python: str = ""
+    control: str = ""
+
+    @property
+    def name(self) -> str:
+        """The device as the user names it."""
+        return f"ssh:{self.host}"
+
+    def find_link_fault(self) -> Missing | None:
+        """Returns what is wrong on this machine, without contacting the other one."""
+        for program in ("ssh", "sftp"):
+            if shutil.which(program) is None:
+                return Missing(reason=f"{program} not found", command="apt-get install openssh-client")
+        return None
+
+    def command(self, script: str) -> tuple[str, ...]:
+        """Returns the command that runs a script in a POSIX shell of the machine."""
+        # `exec sh -c`, because the user's login shell may be fish or csh, with another syntax; `--` ends the options.
+        return ("ssh", "-T", *self._options(), "--", self.host, f"exec sh -c {shlex.quote(script)}")
+
+    def send_files(self, files: Mapping[str, Path], folder: str) -> None:
+        """Copies files into a folder of the machine, under plain names.
+
+        Raises:
+            DeviceError: sftp could not copy them.
+        """
+        size_bytes = sum(path.stat().st_size for path in files.values())
+        with linked_names(files) as paths, tempfile.NamedTemporaryFile("w", suffix=".sftp") as batch:
+            batch.writelines(f"put {_sftp_quote(path)} {_sftp_quote(folder)}/\n" for path in paths)
+            batch.flush()
+            host = self.host.replace("ssh://", "sftp://", 1) if self.host.startswith("ssh://") else self.host
+            argv = ["sftp", "-q", *self._options(), "-b", batch.name, "--", host]
+            finished = run_process(argv, timeout_s=self.transfer_s(size_bytes))
+        if not finished.succeeded:
+            broken = "the link broke" if finished.status < 0 else finished.ending
+            reason = "it does not answer" if finished.timed_out else last_line(finished.stderr) or broken
+            raise DeviceError(f"'{self.name}' while sending files: {reason[-300:]}", hint=f"sftp {self.host}")
+
+    def _options(self) -> tuple[str, ...]:
+        shared = (f"ControlPath={self.control}", "ControlMaster=auto", f"ControlPersist={_SHARED_S}")
+        return tuple(word for option in (*_OPTIONS, *(shared if self.control else ())) for word in ("-o", option))
+
+    @contextlib.contextmanager
+    def connected(self) -> Generator[Self]:
+        """Yields the device with one connection for all commands, which is closed after the block."""
+        # A short path, because a Unix socket's name is limited to about 100 bytes (sun_path in unix(7): 108).
+        with tempfile.TemporaryDirectory(prefix="edgekit-ssh-") as folder:
+            device = msgspec.structs.replace(self, control=f"{folder}/c")
+            try:
+                yield device
+            finally:
+                if Path(device.control).exists():
+                    run_process(
+                        ["ssh", "-o", f"ControlPath={device.control}", "-O", "exit", "--", self.host], timeout_s=5
+                    )
+
+    def run_job(self, job: Job, work: Path) -> DeviceRun:
+        """Runs every sample of a job on the machine.
+
+        Raises:
+            DeviceError: the machine is not there, or has nothing to run a model with.
+        """
+        # Only the runner in Python serves a queue, even if there is a native runner.
+        needs_python = job.queue is not None and not self.python
+        device = msgspec.structs.replace(self, python=_PYTHON) if needs_python else self
+        return RemoteDevice.run_job(device, job, work)
+
+    def look_at(self) -> Machine:
+        """Returns a description of the machine; Python is not looked for if there is a native runner for the system.
+
+        Raises:
+            DeviceError: it does not answer, or not as a POSIX system does.
+        """
+        linux = {abi.machine: abi.name for abi in ABIS.values() if not abi.android}
+        served = [machine for machine, abi in linux.items() if not self.python and self.find_runner(abi)]
+        python = shlex.quote(self.python or _PYTHON)
+        cases = " | ".join(shlex.quote(f"Linux {machine}") for machine in [*served, "-"])
+        script = f"""
+uname -srm
+{COUNT_CORES}
+echo "${{XDG_CACHE_HOME:-$HOME/.cache}}/edgekit"
+case "$(uname -sm)" in {cases}) exit 0 ;; esac
+p=$(command -v {python}) && "$p" -c '{_HAS_ONNXRUNTIME}' </dev/null 2>/dev/null && echo "$p"
+exit 0"""
+        system, cores, base, path, *_ = [*ask(self, script, step="connecting").splitlines(), "", "", "", ""]
+        if not base.startswith("/") or not base.isprintable():
+            raise DeviceError(f"'{self.name}' while connecting: it has no home folder", hint=f"ssh {self.host}")
+        words = [*system.split(), ""]
+        return Machine(
+            abi=linux.get(words[-2], "") if words[0] == "Linux" else "",
+            base=base,
+            versions={"system": last_line(system)[:80], "cores": read_count(cores)},
+            python=last_line(path)[:200],
+        )
+
+    def find_lacking(self, machine: Machine) -> Missing | None:
+        """Returns what a machine lacks to run models."""
+        if machine.python or (machine.abi and not self.python and self.find_runner(machine.abi)):
+            return None
+        if self.python:
+            return Missing(reason=f"'{self.python}' there has no onnxruntime", command="pip install onnxruntime, there")
+        if not machine.abi:
+            system = machine.versions["system"]
+            return Missing(
+                reason=f"there is no runner for '{system}', and no python3 there has onnxruntime", command=None
+            )
+        lacking = find_missing_runner(machine.abi)
+        reason = f"{lacking.reason if lacking else 'no runner'}, and no python3 there has onnxruntime"
+        return Missing(reason=reason, command=lacking.command if lacking else None)
+
+    def choose_program(self, machine: Machine) -> Program:
+        """Returns edgekit's native runner; if there is none, or Python is requested, the runner in Python."""
+        native = self.find_runner(machine.abi) if machine.abi and not self.python else None
+        if native is not None:
+            return native.pack(self.libraries)
+        kind = machine.abi or machine.versions["system"]
+        why = "as asked" if self.python else f"because no runner for '{kind}' is built"
+        return python_program(machine.python, (f"run by the onnxruntime of {machine.python}, {why}",))
+
+
+def _sftp_quote(path: str) -> str:
+    """Returns a path quoted for sftp's batch files, with wildcards escaped."""
+    escaped = "".join(f"\\{letter}" if letter in '\\"*?[' else letter for letter in path)
+    return f'"{escaped}"'

@@ -10,8 +10,7 @@ from devices_models import require_runner
 
 from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.local.runner import NativeRunner, host_abi
-from edgekit.devices.remote.adb import AdbDevice
-from edgekit.devices.remote.ssh import SshDevice
+from edgekit.devices.remote.remote import AdbDevice, SshDevice
 from other_machine.board import Board, ssh_board
 from other_machine.client import Adb, adb_server
 from other_machine.keeper import OtherMachine, start_machine
