@@ -9,6 +9,7 @@ from devices_models import float_conv, make_job, present, qdq_conv
 from edgekit.cli.main import run_command
 from edgekit.devices.android.android import DEFAULT_CORE, Android, find_core, read_phones, write_phone
 from edgekit.devices.android.nnapi.network import Driver, read_driver
+from edgekit.devices.device import DeviceRun
 from edgekit.devices.find import find_device, vary_device
 from edgekit.devices.register import DeviceChoice, choose_devices
 from edgekit.errors import UsageError
@@ -53,15 +54,6 @@ def test_qemu_has_what_the_table_says(qemu: str, tmp_path: Path, work: Path) -> 
     assert all(features_of(other) <= features_of(name) for other, core in CORES.items() if core.qemu == qemu)
 
 
-def test_what_qemu_has_and_the_phone_lacks_is_hidden(tmp_path: Path, work: Path) -> None:
-    """The Cortex-A76 of qemu has dot products; the kernel of a Galaxy S9 tells of none."""
-    present("android", "xnnpack")
-    run = Android(cpu="kryo-385-silver").run_job(make_job(float_conv(tmp_path / "f.onnx"), "cpu"), work)
-    assert "asimddp" in features_of(richest_of(find_core("kryo-385-silver").qemu))
-    assert set(run.cpu_features) == features_of("kryo-385-silver") & TOLD
-    assert "the phone's CPU: kryo-385-silver, with asimd, aes, crc32, atomics, fphp, asimdhp" in run.notes
-
-
 @pytest.mark.parametrize("name", CORES)
 def test_the_phone_s_files_and_its_hwcaps_say_the_same(name: str, tmp_path: Path) -> None:
     core = find_core(name)
@@ -82,22 +74,23 @@ def test_hwcaps_are_linux_s() -> None:
     assert (first >> 22 & 1, second >> 1 & 1, second >> 13 & 1, second >> 14 & 1) == (1, 1, 1, 0)
 
 
-def test_two_cores_take_kernels_of_their_own(tmp_path: Path, work: Path) -> None:
-    """A Cortex-A53 has no dot products, a Cortex-A55 has; what both compute lies on one grid."""
+def test_what_qemu_has_and_the_phone_lacks_is_hidden(tmp_path: Path, work: Path) -> None:
+    """The Cortex-A76 of qemu has dot products; the kernel of a Galaxy S9 tells of none, that of a Cortex-A55 does.
+
+    What both compute, with kernels of their own, lies on one grid.
+    """
     present("android", "xnnpack")
-    model = qdq_conv(tmp_path / "q.onnx", np.int8)
-    runs = [
-        Android(cpu=cpu).run_job(make_job(model, "xnnpack"), _folder(work, cpu)) for cpu in ("cortex-a53", "cortex-a55")
-    ]
-    assert [run.failure for run in runs] == [None, None]
+    model, runs = qdq_conv(tmp_path / "q.onnx", np.int8), list[DeviceRun]()
+    for cpu in ("kryo-385-silver", "cortex-a55"):
+        (work / cpu).mkdir()
+        runs.append(Android(cpu=cpu).run_job(make_job(model, "xnnpack"), work / cpu))
+        assert runs[-1].failure is None
+        assert "asimddp" in features_of(richest_of(find_core(cpu).qemu))
+        assert set(runs[-1].cpu_features) == features_of(cpu) & TOLD
+    assert "the phone's CPU: kryo-385-silver, with asimd, aes, crc32, atomics, fphp, asimdhp" in runs[0].notes
     assert [("asimddp" in run.cpu_features) for run in runs] == [False, True]
     rows = [[row["y"] for row in run.outputs] for run in runs]
     assert all(np.abs(a - b).max() <= 1 / 16 + 1e-6 for a, b in zip(*rows, strict=True))
-
-
-def _folder(work: Path, name: str) -> Path:
-    (work / name).mkdir()
-    return work / name
 
 
 def vary(settings: dict[str, str], name: str = "android", target: str = "nnapi") -> list[str]:

@@ -19,9 +19,10 @@ pytestmark = pytest.mark.slow
 HONEST: dict[bytes, tuple[DeviceRun, list[Tensors]]] = {}
 
 
-@pytest.mark.parametrize(
-    "name", ["host", "emulated", "qnn-htp-sim", "arm64:native", "android", "android:x86_64", "ios-sim"]
-)
+EMULATED = [pytest.param(name, marks=pytest.mark.long) for name in ("arm64:native", "android")]
+
+
+@pytest.mark.parametrize("name", ["host", "emulated", "qnn-htp-sim", "android:x86_64", "ios-sim", *EMULATED])
 def test_every_emulator_that_is_here_passes(name: str) -> None:
     served = serve_device(name)
     for _, target in served:

@@ -8,7 +8,6 @@ from demo_paths import MODEL
 from tiny_models import parse_model
 
 from edgekit.check.check import check_model
-from edgekit.check.report import CheckReport
 from edgekit.devices.device import Device
 from edgekit.devices.find import find_device
 from edgekit.devices.observe import (
@@ -27,23 +26,25 @@ from edgekit.target import Target, load_target
 
 pytestmark = pytest.mark.slow
 
-ORACLES = {"qnn": "qnn-htp-sim", "xnnpack": "android", "nnapi": "android"}
-LEFT = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4,8,8] x) => (float[1,4,8,8] y) { '
+# One that needs no emulated Arm, where there is one.
+DEVICES = {"qnn": "qnn-htp-sim", "xnnpack": "android:x86_64", "nnapi": "android:x86_64"}
+HEAD = '<ir_version: 8, opset_import: ["" : 17]> g '
+LEFT = f"{HEAD}(float[1,4,8,8] x) => (float[1,4,8,8] y) {{ "
 
 
 def _device(target: Target) -> Device:
-    device = find_device(ORACLES[target.name], target)
+    device = find_device(DEVICES[target.name], target)
     missing = device.find_missing()
     if missing is not None:
         pytest.skip(f"needs {device.name}: {missing.command}")
     return device
 
 
-def _observe(model: Model, target: Target) -> Observed:
-    _device(target)
-    seen = observe_target(model, target)
-    assert isinstance(seen, Observed), seen
-    return seen
+def _observe(text: str, folder: Path, target: str, **settings: str) -> Observed:
+    """What the provider of a target does with a model."""
+    model, chosen = load_model(parse_model(text, folder / "m.onnx")), load_target(target, settings)
+    device = _device(chosen)
+    return compare_placement(check_model(model, chosen), observe_placement(model, chosen, device), device)
 
 
 @pytest.fixture(scope="module")
@@ -52,34 +53,35 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 @pytest.mark.parametrize(("name", "taken"), [("qnn", 62), ("xnnpack", 53), ("nnapi", 62)])
-def test_the_demo_is_placed_as_predicted(demo: Model, name: str, taken: int) -> None:
-    seen = _observe(demo, load_target(name))
-    assert (seen.device, seen.nodes, seen.taken) == (ORACLES[name], 62, taken)
+def test_the_demo_is_placed_as_predicted_and_a_wrong_prediction_is_listed(demo: Model, name: str, taken: int) -> None:
+    target = load_target(name)
+    device, report = _device(target), check_model(demo, target)
+    placement = observe_placement(demo, target, device)
+    seen = compare_placement(report, placement, device)
+    assert (seen.device, seen.nodes, seen.taken) == (DEVICES[name], 62, taken)
     assert seen.disagreements == ()
     assert seen.failure is None
     assert len(seen.not_taken) == 62 - taken
-
-
-def _turn(report: CheckReport, name: str) -> CheckReport:
-    nodes = (msgspec.structs.replace(node, taken=node.taken != (node.name == name)) for node in report.node_list)
-    return msgspec.structs.replace(report, node_list=tuple(nodes))
-
-
-@pytest.mark.parametrize("name", ORACLES)
-def test_a_wrong_prediction_is_listed(demo: Model, name: str) -> None:
-    target = load_target(name)
-    device = _device(target)
-    wrong = _turn(check_model(demo, target), "block1/add")
-    seen = compare_placement(wrong, observe_placement(demo, target, device), device)
-    (found,) = seen.disagreements
+    nodes = {node.name: node for node in report.node_list}
+    nodes["block1/add"] = msgspec.structs.replace(nodes["block1/add"], taken=not nodes["block1/add"].taken)
+    wrong = msgspec.structs.replace(report, node_list=tuple(nodes.values()))
+    (found,) = compare_placement(wrong, placement, device).disagreements
     assert (found.name, found.op, found.observed) == ("block1/add", "Add", name != "xnnpack")
     assert found.predicted is not found.observed
 
 
+def test_the_best_device_is_asked(tmp_path: Path) -> None:
+    model = load_model(parse_model(f"{LEFT}[n] y = Relu(x) }}", tmp_path / "m.onnx"))
+    target = load_target("nnapi")
+    if missing := find_device("android", target).find_missing():
+        pytest.skip(f"needs android: {missing.command}")
+    seen = observe_target(model, target)
+    assert isinstance(seen, Observed), seen
+    assert (seen.device, seen.nodes, seen.taken, seen.disagreements) == ("android", 1, 1, ())
+
+
 def test_a_node_that_qnn_refuses_is_named(tmp_path: Path) -> None:
-    text = LEFT + "[first] t = Relu(x) [odd] u = Shrink(t) [last] y = Mul(u, t) }"
-    model = load_model(parse_model(text, tmp_path / "m.onnx"))
-    seen = _observe(model, load_target("qnn"))
+    seen = _observe(f"{LEFT}[first] t = Relu(x) [odd] u = Shrink(t) [last] y = Mul(u, t) }}", tmp_path, "qnn")
     assert seen.not_taken == ("odd",)
     assert (seen.nodes, seen.taken, seen.disagreements) == (3, 2, ())
     assert any("odd" in note for note in seen.notes)
@@ -87,25 +89,21 @@ def test_a_node_that_qnn_refuses_is_named(tmp_path: Path) -> None:
 
 def test_a_node_fused_on_the_cpu_is_not_taken_for_one_of_xnnpack(tmp_path: Path) -> None:
     text = LEFT + "[a] t = MatMul(x, x) [b] u = Transpose<perm=[0,1,3,2]>(x) [c] v = MatMul(t, u) [d] y = Relu(v) }"
-    seen = _observe(load_model(parse_model(text, tmp_path / "m.onnx")), load_target("xnnpack"))
+    seen = _observe(text, tmp_path, "xnnpack")
     assert set(seen.not_taken) >= {"a", "c", "d"}
     assert seen.disagreements == ()
 
 
 def test_a_session_that_the_vendor_refuses_is_a_finding(tmp_path: Path) -> None:
-    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[2,4] x) => (float[2,4] y) { [n] y = Elu(x) }'
-    model = load_model(parse_model(text, tmp_path / "m.onnx"))
-    seen = _observe(model, load_target("qnn", {"soc_model": "30"}))
+    text = f"{HEAD}(float[2,4] x) => (float[2,4] y) {{ [n] y = Elu(x) }}"
+    seen = _observe(text, tmp_path, "qnn", soc_model="30")
     assert seen.refused
     assert "1002" in str(seen.failure)
 
 
 def test_a_sample_that_fails_does_not_hide_the_placement(tmp_path: Path) -> None:
-    text = (
-        '<ir_version: 8, opset_import: ["" : 17]> g (float[2,4] x, int64[2] shape) => (float[N,M] y)'
-        "{ [r] t = Relu(x) [s] y = Reshape(t, shape) }"
-    )
-    seen = _observe(load_model(parse_model(text, tmp_path / "m.onnx")), load_target("xnnpack"))
+    text = "(float[2,4] x, int64[2] shape) => (float[N,M] y) { [r] t = Relu(x) [s] y = Reshape(t, shape) }"
+    seen = _observe(HEAD + text, tmp_path, "xnnpack")
     assert seen.nodes == 2
     assert seen.failure is None
     assert any("random numbers failed" in note for note in seen.notes)
@@ -121,12 +119,12 @@ def test_what_cannot_be_asked_says_why(demo: Model) -> None:
 def test_a_model_that_nnapi_s_own_builder_refuses_is_a_finding(tmp_path: Path) -> None:
     """Its partitioner takes a quantized Gemm of s8 weights, whose builder then does not know their type."""
     text = (
-        '<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,4] y)'
+        f"{HEAD}(float[1,4] x) => (float[1,4] y)"
         " <float s = {0.5}, uint8 z = {128}, int8 w = {0}, int8[4,4] k = {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}> {"
         " [q] xq = QuantizeLinear(x, s, z) [d] xd = DequantizeLinear(xq, s, z) [k] kd = DequantizeLinear(k, s, w)"
         " [g] c = Gemm<transB=1>(xd, kd) [r] cq = QuantizeLinear(c, s, z) [o] y = DequantizeLinear(cq, s, z) }"
     )
-    seen = _observe(load_model(parse_model(text, tmp_path / "m.onnx")), load_target("nnapi"))
+    seen = _observe(text, tmp_path, "nnapi")
     assert seen.refused
     assert "valid type" in str(seen.failure)
 
@@ -141,7 +139,7 @@ def test_a_missing_device_says_how_to_get_it(demo: Model, tmp_path: Path, monkey
 
 @pytest.mark.parametrize(("shape", "count"), [("2,3", 2), ("N,3", 0), ("999999,999999", 0)])
 def test_no_sample_where_a_size_is_open_or_very_large(shape: str, count: int, tmp_path: Path) -> None:
-    text = f'<ir_version: 8, opset_import: ["" : 17]> g (float[{shape}] x) => (float[{shape}] y) {{ y = Relu(x) }}'
+    text = f"{HEAD}(float[{shape}] x) => (float[{shape}] y) {{ y = Relu(x) }}"
     model = load_model(parse_model(text, tmp_path / "m.onnx"))
     assert describe_job(model, load_target("xnnpack"), samples=2).samples.count == count
 

@@ -8,7 +8,7 @@ import platform
 from pathlib import Path
 
 import pytest
-from package_loaders import run_program
+from package_loaders import MakeOnce, run_program
 
 from edgekit.app_runtime import AppRuntime
 from edgekit.devices.android.android import DEFAULT_CORE, find_core, find_emulator, write_phone
@@ -54,16 +54,17 @@ def enter_phone(abi: str, work: Path) -> tuple[str, ...]:
     return ("env", *facts, *emulator, "-cpu", core.qemu)
 
 
-def link_for_android(abi: str, source: Path, program: Path, *flags: str | Path) -> Path:
+def link_for_android(abi: str, source: Path, program: Path, make_once: MakeOnce, *flags: str | Path) -> Path:
     """A C++ program that opens Android's library as a process of Android does."""
-    compiler, work = _require_compiler(abi), program.parent
-    table = work / "imports.c"
-    LOADER.write_imports(read_library(android_libraries(abi) / LIBRARY).imports, table)
-    objects: list[Path] = []
-    options = ("-std=gnu11", "-O1", "-fno-builtin", "-I", LOADER.sources, "-c")
-    for part in (*sorted(LOADER.sources.glob("*.c")), table):
-        objects.append(work / f"{part.stem}.o")
-        run_program([*compiler.c, *options, part, "-o", objects[-1]])
+    compiler, library = _require_compiler(abi), android_libraries(abi) / LIBRARY
+
+    def compile_loader(folder: Path) -> None:
+        LOADER.write_imports(read_library(library).imports, folder / "imports.c")
+        options = ("-std=gnu11", "-O1", "-fno-builtin", "-I", LOADER.sources, "-c")
+        for part in (*LOADER.sources.glob("*.c"), folder / "imports.c"):
+            run_program([*compiler.c, *options, part, "-o", folder / f"{part.stem}.o"])
+
+    objects = sorted(make_once(f"android-loader-{abi}", compile_loader).glob("*.o"))
     run_program([*compiler.cpp, "-std=c++17", "-O1", *flags, source, *objects, "-static", "-pthread", "-o", program])
     return program
 

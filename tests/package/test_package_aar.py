@@ -5,10 +5,8 @@
 
 import re
 import shutil
-import subprocess
-import sys
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -34,7 +32,6 @@ from edgekit._files import digest_file
 from edgekit.app_runtime import NativeLibrary
 from edgekit.bundle.archive import list_files, unpack_archive
 from edgekit.bundle.folder import open_bundle
-from edgekit.devices.process.files import cache_folder
 from edgekit.errors import UsageError
 from edgekit.package.formats import StoreReport
 from edgekit.package.package import package_bundles
@@ -92,26 +89,12 @@ def test_the_archive_carries_what_its_loader_opens_and_tests_once(unpacked: Path
     assert sum(path.stat().st_size for path in list_files(unpacked).values()) <= 1.5 * sum(models.values())
 
 
-def test_a_build_without_nnapi_asks_for_what_onnxruntime_asks_for(bundles: Path, tmp_path: Path) -> None:
-    require_program("javac", "openjdk-17-jdk-headless")
-    names = Identity(name="digits", group="com.example", version="2.0.0")
-    package_bundles((bundles / XNNPACK,), "aar", tmp_path / "maven", names=names, runtime=find_runtime())
-    archive = tmp_path / "maven" / "com" / "example" / "digits" / "2.0.0" / "digits-2.0.0.aar"
-    with zipfile.ZipFile(archive) as opened:
-        assert b'minSdkVersion="24"' in opened.read("AndroidManifest.xml")
-        assert "assets/com.example.digits/digits_mobilenet-xnnpack/manifest.json" in opened.namelist()
-
-
-def test_the_archive_is_the_same_to_the_byte(repository: Path, bundles: Path, tmp_path: Path) -> None:
+def test_the_archive_is_the_same_to_the_byte_and_the_report_says_what_a_store_checks(
+    repository: Path, bundles: Path, tmp_path: Path
+) -> None:
     again = (bundles / QNN, bundles / NNAPI, bundles / XNNPACK)
-    package_bundles(again, "aar", tmp_path / "again", runtime=find_runtime())
+    report = package_bundles(again, "aar", tmp_path / "again", runtime=find_runtime())
     assert digest_file(_only(repository, "*.aar")) == digest_file(_only(tmp_path / "again", "*.aar"))
-
-
-def test_the_report_says_what_a_store_checks(bundles: Path, tmp_path: Path) -> None:
-    require_program("javac", "openjdk-17-jdk-headless")
-    runtime = find_runtime()
-    report = package_bundles((bundles / QNN, bundles / XNNPACK), "aar", tmp_path / "maven", runtime=runtime)
     assert report.store is not None
     assert report.store.passed
     assert report.store.abis == ("arm64-v8a", "armeabi-v7a", "x86", "x86_64")
@@ -121,7 +104,7 @@ def test_the_report_says_what_a_store_checks(bundles: Path, tmp_path: Path) -> N
         "com.qualcomm.qti:onnxruntime-android-qnn:2.7.0",
         "com.qualcomm.qti:qnn-runtime:2.51.0",
     )
-    readme = (tmp_path / "maven" / "README.md").read_text()
+    readme = (tmp_path / "again" / "README.md").read_text()
     assert all(f"- {remark}" in readme for remark in report.store.remarks)
 
 
@@ -140,14 +123,19 @@ def test_a_store_refuses_narrow_pages_and_32_bits_alone() -> None:
 
 
 def test_a_bundle_that_needs_a_newer_runtime_is_refused_or_left_out(bundles: Path, tmp_path: Path) -> None:
+    """What is packed then, without NNAPI, asks for what ONNX Runtime asks for."""
     older = msgspec.structs.replace(find_runtime(), version="1.26.0")
     reason = "it needs ONNX Runtime 1.29.0, and 'onnxruntime.aar' holds 1.26.0"
     with pytest.raises(UsageError, match=re.escape(reason)):
         package_bundles((bundles / XNNPACK,), "aar", tmp_path / "no", runtime=older)
     assert not (tmp_path / "no").exists()
     require_program("javac", "openjdk-17-jdk-headless")
-    report = package_bundles((bundles,), "aar", tmp_path / "maven", runtime=older)
+    names = Identity(name="digits", group="com.example", version="2.0.0")
+    report = package_bundles((bundles,), "aar", tmp_path / "maven", names=names, runtime=older)
     assert [variant.name for variant in report.bundles] == [QNN]
+    with zipfile.ZipFile(tmp_path / "maven/com/example/digits/2.0.0/digits-2.0.0.aar") as opened:
+        assert b'minSdkVersion="24"' in opened.read("AndroidManifest.xml")
+        assert f"assets/com.example.digits/{QNN}/manifest.json" in opened.namelist()
     assert sorted(left.reason for left in report.left_out if "CoreML" not in left.reason) == [reason] * 3
 
 
@@ -232,19 +220,13 @@ def test_java_unpacks_again_what_was_altered_on_the_device(java: list[str], unpa
     assert model.read_bytes() == whole
 
 
-def test_without_a_java_compiler_the_error_names_the_package(bundles: Path, tmp_path: Path) -> None:
-    package = ["package", str(bundles / QNN), "--allow-failed", "--as", "aar", "--out", str(tmp_path / "no")]
-    argv = [sys.executable, "-m", "edgekit", *package]
-    done = subprocess.run(
-        argv,
-        env={"PATH": str(tmp_path), "EDGEKIT_CACHE": str(cache_folder())},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "there is no javac here (apt-get install openjdk-17-jdk-headless)" in done.stderr
-    assert not (tmp_path / "no").exists()
+def test_without_a_java_compiler_the_error_names_the_package(
+    bundles: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    monkeypatch.setenv("PATH", "")
+    said = refused("package", str(bundles / QNN), "--allow-failed", "--as", "aar", "--out", "no")
+    assert "there is no javac here (apt-get install openjdk-17-jdk-headless)" in said
 
 
 def _only(folder: Path, pattern: str) -> Path:

@@ -140,11 +140,11 @@ def test_the_kotlin_snippet_opens_the_bundle(name: str, machine: Sequence[str], 
 
 
 @pytest.mark.long
-def test_cpp_opens_xnnpack_on_arm_and_says_what_it_cannot(bundles: Path, tmp_path: Path) -> None:
+def test_cpp_opens_xnnpack_on_arm_and_says_what_it_cannot(bundles: Path, tmp_path: Path, make_once: MakeOnce) -> None:
     abi = "arm64-v8a"
     package_bundles((bundles / XNNPACK, bundles / QNN), "tar", tmp_path / "board.tar")
     unpack_archive(tmp_path / "board.tar", tmp_path / "board")
-    program = link_for_android(abi, tmp_path / "board" / "cpp" / "main.cc", tmp_path / "edgekit_run")
+    program = link_for_android(abi, tmp_path / "board" / "cpp" / "main.cc", tmp_path / "edgekit_run", make_once)
     enter = enter_phone(abi, tmp_path)
     run: list[str | Path] = [*enter, program, android_libraries(abi) / LIBRARY, tmp_path / "board" / "bundles"]
     assert f"{XNNPACK}: self-test passed with" in run_program([*run, "--only", XNNPACK])
@@ -152,14 +152,12 @@ def test_cpp_opens_xnnpack_on_arm_and_says_what_it_cannot(bundles: Path, tmp_pat
 
 
 @pytest.mark.parametrize("name", [CPU, XNNPACK])
-def test_the_cpp_snippet_opens_the_bundle(name: str, bundles: Path, tmp_path: Path) -> None:
+def test_the_cpp_snippet_opens_the_bundle(name: str, bundles: Path, tmp_path: Path, make_once: MakeOnce) -> None:
     bundle = open_bundle(bundles / name)
     # The header is the real one of the archive; the snippet alone is held to our warnings.
-    flags = (*WARNINGS, "-DORT_API_MANUAL_INIT", "-isystem", android_headers())
-    snippet = bundle.folder / "app" / "model_session.h"
-    program = link_for_android(
-        "x86_64", HERE / "standalone" / "run_snippet.cc", tmp_path / "run_snippet", *flags, "-include", snippet
-    )
+    flags = (*WARNINGS, "-DORT_API_MANUAL_INIT", "-isystem", android_headers(), "-include")
+    source, snippet = HERE / "standalone" / "run_snippet.cc", bundle.folder / "app" / "model_session.h"
+    program = link_for_android("x86_64", source, tmp_path / "run_snippet", make_once, *flags, snippet)
     shown = run_program([program, android_libraries("x86_64") / LIBRARY, bundle.folder])
     assert f"placed on [{bundle.manifest.provider}]" in shown
     assert [f"input: {tensor.name}" in shown for tensor in bundle.manifest.inputs] == [True]

@@ -240,25 +240,25 @@ def load_program(path: Path) -> Any:
     return module
 
 
-@pytest.mark.parametrize("extras", [("golden",), ("all",), ("forms", "onnx")])
-def test_more_goes_along_when_asked_for(extras: tuple[Extra, ...], bundles: Path, tmp_path: Path) -> None:
-    report = package_bundles((bundles / QNN,), "tar", tmp_path / "more.tar", extras=extras)
+@pytest.mark.parametrize(("name", "extras"), [(XNNPACK, ("golden",)), (XNNPACK, ("all",)), (QNN, ("forms", "onnx"))])
+def test_more_goes_along_when_asked_for(name: str, extras: tuple[Extra, ...], bundles: Path, tmp_path: Path) -> None:
+    report = package_bundles((bundles / name,), "tar", tmp_path / "more.tar", extras=extras)
     unpack_archive(tmp_path / "more.tar", tmp_path / "more")
-    manifest = open_bundle(bundles / QNN).manifest
-    carried = {name.removeprefix(f"bundles/{QNN}/") for name in report.files if name.startswith("bundles/")}
-    wanted = {*manifest.forms["context"], "manifest.json", "golden/expected.npz"}
+    manifest = open_bundle(bundles / name).manifest
+    carried = {file.removeprefix(f"bundles/{name}/") for file in report.files if file.startswith("bundles/")}
+    wanted = {*manifest.forms[manifest.form], "manifest.json", "golden/expected.npz"}
     if extras == ("all",):
         wanted = {*manifest.files, "manifest.json"}
-        assert open_bundle(tmp_path / "more" / "bundles" / QNN).manifest == manifest
+        assert open_bundle(tmp_path / "more" / "bundles" / name).manifest == manifest
     elif "forms" in extras:
-        wanted |= {name for names in manifest.forms.values() for name in names}
+        wanted |= {file for files in manifest.forms.values() for file in files}
         assert "model.onnx" in carried
-    assert {name for name in carried if not name.startswith("bundles/golden-")} == wanted
+    assert {file for file in carried if not file.startswith("bundles/golden-")} == wanted
     if "forms" not in extras:
         variants = json.loads((tmp_path / "more" / "python" / "edgekit_bundles.json").read_bytes())
         assert variants[0]["samples"] == manifest.golden.samples
         assert report.outweighs
-        shown = run_program([sys.executable, _loader(tmp_path / "more"), "--plugin", find_qnn()])
+        shown = run_program([sys.executable, _loader(tmp_path / "more"), "--cpu"])
         assert f"with {manifest.golden.samples} samples" in shown
 
 
