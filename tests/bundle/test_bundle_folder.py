@@ -20,6 +20,13 @@ from edgekit.target import load_target
 def test_a_bundle_opens_as_it_was_written(tmp_path: Path) -> None:
     bundle = make_bundle(tmp_path)
     assert open_bundle(bundle.folder) == bundle
+    assert bundle.sha256 == digest_file(bundle.folder / "manifest.json")
+    (bundle.folder / "verify.json").write_text("{}")
+    assert open_bundle(bundle.folder) == bundle
+    with pytest.raises(BundleError, match="no model in the form 'context'"):
+        bundle.find_model("context")
+    with pytest.raises(BundleError, match="there is no bundle"):
+        open_bundle(tmp_path / "nothing")
 
 
 def test_it_carries_the_target_and_the_placement(tmp_path: Path) -> None:
@@ -59,35 +66,16 @@ def test_models_already_in_place_are_listed(tmp_path: Path) -> None:
     assert bundle.manifest.model_file == "model.onnx"
 
 
-def test_its_digest_is_that_of_the_manifest(tmp_path: Path) -> None:
-    bundle = make_bundle(tmp_path)
-    assert bundle.sha256 == digest_file(bundle.folder / "manifest.json")
-
-
-def test_two_models_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_two_models_of_one_name_and_none_are_refused(tmp_path: Path) -> None:
     contents = make_contents(tmp_path)
+    with pytest.raises(BundleError, match="no model file"):
+        write_bundle(msgspec.structs.replace(contents, files={}), tmp_path / "out")
     twin = tmp_path / "sub" / "TINY.onnx"
     twin.parent.mkdir()
     shutil.copyfile(contents.files["onnx"][0], twin)
     files = {**contents.files, "runtime": (twin,)}
     with pytest.raises(OutputError, match=r"want the name 'TINY\.onnx'"):
         write_bundle(msgspec.structs.replace(contents, files=files), tmp_path / "out")
-
-
-def test_a_bundle_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match="no model file"):
-        write_bundle(msgspec.structs.replace(make_contents(tmp_path), files={}), tmp_path / "out")
-
-
-def test_an_unknown_form_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match="no model in the form 'context'"):
-        make_bundle(tmp_path).find_model("context")
-
-
-def test_verify_json_may_lie_beside(tmp_path: Path) -> None:
-    bundle = make_bundle(tmp_path)
-    (bundle.folder / "verify.json").write_text("{}")
-    assert open_bundle(bundle.folder) == bundle
 
 
 def _flip_byte(bundle: Bundle) -> None:
@@ -130,6 +118,7 @@ def _rewrite(old: bytes, new: bytes) -> Callable[[Bundle], None]:
         pytest.param(_rewrite(b'"form": "onnx"', b'"form": "full"'), "no file for form 'full'", id="form without file"),
         pytest.param(_rewrite(b'"tiny.onnx"', b'"../tiny.onnx"'), "altered", id="climbs out"),
         pytest.param(_rewrite(b"{", b"["), "malformed", id="no object"),
+        pytest.param(_rewrite(b"{", b'{"name":' + b"[" * 100_000), "malformed", id="deep"),
         pytest.param(_rewrite(b"{", b"\xff{"), "malformed", id="no text"),
     ],
 )
@@ -174,15 +163,3 @@ def test_names_that_not_every_system_takes_are_refused(tmp_path: Path, names: li
         files[name] = BundledFile(sha256=digest_file(tmp_path / name), size_bytes=4)
     with pytest.raises(BundleError, match=message) if message else contextlib.nullcontext():
         check_files(tmp_path, files, ())
-
-
-def test_a_missing_bundle_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match="there is no bundle"):
-        open_bundle(tmp_path / "nothing")
-
-
-def test_a_deeply_nested_manifest_is_refused(tmp_path: Path) -> None:
-    bundle = make_bundle(tmp_path)
-    (bundle.folder / "manifest.json").write_bytes(b'{"name":' + b"[" * 100_000)
-    with pytest.raises(BundleError, match="malformed"):
-        open_bundle(bundle.folder)

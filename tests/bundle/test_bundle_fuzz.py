@@ -24,26 +24,10 @@ from edgekit.errors import BundleError
 
 pytestmark = pytest.mark.slow
 
-NAMES = st.sampled_from(
-    [
-        "../x",
-        "/etc/passwd",
-        "a\\b",
-        "",
-        ".",
-        "..",
-        "a\x00b",
-        "x" * 5000,
-        "golden",
-        "golden/..",
-        "./tiny.onnx",
-        "TINY.onnx",
-        "C:x",
-        "nul",
-        "é",
-        "\ud800",
-    ]
-)
+NAMES = st.sampled_from((
+    "../x", "/etc/passwd", "a\\b", "", ".", "..", "a\x00b", "x" * 5000, "golden", "golden/..", "./tiny.onnx",
+    "TINY.onnx", "C:x", "nul", "é", "\ud800",
+))  # fmt: skip
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | NAMES,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9) | NAMES, inner, max_size=3),

@@ -30,7 +30,7 @@ from edgekit.bundle.group.wiring import (
 )
 from edgekit.bundle.manifest import encode_json
 from edgekit.errors import BundleError, DataError
-from edgekit.jobs.group import build_group
+from edgekit.jobs.group import GroupBuild, build_group
 from edgekit.model.model import load_model
 from edgekit.model.tensors import Tensors, TensorSpec
 from edgekit.prepare.opset import MAX_IR_VERSION, MAX_OPSET, read_opset
@@ -104,17 +104,9 @@ BOX = {"input": "y", "image": "data.p", "boxes": "one.y", "scores": "one.y", "re
         ((ONE, {**TWO, "state": {"y": "w"}}), None, "has state and runs once"),
         ((ONE, TWO), {"start": [1]}, "has tokens and no stage with text"),
         ((ONE, {**TWO, "text": {"input": "y", "scores": "w"}}), {"start": [1]}, "fills 'y' twice"),
-        (
-            (ONE, {**BARE, "text": {"input": "y", "scores": "w"}}),
-            {"start": [1]},
-            "int64",
-        ),
+        ((ONE, {**BARE, "text": {"input": "y", "scores": "w"}}), {"start": [1]}, "int64"),
         ((ONE, {**BARE, "text": {"input": "y", "scores": "v"}}), {"start": [1]}, "'v'"),
-        (
-            (ONE, {**BARE, "crop": {**BOX, "boxes": "two.w"}}),
-            None,
-            "'two.w', and no stage",
-        ),
+        ((ONE, {**BARE, "crop": {**BOX, "boxes": "two.w"}}), None, "'two.w', and no stage"),
         ((ONE, {**BARE, "crop": {**BOX, "result": "r"}}), None, "chooses by 'r'"),
         ((ONE, TWO), {"start": "one.y"}, "tokens"),
     ],
@@ -212,27 +204,26 @@ def test_boxes_are_cut_out_from_left_to_right() -> None:
         cut_boxes(crop, wanted, image, boxes[..., :3], boxes[..., 0])
 
 
-def build_into(folder: Path, make: Callable[[Path], Path], **files: str) -> tuple[str, ...]:
-    """Builds a group for the CPU, and returns the notes."""
+def build_into(folder: Path, make: Callable[[Path], Path], **files: str) -> GroupBuild:
+    """Builds a group for the CPU."""
     path = make(folder)
     source = str(folder / files["data"])
     data = Data(source=source, evaluation=source, labels=folder / files["labels"] if "labels" in files else None)
     report = build_group(path, data, folder / "out", Recipe(targets=("cpu",), precision="fp32"), verify=False)
     assert report.targets[0].failure is None
-    return report.targets[0].notes
+    return report
+
+
+MakeOnce = Callable[[str, Callable[[Path], object]], Path]
 
 
 @pytest.fixture(scope="module")
-def talk(make_once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
-
-    def fill(folder: Path) -> None:
-        build_into(folder, make_talk, data="talk.npz")
-
-    return make_once("talk", fill) / "out" / "talk-cpu"
+def talk(make_once: MakeOnce) -> Path:
+    return make_once("talk", lambda folder: build_into(folder, make_talk, data="talk.npz")) / "out" / "talk-cpu"
 
 
 @pytest.fixture(scope="module")
-def digits(make_once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
+def digits(make_once: MakeOnce) -> Path:
     def fill(folder: Path) -> None:
         build_into(folder, make_digits, data="digits.npz", labels="digits.txt")
 
@@ -296,7 +287,7 @@ def test_weights_beside_a_model_are_shared_too_and_texts_that_do_not_fit_are_tol
         )
         return path
 
-    notes = build_into(tmp_path, make, data="talk.npz")
+    notes = build_into(tmp_path, make, data="talk.npz").targets[0].notes
     assert "8 samples begin with more tokens than the 6 that 'prefill' takes: what is more is left out" in notes
     group = open_group(tmp_path / "out" / "talk-cpu")
     names = group.manifests["decode"].forms["onnx"]
@@ -368,20 +359,19 @@ def test_models_that_share_nothing_keep_their_forms(digits: Path) -> None:
 
 
 def test_members_newer_than_this_onnxruntime_are_lowered(tmp_path: Path) -> None:
-    path = make_digits(tmp_path)
-    for name, ir_version, opset in (
-        # ONNX Runtime 1.32 reads all that this onnx writes.
-        ("detector", min(MAX_IR_VERSION + 1, onnx.IR_VERSION), 17),
-        ("classifier", MAX_IR_VERSION, min(MAX_OPSET + 1, onnx.defs.onnx_opset_version())),
-    ):
-        proto = onnx.load(tmp_path / f"{name}.onnx")
-        proto.ir_version, proto.opset_import[0].version = ir_version, opset
-        onnx.save(proto, tmp_path / f"{name}.onnx")
-    data = Data(
-        source=str(tmp_path / "digits.npz"), labels=tmp_path / "digits.txt", evaluation=str(tmp_path / "digits.npz")
-    )
-    report = build_group(path, data, tmp_path / "out", Recipe(targets=("cpu",), precision="fp32"), verify=False)
-    assert report.targets[0].failure is None
+    def make(folder: Path) -> Path:
+        path = make_digits(folder)
+        for name, ir_version, opset in (
+            # ONNX Runtime 1.32 reads all that this onnx writes.
+            ("detector", min(MAX_IR_VERSION + 1, onnx.IR_VERSION), 17),
+            ("classifier", MAX_IR_VERSION, min(MAX_OPSET + 1, onnx.defs.onnx_opset_version())),
+        ):
+            proto = onnx.load(folder / f"{name}.onnx")
+            proto.ir_version, proto.opset_import[0].version = ir_version, opset
+            onnx.save(proto, folder / f"{name}.onnx")
+        return path
+
+    report = build_into(tmp_path, make, data="digits.npz", labels="digits.txt")
     assert report.members["detector"] == hashlib.sha256((tmp_path / "detector.onnx").read_bytes()).hexdigest()
     shipped = [onnx.load(file) for file in (tmp_path / "out" / "digits-cpu").rglob("*.onnx")]
     assert shipped

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import onnx
 import pytest
-from devices_models import Stub, float_conv, make_job, noise_samples, present, qdq_conv, require_runner
+from devices_models import Stub, float_conv, make_job, noise_samples, present, qdq_conv, require_runner, text_model
+from onnx import numpy_helper
 
 from edgekit._proc import run_process
 from edgekit.data.samples import Samples
@@ -54,6 +56,22 @@ def test_the_bits_are_those_of_python(tmp_path: Path, native: str, python: str, 
     assert got.cpu_features
     for mine, other in zip(got.outputs, want.outputs, strict=True):
         assert mine["y"].tobytes() == other["y"].tobytes()
+
+
+def test_arm64_runs_a_model_with_weights_beside_it(tmp_path: Path, work: Path) -> None:
+    """Its ONNX Runtime cannot ask where a file really lies."""
+    weight = np.arange(600, dtype=np.float32).reshape(2, 300)
+    proto = onnx.load(
+        text_model(tmp_path / "m.onnx", "(float[1,2] x, float[2,300] w) => (float[1,300] y) { y = MatMul(x, w) }")
+    )
+    del proto.graph.input[1]
+    proto.graph.initializer.append(numpy_helper.from_array(weight, "w"))
+    onnx.save(proto, str(tmp_path / "m.onnx"), save_as_external_data=True, location="m.data", size_threshold=0)
+    sample = {"x": np.array([[2.0, 1.0]], np.float32)}
+    run = present("arm64:native").run_job(make_job(tmp_path / "m.onnx", "cpu", [sample]), work)
+    assert run.failure is None
+    (got,) = run.outputs
+    assert np.array_equal(got["y"], sample["x"] @ weight)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +160,7 @@ def test_a_runner_that_is_killed_in_the_middle_is_a_failure(tmp_path: Path, work
     (row,) = noise_samples(1)
     samples = Samples(source="many", count=1 << 20, read=lambda: iter(itertools.repeat(row, 1 << 20)))
     job = msgspec.structs.replace(job, samples=samples, budget_s=60.0)
-    request = msgspec.structs.replace(describe_job(job), runtime=str(native.library))
+    request = describe_job(job, runtime=str(native.library))
     program = ["timeout", "--foreground", "-s", "KILL", "1", str(native.program), "--pipe"]
     run = run_program(Stub(), program, job, request, work)
     assert re.fullmatch(r"'stub' at sample \d+ of 1048576: the program .*(137|SIGKILL).*", str(run.failure))

@@ -1,10 +1,12 @@
 """Loaders that run samples of any length, and models with state, as the bundle's own models do."""
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
 import bucket_models
 import numpy as np
+import onnxruntime
 import pytest
 import stepped_models
 from android_parts import find_runtime
@@ -12,6 +14,7 @@ from package_loaders import MakeOnce, compile_java, find_library, join_jars, req
 from package_maven import ORT, fetch_jar
 from tiny_models import parse_model
 
+import edgekit.package
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.bundle.archive import unpack_archive
 from edgekit.bundle.folder import Bundle, open_bundle
@@ -21,6 +24,25 @@ from edgekit.package.package import package_bundles
 from edgekit.recipe import Data, Recipe
 
 PROGRAMS = Path(__file__).parent / "standalone"
+LOADER = Path(edgekit.package.__file__).parent / "standalone" / "python" / "edgekit_loader.py"
+
+
+def test_python_s_bound_outputs_are_those_of_a_plain_session_in_batches_of_any_size(batches: Bundle) -> None:
+    """The loader's pattern for servers: what is bound and warmed up computes what a plain session does."""
+    spec = importlib.util.spec_from_file_location("edgekit_loader", LOADER)
+    assert spec is not None
+    assert spec.loader is not None
+    loader = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loader)
+    session = onnxruntime.InferenceSession(str(batches.find_model("onnx")))
+    rng = np.random.default_rng(0)
+    warm = loader.Warm(session, {"x": np.zeros((1, 4), np.float32)})
+    for count in (1, 1, 4, 4, 1):
+        # A slice that is not contiguous is bound too.
+        x = rng.normal(size=(count, 8)).astype(np.float32)[:, ::2]
+        wanted = session.run(None, {"x": x})
+        for got, value in zip(warm.run({"x": x}).values(), wanted, strict=True):
+            np.testing.assert_array_equal(got, value)
 
 
 @pytest.fixture(scope="session")

@@ -129,7 +129,7 @@ def test_a_copy_that_was_cut_off_is_made_again(run: Run, tmp_path: Path) -> None
 
 
 def test_the_self_test_says_no_where_the_model_gives_something_else(
-    bundles: Path, compiled: Path, tmp_path: Path
+    package: Path, compiled: Path, tmp_path: Path
 ) -> None:
     """The table's tolerance and thresholds judge: with ones that nothing reaches, each is named."""
     table = (compiled / "src" / "bundles.js").read_text()
@@ -139,8 +139,7 @@ def test_the_self_test_says_no_where_the_model_gives_something_else(
     severe = re.sub(r'("tolerance": ?\{\s*"[^"]+": ?)[0-9.e-]+', r"\g<1>-1", severe)
     assert severe != table
     (tmp_path / "out" / "src" / "bundles.js").write_text(severe)
-    package_bundles((bundles,), "react-native", tmp_path / "package")
-    given = {"assets": str(tmp_path / "package" / "assets"), "documents": "", "os": "ios", "version": VERSION}
+    given = {"assets": str(package / "assets"), "documents": "", "os": "ios", "version": VERSION}
     shown = run_program([*NODE, tmp_path / "out" / "check.js", json.dumps({**given, "only": CPU})])
     assert "is off by" in shown
     assert re.search(r"cosine [0-9.]+, least 2\.0000", shown)
