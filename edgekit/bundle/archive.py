@@ -9,7 +9,7 @@ import struct
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -134,18 +134,16 @@ def _read_tar(file: IO[bytes]) -> Iterator[Member]:
         elif entry.type == tarfile.DIRTYPE:
             _check_folder(name, entry.size)
         elif entry.type in {tarfile.REGTYPE, tarfile.AREGTYPE}:
-            yield Member(name=name, size_bytes=entry.size, read=partial(_read_slice, file, start, entry.size, name))
+            yield Member(name=name, size_bytes=entry.size, read=partial(_read_exactly, file, entry.size, name, start))
         else:
             raise ValueError(f"{name[:200]!r} is a link, a device or of an unknown kind")
         start += -(-entry.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
 
 
-def _read_slice(file: IO[bytes], start: int, size_bytes: int, name: str) -> Iterator[bytes]:
-    file.seek(start)
-    yield from _read_exactly(file, size_bytes, name)
-
-
-def _read_exactly(source: IO[bytes], size_bytes: int, name: str) -> Iterator[bytes]:
+def _read_exactly(source: IO[bytes], size_bytes: int, name: str, start: int | None = None) -> Iterator[bytes]:
+    """Yields so many bytes of a file, from its position on or from the place `start`."""
+    if start is not None:
+        source.seek(start)
     left = size_bytes
     for chunk in read_chunks(source, size_bytes):
         yield chunk
@@ -181,10 +179,6 @@ def _check_folder(name: str, size_bytes: int) -> None:
         raise ValueError(f"{name[:200]!r} is no safe folder")
 
 
-READERS: dict[str, Callable[[IO[bytes]], Iterator[Member]]] = {"zip": _read_zip, "tar": _read_tar}
-"""How to read each kind of archive."""
-
-
 Kind = Literal["zip", "tar"]
 KINDS: tuple[Kind, ...] = ("zip", "tar")
 
@@ -203,14 +197,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     ratio: int = 100
 
 
-def write_archive(
-    entries: Mapping[str, Path | bytes], out: Path, kind: Kind, *, executable: Collection[str] = ()
-) -> None:
+def write_archive(entries: Mapping[str, Path | bytes], out: Path, kind: Kind) -> None:
     """Writes files into one archive: the same entries give the same bytes, whenever, wherever and by whom.
 
     `entries` maps a name with `/` between folders to a file or to its bytes. They are sorted by name and stored, not
-    deflated, because deflated bytes depend on the version of zlib. They have no time and no owner, and the mode of a
-    program only where `executable` names them.
+    deflated, because deflated bytes depend on the version of zlib. They have no time and no owner.
 
     Raises:
         OutputError: the file cannot be written, or a name is not safe on every system.
@@ -219,7 +210,7 @@ def write_archive(
     if unsafe is not None:
         raise OutputError(unsafe, hint="rename that file")
     with replacing_file(out) as temporary:
-        (_write_zip if kind == "zip" else _write_tar)(entries, temporary, executable)
+        (_write_zip if kind == "zip" else _write_tar)(entries, temporary)
 
 
 def list_files(folder: Path) -> dict[str, Path]:
@@ -261,36 +252,25 @@ def unpack_archive(path: Path, out: Path, limits: Limits | None = None) -> tuple
             encrypted file, an unsafe name, or two files of one name (case and Unicode form do not tell files apart).
         OutputError: `out` cannot be written.
     """
-    kind = find_kind(path)
-    if kind is None:
+    try:
+        with path.open("rb") as file:
+            # By content, not by name: "PK" of a local header or of an empty zip, and POSIX's magic at byte 257.
+            begin = file.read(tarfile.BLOCKSIZE)
+    except OSError as error:
+        hint = "give a bundle's folder or archive"
+        raise BundleError(f"cannot read '{path}': {error.strerror}", hint=hint) from error
+    is_zip = begin[:4] in {b"PK\x03\x04", b"PK\x05\x06"}
+    if not is_zip and begin[257:262] != b"ustar":
         if path.suffix in {".onnx", ".ort"}:
             raise BundleError(f"'{path}' is a model, not a bundle", hint="edgekit build makes bundles of a model")
         raise BundleError(f"'{path}' is no zip and no tar", hint="a compressed tar is not opened: decompress it first")
     # Members are read from the file that was checked, opened once: nobody can exchange it in between.
     with path.open("rb") as file, staged_folder(out) as staging:
-        members = _check_members(translating(READERS[kind](file), path), path, limits or Limits())
+        read = _read_zip if is_zip else _read_tar
+        members = _check_members(translating(read(file), path), path, limits or Limits())
         for member in members:
             write_new(safe_join(staging, member.name), translating(member.read(), path))
     return tuple(sorted(member.name for member in members))
-
-
-def find_kind(path: Path) -> Kind | None:
-    """Returns which kind of archive a file begins as, None if it is none.
-
-    Raises:
-        BundleError: there is no such file, or it cannot be read.
-    """
-    try:
-        with path.open("rb") as file:
-            # By content, not by name: "PK" of a local header or of an empty zip, and POSIX's magic at byte 257.
-            start = file.read(tarfile.BLOCKSIZE)
-    except OSError as error:
-        raise BundleError(
-            f"cannot read '{path}': {error.strerror}", hint="give a bundle's folder or archive"
-        ) from error
-    if start[:4] in {b"PK\x03\x04", b"PK\x05\x06"}:
-        return "zip"
-    return "tar" if start[257:262] == b"ustar" else None
 
 
 def _check_members(members: Iterator[Member], path: Path, limits: Limits) -> list[Member]:
@@ -311,27 +291,27 @@ def _check_members(members: Iterator[Member], path: Path, limits: Limits) -> lis
     return found
 
 
-def _write_zip(entries: Mapping[str, Path | bytes], out: Path, executable: Collection[str]) -> None:
+def _write_zip(entries: Mapping[str, Path | bytes], out: Path) -> None:
     with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
         for name in sorted(entries):
             source = entries[name]
             entry = zipfile.ZipInfo(name, _EPOCH)
             # Unix: without it zipfile writes the system that it runs on, and other bytes on Windows.
             entry.create_system = 3
-            entry.external_attr = (stat.S_IFREG | (0o755 if name in executable else 0o644)) << 16
+            entry.external_attr = (stat.S_IFREG | 0o644) << 16
             entry.file_size = measure_content(source)
             with archive.open(entry, "w") as target:
                 copy_into(source, target)
 
 
-def _write_tar(entries: Mapping[str, Path | bytes], out: Path, executable: Collection[str]) -> None:
+def _write_tar(entries: Mapping[str, Path | bytes], out: Path) -> None:
     # PAX alone holds long names in UTF-8 by a standard (POSIX.1-2001); a TarInfo made by hand bears no time and no
     # owner.
     with tarfile.open(out, "w", format=tarfile.PAX_FORMAT, encoding="utf-8") as archive:
         for name in sorted(entries):
             source = entries[name]
             entry = tarfile.TarInfo(name)
-            entry.mode = 0o755 if name in executable else 0o644
+            entry.mode = 0o644
             entry.size = measure_content(source)
             if isinstance(source, bytes):
                 archive.addfile(entry, BytesIO(source))

@@ -46,7 +46,17 @@ def find_fault(name: str) -> str | None:
     parts = name.split("/")
     if size_bytes > _MAX_NAME_BYTES or len(parts) > _MAX_DEPTH:
         return "is too long"
-    return next((fault for part in parts if (fault := _find_fault_of_part(part))), None)
+    for part in parts:
+        if part in {"", ".", ".."}:
+            return "is absolute or climbs"
+        if not _FORBIDDEN.isdisjoint(part) or any(unicodedata.category(each).startswith("C") for each in part):
+            return "holds a character that is not allowed everywhere"
+        if part[-1] in ". " or len(part.encode()) > _MAX_PART_BYTES:
+            return "ends in a dot or a space, or is too long"
+        # "nul.txt" is the device as well: Windows looks at what stands before the first dot.
+        if part.partition(".")[0].rstrip().casefold() in _DEVICES:
+            return "is the name of a device on Windows"
+    return None
 
 
 def find_clash(names: Iterable[str]) -> tuple[str, str] | None:
@@ -68,19 +78,6 @@ def find_unsafe(names: Iterable[str], where: str) -> str | None:
             return f"{name[:200]!r} {where} {fault}"
     clash = find_clash(names)
     return None if clash is None else f"{clash[0]!r} and {clash[1]!r} {where} are one file on some systems"
-
-
-def _find_fault_of_part(part: str) -> str | None:
-    if part in {"", ".", ".."}:
-        return "is absolute or climbs"
-    if any(unicodedata.category(character).startswith("C") for character in part) or not _FORBIDDEN.isdisjoint(part):
-        return "holds a character that is not allowed everywhere"
-    if part[-1] in ". " or len(part.encode()) > _MAX_PART_BYTES:
-        return "ends in a dot or a space, or is too long"
-    # "nul.txt" is the device as well: Windows looks at what stands before the first dot.
-    if part.partition(".")[0].rstrip().casefold() in _DEVICES:
-        return "is the name of a device on Windows"
-    return None
 
 
 def _fold(name: str) -> str:
@@ -159,18 +156,17 @@ def _check_names(folder: Path, files: Iterable[str], beside: Collection[str]) ->
 
 
 def _check_regular(path: Path, name: str, folder: Path) -> None:
-    if path.is_symlink() or not path.is_file():
-        reason = "is a link or no regular file" if path.is_symlink() or path.exists() else "is missing"
-        raise BundleError(f"{name[:200]!r} of bundle '{folder}' {reason}", hint=_find_next_step(name, folder))
-
-
-def _find_next_step(name: str, folder: Path) -> str:
-    """Returns what to do where a file is not there: there may be a folder of another kind, or of several bundles."""
-    for other, what in _KINDS.items():
-        if name in _KINDS and other != name and (folder / other).is_file():
-            return f"it holds {what} '{folder}'"
-    inside = sorted(path.parent.name for path in folder.glob(f"*/{name}")) if name in _KINDS else []
-    return f"it holds {', '.join(inside[:8])}: name one of them" if inside else "build the bundle again"
+    if path.is_file() and not path.is_symlink():
+        return
+    hint = "build the bundle again"
+    # Where the list of a folder is not there, it may be a folder of another kind, or one of several bundles.
+    if name in _KINDS:
+        others = [what for other, what in _KINDS.items() if other != name and (folder / other).is_file()]
+        inside = sorted(path.parent.name for path in folder.glob(f"*/{name}"))
+        hint = f"it holds {', '.join(inside[:8])}: name one of them" if inside else hint
+        hint = f"it holds {others[0]} '{folder}'" if others else hint
+    reason = "is a link or no regular file" if path.is_symlink() or path.exists() else "is missing"
+    raise BundleError(f"{name[:200]!r} of bundle '{folder}' {reason}", hint=hint)
 
 
 class _SessionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -330,20 +330,16 @@ def snapshot_bundle(bundle: Bundle, forms: Iterable[Form], out: Path) -> Bundle:
         BundleError: the bundle has no such form, or a file is not what the manifest says.
         OutputError: the folder cannot be written.
     """
-    for name in dict.fromkeys(_list_files(bundle, forms)):
-        write_new(out / name, _read_checked(bundle, name))
-    return msgspec.structs.replace(bundle, folder=out)
-
-
-def _list_files(bundle: Bundle, forms: Iterable[Form]) -> Iterator[str]:
+    names = [f"{GOLDEN}/{file.name}" for file in bundle.golden.files]
+    names += [
+        name for name in (f"{GOLDEN}/{EXPECTED}", UNPADDED, LAYERS, CHECK, TARGET) if name in bundle.manifest.files
+    ]
     for form in forms:
         bundle.find_model(form)
-        yield from bundle.manifest.forms[form]
-    for file in bundle.golden.files:
-        yield file.relative_to(bundle.folder).as_posix()
-    yield from (
-        name for name in (f"{GOLDEN}/{EXPECTED}", UNPADDED, LAYERS, CHECK, TARGET) if name in bundle.manifest.files
-    )
+        names += bundle.manifest.forms[form]
+    for name in dict.fromkeys(names):
+        write_new(out / name, _read_checked(bundle, name))
+    return msgspec.structs.replace(bundle, folder=out)
 
 
 def _read_checked(bundle: Bundle, name: str) -> Iterator[bytes]:

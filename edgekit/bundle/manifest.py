@@ -50,38 +50,6 @@ class Buckets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return next((bucket for bucket in self.sizes if bucket.size >= length), None)
 
 
-def find_bucket_fault(
-    buckets: Buckets,
-    files: Sequence[str],
-    inputs: Sequence[TensorSpec],
-    outputs: Sequence[TensorSpec],
-    samples: int,
-) -> str | None:
-    """Returns what is wrong with buckets in a manifest, None where nothing is.
-
-    `files` are those of the bundle's model, the one of the largest bucket first.
-    """
-    sizes, names, padding = (
-        [each.size for each in buckets.sizes],
-        [each.file for each in buckets.sizes],
-        buckets.padding,
-    )
-    if not 0 < len(sizes) <= _MOST_BUCKETS or sizes != sorted(set(sizes)) or sizes[0] < 1:
-        return "are not in order"
-    if names[-1] != files[0] or len(set(names)) < len(names) or not set(names) <= set(files):
-        return "name files that are not those of the model"
-    if not padding.inputs or padding.values.keys() != padding.inputs.keys():
-        return "do not say which inputs are filled, and with what"
-    # Nothing fills text.
-    numbers = [spec for spec in inputs if spec.is_tensor and spec.dtype != "string"]
-    filled, cut = _find_sizes(padding.inputs, numbers), _find_sizes(padding.outputs, outputs)
-    if any(size != sizes[-1] for size in filled) or any(size is None for size in cut):
-        return f"fill axes that do not have the size {sizes[-1]}, or cut axes that are not there"
-    if len(buckets.lengths) != samples or not all(1 <= length <= sizes[-1] for length in buckets.lengths):
-        return "do not hold the lengths of the golden samples"
-    return None
-
-
 def _find_sizes(axes: Mapping[str, Sequence[int]], tensors: Sequence[TensorSpec]) -> Iterator[int | None]:
     """Yields the size of each axis; None for an axis that does not exist or has no fixed size."""
     shapes = {spec.name: spec.shape or () for spec in tensors}
@@ -430,9 +398,23 @@ def _list_faults(manifest: Manifest) -> Iterator[tuple[str, str]]:
             yield "buckets", "are of a model with state, whose steps they cannot run"
         if UNPADDED not in manifest.files:
             yield "buckets", f"lack '{UNPADDED}'"
-        files = manifest.forms[manifest.form]
-        if wrong := find_bucket_fault(buckets, files, manifest.inputs, manifest.outputs, samples):
-            yield "buckets", wrong
+        # The file of the largest bucket comes first.
+        files, padding, names = manifest.forms[manifest.form], buckets.padding, [each.file for each in buckets.sizes]
+        all_sizes = [each.size for each in buckets.sizes]
+        if not 0 < len(all_sizes) <= _MOST_BUCKETS or all_sizes != sorted(set(all_sizes)) or all_sizes[0] < 1:
+            yield "buckets", "are not in order"
+        if names[-1] != files[0] or len(set(names)) < len(names) or not set(names) <= set(files):
+            yield "buckets", "name files that are not those of the model"
+        if not padding.inputs or padding.values.keys() != padding.inputs.keys():
+            yield "buckets", "do not say which inputs are filled, and with what"
+        # Nothing fills text.
+        numbers = [spec for spec in manifest.inputs if spec.is_tensor and spec.dtype != "string"]
+        filled, cut = _find_sizes(padding.inputs, numbers), _find_sizes(padding.outputs, manifest.outputs)
+        largest = all_sizes[-1]
+        if any(size != largest for size in filled) or any(size is None for size in cut):
+            yield "buckets", f"fill axes that do not have the size {largest}, or cut axes that are not there"
+        if len(buckets.lengths) != samples or not all(1 <= length <= largest for length in buckets.lengths):
+            yield "buckets", "do not hold the lengths of the golden samples"
     if sizes is not msgspec.UNSET:
         # A dimension of one name may have other sizes in another input, which ONNX Runtime only warns of.
         most = samples * max(1, len(manifest.inputs))

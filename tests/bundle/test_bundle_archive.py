@@ -49,15 +49,6 @@ def test_the_bytes_depend_on_nothing_but_the_entries(tmp_path: Path, kind: Kind)
     assert digest_file(tmp_path / "one") == digest_file(tmp_path / "sub" / "two") == SHA256[kind]
 
 
-def test_only_what_is_named_is_executable(tmp_path: Path) -> None:
-    for kind in KINDS:
-        write_archive({"run": b"#!", "data": b""}, tmp_path / kind, kind, executable={"run"})
-    with zipfile.ZipFile(tmp_path / "zip") as zipped:
-        assert [stat.S_IMODE(entry.external_attr >> 16) for entry in zipped.infolist()] == [0o644, 0o755]
-    with tarfile.open(tmp_path / "tar") as tarred:
-        assert [entry.mode for entry in tarred] == [0o644, 0o755]
-
-
 @pytest.mark.parametrize("form", ["gnu", "posix", "ustar"])
 def test_what_other_tools_pack_is_opened(tmp_path: Path, form: str) -> None:
     name = "short" if form == "ustar" else "long-" * 25 + "name"
