@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,6 +65,7 @@ def describe_machine() -> dict[str, str]:
     }
 
 
+@cache
 def read_cpu_flags() -> str:
     """Returns the flags of this machine's x86 CPU, "" where there are none."""
     return _read_cpu("flags")

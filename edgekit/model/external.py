@@ -164,7 +164,8 @@ def _skim(data: mmap.mmap, kind: str, span: tuple[int, int], depth: int, locatio
         if at > end:
             raise ValueError(at)
         inner = _INSIDE[kind].get(field)
-        if inner is not None and depth < _MAX_DEPTH:
+        # A message as small as the data that stay holds nothing that is left out.
+        if inner is not None and depth < _MAX_DEPTH and size > MAX_DATA_BYTES:
             # The length changes with what is left out, so the field is written anew.
             kept = b"".join(_skim(data, inner, (body, at), depth + 1, location))
             yield write_varint(key) + write_varint(len(kept)) + kept

@@ -16,9 +16,12 @@ from edgekit.model.model import Model
 from edgekit.model.tensors import Array
 from edgekit.prepare.constants import find_narrow, narrow_constants, round_by_channel, widen_constants
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization, quantize_model
+from edgekit.quantize.calibration.calibrate import open_float_graph
 from edgekit.quantize.check_plan import require_plan
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.mixed_precision.candidates import find_float_constants, store_narrow
+from edgekit.quantize.mixed_precision.score import open_constants
+from edgekit.quantize.objective import find_objective
 from edgekit.quantize.plan import FloatNode, NarrowConstants
 from edgekit.target import load_target
 
@@ -64,6 +67,20 @@ def test_where_a_plan_is_poor_eight_bits_do(tmp_path: Path) -> None:
     plan = msgspec.structs.replace(plan, judged=tuple(poor))
     assert store_narrow(model, plan, calibration).narrow.bits == {"dft": 8}
     assert store_narrow(model, plan, calibration, reached_db=38.0).narrow.bits == {"dft": 16}
+
+
+def test_no_more_samples_are_run_than_rule_a_ratio_out(tmp_path: Path) -> None:
+    model, calibration, _ = planned(tmp_path, PLAIN, {"dft": _DFT})
+    graph, compared = (
+        open_float_graph(model, calibration),
+        find_objective(open_float_graph(model, calibration), calibration),
+    )
+    judge = open_constants(graph, compared, Path(calibration.statistics), {"dft": _DFT}, most=None)
+    other = {"dft": _DFT + np.float32(0.01)}
+    whole = judge(other, -np.inf)
+    assert judge({}, np.inf) == 80  # the most that a ratio says
+    assert whole < judge(other, 70.0) < 70
+    assert judge(other, whole) == whole
 
 
 def test_what_fewer_bits_round_away_stays_whole(tmp_path: Path) -> None:

@@ -86,6 +86,18 @@ def test_a_session_whose_weights_were_written_to_a_file_gives_the_same_and_the_f
     assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]
 
 
+def test_products_do_not_saturate_with_vnni_nor_without(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibration = calibrate_model(model, random_samples(model), work=tmp_path / "work")
+    plan = plan_quantization(model, calibration, load_target("cpu"), "int8", method="minmax")
+    qdq = place_plan(open_float_graph(model, calibration), plan, "m")
+    sample = {"u": np.random.default_rng(3).standard_normal((4, 256), np.float32)}
+    found = open_graph(qdq, tmp_path / "work", keep_float_weights=False).run(sample)["y"]
+    monkeypatch.setattr("edgekit.quantize.graph.sessions.read_cpu_flags", str)
+    assert np.array_equal(open_graph(qdq, tmp_path / "work", keep_float_weights=False).run(sample)["y"], found)
+
+
 def test_scaled_weights_are_written_beside_those_set_aside_once_and_are_the_same(tmp_path: Path) -> None:
     text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4,256] x) => (float[1,4,256] z) {
       n = LayerNormalization<axis=-1>(x, gain, shift) a = MatMul(n, w1) r = Relu(a) y = MatMul(r, w2) z = Add(y, x) }"""

@@ -15,10 +15,10 @@ import onnx
 
 from edgekit._files import digest_bytes
 from edgekit.errors import UsageError, suggest_name
-from edgekit.graph.constants import bring_in
 from edgekit.graph.graph import Graph
 from edgekit.model.model import Model
-from edgekit.prepare.constants import narrow_constants
+from edgekit.model.tensors import Array
+from edgekit.prepare.constants import round_by_channel
 from edgekit.progress import Budget
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.effort import Effort, find_effort
@@ -33,6 +33,7 @@ from edgekit.quantize.mixed_precision.score import (
     is_even,
     judge_candidate,
     judge_grids,
+    open_constants,
     strip_weights,
 )
 from edgekit.quantize.objective import FAITHFUL_DB, find_objective
@@ -432,15 +433,13 @@ def store_narrow(model: Model, plan: QuantPlan, calibration: Calibration, reache
         return plan
     reached = max([candidate.sqnr_db for candidate in plan.judged], default=FAITHFUL_DB)
     least = max(reached, reached_db or -math.inf) - 10 * math.log10(10 ** (MOST_LOST_DB / 10) - 1)
-
     most = find_effort(graph, calibration.samples).limit(FEW_SAMPLES)
+    whole = {name: graph.weight(name) for name in sizes}
+    judge = open_constants(graph, compared, statistics, whole, most=most)
 
-    def judge(bits: Mapping[str, int]) -> float:
-        proto = onnx.ModelProto()
-        proto.CopyFrom(graph.model)
-        bring_in(proto.graph, graph.folder, bits.keys())
-        narrow_constants(proto.graph, bits)
-        return judge_candidate(proto, compared, statistics, keep_float_weights=True, most=most)
+    def narrow(name: str, bits: int) -> Array:
+        integers, scales = round_by_channel(whole[name], bits)
+        return integers.astype(np.float32) * scales
 
     chosen: dict[str, _Bits] = {}
     ratio = math.inf
@@ -450,7 +449,7 @@ def store_narrow(model: Model, plan: QuantPlan, calibration: Calibration, reache
             trial = chosen.copy()
             for name in names:
                 trial[name] = bits
-            found = judge(trial)
+            found = judge({name: narrow(name, count) for name, count in trial.items()}, least)
             if found >= least:
                 chosen, ratio = trial, found
                 if names == every:

@@ -4,7 +4,7 @@ Variants of a QDQ graph show where a loss comes from: one with float weights, an
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -227,6 +227,44 @@ def judge_candidate(
     for (_, expected), found in map_in_order(run, islice(read_held_out(statistics), most)):
         powers += _all_powers(names, expected, found)
     return join_ratios([ratio_db(*power) for power in powers])
+
+
+def open_constants(
+    graph: Graph, compared: tuple[ComparedTensor, ...], statistics: Path, whole: Tensors, *, most: int | None
+) -> Callable[[Tensors, float], float]:
+    """Returns a function that judges the float graph with other values of the constants `whole`, in one session.
+
+    The function takes the values that change and the ratio that is wanted, and returns the ratio over the first `most`
+    held-out samples. Noise only adds up, so as soon as it rules the wanted ratio out, no more samples are run, and the
+    result is an upper bound of the ratio.
+
+    Raises:
+        UsageError: the statistics are gone.
+    """
+    proto = onnx.ModelProto()
+    copy_fields(graph.model, proto, {"graph"})
+    copy_fields(graph.model.graph, proto.graph, {"initializer"})
+    proto.graph.initializer.extend(each for each in graph.model.graph.initializer if each.name not in whole)
+    for name, value in whole.items():
+        proto.graph.input.append(helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, value.shape))
+    session, names = _open_compared(proto, compared, statistics, keep_float_weights=True)
+    held = [(inputs, session.run({**inputs, **whole})) for inputs, _ in islice(read_held_out(statistics), most)]
+
+    def measure(expected: Tensors, found: Tensors) -> Array:
+        return np.stack([measure_loss(each, expected[name], found[name]) for each, name in names.items()])
+
+    signal = np.sum([measure(expected, expected)[:, 0] for _, expected in held], axis=0)
+
+    def judge(values: Tensors, wanted: float) -> float:
+        noise, ratio = np.zeros(len(compared)), math.inf
+        for inputs, expected in held:
+            noise += measure(expected, session.run({**inputs, **whole, **values}))[:, 1]
+            ratio = join_ratios([ratio_db(*power) for power in zip(signal, noise, strict=True)])
+            if ratio < wanted:
+                break
+        return ratio
+
+    return judge
 
 
 def judge_grids(

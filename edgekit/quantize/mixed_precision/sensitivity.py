@@ -117,8 +117,9 @@ _SAMPLES, _FEWER_SAMPLES = 6, 4
 # The number of spans that activations are divided into at first, and the largest number of judged spans per activation
 # sought: bisection takes about log2(100) = 7 to find one of a hundred.
 _FIRST_SPANS, _SPANS_EACH = 16, 7
-# At how many cuts a run may start if runs are bounded: a choice.
-_PARTS = 3
+# At how many cuts a run may start if runs are bounded: a choice. With 7 instead of 3 the ranking of ViT-S takes a third
+# less time.
+_PARTS = 7
 # The least share of a span's noise for its second half, if the first half seems to make all of it.
 _LEAST_LEFT = 0.01
 _TINY = float(np.finfo(np.float64).tiny)
