@@ -17,8 +17,16 @@ from edgekit.quantize import Calibration, calibrate_model, plan_quantization, qu
 from edgekit.quantize.accuracy.loss import MEASURES
 from edgekit.quantize.accuracy.predict import LABELS, Difference, FloatReference, Prediction
 from edgekit.quantize.mixed_precision.auto import plan_minmax
-from edgekit.quantize.mixed_precision.goal_search import Goal, Search, find_plan, search_plan, write_chosen
-from edgekit.quantize.mixed_precision.relief import LEAST_GAIN_DB, bound_relief, rise_db
+from edgekit.quantize.mixed_precision.goal_search import (
+    Goal,
+    Search,
+    _share_work,
+    bound_integer,
+    find_plan,
+    search_plan,
+    write_chosen,
+)
+from edgekit.quantize.mixed_precision.relief import LEAST_GAIN_DB, bound_relief, relieve_step, rise_db
 from edgekit.quantize.mixed_precision.trials import open_state
 from edgekit.target import Target, load_target
 
@@ -182,6 +190,23 @@ def draw_deep(folder: Path, layers: int) -> Model:
     text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[1,16] x) => (float[1,16] y) {{
       h0 = MatMul(x, w0) {middle} y = MatMul(h{layers - 1}, v) }}"""
     return make_model(text, folder / "m.onnx", {"v": (16, 16), **{f"w{i}": (16, 16) for i in range(layers)}})
+
+
+def test_a_plan_that_shows_that_too_little_stays_in_integers_is_not_written(tmp_path: Path) -> None:
+    model = draw_deep(tmp_path, 12)
+    calibration = calibrate_model(model, random_samples(model, count=24), work=tmp_path / "work")
+    search = begin_search(model, calibration, told(0.3, 25.0), tmp_path, load_target("xnnpack"))
+    first, searched = search_plan(search, Goal())
+    assert searched is not None
+    assert search.tried.keys() == {trial.step for trial in searched.trials}
+    known, bounds = _share_work(search, "all", first), list[float]()
+    for count in (1, 3, 8):
+        plan = relieve_step(model, calibration, search.target, first, count, before=first, memo=search.memo)
+        assert plan is not None
+        bounds.append(bound_integer(search, plan, known.macs))
+        assert known.integer >= bounds[-1] >= _share_work(search, f"relieve {count}", plan).integer
+    assert 0.25 < bounds[-1] < 0.75
+    assert bound_integer(search, first, {}) == 1
 
 
 @pytest.mark.parametrize(

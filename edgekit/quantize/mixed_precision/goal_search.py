@@ -1,7 +1,7 @@
 """The search for a plan: from cheap plans to expensive ones, until the estimated drop meets the goal."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -11,12 +11,13 @@ import msgspec
 from edgekit._files import copy_file
 from edgekit.check.check import check_model
 from edgekit.data.wilson import Z95
+from edgekit.graph.graph import Graph, Node
 from edgekit.model.model import Model
 from edgekit.progress import Progress, say_nothing
 from edgekit.quantize.accuracy.loss import MEASURES
 from edgekit.quantize.accuracy.predict import FAITHFUL_DB, LABELS, Difference, Prediction
 from edgekit.quantize.apply import QuantizedModel, quantize_model
-from edgekit.quantize.calibration.calibrate import Calibration
+from edgekit.quantize.calibration.calibrate import Calibration, open_float_graph
 from edgekit.quantize.mixed_precision.auto import plan_minmax, plan_quantization
 from edgekit.quantize.mixed_precision.candidates import MOST_LOST_DB, Memo, store_narrow
 from edgekit.quantize.mixed_precision.relief import COLLAPSED_DB, LEAST_GAIN_DB, relieve_step, rise_db, weigh_relief
@@ -396,6 +397,7 @@ class _Attempts:
         self._known = {trial.step: trial for trial in state.trials} if state is not None else {}
         self._most = 1 + (len(_FEW + _MORE_THAN_FEW) if search.relievable else 0)
         self._seconds: list[float] = []
+        self._macs: Mapping[str, int] = {}
         self.trials: dict[int, Trial] = {}
 
     @property
@@ -440,16 +442,22 @@ class _Attempts:
         plan meets the goal.
         """
         if not count:
-            return _try_plan(self._search, step, self._first)
+            work = _share_work(self._search, step, self._first)
+            self._macs = work.macs
+            return _measure(self._search, step, self._first, work)
         fewer = [trial for number, trial in sorted(self.trials.items()) if number < count]
         plan = _plan_step(self._search, fewer, count)
         if plan is None:
             return None
         has_collapsed = bool(self._first.judged) and self._first.judged[0].sqnr_db < COLLAPSED_DB
         share = 0.0 if self._goal.is_asked else _HALF if has_collapsed else _PLAIN_INTEGER
+        least, must_keep = share * self.trials[0].integer_macs, not (has_collapsed and may_meet)
+        # A model is not written to find out that too little of it is left in integers, where its plan shows that.
+        if must_keep and share and bound_integer(self._search, plan, self._macs) < least:
+            return None
         work = _share_work(self._search, step, plan)
-        is_kept = work.integer >= share * self.trials[0].integer_macs
-        if not is_kept and not (has_collapsed and may_meet):
+        is_kept = work.integer >= least
+        if not is_kept and must_keep:
             return None
         trial = _measure(self._search, step, plan, work)
         return trial if is_kept or self._goal.is_met(trial.prediction) else None
@@ -484,10 +492,25 @@ def _plan_step(search: Search, trials: Sequence[Trial], count: int) -> QuantPlan
 
 
 class _Work(NamedTuple):
-    """The shares of a model's work that the target takes, and that is computed in integers."""
+    """The shares of a model's work that the target takes, and that is computed in integers; and that of each node."""
 
     taken: float
     integer: float
+    macs: Mapping[str, int]
+
+
+def bound_integer(search: Search, plan: QuantPlan, macs: Mapping[str, int]) -> float:
+    """Returns an upper bound of the share of the work in integers; `macs` is the work of each node, if it is known.
+
+    A float node whose readers are all float has no Q behind it: it computes in float for certain.
+    """
+    graph, floats = open_float_graph(search.model, search.calibration), {node.name for node in plan.float_nodes}
+    apart = [node.name for node in graph.nodes if node.name in floats and _read_by(graph, node) <= floats]
+    return round(1 - sum(macs.get(name, 0) for name in apart) / max(sum(macs.values()), 1), 4)
+
+
+def _read_by(graph: Graph, node: Node) -> set[str]:
+    return {reader.name for name in node.output for reader in graph.readers(name)}
 
 
 def _try_plan(search: Search, step: str, plan: QuantPlan) -> Trial:
@@ -500,7 +523,8 @@ def _share_work(search: Search, step: str, plan: QuantPlan) -> _Work:
     kept = {node.name for node in quantized.float_nodes}
     total = sum(node.macs for node in check.node_list)
     float_macs = sum(node.macs for node in check.node_list if node.name in kept)
-    return _Work(check.taken_macs, round(1 - float_macs / total, 4) if total else 1.0)
+    macs = {node.name: node.macs for node in check.node_list}
+    return _Work(check.taken_macs, round(1 - float_macs / total, 4) if total else 1.0, macs)
 
 
 def _measure(search: Search, step: str, plan: QuantPlan, work: _Work) -> Trial:
