@@ -13,8 +13,9 @@ EdgekitError
  └── MissingExtraError  an optional package that is not installed
 """
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 
 
 class EdgekitError(Exception):
@@ -67,6 +68,15 @@ class OutputError(EdgekitError):
 
 class MissingExtraError(EdgekitError):
     """An optional package is not installed."""
+
+
+@contextlib.contextmanager
+def reraised(caught: type[Exception] | tuple[type[Exception], ...], error: EdgekitError) -> Generator[None]:
+    """Raises an error that the user can mend where the block raises an exception of these types."""
+    try:
+        yield
+    except caught as fault:
+        raise error from fault
 
 
 FAILURES: tuple[type[Exception], ...] = (ArithmeticError, ValueError, ModelError, RuntimeRefusal, DeviceError)

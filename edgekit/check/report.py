@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from edgekit.check.macs import count_bytes, count_macs, count_open
-from edgekit.check.trace import Fate, Trace, trace_nodes
+from edgekit.check.trace import Fate, trace_nodes
 from edgekit.graph.graph import infer_graph, read_graph
 from edgekit.model.external import skim_model
 from edgekit.model.model import Model
@@ -237,21 +237,11 @@ class CheckReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
         return "yes" if enough and together and not self.risks else "maybe"
 
 
-class TracedNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A node of the user's model, its work there, and what became of it."""
-
-    name: str
-    op: str
-    domain: str
-    macs: int
-    bytes: int
-    trace: Trace
-
-
-def trace_model(source: Model, prepared: Model, dims: Mapping[str, int]) -> tuple[TracedNode, ...]:
+def trace_model(source: Model, prepared: Model, dims: Mapping[str, int]) -> tuple[ModelNode, ...]:
     """Returns each node of a model, subgraphs included, with what became of it when it was prepared with `dims`.
 
-    Work is counted at the sizes of `count_open` where a dimension is unknown.
+    No target has judged the nodes yet: each counts as taken. Their work is that in the model as it is, at the sizes of
+    `count_open` where a dimension is unknown.
 
     Raises:
         ModelError: a model file is gone or unreadable.
@@ -263,38 +253,36 @@ def trace_model(source: Model, prepared: Model, dims: Mapping[str, int]) -> tupl
     name_nodes(proto.graph)
     fix_dims(proto.graph, dims, may_stay_open=True)
     return tuple(
-        TracedNode(
+        ModelNode(
             name=node.name,
             op=node.op_type,
             domain=node.domain or "ai.onnx",
+            taken=True,
+            reasons=(),
             macs=count_macs(graph, node),
             bytes=count_bytes(graph, node),
-            trace=trace,
+            fate=trace.fate,
+            became=trace.became,
+            note=trace.note,
         )
         for graph, node, trace in trace_nodes(count_open(infer_graph(proto)), read_graph(prepared))
     )
 
 
-def tell_of_model(report: CheckReport, traced: Iterable[TracedNode]) -> CheckReport:
+def tell_of_model(report: CheckReport, traced: Iterable[ModelNode]) -> CheckReport:
     """Returns a report that also lists the nodes of the user's model."""
     checked = {node.name: node for node in report.node_list}
-    return msgspec.structs.replace(report, model_nodes=tuple(_judge(node, checked) for node in traced))
-
-
-def _judge(node: TracedNode, checked: Mapping[str, CheckedNode]) -> ModelNode:
-    now = [checked[name] for name in node.trace.became if name in checked]
-    kept = now[0] if node.trace.fate == "kept" and now else None
-    macs, size_bytes = (kept.macs, kept.bytes) if kept else (node.macs, node.bytes) if now else (0, 0)
-    reasons = tuple(dict.fromkeys(reason for other in now for reason in other.reasons))
-    return ModelNode(
-        name=node.name,
-        op=node.op,
-        domain=node.domain,
-        taken=all(other.taken for other in now),
-        reasons=reasons,
-        macs=macs,
-        bytes=size_bytes,
-        fate=node.trace.fate,
-        became=node.trace.became,
-        note=node.trace.note,
-    )
+    nodes: list[ModelNode] = []
+    for node in traced:
+        now = [checked[name] for name in node.became if name in checked]
+        kept = now[0] if node.fate == "kept" and now else node
+        nodes.append(
+            msgspec.structs.replace(
+                node,
+                taken=all(other.taken for other in now),
+                reasons=tuple(dict.fromkeys(reason for other in now for reason in other.reasons)),
+                macs=kept.macs if now else 0,
+                bytes=kept.bytes if now else 0,
+            )
+        )
+    return msgspec.structs.replace(report, model_nodes=tuple(nodes))

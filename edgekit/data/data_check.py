@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -58,11 +58,18 @@ def refusing_bad(samples: Samples) -> Samples:
     def read() -> Iterator[Tensors]:
         count = 0
         for sample in samples:
-            for name in sorted(sample):
-                _check_finite(sample[name], name, f"sample {count} of '{samples.source}'")
+            for name, value in sorted(sample.items(), key=lambda item: item[0]):
+                if value.dtype.kind == "f" and not np.isfinite(value).all():
+                    kind = "NaN" if np.isnan(value).any() else "infinity"
+                    where = f"sample {count} of '{samples.source}'"
+                    raise DataError(f"{where} has {kind} in input '{name}'", hint="mend or drop the sample")
             yield sample
             count += 1
-        _check_count(count, samples)
+        if count != samples.count:
+            raise DataError(
+                f"'{samples.source}' gave {count} samples, then {samples.count}",
+                hint="it must give the same at each pass",
+            )
 
     return msgspec.structs.replace(samples, read=read)
 
@@ -77,15 +84,12 @@ def check_samples(samples: Samples, *, computed: Collection[str] = (), golden: S
         DataError: a sample has a value that is not finite, does not fit, or there are fewer than were promised.
     """
     digest, contents, inputs = hashlib.sha256(), list[bytes](), dict[str, _Input]()
-    for index, sample in enumerate(samples):
-        for name in sorted(sample):
-            _check_finite(sample[name], name, f"sample {index} of '{samples.source}'")
-            if name not in computed:
-                inputs.setdefault(name, _Input()).add(sample[name])
+    for sample in refusing_bad(samples):
+        for name in sorted(sample.keys() - set(computed)):
+            inputs.setdefault(name, _Input()).add(sample[name])
         contents.append(digest_sample(sample))
         # A digest of digests, so that the order of samples matters and no sample has to stay in memory.
         digest.update(contents[-1])
-    _check_count(len(contents), samples)
     cut = (f"{samples.batches} batches were cut into {samples.count} samples",) if samples.batches else ()
     doubts = (line for name, seen in inputs.items() for line in seen.doubts(name))
     others = dict[str, _Input]()
@@ -99,18 +103,18 @@ def check_samples(samples: Samples, *, computed: Collection[str] = (), golden: S
 
 def digest_sample(sample: Tensors) -> bytes:
     """Returns the sha256 of the content of one sample: names, types, shapes and every bit."""
-    digest = hashlib.sha256()
-    for name in sorted(sample):
-        digest.update(_content(name, sample[name]))
-    return digest.digest()
+    return bytes.fromhex(digest_samples([sample]))
 
 
-def digest_samples(samples: Samples) -> str:
+def digest_samples(samples: Iterable[Tensors]) -> str:
     """Returns the sha256 of the content of samples: names, types, shapes and every bit, in their order."""
     digest = hashlib.sha256()
     for sample in samples:
-        for name in sorted(sample):
-            digest.update(_content(name, sample[name]))
+        for name, value in sorted(sample.items(), key=lambda item: item[0]):
+            digest.update(f"{name}:{value.dtype}:{value.shape};".encode())
+            # An array of objects holds pointers, not their bytes.
+            is_pointers = value.dtype.hasobject
+            digest.update(repr(value.tolist()).encode() if is_pointers else np.ascontiguousarray(value).tobytes())
     return digest.hexdigest()
 
 
@@ -294,23 +298,3 @@ def _repeated(contents: Sequence[bytes]) -> Iterator[str]:
 
 def _some(count: int, total: int) -> str:
     return f"{count} of {total} samples"
-
-
-def _check_finite(value: Array, name: str, where: str) -> None:
-    if value.dtype.kind == "f" and not np.isfinite(value).all():
-        kind = "NaN" if np.isnan(value).any() else "infinity"
-        raise DataError(f"{where} has {kind} in input '{name}'", hint="mend or drop the sample")
-
-
-def _check_count(count: int, samples: Samples) -> None:
-    if count != samples.count:
-        raise DataError(
-            f"'{samples.source}' gave {count} samples, then {samples.count}",
-            hint="it must give the same at each pass",
-        )
-
-
-def _content(name: str, value: Array) -> bytes:
-    # An array of objects holds pointers, not their bytes.
-    data = repr(value.tolist()).encode() if value.dtype.hasobject else np.ascontiguousarray(value).tobytes()
-    return f"{name}:{value.dtype}:{value.shape};".encode() + data

@@ -9,7 +9,7 @@ import numpy as np
 
 from edgekit.data.npz import MALFORMED, open_npy
 from edgekit.data.samples import Samples
-from edgekit.errors import DataError
+from edgekit.errors import DataError, reraised
 from edgekit.model.tensors import Array
 
 LabelKind = Literal["class", "text", "array", "boxes", "any"]
@@ -46,12 +46,10 @@ def read_labels(path: Path, samples: Samples) -> tuple[int, ...]:
         # In the order of names, as torchvision's ImageFolder numbers classes.
         order = {name: place for place, name in enumerate(sorted(set(names)))}
         return tuple(order[name] for name in names)
-    try:
+    unread = DataError(f"cannot read labels '{path}'", hint="give a .npy or one class a line")
+    malformed = DataError(f"'{path}' holds no labels", hint="give whole numbers, one class a line")
+    with reraised(MALFORMED, malformed), reraised(OSError, unread):
         values = open_npy(path) if path.suffix == ".npy" else np.loadtxt(path, np.int64, ndmin=1)
-    except OSError as error:
-        raise DataError(f"cannot read labels '{path}'", hint="give a .npy or one class a line") from error
-    except MALFORMED as error:
-        raise DataError(f"'{path}' holds no labels", hint="give whole numbers, one class a line") from error
     if values.ndim != 1 or values.dtype.kind not in "iu" or len(values) != samples.count:
         raise DataError(
             f"'{path}' has {values.dtype} of shape {list(values.shape)} as labels",

@@ -18,7 +18,7 @@ from typing import IO, Any
 import msgspec
 import numpy as np
 
-from edgekit.errors import DataError
+from edgekit.errors import DataError, reraised
 from edgekit.model.tensors import HEADERS, Array, Tensors
 
 SHAPES = ".shapes"
@@ -47,13 +47,8 @@ def count_rows(path: Path) -> int:
     Raises:
         DataError: the file is no archive of plain arrays, or its arrays have unequal lengths.
     """
-    with _open_archive(path) as archive:
-        counts: dict[str, int] = {}
-        for name, column in _open_columns(archive, path).items():
-            column.file.close()
-            counts[name] = column.count if column.shapes is None else column.shapes.count
-            if column.shapes is not None:
-                column.shapes.file.close()
+    with _open_columns(path) as columns:
+        counts = {name: (column.shapes or column).count for name, column in columns.items()}
     if len(set(counts.values())) > 1:
         raise DataError(f"'{path}' has arrays of unequal length: {counts}", hint="array[i] is sample i in each array")
     return next(iter(counts.values()), 0)
@@ -66,12 +61,7 @@ def read_rows(path: Path) -> Iterator[Tensors]:
         DataError: the file is no archive of plain arrays, or is damaged.
     """
     count = count_rows(path)
-    with contextlib.ExitStack() as opened:
-        archive = opened.enter_context(_open_archive(path))
-        columns = _open_columns(archive, path)
-        for column in columns.values():
-            opened.callback(column.file.close)
-            opened.callback(column.shapes.file.close if column.shapes else column.file.close)
+    with _open_columns(path) as columns:
         for _ in range(count):
             yield {name: _read_row(column, path) for name, column in columns.items()}
         # zipfile compares the checksum only at the end; without this read a damaged last row would pass.
@@ -94,46 +84,35 @@ def open_npy(path: Path, *, mapped: bool = False) -> Array:
 
 
 @contextlib.contextmanager
-def _open_archive(path: Path) -> Generator[zipfile.ZipFile]:
-    try:
-        archive = zipfile.ZipFile(path)
-    except MALFORMED as error:
-        raise DataError(f"'{path}' is not an .npz file, or is cut off", hint="write it with numpy.savez") from error
-    with archive:
-        yield archive
+def _open_columns(path: Path) -> Generator[dict[str, _Column]]:
+    """Yields the columns of an archive; their files are closed behind the block."""
+    hint = "write it with numpy.savez"
+    with contextlib.ExitStack() as opened:
+        with reraised(MALFORMED, DataError(f"'{path}' is not an .npz file, or is cut off", hint=hint)):
+            archive = opened.enter_context(zipfile.ZipFile(path))
+        odd = next((name for name in archive.namelist() if not name.endswith(".npy")), None)
+        if odd is not None:
+            raise DataError(f"'{path}' holds '{odd}', which is no array", hint=hint)
+        columns: dict[str, _Column] = {}
+        for name in (name.removesuffix(".npy") for name in archive.namelist()):
+            with reraised(MALFORMED, DataError(f"array '{name}' of '{path}' is malformed", hint=hint)):
+                columns[name] = _read_column(opened.enter_context(archive.open(f"{name}.npy")), name, path)
+        for name in [name for name in columns if f"{name}{SHAPES}" in columns]:
+            shapes = columns[f"{name}{SHAPES}"]
+            # Only if it has the form that edgekit writes: an input may have such a name by chance.
+            if not columns[name].shape and shapes.dtype == np.dtype("<i8") and len(shapes.shape) == 1:
+                columns[name] = msgspec.structs.replace(columns[name], shapes=shapes)
+                del columns[f"{name}{SHAPES}"]
+        yield columns
 
 
-def _open_columns(archive: zipfile.ZipFile, path: Path) -> dict[str, _Column]:
-    odd = next((name for name in archive.namelist() if not name.endswith(".npy")), None)
-    if odd is not None:
-        raise DataError(f"'{path}' holds '{odd}', which is no array", hint="write it with numpy.savez")
-    names = [name.removesuffix(".npy") for name in archive.namelist()]
-    columns = {name: _open_column(archive, name, path) for name in names}
-    for name in [name for name in columns if f"{name}{SHAPES}" in columns]:
-        shapes = columns[f"{name}{SHAPES}"]
-        # Only if it has the form that edgekit writes: an input may have such a name by chance.
-        if not columns[name].shape and shapes.dtype == np.dtype("<i8") and len(shapes.shape) == 1:
-            columns[name] = msgspec.structs.replace(columns[name], shapes=shapes)
-            del columns[f"{name}{SHAPES}"]
-    return columns
-
-
-def _open_column(archive: zipfile.ZipFile, name: str, path: Path) -> _Column:
-    try:
-        file = archive.open(f"{name}.npy")
-    except MALFORMED as error:
-        raise DataError(f"array '{name}' of '{path}' is malformed", hint="write it with numpy.savez") from error
-    try:
-        with HEADERS:
-            shape, fortran, dtype = _READERS[np.lib.format.read_magic(file)](file)
-        if any(dim < 0 for dim in shape) or dtype.itemsize == 0:
-            raise ValueError(shape)
-    except MALFORMED as error:
-        file.close()
-        raise DataError(f"array '{name}' of '{path}' is malformed", hint="write it with numpy.savez") from error
+def _read_column(file: IO[bytes], name: str, path: Path) -> _Column:
+    with HEADERS:
+        shape, fortran, dtype = _READERS[np.lib.format.read_magic(file)](file)
+    if any(dim < 0 for dim in shape) or dtype.itemsize == 0:
+        raise ValueError(shape)
     # Objects would be unpickled, which runs code.
     if dtype.hasobject or fortran or not shape:
-        file.close()
         raise DataError(
             f"array '{name}' of '{path}' holds objects, is in Fortran order, or is a scalar",
             hint="save plain arrays with one row a sample: numpy.ascontiguousarray(array)",
@@ -151,10 +130,8 @@ def _read_row(column: _Column, path: Path) -> Array:
     size_bytes = column.dtype.itemsize * math.prod(column.shape)
     if size_bytes > _MAX_ROW_BYTES:
         raise DataError(f"'{path}' claims samples of {size_bytes} bytes", hint="one sample may have 4 GiB at most")
-    try:
+    with reraised(MALFORMED, DataError(f"'{path}' is damaged", hint="write it again with numpy.savez")):
         data = column.file.read(size_bytes)
-    except MALFORMED as error:
-        raise DataError(f"'{path}' is damaged", hint="write it again with numpy.savez") from error
     if len(data) < size_bytes:
         raise DataError(f"'{path}' is cut off", hint="write it again with numpy.savez")
     return np.frombuffer(data, column.dtype).reshape(column.shape)

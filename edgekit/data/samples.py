@@ -23,7 +23,7 @@ from google.protobuf.message import DecodeError
 from edgekit._files import AnyPath, as_path
 from edgekit.data.images import SUFFIXES, Preprocess, read_image
 from edgekit.data.npz import MALFORMED, count_rows, open_npy, read_rows
-from edgekit.errors import DataError, UsageError, quote_error, suggest_name
+from edgekit.errors import DataError, UsageError, quote_error, reraised, suggest_name
 from edgekit.model.tensors import DTYPES, HEADERS, Array, Tensors, TensorSpec, shape_matches
 
 
@@ -49,7 +49,6 @@ _FORMS_HINT = "DATA is a .npz, a folder of .npz, .npy or images, ONNX test_data_
 # So many samples are read to see whether all have the same sizes: a choice.
 _LOOKED_AT = 8
 _UNCOUNTED = -1
-_NO_TENSOR: tuple[type[Exception], ...] = (*MALFORMED, DecodeError)
 
 
 class Samples(msgspec.Struct, frozen=True, kw_only=True):
@@ -232,7 +231,12 @@ def fit_sample(sample: Tensors, inputs: Sequence[TensorSpec], where: str) -> dic
 
 def _split_rows(sample: Tensors, inputs: Sequence[TensorSpec]) -> Iterator[Tensors]:
     """Yields the rows of a batch as batches of one, for a model of batch one; anything else as it is."""
-    sizes = {spec.name: _batch_size(sample[spec.name], spec) for spec in inputs if spec.name in sample}
+    sizes: dict[str, int] = {}
+    for spec in (spec for spec in inputs if spec.name in sample):
+        # The number of rows in a value for an input that takes one row; 1 if it is no batch.
+        rows, axes = sample[spec.name].shape, spec.shape or (None,)
+        is_batch = axes[0] == 1 and len(rows) == len(axes) and rows[0] > 1 and shape_matches((1, *rows[1:]), spec)
+        sizes[spec.name] = rows[0] if is_batch else 1
     batched = {size for size in sizes.values() if size != 1}
     # Inputs with different first sizes are no batch: each of these axes may mean something else.
     if len(batched) != 1:
@@ -240,13 +244,6 @@ def _split_rows(sample: Tensors, inputs: Sequence[TensorSpec]) -> Iterator[Tenso
         return
     for row in range(batched.pop()):
         yield {name: value if sizes.get(name, 1) == 1 else value[row : row + 1] for name, value in sample.items()}
-
-
-def _batch_size(value: Array, spec: TensorSpec) -> int:
-    """Returns the number of rows in a value for an input that takes one row; 1 if it is no batch."""
-    first, *rest = spec.shape or (None,)
-    is_batch = first == 1 and value.ndim == 1 + len(rest) and value.shape[0] > 1
-    return value.shape[0] if is_batch and shape_matches((1, *value.shape[1:]), spec) else 1
 
 
 def _count_samples(raw: Samples, inputs: Sequence[TensorSpec]) -> tuple[int, int]:
@@ -359,26 +356,25 @@ def _read_data_set(folder: Path, inputs: Sequence[TensorSpec]) -> Tensors:
     for index, spec in enumerate(inputs):
         file = folder / f"input_{index}.pb"
         refuse_endless([file])
-        try:
+        unread = DataError(f"cannot read '{file}' for input '{spec.name}'", hint="it must be a TensorProto")
+        with reraised((*MALFORMED, DecodeError), unread):
             tensors[spec.name] = onnx.numpy_helper.to_array(onnx.load_tensor(str(file)))
-        except _NO_TENSOR as error:
-            raise DataError(f"cannot read '{file}' for input '{spec.name}'", hint="it must be a TensorProto") from error
     return tensors
 
 
 def _read_npz_sample(file: Path) -> Tensors:
-    try:
-        with HEADERS, file.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
-            return {name: archive[name] for name in archive.files}
-    except MALFORMED as error:
-        raise DataError(f"cannot read '{file}'", hint="write it with numpy.savez") from error
+    with (
+        reraised(MALFORMED, DataError(f"cannot read '{file}'", hint="write it with numpy.savez")),
+        HEADERS,
+        file.open("rb") as stream,
+        np.load(stream, allow_pickle=False) as archive,
+    ):
+        return {name: archive[name] for name in archive.files}
 
 
 def _read_npy(file: Path) -> Array:
-    try:
+    with reraised(MALFORMED, DataError(f"cannot read '{file}'", hint="write it with numpy.save")):
         return open_npy(file)
-    except MALFORMED as error:
-        raise DataError(f"cannot read '{file}'", hint="write it with numpy.save") from error
 
 
 def _only_input(inputs: Sequence[TensorSpec], path: Path) -> str:

@@ -11,8 +11,10 @@ from edgekit.bundle.checks import iterate_files
 from edgekit.bundle.folder import Bundle
 from edgekit.bundle.multi import MultiBundle, opened_any
 from edgekit.check.macs import count_macs
+from edgekit.convert.fusions import as_nodes
+from edgekit.convert.ort_format.report import OrtNode, read_nodes
 from edgekit.convert.ort_format.tables import iterate_graphs as iterate_ort_graphs
-from edgekit.convert.ort_format.tables import open_tables, records, table, text, texts
+from edgekit.convert.ort_format.tables import open_tables, records, table, text
 from edgekit.graph.constants import list_constants, read_constant
 from edgekit.graph.graph import read_graph
 from edgekit.model.model import iterate_graphs, load_model, read_proto
@@ -59,15 +61,6 @@ class SizeReport(msgspec.Struct, frozen=True, kw_only=True):
         return sum(file.size_bytes for file in self.files)
 
 
-class _Step(msgspec.Struct, frozen=True, kw_only=True):
-    """What this module needs to know of a node."""
-
-    name: str
-    op: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-
-
 class _Weight(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
     sha256: str
@@ -93,7 +86,25 @@ def measure_layers(path: Path) -> tuple[LayerSize, ...]:
     Raises:
         ModelError: the file cannot be read.
     """
-    return _measure_ort(path) if path.suffix == ".ort" else _measure_onnx(path)
+    if path.suffix == ".ort":
+        weights: dict[str, _Weight] = {}
+        with open_tables(path) as file:
+            parts = list(iterate_ort_graphs(table(table(file.root, "model"), "graph")))
+            for tensor in (tensor for part in parts for tensor in records(part, "initializers")):
+                data = bytes(tensor.get("raw_data", b""))  # type: ignore[arg-type]
+                weights[text(tensor, "name")] = _Weight(size_bytes=len(data), sha256=digest_bytes(data))
+            return _assign([node for part in parts for node in read_nodes(part)], weights, None)
+    model = load_model(path)
+    graph, graphs = read_graph(model), list(iterate_graphs(read_proto(model).graph))
+    weights = {name: _weigh(tensor) for part in graphs for name, tensor in list_constants(part).items()}
+    nodes = [
+        node
+        for part in graphs
+        for node, proto in zip(as_nodes(part), part.node, strict=True)
+        if read_constant(proto) is None
+    ]
+    # Identified by output: nodes need not have names.
+    return _assign(nodes, weights, {node.output[0]: count_macs(graph, node) for node in graph.nodes})
 
 
 def _report(subject: str, files: Sequence[FileSize], model: Path | None) -> SizeReport:
@@ -121,66 +132,25 @@ def _model_files(path: Path) -> list[FileSize]:
     return [FileSize(name=name, size_bytes=(path.parent / name).stat().st_size) for name in (path.name, *beside)]
 
 
-def _measure_onnx(path: Path) -> tuple[LayerSize, ...]:
-    model = load_model(path)
-    graph = read_graph(model)
-    # Identified by output: nodes need not have names.
-    macs = {node.output[0]: count_macs(graph, node) for node in graph.nodes}
-    graphs = list(iterate_graphs(read_proto(model).graph))
-    nodes = [node for part in graphs for node in part.node]
-    weights = {name: _weigh(tensor) for part in graphs for name, tensor in list_constants(part).items()}
-    steps = [
-        _Step(
-            name=node.name,
-            op=f"{node.domain}.{node.op_type}" if node.domain else node.op_type,
-            inputs=tuple(node.input),
-            outputs=tuple(node.output),
-        )
-        for node in nodes
-        if read_constant(node) is None
-    ]
-    return _assign(steps, weights, macs)
-
-
-def _measure_ort(path: Path) -> tuple[LayerSize, ...]:
-    with open_tables(path) as file:
-        graphs = list(iterate_ort_graphs(table(table(file.root, "model"), "graph")))
-        weights: dict[str, _Weight] = {}
-        for tensor in (tensor for part in graphs for tensor in records(part, "initializers")):
-            data = bytes(tensor.get("raw_data", b""))  # type: ignore[arg-type]
-            weights[text(tensor, "name")] = _Weight(size_bytes=len(data), sha256=digest_bytes(data))
-        steps = [
-            _Step(
-                name=text(node, "name"),
-                op=".".join(filter(None, (text(node, "domain"), text(node, "op_type")))),
-                inputs=tuple(texts(node, "inputs")),
-                outputs=tuple(texts(node, "outputs")),
-            )
-            for part in graphs
-            for node in records(part, "nodes")
-        ]
-        return _assign(steps, weights, None)
-
-
 def _assign(
-    steps: Sequence[_Step], weights: Mapping[str, _Weight], macs: Mapping[str, int] | None
+    nodes: Sequence[OrtNode], weights: Mapping[str, _Weight], macs: Mapping[str, int] | None
 ) -> tuple[LayerSize, ...]:
     """Gives each weight to the first node that computes with it; a node that reads only constants passes it on."""
     # A DQ of a weight, a Transpose or a Cast reads only constants: its weights belong to the operator after it.
     constant, unassigned, layers = set(weights), {name: [weight] for name, weight in weights.items()}, list[LayerSize]()
-    for step in steps:
+    for node in nodes:
         # Removed from the table, so that a weight which several nodes share counts once, for the first.
-        own = [weight for name in step.inputs for weight in unassigned.pop(name, ())]
-        read = [name for name in step.inputs if name]
+        own = [weight for name in node.inputs for weight in unassigned.pop(name, ())]
+        read = [name for name in node.inputs if name]
         if read and constant.issuperset(read):
-            constant.update(step.outputs)
-            unassigned[step.outputs[0]] = own
+            constant.update(node.outputs)
+            unassigned[node.outputs[0]] = own
             continue
-        first = step.outputs[0] if step.outputs else ""
+        first = node.outputs[0] if node.outputs else ""
         layers.append(
             LayerSize(
-                name=step.name or first,
-                op=step.op,
+                name=node.name or first,
+                op=node.op,
                 weight_bytes=sum(weight.size_bytes for weight in own),
                 macs=None if macs is None else macs.get(first, 0),
                 sha256=digest_bytes("".join(weight.sha256 for weight in own).encode()),

@@ -13,7 +13,7 @@ import onnx
 from google.protobuf.message import DecodeError
 
 from edgekit._files import AnyPath, as_path, digest_file, move_file, safe_join, writing
-from edgekit.errors import BundleError, ModelError, UsageError
+from edgekit.errors import BundleError, ModelError, UsageError, reraised
 from edgekit.model.external import list_files, point_into, read_place, skim_model
 from edgekit.model.soundness import find_flaws, find_strange_text, find_torn_tensor, list_bodies, read_opsets
 from edgekit.model.tensors import TensorSpec, name_dim
@@ -440,12 +440,9 @@ def _find_external(path: Path, proto: onnx.ModelProto) -> tuple[str, ...]:
                 # Bytes that are no UTF-8 become a name with backslashes, which is refused like any other unsafe name.
                 external.add(named.decode(errors="backslashreplace"))
     for name in sorted(external):
-        try:
+        outside = f"'{path}' refers to external data {name[:200]!r} outside its folder"
+        with reraised(BundleError, ModelError(outside, hint="do not trust this model")):
             file = safe_join(path.parent, name)
-        except BundleError as error:
-            raise ModelError(
-                f"'{path}' refers to external data {name[:200]!r} outside its folder", hint="do not trust this model"
-            ) from error
         if not file.is_file():
             raise ModelError(f"'{path}' needs external data '{name}', which is missing", hint=f"put it at '{file}'")
     return tuple(sorted(external))

@@ -70,6 +70,17 @@ def make_qdq(path: Path, activation: str = "uint8", weight: str = "int8", betwee
     return save_text(path, f"(float[1,3,4,4] x) => (float[1,3,4,4] y) {{ {' '.join(nodes)} }}", weights)
 
 
+def make_branches(path: Path) -> Model:
+    """Returns a model whose x64 form has several ReorderOutput nodes."""
+    rng = np.random.default_rng(4)
+    shape = (16, 16, 1, 1)
+    weights: dict[str, Array] = {f"w{index}": rng.standard_normal(shape).astype(np.float32) for index in range(6)}
+    pair = "[convN] cN = Conv(x, wN) [tN] tN = Softmax<axis=-1>(cN) "
+    branches = "".join(pair.replace("N", str(index)) for index in range(6))
+    joined = "[cat] y = Concat<axis=1>(t0, t1, t2, t3, t4, t5)"
+    return save_text(path, f"(float[1,16,8,8] x) => (float[1,96,8,8] y) {{ {branches} {joined} }}", weights)
+
+
 def run_ort(path: Path, shape: tuple[int, ...], *, saved: bool = True) -> Array:
     """Returns the outputs of a file for fixed random values, with or without saved optimizations."""
     values = np.random.default_rng(3).standard_normal(shape).astype(np.float32)

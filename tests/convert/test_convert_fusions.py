@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from convert_models import ARM, RUNTIME, ZOO, all_forms, make_qdq, save_text, write_form
+from convert_models import ARM, RUNTIME, ZOO, all_forms, make_branches, make_qdq, save_text, write_form
 from demo_paths import MODEL
 
 from edgekit._ort import Level, SessionSettings, optimize_graph
@@ -46,9 +46,7 @@ def find_false_claims(found: Fusions, nodes: tuple[OrtNode, ...]) -> list[str]:
 
 
 @pytest.mark.parametrize("options", [ARM, RUNTIME, X64], ids=["arm", "runtime", "x64"])
-@pytest.mark.parametrize(
-    "name", ["fastestdet", "mobilenetv2_1.0_224_ptq_qdq", "ppocr_cls_mbv3", "squeezenet1.1_fp32", "ultraface_rfb320"]
-)
+@pytest.mark.parametrize("name", ["fastestdet", "mobilenetv2_1.0_224_ptq_qdq", "ppocr_cls_mbv3"])
 @pytest.mark.skipif(not ZOO.is_dir(), reason="needs ../shared/zoo")
 def test_no_claim_about_a_real_model_is_false(name: str, options: OrtOptions, tmp_path: Path) -> None:
     assert find_false_claims(*trace(ZOO / f"models/{name}.onnx", tmp_path, options)) == []
@@ -140,9 +138,8 @@ def test_each_level_is_a_file_with_fewer_nodes_and_named_fusions(tmp_path: Path)
         assert (row.median_ms or 0) > 0 < (row.ratio or 0)
 
 
-@pytest.mark.skipif(not ZOO.is_dir(), reason="needs ../shared/zoo")
 def test_the_optimized_file_is_the_one_that_onnx_runtime_writes(tmp_path: Path) -> None:
-    model = load_model(ZOO / "models/fastestdet.onnx")
+    model = make_branches(tmp_path / "m.onnx")
     row = write_level(model, Level.ALL, "x64", tmp_path, checked=False)
     optimize_graph(model.path, tmp_path / "own.onnx", SessionSettings(level=Level.ALL, threads=1))
     own, ours = onnx.load(tmp_path / "own.onnx").graph, onnx.load(tmp_path / row.file).graph
@@ -154,7 +151,7 @@ def test_the_optimized_file_is_the_one_that_onnx_runtime_writes(tmp_path: Path) 
         subprocess.run(
             [sys.executable, "-c", _WRITE_LEVEL, str(model.path), str(tmp_path)], check=True, capture_output=True
         ).stdout
-        for _ in range(3)
+        for _ in range(2)
     }
     assert digests == {f"{row.sha256}\n".encode()}
 

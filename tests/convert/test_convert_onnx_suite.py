@@ -1,4 +1,4 @@
-"""A sample of the onnx package's node tests, and two of its light models, through prepare and both ORT styles.
+"""A sample of the onnx package's node tests, and one of its light models, through prepare and both ORT styles.
 
 `tools/bench/convert_onnx_suite.py` runs them all.
 """
@@ -14,14 +14,18 @@ from convert_onnx_suite import check_case, check_light, list_cases, list_light
 
 pytestmark = pytest.mark.slow
 
-EVERY = 40
+MODULES = (
+    "conv", "einsum", "gru", "if_", "loop", "optionalgetelement", "quantizelinear", "resize", "scan",
+    "sequence_map", "split", "topk", "unique",
+)  # fmt: skip
+EVERY = 3
 REFUSED_BY_WRITER = "We do not support type"
 """What ONNX Runtime's own writer says of optional types."""
 
 
 def test_a_sample_of_node_tests_converts_and_stays_equal(tmp_path: Path) -> None:
     results: dict[tuple[str, str], str] = {}
-    for index, case in enumerate(list_cases()[::EVERY]):
+    for index, case in enumerate(list_cases(*MODULES)[::EVERY]):
         folder = tmp_path / str(index)
         folder.mkdir()
         results |= {(case.name, step): result for step, result in check_case(case, folder).items()}
@@ -32,7 +36,6 @@ def test_a_sample_of_node_tests_converts_and_stays_equal(tmp_path: Path) -> None
     assert all(result.startswith(("ModelError", "UsageError")) for result in wrong.values())
 
 
-@pytest.mark.parametrize("name", ["light_squeezenet", "light_shufflenet"])
-def test_light_models_convert_and_stay_equal(tmp_path: Path, name: str) -> None:
-    path = next(path for path in list_light() if path.stem == name)
+def test_a_light_model_converts_and_stays_equal(tmp_path: Path) -> None:
+    path = next(path for path in list_light() if path.stem == "light_squeezenet")
     assert check_light(path, tmp_path) == {"prepare": "equal", "full": "equal", "runtime": "equal"}

@@ -48,9 +48,7 @@ def test_the_order_and_the_folder_of_models_leave_no_trace(tmp_path: Path, types
     assert ('Conv{"inputs": {"0": ["float"]}}' in content) is types
 
 
-@pytest.mark.parametrize(
-    "name", ["fastestdet", "kws_dscnn_int8_qdq", "silero_vad_micro_transformer", "mnist_cnn_pytorch"]
-)
+@pytest.mark.parametrize("name", ["kws_dscnn_int8_qdq", "silero_vad_micro_transformer", "mnist_cnn_pytorch"])
 @pytest.mark.skipif(not ZOO.is_dir(), reason="needs ../shared/zoo")
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of ONNX Runtime's tool
 def test_types_are_those_of_onnx_runtime_s_own_tool(name: str, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ and the counts. With a NAME it runs only models whose name contains it.
 """
 
 import collections
+import importlib
 import sys
 import tempfile
 import warnings
@@ -28,7 +29,7 @@ from edgekit.prepare import prepare_model
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from onnx.backend.test import loader
-    from onnx.backend.test.case.node import collect_testcases
+    from onnx.backend.test.case import node as node_cases
 
 RANDOM = frozenset({"Bernoulli", "Dropout", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform"})
 
@@ -68,11 +69,17 @@ def _runtime(model: Model, folder: Path) -> Path:
 STEPS: dict[str, Callable[[Model, Path], Path]] = {"prepare": _prepare, "full": _full, "runtime": _runtime}
 
 
-def list_cases() -> list[Any]:
-    """Returns the node tests that have a model, without those with random operators."""
+def list_cases(*modules: str) -> list[Any]:
+    """Returns the node tests that have a model, without those with random operators.
+
+    With `modules` only these of `onnx.backend.test.case.node` are imported: some take seconds to compute their results.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return [case for case in collect_testcases(None) if case.model is not None and not _is_random(case.model)]
+        for name in modules:
+            importlib.import_module(f"{node_cases.__name__}.{name}")
+        found: list[Any] = vars(node_cases)["_NodeTestCases"] if modules else node_cases.collect_testcases(None)
+        return [case for case in found if case.model is not None and not _is_random(case.model)]
 
 
 def list_light() -> list[Path]:

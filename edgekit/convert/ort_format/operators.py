@@ -15,7 +15,7 @@ import msgspec
 
 from edgekit._files import write_file
 from edgekit.convert.ort_format.report import inspect_ort
-from edgekit.errors import ModelError, UsageError
+from edgekit.errors import ModelError, UsageError, reraised
 
 _FAILURES = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
@@ -117,10 +117,8 @@ def read_text(path: Path) -> str:
     Raises:
         UsageError: it cannot be read.
     """
-    try:
+    with reraised((OSError, UnicodeDecodeError), UsageError(f"cannot read the config '{path}'", hint=_HINT)):
         return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read the config '{path}'", hint=_HINT) from error
 
 
 def read_operators(path: Path) -> tuple[Operators, Types] | None:
@@ -151,10 +149,9 @@ def read_operators(path: Path) -> tuple[Operators, Types] | None:
 
 
 def _read_entry(entry: str, path: Path) -> frozenset[str]:
-    try:
+    unknown = UsageError(f"'{path}' limits an operator in no known way: {entry[:80]}", hint=_HINT)
+    with reraised(msgspec.DecodeError, unknown):
         found = msgspec.json.decode(entry, type=_Entry)
-    except msgspec.DecodeError as error:
-        raise UsageError(f"'{path}' limits an operator in no known way: {entry[:80]}", hint=_HINT) from error
     sides = (("input", found.inputs), ("output", found.outputs))
     named = {f"{side} {place} {name}" for side, places in sides for place, names in places.items() for name in names}
     return frozenset(named | {" ".join(types) for types in found.custom})

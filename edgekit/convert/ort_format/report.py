@@ -167,21 +167,23 @@ def read_graph(path: Path) -> OrtGraph:
     """
     with open_tables(path) as file:
         graph = table(table(file.root, "model"), "graph")
-        nodes = (
-            OrtNode(
-                index=number(node, "index"),
-                name=text(node, "name"),
-                op=_qualified(text(node, "domain"), text(node, "op_type")),
-                inputs=tuple(texts(node, "inputs")),
-                outputs=tuple(texts(node, "outputs")),
-            )
-            for node in records(graph, "nodes")
-        )
         return OrtGraph(
-            nodes=tuple(nodes),
-            saved=tuple(_saved_optimizations(graph)),
-            outputs=tuple(texts(graph, "outputs")),
+            nodes=read_nodes(graph), saved=tuple(_saved_optimizations(graph)), outputs=tuple(texts(graph, "outputs"))
         )
+
+
+def read_nodes(graph: Record) -> tuple[OrtNode, ...]:
+    """Returns the nodes of a graph."""
+    return tuple(
+        OrtNode(
+            index=number(node, "index"),
+            name=text(node, "name"),
+            op=_qualified(text(node, "domain"), text(node, "op_type")),
+            inputs=tuple(texts(node, "inputs")),
+            outputs=tuple(texts(node, "outputs")),
+        )
+        for node in records(graph, "nodes")
+    )
 
 
 def bare_op(op_id: str) -> str:
