@@ -551,10 +551,19 @@ def test_a_letter_that_comes_a_step_later_is_the_same_answer() -> None:
     def show(steps: list[int]) -> Array:
         return np.asarray(9 * np.eye(4, dtype=np.float32)[steps])[None]
 
-    reading, record = Reading(kind="sequence", axis=2), MEASURES["sequence"].record
-    assert record(show([0, 2, 0, 0, 3, 0, 0]), show([0, 0, 2, 0, 3, 3, 0]), reading)[1] == 0
-    assert record(show([0, 2, 0, 0, 3, 0, 0]), show([0, 2, 0, 2, 3, 0, 0]), reading)[1] == 1
-    assert record(show([1, 2, 3, 1]), show([1, 1, 2, 3]), reading)[1] == 1
+    reading, measure = Reading(kind="sequence", axis=2), MEASURES["sequence"]
+
+    def agree(*pairs: tuple[list[int], list[int]]) -> float | None:
+        return measure.judge([measure.record(show(one), show(two), reading) for one, two in pairs]).agreement
+
+    short, later, other = [0, 2, 0, 0, 3, 0, 0], [0, 0, 2, 0, 3, 3, 0], [0, 2, 0, 2, 3, 0, 0]
+    assert agree((short, later)) == 1
+    assert agree((short, other)) == 0
+    # Without a class that most steps have, each step counts. A long line has fewer blanks than letters, but its blank
+    # is that of the others.
+    full, shifted = [1, 2, 0, 3, 1, 0, 2], [1, 2, 2, 3, 1, 0, 2]
+    assert agree((full, shifted)) == 0
+    assert agree((full, shifted), (short, later), (short, short)) == 1
 
 
 @pytest.mark.parametrize("shape", [(1, 600, 4), (1, 4, 600)])

@@ -12,7 +12,7 @@ which vanishes where one class is sure.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -146,27 +146,43 @@ def _record_classes(expected: Array, found: Array, reading: Reading) -> Array:
 
 
 def _record_sequence(expected: Array, found: Array, reading: Reading) -> Array:
-    """Returns what a change of the whole answer costs on average, as for classes: it is right if every step is.
-
-    A class that most steps have is the blank of CTC (A. Graves et al., 2006). Then answers are compared as CTC spells
-    them, without blanks and with repeats once, so that a letter one step later is no change.
-    """
+    """Returns float64 [5, steps]: both decisions, the float model's probability of each, and how far the step moved."""
     chances, others = (read_probabilities(value, reading, expected) for value in (expected, found))
-    before, after = read_decisions(expected, reading), read_decisions(found, reading)
-    moved = float(measure_hellinger(chances, others).mean())
-    counts = np.bincount(before)
-    blank = int(counts.argmax()) if 2 * counts.max() > len(before) else None
-    if (before == after).all() or (blank is not None and _spell(before, blank) == _spell(after, blank)):
-        return np.array([0.0, 0.0, moved])
-    # Steps are taken to be independent, so a long answer is the less sure.
-    steps = np.arange(len(before))
-    old, new = (float(np.prod(chances[answer, steps])) for answer in (before, after))
-    return np.array([old - new, 1.0, moved])
+    answers = [read_decisions(value, reading) for value in (expected, found)]
+    steps = np.arange(len(answers[0]))
+    return np.stack([*answers, *(chances[answer, steps] for answer in answers), measure_hellinger(chances, others)])
 
 
-def _spell(decisions: Array, blank: int) -> list[int]:
-    starts = np.append(True, decisions[1:] != decisions[:-1])
-    return [int(one) for one in decisions[starts] if one != blank]
+def find_blank(answers: Iterable[Array]) -> int | None:
+    """Returns the blank of CTC (A. Graves et al., 2006): the class of most steps of all answers, None if there is none.
+
+    A single answer does not tell: most steps of a long line are letters.
+    """
+    counts = np.bincount(np.concatenate([*answers]))
+    return int(counts.argmax()) if 2 * counts.max() > counts.sum() else None
+
+
+def spell_answer(steps: Array, blank: int) -> list[int]:
+    """Returns the letters of an answer [steps] as CTC spells it: repeats once, and no blanks."""
+    starts = np.append(True, steps[1:] != steps[:-1])
+    return [int(one) for one in steps[starts] if one != blank]
+
+
+def _judge_sequences(records: Sequence[Array]) -> Loss:
+    """Judges whole answers as classes: one is right if every step is, and a letter one step later is no change."""
+    blank, table = find_blank(record[0].astype(np.int64) for record in records), list[Array]()
+    for before, after, old, new, _ in records:
+        if blank is None:
+            changed = not np.array_equal(before, after)
+        else:
+            changed = spell_answer(before, blank) != spell_answer(after, blank)
+        # Steps are taken to be independent, so a long answer is the less sure.
+        table.append(np.array([float(np.prod(old) - np.prod(new)) if changed else 0.0, float(changed)]))
+    return _judge_classes(table)
+
+
+def _soften_steps(records: Sequence[Array]) -> Array:
+    return np.array([record[4].mean() for record in records])
 
 
 def _judge_classes(records: Sequence[Array]) -> Loss:
@@ -392,7 +408,7 @@ _NEIGHBOURS = "the neighbours of each sample among the others"
 MEASURES: Mapping[MeasuredKind, Measure] = {
     "classes": Measure("top-1 accuracy", _CONFIDENCE, _record_classes, _judge_classes, _soften_last),
     "map": Measure("mean overlap of classes (mIoU)", _CONFIDENCE, _record_map, _judge_map, _soften_map),
-    "sequence": Measure("whole answers (exact match)", _CONFIDENCE, _record_sequence, _judge_classes, _soften_last),
+    "sequence": Measure("whole answers (exact match)", _CONFIDENCE, _record_sequence, _judge_sequences, _soften_steps),
     "labels": Measure("equal labels", "the changed labels", _record_labels, _judge_labels, _soften_labels),
     "values": Measure("spread of the values (R2)", _DIFFERENCES, _record_values, _judge_values, _soften_values),
     "embedding": Measure(

@@ -16,7 +16,6 @@ proven.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 from math import comb
 from typing import Annotated, Literal
 
@@ -28,6 +27,7 @@ from edgekit.data.wilson import wilson_interval
 from edgekit.errors import EdgekitError
 from edgekit.model.outputs import MeasuredKind, Reading
 from edgekit.model.tensors import Array, Tensors, is_numeric
+from edgekit.quantize.accuracy.loss import find_blank, spell_answer
 from edgekit.quantize.accuracy.output_kinds import read_decisions
 from edgekit.verify.metrics.intervals import bootstrap_share, span_95
 
@@ -150,22 +150,15 @@ def _share_decisions(reading: Reading, pairs: _Pairs) -> Iterator[Agreement]:
     if not rows:
         return
     if answers:
-        # The class of most steps is the blank of CTC (A. Graves et al., 2006).
-        counts = np.bincount(np.concatenate([before for before, _ in answers]))
-        blank = int(counts.argmax())
-        spelt = [(_spell(before, blank), _spell(after, blank)) for before, after in answers]
-        if 2 * counts.max() > counts.sum() and max(len(one) for pair in spelt for one in pair) <= _MOST_LETTERS:
+        blank = find_blank(before for before, _ in answers)
+        spelt = [[spell_answer(each, blank) for each in pair] for pair in answers] if blank is not None else []
+        if spelt and max(len(one) for pair in spelt for one in pair) <= _MOST_LETTERS:
             of, sizes = "letters", [(max(map(len, pair)), count_edits(*pair)) for pair in spelt]
             rows = [(float(size - edits), float(size)) for size, edits in sizes]
     share, interval = bootstrap_share(np.array(rows))
     if of == "classes":
         interval = wilson_interval(int(sum(hits for hits, _ in rows)), len(rows))
     yield Agreement(of=of, share=share, interval=interval, samples=len(rows))
-
-
-def _spell(steps: Array, blank: int) -> list[int]:
-    kept = [int(steps[0]), *(int(now) for before, now in pairwise(steps) if now != before)]
-    return [each for each in kept if each != blank]
 
 
 def _share_values(pairs: _Pairs) -> Iterator[Agreement]:
