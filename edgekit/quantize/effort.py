@@ -78,18 +78,20 @@ def find_effort(graph: Graph, samples: int) -> Effort:
     return Effort(work=work, runs=runs, predicting=max(runs // _PREDICTED, samples // _PREDICTED_SHARE))
 
 
-def count_side_by_side(graph: Graph) -> int | None:
+def count_side_by_side(graph: Graph, output_bytes: int = 0) -> int | None:
     """Returns how many samples run in parallel: one if a run has large activations, None to let the cores decide.
 
+    `output_bytes` are those of outputs beside the graph's own, which are in memory until a sample is evaluated.
+
     Assumed: nodes run in the order of the file, and a tensor is freed after its last reader. With two parallel runs,
-    calibrating a detector took 120 MB more.
+    calibrating a detector took 120 MB more, and ViT-S 74 MB.
     """
     last = {name: index for index, node in enumerate(graph.nodes) for name in node.input}
     last |= dict.fromkeys(graph.outputs, len(graph.nodes))
     live = dict[str, int]()
     for index, node in enumerate(graph.nodes):
         live |= {name: 4 * graph.value(name).elements for name in node.output if name}
-        if sum(live.values()) > _SIDE_BY_SIDE_BYTES:
+        if sum(live.values()) + output_bytes > _SIDE_BY_SIDE_BYTES:
             return 1
         live = {name: size for name, size in live.items() if last.get(name, 0) > index}
     return None

@@ -11,7 +11,7 @@ from edgekit.quantize import calibrate_model, plan_quantization
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.graph.float_graph import read_float_graph
 from edgekit.quantize.mixed_precision.score import SWITCHES, switch_activations
-from edgekit.quantize.mixed_precision.sensitivity import rank_activations, rank_plan, search_spans
+from edgekit.quantize.mixed_precision.sensitivity import Noises, rank_activations, rank_plan, search_spans
 from edgekit.quantize.qdq import build_qdq
 from edgekit.target import load_target
 
@@ -39,8 +39,17 @@ def test_looking_closely_at_a_few_names_all_and_the_same_first(net: Model, tmp_p
     )
     statistics = Path(calibration.statistics)
     qdq, compared = build_qdq(graph, plan, statistics, "m"), find_compared_tensors(graph)
+    known: Noises = {}
+    some = rank_activations(graph, qdq, compared, statistics, worst=3, known=known)
+    assert rank_activations(graph, qdq, compared, statistics, worst=3, known=known) == some
     every = rank_activations(graph, qdq, compared, statistics)
-    some = rank_activations(graph, qdq, compared, statistics, worst=3)
+    assert rank_activations(graph, qdq, compared, statistics, known=known) == every
+    assert len(known) > 6 * len(every)
+    known |= {key: powers * [1, 4] for key, powers in known.items()}
+    four_times = rank_activations(graph, qdq, compared, statistics, known=known)
+    assert [each.sqnr_db for each in four_times[:5]] == pytest.approx(
+        [each.sqnr_db - 6.02 for each in every[:5]], abs=0.011
+    )
     assert len(some) == len(every) > 3
     assert {error.name for error in some} == {error.name for error in every}
     assert some[0].name == every[0].name

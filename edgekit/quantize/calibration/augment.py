@@ -90,6 +90,14 @@ class AugmentedGraph(msgspec.Struct, frozen=True, kw_only=True):
     patches: tuple[tuple[tuple[Layer, ...], PatchIndices], ...]
     bounds: dict[str, tuple[float | None, float | None]]
     aliases: dict[str, str]
+    patch_samples: int
+
+    @property
+    def output_bytes(self) -> int:
+        """About how many bytes of picked values and patches one sample gives."""
+        layers = [layers[0] for layers, _ in self.patches]
+        patches = (each.groups * each.inputs * patches_per_sample(each, self.patch_samples) for each in layers)
+        return 4 * (sum(count for _, count in self.picks) + sum(patches))
 
 
 def augment_graph(
@@ -134,6 +142,7 @@ def augment_graph(
         patches=patches,
         bounds=bounds,
         aliases=aliases,
+        patch_samples=patch_samples,
         proto=builder.proto,
     )
 

@@ -220,7 +220,9 @@ def _pass(run: Measurements, indices: Sequence[int], *, learning: bool) -> Itera
     known = len(run.seen)
     # A `zip` or `enumerate` around the runs would keep one more result in memory.
     indexed = zip(todo, select_samples(task.samples, todo), strict=False)
-    for (index, sample), (digest, values) in map_in_order(run_one, indexed, count_side_by_side(task.graph)):
+    for (index, sample), (digest, values) in map_in_order(
+        run_one, indexed, count_side_by_side(task.graph, run.augmented.output_bytes if learning else 0)
+    ):
         now, done = time.monotonic(), len(run.seen) - known
         if done and now >= told + _PROGRESS_SECONDS:
             left, told = (now - began) / done * (task.samples.count - len(run.seen)), now

@@ -81,6 +81,7 @@ class Memo(msgspec.Struct, frozen=True, kw_only=True):
     judged: dict[str, Judgement] = {}
     chosen: dict[str, tuple[str, Rounding]] = {}
     ranked: dict[str, dict[str, float]] = {}
+    noises: dict[str, dict[tuple[int, int, int], Array]] = {}
     budget: Budget = msgspec.field(default_factory=Budget)
 
 

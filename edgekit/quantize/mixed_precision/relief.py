@@ -36,7 +36,7 @@ from edgekit.quantize.mixed_precision.candidates import (
     place_draft,
 )
 from edgekit.quantize.mixed_precision.score import SWITCHES, judge_candidate, switch_weights
-from edgekit.quantize.mixed_precision.sensitivity import rank_activations
+from edgekit.quantize.mixed_precision.sensitivity import Bound, rank_activations
 from edgekit.quantize.objective import FAITHFUL_DB, find_enlarged, fit_ranges, measure_loss, set_range
 from edgekit.quantize.plan import Candidate, FloatNode, QuantPlan, is_relievable, quantizes_any, span_constant
 from edgekit.quantize.qdq import build_qdq, plan_calibration, plan_graph, round_weights
@@ -276,17 +276,19 @@ def _rank_tensors(draft: Draft, memo: Memo, count: int) -> dict[str, float]:
 
     The memo keeps the result for later steps.
     """
-    plan, effort = msgspec.structs.replace(draft.plan, judged=()), draft.effort
+    unsigned, effort = draft.use_unsigned(), draft.effort
     # Where runs are bounded, one ranking takes them all: another would only begin again.
     worst = _RANKED[-1] if effort.is_bounded else next(each for each in _RANKED if each >= count)
-    key = digest_bytes(msgspec.json.encode((plan, draft.calibration.outputs, worst), order="sorted"))
+    plan = msgspec.structs.replace(unsigned.plan, judged=(), target="")
+    measured = digest_bytes(msgspec.json.encode((plan, draft.calibration.outputs), order="sorted"))
+    key = f"{measured}.{worst}"
     if key in memo.ranked:
         return memo.ranked[key]
-    unsigned = draft.use_unsigned()
     qdq = build_qdq(draft.graph, unsigned.plan, draft.statistics, "the candidate")
+    bound = None if effort.ranking is None else Bound(most=effort.ranking, guesses=_guess_noise(draft))
     errors = rank_activations(
         draft.graph, qdq, draft.compared, draft.statistics, memo.budget,
-        worst=worst, most=effort.ranking, weights=_guess_noise(draft),
+        worst=worst, bound=bound, known=memo.noises.setdefault(measured, {}),
     )  # fmt: skip
     # A tensor that only a Relu or Clip reads leaves 8 bits together with the output of that node: they count as one.
     folded = folded_activations(draft.graph)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from heapq import heapify, heappop, heappush
-from itertools import pairwise, takewhile
+from itertools import islice, pairwise, takewhile
 from pathlib import Path
 
 import msgspec
@@ -31,7 +31,7 @@ from edgekit.quantize.objective import find_objective, measure_loss
 from edgekit.quantize.plan import QuantPlan
 from edgekit.quantize.qdq import build_qdq, plan_graph
 
-# Tensors across a cut are kept for each sample: at most so many, and so many bytes in all. Chosen by hand.
+# Tensors across a cut are kept for each sample: at most so many, and so many bytes of all samples. Chosen by hand.
 _MOST_TENSORS, _MOST_BYTES = 2, 8 << 20
 
 
@@ -46,10 +46,13 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
     fed: tuple[str, ...]
 
 
-def find_cuts(proto: onnx.ModelProto, count: int, measure: Callable[[str], int | None]) -> Iterator[Cut]:
+def find_cuts(
+    proto: onnx.ModelProto, count: int, measure: Callable[[str], int | None], most_bytes: int = _MOST_BYTES
+) -> Iterator[Cut]:
     """Yields up to `count` cuts of a topologically sorted graph, in about equal steps.
 
-    `measure` returns the bytes of a float32 tensor; None for other types and unknown sizes.
+    `measure` returns the bytes of a float32 tensor; None for other types and unknown sizes. The tensors across a cut
+    take at most `most_bytes`.
     """
     nodes = proto.graph.node
     crossing = list(_list_crossing(proto.graph))
@@ -57,7 +60,7 @@ def find_cuts(proto: onnx.ModelProto, count: int, measure: Callable[[str], int |
 
     def is_narrow(names: tuple[str, ...]) -> bool:
         sizes = [measure(name) for name in names] if len(names) <= _MOST_TENSORS else [None]
-        return all(size is not None for size in sizes) and sum(size or 0 for size in sizes) <= _MOST_BYTES
+        return all(size is not None for size in sizes) and sum(size or 0 for size in sizes) <= most_bytes
 
     for index in range(1, count + 1):
         wanted = index * len(nodes) // (count + 1)
@@ -117,8 +120,7 @@ _SAMPLES, _FEWER_SAMPLES = 6, 4
 # The number of spans that activations are divided into at first, and the largest number of judged spans per activation
 # sought: bisection takes about log2(100) = 7 to find one of a hundred.
 _FIRST_SPANS, _SPANS_EACH = 16, 7
-# At how many cuts a run may start if runs are bounded: a choice. With 7 instead of 3 the ranking of ViT-S takes a third
-# less time.
+# At how many cuts a run may start: a choice. With 7 instead of 3 the ranking of ViT-S takes a third less time.
 _PARTS = 7
 # The least share of a span's noise for its second half, if the first half seems to make all of it.
 _LEAST_LEFT = 0.01
@@ -126,6 +128,8 @@ _TINY = float(np.finfo(np.float64).tiny)
 _RANKING = "the ranking of some activations"
 _Pair = tuple[Tensors, Tensors]
 """Inputs of a held-out sample, and the float model's tensors for them."""
+Noises = dict[tuple[int, int, int], Array]
+"""Powers of the compared tensors and of their noise, by the span of quantized activations and the held-out sample."""
 
 
 class TensorError(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,6 +138,13 @@ class TensorError(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     op: str
     sqnr_db: float
+
+
+class Bound(msgspec.Struct, frozen=True, kw_only=True):
+    """How many runs may rank activations, and guesses of the noise of each, which decide what is run first."""
+
+    most: int
+    guesses: Mapping[str, float]
 
 
 def rank_plan(model: Model, plan: QuantPlan, calibration: Calibration) -> tuple[TensorError, ...]:
@@ -208,39 +219,40 @@ def rank_activations(
     budget: Budget = NO_LIMIT,
     *,
     worst: int | None = None,
-    most: int | None = None,
-    weights: Mapping[str, float] | None = None,
+    bound: Bound | None = None,
+    known: Noises | None = None,
 ) -> tuple[TensorError, ...]:
     """Returns the quantized activations, each with the error that it alone causes at the outputs, worst first.
 
     With `worst` only so many are searched, among spans of activations that are quantized together (`search_spans`), and
-    then judged by themselves; the others follow with their share of their span's noise. `most` bounds the runs of the
-    search, which then uses `weights`, guesses of the noise of each activation, and judges none again. Activations for
-    which the budget leaves no time come last.
+    then judged by themselves; the others follow with their share of their span's noise. With a `bound` none is judged
+    again. Activations for which the budget leaves no time come last. `known` holds what earlier rankings of the same
+    graph measured, and gets what this one measures.
 
     Raises:
         UsageError: the statistics are gone.
     """
-    held: list[_Pair] = [pair for _, pair in zip(range(_SAMPLES), read_held_out(statistics), strict=False)]
-    switched = _Switched(graph, qdq, compared, budget, cuts=0 if most is None else _PARTS)
-    names = switched.names
+    held = [*islice(read_held_out(statistics), _SAMPLES)]
+    held = held if worst is None or bound is None else held[:1]
+    switched = _Switched(graph, qdq, compared, held, budget, {} if known is None else known)
+    names, samples = switched.names, range(len(held))
     ratios, chosen = [np.inf] * len(names), list(range(len(names)))
-    if worst is not None and most is not None:
-        guesses, few = [(weights or {}).get(name, 0.0) for name in names], held[:1]
+    if worst is not None and bound is not None:
+        guesses = [bound.guesses.get(name, 0.0) for name in names]
         # Guesses may be wrong: half of each weight is the guess, the other half is the same for all.
         total = max(sum(guesses), _TINY)
         guesses = [each / total + 1 / len(guesses) for each in guesses]
         ratios = search_spans(
-            len(names), lambda spans: [*switched.judge(spans, few)], worst, most=most, guesses=guesses
+            len(names), lambda spans: [*switched.judge(spans, samples)], worst, most=bound.most, guesses=guesses
         )
         chosen = []
     # For few activations, judging each by all samples takes no more runs than a search.
     elif worst is not None and len(names) * len(held) > (_SPANS_EACH + _FEWER_SAMPLES) * worst:
-        few = switched.find_noisiest(held)[: max(1, _SPANS_EACH * worst // len(names))]
+        few = switched.find_noisiest(samples)[: max(1, _SPANS_EACH * worst // len(names))]
         ratios = search_spans(len(names), lambda spans: [*switched.judge(spans, few)], worst)
-        chosen, held = sorted(chosen, key=lambda index: ratios[index])[:worst], held[:_FEWER_SAMPLES]
+        chosen, samples = sorted(chosen, key=lambda index: ratios[index])[:worst], samples[:_FEWER_SAMPLES]
     alone = [range(index, index + 1) for index in chosen]
-    for index, ratio in zip(chosen, switched.judge(alone, held), strict=False):
+    for index, ratio in zip(chosen, switched.judge(alone, samples), strict=False):
         ratios[index] = ratio
     ops = {name: graph.producers[name].op_type if name in graph.producers else "input" for name in names}
     errors = (TensorError(name=name, op=ops[name], sqnr_db=ratio) for name, ratio in zip(names, ratios, strict=True))
@@ -250,7 +262,7 @@ def rank_activations(
 class _Switched:
     """The session that measures all activations: its graph has a switch for each.
 
-    With `cuts`, runs start at the last of so many cuts before which everything is float anyway.
+    Runs start at the last of a few cuts before which everything is float anyway.
     """
 
     def __init__(
@@ -258,9 +270,9 @@ class _Switched:
         graph: Graph,
         qdq: onnx.ModelProto,
         compared: Sequence[ComparedTensor],
+        held: Sequence[_Pair],
         budget: Budget,
-        *,
-        cuts: int = 0,
+        known: Noises,
     ) -> None:
         proto, self.names = switch_activations(qdq, graph)
         switched = {name: f"{name}.edgekit.switched" for name in self.names}
@@ -270,23 +282,24 @@ class _Switched:
         proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in self._outputs)
         places = {name: index for index, node in enumerate(proto.graph.node) for name in node.output}
         self._places = [places[switched[name]] for name in self.names]
-        shapes = partial(_find_shape, graph)
-        self._cuts = [*find_cuts(proto, cuts, lambda name: _count_bytes(shapes(name)))]
+        shapes, most_bytes = partial(_find_shape, graph), _MOST_BYTES // max(1, len(held))
+        self._cuts = [*find_cuts(proto, _PARTS, lambda name: _count_bytes(shapes(name)), most_bytes)]
         nest_parts(proto, self._cuts, shapes)
         self._fed = {name: shapes(name) or () for each in self._cuts for name in each.fed}
         proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in self._fed if name not in self._outputs)
         self._session = open_graph(proto, graph.folder, keep_float_weights=False)
-        self._known: dict[int, Tensors] = {}
+        self._held, self._noises = held, known
+        self._floats: dict[int, Tensors] = {}
         self._budget = budget
 
-    def judge(self, spans: Sequence[range], pairs: Sequence[_Pair]) -> Iterator[float]:
+    def judge(self, spans: Sequence[range], samples: Sequence[int]) -> Iterator[float]:
         """Yields the ratio in dB with each span of activations quantized, while time is left."""
         began = time.monotonic()
-        for pair in pairs:
-            self._feed(pair)
+        for sample in samples:
+            self._feed(sample)
 
         def rate(span: range) -> float:
-            powers = np.sum([self._measure(span, pair) for pair in pairs], axis=0)
+            powers = np.sum([self._measure(span, sample) for sample in samples], axis=0)
             return round(join_ratios([ratio_db(*power) for power in powers]), 2)
 
         todo = takewhile(lambda _: self._budget.allows(_RANKING), spans)
@@ -294,24 +307,31 @@ class _Switched:
             self._budget.tell("rank activations by what they cost", done, len(spans), began)
             yield ratio
 
-    def find_noisiest(self, pairs: Sequence[_Pair]) -> list[_Pair]:
+    def find_noisiest(self, samples: Sequence[int]) -> list[int]:
         """Returns the samples by falling noise when all activations are quantized."""
-        powers = np.stack([self._measure(range(len(self.names)), pair) for pair in pairs])
+        powers = np.stack([self._measure(range(len(self.names)), sample) for sample in samples])
         noise = (powers[:, :, 1] / np.maximum(powers[:, :, 0].sum(axis=0), _TINY)).sum(axis=1)
-        return [pairs[index] for index in np.argsort(-noise, kind="stable")]
+        return [samples[index] for index in np.argsort(-noise, kind="stable")]
 
-    def _measure(self, span: range, pair: _Pair) -> Array:
-        found = self._run({**pair[0], **self._feed(pair)}, span, self._outputs)
-        return np.stack([measure_loss(each, pair[1][each.tensor], found[name]) for each, name in self._shown.items()])
+    def _measure(self, span: range, sample: int) -> Array:
+        key = span.start, span.stop, sample
+        if key not in self._noises:
+            inputs, expected = self._held[sample]
+            found = self._run({**inputs, **self._feed(sample)}, span, self._outputs)
+            self._noises[key] = np.stack(
+                [measure_loss(each, expected[each.tensor], found[name]) for each, name in self._shown.items()]
+            )
+        return self._noises[key]
 
-    def _feed(self, pair: _Pair) -> Tensors:
+    def _feed(self, sample: int) -> Tensors:
         """Returns the tensors across the cuts in the float model, which are computed once for each sample."""
-        if id(pair) not in self._known:
+        if sample not in self._floats:
             # Fed to a run that starts at the first node, these are not read.
             unread = {f"{name}.edgekit.fed": np.zeros(shape, np.float32) for name, shape in self._fed.items()}
-            known: Tensors = self._run({**pair[0], **unread}, range(0), [*self._fed]) if self._fed else {}
-            self._known[id(pair)] = {f"{name}.edgekit.fed": value for name, value in known.items()}
-        return self._known[id(pair)]
+            inputs = {**self._held[sample][0], **unread}
+            known: Tensors = self._run(inputs, range(0), [*self._fed]) if self._fed else {}
+            self._floats[sample] = {f"{name}.edgekit.fed": value for name, value in known.items()}
+        return self._floats[sample]
 
     def _run(self, inputs: Tensors, span: range, outputs: Sequence[str]) -> Tensors:
         switches, parts = np.zeros(len(self.names), bool), np.zeros(len(self._cuts), bool)
