@@ -6,12 +6,10 @@ information is constant, and an error of a given size costs the same everywhere:
 numbers not at all. The objective is the signal-to-noise ratio of the transformed outputs. For small errors the squared
 distance is the Kullback-Leibler divergence of the two distributions. For large ones, which the divergence weights by
 the confidence of the model, it is the Hellinger distance, which is bounded (S. Amari and H. Nagaoka, "Methods of
-Information Geometry", 2000, 2.2 and 3.2). It chooses range methods, roundings and bits, and the ranges of logits and
-scores.
+Information Geometry", 2000, 2.2 and 3.2). It chooses range methods, roundings and bits.
 """
 
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
@@ -25,7 +23,7 @@ from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.calibration.held_out import read_held_out
 from edgekit.quantize.graph.compared_tensors import ComparedTensor, find_compared_tensors
 from edgekit.quantize.graph.layers import sample_positions
-from edgekit.quantize.ranges import LEVELS, TensorRange, snap_range
+from edgekit.quantize.ranges import TensorRange
 
 # Operators between logits and the output that keep logits logits: they move or interpolate values.
 _ORDERLY = frozenset({"Flatten", "Identity", "Reshape", "Resize", "Squeeze", "Transpose", "Unsqueeze", "Upsample"})
@@ -35,9 +33,6 @@ FAITHFUL_DB = 40.0
 """From this ratio on, where the noise is 1/10,000 of the signal, plain rounding is enough: a choice."""
 # The number of samples that show the kind of an output, and of values that are compared: choices, to save time.
 _LOOKED_AT, _MOST_VALUES = 2, 1 << 18
-# Each end of a range is tried from the measured extreme down to a thousandth of it, in steps of a fifth. Choices.
-_SHRINK, _TRIED = 0.8, 32
-_FITTED_VALUES = 1 << 16
 
 
 def find_objective(graph: Graph, calibration: Calibration) -> tuple[ComparedTensor, ...]:
@@ -125,47 +120,7 @@ def _flatten(logits: Array) -> Array:
     return np.asarray(roots / np.sqrt((roots**2).sum(axis=1, keepdims=True)))
 
 
-def fit_ranges(graph: Graph, calibration: Calibration) -> Calibration:
-    """Returns a calibration in which the ranges of logits and scores minimize the loss of the decisions.
-
-    A range method sees only values and clips the highest. Of logits those are the surest decisions, and two that are
-    clipped to the same value tie. Here each end of the range lies where the decisions of the held-out samples lose
-    least, or as far out as the samples cannot tell from that (one standard error). Outputs of a Softmax or sigmoid keep
-    their whole range. The method minmax is not changed.
-    """
-    fitted = dict[str, TensorRange]()
-    exact = calibration.ranges["minmax"]
-    for each in find_objective(graph, calibration):
-        if not each.family or each.tensor not in exact:
-            continue
-        values = [row[each.tensor] for row in _read_held_out(calibration, None) if each.tensor in row]
-        if not values:
-            continue
-        most = max(1, _FITTED_VALUES // len(values))
-        rows = np.concatenate([_list_decisions(value, each, most) for value in values])
-        span = fit_range(rows, exact[each.tensor], each.family)
-        for name in find_sources(graph, each) & exact.keys():
-            own = exact[name]
-            fitted[name] = TensorRange(low=max(span.low, own.low), high=max(min(span.high, own.high), span.low))
-            # The tensor before a bias is added keeps its whole range: values clipped to the same value there tie
-            # afterwards.
-            maker = graph.producers.get(name)
-            terms = maker.input if maker is not None and maker.op_type == "Add" else ()
-            if any(term in graph.constants for term in terms):
-                fitted |= {term: exact[term] for term in terms if term in exact}
-        squashed = next((node for node in graph.nodes if node.name == each.reader), None)
-        for name in squashed.output[:1] if squashed is not None else ():
-            fitted |= {made: exact[made] for made in _list_following(graph, name) if made in exact}
-    if not fitted:
-        return calibration
-    ranges = {
-        method: own if method == "minmax" else own | {name: its for name, its in fitted.items() if name in own}
-        for method, own in calibration.ranges.items()
-    }
-    return msgspec.structs.replace(calibration, ranges=ranges)
-
-
-def _list_following(graph: Graph, name: str, ops: Collection[str] = _ORDERLY | {"Concat"}) -> Iterator[str]:
+def _list_following(graph: Graph, name: str, ops: frozenset[str] = _ORDERLY | {"Concat"}) -> Iterator[str]:
     yield name
     for node in graph.readers(name):
         if node.op_type in ops:
@@ -176,57 +131,6 @@ def set_range(graph: Graph, ranges: Mapping[str, TensorRange], name: str, span: 
     """Returns the ranges with `span` for a tensor and for tensors that only move its values."""
     moved = frozenset(_list_following(graph, name, _ORDERLY))
     return {each: span if each in moved else its for each, its in ranges.items()}
-
-
-def fit_range(logits: Array, seen: TensorRange, family: str) -> TensorRange:
-    """Returns the widest range with which decisions [N, classes] lose about as little as with the best one.
-
-    A wider range is as good as the best if the samples do not distinguish them (one standard error of the difference),
-    or if it loses no more than a faithful model (FAITHFUL_DB) does.
-    """
-    measure = measure_classes if family == "classes" else measure_scores
-    least = measure(logits, logits)[0] / len(logits) * 10 ** (-FAITHFUL_DB / 10)
-
-    def lose(ends: tuple[float, float]) -> Array:
-        low, high = min(ends[0], 0.0), max(ends[1], 0.0)
-        step = max((high - low) / LEVELS, float(np.finfo(np.float32).tiny))
-        zero = round(-low / step)
-        rounded = np.clip(np.rint(logits / np.float32(step)), -zero, LEVELS - zero) * np.float32(step)
-        return measure(logits, rounded)[1]
-
-    def choose(tried: Sequence[tuple[float, float]]) -> tuple[float, float]:
-        losses = [lose(ends) for ends in tried]
-        best = min(losses, key=lambda each: float(each.mean()))
-
-        def is_enough(loss: Array) -> bool:
-            gap = loss - best
-            return float(gap.mean()) <= max(least, float(gap.std()) / math.sqrt(gap.size))
-
-        return next(ends for ends, loss in zip(tried, losses, strict=True) if is_enough(loss))
-
-    whole = seen.low, seen.high
-    if float(lose(whole).mean()) <= least:
-        return seen
-    shares = [_SHRINK**index for index in range(_TRIED)]
-    low, high = choose([(seen.low * share, seen.high) for share in shares] if seen.low < 0 else [whole])
-    if seen.high > 0:
-        low, high = choose([(low, seen.high * share) for share in shares])
-    return snap_range(TensorRange(low=low, high=high))
-
-
-def find_sources(graph: Graph, compared: ComparedTensor) -> frozenset[str]:
-    """Returns a compared tensor and the tensors before it whose values only move to it, and go nowhere else."""
-    found, waiting = set[str](), [compared.tensor]
-    while waiting:
-        name = waiting.pop()
-        readers = (node for node in graph.readers(name) if node.name != compared.reader)
-        if name in graph.constants or not all(found.issuperset(node.output) for node in readers):
-            continue
-        found.add(name)
-        maker = graph.producers.get(name)
-        if maker is not None and maker.op_type in _ORDERLY | {"Concat"}:
-            waiting += [source for source in maker.input if graph.is_float(source)]
-    return frozenset(found)
 
 
 def find_enlarged(graph: Graph, calibration: Calibration) -> tuple[str, ...]:

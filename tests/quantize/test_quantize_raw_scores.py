@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 from quantize_models import make_model, make_samples
 
 from edgekit._ort import CpuSession, SessionSettings
@@ -10,7 +11,7 @@ from edgekit.quantize import calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.predict import predict_drop
 from edgekit.quantize.graph.compared_tensors import are_raw_scores
 from edgekit.quantize.graph.float_graph import read_float_graph
-from edgekit.quantize.objective import find_objective, find_sources, fit_ranges
+from edgekit.quantize.objective import find_objective
 from edgekit.target import load_target
 
 FLOOR = -8.0
@@ -32,15 +33,14 @@ def objects(count: int, *, reach: float) -> Samples:
     return make_samples(rows)
 
 
-def test_raw_scores_of_boxes_get_their_bits_where_a_sigmoid_tells_them_apart(tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", ["qnn", "xnnpack"])
+def test_raw_scores_of_boxes_keep_what_a_sigmoid_tells_apart(target: str, tmp_path: Path) -> None:
     model = make_model(HEAD, tmp_path / "m.onnx", {"wb": (64, 256)})
     samples, graph = objects(48, reach=3000), read_float_graph(model)
     calibration = calibrate_model(model, samples, work=tmp_path / "work")
-    scores = next(each for each in find_objective(graph, calibration) if each.family == "scores")
-    assert find_sources(graph, scores) == {"s", "y"}
-    plan = plan_quantization(model, calibration, load_target("qnn"), "int8")
-    assert 5 * FLOOR < plan.ranges["y"].low < FLOOR / 2
+    assert "scores" in {each.family for each in find_objective(graph, calibration)}
     assert calibration.ranges["minmax"]["y"].low < -2000
+    plan = plan_quantization(model, calibration, load_target(target), "int8")
     quantized = quantize_model(model, plan, calibration, tmp_path / "q.onnx").model
     for sample in samples:
         wanted, found = (CpuSession(each.path, SessionSettings()).run(sample)["y"] for each in (model, quantized))
@@ -52,11 +52,7 @@ def test_raw_scores_of_boxes_get_their_bits_where_a_sigmoid_tells_them_apart(tmp
     assert prediction.drop_estimate < 0.02
 
 
-def test_numbers_that_are_predicted_keep_their_range(tmp_path: Path) -> None:
-    model = make_model(HEAD, tmp_path / "m.onnx", {"wb": (64, 256)})
-    calibration = calibrate_model(model, objects(24, reach=10), work=tmp_path / "work")
-    for ranges in fit_ranges(read_float_graph(model), calibration).ranges.values():
-        assert ranges["y"].low < FLOOR
+def test_numbers_that_are_predicted_are_no_raw_scores() -> None:
     rng = np.random.default_rng(0)
     assert not are_raw_scores(rng.normal(size=1000) * 30)
     assert not are_raw_scores(-rng.uniform(5, 900, 1000) * np.where(np.arange(1000) % 10, 1, -1))

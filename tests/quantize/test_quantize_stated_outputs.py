@@ -17,7 +17,7 @@ from edgekit.quantize import calibrate_model
 from edgekit.quantize.accuracy.predict import predict_drop
 from edgekit.quantize.calibration.image_headroom import add_image_headroom
 from edgekit.quantize.graph.float_graph import read_float_graph
-from edgekit.quantize.objective import fit_ranges
+from edgekit.quantize.objective import find_objective
 from edgekit.recipe import load_recipe
 
 
@@ -77,15 +77,15 @@ def test_what_is_stated_to_be_no_image_gets_no_headroom(tmp_path: Path) -> None:
     assert add_image_headroom(graph, stated) == stated
 
 
-def test_scores_get_their_bits_where_it_is_stated_that_a_sigmoid_follows(tmp_path: Path) -> None:
+def test_scores_are_compared_behind_a_sigmoid_where_one_is_stated(tmp_path: Path) -> None:
     text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,32] x) => (float[1,32] y) { y = Mul(x, x2) }'
     model = make_model(text, tmp_path / "m.onnx", {"x2": (1, 32)})
     rng = np.random.default_rng(0)
     samples = make_samples([{"x": (rng.normal(size=(1, 32)) * 400).astype(np.float32)} for _ in range(24)])
     for outputs in ({}, {"y": StatedOutput(kind="scores")}):
         calibration = calibrate_model(model, samples, work=tmp_path / f"work{len(outputs)}", outputs=outputs)
-        fitted = fit_ranges(read_float_graph(model), calibration).ranges["mse"]["y"]
-        assert (fitted.low > -50) == bool(outputs)
+        (compared,) = find_objective(read_float_graph(model), calibration)
+        assert (compared.family == "scores") == bool(outputs)
 
 
 def test_quantize_takes_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

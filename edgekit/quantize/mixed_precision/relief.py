@@ -37,7 +37,7 @@ from edgekit.quantize.mixed_precision.candidates import (
 )
 from edgekit.quantize.mixed_precision.score import SWITCHES, judge_candidate, switch_weights
 from edgekit.quantize.mixed_precision.sensitivity import Bound, rank_activations
-from edgekit.quantize.objective import FAITHFUL_DB, find_enlarged, fit_ranges, measure_loss, set_range
+from edgekit.quantize.objective import FAITHFUL_DB, find_enlarged, measure_loss, set_range
 from edgekit.quantize.plan import Candidate, FloatNode, QuantPlan, is_relievable, quantizes_any, span_constant
 from edgekit.quantize.qdq import build_qdq, plan_calibration, plan_graph, round_weights
 from edgekit.quantize.ranges import AUTO_METHODS
@@ -228,12 +228,12 @@ def _open_draft(model: Model, calibration: Calibration, plan: QuantPlan) -> Draf
 
 
 def adapt_ranges(graph: Graph, calibration: Calibration) -> Calibration:
-    """Returns a calibration whose ranges fit the readers of the tensors and the decisions of the outputs.
+    """Returns a calibration whose ranges fit the readers of the tensors.
 
-    Ranges of logits follow from the decisions, those of image-to-image networks reach as far as white would, and low
-    values that a SiLU turns into about 0 are clipped.
+    Ranges of image-to-image networks reach as far as white would, and low values that a SiLU turns into about 0 are
+    clipped.
     """
-    return clip_silu_tails(graph, add_image_headroom(graph, fit_ranges(graph, calibration)))
+    return clip_silu_tails(graph, add_image_headroom(graph, calibration))
 
 
 def relieve_class_maps(draft: Draft, *, widens: bool) -> Draft:
