@@ -13,7 +13,7 @@ from edgekit.model.outputs import StatedOutput
 from edgekit.quantize import Calibration, QuantPlan, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.loss import ratio_db
 from edgekit.quantize.graph.compared_tensors import ComparedTensor
-from edgekit.quantize.mixed_precision.score import Closeness, find_behind
+from edgekit.quantize.mixed_precision.score import find_behind
 from edgekit.quantize.objective import measure_classes, measure_loss, measure_scores
 from edgekit.quantize.ranges import softmax
 from edgekit.target import load_target
@@ -100,5 +100,5 @@ def test_a_method_that_keeps_decisions_wins_over_one_that_keeps_power(
 
 
 def test_what_is_clearly_behind_is_judged_no_further() -> None:
-    judged = {"best": Closeness(ratio_db=30.0), "near": Closeness(ratio_db=29.1), "far": Closeness(ratio_db=28.5)}
+    judged = {"best": 30.0, "near": 29.1, "far": 28.5}
     assert find_behind(judged) == {"far": 1.5}

@@ -17,7 +17,7 @@ from edgekit.quantize import calibrate_model, plan_quantization
 from edgekit.quantize.accuracy.predict import FloatReference
 from edgekit.quantize.effort import Effort, count_side_by_side, find_effort
 from edgekit.quantize.graph.float_graph import read_float_graph
-from edgekit.quantize.mixed_precision.score import Closeness, is_even
+from edgekit.quantize.mixed_precision.score import is_even
 from edgekit.quantize.mixed_precision.sensitivity import PARTS, find_cuts, nest_parts, search_spans
 from edgekit.target import load_target
 
@@ -136,6 +136,6 @@ def test_a_run_may_start_at_each_cut_and_gives_what_the_whole_gives(net: Model, 
 
 
 def test_methods_that_are_as_good_as_each_other_are_judged_no_further() -> None:
-    near = {"minmax": Closeness(ratio_db=30.0), "mse": Closeness(ratio_db=30.05)}
+    near = {"minmax": 30.0, "mse": 30.05}
     assert is_even(near)
-    assert not is_even({**near, "percentile-99.9": Closeness(ratio_db=29.9)})
+    assert not is_even({**near, "percentile-99.9": 29.9})

@@ -14,11 +14,10 @@ from onnx import helper, numpy_helper
 from edgekit.graph.graph import Graph, Node
 from edgekit.model.model import refill
 from edgekit.model.tensors import Array
-from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.graph.compared_tensors import find_compared_tensors
 from edgekit.quantize.graph.float_regions import find_float_regions
 from edgekit.quantize.graph.layers import Layer, read_layers
-from edgekit.quantize.ranges import TensorRange, sigmoid, snap_range
+from edgekit.quantize.ranges import sigmoid
 
 SUFFIX = "_equalized"
 """The suffix of a scaled tensor's name."""
@@ -59,23 +58,6 @@ def find_silu(graph: Graph, product: Node) -> Node | None:
 def saturation_of(node: Node) -> float:
     """Returns the distance from 0 beyond which a Sigmoid or HardSigmoid is saturated."""
     return _SIGMOID_REACH if node.op_type == "Sigmoid" else 0.5 / _numbers(node).get("alpha", 0.2)
-
-
-def clip_silu_tails(graph: Graph, calibration: Calibration) -> Calibration:
-    """Returns a calibration without the low values of x for which x * sigmoid(x) is about 0.
-
-    This applies if nothing else reads x, with every range method: no integers are spent on such values.
-    """
-    seen = calibration.ranges["minmax"]
-    lows: dict[str, float] = {}
-    for product in graph.nodes:
-        node = find_silu(graph, product)
-        if node is not None and product.output[0] in seen:
-            made = seen[product.output[0]]
-            lows[node.input[0]] = -float(_negligible_below(node, np.array(max(abs(made.low), abs(made.high)))))
-    return calibration.map_ranges(
-        lambda name, its: snap_range(TensorRange(low=max(its.low, lows[name]), high=its.high)) if name in lows else its
-    )
 
 
 def invert_silu(node: Node, low: Array, high: Array, floor: Array) -> tuple[Array, Array]:

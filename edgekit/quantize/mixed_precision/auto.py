@@ -10,6 +10,7 @@ import msgspec
 from edgekit.graph.graph import Graph
 from edgekit.model.model import Model
 from edgekit.quantize.calibration.calibrate import Calibration, open_float_graph
+from edgekit.quantize.calibration.image_headroom import add_image_headroom
 from edgekit.quantize.equalization.equalize import (
     MeasuredPairs,
     choose_factors,
@@ -34,7 +35,6 @@ from edgekit.quantize.mixed_precision.candidates import (
 from edgekit.quantize.mixed_precision.relief import (
     COLLAPSED_DB,
     GOOD_DB,
-    adapt_ranges,
     fit_inputs,
     keep_eight,
     relieve_class_maps,
@@ -195,7 +195,7 @@ def _judge(subject: _Subject, factors: Mapping[str, tuple[float, ...]], method: 
     If runs are cheap, its candidates include roundings that learn from samples.
     """
     graph = equalize_graph(subject.graph, factors, Path(subject.calibration.statistics))
-    calibration = adapt_ranges(graph, equalize_calibration(subject.graph, subject.calibration, factors))
+    calibration = add_image_headroom(graph, equalize_calibration(subject.graph, subject.calibration, factors))
     plan = draft_plan(subject.model, graph, calibration, subject.target, subject.precision)
     plan = msgspec.structs.replace(plan, factors=dict(factors))
     draft = Draft(graph=graph, calibration=calibration, plan=plan)

@@ -27,7 +27,6 @@ from edgekit.quantize.graph.compared_tensors import ComparedTensor
 from edgekit.quantize.graph.layers import read_layers
 from edgekit.quantize.mixed_precision.score import (
     FEW_SAMPLES,
-    Closeness,
     free_grids,
     has_held_out,
     is_even,
@@ -39,7 +38,7 @@ from edgekit.quantize.mixed_precision.score import (
 from edgekit.quantize.objective import FAITHFUL_DB, find_objective
 from edgekit.quantize.plan import Candidate, NarrowConstants, QuantPlan, is_relievable
 from edgekit.quantize.qdq import find_plan_grids, place_plan, plan_graph, round_weights
-from edgekit.quantize.ranges import AUTO_METHODS, METHODS, PERCENTS
+from edgekit.quantize.ranges import AUTO_METHODS, METHODS
 from edgekit.quantize.rounding import Rounding
 
 NOTABLE_DB = 0.3
@@ -54,8 +53,6 @@ _BROKEN_DB = 10.0
 _QUICK_WEIGHTS = 1 << 18
 # Clipping tails makes steps finer, which 16 bits do not need.
 _METHODS_16 = ("minmax",)
-# From the one that clips least. "mse" is not listed: how much it clips differs from tensor to tensor.
-_LESS_CUT = ("minmax", *sorted(PERCENTS, key=PERCENTS.__getitem__, reverse=True))
 QUICK: tuple[Rounding, ...] = ("nearest", "bias")
 """The roundings that do not learn from samples."""
 _SLOW: tuple[Rounding, ...] = ("gptq", "refit")
@@ -212,7 +209,7 @@ def _find_best(draft: Draft, budget: Budget) -> tuple[str, Rounding]:
     tried = list(_judge_roundings(chosen, ("bias",), budget, placed, most=FEW_SAMPLES))
     if not tried:
         return best, draft.plan.rounding
-    if needs_moments(tried[0].sqnr_db, ranges[best].ratio_db, count_weights(draft.graph)):
+    if needs_moments(tried[0].sqnr_db, ranges[best], count_weights(draft.graph)):
         tried += _judge_learned(chosen, tried, budget, placed, most=FEW_SAMPLES)
     return best, max(tried, key=lambda candidate: candidate.sqnr_db).rounding
 
@@ -232,19 +229,12 @@ def count_weights(graph: Graph) -> int:
     return sum(math.prod(graph.constants[layer.weight].dims) for layer in read_layers(graph))
 
 
-def prefer_method(judged: Mapping[str, Closeness], present: str | None = None) -> str:
-    """Returns the best range method, or the present one if the best gains little or the present was not tried.
-
-    Among methods that the samples do not distinguish, the one that clips least is the best: it is the rarest values
-    that are clipped, and a few samples show too few of these (the rule of one standard error, L. Breiman et al.,
-    "Classification and Regression Trees", 1984, 3.4.3).
-    """
+def prefer_method(judged: Mapping[str, float], present: str | None = None) -> str:
+    """Returns the best range method, or the present one if the best gains little or the present was not tried."""
     if present is not None and present not in judged:
         return present
-    best = max(judged, key=lambda method: judged[method].ratio_db)
-    less = _LESS_CUT[: _LESS_CUT.index(best)] if best in _LESS_CUT else _LESS_CUT[:1]
-    best = next((each for each in less if each in judged and judged[each].ties(judged[best])), best)
-    return present if present and judged[best].ratio_db <= judged[present].ratio_db + NOTABLE_DB else best
+    best = max(judged, key=judged.__getitem__)
+    return present if present and judged[best] <= judged[present] + NOTABLE_DB else best
 
 
 def digest_draft(draft: Draft) -> str:
@@ -302,7 +292,7 @@ def _judge_quickly(draft: Draft, budget: Budget, method: str | None) -> Judgemen
             tried += _judge_roundings(plain, ("nearest",), budget, placed)
         placed = place_draft(chosen)
     tried += _judge_roundings(chosen, QUICK if read_layers(draft.graph) else QUICK[:1], budget, placed)
-    return Judgement(candidates=sort_candidates(tried), method=best, unrounded_db=ranges[best].ratio_db)
+    return Judgement(candidates=sort_candidates(tried), method=best, unrounded_db=ranges[best])
 
 
 def _judge_learned(
@@ -335,8 +325,8 @@ def needs_moments(reached_db: float, unrounded_db: float, weights: int) -> bool:
 
 def _judge_ranges(
     draft: Draft, methods: Sequence[str], budget: Budget, placed: onnx.ModelProto, *, most: int | None = None
-) -> dict[str, Closeness]:
-    """Returns the closeness with the ranges of the first method, and with those of the others while time is left.
+) -> dict[str, float]:
+    """Returns the ratio in dB with the ranges of the first method, and with those of the others while time is left.
 
     `placed` is the QDQ form of the draft with the first method; the first `most` held-out samples judge.
     """
@@ -348,8 +338,8 @@ def _judge_ranges(
 
 def judge_plans(
     draft: Draft, plans: Mapping[str, QuantPlan], placed: onnx.ModelProto, *, most: int | None = None
-) -> dict[str, Closeness]:
-    """Returns the closeness of plans that differ only in ranges; `placed` is the QDQ form of one of them."""
+) -> dict[str, float]:
+    """Returns the ratio in dB of plans that differ only in ranges; `placed` is the QDQ form of one of them."""
     # Only scales and zero points differ, so one session takes them as inputs.
     stripped = strip_weights(placed, draft.graph)
     grids = {each: find_plan_grids(draft.graph, plan, "the candidate") for each, plan in plans.items()}

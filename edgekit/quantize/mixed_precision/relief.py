@@ -21,7 +21,6 @@ from edgekit.quantize.accuracy.loss import join_ratios, ratio_db
 from edgekit.quantize.calibration.calibrate import Calibration
 from edgekit.quantize.calibration.held_out import read_held_out
 from edgekit.quantize.calibration.image_headroom import add_image_headroom, makes_images
-from edgekit.quantize.equalization.pairs import clip_silu_tails
 from edgekit.quantize.graph.float_graph import folded_activations, range_source
 from edgekit.quantize.graph.float_regions import find_before_activation
 from edgekit.quantize.graph.layers import read_layers
@@ -158,7 +157,7 @@ def fit_inputs(draft: Draft) -> QuantPlan:
         # Judged one by one: of several plans, those that are worse on a few samples would be dropped, and a few samples
         # say nothing about tails.
         unsigned = msgspec.structs.replace(draft, plan=tried).use_unsigned()
-        return judge_plans(unsigned, {"": unsigned.plan}, placed)[""].ratio_db
+        return judge_plans(unsigned, {"": unsigned.plan}, placed)[""]
 
     reached = judge(plan)
     for name, end in ends if reached < GOOD_DB else ():
@@ -223,17 +222,8 @@ def rise_db(share: float) -> float:
 
 def _open_draft(model: Model, calibration: Calibration, plan: QuantPlan) -> Draft:
     graph = plan_graph(model, plan, calibration)
-    calibration = adapt_ranges(graph, plan_calibration(model, plan, calibration))
+    calibration = add_image_headroom(graph, plan_calibration(model, plan, calibration))
     return Draft(graph=graph, calibration=calibration, plan=plan)
-
-
-def adapt_ranges(graph: Graph, calibration: Calibration) -> Calibration:
-    """Returns a calibration whose ranges fit the readers of the tensors.
-
-    Ranges of image-to-image networks reach as far as white would, and low values that a SiLU turns into about 0 are
-    clipped.
-    """
-    return clip_silu_tails(graph, add_image_headroom(graph, calibration))
 
 
 def relieve_class_maps(draft: Draft, *, widens: bool) -> Draft:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
@@ -179,26 +178,6 @@ FEW_SAMPLES = 4
 _CLEARLY_DB = 1.0
 # Ratios that differ by less, 2 % of the noise power, count as equal.
 _EVEN_DB = 0.1
-_TINY = float(np.finfo(np.float64).tiny)
-# Noise counts up to a hundred times the signal (-20 dB, as in `ratio_db`), however far off values are.
-_MOST = 100.0
-
-
-class Closeness(msgspec.Struct, frozen=True, kw_only=True):
-    """The signal-to-noise ratio in dB of the compared tensors, by the objective.
-
-    `noise` holds the relative noise of each sample; it is empty if not all samples were judged.
-    """
-
-    ratio_db: float
-    noise: tuple[float, ...] = ()
-
-    def ties(self, best: "Closeness") -> bool:
-        """Returns True if the samples do not distinguish the two: they differ by at most one standard error."""
-        if not len(self.noise) == len(best.noise) > 1:
-            return False
-        gap = np.subtract(self.noise, best.noise)
-        return float(gap.mean()) <= float(gap.std(ddof=1)) / math.sqrt(gap.size)
 
 
 def judge_candidate(
@@ -275,8 +254,8 @@ def judge_grids(
     *,
     most: int | None = None,
     few: int | None = None,
-) -> dict[str, Closeness]:
-    """Returns the closeness of several sets of scales and zero points, the inputs of a graph with float weights.
+) -> dict[str, float]:
+    """Returns the ratio in dB of each of several sets of scales and zero points, inputs of a graph with float weights.
 
     They are judged by all held-out samples, or the first `most`. A set that is clearly worse after a few samples gets
     the best ratio less its lag on these few. If `few` is given and after so many samples the other sets are about
@@ -292,7 +271,7 @@ def judge_grids(
     def run(task: tuple[str, Tensors, Tensors]) -> Tensors:
         return session.run({**task[1], **grids[task[0]]})
 
-    def rate() -> dict[str, Closeness]:
+    def rate() -> dict[str, float]:
         return {name: _rate(np.stack(rows)) for name, rows in powers.items() if name not in behind}
 
     held = islice(read_held_out(statistics), most)
@@ -305,29 +284,24 @@ def judge_grids(
         if few is not None and is_even(rate()):
             break
     ratios = rate()
-    best = max(ratios.values(), key=lambda each: each.ratio_db)
-    return ratios | {name: Closeness(ratio_db=best.ratio_db - lag) for name, lag in behind.items()}
+    best = max(ratios.values())
+    return ratios | {name: best - lag for name, lag in behind.items()}
 
 
-def find_behind(judged: Mapping[str, Closeness]) -> dict[str, float]:
+def find_behind(judged: Mapping[str, float]) -> dict[str, float]:
     """Returns the candidates that are clearly worse than the best, each with the difference in dB."""
-    best = max(each.ratio_db for each in judged.values())
-    return {name: best - each.ratio_db for name, each in judged.items() if best - each.ratio_db > _CLEARLY_DB}
+    best = max(judged.values())
+    return {name: best - each for name, each in judged.items() if best - each > _CLEARLY_DB}
 
 
-def is_even(judged: Mapping[str, Closeness]) -> bool:
+def is_even(judged: Mapping[str, float]) -> bool:
     """Returns True if all candidates are about equally close."""
-    ratios = [each.ratio_db for each in judged.values()]
-    return max(ratios) - min(ratios) < _EVEN_DB
+    return max(judged.values()) - min(judged.values()) < _EVEN_DB
 
 
-def _rate(powers: Array) -> Closeness:
-    """Returns the closeness from powers [samples, tensors, 2] of signal and noise."""
-    signal = np.maximum(powers[:, :, 0].sum(axis=0), _TINY)
-    return Closeness(
-        ratio_db=join_ratios([ratio_db(*power) for power in powers.sum(axis=0)]),
-        noise=tuple(np.minimum(powers[:, :, 1] / signal, _MOST).mean(axis=1).tolist()),
-    )
+def _rate(powers: Array) -> float:
+    """Returns the ratio of powers [samples, tensors, 2] of signal and noise."""
+    return join_ratios([ratio_db(*power) for power in powers.sum(axis=0)])
 
 
 def _open_compared(
