@@ -14,7 +14,7 @@ import msgspec
 from edgekit.bundle.describe import Contents
 from edgekit.bundle.folder import Bundle, write_bundle
 from edgekit.bundle.golden import read_outputs
-from edgekit.bundle.manifest import Ancestry
+from edgekit.bundle.manifest import Ancestry, encode_json
 from edgekit.check.check import check_model
 from edgekit.check.report import CheckReport
 from edgekit.convert.convert import ConvertedModel
@@ -37,7 +37,7 @@ from edgekit.quantize.plan import FloatNode, NarrowConstants, draft_plan
 from edgekit.recipe import choose_precision
 from edgekit.report.tables import describe_narrow, describe_prediction
 from edgekit.target import INTEGERS, Precision, Target
-from edgekit.verify.layers.comparison import compare_with_float, encode_evidence
+from edgekit.verify.layers.comparison import compare_with_float
 from edgekit.verify.metrics.compare import read_list
 from edgekit.verify.report import Step
 
@@ -391,7 +391,7 @@ def write_ready(ready: ReadyBundle) -> BuiltBundle:
         deployed = load_model(ready.converted.folder / names[0], custom_ops=ready.prepared.custom_ops)
     # Comparing layers takes the most memory of a build, while emulators run: memory freed by planning goes back first.
     release_memory()
-    layers = encode_evidence(compare_with_float(ready.prepared, deployed, contents.golden))
+    layers = encode_json(compare_with_float(ready.prepared, deployed, contents.golden))
     release_memory()
     bundle = write_bundle(msgspec.structs.replace(contents, layers=layers), ready.folder)
     notes = list(ready.notes)

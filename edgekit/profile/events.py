@@ -21,7 +21,6 @@ from edgekit.errors import DeviceError
 KERNEL = "_kernel_time"
 
 _NODE, _SESSION, _RUN = "Node", "Session", "model_run"
-_LOADING = ("model_loading_uri", "model_loading_array", "model_loading_from_saved_proto", "model_loading_ort_format")
 _MAKING = "session_initialization"
 
 # A day, as for times of devices.
@@ -119,10 +118,9 @@ class Execution(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True):
-    """The profiler's results: the runs in order, and the ms to read the model and to create the session."""
+    """The profiler's results: the runs in order, and the ms to create the session."""
 
     executions: tuple[Execution, ...]
-    read_ms: float
     make_ms: float
 
 
@@ -132,14 +130,23 @@ def read_trace(path: Path) -> Trace:
     Raises:
         DeviceError: it cannot be read, or is no such file, or is larger than a device may send.
     """
+    return decode_trace(read_profile(path, MAX_TRACE_BYTES, "the device gave no profile"))
+
+
+def read_profile(path: Path, most_bytes: int, hint: str) -> bytes:
+    """Returns the bytes of a profiler's file, which may come from a device.
+
+    Raises:
+        DeviceError: it cannot be read, with the given hint, or is larger.
+    """
     try:
         with open_regular(path) as stream:
-            data = stream.read(MAX_TRACE_BYTES + 1)
+            data = stream.read(most_bytes + 1)
     except OSError as error:
-        raise DeviceError(f"cannot read '{path.name}': {error.strerror}", hint="the device gave no profile") from error
-    if len(data) > MAX_TRACE_BYTES:
-        raise DeviceError(f"the profile is larger than {MAX_TRACE_BYTES} bytes", hint="profile fewer runs: --runs 5")
-    return decode_trace(data)
+        raise DeviceError(f"cannot read '{path.name}': {error.strerror}", hint=hint) from error
+    if len(data) > most_bytes:
+        raise DeviceError(f"the profile is larger than {most_bytes} bytes", hint="profile fewer runs: --runs 5")
+    return data
 
 
 def decode_trace(data: bytes) -> Trace:
@@ -154,11 +161,7 @@ def decode_trace(data: bytes) -> Trace:
         hint = "names of nodes that hold quotation marks break the profiler's file: edgekit inspect MODEL"
         raise DeviceError(f"the profile is malformed: {error}", hint=hint) from error
     session = {event.name: event.dur / 1e3 for event in events if event.cat == _SESSION}
-    return Trace(
-        executions=tuple(_list_executions(events)),
-        read_ms=sum(session.get(name, 0.0) for name in _LOADING),
-        make_ms=session.get(_MAKING, 0.0),
-    )
+    return Trace(executions=tuple(_list_executions(events)), make_ms=session.get(_MAKING, 0.0))
 
 
 def _list_executions(events: Sequence[_Event]) -> Iterator[Execution]:

@@ -16,7 +16,7 @@ from typing import get_args
 import msgspec
 import numpy as np
 
-from edgekit._files import open_regular, work_folder
+from edgekit._files import work_folder
 from edgekit._ort import CPU_PROVIDER
 from edgekit.bench.blocks import FIRST_RUNS, count_fitting
 from edgekit.bench.latency import compare_rounds, find_steady
@@ -32,7 +32,7 @@ from edgekit.model.external import skim_model
 from edgekit.model.model import Model, load_model
 from edgekit.prepare.basic import merge_domains, name_nodes
 from edgekit.prepare.fix import FIXES, apply_rewrites
-from edgekit.profile.events import Execution, Trace, read_trace
+from edgekit.profile.events import Execution, Trace, read_profile, read_trace
 from edgekit.profile.nodes import (
     Source,
     add_roof_shares,
@@ -108,13 +108,7 @@ def read_npu(path: Path) -> tuple[Cycles, ...]:
     Raises:
         DeviceError: it cannot be read, or is no such file.
     """
-    try:
-        with open_regular(path) as stream:
-            data = stream.read(_MOST_BYTES + 1)
-    except OSError as error:
-        raise DeviceError(f"cannot read '{path.name}': {error.strerror}", hint="--on host profiles the CPU") from error
-    if len(data) > _MOST_BYTES:
-        raise DeviceError(f"QNN's profile is larger than {_MOST_BYTES} bytes", hint="profile fewer runs: --runs 5")
+    data = read_profile(path, _MOST_BYTES, "--on host profiles the CPU")
     try:
         return tuple(_list_runs(data.decode()))
     except (UnicodeDecodeError, csv.Error, ValueError, KeyError) as error:
@@ -230,9 +224,9 @@ def profile_subject(subject: Subject, device: Device, options: ProfileOptions, p
     )
     try:
         job = msgspec.structs.replace(subject.job_for(device), threads=options.threads)
-        clock = _Clock(options.limit_s)
-        measured = _take_rounds(device, job, options, clock)
-        roof, lack = _find_roof(device, options, clock, progress) if options.roofline else (None, "")
+        end_s = time.monotonic() + options.limit_s
+        measured = _take_rounds(device, job, options, end_s)
+        roof, lack = _find_roof(device, options, end_s, progress) if options.roofline else (None, "")
         return _describe(msgspec.structs.replace(empty, provider=job.target.provider), job, measured, roof, lack)
     except EdgekitError as error:
         return Profiled(profile=msgspec.structs.replace(empty, failure=error.message))
@@ -241,27 +235,18 @@ def profile_subject(subject: Subject, device: Device, options: ProfileOptions, p
         return Profiled(profile=msgspec.structs.replace(empty, failure=failure))
 
 
-class _Clock:
-    """Measures how many of the user's seconds are left."""
-
-    def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
-
-    @property
-    def left_s(self) -> float:
-        return self._end - time.monotonic()
-
-
-def _take_rounds(device: Device, job: Job, options: ProfileOptions, clock: _Clock) -> _Rounds:
+def _take_rounds(device: Device, job: Job, options: ProfileOptions, end_s: float) -> _Rounds:
+    """Returns what was measured until `end_s` on the clock of `time.monotonic`."""
     began = time.monotonic()
     with work_folder() as work:
-        first = _run(device, msgspec.structs.replace(job, trace=True), 3, work, clock)
+        first = _run(device, msgspec.structs.replace(job, trace=True), 3, work, end_s)
         traces, npu, raw = [_read(device, first)], [*_read_cycles(first)], _read_raw(first, options)
     guess_ms = max(1e-3, median(first.latency_ms[1:] or first.latency_ms))
     # A session is started for each half of a round: the time that this takes besides its runs counts, too.
     start_s = max(0.0, time.monotonic() - began - sum(first.latency_ms) / 1e3)
-    count = int(max(0.0, min(ROUNDS, clock.left_s / (2 * (start_s + 3 * guess_ms / 1e3)))))
-    each_s = min(_SECONDS, clock.left_s / max(1, 2 * count) - start_s)
+    left_s = end_s - time.monotonic()
+    count = int(max(0.0, min(ROUNDS, left_s / (2 * (start_s + 3 * guess_ms / 1e3)))))
+    each_s = min(_SECONDS, left_s / max(1, 2 * count) - start_s)
     events = max(1, _MOST_EVENTS // max(1, len(first.placement)))
     runs = options.runs or max(2, min(FIRST_RUNS, count_fitting(max(0.0, each_s), guess_ms), events))
     times: list[dict[bool, float]] = []
@@ -282,7 +267,7 @@ def _take_rounds(device: Device, job: Job, options: ProfileOptions, clock: _Cloc
             steady = last.latency_ms[find_steady(last.latency_ms, len(last.latency_ms) // 2) :]
             times[-1][traced] = median(steady)
     bare = None
-    if plain is not None and plain.memory and clock.left_s > start_s:
+    if plain is not None and plain.memory and end_s - time.monotonic() > start_s:
         with work_folder() as work:
             bare = _run(device, msgspec.structs.replace(job, arena=False, trace=False), 3, work)
     return _Rounds(
@@ -296,15 +281,14 @@ def _take_rounds(device: Device, job: Job, options: ProfileOptions, clock: _Cloc
     )
 
 
-def _run(device: Device, job: Job, runs: int, work: Path, clock: _Clock | None = None) -> DeviceRun:
-    """Runs one sample `runs` times; with a clock fewer times if its time is over, but at least once."""
+def _run(device: Device, job: Job, runs: int, work: Path, end_s: float | None = None) -> DeviceRun:
+    """Runs one sample `runs` times; with an end fewer times if the time is over, but at least once."""
     asked = msgspec.structs.replace(job, repeat=runs)
-    if clock is not None:
+    if end_s is not None:
         (sample,) = list(job.samples)
         again = Samples(source=job.samples.source, count=runs, read=lambda: iter([sample] * runs))
-        asked = msgspec.structs.replace(
-            job, samples=again, least_samples=1, budget_s=min(_LONGEST_S, max(0.0, clock.left_s))
-        )
+        budget_s = min(_LONGEST_S, max(0.0, end_s - time.monotonic()))
+        asked = msgspec.structs.replace(job, samples=again, least_samples=1, budget_s=budget_s)
     run = device.run_job(asked, work)
     if run.failure is not None:
         raise DeviceError(run.failure, hint=f"edgekit devices test {device.name}")
@@ -334,11 +318,11 @@ def _read(device: Device, run: DeviceRun) -> Trace:
     return trace
 
 
-def _find_roof(device: Device, options: ProfileOptions, clock: _Clock, progress: Progress) -> tuple[Roof | None, str]:
+def _find_roof(device: Device, options: ProfileOptions, end_s: float, progress: Progress) -> tuple[Roof | None, str]:
     """Returns what a device reaches, or why that is unknown: a provider need not support the probe's kernels."""
 
     def run(job: Job, work: Path) -> DeviceRun:
-        if clock.left_s <= 0:
+        if time.monotonic() >= end_s:
             raise DeviceError("the time was over", hint="give more --seconds")
         progress(f"measure what {device.name} reaches")
         work.mkdir(parents=True, exist_ok=True)

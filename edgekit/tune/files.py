@@ -1,6 +1,6 @@
 """Opens the files that race, and writes the resulting setting into a bundle."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,12 +15,12 @@ from edgekit.bundle.multi import INDEX
 from edgekit.bundle.sign import SIGNATURE
 from edgekit.convert.convert import convert_styles
 from edgekit.convert.ort_form import OrtOptions
-from edgekit.devices.bundled import set_job
 from edgekit.devices.device import Device, Job
 from edgekit.devices.local.runner import host_abi
+from edgekit.devices.process.run import require_device
+from edgekit.devices.register import DeviceChoice, choose_devices
 from edgekit.errors import BundleError, EdgekitError, UsageError
 from edgekit.model.model import load_model, read_proto
-from edgekit.tune.report import Entrant
 
 # Models up to this size are converted to ORT format in a few seconds; larger ones take long, and hardly load faster.
 _CHEAP_BYTES = 200_000_000
@@ -31,7 +31,7 @@ Opened = Mapping[str, Subject]
 
 
 def open_files(
-    path: Path, work: Path, opening: Opening, candidates: Sequence[Path], device_for: Callable[[Subject], Device]
+    path: Path, work: Path, opening: Opening, candidates: Sequence[Path], choice: DeviceChoice
 ) -> tuple[Opened, Device, tuple[str, ...]]:
     """Returns all files that race, the device to race on, and notes on files that could not be included.
 
@@ -39,7 +39,11 @@ def open_files(
         EdgekitError: the subject, a candidate, the data or the device is wrong.
     """
     first = open_subject(path, work / "default", opening)
-    device = device_for(first)
+    devices = choose_devices(choice, first.target_for, default=(first.default_device,))
+    if len(devices) != 1:
+        raise UsageError("tune races on one device at a time", hint="give one --on; each device has its own best")
+    device = devices[0]
+    require_device(device.name, device.find_missing())
     found: dict[str, Subject] = {"": first}
     notes: list[str] = []
     is_plain = first.job_for(device).target.provider == CPU_PROVIDER and device.name.startswith("host")
@@ -63,19 +67,6 @@ def open_files(
             raise UsageError(f"'{candidate.name}' is given twice", hint="name each candidate once")
         found[candidate.name] = open_subject(candidate, work / f"candidate{len(found)}", opening)
     return found, device, tuple(notes)
-
-
-def make_jobs(opened: Opened, batches: Mapping[int, Subject], device: Device) -> Callable[[Entrant], Job]:
-    """Returns a function that makes the job of an entrant, from its file, its setting and the default file's sample."""
-    jobs = {name: subject.job_for(device) for name, subject in opened.items()}
-    stacked = {batch: subject.job_for(device).samples for batch, subject in batches.items()}
-    samples = jobs[""].samples
-
-    def job_for(entrant: Entrant) -> Job:
-        job = msgspec.structs.replace(jobs[entrant.file], samples=stacked.get(entrant.batch, samples))
-        return set_job(job, entrant.setting)
-
-    return job_for
 
 
 def has_branches(job: Job) -> bool:

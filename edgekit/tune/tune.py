@@ -19,18 +19,17 @@ from edgekit.bundle.golden import read_inputs, read_outputs
 from edgekit.bundle.manifest import TunedSession, TuningEvidence
 from edgekit.convert.levels import describe_level
 from edgekit.data.samples import select_samples
-from edgekit.devices.bundled import OF_THIS_MACHINE, count_device_cores, find_class, read_class
+from edgekit.devices.bundled import OF_THIS_MACHINE, count_device_cores, find_class, read_class, set_job
 from edgekit.devices.device import Device, Job
 from edgekit.devices.named import address_of, is_remote
 from edgekit.devices.observe import count_nodes
-from edgekit.devices.process.run import require_device
-from edgekit.devices.register import DeviceChoice, choose_devices
-from edgekit.errors import EdgekitError, UsageError
+from edgekit.devices.register import DeviceChoice
+from edgekit.errors import EdgekitError
 from edgekit.evidence import Evidence
 from edgekit.machine import count_physical_cores
 from edgekit.model.model import load_model
 from edgekit.progress import Progress, say_nothing
-from edgekit.tune.files import apply_setting, has_branches, make_jobs, open_files, require_bundle
+from edgekit.tune.files import apply_setting, has_branches, open_files, require_bundle
 from edgekit.tune.race import (
     GATE,
     LEAST_GAIN,
@@ -100,15 +99,20 @@ def _prepare(
     path: Path, choice: DeviceChoice, asked: Tuning, opening: Opening, work: Path, progress: Progress
 ) -> _Search:
     plain = msgspec.structs.replace(opening, tuned=False)
-    opened, device, notes = open_files(path, work, plain, asked.candidates, partial(_choose_device, choice))
-    require_device(device.name, device.find_missing())
-    batches: dict[int, Subject] = {}
+    opened, device, notes = open_files(path, work, plain, asked.candidates, choice)
+    jobs = {name: subject.job_for(device) for name, subject in opened.items()}
+    # All files get the default file's sample, or a batch of them.
+    stacked = {1: jobs[""].samples}
     # A model without a dynamic batch axis is raced without batches.
     with contextlib.suppress(EdgekitError):
-        if asked.goal == "throughput":
-            stacked = {size: msgspec.structs.replace(plain, batch=size) for size in BATCHES}
-            batches = {size: open_subject(path, work / f"batch{size}", one) for size, one in stacked.items()}
-    job_for = make_jobs(opened, batches, device)
+        sizes = BATCHES if asked.goal == "throughput" else ()
+        openings = {size: msgspec.structs.replace(plain, batch=size) for size in sizes}
+        batched = {size: open_subject(path, work / f"batch{size}", one) for size, one in openings.items()}
+        stacked |= {size: subject.job_for(device).samples for size, subject in batched.items()}
+
+    def job_for(entrant: Entrant) -> Job:
+        return set_job(msgspec.structs.replace(jobs[entrant.file], samples=stacked[entrant.batch]), entrant.setting)
+
     job = job_for(DEFAULTS)
     progress(f"measure {opened[''].name} on {device.name} with the defaults")
     guess_ms = guess_time(device, job, Effort())
@@ -138,7 +142,7 @@ def _prepare(
         cores=cores,
         physical=cores if is_remote(device) else count_physical_cores(),
         branches=has_branches(job),
-        free_batch=bool(batches),
+        free_batch=len(stacked) > 1,
         asked=job.target.session,
     )
     key = {"goal": asked.goal, "device": address_of(device), "model": job.check.sha256, "files": ", ".join(opened)}
@@ -152,13 +156,6 @@ def _prepare(
         notes=(*opened[""].notes, *notes),
         progress=progress,
     )
-
-
-def _choose_device(choice: DeviceChoice, subject: Subject) -> Device:
-    devices = choose_devices(choice, subject.target_for, default=(subject.default_device,))
-    if len(devices) != 1:
-        raise UsageError("tune races on one device at a time", hint="give one --on; each device has its own best")
-    return devices[0]
 
 
 def _search(search: _Search) -> TuneReport:
@@ -186,6 +183,11 @@ def _search(search: _Search) -> TuneReport:
             # A single change was already compared with the defaults in fresh rounds that were not used to select it.
             final = taken[0].ratio
     lost = _refuse(search, held, final)
+    notes = list(search.notes)
+    if not search.given.branches:
+        notes.append("parallel execution is not raced: no two nodes could run side by side")
+    if lost:
+        notes.append(f"'{held.name}' is not chosen: {lost}")
     return TuneReport(
         subject=search.subject.name,
         device=search.setup.device.name,
@@ -196,15 +198,7 @@ def _search(search: _Search) -> TuneReport:
         chosen=DEFAULTS if lost else held,
         final=None if isinstance(final, str) else final,
         decisions=tuple(decisions),
-        notes=(
-            *search.notes,
-            *(
-                []
-                if search.given.branches
-                else ["parallel execution is not raced: no two nodes could run side by side"]
-            ),
-            *([f"'{held.name}' is not chosen: {lost}"] if lost else []),
-        ),
+        notes=tuple(notes),
     )
 
 
@@ -370,6 +364,23 @@ def sum_up(rounds: Iterable[Round]) -> Mapping[str, TriedSetting]:
     return {name: _sum_up(entrant, measured) for name, (entrant, measured) in found.items()}
 
 
+def _sum_up(entrant: Entrant, measured: Sequence[Measured]) -> TriedSetting:
+    sound = [one for one in measured if one.fault is None]
+    fault = next((one.fault for one in measured if one.fault is not None), None)
+    tried = TriedSetting(entrant=entrant, measurements=len(measured), fault=fault)
+    if not sound:
+        return tried
+    fields = ("median_ms", "p99_ms", "pace_ms", "load_ms", "first_ms", "peak_rss_bytes")
+    middle = {name: median(getattr(one, name) for one in sound) for name in fields}
+    return msgspec.structs.replace(
+        tried,
+        throughput_per_s=1e3 / max(1e-9, middle.pop("pace_ms")),
+        peak_rss_bytes=int(middle.pop("peak_rss_bytes")),
+        sqnr_db=min((one.sqnr_db for one in sound if one.sqnr_db is not None), default=None),
+        **middle,
+    )
+
+
 def mark_front(tried: Sequence[TriedSetting]) -> tuple[TriedSetting, ...]:
     """Returns settings with the Pareto-optimal ones marked: by latency, memory and SQNR."""
     # To be minimized: milliseconds, bytes, and negative decibels.
@@ -385,23 +396,4 @@ def mark_front(tried: Sequence[TriedSetting]) -> tuple[TriedSetting, ...]:
     return tuple(
         msgspec.structs.replace(one, pareto=one.fault is None and not is_beaten(own))
         for one, own in zip(tried, figures, strict=True)
-    )
-
-
-def _sum_up(entrant: Entrant, measured: Sequence[Measured]) -> TriedSetting:
-    sound = [one for one in measured if one.fault is None]
-    fault = next((one.fault for one in measured if one.fault is not None), None)
-    if not sound:
-        return TriedSetting(entrant=entrant, measurements=len(measured), fault=fault)
-    return TriedSetting(
-        entrant=entrant,
-        measurements=len(measured),
-        median_ms=median(one.median_ms for one in sound),
-        p99_ms=median(one.p99_ms for one in sound),
-        throughput_per_s=1e3 / max(1e-9, median(one.pace_ms for one in sound)),
-        load_ms=median(one.load_ms for one in sound),
-        first_ms=median(one.first_ms for one in sound),
-        peak_rss_bytes=int(median(one.peak_rss_bytes for one in sound)),
-        sqnr_db=min((one.sqnr_db for one in sound if one.sqnr_db is not None), default=None),
-        fault=fault,
     )

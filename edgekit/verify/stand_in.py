@@ -4,8 +4,7 @@ An emulator runs a few samples, too few for a narrow interval. So it only has to
 on each sample that both ran; how good the model is, the faster device measures on all samples.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +21,12 @@ from edgekit.errors import EdgekitError
 from edgekit.target import Form, TaskLimit, Verification
 from edgekit.verify.own_model import TESTED_FORMS
 from edgekit.verify.run_report import RunReport, StandIn
-from edgekit.verify.task_metrics import compare_records, find_metric, read_records
+from edgekit.verify.task_metrics import TaskMetric, compare_records, find_metric, read_records
 from edgekit.verify.task_scores import TaskReport, Unit
 
-# How far scores of one sample may differ between devices that compute the same and round differently, chosen by hand: a
-# point, half a decibel, a hundredth of the value.
-_APART: Mapping[Unit, Callable[[float], float]] = {
-    "share": lambda _: 0.01,
-    "dB": lambda _: 0.5,
-    "value": lambda value: 0.01 * abs(value),
-}
+_SAME_SCORE: Mapping[Unit, tuple[float, float]] = {"share": (0.01, 0.0), "dB": (0.5, 0.0), "value": (0.0, 0.01)}
+"""How far apart two devices may score one sample if they compute the same and only round differently: the absolute
+distance, and the distance as a share of the score. They are one point, half a decibel and 1 %, chosen by hand."""
 _BUDGET_S = 120.0
 
 
@@ -74,7 +69,7 @@ def add_stand_ins(
     best = min(whole, key=lambda scored: scored.elapsed_ms) if whole else _run_here(bundle, golden, limit, labels, work)
     if best is None:
         return reports
-    score, rows = partial(_score, find_metric(limit).prepare), sorted(best.records)
+    metric, rows = find_metric(limit), sorted(best.records)
     runs: list[RunReport] = []
     for report, scored in found:
         if scored is None or report.failure is not None or len(scored.records) >= len(best.records):
@@ -85,13 +80,13 @@ def add_stand_ins(
         task = compare_records(limit, mine, [best.records[row] for row in rows])
         common = sorted(scored.records.keys() & best.records.keys())
         here, there = ([one.records[row] for row in common] for one in (scored, best))
-        got, wanted = score(here), score(there)
+        got, wanted = _score(metric, here), _score(metric, there)
         lost = 0.0 if got is None or wanted is None else got - wanted
         stand_in = StandIn(
             device=best.device,
             task=_shift(msgspec.structs.replace(task, labelled=len(labels)), lost),
             compared=len(common),
-            agreeing=sum(map(partial(_agree, limit), here, there)),
+            agreeing=sum(_agree(metric, mine, theirs) for mine, theirs in zip(here, there, strict=True)),
         )
         runs.append(msgspec.structs.replace(report, stand_in=stand_in))
     return tuple(runs)
@@ -115,19 +110,19 @@ def _run_here(bundle: Bundle, golden: Golden, limit: TaskLimit, labels: Sequence
     return None
 
 
-def _agree(limit: TaskLimit, mine: Any, theirs: Any) -> bool:
-    metric = find_metric(limit)
-    here, there = (_score(metric.prepare, [record]) for record in (mine, theirs))
+def _agree(metric: TaskMetric, mine: Any, theirs: Any) -> bool:
+    here, there = (_score(metric, [record]) for record in (mine, theirs))
     if here is None or there is None:
         # A metric that ranks samples gives no figure for a single sample: it keeps only the score and the label of
         # each.
         here, there = float(mine[0]), float(theirs[0])
-    return abs(here - there) <= (0.0 if metric.hits else _APART[metric.unit](there))
+    absolute, relative = (0.0, 0.0) if metric.hits else _SAME_SCORE[metric.unit]
+    return abs(here - there) <= absolute + relative * abs(there)
 
 
-def _score(prepare: Callable[[Sequence[Any]], Callable[[Any], float]], records: Sequence[Any]) -> float | None:
+def _score(metric: TaskMetric, records: Sequence[Any]) -> float | None:
     try:
-        return prepare(records)(np.ones(len(records), dtype=np.int64))
+        return metric.prepare(records)(np.ones(len(records), dtype=np.int64))
     except EdgekitError:
         return None
 
@@ -137,11 +132,10 @@ def _shift(task: TaskReport, by: float) -> TaskReport:
     if task.got is None or not by:
         return task
     share = by / task.reference if task.reference > 0.0 else 0.0
+    interval, shares = task.interval, task.share_interval
     return msgspec.structs.replace(
         task,
         got=task.got + by,
-        interval=None if task.interval is None else (task.interval[0] + by, task.interval[1] + by),
-        share_interval=None
-        if task.share_interval is None
-        else (task.share_interval[0] + share, task.share_interval[1] + share),
+        interval=None if interval is None else (interval[0] + by, interval[1] + by),
+        share_interval=None if shares is None else (shares[0] + share, shares[1] + share),
     )

@@ -324,9 +324,8 @@ def compare_records(limit: TaskLimit, mine: Sequence[Any], theirs: Sequence[Any]
     report = _report_reference(limit, mine, scores)
     report = msgspec.structs.replace(report, got=others(np.ones(len(mine), dtype=np.int64)))
     if metric.hits:
-        before, now = ([bool(record[0]) for record in side] for side in (mine, theirs))
-        gained = sum(new and not old for old, new in zip(before, now, strict=True))
-        lost = sum(old and not new for old, new in zip(before, now, strict=True))
+        before, now = (np.array([record[0] for record in side], dtype=bool) for side in (mine, theirs))
+        gained, lost = int(np.count_nonzero(now & ~before)), int(np.count_nonzero(before & ~now))
         interval = interval_of_pairs(len(mine), gained, lost)
         share = None if report.reference <= 0.0 else tuple(1.0 + end / report.reference for end in interval)
         return msgspec.structs.replace(report, interval=interval, share_interval=share, gained=gained, lost=lost)

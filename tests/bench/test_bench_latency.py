@@ -53,24 +53,24 @@ def test_a_drift_is_seen_through_noise_and_slow_runs(growth: float) -> None:
     assert abs(drift - growth) < 0.05
 
 
-def test_a_step_of_the_clock_is_a_drift() -> None:
-    assert find_drift([*noise(4, 60), *(value * 1.4 for value in noise(5, 40))]) is not None
-
-
 def test_steady_series_have_no_drift() -> None:
     false_alarms = [find_drift(noise(seed, 60)) for seed in range(300)]
     assert sum(drift is not None for drift in false_alarms) <= 1
-    assert find_drift([1.0] * 50) is None
-    assert find_drift([1.0, 2.0, 3.0]) is None
-    assert find_drift([0.0] * 50) is None
 
 
-def test_a_small_change_is_no_drift_however_sure() -> None:
-    assert find_drift([100 + index * 0.01 for index in range(100)]) is None
-
-
-def test_long_series_are_thinned() -> None:
-    assert find_drift([10 + index / 5000 for index in range(20_000)]) is not None
+@pytest.mark.parametrize(
+    ("series", "drifts"),
+    [
+        pytest.param([1.0] * 50, False, id="equal"),
+        pytest.param([1.0, 2.0, 3.0], False, id="too few"),
+        pytest.param([0.0] * 50, False, id="no time"),
+        pytest.param([100 + index * 0.01 for index in range(100)], False, id="small, however sure"),
+        pytest.param([*noise(4, 60), *(value * 1.4 for value in noise(5, 40))], True, id="a step of the clock"),
+        pytest.param([10 + index / 5000 for index in range(20_000)], True, id="long, so it is thinned"),
+    ],
+)
+def test_what_is_a_drift(series: list[float], *, drifts: bool) -> None:
+    assert (find_drift(series) is not None) is drifts
 
 
 def test_a_ratio_is_found_although_the_device_slows_down() -> None:

@@ -12,7 +12,6 @@ import numpy as np
 import onnx
 import pytest
 from bundle_models import make_bundle
-from demo_paths import MODEL
 from tiny_models import parse_model
 
 from edgekit._ort import CPU_PROVIDER, CpuSession, SessionSettings
@@ -128,7 +127,8 @@ def test_a_model_is_timed_on_this_machine(tmp_path: Path) -> None:
 
 
 def test_without_a_number_it_runs_until_the_median_is_known_or_the_time_is_over(tmp_path: Path) -> None:
-    (run,) = bench_on(matmul_model(tmp_path / "m.onnx", 8), HOST, [Effort(seconds=3)]).runs
+    subject = open_subject(matmul_model(tmp_path / "m.onnx", 8), tmp_path, Opening())
+    (run,) = bench_subjects([subject], [Phone(scale=None)], [Effort(seconds=3)]).runs
     assert run.failure is None
     assert run.iterations >= 50
     (low, high), median = run.interval_ms, run.median_ms
@@ -159,10 +159,11 @@ def test_an_ort_file_is_timed(tmp_path: Path) -> None:
 
 def test_sizes_that_are_not_known_become_one_and_a_note_says_so(tmp_path: Path) -> None:
     text = '<ir_version: 8, opset_import: ["" : 17]> g (float[N,4] x) => (float[N,4] y) { y = Relu(x) }'
-    report = bench_on(parse_model(text, tmp_path / "m.onnx"), HOST, QUICK)
+    subject = open_subject(parse_model(text, tmp_path / "m.onnx"), tmp_path / "a", Opening())
+    report = bench_subjects([subject], [Phone()], QUICK)
     assert report.runs[0].failure is None
     assert report.notes == ("without a --dim, 'N' ran with the size 1",)
-    assert bench_on(tmp_path / "m.onnx", HOST, QUICK, [Opening(dims={"N": 3})]).notes == ()
+    assert open_subject(tmp_path / "m.onnx", tmp_path / "b", Opening(dims={"N": 3})).notes == ()
 
 
 def test_the_slower_of_two_is_found_in_turns(tmp_path: Path) -> None:
@@ -253,8 +254,9 @@ def test_times_that_cannot_be_are_no_comparison(tmp_path: Path) -> None:
 
 def test_data_gives_the_sample(tmp_path: Path) -> None:
     np.savez(tmp_path / "d.npz", t0=np.ones((2, 8, 8), np.float32))
-    report = bench_on(matmul_model(tmp_path / "m.onnx", 8), HOST, QUICK, [Opening(data=str(tmp_path / "d.npz"))])
-    assert report.runs[0].failure is None
+    opening = Opening(data=str(tmp_path / "d.npz"))
+    (sample,) = open_subject(matmul_model(tmp_path / "m.onnx", 8), tmp_path, opening).job_for(Phone()).samples
+    np.testing.assert_array_equal(sample["t0"], np.ones((8, 8)))
 
 
 class Echo(Phone, frozen=True, kw_only=True):
@@ -342,8 +344,8 @@ def test_bound_outputs_are_those_of_each_run(tmp_path: Path) -> None:
     assert (run.failure, run.io_binding, run.iterations) == (None, True, 10)
 
 
-def test_the_execution_is_told_to_the_session_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["bench", str(MODEL), "--on", "host", "--runs", "3", "-q"]
+def test_the_execution_is_told_to_the_session_and_shown(relu_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bench", str(relu_model), "--on", "host", "--runs", "3", "-q"]
     assert run_command([*arguments, "--execution-mode", "parallel", "--inter-op-threads", "2", "--json"]) == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]
     assert (run["parallel"], run["inter_threads"]) == (True, 2)

@@ -129,6 +129,8 @@ def test_a_journal_leaves_time_for_what_comes_after() -> None:
     endless = Journal(lambda _: Measured(median_ms=1.0), 60.0)
     endless.take(entrants("a"))
     assert endless.take(entrants("a"), reserve=10**12) is None
+    assert endless.take(entrants("a"), until_s=0.0) is None
+    assert endless.take(entrants("a"), until_s=60.0) is not None
 
 
 def test_the_front_leaves_out_what_another_beats() -> None:
@@ -214,13 +216,6 @@ def test_changes_add_up_and_know_what_they_touch() -> None:
     assert change.apply(held) == SessionSetting(config={"a": "1", "b": "0"}, level=Level.BASIC, threads=2)
     assert change.touches == {"threads", "b"}
     assert all(one.touches for one in SWITCHES.changes)
-
-
-def test_a_race_leaves_time_for_those_behind_it() -> None:
-    journal = Journal(lambda _: Measured(median_ms=1.0), 60.0)
-    journal.take(entrants("a"))
-    assert journal.take(entrants("a"), until_s=0.0) is None
-    assert journal.take(entrants("a"), until_s=60.0) is not None
 
 
 def test_what_was_seen_when_the_time_was_over_is_told() -> None:

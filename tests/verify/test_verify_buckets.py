@@ -193,23 +193,41 @@ def test_what_no_bucket_can_hold_is_refused(
 
 
 @pytest.mark.parametrize(
-    "spoil",
+    ("spoil", "said"),
     [
-        lambda it: it["sizes"].reverse(), lambda it: it["sizes"].clear(),
-        lambda it: it["sizes"][0].update(file="../x.onnx"),
-        lambda it: it["sizes"][0].update(size=0), lambda it: it["sizes"][0].update(file="net.onnx"),
-        lambda it: it["padding"]["inputs"].update(ids=[0]), lambda it: it["padding"]["inputs"].update(ids=[-1]),
-        lambda it: it["padding"]["outputs"].update(t=[7]), lambda it: it["padding"]["values"].clear(),
-        lambda it: it["lengths"].pop(), lambda it: it["lengths"].__setitem__(0, 13), lambda it: it.update(code="x"),
+        *(
+            (spoil, "")
+            for spoil in (
+                lambda it: it["buckets"]["sizes"].reverse(), lambda it: it["buckets"]["sizes"].clear(),
+                lambda it: it["buckets"]["sizes"][0].update(file="../x.onnx"),
+                lambda it: it["buckets"]["sizes"][0].update(size=0),
+                lambda it: it["buckets"]["sizes"][0].update(file="net.onnx"),
+                lambda it: it["buckets"]["padding"]["inputs"].update(ids=[0]),
+                lambda it: it["buckets"]["padding"]["inputs"].update(ids=[-1]),
+                lambda it: it["buckets"]["padding"]["outputs"].update(t=[7]),
+                lambda it: it["buckets"]["padding"]["values"].clear(), lambda it: it["buckets"]["lengths"].pop(),
+                lambda it: it["buckets"]["lengths"].__setitem__(0, 13), lambda it: it["buckets"].update(code="x"),
+            )
+        ),
+        (lambda it: it["inputs"][0].update(dtype="string"), "fill axes"),
+        (lambda it: it["files"].pop(UNPADDED), "lack 'golden/unpadded.npz'"),
+        (lambda it: it.update(open_dims={"sequence": [4]}), "stand beside buckets"),
+        (
+            lambda it: (
+                it.update(state={"steps": 2, "feeds": {"ids": it["outputs"][0]["name"]}}),
+                it["inputs"][0].update(dtype=it["outputs"][0]["dtype"], shape=it["outputs"][0]["shape"]),
+            ),
+            "are of a model with state",
+        ),
     ],
 )  # fmt: skip
-def test_a_manifest_cannot_state_buckets_that_are_not_there(
-    bundle: Bundle, spoil: Callable[[dict[str, Any]], object]
+def test_a_manifest_cannot_state_buckets_that_are_not_there_or_beside_what_excludes_them(
+    bundle: Bundle, spoil: Callable[[dict[str, Any]], object], said: str
 ) -> None:
     raw = msgspec.json.decode(encode_json(bundle.manifest))
     assert decode_manifest(encode_json(raw), "it") == bundle.manifest
-    spoil(raw["buckets"])
-    with pytest.raises(BundleError):
+    spoil(raw)
+    with pytest.raises(BundleError, match=said):
         decode_manifest(encode_json(raw), "it")
 
 
@@ -226,76 +244,44 @@ def test_an_earlier_build_is_repeated_to_the_byte(tmp_path: Path) -> None:
     assert (again / "manifest.json").read_bytes() == (first / "manifest.json").read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("spoil", "said"),
-    [
-        (lambda it: it["inputs"][0].update(dtype="string"), "fill axes"),
-        (lambda it: it["files"].pop(UNPADDED), "lack 'golden/unpadded.npz'"),
-        (lambda it: it.update(open_dims={"sequence": [4]}), "stand beside buckets"),
-        (
-            lambda it: (
-                it.update(state={"steps": 2, "feeds": {"ids": it["outputs"][0]["name"]}}),
-                it["inputs"][0].update(dtype=it["outputs"][0]["dtype"], shape=it["outputs"][0]["shape"]),
-            ),
-            "are of a model with state",
-        ),
-    ],
-)
-def test_a_manifest_cannot_state_buckets_beside_what_excludes_them(
-    bundle: Bundle, spoil: Callable[[dict[str, Any]], object], said: str
-) -> None:
-    raw = msgspec.json.decode(encode_json(bundle.manifest))
-    spoil(raw)
-    with pytest.raises(BundleError, match=said):
-        decode_manifest(encode_json(raw), "it")
-
-
-def held(device: str, shift: float, kind: str = "android", count: int = 2) -> KeptOutputs:
-    return held_rows(device, shift, range(count), kind)
-
-
-def held_rows(device: str, shift: float, indices: Sequence[int], kind: str = "android") -> KeptOutputs:
-    rows: list[Tensors] = [{"y": np.arange(4, dtype=np.float32) + index + shift} for index in indices]
-    found = keep_outputs(device, kind, indices, from_list(rows))
+def held(device: str, *numbers: float, indices: Sequence[int] = (0, 1), shift: float = 0.0) -> KeptOutputs:
+    """What a device gave for some samples: `numbers`, or four that depend on the sample and are moved by `shift`."""
+    rows: list[Tensors] = [
+        {"y": np.array(numbers, np.int64) if numbers else np.arange(4, dtype=np.float32) + index + shift}
+        for index in indices
+    ]
+    found = keep_outputs(device, device.partition(":")[0], indices, from_list(rows))
     assert found is not None
     return found
 
 
-def test_cores_that_differ_are_named_with_the_distance() -> None:
-    (said,) = describe_differences(
-        [held("android", 0.0), held("android:cortex-a53", 0.5), held("host", 9.0, kind="host")]
-    )
-    assert said == (
-        "android:cortex-a53 and android give different numbers: 'y' differs by at most 0.5, 13.4 dB; each is judged by"
-        " itself"
-    )
+OTHER = "android:cortex-a53"
 
 
-def test_cores_that_agree_are_not() -> None:
-    assert list(describe_differences([held("android", 0.0), held("android:cortex-a53", 0.0)])) == []
-    assert list(describe_differences([held("android", 0.0), held("host", 1.0, kind="host")])) == []
-
-
-def test_what_both_ran_is_compared() -> None:
-    assert list(describe_differences([held("android", 0.0, count=3), held("android:cortex-a53", 0.0)])) == []
-    assert list(describe_differences([held("android", 0.0), held("android:cortex-a53", 1.0, count=0)])) == []
-
-
-def test_only_what_both_made_of_one_sample_is_compared() -> None:
-    few = held_rows("android", 0.0, (0, 5, 10))
-    assert list(describe_differences([few, held_rows("android:cortex-a53", 0.0, range(11))])) == []
-    assert list(describe_differences([few, held_rows("android:cortex-a53", 9.0, range(1, 5))])) == []
-    (said,) = describe_differences([few, held_rows("android:cortex-a53", 0.25, range(4, 8))])
-    assert "by at most 0.25" in said
-
-
-def test_classes_that_differ_are_counted() -> None:
-    sides = [
-        KeptOutputs(device=device, kind="android", rows={0: {"y": np.array([1, 2, 3, last], np.int64)}})
-        for device, last in (("android", 4), ("android:cortex-a53", 5))
-    ]
-    (said,) = describe_differences(sides)
-    assert "'y' differs in 25.00% of its elements" in said
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        (held("android"), held(OTHER, shift=0.5), "'y' differs by at most 0.5, 13.4 dB; each is judged by itself"),
+        (held("android"), held(OTHER), None),
+        (held("android"), held("host", shift=1.0), None),
+        (held("android", indices=range(3)), held(OTHER), None),
+        (held("android"), held(OTHER, indices=(), shift=1.0), None),
+        (held("android", indices=(0, 5, 10)), held(OTHER, indices=range(11)), None),
+        (held("android", indices=(0, 5, 10)), held(OTHER, indices=range(1, 5), shift=9.0), None),
+        (held("android", indices=(0, 5, 10)), held(OTHER, indices=range(4, 8), shift=0.25), "by at most 0.25"),
+        (held("android", 1, 2, 3, 4), held(OTHER, 1, 2, 3, 5), "'y' differs in 25.00% of its elements"),
+    ],
+)
+def test_devices_of_one_kind_that_differ_on_the_samples_of_both_are_named_with_the_distance(
+    first: KeptOutputs, second: KeptOutputs, said: str | None
+) -> None:
+    told = list(describe_differences([first, held("ios-sim", shift=9.0), second]))
+    if said is None:
+        assert told == []
+    else:
+        (line,) = told
+        assert line.startswith(f"{second.device} and {first.device} give different numbers: ")
+        assert said in line
 
 
 def test_large_outputs_are_let_go() -> None:

@@ -16,7 +16,7 @@ from edgekit.errors import BundleError
 from edgekit.inspect.diff import compare_versions
 from edgekit.report.text import list_verify_remarks
 from edgekit.verify.attribute import keep_attribution
-from edgekit.verify.layers.comparison import LayerEvidence, LayerReport, encode_evidence, read_evidence
+from edgekit.verify.layers.comparison import LayerEvidence, LayerReport, read_evidence
 from edgekit.verify.report import VerifyReport, read_known, write_report
 from edgekit.verify.run import verify_bundle
 
@@ -29,7 +29,7 @@ WORDS = "layer 'mul' (MatMul) is the first whose result is not the float model's
 
 def make_suspect(folder: Path, target: str = "nnapi") -> Bundle:
     """Returns a bundle in which the build found a layer that is not the float model's, though the outputs agree."""
-    evidence = encode_evidence(LayerEvidence(layers=(BAD,)))
+    evidence = encode_json(LayerEvidence(layers=(BAD,)))
     contents = replace(make_contents(folder, target=target), layers=evidence)
     return write_bundle(contents, folder / f"tiny-{target}")
 
@@ -56,7 +56,7 @@ def test_what_was_found_of_layers_outlives_join(tmp_path: Path) -> None:
 
 
 def test_a_bundle_that_keeps_less_is_said_to(tmp_path: Path) -> None:
-    bundle = write_bundle(replace(make_contents(tmp_path), layers=encode_evidence(LayerEvidence())), tmp_path / "whole")
+    bundle = write_bundle(replace(make_contents(tmp_path), layers=encode_json(LayerEvidence())), tmp_path / "whole")
     assert verify_again(bundle).notes == ()
     (tmp_path / "in").mkdir()
     less = make_bundle(tmp_path / "in")
@@ -81,7 +81,7 @@ def test_a_forged_verify_json_fails_no_bundle(tmp_path: Path) -> None:
 
 def test_digests_cover_what_was_found_of_the_layers(tmp_path: Path) -> None:
     bundle = make_suspect(tmp_path)
-    (bundle.folder / LAYERS).write_bytes(encode_evidence(LayerEvidence()))
+    (bundle.folder / LAYERS).write_bytes(encode_json(LayerEvidence()))
     with pytest.raises(BundleError, match=r"layers\.json"):
         open_bundle(bundle.folder)
 

@@ -80,13 +80,12 @@ def test_the_digest_is_the_first_gate(bundle: Path) -> None:
         open_bundle(bundle)
 
 
-@pytest.mark.parametrize("layer", ["conv0", "conv2", "conv4"])
 @pytest.mark.parametrize(
-    "corrupt",
+    ("layer", "corrupt"),
     [
-        pytest.param(swap, id="swapped channels"),
-        pytest.param(lambda values: values // np.array(2, values.dtype), id="scale"),
-        pytest.param(lambda values: values.swapaxes(2, 3), id="wrong transpose"),
+        pytest.param("conv0", swap, id="swapped channels"),
+        pytest.param("conv2", lambda values: values // np.array(2, values.dtype), id="scale"),
+        pytest.param("conv4", lambda values: values.swapaxes(2, 3), id="wrong transpose"),
     ],
 )
 def test_a_changed_onnx_file_fails_the_self_test_though_the_digests_fit(

@@ -37,16 +37,10 @@ def test_every_layer_of_a_quantized_model_is_matched(models: tuple[Model, Model]
     assert [layer.name for layer in convs] == [f"conv{index}" for index in range(LAYERS)]
     assert all(layer.own_sqnr_db is not None and layer.own_sqnr_db > 25 for layer in layers)
     assert find_first_bad(layers) is None
-
-
-def test_a_folded_relu_is_compared_behind_its_rounding(models: tuple[Model, Model]) -> None:
-    tensors = [layer.tensor for layer in compare_layers(*models, make_images(1))]
-    assert tensors == ["x", "r0", "r1", "r2", "r3", "r4", "pooled", "y"]
-
-
-def test_errors_pile_up_but_own_errors_do_not(models: tuple[Model, Model]) -> None:
-    layers = {layer.tensor: layer for layer in compare_layers(*models, make_images())}
-    deep = layers["r4"]
+    # A folded Relu is compared behind its rounding.
+    assert [layer.tensor for layer in layers] == ["x", "r0", "r1", "r2", "r3", "r4", "pooled", "y"]
+    # Errors pile up, but a layer's own error does not.
+    (deep,) = (layer for layer in layers if layer.tensor == "r4")
     assert deep.sqnr_db is not None
     assert deep.own_sqnr_db is not None
     assert deep.sqnr_db < deep.own_sqnr_db - 3
@@ -57,13 +51,12 @@ def swap_channels(weight: Array) -> Array:
     return weight
 
 
-@pytest.mark.parametrize("layer", [f"conv{index}" for index in (0, 2, 4)])
 @pytest.mark.parametrize(
-    "fault",
+    ("layer", "fault"),
     [
-        pytest.param(lambda weight: weight // 2, id="scale"),
-        pytest.param(lambda weight: weight.transpose(0, 1, 3, 2), id="transposed"),
-        pytest.param(swap_channels, id="swapped channels"),
+        pytest.param("conv0", lambda weight: weight // 2, id="scale"),
+        pytest.param("conv2", lambda weight: weight.transpose(0, 1, 3, 2), id="transposed"),
+        pytest.param("conv4", swap_channels, id="swapped channels"),
     ],
 )
 def test_the_broken_layer_is_named(
@@ -81,11 +74,6 @@ def test_a_zero_point_off_by_one_is_named(models: tuple[Model, Model], tmp_path:
     node.input[2] = "wrong"
     onnx.save(proto, str(tmp_path / "broken.onnx"))
     assert name_first_bad(compare_layers(models[0], load_model(tmp_path / "broken.onnx"), make_images())) == "conv2"
-
-
-def test_memory_of_the_sums_does_not_grow(models: tuple[Model, Model]) -> None:
-    few, many = (compare_layers(*models, make_images(count)) for count in (1, 8))
-    assert [layer.tensor for layer in few] == [layer.tensor for layer in many]
 
 
 def test_models_without_a_common_layer_are_refused(models: tuple[Model, Model], tmp_path: Path) -> None:
@@ -217,13 +205,12 @@ def test_a_clean_float_deployment_has_no_outlier(floats: dict[str, Model], form:
 
 
 @pytest.mark.parametrize("form", ["fp32", "fp16"])
-@pytest.mark.parametrize("layer", ["conv0", "conv3"])
 @pytest.mark.parametrize(
-    "fault",
+    ("layer", "fault"),
     [
-        pytest.param(lambda weight: (weight * 2).astype(weight.dtype), id="scale"),
-        pytest.param(lambda weight: weight.transpose(0, 1, 3, 2), id="transposed"),
-        pytest.param(swap_channels, id="swapped channels"),
+        pytest.param("conv0", lambda weight: (weight * 2).astype(weight.dtype), id="scale"),
+        pytest.param("conv3", lambda weight: weight.transpose(0, 1, 3, 2), id="transposed"),
+        pytest.param("conv3", swap_channels, id="swapped channels"),
     ],
 )
 def test_the_broken_layer_of_a_float_deployment_is_named(

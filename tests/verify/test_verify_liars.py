@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 from tiny_models import save_net
-from verify_devices import CPU_PROVIDER, Absent, InProcess, Lie, Retell, from_list
+from verify_devices import Absent, InProcess, Lie, Retell, from_list
 
-from edgekit._ort import CpuSession, Level, SessionSettings
+from edgekit._ort import CPU_PROVIDER, CpuSession, Level, SessionSettings
 from edgekit.bundle.expected import EXPECTED
 from edgekit.bundle.folder import GOLDEN, Bundle, open_bundle
 from edgekit.bundle.golden import Golden, make_golden, read_inputs, read_outputs

@@ -62,17 +62,6 @@ def test_what_the_own_model_clips_is_no_accusation(bundle: Bundle, beyond: Golde
     assert "same for every sample" not in failures
 
 
-def test_nothing_is_told_of_an_honest_device(bundle: Bundle) -> None:
-    assert ask(bundle, None, lambda rows: rows) == ("", "")
-
-
-def test_what_the_own_model_does_not_do_is_an_accusation(bundle: Bundle) -> None:
-    failures, _ = ask(bundle, None, lambda rows: [rows[0]] * len(rows))
-    assert "output 'y' is the same for every sample" in failures
-    failures, _ = ask(bundle, None, lambda rows: rows[:-1])
-    assert "came back for" in failures
-
-
 def test_an_app_s_self_test_fails_where_verify_does(bundle: Bundle) -> None:
     """The loader's own rule: no number farther from what the bundle expects than the manifest's tolerance."""
     limit = bundle.manifest.golden.tolerance["y"]

@@ -8,13 +8,14 @@ import numpy as np
 import onnx
 import pytest
 from bundle_models import make_check, make_contents
-from devices_models import present
+from devices_models import Altering, present
 from exported_models import draw_inputs, export_bert
 from msgspec.structs import replace
 from onnx import helper, numpy_helper
-from verify_devices import CPU_PROVIDER, Altering, InProcess, restate
+from verify_devices import InProcess, restate
 from verify_models import make_images, save_network
 
+from edgekit._ort import CPU_PROVIDER
 from edgekit.bundle.folder import Bundle, open_bundle, read_check, write_bundle
 from edgekit.bundle.golden import make_golden
 from edgekit.check.report import CheckedNode, CheckReport

@@ -1,6 +1,7 @@
 """A run as a file: an honest one is judged as if it ran here, a lying one fails, and it says who stands for it."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,20 +20,31 @@ from edgekit.devices.register import DeviceChoice
 from edgekit.errors import BundleError, DataError, UsageError
 from edgekit.verify.on_devices import RunFiles, verify_on
 from edgekit.verify.report import VerifyReport
+from edgekit.verify.run_report import RunReport
+
+pytestmark = pytest.mark.slow
 
 Claimed = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def bundle(demo_build: Path) -> Bundle:
-    return open_bundle(next((demo_build / "bundles").glob("*-cpu")))
+def bundle(network_build: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    folder = tmp_path_factory.mktemp("bundle") / "network-cpu"
+    return open_bundle(Path(shutil.copytree(network_build / "out" / "network-cpu", folder)))
 
 
 @pytest.fixture(scope="module")
-def exported(bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def here(bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunReport, Path]:
+    """The run of this machine, and the file to which it was written."""
     path = tmp_path_factory.mktemp("runs") / "host.run"
-    assert verify_on(bundle, DeviceChoice(names=("host",)), files=RunFiles(export=path)).passed
-    return path
+    report = verify_on(bundle, DeviceChoice(names=("host",)), files=RunFiles(export=path))
+    assert report.passed
+    return report.runs[0], path
+
+
+@pytest.fixture
+def exported(here: tuple[RunReport, Path]) -> Path:
+    return here[1]
 
 
 def judge(bundle: Bundle, path: Path, key: Path | None = None) -> VerifyReport:
@@ -48,14 +60,14 @@ def alter(path: Path, out: Path, change: Callable[[Claimed], None], body: bytes 
     return out
 
 
-def test_an_honest_run_passes_as_if_it_ran_here(bundle: Bundle, exported: Path) -> None:
-    here = verify_on(bundle, DeviceChoice(names=("host",))).runs[0]
-    report = judge(bundle, exported)
+def test_an_honest_run_passes_as_if_it_ran_here(bundle: Bundle, here: tuple[RunReport, Path]) -> None:
+    own, path = here
+    report = judge(bundle, path)
     (run,) = report.runs
     assert report.passed
-    assert (run.device, run.evidence, run.samples) == ("host (recorded)", here.evidence, here.samples)
-    assert (run.outputs, run.outputs_sha256) == (here.outputs, here.outputs_sha256)
-    assert run.provider_nodes == here.provider_nodes
+    assert (run.device, run.evidence, run.samples) == ("host (recorded)", own.evidence, own.samples)
+    assert (run.outputs, run.outputs_sha256) == (own.outputs, own.outputs_sha256)
+    assert run.provider_nodes == own.provider_nodes
     assert run.latency_ms is not None
     assert run.notes[0] == "host.run: as claimed: nobody signed it"
 

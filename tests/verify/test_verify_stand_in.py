@@ -20,7 +20,7 @@ from edgekit.verify.report import VerifyReport, recheck_report
 from edgekit.verify.run import verify_bundle
 from edgekit.verify.run_report import RunReport
 
-SAMPLES, FEW = 300, 8
+SAMPLES, FEW = 220, 8
 LIMIT = TaskLimit(name="top1", max_drop=1.0)
 
 
@@ -76,7 +76,7 @@ def test_a_slow_device_that_agrees_passes_by_what_this_machine_measures(bundle: 
     assert (run.stand_in.compared, run.stand_in.agreeing, run.stand_in.task.samples) == (FEW, FEW, SAMPLES)
     assert report.verdict == "pass"
     (line,) = (line for line in list_verify_remarks(report) if "as measured on host (onnx)" in line)
-    assert "on 300 labelled samples" in line
+    assert "on 220 labelled samples" in line
     assert "8 of 8 samples that both ran got the same score" in line
 
 
@@ -95,7 +95,7 @@ def test_a_device_that_differs_in_one_sample_is_not_proven_by_another(bundle: Bu
     assert (run.stand_in.agreeing, run.stand_in.agrees) == (FEW - 1, False)
     assert run.settled_task == run.task
     (line,) = metric_lines(run)
-    assert "12.50 points worse than the float model, more than 1, on 8 of 300 labelled samples" in line
+    assert "12.50 points worse than the float model, more than 1, on 8 of 220 labelled samples" in line
     assert run.verdict != "pass"
     assert "so that it is not taken for this one's: 7 of 8" in " ".join(list_verify_remarks(report))
 
@@ -107,7 +107,11 @@ def test_a_device_that_is_wrong_on_most_samples_fails(bundle: Bundle) -> None:
 
 def test_what_is_wrong_on_all_samples_fails_the_slow_device_too(tmp_path: Path) -> None:
     """The bundle's own model is what is bad here: the slow device agrees with it, and shares its verdict."""
-    bundle = make_labelled(tmp_path, lambda row: int(row["y"].argsort().reshape(-1)[-2]) if row["y"][0, 0] > 0 else 0)
+
+    def second_class(row: Tensors) -> Label:
+        return int(row["y"].argsort().reshape(-1)[-2]) if row["y"][0, 0] > 0 else 0
+
+    bundle = make_labelled(tmp_path, second_class, count=64)
     (run,) = verify(bundle, InProcess(name="slow"), limit=TaskLimit(name="top1", at_least=0.9)).runs
     assert run.stand_in is not None
     assert run.stand_in.agrees
@@ -123,7 +127,7 @@ def test_of_devices_that_ran_all_samples_the_fastest_is_taken(bundle: Bundle) ->
 
 def test_what_the_metric_of_several_values_lost_on_the_common_samples_counts(tmp_path: Path) -> None:
     """PSNR against the model's own outputs, a little off: what rounds otherwise agrees, and its loss goes along."""
-    bundle = make_labelled(tmp_path, lambda row: row["y"] + np.float32(0.1))
+    bundle = make_labelled(tmp_path, lambda row: row["y"] + np.float32(0.1), count=64)
     limit = TaskLimit(name="psnr", max_drop=0.3, peak=1.0)
     (same,) = verify(bundle, InProcess(name="slow"), limit=limit).runs
     assert metric_lines(same) == ()

@@ -140,19 +140,3 @@ def open_loader(bundle: Bundle, folder: Path) -> tuple[Any, Any]:
     place.loader.exec_module(loader)
     (variant,) = loader.read_variants()
     return loader, variant
-
-
-__all__ = [
-    "CPU_PROVIDER",
-    "Absent",
-    "Altering",
-    "InProcess",
-    "Lie",
-    "Retell",
-    "breaking_after",
-    "from_list",
-    "open_loader",
-    "restate",
-    "tell_truth",
-    "turning",
-]

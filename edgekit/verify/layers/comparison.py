@@ -15,7 +15,6 @@ import numpy as np
 from edgekit._ort import CpuSession
 from edgekit.bundle.folder import LAYERS, Bundle
 from edgekit.bundle.golden import Golden, read_inputs
-from edgekit.bundle.manifest import encode_json
 from edgekit.data.samples import Samples, select_samples, spread_indices
 from edgekit.errors import BundleError, ModelError, RuntimeRefusal
 from edgekit.graph.graph import Graph, view_model
@@ -381,11 +380,6 @@ def compare_with_float(prepared: Model, deployed: Model | None, golden: Golden) 
 def spread_golden(golden: Golden, count: int = _SAMPLES) -> Samples:
     """Returns the few samples, evenly spread, on which the tensors inside a model are compared."""
     return select_samples(read_inputs(golden), spread_indices(golden.samples, count))
-
-
-def encode_evidence(evidence: LayerEvidence) -> bytes:
-    """Returns the comparison as the bytes that go into a bundle."""
-    return encode_json(evidence)
 
 
 def read_evidence(bundle: Bundle) -> LayerEvidence:

@@ -6,6 +6,7 @@ pass.
 """
 
 import shutil
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -51,6 +52,8 @@ _WRONG_DB, _FAR_STEPS, _FAR_OFFSET = 30.0, 2.0, 0.5
 """A layer of a device is wrong by itself below this SQNR. With a grid it is wrong if its worst channel (root of the
 mean square) or the mean of all is off by more than so many steps: other kernels round differently, by a step at most
 (measured on QNN's simulator and XNNPACK: 1.0 and 0.13)."""
+# Outputs with a lower SQNR are wrong.
+_LEAST_DB = 15.0
 # If the outputs are wrong, the worst layer is named if its SQNR is so far below that of the median layer.
 _OUTLIER_DB = 20.0
 
@@ -193,7 +196,6 @@ def find_device_layer(
     job: Job,
     work: Path,
     *,
-    min_sqnr_db: float = 15.0,
     may_cut: bool = True,
     slice_bytes: int = 32 << 20,
 ) -> Located:
@@ -216,14 +218,18 @@ def find_device_layer(
             probing.run(part, work / f"slice{index}")
     refusal, runs, notes = probing.refusal, probing.runs, probing.notes
     if refusal and may_cut:
-        located = locate_on_device(device, job, work / "cuts", min_sqnr_db=min_sqnr_db)
+        located = locate_on_device(device, job, work / "cuts")
         note = f"the model was bisected, because {refusal}"
         return msgspec.structs.replace(located, runs=located.runs + runs, notes=(*notes, note))
     if refusal:
         note = f"the layers were not compared, because {refusal}; to bisect the model: edgekit verify --layers"
         return Located(layer=None, runs=runs, cuts=0, notes=(*notes, note))
-    layers = probing.report()
-    wrong = not is_right(probing.outputs, min_sqnr_db)
+    layers = tuple(
+        report_layer(probe.layer, probe.op, probe.tensor, errors, 0.0 if probe.grid is None else probe.grid.step)
+        for probe in probing.probes
+        if (errors := probing.errors.get(probe.tensor)) is not None
+    )
+    wrong = not is_right(probing.outputs, _LEAST_DB)
     bad = next((layer for layer in layers if _is_wrong(layer)), None) or (_find_worst(layers) if wrong else None)
     name = None if bad is None else bad.name
     return Located(layer=name, runs=runs, cuts=0, layers=layers, found_by="tensors", notes=notes)
@@ -313,20 +319,6 @@ class _Probing:
             self.notes = tuple(dict.fromkeys((*self.notes, *note)))
             self._add_errors(wanted, sources, run.outputs)
         shutil.rmtree(work)
-
-    def report(self) -> tuple[LayerReport, ...]:
-        """Returns the figures of each layer that was measured, in the order of computation."""
-        return tuple(
-            report_layer(
-                probe.layer,
-                probe.op,
-                probe.tensor,
-                self.errors[probe.tensor],
-                0.0 if probe.grid is None else probe.grid.step,
-            )
-            for probe in self.probes
-            if probe.tensor in self.errors
-        )
 
     def _add_errors(self, wanted: Sequence[Probe], sources: Sequence[Probe], outputs: Samples) -> None:
         here, isolated = _open_layers(self.model, wanted), None
@@ -445,7 +437,7 @@ def save_prefix(model: Model, cut: Cut, path: Path) -> Model:
     return save_proto(proto, path)
 
 
-def locate_on_device(device: Device, job: Job, work: Path, *, min_sqnr_db: float = 15.0) -> Located:
+def locate_on_device(device: Device, job: Job, work: Path, *, min_sqnr_db: float = _LEAST_DB) -> Located:
     """Bisects an ONNX model on a device and returns the first layer whose result is wrong there.
 
     The job's model is cut in two repeatedly; each prefix runs on the device and, with every optimisation off, here. A
@@ -458,36 +450,29 @@ def locate_on_device(device: Device, job: Job, work: Path, *, min_sqnr_db: float
     """
     model = load_model(job.model)
     cuts = plan_cuts(view_model(read_proto(model, weights=False)))
-    runs = 1
-    if not cuts or _prefix_is_right(device, job, model, cuts[-1], work / "whole", min_sqnr_db):
-        return Located(layer=None, runs=runs, cuts=len(cuts))
-    right, wrong = -1, len(cuts) - 1
-    while wrong - right > 1:
-        middle = (right + wrong) // 2
-        runs += 1
-        if _prefix_is_right(device, job, model, cuts[middle], work / str(middle), min_sqnr_db):
-            right = middle
-        else:
-            wrong = middle
-    return Located(layer=cuts[wrong].layer, runs=runs, cuts=len(cuts))
+    tried: list[int] = []
 
+    def is_wrong(place: int) -> bool:
+        tried.append(place)
+        folder = work / str(place)
+        (folder / "run").mkdir(parents=True)
+        prefix = save_prefix(model, cuts[place], folder / "prefix.onnx")
+        reference = _run_here(prefix, job.samples)
+        outputs = tuple(
+            TensorSpec(name=name, dtype="string" if value.dtype.kind in "UO" else value.dtype.name, shape=value.shape)
+            for name, value in next(iter(reference), dict[str, Array]()).items()
+        )
+        kept = {node.name for node in read_proto(prefix, weights=False).graph.node}
+        nodes = tuple(node for node in job.check.node_list if node.name in kept)
+        check = msgspec.structs.replace(job.check, node_list=nodes)
+        part = msgspec.structs.replace(job, model=prefix.path, outputs=outputs, check=check)
+        run = device.run_job(part, folder / "run")
+        return run.failure is not None or not is_right(compare_outputs(reference, run.outputs), min_sqnr_db)
 
-def _prefix_is_right(device: Device, job: Job, model: Model, cut: Cut, work: Path, min_sqnr_db: float) -> bool:
-    folder = work / "run"
-    folder.mkdir(parents=True)
-    prefix = save_prefix(model, cut, work / "prefix.onnx")
-    reference = _run_here(prefix, job.samples)
-    outputs = tuple(
-        TensorSpec(name=name, dtype="string" if value.dtype.kind in "UO" else value.dtype.name, shape=value.shape)
-        for name, value in next(iter(reference), dict[str, Array]()).items()
-    )
-    kept = {node.name for node in read_proto(prefix, weights=False).graph.node}
-    check = msgspec.structs.replace(
-        job.check, node_list=tuple(node for node in job.check.node_list if node.name in kept)
-    )
-    part = msgspec.structs.replace(job, model=prefix.path, outputs=outputs, check=check)
-    run = device.run_job(part, folder)
-    return run.failure is None and is_right(compare_outputs(reference, run.outputs), min_sqnr_db)
+    if not cuts or not is_wrong(len(cuts) - 1):
+        return Located(layer=None, runs=len(tried), cuts=len(cuts))
+    place = bisect_left(range(len(cuts) - 1), x=True, key=is_wrong)
+    return Located(layer=cuts[place].layer, runs=len(tried), cuts=len(cuts))
 
 
 def is_right(reports: Sequence[OutputReport], min_sqnr_db: float) -> bool:

@@ -2,7 +2,8 @@
 
 import functools
 import math
-from collections.abc import Callable, Collection
+from bisect import bisect_left
+from collections.abc import Collection
 
 import msgspec
 import numpy as np
@@ -172,20 +173,8 @@ def find_lossy(model: Model, halved: Collection[str], samples: Samples, least_db
     lost_db, least_db = measure(0, 0), least_db + _MARGIN_DB
     if lost_db >= least_db:
         return None
-    end = _bisect(len(names), lambda count: measure(0, count) >= least_db)
+    end = bisect_left(range(len(names)), x=True, key=lambda count: measure(0, count) >= least_db)
     # From the end backwards: the shortest run before `end` that is enough.
-    length = _bisect(end, lambda count: measure(end - count, end) >= least_db)
+    length = bisect_left(range(end), x=True, key=lambda count: measure(end - count, end) >= least_db)
     nodes = tuple(names[end - length : end])
     return LossyNodes(nodes=nodes, sqnr_db=lost_db, kept_db=measure(end - length, end))
-
-
-def _bisect(most: int, is_enough: Callable[[int], bool]) -> int:
-    """Returns the least count up to `most` that is enough; `most` is enough, and more is enough if less is."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high) // 2
-        if is_enough(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return high

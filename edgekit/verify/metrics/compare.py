@@ -187,23 +187,11 @@ def _report(name: str, rows: Sequence[_Measured], trouble: str | None) -> Output
         iou = metrics.mean_iou(np.sum(masks, axis=0)) if masks else None
         matched = msgspec.structs.replace(facts, exact_match=metrics.match_share(errors), iou=iou)
         return _place_worst(matched, rows, worst)
-    worst = max(range(len(errors)), key=lambda index: errors[index].max_abs)
-    changes = count_changes((row.errors, row.answers) for row in rows if row.errors is not None)
-    return _place_worst(msgspec.structs.replace(_measure_all(facts, errors), changes=changes), rows, worst)
-
-
-def _place_worst(facts: OutputReport, rows: Sequence[_Measured], worst: int) -> OutputReport:
-    """Returns the figures over all samples that could be measured, with the worst sample."""
-    index, row, errors = [(index, row, row.errors) for index, row in enumerate(rows) if row.errors is not None][worst]
-    return msgspec.structs.replace(facts, worst_sample=index, worst_position=errors.position, worst_answers=row.answers)
-
-
-def _measure_all(facts: OutputReport, errors: Sequence[SampleErrors]) -> OutputReport:
     top1 = [sample.top1 for sample in errors if sample.top1 is not None]
     top5 = [sample.top5 for sample in errors if sample.top5 is not None]
     rank = [sample.rank for sample in errors if sample.rank is not None]
     kl = [sample.kl for sample in errors if sample.kl is not None]
-    return msgspec.structs.replace(
+    measured = msgspec.structs.replace(
         facts,
         max_abs=max(sample.max_abs for sample in errors),
         mean_abs=metrics.mean_abs(errors),
@@ -218,7 +206,15 @@ def _measure_all(facts: OutputReport, errors: Sequence[SampleErrors]) -> OutputR
         top5_agreement=sum(top5) / len(top5) if top5 else None,
         rank_correlation=sum(rank) / len(rank) if rank else None,
         kl_divergence=sum(kl) / len(kl) if len(kl) == len(errors) else None,
+        changes=count_changes((row.errors, row.answers) for row in rows if row.errors is not None),
     )
+    return _place_worst(measured, rows, max(range(len(errors)), key=lambda index: errors[index].max_abs))
+
+
+def _place_worst(facts: OutputReport, rows: Sequence[_Measured], worst: int) -> OutputReport:
+    """Returns the figures over all samples that could be measured, with the worst sample."""
+    index, row, errors = [(index, row, row.errors) for index, row in enumerate(rows) if row.errors is not None][worst]
+    return msgspec.structs.replace(facts, worst_sample=index, worst_position=errors.position, worst_answers=row.answers)
 
 
 # As in planning: this many samples show how a list is read.

@@ -47,11 +47,16 @@ class ClassChange(msgspec.Struct, frozen=True, kw_only=True):
 
 def find_answers(wanted: Array, found: Array, errors: Sequence[SampleErrors]) -> list[Answers | None]:
     """Returns both answers in each sample of arrays `[samples, ...]`; None for values that are no finite numbers."""
-    first, second = (side.reshape(len(errors), -1) for side in (wanted, found))
-    return [
-        _answer(one, other, sample) if sample.numeric and sample.elements and not sample.non_finite else None
-        for one, other, sample in zip(first, second, errors, strict=True)
-    ]
+    sides = [side.reshape(len(errors), -1) for side in (wanted, found)]
+    answers: list[Answers | None] = []
+    for sample, *rows in zip(errors, *sides, strict=True):
+        if not sample.numeric or not sample.elements or sample.non_finite:
+            answers.append(None)
+            continue
+        places = [sample.position if sample.top1 is None else int(np.argmax(row)) for row in rows]
+        one, other = (Answer(place=place, value=float(row[place])) for place, row in zip(places, rows, strict=True))
+        answers.append(Answers(wanted=one, got=other))
+    return answers
 
 
 def count_changes(pairs: Iterable[tuple[SampleErrors, Answers | None]]) -> tuple[ClassChange, ...]:
@@ -65,15 +70,6 @@ def count_changes(pairs: Iterable[tuple[SampleErrors, Answers | None]]) -> tuple
     return tuple(
         ClassChange(wanted=wanted, got=got, samples=samples) for (wanted, got), samples in ranked[:_MOST_CHANGES]
     )
-
-
-def _answer(wanted: Array, found: Array, errors: SampleErrors) -> Answers:
-    ranks = errors.top1 is not None
-    places = (int(np.argmax(side)) if ranks else errors.position or 0 for side in (wanted, found))
-    one, other = (
-        Answer(place=place, value=float(side[place])) for side, place in zip((wanted, found), places, strict=True)
-    )
-    return Answers(wanted=one, got=other)
 
 
 Count = Annotated[int, msgspec.Meta(ge=0)]

@@ -263,51 +263,36 @@ def sum_errors(reference: Array, got: Array) -> ErrorSums:
 
 def _measure_rows(wanted: Floats, found: Floats) -> list[SampleErrors]:
     """Returns the sums of each row; a row with a value that is not finite has none."""
+    count, elements = wanted.shape
+    if not elements:
+        return [SampleErrors(numeric=True, elements=0, matches=0, non_finite=0)] * count
     with np.errstate(over="ignore", invalid="ignore"):
-        bad = ~(np.isfinite(wanted) & np.isfinite(found))
+        strange = ~np.isfinite(wanted)
+        bad = strange | ~np.isfinite(found)
         non_finite = np.count_nonzero(bad, axis=1)
         matches = np.count_nonzero(wanted == found, axis=1)
-        spoiled = non_finite.nonzero()[0].tolist()
-        if not wanted.shape[1] or len(spoiled) == len(wanted):
-            sums = [SampleErrors(numeric=True, elements=wanted.shape[1], matches=0, non_finite=0)] * len(wanted)
-        else:
-            sums = _sum_rows(wanted, found, found - wanted)
-    counted = [msgspec.structs.replace(row, matches=int(count)) for row, count in zip(sums, matches, strict=True)]
-    for index in spoiled:
-        counted[index] = SampleErrors(
-            numeric=True,
-            elements=wanted.shape[1],
-            matches=int(matches[index]),
-            non_finite=int(non_finite[index]),
-            reference_non_finite=int(np.count_nonzero(~np.isfinite(wanted[index]))),
-            position=int(bad[index].argmax()),
-        )
-    return counted
-
-
-def _sum_rows(wanted: Floats, found: Floats, error: Floats) -> list[SampleErrors]:
-    distance = np.abs(error)
-    positions = distance.argmax(axis=1)
-    columns = {
-        "abs_sum": _finite(distance.sum(axis=1)),
-        "reference_abs_sum": _finite(np.abs(wanted).sum(axis=1)),
-        "error_sum": _finite(error.sum(axis=1)),
-        "error_energy": _energy(error, error),
-        "reference_energy": _energy(wanted, wanted),
-        "energy": _energy(found, found),
-        "dot": _energy(wanted, found),
-        "max_abs": _finite(distance.max(axis=1)),
-        "position": positions,
-        "low": wanted.min(axis=1),
-        "high": wanted.max(axis=1),
-    }
+        if non_finite.any():
+            wanted, found = (np.where(non_finite[:, np.newaxis], 0.0, side) for side in (wanted, found))
+        error = found - wanted
+        distance = np.abs(error)
+        columns = {
+            "matches": matches,
+            "non_finite": non_finite,
+            "reference_non_finite": np.count_nonzero(strange, axis=1),
+            "abs_sum": _finite(distance.sum(axis=1)),
+            "reference_abs_sum": _finite(np.abs(wanted).sum(axis=1)),
+            "error_sum": _finite(error.sum(axis=1)),
+            "error_energy": _energy(error, error),
+            "reference_energy": _energy(wanted, wanted),
+            "energy": _energy(found, found),
+            "dot": _energy(wanted, found),
+            "max_abs": _finite(distance.max(axis=1)),
+            "position": np.where(non_finite, bad.argmax(axis=1), distance.argmax(axis=1)),
+            "low": wanted.min(axis=1),
+            "high": wanted.max(axis=1),
+        }
     rows = zip(*(column.tolist() for column in columns.values()), strict=True)
-    return [
-        SampleErrors(
-            numeric=True, elements=wanted.shape[1], matches=0, non_finite=0, **dict(zip(columns, row, strict=True))
-        )
-        for row in rows
-    ]
+    return [SampleErrors(numeric=True, elements=elements, **dict(zip(columns, row, strict=True))) for row in rows]
 
 
 def _match_sample(reference: Array, got: Array) -> SampleErrors:
