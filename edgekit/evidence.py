@@ -24,10 +24,14 @@ class Evidence(enum.StrEnum):
         """What the word stands for."""
         return _MEANINGS[self]
 
+    @property
+    def rank(self) -> int:
+        """The place in the order of kinds; the best has 0."""
+        return list(Evidence).index(self)
+
     def is_at_least(self, other: "Evidence") -> bool:
         """Returns True if this evidence is as good as `other` or better."""
-        order = list(Evidence)
-        return order.index(self) <= order.index(other)
+        return self.rank <= other.rank
 
 
 _MEANINGS = {

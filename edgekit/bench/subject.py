@@ -169,7 +169,15 @@ def _open_model(path: Path, work: Path, opening: Opening) -> Subject:
         model = load_model(path)
         inputs, outputs = model.inputs, model.outputs
     sample = stack_samples(_read_samples(path, inputs, opening), inputs, opening.batch)
-    outputs = _flatten_outputs(path, outputs, sample)
+    if not all(spec.is_tensor for spec in outputs):
+        # Devices return maps and sequences, such as ZipMap's, as the tensors that one run gives.
+        given = CpuSession(path, SessionSettings(level=Level.DISABLED)).run(next(iter(sample)))
+        known = {spec.name: spec for spec in outputs}
+        dtypes = {name: "string" if value.dtype == object else str(value.dtype) for name, value in given.items()}
+        outputs = tuple(
+            known.get(name) or TensorSpec(name=name, dtype=dtypes[name], shape=(None,) * value.ndim)
+            for name, value in given.items()
+        )
 
     def target_for(name: str) -> Target:
         return target or default_target(name)
@@ -218,19 +226,6 @@ def _read_samples(path: Path, inputs: tuple[TensorSpec, ...], opening: Opening) 
     if samples is None:
         raise DataError(f"no sample can be drawn for '{path.name}'", hint="give one: --data FILE.npz")
     return samples
-
-
-def _flatten_outputs(path: Path, outputs: tuple[TensorSpec, ...], sample: Samples) -> tuple[TensorSpec, ...]:
-    """Returns outputs as devices return them: maps and sequences, such as ZipMap's, as the tensors seen in one run."""
-    if all(spec.is_tensor for spec in outputs):
-        return outputs
-    given = CpuSession(path, SessionSettings(level=Level.DISABLED)).run(next(iter(sample)))
-    flat = (
-        TensorSpec(name=name, dtype="string" if value.dtype == object else str(value.dtype), shape=(None,) * value.ndim)
-        for name, value in given.items()
-    )
-    known = {spec.name: spec for spec in outputs}
-    return tuple(known.get(spec.name, spec) for spec in flat)
 
 
 def _check(path: Path, target: Target) -> CheckReport:

@@ -19,7 +19,7 @@ from edgekit.forecasts.model import (
     load_fitted,
     load_phones,
     load_table,
-    rank_networks,
+    measure_distance,
 )
 from edgekit.phones import Phone
 from edgekit.serialize import NotebookPage
@@ -227,9 +227,13 @@ class _Estimate:
         self.work, self.known = work, known
         self.precision: Bits = precision
         self.fitted: Fitted = self.model.precisions[precision]
-        self.ranked = rank_networks(self.fitted, work.kinds, networks)
+        split = {name: self.fitted.split(list_amounts(known.kinds)) for name, known in networks.items()}
+        own = self.fitted.split(list_amounts(work.kinds))
+        far = {name: measure_distance(own, other) for name, other in split.items()}
+        # The distance of each known network, the nearest first.
+        self.ranked = dict(sorted(far.items(), key=lambda pair: pair[1]))
         self.distance = next(iter(self.ranked.values()))
-        self.log_ms = math.log(self.fitted.sum(list_amounts(work.kinds)))
+        self.log_ms = math.log(float(own.sum()))
         self.compiled = self.fitted.compiled if traffic is not None else None
         if self.compiled is not None and traffic is not None:
             # The errors of graph and plan are different, so that the mean of both errs less than either.

@@ -19,7 +19,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from edgekit.forecasts.features import BLOCK, Kind, Traffic, list_amounts
+from edgekit.forecasts.features import BLOCK, Kind, Traffic
 from edgekit.model.tensors import Array
 from edgekit.phones import Phone, read_phones
 from edgekit.target import targets_folder
@@ -203,13 +203,6 @@ def measure_distance(one: Array, other: Array) -> float:
     """
     shares = float(np.abs(one / one.sum() - other / other.sum()).sum()) / 2
     return shares + abs(math.log10(float(one.sum()) / float(other.sum())))
-
-
-def rank_networks(fitted: Fitted, kinds: Mapping[Kind, float], known: Mapping[str, KnownNetwork]) -> dict[str, float]:
-    """Returns the distance of a network to each known network, nearest first."""
-    own = fitted.split(list_amounts(kinds))
-    far = {name: measure_distance(own, fitted.split(list_amounts(net.kinds))) for name, net in known.items()}
-    return dict(sorted(far.items(), key=lambda pair: pair[1]))
 
 
 MEMORY_KINDS: tuple[Kind, ...] = ("weights", "spill", "outside", "nodes")

@@ -241,7 +241,17 @@ def race(group: str, holder: Entrant, challengers: Sequence[Entrant], take: Take
     ratios: dict[str, list[float]] = {entrant.name: [] for entrant in challengers}
     living, failure = list(challengers), ""
     while living and not failure:
-        failure = _run_heat(holder, living, ratios, out, take, goal)
+        for _ in range(_HEAT):
+            racing = [entrant for entrant in living if entrant.name not in out]
+            found = take([holder, *racing])
+            failure = TIME_OVER if found is None else found[0].fault or ""
+            if found is None or failure:
+                break
+            for entrant, measured in zip(racing, found[1:], strict=True):
+                if measured.fault is not None:
+                    out[entrant.name] = measured.fault
+                else:
+                    ratios[entrant.name].append(cost_of(measured, goal) / cost_of(found[0], goal))
         screened = {
             one.name: geometric_mean(ratios[one.name]) for one in living if one.name not in out and ratios[one.name]
         }
@@ -250,7 +260,7 @@ def race(group: str, holder: Entrant, challengers: Sequence[Entrant], take: Take
         living = ahead[: max(1, len(living) // 2)]
         if len(living) == 1:
             break
-    known = {name: geometric_mean(found) for name, found in ratios.items() if found and name not in out}
+    known = {name: geometric_mean(each) for name, each in ratios.items() if each and name not in out}
     empty = Decision(group=group, holder=holder.name, screened=known)
     if failure or not living:
         best = min(known, key=lambda name: known[name], default=None)
@@ -262,30 +272,6 @@ def race(group: str, holder: Entrant, challengers: Sequence[Entrant], take: Take
         told += [f"'{name}' is out: {why}" for name, why in out.items()]
         return msgspec.structs.replace(empty, reason="; ".join(told))
     return _decide(empty, holder, living[0], take, goal)
-
-
-def _run_heat(
-    holder: Entrant,
-    living: Sequence[Entrant],
-    ratios: Mapping[str, list[float]],
-    out: dict[str, str],
-    take: TakeRound,
-    goal: Goal,
-) -> str:
-    """Runs a few rounds, adds ratios and failed entrants, and returns why the race ends, "" if it goes on."""
-    for _ in range(_HEAT):
-        racing = [entrant for entrant in living if entrant.name not in out]
-        found = take([holder, *racing])
-        if found is None:
-            return TIME_OVER
-        if found[0].fault is not None:
-            return found[0].fault
-        for entrant, measured in zip(racing, found[1:], strict=True):
-            if measured.fault is not None:
-                out[entrant.name] = measured.fault
-            else:
-                ratios[entrant.name].append(cost_of(measured, goal) / cost_of(found[0], goal))
-    return ""
 
 
 def compare_fresh(

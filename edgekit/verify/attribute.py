@@ -35,7 +35,7 @@ def attribute_loss(
     measured_runs = [(run, worst) for run in report.runs if (worst := _worst_output(run)) is not None]
     if not measured_runs:
         return report
-    run, worst = min(measured_runs, key=lambda each: list(Evidence).index(each[0].evidence))
+    run, worst = min(measured_runs, key=lambda each: each[0].evidence.rank)
     indices = run.find_places(bundle.manifest.golden.samples)
     inputs = select_samples(read_inputs(bundle.golden), indices)
     reference = select_samples(read_outputs(bundle.golden), indices)

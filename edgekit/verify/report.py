@@ -140,11 +140,10 @@ class VerifyReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
     @property
     def placed(self) -> Placed | None:
         """Where the target's own provider put the nodes, by the strongest evidence available; None if there is none."""
-        order = [kind.value for kind in Evidence]
         # A session of an ORT file does not name what its provider compiled; that of the ONNX file in the same bundle
         # does.
         told = (placed for run in self.runs for placed in (run.placed, *(file.placed for file in run.files)))
-        return min(filter(None, told), key=lambda placed: order.index(placed.evidence), default=None)
+        return min(filter(None, told), key=lambda placed: Evidence(placed.evidence).rank, default=None)
 
     @property
     def comparison(self) -> tuple[DeviceFigures, ...]:
@@ -217,8 +216,7 @@ class VerifyReport(NotebookPage, msgspec.Struct, frozen=True, kw_only=True):
     @property
     def evidence(self) -> Evidence | None:
         """The strongest evidence of the runs that passed, or None if no run passed."""
-        order = list(Evidence)
-        return min((run.evidence for run in self.runs if run.passed), key=order.index, default=None)
+        return min((run.evidence for run in self.runs if run.passed), key=lambda kind: kind.rank, default=None)
 
 
 def recheck_report(report: VerifyReport, thresholds: Thresholds) -> VerifyReport:

@@ -81,6 +81,7 @@ class _Trial(msgspec.Struct, frozen=True, kw_only=True):
     edgekit waited for the device.
     """
 
+    asked: _Asked
     bundle: Bundle
     golden: Golden
     plan: Verification
@@ -227,6 +228,7 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> _Done:
         else:
             own, notes = None, ()
         trial = _Trial(
+            asked=asked,
             bundle=bundle,
             golden=golden,
             plan=plan,
@@ -238,7 +240,7 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> _Done:
             own=own,
             notes=notes,
         )
-        report, run, sizes = _measure_run(trial, asked), trial.run, None
+        report, run, sizes = _measure_run(trial), trial.run, None
         if bundle.manifest.open_dims and run.failure is None:
             sizes = compare_sizes(bundle.manifest, ran, trial.reference, run.outputs)
         elif asked.golden is None or asked.unpadded is not None:
@@ -246,8 +248,8 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> _Done:
             sizes = run_buckets(bundle, device, job, run, rows, work / "sizes", asked.unpadded)
         report = msgspec.structs.replace(
             report,
-            traps=() if report.passed else tuple(_list_traps(trial, report.outputs, asked)),
-            located=_look_inside(trial, device, report.outputs, asked, work / "layers"),
+            traps=() if report.passed else tuple(_list_traps(trial, report.outputs)),
+            located=_look_inside(trial, device, report.outputs, work / "layers"),
             state=run_sequences(bundle.manifest, device, job, run, golden, trial.reference, work / "steps"),
             sizes=sizes,
             files=tuple(try_model_files(bundle, device, plan, golden, work / "files")),
@@ -262,21 +264,21 @@ def _run_device(bundle: Bundle, device: Device, asked: _Asked) -> _Done:
         return _Done(report=report, held=held, scored=scored)
 
 
-def _measure_run(trial: _Trial, asked: _Asked) -> RunReport:
+def _measure_run(trial: _Trial) -> RunReport:
     """Returns the facts of a run; possible explanations are not looked for yet."""
     bundle, run = trial.bundle, trial.run
     classes, labels = read_classes(trial.golden), read_labels(trial.golden)
     accuracy, task, digest = None, None, ""
     if classes is not None:
         accuracy = measure_accuracy(trial.reference, run.outputs, [classes[row] for row in trial.rows])
-    if asked.task is not None and labels is not None:
-        task = measure_task(asked.task, trial.reference, run.outputs, [labels[row] for row in trial.rows])
+    if trial.asked.task is not None and labels is not None:
+        task = measure_task(trial.asked.task, trial.reference, run.outputs, [labels[row] for row in trial.rows])
         task = msgspec.structs.replace(task, labelled=len(labels))
     if run.failure is None:
         with contextlib.suppress(EdgekitError):
             digest = digest_samples(run.outputs)
     older = "" if run.evidence is Evidence.DEVICE else describe_older(run, bundle.manifest.minimum_ort)
-    gap, outputs = find_gap(run, trial.job), _compare(trial, asked)
+    gap, outputs = find_gap(run, trial.job), _compare(trial)
     return RunReport(
         device=run.device,
         evidence=run.evidence,
@@ -285,7 +287,7 @@ def _measure_run(trial: _Trial, asked: _Asked) -> RunReport:
         samples=len(trial.rows),
         planned_samples=trial.job.samples.count,
         steps=bundle.manifest.steps,
-        findings=tuple(_list_findings(trial, asked)),
+        findings=tuple(_list_findings(trial)),
         provider_nodes=count_nodes(run, trial.job),
         placement_source=run.placement_source,
         gap=gap,
@@ -303,7 +305,7 @@ def _measure_run(trial: _Trial, asked: _Asked) -> RunReport:
         crashed=run.crashed,
         notes=(
             *run.notes,
-            *_list_notes(trial, asked),
+            *_list_notes(trial),
             *filter(None, (describe_hidden(gap),)),
             *describe_lists(outputs),
             *describe_larger_sets(outputs),
@@ -313,14 +315,14 @@ def _measure_run(trial: _Trial, asked: _Asked) -> RunReport:
     )
 
 
-def _compare(trial: _Trial, asked: _Asked) -> tuple[OutputReport, ...]:
+def _compare(trial: _Trial) -> tuple[OutputReport, ...]:
     """Returns the comparison of outputs with the float model's.
 
     `mismatch` says which outputs came from something else than the bundle's own model. Failing outputs get a suspect if
     a usual mistake explains them.
     """
     got, reference = trial.run.outputs, trial.reference
-    plain = tuple(_judge_by_all_samples(compare_bundled(trial.bundle, reference, got), trial, asked))
+    plain = tuple(_judge_by_all_samples(compare_bundled(trial.bundle, reference, got), trial))
     unfaithful = {} if trial.own is None else find_unfaithful(trial.own, reference, got)
     outputs = [
         msgspec.structs.replace(output, mismatch=output.mismatch or unfaithful.get(output.name)) for output in plain
@@ -331,7 +333,7 @@ def _compare(trial: _Trial, asked: _Asked) -> tuple[OutputReport, ...]:
     return tuple(msgspec.structs.replace(output, suspect=suspects.get(output.name)) for output in outputs)
 
 
-def _judge_by_all_samples(outputs: Sequence[OutputReport], trial: _Trial, asked: _Asked) -> Iterator[OutputReport]:
+def _judge_by_all_samples(outputs: Sequence[OutputReport], trial: _Trial) -> Iterator[OutputReport]:
     """Yields the reports; if few samples leave open whether a device's decisions agree, all golden samples decide.
 
     The device must decide as the bundle's own model does on each sample that it ran. Then that model's decisions on the
@@ -347,7 +349,7 @@ def _judge_by_all_samples(outputs: Sequence[OutputReport], trial: _Trial, asked:
     readings = {name: readings[name] for name, shared in same.items() if all(each.share == 1 for each in shared)}
     whole: dict[str, tuple[Agreement, ...]] = {}
     if readings:
-        own, _ = run_own_model(trial.bundle, trial.plan.form, read_inputs(trial.golden), asked.known)
+        own, _ = run_own_model(trial.bundle, trial.plan.form, read_inputs(trial.golden), trial.asked.known)
         whole = {} if own is None else measure_agreement(read_outputs(trial.golden), own, readings)
     for output in outputs:
         yield msgspec.structs.replace(output, agreements=whole.get(output.name, output.agreements))
@@ -357,7 +359,7 @@ def _name_wrong(outputs: Sequence[OutputReport], trial: _Trial) -> list[str]:
     return [output.name for output in outputs if judge_output(output, trial.bundle.manifest.thresholds)]
 
 
-def _list_findings(trial: _Trial, asked: _Asked) -> Iterator[str]:
+def _list_findings(trial: _Trial) -> Iterator[str]:
     """Yields what fails a run whatever its figures are: the device did not do what it reports."""
     manifest, run = trial.bundle.manifest, trial.run
     found = (
@@ -368,11 +370,11 @@ def _list_findings(trial: _Trial, asked: _Asked) -> Iterator[str]:
         find_ignored_optimisations(run, manifest.session_config) if trial.plan.form == "runtime" else None,
     )
     yield from filter(None, found)
-    if run.failure is None and asked.golden is None:
+    if run.failure is None and trial.asked.golden is None:
         yield from find_self_test_fault(trial.bundle, trial.rows, run.outputs)
 
 
-def _list_notes(trial: _Trial, asked: _Asked) -> Iterator[str]:
+def _list_notes(trial: _Trial) -> Iterator[str]:
     """Yields what a reader of the figures should know, such as that the times of an emulator mean nothing."""
     latency = None if trial.impossible_time else summarize_latency(trial.run.latency_ms)
     if trial.false_times:
@@ -387,33 +389,31 @@ def _list_notes(trial: _Trial, asked: _Asked) -> Iterator[str]:
     done, planned = len(trial.rows), trial.job.samples.count
     if done < planned:
         yield f"it stopped after {done} of {planned} samples: only these were compared"
-    if trial.bundle.manifest.buckets and asked.golden is not None and asked.unpadded is None:
+    if trial.bundle.manifest.buckets and trial.asked.golden is not None and trial.asked.unpadded is None:
         yield "samples of your own run in the largest size alone: the others were not judged"
     yield from trial.notes
     if trial.bundle.manifest.precision != "fp16":
         yield from find_half_values(trial.own or trial.reference, trial.run.outputs)
 
 
-def _list_traps(trial: _Trial, outputs: Sequence[OutputReport], asked: _Asked) -> Iterator[str]:
+def _list_traps(trial: _Trial, outputs: Sequence[OutputReport]) -> Iterator[str]:
     """Yields the known traps that may explain why a run does not pass."""
     yield from list_traps(trial.bundle, trial.run, trial.job.model, read_cpu_flags())
     forms = trial.bundle.manifest.forms
     own = trial.bundle.find_model("onnx") if "onnx" in forms else trial.job.model
-    model, wrong = asked.float_model or own, _name_wrong(outputs, trial)
+    model, wrong = trial.asked.float_model or own, _name_wrong(outputs, trial)
     if wrong and model.suffix == ".onnx":
         mistake = find_input_mistake(model, trial.job.samples, trial.run.outputs, wrong[0])
         yield from () if mistake is None else (f"output '{wrong[0]}' {mistake}",)
 
 
-def _look_inside(
-    trial: _Trial, device: Device, outputs: Sequence[OutputReport], asked: _Asked, work: Path
-) -> Located | None:
+def _look_inside(trial: _Trial, device: Device, outputs: Sequence[OutputReport], work: Path) -> Located | None:
     """Returns the layer that the device computes differently, or None if it was not looked for."""
-    is_asked = (asked.layers or bool(_name_wrong(outputs, trial))) and not is_recorded(device)
+    is_asked = (trial.asked.layers or bool(_name_wrong(outputs, trial))) and not is_recorded(device)
     if trial.run.failure is not None or not is_asked or "onnx" not in trial.bundle.manifest.forms:
         return None
     traced = msgspec.structs.replace(trial.job, model=trial.bundle.find_model("onnx"))
-    located = look_at_layers(device, traced, work, may_cut=asked.layers)
+    located = look_at_layers(device, traced, work, may_cut=trial.asked.layers)
     if trial.plan.form == "onnx":
         return located
     note = f"the layers are those of the bundle's ONNX file, the run loaded its form '{trial.plan.form}'"

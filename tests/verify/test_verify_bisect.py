@@ -5,17 +5,15 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from bundle_models import make_check
 from msgspec.structs import replace
 from onnx import TensorProto, helper, numpy_helper
 from verify_devices import InProcess
-from verify_models import LAYERS, make_images, save_network
+from verify_models import LAYERS, job_of, make_images, save_network
 
 from edgekit._ort import CpuSession, Level, SessionSettings
 from edgekit.devices.device import DeviceRun, Job
 from edgekit.graph.graph import view_model, view_part
 from edgekit.model.model import Model, load_model, read_proto
-from edgekit.target import load_target
 from edgekit.verify.layers.on_device import is_right, locate_on_device, plan_cuts, save_prefix
 from edgekit.verify.metrics.outputs import OutputReport
 
@@ -34,14 +32,6 @@ class Miscomputing(InProcess, frozen=True, kw_only=True):
                 node.input[-1] = "edgekit.turned"
         onnx.save(proto, str(work / "turned.onnx"))
         return super().run_job(replace(job, model=work / "turned.onnx"), work)
-
-
-def job_of(model: Model) -> Job:
-    target = load_target("nnapi")
-    check = make_check(model, target)
-    return Job(
-        model=model.path, target=target, precision="int8", outputs=model.outputs, check=check, samples=make_images(2)
-    )
 
 
 @pytest.mark.parametrize("layer", ["conv0", "conv3", "flatten"])

@@ -227,7 +227,7 @@ def test_a_manifest_cannot_state_buckets_that_are_not_there_or_beside_what_exclu
     raw = msgspec.json.decode(encode_json(bundle.manifest))
     assert decode_manifest(encode_json(raw), "it") == bundle.manifest
     spoil(raw)
-    with pytest.raises(BundleError, match=said):
+    with pytest.raises(BundleError, match=said or None):
         decode_manifest(encode_json(raw), "it")
 
 

@@ -7,18 +7,16 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from bundle_models import make_bundle, make_check
+from bundle_models import make_bundle
 from devices_models import present
 from msgspec.structs import replace
 from tiny_models import save_net
 from verify_devices import InProcess, from_list, turning
-from verify_models import LAYERS, break_layer, make_images, turn_layer
+from verify_models import LAYERS, break_layer, job_of, make_images, turn_layer
 
-from edgekit.data.samples import Samples
 from edgekit.devices.device import DeviceRun, Job
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Tensors
-from edgekit.target import Precision, load_target
 from edgekit.verify.layers.comparison import Located
 from edgekit.verify.layers.on_device import find_device_layer, plan_probes
 from edgekit.verify.run import verify_bundle
@@ -26,20 +24,6 @@ from edgekit.verify.run import verify_bundle
 pytestmark = pytest.mark.slow
 
 FORMS = pytest.mark.parametrize("form", [0, 1], ids=["float", "int8"])
-
-
-def job_of(model: Model, target: str = "nnapi", samples: Samples | None = None) -> Job:
-    chosen = load_target(target)
-    quantized = any(node.op_type == "QuantizeLinear" for node in onnx.load(str(model.path)).graph.node)
-    precision: Precision = "int8" if quantized else "fp32"
-    return Job(
-        model=model.path,
-        target=chosen,
-        precision=precision,
-        outputs=model.outputs,
-        check=make_check(model, chosen),
-        samples=samples or make_images(2),
-    )
 
 
 def look(name: str, target: str, job: Job, work: Path, *, layer: str | None = None) -> Located:

@@ -10,11 +10,13 @@ import onnx
 import pytest
 from onnx import numpy_helper
 from verify_devices import InProcess
+from verify_models import break_layer
 
 from edgekit._files import digest_file
 from edgekit.bundle.folder import MANIFEST, open_bundle
 from edgekit.bundle.manifest import encode_json
 from edgekit.errors import BundleError
+from edgekit.model.model import load_model
 from edgekit.model.tensors import Array
 from edgekit.verify.report import VerifyReport
 from edgekit.verify.run import verify_bundle
@@ -39,24 +41,9 @@ def make_digests_anew(folder: Path) -> None:
     (folder / MANIFEST).write_bytes(encode_json(manifest))
 
 
-def read_weight(folder: Path, layer: str) -> tuple[onnx.ModelProto, onnx.TensorProto]:
-    proto = onnx.load(str(folder / "model.onnx"))
-    producers = {name: node for node in proto.graph.node for name in node.output}
-    node = next(node for node in proto.graph.node if node.name == layer)
-    maker = producers.get(node.input[1])
-    wanted = node.input[1] if maker is None else maker.input[0]
-    return proto, next(tensor for tensor in proto.graph.initializer if tensor.name == wanted)
-
-
-def read_weight_of(path: Path, name: str) -> onnx.TensorProto:
-    return next(tensor for tensor in onnx.load(str(path)).graph.initializer if tensor.name == name)
-
-
 def change(folder: Path, layer: str, corrupt: Callable[[Array], Array]) -> None:
-    proto, tensor = read_weight(folder, layer)
-    values = np.ascontiguousarray(corrupt(numpy_helper.to_array(tensor).copy()))
-    tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
-    onnx.save(proto, str(folder / "model.onnx"))
+    path = folder / "model.onnx"
+    break_layer(load_model(path), path, layer, corrupt)
 
 
 def verify(folder: Path) -> VerifyReport:
@@ -99,13 +86,12 @@ def test_a_changed_onnx_file_fails_the_self_test_though_the_digests_fit(
 
 
 def test_a_changed_ort_file_does_not_fit_the_onnx_file_beside_it(bundle: Path, built: Path) -> None:
-    _, tensor = read_weight(bundle, "conv3")
     path = bundle / "model.runtime.ort"
-    weight = numpy_helper.to_array(tensor)
     data = path.read_bytes()
-    if weight.tobytes() not in data:  # made from the float32 model, where the bundle is of fp16
-        weight = numpy_helper.to_array(read_weight_of(built.parents[1] / "network.onnx", "w3"))
-    assert weight.tobytes() in data
+    # Made from the float32 model, where the bundle is of fp16.
+    models = [onnx.load(str(each)).graph for each in (bundle / "model.onnx", built.parents[1] / "network.onnx")]
+    stored = [numpy_helper.to_array(each) for graph in models for each in graph.initializer if "w3" in each.name]
+    weight = next(each for each in stored if each.ndim == 4 and each.tobytes() in data)
     path.write_bytes(data.replace(weight.tobytes(), np.ascontiguousarray(weight[::-1]).tobytes()))
     make_digests_anew(bundle)
     report = verify(bundle)

@@ -165,17 +165,6 @@ def floats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
     return {"fp32": model, "fp16": convert_to_fp16(model, [], folder / "half.onnx").model}
 
 
-def change_float(model: Model, path: Path, layer: str, change: Callable[[Array], Array]) -> Model:
-    proto = onnx.load(str(model.path))
-    node = next(node for node in proto.graph.node if node.name == layer)
-    for tensor in proto.graph.initializer:
-        if tensor.name == node.input[1]:
-            values = np.ascontiguousarray(change(numpy_helper.to_array(tensor).copy()))
-            tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
-    onnx.save(proto, str(path))
-    return load_model(path)
-
-
 def rename(model: Model, path: Path, *, outside: bool = False) -> Model:
     """Saves the model with other names of nodes and tensors, as another exporter would give them."""
     proto = onnx.load(str(model.path))
@@ -216,7 +205,7 @@ def test_a_clean_float_deployment_has_no_outlier(floats: dict[str, Model], form:
 def test_the_broken_layer_of_a_float_deployment_is_named(
     floats: dict[str, Model], tmp_path: Path, form: str, layer: str, fault: Callable[[Array], Array]
 ) -> None:
-    broken = change_float(floats[form], tmp_path / "broken.onnx", layer, fault)
+    broken = break_layer(floats[form], tmp_path / "broken.onnx", layer, fault)
     assert name_first_bad(compare_layers(floats["fp32"], broken, make_images())) == layer
 
 
@@ -333,7 +322,7 @@ def test_scaled_channels_are_told_from_broken_ones(models: tuple[Model, Model], 
     layers = compare_layers(models[0], scaled, make_images())
     assert "r1" in {layer.tensor for layer in layers}
     assert explain_layers(layers) == ()
-    wrong = change_float(scaled, tmp_path / "wrong.onnx", "conv1", lambda weight: (weight * 2).astype(weight.dtype))
+    wrong = break_layer(scaled, tmp_path / "wrong.onnx", "conv1", lambda weight: (weight * 2).astype(weight.dtype))
     assert name_first_bad(compare_layers(models[0], wrong, make_images())) == "conv1"
 
 

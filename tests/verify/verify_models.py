@@ -5,17 +5,19 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+from bundle_models import make_check
 from onnx import numpy_helper
 from tiny_models import save_net
 
 from edgekit.data.samples import Samples
+from edgekit.devices.device import Job
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array
 from edgekit.prepare.clean import prepare_model
 from edgekit.quantize.apply import quantize_model
 from edgekit.quantize.calibration.calibrate import calibrate_model
 from edgekit.quantize.mixed_precision.auto import plan_quantization
-from edgekit.target import load_target
+from edgekit.target import Precision, load_target
 
 LAYERS = 5
 CHANNELS = 24
@@ -58,24 +60,37 @@ def turn_layer(source: Path, path: Path, layer: str) -> Path:
 
 def turn_weights(proto: onnx.ModelProto, layer: str) -> None:
     """Inverts the sign of one layer's weights, if the model has that layer."""
+    change_weights(proto, layer, lambda weights: -weights)
+
+
+def change_weights(proto: onnx.ModelProto, layer: str, change: Callable[[Array], Array]) -> None:
+    """Changes the weights of one layer, quantized or not, if the model has that layer."""
     producers = {name: node for node in proto.graph.node for name in node.output}
-    for node in proto.graph.node:
-        if node.name == layer:
-            name = node.input[1]
-            name = producers[name].input[0] if name in producers else name
-            tensor = next(tensor for tensor in proto.graph.initializer if tensor.name == name)
-            tensor.CopyFrom(numpy_helper.from_array(-numpy_helper.to_array(tensor), name))
+    for name in (node.input[1] for node in proto.graph.node if node.name == layer):
+        stored = producers[name].input[0] if name in producers else name
+        tensor = next(tensor for tensor in proto.graph.initializer if tensor.name == stored)
+        values = np.ascontiguousarray(change(numpy_helper.to_array(tensor).copy()))
+        tensor.CopyFrom(numpy_helper.from_array(values, stored))
 
 
-def break_layer(model: Model, path: Path, layer: str, change: Callable[[np.ndarray], np.ndarray]) -> Model:
-    """Saves the model with the quantized weight of one Conv changed."""
+def break_layer(model: Model, path: Path, layer: str, change: Callable[[Array], Array]) -> Model:
+    """Saves the model with the weights of one layer changed."""
     proto = onnx.load(str(model.path))
-    producers = {name: node for node in proto.graph.node for name in node.output}
-    conv = next(node for node in proto.graph.node if node.name == layer)
-    name = producers[conv.input[1]].input[0]
-    for tensor in proto.graph.initializer:
-        if tensor.name == name:
-            changed = np.ascontiguousarray(change(numpy_helper.to_array(tensor).copy()))
-            tensor.CopyFrom(numpy_helper.from_array(changed, name))
+    change_weights(proto, layer, change)
     onnx.save(proto, str(path))
     return load_model(path)
+
+
+def job_of(model: Model, target: str = "nnapi", samples: Samples | None = None) -> Job:
+    """Returns the job of a device that runs the model, by default on two random images."""
+    chosen = load_target(target)
+    quantized = any(node.op_type == "QuantizeLinear" for node in onnx.load(str(model.path)).graph.node)
+    precision: Precision = "int8" if quantized else "fp32"
+    return Job(
+        model=model.path,
+        target=chosen,
+        precision=precision,
+        outputs=model.outputs,
+        check=make_check(model, chosen),
+        samples=samples or make_images(2),
+    )

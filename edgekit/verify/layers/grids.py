@@ -271,8 +271,14 @@ def _walk(
         if not any(node.input) or any(source in given or source in nodes for source in node.input)
     ]
     own = {producers[name].input[0] for name in names if name in producers and producers[name].op_type == DEQUANTIZE}
+    stored = {types.get(name, 0) for name in constants}
+    arithmetic: Arithmetic = "half" if is_half else "float"
+    if "MatMulNBits" in ops or not stored.isdisjoint(_FOUR_BITS):
+        arithmetic = "int4"
+    elif DEQUANTIZE in ops or any(op.startswith(_INTEGER_OPS) for op in ops) or not stored.isdisjoint(_BYTES):
+        arithmetic = "int8"
     return Region(
-        arithmetic=_name_arithmetic(ops, {types.get(name, 0) for name in constants}, is_half=is_half),
+        arithmetic=arithmetic,
         reads=tuple(reads),
         roundings=sum(
             node.op_type.startswith("DynamicQuantize") or (node.op_type == QUANTIZE and node.output[0] not in own)
@@ -287,11 +293,3 @@ def _reads_integers(node: Node, producers: Mapping[str, Node]) -> bool:
     """Returns True for an operator on integers, and for a DQ node after a node that is no Q node."""
     before = producers.get(node.input[0]) if node.op_type == DEQUANTIZE else None
     return node.op_type.startswith(_INTEGERS_ONLY) or (before is not None and before.op_type != QUANTIZE)
-
-
-def _name_arithmetic(ops: Sequence[str], types: set[int], *, is_half: bool) -> Arithmetic:
-    if "MatMulNBits" in ops or not types.isdisjoint(_FOUR_BITS):
-        return "int4"
-    if DEQUANTIZE in ops or any(op.startswith(_INTEGER_OPS) for op in ops) or not types.isdisjoint(_BYTES):
-        return "int8"
-    return "half" if is_half else "float"
