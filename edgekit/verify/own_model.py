@@ -24,6 +24,7 @@ from edgekit.model.model import load_model
 from edgekit.model.tensors import Array, Tensors
 from edgekit.prepare.constants import DISABLED
 from edgekit.target import Form, load_target, read_version
+from edgekit.verify.metrics.compare import read_first
 
 TESTED_FORMS: tuple[Form, ...] = ("onnx", "full", "runtime")
 """Forms of a model that this machine can run."""
@@ -201,12 +202,9 @@ def find_half_values(reference: Samples, got: Samples) -> tuple[str, ...]:
     Values on an integer grid, such as those of a quantized softmax, may be exact in half precision anyway.
     """
     rows: dict[str, list[tuple[Array, Array]]] = {}
-    try:
-        for _, wanted, found in zip(range(_LOOKED_AT), reference, got, strict=False):
-            for name in wanted.keys() & found.keys():
-                rows.setdefault(name, []).append((wanted[name], found[name]))
-    except EdgekitError:
-        return ()
+    for wanted, found in read_first(_LOOKED_AT, reference, got):
+        for name in wanted.keys() & found.keys():
+            rows.setdefault(name, []).append((wanted[name], found[name]))
     return tuple(
         f"output '{name}' holds only values of half precision, which the float model's are not: the device computes, or"
         " hands over, in fp16"

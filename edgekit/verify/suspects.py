@@ -4,7 +4,6 @@ A mistake in the outputs is undone and the outputs are compared again; a mistake
 model's inputs too. The mistake that then explains the outputs is named.
 """
 
-import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from edgekit.quantize.ranges import softmax
 from edgekit.verify.layers.matching import DEQUANTIZE, QUANTIZE
 from edgekit.verify.layers.overflows import HALF_MAX
 from edgekit.verify.metrics import tensor_metrics as metrics
+from edgekit.verify.metrics.compare import read_first
 from edgekit.verify.metrics.tensor_metrics import Floats
 
 # How much better the outputs must fit once the mistake is undone, for it to be named.
@@ -54,7 +54,7 @@ def find_suspects(reference: Samples, got: Samples, names: Sequence[str], *, is_
     Only the first samples are used. An output that cannot be read or measured has no suspect. `is_half` means that the
     target computes in half precision.
     """
-    rows = _read_rows(reference, got)
+    rows = read_first(_SAMPLES, reference, got)
     suspects: dict[str, str] = {}
     for name in names:
         if is_half and _overflows(rows, name):
@@ -83,7 +83,7 @@ def find_input_mistake(model: Path, inputs: Samples, got: Samples, output: str) 
 
     The mistakes tried, on the first samples, are channels in reverse order, another layout, and the usual scalings.
     """
-    rows = _read_rows(inputs, got)
+    rows = read_first(_SAMPLES, inputs, got)
     try:
         # A compiled context is an ONNX file too, but does not open on the CPU.
         session = CpuSession(model, SessionSettings(level=Level.DISABLED))
@@ -150,7 +150,7 @@ def _find_order(pairs: _Pairs) -> str | None:
     return _ORDER if same_share >= _LEAST_USED and _explains(fit, _fit(pairs)) else None
 
 
-def _overflows(rows: Sequence[tuple[Tensors, Tensors]], name: str) -> bool:
+def _overflows(rows: Sequence[tuple[Tensors, ...]], name: str) -> bool:
     """Returns True if an output is not finite, or at the limit of half precision, while the reference is neither."""
     for wanted, found in rows:
         first, second = wanted.get(name), found.get(name)
@@ -173,7 +173,7 @@ def _fit(pairs: _Pairs) -> float:
     return metrics.sqnr_db([metrics.measure_errors(wanted, found) for wanted, found in pairs])
 
 
-def _pair(rows: Sequence[tuple[Tensors, Tensors]], name: str, other: str) -> _Pairs:
+def _pair(rows: Sequence[tuple[Tensors, ...]], name: str, other: str) -> _Pairs:
     """Returns reference and output, flat, of the samples in which both are numbers of the same shape."""
     pairs: list[tuple[Floats, Floats]] = []
     for wanted, found in rows:
@@ -187,14 +187,6 @@ def _pair(rows: Sequence[tuple[Tensors, Tensors]], name: str, other: str) -> _Pa
             return ()
         pairs.append(flat)
     return pairs
-
-
-def _read_rows(reference: Samples, got: Samples) -> list[tuple[Tensors, Tensors]]:
-    rows: list[tuple[Tensors, Tensors]] = []
-    with contextlib.suppress(EdgekitError):
-        for _, wanted, found in zip(range(_SAMPLES), reference, got, strict=False):
-            rows.append((wanted, found))
-    return rows
 
 
 def _reverse_channels(value: Array) -> Array:

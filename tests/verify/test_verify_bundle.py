@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from onnx import TensorProto, helper
 from verify_devices import InProcess, Lie, restate
 
-from edgekit._ort import CPU_PROVIDER
 from edgekit.bundle.folder import Bundle, open_bundle, write_bundle
 from edgekit.bundle.golden import make_golden, read_labels
 from edgekit.data.labels import Boxes
@@ -120,15 +119,6 @@ def test_a_skipped_device_is_no_pass(bundle: Bundle) -> None:
 
 def test_one_run_that_fails_fails_all(bundle: Bundle) -> None:
     assert not verify_bundle(bundle, [InProcess(), InProcess(failure="ran out of time")]).passed
-
-
-def test_nodes_left_to_the_cpu_are_limited(bundle: Bundle) -> None:
-    report = verify_bundle(bundle, [InProcess()])
-    counts = {"NnapiExecutionProvider": 2, CPU_PROVIDER: 1}
-    strict = replace(bundle.manifest.thresholds, max_cpu_nodes=0)
-    run = replace(report.runs[0], provider_nodes=counts)
-    assert run.passed
-    assert not replace(run, thresholds=strict).passed
 
 
 def test_the_device_gets_the_planned_samples(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 from verify_devices import InProcess
-from verify_models import break_layer
+from verify_models import break_layer, find_weights
 
 from edgekit._files import digest_file
 from edgekit.bundle.folder import MANIFEST, open_bundle
@@ -89,9 +89,9 @@ def test_a_changed_ort_file_does_not_fit_the_onnx_file_beside_it(bundle: Path, b
     path = bundle / "model.runtime.ort"
     data = path.read_bytes()
     # Made from the float32 model, where the bundle is of fp16.
-    models = [onnx.load(str(each)).graph for each in (bundle / "model.onnx", built.parents[1] / "network.onnx")]
-    stored = [numpy_helper.to_array(each) for graph in models for each in graph.initializer if "w3" in each.name]
-    weight = next(each for each in stored if each.ndim == 4 and each.tobytes() in data)
+    models = [onnx.load(str(each)) for each in (bundle / "model.onnx", built.parents[1] / "network.onnx")]
+    stored = [numpy_helper.to_array(each) for model in models for each in find_weights(model, "conv3")]
+    weight = next(each for each in stored if each.tobytes() in data)
     path.write_bytes(data.replace(weight.tobytes(), np.ascontiguousarray(weight[::-1]).tobytes()))
     make_digests_anew(bundle)
     report = verify(bundle)

@@ -65,12 +65,17 @@ def turn_weights(proto: onnx.ModelProto, layer: str) -> None:
 
 def change_weights(proto: onnx.ModelProto, layer: str, change: Callable[[Array], Array]) -> None:
     """Changes the weights of one layer, quantized or not, if the model has that layer."""
-    producers = {name: node for node in proto.graph.node for name in node.output}
-    for name in (node.input[1] for node in proto.graph.node if node.name == layer):
-        stored = producers[name].input[0] if name in producers else name
-        tensor = next(tensor for tensor in proto.graph.initializer if tensor.name == stored)
+    for tensor in find_weights(proto, layer):
         values = np.ascontiguousarray(change(numpy_helper.to_array(tensor).copy()))
-        tensor.CopyFrom(numpy_helper.from_array(values, stored))
+        tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+
+
+def find_weights(proto: onnx.ModelProto, layer: str) -> list[onnx.TensorProto]:
+    """Returns the stored weights of one layer, quantized or not: none if the model has no such layer."""
+    producers = {name: node for node in proto.graph.node for name in node.output}
+    reads = [node.input[1] for node in proto.graph.node if node.name == layer]
+    names = {producers[name].input[0] if name in producers else name for name in reads}
+    return [tensor for tensor in proto.graph.initializer if tensor.name in names]
 
 
 def break_layer(model: Model, path: Path, layer: str, change: Callable[[Array], Array]) -> Model:

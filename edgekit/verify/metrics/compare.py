@@ -1,5 +1,6 @@
 """Compares the outputs of two runs, sample by sample, in memory that does not grow with the number of samples."""
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -76,6 +77,15 @@ def _read(report: OutputReport, reading: Reading | None, shared: tuple[Agreement
             report, top1_agreement=None, top1_interval=None, top5_agreement=None, worst_answers=None, changes=()
         )
     return msgspec.structs.replace(report, agreements=shared) if report.samples and not report.non_finite else report
+
+
+def read_first(most: int, *runs: Samples) -> list[tuple[Tensors, ...]]:
+    """Returns the first samples of several runs side by side, up to one that cannot be read."""
+    rows: list[tuple[Tensors, ...]] = []
+    with contextlib.suppress(EdgekitError):
+        for _, *row in zip(range(most), *runs, strict=False):
+            rows.append(tuple(row))
+    return rows
 
 
 def mark_reordered(

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekit.data.samples import Samples
-from edgekit.errors import EdgekitError
 from edgekit.model.tensors import Array, is_numeric
+from edgekit.verify.metrics.compare import read_first
 from edgekit.verify.metrics.intervals import bootstrap_share
 from edgekit.verify.metrics.tensor_metrics import decibels, sketch_samples
 
@@ -282,16 +282,13 @@ def measure_chance(near: float, far: float, dims: float) -> float:
 
 def _read_sides(own: Samples, reference: Samples, got: Samples) -> dict[str, Sides]:
     rows: dict[str, list[tuple[Array, Array, Array]]] = {}
-    try:
-        for _, mine, wanted, found in zip(range(_MOST_SAMPLES), own, reference, got, strict=False):
-            for name, value in mine.items():
-                exact, came = wanted.get(name), found.get(name)
-                if exact is None or came is None or not value.shape == exact.shape == came.shape:
-                    continue
-                if value.size and all(map(is_numeric, (value, exact, came))):
-                    rows.setdefault(name, []).append((value, exact, came))
-    except EdgekitError:
-        return {}
+    for mine, wanted, found in read_first(_MOST_SAMPLES, own, reference, got):
+        for name, value in mine.items():
+            exact, came = wanted.get(name), found.get(name)
+            if exact is None or came is None or not value.shape == exact.shape == came.shape:
+                continue
+            if value.size and all(map(is_numeric, (value, exact, came))):
+                rows.setdefault(name, []).append((value, exact, came))
     stacked: dict[str, Sides] = {}
     for name, triples in rows.items():
         is_even = len({mine.size for mine, _, _ in triples}) == 1
