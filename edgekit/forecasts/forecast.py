@@ -178,7 +178,7 @@ def forecast_work(
     precisions: Sequence[Bits],
     known: Sequence[KnownTime],
     placings: Mapping[str, Placing],
-    traffic: Traffic | None = None,
+    traffic: Traffic | None,
 ) -> tuple[tuple[DeviceForecast, ...], dict[Bits, float]]:
     """Returns the forecasts for devices, and the distance of the nearest measured network, by precision.
 

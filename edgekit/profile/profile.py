@@ -17,7 +17,7 @@ from edgekit.profile.causes import SessionKernels, find_causes, pair_layers
 from edgekit.profile.measure import Profiled, ProfileOptions, profile_subject
 from edgekit.profile.nodes import count_work
 from edgekit.profile.report import LayerPair, ProfileComparison, ProfileReport
-from edgekit.progress import Progress, say_nothing
+from edgekit.progress import Progress
 
 
 class ProfileRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,8 +33,8 @@ def profile_on(
     options: ProfileOptions,
     opening: Opening,
     *,
-    against: Path | None = None,
-    progress: Progress | None = None,
+    against: Path | None,
+    progress: Progress,
 ) -> ProfileRun:
     """Profiles a bundle or a model on devices.
 
@@ -44,19 +44,18 @@ def profile_on(
     Raises:
         EdgekitError: the bundle, the model, the data, the target or the name of a device is wrong.
     """
-    tell = progress or say_nothing
     with work_folder() as work:
         subject = open_subject(path, work / "a", opening)
         other = None if against is None else open_subject(against, work / "b", opening)
         devices = choose_devices(choice, subject.target_for, default=(subject.default_device,))
         present, skipped = find_present(devices)
-        found = run_each(present, lambda device: profile_subject(subject, device, options, tell), timed=True)
+        found = run_each(present, lambda device: profile_subject(subject, device, options, progress), timed=True)
         ratio = None
         if other is not None and present:
-            found = (found[0], profile_subject(other, present[0], options, tell))
+            found = (found[0], profile_subject(other, present[0], options, progress))
             seconds = min(options.limit_s, Effort().seconds)
             effort = Effort(runs=options.runs, seconds=seconds, threads=options.threads)
-            ratio = compare_on(subject, other, present[0], effort, tell).ratio
+            ratio = compare_on(subject, other, present[0], effort, progress).ratio
     report = ProfileReport(
         profiles=tuple(one.profile for one in found),
         comparison=_compare(found, ratio) if len(found) == 2 else None,

@@ -370,14 +370,15 @@ def _sum_up(entrant: Entrant, measured: Sequence[Measured]) -> TriedSetting:
     tried = TriedSetting(entrant=entrant, measurements=len(measured), fault=fault)
     if not sound:
         return tried
-    fields = ("median_ms", "p99_ms", "pace_ms", "load_ms", "first_ms", "peak_rss_bytes")
-    middle = {name: median(getattr(one, name) for one in sound) for name in fields}
     return msgspec.structs.replace(
         tried,
-        throughput_per_s=1e3 / max(1e-9, middle.pop("pace_ms")),
-        peak_rss_bytes=int(middle.pop("peak_rss_bytes")),
+        median_ms=median(one.median_ms for one in sound),
+        p99_ms=median(one.p99_ms for one in sound),
+        throughput_per_s=1e3 / max(1e-9, median(one.pace_ms for one in sound)),
+        load_ms=median(one.load_ms for one in sound),
+        first_ms=median(one.first_ms for one in sound),
+        peak_rss_bytes=int(median(one.peak_rss_bytes for one in sound)),
         sqnr_db=min((one.sqnr_db for one in sound if one.sqnr_db is not None), default=None),
-        **middle,
     )
 
 

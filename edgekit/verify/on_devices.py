@@ -159,7 +159,7 @@ def _open_source(bundle: Bundle, reference: Path) -> Model:
     return source
 
 
-def open_inputs(bundle: Bundle, data: Data | None, samples: int | None = None) -> Samples:
+def open_inputs(bundle: Bundle, data: Data | None, samples: int | None) -> Samples:
     """Returns the inputs that a verification runs: at most so many samples of the data, or all golden samples.
 
     Raises:

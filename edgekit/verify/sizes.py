@@ -87,7 +87,7 @@ def run_buckets(
     run: DeviceRun,
     rows: Sequence[int],
     work: Path,
-    unpadded: UnpaddedGolden | None = None,
+    unpadded: UnpaddedGolden | None,
 ) -> SizesReport | None:
     """Runs the samples `rows`, each in the smallest bucket that it fits; None for a bundle without buckets.
 

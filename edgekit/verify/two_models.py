@@ -121,7 +121,7 @@ def compare_models(a: Model, b: Model, samples: Samples, *, layers: bool = False
 
 
 def compare_on_device(
-    a: Model, b: Model, samples: Samples, device: Device, target: Target, *, layers: bool = False
+    a: Model, b: Model, samples: Samples, device: Device, target: Target, *, layers: bool
 ) -> ModelComparison:
     """Runs model `a` here and model `b` on a device, and returns how far apart they are.
 

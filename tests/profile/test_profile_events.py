@@ -1,12 +1,13 @@
 """The profiler's file read: runs, nested kernels, shapes, work; and what is no such file."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from edgekit.errors import DeviceError
-from edgekit.profile.events import Step, Tensor, decode_trace
+from edgekit.profile.events import Step, Tensor, decode_trace, read_profile
 from edgekit.profile.nodes import count_work
 
 
@@ -108,3 +109,13 @@ def test_work_is_counted_from_shapes(
     op: str, inputs: list[tuple[int, ...]], output: tuple[int, ...], macs: int
 ) -> None:
     assert count_work(step(op, inputs, output)) == macs
+
+
+def test_a_profile_is_read_up_to_its_largest_size(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_bytes(b"[]  ")
+    assert read_profile(path, 4, "the device gave no profile") == b"[]  "
+    with pytest.raises(DeviceError, match="larger than 3 bytes"):
+        read_profile(path, 3, "the device gave no profile")
+    with pytest.raises(DeviceError, match=r"cannot read 'none\.json'"):
+        read_profile(tmp_path / "none.json", 3, "the device gave no profile")

@@ -311,6 +311,14 @@ def test_the_figures_of_an_output_and_its_worst_sample(got: list[Tensors], figur
     assert {name: getattr(report, name) for name in figures} == figures
 
 
+def test_the_answer_is_the_first_class_or_the_place_of_the_largest_error() -> None:
+    got = change(5, 7, 30.0)
+    tables: list[list[Tensors]] = [[{"y": row["y"].reshape(2, 5)} for row in rows] for rows in (got, ROWS)]
+    for report, wanted in ((compare(got), int(ROWS[5]["y"].argmax())), (compare(*tables), 7)):
+        assert report.worst_answers is not None
+        assert (report.worst_answers.wanted.place, report.worst_answers.got.place) == (wanted, 7)
+
+
 @pytest.mark.parametrize(
     ("got", "words"),
     [
