@@ -1,7 +1,7 @@
 """Fixtures of the quantize stage; no test changes their files."""
 
 import pytest
-from quantize_models import conv_net, random_samples
+from quantize_models import COLLAPSING, conv_net, make_model, random_samples
 
 from edgekit.model.model import Model
 from edgekit.quantize import Calibration, calibrate_model
@@ -15,3 +15,15 @@ def net(tmp_path_factory: pytest.TempPathFactory) -> Model:
 @pytest.fixture(scope="session")
 def calibration(net: Model, tmp_path_factory: pytest.TempPathFactory) -> Calibration:
     return calibrate_model(net, random_samples(net), work=tmp_path_factory.mktemp("calibration"))
+
+
+@pytest.fixture(scope="session")
+def many(net: Model, tmp_path_factory: pytest.TempPathFactory) -> Calibration:
+    return calibrate_model(net, random_samples(net, count=64), work=tmp_path_factory.mktemp("many"))
+
+
+@pytest.fixture(scope="session")
+def collapsing(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Calibration]:
+    folder = tmp_path_factory.mktemp("collapsing")
+    model = make_model(COLLAPSING, folder / "m.onnx", {"w": (32, 32), "v": (32, 32)})
+    return model, calibrate_model(model, random_samples(model, count=48), work=folder / "work")

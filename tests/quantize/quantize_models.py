@@ -28,6 +28,9 @@ CONV_NET = """
     y = Softmax(z)
   }
 """
+COLLAPSING = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,32] x) => (float[1,32] y) {
+  h = MatMul(x, w) c = Mul(h, h) d = Mul(c, c) e = Mul(d, d) f = MatMul(e, v) y = Tanh(f) }"""
+"""A net that 8 bits ruin, since products magnify the noise of one tensor."""
 CONV_SHAPES = {
     "w1": (8, 3, 3, 3), "b1": (8,), "w2": (8, 1, 3, 3), "b2": (8,),
     "w3": (16, 8, 1, 1), "b3": (16,), "w4": (4, 16), "b4": (4,),

@@ -174,7 +174,7 @@ def test_percentiles_of_picked_values_keep_the_error_that_is_stated(tmp_path: Pa
     text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,64,300] x) => (float[1,64,300] y) { y = Relu(x) }'
     model = make_model(text, tmp_path / "m.onnx")
     rng, misses = np.random.default_rng(0), 0
-    for turn in range(20):
+    for turn in range(10):
         arrays = [{"x": rng.standard_t(4, size=(1, 64, 300)).astype(np.float32)} for _ in range(8)]
         found = calibrate_model(
             model, make_samples(arrays), work=tmp_path / str(turn), methods=tuple(PERCENTS), fitting=False
@@ -188,7 +188,7 @@ def test_percentiles_of_picked_values_keep_the_error_that_is_stated(tmp_path: Pa
             for end, sign in ((-span.low, -1), (span.high, 1)):
                 beyond = [float((sign * every > end + shift).mean()) for shift in (bin_width, -bin_width)]
                 misses += not beyond[0] - allowed <= tail <= beyond[1] + allowed
-    assert misses <= 0.1 * 20 * 2 * 2
+    assert misses <= 0.1 * 10 * 2 * 2
 
 
 def test_what_is_counted_whole_is_exact(net: Model, calibration: Calibration, tmp_path: Path) -> None:

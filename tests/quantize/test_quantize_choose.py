@@ -1,9 +1,10 @@
+import shutil
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
-from quantize_models import make_model, make_samples, random_samples
+from quantize_models import COLLAPSING, make_model, make_samples, random_samples
 
 from edgekit._ort import CpuSession, SessionSettings
 from edgekit.errors import UsageError
@@ -36,19 +37,18 @@ NARROW = (
 )
 
 
-@pytest.fixture
-def many(net: Model, tmp_path: Path) -> Calibration:
-    return calibrate_model(net, random_samples(net, count=64), work=tmp_path / "many")
-
-
 def test_auto_is_never_worse_than_minmax_on_held_out_samples(net: Model, many: Calibration) -> None:
     plan = plan_quantization(net, many, load_target("nnapi"), "int8")
     scores = {(entry.method, entry.rounding): entry.sqnr_db for entry in plan.judged}
     assert scores[plan.method, plan.rounding] == max(scores.values()) >= scores["minmax", "nearest"]
 
 
-def test_a_rounding_that_meets_no_numbers_is_left_out_with_its_reason(net: Model, many: Calibration) -> None:
-    path = Path(many.statistics) / "moments.npz"
+def test_a_rounding_that_meets_no_numbers_is_left_out_with_its_reason(
+    net: Model, many: Calibration, tmp_path: Path
+) -> None:
+    many = msgspec.structs.replace(many, statistics=str(shutil.copytree(many.statistics, tmp_path / "spoilt")))
+    shutil.rmtree(tmp_path / "spoilt" / "rounded", ignore_errors=True)
+    path = tmp_path / "spoilt" / "moments.npz"
     with np.load(path) as archive:
         arrays = {name: archive[name] for name in archive.files}
     spoilt = {
@@ -168,16 +168,6 @@ def test_what_is_moved_out_of_a_constant_keeps_its_scale(tmp_path: Path, target:
     calibration = calibrate_model(model, samples, work=tmp_path / "work")
     plan = plan_quantization(model, calibration, load_target(target), "int8")
     assert plan.judged[0].sqnr_db > 20
-
-
-COLLAPSING = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,32] x) => (float[1,32] y) {
-  h = MatMul(x, w) c = Mul(h, h) d = Mul(c, c) e = Mul(d, d) f = MatMul(e, v) y = Tanh(f) }"""
-
-
-@pytest.fixture
-def collapsing(tmp_path: Path) -> tuple[Model, Calibration]:
-    model = make_model(COLLAPSING, tmp_path / "m.onnx", {"w": (32, 32), "v": (32, 32)})
-    return model, calibrate_model(model, random_samples(model, count=48), work=tmp_path / "work")
 
 
 @pytest.mark.parametrize(

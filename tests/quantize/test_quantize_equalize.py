@@ -30,6 +30,7 @@ from edgekit.quantize.equalization.equalize import (
 )
 from edgekit.quantize.equalization.pairs import RESTORED, find_equalization_pairs
 from edgekit.quantize.graph.float_graph import float_activations, read_float_graph
+from edgekit.quantize.mixed_precision.candidates import Memo
 from edgekit.quantize.ranges import TensorRange
 from edgekit.recipe import Data, Recipe
 from edgekit.target import Precision, Target, load_target
@@ -102,8 +103,9 @@ def weighted_factors(
     return choose_measured(read_float_graph(model), calibration, per_channel)
 
 
-@pytest.fixture
-def unequal(tmp_path: Path) -> tuple[Model, Calibration]:
+@pytest.fixture(scope="module")
+def unequal(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Calibration]:
+    tmp_path = tmp_path_factory.mktemp("unequal")
     model = make_collapsing(SEPARABLE, tmp_path)
     return model, calibrate_model(model, random_samples(model, count=48), work=tmp_path / "work")
 
@@ -250,17 +252,16 @@ def test_roundings_that_learn_are_tried_with_and_without_equal_channels(unequal:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("net", "scaled"), [("unequal", "r"), ("silu_net", "p")])
 def test_the_command_reports_scaled_layers_and_applies_their_plan(
-    request: pytest.FixtureRequest, tmp_path: Path, net: str, scaled: str
+    unequal: tuple[Model, Calibration], tmp_path: Path
 ) -> None:
-    model: Model = request.getfixturevalue(net)[0]
+    model = unequal[0]
     rows = [sample["x"] for sample in random_samples(model, count=40)]
     np.savez(tmp_path / "data.npz", allow_pickle=False, x=np.stack(rows))
     data, recipe = Data(source=str(tmp_path / "data.npz")), Recipe(targets=("qnn",))
     report = quantize_for(model.path, data, tmp_path / "a.onnx", recipe, QuantizeOptions(layers=True))
     assert report.steps[0].equalized
-    assert f"{scaled}_equalized" in {layer.tensor for layer in report.layers}
+    assert "r_equalized" in {layer.tensor for layer in report.layers}
     (tmp_path / "plan.json").write_bytes(msgspec.json.encode(plan_for(model.path, data, recipe)))
     quantize_for(model.path, data, tmp_path / "b.onnx", recipe, QuantizeOptions(plan=tmp_path / "plan.json"))
     assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
@@ -294,8 +295,9 @@ SILU_SHAPES: dict[str, tuple[int, ...]] = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def silu_net(tmp_path: Path) -> tuple[Model, Calibration]:
+@pytest.fixture(scope="module")
+def silu_net(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Calibration]:
+    tmp_path = tmp_path_factory.mktemp("silu")
     proto = onnx.load(make_model(SILU_NET, tmp_path / "even.onnx", SILU_SHAPES).path)
     held, rng = {tensor.name: tensor for tensor in proto.graph.initializer}, np.random.default_rng(4)
     for made, read in (("w1", "w2"), ("w2", "w3")):
@@ -336,9 +338,10 @@ def test_unequal_channels_before_a_sigmoid_come_back_in_8_bits(
     silu_net: tuple[Model, Calibration], tmp_path: Path
 ) -> None:
     model, calibration = silu_net
+    memo = Memo()
     for target in (load_target("qnn"), per_tensor("nnapi"), load_target("xnnpack")):
         stock = plan_quantization(model, calibration, target, "int8", method="minmax")
-        plan = plan_quantization(model, calibration, target, "int8")
+        plan = plan_quantization(model, calibration, target, "int8", memo=memo)
         ruined = quantize_model(model, stock, calibration, tmp_path / "stock.onnx").model
         saved = quantize_model(model, plan, calibration, tmp_path / "saved.onnx").model
         assert scales_silu(read_float_graph(model), plan.factors)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -13,10 +14,12 @@ from quantize_models import conv_net, make_model, make_samples, random_samples
 from edgekit.data.samples import Samples
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Array, Tensors
+from edgekit.progress import Budget
 from edgekit.quantize import Calibration, calibrate_model, plan_quantization, quantize_model
 from edgekit.quantize.accuracy.loss import MEASURES
 from edgekit.quantize.accuracy.predict import LABELS, Difference, FloatReference, Prediction
 from edgekit.quantize.mixed_precision.auto import plan_minmax
+from edgekit.quantize.mixed_precision.candidates import Memo
 from edgekit.quantize.mixed_precision.goal_search import (
     Goal,
     Search,
@@ -30,14 +33,8 @@ from edgekit.quantize.mixed_precision.relief import LEAST_GAIN_DB, bound_relief,
 from edgekit.quantize.mixed_precision.trials import open_state
 from edgekit.target import Target, load_target
 
-COLLAPSING = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,32] x) => (float[1,32] y) {
-  h = MatMul(x, w) c = Mul(h, h) d = Mul(c, c) e = Mul(d, d) f = MatMul(e, v) y = Tanh(f) }"""
-
-
-@pytest.fixture
-def collapsing(tmp_path: Path) -> tuple[Model, Calibration]:
-    model = make_model(COLLAPSING, tmp_path / "m.onnx", {"w": (32, 32), "v": (32, 32)})
-    return model, calibrate_model(model, random_samples(model, count=48), work=tmp_path / "work")
+# Judgements and rankings have digests of all that they depend on, so these tests share them.
+_KNOWN = Memo()
 
 
 def told(drop: float | None, sqnr_db: float, source: str = "test") -> Callable[[Model], Prediction]:
@@ -68,6 +65,7 @@ def begin_search(
         measure=measure,
         compare=compare,
         work=work,
+        memo=msgspec.structs.replace(_KNOWN, budget=Budget()),
         may_widen=may_widen,
     )
 
@@ -184,17 +182,21 @@ def test_only_what_may_be_enough_is_tried(
     assert searched.chosen.step == tried[-1]
 
 
-def draw_deep(folder: Path, layers: int) -> Model:
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Calibration]:
     """A chain of layers, of whose tensors no few make most of the noise."""
+    folder, layers = tmp_path_factory.mktemp("deep"), 17
     middle = " ".join(f"g{i} = MatMul(h{i - 1}, w{i}) h{i} = Tanh(g{i})" for i in range(1, layers))
     text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[1,16] x) => (float[1,16] y) {{
       h0 = MatMul(x, w0) {middle} y = MatMul(h{layers - 1}, v) }}"""
-    return make_model(text, folder / "m.onnx", {"v": (16, 16), **{f"w{i}": (16, 16) for i in range(layers)}})
+    model = make_model(text, folder / "m.onnx", {"v": (16, 16), **{f"w{i}": (16, 16) for i in range(layers)}})
+    return model, calibrate_model(model, random_samples(model, count=24), work=folder / "work")
 
 
-def test_a_plan_that_shows_that_too_little_stays_in_integers_is_not_written(tmp_path: Path) -> None:
-    model = draw_deep(tmp_path, 12)
-    calibration = calibrate_model(model, random_samples(model, count=24), work=tmp_path / "work")
+def test_a_plan_that_shows_that_too_little_stays_in_integers_is_not_written(
+    deep: tuple[Model, Calibration], tmp_path: Path
+) -> None:
+    model, calibration = deep
     search = begin_search(model, calibration, told(0.3, 25.0), tmp_path, load_target("xnnpack"))
     first, searched = search_plan(search, Goal())
     assert searched is not None
@@ -222,10 +224,9 @@ def test_a_plan_that_shows_that_too_little_stays_in_integers_is_not_written(tmp_
     ids=["twenty do as well as forty", "eight do", "forty are needed", "more hardly save anything", "fewer cannot do"],
 )
 def test_where_none_may_be_enough_most_are_tried_first_and_then_fewer_by_bisection(
-    tmp_path: Path, drops: dict[int, float], chosen: str
+    deep: tuple[Model, Calibration], tmp_path: Path, drops: dict[int, float], chosen: str
 ) -> None:
-    model = draw_deep(tmp_path, 17)
-    calibration = calibrate_model(model, random_samples(model, count=24), work=tmp_path / "work")
+    model, calibration = deep
     steps = {"all": 0.3, **{f"relieve {count}": drop for count, drop in drops.items()}}
 
     def measure(quantized: Model) -> Prediction:
@@ -363,9 +364,10 @@ def test_advice_is_given_from_two_points_on_and_promises_nothing_that_was_not_me
     assert bool(searched.advice) == bool(advice)
 
 
-def test_advice_tells_of_a_plan_that_was_tried_and_tries_it_no_second_time(tmp_path: Path) -> None:
-    model = draw_deep(tmp_path, 21)
-    calibration = calibrate_model(model, random_samples(model, count=24), work=tmp_path / "work")
+def test_advice_tells_of_a_plan_that_was_tried_and_tries_it_no_second_time(
+    deep: tuple[Model, Calibration], tmp_path: Path
+) -> None:
+    model, calibration = deep
     steps: list[str] = []
 
     def measure(quantized: Model) -> Prediction:
@@ -378,24 +380,6 @@ def test_advice_tells_of_a_plan_that_was_tried_and_tries_it_no_second_time(tmp_p
     assert not searched.met
     assert steps.count("relieve 20") == [trial.step for trial in searched.trials].count("relieve 20") == 1
     assert searched.advice.startswith("20 tensors out of 8 bits")
-
-
-@pytest.mark.parametrize("target", ["qnn", "xnnpack"])
-@pytest.mark.parametrize("text", [SEPARABLE, SEGMENTATION, DETECTOR], ids=["separable", "segmentation", "detector"])
-def test_what_is_written_never_loses_more_than_plain_minmax(text: str, target: str, tmp_path: Path) -> None:
-    model = make_collapsing(text, tmp_path)
-    samples = draw_samples(model, 24, 1)
-    calibration = calibrate_model(model, samples, work=tmp_path / "work")
-    measure = FloatReference(model, samples).predict_drop
-    search = begin_search(model, calibration, measure, tmp_path, load_target(target))
-    plan, searched = find_plan(search, max_drop=None, narrow=True)
-    written = measure(write_chosen(search, plan, searched, tmp_path / "written.onnx").model)
-    stock = plan_minmax(model, calibration, search.target, plan)
-    plain = measure(quantize_model(model, stock, calibration, tmp_path / "stock.onnx").model)
-    assert written.drop_estimate is not None
-    assert plain.drop_estimate is not None
-    assert written.drop_estimate <= plain.drop_estimate + 0.001
-    assert searched is None or written == searched.chosen.prediction
 
 
 READER = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,12,24] x) => (float[1,12,9000] y) {
@@ -449,26 +433,40 @@ def draw_classifier(folder: Path) -> tuple[Model, Samples]:
     return model, random_samples(model, count=24)
 
 
-@pytest.mark.parametrize("target", ["qnn", "xnnpack"])
-@pytest.mark.parametrize("draw", [draw_reader, draw_encoder, draw_classifier])
-def test_readers_encoders_and_faithful_plans_are_measured_and_never_worse_than_minmax(
-    draw: Callable[[Path], tuple[Model, Samples]], target: str, tmp_path: Path
-) -> None:
-    model, samples = draw(tmp_path)
+def draw_family(text: str, folder: Path) -> tuple[Model, Samples]:
+    """A net that stock quantization ruins."""
+    model = make_collapsing(text, folder)
+    return model, draw_samples(model, 24, 1)
+
+
+DRAWN: dict[str, Callable[[Path], tuple[Model, Samples]]] = {
+    "separable": partial(draw_family, SEPARABLE),
+    "segmentation": partial(draw_family, SEGMENTATION),
+    "detector": partial(draw_family, DETECTOR),
+    "reader": draw_reader,
+    "encoder": draw_encoder,
+    "classifier": draw_classifier,
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_what_is_written_was_measured_and_never_loses_more_than_plain_minmax(name: str, tmp_path: Path) -> None:
+    model, samples = DRAWN[name](tmp_path)
     calibration = calibrate_model(model, samples, work=tmp_path / "work")
     measure = FloatReference(model, samples).predict_drop
-    search = begin_search(model, calibration, measure, tmp_path, load_target(target))
-    plan, searched = find_plan(search, max_drop=None, narrow=True)
-    assert searched is not None
-    written = measure(write_chosen(search, plan, searched, tmp_path / "written.onnx").model)
-    assert written == searched.chosen.prediction
-    stock = plan_minmax(model, calibration, search.target, plan)
-    plain = measure(quantize_model(model, stock, calibration, tmp_path / "stock.onnx").model)
-    assert written.drop_estimate is not None
-    assert plain.drop_estimate is not None
-    assert written.drop_estimate <= plain.drop_estimate + 0.001
-    if draw is draw_reader:
-        # Winners that are cut tie, and no line would be left.
-        assert written.measure == MEASURES["sequence"].name
-        assert written.top1_agreement is not None
-        assert written.top1_agreement > 0.9
+    for target in ("qnn", "xnnpack"):
+        search = begin_search(model, calibration, measure, tmp_path, load_target(target))
+        plan, searched = find_plan(search, max_drop=None, narrow=True)
+        assert searched is not None
+        written = measure(write_chosen(search, plan, searched, tmp_path / "written.onnx").model)
+        assert written == searched.chosen.prediction
+        stock = plan_minmax(model, calibration, search.target, plan)
+        plain = measure(quantize_model(model, stock, calibration, tmp_path / "stock.onnx").model)
+        assert written.drop_estimate is not None
+        assert plain.drop_estimate is not None
+        assert written.drop_estimate <= plain.drop_estimate + 0.001
+        if name == "reader":
+            # Winners that are cut tie, and no line would be left.
+            assert written.measure == MEASURES["sequence"].name
+            assert written.top1_agreement is not None
+            assert written.top1_agreement > 0.9
