@@ -46,7 +46,7 @@ def _read_queue(_context: click.Context, _parameter: click.Parameter, value: str
 
 
 @as_command
-def command(
+def bench_command(
     subject: Annotated[Path, Argument()],
     choice: Devices,
     runs: Annotated[int | None, Option("Time N runs, whatever the spread.", "N", type=click.IntRange(1, 100_000))],

@@ -15,7 +15,7 @@ from edgekit.report.pages.check_page import render_check
 
 
 @as_command
-def command(
+def check_command(
     model: options.ModelFile,
     targets: options.TargetNames,
     settings: options.Settings,

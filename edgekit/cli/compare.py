@@ -11,8 +11,7 @@ from edgekit._files import work_folder, write_file
 from edgekit.cli import options
 from edgekit.cli.declare import Argument, Option, as_command, number
 from edgekit.cli.main import YES
-from edgekit.cli.screen import print_table, show_json, show_line, showing_progress
-from edgekit.cli.terminal import show_comparison
+from edgekit.cli.screen import print_table, show_json, show_line, show_remarks, showing_progress
 from edgekit.convert.ort_form import Cpu
 from edgekit.data.data_check import refusing_bad
 from edgekit.data.images import load_preprocess
@@ -26,17 +25,18 @@ from edgekit.prepare.clean import freeze_model
 from edgekit.prepare.opset import lower_model
 from edgekit.prepare.shapes import size_inputs
 from edgekit.recipe import Recipe, load_metric
+from edgekit.report import text
 from edgekit.report.pages.charts import draw_outputs
 from edgekit.report.pages.html import render_comparison
 from edgekit.report.tables import format_bytes, make_table
-from edgekit.verify.two_models import add_task, compare_models, compare_on_device
+from edgekit.verify.two_models import ModelComparison, add_task, compare_models, compare_on_device
 
 # Beyond this nothing but the sign of zero differs.
 _EQUAL_DB = 200.0
 
 
 @as_command
-def command(
+def compare_command(
     a: Annotated[Path, Argument()],
     b: Annotated[Path | None, Argument()],
     data: options.DataSource,
@@ -142,3 +142,20 @@ def _show_formats(report: FormatReport) -> None:
     print_table(table)
     same = "others" if report.apart else "the same"
     show_line(f"- ranges from {report.calibrated} samples, judged by {report.judged} ({same}), kernels of {report.cpu}")
+
+
+def show_comparison(report: ModelComparison, min_sqnr_db: float | None) -> None:
+    """Prints how far two models lie apart, why that is too far, and where it begins."""
+    print_table(text.table_outputs(report))
+    if report.layers:
+        print_table(text.table_layers(report.layers))
+        show_line(f"first bad layer: {report.first_bad_layer or 'none'}")
+    show_remarks(text.list_comparison_remarks(report, min_sqnr_db))
+    if report.located is not None:
+        # The layers of B as the device computes them, and the first that it computes otherwise.
+        if report.located.layers:
+            show_line(f"on {report.device} against this machine, each layer fed as it was there:")
+            print_table(text.table_layers(report.located.layers))
+        first, *notes = text.list_located(report.located)
+        show_line(f"{report.device}: {first}")
+        show_remarks(notes)

@@ -139,7 +139,7 @@ def _choose_inputs(
 
 
 @as_command
-def command(
+def convert_command(
     model: options.ModelFile,
     target: Annotated[
         str | None,

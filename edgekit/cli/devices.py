@@ -1,24 +1,31 @@
-"""`edgekit devices`."""
+"""Commands about this machine and its devices: targets, devices, runner and doctor."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import click
 
 from edgekit.cli import options
-from edgekit.cli.declare import Argument, Option, subcommand
+from edgekit.cli.declare import Argument, Option, as_command, subcommand
 from edgekit.cli.main import NO, YES
-from edgekit.cli.screen import show_json, show_line, showing_progress
-from edgekit.cli.terminal import show_devices, show_self_test
+from edgekit.cli.screen import print_table, show_json, show_line, showing_progress
+from edgekit.devices.device import DeviceStatus
 from edgekit.devices.find import default_target, find_device, install_device, list_devices, serve_device
-from edgekit.devices.local.provider import list_offered
+from edgekit.devices.local.provider import OfferedProvider, list_offered
+from edgekit.devices.local.runner import ABIS, build_runner, copy_runner, host_abi
+from edgekit.devices.remote.examine import PhoneReport, examine_phone
+from edgekit.devices.remote.remote import AdbDevice, check_address
 from edgekit.devices.self_test import try_device
-from edgekit.target import load_target
+from edgekit.errors import UsageError
+from edgekit.jobs.prepare import list_versions
+from edgekit.report import text
+from edgekit.target import load_target, target_names
 
 
 @click.group(invoke_without_command=True)
 @click.pass_context
-def command(ctx: click.Context) -> int:
+def devices_command(ctx: click.Context) -> int:
     """List, install or test what can run a bundle here.
 
     \b
@@ -30,7 +37,7 @@ def command(ctx: click.Context) -> int:
     return YES
 
 
-@subcommand(command, "list")
+@subcommand(devices_command, "list")
 def list_command(
     target: Annotated[str | None, Option("Only those that can run this target.", "NAME")],
     as_json: options.Json,
@@ -41,7 +48,7 @@ def list_command(
     return YES
 
 
-@subcommand(command, "install")
+@subcommand(devices_command, "install")
 def install_command(
     name: Annotated[str, Argument()],
     library: Annotated[Path | None, Option("ONNX Runtime for android: an .aar.", "FILE")],
@@ -56,7 +63,7 @@ def install_command(
     return YES
 
 
-@subcommand(command, "test")
+@subcommand(devices_command, "test")
 def test_command(
     name: Annotated[str, Argument()],
     as_json: options.Json,
@@ -68,5 +75,123 @@ def test_command(
     """
     with showing_progress(volume) as progress:
         test = try_device(serve_device(name), progress)
-    show_json(test) if as_json else show_self_test(test)
+    if as_json:
+        show_json(test)
+    else:
+        print_table(text.table_self_test(test))
+        if test.skipped is not None:
+            show_line(f"- not tried: {test.skipped}" + (f"; to run it: {test.command}" if test.command else ""))
+        show_line(f"{test.device}: {'pass' if test.passed else 'fail'}")
     return YES if test.passed else NO
+
+
+@as_command
+def targets_command(
+    name: Annotated[str | None, Argument()],
+    settings: options.Settings,
+    as_json: options.Json,
+) -> int:
+    """List the targets, or show the one called NAME with its parameters.
+
+    \b
+    Example:
+      edgekit targets qnn
+    """
+    if name is None:
+        targets = [load_target(known) for known in target_names()]
+        show_json({"targets": targets}) if as_json else print_table(text.table_targets(targets))
+        return YES
+    target = load_target(name, settings)
+    if as_json:
+        show_json(target)
+        return YES
+    show_line(f"{target.name}: {target.title}\n{target.precision}: {target.precision_reason}")
+    print_table(text.table_parameters(target))
+    return YES
+
+
+@click.group
+def runner_command() -> None:
+    """Build the program that runs a model on a phone or a board.
+
+    \b
+    Example:
+      edgekit runner build --abi linux-arm64
+    """
+
+
+@subcommand(runner_command, "build")
+def build_command(
+    abi: Annotated[str | None, Option(f"{', '.join(ABIS)}; this machine's where it is not given.", "ABI")],
+    ndk: Annotated[Path | None, Option("The Android NDK, for Android.", "PATH")],
+    library: Annotated[Path | None, Option("ONNX Runtime for Android: its .aar or .so.", "FILE")],
+    out: Annotated[Path | None, Option("Copy the runner and its library there.", "DIR")],
+    as_json: options.Json,
+    volume: options.Volume,
+) -> int:
+    """Build the runner for a kind of machine, once; devices find it in your cache.
+
+    \b
+    Examples:
+      edgekit runner build
+      edgekit runner build --abi arm64-v8a --ndk ~/ndk --library onnxruntime-android.aar --out runner
+    """
+    with showing_progress(volume) as progress:
+        built = build_runner(abi or host_abi(), progress, ndk=ndk, library=library)
+    if out is not None:
+        built = copy_runner(built, out)
+    size_bytes = built.program.stat().st_size
+    if as_json:
+        show_json({"abi": built.abi, "files": built.files, "size_bytes": size_bytes})
+    else:
+        show_line(f"{built.program}: {size_bytes} bytes, for {built.abi}, with {built.library.name}")
+    return YES
+
+
+@as_command
+def doctor_command(
+    device: Annotated[str | None, Option("Examine a phone: what would refuse a session there.", "adb:SERIAL", "--on")],
+    as_json: options.Json,
+) -> int:
+    """Say what this machine, or a phone behind adb, has, what it lacks, and how to get it.
+
+    \b
+    Example:
+      edgekit doctor
+      edgekit doctor --on adb:R5CT1234
+
+    Exit code 0: told, and nothing is known that refuses a session of QNN on the phone. 1: something does. 2: the phone
+    does not answer.
+    """
+    if device is not None:
+        kind, _, serial = device.partition(":")
+        if kind != "adb":
+            raise UsageError(f"'{device}' is no phone behind adb", hint="give adb:SERIAL; adb devices -l lists them")
+        report = examine_phone(AdbDevice(serial=serial and check_address("adb", serial)))
+        show_json(report) if as_json else _show_phone(report)
+        return NO if any(finding.level == "fault" for finding in report.findings) else YES
+    versions, devices, offered = list_versions(), list_devices(), list_offered()
+    if as_json:
+        show_json({"versions": versions, "devices": devices, "providers": offered})
+    else:
+        show_line(", ".join(f"{name} {version}" for name, version in versions.items()))
+        show_devices(devices, offered)
+    return YES
+
+
+def _show_phone(report: PhoneReport) -> None:
+    """Prints what a phone is, then each thing that would go wrong there, with its cause and what to do."""
+    facts = report.facts
+    told = ((name.replace("_", " "), getattr(facts, name)) for name in facts.__struct_fields__ if name != "lists")
+    show_line(f"{report.device}: " + ", ".join(f"{name} {value}" for name, value in told if value))
+    for finding in report.findings:
+        show_line(f"- {finding.level}: {finding.symptom}: {finding.cause}. What to do: {finding.fix}")
+    if not report.findings:
+        show_line("- nothing is known that would refuse a session there")
+
+
+def show_devices(statuses: Sequence[DeviceStatus], offered: Sequence[OfferedProvider] = ()) -> None:
+    """Prints devices as a table, and another of the providers that are installed."""
+    print_table(text.table_devices(statuses))
+    if offered:
+        print_table(text.table_providers(offered))

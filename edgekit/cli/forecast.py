@@ -21,7 +21,7 @@ from edgekit.report.pages.forecast_page import render_forecast
 
 
 @as_command
-def command(
+def forecast_command(
     subject: Annotated[Path, Argument()],
     devices: Annotated[tuple[str, ...], Option('A device: "Galaxy S24", "RB3 Gen 2".', "NAME", "--device")],
     every: Annotated[bool, Option("Every device that is known by name.", words="--all")],

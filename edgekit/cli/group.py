@@ -16,7 +16,7 @@ from edgekit.verify.groups import choosing, verify_group
 
 
 @click.group
-def command() -> None:
+def group_command() -> None:
     """Build or verify several models that belong together.
 
     Such are encoder and decoder, prefill and decode, detector and classifier.
@@ -28,7 +28,7 @@ def command() -> None:
     """
 
 
-@subcommand(command, "build", "Make a verified folder of the group for each target.")
+@subcommand(group_command, "build", "Make a verified folder of the group for each target.")
 def build(
     group: Annotated[Path, Argument()],
     data: options.DataSource,
@@ -71,7 +71,7 @@ def build(
     return options.exit_code(report.verdict, accept_unproven=accept_unproven)
 
 
-@subcommand(command, "verify", "Run a group on devices, from its inputs to its result.")
+@subcommand(group_command, "verify", "Run a group on devices, from its inputs to its result.")
 def verify(
     folder: Annotated[Path, Argument()],
     choice: Devices,

@@ -1,18 +1,22 @@
-"""`edgekit inspect`."""
+"""Commands that look into files: inspect and operators say what a model has, diff what changed."""
 
+from pathlib import Path
 from typing import Annotated
 
 from edgekit.cli import options
-from edgekit.cli.declare import Option, as_command
-from edgekit.cli.main import YES
-from edgekit.cli.screen import print_table, show_json
+from edgekit.cli.declare import Argument, Option, as_command
+from edgekit.cli.main import NO, YES
+from edgekit.cli.screen import print_table, show_json, show_line, show_lines
+from edgekit.convert.ort_format.operators import find_lacking, list_operators, write_operators
+from edgekit.errors import UsageError
+from edgekit.inspect.diff import compare_versions
 from edgekit.inspect.inspect import inspect_model
 from edgekit.inspect.sizes import measure_sizes
 from edgekit.report import tables, text
 
 
 @as_command
-def command(
+def inspect_command(
     model: options.ModelFile,
     custom_ops: options.CustomOps,
     dims: options.Dims,
@@ -39,3 +43,58 @@ def command(
     report = inspect_model(model, custom_ops=custom_ops, dims=dims, freeze=freeze)
     show_json(report) if as_json else print_table(text.table_contents(report))
     return YES
+
+
+@as_command
+def diff_command(
+    old: Annotated[Path, Argument()],
+    new: Annotated[Path, Argument()],
+    target: Annotated[str | None, Option("Which variant of bundles of several targets.", "NAME")],
+    as_json: options.Json,
+) -> int:
+    """Say what is different between OLD and NEW: files, placement, layers, accuracy, size.
+
+    Both are bundles (folders or archives) or both are models (.onnx or .ort). Accuracy is what their verify.json say.
+
+    \b
+    Example:
+      edgekit diff release-1/model-nnapi release-2/model-nnapi
+
+    Exit code, as that of diff: 0: they are the same. 1: they are different. 2: one cannot be read.
+    """
+    delta = compare_versions(old, new, target=target)
+    show_json(delta) if as_json else show_lines(tables.list_changes(delta))
+    return YES if delta.is_same else NO
+
+
+@as_command
+def operators_command(
+    models: options.ModelFiles,
+    out: Annotated[Path | None, Option("Write the config of a build for MODELS.", "FILE")],
+    types: Annotated[bool, Option("Limit each operator to the data types of its nodes too, for a smaller build.")],
+    compare: Annotated[
+        Path | None, Option("List the operators of MODELS that a build with this config lacks.", "CONFIG")
+    ],
+    as_json: options.Json,
+) -> int:
+    """Write the operators config that lets a custom build of ONNX Runtime run MODELS (.ort), or say what a build lacks.
+
+    \b
+    Example:
+      edgekit operators converted/*.ort --types --out required.config
+    """
+    if types and out is None and compare is not None:
+        raise UsageError(
+            "--types says what to list or to write", hint="leave it out: --compare looks at types by itself"
+        )
+    if out is not None:
+        write_operators(models, out, types=types)
+    lacking = {str(model): find_lacking(model, compare) for model in models} if compare else {}
+    if as_json:
+        show_json({"operators": list_operators(models, types=types), "out": out, "lacking": lacking})
+    elif not compare and out is None:
+        for line in list_operators(models, types=types):
+            show_line(line)
+    for model, names in () if as_json else lacking.items():
+        show_line(f"{model}: {'lacks ' + ', '.join(names) if names else 'has all it needs'}")
+    return NO if any(lacking.values()) else YES

@@ -66,8 +66,17 @@ GROUPS = {
         "schema": "Print the JSON Schema of edgekit.toml, and with --json every command with its options.",
     },
 }
-"""Every command with its one line, under its heading in `edgekit --help`; `edgekit.cli.<name>` holds the command."""
+"""Every command with its one line, under its heading in `edgekit --help`."""
 COMMANDS = {name: line for commands in GROUPS.values() for name, line in commands.items()}
+# The chapter of `edgekit.cli` that holds a command, where it has not the command's name.
+_CHAPTERS = {
+    **dict.fromkeys(("package", "join", "sign"), "release"),
+    **dict.fromkeys(("targets", "runner", "doctor"), "devices"),
+    **dict.fromkeys(("diff", "operators"), "inspect"),
+    "demo": "build",
+    "init": "run",
+    "completion": "schema",
+}
 
 
 class _LazyGroup(click.Group):
@@ -78,7 +87,8 @@ class _LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         # Imported when it is used: `edgekit --help` must not load onnx, numpy and ONNX Runtime.
-        command: click.Command = importlib.import_module(f"edgekit.cli.{cmd_name}").command
+        chapter = importlib.import_module(f"edgekit.cli.{_CHAPTERS.get(cmd_name, cmd_name)}")
+        command: click.Command = getattr(chapter, f"{cmd_name}_command")
         command.short_help = COMMANDS[cmd_name]
         return command
 

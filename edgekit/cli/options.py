@@ -177,6 +177,13 @@ def require_places(outputs: Iterable[Path | None], inputs: Iterable[Path | None]
         require_place(path)
 
 
+def list_given() -> frozenset[str]:
+    """Returns the words of the options, and the names of the arguments, that the current command was given."""
+    context = click.get_current_context()
+    values = {max(each.opts, key=len): context.params[each.name or ""] for each in context.command.params}
+    return frozenset(word for word, value in values.items() if value is not False and value not in (None, (), {}))
+
+
 def exit_code(verdict: Verdict, *, accept_unproven: bool = False) -> int:
     """Returns the exit code of a verdict; what is not proven is a yes where the user said so."""
     if verdict == "not proven":

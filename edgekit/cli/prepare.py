@@ -14,7 +14,7 @@ from edgekit.prepare.interface import InterfaceChanges
 
 
 @as_command
-def command(
+def prepare_command(
     model: options.ModelFile,
     dims: options.Dims,
     shapes: options.Shapes,

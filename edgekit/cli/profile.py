@@ -20,7 +20,7 @@ from edgekit.report.pages.profile_page import render_profile
 
 
 @as_command
-def command(
+def profile_command(
     subject: Annotated[Path, Argument()],
     choice: Devices,
     against: Annotated[Path | None, Option("Say why OTHER is slower or faster.", "OTHER")],

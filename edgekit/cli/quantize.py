@@ -27,7 +27,7 @@ _ALONE = (
 
 
 @as_command
-def command(
+def quantize_command(
     model: options.ModelFile,
     data: options.DataSource,
     preprocess: options.PreprocessFile,

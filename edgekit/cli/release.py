@@ -1,13 +1,25 @@
-"""What package, join and sign share: which bundles they release though these did not pass, and what they say of it."""
+"""Commands that release bundles: package, join and sign."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
-from edgekit.bundle.sign import TestResult
-from edgekit.cli.declare import From, Option
+import click
+
+from edgekit._files import work_folder
+from edgekit.bundle.archive import KINDS, list_files, write_archive
+from edgekit.bundle.sign import TestResult, make_key, require_private_key
+from edgekit.cli import options
+from edgekit.cli.declare import Argument, From, Option, as_command
+from edgekit.cli.main import YES
 from edgekit.cli.options import AcceptUnproven
-from edgekit.cli.screen import show_line
-from edgekit.jobs.release import Allowed, Doubt
+from edgekit.cli.screen import print_table, show_json, show_line, show_lines
+from edgekit.errors import UsageError
+from edgekit.jobs.release import Allowed, Doubt, join_verified, package_verified, sign_verified
+from edgekit.package.package import FORMS, Kind
+from edgekit.package.variant import Identity, parse_extras
+from edgekit.report.tables import list_size_remarks, table_sizes
+from edgekit.serialize import to_builtins
 
 AllowFailed = Annotated[bool, Option("Accept bundles that failed or were not verified; the result says so.")]
 
@@ -32,3 +44,133 @@ def describe_attested(result: TestResult) -> str:
     failed = "".join(f"; not passed: {name}" for name in result.failed_tests)
     failed += "".join(f"; not proven: {name}" for name in result.warned_tests)
     return f"its verification {result.result}" + (f" on {devices}" if devices else "") + failed
+
+
+@as_command
+def package_command(
+    bundles: Annotated[tuple[Path, ...], Argument()],
+    kind: Annotated[Kind, Option("What kind of package.", words="--as", type=click.Choice(sorted(FORMS)))],
+    out: Annotated[Path, Option("A file, or a new folder.", "PATH")],
+    name: Annotated[str, Option("The name of the package; default: the model's.", "NAME", default="")],
+    group: Annotated[str, Option("The Maven group of an AAR.  [default: edgekit.models]", "NAME", default="")],
+    package_version: Annotated[
+        str, Option("The version of the package; default: derived from its content.", "X", default="")
+    ],
+    key: Annotated[Path | None, Option("Pack only what this public key signed.", "FILE")],
+    extras: Annotated[
+        tuple[str, ...],
+        Option("What to add of each bundle: golden, forms, onnx, or all.", "NAME,...", "--with"),
+    ],
+    allowed: Allowance,
+    as_json: options.Json,
+) -> int:
+    """Pack BUNDLES, or all that fit of a build's folder, into one package with code that opens and tests them.
+
+    An app tries the bundles in the order in which they are given. Same bundles, same bytes. A package carries the form
+    of the model that its loader opens and the golden samples of the self-test; --with adds all golden samples, the
+    other forms, the ONNX form, or everything, so that `edgekit verify` opens the bundle in it.
+
+    \b
+    Example:
+      edgekit package bundles/model-qnn bundles/model-xnnpack --as aar --out maven
+      edgekit package bundles --as tar --out model.tar
+
+    Exit code 0: written. 2: a bundle is damaged, failed its verification, is not proven or does not fit, and nothing
+    was written.
+    """
+    names = Identity(name=name, group=group, version=package_version)
+    report, doubts = package_verified(
+        bundles, kind, out, allowed=allowed, key=key, names=names, extras=parse_extras(extras)
+    )
+    show_doubts(doubts)
+    if as_json:
+        show_json({**to_builtins(report), "allowed": doubts})
+        return YES
+    for variant in report.bundles:
+        show_line(f"{variant.name}: {variant.provider}, {variant.precision}, {len(variant.files)} files")
+    print_table(table_sizes(report))
+    for left in report.left_out:
+        show_line(f"left out: {left.path}: {left.reason}")
+    show_lines(report.remarks if report.store is None else report.store.remarks)
+    show_lines(list_size_remarks(report))
+    show_line(f"{report.out} (sha256 {report.sha256})")
+    return YES
+
+
+@as_command
+def join_command(
+    bundles: Annotated[tuple[Path, ...], Argument()],
+    out: Annotated[Path, Option("A folder, or an archive: .zip or .tar.", "PATH")],
+    key: Annotated[Path | None, Option("Sign the index with this private key.", "FILE")],
+    allowed: Allowance,
+    as_json: options.Json,
+) -> int:
+    """Put BUNDLES, or all of a build's folder, into one folder or archive with an index.
+
+    Files that several targets have are stored once. `index.json` says which target to take on which operating system
+    and chip, in which order; `edgekit verify PATH --target NAME` opens one of them. Same bundles, same bytes.
+
+    \b
+    Example:
+      edgekit join bundles --out model.zip
+      edgekit join bundles/model-qnn bundles/model-xnnpack --out model --key release.pem
+
+    Exit code 0: written. 2: a bundle is damaged, failed its verification, is not proven or does not fit the others,
+    and nothing was written.
+    """
+    kind = next((kind for kind in KINDS if out.suffix == f".{kind}"), None)
+    if key is not None:
+        require_private_key(key)
+    with work_folder() as work:
+        place = out if kind is None else work / "joined"
+        joined, doubts = join_verified(bundles, place, allowed=allowed)
+        if key is not None:
+            sign_verified(joined.folder, key, allowed=allowed)
+        if kind is not None:
+            write_archive(list_files(joined.folder), out, kind)
+    show_doubts(doubts)
+    if as_json:
+        show_json({"out": out, "sha256": joined.sha256, "index": joined.index, "allowed": doubts})
+        return YES
+    for variant in joined.index.variants:
+        show_line(f"{variant.target}: {variant.provider}, {variant.precision}, {variant.model_file}")
+    show_line(f"{out} ({joined.sha256}): {len(joined.index.shared)} files are stored once for several targets")
+    return YES
+
+
+@as_command
+def sign_command(
+    bundle: Annotated[Path | None, Argument()],
+    key: Annotated[Path | None, Option("The private key, Ed25519 in PEM.", "FILE")],
+    new_key: Annotated[Path | None, Option("Make a key: FILE is private, FILE.pub goes to others.", "FILE")],
+    allowed: Allowance,
+    as_json: options.Json,
+) -> int:
+    """Check BUNDLE (a folder of one target or of several) and sign its files, or make a key to sign with.
+
+    BUNDLE/signature.json is an in-toto statement in a DSSE envelope: the sha256 of every file, and what was verified,
+    where, with which figures. Sign after edgekit verify and before you pack: an archive keeps the signature.
+
+    \b
+    Example:
+      edgekit sign --new-key release.pem
+      edgekit sign bundles/model-nnapi --key release.pem
+      edgekit verify bundles/model-nnapi --key release.pem.pub
+
+    Exit code 0: signed. 2: the bundle is not whole, failed its verification or is not proven, the key is wrong, or
+    `cryptography` is not installed.
+    """
+    if new_key is not None and bundle is None and key is None:
+        public = make_key(new_key)
+        show_json({"private": new_key, "public": public}) if as_json else show_line(f"{new_key}, {public}")
+        return YES
+    if bundle is None or key is None or new_key is not None:
+        raise UsageError("give either BUNDLE and --key FILE, or --new-key FILE", hint="edgekit sign --help shows both")
+    signed, doubts = sign_verified(bundle, key, allowed=allowed)
+    show_doubts(doubts)
+    if as_json:
+        show_json({**to_builtins(signed), "allowed": doubts})
+    else:
+        said = describe_attested(signed.attested)
+        show_line(f"signed {bundle} ({signed.sha256}) with key {signed.key[:16]}: {said}")
+    return YES

@@ -10,14 +10,14 @@ from edgekit.cli import options
 from edgekit.cli.declare import Argument, Option, subcommand
 from edgekit.cli.main import NO, YES
 from edgekit.cli.screen import show_json, show_line
-from edgekit.cli.terminal import show_verify
+from edgekit.cli.verify import show_verify
 from edgekit.verify.history import diff_runs, list_runs, read_run
 
 History = Annotated[Path, Option("What verify or bench --history wrote.", "FILE")]
 
 
 @click.group
-def command() -> None:
+def runs_command() -> None:
     """List, show or compare the verifications that `edgekit verify --history FILE` recorded.
 
     \b
@@ -26,7 +26,7 @@ def command() -> None:
     """
 
 
-@subcommand(command, "list")
+@subcommand(runs_command, "list")
 def list_command(
     history: History,
     bundle: Annotated[str | None, Option("Only those of this bundle.", "NAME")],
@@ -44,7 +44,7 @@ def list_command(
     return YES
 
 
-@subcommand(command, "bench")
+@subcommand(runs_command, "bench")
 def bench_command(
     history: History,
     subject: Annotated[str | None, Option("Only those of this bundle or model.", "NAME")],
@@ -63,7 +63,7 @@ def bench_command(
     return YES
 
 
-@subcommand(command, "show")
+@subcommand(runs_command, "show")
 def show_command(
     number: Annotated[int, Argument()],
     history: History,
@@ -75,7 +75,7 @@ def show_command(
     return options.exit_code(run.verdict)
 
 
-@subcommand(command, "diff")
+@subcommand(runs_command, "diff")
 def diff_command(
     before: Annotated[int, Argument()],
     now: Annotated[int, Argument()],

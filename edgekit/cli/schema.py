@@ -1,19 +1,20 @@
-"""`edgekit schema`."""
+"""What the command line says of itself: schema for editors and agents, completion for shells."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import click
+from click.shell_completion import get_completion_class
 
 from edgekit.app.config import describe_schema
 from edgekit.cli import options
-from edgekit.cli.declare import as_command
+from edgekit.cli.declare import Argument, as_command
 from edgekit.cli.defaults import SECTION, describe_options
 from edgekit.cli.main import COMMANDS, YES, group
-from edgekit.cli.screen import show_json
+from edgekit.cli.screen import show_json, show_line
 
 
 @as_command
-def command(
+def schema_command(
     as_json: options.Json,
 ) -> int:
     """Print the JSON Schema of edgekit.toml for editors; with --json also every command and option, for agents.
@@ -60,3 +61,25 @@ def _describe(parameter: click.Parameter) -> dict[str, Any]:
         "many": parameter.multiple or parameter.nargs == -1,
         "choices": list(parameter.type.choices) if isinstance(parameter.type, click.Choice) else None,
     }
+
+
+SHELLS = ("bash", "fish", "zsh")
+
+
+@as_command
+def completion_command(
+    shell: Annotated[str, Argument(type=click.Choice(SHELLS))],
+) -> int:
+    """Print what SHELL needs to complete edgekit's commands, options and their values.
+
+    \b
+    Example:
+      edgekit completion bash > ~/.local/share/bash-completion/completions/edgekit
+      edgekit completion zsh > ~/.zfunc/_edgekit
+      edgekit completion fish > ~/.config/fish/completions/edgekit.fish
+    """
+    made = get_completion_class(shell)
+    # The choice above names shells that click knows.
+    if made is not None:
+        show_line(made(group, {}, "edgekit", "_EDGEKIT_COMPLETE").source())
+    return YES

@@ -18,7 +18,7 @@ from edgekit.tune.tune import Tuning, tune_on
 
 
 @as_command
-def command(
+def tune_command(
     subject: Annotated[Path, Argument()],
     choice: Devices,
     goal: Annotated[Goal, Option("What to minimize (latency).", type=click.Choice(GOALS), default="latency")],

@@ -1,12 +1,13 @@
 """`edgekit verify`, and the limits on the command line that replace those of the target."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import click
 import msgspec
+from rich.text import Text
 
 from edgekit._files import require_place, write_file
 from edgekit.bundle.checks import bundled_task
@@ -17,13 +18,11 @@ from edgekit.cli.declare import Argument, From, Option, as_command, number
 from edgekit.cli.main import YES
 from edgekit.cli.options import Metric, MetricDrop
 from edgekit.cli.release import describe_attested
-from edgekit.cli.screen import show_json, show_line, showing_progress
+from edgekit.cli.screen import print_table, show_json, show_line, show_remarks, showing_progress
 from edgekit.cli.subjects import Devices, Required, add_required
-from edgekit.cli.terminal import show_verify
-from edgekit.data.images import load_preprocess
 from edgekit.errors import UsageError
-from edgekit.progress import Progress
-from edgekit.recipe import Data, load_metric
+from edgekit.recipe import load_metric
+from edgekit.report import text
 from edgekit.report.ci import render_junit, render_markdown
 from edgekit.report.pages.charts import Picture, draw_worst
 from edgekit.report.pages.html import render_verify
@@ -122,46 +121,37 @@ def _choose_files(
     return RunFiles(recorded=recorded, run_key=run_key, export=export, sign_key=sign_key)
 
 
-class _Question(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be judged, as the options say it."""
-
-    bundle: Annotated[Path | None, Argument()]
-    devices: Devices
-    require: Required
-    data: Annotated[str | None, Option("Verify with these samples, not the golden ones; needs --reference.", "DATA")]
-    preprocess: options.PreprocessFile
-    labels: Annotated[Path | None, Option("The class of each --data sample.", "FILE")]
-    reference: Annotated[Path | None, Option("The float model that the bundle was built from.", "MODEL")]
-    samples: options.SampleCount
-    files: Annotated[RunFiles, From(_choose_files)]
-    layers: Annotated[bool, Option("Compare each layer on the device with this machine, even where the outputs agree.")]
-    recheck: Annotated[Path | None, Option("Judge this verify.json again; nothing runs.", "FILE")]
-    key: options.PublicKey
-    target: Annotated[str | None, Option("Which variant of a bundle of several targets.", "NAME")]
-    files_only: Annotated[bool, Option("Check the files and the signature; nothing runs.")]
-
-
-class _Before(msgspec.Struct, frozen=True, kw_only=True):
-    """The run that this one is compared with."""
-
-    baseline: Annotated[Path | None, Option("Compare with the run in this verify.json.", "FILE")]
-    history: Annotated[Path | None, Option("Compare with the last good run in this file, and add this one.", "FILE")]
-
-
-class _Places(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the result goes beside the terminal."""
-
-    junit: Annotated[Path | None, Option("Write the result as JUnit XML too.", "FILE")]
-    html: Annotated[Path | None, Option("Write the result as an HTML page too.", "FILE")]
-    markdown: Annotated[Path | None, Option("Write the result as Markdown too, for a pull request.", "FILE")]
+# Options that mean something beside others alone.
+_OF_DEVICES = ("--on", "--on-file", "--set")
+_OF_DATA = ("--preprocess", "--labels", "--reference", "--samples")
+_OF_RUN = ("--import", "--run-key", "--export", "--sign-run")
+_REPORTS = ("--junit", "--html", "--markdown")
 
 
 @as_command
-def command(
-    question: Annotated[_Question, From(_Question)],
+def verify_command(
+    bundle: Annotated[Path | None, Argument()],
+    devices: Devices,
+    require: Required,
+    data: Annotated[str | None, Option("Verify with these samples, not the golden ones; needs --reference.", "DATA")],
+    preprocess: options.PreprocessFile,
+    labels: Annotated[Path | None, Option("The class of each --data sample.", "FILE")],
+    reference: Annotated[Path | None, Option("The float model that the bundle was built from.", "MODEL")],
+    samples: options.SampleCount,
+    files: Annotated[RunFiles, From(_choose_files)],
+    layers: Annotated[
+        bool, Option("Compare each layer on the device with this machine, even where the outputs agree.")
+    ],
+    recheck: Annotated[Path | None, Option("Judge this verify.json again; nothing runs.", "FILE")],
+    key: options.PublicKey,
+    target: Annotated[str | None, Option("Which variant of a bundle of several targets.", "NAME")],
+    files_only: Annotated[bool, Option("Check the files and the signature; nothing runs.")],
     limits: Annotated[Limits, From(Limits)],
-    before: Annotated[_Before, From(_Before)],
-    places: Annotated[_Places, From(_Places)],
+    baseline: Annotated[Path | None, Option("Compare with the run in this verify.json.", "FILE")],
+    history: Annotated[Path | None, Option("Compare with the last good run in this file, and add this one.", "FILE")],
+    junit: Annotated[Path | None, Option("Write the result as JUnit XML too.", "FILE")],
+    html: Annotated[Path | None, Option("Write the result as an HTML page too.", "FILE")],
+    markdown: Annotated[Path | None, Option("Write the result as Markdown too, for a pull request.", "FILE")],
     accept_unproven: options.AcceptUnproven,
     as_json: options.Json,
     volume: options.Volume,
@@ -193,148 +183,122 @@ def command(
     or an emulator is too old to tell. --accept-unproven makes 0 of 3.
     """
     # Options that would have no effect are refused: a limit that is silently ignored passes what it should stop.
-    _check_options(question, limits, before)
-    if question.files_only:
-        return _check_files(question, before, places, as_json=as_json)
-    _check_places(question, before, places)
-    # Before the run, which may write over it.
-    baseline = None if before.baseline is None else read_report(before.baseline)
-    with showing_progress(volume) as progress:
-        report, pictures = _answer(question, limits, progress, draws=places.html is not None)
-        report = _judge(report, question, limits, before, baseline)
-    # After the comparison, so that a run is never held against itself.
-    if before.history is not None:
-        record_report(before.history, report)
-    if places.junit is not None:
-        write_file(places.junit, render_junit((report,), accept_unproven=accept_unproven))
-    if places.html is not None:
-        write_file(places.html, render_verify(report, pictures).encode())
-    if places.markdown is not None:
-        write_file(places.markdown, render_markdown((report,)).encode())
-    show_json(report) if as_json else show_verify(report)
-    return options.exit_code(report.verdict, accept_unproven=accept_unproven)
-
-
-def _check_options(question: _Question, limits: Limits, before: _Before) -> None:
-    if (question.bundle is None) == (question.recheck is None):
-        raise UsageError("give either a BUNDLE to run or --recheck FILE", hint="edgekit verify --help shows both")
-    of_data = {
-        "--preprocess": question.preprocess,
-        "--labels": question.labels,
-        "--reference": question.reference,
-        "--samples": question.samples,
-    }
-    files, layers = question.files, question.layers or None
-    of_run = {
-        "--import": files.recorded or None,
-        "--run-key": files.run_key,
-        "--export": files.export,
-        "--sign-run": files.sign_key,
-    }
-    if files.run_key is not None and not files.recorded:
-        raise UsageError("--run-key is the key of an imported run", hint="add --import FILE")
-    if files.sign_key is not None and files.export is None:
-        raise UsageError("--sign-run signs an exported run", hint="add --export FILE")
-    if question.recheck is not None:
-        of_device = {**_list_chosen(question), "--require": question.require or None}
-        of_bundle = {**of_device, **of_run, "--layers": layers, "--key": question.key, "--target": question.target}
-        _refuse({**of_bundle, "--data": question.data, **of_data}, "--recheck runs nothing")
-    elif question.data is not None:
-        _refuse(of_run, "a run as a file is one with the golden samples")
-    if question.recheck is None and question.data is None:
-        _refuse(of_data, "the golden samples stand in the bundle with their labels; --data gives others")
-    if question.data is not None and question.reference is None:
-        raise UsageError("--data needs --reference MODEL", hint="the float model that the bundle was built from")
-    ratio = limits.max_latency_ratio is not None or limits.max_memory_ratio is not None
-    if ratio and before.baseline is None and before.history is None:
-        raise UsageError("a ratio needs a run to hold this one against", hint="give --baseline FILE or --history FILE")
-    if before.baseline is not None and before.history is not None:
-        raise UsageError("--baseline and --history both name a run to hold this one against", hint="give one of them")
-
-
-def _list_chosen(question: _Question) -> dict[str, object]:
-    chosen = question.devices
-    return {"--on": chosen.names or None, "--on-file": chosen.file, "--set": chosen.settings or None}
-
-
-def _refuse(given: Mapping[str, object], reason: str) -> None:
-    for option, value in given.items():
-        if value is not None:
-            raise UsageError(f"{option} means nothing here", hint=reason)
-
-
-def _check_places(question: _Question, before: _Before, places: _Places) -> None:
-    """Refuses a report where none can be written, or in the bundle: with a file too many that cannot be opened."""
-    chosen = {f"--{name}": getattr(places, name) for name in _Places.__struct_fields__}
-    for option, place in {**chosen, "--history": before.history, "--export": question.files.export}.items():
-        bundle = question.bundle
-        # A report in the bundle is a file that the manifest does not list.
+    given = options.list_given()
+    _check_options(given)
+    if files_only:
+        _refuse(
+            given,
+            (*_OF_DEVICES, "--data", "--layers", "--baseline", "--history", *_REPORTS),
+            "--files-only runs nothing",
+        )
+        if bundle is None:
+            raise UsageError("--files-only needs a BUNDLE", hint="give its folder or archive")
+        return _check_files(bundle, key, as_json=as_json)
+    places = {"--junit": junit, "--html": html, "--markdown": markdown, "--history": history, "--export": files.export}
+    for option, place in places.items():
+        # A report in the bundle is a file that the manifest does not list: the bundle could not be opened again.
         if bundle is not None and place is not None and place.resolve().is_relative_to(bundle.resolve()):
             raise UsageError(f"{option} '{place}' lies in the bundle", hint="write it beside the bundle")
         if place is not None:
             require_place(place)
-
-
-def _answer(
-    question: _Question, limits: Limits, progress: Progress, *, draws: bool
-) -> tuple[VerifyReport, Sequence[Picture]]:
-    """Returns the report, and pictures of the worst samples if it is drawn and the samples are at hand."""
-    if question.recheck is not None:
-        return read_report(question.recheck), ()
-    data = None
-    if question.data is not None:
-        preprocess = load_preprocess(question.preprocess) if question.preprocess else None
-        data = Data(source=question.data, labels=question.labels, preprocess=preprocess)
-    with opened_bundle(question.bundle or Path(), key=question.key, target=question.target) as bundle:
-        task, choice = limits.find_task(bundle.manifest), add_required(question.devices, question.require)
-        if data is None or question.reference is None:
-            report = verify_on(bundle, choice, progress, task=task, layers=question.layers, files=question.files)
+    # Before the run, which may write over it.
+    earlier = None if baseline is None else read_report(baseline)
+    pictures: Sequence[Picture] = ()
+    with showing_progress(volume) as progress:
+        if recheck is not None:
+            report = read_report(recheck)
         else:
-            report = verify_with(
-                bundle,
-                question.reference,
-                data,
-                choice,
-                samples=question.samples,
-                task=task,
-                layers=question.layers,
-                progress=progress,
-            )
-        inputs = open_inputs(bundle, data, question.samples) if draws else None
-        return report, () if inputs is None else draw_worst(inputs, report)
+            with opened_bundle(bundle or Path(), key=key, target=target) as opened:
+                task, choice = limits.find_task(opened.manifest), add_required(devices, require)
+                given_data = None if data is None else options.read_data(data, preprocess, labels=labels)
+                if given_data is None or reference is None:
+                    report = verify_on(opened, choice, progress, task=task, layers=layers, files=files)
+                else:
+                    report = verify_with(
+                        opened,
+                        reference,
+                        given_data,
+                        choice,
+                        samples=samples,
+                        task=task,
+                        layers=layers,
+                        progress=progress,
+                    )
+                # The worst samples are drawn where they are at hand.
+                inputs = None if html is None else open_inputs(opened, given_data, samples)
+                pictures = () if inputs is None else draw_worst(inputs, report)
+        # GitHub, GitLab and CircleCI set it: nobody reads there what was skipped, so that it is a failure.
+        in_ci = os.environ.get("CI", "").lower() in {"1", "true"} and (devices.names or devices.file is not None)
+        report = require_devices(report, (*require, *(skip.device for skip in report.skipped if in_ci)))
+        if report.runs:
+            # Judged again from the figures: limits given here leave the bundle's own evidence as it was written.
+            report = recheck_report(report, limits.apply(report.runs[0].thresholds))
+        if earlier is not None:
+            report = compare_with_baseline(report, earlier, str(baseline))
+        elif history is not None and (last := find_last_good(history, report)) is not None:
+            report = compare_with_baseline(report, last.report, f"run {last.id}")
+    # After the comparison, so that a run is never held against itself.
+    if history is not None:
+        record_report(history, report)
+    if junit is not None:
+        write_file(junit, render_junit((report,), accept_unproven=accept_unproven))
+    if html is not None:
+        write_file(html, render_verify(report, pictures).encode())
+    if markdown is not None:
+        write_file(markdown, render_markdown((report,)).encode())
+    show_json(report) if as_json else show_verify(report)
+    return options.exit_code(report.verdict, accept_unproven=accept_unproven)
 
 
-def _check_files(question: _Question, before: _Before, places: _Places, *, as_json: bool) -> int:
+def _check_options(given: Collection[str]) -> None:
+    if ("bundle" in given) == ("--recheck" in given):
+        raise UsageError("give either a BUNDLE to run or --recheck FILE", hint="edgekit verify --help shows both")
+    if "--run-key" in given and "--import" not in given:
+        raise UsageError("--run-key is the key of an imported run", hint="add --import FILE")
+    if "--sign-run" in given and "--export" not in given:
+        raise UsageError("--sign-run signs an exported run", hint="add --export FILE")
+    if "--recheck" in given:
+        of_bundle = (*_OF_DEVICES, "--require", *_OF_RUN, "--layers", "--key", "--target", "--data", *_OF_DATA)
+        _refuse(given, of_bundle, "--recheck runs nothing")
+    elif "--data" not in given:
+        _refuse(given, _OF_DATA, "the golden samples stand in the bundle with their labels; --data gives others")
+    else:
+        _refuse(given, _OF_RUN, "a run as a file is one with the golden samples")
+        if "--reference" not in given:
+            raise UsageError("--data needs --reference MODEL", hint="the float model that the bundle was built from")
+    earlier = {"--baseline", "--history"} & {*given}
+    if {"--max-latency-ratio", "--max-memory-ratio"} & {*given} and not earlier:
+        raise UsageError("a ratio needs a run to hold this one against", hint="give --baseline FILE or --history FILE")
+    if len(earlier) > 1:
+        raise UsageError("--baseline and --history both name a run to hold this one against", hint="give one of them")
+
+
+def _refuse(given: Collection[str], idle: Sequence[str], reason: str) -> None:
+    for option in idle:
+        if option in given:
+            raise UsageError(f"{option} means nothing here", hint=reason)
+
+
+def _check_files(bundle: Path, key: Path | None, *, as_json: bool) -> int:
     """Says that the bundle is whole; one that is not raises an error."""
-    reports = {f"--{name}": getattr(places, name) for name in _Places.__struct_fields__}
-    others = {**_list_chosen(question), "--data": question.data}
-    judged = {"--layers": question.layers or None, "--baseline": before.baseline, "--history": before.history}
-    _refuse({**others, **judged, **reports}, "--files-only runs nothing")
-    if question.bundle is None:
-        raise UsageError("--files-only needs a BUNDLE", hint="give its folder or archive")
-    with opened_any(question.bundle, key=question.key) as found:
+    with opened_any(bundle, key=key) as found:
         said = found.attested
-        facts = {"bundle": question.bundle, "whole": True, "sha256": found.sha256, "signed": said is not None}
+        facts = {"bundle": bundle, "whole": True, "sha256": found.sha256, "signed": said is not None}
         signed = f"signed with that key: {describe_attested(said)}" if said else "signature not checked"
         show_json({**facts, "attested": said}) if as_json else show_line(
-            f"{question.bundle} is whole ({found.sha256}), {signed}"
+            f"{bundle} is whole ({found.sha256}), {signed}"
         )
     return YES
 
 
-def _judge(
-    report: VerifyReport, question: _Question, limits: Limits, before: _Before, baseline: VerifyReport | None
-) -> VerifyReport:
-    """Returns the report under the limits that were given; those that were not are as they were."""
-    named = question.devices.names or question.devices.file is not None
-    # GitHub, GitLab and CircleCI set it: nobody reads there what was skipped, so that it is a failure.
-    in_ci = os.environ.get("CI", "").lower() in {"1", "true"}
-    skipped = [skip.device for skip in report.skipped if named and in_ci]
-    report = require_devices(report, (*question.require, *skipped))
-    if report.runs:
-        # Judged again from the figures: limits given here leave the bundle's own evidence as it was written.
-        report = recheck_report(report, limits.apply(report.runs[0].thresholds))
-    if baseline is not None:
-        return compare_with_baseline(report, baseline, str(before.baseline))
-    last = None if before.history is None else find_last_good(before.history, report)
-    return report if last is None else compare_with_baseline(report, last.report, f"run {last.id}")
+def show_verify(report: VerifyReport) -> None:
+    """Prints a verification: the table, each failure, each device that was skipped."""
+    if report.chance:
+        print_table(Text(report.chance, "bold"))
+    print_table(text.table_verify(report))
+    if report.comparison:
+        print_table(text.table_device_figures(report))
+    if report.verdict != "pass":
+        show_line(text.headline_verify(report))
+    show_remarks(text.list_verify_remarks(report))
+    show_line(f"{report.bundle}: {report.verdict}")
