@@ -51,32 +51,6 @@ def test_bench_takes_devices_from_a_file(tmp_path: Path, answer: Callable[..., A
     assert [run["device"] for run in answer(arguments)["runs"]] == ["my desk"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["bench", "none.onnx"], "no file 'none.onnx'"),
-        ([*BENCH, "--on", "hots"], "did you mean 'host'"),
-        ([*BENCH, "--runs", "0"], "--runs"),
-        ([*BENCH, "--seconds", "nan"], "--seconds"),
-        ([*BENCH, "--target", "qnnn"], "did you mean 'qnn'"),
-        ([*BENCH, "--batch", "1,0"], "no list of sizes"),
-        ([*BENCH, "--concurrency", "1,2", "--against", str(MODEL)], "--against compares in one way"),
-        ([*BENCH, "--concurrency", "two"], "no list of sizes"),
-        ([*BENCH, "--batch", "2"], "no input has a dynamic first axis"),
-        ([*BENCH, "--batch", "1,2", "--against", str(MODEL)], "--against compares in one way"),
-        ([*BENCH, "--on-file", "none.toml"], "cannot read 'none.toml'"),
-        ([*BENCH, "--against", "none.onnx"], "no file 'none.onnx'"),
-        (["verify", "--recheck", "v.json", "--on-file", "d.toml"], "--on-file means nothing here"),
-        (["devices", "test", "hots"], "did you mean 'host'"),
-    ],
-)
-def test_whatever_is_wrong_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(arguments) == 2
-    captured = capsys.readouterr()
-    assert message in captured.err
-    assert captured.err.count("\n") == 1
-
-
 def test_devices_test_says_what_was_tried(capsys: pytest.CaptureFixture[str], answer: Callable[..., Any]) -> None:
     test = answer(["devices", "test", "host", "-q"])
     assert test["passed"] is True

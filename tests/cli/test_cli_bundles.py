@@ -87,22 +87,6 @@ def test_a_signature_says_what_was_verified_where_and_with_which_figures(
     assert "signed with that key: its verification WARNED on host" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["sign"],
-        ["sign", "bundle"],
-        ["sign", "bundle", "--key", "k", "--new-key", "n"],
-        ["join", "nothing", "--out", "out"],
-        ["verify", "--files-only", "--recheck", "x", "--key", "k"],
-        ["diff", "a", "b"],
-    ],
-)
-def test_what_makes_no_sense_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(argv) == 2
-    assert capsys.readouterr().err.startswith("edgekit: error: ")
-
-
 def test_a_build_is_repeated_with_its_reference(
     build: Path, refused: Callable[..., str], answer: Callable[..., Any]
 ) -> None:

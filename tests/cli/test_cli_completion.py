@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,10 +17,6 @@ PAGES = Path(__file__).parents[2] / "docs"
 def test_each_shell_gets_its_script(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["completion", shell]) == 0
     assert f"_EDGEKIT_COMPLETE={shell}_complete" in capsys.readouterr().out
-
-
-def test_another_shell_is_refused(refused: Callable[..., str]) -> None:
-    assert "tcsh" in refused("completion", "tcsh")
 
 
 @pytest.mark.parametrize(("words", "wanted"), [("edgekit qu", "quantize"), ("edgekit build --prec", "--precision")])

@@ -45,36 +45,6 @@ def test_convert_shows_the_same_in_words(tmp_path: Path, capsys: pytest.CaptureF
     assert f"onnx: {tmp_path}/o/model.onnx" in shown
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--target", "nnapi", "--cpu", "arm"], "settles style, level and CPU"),
-        (
-            ["--target", "xnnpack", "--style", "runtime"],
-            "XnnpackExecutionProvider cannot use a file of runtime style: ",
-        ),
-        (["--target", "nnapi", "--style", "both"], "NnapiExecutionProvider cannot use a file of full style: "),
-        (["--target", "nnapi", "--style", "runtime"], "settles style, level and CPU"),
-        (["--soc", "43"], "add --target qnn"),
-        (["--model-type", "gpt2"], "add --fuse transformer"),
-        (["--keep", "conv"], "add --weights"),
-        (["--weights", "int4", "--keep", "nix"], "no node 'nix' to keep"),
-        (["--weights", "int4", "--block", "7"], "no block of 7 weights"),
-        (["--weights", "int4", "--rounding", "gptq"], "--rounding comq --data DATA"),
-        (["--target", "cpu", "--onnx", "--level", "all"], "so that --level would go unheard"),
-        (["--fuse", "transformer", "--model-type", "brt"], "no --model-type 'brt'"),
-        (["--fuse", "transformer"], "no pattern of 'bert' was found"),
-        (["--preprocess", "x.toml"], "add --data"),
-        (["--custom-ops", "none.so"], "no custom-op library 'none.so'"),
-    ],
-)
-def test_convert_refuses_what_does_not_fit(
-    tmp_path: Path, arguments: list[str], message: str, refused: Callable[..., str]
-) -> None:
-    assert message in refused("convert", str(MODEL), *arguments, "--out", str(tmp_path / "o"))
-    assert not (tmp_path / "o").exists()
-
-
 def test_operators_of_a_build_are_written_listed_and_compared(
     converted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: Callable[..., Any]
 ) -> None:

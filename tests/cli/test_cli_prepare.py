@@ -1,7 +1,6 @@
 """`prepare` on the command line: the inputs an app wants, custom operators, and refusals that name what is valid."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,22 +41,3 @@ def test_prepare_makes_the_interface_an_app_wants(tmp_path: Path, capsys: pytest
     assert report["model"]["external_files"] == ["out.onnx.data"]
     assert (report["preprocess"]["dtype"], report["preprocess"]["scale"]) == ("uint8", 1.0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.onnx", "out.onnx.data", "p.toml"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--rename", "nix=x"], "no input or output 'nix'"),
-        (["--layout", "nix=nhwc"], "no input 'nix'"),
-        (["--layout", "x=hwcn"], "there is no layout 'hwcn'"),
-        (["--embed-preprocess", "none.toml"], "cannot read 'none.toml'"),
-        (["--custom-ops", "none.so"], "no custom-op library 'none.so'"),
-        (["--outputs", "nix"], "no output 'nix'"),
-        (["--opset", "99"], "there is no opset '99'"),
-    ],
-)
-def test_prepare_refuses_what_does_not_exist(
-    tmp_path: Path, arguments: list[str], message: str, refused: Callable[..., str]
-) -> None:
-    assert message in refused("prepare", str(MODEL), *arguments, "--out", str(tmp_path / "o/out.onnx"))
-    assert not list(tmp_path.glob("o/*"))
