@@ -36,7 +36,7 @@ def _write_app(folder: Path, limit: str = "") -> None:
     write_small_net(folder / "m.onnx", folder / "m.npz")
     (folder / "edgekit.toml").write_text(
         '[models.m]\npath = "m.onnx"\n[models.m.data]\nsource = "m.npz"\nsamples = 8\n'
-        f"[verify]\naccept_unproven = true\n[targets.coreml]\n{limit}\n"
+        f'[verify]\naccept_unproven = true\non = ["host"]\n[targets.coreml]\n{limit}\n'
     )
 
 

@@ -1,9 +1,6 @@
 """`edgekit completion`: what it prints is a shell's own, and completes."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,12 +17,15 @@ def test_each_shell_gets_its_script(shell: str, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(("words", "wanted"), [("edgekit qu", "quantize"), ("edgekit build --prec", "--precision")])
-def test_the_script_asks_the_command(words: str, wanted: str) -> None:
+def test_the_script_asks_the_command(
+    words: str, wanted: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" ")), "_EDGEKIT_COMPLETE": "bash_complete"}
-    done = subprocess.run(
-        [sys.executable, "-m", "edgekit"], env={**os.environ, **asked}, capture_output=True, text=True, check=False
-    )
-    assert f"plain,{wanted}" in done.stdout.splitlines()
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        run_command([])
+    assert f"plain,{wanted}" in capsys.readouterr().out.splitlines()
 
 
 def test_the_list_for_agents_leads_to_pages() -> None:
