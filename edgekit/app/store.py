@@ -7,7 +7,7 @@ import importlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -25,35 +25,14 @@ from edgekit.serialize import to_json
 _FILE = "file://"
 
 
-class Store(Protocol):
-    """Objects under names with `/`; an object that exists is complete."""
-
-    @property
-    def place(self) -> str:
-        """The path or URL by which another process opens the same store."""
-        ...
-
-    def has(self, name: str) -> bool:
-        """Returns True if there is such an object."""
-        ...
-
-    def get(self, name: str, path: Path) -> bool:
-        """Copies an object into a file; returns False if there is none."""
-        ...
-
-    def put(self, name: str, path: Path) -> None:
-        """Copies a file into an object, whole or not at all; an existing object is replaced."""
-        ...
-
-
 class FolderStore(msgspec.Struct, frozen=True):
-    """A store in a folder, which may be a mounted one."""
+    """A store in a folder, which may be a mounted one: objects under names with `/`, each of them complete."""
 
     folder: Path
 
     @property
     def place(self) -> str:
-        """The absolute path of the folder."""
+        """The absolute path of the folder, by which another process opens the same store."""
         return str(self.folder.absolute())
 
     def has(self, name: str) -> bool:
@@ -67,7 +46,7 @@ class FolderStore(msgspec.Struct, frozen=True):
         return self.has(name)
 
     def put(self, name: str, path: Path) -> None:
-        """Copies a file into an object."""
+        """Copies a file into an object, whole or not at all; an existing object is replaced."""
         replace_file(path, self.folder / name)
 
 
@@ -78,14 +57,9 @@ class RemoteStore(msgspec.Struct, frozen=True):
     upload.
     """
 
-    url: str
+    place: str
     files: Any
     root: str
-
-    @property
-    def place(self) -> str:
-        """The URL."""
-        return self.url
 
     def has(self, name: str) -> bool:
         """Returns True if there is such an object."""
@@ -115,9 +89,12 @@ class RemoteStore(msgspec.Struct, frozen=True):
         except Exception as error:
             reason = quote_error(error)
             raise DeviceError(
-                f"cannot {what} store '{self.url}': {reason}",
+                f"cannot {what} store '{self.place}': {reason}",
                 hint="check that it is there, and that you may read and write it",
             ) from error
+
+
+Store = FolderStore | RemoteStore
 
 
 def open_store(place: str) -> Store:
@@ -138,7 +115,7 @@ def open_store(place: str) -> Store:
         raise UsageError(
             f"cannot open store '{place}': {quote_error(error)}", hint="a folder, or a URL that fsspec opens"
         ) from error
-    return RemoteStore(url=place, files=files, root=str(root).rstrip("/"))
+    return RemoteStore(place=place, files=files, root=str(root).rstrip("/"))
 
 
 # Archives that edgekit made itself: a result may be as large as its model, and is stored uncompressed.

@@ -7,7 +7,7 @@ the golden samples, and what each member is calibrated with.
 import contextlib
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -120,24 +120,10 @@ class FloatGroup(msgspec.Struct, frozen=True, kw_only=True):
     models: Mapping[str, Model]
 
 
-class GroupSamples(msgspec.Struct, frozen=True, kw_only=True):
-    """The golden samples of the whole; for each member, in a folder of its name, what it ran with."""
+def run_float(group: FloatGroup, sets: SampleSets, metric: TaskLimit, folder: Path) -> Golden:
+    """Runs every sample through the group, and returns the golden samples of the whole.
 
-    golden: Golden
-    folder: Path
-
-    def find_calibration(self, member: str) -> Path:
-        """Returns the samples that a member is calibrated with."""
-        return self.folder / member / "calibration.npz"
-
-    def find_evaluation(self, member: str) -> Path:
-        """Returns the samples that a member is verified with."""
-        return self.folder / member / "evaluation.npz"
-
-
-def run_float(group: FloatGroup, sets: SampleSets, metric: TaskLimit, folder: Path) -> GroupSamples:
-    """Runs every sample through the group, and keeps what each member is given, spread over samples and runs.
-
+    What each member is given, spread over samples and runs, is kept in NAME/calibration.npz and NAME/evaluation.npz.
     Without labels, those of the golden samples are what the float models make of them.
 
     Raises:
@@ -146,16 +132,39 @@ def run_float(group: FloatGroup, sets: SampleSets, metric: TaskLimit, folder: Pa
         ModelError: a model has a newer opset than this ONNX Runtime, and no form in an older one.
         RuntimeRefusal: ONNX Runtime cannot run a model.
     """
-    runner = _Runner(group, folder / "lowered")
-    found = GroupSamples(golden=Golden(folder=folder, samples=0, inputs=(), outputs=(), has_labels=True), folder=folder)
-    with runner.recording(found.find_calibration, _CALIBRATION):
-        for _ in runner.run(sets.calibration):
-            pass
+    # A member with a newer IR version or opset is lowered here in the same way as in its own build.
+    models = {name: lower_model(model, folder / "lowered" / name) for name, model in group.models.items()}
+    # Without optimization, as the reference of a bundle is made.
+    sessions = {
+        name: CpuSession(model.path, SessionSettings(level=Level.DISABLED, libraries=model.custom_ops))
+        for name, model in models.items()
+    }
+
+    def run(samples: Samples, part: str, limit: int) -> Iterator[dict[str, Array]]:
+        with contextlib.ExitStack() as opened:
+            places = {name: folder / name / f"{part}.npz" for name in sessions}
+            recorders = {
+                name: _Recorder(opened.enter_context(writing_rows(place, ragged=True)), limit)
+                for name, place in places.items()
+            }
+
+            def run_member(name: str, given: Sequence[Tensors]) -> list[Tensors]:
+                for sample in given:
+                    recorders[name].take(sample)
+                return [sessions[name].run(sample) for sample in given]
+
+            for place, sample in enumerate(samples):
+                for recorder in recorders.values():
+                    recorder.begin(place, samples.count)
+                yield from run_pipeline(group.wiring, group.interfaces, [sample], run_member)
+
+    for _ in run(sets.calibration, "calibration", _CALIBRATION):
+        pass
     labels = None if sets.labels is None else list(sets.labels)
     made: list[Label] = []
     golden = folder / "golden"
-    with runner.recording(found.find_evaluation, _EVALUATION), writing_rows(golden / OUTPUTS, ragged=True) as outputs:
-        for result in runner.run(sets.evaluation):
+    with writing_rows(golden / OUTPUTS, ragged=True) as outputs:
+        for result in run(sets.evaluation, "evaluation", _EVALUATION):
             outputs.append(result)
             if labels is None:
                 if find_metric(metric).labels != "text":
@@ -164,46 +173,7 @@ def run_float(group: FloatGroup, sets: SampleSets, metric: TaskLimit, folder: Pa
                 made.append(decode_text(result[output], metric))
     inputs, count = write_rows(golden / INPUTS, sets.evaluation, ragged=True)
     write_labels(golden, labels or made)
-    return msgspec.structs.replace(
-        found,
-        golden=Golden(folder=golden, samples=count, inputs=inputs, outputs=outputs.specs, has_labels=True),
-    )
-
-
-class _Runner:
-    """Runs the float models without optimization, as the reference of a bundle is made, and records their inputs."""
-
-    def __init__(self, group: FloatGroup, folder: Path) -> None:
-        self._group = group
-        # A member with a newer IR version or opset is lowered here in the same way as in its own build.
-        models = {name: lower_model(model, folder / name) for name, model in group.models.items()}
-        self._sessions = {
-            name: CpuSession(model.path, SessionSettings(level=Level.DISABLED, libraries=model.custom_ops))
-            for name, model in models.items()
-        }
-        self._recorders: dict[str, _Recorder] = {}
-
-    @contextlib.contextmanager
-    def recording(self, find: Callable[[str], Path], limit: int) -> Generator[None]:
-        """Writes what the members are given within the block."""
-        with contextlib.ExitStack() as opened:
-            self._recorders = {
-                name: _Recorder(opened.enter_context(writing_rows(find(name), ragged=True)), limit)
-                for name in self._sessions
-            }
-            yield
-
-    def run(self, samples: Samples) -> Iterator[dict[str, Array]]:
-        """Yields the result of each sample."""
-        for place, sample in enumerate(samples):
-            for recorder in self._recorders.values():
-                recorder.begin(place, samples.count)
-            yield from run_pipeline(self._group.wiring, self._group.interfaces, [sample], self._run_member)
-
-    def _run_member(self, name: str, samples: Sequence[Tensors]) -> list[Tensors]:
-        for sample in samples:
-            self._recorders[name].take(sample)
-        return [self._sessions[name].run(sample) for sample in samples]
+    return Golden(folder=golden, samples=count, inputs=inputs, outputs=outputs.specs, has_labels=True)
 
 
 class _Recorder:
@@ -237,14 +207,13 @@ class _Job(msgspec.Struct, frozen=True, kw_only=True):
 
     file: GroupFile
     group: FloatGroup
-    samples: GroupSamples
-    recipe: Recipe
+    golden: Golden
     work: Path
     staging: Path
     out: Path
     verify: bool
     progress: Progress
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
 
 
 def build_group(
@@ -277,12 +246,26 @@ def build_group(
             preprocess=data.preprocess,
             most=recipe.samples,
         )
-        samples = run_float(group, sets, file.metric, work / "samples")
+        golden = run_float(group, sets, file.metric, work / "samples")
+        shares = find_equal_weights(tuple(group.models.values())) > 0
+        # For each member, where its bundles lie, and what is known of them.
+        built: dict[str, tuple[Path, BuildReport]] = {}
+        for name, model in group.models.items():
+            member, folder, given = file.members[name], work / "built" / name, work / "samples" / name
+            own = msgspec.structs.replace(
+                recipe,
+                dims=member.dims,
+                precision=member.precision or recipe.precision,
+                samples=None,
+                forms=_SHARING if shares and not recipe.forms else recipe.forms,
+            )
+            its_data = Data(source=str(given / "calibration.npz"), evaluation=str(given / "evaluation.npz"))
+            say = name_steps(progress, name)
+            built[name] = folder, build(model.path, its_data, folder, own, verify=False, progress=say)
         job = _Job(
             file=file,
             group=group,
-            samples=samples,
-            recipe=recipe,
+            golden=golden,
             work=work,
             staging=staging,
             out=out,
@@ -290,12 +273,11 @@ def build_group(
             progress=progress,
             notes=tuple(_describe_truncation(group, sets)),
         )
-        built = _build_members(job)
         report = GroupBuild(
             group=file.name,
             members={name: model.sha256 for name, model in group.models.items()},
             calibration_samples=sets.calibration.count,
-            golden_samples=samples.golden.samples,
+            golden_samples=golden.samples,
             targets=tuple(_finish(target, built, job) for target in targets),
             seconds=round(time.monotonic() - start, 2),
         )
@@ -354,26 +336,6 @@ def _describe_truncation(group: FloatGroup, sets: SampleSets) -> Iterator[str]:
         yield f"{cut} samples begin with more tokens than the {length} that '{run}' takes: what is more is left out"
 
 
-def _build_members(job: _Job) -> dict[str, tuple[Path, BuildReport]]:
-    """Returns for each member where its bundles lie, and what is known of them."""
-    shares = find_equal_weights(tuple(job.group.models.values())) > 0
-    built: dict[str, tuple[Path, BuildReport]] = {}
-    for name, model in job.group.models.items():
-        member, folder = job.file.members[name], job.work / "built" / name
-        recipe = msgspec.structs.replace(
-            job.recipe,
-            dims=member.dims,
-            precision=member.precision or job.recipe.precision,
-            samples=None,
-            forms=_SHARING if shares and not job.recipe.forms else job.recipe.forms,
-        )
-        source, evaluation = job.samples.find_calibration(name), job.samples.find_evaluation(name)
-        data = Data(source=str(source), evaluation=str(evaluation))
-        say = name_steps(job.progress, name)
-        built[name] = folder, build(model.path, data, folder, recipe, verify=False, progress=say)
-    return built
-
-
 def _finish(target: Target, built: Mapping[str, tuple[Path, BuildReport]], job: _Job) -> GroupTarget:
     """Writes the group of one target, and verifies it."""
     bundles, notes = dict[str, Bundle](), list(job.notes)
@@ -384,10 +346,11 @@ def _finish(target: Target, built: Mapping[str, tuple[Path, BuildReport]], job: 
         notes += [f"{name}: {note}" for note in summary.notes]
         bundles[name] = open_bundle(folder / summary.path.name)
     file, place = job.file, f"{job.file.name}-{target.name}"
-    wiring, golden = job.group.wiring, job.samples.golden
     try:
         sharing, shared_bytes = share_weights(bundles, job.work / "shared" / target.name, target.folder)
-        group = write_group(file.name, wiring, sharing, golden, file.metric, GROUP_PROGRAMS, job.staging / place)
+        group = write_group(
+            file.name, job.group.wiring, sharing, job.golden, file.metric, GROUP_PROGRAMS, job.staging / place
+        )
         found = verify_group(group, choosing(DeviceChoice()), progress=job.progress) if job.verify else None
     except EdgekitError as error:
         return GroupTarget(target=target.name, failure=str(error), notes=tuple(notes))
