@@ -47,8 +47,8 @@ _HOMES = {
     "prepare_model": "prepare.clean",
     "quantize_model": "quantize",
     "run_app": "app.run",
-    "show": "report.pages.html",
-    "show_progress": "report.pages.html",
+    "show": "report.html",
+    "show_progress": "report.html",
     "target_names": "target",
     "to_json": "serialize",
     "verify_bundle": "verify.run",
@@ -67,7 +67,7 @@ def __getattr__(name: str) -> object:
 
 
 def _draw_page(report: object) -> str:
-    return str(importlib.import_module("edgekit.report.pages.html").draw(report))
+    return str(importlib.import_module("edgekit.report.html").draw(report))
 
 
 def __dir__() -> list[str]:

@@ -29,8 +29,8 @@ from edgekit.quantize import quantize_model as quantize_model
 from edgekit.recipe import Data as Data
 from edgekit.recipe import Recipe as Recipe
 from edgekit.recipe import load_recipe as load_recipe
-from edgekit.report.pages.html import show as show
-from edgekit.report.pages.html import show_progress as show_progress
+from edgekit.report.html import show as show
+from edgekit.report.html import show_progress as show_progress
 from edgekit.report.summary import BuildReport as BuildReport
 from edgekit.serialize import to_json as to_json
 from edgekit.target import Target as Target

@@ -19,7 +19,7 @@ from edgekit.jobs.build_inputs import Kept
 from edgekit.jobs.group import build_group, read_group_file
 from edgekit.model.model import load_model
 from edgekit.progress import Progress, name_steps
-from edgekit.report.pages.html import render_build
+from edgekit.report.html import render_build
 from edgekit.report.tables import headline_group
 from edgekit.report.text import describe_agreement, describe_evidence, headline_build
 from edgekit.serialize import to_json

@@ -16,8 +16,8 @@ from edgekit._files import digest_bytes, digest_file, write_file
 from edgekit.app.config import App, Cell
 from edgekit.bundle.manifest import encode_json
 from edgekit.evidence import Verdict, worst_verdict
-from edgekit.report.pages.html import frame_page
-from edgekit.report.pages.pages import make_page
+from edgekit.report.html import frame_page
+from edgekit.report.pages import make_page
 from edgekit.report.tables import format_bytes
 from edgekit.target import load_target
 

@@ -9,9 +9,7 @@ from edgekit.cli.main import NO, UNPROVEN, YES
 from edgekit.cli.screen import print_table, show_json, show_line, show_remarks, showing_progress
 from edgekit.jobs.check import check_targets, describe_checks
 from edgekit.report import checked
-from edgekit.report.checked import CheckSummary
 from edgekit.report.forecasts import describe_forecast
-from edgekit.report.pages.check_page import render_check
 
 
 @as_command
@@ -51,7 +49,7 @@ def check_command(
     with showing_progress(volume) as progress:
         summary = check_targets(model, chosen, progress, observe=observe, compare_ort=compare_ort)
     if html is not None:
-        write_file(html, render_check(summary).encode())
+        write_file(html, checked.render_check(summary).encode())
     show_json(describe_checks(summary)) if as_json else show_checks(summary)
     if summary.forecast is not None and not as_json:
         show_line(describe_forecast(summary.forecast))
@@ -59,7 +57,7 @@ def check_command(
     return NO if summary.is_refused or kept == "fail" else YES if kept == "pass" else UNPROVEN
 
 
-def show_checks(summary: CheckSummary) -> None:
+def show_checks(summary: checked.CheckSummary) -> None:
     """Prints checks, one after another: the verdict, the nodes not taken, what to do; last, which target to use."""
     for name, report in summary.targets.items():
         show_line(checked.describe_check(report))

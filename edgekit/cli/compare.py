@@ -26,8 +26,8 @@ from edgekit.prepare.opset import lower_model
 from edgekit.prepare.shapes import size_inputs
 from edgekit.recipe import Recipe, load_metric
 from edgekit.report import text
-from edgekit.report.pages.charts import draw_outputs
-from edgekit.report.pages.html import render_comparison
+from edgekit.report.charts import draw_outputs
+from edgekit.report.html import render_comparison
 from edgekit.report.tables import format_bytes, make_table
 from edgekit.verify.two_models import ModelComparison, add_task, compare_models, compare_on_device
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 import click
+from rich.text import Text
 
 from edgekit.cli import options
 from edgekit.cli.declare import Argument, Option, as_command, subcommand
@@ -19,7 +20,9 @@ from edgekit.devices.remote.remote import AdbDevice, check_address
 from edgekit.devices.self_test import try_device
 from edgekit.errors import UsageError
 from edgekit.jobs.prepare import list_versions
-from edgekit.report import text
+from edgekit.phones import read_phones
+from edgekit.report.tables import make_table
+from edgekit.report.text import color_verdict
 from edgekit.target import load_target, target_names
 
 
@@ -78,7 +81,8 @@ def test_command(
     if as_json:
         show_json(test)
     else:
-        print_table(text.table_self_test(test))
+        rows = [(each.name, color_verdict("pass" if each.passed else "fail"), each.detail) for each in test.checks]
+        print_table(make_table("check", "result", "what was seen", rows=rows))
         if test.skipped is not None:
             show_line(f"- not tried: {test.skipped}" + (f"; to run it: {test.command}" if test.command else ""))
         show_line(f"{test.device}: {'pass' if test.passed else 'fail'}")
@@ -99,14 +103,24 @@ def targets_command(
     """
     if name is None:
         targets = [load_target(known) for known in target_names()]
-        show_json({"targets": targets}) if as_json else print_table(text.table_targets(targets))
+        rows = [
+            (one.name, one.title, one.precision, ", ".join(each.device for each in one.verification)) for one in targets
+        ]
+        table = make_table("target", "what it is", "precision", "verified here by", rows=rows)
+        show_json({"targets": targets}) if as_json else print_table(table)
         return YES
     target = load_target(name, settings)
     if as_json:
         show_json(target)
         return YES
     show_line(f"{target.name}: {target.title}\n{target.precision}: {target.precision_reason}")
-    print_table(text.table_parameters(target))
+    table = make_table("--set", "value", "allowed", "what it is")
+    for parameter_name, parameter in target.parameters.items():
+        allowed = ", ".join(parameter.choices) or f"{parameter.minimum} to {parameter.maximum}"
+        if parameter.names:
+            allowed = ", ".join(phone.name for phone in read_phones(target.folder / parameter.names))
+        table.add_row(parameter_name, target.settings.get(parameter_name, ""), allowed, parameter.description)
+    print_table(table)
     return YES
 
 
@@ -192,6 +206,15 @@ def _show_phone(report: PhoneReport) -> None:
 
 def show_devices(statuses: Sequence[DeviceStatus], offered: Sequence[OfferedProvider] = ()) -> None:
     """Prints devices as a table, and another of the providers that are installed."""
-    print_table(text.table_devices(statuses))
+    table = make_table("device", "evidence", "here", "ONNX Runtime", "what it is, or what to do")
+    for status in statuses:
+        here = Text("ready", "green") if status.available else Text("missing", "yellow")
+        versions = [f"{name} {version}" for name, version in status.versions.items() if name != "onnxruntime"]
+        about = "; ".join(filter(None, (status.reason, status.command, ", ".join(versions))))
+        table.add_row(status.name, status.evidence.value, here, status.versions.get("onnxruntime", "-"), about)
+    print_table(table)
     if offered:
-        print_table(text.table_providers(offered))
+        rows = [
+            (one.provider, one.source, one.device or "-", one.failure or ", ".join(one.hardware)) for one in offered
+        ]
+        print_table(make_table("provider", "from", "--on", "what it finds here, or what it lacks", rows=rows))

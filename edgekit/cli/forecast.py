@@ -17,7 +17,6 @@ from edgekit.jobs.known_times import CpuTime, parse_cpu_times, parse_measured, r
 from edgekit.model.model import load_model
 from edgekit.prepare.clean import freeze_model
 from edgekit.report import forecasts as text
-from edgekit.report.pages.forecast_page import render_forecast
 
 
 @as_command
@@ -75,7 +74,7 @@ def forecast_command(
             progress("compile the model as QNN does")
         report = forecast(frozen, devices, precisions, known, dims=sizes, every=every, max_ms=max_ms, compiles=compiles)
     if html is not None:
-        write_file(html, render_forecast(report).encode())
+        write_file(html, text.render_forecast(report).encode())
     if as_json:
         show_json(report)
     else:

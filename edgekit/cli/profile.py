@@ -15,8 +15,7 @@ from edgekit.errors import UsageError
 from edgekit.profile.measure import ProfileOptions
 from edgekit.profile.profile import encode_chrome, profile_on
 from edgekit.profile.report import ProfileReport
-from edgekit.report import timing as text
-from edgekit.report.pages.profile_page import render_profile
+from edgekit.report import profiles as text
 
 
 @as_command
@@ -72,7 +71,7 @@ def profile_command(
             if one.raw:
                 write_file(trace.with_suffix(f".ort{number or ''}.json"), one.raw)
     if html is not None:
-        write_file(html, render_profile(found).encode())
+        write_file(html, text.render_profile(found).encode())
     show_json(found.report) if as_json else show_profile(found.report, top)
     return YES if found.report.succeeded else NO
 

@@ -90,7 +90,7 @@ def quantize_command(
         report = quantize_for(model, source, out, chosen, how, progress)
     if html is not None:
         # Imported only if needed: importing all that pages show takes as long as quantizing a small network.
-        pages = importlib.import_module("edgekit.report.pages.html")
+        pages = importlib.import_module("edgekit.report.html")
         write_file(html, pages.render_quantization(report).encode())
     show_json(report) if as_json else show_lines(describe_quantization(report))
     return NO if report.met is False else YES

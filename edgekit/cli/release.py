@@ -8,6 +8,7 @@ import click
 
 from edgekit._files import work_folder
 from edgekit.bundle.archive import KINDS, list_files, write_archive
+from edgekit.bundle.archive import Kind as ArchiveKind
 from edgekit.bundle.sign import TestResult, make_key, require_private_key
 from edgekit.cli import options
 from edgekit.cli.declare import Argument, From, Option, as_command
@@ -118,7 +119,7 @@ def join_command(
     Exit code 0: written. 2: a bundle is damaged, failed its verification, is not proven or does not fit the others,
     and nothing was written.
     """
-    kind = next((kind for kind in KINDS if out.suffix == f".{kind}"), None)
+    kind: ArchiveKind | None = next((kind for kind in KINDS if out.suffix == f".{kind}"), None)
     if key is not None:
         require_private_key(key)
     with work_folder() as work:

@@ -11,8 +11,7 @@ from edgekit.cli.declare import Argument, Option, as_command, number
 from edgekit.cli.main import YES
 from edgekit.cli.screen import print_table, show_json, show_line, show_remarks, showing_progress
 from edgekit.cli.subjects import Devices, ModelOpening
-from edgekit.report import timing as text
-from edgekit.report.pages.tune_page import render_tuning
+from edgekit.report import tuning
 from edgekit.tune.space import GOALS, Goal
 from edgekit.tune.tune import Tuning, tune_on
 
@@ -66,14 +65,14 @@ def tune_command(
     with showing_progress(volume) as progress:
         report = tune_on(subject, choice, asked, opening, progress=progress)
     if html is not None:
-        write_file(html, render_tuning(report).encode())
+        write_file(html, tuning.render_tuning(report).encode())
     if as_json:
         show_json(report)
         return YES
     if report.levels:
-        print_table(text.table_levels(report))
-    print_table(text.table_decisions(report))
-    print_table(text.table_tried(report))
-    show_line(text.headline_tuning(report))
-    show_remarks(text.list_tuning_remarks(report))
+        print_table(tuning.table_levels(report))
+    print_table(tuning.table_decisions(report))
+    print_table(tuning.table_tried(report))
+    show_line(tuning.headline_tuning(report))
+    show_remarks(tuning.list_tuning_remarks(report))
     return YES

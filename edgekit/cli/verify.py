@@ -23,9 +23,9 @@ from edgekit.cli.subjects import Devices, Required, add_required
 from edgekit.errors import UsageError
 from edgekit.recipe import load_metric
 from edgekit.report import text
+from edgekit.report.charts import Picture, draw_worst
 from edgekit.report.ci import render_junit, render_markdown
-from edgekit.report.pages.charts import Picture, draw_worst
-from edgekit.report.pages.html import render_verify
+from edgekit.report.html import render_verify
 from edgekit.target import TaskLimit, Thresholds
 from edgekit.verify.history import compare_with_baseline, find_last_good, record_report
 from edgekit.verify.on_devices import RunFiles, open_inputs, verify_on, verify_with

@@ -62,7 +62,7 @@ def sign_verified(
         members = _list_members(group, report)
         doubts = _refuse([_find_doubt_of(group, report, members)], allowed)
         weak = [doubt for doubt in map(_find_doubt, members) if doubt is not None]
-        return sign_bundle(folder, key, _attest(members, weak, _describe_whole(group, report, doubts))), doubts
+        return sign_bundle(folder, key, _attest_group(group, report, members, weak, doubts)), doubts
     # Signing refuses an archive with words of its own.
     bundles = () if folder.is_file() else _list_bundles(open_any(folder))
     doubts = _refuse(map(_find_doubt, bundles), allowed)
@@ -118,15 +118,6 @@ class _Released(msgspec.Struct, frozen=True, kw_only=True):
     sha256: str
     manifest: str
     report: VerifyReport | None
-
-
-class _Whole(msgspec.Struct, frozen=True, kw_only=True):
-    """What is attested of a group beside its members."""
-
-    manifest: dict[str, str] = {}
-    tests: dict[str, Verdict] = {}
-    runs: tuple[AttestedRun, ...] = ()
-    allowed: tuple[str, ...] = ()
 
 
 def _list_bundles(found: Bundle | MultiBundle) -> list[_Released]:
@@ -215,25 +206,28 @@ def _find_doubt_of(group: Group, report: GroupReport | None, members: Sequence[_
     return Doubt(bundle=str(group.folder), reason=f"{words}: {said}", verdict=report.verdict)
 
 
-def _describe_whole(group: Group, report: GroupReport | None, doubts: Sequence[Doubt]) -> _Whole:
-    """Returns what is attested of a group beside its members: each device that ran it from end to end."""
+def _attest_group(
+    group: Group,
+    report: GroupReport | None,
+    members: Sequence[_Released],
+    weak: Sequence[Doubt],
+    doubts: Sequence[Doubt],
+) -> TestResult:
+    """Returns what is signed of a group: beside its members each device that ran it from end to end."""
     name = f"{group.manifest.name}-{group.manifest.target}"
     provider = next(iter(group.manifests.values())).provider
-    runs = [
-        AttestedRun(
+    tests: dict[str, Verdict] = {name: doubts[0].verdict if doubts else "pass"}
+    runs: list[AttestedRun] = []
+    for run in report.runs if report is not None else ():
+        tests[f"{name} on {run.device}"] = run.verdict
+        metric = {} if run.task is None or run.task.got is None else {run.task.name: run.task.got}
+        runs.append(AttestedRun(
             bundle=name, device=run.device, evidence=run.evidence, provider=provider, passed=run.verdict == "pass",
             samples=run.samples, provider_nodes={}, outputs=(), accuracy=None, latency_ms=None, versions={},
-            metric={} if run.task is None or run.task.got is None else {run.task.name: run.task.got},
-        )
-        for run in (report.runs if report is not None else ())
-    ]  # fmt: skip
-    tests: dict[str, Verdict] = {f"{name} on {run.device}": run.verdict for run in (report.runs if report else ())}
-    return _Whole(
-        manifest={GROUP: group.sha256},
-        tests={name: doubts[0].verdict if doubts else "pass", **tests},
-        runs=tuple(runs),
-        allowed=tuple(f"{name} {doubt.reason}" for doubt in doubts),
-    )
+            metric=metric,
+        ))  # fmt: skip
+    allowed = [f"{name} {doubt.reason}" for doubt in doubts]
+    return _attest(members, weak, {GROUP: group.sha256}, tests, runs, allowed)
 
 
 def _read_report(folder: Path) -> VerifyReport | None:
@@ -272,11 +266,19 @@ def _find_doubt(bundle: _Released) -> Doubt | None:
     return Doubt(bundle=name, reason=f"is not proven: {lines[0]}", verdict="not proven")
 
 
-def _attest(bundles: Sequence[_Released], doubts: Sequence[Doubt], whole: _Whole | None = None) -> TestResult:
-    """Returns what is signed of bundles: the results of their reports, and which were allowed although they failed."""
-    found, whole = {doubt.bundle: doubt for doubt in doubts}, whole or _Whole()
-    tests: dict[str, Verdict] = dict(whole.tests)
-    runs: list[AttestedRun] = list(whole.runs)
+def _attest(
+    bundles: Sequence[_Released],
+    doubts: Sequence[Doubt],
+    manifests: Mapping[str, str] = {},
+    tests: Mapping[str, Verdict] = {},
+    runs: Sequence[AttestedRun] = (),
+    allowed: Sequence[str] = (),
+) -> TestResult:
+    """Returns what is signed of bundles: the results of their reports, and which were allowed although they failed.
+
+    What is known of a whole that they belong to comes before.
+    """
+    found, tests, runs = {doubt.bundle: doubt for doubt in doubts}, dict(tests), list(runs)
     for bundle in bundles:
         doubt = found.get(str(bundle.folder))
         tests[bundle.name] = "pass" if doubt is None else doubt.verdict
@@ -286,13 +288,13 @@ def _attest(bundles: Sequence[_Released], doubts: Sequence[Doubt], whole: _Whole
             tests[f"{bundle.name} on {run.device}"] = run.verdict
     return TestResult(
         result=_RESULTS[worst_verdict(tests.values())],
-        configuration=list_subjects({**whole.manifest, **{bundle.manifest: bundle.sha256 for bundle in bundles}}),
+        configuration=list_subjects({**manifests, **{bundle.manifest: bundle.sha256 for bundle in bundles}}),
         passed_tests=_list_tests(tests, "pass"),
         warned_tests=_list_tests(tests, "not proven"),
         failed_tests=_list_tests(tests, "fail"),
         edgekit_runs=tuple(runs),
         edgekit_allowed=(
-            *whole.allowed,
+            *allowed,
             *(f"{each.name} {found[str(each.folder)].reason}" for each in bundles if str(each.folder) in found),
         ),
     )

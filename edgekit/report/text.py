@@ -9,18 +9,14 @@ from rich.text import Text
 
 from edgekit.convert.ort_format.report import OrtFileReport
 from edgekit.data.data_check import ALIKE
-from edgekit.devices.device import DeviceStatus
-from edgekit.devices.local.provider import OfferedProvider
-from edgekit.devices.self_test import SelfTest
 from edgekit.evidence import Evidence, Verdict
 from edgekit.inspect.inspect import OnnxReport
-from edgekit.phones import read_phones
 from edgekit.report.checked import describe_surprises, describe_taken
 from edgekit.report.forecasts import describe_forecast
 from edgekit.report.summary import BuildReport, BundleSummary
 from edgekit.report.tables import format_bytes, format_count, format_or_dash, make_table
 from edgekit.serialize import to_builtins
-from edgekit.target import Target, TaskLimit
+from edgekit.target import TaskLimit
 from edgekit.verify.layers.comparison import LayerReport, Located, explain_layers
 from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.report import VerifyReport
@@ -41,7 +37,7 @@ def table_build(report: BuildReport) -> Table:
     """Returns a build as a table: a row for each target."""
     rows: list[tuple[str | Text, ...]] = []
     for bundle in report.bundles:
-        result = Text(bundle.verdict, _COLORS[bundle.verdict])
+        result = color_verdict(bundle.verdict)
         if bundle.path is None:
             result = Text("no bundle", _BAD)
         elif bundle.verify is None or not bundle.verify.runs:
@@ -148,7 +144,7 @@ def table_verify(report: VerifyReport) -> Table:
                 format_or_dash(output.sqnr_db, "{:.1f} dB"),
                 format_or_dash(output.agreed, "{:.1%}"),
                 format_or_dash(run.latency_ms.median if run.latency_ms else None, "{:.1f}"),
-                _verdict(run.verdict),
+                color_verdict(run.verdict),
                 *accuracy,
             )
     for skip in report.skipped:
@@ -199,49 +195,6 @@ def table_device_figures(report: VerifyReport) -> Table:
     )
     columns = ("device", "SQNR", "agreement", "accuracy", "median", "p95", "p99", "nodes", "memory", "outputs")
     return make_table(*columns, rows=rows)
-
-
-def table_targets(targets: Sequence[Target]) -> Table:
-    """Returns targets as a table: a row for each target."""
-    rows = (
-        (target.name, target.title, target.precision, ", ".join(planned.device for planned in target.verification))
-        for target in targets
-    )
-    return make_table("target", "what it is", "precision", "verified here by", rows=rows)
-
-
-def table_parameters(target: Target) -> Table:
-    """Returns the parameters of a target as a table: a row for each parameter."""
-    table = make_table("--set", "value", "allowed", "what it is")
-    for name, parameter in target.parameters.items():
-        allowed = ", ".join(parameter.choices) or f"{parameter.minimum} to {parameter.maximum}"
-        if parameter.names:
-            allowed = ", ".join(phone.name for phone in read_phones(target.folder / parameter.names))
-        table.add_row(name, target.settings.get(name, ""), allowed, parameter.description)
-    return table
-
-
-def table_devices(statuses: Sequence[DeviceStatus]) -> Table:
-    """Returns devices as a table: a row for each device."""
-    table = make_table("device", "evidence", "here", "ONNX Runtime", "what it is, or what to do")
-    for status in statuses:
-        here = Text("ready", _GOOD) if status.available else Text("missing", _UNKNOWN)
-        versions = [f"{name} {version}" for name, version in status.versions.items() if name != "onnxruntime"]
-        about = "; ".join(filter(None, (status.reason, status.command, ", ".join(versions))))
-        table.add_row(status.name, status.evidence.value, here, status.versions.get("onnxruntime", "-"), about)
-    return table
-
-
-def table_providers(offered: Sequence[OfferedProvider]) -> Table:
-    """Returns the installed providers as a table: a row for each provider."""
-    rows = ((one.provider, one.source, one.device or "-", one.failure or ", ".join(one.hardware)) for one in offered)
-    return make_table("provider", "from", "--on", "what it finds here, or what it lacks", rows=rows)
-
-
-def table_self_test(test: SelfTest) -> Table:
-    """Returns what was tried on a device as a table: a row for each check."""
-    rows = ((check.name, _verdict("pass" if check.passed else "fail"), check.detail) for check in test.checks)
-    return make_table("check", "result", "what was seen", rows=rows)
 
 
 def table_contents(report: OnnxReport | OrtFileReport) -> Table:
@@ -348,7 +301,8 @@ def describe_evidence(verify: VerifyReport | None) -> str:
     return ", ".join(dict.fromkeys(kind if kind == device else f"{kind} ({device})" for kind, device in kinds))
 
 
-def _verdict(verdict: Verdict) -> Text:
+def color_verdict(verdict: Verdict) -> Text:
+    """Returns a verdict in its colour."""
     return Text(verdict, _COLORS[verdict])
 
 

@@ -16,8 +16,7 @@ from edgekit.cli.main import run_command
 from edgekit.devices.find import find_device
 from edgekit.devices.observe import NotObserved, Observed
 from edgekit.evidence import Evidence
-from edgekit.report.checked import CheckSummary, describe_recommendation, list_check_remarks
-from edgekit.report.pages.check_page import render_check
+from edgekit.report.checked import CheckSummary, describe_recommendation, list_check_remarks, render_check
 from edgekit.target import load_target
 
 HOSTILE = "<script>alert(1)</script>\"'>"

@@ -24,8 +24,7 @@ from edgekit.graph.inference import infer_model
 from edgekit.jobs.forecast import forecast
 from edgekit.jobs.known_times import parse_cpu_times, parse_measured, read_history
 from edgekit.phones import find_phone
-from edgekit.report.forecasts import describe_cpu, headline_forecast, list_choices
-from edgekit.report.pages.forecast_page import draw_devices, render_forecast
+from edgekit.report.forecasts import describe_cpu, draw_devices, headline_forecast, list_choices, render_forecast
 from edgekit.target import load_target
 
 

@@ -18,7 +18,7 @@ from edgekit.quantize.accuracy.predict import Prediction
 from edgekit.quantize.mixed_precision.goal_search import choose_trial
 from edgekit.quantize.mixed_precision.trials import Trial
 from edgekit.recipe import Data, Recipe
-from edgekit.report.pages.html import render_quantization
+from edgekit.report.html import render_quantization
 from edgekit.report.summary import QuantizeReport
 
 pytestmark = pytest.mark.slow

@@ -28,8 +28,7 @@ from edgekit.profile.measure import give_advice
 from edgekit.profile.nodes import add_roof_shares, find_source, list_sources
 from edgekit.profile.report import DeviceProfile, NodeTime, Roof, Unasked
 from edgekit.profile.roofline import find_roof
-from edgekit.report.pages.profile_page import describe_node, split_area
-from edgekit.report.timing import headline_profile
+from edgekit.report.profiles import describe_node, headline_profile, split_area
 from edgekit.target import load_target
 
 pytestmark = pytest.mark.slow

@@ -23,10 +23,9 @@ from edgekit.data.samples import Samples
 from edgekit.jobs.quantize import QuantizeOptions, quantize_for
 from edgekit.model.model import load_model
 from edgekit.recipe import Data, Recipe
-from edgekit.report.checked import CheckSummary
-from edgekit.report.pages.charts import Picture, describe_answers, draw_image, draw_worst, place_bars, share_out
-from edgekit.report.pages.check_page import draw_strip, render_check
-from edgekit.report.pages.html import render_build, render_comparison, render_quantization, render_verify
+from edgekit.report.charts import Picture, describe_answers, draw_image, draw_worst, place_bars, share_out
+from edgekit.report.checked import CheckSummary, draw_strip, render_check
+from edgekit.report.html import render_build, render_comparison, render_quantization, render_verify
 from edgekit.report.text import describe_verified, headline_build, headline_verify
 from edgekit.target import load_target
 from edgekit.verify.attribute import share_loss

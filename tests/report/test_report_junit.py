@@ -11,7 +11,7 @@ from edgekit._ort import CPU_PROVIDER
 from edgekit.devices.device import SkippedDevice
 from edgekit.evidence import Evidence
 from edgekit.report.ci import render_junit
-from edgekit.report.pages.html import render_verify
+from edgekit.report.html import render_verify
 from edgekit.target import TaskLimit, Thresholds
 from edgekit.verify.metrics.outputs import OutputReport
 from edgekit.verify.report import VerifyReport

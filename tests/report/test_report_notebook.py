@@ -9,7 +9,7 @@ import pytest
 from test_report_junit import GOOD, _hostile, _report
 
 import edgekit as ek
-from edgekit.report.pages.html import render_verify
+from edgekit.report.html import render_verify
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "first_steps.ipynb"
 

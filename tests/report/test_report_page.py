@@ -10,8 +10,7 @@ from selenium.webdriver.remote.webelement import WebElement
 from edgekit.check.recommend import recommend_target
 from edgekit.check.report import CheckedNode, CheckReport
 from edgekit.cli.main import run_command
-from edgekit.report.checked import CheckSummary
-from edgekit.report.pages.check_page import draw_blocks, render_check
+from edgekit.report.checked import CheckSummary, draw_blocks, render_check
 from edgekit.target import find_group
 
 

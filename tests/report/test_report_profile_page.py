@@ -13,7 +13,7 @@ from edgekit.profile.measure import Profiled
 from edgekit.profile.nodes import add_roof_shares, list_nodes, list_operators, list_unasked
 from edgekit.profile.profile import ProfileRun
 from edgekit.profile.report import DeviceProfile, ProfileReport, Roof
-from edgekit.report.pages.profile_page import MOST_SPANS, render_profile
+from edgekit.report.profiles import MOST_SPANS, render_profile
 
 pytestmark = pytest.mark.slow
 

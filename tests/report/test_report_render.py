@@ -9,8 +9,8 @@ from test_report_junit import GOOD
 import edgekit
 from edgekit.devices.device import SkippedDevice
 from edgekit.progress import StageTime
-from edgekit.report.pages.check_page import draw_stages
-from edgekit.report.pages.html import render_build
+from edgekit.report.checked import draw_stages
+from edgekit.report.html import render_build
 from edgekit.report.summary import BuildReport, BundleSummary
 from edgekit.report.tables import format_bytes
 from edgekit.report.text import describe_agreement, list_remarks, table_build

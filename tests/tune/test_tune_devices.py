@@ -27,7 +27,7 @@ from edgekit.devices.remote.remote import AdbDevice, SshDevice
 from edgekit.errors import DeviceError
 from edgekit.evidence import Evidence
 from edgekit.machine import count_cores
-from edgekit.report.timing import list_tuning_remarks
+from edgekit.report.tuning import list_tuning_remarks
 from edgekit.target import load_target
 from edgekit.tune.race import GATE, RaceSetup, measure
 from edgekit.tune.report import Decision, Entrant, TuneReport

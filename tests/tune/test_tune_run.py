@@ -33,7 +33,7 @@ from edgekit.devices.local.runner import host_abi
 from edgekit.errors import BundleError
 from edgekit.evidence import Evidence
 from edgekit.profile.events import read_trace
-from edgekit.report.pages.tune_page import draw_front, render_tuning
+from edgekit.report.tuning import draw_front, render_tuning
 from edgekit.target import load_target
 from edgekit.tune.files import apply_setting, has_branches, require_bundle
 from edgekit.tune.report import Entrant, TriedSetting, TuneReport

@@ -16,7 +16,7 @@ from edgekit.bundle.manifest import Ancestry, encode_json
 from edgekit.evidence import Evidence
 from edgekit.model.model import Model, load_model
 from edgekit.model.tensors import Tensors
-from edgekit.report.pages.html import render_verify
+from edgekit.report.html import render_verify
 from edgekit.report.text import list_verify_remarks
 from edgekit.serialize import to_json
 from edgekit.target import load_target

@@ -14,7 +14,7 @@ from edgekit.model.tensors import Tensors
 from edgekit.package.variant import make_parts
 from edgekit.prepare.clean import prepare_model
 from edgekit.quantize.calibration.calibrate import calibrate_model
-from edgekit.report.pages.html import render_verify
+from edgekit.report.html import render_verify
 from edgekit.verify.run import verify_bundle
 
 pytestmark = pytest.mark.slow

@@ -15,10 +15,9 @@ from edgekit.check.report import CheckReport
 from edgekit.machine import find_module
 from edgekit.progress import Progress, say_nothing
 from edgekit.report import text
-from edgekit.report.checked import CheckSummary, describe_taken
-from edgekit.report.pages.charts import Picture, place_bars, place_layers
-from edgekit.report.pages.check_page import draw_stages, draw_strip, render_check
-from edgekit.report.pages.pages import make_page
+from edgekit.report.charts import Picture, place_bars, place_layers
+from edgekit.report.checked import CheckSummary, describe_taken, draw_stages, draw_strip, render_check
+from edgekit.report.pages import make_page
 from edgekit.report.summary import BuildReport, QuantizeReport
 from edgekit.report.tables import describe_prediction, format_bytes
 from edgekit.serialize import escape_controls

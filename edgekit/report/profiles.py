@@ -1,4 +1,4 @@
-"""Profiles as an HTML page: time line, treemap and roofline of each, and why two of them differ."""
+"""Profiles as text and as an HTML page: time line, treemap and roofline of each, and why two of them differ."""
 
 import math
 from collections import defaultdict
@@ -6,13 +6,180 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from rich.table import Table
 
+from edgekit._ort import CPU_PROVIDER
 from edgekit.profile.measure import Profiled
 from edgekit.profile.profile import ProfileRun
-from edgekit.profile.report import DeviceProfile, NodeTime
-from edgekit.report import timing
-from edgekit.report.pages.pages import make_page
-from edgekit.report.tables import format_bytes, format_count
+from edgekit.profile.report import Cause, DeviceProfile, NodeTime, ProfileComparison, ProfileReport
+from edgekit.report.pages import make_page
+from edgekit.report.tables import format_bytes, format_count, make_table
+
+_MOST_TEXT = 60
+# Smaller shares of a run are not mentioned.
+_TELLING = 0.005
+
+
+def headline_profile(profile: DeviceProfile) -> str:
+    """Returns the result of a profile in one line."""
+    if profile.failure is not None:
+        return f"{profile.subject} on {profile.device} failed: {profile.failure}"
+    cost = ""
+    if profile.overhead is not None:
+        low, high = profile.overhead.interval
+        cost = (
+            f"; with the profiler a run takes {profile.overhead.value:.2f} times that (95 %: {low:.2f} to {high:.2f})"
+        )
+    return (
+        f"{profile.subject} on {profile.device}: {profile.plain_ms:.3g} ms a run{cost}; {len(profile.nodes)} kernels"
+        f" make {profile.covered:.1%} of {profile.run_ms:.3g} ms in {profile.runs} runs"
+        + (f", the profiler between them {profile.recording:.1%}" if profile.recording >= _TELLING else "")
+    )
+
+
+def table_operators(profile: DeviceProfile, most: int) -> Table:
+    """Returns the operators as a table, the most expensive first."""
+    rows = (
+        (
+            one.op,
+            short_provider(one.provider),
+            str(one.nodes),
+            f"{one.calls:g}",
+            f"{one.self_ms:.3g} ms",
+            f"{one.average_ms:.3g} ms",
+            f"{one.max_ms:.3g} ms",
+            f"{one.share:.1%}",
+            _rate(one.macs, one.self_ms),
+            _rate(one.bytes, one.self_ms),
+        )
+        for one in profile.operators[:most]
+    )
+    columns = ("operator", "provider", "nodes", "calls", "total", "average", "maximum", "share", "GMAC/s", "GB/s")
+    return make_table(*columns, rows=rows)
+
+
+def table_memory(profile: DeviceProfile) -> Table:
+    """Returns the memory of the process after each phase, with and without the arena, and the memory of the arena."""
+    rows: list[tuple[str, ...]] = []
+    for one in profile.memory:
+        bare = (one.bare_bytes, one.bare_peak_bytes, one.arena_bytes, one.arena_peak_bytes)
+        known = ("-" if size is None else format_bytes(size) for size in bare)
+        rows.append((one.phase, format_bytes(one.resident_bytes), format_bytes(one.peak_bytes), *known))
+    columns = ("held", "peak", "held without arena", "peak without arena", "arena holds", "most in use there")
+    return make_table("memory behind", *columns, rows=rows)
+
+
+def table_npu(profile: DeviceProfile, most: int) -> Table:
+    """Returns the most expensive operations of the graph that was given to an NPU, as a table."""
+    rows = (
+        (shorten(one.name), shorten(one.source) or "-", f"{one.cycles:.0f}", f"{one.share:.1%}", f"{one.spread:.0%}")
+        for one in profile.npu[:most]
+    )
+    return make_table("inside the NPU's graph", "node", "cycles", "share", "runs apart by", rows=rows)
+
+
+def table_nodes(profile: DeviceProfile, most: int) -> Table:
+    """Returns the most expensive kernels as a table."""
+    rows = (
+        (
+            shorten(node.source or node.name),
+            node.op,
+            f"{node.self_ms:.3g} ms",
+            f"{node.share:.1%}",
+            format_count(node.macs) if node.macs else "-",
+            format_bytes(node.bytes),
+            f"{node.gmacs_per_s:.3g}" if node.macs else "-",
+            f"{node.gbytes_per_s:.3g}",
+            "-" if node.roof_share is None else f"{min(node.roof_share, 1):.0%} {node.bound}",
+            f"{describe_shapes(node.inputs)} -> {describe_shapes(node.outputs)}",
+        )
+        for node in rank_nodes(profile)[:most]
+    )
+    columns = ("node", "operator", "self", "share", "MACs", "bytes", "GMAC/s", "GB/s", "of the roof", "shapes")
+    return make_table(*columns, rows=rows)
+
+
+def rank_nodes(profile: DeviceProfile) -> list[NodeTime]:
+    """Returns the kernels, the most expensive first."""
+    return sorted(profile.nodes, key=lambda node: -node.self_ms)
+
+
+def list_profile_remarks(profile: DeviceProfile) -> Iterator[str]:
+    """Yields overheads, what the machine reaches, what would help, and how reliable the figures are."""
+    # The cost of conversions and copies, which are no part of the model's formulas: a line for each kind.
+    copies = "copies between providers"
+    if profile.provider != CPU_PROVIDER and all(one.kind != copies for one in profile.unasked):
+        yield f"{copies}: none (no Memcpy kernel ran)"
+    for one in profile.unasked:
+        inserted = f", {one.inserted} of them put in by ONNX Runtime" if one.inserted else ""
+        yield f"{one.kind}: {one.self_ms:.3g} ms ({one.share:.1%}) in {one.nodes} kernels{inserted}"
+    if profile.roof is not None:
+        roof = profile.roof
+        yield (
+            f"{profile.device} reaches {roof.float_gmacs:.3g} GMAC/s in float32, {roof.integer_gmacs:.3g} in 8 bits,"
+            f" {roof.gbytes:.3g} GB/s from memory and {roof.cache_gbytes:.3g} GB/s from a cache"
+            " (a probe, measured once)"
+        )
+    yield from (f"would help: {describe_cause(cause)}" for cause in profile.advice)
+    yield from profile.warnings
+
+
+def describe_profiles(found: ProfileComparison) -> str:
+    """Returns in one line which of two profiles is slower, and how certain that is."""
+    times = f"A ({found.a}) {found.a_ms:.3g} ms, B ({found.b}) {found.b_ms:.3g} ms"
+    if found.ratio is not None:
+        low, high = found.ratio.interval
+        times += f"; B takes {found.ratio.value:.3f} times as long, 95 % between {low:.3f} and {high:.3f}"
+    if not found.slower:
+        return f"no difference can be told: {times}" + ("; what costs the integers:" if found.causes else "")
+    slow = found.a if found.slower == "a" else found.b
+    return f"{slow} is slower: {times}{'; because' if found.causes else ''}"
+
+
+def describe_cause(cause: Cause) -> str:
+    """Returns a cause with its milliseconds and its remedy."""
+    return f"{cause.message} [{cause.milliseconds:+.3g} ms]" + (f"; {cause.advice}" if cause.advice else "")
+
+
+def table_pairs(found: ProfileComparison, most: int) -> Table:
+    """Returns the layers whose times differ most as a table."""
+    rows = (
+        (
+            shorten(pair.tensor),
+            f"{pair.a_ms:.3g} ms",
+            f"{pair.b_ms:.3g} ms",
+            f"{pair.b_ms - pair.a_ms:+.3g} ms",
+            *(", ".join(side) or "-" for side in (pair.a_ops, pair.b_ops)),
+        )
+        for pair in sorted(found.pairs, key=lambda pair: -abs(pair.b_ms - pair.a_ms))[:most]
+    )
+    return make_table("value", "A", "B", "B - A", "kernels of A", "kernels of B", rows=rows)
+
+
+def list_report_remarks(report: ProfileReport) -> Iterator[str]:
+    """Yields what was assumed, and each device that is missing."""
+    yield from report.notes
+    yield from map(str, report.skipped)
+
+
+def describe_shapes(shapes: Sequence[str]) -> str:
+    """Returns the shapes of a kernel's data without those of scalars, such as scales and zero points."""
+    return " ".join(shape for shape in shapes if not shape.endswith("[]")) or "-"
+
+
+def short_provider(provider: str) -> str:
+    """Returns a provider's name without the common ending."""
+    return provider.removesuffix("ExecutionProvider")
+
+
+def shorten(name: str) -> str:
+    """Returns the end of a long name: exporters put the path first, and the part that tells nodes apart last."""
+    return name if len(name) <= _MOST_TEXT else f"...{name[-_MOST_TEXT:]}"
+
+
+def _rate(count: int, milliseconds: float) -> str:
+    return f"{count / milliseconds / 1e6:.3g}" if count and milliseconds > 0 else "-"
+
 
 WIDTH, HEIGHT = 1000.0, 320.0
 MOST_SPANS = 100_000
@@ -80,7 +247,7 @@ def draw_treemap(profile: DeviceProfile) -> tuple[Box, ...]:
     """Returns a box for each node, those of one operator together; areas are proportional to times."""
     hues = number_hues(profile)
     groups: dict[str, list[NodeTime]] = defaultdict(list)
-    for node in timing.rank_nodes(profile):
+    for node in rank_nodes(profile):
         groups[node.op].append(node)
     ranked = sorted(groups, key=lambda op: -sum(node.share for node in groups[op]))
     weights = [sum(node.share for node in groups[op]) for op in ranked]
@@ -110,9 +277,9 @@ def describe_node(node: NodeTime) -> str:
     rate = f", {node.gmacs_per_s:.3g} GMAC/s" if node.macs else ""
     roof = "" if node.roof_share is None else f", {min(node.roof_share, 1):.0%} of the roof"
     return (
-        f"{node.op} {node.source or node.name} ({timing.short_provider(node.provider)}): {node.self_ms:.3g} ms,"
-        f" {node.share:.1%}{rate}, {node.gbytes_per_s:.3g} GB/s{roof}; {timing.describe_shapes(node.inputs)} ->"
-        f" {timing.describe_shapes(node.outputs)}"
+        f"{node.op} {node.source or node.name} ({short_provider(node.provider)}): {node.self_ms:.3g} ms,"
+        f" {node.share:.1%}{rate}, {node.gbytes_per_s:.3g} GB/s{roof}; {describe_shapes(node.inputs)} ->"
+        f" {describe_shapes(node.outputs)}"
     )
 
 
@@ -211,16 +378,16 @@ def list_spans(profiled: Profiled) -> dict[str, Any]:
 
 
 _FILTERS: Mapping[str, Callable[..., object]] = {
-    "headline": timing.headline_profile,
-    "ranked": timing.rank_nodes,
-    "remarks": timing.list_profile_remarks,
-    "provider": timing.short_provider,
-    "shapes": timing.describe_shapes,
+    "headline": headline_profile,
+    "ranked": rank_nodes,
+    "remarks": list_profile_remarks,
+    "provider": short_provider,
+    "shapes": describe_shapes,
     "treemap": draw_treemap,
     "roofline": draw_roof,
     "hues": number_hues,
     "spans": list_spans,
-    "cause": timing.describe_cause,
+    "cause": describe_cause,
     "bytes": format_bytes,
     "count": format_count,
 }
@@ -236,6 +403,6 @@ def render_profile(run: ProfileRun) -> str:
         hues=HUES,
         report=run.report,
         profiled=run.profiled,
-        compared=None if comparison is None else timing.describe_profiles(comparison),
-        remarks=list(timing.list_report_remarks(run.report)),
+        compared=None if comparison is None else describe_profiles(comparison),
+        remarks=list(list_report_remarks(run.report)),
     )

@@ -1,0 +1,252 @@
+"""A search for settings as text and as an HTML page: what was chosen and why, and the Pareto front."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+import msgspec
+from rich.table import Table
+from rich.text import Text
+
+from edgekit.bench.latency import Ratio
+from edgekit.bundle.manifest import SessionSetting
+from edgekit.evidence import Evidence
+from edgekit.report.pages import make_page
+from edgekit.report.tables import format_bytes, format_or_dash, make_table
+from edgekit.tune.report import Entrant, TriedSetting, TuneReport
+from edgekit.tune.space import PROVIDER_OPTIONS, Goal
+
+_MEANINGS: Mapping[Goal, str] = {
+    "latency": "median time of a run",
+    "p99": "99th percentile of a run's time",
+    "throughput": "time from one sample done to the next",
+    "memory": "peak memory of the process",
+    "load": "time to make the session and run it once",
+}
+_DEFAULT = SessionSetting()
+# A simulator of an accelerator runs on the CPU: options for the accelerator's clock change nothing there.
+_CLOCKLESS = frozenset({Evidence.SIMULATOR})
+# If more than this share of the cores is busy, other programs slow down what is measured.
+_BUSY = 0.5
+# A budget counts as used up from this share on.
+_USED = 0.9
+
+
+def headline_tuning(report: TuneReport) -> str:
+    """Returns in one line what was chosen and what it gains."""
+    where = f"{report.subject} on {report.device}, {_MEANINGS[report.goal]}"
+    if report.chosen == report.defaults or report.final is None:
+        return f"{where}: the defaults stay; nothing is proven to be better"
+    return f"{where}: {report.chosen.name}: {describe_ratio(report.final)} that of the defaults"
+
+
+def describe_ratio(ratio: Ratio) -> str:
+    """Returns a ratio with its interval."""
+    low, high = ratio.interval
+    return f"{ratio.value:.3f} times (95 %: {low:.3f} to {high:.3f}, {ratio.rounds} fresh rounds)"
+
+
+def table_levels(report: TuneReport) -> Table:
+    """Returns as a table what each optimization level makes of the graph."""
+    rows = (
+        (
+            row.level,
+            format_or_dash(row.nodes, "{}"),
+            describe_fused(row.fused),
+            format_or_dash(row.load_ms, "{:.0f} ms"),
+            format_or_dash(row.median_ms, "{:.3g} ms"),
+        )
+        for row in report.levels
+    )
+    return make_table("level", "nodes", "fused", "load", "p50", rows=rows)
+
+
+def describe_fused(fused: Mapping[str, int]) -> str:
+    """Returns the operators of ONNX Runtime's own in the optimized graph, with their counts."""
+    return ", ".join(f"{count} {op}" for op, count in fused.items()) or "-"
+
+
+def table_decisions(report: TuneReport) -> Table:
+    """Returns each race as a table: the last challenger, its cost, and why it was taken or not."""
+    rows = (
+        (
+            one.group,
+            one.challenger or "-",
+            "-" if one.ratio is None else f"{one.ratio.value:.3f}",
+            Text("yes", "green") if one.taken else "no",
+            one.reason,
+        )
+        for one in report.decisions
+    )
+    return make_table("race", "last challenger", "cost", "taken", "why", rows=rows)
+
+
+def table_tried(report: TuneReport) -> Table:
+    """Returns every measured setting as a table; a star marks those on the Pareto front."""
+    table = make_table("setting", "p50", "p99", "per second", "load", "first", "memory", "SQNR", "times")
+    for one in report.tried:
+        name = f"* {one.entrant.name}" if one.pareto else one.entrant.name
+        if one.fault is not None:
+            table.add_row(name, Text(one.fault, "red"), *("-" for _ in range(6)), str(one.measurements))
+            continue
+        table.add_row(
+            name,
+            f"{one.median_ms:.3g} ms",
+            f"{one.p99_ms:.3g} ms",
+            f"{one.throughput_per_s:.3g}",
+            f"{one.load_ms:.0f} ms",
+            f"{one.first_ms:.3g} ms",
+            format_bytes(one.peak_rss_bytes),
+            describe_nearness(one),
+            str(one.measurements),
+        )
+    return table
+
+
+def describe_nearness(one: TriedSetting) -> str:
+    """Returns how close the outputs are to the reference."""
+    return "-" if one.sqnr_db is None else "equal" if one.sqnr_db >= 200 else f"{one.sqnr_db:.1f} dB"
+
+
+def describe_setting(entrant: Entrant) -> Iterator[str]:
+    """Yields the settings that differ from the defaults, by the names of ONNX Runtime's options."""
+    setting = entrant.setting
+    told = {
+        "graph_optimization_level": (setting.level.value, _DEFAULT.level.value),
+        "intra_op_num_threads": (setting.threads, _DEFAULT.threads),
+        "inter_op_num_threads": (setting.inter_threads, _DEFAULT.inter_threads),
+        "execution_mode": ("parallel" if setting.parallel else "sequential", "sequential"),
+        "enable_cpu_mem_arena": (setting.arena, _DEFAULT.arena),
+        "enable_mem_pattern": (setting.memory_pattern, _DEFAULT.memory_pattern),
+        "IO binding": (setting.io_binding, _DEFAULT.io_binding),
+        "runs at once": (setting.concurrency, _DEFAULT.concurrency),
+        "batch": (entrant.batch, 1),
+        "file": (entrant.file, ""),
+    }
+    yield from (f"{name} = {value}" for name, (value, default) in told.items() if value != default)
+    yield from (f"{key} = {value}" for key, value in {**setting.config, **setting.provider_options}.items())
+
+
+def list_tuning_remarks(report: TuneReport) -> Iterator[str]:
+    """Yields the settings, and how reliable the result is: evidence, load, time; at the end what was written."""
+    if report.chosen != report.defaults:
+        yield f"settings: {'; '.join(describe_setting(report.chosen))}"
+    yield from report.notes
+    if report.evidence is not Evidence.DEVICE:
+        yield f"these are not the target's times ({report.evidence.value}: {report.evidence.meaning})"
+    if report.evidence in _CLOCKLESS and any(one.group == PROVIDER_OPTIONS for one in report.decisions):
+        yield (
+            f"{report.device} takes the options of {report.provider} and has no clock of its own: that they make no"
+            " difference here says nothing of a device"
+        )
+    yield from (f"{one.group}: {one.reason}" for one in report.decisions if "is out:" in one.reason)
+    if report.busy is not None:
+        before, after = report.busy
+        yield f"programs that wanted one of {report.cores or '?'} cores: {before:.1f} before, {after:.1f} after"
+        if report.cores and before > _BUSY * report.cores:
+            yield (
+                "others used this machine: ratios hold for it as it was, and more threads or spinning may pay on a"
+                " quiet one"
+            )
+    rest = "" if report.seconds > _USED * report.budget_s else ": every race was decided before"
+    if rest and any("time was over" in one.reason for one in report.decisions):
+        rest = ": what is left is less than another round, with what the last comparison needs, would take"
+    used = f"{report.seconds:.0f} of {report.budget_s:.0f} s"
+    yield f"{report.measurements} sessions were measured in {used}{rest}"
+    if report.applied:
+        yield f"written: {report.applied}"
+
+
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70.0, 985.0, 16.0, 280.0
+
+
+class ParetoDot(msgspec.Struct, frozen=True, kw_only=True):
+    """A setting in the chart: its position, whether it is on the Pareto front or chosen, and its label.
+
+    `loss` gives its colour: from 0 (outputs equal to the reference) to 1 (30 dB and less).
+    """
+
+    x: float
+    y: float
+    front: bool
+    chosen: bool
+    loss: float
+    title: str
+
+
+class ParetoChart(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings by latency (across) and memory (up), the Pareto front as a line, and the figures at both axes."""
+
+    dots: tuple[ParetoDot, ...]
+    front: str
+    columns: tuple[tuple[float, str], ...]
+    rows: tuple[tuple[float, str], ...]
+
+
+def draw_front(report: TuneReport) -> ParetoChart | None:
+    """Returns the chart, None if fewer than two settings ran."""
+    sound = [one for one in report.tried if one.fault is None and one.median_ms > 0 and one.peak_rss_bytes > 0]
+    if len(sound) < 2:
+        return None
+    across = _Scale.fit([one.median_ms for one in sound], _LEFT, _RIGHT)
+    up = _Scale.fit([float(one.peak_rss_bytes) for one in sound], _BOTTOM, _TOP)
+    dots = tuple(
+        ParetoDot(
+            x=across.place(one.median_ms),
+            y=up.place(one.peak_rss_bytes),
+            front=one.pareto,
+            chosen=one.entrant == report.chosen,
+            loss=0.0 if one.sqnr_db is None else min(1.0, max(0.0, (100.0 - one.sqnr_db) / 70.0)),
+            title=f"{one.entrant.name}: {one.median_ms:.3g} ms, {format_bytes(one.peak_rss_bytes)},"
+            f" outputs {describe_nearness(one)}",
+        )
+        for one in sound
+    )
+    line = sorted((dot for dot in dots if dot.front), key=lambda dot: dot.x)
+    return ParetoChart(
+        dots=dots,
+        front=" ".join(f"{dot.x},{dot.y}" for dot in line),
+        columns=tuple((across.place(value), f"{value:.3g} ms") for value in across.list_marks()),
+        rows=tuple((up.place(value), format_bytes(int(value))) for value in up.list_marks()),
+    )
+
+
+class _Scale(msgspec.Struct, frozen=True):
+    """A logarithmic axis: maps values to positions between two ends."""
+
+    low: float
+    high: float
+    begin: float
+    end: float
+
+    @classmethod
+    def fit(cls, values: list[float], begin: float, end: float) -> "_Scale":
+        # A margin at both ends; without it equal values would divide by zero.
+        return cls(math.log(min(values)) - 0.03, math.log(max(values)) + 0.03, begin, end)
+
+    def place(self, value: float) -> float:
+        share = (math.log(value) - self.low) / (self.high - self.low)
+        return round(self.begin + share * (self.end - self.begin), 1)
+
+    def list_marks(self) -> list[float]:
+        return [math.exp(self.low + (self.high - self.low) * step / 4) for step in range(5)]
+
+
+_FILTERS: Mapping[str, Callable[..., object]] = {
+    "bytes": format_bytes,
+    "front": draw_front,
+    "fused": describe_fused,
+    "nearness": describe_nearness,
+    "ratio": describe_ratio,
+    "setting": describe_setting,
+}
+
+
+def render_tuning(report: TuneReport) -> str:
+    """Returns a search as an HTML page."""
+    return make_page(
+        "tune",
+        _FILTERS,
+        report=report,
+        headline=headline_tuning(report),
+        remarks=list(list_tuning_remarks(report)),
+    )
